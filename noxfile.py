@@ -49,7 +49,11 @@ def verify(session: nox.Session) -> None:
     name, _, version = stack.partition("==")
     distribution = _install_needs(session, name, session.posargs)
     if distribution is not None:
-        session.install("--no-deps", "--ignore-requires-python", f"{distribution}=={version}" if version else distribution)
+        session.install(
+            "--no-deps",
+            "--ignore-requires-python",
+            f"{distribution}=={version}" if version else distribution,
+        )
     session.run("rollproof", "verify", *session.posargs)
 
 
@@ -57,12 +61,18 @@ def _install_needs(session: nox.Session, name: str, arguments: list[str]) -> str
     """Install what a stack needs; how package indexes call the stack itself, ``None`` where a checkout of it is judged."""
     requirements = ROOT / "harness" / "stacks" / "requirements" / f"{name}.txt"
     if not requirements.is_file():
-        session.error(f"No stack is named {name!r}; those of {sorted(path.stem for path in requirements.parent.glob('*.txt'))} are.")
+        session.error(
+            f"No stack is named {name!r}; those of"
+            f" {sorted(path.stem for path in requirements.parent.glob('*.txt'))} are."
+        )
     distribution, checked_out, *beside = _release(session, name)
     given = _value(arguments, "--checkout")
     if checked_out == "True" and not (given and Path(given).is_dir()):
         # an index may well have something else of that name
-        session.error(f"{name} is on no package index: add --checkout DIR, a folder that is there ({given or 'none was given'}).")
+        session.error(
+            f"{name} is on no package index: add --checkout DIR, a folder that is there"
+            f" ({given or 'none was given'})."
+        )
     if checked_out == "False" and given:
         session.error(f"{name} is a released package: give no --checkout.")
     session.install("-r", str(requirements))
@@ -73,7 +83,10 @@ def _install_needs(session: nox.Session, name: str, arguments: list[str]) -> str
 
 def _release(session: nox.Session, name: str) -> list[str]:
     """How package indexes call a stack, whether it is judged from a checkout, and what is installed beside it without dependencies."""
-    asked = f"from rollproof.stacks import release_of; r = release_of({name!r}); print(r.distribution, bool(r.repository), *r.beside)"
+    asked = (
+        f"from rollproof.stacks import release_of; r = release_of({name!r}); print(r.distribution,"
+        " bool(r.repository), *r.beside)"
+    )
     return str(session.run("python", "-c", asked, silent=True)).split()
 
 
@@ -94,10 +107,16 @@ def upstream(session: nox.Session) -> None:
     name, _, version = arguments.pop(0).partition("==")
     matrix = ROOT / "harness" / "stacks" / "verdicts" / f"{name}.toml"
     if not matrix.is_file():
-        session.error(f"No matrix is kept for {name!r}; those of {sorted(path.stem for path in matrix.parent.glob('*.toml'))} are.")
+        session.error(
+            f"No matrix is kept for {name!r}; those of"
+            f" {sorted(path.stem for path in matrix.parent.glob('*.toml'))} are."
+        )
     pinned = tomllib.loads(matrix.read_text(encoding="utf-8"))["pinned"]
     if version and not _pinned(version, pinned):
-        session.error(f"{name}=={version} has no verdicts to be held to: pinned are {', '.join(pinned)}. `nox -s verify` judges others.")
+        session.error(
+            f"{name}=={version} has no verdicts to be held to: pinned are {', '.join(pinned)}. `nox"
+            " -s verify` judges others."
+        )
     install(session)
     distribution = _install_needs(session, name, arguments)
     for wanted in [version] if version or distribution is None else pinned:
@@ -105,7 +124,16 @@ def upstream(session: nox.Session) -> None:
             session.install("--no-deps", "--ignore-requires-python", f"{distribution}=={wanted}")
         spec = f"{name}=={wanted}" if wanted else name
         report = Path(session.create_tmp()) / f"{name}.json"
-        done = ["rollproof", "verify", "--stack", spec, "--matrix", "--json", str(report), *arguments]
+        done = [
+            "rollproof",
+            "verify",
+            "--stack",
+            spec,
+            "--matrix",
+            "--json",
+            str(report),
+            *arguments,
+        ]
         session.run(*done, success_codes=[0, 1] if write else [0])
         if write:
             session.run("python", "-m", "tools.docs.stacks_page", str(report))
@@ -137,11 +165,19 @@ def trainers(session: nox.Session) -> None:
         session.install("--no-deps", "verl==0.9.1", "skyrl==0.3.0", "nemo-automodel==0.7.0")
     install(session, "test")
     if session.posargs[:1] == ["--table"]:
-        session.run("python", "-W", "ignore", "-m", "tools.judge_megatron_trainers", *session.posargs[1:])
+        session.run(
+            "python", "-W", "ignore", "-m", "tools.judge_megatron_trainers", *session.posargs[1:]
+        )
         return
     # One process: the ranks that the tests fork are processes of their own.
-    tests = ["tests/replay", "tests/stacks/test_replay_layouts.py", "tests/stacks/test_documented_commands.py"]
-    session.run("pytest", "-o", "faulthandler_timeout=0", *(session.posargs or tests))  # whole families of checks run in one test
+    tests = [
+        "tests/replay",
+        "tests/stacks/test_replay_layouts.py",
+        "tests/stacks/test_documented_commands.py",
+    ]
+    session.run(
+        "pytest", "-o", "faulthandler_timeout=0", *(session.posargs or tests)
+    )  # whole families of checks run in one test
 
 
 @nox.session
@@ -170,16 +206,25 @@ def engines(session: nox.Session, engine: str) -> None:
     """Judge real engines on this CPU, each in an environment of its own: `nox -s "engines(vllm)"`. Installs gigabytes, once."""
     marker = Path(session.virtualenv.location) / "installed"
     requirements = ROOT / "harness" / "engines" / "requirements" / f"{engine}.txt"
-    if not marker.is_file() or marker.read_text(encoding="utf-8") != requirements.read_text(encoding="utf-8"):
+    if not marker.is_file() or marker.read_text(encoding="utf-8") != requirements.read_text(
+        encoding="utf-8"
+    ):
         session.install("-r", str(requirements))
         for package in ENGINES[engine]["without_dependencies"]:
             session.install("--no-deps", package)
         for package in ENGINES[engine]["taken_out"]:
-            session.run_install("python", "-m", "pip", "uninstall", "-y", package)  # with --install-only, too
+            session.run_install(
+                "python", "-m", "pip", "uninstall", "-y", package
+            )  # with --install-only, too
         shutil.copy(requirements, marker)
     install(session, "test")
-    tests = [*map(str, sorted(ROOT.glob(f"tests/engines/test_{engine}*.py"))), "tests/fakes/test_tiny_models.py"]
-    session.run("pytest", "-o", "faulthandler_timeout=0", *(session.posargs or ["-v", *tests]))  # a start takes minutes
+    tests = [
+        *map(str, sorted(ROOT.glob(f"tests/engines/test_{engine}*.py"))),
+        "tests/fakes/test_tiny_models.py",
+    ]
+    session.run(
+        "pytest", "-o", "faulthandler_timeout=0", *(session.posargs or ["-v", *tests])
+    )  # a start takes minutes
 
 
 @nox.session
@@ -210,9 +255,17 @@ def types(session: nox.Session) -> None:
         (folder / "pyrightconfig.json").write_text(json.dumps(settings), encoding="utf-8")
         session.chdir(folder)
         for what in (["-p", "rollproof"], ["uses.py"]):
-            session.run("mypy", "--config-file", str(ROOT / "pyproject.toml"), *what, env={"MYPYPATH": "site"})
+            session.run(
+                "mypy",
+                "--config-file",
+                str(ROOT / "pyproject.toml"),
+                *what,
+                env={"MYPYPATH": "site"},
+            )
         session.run("pyright", "--pythonpath", python)
-        session.run("pyright", "--pythonpath", python, "--ignoreexternal", "--verifytypes", "rollproof")
+        session.run(
+            "pyright", "--pythonpath", python, "--ignoreexternal", "--verifytypes", "rollproof"
+        )
 
 
 @nox.session
@@ -233,12 +286,17 @@ def bench(session: nox.Session) -> None:
 def _newer_python(session: nox.Session) -> bool:
     """Whether the session's Python is 3.12 or newer."""
     code = "import sys; print(sys.version_info >= (3, 12))"
-    return "True" in str(session.run_install("python", "-c", code, silent=True))  # asked before installing: with --install-only, too
+    return "True" in str(
+        session.run_install("python", "-c", code, silent=True)
+    )  # asked before installing: with --install-only, too
 
 
 def _pinned(version: str, pinned: list[str]) -> bool:
     """Whether a version is among the pinned ones; a commit may be abbreviated, or whole."""
-    return version in pinned or (len(version) >= 7 and any(one.startswith(version) or version.startswith(one) for one in pinned))
+    return version in pinned or (
+        len(version) >= 7
+        and any(one.startswith(version) or version.startswith(one) for one in pinned)
+    )
 
 
 def _value(arguments: list[str], option: str) -> str | None:

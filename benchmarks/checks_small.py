@@ -1,7 +1,8 @@
-"""What judging one small case costs: a request of four calls and six tokens, check by check and family by family.
+"""What judging one small case costs: a request of four calls and six tokens, check by check and
+family by family.
 
-``python benchmarks/checks_small.py [repeats]`` prints microseconds per case. A small scope of 5,000 cases is to be judged
-in a few seconds, so a family may cost a few tenths of a millisecond.
+``python benchmarks/checks_small.py [repeats]`` prints microseconds per case. A small scope of 5,000
+cases is to be judged in a few seconds, so a family may cost a few tenths of a millisecond.
 """
 
 from __future__ import annotations
@@ -26,13 +27,17 @@ def four_calls(reference: str = "as-sampled-tokens") -> Trace:
     case = Case(
         flavour="sglang",
         requests=(Request(request_id="r0", prompt_ids=(11, 12), max_tokens=6),),
-        actions=tuple(Action(when=Trigger(request="r0", tokens=tokens), do=do) for tokens, do in when),
+        actions=tuple(
+            Action(when=Trigger(request="r0", tokens=tokens), do=do) for tokens, do in when
+        ),
     )
     return run_case(REFERENCES[reference], case)
 
 
 def microseconds(work: Callable[[], object], repeats: int) -> float:
-    """Processor time per call, the fastest of five rounds: other programs on the machine do not count."""
+    """Processor time per call, the fastest of five rounds: other programs on the machine do not
+    count.
+    """
     best = float("inf")
     for _ in range(5):
         start = time.process_time()
@@ -45,7 +50,13 @@ def microseconds(work: Callable[[], object], repeats: int) -> float:
 def view_of(trace: Trace) -> RequestView:
     """The view that request checks get."""
     seen: list[RequestView] = []
-    grab = Check(id="bench.grab", promise="", needs="", exercised_by=(), request=lambda view, _: seen.append(view))
+    grab = Check(
+        id="bench.grab",
+        promise="",
+        needs="",
+        exercised_by=(),
+        request=lambda view, _: seen.append(view),
+    )
     judge_events(trace.header, trace.events, Tally(type(default_registry())([grab])))
     return seen[0]
 
@@ -60,7 +71,9 @@ def main(repeats: int = 2000) -> None:
         if check.request is None or check.inapplicable(contract) is not None:
             continue
         judge, collector = check.request, Collector(check)
-        cost = microseconds(lambda judge=judge, collector=collector: judge(view, collector), repeats)  # type: ignore[misc]
+        cost = microseconds(
+            lambda judge=judge, collector=collector: judge(view, collector), repeats
+        )  # type: ignore[misc]
         rows.append((cost, check.id))
 
     def stitch() -> None:
@@ -71,15 +84,24 @@ def main(repeats: int = 2000) -> None:
     for cost, name in sorted(rows, reverse=True):
         print(f"{name:40s} {cost:8.1f}")
     for family in dict.fromkeys(check.family for check in registry):
-        judges = [(check.request, Collector(check)) for check in registry if check.family == family and check.request is not None]
+        judges = [
+            (check.request, Collector(check))
+            for check in registry
+            if check.family == family and check.request is not None
+        ]
 
         def all_of(judges: list[tuple[RequestJudge, Collector]] = judges) -> None:
             view.settle()
             for judge, collector in judges:
                 judge(view, collector)
 
-        print(f"request checks of {family + ', with all that they share':40s} {microseconds(all_of, repeats):8.1f}")
-    whole = microseconds(lambda: judge_events(trace.header, trace.events, Tally(registry)), max(1, repeats // 10))
+        print(
+            f"request checks of {family + ', with all that they share':40s}"
+            f" {microseconds(all_of, repeats):8.1f}"
+        )
+    whole = microseconds(
+        lambda: judge_events(trace.header, trace.events, Tally(registry)), max(1, repeats // 10)
+    )
     print(f"{'a whole trace under all checks':40s} {whole:8.1f}")
 
 

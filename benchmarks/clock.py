@@ -1,8 +1,9 @@
 """Virtual clocks side by side: rollproof's loop and looptime's, on the same program.
 
-Prints one JSON line a clock: sleeps per second, whether 20 runs give the same order of events, what a deadlock does, and
-whether an executor's work stays on the loop's thread. Run ``python benchmarks/clock.py`` in an environment of its own with
-looptime installed (its pytest plugin breaks sessions that lack pytest-asyncio).
+Prints one JSON line a clock: sleeps per second, whether 20 runs give the same order of events, what
+a deadlock does, and whether an executor's work stays on the loop's thread. Run ``python
+benchmarks/clock.py`` in an environment of its own with looptime installed (its pytest plugin breaks
+sessions that lack pytest-asyncio).
 """
 
 from __future__ import annotations
@@ -52,7 +53,10 @@ def judge(name: str, run: Callable[[Callable[[], Any]], Any]) -> dict[str, Any]:
     seconds = time.perf_counter() - start
 
     async def worker() -> bool:
-        return await asyncio.get_running_loop().run_in_executor(None, threading.get_ident) == threading.get_ident()
+        return (
+            await asyncio.get_running_loop().run_in_executor(None, threading.get_ident)
+            == threading.get_ident()
+        )
 
     async def deadlock() -> str:
         try:

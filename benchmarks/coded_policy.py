@@ -1,6 +1,7 @@
 """Throughput of the coded policy, one JSON line a figure; CPU time of one core, best of five.
 
-Run it with ``python benchmarks/coded_policy.py``. The model has 48 MoE layers, 128 experts, top-8: a row is 384 bytes.
+Run it with ``python benchmarks/coded_policy.py``. The model has 48 MoE layers, 128 experts, top-8:
+a row is 384 bytes.
 """
 
 from __future__ import annotations
@@ -39,7 +40,14 @@ def generate(policy: CodedPolicy, count: int) -> list[int]:
 def main() -> None:
     """Print the figures."""
     layers = tuple(range(_LAYERS))
-    policy = CodedPolicy(seed=1, vocab=151_936, num_layers=_LAYERS, moe_layers=layers, num_experts=_EXPERTS, top_k=_TOP_K)
+    policy = CodedPolicy(
+        seed=1,
+        vocab=151_936,
+        num_layers=_LAYERS,
+        moe_layers=layers,
+        num_experts=_EXPERTS,
+        top_k=_TOP_K,
+    )
     ids = generate(policy, _TOKENS)
     row = policy.routes(4, ids)[_TOKENS // 2]
     decoder = Decoder(policy, {"r0": ids}, [3, 4])
@@ -54,7 +62,9 @@ def main() -> None:
         "routes_mb_per_s": size / routed / 1e6,
         "logprobs_per_s": _TOKENS / scored,
         "tokens_per_s_with_routes_and_logprobs": _TOKENS / (sampled + routed + scored),
-        "routes_of_8_tokens_us": best(lambda: [policy.routes(4, ids[:8]) for _ in range(1000)]) * 1e3,
+        "routes_of_8_tokens_us": (
+            best(lambda: [policy.routes(4, ids[:8]) for _ in range(1000)]) * 1e3
+        ),
         "decode_row_ms_in_200k_positions": best(lambda: decoder.explain_row(row)) * 1e3,
     }
     for name, value in figures.items():

@@ -1,8 +1,10 @@
-"""The gap between a real engine and a Hugging Face model: `python benchmarks/engine_gap.py ENGINE [SEQUENCES [TOKENS]] [--json FILE]`.
+"""The gap between a real engine and a Hugging Face model: `python benchmarks/engine_gap.py ENGINE
+[SEQUENCES [TOKENS]] [--json FILE]`.
 
-Needs the engine, torch and transformers (`nox -s "engines(vllm)"` makes such an environment); says so and ends where they are absent.
-Prints one row per dtype and routing: n, mean, 99th percentile and largest difference of logprobs in nats, k3, and how often the routers
-disagree, per layer and per token; with 95 % intervals over sequences. With ``--json`` the rows go into a file of results
+Needs the engine, torch and transformers (`nox -s "engines(vllm)"` makes such an environment); says
+so and ends where they are absent. Prints one row per dtype and routing: n, mean, 99th percentile
+and largest difference of logprobs in nats, k3, and how often the routers disagree, per layer and
+per token; with 95 % intervals over sequences. With ``--json`` the rows go into a file of results
 (docs/engine_results), of which docs/engines.md is made.
 """
 
@@ -32,7 +34,11 @@ def shown(interval: list[float | None] | None) -> str:
 def line(row: dict[str, Any]) -> str:
     """One row of the table."""
     cells = [shown(row["metrics"].get(name)) for name in GAP_METRICS]
-    return f"| {row['engine']} | {row['dtype']} | {row['routing']} | {row['n_tokens']} | " + " | ".join(cells) + " |"
+    return (
+        f"| {row['engine']} | {row['dtype']} | {row['routing']} | {row['n_tokens']} | "
+        + " | ".join(cells)
+        + " |"
+    )
 
 
 def main() -> None:
@@ -43,7 +49,10 @@ def main() -> None:
         file = Path(arguments[at + 1])
         del arguments[at : at + 2]
     engine, sequences, tokens = [*arguments, *("vllm", "24", "32")[len(arguments) :]]
-    if importlib.util.find_spec(engine.partition("-")[0]) is None or importlib.util.find_spec("transformers") is None:
+    if (
+        importlib.util.find_spec(engine.partition("-")[0]) is None
+        or importlib.util.find_spec("transformers") is None
+    ):
         print(f"{engine} or transformers is not installed: nothing to measure")
         return
     rows: list[dict[str, Any]] = []
@@ -52,7 +61,10 @@ def main() -> None:
         print("| engine | dtype | routing | n | " + " | ".join(GAP_METRICS) + " |")
         print("|---|---|---|---|" + "---|" * len(GAP_METRICS))
         for dtype in ("float32", "bfloat16"):
-            gap = gap_rows(measure_rollout_gap(target, dtype, sequences=int(sequences), tokens=int(tokens)), MODEL)
+            gap = gap_rows(
+                measure_rollout_gap(target, dtype, sequences=int(sequences), tokens=int(tokens)),
+                MODEL,
+            )
             rows += gap
             print("\n".join(line(row) for row in gap), flush=True)
     if file is not None:

@@ -1,4 +1,5 @@
-"""Coded tokens per second of one fake engine: 48 layers, top-8 of 128 experts, a batch of 64, rows and logprobs returned.
+"""Coded tokens per second of one fake engine: 48 layers, top-8 of 128 experts, a batch of 64, rows
+and logprobs returned.
 
 Run: ``python benchmarks/fake_engine.py``. Goal: at least 200,000 tokens/s on one core.
 """
@@ -17,20 +18,36 @@ from rollproof.fakes.engine.flavours import FLAVOURS
 from rollproof.simulation import virtual_loop
 
 
-async def measured(calls: int, prompt: int, response: int, batch: int, update: bool) -> tuple[int, float]:
+async def measured(
+    calls: int, prompt: int, response: int, batch: int, update: bool
+) -> tuple[int, float]:
     """Tokens sampled, and the processor seconds that it took."""
-    model = Model(num_layers=48, moe_layers=tuple(range(48)), num_experts=128, top_k=8, vocab=150_000)
+    model = Model(
+        num_layers=48, moe_layers=tuple(range(48)), num_experts=128, top_k=8, vocab=150_000
+    )
     recorder = Recorder(asyncio.get_running_loop().time)
-    engine = FakeEngine("s0", CodedPolicy.from_model(model, 0), FLAVOURS["vllm"], EngineOptions(max_batch=batch), recorder)
+    engine = FakeEngine(
+        "s0",
+        CodedPolicy.from_model(model, 0),
+        FLAVOURS["vllm"],
+        EngineOptions(max_batch=batch),
+        recorder,
+    )
     began = time.process_time()
-    asks = [engine.generate(prompt_ids=[i, *range(prompt - 1)], max_tokens=response) for i in range(calls)]
+    asks = [
+        engine.generate(prompt_ids=[i, *range(prompt - 1)], max_tokens=response)
+        for i in range(calls)
+    ]
     tasks = [asyncio.ensure_future(ask) for ask in asks]
     if update:
         await asyncio.sleep(response / 2)
         await engine.load(1, 1)
     outputs = await asyncio.gather(*tasks)
     seconds = time.process_time() - began
-    assert all(output.routes is not None and len(output.routes) == prompt + len(output.token_ids) - 1 for output in outputs)
+    assert all(
+        output.routes is not None and len(output.routes) == prompt + len(output.token_ids) - 1
+        for output in outputs
+    )
     return sum(len(output.token_ids) for output in outputs), seconds
 
 
@@ -45,7 +62,9 @@ def main() -> None:
     args = parser.parse_args()
     best = 0.0
     for _ in range(3):
-        tokens, seconds = virtual_loop.run(lambda: measured(args.calls, args.prompt, args.response, args.batch, args.update))
+        tokens, seconds = virtual_loop.run(
+            lambda: measured(args.calls, args.prompt, args.response, args.batch, args.update)
+        )
         best = max(best, tokens / seconds)
         print(f"{tokens} tokens in {seconds:.2f} s: {tokens / seconds:,.0f} tokens/s")
     print(f"best: {best:,.0f} tokens/s (goal 200,000)")

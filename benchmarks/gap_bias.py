@@ -1,9 +1,11 @@
-"""Whether each estimator of the gap is unbiased: its mean over many data sets beside the exact expectation over the vocabulary.
+"""Whether each estimator of the gap is unbiased: its mean over many data sets beside the exact
+expectation over the vocabulary.
 
 python benchmarks/gap_bias.py [--sets 1000] [--sequences 32] [--length 50]
 
-Tokens have 64 candidates whose two laws are known (``tests.support.gap_profiles``), so that every expectation is a sum. Told are the exact value,
-the mean of the estimates, and by how many of its standard errors over data sets that mean is off.
+Tokens have 64 candidates whose two laws are known (``tests.support.gap_profiles``), so that every
+expectation is a sum. Told are the exact value, the mean of the estimates, and by how many of its
+standard errors over data sets that mean is off.
 """
 
 from __future__ import annotations
@@ -20,7 +22,9 @@ from tests.support.gap_profiles import PROFILES, bank, noise_scale
 
 WINSOR = 2.0
 LOUDEST = 0.5
-"""Largest noise of a logit, so that chi2 and mean exp |d| have an error that some hundred sets can tell."""
+"""Largest noise of a logit, so that chi2 and mean exp |d| have an error that some hundred sets can
+tell.
+"""
 
 
 def exact(mu: FloatArray, pi: FloatArray) -> dict[str, FloatArray]:
@@ -55,9 +59,14 @@ def main() -> None:
     found: dict[str, list[tuple[float, float]]] = {}
     for _ in range(options.sets):
         logits = bank(tokens, rng)
-        scale = noise_scale(PROFILES[options.profile], options.sequences, options.length, rng).reshape(-1, 1)
+        scale = noise_scale(
+            PROFILES[options.profile], options.sequences, options.length, rng
+        ).reshape(-1, 1)
         scale = np.minimum(scale, LOUDEST)
-        mu, pi = (x - np.logaddexp.reduce(x, axis=1, keepdims=True) for x in (logits, logits + scale * rng.standard_normal(logits.shape)))
+        mu, pi = (
+            x - np.logaddexp.reduce(x, axis=1, keepdims=True)
+            for x in (logits, logits + scale * rng.standard_normal(logits.shape))
+        )
         picked = np.argmax(logits + rng.gumbel(size=logits.shape), axis=1)
         rows = np.arange(tokens)
         pairs = TokenPairs.of(
@@ -68,13 +77,21 @@ def main() -> None:
         )
         total = sequence_sums(pairs).sum(axis=0)
         for name, values in exact(mu, pi).items():
-            found.setdefault(name, []).append((float(values.mean()), float(METRICS[name].statistic(total))))
-    print(f"{options.sets} sets of {options.sequences} sequences of {options.length} tokens, {options.profile}")
+            found.setdefault(name, []).append(
+                (float(values.mean()), float(METRICS[name].statistic(total)))
+            )
+    print(
+        f"{options.sets} sets of {options.sequences} sequences of {options.length} tokens,"
+        f" {options.profile}"
+    )
     for name, pairs_of_values in found.items():
         true, own = np.array(pairs_of_values).T
         error = (own - true).std(ddof=1) / math.sqrt(len(own))
         off = (own - true).mean() / error if error else 0.0
-        print(f"{name:28} exact {true.mean():11.4e}  mean of the estimates {own.mean():11.4e}  off by {off:+.1f} standard errors")
+        print(
+            f"{name:28} exact {true.mean():11.4e}  mean of the estimates {own.mean():11.4e}  off by"
+            f" {off:+.1f} standard errors"
+        )
 
 
 if __name__ == "__main__":

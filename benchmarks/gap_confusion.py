@@ -1,8 +1,11 @@
-"""What the gap's diagnosis calls each planted fault: on the closed-form fake over many seeds, or on a tiny real model.
+"""What the gap's diagnosis calls each planted fault: on the closed-form fake over many seeds, or on
+a tiny real model.
 
-python benchmarks/gap_confusion.py [--seeds 50] [--real [--contexts 4] [--family qwen3_moe]] [--first 1000] [--jobs 1] [--only NAME...]
+python benchmarks/gap_confusion.py [--seeds 50] [--real [--contexts 4] [--family qwen3_moe]]
+[--first 1000] [--jobs 1] [--only NAME...]
 
-On the real model each of ``--contexts`` is a model and texts of its own, with ``--seeds`` data sets a fault drawn from their forwards.
+On the real model each of ``--contexts`` is a model and texts of its own, with ``--seeds`` data sets
+a fault drawn from their forwards.
 """
 
 from __future__ import annotations
@@ -31,13 +34,17 @@ EXPECTED = {
     "dense layer": "routes shifted by dense layers",
     "capture": "polluted capture",
 }
-"""The class of a fault of the closed-form fake, by how its name begins; others are called as their class."""
+"""The class of a fault of the closed-form fake, by how its name begins; others are called as their
+class.
+"""
 Sets = Iterator[tuple[str, str, Callable[[int], Any]]]
 
 
 def fakes(first: int) -> Sets:
     for fault in GAP_FAULTS:
-        expected = next((told for begin, told in EXPECTED.items() if fault.startswith(begin)), fault)
+        expected = next(
+            (told for begin, told in EXPECTED.items() if fault.startswith(begin)), fault
+        )
         yield fault, expected, lambda seed, fault=fault: gap_columns(fault, seed=first + seed)
 
 
@@ -52,7 +59,9 @@ def real(first: int, family: str) -> Sets:
 
 
 def told_of(work: tuple[argparse.Namespace, int]) -> list[tuple[str, str, str, bool]]:
-    """For each data set of one first seed: its fault, the class that is right, what was told, whether all that was told is harmless."""
+    """For each data set of one first seed: its fault, the class that is right, what was told,
+    whether all that was told is harmless.
+    """
     options, first = work
     out = []
     for fault, expected, make in real(first, options.family) if options.real else fakes(first):
@@ -69,16 +78,28 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--seeds", type=int, default=50)
     parser.add_argument("--first", type=int, default=1000)
-    parser.add_argument("--real", action="store_true", help="tiny models of HF transformers instead of the fake")
+    parser.add_argument(
+        "--real", action="store_true", help="tiny models of HF transformers instead of the fake"
+    )
     parser.add_argument("--contexts", type=int, default=4)
     parser.add_argument("--family", default="qwen3_moe")
     parser.add_argument("--jobs", type=int, default=1)
     parser.add_argument("--only", nargs="*")
     options = parser.parse_args()
-    where = f"{options.contexts} tiny models ({options.family})" if options.real else "the closed-form fake"
-    print(f"{options.seeds} data sets a fault on {where}, 30,000 tokens in 60 sequences each", flush=True)
+    where = (
+        f"{options.contexts} tiny models ({options.family})"
+        if options.real
+        else "the closed-form fake"
+    )
+    print(
+        f"{options.seeds} data sets a fault on {where}, 30,000 tokens in 60 sequences each",
+        flush=True,
+    )
     begun, rows = time.perf_counter(), []
-    work = [(options, options.first + number) for number in range(options.contexts if options.real else 1)]
+    work = [
+        (options, options.first + number)
+        for number in range(options.contexts if options.real else 1)
+    ]
     if options.jobs > 1:
         with multiprocessing.get_context("spawn").Pool(options.jobs) as pool:
             for found in pool.imap_unordered(told_of, work):
@@ -96,12 +117,18 @@ def table(rows: list[tuple[str, str, str, bool]]) -> None:
         told[fault, expected][names] += 1
     for (fault, expected), counts in told.items():
         sure = counts[expected] / counts.total()
-        print(f"{fault:32} {sure:6.1%}  {', '.join(f'{name}: {count}' for name, count in counts.most_common())}")
+        print(
+            f"{fault:32} {sure:6.1%} "
+            f" {', '.join(f'{name}: {count}' for name, count in counts.most_common())}"
+        )
     right = sum(names == expected for _, expected, names, _ in rows)
     first = sum(names.split(" + ")[0] == expected for _, expected, names, _ in rows)
     healthy = [harmless for _, expected, _, harmless in rows if expected == NUMERICS]
     print(f"{len({expected for _, expected in told})} classes, {len(rows)} data sets")
-    print(f"right, and nothing else told: {right} ({right / len(rows):.1%}); right in the first place: {first} ({first / len(rows):.1%})")
+    print(
+        f"right, and nothing else told: {right} ({right / len(rows):.1%}); right in the first"
+        f" place: {first} ({first / len(rows):.1%})"
+    )
     print(f"numerics called anything else: {healthy.count(False)} of {len(healthy)} times")
 
 

@@ -26,14 +26,19 @@ def main() -> None:
     options = parser.parse_args()
     rng = np.random.default_rng(0)
     rollout = -rng.exponential(0.3, options.tokens)
-    trainer = np.minimum(rollout + 0.02 * rng.standard_normal(options.tokens) * (1 - np.exp(rollout)), 0)
+    trainer = np.minimum(
+        rollout + 0.02 * rng.standard_normal(options.tokens) * (1 - np.exp(rollout)), 0
+    )
     sequence = np.sort(rng.integers(options.sequences, size=options.tokens))
     begun = last = time.perf_counter(), time.process_time()
 
     def lap(what: str, since: tuple[float, float]) -> tuple[float, float]:
         now = time.perf_counter(), time.process_time()
         peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1e6
-        print(f"{what:12} {now[0] - since[0]:7.2f} s  {now[1] - since[1]:7.2f} CPU s  peak {peak:.2f} GB")
+        print(
+            f"{what:12} {now[0] - since[0]:7.2f} s  {now[1] - since[1]:7.2f} CPU s  peak"
+            f" {peak:.2f} GB"
+        )
         return now
 
     pairs = TokenPairs.of(

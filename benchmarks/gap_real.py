@@ -1,11 +1,14 @@
-"""A tiny real model's logprobs with one known cause of their difference, for ``gap_confusion.py --real``. Needs torch and transformers.
+"""A tiny real model's logprobs with one known cause of their difference, for ``gap_confusion.py
+--real``. Needs torch and transformers.
 
-The model has four layers; its head and routers have the spread of a trained one's, and what a block adds is damped until bf16 parts from
-float32 by about what it does there (in a random network of full gain rounding grows into chaos: k3 0.08). Contexts are text that it sampled
-itself; at every place of them the engine's law is its bf16 forward and the trainer's its float32 forward, so that the noise is real, with
-real flips of experts, and so is what wrong routes, other versions, lost context and lost weights do. Tokens are drawn from the law at each
-place of a context: of one context's forwards any number of data sets are drawn. Versions of the weights part by noise of a part in a
-hundred of each matrix.
+The model has four layers; its head and routers have the spread of a trained one's, and what a block
+adds is damped until bf16 parts from float32 by about what it does there (in a random network of
+full gain rounding grows into chaos: k3 0.08). Contexts are text that it sampled itself; at every
+place of them the engine's law is its bf16 forward and the trainer's its float32 forward, so that
+the noise is real, with real flips of experts, and so is what wrong routes, other versions, lost
+context and lost weights do. Tokens are drawn from the law at each place of a context: of one
+context's forwards any number of data sets are drawn. Versions of the weights part by noise of a
+part in a hundred of each matrix.
 """
 
 from __future__ import annotations
@@ -70,7 +73,9 @@ class Law:
 
 
 class Contexts:
-    """Sequences ``(60, 501)`` of version 0's text, and forwards over them: ``Law``, routes ``(30000, layers, top_k)``."""
+    """Sequences ``(60, 501)`` of version 0's text, and forwards over them: ``Law``, routes
+    ``(30000, layers, top_k)``.
+    """
 
     def __init__(self, seed: int, family: str = "qwen3_moe") -> None:
         self.seed, self.family = seed, family
@@ -84,8 +89,12 @@ class Contexts:
             from transformers import AutoModelForCausalLM
 
             with tempfile.TemporaryDirectory() as folder:
-                path = make_checkpoint(Path(folder) / "model", self.family, seed=self.seed + 1000 * (version == OTHER))
-                own = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, local_files_only=True).eval()
+                path = make_checkpoint(
+                    Path(folder) / "model", self.family, seed=self.seed + 1000 * (version == OTHER)
+                )
+                own = AutoModelForCausalLM.from_pretrained(
+                    path, dtype=torch.float32, local_files_only=True
+                ).eval()
             with torch.no_grad():
                 for name, parameter in own.named_parameters():
                     if "o_proj" in name or "down_proj" in name:
@@ -94,21 +103,31 @@ class Contexts:
                     random = torch.Generator().manual_seed(step)
                     for name, parameter in own.named_parameters():
                         if parameter.ndim > 1 and "lm_head" not in name:
-                            parameter.add_(STEP * parameter.std() * torch.randn(parameter.shape, generator=random))
+                            parameter.add_(
+                                STEP
+                                * parameter.std()
+                                * torch.randn(parameter.shape, generator=random)
+                            )
             self._models[version] = own
         if dtype == "float32":
             return self._models[version]
         if (version, dtype) not in self._models:
             import copy
 
-            self._models[version, dtype] = copy.deepcopy(self._models[version]).to(getattr(torch, dtype))
+            self._models[version, dtype] = copy.deepcopy(self._models[version]).to(
+                getattr(torch, dtype)
+            )
         return self._models[version, dtype]
 
     @cached_property
     def ids(self) -> Any:
-        """Random ids, all drawn anew from the model's law at their place, three times over: text of its own, in three forwards."""
+        """Random ids, all drawn anew from the model's law at their place, three times over: text of
+        its own, in three forwards.
+        """
         own = self.model(0)
-        ids = torch.randint(3, own.config.vocab_size, (SEQUENCES, LENGTH + 1), generator=self.random)
+        ids = torch.randint(
+            3, own.config.vocab_size, (SEQUENCES, LENGTH + 1), generator=self.random
+        )
         with torch.no_grad():
             for _ in range(SWEEPS):
                 for begin in range(0, SEQUENCES, BATCH):
@@ -117,8 +136,17 @@ class Contexts:
                     ids[begin : begin + BATCH, 1:] = drawn.reshape(-1, LENGTH)
         return ids
 
-    def forward(self, version: int = 0, dtype: str = "float32", routes: Any = None, key: str = "", batch: int = BATCH) -> tuple[Law, Any]:
-        """The law, and the routes that were executed; ``key`` names the routes, ``batch`` sequences run at once."""
+    def forward(
+        self,
+        version: int = 0,
+        dtype: str = "float32",
+        routes: Any = None,
+        key: str = "",
+        batch: int = BATCH,
+    ) -> tuple[Law, Any]:
+        """The law, and the routes that were executed; ``key`` names the routes, ``batch`` sequences
+        run at once.
+        """
         name = (version, dtype, key, batch)
         if name not in self._forwards:
             own = self.model(version, dtype)
@@ -131,7 +159,9 @@ class Contexts:
                             logits.append(own(ids, use_cache=False).logits.float().flatten(0, 1))
                         executed.append(recorded.routes)
                     else:
-                        rows = torch.from_numpy(np.ascontiguousarray(routes[begin * LENGTH : (begin + batch) * LENGTH]))
+                        rows = torch.from_numpy(
+                            np.ascontiguousarray(routes[begin * LENGTH : (begin + batch) * LENGTH])
+                        )
                         with hf_replay(own, rows):
                             logits.append(own(ids, use_cache=False).logits.float().flatten(0, 1))
                         executed.append(rows)
@@ -141,7 +171,9 @@ class Contexts:
 
     @cached_property
     def forgetful(self) -> Any:
-        """Logits of the engine whose resumed calls saw nothing of what came before the last two tokens."""
+        """Logits of the engine whose resumed calls saw nothing of what came before the last two
+        tokens.
+        """
         out = self.forward(0, "bfloat16")[0].logits.reshape(SEQUENCES, LENGTH, -1).copy()
         own = self.model(0, "bfloat16")
         with torch.no_grad():
@@ -154,10 +186,11 @@ class Contexts:
 
 @dataclass
 class Case:
-    """What data sets are drawn from: the engine's ``law``, what it has ``shown`` of it (default: the same), the trainer's law.
+    """What data sets are drawn from: the engine's ``law``, what it has ``shown`` of it (default:
+    the same), the trainer's law.
 
-    ``sides`` are further columns, or functions of the random numbers and of the columns so far; ``by_version`` the trainer's laws under
-    several versions.
+    ``sides`` are further columns, or functions of the random numbers and of the columns so far;
+    ``by_version`` the trainer's laws under several versions.
     """
 
     law: Law
@@ -177,8 +210,13 @@ class Case:
             "trainer_logprob": self.trainer.logprobs(tokens),
         }
         if self.by_version:
-            out["by_version"] = {version: law.logprobs(tokens) for version, law in self.by_version.items()}
-        return out | {name: value(rng, out) if callable(value) else value for name, value in self.sides.items()}
+            out["by_version"] = {
+                version: law.logprobs(tokens) for version, law in self.by_version.items()
+            }
+        return out | {
+            name: value(rng, out) if callable(value) else value
+            for name, value in self.sides.items()
+        }
 
 
 OWNER = np.repeat(np.arange(SEQUENCES), LENGTH)
@@ -190,7 +228,11 @@ Plant = Callable[[Contexts], Case]
 def numerics(dtype: str = "bfloat16", replay: bool = False, batch: int = BATCH) -> Plant:
     def plant(contexts: Contexts) -> Case:
         law, routes = contexts.forward(0, dtype, batch=batch)
-        trainer, own = contexts.forward(0, "float32", routes, f"of {dtype}") if replay else contexts.forward(0, "float32")
+        trainer, own = (
+            contexts.forward(0, "float32", routes, f"of {dtype}")
+            if replay
+            else contexts.forward(0, "float32")
+        )
         return Case(law, trainer, sides={"rollout_routes": routes, "trainer_routes": own})
 
     return plant
@@ -199,7 +241,12 @@ def numerics(dtype: str = "bfloat16", replay: bool = False, batch: int = BATCH) 
 def labelled(contexts: Contexts) -> Case:
     """Numerics alone, with every column that a fault could be told from."""
     case = numerics()(contexts)
-    case.sides |= {"since_resume": SINCE, "replica": OWNER % 4, "version": 10 - OWNER % 5, "current_version": np.full(len(OWNER), 10)}
+    case.sides |= {
+        "since_resume": SINCE,
+        "replica": OWNER % 4,
+        "version": 10 - OWNER % 5,
+        "current_version": np.full(len(OWNER), 10),
+    }
     return case
 
 
@@ -232,7 +279,12 @@ def top_p(bound: float) -> Plant:
     def plant(contexts: Contexts) -> Case:
         law, trainer = _plain(contexts)
         order = np.argsort(-law.logits, axis=1)
-        chances = torch.from_numpy(np.take_along_axis(law.logits, order, axis=1)).double().softmax(1).numpy()
+        chances = (
+            torch.from_numpy(np.take_along_axis(law.logits, order, axis=1))
+            .double()
+            .softmax(1)
+            .numpy()
+        )
         kept = np.zeros(law.logits.shape, bool)
         np.put_along_axis(kept, order, np.cumsum(chances, axis=1) - chances < bound, axis=1)
         return Case(law.within(kept), trainer)
@@ -262,7 +314,9 @@ def shifted(step: int) -> Plant:
 def stale_replica(contexts: Contexts) -> Case:
     law, trainer = _plain(contexts)
     old = contexts.forward(3, "bfloat16")[0]
-    return Case(Law.mixed([law, old], (OWNER % 4 == 2).astype(int)), trainer, sides={"replica": OWNER % 4})
+    return Case(
+        Law.mixed([law, old], (OWNER % 4 == 2).astype(int)), trainer, sides={"replica": OWNER % 4}
+    )
 
 
 def version_lag(contexts: Contexts) -> Case:
@@ -277,7 +331,12 @@ def versions(true: Callable[[Any], Any]) -> Plant:
         tags = 2 + OWNER % 3
         scores = [contexts.forward(v, "float32")[0] for v in range(5)]
         law = Law.mixed([contexts.forward(v, "bfloat16")[0] for v in range(5)], true(tags))
-        return Case(law, Law.mixed(scores, tags), sides={"version": tags}, by_version={v: scores[v] for v in range(1, 5)})
+        return Case(
+            law,
+            Law.mixed(scores, tags),
+            sides={"version": tags},
+            by_version={v: scores[v] for v in range(1, 5)},
+        )
 
     return plant
 
@@ -290,20 +349,33 @@ def lost_weights(contexts: Contexts) -> Case:
     return Case(_plain(contexts)[0], contexts.forward(OTHER, "float32")[0])
 
 
-def rerouted(change: Callable[[Any], Any], key: str, shown: Callable[[Any], Any] | None = None) -> Plant:
-    """The trainer replays routes that are wrong; ``shown`` is what a column says of them, where that is something else."""
+def rerouted(
+    change: Callable[[Any], Any], key: str, shown: Callable[[Any], Any] | None = None
+) -> Plant:
+    """The trainer replays routes that are wrong; ``shown`` is what a column says of them, where
+    that is something else.
+    """
 
     def plant(contexts: Contexts) -> Case:
         law, routes = contexts.forward(0, "bfloat16")
         wrong = change(routes)
         trainer, _ = contexts.forward(0, "float32", wrong, key)
-        return Case(law, trainer, sides={"rollout_routes": routes, "trainer_routes": wrong if shown is None else shown(wrong)})
+        return Case(
+            law,
+            trainer,
+            sides={
+                "rollout_routes": routes,
+                "trainer_routes": wrong if shown is None else shown(wrong),
+            },
+        )
 
     return plant
 
 
 def by_token(routes: Any) -> Any:
-    return np.roll(routes.reshape(SEQUENCES, LENGTH, *routes.shape[1:]), 1, axis=1).reshape(routes.shape)
+    return np.roll(routes.reshape(SEQUENCES, LENGTH, *routes.shape[1:]), 1, axis=1).reshape(
+        routes.shape
+    )
 
 
 def by_layer(routes: Any) -> Any:
@@ -320,7 +392,9 @@ def polluted(routes: Any) -> Any:
     rng = np.random.default_rng(0)
     out = routes.copy()
     hit = rng.random(len(routes)) < 0.2
-    out[hit] = np.argsort(rng.random((int(hit.sum()), routes.shape[1], 8)), axis=2)[:, :, : routes.shape[2]]
+    out[hit] = np.argsort(rng.random((int(hit.sum()), routes.shape[1], 8)), axis=2)[
+        :, :, : routes.shape[2]
+    ]
     return out
 
 
@@ -356,7 +430,10 @@ FAULTS: Mapping[str, tuple[str, Plant]] = {
     "lost weights": ("unrelated weights", lost_weights),
     "routes shifted by a token": ("routes shifted by a token", rerouted(by_token, "token")),
     "routes shifted by a layer": ("routes shifted by a layer", rerouted(by_layer, "layer")),
-    "dense layer not skipped": ("routes shifted by dense layers", rerouted(by_layer, "layer", dense_shown)),
+    "dense layer not skipped": (
+        "routes shifted by dense layers",
+        rerouted(by_layer, "layer", dense_shown),
+    ),
     "capture polluted": ("polluted capture", rerouted(polluted, "polluted")),
     "not finite": ("not finite", not_finite),
 }

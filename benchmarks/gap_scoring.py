@@ -1,9 +1,12 @@
-"""Scoring a head: microseconds a token and error, ours beside what else there is; on the GPU where there is one.
+"""Scoring a head: microseconds a token and error, ours beside what else there is; on the GPU where
+there is one.
 
-    python benchmarks/gap_scoring.py [--tokens 8192] [--width 2048] [--vocabulary 151936] [--only NAME...]
+    python benchmarks/gap_scoring.py [--tokens 8192] [--width 2048] [--vocabulary 151936] [--only
+    NAME...]
 
-All rows of a table are of one run and get the same operands. Peers that this host lacks, or that do not run on it, are told as such.
-The reference is the float64 softmax of the float64 product of the operands, on a sample of the tokens.
+All rows of a table are of one run and get the same operands. Peers that this host lacks, or that do
+not run on it, are told as such. The reference is the float64 softmax of the float64 product of the
+operands, on a sample of the tokens.
 """
 
 from __future__ import annotations
@@ -19,7 +22,9 @@ import torch
 from rollproof.gap.scoring import head_kl, score
 
 Way = Callable[[Any, Any, Any], Any]
-"""From hidden states ``(tokens, width)``, head ``(vocabulary, width)`` and ids ``(tokens,)`` to logprobs ``(tokens,)``."""
+"""From hidden states ``(tokens, width)``, head ``(vocabulary, width)`` and ids ``(tokens,)`` to
+logprobs ``(tokens,)``.
+"""
 
 
 def chunked(reduce: Callable[[Any, Any], Any], *, fp32: bool = False) -> Way:
@@ -46,7 +51,9 @@ def ours() -> Way:
 
 
 def naive() -> Way:
-    return lambda hidden, head, tokens: torch.log_softmax((hidden @ head.t()).float(), -1).gather(1, tokens[:, None])[:, 0]
+    return lambda hidden, head, tokens: torch.log_softmax((hidden @ head.t()).float(), -1).gather(
+        1, tokens[:, None]
+    )[:, 0]
 
 
 def _picked(z: Any, t: Any) -> Any:
@@ -64,17 +71,25 @@ def compiled() -> Way:
 def cut_cross_entropy() -> Way:
     from cut_cross_entropy import linear_cross_entropy
 
-    return lambda hidden, head, tokens: -linear_cross_entropy(hidden, head, tokens, reduction="none")
+    return lambda hidden, head, tokens: (
+        -linear_cross_entropy(hidden, head, tokens, reduction="none")
+    )
 
 
 def liger() -> Way:
-    from liger_kernel.ops.fused_linear_cross_entropy import LigerFusedLinearCrossEntropyFunction as Function
+    from liger_kernel.ops.fused_linear_cross_entropy import (
+        LigerFusedLinearCrossEntropyFunction as Function,
+    )
 
-    return lambda hidden, head, tokens: -Function.apply(hidden, head, tokens, None, None, -100, 0.0, 0.0, "none")[0]
+    return lambda hidden, head, tokens: (
+        -Function.apply(hidden, head, tokens, None, None, -100, 0.0, 0.0, "none")[0]
+    )
 
 
 def liger_scaled() -> Way:
-    from liger_kernel.ops.fused_linear_scaled_cross_entropy import LigerFusedLinearScaledCrossEntropyFunction as Function
+    from liger_kernel.ops.fused_linear_scaled_cross_entropy import (
+        LigerFusedLinearScaledCrossEntropyFunction as Function,
+    )
 
     return lambda hidden, head, tokens: -_first(Function.apply(hidden, head, tokens))
 
@@ -88,19 +103,25 @@ def flash_attention() -> Way:
 def trl_selective() -> Way:
     from trl.kernels import selective_log_softmax_and_entropy
 
-    return lambda hidden, head, tokens: selective_log_softmax_and_entropy((hidden @ head.t())[None], tokens[None])[0][0]
+    return lambda hidden, head, tokens: selective_log_softmax_and_entropy(
+        (hidden @ head.t())[None], tokens[None]
+    )[0][0]
 
 
 def trl_chunked() -> Way:
     from trl.kernels import ChunkedLogProbFunction
 
-    return lambda hidden, head, tokens: ChunkedLogProbFunction.apply(hidden, head, None, tokens, 1.0, 8192, None, 1.0, ())[0]
+    return lambda hidden, head, tokens: ChunkedLogProbFunction.apply(
+        hidden, head, None, tokens, 1.0, 8192, None, 1.0, ()
+    )[0]
 
 
 def verl_torch() -> Way:
     from verl.utils.experimental.torch_functional import FusedLinearForPPOFunction
 
-    return lambda hidden, head, tokens: FusedLinearForPPOFunction.apply(hidden, head, tokens, 1.0, 512)[0]
+    return lambda hidden, head, tokens: FusedLinearForPPOFunction.apply(
+        hidden, head, tokens, 1.0, 512
+    )[0]
 
 
 def verl_triton() -> Way:
@@ -159,13 +180,18 @@ def timed(call: Callable[[], Any], runs: int) -> tuple[float, float, float, Any]
 
 
 def row(name: str, call: Callable[[], Any], expected: Any, options: argparse.Namespace) -> None:
-    """Time one way and print its line; ``expected`` is the reference of the first tokens, ``None`` where there is none."""
+    """Time one way and print its line; ``expected`` is the reference of the first tokens, ``None``
+    where there is none.
+    """
     try:
         with torch.no_grad():
             seconds, least, peak, result = timed(call, options.runs)
     except Exception as error:  # noqa: BLE001 - a peer that does not run here is told, and the others still are
         first = str(error).strip().splitlines()
-        print(f"{name:48} did not run: {type(error).__name__}: {first[0][:100] if first else ''}", flush=True)
+        print(
+            f"{name:48} did not run: {type(error).__name__}: {first[0][:100] if first else ''}",
+            flush=True,
+        )
         return
     wrong = None if expected is None else (result[: len(expected)].double() - expected).abs()
     errors = "" if wrong is None else f"{wrong.mean():11.2e} {wrong.max():10.2e}"
@@ -179,32 +205,50 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=8192 if gpu else 256)
     parser.add_argument("--width", type=int, default=2048 if gpu else 256)
     parser.add_argument("--vocabulary", type=int, default=151_936 if gpu else 20_000)
-    parser.add_argument("--spread", type=float, default=2.0, help="standard deviation of the logits")
+    parser.add_argument(
+        "--spread", type=float, default=2.0, help="standard deviation of the logits"
+    )
     parser.add_argument("--runs", type=int, default=30 if gpu else 3)
     parser.add_argument("--only", nargs="*", choices=list(WAYS), default=list(WAYS))
     options = parser.parse_args()
     device, kind = ("cuda", torch.bfloat16) if gpu else ("cpu", torch.float32)
     torch.manual_seed(0)
     hidden = torch.randn(options.tokens, options.width, device=device).to(kind)
-    head = (torch.randn(options.vocabulary, options.width, device=device) * (options.spread / options.width**0.5)).to(kind)
+    head = (
+        torch.randn(options.vocabulary, options.width, device=device)
+        * (options.spread / options.width**0.5)
+    ).to(kind)
     tokens = torch.randint(options.vocabulary, (options.tokens,), device=device)
     sample = slice(0, 128)
     exact = hidden[sample].double() @ head.double().t()
     law = torch.log_softmax(exact, -1)
     reference = law.gather(1, tokens[sample, None])[:, 0]
     where = torch.cuda.get_device_name() if gpu else "CPU"
-    print(f"{where}, torch {torch.__version__}: {options.tokens} tokens, width {options.width}, vocabulary {options.vocabulary}, {kind}")
-    print(f"{'way':48} {'us/token':>9} {'least':>9} {'GiB':>6} {'mean error':>11} {'max error':>10}")
+    print(
+        f"{where}, torch {torch.__version__}: {options.tokens} tokens, width {options.width},"
+        f" vocabulary {options.vocabulary}, {kind}"
+    )
+    print(
+        f"{'way':48} {'us/token':>9} {'least':>9} {'GiB':>6} {'mean error':>11} {'max error':>10}"
+    )
     for name, (distribution, maker) in WAYS.items():
         if name not in options.only:
             continue
-        told = f"{name} {version_of(distribution) if distribution not in ('torch', 'rollproof') else ''}".strip()
+        told = (
+            f"{name}"
+            f" {version_of(distribution) if distribution not in ('torch', 'rollproof') else ''}".strip()
+        )
         try:
             way = maker()
         except ImportError as error:
             print(f"{told:48} absent: {error}", flush=True)
             continue
-        row(told, lambda way=way: way(hidden, head, tokens), None if maker is product else reference, options)
+        row(
+            told,
+            lambda way=way: way(hidden, head, tokens),
+            None if maker is product else reference,
+            options,
+        )
     scores = score(hidden[sample], head, tokens[sample])
     entropy = -(law.exp() * law).sum(-1)
     print(f"entropy of ours: mean error {(scores.entropy.double() - entropy).abs().mean():.2e}")

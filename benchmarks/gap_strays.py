@@ -1,9 +1,11 @@
-"""How often single sequences are told to stand apart: of healthy sets (never, it should be), and where a few in a hundred have a fault.
+"""How often single sequences are told to stand apart: of healthy sets (never, it should be), and
+where a few in a hundred have a fault.
 
 python benchmarks/gap_strays.py [--sets 200] [--profile moe-bf16 ...] [--real FAMILY]
 
-Healthy sets of the closed form: 64 sequences of 500 tokens, 256 of 200, 16 of 4,000, 64 of 500 whose noise is spread twice as far. Faults
-are of the mechanistic fake, with full distributions: every set takes its sequences anew out of 1,024 healthy ones and 64 of each fault.
+Healthy sets of the closed form: 64 sequences of 500 tokens, 256 of 200, 16 of 4,000, 64 of 500
+whose noise is spread twice as far. Faults are of the mechanistic fake, with full distributions:
+every set takes its sequences anew out of 1,024 healthy ones and 64 of each fault.
 """
 
 from __future__ import annotations
@@ -24,14 +26,25 @@ LENGTH = 500
 SHAPES = ((64, 500, 0.5), (256, 200, 0.5), (16, 4000, 0.5), (64, 500, 1.0))
 """Sequences, tokens of each, and the log-spread of the noise between them."""
 HEALTHY = "numerics only, every version"
-FAULTS = ("raw logprobs, T=0.6", "raw logprobs, T=0.8", "raw logprobs, T=1.2", "trainer temperature, T=0.7", "lost weights", "top-p 0.90")
+FAULTS = (
+    "raw logprobs, T=0.6",
+    "raw logprobs, T=0.8",
+    "raw logprobs, T=1.2",
+    "trainer temperature, T=0.7",
+    "lost weights",
+    "top-p 0.90",
+)
 VERSIONED = ("wrong version", "stuck weights")
 
 
 def told(columns: dict[str, Any]) -> set[int]:
     """Indexes of the sequences that stand apart."""
     pairs = TokenPairs.of(**columns)
-    found = (*tilted(pairs), *torn(pairs), *(other_versions(pairs, beside_usual(pairs)[1]) if pairs.by_version else ()))
+    found = (
+        *tilted(pairs),
+        *torn(pairs),
+        *(other_versions(pairs, beside_usual(pairs)[1]) if pairs.by_version else ()),
+    )
     return {stray.sequence for stray in found}
 
 
@@ -40,15 +53,27 @@ def false_alarms(profile: str, sets: int) -> None:
         rng, wrong = np.random.default_rng(11), 0
         for _ in range(sets):
             rollout = rng.choice(pool(), (sequences, length))
-            trainer = closed_form(rollout, noise_scale(PROFILES[profile], sequences, length, rng, cluster=cluster), rng)
+            trainer = closed_form(
+                rollout,
+                noise_scale(PROFILES[profile], sequences, length, rng, cluster=cluster),
+                rng,
+            )
             wrong += bool(told(laid_out({"rollout_logprob": rollout, "trainer_logprob": trainer})))
-        print(f"{profile:18} {sequences:4} sequences of {length:5}, spread {cluster}: told in {wrong} of {sets} healthy sets", flush=True)
+        print(
+            f"{profile:18} {sequences:4} sequences of {length:5}, spread {cluster}: told in {wrong}"
+            f" of {sets} healthy sets",
+            flush=True,
+        )
 
 
 def laid_out(arrays: dict[str, Any]) -> dict[str, Any]:
     """Columns, of arrays ``(sequences, tokens)``."""
     shape = arrays["rollout_logprob"].shape
-    scores = {int(name.removeprefix("@")): array.ravel() for name, array in arrays.items() if name.startswith("@")}
+    scores = {
+        int(name.removeprefix("@")): array.ravel()
+        for name, array in arrays.items()
+        if name.startswith("@")
+    }
     rest = {name: array.ravel() for name, array in arrays.items() if not name.startswith("@")}
     return {"sequence_id": np.repeat(np.arange(shape[0]), shape[1]), "mask": np.ones(shape[0] * shape[1], bool)} | rest | (
         {"by_version": scores} if scores else {}
@@ -56,14 +81,22 @@ def laid_out(arrays: dict[str, Any]) -> dict[str, Any]:
 
 
 def stock(fault: str, profile: str, worlds: int) -> dict[str, Any]:
-    """Arrays ``(64 * worlds, tokens)`` of the fault: the logprobs, and where there are versions ``version`` and ``@VERSION``."""
+    """Arrays ``(64 * worlds, tokens)`` of the fault: the logprobs, and where there are versions
+    ``version`` and ``@VERSION``.
+    """
     parts = []
     for seed in range(worlds):
-        world = GapWorld(sequences=64, length=LENGTH, profile=PROFILES[profile], layers=1, experts=8, top_k=2)
+        world = GapWorld(
+            sequences=64, length=LENGTH, profile=PROFILES[profile], layers=1, experts=8, top_k=2
+        )
         own = gap_columns(fault, seed=seed, world=world)
         own |= {f"@{version}": scores for version, scores in own.pop("by_version", {}).items()}
         parts.append(
-            {name: own[name].reshape(64, -1) for name in own if name in ("rollout_logprob", "trainer_logprob", "version") or "@" in name}
+            {
+                name: own[name].reshape(64, -1)
+                for name in own
+                if name in ("rollout_logprob", "trainer_logprob", "version") or "@" in name
+            }
         )
     return {name: np.concatenate([part[name] for part in parts]) for name in parts[0]}
 
@@ -77,17 +110,33 @@ def detection(profile: str, sets: int) -> None:
             for share in (0.01, 0.02, 0.05):
                 planted, seen = max(1, round(share * sequences)), 0
                 for _ in range(max(3, sets // sequences)):
-                    good, bad = rng.permutation(1024)[: sequences - planted], rng.permutation(64)[:planted]
-                    found = told(laid_out({name: np.concatenate([faulty[name][bad], healthy[name][good]]) for name in names}))
+                    good, bad = (
+                        rng.permutation(1024)[: sequences - planted],
+                        rng.permutation(64)[:planted],
+                    )
+                    found = told(
+                        laid_out(
+                            {
+                                name: np.concatenate([faulty[name][bad], healthy[name][good]])
+                                for name in names
+                            }
+                        )
+                    )
                     seen += len({at for at in found if at < planted}) / planted
                     wrong += len({at for at in found if at >= planted})
                 rates.append(f"{seen / max(3, sets // sequences):4.0%}")
-        print(f"{profile:18} {fault:28} found of 1, 2, 5 % of 64: {' '.join(rates[:3])}  of 256: {' '.join(rates[3:6])}", end="  ")
+        print(
+            f"{profile:18} {fault:28} found of 1, 2, 5 % of 64: {' '.join(rates[:3])}  of 256:"
+            f" {' '.join(rates[3:6])}",
+            end="  ",
+        )
         print(f"of 1,000: {' '.join(rates[6:])}  healthy ones accused: {wrong}", flush=True)
 
 
 def on_a_model(family: str) -> None:
-    """Healthy sets of the model, and sets of 60 sequences with 1 or 3 of a fault in the place of healthy ones."""
+    """Healthy sets of the model, and sets of 60 sequences with 1 or 3 of a fault in the place of
+    healthy ones.
+    """
     import torch
     from gap_real import FAULTS as CASES
     from gap_real import NUMERICS, OWNER, Contexts
@@ -96,27 +145,44 @@ def on_a_model(family: str) -> None:
     contexts = Contexts(4000, family)
 
     def columns(name: str, seed: int) -> dict[str, Any]:
-        return {column: values for column, values in CASES[name][1](contexts).draw(seed).items() if "routes" not in column}
+        return {
+            column: values
+            for column, values in CASES[name][1](contexts).draw(seed).items()
+            if "routes" not in column
+        }
 
     for name in (name for name, (expected, _) in CASES.items() if expected == NUMERICS):
-        print(f"{name:32} told: {[sorted(told(columns(name, seed))) for seed in (0, 1)]}", flush=True)
+        print(
+            f"{name:32} told: {[sorted(told(columns(name, seed))) for seed in (0, 1)]}", flush=True
+        )
     for fault in (*FAULTS, *VERSIONED):
         healthy = columns("numerics, every version" if fault in VERSIONED else "numerics, bf16", 0)
         faulty, out = columns(fault, 1), []
         for planted in (1, 3):
             hit = np.isin(OWNER, np.arange(planted))
-            mixed = healthy | {name: np.where(hit, faulty[name], healthy[name]) for name in ("rollout_logprob", "trainer_logprob")}
+            mixed = healthy | {
+                name: np.where(hit, faulty[name], healthy[name])
+                for name in ("rollout_logprob", "trainer_logprob")
+            }
             if "by_version" in healthy:
                 scores = healthy["by_version"].items()
-                mixed["by_version"] = {v: np.where(hit, faulty["by_version"][v], own) for v, own in scores}
+                mixed["by_version"] = {
+                    v: np.where(hit, faulty["by_version"][v], own) for v, own in scores
+                }
             out.append(sorted(told(mixed)))
-        print(f"{fault:32} planted in 0 and in 0 to 2 of 60, told: {out[0]} and {out[1]}", flush=True)
+        print(
+            f"{fault:32} planted in 0 and in 0 to 2 of 60, told: {out[0]} and {out[1]}", flush=True
+        )
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--sets", type=int, default=200)
-    parser.add_argument("--real", metavar="FAMILY", help="a tiny model of HF transformers instead, such as qwen3_moe (gap_real.py)")
+    parser.add_argument(
+        "--real",
+        metavar="FAMILY",
+        help="a tiny model of HF transformers instead, such as qwen3_moe (gap_real.py)",
+    )
     parser.add_argument("--profile", nargs="*", choices=list(PROFILES), default=list(PROFILES))
     options = parser.parse_args()
     if options.real:

@@ -1,15 +1,19 @@
-"""Requests a second of the HTTP faces, beside a bare endpoint that sends the same bytes and beside other mock servers, in one run.
+"""Requests a second of the HTTP faces, beside a bare endpoint that sends the same bytes and beside
+other mock servers, in one run.
 
     python benchmarks/http_face.py [--requests 3000] [--connections 64] [--rounds 3]
 
-First table: SGLang's ``/generate`` with 32 tokens, logprobs and routes of 48 layers, top-8 (80 KB of base64), the coded engine included,
-with its trace written to a file and without. Beside it a bare starlette endpoint that reads the body and sends the same bytes: on uvicorn
-as ``pip install starlette uvicorn`` installs it (over h11), to which shares refer, and on what the faces run on, httptools, and uvloop
-where that is installed. Beside it, too, the least that a face could do: read the body, draw a reply and send it, without engine, checks,
-trace and starlette. Second table: chats of the faces, beside mock servers of the package index where they are installed (``pip install
-fakellm llmock xpyd-sim``), told to take no time; vllm-mock has no server, guidellm's wants torch and transformers, mockllm downloads a
-tokenizer. Each server is a process of its own, pinned to one core, and the client to another. Rounds alternate between servers, and the
-best of each counts; beside it the processor time of a request, which a busy machine changes less.
+First table: SGLang's ``/generate`` with 32 tokens, logprobs and routes of 48 layers, top-8 (80 KB
+of base64), the coded engine included, with its trace written to a file and without. Beside it a
+bare starlette endpoint that reads the body and sends the same bytes: on uvicorn as ``pip install
+starlette uvicorn`` installs it (over h11), to which shares refer, and on what the faces run on,
+httptools, and uvloop where that is installed. Beside it, too, the least that a face could do: read
+the body, draw a reply and send it, without engine, checks, trace and starlette. Second table: chats
+of the faces, beside mock servers of the package index where they are installed (``pip install
+fakellm llmock xpyd-sim``), told to take no time; vllm-mock has no server, guidellm's wants torch
+and transformers, mockllm downloads a tokenizer. Each server is a process of its own, pinned to one
+core, and the client to another. Rounds alternate between servers, and the best of each counts;
+beside it the processor time of a request, which a busy machine changes less.
 """
 
 from __future__ import annotations
@@ -40,7 +44,10 @@ GENERATE = {
 CHAT = {"model": "gpt-4o", "messages": [{"role": "user", "content": "w5 w6 w7"}], "max_tokens": 8}
 
 _QUIET = ("--log-level", "warning")
-_AT_ONCE = "--host 127.0.0.1 --warmup-requests 0 --prefill-delay-ms 0 --kv-transfer-delay-ms 0 --decode-delay-per-token-ms 0"
+_AT_ONCE = (
+    "--host 127.0.0.1 --warmup-requests 0 --prefill-delay-ms 0 --kv-transfer-delay-ms 0"
+    " --decode-delay-per-token-ms 0"
+)
 PEERS: Mapping[str, tuple[str, ...]] = {
     "fakellm": ("-m", "uvicorn", "fakellm.server:app", *_QUIET),
     "llmock": ("-m", "uvicorn", "llmock.main:app", *_QUIET),
@@ -62,7 +69,9 @@ class Contestant:
 
 
 CORES = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else []
-"""Cores that this process began with: a server's process inherits those of the client, which must not be pinned while it starts one."""
+"""Cores that this process began with: a server's process inherits those of the client, which must
+not be pinned while it starts one.
+"""
 
 
 def pinned(*cores: int) -> None:
@@ -79,7 +88,11 @@ def run_face(pipe: Connection, face: str, trace: str | None, *, routes: bool) ->
     from rollproof.store import TraceWriter
 
     pinned(0)
-    options = ServeOptions(flavour=face, model=_model(48 if routes else 1), engine=EngineOptions(max_batch=256, step=0.0))
+    options = ServeOptions(
+        flavour=face,
+        model=_model(48 if routes else 1),
+        engine=EngineOptions(max_batch=256, step=0.0),
+    )
     listening = bound_socket()
     pipe.send(listening.getsockname()[1])
     if trace is None:
@@ -90,7 +103,9 @@ def run_face(pipe: Connection, face: str, trace: str | None, *, routes: bool) ->
 
 
 def run_least(pipe: Connection) -> None:
-    """Serve what a face cannot do without: the body is read, a reply drawn and written. No engine, nothing is checked or recorded."""
+    """Serve what a face cannot do without: the body is read, a reply drawn and written. No engine,
+    nothing is checked or recorded.
+    """
     import uvicorn
 
     from rollproof.fakes.coded.policy import CodedPolicy
@@ -105,17 +120,37 @@ def run_least(pipe: Connection) -> None:
         ids, count = body["input_ids"], body["sampling_params"]["max_new_tokens"]
         tokens, _ = policy.draw(0, policy.start_state(ids), count)
         whole = [*ids, *tokens]
-        pairs = [(logprob, token, None) for logprob, token in zip(policy.logprobs(0, whole, len(ids)).tolist(), tokens, strict=True)]
-        text = dumped({"text": text_of(tokens), "output_ids": tokens, "meta_info": {"output_token_logprobs": pairs}})
-        content = b"".join((text[:-2], b',"routed_experts":"', as_int32(policy.routes(0, whole[:-1])), b'"}}'))
-        headers = [(b"content-length", b"%d" % len(content)), (b"content-type", b"application/json")]
+        pairs = [
+            (logprob, token, None)
+            for logprob, token in zip(
+                policy.logprobs(0, whole, len(ids)).tolist(), tokens, strict=True
+            )
+        ]
+        text = dumped(
+            {
+                "text": text_of(tokens),
+                "output_ids": tokens,
+                "meta_info": {"output_token_logprobs": pairs},
+            }
+        )
+        content = b"".join(
+            (text[:-2], b',"routed_experts":"', as_int32(policy.routes(0, whole[:-1])), b'"}}')
+        )
+        headers = [
+            (b"content-length", b"%d" % len(content)),
+            (b"content-type", b"application/json"),
+        ]
         await send({"type": "http.response.start", "status": 200, "headers": headers})
         await send({"type": "http.response.body", "body": content})
 
     pinned(0)
     listening = bound_socket()
     pipe.send(listening.getsockname()[1])
-    server = uvicorn.Server(uvicorn.Config(answer, log_level="warning", access_log=False, lifespan="off", proxy_headers=False))
+    server = uvicorn.Server(
+        uvicorn.Config(
+            answer, log_level="warning", access_log=False, lifespan="off", proxy_headers=False
+        )
+    )
     with _rare_collections(), asyncio.Runner(loop_factory=_fast_loop()) as runner:
         runner.run(server.serve(sockets=[listening]))
 
@@ -123,12 +158,16 @@ def run_least(pipe: Connection) -> None:
 def _model(layers: int) -> Any:
     from rollproof.core.case import Model
 
-    return Model(num_layers=layers, moe_layers=tuple(range(layers)), num_experts=128, top_k=8, vocab=150_000)
+    return Model(
+        num_layers=layers, moe_layers=tuple(range(layers)), num_experts=128, top_k=8, vocab=150_000
+    )
 
 
 def run_plain(pipe: Connection, content: bytes) -> None:
     """``run_bare`` where uvicorn was installed without extras: over h11, on the loop of asyncio."""
-    sys.modules |= dict.fromkeys(("httptools", "uvloop"), cast("Any", None))  # importing them now fails, as if they were not there
+    sys.modules |= dict.fromkeys(
+        ("httptools", "uvloop"), cast("Any", None)
+    )  # importing them now fails, as if they were not there
     run_bare(pipe, content)
 
 
@@ -149,16 +188,22 @@ def run_bare(pipe: Connection, content: bytes) -> None:
     pinned(0)
     listening = bound_socket()
     pipe.send(listening.getsockname()[1])
-    routes = [Route(path, answer, methods=["POST"]) for path in ("/generate", "/v1/chat/completions")]
-    server = uvicorn.Server(uvicorn.Config(Starlette(routes=routes), log_level="warning", access_log=False))
+    routes = [
+        Route(path, answer, methods=["POST"]) for path in ("/generate", "/v1/chat/completions")
+    ]
+    server = uvicorn.Server(
+        uvicorn.Config(Starlette(routes=routes), log_level="warning", access_log=False)
+    )
     with asyncio.Runner(loop_factory=_fast_loop()) as runner:
         runner.run(server.serve(sockets=[listening]))
 
 
 class Asking(asyncio.BufferedProtocol):
-    """A keep-alive connection that asks for as long as ``left`` has requests; it looks at no more than a reply's status and length.
+    """A keep-alive connection that asks for as long as ``left`` has requests; it looks at no more
+    than a reply's status and length.
 
-    Streams of asyncio cost as much for 80 KB as the bare endpoint, which would then be measured by its client.
+    Streams of asyncio cost as much for 80 KB as the bare endpoint, which would then be measured by
+    its client.
     """
 
     def __init__(self, request: bytes, left: Iterator[int]) -> None:
@@ -206,11 +251,17 @@ class Asking(asyncio.BufferedProtocol):
 async def load(port: int, one: Contestant, requests: int, connections: int) -> tuple[float, bytes]:
     """Requests a second over keep-alive connections, and the last body."""
     body = json.dumps(one.body).encode()
-    head = f"POST {one.path} HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\ncontent-length: {len(body)}\r\n\r\n".encode()
+    head = (
+        f"POST {one.path} HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\ncontent-length:"
+        f" {len(body)}\r\n\r\n".encode()
+    )
     left = iter(range(requests))
     loop = asyncio.get_running_loop()
     begun = time.perf_counter()
-    made = [await loop.create_connection(lambda: Asking(head + body, left), "127.0.0.1", port) for _ in range(connections)]
+    made = [
+        await loop.create_connection(lambda: Asking(head + body, left), "127.0.0.1", port)
+        for _ in range(connections)
+    ]
     bodies = await asyncio.gather(*(asking.done for _, asking in made))
     return requests / (time.perf_counter() - begun), max(bodies, key=len)
 
@@ -226,7 +277,13 @@ def asked(port: int, one: Contestant, requests: int, connections: int) -> tuple[
 
 def processor_time(pid: int) -> float:
     """Seconds of processor time that a process' threads have used, where the system tells."""
-    return sum(int(told.read_text().split()[0]) for told in Path(f"/proc/{pid}/task").glob("*/schedstat")) / 1e9
+    return (
+        sum(
+            int(told.read_text().split()[0])
+            for told in Path(f"/proc/{pid}/task").glob("*/schedstat")
+        )
+        / 1e9
+    )
 
 
 class Running:
@@ -238,7 +295,9 @@ class Running:
         pinned()
         if one.target is not None:
             ours, theirs = multiprocessing.Pipe()
-            self.process: Any = multiprocessing.get_context("spawn").Process(target=one.target, args=(theirs, *one.arguments), daemon=True)
+            self.process: Any = multiprocessing.get_context("spawn").Process(
+                target=one.target, args=(theirs, *one.arguments), daemon=True
+            )
             self.process.start()
             self.port = ours.recv()
         else:
@@ -295,7 +354,10 @@ def table(title: str, running: list[Running]) -> None:
     print(f"{title:50} requests/s        processor time    bytes")
     for one in running:
         rate, cpu = one.best / first.best, first.cpu / one.cpu if one.cpu else float("nan")
-        print(f"  {one.one.name:46} {one.best:9.0f} {rate:5.0%}  {one.cpu * 1e6:8.0f} us {cpu:5.0%}  {len(one.content):8,}")
+        print(
+            f"  {one.one.name:46} {one.best:9.0f} {rate:5.0%}  {one.cpu * 1e6:8.0f} us {cpu:5.0%} "
+            f" {len(one.content):8,}"
+        )
 
 
 def main() -> None:
@@ -310,16 +372,43 @@ def main() -> None:
         sample.round(10, 1)
         sample.stop()
         bare = [
-            Contestant("bare starlette endpoint, plain uvicorn", "/generate", GENERATE, run_plain, (sample.content,)),
-            Contestant("bare starlette endpoint, the faces' uvicorn", "/generate", GENERATE, run_bare, (sample.content,)),
+            Contestant(
+                "bare starlette endpoint, plain uvicorn",
+                "/generate",
+                GENERATE,
+                run_plain,
+                (sample.content,),
+            ),
+            Contestant(
+                "bare starlette endpoint, the faces' uvicorn",
+                "/generate",
+                GENERATE,
+                run_bare,
+                (sample.content,),
+            ),
         ]
         least = Contestant("a reply drawn and sent, no engine", "/generate", GENERATE, run_least)
-        faces = [_face("SGLang face, trace written to a file", trace), _face("SGLang face, no trace file", None)]
+        faces = [
+            _face("SGLang face, trace written to a file", trace),
+            _face("SGLang face, no trace file", None),
+        ]
         running = race([*bare, *faces, least], options)
         table("/generate: 32 tokens, logprobs, routes of 48 layers", running)
         chats = [
-            Contestant("bare starlette endpoint, plain uvicorn", "/v1/chat/completions", CHAT, run_plain, (b"x" * 700,)),
-            Contestant("bare starlette endpoint, the faces' uvicorn", "/v1/chat/completions", CHAT, run_bare, (b"x" * 700,)),
+            Contestant(
+                "bare starlette endpoint, plain uvicorn",
+                "/v1/chat/completions",
+                CHAT,
+                run_plain,
+                (b"x" * 700,),
+            ),
+            Contestant(
+                "bare starlette endpoint, the faces' uvicorn",
+                "/v1/chat/completions",
+                CHAT,
+                run_bare,
+                (b"x" * 700,),
+            ),
             _chat("SGLang face", "sglang", str(Path(folder) / "a.arrow")),
             _chat("vLLM face", "vllm", str(Path(folder) / "b.arrow")),
         ]
@@ -345,7 +434,9 @@ def _face(name: str, trace: str | None) -> Contestant:
 
 
 def _chat(name: str, face: str, trace: str) -> Contestant:
-    return Contestant(f"{name}, trace written to a file", "/v1/chat/completions", CHAT, _run_chat, (face, trace))
+    return Contestant(
+        f"{name}, trace written to a file", "/v1/chat/completions", CHAT, _run_chat, (face, trace)
+    )
 
 
 if __name__ == "__main__":

@@ -1,6 +1,7 @@
 """What the layout suite costs: the reference functions put to the cases of a profile, and judged.
 
-``python benchmarks/layouts.py [PROFILE]`` prints processor seconds for recording and judging, and what each function takes.
+``python benchmarks/layouts.py [PROFILE]`` prints processor seconds for recording and judging, and
+what each function takes.
 """
 
 from __future__ import annotations
@@ -25,13 +26,22 @@ def main(profile: str = "pr") -> None:
     judgement = judge(trace, default_registry().select(["layout"]))
     judged = time.process_time()
     counts = Counter(event.function for event in trace.events if isinstance(event, Laid))
-    print(f"{len(trace.events):,} calls of {len(counts)} functions: recorded in {recorded - start:.1f} s of processor time,")
-    print(f"judged by {len(judgement.results)} checks in {judged - recorded:.1f} s, {len(judgement.failed)} of which failed")
+    print(
+        f"{len(trace.events):,} calls of {len(counts)} functions: recorded in"
+        f" {recorded - start:.1f} s of processor time,"
+    )
+    print(
+        f"judged by {len(judgement.results)} checks in {judged - recorded:.1f} s,"
+        f" {len(judgement.failed)} of which failed"
+    )
     for name, count in counts.items():
         calls = [(name, call) for call in layout_calls(name, MegatronLike.layout, draws=0)]
         before = time.process_time()
         judge_layouts(MegatronLike, calls=calls)
-        print(f"{name:16s} {count:6,} calls {(time.process_time() - before) / len(calls) * 1000:8.2f} ms a call")
+        print(
+            f"{name:16s} {count:6,} calls {(time.process_time() - before) / len(calls) * 1000:8.2f}"
+            " ms a call"
+        )
 
 
 if __name__ == "__main__":

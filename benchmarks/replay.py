@@ -1,6 +1,8 @@
-"""What the replay suite costs: the reference trainers, their episodes and random plans, run and judged on one core.
+"""What the replay suite costs: the reference trainers, their episodes and random plans, run and
+judged on one core.
 
-``python benchmarks/replay.py [PLANS]`` prints processor seconds per reference, and for so many random plans of each (default 20).
+``python benchmarks/replay.py [PLANS]`` prints processor seconds per reference, and for so many
+random plans of each (default 20).
 """
 
 from __future__ import annotations
@@ -34,9 +36,14 @@ def main(plans: int = 20) -> None:
         for number in range(plans):
             recorder = Recorder(lambda: 0.0)
             drive_episode(made(), random_episode(made.contract, 0, number), recorder, name)
-            judge_events(Header(subject=name, contract=made.contract, about="replay"), recorder.events, tally)
+            judge_events(
+                Header(subject=name, contract=made.contract, about="replay"), recorder.events, tally
+            )
     spent = time.process_time() - start
-    print(f"{tally.traces} random plans: {1000 * spent / max(1, tally.traces):.0f} ms each, {len(tally.found())} checks fail")
+    print(
+        f"{tally.traces} random plans: {1000 * spent / max(1, tally.traces):.0f} ms each,"
+        f" {len(tally.found())} checks fail"
+    )
 
 
 if __name__ == "__main__":

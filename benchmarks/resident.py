@@ -1,8 +1,10 @@
-"""What a command takes: wall time, processor time, and the largest memory that it and all processes below it held at one time.
+"""What a command takes: wall time, processor time, and the largest memory that it and all processes
+below it held at one time.
 
-``python benchmarks/resident.py COMMAND ...`` runs it and prints one line. Memory is proportional (PSS: a page that forked ranks share
-counts once), read every five seconds from /proc (reading takes
-processor time that is not counted: 33 s of eight minutes with six ranks, when it was every two); Linux alone.
+``python benchmarks/resident.py COMMAND ...`` runs it and prints one line. Memory is proportional
+(PSS: a page that forked ranks share counts once), read every five seconds from /proc (reading takes
+processor time that is not counted: 33 s of eight minutes with six ranks, when it was every two);
+Linux alone.
 """
 
 from __future__ import annotations
@@ -28,8 +30,8 @@ def main(command: list[str]) -> int:
                 process.wait(5)
     spent = resource.getrusage(resource.RUSAGE_CHILDREN)
     print(
-        f"{time.monotonic() - start:.1f} s, {spent.ru_utime + spent.ru_stime:.1f} s of processor time, "
-        f"{largest / 2**20:.2f} GiB at most: {' '.join(command)}"
+        f"{time.monotonic() - start:.1f} s, {spent.ru_utime + spent.ru_stime:.1f} s of processor"
+        f" time, {largest / 2**20:.2f} GiB at most: {' '.join(command)}"
     )
     return process.returncode
 
@@ -39,7 +41,12 @@ def _below(root: int) -> list[int]:
     children: dict[int, list[int]] = {}
     for folder in Path("/proc").iterdir():
         with suppress(OSError, ValueError):
-            parent = int((folder / "stat").read_text(encoding="utf-8", errors="replace").rpartition(")")[2].split()[1])
+            parent = int(
+                (folder / "stat")
+                .read_text(encoding="utf-8", errors="replace")
+                .rpartition(")")[2]
+                .split()[1]
+            )
             children.setdefault(parent, []).append(int(folder.name))
     found = [root]
     for pid in found:

@@ -2,9 +2,10 @@
 
     python benchmarks/route_checks.py [--requests 500] [--tokens 2000] [--segments 3]
 
-Judges a streamed trace of resumed samples (48 layers, top-8 of 128 experts, uint8) and prints megabytes of *delivered*
-routes per CPU second of judging; the replies of the segments, which are read too, are not counted. Making the events is not
-timed; the best of three runs counts. Memory is the peak after a tenth of the requests and after all of them.
+Judges a streamed trace of resumed samples (48 layers, top-8 of 128 experts, uint8) and prints
+megabytes of *delivered* routes per CPU second of judging; the replies of the segments, which are
+read too, are not counted. Making the events is not timed; the best of three runs counts. Memory is
+the peak after a tenth of the requests and after all of them.
 """
 
 from __future__ import annotations
@@ -16,7 +17,17 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from rollproof.core.contract import Contract, Filler, KvPolicy, LayerAxis, Logprobs, Provenance, ResumeBy, Rows, Versions
+from rollproof.core.contract import (
+    Contract,
+    Filler,
+    KvPolicy,
+    LayerAxis,
+    Logprobs,
+    Provenance,
+    ResumeBy,
+    Rows,
+    Versions,
+)
 from rollproof.core.records import EngineOutput, FinishReason, Request, Rollout, Span
 from rollproof.core.trace import Admit, Call, Event, Header, Reply, Result, Submit, Weights
 from rollproof.invariants.routes import CHECKS
@@ -48,7 +59,9 @@ class Stream:
     def __init__(self, requests: int, tokens: int, segments: int) -> None:
         self._requests, self._tokens, self._segments = requests, tokens, segments
         self._random = np.random.default_rng(0)
-        draws = np.argsort(self._random.random((1 << 14, EXPERTS), dtype=np.float32), axis=1)[:, :TOP_K].astype(np.uint8)
+        draws = np.argsort(self._random.random((1 << 14, EXPERTS), dtype=np.float32), axis=1)[
+            :, :TOP_K
+        ].astype(np.uint8)
         self._draws = np.ascontiguousarray(draws).view(np.uint64).reshape(-1)
         self._index = 0
 
@@ -63,13 +76,23 @@ class Stream:
 
     def _request(self, number: int) -> Iterator[Event]:
         name, share = f"r{number}", self._tokens // (self._segments + 1)
-        prompt = tuple(int(i) for i in self._random.integers(0, 1000, self._tokens - share * self._segments))
-        yield Submit(request=Request(request_id=name, prompt_ids=prompt, max_tokens=share * self._segments))
+        prompt = tuple(
+            int(i) for i in self._random.integers(0, 1000, self._tokens - share * self._segments)
+        )
+        yield Submit(
+            request=Request(request_id=name, prompt_ids=prompt, max_tokens=share * self._segments)
+        )
         known = prompt
         parts: list[np.ndarray] = []
         for segment in range(self._segments):
             call, last = number * self._segments + segment, segment == self._segments - 1
-            yield Call(call_id=call, request_id=name, server_id="s0", prompt_ids=known, max_tokens=self._tokens)
+            yield Call(
+                call_id=call,
+                request_id=name,
+                server_id="s0",
+                prompt_ids=known,
+                max_tokens=self._tokens,
+            )
             yield Admit(call_id=call, server_id="s0")
             tokens = tuple(int(i) for i in self._random.integers(0, 1000, share))
             rows = self._rows(len(known) + share - 1)
@@ -80,7 +103,12 @@ class Stream:
                 routes=rows,
                 finish_reason=FinishReason.LENGTH if last else FinishReason.ABORT,
             )
-            yield Reply(call_id=call, output=output, true_tokens=span, true_rows=(Span(start=0, end=len(rows), version=0),))
+            yield Reply(
+                call_id=call,
+                output=output,
+                true_tokens=span,
+                true_rows=(Span(start=0, end=len(rows), version=0),),
+            )
             parts.append(rows[sum(len(part) for part in parts) :])
             known += tokens
         rollout = Rollout(
@@ -93,8 +121,12 @@ class Stream:
         yield Result(request_id=name, rollout=rollout)
 
 
-def run(stream: Stream, requests: int, registry: Registry) -> tuple[float, int, list[float], list[str]]:
-    """Seconds of judging, delivered bytes, peak memory in MB after a tenth and after all, and ids of checks that failed."""
+def run(
+    stream: Stream, requests: int, registry: Registry
+) -> tuple[float, int, list[float], list[str]]:
+    """Seconds of judging, delivered bytes, peak memory in MB after a tenth and after all, and ids
+    of checks that failed.
+    """
     tally = Tally(registry)
     judge = Judge(Header(subject="benchmark", contract=CONTRACT), tally)
     seconds, delivered, ended, peaks = 0.0, 0, 0, []
@@ -103,7 +135,11 @@ def run(stream: Stream, requests: int, registry: Registry) -> tuple[float, int, 
         start = time.process_time()
         judge.feed(event)
         seconds += time.process_time() - start
-        if isinstance(event, Result) and event.rollout is not None and event.rollout.routes is not None:
+        if (
+            isinstance(event, Result)
+            and event.rollout is not None
+            and event.rollout.routes is not None
+        ):
             delivered += event.rollout.routes.nbytes
             ended += 1
             if ended in (max(1, requests // 10), requests):
@@ -111,12 +147,19 @@ def run(stream: Stream, requests: int, registry: Registry) -> tuple[float, int, 
     start = time.process_time()
     judge.finish()
     seconds += time.process_time() - start
-    return seconds, delivered, peaks, [result.id for result in tally.judgement().results if result.verdict is Verdict.FAIL]
+    return (
+        seconds,
+        delivered,
+        peaks,
+        [result.id for result in tally.judgement().results if result.verdict is Verdict.FAIL],
+    )
 
 
 def main() -> None:
     """Run the benchmark and print its figures."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--requests", type=int, default=500)
     parser.add_argument("--tokens", type=int, default=2000)
     parser.add_argument("--segments", type=int, default=3)
@@ -126,9 +169,17 @@ def main() -> None:
         return Stream(options.requests, options.tokens, options.segments)
 
     base, *_ = run(stream(), options.requests, Registry(()))
-    seconds, delivered, peaks, failed = min(run(stream(), options.requests, Registry(CHECKS)) for _ in range(3))
-    print(f"{options.requests} samples of {options.tokens} tokens in {options.segments} segments, {delivered / 1e6:.0f} MB of routes")
-    print(f"all {len(CHECKS)} route checks: {seconds:.2f} s, {delivered / seconds / 1e6:.0f} MB/s (judge without checks: {base:.3f} s)")
+    seconds, delivered, peaks, failed = min(
+        run(stream(), options.requests, Registry(CHECKS)) for _ in range(3)
+    )
+    print(
+        f"{options.requests} samples of {options.tokens} tokens in {options.segments} segments,"
+        f" {delivered / 1e6:.0f} MB of routes"
+    )
+    print(
+        f"all {len(CHECKS)} route checks: {seconds:.2f} s, {delivered / seconds / 1e6:.0f} MB/s"
+        f" (judge without checks: {base:.3f} s)"
+    )
     print(f"peak memory: {peaks[0]:.0f} MB after a tenth, {peaks[-1]:.0f} MB after all")
     if failed:
         raise SystemExit(f"the clean trace failed {failed}")

@@ -1,7 +1,8 @@
-"""The exhaustive small scope on one core: every case of one flavour run against a reference and judged by all checks.
+"""The exhaustive small scope on one core: every case of one flavour run against a reference and
+judged by all checks.
 
-``python benchmarks/small_scope.py [reference] [flavour]`` prints one JSON line. ``seconds`` is processor time, so that other
-programs on the machine do not count; the target is 20 s.
+``python benchmarks/small_scope.py [reference] [flavour]`` prints one JSON line. ``seconds`` is
+processor time, so that other programs on the machine do not count; the target is 20 s.
 """
 
 from __future__ import annotations

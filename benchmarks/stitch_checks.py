@@ -1,8 +1,9 @@
-"""How fast stitching and version checks judge long rollouts: millions of tokens per second of processor time.
+"""How fast stitching and version checks judge long rollouts: millions of tokens per second of
+processor time.
 
-``python benchmarks/stitch_checks.py`` judges a million tokens in four shapes, from one call of a million tokens to a
-thousand requests of four calls each. Resuming sends the whole sequence again, so what is compared grows with the number of
-calls; the comparison itself runs at the speed of C.
+``python benchmarks/stitch_checks.py`` judges a million tokens in four shapes, from one call of a
+million tokens to a thousand requests of four calls each. Resuming sends the whole sequence again,
+so what is compared grows with the number of calls; the comparison itself runs at the speed of C.
 """
 
 from __future__ import annotations
@@ -20,7 +21,13 @@ from rollproof.judging.checks import Registry
 from rollproof.judging.judge import judge
 
 CONTRACT = Contract(
-    rows="none", resume="client", versions="token", logprobs="raw", abort_surfaces=False, kv_policy="recompute", loss_mask=True
+    rows="none",
+    resume="client",
+    versions="token",
+    logprobs="raw",
+    abort_surfaces=False,
+    kv_policy="recompute",
+    loss_mask=True,
 )  # type: ignore[arg-type]
 
 
@@ -30,13 +37,21 @@ def rollouts(requests: int, calls: int, tokens: int) -> Trace:
     events: list[Event] = []
     for number in range(requests):
         name, prompt = f"r{number}", (number, 1, 2)
-        events.append(Submit(request=Request(request_id=name, prompt_ids=prompt, max_tokens=calls * tokens)))
+        events.append(
+            Submit(request=Request(request_id=name, prompt_ids=prompt, max_tokens=calls * tokens))
+        )
         ids: tuple[int, ...] = ()
         values: list[np.ndarray] = []
         for i in range(calls):
             if number == 0:
                 events.append(Weights(server_id="s", version=i, label=i))
-            call = Call(call_id=len(events), request_id=name, server_id="s", prompt_ids=prompt + ids, max_tokens=(calls - i) * tokens)
+            call = Call(
+                call_id=len(events),
+                request_id=name,
+                server_id="s",
+                prompt_ids=prompt + ids,
+                max_tokens=(calls - i) * tokens,
+            )
             output = EngineOutput(
                 token_ids=tuple(draw.integers(0, 1000, tokens).tolist()),
                 logprobs=-draw.random(tokens),
@@ -45,7 +60,11 @@ def rollouts(requests: int, calls: int, tokens: int) -> Trace:
                 version=i,
             )
             true = (Span(start=0, end=tokens, version=i),)
-            events += [call, Admit(call_id=call.call_id, server_id="s"), Reply(call_id=call.call_id, output=output, true_tokens=true)]
+            events += [
+                call,
+                Admit(call_id=call.call_id, server_id="s"),
+                Reply(call_id=call.call_id, output=output, true_tokens=true),
+            ]
             ids += output.token_ids
             values.append(output.logprobs)  # type: ignore[arg-type]
         rollout = Rollout(
@@ -58,13 +77,20 @@ def rollouts(requests: int, calls: int, tokens: int) -> Trace:
             token_versions=tuple(i for i in range(calls) for _ in range(tokens)),
         )
         events.append(Result(request_id=name, rollout=rollout))
-    return Trace(header=Header(subject="benchmark", contract=CONTRACT), events=()).with_events(events)
+    return Trace(header=Header(subject="benchmark", contract=CONTRACT), events=()).with_events(
+        events
+    )
 
 
 def main() -> None:
     """Print the table."""
     registry = Registry([*samples.CHECKS, *sample_tags.CHECKS])
-    for requests, calls, tokens in ((1, 1, 1_000_000), (1, 20, 50_000), (100, 10, 1_000), (1_000, 4, 250)):
+    for requests, calls, tokens in (
+        (1, 1, 1_000_000),
+        (1, 20, 50_000),
+        (100, 10, 1_000),
+        (1_000, 4, 250),
+    ):
         trace = rollouts(requests, calls, tokens)
         start = time.process_time()
         judgement = judge(trace, registry)
@@ -72,7 +98,8 @@ def main() -> None:
         if judgement.failed:
             raise SystemExit(f"The trace is correct, but {judgement.failed} found something.")
         print(
-            f"{requests:5d} requests x {calls:2d} calls x {tokens:7d} tokens: {requests * calls * tokens / seconds / 1e6:6.2f} M tokens/s"
+            f"{requests:5d} requests x {calls:2d} calls x {tokens:7d} tokens:"
+            f" {requests * calls * tokens / seconds / 1e6:6.2f} M tokens/s"
         )
 
 

@@ -1,7 +1,8 @@
-"""Trace stores: speed of writing and reading route bytes, of small events, and the memory that reading takes.
+"""Trace stores: speed of writing and reading route bytes, of small events, and the memory that
+reading takes.
 
-``python benchmarks/store.py [TOTAL_MIB]`` (default 2048) prints one line a figure. Figures are per second of processor
-time, so that a busy machine tells the same.
+``python benchmarks/store.py [TOTAL_MIB]`` (default 2048) prints one line a figure. Figures are per
+second of processor time, so that a busy machine tells the same.
 """
 
 from __future__ import annotations
@@ -24,7 +25,14 @@ from rollproof.store.columns import validate
 from rollproof.store.stream import Stream, open_file
 
 TOKENS, LAYERS, TOP_K = 512, 48, 8
-CONTRACT = Contract(rows="none", resume="client", versions="none", logprobs="raw", abort_surfaces=False, kv_policy="recompute")  # type: ignore[arg-type]
+CONTRACT = Contract(
+    rows="none",
+    resume="client",
+    versions="none",
+    logprobs="raw",
+    abort_surfaces=False,
+    kv_policy="recompute",
+)  # type: ignore[arg-type]
 HEADER = Header(subject="benchmark", contract=CONTRACT)
 
 
@@ -33,7 +41,9 @@ def replies(total_bytes: int) -> Iterator[Event]:
     routes = np.random.default_rng(0).integers(0, 128, (TOKENS, LAYERS, TOP_K), dtype=np.uint8)
     ids, logprobs = tuple(range(TOKENS)), np.zeros(TOKENS)
     for i in range(total_bytes // routes.nbytes):
-        output = EngineOutput(token_ids=ids, logprobs=logprobs, routes=routes, finish_reason=FinishReason.LENGTH)
+        output = EngineOutput(
+            token_ids=ids, logprobs=logprobs, routes=routes, finish_reason=FinishReason.LENGTH
+        )
         yield Reply(index=i, time=float(i), call_id=i, output=output)
 
 
@@ -47,13 +57,19 @@ def routes_figures(path: Path, megabytes: int) -> None:
     with TraceWriter(path, HEADER, mode="w") as writer:
         for event in replies(megabytes << 20):
             writer.append(event)
-    print(f"write: {megabytes / (time.process_time() - started):.0f} MiB/s of routes, {path.stat().st_size >> 20} MiB file")
+    print(
+        f"write: {megabytes / (time.process_time() - started):.0f} MiB/s of routes,"
+        f" {path.stat().st_size >> 20} MiB file"
+    )
     reader = TraceReader(path)
     before, started, read = rss_mb(), time.process_time(), 0
     for event in reader:
         assert isinstance(event, Reply) and event.output.routes is not None
         read += event.output.routes.nbytes
-    print(f"read: {read / 2**20 / (time.process_time() - started):.0f} MiB/s of routes; resident size grew by {rss_mb() - before:.0f} MiB")
+    print(
+        f"read: {read / 2**20 / (time.process_time() - started):.0f} MiB/s of routes; resident size"
+        f" grew by {rss_mb() - before:.0f} MiB"
+    )
     with open_file(path, "r") as file:
         batches = list(islice(Stream(path, file).batches(), 32))
     started = time.process_time()
@@ -71,16 +87,26 @@ def small_figures(path: Path, count: int = 50_000) -> None:
             writer.append(Admit(index=i, time=float(i), call_id=i, server_id="s0"))
     wrote, started = time.process_time() - started, time.process_time()
     read = sum(1 for _ in TraceReader(path)) / (time.process_time() - started)
-    print(f"small events: {count / wrote:.0f}/s written, {read:.0f}/s read, {path.stat().st_size / count:.0f} bytes each")
+    print(
+        f"small events: {count / wrote:.0f}/s written, {read:.0f}/s read,"
+        f" {path.stat().st_size / count:.0f} bytes each"
+    )
 
 
 def json_figures(path: Path) -> None:
     trace = Trace(header=HEADER, events=tuple(replies(20 << 20)))
     started = time.process_time()
     dump_trace(trace, path)
-    wrote, size, started = time.process_time() - started, path.stat().st_size / 2**20, time.process_time()
+    wrote, size, started = (
+        time.process_time() - started,
+        path.stat().st_size / 2**20,
+        time.process_time(),
+    )
     load_trace(path)
-    print(f"JSON: {size / wrote:.0f} MiB/s written, {size / (time.process_time() - started):.0f} MiB/s read")
+    print(
+        f"JSON: {size / wrote:.0f} MiB/s written, {size / (time.process_time() - started):.0f}"
+        " MiB/s read"
+    )
 
 
 def main() -> None:

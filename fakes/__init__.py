@@ -1,1 +1,3 @@
-"""Fakes: a coded policy, an engine that answers from it, faces, reference resume managers, known bugs."""
+"""Fakes: a coded policy, an engine that answers from it, faces, reference resume managers, known
+bugs.
+"""

@@ -1,9 +1,12 @@
-"""Tiny models: random checkpoints of released MoE families, small enough that real engines and trainers run them on a CPU in seconds.
+"""Tiny models: random checkpoints of released MoE families, small enough that real engines and
+trainers run them on a CPU in seconds.
 
-Random weights as a library initialises them make useless tests: the next token is uniform over the vocabulary, and every token goes
-to almost the same experts. Here the head is sharpened until the entropy of the next token is that of a real model, the routers' logits
-have a spread of their own, and near-ties between experts can be planted. A checkpoint is a folder with ``config.json`` and
-safetensors, no tokenizer; one seed gives one checkpoint, bit for bit. Needs torch and transformers, and downloads nothing.
+Random weights as a library initialises them make useless tests: the next token is uniform over the
+vocabulary, and every token goes to almost the same experts. Here the head is sharpened until the
+entropy of the next token is that of a real model, the routers' logits have a spread of their own,
+and near-ties between experts can be planted. A checkpoint is a folder with ``config.json`` and
+safetensors, no tokenizer; one seed gives one checkpoint, bit for bit. Needs torch and transformers,
+and downloads nothing.
 """
 
 from __future__ import annotations
@@ -41,14 +44,18 @@ _ENTROPY = 1.1
 _ROUTER_SPREAD = 1.5
 """Standard deviation of a router's logits."""
 _GAIN = 1.3
-"""Matrices are drawn from N(0, (gain / sqrt(inputs))^2): large enough that what a token is routed to depends on those before it."""
+"""Matrices are drawn from N(0, (gain / sqrt(inputs))^2): large enough that what a token is routed
+to depends on those before it.
+"""
 _PROBES = 8
 _PROBE_LENGTH = 24
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Family:
-    """An architecture of transformers at a tiny size. ``moe_layers`` are global layer indexes; empty for a dense model."""
+    """An architecture of transformers at a tiny size. ``moe_layers`` are global layer indexes;
+    empty for a dense model.
+    """
 
     name: str
     about: str
@@ -57,7 +64,13 @@ class Family:
     hybrid: bool = False
 
 
-_QWEN_MOE = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 64, "norm_topk_prob": True, "decoder_sparse_step": 1}
+_QWEN_MOE = {
+    "num_experts": 8,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 64,
+    "norm_topk_prob": True,
+    "decoder_sparse_step": 1,
+}
 _DEEPSEEK = {
     "n_routed_experts": 8,
     "num_experts_per_tok": 2,
@@ -94,7 +107,8 @@ _AFMOE = {
     "sliding_window": 32,
     "layer_types": ["sliding_attention", "full_attention", "sliding_attention", "full_attention"],
     "mup_enabled": False,
-    # vLLM reads these from the released checkpoints; transformers, whose router is fixed, has no such fields
+    # vLLM reads these from the released checkpoints; transformers, whose router is fixed, has no
+    # such fields
     "score_func": "sigmoid",
     "route_norm": True,
 }
@@ -108,7 +122,8 @@ _MELLUM = {
     "layer_types": ["sliding_attention", "full_attention", "sliding_attention", "full_attention"],
     "mlp_layer_types": ["dense", "sparse", "sparse", "sparse"],
     "rope_parameters": {
-        kind: {"rope_type": "default", "rope_theta": theta} for kind, theta in (("sliding_attention", 1e4), ("full_attention", 5e5))
+        kind: {"rope_type": "default", "rope_theta": theta}
+        for kind, theta in (("sliding_attention", 1e4), ("full_attention", 5e5))
     },
 }
 
@@ -116,7 +131,11 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
     {
         family.name: family
         for family in (
-            Family(name="qwen3_moe", about="Qwen3-MoE: every layer is MoE, softmax router", sizes=_QWEN_MOE),
+            Family(
+                name="qwen3_moe",
+                about="Qwen3-MoE: every layer is MoE, softmax router",
+                sizes=_QWEN_MOE,
+            ),
             Family(
                 name="olmoe",
                 about="OLMoE: every layer is MoE, weights not renormalised",
@@ -124,27 +143,43 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
             ),
             Family(
                 name="deepseek_v3",
-                about="DeepSeek-V3: the first layer is dense, sigmoid router with bias and groups, latent attention",
+                about=(
+                    "DeepSeek-V3: the first layer is dense, sigmoid router with bias and groups,"
+                    " latent attention"
+                ),
                 sizes=_DEEPSEEK,
                 moe_layers=(1, 2, 3),
             ),
-            Family(name="mixtral", about="Mixtral: every layer is MoE", sizes={"num_local_experts": 8, "num_experts_per_tok": 2}),
+            Family(
+                name="mixtral",
+                about="Mixtral: every layer is MoE",
+                sizes={"num_local_experts": 8, "num_experts_per_tok": 2},
+            ),
             Family(
                 name="qwen3_next",
-                about="Qwen3-Next: linear and full attention take turns, so there are several groups of KV cache",
+                about=(
+                    "Qwen3-Next: linear and full attention take turns, so there are several groups"
+                    " of KV cache"
+                ),
                 sizes=_QWEN_NEXT,
                 hybrid=True,
             ),
             Family(
                 name="afmoe",
-                about="AFMoE: sliding and full attention take turns, so there are several groups of KV cache; the first layer is dense",
+                about=(
+                    "AFMoE: sliding and full attention take turns, so there are several groups of"
+                    " KV cache; the first layer is dense"
+                ),
                 sizes=_AFMOE,
                 moe_layers=(1, 2, 3),
                 hybrid=True,
             ),
             Family(
                 name="mellum",
-                about="Mellum 2: Qwen3-MoE whose sliding and full attention take turns, with a KV cache each; the first layer is dense",
+                about=(
+                    "Mellum 2: Qwen3-MoE whose sliding and full attention take turns, with a KV"
+                    " cache each; the first layer is dense"
+                ),
                 sizes=_MELLUM,
                 moe_layers=(1, 2, 3),
                 hybrid=True,
@@ -161,17 +196,26 @@ def family_named(name: str) -> Family:
     try:
         return FAMILIES[name]
     except KeyError:
-        raise UsageError(f"No family of tiny models is named {name!r}; choose among {list(FAMILIES)}.") from None
+        raise UsageError(
+            f"No family of tiny models is named {name!r}; choose among {list(FAMILIES)}."
+        ) from None
 
 
 def make_checkpoint(
-    folder: str | Path, family: str = "qwen3_moe", *, seed: int = 0, dtype: str = "float32", near_ties: float = 0.0, **sizes: Any
+    folder: str | Path,
+    family: str = "qwen3_moe",
+    *,
+    seed: int = 0,
+    dtype: str = "float32",
+    near_ties: float = 0.0,
+    **sizes: Any,
 ) -> Path:
     """Write a checkpoint of ``family`` to ``folder`` and return it.
 
-    ``near_ties`` plants a pair of experts in every router whose scores differ by about this part of themselves: wherever the two
-    stand at the border of the top-k, rounding coarser than that decides (bfloat16: about 4e-3). ``sizes`` are fields of the
-    config, in place of the family's own. Raises ``UsageError`` for a family that does not exist or a folder that holds something
+    ``near_ties`` plants a pair of experts in every router whose scores differ by about this part of
+    themselves: wherever the two stand at the border of the top-k, rounding coarser than that
+    decides (bfloat16: about 4e-3). ``sizes`` are fields of the config, in place of the family's
+    own. Raises ``UsageError`` for a family that does not exist or a folder that holds something
     else.
     """
     import torch
@@ -188,20 +232,29 @@ def make_checkpoint(
 
 
 def make_pair(
-    folder: str | Path, family: str = "qwen3_moe", *, seed: int = 0, dtype: str = "float32", near_ties: float = 0.0
+    folder: str | Path,
+    family: str = "qwen3_moe",
+    *,
+    seed: int = 0,
+    dtype: str = "float32",
+    near_ties: float = 0.0,
 ) -> tuple[Path, Path]:
-    """Two checkpoints of one policy, ``folder/A`` and ``folder/B``: B is A after an update (``second_version``)."""
+    """Two checkpoints of one policy, ``folder/A`` and ``folder/B``: B is A after an update
+    (``second_version``).
+    """
     base = Path(folder)
     first = make_checkpoint(base / "A", family, seed=seed, dtype=dtype, near_ties=near_ties)
     return first, second_version(first, base / "B", seed=seed + 1)
 
 
 def second_version(first: str | Path, folder: str | Path, *, seed: int = 1) -> Path:
-    """A checkpoint of other weights for the model in ``first``, written to ``folder``: the same but for embeddings and norms.
+    """A checkpoint of other weights for the model in ``first``, written to ``folder``: the same but
+    for embeddings and norms.
 
-    Those are the parameters that engines keep as they are loaded, where they pack, transpose or fuse matrices: they can be changed in
-    place on any device. Embeddings get noise of half their own spread, norms of a fifth of their size, so that values of the
-    one version are told from those of the other at nearly every token. Tied embeddings are refused (``UsageError``): the head
+    Those are the parameters that engines keep as they are loaded, where they pack, transpose or
+    fuse matrices: they can be changed in place on any device. Embeddings get noise of half their
+    own spread, norms of a fifth of their size, so that values of the one version are told from
+    those of the other at nearly every token. Tied embeddings are refused (``UsageError``): the head
     would change with them.
     """
     import torch
@@ -209,24 +262,42 @@ def second_version(first: str | Path, folder: str | Path, *, seed: int = 1) -> P
 
     model = AutoModelForCausalLM.from_pretrained(first, dtype="auto", local_files_only=True)
     if getattr(model.config, "tie_word_embeddings", False):
-        raise UsageError(f"The model in {first} ties its head to its embeddings: another version of it cannot be made in this way.")
+        raise UsageError(
+            f"The model in {first} ties its head to its embeddings: another version of it cannot be"
+            " made in this way."
+        )
     with _seeded(torch, seed), torch.no_grad():
         for name, parameter in model.named_parameters():
             if "embed_tokens" in name:
-                parameter.add_((0.5 * parameter.float().std() * torch.randn(parameter.shape)).to(parameter.dtype))
+                parameter.add_(
+                    (0.5 * parameter.float().std() * torch.randn(parameter.shape)).to(
+                        parameter.dtype
+                    )
+                )
             elif name.endswith("norm.weight"):
-                parameter.add_((0.2 * parameter.float().abs().mean() * torch.randn(parameter.shape)).to(parameter.dtype))
+                parameter.add_(
+                    (0.2 * parameter.float().abs().mean() * torch.randn(parameter.shape)).to(
+                        parameter.dtype
+                    )
+                )
     path = _empty_folder(Path(folder))
     model.save_pretrained(path)
     return path
 
 
 def _empty_folder(path: Path) -> Path:
-    """The folder, made anew where it holds a checkpoint of ours or nothing. Raises ``UsageError`` where it holds anything else."""
+    """The folder, made anew where it holds a checkpoint of ours or nothing. Raises ``UsageError``
+    where it holds anything else.
+    """
     if path.exists():
-        strangers = sorted(entry.name for entry in path.iterdir() if entry.suffix not in (".json", ".safetensors"))
+        strangers = sorted(
+            entry.name for entry in path.iterdir() if entry.suffix not in (".json", ".safetensors")
+        )
         if strangers:
-            raise UsageError(f"{path} holds {strangers[:3]}, which no tiny model has: name a folder that is empty or does not exist.")
+            raise UsageError(
+                f"{path} holds {strangers[:3]}, which no tiny model has: name a folder that is"
+                " empty or does not exist."
+            )
         shutil.rmtree(path)
     path.mkdir(parents=True)
     return path
@@ -252,8 +323,14 @@ def _random_model(family: Family, sizes: Mapping[str, Any]) -> Any:
         for name, parameter in model.named_parameters():
             if parameter.dim() < 2:
                 continue
-            # of experts stacked in one tensor, (experts, outputs, inputs), and of plain matrices alike, inputs come last
-            scale = 1.0 if "embed" in name else (_ROUTER_SPREAD if id(parameter) in routers else _GAIN) * parameter.shape[-1] ** -0.5
+            # of experts stacked in one tensor, (experts, outputs, inputs), and of plain matrices
+            # alike, inputs come last
+            scale = (
+                1.0
+                if "embed" in name
+                else (_ROUTER_SPREAD if id(parameter) in routers else _GAIN)
+                * parameter.shape[-1] ** -0.5
+            )
             parameter.copy_(torch.randn(parameter.shape) * scale)
         for name, buffer in [*model.named_buffers(), *model.named_parameters()]:
             if "bias" in name and ("score" in name or "expert_bias" in name):
@@ -266,18 +343,26 @@ def _routers(model: Any) -> dict[int, Any]:
     found = {}
     for layer, block in enumerate(model.model.layers):
         for name, parameter in block.named_parameters():
-            if name.endswith(("gate.weight", "router.weight", "router.gate.weight")) and parameter.dim() == 2 and parameter.shape[0] > 1:
+            if (
+                name.endswith(("gate.weight", "router.weight", "router.gate.weight"))
+                and parameter.dim() == 2
+                and parameter.shape[0] > 1
+            ):
                 found[layer] = parameter
     return found
 
 
 def _sharpen_head(model: Any) -> None:
-    """Scale the head until the mean entropy of the next token, over sequences that the model sampled itself, is ``_ENTROPY``."""
+    """Scale the head until the mean entropy of the next token, over sequences that the model
+    sampled itself, is ``_ENTROPY``.
+    """
     import torch
 
     head = model.lm_head.weight
     with torch.no_grad():
-        for _ in range(2):  # the second round sees contexts of the model's own, which the first round's head made
+        for _ in range(
+            2
+        ):  # the second round sees contexts of the model's own, which the first round's head made
             logits = model(_sampled(model)).logits.flatten(0, 1).float()
             scale, low, high = 1.0, 1e-3, 1e3
             for _ in range(40):
@@ -299,7 +384,9 @@ def _sampled(model: Any) -> Any:
 
 
 def _plant_near_ties(model: Any, size: float) -> None:
-    """Make expert 1 of every router all but expert 0: their logits differ by ``size`` of themselves."""
+    """Make expert 1 of every router all but expert 0: their logits differ by ``size`` of
+    themselves.
+    """
     import torch
 
     with torch.no_grad():

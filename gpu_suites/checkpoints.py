@@ -16,7 +16,8 @@ __all__ = ["SIZES", "few_threads", "fits", "given_models", "make_models"]
 
 SIZES: Mapping[str, Mapping[str, Any]] = MappingProxyType(
     {
-        # as shared between engines and trainers by many: deep and wide enough that half of all tokens are routed otherwise somewhere
+        # as shared between engines and trainers by many: deep and wide enough that half of all
+        # tokens are routed otherwise somewhere
         "tiny": {
             "vocab_size": 4096,
             "hidden_size": 512,
@@ -51,7 +52,9 @@ SIZES: Mapping[str, Mapping[str, Any]] = MappingProxyType(
 
 @contextmanager
 def few_threads() -> Iterator[None]:
-    """Inside, torch computes on four threads at most: small models gain nothing from more, which wait for each other on a busy machine."""
+    """Inside, torch computes on four threads at most: small models gain nothing from more, which
+    wait for each other on a busy machine.
+    """
     import torch
 
     before = torch.get_num_threads()
@@ -62,8 +65,11 @@ def few_threads() -> Iterator[None]:
         torch.set_num_threads(before)
 
 
-def make_models(size: str, folder: Path, *, dtype: str = "bfloat16", seed: int = 0) -> dict[str, Path]:
-    """Two versions, ``A`` and ``B``, of a random policy of that size in ``folder``; kept where they are there already.
+def make_models(
+    size: str, folder: Path, *, dtype: str = "bfloat16", seed: int = 0
+) -> dict[str, Path]:
+    """Two versions, ``A`` and ``B``, of a random policy of that size in ``folder``; kept where they
+    are there already.
 
     Raises ``UsageError`` for a size that does not exist.
     """
@@ -80,21 +86,28 @@ def make_models(size: str, folder: Path, *, dtype: str = "bfloat16", seed: int =
 def given_models(path: Path, folder: Path) -> dict[str, Path]:
     """A checkpoint of the user's own as version ``A``, and a second version of it in ``folder``.
 
-    Raises ``UsageError`` for a dense model, which has nothing to replay, and ``EngineStartError`` for a folder that holds no checkpoint.
+    Raises ``UsageError`` for a dense model, which has nothing to replay, and ``EngineStartError``
+    for a folder that holds no checkpoint.
     """
     if model_of(path) is None:
         raise UsageError(
-            f"The model in {path} has no experts: there is no routing to replay. Name a MoE checkpoint with --rollproof-model."
+            f"The model in {path} has no experts: there is no routing to replay. Name a MoE"
+            " checkpoint with --rollproof-model."
         )
     return {"A": path, "B": second_version(path, folder / "B")}
 
 
 def fits(path: Path, free: int) -> str | None:
-    """Why a checkpoint does not fit on a card with so many ``free`` bytes, beside an engine that serves it; ``None`` where it does.
+    """Why a checkpoint does not fit on a card with so many ``free`` bytes, beside an engine that
+    serves it; ``None`` where it does.
 
-    An engine and a trainer hold it one after the other; half as much again is left for KV and activations.
+    An engine and a trainer hold it one after the other; half as much again is left for KV and
+    activations.
     """
     size = sum(file.stat().st_size for file in path.glob("*.safetensors"))
     if 1.5 * size <= free:
         return None
-    return f"the checkpoint in {path} has {size / 2**30:.1f} GiB, and a GPU has {free / 2**30:.1f} GiB free: it does not fit"
+    return (
+        f"the checkpoint in {path} has {size / 2**30:.1f} GiB, and a GPU has {free / 2**30:.1f} GiB"
+        " free: it does not fit"
+    )

@@ -1,4 +1,6 @@
-"""Gating of the GPU suites: what a test's markers ask for and this host lacks skips it, or fails it where a GPU is required."""
+"""Gating of the GPU suites: what a test's markers ask for and this host lacks skips it, or fails it
+where a GPU is required.
+"""
 
 from __future__ import annotations
 
@@ -32,12 +34,17 @@ _TOLD = pytest.StashKey[bool]()
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Tell pytest of the markers, cuBLAS to sum in one order (without it two runs of a trainer differ), and CUDA of free cards alone.
+    """Tell pytest of the markers, cuBLAS to sum in one order (without it two runs of a trainer
+    differ), and CUDA of free cards alone.
 
-    Raises ``UsageError`` for a session of several processes: each would find the cards taken by the others.
+    Raises ``UsageError`` for a session of several processes: each would find the cards taken by the
+    others.
     """
     if config.getoption("numprocesses", None) and not hasattr(config, "workerinput"):
-        raise pytest.UsageError("The GPU suites run in one process, whose cards are its own: leave -n out. docs/ci/gpu.yml has shards.")
+        raise pytest.UsageError(
+            "The GPU suites run in one process, whose cards are its own: leave -n out."
+            " docs/ci/gpu.yml has shards."
+        )
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     for text in MARKERS.values():
         config.addinivalue_line("markers", text)
@@ -49,8 +56,14 @@ def pytest_report_header(config: pytest.Config) -> str:
     found, claim = find_gpus(), config.stash[_CLAIM]
     if found.reason is not None:
         return found.reason
-    taken = ", ".join(f"{gpu.index} ({gpu.name or 'unknown'})" for gpu in found.gpus if gpu.taken is None and claim.refused is None)
-    return "; ".join((f"GPUs: {taken or 'none that is free'}", *(f"left alone: {why}" for why in claim.left)))
+    taken = ", ".join(
+        f"{gpu.index} ({gpu.name or 'unknown'})"
+        for gpu in found.gpus
+        if gpu.taken is None and claim.refused is None
+    )
+    return "; ".join(
+        (f"GPUs: {taken or 'none that is free'}", *(f"left alone: {why}" for why in claim.left))
+    )
 
 
 def pytest_unconfigure(config: pytest.Config) -> None:
@@ -60,7 +73,9 @@ def pytest_unconfigure(config: pytest.Config) -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Leave out what only a full run has, unless it is named on the command line. Raises ``UsageError`` for options that name nothing."""
+    """Leave out what only a full run has, unless it is named on the command line. Raises
+    ``UsageError`` for options that name nothing.
+    """
     try:
         check_given(config.stash[STATE].settings)
     except RollproofError as error:
@@ -76,20 +91,34 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
     """Skip before any fixture: an engine that cannot run is not even started."""
-    settings, found, claim = item.config.stash[STATE].settings, find_gpus(), item.config.stash[_CLAIM]
+    settings, found, claim = (
+        item.config.stash[STATE].settings,
+        find_gpus(),
+        item.config.stash[_CLAIM],
+    )
     try:
         need = needs_of(item.iter_markers())
         reason = unmet(need, found)
     except UsageError as error:
         pytest.fail(f"{item.nodeid}: {error}", pytrace=False)
     there = settings.gpus or len(found.gpus) + claim.hidden
-    asked = settings.trainer is not None and getattr(getattr(item, "callspec", None), "params", {}).get("trainer") == settings.trainer
+    asked = (
+        settings.trainer is not None
+        and getattr(getattr(item, "callspec", None), "params", {}).get("trainer")
+        == settings.trainer
+    )
     if found.gpus and need.gpus > there and not (asked and settings.require_gpu):
         pytest.skip(f"needs {need.gpus} GPUs, and this run counts on {there}")
     if reason is not None:
         reason = "; ".join((reason, *claim.left))
-    elif (reason := claim.refused) is None:  # CUDA counts from the first card that it was shown, whoever came to it since
-        reason = "; ".join(f"{gpu.taken}, and was free when this session began" for gpu in found.gpus[: need.gpus] if gpu.taken)
+    elif (
+        reason := claim.refused
+    ) is None:  # CUDA counts from the first card that it was shown, whoever came to it since
+        reason = "; ".join(
+            f"{gpu.taken}, and was free when this session began"
+            for gpu in found.gpus[: need.gpus]
+            if gpu.taken
+        )
     if not reason:
         return
     if settings.require_gpu:
@@ -104,15 +133,29 @@ def pytest_runtest_logreport(report: pytest.TestReport) -> None:
 
 
 def pytest_sessionfinish(session: pytest.Session) -> None:
-    """Where a GPU was required, a session that ran nothing is not green; a report that was asked for is written in any case."""
+    """Where a GPU was required, a session that ran nothing is not green; a report that was asked
+    for is written in any case.
+    """
     folder = session.config.stash[STATE].settings.gpu_report
-    if folder is not None and not session.config.option.collectonly and not session.config.stash.get(_TOLD, True):
+    if (
+        folder is not None
+        and not session.config.option.collectonly
+        and not session.config.stash.get(_TOLD, True)
+    ):
         nothing = RunReport(described(), Path(folder), Spending(_BEGAN))
         nothing.note("Nothing was measured: no test that measures could be run.")
-    required = session.config.stash[STATE].settings.require_gpu and not session.config.option.collectonly
-    if required and not _RUN and session.exitstatus in (pytest.ExitCode.OK, pytest.ExitCode.NO_TESTS_COLLECTED):
+    required = (
+        session.config.stash[STATE].settings.require_gpu and not session.config.option.collectonly
+    )
+    if (
+        required
+        and not _RUN
+        and session.exitstatus in (pytest.ExitCode.OK, pytest.ExitCode.NO_TESTS_COLLECTED)
+    ):
         session.exitstatus = pytest.ExitCode.TESTS_FAILED
-        session.config.get_terminal_writer().line("\nnothing was run, and a GPU was required (--rollproof-require-gpu)", red=True)
+        session.config.get_terminal_writer().line(
+            "\nnothing was run, and a GPU was required (--rollproof-require-gpu)", red=True
+        )
     _RUN.clear()
 
 
@@ -140,11 +183,16 @@ def rollproof_run(rollproof_gpus: GpuFindings, pytestconfig: pytest.Config) -> I
 
 @pytest.fixture(scope="module", autouse=True)
 def _memory_is_given_back() -> Iterator[None]:
-    """After each suite the cards are as empty as before it, but for our own context: what an engine keeps, the next one lacks."""
+    """After each suite the cards are as empty as before it, but for our own context: what an engine
+    keeps, the next one lacks.
+    """
     watch = None if shared() else MemoryWatch(slack_gib=2.0)
     yield
     gc.collect()
     empty_cuda()
     missing = watch.missing() if watch is not None else None
     if missing:
-        pytest.fail(f"memory of this suite was {missing}: a process of it still runs, or holds the card", pytrace=False)
+        pytest.fail(
+            f"memory of this suite was {missing}: a process of it still runs, or holds the card",
+            pytrace=False,
+        )

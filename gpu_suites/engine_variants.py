@@ -1,4 +1,6 @@
-"""Engines: released engines on a GPU, each in the settings that change how it computes or schedules, as targets of conformance."""
+"""Engines: released engines on a GPU, each in the settings that change how it computes or
+schedules, as targets of conformance.
+"""
 
 from __future__ import annotations
 
@@ -43,50 +45,86 @@ _FLAVOURS: Mapping[str, tuple[tuple[str, str], ...]] = {
     "vllm": (("0.30", "vllm-0.26"),),
     "sglang": (("0.5.19", "sglang-0.5.17"),),
 }
-"""For each engine, (first release that is otherwise, flavour of those before it), ascending; later ones have the engine's own name."""
+"""For each engine, (first release that is otherwise, flavour of those before it), ascending; later
+ones have the engine's own name.
+"""
 
 _SURROUNDINGS: Mapping[str, Mapping[str, str]] = {
-    # FlashInfer is one more package that not every host has, and whose samplers are not what is judged here
-    # of several GPUs, plain NCCL: symmetric memory with multicast is not everyone's to use
-    "vllm": {"VLLM_USE_FLASHINFER_SAMPLER": "0", "VLLM_NO_USAGE_STATS": "1", "VLLM_ALLREDUCE_USE_SYMM_MEM": "0"},
+    # FlashInfer is one more package that not every host has, and whose samplers are not what is
+    # judged here of several GPUs, plain NCCL: symmetric memory with multicast is not everyone's to
+    # use
+    "vllm": {
+        "VLLM_USE_FLASHINFER_SAMPLER": "0",
+        "VLLM_NO_USAGE_STATS": "1",
+        "VLLM_ALLREDUCE_USE_SYMM_MEM": "0",
+    },
     "sglang": {"SGLANG_IS_FLASHINFER_AVAILABLE": "false"},
 }
 _IEEE = {"TRITON_F32_DEFAULT": "ieee", "NVIDIA_TF32_OVERRIDE": "0"}
-"""float32 as a CPU has it: Triton's dot products round their operands to 10 bits (TF32) unless told otherwise."""
+"""float32 as a CPU has it: Triton's dot products round their operands to 10 bits (TF32) unless told
+otherwise.
+"""
 
 NO_FLOAT32: Mapping[str, str] = MappingProxyType(
-    {"sglang": "SGLang's kernels for CUDA have no float32: rmsnorm of sglang-kernel 0.4.5 'failed to dispatch data type Float'"}
+    {
+        "sglang": (
+            "SGLang's kernels for CUDA have no float32: rmsnorm of sglang-kernel 0.4.5 'failed to"
+            " dispatch data type Float'"
+        )
+    }
 )
 """Engines that cannot compute in float32 on a GPU, and why."""
 
 _HEADS: Mapping[str, Any] = MappingProxyType({"head_dim": 64})
-"""The tiny model of the CPU runs, with heads that kernels for GPUs take (SGLang's fused rotary positions refuse 32)."""
+"""The tiny model of the CPU runs, with heads that kernels for GPUs take (SGLang's fused rotary
+positions refuse 32).
+"""
 
-_ROOM: Mapping[str, Scalar] = MappingProxyType({"gpu_memory_utilization": 0.12, "kv_cache_memory_bytes": 4 << 30})
-"""A share of the card, and KV that is not measured: vLLM's profiling raises where another process gives memory back meanwhile."""
+_ROOM: Mapping[str, Scalar] = MappingProxyType(
+    {"gpu_memory_utilization": 0.12, "kv_cache_memory_bytes": 4 << 30}
+)
+"""A share of the card, and KV that is not measured: vLLM's profiling raises where another process
+gives memory back meanwhile.
+"""
 
 _BASE: Mapping[str, Mapping[str, Scalar]] = {
-    "vllm": {"load": "reload", "attention_backend": "TRITON_ATTN", "moe_backend": "triton", **_ROOM},
+    "vllm": {
+        "load": "reload",
+        "attention_backend": "TRITON_ATTN",
+        "moe_backend": "triton",
+        **_ROOM,
+    },
     "sglang": {"device": "cuda", "mem_fraction_static": 0.5},
 }
-"""What an engine is started with on every GPU, beside what the CPU runs have: weights are really loaded anew, and KV_TOKENS are kept."""
+"""What an engine is started with on every GPU, beside what the CPU runs have: weights are really
+loaded anew, and KV_TOKENS are kept.
+"""
 KV_TOKENS = 65536
-"""Tokens of KV where a setting does not name fewer: engines would take all memory that they are let have."""
+"""Tokens of KV where a setting does not name fewer: engines would take all memory that they are let
+have.
+"""
 
 
-_NGRAM = '{"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 3, "prompt_lookup_min": 1}'
+_NGRAM = (
+    '{"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 3,'
+    ' "prompt_lookup_min": 1}'
+)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Variant:
-    """How an engine is set. ``extra`` are options by engine: an engine that is not among its keys has no such setting.
+    """How an engine is set. ``extra`` are options by engine: an engine that is not among its keys
+    has no such setting.
 
-    ``dtype`` is that of engines that have it on a GPU (``dtype_of``). ``full``: it is run with ``--rollproof-full`` only.
+    ``dtype`` is that of engines that have it on a GPU (``dtype_of``). ``full``: it is run with
+    ``--rollproof-full`` only.
     """
 
     name: str
     about: str
-    extra: Mapping[str, Mapping[str, Scalar]] = field(default_factory=lambda: {"vllm": {}, "sglang": {}})
+    extra: Mapping[str, Mapping[str, Scalar]] = field(
+        default_factory=lambda: {"vllm": {}, "sglang": {}}
+    )
     dtype: str = "float32"
     prefix_cache: bool = True
     full: bool = True
@@ -114,13 +152,23 @@ VARIANTS: Mapping[str, Variant] = MappingProxyType(
                     "sglang": {"disable_cuda_graph": False, "cuda_graph_max_bs_decode": 8},
                 },
             ),
-            Variant(name="no-prefix-cache", about="nothing is shared between calls", prefix_cache=False),
+            Variant(
+                name="no-prefix-cache", about="nothing is shared between calls", prefix_cache=False
+            ),
             Variant(
                 name="no-overlap",
                 about="the next step is scheduled when the last one is done",
-                extra={"vllm": {"async_scheduling": False}, "sglang": {"disable_overlap_schedule": True}},
+                extra={
+                    "vllm": {"async_scheduling": False},
+                    "sglang": {"disable_overlap_schedule": True},
+                },
             ),
-            Variant(name="bf16", about="bfloat16, as engines are used", dtype="bfloat16", extra={"vllm": {}}),
+            Variant(
+                name="bf16",
+                about="bfloat16, as engines are used",
+                dtype="bfloat16",
+                extra={"vllm": {}},
+            ),
             Variant(name="fp16", about="float16", dtype="float16"),
             Variant(
                 name="flash",
@@ -144,7 +192,11 @@ PARALLEL: Mapping[str, Mapping[str, Callable[[int], Mapping[str, Scalar]]]] = Ma
     {
         "vllm": {
             "tensors": lambda gpus: {"tensor_parallel_size": gpus, **_NCCL},
-            "experts": lambda gpus: {"tensor_parallel_size": gpus, "enable_expert_parallel": True, **_NCCL},
+            "experts": lambda gpus: {
+                "tensor_parallel_size": gpus,
+                "enable_expert_parallel": True,
+                **_NCCL,
+            },
         },
         "sglang": {
             "tensors": lambda gpus: {"tp_size": gpus, **_NCCL},
@@ -169,9 +221,13 @@ class Known:
 
 
 _BEYOND = (
-    "vLLM 0.26 asserts routed_experts_prompt_start < len(prompt) in its scheduler: one such call ends the engine (docs/track-record.md)"
+    "vLLM 0.26 asserts routed_experts_prompt_start < len(prompt) in its scheduler: one such call"
+    " ends the engine (docs/track-record.md)"
 )
-_WAITING = "SGLang 0.5.17 raises for a call that is aborted while it waits for the end of a pause (docs/track-record.md)"
+_WAITING = (
+    "SGLang 0.5.17 raises for a call that is aborted while it waits for the end of a pause"
+    " (docs/track-record.md)"
+)
 KNOWN: Mapping[str, Mapping[str, Known]] = MappingProxyType(
     {
         "vllm-0.26": {
@@ -179,25 +235,36 @@ KNOWN: Mapping[str, Mapping[str, Known]] = MappingProxyType(
             "refusals": Known(checks=("engine.answers",), reason=_BEYOND, ends=True),
             "streams": Known(
                 checks=("engine.parts", "engine.opt-in"),
-                reason="vLLM 0.26 forgets the routes where it merges parts of a delta stream that came fast (docs/track-record.md)",
+                reason=(
+                    "vLLM 0.26 forgets the routes where it merges parts of a delta stream that came"
+                    " fast (docs/track-record.md)"
+                ),
                 certain=False,
             ),
         },
         "sglang-0.5.17": {
             "refusals": Known(
                 checks=("stitch.logprobs-length",),
-                reason="SGLang returns a logprob beside no token to a call without a budget (docs/track-record.md)",
+                reason=(
+                    "SGLang returns a logprob beside no token to a call without a budget"
+                    " (docs/track-record.md)"
+                ),
             ),
             "update-retract-cleared": Known(
                 checks=("engine.answers",),
-                reason="SGLang 0.5.17 empties no cache while retracted calls wait in its queue (docs/track-record.md)",
+                reason=(
+                    "SGLang 0.5.17 empties no cache while retracted calls wait in its queue"
+                    " (docs/track-record.md)"
+                ),
             ),
             "parked": Known(
                 checks=("engine.refusals", "engine.paused-calls"),
                 reason=_WAITING,
             ),
             "load": Known(
-                checks=("engine.refusals",), reason=_WAITING + ": a client that resumes during a pause loses its call", certain=False
+                checks=("engine.refusals",),
+                reason=_WAITING + ": a client that resumes during a pause loses its call",
+                certain=False,
             ),
         },
     }
@@ -225,7 +292,9 @@ def surroundings(engine: str, dtype: str) -> dict[str, str]:
 
 
 @contextmanager
-def on_gpu(engine: str, dtype: str, more: Mapping[str, str] = MappingProxyType({})) -> Iterator[None]:
+def on_gpu(
+    engine: str, dtype: str, more: Mapping[str, str] = MappingProxyType({})
+) -> Iterator[None]:
     """While inside, processes that are started have the ``surroundings``, and ``more`` of them."""
     added = {**surroundings(engine, dtype), **more}
     os.environ.update(added)
@@ -237,7 +306,9 @@ def on_gpu(engine: str, dtype: str, more: Mapping[str, str] = MappingProxyType({
 
 
 def gap_engine(engine: str, settings: EngineSettings) -> EngineSubject:
-    """The adapter of an engine for rollouts whose gap is measured: ``settings`` with what every run on a GPU has."""
+    """The adapter of an engine for rollouts whose gap is measured: ``settings`` with what every run
+    on a GPU has.
+    """
     module, _, attribute = REAL[engine].adapter.partition(":")
     extra: dict[str, Scalar] = {**_BASE[engine], **_own(engine), **settings.extra}
     own = replace(settings, kv_tokens=settings.kv_tokens or KV_TOKENS, extra=extra)
@@ -246,13 +317,20 @@ def gap_engine(engine: str, settings: EngineSettings) -> EngineSubject:
 
 
 def _own(engine: str) -> dict[str, Scalar]:
-    return {"python": interpreter(engine), "flavour": flavour_of(engine, installed(engine).version or "0")}
+    return {
+        "python": interpreter(engine),
+        "flavour": flavour_of(engine, installed(engine).version or "0"),
+    }
 
 
-def gpu_target(engine: str, variant: str, folder: Path, *, model: str | Path | None = None, seed: int = 0) -> EngineTarget:
-    """The engine in that setting, with the experiments, models and oracle of its CPU run. ``folder`` takes the models.
+def gpu_target(
+    engine: str, variant: str, folder: Path, *, model: str | Path | None = None, seed: int = 0
+) -> EngineTarget:
+    """The engine in that setting, with the experiments, models and oracle of its CPU run.
+    ``folder`` takes the models.
 
-    Raises ``UsageError`` for a setting that the engine does not have, ``EngineStartError`` where it is not installed.
+    Raises ``UsageError`` for a setting that the engine does not have, ``EngineStartError`` where it
+    is not installed.
     """
     chosen = VARIANTS.get(variant)
     if chosen is None or engine not in chosen.extra:
@@ -277,4 +355,12 @@ def gpu_target(engine: str, variant: str, folder: Path, *, model: str | Path | N
         for setting, one in whole.settings.items()
     }
     oracle = whole.oracle if chosen.exact(engine) else (lambda _engine, _checkpoints: None)
-    return replace(whole, name=f"{engine}-{variant}", settings=settings, oracle=oracle, lull=0.2, deadline=120.0, ahead=True)
+    return replace(
+        whole,
+        name=f"{engine}-{variant}",
+        settings=settings,
+        oracle=oracle,
+        lull=0.2,
+        deadline=120.0,
+        ahead=True,
+    )

@@ -23,7 +23,9 @@ __all__ = ["Load", "judge_load", "run_load"]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Load:
-    """``requests`` at once; each call is aborted with chance ``aborted`` at a random token; ``updates`` change the weights meanwhile."""
+    """``requests`` at once; each call is aborted with chance ``aborted`` at a random token;
+    ``updates`` change the weights meanwhile.
+    """
 
     requests: int = 256
     aborted: float = 0.4
@@ -42,8 +44,9 @@ def judge_load(
 ) -> Report:
     """Run the load on an engine of its own, with room for all calls, and judge what was recorded.
 
-    ``expected`` maps ids of checks that are known to fail to the reason; ``run`` is what is filled on the way. Raises ``EngineStartError``
-    where the engine does not start; where it dies on the way, that is judged.
+    ``expected`` maps ids of checks that are known to fail to the reason; ``run`` is what is filled
+    on the way. Raises ``EngineStartError`` where the engine does not start; where it dies on the
+    way, that is judged.
     """
     began = time.perf_counter()
     asked = load or Load()
@@ -56,8 +59,20 @@ def judge_load(
             with run.spending("starting"):
                 await engine.start()
             start = time.perf_counter()
-            serving = Serving(version=settings.version, label=settings.label, checkpoints=target.checkpoints[Setting.MAIN])
-            bench = Bench(engine, "load", serving, seed=seed, deadline=target.deadline, lull=target.lull, max_batch=settings.max_batch)
+            serving = Serving(
+                version=settings.version,
+                label=settings.label,
+                checkpoints=target.checkpoints[Setting.MAIN],
+            )
+            bench = Bench(
+                engine,
+                "load",
+                serving,
+                seed=seed,
+                deadline=target.deadline,
+                lull=target.lull,
+                max_batch=settings.max_batch,
+            )
             try:
                 await run_load(bench, asked)
             except EngineError as error:
@@ -79,11 +94,19 @@ def judge_load(
         run.traces.append(on_virtual_clock(main))
     else:
         run.traces.append(asyncio.run(main()))
-    return judged(f"{target.name}, {asked.requests} calls at once", run, expected=expected, seed=seed, seconds=time.perf_counter() - began)
+    return judged(
+        f"{target.name}, {asked.requests} calls at once",
+        run,
+        expected=expected,
+        seed=seed,
+        seconds=time.perf_counter() - began,
+    )
 
 
 async def run_load(bench: Bench, load: Load | None = None) -> None:
-    """The experiment: clients that send, abort and resume; a trainer that pauses, updates and resumes the engine."""
+    """The experiment: clients that send, abort and resume; a trainer that pauses, updates and
+    resumes the engine.
+    """
     asked = load or Load()
     bench.kv_policy = KvPolicy.RECOMPUTE
     bench.provenance = Provenance.LATEST_PREFILL
@@ -123,6 +146,10 @@ async def run_load(bench: Bench, load: Load | None = None) -> None:
 
 def _left(call: Asked) -> int:
     """Tokens that are left of an aborted call's budget; 0 where it ended by itself."""
-    if call.refused is not None or not call.outputs or call.outputs[0].finish_reason is not FinishReason.ABORT:
+    if (
+        call.refused is not None
+        or not call.outputs
+        or call.outputs[0].finish_reason is not FinishReason.ABORT
+    ):
         return 0
     return call.query.max_tokens - len(call.outputs[0].token_ids)

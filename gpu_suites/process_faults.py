@@ -13,11 +13,15 @@ _SIGNALS = {"killed": signal.SIGKILL, "stopped": signal.SIGSTOP}
 
 
 _COMPUTES = ("spawn_main", "VLLM::", "sglang::", "_host")
-"""What stands in the command lines of processes in which engines compute: spawned ones, forked ones, those that name themselves."""
+"""What stands in the command lines of processes in which engines compute: spawned ones, forked
+ones, those that name themselves.
+"""
 
 
 def break_children(host: int, how: str) -> list[int]:
-    """Have every process below the host with that id ``killed``, or ``stopped``: as if it hung; returns their ids."""
+    """Have every process below the host with that id ``killed``, or ``stopped``: as if it hung;
+    returns their ids.
+    """
     found = _children(host)
     for pid in found:
         with contextlib.suppress(ProcessLookupError):
@@ -26,8 +30,17 @@ def break_children(host: int, how: str) -> list[int]:
 
 
 def engine_host(engine: str) -> int | None:
-    """The id of the process below this one that holds an engine, also one that is still starting; ``None`` where there is none."""
-    return next((pid for pid in _children(os.getpid()) if f"rollproof.engines.{engine}.{engine}_host" in _command(pid)), None)
+    """The id of the process below this one that holds an engine, also one that is still starting;
+    ``None`` where there is none.
+    """
+    return next(
+        (
+            pid
+            for pid in _children(os.getpid())
+            if f"rollproof.engines.{engine}.{engine}_host" in _command(pid)
+        ),
+        None,
+    )
 
 
 def engine_runs(host: int) -> bool:
@@ -45,7 +58,9 @@ def _children(host: int) -> list[int]:
 
 def _command(pid: int) -> str:
     with contextlib.suppress(OSError):
-        return Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
+        return (
+            Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
+        )
     return ""
 
 

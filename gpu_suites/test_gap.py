@@ -1,4 +1,6 @@
-"""The gap between real engines and real trainers, with and without replay: the matrix, and the claim that replay lowers it."""
+"""The gap between real engines and real trainers, with and without replay: the matrix, and the
+claim that replay lowers it.
+"""
 
 from __future__ import annotations
 
@@ -38,7 +40,9 @@ def _gpus(sizes: Mapping[str, Any]) -> int:
 
 
 def _cells() -> Iterator[tuple[str, str, str]]:
-    """Engine, dtype and trainer of each cell. Several GPUs are held against engines in bfloat16 only: in float32 one shows what all do."""
+    """Engine, dtype and trainer of each cell. Several GPUs are held against engines in bfloat16
+    only: in float32 one shows what all do.
+    """
     for engine in ENGINES:
         for trainer in GAP_TRAINERS:
             yield engine, "bfloat16", trainer
@@ -50,7 +54,10 @@ def _cells() -> Iterator[tuple[str, str, str]]:
 def _cell(engine: str, dtype: str, trainer: str, *, asked: bool = False) -> Any:
     marks = [ENGINES[engine]]
     if trainer in GAP_MEGATRON:
-        marks += [pytest.mark.engine("megatron", ">=0.16"), pytest.mark.gpus(_gpus(GAP_MEGATRON[trainer]))]
+        marks += [
+            pytest.mark.engine("megatron", ">=0.16"),
+            pytest.mark.gpus(_gpus(GAP_MEGATRON[trainer])),
+        ]
     if trainer in GAP_RANKED:
         division, gpus = GAP_RANKED[trainer]
         marks += [pytest.mark.gpus(gpus), *([] if asked else [pytest.mark.full])]
@@ -61,12 +68,18 @@ def _cell(engine: str, dtype: str, trainer: str, *, asked: bool = False) -> Any:
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    """The cells of the matrix; with ``--rollproof-trainer`` those of one trainer, which ``check_given`` has yet to look at."""
+    """The cells of the matrix; with ``--rollproof-trainer`` those of one trainer, which
+    ``check_given`` has yet to look at.
+    """
     if not {"engine", "dtype", "trainer"} <= set(metafunc.fixturenames):
         return
     given = metafunc.config.stash[STATE].settings.trainer
     if given is None or given in GAP_TRAINERS:
-        cells = [_cell(*one, asked=given is not None) for one in _cells() if given is None or one[2] == given]
+        cells = [
+            _cell(*one, asked=given is not None)
+            for one in _cells()
+            if given is None or one[2] == given
+        ]
     else:
         cells = [_cell(engine, "bfloat16", given) for engine in ENGINES]
     metafunc.parametrize(("engine", "dtype", "trainer"), cells)
@@ -82,14 +95,23 @@ pytestmark: list[pytest.MarkDecorator] = [
 
 @pytest.fixture(scope="module")
 def rollouts(
-    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, rollproof_gpus: GpuFindings, rollproof_run: RunReport
+    request: pytest.FixtureRequest,
+    tmp_path_factory: pytest.TempPathFactory,
+    rollproof_gpus: GpuFindings,
+    rollproof_run: RunReport,
 ) -> Rollouts:
-    """Models and samples of this module: of a generated model, or of the one that ``--rollproof-model`` names."""
+    """Models and samples of this module: of a generated model, or of the one that
+    ``--rollproof-model`` names.
+    """
     folder, own = tmp_path_factory.mktemp("models"), request.config.stash[STATE].settings.model
     if own is None:
         with rollproof_run.spending.on(Part.MODELS):
             checkpoints = make_models("tiny", folder)
-        return Rollouts(checkpoints=checkpoints, spending=rollproof_run.spending, wanted=_wanted(request, rollproof_gpus))
+        return Rollouts(
+            checkpoints=checkpoints,
+            spending=rollproof_run.spending,
+            wanted=_wanted(request, rollproof_gpus),
+        )
     free = min((gpu.free for gpu in free_gpus(rollproof_gpus) if gpu.free is not None), default=0)
     reason = fits(Path(own), free)
     if reason is not None and request.config.stash[STATE].settings.require_gpu:
@@ -112,7 +134,11 @@ def _wanted(request: pytest.FixtureRequest, gpus: GpuFindings) -> frozenset[tupl
     wanted = set()
     for item in request.session.items:
         given = getattr(getattr(item, "callspec", None), "params", {})
-        if item.path == request.path and "engine" in given and unmet(needs_of(item.iter_markers()), gpus) is None:
+        if (
+            item.path == request.path
+            and "engine" in given
+            and unmet(needs_of(item.iter_markers()), gpus) is None
+        ):
             wanted.add((given["engine"], given.get("dtype", "bfloat16")))
     return frozenset(wanted)
 
@@ -135,21 +161,35 @@ def scorer_of(rollouts: Rollouts) -> Iterator[Callable[..., Scorer]]:
                 return HfScorer(rollouts.checkpoints, dtype)
             if name in GAP_RANKED:
                 division, size = GAP_RANKED[name]
-                return RankedScorer(division, rollouts.checkpoints, dtype, started("hf", scorer_ranks), size)
+                return RankedScorer(
+                    division, rollouts.checkpoints, dtype, started("hf", scorer_ranks), size
+                )
             if name not in GAP_MEGATRON:
                 return GivenScorer(name, rollouts.checkpoints, dtype)
             from rollproof.gpu_suites.gap.megatron_scorer import MegatronScorer
             from rollproof.replay.megatron.megatron_trainer import megatron_ranks
 
-            return MegatronScorer(rollouts.checkpoints, dtype, started("megatron", megatron_ranks), **GAP_MEGATRON[name])
+            return MegatronScorer(
+                rollouts.checkpoints,
+                dtype,
+                started("megatron", megatron_ranks),
+                **GAP_MEGATRON[name],
+            )
 
         yield make
 
 
 def test_replay_lowers_the_gap_and_wrong_replay_raises_it(
-    engine: str, dtype: str, trainer: str, rollouts: Rollouts, scorer_of: Callable[..., Scorer], rollproof_run: RunReport
+    engine: str,
+    dtype: str,
+    trainer: str,
+    rollouts: Rollouts,
+    scorer_of: Callable[..., Scorer],
+    rollproof_run: RunReport,
 ) -> None:
-    """Replay lowers k3 and mean |d|, wrong replay raises them, with intervals that exclude 1; self-replay is exact."""
+    """Replay lowers k3 and mean |d|, wrong replay raises them, with intervals that exclude 1;
+    self-replay is exact.
+    """
     samples = rollouts.of(engine, dtype)["whole"]
     scorer = scorer_of(trainer, dtype)
     try:
@@ -161,13 +201,17 @@ def test_replay_lowers_the_gap_and_wrong_replay_raises_it(
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("engine", [pytest.param(name, marks=mark) for name, mark in ENGINES.items()])
+@pytest.mark.parametrize(
+    "engine", [pytest.param(name, marks=mark) for name, mark in ENGINES.items()]
+)
 def test_a_larger_model(engine: str, larger: Rollouts, rollproof_run: RunReport) -> None:
     """So it is with 1.7 billion parameters in 16 layers."""
     samples = larger.of(engine, "bfloat16")["whole"]
     scorer = HfScorer(larger.checkpoints, "bfloat16")
     try:
-        cell = measure_cell(engine, samples, scorer, limits=LIMITS["bfloat16"], about="1.7 billion parameters")
+        cell = measure_cell(
+            engine, samples, scorer, limits=LIMITS["bfloat16"], about="1.7 billion parameters"
+        )
     finally:
         scorer.close()
     rollproof_run.cell(cell)
@@ -178,11 +222,18 @@ def test_a_larger_model(engine: str, larger: Rollouts, rollproof_run: RunReport)
 @ENGINES["vllm"]
 def test_another_attention(rollouts: Rollouts, rollproof_run: RunReport) -> None:
     """So it is where the engine attends by FlashAttention."""
-    flash = Rollouts(checkpoints=rollouts.checkpoints, spending=rollproof_run.spending, across=False, extra=VARIANTS["flash"].extra["vllm"])
+    flash = Rollouts(
+        checkpoints=rollouts.checkpoints,
+        spending=rollproof_run.spending,
+        across=False,
+        extra=VARIANTS["flash"].extra["vllm"],
+    )
     samples = flash.of("vllm", "bfloat16")["whole"]
     scorer = HfScorer(flash.checkpoints, "bfloat16")
     try:
-        cell = measure_cell("vllm", samples, scorer, limits=LIMITS["bfloat16"], about="FlashAttention")
+        cell = measure_cell(
+            "vllm", samples, scorer, limits=LIMITS["bfloat16"], about="FlashAttention"
+        )
     finally:
         scorer.close()
     rollproof_run.cell(cell)
@@ -194,21 +245,37 @@ def held(cell: Cell) -> None:
     assert cell.effect.tokens >= 35_000
     assert cell.effect.sequences >= 64
     assert cell.controls_harm
-    if cell.dtype == "bfloat16":  # in float32 hardly any choice differs, and nothing is left to lower
+    if (
+        cell.dtype == "bfloat16"
+    ):  # in float32 hardly any choice differs, and nothing is left to lower
         assert cell.helps
     assert cell.self_replay in (0.0, None)
 
 
 @pytest.mark.parametrize("kind", ["recompute", "keep"])
-@pytest.mark.parametrize("engine", [pytest.param(name, marks=mark) for name, mark in ENGINES.items()])
+@pytest.mark.parametrize(
+    "engine", [pytest.param(name, marks=mark) for name, mark in ENGINES.items()]
+)
 def test_the_gap_across_a_weight_update(
-    engine: str, kind: str, rollouts: Rollouts, scorer_of: Callable[..., Scorer], rollproof_run: RunReport
+    engine: str,
+    kind: str,
+    rollouts: Rollouts,
+    scorer_of: Callable[..., Scorer],
+    rollproof_run: RunReport,
 ) -> None:
-    """Tokens of resumed samples, scored under the version that sampled them, are no worse than others; over kept KV the seam shows."""
+    """Tokens of resumed samples, scored under the version that sampled them, are no worse than
+    others; over kept KV the seam shows.
+    """
     samples = rollouts.of(engine, "bfloat16")[kind]
     scorer = scorer_of("hf", "bfloat16")
     try:
-        cell = measure_cell(engine, samples, scorer, modes=(Routed.NATIVE, Routed.R3), about=f"across an update, KV {kind}")
+        cell = measure_cell(
+            engine,
+            samples,
+            scorer,
+            modes=(Routed.NATIVE, Routed.R3),
+            about=f"across an update, KV {kind}",
+        )
     finally:
         scorer.close()
     rollproof_run.cell(cell)

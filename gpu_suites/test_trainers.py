@@ -1,4 +1,6 @@
-"""Real trainers on GPUs: the replay checks, as the CPU runs have them, over NCCL; recordings of all ranks merge to that of one."""
+"""Real trainers on GPUs: the replay checks, as the CPU runs have them, over NCCL; recordings of all
+ranks merge to that of one.
+"""
 
 from __future__ import annotations
 
@@ -26,21 +28,32 @@ from rollproof.replay.process_group import RankError, Ranks
 from rollproof.replay.replay_samples import make_samples
 from rollproof.verification.replay import judge_replay
 
-pytestmark: list[pytest.MarkDecorator] = [pytest.mark.memory(8), pytest.mark.engine("torch", ">=2.6"), pytest.mark.filterwarnings("ignore")]
+pytestmark: list[pytest.MarkDecorator] = [
+    pytest.mark.memory(8),
+    pytest.mark.engine("torch", ">=2.6"),
+    pytest.mark.filterwarnings("ignore"),
+]
 megatron: pytest.MarkDecorator = pytest.mark.engine("megatron", ">=0.16")
 transformers: pytest.MarkDecorator = pytest.mark.engine("transformers", ">=5")
 
 HF: dict[str, dict[str, Any]] = {
     "qwen3_moe": {},
     "qwen3_moe packed bf16": {"layout": "packed", "dtype": "bfloat16"},
-    "deepseek_v3 packed, reentrant, late": {"family": "deepseek_v3", "layout": "packed", "reentrant": True, "late": True},
+    "deepseek_v3 packed, reentrant, late": {
+        "family": "deepseek_v3",
+        "layout": "packed",
+        "reentrant": True,
+        "late": True,
+    },
     "gpt_oss right-padded, late": {"family": "gpt_oss", "layout": "right-padded", "late": True},
     "qwen3_moe packed bf16, varlen": {"layout": "packed", "dtype": "bfloat16", "varlen": True},
     "qwen3_moe, attention compiled": {"compiled": True},
 }
 """Trainers on one GPU: families, layouts, dtypes, and kinds of gradient checkpointing."""
 DEFAULT: tuple[str, ...] = ("single", "tp2", "ep2-alltoall", "tp2-pp2-ep2")
-"""Setups of Megatron that are run without ``--rollproof-full``: one on one GPU, two on two, one on four."""
+"""Setups of Megatron that are run without ``--rollproof-full``: one on one GPU, two on two, one on
+four.
+"""
 RANKED: dict[str, dict[str, Any]] = {
     "fsdp2": {"parallel": "fsdp2"},
     "fsdp2 in bf16": {"parallel": "fsdp2", "mixed": True},
@@ -60,13 +73,20 @@ def timed(make: Callable[[], Any], name: str, run: RunReport, **more: Any) -> Re
 
     report = judge_replay(made, name=name)
     theirs = sum(seconds)
-    run.suite("trainer", report, spent={Part.TRAINING: theirs, Part.JUDGING: report.seconds - theirs}, **more)
+    run.suite(
+        "trainer",
+        report,
+        spent={Part.TRAINING: theirs, Part.JUDGING: report.seconds - theirs},
+        **more,
+    )
     return report
 
 
 @pytest.fixture(scope="module")
 def repeatable() -> Iterator[None]:
-    """Sums in a fixed order: atomic ones flip near-ties, and what must repeat to the last bit could not be judged."""
+    """Sums in a fixed order: atomic ones flip near-ties, and what must repeat to the last bit could
+    not be judged.
+    """
     import torch
 
     torch.use_deterministic_algorithms(True, warn_only=True)
@@ -78,7 +98,13 @@ def repeatable() -> Iterator[None]:
 
 @transformers
 @pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=[pytest.mark.full] if {"compiled", "varlen"} & set(options) else []) for name, options in HF.items()]
+    "name",
+    [
+        pytest.param(
+            name, marks=[pytest.mark.full] if {"compiled", "varlen"} & set(options) else []
+        )
+        for name, options in HF.items()
+    ],
 )
 @pytest.mark.usefixtures("repeatable")
 def test_hf(name: str, rollproof_run: RunReport) -> None:
@@ -95,7 +121,10 @@ def test_hf(name: str, rollproof_run: RunReport) -> None:
 
 
 @transformers
-@pytest.mark.parametrize("ranks", [pytest.param(2, marks=pytest.mark.gpus(2)), pytest.param(4, marks=pytest.mark.gpus(4))])
+@pytest.mark.parametrize(
+    "ranks",
+    [pytest.param(2, marks=pytest.mark.gpus(2)), pytest.param(4, marks=pytest.mark.gpus(4))],
+)
 @pytest.mark.parametrize("name", RANKED)
 def test_hf_on_several(name: str, ranks: int, rollproof_run: RunReport) -> None:
     """So it does under FSDP2 and DDP over NCCL."""
@@ -104,7 +133,11 @@ def test_hf_on_several(name: str, ranks: int, rollproof_run: RunReport) -> None:
 
     options: dict[str, Any] = {**RANKED[name], "device": "cuda", "samples": ranks}
     with hf_ranks(cuda=True) as started:
-        report = timed(lambda: RankedHfTrainer(HfSetup(**options), started, ranks), f"hf {name} on {ranks}", rollproof_run)
+        report = timed(
+            lambda: RankedHfTrainer(HfSetup(**options), started, ranks),
+            f"hf {name} on {ranks}",
+            rollproof_run,
+        )
     told(report, COARSE if options.get("mixed") else frozenset())
 
 
@@ -112,7 +145,9 @@ def test_hf_on_several(name: str, ranks: int, rollproof_run: RunReport) -> None:
 @pytest.mark.gpus(2)
 @pytest.mark.parametrize("how", ["raises", "is killed", "never comes"])
 def test_a_rank_that_fails_ends_the_others(how: str) -> None:
-    """While the others wait for it in a collective of NCCL: within a bound, with its name, and its memory comes back; new ranks run."""
+    """While the others wait for it in a collective of NCCL: within a bound, with its name, and its
+    memory comes back; new ranks run.
+    """
     watch = None if shared() else MemoryWatch(slack_gib=2.0)
     with Ranks(summing_on_gpus, limit_s=15, grace_s=1, cuda=True) as ranks:
         assert [3.0, 3.0] == ranks.run("add", world_size=2)
@@ -127,7 +162,14 @@ def test_a_rank_that_fails_ends_the_others(how: str) -> None:
 
 def _by_gpus() -> list[Any]:
     return [
-        pytest.param(one, id=name, marks=[pytest.mark.gpus(one.world_size), *([] if name in DEFAULT else [pytest.mark.full])])
+        pytest.param(
+            one,
+            id=name,
+            marks=[
+                pytest.mark.gpus(one.world_size),
+                *([] if name in DEFAULT else [pytest.mark.full]),
+            ],
+        )
         for name, one in MEGATRON_SETUPS.items()
     ]
 
@@ -144,20 +186,37 @@ def megatron_on_gpus() -> Iterator[Any]:
 @megatron
 @pytest.mark.parametrize("setup", _by_gpus())
 def test_megatron(setup: Setup, megatron_on_gpus: Any, rollproof_run: RunReport) -> None:
-    """megatron-core's ``RouterReplay`` keeps every promise of replay over NCCL, without recompute and with both kinds of it.
+    """megatron-core's ``RouterReplay`` keeps every promise of replay over NCCL, without recompute
+    and with both kinds of it.
 
-    What all ranks recorded, merged, is what one GPU records, id for id; replayed in place it changes no logprob by a bit.
+    What all ranks recorded, merged, is what one GPU records, id for id; replayed in place it
+    changes no logprob by a bit.
     """
     from rollproof.replay.megatron.megatron_trainer import MegatronTrainer
 
-    told(timed(lambda: MegatronTrainer(setup, megatron_on_gpus), f"megatron {setup.name}", rollproof_run, parallel=setup.words))
+    told(
+        timed(
+            lambda: MegatronTrainer(setup, megatron_on_gpus),
+            f"megatron {setup.name}",
+            rollproof_run,
+            parallel=setup.words,
+        )
+    )
     with rollproof_run.spending.on(Part.TRAINING):
         divided, again = _recorded(MegatronTrainer(setup, megatron_on_gpus))
-    assert [] == [one for one in divided.logprobs if not np.array_equal(divided.logprobs[one], again.logprobs[one])]
+    assert [] == [
+        one
+        for one in divided.logprobs
+        if not np.array_equal(divided.logprobs[one], again.logprobs[one])
+    ]
     if setup.world_size > 1:
         single, _ = _recorded(MegatronTrainer(single_process(setup), megatron_on_gpus))
         assert sorted(single.recorded) == sorted(divided.recorded)
-        assert [] == [one for one, rows in single.recorded.items() if not np.array_equal(rows, divided.recorded[one])]
+        assert [] == [
+            one
+            for one, rows in single.recorded.items()
+            if not np.array_equal(rows, divided.recorded[one])
+        ]
         assert pytest.approx(single.loss, rel=1e-5) == divided.loss
 
 

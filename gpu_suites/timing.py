@@ -1,6 +1,7 @@
 """Spending: which part of a session's time went where, and how much of it was rollproof's own.
 
-What engines and trainers take is theirs. Everything else is ours: making models, independent forwards, judging, whatever nobody counted.
+What engines and trainers take is theirs. Everything else is ours: making models, independent
+forwards, judging, whatever nobody counted.
 """
 
 from __future__ import annotations
@@ -76,7 +77,9 @@ class Spending:
 
 
 class Stopwatch:
-    """Stands in front of a trainer, and of its variants, and adds up the seconds that their methods take."""
+    """Stands in front of a trainer, and of its variants, and adds up the seconds that their methods
+    take.
+    """
 
     def __init__(self, subject: Any, seconds: list[float]) -> None:
         self._subject, self._seconds = subject, seconds

@@ -15,16 +15,41 @@ from rollproof.gpu_suites.gap.ranked_scorer import Division
 from rollproof.replay.megatron.megatron_setups import SETUPS as MEGATRON
 from rollproof.replay.megatron.megatron_setups import Dispatcher, RouterKind, Setup
 
-__all__ = ["GAP_MEGATRON", "GAP_RANKED", "GAP_TRAINERS", "MEGATRON_SETUPS", "single_process", "summing_on_gpus"]
+__all__ = [
+    "GAP_MEGATRON",
+    "GAP_RANKED",
+    "GAP_TRAINERS",
+    "MEGATRON_SETUPS",
+    "single_process",
+    "summing_on_gpus",
+]
 
 _A2A = Dispatcher.ALLTOALL
 _MIXED = (
     Setup(name="tp2-pp2-ep2", tp=2, pp=2, ep=2, dispatcher=_A2A, microbatches=4),
     Setup(name="tp2-cp2", tp=2, cp=2, dispatcher=_A2A),
-    Setup(name="ep2-pp2-vpp2", dp=2, ep=2, pp=2, vpp=2, dispatcher=_A2A, microbatches=4, microbatch_size=4),
+    Setup(
+        name="ep2-pp2-vpp2",
+        dp=2,
+        ep=2,
+        pp=2,
+        vpp=2,
+        dispatcher=_A2A,
+        microbatches=4,
+        microbatch_size=4,
+    ),
     Setup(name="tp4", tp=4, dispatcher=_A2A),
     Setup(name="ep4-alltoall", dp=4, ep=4, dispatcher=_A2A, microbatch_size=4),
-    Setup(name="packed-tp2-cp2", tp=2, cp=2, own_widths=True, microbatch_size=1, microbatches=4, dispatcher=_A2A, moe_layers=(1, 2, 3)),
+    Setup(
+        name="packed-tp2-cp2",
+        tp=2,
+        cp=2,
+        own_widths=True,
+        microbatch_size=1,
+        microbatches=4,
+        dispatcher=_A2A,
+        moe_layers=(1, 2, 3),
+    ),
     Setup(
         name="packed-pp2-ep2-sigmoid",
         dp=2,
@@ -39,7 +64,9 @@ _MIXED = (
         layer_axis=LayerAxis.MOE,
     ),
 )
-"""What two GPUs cannot show: several kinds of parallelism at once. A packed microbatch of a rank is one sequence of its own width."""
+"""What two GPUs cannot show: several kinds of parallelism at once. A packed microbatch of a rank is
+one sequence of its own width.
+"""
 
 MEGATRON_SETUPS: Mapping[str, Setup] = MappingProxyType(
     {
@@ -49,7 +76,15 @@ MEGATRON_SETUPS: Mapping[str, Setup] = MappingProxyType(
                 MEGATRON[name]
                 for name in (
                     *("single", "dense-first", "sigmoid"),
-                    *("tp2", "tp2-alltoall", "ep2-allgather", "ep2-alltoall", "cp2", "pp2", "pp2-vpp3"),
+                    *(
+                        "tp2",
+                        "tp2-alltoall",
+                        "ep2-allgather",
+                        "ep2-alltoall",
+                        "cp2",
+                        "pp2",
+                        "pp2-vpp3",
+                    ),
                 )
             ),
             *_MIXED,
@@ -93,11 +128,15 @@ GAP_TRAINERS: tuple[str, ...] = ("hf", *GAP_RANKED, *GAP_MEGATRON)
 
 def single_process(setup: Setup) -> Setup:
     """The same model and batches on one GPU."""
-    return replace(setup, name=f"{setup.name} on one", dp=1, cp=1, tp=1, pp=1, vpp=1, ep=1, first=None)
+    return replace(
+        setup, name=f"{setup.name} on one", dp=1, cp=1, tp=1, pp=1, vpp=1, ep=1, first=None
+    )
 
 
 def summing_on_gpus(rank: int, _: int) -> Callable[[str], float]:
-    """A task of ``Ranks``: adds up 1 + ... + world_size over NCCL, unless the job is what happens to rank 1 before."""
+    """A task of ``Ranks``: adds up 1 + ... + world_size over NCCL, unless the job is what happens
+    to rank 1 before.
+    """
 
     def do(job: str) -> float:
         import torch

@@ -1,4 +1,6 @@
-"""Given: the user's own model, trainer and place of the report, looked at before any engine is started."""
+"""Given: the user's own model, trainer and place of the report, looked at before any engine is
+started.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +14,9 @@ __all__ = ["Given", "check_given"]
 
 
 class Given(Protocol):
-    """Options of the GPU suites: a checkpoint's folder, a trainer's name or ``module:factory``, the folder of the report."""
+    """Options of the GPU suites: a checkpoint's folder, a trainer's name or ``module:factory``, the
+    folder of the report.
+    """
 
     @property
     def model(self) -> str | None: ...
@@ -23,8 +27,8 @@ class Given(Protocol):
 
 
 def check_given(given: Given) -> None:
-    """Raises ``UsageError`` for a model that is no folder or has no experts, for a trainer that is none of ours and cannot be
-    imported, and for a report's folder that cannot be written into.
+    """Raises ``UsageError`` for a model that is no folder or has no experts, for a trainer that is
+    none of ours and cannot be imported, and for a report's folder that cannot be written into.
 
     ``EngineStartError`` for a folder that holds no checkpoint.
     """
@@ -32,9 +36,15 @@ def check_given(given: Given) -> None:
         from rollproof.engines.contracts import model_of
 
         if not Path(given.model).is_dir():
-            raise UsageError(f"--rollproof-model {given.model} is no folder: name the one that holds the checkpoint's config.json.")
+            raise UsageError(
+                f"--rollproof-model {given.model} is no folder: name the one that holds the"
+                " checkpoint's config.json."
+            )
         if model_of(Path(given.model)) is None:
-            raise UsageError(f"--rollproof-model {given.model} has no experts: there is no routing to replay. Name a MoE checkpoint.")
+            raise UsageError(
+                f"--rollproof-model {given.model} has no experts: there is no routing to replay."
+                " Name a MoE checkpoint."
+            )
     if given.gpu_report is not None:
         check_folder(Path(given.gpu_report))
     if given.trainer is None:
@@ -46,4 +56,7 @@ def check_given(given: Given) -> None:
 
         named_factory(given.trainer, "--rollproof-trainer")
     elif given.trainer not in GAP_TRAINERS:
-        raise UsageError(f"--rollproof-trainer={given.trainer!r} is neither module:factory nor one of: {', '.join(GAP_TRAINERS)}.")
+        raise UsageError(
+            f"--rollproof-trainer={given.trainer!r} is neither module:factory nor one of:"
+            f" {', '.join(GAP_TRAINERS)}."
+        )

@@ -1,7 +1,8 @@
-"""rollproof: proves that the rollouts of an LLM reinforcement-learning stack are what its trainer thinks they are.
+"""rollproof: proves that the rollouts of an LLM reinforcement-learning stack are what its trainer
+thinks they are.
 
-The package root stays light on purpose (it is imported by every pytest session that has rollproof installed): public
-names are imported when they are first used.
+The package root stays light on purpose (it is imported by every pytest session that has rollproof
+installed): public names are imported when they are first used.
 """
 
 from __future__ import annotations
@@ -53,7 +54,9 @@ if TYPE_CHECKING:
     from rollproof.pytest_plugin.decorators import BatchConformance as BatchConformance
     from rollproof.pytest_plugin.decorators import EngineConformance as EngineConformance
     from rollproof.pytest_plugin.decorators import ReplayConformance as ReplayConformance
-    from rollproof.pytest_plugin.decorators import ReplayLayoutConformance as ReplayLayoutConformance
+    from rollproof.pytest_plugin.decorators import (
+        ReplayLayoutConformance as ReplayLayoutConformance,
+    )
     from rollproof.pytest_plugin.decorators import RolloutConformance as RolloutConformance
     from rollproof.pytest_plugin.decorators import conformance as conformance
     from rollproof.recording.recorder import EngineCall as EngineCall
@@ -64,12 +67,21 @@ if TYPE_CHECKING:
     from rollproof.verification.layouts import judge_layouts as judge_layouts
     from rollproof.verification.rollouts import run_conformance as run_conformance
 
-# A name here must not be that of a submodule: importing the submodule would put the module in the name's place.
+# A name here must not be that of a submodule: importing the submodule would put the module in the
+# name's place.
 _HOMES = {
     "verification.batches": ("judge_batches",),
     "verification.rollouts": ("run_conformance",),
     "core.case": ("Action", "ActionKind", "Case", "Trigger"),
-    "judging.checks": ("Check", "CheckResult", "Collector", "Finding", "Verdict", "request_check", "trace_check"),
+    "judging.checks": (
+        "Check",
+        "CheckResult",
+        "Collector",
+        "Finding",
+        "Verdict",
+        "request_check",
+        "trace_check",
+    ),
     "core.contract": ("Contract",),
     "errors": (
         "CaseError",

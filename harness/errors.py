@@ -1,4 +1,6 @@
-"""Errors of rollproof: one class per kind of misuse, each below the builtin that a caller would catch."""
+"""Errors of rollproof: one class per kind of misuse, each below the builtin that a caller would
+catch.
+"""
 
 from __future__ import annotations
 
@@ -32,7 +34,9 @@ class RollproofError(Exception):
 
 
 class UsageError(RollproofError, ValueError):
-    """A door was called with an argument, option, id or profile that does not exist; the text lists the valid ones."""
+    """A door was called with an argument, option, id or profile that does not exist; the text lists
+    the valid ones.
+    """
 
 
 class ContractError(RollproofError, ValueError):
@@ -52,7 +56,9 @@ class ConformanceError(RollproofError, AssertionError):
 
 
 class SubjectError(RollproofError, TypeError):
-    """A subject does not implement its protocol: a method is missing, or returned something of the wrong type or shape."""
+    """A subject does not implement its protocol: a method is missing, or returned something of the
+    wrong type or shape.
+    """
 
 
 class StackError(RollproofError, ImportError):
@@ -64,15 +70,21 @@ class ExpectationError(RollproofError, ValueError):
 
 
 class ExtraError(RollproofError, ImportError):
-    """Something was asked for whose packages are not installed; the text names the extra that brings them."""
+    """Something was asked for whose packages are not installed; the text names the extra that
+    brings them.
+    """
 
 
 class GapError(RollproofError, ValueError):
-    """Two columns of logprobs cannot be compared as given: lengths, signs, masks, token ids or columns do not fit."""
+    """Two columns of logprobs cannot be compared as given: lengths, signs, masks, token ids or
+    columns do not fit.
+    """
 
 
 class TraceError(RollproofError, ValueError):
-    """A trace or counterexample cannot be read: truncated, corrupted, foreign, or beyond the size limits."""
+    """A trace or counterexample cannot be read: truncated, corrupted, foreign, or beyond the size
+    limits.
+    """
 
 
 class TraceVersionError(TraceError):
@@ -84,7 +96,9 @@ class EngineError(RollproofError, RuntimeError):
 
 
 class EngineStartError(EngineError):
-    """A real engine did not start: it is missing, of another version, died or hung; the text holds the end of its log."""
+    """A real engine did not start: it is missing, of another version, died or hung; the text holds
+    the end of its log.
+    """
 
 
 class EngineDied(EngineError):
@@ -96,7 +110,9 @@ class EngineHung(EngineError):
 
 
 class EngineRefused(EngineError):
-    """A real engine answered a call with an error; ``kind`` is the error's class, as the engine names it."""
+    """A real engine answered a call with an error; ``kind`` is the error's class, as the engine
+    names it.
+    """
 
     def __init__(self, text: str, kind: str = "") -> None:
         super().__init__(text)
@@ -104,11 +120,15 @@ class EngineRefused(EngineError):
 
 
 class ReplayError(RollproofError, RuntimeError):
-    """A pass did not replay what it was given: a router was not reached, saw other rows, or executed other experts."""
+    """A pass did not replay what it was given: a router was not reached, saw other rows, or
+    executed other experts.
+    """
 
 
 class RouterError(ReplayError):
-    """A model's routers cannot be replayed: there are none, they are not found, or their selection cannot be intercepted."""
+    """A model's routers cannot be replayed: there are none, they are not found, or their selection
+    cannot be intercepted.
+    """
 
 
 class RoutesError(RollproofError, ValueError):

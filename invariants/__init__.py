@@ -25,4 +25,6 @@ _OWN: tuple[Check, ...] = (
     *engine.CHECKS,
 )
 CHECKS: tuple[Check, ...] = tuple(map(engine.shared, _OWN))
-"""Every check, family by family; those that are no less true of an engine driven directly judge such traces, too."""
+"""Every check, family by family; those that are no less true of an engine driven directly judge
+such traces, too.
+"""

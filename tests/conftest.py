@@ -7,22 +7,34 @@ from hypothesis import HealthCheck, settings
 
 from tests.support import fake_campaign
 
-# On a shared machine how long a draw takes says nothing about the code: what is tested is what comes out.
-settings.register_profile("shared-machine", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+# On a shared machine how long a draw takes says nothing about the code: what is tested is what
+# comes out.
+settings.register_profile(
+    "shared-machine", deadline=None, suppress_health_check=[HealthCheck.too_slow]
+)
 settings.load_profile("shared-machine")
 
 
 @pytest.fixture
 def pytester(pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch) -> pytest.Pytester:
-    """Inner runs without Hypothesis' plugin: its closing summary imports all of Hypothesis, anew in every one of them."""
+    """Inner runs without Hypothesis' plugin: its closing summary imports all of Hypothesis, anew in
+    every one of them.
+    """
     monkeypatch.setenv("PYTEST_ADDOPTS", "-p no:hypothesispytest")
     return pytester
 
 
 @pytest.fixture
 def fake_runs(monkeypatch: pytest.MonkeyPatch, pytester: pytest.Pytester) -> pytest.Pytester:
-    """A pytester whose inner runs, in this process or in others, have the verdicts that their subjects name."""
-    for module in ("pytest_plugin.decorators", "pytest_plugin.items", "judging.checks", "verification.expected_failures"):
+    """A pytester whose inner runs, in this process or in others, have the verdicts that their
+    subjects name.
+    """
+    for module in (
+        "pytest_plugin.decorators",
+        "pytest_plugin.items",
+        "judging.checks",
+        "verification.expected_failures",
+    ):
         monkeypatch.setattr(f"rollproof.{module}.default_registry", lambda: fake_campaign.REGISTRY)
     monkeypatch.setattr("rollproof.pytest_plugin.items.run_conformance", fake_campaign.run)
     monkeypatch.setenv("RUNS", str(pytester.path / "runs"))

@@ -1,7 +1,8 @@
-"""Results: what runs on a real engine found, kept in a JSON file from which docs/engines.md is made.
+"""Results: what runs on a real engine found, kept in a JSON file from which docs/engines.md is
+made.
 
-A file is of one engine: ``{"versions": {package: version}, "runs": {name: row}, "gap": [row]}``. It is sorted, so that only what was found
-or a version changes it.
+A file is of one engine: ``{"versions": {package: version}, "runs": {name: row}, "gap": [row]}``. It
+is sorted, so that only what was found or a version changes it.
 """
 
 from __future__ import annotations
@@ -20,21 +21,36 @@ if TYPE_CHECKING:
 
 __all__ = ["GAP_METRICS", "gap_rows", "load_results", "row_of", "save_results"]
 
-GAP_METRICS = ("abs_diff_mean", "abs_diff_p99", "abs_diff_max", "kl_mu_pi_k3", "layer_mismatch", "any_layer_mismatch")
+GAP_METRICS = (
+    "abs_diff_mean",
+    "abs_diff_p99",
+    "abs_diff_max",
+    "kl_mu_pi_k3",
+    "layer_mismatch",
+    "any_layer_mismatch",
+)
 """Metrics of a gap that are kept, as ``rollproof.gap`` names them."""
 
 
 def row_of(report: Report, run: EngineRun, about: str) -> dict[str, Any]:
-    """What one run found, JSON-ready: the verdict of each check, the first finding of what fails, what was exercised, and its seconds."""
+    """What one run found, JSON-ready: the verdict of each check, the first finding of what fails,
+    what was exercised, and its seconds.
+    """
     findings = {result.id: result.findings[0] for result in report.results if result.findings}
-    reasons = {result.id: result.reason for result in report.results if str(result.verdict) in ("unknown", "not applicable")}
+    reasons = {
+        result.id: result.reason
+        for result in report.results
+        if str(result.verdict) in ("unknown", "not applicable")
+    }
     return {
         "about": about,
         "experiments": sorted(run.seconds),
         "verdicts": {result.id: str(result.verdict) for result in report.results},
         "findings": {check: f"{one.title}: {one.observed}" for check, one in findings.items()},
         "reasons": reasons,
-        "exercised": {result.id: dict(result.exercised) for result in report.results if result.exercised},
+        "exercised": {
+            result.id: dict(result.exercised) for result in report.results if result.exercised
+        },
         "notes": list(report.notes),
     }
 
@@ -42,7 +58,13 @@ def row_of(report: Report, run: EngineRun, about: str) -> dict[str, Any]:
 def gap_rows(gap: RolloutGap, model: str) -> list[dict[str, Any]]:
     """A gap as two rows, JSON-ready: natively routed and with the engine's routes replayed."""
     return [
-        {"engine": gap.engine, "model": model, "dtype": gap.dtype, "routing": routing, **_measured(report)}
+        {
+            "engine": gap.engine,
+            "model": model,
+            "dtype": gap.dtype,
+            "routing": routing,
+            **_measured(report),
+        }
         for routing, report in (("native", gap.native), ("replayed", gap.replayed))
     ]
 
@@ -53,10 +75,20 @@ def load_results(file: Path) -> dict[str, Any]:
     return {"versions": {}, "runs": {}, "gap": [], **held}
 
 
-def save_results(file: Path, packages: Iterable[str], *, runs: Mapping[str, Any] | None = None, gap: list[Any] | None = None) -> None:
-    """Put rows into a file: runs beside those of other names, a gap in place of the one that it holds."""
+def save_results(
+    file: Path,
+    packages: Iterable[str],
+    *,
+    runs: Mapping[str, Any] | None = None,
+    gap: list[Any] | None = None,
+) -> None:
+    """Put rows into a file: runs beside those of other names, a gap in place of the one that it
+    holds.
+    """
     held = load_results(file)
-    held["versions"] = {package: metadata.version(package).partition("+")[0] for package in sorted(packages)}
+    held["versions"] = {
+        package: metadata.version(package).partition("+")[0] for package in sorted(packages)
+    }
     held["runs"].update(runs or {})
     if gap is not None:
         held["gap"] = gap
@@ -65,11 +97,16 @@ def save_results(file: Path, packages: Iterable[str], *, runs: Mapping[str, Any]
 
 
 def _measured(report: GapReport) -> dict[str, Any]:
-    metrics = {name: report.panel.metrics[name] for name in GAP_METRICS if name in report.panel.metrics}
+    metrics = {
+        name: report.panel.metrics[name] for name in GAP_METRICS if name in report.panel.metrics
+    }
     return {
         "n_tokens": report.panel.n_tokens,
         "n_sequences": report.panel.n_sequences,
-        "metrics": {name: [_short(one.value), _short(one.low), _short(one.high)] for name, one in metrics.items()},
+        "metrics": {
+            name: [_short(one.value), _short(one.low), _short(one.high)]
+            for name, one in metrics.items()
+        },
     }
 
 

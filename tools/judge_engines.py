@@ -1,9 +1,10 @@
 """Table: judges a real engine on the models that it runs, and keeps the verdicts in a file.
 
-``python -m tools.judge_engines ENGINE FILE [ROW ...]``, such as ``vllm docs/engine_results/vllm.json``. Rows that are named are run
-anew, the others stay; without names all of the engine's are run. A row is named by the target and, where it is not the target's own models
-in float32, by the family or the dtype: ``vllm``, ``vllm bfloat16``, ``vllm-offline olmoe``. A row that does not start is in the file, with
-the reason.
+``python -m tools.judge_engines ENGINE FILE [ROW ...]``, such as ``vllm
+docs/engine_results/vllm.json``. Rows that are named are run anew, the others stay; without names
+all of the engine's are run. A row is named by the target and, where it is not the target's own
+models in float32, by the family or the dtype: ``vllm``, ``vllm bfloat16``, ``vllm-offline olmoe``.
+A row that does not start is in the file, with the reason.
 """
 
 from __future__ import annotations
@@ -32,19 +33,30 @@ def row_names(engine: str) -> list[str]:
     targets = [name for name in REAL if name == engine or name.startswith(f"{engine}-")]
     if not targets:
         raise UsageError(f"No real engine is named {engine!r}; choose among {list(REAL)}.")
-    return [*targets, f"{engine} {_DTYPE}", *(f"{name} {family}" for name in targets for family in REAL[name].families)]
+    return [
+        *targets,
+        f"{engine} {_DTYPE}",
+        *(f"{name} {family}" for name in targets for family in REAL[name].families),
+    ]
 
 
 def run_row(name: str) -> dict[str, Any]:
-    """Run one row and return what it found, JSON-ready. Raises ``UsageError`` for a name that does not exist."""
+    """Run one row and return what it found, JSON-ready. Raises ``UsageError`` for a name that does
+    not exist.
+    """
     engine, _, other = name.partition(" ")
     dtype, family = (other, None) if other == _DTYPE else ("float32", other or None)
     with tempfile.TemporaryDirectory(prefix="rollproof-models-") as folder:
-        target = engine_target(engine, model=None, folder=Path(folder), family=family, dtype=dtype, progress=_told)
+        target = engine_target(
+            engine, model=None, folder=Path(folder), family=family, dtype=dtype, progress=_told
+        )
         try:
             run = run_experiments(target, progress=_told)
         except EngineStartError as error:
-            return {"about": target.about, "not_started": one_line(str(error).partition("The end of its log")[0])}
+            return {
+                "about": target.about,
+                "not_started": one_line(str(error).partition("The end of its log")[0]),
+            }
         return row_of(judged(target.name, run), run, target.about)
 
 
@@ -59,7 +71,9 @@ def main(arguments: list[str]) -> int:
             start = time.monotonic()
             row = run_row(name)
             save_results(Path(file), REAL[engine].packages, runs={name: row})
-            failed = [check for check, verdict in row.get("verdicts", {}).items() if verdict == "fail"]
+            failed = [
+                check for check, verdict in row.get("verdicts", {}).items() if verdict == "fail"
+            ]
             told = row.get("not_started") or ", ".join(failed) or "no check fails"
             print(f"{name}: {told} ({time.monotonic() - start:.0f} s)", flush=True)  # noqa: T201 - as above
     except RollproofError as error:

@@ -1,4 +1,5 @@
-"""Table: judges HF trainers and keeps the verdicts in a file: `python -m tools.judge_hf_trainers FILE [SETUP ...]`.
+"""Table: judges HF trainers and keeps the verdicts in a file: `python -m tools.judge_hf_trainers
+FILE [SETUP ...]`.
 
 Without names all setups are judged (``tools.verdict_table`` says what the file holds).
 """

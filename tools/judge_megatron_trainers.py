@@ -1,7 +1,8 @@
-"""Table: judges Megatron setups and keeps the verdicts in a file: `python -m tools.judge_megatron_trainers FILE [SETUP ...]`.
+"""Table: judges Megatron setups and keeps the verdicts in a file: `python -m
+tools.judge_megatron_trainers FILE [SETUP ...]`.
 
-Without names all setups of megatron-core are judged, and those of other people's replay code whose packages are installed
-(``tools.verdict_table`` says what the file holds).
+Without names all setups of megatron-core are judged, and those of other people's replay code whose
+packages are installed (``tools.verdict_table`` says what the file holds).
 """
 
 from __future__ import annotations
@@ -13,7 +14,13 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any
 
-from rollproof.replay.megatron.megatron_setups import OTHERS, SETUPS, ReplayCodeName, Setup, setup_named
+from rollproof.replay.megatron.megatron_setups import (
+    OTHERS,
+    SETUPS,
+    ReplayCodeName,
+    Setup,
+    setup_named,
+)
 from rollproof.replay.megatron.megatron_trainer import MegatronTrainer, megatron_ranks
 from rollproof.replay.process_group import Ranks
 from rollproof.verification.replay import judge_replay
@@ -35,7 +42,10 @@ def row_of(setup: Setup, ranks: Ranks) -> dict[str, Any]:
         packages=_PACKAGES[setup.code],
         code=setup.code,
         parallel=setup.words,
-        model=f"{setup.router} routers in layers {', '.join(map(str, setup.moe_layers))} of {setup.num_layers}, {setup.dispatcher}",
+        model=(
+            f"{setup.router} routers in layers {', '.join(map(str, setup.moe_layers))} of"
+            f" {setup.num_layers}, {setup.dispatcher}"
+        ),
         mode=setup.mode,
     )
 
@@ -48,7 +58,11 @@ def main(arguments: list[str]) -> int:
     names = arguments[1:] or [*SETUPS, *(name for name, one in OTHERS.items() if _installed(one))]
     for code, setups in groupby(names, lambda name: setup_named(name).code):
         with megatron_ranks(code=code) as ranks:
-            judge_into(Path(arguments[0]), list(setups), lambda name, ranks=ranks: row_of(setup_named(name), ranks))  # type: ignore[misc]
+            judge_into(
+                Path(arguments[0]),
+                list(setups),
+                lambda name, ranks=ranks: row_of(setup_named(name), ranks),
+            )  # type: ignore[misc]
     return 0
 
 

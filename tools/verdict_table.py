@@ -1,6 +1,8 @@
-"""Verdict table: what was found on real trainers, kept in a JSON file that docs/replay.md is written from.
+"""Verdict table: what was found on real trainers, kept in a JSON file that docs/replay.md is
+written from.
 
-Names that are judged get a new row, the others keep theirs. The file is sorted and without times: only a verdict or a version changes it.
+Names that are judged get a new row, the others keep theirs. The file is sorted and without times:
+only a verdict or a version changes it.
 """
 
 from __future__ import annotations
@@ -17,15 +19,20 @@ from rollproof.judging.report import Report
 __all__ = ["judge_into", "told_row"]
 
 
-def told_row(report: Report, *, packages: Iterable[str], code: str, parallel: str, model: str, mode: str) -> dict[str, Any]:
-    """What a report says of a trainer, JSON-ready: ``packages`` with their versions, each check's verdict, what fails by first finding.
+def told_row(
+    report: Report, *, packages: Iterable[str], code: str, parallel: str, model: str, mode: str
+) -> dict[str, Any]:
+    """What a report says of a trainer, JSON-ready: ``packages`` with their versions, each check's
+    verdict, what fails by first finding.
 
     ``code`` is whose replay code it is, ``parallel`` and ``model`` say in words what ran.
     """
     findings = {result.id: result.findings[0] for result in report.results if result.findings}
     return {
         "code": code,
-        "versions": {package: importlib.metadata.version(package).partition("+")[0] for package in packages},
+        "versions": {
+            package: importlib.metadata.version(package).partition("+")[0] for package in packages
+        },
         "parallel": parallel,
         "model": model,
         "mode": mode,

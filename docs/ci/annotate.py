@@ -13,7 +13,10 @@ def failures(path: Path) -> Iterator[tuple[str, str]]:
     for case in ET.parse(path).getroot().iter("testcase"):  # noqa: S314 - written by pytest in the job before
         for kind in ("failure", "error"):
             for found in case.findall(kind):
-                yield f"{case.get('classname')}.{case.get('name')}", (found.get("message") or "").strip().split("\n")[0]
+                yield (
+                    f"{case.get('classname')}.{case.get('name')}",
+                    (found.get("message") or "").strip().split("\n")[0],
+                )
 
 
 def main(paths: list[str]) -> int:

@@ -16,7 +16,9 @@ class Policy(torch.nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.table = torch.nn.Parameter(torch.randn(VOCABULARY, VOCABULARY, generator=torch.Generator().manual_seed(0)))
+        self.table = torch.nn.Parameter(
+            torch.randn(VOCABULARY, VOCABULARY, generator=torch.Generator().manual_seed(0))
+        )
 
     def forward(self, ids: Any) -> Any:
         return torch.log_softmax(self.table[ids], -1)
@@ -24,7 +26,11 @@ class Policy(torch.nn.Module):
 
 def rollout(policy: Policy, seed: int) -> tuple[Any, Any, Any]:
     """Ids ``(batch, length + 1)``, the engine's logprobs and the response mask ``(batch, length)``: an engine that computes in bf16."""
-    random, ids, logprobs = torch.Generator().manual_seed(seed), torch.zeros(BATCH, 1, dtype=torch.int64), []
+    random, ids, logprobs = (
+        torch.Generator().manual_seed(seed),
+        torch.zeros(BATCH, 1, dtype=torch.int64),
+        [],
+    )
     with torch.no_grad():
         for _ in range(LENGTH):
             law = torch.log_softmax(policy.table.bfloat16()[ids[:, -1]].float(), -1)
@@ -48,7 +54,9 @@ def train(steps: int = 3) -> list[dict[str, float]]:
             mask=response_mask.flatten(),
             limits="dense-bf16",
         )
-        logged.append(report.aliased())  # under the names that verl, NeMo-RL, slime, prime-rl, TRL and SkyRL log
+        logged.append(
+            report.aliased()
+        )  # under the names that verl, NeMo-RL, slime, prime-rl, TRL and SkyRL log
         if report.verdict == "fail":
             raise RuntimeError(f"step {step}: {report.causes[0].name}: {report.causes[0].advice}")
         advantage = (ids[:, 1:] == 7).float() - 1 / VOCABULARY

@@ -52,7 +52,9 @@ def make_model(recompute: Recompute, replay: bool):
         gradient_accumulation_fusion=False, persist_layer_norm=False, **(FULL if recompute is Recompute.FULL else {}),
     )  # fmt: skip
     spec = get_gpt_decoder_block_spec(config, use_transformer_engine=False, normalization="RMSNorm")
-    return GPTModel(config, spec, vocab_size=VOCAB, max_sequence_length=64, position_embedding_type="rope")
+    return GPTModel(
+        config, spec, vocab_size=VOCAB, max_sequence_length=64, position_embedding_type="rope"
+    )
 
 
 class MegatronTrainer:
@@ -83,13 +85,19 @@ class MegatronTrainer:
         finally:  # also when the step fails: what is left would be executed by the next one
             RouterReplay.clear_global_indices()
             RouterReplay.clear_global_router_replay_action()
-        gradients = {name: one.grad for name, one in self.model.named_parameters() if one.grad is not None}
+        gradients = {
+            name: one.grad for name, one in self.model.named_parameters() if one.grad is not None
+        }
         return Outcome(
             step=step.name,
             loss=-sum(float(one.sum()) for one in logprobs.values()),
             logprobs=logprobs,
             gradients={name: sketch(one) for name, one in gradients.items()},
-            gates={layer: sketch(router.weight.grad) for layer, router in self.routers.items() if step.backward},
+            gates={
+                layer: sketch(router.weight.grad)
+                for layer, router in self.routers.items()
+                if step.backward
+            },
         )
 
     def microbatch(self, step, sample, spy):
@@ -98,11 +106,16 @@ class MegatronTrainer:
         first = len(sample.prompt_ids)
         if step.action is Action.REPLAY:
             self.install(sample, spy)
-        hooks = [router.register_forward_hook(watch(spy, layer, tokens)) for layer, router in self.routers.items()]
+        hooks = [
+            router.register_forward_hook(watch(spy, layer, tokens))
+            for layer, router in self.routers.items()
+        ]
         try:
             positions = torch.arange(tokens.shape[1])[None]
             with torch.set_grad_enabled(step.backward):
-                losses = self.model(tokens, positions, None, labels=tokens.roll(-1, 1))[0, first - 1 : -1]
+                losses = self.model(tokens, positions, None, labels=tokens.roll(-1, 1))[
+                    0, first - 1 : -1
+                ]
             if step.action is Action.REPLAY and step.recompute is Recompute.FULL:
                 self.act("REPLAY_BACKWARD")
             if step.backward:
@@ -117,11 +130,21 @@ class MegatronTrainer:
         """Check the routes, since RouterReplay does not, and give each router the column of its layer."""
         routes = sample.routes
         if routes.shape != (sample.total - 1, LAYERS, TOP_K) or routes.dtype.kind not in "iu":
-            raise ValueError(f"{sample.request_id}: routes are {routes.dtype} {routes.shape}, for {sample.total} tokens")
-        routes = np.concatenate([routes.astype(np.int64), np.tile(np.arange(TOP_K), (1, LAYERS, 1))])
+            raise ValueError(
+                f"{sample.request_id}: routes are {routes.dtype} {routes.shape}, for {sample.total} tokens"
+            )
+        routes = np.concatenate(
+            [routes.astype(np.int64), np.tile(np.arange(TOP_K), (1, LAYERS, 1))]
+        )
         ordered = np.sort(routes[:, list(MOE)])
-        if ordered.min() < 0 or ordered.max() >= EXPERTS or (ordered[..., 1:] == ordered[..., :-1]).any():
-            raise ValueError(f"{sample.request_id}: a row of the routes does not name {TOP_K} distinct experts")
+        if (
+            ordered.min() < 0
+            or ordered.max() >= EXPERTS
+            or (ordered[..., 1:] == ordered[..., :-1]).any()
+        ):
+            raise ValueError(
+                f"{sample.request_id}: a row of the routes does not name {TOP_K} distinct experts"
+            )
         for layer, router in self.routers.items():
             router.router_replay.set_target_indices(torch.from_numpy(routes[:, layer].copy()))
             spy.installed(layer)
@@ -140,7 +163,9 @@ class MegatronTrainer:
         from megatron.core.transformer.moe.router import TopKRouter
 
         self.model, self.made = make_model(*wanted[:2]), wanted
-        self.routers = {one.layer_number - 1: one for one in self.model.modules() if isinstance(one, TopKRouter)}
+        self.routers = {
+            one.layer_number - 1: one for one in self.model.modules() if isinstance(one, TopKRouter)
+        }
         noise = torch.Generator().manual_seed(max(self.weights, 0))
         with torch.no_grad():
             for weight in self.model.parameters() if self.weights > 0 else ():

@@ -25,7 +25,10 @@ class MyClient:
             server, tries = self.servers[tries % len(self.servers)], tries + 1
             try:
                 out = await server.generate(
-                    prompt_ids=[*request.prompt_ids, *ids], max_tokens=left, sampling=request.sampling, media=request.media
+                    prompt_ids=[*request.prompt_ids, *ids],
+                    max_tokens=left,
+                    sampling=request.sampling,
+                    media=request.media,
                 )
             except ConnectionError:
                 await asyncio.sleep(1)

@@ -26,7 +26,10 @@ class MyTaggedClient:
             server, tries = self.servers[tries % len(self.servers)], tries + 1
             try:
                 out = await server.generate(
-                    prompt_ids=[*request.prompt_ids, *ids], max_tokens=left, sampling=request.sampling, media=request.media
+                    prompt_ids=[*request.prompt_ids, *ids],
+                    max_tokens=left,
+                    sampling=request.sampling,
+                    media=request.media,
                 )
             except ConnectionError:
                 await asyncio.sleep(1)
@@ -36,7 +39,9 @@ class MyTaggedClient:
                 logprobs += out.logprobs.tolist()
                 versions += versions_of(out)
                 # a call returns the rows of the whole sequence that it sends: those that are there stay
-                rows = out.routes if rows is None else np.concatenate([rows, out.routes[len(rows) :]])
+                rows = (
+                    out.routes if rows is None else np.concatenate([rows, out.routes[len(rows) :]])
+                )
             else:
                 await asyncio.sleep(1)
             left = None if request.budget is None else request.budget - len(ids)

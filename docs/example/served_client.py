@@ -21,7 +21,9 @@ def call(body: dict[str, Any]) -> dict[str, Any]:
     """One call, asked again where its reply broke off."""
     for _ in range(5):
         try:
-            asked = urllib.request.Request(f"{URL}/generate", json.dumps(body).encode(), {"content-type": "application/json"})
+            asked = urllib.request.Request(
+                f"{URL}/generate", json.dumps(body).encode(), {"content-type": "application/json"}
+            )
             with urllib.request.urlopen(asked, timeout=10) as reply:
                 answer: dict[str, Any] = json.load(reply)
                 return answer
@@ -53,9 +55,15 @@ def rollout(request: Request) -> Rollout:
         print(f"{request.request_id}: {len(reply['output_ids'])} tokens, {reason}")
         response += reply["output_ids"]
         logprobs += [one[0] for one in meta.get("output_token_logprobs", [])]
-        versions += [span["version"] for span in meta["weight_versions"] for _ in range(span["start"], span["end"])]
+        versions += [
+            span["version"]
+            for span in meta["weight_versions"]
+            for _ in range(span["start"], span["end"])
+        ]
         if "routed_experts" in meta:
-            new = np.frombuffer(base64.b64decode(meta["routed_experts"]), np.int32).reshape(-1, 3, 2)
+            new = np.frombuffer(base64.b64decode(meta["routed_experts"]), np.int32).reshape(
+                -1, 3, 2
+            )
             routes = np.concatenate([routes, new])
     return Rollout(
         request_id=request.request_id,

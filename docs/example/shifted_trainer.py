@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import numpy as np
 
-from rollproof.fakes.trainers.replay_trainer import ReplayTrainer  # a numpy trainer of rollproof's own, which is correct
+from rollproof.fakes.trainers.replay_trainer import (
+    ReplayTrainer,
+)  # a numpy trainer of rollproof's own, which is correct
 
 
 class ShiftedTrainer(ReplayTrainer):

@@ -6,4 +6,7 @@ from areal_stub import VERSION, Server, bridge, request
 
 server = Server(*[(1, "abort")] * 20, (12, "stop"))
 out = asyncio.run(bridge(server).agenerate(request(budget=32)))
-print(VERSION, f"budget 32, {out.output_len} tokens, stop reason {out.stop_reason!r}, {len(server.script)} answer not asked for")
+print(
+    VERSION,
+    f"budget 32, {out.output_len} tokens, stop reason {out.stop_reason!r}, {len(server.script)} answer not asked for",
+)

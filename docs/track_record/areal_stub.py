@@ -41,14 +41,23 @@ class Server:
         rows = (100 * call + np.arange(sent + count - 1)).astype(np.int32)
         if self.hook:
             self.hook(self.client)
-        meta = {"finish_reason": {"type": reason}, "prompt_tokens": sent, "completion_tokens": count}
+        meta = {
+            "finish_reason": {"type": reason},
+            "prompt_tokens": sent,
+            "completion_tokens": count,
+        }
         meta["output_token_logprobs"] = [[-1.0, 1000 + sent + i, None] for i in range(count)]
         return {"meta_info": {**meta, "routed_experts": base64.b64encode(rows.tobytes()).decode()}}
 
 
 def request(prompt: int = 3, budget: int = 5) -> ModelRequest:
     settings = GenerationHyperparameters(n_samples=1, max_new_tokens=budget, max_tokens=64)
-    return ModelRequest(rid="r", input_ids=list(range(prompt)), gconfig=settings, metadata={"return_routed_experts": True})
+    return ModelRequest(
+        rid="r",
+        input_ids=list(range(prompt)),
+        gconfig=settings,
+        metadata={"return_routed_experts": True},
+    )
 
 
 def engine(server: Server) -> Any:
@@ -60,7 +69,9 @@ def engine(server: Server) -> Any:
     async def no_session() -> None: ...
 
     remote_inf_engine.arequest_with_retry, workflow_context.get_aiohttp_session = send, no_session
-    made = remote_inf_engine.RemoteInfEngine(InferenceEngineConfig(backend="sglang:d1", return_routed_experts=True), SGLangBackend())
+    made = remote_inf_engine.RemoteInfEngine(
+        InferenceEngineConfig(backend="sglang:d1", return_routed_experts=True), SGLangBackend()
+    )
     made.addresses, made._initialized = ["127.0.0.1:1"], True
     made._workflow_executor = SimpleNamespace(is_paused=lambda: False)
     server.client = made

@@ -20,7 +20,9 @@ servers = SimpleNamespace(
     update_weights_from_disk=lambda meta: SimpleNamespace(result=fail),
 )
 names = SimpleNamespace(experiment_name="e", trial_name="t")
-trainer = SimpleNamespace(rollout_engine=servers, tokenizer=None, processor=None, config=names, get_version=lambda: 7)
+trainer = SimpleNamespace(
+    rollout_engine=servers, tokenizer=None, processor=None, config=names, get_version=lambda: 7
+)
 trainer._save_model_to_hf = lambda *_: None
 try:
     fsdp_engine.FSDPEngine._update_weights_from_disk(trainer, SimpleNamespace(path="/p"))

@@ -10,7 +10,12 @@ VERSION = version("areno")
 
 def merged(logprobs, rows):
     chunk = _build_rollout_from_rows(
-        [[1, 2]], [[3, 4, 5, 6, 7]], ["length"], [torch.tensor(logprobs)], metrics=None, routed_experts=[torch.ones(rows, 1, 1)]
+        [[1, 2]],
+        [[3, 4, 5, 6, 7]],
+        ["length"],
+        [torch.tensor(logprobs)],
+        metrics=None,
+        routed_experts=[torch.ones(rows, 1, 1)],
     )
     return _merge_rollouts([chunk])
 

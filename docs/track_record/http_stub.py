@@ -13,7 +13,9 @@ def serve(*replies, on_call=lambda path: None):
         def do_POST(self):
             self.rfile.read(int(self.headers.get("content-length") or 0))
             on_call(self.path)
-            body = json.dumps(left.pop(0) if len(left) > 1 else left[0], separators=(",", ":")).encode()
+            body = json.dumps(
+                left.pop(0) if len(left) > 1 else left[0], separators=(",", ":")
+            ).encode()
             self.send_response(200)
             self.send_header("content-type", "application/json")
             self.send_header("content-length", str(len(body)))
@@ -30,5 +32,10 @@ def serve(*replies, on_call=lambda path: None):
 
 def choice(tokens, reason, **more):
     """One choice of vLLM's."""
-    logprobs = {"content": [{"logprob": -0.5}] * len(tokens), "token_logprobs": [-0.5] * len(tokens)}
-    return {"choices": [{"token_ids": tokens, "finish_reason": reason, "logprobs": logprobs, **more}]}
+    logprobs = {
+        "content": [{"logprob": -0.5}] * len(tokens),
+        "token_logprobs": [-0.5] * len(tokens),
+    }
+    return {
+        "choices": [{"token_ids": tokens, "finish_reason": reason, "logprobs": logprobs, **more}]
+    }

@@ -18,7 +18,12 @@ both = {
     "tensor_send_next": "activations",
     "tensor_recv_next": "gradient",
 }
-ops = p2p._batched_p2p_ops(**both, group=SimpleNamespace(rank=lambda: 0, size=lambda: 2), prev_pipeline_rank=1, next_pipeline_rank=1)
+ops = p2p._batched_p2p_ops(
+    **both,
+    group=SimpleNamespace(rank=lambda: 0, size=lambda: 2),
+    prev_pipeline_rank=1,
+    next_pipeline_rank=1,
+)
 sent = [what for op, what in ops if op == "isend"]
 taken = [what for op, what in ops if op == "irecv"]
 print(MEGATRON.removeprefix("on "), "each rank sends", sent, "- and takes what arrives for", taken)

@@ -11,10 +11,19 @@ from megatron.core.transformer.moe.router_replay import RouterReplay, RouterRepl
 from megatron_stub import MEGATRON
 
 config = SimpleNamespace(
-    num_moe_experts=8, moe_aux_loss_coeff=0, moe_z_loss_coeff=None, moe_expert_capacity_factor=None, moe_router_fusion=False
+    num_moe_experts=8,
+    moe_aux_loss_coeff=0,
+    moe_z_loss_coeff=None,
+    moe_expert_capacity_factor=None,
+    moe_router_fusion=False,
 )
 router = SimpleNamespace(
-    config=config, routing_type="sinkhorn", topk=2, training=False, enable_expert_bias=False, router_replay=RouterReplay()
+    config=config,
+    routing_type="sinkhorn",
+    topk=2,
+    training=False,
+    enable_expert_bias=False,
+    router_replay=RouterReplay(),
 )
 router.sinkhorn_load_balancing = MethodType(TopKRouter.sinkhorn_load_balancing, router)
 router.apply_z_loss, router.is_aux_loss_enabled = (lambda logits, **_: logits), (lambda: False)

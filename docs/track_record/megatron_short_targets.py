@@ -10,7 +10,12 @@ from megatron_stub import MEGATRON
 
 logits = torch.randn(4, 8, generator=torch.Generator().manual_seed(0))  # 4 tokens, 8 experts, top-2
 whole = torch.tensor([[1, 2], [3, 4], [5, 6], [7, 0]])
-for name, target in {"whole": whole, "3 of 4 rows": whole[:3], "1 of 2 columns": whole[:, :1], "rows of zeros": whole * 0}.items():
+for name, target in {
+    "whole": whole,
+    "3 of 4 rows": whole[:3],
+    "1 of 2 columns": whole[:, :1],
+    "rows of zeros": whole * 0,
+}.items():
     replay = RouterReplay()
     replay.set_target_indices(target)
     replay.set_router_replay_action(RouterReplayAction.REPLAY_FORWARD)

@@ -13,11 +13,21 @@ logits, replay = torch.zeros(1, 8), RouterReplay()
 
 def executed(action):
     replay.set_router_replay_action(action)
-    return topk_routing_with_score_function(logits, 2, router_replay=replay)[1].nonzero()[:, 1].tolist()
+    return (
+        topk_routing_with_score_function(logits, 2, router_replay=replay)[1]
+        .nonzero()[:, 1]
+        .tolist()
+    )
 
 
 replay.set_target_indices(torch.tensor([[0, 1]]))  # old logprobs, forward only
 executed(RouterReplayAction.REPLAY_FORWARD)
 replay.set_target_indices(torch.tensor([[6, 7]]))  # training, with recompute
 forward = executed(RouterReplayAction.REPLAY_FORWARD)
-print(MEGATRON.removeprefix("on "), "forward pass", forward, "its recompute", executed(RouterReplayAction.REPLAY_BACKWARD))
+print(
+    MEGATRON.removeprefix("on "),
+    "forward pass",
+    forward,
+    "its recompute",
+    executed(RouterReplayAction.REPLAY_BACKWARD),
+)

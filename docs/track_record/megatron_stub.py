@@ -20,4 +20,6 @@ def sizes(**given):
 
 def gathers(pieces):
     """What ``all_gather_object`` finds on the other ranks."""
-    torch.distributed.all_gather_object = lambda into, mine, group=None: into.__setitem__(slice(None), pieces)
+    torch.distributed.all_gather_object = lambda into, mine, group=None: into.__setitem__(
+        slice(None), pieces
+    )

@@ -18,8 +18,15 @@ for action in ("REPLAY_FORWARD", "REPLAY_BACKWARD"):
         replay.set_router_replay_action(module.RouterReplayAction[action])
         try:
             said.append(
-                replay.get_replay_topk(logits, 2, default_compute_topk=lambda scores, k, *_, **__: torch.topk(scores, k))[1].tolist()
+                replay.get_replay_topk(
+                    logits,
+                    2,
+                    default_compute_topk=lambda scores, k, *_, **__: torch.topk(scores, k),
+                )[1].tolist()
             )
         except (AttributeError, IndexError) as error:
             said.append(type(error).__name__)
-    print(f"verl {version('verl')} {MEGATRON}", f"{action} without a target: verl's chooses {said[0]}, megatron-core's raises {said[1]}")
+    print(
+        f"verl {version('verl')} {MEGATRON}",
+        f"{action} without a target: verl's chooses {said[0]}, megatron-core's raises {said[1]}",
+    )

@@ -36,7 +36,14 @@ def train_data(samples, **options):
     from miles.ray.rollout import RolloutManager
 
     manager = object.__new__(RolloutManager.__ray_metadata__.modified_class)
-    manager.custom_convert_samples_to_train_data_func = manager.custom_reward_post_process_func = None
-    defaults = {"advantage_estimator": "none", "rewards_normalization": False, "reward_key": None, "use_dynamic_global_batch_size": False}
+    manager.custom_convert_samples_to_train_data_func = manager.custom_reward_post_process_func = (
+        None
+    )
+    defaults = {
+        "advantage_estimator": "none",
+        "rewards_normalization": False,
+        "reward_key": None,
+        "use_dynamic_global_batch_size": False,
+    }
     manager.args = SimpleNamespace(**{**defaults, **options})
     return manager._convert_samples_to_train_data(samples)

@@ -14,7 +14,9 @@ for answer, routes in (([7, 8], "abort"), False), (([], "abort"), True):
     impl = AsyncRolloutImpl(tokenizer, environment, 1, 64, 4, worker(engine(answer), routes))
     try:
         completion = asyncio.run(impl.run_rollout(sample)).completions[0]
-        said = f"truncated {completion.truncated}, {completion.message_log[1]['token_ids'].tolist()}"
+        said = (
+            f"truncated {completion.truncated}, {completion.message_log[1]['token_ids'].tolist()}"
+        )
     except RolloutDataFailure as error:
         said = f"{type(error).__name__}: {error.__cause__}"
     say(f"nemo-rl {VERSION}: aborted after {len(answer[0])} of 8 tokens: {said}")

@@ -16,4 +16,6 @@ for length in 5, 4:
     batch = BatchedDataDict({name: [value] for name, value in prompt()[0].items()})
     given = worker(engine(([7, 8], "stop"))), batch, tokenizer, environment, length, 1
     final = asyncio.run(first(rollouts.run_async_multi_turn_rollout_groups(*given))).final_batch
-    say(f"nemo-rl {VERSION}: 2 + 2 of {length} tokens, ended by stop: truncated {truncated}, {final['truncated'].tolist()}")
+    say(
+        f"nemo-rl {VERSION}: 2 + 2 of {length} tokens, ended by stop: truncated {truncated}, {final['truncated'].tolist()}"
+    )

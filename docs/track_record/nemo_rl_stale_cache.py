@@ -17,6 +17,10 @@ held = worker(SimpleNamespace(reset_prefix_cache=refused))
 generation = object.__new__(vllm_generation.VllmGeneration)
 generation.shutdown = lambda: True
 generation.cfg = held.cfg
-generation.worker_group = SimpleNamespace(run_all_workers_single_data=lambda name, **_: [getattr(held, name)()])
+generation.worker_group = SimpleNamespace(
+    run_all_workers_single_data=lambda name, **_: [getattr(held, name)()]
+)
 vllm_generation.ray.get = lambda calls: [asyncio.run(call) for call in calls]
-say(f"nemo-rl {VERSION}: vLLM reset its cache: {asyncio.run(refused())}; invalidate_kv_cache: {generation.invalidate_kv_cache()}")
+say(
+    f"nemo-rl {VERSION}: vLLM reset its cache: {asyncio.run(refused())}; invalidate_kv_cache: {generation.invalidate_kv_cache()}"
+)

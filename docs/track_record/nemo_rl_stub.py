@@ -13,7 +13,9 @@ import typing_extensions
 
 import nemo_rl
 
-ABSENT = ("absl hydra matplotlib mlflow nemo_automodel prometheus_client pynvml soundfile swanlab tensorboard wandb zmq").split()
+ABSENT = (
+    "absl hydra matplotlib mlflow nemo_automodel prometheus_client pynvml soundfile swanlab tensorboard wandb zmq"
+).split()
 say = print
 typing.TypedDict = typing_extensions.TypedDict  # it asks for Python 3.13
 
@@ -54,8 +56,19 @@ def worker(llm, routes=False):
 
     made = object.__new__(VllmAsyncGenerationWorkerImpl)
     vllm = {"async_engine": True, "max_model_len": 64}
-    made.cfg = {"vllm_cfg": vllm, "vllm_kwargs": {"enable_return_routed_experts": routes}, "_pad_token_id": 0, "max_new_tokens": 8}
-    made.cfg |= {"temperature": 1.0, "top_p": 1.0, "top_k": None, "stop_token_ids": None, "backend": "vllm"}
+    made.cfg = {
+        "vllm_cfg": vllm,
+        "vllm_kwargs": {"enable_return_routed_experts": routes},
+        "_pad_token_id": 0,
+        "max_new_tokens": 8,
+    }
+    made.cfg |= {
+        "temperature": 1.0,
+        "top_p": 1.0,
+        "top_k": None,
+        "stop_token_ids": None,
+        "backend": "vllm",
+    }
     made.llm, made.SamplingParams, made.routed_experts_dtype = llm, SimpleNamespace, None
     return made
 
@@ -64,7 +77,9 @@ def tokenizer(text="", **_):
     """A text is its ids."""
     import torch
 
-    return SimpleNamespace(input_ids=torch.tensor([[int(word) for word in text.split()]], dtype=torch.long))
+    return SimpleNamespace(
+        input_ids=torch.tensor([[int(word) for word in text.split()]], dtype=torch.long)
+    )
 
 
 tokenizer.pad_token_id = 0
@@ -82,7 +97,13 @@ def engine(*answers):
             raise answer
         tokens, reason = answer
         logprobs = [{token: SimpleNamespace(logprob=-0.5)} for token in tokens]
-        yield SimpleNamespace(outputs=[SimpleNamespace(token_ids=tokens, logprobs=logprobs, finish_reason=reason, routed_experts=None)])
+        yield SimpleNamespace(
+            outputs=[
+                SimpleNamespace(
+                    token_ids=tokens, logprobs=logprobs, finish_reason=reason, routed_experts=None
+                )
+            ]
+        )
 
     return SimpleNamespace(generate=generate)
 
@@ -91,7 +112,14 @@ def manager(rolled_out, commit):
     """A rollout manager whose rollouts are ``rolled_out``."""
     from nemo_rl.experience.rollout_manager import RolloutManager
 
-    made = RolloutManager(None, {}, 1, 64, policy_generation=object(), tq_buffer=SimpleNamespace(reserve=lambda **_: "g", commit=commit))
+    made = RolloutManager(
+        None,
+        {},
+        1,
+        64,
+        policy_generation=object(),
+        tq_buffer=SimpleNamespace(reserve=lambda **_: "g", commit=commit),
+    )
     made.run_rollout = rolled_out
     return made
 
@@ -101,7 +129,11 @@ def controller(rollouts, transfer):
     from nemo_rl.algorithms.single_controller import SingleControllerActor
 
     made = object.__new__(SingleControllerActor.__ray_metadata__.modified_class)
-    made._rollout_permitted, made._inflight_by_group_id, made._trainer_version = asyncio.Event(), {}, 1
+    made._rollout_permitted, made._inflight_by_group_id, made._trainer_version = (
+        asyncio.Event(),
+        {},
+        1,
+    )
     made._master_config, made._gen, made._rollout_manager = SimpleNamespace(env={}), None, rollouts
     made._async_cfg = SimpleNamespace(recompute_kv_cache_after_weight_updates=False)
     made._sampler, made._weight_synchronizer = None, SimpleNamespace(sync_weights=transfer)
@@ -138,7 +170,14 @@ def prompt(turns=()):
     def step(logs, infos):
         text = left.pop(0) if left else ""
         said = [{"role": "environment", "content": text}]
-        return EnvironmentReturn(said, [None], [None], torch.tensor([1.0 if text else 0.0]), torch.tensor([not text]), None)
+        return EnvironmentReturn(
+            said,
+            [None],
+            [None],
+            torch.tensor([1.0 if text else 0.0]),
+            torch.tensor([not text]),
+            None,
+        )
 
     log = [{"role": "user", "content": "5 6", "token_ids": torch.tensor([5, 6])}]
     sample = {"message_log": log, "extra_env_info": {}, "task_name": "t", "idx": 0}

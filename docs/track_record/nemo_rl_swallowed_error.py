@@ -15,4 +15,6 @@ for answers, turns in ([died], []), ([([7, 8], "stop"), died], ["9"]):
     given = worker(engine(*answers)), batch, tokenizer, environment, 64, 1
     final = asyncio.run(first(rollouts.run_async_multi_turn_rollout_groups(*given))).final_batch
     log = [(message["role"], message["token_ids"].tolist()) for message in final["message_log"][0]]
-    say(f"nemo-rl {VERSION}: {log}, truncated {final['truncated'].tolist()}, reward {final['total_reward'].tolist()}")
+    say(
+        f"nemo-rl {VERSION}: {log}, truncated {final['truncated'].tolist()}, reward {final['total_reward'].tolist()}"
+    )

@@ -15,7 +15,9 @@ async def main():
     try:
         await made._sync_weights()
     except RuntimeError as error:
-        say(f"nemo-rl {VERSION}: _sync_weights raised {error!r}; rollouts permitted: {made._rollout_permitted.is_set()}")
+        say(
+            f"nemo-rl {VERSION}: _sync_weights raised {error!r}; rollouts permitted: {made._rollout_permitted.is_set()}"
+        )
 
 
 asyncio.run(main())

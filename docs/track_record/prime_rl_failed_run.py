@@ -16,7 +16,10 @@ async def main():
         await asyncio.wait_for(made.start(), 5)
     except ValueError as error:
         _, where, what, *_ = str(error).splitlines()
-        print(VERSION, f"Dispatcher.start ends with {type(error).__name__}: {where}: {what.partition(' [')[0].strip()}")
+        print(
+            VERSION,
+            f"Dispatcher.start ends with {type(error).__name__}: {where}: {what.partition(' [')[0].strip()}",
+        )
     print(VERSION, f"episodes that reached the sink: {made.out_q.qsize()} of 1")
 
 

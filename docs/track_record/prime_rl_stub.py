@@ -8,14 +8,27 @@ from unittest.mock import MagicMock
 
 import prime_rl
 
-ABSENT = ("vllm", "modelexpress", "grpc", "wandb", "datasets", "torchtitan", "torchdata", "prime_rl.transports.weights")
+ABSENT = (
+    "vllm",
+    "modelexpress",
+    "grpc",
+    "wandb",
+    "datasets",
+    "torchtitan",
+    "torchdata",
+    "prime_rl.transports.weights",
+)
 
 
 class Absent:
     """Finds a stand-in for every module of these packages."""
 
     def find_spec(self, name, path=None, target=None):
-        return ModuleSpec(name, self, is_package=True) if any(f"{name}.".startswith(f"{one}.") for one in ABSENT) else None
+        return (
+            ModuleSpec(name, self, is_package=True)
+            if any(f"{name}.".startswith(f"{one}.") for one in ABSENT)
+            else None
+        )
 
     def create_module(self, spec):
         module = ModuleType(spec.name)
@@ -27,7 +40,11 @@ class Absent:
 
 
 sys.meta_path.insert(0, Absent())
-HEAD = (Path(next(iter(prime_rl.__path__))).parents[1] / ".git" / "HEAD").read_text(encoding="utf-8").strip()
+HEAD = (
+    (Path(next(iter(prime_rl.__path__))).parents[1] / ".git" / "HEAD")
+    .read_text(encoding="utf-8")
+    .strip()
+)
 VERSION = f"prime-rl {HEAD[:9]}:"  # of a checked-out commit
 
 import verifiers.v1 as vf

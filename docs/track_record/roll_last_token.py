@@ -5,7 +5,9 @@ from roll_stub import VERSION, answered, asked, postprocess_paused_data
 for tokens in [7, 8, 9], [7, 8, 9, 7, 8, 9]:  # of a budget of 6
     request = asked()
     data = answered(request, tokens)
-    request.batch["pre_routed_experts"] = request.batch["input_ids"][..., None]  # as if routes were no trouble (roll_resume.py)
+    request.batch["pre_routed_experts"] = request.batch["input_ids"][
+        ..., None
+    ]  # as if routes were no trouble (roll_resume.py)
     try:
         said = postprocess_paused_data(request, data, 8, 2).batch["input_ids"].tolist()
     except ValueError as error:

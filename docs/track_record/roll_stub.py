@@ -13,7 +13,9 @@ from unittest.mock import MagicMock
 
 import roll
 
-ABSENT = ("codetiming grpc mcore_adapter megatron modelscope more_itertools opentelemetry sglang transfer_queue").split()
+ABSENT = (
+    "codetiming grpc mcore_adapter megatron modelscope more_itertools opentelemetry sglang transfer_queue"
+).split()
 PAD = 99
 
 
@@ -36,14 +38,26 @@ sys.meta_path.append(Absent())
 GIT = Path(next(iter(roll.__path__))).parent / ".git"
 HEAD = (GIT / "HEAD").read_text(encoding="utf-8").strip()
 VERSION = (HEAD if "ref: " not in HEAD else (GIT / HEAD[5:]).read_text(encoding="utf-8"))[:8]
-os.environ["ROLL_LOG_DIR"] = tempfile.mkdtemp()  # where it is imported ROLL makes a folder for its log
+os.environ["ROLL_LOG_DIR"] = (
+    tempfile.mkdtemp()
+)  # where it is imported ROLL makes a folder for its log
 with contextlib.redirect_stdout(io.StringIO()):
     from roll.distributed.scheduler.protocol import DataProto
-    from roll.distributed.scheduler.user_defined_rollout_loop import postprocess_output_data, postprocess_paused_data
+    from roll.distributed.scheduler.user_defined_rollout_loop import (
+        postprocess_output_data,
+        postprocess_paused_data,
+    )
 
     __import__("roll.third_party.megatron.router_replay_utils")
 logging.disable(logging.CRITICAL)
-__all__ = ["PAD", "VERSION", "answered", "asked", "postprocess_output_data", "postprocess_paused_data"]
+__all__ = [
+    "PAD",
+    "VERSION",
+    "answered",
+    "asked",
+    "postprocess_output_data",
+    "postprocess_paused_data",
+]
 
 
 def asked():
@@ -51,11 +65,18 @@ def asked():
     import torch
 
     ids, mask, positions = torch.tensor([[5, 6]]), torch.tensor([[1, 1]]), torch.tensor([[0, 1]])
-    return DataProto.from_single_dict({"input_ids": ids, "attention_mask": mask, "position_ids": positions})
+    return DataProto.from_single_dict(
+        {"input_ids": ids, "attention_mask": mask, "position_ids": positions}
+    )
 
 
 def answered(request, tokens, **others):
     """What the router's client makes of an engine's answer, in the request's own meta_info."""
-    said = {"output_token_ids": [tokens], "output_logprobs": [[-0.5] * len(tokens)], "eos_token_id": [1, PAD], "pad_token_id": PAD}
+    said = {
+        "output_token_ids": [tokens],
+        "output_logprobs": [[-0.5] * len(tokens)],
+        "eos_token_id": [1, PAD],
+        "pad_token_id": PAD,
+    }
     request.meta_info.update(said, **others)
     return DataProto(meta_info=request.meta_info)

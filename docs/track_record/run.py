@@ -23,7 +23,12 @@ FRAMEWORKS = (
 def scripts(prefixes):
     """Scripts by name; stand-ins are not scripts. Those of Megatron are left out where it is not installed."""
     kinds = [kind for kind in FRAMEWORKS if importlib.util.find_spec(kind)]
-    names = sorted(path.stem for kind in kinds for path in HERE.glob(f"{kind}_*.py") if not path.stem.endswith("stub"))
+    names = sorted(
+        path.stem
+        for kind in kinds
+        for path in HERE.glob(f"{kind}_*.py")
+        if not path.stem.endswith("stub")
+    )
     names = [name for name in names if "_skyrl" not in name or importlib.util.find_spec("skyrl")]
     return [name for name in names if not prefixes or name.startswith(tuple(prefixes))]
 

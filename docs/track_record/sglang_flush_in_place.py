@@ -19,6 +19,12 @@ if __name__ == "__main__" and "now" in sys.argv:
     engine()
     run(main)
 elif __name__ == "__main__":
-    done = subprocess.run([sys.executable, __file__, "now"], capture_output=True, text=True, check=False)  # noqa: S603 - this script
-    cause = [line for line in (done.stdout + done.stderr).splitlines() if line.startswith("AssertionError")]
+    done = subprocess.run(
+        [sys.executable, __file__, "now"], capture_output=True, text=True, check=False
+    )
+    cause = [
+        line
+        for line in (done.stdout + done.stderr).splitlines()
+        if line.startswith("AssertionError")
+    ]
     print(VERSION, "the process that holds the engine ended with", done.returncode, "after", *cause)

@@ -11,7 +11,11 @@ async def main():
     await asyncio.sleep(0.5)
     abort("parked")
     await asyncio.sleep(0.5)
-    print(VERSION, "half a second after its abort the parked call is", "answered" if parked.done() else "not answered")
+    print(
+        VERSION,
+        "half a second after its abort the parked call is",
+        "answered" if parked.done() else "not answered",
+    )
     await resume()
     await asyncio.sleep(0.3)
     abort("parked")

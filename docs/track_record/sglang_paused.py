@@ -10,18 +10,30 @@ async def main(engine, version):
 
     def ask(rid, tokens):
         params = {"max_new_tokens": tokens, "ignore_eos": True}
-        return asyncio.ensure_future(engine.async_generate(input_ids=list(range(5, 15)), rid=rid, sampling_params=params))
+        return asyncio.ensure_future(
+            engine.async_generate(input_ids=list(range(5, 15)), rid=rid, sampling_params=params)
+        )
 
     manager, running = engine.tokenizer_manager, ask("running", 2000)
     await asyncio.sleep(3)
     await manager.pause_generation(PauseGenerationReqInput(mode="retract"))
-    print(version, "the cache is emptied beside a retracted call:", (await manager.flush_cache()).success, flush=True)
+    print(
+        version,
+        "the cache is emptied beside a retracted call:",
+        (await manager.flush_cache()).success,
+        flush=True,
+    )
     parked = ask("parked", 4)
     await asyncio.sleep(0.5)
     manager.abort_request(rid="parked")
     await manager.continue_generation(ContinueGenerationReqInput(torch_empty_cache=False))
     await asyncio.wait([parked], timeout=20)
-    print(version, "a waiting call, aborted:", repr(parked.exception() or parked.result()["meta_info"]["finish_reason"])[:90], flush=True)
+    print(
+        version,
+        "a waiting call, aborted:",
+        repr(parked.exception() or parked.result()["meta_info"]["finish_reason"])[:90],
+        flush=True,
+    )
     running.cancel()
 
 

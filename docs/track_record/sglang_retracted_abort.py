@@ -15,7 +15,12 @@ async def main():
         await resume()
         retracted = (await beside)["meta_info"]["num_retractions"]
         has = f"{'some' if reply['output_ids'] else 'no'} tokens, {'routes' if 'routed_experts' in reply['meta_info'] else 'no routes'}"
-        print(VERSION, "streamed:" if stream else "not streamed:", has, f"- a call beside it was retracted {retracted} time")
+        print(
+            VERSION,
+            "streamed:" if stream else "not streamed:",
+            has,
+            f"- a call beside it was retracted {retracted} time",
+        )
 
 
 if __name__ == "__main__":

@@ -10,7 +10,10 @@ async def main():
         await call(f"samples-{stream}", 3, n=4, stream=stream)
         await asyncio.sleep(1)  # what is over leaves the table a moment later
         print(
-            VERSION, "streamed:" if stream else "not streamed:", len(engine().tokenizer_manager.rid_to_state), "open calls a second later"
+            VERSION,
+            "streamed:" if stream else "not streamed:",
+            len(engine().tokenizer_manager.rid_to_state),
+            "open calls a second later",
         )
 
 

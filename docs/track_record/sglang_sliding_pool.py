@@ -19,7 +19,19 @@ if __name__ == "__main__" and "now" in sys.argv:
     run(main)
 elif __name__ == "__main__":
     surroundings = {**os.environ, "TRACK_RECORD_MODEL": "mellum"}
-    done = subprocess.run([sys.executable, __file__, "now"], capture_output=True, text=True, check=False, env=surroundings)  # noqa: S603 - this script
+    done = subprocess.run(
+        [sys.executable, __file__, "now"],
+        capture_output=True,
+        text=True,
+        check=False,
+        env=surroundings,
+    )
     served = [line for line in done.stdout.splitlines() if line.startswith("served")][-1]
-    cause = [line for line in (done.stdout + done.stderr).splitlines() if line.startswith("IndexError")]
-    print(VERSION, f"Mellum, {served}: the process that holds the engine ended with {done.returncode} after", *cause[:1])
+    cause = [
+        line for line in (done.stdout + done.stderr).splitlines() if line.startswith("IndexError")
+    ]
+    print(
+        VERSION,
+        f"Mellum, {served}: the process that holds the engine ended with {done.returncode} after",
+        *cause[:1],
+    )

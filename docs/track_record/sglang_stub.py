@@ -15,18 +15,26 @@ import torch
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 if DEVICE == "cpu":
-    os.environ.update(SGLANG_USE_CPU_ENGINE="1", OMP_NUM_THREADS="1", SGLANG_CPU_OMP_THREADS_BIND="0")
+    os.environ.update(
+        SGLANG_USE_CPU_ENGINE="1", OMP_NUM_THREADS="1", SGLANG_CPU_OMP_THREADS_BIND="0"
+    )
     from rollproof.engines.sglang import sglang_cpu
 
     sglang_cpu.install()
 
 import sglang
 import sglang.srt.entrypoints.engine
-from sglang.srt.managers.io_struct import ContinueGenerationReqInput, PauseGenerationReqInput, UpdateWeightFromDiskReqInput
+from sglang.srt.managers.io_struct import (
+    ContinueGenerationReqInput,
+    PauseGenerationReqInput,
+    UpdateWeightFromDiskReqInput,
+)
 
 VERSION = f"sglang {metadata.version('sglang')}:"
 KIND = os.environ.get("TRACK_RECORD_MODEL", "qwen3_moe")
-OTHERS = [file.stem for file in Path(sglang.__file__).parent.glob("srt/models/*.py") if file.stem != KIND]
+OTHERS = [
+    file.stem for file in Path(sglang.__file__).parent.glob("srt/models/*.py") if file.stem != KIND
+]
 os.environ["SGLANG_DISABLED_MODEL_ARCHS"] = ",".join(OTHERS)  # they take half of a start
 PROMPT = list(range(5, 15))
 
@@ -53,10 +61,31 @@ class Engine(sglang.srt.entrypoints.engine.Engine):
 def checkpoint():
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    sizes = {"hidden_size": 64, "intermediate_size": 128, "moe_intermediate_size": 64, "num_hidden_layers": 3, "num_attention_heads": 4}
-    experts = {"num_key_value_heads": 2, "head_dim": 16, "num_experts": 8, "num_experts_per_tok": 2, "vocab_size": 512}
-    layers = {"layer_types": ["sliding_attention", "full_attention", "sliding_attention"], "sliding_window": 16} if KIND == "mellum" else {}
-    config = AutoConfig.for_model(KIND, **sizes, **experts, **layers, norm_topk_prob=True, max_position_embeddings=2048)
+    sizes = {
+        "hidden_size": 64,
+        "intermediate_size": 128,
+        "moe_intermediate_size": 64,
+        "num_hidden_layers": 3,
+        "num_attention_heads": 4,
+    }
+    experts = {
+        "num_key_value_heads": 2,
+        "head_dim": 16,
+        "num_experts": 8,
+        "num_experts_per_tok": 2,
+        "vocab_size": 512,
+    }
+    layers = (
+        {
+            "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+            "sliding_window": 16,
+        }
+        if KIND == "mellum"
+        else {}
+    )
+    config = AutoConfig.for_model(
+        KIND, **sizes, **experts, **layers, norm_topk_prob=True, max_position_embeddings=2048
+    )
     torch.manual_seed(0)
     folder = tempfile.mkdtemp(prefix="track-record-")
     AutoModelForCausalLM.from_config(config, dtype=torch.float32).save_pretrained(folder)
@@ -76,7 +105,14 @@ def engine():
 def call(rid, tokens, **more):
     """A call that is sent: a task of its reply, or of its last chunk."""
     sampling = {"max_new_tokens": tokens, "ignore_eos": True, "n": more.pop("n", 1)}
-    asked = {"input_ids": PROMPT, "sampling_params": sampling, "rid": rid, "return_logprob": True, "return_routed_experts": True, **more}
+    asked = {
+        "input_ids": PROMPT,
+        "sampling_params": sampling,
+        "rid": rid,
+        "return_logprob": True,
+        "return_routed_experts": True,
+        **more,
+    }
 
     async def run():
         reply = await engine().async_generate(**asked)
@@ -95,11 +131,15 @@ async def pause(mode):
 
 
 async def resume():
-    await engine().tokenizer_manager.continue_generation(ContinueGenerationReqInput(torch_empty_cache=False))
+    await engine().tokenizer_manager.continue_generation(
+        ContinueGenerationReqInput(torch_empty_cache=False)
+    )
 
 
 async def update(**more):
-    return await engine().tokenizer_manager.update_weights_from_disk(UpdateWeightFromDiskReqInput(model_path=checkpoint(), **more), None)
+    return await engine().tokenizer_manager.update_weights_from_disk(
+        UpdateWeightFromDiskReqInput(model_path=checkpoint(), **more), None
+    )
 
 
 def abort(rid):

@@ -23,7 +23,12 @@ class Tokenizer:
     pad_token_id, eos_token_id, eos_token = 0, 9, "<eos>"
 
     def apply_chat_template(self, messages, **_):
-        return [int(word) for message in messages for word in message["content"].split() if word.isdigit()]
+        return [
+            int(word)
+            for message in messages
+            for word in message["content"].split()
+            if word.isdigit()
+        ]
 
     def batch_decode(self, rows):
         return [" ".join(map(str, row)) for row in rows]

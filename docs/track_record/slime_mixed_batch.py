@@ -12,6 +12,10 @@ def sample(**fields):
 
 routes = torch.ones(3, 1, 1)
 data = train_data([sample(), sample(rollout_routed_experts=routes, rollout_log_probs=[-0.1, -0.2])])
-print(f"slime {VERSION}: the first of two samples has neither: {sorted(set(data) & {'rollout_routed_experts', 'rollout_log_probs'})}")
+print(
+    f"slime {VERSION}: the first of two samples has neither: {sorted(set(data) & {'rollout_routed_experts', 'rollout_log_probs'})}"
+)
 data = train_data([sample(rollout_routed_experts=torch.ones(9, 1, 1), rollout_log_probs=[-0.1])])
-print(f"slime {VERSION}: 1 logprob and {len(data['rollout_routed_experts'][0])} rows for 2 + 2 tokens are taken")
+print(
+    f"slime {VERSION}: 1 logprob and {len(data['rollout_routed_experts'][0])} rows for 2 + 2 tokens are taken"
+)

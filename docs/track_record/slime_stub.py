@@ -13,7 +13,11 @@ class Absent:
     """Finds a stand-in for every module of SGLang."""
 
     def find_spec(self, name, path=None, target=None):
-        return ModuleSpec(name, self, is_package=True) if name.partition(".")[0] in ("sglang", "sglang_router", "wandb") else None
+        return (
+            ModuleSpec(name, self, is_package=True)
+            if name.partition(".")[0] in ("sglang", "sglang_router", "wandb")
+            else None
+        )
 
     def create_module(self, spec):
         module = ModuleType(spec.name)
@@ -25,7 +29,9 @@ class Absent:
 
 
 sys.meta_path.append(Absent())
-HEAD = (Path(next(iter(slime.__path__))).parent / ".git" / "HEAD").read_text(encoding="utf-8").strip()
+HEAD = (
+    (Path(next(iter(slime.__path__))).parent / ".git" / "HEAD").read_text(encoding="utf-8").strip()
+)
 VERSION = HEAD[:9]  # of a checked-out commit
 
 
@@ -34,6 +40,10 @@ def train_data(samples, **options):
     from slime.ray.rollout import RolloutManager
 
     manager = object.__new__(RolloutManager.__ray_metadata__.modified_class)
-    manager.custom_convert_samples_to_train_data_func = manager.custom_reward_post_process_func = None
-    manager.args = SimpleNamespace(advantage_estimator="none", rewards_normalization=False, reward_key=None, **options)
+    manager.custom_convert_samples_to_train_data_func = manager.custom_reward_post_process_func = (
+        None
+    )
+    manager.args = SimpleNamespace(
+        advantage_estimator="none", rewards_normalization=False, reward_key=None, **options
+    )
     return manager._convert_samples_to_train_data(samples)

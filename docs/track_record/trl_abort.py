@@ -12,7 +12,9 @@ async def main():
     for tokens in ([7, 8], []):
         rollouts = loop(serve(choice(tokens, "abort")), SimpleNamespace(value=3))
         async with aiohttp.ClientSession() as rollouts.session:
-            _, _, sequences, *_ = await rollouts._generate_one([{"role": "user", "content": "5 6"}], {}, [])
+            _, _, sequences, *_ = await rollouts._generate_one(
+                [{"role": "user", "content": "5 6"}], {}, []
+            )
         rows = [(row.input_ids, row.completion_mask) for row in sequences]
         print(f"trl {VERSION}: aborted after {len(tokens)} of 8 tokens: rows {rows}")
 

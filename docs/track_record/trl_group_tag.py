@@ -15,13 +15,20 @@ async def main():
         sampled.append(version.value)
         version.value += 1
 
-    rollouts = loop(serve(choice([7, 9], "stop"), on_call=update), version, num_generations=3, max_inflight_tasks=1)
+    rollouts = loop(
+        serve(choice([7, 9], "stop"), on_call=update),
+        version,
+        num_generations=3,
+        max_inflight_tasks=1,
+    )
     async with aiohttp.ClientSession() as rollouts.session:
         task = asyncio.ensure_future(rollouts._generate_loop(stop))
         group = await rollouts._groups_to_score.get()
         stop.set()
         await task
-    print(f"trl {VERSION}: tags {[s.model_version for s in await rollouts._score_group(group)]}, sampled under {sampled[:3]}")
+    print(
+        f"trl {VERSION}: tags {[s.model_version for s in await rollouts._score_group(group)]}, sampled under {sampled[:3]}"
+    )
 
 
 asyncio.run(main())

@@ -28,7 +28,9 @@ class Tokenizer:
 
 def loop(url, version, prompts=1, **options):
     """TRL's loop before the server at ``url``; ``version`` is where it reads the trainer's count of updates."""
-    queues = {name: queue.Queue() for name in ("rollout_buffer", "exception_info_queue", "metrics_queue")}
+    queues = {
+        name: queue.Queue() for name in ("rollout_buffer", "exception_info_queue", "metrics_queue")
+    }
     made = _AsyncRolloutLoop(
         model_name="m", dataset=[{"prompt": [{"role": "user", "content": "5 6"}]}] * prompts, reward_funcs=[lambda completions, **_: [0.0] * len(completions)],
         processing_class=Tokenizer(), eos_token_ids=[9], model_version_value=version, heartbeat_value=SimpleNamespace(value=0.0),

@@ -16,8 +16,14 @@ def broken(_weights):
 
 trainer = Bag(
     model=torch.nn.Identity(),
-    accelerator=Bag(is_main_process=True, unwrap_model=lambda model: model, wait_for_everyone=lambda: None),
-    weight_transfer=Bag(pause=lambda: asked.append("pause"), resume=lambda: asked.append("resume"), send_weights=broken),
+    accelerator=Bag(
+        is_main_process=True, unwrap_model=lambda model: model, wait_for_everyone=lambda: None
+    ),
+    weight_transfer=Bag(
+        pause=lambda: asked.append("pause"),
+        resume=lambda: asked.append("resume"),
+        send_weights=broken,
+    ),
     _streaming_iter=lambda: iter(()),
 )
 try:

@@ -6,4 +6,12 @@ from verl_stub import LENGTH, VERSION, Server, client
 
 server = Server((6, "aborted", 1), (9, "completed", 1), routes=lambda rows: None)
 out = asyncio.run(client(server).generate("r", prompt_ids=[1, 2], sampling_params={}))
-print(VERSION, "response_length", LENGTH, "- granted to the two attempts", server.granted, "- tokens in all", len(out.token_ids))
+print(
+    VERSION,
+    "response_length",
+    LENGTH,
+    "- granted to the two attempts",
+    server.granted,
+    "- tokens in all",
+    len(out.token_ids),
+)

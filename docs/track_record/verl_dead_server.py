@@ -22,7 +22,9 @@ random.seed(0)  # since 0.9.1 the balancer draws among equals
 
 async def main():
     script = [(1, "completed", 1)] * 20
-    balancer = Handle(Balancer({"dead": Handle(Dead()), "alive": Handle(Busy(*script, routes=lambda rows: None))}))
+    balancer = Handle(
+        Balancer({"dead": Handle(Dead()), "alive": Handle(Busy(*script, routes=lambda rows: None))})
+    )
     client = Client(config=config(), load_balancer_handle=balancer)
 
     async def one(i):
@@ -30,7 +32,12 @@ async def main():
         return await client.generate(f"r{i}", prompt_ids=[1], sampling_params={"max_tokens": 2})
 
     results = await asyncio.gather(*(one(i) for i in range(20)), return_exceptions=True)
-    print(VERSION, "1 of 2 servers is dead:", sum(isinstance(r, ConnectionError) for r in results), "of 20 requests failed")
+    print(
+        VERSION,
+        "1 of 2 servers is dead:",
+        sum(isinstance(r, ConnectionError) for r in results),
+        "of 20 requests failed",
+    )
 
 
 asyncio.run(main())

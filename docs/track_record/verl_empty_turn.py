@@ -8,4 +8,10 @@ from verl_stub import VERSION, Server, batch, tool_loop
 out = asyncio.run(tool_loop(Server((0, "aborted", 1)), partial=False))
 print(VERSION, "prompt", out.prompt_ids, "response", out.response_ids, "mask", out.response_mask)
 tensors = asyncio.run(batch([out])).batch
-print(VERSION, "batch: responses", tensors["responses"][0].tolist(), "response_mask", tensors["response_mask"][0].tolist())
+print(
+    VERSION,
+    "batch: responses",
+    tensors["responses"][0].tolist(),
+    "response_mask",
+    tensors["response_mask"][0].tolist(),
+)

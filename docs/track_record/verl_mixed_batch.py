@@ -7,10 +7,20 @@ from verl_stub import VERSION, agent_loop, batch
 
 
 def sample(**fields):
-    return agent_loop.AgentLoopOutput(prompt_ids=[1, 2], response_ids=[3], response_mask=[1], metrics={}, extra_fields={}, **fields)
+    return agent_loop.AgentLoopOutput(
+        prompt_ids=[1, 2],
+        response_ids=[3],
+        response_mask=[1],
+        metrics={},
+        extra_fields={},
+        **fields,
+    )
 
 
-for name, key, value in (("routed_experts", "routed_experts", np.full((2, 1, 2), 9)), ("response_logprobs", "rollout_log_probs", [-1.5])):
+for name, key, value in (
+    ("routed_experts", "routed_experts", np.full((2, 1, 2), 9)),
+    ("response_logprobs", "rollout_log_probs", [-1.5]),
+):
     for order in ((None, value), (value, None)):
         first = f"{'without' if order[0] is None else 'with'} {name} first"
         try:

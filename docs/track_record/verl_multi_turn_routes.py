@@ -5,7 +5,11 @@ import asyncio
 from verl_stub import VERSION, Server, tool_loop
 
 out = asyncio.run(tool_loop(Server((2, "completed", 1), (2, "completed", 2)), "21 22"))
-print(VERSION, "sampled by step", [token // 100 for token, mask in zip(out.response_ids, out.response_mask, strict=True) if mask])
+print(
+    VERSION,
+    "sampled by step",
+    [token // 100 for token, mask in zip(out.response_ids, out.response_mask, strict=True) if mask],
+)
 print(
     VERSION,
     "rows computed by step",

@@ -6,7 +6,9 @@ from verl_stub import VERSION, Server, client
 
 try:
     out = asyncio.run(
-        client(Server((2, "aborted", 1), (1, "completed", 1))).generate("r", prompt_ids=[1, 2], sampling_params={"max_tokens": 5})
+        client(Server((2, "aborted", 1), (1, "completed", 1))).generate(
+            "r", prompt_ids=[1, 2], sampling_params={"max_tokens": 5}
+        )
     )
     print(VERSION, "resumed with numpy routes:", len(out.routed_experts), "rows")
 except TypeError as error:

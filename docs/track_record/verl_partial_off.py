@@ -5,7 +5,17 @@ import asyncio
 from verl_stub import VERSION, Server, tool_loop
 
 out = asyncio.run(tool_loop(Server((2, "aborted", 1)), partial=False))
-fields = {name: value for name, value in out.model_dump().items() if "abort" in str(value).lower() or "stop" in name}
+fields = {
+    name: value
+    for name, value in out.model_dump().items()
+    if "abort" in str(value).lower() or "stop" in name
+}
 print(
-    VERSION, "aborted after 2 of 8 tokens: response", out.response_ids, "mask", out.response_mask, "fields that say so:", fields or "none"
+    VERSION,
+    "aborted after 2 of 8 tokens: response",
+    out.response_ids,
+    "mask",
+    out.response_mask,
+    "fields that say so:",
+    fields or "none",
 )

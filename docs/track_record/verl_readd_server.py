@@ -8,4 +8,8 @@ balancer.remove_servers([server])
 balancer.add_servers({server: None})
 balancer.acquire_server("r0")  # a second request on it; r0's first one still runs
 balancer.release_server(server)  # ... and now it ends
-print(VERSION, "one request runs on the server; the balancer counts", balancer.get_inflight_count(server))
+print(
+    VERSION,
+    "one request runs on the server; the balancer counts",
+    balancer.get_inflight_count(server),
+)

@@ -5,7 +5,12 @@ import asyncio
 from verl_stub import VERSION, agent_loop, batch
 
 out = agent_loop.AgentLoopOutput(
-    prompt_ids=[1, 2], response_ids=[3, 4, 5], response_mask=[1, 1, 1], response_logprobs=[-1.5], metrics={}, extra_fields={}
+    prompt_ids=[1, 2],
+    response_ids=[3, 4, 5],
+    response_mask=[1, 1, 1],
+    response_logprobs=[-1.5],
+    metrics={},
+    extra_fields={},
 )
 tensors = asyncio.run(batch([out])).batch
 print(

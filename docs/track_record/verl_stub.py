@@ -24,7 +24,9 @@ from verl.workers.rollout.replica import TokenOutput
 if hasattr(llm_server, "FullyAsyncLLMServerClient"):
     Client = llm_server.FullyAsyncLLMServerClient
 else:  # verl 0.8.0
-    from verl.experimental.fully_async_policy.fully_async_rollouter import FullyAsyncLLMServerClient as Client
+    from verl.experimental.fully_async_policy.fully_async_rollouter import (
+        FullyAsyncLLMServerClient as Client,
+    )
 Balancer = llm_server.GlobalRequestLoadBalancer
 if hasattr(Balancer, "__ray_metadata__"):  # verl 0.8.0 wraps it by ray.remote
     Balancer = Balancer.__ray_metadata__.modified_class
@@ -40,7 +42,9 @@ class Handle:
         self.target = target
 
     def __getattr__(self, name: str) -> Any:
-        return SimpleNamespace(remote=lambda *args, **kwargs: _awaitable(getattr(self.target, name)(*args, **kwargs)))
+        return SimpleNamespace(
+            remote=lambda *args, **kwargs: _awaitable(getattr(self.target, name)(*args, **kwargs))
+        )
 
 
 def _awaitable(value: Any) -> Any:
@@ -57,16 +61,25 @@ class Server:
     Where a call states no limit, the budget is verl's own default (generate in vllm_async_server.py, async_sglang_server.py).
     """
 
-    def __init__(self, *script: tuple[int, str, int], routes: Any = np.asarray, logprobs: Any = lambda values: values) -> None:
+    def __init__(
+        self,
+        *script: tuple[int, str, int],
+        routes: Any = np.asarray,
+        logprobs: Any = lambda values: values,
+    ) -> None:
         self.script, self.routes, self.logprobs = list(script), routes, logprobs
         self.prompts: list[list[int]] = []
         self.granted: list[Any] = []
 
-    async def generate(self, *, prompt_ids: list[int], sampling_params: dict[str, Any], **_: Any) -> TokenOutput:
+    async def generate(
+        self, *, prompt_ids: list[int], sampling_params: dict[str, Any], **_: Any
+    ) -> TokenOutput:
         count, reason, version = self.script.pop(0)
         self.prompts.append(list(prompt_ids))
         start = len(prompt_ids)
-        self.granted.append(sampling_params.get("max_tokens") or min(LENGTH, LENGTH + LENGTH - start))
+        self.granted.append(
+            sampling_params.get("max_tokens") or min(LENGTH, LENGTH + LENGTH - start)
+        )
         count = min(count, self.granted[-1])
         rows = 100 * version + np.arange(max(start + count - 1, 0))[:, None, None]
         return TokenOutput(
@@ -82,7 +95,12 @@ class Server:
 def config(*, partial: bool = True) -> Any:
     from omegaconf import OmegaConf
 
-    turns = {"max_user_turns": None, "max_assistant_turns": None, "max_parallel_calls": 1, "max_tool_response_length": 256}
+    turns = {
+        "max_user_turns": None,
+        "max_assistant_turns": None,
+        "max_parallel_calls": 1,
+        "max_tool_response_length": 256,
+    }
     return OmegaConf.create(
         {
             "async_training": {"partial_rollout": partial},
@@ -92,10 +110,18 @@ def config(*, partial: bool = True) -> Any:
                     "prompt_length": LENGTH,
                     "response_length": LENGTH,
                     "full_determinism": False,
-                    "multi_turn": {**turns, "tool_response_truncate_side": "middle", "format": "ids"},
+                    "multi_turn": {
+                        **turns,
+                        "tool_response_truncate_side": "middle",
+                        "format": "ids",
+                    },
                 }
             },
-            "data": {"apply_chat_template_kwargs": {}, "mm_processor_kwargs": {}, "continuous_token": {"enable": False}},
+            "data": {
+                "apply_chat_template_kwargs": {},
+                "mm_processor_kwargs": {},
+                "continuous_token": {"enable": False},
+            },
         }
     )
 
@@ -109,10 +135,20 @@ class Tokenizer:
     """Text is token ids in decimal; ``turns`` are the answers that the tool will give."""
 
     def __init__(self, *turns: str) -> None:
-        self.turns, self.pad_token_id, self.eos_token_id, self.padding_side = list(turns), 151_643, 0, "right"
+        self.turns, self.pad_token_id, self.eos_token_id, self.padding_side = (
+            list(turns),
+            151_643,
+            0,
+            "right",
+        )
 
     def apply_chat_template(self, messages: Any, **_: Any) -> list[int]:
-        return [int(word) for message in messages for word in message["content"].split() if word.isdigit()]
+        return [
+            int(word)
+            for message in messages
+            for word in message["content"].split()
+            if word.isdigit()
+        ]
 
     def decode(self, ids: Any, **_: Any) -> str:
         return " ".join(map(str, ids))
@@ -124,13 +160,19 @@ class Tokenizer:
         fill, left = max_length - len(ids), self.padding_side == "left"
         join = (lambda pad, body: pad + body) if left else (lambda pad, body: body + pad)
         out = {"input_ids": torch.tensor([join([self.pad_token_id] * fill, ids)])}
-        return {**out, "attention_mask": torch.tensor([join([0] * fill, [1] * len(ids))])} if return_attention_mask else out
+        return (
+            {**out, "attention_mask": torch.tensor([join([0] * fill, [1] * len(ids))])}
+            if return_attention_mask
+            else out
+        )
 
 
 @ToolParser.register("ids")
 class Parser(ToolParser):
     async def extract_tool_calls(self, ids: list[int], tools: Any = None) -> Any:
-        return self.tokenizer.decode(ids), [FunctionCall(name="t", arguments="{}")] if self.tokenizer.turns else []
+        return self.tokenizer.decode(ids), [
+            FunctionCall(name="t", arguments="{}")
+        ] if self.tokenizer.turns else []
 
 
 class Tool:
@@ -180,4 +222,6 @@ async def batch(outputs: list[Any], **options: Any) -> Any:
         "mm_processor_kwargs": {},
         "teacher_client": None,
     }
-    return worker._postprocess([await worker._agent_loop_postprocess(output, False, raw_prompt=[]) for output in outputs])
+    return worker._postprocess(
+        [await worker._agent_loop_postprocess(output, False, raw_prompt=[]) for output in outputs]
+    )

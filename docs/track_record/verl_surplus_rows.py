@@ -12,5 +12,7 @@ out = agent_loop.AgentLoopOutput(
     metrics={},
     extra_fields={},
 )
-fields = {name: list(value.shape) for name, value in out.as_dict().items() if hasattr(value, "shape")}
+fields = {
+    name: list(value.shape) for name, value in out.as_dict().items() if hasattr(value, "shape")
+}
 print(VERSION, "2 + 2 tokens with 3 mask entries, 1 logprob, 7 rows:", fields)

@@ -10,5 +10,8 @@ out = asyncio.run(
     )
 )
 print(
-    VERSION, "sampled by steps", [t // 100 for t in out.token_ids], {k: v for k, v in out.extra_fields.items() if "m" in k and "steps" in k}
+    VERSION,
+    "sampled by steps",
+    [t // 100 for t in out.token_ids],
+    {k: v for k, v in out.extra_fields.items() if "m" in k and "steps" in k},
 )

@@ -32,7 +32,14 @@ class Replica:
     """Keeps what it was told; each of its methods takes the next of ``seconds``, else 10 ms."""
 
     def __init__(self, *seconds):
-        self.step, self.loaded, self.paused, self.kv, self.workers, self.seconds = 1, [], False, True, [self], list(seconds)
+        self.step, self.loaded, self.paused, self.kv, self.workers, self.seconds = (
+            1,
+            [],
+            False,
+            True,
+            [self],
+            list(seconds),
+        )
 
     async def _set(self, name, value):
         setattr(self, name, value)
@@ -53,4 +60,6 @@ class Replica:
 
 def manager(*seconds, fails=False):
     replica = Replica(*seconds)
-    return base.CheckpointEngineManager(Box(backend="none", custom_backend_module=None), Group(fails=fails), [replica]), replica
+    return base.CheckpointEngineManager(
+        Box(backend="none", custom_backend_module=None), Group(fails=fails), [replica]
+    ), replica

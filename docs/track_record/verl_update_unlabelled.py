@@ -5,4 +5,10 @@ from verl_update_stub import manager
 
 engine, replica = manager()
 engine.update_weights()  # runs a loop of its own outside of one
-print(VERSION, "weights loaded", len(replica.loaded), "time after step 1; the server still tags with step", replica.step)
+print(
+    VERSION,
+    "weights loaded",
+    len(replica.loaded),
+    "time after step 1; the server still tags with step",
+    replica.step,
+)

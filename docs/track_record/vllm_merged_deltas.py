@@ -12,6 +12,10 @@ def part(tokens, routes=None, reason=None):
 
 
 first, last = part([5]), part([6], np.zeros((4, 4, 2), dtype=np.uint8), "length")
-print(f"vllm {vllm.__version__}: the last part: tokens {last.outputs[0].token_ids}, rows {len(last.outputs[0].routed_experts)}")
+print(
+    f"vllm {vllm.__version__}: the last part: tokens {last.outputs[0].token_ids}, rows {len(last.outputs[0].routed_experts)}"
+)
 first.add(last, aggregate=True)  # RequestOutputCollector.put, for parts that nobody has fetched yet
-print(f"vllm {vllm.__version__}: merged: tokens {first.outputs[0].token_ids}, rows {first.outputs[0].routed_experts}")
+print(
+    f"vllm {vllm.__version__}: merged: tokens {first.outputs[0].token_ids}, rows {first.outputs[0].routed_experts}"
+)

@@ -18,9 +18,17 @@ async def main():
             last = output.outputs[0]
         return f"{len(last.token_ids)} tokens, {len(last.routed_experts)} rows"
 
-    print(f"vllm {vllm.__version__}: rows from 9 of 10 on:", await ask("fine", 3, routed_experts_prompt_start=9))
-    both = await asyncio.gather(ask("beside", 200), ask("beyond", 3, routed_experts_prompt_start=10), return_exceptions=True)
-    print(f"vllm {vllm.__version__}: rows from 10 of 10 on, and a call beside it:", *[type(one).__name__ for one in both])
+    print(
+        f"vllm {vllm.__version__}: rows from 9 of 10 on:",
+        await ask("fine", 3, routed_experts_prompt_start=9),
+    )
+    both = await asyncio.gather(
+        ask("beside", 200), ask("beyond", 3, routed_experts_prompt_start=10), return_exceptions=True
+    )
+    print(
+        f"vllm {vllm.__version__}: rows from 10 of 10 on, and a call beside it:",
+        *[type(one).__name__ for one in both],
+    )
 
 
 if __name__ == "__main__":

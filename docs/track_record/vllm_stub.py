@@ -23,12 +23,41 @@ def post(path, body):
 def server():
     from transformers import Qwen3Config, Qwen3ForCausalLM
 
-    sizes = {"vocab_size": 512, "hidden_size": 128, "intermediate_size": 128, "num_hidden_layers": 2, "head_dim": 32}
+    sizes = {
+        "vocab_size": 512,
+        "hidden_size": 128,
+        "intermediate_size": 128,
+        "num_hidden_layers": 2,
+        "head_dim": 32,
+    }
     config = Qwen3Config(**sizes, num_attention_heads=4, num_key_value_heads=2)
     Qwen3ForCausalLM(config).save_pretrained(folder := tempfile.mkdtemp(prefix="track-record-"))
-    arguments = ["--model", folder, "--port", URL[-5:], "--tokens-only", "--enforce-eager", "--max-model-len", "512", "--dtype", "float32"]
-    settings = {"VLLM_SERVER_DEV_MODE": "1", "VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_LOGGING_LEVEL": "ERROR", "TORCHDYNAMO_DISABLE": "1"}
-    command = [sys.executable, "-W", "ignore", "-m", "vllm.entrypoints.openai.api_server", *arguments]
+    arguments = [
+        "--model",
+        folder,
+        "--port",
+        URL[-5:],
+        "--tokens-only",
+        "--enforce-eager",
+        "--max-model-len",
+        "512",
+        "--dtype",
+        "float32",
+    ]
+    settings = {
+        "VLLM_SERVER_DEV_MODE": "1",
+        "VLLM_CPU_KVCACHE_SPACE": "1",
+        "VLLM_LOGGING_LEVEL": "ERROR",
+        "TORCHDYNAMO_DISABLE": "1",
+    }
+    command = [
+        sys.executable,
+        "-W",
+        "ignore",
+        "-m",
+        "vllm.entrypoints.openai.api_server",
+        *arguments,
+    ]
     with Path(folder, "log").open("wb") as log:
         running = subprocess.Popen(command, env={**os.environ, **settings}, stdout=log, stderr=log)  # noqa: S603 - vLLM
     while running.poll() is None:

@@ -1,4 +1,5 @@
-"""Managers that speak HTTP: the reference of ``fakes.resuming`` before the faces of SGLang and vLLM, in virtual time.
+"""Managers that speak HTTP: the reference of ``fakes.resuming`` before the faces of SGLang and
+vLLM, in virtual time.
 
 Written to be broken, as that one is: each step of reading a reply is a method of its own.
 """
@@ -35,7 +36,9 @@ __all__ = [
 
 
 class HttpManager(AsSampled):
-    """Calls its engines over HTTP. ``plan`` are faults of the wire, ``served`` options of the faces."""
+    """Calls its engines over HTTP. ``plan`` are faults of the wire, ``served`` options of the
+    faces.
+    """
 
     plan: ClassVar[FaultPlan] = FaultPlan()
     served: ClassVar[Mapping[str, Any]] = {}
@@ -48,7 +51,13 @@ class HttpManager(AsSampled):
         """A line to each server of the fleet."""
         super().start(fleet)
         case = fleet.case
-        options = ServeOptions(flavour=case.flavour, model=case.model, engine=case.engine, seed=case.seed, **self.served)
+        options = ServeOptions(
+            flavour=case.flavour,
+            model=case.model,
+            engine=case.engine,
+            seed=case.seed,
+            **self.served,
+        )
         self.lines = {
             name: Line(self.face(Backing(options, behind=(engine, fleet.recorder), plan=self.plan)))
             for name, engine in fleet.servers.items()
@@ -58,7 +67,9 @@ class HttpManager(AsSampled):
         """The face that its engines have."""
         raise NotImplementedError(f"{type(self).__name__} must say whose face it speaks to")
 
-    async def call(self, server_id: str, sample: Sample, sent: tuple[int, ...], budget: int | None) -> EngineOutput:
+    async def call(
+        self, server_id: str, sample: Sample, sent: tuple[int, ...], budget: int | None
+    ) -> EngineOutput:
         """One call. What is no answer is a broken connection: the same call is made again."""
         sample.attempts += 1
         heard = await self.lines[server_id].ask("POST", self.path, self.asked(sample, sent, budget))
@@ -77,7 +88,9 @@ class HttpManager(AsSampled):
         raise NotImplementedError(f"{type(self).__name__} must say what it sends")
 
     def read(self, sample: Sample, heard: Heard, sent: int) -> EngineOutput:
-        """The reply to a call of ``sent`` prompt tokens. A body that breaks off is a broken connection."""
+        """The reply to a call of ``sent`` prompt tokens. A body that breaks off is a broken
+        connection.
+        """
         try:
             reply = self.reply(heard)
         except ValueError as error:
@@ -132,15 +145,23 @@ class SglangManager(HttpManager):
     def logprobs(self, meta: Mapping[str, Any]) -> LogprobArray | None:
         """One for each token."""
         given = meta.get("output_token_logprobs")
-        return None if given is None else np.array([logprob for logprob, _, _ in given], dtype=np.float64)
+        return (
+            None
+            if given is None
+            else np.array([logprob for logprob, _, _ in given], dtype=np.float64)
+        )
 
     def rows(self, meta: Mapping[str, Any]) -> IntArray | None:
-        """The rows, whose type is named where it is not int32; the model says how many layers and experts a row has."""
+        """The rows, whose type is named where it is not int32; the model says how many layers and
+        experts a row has.
+        """
         text = meta.get("routed_experts")
         if text is None:
             return None
         model = self.fleet.case.model
-        return from_flat(text, model.num_layers, model.top_k, meta.get("routed_experts_dtype", "int32"))
+        return from_flat(
+            text, model.num_layers, model.top_k, meta.get("routed_experts_dtype", "int32")
+        )
 
     def reason(self, told: Mapping[str, Any] | None) -> FinishReason:
         """The type of the reason; a reply without one is not finished."""
@@ -149,7 +170,10 @@ class SglangManager(HttpManager):
     def spans(self, meta: Mapping[str, Any]) -> tuple[Span, ...]:
         """Versions by token, where the release has them."""
         told = meta.get("weight_versions", ())
-        return tuple(Span(start=one["start"], end=one["end"], version=versioned(one["version"])) for one in told)
+        return tuple(
+            Span(start=one["start"], end=one["end"], version=versioned(one["version"]))
+            for one in told
+        )
 
 
 class SglangStreamer(SglangManager):
@@ -177,12 +201,19 @@ class VllmManager(HttpManager):
         return vllm_app(backing)
 
     def asked(self, sample: Sample, sent: tuple[int, ...], budget: int | None) -> dict[str, Any]:
-        sampling: dict[str, Any] = {**self.sampling_for(sample), "routed_experts_prompt_start": self.routes_start(sample)}
+        sampling: dict[str, Any] = {
+            **self.sampling_for(sample),
+            "routed_experts_prompt_start": self.routes_start(sample),
+        }
         if budget is not None:
             sampling["max_tokens"] = budget
         if sample.request.want_logprobs:
             sampling["logprobs"] = 0
-        return {"request_id": self.handle(sample), "token_ids": list(sent), "sampling_params": sampling}
+        return {
+            "request_id": self.handle(sample),
+            "token_ids": list(sent),
+            "sampling_params": sampling,
+        }
 
     def output(self, sample: Sample, reply: Any) -> EngineOutput:
         (choice,) = reply["choices"]
@@ -193,13 +224,20 @@ class VllmManager(HttpManager):
             routes=None if routes is None else self.rows(routes),
             routes_start=self.routes_start(sample),
             finish_reason=FinishReason(choice["finish_reason"]),
-            spans=tuple(Span(start=one["start"], end=one["end"], version=versioned(one["version"])) for one in spans),
+            spans=tuple(
+                Span(start=one["start"], end=one["end"], version=versioned(one["version"]))
+                for one in spans
+            ),
         )
 
     def logprobs(self, choice: Mapping[str, Any]) -> LogprobArray | None:
         """One for each token."""
         told = choice["logprobs"]
-        return None if told is None else np.array([one["logprob"] for one in told["content"]], dtype=np.float64)
+        return (
+            None
+            if told is None
+            else np.array([one["logprob"] for one in told["content"]], dtype=np.float64)
+        )
 
     def rows(self, text: str) -> IntArray:
         """The rows."""
@@ -222,17 +260,23 @@ class VllmStreamer(VllmManager):
             **choices[-1],
             "finish_reason": choices[-1]["finish_reason"] or "abort",
             "token_ids": [token for choice in choices for token in choice["token_ids"]],
-            "logprobs": {"content": [one for part in told for one in part["content"]]} if told else None,
+            "logprobs": (
+                {"content": [one for part in told for one in part["content"]]} if told else None
+            ),
         }
         return {"choices": [joined]}
 
 
 class Keeping(HttpManager):
-    """Keeps what a stream has brought that breaks off, and goes on from there as from an abort, where partial rollout is on."""
+    """Keeps what a stream has brought that breaks off, and goes on from there as from an abort,
+    where partial rollout is on.
+    """
 
     unfinished: ClassVar[bool] = True
 
-    async def call(self, server_id: str, sample: Sample, sent: tuple[int, ...], budget: int | None) -> EngineOutput:
+    async def call(
+        self, server_id: str, sample: Sample, sent: tuple[int, ...], budget: int | None
+    ) -> EngineOutput:
         try:
             return await super().call(server_id, sample, sent, budget)
         except BrokenOff as error:

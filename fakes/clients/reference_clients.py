@@ -1,4 +1,5 @@
-"""Reference resume managers: what correct stacks do with aborted calls, in the four ways of the field.
+"""Reference resume managers: what correct stacks do with aborted calls, in the four ways of the
+field.
 
 ``REFERENCES`` has them by name, under the conventions that stacks declare.
 """
@@ -9,7 +10,15 @@ from collections.abc import Callable, Mapping
 from types import MappingProxyType
 from typing import Any, ClassVar
 
-from rollproof.core.contract import Filler, LayerAxis, PartialOff, Provenance, ResumeBy, Rows, Versions
+from rollproof.core.contract import (
+    Filler,
+    LayerAxis,
+    PartialOff,
+    Provenance,
+    ResumeBy,
+    Rows,
+    Versions,
+)
 from rollproof.core.records import EngineOutput, Version
 from rollproof.core.subjects import RolloutSubject
 from rollproof.core.trace import PauseMode
@@ -37,11 +46,16 @@ __all__ = [
 
 
 class LatestPrefill(AsSampled):
-    """Resumes on the client's side; every row comes from the last call, which prefilled the sequence anew."""
+    """Resumes on the client's side; every row comes from the last call, which prefilled the
+    sequence anew.
+    """
 
     def pause_mode(self, fleet: Fleet) -> PauseMode:
         """Frozen calls keep their first rows, unless the engine overwrites them after a retraction."""
-        fits = fleet.flavour.recompute is Recompute.OVERWRITTEN and fleet.pause_mode is PauseMode.RETRACT
+        fits = (
+            fleet.flavour.recompute is Recompute.OVERWRITTEN
+            and fleet.pause_mode is PauseMode.RETRACT
+        )
         return PauseMode.ABORT if fleet.pause_mode in FROZEN and not fits else fleet.pause_mode
 
     def provenance(self, fleet: Fleet) -> Provenance:
@@ -59,7 +73,9 @@ class LatestPrefill(AsSampled):
 
 
 class EngineKeep(AsSampled):
-    """Makes one call a turn; the engine freezes it during weight updates and goes on afterwards. An abort surfaces."""
+    """Makes one call a turn; the engine freezes it during weight updates and goes on afterwards. An
+    abort surfaces.
+    """
 
     options: ClassVar[Options] = Options(partial_off=PartialOff.SURFACED)
     resume: ClassVar[ResumeBy] = ResumeBy.ENGINE
@@ -70,7 +86,9 @@ class EngineKeep(AsSampled):
 
     def provenance(self, fleet: Fleet) -> Provenance:
         """As sampled, unless the engine overwrites rows and updates make it compute them again."""
-        again = fleet.pause_mode is PauseMode.RETRACT or (fleet.pause_mode is PauseMode.KEEP and fleet.clear_cache)
+        again = fleet.pause_mode is PauseMode.RETRACT or (
+            fleet.pause_mode is PauseMode.KEEP and fleet.clear_cache
+        )
         overwritten = fleet.flavour.recompute is Recompute.OVERWRITTEN
         return Provenance.LATEST_PREFILL if overwritten and again else Provenance.AS_SAMPLED
 
@@ -106,11 +124,15 @@ class AsSampledTokens(AsSampled):
 class AsSampledSpans(AsSampled):
     """Spans as the finest tag; the last row holds the experts 0 to k - 1."""
 
-    options: ClassVar[Options] = Options(versions=Versions.SPAN, rows=Rows.ALL, final_row=Filler.ARANGE)
+    options: ClassVar[Options] = Options(
+        versions=Versions.SPAN, rows=Rows.ALL, final_row=Filler.ARANGE
+    )
 
 
 class AsSampledBounds(AsSampled):
-    """Bounds: the newest update that had ended when a rollout began and when it ended, widened to what the engines showed."""
+    """Bounds: the newest update that had ended when a rollout began and when it ended, widened to
+    what the engines showed.
+    """
 
     options: ClassVar[Options] = Options(versions=Versions.BOUNDS)
 
@@ -135,8 +157,15 @@ class AsSampledBounds(AsSampled):
         shown = super().version_tags(sample)
         if not shown or shown["min_version"] is None:
             return shown
-        counted = [n for n in (self._begun.pop(sample.request.request_id), self._ended) if isinstance(n, int)]
-        return {"min_version": min([shown["min_version"], *counted]), "max_version": max([shown["max_version"], *counted])}
+        counted = [
+            n
+            for n in (self._begun.pop(sample.request.request_id), self._ended)
+            if isinstance(n, int)
+        ]
+        return {
+            "min_version": min([shown["min_version"], *counted]),
+            "max_version": max([shown["max_version"], *counted]),
+        }
 
 
 class AsSampledCalls(AsSampled):

@@ -1,7 +1,8 @@
 """Resuming: how a correct client of rollout engines turns aborted calls into one sample.
 
-It is written to be read and to be broken: every step that a published fault got wrong is a method of its own, so that
-a known bug is a few lines on top of it (``rollproof.fakes.clients.reference_clients`` has the other ways of the field). A manager's
+It is written to be read and to be broken: every step that a published fault got wrong is a method
+of its own, so that a known bug is a few lines on top of it
+(``rollproof.fakes.clients.reference_clients`` has the other ways of the field). A manager's
 ``contract`` is complete after ``start``, where the flavour of the engines becomes known.
 """
 
@@ -15,8 +16,28 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from rollproof.core.contract import Contract, Filler, LayerAxis, MissingLogprobs, PartialOff, Provenance, ResumeBy, Rows, Sampling, Versions
-from rollproof.core.records import EngineOutput, FinishReason, IntArray, Request, Rollout, Scalar, Version, spread
+from rollproof.core.contract import (
+    Contract,
+    Filler,
+    LayerAxis,
+    MissingLogprobs,
+    PartialOff,
+    Provenance,
+    ResumeBy,
+    Rows,
+    Sampling,
+    Versions,
+)
+from rollproof.core.records import (
+    EngineOutput,
+    FinishReason,
+    IntArray,
+    Request,
+    Rollout,
+    Scalar,
+    Version,
+    spread,
+)
 from rollproof.core.trace import Observation, PauseMode
 from rollproof.fakes.clients.version_tags import finest_tag, tags
 from rollproof.fakes.engine.exceptions import EnginePaused
@@ -34,10 +55,11 @@ FROZEN = (PauseMode.KEEP, PauseMode.RETRACT, PauseMode.IN_PLACE)
 class Options:
     """What a manager declares of its samples.
 
-    ``versions`` is the finest tag that it gives where the engine's own tags allow it; ``layer_axis`` ``None`` is that
-    of the engine. ``patience`` bounds consecutive attempts that bring no token, ``back_off`` is the pause between
-    attempts in virtual seconds. ``multi_turn`` declares the turns of the environment, and a loss mask with them, also where a
-    case has none; every manager drives those that a request has.
+    ``versions`` is the finest tag that it gives where the engine's own tags allow it;
+    ``layer_axis`` ``None`` is that of the engine. ``patience`` bounds consecutive attempts that
+    bring no token, ``back_off`` is the pause between attempts in virtual seconds. ``multi_turn``
+    declares the turns of the environment, and a loss mask with them, also where a case has none;
+    every manager drives those that a request has.
     """
 
     versions: Versions = Versions.MIN_MAX
@@ -52,9 +74,11 @@ class Options:
 
 @dataclass(slots=True, eq=False)
 class Sample:
-    """A rollout in the making. Lists are over response tokens; ``rows`` ``(captured, layers, top_k)`` from position 0.
+    """A rollout in the making. Lists are over response tokens; ``rows`` ``(captured, layers,
+    top_k)`` from position 0.
 
-    ``labels`` are the version tags of the tokens as the engine showed them, ``calls`` those of the replies.
+    ``labels`` are the version tags of the tokens as the engine showed them, ``calls`` those of the
+    replies.
     """
 
     request: Request
@@ -77,7 +101,8 @@ class Sample:
 class AsSampled:
     """Resumes on the client's side; a row stays that of the forward that first computed it.
 
-    With partial rollout off, an aborted sample is dropped or surfaced as ``options.partial_off`` says.
+    With partial rollout off, an aborted sample is dropped or surfaced as ``options.partial_off``
+    says.
     """
 
     options: ClassVar[Options] = Options()
@@ -124,7 +149,9 @@ class AsSampled:
     # What is declared
 
     def pause_mode(self, fleet: Fleet) -> PauseMode:
-        """How weight updates pause the servers: as the case says, where the provenance of the rows survives that."""
+        """How weight updates pause the servers: as the case says, where the provenance of the rows
+        survives that.
+        """
         overwritten = fleet.flavour.recompute is Recompute.OVERWRITTEN
         return PauseMode.ABORT if overwritten and fleet.pause_mode in FROZEN else fleet.pause_mode
 
@@ -146,7 +173,9 @@ class AsSampled:
             dtype=_wide_enough(np.dtype(engine.dtype), chosen.final_row if all_rows else None).name,
             provenance=self.provenance(fleet),
             resume=self.resume,
-            versions=finest_tag(chosen.versions, fleet.flavour.version_tag, overtaken=fleet.pause_mode in FROZEN),
+            versions=finest_tag(
+                chosen.versions, fleet.flavour.version_tag, overtaken=fleet.pause_mode in FROZEN
+            ),
             logprobs=engine.logprobs,
             missing_logprobs=MissingLogprobs.MASKED if multi_turn else MissingLogprobs.NEVER,
             loss_mask=multi_turn,
@@ -165,7 +194,9 @@ class AsSampled:
     # How a sample comes about
 
     async def run(self, sample: Sample) -> bool:
-        """Call engines until the sample has ended. False: it is to be dropped. Raises ``RuntimeError`` out of patience."""
+        """Call engines until the sample has ended. False: it is to be dropped. Raises
+        ``RuntimeError`` out of patience.
+        """
         idle = 0
         while idle < self.chosen.patience:
             sent, budget = self.resume_prompt(sample), self.next_budget(sample)
@@ -182,8 +213,12 @@ class AsSampled:
                 await self.wait()
         raise RuntimeError(f"{sample.request.request_id} brought no token in {idle} attempts.")
 
-    async def attempt(self, sample: Sample, sent: tuple[int, ...], budget: int | None) -> EngineOutput:
-        """One reply. A server that died, lost the reply or is paused is tried again, elsewhere where there is another."""
+    async def attempt(
+        self, sample: Sample, sent: tuple[int, ...], budget: int | None
+    ) -> EngineOutput:
+        """One reply. A server that died, lost the reply or is paused is tried again, elsewhere
+        where there is another.
+        """
         avoid: list[str] = []
         for left in reversed(range(self.chosen.patience)):
             server_id = self.acquire(sample, avoid)
@@ -198,8 +233,12 @@ class AsSampled:
             await self.wait()
         raise RuntimeError(f"{sample.request.request_id} was given no patience.")
 
-    async def call(self, server_id: str, sample: Sample, sent: tuple[int, ...], budget: int | None) -> EngineOutput:
-        """One call to one server. Each has a handle of its own, of which none is the beginning of another."""
+    async def call(
+        self, server_id: str, sample: Sample, sent: tuple[int, ...], budget: int | None
+    ) -> EngineOutput:
+        """One call to one server. Each has a handle of its own, of which none is the beginning of
+        another.
+        """
         request = sample.request
         sample.attempts += 1
         return await self.fleet.servers[server_id].generate(
@@ -267,7 +306,9 @@ class AsSampled:
     def merge_logprobs(self, sample: Sample, output: EngineOutput) -> None:
         """One per token, missing ones marked."""
         count = len(output.token_ids)
-        sample.logprobs.extend([float("nan")] * count if output.logprobs is None else output.logprobs.tolist())
+        sample.logprobs.extend(
+            [float("nan")] * count if output.logprobs is None else output.logprobs.tolist()
+        )
 
     def merge_versions(self, sample: Sample, output: EngineOutput) -> None:
         """One tag per token, and one for the call: that of its last token."""
@@ -277,11 +318,15 @@ class AsSampled:
         sample.calls.append(labels[-1])
 
     def merge_routes(self, sample: Sample, sent: int, output: EngineOutput) -> None:
-        """Append the rows that are missing. The row of the reply's last token is none: that token was not forwarded."""
+        """Append the rows that are missing. The row of the reply's last token is none: that token
+        was not forwarded.
+        """
         if output.routes is None:
             return
         have = 0 if sample.rows is None else len(sample.rows)
-        new = output.routes[: sent + len(output.token_ids) - 1 - output.routes_start][have - output.routes_start :]
+        new = output.routes[: sent + len(output.token_ids) - 1 - output.routes_start][
+            have - output.routes_start :
+        ]
         sample.rows = new.copy() if sample.rows is None else np.concatenate([sample.rows, new])
 
     def finish_reason(self, sample: Sample, output: EngineOutput) -> FinishReason:
@@ -289,7 +334,11 @@ class AsSampled:
         if output.finish_reason is not FinishReason.ABORT:
             return output.finish_reason
         policy = self.fleet.policy
-        if output.token_ids and policy.eos_every is not None and output.token_ids[-1] == policy.eos_id:
+        if (
+            output.token_ids
+            and policy.eos_every is not None
+            and output.token_ids[-1] == policy.eos_id
+        ):
             return FinishReason.STOP
         return FinishReason.LENGTH if self.next_budget(sample) == 0 else FinishReason.ABORT
 
@@ -307,7 +356,9 @@ class AsSampled:
 
     def observe(self, sample: Sample, answer: tuple[int, ...]) -> None:
         """Add tokens that the policy did not sample; they are not trained on."""
-        self.fleet.recorder.record(Observation(request_id=sample.request.request_id, token_ids=answer))
+        self.fleet.recorder.record(
+            Observation(request_id=sample.request.request_id, token_ids=answer)
+        )
         sample.response.extend(answer)
         sample.mask.extend([0] * len(answer))
         sample.logprobs.extend([float("nan")] * len(answer))
@@ -322,7 +373,11 @@ class AsSampled:
             prompt_ids=sample.request.prompt_ids,
             response_ids=tuple(sample.response),
             finish_reason=sample.finish,
-            logprobs=np.array(sample.logprobs, dtype=np.float64) if sample.request.want_logprobs else None,
+            logprobs=(
+                np.array(sample.logprobs, dtype=np.float64)
+                if sample.request.want_logprobs
+                else None
+            ),
             loss_mask=self.loss_mask(sample),
             routes=self.final_routes(sample),
             extra={"attempts": sample.attempts, "turns": sample.turn},
@@ -338,16 +393,21 @@ class AsSampled:
         return tags(self.contract.versions, sample.labels, sample.mask, sample.calls)
 
     def final_routes(self, sample: Sample) -> IntArray | None:
-        """``(rows, layers, top_k)`` in the declared layout; ``None`` where an abort that nobody resumes came without them."""
+        """``(rows, layers, top_k)`` in the declared layout; ``None`` where an abort that nobody
+        resumes came without them.
+        """
         if sample.rows is None or not sample.request.want_routes or self.lacks_rows(sample):
             return None
         rows = self.on_declared_layers(sample.rows).astype(self.contract.dtype)
         if self.contract.rows is not Rows.ALL:
             return rows
-        return np.concatenate([rows, filler_rows(self.contract.final_row, len(sample.ids) - len(rows), rows)])
+        return np.concatenate(
+            [rows, filler_rows(self.contract.final_row, len(sample.ids) - len(rows), rows)]
+        )
 
     def lacks_rows(self, sample: Sample) -> bool:
-        """Whether an aborted sample has tokens that were forwarded and no row: too few rows would be taken for all of them.
+        """Whether an aborted sample has tokens that were forwarded and no row: too few rows would
+        be taken for all of them.
 
         The environment's last word was never forwarded.
         """
@@ -361,7 +421,9 @@ class AsSampled:
         return len(sample.rows) < forwarded
 
     def on_declared_layers(self, rows: IntArray) -> IntArray:
-        """Rows of the engine's layer axis, on the declared one; dense layers, which have no router, hold zeros."""
+        """Rows of the engine's layer axis, on the declared one; dense layers, which have no router,
+        hold zeros.
+        """
         engine, own = self.fleet.flavour.layer_axis, self.contract.layer_axis
         moe = list(self.contract.moe_layers or ())
         if engine is own:
@@ -375,7 +437,9 @@ class AsSampled:
 
 @lru_cache(maxsize=256)
 def _contract(**fields: Any) -> Contract:
-    """Thousands of cases declare the same: making and validating a contract costs a tenth of running a small one."""
+    """Thousands of cases declare the same: making and validating a contract costs a tenth of
+    running a small one.
+    """
     return Contract(**fields)
 
 

@@ -13,7 +13,8 @@ __all__ = ["finest_tag", "tags"]
 
 
 def finest_tag(wanted: Versions, shown: VersionTag, *, overtaken: bool) -> Versions:
-    """The tag that can be given truly where engines show ``shown``; ``overtaken``: updates may overtake running calls.
+    """The tag that can be given truly where engines show ``shown``; ``overtaken``: updates may
+    overtake running calls.
 
     One label a call says which weights sampled its tokens only where no update can overtake it.
     """
@@ -22,12 +23,15 @@ def finest_tag(wanted: Versions, shown: VersionTag, *, overtaken: bool) -> Versi
     return wanted if spans or (scalar and not overtaken) else Versions.NONE
 
 
-def tags(kind: Versions, labels: Sequence[Version], mask: Sequence[int], calls: Sequence[Version]) -> dict[str, Any]:
+def tags(
+    kind: Versions, labels: Sequence[Version], mask: Sequence[int], calls: Sequence[Version]
+) -> dict[str, Any]:
     """Fields of a ``Rollout`` for a tag of ``kind``.
 
-    ``labels`` and ``mask`` are over response tokens, ``calls`` over the calls that sampled any. Tokens of the environment
-    (mask 0) have no version. Minimum, maximum and the one version of a sample, which is that of its last token, are
-    taken over the tokens whose version is known. Bounds are as narrow as can be.
+    ``labels`` and ``mask`` are over response tokens, ``calls`` over the calls that sampled any.
+    Tokens of the environment (mask 0) have no version. Minimum, maximum and the one version of a
+    sample, which is that of its last token, are taken over the tokens whose version is known.
+    Bounds are as narrow as can be.
     """
     known = [label for label, own in zip(labels, mask, strict=True) if own and label is not None]
     extremes = {"min_version": min(known, default=None), "max_version": max(known, default=None)}

@@ -1,7 +1,7 @@
 """Hashing: 64-bit hashes of every prefix of a sequence, and the mixing that values are drawn with.
 
-The steps stand here for arrays. What draws one token at a time (``rollproof.fakes.coded.policy``) does the same with the constants, on
-Python's integers.
+The steps stand here for arrays. What draws one token at a time (``rollproof.fakes.coded.policy``)
+does the same with the constants, on Python's integers.
 """
 
 from __future__ import annotations
@@ -16,7 +16,19 @@ import numpy.typing as npt
 
 from rollproof.errors import UsageError
 
-__all__ = ["F1", "F2", "MASK", "MIX", "N_STEP", "STEP", "Hashes", "finish", "hashes_of_many", "mixed", "prefix_hashes"]
+__all__ = [
+    "F1",
+    "F2",
+    "MASK",
+    "MIX",
+    "N_STEP",
+    "STEP",
+    "Hashes",
+    "finish",
+    "hashes_of_many",
+    "mixed",
+    "prefix_hashes",
+]
 
 Hashes: TypeAlias = "npt.NDArray[np.uint64]"
 
@@ -41,22 +53,30 @@ def prefix_hashes(ids: Sequence[int]) -> Hashes:
 
 @lru_cache(maxsize=4096, typed=True)
 def _short_hashes(ids: tuple[int, ...]) -> Hashes:
-    """The same, read-only: a sequence is asked for by its logprobs and its routes, again when it is judged, and in many small cases."""
+    """The same, read-only: a sequence is asked for by its logprobs and its routes, again when it is
+    judged, and in many small cases.
+    """
     hashes = _hashes(ids)
     hashes.setflags(write=False)
     return hashes
 
 
 def hashes_of_many(sequences: Sequence[Sequence[int]]) -> list[Hashes]:
-    """``prefix_hashes`` of each, in one pass: from some sequences on, sooner than one after the other."""
+    """``prefix_hashes`` of each, in one pass: from some sequences on, sooner than one after the
+    other.
+    """
     if len(sequences) < _MANY:
         return [prefix_hashes(ids) for ids in sequences]
     lengths = np.array([len(ids) for ids in sequences])
     ends = np.cumsum(lengths)
     starts = ends - lengths
-    positions = np.arange(1, ends[-1] + 1, dtype=np.uint64) - np.repeat(starts.astype(np.uint64), lengths)
+    positions = np.arange(1, ends[-1] + 1, dtype=np.uint64) - np.repeat(
+        starts.astype(np.uint64), lengths
+    )
     sums = np.zeros(ends[-1] + 1, dtype=np.uint64)
-    np.cumsum(mixed(_numbers(list(chain.from_iterable(sequences))) + positions * N_STEP), out=sums[1:])
+    np.cumsum(
+        mixed(_numbers(list(chain.from_iterable(sequences))) + positions * N_STEP), out=sums[1:]
+    )
     hashes = sums[1:] - np.repeat(sums[starts], lengths)
     return [hashes[low:high] for low, high in zip(starts.tolist(), ends.tolist(), strict=True)]
 
@@ -70,7 +90,9 @@ def _numbers(ids: Sequence[int]) -> Hashes:
 
 def _hashes(ids: Sequence[int]) -> Hashes:
     z = _numbers(ids)
-    return np.cumsum(mixed(z + np.arange(1, len(ids) + 1, dtype=np.uint64) * N_STEP), dtype=np.uint64)
+    return np.cumsum(
+        mixed(z + np.arange(1, len(ids) + 1, dtype=np.uint64) * N_STEP), dtype=np.uint64
+    )
 
 
 def mixed(z: Hashes) -> Hashes:

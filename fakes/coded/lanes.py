@@ -1,8 +1,10 @@
-"""Lanes: the tokens of several sequences drawn side by side, one sequence in each 128 bits of a Python integer.
+"""Lanes: the tokens of several sequences drawn side by side, one sequence in each 128 bits of a
+Python integer.
 
-Each token depends on the one before it, so a sequence cannot be drawn at once; several can, and an operation on a long integer costs
-hardly more than on a short one: a tenth of what numpy takes to begin a pass over an array. Values have 64 bits or fewer, so that a
-product of two stays in its lane; what a shift brings over from the lane above is masked away.
+Each token depends on the one before it, so a sequence cannot be drawn at once; several can, and an
+operation on a long integer costs hardly more than on a short one: a tenth of what numpy takes to
+begin a pass over an array. Values have 64 bits or fewer, so that a product of two stays in its
+lane; what a shift brings over from the lane above is masked away.
 """
 
 from __future__ import annotations
@@ -21,9 +23,17 @@ _LOW = 0xFFFFFFFF
 
 
 def draw_lanes(
-    key: int, states: Sequence[tuple[int, int]], count: int, *, vocab: int, eos_every: int | None, eos_id: int
+    key: int,
+    states: Sequence[tuple[int, int]],
+    count: int,
+    *,
+    vocab: int,
+    eos_every: int | None,
+    eos_id: int,
 ) -> list[tuple[list[int], tuple[int, int]]]:
-    """The next ``count`` tokens of each sequence under the same ``key``, and its state after them, as ``CodedPolicy`` has them."""
+    """The next ``count`` tokens of each sequence under the same ``key``, and its state after them,
+    as ``CodedPolicy`` has them.
+    """
     size, rest = len(states), vocab - 1
     ones, low, mask = _lanes(size)
     factor, shift = _divisor(rest)
@@ -46,7 +56,9 @@ def draw_lanes(
         z = (token + place) & mask
         z = ((z ^ z >> 31) & mask) * MIX & mask
         total += (z ^ z >> 33) & mask
-    tokens = np.frombuffer(b"".join([token.to_bytes(size * 16, "little") for token in drawn]), "<u8").reshape(count, size, 2)
+    tokens = np.frombuffer(
+        b"".join([token.to_bytes(size * 16, "little") for token in drawn]), "<u8"
+    ).reshape(count, size, 2)
     totals = np.frombuffer((total & mask).to_bytes(size * 16, "little"), "<u8")[::2].tolist()
     ends = [(after, position + count) for after, (_, position) in zip(totals, states, strict=True)]
     return list(zip(tokens[:, :, 0].T.tolist(), ends, strict=True))
@@ -69,9 +81,11 @@ def _lanes(size: int) -> tuple[int, int, int]:
 
 @lru_cache(maxsize=64)
 def _divisor(number: int) -> tuple[int, int]:
-    """By what to multiply any number below 2**32, and how far to shift the product, to have its quotient by ``number``.
+    """By what to multiply any number below 2**32, and how far to shift the product, to have its
+    quotient by ``number``.
 
-    Granlund and Montgomery, Division by Invariant Integers using Multiplication (1994), theorem 4.2.
+    Granlund and Montgomery, Division by Invariant Integers using Multiplication (1994), theorem
+    4.2.
     """
     shift = 32 + (number - 1).bit_length()
     return -(-(1 << shift) // number), shift

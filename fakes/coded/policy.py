@@ -1,13 +1,15 @@
-"""Coded policy: next token, logprob and experts as pure functions of weight version, token ids so far and layer.
+"""Coded policy: next token, logprob and experts as pure functions of weight version, token ids so
+far and layer.
 
-Every cell of a coded trace has an oracle, and tells from its value alone which request, position, layer and version
-produced it. So faults that keep every shape right (a row recomputed under new weights, rows swapped between two
-requests, an off-by-one) are seen and named.
+Every cell of a coded trace has an oracle, and tells from its value alone which request, position,
+layer and version produced it. So faults that keep every shape right (a row recomputed under new
+weights, rows swapped between two requests, an off-by-one) are seen and named.
 
-How it is coded. The ids up to position i have the 64-bit prefix hash ``H_i = sum_j mix(ids[j], j)`` (a sum, so that
-``np.cumsum`` computes a whole sequence). What version v does there is drawn from ``h = finish(H + key(v, what))``. The
-experts of layer l are line ``(h * m_l) >> 50`` of a table of 2**14 ordered draws of k distinct experts, ``m_l`` odd and
-random. Nothing else is looked up, so two rows share cells only by chance.
+How it is coded. The ids up to position i have the 64-bit prefix hash ``H_i = sum_j mix(ids[j], j)``
+(a sum, so that ``np.cumsum`` computes a whole sequence). What version v does there is drawn from
+``h = finish(H + key(v, what))``. The experts of layer l are line ``(h * m_l) >> 50`` of a table of
+2**14 ordered draws of k distinct experts, ``m_l`` odd and random. Nothing else is looked up, so two
+rows share cells only by chance.
 
 How often two values coincide although they should differ:
 
@@ -34,7 +36,18 @@ import numpy.typing as npt
 
 from rollproof.core.records import IntArray, LogprobArray, Version
 from rollproof.errors import CaseError, UsageError
-from rollproof.fakes.coded.hashing import F1, F2, MASK, MIX, N_STEP, STEP, Hashes, finish, hashes_of_many, prefix_hashes
+from rollproof.fakes.coded.hashing import (
+    F1,
+    F2,
+    MASK,
+    MIX,
+    N_STEP,
+    STEP,
+    Hashes,
+    finish,
+    hashes_of_many,
+    prefix_hashes,
+)
 from rollproof.fakes.coded.lanes import draw_lanes
 from rollproof.fakes.coded.singly import follow_overrides
 from rollproof.fakes.coded.table import TABLE_BITS, cells_of
@@ -49,7 +62,9 @@ State: TypeAlias = "tuple[int, int]"
 VersionSpan: TypeAlias = "tuple[int, int, Version]"
 """Positions ``start`` (inclusive) to ``stop`` (exclusive) belong to a version."""
 Stretch: TypeAlias = "tuple[Iterable[VersionSpan], Sequence[int], int, int]"
-"""Of a sequence the positions ``start`` to ``stop``, each under the version whose span holds it: spans, ids, start, stop."""
+"""Of a sequence the positions ``start`` to ``stop``, each under the version whose span holds it:
+spans, ids, start, stop.
+"""
 
 _N32, _N_LOW = (np.uint64(number) for number in (32, 0xFFFFFFFF))
 _TABLE_SHIFT = np.uint64(64 - TABLE_BITS)
@@ -71,12 +86,14 @@ _LIMITS: Mapping[str, tuple[int, int]] = {
 class CodedPolicy:
     """A policy whose every value is coded; an ``Oracle``, and the sampler of the fake engines.
 
-    ``vocab`` token ids from 0, ``moe_layers`` global layer indexes (the columns of the other, dense layers are zeros),
-    ``eos_every``: on average one token in this many is ``eos_id`` (``None``: never). Equal fields make equal policies.
-    A version is an int, a str, or a ``mixed_key``. Raises ``CaseError`` for sizes out of bounds.
+    ``vocab`` token ids from 0, ``moe_layers`` global layer indexes (the columns of the other, dense
+    layers are zeros), ``eos_every``: on average one token in this many is ``eos_id`` (``None``:
+    never). Equal fields make equal policies. A version is an int, a str, or a ``mixed_key``. Raises
+    ``CaseError`` for sizes out of bounds.
 
-    Of a subclass an engine asks ``logprobs_spans``, ``routes_spans``, and ``draw`` or what that consists of, ``next_token`` and
-    ``extend``: to override one of these is enough, for what asks for many at once then asks for one after the other.
+    Of a subclass an engine asks ``logprobs_spans``, ``routes_spans``, and ``draw`` or what that
+    consists of, ``next_token`` and ``extend``: to override one of these is enough, for what asks
+    for many at once then asks for one after the other.
     """
 
     seed: int
@@ -87,17 +104,22 @@ class CodedPolicy:
     top_k: int
     eos_every: int | None = None
     eos_id: int = 0
-    _keys: dict[Version, tuple[int, int, int]] = field(init=False, repr=False, compare=False, default_factory=dict)
+    _keys: dict[Version, tuple[int, int, int]] = field(
+        init=False, repr=False, compare=False, default_factory=dict
+    )
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
-        super(CodedPolicy, cls).__init_subclass__(**kwargs)  # by name: a class with slots is made twice, and plain super() means the first
+        super(CodedPolicy, cls).__init_subclass__(
+            **kwargs
+        )  # by name: a class with slots is made twice, and plain super() means the first
         follow_overrides(cls)
 
     def __post_init__(self) -> None:
         problems = [
             f"{name}={getattr(self, name)!r} must be a whole number from {low} to {high}."
             for name, (low, high) in _LIMITS.items()
-            if not (name == "eos_every" and self.eos_every is None) and not _within(getattr(self, name), low, high)
+            if not (name == "eos_every" and self.eos_every is None)
+            and not _within(getattr(self, name), low, high)
         ]
         if not problems:
             moe = self.moe_layers
@@ -106,10 +128,14 @@ class CodedPolicy:
                 or any(not _within(layer, 0, self.num_layers - 1) for layer in moe)
                 or list(moe) != sorted(set(moe))
             ):
-                problems.append(f"moe_layers must be a tuple of ascending, distinct layers below num_layers={self.num_layers}.")
+                problems.append(
+                    "moe_layers must be a tuple of ascending, distinct layers below"
+                    f" num_layers={self.num_layers}."
+                )
             if self.top_k > self.num_experts:
                 problems.append(
-                    f"top_k={self.top_k} exceeds num_experts={self.num_experts}: a token cannot have that many distinct experts."
+                    f"top_k={self.top_k} exceeds num_experts={self.num_experts}: a token cannot"
+                    " have that many distinct experts."
                 )
             if self.eos_id >= self.vocab:
                 problems.append(f"eos_id={self.eos_id} must be below vocab={self.vocab}.")
@@ -131,21 +157,33 @@ class CodedPolicy:
 
     def to_dict(self) -> dict[str, Any]:
         """JSON-ready form; ``from_dict`` is its inverse."""
-        return {name: list(value) if isinstance(value := getattr(self, name), tuple) else value for name in _names()}
+        return {
+            name: list(value) if isinstance(value := getattr(self, name), tuple) else value
+            for name in _names()
+        }
 
     @classmethod
     def from_dict(cls, mapping: Mapping[str, Any]) -> Self:
-        """Read what ``to_dict`` wrote, or what a stranger did. Raises ``CaseError`` for keys or numbers that cannot be."""
+        """Read what ``to_dict`` wrote, or what a stranger did. Raises ``CaseError`` for keys or
+        numbers that cannot be.
+        """
         if not isinstance(mapping, Mapping):
             raise CaseError(f"A coding must be a mapping, not {type(mapping).__name__}.")
         stray = sorted(str(key) for key in set(mapping) - set(_names()))
-        missing = [name for name in _names() if name not in mapping and name not in ("eos_every", "eos_id")]
+        missing = [
+            name for name in _names() if name not in mapping and name not in ("eos_every", "eos_id")
+        ]
         if stray or missing:
-            raise CaseError(f"This coding has unknown keys {stray[:8]} and lacks {missing}; its keys are {list(_names())}.")
+            raise CaseError(
+                f"This coding has unknown keys {stray[:8]} and lacks {missing}; its keys are"
+                f" {list(_names())}."
+            )
         values = dict(mapping)
         layers = values["moe_layers"]
         if not isinstance(layers, list | tuple) or len(layers) > _LIMITS["num_layers"][1]:
-            raise CaseError(f"moe_layers must be a list of at most {_LIMITS['num_layers'][1]} layers.")
+            raise CaseError(
+                f"moe_layers must be a list of at most {_LIMITS['num_layers'][1]} layers."
+            )
         return cls(**{**values, "moe_layers": tuple(layers)})
 
     @property
@@ -165,7 +203,9 @@ class CodedPolicy:
         return ((total + (z ^ z >> 33)) & MASK, position + 1)
 
     def next_token(self, version: Version, state: State) -> int:
-        """The token that ``version`` samples after the sequence: the first of its choices, in about half a microsecond."""
+        """The token that ``version`` samples after the sequence: the first of its choices, in about
+        half a microsecond.
+        """
         keys = self._keys.get(version) or self._keys_of(version)
         z = (state[0] + keys[0]) & MASK
         z = (z ^ z >> 32) * F1 & MASK
@@ -177,7 +217,9 @@ class CodedPolicy:
         return token + (token >= self.eos_id)
 
     def draw(self, version: Version, state: State, count: int) -> tuple[list[int], State]:
-        """The next ``count`` tokens, and the state after them: ``next_token`` and ``extend`` in turn, in half the time."""
+        """The next ``count`` tokens, and the state after them: ``next_token`` and ``extend`` in
+        turn, in half the time.
+        """
         key = (self._keys.get(version) or self._keys_of(version))[0]
         rest, eos_id, eos_every = self.vocab - 1, self.eos_id, self.eos_every
         total, position = state
@@ -199,14 +241,24 @@ class CodedPolicy:
             total = (total + (z ^ z >> 33)) & MASK
         return tokens, (total, position)
 
-    def draw_many(self, version: Version, states: Sequence[State], count: int) -> list[tuple[list[int], State]]:
+    def draw_many(
+        self, version: Version, states: Sequence[State], count: int
+    ) -> list[tuple[list[int], State]]:
         """``draw`` for several sequences at once: from four on, sooner than one after the other."""
         key = self._keys_of(version)[0]
-        return draw_lanes(key, states, count, vocab=self.vocab, eos_every=self.eos_every, eos_id=self.eos_id)
+        return draw_lanes(
+            key, states, count, vocab=self.vocab, eos_every=self.eos_every, eos_id=self.eos_id
+        )
 
-    def choices(self, version: Version, ids: Sequence[int], start: int = 0) -> npt.NDArray[np.int64]:
-        """``next_token`` after each ``ids[:i]`` for ``i >= start``, at once: ``(len(ids) - start,)``."""
-        before = np.concatenate([np.zeros(1, dtype=np.uint64), prefix_hashes(ids)])[start : len(ids)]
+    def choices(
+        self, version: Version, ids: Sequence[int], start: int = 0
+    ) -> npt.NDArray[np.int64]:
+        """``next_token`` after each ``ids[:i]`` for ``i >= start``, at once: ``(len(ids) -
+        start,)``.
+        """
+        before = np.concatenate([np.zeros(1, dtype=np.uint64), prefix_hashes(ids)])[
+            start : len(ids)
+        ]
         z = finish(before + np.uint64(self._keys_of(version)[0]))
         token = ((z & _N_LOW) % np.uint64(self.vocab - 1)).astype(np.int64)
         token += token >= self.eos_id
@@ -215,45 +267,70 @@ class CodedPolicy:
         return token
 
     def logprobs(self, version: Version, ids: Sequence[int], start: int) -> LogprobArray:
-        """Log-probability of ``ids[i]`` given ``ids[:i]`` for ``i >= start``: ``(len(ids) - start,)``, in [-8, 0), T = 1."""
+        """Log-probability of ``ids[i]`` given ``ids[:i]`` for ``i >= start``: ``(len(ids) -
+        start,)``, in [-8, 0), T = 1.
+        """
         return _logprobs_of(self._drawn(version, ids, start, 1))
 
     def routes(self, version: Version, ids: Sequence[int], start: int = 0) -> IntArray:
-        """Experts of the forward of each token from ``start`` on: ``(len(ids) - start, num_layers, top_k)``.
+        """Experts of the forward of each token from ``start`` on: ``(len(ids) - start, num_layers,
+        top_k)``.
 
-        Row i depends on ``ids[:i + 1]``. The k experts of a cell are distinct; dense layers hold zeros.
+        Row i depends on ``ids[:i + 1]``. The k experts of a cell are distinct; dense layers hold
+        zeros.
         """
         return self.routes_of_hashes(self._drawn(version, ids, start, 2))
 
-    def logprobs_spans(self, spans: Iterable[VersionSpan], ids: Sequence[int], start: int, stop: int) -> LogprobArray:
-        """As ``logprobs`` for positions ``start`` to ``stop``, each under the version whose span holds it."""
+    def logprobs_spans(
+        self, spans: Iterable[VersionSpan], ids: Sequence[int], start: int, stop: int
+    ) -> LogprobArray:
+        """As ``logprobs`` for positions ``start`` to ``stop``, each under the version whose span
+        holds it.
+        """
         return _logprobs_of(finish(self._seeds((spans, ids, start, stop), 1)))
 
-    def routes_spans(self, spans: Iterable[VersionSpan], ids: Sequence[int], start: int, stop: int) -> IntArray:
-        """As ``routes`` for positions ``start`` to ``stop``, each under the version whose span holds it.
+    def routes_spans(
+        self, spans: Iterable[VersionSpan], ids: Sequence[int], start: int, stop: int
+    ) -> IntArray:
+        """As ``routes`` for positions ``start`` to ``stop``, each under the version whose span
+        holds it.
 
-        Raises ``UsageError`` where a position has no span: a row without a version was never computed.
+        Raises ``UsageError`` where a position has no span: a row without a version was never
+        computed.
         """
         return self.routes_of_hashes(finish(self._seeds((spans, ids, start, stop), 2)))
 
-    def logprobs_many(self, stretches: Sequence[Stretch], hashes: Sequence[Hashes] | None = None) -> list[LogprobArray]:
-        """``logprobs_spans`` of each, in one pass: most of what a short one takes, numpy takes for each pass.
+    def logprobs_many(
+        self, stretches: Sequence[Stretch], hashes: Sequence[Hashes] | None = None
+    ) -> list[LogprobArray]:
+        """``logprobs_spans`` of each, in one pass: most of what a short one takes, numpy takes for
+        each pass.
 
         ``hashes`` are the ``prefix_hashes`` of their ids, where whoever asks has them: engines do.
         """
         return _parted(_logprobs_of(finish(self._seeds_many(stretches, 1, hashes))), stretches)
 
-    def routes_many(self, stretches: Sequence[Stretch], hashes: Sequence[Hashes] | None = None) -> list[IntArray]:
+    def routes_many(
+        self, stretches: Sequence[Stretch], hashes: Sequence[Hashes] | None = None
+    ) -> list[IntArray]:
         """``routes_spans`` of each, in one pass; ``hashes`` as for ``logprobs_many``."""
-        return _parted(self.routes_of_hashes(finish(self._seeds_many(stretches, 2, hashes))), stretches)
+        return _parted(
+            self.routes_of_hashes(finish(self._seeds_many(stretches, 2, hashes))), stretches
+        )
 
     def route_hashes(self, version: Version, ids: Sequence[int]) -> Hashes:
-        """``(len(ids),)``: what ``routes_of_hashes`` expands, one number a row; equal rows have equal hashes."""
+        """``(len(ids),)``: what ``routes_of_hashes`` expands, one number a row; equal rows have
+        equal hashes.
+        """
         return self._drawn(version, ids, 0, 2)
 
     def routes_of_hashes(self, hashes: Hashes, layers: Sequence[int] | None = None) -> IntArray:
-        """Expand row hashes into ``(len(hashes), len(layers), top_k)``; ``layers`` are all layers unless given."""
-        width, columns, factors = _columns(self.num_layers, self.moe_layers, None if layers is None else tuple(layers))
+        """Expand row hashes into ``(len(hashes), len(layers), top_k)``; ``layers`` are all layers
+        unless given.
+        """
+        width, columns, factors = _columns(
+            self.num_layers, self.moe_layers, None if layers is None else tuple(layers)
+        )
         full = len(columns) == width
         table = cells_of(self.num_experts, self.top_k)
         out = (np.empty if full else np.zeros)((len(hashes), width), dtype=table.dtype)
@@ -265,24 +342,32 @@ class CodedPolicy:
             np.multiply(part[:, None], factors, out=lines)
             np.right_shift(lines, _TABLE_SHIFT, out=lines)
             if full:
-                # mode="clip" spares the copy that numpy makes with out= and bounds errors; no index is out of bounds
+                # mode="clip" spares the copy that numpy makes with out= and bounds errors; no index
+                # is out of bounds
                 table.take(lines.view(np.int64), out=out[low : low + len(part)], mode="clip")
             else:
                 out[low : low + len(part), columns] = table[lines.view(np.int64)]
         return out.view(self.dtype).reshape(len(hashes), width, self.top_k)
 
     def _drawn(self, version: Version, ids: Sequence[int], start: int, what: int) -> Hashes:
-        """``(len(ids) - start,)``: what ``version`` draws at each position; ``what`` is 0 tokens, 1 logprobs, 2 routes."""
+        """``(len(ids) - start,)``: what ``version`` draws at each position; ``what`` is 0 tokens, 1
+        logprobs, 2 routes.
+        """
         if not 0 <= start <= len(ids):
             raise UsageError(f"Position {start} does not lie in a sequence of {len(ids)} tokens.")
         return finish(prefix_hashes(ids)[start:] + np.uint64(self._keys_of(version)[what]))
 
     def _seeds(self, stretch: Stretch, what: int) -> Hashes:
-        """``(stop - start,)``: what ``finish`` makes those of ``_drawn`` of, each position under the version whose span holds it."""
+        """``(stop - start,)``: what ``finish`` makes those of ``_drawn`` of, each position under
+        the version whose span holds it.
+        """
         spans, ids, start, stop = stretch
         if not 0 <= start <= stop <= len(ids):
-            raise UsageError(f"Positions {start} to {stop} do not lie in a sequence of {len(ids)} tokens.")
-        # an engine asks for all tokens and then for all rows, one fewer: the hashes of the longer are those of the shorter
+            raise UsageError(
+                f"Positions {start} to {stop} do not lie in a sequence of {len(ids)} tokens."
+            )
+        # an engine asks for all tokens and then for all rows, one fewer: the hashes of the longer
+        # are those of the shorter
         prefix = prefix_hashes(ids if len(ids) <= stop + 1 else ids[:stop])[start:stop]
         spans = list(spans)
         if len(spans) == 1 and spans[0][0] <= start and stop <= spans[0][1]:
@@ -295,16 +380,28 @@ class CodedPolicy:
                 keys[low - start : high - start] = self._keys_of(version)[what]
                 covered += high - low
         if covered < stop - start:
-            raise UsageError(f"The spans cover {covered} of the positions {start} to {stop}: every position needs a version.")
+            raise UsageError(
+                f"The spans cover {covered} of the positions {start} to {stop}: every position"
+                " needs a version."
+            )
         return prefix + keys
 
-    def _seeds_many(self, stretches: Sequence[Stretch], what: int, hashes: Sequence[Hashes] | None) -> Hashes:
+    def _seeds_many(
+        self, stretches: Sequence[Stretch], what: int, hashes: Sequence[Hashes] | None
+    ) -> Hashes:
         """``_seeds`` of all stretches, one after the other."""
         if not _alike(stretches):
-            return np.concatenate([np.zeros(0, np.uint64), *[self._seeds(one, what) for one in stretches]])
+            return np.concatenate(
+                [np.zeros(0, np.uint64), *[self._seeds(one, what) for one in stretches]]
+            )
         if hashes is None:
             hashes = hashes_of_many([ids for _, ids, _, _ in stretches])
-        joined = np.concatenate([known[start:stop] for known, (_, _, start, stop) in zip(hashes, stretches, strict=True)])
+        joined = np.concatenate(
+            [
+                known[start:stop]
+                for known, (_, _, start, stop) in zip(hashes, stretches, strict=True)
+            ]
+        )
         joined += np.uint64(self._keys_of(next(iter(stretches[0][0]))[2])[what])
         return joined
 
@@ -313,24 +410,37 @@ class CodedPolicy:
         found = self._keys.get(version)
         if found is None:
             if version is None or isinstance(version, bool) or not isinstance(version, int | str):
-                raise UsageError(f"The coded policy has values for a version that is an int or a str, not for {version!r}.")
-            digest = hashlib.blake2b(f"{self.seed}/{type(version).__name__}/{version}".encode(), digest_size=24).digest()
-            tokens, logprobs, routes = (int.from_bytes(digest[i : i + 8], "little") for i in (0, 8, 16))
+                raise UsageError(
+                    "The coded policy has values for a version that is an int or a str, not for"
+                    f" {version!r}."
+                )
+            digest = hashlib.blake2b(
+                f"{self.seed}/{type(version).__name__}/{version}".encode(), digest_size=24
+            ).digest()
+            tokens, logprobs, routes = (
+                int.from_bytes(digest[i : i + 8], "little") for i in (0, 8, 16)
+            )
             found = self._keys[version] = (tokens, logprobs, routes)
         return found
 
 
 def mixed_key(version: Version, kv_versions: Iterable[Version]) -> Version:
-    """The version-like key of a forward under weights ``version`` over KV that ``kv_versions`` computed.
+    """The version-like key of a forward under weights ``version`` over KV that ``kv_versions``
+    computed.
 
-    Equals ``version`` where they are all the same; else a str whose values no pure version explains. Runs of equal
-    versions count once, so that the versions of spans may be given in place of one per position.
+    Equals ``version`` where they are all the same; else a str whose values no pure version
+    explains. Runs of equal versions count once, so that the versions of spans may be given in place
+    of one per position.
     """
     runs: list[Version] = []
     for one in kv_versions:
         if not runs or runs[-1] != one:
             runs.append(one)
-    return version if all(one == version for one in runs) else f"{version!r} over KV of {', '.join(repr(one) for one in runs)}"
+    return (
+        version
+        if all(one == version for one in runs)
+        else f"{version!r} over KV of {', '.join(repr(one) for one in runs)}"
+    )
 
 
 @lru_cache(maxsize=64, typed=True)
@@ -372,8 +482,12 @@ def _logprobs_of(drawn: Hashes) -> LogprobArray:
 
 
 @lru_cache(maxsize=256)
-def _columns(num_layers: int, moe_layers: tuple[int, ...], chosen: tuple[int, ...] | None) -> tuple[int, list[int], Hashes]:
-    """Number of columns, those of MoE layers, and ``(moe columns,)`` odd random factors, one per global layer."""
+def _columns(
+    num_layers: int, moe_layers: tuple[int, ...], chosen: tuple[int, ...] | None
+) -> tuple[int, list[int], Hashes]:
+    """Number of columns, those of MoE layers, and ``(moe columns,)`` odd random factors, one per
+    global layer.
+    """
     layers = range(num_layers) if chosen is None else chosen
     moe = frozenset(moe_layers)
     columns = [column for column, layer in enumerate(layers) if layer in moe]

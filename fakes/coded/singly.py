@@ -1,4 +1,6 @@
-"""Singly: what a subclass of the coded policy says of one sequence holds where an engine asks for many, too."""
+"""Singly: what a subclass of the coded policy says of one sequence holds where an engine asks for
+many, too.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,9 @@ __all__ = ["follow_overrides"]
 
 
 def follow_overrides(cls: type) -> None:
-    """Where ``cls`` has a method for one from nearer than the method for many, the latter becomes a loop over the former."""
+    """Where ``cls`` has a method for one from nearer than the method for many, the latter becomes a
+    loop over the former.
+    """
     for many, (singles, loop) in _LOOPS.items():
         if min(_place(cls, single) for single in singles) < _place(cls, many):
             setattr(cls, many, loop)
@@ -24,7 +28,9 @@ def _place(cls: type, name: str) -> int:
     return next(place for place, base in enumerate(cls.__mro__) if name in vars(base))
 
 
-def _draw(policy: CodedPolicy, version: Version, state: State, count: int) -> tuple[list[int], State]:
+def _draw(
+    policy: CodedPolicy, version: Version, state: State, count: int
+) -> tuple[list[int], State]:
     tokens = []
     for _ in range(count):
         tokens.append(policy.next_token(version, state))
@@ -32,15 +38,21 @@ def _draw(policy: CodedPolicy, version: Version, state: State, count: int) -> tu
     return tokens, state
 
 
-def _draw_many(policy: CodedPolicy, version: Version, states: Sequence[State], count: int) -> list[tuple[list[int], State]]:
+def _draw_many(
+    policy: CodedPolicy, version: Version, states: Sequence[State], count: int
+) -> list[tuple[list[int], State]]:
     return [policy.draw(version, state, count) for state in states]
 
 
-def _logprobs_many(policy: CodedPolicy, stretches: Sequence[Stretch], hashes: object = None) -> list[LogprobArray]:  # noqa: ARG001 - as what it stands in for
+def _logprobs_many(
+    policy: CodedPolicy, stretches: Sequence[Stretch], hashes: object = None
+) -> list[LogprobArray]:
     return [policy.logprobs_spans(*one) for one in stretches]
 
 
-def _routes_many(policy: CodedPolicy, stretches: Sequence[Stretch], hashes: object = None) -> list[IntArray]:  # noqa: ARG001 - as above
+def _routes_many(
+    policy: CodedPolicy, stretches: Sequence[Stretch], hashes: object = None
+) -> list[IntArray]:
     return [policy.routes_spans(*one) for one in stretches]
 
 
@@ -50,4 +62,6 @@ _LOOPS: Mapping[str, tuple[tuple[str, ...], Callable[..., Any]]] = {
     "logprobs_many": (("logprobs_spans",), _logprobs_many),
     "routes_many": (("routes_spans",), _routes_many),
 }
-"""Methods for many, in an order in which each finds those before it settled; the methods for one; the loops."""
+"""Methods for many, in an order in which each finds those before it settled; the methods for one;
+the loops.
+"""

@@ -17,13 +17,16 @@ TABLE_BITS = 14
 
 @lru_cache(maxsize=64)
 def cells_of(num_experts: int, top_k: int) -> npt.NDArray[Any]:
-    """``(2**14,)`` cells, each ``top_k`` distinct experts in an order, packed into one element of ``top_k`` ids.
+    """``(2**14,)`` cells, each ``top_k`` distinct experts in an order, packed into one element of
+    ``top_k`` ids.
 
-    Drawn uniformly among the ordered choices: number k is drawn among the experts that are left, and its rank among
-    those is turned into an id by stepping over the ids already taken, in ascending order.
+    Drawn uniformly among the ordered choices: number k is drawn among the experts that are left,
+    and its rank among those is turned into an id by stepping over the ids already taken, in
+    ascending order.
     """
     dtype = np.dtype(np.min_scalar_type(num_experts - 1))
-    # random cases draw a model each: passes over narrow columns build its table in a tenth of the time of int64 rows that are sorted
+    # random cases draw a model each: passes over narrow columns build its table in a tenth of the
+    # time of int64 rows that are sorted
     narrow = np.dtype(np.uint16 if num_experts < 1 << 16 else np.uint32)
     size = 1 << TABLE_BITS
     out = np.empty((size, top_k), dtype=dtype)

@@ -1,8 +1,9 @@
 """Faults and other events of a case: when each action fires, and what it does to the fleet.
 
-An action fires at a moment of its request's life: in the queue, at an admission, at a token. At one moment at most one
-action of a request fires; another that is due waits for the next moment. So two aborts at the same token count are an
-abort, and another of the call that resumes, before its first token.
+An action fires at a moment of its request's life: in the queue, at an admission, at a token. At one
+moment at most one action of a request fires; another that is due waits for the next moment. So two
+aborts at the same token count are an abort, and another of the call that resumes, before its first
+token.
 """
 
 from __future__ import annotations
@@ -28,7 +29,9 @@ RETRY_STEPS = 20
 
 
 class Schedule(EngineHooks):
-    """Watches the requests' tokens and fires what is due. ``attribute`` tells whose call it is from its prompt."""
+    """Watches the requests' tokens and fires what is due. ``attribute`` tells whose call it is from
+    its prompt.
+    """
 
     def __init__(
         self,
@@ -121,11 +124,15 @@ class Shot:
 
     def note(self, what: str) -> None:
         """Record a fault of the call."""
-        self.fleet.recorder.record(Fault(what=what, server_id=self.call.server_id, call_id=self.call.call_id))
+        self.fleet.recorder.record(
+            Fault(what=what, server_id=self.call.server_id, call_id=self.call.call_id)
+        )
 
 
 def perform(shot: Shot) -> Coroutine[Any, Any, None] | None:
-    """Do what the action says. What must happen before the call's reply does so at once; the rest is returned to be awaited."""
+    """Do what the action says. What must happen before the call's reply does so at once; the rest
+    is returned to be awaited.
+    """
     return _DEEDS[shot.action.do](shot)
 
 

@@ -21,7 +21,9 @@ class Balancer:
         return dict(self._load)
 
     def acquire(self, avoid: Collection[str] = ()) -> str:
-        """Count one call for a server and return its id; those in ``avoid`` only where no other is left."""
+        """Count one call for a server and return its id; those in ``avoid`` only where no other is
+        left.
+        """
         server = min(self._load, key=lambda name: (name in avoid, self._load[name]))
         self._load[server] += 1
         return server
@@ -29,7 +31,9 @@ class Balancer:
     def release(self, server: str) -> None:
         """Give one call back. Raises ``UsageError`` where none is out."""
         if self._load.get(server, 0) < 1:
-            raise UsageError(f"Server {server!r} has no acquired call to release; acquired are {self._load}.")
+            raise UsageError(
+                f"Server {server!r} has no acquired call to release; acquired are {self._load}."
+            )
         self._load[server] -= 1
 
     def gauges(self) -> dict[str, float]:

@@ -1,6 +1,8 @@
-"""Fake engine as an ``EngineSubject``: driven by the same conformance run as real engines, on a virtual clock, in milliseconds.
+"""Fake engine as an ``EngineSubject``: driven by the same conformance run as real engines, on a
+virtual clock, in milliseconds.
 
-It hands over what a real engine would show and nothing else: the truth that the fake records stays in a recorder of its own.
+It hands over what a real engine would show and nothing else: the truth that the fake records stays
+in a recorder of its own.
 """
 
 from __future__ import annotations
@@ -28,22 +30,30 @@ from rollproof.fakes.engine.scheduler import EngineHooks
 __all__ = ["MODEL", "VERSIONS", "CodedReference", "FakeEngineSubject"]
 
 MODEL = Model(num_layers=5, moe_layers=(1, 2, 3, 4), num_experts=8, top_k=2)
-"""The model that fake engines stand for: its first layer is dense, so that a mistaken layer axis shows."""
+"""The model that fake engines stand for: its first layer is dense, so that a mistaken layer axis
+shows.
+"""
 VERSIONS: Mapping[str, int] = {"A": 0, "B": 1}
 """The fake's number of the weights of each checkpoint."""
 
 
 class FakeEngineSubject:
-    """The fake engine of ``flavour`` behind the interface of engine adapters. ``settings.model`` is not read: the model is ``MODEL``."""
+    """The fake engine of ``flavour`` behind the interface of engine adapters. ``settings.model`` is
+    not read: the model is ``MODEL``.
+    """
 
     contract: Contract
 
-    def __init__(self, settings: EngineSettings, flavour: str | Flavour = "vllm", seed: int = 0) -> None:
+    def __init__(
+        self, settings: EngineSettings, flavour: str | Flavour = "vllm", seed: int = 0
+    ) -> None:
         self.settings = settings
         self.flavour: Flavour = flavour_named(flavour) if isinstance(flavour, str) else flavour
         self.policy: CodedPolicy = CodedPolicy.from_model(MODEL, seed)
         terms = engine_terms(self.flavour, settings.max_length)
-        self.contract = replace(engine_contract(self.flavour, MODEL, KvPolicy.RECOMPUTE), engine=terms)
+        self.contract = replace(
+            engine_contract(self.flavour, MODEL, KvPolicy.RECOMPUTE), engine=terms
+        )
         self._watching: dict[str, tuple[Query, Watch]] = {}
         self._recorder: Recorder | None = None
         self._engine: FakeEngine | None = None
@@ -163,7 +173,9 @@ class FakeEngineSubject:
         if query.stream is StreamMode.DELTA and query.samples == 1:
             tokens = tokens[-1:] if output.finish_reason is not FinishReason.ABORT else ()
         rows = None if output.routes is None else len(output.routes)
-        last = Piece(token_ids=tokens, sampled=len(output.token_ids), rows=rows, finished=True, sample=sample)
+        last = Piece(
+            token_ids=tokens, sampled=len(output.token_ids), rows=rows, finished=True, sample=sample
+        )
         watch(self.piece(last, query))
 
 
@@ -185,7 +197,9 @@ class _Progress(EngineHooks):
 
 
 class CodedReference:
-    """The coded policy as an independent forward (``rollproof.engines.reference_model.Reference``): exact, so that no margin is small."""
+    """The coded policy as an independent forward (``rollproof.engines.reference_model.Reference``):
+    exact, so that no margin is small.
+    """
 
     def __init__(self, policy: CodedPolicy) -> None:
         self._policy = policy
@@ -193,7 +207,9 @@ class CodedReference:
     def forward(
         self, version: str, ids: Sequence[int], temperature: float
     ) -> tuple[LogprobArray, LogprobArray, IntArray, LogprobArray, LogprobArray]:
-        """Logprobs at 1 and at ``temperature``, routes, margins and orders, as ``rollproof.core.trace.Reference`` has them."""
+        """Logprobs at 1 and at ``temperature``, routes, margins and orders, as
+        ``rollproof.core.trace.Reference`` has them.
+        """
         number = VERSIONS[version]
         raw = self._policy.logprobs(number, ids, 0)
         raw[:1] = np.nan
@@ -203,7 +219,9 @@ class CodedReference:
 
 
 def scaled(logprobs: LogprobArray, temperature: float) -> LogprobArray:
-    """The stand-in for a distribution at a temperature: a coded policy has none, and any function that differs will do."""
+    """The stand-in for a distribution at a temperature: a coded policy has none, and any function
+    that differs will do.
+    """
     return logprobs if temperature in (0.0, 1.0) else logprobs / temperature
 
 
@@ -213,4 +231,10 @@ def _as_declared(flavour: Flavour, query: Query) -> EngineOutput | None:
     if how not in (Refusal.EMPTY, Refusal.ABORT):
         return None
     reason = FinishReason.LENGTH if how is Refusal.EMPTY else FinishReason.ABORT
-    return EngineOutput(token_ids=(), logprobs=None, routes=None, finish_reason=reason, native=flavour.native[reason])
+    return EngineOutput(
+        token_ids=(),
+        logprobs=None,
+        routes=None,
+        finish_reason=reason,
+        native=flavour.native[reason],
+    )

@@ -1,4 +1,6 @@
-"""Failures that callers of a fake engine meet; each is below the builtin that a real client would raise."""
+"""Failures that callers of a fake engine meet; each is below the builtin that a real client would
+raise.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +8,9 @@ __all__ = ["BadCall", "EngineFailure", "EnginePaused", "ReplyLost", "ServerDied"
 
 
 class EngineFailure(Exception):
-    """Base of what an engine does to its callers. Not a ``RollproofError``: a stack may let it through, and is judged by it."""
+    """Base of what an engine does to its callers. Not a ``RollproofError``: a stack may let it
+    through, and is judged by it.
+    """
 
 
 class ServerDied(EngineFailure, ConnectionError):
@@ -26,4 +30,6 @@ class TransferFailed(EngineFailure, RuntimeError):
 
 
 class BadCall(EngineFailure, ValueError):
-    """A call that real engines refuse: no prompt, a budget below 1, a start of routes outside the prompt."""
+    """A call that real engines refuse: no prompt, a budget below 1, a start of routes outside the
+    prompt.
+    """

@@ -1,8 +1,10 @@
-"""Fake engine: a rollout server with continuous batching on a virtual clock, answering from the coded policy.
+"""Fake engine: a rollout server with continuous batching on a virtual clock, answering from the
+coded policy.
 
-One task a server, alive only while there is work. A step admits calls, lets its duration pass, and then computes: prefill
-chunks, one token for every decoding call. So whatever happens in between (an abort, a pause, a weight update) happens
-before the tokens of the step. Weights change between steps, also while calls run.
+One task a server, alive only while there is work. A step admits calls, lets its duration pass, and
+then computes: prefill chunks, one token for every decoding call. So whatever happens in between (an
+abort, a pause, a weight update) happens before the tokens of the step. Weights change between
+steps, also while calls run.
 """
 
 from __future__ import annotations
@@ -15,25 +17,50 @@ from typing import Any
 from rollproof.core.case import EngineOptions
 from rollproof.core.engine_contract import Refusal
 from rollproof.core.records import EngineOutput, FinishReason, Scalar, Version, as_tokens
-from rollproof.core.trace import Abort, Call, Fault, Pause, PauseMode, Recorder, Reply, Resume, Weights
+from rollproof.core.trace import (
+    Abort,
+    Call,
+    Fault,
+    Pause,
+    PauseMode,
+    Recorder,
+    Reply,
+    Resume,
+    Weights,
+)
 from rollproof.fakes.coded.policy import CodedPolicy
-from rollproof.fakes.engine.exceptions import BadCall, EnginePaused, ReplyLost, ServerDied, TransferFailed
+from rollproof.fakes.engine.exceptions import (
+    BadCall,
+    EnginePaused,
+    ReplyLost,
+    ServerDied,
+    TransferFailed,
+)
 from rollproof.fakes.engine.flavours import Flavour, PausedCalls
-from rollproof.fakes.engine.inflight import AT_HAND, EngineCall, Wire, broken_off, empty_abort, handed
+from rollproof.fakes.engine.inflight import (
+    AT_HAND,
+    EngineCall,
+    Wire,
+    broken_off,
+    empty_abort,
+    handed,
+)
 from rollproof.fakes.engine.kv_cache import root_of
 from rollproof.fakes.engine.scheduler import Batch, EngineHooks
 
 __all__ = ["MAX_LENGTH", "FakeEngine"]
 
 MAX_LENGTH = 4096
-"""Tokens of prompt and response that a call may have, unless the engine was made with another bound."""
+"""Tokens of prompt and response that a call may have, unless the engine was made with another
+bound.
+"""
 
 
 class FakeEngine:
     """A server ``server_id`` of weights ``version``, shown under ``label``.
 
-    ``hooks`` number the calls, attribute them to requests and may act at every token. Everything is recorded. Methods
-    that stand for a message to the server raise ``ServerDied`` while it is dead.
+    ``hooks`` number the calls, attribute them to requests and may act at every token. Everything is
+    recorded. Methods that stand for a message to the server raise ``ServerDied`` while it is dead.
     """
 
     def __init__(
@@ -58,7 +85,9 @@ class FakeEngine:
         self.fail_next_load: bool = False
         self._recorder = recorder
         self._hooks = hooks or EngineHooks()
-        self._batch = Batch(server_id, policy, flavour, options, recorder, self._hooks, version, label)
+        self._batch = Batch(
+            server_id, policy, flavour, options, recorder, self._hooks, version, label
+        )
         self._pause: PauseMode | None = None
         self._resumes = 0
         self._drained: asyncio.Future[None] | None = None
@@ -97,11 +126,13 @@ class FakeEngine:
         routes_start: int = 0,
         wire: Wire | None = None,
     ) -> EngineOutput:
-        """One call: up to ``max_tokens`` tokens (``None``: up to the model's length) after ``prompt_ids``.
+        """One call: up to ``max_tokens`` tokens (``None``: up to the model's length) after
+        ``prompt_ids``.
 
-        ``request_id`` is the engine's own handle of the call, for ``abort``. Rows come from ``routes_start`` on where
-        the flavour knows that option; elsewhere it is ignored, and the output says 0. ``wire`` is what the reply goes through to
-        its caller. Raises ``BadCall``, ``ServerDied``, ``ReplyLost``, and ``EnginePaused`` where the flavour raises while paused.
+        ``request_id`` is the engine's own handle of the call, for ``abort``. Rows come from
+        ``routes_start`` on where the flavour knows that option; elsewhere it is ignored, and the
+        output says 0. ``wire`` is what the reply goes through to its caller. Raises ``BadCall``,
+        ``ServerDied``, ``ReplyLost``, and ``EnginePaused`` where the flavour raises while paused.
         """
         ids = as_tokens(prompt_ids, what="prompt_ids")
         call = Call(
@@ -133,10 +164,16 @@ class FakeEngine:
         return await self._answer(queued)
 
     async def abort(self, wanted: str = "*") -> tuple[int, ...]:
-        """End the calls whose handle is ``wanted`` (``"*"``: all), with what they have; returns their call ids."""
+        """End the calls whose handle is ``wanted`` (``"*"``: all), with what they have; returns
+        their call ids.
+        """
         self._refuse_dead()
         by_prefix = self.flavour.abort_by_prefix and wanted
-        hit = [call for call in self.in_flight if wanted == "*" or call.rid == wanted or (by_prefix and call.rid.startswith(wanted))]
+        hit = [
+            call
+            for call in self.in_flight
+            if wanted == "*" or call.rid == wanted or (by_prefix and call.rid.startswith(wanted))
+        ]
         return await self._abort(wanted, hit)
 
     async def abort_call(self, call_id: int) -> tuple[int, ...]:
@@ -146,11 +183,13 @@ class FakeEngine:
         return await self._abort(hit[0].rid if hit else f"call-{call_id}", hit)
 
     async def pause(self, mode: PauseMode = PauseMode.ABORT, clear_cache: bool = True) -> None:
-        """Stop admitting, deal with the calls in flight as ``mode`` says, and return when that is done.
+        """Stop admitting, deal with the calls in flight as ``mode`` says, and return when that is
+        done.
 
-        ``clear_cache`` also drops all KV: the prefix cache, and that of frozen calls, which prefill anew after the
-        resume. In place, nothing can be dropped. Pausing twice is allowed; one resume ends both. A pause that a resume
-        ended before it was complete returns all the same, and is not recorded: the server admits, or drains for another pause.
+        ``clear_cache`` also drops all KV: the prefix cache, and that of frozen calls, which prefill
+        anew after the resume. In place, nothing can be dropped. Pausing twice is allowed; one
+        resume ends both. A pause that a resume ended before it was complete returns all the same,
+        and is not recorded: the server admits, or drains for another pause.
         """
         self._refuse_dead()
         mode = PauseMode(mode)
@@ -166,7 +205,9 @@ class FakeEngine:
             self._batch.preempt(tuple(self._batch.running))
         if clear:
             self._batch.clear_cache()
-        self._recorder.record(Pause(server_id=self.server_id, mode=mode, clear_cache=clear, progress=self.progress()))
+        self._recorder.record(
+            Pause(server_id=self.server_id, mode=mode, clear_cache=clear, progress=self.progress())
+        )
 
     async def resume(self) -> None:
         """Admit and run again. Without a pause it changes nothing."""
@@ -177,22 +218,28 @@ class FakeEngine:
         self._wake()
 
     async def load(self, version: int, label: Version = None, *, identity: bool = False) -> None:
-        """Weights become ``version`` after a transfer of one step, also while calls run; then ``label`` is shown.
+        """Weights become ``version`` after a transfer of one step, also while calls run; then
+        ``label`` is shown.
 
-        Without a label the server shows ``None``: nothing was published for these weights. Raises ``TransferFailed``
-        where ``fail_next_load`` is set; the weights then stay.
+        Without a label the server shows ``None``: nothing was published for these weights. Raises
+        ``TransferFailed`` where ``fail_next_load`` is set; the weights then stay.
         """
         self._refuse_dead()
         await asyncio.sleep(self.options.step)
         self.load_now(version, label, identity=identity)
 
     def load_now(self, version: int, label: Version = None, *, identity: bool = False) -> None:
-        """As ``load``, in no time: for stacks that block while they transfer (a ``ray.get`` inside of a coroutine)."""
+        """As ``load``, in no time: for stacks that block while they transfer (a ``ray.get`` inside
+        of a coroutine).
+        """
         self._refuse_dead()
         if self.fail_next_load:
             self.fail_next_load = False
             self._recorder.record(Fault(what="update-failure", server_id=self.server_id))
-            raise TransferFailed(f"The weight transfer to {self.server_id} broke in the middle; it still serves version {self.version}.")
+            raise TransferFailed(
+                f"The weight transfer to {self.server_id} broke in the middle; it still serves"
+                f" version {self.version}."
+            )
         self._batch.reweigh(version)
         self._publish(label, loaded=True, identity=identity)
 
@@ -207,11 +254,15 @@ class FakeEngine:
         self._batch.clear_cache()
 
     def evict(self, call_id: int) -> bool:
-        """Preempt a running call: its KV is freed, it goes to the head of the queue. False where it does not run."""
+        """Preempt a running call: its KV is freed, it goes to the head of the queue. False where it
+        does not run.
+        """
         return self._batch.preempt((call_id,))
 
     def kill(self) -> None:
-        """Die with everything in flight: callers see ``ServerDied``. Nothing where it is dead already."""
+        """Die with everything in flight: callers see ``ServerDied``. Nothing where it is dead
+        already.
+        """
         if not self.alive:
             return
         self.alive = False
@@ -219,14 +270,18 @@ class FakeEngine:
         self._recorder.record(Fault(what="death", server_id=self.server_id))
         for call in self._batch.clear():
             if call.wire.stream is not None and call.sampled:
-                self._recorder.record(broken_off(call, self.version, self.policy, self.flavour, self.label))
+                self._recorder.record(
+                    broken_off(call, self.version, self.policy, self.flavour, self.label)
+                )
             if not call.future.done():
                 call.future.set_exception(self._died())
         if self._drained is not None and not self._drained.done():
             self._drained.set_exception(self._died())
 
     def revive(self, version: int | None = None, label: Version = None) -> None:
-        """Come back empty: with the weights it had, or with ``version`` under ``label``. Nothing where it lives."""
+        """Come back empty: with the weights it had, or with ``version`` under ``label``. Nothing
+        where it lives.
+        """
         if self.alive:
             return
         self.alive = True
@@ -237,11 +292,20 @@ class FakeEngine:
 
     def progress(self) -> dict[int, int]:
         """Tokens sampled by each call in flight, by call id."""
-        return {call.call_id: call.sampled for call in sorted(self.in_flight, key=lambda call: call.call_id)}
+        return {
+            call.call_id: call.sampled
+            for call in sorted(self.in_flight, key=lambda call: call.call_id)
+        }
 
     def gauges(self) -> dict[str, float]:
-        """Counters that return to where they started: calls that run and wait, and whether the server is paused."""
-        counts = {"running": len(self._batch.running), "waiting": len(self._batch.queue), "paused": self.paused}
+        """Counters that return to where they started: calls that run and wait, and whether the
+        server is paused.
+        """
+        counts = {
+            "running": len(self._batch.running),
+            "waiting": len(self._batch.queue),
+            "paused": self.paused,
+        }
         return {f"{self.server_id}/{name}": float(count) for name, count in counts.items()}
 
     def _died(self) -> ServerDied:
@@ -266,11 +330,15 @@ class FakeEngine:
         )
 
     async def _answer_late(self) -> None:
-        """A refusal takes time, too, though less than a step: a client that tries again at once would never let any pass."""
+        """A refusal takes time, too, though less than a step: a client that tries again at once
+        would never let any pass.
+        """
         await asyncio.sleep(self.options.step / 100)
 
     def _refused(self, call: Call) -> Reply | None:
-        """The reply to a call that is not even queued, or ``None``. Raises where the flavour refuses by raising."""
+        """The reply to a call that is not even queued, or ``None``. Raises where the flavour
+        refuses by raising.
+        """
         length, tokens = len(call.prompt_ids), call.max_tokens
         if not length or length >= self.max_length:
             raise BadCall(f"A prompt must have 1 to {self.max_length - 1} tokens, not {length}.")
@@ -278,10 +346,15 @@ class FakeEngine:
         if tokens is not None and tokens < least:
             raise BadCall(f"max_tokens must be at least {least}, not {tokens}.")
         if self.flavour.routes_start and not 0 <= call.routes_start <= length:
-            raise BadCall(f"routes_start must be 0 to {length}, the length of the prompt, not {call.routes_start}.")
+            raise BadCall(
+                f"routes_start must be 0 to {length}, the length of the prompt, not"
+                f" {call.routes_start}."
+            )
         rejected = self._hooks.rejects(call.request_id)
         if rejected:
-            self._recorder.record(Fault(what="reject", server_id=self.server_id, call_id=call.call_id))
+            self._recorder.record(
+                Fault(what="reject", server_id=self.server_id, call_id=call.call_id)
+            )
         if self.paused and self.flavour.paused_calls is PausedCalls.RAISE:
             raise EnginePaused(f"Server {self.server_id} is paused.")
         if not (rejected or (self.paused and self.flavour.paused_calls is PausedCalls.REJECT)):
@@ -297,7 +370,11 @@ class FakeEngine:
             rid=rid or f"call-{call.call_id}",
             ids=list(call.prompt_ids),
             prompt_len=length,
-            limit=self.max_length if call.max_tokens is None else min(self.max_length, length + call.max_tokens),
+            limit=(
+                self.max_length
+                if call.max_tokens is None
+                else min(self.max_length, length + call.max_tokens)
+            ),
             routes_start=call.routes_start if self.flavour.routes_start else 0,
             want_routes=call.want_routes,
             want_logprobs=call.want_logprobs,
@@ -312,7 +389,9 @@ class FakeEngine:
         return queued
 
     async def _answer(self, call: EngineCall) -> EngineOutput:
-        """Wait for the reply and hand it over; the faults that were planned for it happen on the way."""
+        """Wait for the reply and hand it over; the faults that were planned for it happen on the
+        way.
+        """
         try:
             await call.future
             if call.late_by or call.wire.late:
@@ -320,7 +399,11 @@ class FakeEngine:
         except asyncio.CancelledError:
             self._batch.drop(call)
             self._tell_drained()
-            if call.future.done() and not call.future.cancelled() and call.future.exception() is None:
+            if (
+                call.future.done()
+                and not call.future.cancelled()
+                and call.future.exception() is None
+            ):
                 self._deliver(self._batch.reply(call), delivered=False)
             raise
         reply = self._batch.reply(call)
@@ -329,7 +412,9 @@ class FakeEngine:
             await asyncio.sleep(call.lost_after * self.options.step)
             raise ReplyLost(f"The connection to {self.server_id} broke before the reply arrived.")
         if not call.wire.delivered:
-            self._recorder.record(Fault(what="lost-reply", server_id=self.server_id, call_id=call.call_id))
+            self._recorder.record(
+                Fault(what="lost-reply", server_id=self.server_id, call_id=call.call_id)
+            )
         self._deliver(reply, delivered=call.wire.send(call.call_id))
         if call.duplicated:
             self._deliver(reply, delivered=False, duplicate=True)
@@ -337,10 +422,14 @@ class FakeEngine:
 
     def _deliver(self, reply: Reply, *, delivered: bool = True, duplicate: bool = False) -> None:
         fresh = reply.index < 0 and reply.delivered is delivered and reply.duplicate is duplicate
-        self._recorder.record(reply if fresh else replace(reply, index=-1, delivered=delivered, duplicate=duplicate))
+        self._recorder.record(
+            reply if fresh else replace(reply, index=-1, delivered=delivered, duplicate=duplicate)
+        )
 
     async def _abort(self, wanted: str, calls: Sequence[EngineCall]) -> tuple[int, ...]:
-        awaited = [call for call in calls if not call.future.cancelled()]  # a caller that hangs up takes its call along
+        awaited = [
+            call for call in calls if not call.future.cancelled()
+        ]  # a caller that hangs up takes its call along
         hit = tuple(sorted(call.call_id for call in awaited))
         self._recorder.record(Abort(server_id=self.server_id, wanted=wanted, call_ids=hit))
         await self._end_all(awaited)
@@ -371,12 +460,16 @@ class FakeEngine:
         self._tell_drained()
         if self._task is None and self._has_work():
             loop, context = asyncio.get_running_loop(), self._hooks.context.copy()
-            self._task = loop.create_task(self._run(), name=f"engine {self.server_id}", context=context)
+            self._task = loop.create_task(
+                self._run(), name=f"engine {self.server_id}", context=context
+            )
 
     def _has_work(self) -> bool:
         if not self.alive or not (self._batch.running or self._batch.queue):
             return False
-        return self._pause is None or (self._pause is PauseMode.WAIT and any(call.started for call in self.in_flight))
+        return self._pause is None or (
+            self._pause is PauseMode.WAIT and any(call.started for call in self.in_flight)
+        )
 
     async def _run(self) -> None:
         try:
@@ -387,7 +480,8 @@ class FakeEngine:
                     self._batch.step()
                     if not self.options.step:
                         self._batch.hurry(only_started=self.paused)
-                self._tell_drained()  # an admission, too, may end the last call: one that was evicted on its last token
+                # an admission, too, may end the last call: one that was evicted on its last token
+                self._tell_drained()
         except Exception as error:  # noqa: BLE001 - a fault of the fake must reach the callers, or they would wait for ever
             for call in self._batch.clear():
                 if not call.future.done():

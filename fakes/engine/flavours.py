@@ -1,7 +1,8 @@
 """Flavours: the conventions in which engines answer, declared as data.
 
-Each value was measured on, or read from, a release of the engine: the docstring of the field says where engines differ
-and ``FLAVOURS`` who does what. The fake engine reads these fields; it never asks for a name.
+Each value was measured on, or read from, a release of the engine: the docstring of the field says
+where engines differ and ``FLAVOURS`` who does what. The fake engine reads these fields; it never
+asks for a name.
 """
 
 from __future__ import annotations
@@ -15,8 +16,27 @@ from types import MappingProxyType
 import numpy as np
 
 from rollproof.core.case import Model
-from rollproof.core.contract import Contract, Filler, KvPolicy, LayerAxis, Logprobs, Provenance, ResumeBy, Rows, TagRead, Versions
-from rollproof.core.engine_contract import EngineTerms, PausedCalls, PauseMode, Refusal, ReplyKey, RoutesSwitch, StreamMode
+from rollproof.core.contract import (
+    Contract,
+    Filler,
+    KvPolicy,
+    LayerAxis,
+    Logprobs,
+    Provenance,
+    ResumeBy,
+    Rows,
+    TagRead,
+    Versions,
+)
+from rollproof.core.engine_contract import (
+    EngineTerms,
+    PausedCalls,
+    PauseMode,
+    Refusal,
+    ReplyKey,
+    RoutesSwitch,
+    StreamMode,
+)
 from rollproof.core.records import FinishReason
 from rollproof.errors import UsageError
 
@@ -39,11 +59,15 @@ class VersionTag(StrEnum):
     EMISSION = "emission"
     """One label: the server's when the reply was emitted. Wrong for a call that an update overtook."""
     ADMISSION = "admission"
-    """One label: the server's when the call was admitted. May name weights that sampled no token (vLLM #54443)."""
+    """One label: the server's when the call was admitted. May name weights that sampled no token
+    (vLLM #54443).
+    """
     SPANS = "spans"
     """The label under which each token was sampled, as spans over the tokens of the call."""
     SPANS_AND_LAST = "spans-and-last"
-    """Spans, and as the one label that of the last span; a call without tokens shows one empty span."""
+    """Spans, and as the one label that of the last span; a call without tokens shows one empty
+    span.
+    """
 
 
 class Recompute(StrEnum):
@@ -59,14 +83,15 @@ class Recompute(StrEnum):
 class Flavour:
     """Declared conventions of an engine; ``source`` says how they are known.
 
-    ``dtypes`` are pairs (largest number of experts, numpy name), ascending: the first that fits is used.
-    ``abort_by_prefix``: aborting ``"1"`` also aborts ``"10"``. ``queued_abort_keeps_keys``: an abort in the waiting
-    queue, or while the prompt is being computed, shows the keys that any other reply shows; without, it has no routes and no count of
-    cached tokens, and ``queued_message`` as its message (SGLang's ``_make_abort_req``, measured on 0.5.21); an abort of a call that
-    samples has ``abort_message``.
-    ``queued_counts``: an abort in the waiting queue says that 0 tokens were cached.
-    ``pause_modes`` are those that the engine offers; the fake accepts all of them. ``routes_switch`` to
-    ``seeded`` mean what they mean in ``EngineTerms``; the fake refuses an empty prompt whatever ``empty_prompt`` says.
+    ``dtypes`` are pairs (largest number of experts, numpy name), ascending: the first that fits is
+    used. ``abort_by_prefix``: aborting ``"1"`` also aborts ``"10"``. ``queued_abort_keeps_keys``:
+    an abort in the waiting queue, or while the prompt is being computed, shows the keys that any
+    other reply shows; without, it has no routes and no count of cached tokens, and
+    ``queued_message`` as its message (SGLang's ``_make_abort_req``, measured on 0.5.21); an abort
+    of a call that samples has ``abort_message``. ``queued_counts``: an abort in the waiting queue
+    says that 0 tokens were cached. ``pause_modes`` are those that the engine offers; the fake
+    accepts all of them. ``routes_switch`` to ``seeded`` mean what they mean in ``EngineTerms``; the
+    fake refuses an empty prompt whatever ``empty_prompt`` says.
     """
 
     name: str
@@ -101,7 +126,10 @@ class Flavour:
         for largest, name in self.dtypes:
             if num_experts <= largest:
                 return np.dtype(name)
-        raise UsageError(f"Flavour {self.name!r} has no row dtype for {num_experts} experts; it declares {self.dtypes}.")
+        raise UsageError(
+            f"Flavour {self.name!r} has no row dtype for {num_experts} experts; it declares"
+            f" {self.dtypes}."
+        )
 
     @property
     def shows_spans(self) -> bool:
@@ -111,7 +139,8 @@ class Flavour:
 
 def engine_contract(flavour: Flavour, model: Model, kv_policy: KvPolicy) -> Contract:
     """The contract of one engine call: what ``flavour`` promises of its replies for ``model``."""
-    # a flavour holds a mapping, so its name stands for it; one that is not of FLAVOURS is somebody's own
+    # a flavour holds a mapping, so its name stands for it; one that is not of FLAVOURS is
+    # somebody's own
     if FLAVOURS.get(flavour.name) is flavour:
         return _shipped_contract(flavour.name, model, kv_policy)
     return _contract(flavour, model, kv_policy)
@@ -119,7 +148,9 @@ def engine_contract(flavour: Flavour, model: Model, kv_policy: KvPolicy) -> Cont
 
 @lru_cache(maxsize=256)
 def _shipped_contract(name: str, model: Model, kv_policy: KvPolicy) -> Contract:
-    """A run asks three times, and a thousand cases share a model: making and validating a contract costs as much as a call."""
+    """A run asks three times, and a thousand cases share a model: making and validating a contract
+    costs as much as a call.
+    """
     return _contract(FLAVOURS[name], model, kv_policy)
 
 
@@ -151,7 +182,9 @@ def engine_terms(flavour: Flavour, max_length: int) -> EngineTerms:
     return EngineTerms(
         max_length=max_length,
         pause_modes=flavour.pause_modes,
-        recomputing=tuple(mode for mode in flavour.pause_modes if mode in (PauseMode.KEEP, PauseMode.RETRACT)),
+        recomputing=tuple(
+            mode for mode in flavour.pause_modes if mode in (PauseMode.KEEP, PauseMode.RETRACT)
+        ),
         paused_calls=flavour.paused_calls,
         stream_modes=flavour.stream_modes,
         routes_switch=flavour.routes_switch,
@@ -164,7 +197,11 @@ def engine_terms(flavour: Flavour, max_length: int) -> EngineTerms:
         aborts=flavour.aborts,
         keys_finished=whole,
         keys_aborted=whole,
-        keys_early=(*empty, *always, ReplyKey.CACHED) if flavour.queued_abort_keeps_keys else (*empty, *always),
+        keys_early=(
+            (*empty, *always, ReplyKey.CACHED)
+            if flavour.queued_abort_keeps_keys
+            else (*empty, *always)
+        ),
         keys_queued=(*empty, *always, *((ReplyKey.CACHED,) if flavour.queued_counts else ())),
     )
 
@@ -174,7 +211,9 @@ def flavour_named(name: str) -> Flavour:
     try:
         return FLAVOURS[name]
     except KeyError:
-        raise UsageError(f"No engine flavour is named {name!r}; choose among {sorted(FLAVOURS)}.") from None
+        raise UsageError(
+            f"No engine flavour is named {name!r}; choose among {sorted(FLAVOURS)}."
+        ) from None
 
 
 _ENGINE_VERSIONS: Mapping[VersionTag, Versions] = {
@@ -184,9 +223,14 @@ _ENGINE_VERSIONS: Mapping[VersionTag, Versions] = {
     VersionTag.SPANS: Versions.SPAN,
     VersionTag.SPANS_AND_LAST: Versions.SPAN,
 }
-_TAG_READ: Mapping[VersionTag, TagRead] = {VersionTag.EMISSION: TagRead.EMISSION, VersionTag.ADMISSION: TagRead.ADMISSION}
+_TAG_READ: Mapping[VersionTag, TagRead] = {
+    VersionTag.EMISSION: TagRead.EMISSION,
+    VersionTag.ADMISSION: TagRead.ADMISSION,
+}
 _ANY = 1 << 31
-_PLAIN = MappingProxyType({FinishReason.STOP: "stop", FinishReason.LENGTH: "length", FinishReason.ABORT: "abort"})
+_PLAIN = MappingProxyType(
+    {FinishReason.STOP: "stop", FinishReason.LENGTH: "length", FinishReason.ABORT: "abort"}
+)
 _VLLM_MODES = (PauseMode.ABORT, PauseMode.WAIT, PauseMode.KEEP)
 _SGLANG_MODES = (PauseMode.ABORT, PauseMode.RETRACT, PauseMode.IN_PLACE)
 _VLLM_DTYPES = ((256, "uint8"), (1 << 16, "uint16"))
@@ -216,7 +260,9 @@ def _sglang(name: str, source: str, tag: VersionTag) -> Flavour:
     )
 
 
-def _vllm(name: str, source: str, tag: VersionTag, paused: PausedCalls = PausedCalls.PARK) -> Flavour:
+def _vllm(
+    name: str, source: str, tag: VersionTag, paused: PausedCalls = PausedCalls.PARK
+) -> Flavour:
     return Flavour(
         name=name,
         source=source,
@@ -236,16 +282,32 @@ FLAVOURS: Mapping[str, Flavour] = MappingProxyType(
     {
         flavour.name: flavour
         for flavour in (
-            _vllm("vllm", "vLLM 0.32 and later (capture by KV block hash, weight_versions): run on CPU", VersionTag.SPANS),
-            _vllm("vllm-0.26", "vLLM 0.22 to 0.26 (capture by slot, no weight_versions): from source", VersionTag.NONE),
+            _vllm(
+                "vllm",
+                "vLLM 0.32 and later (capture by KV block hash, weight_versions): run on CPU",
+                VersionTag.SPANS,
+            ),
+            _vllm(
+                "vllm-0.26",
+                "vLLM 0.22 to 0.26 (capture by slot, no weight_versions): from source",
+                VersionTag.NONE,
+            ),
             _vllm(
                 "vllm-gated",
                 "vLLM behind verl 0.9.1's admission gate with reject_request: from source",
                 VersionTag.SPANS,
                 PausedCalls.REJECT,
             ),
-            _sglang("sglang", "SGLang 0.5.19 and later (weight_versions): run on CPU", VersionTag.SPANS_AND_LAST),
-            _sglang("sglang-0.5.17", "SGLang 0.5.8 to 0.5.18 (one weight_version, read at emission): from source", VersionTag.EMISSION),
+            _sglang(
+                "sglang",
+                "SGLang 0.5.19 and later (weight_versions): run on CPU",
+                VersionTag.SPANS_AND_LAST,
+            ),
+            _sglang(
+                "sglang-0.5.17",
+                "SGLang 0.5.8 to 0.5.18 (one weight_version, read at emission): from source",
+                VersionTag.EMISSION,
+            ),
             Flavour(
                 name="trtllm",
                 source="TensorRT-LLM #18397, #12272: from source",
@@ -256,7 +318,10 @@ FLAVOURS: Mapping[str, Flavour] = MappingProxyType(
             ),
             Flavour(
                 name="rows-T",
-                source="the N-row engine of verl's CPU fixtures (test_llm_server_routed_experts_on_cpu.py)",
+                source=(
+                    "the N-row engine of verl's CPU fixtures"
+                    " (test_llm_server_routed_experts_on_cpu.py)"
+                ),
                 rows=Rows.ALL,
                 final_row=Filler.MINUS_ONE,
                 dtypes=((_ANY, "int32"),),

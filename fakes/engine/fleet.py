@@ -1,7 +1,8 @@
 """Fleet: the fake servers of a case, the weights that they serve, and what happens to them.
 
-Weights are numbered by the fleet: the trainer's n-th weights are version n, and are published under the label n unless
-nothing is published, or equal weights are published again. ``true`` versions number weights, labels are what is shown.
+Weights are numbered by the fleet: the trainer's n-th weights are version n, and are published under
+the label n unless nothing is published, or equal weights are published again. ``true`` versions
+number weights, labels are what is shown.
 """
 
 from __future__ import annotations
@@ -16,7 +17,17 @@ from rollproof.core.case import Action, Case
 from rollproof.core.contract import Contract, KvPolicy
 from rollproof.core.error_text import told
 from rollproof.core.records import FinishReason, Version
-from rollproof.core.trace import Fault, Observation, PauseMode, Recorder, Result, Submit, Update, UpdatePhase, Weights
+from rollproof.core.trace import (
+    Fault,
+    Observation,
+    PauseMode,
+    Recorder,
+    Result,
+    Submit,
+    Update,
+    UpdatePhase,
+    Weights,
+)
 from rollproof.errors import CaseError, UsageError
 from rollproof.fakes.coded.policy import CodedPolicy
 from rollproof.fakes.engine.actions import Schedule, Shot, perform
@@ -39,9 +50,9 @@ Updater: TypeAlias = "Callable[[int | None], Awaitable[None] | None]"
 class Fleet:
     """The servers ``s0``, ``s1``, ... of ``case``, all with the weights of ``case.first_version``.
 
-    ``pause_mode`` and ``clear_cache`` are what ``sync`` uses unless it is told otherwise; a subject whose own procedure
-    differs sets them in ``start``. Must be made inside a running event loop. Raises ``CaseError`` for a case that
-    cannot be run.
+    ``pause_mode`` and ``clear_cache`` are what ``sync`` uses unless it is told otherwise; a subject
+    whose own procedure differs sets them in ``start``. Must be made inside a running event loop.
+    Raises ``CaseError`` for a case that cannot be run.
     """
 
     def __init__(self, case: Case, recorder: Recorder) -> None:
@@ -54,7 +65,10 @@ class Fleet:
         self.clear_cache: bool = case.clear_cache
         self.schedule: Schedule = Schedule(case.actions, self._owner, self._fire)
         self.updates_failed: int = 0
-        longest = max(len(request.prompt_ids) + (request.budget or 0) + sum(map(len, request.turns)) for request in case.requests)
+        longest = max(
+            len(request.prompt_ids) + (request.budget or 0) + sum(map(len, request.turns))
+            for request in case.requests
+        )
         self.servers: Mapping[str, FakeEngine] = {
             name: FakeEngine(
                 name,
@@ -82,7 +96,14 @@ class Fleet:
         self._error: Exception | None = None
         self._giving_up = False
         for server in self.servers.values():
-            recorder.record(Weights(server_id=server.server_id, version=server.version, label=server.label, flushed=True))
+            recorder.record(
+                Weights(
+                    server_id=server.server_id,
+                    version=server.version,
+                    label=server.label,
+                    flushed=True,
+                )
+            )
 
     @property
     def engine_contract(self) -> Contract:
@@ -91,11 +112,17 @@ class Fleet:
 
     @property
     def kv_policy(self) -> KvPolicy:
-        """Whether KV of older weights is used after ``sync``: in frozen calls, or through the prefix cache."""
+        """Whether KV of older weights is used after ``sync``: in frozen calls, or through the
+        prefix cache.
+        """
         mode = PauseMode(self.pause_mode)
         frozen = mode in (PauseMode.KEEP, PauseMode.IN_PLACE)
         cleared = self.clear_cache and mode is not PauseMode.IN_PLACE
-        return KvPolicy.KEEP if not cleared and (frozen or self.case.engine.prefix_cache) else KvPolicy.RECOMPUTE
+        return (
+            KvPolicy.KEEP
+            if not cleared and (frozen or self.case.engine.prefix_cache)
+            else KvPolicy.RECOMPUTE
+        )
 
     def ray_handles(self) -> dict[str, RayHandle]:
         """The servers behind handles that look like those of Ray actors, by id."""
@@ -107,7 +134,9 @@ class Fleet:
         return self._labels
 
     def train(self, *, identity: bool = False) -> int:
-        """The trainer makes new weights; returns their label. With ``identity`` a new label for the weights it has."""
+        """The trainer makes new weights; returns their label. With ``identity`` a new label for the
+        weights it has.
+        """
         label = self.next_version()
         if identity:
             self._true[label] = self._trained
@@ -116,15 +145,21 @@ class Fleet:
         return label
 
     def weights_of(self, label: int | None) -> int:
-        """The true version of the weights that are published under ``label``; ``None``: those that the trainer has now."""
+        """The true version of the weights that are published under ``label``; ``None``: those that
+        the trainer has now.
+        """
         return self._trained if label is None else self._true.get(label, label)
 
     def set_updater(self, updater: Updater) -> None:
-        """Have weight updates done by ``updater(label or None)``: the subject's own procedure. Default: ``sync``."""
+        """Have weight updates done by ``updater(label or None)``: the subject's own procedure.
+        Default: ``sync``.
+        """
         self._updater = updater
 
     async def update(self, label: int | None) -> bool:
-        """One weight update by the updater; whether it worked. What it raises is recorded as a fault, not raised."""
+        """One weight update by the updater; whether it worked. What it raises is recorded as a
+        fault, not raised.
+        """
         if label is None:
             self._train_if_claimed()
         version = self.weights_of(label)
@@ -150,12 +185,15 @@ class Fleet:
             done = update()
             if inspect.isawaitable(done):
                 await done
-        except BaseException as error:  # whatever a stack's procedure raises, the run goes on and is judged
+        except (
+            BaseException
+        ) as error:  # whatever a stack's procedure raises, the run goes on and is judged
             pass_on(error)
             if self._giving_up and isinstance(error, asyncio.CancelledError):
                 raise
             self.updates_failed += 1
-            # without a server: the whole procedure gave up, where the engine's own record says that one transfer broke
+            # without a server: the whole procedure gave up, where the engine's own record says that
+            # one transfer broke
             self.recorder.record(Fault(what="update-failure", detail=told(error)))
             return False
         return True
@@ -168,29 +206,42 @@ class Fleet:
         clear_cache: bool | None = None,
         servers: Iterable[str] | None = None,
     ) -> None:
-        """The default weight update: pause, load, resume, on all living servers (or on ``servers``); one at a time.
+        """The default weight update: pause, load, resume, on all living servers (or on
+        ``servers``); one at a time.
 
-        ``version`` is the label to publish (``None``: no label). Whatever fails, the servers are resumed. Raises what
-        the transfer raised; a server that dies meanwhile is left out.
+        ``version`` is the label to publish (``None``: no label). Whatever fails, the servers are
+        resumed. Raises what the transfer raised; a server that dies meanwhile is left out.
         """
         true = self._claim(version)
         async with self._lock:
-            targets = [server for server in map(self._server, servers or self.servers) if server.alive]
-            mode = PauseMode(self.pause_mode if mode is None else mode)  # a subject may have set its plain name
+            targets = [
+                server for server in map(self._server, servers or self.servers) if server.alive
+            ]
+            mode = PauseMode(
+                self.pause_mode if mode is None else mode
+            )  # a subject may have set its plain name
             clear = self.clear_cache if clear_cache is None else clear_cache
             try:
                 await _each(server.pause(mode, clear) for server in targets)
-                await _each(server.load(true, version, identity=true == server.version) for server in targets)
+                await _each(
+                    server.load(true, version, identity=true == server.version)
+                    for server in targets
+                )
                 if servers is None:
                     self._synced = (true, version)
             finally:
                 await _each(server.resume() for server in targets)
 
     async def revive(self, server_id: str) -> None:
-        """Bring a dead server back, with the newest weights that the fleet serves; after the sync that runs, if one does."""
+        """Bring a dead server back, with the newest weights that the fleet serves; after the sync
+        that runs, if one does.
+        """
         async with self._lock:
             alive = [server for server in self.servers.values() if server.alive]
-            known = [self._synced, *((server.version, server.label) for server in [*alive, self._server(server_id)])]
+            known = [
+                self._synced,
+                *((server.version, server.label) for server in [*alive, self._server(server_id)]),
+            ]
             version, label = max(known, key=lambda pair: pair[0])
             self._server(server_id).revive(version, label)
 
@@ -203,9 +254,11 @@ class Fleet:
                 server.relabel(label)
 
     async def settle(self) -> None:
-        """Wait until every action that fired has done its work. Raises what an action raised beyond a failed update.
+        """Wait until every action that fired has done its work. Raises what an action raised beyond
+        a failed update.
 
-        An action that outlasts the case's deadline is cancelled and recorded as the fault ``update-hung``.
+        An action that outlasts the case's deadline is cancelled and recorded as the fault
+        ``update-hung``.
         """
         while self._tasks:
             tasks = list(self._tasks.values())
@@ -232,8 +285,12 @@ class Fleet:
         return out
 
     def _claim(self, label: int | None) -> int:
-        """The weights that a sync will load: fixed when it is asked for, however long it then waits for its turn."""
-        if label is None and not self._updating:  # while an update runs, replica after replica gets the weights that it is for
+        """The weights that a sync will load: fixed when it is asked for, however long it then waits
+        for its turn.
+        """
+        if (
+            label is None and not self._updating
+        ):  # while an update runs, replica after replica gets the weights that it is for
             self._train_if_claimed()
         true = self.weights_of(label)
         self._labels = max(self._labels, label or 0)
@@ -249,12 +306,16 @@ class Fleet:
         try:
             return self.servers[server_id]
         except KeyError:
-            raise UsageError(f"The fleet has no server {server_id!r}; it has {list(self.servers)}.") from None
+            raise UsageError(
+                f"The fleet has no server {server_id!r}; it has {list(self.servers)}."
+            ) from None
 
     def _fire(self, action: Action, call: EngineCall) -> None:
         deed = perform(Shot(self, action, call))
         if deed is not None:
-            self._spawn(self._guarded(deed), f"{action.do} at {action.when.request}/{action.when.tokens}")
+            self._spawn(
+                self._guarded(deed), f"{action.do} at {action.when.request}/{action.when.tokens}"
+            )
 
     async def _guarded(self, deed: Coroutine[Any, Any, None]) -> None:
         try:
@@ -268,19 +329,30 @@ class Fleet:
         self._spawned += 1
         number = self._spawned
         context = self.schedule.context.copy()
-        task = asyncio.get_running_loop().create_task(work, name=f"action {number}: {name}", context=context)
+        task = asyncio.get_running_loop().create_task(
+            work, name=f"action {number}: {name}", context=context
+        )
         self._tasks[number] = task
         task.add_done_callback(lambda _: self._tasks.pop(number, None))
 
     def _owner(self, prompt_ids: tuple[int, ...], rid: str | None) -> str:
-        """Whose call this is: the task's request, or the one whose prompt is the longest that the call starts with."""
+        """Whose call this is: the task's request, or the one whose prompt is the longest that the
+        call starts with.
+        """
         current = CURRENT_REQUEST.get()
         if any(rid == request.request_id for request in self.case.requests):
             return rid or ""
-        fitting = [request for request in self.case.requests if prompt_ids[: len(request.prompt_ids)] == request.prompt_ids]
-        if current is not None and (not fitting or any(request.request_id == current for request in fitting)):
+        fitting = [
+            request
+            for request in self.case.requests
+            if prompt_ids[: len(request.prompt_ids)] == request.prompt_ids
+        ]
+        if current is not None and (
+            not fitting or any(request.request_id == current for request in fitting)
+        ):
             return self._beginning(current, prompt_ids) or current
-        # a worker that serves several rollouts runs in the context of the one that started it: there the prompt decides
+        # a worker that serves several rollouts runs in the context of the one that started it:
+        # there the prompt decides
         if not fitting:
             return ""
         longest = max(len(request.prompt_ids) for request in fitting)
@@ -291,40 +363,80 @@ class Fleet:
         """The twin of ``current`` whose first call this is, where it cannot be ``current``'s next."""
         if not self._ended_by_engine(current, prompt_ids):
             return None
-        asked = {event.request.request_id: event.request.prompt_ids for event in self.recorder.events if isinstance(event, Submit)}
+        asked = {
+            event.request.request_id: event.request.prompt_ids
+            for event in self.recorder.events
+            if isinstance(event, Submit)
+        }
         ended = {event.request_id for event in self.recorder.events if isinstance(event, Result)}
-        fresh = [twin for twin, prompt in asked.items() if prompt == asked.get(current) == prompt_ids and twin not in self.schedule.latest]
+        fresh = [
+            twin
+            for twin, prompt in asked.items()
+            if prompt == asked.get(current) == prompt_ids and twin not in self.schedule.latest
+        ]
         return next((twin for twin in fresh if twin not in ended), None)
 
     def _ended_by_engine(self, request_id: str, prompt_ids: tuple[int, ...]) -> bool:
-        """Whether an engine ended the request's last call by itself, and a call with these ids would begin anew.
+        """Whether an engine ended the request's last call by itself, and a call with these ids
+        would begin anew.
 
-        Not so where something befell that call: who never heard its reply asks again with what he had.
+        Not so where something befell that call: who never heard its reply asks again with what he
+        had.
         """
         last = self.schedule.latest.get(request_id)
-        if last is None or last.ended is None or last.ended[0] is FinishReason.ABORT or len(prompt_ids) >= len(last.ids):
+        if (
+            last is None
+            or last.ended is None
+            or last.ended[0] is FinishReason.ABORT
+            or len(prompt_ids) >= len(last.ids)
+        ):
             return False
-        return not any(isinstance(event, Fault) and event.call_id == last.call_id for event in self.recorder.events)
+        return not any(
+            isinstance(event, Fault) and event.call_id == last.call_id
+            for event in self.recorder.events
+        )
 
-    def _unlikely(self, request_id: str, prompt_ids: tuple[int, ...]) -> tuple[bool, bool, bool, bool, bool, int]:
+    def _unlikely(
+        self, request_id: str, prompt_ids: tuple[int, ...]
+    ) -> tuple[bool, bool, bool, bool, bool, int]:
         """Of requests that share a prompt: what speaks against one, the strongest first.
 
-        That it has ended; that it was not submitted yet; that it has a call out already; that an engine ended its last one and this one
-        begins anew; that what the call adds to its last one is
-        not what its environment said since; and how many tokens the call adds to its last one, or leaves out.
+        That it has ended; that it was not submitted yet; that it has a call out already; that an
+        engine ended its last one and this one begins anew; that what the call adds to its last one
+        is not what its environment said since; and how many tokens the call adds to its last one,
+        or leaves out.
         """
-        events = [event for event in self.recorder.events if getattr(event, "request_id", None) == request_id]
+        events = [
+            event
+            for event in self.recorder.events
+            if getattr(event, "request_id", None) == request_id
+        ]
         ended = any(isinstance(event, Result) for event in events)
-        early = not any(isinstance(event, Submit) and event.request.request_id == request_id for event in self.recorder.events)
+        early = not any(
+            isinstance(event, Submit) and event.request.request_id == request_id
+            for event in self.recorder.events
+        )
         last = self.schedule.latest.get(request_id)
         if last is None:
             return (ended, early, False, False, False, len(prompt_ids))
         shorter = min(len(last.ids), len(prompt_ids))
-        same = next((i for i, (a, b) in enumerate(zip(last.ids, prompt_ids, strict=False)) if a != b), shorter)
-        said = next((event.token_ids for event in reversed(events) if isinstance(event, Observation)), ())
+        same = next(
+            (i for i, (a, b) in enumerate(zip(last.ids, prompt_ids, strict=False)) if a != b),
+            shorter,
+        )
+        said = next(
+            (event.token_ids for event in reversed(events) if isinstance(event, Observation)), ()
+        )
         apart = len(prompt_ids) + len(last.ids) - 2 * same
         over = self._ended_by_engine(request_id, prompt_ids)
-        return (ended, early, not last.future.done(), over, prompt_ids[same:] not in ((), said), apart)
+        return (
+            ended,
+            early,
+            not last.future.done(),
+            over,
+            prompt_ids[same:] not in ((), said),
+            apart,
+        )
 
 
 async def _each(deeds: Iterable[Coroutine[Any, Any, None]]) -> None:

@@ -21,16 +21,27 @@ from rollproof.fakes.engine.flavours import Flavour, Recompute, VersionTag
 from rollproof.fakes.engine.kv_cache import KeySpan, Kv, as_spans, clipped, key_of
 from rollproof.store.packed_dtype import narrow
 
-__all__ = ["AT_HAND", "EngineCall", "Wire", "broken_off", "empty_abort", "filler_rows", "handed", "replies_to"]
+__all__ = [
+    "AT_HAND",
+    "EngineCall",
+    "Wire",
+    "broken_off",
+    "empty_abort",
+    "filler_rows",
+    "handed",
+    "replies_to",
+]
 
 
 @dataclass(slots=True, eq=False)
 class Wire:
     """What lies between an engine and the caller of a call, where something does.
 
-    ``stream`` is how the reply is streamed; ``heard`` is then told of each token. Without ``delivered`` the reply gets lost, and it
-    comes ``late`` seconds late. ``left`` says whether the caller has gone away. ``sent`` is the call whose reply was sent off as delivered.
-    ``narrow``: routes may be ``rollproof.store.packed_dtype.Narrow``, as whoever gets them and the trace know of it.
+    ``stream`` is how the reply is streamed; ``heard`` is then told of each token. Without
+    ``delivered`` the reply gets lost, and it comes ``late`` seconds late. ``left`` says whether the
+    caller has gone away. ``sent`` is the call whose reply was sent off as delivered. ``narrow``:
+    routes may be ``rollproof.store.packed_dtype.Narrow``, as whoever gets them and the trace know
+    of it.
     """
 
     stream: StreamMode | None = None
@@ -63,18 +74,20 @@ _fits = lru_cache(maxsize=64)(np.can_cast)
 
 @dataclass(slots=True, eq=False)
 class EngineCall:
-    """A call in flight. ``ids`` are prompt and sampled tokens, ``limit`` the length at which it ends.
+    """A call in flight. ``ids`` are prompt and sampled tokens, ``limit`` the length at which it
+    ends.
 
-    ``ahead`` are tokens that were drawn from ``state`` under ``ahead_key``, of which the first ``used`` are sampled; ``after`` is the
-    state after all of them.
+    ``ahead`` are tokens that were drawn from ``state`` under ``ahead_key``, of which the first
+    ``used`` are sampled; ``after`` is the state after all of them.
 
-    ``key`` codes the next decode step; it is valid while ``decoding``. ``keys`` and ``labels`` are marks: from this
-    many tokens on, tokens are sampled under this key, shown under this label. ``kept`` are rows that outlive their KV.
-    ``started`` says that it left the queue at least once, ``held`` that it may not leave it in this step, ``deferred``
-    that the engine has not looked yet whether it is finished. ``watched``: the hooks want to see each of its tokens.
-    ``shares``: its KV may go into the prefix cache; not when that was cleared since, and below ``root`` there. ``heard`` is that of the
-    ``wire``. ``ended`` says why it ended, and the server's label then; ``future`` that it did, and its ``reply`` can be made, or there is
-    ``trouble`` with that.
+    ``key`` codes the next decode step; it is valid while ``decoding``. ``keys`` and ``labels`` are
+    marks: from this many tokens on, tokens are sampled under this key, shown under this label.
+    ``kept`` are rows that outlive their KV. ``started`` says that it left the queue at least once,
+    ``held`` that it may not leave it in this step, ``deferred`` that the engine has not looked yet
+    whether it is finished. ``watched``: the hooks want to see each of its tokens. ``shares``: its
+    KV may go into the prefix cache; not when that was cleared since, and below ``root`` there.
+    ``heard`` is that of the ``wire``. ``ended`` says why it ended, and the server's label then;
+    ``future`` that it did, and its ``reply`` can be made, or there is ``trouble`` with that.
     """
 
     call_id: int
@@ -151,7 +164,9 @@ class EngineCall:
         self.decoding, self.shares = False, True
 
     def rows(self) -> list[KeySpan]:
-        """The keys of the rows that the engine holds, over absolute positions from 0; the last token has none."""
+        """The keys of the rows that the engine holds, over absolute positions from 0; the last
+        token has none.
+        """
         end = self.kept[-1].stop if self.kept else 0
         return self.kept + clipped(self.kv.spans, end, len(self.ids) - 1)
 
@@ -159,20 +174,41 @@ class EngineCall:
 def replies_to(calls: Sequence[EngineCall], policy: CodedPolicy, flavour: Flavour) -> list[Reply]:
     """The replies of calls that ended and were settled."""
     tokens, rows = [_token_keys(call) for call in calls], [call.rows() for call in calls]
-    scored = [i for i, call in enumerate(calls) if call.want_logprobs and (call.sampled or flavour.empty_logprobs)]
+    scored = [
+        i
+        for i, call in enumerate(calls)
+        if call.want_logprobs and (call.sampled or flavour.empty_logprobs)
+    ]
     routed = [i for i, call in enumerate(calls) if _shows_routes(call, rows[i], flavour)]
     held = [rows[i][-1].stop if rows[i] else 0 for i in routed]
     hashes = hashes_of_many([call.ids for call in calls])
     logprobs = policy.logprobs_many(
-        [(_versions(tokens[i], calls[i].prompt_len), calls[i].ids, calls[i].prompt_len, len(calls[i].ids)) for i in scored],
+        [
+            (
+                _versions(tokens[i], calls[i].prompt_len),
+                calls[i].ids,
+                calls[i].prompt_len,
+                len(calls[i].ids),
+            )
+            for i in scored
+        ],
         [hashes[i] for i in scored],
     )
     routes = policy.routes_many(
-        [(_versions(rows[i]), calls[i].ids, min(calls[i].routes_start, stop), stop) for i, stop in zip(routed, held, strict=True)],
+        [
+            (_versions(rows[i]), calls[i].ids, min(calls[i].routes_start, stop), stop)
+            for i, stop in zip(routed, held, strict=True)
+        ],
         [hashes[i] for i in routed],
     )
-    logprobs_of, routes_of = dict(zip(scored, logprobs, strict=True)), dict(zip(routed, routes, strict=True))
-    return [_reply(call, tokens[i], rows[i], logprobs_of.get(i), routes_of.get(i), policy, flavour) for i, call in enumerate(calls)]
+    logprobs_of, routes_of = (
+        dict(zip(scored, logprobs, strict=True)),
+        dict(zip(routed, routes, strict=True)),
+    )
+    return [
+        _reply(call, tokens[i], rows[i], logprobs_of.get(i), routes_of.get(i), policy, flavour)
+        for i, call in enumerate(calls)
+    ]
 
 
 def _reply(
@@ -187,9 +223,16 @@ def _reply(
     assert call.ended is not None
     reason, label = call.ended
     start, stop = call.prompt_len, len(call.ids)
-    labels = tuple([Span(start=low, end=high, version=version) for low, high, version in _joined(_stretches(call.labels, stop - start))])
+    labels = tuple(
+        [
+            Span(start=low, end=high, version=version)
+            for low, high, version in _joined(_stretches(call.labels, stop - start))
+        ]
+    )
     if logprobs is not None:
-        logprobs.flags.writeable = call.wire is AT_HAND  # what nobody writes to, a trace need not copy
+        logprobs.flags.writeable = (
+            call.wire is AT_HAND
+        )  # what nobody writes to, a trace need not copy
     output = EngineOutput(
         token_ids=tuple(call.ids[start:]),
         logprobs=logprobs,
@@ -200,7 +243,11 @@ def _reply(
         spans=_shown_spans(flavour, labels, label),
         cached_tokens=None if _is_bare(call, flavour) else _counted(call, flavour),
         native=flavour.native[reason],
-        message=(flavour.abort_message if call.decoding else flavour.queued_message) if reason is FinishReason.ABORT else "",
+        message=(
+            (flavour.abort_message if call.decoding else flavour.queued_message)
+            if reason is FinishReason.ABORT
+            else ""
+        ),
     )
     return Reply(
         call_id=call.call_id,
@@ -212,7 +259,10 @@ def _reply(
 
 def _token_keys(call: EngineCall) -> list[KeySpan]:
     """The keys of the sampled tokens, the first of which is at 0."""
-    return [KeySpan(low, high, key, _NO_WEIGHTS) for low, high, key in _stretches(call.keys, call.sampled)]
+    return [
+        KeySpan(low, high, key, _NO_WEIGHTS)
+        for low, high, key in _stretches(call.keys, call.sampled)
+    ]
 
 
 def _versions(keys: list[KeySpan], start: int = 0) -> list[VersionSpan]:
@@ -227,10 +277,17 @@ def _is_bare(call: EngineCall, flavour: Flavour) -> bool:
 def _shows_routes(call: EngineCall, rows: list[KeySpan], flavour: Flavour) -> bool:
     """Whether there are routes: also not where the engine holds too little to answer."""
     early = call.ended is not None and call.ended[0] is FinishReason.ABORT and not call.sampled
-    return call.want_routes and not early and not _is_bare(call, flavour) and (rows[-1].stop if rows else 0) >= len(call.ids) - 1
+    return (
+        call.want_routes
+        and not early
+        and not _is_bare(call, flavour)
+        and (rows[-1].stop if rows else 0) >= len(call.ids) - 1
+    )
 
 
-def _shown_routes(call: EngineCall, routes: IntArray, policy: CodedPolicy, flavour: Flavour) -> IntArray:
+def _shown_routes(
+    call: EngineCall, routes: IntArray, policy: CodedPolicy, flavour: Flavour
+) -> IntArray:
     """``(rows, layers, top_k)`` as the flavour lays them out."""
     if flavour.layer_axis is LayerAxis.MOE:
         routes = routes[:, list(policy.moe_layers)]
@@ -245,12 +302,18 @@ def _shown_routes(call: EngineCall, routes: IntArray, policy: CodedPolicy, flavo
     return routes
 
 
-def broken_off(call: EngineCall, version: int, policy: CodedPolicy, flavour: Flavour, label: Version) -> Reply:
-    """What a stream had brought when its server, of weights ``version``, died: an error with the tokens so far, and nobody has it whole."""
+def broken_off(
+    call: EngineCall, version: int, policy: CodedPolicy, flavour: Flavour, label: Version
+) -> Reply:
+    """What a stream had brought when its server, of weights ``version``, died: an error with the
+    tokens so far, and nobody has it whole.
+    """
     call.settle(version)
     call.ended = (FinishReason.ABORT, label)
     (reply,) = replies_to([call], policy, flavour)
-    output = replace(reply.output, finish_reason=FinishReason.ERROR, routes=None, native="", message="")
+    output = replace(
+        reply.output, finish_reason=FinishReason.ERROR, routes=None, native="", message=""
+    )
     return replace(reply, output=output, delivered=False, true_rows=None)
 
 
@@ -275,12 +338,16 @@ def empty_abort(call_id: int, flavour: Flavour, label: Version, *, want_logprobs
 
 
 def handed(output: EngineOutput) -> EngineOutput:
-    """What the caller gets: equal arrays of its own, so that nothing it does to them reaches the trace."""
+    """What the caller gets: equal arrays of its own, so that nothing it does to them reaches the
+    trace.
+    """
     routes = output.routes
     if routes is not None:
         # a read-only array is handed over as such: a view of one cannot be made writable again
         routes = routes.copy() if routes.flags.writeable else routes.view()
-    return replace(output, logprobs=None if output.logprobs is None else output.logprobs.copy(), routes=routes)
+    return replace(
+        output, logprobs=None if output.logprobs is None else output.logprobs.copy(), routes=routes
+    )
 
 
 def filler_rows(filler: Filler | None, count: int, like: IntArray) -> IntArray:
@@ -296,11 +363,17 @@ def filler_rows(filler: Filler | None, count: int, like: IntArray) -> IntArray:
 
 
 def _stretches(marks: list[tuple[int, Version]], count: int) -> list[tuple[int, int, Version]]:
-    """Marks as stretches ``(from, to, value)`` over ``count`` tokens; of two marks at one place the later counts."""
+    """Marks as stretches ``(from, to, value)`` over ``count`` tokens; of two marks at one place the
+    later counts.
+    """
     if len(marks) == 1 and marks[0][0] < count:
         return [(marks[0][0], count, marks[0][1])]
     ends = [*marks, (count, None)]
-    return [(low, min(high, count), value) for (low, value), (high, _) in pairwise(ends) if low < min(high, count)]
+    return [
+        (low, min(high, count), value)
+        for (low, value), (high, _) in pairwise(ends)
+        if low < min(high, count)
+    ]
 
 
 def _joined(stretches: list[tuple[int, int, Version]]) -> list[tuple[int, int, Version]]:
@@ -315,7 +388,9 @@ def _joined(stretches: list[tuple[int, int, Version]]) -> list[tuple[int, int, V
     return out
 
 
-def _shown_version(flavour: Flavour, labels: tuple[Span, ...], admitted: Version, now: Version) -> Version:
+def _shown_version(
+    flavour: Flavour, labels: tuple[Span, ...], admitted: Version, now: Version
+) -> Version:
     if flavour.version_tag is VersionTag.SPANS_AND_LAST:
         return labels[-1].version if labels else now
     return {VersionTag.EMISSION: now, VersionTag.ADMISSION: admitted}.get(flavour.version_tag)

@@ -1,7 +1,8 @@
 """KV cache of fake engines: which weights computed each position, and what calls share.
 
-A forward under weights v over KV that only v computed gives values of v. Over KV of other weights it gives values that no
-weights explain; they are coded under ``mixed_key`` of v and the weights that took part.
+A forward under weights v over KV that only v computed gives values of v. Over KV of other weights
+it gives values that no weights explain; they are coded under ``mixed_key`` of v and the weights
+that took part.
 """
 
 from __future__ import annotations
@@ -14,14 +15,26 @@ from typing import Any, NamedTuple
 from rollproof.core.records import Span, Version
 from rollproof.fakes.coded.policy import mixed_key
 
-__all__ = ["MIXED", "KeySpan", "Kv", "PrefixCache", "as_spans", "clipped", "key_of", "label_of", "root_of"]
+__all__ = [
+    "MIXED",
+    "KeySpan",
+    "Kv",
+    "PrefixCache",
+    "as_spans",
+    "clipped",
+    "key_of",
+    "label_of",
+    "root_of",
+]
 
 MIXED = "mixed"
 """The label of mixed values in the ground truth of a trace."""
 
 
 class KeySpan(NamedTuple):
-    """Positions ``start`` to ``stop`` were computed by forwards coded under ``key``, in which ``weights`` took part."""
+    """Positions ``start`` to ``stop`` were computed by forwards coded under ``key``, in which
+    ``weights`` took part.
+    """
 
     start: int
     stop: int
@@ -38,7 +51,9 @@ def key_of(version: int, weights: frozenset[int]) -> Version:
 
 
 def label_of(key: Version) -> Version:
-    """How a key is named in the ground truth of a trace: pure weights by their version, all else ``"mixed"``."""
+    """How a key is named in the ground truth of a trace: pure weights by their version, all else
+    ``"mixed"``.
+    """
     return key if isinstance(key, int) else MIXED
 
 
@@ -80,7 +95,9 @@ class Kv:
     weights: frozenset[int] = frozenset()
 
     def forward(self, version: int, stop: int) -> Version:
-        """Compute positions up to ``stop`` under weights ``version``; returns the key of those forwards."""
+        """Compute positions up to ``stop`` under weights ``version``; returns the key of those
+        forwards.
+        """
         key = key_of(version, self.weights)
         if self.spans and self.spans[-1].key == key:
             last = self.spans[-1]
@@ -103,21 +120,25 @@ class Kv:
 
 
 def root_of(sampling: Mapping[str, Any]) -> Hashable:
-    """Where the prefixes of a call begin in the cache: it shares none with calls of another ``cache_salt`` (vLLM, SGLang) or ``extra_key``
-    (SGLang).
+    """Where the prefixes of a call begin in the cache: it shares none with calls of another
+    ``cache_salt`` (vLLM, SGLang) or ``extra_key`` (SGLang).
     """
     return sampling.get("cache_salt"), sampling.get("extra_key")
 
 
 class PrefixCache:
-    """KV that calls of one server share, position by position, by the tokens up to it, among calls of one ``root``.
+    """KV that calls of one server share, position by position, by the tokens up to it, among calls
+    of one ``root``.
 
-    What is stored first stays, as in engines. ``capacity`` bounds the positions; the oldest go first.
+    What is stored first stays, as in engines. ``capacity`` bounds the positions; the oldest go
+    first.
     """
 
     def __init__(self, capacity: int = 1 << 16) -> None:
         self._capacity = capacity
-        self._known: OrderedDict[tuple[Hashable, int], tuple[int, Version, frozenset[int]]] = OrderedDict()
+        self._known: OrderedDict[tuple[Hashable, int], tuple[int, Version, frozenset[int]]] = (
+            OrderedDict()
+        )
         self._nodes = 0
 
     def __len__(self) -> int:
@@ -150,7 +171,9 @@ class PrefixCache:
                     entry = self._known[edge] = (self._nodes, span.key, span.weights)
                 node = entry[0]
         while len(self._known) > self._capacity:
-            self._known.popitem(last=False)  # a plain dict looks for its first entry past all that were taken off before
+            self._known.popitem(
+                last=False
+            )  # a plain dict looks for its first entry past all that were taken off before
 
     def clear(self) -> None:
         """Forget everything."""

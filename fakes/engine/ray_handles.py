@@ -12,8 +12,9 @@ __all__ = ["RayHandle"]
 class RayHandle:
     """Looks like the handle of an actor that wraps ``obj``.
 
-    ``handle.method.remote(*args, **kwargs)`` starts the call at once and returns a future, for async and sync methods
-    alike; what the method raises arrives when the future is awaited. Needs a running event loop.
+    ``handle.method.remote(*args, **kwargs)`` starts the call at once and returns a future, for
+    async and sync methods alike; what the method raises arrives when the future is awaited. Needs a
+    running event loop.
     """
 
     def __init__(self, obj: Any) -> None:
@@ -23,7 +24,8 @@ class RayHandle:
         method = getattr(self._obj, name)
         if not callable(method):
             raise AttributeError(  # noqa: TRY004 - what getattr promises
-                f"{type(self._obj).__name__}.{name} is not a method: an actor handle has nothing but methods."
+                f"{type(self._obj).__name__}.{name} is not a method: an actor handle has nothing"
+                " but methods."
             )
         return _RemoteMethod(method)
 
@@ -43,7 +45,8 @@ class _RemoteMethod:
         except Exception as error:  # noqa: BLE001 - it belongs to whoever awaits the future
             failed: asyncio.Future[Any] = loop.create_future()
             failed.set_exception(error)
-            failed.exception()  # a caller that fires and forgets is not warned about it, as with Ray
+            # a caller that fires and forgets is not warned about it, as with Ray
+            failed.exception()
             return failed
         if inspect.isawaitable(result):
             task = asyncio.ensure_future(result)

@@ -1,6 +1,7 @@
 """Continuous batching: what a fake engine computes in a step, and which calls take part.
 
-The order of things is fixed, so that one seed gives one trace: calls run in the order of their admission.
+The order of things is fixed, so that one seed gives one trace: calls run in the order of their
+admission.
 """
 
 from __future__ import annotations
@@ -30,12 +31,16 @@ _TOGETHER = 4
 
 
 class EngineHooks:
-    """What an engine tells its surroundings, and asks of them. This one is for an engine that stands alone."""
+    """What an engine tells its surroundings, and asks of them. This one is for an engine that
+    stands alone.
+    """
 
     def __init__(self) -> None:
         self._calls = 0
         self.context: contextvars.Context = contextvars.copy_context()
-        """Where servers run: they work for nobody in particular, so a caller's context must not reach them."""
+        """Where servers run: they work for nobody in particular, so a caller's context must not
+        reach them.
+        """
 
     def new_call(self) -> int:
         """The id of the next call, from 1."""
@@ -55,14 +60,18 @@ class EngineHooks:
         return False
 
     def admitted(self, call: EngineCall) -> None:
-        """The call left the queue; its next token is sampled at the end of this step at the earliest."""
+        """The call left the queue; its next token is sampled at the end of this step at the
+        earliest.
+        """
 
     def watches(self, request_id: str) -> bool:
         """Whether ``sampled`` and ``looked`` want to be called for each token of this request."""
         return False
 
     def sampled(self, call: EngineCall) -> bool:
-        """A token was sampled. True: the engine looks whether the call is finished only a step later."""
+        """A token was sampled. True: the engine looks whether the call is finished only a step
+        later.
+        """
         return False
 
     def looked(self, call: EngineCall) -> None:
@@ -105,7 +114,9 @@ class Batch:
     @property
     def holds_kv(self) -> bool:
         """Whether any KV is there that a later forward may use."""
-        return len(self.cache) > 0 or any(call.kv.computed and not self._is_complete(call) for call in self.running.values())
+        return len(self.cache) > 0 or any(
+            call.kv.computed and not self._is_complete(call) for call in self.running.values()
+        )
 
     def add(self, call: EngineCall) -> None:
         """Take a call into the queue."""
@@ -113,7 +124,9 @@ class Batch:
         call.held = self._hooks.queued(call)
 
     def admit(self, only_started: bool) -> None:
-        """Let calls leave the queue while there is room; ``only_started`` those that ran before and were preempted."""
+        """Let calls leave the queue while there is room; ``only_started`` those that ran before and
+        were preempted.
+        """
         for call in self._eligible(only_started):
             if len(self.running) >= self._options.max_batch or not self._room_for(call):
                 return
@@ -129,7 +142,9 @@ class Batch:
             self._hooks.admitted(call)
 
     def step(self) -> None:
-        """One forward of the batch: chunks of prefill, and a token for each call whose KV is complete."""
+        """One forward of the batch: chunks of prefill, and a token for each call whose KV is
+        complete.
+        """
         eos, chunk = self._eos, self._options.prefill_chunk
         for call in tuple(self.running.values()):
             if call.deferred and self._finished(call):
@@ -141,7 +156,9 @@ class Batch:
                     chunk -= done
             if not call.decoding:
                 continue
-            if not prompted and len(call.ids) >= call.limit:  # a budget of no tokens: the prompt was computed, and that is all
+            if (
+                not prompted and len(call.ids) >= call.limit
+            ):  # a budget of no tokens: the prompt was computed, and that is all
                 self.end(call, FinishReason.LENGTH)
                 continue
             if call.used == len(call.ahead) or call.key is not call.ahead_key:
@@ -156,7 +173,9 @@ class Batch:
         self._make_room()
 
     def hurry(self, *, only_started: bool) -> None:
-        """Where steps take no time, do some more before the event loop turns; one at a time where somebody follows single tokens."""
+        """Where steps take no time, do some more before the event loop turns; one at a time where
+        somebody follows single tokens.
+        """
         left = _BURST
         while left > 0 and self.running:
             if any(call.watched or call.heard is not None for call in self.in_flight):
@@ -166,14 +185,22 @@ class Batch:
             self.step()
 
     def _stride(self, most: int) -> int:
-        """Do up to ``most`` steps at once in which tokens that are drawn are handed out and nothing else happens; returns how many."""
+        """Do up to ``most`` steps at once in which tokens that are drawn are handed out and nothing
+        else happens; returns how many.
+        """
         if self.queue or self._options.kv_tokens is not None:
             return 0
         for call in self.running.values():
             if not call.decoding or call.deferred or call.key is not call.ahead_key:
                 return 0
             most = min(most, len(call.ahead) - call.used, call.limit - len(call.ids) - 1)
-        if most < 1 or (self._eos >= 0 and any(self._eos in call.ahead[call.used : call.used + most] for call in self.running.values())):
+        if most < 1 or (
+            self._eos >= 0
+            and any(
+                self._eos in call.ahead[call.used : call.used + most]
+                for call in self.running.values()
+            )
+        ):
             return 0
         for call in self.running.values():
             call.ids += call.ahead[call.used : call.used + most]
@@ -181,7 +208,9 @@ class Batch:
         return most
 
     def _draw(self, call: EngineCall) -> None:
-        """Draw tokens ahead under the call's key: when they are handed out changes none of them, and many at once take half the time."""
+        """Draw tokens ahead under the call's key: when they are handed out changes none of them,
+        and many at once take half the time.
+        """
         policy = self._policy
         if not call.ahead:
             fresh = [one for one in self.running.values() if not one.ahead]
@@ -193,13 +222,22 @@ class Batch:
         else:
             for token in call.ahead[: call.used]:
                 call.state = policy.extend(call.state, token)
-        call.ahead, call.after = policy.draw(call.key, call.state, max(1, min(_AHEAD, call.limit - len(call.ids))))
+        call.ahead, call.after = policy.draw(
+            call.key, call.state, max(1, min(_AHEAD, call.limit - len(call.ids)))
+        )
         call.used, call.ahead_key = 0, call.key
 
     def _draw_together(self, key: Version, fresh: list[EngineCall]) -> None:
-        """The first tokens of calls that are to decode under ``key``; where one of them gets another, its tokens are drawn anew."""
-        states, count = [one.state for one in fresh], max(min(_AHEAD, one.limit - len(one.ids)) for one in fresh)
-        for one, (ahead, after) in zip(fresh, self._policy.draw_many(key, states, max(1, count)), strict=True):
+        """The first tokens of calls that are to decode under ``key``; where one of them gets
+        another, its tokens are drawn anew.
+        """
+        states, count = (
+            [one.state for one in fresh],
+            max(min(_AHEAD, one.limit - len(one.ids)) for one in fresh),
+        )
+        for one, (ahead, after) in zip(
+            fresh, self._policy.draw_many(key, states, max(1, count)), strict=True
+        ):
             one.ahead, one.after, one.ahead_key = ahead, after, key
 
     def end(self, call: EngineCall, reason: FinishReason) -> None:
@@ -216,13 +254,16 @@ class Batch:
             call.future.set_result(None)
 
     def reply(self, call: EngineCall) -> Reply:
-        """The reply of a call that ended. With the first one that is asked for, those of all that ended are made: together they take half
-        the time. Raises ``SubjectError`` where the policy fails on this very call.
+        """The reply of a call that ended. With the first one that is asked for, those of all that
+        ended are made: together they take half the time. Raises ``SubjectError`` where the policy
+        fails on this very call.
         """
         if call.reply is None and call.trouble is None:
             ended, self._ended = self._ended, []
             try:
-                for one, reply in zip(ended, replies_to(ended, self._policy, self._flavour), strict=True):
+                for one, reply in zip(
+                    ended, replies_to(ended, self._policy, self._flavour), strict=True
+                ):
                     one.reply = reply
             except Exception:  # noqa: BLE001 - whatever a policy of the user's raises: only the calls that it fails on have no reply
                 for one in ended:
@@ -239,7 +280,8 @@ class Batch:
             call.trouble = error
         except Exception as error:  # noqa: BLE001 - as above
             call.trouble = SubjectError(
-                f"The policy {type(self._policy).__name__} raised {told_with_place(error)} when the reply to call {call.call_id} was made."
+                f"The policy {type(self._policy).__name__} raised {told_with_place(error)} when the"
+                f" reply to call {call.call_id} was made."
             )
             call.trouble.__cause__ = error
 
@@ -250,12 +292,17 @@ class Batch:
             self.queue.remove(call)
 
     def preempt(self, wanted: Container[int]) -> bool:
-        """Free the KV of running calls, by id; they go to the head of the queue, the oldest first. Whether there were any.
+        """Free the KV of running calls, by id; they go to the head of the queue, the oldest first.
+        Whether there were any.
 
-        A call that only waits for the engine to see that it is finished needs no KV any more and stays, as an engine
-        looks at the results that it has before it retracts.
+        A call that only waits for the engine to see that it is finished needs no KV any more and
+        stays, as an engine looks at the results that it has before it retracts.
         """
-        calls = [call for call in self.running.values() if call.call_id in wanted and not self._is_complete(call)]
+        calls = [
+            call
+            for call in self.running.values()
+            if call.call_id in wanted and not self._is_complete(call)
+        ]
         for call in reversed(calls):
             call.settle(self.version)
             call.drop_kv(self._flavour)
@@ -300,7 +347,9 @@ class Batch:
                 yield call
 
     def _prefill(self, call: EngineCall, most: int | None) -> int:
-        """Compute up to ``most`` positions; returns how many. With the last one the call begins to decode."""
+        """Compute up to ``most`` positions; returns how many. With the last one the call begins to
+        decode.
+        """
         missing = len(call.ids) - call.kv.computed
         count = missing if most is None else min(most, missing)
         if not count:
@@ -343,7 +392,9 @@ class Batch:
         return capacity is None or not self.running or self._held() + len(call.ids) < capacity
 
     def _make_room(self) -> None:
-        """Preempt the youngest while the KV does not fit. One call alone may exceed the capacity, or nothing would ever end."""
+        """Preempt the youngest while the KV does not fit. One call alone may exceed the capacity,
+        or nothing would ever end.
+        """
         capacity = self._options.kv_tokens
         if capacity is None:
             return

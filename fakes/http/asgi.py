@@ -1,7 +1,8 @@
-"""ASGI: what every face does alike with a request. Endpoints are looked up, bodies read and bounded, refusals worded, clients that
-vanish noticed, faults of the wire done.
+"""ASGI: what every face does alike with a request. Endpoints are looked up, bodies read and
+bounded, refusals worded, clients that vanish noticed, faults of the wire done.
 
-Starlette's requests and responses, without its router and middleware: those cost as much as everything that the fake engine does.
+Starlette's requests and responses, without its router and middleware: those cost as much as
+everything that the fake engine does.
 """
 
 from __future__ import annotations
@@ -47,19 +48,31 @@ Send: TypeAlias = Callable[[Message], Awaitable[None]]
 OWNER_HEADER = "x-rollproof-request"
 """The header by which a client may say which of its requests a call belongs to."""
 AT_ONCE = "rollproof.at_once"
-"""The extension by which whoever carries the connection offers to write a ``Whole`` at once: a function of ``send`` and the answer, which
-says whether it did.
+"""The extension by which whoever carries the connection offers to write a ``Whole`` at once: a
+function of ``send`` and the answer, which says whether it did.
 """
 
 
 class Asked:
     """A request that was read: ``path``, ``raw`` body, ``scope`` as ASGI has it.
 
-    ``lost`` says that its answer will not arrive whole, ``late`` by how many seconds the engine answers it late. ``abandoned``: whoever
-    read a stream of it has gone; ``streamed``: the answer is one; ``broken`` are told where nobody knows how much of the answer arrived.
+    ``lost`` says that its answer will not arrive whole, ``late`` by how many seconds the engine
+    answers it late. ``abandoned``: whoever read a stream of it has gone; ``streamed``: the answer
+    is one; ``broken`` are told where nobody knows how much of the answer arrived.
     """
 
-    __slots__ = ("_body", "_cycle", "abandoned", "broken", "late", "lost", "path", "raw", "scope", "streamed")
+    __slots__ = (
+        "_body",
+        "_cycle",
+        "abandoned",
+        "broken",
+        "late",
+        "lost",
+        "path",
+        "raw",
+        "scope",
+        "streamed",
+    )
 
     def __init__(self, scope: Scope, raw: bytes, cycle: object = None) -> None:
         self.scope: Scope = scope
@@ -73,7 +86,9 @@ class Asked:
         self._body: dict[str, Any] | None = None
         self._cycle: ref[Any] | None = None
         if hasattr(cycle, "disconnected"):
-            self._cycle = ref(cycle)  # weakly: what refers to itself in a circle stays until it is collected, and costs that
+            self._cycle = ref(
+                cycle
+            )  # weakly: what refers to itself in a circle stays until it is collected, and costs that
             cycle.asked = self  # type: ignore[attr-defined]  # ``serving`` looks there when the connection is lost later
 
     def tell_broken(self) -> None:
@@ -82,12 +97,16 @@ class Asked:
             tell()
 
     def left(self) -> bool:
-        """Whether the client has gone away, as far as the server has noticed: uvicorn's cycle of request and response knows."""
+        """Whether the client has gone away, as far as the server has noticed: uvicorn's cycle of
+        request and response knows.
+        """
         cycle = None if self._cycle is None else self._cycle()
         return self.abandoned or (cycle is not None and cycle.disconnected)
 
     def body(self, *, empty: bool = True) -> dict[str, Any]:
-        """The JSON object of the body; an empty body is an empty object where ``empty`` allows it. Raises ``BadRequest``."""
+        """The JSON object of the body; an empty body is an empty object where ``empty`` allows it.
+        Raises ``BadRequest``.
+        """
         if self._body is None:
             self._body = json_object(self.raw, empty=empty)
         return self._body
@@ -104,7 +123,9 @@ class Asked:
 
     def queries(self, name: str) -> list[str]:
         """All values of a parameter of the query."""
-        return parse_qs(self.scope.get("query_string", b"").decode("latin-1"), keep_blank_values=True).get(name, [])
+        return parse_qs(
+            self.scope.get("query_string", b"").decode("latin-1"), keep_blank_values=True
+        ).get(name, [])
 
 
 class Ending(bytes):
@@ -114,7 +135,9 @@ class Ending(bytes):
 
 
 class Events:
-    """An answer in server-sent events; ``parts`` are whole events, of which those that end a call are ``Ending``."""
+    """An answer in server-sent events; ``parts`` are whole events, of which those that end a call
+    are ``Ending``.
+    """
 
     __slots__ = ("parts",)
 
@@ -139,7 +162,10 @@ class Whole:
     @property
     def raw_headers(self) -> list[tuple[bytes, bytes]]:
         """As starlette's responses have them."""
-        return [(b"content-length", b"%d" % sum(map(len, self.parts))), (b"content-type", b"application/json")]
+        return [
+            (b"content-length", b"%d" % sum(map(len, self.parts))),
+            (b"content-type", b"application/json"),
+        ]
 
 
 Answer: TypeAlias = "Response | Events | Whole"
@@ -147,7 +173,9 @@ Handler: TypeAlias = Callable[[Asked], Awaitable[Answer]]
 Wrong: TypeAlias = Callable[[BadRequest], Mapping[str, Any]]
 """How a server words a refusal: the JSON object that it sends."""
 Endpoints: TypeAlias = "Mapping[str, Handler | Mapping[str, Handler]]"
-"""Handlers by path, for POST, or by path and method. A path that ends with ``/*`` stands for all below it."""
+"""Handlers by path, for POST, or by path and method. A path that ends with ``/*`` stands for all
+below it.
+"""
 
 _NOT_FOUND = {"detail": "Not Found"}
 _NOT_ALLOWED = {"detail": "Method Not Allowed"}
@@ -155,9 +183,11 @@ _EVENTS = [(b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-cont
 
 
 class Face:
-    """An ASGI application of these ``endpoints``; what is wrong with a request is answered in the words of ``wrong``.
+    """An ASGI application of these ``endpoints``; what is wrong with a request is answered in the
+    words of ``wrong``.
 
-    A body may have ``most`` bytes. ``alive`` says whether there is a server at all: a dead one resets every connection.
+    A body may have ``most`` bytes. ``alive`` says whether there is a server at all: a dead one
+    resets every connection.
     """
 
     def __init__(
@@ -208,7 +238,11 @@ class Face:
         if raw is None:  # the client went away before it had said what it wants
             return
         asked = Asked(scope, raw, getattr(send, "__self__", None))
-        fault = self._faults.due(asked.path, raw, asked.header(OWNER_HEADER)) if self._faults is not None else None
+        fault = (
+            self._faults.due(asked.path, raw, asked.header(OWNER_HEADER))
+            if self._faults is not None
+            else None
+        )
         handler = self._handler(scope)
         if isinstance(handler, Response):
             await _deliver(handler, send)
@@ -221,7 +255,14 @@ class Face:
         path = scope["path"]
         methods = self._exact.get(path)
         if methods is None:
-            methods = next((found for start, found in self._below.items() if path.startswith(start) and len(path) > len(start)), None)
+            methods = next(
+                (
+                    found
+                    for start, found in self._below.items()
+                    if path.startswith(start) and len(path) > len(start)
+                ),
+                None,
+            )
         if methods is None:
             return JSONResponse(self._not_found, 404)
         found = methods.get(scope["method"])
@@ -246,13 +287,17 @@ class Face:
             await _deliver(_failure(fault), send)
             return
         if fault.do is WireFaultKind.SLOW:
-            asked.late = fault.seconds  # the engine takes the time: whoever leaves meanwhile has not had its reply
+            asked.late = (
+                fault.seconds
+            )  # the engine takes the time: whoever leaves meanwhile has not had its reply
             answer = await self._answer(handler, asked)
             if not isinstance(answer, Events):
                 await asyncio.sleep(asked.late)  # where no engine was asked
             await _handed_over(answer, asked, send)
             return
-        asked.lost = True  # the engine is told, so that the trace says that nobody received its reply
+        asked.lost = (
+            True  # the engine is told, so that the trace says that nobody received its reply
+        )
         answer = await self._answer(handler, asked)
         if fault.do is WireFaultKind.STATUS:
             if isinstance(answer, Events):
@@ -280,7 +325,9 @@ class Face:
 
 
 async def _read(scope: Scope, receive: Receive, most: int) -> bytes | None:
-    """The whole body; ``None`` where the client went away. Raises ``BadRequest`` where it is larger than ``most`` bytes."""
+    """The whole body; ``None`` where the client went away. Raises ``BadRequest`` where it is larger
+    than ``most`` bytes.
+    """
     declared = dict(scope["headers"]).get(b"content-length", b"")
     if declared.isdigit() and int(declared) > most:
         raise BadRequest(f"The body has {int(declared)} bytes; at most {most} are taken.", 413)
@@ -326,7 +373,9 @@ async def _handed_over(answer: Answer, asked: Asked, send: Send) -> None:
 
 
 async def _deliver(answer: Response | Whole, send: Send) -> None:
-    await send({"type": "http.response.start", "status": answer.status_code, "headers": answer.raw_headers})
+    await send(
+        {"type": "http.response.start", "status": answer.status_code, "headers": answer.raw_headers}
+    )
     await send({"type": "http.response.body", "body": answer.body})
 
 
@@ -336,23 +385,34 @@ async def _drained(answer: Events) -> None:
 
 
 def _failure(fault: WireFault) -> Response:
-    return Response(json.dumps({"detail": f"planned fault: status {fault.status}"}), fault.status, media_type="application/json")
+    return Response(
+        json.dumps({"detail": f"planned fault: status {fault.status}"}),
+        fault.status,
+        media_type="application/json",
+    )
 
 
 async def _cut_short(answer: Answer, scope: Scope, send: Send, fault: WireFault) -> None:
-    """Send the beginning of an answer: ``fault.keep`` of its bytes, or of its events, and none that ends a call."""
+    """Send the beginning of an answer: ``fault.keep`` of its bytes, or of its events, and none that
+    ends a call.
+    """
     short = fault.do is WireFaultKind.WRONG_LENGTH
     if isinstance(answer, Events):
         await send({"type": "http.response.start", "status": 200, "headers": _EVENTS})
         parts = [part async for part in answer.parts]
-        most = next((number for number, part in enumerate(parts) if isinstance(part, Ending)), len(parts))
+        most = next(
+            (number for number, part in enumerate(parts) if isinstance(part, Ending)), len(parts)
+        )
         for part in parts[: min(most, max(1, int(len(parts) * fault.keep)))]:
             await send({"type": "http.response.body", "body": part, "more_body": True})
     else:
         body = bytes(answer.body)[: int(len(answer.body) * fault.keep)]
         length = len(body) if short else len(answer.body)
         headers = [(name, value) for name, value in answer.raw_headers if name != b"content-length"]
-        start = {"status": answer.status_code, "headers": [*headers, (b"content-length", b"%d" % length)]}
+        start = {
+            "status": answer.status_code,
+            "headers": [*headers, (b"content-length", b"%d" % length)],
+        }
         await send({"type": "http.response.start", **start})
         await send({"type": "http.response.body", "body": body, "more_body": not short})
     if not short:

@@ -1,7 +1,8 @@
 """Samples: what a server can tell of the requests behind its calls, and what a client tells it.
 
-A server sees calls. Whose a call is, a client may say (the header ``x-rollproof-request``), or tell by its handle, or the tokens tell it:
-a call that begins with the prompt of an open request, or goes on exactly where an earlier call was cut off.
+A server sees calls. Whose a call is, a client may say (the header ``x-rollproof-request``), or tell
+by its handle, or the tokens tell it: a call that begins with the prompt of an open request, or goes
+on exactly where an earlier call was cut off.
 """
 
 from __future__ import annotations
@@ -45,17 +46,26 @@ class Samples:
         self._count = 0
 
     def submit(self, request: Request) -> None:
-        """A client was handed ``request``. Raises ``UsageError`` where it was handed it before, ``SubjectError`` where it is none."""
+        """A client was handed ``request``. Raises ``UsageError`` where it was handed it before,
+        ``SubjectError`` where it is none.
+        """
         request = sound_request(request, "The caller of /rollproof/submit")
         if request.request_id in self._owners or request.request_id in self._ended:
-            raise UsageError(f"Request {request.request_id!r} was submitted before: give each rollout an id of its own.")
+            raise UsageError(
+                f"Request {request.request_id!r} was submitted before: give each rollout an id of"
+                " its own."
+            )
         self._owners.begin(request)
         self._recorder.record(Submit(request=request))
 
     def result(self, request_id: str, rollout: Rollout | None, error: str | None) -> None:
-        """A request has ended: with a sample, an error, or dropped. Raises ``UsageError`` where it was never submitted."""
+        """A request has ended: with a sample, an error, or dropped. Raises ``UsageError`` where it
+        was never submitted.
+        """
         if request_id not in self._owners:
-            raise UsageError(f"Request {request_id!r} ends and is not open: submit it first, and end it once.")
+            raise UsageError(
+                f"Request {request_id!r} ends and is not open: submit it first, and end it once."
+            )
         if rollout is not None:
             rollout = sound_rollout(rollout, "The caller of /rollproof/result")
         self._owners.end(request_id)
@@ -96,14 +106,20 @@ class Samples:
 
 
 def _mark(ids: tuple[int, ...]) -> tuple[int, int]:
-    """What a sequence is known by again: thousands that may have thousands of tokens are too much to keep."""
+    """What a sequence is known by again: thousands that may have thousands of tokens are too much
+    to keep.
+    """
     return len(ids), hash(ids)
 
 
 class Attributing(Schedule):
-    """Tells the engines whose their calls are, and carries out the actions of a plan on ``servers``."""
+    """Tells the engines whose their calls are, and carries out the actions of a plan on
+    ``servers``.
+    """
 
-    def __init__(self, samples: Samples, actions: Iterable[Action], recorder: Recorder, options: ServeOptions) -> None:
+    def __init__(
+        self, samples: Samples, actions: Iterable[Action], recorder: Recorder, options: ServeOptions
+    ) -> None:
         super().__init__(actions, samples.owner, self._perform)
         self.servers: dict[str, FakeEngine] = {}
         self._together = _Together(self, recorder, options)
@@ -118,7 +134,9 @@ class Attributing(Schedule):
     def _perform(self, action: Action, call: EngineCall) -> None:
         deed = perform(Shot(cast("Any", self._together), action, call))
         if deed is not None:
-            task = asyncio.get_running_loop().create_task(_unless_dead(deed), context=self.context.copy())
+            task = asyncio.get_running_loop().create_task(
+                _unless_dead(deed), context=self.context.copy()
+            )
             self._doing.add(task)
             task.add_done_callback(self._doing.discard)
 

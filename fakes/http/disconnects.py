@@ -9,11 +9,15 @@ from typing import Any
 __all__ = ["Watch", "Watches"]
 
 _AFTER = 0.05
-"""Seconds after which somebody looks for the client of a request: a task for that costs more than a short call takes."""
+"""Seconds after which somebody looks for the client of a request: a task for that costs more than a
+short call takes.
+"""
 
 
 class Watches:
-    """The requests under way. One sweep looks after all of them: a timer for each would cost as much as reading it."""
+    """The requests under way. One sweep looks after all of them: a timer for each would cost as
+    much as reading it.
+    """
 
     def __init__(self) -> None:
         self._young: dict[Watch, None] = {}
@@ -44,11 +48,15 @@ class Watches:
 
 
 class Watch:
-    """Waits for the client to go away, and then cancels ``task``, which works for it; ``vanished`` says that it did."""
+    """Waits for the client to go away, and then cancels ``task``, which works for it; ``vanished``
+    says that it did.
+    """
 
     __slots__ = ("_receive", "_task", "_waiting", "vanished")
 
-    def __init__(self, receive: Callable[[], Awaitable[MutableMapping[str, Any]]], task: asyncio.Task[Any]) -> None:
+    def __init__(
+        self, receive: Callable[[], Awaitable[MutableMapping[str, Any]]], task: asyncio.Task[Any]
+    ) -> None:
         self._receive, self._task = receive, task
         self._waiting: asyncio.Task[None] | None = None
         self.vanished: bool = False
@@ -59,7 +67,10 @@ class Watch:
 
     def end(self) -> None:
         """Nobody needs to know any more."""
-        waiting, self._waiting = self._waiting, None  # a task that was cancelled leads back here by its traceback
+        waiting, self._waiting = (
+            self._waiting,
+            None,
+        )  # a task that was cancelled leads back here by its traceback
         if waiting is not None and waiting is not asyncio.current_task():
             waiting.cancel()
 

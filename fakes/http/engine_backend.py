@@ -1,4 +1,6 @@
-"""Backing: the fake engine behind an HTTP face, its weights by name, and the trace of what it was asked."""
+"""Backing: the fake engine behind an HTTP face, its weights by name, and the trace of what it was
+asked.
+"""
 
 from __future__ import annotations
 
@@ -35,25 +37,34 @@ class RoutesForm(StrEnum):
     INT32 = "int32"
     """Base64 of int32, without a shape: SGLang."""
     COMPACT = "compact"
-    """Base64 of the smallest type, whose name stands in ``routed_experts_dtype``: SGLang with SGLANG_ROUTED_EXPERTS_DTYPE."""
+    """Base64 of the smallest type, whose name stands in ``routed_experts_dtype``: SGLang with
+    SGLANG_ROUTED_EXPERTS_DTYPE.
+    """
     NPY = "npy"
     """Base64 of a ``.npy`` file: vLLM."""
     DESCRIBED = "described"
-    """Base64 with shape, dtype and the position of the first row: prime-rl, which has it in place of vLLM's own."""
+    """Base64 with shape, dtype and the position of the first row: prime-rl, which has it in place
+    of vLLM's own.
+    """
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ServeOptions:
-    """What a served engine is: ``flavour``, the ``model`` it stands for, ``engine`` options (times in real seconds), the first ``label``.
+    """What a served engine is: ``flavour``, the ``model`` it stands for, ``engine`` options (times
+    in real seconds), the first ``label``.
 
-    ``max_length`` bounds prompt and response, ``max_body`` a request's bytes. ``incremental`` streams only what is new in each event;
-    without a ``tokenizer`` (SGLang's skip_tokenizer_init) replies have no text. ``routes`` is the form of routes where it is not the
-    server's own; ``nested_routes``: SkyRL's endpoint sends lists in lists, as 0.3 did. ``contract`` is what the stack promises.
+    ``max_length`` bounds prompt and response, ``max_body`` a request's bytes. ``incremental``
+    streams only what is new in each event; without a ``tokenizer`` (SGLang's skip_tokenizer_init)
+    replies have no text. ``routes`` is the form of routes where it is not the server's own;
+    ``nested_routes``: SkyRL's endpoint sends lists in lists, as 0.3 did. ``contract`` is what the
+    stack promises.
     """
 
     flavour: str
     model: Model = field(default_factory=Model)
-    engine: EngineOptions = field(default_factory=lambda: EngineOptions(max_batch=256, step=0.001, prefix_cache=True))
+    engine: EngineOptions = field(
+        default_factory=lambda: EngineOptions(max_batch=256, step=0.001, prefix_cache=True)
+    )
     label: str = "default"
     seed: int = 0
     max_length: int = MAX_LENGTH
@@ -67,7 +78,9 @@ class ServeOptions:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Wanted:
-    """One call that a client asks for. ``prompt_logprobs``: from which token of the prompt on (-1: none); ``top``: how many a token."""
+    """One call that a client asks for. ``prompt_logprobs``: from which token of the prompt on (-1:
+    none); ``top``: how many a token.
+    """
 
     prompt: tuple[int, ...]
     rid: str
@@ -81,10 +94,12 @@ class Wanted:
 
 
 class Backing:
-    """One engine, made inside a running event loop. ``sinks`` are handed every event as it happens; ``keep`` holds them in memory, too.
+    """One engine, made inside a running event loop. ``sinks`` are handed every event as it happens;
+    ``keep`` holds them in memory, too.
 
-    ``behind`` is an engine that is there already, with its recorder (one of a fleet, whose schedule of faults holds). ``beside`` is the
-    first of several that are served together, as ``server_id``: they share a trace.
+    ``behind`` is an engine that is there already, with its recorder (one of a fleet, whose schedule
+    of faults holds). ``beside`` is the first of several that are served together, as ``server_id``:
+    they share a trace.
     """
 
     def __init__(
@@ -112,9 +127,21 @@ class Backing:
             self.engine: FakeEngine = behind[0]
             self.recorder: Recorder = behind[1]
         else:
-            self.recorder = Recorder(asyncio.get_running_loop().time, sinks, keep=keep) if beside is None else beside.recorder
-            samples = Samples(self.recorder) if beside is None or beside.samples is None else beside.samples
-            hooks = Attributing(samples, self.plan.actions, self.recorder, options) if beside is None else beside.hooks
+            self.recorder = (
+                Recorder(asyncio.get_running_loop().time, sinks, keep=keep)
+                if beside is None
+                else beside.recorder
+            )
+            samples = (
+                Samples(self.recorder)
+                if beside is None or beside.samples is None
+                else beside.samples
+            )
+            hooks = (
+                Attributing(samples, self.plan.actions, self.recorder, options)
+                if beside is None
+                else beside.hooks
+            )
             assert hooks is not None, "an engine of a fleet has none beside it"
             self.samples, self.hooks = samples, hooks
             self.engine = FakeEngine(
@@ -129,13 +156,17 @@ class Backing:
                 max_length=options.max_length,
             )
             hooks.servers[server_id] = self.engine
-            self.recorder.record(Weights(server_id=server_id, version=0, label=options.label, flushed=True))
+            self.recorder.record(
+                Weights(server_id=server_id, version=0, label=options.label, flushed=True)
+            )
         self.policy: CodedPolicy = self.engine.policy
         self.flavour: Flavour = self.engine.flavour
 
     @staticmethod
     def header(options: ServeOptions) -> Header:
-        """What the trace of such an engine says about itself; the stack's contract is the engine's where none was declared."""
+        """What the trace of such an engine says about itself; the stack's contract is the engine's
+        where none was declared.
+        """
         engine = engine_contract(flavour_named(options.flavour), options.model, KvPolicy.KEEP)
         policy = CodedPolicy.from_model(options.model, options.seed)
         return Header(
@@ -171,8 +202,9 @@ class Backing:
         unique: bool = False,
         narrow: bool = False,
     ) -> EngineOutput:
-        """Have the engine run one call; of a ``stream``, ``heard`` is told of each token. With ``unique`` a handle that a call in flight
-        has is refused. ``narrow``: the caller takes routes of ``rollproof.store.packed_dtype``.
+        """Have the engine run one call; of a ``stream``, ``heard`` is told of each token. With
+        ``unique`` a handle that a call in flight has is refused. ``narrow``: the caller takes
+        routes of ``rollproof.store.packed_dtype``.
         """
         if unique:
             if wanted.rid in self._rids:
@@ -180,7 +212,14 @@ class Backing:
             self._rids.add(wanted.rid)
         owner = asked.header(OWNER_HEADER)
         token = None if owner is None else CURRENT_REQUEST.set(owner)
-        wire = Wire(stream, heard, delivered=not asked.lost, late=asked.late, left=asked.left, narrow=narrow and self._narrow)
+        wire = Wire(
+            stream,
+            heard,
+            delivered=not asked.lost,
+            late=asked.late,
+            left=asked.left,
+            narrow=narrow and self._narrow,
+        )
         asked.late = 0.0
         asked.broken.append(partial(self._broke, wire))
         output = None
@@ -206,7 +245,9 @@ class Backing:
                 self._rids.discard(wanted.rid)
 
     def version_of(self, name: str | None) -> int:
-        """The weights that ``name`` (a path) stands for: the same name is the same weights; without one, the next of this engine."""
+        """The weights that ``name`` (a path) stands for: the same name is the same weights; without
+        one, the next of this engine.
+        """
         if name is None:
             return self.engine.version + 1
         if name not in self._names:
@@ -218,12 +259,17 @@ class Backing:
         return f"{getrandbits(128):032x}"
 
     async def load(self, name: str | None, label: Version, *, flush: bool) -> None:
-        """Take the weights ``name`` under ``label`` (``None``: the label stays as it was), and drop shared KV where ``flush`` says so.
+        """Take the weights ``name`` under ``label`` (``None``: the label stays as it was), and drop
+        shared KV where ``flush`` says so.
 
         Raises ``TransferFailed``.
         """
         version = self.version_of(name)
-        await self.engine.load(version, self.engine.label if label is None else label, identity=version == self.engine.version)
+        await self.engine.load(
+            version,
+            self.engine.label if label is None else label,
+            identity=version == self.engine.version,
+        )
         if flush:
             self.engine.reset_prefix_cache()
 
@@ -239,20 +285,34 @@ class Backing:
         self.engine.relabel(label)
 
     def _broke(self, wire: Wire) -> None:
-        """Record that a reply which was taken for delivered may have come in part, or not at all: its client left before it had read it."""
+        """Record that a reply which was taken for delivered may have come in part, or not at all:
+        its client left before it had read it.
+        """
         if wire.sent is not None:
-            self.recorder.record(Fault(what="broken-stream", server_id=self.engine.server_id, call_id=wire.sent))
+            self.recorder.record(
+                Fault(what="broken-stream", server_id=self.engine.server_id, call_id=wire.sent)
+            )
             wire.sent = None
 
     def _befell(self, fault: WireFault, path: str) -> None:
-        """Record what the engine knows nothing of; a reply that is lost or cut short it records itself, with its call."""
+        """Record what the engine knows nothing of; a reply that is lost or cut short it records
+        itself, with its call.
+        """
         what = {WireFaultKind.SLOW: "late-reply", WireFaultKind.STATUS: "reject"}.get(fault.do)
         if what is not None and not fault.after_engine:
-            detail = f"planned: {fault.status} of {path}" if what == "reject" else f"planned: {fault.seconds:g} s, {path}"
+            detail = (
+                f"planned: {fault.status} of {path}"
+                if what == "reject"
+                else f"planned: {fault.seconds:g} s, {path}"
+            )
             self.recorder.record(Fault(what=what, server_id=self.engine.server_id, detail=detail))
 
     def loads(self) -> Mapping[str, int]:
         """Calls that run and that wait, and tokens in use."""
         calls = self.engine.in_flight
         running = sum(call.running for call in calls)
-        return {"running": running, "waiting": len(calls) - running, "tokens": sum(len(call.ids) for call in calls)}
+        return {
+            "running": running,
+            "waiting": len(calls) - running,
+            "tokens": sum(len(call.ids) for call in calls),
+        }

@@ -12,15 +12,21 @@ from rollproof.errors import RollproofError
 __all__ = ["Kept"]
 
 _EVERY = 1.0
-"""Seconds after which what was recorded is handed to the operating system: a killed server loses no more than these."""
+"""Seconds after which what was recorded is handed to the operating system: a killed server loses no
+more than these.
+"""
 _TOGETHER = 64
-"""Events that are handed on together: one by one, between whatever else a request needs, each takes half as long again."""
+"""Events that are handed on together: one by one, between whatever else a request needs, each takes
+half as long again.
+"""
 
 
 class Kept:
-    """Hands events on to ``sink`` and has it flush every second; ``stop`` is called where it fails, and ``error`` is why.
+    """Hands events on to ``sink`` and has it flush every second; ``stop`` is called where it fails,
+    and ``error`` is why.
 
-    What events hold must not be written to any more: they are handed on some moments later, in their order, and at ``end``.
+    What events hold must not be written to any more: they are handed on some moments later, in
+    their order, and at ``end``.
     """
 
     def __init__(self, sink: TraceSink, stop: Callable[[], None]) -> None:

@@ -1,7 +1,7 @@
 """Line: an HTTP client for a face in the same process, without a socket: for virtual time.
 
-It sees what a client on a socket sees: a status, headers and a body, or the parts of a stream; a connection that breaks; a body that is
-shorter than its declared length.
+It sees what a client on a socket sees: a status, headers and a body, or the parts of a stream; a
+connection that breaks; a body that is shorter than its declared length.
 """
 
 from __future__ import annotations
@@ -56,12 +56,18 @@ class Line:
     def __init__(self, app: Face) -> None:
         self._app = app
 
-    async def ask(self, method: str, path: str, body: Any = None, headers: Mapping[str, str] | None = None) -> Heard:
+    async def ask(
+        self, method: str, path: str, body: Any = None, headers: Mapping[str, str] | None = None
+    ) -> Heard:
         """One exchange. Raises ``BrokenOff``."""
         raw = b"" if body is None else orjson.dumps(body)
         head, sent = _Head(), [{"type": "http.request", "body": raw, "more_body": False}]
         address, _, query = path.partition("?")
-        given = {"content-type": "application/json", "content-length": str(len(raw)), **(headers or {})}
+        given = {
+            "content-type": "application/json",
+            "content-length": str(len(raw)),
+            **(headers or {}),
+        }
         scope = {
             "type": "http",
             "method": method,

@@ -8,22 +8,35 @@ from typing import Any
 import numpy as np
 import orjson
 
-__all__ = ["BadRequest", "Uncaught", "dumped", "field", "json_object", "text_of", "token_ids", "words_of"]
+__all__ = [
+    "BadRequest",
+    "Uncaught",
+    "dumped",
+    "field",
+    "json_object",
+    "text_of",
+    "token_ids",
+    "words_of",
+]
 
 
 def dumped(value: Any) -> bytes:
-    """Compact JSON, as the real servers send it: SkyRL looks for bytes in it. NaN becomes null, as with SGLang's encoder."""
+    """Compact JSON, as the real servers send it: SkyRL looks for bytes in it. NaN becomes null, as
+    with SGLang's encoder.
+    """
     return orjson.dumps(value)
 
 
 class BadRequest(Exception):
     """The client is at fault: ``status`` is what the server answers, the text what it says.
 
-    ``malformed`` says that the body has not the form of a request at all: servers word that otherwise than a wrong value. ``param``
-    is the field that is at fault.
+    ``malformed`` says that the body has not the form of a request at all: servers word that
+    otherwise than a wrong value. ``param`` is the field that is at fault.
     """
 
-    def __init__(self, text: str, status: int = 400, *, malformed: bool = False, param: str | None = None) -> None:
+    def __init__(
+        self, text: str, status: int = 400, *, malformed: bool = False, param: str | None = None
+    ) -> None:
         super().__init__(text)
         self.status: int = status
         self.malformed: bool = malformed
@@ -35,7 +48,9 @@ class Uncaught(Exception):
 
 
 def json_object(text: bytes, *, empty: bool = True) -> dict[str, Any]:
-    """The JSON object that ``text`` is; nothing is an empty object where ``empty`` allows it. Raises ``BadRequest``."""
+    """The JSON object that ``text`` is; nothing is an empty object where ``empty`` allows it.
+    Raises ``BadRequest``.
+    """
     if not text.strip():
         if empty:
             return {}
@@ -52,14 +67,19 @@ def json_object(text: bytes, *, empty: bool = True) -> dict[str, Any]:
 
 
 _DEEPEST = 200
-"""How deep a body may be nested: what is deeper cannot be shown, written into a trace or compared within Python's own limit."""
+"""How deep a body may be nested: what is deeper cannot be shown, written into a trace or compared
+within Python's own limit.
+"""
 
 
 def _is_deep(value: Any) -> bool:
     level = [value]
     for _ in range(_DEEPEST):
         level = [
-            part for one in level for part in (one.values() if isinstance(one, dict) else one) if type(part) is list or type(part) is dict
+            part
+            for one in level
+            for part in (one.values() if isinstance(one, dict) else one)
+            if type(part) is list or type(part) is dict
         ]
         if not level:
             return False
@@ -67,7 +87,9 @@ def _is_deep(value: Any) -> bool:
 
 
 def field(body: Mapping[str, Any], name: str, kind: type | tuple[type, ...], default: Any) -> Any:
-    """The value of ``name``, of one of ``kind`` (a bool is no number); ``default`` where it is absent or null."""
+    """The value of ``name``, of one of ``kind`` (a bool is no number); ``default`` where it is
+    absent or null.
+    """
     value = body.get(name)
     if value is None:
         return default
@@ -76,7 +98,9 @@ def field(body: Mapping[str, Any], name: str, kind: type | tuple[type, ...], def
     kinds = kind if isinstance(kind, tuple) else (kind,)
     if not isinstance(value, kinds) or (isinstance(value, bool) and bool not in kinds):
         wanted = " or ".join(one.__name__ for one in kinds)
-        raise BadRequest(f"{name} must be {wanted}, not {type(value).__name__}.", malformed=True, param=name)
+        raise BadRequest(
+            f"{name} must be {wanted}, not {type(value).__name__}.", malformed=True, param=name
+        )
     return value
 
 
@@ -114,5 +138,9 @@ def words_of(text: str, vocab: int) -> tuple[int, ...]:
     for word in text.split():
         number = word.removeprefix("w")
         plain = number.isascii() and number.isdigit() and len(number) < 12
-        ids.append(int(number) % vocab if plain else int(np.frombuffer(word.encode().ljust(8, b"\0")[:8], "<u8")[0] % vocab))
+        ids.append(
+            int(number) % vocab
+            if plain
+            else int(np.frombuffer(word.encode().ljust(8, b"\0")[:8], "<u8")[0] % vocab)
+        )
     return tuple(ids)

@@ -1,4 +1,6 @@
-"""Sampling rules: which sampling parameters the real servers take, and in which ranges. The fake samples the same whatever they say."""
+"""Sampling rules: which sampling parameters the real servers take, and in which ranges. The fake
+samples the same whatever they say.
+"""
 
 from __future__ import annotations
 
@@ -19,13 +21,21 @@ _PENALTY: Rule = (_NUMBER, lambda value: -2.0 <= value <= 2.0, "in [-2, 2]")
 _TOP_P: Rule = (_NUMBER, lambda value: 0.0 < value <= 1.0, "in (0, 1]")
 _MIN_P: Rule = (_NUMBER, lambda value: 0.0 <= value <= 1.0, "in [0, 1]")
 _SGLANG: Mapping[str, Rule | None] = {
-    "temperature": (_NUMBER, lambda value: isfinite(value) and value >= 0.0, "a non-negative finite number"),
+    "temperature": (
+        _NUMBER,
+        lambda value: isfinite(value) and value >= 0.0,
+        "a non-negative finite number",
+    ),
     "top_p": _TOP_P,
     "top_k": (int, lambda value: value == -1 or value >= 1, "-1 (disable) or at least 1"),
     "min_p": _MIN_P,
     "frequency_penalty": _PENALTY,
     "presence_penalty": _PENALTY,
-    "repetition_penalty": (_NUMBER, lambda value: 0.0 < value <= 2.0, "in (0, 2] (1.0 = no penalty)"),
+    "repetition_penalty": (
+        _NUMBER,
+        lambda value: 0.0 < value <= 2.0,
+        "in (0, 2] (1.0 = no penalty)",
+    ),
     "min_new_tokens": (int, lambda value: value >= 0, "in [0, max_new_tokens]"),
     "max_new_tokens": (int, lambda value: value >= 0, "at least 0"),
     **dict.fromkeys(
@@ -50,7 +60,9 @@ _SGLANG: Mapping[str, Rule | None] = {
         )
     ),
 }
-"""The fields of SamplingParams of SGLang 0.5.21 (srt/sampling/sampling_params.py), and what its ``verify`` asks of them."""
+"""The fields of SamplingParams of SGLang 0.5.21 (srt/sampling/sampling_params.py), and what its
+``verify`` asks of them.
+"""
 _VLLM: Mapping[str, Rule] = {
     "temperature": (_NUMBER, lambda value: value >= 0, "non-negative"),
     "top_p": _TOP_P,
@@ -61,7 +73,9 @@ _VLLM: Mapping[str, Rule] = {
     "repetition_penalty": (_NUMBER, lambda value: value > 0.0, "greater than zero"),
     "min_tokens": (int, lambda value: value >= 0, "greater than or equal to 0"),
 }
-"""What SamplingParams of vLLM 0.32 (sampling_params.py, ``_verify_args``) asks of its fields; others are taken and not looked at."""
+"""What SamplingParams of vLLM 0.32 (sampling_params.py, ``_verify_args``) asks of its fields;
+others are taken and not looked at.
+"""
 _TOLD = ("temperature", "top_p")
 """Fields that vLLM names in its error."""
 
@@ -70,7 +84,9 @@ _NOT_IN_SALTS = frozenset("@/\\\0")
 
 
 def check_sglang(sampling: Mapping[str, Any]) -> None:
-    """Raise ``BadRequest`` for a value out of range, and ``Uncaught`` for a name that is none: SGLang does not catch the TypeError."""
+    """Raise ``BadRequest`` for a value out of range, and ``Uncaught`` for a name that is none:
+    SGLang does not catch the TypeError.
+    """
     if not sampling.keys() <= _SGLANG.keys():
         raise Uncaught(f"sampling_params has {sorted(sampling.keys() - _SGLANG.keys())}")
     refuse_unanswered(sampling, _SGLANG_FIELDS)
@@ -80,42 +96,63 @@ def check_sglang(sampling: Mapping[str, Any]) -> None:
             _check(sampling, name, rule)
     most = sampling.get("max_new_tokens")
     if most is not None and (sampling.get("min_new_tokens") or 0) > most:
-        raise BadRequest(f"min_new_tokens must be in [0, max_new_tokens({most})], got {sampling['min_new_tokens']}.")
+        raise BadRequest(
+            f"min_new_tokens must be in [0, max_new_tokens({most})], got"
+            f" {sampling['min_new_tokens']}."
+        )
 
 
 def check_vllm(sampling: Mapping[str, Any], samples: int, budget: int | None) -> None:
-    """Raise ``BadRequest`` for a value out of range, several samples where the best is taken, and ``min_tokens`` above ``budget``."""
+    """Raise ``BadRequest`` for a value out of range, several samples where the best is taken, and
+    ``min_tokens`` above ``budget``.
+    """
     for name in _VLLM.keys() & sampling.keys():
         _check(sampling, name, _VLLM[name])
     if samples > 1 and sampling.get("temperature") == 0:
         raise BadRequest(f"n must be 1 when using greedy sampling, got {samples}.")
     least = sampling.get("min_tokens") or 0
     if budget is not None and 0 < budget < least:  # a budget of none is refused for itself
-        raise BadRequest(f"min_tokens must be less than or equal to max_tokens={budget}, got {least}.")
+        raise BadRequest(
+            f"min_tokens must be less than or equal to max_tokens={budget}, got {least}."
+        )
 
 
 def check_vllm_request(body: Mapping[str, Any]) -> None:
     """Raise ``BadRequest`` for fields of an OpenAI request that do not go together."""
     if body.get("stream_options") and not body.get("stream"):
-        raise BadRequest("Stream options can only be defined when `stream=True`.", param="stream_options")
+        raise BadRequest(
+            "Stream options can only be defined when `stream=True`.", param="stream_options"
+        )
     top = body.get("top_logprobs")
     if isinstance(top, int) and (top > 0 or top == -1) and not body.get("logprobs"):
-        raise BadRequest("when using `top_logprobs`, `logprobs` must be set to true.", param="top_logprobs")
+        raise BadRequest(
+            "when using `top_logprobs`, `logprobs` must be set to true.", param="top_logprobs"
+        )
     if body.get("stream") and field(body, "prompt_logprobs", int, 0):
-        raise BadRequest("`prompt_logprobs` are not available when `stream=True`.", param="prompt_logprobs")
+        raise BadRequest(
+            "`prompt_logprobs` are not available when `stream=True`.", param="prompt_logprobs"
+        )
     if body.get("tools") == []:
         raise BadRequest("`tools` must not be an empty array.", param="tools")
 
 
 def vllm_salt(body: Mapping[str, Any]) -> dict[str, str]:
-    """The request's ``cache_salt`` as a parameter of its calls, where it has one. Raises ``BadRequest`` where vLLM refuses it."""
+    """The request's ``cache_salt`` as a parameter of its calls, where it has one. Raises
+    ``BadRequest`` where vLLM refuses it.
+    """
     salt = body.get("cache_salt")
     if salt is None:
         return {}
     if not isinstance(salt, str) or not salt:
-        raise BadRequest("Parameter 'cache_salt' must be a non-empty string if provided.", param="cache_salt")
+        raise BadRequest(
+            "Parameter 'cache_salt' must be a non-empty string if provided.", param="cache_salt"
+        )
     if len(salt) > 128 or not _NOT_IN_SALTS.isdisjoint(salt):
-        raise BadRequest("Parameter 'cache_salt' must be at most 128 characters, without '@', '/', '\\\\' and NUL.", param="cache_salt")
+        raise BadRequest(
+            "Parameter 'cache_salt' must be at most 128 characters, without '@', '/', '\\\\' and"
+            " NUL.",
+            param="cache_salt",
+        )
     return {"cache_salt": salt}
 
 
@@ -123,4 +160,6 @@ def _check(sampling: Mapping[str, Any], name: str, rule: Rule) -> None:
     kind, allowed, wanted = rule
     value = field(sampling, name, kind, None)
     if value is not None and not allowed(value):
-        raise BadRequest(f"{name} must be {wanted}, got {value}.", param=name if name in _TOLD else None)
+        raise BadRequest(
+            f"{name} must be {wanted}, got {value}.", param=name if name in _TOLD else None
+        )

@@ -1,4 +1,5 @@
-"""Teller: how a program tells a served engine what it was asked for and what came of it, so that the server's trace can be judged.
+"""Teller: how a program tells a served engine what it was asked for and what came of it, so that
+the server's trace can be judged.
 
 ::
 
@@ -26,7 +27,9 @@ __all__ = ["Teller"]
 
 
 class Teller:
-    """Tells the server at ``url``. Methods block; raise ``UsageError`` with what the server says where it refuses, or is not there."""
+    """Tells the server at ``url``. Methods block; raise ``UsageError`` with what the server says
+    where it refuses, or is not there.
+    """
 
     def __init__(self, url: str, *, timeout: float = 30.0) -> None:
         self._url = url.rstrip("/")
@@ -46,19 +49,28 @@ class Teller:
 
     @staticmethod
     def headers(request_id: str) -> Mapping[str, str]:
-        """Headers that say whose a call is; without them the server goes by the call's id and its tokens."""
+        """Headers that say whose a call is; without them the server goes by the call's id and its
+        tokens.
+        """
         return {OWNER_HEADER: request_id}
 
     def _tell(self, what: str, event: Mapping[str, Any]) -> None:
-        body = json.dumps({name: value for name, value in event.items() if name not in ("kind", "index", "time")}).encode()
+        body = json.dumps(
+            {name: value for name, value in event.items() if name not in ("kind", "index", "time")}
+        ).encode()
         asked = urllib.request.Request(  # noqa: S310 - the address is the caller's
-            f"{self._url}/rollproof/{what}", body, {"content-type": "application/json"}, method="POST"
+            f"{self._url}/rollproof/{what}",
+            body,
+            {"content-type": "application/json"},
+            method="POST",
         )
         try:
             with urllib.request.urlopen(asked, timeout=self._timeout) as reply:  # noqa: S310 - as above
                 reply.read()
         except urllib.error.HTTPError as error:
             with error:
-                raise UsageError(f"{self._url} refuses this {what}: {error.read().decode(errors='replace')}") from error
+                raise UsageError(
+                    f"{self._url} refuses this {what}: {error.read().decode(errors='replace')}"
+                ) from error
         except OSError as error:
             raise UsageError(f"{self._url} cannot be told this {what}: {error}.") from error

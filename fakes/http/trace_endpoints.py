@@ -1,7 +1,9 @@
-"""Telling: the endpoints by which a client tells a served engine what it was asked for, and what it made of the replies.
+"""Telling: the endpoints by which a client tells a served engine what it was asked for, and what it
+made of the replies.
 
-``POST /rollproof/submit`` takes a request, ``POST /rollproof/result`` a sample, both in the JSON form of a trace's events. With them a
-trace that a server wrote has what the checks of samples need. ``rollproof.fakes.http.trace_client.Teller`` sends them.
+``POST /rollproof/submit`` takes a request, ``POST /rollproof/result`` a sample, both in the JSON
+form of a trace's events. With them a trace that a server wrote has what the checks of samples need.
+``rollproof.fakes.http.trace_client.Teller`` sends them.
 """
 
 from __future__ import annotations
@@ -59,8 +61,8 @@ class _Told:
     def _event(self, asked: Asked, kind: str) -> object:
         if not self._declared:
             raise BadRequest(
-                "Samples can only be judged against what the stack promises: start the server with --contract FILE "
-                "(ServeOptions.contract).",
+                "Samples can only be judged against what the stack promises: start the server with"
+                " --contract FILE (ServeOptions.contract).",
                 409,
             )
         body = asked.body()

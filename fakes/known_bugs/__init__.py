@@ -1,4 +1,5 @@
-"""Known bugs: published faults of the field, each planted on a correct fake, which named checks must kill.
+"""Known bugs: published faults of the field, each planted on a correct fake, which named checks
+must kill.
 
 One module per subject; ``rollproof known-bugs`` runs them all and prints who saw what.
 """

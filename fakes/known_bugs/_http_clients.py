@@ -1,4 +1,6 @@
-"""Clients of the known bugs of the wire: each is a manager that speaks HTTP and does one thing wrong."""
+"""Clients of the known bugs of the wire: each is a manager that speaks HTTP and does one thing
+wrong.
+"""
 
 from __future__ import annotations
 
@@ -9,9 +11,23 @@ from typing import Any, ClassVar
 import numpy as np
 import pybase64
 
-from rollproof.core.records import EngineOutput, FinishReason, IntArray, Request, Rollout, Scalar, Span
+from rollproof.core.records import (
+    EngineOutput,
+    FinishReason,
+    IntArray,
+    Request,
+    Rollout,
+    Scalar,
+    Span,
+)
 from rollproof.core.trace import PauseMode
-from rollproof.fakes.clients.http_clients import SglangKeeper, SglangManager, SglangStreamer, VllmManager, versioned
+from rollproof.fakes.clients.http_clients import (
+    SglangKeeper,
+    SglangManager,
+    SglangStreamer,
+    VllmManager,
+    versioned,
+)
 from rollproof.fakes.clients.resuming import Sample
 from rollproof.fakes.http.engine_backend import RoutesForm
 from rollproof.fakes.http.fault_plan import FaultPlan, WireFault, WireFaultKind
@@ -93,7 +109,9 @@ class LayersFirst(SglangManager):
 
 
 class TopKFromBuffer(SglangManager):
-    """Reckons from the length of the buffer how many experts a row has; the rows are as many as it thinks that it asked for."""
+    """Reckons from the length of the buffer how many experts a row has; the rows are as many as it
+    thinks that it asked for.
+    """
 
     def rows(self, meta: Mapping[str, Any]) -> IntArray | None:
         rows = super().rows(meta)
@@ -125,7 +143,9 @@ class CutIsEnd(SglangStreamer):
 
     plan: ClassVar[FaultPlan] = _plan(WireFaultKind.TRUNCATE)
 
-    async def call(self, server_id: str, sample: Sample, sent: tuple[int, ...], budget: int | None) -> EngineOutput:
+    async def call(
+        self, server_id: str, sample: Sample, sent: tuple[int, ...], budget: int | None
+    ) -> EngineOutput:
         try:
             return await super().call(server_id, sample, sent, budget)
         except BrokenOff as error:
@@ -141,7 +161,9 @@ class ShortIsLength(SglangStreamer):
 
     def reply(self, heard: Heard) -> Any:
         last = heard.events()[-1]
-        last["meta_info"]["finish_reason"] = last["meta_info"]["finish_reason"] or {"type": "length"}
+        last["meta_info"]["finish_reason"] = last["meta_info"]["finish_reason"] or {
+            "type": "length"
+        }
         return last
 
 
@@ -150,7 +172,9 @@ class CountsBoth(SglangStreamer):
 
     plan: ClassVar[FaultPlan] = _plan(WireFaultKind.RESET)
 
-    async def call(self, server_id: str, sample: Sample, sent: tuple[int, ...], budget: int | None) -> EngineOutput:
+    async def call(
+        self, server_id: str, sample: Sample, sent: tuple[int, ...], budget: int | None
+    ) -> EngineOutput:
         try:
             return await super().call(server_id, sample, sent, budget)
         except BrokenOff as error:
@@ -200,7 +224,9 @@ class GivesUpWaiting(SglangManager):
 
     plan: ClassVar[FaultPlan] = _plan(WireFaultKind.SLOW, seconds=30.0)
 
-    async def call(self, server_id: str, sample: Sample, sent: tuple[int, ...], budget: int | None) -> EngineOutput:
+    async def call(
+        self, server_id: str, sample: Sample, sent: tuple[int, ...], budget: int | None
+    ) -> EngineOutput:
         first = asyncio.ensure_future(super().call(server_id, sample, sent, budget))
         done, _ = await asyncio.wait({first}, timeout=20.0)
         if done:
@@ -215,15 +241,21 @@ class FailureIsEnd(SglangManager):
 
     plan: ClassVar[FaultPlan] = _plan(WireFaultKind.STATUS, nth=(2,))
 
-    async def call(self, server_id: str, sample: Sample, sent: tuple[int, ...], budget: int | None) -> EngineOutput:
+    async def call(
+        self, server_id: str, sample: Sample, sent: tuple[int, ...], budget: int | None
+    ) -> EngineOutput:
         try:
             return await super().call(server_id, sample, sent, budget)
         except ConnectionError:
-            return EngineOutput(token_ids=(), logprobs=np.zeros(0), routes=None, finish_reason=FinishReason.LENGTH)
+            return EngineOutput(
+                token_ids=(), logprobs=np.zeros(0), routes=None, finish_reason=FinishReason.LENGTH
+            )
 
 
 class TidiesUp(SglangManager):
-    """Names its calls as the request is named, and when it has ended aborts what may be left of them."""
+    """Names its calls as the request is named, and when it has ended aborts what may be left of
+    them.
+    """
 
     def handle(self, sample: Sample) -> str:
         return sample.request.request_id
@@ -237,7 +269,9 @@ class TidiesUp(SglangManager):
 class VersionAfterwards(SglangManager):
     """Asks the server for its version when the reply is there, in place of reading the reply's own."""
 
-    async def call(self, server_id: str, sample: Sample, sent: tuple[int, ...], budget: int | None) -> EngineOutput:
+    async def call(
+        self, server_id: str, sample: Sample, sent: tuple[int, ...], budget: int | None
+    ) -> EngineOutput:
         output = await super().call(server_id, sample, sent, budget)
         told = (await self.lines[server_id].ask("GET", "/model_info")).json()["weight_version"]
         span = Span(start=0, end=len(output.token_ids), version=versioned(told))
@@ -263,11 +297,15 @@ class TokensFromText(SglangManager):
 
     def tokens(self, reply: Mapping[str, Any]) -> tuple[int, ...]:
         end = f"w{self.fleet.policy.eos_id}"
-        return words_of(" ".join(word for word in reply["text"].split() if word != end), self.fleet.policy.vocab)
+        return words_of(
+            " ".join(word for word in reply["text"].split() if word != end), self.fleet.policy.vocab
+        )
 
     def logprobs(self, meta: Mapping[str, Any]) -> Any:
         end = self.fleet.policy.eos_id
-        return np.array([logprob for logprob, token, _ in meta["output_token_logprobs"] if token != end])
+        return np.array(
+            [logprob for logprob, token, _ in meta["output_token_logprobs"] if token != end]
+        )
 
 
 class ReasonIsText(SglangManager):

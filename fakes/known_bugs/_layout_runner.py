@@ -1,4 +1,6 @@
-"""Misplacing: how a known bug of layout functions is run, on the small scope of the functions in which it shows."""
+"""Misplacing: how a known bug of layout functions is run, on the small scope of the functions in
+which it shows.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,9 @@ from rollproof.verification.layouts import record_layouts
 __all__ = ["layout_bug"]
 
 _MOST = 70
-"""Calls of a function beyond which its small scope is thinned: fifty bugs must be judged in a few seconds."""
+"""Calls of a function beyond which its small scope is thinned: fifty bugs must be judged in a few
+seconds.
+"""
 
 
 def layout_bug(
@@ -26,7 +30,9 @@ def layout_bug(
     *kills: str,
     also: tuple[str, ...] = (),
 ) -> KnownBug:
-    """A known bug of layout functions; ``functions`` are those in which it shows, ``kills`` and ``also`` checks without their family."""
+    """A known bug of layout functions; ``functions`` are those in which it shows, ``kills`` and
+    ``also`` checks without their family.
+    """
     return KnownBug(
         id=f"layout-{name}",
         summary=summary,
@@ -42,5 +48,8 @@ def _recorded(make: type[MegatronLike], name: str, functions: tuple[str, ...]) -
     calls = []
     for one in functions:
         scope = list(layout_calls(one, make.layout, draws=0))
-        calls += [(one, scope[i]) for i in sorted(Random(0).sample(range(len(scope)), min(len(scope), _MOST)))]
+        calls += [
+            (one, scope[i])
+            for i in sorted(Random(0).sample(range(len(scope)), min(len(scope), _MOST)))
+        ]
     return record_layouts(make, name=name, calls=calls)

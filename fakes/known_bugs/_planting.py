@@ -1,4 +1,6 @@
-"""Planting: the small cases in which known bugs show, and how a faulty engine is put below a correct client."""
+"""Planting: the small cases in which known bugs show, and how a faulty engine is put below a
+correct client.
+"""
 
 from __future__ import annotations
 
@@ -10,23 +12,56 @@ from rollproof.fakes.coded.policy import CodedPolicy
 from rollproof.fakes.engine.fake_engine import FakeEngine
 from rollproof.fakes.engine.fleet import Fleet
 
-__all__ = ["ABORTED", "CLEAN", "EMPTY", "ENDING", "LAST", "SYNCED", "TURNS", "act", "case", "on_engine", "on_policy", "request"]
+__all__ = [
+    "ABORTED",
+    "CLEAN",
+    "EMPTY",
+    "ENDING",
+    "LAST",
+    "SYNCED",
+    "TURNS",
+    "act",
+    "case",
+    "on_engine",
+    "on_policy",
+    "request",
+]
 
 ENDING = Model(eos_every=3)
 """A model that ends its turns itself, after three tokens on average."""
 
 
-def request(name: str = "r0", prompt: tuple[int, ...] = (11, 12, 13), max_tokens: int | None = 6, **fields: object) -> Request:
+def request(
+    name: str = "r0",
+    prompt: tuple[int, ...] = (11, 12, 13),
+    max_tokens: int | None = 6,
+    **fields: object,
+) -> Request:
     """A small request; ``fields`` are others of ``Request``."""
     return Request(request_id=name, prompt_ids=prompt, max_tokens=max_tokens, **fields)  # type: ignore[arg-type]
 
 
-def act(kind: ActionKind, tokens: int, request: str = "r0", *, race: bool = False, queued: bool = False, **fields: object) -> Action:
+def act(
+    kind: ActionKind,
+    tokens: int,
+    request: str = "r0",
+    *,
+    race: bool = False,
+    queued: bool = False,
+    **fields: object,
+) -> Action:
     """``kind`` once ``request`` has sampled ``tokens`` tokens; ``fields`` are others of ``Action``."""
-    return Action(when=Trigger(request=request, tokens=tokens, race=race, queued=queued), do=kind, **fields)  # type: ignore[arg-type]
+    return Action(
+        when=Trigger(request=request, tokens=tokens, race=race, queued=queued), do=kind, **fields
+    )  # type: ignore[arg-type]
 
 
-def case(*actions: Action, requests: tuple[Request, ...] = (request(),), flavour: str = "vllm", **fields: object) -> Case:
+def case(
+    *actions: Action,
+    requests: tuple[Request, ...] = (request(),),
+    flavour: str = "vllm",
+    **fields: object,
+) -> Case:
     """A case of ``requests`` under ``actions``; ``fields`` are others of ``Case``."""
     return Case(flavour=flavour, requests=requests, actions=actions, **fields)  # type: ignore[arg-type]
 
@@ -58,7 +93,9 @@ def on_engine(engine: type[FakeEngine], client: type[AsSampled] = AsSampled) -> 
 
 
 def on_policy(policy: type[CodedPolicy], client: type[AsSampled] = AsSampled) -> SubjectFactory:
-    """``client``, correct as it is, on servers whose capture or arithmetic is ``policy``'s; the oracle stays the true one."""
+    """``client``, correct as it is, on servers whose capture or arithmetic is ``policy``'s; the
+    oracle stays the true one.
+    """
 
     class Client(client):  # type: ignore[misc, valid-type]
         def start(self, fleet: Fleet) -> None:

@@ -1,4 +1,6 @@
-"""Planting replay bugs: a faulty trainer, the episodes in which it shows, what its wrong rows do to results, and routers that fall back."""
+"""Planting replay bugs: a faulty trainer, the episodes in which it shows, what its wrong rows do to
+results, and routers that fall back.
+"""
 
 from __future__ import annotations
 
@@ -35,9 +37,15 @@ def bug(
     return KnownBug(id=name, summary=summary, refs=refs, record=record, kills=kills, also=also)
 
 
-def routers(trainer: ReplayTrainer, layers: Sequence[int], kind: type[Router]) -> dict[tuple[int, int], Router]:
+def routers(
+    trainer: ReplayTrainer, layers: Sequence[int], kind: type[Router]
+) -> dict[tuple[int, int], Router]:
     """Routers of a kind for all layers and ranks of a trainer, as ``make_routers`` returns them."""
-    return {(layer, number): kind(layer, trainer.layout.top_k) for layer in layers for number in range(len(trainer.ranks))}
+    return {
+        (layer, number): kind(layer, trainer.layout.top_k)
+        for layer in layers
+        for number in range(len(trainer.ranks))
+    }
 
 
 class FallsBack(Router):
@@ -45,4 +53,8 @@ class FallsBack(Router):
 
     def choose(self, scores: FloatArray, phase: Phase) -> IntArray:
         nothing = not self.queue if phase is Phase.RECOMPUTE else self.target is None
-        return chosen(scores, self.top_k) if self.action is Action.REPLAY and nothing else super().choose(scores, phase)
+        return (
+            chosen(scores, self.top_k)
+            if self.action is Action.REPLAY and nothing
+            else super().choose(scores, phase)
+        )

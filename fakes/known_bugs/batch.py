@@ -1,4 +1,6 @@
-"""Known bugs of batches: finished samples whose fields are lost, displaced, cast or made up on their way into training rows."""
+"""Known bugs of batches: finished samples whose fields are lost, displaced, cast or made up on
+their way into training rows.
+"""
 
 from __future__ import annotations
 
@@ -73,7 +75,9 @@ class _AttentionAsLossMask(Collator):
 
 
 class _LogprobsLeftAligned(Collator):
-    """Pads the logprobs as if every prompt were as long as the longest, less one: the shift of labels, done twice."""
+    """Pads the logprobs as if every prompt were as long as the longest, less one: the shift of
+    labels, done twice.
+    """
 
     def logprobs(self, sample: Rollout) -> LogprobArray:
         return np.roll(super().logprobs(sample), -1)
@@ -122,8 +126,22 @@ class _TakesAnything(Collator):
         """Lengths that do not fit are padded."""
 
 
-def _bug(name: str, summary: str, refs: tuple[str, ...], make: type[Collator], *kills: str, also: tuple[str, ...] = ()) -> KnownBug:
-    return KnownBug(id=name, summary=summary, refs=refs, record=partial(record_batches, make, name=name), kills=kills, also=also)
+def _bug(
+    name: str,
+    summary: str,
+    refs: tuple[str, ...],
+    make: type[Collator],
+    *kills: str,
+    also: tuple[str, ...] = (),
+) -> KnownBug:
+    return KnownBug(
+        id=name,
+        summary=summary,
+        refs=refs,
+        record=partial(record_batches, make, name=name),
+        kills=kills,
+        also=also,
+    )
 
 
 BUGS: tuple[KnownBug, ...] = (
@@ -164,7 +182,8 @@ BUGS: tuple[KnownBug, ...] = (
     ),
     _bug(
         "batch-wrong-prefix",
-        "Tokens are placed by a prompt length that is off by one, beside an attention mask that is not.",
+        "Tokens are placed by a prompt length that is off by one, beside an attention mask that is"
+        " not.",
         ("AReno#524",),
         _WrongPrefix,
         "batch.tokens",
@@ -190,8 +209,20 @@ BUGS: tuple[KnownBug, ...] = (
         _LogprobsLeftAligned,
         "batch.logprobs",
     ),
-    _bug("batch-logprobs-in-bfloat16", "Logprobs are rounded to bfloat16.", ("slime#245",), _Bfloat16, "batch.logprobs"),
-    _bug("batch-logprobs-dropped", "The batch carries no logprobs.", ("slime#1995", "SkyRL#1815"), _DropsLogprobs, "batch.logprobs"),
+    _bug(
+        "batch-logprobs-in-bfloat16",
+        "Logprobs are rounded to bfloat16.",
+        ("slime#245",),
+        _Bfloat16,
+        "batch.logprobs",
+    ),
+    _bug(
+        "batch-logprobs-dropped",
+        "The batch carries no logprobs.",
+        ("slime#1995", "SkyRL#1815"),
+        _DropsLogprobs,
+        "batch.logprobs",
+    ),
     _bug(
         "batch-routes-not-shifted",
         "Tokens are padded on the left, their routes on the right.",
@@ -199,7 +230,13 @@ BUGS: tuple[KnownBug, ...] = (
         _RoutesNotShifted,
         "batch.routes",
     ),
-    _bug("batch-ids-in-eight-bits", "Expert ids are cast to eight bits.", ("verl#5240",), _EightBits, "batch.expert-ids"),
+    _bug(
+        "batch-ids-in-eight-bits",
+        "Expert ids are cast to eight bits.",
+        ("verl#5240",),
+        _EightBits,
+        "batch.expert-ids",
+    ),
     _bug(
         "batch-zero-filled",
         "Places without a row hold zeros: expert 0, top_k times, for every one of them.",

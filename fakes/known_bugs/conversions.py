@@ -1,4 +1,6 @@
-"""Known bugs of conversions, as released stacks have or had them: fields that padding, splitting, merging and balancing tear apart."""
+"""Known bugs of conversions, as released stacks have or had them: fields that padding, splitting,
+merging and balancing tear apart.
+"""
 
 from __future__ import annotations
 
@@ -26,22 +28,39 @@ class _EndAligned(Collator):
     def logprobs(self, sample: Rollout) -> LogprobArray:
         values, count = sample.logprobs, len(sample.response_ids)
         if values is None or len(values) >= count:
-            return super().logprobs(replace(sample, logprobs=None if values is None else values[:count]))
-        return super().logprobs(replace(sample, logprobs=np.concatenate([np.zeros(count - len(values)), values])))
+            return super().logprobs(
+                replace(sample, logprobs=None if values is None else values[:count])
+            )
+        return super().logprobs(
+            replace(sample, logprobs=np.concatenate([np.zeros(count - len(values)), values]))
+        )
 
     def loss_mask(self, sample: Rollout) -> IntArray:
         mask, count = sample.loss_mask, len(sample.response_ids)
         if mask is None:
             return super().loss_mask(sample)
         return super().loss_mask(
-            replace(sample, loss_mask=np.concatenate([np.zeros(max(0, count - len(mask)), dtype=np.int64), mask[:count]]))
+            replace(
+                sample,
+                loss_mask=np.concatenate(
+                    [np.zeros(max(0, count - len(mask)), dtype=np.int64), mask[:count]]
+                ),
+            )
         )
 
     def routes(self, sample: Rollout) -> IntArray:
-        return super().routes(sample if sample.routes is None else replace(sample, routes=sample.routes[: sample.total]))
+        return super().routes(
+            sample
+            if sample.routes is None
+            else replace(sample, routes=sample.routes[: sample.total])
+        )
 
     def routed(self, sample: Rollout) -> IntArray:
-        return super().routed(sample if sample.routes is None else replace(sample, routes=sample.routes[: sample.total]))
+        return super().routed(
+            sample
+            if sample.routes is None
+            else replace(sample, routes=sample.routes[: sample.total])
+        )
 
 
 class _ZeroesMissing(Collator):
@@ -71,7 +90,9 @@ class _PartEdited(Collator):
 
 
 class _SecondShardWithoutRoutes(_PartEdited):
-    """Two shards are merged by the fields of the first; the routes of the second are lost on the way."""
+    """Two shards are merged by the fields of the first; the routes of the second are lost on the
+    way.
+    """
 
     def edited(self, rows: list[BatchRow]) -> list[BatchRow]:
         half = (len(rows) + 1) // 2
@@ -90,8 +111,12 @@ class _BalancedApart(_PartEdited):
     field = "logprobs"
 
     def edited(self, rows: list[BatchRow]) -> list[BatchRow]:
-        changes: list[dict[str, Any]] = [{self.field: getattr(rows[i], self.field)} for i in range(len(rows))]
-        return [replace(rows[i], **change) for i, change in zip(_by_length(rows), changes, strict=True)]
+        changes: list[dict[str, Any]] = [
+            {self.field: getattr(rows[i], self.field)} for i in range(len(rows))
+        ]
+        return [
+            replace(rows[i], **change) for i, change in zip(_by_length(rows), changes, strict=True)
+        ]
 
 
 class _RoutesBalancedApart(_BalancedApart):
@@ -108,26 +133,36 @@ class _MaskOfAnother(_PartEdited):
 
 
 class _ZigzagKept(Collator):
-    """Rows were divided in zigzag over two context ranks, and put together as if each rank had one stretch."""
+    """Rows were divided in zigzag over two context ranks, and put together as if each rank had one
+    stretch.
+    """
 
     def routes(self, sample: Rollout) -> IntArray:
         rows = sample.routes
         if rows is None:
             return super().routes(sample)
         parts = np.array_split(np.arange(len(rows)), 4)
-        return super().routes(replace(sample, routes=rows[np.concatenate([parts[0], parts[3], parts[1], parts[2]])]))
+        return super().routes(
+            replace(sample, routes=rows[np.concatenate([parts[0], parts[3], parts[1], parts[2]])])
+        )
 
 
 class _TrainsOnMissing(Collator):
     """A logprob that is missing becomes 0.0, and its token is trained on."""
 
     def logprobs(self, sample: Rollout) -> LogprobArray:
-        return super().logprobs(sample if sample.logprobs is None else replace(sample, logprobs=np.nan_to_num(sample.logprobs)))
+        return super().logprobs(
+            sample
+            if sample.logprobs is None
+            else replace(sample, logprobs=np.nan_to_num(sample.logprobs))
+        )
 
     def loss_mask(self, sample: Rollout) -> IntArray:
         if sample.loss_mask is None or sample.logprobs is None:
             return super().loss_mask(sample)
-        return super().loss_mask(replace(sample, loss_mask=np.where(np.isnan(sample.logprobs), 1, sample.loss_mask)))
+        return super().loss_mask(
+            replace(sample, loss_mask=np.where(np.isnan(sample.logprobs), 1, sample.loss_mask))
+        )
 
 
 class _TrainsOnPrompt(Collator):
@@ -139,8 +174,22 @@ class _TrainsOnPrompt(Collator):
         return mask
 
 
-def _bug(name: str, summary: str, refs: tuple[str, ...], make: type[Collator], *kills: str, also: tuple[str, ...] = ()) -> KnownBug:
-    return KnownBug(id=name, summary=summary, refs=refs, record=partial(record_batches, make, name=name), kills=kills, also=also)
+def _bug(
+    name: str,
+    summary: str,
+    refs: tuple[str, ...],
+    make: type[Collator],
+    *kills: str,
+    also: tuple[str, ...] = (),
+) -> KnownBug:
+    return KnownBug(
+        id=name,
+        summary=summary,
+        refs=refs,
+        record=partial(record_batches, make, name=name),
+        kills=kills,
+        also=also,
+    )
 
 
 BUGS: tuple[KnownBug, ...] = (
@@ -189,7 +238,8 @@ BUGS: tuple[KnownBug, ...] = (
     ),
     _bug(
         "batch-zigzag-not-undone",
-        "Rows that were divided in zigzag over context ranks are put together one rank after the other.",
+        "Rows that were divided in zigzag over context ranks are put together one rank after the"
+        " other.",
         ("slime#2175",),
         _ZigzagKept,
         "batch.routes",

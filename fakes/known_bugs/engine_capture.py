@@ -25,7 +25,9 @@ __all__ = ["BUGS"]
 
 
 class _ByOrdinal(AsSampled):
-    """Maps the columns of MoE layers by their ordinal although the engine's columns count every layer."""
+    """Maps the columns of MoE layers by their ordinal although the engine's columns count every
+    layer.
+    """
 
     def declared(self, fleet: Fleet) -> Contract:
         return replace(super().declared(fleet), layer_axis=LayerAxis.MOE)
@@ -80,7 +82,9 @@ class _OtherType(AsSampled):
 
 
 class _TopKFromSize(AsSampled):
-    """Divides the size of a buffer that is too long by rows and layers, and takes what comes out for top-k."""
+    """Divides the size of a buffer that is too long by rows and layers, and takes what comes out
+    for top-k.
+    """
 
     def final_routes(self, sample: Sample) -> IntArray | None:
         rows = super().final_routes(sample)
@@ -93,7 +97,9 @@ class _DropsRoutes(AsSampled):
 
 
 class _FlagLost(AsSampled):
-    async def call(self, server_id: str, sample: Sample, sent: tuple[int, ...], budget: int | None) -> EngineOutput:
+    async def call(
+        self, server_id: str, sample: Sample, sent: tuple[int, ...], budget: int | None
+    ) -> EngineOutput:
         sample.request = replace(sample.request, want_routes=False)
         return await super().call(server_id, sample, sent, budget)
 
@@ -101,7 +107,9 @@ class _FlagLost(AsSampled):
 class _StageMissing(CodedPolicy):
     """The layers of the second pipeline stage never reach the first one."""
 
-    def routes_spans(self, spans: Iterable[VersionSpan], ids: Sequence[int], start: int, stop: int) -> IntArray:
+    def routes_spans(
+        self, spans: Iterable[VersionSpan], ids: Sequence[int], start: int, stop: int
+    ) -> IntArray:
         rows = super().routes_spans(spans, ids, start, stop)
         rows[:, self.num_layers // 2 :] = 0
         return rows
@@ -110,7 +118,9 @@ class _StageMissing(CodedPolicy):
 class _PromptRowsMissing(CodedPolicy):
     """The rows of the first two tokens were not written when they were read."""
 
-    def routes_spans(self, spans: Iterable[VersionSpan], ids: Sequence[int], start: int, stop: int) -> IntArray:
+    def routes_spans(
+        self, spans: Iterable[VersionSpan], ids: Sequence[int], start: int, stop: int
+    ) -> IntArray:
         rows = super().routes_spans(spans, ids, start, stop)
         rows[: max(0, 2 - start)] = 0
         return rows
@@ -119,7 +129,9 @@ class _PromptRowsMissing(CodedPolicy):
 class _CapturedOnce(CodedPolicy):
     """A CUDA graph replays the forward, and the capture still shows the one that was recorded."""
 
-    def routes_spans(self, spans: Iterable[VersionSpan], ids: Sequence[int], start: int, stop: int) -> IntArray:
+    def routes_spans(
+        self, spans: Iterable[VersionSpan], ids: Sequence[int], start: int, stop: int
+    ) -> IntArray:
         rows = super().routes_spans(spans, ids, start, stop)
         rows[:] = super().routes_spans([(0, 1, 0)], ids, 0, 1)
         return rows
@@ -128,7 +140,9 @@ class _CapturedOnce(CodedPolicy):
 class _SharedExpert(CodedPolicy):
     """The fused shared expert stands behind the last routed one, and is not cut off."""
 
-    def routes_spans(self, spans: Iterable[VersionSpan], ids: Sequence[int], start: int, stop: int) -> IntArray:
+    def routes_spans(
+        self, spans: Iterable[VersionSpan], ids: Sequence[int], start: int, stop: int
+    ) -> IntArray:
         rows = super().routes_spans(spans, ids, start, stop)
         rows[:, :, -1] = self.num_experts
         return rows
@@ -137,8 +151,12 @@ class _SharedExpert(CodedPolicy):
 class _StaleSlots(CodedPolicy):
     """Slots that were given to this call still hold the rows of the one before."""
 
-    def routes_spans(self, spans: Iterable[VersionSpan], ids: Sequence[int], start: int, stop: int) -> IntArray:
-        return super().routes_spans(spans, [*ids[:1], *(token + 1 for token in ids[1:])], start, stop)
+    def routes_spans(
+        self, spans: Iterable[VersionSpan], ids: Sequence[int], start: int, stop: int
+    ) -> IntArray:
+        return super().routes_spans(
+            spans, [*ids[:1], *(token + 1 for token in ids[1:])], start, stop
+        )
 
 
 class _Overwrites(FakeEngine):
@@ -166,7 +184,10 @@ _CACHED = case(act(ActionKind.SYNC, 3), engine=EngineOptions(prefix_cache=True))
 BUGS: tuple[KnownBug, ...] = (
     KnownBug(
         id="dense-columns-not-cleared",
-        summary="The columns of dense layers hold what was left in the buffer, and it looks like a choice of experts.",
+        summary=(
+            "The columns of dense layers hold what was left in the buffer, and it looks like a"
+            " choice of experts."
+        ),
         refs=("cf. sglang#23885", "cf. sglang#34319"),
         make=_DenseLeftovers,
         cases=(_DENSE_FIRST,),
@@ -174,7 +195,10 @@ BUGS: tuple[KnownBug, ...] = (
     ),
     KnownBug(
         id="layers-by-ordinal",
-        summary="Columns are taken for MoE layers in order, although the engine counts dense layers too.",
+        summary=(
+            "Columns are taken for MoE layers in order, although the engine counts dense layers"
+            " too."
+        ),
         refs=("verl#5037", "slime#810"),
         make=_ByOrdinal,
         cases=(_DENSE_FIRST,),
@@ -190,7 +214,10 @@ BUGS: tuple[KnownBug, ...] = (
     ),
     KnownBug(
         id="bytes-misdecoded",
-        summary="The receiver decodes the bytes otherwise than the sender encoded them; every id is legal, and wrong.",
+        summary=(
+            "The receiver decodes the bytes otherwise than the sender encoded them; every id is"
+            " legal, and wrong."
+        ),
         refs=("prime-rl#2813",),
         make=_WrongByteOrder,
         cases=(CLEAN,),
@@ -214,7 +241,9 @@ BUGS: tuple[KnownBug, ...] = (
     ),
     KnownBug(
         id="type-undeclared",
-        summary="Routes come in another integer type than declared, which a decoder of bytes misreads.",
+        summary=(
+            "Routes come in another integer type than declared, which a decoder of bytes misreads."
+        ),
         refs=("SkyRL#1378",),
         make=_OtherType,
         cases=(CLEAN,),
@@ -254,7 +283,10 @@ BUGS: tuple[KnownBug, ...] = (
     ),
     KnownBug(
         id="prompt-rows-missing",
-        summary="Rows of the prompt are zeros: the copy from the prefill was not finished when they were read.",
+        summary=(
+            "Rows of the prompt are zeros: the copy from the prefill was not finished when they"
+            " were read."
+        ),
         refs=("sglang#23885", "llm-d-router#1473"),
         make=on_policy(_PromptRowsMissing),
         cases=(CLEAN,),
@@ -278,7 +310,9 @@ BUGS: tuple[KnownBug, ...] = (
     ),
     KnownBug(
         id="stale-slots",
-        summary="KV moved to new slots without its rows: they are those of the slots' former owner.",
+        summary=(
+            "KV moved to new slots without its rows: they are those of the slots' former owner."
+        ),
         refs=("sglang#26975", "vllm#39568"),
         make=on_policy(_StaleSlots),
         cases=(CLEAN,),
@@ -286,7 +320,10 @@ BUGS: tuple[KnownBug, ...] = (
     ),
     KnownBug(
         id="prefill-overwrites-rows",
-        summary="A retracted call is prefilled anew under new weights, and its rows are overwritten; its logprobs stay.",
+        summary=(
+            "A retracted call is prefilled anew under new weights, and its rows are overwritten;"
+            " its logprobs stay."
+        ),
         refs=("miles#3277", "sglang#39633", "miles#3307"),
         make=on_engine(_Overwrites, EngineKeep),
         cases=(_RETRACTED,),
@@ -294,7 +331,10 @@ BUGS: tuple[KnownBug, ...] = (
     ),
     KnownBug(
         id="prefix-cache-outlives-weights",
-        summary="The prefix cache is not reset at a weight update, so later calls get rows and KV of older weights.",
+        summary=(
+            "The prefix cache is not reset at a weight update, so later calls get rows and KV of"
+            " older weights."
+        ),
         refs=("NeMo-RL#4018", "SkyRL#2246", "prime-rl#1650"),
         make=on_engine(_KeepsPrefixCache),
         cases=(_CACHED,),

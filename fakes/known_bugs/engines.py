@@ -1,4 +1,6 @@
-"""Known bugs of engines that are driven directly: each on the fake engine, in the experiment that shows it."""
+"""Known bugs of engines that are driven directly: each on the fake engine, in the experiment that
+shows it.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +25,9 @@ def recorded(engine: type[FakeEngineSubject], experiment: str, flavour: str = "v
     from rollproof.engines.engine_targets import fake_target
     from rollproof.verification.engines import run_experiments
 
-    return run_experiments(fake_target(flavour, make=lambda settings: engine(settings, flavour)), only=[experiment]).traces[0]
+    return run_experiments(
+        fake_target(flavour, make=lambda settings: engine(settings, flavour)), only=[experiment]
+    ).traces[0]
 
 
 class _CachedRowsMoved(FakeEngineSubject):
@@ -39,28 +43,46 @@ class _CachedRowsMoved(FakeEngineSubject):
 
 class _SortedById(FakeEngineSubject):
     def shown(self, output: EngineOutput, query: Query) -> EngineOutput:
-        return output if output.routes is None else replace(output, routes=np.sort(output.routes, axis=2))
+        return (
+            output
+            if output.routes is None
+            else replace(output, routes=np.sort(output.routes, axis=2))
+        )
 
 
 class _LogprobsOfNext(FakeEngineSubject):
     """Pairs each token with the logprob of the one after it."""
 
     def shown(self, output: EngineOutput, query: Query) -> EngineOutput:
-        return output if output.logprobs is None else replace(output, logprobs=np.roll(output.logprobs, -1))
+        return (
+            output
+            if output.logprobs is None
+            else replace(output, logprobs=np.roll(output.logprobs, -1))
+        )
 
 
 class _OtherMode(FakeEngineSubject):
     """Returns logprobs after the temperature, and says raw."""
 
     def shown(self, output: EngineOutput, query: Query) -> EngineOutput:
-        return output if output.logprobs is None else replace(output, logprobs=scaled(output.logprobs, query.temperature))
+        return (
+            output
+            if output.logprobs is None
+            else replace(output, logprobs=scaled(output.logprobs, query.temperature))
+        )
 
 
 class _RowOfLastToken(FakeEngineSubject):
-    """On an abort the step in flight is not taken back: its row comes along, and its token does not."""
+    """On an abort the step in flight is not taken back: its row comes along, and its token does
+    not.
+    """
 
     def shown(self, output: EngineOutput, query: Query) -> EngineOutput:
-        if output.routes is None or output.finish_reason is not FinishReason.ABORT or not output.token_ids:
+        if (
+            output.routes is None
+            or output.finish_reason is not FinishReason.ABORT
+            or not output.token_ids
+        ):
             return output
         ids = (*query.prompt_ids, *output.token_ids)
         last = self.policy.routes(self.engine.version, ids)[-1:].astype(output.routes.dtype)
@@ -68,10 +90,16 @@ class _RowOfLastToken(FakeEngineSubject):
 
 
 class _BareAbort(FakeEngineSubject):
-    """The reply to an aborted call is built in another place, which forgets the count of cached tokens."""
+    """The reply to an aborted call is built in another place, which forgets the count of cached
+    tokens.
+    """
 
     def shown(self, output: EngineOutput, query: Query) -> EngineOutput:
-        return replace(output, cached_tokens=None) if output.finish_reason is FinishReason.ABORT else output
+        return (
+            replace(output, cached_tokens=None)
+            if output.finish_reason is FinishReason.ABORT
+            else output
+        )
 
 
 class _SplitSpans(FakeEngineSubject):
@@ -81,7 +109,10 @@ class _SplitSpans(FakeEngineSubject):
         if len(output.token_ids) < 2 or len(output.spans) != 1:
             return output
         (span,) = output.spans
-        halves = (Span(start=0, end=1, version=span.version), Span(start=1, end=span.end, version=span.version))
+        halves = (
+            Span(start=0, end=1, version=span.version),
+            Span(start=1, end=span.end, version=span.version),
+        )
         return replace(output, spans=halves)
 
 
@@ -96,7 +127,12 @@ class _LastTokenTwice(FakeEngineSubject):
     """The chunk that ends an aborted delta stream repeats the last token."""
 
     def piece(self, piece: Piece, query: Query) -> Piece:
-        if piece.finished and query.stream is StreamMode.DELTA and not piece.token_ids and self._last:
+        if (
+            piece.finished
+            and query.stream is StreamMode.DELTA
+            and not piece.token_ids
+            and self._last
+        ):
             return replace(piece, token_ids=self._last)
         self._last = piece.token_ids if query.stream is StreamMode.DELTA else self._last
         return piece
@@ -105,7 +141,9 @@ class _LastTokenTwice(FakeEngineSubject):
 
 
 class _ReloadBreaks(FakeEngineSubject):
-    """Weights that are loaded a second time end up in buffers that the forward does not read as it did."""
+    """Weights that are loaded a second time end up in buffers that the forward does not read as it
+    did.
+    """
 
     async def update_weights(self, update: WeightUpdate) -> None:
         await super().update_weights(update)
@@ -165,7 +203,16 @@ class _TurnedAway(FakeEngineSubject):
             return await super().generate(query, watch)
         nothing = np.zeros(0) if query.want_logprobs else None
         reason = FinishReason.ABORT
-        return [EngineOutput(token_ids=(), logprobs=nothing, routes=None, finish_reason=reason, cached_tokens=0, native="abort")]
+        return [
+            EngineOutput(
+                token_ids=(),
+                logprobs=nothing,
+                routes=None,
+                finish_reason=reason,
+                cached_tokens=0,
+                native="abort",
+            )
+        ]
 
 
 def _bug(
@@ -179,7 +226,9 @@ def _bug(
     also: Sequence[str] = (),
 ) -> KnownBug:
     record: Callable[[], Trace] = partial(recorded, engine, experiment, flavour)
-    return KnownBug(id=id, summary=summary, refs=tuple(refs), kills=(kills,), record=record, also=tuple(also))
+    return KnownBug(
+        id=id, summary=summary, refs=tuple(refs), kills=(kills,), record=record, also=tuple(also)
+    )
 
 
 BUGS: tuple[KnownBug, ...] = (
@@ -209,7 +258,8 @@ BUGS: tuple[KnownBug, ...] = (
     ),
     _bug(
         "logprobs-of-the-other-mode",
-        "Logprobs are taken after the temperature where the engine says before it, or the other way round.",
+        "Logprobs are taken after the temperature where the engine says before it, or the other way"
+        " round.",
         ("trl#4159", "vime#64"),
         "engine.logprob-mode",
         _OtherMode,
@@ -274,7 +324,8 @@ BUGS: tuple[KnownBug, ...] = (
     ),
     _bug(
         "bad-offset-ignored",
-        "An offset beyond the prompt is ignored, and all rows come back where the caller counts on fewer.",
+        "An offset beyond the prompt is ignored, and all rows come back where the caller counts on"
+        " fewer.",
         ("strands-sglang#72",),
         "engine.refusals",
         _BadOffsetIgnored,
@@ -282,7 +333,8 @@ BUGS: tuple[KnownBug, ...] = (
     ),
     _bug(
         "parked-abort-forgotten",
-        "A call that waits for the end of a pause is aborted, and runs to its end after the resume.",
+        "A call that waits for the end of a pause is aborted, and runs to its end after the"
+        " resume.",
         ("SGLang 0.5.21 (docs/track-record.md)",),
         "engine.paused-calls",
         _AbortForgotten,
@@ -290,7 +342,8 @@ BUGS: tuple[KnownBug, ...] = (
     ),
     _bug(
         "paused-call-turned-away",
-        "A call sent to a paused engine is answered with an empty abort where the engine says that it waits.",
+        "A call sent to a paused engine is answered with an empty abort where the engine says that"
+        " it waits.",
         ("cf. TensorRT-LLM#12272",),
         "engine.paused-calls",
         _TurnedAway,

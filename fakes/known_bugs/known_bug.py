@@ -1,4 +1,6 @@
-"""Known bug: a published fault of the field, planted on top of a reference, that named checks must kill."""
+"""Known bug: a published fault of the field, planted on top of a reference, that named checks must
+kill.
+"""
 
 from __future__ import annotations
 
@@ -16,11 +18,12 @@ __all__ = ["KnownBug"]
 class KnownBug:
     """A planted fault.
 
-    ``make`` makes a subject that has it; ``cases`` are the cases in which it shows (few, small). A fault that is not one
-    of a rollout subject (a batch conversion) gives ``record`` instead: it returns the trace. ``kills`` are the ids
-    of the checks that must fail; ``also`` those that may fail as an honest consequence (the same wrong value seen from
-    another promise). Any other failing check is blamed wrongly. ``refs`` are the upstream references, such as
-    ``"verl#6029"``; one that begins with ``cf.`` is of the same area, and not of this very fault.
+    ``make`` makes a subject that has it; ``cases`` are the cases in which it shows (few, small). A
+    fault that is not one of a rollout subject (a batch conversion) gives ``record`` instead: it
+    returns the trace. ``kills`` are the ids of the checks that must fail; ``also`` those that may
+    fail as an honest consequence (the same wrong value seen from another promise). Any other
+    failing check is blamed wrongly. ``refs`` are the upstream references, such as ``"verl#6029"``;
+    one that begins with ``cf.`` is of the same area, and not of this very fault.
     """
 
     id: str

@@ -29,7 +29,9 @@ class _OrdinalOfAll(MegatronLike):
 
 
 class _LayerOfMoe(MegatronLike):
-    """Layer n reads column n of a payload that has columns for MoE layers only, counted from the end where there are fewer."""
+    """Layer n reads column n of a payload that has columns for MoE layers only, counted from the
+    end where there are fewer.
+    """
 
     layout: ClassVar[Layout] = replace(MegatronLike.layout, layer_axis=LayerAxis.MOE)
 
@@ -38,11 +40,15 @@ class _LayerOfMoe(MegatronLike):
 
 
 class _OffsetOfRouters(MegatronLike):
-    """The offset of a stage counts layers, dense ones too; the routers behind it count on from there."""
+    """The offset of a stage counts layers, dense ones too; the routers behind it count on from
+    there.
+    """
 
     layout: ClassVar[Layout] = replace(MegatronLike.layout, layer_axis=LayerAxis.MOE)
 
-    def select(self, layout: Layout, rows: IntArray, rank: Rank, chunk: int) -> dict[Layer, IntArray]:
+    def select(
+        self, layout: Layout, rows: IntArray, rank: Rank, chunk: int
+    ) -> dict[Layer, IntArray]:
         first = min(self.built(layout, rank, chunk), default=0)
         routers = self.routed(layout, rank, chunk)
         return {layer: rows[:, (first + i) % layout.columns] for i, layer in enumerate(routers)}
@@ -51,13 +57,20 @@ class _OffsetOfRouters(MegatronLike):
 class _ClampsColumns(MegatronLike):
     """A column that is not there is replaced by the last one that is."""
 
-    def select(self, layout: Layout, rows: IntArray, rank: Rank, chunk: int) -> dict[Layer, IntArray]:
-        chosen = {layer: min(self.column(layout, layer), rows.shape[1] - 1) for layer in self.routed(layout, rank, chunk)}
+    def select(
+        self, layout: Layout, rows: IntArray, rank: Rank, chunk: int
+    ) -> dict[Layer, IntArray]:
+        chosen = {
+            layer: min(self.column(layout, layer), rows.shape[1] - 1)
+            for layer in self.routed(layout, rank, chunk)
+        }
         return {layer: rows[:, column] for layer, column in chosen.items()}
 
 
 class _SwapsLayers(MegatronLike):
-    def select(self, layout: Layout, rows: IntArray, rank: Rank, chunk: int) -> dict[Layer, IntArray]:
+    def select(
+        self, layout: Layout, rows: IntArray, rank: Rank, chunk: int
+    ) -> dict[Layer, IntArray]:
         chosen = super().select(layout, rows, rank, chunk)
         return dict(zip(chosen, reversed(chosen.values()), strict=True))
 
@@ -65,7 +78,9 @@ class _SwapsLayers(MegatronLike):
 class _AliasesMtp(MegatronLike):
     """The head behind the last layer numbers its own layers from 0 again, and takes their column."""
 
-    def select(self, layout: Layout, rows: IntArray, rank: Rank, chunk: int) -> dict[Layer, IntArray]:
+    def select(
+        self, layout: Layout, rows: IntArray, rank: Rank, chunk: int
+    ) -> dict[Layer, IntArray]:
         chosen = super().select(layout, rows, rank, chunk)
         if (rank.pp, chunk) == (layout.mesh.pp - 1, layout.mesh.vpp - 1):
             chosen[0] = rows[:, 0]
@@ -108,13 +123,19 @@ class _ChunksInOnePiece(MegatronLike):
 
 class _ScheduleWithoutGroups(MegatronLike):
     def schedule(self, layout: Layout, microbatches: int) -> list[Pass]:
-        return [(microbatch, chunk) for chunk in range(layout.mesh.vpp) for microbatch in range(microbatches)]
+        return [
+            (microbatch, chunk)
+            for chunk in range(layout.mesh.vpp)
+            for microbatch in range(microbatches)
+        ]
 
 
 class _OneQueue(MegatronLike):
     """Chunks share one queue."""
 
-    def serve(self, layout: Layout, operations: Sequence[Operation], recompute: bool) -> tuple[list[Pass], int]:
+    def serve(
+        self, layout: Layout, operations: Sequence[Operation], recompute: bool
+    ) -> tuple[list[Pass], int]:
         queue: list[Pass] = []
         used = []
         for operation in operations:
@@ -129,7 +150,9 @@ class _OneQueue(MegatronLike):
 class _OneSlot(MegatronLike):
     """A recompute uses the target that was installed last, whichever microbatch it was of."""
 
-    def serve(self, layout: Layout, operations: Sequence[Operation], recompute: bool) -> tuple[list[Pass], int]:
+    def serve(
+        self, layout: Layout, operations: Sequence[Operation], recompute: bool
+    ) -> tuple[list[Pass], int]:
         slot: dict[int, Pass] = {}
         used = []
         for operation in operations:
@@ -143,7 +166,9 @@ class _OneSlot(MegatronLike):
 class _LeavesTargets(MegatronLike):
     """Nothing empties the queues where no recompute does."""
 
-    def serve(self, layout: Layout, operations: Sequence[Operation], recompute: bool) -> tuple[list[Pass], int]:
+    def serve(
+        self, layout: Layout, operations: Sequence[Operation], recompute: bool
+    ) -> tuple[list[Pass], int]:
         used, left = super().serve(layout, operations, recompute)
         return used, left if recompute else len(used)
 
@@ -151,9 +176,13 @@ class _LeavesTargets(MegatronLike):
 class _ChunksNotReordered(MegatronLike):
     """Recordings are taken microbatch by microbatch, although they were made chunk by chunk."""
 
-    def reorder(self, layout: Layout, recorded: Sequence[IntArray], microbatches: int, rank: Rank) -> list[IntArray]:
+    def reorder(
+        self, layout: Layout, recorded: Sequence[IntArray], microbatches: int, rank: Rank
+    ) -> list[IntArray]:
         vpp = layout.mesh.vpp
-        return [np.concatenate(recorded[vpp * m : vpp * (m + 1)], axis=1) for m in range(microbatches)]
+        return [
+            np.concatenate(recorded[vpp * m : vpp * (m + 1)], axis=1) for m in range(microbatches)
+        ]
 
 
 class _StagesInRankOrder(MegatronLike):
@@ -164,7 +193,8 @@ class _StagesInRankOrder(MegatronLike):
 BUGS: tuple[KnownBug, ...] = (
     layout_bug(
         "column-counts-routers",
-        "The n-th router reads column n of a payload that has a column for every layer, so that dense layers shift all behind them.",
+        "The n-th router reads column n of a payload that has a column for every layer, so that"
+        " dense layers shift all behind them.",
         ("verl#5037", "slime#819", "ROLL router_replay_utils.py"),
         _OrdinalOfAll,
         "select targets",
@@ -197,11 +227,17 @@ BUGS: tuple[KnownBug, ...] = (
         "refuses",
     ),
     layout_bug(
-        "layers-swapped", "The layers of a stage are handed out in reverse order.", ("cf. verl#7340",), _SwapsLayers, "select", "layer-map"
+        "layers-swapped",
+        "The layers of a stage are handed out in reverse order.",
+        ("cf. verl#7340",),
+        _SwapsLayers,
+        "select",
+        "layer-map",
     ),
     layout_bug(
         "mtp-aliases-a-layer",
-        "The layer of a multi-token-prediction head is numbered as the first layer, and takes its targets.",
+        "The layer of a multi-token-prediction head is numbered as the first layer, and takes its"
+        " targets.",
         ("NeMo-RL#3903", "cf. verl iter_model_routers"),
         _AliasesMtp,
         "select",
@@ -218,7 +254,8 @@ BUGS: tuple[KnownBug, ...] = (
     ),
     layout_bug(
         "stages-taken-for-even",
-        "The offset of a stage is its rank times the mean number of layers, although stages are uneven.",
+        "The offset of a stage is its rank times the mean number of layers, although stages are"
+        " uneven.",
         ("cf. Megatron-LM get_transformer_layer_offset",),
         _EvenStages,
         "stage_layers",
@@ -226,7 +263,8 @@ BUGS: tuple[KnownBug, ...] = (
     ),
     layout_bug(
         "embedding-not-counted",
-        "The embedding is counted as a layer where layers are divided, and not where the offset is made.",
+        "The embedding is counted as a layer where layers are divided, and not where the offset is"
+        " made.",
         ("cf. Megatron-LM get_transformer_layer_offset",),
         _EmbeddingNotCounted,
         "stage_layers",
@@ -250,7 +288,8 @@ BUGS: tuple[KnownBug, ...] = (
     ),
     layout_bug(
         "queue-shared-by-chunks",
-        "The chunks of a rank share one queue of targets, and empty it in another order than they fill it.",
+        "The chunks of a rank share one queue of targets, and empty it in another order than they"
+        " fill it.",
         ("AReaL#1166",),
         _OneQueue,
         "serve",
@@ -258,7 +297,8 @@ BUGS: tuple[KnownBug, ...] = (
     ),
     layout_bug(
         "recompute-uses-newest-target",
-        "A recompute uses the target that was installed last, which under a pipeline is a later microbatch's.",
+        "A recompute uses the target that was installed last, which under a pipeline is a later"
+        " microbatch's.",
         ("AReaL#1166", "cf. verl set_model_router_replay_action"),
         _OneSlot,
         "serve",
@@ -282,7 +322,8 @@ BUGS: tuple[KnownBug, ...] = (
     ),
     layout_bug(
         "stages-in-rank-order",
-        "The layers of pipeline ranks are put behind each other, although each rank holds several chunks.",
+        "The layers of pipeline ranks are put behind each other, although each rank holds several"
+        " chunks.",
         ("verl#7106", "cf. verl pp_gather"),
         _StagesInRankOrder,
         "gather_stages",

@@ -1,4 +1,6 @@
-"""Known bugs of layouts, ranks: divisions over context-parallel, tensor-parallel and Ulysses ranks, and merging."""
+"""Known bugs of layouts, ranks: divisions over context-parallel, tensor-parallel and Ulysses ranks,
+and merging.
+"""
 
 from __future__ import annotations
 
@@ -35,7 +37,9 @@ class _ZigzagForContiguous(MegatronLike):
 
 class _EachForContiguous(_ZigzagForContiguous):
     def context(self, layout: Layout, samples: Sequence[IntArray], rank: Rank) -> IntArray:
-        return super(_ZigzagForContiguous, self).context(replace(layout, context=Context.EACH_CONTIGUOUS), samples, rank)
+        return super(_ZigzagForContiguous, self).context(
+            replace(layout, context=Context.EACH_CONTIGUOUS), samples, rank
+        )
 
 
 class _ZigzagOverAll(MegatronLike):
@@ -50,7 +54,9 @@ class _ZigzagOverAll(MegatronLike):
 
 
 class _RanksConcatenated(MegatronLike):
-    def context_merge(self, layout: Layout, pieces: Sequence[IntArray], lengths: Sequence[int]) -> list[IntArray]:
+    def context_merge(
+        self, layout: Layout, pieces: Sequence[IntArray], lengths: Sequence[int]
+    ) -> list[IntArray]:
         return self.unpack(layout, np.concatenate(pieces), lengths)
 
 
@@ -85,11 +91,15 @@ class _FirstTensorRank(MegatronLike):
     """The piece of tensor-parallel rank 0 stands for that of all."""
 
     def merge(self, layout: Layout, recorded: Any, lengths: Sequence[int]) -> list[IntArray]:
-        return super().merge(layout, {key: recorded[replace(key[0], tp=0), key[1]] for key in recorded}, lengths)
+        return super().merge(
+            layout, {key: recorded[replace(key[0], tp=0), key[1]] for key in recorded}, lengths
+        )
 
 
 class _FailsWhenShort(MegatronLike):
-    def context_merge(self, layout: Layout, pieces: Sequence[IntArray], lengths: Sequence[int]) -> list[IntArray]:
+    def context_merge(
+        self, layout: Layout, pieces: Sequence[IntArray], lengths: Sequence[int]
+    ) -> list[IntArray]:
         if min(lengths) < 2 * layout.mesh.cp:
             raise IndexError("index out of range in a chunk")
         return super().context_merge(layout, pieces, lengths)
@@ -107,7 +117,8 @@ BUGS: tuple[KnownBug, ...] = (
     ),
     layout_bug(
         "zigzag-for-contiguous",
-        "A context-parallel rank takes zigzag chunks, where the model divides all rows in one piece each.",
+        "A context-parallel rank takes zigzag chunks, where the model divides all rows in one piece"
+        " each.",
         ("slime#2175", "verl#7297"),
         _ZigzagForContiguous,
         "context",
@@ -115,7 +126,8 @@ BUGS: tuple[KnownBug, ...] = (
     ),
     layout_bug(
         "each-sequence-divided",
-        "A context-parallel rank takes a piece of every sequence, where the model divides all rows in one piece each.",
+        "A context-parallel rank takes a piece of every sequence, where the model divides all rows"
+        " in one piece each.",
         ("cf. verl preprocess_thd_engine", "cf. slime#2175"),
         _EachForContiguous,
         "context",
@@ -131,7 +143,8 @@ BUGS: tuple[KnownBug, ...] = (
     ),
     layout_bug(
         "ranks-concatenated",
-        "Recordings of context-parallel ranks are put behind each other in rank order, although they were divided in zigzag.",
+        "Recordings of context-parallel ranks are put behind each other in rank order, although"
+        " they were divided in zigzag.",
         ("verl#7106", "verl#7805"),
         _RanksConcatenated,
         "context_merge merge",

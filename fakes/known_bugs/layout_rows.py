@@ -91,10 +91,14 @@ class _AlignsByDataSize(MegatronLike):
 
 
 class _ForgetsTotal(MegatronLike):
-    layout: ClassVar[Layout] = replace(_PLAIN, alignment=Alignment(by=("tp", "2cp"), constant=16, total=128, total_scales=True))
+    layout: ClassVar[Layout] = replace(
+        _PLAIN, alignment=Alignment(by=("tp", "2cp"), constant=16, total=128, total_scales=True)
+    )
 
     def pack(self, layout: Layout, samples: Sequence[IntArray]) -> Pair:
-        return super().pack(replace(layout, alignment=Alignment(by=("tp", "2cp"), constant=16)), samples)
+        return super().pack(
+            replace(layout, alignment=Alignment(by=("tp", "2cp"), constant=16)), samples
+        )
 
 
 class _LinesWithoutPadding(MegatronLike):
@@ -103,7 +107,10 @@ class _LinesWithoutPadding(MegatronLike):
     def pack(self, layout: Layout, samples: Sequence[IntArray]) -> Pair:
         rows, cumulative = super().pack(layout, samples)
         tight = np.concatenate(samples)
-        return np.concatenate([tight, self.filler(layout, len(rows) - len(tight), rows.shape[1:])]), cumulative
+        return (
+            np.concatenate([tight, self.filler(layout, len(rows) - len(tight), rows.shape[1:])]),
+            cumulative,
+        )
 
 
 BUGS: tuple[KnownBug, ...] = (
@@ -164,7 +171,14 @@ BUGS: tuple[KnownBug, ...] = (
         "unpad",
         "unpadding",
     ),
-    layout_bug("padded-on-the-right", "Routes are padded on the right, tokens on the left.", ("slime#1052",), _PadsRight, "pad", "padding"),
+    layout_bug(
+        "padded-on-the-right",
+        "Routes are padded on the right, tokens on the left.",
+        ("slime#1052",),
+        _PadsRight,
+        "pad",
+        "padding",
+    ),
     layout_bug(
         "packed-without-alignment",
         "Sequences are packed without the padding between them.",

@@ -26,7 +26,9 @@ class _DropsRemainder(MegatronLike):
 
 
 class _AppliesTwice(MegatronLike):
-    def restore(self, layout: Layout, values: Sequence[Sequence[IntArray]], indexes: Sequence[Sequence[int]]) -> list[IntArray]:
+    def restore(
+        self, layout: Layout, values: Sequence[Sequence[IntArray]], indexes: Sequence[Sequence[int]]
+    ) -> list[IntArray]:
         flat = [value for part in values for value in part]
         return [flat[i] for part in indexes for i in part]
 
@@ -41,7 +43,12 @@ class _BalancesTokens(MegatronLike):
 class _PadsApart(MegatronLike):
     def divide(self, layout: Layout, samples: Sequence[Pair], parts: int) -> list[list[Pair]]:
         lacking = -len(samples) % parts
-        padding = [(first[0], last[1]) for first, last in zip(samples[:lacking], samples[len(samples) - lacking :], strict=True)]
+        padding = [
+            (first[0], last[1])
+            for first, last in zip(
+                samples[:lacking], samples[len(samples) - lacking :], strict=True
+            )
+        ]
         whole = [*samples, *padding]
         return [whole[part::parts] for part in range(parts)]
 
@@ -63,7 +70,9 @@ class _BytesAsIds(MegatronLike):
 
 class _Concatenates(MegatronLike):
     def join(self, layout: Layout, segments: Sequence[Segment]) -> tuple[IntArray, list[Version]]:
-        return np.concatenate([segment.routes for segment in segments]), [s.version for s in segments for _ in s.routes]
+        return np.concatenate([segment.routes for segment in segments]), [
+            s.version for s in segments for _ in s.routes
+        ]
 
 
 class _KeepsLastCall(MegatronLike):
@@ -95,7 +104,8 @@ BUGS: tuple[KnownBug, ...] = (
     ),
     layout_bug(
         "permutation-applied-twice",
-        "Values of microbatches are put back by the permutation that divided them, not by its inverse.",
+        "Values of microbatches are put back by the permutation that divided them, not by its"
+        " inverse.",
         ("cf. verl restore_dynamic_batch", "SkyRL#1908"),
         _AppliesTwice,
         "restore",
@@ -111,7 +121,8 @@ BUGS: tuple[KnownBug, ...] = (
     ),
     layout_bug(
         "padding-samples-apart",
-        "Samples that do not divide over ranks are padded by the tokens of the first ones, and by the routes of the last ones.",
+        "Samples that do not divide over ranks are padded by the tokens of the first ones, and by"
+        " the routes of the last ones.",
         ("cf. SkyRL#1908",),
         _PadsApart,
         "divide",
@@ -143,7 +154,8 @@ BUGS: tuple[KnownBug, ...] = (
     ),
     layout_bug(
         "segments-concatenated",
-        "Each call of a resumed sample returns all rows so far, and they are put behind each other.",
+        "Each call of a resumed sample returns all rows so far, and they are put behind each"
+        " other.",
         ("verl#6029", "AReaL remote_inf_engine.py"),
         _Concatenates,
         "join",
@@ -165,6 +177,13 @@ BUGS: tuple[KnownBug, ...] = (
         "pack",
         "input",
     ),
-    layout_bug("rows-as-floats", "Unpacked ids are floats.", ("cf. verl#7158",), _FloatPack, "unpack", "returns"),
+    layout_bug(
+        "rows-as-floats",
+        "Unpacked ids are floats.",
+        ("cf. verl#7158",),
+        _FloatPack,
+        "unpack",
+        "returns",
+    ),
 )
 """Known bugs of samples."""

@@ -1,4 +1,6 @@
-"""Known bugs of the lifecycle: requests that hang, vanish, double or outlive themselves, and aborts that go astray."""
+"""Known bugs of the lifecycle: requests that hang, vanish, double or outlive themselves, and aborts
+that go astray.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,16 @@ from rollproof.fakes.clients.reference_clients import AsSampled, Options, Sample
 from rollproof.fakes.engine.fake_engine import FakeEngine
 from rollproof.fakes.engine.fleet import Fleet
 from rollproof.fakes.engine.inflight import EngineCall
-from rollproof.fakes.known_bugs._planting import ABORTED, CLEAN, LAST, SYNCED, act, case, on_engine, request
+from rollproof.fakes.known_bugs._planting import (
+    ABORTED,
+    CLEAN,
+    LAST,
+    SYNCED,
+    act,
+    case,
+    on_engine,
+    request,
+)
 from rollproof.fakes.known_bugs.known_bug import KnownBug
 from rollproof.verification.runner import run_case
 
@@ -37,7 +48,9 @@ class _LeaksSlot(AsSampled):
 class _LeaksCount(AsSampled):
     """The balancer is not told when a call was aborted."""
 
-    async def call(self, server_id: str, sample: Sample, sent: tuple[int, ...], budget: int | None) -> EngineOutput:
+    async def call(
+        self, server_id: str, sample: Sample, sent: tuple[int, ...], budget: int | None
+    ) -> EngineOutput:
         output = await super().call(server_id, sample, sent, budget)
         self._aborted = output.finish_reason is FinishReason.ABORT
         return output
@@ -50,11 +63,19 @@ class _LeaksCount(AsSampled):
 class _ForgetsOnDeath(AsSampled):
     """A dead server makes the sample start again, though earlier calls had delivered tokens."""
 
-    async def attempt(self, sample: Sample, sent: tuple[int, ...], budget: int | None) -> EngineOutput:
+    async def attempt(
+        self, sample: Sample, sent: tuple[int, ...], budget: int | None
+    ) -> EngineOutput:
         try:
             return await self.call("s0", sample, sent, budget)
         except ConnectionError:
-            for values in (sample.response, sample.logprobs, sample.mask, sample.labels, sample.calls):
+            for values in (
+                sample.response,
+                sample.logprobs,
+                sample.mask,
+                sample.labels,
+                sample.calls,
+            ):
                 values.clear()
             sample.rows = None
         await self.wait()
@@ -64,7 +85,9 @@ class _ForgetsOnDeath(AsSampled):
 class _VanishesOnDeath(AsSampled):
     """The task of a request ends with its server, and nobody tells the caller."""
 
-    async def attempt(self, sample: Sample, sent: tuple[int, ...], budget: int | None) -> EngineOutput:
+    async def attempt(
+        self, sample: Sample, sent: tuple[int, ...], budget: int | None
+    ) -> EngineOutput:
         return await self.call("s0", sample, sent, budget)
 
     async def rollout(self, request: Request) -> Rollout | None:
@@ -99,12 +122,16 @@ class _AlwaysResumes(AsSampled):
 class _Hedges(AsSampled):
     """Sends slow calls a second time, and forgets the one that loses."""
 
-    async def call(self, server_id: str, sample: Sample, sent: tuple[int, ...], budget: int | None) -> EngineOutput:
+    async def call(
+        self, server_id: str, sample: Sample, sent: tuple[int, ...], budget: int | None
+    ) -> EngineOutput:
         if sample.request.request_id == "r0":
             self._loser = asyncio.ensure_future(self._again(server_id, sample, sent, budget))
         return await super().call(server_id, sample, sent, budget)
 
-    async def _again(self, server_id: str, sample: Sample, sent: tuple[int, ...], budget: int | None) -> None:
+    async def _again(
+        self, server_id: str, sample: Sample, sent: tuple[int, ...], budget: int | None
+    ) -> None:
         await asyncio.sleep(2.5)
         with suppress(ConnectionError):
             await super().call(server_id, sample, sent, budget)
@@ -152,7 +179,9 @@ class _BareIds(FakeEngine):
     """Calls carry their request's id as it is, and one id may be the beginning of another."""
 
     async def generate(self, **given: Any) -> EngineOutput:
-        return await super().generate(**{**given, "request_id": given["request_id"].partition("#")[0]})
+        return await super().generate(
+            **{**given, "request_id": given["request_id"].partition("#")[0]}
+        )
 
 
 class _AbortsById(AsSampled):
@@ -179,7 +208,9 @@ class _RetractsThenAborts(AsSampled):
 
 
 class _LosesQueued(FakeEngine):
-    """An abort in the queue answers with nothing, also for calls that had tokens before they were sent back."""
+    """An abort in the queue answers with nothing, also for calls that had tokens before they were
+    sent back.
+    """
 
     async def _end_all(self, calls: Iterable[EngineCall]) -> None:
         calls = list(calls)
@@ -225,7 +256,9 @@ class _TakesDuplicates(AsSampled):
 class _KeepsOrphan(AsSampled):
     """A call that took too long is made again, and both answers are kept."""
 
-    async def attempt(self, sample: Sample, sent: tuple[int, ...], budget: int | None) -> EngineOutput:
+    async def attempt(
+        self, sample: Sample, sent: tuple[int, ...], budget: int | None
+    ) -> EngineOutput:
         first = asyncio.ensure_future(super().attempt(sample, sent, budget))
         done, _ = await asyncio.wait([first], timeout=8.0)
         if done:
@@ -239,7 +272,9 @@ def _handed_over_twice() -> Trace:
     """The completion of a call that was given up is handed over as a sample of its own."""
     trace = run_case(AsSampled, CLEAN, name="handed-over-twice")
     results = [event for event in trace if isinstance(event, Result)]
-    return trace.with_events([*trace, *(replace(event, time=event.time + 1.0) for event in results)])
+    return trace.with_events(
+        [*trace, *(replace(event, time=event.time + 1.0) for event in results)]
+    )
 
 
 _LONG = (request(), request("r1", (31, 32, 33), max_tokens=16))
@@ -249,7 +284,9 @@ _ABORT, _KILL = act(ActionKind.ABORT, 2), act(ActionKind.KILL, 4)
 BUGS: tuple[KnownBug, ...] = (
     KnownBug(
         id="slot-leaks-on-abort",
-        summary="A slot is not given back after an abort, and the next request waits for it for ever.",
+        summary=(
+            "A slot is not given back after an abort, and the next request waits for it for ever."
+        ),
         refs=("cf. prime-rl#3050",),
         make=_LeaksSlot,
         cases=(case(_ABORT, requests=_LONG),),
@@ -289,7 +326,9 @@ BUGS: tuple[KnownBug, ...] = (
     ),
     KnownBug(
         id="client-without-resume",
-        summary="The asynchronous trainer uses a client that does not resume, and gets aborted samples.",
+        summary=(
+            "The asynchronous trainer uses a client that does not resume, and gets aborted samples."
+        ),
         refs=("verl#6716",),
         make=_Surfaces,
         cases=(SYNCED,),
@@ -321,7 +360,9 @@ BUGS: tuple[KnownBug, ...] = (
     ),
     KnownBug(
         id="resumes-with-nothing-left",
-        summary="An abort on the last token is resumed with a budget of zero, which engines refuse.",
+        summary=(
+            "An abort on the last token is resumed with a budget of zero, which engines refuse."
+        ),
         refs=("slime#2260",),
         make=_AsksForNothing,
         cases=(LAST,),
@@ -343,19 +384,36 @@ BUGS: tuple[KnownBug, ...] = (
         make=_AbortsById,
         cases=(case(act(ActionKind.SYNC, 3, "r1"), requests=_ALIKE, flavour="sglang"),),
         kills=("lifecycle.abort-hits-target",),
-        also=("weights.update-loads",),  # what stands for the update here aborts one request and loads nothing
+        also=(
+            "weights.update-loads",
+        ),  # what stands for the update here aborts one request and loads nothing
     ),
     KnownBug(
         id="abort-of-everything",
-        summary="Each rollout aborts everything on every server when it ends, and the others prefill anew.",
+        summary=(
+            "Each rollout aborts everything on every server when it ends, and the others prefill"
+            " anew."
+        ),
         refs=("cf. verl#6866",),
         make=_SweepsAtEnd,
-        cases=(case(requests=(request(max_tokens=3), request("r1", (31, 32, 33)), request("r2", (41, 42), max_tokens=9)), servers=2),),
+        cases=(
+            case(
+                requests=(
+                    request(max_tokens=3),
+                    request("r1", (31, 32, 33)),
+                    request("r2", (41, 42), max_tokens=9),
+                ),
+                servers=2,
+            ),
+        ),
         kills=("lifecycle.end-spares-others",),
     ),
     KnownBug(
         id="queued-abort-loses-tokens",
-        summary="A call that was sent back to the queue and aborted there returns nothing of what it had sampled.",
+        summary=(
+            "A call that was sent back to the queue and aborted there returns nothing of what it"
+            " had sampled."
+        ),
         refs=("sglang#11673", "vllm#22197"),
         make=on_engine(_LosesQueued, _RetractsThenAborts),
         cases=(SYNCED,),

@@ -24,7 +24,9 @@ class _DropsLogprobs(AsSampled):
 
 
 class _ForgetsLogprobsFlag(AsSampled):
-    async def call(self, server_id: str, sample: Sample, sent: tuple[int, ...], budget: int | None) -> EngineOutput:
+    async def call(
+        self, server_id: str, sample: Sample, sent: tuple[int, ...], budget: int | None
+    ) -> EngineOutput:
         if sample.response:
             sample.request = replace(sample.request, want_logprobs=False)
         return await super().call(server_id, sample, sent, budget)
@@ -173,7 +175,10 @@ BUGS: tuple[KnownBug, ...] = (
     ),
     KnownBug(
         id="logprobs-padded",
-        summary="After a resume the list holds the last segment's logprobs and is filled up to the response's length.",
+        summary=(
+            "After a resume the list holds the last segment's logprobs and is filled up to the"
+            " response's length."
+        ),
         refs=("slime#1861",),
         make=_PadsLogprobs,
         cases=(ABORTED,),
@@ -189,7 +194,10 @@ BUGS: tuple[KnownBug, ...] = (
     ),
     KnownBug(
         id="logprobs-shared",
-        summary="Samples share one list of logprobs, so the next request changes those of the one before.",
+        summary=(
+            "Samples share one list of logprobs, so the next request changes those of the one"
+            " before."
+        ),
         refs=("cf. slime#1861",),
         make=_SharesLogprobs,
         cases=(case(requests=(request(), request("r1", (31, 32, 33))), arrivals=(0.0, 20.0)),),
@@ -254,7 +262,9 @@ BUGS: tuple[KnownBug, ...] = (
     ),
     KnownBug(
         id="attention-mask-as-loss-mask",
-        summary="The attention mask is used as loss mask, so the environment's tokens are trained on.",
+        summary=(
+            "The attention mask is used as loss mask, so the environment's tokens are trained on."
+        ),
         refs=("verl#2543", "rllm#503"),
         make=_AttentionMask,
         cases=(TURNS,),

@@ -1,4 +1,6 @@
-"""Known bugs of released stacks, found by judging them: updates that strand servers, turns without tokens, tokens nobody sampled."""
+"""Known bugs of released stacks, found by judging them: updates that strand servers, turns without
+tokens, tokens nobody sampled.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,9 @@ __all__ = ["BUGS"]
 
 
 class _PausesOutsideOfTry(AsSampled):
-    """The procedure resumes whatever happens after the pause, and nothing where the pause itself fails."""
+    """The procedure resumes whatever happens after the pause, and nothing where the pause itself
+    fails.
+    """
 
     async def update_weights(self, version: int | None) -> None:
         servers = list(self.fleet.servers.values())
@@ -51,7 +55,9 @@ class _AppendsEnd(AsSampled):
 
 
 class _SkipsEmptyTurns(AsSampled):
-    """The logprobs of a turn and of the answer to it are added together, and not at all where the turn has none of its own."""
+    """The logprobs of a turn and of the answer to it are added together, and not at all where the
+    turn has none of its own.
+    """
 
     def observe(self, sample: Sample, answer: tuple[int, ...]) -> None:
         super().observe(sample, answer)
@@ -67,12 +73,17 @@ _DEAD = case(
     servers=2,
 )
 """One of two servers is dead when an update begins."""
-_ANSWERED = case(model=ENDING, requests=(request(max_tokens=24, turns=((21, 22), (23, 24))),), seed=1)
+_ANSWERED = case(
+    model=ENDING, requests=(request(max_tokens=24, turns=((21, 22), (23, 24))),), seed=1
+)
 
 BUGS: tuple[KnownBug, ...] = (
     KnownBug(
         id="pause-outside-of-try",
-        summary="An update whose pause fails on one server leaves those that were paused before as they are.",
+        summary=(
+            "An update whose pause fails on one server leaves those that were paused before as they"
+            " are."
+        ),
         refs=("SkyRL worker_dispatch.py (0.3.0, 0.4.0)",),
         make=_PausesOutsideOfTry,
         cases=(_DEAD,),
@@ -81,7 +92,10 @@ BUGS: tuple[KnownBug, ...] = (
     ),
     KnownBug(
         id="vanishes-when-empty",
-        summary="A call that was aborted before its first token leaves nothing to train on, and its request vanishes.",
+        summary=(
+            "A call that was aborted before its first token leaves nothing to train on, and its"
+            " request vanishes."
+        ),
         refs=("TRL async_rollout_worker.py (1.16.0)",),
         make=_VanishesWhenEmpty,
         cases=(EMPTY,),
@@ -89,7 +103,10 @@ BUGS: tuple[KnownBug, ...] = (
     ),
     KnownBug(
         id="end-appended",
-        summary="An end of sequence that nobody sampled is appended, with a logprob of 0.0, and trained on.",
+        summary=(
+            "An end of sequence that nobody sampled is appended, with a logprob of 0.0, and"
+            " trained on."
+        ),
         refs=("SkyRL skyrl_gym_generator.py (use_conversation_multi_turn=False)", "cf. SkyRL#2078"),
         make=_AppendsEnd,
         cases=(case(),),
@@ -97,7 +114,10 @@ BUGS: tuple[KnownBug, ...] = (
     ),
     KnownBug(
         id="logprobs-of-answer-forgotten",
-        summary="The places of the environment's answer are missing among the logprobs: later turns' stand by other tokens.",
+        summary=(
+            "The places of the environment's answer are missing among the logprobs: later turns'"
+            " stand by other tokens."
+        ),
         refs=("cf. SkyRL skyrl_gym_generator.py (TurnOutput.get_turn_rollout_logprobs)",),
         make=_SkipsEmptyTurns,
         cases=(_ANSWERED,),

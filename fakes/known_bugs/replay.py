@@ -1,4 +1,6 @@
-"""Known bugs of replay, rows: targets that reach the wrong row, layer, rank or sample, or that nobody reads."""
+"""Known bugs of replay, rows: targets that reach the wrong row, layer, rank or sample, or that
+nobody reads.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,12 @@ from rollproof.fakes.known_bugs import replay_gates, replay_models, replay_passe
 from rollproof.fakes.known_bugs._replay_planting import WRONG_ROWS, FallsBack, bug, routers
 from rollproof.fakes.known_bugs.known_bug import KnownBug
 from rollproof.fakes.trainers.moe_model import chosen
-from rollproof.fakes.trainers.reference_trainers import CapturedPrefix, DenseFirst, Interleaved, ManyExperts
+from rollproof.fakes.trainers.reference_trainers import (
+    CapturedPrefix,
+    DenseFirst,
+    Interleaved,
+    ManyExperts,
+)
 from rollproof.fakes.trainers.replay_trainer import ReplayTrainer
 from rollproof.fakes.trainers.trainer_parts import Microbatch, Pass, Router
 from rollproof.layouts import Alignment, Rank, Source
@@ -30,17 +37,25 @@ class _Shifted(ReplayTrainer):
 class _LayersShifted(DenseFirst):
     """Routers count MoE layers; the payload has a column for the dense layer, too."""
 
-    def targets(self, step: Step, microbatch: Microbatch, rank: Rank, source: Source, chunk: int) -> dict[int, IntArray]:
+    def targets(
+        self, step: Step, microbatch: Microbatch, rank: Rank, source: Source, chunk: int
+    ) -> dict[int, IntArray]:
         right = super().targets(step, microbatch, rank, source, chunk)
-        return {layer: right[min(right)] if layer == min(right) else right[layer - 1] for layer in right}
+        return {
+            layer: right[min(right)] if layer == min(right) else right[layer - 1] for layer in right
+        }
 
 
 class _ZeroPadded(DenseFirst):
     """Padding is replayed: expert 0, top_k times."""
 
-    def targets(self, step: Step, microbatch: Microbatch, rank: Rank, source: Source, chunk: int) -> dict[int, IntArray]:
+    def targets(
+        self, step: Step, microbatch: Microbatch, rank: Rank, source: Source, chunk: int
+    ) -> dict[int, IntArray]:
         right = super().targets(step, microbatch, rank, source, chunk)
-        return {layer: np.where(source.filled[:, None], target, 0) for layer, target in right.items()}
+        return {
+            layer: np.where(source.filled[:, None], target, 0) for layer, target in right.items()
+        }
 
 
 class _MaskDropped(CapturedPrefix):
@@ -68,7 +83,16 @@ class _Orphans(ReplayTrainer):
         self.orphans = self.make_routers(self.layout.moe)
         return list(self.orphans.values())
 
-    def install(self, run: Pass, microbatch: Microbatch, layer: int, number: int, target: IntArray, *, keep: bool) -> None:
+    def install(
+        self,
+        run: Pass,
+        microbatch: Microbatch,
+        layer: int,
+        number: int,
+        target: IntArray,
+        *,
+        keep: bool,
+    ) -> None:
         self.orphans[layer, number].install(target, keep=keep)
 
 
@@ -87,14 +111,22 @@ class _NobodyReads(ReplayTrainer):
 class _ComputesNative(ReplayTrainer):
     """The routing map is replaced, and the dispatcher goes on with the ids of the live top-k."""
 
-    def experts(self, run: Pass, layer: int, microbatch: Microbatch, x: FloatArray, ids: IntArray) -> FloatArray:
+    def experts(
+        self, run: Pass, layer: int, microbatch: Microbatch, x: FloatArray, ids: IntArray
+    ) -> FloatArray:
         return super().experts(run, layer, microbatch, x, self._own(run, layer, microbatch, x))
 
-    def experts_backward(self, run: Pass, layer: int, microbatch: Microbatch, x: FloatArray, ids: IntArray) -> FloatArray:
-        return super().experts_backward(run, layer, microbatch, x, self._own(run, layer, microbatch, x))
+    def experts_backward(
+        self, run: Pass, layer: int, microbatch: Microbatch, x: FloatArray, ids: IntArray
+    ) -> FloatArray:
+        return super().experts_backward(
+            run, layer, microbatch, x, self._own(run, layer, microbatch, x)
+        )
 
     def _own(self, run: Pass, layer: int, microbatch: Microbatch, x: FloatArray) -> IntArray:
-        return chosen(run.model.scores(layer, run.model.mixed(microbatch.rows, x)), self.layout.top_k)
+        return chosen(
+            run.model.scores(layer, run.model.mixed(microbatch.rows, x)), self.layout.top_k
+        )
 
 
 class _EightBits(ManyExperts):
@@ -103,14 +135,21 @@ class _EightBits(ManyExperts):
 
 
 class _AlignedOtherwise(DenseFirst):
-    """Routes are padded as if there were no tensor parallelism: ranks behind the first get the rows before theirs."""
+    """Routes are padded as if there were no tensor parallelism: ranks behind the first get the rows
+    before theirs.
+    """
 
-    def targets(self, step: Step, microbatch: Microbatch, rank: Rank, source: Source, chunk: int) -> dict[int, IntArray]:
+    def targets(
+        self, step: Step, microbatch: Microbatch, rank: Rank, source: Source, chunk: int
+    ) -> dict[int, IntArray]:
         whole = replace(self.layout, alignment=Alignment(by=("tp",), constant=16))
         payloads = [self.payload(sample) for sample in microbatch.samples]
         rows = whole.targets(payloads, rank, chunk, lengths=microbatch.lengths)
         captured = self.captured(microbatch, source)
-        return {layer: np.where(captured[:, None], target[: len(source)], -1) for layer, target in rows.items()}
+        return {
+            layer: np.where(captured[:, None], target[: len(source)], -1)
+            for layer, target in rows.items()
+        }
 
 
 class _RemainderDropped(ReplayTrainer):
@@ -121,20 +160,34 @@ class _RemainderDropped(ReplayTrainer):
         right.sources = [(rank, source[: len(source) // 4 * 4]) for rank, source in right.sources]
         return right
 
-    def targets(self, step: Step, microbatch: Microbatch, rank: Rank, source: Source, chunk: int) -> dict[int, IntArray]:
+    def targets(
+        self, step: Step, microbatch: Microbatch, rank: Rank, source: Source, chunk: int
+    ) -> dict[int, IntArray]:
         whole = self.layout.rows(microbatch.lengths, rank)
-        return {layer: target[: len(source)] for layer, target in super().targets(step, microbatch, rank, whole, chunk).items()}
+        return {
+            layer: target[: len(source)]
+            for layer, target in super().targets(step, microbatch, rank, whole, chunk).items()
+        }
 
 
 class _SortedByLength(ReplayTrainer):
     """Samples are balanced by length, their routes are not."""
 
-    def targets(self, step: Step, microbatch: Microbatch, rank: Rank, source: Source, chunk: int) -> dict[int, IntArray]:
+    def targets(
+        self, step: Step, microbatch: Microbatch, rank: Rank, source: Source, chunk: int
+    ) -> dict[int, IntArray]:
         order = sorted(microbatch.samples, key=lambda sample: -sample.total)
         routes = [one.routes for one in order]
         width = [sample.total - 1 for sample in microbatch.samples]
-        fitted = [_fitted(rows, most) for rows, most in zip(routes, width, strict=True) if rows is not None]
-        given = [replace(sample, routes=rows) for sample, rows in zip(microbatch.samples, fitted, strict=False)]
+        fitted = [
+            _fitted(rows, most)
+            for rows, most in zip(routes, width, strict=True)
+            if rows is not None
+        ]
+        given = [
+            replace(sample, routes=rows)
+            for sample, rows in zip(microbatch.samples, fitted, strict=False)
+        ]
         moved = self.microbatch(microbatch.number, tuple(given), microbatch.first)
         return super().targets(step, moved, rank, source, chunk)
 
@@ -166,7 +219,8 @@ BUGS: tuple[KnownBug, ...] = (
     ),
     bug(
         "replay-dense-layer-counted",
-        "Routers count MoE layers, and read a payload that has a column for the dense layer too: every layer gets its neighbour's routes.",
+        "Routers count MoE layers, and read a payload that has a column for the dense layer too:"
+        " every layer gets its neighbour's routes.",
         ("verl#5037", "slime#819"),
         _LayersShifted,
         "replay.forward",
@@ -182,7 +236,8 @@ BUGS: tuple[KnownBug, ...] = (
     ),
     bug(
         "replay-mask-dropped",
-        "Rows that were not captured are filled with experts 0 to k - 1, and replayed as if they were routes.",
+        "Rows that were not captured are filled with experts 0 to k - 1, and replayed as if they"
+        " were routes.",
         ("SkyRL#1908", "cf. verl#6473"),
         _MaskDropped,
         "replay.free-rows",
@@ -190,7 +245,8 @@ BUGS: tuple[KnownBug, ...] = (
     ),
     bug(
         "replay-falls-back",
-        "Only the first microbatch is given targets; the routers of the others fall back to native routing without a word.",
+        "Only the first microbatch is given targets; the routers of the others fall back to native"
+        " routing without a word.",
         ("verl router_replay_patch.py (0.9.1)",),
         _FirstMicrobatchAlone,
         "replay.forward",
@@ -239,7 +295,8 @@ BUGS: tuple[KnownBug, ...] = (
     ),
     bug(
         "replay-aligned-otherwise",
-        "Routes are padded to another multiple than the tokens: each rank gets rows of other places.",
+        "Routes are padded to another multiple than the tokens: each rank gets rows of other"
+        " places.",
         ("slime#1052",),
         _AlignedOtherwise,
         "replay.forward",
@@ -276,4 +333,6 @@ BUGS: tuple[KnownBug, ...] = (
     *replay_gates.BUGS,
     *replay_models.BUGS,
 )
-"""Known bugs of replay: rows here, the others from ``replay_passes``, ``replay_gates`` and ``replay_models``."""
+"""Known bugs of replay: rows here, the others from ``replay_passes``, ``replay_gates`` and
+``replay_models``.
+"""

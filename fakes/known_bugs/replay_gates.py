@@ -1,4 +1,6 @@
-"""Known bugs of replay, gates: weights of replayed experts that are wrong, or that have no gradient or half of it."""
+"""Known bugs of replay, gates: weights of replayed experts that are wrong, or that have no gradient
+or half of it.
+"""
 
 from __future__ import annotations
 
@@ -31,8 +33,12 @@ class _AfterTopK(MoeModel):
     def gates(self, scores: FloatArray, ids: IntArray) -> FloatArray:
         return np.take_along_axis(scores * self._kept(scores), ids, axis=1)
 
-    def logits_backward(self, scores: FloatArray, ids: IntArray, weights: FloatArray, d_weights: FloatArray) -> FloatArray:
-        return super().logits_backward(scores, ids, weights, d_weights * np.take_along_axis(self._kept(scores), ids, axis=1))
+    def logits_backward(
+        self, scores: FloatArray, ids: IntArray, weights: FloatArray, d_weights: FloatArray
+    ) -> FloatArray:
+        return super().logits_backward(
+            scores, ids, weights, d_weights * np.take_along_axis(self._kept(scores), ids, axis=1)
+        )
 
     def _kept(self, scores: FloatArray) -> FloatArray:
         kept = np.zeros_like(scores)
@@ -49,21 +55,29 @@ class _Detached(MoeModel):
 
     replaying: bool = False
 
-    def logits_backward(self, scores: FloatArray, ids: IntArray, weights: FloatArray, d_weights: FloatArray) -> FloatArray:
-        return super().logits_backward(scores, ids, weights, d_weights * (0.0 if self.replaying else 1.0))
+    def logits_backward(
+        self, scores: FloatArray, ids: IntArray, weights: FloatArray, d_weights: FloatArray
+    ) -> FloatArray:
+        return super().logits_backward(
+            scores, ids, weights, d_weights * (0.0 if self.replaying else 1.0)
+        )
 
 
 class _Uniform(_Detached):
     """Replayed experts all have the weight 1 / top_k."""
 
     def gates(self, scores: FloatArray, ids: IntArray) -> FloatArray:
-        return np.full(ids.shape, 1.0 / self.top_k) if self.replaying else super().gates(scores, ids)
+        return (
+            np.full(ids.shape, 1.0 / self.top_k) if self.replaying else super().gates(scores, ids)
+        )
 
 
 class _HalfGraph(_Detached):
     """The gradient through the normalisation of scores is lost."""
 
-    def logits_backward(self, scores: FloatArray, ids: IntArray, weights: FloatArray, d_weights: FloatArray) -> FloatArray:
+    def logits_backward(
+        self, scores: FloatArray, ids: IntArray, weights: FloatArray, d_weights: FloatArray
+    ) -> FloatArray:
         if not self.replaying:
             return super().logits_backward(scores, ids, weights, d_weights)
         d_scores = np.zeros_like(scores)
@@ -108,7 +122,8 @@ class _NormalisedOverNative(_OwnModel):
 BUGS: tuple[KnownBug, ...] = (
     bug(
         "replay-scores-after-top-k",
-        "Gates are gathered from scores of which only the native top-k is kept: what drifted apart has zero gates and no gradient.",
+        "Gates are gathered from scores of which only the native top-k is kept: what drifted apart"
+        " has zero gates and no gradient.",
         ("ISEEKYAN/Megatron-LM#79", "ISEEKYAN/Megatron-LM#49"),
         _ZeroedScores,
         "replay.gate-gradients",

@@ -1,4 +1,6 @@
-"""Known bugs of replay besides rows and gates: other models, recordings, what is switched off, and what ought to be refused."""
+"""Known bugs of replay besides rows and gates: other models, recordings, what is switched off, and
+what ought to be refused.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +12,13 @@ from rollproof.core.events.replay import Action, Phase, Step
 from rollproof.core.records import FloatArray, IntArray, Rollout
 from rollproof.fakes.known_bugs._replay_planting import bug
 from rollproof.fakes.known_bugs.known_bug import KnownBug
-from rollproof.fakes.trainers.reference_trainers import CapturedPrefix, DenseFirst, ManyExperts, Pipelined, Recording
+from rollproof.fakes.trainers.reference_trainers import (
+    CapturedPrefix,
+    DenseFirst,
+    ManyExperts,
+    Pipelined,
+    Recording,
+)
 from rollproof.fakes.trainers.replay_trainer import ReplayTrainer
 from rollproof.fakes.trainers.trainer_parts import Microbatch, Pass, Router
 from rollproof.layouts import Rank, Source
@@ -33,7 +41,11 @@ class _CriticReplayed(ReplayTrainer):
                 router.action = Action.REPLAY
 
     def operate(self, run: Pass, rank: int, operation: object) -> None:
-        if run.step.model == self.role and run.step.action is Action.REPLAY and not operation.backward:  # type: ignore[attr-defined]
+        if (
+            run.step.model == self.role
+            and run.step.action is Action.REPLAY
+            and not operation.backward
+        ):  # type: ignore[attr-defined]
             self.arm(run, run.microbatches[operation.microbatch], rank, operation.chunk)  # type: ignore[attr-defined]
         super().operate(run, rank, operation)  # type: ignore[arg-type]
 
@@ -53,7 +65,9 @@ class _MtpAliased(ManyExperts):
     def replayed(self) -> list[Router]:
         return list(self.routers.values())
 
-    def targets(self, step: Step, microbatch: Microbatch, rank: Rank, source: Source, chunk: int) -> dict[int, IntArray]:
+    def targets(
+        self, step: Step, microbatch: Microbatch, rank: Rank, source: Source, chunk: int
+    ) -> dict[int, IntArray]:
         right = super().targets(step, microbatch, rank, source, chunk)
         return {**right, self.layout.num_layers: right[0]}
 
@@ -73,7 +87,9 @@ class _ChunksSwapped(Pipelined):
 
     def recorded(self, run: Pass) -> dict[str, IntArray]:
         right = super().recorded(run)
-        by_rank = [layer for chunks in self.layout.chunks() for layers in chunks for layer in layers]
+        by_rank = [
+            layer for chunks in self.layout.chunks() for layers in chunks for layer in layers
+        ]
         return {name: rows[:, by_rank] for name, rows in right.items()}
 
 
@@ -82,8 +98,14 @@ class _MicrobatchesReversed(Recording):
 
     def recorded(self, run: Pass) -> dict[str, IntArray]:
         right = super().recorded(run)
-        names = [sample.request_id for microbatch in run.microbatches for sample in microbatch.samples]
-        values = [right[sample.request_id] for microbatch in reversed(run.microbatches) for sample in microbatch.samples]
+        names = [
+            sample.request_id for microbatch in run.microbatches for sample in microbatch.samples
+        ]
+        values = [
+            right[sample.request_id]
+            for microbatch in reversed(run.microbatches)
+            for sample in microbatch.samples
+        ]
         return dict(zip(names, values, strict=True))
 
 
@@ -100,7 +122,9 @@ class _RoutesDecide(ReplayTrainer):
     """A step replays where its samples have routes, whatever was configured."""
 
     def begin(self, step: Step) -> None:
-        self._replays = all(sample.routes is not None for sample in step.samples) and step.model == "policy"
+        self._replays = (
+            all(sample.routes is not None for sample in step.samples) and step.model == "policy"
+        )
         super().begin(replace(step, action=Action.REPLAY) if self._replays else step)
 
     def work(self, step: Step, spy: object) -> object:  # type: ignore[override]
@@ -127,7 +151,9 @@ class _TakesAnything(ReplayTrainer):
 
     def payload(self, sample: Rollout) -> IntArray:
         contract, routes = self.contract, super().payload(sample).astype(np.int64)
-        fitted = np.zeros((sample.total - 1, contract.route_layers, contract.top_k or 1), dtype=np.int64)
+        fitted = np.zeros(
+            (sample.total - 1, contract.route_layers, contract.top_k or 1), dtype=np.int64
+        )
         rows, layers, columns = (min(a, b) for a, b in zip(fitted.shape, routes.shape, strict=True))
         fitted[:rows, :layers, :columns] = routes[:rows, :layers, :columns]
         return fitted % self.layout.num_experts
@@ -144,22 +170,36 @@ class _TargetsInPlace(ReplayTrainer):
 
 
 class _EmptySkipped(ReplayTrainer):
-    """Targets are listed for microbatches with samples, and taken by number: after an empty one each gets the next one's."""
+    """Targets are listed for microbatches with samples, and taken by number: after an empty one
+    each gets the next one's.
+    """
 
-    def targets(self, step: Step, microbatch: Microbatch, rank: Rank, source: Source, chunk: int) -> dict[int, IntArray]:
+    def targets(
+        self, step: Step, microbatch: Microbatch, rank: Rank, source: Source, chunk: int
+    ) -> dict[int, IntArray]:
         right = super().targets(step, microbatch, rank, source, chunk)
         empty = any(not samples for samples in step.microbatches)
-        return {layer: np.roll(target, 1, axis=0) for layer, target in right.items()} if empty else right
+        return (
+            {layer: np.roll(target, 1, axis=0) for layer, target in right.items()}
+            if empty
+            else right
+        )
 
 
 class _ScoresDecideNaN(ReplayTrainer):
     """Targets whose scores are NaN are dropped in favour of expert 0."""
 
-    def route(self, run: Pass, microbatch: Microbatch, layer: int, x: FloatArray, phase: Phase) -> IntArray:
-        self._broken = bool(np.isnan(run.model.scores(layer, run.model.mixed(microbatch.rows, x))).any())
+    def route(
+        self, run: Pass, microbatch: Microbatch, layer: int, x: FloatArray, phase: Phase
+    ) -> IntArray:
+        self._broken = bool(
+            np.isnan(run.model.scores(layer, run.model.mixed(microbatch.rows, x))).any()
+        )
         return super().route(run, microbatch, layer, x, phase)
 
-    def targets(self, step: Step, microbatch: Microbatch, rank: Rank, source: Source, chunk: int) -> dict[int, IntArray]:
+    def targets(
+        self, step: Step, microbatch: Microbatch, rank: Rank, source: Source, chunk: int
+    ) -> dict[int, IntArray]:
         right = super().targets(step, microbatch, rank, source, chunk)
         return {layer: target * 0 for layer, target in right.items()} if step.weights < 0 else right
 
@@ -167,9 +207,13 @@ class _ScoresDecideNaN(ReplayTrainer):
 class _NarrowBuffer(DenseFirst):
     """The target buffer has a column less than top_k; the last expert of a row stands in it twice."""
 
-    def targets(self, step: Step, microbatch: Microbatch, rank: Rank, source: Source, chunk: int) -> dict[int, IntArray]:
+    def targets(
+        self, step: Step, microbatch: Microbatch, rank: Rank, source: Source, chunk: int
+    ) -> dict[int, IntArray]:
         right = super().targets(step, microbatch, rank, source, chunk)
-        return {layer: target[:, [*range(target.shape[1] - 1), 0]] for layer, target in right.items()}
+        return {
+            layer: target[:, [*range(target.shape[1] - 1), 0]] for layer, target in right.items()
+        }
 
 
 BUGS: tuple[KnownBug, ...] = (
@@ -199,7 +243,8 @@ BUGS: tuple[KnownBug, ...] = (
     ),
     bug(
         "replay-recording-not-gathered",
-        "Recordings of sequence-parallel ranks are not gathered: the rows of the first one stand for all.",
+        "Recordings of sequence-parallel ranks are not gathered: the rows of the first one stand"
+        " for all.",
         ("verl#7106",),
         _FirstRankRecorded,
         "replay.recorded",
@@ -231,7 +276,8 @@ BUGS: tuple[KnownBug, ...] = (
     ),
     bug(
         "replay-off-by-presence",
-        "Whether a step replays is read off its samples: routes are replayed although the option is off.",
+        "Whether a step replays is read off its samples: routes are replayed although the option is"
+        " off.",
         ("cf. verl#4973",),
         _RoutesDecide,
         "replay.off",
@@ -279,7 +325,8 @@ BUGS: tuple[KnownBug, ...] = (
     ),
     bug(
         "replay-narrow-target",
-        "The buffer of targets has a column less than top_k, and an expert stands in each row twice.",
+        "The buffer of targets has a column less than top_k, and an expert stands in each row"
+        " twice.",
         ("Megatron-LM router_replay.py (0.16.1)",),
         _NarrowBuffer,
         "replay.assignments",

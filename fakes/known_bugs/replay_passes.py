@@ -1,4 +1,6 @@
-"""Known bugs of replay, passes and steps: targets that a recompute, a later step or another mode finds, or misses."""
+"""Known bugs of replay, passes and steps: targets that a recompute, a later step or another mode
+finds, or misses.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,16 @@ __all__ = ["BUGS"]
 class _QueuesKept(ReplayTrainer):
     """Forward-only passes fill the queue of the backward pass, and nobody empties it."""
 
-    def install(self, run: Pass, microbatch: Microbatch, layer: int, number: int, target: IntArray, *, keep: bool) -> None:
+    def install(
+        self,
+        run: Pass,
+        microbatch: Microbatch,
+        layer: int,
+        number: int,
+        target: IntArray,
+        *,
+        keep: bool,
+    ) -> None:
         super().install(run, microbatch, layer, number, target, keep=True)
 
     def end(self, step: Step) -> None:
@@ -68,7 +79,9 @@ class _Overwritten(Interleaved):
 class _RecomputesNative(ReplayTrainer):
     """Only the forward pass is replayed."""
 
-    def route(self, run: Pass, microbatch: Microbatch, layer: int, x: FloatArray, phase: Phase) -> IntArray:
+    def route(
+        self, run: Pass, microbatch: Microbatch, layer: int, x: FloatArray, phase: Phase
+    ) -> IntArray:
         if phase is Phase.RECOMPUTE:
             for router in self.registry:
                 router.action = None
@@ -78,9 +91,20 @@ class _RecomputesNative(ReplayTrainer):
 
 
 class _GivenTwice(ReplayTrainer):
-    """Targets are installed when the step begins, and again per microbatch: the queue holds each of them twice."""
+    """Targets are installed when the step begins, and again per microbatch: the queue holds each of
+    them twice.
+    """
 
-    def install(self, run: Pass, microbatch: Microbatch, layer: int, number: int, target: IntArray, *, keep: bool) -> None:
+    def install(
+        self,
+        run: Pass,
+        microbatch: Microbatch,
+        layer: int,
+        number: int,
+        target: IntArray,
+        *,
+        keep: bool,
+    ) -> None:
         for _ in range(2):
             super().install(run, microbatch, layer, number, target, keep=keep)
 
@@ -109,7 +133,9 @@ class _NoFinally(ReplayTrainer):
 
 
 class _StaysArmed(ReplayTrainer):
-    """The mode is set where a step replays, and never taken back; targets of the last microbatch stay."""
+    """The mode is set where a step replays, and never taken back; targets of the last microbatch
+    stay.
+    """
 
     def begin(self, step: Step) -> None:
         if step.action is Action.REPLAY:
@@ -128,7 +154,11 @@ class _KeepsTarget(Router):
 
     def choose(self, scores: FloatArray, phase: Phase) -> IntArray:
         held = self.target
-        if self.action is Action.REPLAY and phase is Phase.FORWARD and (held is None or len(held) != len(scores)):
+        if (
+            self.action is Action.REPLAY
+            and phase is Phase.FORWARD
+            and (held is None or len(held) != len(scores))
+        ):
             return chosen(scores, self.top_k)
         ids = super().choose(scores, phase)
         self.target = held
@@ -156,7 +186,8 @@ class _Swallows(ReplayTrainer):
 BUGS: tuple[KnownBug, ...] = (
     bug(
         "replay-stale-queue",
-        "A forward-only pass fills the queue of the backward pass, and the next recompute takes what it left.",
+        "A forward-only pass fills the queue of the backward pass, and the next recompute takes"
+        " what it left.",
         ("SkyRL#1908",),
         _QueuesKept,
         "replay.recompute",
@@ -166,7 +197,8 @@ BUGS: tuple[KnownBug, ...] = (
     ),
     bug(
         "replay-cleared-before-backward",
-        "Targets are cleared after the forward pass, and the recompute chooses for itself without a word.",
+        "Targets are cleared after the forward pass, and the recompute chooses for itself without a"
+        " word.",
         ("cf. SkyRL#1772",),
         _ForgetsBeforeBackward,
         "replay.recompute",
@@ -175,7 +207,8 @@ BUGS: tuple[KnownBug, ...] = (
     ),
     bug(
         "replay-newest-recomputed",
-        "The recompute takes the target that was queued last, while a pipeline has several microbatches under way.",
+        "The recompute takes the target that was queued last, while a pipeline has several"
+        " microbatches under way.",
         ("cf. AReaL#1166",),
         _RecomputesTheNewest,
         "replay.recompute",
@@ -184,7 +217,8 @@ BUGS: tuple[KnownBug, ...] = (
     ),
     bug(
         "replay-one-slot",
-        "A router holds one target, and the next microbatch overwrites it before the backward pass of this one.",
+        "A router holds one target, and the next microbatch overwrites it before the backward pass"
+        " of this one.",
         ("cf. AReaL#1166",),
         _Overwritten,
         "replay.recompute",
@@ -202,7 +236,8 @@ BUGS: tuple[KnownBug, ...] = (
     ),
     bug(
         "replay-given-twice",
-        "Targets are installed when a step begins and again per microbatch, so that the queue holds each twice.",
+        "Targets are installed when a step begins and again per microbatch, so that the queue holds"
+        " each twice.",
         ("cf. verl#7106",),
         _GivenTwice,
         "replay.recompute",
@@ -228,7 +263,8 @@ BUGS: tuple[KnownBug, ...] = (
     ),
     bug(
         "replay-stays-armed",
-        "The mode is set by a step that replays and never taken back: native steps go on with the last target.",
+        "The mode is set by a step that replays and never taken back: native steps go on with the"
+        " last target.",
         ("cf. SkyRL#1908", "cf. OpenPipe/ART#709"),
         _StaysArmed,
         "replay.aftermath",

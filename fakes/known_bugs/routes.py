@@ -1,4 +1,6 @@
-"""Known bugs of routing, in the stack: rows that are lost, doubled, displaced, filled or another request's."""
+"""Known bugs of routing, in the stack: rows that are lost, doubled, displaced, filled or another
+request's.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +13,16 @@ from rollproof.core.contract import Contract, Rows
 from rollproof.core.records import EngineOutput, IntArray, Rollout
 from rollproof.fakes.clients.reference_clients import AsSampled, AsSampledTokens, Options, Sample
 from rollproof.fakes.engine.fleet import Fleet
-from rollproof.fakes.known_bugs._planting import ABORTED, CLEAN, EMPTY, ENDING, SYNCED, act, case, request
+from rollproof.fakes.known_bugs._planting import (
+    ABORTED,
+    CLEAN,
+    EMPTY,
+    ENDING,
+    SYNCED,
+    act,
+    case,
+    request,
+)
 from rollproof.fakes.known_bugs.known_bug import KnownBug
 from rollproof.simulation.mutation_guard import lend
 
@@ -19,7 +30,9 @@ __all__ = ["BUGS"]
 
 
 class _AllRows(AsSampled):
-    """Asks for all rows on every call, as clients did before engines could leave the known ones out."""
+    """Asks for all rows on every call, as clients did before engines could leave the known ones
+    out.
+    """
 
     def routes_start(self, sample: Sample) -> int:
         return 0
@@ -28,7 +41,11 @@ class _AllRows(AsSampled):
 class _Concatenates(_AllRows):
     def merge_routes(self, sample: Sample, sent: int, output: EngineOutput) -> None:
         if output.routes is not None:
-            sample.rows = output.routes if sample.rows is None else np.concatenate([sample.rows, output.routes])
+            sample.rows = (
+                output.routes
+                if sample.rows is None
+                else np.concatenate([sample.rows, output.routes])
+            )
 
 
 class _Replaces(_AllRows):
@@ -38,7 +55,9 @@ class _Replaces(_AllRows):
 
 
 class _AppendsTail(_AllRows):
-    """Right by number: where the engine returns a row for the last token too, each segment brings its filler along."""
+    """Right by number: where the engine returns a row for the last token too, each segment brings
+    its filler along.
+    """
 
     def merge_routes(self, sample: Sample, sent: int, output: EngineOutput) -> None:
         if output.routes is None:
@@ -78,7 +97,9 @@ class _CutsTokensOnly(AsSampled):
     def finished(self, sample: Sample) -> Rollout:
         rollout = super().finished(sample)
         assert rollout.logprobs is not None
-        return replace(rollout, response_ids=rollout.response_ids[:-2], logprobs=rollout.logprobs[:-2])
+        return replace(
+            rollout, response_ids=rollout.response_ids[:-2], logprobs=rollout.logprobs[:-2]
+        )
 
 
 class _OneTokenLate(AsSampled):
@@ -96,7 +117,10 @@ class _SharedResult(AsSampled):
 
     def final_routes(self, sample: Sample) -> IntArray | None:
         mine = super().final_routes(sample)
-        shown, self._slot = (mine if self._slot is None or mine is None else self._slot[: len(mine)]), mine
+        shown, self._slot = (
+            (mine if self._slot is None or mine is None else self._slot[: len(mine)]),
+            mine,
+        )
         return shown
 
 
@@ -168,7 +192,9 @@ _BY_TURNS = case(requests=_TWO, arrivals=(0.0, 20.0))
 BUGS: tuple[KnownBug, ...] = (
     KnownBug(
         id="concat-on-resume",
-        summary="Each resume appends the routes of the whole sequence to those of the calls before.",
+        summary=(
+            "Each resume appends the routes of the whole sequence to those of the calls before."
+        ),
         refs=("verl#6029", "AReaL inf_bridge.py"),
         make=_Concatenates,
         cases=(ABORTED, SYNCED),
@@ -176,7 +202,10 @@ BUGS: tuple[KnownBug, ...] = (
     ),
     KnownBug(
         id="replace-on-resume",
-        summary="Each resume replaces the routes: tokens sampled by old weights get rows of the new ones.",
+        summary=(
+            "Each resume replaces the routes: tokens sampled by old weights get rows of the new"
+            " ones."
+        ),
         refs=("verl#6046", "verl#6029"),
         make=_Replaces,
         cases=(SYNCED,),
@@ -184,7 +213,10 @@ BUGS: tuple[KnownBug, ...] = (
     ),
     KnownBug(
         id="segment-filler-kept",
-        summary="With one row a token, the filler row at the end of each segment is kept instead of the row that the next call computes.",
+        summary=(
+            "With one row a token, the filler row at the end of each segment is kept instead of the"
+            " row that the next call computes."
+        ),
         refs=("verl#7158",),
         make=_AppendsTail,
         cases=(case(act(ActionKind.ABORT, 3), flavour="rows-T"),),
@@ -195,7 +227,14 @@ BUGS: tuple[KnownBug, ...] = (
         summary="In a conversation, the routes of each turn replace those of all turns before.",
         refs=("verl#6054", "verl#5825", "verl#7222"),
         make=_LastTurnOnly,
-        cases=(case(act(ActionKind.SYNC, 3), model=ENDING, requests=(request(max_tokens=24, turns=((21, 22), (23, 24))),), seed=1),),
+        cases=(
+            case(
+                act(ActionKind.SYNC, 3),
+                model=ENDING,
+                requests=(request(max_tokens=24, turns=((21, 22), (23, 24))),),
+                seed=1,
+            ),
+        ),
         kills=("routes.provenance",),
     ),
     KnownBug(
@@ -241,7 +280,10 @@ BUGS: tuple[KnownBug, ...] = (
     ),
     KnownBug(
         id="surplus-row",
-        summary="A row is repeated at the end for the token that was never forwarded, although none is declared.",
+        summary=(
+            "A row is repeated at the end for the token that was never forwarded, although none is"
+            " declared."
+        ),
         refs=("slime#1045", "miles sglang_rollout.py"),
         make=_SurplusRow,
         cases=(CLEAN,),

@@ -13,7 +13,17 @@ from rollproof.core.trace import Call
 from rollproof.fakes.clients.reference_clients import AsSampled, Sample
 from rollproof.fakes.engine.fake_engine import FakeEngine
 from rollproof.fakes.engine.inflight import EngineCall
-from rollproof.fakes.known_bugs._planting import ABORTED, CLEAN, EMPTY, ENDING, TURNS, act, case, on_engine, request
+from rollproof.fakes.known_bugs._planting import (
+    ABORTED,
+    CLEAN,
+    EMPTY,
+    ENDING,
+    TURNS,
+    act,
+    case,
+    on_engine,
+    request,
+)
 from rollproof.fakes.known_bugs.known_bug import KnownBug
 
 __all__ = ["BUGS"]
@@ -34,7 +44,11 @@ class _LastSegmentOnly(AsSampled):
     def finished(self, sample: Sample) -> Rollout:
         rollout = super().finished(sample)
         assert rollout.logprobs is not None
-        return replace(rollout, response_ids=rollout.response_ids[-self._last :], logprobs=rollout.logprobs[-self._last :])
+        return replace(
+            rollout,
+            response_ids=rollout.response_ids[-self._last :],
+            logprobs=rollout.logprobs[-self._last :],
+        )
 
 
 class _ChunkMergedTwice(AsSampled):
@@ -47,7 +61,11 @@ class _ChunkMergedTwice(AsSampled):
         rollout, end = super().finished(sample), self._end
         assert rollout.logprobs is not None
         ids, values = rollout.response_ids, rollout.logprobs
-        return replace(rollout, response_ids=(*ids[:end], *ids[end - 1 :]), logprobs=np.insert(values, end, values[end - 1]))
+        return replace(
+            rollout,
+            response_ids=(*ids[:end], *ids[end - 1 :]),
+            logprobs=np.insert(values, end, values[end - 1]),
+        )
 
 
 class _RestartsFromPrompt(AsSampled):
@@ -108,7 +126,9 @@ class _OneTooFew(AsSampled):
 
 
 class _ForgetsMedia(AsSampled):
-    async def call(self, server_id: str, sample: Sample, sent: tuple[int, ...], budget: int | None) -> EngineOutput:
+    async def call(
+        self, server_id: str, sample: Sample, sent: tuple[int, ...], budget: int | None
+    ) -> EngineOutput:
         if sample.response:
             sample.request = replace(sample.request, media=None)
         return await super().call(server_id, sample, sent, budget)
@@ -145,7 +165,11 @@ class _IgnoresReason(AsSampled):
 
 class _LengthBeforeStop(AsSampled):
     def finish_reason(self, sample: Sample, output: EngineOutput) -> FinishReason:
-        return FinishReason.LENGTH if self.next_budget(sample) == 0 else super().finish_reason(sample, output)
+        return (
+            FinishReason.LENGTH
+            if self.next_budget(sample) == 0
+            else super().finish_reason(sample, output)
+        )
 
 
 class _CompletedForStop(AsSampled):
@@ -156,7 +180,9 @@ class _CompletedForStop(AsSampled):
 
 class _GivesUpAsLength(AsSampled):
     def finish_reason(self, sample: Sample, output: EngineOutput) -> FinishReason:
-        return FinishReason.LENGTH if sample.attempts >= 2 else super().finish_reason(sample, output)
+        return (
+            FinishReason.LENGTH if sample.attempts >= 2 else super().finish_reason(sample, output)
+        )
 
 
 class _NeverAsks(AsSampled):
@@ -168,7 +194,11 @@ class _NeverAsks(AsSampled):
 class _ShrinkingLimit(AsSampled):
     def finish_reason(self, sample: Sample, output: EngineOutput) -> FinishReason:
         left = self.next_budget(sample)
-        return FinishReason.LENGTH if left is not None and len(sample.response) >= left else super().finish_reason(sample, output)
+        return (
+            FinishReason.LENGTH
+            if left is not None and len(sample.response) >= left
+            else super().finish_reason(sample, output)
+        )
 
 
 class _EmptyAbortCosts(AsSampled):
@@ -198,7 +228,9 @@ BUGS: tuple[KnownBug, ...] = (
     ),
     KnownBug(
         id="last-segment-only",
-        summary="Only what the last call returned is handed over; what the abort had returned is gone.",
+        summary=(
+            "Only what the last call returned is handed over; what the abort had returned is gone."
+        ),
         refs=("ROLL user_defined_rollout_loop.py", "xtuner#1917"),
         make=_LastSegmentOnly,
         cases=(ABORTED,),
@@ -206,7 +238,10 @@ BUGS: tuple[KnownBug, ...] = (
     ),
     KnownBug(
         id="chunk-merged-twice",
-        summary="The last chunk of an aborted stream repeats its last token, and the client appends it again.",
+        summary=(
+            "The last chunk of an aborted stream repeats its last token, and the client appends it"
+            " again."
+        ),
         refs=("sglang#34488",),
         make=_ChunkMergedTwice,
         cases=(ABORTED,),
@@ -214,7 +249,10 @@ BUGS: tuple[KnownBug, ...] = (
     ),
     KnownBug(
         id="restarts-from-prompt",
-        summary="After an abort the client sends the bare prompt again instead of what was sampled so far.",
+        summary=(
+            "After an abort the client sends the bare prompt again instead of what was sampled so"
+            " far."
+        ),
         refs=("slime#2128",),
         make=_RestartsFromPrompt,
         cases=(ABORTED,),
@@ -222,7 +260,10 @@ BUGS: tuple[KnownBug, ...] = (
     ),
     KnownBug(
         id="resumes-retokenised",
-        summary="The response so far goes through text before it is sent on, and its last token comes back as another.",
+        summary=(
+            "The response so far goes through text before it is sent on, and its last token comes"
+            " back as another."
+        ),
         refs=("slime#1861",),
         make=_ResumesRetokenised,
         cases=(ABORTED,),
@@ -230,7 +271,10 @@ BUGS: tuple[KnownBug, ...] = (
     ),
     KnownBug(
         id="asks-after-stop",
-        summary="The resume loop ends on the budget alone, so it asks for more behind an end-of-sequence token.",
+        summary=(
+            "The resume loop ends on the budget alone, so it asks for more behind an"
+            " end-of-sequence token."
+        ),
         refs=("cf. AReaL#858",),
         make=_AsksAfterStop,
         cases=(case(model=ENDING, seed=1, requests=(request(max_tokens=7),)),),
@@ -246,7 +290,9 @@ BUGS: tuple[KnownBug, ...] = (
     ),
     KnownBug(
         id="tool-output-retokenised",
-        summary="A tool's output goes through text, and comes back as other tokens than the tool's.",
+        summary=(
+            "A tool's output goes through text, and comes back as other tokens than the tool's."
+        ),
         refs=("slime#1861", "SkyRL#2078"),
         make=_RetokenisesTools,
         cases=(TURNS,),
@@ -262,7 +308,10 @@ BUGS: tuple[KnownBug, ...] = (
     ),
     KnownBug(
         id="sampling-dropped",
-        summary="No call carries the caller's sampling parameters, so the engine samples with its own defaults.",
+        summary=(
+            "No call carries the caller's sampling parameters, so the engine samples with its own"
+            " defaults."
+        ),
         refs=("NeMo-RL#3776", "cf. NeMo-RL#3497"),
         make=_DropsSampling,
         cases=(_aborted(_WARM),),
@@ -278,7 +327,10 @@ BUGS: tuple[KnownBug, ...] = (
     ),
     KnownBug(
         id="one-token-too-few",
-        summary="Every call is granted one token less than is left, and the sample says that it reached its length.",
+        summary=(
+            "Every call is granted one token less than is left, and the sample says that it reached"
+            " its length."
+        ),
         refs=("cf. AReaL#858",),
         make=_OneTooFew,
         cases=(case(requests=(request(max_tokens=2), request("r1", (31, 32, 33), max_tokens=8))),),
@@ -310,7 +362,10 @@ BUGS: tuple[KnownBug, ...] = (
     ),
     KnownBug(
         id="budget-unstated",
-        summary="Without an explicit max_tokens no budget is sent, although a response length is configured.",
+        summary=(
+            "Without an explicit max_tokens no budget is sent, although a response length is"
+            " configured."
+        ),
         refs=("verl#7207",),
         make=_NoBudget,
         cases=(case(requests=(_LIMITED,), model=ENDING, seed=1),),
@@ -318,7 +373,10 @@ BUGS: tuple[KnownBug, ...] = (
     ),
     KnownBug(
         id="engine-overshoots",
-        summary="Accepted draft tokens are not cut at the end, so a reply holds more tokens than it was granted.",
+        summary=(
+            "Accepted draft tokens are not cut at the end, so a reply holds more tokens than it was"
+            " granted."
+        ),
         refs=("sglang#39826",),
         make=on_engine(_Overshoots),
         cases=(CLEAN,),
@@ -326,7 +384,10 @@ BUGS: tuple[KnownBug, ...] = (
     ),
     KnownBug(
         id="reason-ignored",
-        summary="The client does not look at the finish reason, so an aborted fragment becomes a finished turn.",
+        summary=(
+            "The client does not look at the finish reason, so an aborted fragment becomes a"
+            " finished turn."
+        ),
         refs=("TRL async_rollout_worker.py", "whitecircle/halo#8"),
         make=_IgnoresReason,
         cases=(ABORTED,),
@@ -334,7 +395,10 @@ BUGS: tuple[KnownBug, ...] = (
     ),
     KnownBug(
         id="length-before-stop",
-        summary="The length is asked for before the engine's reason: an answer that ends on the last token counts as cut.",
+        summary=(
+            "The length is asked for before the engine's reason: an answer that ends on the last"
+            " token counts as cut."
+        ),
         refs=("cf. verl#7207",),
         make=_LengthBeforeStop,
         cases=(_EXACT_STOP,),
@@ -350,7 +414,10 @@ BUGS: tuple[KnownBug, ...] = (
     ),
     KnownBug(
         id="gives-up-as-length",
-        summary="After too many aborts the client gives up, and says that the sample reached its length.",
+        summary=(
+            "After too many aborts the client gives up, and says that the sample reached its"
+            " length."
+        ),
         refs=("AReaL inf_bridge.py",),
         make=_GivesUpAsLength,
         cases=(case(act(_ABORT, 2), act(_ABORT, 3)),),
@@ -358,7 +425,10 @@ BUGS: tuple[KnownBug, ...] = (
     ),
     KnownBug(
         id="never-asked",
-        summary="A request that finds no free place makes no call, and is handed over as an empty answer that reached its length.",
+        summary=(
+            "A request that finds no free place makes no call, and is handed over as an empty"
+            " answer that reached its length."
+        ),
         refs=("cf. AReaL#858",),
         make=_NeverAsks,
         cases=(case(requests=(request(), request("r1", (31, 32)))),),
@@ -366,7 +436,10 @@ BUGS: tuple[KnownBug, ...] = (
     ),
     KnownBug(
         id="shrinking-limit",
-        summary="The loop compares the length so far with a budget that it shrinks itself, and ends early.",
+        summary=(
+            "The loop compares the length so far with a budget that it shrinks itself, and ends"
+            " early."
+        ),
         refs=("AReaL#858",),
         make=_ShrinkingLimit,
         cases=(ABORTED,),

@@ -1,4 +1,6 @@
-"""Known bugs of version tags: read too late, made up, folded wrongly, or of weights that never had one."""
+"""Known bugs of version tags: read too late, made up, folded wrongly, or of weights that never had
+one.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,15 @@ from rollproof.fakes.clients.reference_clients import (
 )
 from rollproof.fakes.engine.fake_engine import FakeEngine
 from rollproof.fakes.engine.inflight import EngineCall
-from rollproof.fakes.known_bugs._planting import CLEAN, ENDING, SYNCED, act, case, on_engine, request
+from rollproof.fakes.known_bugs._planting import (
+    CLEAN,
+    ENDING,
+    SYNCED,
+    act,
+    case,
+    on_engine,
+    request,
+)
 from rollproof.fakes.known_bugs.known_bug import KnownBug
 
 __all__ = ["BUGS"]
@@ -34,7 +44,9 @@ class _SampleTag(AsSampled):
 class _ReadAfterReply(_SampleTag):
     """Reads the server's label when the reply has been worked through, not with it."""
 
-    async def attempt(self, sample: Sample, sent: tuple[int, ...], budget: int | None) -> EngineOutput:
+    async def attempt(
+        self, sample: Sample, sent: tuple[int, ...], budget: int | None
+    ) -> EngineOutput:
         output = await super().attempt(sample, sent, budget)
         for _ in range(3):
             await self.wait()
@@ -75,7 +87,9 @@ class _EmptyCallsCount(AsSampled):
 
     def absorb(self, sample: Sample, sent: int, output: EngineOutput) -> None:
         if sample.attempts == 1:
-            self._first = self.fleet.servers["s0"].label if output.version is None else output.version
+            self._first = (
+                self.fleet.servers["s0"].label if output.version is None else output.version
+            )
         super().absorb(sample, sent, output)
 
     def version_tags(self, sample: Sample) -> dict[str, Any]:
@@ -83,14 +97,18 @@ class _EmptyCallsCount(AsSampled):
 
 
 class _BoundsBeforeThePause(AsSampled):
-    """Bounds are read from a counter when a rollout begins and when it ends; an update raises it while the engines still sample."""
+    """Bounds are read from a counter when a rollout begins and when it ends; an update raises it
+    while the engines still sample.
+    """
 
     options = Options(versions=Versions.BOUNDS)
     _counter = 0
 
     async def update_weights(self, version: int | None) -> None:
         self._counter = self.fleet.weights_of(None) if version is None else version
-        await asyncio.sleep(3 * self.chosen.back_off)  # the trainer drains what is too stale, before the engines pause
+        await asyncio.sleep(
+            3 * self.chosen.back_off
+        )  # the trainer drains what is too stale, before the engines pause
         await super().update_weights(version)
 
     async def run(self, sample: Sample) -> bool:
@@ -138,14 +156,24 @@ class _SpanBorderLate(AsSampledSpans):
     def version_tags(self, sample: Sample) -> dict[str, Any]:
         spans: tuple[Span, ...] = super().version_tags(sample)["spans"]
         first, second, *rest = spans
-        return {"spans": (replace(first, end=first.end + 1), replace(second, start=second.start + 1), *rest)}
+        return {
+            "spans": (
+                replace(first, end=first.end + 1),
+                replace(second, start=second.start + 1),
+                *rest,
+            )
+        }
 
 
 class _TagsOfSampledOnly(AsSampledTokens):
     """The environment's tokens get no tag, so the tags behind them move up."""
 
     def version_tags(self, sample: Sample) -> dict[str, Any]:
-        return {"token_versions": tuple(label for label, own in zip(sample.labels, sample.mask, strict=True) if own)}
+        return {
+            "token_versions": tuple(
+                label for label, own in zip(sample.labels, sample.mask, strict=True) if own
+            )
+        }
 
 
 class _OneTagForAllTokens(AsSampledTokens):
@@ -206,17 +234,23 @@ class _KeepsOldLabel(FakeEngine):
 
 
 _SYNC_AT_START = case(act(ActionKind.SYNC, 0))
-_BEGUN_BEFORE_THE_PAUSE = case(act(ActionKind.SYNC, 2), requests=(request(), request("r1", (21, 22))), arrivals=(0.0, 2.5))
+_BEGUN_BEFORE_THE_PAUSE = case(
+    act(ActionKind.SYNC, 2), requests=(request(), request("r1", (21, 22))), arrivals=(0.0, 2.5)
+)
 _DRAINED = case(act(ActionKind.SYNC, 5), pause_mode=PauseMode.WAIT)
 _OVERTAKEN = case(act(ActionKind.SYNC, 3), pause_mode=PauseMode.KEEP)
 _UNLABELLED = case(act(ActionKind.SYNC_UNLABELLED, 3))
 _TO_TEN = case(act(ActionKind.SYNC, 3), first_version=9)
-_CONVERSATION = case(model=ENDING, requests=(request(max_tokens=24, turns=((21, 22), (23, 24))),), seed=1)
+_CONVERSATION = case(
+    model=ENDING, requests=(request(max_tokens=24, turns=((21, 22), (23, 24))),), seed=1
+)
 
 BUGS: tuple[KnownBug, ...] = (
     KnownBug(
         id="tag-read-after-reply",
-        summary="The version is read after the reply was awaited: tokens of version n are tagged n + 1.",
+        summary=(
+            "The version is read after the reply was awaited: tokens of version n are tagged n + 1."
+        ),
         refs=("AReaL#1569", "verl vllm_async_server.py"),
         make=_ReadAfterReply,
         cases=(_DRAINED,),
@@ -224,7 +258,10 @@ BUGS: tuple[KnownBug, ...] = (
     ),
     KnownBug(
         id="tag-of-submission",
-        summary="The version is stamped when the sample is scheduled, and an update comes before its first token.",
+        summary=(
+            "The version is stamped when the sample is scheduled, and an update comes before its"
+            " first token."
+        ),
         refs=("TRL async_rollout_worker.py", "vllm#54443"),
         make=_TagOfSubmission,
         cases=(_SYNC_AT_START,),
@@ -240,7 +277,10 @@ BUGS: tuple[KnownBug, ...] = (
     ),
     KnownBug(
         id="counter-ahead",
-        summary="The tag is a counter that was raised before the update, and names weights that were never published.",
+        summary=(
+            "The tag is a counter that was raised before the update, and names weights that were"
+            " never published."
+        ),
         refs=("prime-rl#1764", "prime-rl#2937"),
         make=_CounterAhead,
         cases=(CLEAN,),
@@ -264,7 +304,10 @@ BUGS: tuple[KnownBug, ...] = (
     ),
     KnownBug(
         id="first-version-only",
-        summary="The first reply's version stands for the whole sample; later ones do not raise the maximum.",
+        summary=(
+            "The first reply's version stands for the whole sample; later ones do not raise the"
+            " maximum."
+        ),
         refs=("verl tool_agent_loop.py",),
         make=_FirstVersionOnly,
         cases=(SYNCED,),
@@ -280,7 +323,10 @@ BUGS: tuple[KnownBug, ...] = (
     ),
     KnownBug(
         id="bounds-raised-before-the-pause",
-        summary="The counter that bounds a rollout's versions is raised while the engines still sample under the old weights.",
+        summary=(
+            "The counter that bounds a rollout's versions is raised while the engines still sample"
+            " under the old weights."
+        ),
         refs=("prime-rl watcher.py (559b44772)", "prime-rl#1764"),
         make=_BoundsBeforeThePause,
         cases=(_BEGUN_BEFORE_THE_PAUSE,),
@@ -328,7 +374,10 @@ BUGS: tuple[KnownBug, ...] = (
     ),
     KnownBug(
         id="label-read-at-emission",
-        summary="The engine shows the label of the moment of the reply for tokens that older weights sampled.",
+        summary=(
+            "The engine shows the label of the moment of the reply for tokens that older weights"
+            " sampled."
+        ),
         refs=("sglang#35926", "vllm#54443"),
         make=on_engine(_LabelAtEnd, EngineKeep),
         cases=(_OVERTAKEN,),
@@ -336,7 +385,10 @@ BUGS: tuple[KnownBug, ...] = (
     ),
     KnownBug(
         id="label-read-at-admission",
-        summary="The engine shows the label of the call's admission for tokens that newer weights sampled.",
+        summary=(
+            "The engine shows the label of the call's admission for tokens that newer weights"
+            " sampled."
+        ),
         refs=("vllm#48306", "vllm#54443"),
         make=on_engine(_LabelOfAdmission, EngineKeep),
         cases=(_OVERTAKEN,),

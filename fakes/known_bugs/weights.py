@@ -1,4 +1,6 @@
-"""Known bugs of weight updates: gates that leak, caches that outlive their weights, updates that cut into each other."""
+"""Known bugs of weight updates: gates that leak, caches that outlive their weights, updates that
+cut into each other.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +28,12 @@ class _Procedure(AsSampled):
         return list(self.fleet.servers.values())
 
     async def update_weights(self, version: int | None) -> None:
-        await asyncio.gather(*(server.pause(self.fleet.pause_mode, self.fleet.clear_cache) for server in self.replicas()))
+        await asyncio.gather(
+            *(
+                server.pause(self.fleet.pause_mode, self.fleet.clear_cache)
+                for server in self.replicas()
+            )
+        )
         await asyncio.gather(*(self.load(server, version) for server in self.replicas()))
         for server in self.resumed():
             await server.resume()
@@ -40,7 +47,9 @@ class _Procedure(AsSampled):
         return self.replicas()
 
 
-_FOLLOWED = case(act(ActionKind.SYNC, 3), requests=(request(), request("r1", (14, 15))), arrivals=(0.0, 20.0))
+_FOLLOWED = case(
+    act(ActionKind.SYNC, 3), requests=(request(), request("r1", (14, 15))), arrivals=(0.0, 20.0)
+)
 """An update, and a request that comes after it."""
 
 
@@ -157,7 +166,11 @@ class _LabelAborts(FakeEngine):
 
     def relabel(self, label: Version) -> None:
         calls = self.in_flight
-        self._recorder.record(Abort(server_id=self.server_id, wanted="*", call_ids=tuple(call.call_id for call in calls)))
+        self._recorder.record(
+            Abort(
+                server_id=self.server_id, wanted="*", call_ids=tuple(call.call_id for call in calls)
+            )
+        )
         super().relabel(label)
         for call in calls:
             self._batch.end(call, FinishReason.ABORT)
@@ -206,7 +219,9 @@ BUGS: tuple[KnownBug, ...] = (
     ),
     KnownBug(
         id="weights-lost-on-wake",
-        summary="The server sleeps for the update and wakes up with memory that is not the weights.",
+        summary=(
+            "The server sleeps for the update and wakes up with memory that is not the weights."
+        ),
         refs=("TRL#5312", "TRL#5313"),
         make=on_engine(_LosesWeights),
         cases=(SYNCED,),
@@ -214,7 +229,10 @@ BUGS: tuple[KnownBug, ...] = (
     ),
     KnownBug(
         id="cache-reset-refused",
-        summary="The KV cache is said to be reset while calls run on in it: they read KV of older weights.",
+        summary=(
+            "The KV cache is said to be reset while calls run on in it: they read KV of older"
+            " weights."
+        ),
         refs=("NeMo-RL#3929",),
         make=on_engine(_ResetRefused, EngineKeep),
         cases=(case(_SYNC_AT_3, pause_mode=PauseMode.KEEP),),
@@ -239,7 +257,10 @@ BUGS: tuple[KnownBug, ...] = (
     ),
     KnownBug(
         id="staleness-of-last-call",
-        summary="Staleness is judged by the last call's version, so a sample with an old start is delivered.",
+        summary=(
+            "Staleness is judged by the last call's version, so a sample with an old start is"
+            " delivered."
+        ),
         refs=("verl#7569", "prime-rl#1764", "AReaL#1345"),
         make=_Unbounded,
         cases=(case(act(ActionKind.SYNC, 1), act(ActionKind.SYNC, 2), _SYNC_AT_3),),
@@ -247,7 +268,10 @@ BUGS: tuple[KnownBug, ...] = (
     ),
     KnownBug(
         id="in-flight-across-refit",
-        summary="With partial rollout off, calls in flight are neither drained nor dropped before the update.",
+        summary=(
+            "With partial rollout off, calls in flight are neither drained nor dropped before the"
+            " update."
+        ),
         refs=("labs-molt#124",),
         make=_NoDrain,
         cases=(case(_SYNC_AT_3, partial=False),),
@@ -288,7 +312,9 @@ BUGS: tuple[KnownBug, ...] = (
     ),
     KnownBug(
         id="replica-not-resumed",
-        summary="The resume reaches the first replica only; requests on the other one wait for ever.",
+        summary=(
+            "The resume reaches the first replica only; requests on the other one wait for ever."
+        ),
         refs=("prime-rl#2099", "vllm#39366"),
         make=_FirstResumed,
         cases=(_TWO_SERVERS,),
@@ -305,7 +331,9 @@ BUGS: tuple[KnownBug, ...] = (
     ),
     KnownBug(
         id="updates-interleave",
-        summary="Two updates run at once, and the first one to end resumes the servers under the other.",
+        summary=(
+            "Two updates run at once, and the first one to end resumes the servers under the other."
+        ),
         refs=("prime-rl#2004", "prime-rl#1296"),
         make=_SlowFirst,
         cases=(_TWICE,),

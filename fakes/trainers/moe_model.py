@@ -1,8 +1,10 @@
-"""A small mixture-of-experts language model in numpy, with gradients worked out by hand, exact in float64.
+"""A small mixture-of-experts language model in numpy, with gradients worked out by hand, exact in
+float64.
 
-A layer mixes each token with the one before it, ``m = x + x_prev / 2``, and adds what its experts make of that:
-``x + sum_k w_k tanh(m U_k)``. A router's scores are ``softmax(m G^T)``, and the weights ``w`` of the experts that it executes are their
-scores, divided by their sum where ``normalised``. Which experts that are is the caller's: the model is told their ids, as a routing
+A layer mixes each token with the one before it, ``m = x + x_prev / 2``, and adds what its experts
+make of that: ``x + sum_k w_k tanh(m U_k)``. A router's scores are ``softmax(m G^T)``, and the
+weights ``w`` of the experts that it executes are their scores, divided by their sum where
+``normalised``. Which experts that are is the caller's: the model is told their ids, as a routing
 replay would have it.
 """
 
@@ -24,10 +26,11 @@ Gradients: TypeAlias = "dict[str, FloatArray]"
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class TokenRows:
-    """The tokens of a microbatch in one line, sample after sample: ``tokens`` and ``before`` are ``(rows,)``.
+    """The tokens of a microbatch in one line, sample after sample: ``tokens`` and ``before`` are
+    ``(rows,)``.
 
-    ``before`` is the row of the token before, -1 at a sample's begin. ``predicted`` are the rows that predict a trained token,
-    ``labels`` those tokens.
+    ``before`` is the row of the token before, -1 at a sample's begin. ``predicted`` are the rows
+    that predict a trained token, ``labels`` those tokens.
     """
 
     tokens: IntArray
@@ -38,7 +41,9 @@ class TokenRows:
 
 @dataclass
 class MoeModel:
-    """Layers of which those in ``moe`` have a router. ``nan`` in a gate is what weights number -1 are for."""
+    """Layers of which those in ``moe`` have a router. ``nan`` in a gate is what weights number -1
+    are for.
+    """
 
     layers: int
     moe: tuple[int, ...]
@@ -54,11 +59,15 @@ class MoeModel:
         self.set_weights(0)
 
     def set_weights(self, number: int) -> None:
-        """The first weights (0), those plus noise (n > 0), or those with NaN in the first gate (-1)."""
+        """The first weights (0), those plus noise (n > 0), or those with NaN in the first gate
+        (-1).
+        """
         random = np.random.default_rng(self.seed)
         noise = np.random.default_rng([self.seed, max(number, 0)])
         for name, shape in self._shapes():
-            self.weights[name] = random.standard_normal(shape) * 0.8 + (noise.standard_normal(shape) * 0.5 if number > 0 else 0.0)
+            self.weights[name] = random.standard_normal(shape) * 0.8 + (
+                noise.standard_normal(shape) * 0.5 if number > 0 else 0.0
+            )
         if number < 0 and self.moe:
             self.weights[f"layers.{self.moe[0]}.gate"][0, 0] = np.nan
 
@@ -97,22 +106,30 @@ class MoeModel:
         return x + np.tanh(self.mixed(rows, x) @ self.weights[f"layers.{layer}.dense"])
 
     def sparse(self, layer: int, rows: TokenRows, x: FloatArray, ids: IntArray) -> FloatArray:
-        """A layer whose router executes ``ids`` ``(rows, top_k)``; their order within a row makes no difference."""
+        """A layer whose router executes ``ids`` ``(rows, top_k)``; their order within a row makes
+        no difference.
+        """
         ids = np.sort(ids, axis=1)
         mixed = self.mixed(rows, x)
         weights = self.gates(self.scores(layer, mixed), ids)
         return np.asarray(x + (weights[:, :, None] * self._experts(layer, mixed, ids)).sum(axis=1))
 
     def loss(self, rows: TokenRows, x: FloatArray, scale: float) -> tuple[float, FloatArray]:
-        """The summed negative logprob of the labels times ``scale``, and the logprobs ``(labels,)``."""
+        """The summed negative logprob of the labels times ``scale``, and the logprobs
+        ``(labels,)``.
+        """
         logits = x[rows.predicted] @ self.weights["head"]
         shifted = logits - logits.max(axis=1, keepdims=True, initial=-np.inf)
-        logprobs = shifted[np.arange(len(logits)), rows.labels] - np.log(np.exp(shifted).sum(axis=1))
+        logprobs = shifted[np.arange(len(logits)), rows.labels] - np.log(
+            np.exp(shifted).sum(axis=1)
+        )
         return float(-logprobs.sum() * scale), logprobs
 
     # Backward: each adds to ``out`` and returns the gradient of its input
 
-    def loss_backward(self, rows: TokenRows, x: FloatArray, scale: float, out: Gradients) -> FloatArray:
+    def loss_backward(
+        self, rows: TokenRows, x: FloatArray, scale: float, out: Gradients
+    ) -> FloatArray:
         """Of ``loss``."""
         used = x[rows.predicted]
         logits = used @ self.weights["head"]
@@ -125,14 +142,24 @@ class MoeModel:
         np.add.at(dx, rows.predicted, d_logits @ self.weights["head"].T)
         return dx
 
-    def dense_backward(self, layer: int, rows: TokenRows, x: FloatArray, dy: FloatArray, out: Gradients) -> FloatArray:
+    def dense_backward(
+        self, layer: int, rows: TokenRows, x: FloatArray, dy: FloatArray, out: Gradients
+    ) -> FloatArray:
         """Of ``dense``."""
         mixed, weight = self.mixed(rows, x), self.weights[f"layers.{layer}.dense"]
         d_pre = dy * (1.0 - np.tanh(mixed @ weight) ** 2)
         out[f"layers.{layer}.dense"] += mixed.T @ d_pre
         return dy + self._unmixed(rows, d_pre @ weight.T)
 
-    def sparse_backward(self, layer: int, rows: TokenRows, x: FloatArray, ids: IntArray, dy: FloatArray, out: Gradients) -> FloatArray:
+    def sparse_backward(
+        self,
+        layer: int,
+        rows: TokenRows,
+        x: FloatArray,
+        ids: IntArray,
+        dy: FloatArray,
+        out: Gradients,
+    ) -> FloatArray:
         """Of ``sparse``."""
         ids = np.sort(ids, axis=1)
         mixed = self.mixed(rows, x)
@@ -140,7 +167,9 @@ class MoeModel:
         weights, made = self.gates(scores, ids), self._experts(layer, mixed, ids)
         d_weights = (dy[:, None, :] * made).sum(axis=2)
         d_pre = weights[:, :, None] * dy[:, None, :] * (1.0 - made**2)
-        np.add.at(out[f"layers.{layer}.experts"], ids, mixed[:, None, :, None] * d_pre[:, :, None, :])
+        np.add.at(
+            out[f"layers.{layer}.experts"], ids, mixed[:, None, :, None] * d_pre[:, :, None, :]
+        )
         d_mixed = np.einsum("nke,nkde->nd", d_pre, self.weights[f"layers.{layer}.experts"][ids])
         d_logits = self.logits_backward(scores, ids, weights, d_weights)
         out[f"layers.{layer}.gate"] += d_logits.T @ mixed
@@ -150,7 +179,9 @@ class MoeModel:
         """Of ``embed``."""
         np.add.at(out["embed"], rows.tokens, dx)
 
-    def logits_backward(self, scores: FloatArray, ids: IntArray, weights: FloatArray, d_weights: FloatArray) -> FloatArray:
+    def logits_backward(
+        self, scores: FloatArray, ids: IntArray, weights: FloatArray, d_weights: FloatArray
+    ) -> FloatArray:
         """``(rows, experts)``: the gradient of a router's logits from that of its weights."""
         if self.normalised:
             total = np.take_along_axis(scores, ids, axis=1).sum(axis=1, keepdims=True)
@@ -161,7 +192,9 @@ class MoeModel:
 
     def _experts(self, layer: int, mixed: FloatArray, ids: IntArray) -> FloatArray:
         """``(rows, top_k, width)``: what each executed expert makes of its row."""
-        return np.asarray(np.tanh(np.einsum("nd,nkde->nke", mixed, self.weights[f"layers.{layer}.experts"][ids])))
+        return np.asarray(
+            np.tanh(np.einsum("nd,nkde->nke", mixed, self.weights[f"layers.{layer}.experts"][ids]))
+        )
 
     def _unmixed(self, rows: TokenRows, d_mixed: FloatArray) -> FloatArray:
         dx = d_mixed.copy()
@@ -170,7 +203,10 @@ class MoeModel:
         return dx
 
     def _shapes(self) -> list[tuple[str, tuple[int, ...]]]:
-        shapes: list[tuple[str, tuple[int, ...]]] = [("embed", (self.vocab, self.width)), ("head", (self.width, self.vocab))]
+        shapes: list[tuple[str, tuple[int, ...]]] = [
+            ("embed", (self.vocab, self.width)),
+            ("head", (self.width, self.vocab)),
+        ]
         for layer in range(self.layers):
             if layer in self.moe:
                 shapes.append((f"layers.{layer}.gate", (self.experts, self.width)))

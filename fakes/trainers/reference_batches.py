@@ -1,7 +1,8 @@
-"""Collating: a correct conversion of finished samples into a padded training batch, with one small step per field.
+"""Collating: a correct conversion of finished samples into a padded training batch, with one small
+step per field.
 
-Prompts are padded on the left and responses on the right, as verl and SkyRL do, so that all responses begin at one
-place. Like ``resuming``, it is written to be read and to be broken.
+Prompts are padded on the left and responses on the right, as verl and SkyRL do, so that all
+responses begin at one place. Like ``resuming``, it is written to be read and to be broken.
 """
 
 from __future__ import annotations
@@ -12,7 +13,18 @@ from typing import Any, TypeVar
 import numpy as np
 import numpy.typing as npt
 
-from rollproof.core.contract import Contract, Filler, KvPolicy, LayerAxis, Logprobs, MissingLogprobs, Provenance, ResumeBy, Rows, Versions
+from rollproof.core.contract import (
+    Contract,
+    Filler,
+    KvPolicy,
+    LayerAxis,
+    Logprobs,
+    MissingLogprobs,
+    Provenance,
+    ResumeBy,
+    Rows,
+    Versions,
+)
 from rollproof.core.records import BatchRow, IntArray, LogprobArray, Rollout
 
 __all__ = ["Collator", "PaddedBatch"]
@@ -22,8 +34,9 @@ _A = TypeVar("_A", bound="npt.NDArray[Any]")
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class PaddedBatch:
-    """``tokens``, ``attention``, ``loss_mask`` and ``logprobs`` are ``(samples, places)``; ``routes`` is ``(samples, places,
-    layers, top_k)`` and ``routed`` ``(samples, places)``, both ``None`` where no sample has routes.
+    """``tokens``, ``attention``, ``loss_mask`` and ``logprobs`` are ``(samples, places)``;
+    ``routes`` is ``(samples, places, layers, top_k)`` and ``routed`` ``(samples, places)``, both
+    ``None`` where no sample has routes.
     """
 
     ids: tuple[str, ...]
@@ -36,7 +49,9 @@ class PaddedBatch:
 
 
 class Collator:
-    """A ``BatchSubject``. Raises ``ValueError`` for samples whose fields have lengths that do not fit each other."""
+    """A ``BatchSubject``. Raises ``ValueError`` for samples whose fields have lengths that do not
+    fit each other.
+    """
 
     contract: Contract = Contract(
         rows=Rows.FORWARDED,
@@ -98,7 +113,10 @@ class Collator:
         for name, lengths in wanted.items():
             value = getattr(sample, name)
             if value is not None and len(value) not in lengths and response:
-                raise ValueError(f"{sample.request_id}: {len(value)} {name} for {sample.total} tokens, {response} of them sampled.")
+                raise ValueError(
+                    f"{sample.request_id}: {len(value)} {name} for {sample.total} tokens,"
+                    f" {response} of them sampled."
+                )
 
     def start(self, sample: Rollout) -> int:
         """The place of the sample's first token."""
@@ -106,11 +124,17 @@ class Collator:
 
     def tokens(self, sample: Rollout) -> IntArray:
         """``(places,)``: padding is token 0."""
-        return _place(np.zeros(self.width, dtype=np.int64), self.start(sample), [*sample.prompt_ids, *sample.response_ids])
+        return _place(
+            np.zeros(self.width, dtype=np.int64),
+            self.start(sample),
+            [*sample.prompt_ids, *sample.response_ids],
+        )
 
     def attention(self, sample: Rollout) -> IntArray:
         """``(places,)``: 1 where a token of the sample stands."""
-        return _place(np.zeros(self.width, dtype=np.int64), self.start(sample), np.ones(sample.total))
+        return _place(
+            np.zeros(self.width, dtype=np.int64), self.start(sample), np.ones(sample.total)
+        )
 
     def loss_mask(self, sample: Rollout) -> IntArray:
         """``(places,)``: 1 where the loss counts."""
@@ -119,7 +143,11 @@ class Collator:
 
     def logprobs(self, sample: Rollout) -> LogprobArray:
         """``(places,)``: NaN where there is none."""
-        values = np.full(len(sample.response_ids), np.nan) if sample.logprobs is None else sample.logprobs
+        values = (
+            np.full(len(sample.response_ids), np.nan)
+            if sample.logprobs is None
+            else sample.logprobs
+        )
         return _place(np.full(self.width, np.nan), self.left, values)
 
     def has_routes(self, samples: list[Rollout]) -> bool:
@@ -128,7 +156,9 @@ class Collator:
 
     def routes(self, sample: Rollout) -> IntArray:
         """``(places, layers, top_k)``: -1 where no row was captured."""
-        empty = np.full((self.width, self.contract.route_layers, self.contract.top_k or 1), -1, dtype=np.int16)
+        empty = np.full(
+            (self.width, self.contract.route_layers, self.contract.top_k or 1), -1, dtype=np.int16
+        )
         return empty if sample.routes is None else _place(empty, self.start(sample), sample.routes)
 
     def routed(self, sample: Rollout) -> IntArray:

@@ -1,7 +1,8 @@
-"""Laying: correct layout functions, written row by row, so that they owe nothing to the reference that judges them.
+"""Laying: correct layout functions, written row by row, so that they owe nothing to the reference
+that judges them.
 
-Where ``rollproof.layouts`` computes index arrays and composes them, this walks over tokens and asks for each where it goes.
-Like ``collating``, it is written to be read and to be broken.
+Where ``rollproof.layouts`` computes index arrays and composes them, this walks over tokens and asks
+for each where it goes. Like ``collating``, it is written to be read and to be broken.
 """
 
 from __future__ import annotations
@@ -30,7 +31,9 @@ Pass = tuple[int, int]
 
 
 class MegatronLike:
-    """A ``LayoutSubject`` with every layout function, in Megatron's conventions: packed, zigzag, sequence parallel, sequence-major."""
+    """A ``LayoutSubject`` with every layout function, in Megatron's conventions: packed, zigzag,
+    sequence parallel, sequence-major.
+    """
 
     layout: ClassVar[Layout] = Layout(
         num_layers=4,
@@ -62,7 +65,9 @@ class MegatronLike:
 
     def pair(self, layout: Layout, tokens: IntArray, routes: IntArray) -> Pair:
         """The model is fed all tokens."""
-        return tokens, np.concatenate([routes, self.filler(layout, len(tokens) - len(routes), routes.shape[1:])])
+        return tokens, np.concatenate(
+            [routes, self.filler(layout, len(tokens) - len(routes), routes.shape[1:])]
+        )
 
     def pad(self, layout: Layout, samples: Sequence[IntArray], prompts: Sequence[int]) -> Pair:
         """One line a sample, and the attention mask."""
@@ -71,26 +76,38 @@ class MegatronLike:
         batch = np.zeros((len(samples), width, *samples[0].shape[1:]), dtype=samples[0].dtype)
         attention = np.zeros((len(samples), width), dtype=np.int64)
         for i, sample in enumerate(samples):
-            start = {Side.LEFT: width - len(sample), Side.RIGHT: 0, Side.BOTH: left - prompts[i]}[layout.side]
+            start = {Side.LEFT: width - len(sample), Side.RIGHT: 0, Side.BOTH: left - prompts[i]}[
+                layout.side
+            ]
             for position, row in enumerate(sample):
                 batch[i, start + position] = row
                 attention[i, start + position] = 1
         return batch, attention
 
     def width(self, layout: Layout, samples: Sequence[IntArray], prompts: Sequence[int]) -> int:
-        """Places of a line: enough for the longest sample, or for the longest prompt and the longest response."""
+        """Places of a line: enough for the longest sample, or for the longest prompt and the
+        longest response.
+        """
         longest = max(len(sample) for sample in samples)
         if layout.side is Side.BOTH:
-            longest = max(prompts) + max(len(sample) - prompt for sample, prompt in zip(samples, prompts, strict=True))
+            longest = max(prompts) + max(
+                len(sample) - prompt for sample, prompt in zip(samples, prompts, strict=True)
+            )
         return longest + -longest % layout.alignment.multiple(layout.mesh)
 
     def unpad(self, layout: Layout, batch: IntArray, attention: IntArray) -> list[IntArray]:
         """The attended rows of each line."""
-        return [np.array([row for row, kept in zip(line, mask, strict=True) if kept]) for line, mask in zip(batch, attention, strict=True)]
+        return [
+            np.array([row for row, kept in zip(line, mask, strict=True) if kept])
+            for line, mask in zip(batch, attention, strict=True)
+        ]
 
     def padded_lengths(self, layout: Layout, lengths: Sequence[int]) -> list[int]:
         """Each length rounded up; the last one takes what the sum lacks."""
-        multiple, total = layout.alignment.multiple(layout.mesh), layout.alignment.total_multiple(layout.mesh)
+        multiple, total = (
+            layout.alignment.multiple(layout.mesh),
+            layout.alignment.total_multiple(layout.mesh),
+        )
         out = [length + -length % multiple for length in lengths]
         out[-1] += -sum(out) % total
         return out
@@ -98,7 +115,10 @@ class MegatronLike:
     def lines(self, layout: Layout, samples: Sequence[IntArray]) -> list[IntArray]:
         """Each sample with the padding behind it."""
         room = self.padded_lengths(layout, [len(sample) for sample in samples])
-        return [np.concatenate([s, self.filler(layout, n - len(s), s.shape[1:])]) for s, n in zip(samples, room, strict=True)]
+        return [
+            np.concatenate([s, self.filler(layout, n - len(s), s.shape[1:])])
+            for s, n in zip(samples, room, strict=True)
+        ]
 
     def pack(self, layout: Layout, samples: Sequence[IntArray]) -> Pair:
         """All lines behind each other, and where each begins."""
@@ -116,7 +136,9 @@ class MegatronLike:
     # Ranks
 
     def owner(self, layout: Layout, place: int, room: int, start: int, total: int) -> int:
-        """The context-parallel rank of place ``place`` of a line of ``room`` rows, which begins at ``start`` of ``total`` rows."""
+        """The context-parallel rank of place ``place`` of a line of ``room`` rows, which begins at
+        ``start`` of ``total`` rows.
+        """
         size = layout.mesh.cp
         if layout.context is Context.CONTIGUOUS:
             return (start + place) // (total // size)
@@ -130,11 +152,17 @@ class MegatronLike:
         lines = self.lines(layout, samples)
         total, start, out = sum(len(line) for line in lines), 0, [lines[0][:0]]
         for line in lines:
-            out += [row[None] for i, row in enumerate(line) if self.owner(layout, i, len(line), start, total) == rank.cp]
+            out += [
+                row[None]
+                for i, row in enumerate(line)
+                if self.owner(layout, i, len(line), start, total) == rank.cp
+            ]
             start += len(line)
         return np.concatenate(out)
 
-    def context_merge(self, layout: Layout, pieces: Sequence[IntArray], lengths: Sequence[int]) -> list[IntArray]:
+    def context_merge(
+        self, layout: Layout, pieces: Sequence[IntArray], lengths: Sequence[int]
+    ) -> list[IntArray]:
         """Each place of each sample from the next unread row of its owner."""
         rooms, out, start = self.padded_lengths(layout, lengths), [], 0
         read = [iter(piece) for piece in pieces]
@@ -165,7 +193,9 @@ class MegatronLike:
 
     def column(self, layout: Layout, layer: Layer) -> int:
         """The payload's column of a MoE layer."""
-        return layer if layout.layer_axis is LayerAxis.ALL else sum(one < layer for one in layout.moe)
+        return (
+            layer if layout.layer_axis is LayerAxis.ALL else sum(one < layer for one in layout.moe)
+        )
 
     def stage_layers(self, layout: Layout, rank: Rank, chunk: int) -> list[Layer]:
         """The layers of a chunk."""
@@ -189,9 +219,13 @@ class MegatronLike:
         """The MoE layers among them."""
         return [layer for layer in self.built(layout, rank, chunk) if layer in layout.moe]
 
-    def select(self, layout: Layout, rows: IntArray, rank: Rank, chunk: int) -> dict[Layer, IntArray]:
+    def select(
+        self, layout: Layout, rows: IntArray, rank: Rank, chunk: int
+    ) -> dict[Layer, IntArray]:
         """Each router's column."""
-        return {layer: rows[:, self.column(layout, layer)] for layer in self.routed(layout, rank, chunk)}
+        return {
+            layer: rows[:, self.column(layout, layer)] for layer in self.routed(layout, rank, chunk)
+        }
 
     def schedule(self, layout: Layout, microbatches: int) -> list[Pass]:
         """The order of forward passes."""
@@ -206,7 +240,9 @@ class MegatronLike:
                 out += [(microbatch, chunk) for microbatch in group]
         return out
 
-    def serve(self, layout: Layout, operations: Sequence[Operation], recompute: bool) -> tuple[list[Pass], int]:
+    def serve(
+        self, layout: Layout, operations: Sequence[Operation], recompute: bool
+    ) -> tuple[list[Pass], int]:
         """One queue per chunk; what recompute does not take is dropped at the end."""
         queues: dict[int, list[Pass]] = {chunk: [] for chunk in range(layout.mesh.vpp)}
         used = []
@@ -218,14 +254,24 @@ class MegatronLike:
                 used.append(queues[operation.chunk].pop(0))
         return used, sum(len(queue) for queue in queues.values()) if recompute else 0
 
-    def reorder(self, layout: Layout, recorded: Sequence[IntArray], microbatches: int, rank: Rank) -> list[IntArray]:
+    def reorder(
+        self, layout: Layout, recorded: Sequence[IntArray], microbatches: int, rank: Rank
+    ) -> list[IntArray]:
         """The chunks of each microbatch side by side."""
-        parts: dict[Pass, IntArray] = dict(zip(self.passes(layout, microbatches), recorded, strict=True))
-        return [np.concatenate([parts[m, v] for v in range(layout.mesh.vpp)], axis=1) for m in range(microbatches)]
+        parts: dict[Pass, IntArray] = dict(
+            zip(self.passes(layout, microbatches), recorded, strict=True)
+        )
+        return [
+            np.concatenate([parts[m, v] for v in range(layout.mesh.vpp)], axis=1)
+            for m in range(microbatches)
+        ]
 
     def gather_stages(self, layout: Layout, stages: Sequence[IntArray]) -> IntArray:
         """Layer by layer from the rank that has it."""
-        owned = [[one for v in range(layout.mesh.vpp) for one in self.routed(layout, Rank(pp=pp), v)] for pp in range(layout.mesh.pp)]
+        owned = [
+            [one for v in range(layout.mesh.vpp) for one in self.routed(layout, Rank(pp=pp), v)]
+            for pp in range(layout.mesh.pp)
+        ]
         columns = []
         for layer in layout.moe:
             pp = next(pp for pp, layers in enumerate(owned) if layer in layers)
@@ -239,9 +285,14 @@ class MegatronLike:
         for layer in layout.moe:
             pp, chunk = self.stage(layout, layer)
             tensor = range(mesh.tp) if mesh.sequence_parallel else range(1)
-            pieces = [np.concatenate([recorded[Rank(pp=pp, cp=cp, tp=tp), chunk][layer] for tp in tensor]) for cp in range(mesh.cp)]
+            pieces = [
+                np.concatenate([recorded[Rank(pp=pp, cp=cp, tp=tp), chunk][layer] for tp in tensor])
+                for cp in range(mesh.cp)
+            ]
             samples = self.context_merge(layout, pieces, lengths)
-            out = out or [np.zeros((len(s), layout.columns, s.shape[-1]), dtype=np.int64) for s in samples]
+            out = out or [
+                np.zeros((len(s), layout.columns, s.shape[-1]), dtype=np.int64) for s in samples
+            ]
             for whole, rows in zip(out, samples, strict=True):
                 whole[:, self.column(layout, layer)] = rows
         return out
@@ -252,10 +303,18 @@ class MegatronLike:
         return next((pp, v) for pp, v in places if layer in self.built(layout, Rank(pp=pp), v))
 
     def targets(
-        self, layout: Layout, payloads: Sequence[IntArray], lengths: Sequence[int], rank: Rank, chunk: int
+        self,
+        layout: Layout,
+        payloads: Sequence[IntArray],
+        lengths: Sequence[int],
+        rank: Rank,
+        chunk: int,
     ) -> dict[Layer, IntArray]:
         """Final rows, then packing, context and tensor slices, then the layer map."""
-        whole = [self.complete(layout, payload, length) for payload, length in zip(payloads, lengths, strict=True)]
+        whole = [
+            self.complete(layout, payload, length)
+            for payload, length in zip(payloads, lengths, strict=True)
+        ]
         rows = self.context(layout, whole, rank)
         if layout.mesh.sequence_parallel:
             rows = self.tensor_slice(layout, rows, rank)
@@ -272,9 +331,15 @@ class MegatronLike:
             out[-1].append(i)
         return out
 
-    def restore(self, layout: Layout, values: Sequence[Sequence[IntArray]], indexes: Sequence[Sequence[int]]) -> list[IntArray]:
+    def restore(
+        self, layout: Layout, values: Sequence[Sequence[IntArray]], indexes: Sequence[Sequence[int]]
+    ) -> list[IntArray]:
         """Each value to its sample's place."""
-        placed = {i: value for part, order in zip(values, indexes, strict=True) for value, i in zip(part, order, strict=True)}
+        placed = {
+            i: value
+            for part, order in zip(values, indexes, strict=True)
+            for value, i in zip(part, order, strict=True)
+        }
         return [placed[i] for i in range(len(placed))]
 
     def divide(self, layout: Layout, samples: Sequence[Pair], parts: int) -> list[list[Pair]]:

@@ -1,4 +1,6 @@
-"""Replay references: correct trainers of different conventions and meshes, on which every check must be clean."""
+"""Replay references: correct trainers of different conventions and meshes, on which every check
+must be clean.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +27,9 @@ _BOTH = Alignment(by=("tp", "2cp"))
 
 
 class DenseFirst(ReplayTrainer):
-    """A dense first layer, payloads with a column for it, padded on the left, rows in the order of places; sequence parallel."""
+    """A dense first layer, payloads with a column for it, padded on the left, rows in the order of
+    places; sequence parallel.
+    """
 
     layout: ClassVar[Layout] = Layout(
         num_layers=4,
@@ -43,7 +47,9 @@ class DenseFirst(ReplayTrainer):
 
 
 class Recording(ReplayTrainer):
-    """Records its own routes (R2), a column for each MoE layer, over uneven stages one of which has no router."""
+    """Records its own routes (R2), a column for each MoE layer, over uneven stages one of which has
+    no router.
+    """
 
     layout: ClassVar[Layout] = Layout(
         num_layers=5,
@@ -63,15 +69,29 @@ class Recording(ReplayTrainer):
 class Zigzag(ReplayTrainer):
     """Packed sequences, zigzag context parallel and sequence parallel, of sizes that differ."""
 
-    layout: ClassVar[Layout] = Layout(num_layers=3, num_experts=8, top_k=2, mesh=Mesh(tp=2, cp=3, sequence_parallel=True), alignment=_BOTH)
+    layout: ClassVar[Layout] = Layout(
+        num_layers=3,
+        num_experts=8,
+        top_k=2,
+        mesh=Mesh(tp=2, cp=3, sequence_parallel=True),
+        alignment=_BOTH,
+    )
     parallel = "tp2 with sequence parallelism, cp3 (zigzag)"
 
 
 class Contiguous(ReplayTrainer):
-    """Contiguous context parallel over all packed rows; rows without a target execute distinct dummies."""
+    """Contiguous context parallel over all packed rows; rows without a target execute distinct
+    dummies.
+    """
 
     layout: ClassVar[Layout] = Layout(
-        num_layers=2, num_experts=8, top_k=3, mesh=Mesh(cp=3), context=Context.CONTIGUOUS, alignment=Alignment(total=6), fill=Fill.SPREAD
+        num_layers=2,
+        num_experts=8,
+        top_k=3,
+        mesh=Mesh(cp=3),
+        context=Context.CONTIGUOUS,
+        alignment=Alignment(total=6),
+        fill=Fill.SPREAD,
     )
     free_rows = FreeRows.DUMMY
     others: ClassVar[tuple[str, ...]] = ()
@@ -117,7 +137,9 @@ class ManyExperts(ReplayTrainer):
 class CapturedPrefix(ReplayTrainer):
     """Payloads may end early: what was not captured is left to the router."""
 
-    layout: ClassVar[Layout] = Layout(num_layers=3, num_experts=8, top_k=2, held="captured-prefix", packed=False)  # type: ignore[arg-type]
+    layout: ClassVar[Layout] = Layout(
+        num_layers=3, num_experts=8, top_k=2, held="captured-prefix", packed=False
+    )  # type: ignore[arg-type]
     others: ClassVar[tuple[str, ...]] = ("teacher",)
 
 

@@ -1,8 +1,10 @@
-"""Replaying: a trainer with routing replay that is right, in small steps that known bugs make wrong.
+"""Replaying: a trainer with routing replay that is right, in small steps that known bugs make
+wrong.
 
-The ranks of its mesh live in one process: the model is computed once, on all rows of a microbatch, and every rank's router is asked for
-the rows that it would see. Each router holds one target and a queue of targets for the backward pass, as Megatron's ``RouterReplay``
-does; microbatches run through pipeline stages and chunks in the order of 1F1B, interleaved where there are chunks.
+The ranks of its mesh live in one process: the model is computed once, on all rows of a microbatch,
+and every rank's router is asked for the rows that it would see. Each router holds one target and a
+queue of targets for the backward pass, as Megatron's ``RouterReplay`` does; microbatches run
+through pipeline stages and chunks in the order of 1F1B, interleaved where there are chunks.
 """
 
 from __future__ import annotations
@@ -22,7 +24,16 @@ from rollproof.core.replay_contract import FreeRows, Installs, Recompute, Replay
 from rollproof.core.router_spy import Spy, UnsupportedStep
 from rollproof.core.trainer_contract import trainer_contract
 from rollproof.fakes.trainers.moe_model import MoeModel, chosen
-from rollproof.fakes.trainers.trainer_parts import Microbatch, Pass, Router, is_ready, outcome_of, plain_targets, problem_of, token_rows
+from rollproof.fakes.trainers.trainer_parts import (
+    Microbatch,
+    Pass,
+    Router,
+    is_ready,
+    outcome_of,
+    plain_targets,
+    problem_of,
+    token_rows,
+)
 from rollproof.layouts import Layout, Rank, Source
 from rollproof.layouts.pipeline_schedules import Operation, operations, schedule_table
 
@@ -30,7 +41,9 @@ __all__ = ["ReplayTrainer"]
 
 
 class ReplayTrainer:
-    """A ``ReplaySubject``. Subclasses set what is declared below; ``others`` are models of other roles that live beside the policy."""
+    """A ``ReplaySubject``. Subclasses set what is declared below; ``others`` are models of other
+    roles that live beside the policy.
+    """
 
     layout: ClassVar[Layout] = Layout(num_layers=3, num_experts=8, top_k=2)
     mode: ClassVar[ReplayMode] = ReplayMode.R3
@@ -56,14 +69,17 @@ class ReplayTrainer:
         self.routers: dict[tuple[int, int], Router] = self.make_routers(layers)
         self.registry: list[Router] = self.replayed()
         self.models: dict[str, tuple[MoeModel, dict[tuple[int, int], Router]]] = {
-            name: (self.make_model(number + 1, 0), self.make_routers(layout.moe)) for number, name in enumerate(self.others)
+            name: (self.make_model(number + 1, 0), self.make_routers(layout.moe))
+            for number, name in enumerate(self.others)
         }
         self.ended: bool = True
 
     # What a ReplaySubject offers
 
     def run(self, step: Step, spy: Spy) -> Outcome:
-        """One step: targets are installed as microbatches come, and everything is forgotten at the end, however it ends."""
+        """One step: targets are installed as microbatches come, and everything is forgotten at the
+        end, however it ends.
+        """
         self.begin(step)
         try:
             return self.work(step, spy)
@@ -80,7 +96,10 @@ class ReplayTrainer:
 
     def residue(self) -> Mapping[str, int]:
         """What of replay is left."""
-        routers = [*self.routers.values(), *(router for _, routers in self.models.values() for router in routers.values())]
+        routers = [
+            *self.routers.values(),
+            *(router for _, routers in self.models.values() for router in routers.values()),
+        ]
         return {
             "targets": sum(router.target is not None for router in routers),
             "targets for the recompute": sum(len(router.queue) for router in routers),
@@ -112,7 +131,11 @@ class ReplayTrainer:
                     taken.append(None)
                     continue
                 own = chosen(self.model.scores(layer, self.model.mixed(rows, x)), self.layout.top_k)
-                ids = own if layer not in wanted else np.where(wanted[layer][:, :1] < 0, own, wanted[layer])
+                ids = (
+                    own
+                    if layer not in wanted
+                    else np.where(wanted[layer][:, :1] < 0, own, wanted[layer])
+                )
                 inputs.append(self.model.sparse(layer, rows, x, ids))
                 taken.append(ids)
             loss += self.model.loss(rows, inputs[-1], scale)[0]
@@ -122,7 +145,9 @@ class ReplayTrainer:
                 if executed is None:
                     dx = self.model.dense_backward(layer, rows, inputs[layer], dx, gradients)
                 else:
-                    dx = self.model.sparse_backward(layer, rows, inputs[layer], executed, dx, gradients)
+                    dx = self.model.sparse_backward(
+                        layer, rows, inputs[layer], executed, dx, gradients
+                    )
             self.model.embed_backward(rows, dx, gradients)
         return outcome_of(step, self.layout.moe, loss, {}, gradients)
 
@@ -144,11 +169,17 @@ class ReplayTrainer:
 
     def make_routers(self, layers: Sequence[int]) -> dict[tuple[int, int], Router]:
         """One router per layer and rank that sees rows, by layer and index of the rank."""
-        return {(layer, number): Router(layer, self.layout.top_k) for layer in layers for number in range(len(self.ranks))}
+        return {
+            (layer, number): Router(layer, self.layout.top_k)
+            for layer in layers
+            for number in range(len(self.ranks))
+        }
 
     def replayed(self) -> list[Router]:
         """The routers that replay is for: those of the policy, without MTP layers."""
-        return [router for (layer, _), router in self.routers.items() if layer < self.layout.num_layers]
+        return [
+            router for (layer, _), router in self.routers.items() if layer < self.layout.num_layers
+        ]
 
     # A step
 
@@ -173,16 +204,23 @@ class ReplayTrainer:
 
     def work(self, step: Step, spy: Spy) -> Outcome:
         """The passes of a step, on the model that it is for."""
-        model, routers = (self.model, self.routers) if step.model == "policy" else self.models[step.model]
+        model, routers = (
+            (self.model, self.routers) if step.model == "policy" else self.models[step.model]
+        )
         scale = 1.0 / max(1, sum(len(sample.response_ids) for sample in step.samples))
-        run = Pass(step=step, spy=spy, model=model, routers=routers, scale=scale, gradients=model.zeros())
+        run = Pass(
+            step=step, spy=spy, model=model, routers=routers, scale=scale, gradients=model.zeros()
+        )
         first = 0
         for number, samples in enumerate(step.microbatches):
             run.microbatches.append(self.microbatch(number, samples, first))
             first += len(samples)
         self.pipeline(run)
         recorded = self.recorded(run) if step.action is Action.RECORD else {}
-        return replace(outcome_of(step, self.layout.moe, run.loss, run.logprobs, run.gradients), recorded=recorded)
+        return replace(
+            outcome_of(step, self.layout.moe, run.loss, run.logprobs, run.gradients),
+            recorded=recorded,
+        )
 
     def microbatch(self, number: int, samples: tuple[Rollout, ...], first: int) -> Microbatch:
         """The rows of a microbatch, and which of them each rank holds."""
@@ -190,10 +228,14 @@ class ReplayTrainer:
         lengths = [sample.total for sample in samples]
         prompts = [len(sample.prompt_ids) for sample in samples]
         sources = [(rank, self.layout.rows(lengths, rank, prompts=prompts)) for rank in self.ranks]
-        return Microbatch(number=number, samples=samples, first=first, rows=rows, starts=starts, sources=sources)
+        return Microbatch(
+            number=number, samples=samples, first=first, rows=rows, starts=starts, sources=sources
+        )
 
     def pipeline(self, run: Pass) -> None:
-        """Run all microbatches through all stages: each pipeline rank in its own order, as soon as what it needs is there."""
+        """Run all microbatches through all stages: each pipeline rank in its own order, as soon as
+        what it needs is there.
+        """
         mesh, count = self.layout.mesh, len(run.microbatches)
         todo = {rank: deque(self.order(run.step, rank, count)) for rank in range(mesh.pp)}
         done: set[tuple[int, int, bool]] = set()
@@ -202,14 +244,18 @@ class ReplayTrainer:
                 while waiting and is_ready(waiting[0], rank, mesh.pp, mesh.vpp, done):
                     operation = waiting.popleft()
                     self.operate(run, rank, operation)
-                    done.add((operation.microbatch, operation.chunk * mesh.pp + rank, operation.backward))
+                    done.add(
+                        (operation.microbatch, operation.chunk * mesh.pp + rank, operation.backward)
+                    )
 
     def order(self, step: Step, rank: int, count: int) -> Sequence[Operation]:
         """What a pipeline rank does, in order."""
         mesh = self.layout.mesh
         if step.backward:
             return operations(count, pp=mesh.pp, rank=rank, vpp=mesh.vpp, group=self.layout.group)
-        table = schedule_table(count, mesh.vpp, self.layout.group or (mesh.pp if mesh.vpp > 1 else None))
+        table = schedule_table(
+            count, mesh.vpp, self.layout.group or (mesh.pp if mesh.vpp > 1 else None)
+        )
         return [Operation(microbatch=microbatch, chunk=chunk) for microbatch, chunk in table]
 
     def operate(self, run: Pass, rank: int, operation: Operation) -> None:
@@ -221,7 +267,9 @@ class ReplayTrainer:
             layers = (*layers, self.layout.num_layers)
         if operation.backward:
             if last:
-                microbatch.dx = run.model.loss_backward(microbatch.rows, microbatch.x, run.scale, run.gradients)
+                microbatch.dx = run.model.loss_backward(
+                    microbatch.rows, microbatch.x, run.scale, run.gradients
+                )
             with run.spy.recomputing():
                 for layer in reversed(layers):
                     self.layer_backward(run, microbatch, layer)
@@ -241,19 +289,36 @@ class ReplayTrainer:
         """Give the routers of one chunk the targets of a microbatch."""
         keep = run.step.backward and run.step.recompute is not Recompute.NONE
         for number, (place, source) in enumerate(microbatch.sources):
-            for layer, target in self.targets(run.step, microbatch, replace(place, pp=rank), source, chunk).items():
+            for layer, target in self.targets(
+                run.step, microbatch, replace(place, pp=rank), source, chunk
+            ).items():
                 self.install(run, microbatch, layer, number, target, keep=keep)
 
-    def install(self, run: Pass, microbatch: Microbatch, layer: int, number: int, target: IntArray, *, keep: bool) -> None:
+    def install(
+        self,
+        run: Pass,
+        microbatch: Microbatch,
+        layer: int,
+        number: int,
+        target: IntArray,
+        *,
+        keep: bool,
+    ) -> None:
         """Give one router its target."""
         run.routers[layer, number].install(target, keep=keep)
         run.spy.rank = number
         run.spy.installed(layer, microbatch=microbatch.number)
 
-    def targets(self, step: Step, microbatch: Microbatch, rank: Rank, source: Source, chunk: int) -> dict[int, IntArray]:
-        """What the routers of a chunk must execute, by layer: ``(rows, top_k)``, -1 in the rows that are left to the router."""
+    def targets(
+        self, step: Step, microbatch: Microbatch, rank: Rank, source: Source, chunk: int
+    ) -> dict[int, IntArray]:
+        """What the routers of a chunk must execute, by layer: ``(rows, top_k)``, -1 in the rows
+        that are left to the router.
+        """
         payloads = [self.payload(sample) for sample in microbatch.samples]
-        whole: dict[int, IntArray] = {**self.layout.targets(payloads, rank, chunk, lengths=microbatch.lengths)}
+        whole: dict[int, IntArray] = {
+            **self.layout.targets(payloads, rank, chunk, lengths=microbatch.lengths)
+        }
         if self.free_rows is FreeRows.DUMMY:
             return whole
         captured = self.captured(microbatch, source)
@@ -278,12 +343,16 @@ class ReplayTrainer:
         ids = microbatch.executed[layer] = self.route(run, microbatch, layer, x, Phase.FORWARD)
         microbatch.x = self.experts(run, layer, microbatch, x, ids)
 
-    def experts(self, run: Pass, layer: int, microbatch: Microbatch, x: FloatArray, ids: IntArray) -> FloatArray:
+    def experts(
+        self, run: Pass, layer: int, microbatch: Microbatch, x: FloatArray, ids: IntArray
+    ) -> FloatArray:
         """The experts ``ids`` on the rows ``x``."""
         return run.model.sparse(layer, microbatch.rows, x, ids)
 
     def layer_backward(self, run: Pass, microbatch: Microbatch, layer: int) -> None:
-        """The gradient through one layer; its router is asked again where activations are recomputed."""
+        """The gradient through one layer; its router is asked again where activations are
+        recomputed.
+        """
         x, rows = microbatch.inputs[layer], microbatch.rows
         if layer not in run.model.moe:
             microbatch.dx = run.model.dense_backward(layer, rows, x, microbatch.dx, run.gradients)
@@ -293,17 +362,27 @@ class ReplayTrainer:
             ids = self.route(run, microbatch, layer, x, Phase.RECOMPUTE)
         microbatch.dx = self.experts_backward(run, layer, microbatch, x, ids)
 
-    def experts_backward(self, run: Pass, layer: int, microbatch: Microbatch, x: FloatArray, ids: IntArray) -> FloatArray:
+    def experts_backward(
+        self, run: Pass, layer: int, microbatch: Microbatch, x: FloatArray, ids: IntArray
+    ) -> FloatArray:
         """The gradient of ``experts``."""
-        return run.model.sparse_backward(layer, microbatch.rows, x, ids, microbatch.dx, run.gradients)
+        return run.model.sparse_backward(
+            layer, microbatch.rows, x, ids, microbatch.dx, run.gradients
+        )
 
-    def route(self, run: Pass, microbatch: Microbatch, layer: int, x: FloatArray, phase: Phase) -> IntArray:
+    def route(
+        self, run: Pass, microbatch: Microbatch, layer: int, x: FloatArray, phase: Phase
+    ) -> IntArray:
         """Ask every rank's router for its rows, and put the answers together: ``(rows, top_k)``."""
         scores = run.model.scores(layer, run.model.mixed(microbatch.rows, x))
         ids = np.zeros((len(scores), self.layout.top_k), dtype=np.int64)
         for number, (_, source) in enumerate(microbatch.sources):
             places = microbatch.places(source)
-            seen = np.where(places[:, None] >= 0, scores[places], 0.0) if len(scores) else np.zeros((len(places), self.layout.num_experts))
+            seen = (
+                np.where(places[:, None] >= 0, scores[places], 0.0)
+                if len(scores)
+                else np.zeros((len(places), self.layout.num_experts))
+            )
             router = run.routers[layer, number]
             executed = router.choose(seen, phase)
             run.spy.rank = number
@@ -338,7 +417,10 @@ class ReplayTrainer:
                     piece = run.routers[layer, number].recorded[microbatch.number]
                     held.setdefault((replace(rank, pp=pp), chunk), {})[layer] = piece
             merged = self.layout.merge(held, microbatch.lengths)
-            out |= {sample.request_id: rows.astype(np.int16) for sample, rows in zip(microbatch.samples, merged, strict=True)}
+            out |= {
+                sample.request_id: rows.astype(np.int16)
+                for sample, rows in zip(microbatch.samples, merged, strict=True)
+            }
         return out
 
 

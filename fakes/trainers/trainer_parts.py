@@ -1,4 +1,6 @@
-"""Replay parts: what the replaying trainer is made of: routers, microbatches on their way, and what it looks at."""
+"""Replay parts: what the replaying trainer is made of: routers, microbatches on their way, and what
+it looks at.
+"""
 
 from __future__ import annotations
 
@@ -18,11 +20,22 @@ from rollproof.fakes.trainers.moe_model import Gradients, MoeModel, TokenRows, c
 from rollproof.layouts import Rank, Source
 from rollproof.layouts.pipeline_schedules import Operation
 
-__all__ = ["Microbatch", "Pass", "Router", "is_ready", "outcome_of", "plain_targets", "problem_of", "token_rows"]
+__all__ = [
+    "Microbatch",
+    "Pass",
+    "Router",
+    "is_ready",
+    "outcome_of",
+    "plain_targets",
+    "problem_of",
+    "token_rows",
+]
 
 
 class Router:
-    """The replay state of one router on one rank. ``action`` is ``None`` where it chooses by its own scores."""
+    """The replay state of one router on one rank. ``action`` is ``None`` where it chooses by its
+    own scores.
+    """
 
     def __init__(self, layer: int, top_k: int) -> None:
         self.layer: int = layer
@@ -33,7 +46,9 @@ class Router:
         self.recorded: list[IntArray] = []
 
     def install(self, target: IntArray, *, keep: bool) -> None:
-        """Take the target ``(rows, top_k)`` of the next forward pass, -1 in rows that are free; ``keep`` it for the recompute, too."""
+        """Take the target ``(rows, top_k)`` of the next forward pass, -1 in rows that are free;
+        ``keep`` it for the recompute, too.
+        """
         self.target = target
         if keep:
             self.queue.append(target)
@@ -53,7 +68,9 @@ class Router:
         """The target of a pass. Raises ``RuntimeError`` where there is none."""
         if phase is Phase.RECOMPUTE:
             if not self.queue:
-                raise RuntimeError(f"The router of layer {self.layer} has no target left for its recompute.")
+                raise RuntimeError(
+                    f"The router of layer {self.layer} has no target left for its recompute."
+                )
             return self.queue.popleft()
         if self.target is None:
             raise RuntimeError(f"The router of layer {self.layer} has no target.")
@@ -69,7 +86,9 @@ class Router:
 
 @dataclass(eq=False)
 class Microbatch:
-    """One microbatch on its way: its samples, where its rows are on each rank, and the activations so far."""
+    """One microbatch on its way: its samples, where its rows are on each rank, and the activations
+    so far.
+    """
 
     number: int
     samples: tuple[Rollout, ...]
@@ -90,7 +109,9 @@ class Microbatch:
     def places(self, source: Source) -> npt.NDArray[np.int64]:
         """``(rows,)``: which of the microbatch's rows a rank's row is; -1 for padding."""
         filled = np.where(source.filled, source.sample, 0)
-        return np.where(source.filled, self.starts[filled] + source.position if len(self.samples) else -1, -1)
+        return np.where(
+            source.filled, self.starts[filled] + source.position if len(self.samples) else -1, -1
+        )
 
 
 @dataclass(eq=False)
@@ -108,7 +129,9 @@ class Pass:
     logprobs: dict[str, FloatArray] = field(default_factory=dict)
 
 
-def is_ready(operation: Operation, rank: int, pp: int, vpp: int, done: set[tuple[int, int, bool]]) -> bool:
+def is_ready(
+    operation: Operation, rank: int, pp: int, vpp: int, done: set[tuple[int, int, bool]]
+) -> bool:
     """Whether what an operation needs of its neighbour stages is there."""
     stage = operation.chunk * pp + rank
     if not operation.backward:
@@ -125,18 +148,27 @@ def token_rows(samples: Sequence[Rollout]) -> tuple[TokenRows, npt.NDArray[np.in
     before = np.arange(-1, starts[-1] - 1)
     before[starts[:-1][np.diff(starts) > 0]] = -1
     predicted = [
-        np.arange(start + len(sample.prompt_ids) - 1, start + sample.total - 1) for start, sample in zip(starts[:-1], samples, strict=True)
+        np.arange(start + len(sample.prompt_ids) - 1, start + sample.total - 1)
+        for start, sample in zip(starts[:-1], samples, strict=True)
     ]
     rows = TokenRows(
         tokens=np.array([token for ids in tokens for token in ids], dtype=np.int64),
         before=before,
         predicted=np.concatenate([np.zeros(0, dtype=np.int64), *predicted]),
-        labels=np.array([token for sample in samples for token in sample.response_ids], dtype=np.int64),
+        labels=np.array(
+            [token for sample in samples for token in sample.response_ids], dtype=np.int64
+        ),
     )
     return rows, starts
 
 
-def outcome_of(step: Step, moe: tuple[int, ...], loss: float, logprobs: dict[str, FloatArray], gradients: Gradients) -> Outcome:
+def outcome_of(
+    step: Step,
+    moe: tuple[int, ...],
+    loss: float,
+    logprobs: dict[str, FloatArray],
+    gradients: Gradients,
+) -> Outcome:
     """The results of a step, gradients as sketches; those of forward-only steps have none."""
     if not step.backward:
         return Outcome(step=step.name, loss=loss, logprobs=logprobs)
@@ -165,7 +197,10 @@ def problem_of(contract: Contract, sample: Rollout) -> str | None:
     if routes.dtype.kind not in "iu":
         return f"its routes are {routes.dtype}, not integers"
     if routes.shape[1:] != (contract.route_layers, contract.top_k):
-        return f"its routes have the shape {routes.shape}, not (rows, {contract.route_layers}, {contract.top_k})"
+        return (
+            f"its routes have the shape {routes.shape}, not (rows, {contract.route_layers},"
+            f" {contract.top_k})"
+        )
     least = 0 if contract.rows is Rows.CAPTURED_PREFIX else sample.total - 1
     most = sample.total if contract.rows is Rows.CAPTURED_PREFIX else sample.total - 1
     if not least <= len(routes) <= most:

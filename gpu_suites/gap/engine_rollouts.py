@@ -1,4 +1,6 @@
-"""Rollouts: what a real engine samples for the gap, in one stretch or across a real weight update, with what each call returned."""
+"""Rollouts: what a real engine samples for the gap, in one stretch or across a real weight update,
+with what each call returned.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,16 @@ from rollproof.core.subjects import EngineSubject
 from rollproof.errors import EngineError, EngineHung, SubjectError
 from rollproof.invariants.engine.independent_forward import moe_rows
 
-__all__ = ["Sample", "Segment", "Unit", "bounded", "prompts_of", "sample", "sample_across", "units_of"]
+__all__ = [
+    "Sample",
+    "Segment",
+    "Unit",
+    "bounded",
+    "prompts_of",
+    "sample",
+    "sample_across",
+    "units_of",
+]
 
 _T = TypeVar("_T")
 
@@ -27,7 +38,8 @@ _T = TypeVar("_T")
 class Segment:
     """Response tokens ``start`` to ``end`` (not included), sampled under ``version``.
 
-    ``routes`` ``(rows, MoE layers, top_k)`` from position 0 on are what the call that sampled them returned.
+    ``routes`` ``(rows, MoE layers, top_k)`` from position 0 on are what the call that sampled them
+    returned.
     """
 
     start: int
@@ -38,7 +50,9 @@ class Segment:
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Sample:
-    """A finished sequence: ``logprobs`` ``(response,)`` as the engine reported them, and its segments in order."""
+    """A finished sequence: ``logprobs`` ``(response,)`` as the engine reported them, and its
+    segments in order.
+    """
 
     number: int
     prompt_ids: tuple[int, ...]
@@ -54,7 +68,9 @@ class Sample:
     @property
     def versions(self) -> list[str]:
         """The version of each response token."""
-        return [segment.version for segment in self.segments for _ in range(segment.start, segment.end)]
+        return [
+            segment.version for segment in self.segments for _ in range(segment.start, segment.end)
+        ]
 
     @property
     def since_resume(self) -> IntArray:
@@ -80,14 +96,23 @@ class Unit:
     routes: IntArray
 
 
-def prompts_of(count: int, *, vocab: int, seed: int = 0, shortest: int = 8, longest: int = 64) -> list[tuple[int, ...]]:
+def prompts_of(
+    count: int, *, vocab: int, seed: int = 0, shortest: int = 8, longest: int = 64
+) -> list[tuple[int, ...]]:
     """Random prompts, ids from 3."""
     draw = np.random.default_rng([seed, count])
-    return [tuple(int(token) for token in draw.integers(3, vocab, int(draw.integers(shortest, longest)))) for _ in range(count)]
+    return [
+        tuple(
+            int(token) for token in draw.integers(3, vocab, int(draw.integers(shortest, longest)))
+        )
+        for _ in range(count)
+    ]
 
 
 def units_of(samples: Sequence[Sample]) -> Iterator[Unit]:
-    """The stretches of each version, each with all that stands before it: the trainer scores a token under the weights that sampled it."""
+    """The stretches of each version, each with all that stands before it: the trainer scores a
+    token under the weights that sampled it.
+    """
     for sample_ in samples:
         sent = len(sample_.prompt_ids)
         for segment in sample_.segments:
@@ -103,9 +128,15 @@ def units_of(samples: Sequence[Sample]) -> Iterator[Unit]:
                 )
 
 
-async def sample(engine: EngineSubject, prompts: Sequence[tuple[int, ...]], *, tokens: int, version: str = "A") -> list[Sample]:
-    """Ask for all prompts at once, ``tokens`` each at temperature 1, of an engine that is started and serves ``version``."""
-    outputs = await asyncio.gather(*(_asked(engine, f"gap{i:05d}-", prompt, tokens) for i, prompt in enumerate(prompts)))
+async def sample(
+    engine: EngineSubject, prompts: Sequence[tuple[int, ...]], *, tokens: int, version: str = "A"
+) -> list[Sample]:
+    """Ask for all prompts at once, ``tokens`` each at temperature 1, of an engine that is started
+    and serves ``version``.
+    """
+    outputs = await asyncio.gather(
+        *(_asked(engine, f"gap{i:05d}-", prompt, tokens) for i, prompt in enumerate(prompts))
+    )
     return [
         _joined(engine.contract, number, prompt, [(output, version)])
         for number, (prompt, output) in enumerate(zip(prompts, outputs, strict=True))
@@ -121,10 +152,12 @@ async def sample_across(
     mode: PauseMode,
     versions: tuple[str, str] = ("A", "B"),
 ) -> list[Sample]:
-    """As ``sample``, with the weights of checkpoint ``update`` taking the place of the first ones in the middle of the calls.
+    """As ``sample``, with the weights of checkpoint ``update`` taking the place of the first ones
+    in the middle of the calls.
 
-    With ``PauseMode.ABORT`` the calls end, the cache is emptied, and each is sent again with what it had (KV recomputed). With another
-    mode they stand still and go on over the KV that they had (kept). Half of them begin later, so that boundaries are spread.
+    With ``PauseMode.ABORT`` the calls end, the cache is emptied, and each is sent again with what
+    it had (KV recomputed). With another mode they stand still and go on over the KV that they had
+    (kept). Half of them begin later, so that boundaries are spread.
     """
     old, new = versions
     seen = [0] * len(prompts)
@@ -138,7 +171,9 @@ async def sample_across(
         return watch
 
     async def until(numbers: Sequence[int], count: int) -> None:
-        while min(seen[number] for number in numbers) < count and not all(task.done() for task in tasks):
+        while min(seen[number] for number in numbers) < count and not all(
+            task.done() for task in tasks
+        ):
             moved.clear()
             await asyncio.wait_for(moved.wait(), 120)
 
@@ -154,30 +189,53 @@ async def sample_across(
     await engine.pause(mode, clear_cache := mode is PauseMode.ABORT)
     await asyncio.sleep(0.3)  # tokens that were on their way arrive
     stood = list(seen)
-    await engine.update_weights(WeightUpdate(path=update, version=new, label="w1", clear_cache=clear_cache))
+    await engine.update_weights(
+        WeightUpdate(path=update, version=new, label="w1", clear_cache=clear_cache)
+    )
     await engine.resume()
     first = dict(zip(order, await asyncio.gather(*tasks), strict=True))
     if mode is not PauseMode.ABORT:
         return [
-            _kept(engine.contract, number, prompts[number], first[number], min(stood[number], tokens), versions)
+            _kept(
+                engine.contract,
+                number,
+                prompts[number],
+                first[number],
+                min(stood[number], tokens),
+                versions,
+            )
             for number in range(len(prompts))
         ]
     again = {
         number: asyncio.create_task(
-            _asked(engine, f"back{number:05d}-", prompts[number] + output.token_ids, tokens - len(output.token_ids))
+            _asked(
+                engine,
+                f"back{number:05d}-",
+                prompts[number] + output.token_ids,
+                tokens - len(output.token_ids),
+            )
         )
         for number, output in first.items()
         if output.finish_reason is FinishReason.ABORT and len(output.token_ids) < tokens
     }
     second = dict(zip(again, await asyncio.gather(*again.values()), strict=True))
     return [
-        _joined(engine.contract, number, prompts[number], [(first[number], old), *([(second[number], new)] if number in second else [])])
+        _joined(
+            engine.contract,
+            number,
+            prompts[number],
+            [(first[number], old), *([(second[number], new)] if number in second else [])],
+        )
         for number in range(len(prompts))
     ]
 
 
-async def bounded(work: Coroutine[Any, Any, _T], engine: EngineSubject, deadline: float, what: str) -> _T:
-    """The result of ``work``. Raises ``EngineHung`` where it takes longer than ``deadline`` seconds, with the end of the engine's log."""
+async def bounded(
+    work: Coroutine[Any, Any, _T], engine: EngineSubject, deadline: float, what: str
+) -> _T:
+    """The result of ``work``. Raises ``EngineHung`` where it takes longer than ``deadline``
+    seconds, with the end of the engine's log.
+    """
     try:
         return await asyncio.wait_for(work, deadline)
     except TimeoutError:
@@ -186,17 +244,33 @@ async def bounded(work: Coroutine[Any, Any, _T], engine: EngineSubject, deadline
         raise EngineHung(f"{what} was not done after {deadline:g} s.{told}") from None
 
 
-async def _asked(engine: EngineSubject, handle: str, prompt: tuple[int, ...], tokens: int, watch: Watch | None = None) -> EngineOutput:
+async def _asked(
+    engine: EngineSubject,
+    handle: str,
+    prompt: tuple[int, ...],
+    tokens: int,
+    watch: Watch | None = None,
+) -> EngineOutput:
     stream = StreamMode.FINAL if watch is None else StreamMode.CUMULATIVE
     query = Query(handle=handle, prompt_ids=prompt, max_tokens=tokens, stream=stream)
     outputs = await engine.generate(query, watch or (lambda _: None))
     if len(outputs) != 1:
-        raise SubjectError(f"The engine answered the call {handle!r} with {len(outputs)} samples, and one was asked for.")
+        raise SubjectError(
+            f"The engine answered the call {handle!r} with {len(outputs)} samples, and one was"
+            " asked for."
+        )
     return outputs[0]
 
 
-def _joined(contract: Contract, number: int, prompt: tuple[int, ...], calls: Sequence[tuple[EngineOutput, str]]) -> Sample:
-    """The sample of one call, or of a call and its continuation. An aborted call without tokens has no segment."""
+def _joined(
+    contract: Contract,
+    number: int,
+    prompt: tuple[int, ...],
+    calls: Sequence[tuple[EngineOutput, str]],
+) -> Sample:
+    """The sample of one call, or of a call and its continuation. An aborted call without tokens has
+    no segment.
+    """
     segments: list[Segment] = []
     tokens: tuple[int, ...] = ()
     logprobs: list[LogprobArray] = []
@@ -204,29 +278,61 @@ def _joined(contract: Contract, number: int, prompt: tuple[int, ...], calls: Seq
         if not output.token_ids:
             continue
         routes, own = _whole(contract, output, number)
-        segments.append(Segment(start=len(tokens), end=len(tokens) + len(output.token_ids), version=version, routes=routes))
+        segments.append(
+            Segment(
+                start=len(tokens),
+                end=len(tokens) + len(output.token_ids),
+                version=version,
+                routes=routes,
+            )
+        )
         tokens += output.token_ids
         logprobs.append(own)
     if not tokens:
         raise EngineError(f"The engine returned no token for sequence {number}.")
-    return Sample(number=number, prompt_ids=prompt, response_ids=tokens, logprobs=np.concatenate(logprobs), segments=tuple(segments))
+    return Sample(
+        number=number,
+        prompt_ids=prompt,
+        response_ids=tokens,
+        logprobs=np.concatenate(logprobs),
+        segments=tuple(segments),
+    )
 
 
-def _kept(contract: Contract, number: int, prompt: tuple[int, ...], output: EngineOutput, stood: int, versions: tuple[str, str]) -> Sample:
+def _kept(
+    contract: Contract,
+    number: int,
+    prompt: tuple[int, ...],
+    output: EngineOutput,
+    stood: int,
+    versions: tuple[str, str],
+) -> Sample:
     """The sample of one call that stood still after ``stood`` tokens while the weights changed."""
     routes, logprobs = _whole(contract, output, number)
     count = len(output.token_ids)
     cuts = [0, *([stood] if 0 < stood < count else []), count]
     names = versions if 0 < stood < count else ((versions[1],) if stood == 0 else (versions[0],))
     segments = tuple(
-        Segment(start=start, end=end, version=name, routes=routes) for start, end, name in zip(cuts[:-1], cuts[1:], names, strict=True)
+        Segment(start=start, end=end, version=name, routes=routes)
+        for start, end, name in zip(cuts[:-1], cuts[1:], names, strict=True)
     )
-    return Sample(number=number, prompt_ids=prompt, response_ids=output.token_ids, logprobs=logprobs, segments=segments)
+    return Sample(
+        number=number,
+        prompt_ids=prompt,
+        response_ids=output.token_ids,
+        logprobs=logprobs,
+        segments=segments,
+    )
 
 
 def _whole(contract: Contract, output: EngineOutput, number: int) -> tuple[IntArray, LogprobArray]:
-    if output.routes is None or output.logprobs is None or len(output.logprobs) != len(output.token_ids):
+    if (
+        output.routes is None
+        or output.logprobs is None
+        or len(output.logprobs) != len(output.token_ids)
+    ):
         raise EngineError(
-            f"The engine returned no routes, or not a logprob for each token, for sequence {number}: there is nothing to compare."
+            "The engine returned no routes, or not a logprob for each token, for sequence"
+            f" {number}: there is nothing to compare."
         )
     return moe_rows(contract, output.routes), output.logprobs

@@ -1,7 +1,8 @@
 """Matrix: the gap between an engine and a trainer, for every way in which the trainer may route.
 
-Native, R2 and R3, and three negative controls: the engine's routes shifted by a token, by a layer, and permuted over the sequence.
-A control keeps every id legal and distinct, so that only its place is wrong; it must come out worse than no replay at all.
+Native, R2 and R3, and three negative controls: the engine's routes shifted by a token, by a layer,
+and permuted over the sequence. A control keeps every id legal and distinct, so that only its place
+is wrong; it must come out worse than no replay at all.
 """
 
 from __future__ import annotations
@@ -45,10 +46,11 @@ CONTROLS: tuple[Routed, ...] = (Routed.SHIFTED_TOKEN, Routed.SHIFTED_LAYER, Rout
 class Cell:
     """One engine and one trainer on the same samples.
 
-    ``effect`` compares R3, and the controls, with native routing, token by token. ``self_replay`` is the largest difference of a logprob
-    between a recording pass and its replay over the same rows (``Scorer.repeated``): what is not replayed exactly, or not deterministic,
-    shows in it (``None``: the trainer records nothing that could be replayed). Of the ``seconds`` that it took, ``ours`` were not the
-    trainer's.
+    ``effect`` compares R3, and the controls, with native routing, token by token. ``self_replay``
+    is the largest difference of a logprob between a recording pass and its replay over the same
+    rows (``Scorer.repeated``): what is not replayed exactly, or not deterministic, shows in it
+    (``None``: the trainer records nothing that could be replayed). Of the ``seconds`` that it took,
+    ``ours`` were not the trainer's.
     """
 
     engine: str
@@ -69,7 +71,11 @@ class Cell:
     @property
     def controls_harm(self) -> bool:
         """Whether every control comes out worse than no replay, with an interval that excludes 1."""
-        return all(effect.verdict is GapVerdict.PASS for row in self.effect.controls.values() for effect in row)
+        return all(
+            effect.verdict is GapVerdict.PASS
+            for row in self.effect.controls.values()
+            for effect in row
+        )
 
     def to_dict(self) -> dict[str, Any]:
         """JSON-ready form."""
@@ -89,7 +95,9 @@ class Cell:
 
 
 def routed(units: Sequence[Unit], mode: Routed, seed: int = 0) -> list[IntArray]:
-    """The engine's routes of each unit, ``(tokens - 1, layers, top_k)``, as ``mode`` puts them in place."""
+    """The engine's routes of each unit, ``(tokens - 1, layers, top_k)``, as ``mode`` puts them in
+    place.
+    """
     draw = np.random.default_rng(seed)
     turns: Mapping[Routed, Callable[[IntArray], IntArray]] = {
         Routed.R3: lambda rows: rows,
@@ -112,7 +120,8 @@ def measure_cell(
 ) -> Cell:
     """Score ``samples`` in every mode and compare. Native and R3 are always among them.
 
-    ``limits`` name a profile of limits for a mode. Raises what the scorer raises, and ``GapError`` where nothing can be compared.
+    ``limits`` name a profile of limits for a mode. Raises what the scorer raises, and ``GapError``
+    where nothing can be compared.
     """
     began, spent = time.perf_counter(), 0.0
     units = list(units_of(samples))
@@ -136,7 +145,10 @@ def measure_cell(
         scored[mode] = score(routed(units, mode, seed))
     profiles = limits or {}
     reports = {
-        mode: _measured(samples, units, one, profiles.get(mode), f"{engine} to {scorer.name}, {mode}") for mode, one in scored.items()
+        mode: _measured(
+            samples, units, one, profiles.get(mode), f"{engine} to {scorer.name}, {mode}"
+        )
+        for mode, one in scored.items()
     }
     effect = compare(
         reports[Routed.R3].pairs,
@@ -151,20 +163,44 @@ def measure_cell(
         dtype=scorer.dtype,
         reports=reports,
         effect=effect,
-        self_replay=None
-        if repeated is None
-        else max(float(np.abs(a - b).max()) for a, b in zip(native.logprobs, repeated.logprobs, strict=True)),
+        self_replay=(
+            None
+            if repeated is None
+            else max(
+                float(np.abs(a - b).max())
+                for a, b in zip(native.logprobs, repeated.logprobs, strict=True)
+            )
+        ),
         about=about,
         seconds=whole,
         ours=whole - spent,
     )
 
 
-def _measured(samples: Sequence[Sample], units: Sequence[Unit], scored: Scored, limits: str | None, subject: str) -> GapReport:
-    """The report of one mode; agreement is that of what the trainer executed with what the engine did."""
+def _measured(
+    samples: Sequence[Sample],
+    units: Sequence[Unit],
+    scored: Scored,
+    limits: str | None,
+    subject: str,
+) -> GapReport:
+    """The report of one mode; agreement is that of what the trainer executed with what the engine
+    did.
+    """
     by_number = {one.number: one for one in samples}
     columns: dict[str, list[Any]] = {
-        name: [] for name in ("rollout", "trainer", "sequence", "token", "position", "version", "since", "mine", "engine")
+        name: []
+        for name in (
+            "rollout",
+            "trainer",
+            "sequence",
+            "token",
+            "position",
+            "version",
+            "since",
+            "mine",
+            "engine",
+        )
     }
     for unit, logprobs, chosen in zip(units, scored.logprobs, scored.routes, strict=True):
         whole = by_number[unit.sample]
@@ -183,7 +219,9 @@ def _measured(samples: Sequence[Sample], units: Sequence[Unit], scored: Scored, 
     joined = {name: np.concatenate(parts) for name, parts in columns.items()}
     told = bool((joined["mine"] >= 0).all())
     resumed = bool((joined["since"] >= 0).any())
-    extra: dict[str, Any] = {"version": joined["version"], "since_resume": joined["since"]} if resumed else {}
+    extra: dict[str, Any] = (
+        {"version": joined["version"], "since_resume": joined["since"]} if resumed else {}
+    )
     return measure(
         joined["rollout"],
         joined["trainer"],
@@ -209,14 +247,32 @@ _KEPT = (
 def _shortened(report: GapReport) -> dict[str, Any]:
     """A report without what only a page of its own shows."""
     whole = report.to_dict()
-    metrics = {name: value for name, value in whole["metrics"].items() if name in _KEPT or value["threshold"] is not None}
+    metrics = {
+        name: value
+        for name, value in whole["metrics"].items()
+        if name in _KEPT or value["threshold"] is not None
+    }
     short = {
-        name: {key: _rounded(value[key]) for key in ("value", "low", "high", "threshold", "verdict") if value[key] is not None}
+        name: {
+            key: _rounded(value[key])
+            for key in ("value", "low", "high", "threshold", "verdict")
+            if value[key] is not None
+        }
         for name, value in metrics.items()
     }
-    kept = {name: whole[name] for name in ("verdict", "limits", "n_tokens", "n_sequences", "diagnosis", "notes")}
-    buckets = {name: rows for name, rows in whole["buckets"].items() if name in ("since_resume", "version")}
-    return {**kept, "metrics": short, "buckets": buckets, "per_layer": [_rounded(value) for value in whole["per_layer"]]}
+    kept = {
+        name: whole[name]
+        for name in ("verdict", "limits", "n_tokens", "n_sequences", "diagnosis", "notes")
+    }
+    buckets = {
+        name: rows for name, rows in whole["buckets"].items() if name in ("since_resume", "version")
+    }
+    return {
+        **kept,
+        "metrics": short,
+        "buckets": buckets,
+        "per_layer": [_rounded(value) for value in whole["per_layer"]],
+    }
 
 
 def _rounded(value: Any) -> Any:

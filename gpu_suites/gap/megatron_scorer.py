@@ -1,4 +1,6 @@
-"""Megatron: a megatron-core trainer of any parallel sizes as a scorer of the gap, on the ranks that judge its replay."""
+"""Megatron: a megatron-core trainer of any parallel sizes as a scorer of the gap, on the ranks that
+judge its replay.
+"""
 
 from __future__ import annotations
 
@@ -23,10 +25,11 @@ _STEPS = count()
 
 
 class MegatronScorer:
-    """megatron-core on ``ranks`` with the weights of ``checkpoints`` (folders by version); ``sizes`` are those of a ``Setup``.
+    """megatron-core on ``ranks`` with the weights of ``checkpoints`` (folders by version);
+    ``sizes`` are those of a ``Setup``.
 
-    ``batch`` samples of similar length make a microbatch of all data-parallel ranks together. ``recompute`` is how the model is configured:
-    a forward pass alone is the same under each.
+    ``batch`` samples of similar length make a microbatch of all data-parallel ranks together.
+    ``recompute`` is how the model is configured: a forward pass alone is the same under each.
     """
 
     def __init__(
@@ -52,23 +55,39 @@ class MegatronScorer:
         return self._scored(units, routes, other=other)
 
     def repeated(self, units: Sequence[Unit], native: Scored) -> Scored:
-        """See ``Scorer``. ``RouterReplay`` gives every row a target, padding too; another one there sends experts another number of rows,
-        and in float32 cuBLAS sums a row in an order that depends on how many stand beside it. So each version is recorded once more,
-        and replayed row by row.
+        """See ``Scorer``. ``RouterReplay`` gives every row a target, padding too; another one there
+        sends experts another number of rows, and in float32 cuBLAS sums a row in an order that
+        depends on how many stand beside it. So each version is recorded once more, and replayed row
+        by row.
         """
         return self._scored(units, None, in_place=True)
 
-    def _scored(self, units: Sequence[Unit], routes: Routes, *, other: bool = False, in_place: bool = False) -> Scored:
+    def _scored(
+        self, units: Sequence[Unit], routes: Routes, *, other: bool = False, in_place: bool = False
+    ) -> Scored:
         logprobs: list[LogprobArray | None] = [None] * len(units)
         executed: list[IntArray | None] = [None] * len(units)
         dp = self._trainer.setup.dp
         size = max(dp, self._batch // (4 if other else 1) // dp * dp)
         for version in dict.fromkeys(unit.version for unit in units):
-            mine = sorted((i for i, unit in enumerate(units) if unit.version == version), key=lambda i: len(units[i].ids))
-            samples = {number: rollout_of(number, units[number], None if routes is None else routes[number]) for number in mine}
-            microbatches = [tuple(samples[number] for number in mine[begin : begin + size]) for begin in range(0, len(mine), size)]
+            mine = sorted(
+                (i for i, unit in enumerate(units) if unit.version == version),
+                key=lambda i: len(units[i].ids),
+            )
+            samples = {
+                number: rollout_of(
+                    number, units[number], None if routes is None else routes[number]
+                )
+                for number in mine
+            }
+            microbatches = [
+                tuple(samples[number] for number in mine[begin : begin + size])
+                for begin in range(0, len(mine), size)
+            ]
             pp = self._trainer.setup.pp
-            if self._trainer.setup.vpp > 1:  # an interleaved schedule takes whole groups of microbatches
+            if (
+                self._trainer.setup.vpp > 1
+            ):  # an interleaved schedule takes whole groups of microbatches
                 microbatches += [microbatches[-1][:0]] * (-len(microbatches) % pp)
             self._trainer.set_weights(self._versions.index(version))
             step = Step(
@@ -87,7 +106,10 @@ class MegatronScorer:
             for number in mine:
                 logprobs[number] = outcome.logprobs[str(number)]
                 executed[number] = recorded[str(number)] if routes is None else routes[number]
-        return Scored(logprobs=tuple(one for one in logprobs if one is not None), routes=tuple(one for one in executed if one is not None))
+        return Scored(
+            logprobs=tuple(one for one in logprobs if one is not None),
+            routes=tuple(one for one in executed if one is not None),
+        )
 
     def close(self) -> None:
         """Nothing of its own: the ranks are their owner's to end."""

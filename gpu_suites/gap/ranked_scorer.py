@@ -1,4 +1,6 @@
-"""Ranked: a model of HF transformers on several processes as a scorer of the gap, sharded by FSDP2 or its sequences sliced by Ulysses."""
+"""Ranked: a model of HF transformers on several processes as a scorer of the gap, sharded by FSDP2
+or its sequences sliced by Ulysses.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +26,9 @@ class Division(StrEnum):
     FSDP2 = "FSDP2"
     """Parameters; each process scores samples of its own."""
     ULYSSES = "Ulysses"
-    """Each sequence into one contiguous piece for each process, and attention by heads: DeepSpeed's ``UlyssesSPAttentionHF``."""
+    """Each sequence into one contiguous piece for each process, and attention by heads: DeepSpeed's
+    ``UlyssesSPAttentionHF``.
+    """
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -47,12 +51,17 @@ class _Job:
 def scorer_ranks(limit_s: float = 120.0, *, cuda: bool = False) -> Ranks:
     """Processes for ranked scorers, with ``cuda`` on a GPU each. Close them when done."""
     return Ranks(
-        worker, preload=("rollproof.replay.hf.ranked_trainer", "transformers.models.auto.modeling_auto"), limit_s=limit_s, cuda=cuda
+        worker,
+        preload=("rollproof.replay.hf.ranked_trainer", "transformers.models.auto.modeling_auto"),
+        limit_s=limit_s,
+        cuda=cuda,
     )
 
 
 class RankedScorer:
-    """The scorer ``HfScorer`` on ``world_size`` processes of ``ranks``; ``batch`` samples make a microbatch of a process."""
+    """The scorer ``HfScorer`` on ``world_size`` processes of ``ranks``; ``batch`` samples make a
+    microbatch of a process.
+    """
 
     def __init__(
         self,
@@ -68,7 +77,13 @@ class RankedScorer:
         self.name: str = f"hf {division}={world_size}"
         self.dtype: str = dtype
         self.records: bool = True
-        self._trainer = _Trainer(division=division, checkpoints=tuple(checkpoints.items()), dtype=dtype, device=device, batch=batch)
+        self._trainer = _Trainer(
+            division=division,
+            checkpoints=tuple(checkpoints.items()),
+            dtype=dtype,
+            device=device,
+            batch=batch,
+        )
         self._ranks, self._size = ranks, world_size
 
     def score(self, units: Sequence[Unit], routes: Routes, *, other: bool = False) -> Scored:
@@ -76,11 +91,18 @@ class RankedScorer:
         logprobs: list[LogprobArray | None] = [None] * len(units)
         executed: list[IntArray | None] = [None] * len(units)
         job = _Job(trainer=self._trainer, units=tuple(units), routes=routes, other=other)
-        answers = self._ranks.run(job, world_size=self._size, crew=self._trainer)  # DeepSpeed is set up once in a process
-        for share, scored in zip(_shares(self._trainer.division, units, self._size), answers, strict=True):
+        answers = self._ranks.run(
+            job, world_size=self._size, crew=self._trainer
+        )  # DeepSpeed is set up once in a process
+        for share, scored in zip(
+            _shares(self._trainer.division, units, self._size), answers, strict=True
+        ):
             for number, own, used in zip(share, scored.logprobs, scored.routes, strict=True):
                 logprobs[number], executed[number] = own, used
-        return Scored(logprobs=tuple(one for one in logprobs if one is not None), routes=tuple(one for one in executed if one is not None))
+        return Scored(
+            logprobs=tuple(one for one in logprobs if one is not None),
+            routes=tuple(one for one in executed if one is not None),
+        )
 
     def repeated(self, units: Sequence[Unit], native: Scored) -> Scored:
         """See ``Scorer``: padding is routed natively in both passes."""
@@ -93,15 +115,18 @@ class RankedScorer:
 def _shares(division: Division, units: Sequence[Unit], size: int) -> Iterator[list[int]]:
     """The units of each process.
 
-    Of sharded parameters as many of each version for all, the last ones twice where they do not divide: parameters are gathered in each
-    forward, and each process must run as many.
+    Of sharded parameters as many of each version for all, the last ones twice where they do not
+    divide: parameters are gathered in each forward, and each process must run as many.
     """
     if division is Division.ULYSSES:
         yield from [list(range(len(units)))] * size
         return
     shares: list[list[int]] = [[] for _ in range(size)]
     for version in dict.fromkeys(unit.version for unit in units):
-        mine = sorted((i for i, unit in enumerate(units) if unit.version == version), key=lambda i: len(units[i].ids))
+        mine = sorted(
+            (i for i, unit in enumerate(units) if unit.version == version),
+            key=lambda i: len(units[i].ids),
+        )
         mine += mine[-1:] * (-len(mine) % size)
         for rank, share in enumerate(shares):
             share += mine[rank::size]
@@ -128,11 +153,19 @@ class _Sliced(HfScorer):
 
         heads = model.config.num_attention_heads
         if heads % (size := distributed.get_world_size()):
-            raise UsageError(f"{heads} attention heads are not divided by {size} processes: Ulysses gives each some of them.")
-        if self._wraps is None:  # it replaces transformers' own attention, for all models of the process
+            raise UsageError(
+                f"{heads} attention heads are not divided by {size} processes: Ulysses gives each"
+                " some of them."
+            )
+        if (
+            self._wraps is None
+        ):  # it replaces transformers' own attention, for all models of the process
             comm.init_distributed(dist_backend=distributed.get_backend(), dist_init_required=False)
             self._wraps = UlyssesSPAttentionHF.register_with_transformers(
-                model, core_attn_implementation="sdpa", sequence_parallel_size=size, micro_batch_size=self._batch
+                model,
+                core_attn_implementation="sdpa",
+                sequence_parallel_size=size,
+                micro_batch_size=self._batch,
             )
         return model
 
@@ -149,7 +182,9 @@ class _Sliced(HfScorer):
         mine = slice(rank * wide, (rank + 1) * wide)
 
         def own(whole: Any, fill: int) -> Any:
-            """This process's piece of the positions, of a whole microbatch: that is how many samples the attention was told of."""
+            """This process's piece of the positions, of a whole microbatch: that is how many
+            samples the attention was told of.
+            """
             behind = [0, 0] * (whole.ndim - 2) + [0, wide * size - width, 0, self._batch - rows]
             return pad(whole, behind, value=fill)[:, mine].contiguous().to(self._device)
 
@@ -158,14 +193,21 @@ class _Sliced(HfScorer):
             distributed.all_gather(pieces, piece.contiguous())
             return torch.cat(pieces, 1)[:rows, :width]
 
-        entered: Any = hf_record(model) if placed is None else hf_replay(model, own(placed, -1).flatten(0, 1))
+        entered: Any = (
+            hf_record(model) if placed is None else hf_replay(model, own(placed, -1).flatten(0, 1))
+        )
         positions = torch.arange(wide * size, device=self._device)[mine].repeat(self._batch, 1)
         with torch.no_grad(), entered:
             logits = model(own(ids, 0), position_ids=positions, use_cache=False).logits
         found = together(logprobs_of(logits, own(pad(ids[:, 1:], [0, 1]), 0)))[:, :-1].cpu().numpy()
         if placed is not None:
             return found, None
-        return found, together(entered.routes.to(self._device).unflatten(0, (self._batch, wide))).cpu().numpy()
+        return (
+            found,
+            together(entered.routes.to(self._device).unflatten(0, (self._batch, wide)))
+            .cpu()
+            .numpy(),
+        )
 
 
 _SCORERS = {Division.FSDP2: _Sharded, Division.ULYSSES: _Sliced}
@@ -176,7 +218,9 @@ def worker(rank: int, world_size: int) -> Callable[[_Job], Scored]:
 
     @functools.cache
     def scorer(wanted: _Trainer) -> HfScorer:
-        return _SCORERS[wanted.division](dict(wanted.checkpoints), wanted.dtype, device=wanted.device, batch=wanted.batch)
+        return _SCORERS[wanted.division](
+            dict(wanted.checkpoints), wanted.dtype, device=wanted.device, batch=wanted.batch
+        )
 
     def work(job: _Job) -> Scored:
         wanted = job.trainer

@@ -16,7 +16,13 @@ from rollproof.core.records import Scalar
 from rollproof.core.subjects import EngineSubject
 from rollproof.engines.contracts import model_of
 from rollproof.gpu_suites.engine_variants import gap_engine, on_gpu
-from rollproof.gpu_suites.gap.engine_rollouts import Sample, bounded, prompts_of, sample, sample_across
+from rollproof.gpu_suites.gap.engine_rollouts import (
+    Sample,
+    bounded,
+    prompts_of,
+    sample,
+    sample_across,
+)
 from rollproof.gpu_suites.timing import Part, Spending
 
 __all__ = ["ACROSS", "PATIENCE", "SEQUENCES", "TOKENS", "Rollouts"]
@@ -35,10 +41,11 @@ ACROSS: Mapping[str, Mapping[str, PauseMode]] = {
 
 @dataclass
 class Rollouts:
-    """What engines sampled, each started once per dtype; one that failed is told once, and what else needs it is skipped.
+    """What engines sampled, each started once per dtype; one that failed is told once, and what
+    else needs it is skipped.
 
-    The engines that are ``wanted`` in one dtype sample at the same time: on models so small that a card holds both. ``extra`` are further
-    options of theirs.
+    The engines that are ``wanted`` in one dtype sample at the same time: on models so small that a
+    card holds both. ``extra`` are further options of theirs.
     """
 
     checkpoints: dict[str, Path]
@@ -50,14 +57,21 @@ class Rollouts:
     told: set[tuple[str, str]] = field(default_factory=set)
 
     def of(self, engine: str, dtype: str) -> dict[str, list[Sample]]:
-        """Samples by kind: ``whole``, and across an update with KV computed anew (``recompute``) or kept (``keep``)."""
+        """Samples by kind: ``whole``, and across an update with KV computed anew (``recompute``) or
+        kept (``keep``).
+        """
         key = (engine, dtype)
         if key not in self.found:
-            names = [engine, *(name for name, kind in sorted(self.wanted) if kind == dtype and name != engine)]
+            names = [
+                engine,
+                *(name for name, kind in sorted(self.wanted) if kind == dtype and name != engine),
+            ]
             with contextlib.ExitStack() as stack:
                 for name in names:
                     stack.enter_context(on_gpu(name, dtype))
-                for name, samples in zip(names, asyncio.run(self._together(names, dtype)), strict=True):
+                for name, samples in zip(
+                    names, asyncio.run(self._together(names, dtype)), strict=True
+                ):
                     self.found[name, dtype] = samples
         found = self.found[key]
         if isinstance(found, Exception):
@@ -67,11 +81,15 @@ class Rollouts:
             raise found
         return found
 
-    async def _together(self, names: list[str], dtype: str) -> list[dict[str, list[Sample]] | Exception]:
+    async def _together(
+        self, names: list[str], dtype: str
+    ) -> list[dict[str, list[Sample]] | Exception]:
         engines = {name: self._engine(name, dtype) for name in names}
         try:
             with self.spending.on(Part.STARTING):
-                starts = await asyncio.gather(*(engine.start() for engine in engines.values()), return_exceptions=True)
+                starts = await asyncio.gather(
+                    *(engine.start() for engine in engines.values()), return_exceptions=True
+                )
             with self.spending.on(Part.SAMPLING):
                 work = [
                     self._kinds(name, engine) if start is None else _failed(start)
@@ -88,7 +106,12 @@ class Rollouts:
 
     def _engine(self, name: str, dtype: str) -> EngineSubject:
         settings = EngineSettings(
-            model=self.checkpoints["A"], dtype=dtype, max_length=1024, max_batch=SEQUENCES, prefill_chunk=2048, extra=self.extra
+            model=self.checkpoints["A"],
+            dtype=dtype,
+            max_length=1024,
+            max_batch=SEQUENCES,
+            prefill_chunk=2048,
+            extra=self.extra,
         )
         return gap_engine(name, settings)
 
@@ -96,13 +119,26 @@ class Rollouts:
         model = model_of(self.checkpoints["A"])
         assert model is not None
         prompts = prompts_of(SEQUENCES, vocab=model.vocab)
-        kinds = {"whole": await bounded(sample(engine, prompts, tokens=TOKENS), engine, PATIENCE, "sampling")}
+        kinds = {
+            "whole": await bounded(
+                sample(engine, prompts, tokens=TOKENS), engine, PATIENCE, "sampling"
+            )
+        }
         served = ["A", "B"]
         for kind, mode in ACROSS[name].items() if self.across else ():
             await engine.clear_cache()
             old, new = served
-            work = sample_across(engine, prompts[:64], tokens=TOKENS // 2, update=self.checkpoints[new], mode=mode, versions=(old, new))
-            kinds[kind] = await bounded(work, engine, PATIENCE, f"sampling across an update, KV {kind}")
+            work = sample_across(
+                engine,
+                prompts[:64],
+                tokens=TOKENS // 2,
+                update=self.checkpoints[new],
+                mode=mode,
+                versions=(old, new),
+            )
+            kinds[kind] = await bounded(
+                work, engine, PATIENCE, f"sampling across an update, KV {kind}"
+            )
             served.reverse()
         return kinds
 

@@ -1,4 +1,6 @@
-"""Scorers: trainers that score finished samples, natively routed or with given routes; here models of HF transformers on one device."""
+"""Scorers: trainers that score finished samples, natively routed or with given routes; here models
+of HF transformers on one device.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,16 @@ from rollproof.core.records import FinishReason, IntArray, LogprobArray, Rollout
 from rollproof.errors import EngineError, GapError, UsageError
 from rollproof.gpu_suites.gap.engine_rollouts import Unit
 
-__all__ = ["GivenScorer", "HfScorer", "Routes", "Scored", "Scorer", "empty_cuda", "logprobs_of", "rollout_of"]
+__all__ = [
+    "GivenScorer",
+    "HfScorer",
+    "Routes",
+    "Scored",
+    "Scorer",
+    "empty_cuda",
+    "logprobs_of",
+    "rollout_of",
+]
 
 Routes: TypeAlias = "Sequence[IntArray] | None"
 
@@ -22,7 +33,8 @@ Routes: TypeAlias = "Sequence[IntArray] | None"
 class Scored:
     """What a trainer made of units, in their order.
 
-    ``logprobs`` are ``(end - start,)`` each, ``routes`` ``(tokens - 1, layers with a router, top_k)``: what its routers executed.
+    ``logprobs`` are ``(end - start,)`` each, ``routes`` ``(tokens - 1, layers with a router,
+    top_k)``: what its routers executed.
     """
 
     logprobs: tuple[LogprobArray, ...]
@@ -30,11 +42,13 @@ class Scored:
 
 
 class Scorer(Protocol):
-    """A trainer. ``routes`` hold ``(tokens - 1, layers, top_k)`` for each unit to be replayed; ``None``: routers choose by themselves.
+    """A trainer. ``routes`` hold ``(tokens - 1, layers, top_k)`` for each unit to be replayed;
+    ``None``: routers choose by themselves.
 
-    ``other`` asks for another division into microbatches, as the update of a policy has another one than its old-logprob pass.
-    ``records`` says that ``Scored.routes`` are those of every token, so that they can be replayed; ``repeated`` is then what the units
-    score where every row, padding too, executes what it did when they scored ``native``: the same to the last bit.
+    ``other`` asks for another division into microbatches, as the update of a policy has another one
+    than its old-logprob pass. ``records`` says that ``Scored.routes`` are those of every token, so
+    that they can be replayed; ``repeated`` is then what the units score where every row, padding
+    too, executes what it did when they scored ``native``: the same to the last bit.
     """
 
     name: str
@@ -47,10 +61,12 @@ class Scorer(Protocol):
 
 
 class GivenScorer:
-    """A trainer of the user's own: what ``spec`` (``module:factory``) makes of ``checkpoints`` (folders by version).
+    """A trainer of the user's own: what ``spec`` (``module:factory``) makes of ``checkpoints``
+    (folders by version).
 
-    It is a ``rollproof.gap.trainers.GapTrainer``, and tells at most the routes of response tokens: nothing of it can be replayed, so R2 and
-    self-replay are not measured. Raises ``UsageError`` for a spec that names nothing, or something else.
+    It is a ``rollproof.gap.trainers.GapTrainer``, and tells at most the routes of response tokens:
+    nothing of it can be replayed, so R2 and self-replay are not measured. Raises ``UsageError`` for
+    a spec that names nothing, or something else.
     """
 
     def __init__(self, spec: str, checkpoints: Mapping[str, Path], dtype: str) -> None:
@@ -63,28 +79,39 @@ class GivenScorer:
         trainer = named_factory(spec, "--rollproof-trainer")(dict(checkpoints))
         if not isinstance(trainer, GapTrainer):
             raise UsageError(
-                f"--rollproof-trainer {spec} makes a {type(trainer).__name__}, which has no score(rollouts, *, version, replay): see"
-                " docs/gap.md."
+                f"--rollproof-trainer {spec} makes a {type(trainer).__name__}, which has no"
+                " score(rollouts, *, version, replay): see docs/gap.md."
             )
         self._trainer = trainer
 
     def score(self, units: Sequence[Unit], routes: Routes, *, other: bool = False) -> Scored:
-        """See ``Scorer``. Rows of which the trainer tells no routes are -1. Raises what the trainer raises, and ``GapError``."""
+        """See ``Scorer``. Rows of which the trainer tells no routes are -1. Raises what the trainer
+        raises, and ``GapError``.
+        """
         from rollproof.gap.trainers import Scored as Told
 
         logprobs: dict[int, LogprobArray] = {}
         executed: dict[int, IntArray] = {}
         for version in dict.fromkeys(unit.version for unit in units):
             mine = [number for number, unit in enumerate(units) if unit.version == version]
-            rollouts = [rollout_of(number, units[number], None if routes is None else routes[number]) for number in mine]
+            rollouts = [
+                rollout_of(number, units[number], None if routes is None else routes[number])
+                for number in mine
+            ]
             told = self._trainer.score(rollouts, version=version, replay=routes is not None)
             if len(told) != len(mine):
-                raise GapError(f"The trainer returned {len(told)} scores for {len(mine)} rollouts under version {version}.")
+                raise GapError(
+                    f"The trainer returned {len(told)} scores for {len(mine)} rollouts under"
+                    f" version {version}."
+                )
             for number, one in zip(mine, told, strict=True):
                 unit, scored = units[number], one if isinstance(one, Told) else Told(logprobs=one)
                 logprobs[number] = np.asarray(scored.logprobs, dtype=np.float64)
                 if logprobs[number].shape != (unit.end - unit.start,):
-                    raise GapError(f"The trainer's logprobs have the shape {logprobs[number].shape} for {unit.end - unit.start} tokens.")
+                    raise GapError(
+                        f"The trainer's logprobs have the shape {logprobs[number].shape} for"
+                        f" {unit.end - unit.start} tokens."
+                    )
                 executed[number] = np.full(unit.routes.shape, -1, dtype=np.int64)
                 if scored.routes is not None:
                     executed[number][unit.start - 1 : unit.end - 1] = np.asarray(scored.routes)
@@ -132,12 +159,20 @@ def empty_cuda() -> None:
 
 
 class HfScorer:
-    """A model of HF transformers for each of ``checkpoints`` (folders by version), on ``device``; no gradient is taken.
+    """A model of HF transformers for each of ``checkpoints`` (folders by version), on ``device``;
+    no gradient is taken.
 
     ``batch`` samples of similar length make a microbatch, padded on the right.
     """
 
-    def __init__(self, checkpoints: Mapping[str, Path], dtype: str = "bfloat16", *, device: str = "cuda", batch: int = 16) -> None:
+    def __init__(
+        self,
+        checkpoints: Mapping[str, Path],
+        dtype: str = "bfloat16",
+        *,
+        device: str = "cuda",
+        batch: int = 16,
+    ) -> None:
         self.name: str = "hf"
         self.dtype: str = dtype
         self.records: bool = True
@@ -145,18 +180,30 @@ class HfScorer:
         self._models: dict[str, Any] = {}
 
     def score(self, units: Sequence[Unit], routes: Routes, *, other: bool = False) -> Scored:
-        """See ``Scorer``. Raises ``EngineError`` where transformers cannot load a checkpoint, and what ``hf_replay`` raises."""
+        """See ``Scorer``. Raises ``EngineError`` where transformers cannot load a checkpoint, and
+        what ``hf_replay`` raises.
+        """
         logprobs: list[LogprobArray | None] = [None] * len(units)
         executed: list[IntArray | None] = [None] * len(units)
         size = max(1, self._batch // 4) if other else self._batch
         for version in dict.fromkeys(unit.version for unit in units):
-            mine = sorted((i for i, unit in enumerate(units) if unit.version == version), key=lambda i: len(units[i].ids))
+            mine = sorted(
+                (i for i, unit in enumerate(units) if unit.version == version),
+                key=lambda i: len(units[i].ids),
+            )
             for begin in range(0, len(mine), size):
                 numbers = mine[begin : begin + size]
-                found = self._pass(version, [units[i] for i in numbers], None if routes is None else [routes[i] for i in numbers])
+                found = self._pass(
+                    version,
+                    [units[i] for i in numbers],
+                    None if routes is None else [routes[i] for i in numbers],
+                )
                 for place, number in enumerate(numbers):
                     logprobs[number], executed[number] = found[place]
-        return Scored(logprobs=tuple(one for one in logprobs if one is not None), routes=tuple(one for one in executed if one is not None))
+        return Scored(
+            logprobs=tuple(one for one in logprobs if one is not None),
+            routes=tuple(one for one in executed if one is not None),
+        )
 
     def repeated(self, units: Sequence[Unit], native: Scored) -> Scored:
         """See ``Scorer``: padding is routed natively in both passes."""
@@ -167,7 +214,9 @@ class HfScorer:
         self._models.clear()
         empty_cuda()
 
-    def _pass(self, version: str, units: Sequence[Unit], routes: Routes) -> list[tuple[LogprobArray, IntArray]]:
+    def _pass(
+        self, version: str, units: Sequence[Unit], routes: Routes
+    ) -> list[tuple[LogprobArray, IntArray]]:
         import torch
 
         from rollproof.replay.hf import batch_routes
@@ -181,17 +230,26 @@ class HfScorer:
         placed = None if routes is None else torch.from_numpy(batch_routes(routes, mask))
         own, recorded = self._forward(self._model(version), ids, mask, placed)
         used: Sequence[IntArray] = routes or recorded
-        return [(own[row, unit.start - 1 : unit.end - 1], np.array(used[row][: len(unit.ids) - 1])) for row, unit in enumerate(units)]
+        return [
+            (own[row, unit.start - 1 : unit.end - 1], np.array(used[row][: len(unit.ids) - 1]))
+            for row, unit in enumerate(units)
+        ]
 
     def _forward(self, model: Any, ids: Any, mask: Any, placed: Any) -> tuple[LogprobArray, Any]:
-        """Logprobs ``(batch, width - 1)`` of the next token, and recorded routes ``(batch, width, layers, top_k)`` if none are given."""
+        """Logprobs ``(batch, width - 1)`` of the next token, and recorded routes ``(batch, width,
+        layers, top_k)`` if none are given.
+        """
         import torch
 
         from rollproof.replay.hf import hf_record, hf_replay
 
-        entered: Any = hf_record(model) if placed is None else hf_replay(model, placed.to(self._device))
+        entered: Any = (
+            hf_record(model) if placed is None else hf_replay(model, placed.to(self._device))
+        )
         with torch.no_grad(), entered:
-            logits = model(ids.to(self._device), attention_mask=mask.to(self._device), use_cache=False).logits
+            logits = model(
+                ids.to(self._device), attention_mask=mask.to(self._device), use_cache=False
+            ).logits
         own = logprobs_of(logits[:, :-1], ids[:, 1:].to(self._device)).cpu().numpy()
         return own, None if placed is not None else entered.routes.unflatten(0, ids.shape).numpy()
 
@@ -202,7 +260,9 @@ class HfScorer:
 
             path = self._checkpoints[version]
             try:
-                model = AutoModelForCausalLM.from_pretrained(path, dtype=getattr(torch, self.dtype), local_files_only=True)
+                model = AutoModelForCausalLM.from_pretrained(
+                    path, dtype=getattr(torch, self.dtype), local_files_only=True
+                )
             except (OSError, ValueError, KeyError) as error:
                 raise EngineError(f"transformers cannot load {path}: {error}.") from error
             self._models[version] = self._wrapped(model.to(self._device).eval())

@@ -1,4 +1,6 @@
-"""Hardware: what a report must say of the machine on which a run was made, and that a card's memory came back after it."""
+"""Hardware: what a report must say of the machine on which a run was made, and that a card's memory
+came back after it.
+"""
 
 from __future__ import annotations
 
@@ -17,13 +19,27 @@ __all__ = ["ENVIRONMENT", "PLACE", "MemoryWatch", "described"]
 
 _GIB = 2**30
 ENVIRONMENT: re.Pattern[str] = re.compile(
-    r"(CUDA|CUBLAS|NCCL|NVSHMEM|VLLM|SGLANG|TORCH|TORCHDYNAMO|TRITON|PYTORCH|OMP|ROLLPROOF|NVIDIA_TF32)_\w+", re.ASCII
+    r"(CUDA|CUBLAS|NCCL|NVSHMEM|VLLM|SGLANG|TORCH|TORCHDYNAMO|TRITON|PYTORCH|OMP|ROLLPROOF|NVIDIA_TF32)_\w+",
+    re.ASCII,
 )
-"""Environment variables that change what is computed, or on what: their values go into every report, and no others do."""
+"""Environment variables that change what is computed, or on what: their values go into every
+report, and no others do.
+"""
 PLACE = "(a path)"
-"""What a report says in place of a path: where one machine keeps its files says nothing of what was computed."""
+"""What a report says in place of a path: where one machine keeps its files says nothing of what was
+computed.
+"""
 _SECRET = re.compile(r"TOKEN|KEY|SECRET|PASSWORD|CREDENTIAL", re.IGNORECASE)
-_PACKAGES = ("torch", "triton", "transformers", "numpy", "rollproof", "nvidia-ml-py", "nvidia-nccl-cu13", "nvidia-nccl-cu12")
+_PACKAGES = (
+    "torch",
+    "triton",
+    "transformers",
+    "numpy",
+    "rollproof",
+    "nvidia-ml-py",
+    "nvidia-nccl-cu13",
+    "nvidia-nccl-cu12",
+)
 
 
 def described(found: GpuFindings | None = None) -> dict[str, Any]:
@@ -36,7 +52,9 @@ def described(found: GpuFindings | None = None) -> dict[str, Any]:
                 "index": gpu.index,
                 "name": gpu.name,
                 "memory_gib": None if gpu.memory is None else round(gpu.memory / _GIB, 1),
-                "capability": None if gpu.capability is None else f"{gpu.capability[0]}.{gpu.capability[1]}",
+                "capability": (
+                    None if gpu.capability is None else f"{gpu.capability[0]}.{gpu.capability[1]}"
+                ),
                 "clocks_mhz": dict(gpu.clocks),
             }
             for gpu in found.gpus
@@ -48,7 +66,10 @@ def described(found: GpuFindings | None = None) -> dict[str, Any]:
         "machine": platform.machine(),
         "system": f"{platform.system()} {platform.release()}",
         "python": platform.python_version(),
-        "versions": {**_versions(), **{name: version for name, version in engines.items() if version}},
+        "versions": {
+            **_versions(),
+            **{name: version for name, version in engines.items() if version},
+        },
         "environment": {
             name: PLACE if value.startswith(("/", "~")) else value
             for name, value in sorted(os.environ.items())
@@ -60,12 +81,17 @@ def described(found: GpuFindings | None = None) -> dict[str, Any]:
 class MemoryWatch:
     """Remembers how much memory is free on each card, and says later what has not come back.
 
-    ``slack_gib`` is what may be missing: a CUDA context of this process, fragments of the driver. ``patience_s`` is how long the driver may
-    take to give back what a process that has ended held.
+    ``slack_gib`` is what may be missing: a CUDA context of this process, fragments of the driver.
+    ``patience_s`` is how long the driver may take to give back what a process that has ended held.
     """
 
     def __init__(
-        self, find: Callable[[], GpuFindings] = find_gpus, *, slack_gib: float = 1.0, patience_s: float = 20.0, nap_s: float = 0.5
+        self,
+        find: Callable[[], GpuFindings] = find_gpus,
+        *,
+        slack_gib: float = 1.0,
+        patience_s: float = 20.0,
+        nap_s: float = 0.5,
     ) -> None:
         self._find, self._slack, self._patience, self._nap = find, slack_gib, patience_s, nap_s
         self._before = self._free()
@@ -75,12 +101,16 @@ class MemoryWatch:
         end = time.monotonic() + self._patience
         while True:
             now = self._free()
-            lost = {index: free - now[index] for index, free in self._before.items() if index in now}
+            lost = {
+                index: free - now[index] for index, free in self._before.items() if index in now
+            }
             bad = {index: bytes_ for index, bytes_ in lost.items() if bytes_ > self._slack * _GIB}
             if not bad:
                 return None
             if time.monotonic() >= end:
-                told = ", ".join(f"{bytes_ / _GIB:.1f} GiB on GPU {index}" for index, bytes_ in bad.items())
+                told = ", ".join(
+                    f"{bytes_ / _GIB:.1f} GiB on GPU {index}" for index, bytes_ in bad.items()
+                )
                 return f"not given back within {self._patience:g} s: {told}"
             time.sleep(self._nap)
 

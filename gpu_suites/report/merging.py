@@ -1,6 +1,8 @@
-"""Merging: one report of several sessions, as shards of a suite leave them: ``python -m rollproof.gpu_suites.report.merging OUT run.json ...``.
+"""Merging: one report of several sessions, as shards of a suite leave them: ``python -m
+rollproof.gpu_suites.report.merging OUT run.json ...``.
 
-Shards must have run on machines of one kind: what was measured on another is not comparable, and is refused.
+Shards must have run on machines of one kind: what was measured on another is not comparable, and is
+refused.
 """
 
 from __future__ import annotations
@@ -25,30 +27,52 @@ def read_run(path: Path) -> Mapping[str, Any]:
         data = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise UsageError(f"{path} is no report of the GPU suites: {error}.") from error
-    if not isinstance(data, dict) or data.get("schema") != RUN_SCHEMA or not {"machine", "suites", "gap", "notes"} <= set(data):
-        raise UsageError(f"{path} is no report of the GPU suites: it lacks schema {RUN_SCHEMA} and its keys.")
+    if (
+        not isinstance(data, dict)
+        or data.get("schema") != RUN_SCHEMA
+        or not {"machine", "suites", "gap", "notes"} <= set(data)
+    ):
+        raise UsageError(
+            f"{path} is no report of the GPU suites: it lacks schema {RUN_SCHEMA} and its keys."
+        )
     return data
 
 
 def merged(runs: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """One run of several; of two results on one subject the later one is kept. Raises ``UsageError`` for machines of two kinds."""
+    """One run of several; of two results on one subject the later one is kept. Raises
+    ``UsageError`` for machines of two kinds.
+    """
     if not runs:
         raise UsageError("There is no run to merge.")
     kinds = {_kind(run) for run in runs}
     if len(kinds) > 1:
-        raise UsageError(f"These runs were made on different machines, and are not one: {'; '.join(sorted(map(str, kinds)))}.")
+        raise UsageError(
+            "These runs were made on different machines, and are not one:"
+            f" {'; '.join(sorted(map(str, kinds)))}."
+        )
     machine = dict(runs[0]["machine"])
-    machine["versions"] = {name: version for run in runs for name, version in run["machine"]["versions"].items()}
-    machine["gpus"] = list({gpu["index"]: gpu for run in runs for gpu in run["machine"]["gpus"]}.values())
+    machine["versions"] = {
+        name: version for run in runs for name, version in run["machine"]["versions"].items()
+    }
+    machine["gpus"] = list(
+        {gpu["index"]: gpu for run in runs for gpu in run["machine"]["gpus"]}.values()
+    )
     machine["gpus"].sort(key=lambda gpu: gpu["index"])
     suites = {(suite["kind"], suite["subject"]): suite for run in runs for suite in run["suites"]}
-    cells = {(cell["engine"], cell["trainer"], cell["dtype"], cell["about"]): cell for run in runs for cell in run["gap"]}
+    cells = {
+        (cell["engine"], cell["trainer"], cell["dtype"], cell["about"]): cell
+        for run in runs
+        for cell in run["gap"]
+    }
     return {
         "schema": RUN_SCHEMA,
         "began": min(run["began"] for run in runs),
         "seconds": round(sum(run["seconds"] for run in runs), 1),
         "seconds_ours": round(sum(run.get("seconds_ours", 0.0) for run in runs), 1),
-        "spent": {part: round(sum(run.get("spent", {}).get(part, 0.0) for run in runs), 1) for part in map(str, Part)},
+        "spent": {
+            part: round(sum(run.get("spent", {}).get(part, 0.0) for run in runs), 1)
+            for part in map(str, Part)
+        },
         "machine": machine,
         "suites": list(suites.values()),
         "gap": list(cells.values()),
@@ -75,7 +99,10 @@ def main(arguments: Sequence[str]) -> int:
 def _kind(run: Mapping[str, Any]) -> str:
     machine = run["machine"]
     names = sorted({str(gpu["name"]) for gpu in machine["gpus"]})
-    return f"{', '.join(names) or 'no GPU'}, driver {machine['driver']}, torch {machine['versions'].get('torch')}"
+    return (
+        f"{', '.join(names) or 'no GPU'}, driver {machine['driver']}, torch"
+        f" {machine['versions'].get('torch')}"
+    )
 
 
 if __name__ == "__main__":

@@ -1,7 +1,8 @@
-"""Reporting: what a session of the GPU suites found, as one JSON file and one page, with the machine it was found on.
+"""Reporting: what a session of the GPU suites found, as one JSON file and one page, with the
+machine it was found on.
 
-The JSON is small enough to be kept with a repository: conformance reports without their findings' witnesses, gap panels without
-pictures. ``docs/runs`` holds such files.
+The JSON is small enough to be kept with a repository: conformance reports without their findings'
+witnesses, gap panels without pictures. ``docs/runs`` holds such files.
 """
 
 from __future__ import annotations
@@ -28,13 +29,19 @@ _FINDINGS = 3
 
 
 class RunReport:
-    """Gathers the results of a session; ``write`` puts them into a folder. ``machine`` is ``hardware.described()``.
+    """Gathers the results of a session; ``write`` puts them into a folder. ``machine`` is
+    ``hardware.described()``.
 
-    With a ``folder`` they are written after each result: a session that is killed leaves what it found. ``spending`` is what its time
-    went into.
+    With a ``folder`` they are written after each result: a session that is killed leaves what it
+    found. ``spending`` is what its time went into.
     """
 
-    def __init__(self, machine: Mapping[str, Any], folder: Path | None = None, spending: Spending | None = None) -> None:
+    def __init__(
+        self,
+        machine: Mapping[str, Any],
+        folder: Path | None = None,
+        spending: Spending | None = None,
+    ) -> None:
         self._folder = folder
         self._began = time.time()
         self.spending: Spending = spending or Spending()
@@ -43,8 +50,12 @@ class RunReport:
         self._cells: list[dict[str, Any]] = []
         self._notes: list[str] = []
 
-    def suite(self, kind: str, report: Report, *, spent: Mapping[Part, float] | None = None, **more: Any) -> None:
-        """A conformance report: of an ``engine`` or of a ``trainer``; ``more`` is told beside it (settings, versions)."""
+    def suite(
+        self, kind: str, report: Report, *, spent: Mapping[Part, float] | None = None, **more: Any
+    ) -> None:
+        """A conformance report: of an ``engine`` or of a ``trainer``; ``more`` is told beside it
+        (settings, versions).
+        """
         self.spending.add(spent or {})
         if spent:
             more["spent"] = {str(part): round(seconds, 1) for part, seconds in spent.items()}
@@ -82,7 +93,9 @@ class RunReport:
         }
 
     def write(self, folder: Path, name: str = "run") -> list[Path]:
-        """Write ``NAME.json``, and ``NAME.html`` where jinja2 is installed; returns the paths. Raises ``UsageError``."""
+        """Write ``NAME.json``, and ``NAME.html`` where jinja2 is installed; returns the paths.
+        Raises ``UsageError``.
+        """
         data = self.to_dict()
         text = folder / f"{name}.json"
         write_atomically(text, json.dumps(data, indent=1) + "\n")
@@ -112,7 +125,8 @@ def short_report(report: Report) -> dict[str, Any]:
             told["reason"] = check["reason"]
         if check["findings"]:
             told["findings"] = [
-                {key: finding[key] for key in ("title", "where", "expected", "observed")} for finding in check["findings"][:_FINDINGS]
+                {key: finding[key] for key in ("title", "where", "expected", "observed")}
+                for finding in check["findings"][:_FINDINGS]
             ]
             told["count"] = len(check["findings"])
         checks[check["id"]] = told
@@ -133,9 +147,15 @@ def page_text(data: Mapping[str, Any]) -> str:
     """The HTML page of ``RunReport.to_dict``. Raises ``ImportError`` where jinja2 is not installed."""
     from jinja2 import Environment, StrictUndefined
 
-    environment = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
+    environment = Environment(
+        autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
+    )
     environment.filters["number"] = _number
-    template = environment.from_string(resources.files("rollproof.gpu_suites.report").joinpath("run.html").read_text(encoding="utf-8"))
+    template = environment.from_string(
+        resources.files("rollproof.gpu_suites.report")
+        .joinpath("run.html")
+        .read_text(encoding="utf-8")
+    )
     return template.render(run=data)
 
 

@@ -8,7 +8,9 @@ __all__ = ["main"]
 
 
 def main() -> None:
-    """Run the command line and exit: 0 all pass, 1 some fail, 2 unknown only, 254 bad arguments, 255 internal error, 130 interrupted."""
+    """Run the command line and exit: 0 all pass, 1 some fail, 2 unknown only, 254 bad arguments,
+    255 internal error, 130 interrupted.
+    """
     from rollproof.cli.safe_stdio import open_streams
 
     open_streams()

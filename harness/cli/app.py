@@ -32,12 +32,20 @@ BROKEN_PIPE = 141
 """As a shell reports a program whose reader went away; 1 would say that a check failed."""
 
 _Clicked: type[Exception] = typer.BadParameter.__mro__[2]
-"""click's exception for everything that is wrong with a command line; newer typers carry a click of their own."""
+"""click's exception for everything that is wrong with a command line; newer typers carry a click of
+their own.
+"""
 
 app: typer.Typer = typer.Typer(
     name="rollproof",
-    help="Proves that the rollouts of an LLM reinforcement-learning stack are what its trainer thinks they are.",
-    epilog="Exit codes: 0 all pass, 1 some fail, 2 unknown only, 254 bad arguments, 255 internal error, 130 interrupted.",
+    help=(
+        "Proves that the rollouts of an LLM reinforcement-learning stack are what its trainer"
+        " thinks they are."
+    ),
+    epilog=(
+        "Exit codes: 0 all pass, 1 some fail, 2 unknown only, 254 bad arguments, 255 internal"
+        " error, 130 interrupted."
+    ),
     add_completion=False,
     no_args_is_help=True,
     pretty_exceptions_enable=False,
@@ -55,20 +63,43 @@ def _version(wanted: bool) -> None:
 
 @app.callback()
 def _options(
-    version: Annotated[bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version and exit.")] = False,
-    debug: Annotated[bool, typer.Option("--debug", help="Show the traceback of an error (works behind a command too).")] = False,
+    version: Annotated[
+        bool,
+        typer.Option(
+            "--version", callback=_version, is_eager=True, help="Print the version and exit."
+        ),
+    ] = False,
+    debug: Annotated[
+        bool,
+        typer.Option(
+            "--debug", help="Show the traceback of an error (works behind a command too)."
+        ),
+    ] = False,
 ) -> None:
     """Options of all commands; ``--debug`` is taken out by ``run`` before typer sees the arguments."""
 
 
 def run(arguments: Sequence[str]) -> int:
-    """Run a command line; returns the exit code. An error is told in one line, with its traceback where ``--debug`` is given."""
+    """Run a command line; returns the exit code. An error is told in one line, with its traceback
+    where ``--debug`` is given.
+    """
     debug = "--debug" in arguments
     try:
-        code = app(args=[argument for argument in arguments if argument != "--debug"], prog_name="rollproof", standalone_mode=False)
+        code = app(
+            args=[argument for argument in arguments if argument != "--debug"],
+            prog_name="rollproof",
+            standalone_mode=False,
+        )
         sys.stdout.flush()
-        if code != ExitCode.USAGE and sys.__stdout__ is not None and (failure := stdout_failure()) is not None:
-            sys.stderr.write(f"rollproof: standard output took no more ({failure}); the exit code is the verdict\n")
+        if (
+            code != ExitCode.USAGE
+            and sys.__stdout__ is not None
+            and (failure := stdout_failure()) is not None
+        ):
+            sys.stderr.write(
+                f"rollproof: standard output took no more ({failure}); the exit code is the"
+                " verdict\n"
+            )
     except (KeyboardInterrupt, typer.Abort):
         code = INTERRUPTED
     except BrokenPipeError:
@@ -76,7 +107,11 @@ def run(arguments: Sequence[str]) -> int:
     except SystemExit as stop:
         if isinstance(stop.__context__, BrokenPipeError):  # rich's way to tell it
             return _unread()
-        return _tell(f"internal error: a command ended the process ({told(stop)})", ExitCode.INTERNAL, debug=debug)
+        return _tell(
+            f"internal error: a command ended the process ({told(stop)})",
+            ExitCode.INTERNAL,
+            debug=debug,
+        )
     except ConformanceError as error:
         return _tell(str(error), ExitCode.FAIL, debug=debug)
     except RollproofError as error:
@@ -85,8 +120,9 @@ def run(arguments: Sequence[str]) -> int:
         return _tell(f"error: {_clicked_text(error)}", ExitCode.USAGE, debug=debug)
     except Exception as error:  # noqa: BLE001 - the last resort: whatever it is, the user gets a line and the right exit code
         return _tell(
-            f"internal error: {told(error)}.\nThis is a fault of rollproof, not of what it judged. Please report"
-            " it with the command, the output of `rollproof doctor`, and the traceback that `--debug` shows.",
+            f"internal error: {told(error)}.\nThis is a fault of rollproof, not of what it judged."
+            " Please report it with the command, the output of `rollproof doctor`, and the"
+            " traceback that `--debug` shows.",
             ExitCode.INTERNAL,
             debug=debug,
         )
@@ -103,14 +139,21 @@ def _tell(text: str, code: int, *, debug: bool) -> int:
 
 
 def _clicked_text(error: Any) -> str:
-    """What is wrong with a command line, as sentences; newer clicks end theirs without a period, and say nothing of a missing command."""
-    text = one_line(error.format_message() if hasattr(error, "format_message") else str(error)) or "Name a command"
+    """What is wrong with a command line, as sentences; newer clicks end theirs without a period,
+    and say nothing of a missing command.
+    """
+    text = (
+        one_line(error.format_message() if hasattr(error, "format_message") else str(error))
+        or "Name a command"
+    )
     context = getattr(error, "ctx", None)
     text = text if text.endswith((".", "?", "!")) else f"{text}."
     return f"{text} See `{context.command_path} --help`." if context is not None else text
 
 
 def _unread() -> int:
-    """The reader of our output went away: stop without a word, and keep the interpreter from flushing into the closed pipe."""
+    """The reader of our output went away: stop without a word, and keep the interpreter from
+    flushing into the closed pipe.
+    """
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     return BROKEN_PIPE

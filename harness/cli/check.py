@@ -26,15 +26,20 @@ __all__ = ["check"]
 
 
 def check(
-    traces: Annotated[list[Path], typer.Argument(metavar="TRACE...", help="Trace files: Arrow streams or JSON counterexamples.")],
+    traces: Annotated[
+        list[Path],
+        typer.Argument(
+            metavar="TRACE...", help="Trace files: Arrow streams or JSON counterexamples."
+        ),
+    ],
     only: Only = None,
     json_target: JsonTarget = None,
     verbose: Verbose = False,
 ) -> int:
     """Judge recorded traces, however long: memory does not grow with them.
 
-    A file that cannot be read to its end is judged up to there and then told; requests that were open at the end of an
-    unfinished file are not blamed for not ending.
+    A file that cannot be read to its end is judged up to there and then told; requests that were
+    open at the end of an unfinished file are not blamed for not ending.
     """
     output = Output(json_target)
     judged = _Judged(Tally(default_registry().select(only) if only else default_registry()))

@@ -19,7 +19,10 @@ __all__ = ["checks"]
 
 
 def checks(
-    ids: Annotated[list[str] | None, typer.Argument(metavar="[ID]...", help="Checks or families.", show_default=False)] = None,
+    ids: Annotated[
+        list[str] | None,
+        typer.Argument(metavar="[ID]...", help="Checks or families.", show_default=False),
+    ] = None,
     json_target: JsonTarget = None,
 ) -> int:
     """List the checks: what each promises; with ids, all that is known about each."""
@@ -75,4 +78,6 @@ def _one(output: Output, check: Check, bugs: Iterable[KnownBug]) -> None:
         ("kills", ", ".join(_killed_by(check, bugs)) or "no known bug"),
         ("since", check.since),
     ]
-    output.lines([(Style.TITLE, check.id), *((Style.PLAIN, f"  {name:<13} {value}") for name, value in rows)])
+    output.lines(
+        [(Style.TITLE, check.id), *((Style.PLAIN, f"  {name:<13} {value}") for name, value in rows)]
+    )

@@ -1,4 +1,6 @@
-"""doctor: what is installed, whether the pytest plugin is active, which GPUs there are, and whether one case runs."""
+"""doctor: what is installed, whether the pytest plugin is active, which GPUs there are, and whether
+one case runs.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,17 @@ from rollproof.stacks import STACKS, installed_version
 
 __all__ = ["doctor"]
 
-_REQUIRED = ("numpy", "pyarrow", "scipy", "hypothesis", "pytest", "starlette", "uvicorn", "typer", "rich")
+_REQUIRED = (
+    "numpy",
+    "pyarrow",
+    "scipy",
+    "hypothesis",
+    "pytest",
+    "starlette",
+    "uvicorn",
+    "typer",
+    "rich",
+)
 _OPTIONAL = (
     "jinja2",
     "matplotlib",
@@ -46,9 +58,17 @@ def doctor(json_target: JsonTarget = None) -> int:
     seconds, failure = _one_case()
     output.lines(_lines(required, optional, plugin, trouble))
     names = ", ".join(gpu.name or f"device {gpu.index}" for gpu in gpus.gpus)
-    output.lines([(Style.PLAIN, f"GPU            {gpus.reason or f'{names} (asked: {gpus.source})'}")])
     output.lines(
-        [(Style.BAD, f"one case       {failure}") if failure else (Style.PLAIN, f"one case       runs, in {seconds * 1000:.1f} ms")]
+        [(Style.PLAIN, f"GPU            {gpus.reason or f'{names} (asked: {gpus.source})'}")]
+    )
+    output.lines(
+        [
+            (
+                (Style.BAD, f"one case       {failure}")
+                if failure
+                else (Style.PLAIN, f"one case       runs, in {seconds * 1000:.1f} ms")
+            )
+        ]
     )
     good = None not in required.values() and plugin and failure is None
     output.json(
@@ -60,7 +80,9 @@ def doctor(json_target: JsonTarget = None) -> int:
             "required": required,
             "optional": optional,
             "pytest_plugin": plugin,
-            "gpus": [{"index": gpu.index, "name": gpu.name, "memory": gpu.memory} for gpu in gpus.gpus],
+            "gpus": [
+                {"index": gpu.index, "name": gpu.name, "memory": gpu.memory} for gpu in gpus.gpus
+            ],
             "no_gpu_because": gpus.reason,
             "case_seconds": None if failure else seconds,
         }
@@ -68,14 +90,27 @@ def doctor(json_target: JsonTarget = None) -> int:
     return output.ended(ExitCode.PASS if good else ExitCode.FAIL)
 
 
-def _lines(required: dict[str, str | None], optional: dict[str, str | None], plugin: bool, trouble: str) -> Iterator[Line]:
+def _lines(
+    required: dict[str, str | None], optional: dict[str, str | None], plugin: bool, trouble: str
+) -> Iterator[Line]:
     yield Style.TITLE, f"rollproof {metadata.version('rollproof')}"
     yield Style.PLAIN, f"Python         {platform.python_version()} ({sys.executable})"
     for name, version in required.items():
-        yield (Style.PLAIN, f"{name:<14} {version}") if version else (Style.BAD, f"{name:<14} missing: install rollproof anew")
+        yield (
+            (Style.PLAIN, f"{name:<14} {version}")
+            if version
+            else (Style.BAD, f"{name:<14} missing: install rollproof anew")
+        )
     for name, version in optional.items():
-        yield (Style.PLAIN if version else Style.FAINT), f"{name:<14} {version or 'not installed (optional)'}"
-    yield (Style.PLAIN, "pytest plugin  active") if plugin else (Style.BAD, f"pytest plugin  not active: {trouble}")
+        yield (
+            (Style.PLAIN if version else Style.FAINT),
+            f"{name:<14} {version or 'not installed (optional)'}",
+        )
+    yield (
+        (Style.PLAIN, "pytest plugin  active")
+        if plugin
+        else (Style.BAD, f"pytest plugin  not active: {trouble}")
+    )
 
 
 def _plugin() -> tuple[bool, str]:
@@ -87,7 +122,9 @@ def _plugin() -> tuple[bool, str]:
 
 
 def _one_case() -> tuple[float, str | None]:
-    """Seconds that one small case of the first reference takes, once what it imports is imported; or why it does not run."""
+    """Seconds that one small case of the first reference takes, once what it imports is imported;
+    or why it does not run.
+    """
     from rollproof.verification.rollouts import cases_for
     from rollproof.verification.runner import run_case
 

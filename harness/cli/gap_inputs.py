@@ -25,7 +25,9 @@ _TOKENS = 1024
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Sides:
-    """A file of both sides (``records``), or a trace (``rollout``) and its ``trainer``: a file or scores (text), or what scores it."""
+    """A file of both sides (``records``), or a trace (``rollout``) and its ``trainer``: a file or
+    scores (text), or what scores it.
+    """
 
     records: Path | None
     rollout: Path | None
@@ -50,18 +52,30 @@ class Sides:
     ) -> Sides:
         """What the options name. Raises ``UsageError`` for those that do not go together."""
         if (records is None) == (rollout is None):
-            raise UsageError("Give either RECORDS, a file with both columns of logprobs, or --rollout TRACE with --trainer SPEC.")
+            raise UsageError(
+                "Give either RECORDS, a file with both columns of logprobs, or --rollout TRACE with"
+                " --trainer SPEC."
+            )
         if rollout is None and trainer is not None:
-            raise UsageError("--trainer goes with --rollout TRACE: RECORDS holds the trainer's logprobs itself.")
+            raise UsageError(
+                "--trainer goes with --rollout TRACE: RECORDS holds the trainer's logprobs itself."
+            )
         if rollout is not None and trainer is None:
             raise UsageError(
-                "--rollout needs --trainer SPEC: a Parquet file with the trainer's logprobs, score:SCORER for those in the"
-                " trace, or hf:PATH."
+                "--rollout needs --trainer SPEC: a Parquet file with the trainer's logprobs,"
+                " score:SCORER for those in the trace, or hf:PATH."
             )
         scorer = None if trainer is None else _scorer(trainer, dtype, temperature)
-        wanted = [flag for flag, given in (("--replay", replay), ("--every-version", every_version)) if given]
+        wanted = [
+            flag
+            for flag, given in (("--replay", replay), ("--every-version", every_version))
+            if given
+        ]
         if wanted and scorer is None:
-            raise UsageError(f"{' and '.join(wanted)} needs a trainer that scores: --trainer hf:PATH or module:factory.")
+            raise UsageError(
+                f"{' and '.join(wanted)} needs a trainer that scores: --trainer hf:PATH or"
+                " module:factory."
+            )
         if scorer is None and (dtype != "auto" or temperature is not None):
             raise UsageError("--dtype and --temperature go with --trainer hf:PATH.")
         return cls(
@@ -85,7 +99,9 @@ class Sides:
         assert self.rollout is not None
         if isinstance(self.trainer, str):
             return join_trace(self.rollout, self.trainer, renamed=self.renamed)
-        return score_rollouts(self.rollout, self.trainer, replay=self.replay, every_version=self.every_version)
+        return score_rollouts(
+            self.rollout, self.trainer, replay=self.replay, every_version=self.every_version
+        )
 
     def native(self) -> TokenPairs:
         """The same rollouts scored with the trainer's own routing."""
@@ -103,7 +119,10 @@ class Sides:
     def require_model(self, flag: str) -> None:
         """Raise ``UsageError`` unless the trainer is a model that can be listened to."""
         if not hasattr(self.trainer, "model"):
-            raise UsageError(f"{flag} needs a trainer whose modules can be heard: --rollout TRACE --trainer hf:PATH.")
+            raise UsageError(
+                f"{flag} needs a trainer whose modules can be heard: --rollout TRACE --trainer"
+                " hf:PATH."
+            )
 
 
 def _scorer(spec: str, dtype: str, temperature: float | None) -> Any:
@@ -116,7 +135,10 @@ def _scorer(spec: str, dtype: str, temperature: float | None) -> Any:
         return None
     trainer = _made(spec, "--trainer")
     if not callable(getattr(trainer, "score", None)):
-        raise UsageError(f"{spec} makes a {type(trainer).__name__}, which has no score(rollouts, *, version, replay): see docs/gap.md.")
+        raise UsageError(
+            f"{spec} makes a {type(trainer).__name__}, which has no score(rollouts, *, version,"
+            " replay): see docs/gap.md."
+        )
     return trainer
 
 
@@ -130,11 +152,15 @@ def _made(spec: str, option: str, *arguments: Any) -> Any:
         raise
     except Exception as error:  # whatever a user's factory raises, told in our words
         called = "with input_ids and attention_mask" if arguments else "without arguments"
-        raise SubjectError(f"{option} {spec} was called {called} and raised {told_with_place(error)}.") from error
+        raise SubjectError(
+            f"{option} {spec} was called {called} and raised {told_with_place(error)}."
+        ) from error
 
 
 def localised(sides: Sides, spec: str) -> Localisation:
-    """Where the trainer and the forward that ``spec`` names part, over the first rollouts of one version."""
+    """Where the trainer and the forward that ``spec`` names part, over the first rollouts of one
+    version.
+    """
     import torch
 
     from rollproof.gap.hf_trainer import HfTrainer
@@ -147,7 +173,11 @@ def localised(sides: Sides, spec: str) -> Localisation:
     samples = list(samples_of(sides.rollout, None).values())
     version = (samples[0].versions or [None])[0]
     same = [sample.rollout for sample in samples if (sample.versions or [None])[0] == version]
-    batch = [rollout for i, rollout in enumerate(same[:_SAMPLES]) if i == 0 or (i + 1) * rollout.total <= _TOKENS]
+    batch = [
+        rollout
+        for i, rollout in enumerate(same[:_SAMPLES])
+        if i == 0 or (i + 1) * rollout.total <= _TOKENS
+    ]
     call = lay_out(batch, Layout.RIGHT).call
     ids, mask = call["input_ids"], call["attention_mask"]
     first = hf_forward(sides.trainer.model(version), ids, mask, name="trainer")
@@ -156,5 +186,7 @@ def localised(sides: Sides, spec: str) -> Localisation:
         second = hf_forward(other.model(version), ids, mask, name=spec)
     else:
         made = _made(spec, "--localise", ids, mask)
-        second = hf_forward(made, ids, mask, name=spec) if isinstance(made, torch.nn.Module) else made
+        second = (
+            hf_forward(made, ids, mask, name=spec) if isinstance(made, torch.nn.Module) else made
+        )
     return localise(first, second)

@@ -17,7 +17,10 @@ __all__ = ["known_bugs"]
 
 
 def known_bugs(
-    only: Annotated[list[str] | None, typer.Argument(metavar="[ID]...", help="Only these bugs.", show_default=False)] = None,
+    only: Annotated[
+        list[str] | None,
+        typer.Argument(metavar="[ID]...", help="Only these bugs.", show_default=False),
+    ] = None,
     json_target: JsonTarget = None,
 ) -> int:
     """Plant every known bug into a reference manager, and show which checks kill it.
@@ -32,7 +35,15 @@ def known_bugs(
     blamed = sum(bool(result.blamed_wrongly) for result in results)
     good = killed == len(results) and not blamed
     output.lines(
-        [(Style.GOOD if good else Style.BAD, f"{killed} of {len(results)} known bugs killed, {blamed} with a check blamed wrongly")]
+        [
+            (
+                Style.GOOD if good else Style.BAD,
+                (
+                    f"{killed} of {len(results)} known bugs killed, {blamed} with a check blamed"
+                    " wrongly"
+                ),
+            )
+        ]
     )
     output.json({"schema": REPORT_SCHEMA, "bugs": [result.to_dict() for result in results]})
     return output.ended(ExitCode.PASS if good else ExitCode.FAIL)
@@ -47,7 +58,12 @@ def _table(results: tuple[KillResult, ...]) -> Table:
     for result in results:
         bug = result.bug
         told = [*(f"? {check_id}" for check_id in bug.kills if check_id not in result.failed)]
-        told += [f"! {check_id}" if check_id in result.blamed_wrongly else check_id for check_id in result.failed]
+        told += [
+            f"! {check_id}" if check_id in result.blamed_wrongly else check_id
+            for check_id in result.failed
+        ]
         style = "" if result.killed and not result.blamed_wrongly else "bold red"
-        table.add_row(bug.id, ", ".join(bug.refs), ", ".join(told), str(result.examples), style=style)
+        table.add_row(
+            bug.id, ", ".join(bug.refs), ", ".join(told), str(result.examples), style=style
+        )
     return table

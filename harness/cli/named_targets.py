@@ -18,7 +18,15 @@ from rollproof.core.subjects import SubjectFactory
 from rollproof.errors import UsageError
 from rollproof.verification.subject_kinds import ROLLOUTS, TOPICS, topic_of
 
-__all__ = ["Target", "engine_target", "named_factory", "references", "stack_targets", "subject_target", "target_of_recipe"]
+__all__ = [
+    "Target",
+    "engine_target",
+    "named_factory",
+    "references",
+    "stack_targets",
+    "subject_target",
+    "target_of_recipe",
+]
 
 
 _THINNED = 25
@@ -29,8 +37,8 @@ _THINNED = 25
 class Target:
     """A subject to be judged.
 
-    ``recipe`` says how ``rollproof replay`` makes it again, ``cases`` replaces a profile's schedules, ``about`` is the
-    kind of subject (``rollproof.verification.subject_kinds``).
+    ``recipe`` says how ``rollproof replay`` makes it again, ``cases`` replaces a profile's
+    schedules, ``about`` is the kind of subject (``rollproof.verification.subject_kinds``).
     """
 
     name: str
@@ -42,34 +50,59 @@ class Target:
 
     @property
     def folder(self) -> str:
-        """What its counterexamples are kept under: with the module, where one of another module may have the same name."""
+        """What its counterexamples are kept under: with the module, where one of another module may
+        have the same name.
+        """
         return str(self.recipe.get("subject", self.name)).replace(":", ".")
 
 
 def references() -> list[Target]:
-    """The references that rollproof ships: resume managers, a conversion into batches, layout functions, trainers with replay."""
+    """The references that rollproof ships: resume managers, a conversion into batches, layout
+    functions, trainers with replay.
+    """
     from rollproof.fakes.clients.reference_clients import REFERENCES
     from rollproof.fakes.trainers.reference_batches import Collator
     from rollproof.fakes.trainers.reference_layouts import MegatronLike
     from rollproof.fakes.trainers.reference_trainers import REFERENCES as TRAINERS
 
     managers = [
-        Target(name=name, factory=factory, recipe={"reference": name}, cases=partial(_reference_cases, factory, turn))
+        Target(
+            name=name,
+            factory=factory,
+            recipe={"reference": name},
+            cases=partial(_reference_cases, factory, turn),
+        )
         for turn, (name, factory) in enumerate(REFERENCES.items())
     ]
     return [
         *managers,
-        Target(name="padded-batch", factory=Collator, recipe={"reference": "padded-batch"}, about="batches"),
-        Target(name="megatron-layout", factory=MegatronLike, recipe={"reference": "megatron-layout"}, about="layouts"),
-        *(Target(name=name, factory=factory, recipe={"reference": name}, about="replay") for name, factory in TRAINERS.items()),
+        Target(
+            name="padded-batch",
+            factory=Collator,
+            recipe={"reference": "padded-batch"},
+            about="batches",
+        ),
+        Target(
+            name="megatron-layout",
+            factory=MegatronLike,
+            recipe={"reference": "megatron-layout"},
+            about="layouts",
+        ),
+        *(
+            Target(name=name, factory=factory, recipe={"reference": name}, about="replay")
+            for name, factory in TRAINERS.items()
+        ),
     ]
 
 
-def _reference_cases(factory: SubjectFactory, turn: int, profile: str, seed: int | None) -> Iterator[Case]:
-    """Schedules of one reference: under ``pr`` the whole scope on one flavour and a sample on the others.
+def _reference_cases(
+    factory: SubjectFactory, turn: int, profile: str, seed: int | None
+) -> Iterator[Case]:
+    """Schedules of one reference: under ``pr`` the whole scope on one flavour and a sample on the
+    others.
 
-    The references differ little between flavours, and all of them together must fit into a minute; every flavour has its
-    turn as the one that is exhausted. The other profiles run everything.
+    The references differ little between flavours, and all of them together must fit into a minute;
+    every flavour has its turn as the one that is exhausted. The other profiles run everything.
     """
     from rollproof.verification.contract_probe import probe
     from rollproof.verification.rollouts import cases_for
@@ -79,23 +112,32 @@ def _reference_cases(factory: SubjectFactory, turn: int, profile: str, seed: int
     flavours = [flavour for flavour, _, _ in probe(factory)]
     for number, flavour in enumerate(flavours):
         whole = profile != "pr" or number == turn % len(flavours)
-        yield from cases_for(factory, profile=profile, seed=used, flavours=[flavour], thin=1 if whole else _THINNED)
+        yield from cases_for(
+            factory, profile=profile, seed=used, flavours=[flavour], thin=1 if whole else _THINNED
+        )
 
 
 def stack_targets(
     spec: str, parts: Iterable[str] = (), *, checkout: str | Path | None = None, force: bool = False
 ) -> tuple[str, list[Target]]:
-    """The title and the parts of a released stack, ``NAME`` or ``NAME==VERSION``. Raises ``UsageError`` and ``StackError``."""
+    """The title and the parts of a released stack, ``NAME`` or ``NAME==VERSION``. Raises
+    ``UsageError`` and ``StackError``.
+    """
     from rollproof.stacks import load_stack
 
     stack = load_stack(spec, checkout=checkout, force=force)
     named = tuple(parts)
     stray = sorted(set(named) - {*stack.parts, *stack.batches})
     if stray:
-        raise UsageError(f"{stack.name} has no parts {stray}; choose among {[*stack.parts, *stack.batches]}.")
+        raise UsageError(
+            f"{stack.name} has no parts {stray}; choose among {[*stack.parts, *stack.batches]}."
+        )
     found = [
         _with_wishes(
-            name=f"{stack.title} {part}", factory=factory, recipe=stack.recipe(part), about="batches" if part in stack.batches else ROLLOUTS
+            name=f"{stack.title} {part}",
+            factory=factory,
+            recipe=stack.recipe(part),
+            about="batches" if part in stack.batches else ROLLOUTS,
         )
         for part, factory in {**stack.parts, **stack.batches}.items()
         if not named or part in named
@@ -104,7 +146,8 @@ def stack_targets(
 
 
 def subject_target(spec: str, about: str | None = None, option: str = "--subject") -> Target:
-    """``module:factory``, looked for in the current folder too. Raises ``UsageError`` saying which half does not exist.
+    """``module:factory``, looked for in the current folder too. Raises ``UsageError`` saying which
+    half does not exist.
 
     ``about`` is the kind of subject; where it is ``None``, the class says it.
     """
@@ -116,10 +159,15 @@ def subject_target(spec: str, about: str | None = None, option: str = "--subject
 
 
 def named_factory(spec: str, option: str) -> Any:
-    """What ``module:factory`` names. Raises ``UsageError`` saying which half does not exist, or that it cannot be called."""
+    """What ``module:factory`` names. Raises ``UsageError`` saying which half does not exist, or
+    that it cannot be called.
+    """
     module_name, colon, path = spec.partition(":")
     if not colon or not module_name or not path:
-        raise UsageError(f"{option} {spec!r} must be written module:factory, such as my_stack.subjects:MySubject.")
+        raise UsageError(
+            f"{option} {spec!r} must be written module:factory, such as"
+            " my_stack.subjects:MySubject."
+        )
     if os.getcwd() not in sys.path:  # noqa: PTH109 - sys.path holds text
         sys.path.insert(0, os.getcwd())  # noqa: PTH109 - as above
     module = _module(module_name, option)
@@ -132,7 +180,8 @@ def named_factory(spec: str, option: str) -> Any:
         found = getattr(found, name)
     if not callable(found):
         raise UsageError(
-            f"{spec} is a {type(found).__name__}, not a factory: name the subject's class, or a function that makes a fresh one."
+            f"{spec} is a {type(found).__name__}, not a factory: name the subject's class, or a"
+            " function that makes a fresh one."
         )
     return found
 
@@ -142,11 +191,15 @@ def engine_target(name: str, model: str | None) -> Target:
     from rollproof.verification.engine_choice import EngineChoice
 
     recipe = {"engine": name, **({} if model is None else {"model": model})}
-    return Target(name=name, factory=EngineChoice(engine=name, model=model), recipe=recipe, about="engines")
+    return Target(
+        name=name, factory=EngineChoice(engine=name, model=model), recipe=recipe, about="engines"
+    )
 
 
 def target_of_recipe(recipe: Mapping[str, Any]) -> Target:
-    """The subject that a trace's header says it was made from. Raises ``UsageError`` where the recipe is of no known kind."""
+    """The subject that a trace's header says it was made from. Raises ``UsageError`` where the
+    recipe is of no known kind.
+    """
     if isinstance(recipe.get("subject"), str):
         about = recipe.get("about")
         return subject_target(recipe["subject"], about if about in TOPICS else None)
@@ -157,15 +210,24 @@ def target_of_recipe(recipe: Mapping[str, Any]) -> Target:
         # of a checkout, what is there now is run, whatever was: a fault is mended there
         spec = recipe["stack"] + (f"=={version}" if version and not checkout else "")
         parts = [part] if isinstance(part, str) else ()
-        return stack_targets(spec, parts, checkout=checkout, force=bool(recipe.get("force") or checkout))[1][0]
+        return stack_targets(
+            spec, parts, checkout=checkout, force=bool(recipe.get("force") or checkout)
+        )[1][0]
     for target in references():
         if target.name == recipe.get("reference"):
             return target
-    raise UsageError(f"The trace's recipe {dict(recipe)!r} names no subject; say what to run with --subject module:factory.")
+    raise UsageError(
+        f"The trace's recipe {dict(recipe)!r} names no subject; say what to run with --subject"
+        " module:factory."
+    )
 
 
-def _with_wishes(*, name: str, factory: SubjectFactory, recipe: Mapping[str, Any], about: str) -> Target:
-    """A factory may carry the flavours that it speaks, and schedules that fit it better than a profile's own."""
+def _with_wishes(
+    *, name: str, factory: SubjectFactory, recipe: Mapping[str, Any], about: str
+) -> Target:
+    """A factory may carry the flavours that it speaks, and schedules that fit it better than a
+    profile's own.
+    """
     flavours = getattr(factory, "flavours", None)
     return Target(
         name=name,
@@ -185,8 +247,11 @@ def _module(name: str, option: str) -> Any:
     except ModuleNotFoundError as error:
         if error.name is not None and (name == error.name or name.startswith(f"{error.name}.")):
             raise UsageError(
-                f"There is no module {error.name!r}: {option} is looked for in the current folder and among what is installed."
+                f"There is no module {error.name!r}: {option} is looked for in the current folder"
+                " and among what is installed."
             ) from error
-        raise UsageError(f"{name} cannot be imported: it needs {error.name!r}, which is not installed here.") from error
+        raise UsageError(
+            f"{name} cannot be imported: it needs {error.name!r}, which is not installed here."
+        ) from error
     except BaseException as error:  # a script that exits where it should be imported would end the run as if all were well
         raise UsageError(f"{name} cannot be imported: {told(error)}.") from error

@@ -1,7 +1,8 @@
 """Jobs: targets judged one after the other, or side by side in processes of their own.
 
-A worker makes its subjects from their recipes, as ``rollproof replay`` does, so nothing of a subject crosses a process.
-Workers are fresh interpreters: no state of the parent's reaches what they judge, and a verdict does not depend on their number.
+A worker makes its subjects from their recipes, as ``rollproof replay`` does, so nothing of a
+subject crosses a process. Workers are fresh interpreters: no state of the parent's reaches what
+they judge, and a verdict does not depend on their number.
 """
 
 from __future__ import annotations
@@ -42,7 +43,8 @@ _PARTING = 5.0
 class Settings:
     """How every target of a run is judged.
 
-    ``expected`` maps names of targets to the checks that are known to fail, with reasons, ``ways`` to how they are known to.
+    ``expected`` maps names of targets to the checks that are known to fail, with reasons, ``ways``
+    to how they are known to.
     """
 
     profile: str
@@ -60,11 +62,18 @@ def processors() -> int:
     return len(affinity(0)) if affinity is not None else os.cpu_count() or 1
 
 
-def judge_all(targets: Sequence[Target], settings: Settings, progress: Callable[[Progress], None], *, jobs: int) -> list[Report]:
-    """The reports of ``targets``, in their order, by up to ``jobs`` processes at once (1: this one).
+def judge_all(
+    targets: Sequence[Target],
+    settings: Settings,
+    progress: Callable[[Progress], None],
+    *,
+    jobs: int,
+) -> list[Report]:
+    """The reports of ``targets``, in their order, by up to ``jobs`` processes at once (1: this
+    one).
 
-    Raises what judging a target raises, ``SubjectError`` where a worker dies, and ``Interrupted`` with what there is where Ctrl-C
-    ends it. However it ends, no worker is left.
+    Raises what judging a target raises, ``SubjectError`` where a worker dies, and ``Interrupted``
+    with what there is where Ctrl-C ends it. However it ends, no worker is left.
     """
     if min(jobs, len(targets)) <= 1:
         return _one_after_the_other(targets, settings, progress)
@@ -76,13 +85,17 @@ def judge_all(targets: Sequence[Target], settings: Settings, progress: Callable[
     return run.found()
 
 
-def _one_after_the_other(targets: Sequence[Target], settings: Settings, progress: Callable[[Progress], None]) -> list[Report]:
+def _one_after_the_other(
+    targets: Sequence[Target], settings: Settings, progress: Callable[[Progress], None]
+) -> list[Report]:
     reports: list[Report] = []
     for target in targets:
         try:
             reports.append(_judge(target, settings, progress))
         except KeyboardInterrupt as interrupt:
-            raise Interrupted(*reports, *(interrupt.reports if isinstance(interrupt, Interrupted) else ())) from None
+            raise Interrupted(
+                *reports, *(interrupt.reports if isinstance(interrupt, Interrupted) else ())
+            ) from None
     return reports
 
 
@@ -101,7 +114,9 @@ class _SideBySide:
         return [self._reports[number] for number in sorted(self._reports)]
 
     def all(self, settings: Settings, count: int) -> None:
-        """Have every target judged. Ctrl-C asks each worker for what it has found so far, before it goes on to the caller."""
+        """Have every target judged. Ctrl-C asks each worker for what it has found so far, before it
+        goes on to the caller.
+        """
         with _workers(count, settings) as workers:
             for pipe in workers:
                 self._give(pipe)
@@ -131,18 +146,27 @@ class _SideBySide:
                     raise KeyboardInterrupt
 
     def _take(self, pipe: Connection) -> bool:
-        """Read one message of a worker: how far it is, its report, or why there is none; whether it was not interrupted."""
+        """Read one message of a worker: how far it is, its report, or why there is none; whether it
+        was not interrupted.
+        """
         number = self._busy[pipe]
         try:
             message = pipe.recv()
-        except (EOFError, ConnectionError):  # the latter where it died before it read what it was given
+        except (
+            EOFError,
+            ConnectionError,
+        ):  # the latter where it died before it read what it was given
             raise SubjectError(
-                f"The process that judged {self._targets[number].name} died (out of memory, or the subject ended it). "
-                "Run it with `--jobs 1` to see why."
+                f"The process that judged {self._targets[number].name} died (out of memory, or the"
+                " subject ended it). Run it with `--jobs 1` to see why."
             ) from None
         if isinstance(message, Progress):
             share = f" ({message.done}/{message.total})" if message.total else ""
-            self._progress(Progress(done=len(self._reports), total=len(self._targets), what=message.what + share))
+            self._progress(
+                Progress(
+                    done=len(self._reports), total=len(self._targets), what=message.what + share
+                )
+            )
         elif isinstance(message, BaseException):
             raise message
         else:
@@ -167,15 +191,24 @@ class _SideBySide:
 
 
 def _judge(target: Target, settings: Settings, progress: Callable[[Progress], None]) -> Report:
-    """The report of one target. An error names a subject as the command line does, also one that was defined elsewhere."""
+    """The report of one target. An error names a subject as the command line does, also one that
+    was defined elsewhere.
+    """
     try:
         return _judged(target, settings, progress)
     except SubjectError as error:
-        raise SubjectError(str(error).replace(name_of(target.factory), str(target.recipe.get("subject", target.name)))) from error
+        raise SubjectError(
+            str(error).replace(
+                name_of(target.factory), str(target.recipe.get("subject", target.name))
+            )
+        ) from error
 
 
 def _judged(target: Target, settings: Settings, progress: Callable[[Progress], None]) -> Report:
-    expected, ways = dict(settings.expected.get(target.name, {})) or None, settings.ways.get(target.name, {})
+    expected, ways = (
+        dict(settings.expected.get(target.name, {})) or None,
+        settings.ways.get(target.name, {}),
+    )
     if target.about != ROLLOUTS:
         asked = Asked(
             name=target.name,
@@ -197,7 +230,11 @@ def _judged(target: Target, settings: Settings, progress: Callable[[Progress], N
         seed=settings.seed,
         only=settings.only,
         flavours=settings.flavours or target.flavours,
-        cases=target.cases(settings.profile, settings.seed) if own and target.cases is not None else None,
+        cases=(
+            target.cases(settings.profile, settings.seed)
+            if own and target.cases is not None
+            else None
+        ),
         expected=expected,
         ways=ways,
         progress=progress,
@@ -228,8 +265,12 @@ def _workers(count: int, settings: Settings) -> Iterator[dict[Connection, BasePr
 
 
 def _work(pipe: Connection, settings: Settings) -> None:
-    """The life of a worker: recipes in, progress and reports out, until the parent is gone, or wants to hear what there is."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the parent too, which then tells its workers
+    """The life of a worker: recipes in, progress and reports out, until the parent is gone, or
+    wants to hear what there is.
+    """
+    signal.signal(
+        signal.SIGINT, signal.SIG_IGN
+    )  # Ctrl-C reaches the parent too, which then tells its workers
     signal.signal(signal.SIGTERM, _interrupted)
     said = 0.0
 
@@ -265,10 +306,18 @@ def _interrupted(*_: object) -> None:
 def _packed(report: Report) -> tuple[Report, list[dict[str, Any]]]:
     """A report fit for a pipe: checks hold functions, so they travel by id."""
     names = ("verdict", "reason", "exercised", "findings", "found", "kinds", "known", "otherwise")
-    results = [{"check": result.id, **{name: getattr(result, name) for name in names}} for result in report.results]
+    results = [
+        {"check": result.id, **{name: getattr(result, name) for name in names}}
+        for result in report.results
+    ]
     return replace(report, results=()), results
 
 
 def _unpacked(report: Report, results: list[dict[str, Any]]) -> Report:
     registry = default_registry()
-    return replace(report, results=tuple(CheckResult(**{**result, "check": registry[result["check"]]}) for result in results))
+    return replace(
+        report,
+        results=tuple(
+            CheckResult(**{**result, "check": registry[result["check"]]}) for result in results
+        ),
+    )

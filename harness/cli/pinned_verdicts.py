@@ -36,23 +36,31 @@ class Known:
         matrix, version = Matrix.read(first["stack"]), str(first["version"])
         if version not in matrix.pinned:
             raise UsageError(
-                f"--matrix has no verdicts of {matrix.stack} {version}: pinned are {', '.join(matrix.pinned)}. Judge it without --matrix."
+                f"--matrix has no verdicts of {matrix.stack} {version}: pinned are"
+                f" {', '.join(matrix.pinned)}. Judge it without --matrix."
             )
         parts = {name: str(recipe["part"]) for name, recipe in recipes.items()}
         return cls(matrix=matrix, version=version, parts=parts, whole=whole)
 
     @classmethod
     def told(cls, targets: Iterable[Target], reports: Iterable[Report]) -> str | None:
-        """How many of the checks that fail in a run without --matrix are known to, and where that is written; ``None`` where none is."""
+        """How many of the checks that fail in a run without --matrix are known to, and where that
+        is written; ``None`` where none is.
+        """
         try:
             known = cls.of(targets).reasons()
         except UsageError:
             return None
-        count = sum(result.id in known[report.subject] for report in reports for result in report.failed)
+        count = sum(
+            result.id in known[report.subject] for report in reports for result in report.failed
+        )
         if not count:
             return None
         which = "1 of these checks is" if count == 1 else f"{count} of these checks are"
-        return f"note: {which} known to fail in this release (docs/stacks.md); --matrix says which fail otherwise than that"
+        return (
+            f"note: {which} known to fail in this release (docs/stacks.md); --matrix says which"
+            " fail otherwise than that"
+        )
 
     def reasons(self) -> dict[str, dict[str, str]]:
         """By target: the checks that are known to fail, with the reason."""
@@ -70,5 +78,8 @@ class Known:
             said += self.matrix.deviations(self.version, part, outcome, judged)
             canary = report.canary
             if canary is not None and canary.planted is not None and not canary.red:
-                said.append(f"{report.subject}: the canary stayed green ({canary.planted}): its other verdicts cannot be trusted.")
+                said.append(
+                    f"{report.subject}: the canary stayed green ({canary.planted}): its other"
+                    " verdicts cannot be trusted."
+                )
         return said

@@ -24,34 +24,57 @@ __all__ = ["replay"]
 
 
 def replay(
-    file: Annotated[Path, typer.Argument(metavar="FILE", help="A counterexample that rollproof wrote (JSON).")],
+    file: Annotated[
+        Path, typer.Argument(metavar="FILE", help="A counterexample that rollproof wrote (JSON).")
+    ],
     subject: Annotated[
-        str | None, typer.Option("--subject", metavar="MODULE:FACTORY", help="Run this subject instead of the one that the file names.")
+        str | None,
+        typer.Option(
+            "--subject",
+            metavar="MODULE:FACTORY",
+            help="Run this subject instead of the one that the file names.",
+        ),
     ] = None,
-    stack: Annotated[str | None, typer.Option("--stack", metavar="NAME[==VERSION]", help="Run this stack instead.")] = None,
-    part: Annotated[str | None, typer.Option("--part", metavar="NAME", help="The part of the stack to run.")] = None,
+    stack: Annotated[
+        str | None,
+        typer.Option("--stack", metavar="NAME[==VERSION]", help="Run this stack instead."),
+    ] = None,
+    part: Annotated[
+        str | None, typer.Option("--part", metavar="NAME", help="The part of the stack to run.")
+    ] = None,
     json_target: JsonTarget = None,
 ) -> int:
     """Judge a counterexample as recorded, run its case again on the subject, and compare.
 
-    Exit code 1 where a check that failed as recorded fails again (reproduced), only others fail (another fault), or nothing failed as
-    recorded and something does now (new fault); 0 where what failed passes now, 2 where that is not decided.
+    Exit code 1 where a check that failed as recorded fails again (reproduced), only others fail
+    (another fault), or nothing failed as recorded and something does now (new fault); 0 where what
+    failed passes now, 2 where that is not decided.
     """
     output = Output(json_target)
     trace = load_trace(file)
     recorded = judge(trace)
     output.say(
-        f"{file}: {trace.header.subject}, {len(trace.events)} events; failing as recorded: {', '.join(recorded.failed) or 'nothing'}"
+        f"{file}: {trace.header.subject}, {len(trace.events)} events; failing as recorded:"
+        f" {', '.join(recorded.failed) or 'nothing'}"
     )
     if not trace.events:
-        output.say("It holds no events, so nothing could be judged as recorded; what counts is the new run.")
+        output.say(
+            "It holds no events, so nothing could be judged as recorded; what counts is the new"
+            " run."
+        )
     target = _target(trace, subject, stack, part)
     if target is None:
-        output.say("The file does not say how to make its subject: only the recorded trace was judged. Name one with --subject or --stack.")
+        output.say(
+            "The file does not say how to make its subject: only the recorded trace was judged."
+            " Name one with --subject or --stack."
+        )
         outcome = _Outcome(recorded, recorded, rerun=False)
     else:
         if trace.header.case is None:
-            raise UsageError(f"{file} holds no case, so it cannot be run again; `rollproof check {file}` judges it as recorded.")
+            raise UsageError(
+                f"{file} holds no case, so it cannot be run again; `rollproof check {file}` judges"
+                " it as recorded."
+            )
         again = run_again(target.factory, replace(trace.header, recipe=target.recipe))
         outcome = _Outcome(recorded, judge(again), rerun=True)
     output.lines(outcome.lines())
@@ -59,7 +82,9 @@ def replay(
     return output.ended(outcome.exit_code)
 
 
-def _target(trace: Trace, subject: str | None, stack: str | None, part: str | None) -> Target | None:
+def _target(
+    trace: Trace, subject: str | None, stack: str | None, part: str | None
+) -> Target | None:
     if subject is not None and stack is not None:
         raise UsageError("Give --subject or --stack, not both: one run replays on one of them.")
     if subject is not None:
@@ -68,7 +93,10 @@ def _target(trace: Trace, subject: str | None, stack: str | None, part: str | No
     if stack is not None:
         targets = stack_targets(stack, [part] if part else ())[1]
         if len(targets) > 1:
-            raise UsageError(f"{stack} has several parts: say which with --part, among {[target.name for target in targets]}.")
+            raise UsageError(
+                f"{stack} has several parts: say which with --part, among"
+                f" {[target.name for target in targets]}."
+            )
         return targets[0]
     return target_of_recipe(trace.header.recipe) if trace.header.recipe else None
 
@@ -81,13 +109,17 @@ class _Outcome:
 
     @property
     def verdict(self) -> str:
-        """``reproduced``, ``another fault``, ``new fault`` (nothing failed as recorded), ``fixed``, or ``undecided``."""
+        """``reproduced``, ``another fault``, ``new fault`` (nothing failed as recorded), ``fixed``,
+        or ``undecided``.
+        """
         if set(self.now.failed) & set(self.recorded.failed):
             return "reproduced"
         if self.now.failed:
             return "another fault" if self.recorded.failed else "new fault"
         passed = {result.id for result in self.now.results if result.verdict is Verdict.PASS}
-        return "fixed" if self.recorded.failed and set(self.recorded.failed) <= passed else "undecided"
+        return (
+            "fixed" if self.recorded.failed and set(self.recorded.failed) <= passed else "undecided"
+        )
 
     @property
     def exit_code(self) -> int:
@@ -100,11 +132,22 @@ class _Outcome:
         }[self.verdict]
 
     def report(self, trace: Trace) -> Report:
-        return Report(subject=trace.header.subject, profile=trace.header.profile, seed=trace.header.seed, results=self.now.results, cases=1)
+        return Report(
+            subject=trace.header.subject,
+            profile=trace.header.profile,
+            seed=trace.header.seed,
+            results=self.now.results,
+            cases=1,
+        )
 
     def to_dict(self, trace: Trace) -> dict[str, Any]:
         """The JSON report of the new run, and how it compares."""
-        comparison = {"verdict": self.verdict, "rerun": self.rerun, "recorded": list(self.recorded.failed), "now": list(self.now.failed)}
+        comparison = {
+            "verdict": self.verdict,
+            "rerun": self.rerun,
+            "recorded": list(self.recorded.failed),
+            "now": list(self.now.failed),
+        }
         return {**self.report(trace).to_dict(), "replay": comparison}
 
     def lines(self) -> list[Line]:
@@ -115,9 +158,23 @@ class _Outcome:
                 found += check_lines(check)
             elif check["id"] in self.recorded.failed:
                 style = Style.GOOD if check["verdict"] == "pass" else Style.DOUBT
-                found.append((style, f"  {check['id']} failed as recorded; now: {check['verdict']} {check['reason']}".rstrip()))
+                found.append(
+                    (
+                        style,
+                        f"  {check['id']} failed as recorded; now: {check['verdict']}"
+                        f" {check['reason']}".rstrip(),
+                    )
+                )
         style = {"fixed": Style.GOOD, "undecided": Style.DOUBT}.get(self.verdict, Style.BAD)
-        return [*found, (style, f"{self.verdict}{'' if self.rerun else ' (judged as recorded, not run again)'}")]
+        return [
+            *found,
+            (
+                style,
+                f"{self.verdict}{'' if self.rerun else ' (judged as recorded, not run again)'}",
+            ),
+        ]
 
     def _checks(self) -> list[dict[str, Any]]:
-        return list(Report(subject="", profile="", seed=0, results=self.now.results).to_dict()["checks"])
+        return list(
+            Report(subject="", profile="", seed=0, results=self.now.results).to_dict()["checks"]
+        )

@@ -1,6 +1,8 @@
-"""Streams: standard output and error as a command finds them: closed, on a full disk, in an encoding that lacks characters.
+"""Streams: standard output and error as a command finds them: closed, on a full disk, in an
+encoding that lacks characters.
 
-None of that changes a verdict: what cannot be shown is dropped, and why is kept for whoever must know.
+None of that changes a verdict: what cannot be shown is dropped, and why is kept for whoever must
+know.
 """
 
 from __future__ import annotations
@@ -15,7 +17,9 @@ __all__ = ["open_streams", "stdout_failure"]
 
 
 class _Dropping(io.FileIO):
-    """A file that drops what it cannot write, and keeps the first reason. A reader that went away is another matter."""
+    """A file that drops what it cannot write, and keeps the first reason. A reader that went away
+    is another matter.
+    """
 
     failure: str | None = None
 
@@ -34,8 +38,8 @@ class _Dropping(io.FileIO):
 def open_streams() -> None:
     """Replace the standard streams by ones that never fail, but for a pipe that nobody reads.
 
-    A closed one (``>&-``) gets a place to write to: a file opened later would take its number. ``sys.__stdout__`` stays
-    ``None`` then, which tells that it was closed.
+    A closed one (``>&-``) gets a place to write to: a file opened later would take its number.
+    ``sys.__stdout__`` stays ``None`` then, which tells that it was closed.
     """
     if sys.stdin is None:
         sys.stdin = Path(os.devnull).open(encoding="utf-8")  # noqa: SIM115 - it stays open as long as the process runs
@@ -46,7 +50,12 @@ def open_streams() -> None:
         elif isinstance(stream, io.TextIOWrapper):
             stream.flush()
             raw = _Dropping(stream.fileno(), "w", closefd=False)
-            text = io.TextIOWrapper(io.BufferedWriter(raw), stream.encoding, "backslashreplace", line_buffering=stream.line_buffering)
+            text = io.TextIOWrapper(
+                io.BufferedWriter(raw),
+                stream.encoding,
+                "backslashreplace",
+                line_buffering=stream.line_buffering,
+            )
             setattr(sys, name, text)
 
 

@@ -20,38 +20,94 @@ if TYPE_CHECKING:
 
 __all__ = ["serve"]
 
-_ROUTES: Mapping[str, Sequence[str]] = {"sglang": ("int32", "compact"), "vllm": ("npy", "described")}
+_ROUTES: Mapping[str, Sequence[str]] = {
+    "sglang": ("int32", "compact"),
+    "vllm": ("npy", "described"),
+}
 """The forms in which each server writes routes."""
 
 
 def serve(
-    face: Annotated[str, typer.Option("--as", metavar="sglang|vllm", help="Whose HTTP face the server has.")],
-    port: Annotated[int, typer.Option("--port", metavar="N", help="Port on 127.0.0.1; 0: a free one, which is told.")] = 0,
+    face: Annotated[
+        str, typer.Option("--as", metavar="sglang|vllm", help="Whose HTTP face the server has.")
+    ],
+    port: Annotated[
+        int,
+        typer.Option(
+            "--port", metavar="N", help="Port on 127.0.0.1; 0: a free one, which is told."
+        ),
+    ] = 0,
     flavour: Annotated[
-        str | None, typer.Option("--flavour", metavar="NAME", help="Release whose conventions hold; default: the newest.")
+        str | None,
+        typer.Option(
+            "--flavour", metavar="NAME", help="Release whose conventions hold; default: the newest."
+        ),
     ] = None,
-    layers: Annotated[int, typer.Option("--layers", min=1, help="Layers of the model; all are mixtures of experts.")] = 3,
+    layers: Annotated[
+        int,
+        typer.Option("--layers", min=1, help="Layers of the model; all are mixtures of experts."),
+    ] = 3,
     experts: Annotated[int, typer.Option("--experts", min=2, help="Experts a layer.")] = 8,
     top_k: Annotated[int, typer.Option("--top-k", min=1, help="Experts a token.")] = 2,
     vocab: Annotated[int, typer.Option("--vocab", min=8, help="Size of the vocabulary.")] = 512,
     seed: Annotated[int, typer.Option("--seed", metavar="N", help="Seed of the coded policy.")] = 0,
-    step: Annotated[float, typer.Option("--step", metavar="SECONDS", min=0.0, max=3600.0, help="Duration of one engine step.")] = 0.001,
-    workers: Annotated[int, typer.Option("--workers", min=1, max=64, help="With more than one: as many servers, and a router before.")] = 1,
+    step: Annotated[
+        float,
+        typer.Option(
+            "--step", metavar="SECONDS", min=0.0, max=3600.0, help="Duration of one engine step."
+        ),
+    ] = 0.001,
+    workers: Annotated[
+        int,
+        typer.Option(
+            "--workers",
+            min=1,
+            max=64,
+            help="With more than one: as many servers, and a router before.",
+        ),
+    ] = 1,
     router: Annotated[
-        str | None, typer.Option("--router", metavar="gateway|slime", help="Whose router stands before several; default: gateway.")
+        str | None,
+        typer.Option(
+            "--router",
+            metavar="gateway|slime",
+            help="Whose router stands before several; default: gateway.",
+        ),
     ] = None,
-    incremental: Annotated[bool, typer.Option("--incremental", help="SGLang: stream only what is new.")] = False,
+    incremental: Annotated[
+        bool, typer.Option("--incremental", help="SGLang: stream only what is new.")
+    ] = False,
     routes: Annotated[
-        str | None, typer.Option("--routes", metavar="FORM", help="Form of routes: int32, compact (SGLang); npy, described (vLLM).")
+        str | None,
+        typer.Option(
+            "--routes",
+            metavar="FORM",
+            help="Form of routes: int32, compact (SGLang); npy, described (vLLM).",
+        ),
     ] = None,
-    fault_plan: Annotated[Path | None, typer.Option("--fault-plan", metavar="FILE", help="What goes wrong: TOML or JSON.")] = None,
+    fault_plan: Annotated[
+        Path | None,
+        typer.Option("--fault-plan", metavar="FILE", help="What goes wrong: TOML or JSON."),
+    ] = None,
     contract: Annotated[
-        Path | None, typer.Option("--contract", metavar="FILE", help="What the stack promises (TOML or JSON), so that samples can be told.")
+        Path | None,
+        typer.Option(
+            "--contract",
+            metavar="FILE",
+            help="What the stack promises (TOML or JSON), so that samples can be told.",
+        ),
     ] = None,
-    trace: Annotated[Path | None, typer.Option("--trace", metavar="FILE", help="Write the trace here, for `rollproof check`.")] = None,
+    trace: Annotated[
+        Path | None,
+        typer.Option(
+            "--trace", metavar="FILE", help="Write the trace here, for `rollproof check`."
+        ),
+    ] = None,
     quiet: Annotated[bool, typer.Option("--quiet", help="No access log.")] = False,
 ) -> int:
-    """Serve a fake engine on loopback until Ctrl-C: coded values, and the endpoints that reinforcement-learning stacks use."""
+    """Serve a fake engine on loopback until Ctrl-C: coded values, and the endpoints that
+    reinforcement-learning stacks use.
+    """
     from rollproof.fakes.engine.flavours import FLAVOURS
     from rollproof.fakes.http.engine_backend import Backing, RoutesForm, ServeOptions
     from rollproof.fakes.http.fault_plan import FaultPlan
@@ -63,16 +119,29 @@ def serve(
         raise UsageError(f"No face is named {face!r}; choose one of {list(FACES)}.")
     if top_k > experts:
         raise UsageError(f"--top-k {top_k} exceeds --experts {experts}.")
-    _one_of("--flavour", flavour, [name for name in FLAVOURS if name.partition("-")[0] == face], face)
+    _one_of(
+        "--flavour", flavour, [name for name in FLAVOURS if name.partition("-")[0] == face], face
+    )
     _one_of("--routes", routes, _ROUTES[face], face)
     _one_of("--router", router, list(RouterKind), face)
     if router is not None and workers == 1:
-        raise UsageError("--router needs --workers N with more than one: a router stands before several servers.")
+        raise UsageError(
+            "--router needs --workers N with more than one: a router stands before several servers."
+        )
     if incremental and face != "sglang":
-        raise UsageError("--incremental is SGLang's (incremental_streaming_output): vLLM streams only what is new anyway.")
+        raise UsageError(
+            "--incremental is SGLang's (incremental_streaming_output): vLLM streams only what is"
+            " new anyway."
+        )
     if trace is not None and trace.exists():
         raise UsageError(f"--trace {trace} exists: name a new file, or remove it before.")
-    model = Model(num_layers=layers, moe_layers=tuple(range(layers)), num_experts=experts, top_k=top_k, vocab=vocab)
+    model = Model(
+        num_layers=layers,
+        moe_layers=tuple(range(layers)),
+        num_experts=experts,
+        top_k=top_k,
+        vocab=vocab,
+    )
     options = ServeOptions(
         flavour=flavour or FACES[face][1],
         model=model,
@@ -85,14 +154,21 @@ def serve(
     plan = None if fault_plan is None else FaultPlan.from_file(fault_plan)
     for action in () if plan is None else plan.actions:
         if action.server is not None:
-            _one_of(f"{fault_plan}: server", action.server, [f"s{number}" for number in range(workers)], f"{face} --workers {workers}")
+            _one_of(
+                f"{fault_plan}: server",
+                action.server,
+                [f"s{number}" for number in range(workers)],
+                f"{face} --workers {workers}",
+            )
     header = Backing.header(options)
     listening = [bound_socket(port)]
     with nullcontext() if trace is None else TraceWriter(trace, header) as writer:
         if workers > 1:
             listening += [bound_socket() for _ in range(workers)]
         for number, sock in enumerate(listening):
-            what = f"{face}" if workers == 1 else "router" if not number else f"{face} s{number - 1}"
+            what = (
+                f"{face}" if workers == 1 else "router" if not number else f"{face} s{number - 1}"
+            )
             typer.echo(f"{what} on http://127.0.0.1:{sock.getsockname()[1]}", err=True)
         done = serve_forever(
             face,
@@ -110,11 +186,16 @@ def serve(
 
 def _one_of(option: str, given: str | None, known: Sequence[str], face: str) -> None:
     if given is not None and given not in known:
-        raise UsageError(f"{option} {given} cannot be had with --as {face}: choose one of {[str(one) for one in known]}.")
+        raise UsageError(
+            f"{option} {given} cannot be had with --as {face}: choose one of"
+            f" {[str(one) for one in known]}."
+        )
 
 
 def _contract(path: Path, model: Model) -> Contract:
-    """The contract of the file, which must be about the served ``model``: else every sample would be blamed for its sizes."""
+    """The contract of the file, which must be about the served ``model``: else every sample would
+    be blamed for its sizes.
+    """
     from rollproof.core.contract import Contract
 
     try:
@@ -123,8 +204,13 @@ def _contract(path: Path, model: Model) -> Contract:
     except (OSError, ValueError, RecursionError) as error:
         raise UsageError(f"The contract {path} cannot be read: {error}.") from error
     if not isinstance(data, dict):
-        raise UsageError(f"The contract {path} must be an object with the fields of docs/contract.md, not a {type(data).__name__}.")
-    fields: dict[str, Any] = {name: tuple(value) if isinstance(value, list) else value for name, value in data.items()}
+        raise UsageError(
+            f"The contract {path} must be an object with the fields of docs/contract.md, not a"
+            f" {type(data).__name__}."
+        )
+    fields: dict[str, Any] = {
+        name: tuple(value) if isinstance(value, list) else value for name, value in data.items()
+    }
     try:
         promised = Contract(**fields)
     except ContractError as error:
@@ -138,7 +224,8 @@ def _contract(path: Path, model: Model) -> Contract:
     ]
     if other:
         raise UsageError(
-            f"The contract {path} is about another model: {'; '.join(other)}. Start the server with the --layers, --experts and --top-k "
-            "of the contract, or change it: all layers of a served model are mixtures of experts."
+            f"The contract {path} is about another model: {'; '.join(other)}. Start the server with"
+            " the --layers, --experts and --top-k of the contract, or change it: all layers of a"
+            " served model are mixtures of experts."
         )
     return promised

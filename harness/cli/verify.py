@@ -8,7 +8,13 @@ from typing import Annotated, Any
 
 import typer
 
-from rollproof.cli.named_targets import Target, engine_target, references, stack_targets, subject_target
+from rollproof.cli.named_targets import (
+    Target,
+    engine_target,
+    references,
+    stack_targets,
+    subject_target,
+)
 from rollproof.cli.options import JsonTarget, Only, ProfileName, Seed, Verbose, WitnessDir
 from rollproof.cli.output import Meter, Output
 from rollproof.cli.parallel import Settings, judge_all, processors
@@ -27,55 +33,117 @@ __all__ = ["verify"]
 
 def verify(
     stack: Annotated[
-        str | None, typer.Option("--stack", metavar="NAME[==VERSION]", help="Judge a released framework that is installed here.")
+        str | None,
+        typer.Option(
+            "--stack",
+            metavar="NAME[==VERSION]",
+            help="Judge a released framework that is installed here.",
+        ),
     ] = None,
-    part: Annotated[list[str] | None, typer.Option("--part", metavar="NAME", help="Only this part of the stack; may be repeated.")] = None,
+    part: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--part", metavar="NAME", help="Only this part of the stack; may be repeated."
+        ),
+    ] = None,
     checkout: Annotated[
-        Path | None, typer.Option("--checkout", metavar="DIR", help="Checkout of a --stack that no package index has, such as slime.")
+        Path | None,
+        typer.Option(
+            "--checkout",
+            metavar="DIR",
+            help="Checkout of a --stack that no package index has, such as slime.",
+        ),
     ] = None,
-    force: Annotated[bool, typer.Option("--force", help="Judge a version of the --stack that the adapters were not tested with.")] = False,
+    force: Annotated[
+        bool,
+        typer.Option(
+            "--force", help="Judge a version of the --stack that the adapters were not tested with."
+        ),
+    ] = False,
     matrix: Annotated[
         bool,
-        typer.Option("--matrix", help="Expect the verdicts that rollproof knows of this release of the --stack."),
+        typer.Option(
+            "--matrix",
+            help="Expect the verdicts that rollproof knows of this release of the --stack.",
+        ),
     ] = False,
-    subject: Annotated[str | None, typer.Option("--subject", metavar="MODULE:FACTORY", help="Judge a subject of your own.")] = None,
+    subject: Annotated[
+        str | None,
+        typer.Option("--subject", metavar="MODULE:FACTORY", help="Judge a subject of your own."),
+    ] = None,
     replay: Annotated[
-        str | None, typer.Option("--replay", metavar="MODULE:FACTORY", help="Judge a trainer with routing replay of your own.")
+        str | None,
+        typer.Option(
+            "--replay",
+            metavar="MODULE:FACTORY",
+            help="Judge a trainer with routing replay of your own.",
+        ),
     ] = None,
     engine: Annotated[
-        str | None, typer.Option("--engine", metavar="NAME", help="Judge a rollout engine: vllm, sglang (installed here), fake-FLAVOUR.")
+        str | None,
+        typer.Option(
+            "--engine",
+            metavar="NAME",
+            help="Judge a rollout engine: vllm, sglang (installed here), fake-FLAVOUR.",
+        ),
     ] = None,
     model: Annotated[
-        Path | None, typer.Option("--model", metavar="PATH", help="MoE checkpoint for --engine; default: a tiny random one.")
+        Path | None,
+        typer.Option(
+            "--model",
+            metavar="PATH",
+            help="MoE checkpoint for --engine; default: a tiny random one.",
+        ),
     ] = None,
     flavour: Annotated[
-        list[str] | None, typer.Option("--flavour", metavar="NAME", help="Only this engine flavour; may be repeated.")
+        list[str] | None,
+        typer.Option(
+            "--flavour", metavar="NAME", help="Only this engine flavour; may be repeated."
+        ),
     ] = None,
     profile: ProfileName = "pr",
     seed: Seed = None,
     only: Only = None,
-    expected: Annotated[Path | None, typer.Option("--expected", metavar="FILE", help="File of expected failures (TOML).")] = None,
-    accept: Annotated[bool, typer.Option("--accept", help="Rewrite the file of expected failures to say what fails now.")] = False,
+    expected: Annotated[
+        Path | None,
+        typer.Option("--expected", metavar="FILE", help="File of expected failures (TOML)."),
+    ] = None,
+    accept: Annotated[
+        bool,
+        typer.Option(
+            "--accept", help="Rewrite the file of expected failures to say what fails now."
+        ),
+    ] = False,
     json_target: JsonTarget = None,
     witness_dir: WitnessDir = Path(".rollproof"),
     verbose: Verbose = False,
     jobs: Annotated[
         int | None,
-        typer.Option("--jobs", "-j", metavar="N", min=1, help="Subjects judged at once; default: as many as there are processors."),
+        typer.Option(
+            "--jobs",
+            "-j",
+            metavar="N",
+            min=1,
+            help="Subjects judged at once; default: as many as there are processors.",
+        ),
     ] = None,
 ) -> int:
-    """Judge a stack's rollout code on fake engines: every abort, resume and weight update of a small scope, then random ones.
+    """Judge a stack's rollout code on fake engines: every abort, resume and weight update of a
+    small scope, then random ones.
 
-    With --engine it judges a rollout engine itself: rows, logprobs and versions against an independent forward.
-    With --replay it judges a trainer: that its routers execute the routes that came with the samples, in every pass and mode.
-    Without any of them it judges the references that rollproof ships (resume managers, a conversion, trainers): all must pass.
+    With --engine it judges a rollout engine itself: rows, logprobs and versions against an
+    independent forward. With --replay it judges a trainer: that its routers execute the routes that
+    came with the samples, in every pass and mode. Without any of them it judges the references that
+    rollproof ships (resume managers, a conversion, trainers): all must pass.
     """
     output = Output(json_target)
     check_folder(witness_dir)
     seed = profile_named(profile).seed_for(seed)
     registry = default_registry()
     listed = _listed(expected, accept=accept)
-    _of_a_stack({"--part": part, "--checkout": checkout, "--force": force, "--matrix": matrix}, stack)
+    _of_a_stack(
+        {"--part": part, "--checkout": checkout, "--force": force, "--matrix": matrix}, stack
+    )
     title, targets = (
         _trainer(replay, stack, subject, engine)
         or _engine(engine, model, stack, subject, flavour)
@@ -88,13 +156,27 @@ def verify(
         seed=seed,
         only=ids,
         flavours=tuple(flavour or ()),
-        expected=known.reasons() if known else {target.name: listed.reasons(target.name) for target in targets} if listed else {},
-        ways=known.ways() if known else {target.name: listed.ways(target.name) for target in targets} if listed else {},
+        expected=(
+            known.reasons()
+            if known
+            else {target.name: listed.reasons(target.name) for target in targets}
+            if listed
+            else {}
+        ),
+        ways=(
+            known.ways()
+            if known
+            else {target.name: listed.ways(target.name) for target in targets}
+            if listed
+            else {}
+        ),
         witness_dir=witness_dir,
     )
     try:
         with Meter() as meter:
-            reports = judge_all(targets, settings, meter, jobs=processors() if jobs is None else jobs)
+            reports = judge_all(
+                targets, settings, meter, jobs=processors() if jobs is None else jobs
+            )
     except Interrupted as interrupt:
         if interrupt.reports:
             found = list(interrupt.reports)
@@ -116,34 +198,47 @@ def verify(
 
 
 def _judging(registry: Registry, targets: list[Target]) -> tuple[str, ...]:
-    """The checks that a run without --only reports: those that judge a kind of subject that is among the targets."""
+    """The checks that a run without --only reports: those that judge a kind of subject that is
+    among the targets.
+    """
     kinds = {target.about for target in targets}
     return tuple(check.id for check in registry if any(check.judges(kind) for kind in kinds))
 
 
-def _trainer(replay: str | None, stack: str | None, subject: str | None, engine: str | None) -> tuple[str, list[Target]] | None:
+def _trainer(
+    replay: str | None, stack: str | None, subject: str | None, engine: str | None
+) -> tuple[str, list[Target]] | None:
     """The trainer that is named; ``None`` where none is."""
     if replay is None:
         return None
     if stack is not None or subject is not None or engine is not None:
-        raise UsageError("Give --replay, --engine, --stack or --subject: one run judges one of them.")
+        raise UsageError(
+            "Give --replay, --engine, --stack or --subject: one run judges one of them."
+        )
     target = subject_target(replay, "replay", "--replay")
     return target.name, [target]
 
 
 def _engine(
-    engine: str | None, model: Path | None, stack: str | None, subject: str | None, flavours: list[str] | None
+    engine: str | None,
+    model: Path | None,
+    stack: str | None,
+    subject: str | None,
+    flavours: list[str] | None,
 ) -> tuple[str, list[Target]] | None:
     """The engine that is named; ``None`` where none is."""
     if engine is None:
         if model is not None:
-            raise UsageError("--model is the checkpoint that an engine is judged on: give --engine too.")
+            raise UsageError(
+                "--model is the checkpoint that an engine is judged on: give --engine too."
+            )
         return None
     if stack is not None or subject is not None:
         raise UsageError("Give --engine, --stack or --subject: one run judges one of them.")
     if flavours:
         raise UsageError(
-            "--flavour chooses fake engines below a stack: an engine's own flavour is fixed (--engine fake-FLAVOUR is a fake)."
+            "--flavour chooses fake engines below a stack: an engine's own flavour is fixed"
+            " (--engine fake-FLAVOUR is a fake)."
         )
     return engine, [engine_target(engine, None if model is None else str(model))]
 
@@ -156,7 +251,12 @@ def _of_a_stack(options: Mapping[str, object], stack: str | None) -> None:
 
 
 def _targets(
-    stack: str | None, parts: list[str] | None, subject: str | None, *, checkout: Path | None, force: bool
+    stack: str | None,
+    parts: list[str] | None,
+    subject: str | None,
+    *,
+    checkout: Path | None,
+    force: bool,
 ) -> tuple[str, list[Target]]:
     if stack is not None and subject is not None:
         raise UsageError("Give --stack or --subject, not both: one run judges one of them.")
@@ -171,7 +271,10 @@ def _targets(
 def _listed(expected: Path | None, *, accept: bool) -> ExpectedFailures | None:
     if expected is None:
         if accept:
-            raise UsageError("--accept rewrites the file of expected failures: say which one with --expected FILE.")
+            raise UsageError(
+                "--accept rewrites the file of expected failures: say which one with --expected"
+                " FILE."
+            )
         return None
     if accept:
         check_target(expected)
@@ -182,16 +285,29 @@ def _show(output: Output, whole: Report, reports: list[Report], *, verbose: bool
     if len(reports) == 1:
         output.lines(report_lines(whole.to_dict(), verbose=verbose))
         return
-    # Parts tell what is wrong with them; what stayed unknown in all of them, what was exercised and the canary are told once.
+    # Parts tell what is wrong with them; what stayed unknown in all of them, what was exercised and
+    # the canary are told once.
     for report in reports:
         data = report.to_dict()
         if verbose or report.summary["fail"] or report.summary["expected_fail"]:
-            shown = [check for check in data["checks"] if verbose or check["verdict"] in ("fail", "expected fail")]
-            output.lines(report_lines({**data, "checks": shown, "exercised": {}, "canary": {}}, verbose=verbose))
+            shown = [
+                check
+                for check in data["checks"]
+                if verbose or check["verdict"] in ("fail", "expected fail")
+            ]
+            output.lines(
+                report_lines(
+                    {**data, "checks": shown, "exercised": {}, "canary": {}}, verbose=verbose
+                )
+            )
         else:
             output.lines([(Style.PLAIN, f"{report.subject}: {summary_text(data)}")])
     data = whole.to_dict()
-    output.lines(report_lines({**data, "checks": [check for check in data["checks"] if check["verdict"] == "unknown"]}))
+    output.lines(
+        report_lines(
+            {**data, "checks": [check for check in data["checks"] if check["verdict"] == "unknown"]}
+        )
+    )
 
 
 def _json(whole: Report, reports: list[Report], targets: list[Target]) -> dict[str, Any]:
@@ -200,13 +316,19 @@ def _json(whole: Report, reports: list[Report], targets: list[Target]) -> dict[s
     return each[0] if len(each) == 1 else {**whole.to_dict(), "reports": each}
 
 
-def _settle(output: Output, listed: ExpectedFailures | None, reports: list[Report], *, accept: bool) -> bool:
-    """Compare with the file of expected failures, or rewrite it; returns whether it lists what does not fail."""
+def _settle(
+    output: Output, listed: ExpectedFailures | None, reports: list[Report], *, accept: bool
+) -> bool:
+    """Compare with the file of expected failures, or rewrite it; returns whether it lists what does
+    not fail.
+    """
     if listed is None:
         return False
     outcomes = [Outcome.of_report(report.to_dict()) for report in reports]
     if accept:
-        output.lines((Style.PLAIN, f"  expected failures: {text}") for text in listed.accept(outcomes))
+        output.lines(
+            (Style.PLAIN, f"  expected failures: {text}") for text in listed.accept(outcomes)
+        )
         return False
     stale = [text for outcome in outcomes for text in listed.stale(outcome)]
     output.lines((Style.BAD, f"  {text}") for text in stale)

@@ -1,8 +1,8 @@
 """Attribution: whose an engine call is that a recording sees.
 
-A call belongs to the rollout in whose context it is made. Threads of an executor have no context, and a worker that serves several
-rollouts has that of the one that started it: there the tokens decide. Requests that share a prompt cannot always be told apart;
-then nothing is guessed.
+A call belongs to the rollout in whose context it is made. Threads of an executor have no context,
+and a worker that serves several rollouts has that of the one that started it: there the tokens
+decide. Requests that share a prompt cannot always be told apart; then nothing is guessed.
 """
 
 from __future__ import annotations
@@ -42,7 +42,9 @@ CURRENT: ContextVar[Running | None] = ContextVar("rollproof_recorded_request", d
 
 @dataclass(slots=True)
 class _Open:
-    """An open request: what of its sequence is known to have been delivered, and its calls that have no answer yet."""
+    """An open request: what of its sequence is known to have been delivered, and its calls that
+    have no answer yet.
+    """
 
     request: Request
     known: list[int] = field(default_factory=list)
@@ -52,7 +54,9 @@ class _Open:
         return tuple(prompt_ids[: len(self.request.prompt_ids)]) == self.request.prompt_ids
 
     def sends(self, prompt_ids: Sequence[int]) -> bool:
-        """Whether these are the ids that a call of this request sends next, if it sends everything delivered."""
+        """Whether these are the ids that a call of this request sends next, if it sends everything
+        delivered.
+        """
         return list(prompt_ids) == self.known
 
 
@@ -98,24 +102,32 @@ class Owners:
             held.known += token_ids
 
     def of(self, prompt_ids: Sequence[int]) -> tuple[str, ...]:
-        """The request that a call with these ids is of; several where that cannot be told. Raises ``UsageError`` where none fits."""
+        """The request that a call with these ids is of; several where that cannot be told. Raises
+        ``UsageError`` where none fits.
+        """
         sending = [name for name, held in self._open.items() if held.sends(prompt_ids)]
         fitting = [name for name, held in self._open.items() if held.fits(prompt_ids)]
         running = CURRENT.get()
-        current = running.request_id if running is not None and running.request_id in self._open else None
+        current = (
+            running.request_id if running is not None and running.request_id in self._open else None
+        )
         if running is not None and current is not None and (running.place == here() or not fitting):
             return (current,)
         if current is not None and current in fitting:
             rivals = [name for name in sending if name != current]
-            # a task of its own begins with its rollout's first call; later ones may be a twin's, in a context that it inherited
+            # a task of its own begins with its rollout's first call; later ones may be a twin's, in
+            # a context that it inherited
             alone = not rivals or (current in sending and not self._open[current].asked)
             return (current,) if alone else (current, *rivals)
         if not fitting:
             raise UsageError(
-                "An engine call cannot be attributed: no open request's prompt begins its prompt_ids. Record the request first (submit or"
-                " rollout), or give `request_id` in the EngineCall."
+                "An engine call cannot be attributed: no open request's prompt begins its"
+                " prompt_ids. Record the request first (submit or rollout), or give `request_id` in"
+                " the EngineCall."
             )
         if sending:
             return tuple(sending)
         longest = max(len(self._open[name].request.prompt_ids) for name in fitting)
-        return tuple(name for name in fitting if len(self._open[name].request.prompt_ids) == longest)
+        return tuple(
+            name for name in fitting if len(self._open[name].request.prompt_ids) == longest
+        )

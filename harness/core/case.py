@@ -1,7 +1,7 @@
 """Case: one schedule that a fleet of fake engines runs against a subject; JSON in, JSON out.
 
-Actions are triggered by token counts rather than by time ("when request r0 has sampled 3 tokens"), so that a case means
-the same for a stack that sleeps between attempts and for one that does not.
+Actions are triggered by token counts rather than by time ("when request r0 has sampled 3 tokens"),
+so that a case means the same for a stack that sleeps between attempts and for one that does not.
 """
 
 from __future__ import annotations
@@ -42,7 +42,9 @@ class ActionKind(StrEnum):
     KILL = "kill"
     """``server`` dies with everything it runs; callers see an error. It revives after ``steps``."""
     LOSE_REPLY = "lose-reply"
-    """The reply of the triggering call never reaches its caller; the connection errors after ``steps``."""
+    """The reply of the triggering call never reaches its caller; the connection errors after
+    ``steps``.
+    """
     DUPLICATE_REPLY = "duplicate-reply"
     """The reply of the triggering call is delivered twice (the second to whoever listens)."""
     LATE_REPLY = "late-reply"
@@ -57,9 +59,10 @@ class ActionKind(StrEnum):
 class Trigger:
     """When an action fires: once ``request`` has sampled ``tokens`` tokens over all its calls.
 
-    0 means at its next admission, before that call's first token. ``queued=True`` fires while the call waits in the
-    queue, before admission. ``race=True`` fires after the token was sampled but before the engine looked whether the
-    call is finished: on the last token, the action wins over the natural end.
+    0 means at its next admission, before that call's first token. ``queued=True`` fires while the
+    call waits in the queue, before admission. ``race=True`` fires after the token was sampled but
+    before the engine looked whether the call is finished: on the last token, the action wins over
+    the natural end.
     """
 
     request: str
@@ -80,7 +83,9 @@ class Action:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Model:
-    """Size of the model that the coded policy stands for; the source of the contract's route fields."""
+    """Size of the model that the coded policy stands for; the source of the contract's route
+    fields.
+    """
 
     num_layers: int = 3
     moe_layers: tuple[int, ...] = (0, 1, 2)
@@ -92,13 +97,22 @@ class Model:
 
     @property
     def sizes(self) -> Mapping[str, Any]:
-        """The fields of a ``Contract`` that follow from the model: ``Contract(**model.sizes, ...)``."""
-        return {"num_layers": self.num_layers, "moe_layers": self.moe_layers, "num_experts": self.num_experts, "top_k": self.top_k}
+        """The fields of a ``Contract`` that follow from the model: ``Contract(**model.sizes,
+        ...)``.
+        """
+        return {
+            "num_layers": self.num_layers,
+            "moe_layers": self.moe_layers,
+            "num_experts": self.num_experts,
+            "top_k": self.top_k,
+        }
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class EngineOptions:
-    """Options of every fake engine of the fleet. Times are in virtual seconds; one engine step takes ``step``."""
+    """Options of every fake engine of the fleet. Times are in virtual seconds; one engine step
+    takes ``step``.
+    """
 
     max_batch: int = 8
     step: float = 1.0
@@ -110,10 +124,12 @@ class EngineOptions:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Case:
-    """Requests, actions, engine options and a seed: everything that determines a run, byte for byte.
+    """Requests, actions, engine options and a seed: everything that determines a run, byte for
+    byte.
 
-    ``arrivals`` are virtual seconds, one per request. ``pause_mode`` and ``clear_cache`` are what the default weight
-    sync uses; ``partial`` says whether partial rollout is on. Raises ``CaseError`` on contradictions.
+    ``arrivals`` are virtual seconds, one per request. ``pause_mode`` and ``clear_cache`` are what
+    the default weight sync uses; ``partial`` says whether partial rollout is on. Raises
+    ``CaseError`` on contradictions.
     """
 
     flavour: str
@@ -135,30 +151,60 @@ class Case:
         names = [request.request_id for request in self.requests]
         if not names or len(set(names)) != len(names):
             raise CaseError(f"A case needs requests with distinct ids, not {names}.")
-        if len({(request.prompt_ids, request.group) for request in self.requests if request.group is None}) < sum(
-            r.group is None for r in self.requests
-        ):
-            raise CaseError("Two requests of a case share a prompt: give them the same group, or different prompts.")
+        if len(
+            {
+                (request.prompt_ids, request.group)
+                for request in self.requests
+                if request.group is None
+            }
+        ) < sum(r.group is None for r in self.requests):
+            raise CaseError(
+                "Two requests of a case share a prompt: give them the same group, or different"
+                " prompts."
+            )
         if self.arrivals and len(self.arrivals) != len(names):
-            raise CaseError(f"{len(names)} requests need {len(names)} arrivals, not {len(self.arrivals)}.")
+            raise CaseError(
+                f"{len(names)} requests need {len(names)} arrivals, not {len(self.arrivals)}."
+            )
         late = [time for time in (self.deadline, *self.arrivals) if not _seconds(time)]
         if late or not self.deadline > 0:
             raise CaseError(
-                f"deadline={self.deadline!r} and arrivals={list(self.arrivals)[:9]!r} must be virtual seconds from 0 to {_LONGEST:g}, the "
-                "deadline above 0: beyond, a correct subject would seem to hang."
+                f"deadline={self.deadline!r} and arrivals={list(self.arrivals)[:9]!r} must be"
+                f" virtual seconds from 0 to {_LONGEST:g}, the deadline above 0: beyond, a correct"
+                " subject would seem to hang."
             )
-        budgets = [(request.request_id, request.max_tokens) for request in self.requests if (request.max_tokens or 0) > _MOST_TOKENS]
+        budgets = [
+            (request.request_id, request.max_tokens)
+            for request in self.requests
+            if (request.max_tokens or 0) > _MOST_TOKENS
+        ]
         if budgets:
-            raise CaseError(f"Request {budgets[0][0]!r} asks for {budgets[0][1]} tokens; a case holds at most {_MOST_TOKENS:,} a request.")
+            raise CaseError(
+                f"Request {budgets[0][0]!r} asks for {budgets[0][1]} tokens; a case holds at most"
+                f" {_MOST_TOKENS:,} a request."
+            )
         if not _whole(self.servers, 1, 256):
             raise CaseError(f"servers={self.servers!r} must be a whole number from 1 to 256.")
-        sizes = {"max_batch": self.engine.max_batch, "prefill_chunk": self.engine.prefill_chunk, "kv_tokens": self.engine.kv_tokens}
-        wrong = [f"engine.{name}={value!r}" for name, value in sizes.items() if value is not None and not _whole(value, 1, 1 << 31)]
+        sizes = {
+            "max_batch": self.engine.max_batch,
+            "prefill_chunk": self.engine.prefill_chunk,
+            "kv_tokens": self.engine.kv_tokens,
+        }
+        wrong = [
+            f"engine.{name}={value!r}"
+            for name, value in sizes.items()
+            if value is not None and not _whole(value, 1, 1 << 31)
+        ]
         if wrong or not isinstance(self.engine.step, int | float):
-            raise CaseError(f"{', '.join(wrong) or f'engine.step={self.engine.step!r}'} must be a whole number of at least 1.")
+            raise CaseError(
+                f"{', '.join(wrong) or f'engine.step={self.engine.step!r}'} must be a whole number"
+                " of at least 1."
+            )
         stray = sorted({action.when.request for action in self.actions} - set(names))
         if stray:
-            raise CaseError(f"Actions are triggered by requests {stray} that the case does not have.")
+            raise CaseError(
+                f"Actions are triggered by requests {stray} that the case does not have."
+            )
 
     def to_dict(self) -> dict[str, Any]:
         """JSON-ready form; ``from_dict`` is its inverse."""
@@ -166,7 +212,9 @@ class Case:
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> Self:
-        """Read what ``to_dict`` wrote. Raises ``CaseError`` on unknown, missing or ill-typed fields."""
+        """Read what ``to_dict`` wrote. Raises ``CaseError`` on unknown, missing or ill-typed
+        fields.
+        """
         try:
             values = dict(data)
             for name in ("requests", "actions"):
@@ -203,12 +251,18 @@ def _names(kind: type[Any]) -> tuple[str, ...]:
 
 
 def _plain(value: Any) -> Any:
-    """JSON-ready form of a field. ``dataclasses.asdict`` copies every leaf, which costs more than running a small case."""
+    """JSON-ready form of a field. ``dataclasses.asdict`` copies every leaf, which costs more than
+    running a small case.
+    """
     kind = type(value)
     if kind in _LEAVES:
         return value
     if kind is tuple:
-        return [_plain(item) for item in value] if value and not isinstance(value[0], int | float) else list(value)
+        return (
+            [_plain(item) for item in value]
+            if value and not isinstance(value[0], int | float)
+            else list(value)
+        )
     if kind in _RECORDS:
         return {item: _plain(getattr(value, item)) for item in _names(kind)}  # type: ignore[arg-type]  # as above
     return dict(value) if isinstance(value, Mapping) else value
@@ -219,7 +273,12 @@ _LONGEST = 1e7
 _MOST_TOKENS = 1 << 20
 _LEAVES = frozenset({int, str, float, bool, type(None), ActionKind, PauseMode})
 _RECORDS = frozenset({Request, Action, Trigger, Model, EngineOptions})
-_PARTS: Mapping[str, type[Any]] = {"requests": Request, "actions": Action, "model": Model, "engine": EngineOptions}
+_PARTS: Mapping[str, type[Any]] = {
+    "requests": Request,
+    "actions": Action,
+    "model": Model,
+    "engine": EngineOptions,
+}
 
 
 def _read(kind: type[Any], data: Mapping[str, Any]) -> Any:
@@ -229,7 +288,11 @@ def _read(kind: type[Any], data: Mapping[str, Any]) -> Any:
     stray = sorted(set(data) - known)
     if stray:
         raise CaseError(f"{kind.__name__} has no fields {stray}; it has {sorted(known)}.")
-    missing = [item.name for item in fields(kind) if item.name not in data and item.default is MISSING and item.default_factory is MISSING]
+    missing = [
+        item.name
+        for item in fields(kind)
+        if item.name not in data and item.default is MISSING and item.default_factory is MISSING
+    ]
     if missing:
         raise CaseError(f"{kind.__name__} lacks {missing}.")
     values: dict[str, Any] = {name: _tuples(value) for name, value in data.items()}

@@ -1,7 +1,8 @@
 """Contract: what a subject declares about the samples that it hands over.
 
-Engines and stacks differ legitimately. A check never guesses a convention from the data (top-k comes from the model
-config, never from a buffer's size): it reads it here, and a check that a contract rules out is *not applicable*.
+Engines and stacks differ legitimately. A check never guesses a convention from the data (top-k
+comes from the model config, never from a buffer's size): it reads it here, and a check that a
+contract rules out is *not applicable*.
 """
 
 from __future__ import annotations
@@ -37,7 +38,9 @@ class Rows(StrEnum):
     """How many route rows a sample of T = prompt_len + response_len tokens carries."""
 
     ALL = "T"
-    """One row per token; the row of the last sampled token, which was never forwarded, is ``final_row`` filler."""
+    """One row per token; the row of the last sampled token, which was never forwarded, is
+    ``final_row`` filler.
+    """
     FORWARDED = "T-1"
     """One row per forwarded token: what vLLM and SGLang return."""
     CAPTURED_PREFIX = "captured-prefix"
@@ -79,8 +82,9 @@ class Provenance(StrEnum):
     """Which forward a row of a resumed sample comes from."""
 
     AS_SAMPLED = "as-sampled"
-    """A row keeps the version of the forward that first computed it (behaviour policy). The row of the last token of
-    a segment is computed by the next segment: row version = version of the token that the row's forward predicted."""
+    """A row keeps the version of the forward that first computed it (behaviour policy). The row of
+    the last token of a segment is computed by the next segment: row version = version of the token
+    that the row's forward predicted."""
     LATEST_PREFILL = "latest-prefill"
     """All rows come from the last call, which prefilled the whole sequence anew."""
 
@@ -92,8 +96,9 @@ class Versions(StrEnum):
     SAMPLE = "sample"
     MIN_MAX = "min-max"
     BOUNDS = "bounds"
-    """A minimum and a maximum that enclose the versions that sampled the tokens, and may be wider: counters of the trainer's side, read
-    when the rollout began and when it ended (prime-rl's ``PolicySpan``)."""
+    """A minimum and a maximum that enclose the versions that sampled the tokens, and may be wider:
+    counters of the trainer's side, read when the rollout began and when it ended (prime-rl's
+    ``PolicySpan``)."""
     CALL = "call"
     SPAN = "span"
     TOKEN = "token"
@@ -153,28 +158,41 @@ class PartialOff(StrEnum):
     """It is handed over with finish reason ``abort``."""
 
 
-_ROUTE_FIELDS = ("final_row", "layer_axis", "num_layers", "moe_layers", "num_experts", "top_k", "filler", "dtype", "provenance")
+_ROUTE_FIELDS = (
+    "final_row",
+    "layer_axis",
+    "num_layers",
+    "moe_layers",
+    "num_experts",
+    "top_k",
+    "filler",
+    "dtype",
+    "provenance",
+)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Contract:
     """The declared conventions of a subject; frozen, and complete or refused.
 
-    Fields about routes are required unless ``rows`` is ``none``. Raises ``ContractError``, listing every problem at
-    once, when a required field is missing, a value is not one of the valid ones, or two fields contradict each other.
+    Fields about routes are required unless ``rows`` is ``none``. Raises ``ContractError``, listing
+    every problem at once, when a required field is missing, a value is not one of the valid ones,
+    or two fields contradict each other.
 
-    ``moe_layers`` are global layer indexes, ascending; ``dtype`` is a numpy name such as ``"uint8"``, or several
-    joined by ``|`` where the engine chooses by expert count. One that is too narrow for ``num_experts`` may be
-    declared: it holds some ids, and is what a faulty stack hands over (verl #5240), which ``routes.dtype`` then
-    reports of its samples; a refused contract would hide the fault behind a misuse. A filler that no value of the
-    type can be is refused. ``multi_turn`` says that the subject drives ``Request.turns``: it appends the
-    environment's tokens after each natural end of the model's turn; ``multimodal`` that it hands ``Request.media`` on
-    to the engines; ``sampling`` whether it does so with ``Request.sampling`` (``None``: not declared, so that a
-    parameter which reaches no engine is unknown). ``max_staleness`` bounds the versions between the newest published
-    weights and those that sampled a delivered token (``None``: no promise). ``tag_read`` is declared by engines whose
-    one label a reply need not name weights that sampled a token of it (``None``: it must). ``engine`` holds the terms
-    of an engine's calls where the subject is one, ``replay`` those of a trainer with routing replay
-    (``rollproof.core.trainer_contract`` makes the contract of one).
+    ``moe_layers`` are global layer indexes, ascending; ``dtype`` is a numpy name such as
+    ``"uint8"``, or several joined by ``|`` where the engine chooses by expert count. One that is
+    too narrow for ``num_experts`` may be declared: it holds some ids, and is what a faulty stack
+    hands over (verl #5240), which ``routes.dtype`` then reports of its samples; a refused contract
+    would hide the fault behind a misuse. A filler that no value of the type can be is refused.
+    ``multi_turn`` says that the subject drives ``Request.turns``: it appends the environment's
+    tokens after each natural end of the model's turn; ``multimodal`` that it hands
+    ``Request.media`` on to the engines; ``sampling`` whether it does so with ``Request.sampling``
+    (``None``: not declared, so that a parameter which reaches no engine is unknown).
+    ``max_staleness`` bounds the versions between the newest published weights and those that
+    sampled a delivered token (``None``: no promise). ``tag_read`` is declared by engines whose one
+    label a reply need not name weights that sampled a token of it (``None``: it must). ``engine``
+    holds the terms of an engine's calls where the subject is one, ``replay`` those of a trainer
+    with routing replay (``rollproof.core.trainer_contract`` makes the contract of one).
     """
 
     rows: Rows
@@ -218,7 +236,9 @@ class Contract:
 
     @property
     def route_layers(self) -> int:
-        """Length of the layer axis of ``routes``. Raises ``ContractError`` where the subject returns none."""
+        """Length of the layer axis of ``routes``. Raises ``ContractError`` where the subject
+        returns none.
+        """
         if self.num_layers is None or self.moe_layers is None:
             raise ContractError("This contract declares rows='none', so routes have no layer axis.")
         return self.num_layers if self.layer_axis is LayerAxis.ALL else len(self.moe_layers)
@@ -256,7 +276,9 @@ class Contract:
         known = {field.name for field in fields(cls)}
         unknown = sorted(set(data) - known)
         if unknown:
-            raise ContractError(f"Unknown contract fields {unknown}; valid fields are {sorted(known)}.")
+            raise ContractError(
+                f"Unknown contract fields {unknown}; valid fields are {sorted(known)}."
+            )
         values = dict(data)
         if isinstance(values.get("moe_layers"), list):
             values["moe_layers"] = tuple(values["moe_layers"])
@@ -268,7 +290,8 @@ class Contract:
             return cls(**values)
         except TypeError as error:
             raise ContractError(
-                f"The contract is incomplete: {error}. Required: rows, resume, versions, logprobs, abort_surfaces, kv_policy."
+                f"The contract is incomplete: {error}. Required: rows, resume, versions, logprobs,"
+                " abort_surfaces, kv_policy."
             ) from error
 
     def _coerce(self) -> list[str]:
@@ -281,7 +304,10 @@ class Contract:
             try:
                 object.__setattr__(self, name, kind(value))
             except ValueError:
-                problems.append(f"{name}={value!r} is not valid; choose one of {[str(member) for member in kind]}.")
+                problems.append(
+                    f"{name}={value!r} is not valid; choose one of"
+                    f" {[str(member) for member in kind]}."
+                )
         return problems
 
     def _missing(self) -> list[str]:
@@ -302,22 +328,36 @@ class Contract:
             if getattr(self, name) is None
         ]
         if self.rows is not Rows.NONE:
-            needed = [name for name in _ROUTE_FIELDS if name != "final_row" or self.rows is Rows.ALL]
+            needed = [
+                name for name in _ROUTE_FIELDS if name != "final_row" or self.rows is Rows.ALL
+            ]
             absent = [name for name in needed if getattr(self, name) is None]
             if absent:
                 problems.append(
-                    f"{', '.join(absent)} must be declared when the subject returns routes (sizes come from the model config, never "
-                    "from the data)."
+                    f"{', '.join(absent)} must be declared when the subject returns routes (sizes"
+                    " come from the model config, never from the data)."
                 )
         return problems
 
     def _contradictions(self) -> list[str]:
         problems = []
         if self.max_staleness is not None and not _is_int(self.max_staleness, 0):
-            problems.append(f"max_staleness={self.max_staleness!r} must be a whole number >= 0, or None.")
+            problems.append(
+                f"max_staleness={self.max_staleness!r} must be a whole number >= 0, or None."
+            )
         if not self.has_routes:
             declared = [name for name in _ROUTE_FIELDS if getattr(self, name) is not None]
-            return [*problems, *([f"rows='none' contradicts the declared {declared}: drop them, or declare the rows."] if declared else [])]
+            return [
+                *problems,
+                *(
+                    [
+                        f"rows='none' contradicts the declared {declared}: drop them, or declare"
+                        " the rows."
+                    ]
+                    if declared
+                    else []
+                ),
+            ]
         problems += [
             f"{name}={getattr(self, name)!r} must be a whole number >= 1."
             for name in ("num_layers", "num_experts", "top_k")
@@ -325,24 +365,46 @@ class Contract:
         ]
         if problems:
             return problems
-        assert self.num_layers is not None and self.num_experts is not None and self.top_k is not None and self.moe_layers is not None
+        assert (
+            self.num_layers is not None
+            and self.num_experts is not None
+            and self.top_k is not None
+            and self.moe_layers is not None
+        )
         if self.top_k > self.num_experts:
-            problems.append(f"top_k={self.top_k} exceeds num_experts={self.num_experts}: a token cannot have that many distinct experts.")
-        moe = tuple(self.moe_layers)
-        if not moe or any(not _is_int(layer, 0) or layer >= self.num_layers for layer in moe) or list(moe) != sorted(set(moe)):
             problems.append(
-                f"moe_layers={moe!r} must be ascending, distinct layer indexes below num_layers={self.num_layers}, at least one."
+                f"top_k={self.top_k} exceeds num_experts={self.num_experts}: a token cannot have"
+                " that many distinct experts."
+            )
+        moe = tuple(self.moe_layers)
+        if (
+            not moe
+            or any(not _is_int(layer, 0) or layer >= self.num_layers for layer in moe)
+            or list(moe) != sorted(set(moe))
+        ):
+            problems.append(
+                f"moe_layers={moe!r} must be ascending, distinct layer indexes below"
+                f" num_layers={self.num_layers}, at least one."
             )
         if self.rows is Rows.ALL and self.final_row is Filler.NONE:
-            problems.append("rows='T' needs a final_row filler: the last sampled token was never forwarded.")
+            problems.append(
+                "rows='T' needs a final_row filler: the last sampled token was never forwarded."
+            )
         if self.rows is not Rows.ALL and self.final_row not in (None, Filler.NONE):
-            problems.append(f"final_row={self.final_row!s} contradicts rows={self.rows!s}: only rows='T' has a final filler row.")
+            problems.append(
+                f"final_row={self.final_row!s} contradicts rows={self.rows!s}: only rows='T' has a"
+                " final filler row."
+            )
         unknown = sorted(set(self.dtypes) - set(_INT_DTYPES))
         if unknown:
-            problems.append(f"dtype {unknown} is not an integer type; choose among {list(_INT_DTYPES)}, joined by '|' where several occur.")
+            problems.append(
+                f"dtype {unknown} is not an integer type; choose among {list(_INT_DTYPES)}, joined"
+                " by '|' where several occur."
+            )
         elif all(name.startswith("u") for name in self.dtypes):
             problems += [
-                f"{name}='minus-one' contradicts dtype={self.dtype!r}: no unsigned type holds -1. Declare what really stands there."
+                f"{name}='minus-one' contradicts dtype={self.dtype!r}: no unsigned type holds -1."
+                " Declare what really stands there."
                 for name in ("filler", "final_row")
                 if getattr(self, name) is Filler.MINUS_ONE
             ]
@@ -350,7 +412,9 @@ class Contract:
 
 
 def _complete(init: Callable[..., None]) -> Callable[..., None]:
-    """A constructor that names every missing and unknown field in our own words, where Python stops at the first."""
+    """A constructor that names every missing and unknown field in our own words, where Python stops
+    at the first.
+    """
     known = [field.name for field in fields(Contract)]
     required = [field.name for field in fields(Contract) if field.default is MISSING]
 

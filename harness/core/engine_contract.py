@@ -1,7 +1,8 @@
 """Engine terms: what an engine declares about its calls beyond what the samples show.
 
-Engines differ legitimately in how they pause, abort, stream and refuse. Each difference is a field here, and part of the
-engine's ``Contract``: checks and the conformance driver read it and never ask for an engine's name.
+Engines differ legitimately in how they pause, abort, stream and refuse. Each difference is a field
+here, and part of the engine's ``Contract``: checks and the conformance driver read it and never ask
+for an engine's name.
 """
 
 from __future__ import annotations
@@ -12,11 +13,21 @@ from typing import Any
 
 from rollproof.errors import ContractError
 
-__all__ = ["EngineTerms", "PauseMode", "PausedCalls", "Refusal", "ReplyKey", "RoutesSwitch", "StreamMode"]
+__all__ = [
+    "EngineTerms",
+    "PauseMode",
+    "PausedCalls",
+    "Refusal",
+    "ReplyKey",
+    "RoutesSwitch",
+    "StreamMode",
+]
 
 
 class PauseMode(StrEnum):
-    """What a pause does to the requests in flight (vLLM: abort, wait, keep; SGLang: abort, retract, in_place)."""
+    """What a pause does to the requests in flight (vLLM: abort, wait, keep; SGLang: abort, retract,
+    in_place).
+    """
 
     ABORT = "abort"
     """They end at once with finish reason ``abort`` and what they have."""
@@ -86,13 +97,15 @@ class ReplyKey(StrEnum):
 class EngineTerms:
     """How an engine's calls behave.
 
-    ``max_length``: tokens of prompt and response that a call may have. ``aborts``: calls can be aborted. ``recomputing``: pause modes
-    after which a frozen call's KV is computed anew where the cache was cleared. ``routes_start``: a call may ask for rows from a
-    position on; ``bad_start``: what becomes of a position beyond the prompt. ``zero_budget`` and ``empty_prompt``: what becomes of
-    ``max_tokens=0`` and of a prompt without tokens. ``abort_by_prefix``: aborting ``"1"`` also aborts ``"10"``. ``samples``: one call
-    may sample several times (n > 1). ``seeded``: a call with a seed samples the same tokens again. ``keys_finished``, ``keys_aborted``,
-    ``keys_early`` and ``keys_queued`` are the parts of replies that ended by themselves, were aborted after a token, before the first
-    one, and in the waiting queue: of a call that asked for logprobs and routes.
+    ``max_length``: tokens of prompt and response that a call may have. ``aborts``: calls can be
+    aborted. ``recomputing``: pause modes after which a frozen call's KV is computed anew where the
+    cache was cleared. ``routes_start``: a call may ask for rows from a position on; ``bad_start``:
+    what becomes of a position beyond the prompt. ``zero_budget`` and ``empty_prompt``: what becomes
+    of ``max_tokens=0`` and of a prompt without tokens. ``abort_by_prefix``: aborting ``"1"`` also
+    aborts ``"10"``. ``samples``: one call may sample several times (n > 1). ``seeded``: a call with
+    a seed samples the same tokens again. ``keys_finished``, ``keys_aborted``, ``keys_early`` and
+    ``keys_queued`` are the parts of replies that ended by themselves, were aborted after a token,
+    before the first one, and in the waiting queue: of a call that asked for logprobs and routes.
     """
 
     max_length: int
@@ -115,26 +128,44 @@ class EngineTerms:
     keys_queued: tuple[ReplyKey, ...] = ()
 
     def __post_init__(self) -> None:
-        if isinstance(self.max_length, bool) or not isinstance(self.max_length, int) or self.max_length < 2:
-            raise ContractError(f"max_length={self.max_length!r} must be a whole number of tokens, at least 2.")
+        if (
+            isinstance(self.max_length, bool)
+            or not isinstance(self.max_length, int)
+            or self.max_length < 2
+        ):
+            raise ContractError(
+                f"max_length={self.max_length!r} must be a whole number of tokens, at least 2."
+            )
         for name, kind in _TUPLES.items():
-            object.__setattr__(self, name, tuple(_member(kind, name, value) for value in getattr(self, name)))
+            object.__setattr__(
+                self, name, tuple(_member(kind, name, value) for value in getattr(self, name))
+            )
         for name, kind in _SINGLES.items():
             object.__setattr__(self, name, _member(kind, name, getattr(self, name)))
         stray = set(self.recomputing) - set(self.pause_modes)
         if stray:
-            raise ContractError(f"recomputing names {sorted(stray)}, which are no pause modes of the engine: {list(self.pause_modes)}.")
+            raise ContractError(
+                f"recomputing names {sorted(stray)}, which are no pause modes of the engine:"
+                f" {list(self.pause_modes)}."
+            )
 
     def to_dict(self) -> dict[str, Any]:
         """JSON-ready form: the fields, tuples as lists; ``EngineTerms(**...)`` reads it."""
-        return {field.name: list(value) if isinstance(value := getattr(self, field.name), tuple) else value for field in fields(self)}
+        return {
+            field.name: (
+                list(value) if isinstance(value := getattr(self, field.name), tuple) else value
+            )
+            for field in fields(self)
+        }
 
 
 def _member(kind: type[StrEnum], name: str, value: Any) -> StrEnum:
     try:
         return kind(value)
     except ValueError:
-        raise ContractError(f"{name} holds {value!r}; choose among {[str(member) for member in kind]}.") from None
+        raise ContractError(
+            f"{name} holds {value!r}; choose among {[str(member) for member in kind]}."
+        ) from None
 
 
 _TUPLES: dict[str, type[StrEnum]] = {

@@ -17,11 +17,12 @@ __all__ = ["EngineSettings", "Piece", "Query", "Watch", "WeightUpdate"]
 class EngineSettings:
     """How an engine is started; ``None`` means: as the engine does by itself.
 
-    ``model`` is the folder of a checkpoint, ``version`` the name of its weights and ``label`` the label that the engine shows for them
-    at first. ``dtype`` is that of the forward, ``max_length`` the tokens of prompt and response that a call may have, ``max_batch``
-    the calls that run at once, ``prefill_chunk`` the tokens of prompt computed in one step, ``kv_tokens`` the capacity of the KV
-    cache (of each kind of attention, where layers have several). ``routes`` and ``logprobs_mode`` are engine options; ``extra``
-    holds others by the engine's own names.
+    ``model`` is the folder of a checkpoint, ``version`` the name of its weights and ``label`` the
+    label that the engine shows for them at first. ``dtype`` is that of the forward, ``max_length``
+    the tokens of prompt and response that a call may have, ``max_batch`` the calls that run at
+    once, ``prefill_chunk`` the tokens of prompt computed in one step, ``kv_tokens`` the capacity of
+    the KV cache (of each kind of attention, where layers have several). ``routes`` and
+    ``logprobs_mode`` are engine options; ``extra`` holds others by the engine's own names.
     """
 
     model: Path
@@ -41,11 +42,13 @@ class EngineSettings:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Query:
-    """One call of an engine. ``handle`` is the engine's own name of it, for ``abort``; no handle is the beginning of another.
+    """One call of an engine. ``handle`` is the engine's own name of it, for ``abort``; no handle is
+    the beginning of another.
 
-    ``temperature`` 0 is greedy. ``samples`` asks for n continuations; ``seed`` is the request's own (``None``: the engine's).
-    ``routes_start`` asks for rows from that position on, ``None`` asks for nothing of the kind. The model's end-of-sequence token is
-    ignored: a call ends by its budget.
+    ``temperature`` 0 is greedy. ``samples`` asks for n continuations; ``seed`` is the request's own
+    (``None``: the engine's). ``routes_start`` asks for rows from that position on, ``None`` asks
+    for nothing of the kind. The model's end-of-sequence token is ignored: a call ends by its
+    budget.
     """
 
     handle: str
@@ -64,8 +67,9 @@ class Query:
 class Piece:
     """A part of a streamed reply as the engine sent it.
 
-    ``token_ids`` are those of the chunk (all so far, or the new ones: as its mode says), ``sampled`` counts all tokens so far,
-    ``rows`` the route rows that came with it (``None``: none). ``sample`` is the index of the continuation.
+    ``token_ids`` are those of the chunk (all so far, or the new ones: as its mode says),
+    ``sampled`` counts all tokens so far, ``rows`` the route rows that came with it (``None``:
+    none). ``sample`` is the index of the continuation.
     """
 
     token_ids: tuple[int, ...]
@@ -81,9 +85,11 @@ Watch: TypeAlias = "Callable[[Piece], None]"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class WeightUpdate:
-    """The weights become those of the checkpoint folder ``path``, named ``version``, shown as ``label``.
+    """The weights become those of the checkpoint folder ``path``, named ``version``, shown as
+    ``label``.
 
-    ``identity`` says that the engine has these weights already. ``clear_cache`` asks that no KV of older weights is used after it.
+    ``identity`` says that the engine has these weights already. ``clear_cache`` asks that no KV of
+    older weights is used after it.
     """
 
     path: Path

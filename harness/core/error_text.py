@@ -14,7 +14,9 @@ _LONGEST = 2000
 
 
 def told(error: BaseException) -> str:
-    """``Class: text``, in one line, without a closing period; the class alone where there is no text or it cannot be made."""
+    """``Class: text``, in one line, without a closing period; the class alone where there is no
+    text or it cannot be made.
+    """
     try:
         text = one_line(str(error))
     except Exception:  # noqa: BLE001 - a ``__str__`` of the user's may raise whatever it likes
@@ -26,11 +28,16 @@ def told(error: BaseException) -> str:
 
 
 def told_with_place(error: BaseException) -> str:
-    """As ``told``, with the last line of somebody's own code that the exception came through, such as ``(client.py:31, in generate)``."""
+    """As ``told``, with the last line of somebody's own code that the exception came through, such
+    as ``(client.py:31, in generate)``.
+    """
     for frame, line in reversed(list(traceback.walk_tb(error.__traceback__))):
         package = str(frame.f_globals.get("__name__", "")).partition(".")[0]
         if package != "rollproof" and package not in sys.stdlib_module_names:
-            return f"{told(error)} ({Path(frame.f_code.co_filename).name}:{line}, in {frame.f_code.co_name})"
+            return (
+                f"{told(error)} ({Path(frame.f_code.co_filename).name}:{line}, in"
+                f" {frame.f_code.co_name})"
+            )
     return told(error)
 
 
@@ -38,12 +45,20 @@ _PLACED = re.compile(r"\(([^():]+):\d+, in ([^()]+)\)$")
 
 
 def error_kind(text: str) -> str:
-    """What ``told_with_place`` said, without the words and numbers of this very error: ``TypeError (client.py, in generate)``."""
+    """What ``told_with_place`` said, without the words and numbers of this very error: ``TypeError
+    (client.py, in generate)``.
+    """
     place = _PLACED.search(text)
-    return text.partition(":")[0].partition(" ")[0] + (f" ({place[1]}, in {place[2]})" if place else "")
+    return text.partition(":")[0].partition(" ")[0] + (
+        f" ({place[1]}, in {place[2]})" if place else ""
+    )
 
 
 def one_line(text: str) -> str:
     """``text`` with its lines joined, cut where it is very long."""
     joined = " ".join(text.split())
-    return joined if len(joined) <= _LONGEST else f"{joined[:_LONGEST]}... ({len(joined):,} characters)"
+    return (
+        joined
+        if len(joined) <= _LONGEST
+        else f"{joined[:_LONGEST]}... ({len(joined):,} characters)"
+    )

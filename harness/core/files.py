@@ -1,4 +1,6 @@
-"""Files: text that is written whole or not at all, tried before a run, and kept elsewhere where its place broke meanwhile."""
+"""Files: text that is written whole or not at all, tried before a run, and kept elsewhere where its
+place broke meanwhile.
+"""
 
 from __future__ import annotations
 
@@ -31,12 +33,16 @@ def folder_name(name: str) -> str:
 
 
 def text_bytes(text: str) -> bytes:
-    """``text`` in UTF-8; a lone surrogate, which an error's text may hold, as the escape that Python and JSON write for it."""
+    """``text`` in UTF-8; a lone surrogate, which an error's text may hold, as the escape that
+    Python and JSON write for it.
+    """
     return text.encode("utf-8", "backslashreplace")
 
 
 def read_toml(text: str) -> dict[str, Any]:
-    """What a TOML file says. Raises ``ValueError`` whatever is wrong with it, also a nesting or a number that Python cannot read."""
+    """What a TOML file says. Raises ``ValueError`` whatever is wrong with it, also a nesting or a
+    number that Python cannot read.
+    """
     try:
         return tomllib.loads(text)
     except RecursionError:
@@ -44,7 +50,9 @@ def read_toml(text: str) -> dict[str, Any]:
 
 
 def check_target(path: Path) -> None:
-    """Try, before a long run, whether a file could be written to ``path``. Raises ``UsageError``; nothing is left there."""
+    """Try, before a long run, whether a file could be written to ``path``. Raises ``UsageError``;
+    nothing is left there.
+    """
     try:
         target = target_of(path)
         if target.is_dir():
@@ -58,18 +66,25 @@ def check_target(path: Path) -> None:
 
 
 def check_folder(path: Path) -> None:
-    """Try, before a long run, whether files could be written into ``path``, made if need be. Raises ``UsageError``; leaves nothing."""
+    """Try, before a long run, whether files could be written into ``path``, made if need be. Raises
+    ``UsageError``; leaves nothing.
+    """
     try:
         _try(path)
     except OSError as error:
-        raise UsageError(f"Cannot write into {path}: {error.strerror or error}. Choose a folder that you may write to.") from error
+        raise UsageError(
+            f"Cannot write into {path}: {error.strerror or error}. Choose a folder that you may"
+            " write to."
+        ) from error
 
 
 def write_atomically(path: Path, text: str) -> None:
-    """Write ``text`` (UTF-8) so that a reader, or a killed run, sees the old content or the new, never a part.
+    """Write ``text`` (UTF-8) so that a reader, or a killed run, sees the old content or the new,
+    never a part.
 
-    Missing folders are made, and a link stays one. What is no ordinary file (a pipe, a terminal, ``/dev/stdout``) is written
-    to as it is: replacing it would put a file in the place of a device. Raises ``UsageError`` where the place cannot be written to.
+    Missing folders are made, and a link stays one. What is no ordinary file (a pipe, a terminal,
+    ``/dev/stdout``) is written to as it is: replacing it would put a file in the place of a device.
+    Raises ``UsageError`` where the place cannot be written to.
     """
     try:
         target = target_of(path)
@@ -94,7 +109,9 @@ def write_atomically(path: Path, text: str) -> None:
 
 
 def write_or_keep(path: Path, text: str) -> str | None:
-    """Write as ``write_atomically`` does. Where that fails, ``keep_text``, and return what happened; ``None`` where all is well."""
+    """Write as ``write_atomically`` does. Where that fails, ``keep_text``, and return what
+    happened; ``None`` where all is well.
+    """
     try:
         write_atomically(path, text)
     except UsageError as error:
@@ -103,17 +120,24 @@ def write_or_keep(path: Path, text: str) -> str | None:
 
 
 def keep_text(text: str, name: str) -> str:
-    """Keep ``text`` in the folder for temporary files, in a file called ``name``; returns a sentence that says where."""
+    """Keep ``text`` in the folder for temporary files, in a file called ``name``; returns a
+    sentence that says where.
+    """
     try:
         kept = Path(tempfile.mkdtemp(prefix="rollproof-")) / name
         kept.write_bytes(text_bytes(text))
     except OSError as error:
-        return f"It could not be kept in the folder for temporary files either: {error.strerror or error}."
+        return (
+            "It could not be kept in the folder for temporary files either:"
+            f" {error.strerror or error}."
+        )
     return f"It was kept as {kept}."
 
 
 def target_of(path: Path) -> Path:
-    """Where a link to a file leads, also one into nothing; links to pipes lead to no name. Raises ``OSError``."""
+    """Where a link to a file leads, also one into nothing; links to pipes lead to no name. Raises
+    ``OSError``.
+    """
     try:
         return path if is_special(path) else path.resolve()
     except RuntimeError as error:  # how Python 3.11 and 3.12 tell a link that leads to itself
@@ -126,7 +150,9 @@ def is_special(target: Path) -> bool:
 
 
 def _try(folder: Path) -> None:
-    """Make and drop a nameless file in ``folder``, or in the nearest of its parents that exists. Raises ``OSError``."""
+    """Make and drop a nameless file in ``folder``, or in the nearest of its parents that exists.
+    Raises ``OSError``.
+    """
     place = folder
     while not place.exists() and place != place.parent:
         place = place.parent
@@ -139,4 +165,6 @@ def _try(folder: Path) -> None:
 def _unwritable(path: Path, error: OSError) -> UsageError:
     in_the_way = error.errno == errno.EEXIST  # a file where a folder was to be made
     why = os.strerror(errno.ENOTDIR) if in_the_way else error.strerror or error
-    return UsageError(f"Cannot write {path}: {why}. Choose a file in a folder that you may write to.")
+    return UsageError(
+        f"Cannot write {path}: {why}. Choose a file in a folder that you may write to."
+    )

@@ -9,7 +9,9 @@ __all__ = ["Progress"]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Progress:
-    """``done`` of ``total`` steps are finished (``total`` 0: not known); ``what`` is being worked on."""
+    """``done`` of ``total`` steps are finished (``total`` 0: not known); ``what`` is being worked
+    on.
+    """
 
     done: int
     total: int

@@ -1,7 +1,9 @@
-"""Soundness: whether a record that a user's code made can be judged and stored, told field by field.
+"""Soundness: whether a record that a user's code made can be judged and stored, told field by
+field.
 
-Types, ranks and ranges are refused here, where the method that made the record can be named: beyond, a check would crash on
-them, or the trace could not be written. Lengths that disagree are the stack's, and for the checks to find.
+Types, ranks and ranges are refused here, where the method that made the record can be named:
+beyond, a check would crash on them, or the trace could not be written. Lengths that disagree are
+the stack's, and for the checks to find.
 """
 
 from __future__ import annotations
@@ -34,7 +36,9 @@ _T = TypeVar("_T", bound=Any)
 
 
 def sound_rollout(value: object, where: str) -> Rollout:
-    """The record with arrays of its own: views of a stack's buffers would change with them. Raises ``SubjectError``."""
+    """The record with arrays of its own: views of a stack's buffers would change with them. Raises
+    ``SubjectError``.
+    """
     return _sound(value, Rollout, where)
 
 
@@ -51,7 +55,9 @@ def sound_request(value: object, where: str) -> Request:
 def _sound(value: object, kind: type[_T], where: str) -> _T:
     if not isinstance(value, kind):
         article = "an" if kind.__name__[0] in "AEIOU" else "a"
-        raise SubjectError(f"{where} must return {article} {kind.__name__}, not {_described(value)}.")
+        raise SubjectError(
+            f"{where} must return {article} {kind.__name__}, not {_described(value)}."
+        )
     values: dict[str, Any] = {}
     problems: list[str] = []
     for name in _names(kind):  # type: ignore[arg-type]  # a class is hashable
@@ -60,7 +66,8 @@ def _sound(value: object, kind: type[_T], where: str) -> _T:
             values[name] = _own(name, given, problems)
         elif name in _LISTS and not _are_tokens(given):
             problems.append(
-                f"{name} must be a tuple of ints of 64 bits (rollproof.core.records.as_tokens makes one), not {_described(given)}"
+                f"{name} must be a tuple of ints of 64 bits (rollproof.core.records.as_tokens makes"
+                f" one), not {_described(given)}"
             )
         elif name == "routes_start" and type(given) is int and given < 0:
             problems.append(f"{name} must be a position >= 0, not {show(given)}")
@@ -83,7 +90,9 @@ def _own(name: str, value: Any, problems: list[str]) -> Any:
     """A copy of an array in the type that records hold it in."""
     rank, kinds, called = _SHAPES[name]
     if not isinstance(value, np.ndarray) or value.ndim != rank or value.dtype.kind not in kinds:
-        problems.append(f"{name} must be an array of rank {rank} of {called}, not {_described(value)}")
+        problems.append(
+            f"{name} must be an array of rank {rank} of {called}, not {_described(value)}"
+        )
         return value
     if name == "logprobs":
         if value.dtype.itemsize > 8:

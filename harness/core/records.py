@@ -1,7 +1,8 @@
 """Records of a rollout: what was asked, what an engine answered, what a stack handed over.
 
-Arrays are numpy, indexes count from 0. Absolute positions count over prompt + response; *response indexes* over the
-response alone. All records are frozen and keyword-only, so that fields can be added.
+Arrays are numpy, indexes count from 0. Absolute positions count over prompt + response; *response
+indexes* over the response alone. All records are frozen and keyword-only, so that fields can be
+added.
 """
 
 from __future__ import annotations
@@ -36,7 +37,9 @@ __all__ = [
 
 Scalar: TypeAlias = "int | float | str | bool | None"
 Version: TypeAlias = "int | str | None"
-"""Label of the policy weights. ``None`` is *unknown*: it equals no version, not even another unknown one."""
+"""Label of the policy weights. ``None`` is *unknown*: it equals no version, not even another
+unknown one.
+"""
 IntArray: TypeAlias = "npt.NDArray[np.integer[Any]]"
 LogprobArray: TypeAlias = "npt.NDArray[np.float64]"
 FloatArray: TypeAlias = "npt.NDArray[np.float64]"
@@ -75,11 +78,12 @@ def spread(spans: Sequence[Span], length: int) -> list[Version]:
 class Request:
     """What a caller asks of a stack: one rollout.
 
-    ``max_tokens`` is the budget that the caller states; ``limit`` the one that holds even where the caller states
-    none (the configured response length). ``sampling`` are the other sampling parameters, ``media`` an opaque handle
-    of multimodal input: every attempt must carry both unchanged. ``group`` names requests that share a prompt (n > 1).
-    ``turns`` are the tokens that the environment appends after each natural end of the model's turn, one tuple a turn:
-    a rollout of n + 1 model turns has n of them.
+    ``max_tokens`` is the budget that the caller states; ``limit`` the one that holds even where the
+    caller states none (the configured response length). ``sampling`` are the other sampling
+    parameters, ``media`` an opaque handle of multimodal input: every attempt must carry both
+    unchanged. ``group`` names requests that share a prompt (n > 1). ``turns`` are the tokens that
+    the environment appends after each natural end of the model's turn, one tuple a turn: a rollout
+    of n + 1 model turns has n of them.
     """
 
     request_id: str
@@ -104,10 +108,10 @@ class Request:
 class EngineOutput:
     """What an engine returned for one call, as it showed it.
 
-    ``logprobs`` is ``(tokens,)`` float64 or ``None``; NaN marks a missing one. ``routes`` is ``(rows, layers, top_k)``
-    or ``None``; its row 0 belongs to absolute position ``routes_start``. ``version`` and ``spans`` (over the tokens of
-    this call) are the tags that the engine showed, right or wrong. ``native`` keeps the engine's own spelling of the
-    finish reason.
+    ``logprobs`` is ``(tokens,)`` float64 or ``None``; NaN marks a missing one. ``routes`` is
+    ``(rows, layers, top_k)`` or ``None``; its row 0 belongs to absolute position ``routes_start``.
+    ``version`` and ``spans`` (over the tokens of this call) are the tags that the engine showed,
+    right or wrong. ``native`` keeps the engine's own spelling of the finish reason.
     """
 
     token_ids: tuple[int, ...]
@@ -126,12 +130,14 @@ class EngineOutput:
 class Rollout:
     """A finished sample as the stack hands it to its trainer.
 
-    ``response_ids`` holds sampled tokens and, in multi-turn rollouts, tokens of the environment (``loss_mask`` 0).
-    ``logprobs`` is ``(response,)`` float64 with NaN where missing, or ``None``; ``loss_mask`` is ``(response,)`` of
-    0/1, or ``None`` for "every token"; ``routes`` is ``(rows, layers, top_k)``, row 0 at absolute position
-    ``routes_start``. Of the version tags, those that the contract declares are filled: ``version`` (one per sample),
-    ``min_version`` / ``max_version``, ``call_versions`` (one per engine call), ``spans`` (over response indexes),
-    ``token_versions`` (one per response token). ``extra`` is for the reader of a report, never judged.
+    ``response_ids`` holds sampled tokens and, in multi-turn rollouts, tokens of the environment
+    (``loss_mask`` 0). ``logprobs`` is ``(response,)`` float64 with NaN where missing, or ``None``;
+    ``loss_mask`` is ``(response,)`` of 0/1, or ``None`` for "every token"; ``routes`` is ``(rows,
+    layers, top_k)``, row 0 at absolute position ``routes_start``. Of the version tags, those that
+    the contract declares are filled: ``version`` (one per sample), ``min_version`` /
+    ``max_version``, ``call_versions`` (one per engine call), ``spans`` (over response indexes),
+    ``token_versions`` (one per response token). ``extra`` is for the reader of a report, never
+    judged.
     """
 
     request_id: str
@@ -158,13 +164,16 @@ class Rollout:
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class BatchRow:
-    """What one sample became in a training batch, flattened to one axis of ``places`` (prompt, response, padding).
+    """What one sample became in a training batch, flattened to one axis of ``places`` (prompt,
+    response, padding).
 
-    ``token_ids`` is ``(places,)``, ``attention`` ``(places,)`` with 1 where a token of the sample stands and 0 where padding
-    does. ``loss_mask`` is ``(places,)`` with 1 where the loss counts, ``logprobs`` ``(places,)`` float64; ``None`` where the
-    batch carries none. ``routes`` is ``(rows, layers, top_k)`` with row i at place i; ``routed`` is ``(rows,)`` with 0 where
-    the batch marks a row as no capture, ``None`` where it marks nothing. Of ``token_ids`` and ``attention`` the lengths agree;
-    those of the others are what the stack made of them. A packed batch is one ``BatchRow`` per sample.
+    ``token_ids`` is ``(places,)``, ``attention`` ``(places,)`` with 1 where a token of the sample
+    stands and 0 where padding does. ``loss_mask`` is ``(places,)`` with 1 where the loss counts,
+    ``logprobs`` ``(places,)`` float64; ``None`` where the batch carries none. ``routes`` is
+    ``(rows, layers, top_k)`` with row i at place i; ``routed`` is ``(rows,)`` with 0 where the
+    batch marks a row as no capture, ``None`` where it marks nothing. Of ``token_ids`` and
+    ``attention`` the lengths agree; those of the others are what the stack made of them. A packed
+    batch is one ``BatchRow`` per sample.
     """
 
     request_id: str
@@ -180,18 +189,23 @@ _INTEGERS = frozenset({int})
 
 
 def as_tokens(value: Any, *, what: str = "token_ids") -> tuple[int, ...]:
-    """A tuple of ints from a list, tuple or 1-D integer array or tensor. Raises ``SubjectError`` for anything else."""
+    """A tuple of ints from a list, tuple or 1-D integer array or tensor. Raises ``SubjectError``
+    for anything else.
+    """
     if hasattr(value, "tolist"):
         value = value.tolist()
     if isinstance(value, (list, tuple)) and _INTEGERS.issuperset(map(type, value)):
         return tuple(value)
-    if not isinstance(value, list | tuple) or any(isinstance(token, bool) or not isinstance(token, int | np.integer) for token in value):
+    if not isinstance(value, list | tuple) or any(
+        isinstance(token, bool) or not isinstance(token, int | np.integer) for token in value
+    ):
         raise SubjectError(f"{what} must be a sequence of integers, not {_describe(value)}.")
     return tuple(int(token) for token in value)
 
 
 def as_logprobs(value: Any, *, what: str = "logprobs") -> LogprobArray | None:
-    """``(tokens,)`` float64 with NaN for ``None`` entries; ``None`` stays ``None``. Raises ``SubjectError``.
+    """``(tokens,)`` float64 with NaN for ``None`` entries; ``None`` stays ``None``. Raises
+    ``SubjectError``.
 
     The result is a copy: what the stack later does to its own list does not reach the record.
     """
@@ -202,13 +216,17 @@ def as_logprobs(value: Any, *, what: str = "logprobs") -> LogprobArray | None:
     if not isinstance(value, list | tuple):
         raise SubjectError(f"{what} must be a sequence of numbers, not {_describe(value)}.")
     try:
-        return np.array([np.nan if number is None else float(number) for number in value], dtype=np.float64)
+        return np.array(
+            [np.nan if number is None else float(number) for number in value], dtype=np.float64
+        )
     except (TypeError, ValueError) as error:
         raise SubjectError(f"{what} must hold numbers or None: {error}.") from error
 
 
 def as_routes(value: Any, *, what: str = "routes") -> IntArray | None:
-    """``(rows, layers, top_k)`` integer copy of an array or CPU tensor; ``None`` stays ``None``. Raises ``SubjectError``."""
+    """``(rows, layers, top_k)`` integer copy of an array or CPU tensor; ``None`` stays ``None``.
+    Raises ``SubjectError``.
+    """
     if value is None:
         return None
     if hasattr(value, "detach"):
@@ -218,7 +236,9 @@ def as_routes(value: Any, *, what: str = "routes") -> IntArray | None:
     except (TypeError, ValueError) as error:
         raise SubjectError(f"{what} cannot be read as an array: {error}.") from error
     if array.ndim != 3 or not np.issubdtype(array.dtype, np.integer):
-        raise SubjectError(f"{what} must be an integer array (rows, layers, top_k), not {_describe(array)}.")
+        raise SubjectError(
+            f"{what} must be an integer array (rows, layers, top_k), not {_describe(array)}."
+        )
     return array
 
 

@@ -1,6 +1,7 @@
 """Terms: what a trainer with routing replay declares beside the convention of its payload.
 
-The payload (rows, layer axis, layers, experts, top-k, dtype, filler) is declared by the ``Contract`` that holds the terms.
+The payload (rows, layer axis, layers, experts, top-k, dtype, filler) is declared by the
+``Contract`` that holds the terms.
 """
 
 from __future__ import annotations
@@ -25,7 +26,9 @@ class ReplayMode(StrEnum):
 
 
 class FreeRows(StrEnum):
-    """What the routers do with a row that has no target: the final token, a row that was not captured, padding."""
+    """What the routers do with a row that has no target: the final token, a row that was not
+    captured, padding.
+    """
 
     NATIVE = "native"
     """They choose by their own scores."""
@@ -79,16 +82,19 @@ class Defect(StrEnum):
 class ReplayTerms:
     """How a trainer replays; frozen, and complete or refused.
 
-    ``vocab`` is the number of token ids that its model knows. ``recompute`` are the ways that it offers, ``records`` whether it
-    can record in a pass of its own, ``installs`` how often targets are given to routers (``None``: the adapter does not tell).
-    ``models`` names models of other roles that live beside the policy and must never be replayed (``critic``, ``reference``,
-    ``teacher``); ``mtp`` says that the policy has MTP layers with routers, which are told under the model ``mtp``. ``unsupported`` names
-    kinds of routers that it must refuse, made by ``variant(name)``. ``tolerates`` are defects of routes that it accepts
-    by design: what has no valid target is then a free row. ``trains_gates`` is ``False`` where gates get no gradient: they are frozen, or
-    ``top_k=1`` with normalised weights leaves them none. A step has ``microbatches`` of ``microbatch_size`` samples.
-    ``tolerance`` is the largest relative difference of loss and gradients between two runs that ought to agree (0: bit for
-    bit; what ``torch.compile`` makes anew for another width may then sum the first one otherwise), ``float_digits`` how many
-    decimal digits its loss carries. ``parallel`` says in words how the model is split.
+    ``vocab`` is the number of token ids that its model knows. ``recompute`` are the ways that it
+    offers, ``records`` whether it can record in a pass of its own, ``installs`` how often targets
+    are given to routers (``None``: the adapter does not tell). ``models`` names models of other
+    roles that live beside the policy and must never be replayed (``critic``, ``reference``,
+    ``teacher``); ``mtp`` says that the policy has MTP layers with routers, which are told under the
+    model ``mtp``. ``unsupported`` names kinds of routers that it must refuse, made by
+    ``variant(name)``. ``tolerates`` are defects of routes that it accepts by design: what has no
+    valid target is then a free row. ``trains_gates`` is ``False`` where gates get no gradient: they
+    are frozen, or ``top_k=1`` with normalised weights leaves them none. A step has ``microbatches``
+    of ``microbatch_size`` samples. ``tolerance`` is the largest relative difference of loss and
+    gradients between two runs that ought to agree (0: bit for bit; what ``torch.compile`` makes
+    anew for another width may then sum the first one otherwise), ``float_digits`` how many decimal
+    digits its loss carries. ``parallel`` says in words how the model is split.
 
     Raises ``ContractError``, listing every problem at once.
     """
@@ -126,11 +132,15 @@ class ReplayTerms:
         unknown = sorted(set(data) - known)
         if unknown:
             raise ContractError(f"Unknown replay terms {unknown}; valid terms are {sorted(known)}.")
-        values: dict[str, Any] = {name: tuple(value) if isinstance(value, list) else value for name, value in data.items()}
+        values: dict[str, Any] = {
+            name: tuple(value) if isinstance(value, list) else value for name, value in data.items()
+        }
         try:
             return cls(**values)
         except TypeError as error:
-            raise ContractError(f"The replay terms are incomplete: {error}. Required: mode, free_rows, vocab.") from error
+            raise ContractError(
+                f"The replay terms are incomplete: {error}. Required: mode, free_rows, vocab."
+            ) from error
 
     def _coerce(self) -> list[str]:
         """Accept plain strings in place of enum members."""
@@ -139,9 +149,18 @@ class ReplayTerms:
             value: Any = getattr(self, name)
             many = name in _MANY
             try:
-                made = tuple(kind(one) for one in value) if many else None if value is None and name == "installs" else kind(value)
+                made = (
+                    tuple(kind(one) for one in value)
+                    if many
+                    else None
+                    if value is None and name == "installs"
+                    else kind(value)
+                )
             except (ValueError, TypeError):
-                problems.append(f"{name}={value!r} is not valid; choose {'some' if many else 'one'} of {[str(one) for one in kind]}.")
+                problems.append(
+                    f"{name}={value!r} is not valid; choose {'some' if many else 'one'} of"
+                    f" {[str(one) for one in kind]}."
+                )
                 continue
             object.__setattr__(self, name, made)
         return problems
@@ -149,30 +168,57 @@ class ReplayTerms:
     def _problems(self) -> list[str]:
         problems = [
             f"{name}={getattr(self, name)!r} must be a whole number >= {least}."
-            for name, least in (("vocab", 2), ("microbatches", 1), ("microbatch_size", 1), ("float_digits", 1))
-            if not isinstance(getattr(self, name), int) or isinstance(getattr(self, name), bool) or getattr(self, name) < least
+            for name, least in (
+                ("vocab", 2),
+                ("microbatches", 1),
+                ("microbatch_size", 1),
+                ("float_digits", 1),
+            )
+            if not isinstance(getattr(self, name), int)
+            or isinstance(getattr(self, name), bool)
+            or getattr(self, name) < least
         ]
         problems += [
             f"{name}={getattr(self, name)!r} must be a tuple of names."
             for name in ("models", "unsupported")
-            if not isinstance(getattr(self, name), tuple) or not all(isinstance(one, str) and one for one in getattr(self, name))
+            if not isinstance(getattr(self, name), tuple)
+            or not all(isinstance(one, str) and one for one in getattr(self, name))
         ]
         flags = {name: getattr(self, name) for name in ("records", "mtp", "trains_gates")}
-        problems += [f"{name}={value!r} must be True or False." for name, value in flags.items() if not isinstance(value, bool)]
+        problems += [
+            f"{name}={value!r} must be True or False."
+            for name, value in flags.items()
+            if not isinstance(value, bool)
+        ]
         tolerance: object = self.tolerance
-        if not isinstance(tolerance, int | float) or isinstance(tolerance, bool) or not 0 <= tolerance < 1:
-            problems.append(f"tolerance={self.tolerance!r} must be a number from 0 (bit for bit) to 1.")
+        if (
+            not isinstance(tolerance, int | float)
+            or isinstance(tolerance, bool)
+            or not 0 <= tolerance < 1
+        ):
+            problems.append(
+                f"tolerance={self.tolerance!r} must be a number from 0 (bit for bit) to 1."
+            )
         if self.mode == ReplayMode.R2 and not self.records:
-            problems.append("mode='R2' replays what the trainer records: records=True must be declared.")
+            problems.append(
+                "mode='R2' replays what the trainer records: records=True must be declared."
+            )
         if {"policy", "mtp"} & set(self.models):
             problems.append(
-                "models names models of other roles: 'policy' is the one that is trained, and MTP layers are declared by mtp=True."
+                "models names models of other roles: 'policy' is the one that is trained, and MTP"
+                " layers are declared by mtp=True."
             )
         return problems
 
 
 def _plain(value: Any) -> Any:
-    return [_plain(one) for one in value] if isinstance(value, tuple) else str(value) if isinstance(value, StrEnum) else value
+    return (
+        [_plain(one) for one in value]
+        if isinstance(value, tuple)
+        else str(value)
+        if isinstance(value, StrEnum)
+        else value
+    )
 
 
 _ENUMS: Mapping[str, type[StrEnum]] = {

@@ -1,7 +1,8 @@
 """Spy: what an adapter tells of a step while it runs, and the sketches in which it tells gradients.
 
-A spy is placed on the *output* of every router, never on what was installed. It is plain data: a worker process has one of its
-own, and the adapter hands its ``events`` to the parent, which adds them with ``extend``, rank after rank.
+A spy is placed on the *output* of every router, never on what was installed. It is plain data: a
+worker process has one of its own, and the adapter hands its ``events`` to the parent, which adds
+them with ``extend``, rank after rank.
 """
 
 from __future__ import annotations
@@ -19,21 +20,36 @@ from rollproof.core.events.replay import Install, Phase, Routing, Step
 from rollproof.core.records import FloatArray, IntArray, Rollout
 from rollproof.errors import RollproofError, SubjectError
 
-__all__ = ["InjectedFailure", "Spy", "UnsupportedStep", "direction", "identify", "ids_of_map", "is_whole", "sketch"]
+__all__ = [
+    "InjectedFailure",
+    "Spy",
+    "UnsupportedStep",
+    "direction",
+    "identify",
+    "ids_of_map",
+    "is_whole",
+    "sketch",
+]
 
 _PROBES = 8
 
 
 class InjectedFailure(RuntimeError):
-    """The harness raised this within a router call, as any failure in the middle of a step would be raised."""
+    """The harness raised this within a router call, as any failure in the middle of a step would be
+    raised.
+    """
 
 
 class UnsupportedStep(RollproofError, NotImplementedError):
-    """A subject does not offer what a step asks for (a variant, weights, a way to switch replay off); the text says why."""
+    """A subject does not offer what a step asks for (a variant, weights, a way to switch replay
+    off); the text says why.
+    """
 
 
 class Spy:
-    """Takes the router calls and the installs of one step on one rank. Raises ``InjectedFailure`` where the step says so."""
+    """Takes the router calls and the installs of one step on one rank. Raises ``InjectedFailure``
+    where the step says so.
+    """
 
     def __init__(self, step: Step, rank: int = 0) -> None:
         self.step: Step = step
@@ -63,17 +79,19 @@ class Spy:
         model: str = "policy",
         microbatch: int | None = None,
     ) -> None:
-        """The router of global index ``layer`` has chosen ``experts`` ``(rows, top_k)`` (``ids_of_map`` makes them of a routing map).
+        """The router of global index ``layer`` has chosen ``experts`` ``(rows, top_k)``
+        (``ids_of_map`` makes them of a routing map).
 
-        Which row is which is told by ``samples`` and ``positions``, as in ``Routing``, or by the rows' input ``tokens``, which are unique
-        over the step (any id that is no sample's is padding). Raises ``SubjectError`` for arrays that do not fit each other.
+        Which row is which is told by ``samples`` and ``positions``, as in ``Routing``, or by the
+        rows' input ``tokens``, which are unique over the step (any id that is no sample's is
+        padding). Raises ``SubjectError`` for arrays that do not fit each other.
         """
         chosen = np.array(experts)
         count = self.microbatch if microbatch is None else microbatch
         if not is_whole(layer) or not is_whole(count) or not isinstance(model, str):
             raise SubjectError(
-                f"Spy.routed needs whole numbers for layer and microbatch and a name for model; it was given layer {layer!r}, microbatch "
-                f"{count!r}, model {model!r}."
+                "Spy.routed needs whole numbers for layer and microbatch and a name for model; it"
+                f" was given layer {layer!r}, microbatch {count!r}, model {model!r}."
             )
         if tokens is not None:
             samples, positions = identify(tokens, self.step.samples)
@@ -83,8 +101,10 @@ class Spy:
         fit = chosen.ndim == 2 and who.shape == (len(chosen),) == where.shape
         if not fit or not all(_is_int32(array) for array in (chosen, who, where)):
             raise SubjectError(
-                "Spy.routed needs integer experts (rows, top_k), and a sample and a position for each row, in the range of int32; it was "
-                f"given experts {chosen.dtype} {chosen.shape}, samples {who.dtype} {who.shape}, positions {where.dtype} {where.shape}."
+                "Spy.routed needs integer experts (rows, top_k), and a sample and a position for"
+                f" each row, in the range of int32; it was given experts {chosen.dtype}"
+                f" {chosen.shape}, samples {who.dtype} {who.shape}, positions {where.dtype}"
+                f" {where.shape}."
             )
         self.events.append(
             Routing(
@@ -102,7 +122,13 @@ class Spy:
 
     def installed(self, layer: int, *, microbatch: int | None = None) -> None:
         """A target was given to the router of global index ``layer``."""
-        self.events.append(Install(layer=layer, microbatch=self.microbatch if microbatch is None else microbatch, rank=self.rank))
+        self.events.append(
+            Install(
+                layer=layer,
+                microbatch=self.microbatch if microbatch is None else microbatch,
+                rank=self.rank,
+            )
+        )
 
     def extend(self, events: Iterable[Event]) -> None:
         """Add what the spy of another process took."""
@@ -112,7 +138,10 @@ class Spy:
         number = self._calls[self._phase]
         self._calls[self._phase] = number + 1
         if self._phase is self.step.fail_in and number == self.step.fail_at:
-            raise InjectedFailure(f"rollproof raised this in router call {number} of the {self._phase} pass of step {self.step.name!r}.")
+            raise InjectedFailure(
+                f"rollproof raised this in router call {number} of the {self._phase} pass of step"
+                f" {self.step.name!r}."
+            )
 
 
 def is_whole(value: object) -> bool:
@@ -125,19 +154,30 @@ def _is_int32(array: npt.NDArray[Any]) -> bool:
     if not array.size:
         return True
     bounds = np.iinfo(np.int32)
-    return array.dtype.kind in "iu" and bool(array.min() >= bounds.min) and bool(array.max() <= bounds.max)
+    return (
+        array.dtype.kind in "iu"
+        and bool(array.min() >= bounds.min)
+        and bool(array.max() <= bounds.max)
+    )
 
 
 def identify(tokens: npt.ArrayLike, samples: Sequence[Rollout]) -> tuple[IntArray, IntArray]:
-    """The sample and the position of each row by its input token ``(rows,)``; -1 and -1 for a token of no sample."""
-    places = {token: (i, p) for i, one in enumerate(samples) for p, token in enumerate(one.prompt_ids + one.response_ids)}
+    """The sample and the position of each row by its input token ``(rows,)``; -1 and -1 for a token
+    of no sample.
+    """
+    places = {
+        token: (i, p)
+        for i, one in enumerate(samples)
+        for p, token in enumerate(one.prompt_ids + one.response_ids)
+    }
     found = [places.get(int(token), (-1, -1)) for token in np.asarray(tokens).ravel()]
     pairs = np.array(found, dtype=np.int32).reshape(-1, 2)
     return pairs[:, 0], pairs[:, 1]
 
 
 def ids_of_map(routing_map: npt.ArrayLike, top_k: int) -> IntArray:
-    """Expert ids ``(rows, top_k)``, ascending, of a routing map ``(rows, experts)`` of booleans; -1 where a row has fewer.
+    """Expert ids ``(rows, top_k)``, ascending, of a routing map ``(rows, experts)`` of booleans; -1
+    where a row has fewer.
 
     A row with more than ``top_k`` experts makes all rows as wide as it is.
     """
@@ -157,15 +197,19 @@ def _signs(size: int) -> FloatArray:
 
 
 def direction(shape: tuple[int, ...]) -> FloatArray:
-    """The direction of +1 and -1 along which gate weights of ``shape`` are nudged; always the same one."""
+    """The direction of +1 and -1 along which gate weights of ``shape`` are nudged; always the same
+    one.
+    """
     return np.array(_signs(int(np.prod(shape, dtype=np.int64)))[0]).reshape(shape)
 
 
 def sketch(gradient: Any) -> FloatArray:
-    """``(9,)``: the norm of a gradient and its products with eight fixed sign vectors, the first of which is ``direction``.
+    """``(9,)``: the norm of a gradient and its products with eight fixed sign vectors, the first of
+    which is ``direction``.
 
-    Sketches of equal arrays are equal bit for bit; the mean squared difference of the products of two arrays of one shape estimates the
-    squared norm of their difference (Johnson and Lindenstrauss 1984, with the signs of Achlioptas 2003). Takes an array or a CPU tensor.
+    Sketches of equal arrays are equal bit for bit; the mean squared difference of the products of
+    two arrays of one shape estimates the squared norm of their difference (Johnson and
+    Lindenstrauss 1984, with the signs of Achlioptas 2003). Takes an array or a CPU tensor.
     """
     if hasattr(gradient, "detach"):
         gradient = gradient.detach().cpu().double().numpy()

@@ -1,12 +1,14 @@
 """Trace: everything that happened in a run, in the order in which it happened.
 
-Checks judge traces, not systems. A trace is a header and a sequence of events on a logical clock (``index``), with the
-virtual or wall ``time`` in seconds beside it. What a subject or an engine *showed* is kept apart from what is *true*:
-fields named ``true_*`` are the ground truth, known where rollproof's own engine ran and ``None`` elsewhere.
+Checks judge traces, not systems. A trace is a header and a sequence of events on a logical clock
+(``index``), with the virtual or wall ``time`` in seconds beside it. What a subject or an engine
+*showed* is kept apart from what is *true*: fields named ``true_*`` are the ground truth, known
+where rollproof's own engine ran and ``None`` elsewhere.
 
-A call is journaled before it is sent and its reply after it was received, so that an order in the trace is an order in
-the run. ``Reply.delivered`` is false where the engine answered and nobody received it; a ``Call`` without a ``Reply``
-has an *unknown outcome* (it may have sampled tokens or not), and checks accept both.
+A call is journaled before it is sent and its reply after it was received, so that an order in the
+trace is an order in the run. ``Reply.delivered`` is false where the engine answered and nobody
+received it; a ``Call`` without a ``Reply`` has an *unknown outcome* (it may have sampled tokens or
+not), and checks accept both.
 """
 
 from __future__ import annotations
@@ -22,7 +24,16 @@ from rollproof.core.events.base import Event
 from rollproof.core.events.layouts import Laid
 from rollproof.core.events.replay import Install, Outcome, Residue, Routing, Step
 from rollproof.core.events.training import Batch, Score, Train
-from rollproof.core.records import EngineOutput, IntArray, LogprobArray, Request, Rollout, Scalar, Span, Version
+from rollproof.core.records import (
+    EngineOutput,
+    IntArray,
+    LogprobArray,
+    Request,
+    Rollout,
+    Scalar,
+    Span,
+    Version,
+)
 
 __all__ = [
     "EVENT_KINDS",
@@ -55,7 +66,9 @@ __all__ = [
 ]
 
 SCHEMA = 1
-"""Version of the trace schema. Raised when a reader of the older one would misunderstand; added fields do not raise it."""
+"""Version of the trace schema. Raised when a reader of the older one would misunderstand; added
+fields do not raise it.
+"""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -68,10 +81,12 @@ class Submit(Event):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Call(Event):
-    """The stack is about to call an engine. ``request_id`` is the caller's request, ``max_tokens`` the granted budget.
+    """The stack is about to call an engine. ``request_id`` is the caller's request, ``max_tokens``
+    the granted budget.
 
-    ``stream`` is how the reply was asked to be streamed, where it was. Where a recorder cannot tell whose call it is, ``request_id``
-    is ``""`` and ``candidates`` names the requests that it may be of: nothing is then known of what those were given.
+    ``stream`` is how the reply was asked to be streamed, where it was. Where a recorder cannot tell
+    whose call it is, ``request_id`` is ``""`` and ``candidates`` names the requests that it may be
+    of: nothing is then known of what those were given.
     """
 
     kind: ClassVar[str] = "call"
@@ -102,10 +117,11 @@ class Admit(Event):
 class Reply(Event):
     """An engine answered a call.
 
-    ``true_tokens`` are the versions that sampled the tokens (spans over this call's tokens), ``true_rows`` the versions
-    of the forwards that computed the rows that the engine holds (spans over absolute positions). A version in
-    ``true_rows`` or ``true_tokens`` that mixes KV of several versions is labelled ``"mixed"``. A call may be answered
-    twice (``duplicate``); a reply that its caller did not receive has ``delivered=False``.
+    ``true_tokens`` are the versions that sampled the tokens (spans over this call's tokens),
+    ``true_rows`` the versions of the forwards that computed the rows that the engine holds (spans
+    over absolute positions). A version in ``true_rows`` or ``true_tokens`` that mixes KV of several
+    versions is labelled ``"mixed"``. A call may be answered twice (``duplicate``); a reply that its
+    caller did not receive has ``delivered=False``.
     """
 
     kind: ClassVar[str] = "reply"
@@ -119,7 +135,9 @@ class Reply(Event):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Chunk(Event):
-    """A part of a streamed reply, as the engine sent it: its tokens, and how many route rows came with it (``None``: none)."""
+    """A part of a streamed reply, as the engine sent it: its tokens, and how many route rows came
+    with it (``None``: none).
+    """
 
     kind: ClassVar[str] = "chunk"
     call_id: int
@@ -130,13 +148,15 @@ class Chunk(Event):
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Reference(Event):
-    """What an independent forward under weights ``version`` makes of a call's prompt and the tokens that it returned.
+    """What an independent forward under weights ``version`` makes of a call's prompt and the tokens
+    that it returned.
 
-    With T tokens in all: ``logprobs`` and ``scaled`` are ``(T,)``, the log-probability of token i given those before it, at
-    temperature 1 and at the call's (NaN at 0); ``routes`` is ``(T, num_layers, top_k)`` in the router's order; ``margins`` is
-    ``(T, num_layers)``, by which part of itself the score of the last chosen expert exceeds the best one left out, and
-    ``orders`` the same for the closest two of the chosen: where they are small, rounding decides. Dense layers hold 0
-    and infinity.
+    With T tokens in all: ``logprobs`` and ``scaled`` are ``(T,)``, the log-probability of token i
+    given those before it, at temperature 1 and at the call's (NaN at 0); ``routes`` is ``(T,
+    num_layers, top_k)`` in the router's order; ``margins`` is ``(T, num_layers)``, by which part of
+    itself the score of the last chosen expert exceeds the best one left out, and ``orders`` the
+    same for the closest two of the chosen: where they are small, rounding decides. Dense layers
+    hold 0 and infinity.
     """
 
     kind: ClassVar[str] = "reference"
@@ -151,7 +171,9 @@ class Reference(Event):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Abort(Event):
-    """Somebody asked a server to abort ``call_ids`` (those that were in flight); ``wanted`` is the id or ``"*"`` asked for."""
+    """Somebody asked a server to abort ``call_ids`` (those that were in flight); ``wanted`` is the
+    id or ``"*"`` asked for.
+    """
 
     kind: ClassVar[str] = "abort"
     server_id: str
@@ -163,7 +185,8 @@ class Abort(Event):
 class Pause(Event):
     """A server acknowledged a pause: from here to its ``Resume`` nothing may be admitted.
 
-    ``progress`` maps each call in flight to the number of tokens it has sampled, ``None`` where not known.
+    ``progress`` maps each call in flight to the number of tokens it has sampled, ``None`` where not
+    known.
     """
 
     kind: ClassVar[str] = "pause"
@@ -184,10 +207,11 @@ class Resume(Event):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Weights(Event):
-    """A server's weights became ``version``, published under ``label`` (``None``: no new label was published).
+    """A server's weights became ``version``, published under ``label`` (``None``: no new label was
+    published).
 
-    With ``loaded=False`` only the label changed. ``identity`` marks an update to equal weights. ``progress`` as in
-    ``Pause``.
+    With ``loaded=False`` only the label changed. ``identity`` marks an update to equal weights.
+    ``progress`` as in ``Pause``.
     """
 
     kind: ClassVar[str] = "weights"
@@ -210,7 +234,8 @@ class UpdatePhase(StrEnum):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Update(Event):
-    """A trainer asked the stack to publish weights ``version`` under ``label``, and was told that it is done, or failed.
+    """A trainer asked the stack to publish weights ``version`` under ``label``, and was told that
+    it is done, or failed.
 
     What the servers then hold is in their ``Weights`` events.
     """
@@ -223,7 +248,9 @@ class Update(Event):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Observation(Event):
-    """The environment (a tool, a user turn) appended tokens to a request's sequence; they are not trained on."""
+    """The environment (a tool, a user turn) appended tokens to a request's sequence; they are not
+    trained on.
+    """
 
     kind: ClassVar[str] = "observation"
     request_id: str
@@ -234,9 +261,10 @@ class Observation(Event):
 class Fault(Event):
     """The harness or the network did harm.
 
-    ``what`` is ``death``, ``revive``, ``lost-reply``, ``broken-stream`` (a reply that was sent, and of which nobody knows how much its
-    caller received), ``duplicate-reply``, ``late-reply``, ``reject``, ``update-failure``, ``update-hung`` (an update that outlasted the
-    deadline), ``retag``.
+    ``what`` is ``death``, ``revive``, ``lost-reply``, ``broken-stream`` (a reply that was sent, and
+    of which nobody knows how much its caller received), ``duplicate-reply``, ``late-reply``,
+    ``reject``, ``update-failure``, ``update-hung`` (an update that outlasted the deadline),
+    ``retag``.
     """
 
     kind: ClassVar[str] = "fault"
@@ -248,11 +276,13 @@ class Fault(Event):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Result(Event):
-    """A request ended at the caller: with a ``rollout``, with an ``error`` (class and text), or dropped (both ``None``).
+    """A request ended at the caller: with a ``rollout``, with an ``error`` (class and text), or
+    dropped (both ``None``).
 
-    ``caller_changed`` names what the stack changed in the objects that the caller had handed in; ``later_changed``
-    names arrays of the rollout that changed after it was handed over. ``hung`` marks a rollout that never ended within
-    the virtual deadline; ``error`` then says what it awaited.
+    ``caller_changed`` names what the stack changed in the objects that the caller had handed in;
+    ``later_changed`` names arrays of the rollout that changed after it was handed over. ``hung``
+    marks a rollout that never ended within the virtual deadline; ``error`` then says what it
+    awaited.
     """
 
     kind: ClassVar[str] = "result"
@@ -266,7 +296,9 @@ class Result(Event):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Gauge(Event):
-    """A counter of the stack (in-flight requests, queue length) at some moment; ``phase`` is ``start`` or ``end``."""
+    """A counter of the stack (in-flight requests, queue length) at some moment; ``phase`` is
+    ``start`` or ``end``.
+    """
 
     kind: ClassVar[str] = "gauge"
     name: str
@@ -307,12 +339,13 @@ EVENT_KINDS: Mapping[str, type[Event]] = {cls.kind: cls for cls in _KINDS}
 class Header:
     """What a trace says about itself: who was run, under which contract, from which seed.
 
-    ``contract`` is the subject's, ``engine`` that of the engines below it where they are known. ``coding`` holds the
-    parameters of the coded policy (``rollproof.fakes.coded.policy``) where one answered, so that a reader can rebuild the
-    oracle; ``case`` the JSON form of the case that was run, so that it can be run again. ``recipe`` says how to make the
-    subject again (``{"subject": "module:factory"}``, ``{"stack": "verl", "version": "0.9.1"}``). ``about`` is what the trace
-    tells of: ``rollouts``, ``batches`` (``rollproof.verification.batches``), ``replay`` (``rollproof.replay``) or
-    ``layouts`` (``rollproof.layouts``).
+    ``contract`` is the subject's, ``engine`` that of the engines below it where they are known.
+    ``coding`` holds the parameters of the coded policy (``rollproof.fakes.coded.policy``) where one
+    answered, so that a reader can rebuild the oracle; ``case`` the JSON form of the case that was
+    run, so that it can be run again. ``recipe`` says how to make the subject again (``{"subject":
+    "module:factory"}``, ``{"stack": "verl", "version": "0.9.1"}``). ``about`` is what the trace
+    tells of: ``rollouts``, ``batches`` (``rollproof.verification.batches``), ``replay``
+    (``rollproof.replay``) or ``layouts`` (``rollproof.layouts``).
     """
 
     subject: str
@@ -340,7 +373,9 @@ class Trace:
 
     def with_events(self, events: Iterable[Event]) -> Trace:
         """The same header over other events, re-stamped with consecutive indexes."""
-        return replace(self, events=tuple(replace(event, index=i) for i, event in enumerate(events)))
+        return replace(
+            self, events=tuple(replace(event, index=i) for i, event in enumerate(events))
+        )
 
 
 class TraceSink(Protocol):
@@ -354,12 +389,15 @@ _E = TypeVar("_E", bound=Event)
 
 
 class Recorder:
-    """Stamps events with index and time, keeps them, and hands them on to sinks. Not thread-safe: one run, one recorder.
+    """Stamps events with index and time, keeps them, and hands them on to sinks. Not thread-safe:
+    one run, one recorder.
 
     With ``keep=False`` only the sinks have them: for a server that runs for days.
     """
 
-    def __init__(self, clock: Callable[[], float], sinks: Iterable[TraceSink] = (), *, keep: bool = True) -> None:
+    def __init__(
+        self, clock: Callable[[], float], sinks: Iterable[TraceSink] = (), *, keep: bool = True
+    ) -> None:
         self._clock = clock
         self._sinks = tuple(sinks)
         self._events: list[Event] = []
@@ -367,9 +405,12 @@ class Recorder:
         self._keep = keep
 
     def record(self, event: _E) -> _E:
-        """Stamp and keep ``event``; returns the stamped one. A fresh event is stamped in place, one of another trace is copied."""
+        """Stamp and keep ``event``; returns the stamped one. A fresh event is stamped in place, one
+        of another trace is copied.
+        """
         stamped = event if event.index < 0 else replace(event)
-        # a recorder owns what it is handed: copying every event would cost as much as all else that a run records
+        # a recorder owns what it is handed: copying every event would cost as much as all else that
+        # a run records
         object.__setattr__(stamped, "index", self._count)
         object.__setattr__(stamped, "time", self._clock())
         self._count += 1

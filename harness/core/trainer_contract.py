@@ -1,10 +1,22 @@
-"""Contract of a trainer: how it takes its payload, with its replay terms; what only rollouts declare is filled in."""
+"""Contract of a trainer: how it takes its payload, with its replay terms; what only rollouts
+declare is filled in.
+"""
 
 from __future__ import annotations
 
 from typing import Any
 
-from rollproof.core.contract import Contract, Filler, KvPolicy, LayerAxis, Logprobs, Provenance, ResumeBy, Rows, Versions
+from rollproof.core.contract import (
+    Contract,
+    Filler,
+    KvPolicy,
+    LayerAxis,
+    Logprobs,
+    Provenance,
+    ResumeBy,
+    Rows,
+    Versions,
+)
 from rollproof.core.replay_contract import ReplayTerms
 from rollproof.errors import ContractError
 
@@ -27,16 +39,18 @@ def trainer_contract(
 ) -> Contract:
     """The contract of a trainer that is given routes of this convention.
 
-    ``rows`` says how many rows a sample of T tokens brings (T-1: what vLLM and SGLang return), ``filler`` what stands in rows that were not
-    captured, ``dtype`` the integer types that it takes. ``declared`` are the terms, where no ``terms`` are given. Raises
-    ``ContractError``.
+    ``rows`` says how many rows a sample of T tokens brings (T-1: what vLLM and SGLang return),
+    ``filler`` what stands in rows that were not captured, ``dtype`` the integer types that it
+    takes. ``declared`` are the terms, where no ``terms`` are given. Raises ``ContractError``.
     """
     if terms is not None and declared:
         raise ContractError(f"Give the terms or their fields, not both: {sorted(declared)}.")
     try:
         own = terms if terms is not None else ReplayTerms(**declared)
     except TypeError as error:
-        raise ContractError(f"The replay terms are incomplete: {error}. Required: mode, free_rows, vocab.") from error
+        raise ContractError(
+            f"The replay terms are incomplete: {error}. Required: mode, free_rows, vocab."
+        ) from error
     return Contract(
         rows=Rows(rows),
         final_row=None if final_row is None else Filler(final_row),
@@ -60,5 +74,8 @@ def trainer_contract(
 def terms_of(contract: Contract) -> ReplayTerms:
     """The replay terms of a contract. Raises ``ContractError`` where it has none."""
     if contract.replay is None:
-        raise ContractError("The contract declares no replay terms: make it with rollproof.replay.contract.trainer_contract.")
+        raise ContractError(
+            "The contract declares no replay terms: make it with"
+            " rollproof.replay.contract.trainer_contract."
+        )
     return contract.replay

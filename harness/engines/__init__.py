@@ -1,3 +1,5 @@
-"""Real engines: adapters that let a rollout engine be driven call by call, and the conformance run on them."""
+"""Real engines: adapters that let a rollout engine be driven call by call, and the conformance run
+on them.
+"""
 
 from __future__ import annotations

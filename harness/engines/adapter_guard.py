@@ -1,4 +1,6 @@
-"""Guard: nothing that an adapter raises, forgets or makes up ends a run in any other way than by an error of our own."""
+"""Guard: nothing that an adapter raises, forgets or makes up ends a run in any other way than by an
+error of our own.
+"""
 
 from __future__ import annotations
 
@@ -9,8 +11,22 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from rollproof.core.records import EngineOutput, FinishReason, Span, as_logprobs, as_routes, as_tokens
-from rollproof.errors import EngineDied, EngineError, EngineHung, EngineRefused, RollproofError, SubjectError
+from rollproof.core.records import (
+    EngineOutput,
+    FinishReason,
+    Span,
+    as_logprobs,
+    as_routes,
+    as_tokens,
+)
+from rollproof.errors import (
+    EngineDied,
+    EngineError,
+    EngineHung,
+    EngineRefused,
+    RollproofError,
+    SubjectError,
+)
 
 __all__ = ["answers", "guarded"]
 
@@ -18,10 +34,12 @@ _T = TypeVar("_T")
 
 
 async def guarded(ask: Callable[[], Awaitable[_T]], what: str, deadline: float | None) -> _T:
-    """What ``ask()`` comes to, within ``deadline`` seconds (``None``: any time). ``what`` names the method that it calls.
+    """What ``ask()`` comes to, within ``deadline`` seconds (``None``: any time). ``what`` names the
+    method that it calls.
 
-    Raises ``EngineHung`` past the deadline, ``EngineDied`` where the engine wants to end the program, and ``EngineError`` for every other
-    error of the engine's own, a cancellation that nobody asked for among them.
+    Raises ``EngineHung`` past the deadline, ``EngineDied`` where the engine wants to end the
+    program, and ``EngineError`` for every other error of the engine's own, a cancellation that
+    nobody asked for among them.
     """
     limit = asyncio.timeout(deadline)
     try:
@@ -30,7 +48,10 @@ async def guarded(ask: Callable[[], Awaitable[_T]], what: str, deadline: float |
     except RollproofError:
         raise
     except SystemExit as error:
-        raise EngineDied(f"The engine's {what} raised SystemExit({error.code!r}): it would have ended the program.") from error
+        raise EngineDied(
+            f"The engine's {what} raised SystemExit({error.code!r}): it would have ended the"
+            " program."
+        ) from error
     except (Exception, asyncio.CancelledError) as error:
         if limit.expired():
             raise EngineHung(f"The engine's {what} did not return within {deadline:g} s.") from None
@@ -40,15 +61,21 @@ async def guarded(ask: Callable[[], Awaitable[_T]], what: str, deadline: float |
 
 
 def _cancelled() -> bool:
-    """Whether somebody cancelled the current task; an engine may let a ``CancelledError`` of its own escape."""
+    """Whether somebody cancelled the current task; an engine may let a ``CancelledError`` of its
+    own escape.
+    """
     task = asyncio.current_task()
     return task is not None and task.cancelling() > 0
 
 
-async def answers(generate: Callable[[], Awaitable[Sequence[EngineOutput]]]) -> tuple[EngineOutput, ...]:
-    """What ``generate()`` returns, of the types that checks count on; arrays that have them are not copied.
+async def answers(
+    generate: Callable[[], Awaitable[Sequence[EngineOutput]]],
+) -> tuple[EngineOutput, ...]:
+    """What ``generate()`` returns, of the types that checks count on; arrays that have them are not
+    copied.
 
-    Raises ``EngineRefused`` for any error of the engine's own, and ``SubjectError`` for other types.
+    Raises ``EngineRefused`` for any error of the engine's own, and ``SubjectError`` for other
+    types.
     """
     try:
         outputs: object = await guarded(generate, "generate()", None)
@@ -56,14 +83,23 @@ async def answers(generate: Callable[[], Awaitable[Sequence[EngineOutput]]]) -> 
         if type(error) is not EngineError or error.__cause__ is None:
             raise
         raise EngineRefused(str(error.__cause__), kind=type(error.__cause__).__name__) from error
-    if not isinstance(outputs, Sequence) or not all(isinstance(output, EngineOutput) for output in outputs):
-        raise SubjectError(f"An engine's generate() must return a sequence of EngineOutput, one per sample, not {_short(outputs)}.")
+    if not isinstance(outputs, Sequence) or not all(
+        isinstance(output, EngineOutput) for output in outputs
+    ):
+        raise SubjectError(
+            "An engine's generate() must return a sequence of EngineOutput, one per sample, not"
+            f" {_short(outputs)}."
+        )
     return tuple(_checked(output) for output in outputs)
 
 
 def _checked(output: EngineOutput) -> EngineOutput:
     tokens, logprobs, routes = output.token_ids, output.logprobs, output.routes
-    if not isinstance(routes, np.ndarray) or routes.ndim != 3 or not np.issubdtype(routes.dtype, np.integer):
+    if (
+        not isinstance(routes, np.ndarray)
+        or routes.ndim != 3
+        or not np.issubdtype(routes.dtype, np.integer)
+    ):
         routes = as_routes(routes, what="EngineOutput.routes")
     if not isinstance(logprobs, np.ndarray) or logprobs.ndim != 1 or logprobs.dtype != np.float64:
         logprobs = as_logprobs(logprobs, what="EngineOutput.logprobs")
@@ -74,14 +110,31 @@ def _checked(output: EngineOutput) -> EngineOutput:
         reason = FinishReason(output.finish_reason)
     except ValueError:
         valid = [str(reason) for reason in FinishReason]
-        raise SubjectError(f"EngineOutput.finish_reason is {output.finish_reason!r}; choose among {valid}.") from None
+        raise SubjectError(
+            f"EngineOutput.finish_reason is {output.finish_reason!r}; choose among {valid}."
+        ) from None
     if not _whole(output.routes_start) or output.routes_start < 0:
-        raise SubjectError(f"EngineOutput.routes_start must be a whole number, 0 or more, not {_short(output.routes_start)}.")
+        raise SubjectError(
+            "EngineOutput.routes_start must be a whole number, 0 or more, not"
+            f" {_short(output.routes_start)}."
+        )
     if not (output.cached_tokens is None or _whole(output.cached_tokens)):
-        raise SubjectError(f"EngineOutput.cached_tokens must be a whole number or None, not {_short(output.cached_tokens)}.")
-    if not isinstance(output.spans, tuple) or not all(isinstance(span, Span) for span in output.spans):
-        raise SubjectError(f"EngineOutput.spans must be a tuple of Span, not {_short(output.spans)}.")
-    if routes is output.routes and logprobs is output.logprobs and tokens is output.token_ids and reason is output.finish_reason:
+        raise SubjectError(
+            "EngineOutput.cached_tokens must be a whole number or None, not"
+            f" {_short(output.cached_tokens)}."
+        )
+    if not isinstance(output.spans, tuple) or not all(
+        isinstance(span, Span) for span in output.spans
+    ):
+        raise SubjectError(
+            f"EngineOutput.spans must be a tuple of Span, not {_short(output.spans)}."
+        )
+    if (
+        routes is output.routes
+        and logprobs is output.logprobs
+        and tokens is output.token_ids
+        and reason is output.finish_reason
+    ):
         return output
     return replace(output, token_ids=tokens, logprobs=logprobs, routes=routes, finish_reason=reason)
 

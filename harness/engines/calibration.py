@@ -1,7 +1,9 @@
-"""Calibration: what a contract fixes of an experiment's trace, as plain facts that a fake and a real engine must share.
+"""Calibration: what a contract fixes of an experiment's trace, as plain facts that a fake and a
+real engine must share.
 
-Tokens, values and how far a call had come when it was aborted differ from run to run; how a call ended, how many rows it has for its
-tokens, which parts its reply holds, which weights its values show and how it was streamed do not.
+Tokens, values and how far a call had come when it was aborted differ from run to run; how a call
+ended, how many rows it has for its tokens, which parts its reply holds, which weights its values
+show and how it was streamed do not.
 """
 
 from __future__ import annotations
@@ -27,7 +29,9 @@ def facts(trace: Trace) -> frozenset[str]:
     for event in trace.events:
         if isinstance(event, Weights):
             names.setdefault(event.version, "old" if not names else "new")
-            names[event.label] = names[event.version] if event.label not in names else names[event.label]
+            names[event.label] = (
+                names[event.version] if event.label not in names else names[event.label]
+            )
         elif isinstance(event, Chunk):
             chunks.setdefault(event.call_id, []).append(event)
         elif isinstance(event, Reply):
@@ -35,19 +39,30 @@ def facts(trace: Trace) -> frozenset[str]:
             kind = _kind(call, event.output)
             found.update(f"{kind}: {fact}" for fact in _reply_facts(contract, call, event.output))
             found.update(f"{kind}: {fact}" for fact in _version_facts(contract, event, names))
-            found.update(f"{kind}, {call.stream} stream: {fact}" for fact in _stream_facts(chunks.get(event.call_id, [])))
+            found.update(
+                f"{kind}, {call.stream} stream: {fact}"
+                for fact in _stream_facts(chunks.get(event.call_id, []))
+            )
         elif isinstance(event, Result) and event.error is not None:
             found.add("a call is refused with an error")
     return frozenset(found)
 
 
-def differences(left: Iterable[Trace], right: Iterable[Trace], names: tuple[str, str] = ("fake", "real")) -> Mapping[str, list[str]]:
-    """By experiment, the facts that only one of two runs shows, each with the name of the run; only experiments that both ran."""
-    first, second = ({trace.header.profile: facts(trace) for trace in traces} for traces in (left, right))
+def differences(
+    left: Iterable[Trace], right: Iterable[Trace], names: tuple[str, str] = ("fake", "real")
+) -> Mapping[str, list[str]]:
+    """By experiment, the facts that only one of two runs shows, each with the name of the run; only
+    experiments that both ran.
+    """
+    first, second = (
+        {trace.header.profile: facts(trace) for trace in traces} for traces in (left, right)
+    )
     out = {}
     for experiment in sorted(set(first) & set(second)):
         a, b = first[experiment], second[experiment]
-        told = [f"{names[0]} only: {fact}" for fact in sorted(a - b)] + [f"{names[1]} only: {fact}" for fact in sorted(b - a)]
+        told = [f"{names[0]} only: {fact}" for fact in sorted(a - b)] + [
+            f"{names[1]} only: {fact}" for fact in sorted(b - a)
+        ]
         if told:
             out[experiment] = told
     return out
@@ -58,7 +73,11 @@ def _kind(call: Call, output: EngineOutput) -> str:
         ended = "aborted with tokens" if output.token_ids else "aborted without tokens"
     else:
         ended = f"ended by {output.finish_reason}"
-    asked = ", ".join(name for name, wanted in (("routes", call.want_routes), ("an offset", call.routes_start > 0)) if wanted)
+    asked = ", ".join(
+        name
+        for name, wanted in (("routes", call.want_routes), ("an offset", call.routes_start > 0))
+        if wanted
+    )
     return f"a call that asked for {asked or 'no routes'} and {ended}"
 
 
@@ -76,20 +95,31 @@ def _reply_facts(contract: Contract, call: Call, output: EngineOutput) -> Iterab
         return
     due = len(call.prompt_ids) + tokens - output.routes_start - (contract.rows is not Rows.ALL)
     yield f"{len(output.routes) - due:+d} rows beside those that are due"
-    layers, experts = output.routes.shape[1] - contract.route_layers, output.routes.shape[2] - (contract.top_k or 0)
+    layers, experts = (
+        output.routes.shape[1] - contract.route_layers,
+        output.routes.shape[2] - (contract.top_k or 0),
+    )
     yield f"{layers:+d} layers and {experts:+d} experts beside the declared"
     yield f"rows are of {output.routes.dtype.name}"
 
 
 def _version_facts(contract: Contract, reply: Reply, names: Mapping[object, str]) -> Iterable[str]:
-    """Which weights the engine says, and which the values show; over kept KV values show none, by declaration."""
+    """Which weights the engine says, and which the values show; over kept KV values show none, by
+    declaration.
+    """
     output = reply.output
     if output.spans:
         yield f"spans: {_order(output.spans, names)}"
         starts = [0, *(span.end for span in output.spans)]
-        yield f"spans {'cover' if starts[-1] == len(output.token_ids) else 'do not cover'} the tokens"
+        yield (
+            f"spans {'cover' if starts[-1] == len(output.token_ids) else 'do not cover'} the tokens"
+        )
         if output.version is not None:
-            yield f"the one version beside them is {'that' if output.version == output.spans[-1].version else 'not that'} of the last"
+            yield (
+                "the one version beside them is"
+                f" {'that' if output.version == output.spans[-1].version else 'not that'} of the"
+                " last"
+            )
     elif output.version is not None:
         yield "one version is told"
     else:

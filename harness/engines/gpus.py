@@ -1,7 +1,9 @@
-"""Gate: which GPUs this host offers, in what state they are, and in one sentence why it offers none.
+"""Gate: which GPUs this host offers, in what state they are, and in one sentence why it offers
+none.
 
-Asks the driver through nvidia-ml-py where that is installed, else looks at the device files. Neither initialises CUDA, so
-a process may still choose its device afterwards. ``CUDA_VISIBLE_DEVICES`` is obeyed as CUDA obeys it.
+Asks the driver through nvidia-ml-py where that is installed, else looks at the device files.
+Neither initialises CUDA, so a process may still choose its device afterwards.
+``CUDA_VISIBLE_DEVICES`` is obeyed as CUDA obeys it.
 """
 
 from __future__ import annotations
@@ -19,15 +21,19 @@ __all__ = ["SHARE", "Gpu", "GpuFindings", "device_files", "find_gpus", "shared"]
 
 _GIB = 2**30
 SHARE = "ROLLPROOF_SHARE_GPUS"
-"""Environment variable: set to 1 where suites may run beside other processes on a card; its memory is then not watched either."""
+"""Environment variable: set to 1 where suites may run beside other processes on a card; its memory
+is then not watched either.
+"""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Gpu:
-    """One GPU. What only the driver knows is ``None`` (``mig`` false, ``processes`` empty) where only its device file was seen.
+    """One GPU. What only the driver knows is ``None`` (``mig`` false, ``processes`` empty) where
+    only its device file was seen.
 
-    ``index`` is the driver's, ``memory`` and ``free`` are bytes, ``capability`` is ``(major, minor)``, ``clocks`` the current MHz of
-    ``sm`` and ``memory`` and the largest ones. ``processes`` are ids of compute processes on it that are not of this process's session.
+    ``index`` is the driver's, ``memory`` and ``free`` are bytes, ``capability`` is ``(major,
+    minor)``, ``clocks`` the current MHz of ``sm`` and ``memory`` and the largest ones.
+    ``processes`` are ids of compute processes on it that are not of this process's session.
     """
 
     index: int
@@ -46,14 +52,22 @@ class Gpu:
         if self.mig:
             return f"GPU {self.index} is divided by MIG, and suites need whole ones"
         if self.processes and not shared():
-            held = "" if self.memory is None or self.free is None else f", {(self.memory - self.free) / _GIB:.1f} GiB held"
-            return f"GPU {self.index} is busy (process {', '.join(map(str, self.processes[:3]))}{held})"
+            held = (
+                ""
+                if self.memory is None or self.free is None
+                else f", {(self.memory - self.free) / _GIB:.1f} GiB held"
+            )
+            return (
+                f"GPU {self.index} is busy (process"
+                f" {', '.join(map(str, self.processes[:3]))}{held})"
+            )
         return None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class GpuFindings:
-    """What was found, and by whom (``source``); ``reason`` says why there is no GPU, and is ``None`` where there is one.
+    """What was found, and by whom (``source``); ``reason`` says why there is no GPU, and is
+    ``None`` where there is one.
 
     ``driver`` and ``cuda`` are the versions of the driver and of the newest CUDA that it serves.
     """
@@ -69,7 +83,11 @@ def find_gpus(devices: Path = Path("/dev")) -> GpuFindings:
     """Look for GPUs that this process may use."""
     hidden = os.environ.get("CUDA_VISIBLE_DEVICES")
     if hidden is not None and hidden.strip() in ("", "-1"):
-        return GpuFindings(gpus=(), source="environment", reason=f"no GPU: CUDA_VISIBLE_DEVICES={hidden!r} hides every device")
+        return GpuFindings(
+            gpus=(),
+            source="environment",
+            reason=f"no GPU: CUDA_VISIBLE_DEVICES={hidden!r} hides every device",
+        )
     try:
         nvml = importlib.import_module("pynvml")
     except ImportError:
@@ -90,7 +108,14 @@ def device_files(devices: Path = Path("/dev")) -> tuple[int, ...]:
 
 def _by_files(devices: Path, visible: str | None) -> GpuFindings:
     gpus = _visible(tuple(Gpu(index=index) for index in device_files(devices)), visible)
-    reason = None if gpus else f"no GPU: there is no {devices}/nvidia0, so no NVIDIA device is visible here (nvidia-ml-py is not installed)"
+    reason = (
+        None
+        if gpus
+        else (
+            f"no GPU: there is no {devices}/nvidia0, so no NVIDIA device is visible here"
+            " (nvidia-ml-py is not installed)"
+        )
+    )
     return GpuFindings(gpus=gpus, source="device files", reason=reason)
 
 
@@ -98,13 +123,21 @@ def _by_driver(nvml: Any, visible: str | None) -> GpuFindings:
     try:
         nvml.nvmlInit()
     except nvml.NVMLError as error:
-        return GpuFindings(gpus=(), source="nvidia-ml-py", reason=f"no GPU: the NVIDIA driver does not answer ({error})")
+        return GpuFindings(
+            gpus=(),
+            source="nvidia-ml-py",
+            reason=f"no GPU: the NVIDIA driver does not answer ({error})",
+        )
     try:
         found = tuple(_gpu(nvml, index) for index in range(nvml.nvmlDeviceGetCount()))
         driver = _told(nvml, nvml.nvmlSystemGetDriverVersion)
         number = _told(nvml, nvml.nvmlSystemGetCudaDriverVersion)
     except nvml.NVMLError as error:
-        return GpuFindings(gpus=(), source="nvidia-ml-py", reason=f"no GPU: the NVIDIA driver refuses to describe its devices ({error})")
+        return GpuFindings(
+            gpus=(),
+            source="nvidia-ml-py",
+            reason=f"no GPU: the NVIDIA driver refuses to describe its devices ({error})",
+        )
     finally:
         with contextlib.suppress(nvml.NVMLError):
             nvml.nvmlShutdown()
@@ -113,7 +146,10 @@ def _by_driver(nvml: Any, visible: str | None) -> GpuFindings:
     if not found:
         reason = "no GPU: the NVIDIA driver lists no device"
     elif not gpus:
-        reason = f"no GPU: CUDA_VISIBLE_DEVICES={visible!r} names none of the {len(found)} that the driver lists"
+        reason = (
+            f"no GPU: CUDA_VISIBLE_DEVICES={visible!r} names none of the {len(found)} that the"
+            " driver lists"
+        )
     return GpuFindings(
         gpus=gpus,
         source="nvidia-ml-py",
@@ -146,14 +182,18 @@ def _gpu(nvml: Any, index: int) -> Gpu:
         free=int(memory.free),
         capability=None if capability is None else (int(capability[0]), int(capability[1])),
         mig=bool(mig and mig[0]),
-        processes=tuple(sorted(pid for pid in (int(process.pid) for process in running) if not _ours(pid))),
+        processes=tuple(
+            sorted(pid for pid in (int(process.pid) for process in running) if not _ours(pid))
+        ),
         clocks=tuple((name, int(value)) for name, value in clocks.items() if value is not None),
         uuid=None if uuid is None else str(uuid),
     )
 
 
 def _told(nvml: Any, ask: Callable[..., Any], *arguments: Any) -> Any:
-    """The answer, or ``None`` where this card or driver does not have it (older cards know no MIG, virtual ones no clocks)."""
+    """The answer, or ``None`` where this card or driver does not have it (older cards know no MIG,
+    virtual ones no clocks).
+    """
     try:
         return ask(*arguments)
     except nvml.NVMLError:
@@ -161,7 +201,9 @@ def _told(nvml: Any, ask: Callable[..., Any], *arguments: Any) -> Any:
 
 
 def _ours(pid: int) -> bool:
-    """Whether a process is this one, or descends from it: an engine that a suite runs makes no card busy for that suite."""
+    """Whether a process is this one, or descends from it: an engine that a suite runs makes no card
+    busy for that suite.
+    """
     seen = 0
     while pid > 1 and seen < 64:
         if pid == os.getpid():
@@ -175,12 +217,19 @@ def _ours(pid: int) -> bool:
 
 
 def _visible(gpus: Sequence[Gpu], names: str | None) -> tuple[Gpu, ...]:
-    """Those that ``CUDA_VISIBLE_DEVICES`` leaves, in its order; like CUDA, nothing behind the first name that is no device."""
+    """Those that ``CUDA_VISIBLE_DEVICES`` leaves, in its order; like CUDA, nothing behind the first
+    name that is no device.
+    """
     if names is None:
         return tuple(gpus)
     kept: list[Gpu] = []
     for name in (part.strip() for part in names.split(",")):
-        match = [gpu for gpu in gpus if name == str(gpu.index) or (name.startswith("GPU-") and str(gpu.uuid).startswith(name))]
+        match = [
+            gpu
+            for gpu in gpus
+            if name == str(gpu.index)
+            or (name.startswith("GPU-") and str(gpu.uuid).startswith(name))
+        ]
         if len(match) != 1 or match[0] in kept:
             break
         kept += match

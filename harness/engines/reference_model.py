@@ -1,6 +1,8 @@
-"""Reference: what a Hugging Face model of the same checkpoint makes of given tokens, as an independent forward.
+"""Reference: what a Hugging Face model of the same checkpoint makes of given tokens, as an
+independent forward.
 
-It runs in the harness's own process, in float32, one sequence at a time, without a cache: nothing that an engine optimises.
+It runs in the harness's own process, in float32, one sequence at a time, without a cache: nothing
+that an engine optimises.
 """
 
 from __future__ import annotations
@@ -23,11 +25,14 @@ __all__ = ["ReferenceModel"]
 class ReferenceModel:
     """Models of ``checkpoints`` (folders by version), loaded when they are first asked for.
 
-    ``contract`` names the layers and top-k whose routing is captured. ``dtype`` is that of weights and forward. Raises ``EngineError``
-    where torch and transformers are not installed, or do not know the model.
+    ``contract`` names the layers and top-k whose routing is captured. ``dtype`` is that of weights
+    and forward. Raises ``EngineError`` where torch and transformers are not installed, or do not
+    know the model.
     """
 
-    def __init__(self, checkpoints: Mapping[str, Path], contract: Contract, dtype: str = "float32") -> None:
+    def __init__(
+        self, checkpoints: Mapping[str, Path], contract: Contract, dtype: str = "float32"
+    ) -> None:
         self._checkpoints = dict(checkpoints)
         self._contract = contract
         self._dtype = dtype
@@ -36,13 +41,18 @@ class ReferenceModel:
     def forward(
         self, version: str, ids: Sequence[int], temperature: float
     ) -> tuple[LogprobArray, LogprobArray, IntArray, LogprobArray, LogprobArray]:
-        """``logprobs``, ``scaled``, ``routes``, ``margins`` and ``orders`` as ``rollproof.core.trace.Reference`` has them."""
+        """``logprobs``, ``scaled``, ``routes``, ``margins`` and ``orders`` as
+        ``rollproof.core.trace.Reference`` has them.
+        """
         import torch
 
         model = self._model(version)
         vocab = model.get_input_embeddings().num_embeddings
         if ids and max(ids) >= vocab:
-            raise EngineError(f"The engine returned token {max(ids)}; the vocabulary of {self._checkpoints[version]} ends at {vocab - 1}.")
+            raise EngineError(
+                f"The engine returned token {max(ids)}; the vocabulary of"
+                f" {self._checkpoints[version]} ends at {vocab - 1}."
+            )
         with torch.no_grad(), _one_thread(torch), self._captured(model) as scores:
             logits = model(torch.tensor([list(ids)]), use_cache=False).logits[0].float()
         raw = _taken(logits, ids)
@@ -50,9 +60,11 @@ class ReferenceModel:
         return raw, scaled, *self._routing(scores, len(ids))
 
     def replayed(self, version: str, ids: Sequence[int], routes: IntArray) -> LogprobArray:
-        """``(T,)``: the log-probability of each token at temperature 1 with every router executing ``routes``, NaN for the first.
+        """``(T,)``: the log-probability of each token at temperature 1 with every router executing
+        ``routes``, NaN for the first.
 
-        ``routes`` is ``(T, layers, top_k)`` over all layers or the MoE ones; a row of -1 is routed by the model itself.
+        ``routes`` is ``(T, layers, top_k)`` over all layers or the MoE ones; a row of -1 is routed
+        by the model itself.
         """
         import torch
 
@@ -70,19 +82,27 @@ class ReferenceModel:
                 from transformers import AutoModelForCausalLM
             except ImportError as error:
                 raise EngineError(
-                    f"The independent forward needs torch and transformers, beside rollproof ({error}): run where the engine is installed."
+                    "The independent forward needs torch and transformers, beside rollproof"
+                    f" ({error}): run where the engine is installed."
                 ) from error
             path = self._checkpoints[version]
             try:
-                model = AutoModelForCausalLM.from_pretrained(path, dtype=getattr(torch, self._dtype), local_files_only=True)
+                model = AutoModelForCausalLM.from_pretrained(
+                    path, dtype=getattr(torch, self._dtype), local_files_only=True
+                )
             except (OSError, ValueError, KeyError) as error:
-                raise EngineError(f"transformers cannot load {path}, so there is no independent forward of it: {error}.") from error
+                raise EngineError(
+                    f"transformers cannot load {path}, so there is no independent forward of it:"
+                    f" {error}."
+                ) from error
             self._models[version] = model.eval()
         return self._models[version]
 
     @contextmanager
     def _captured(self, model: Any) -> Iterator[dict[int, Any]]:
-        """While inside, the scores among which each layer's router chooses, and what it chose: ``{layer: (scores, ids)}``."""
+        """While inside, the scores among which each layer's router chooses, and what it chose:
+        ``{layer: (scores, ids)}``.
+        """
         import torch
         from torch.overrides import TorchFunctionMode
 
@@ -91,21 +111,32 @@ class ReferenceModel:
         current = [-1]
 
         class Watch(TorchFunctionMode):  # type: ignore[misc]  # torch is not installed where types are checked
-            """Sees every top-k: a family's router ends in one of ``top_k`` among ``num_experts``, whatever comes before it."""
+            """Sees every top-k: a family's router ends in one of ``top_k`` among ``num_experts``,
+            whatever comes before it.
+            """
 
-            def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            def __torch_function__(
+                self, function: Any, types: Any, args: Any = (), kwargs: Any = None
+            ) -> Any:
                 out = function(*args, **(kwargs or {}))
                 if function in (torch.topk, torch.Tensor.topk):
                     k = args[1] if len(args) > 1 else (kwargs or {}).get("k")
                     if k == top_k and args[0].shape[-1] == experts:
-                        found[current[0]] = (args[0].detach().float().reshape(-1, experts), out.indices.reshape(-1, top_k))
+                        found[current[0]] = (
+                            args[0].detach().float().reshape(-1, experts),
+                            out.indices.reshape(-1, top_k),
+                        )
                 return out
 
         handles = []
         for name, module in model.named_modules():
             layer = re.fullmatch(r".*layers\.(\d+)", name)
             if layer is not None:
-                handles.append(module.register_forward_pre_hook(lambda *_, at=int(layer[1]): current.__setitem__(0, at)))
+                handles.append(
+                    module.register_forward_pre_hook(
+                        lambda *_, at=int(layer[1]): current.__setitem__(0, at)
+                    )
+                )
         try:
             with Watch():
                 yield found
@@ -113,7 +144,9 @@ class ReferenceModel:
             for handle in handles:
                 handle.remove()
 
-    def _routing(self, scores: Mapping[int, Any], length: int) -> tuple[IntArray, LogprobArray, LogprobArray]:
+    def _routing(
+        self, scores: Mapping[int, Any], length: int
+    ) -> tuple[IntArray, LogprobArray, LogprobArray]:
         """Choices, margins and orders over all layers; dense ones hold zeros, and infinity."""
         contract = self._contract
         layers = contract.num_layers or 0
@@ -122,8 +155,9 @@ class ReferenceModel:
         missing = set(contract.moe_layers or ()) - set(scores)
         if missing:
             raise EngineError(
-                f"No choice of {contract.top_k} among {contract.num_experts} experts was seen in layers {sorted(missing)} of the reference"
-                " model: its config and its code disagree about which layers are MoE."
+                f"No choice of {contract.top_k} among {contract.num_experts} experts was seen in"
+                f" layers {sorted(missing)} of the reference model: its config and its code"
+                " disagree about which layers are MoE."
             )
         for layer in contract.moe_layers or ():
             among, chosen = scores[layer]
@@ -140,7 +174,9 @@ class ReferenceModel:
 
 @contextmanager
 def _one_thread(torch: Any) -> Iterator[None]:
-    """Compute on one thread: a tiny model gains nothing from more, and on a busy machine they wait for each other, seconds a forward."""
+    """Compute on one thread: a tiny model gains nothing from more, and on a busy machine they wait
+    for each other, seconds a forward.
+    """
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     try:

@@ -1,4 +1,5 @@
-"""Agreement: how far the experts that the trainer used are those that the rollout used, on the same tokens.
+"""Agreement: how far the experts that the trainer used are those that the rollout used, on the same
+tokens.
 
 Rows are compared as sets: the order of the experts within a row is not part of a selection.
 """
@@ -20,17 +21,21 @@ __all__ = ["Agreement", "Selections", "agreement", "overlap", "selections"]
 
 _CHUNK = 1 << 16
 _WORDS = 16
-"""64-bit words of a set of experts, at most: with more experts than they hold, sets are compared by sorting."""
+"""64-bit words of a set of experts, at most: with more experts than they hold, sets are compared by
+sorting.
+"""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Agreement:
     """Router agreement of two sides.
 
-    ``metrics``: ``slot_mismatch`` (mean share of a row's experts that the other side did not choose), ``layer_mismatch`` (share of
-    (token, layer) whose sets differ), ``any_layer_mismatch`` (share of tokens that differ in a layer), ``jaccard``. ``per_layer`` is
-    ``(layers, 2)`` with the slot and the layer mismatch of each layer of the axis. ``free`` counts the rows that hold no capture (a
-    negative id, or one expert several times) on either side: they are left out, and so many are counted here.
+    ``metrics``: ``slot_mismatch`` (mean share of a row's experts that the other side did not
+    choose), ``layer_mismatch`` (share of (token, layer) whose sets differ), ``any_layer_mismatch``
+    (share of tokens that differ in a layer), ``jaccard``. ``per_layer`` is ``(layers, 2)`` with the
+    slot and the layer mismatch of each layer of the axis. ``free`` counts the rows that hold no
+    capture (a negative id, or one expert several times) on either side: they are left out, and so
+    many are counted here.
     """
 
     metrics: Mapping[str, Interval]
@@ -43,8 +48,9 @@ class Agreement:
 class Selections:
     """The rows of a side as sets, made once however often they are compared.
 
-    ``sets`` is ``(n, layers, words)`` with each row's experts as bits, or ``(n, layers, top_k)`` with its sorted ids where there are more
-    experts than bits; ``whole`` ``(n, layers)`` whether a row holds ``top_k`` distinct, real experts.
+    ``sets`` is ``(n, layers, words)`` with each row's experts as bits, or ``(n, layers, top_k)``
+    with its sorted ids where there are more experts than bits; ``whole`` ``(n, layers)`` whether a
+    row holds ``top_k`` distinct, real experts.
     """
 
     sets: IntArray
@@ -61,15 +67,22 @@ class Selections:
 
     def at(self, rows: Any, layers: Any = slice(None)) -> Selections:
         """Those of some rows, and of a slice of the layers."""
-        return Selections(sets=self.sets[rows][:, layers], whole=self.whole[rows][:, layers], top_k=self.top_k)
+        return Selections(
+            sets=self.sets[rows][:, layers], whole=self.whole[rows][:, layers], top_k=self.top_k
+        )
 
     def overlap(self, other: Selections) -> tuple[IntArray, BoolArray]:
-        """``(n, layers)`` number of common experts, and whether both rows are whole. One layer is compared with every other's."""
+        """``(n, layers)`` number of common experts, and whether both rows are whole. One layer is
+        compared with every other's.
+        """
         whole = self.whole & other.whole
         if self.sets.dtype == np.uint64:
             return _count(self.sets & other.sets), whole
         shape = np.broadcast_shapes(self.sets.shape, other.sets.shape)
-        both = np.sort(np.concatenate([np.broadcast_to(one.sets, shape) for one in (self, other)], axis=2), axis=2)
+        both = np.sort(
+            np.concatenate([np.broadcast_to(one.sets, shape) for one in (self, other)], axis=2),
+            axis=2,
+        )
         return (np.diff(both, axis=2) == 0).sum(axis=2), whole
 
 
@@ -81,7 +94,9 @@ def selections(left: IntArray, right: IntArray) -> tuple[Selections, Selections]
 
 
 def overlap(left: IntArray, right: IntArray) -> tuple[IntArray, BoolArray]:
-    """For ``(n, layers, top_k)`` arrays: ``(n, layers)`` number of common experts, and whether both rows hold distinct, real experts."""
+    """For ``(n, layers, top_k)`` arrays: ``(n, layers)`` number of common experts, and whether both
+    rows hold distinct, real experts.
+    """
     one, other = selections(left, right)
     return one.overlap(other)
 
@@ -116,15 +131,17 @@ def _count(sets: IntArray) -> IntArray:
 
 
 def agreement(pairs: TokenPairs) -> Agreement | None:
-    """Router agreement of the pairs; ``None`` where a side has no routes. Raises ``GapError`` where their axes differ."""
+    """Router agreement of the pairs; ``None`` where a side has no routes. Raises ``GapError`` where
+    their axes differ.
+    """
     left, right = pairs.routes.get("rollout_routes"), pairs.routes.get("trainer_routes")
     if left is None or right is None:
         return None
     if left.shape != right.shape:
         raise GapError(
-            f"rollout_routes {left.shape} and trainer_routes {right.shape} differ in shape (tokens, layers, top_k): drop the"
-            " dense layers on"
-            " the side that counts them, or say which layers the other side's are."
+            f"rollout_routes {left.shape} and trainer_routes {right.shape} differ in shape (tokens,"
+            " layers, top_k): drop the dense layers on the side that counts them, or say which"
+            " layers the other side's are."
         )
     tokens, layers, top_k = left.shape
     owner = pairs.owner
@@ -139,7 +156,14 @@ def agreement(pairs: TokenPairs) -> Agreement | None:
         captured = whole.any(axis=1)
         free += int((~whole).sum())
         by_layer += np.stack([missed.sum(axis=0), differs.sum(axis=0), whole.sum(axis=0)], axis=1)
-        columns = (missed.sum(axis=1), differs.sum(axis=1), jaccard.sum(axis=1), whole.sum(axis=1), differs.any(axis=1), captured)
+        columns = (
+            missed.sum(axis=1),
+            differs.sum(axis=1),
+            jaccard.sum(axis=1),
+            whole.sum(axis=1),
+            differs.any(axis=1),
+            captured,
+        )
         place = owner[begin : begin + _CHUNK]
         for i, column in enumerate(columns):
             sums[:, i] += np.bincount(place, weights=column, minlength=len(sums))
@@ -151,7 +175,9 @@ def agreement(pairs: TokenPairs) -> Agreement | None:
             "any_layer_mismatch": share_interval(sums[:, 4], sums[:, 5]),
             "jaccard": share_interval(sums[:, 2], sums[:, 3]),
         },
-        per_layer=np.divide(by_layer[:, :2], counted, out=np.full((layers, 2), np.nan), where=counted > 0),
+        per_layer=np.divide(
+            by_layer[:, :2], counted, out=np.full((layers, 2), np.nan), where=counted > 0
+        ),
         tokens=int(sums[:, 5].sum()),
         free=free,
     )

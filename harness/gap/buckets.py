@@ -1,6 +1,8 @@
-"""Buckets: k3 and |d| of parts of the tokens, where faults of resuming, of staleness and of position show.
+"""Buckets: k3 and |d| of parts of the tokens, where faults of resuming, of staleness and of
+position show.
 
-A bucket's numbers are those of its tokens alone; its interval resamples sequences, like every other.
+A bucket's numbers are those of its tokens alone; its interval resamples sequences, like every
+other.
 """
 
 from __future__ import annotations
@@ -22,15 +24,25 @@ from rollproof.gap.token_pairs import TokenPairs
 __all__ = ["NEAR", "Bucket", "bucket_codes", "bucketed", "resume_parts", "staleness"]
 
 _MOST = 24
-"""A column with more values than this (versions of a long run) is cut into as many ranges of equal token count."""
+"""A column with more values than this (versions of a long run) is cut into as many ranges of equal
+token count.
+"""
 NEAR = 8
 """Tokens after a resume that count as near it."""
-_RESUME = (("0", 0, 0), ("1", 1, 1), ("2-7", 2, NEAR - 1), ("8+", NEAR, np.inf), ("before any", -np.inf, -1))
+_RESUME = (
+    ("0", 0, 0),
+    ("1", 1, 1),
+    ("2-7", 2, NEAR - 1),
+    ("8+", NEAR, np.inf),
+    ("before any", -np.inf, -1),
+)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Bucket:
-    """Tokens of one ``label``: how many, in how many sequences, their k3, mean |d| and mean rho - 1."""
+    """Tokens of one ``label``: how many, in how many sequences, their k3, mean |d| and mean rho -
+    1.
+    """
 
     label: str
     tokens: int
@@ -41,17 +53,34 @@ class Bucket:
 
     def to_dict(self) -> dict[str, Any]:
         """JSON-ready form."""
-        numbers = {"kl_mu_pi_k3": self.k3, "abs_diff_mean": self.abs_diff, "rho_mean_minus_1": self.rho}
-        out: dict[str, Any] = {"label": self.label, "tokens": self.tokens, "sequences": self.sequences}
+        numbers = {
+            "kl_mu_pi_k3": self.k3,
+            "abs_diff_mean": self.abs_diff,
+            "rho_mean_minus_1": self.rho,
+        }
+        out: dict[str, Any] = {
+            "label": self.label,
+            "tokens": self.tokens,
+            "sequences": self.sequences,
+        }
         for name, interval in numbers.items():
-            out[name] = [value if np.isfinite(value) else None for value in (interval.value, interval.low, interval.high)]
+            out[name] = [
+                value if np.isfinite(value) else None
+                for value in (interval.value, interval.low, interval.high)
+            ]
         return out
 
 
 def staleness(pairs: TokenPairs) -> npt.NDArray[np.float64] | None:
-    """``(n,)``: how many versions older than the current one the weights were that sampled each token; ``None`` where not told."""
+    """``(n,)``: how many versions older than the current one the weights were that sampled each
+    token; ``None`` where not told.
+    """
     version, current = pairs.sides.get("version"), pairs.sides.get("current_version")
-    if version is None or version.dtype.kind not in "iuf" or (current is not None and current.dtype.kind not in "iuf"):
+    if (
+        version is None
+        or version.dtype.kind not in "iuf"
+        or (current is not None and current.dtype.kind not in "iuf")
+    ):
         return None
     if not known(version).any():
         return None
@@ -59,8 +88,12 @@ def staleness(pairs: TokenPairs) -> npt.NDArray[np.float64] | None:
     return np.asarray(newest - version, dtype=np.float64)
 
 
-def bucketed(pairs: TokenPairs, *, resamples: int = 200, seed: int = 0) -> dict[str, tuple[Bucket, ...]]:
-    """Buckets by every column that is there: staleness, distance to a resume, position, part, replica, rollout logprob."""
+def bucketed(
+    pairs: TokenPairs, *, resamples: int = 200, seed: int = 0
+) -> dict[str, tuple[Bucket, ...]]:
+    """Buckets by every column that is there: staleness, distance to a resume, position, part,
+    replica, rollout logprob.
+    """
     if not pairs.n_tokens:
         return {}
     out = {}
@@ -88,7 +121,10 @@ def _labellings(pairs: TokenPairs) -> Mapping[str, tuple[npt.NDArray[np.int64], 
         out["staleness"] = bucket_codes(lag)
     if "since_resume" in pairs.sides:
         parts = resume_parts(pairs.sides["since_resume"])
-        out["since_resume"] = np.select(list(parts.values()), list(range(len(parts))), -1), list(parts)
+        out["since_resume"] = (
+            np.select(list(parts.values()), list(range(len(parts))), -1),
+            list(parts),
+        )
     for name in ("part", "replica", "version", "temperature"):
         if name in pairs.sides:
             out[name] = bucket_codes(pairs.sides[name])
@@ -104,7 +140,9 @@ def _place(pairs: TokenPairs) -> npt.NDArray[np.float64]:
 
 
 def bucket_codes(column: npt.NDArray[Any]) -> tuple[npt.NDArray[np.int64], list[str]]:
-    """``(n,)``: the bucket of each token, by value or (of many numbers) by range, -1 where it is not told; and the buckets' labels."""
+    """``(n,)``: the bucket of each token, by value or (of many numbers) by range, -1 where it is
+    not told; and the buckets' labels.
+    """
     told = known(column)
     names, found = np.unique(column[told], return_inverse=True)
     codes = np.full(len(column), -1)
@@ -134,7 +172,17 @@ def _pairs(edges: npt.NDArray[np.float64]) -> Iterator[tuple[float, float]]:
 
 def _bucket(label: str, pairs: TokenPairs, resamples: int, seed: int) -> Bucket:
     resampler = Resampler(sequence_sums(pairs), resamples=resamples, seed=seed)
-    k3, size, rho = (metric_interval(METRICS[name], resampler) for name in ("kl_mu_pi_k3", "abs_diff_mean", "rho_mean_minus_1"))
+    k3, size, rho = (
+        metric_interval(METRICS[name], resampler)
+        for name in ("kl_mu_pi_k3", "abs_diff_mean", "rho_mean_minus_1")
+    )
     if pairs.n_tokens < FEW_TOKENS:
         k3 = Interval(value=k3.value, low=np.nan, high=np.nan)
-    return Bucket(label=label, tokens=pairs.n_tokens, sequences=pairs.n_sequences, k3=k3, abs_diff=size, rho=rho)
+    return Bucket(
+        label=label,
+        tokens=pairs.n_tokens,
+        sequences=pairs.n_sequences,
+        k3=k3,
+        abs_diff=size,
+        rho=rho,
+    )

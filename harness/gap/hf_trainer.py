@@ -1,4 +1,6 @@
-"""HF trainer: scores rollouts with a causal model of HF transformers, natively or with its routes. Needs torch and transformers."""
+"""HF trainer: scores rollouts with a causal model of HF transformers, natively or with its routes.
+Needs torch and transformers.
+"""
 
 from __future__ import annotations
 
@@ -17,17 +19,20 @@ __all__ = ["HfTrainer"]
 
 _PLACE = "{version}"
 _MIXED = (
-    "All tokens were scored under the one checkpoint {path}, though versions {versions} sampled them: the gap holds the policy's own"
-    " change. Name one checkpoint a version (hf:VERSION=PATH,...)."
+    "All tokens were scored under the one checkpoint {path}, though versions {versions} sampled"
+    " them: the gap holds the policy's own change. Name one checkpoint a version"
+    " (hf:VERSION=PATH,...)."
 )
 
 
 class HfTrainer:
-    """Scores under checkpoints of HF transformers, a folder for each version of the weights; one is in memory at a time.
+    """Scores under checkpoints of HF transformers, a folder for each version of the weights; one is
+    in memory at a time.
 
-    ``paths`` maps versions (as text) to folders; one path alone is for all, and may hold ``{version}``. ``dtype`` is that of torch, by
-    name (default: the checkpoint's); ``temperature`` the one that was sampled with (default: what the trace's calls declare, else 1);
-    ``rows`` bounds a microbatch, in tokens with padding.
+    ``paths`` maps versions (as text) to folders; one path alone is for all, and may hold
+    ``{version}``. ``dtype`` is that of torch, by name (default: the checkpoint's); ``temperature``
+    the one that was sampled with (default: what the trace's calls declare, else 1); ``rows`` bounds
+    a microbatch, in tokens with padding.
     """
 
     def __init__(
@@ -58,26 +63,37 @@ class HfTrainer:
         for part in spec.split(","):
             version, sign, path = part.partition("=")
             if not sign or not version or not path:
-                raise UsageError(f"hf:{spec} must be hf:PATH, hf:PATH/{_PLACE} or hf:VERSION=PATH,VERSION=PATH; {part!r} is none of these.")
+                raise UsageError(
+                    f"hf:{spec} must be hf:PATH, hf:PATH/{_PLACE} or hf:VERSION=PATH,VERSION=PATH;"
+                    f" {part!r} is none of these."
+                )
             paths[version] = path
         return cls(paths, **options)
 
     def sampled_at(self, temperatures: Collection[float]) -> None:
-        """Takes the temperature that the trace's calls declare. Raises ``GapError`` where that is several, or another than was given."""
+        """Takes the temperature that the trace's calls declare. Raises ``GapError`` where that is
+        several, or another than was given.
+        """
         warm = sorted({one for one in temperatures if one > 0})
         told = " and ".join(f"{one:g}" for one in warm)
         if len(warm) > 1:
-            raise GapError(f"The trace's calls were sampled at temperatures {told}: score the rollouts of one temperature at a time.")
+            raise GapError(
+                f"The trace's calls were sampled at temperatures {told}: score the rollouts of one"
+                " temperature at a time."
+            )
         if warm and self.temperature not in (None, warm[0]):
             raise GapError(
-                f"The trace's calls were sampled at temperature {told}, and are to be scored at {self.temperature:g}: those are different"
-                " laws. Leave the temperature out to score at the calls' own."
+                f"The trace's calls were sampled at temperature {told}, and are to be scored at"
+                f" {self.temperature:g}: those are different laws. Leave the temperature out to"
+                " score at the calls' own."
             )
         if self.temperature is None:
             self._temperature = warm[0] if warm else 1.0
 
     def score(self, rollouts: Sequence[Rollout], *, version: Version, replay: bool) -> list[Scored]:
-        """See ``GapTrainer``. Raises ``GapError`` for a version without a checkpoint, and where a checkpoint cannot be read."""
+        """See ``GapTrainer``. Raises ``GapError`` for a version without a checkpoint, and where a
+        checkpoint cannot be read.
+        """
         model = self.model(version)
         out: list[Scored | None] = [None] * len(rollouts)
         for numbers in self._microbatches(rollouts):
@@ -98,7 +114,10 @@ class HfTrainer:
         if isinstance(self.paths, str):
             if _PLACE in self.paths:
                 if version is None:
-                    raise GapError(f"{self.paths} needs a version, and the rollouts do not tell which weights sampled them.")
+                    raise GapError(
+                        f"{self.paths} needs a version, and the rollouts do not tell which weights"
+                        " sampled them."
+                    )
                 return self.paths.replace(_PLACE, str(version))
             self._scored.add(str(version))
             if len(self._scored) > 1:
@@ -106,7 +125,10 @@ class HfTrainer:
                 self.notes[:] = [_MIXED.format(path=self.paths, versions=told)]
             return self.paths
         if str(version) not in self.paths:
-            raise GapError(f"No checkpoint is named for version {version}; there are those of {', '.join(self.paths)}.")
+            raise GapError(
+                f"No checkpoint is named for version {version}; there are those of"
+                f" {', '.join(self.paths)}."
+            )
         return self.paths[str(version)]
 
     def _load(self, path: str) -> Any:
@@ -114,11 +136,20 @@ class HfTrainer:
             import torch
             from transformers import AutoModelForCausalLM
         except ImportError as error:
-            raise GapError(f"--trainer hf:PATH needs torch and transformers ({error}): pip install torch transformers.") from error
+            raise GapError(
+                f"--trainer hf:PATH needs torch and transformers ({error}): pip install torch"
+                " transformers."
+            ) from error
         if self.dtype != "auto" and not isinstance(getattr(torch, self.dtype, None), torch.dtype):
-            raise UsageError(f"dtype={self.dtype!r} is none of torch's: auto, float32, bfloat16, float16, float64.")
+            raise UsageError(
+                f"dtype={self.dtype!r} is none of torch's: auto, float32, bfloat16, float16,"
+                " float64."
+            )
         if not Path(path).is_dir():
-            raise GapError(f"{path} is no folder: name a checkpoint of HF transformers (config.json and safetensors).")
+            raise GapError(
+                f"{path} is no folder: name a checkpoint of HF transformers (config.json and"
+                " safetensors)."
+            )
         kind = "auto" if self.dtype == "auto" else getattr(torch, self.dtype)
         try:
             model = AutoModelForCausalLM.from_pretrained(path, dtype=kind, local_files_only=True)
@@ -130,7 +161,9 @@ class HfTrainer:
         return model.to(device).eval()
 
     def _microbatches(self, rollouts: Sequence[Rollout]) -> Iterator[list[int]]:
-        """Numbers of rollouts, alike in length, whose padded batch has at most ``rows`` tokens (or holds one rollout)."""
+        """Numbers of rollouts, alike in length, whose padded batch has at most ``rows`` tokens (or
+        holds one rollout).
+        """
         batch: list[int] = []
         for number in sorted(range(len(rollouts)), key=lambda i: rollouts[i].total):
             if batch and (len(batch) + 1) * rollouts[number].total > self.rows:
@@ -150,11 +183,20 @@ class HfTrainer:
         if bare:
             raise GapError(f"Rollout {bare[0]} has no prompt: nothing predicts its first token.")
         inputs = lay_out(batch, Layout.RIGHT)
-        call = {name: value.to(model.device) if hasattr(value, "to") else value for name, value in inputs.call.items()}
+        call = {
+            name: value.to(model.device) if hasattr(value, "to") else value
+            for name, value in inputs.call.items()
+        }
         moe = _has_routers(model)
 
         def rule() -> Any:
-            return hf_replay(model, inputs.routes()) if replay else hf_record(model) if moe else nullcontext()
+            return (
+                hf_replay(model, inputs.routes())
+                if replay
+                else hf_record(model)
+                if moe
+                else nullcontext()
+            )
 
         with torch.no_grad():
             with rule() as passed:
@@ -172,7 +214,11 @@ class HfTrainer:
             if replay:
                 routes = None if rollout.routes is None else rollout.routes[first:last]
             else:
-                routes = None if recorded is None else _on_axis(recorded, rollout, line * width + np.arange(first, last))
+                routes = (
+                    None
+                    if recorded is None
+                    else _on_axis(recorded, rollout, line * width + np.arange(first, last))
+                )
             out.append(Scored(logprobs=logprobs.double().cpu().numpy(), routes=routes))
         return out
 
@@ -190,8 +236,8 @@ def _has_routers(model: Any) -> bool:
 
 
 def _hidden(model: Any, call: Mapping[str, Any]) -> tuple[Any, Any]:
-    """What the head is given ``(batch, width, hidden)``, and the head's matrix; ``None`` twice where the model makes other logits of it
-    than the product (a bias, a scale, a cap).
+    """What the head is given ``(batch, width, hidden)``, and the head's matrix; ``None`` twice
+    where the model makes other logits of it than the product (a bias, a scale, a cap).
     """
     import torch
 
@@ -211,7 +257,9 @@ def _hidden(model: Any, call: Mapping[str, Any]) -> tuple[Any, Any]:
         handle.remove()
     if len(caught) == 1 and caught[0].ndim == 3 and caught[0].dtype == head.weight.dtype:
         product = caught[0][:, :1].float() @ head.weight.float().t()
-        if product.shape == made.shape and torch.allclose(product, made.float(), rtol=0.0, atol=0.02 * float(made.abs().max()) + 1e-6):
+        if product.shape == made.shape and torch.allclose(
+            product, made.float(), rtol=0.0, atol=0.02 * float(made.abs().max()) + 1e-6
+        ):
             return caught[0], head.weight
     return None, None
 
@@ -228,7 +276,9 @@ def _logprobs(states: Any, head: Any, ids: Any, temperature: float) -> Any:
 
 
 def _on_axis(recorded: Any, rollout: Rollout, rows: Any) -> Any:
-    """The recorded rows on the rollout's own layer axis: layers without a router hold -1 where that axis counts them."""
+    """The recorded rows on the rollout's own layer axis: layers without a router hold -1 where that
+    axis counts them.
+    """
     routes = recorded.routes[rows].numpy()
     if rollout.routes is None or rollout.routes.shape[1] == routes.shape[1]:
         return routes

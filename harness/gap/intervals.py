@@ -1,17 +1,20 @@
 """Intervals: what a number could have been, had other sequences been sampled.
 
-Tokens of one sequence err together, so that only sequences are resampled: an interval that takes tokens for independent
-covers 71 to 82 % where it claims 95 %. The kinds, by ``Scale``:
+Tokens of one sequence err together, so that only sequences are resampled: an interval that takes
+tokens for independent covers 71 to 82 % where it claims 95 %. The kinds, by ``Scale``:
 
-- means: t intervals over sequences, studentised by the bootstrap (Efron & Tibshirani 1993, 12.5) and never narrower than
-  Student's, on the log scale where the values are never negative (gaps have heavy tails to the right). No resample holds a token that
-  was not sampled: where rare ones carry the mean, the upper end has room for them, by the rule of three (Hanley & Lippman-Hand 1983);
-- shares: Clopper-Pearson at the effective number of tokens, n over the design effect (Korn & Graubard 1998), so that no
-  event among n tokens still has an upper bound of about 3 / n;
-- other smooth functions: BCa bootstrap (Efron 1987), expanded for few sequences (Hesterberg 2015, 3.2);
+- means: t intervals over sequences, studentised by the bootstrap (Efron & Tibshirani 1993, 12.5)
+  and never narrower than Student's, on the log scale where the values are never negative (gaps have
+  heavy tails to the right). No resample holds a token that was not sampled: where rare ones carry
+  the mean, the upper end has room for them, by the rule of three (Hanley & Lippman-Hand 1983);
+- shares: Clopper-Pearson at the effective number of tokens, n over the design effect (Korn &
+  Graubard 1998), so that no event among n tokens still has an upper bound of about 3 / n;
+- other smooth functions: BCa bootstrap (Efron 1987), expanded for few sequences (Hesterberg 2015,
+  3.2);
 - ratios of two scores of one rollout: studentised on the log scale, symmetric (Hall 1992, 3.5);
-- what rare tokens decide (chi2, the effective sample size, the variance of sequences' sums): none. Studentised, BCa and jackknife
-  intervals on any scale hold the true value in 62 to 88 % of clustered data sets, and say nothing of when they do not.
+- what rare tokens decide (chi2, the effective sample size, the variance of sequences' sums): none.
+  Studentised, BCa and jackknife intervals on any scale hold the true value in 62 to 88 % of
+  clustered data sets, and say nothing of when they do not.
 """
 
 from __future__ import annotations
@@ -27,21 +30,38 @@ from rollproof.gap.metrics import METRICS, Metric, Scale, Statistic
 from rollproof.gap.sums import PLACE
 from rollproof.gap.token_pairs import FloatArray
 
-__all__ = ["FEW_TOKENS", "Interval", "Resampler", "metric_interval", "share_bounds", "share_interval"]
+__all__ = [
+    "FEW_TOKENS",
+    "Interval",
+    "Resampler",
+    "metric_interval",
+    "share_bounds",
+    "share_interval",
+]
 
 FEW_TOKENS = 2_000
-"""Tokens below which the interval of k3 holds less often than it claims: of 640 in 90 %, of 1,920 in 95 % (docs/benchmarks.md)."""
+"""Tokens below which the interval of k3 holds less often than it claims: of 640 in 90 %, of 1,920
+in 95 % (docs/benchmarks.md).
+"""
 _TAIL = 0.025
 """What a 95 % interval leaves out on either side."""
 _UNITS = 20_000
-"""More sequences than this are resampled in random groups of sequences: as exact, and the counts stay small."""
+"""More sequences than this are resampled in random groups of sequences: as exact, and the counts
+stay small.
+"""
 _BATCH = 100
-_MEANS = list(dict.fromkeys((m.above, m.below) for m in METRICS.values() if m.scale in (Scale.SIGNED, Scale.POSITIVE)))
+_MEANS = list(
+    dict.fromkeys(
+        (m.above, m.below) for m in METRICS.values() if m.scale in (Scale.SIGNED, Scale.POSITIVE)
+    )
+)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Interval:
-    """A value and the bounds of its 95 % interval; NaN where it cannot be known (one sequence, nothing to divide by)."""
+    """A value and the bounds of its 95 % interval; NaN where it cannot be known (one sequence,
+    nothing to divide by).
+    """
 
     value: float
     low: float
@@ -49,7 +69,8 @@ class Interval:
 
 
 class Resampler:
-    """Bootstrap resamples of sequences: ``resamples`` draws with replacement, the same for every metric and every run of ``seed``.
+    """Bootstrap resamples of sequences: ``resamples`` draws with replacement, the same for every
+    metric and every run of ``seed``.
 
     ``sums`` is ``(sequences, columns)``, one row a sequence.
     """
@@ -69,11 +90,16 @@ class Resampler:
         """``(units, columns)`` of what is ``(sequences, columns)``: the rows that are resampled."""
         if self.group is None:
             return columns
-        out = [np.bincount(self.group, weights=columns[:, i], minlength=_UNITS) for i in range(columns.shape[1])]
+        out = [
+            np.bincount(self.group, weights=columns[:, i], minlength=_UNITS)
+            for i in range(columns.shape[1])
+        ]
         return np.stack(out, axis=1).astype(np.float64, copy=False)
 
     def counts(self) -> Iterator[FloatArray]:
-        """Batches ``(b, units)``: how often each unit was drawn in each of ``b`` resamples; the same batches each time."""
+        """Batches ``(b, units)``: how often each unit was drawn in each of ``b`` resamples; the
+        same batches each time.
+        """
         rng = np.random.default_rng(self.seed)
         n = len(self.units)
         for begin in range(0, self.resamples, _BATCH):
@@ -83,9 +109,13 @@ class Resampler:
 
     @property
     def drawn(self) -> FloatArray:
-        """``(resamples, columns)``: the sums of each resample, and behind them those of the means' products."""
+        """``(resamples, columns)``: the sums of each resample, and behind them those of the means'
+        products.
+        """
         if self._drawn is None:
-            self._drawn = np.concatenate([counts @ np.hstack([self.units, self._squares()]) for counts in self.counts()])
+            self._drawn = np.concatenate(
+                [counts @ np.hstack([self.units, self._squares()]) for counts in self.counts()]
+            )
         return self._drawn
 
     def _squares(self) -> FloatArray:
@@ -113,7 +143,9 @@ class Resampler:
         yy, yn, nn = (self.drawn[:, first + i] for i in range(3))
         with np.errstate(invalid="ignore", divide="ignore"):
             means = above / below
-            errors = np.sqrt(np.maximum(yy - 2 * means * yn + means**2 * nn, 0.0) * n / (n - 1)) / below
+            errors = (
+                np.sqrt(np.maximum(yy - 2 * means * yn + means**2 * nn, 0.0) * n / (n - 1)) / below
+            )
             lift = (least or 0.0) / metric.factor
             if least is not None:
                 pivots = (np.log(means - lift) - np.log(plain - lift)) * (means - lift) / errors
@@ -123,23 +155,30 @@ class Resampler:
         if least is not None:
             reach = error / (plain - lift)
             with np.errstate(over="ignore"):  # of few sequences nothing is known above
-                ends = (lift + (plain - lift) * np.exp(-right * reach), lift + (plain - lift) * np.exp(-left * reach))
+                ends = (
+                    lift + (plain - lift) * np.exp(-right * reach),
+                    lift + (plain - lift) * np.exp(-left * reach),
+                )
         else:
             ends = (plain - right * error, plain - left * error)
         low, high = sorted(metric.factor * end + metric.shift for end in ends)
         return Interval(value=value, low=float(low), high=float(high + self._unseen(metric)))
 
     def _unseen(self, metric: Metric) -> float:
-        """What a kind of token would add that none of n sampled ones was of: up to 3 in n may be, and of the largest's size."""
+        """What a kind of token would add that none of n sampled ones was of: up to 3 in n may be,
+        and of the largest's size.
+        """
         if not metric.top:
             return 0.0
         largest = metric.factor * float(self.sums[:, PLACE[metric.top]].max()) - metric.healthy
         return 3 * max(largest, 0.0) / float(self.total[PLACE["finite"]])
 
     def ratio(self, above: int, below: int) -> Interval:
-        """Studentised interval of the total of column ``above`` over that of ``below``, both never negative, on the log scale.
+        """Studentised interval of the total of column ``above`` over that of ``below``, both never
+        negative, on the log scale.
 
-        Where the two err on the same tokens (one rollout scored twice) the ratio is far better known than either total.
+        Where the two err on the same tokens (one rollout scored twice) the ratio is far better
+        known than either total.
         """
         a, b = self.units[:, above], self.units[:, below]
         n = len(a)
@@ -158,7 +197,9 @@ class Resampler:
             pivots = np.log(top / bottom / value) / np.sqrt(np.maximum(spread, 0.0) * n / (n - 1))
         reach = _symmetric_end(pivots, n) * error
         with np.errstate(over="ignore"):  # of few sequences nothing is known above
-            return Interval(value=value, low=float(value * np.exp(-reach)), high=float(value * np.exp(reach)))
+            return Interval(
+                value=value, low=float(value * np.exp(-reach)), high=float(value * np.exp(reach))
+            )
 
     def bca(self, statistic: Statistic) -> Interval:
         """BCa interval of a function of the sums."""
@@ -192,22 +233,34 @@ def share_interval(events: FloatArray, tokens: FloatArray) -> Interval:
     return Interval(value=float(share[0]), low=float(low[0]), high=float(high[0]))
 
 
-def share_bounds(events: FloatArray, tokens: FloatArray) -> tuple[FloatArray, FloatArray, FloatArray]:
-    """As ``share_interval`` of each column of ``events`` ``(sequences, columns)``: the shares and the two ends, ``(columns,)``."""
+def share_bounds(
+    events: FloatArray, tokens: FloatArray
+) -> tuple[FloatArray, FloatArray, FloatArray]:
+    """As ``share_interval`` of each column of ``events`` ``(sequences, columns)``: the shares and
+    the two ends, ``(columns,)``.
+    """
     n, units = float(tokens.sum()), int((tokens > 0).sum())
     share = events.sum(axis=0) / n
     effect = np.ones(len(share))
     if units > 1:
-        squares = np.einsum("ij,ij->j", events, events) - 2 * share * (tokens @ events) + share**2 * float(tokens @ tokens)
+        squares = (
+            np.einsum("ij,ij->j", events, events)
+            - 2 * share * (tokens @ events)
+            + share**2 * float(tokens @ tokens)
+        )
         variance = np.maximum(squares, 0.0) * units / (units - 1) / n**2
         inner = (share > 0) & (share < 1)
         student = (stats.t.ppf(1 - _TAIL, units - 1) / stats.norm.ppf(1 - _TAIL)) ** 2
-        effect[inner] = np.maximum(1.0, variance[inner] * n / (share * (1 - share))[inner]) * student
+        effect[inner] = (
+            np.maximum(1.0, variance[inner] * n / (share * (1 - share))[inner]) * student
+        )
     size = n / effect
     hits = share * size
     with np.errstate(invalid="ignore"):
         low = np.where(share > 0, stats.beta.ppf(_TAIL, hits, size - hits + 1), 0.0)
-        high = np.where(share < 1, stats.beta.ppf(1 - _TAIL, hits + 1, np.maximum(size - hits, 1e-12)), 1.0)
+        high = np.where(
+            share < 1, stats.beta.ppf(1 - _TAIL, hits + 1, np.maximum(size - hits, 1e-12)), 1.0
+        )
     return share, low, high
 
 
@@ -217,7 +270,9 @@ def metric_interval(metric: Metric, resampler: Resampler) -> Interval:
 
 
 def _share(metric: Metric, resampler: Resampler) -> Interval:
-    return share_interval(resampler.sums[:, PLACE[metric.above]], resampler.sums[:, PLACE[metric.below]])
+    return share_interval(
+        resampler.sums[:, PLACE[metric.above]], resampler.sums[:, PLACE[metric.below]]
+    )
 
 
 def _pivot_ends(pivots: FloatArray, n: int) -> tuple[float, float]:
@@ -230,7 +285,9 @@ def _pivot_ends(pivots: FloatArray, n: int) -> tuple[float, float]:
 
 
 def _symmetric_end(pivots: FloatArray, n: int) -> float:
-    """As ``_pivot_ends``, one number for both sides: of the size of a pivot, which is known better than either of its tails."""
+    """As ``_pivot_ends``, one number for both sides: of the size of a pivot, which is known better
+    than either of its tails.
+    """
     known = np.abs(pivots[np.isfinite(pivots)])
     student = float(stats.t.ppf(1 - _TAIL, n - 1))
     return max(float(np.quantile(known, 1 - 2 * _TAIL)), student) if len(known) else student
@@ -241,5 +298,7 @@ _KINDS: Mapping[Scale, Callable[[Metric, Resampler], Interval]] = {
     Scale.POSITIVE: lambda metric, resampler: resampler.mean(metric),
     Scale.SHARE: _share,
     Scale.OTHER: lambda metric, resampler: resampler.bca(metric.statistic),
-    Scale.BARE: lambda metric, resampler: Interval(value=float(metric.statistic(resampler.total)), low=np.nan, high=np.nan),
+    Scale.BARE: lambda metric, resampler: Interval(
+        value=float(metric.statistic(resampler.total)), low=np.nan, high=np.nan
+    ),
 }

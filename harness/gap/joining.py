@@ -1,8 +1,9 @@
 """Joining: the rollouts of a recorded trace, and a trainer's logprobs of them, as pairs.
 
-The trainer's side is a Parquet file with ``sequence_id`` (the request's id) and ``trainer_logprob``, one row a response token in
-order (or one row a request, with lists), or the ``Score`` events that the trace itself holds. Of scores under several weight versions each
-token takes that of the version that sampled it.
+The trainer's side is a Parquet file with ``sequence_id`` (the request's id) and
+``trainer_logprob``, one row a response token in order (or one row a request, with lists), or the
+``Score`` events that the trace itself holds. Of scores under several weight versions each token
+takes that of the version that sampled it.
 """
 
 from __future__ import annotations
@@ -29,7 +30,9 @@ _SCORES = "score:"
 
 @dataclass(kw_only=True, slots=True, eq=False)
 class Sample:
-    """A rollout with what the trace says of it: the tokens of each delivered reply, scores by version, the temperatures of its calls."""
+    """A rollout with what the trace says of it: the tokens of each delivered reply, scores by
+    version, the temperatures of its calls.
+    """
 
     rollout: Rollout
     pieces: list[tuple[int, ...]] = field(default_factory=list)
@@ -48,22 +51,35 @@ class Sample:
             found = list(own.token_versions)
         else:
             found = spread(own.spans, self.tokens) if own.spans else [own.version] * self.tokens
-        return None if len(found) != self.tokens or any(version is None for version in found) else found
+        return (
+            None
+            if len(found) != self.tokens or any(version is None for version in found)
+            else found
+        )
 
     @property
     def since_resume(self) -> npt.NDArray[np.int64] | None:
-        """Tokens since the last call began, -1 in the first; ``None`` where the replies end to end are not the response."""
+        """Tokens since the last call began, -1 in the first; ``None`` where the replies end to end
+        are not the response.
+        """
         if tuple(token for piece in self.pieces for token in piece) != self.rollout.response_ids:
             return None
         parts = [np.arange(len(piece)) for piece in self.pieces if piece]
-        return np.concatenate([np.full(len(part), -1) if i == 0 else part for i, part in enumerate(parts)] or [np.arange(0)])
+        return np.concatenate(
+            [np.full(len(part), -1) if i == 0 else part for i, part in enumerate(parts)]
+            or [np.arange(0)]
+        )
 
 
-def join_trace(trace: Path, trainer: str, *, renamed: Mapping[str, str] | None = None) -> TokenPairs:
-    """Pairs of the rollouts in ``trace`` and the logprobs of ``trainer``: ``score:SCORER``, or the path of a Parquet file.
+def join_trace(
+    trace: Path, trainer: str, *, renamed: Mapping[str, str] | None = None
+) -> TokenPairs:
+    """Pairs of the rollouts in ``trace`` and the logprobs of ``trainer``: ``score:SCORER``, or the
+    path of a Parquet file.
 
-    In a trace of several episodes the requests are called ``EPISODE:ID``, counted from 0. Raises ``GapError`` where a side lacks
-    what the other has, ``TraceError`` where the trace cannot be read.
+    In a trace of several episodes the requests are called ``EPISODE:ID``, counted from 0. Raises
+    ``GapError`` where a side lacks what the other has, ``TraceError`` where the trace cannot be
+    read.
     """
     scorer = trainer.removeprefix(_SCORES) if trainer.startswith(_SCORES) else None
     samples = samples_of(trace, scorer)
@@ -72,19 +88,30 @@ def join_trace(trace: Path, trainer: str, *, renamed: Mapping[str, str] | None =
     mute = [name for name, sample in samples.items() if sample.rollout.logprobs is None]
     if mute:
         raise GapError(
-            f"{len(mute):,} of {len(samples):,} rollouts in {trace} have no logprobs (the first: {mute[0]}): record them with logprobs."
+            f"{len(mute):,} of {len(samples):,} rollouts in {trace} have no logprobs (the first:"
+            f" {mute[0]}): record them with logprobs."
         )
     columns = rollout_columns(samples)
-    side = _scored(samples, trainer) if scorer is not None else _read(samples, Path(trainer), dict(renamed or {}))
+    side = (
+        _scored(samples, trainer)
+        if scorer is not None
+        else _read(samples, Path(trainer), dict(renamed or {}))
+    )
     return TokenPairs.of(**columns, **side)
 
 
 def samples_of(trace: Path, scorer: str | None) -> dict[str, Sample]:
-    """The finished rollouts of a trace by their names (``EPISODE:ID`` where it holds several), with the scores of ``scorer``."""
+    """The finished rollouts of a trace by their names (``EPISODE:ID`` where it holds several), with
+    the scores of ``scorer``.
+    """
     episodes = [_episode(events, scorer) for _, events in open_trace(trace).episodes()]
     if len(episodes) == 1:
         return episodes[0]
-    return {f"{number}:{name}": sample for number, episode in enumerate(episodes) for name, sample in episode.items()}
+    return {
+        f"{number}:{name}": sample
+        for number, episode in enumerate(episodes)
+        for name, sample in episode.items()
+    }
 
 
 def _episode(events: Iterable[Event], scorer: str | None) -> dict[str, Sample]:
@@ -100,11 +127,15 @@ def _episode(events: Iterable[Event], scorer: str | None) -> dict[str, Sample]:
             if isinstance(declared, int | float):
                 temperatures.setdefault(event.request_id, set()).add(float(declared))
         elif isinstance(event, Reply) and event.delivered and not event.duplicate:
-            pieces.setdefault(owner.get(event.call_id, ""), []).append(tuple(event.output.token_ids))
+            pieces.setdefault(owner.get(event.call_id, ""), []).append(
+                tuple(event.output.token_ids)
+            )
         elif isinstance(event, Result) and event.rollout is not None:
             rollouts[event.request_id] = event.rollout
         elif isinstance(event, Score) and event.scorer == scorer:
-            scores.setdefault(event.request_id, {})[event.version] = np.asarray(event.logprobs, dtype=np.float64)
+            scores.setdefault(event.request_id, {})[event.version] = np.asarray(
+                event.logprobs, dtype=np.float64
+            )
     return {
         name: Sample(
             rollout=rollout,
@@ -117,28 +148,47 @@ def _episode(events: Iterable[Event], scorer: str | None) -> dict[str, Sample]:
 
 
 def rollout_columns(samples: Mapping[str, Sample]) -> dict[str, Any]:
-    """The columns of ``TokenPairs`` that the rollouts tell themselves. Raises ``GapError`` where logprobs and tokens differ in number."""
+    """The columns of ``TokenPairs`` that the rollouts tell themselves. Raises ``GapError`` where
+    logprobs and tokens differ in number.
+    """
     own = [sample.rollout for sample in samples.values()]
     _lengths(
         {
-            name: (len(sample.rollout.logprobs if sample.rollout.logprobs is not None else ()), sample.tokens)
+            name: (
+                len(sample.rollout.logprobs if sample.rollout.logprobs is not None else ()),
+                sample.tokens,
+            )
             for name, sample in samples.items()
         },
         "the rollout's logprobs",
     )
     out: dict[str, Any] = {
-        "sequence_id": np.repeat(np.array(list(samples)), [sample.tokens for sample in samples.values()]),
-        "rollout_logprob": np.concatenate([np.asarray(rollout.logprobs, dtype=np.float64) for rollout in own]),
-        "mask": np.concatenate([np.ones(len(r.response_ids)) if r.loss_mask is None else np.asarray(r.loss_mask) for r in own]),
-        "token_id": np.concatenate([np.asarray(rollout.response_ids, dtype=np.int64) for rollout in own]),
-        "position": np.concatenate([len(rollout.prompt_ids) + np.arange(len(rollout.response_ids)) for rollout in own]),
+        "sequence_id": np.repeat(
+            np.array(list(samples)), [sample.tokens for sample in samples.values()]
+        ),
+        "rollout_logprob": np.concatenate(
+            [np.asarray(rollout.logprobs, dtype=np.float64) for rollout in own]
+        ),
+        "mask": np.concatenate(
+            [
+                np.ones(len(r.response_ids)) if r.loss_mask is None else np.asarray(r.loss_mask)
+                for r in own
+            ]
+        ),
+        "token_id": np.concatenate(
+            [np.asarray(rollout.response_ids, dtype=np.int64) for rollout in own]
+        ),
+        "position": np.concatenate(
+            [len(rollout.prompt_ids) + np.arange(len(rollout.response_ids)) for rollout in own]
+        ),
     }
     versions = [sample.versions for sample in samples.values()]
     if all(found is not None for found in versions):
         out["version"] = _column([version for found in versions for version in found or ()])
     if all(len(sample.temperatures) == 1 for sample in samples.values()):
         out["temperature"] = np.repeat(
-            [next(iter(sample.temperatures)) for sample in samples.values()], [sample.tokens for sample in samples.values()]
+            [next(iter(sample.temperatures)) for sample in samples.values()],
+            [sample.tokens for sample in samples.values()],
         )
     since = [sample.since_resume for sample in samples.values()]
     if all(found is not None for found in since):
@@ -151,17 +201,34 @@ def _scored(samples: Mapping[str, Sample], trainer: str) -> dict[str, Any]:
     bare = [name for name, sample in samples.items() if not sample.scores]
     if bare:
         raise GapError(
-            f"{len(bare):,} of {len(samples):,} rollouts have no score by {trainer.removeprefix(_SCORES)!r} in the trace (the first:"
-            f" {bare[0]}). Name a scorer that is there, or give a Parquet file with the trainer's logprobs."
+            f"{len(bare):,} of {len(samples):,} rollouts have no score by"
+            f" {trainer.removeprefix(_SCORES)!r} in the trace (the first: {bare[0]}). Name a scorer"
+            " that is there, or give a Parquet file with the trainer's logprobs."
         )
     for version in {version for sample in samples.values() for version in sample.scores}:
         _lengths(
-            {name: (len(s.scores[version]), s.tokens) for name, s in samples.items() if version in s.scores}, f"the scores under {version}"
+            {
+                name: (len(s.scores[version]), s.tokens)
+                for name, s in samples.items()
+                if version in s.scores
+            },
+            f"the scores under {version}",
         )
-    common = [version for version in next(iter(samples.values())).scores if all(version in sample.scores for sample in samples.values())]
-    out: dict[str, Any] = {"trainer_logprob": np.concatenate([_own_score(name, sample) for name, sample in samples.items()])}
+    common = [
+        version
+        for version in next(iter(samples.values())).scores
+        if all(version in sample.scores for sample in samples.values())
+    ]
+    out: dict[str, Any] = {
+        "trainer_logprob": np.concatenate(
+            [_own_score(name, sample) for name, sample in samples.items()]
+        )
+    }
     if len(common) > 1:
-        out["by_version"] = {version: np.concatenate([sample.scores[version] for sample in samples.values()]) for version in common}
+        out["by_version"] = {
+            version: np.concatenate([sample.scores[version] for sample in samples.values()])
+            for version in common
+        }
         out |= current_columns(out["by_version"])
     elif len(common) == 1 and isinstance(common[0], int):
         out["current_version"] = np.full(len(out["trainer_logprob"]), common[0])
@@ -169,11 +236,18 @@ def _scored(samples: Mapping[str, Sample], trainer: str) -> dict[str, Any]:
 
 
 def current_columns(by_version: Mapping[Version, FloatArray]) -> dict[str, Any]:
-    """The scores under the newest of several versions as those of the current weights, where versions are numbers."""
-    if not all(isinstance(version, int) and not isinstance(version, bool) for version in by_version):
+    """The scores under the newest of several versions as those of the current weights, where
+    versions are numbers.
+    """
+    if not all(
+        isinstance(version, int) and not isinstance(version, bool) for version in by_version
+    ):
         return {}
     newest = max(by_version, key=lambda version: int(str(version)))
-    return {"current_logprob": by_version[newest], "current_version": np.full(len(by_version[newest]), newest)}
+    return {
+        "current_logprob": by_version[newest],
+        "current_version": np.full(len(by_version[newest]), newest),
+    }
 
 
 def _own_score(name: str, sample: Sample) -> FloatArray:
@@ -181,11 +255,22 @@ def _own_score(name: str, sample: Sample) -> FloatArray:
     if len(sample.scores) == 1:
         return next(iter(sample.scores.values()))
     versions = sample.versions
-    lacking = sorted({str(version) for version in versions or ()} - {str(version) for version in sample.scores})
+    lacking = sorted(
+        {str(version) for version in versions or ()} - {str(version) for version in sample.scores}
+    )
     if versions is None or lacking:
-        told = f"no score under version {', '.join(lacking)}" if lacking else "no version for each of its tokens"
-        raise GapError(f"Rollout {name} has several scores and {told}: score every segment under the version that sampled it.")
-    return np.array([sample.scores[version][i] for i, version in enumerate(versions)], dtype=np.float64)
+        told = (
+            f"no score under version {', '.join(lacking)}"
+            if lacking
+            else "no version for each of its tokens"
+        )
+        raise GapError(
+            f"Rollout {name} has several scores and {told}: score every segment under the version"
+            " that sampled it."
+        )
+    return np.array(
+        [sample.scores[version][i] for i, version in enumerate(versions)], dtype=np.float64
+    )
 
 
 def _read(samples: Mapping[str, Sample], path: Path, renamed: dict[str, str]) -> dict[str, Any]:
@@ -195,14 +280,20 @@ def _read(samples: Mapping[str, Sample], path: Path, renamed: dict[str, str]) ->
     position = values.get("position")
     order = np.lexsort((position, ids)) if position is not None else np.argsort(ids, kind="stable")
     names, first, counts = np.unique(ids[order], return_index=True, return_counts=True)
-    there = {str(name): order[begin : begin + count] for name, begin, count in zip(names, first, counts, strict=True)}
+    there = {
+        str(name): order[begin : begin + count]
+        for name, begin, count in zip(names, first, counts, strict=True)
+    }
     bare = [name for name in samples if name not in there and samples[name].tokens]
     if bare:
         raise GapError(
-            f"{path} has no rows for {len(bare):,} of {len(samples):,} rollouts (the first: {bare[0]}); its sequence_id must be the"
-            " request's id."
+            f"{path} has no rows for {len(bare):,} of {len(samples):,} rollouts (the first:"
+            f" {bare[0]}); its sequence_id must be the request's id."
         )
-    _lengths({name: (len(there.get(name, ())), sample.tokens) for name, sample in samples.items()}, f"{path}")
+    _lengths(
+        {name: (len(there.get(name, ())), sample.tokens) for name, sample in samples.items()},
+        f"{path}",
+    )
     rows = np.concatenate([there.get(name, order[:0]) for name in samples])
     out = {"trainer_logprob": values["trainer_logprob"][rows]}
     if "token_id" in values:
@@ -215,12 +306,17 @@ def _lengths(found: Mapping[str, tuple[int, int]], what: str) -> None:
     if wrong:
         name, here, there = wrong[0]
         raise GapError(
-            f"{what}: {len(wrong):,} rollouts have another number of logprobs than response tokens (the first: {name}, {here:,} for"
-            f" {there:,}). One logprob is needed for each response token, masked ones included."
+            f"{what}: {len(wrong):,} rollouts have another number of logprobs than response tokens"
+            f" (the first: {name}, {here:,} for {there:,}). One logprob is needed for each response"
+            " token, masked ones included."
         )
 
 
 def _column(values: list[Version]) -> npt.NDArray[Any]:
     """Integers as such, so that ages can be told; anything else as text."""
     whole = all(isinstance(value, int) and not isinstance(value, bool) for value in values)
-    return np.array(values, dtype=np.int64) if whole else np.array([str(value) for value in values], dtype=object)
+    return (
+        np.array(values, dtype=np.int64)
+        if whole
+        else np.array([str(value) for value in values], dtype=object)
+    )

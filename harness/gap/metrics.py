@@ -1,7 +1,8 @@
 """Metrics: the sampled-token panel, each a function of the sums over sequences.
 
-Tokens are sampled by the rollout engine (mu) and scored by the trainer (pi): d = log pi - log mu, rho = exp(d). Names and
-formulas are those of the field; a name that another project logs is listed as an alias where its formula is the same.
+Tokens are sampled by the rollout engine (mu) and scored by the trainer (pi): d = log pi - log mu,
+rho = exp(d). Names and formulas are those of the field; a name that another project logs is listed
+as an alias where its formula is the same.
 """
 
 from __future__ import annotations
@@ -33,16 +34,20 @@ class Scale(Enum):
     POSITIVE = "mean of values that are never negative: its interval is taken on the log scale"
     SHARE = "share of tokens for which something holds"
     OTHER = "smooth function of several means"
-    BARE = "a handful of tokens decides it: no interval holds what it claims at ordinary sizes, so there is none"
+    BARE = (
+        "a handful of tokens decides it: no interval holds what it claims at ordinary sizes, so"
+        " there is none"
+    )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Metric:
     """One number of the panel.
 
-    A mean is the quotient of the columns ``above`` and ``below`` of the sums, times ``factor``, plus ``shift``; a metric of scale
-    ``OTHER`` has a ``function`` of the sums in their place. ``healthy`` is its value where the two sides are equal. ``top`` is the column
-    of the largest token, of a mean that rare tokens carry.
+    A mean is the quotient of the columns ``above`` and ``below`` of the sums, times ``factor``,
+    plus ``shift``; a metric of scale ``OTHER`` has a ``function`` of the sums in their place.
+    ``healthy`` is its value where the two sides are equal. ``top`` is the column of the largest
+    token, of a mean that rare tokens carry.
     """
 
     name: str
@@ -61,15 +66,24 @@ class Metric:
         """The value of summed columns ``(..., len(NAMES))``."""
         if self.function is not None:
             return self.function(sums)
-        return np.asarray(self.factor * _ratio(sums[..., PLACE[self.above]], sums[..., PLACE[self.below]]) + self.shift)
+        return np.asarray(
+            self.factor * _ratio(sums[..., PLACE[self.above]], sums[..., PLACE[self.below]])
+            + self.shift
+        )
 
 
 def _ratio(above: FloatArray, below: FloatArray) -> FloatArray:
-    return np.asarray(np.divide(above, below, out=np.full(np.broadcast(above, below).shape, np.nan), where=below > 0))
+    return np.asarray(
+        np.divide(
+            above, below, out=np.full(np.broadcast(above, below).shape, np.nan), where=below > 0
+        )
+    )
 
 
 def _pearson(sums: FloatArray) -> FloatArray:
-    n, p, q, pp, qq, pq = (sums[..., PLACE[name]] for name in ("finite", "p", "q", "pp", "qq", "pq"))
+    n, p, q, pp, qq, pq = (
+        sums[..., PLACE[name]] for name in ("finite", "p", "q", "pp", "qq", "pq")
+    )
     first, second = n * pp - p * p, n * qq - q * q
     # of equal values rounding is left, whose correlation is noise
     varied = (first > _ROUNDING * n * pp) & (second > _ROUNDING * n * qq)
@@ -77,11 +91,15 @@ def _pearson(sums: FloatArray) -> FloatArray:
 
 
 def _ess(sums: FloatArray) -> FloatArray:
-    return _ratio(sums[..., PLACE["rho"]] ** 2, sums[..., PLACE["finite"]] * sums[..., PLACE["rho2"]])
+    return _ratio(
+        sums[..., PLACE["rho"]] ** 2, sums[..., PLACE["finite"]] * sums[..., PLACE["rho2"]]
+    )
 
 
 def _deviation(sums: FloatArray, first: str, second: str) -> FloatArray:
-    """Standard deviation of what adds up to ``first``, and its square to ``second``; with n - 1, as torch.std has it."""
+    """Standard deviation of what adds up to ``first``, and its square to ``second``; with n - 1, as
+    torch.std has it.
+    """
     n = sums[..., PLACE["finite"]]
     variance = _ratio(sums[..., PLACE[second]], n) - _ratio(sums[..., PLACE[first]], n) ** 2
     return np.sqrt(np.maximum(variance * _ratio(n, n - 1), 0.0))
@@ -110,7 +128,15 @@ _LIST = (
         factor=-1.0,
         aliases=("rollout_corr/kl",),
     ),
-    Metric(name="k2", formula="mean of d^2 / 2", scale=Scale.POSITIVE, above="d2", factor=0.5, top="top_d2", aliases=("kl_v2",)),
+    Metric(
+        name="k2",
+        formula="mean of d^2 / 2",
+        scale=Scale.POSITIVE,
+        above="d2",
+        factor=0.5,
+        top="top_d2",
+        aliases=("kl_v2",),
+    ),
     Metric(
         name="k3_winsorised",
         formula="k3 with |d| cut at 2: parts from k3 where a few tokens carry it",
@@ -133,7 +159,10 @@ _LIST = (
         formula="mean of |d|",
         scale=Scale.POSITIVE,
         above="abs",
-        aliases=("sampling/sampling_logp_difference/mean", "policy/rollout_train_logprobs_abs_diff_mean"),
+        aliases=(
+            "sampling/sampling_logp_difference/mean",
+            "policy/rollout_train_logprobs_abs_diff_mean",
+        ),
     ),
     Metric(
         name="abs_diff_std",
@@ -152,7 +181,10 @@ _LIST = (
     ),
     Metric(
         name="rho_mean_minus_1",
-        formula="mean of rho - 1: 0 for every trainer that covers what was sampled, whatever its weights",
+        formula=(
+            "mean of rho - 1: 0 for every trainer that covers what was sampled, whatever its"
+            " weights"
+        ),
         scale=Scale.SIGNED,
         above="rho",
         shift=-1.0,
@@ -165,10 +197,29 @@ _LIST = (
         shift=-1.0,
         aliases=("rollout_corr/chi2_token",),
     ),
-    Metric(name="ess_token", formula="(sum rho)^2 / (n sum rho^2), rho not truncated", scale=Scale.BARE, function=_ess, healthy=1.0),
-    Metric(name="F2", formula="share of tokens with max(rho, 1/rho) > 2", scale=Scale.SHARE, above="F2", aliases=("extreme_frac_tau2",)),
-    Metric(name="F5", formula="share of tokens with max(rho, 1/rho) > 5", scale=Scale.SHARE, above="F5"),
-    Metric(name="F10", formula="share of tokens with max(rho, 1/rho) > 10", scale=Scale.SHARE, above="F10"),
+    Metric(
+        name="ess_token",
+        formula="(sum rho)^2 / (n sum rho^2), rho not truncated",
+        scale=Scale.BARE,
+        function=_ess,
+        healthy=1.0,
+    ),
+    Metric(
+        name="F2",
+        formula="share of tokens with max(rho, 1/rho) > 2",
+        scale=Scale.SHARE,
+        above="F2",
+        aliases=("extreme_frac_tau2",),
+    ),
+    Metric(
+        name="F5", formula="share of tokens with max(rho, 1/rho) > 5", scale=Scale.SHARE, above="F5"
+    ),
+    Metric(
+        name="F10",
+        formula="share of tokens with max(rho, 1/rho) > 10",
+        scale=Scale.SHARE,
+        above="F10",
+    ),
     Metric(
         name="prob_diff_mean",
         formula="mean of |exp(trainer) - exp(rollout)|",
@@ -226,7 +277,10 @@ _LIST = (
     ),
     Metric(
         name="variance_rate",
-        formula="variance over sequences of their sum of d, per token: about 2 KL where tokens err independently",
+        formula=(
+            "variance over sequences of their sum of d, per token: about 2 KL where tokens err"
+            " independently"
+        ),
         scale=Scale.BARE,
         function=_variance_rate,
     ),
@@ -240,4 +294,6 @@ _LIST = (
 )
 
 METRICS: Mapping[str, Metric] = {metric.name: metric for metric in _LIST}
-"""The panel, by name. Quantiles of |d| are in ``rollproof.gap.quantiles``, router agreement in ``rollproof.gap.agreement``."""
+"""The panel, by name. Quantiles of |d| are in ``rollproof.gap.quantiles``, router agreement in
+``rollproof.gap.agreement``.
+"""

@@ -27,8 +27,9 @@ _WORST = 5
 class Panel:
     """The measured gap of ``n_tokens`` loss-masked tokens in ``n_sequences`` sequences.
 
-    ``metrics`` maps names to value and 95 % interval; ``n_nonfinite`` tokens had a logprob that is not finite and are in none of
-    them. ``worst`` are the tokens with the largest |d|. ``resampler`` holds the sums, for whoever wants another function of them.
+    ``metrics`` maps names to value and 95 % interval; ``n_nonfinite`` tokens had a logprob that is
+    not finite and are in none of them. ``worst`` are the tokens with the largest |d|. ``resampler``
+    holds the sums, for whoever wants another function of them.
     """
 
     metrics: Mapping[str, Interval]
@@ -42,7 +43,9 @@ class Panel:
 
 
 def measure_panel(pairs: TokenPairs, *, resamples: int = 1000, seed: int = 0) -> Panel:
-    """Every metric of ``pairs``; ``resamples`` and ``seed`` are those of the bootstrap over sequences."""
+    """Every metric of ``pairs``; ``resamples`` and ``seed`` are those of the bootstrap over
+    sequences.
+    """
     sums = sequence_sums(pairs)
     resampler = Resampler(sums, resamples=resamples, seed=seed)
     routes = agreement(pairs)

@@ -26,4 +26,7 @@ def listed(names: Iterable[object]) -> str:
 
 def some_of(chosen: Sequence[int], sequences: Sequence[Any]) -> str:
     """``2 of 64 sequences (7, 31)``: those ``chosen`` by index, the first of them by name."""
-    return f"{len(chosen):,} of {counted(len(sequences), 'sequence')} ({listed(sequences[index] for index in chosen)})"
+    return (
+        f"{len(chosen):,} of {counted(len(sequences), 'sequence')}"
+        f" ({listed(sequences[index] for index in chosen)})"
+    )

@@ -1,8 +1,10 @@
-"""Quantiles of |d|, and the median over batches of NeMo-RL's error, with intervals that take sequences or batches for the units.
+"""Quantiles of |d|, and the median over batches of NeMo-RL's error, with intervals that take
+sequences or batches for the units.
 
-A quantile's interval is that of a share turned round (Woodruff 1952): the values, out of some hundred order statistics around it,
-of which the share of tokens above may be the quantile's. Of the largest of a thousand a few tokens are above, which a bootstrap takes
-for better known than they are (it held the true value in 88 to 93 %).
+A quantile's interval is that of a share turned round (Woodruff 1952): the values, out of some
+hundred order statistics around it, of which the share of tokens above may be the quantile's. Of the
+largest of a thousand a few tokens are above, which a bootstrap takes for better known than they are
+(it held the true value in 88 to 93 %).
 """
 
 from __future__ import annotations
@@ -19,7 +21,9 @@ from rollproof.gap.token_pairs import BoolArray, FloatArray, TokenPairs
 __all__ = ["MEDIAN", "QUANTILES", "abs_diff", "batch_median", "quantile_intervals"]
 
 QUANTILES: Mapping[str, float] = {"abs_diff_p50": 0.5, "abs_diff_p99": 0.99, "abs_diff_p999": 0.999}
-"""Names and orders; the median, and the tails that can be estimated (a maximum only grows with the number of tokens)."""
+"""Names and orders; the median, and the tails that can be estimated (a maximum only grows with the
+number of tokens).
+"""
 MEDIAN = "token_mult_prob_error_median"
 """Median over batches of their mean exp(|d|) (NeMo-RL); over sequences where no batches are told.
 
@@ -27,7 +31,9 @@ One token with |d| = 10 adds 1 to the mean over 22,000 of them, and nothing to t
 _BEYOND = 5
 _GRID = 160
 _REACH = 8.0
-"""How many standard errors of the order (for independent tokens) the grid spans on either side, before clustering widens it."""
+"""How many standard errors of the order (for independent tokens) the grid spans on either side,
+before clustering widens it.
+"""
 
 
 def abs_diff(pairs: TokenPairs) -> FloatArray:
@@ -39,7 +45,9 @@ def abs_diff(pairs: TokenPairs) -> FloatArray:
 
 
 def quantile_intervals(pairs: TokenPairs) -> dict[str, Interval]:
-    """Each of ``QUANTILES``; NaN bounds where there are too few tokens to bound it (fewer than 5 beyond it) or too few sequences."""
+    """Each of ``QUANTILES``; NaN bounds where there are too few tokens to bound it (fewer than 5
+    beyond it) or too few sequences.
+    """
     size = abs_diff(pairs)
     known = np.isfinite(size)
     n = int(known.sum())
@@ -53,13 +61,19 @@ def quantile_intervals(pairs: TokenPairs) -> dict[str, Interval]:
     for name, order in QUANTILES.items():
         grid, value = grids[name]
         part = slice(begin, begin := begin + len(grid))
-        # the share above falls along the grid: below the interval it is surely more than the quantile leaves, above it surely less
-        under, over = np.flatnonzero(least[part] > 1 - order), np.flatnonzero(most[part] < 1 - order)
+        # the share above falls along the grid: below the interval it is surely more than the
+        # quantile leaves, above it surely less
+        under, over = (
+            np.flatnonzero(least[part] > 1 - order),
+            np.flatnonzero(most[part] < 1 - order),
+        )
         if pairs.n_sequences < 2 or n * (1 - order) < _BEYOND or not len(over):
             out[name] = Interval(value=value, low=np.nan, high=np.nan)
         else:
             low = float(grid[under[-1]]) if len(under) else 0.0
-            out[name] = Interval(value=value, low=min(low, value), high=max(float(grid[over[0]]), value))
+            out[name] = Interval(
+                value=value, low=min(low, value), high=max(float(grid[over[0]]), value)
+            )
     return out
 
 
@@ -68,7 +82,9 @@ def batch_median(pairs: TokenPairs, sums: FloatArray) -> Interval:
     above, below = sums[:, PLACE["mult"]], sums[:, PLACE["finite"]]
     if "batch" in pairs.sides:
         _, codes = np.unique(pairs.sides["batch"][pairs.starts], return_inverse=True)
-        above, below = (np.bincount(codes, weights=column).astype(np.float64) for column in (above, below))
+        above, below = (
+            np.bincount(codes, weights=column).astype(np.float64) for column in (above, below)
+        )
     values = np.sort(above[below > 0] / below[below > 0])
     n = len(values)
     if not n:
@@ -76,7 +92,9 @@ def batch_median(pairs: TokenPairs, sums: FloatArray) -> Interval:
     rank = int(stats.binom.ppf(0.025, n, 0.5))
     if rank < 1:  # fewer than 6 values bound no median
         return Interval(value=float(np.median(values)), low=np.nan, high=np.nan)
-    return Interval(value=float(np.median(values)), low=float(values[rank - 1]), high=float(values[n - rank]))
+    return Interval(
+        value=float(np.median(values)), low=float(values[rank - 1]), high=float(values[n - rank])
+    )
 
 
 def _grid(size: FloatArray, order: float) -> tuple[FloatArray, float]:
@@ -91,13 +109,17 @@ def _grid(size: FloatArray, order: float) -> tuple[FloatArray, float]:
     return np.unique(parted[ranks]), float(parted[int(middle)])
 
 
-def _counts_above(pairs: TokenPairs, size: FloatArray, known: BoolArray, ends: FloatArray) -> tuple[FloatArray, FloatArray]:
+def _counts_above(
+    pairs: TokenPairs, size: FloatArray, known: BoolArray, ends: FloatArray
+) -> tuple[FloatArray, FloatArray]:
     """``(sequences, ends)``: tokens above each end; ``(sequences,)``: finite tokens."""
     order = np.argsort(ends, kind="stable")
     place = np.searchsorted(ends[order], size[known], side="left")
     owner = pairs.owner[known]
     sequences, width = pairs.n_sequences, len(ends) + 1
-    cells = np.bincount(owner * width + place, minlength=sequences * width).reshape(sequences, width)
+    cells = np.bincount(owner * width + place, minlength=sequences * width).reshape(
+        sequences, width
+    )
     above = np.empty((sequences, len(ends)))
     above[:, order] = cells[:, ::-1].cumsum(axis=1)[:, ::-1][:, 1:]
     return above, np.bincount(owner, minlength=sequences).astype(np.float64)

@@ -21,7 +21,9 @@ from rollproof.gap.token_pairs import TokenPairs
 __all__ = ["declared", "notes_of"]
 
 _RUN = 16
-"""Tokens of a sequence's end that look like padding: shorter runs a sharp model ends with by itself."""
+"""Tokens of a sequence's end that look like padding: shorter runs a sharp model ends with by
+itself.
+"""
 _SEEN = 0.01
 """|d|, in nats, from which one side alone is seen to be padded."""
 
@@ -42,32 +44,37 @@ def _of_the_tokens(pairs: TokenPairs) -> Iterator[str]:
         yield f"No token is left: the mask excludes all {pairs.masked:,}."
     elif pairs.n_sequences < FEW_SEQUENCES:
         few = counted(pairs.n_sequences, "sequence", "are")
-        yield f"{few} too few for intervals over sequences: measure at least {FEW_SEQUENCES}, better 64."
+        yield (
+            f"{few} too few for intervals over sequences: measure at least {FEW_SEQUENCES},"
+            " better 64."
+        )
     yield from _strays(pairs)
     yield from _padding(pairs)
     if pairs.scattered:
         yield (
-            f"The rows of {counted(pairs.scattered, 'sequence')} stand in several places, and no position tells their order: they are taken"
-            " in the order of the rows. If those are samples of one prompt, give each a sequence_id of its own."
+            f"The rows of {counted(pairs.scattered, 'sequence')} stand in several places, and no"
+            " position tells their order: they are taken in the order of the rows. If those are"
+            " samples of one prompt, give each a sequence_id of its own."
         )
     yield from _versions_that_are_not_looked_at(pairs)
     greedy = int((pairs.sides["temperature"] == 0).sum()) if "temperature" in pairs.sides else 0
     if greedy:
         yield (
-            f"{counted(greedy, 'token', 'were')} chosen greedily (temperature 0): that is no draw from the rollout's law, so that k1, k3"
-            " and E[rho] estimate nothing of it; |d| compares them all the same."
+            f"{counted(greedy, 'token', 'were')} chosen greedily (temperature 0): that is no draw"
+            " from the rollout's law, so that k1, k3 and E[rho] estimate nothing of it; |d|"
+            " compares them all the same."
         )
     lag = staleness(pairs)
     ahead = 0 if lag is None else int((lag < 0).sum())
     if ahead:
         yield (
-            f"{counted(ahead, 'token', 'were')} sampled by a version that is newer than the current_version: one of the two columns"
-            " is wrong."
+            f"{counted(ahead, 'token', 'were')} sampled by a version that is newer than the"
+            " current_version: one of the two columns is wrong."
         )
     if replicas := few_sequences(pairs):
         yield (
-            f"{counted(len(replicas), 'replica')} sampled fewer than {FEW} sequences ({listed(replicas)}): of so few it cannot be told"
-            " whether a replica is stale."
+            f"{counted(len(replicas), 'replica')} sampled fewer than {FEW} sequences"
+            f" ({listed(replicas)}): of so few it cannot be told whether a replica is stale."
         )
 
 
@@ -76,18 +83,22 @@ def _strays(pairs: TokenPairs) -> Iterator[str]:
     lost = {stray.sequence: stray.lean for stray in torn(pairs)}
     if lost:
         yield (
-            f"In {some_of(list(lost), pairs.sequences)} the two sides have little in common: they agree which tokens are likely at"
-            f" {(1 + max(lost.values())) / 2:.0%} of them at most. Look for samples that were swapped, or"
-            " scored beside another text."
+            f"In {some_of(list(lost), pairs.sequences)} the two sides have little in common: they"
+            f" agree which tokens are likely at {(1 + max(lost.values())) / 2:.0%} of them at most."
+            " Look for samples that were swapped, or scored beside another text."
         )
     bent = [stray for stray in tilted(pairs) if stray.sequence not in lost]
-    for own, sharper in (([stray.sequence for stray in bent if (stray.lean > 0) is way], way) for way in (True, False)):
+    for own, sharper in (
+        ([stray.sequence for stray in bent if (stray.lean > 0) is way], way)
+        for way in (True, False)
+    ):
         if own:
             more, less = ("more", "less") if sharper else ("less", "more")
             yield (
-                f"{some_of(own, pairs.sequences)} stand{'s' if len(own) == 1 else ''} apart: likely tokens are {more} likely to the"
-                f" trainer there than to the rollout, and unlikely ones {less}, as at another temperature, in another logprob mode, or"
-                " under weights of another age. Look at those by themselves."
+                f"{some_of(own, pairs.sequences)} stand{'s' if len(own) == 1 else ''} apart: likely"
+                f" tokens are {more} likely to the trainer there than to the rollout, and unlikely"
+                f" ones {less}, as at another temperature, in another logprob mode, or under"
+                " weights of another age. Look at those by themselves."
             )
 
 
@@ -99,12 +110,21 @@ def _versions_that_are_not_looked_at(pairs: TokenPairs) -> Iterator[str]:
     told = [] if tags is None else np.unique(tags[known(tags)]).tolist()
     if not set(told) & set(pairs.by_version):
         scored = ", ".join(map(str, list(pairs.by_version)[:4]))
-        tagged = f"no token has one of them as its version ({', '.join(map(str, told[:4]))})" if told else "no token has a version"
-        yield f"trainer_logprob@VERSION is there for {scored}, and {tagged}: whether another version sampled was not looked at."
+        tagged = (
+            f"no token has one of them as its version ({', '.join(map(str, told[:4]))})"
+            if told
+            else "no token has a version"
+        )
+        yield (
+            f"trainer_logprob@VERSION is there for {scored}, and {tagged}: whether another version"
+            " sampled was not looked at."
+        )
 
 
 def _padding(pairs: TokenPairs) -> Iterator[str]:
-    """Long ends of sequences where a logprob is exactly 0: a token that could not have been another one, or no token."""
+    """Long ends of sequences where a logprob is exactly 0: a token that could not have been another
+    one, or no token.
+    """
     if not pairs.n_tokens:
         return
     rollout, trainer = pairs.rollout, pairs.trainer
@@ -119,13 +139,16 @@ def _padding(pairs: TokenPairs) -> Iterator[str]:
         if hit.any():
             tokens, sequences = int(ends[hit].sum()), int(hit.sum())
             yield (
-                f"{tokens:,} tokens at the ends of {counted(sequences, 'sequence')} have a logprob of exactly 0 {where}, as padding has."
-                " If it is padding, let the mask leave it out: every mean here includes it."
+                f"{tokens:,} tokens at the ends of {counted(sequences, 'sequence')} have a logprob"
+                f" of exactly 0 {where}, as padding has. If it is padding, let the mask leave it"
+                " out: every mean here includes it."
             )
 
 
 def _ends(pairs: TokenPairs, found: BoolArray) -> np.ndarray[tuple[int], np.dtype[np.int64]]:
-    """``(sequences,)``: the longer of the runs of ``found`` tokens at the beginning and at the end of each."""
+    """``(sequences,)``: the longer of the runs of ``found`` tokens at the beginning and at the end
+    of each.
+    """
     place = np.arange(pairs.n_tokens)
     last = np.maximum.reduceat(np.where(found, -1, place), pairs.starts)
     first = np.minimum.reduceat(np.where(found, pairs.n_tokens, place), pairs.starts)
@@ -138,22 +161,41 @@ def _of_the_numbers(pairs: TokenPairs, panel: Panel, limits: Limits) -> Iterator
     if limits.too_cold(temperatures := declared(pairs)):
         coldest = min(one for one in temperatures if one > 0)
         yield (
-            f"Tokens were sampled at temperature {coldest:g}, and the limits {limits.profile} are for {limits.temperature:g}: numerics"
-            f" weigh {(limits.temperature or 1) / coldest:.2g} times as much there, so that a limit that is broken decides nothing. Give"
-            " limits of your own with their temperature (--limits-file)."
+            f"Tokens were sampled at temperature {coldest:g}, and the limits {limits.profile} are"
+            f" for {limits.temperature:g}: numerics weigh {(limits.temperature or 1) / coldest:.2g}"
+            " times as much there, so that a limit that is broken decides nothing. Give limits of"
+            " your own with their temperature (--limits-file)."
         )
     k3 = panel.metrics["kl_mu_pi_k3"]
     if panel.n_tokens < FEW_TOKENS and k3.low < k3.high:
         yield (
-            f"k3 of {counted(panel.n_tokens, 'token')} may be larger than its interval says, which holds the true value in 90 % of data"
-            " sets of 640 tokens, and from 1,920 on in 95 %. mean |d| is known better."
+            f"k3 of {counted(panel.n_tokens, 'token')} may be larger than its interval says, which"
+            " holds the true value in 90 % of data sets of 640 tokens, and from 1,920 on in 95 %."
+            " mean |d| is known better."
         )
     plain, cut = panel.metrics["kl_mu_pi_k3"].value, panel.metrics["k3_winsorised"].value
     if plain > 2 * cut > 0:
-        yield f"A few tokens carry k3: {plain:.3g}, and {cut:.3g} with |d| cut at 2. Look at the worst tokens before trusting the mean."
-    flat = [name for name in limits.limits if name in panel.metrics and math.isnan(panel.metrics[name].value)]
+        yield (
+            f"A few tokens carry k3: {plain:.3g}, and {cut:.3g} with |d| cut at 2. Look at the"
+            " worst tokens before trusting the mean."
+        )
+    flat = [
+        name
+        for name in limits.limits
+        if name in panel.metrics and math.isnan(panel.metrics[name].value)
+    ]
     if flat and panel.n_tokens > panel.n_nonfinite:
-        yield f"{' and '.join(flat)} cannot be known: every token has the same probability, so that there is nothing to compare."
-    unmeasured = [name for name in limits.limits if name in ("slot_mismatch", "layer_mismatch") and len(pairs.routes) < 2]
+        yield (
+            f"{' and '.join(flat)} cannot be known: every token has the same probability, so that"
+            " there is nothing to compare."
+        )
+    unmeasured = [
+        name
+        for name in limits.limits
+        if name in ("slot_mismatch", "layer_mismatch") and len(pairs.routes) < 2
+    ]
     if unmeasured:
-        yield f"{' and '.join(unmeasured)} not measured: that needs rollout_routes and trainer_routes."
+        yield (
+            f"{' and '.join(unmeasured)} not measured: that needs rollout_routes and"
+            " trainer_routes."
+        )

@@ -1,9 +1,10 @@
-"""Scoring kernels: the product of hidden states and head, and the softmax's sums, in one pass. For Hopper GPUs; needs triton.
+"""Scoring kernels: the product of hidden states and head, and the softmax's sums, in one pass. For
+Hopper GPUs; needs triton.
 
-A tile of 128 tokens and 256 entries of the vocabulary is multiplied in registers and folded there, so that logits never
-reach memory. The product is summed over pieces of 1,024 of the width: the matrix unit's own accumulation loses digits
-over longer ones (a KL, a difference of logits, does not show it). What a tile leaves of each row (maximum, sums) is put
-together afterwards, in float32.
+A tile of 128 tokens and 256 entries of the vocabulary is multiplied in registers and folded there,
+so that logits never reach memory. The product is summed over pieces of 1,024 of the width: the
+matrix unit's own accumulation loses digits over longer ones (a KL, a difference of logits, does not
+show it). What a tile leaves of each row (maximum, sums) is put together afterwards, in float32.
 """
 
 from __future__ import annotations
@@ -27,7 +28,17 @@ _FOLDED = 32
 
 
 @triton.jit
-def _product(a, b, row, column, WIDTH: tl.constexpr, PIECE: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr):  # type: ignore[no-untyped-def]  # noqa: ANN001, ANN202
+def _product(
+    a,
+    b,
+    row,
+    column,
+    WIDTH: tl.constexpr,
+    PIECE: tl.constexpr,
+    BM: tl.constexpr,
+    BN: tl.constexpr,
+    BK: tl.constexpr,
+):  # type: ignore[no-untyped-def]
     total = tl.zeros((BM, BN), dtype=tl.float32)
     for piece in range(0, WIDTH, PIECE):
         part = tl.zeros((BM, BN), dtype=tl.float32)
@@ -63,7 +74,11 @@ def _states(a, b, own, out, picked, n, entries, scale, WIDTH: tl.constexpr, PIEC
         tl.store(line + 2 * n, tl.sum(product * chance, 1) * scale, mask=rows < n)
         mine = tl.load(own + rows, mask=rows < n, other=-1)
         here = (mine >= column * BN) & (mine < column * BN + BN)
-        tl.store(picked + rows, tl.sum(tl.where(columns[None, :] == mine[:, None], product, 0.0), 1) * scale, mask=here)
+        tl.store(
+            picked + rows,
+            tl.sum(tl.where(columns[None, :] == mine[:, None], product, 0.0), 1) * scale,
+            mask=here,
+        )
 
 
 @triton.jit
@@ -79,7 +94,9 @@ def _fold(out, result, n, tiles, BR: tl.constexpr, BT: tl.constexpr):  # type: i
         higher = tl.maximum(top, tl.max(tops, 0))
         keep, before = tl.exp(tops - higher[None, :]), tl.exp(top - higher)
         total = total * before + tl.sum(tl.load(line + n, mask=inside, other=0.0) * keep, 0)
-        weighted = weighted * before + tl.sum(tl.load(line + 2 * n, mask=inside, other=0.0) * keep, 0)
+        weighted = weighted * before + tl.sum(
+            tl.load(line + 2 * n, mask=inside, other=0.0) * keep, 0
+        )
         top = higher
     tl.store(result + rows, top, mask=rows < n)
     tl.store(result + n + rows, total, mask=rows < n)
@@ -109,7 +126,9 @@ def _kl(a, b, other_a, other_b, out, n, entries, scale, WIDTH: tl.constexpr, OTH
 
 
 def fits(*operands: Any) -> bool:
-    """Whether these matrices can be read in tiles: half precision, on a GPU of capability 9 or newer, rows contiguous and aligned."""
+    """Whether these matrices can be read in tiles: half precision, on a GPU of capability 9 or
+    newer, rows contiguous and aligned.
+    """
     return all(
         item.is_cuda
         and item.dtype in (torch.bfloat16, torch.float16)
@@ -122,14 +141,22 @@ def fits(*operands: Any) -> bool:
 
 
 def states(hidden: Any, head: Any, own: Any, scale: float) -> Any:
-    """``(4, n)`` float32: maximum, sum of exp, sum of logit x exp, and the own token's logit (0 where it is not in this head)."""
+    """``(4, n)`` float32: maximum, sum of exp, sum of logit x exp, and the own token's logit (0
+    where it is not in this head).
+    """
     n, entries, tiles = hidden.shape[0], head.shape[0], triton.cdiv(head.shape[0], _COLUMNS)
     out = torch.empty((tiles, 3, n), dtype=torch.float32, device=hidden.device)
     result = torch.zeros((4, n), dtype=torch.float32, device=hidden.device)
     operands = (_tiles(hidden, _ROWS), _tiles(head, _COLUMNS), own.to(torch.int32))
     width = hidden.shape[1]
     sizes = _sizes(hidden, columns=_COLUMNS, group=16, stages=3)
-    _launch(_states, (*operands, out, result[3], n, entries, scale), WIDTH=width, PIECE=min(_PIECE, width), **sizes)
+    _launch(
+        _states,
+        (*operands, out, result[3], n, entries, scale),
+        WIDTH=width,
+        PIECE=min(_PIECE, width),
+        **sizes,
+    )
     fold: Any = _fold
     fold[(triton.cdiv(n, _FOLDED),)](out, result, n, tiles, BR=_FOLDED, BT=_FOLDED)
     return result
@@ -139,17 +166,32 @@ def head_kl(hidden: Any, head: Any, other_hidden: Any, other_head: Any, scale: f
     """``(n,)`` float32: KL of the first law from the second."""
     n, entries, tiles = hidden.shape[0], head.shape[0], triton.cdiv(head.shape[0], _NARROW)
     out = torch.empty((tiles, 5, n), dtype=torch.float32, device=hidden.device)
-    operands = (_tiles(hidden, _ROWS), _tiles(head, _NARROW), _tiles(other_hidden, _ROWS), _tiles(other_head, _NARROW))
+    operands = (
+        _tiles(hidden, _ROWS),
+        _tiles(head, _NARROW),
+        _tiles(other_hidden, _ROWS),
+        _tiles(other_head, _NARROW),
+    )
     sizes = _sizes(hidden, columns=_NARROW, group=8, stages=4)
-    _launch(_kl, (*operands, out, n, entries, scale), WIDTH=hidden.shape[1], OTHER=other_hidden.shape[1], **sizes)
+    _launch(
+        _kl,
+        (*operands, out, n, entries, scale),
+        WIDTH=hidden.shape[1],
+        OTHER=other_hidden.shape[1],
+        **sizes,
+    )
     top, other = out[:, 0].amax(dim=0), out[:, 2].amax(dim=0)
     keep, other_keep = (out[:, 0] - top).exp_(), (out[:, 2] - other).exp_()
     total, other_total = (out[:, 1] * keep).sum(dim=0), (out[:, 3] * other_keep).sum(dim=0)
     return (out[:, 4] * keep).sum(dim=0) / total - (top + total.log()) + (other + other_total.log())
 
 
-def _launch(kernel: Any, operands: tuple[Any, ...], *, PROGRAMS: int, num_stages: int, **sizes: Any) -> None:
-    """Launch with as many stages as fit: for a width of one step the compiler buffers more than the multiprocessor's memory holds."""
+def _launch(
+    kernel: Any, operands: tuple[Any, ...], *, PROGRAMS: int, num_stages: int, **sizes: Any
+) -> None:
+    """Launch with as many stages as fit: for a width of one step the compiler buffers more than the
+    multiprocessor's memory holds.
+    """
     for stages in range(num_stages, 0, -1):
         try:
             kernel[(PROGRAMS,)](*operands, PROGRAMS=PROGRAMS, num_stages=stages, **sizes)
@@ -165,8 +207,8 @@ def _tiles(matrix: Any, rows: int) -> Any:
 
 
 def _sizes(tensor: Any, *, columns: int, group: int, stages: int) -> dict[str, int]:
-    """Sizes of a launch: one program a multiprocessor. ``group`` row tiles walk the vocabulary together, so that a tile of the head is
-    read from memory once for all of them.
+    """Sizes of a launch: one program a multiprocessor. ``group`` row tiles walk the vocabulary
+    together, so that a tile of the head is read from memory once for all of them.
     """
     programs = int(torch.cuda.get_device_properties(tensor.device).multi_processor_count)
     fixed = {"BM": _ROWS, "BK": _DEPTH, "num_warps": 8}

@@ -1,4 +1,6 @@
-"""Sums: what one pass over the tokens leaves of each sequence. Every metric and every resample is a function of these."""
+"""Sums: what one pass over the tokens leaves of each sequence. Every metric and every resample is a
+function of these.
+"""
 
 from __future__ import annotations
 
@@ -30,20 +32,29 @@ NAMES: tuple[str, ...] = (
     "seq_k1", "seq_abs_k1", "seq_k3", "seq_abs", "seq_geo", "seq_d", "seq_d2", "seq_n",
     "top_d2", "top_k3", "top_k3_winsor", "top_mult",
 )  # fmt: skip
-"""Columns of the sums, in order. ``seq_*`` are one value a sequence, of its mean (or sum), ``top_*`` that of its largest token; the
-others add up over tokens."""
+"""Columns of the sums, in order. ``seq_*`` are one value a sequence, of its mean (or sum),
+``top_*`` that of its largest token; the others add up over tokens."""
 PLACE: Mapping[str, int] = {name: i for i, name in enumerate(NAMES)}
 
 
 def sequence_sums(pairs: TokenPairs) -> FloatArray:
-    """``(sequences, len(NAMES))`` float64: per sequence, sums over its tokens whose two logprobs are finite."""
+    """``(sequences, len(NAMES))`` float64: per sequence, sums over its tokens whose two logprobs
+    are finite.
+    """
     out = np.zeros((pairs.n_sequences, len(NAMES)))
     bounds = np.append(pairs.starts, pairs.n_tokens)
     first = 0
     while first < pairs.n_sequences:
-        last = max(first + 1, int(np.searchsorted(bounds, bounds[first] + _CHUNK, side="right")) - 1)
+        last = max(
+            first + 1, int(np.searchsorted(bounds, bounds[first] + _CHUNK, side="right")) - 1
+        )
         begin, end = int(bounds[first]), int(bounds[last])
-        _fill(out[first:last], pairs.rollout[begin:end], pairs.trainer[begin:end], bounds[first:last] - begin)
+        _fill(
+            out[first:last],
+            pairs.rollout[begin:end],
+            pairs.trainer[begin:end],
+            bounds[first:last] - begin,
+        )
         first = last
     return out
 
@@ -91,7 +102,10 @@ def _fill(out: FloatArray, rollout: FloatArray, trainer: FloatArray, starts: Int
 def _sequence_values(out: FloatArray) -> None:
     """The columns that are one value a sequence; 0 for a sequence without a finite token."""
     n = out[:, PLACE["finite"]]
-    mean = {name: np.divide(out[:, PLACE[name]], n, out=np.zeros(len(n)), where=n > 0) for name in ("d", "k3", "abs")}
+    mean = {
+        name: np.divide(out[:, PLACE[name]], n, out=np.zeros(len(n)), where=n > 0)
+        for name in ("d", "k3", "abs")
+    }
     out[:, PLACE["seq_k1"]] = -mean["d"]
     out[:, PLACE["seq_abs_k1"]] = np.abs(mean["d"])
     out[:, PLACE["seq_k3"]] = mean["k3"]

@@ -28,17 +28,27 @@ __all__ = ["COLUMNS", "BoolArray", "FloatArray", "TokenPairs"]
 
 COLUMNS: Mapping[str, str] = {
     "sequence_id": "which sequence the token belongs to (integer or text)",
-    "rollout_logprob": "natural logarithm of the probability that the rollout engine reports for the token",
-    "trainer_logprob": "natural logarithm of the probability that the trainer gives to the same token, under the version that sampled it",
+    "rollout_logprob": (
+        "natural logarithm of the probability that the rollout engine reports for the token"
+    ),
+    "trainer_logprob": (
+        "natural logarithm of the probability that the trainer gives to the same token, under the"
+        " version that sampled it"
+    ),
     "mask": "whether the loss counts the token",
     "token_id": "the token, as the rollout has it",
     "trainer_token_id": "the token, as the trainer scored it: any difference is an error",
     "position": "absolute position in prompt + response",
     "version": "weight version that sampled the token",
-    "current_logprob": "logprob of the token under the trainer's current weights, where those are newer",
+    "current_logprob": (
+        "logprob of the token under the trainer's current weights, where those are newer"
+    ),
     "current_version": "weight version of current_logprob",
     "temperature": "sampling temperature that was declared for the token",
-    "since_resume": "tokens since the last resume boundary of the sequence (0: the first token after it); negative: none before it",
+    "since_resume": (
+        "tokens since the last resume boundary of the sequence (0: the first token after it);"
+        " negative: none before it"
+    ),
     "part": "prompt, tool or response",
     "batch": "training batch of the sequence",
     "replica": "engine replica that sampled the token",
@@ -47,19 +57,32 @@ COLUMNS: Mapping[str, str] = {
 }
 """Columns that a table of pairs may have; the first four must be there."""
 
-_SIDES = ("token_id", "trainer_token_id", "position", "version", "current_version", "since_resume", "batch", "replica", "part")
+_SIDES = (
+    "token_id",
+    "trainer_token_id",
+    "position",
+    "version",
+    "current_version",
+    "since_resume",
+    "batch",
+    "replica",
+    "part",
+)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class TokenPairs:
-    """Loss-masked tokens with the logprob of either side; tokens of one sequence stand together, in order.
+    """Loss-masked tokens with the logprob of either side; tokens of one sequence stand together, in
+    order.
 
-    ``rollout`` and ``trainer`` are ``(n,)`` float64 (natural log), ``starts`` is ``(sequences,)`` with the first token of
-    each sequence, ``sequences`` their names. ``sides`` holds optional ``(n,)`` columns by name (``COLUMNS``); ``routes`` the
-    optional ``(n, layers, top_k)`` arrays ``rollout_routes`` and ``trainer_routes``; ``by_version`` the trainer's logprobs
-    ``(n,)`` under each of several weight versions; ``masked`` counts the tokens that the mask left out, ``scattered`` the sequences
-    whose rows stood in several places with no position to tell their order. Logprobs that are not finite are kept: the panel counts
-    them, and nothing averages over them.
+    ``rollout`` and ``trainer`` are ``(n,)`` float64 (natural log), ``starts`` is ``(sequences,)``
+    with the first token of each sequence, ``sequences`` their names. ``sides`` holds optional
+    ``(n,)`` columns by name (``COLUMNS``); ``routes`` the optional ``(n, layers, top_k)`` arrays
+    ``rollout_routes`` and ``trainer_routes``; ``by_version`` the trainer's logprobs ``(n,)`` under
+    each of several weight versions; ``masked`` counts the tokens that the mask left out,
+    ``scattered`` the sequences whose rows stood in several places with no position to tell their
+    order. Logprobs that are not finite are kept: the panel counts them, and nothing averages over
+    them.
     """
 
     rollout: FloatArray
@@ -95,11 +118,18 @@ class TokenPairs:
     def where(self, token: int) -> dict[str, Any]:
         """Sequence, position and logprobs of one token, for a report."""
         sequence = int(np.searchsorted(self.starts, token, side="right")) - 1
-        place = self.sides["position"][token] if "position" in self.sides else token - int(self.starts[sequence])
+        place = (
+            self.sides["position"][token]
+            if "position" in self.sides
+            else token - int(self.starts[sequence])
+        )
         out = {"sequence": _plain(self.sequences[sequence]), "position": int(place)}
         if "token_id" in self.sides:
             out["token_id"] = _plain(self.sides["token_id"][token])
-        return out | {"rollout_logprob": float(self.rollout[token]), "trainer_logprob": float(self.trainer[token])}
+        return out | {
+            "rollout_logprob": float(self.rollout[token]),
+            "trainer_logprob": float(self.trainer[token]),
+        }
 
     def chosen(self, keep: BoolArray) -> TokenPairs:
         """The pairs of the tokens where ``keep`` ``(n,)`` holds."""
@@ -128,24 +158,50 @@ class TokenPairs:
         by_version: Mapping[Any, Any] | None = None,
         **columns: Any,
     ) -> TokenPairs:
-        """Check the columns (``COLUMNS``), each ``(n,)``, and lay them out. Raises ``GapError`` with every problem's next step.
+        """Check the columns (``COLUMNS``), each ``(n,)``, and lay them out. Raises ``GapError``
+        with every problem's next step.
 
-        The tokens of a sequence keep their order; ``position``, where it is given, decides it. ``rollout_routes`` and
-        ``trainer_routes`` are ``(n, layers, top_k)``. ``by_version`` maps weight versions to the trainer's logprobs under them.
+        The tokens of a sequence keep their order; ``position``, where it is given, decides it.
+        ``rollout_routes`` and ``trainer_routes`` are ``(n, layers, top_k)``. ``by_version`` maps
+        weight versions to the trainer's logprobs under them.
         """
         if not isinstance(by_version, Mapping | None):
-            raise GapError(f"by_version must map each weight version to a column of logprobs, not be a {type(by_version).__name__}.")
-        strange = [version for version in by_version or {} if isinstance(version, bool) or not isinstance(version, int | str | np.integer)]
+            raise GapError(
+                "by_version must map each weight version to a column of logprobs, not be a"
+                f" {type(by_version).__name__}."
+            )
+        strange = [
+            version
+            for version in by_version or {}
+            if isinstance(version, bool) or not isinstance(version, int | str | np.integer)
+        ]
         if strange:
-            raise GapError(f"by_version has the version {strange[0]!r}: versions are whole numbers or text.")
+            raise GapError(
+                f"by_version has the version {strange[0]!r}: versions are whole numbers or text."
+            )
         unknown = sorted(set(columns) - set(COLUMNS))
         if unknown:
-            raise GapError(f"No column is named {', '.join(unknown)}. A table of pairs may have: {', '.join(COLUMNS)}.")
-        rollout, trainer = logprobs(rollout_logprob, "rollout_logprob"), logprobs(trainer_logprob, "trainer_logprob")
-        given = {name: side_column(column, name) for name, column in columns.items() if column is not None}
-        names, codes = np.unique(labels(sequence_id, "sequence_id", missing=False), return_inverse=True)
+            raise GapError(
+                f"No column is named {', '.join(unknown)}. A table of pairs may have:"
+                f" {', '.join(COLUMNS)}."
+            )
+        rollout, trainer = (
+            logprobs(rollout_logprob, "rollout_logprob"),
+            logprobs(trainer_logprob, "trainer_logprob"),
+        )
+        given = {
+            name: side_column(column, name)
+            for name, column in columns.items()
+            if column is not None
+        }
+        names, codes = np.unique(
+            labels(sequence_id, "sequence_id", missing=False), return_inverse=True
+        )
         counted = mask_column(mask)
-        versions = {version: logprobs(column, f"trainer_logprob@{version}") for version, column in (by_version or {}).items()}
+        versions = {
+            version: logprobs(column, f"trainer_logprob@{version}")
+            for version, column in (by_version or {}).items()
+        }
         scores = {"rollout_logprob": rollout, "trainer_logprob": trainer}
         scores |= {f"trainer_logprob@{version}": column for version, column in versions.items()}
         if "current_logprob" in given:
@@ -155,7 +211,11 @@ class TokenPairs:
             never_positive(column, counted, name)
         same_tokens(given, counted)
         order, codes_as_given = _order(codes, given.get("position")), codes
-        pick = order[counted[order]] if order is not None else (None if counted.all() else np.flatnonzero(counted))
+        pick = (
+            order[counted[order]]
+            if order is not None
+            else (None if counted.all() else np.flatnonzero(counted))
+        )
 
         def take(array: npt.NDArray[Any]) -> npt.NDArray[Any]:
             return array if pick is None else array[pick]
@@ -169,8 +229,16 @@ class TokenPairs:
             trainer=trainer,
             starts=starts,
             sequences=[names[i] for i in codes[starts]],
-            sides={name: take(given[name]) for name in (*_SIDES, "current_logprob", "temperature") if name in given},
-            routes={name: take(given[name]) for name in ("rollout_routes", "trainer_routes") if name in given},
+            sides={
+                name: take(given[name])
+                for name in (*_SIDES, "current_logprob", "temperature")
+                if name in given
+            },
+            routes={
+                name: take(given[name])
+                for name in ("rollout_routes", "trainer_routes")
+                if name in given
+            },
             by_version={version: take(column) for version, column in versions.items()},
             masked=int(len(counted) - counted.sum()),
             scattered=0 if "position" in given or order is None else _scattered(codes_as_given),
@@ -205,7 +273,7 @@ def _once(names: npt.NDArray[Any], codes: IntArray, position: npt.NDArray[Any]) 
     if len(twice):
         at = int(twice[0])
         raise GapError(
-            f"{counted(len(twice), 'token', 'have')} the sequence_id and the position of another (the first: sequence"
-            f" {names[codes[at]]}, position {position[at]}): give each sample a sequence_id of its own, such as prompt and"
-            " number of the sample."
+            f"{counted(len(twice), 'token', 'have')} the sequence_id and the position of another"
+            f" (the first: sequence {names[codes[at]]}, position {position[at]}): give each sample"
+            " a sequence_id of its own, such as prompt and number of the sample."
         )

@@ -1,6 +1,7 @@
 """Trainers: what scores the rollouts of a trace anew, each token under the weights that sampled it.
 
-A trainer is any object with the method of ``GapTrainer``; ``hf:PATH`` is the one that is built in (``rollproof.gap.hf_trainer``).
+A trainer is any object with the method of ``GapTrainer``; ``hf:PATH`` is the one that is built in
+(``rollproof.gap.hf_trainer``).
 """
 
 from __future__ import annotations
@@ -31,8 +32,9 @@ _PROVENANCE_NAMES = tuple(str(one) for one in Provenance)
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Scored:
-    """What a trainer says of one rollout: ``logprobs`` ``(response,)``, natural, of the law that the sampling temperature gives; and
-    ``routes`` ``(response, layers, top_k)``, the experts of the forward that gave each, on the rollout's own layer axis, where known.
+    """What a trainer says of one rollout: ``logprobs`` ``(response,)``, natural, of the law that
+    the sampling temperature gives; and ``routes`` ``(response, layers, top_k)``, the experts of the
+    forward that gave each, on the rollout's own layer axis, where known.
     """
 
     logprobs: Any
@@ -43,13 +45,18 @@ class Scored:
 class GapTrainer(Protocol):
     """Scores rollouts. A factory of one is what ``--trainer module:factory`` names."""
 
-    def score(self, rollouts: Sequence[Rollout], *, version: Version, replay: bool) -> Sequence[Scored]:
-        """One ``Scored`` for each of ``rollouts``, in order, under the weights ``version`` (``None``: the rollouts do not tell theirs).
+    def score(
+        self, rollouts: Sequence[Rollout], *, version: Version, replay: bool
+    ) -> Sequence[Scored]:
+        """One ``Scored`` for each of ``rollouts``, in order, under the weights ``version``
+        (``None``: the rollouts do not tell theirs).
 
-        Called once for each version that sampled a token. With ``replay`` the experts are those of ``rollout.routes``. All response
-        tokens are to be scored, masked ones and those of other versions too: what is not of ``version`` is not used.
+        Called once for each version that sampled a token. With ``replay`` the experts are those of
+        ``rollout.routes``. All response tokens are to be scored, masked ones and those of other
+        versions too: what is not of ``version`` is not used.
 
-        A trainer that also has ``sampled_at(temperatures)`` is told before, once, at which temperatures the trace's calls were sampled.
+        A trainer that also has ``sampled_at(temperatures)`` is told before, once, at which
+        temperatures the trace's calls were sampled.
         """
         ...
 
@@ -62,40 +69,64 @@ def score_rollouts(
     every_version: bool = False,
     provenance: str | None = None,
 ) -> TokenPairs:
-    """Pairs of the rollouts' own logprobs and the trainer's: each segment under the weights of its own version.
+    """Pairs of the rollouts' own logprobs and the trainer's: each segment under the weights of its
+    own version.
 
-    ``rollouts`` are records, or the path of a recorded trace. ``every_version`` scores every rollout under every version at hand, which
-    tells whether a tag names the weights that sampled. ``provenance`` says of which weights a resumed rollout's routes are, as a contract
-    declares it (default: the trace's, else ``as-sampled``). Raises ``GapError`` where either side lacks what the other has.
+    ``rollouts`` are records, or the path of a recorded trace. ``every_version`` scores every
+    rollout under every version at hand, which tells whether a tag names the weights that sampled.
+    ``provenance`` says of which weights a resumed rollout's routes are, as a contract declares it
+    (default: the trace's, else ``as-sampled``). Raises ``GapError`` where either side lacks what
+    the other has.
     """
     if not callable(getattr(trainer, "score", None)):
-        raise UsageError(f"A trainer has a method score(rollouts, *, version, replay); {type(trainer).__name__} has none.")
+        raise UsageError(
+            f"A trainer has a method score(rollouts, *, version, replay); {type(trainer).__name__}"
+            " has none."
+        )
     if provenance not in (None, *_PROVENANCE_NAMES):
-        raise UsageError(f"provenance={provenance!r} is not one of: {', '.join(_PROVENANCE_NAMES)}.")
+        raise UsageError(
+            f"provenance={provenance!r} is not one of: {', '.join(_PROVENANCE_NAMES)}."
+        )
     samples = _samples(rollouts)
-    provenance = provenance or (_provenance(Path(rollouts)) if isinstance(rollouts, Path | str) else "as-sampled")
+    provenance = provenance or (
+        _provenance(Path(rollouts)) if isinstance(rollouts, Path | str) else "as-sampled"
+    )
     if replay:
         _require_routes(samples)
     if callable(told := getattr(trainer, "sampled_at", None)):
         told(frozenset().union(*(sample.temperatures for sample in samples.values())))
     wanted = {name: _versions(sample) for name, sample in samples.items()}
-    everyone = sorted({version for found in wanted.values() for version in found}, key=lambda version: (str(type(version)), version))
+    everyone = sorted(
+        {version for found in wanted.values() for version in found},
+        key=lambda version: (str(type(version)), version),
+    )
     scores: dict[str, dict[Version, Scored]] = {name: {} for name in samples}
     for version in everyone:
         names = [name for name in samples if every_version or version in wanted[name]]
         own = [samples[name].rollout for name in names]
         found = _found(trainer, own, version, replay)
         if not isinstance(found, Sequence | np.ndarray):
-            raise GapError(f"The trainer's score returned a {type(found).__name__}: it returns one Scored for each rollout, in a list.")
+            raise GapError(
+                f"The trainer's score returned a {type(found).__name__}: it returns one Scored for"
+                " each rollout, in a list."
+            )
         if len(found) != len(own):
-            raise GapError(f"The trainer returned {len(found)} scores for {len(own)} rollouts under version {version}.")
+            raise GapError(
+                f"The trainer returned {len(found)} scores for {len(own)} rollouts under version"
+                f" {version}."
+            )
         for name, rollout, scored in zip(names, own, found, strict=True):
             scores[name][version] = _checked(name, rollout, scored, version)
     columns = rollout_columns(samples)
-    columns["trainer_logprob"] = np.concatenate([_own(samples[name], wanted[name], scores[name]) for name in samples])
+    columns["trainer_logprob"] = np.concatenate(
+        [_own(samples[name], wanted[name], scores[name]) for name in samples]
+    )
     columns |= _route_columns(samples, scores, latest=provenance == "latest-prefill")
     if every_version and len(everyone) > 1:
-        columns["by_version"] = {version: np.concatenate([scores[name][version].logprobs for name in samples]) for version in everyone}
+        columns["by_version"] = {
+            version: np.concatenate([scores[name][version].logprobs for name in samples])
+            for version in everyone
+        }
         columns |= current_columns(columns["by_version"])
     return TokenPairs.of(**columns)
 
@@ -112,7 +143,9 @@ def measure_rollouts(
     resamples: int = 1000,
     seed: int = 0,
 ) -> GapReport:
-    """The gap of rollouts that ``trainer`` scores anew: ``score_rollouts``, then ``measure``. Raises as either does."""
+    """The gap of rollouts that ``trainer`` scores anew: ``score_rollouts``, then ``measure``.
+    Raises as either does.
+    """
     chosen = limits_of(limits, override=limits_file)
     require_sampling(resamples, seed)
     pairs = score_rollouts(rollouts, trainer, replay=replay, every_version=every_version)
@@ -129,20 +162,31 @@ def _samples(rollouts: Iterable[Rollout] | Path | str) -> Mapping[str, Sample]:
     if isinstance(rollouts, Path | str):
         samples: Mapping[str, Sample] = samples_of(Path(rollouts), None)
     elif not isinstance(rollouts, Iterable):
-        raise UsageError(f"rollouts must be records (rollproof.Rollout) or the path of a trace, not a {type(rollouts).__name__}.")
+        raise UsageError(
+            "rollouts must be records (rollproof.Rollout) or the path of a trace, not a"
+            f" {type(rollouts).__name__}."
+        )
     else:
         samples = {}
         for rollout in rollouts:
             if not isinstance(rollout, Rollout):
-                raise GapError(f"A rollout must be a rollproof.Rollout, not {type(rollout).__name__}.")
+                raise GapError(
+                    f"A rollout must be a rollproof.Rollout, not {type(rollout).__name__}."
+                )
             if rollout.request_id in samples:
-                raise GapError(f"Two rollouts are called {rollout.request_id!r}: give each a request_id of its own.")
+                raise GapError(
+                    f"Two rollouts are called {rollout.request_id!r}: give each a request_id of its"
+                    " own."
+                )
             samples = {**samples, rollout.request_id: Sample(rollout=rollout)}
     if not any(sample.tokens for sample in samples.values()):
         raise GapError("There is no rollout with a response token: there is nothing to compare.")
     mute = [name for name, sample in samples.items() if sample.rollout.logprobs is None]
     if mute:
-        raise GapError(f"{len(mute):,} of {len(samples):,} rollouts have no logprobs (the first: {mute[0]}): record them with logprobs.")
+        raise GapError(
+            f"{len(mute):,} of {len(samples):,} rollouts have no logprobs (the first: {mute[0]}):"
+            " record them with logprobs."
+        )
     return {name: sample for name, sample in samples.items() if sample.tokens}
 
 
@@ -150,7 +194,8 @@ def _require_routes(samples: Mapping[str, Sample]) -> None:
     bare = [name for name, sample in samples.items() if sample.rollout.routes is None]
     if bare:
         raise GapError(
-            f"{len(bare):,} of {len(samples):,} rollouts have no routes to replay (the first: {bare[0]}): record them with routes."
+            f"{len(bare):,} of {len(samples):,} rollouts have no routes to replay (the first:"
+            f" {bare[0]}): record them with routes."
         )
 
 
@@ -174,30 +219,43 @@ def _checked(name: str, rollout: Rollout, scored: Any, version: Version) -> Scor
     try:
         logprobs = np.asarray(given.logprobs, dtype=np.float64)
     except (TypeError, ValueError, RuntimeError) as error:
-        raise GapError(f"The trainer's logprobs of rollout {name} are no numbers: {error}.") from error
+        raise GapError(
+            f"The trainer's logprobs of rollout {name} are no numbers: {error}."
+        ) from error
     if logprobs.shape != (len(rollout.response_ids),):
         raise GapError(
-            f"The trainer's logprobs of rollout {name} under version {version} have shape {logprobs.shape}, not"
-            f" ({len(rollout.response_ids)},): one for each response token, masked ones included."
+            f"The trainer's logprobs of rollout {name} under version {version} have shape"
+            f" {logprobs.shape}, not ({len(rollout.response_ids)},): one for each response token,"
+            " masked ones included."
         )
-    return Scored(logprobs=logprobs, routes=None if given.routes is None else np.asarray(given.routes))
+    return Scored(
+        logprobs=logprobs, routes=None if given.routes is None else np.asarray(given.routes)
+    )
 
 
-def _own(sample: Sample, versions: Sequence[Version], scores: Mapping[Version, Scored]) -> FloatArray:
+def _own(
+    sample: Sample, versions: Sequence[Version], scores: Mapping[Version, Scored]
+) -> FloatArray:
     """Each token's logprob under the version that sampled it."""
     if len(versions) == 1:
         return np.asarray(scores[versions[0]].logprobs)
-    return np.array([scores[version].logprobs[i] for i, version in enumerate(sample.versions or ())])
+    return np.array(
+        [scores[version].logprobs[i] for i, version in enumerate(sample.versions or ())]
+    )
 
 
 def _provenance(trace: Path) -> str:
     return open_trace(trace).header.contract.provenance or "as-sampled"
 
 
-def _route_columns(samples: Mapping[str, Sample], scores: Mapping[str, Mapping[Version, Scored]], *, latest: bool) -> dict[str, IntArray]:
-    """Routes of both sides at the forward that gave each token's logprob, where every rollout has them.
+def _route_columns(
+    samples: Mapping[str, Sample], scores: Mapping[str, Mapping[Version, Scored]], *, latest: bool
+) -> dict[str, IntArray]:
+    """Routes of both sides at the forward that gave each token's logprob, where every rollout has
+    them.
 
-    Where an engine's ``latest`` prefill overwrites the rows of earlier segments, all are of the last weights.
+    Where an engine's ``latest`` prefill overwrites the rows of earlier segments, all are of the
+    last weights.
     """
     left, right = [], []
     for name, sample in samples.items():
@@ -214,7 +272,9 @@ def _route_columns(samples: Mapping[str, Sample], scores: Mapping[str, Mapping[V
 
 
 def _rows(rollout: Rollout) -> IntArray | None:
-    """``(response, layers, top_k)``: the row of the token before each response token; ``None`` where rows are lacking."""
+    """``(response, layers, top_k)``: the row of the token before each response token; ``None``
+    where rows are lacking.
+    """
     if rollout.routes is None or not rollout.prompt_ids:
         return None
     first = len(rollout.prompt_ids) - 1 - rollout.routes_start

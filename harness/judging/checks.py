@@ -1,12 +1,14 @@
 """Checks, verdicts and findings: the one registry behind every door.
 
-A check is a pure function of a trace. It never prints and never raises for a finding: it tells a ``Collector`` what it
-compared (``exercised``) and what was wrong (``finding``). There are two shapes: a *request check* is called once per
-ended request, with a ``RequestView``; a *trace check* is a class that is fed every event in order.
+A check is a pure function of a trace. It never prints and never raises for a finding: it tells a
+``Collector`` what it compared (``exercised``) and what was wrong (``finding``). There are two
+shapes: a *request check* is called once per ended request, with a ``RequestView``; a *trace check*
+is a class that is fed every event in order.
 
-Three verdicts. A check whose trigger never fired, whose data is absent, or which itself crashed is ``unknown`` with a
-reason and never counts as passed. What a contract rules out is ``not applicable``, listed apart: the subject's before
-any event (``Applies``), or, where a check was never exercised, what it says of a trace (``Collector.inapplicable``).
+Three verdicts. A check whose trigger never fired, whose data is absent, or which itself crashed is
+``unknown`` with a reason and never counts as passed. What a contract rules out is ``not
+applicable``, listed apart: the subject's before any event (``Applies``), or, where a check was
+never exercised, what it says of a trace (``Collector.inapplicable``).
 """
 
 from __future__ import annotations
@@ -60,10 +62,11 @@ class Verdict(StrEnum):
 class Finding:
     """One fault: what was expected, what was observed, where, what it usually means.
 
-    ``where`` names the place with keys among ``request``, ``call``, ``segment``, ``position``, ``layer``, ``version``,
-    ``server``, ``index``. ``kind`` says the same as ``title`` without what differs from place to place and from run to run: by it a
-    known fault is told from another one of the same check. ``witness`` is the path of the counterexample that shows it, filled in by
-    the door.
+    ``where`` names the place with keys among ``request``, ``call``, ``segment``, ``position``,
+    ``layer``, ``version``, ``server``, ``index``. ``kind`` says the same as ``title`` without what
+    differs from place to place and from run to run: by it a known fault is told from another one of
+    the same check. ``witness`` is the path of the counterexample that shows it, filled in by the
+    door.
     """
 
     check_id: str
@@ -81,9 +84,11 @@ Applies: TypeAlias = "Callable[[Contract], str | None]"
 
 
 class TraceCheck(Protocol):
-    """A check over the whole trace: made anew per trace, fed the events that it reads, then finished.
+    """A check over the whole trace: made anew per trace, fed the events that it reads, then
+    finished.
 
-    ``kinds`` are the event classes that it reads (``None``: every event). Keep memory independent of the trace's length.
+    ``kinds`` are the event classes that it reads (``None``: every event). Keep memory independent
+    of the trace's length.
     """
 
     @property
@@ -104,10 +109,11 @@ TraceJudge: TypeAlias = "Callable[[JudgeContext], TraceCheck]"
 class Check:
     """One promise about rollouts, and the code that judges it.
 
-    ``id`` is ``family.name``. ``promise`` is one sentence, ``needs`` the data that the trace must hold, ``exercised_by``
-    the names of the counters that the check may count: it is exercised when one of them is above zero. Exactly one
-    of ``request`` and ``trace`` is set. ``since`` is the release that introduced it. ``about`` names the traces that it
-    judges (``Header.about``), ``also`` other kinds of them.
+    ``id`` is ``family.name``. ``promise`` is one sentence, ``needs`` the data that the trace must
+    hold, ``exercised_by`` the names of the counters that the check may count: it is exercised when
+    one of them is above zero. Exactly one of ``request`` and ``trace`` is set. ``since`` is the
+    release that introduced it. ``about`` names the traces that it judges (``Header.about``),
+    ``also`` other kinds of them.
     """
 
     id: str
@@ -136,12 +142,26 @@ class Check:
 
 
 def request_check(
-    id: str, *, promise: str, needs: str, exercised_by: str | tuple[str, ...], applies: Applies | None = None, since: str = "0.1"
+    id: str,
+    *,
+    promise: str,
+    needs: str,
+    exercised_by: str | tuple[str, ...],
+    applies: Applies | None = None,
+    since: str = "0.1",
 ) -> Callable[[RequestJudge], Check]:
     """Make a ``Check`` of a function ``(view, out)`` that is called once per ended request."""
 
     def make(judge: RequestJudge) -> Check:
-        return Check(id=id, promise=promise, needs=needs, exercised_by=_names(exercised_by), applies=applies, since=since, request=judge)
+        return Check(
+            id=id,
+            promise=promise,
+            needs=needs,
+            exercised_by=_names(exercised_by),
+            applies=applies,
+            since=since,
+            request=judge,
+        )
 
     return make
 
@@ -160,7 +180,16 @@ def trace_check(
 
     def make(judge: TraceJudge) -> Check:
         names = _names(exercised_by)
-        return Check(id=id, promise=promise, needs=needs, exercised_by=names, applies=applies, since=since, about=about, trace=judge)
+        return Check(
+            id=id,
+            promise=promise,
+            needs=needs,
+            exercised_by=names,
+            applies=applies,
+            since=since,
+            about=about,
+            trace=judge,
+        )
 
     return make
 
@@ -170,16 +199,31 @@ def _names(names: str | tuple[str, ...]) -> tuple[str, ...]:
 
 
 class Collector:
-    """Takes what one check says. Keeps the first ``keep`` findings and the first of each kind in full, and counts the others.
+    """Takes what one check says. Keeps the first ``keep`` findings and the first of each kind in
+    full, and counts the others.
 
-    ``excused`` counts the traces that the check called inapplicable, by reason, ``judged`` the other ones.
+    ``excused`` counts the traces that the check called inapplicable, by reason, ``judged`` the
+    other ones.
     """
 
-    __slots__ = ("_excuse", "_keep", "check", "counters", "crash", "excused", "findings", "found", "judged", "kinds", "reasons")
+    __slots__ = (
+        "_excuse",
+        "_keep",
+        "check",
+        "counters",
+        "crash",
+        "excused",
+        "findings",
+        "found",
+        "judged",
+        "kinds",
+        "reasons",
+    )
 
     def __init__(self, check: Check, keep: int = 8) -> None:
         self.check: Check = check
-        # plain dicts: one collector per check and case is made, and a Counter costs ten times as much
+        # plain dicts: one collector per check and case is made, and a Counter costs ten times as
+        # much
         self.counters: dict[str, int] = {}
         self.findings: list[Finding] = []
         self.found: int = 0
@@ -192,11 +236,16 @@ class Collector:
         self._keep = keep
 
     def exercised(self, counter: str, times: int = 1) -> None:
-        """Say that the promise was put to the test ``times`` times. Raises ``UsageError`` for an undeclared counter."""
+        """Say that the promise was put to the test ``times`` times. Raises ``UsageError`` for an
+        undeclared counter.
+        """
         if counter in self.counters:
             self.counters[counter] += times
         elif counter not in self.check.exercised_by:
-            raise UsageError(f"{self.check.id} counts {counter!r}, but declares only {list(self.check.exercised_by)} in exercised_by.")
+            raise UsageError(
+                f"{self.check.id} counts {counter!r}, but declares only"
+                f" {list(self.check.exercised_by)} in exercised_by."
+            )
         elif times:
             self.counters[counter] = times
 
@@ -210,16 +259,26 @@ class Collector:
         hint: str = "",
         kind: str | None = None,
     ) -> None:
-        """Report a fault. A finding also counts as exercise: a check that fails has been put to the test.
+        """Report a fault. A finding also counts as exercise: a check that fails has been put to the
+        test.
 
-        ``kind`` is for a title that holds counts or names; where it is left out, the title says the same of every such fault.
+        ``kind`` is for a title that holds counts or names; where it is left out, the title says the
+        same of every such fault.
         """
         kind = self._count(title if kind is None else kind, 1)
         self.found += 1
         if len(self.findings) < self._keep or self.kinds.get(kind) == 1:
             place = dict(where or {})
             self.findings.append(
-                Finding(check_id=self.check.id, title=title, expected=expected, observed=observed, where=place, hint=hint, kind=kind)
+                Finding(
+                    check_id=self.check.id,
+                    title=title,
+                    expected=expected,
+                    observed=observed,
+                    where=place,
+                    hint=hint,
+                    kind=kind,
+                )
             )
 
     def _count(self, kind: str, times: int) -> str:
@@ -229,14 +288,18 @@ class Collector:
         return kind
 
     def absent(self, reason: str) -> None:
-        """Say that data the check needs is not in the trace; becomes the reason of an ``unknown`` verdict."""
+        """Say that data the check needs is not in the trace; becomes the reason of an ``unknown``
+        verdict.
+        """
         self.reasons[reason] = self.reasons.get(reason, 0) + 1
 
     def inapplicable(self, reason: str) -> None:
-        """Say that what the trace's subject or engines declare leaves its situation no way to arise in this trace.
+        """Say that what the trace's subject or engines declare leaves its situation no way to arise
+        in this trace.
 
-        Softer than ``Applies``: exercise, a finding or a crash in any trace counts all the same. The verdict is ``not
-        applicable``, with this reason, only where there is none of them and every trace was called so.
+        Softer than ``Applies``: exercise, a finding or a crash in any trace counts all the same.
+        The verdict is ``not applicable``, with this reason, only where there is none of them and
+        every trace was called so.
         """
         self._excuse = reason
 
@@ -254,11 +317,17 @@ class Collector:
 
     def merge(self, other: Collector) -> None:
         """Add what another collector of the same check took."""
-        for counts, added in ((self.counters, other.counters), (self.reasons, other.reasons), (self.excused, other.excused)):
+        for counts, added in (
+            (self.counters, other.counters),
+            (self.reasons, other.reasons),
+            (self.excused, other.excused),
+        ):
             for name, times in added.items():
                 counts[name] = counts.get(name, 0) + times
         for finding in other.findings:
-            new = len(self.findings) < _KINDS and all(finding.kind != kept.kind for kept in self.findings)
+            new = len(self.findings) < _KINDS and all(
+                finding.kind != kept.kind for kept in self.findings
+            )
             if len(self.findings) < self._keep or new:
                 self.findings.append(finding)
         self.found += other.found
@@ -268,10 +337,18 @@ class Collector:
         self.crash = self.crash or other.crash
 
     def _unexercised(self) -> str:
-        """Why nothing came of the check. What was absent from some traces alone is not why: the others did not give rise to it."""
+        """Why nothing came of the check. What was absent from some traces alone is not why: the
+        others did not give rise to it.
+        """
         silent = f"not exercised: no {' or '.join(self.check.exercised_by)} occurred"
-        reason, times = max(self.reasons.items(), key=lambda one: one[1], default=(silent, self.judged))
-        return reason if times >= self.judged else f"{silent} ({times} times in {self.judged} traces: {reason})"
+        reason, times = max(
+            self.reasons.items(), key=lambda one: one[1], default=(silent, self.judged)
+        )
+        return (
+            reason
+            if times >= self.judged
+            else f"{silent} ({times} times in {self.judged} traces: {reason})"
+        )
 
     def result(self) -> CheckResult:
         """The verdict on everything taken so far."""
@@ -282,7 +359,10 @@ class Collector:
         elif sum(self.counters.values()):
             verdict, reason = Verdict.PASS, ""
         elif self.excused and not self.judged:
-            verdict, reason = Verdict.NOT_APPLICABLE, max(self.excused, key=self.excused.__getitem__)
+            verdict, reason = (
+                Verdict.NOT_APPLICABLE,
+                max(self.excused, key=self.excused.__getitem__),
+            )
         else:
             verdict, reason = Verdict.UNKNOWN, self._unexercised()
         return CheckResult(
@@ -300,8 +380,9 @@ class Collector:
 class CheckResult:
     """Verdict of one check, with its reason, what it was exercised by, and the findings.
 
-    ``found`` counts all of them, ``kinds`` those of each kind. Of a check that is known to fail, ``known`` are the reasons for which
-    it did, and ``otherwise`` counts the findings that none of them explains, by kind.
+    ``found`` counts all of them, ``kinds`` those of each kind. Of a check that is known to fail,
+    ``known`` are the reasons for which it did, and ``otherwise`` counts the findings that none of
+    them explains, by kind.
     """
 
     check: Check
@@ -325,12 +406,16 @@ class Registry:
 
     def __init__(self, checks: Iterable[Check]) -> None:
         self._checks: dict[str, Check] = {}
-        self._splits: dict[tuple[Contract, str], tuple[tuple[Check, ...], tuple[tuple[Check, str], ...]]] = {}
+        self._splits: dict[
+            tuple[Contract, str], tuple[tuple[Check, ...], tuple[tuple[Check, str], ...]]
+        ] = {}
         for check in checks:
             if check.id in self._checks:
                 raise UsageError(f"Two checks have the id {check.id!r}.")
             if (check.request is None) == (check.trace is None):
-                raise UsageError(f"{check.id} must have exactly one of a request judge and a trace judge.")
+                raise UsageError(
+                    f"{check.id} must have exactly one of a request judge and a trace judge."
+                )
             self._checks[check.id] = check
 
     def __iter__(self) -> Iterator[Check]:
@@ -339,14 +424,22 @@ class Registry:
     def __len__(self) -> int:
         return len(self._checks)
 
-    def split(self, contract: Contract, about: str = "rollouts") -> tuple[tuple[Check, ...], tuple[tuple[Check, str], ...]]:
-        """The checks that apply to traces of ``about`` under ``contract``, and those that are ruled out with the reason."""
+    def split(
+        self, contract: Contract, about: str = "rollouts"
+    ) -> tuple[tuple[Check, ...], tuple[tuple[Check, str], ...]]:
+        """The checks that apply to traces of ``about`` under ``contract``, and those that are ruled
+        out with the reason.
+        """
         found = self._splits.get((contract, about))
         if found is None:
             reasons = [
                 (
                     check,
-                    check.inapplicable(contract) if check.judges(about) else f"it judges {check.about}, and this trace is about {about}",
+                    (
+                        check.inapplicable(contract)
+                        if check.judges(about)
+                        else f"it judges {check.about}, and this trace is about {about}"
+                    ),
                 )
                 for check in self
             ]
@@ -370,7 +463,9 @@ class Registry:
         return tuple(self._checks)
 
     def select(self, only: Iterable[str]) -> Registry:
-        """The checks whose id or family is named. Raises ``UsageError`` for a name that matches nothing."""
+        """The checks whose id or family is named. Raises ``UsageError`` for a name that matches
+        nothing.
+        """
         chosen = []
         for name in only:
             hits = [check for check in self if name in (check.id, check.family)]
@@ -389,7 +484,10 @@ class Registry:
         families = sorted({check.family for check in self})
         near = difflib.get_close_matches(name, [*self.ids, *families], n=3, cutoff=0.5)
         guess = f" Did you mean {' or '.join(near)}?" if near else ""
-        return f"No check or family is named {name!r}.{guess} `rollproof checks` lists all; families are {', '.join(families)}."
+        return (
+            f"No check or family is named {name!r}.{guess} `rollproof checks` lists all; families"
+            f" are {', '.join(families)}."
+        )
 
 
 def default_registry() -> Registry:

@@ -1,7 +1,7 @@
 """Judge: runs checks over the events of a trace, streaming.
 
-Memory holds the requests that are open, a bounded number of ended ones, and what trace checks keep; it does not grow
-with the trace.
+Memory holds the requests that are open, a bounded number of ended ones, and what trace checks keep;
+it does not grow with the trace.
 """
 
 from __future__ import annotations
@@ -15,7 +15,20 @@ from typing import Any, TypeAlias
 from rollproof.core.contract import Contract
 from rollproof.core.error_text import told
 from rollproof.core.oracle import Oracle
-from rollproof.core.trace import EVENT_KINDS, Admit, Call, Event, Fault, Header, Observation, Reply, Result, Submit, Trace, Weights
+from rollproof.core.trace import (
+    EVENT_KINDS,
+    Admit,
+    Call,
+    Event,
+    Fault,
+    Header,
+    Observation,
+    Reply,
+    Result,
+    Submit,
+    Trace,
+    Weights,
+)
 from rollproof.judging.checks import (
     Check,
     CheckResult,
@@ -35,7 +48,10 @@ __all__ = ["Judge", "JudgeContext", "Judgement", "Tally", "judge", "judge_events
 _NEIGHBOURS = 16
 _PLANS = 256
 HEDGED = "calls of one prompt overlapped (hedging): which answer the stack used cannot be told"
-UNTOLD = "engine calls were recorded of which cannot be told whether they are this request's: give `request_id` in the EngineCall"
+UNTOLD = (
+    "engine calls were recorded of which cannot be told whether they are this request's: give"
+    " `request_id` in the EngineCall"
+)
 _KINDS = tuple(EVENT_KINDS.values())
 _Reader: TypeAlias = "Callable[[Any, Any, Collector], None]"
 _Readers: TypeAlias = "dict[type[Event], list[tuple[_Reader, int, Collector]]]"
@@ -46,7 +62,8 @@ _Readers: TypeAlias = "dict[type[Event], list[tuple[_Reader, int, Collector]]]"
 class _Plan:
     """What judges a trace: request checks, trace checks, and the collectors of both.
 
-    ``readers`` are those of trace checks that read ``kinds``; they are the same from trace to trace, so they are sorted out once.
+    ``readers`` are those of trace checks that read ``kinds``; they are the same from trace to
+    trace, so they are sorted out once.
     """
 
     requests: list[tuple[RequestJudge, Collector]]
@@ -56,9 +73,13 @@ class _Plan:
     readers: _Readers = field(default_factory=dict)
 
     def readers_of(self, folds: Sequence[TraceCheck]) -> _Readers:
-        """Twenty folds see a million events: each is only handed the kinds that it says it reads, by the shortest way."""
+        """Twenty folds see a million events: each is only handed the kinds that it says it reads,
+        by the shortest way.
+        """
         kinds = [fold.kinds for fold in folds]
-        if not self.readers or any(mine is not known for mine, known in zip(kinds, self.kinds, strict=True)):
+        if not self.readers or any(
+            mine is not known for mine, known in zip(kinds, self.kinds, strict=True)
+        ):
             self.kinds, self.readers = kinds, {kind: [] for kind in _KINDS}
             for number, (fold, (_, collector)) in enumerate(zip(folds, self.traces, strict=True)):
                 direct, mine = getattr(fold, "direct", None) or {}, kinds[number]
@@ -119,14 +140,24 @@ class Tally:
         self._ruled_out[check.id] = reason
 
     def plan(self, contract: Contract, about: str) -> _Plan:
-        """The checks of a trace of ``about`` under ``contract``, with their totals; notes the others as ruled out."""
+        """The checks of a trace of ``about`` under ``contract``, with their totals; notes the
+        others as ruled out.
+        """
         found = self._plans.get((contract, about))
         if found is None:
             applicable, ruled_out = self.registry.split(contract, about)
             for check, reason in ruled_out:
                 self.rule_out(check, reason)
-            requests = [(check.request, self.collector(check)) for check in applicable if check.request is not None]
-            traces = [(check.trace, self.collector(check)) for check in applicable if check.trace is not None]
+            requests = [
+                (check.request, self.collector(check))
+                for check in applicable
+                if check.request is not None
+            ]
+            traces = [
+                (check.trace, self.collector(check))
+                for check in applicable
+                if check.trace is not None
+            ]
             found = _Plan(requests, traces, [self.collector(check) for check in applicable])
             if len(self._plans) < _PLANS:
                 self._plans[contract, about] = found
@@ -147,7 +178,9 @@ class Tally:
 
     def kinds(self) -> dict[str, dict[str, int]]:
         """As ``counts``, by kind of finding."""
-        return {check_id: dict(taken.kinds) for check_id, taken in self._taken.items() if taken.found}
+        return {
+            check_id: dict(taken.kinds) for check_id, taken in self._taken.items() if taken.found
+        }
 
     def found(self) -> tuple[str, ...]:
         """Ids of the checks that have found something so far."""
@@ -171,7 +204,9 @@ class Judge:
 
     def __init__(self, header: Header, tally: Tally, oracle: Oracle | None = None) -> None:
         self.context: JudgeContext = JudgeContext(
-            header=header, contract=header.contract, oracle=oracle if oracle is not None else oracle_of(header)
+            header=header,
+            contract=header.contract,
+            oracle=oracle if oracle is not None else oracle_of(header),
         )
         self._tally = tally
         self._calls: dict[int, tuple[RequestView, Attempt]] = {}
@@ -198,13 +233,18 @@ class Judge:
     def _drop(self, crashed: int) -> None:
         """A fold that crashed sees nothing more of this trace."""
         self._crashed.add(crashed)
-        self._readers = {kind: [entry for entry in readers if entry[1] != crashed] for kind, readers in self._readers.items()}
+        self._readers = {
+            kind: [entry for entry in readers if entry[1] != crashed]
+            for kind, readers in self._readers.items()
+        }
 
     def finish(self) -> None:
         """The trace has ended: judge the requests that ended, and let the trace checks conclude."""
         for view in list(self.context.open.values()):
             self._close(view)
-        for number, (fold, (_, collector)) in enumerate(zip(self._folds, self._plan.traces, strict=True)):
+        for number, (fold, (_, collector)) in enumerate(
+            zip(self._folds, self._plan.traces, strict=True)
+        ):
             if number in self._crashed:
                 continue
             try:
@@ -237,12 +277,19 @@ class Judge:
     def _admit(self, event: Admit) -> None:
         if event.call_id in self._calls:
             attempt = self._calls[event.call_id][1]
-            attempt.admit = attempt.admit or event  # a preempted call is admitted again; its first admission counts
+            attempt.admit = (
+                attempt.admit or event
+            )  # a preempted call is admitted again; its first admission counts
 
     def _submit(self, event: Submit) -> None:
         context = self.context
         context.open[event.request.request_id] = RequestView(
-            event, context.contract, context.history, context.oracle, context.header.engine, context.header
+            event,
+            context.contract,
+            context.history,
+            context.oracle,
+            context.header.engine,
+            context.header,
         )
 
     def _weights(self, event: Weights) -> None:
@@ -269,13 +316,22 @@ class Judge:
         if view.attempts and (streamed(view.attempts[-1]) or view.attempts[-1].broke):
             keep_partials(view)
         view.settle()
-        view.neighbours = [*self._ended, *(other for other in list(self.context.open.values())[:_NEIGHBOURS] if other is not view)]
+        view.neighbours = [
+            *self._ended,
+            *(
+                other
+                for other in list(self.context.open.values())[:_NEIGHBOURS]
+                if other is not view
+            ),
+        ]
         hedged = view.hedged
         for check, collector in self._plan.requests:
             if view.untold:
                 collector.absent(UNTOLD)
                 continue
-            if hedged and collector.check.family != "lifecycle":  # that family says what may happen to such calls
+            if (
+                hedged and collector.check.family != "lifecycle"
+            ):  # that family says what may happen to such calls
                 collector.absent(HEDGED)
                 continue
             try:
@@ -305,14 +361,18 @@ _ASSEMBLY: Mapping[type[Event], Callable[[Judge, Any], None]] = {
 }
 
 
-def judge(trace: Trace, registry: Registry | None = None, oracle: Oracle | None = None) -> Judgement:
+def judge(
+    trace: Trace, registry: Registry | None = None, oracle: Oracle | None = None
+) -> Judgement:
     """Judge one trace in memory. Rebuilds the oracle from the header where the trace is coded."""
     tally = Tally(registry if registry is not None else default_registry())
     judge_events(trace.header, trace.events, tally, oracle)
     return tally.judgement()
 
 
-def judge_events(header: Header, events: Iterable[Event], tally: Tally, oracle: Oracle | None = None) -> None:
+def judge_events(
+    header: Header, events: Iterable[Event], tally: Tally, oracle: Oracle | None = None
+) -> None:
     """Judge a stream of events under ``header`` and add the outcome to ``tally``."""
     one = Judge(header, tally, oracle)
     for event in events:
@@ -321,12 +381,19 @@ def judge_events(header: Header, events: Iterable[Event], tally: Tally, oracle: 
 
 
 def oracle_of(header: Header) -> Oracle | None:
-    """The coded policy that a header describes; ``None`` where the trace is not coded. Raises ``CaseError`` for a coding that cannot be."""
+    """The coded policy that a header describes; ``None`` where the trace is not coded. Raises
+    ``CaseError`` for a coding that cannot be.
+    """
     if header.coding is None:
         return None
     try:
         return _policy_of(
-            tuple(sorted((name, tuple(value) if isinstance(value, list) else value) for name, value in header.coding.items()))
+            tuple(
+                sorted(
+                    (name, tuple(value) if isinstance(value, list) else value)
+                    for name, value in header.coding.items()
+                )
+            )
         )
     except TypeError:  # unhashable or unsortable: a hostile coding, for the policy itself to refuse
         from rollproof.fakes.coded.policy import CodedPolicy
@@ -336,7 +403,9 @@ def oracle_of(header: Header) -> Oracle | None:
 
 @lru_cache(maxsize=64)
 def _policy_of(coding: tuple[tuple[str, Any], ...]) -> Oracle:
-    """Thousands of traces share a policy; building and validating it once saves a tenth of judging a small one."""
+    """Thousands of traces share a policy; building and validating it once saves a tenth of judging
+    a small one.
+    """
     from rollproof.fakes.coded.policy import CodedPolicy
 
     return CodedPolicy.from_dict(dict(coding))

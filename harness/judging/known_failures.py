@@ -1,7 +1,9 @@
-"""Ways: how a check is known to fail, so that another fault of the same check is told from the known one.
+"""Ways: how a check is known to fail, so that another fault of the same check is told from the
+known one.
 
-A finding has a kind, which is the same from run to run, and a case in which certain situations arose. A way names the kinds that the
-known fault shows, and, where it needs something to have happened, the situations of which one must have.
+A finding has a kind, which is the same from run to run, and a case in which certain situations
+arose. A way names the kinds that the known fault shows, and, where it needs something to have
+happened, the situations of which one must have.
 """
 
 from __future__ import annotations
@@ -18,7 +20,8 @@ __all__ = ["Ledger", "Way", "Ways", "hold"]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Way:
-    """One fault that a check is known to find, for ``reason``: findings of ``kinds``, in cases in which one of ``after`` arose.
+    """One fault that a check is known to find, for ``reason``: findings of ``kinds``, in cases in
+    which one of ``after`` arose.
 
     ``after`` names situations as reports do (``aborts mid-decode``); an empty one asks for none.
     """
@@ -28,12 +31,18 @@ class Way:
     after: tuple[str, ...] = ()
 
     def covers(self, kind: str, situations: Collection[str]) -> bool:
-        """Whether a finding of ``kind`` in a case with ``situations`` is this fault, as far as can be told."""
-        return kind in self.kinds and (not self.after or any(name in situations for name in self.after))
+        """Whether a finding of ``kind`` in a case with ``situations`` is this fault, as far as can
+        be told.
+        """
+        return kind in self.kinds and (
+            not self.after or any(name in situations for name in self.after)
+        )
 
 
 Ways: TypeAlias = "Mapping[str, Sequence[Way]]"
-"""By the id of a check: the ways in which it is known to fail. A check that is not in it may fail in any."""
+"""By the id of a check: the ways in which it is known to fail. A check that is not in it may fail
+in any.
+"""
 
 
 class Ledger:
@@ -48,13 +57,21 @@ class Ledger:
         """Whether it is known in which ways the check fails."""
         return check_id in self._ways
 
-    def strange(self, check_id: str, kinds: Iterable[str], situations: Collection[str]) -> list[str]:
+    def strange(
+        self, check_id: str, kinds: Iterable[str], situations: Collection[str]
+    ) -> list[str]:
         """Those of ``kinds`` that no known way of the check covers in a case with ``situations``."""
         ways = self._ways.get(check_id)
-        return [] if ways is None else [kind for kind in kinds if not any(way.covers(kind, situations) for way in ways)]
+        return (
+            []
+            if ways is None
+            else [kind for kind in kinds if not any(way.covers(kind, situations) for way in ways)]
+        )
 
     def take(self, check_id: str, kinds: Mapping[str, int], situations: Collection[str]) -> bool:
-        """Take down how often a check found something of each kind in a case; whether the known ways cover all of it."""
+        """Take down how often a check found something of each kind in a case; whether the known
+        ways cover all of it.
+        """
         seen = self._seen.setdefault(check_id, [])
         for way in self._ways.get(check_id, ()):
             if way.reason not in seen and any(way.covers(kind, situations) for kind in kinds):
@@ -67,14 +84,23 @@ class Ledger:
         return not strange
 
     def settled(self, result: CheckResult) -> CheckResult:
-        """The result with what it shows of the known ways, and what beside them, which is told first."""
+        """The result with what it shows of the known ways, and what beside them, which is told
+        first.
+        """
         otherwise = dict(self._strange.get(result.id, {}))
         findings = tuple(sorted(result.findings, key=lambda finding: finding.kind not in otherwise))
-        return replace(result, known=tuple(self._seen.get(result.id, ())), otherwise=otherwise, findings=findings)
+        return replace(
+            result,
+            known=tuple(self._seen.get(result.id, ())),
+            otherwise=otherwise,
+            findings=findings,
+        )
 
 
 def hold(report: Report, ways: Ways) -> Report:
-    """A report of a run whose cases are not known, held to the kinds of findings alone: a way that asks for a situation covers nothing."""
+    """A report of a run whose cases are not known, held to the kinds of findings alone: a way that
+    asks for a situation covers nothing.
+    """
     if not ways:
         return report
     ledger = Ledger(ways)

@@ -1,8 +1,9 @@
 """Breaking: what a stack keeps of a streamed reply whose connection broke.
 
-A stream that breaks off has brought some of the reply's tokens, and nobody but the stack knows how many. It may drop them and make the
-call again, or keep them and go on from there: both are right. Which it did shows in its next call, or where there is none in the
-sample; what it keeps must be a beginning of what was sampled. Of a reply in one piece it may have all or nothing.
+A stream that breaks off has brought some of the reply's tokens, and nobody but the stack knows how
+many. It may drop them and make the call again, or keep them and go on from there: both are right.
+Which it did shows in its next call, or where there is none in the sample; what it keeps must be a
+beginning of what was sampled. Of a reply in one piece it may have all or nothing.
 """
 
 from __future__ import annotations
@@ -27,9 +28,15 @@ def streamed(attempt: Attempt) -> bool:
 
 
 def keep_partials(view: RequestView) -> None:
-    """Take what the stack kept of broken streams for replies that it received (``Attempt.kept``), as far as it shows by now."""
+    """Take what the stack kept of broken streams for replies that it received (``Attempt.kept``),
+    as far as it shows by now.
+    """
     for attempt in view.attempts:
-        if not (streamed(attempt) or attempt.broke) or not attempt.replies or attempt.consumed is not None:
+        if (
+            not (streamed(attempt) or attempt.broke)
+            or not attempt.replies
+            or attempt.consumed is not None
+        ):
             continue
         later = view.attempts[attempt.number + 1 : attempt.number + 2]
         if later:
@@ -39,7 +46,9 @@ def keep_partials(view: RequestView) -> None:
         else:
             continue
         reply, sent = attempt.replies[0], attempt.call.prompt_ids
-        count = _common(reply.output.token_ids, shown[len(sent) :]) if shown[: len(sent)] == sent else 0
+        count = (
+            _common(reply.output.token_ids, shown[len(sent) :]) if shown[: len(sent)] == sent else 0
+        )
         if count == len(reply.output.token_ids) and reply.delivered:
             attempt.kept = reply
         elif count and streamed(attempt):
@@ -47,9 +56,15 @@ def keep_partials(view: RequestView) -> None:
 
 
 def _beginning(reply: Reply, count: int, index: int) -> Reply:
-    """The first ``count`` tokens of a reply, received at ``index``: an error ended it, and no routes or tags of it came whole."""
+    """The first ``count`` tokens of a reply, received at ``index``: an error ended it, and no
+    routes or tags of it came whole.
+    """
     output = reply.output
-    sampled = [Span(start=one.start, end=min(one.end, count), version=one.version) for one in reply.true_tokens or () if one.start < count]
+    sampled = [
+        Span(start=one.start, end=min(one.end, count), version=one.version)
+        for one in reply.true_tokens or ()
+        if one.start < count
+    ]
     return replace(
         reply,
         index=index,

@@ -23,7 +23,9 @@ class ReplayScenarios:
         if isinstance(event, Step):
             counts[f"steps, {event.action}"] += 1
             counts[f"steps, {event.purpose}"] += 1
-            counts[f"steps with {event.recompute} recompute"] += event.recompute is not Recompute.NONE
+            counts[f"steps with {event.recompute} recompute"] += (
+                event.recompute is not Recompute.NONE
+            )
             counts["steps under drifted weights"] += event.weights > 0
             counts["bad routes"] += event.defect is not None
             counts["steps with a failure"] += event.fail_at is not None
@@ -35,5 +37,7 @@ class ReplayScenarios:
 
     @property
     def counts(self) -> dict[str, int]:
-        """How often each situation occurred, by name, sorted by name; what never occurred is left out."""
+        """How often each situation occurred, by name, sorted by name; what never occurred is left
+        out.
+        """
         return {name: count for name, count in sorted(self._counts.items()) if count}

@@ -26,10 +26,11 @@ class ExitCode:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Canary:
-    """The self-test of a run: a fault planted into the subject's own trace, and the check that saw it.
+    """The self-test of a run: a fault planted into the subject's own trace, and the check that saw
+    it.
 
-    ``red`` is whether ``expected_by`` found it; a run whose canary stays green cannot be trusted. ``planted`` is
-    ``None`` where no trace was fit for planting one.
+    ``red`` is whether ``expected_by`` found it; a run whose canary stays green cannot be trusted.
+    ``planted`` is ``None`` where no trace was fit for planting one.
     """
 
     planted: str | None
@@ -39,16 +40,21 @@ class Canary:
 
     def to_dict(self) -> dict[str, Any]:
         """JSON-ready form."""
-        return {"planted": self.planted, "expected_by": self.expected_by, "red": self.red, "reason": self.reason}
+        return {
+            "planted": self.planted,
+            "expected_by": self.expected_by,
+            "red": self.red,
+            "reason": self.reason,
+        }
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Report:
     """What was judged, with which verdicts, and what was exercised.
 
-    ``expected`` maps the ids of failing checks that were declared as expected failures to their reasons; one that fails
-    ``otherwise`` than it is known to counts as failed. ``exercised`` counts scenario classes over all traces ("aborts mid-decode",
-    "resumes across a weight version", ...).
+    ``expected`` maps the ids of failing checks that were declared as expected failures to their
+    reasons; one that fails ``otherwise`` than it is known to counts as failed. ``exercised`` counts
+    scenario classes over all traces ("aborts mid-decode", "resumes across a weight version", ...).
     """
 
     subject: str
@@ -85,10 +91,18 @@ class Report:
 
     @property
     def exit_code(self) -> int:
-        """0 all pass, 1 some fail (or the canary stayed green), 2 nothing failed and something is unknown."""
-        if self.failed or (self.canary is not None and self.canary.planted is not None and not self.canary.red):
+        """0 all pass, 1 some fail (or the canary stayed green), 2 nothing failed and something is
+        unknown.
+        """
+        if self.failed or (
+            self.canary is not None and self.canary.planted is not None and not self.canary.red
+        ):
             return ExitCode.FAIL
-        return ExitCode.UNKNOWN if self.summary["unknown"] or not self.summary["pass"] else ExitCode.PASS
+        return (
+            ExitCode.UNKNOWN
+            if self.summary["unknown"] or not self.summary["pass"]
+            else ExitCode.PASS
+        )
 
     def to_dict(self) -> dict[str, Any]:
         """JSON report, schema 1: stable; keys may be added."""
@@ -100,7 +114,10 @@ class Report:
             "cases": self.cases,
             "seconds": round(self.seconds, 3),
             "summary": self.summary,
-            "checks": [_result_dict(r, self.expected.get(r.id) if self._excused(r) else None) for r in self.results],
+            "checks": [
+                _result_dict(r, self.expected.get(r.id) if self._excused(r) else None)
+                for r in self.results
+            ],
             "exercised": dict(self.exercised),
             "canary": self.canary.to_dict() if self.canary else {},
             "notes": list(self.notes),
@@ -118,8 +135,14 @@ class Interrupted(KeyboardInterrupt):
 def _result_dict(result: CheckResult, expected: str | None) -> dict[str, Any]:
     out: dict[str, Any] = {
         "id": result.id,
-        "verdict": "expected fail" if expected is not None and result.verdict is Verdict.FAIL else str(result.verdict),
-        "reason": expected if expected is not None and result.verdict is Verdict.FAIL else result.reason,
+        "verdict": (
+            "expected fail"
+            if expected is not None and result.verdict is Verdict.FAIL
+            else str(result.verdict)
+        ),
+        "reason": (
+            expected if expected is not None and result.verdict is Verdict.FAIL else result.reason
+        ),
         "exercised": dict(result.exercised),
         "found": result.found,
         "kinds": dict(result.kinds),

@@ -11,7 +11,17 @@ from typing import Any
 from rollproof.core.contract import Contract, Provenance
 from rollproof.core.oracle import Oracle
 from rollproof.core.records import Request, Rollout, Scalar, Version
-from rollproof.core.trace import Admit, Call, Fault, Header, Observation, Reply, Result, Submit, Weights
+from rollproof.core.trace import (
+    Admit,
+    Call,
+    Fault,
+    Header,
+    Observation,
+    Reply,
+    Result,
+    Submit,
+    Weights,
+)
 from rollproof.judging.stitching import Stitched, stitch
 
 __all__ = ["Attempt", "History", "RequestView"]
@@ -19,9 +29,11 @@ __all__ = ["Attempt", "History", "RequestView"]
 
 @dataclass(slots=True)
 class Attempt:
-    """One engine call of a request. ``number`` counts the request's calls from 0; ``admit`` is the first admission.
+    """One engine call of a request. ``number`` counts the request's calls from 0; ``admit`` is the
+    first admission.
 
-    ``kept`` is what the stack kept of a stream that broke off (``rollproof.judging.partial_replies``).
+    ``kept`` is what the stack kept of a stream that broke off
+    (``rollproof.judging.partial_replies``).
     """
 
     number: int
@@ -33,7 +45,9 @@ class Attempt:
 
     @property
     def consumed(self) -> Reply | None:
-        """The reply that the stack received first; ``None`` where none was delivered (outcome unknown to it)."""
+        """The reply that the stack received first; ``None`` where none was delivered (outcome
+        unknown to it).
+        """
         if self.kept is not None:
             return self.kept
         for reply in self.replies:
@@ -66,32 +80,42 @@ class History:
         return frozenset(self._known()._order)
 
     def label_of(self, version: Version) -> Version:
-        """The label under which weights ``version`` were last published; ``None`` where they never were."""
+        """The label under which weights ``version`` were last published; ``None`` where they never
+        were.
+        """
         labels = self.labels_of(version)
         return labels[-1] if labels else None
 
     def labels_of(self, version: Version) -> Sequence[Version]:
-        """Every label under which weights ``version`` were published, the latest last; more than one after a retag.
+        """Every label under which weights ``version`` were published, the latest last; more than
+        one after a retag.
 
-        A label that a server went on showing when it had loaded them counts only where they never got one of their own.
+        A label that a server went on showing when it had loaded them counts only where they never
+        got one of their own.
         """
         known = self._known()
         return known._labels.get(version) or tuple(known._carried.get(version, ()))
 
     def carried_of(self, version: Version) -> frozenset[Version]:
-        """Labels of other weights that servers still showed for weights ``version``, before these got a label of their own.
+        """Labels of other weights that servers still showed for weights ``version``, before these
+        got a label of their own.
 
-        vLLM's update names no version: weights are loaded first, and their label is published by a request of its own.
+        vLLM's update names no version: weights are loaded first, and their label is published by a
+        request of its own.
         """
         known = self._known()
         return frozenset(known._carried.get(version, ())).difference(self.labels_of(version))
 
     def named_at(self, server_id: str, version: Version) -> int | None:
-        """Index of the event from which on a server showed a label of their own for weights ``version``; ``None`` where there is none."""
+        """Index of the event from which on a server showed a label of their own for weights
+        ``version``; ``None`` where there is none.
+        """
         return self._known()._named.get((server_id, version))
 
     def rank_of(self, label: Version) -> int | None:
-        """How many labels were published before ``label`` was for the first time; ``None`` where it never was."""
+        """How many labels were published before ``label`` was for the first time; ``None`` where it
+        never was.
+        """
         return self._known()._order.get(label)
 
     def unlabelled(self) -> frozenset[Version]:
@@ -108,7 +132,12 @@ class History:
                     self._unlabelled.add(update.version)
                 continue
             self._order.setdefault(update.label, len(self._order))
-            if update.loaded and before is not None and before[0] != update.version and before[1] == update.label:
+            if (
+                update.loaded
+                and before is not None
+                and before[0] != update.version
+                and before[1] == update.label
+            ):
                 self._carried.setdefault(update.version, {})[update.label] = None
                 continue
             self._named.setdefault((update.server_id, update.version), update.index)
@@ -123,10 +152,11 @@ class History:
 class RequestView:
     """One ended request: what was asked, which calls it made, what came back, what was handed over.
 
-    ``neighbours`` are a bounded number of other requests of the same run, to find out whose values a stray one is.
-    ``stitched`` is the reference stitch; ``oracle`` is there where the trace is coded. Views are read-only to checks, but
-    for ``memo``, where the checks of a family keep under its name what they share (nothing that refers to the view).
-    ``header`` is the trace's, ``None`` where a view was made by hand. ``untold`` says that calls may be its own which the recorder
+    ``neighbours`` are a bounded number of other requests of the same run, to find out whose values
+    a stray one is. ``stitched`` is the reference stitch; ``oracle`` is there where the trace is
+    coded. Views are read-only to checks, but for ``memo``, where the checks of a family keep under
+    its name what they share (nothing that refers to the view). ``header`` is the trace's, ``None``
+    where a view was made by hand. ``untold`` says that calls may be its own which the recorder
     could not attribute.
     """
 
@@ -168,7 +198,9 @@ class RequestView:
         return self.result.rollout if self.result else None
 
     def settle(self) -> None:
-        """Forget what was worked out from the view before its request ended (as a neighbour of another)."""
+        """Forget what was worked out from the view before its request ended (as a neighbour of
+        another).
+        """
         for name in ("stitched", "segments", "total_ids"):
             self.__dict__.pop(name, None)
         self.memo.clear()
@@ -179,10 +211,18 @@ class RequestView:
         return self.stitched_as(self.contract.provenance or Provenance.AS_SAMPLED)
 
     def stitched_as(self, provenance: Provenance) -> Stitched:
-        """As ``stitched``, under another provenance: to say which one a stack follows instead of the declared one."""
+        """As ``stitched``, under another provenance: to say which one a stack follows instead of
+        the declared one.
+        """
         # a case says which turns there are; elsewhere only the calls tell
         open_ended = self.header is None or self.header.case is None or bool(self.request.turns)
-        return stitch(self.request.prompt_ids, self.attempts, self.observations, provenance, unrecorded_turns=open_ended)
+        return stitch(
+            self.request.prompt_ids,
+            self.attempts,
+            self.observations,
+            provenance,
+            unrecorded_turns=open_ended,
+        )
 
     @cached_property
     def segments(self) -> list[Attempt]:
@@ -192,11 +232,19 @@ class RequestView:
 
     @property
     def hedged(self) -> bool:
-        """Whether two calls of the same prompt overlapped, both unharmed and both answered: which answer was used cannot be told."""
-        sound = [attempt for attempt in self.attempts if attempt.consumed is not None and not attempt.faults]
+        """Whether two calls of the same prompt overlapped, both unharmed and both answered: which
+        answer was used cannot be told.
+        """
+        sound = [
+            attempt
+            for attempt in self.attempts
+            if attempt.consumed is not None and not attempt.faults
+        ]
         for earlier, later in pairwise(sound):
             answered = earlier.consumed
-            overlap = answered is not None and earlier.call.index < later.call.index < answered.index
+            overlap = (
+                answered is not None and earlier.call.index < later.call.index < answered.index
+            )
             if overlap and earlier.call.prompt_ids == later.call.prompt_ids:
                 return True
         return False
@@ -214,10 +262,15 @@ class RequestView:
 
     def where(self, **more: Scalar) -> Mapping[str, Scalar]:
         """A finding's place: this request, and of ``more`` what is known."""
-        return {"request": self.request.request_id, **{name: value for name, value in more.items() if value is not None}}
+        return {
+            "request": self.request.request_id,
+            **{name: value for name, value in more.items() if value is not None},
+        }
 
     def segment_of(self, position: int) -> int | None:
-        """Which received segment sampled the token at absolute ``position`` (counting from 0); ``None`` for prompt tokens."""
+        """Which received segment sampled the token at absolute ``position`` (counting from 0);
+        ``None`` for prompt tokens.
+        """
         index = position - len(self.request.prompt_ids)
         tokens = self.stitched.tokens
         if not 0 <= index < len(tokens) or tokens[index].attempt < 0:

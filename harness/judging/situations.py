@@ -1,6 +1,7 @@
 """Scenarios: what a trace exercised, counted for the report.
 
-A green report says little if no abort ever landed mid-decode; the table of these counts says which situations were met.
+A green report says little if no abort ever landed mid-decode; the table of these counts says which
+situations were met.
 """
 
 from __future__ import annotations
@@ -10,7 +11,20 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from rollproof.core.records import FinishReason, Version
-from rollproof.core.trace import Abort, Admit, Call, Event, Fault, Observation, Pause, PauseMode, Reply, Result, Submit, Weights
+from rollproof.core.trace import (
+    Abort,
+    Admit,
+    Call,
+    Event,
+    Fault,
+    Observation,
+    Pause,
+    PauseMode,
+    Reply,
+    Result,
+    Submit,
+    Weights,
+)
 
 __all__ = ["SITUATIONS", "Scenarios"]
 
@@ -44,7 +58,9 @@ _FREEZING = (PauseMode.KEEP, PauseMode.RETRACT, PauseMode.IN_PLACE)
 
 @dataclass(slots=True)
 class _Open:
-    """A request that has not ended: its calls, and the versions that sampled a token of it, in order."""
+    """A request that has not ended: its calls, and the versions that sampled a token of it, in
+    order.
+    """
 
     calls: list[int] = field(default_factory=list)
     versions: list[Version] = field(default_factory=list)
@@ -55,7 +71,9 @@ class _Open:
 
 @dataclass(slots=True)
 class _Sent:
-    """A call that was not answered. ``frozen``: a pause froze it, so that its next admission is no preemption's."""
+    """A call that was not answered. ``frozen``: a pause froze it, so that its next admission is no
+    preemption's.
+    """
 
     request: str
     server: str
@@ -66,7 +84,9 @@ class _Sent:
 
 @dataclass(slots=True)
 class _Server:
-    """What is known of a server: its weights (``None``: never told), and how many admitted calls it has."""
+    """What is known of a server: its weights (``None``: never told), and how many admitted calls it
+    has.
+    """
 
     version: Version = None
     busy: int = 0
@@ -103,7 +123,9 @@ class Scenarios:
 
     @property
     def counts(self) -> dict[str, int]:
-        """How often each situation occurred, by name, sorted by name; what never occurred is left out."""
+        """How often each situation occurred, by name, sorted by name; what never occurred is left
+        out.
+        """
         return {name: count for name, count in sorted(self._counts.items()) if count}
 
     def _add(self, name: str, times: int = 1) -> None:
@@ -150,7 +172,9 @@ class Scenarios:
         call = self._sent.pop(event.call_id, None)
         if call is not None and call.admits:
             self._servers[call.server].busy -= 1
-        if call is None and event.call_id in self._lost:  # it was answered in the very moment in which its server died
+        if (
+            call is None and event.call_id in self._lost
+        ):  # it was answered in the very moment in which its server died
             call = self._lost.pop(event.call_id)
             self._add("calls lost with their server", -1)
         if call is None:
@@ -210,7 +234,9 @@ class Scenarios:
         if not self._open:
             self._add("weight updates while idle")
         else:
-            self._add("weight updates while calls ran" if server.busy else "weight updates between calls")
+            self._add(
+                "weight updates while calls ran" if server.busy else "weight updates between calls"
+            )
         if event.identity:
             self._add("identity updates")
         if event.label is None:
@@ -223,12 +249,16 @@ class Scenarios:
 
     def _fault(self, event: Fault) -> None:
         if event.what == "update-failure":
-            self._add("failed weight updates" if event.server_id is None else "broken weight transfers")
+            self._add(
+                "failed weight updates" if event.server_id is None else "broken weight transfers"
+            )
             return
         self._add(_FAULTS.get(event.what, event.what))
         if event.what == "death" and event.server_id is not None:
             self._server(event.server_id).busy = 0
-            for call_id in [call_id for call_id, call in self._sent.items() if call.server == event.server_id]:
+            for call_id in [
+                call_id for call_id, call in self._sent.items() if call.server == event.server_id
+            ]:
                 self._lost[call_id] = self._sent.pop(call_id)
                 self._add("calls lost with their server")
 
@@ -263,5 +293,7 @@ def _ending(call: _Sent, reason: FinishReason, tokens: int) -> str:
             return "aborts before the first token" if call.admits else "aborts while queued"
         return "aborts on the last token" if full else "aborts mid-decode"
     if reason is FinishReason.STOP:
-        return "ends of sequence on the last token" if full else "ends of sequence before the budget"
+        return (
+            "ends of sequence on the last token" if full else "ends of sequence before the budget"
+        )
     return "budgets exhausted" if full else "natural ends"

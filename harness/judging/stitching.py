@@ -1,11 +1,12 @@
 """The reference stitch: what a resumed rollout must be, as a fold over what the engines delivered.
 
-Written from the specification, not from any stack. A call says what the stack knows: it must send the prompt and
-everything that was delivered before. A delivered reply continues the sequence that its call sent; a call that sends
-less than is known restarts from there; tokens of the environment stand between turns. Rows follow the declared
-provenance, with the boundary-row rule: a reply's row at the position of its last token is never a capture (that token
-was not forwarded), so the row of a segment's last token comes from the next segment. A reply without tokens adds
-nothing, no rows either.
+Written from the specification, not from any stack. A call says what the stack knows: it must send
+the prompt and everything that was delivered before. A delivered reply continues the sequence that
+its call sent; a call that sends less than is known restarts from there; tokens of the environment
+stand between turns. Rows follow the declared provenance, with the boundary-row rule: a reply's row
+at the position of its last token is never a capture (that token was not forwarded), so the row of a
+segment's last token comes from the next segment. A reply without tokens adds nothing, no rows
+either.
 """
 
 from __future__ import annotations
@@ -36,8 +37,9 @@ _TURN_ENDS = (FinishReason.STOP, FinishReason.LENGTH, FinishReason.COMPLETED)
 class Token:
     """One response token and where it comes from.
 
-    ``attempt`` is the index of the attempt that sampled it, -1 for a token of the environment; ``shown`` the version
-    that the engine showed for it, ``true`` the version that really sampled it (``None``: unknown).
+    ``attempt`` is the index of the attempt that sampled it, -1 for a token of the environment;
+    ``shown`` the version that the engine showed for it, ``true`` the version that really sampled it
+    (``None``: unknown).
     """
 
     id: int
@@ -49,7 +51,9 @@ class Token:
 
 @dataclass(frozen=True, slots=True)
 class Stretch:
-    """Response tokens ``start`` (inclusive) to ``end`` (exclusive) of one attempt with the same versions, as in ``Token``."""
+    """Response tokens ``start`` (inclusive) to ``end`` (exclusive) of one attempt with the same
+    versions, as in ``Token``.
+    """
 
     start: int
     end: int
@@ -60,10 +64,11 @@ class Stretch:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Run:
-    """Consecutive response tokens of one source: ``attempt`` and its ``reply``, or -1 and ``None`` for the environment.
+    """Consecutive response tokens of one source: ``attempt`` and its ``reply``, or -1 and ``None``
+    for the environment.
 
-    ``ids`` are the first of the reply's tokens (all, unless a later call restarted before their end); the first one
-    stands at response index ``start``.
+    ``ids`` are the first of the reply's tokens (all, unless a later call restarted before their
+    end); the first one stands at response index ``start``.
     """
 
     start: int
@@ -98,7 +103,9 @@ class Run:
         i = j = at = 0
         while at < count:
             end = min(shown[i][0], true[j][0])
-            out.append(Stretch(self.start + at, self.start + end, self.attempt, shown[i][1], true[j][1]))
+            out.append(
+                Stretch(self.start + at, self.start + end, self.attempt, shown[i][1], true[j][1])
+            )
             i += end == shown[i][0]
             j += end == true[j][0]
             at = end
@@ -107,11 +114,13 @@ class Run:
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """How one call continued the sequence known when it was made. Lengths count tokens of prompt + response.
+    """How one call continued the sequence known when it was made. Lengths count tokens of prompt +
+    response.
 
-    The first ``agree`` of the ``sent`` tokens equal the ``known`` ones. ``spent`` counts the tokens sampled in the
-    current turn among those that the call goes on from; ``ended`` is whether the turn had ended naturally (``stop``), so
-    that only the environment could follow, and ``turn`` whether the call brought tokens of the environment itself.
+    The first ``agree`` of the ``sent`` tokens equal the ``known`` ones. ``spent`` counts the tokens
+    sampled in the current turn among those that the call goes on from; ``ended`` is whether the
+    turn had ended naturally (``stop``), so that only the environment could follow, and ``turn``
+    whether the call brought tokens of the environment itself.
     """
 
     attempt: int
@@ -134,7 +143,9 @@ class Step:
 
     @property
     def after_end(self) -> bool:
-        """Whether the call asked for more of a turn that had ended, with or without tokens of its own."""
+        """Whether the call asked for more of a turn that had ended, with or without tokens of its
+        own.
+        """
         return self.ended and self.agree in (self.sent, self.known)
 
 
@@ -142,10 +153,10 @@ class Step:
 class Stitched:
     """What the rollout must be.
 
-    ``runs`` are the response's tokens by source, ``pieces`` the rows by absolute position (disjoint, ascending; what no
-    piece covers was never captured), ``steps`` say how each call continued. ``last`` is the attempt whose reply was taken
-    last, ``broken`` the one whose prompt did not continue the sequence: the fold stops there, and nothing after it can be
-    judged.
+    ``runs`` are the response's tokens by source, ``pieces`` the rows by absolute position
+    (disjoint, ascending; what no piece covers was never captured), ``steps`` say how each call
+    continued. ``last`` is the attempt whose reply was taken last, ``broken`` the one whose prompt
+    did not continue the sequence: the fold stops there, and nothing after it can be judged.
     """
 
     prompt_ids: tuple[int, ...]
@@ -165,7 +176,11 @@ class Stitched:
     def tokens(self) -> tuple[Token, ...]:
         """The response, token by token."""
         ids, logprobs = self.response_ids, self.logprob_list
-        return tuple(Token(ids[i], s.attempt, logprobs[i], s.shown, s.true) for s in self.stretches for i in range(s.start, s.end))
+        return tuple(
+            Token(ids[i], s.attempt, logprobs[i], s.shown, s.true)
+            for s in self.stretches
+            for i in range(s.start, s.end)
+        )
 
     @cached_property
     def response_ids(self) -> tuple[int, ...]:
@@ -184,7 +199,9 @@ class Stitched:
 
     @property
     def rows(self) -> IntArray | None:
-        """``(n, layers, top_k)`` over absolute positions from 0, a copy; ``None`` where nothing was captured."""
+        """``(n, layers, top_k)`` over absolute positions from 0, a copy; ``None`` where nothing was
+        captured.
+        """
         return join_pieces(self.pieces)[0]
 
     @property
@@ -201,11 +218,13 @@ def stitch(
     *,
     unrecorded_turns: bool = True,
 ) -> Stitched:
-    """Fold the delivered replies of one request, in order of delivery, into the rollout that they make.
+    """Fold the delivered replies of one request, in order of delivery, into the rollout that they
+    make.
 
-    Where calls overlap in time, a reply that arrives after the reply of a later call is the outcome of a call that the
-    stack had given up, and counts for nothing. Where the trace holds no ``Observation`` of the request, the tokens that
-    a call adds after a natural end are taken for the environment's, unless ``unrecorded_turns`` says that there are none.
+    Where calls overlap in time, a reply that arrives after the reply of a later call is the outcome
+    of a call that the stack had given up, and counts for nothing. Where the trace holds no
+    ``Observation`` of the request, the tokens that a call adds after a natural end are taken for
+    the environment's, unless ``unrecorded_turns`` says that there are none.
     """
     events: list[tuple[int, int, Any]] = [(item.index, 1, item) for item in observations]
     for attempt in attempts:
@@ -240,7 +259,9 @@ def _moment(event: tuple[int, int, Any]) -> tuple[int, int]:
 class _Fold:
     """The sequence as far as it is known, and how it came about."""
 
-    def __init__(self, prompt_ids: tuple[int, ...], provenance: Provenance, implicit_turns: bool) -> None:
+    def __init__(
+        self, prompt_ids: tuple[int, ...], provenance: Provenance, implicit_turns: bool
+    ) -> None:
         self.known = prompt_ids
         self.base = len(prompt_ids)
         self.runs: list[Run] = []
@@ -264,7 +285,9 @@ class _Fold:
             self.environment(sent[known:])
             known = agree = len(sent)
         good = agree if agree == len(sent) else known
-        self.steps.append(Step(number, len(sent), known, agree, max(0, good - self._turn_start), ended, turn))
+        self.steps.append(
+            Step(number, len(sent), known, agree, max(0, good - self._turn_start), ended, turn)
+        )
 
     def environment(self, token_ids: tuple[int, ...]) -> None:
         """The environment appends tokens; they begin a turn."""
@@ -274,7 +297,9 @@ class _Fold:
         self._ended = False
 
     def reply(self, number: int, call: Call, reply: Reply) -> bool:
-        """A reply arrives; false where its call did not continue the sequence, so that nothing more can be judged."""
+        """A reply arrives; false where its call did not continue the sequence, so that nothing more
+        can be judged.
+        """
         if self.last is not None and number < self.last:
             return True
         sent, output = call.prompt_ids, reply.output
@@ -288,13 +313,17 @@ class _Fold:
         self.pieces = _add_rows(self.pieces, number, reply, len(sent), self._provenance)
         self.finish, self.last = output.finish_reason, number
         full = call.max_tokens is not None and len(output.token_ids) >= call.max_tokens
-        # "completed" with the grant used up may be the end of a portion: some stacks grant their budget piece by piece
-        self._ended = self.finish is FinishReason.STOP or (self.finish is FinishReason.COMPLETED and not full)
+        # "completed" with the grant used up may be the end of a portion: some stacks grant their
+        # budget piece by piece
+        self._ended = self.finish is FinishReason.STOP or (
+            self.finish is FinishReason.COMPLETED and not full
+        )
         return True
 
     def _cut(self, length: int) -> None:
         """Forget everything behind the first ``length`` tokens: the stack started again from there."""
-        # the row before the first discarded token predicted it, so this call computes it anew; one that starts over keeps none
+        # the row before the first discarded token predicted it, so this call computes it anew; one
+        # that starts over keeps none
         self.pieces = cut_pieces(self.pieces, length - 1 if length > self.base else 0)
         self.runs = _cut_runs(self.runs, length - self.base)
         turns = [run.end for run in self.runs if run.attempt < 0]
@@ -302,7 +331,9 @@ class _Fold:
 
 
 def _common(sent: tuple[int, ...], known: tuple[int, ...]) -> int:
-    """Length of the common prefix; compares at the speed of C, and looks token by token only where they differ."""
+    """Length of the common prefix; compares at the speed of C, and looks token by token only where
+    they differ.
+    """
     size = min(len(sent), len(known))
     a, b = sent[:size], known[:size]
     if a == b:
@@ -322,22 +353,44 @@ def _ends(spans: Sequence[Span], count: int) -> list[tuple[int, Version]]:
     if len(spans) == 1 and spans[0].start <= 0 and spans[0].end >= count:
         return [(count, spans[0].version)]
     versions = spread(spans, count)
-    return [(i, versions[i - 1]) for i in range(1, count + 1) if i == count or versions[i] != versions[i - 1]]
+    return [
+        (i, versions[i - 1])
+        for i in range(1, count + 1)
+        if i == count or versions[i] != versions[i - 1]
+    ]
 
 
 def _cut_runs(runs: list[Run], stop: int) -> list[Run]:
     """The tokens below response index ``stop``."""
     return [
-        run if run.end <= stop else Run(run.start, run.ids[: stop - run.start], run.attempt, run.reply) for run in runs if run.start < stop
+        (
+            run
+            if run.end <= stop
+            else Run(run.start, run.ids[: stop - run.start], run.attempt, run.reply)
+        )
+        for run in runs
+        if run.start < stop
     ]
 
 
-def _add_rows(pieces: tuple[RowPiece, ...], number: int, reply: Reply, sent: int, provenance: Provenance) -> tuple[RowPiece, ...]:
-    """Rows after this reply: as sampled, what is captured stays; latest prefill, the new capture replaces it."""
+def _add_rows(
+    pieces: tuple[RowPiece, ...], number: int, reply: Reply, sent: int, provenance: Provenance
+) -> tuple[RowPiece, ...]:
+    """Rows after this reply: as sampled, what is captured stays; latest prefill, the new capture
+    replaces it.
+    """
     new, start = reply.output.routes, reply.output.routes_start
-    if new is None or not reply.output.token_ids or (pieces and new.shape[1:] != pieces[0].rows.shape[1:]):
+    if (
+        new is None
+        or not reply.output.token_ids
+        or (pieces and new.shape[1:] != pieces[0].rows.shape[1:])
+    ):
         return pieces
     end = min(start + len(new), sent + len(reply.output.token_ids) - 1)
     if start < 0 or end <= start:
         return pieces
-    return overlay(pieces, RowPiece(start, number, new[: end - start]), keep=provenance is Provenance.AS_SAMPLED)
+    return overlay(
+        pieces,
+        RowPiece(start, number, new[: end - start]),
+        keep=provenance is Provenance.AS_SAMPLED,
+    )

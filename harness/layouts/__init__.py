@@ -1,6 +1,7 @@
 """Layouts: which row of which sample, and which layer, goes to which rank of a trainer, and back.
 
-Plain numpy, free of any framework. ``layout`` declares a whole layout, the modules beside it compute its parts:
+Plain numpy, free of any framework. ``layout`` declares a whole layout, the modules beside it
+compute its parts:
 
 ==============  ====================================================================
 ``padding``     final rows, padded batches, what stands in rows of no token
@@ -30,4 +31,17 @@ from rollproof.layouts.slicing import Order
 from rollproof.layouts.sources import Source
 from rollproof.layouts.stages import Stages
 
-__all__ = ["Alignment", "Coding", "Context", "Fill", "Layout", "Mesh", "Order", "Rank", "Side", "Source", "Stages", "moe_layers"]
+__all__ = [
+    "Alignment",
+    "Coding",
+    "Context",
+    "Fill",
+    "Layout",
+    "Mesh",
+    "Order",
+    "Rank",
+    "Side",
+    "Source",
+    "Stages",
+    "moe_layers",
+]

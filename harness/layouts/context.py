@@ -1,9 +1,10 @@
 """Context parallelism: which packed rows a context-parallel rank holds.
 
-Zigzag (Megatron, Transformer Engine issue 1368): each padded sequence is cut into 2 * cp chunks, and rank r holds chunks r and
-2 * cp - 1 - r, so that causal attention costs all ranks alike. Contiguous (DeepSeek-V4, slime's allgather CP): rank r
-holds rows ``[r * n / cp, (r + 1) * n / cp)`` of *all* packed rows, sequences being cut wherever that falls. slime#2175 and
-ms-swift#9981 are the one taken for the other.
+Zigzag (Megatron, Transformer Engine issue 1368): each padded sequence is cut into 2 * cp chunks,
+and rank r holds chunks r and 2 * cp - 1 - r, so that causal attention costs all ranks alike.
+Contiguous (DeepSeek-V4, slime's allgather CP): rank r holds rows ``[r * n / cp, (r + 1) * n / cp)``
+of *all* packed rows, sequences being cut wherever that falls. slime#2175 and ms-swift#9981 are the
+one taken for the other.
 """
 
 from __future__ import annotations
@@ -30,7 +31,8 @@ class Context(StrEnum):
 
 
 def zigzag_rows(cumulative: Indexes, size: int, rank: int) -> Indexes:
-    """Indexes of the packed rows that ``rank`` of ``size`` holds, ``(packed / size,)``; all rows where ``size`` is 1.
+    """Indexes of the packed rows that ``rank`` of ``size`` holds, ``(packed / size,)``; all rows
+    where ``size`` is 1.
 
     Raises ``LayoutError`` where a padded sequence is no multiple of ``2 * size``.
     """
@@ -40,14 +42,22 @@ def zigzag_rows(cumulative: Indexes, size: int, rank: int) -> Indexes:
     pieces: list[Indexes] = []
     for start, stop in pairwise(cumulative.tolist()):
         chunk = (stop - start) // (2 * size)
-        pieces += [np.arange(start + n * chunk, start + (n + 1) * chunk) for n in (rank, 2 * size - 1 - rank)]
+        pieces += [
+            np.arange(start + n * chunk, start + (n + 1) * chunk)
+            for n in (rank, 2 * size - 1 - rank)
+        ]
     return _joined(pieces)
 
 
 def contiguous_rows(total: int, size: int, rank: int) -> Indexes:
-    """Indexes of the packed rows that ``rank`` of ``size`` holds, ``(total / size,)``. Raises ``LayoutError`` where they do not divide."""
+    """Indexes of the packed rows that ``rank`` of ``size`` holds, ``(total / size,)``. Raises
+    ``LayoutError`` where they do not divide.
+    """
     if total % size:
-        raise LayoutError(f"{total} packed rows do not divide over {size} ranks: align their sum to the parallel size.")
+        raise LayoutError(
+            f"{total} packed rows do not divide over {size} ranks: align their sum to the parallel"
+            " size."
+        )
     part = total // size
     return np.arange(rank * part, (rank + 1) * part, dtype=np.int64)
 
@@ -56,7 +66,9 @@ def contiguous_rows_of_each(cumulative: Indexes, size: int, rank: int) -> Indexe
     """As ``contiguous_rows``, for each sequence on its own."""
     _divides(cumulative, size, "cp")
     starts = zip(cumulative[:-1], np.diff(cumulative) // size, strict=True)
-    return _joined([np.arange(start + rank * part, start + (rank + 1) * part) for start, part in starts])
+    return _joined(
+        [np.arange(start + rank * part, start + (rank + 1) * part) for start, part in starts]
+    )
 
 
 def context_rows(kind: Context, cumulative: Indexes, size: int, rank: int) -> Indexes:
@@ -71,7 +83,10 @@ def context_rows(kind: Context, cumulative: Indexes, size: int, rank: int) -> In
 def _divides(cumulative: Indexes, multiple: int, name: str) -> None:
     bad = [int(length) for length in np.diff(cumulative) if length % multiple]
     if bad:
-        raise LayoutError(f"Padded sequences of {bad} rows are no multiples of {name} = {multiple}: align every sequence before the slice.")
+        raise LayoutError(
+            f"Padded sequences of {bad} rows are no multiples of {name} = {multiple}: align every"
+            " sequence before the slice."
+        )
 
 
 def _joined(pieces: list[Indexes]) -> Indexes:

@@ -1,7 +1,9 @@
-"""Dtypes: expert ids in as few bytes as they fit, as bytes on the wire, and wide again where they index.
+"""Dtypes: expert ids in as few bytes as they fit, as bytes on the wire, and wide again where they
+index.
 
-uint8 holds the ids of 256 experts and no more (verl#5240, verl#7407, prime-rl#3051); NCCL has no 16-bit integers, so that ids
-travel as a view of bytes (verl ``merge_router_topk_indices``); ``gather`` takes int32 or int64 only.
+uint8 holds the ids of 256 experts and no more (verl#5240, verl#7407, prime-rl#3051); NCCL has no
+16-bit integers, so that ids travel as a view of bytes (verl ``merge_router_topk_indices``);
+``gather`` takes int32 or int64 only.
 """
 
 from __future__ import annotations
@@ -25,11 +27,14 @@ def compact_dtype(experts: int, *, sentinel: bool = False) -> np.dtype[Any]:
 
 
 def compact(ids: IntArray, dtype: npt.DTypeLike) -> IntArray:
-    """``ids`` in ``dtype``, value by value. Raises ``LayoutError`` for an id that ``dtype`` cannot hold."""
+    """``ids`` in ``dtype``, value by value. Raises ``LayoutError`` for an id that ``dtype`` cannot
+    hold.
+    """
     limits = np.iinfo(dtype)
     if ids.size and (int(ids.min()) < limits.min or int(ids.max()) > limits.max):
         raise LayoutError(
-            f"Expert ids from {ids.min()} to {ids.max()} do not fit {limits.dtype}, which holds {limits.min} to {limits.max}."
+            f"Expert ids from {ids.min()} to {ids.max()} do not fit {limits.dtype}, which holds"
+            f" {limits.min} to {limits.max}."
         )
     return ids.astype(dtype)
 
@@ -45,7 +50,9 @@ def to_bytes(ids: IntArray) -> npt.NDArray[np.uint8]:
 
 
 def from_bytes(data: npt.NDArray[np.uint8], dtype: npt.DTypeLike) -> IntArray:
-    """The ids that ``to_bytes`` viewed. Raises ``LayoutError`` where the bytes do not divide into ids."""
+    """The ids that ``to_bytes`` viewed. Raises ``LayoutError`` where the bytes do not divide into
+    ids.
+    """
     size = np.dtype(dtype).itemsize
     if data.shape[-1] % size:
         raise LayoutError(f"{data.shape[-1]} bytes do not divide into ids of {size} bytes.")

@@ -1,8 +1,9 @@
-"""Functions: the layout functions that a framework may have, what each is handed and what it returns.
+"""Functions: the layout functions that a framework may have, what each is handed and what it
+returns.
 
-A subject (``LayoutSubject``) has a method for each of them that it wants judged, under the same name, called as
-``method(layout, **arguments)``. Rows are ``(rows, columns, k)`` arrays of coded ids; numpy arrays go in, and arrays or CPU tensors
-come back. This table is the whole interface.
+A subject (``LayoutSubject``) has a method for each of them that it wants judged, under the same
+name, called as ``method(layout, **arguments)``. Rows are ``(rows, columns, k)`` arrays of coded
+ids; numpy arrays go in, and arrays or CPU tensors come back. This table is the whole interface.
 """
 
 from __future__ import annotations
@@ -19,7 +20,17 @@ from rollproof.layouts.merging import Segment
 from rollproof.layouts.mesh import Rank
 from rollproof.layouts.packing import packed
 from rollproof.layouts.pipeline_schedules import operations, schedule_table
-from rollproof.layouts.returned import Returned, as_layers, as_lists, as_numbers, as_pairs, as_parts, as_rows, as_samples, as_stored
+from rollproof.layouts.returned import (
+    Returned,
+    as_layers,
+    as_lists,
+    as_numbers,
+    as_pairs,
+    as_parts,
+    as_rows,
+    as_samples,
+    as_stored,
+)
 from rollproof.layouts.sample_batches import contiguous
 
 __all__ = ["FUNCTIONS", "Function", "chunk_recordings", "stage_recordings"]
@@ -27,7 +38,8 @@ __all__ = ["FUNCTIONS", "Function", "chunk_recordings", "stage_recordings"]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Function:
-    """``arguments`` makes the keyword arguments of a call, ``returned`` turns what came back into arrays, or raises ``Misfit``.
+    """``arguments`` makes the keyword arguments of a call, ``returned`` turns what came back into
+    arrays, or raises ``Misfit``.
 
     ``does`` says what the function is for, with what it takes and gives.
     """
@@ -39,18 +51,28 @@ class Function:
 
 
 def chunk_recordings(call: Call) -> list[IntArray]:
-    """What pipeline rank ``call.rank.pp`` recorded, in schedule order: ``(rows, MoE layers of the chunk, k)`` a pass."""
+    """What pipeline rank ``call.rank.pp`` recorded, in schedule order: ``(rows, MoE layers of the
+    chunk, k)`` a pass.
+    """
     layout, payloads = call.layout, call.payloads()
     table = schedule_table(call.microbatches, layout.mesh.vpp, layout.group or layout.mesh.pp)
-    columns = [[layout.column[layer] for layer in layout.routers(call.rank.pp, chunk)] for chunk in range(layout.mesh.vpp)]
+    columns = [
+        [layout.column[layer] for layer in layout.routers(call.rank.pp, chunk)]
+        for chunk in range(layout.mesh.vpp)
+    ]
     return [payloads[microbatch][:, columns[chunk]] for microbatch, chunk in table]
 
 
 def stage_recordings(call: Call) -> list[IntArray]:
-    """What each pipeline rank recorded of one microbatch: ``(rows, MoE layers of the rank, k)``, chunk behind chunk."""
+    """What each pipeline rank recorded of one microbatch: ``(rows, MoE layers of the rank, k)``,
+    chunk behind chunk.
+    """
     layout, payload = call.layout, call.payloads()[0]
     chunks = range(layout.mesh.vpp)
-    ranks = [[layout.column[layer] for chunk in chunks for layer in layout.routers(pp, chunk)] for pp in range(layout.mesh.pp)]
+    ranks = [
+        [layout.column[layer] for chunk in chunks for layer in layout.routers(pp, chunk)]
+        for pp in range(layout.mesh.pp)
+    ]
     return [payload[:, columns] for columns in ranks]
 
 
@@ -74,7 +96,9 @@ def _recorded(call: Call) -> dict[tuple[Any, int], dict[int, IntArray]]:
         source = layout.rows(call.lengths, rank)
         for chunk in range(layout.mesh.vpp):
             rows = source.take(payloads)
-            out[rank, chunk] = {layer: rows[:, layout.column[layer]] for layer in layout.routers(rank.pp, chunk)}
+            out[rank, chunk] = {
+                layer: rows[:, layout.column[layer]] for layer in layout.routers(rank.pp, chunk)
+            }
     return out
 
 
@@ -88,10 +112,16 @@ def _values(call: Call) -> dict[str, Any]:
 def _segments(call: Call) -> dict[str, Any]:
     total = max((start + rows for start, rows, _ in call.segments), default=0)
     payload = call.coding.payload(0, total)
-    later = call.coding.payload(1, total)  # what the same positions come out as under the weights of a later call
+    later = call.coding.payload(
+        1, total
+    )  # what the same positions come out as under the weights of a later call
     return {
         "segments": [
-            Segment(routes=np.concatenate([later[start:fresh], payload[fresh : start + rows]]), start=start, version=version)
+            Segment(
+                routes=np.concatenate([later[start:fresh], payload[fresh : start + rows]]),
+                start=start,
+                version=version,
+            )
             for start, rows, version, fresh in _with_fresh(call.segments)
         ]
     }
@@ -114,39 +144,55 @@ def _wide(call: Call) -> IntArray:
 
 def _pieces(call: Call) -> list[IntArray]:
     layout = replace(call.layout, mesh=replace(call.layout.mesh, sequence_parallel=False))
-    return [layout.rows(call.lengths, Rank(cp=cp)).take(call.payloads()) for cp in range(layout.mesh.cp)]
+    return [
+        layout.rows(call.lengths, Rank(cp=cp)).take(call.payloads()) for cp in range(layout.mesh.cp)
+    ]
 
 
 _TABLE = (
     Function(
         name="complete",
-        does="routes (held, columns, k) of one sample, and its number of tokens -> rows (tokens, columns, k); or those with a mask "
-        "(tokens,) that is 0 where the router is free to choose",
+        does=(
+            "routes (held, columns, k) of one sample, and its number of tokens -> rows (tokens,"
+            " columns, k); or those with a mask (tokens,) that is 0 where the router is free to"
+            " choose"
+        ),
         arguments=lambda call: {"routes": call.payloads()[0], "tokens": call.lengths[0]},
         returned=as_rows,
     ),
     Function(
         name="pair",
-        does="tokens (n,) and routes (held, columns, k) of one sample -> what the model is fed (m,), and the row (m, columns, k) for each",
+        does=(
+            "tokens (n,) and routes (held, columns, k) of one sample -> what the model is fed (m,),"
+            " and the row (m, columns, k) for each"
+        ),
         arguments=lambda call: {"tokens": call.tokens()[0], "routes": call.payloads()[0]},
         returned=as_parts,
     ),
     Function(
         name="pad",
-        does="samples, one (tokens, columns, k) each, and prompt lengths -> a batch (samples, width, columns, k), or that with the "
-        "attention mask (samples, width)",
+        does=(
+            "samples, one (tokens, columns, k) each, and prompt lengths -> a batch (samples, width,"
+            " columns, k), or that with the attention mask (samples, width)"
+        ),
         arguments=lambda call: {"samples": call.payloads(), "prompts": list(call.prompts)},
         returned=as_rows,
     ),
     Function(
         name="unpad",
-        does="a batch (samples, width, columns, k) and an attention mask (samples, width) -> samples, one (tokens, columns, k) each",
+        does=(
+            "a batch (samples, width, columns, k) and an attention mask (samples, width) ->"
+            " samples, one (tokens, columns, k) each"
+        ),
         arguments=lambda call: dict(zip(("batch", "attention"), _batch(call), strict=True)),
         returned=as_parts,
     ),
     Function(
         name="pack",
-        does="samples -> packed rows (rows, columns, k) before any slice, or those with cumulative padded lengths (samples + 1,)",
+        does=(
+            "samples -> packed rows (rows, columns, k) before any slice, or those with cumulative"
+            " padded lengths (samples + 1,)"
+        ),
         arguments=lambda call: {"samples": call.payloads()},
         returned=as_rows,
     ),
@@ -158,19 +204,28 @@ _TABLE = (
     ),
     Function(
         name="context",
-        does="samples and a rank -> the rows that its context-parallel rank holds, before a tensor-parallel slice",
+        does=(
+            "samples and a rank -> the rows that its context-parallel rank holds, before a"
+            " tensor-parallel slice"
+        ),
         arguments=lambda call: {"samples": call.payloads(), "rank": call.rank},
         returned=as_rows,
     ),
     Function(
         name="context_merge",
-        does="the rows of each context-parallel rank, in rank order, and the lengths of the samples -> samples",
+        does=(
+            "the rows of each context-parallel rank, in rank order, and the lengths of the samples"
+            " -> samples"
+        ),
         arguments=lambda call: {"pieces": _pieces(call), "lengths": list(call.lengths)},
         returned=as_parts,
     ),
     Function(
         name="tensor_slice",
-        does="rows and a rank -> the rows that its tensor-parallel rank sees under sequence parallelism",
+        does=(
+            "rows and a rank -> the rows that its tensor-parallel rank sees under sequence"
+            " parallelism"
+        ),
         arguments=lambda call: {"rows": call.payloads()[0], "rank": call.rank},
         returned=as_rows,
     ),
@@ -188,7 +243,10 @@ _TABLE = (
     ),
     Function(
         name="select",
-        does="rows (rows, columns, k), a rank and a chunk -> {layer: (rows, k)}, or {layer: column}, for each router of that chunk",
+        does=(
+            "rows (rows, columns, k), a rank and a chunk -> {layer: (rows, k)}, or {layer: column},"
+            " for each router of that chunk"
+        ),
         arguments=lambda call: {"rows": call.payloads()[0], "rank": call.rank, "chunk": call.chunk},
         returned=as_layers,
     ),
@@ -200,7 +258,10 @@ _TABLE = (
     ),
     Function(
         name="routers",
-        does="a rank and a chunk -> the layers of its routers in the order in which they are built; or, as an int, how many there are",
+        does=(
+            "a rank and a chunk -> the layers of its routers in the order in which they are built;"
+            " or, as an int, how many there are"
+        ),
         arguments=lambda call: {"rank": call.rank, "chunk": call.chunk},
         returned=as_numbers,
     ),
@@ -212,8 +273,11 @@ _TABLE = (
     ),
     Function(
         name="serve",
-        does="the operations (schedules.Operation) of a pipeline rank, and whether its backward passes recompute -> the (microbatch, "
-        "chunk) whose target each router call used, in order; or a pair of that list and the number of targets that are left",
+        does=(
+            "the operations (schedules.Operation) of a pipeline rank, and whether its backward"
+            " passes recompute -> the (microbatch, chunk) whose target each router call used, in"
+            " order; or a pair of that list and the number of targets that are left"
+        ),
         arguments=lambda call: {
             "operations": operations(
                 call.microbatches,
@@ -228,45 +292,70 @@ _TABLE = (
     ),
     Function(
         name="reorder",
-        does="recordings (rows, layers of the chunk, k) of a pipeline rank in schedule order, and the number of microbatches -> one "
-        "(rows, layers of the rank, k) per microbatch, chunk behind chunk",
-        arguments=lambda call: {"recorded": chunk_recordings(call), "microbatches": call.microbatches, "rank": call.rank},
+        does=(
+            "recordings (rows, layers of the chunk, k) of a pipeline rank in schedule order, and"
+            " the number of microbatches -> one (rows, layers of the rank, k) per microbatch, chunk"
+            " behind chunk"
+        ),
+        arguments=lambda call: {
+            "recorded": chunk_recordings(call),
+            "microbatches": call.microbatches,
+            "rank": call.rank,
+        },
         returned=as_parts,
     ),
     Function(
         name="gather_stages",
-        does="recordings (rows, MoE layers of the rank, k) of each pipeline rank -> (rows, MoE layers, k) in the order of layers",
+        does=(
+            "recordings (rows, MoE layers of the rank, k) of each pipeline rank -> (rows, MoE"
+            " layers, k) in the order of layers"
+        ),
         arguments=lambda call: {"stages": stage_recordings(call)},
         returned=as_rows,
     ),
     Function(
         name="merge",
-        does="{(rank, chunk): {layer: (rows, k)}} of all ranks of one replica, and the lengths -> samples, with 0 in dense columns",
+        does=(
+            "{(rank, chunk): {layer: (rows, k)}} of all ranks of one replica, and the lengths ->"
+            " samples, with 0 in dense columns"
+        ),
         arguments=lambda call: {"recorded": _recorded(call), "lengths": list(call.lengths)},
         returned=as_parts,
     ),
     Function(
         name="microbatches",
-        does="lengths of samples and the most tokens of a microbatch -> the samples of each microbatch, as lists of indexes",
+        does=(
+            "lengths of samples and the most tokens of a microbatch -> the samples of each"
+            " microbatch, as lists of indexes"
+        ),
         arguments=lambda call: {"lengths": list(call.lengths), "most": call.most},
         returned=as_lists,
     ),
     Function(
         name="restore",
-        does="values of microbatches and the indexes of their samples, both lists of lists -> the values in the order of the samples",
+        does=(
+            "values of microbatches and the indexes of their samples, both lists of lists -> the"
+            " values in the order of the samples"
+        ),
         arguments=_values,
         returned=as_parts,
     ),
     Function(
         name="divide",
-        does="samples as pairs (tokens, routes), and a number of data-parallel ranks -> the pairs of each rank, as lists; samples that are "
-        "no multiple may be refused, or made one by repeating some or dropping the rest",
+        does=(
+            "samples as pairs (tokens, routes), and a number of data-parallel ranks -> the pairs of"
+            " each rank, as lists; samples that are no multiple may be refused, or made one by"
+            " repeating some or dropping the rest"
+        ),
         arguments=lambda call: {"samples": _samples(call), "parts": call.parts},
         returned=as_samples,
     ),
     Function(
         name="keep",
-        does="samples as pairs (tokens, routes), and the indexes of those to keep -> those pairs, in that order",
+        does=(
+            "samples as pairs (tokens, routes), and the indexes of those to keep -> those pairs, in"
+            " that order"
+        ),
         arguments=lambda call: {"samples": _samples(call), "kept": list(call.kept)},
         returned=as_samples,
     ),
@@ -284,14 +373,19 @@ _TABLE = (
     ),
     Function(
         name="join",
-        does="the calls of a resumed sample (merging.Segment) -> the sample's rows; or those with the version of each row",
+        does=(
+            "the calls of a resumed sample (merging.Segment) -> the sample's rows; or those with"
+            " the version of each row"
+        ),
         arguments=_segments,
         returned=as_rows,
     ),
     Function(
         name="targets",
-        does="payloads (held, columns, k) of one microbatch, the samples' lengths, a rank and a chunk -> {layer: (rows, k)}: what each "
-        "router must select",
+        does=(
+            "payloads (held, columns, k) of one microbatch, the samples' lengths, a rank and a"
+            " chunk -> {layer: (rows, k)}: what each router must select"
+        ),
         arguments=lambda call: {
             "payloads": call.payloads(),
             "lengths": list(call.lengths),

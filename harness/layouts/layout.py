@@ -1,14 +1,16 @@
 """Layout: one declaration of how a trainer lays out rows and layers, and where each of them goes.
 
-A ``Layout`` is what a framework's conventions and a run's parallel sizes say. It answers both ways: which rows and layers a rank
-holds (``rows``, ``routers``, ``targets``), and where a row or a layer went (``places``, ``stage_of``, ``merge``)::
+A ``Layout`` is what a framework's conventions and a run's parallel sizes say. It answers both ways:
+which rows and layers a rank holds (``rows``, ``routers``, ``targets``), and where a row or a layer
+went (``places``, ``stage_of``, ``merge``)::
 
     layout = Layout(num_layers=4, num_experts=64, top_k=2, mesh=Mesh(tp=2, cp=3, sequence_parallel=True),
                     alignment=Alignment(by=("tp", "2cp")))
     layout.rows([10, 7], Rank(cp=1, tp=0))              # Source: sample and position of each local row
     layout.targets(payloads, Rank(cp=1), chunk=0)       # {layer: (rows, top_k)} for the routers of that rank
 
-Rows and layers are independent: ``cp``, ``tp`` and ``ulysses`` of a rank decide its rows, ``pp`` and the chunk its layers.
+Rows and layers are independent: ``cp``, ``tp`` and ``ulysses`` of a rank decide its rows, ``pp``
+and the chunk its layers.
 """
 
 from __future__ import annotations
@@ -50,13 +52,16 @@ _RECORDS: Mapping[str, Any] = {"mesh": Mesh, "stages": Stages, "alignment": Alig
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Layout:
-    """A trainer's conventions and sizes. Plain strings are accepted for enum members. Raises ``LayoutError``.
+    """A trainer's conventions and sizes. Plain strings are accepted for enum members. Raises
+    ``LayoutError``.
 
-    ``moe_layers`` are the layers with a router (default: all), ``layer_axis`` says whether a payload has a column for each layer or for
-    MoE layers only, ``held`` how many rows a sample of T tokens brings, ``provenance`` which call's row a resumed sample keeps,
-    ``dtype`` what ids are kept in. A batch is ``packed`` into one row of sequences, or padded on a ``side`` and flattened in an
-    ``order``. ``fill`` stands in padding rows, ``final`` in rows of tokens that were never captured; ``group`` is the microbatch
-    group of an interleaved schedule (default: the pipeline size).
+    ``moe_layers`` are the layers with a router (default: all), ``layer_axis`` says whether a
+    payload has a column for each layer or for MoE layers only, ``held`` how many rows a sample of T
+    tokens brings, ``provenance`` which call's row a resumed sample keeps, ``dtype`` what ids are
+    kept in. A batch is ``packed`` into one row of sequences, or padded on a ``side`` and flattened
+    in an ``order``. ``fill`` stands in padding rows, ``final`` in rows of tokens that were never
+    captured; ``group`` is the microbatch group of an interleaved schedule (default: the pipeline
+    size).
     """
 
     num_layers: int
@@ -83,13 +88,21 @@ class Layout:
             try:
                 object.__setattr__(self, name, kind(getattr(self, name)))
             except ValueError:
-                raise LayoutError(f"{name}={getattr(self, name)!r} is not valid; choose one of {[str(one) for one in kind]}.") from None
+                raise LayoutError(
+                    f"{name}={getattr(self, name)!r} is not valid; choose one of"
+                    f" {[str(one) for one in kind]}."
+                ) from None
         moe = tuple(range(self.num_layers)) if self.moe_layers is None else tuple(self.moe_layers)
         object.__setattr__(self, "moe_layers", moe)
         if list(moe) != sorted(set(moe)) or any(not 0 <= layer < self.num_layers for layer in moe):
-            raise LayoutError(f"moe_layers={moe} must be ascending, distinct layers below num_layers={self.num_layers}.")
+            raise LayoutError(
+                f"moe_layers={moe} must be ascending, distinct layers below"
+                f" num_layers={self.num_layers}."
+            )
         if not 1 <= self.top_k <= self.num_experts:
-            raise LayoutError(f"top_k={self.top_k} must be at least 1 and at most num_experts={self.num_experts}.")
+            raise LayoutError(
+                f"top_k={self.top_k} must be at least 1 and at most num_experts={self.num_experts}."
+            )
         self.chunks()
 
     # Layers
@@ -118,7 +131,9 @@ class Layout:
         return tuple(layer for layer in self.chunks()[pp][chunk] if layer in self.moe)
 
     def stage_of(self, layer: int) -> tuple[int, int, int]:
-        """``(pipeline rank, chunk, which router of the chunk)`` of a MoE layer. Raises ``LayoutError`` for a layer without a router."""
+        """``(pipeline rank, chunk, which router of the chunk)`` of a MoE layer. Raises
+        ``LayoutError`` for a layer without a router.
+        """
         for pp, chunks in enumerate(self.chunks()):
             for chunk in range(len(chunks)):
                 if layer in (routers := self.routers(pp, chunk)):
@@ -129,30 +144,50 @@ class Layout:
 
     def cumulative(self, lengths: Sequence[int]) -> Indexes:
         """``(sequences + 1,)``: where packed sequences begin, padding included."""
-        return cumulative_lengths(lengths, self.alignment.multiple(self.mesh), self.alignment.total_multiple(self.mesh))
+        return cumulative_lengths(
+            lengths, self.alignment.multiple(self.mesh), self.alignment.total_multiple(self.mesh)
+        )
 
     def batch(self, prompts: Sequence[int], responses: Sequence[int]) -> Source:
         """The places ``(batch, width)`` of a padded batch."""
         return padded(prompts, responses, self.side, self.alignment.multiple(self.mesh))
 
-    def rows(self, lengths: Sequence[int], rank: Rank | None = None, *, prompts: Sequence[int] | None = None) -> Source:
-        """What each row ``(rows,)`` holds that a router of ``rank`` sees, for one microbatch of samples with ``lengths`` tokens.
+    def rows(
+        self,
+        lengths: Sequence[int],
+        rank: Rank | None = None,
+        *,
+        prompts: Sequence[int] | None = None,
+    ) -> Source:
+        """What each row ``(rows,)`` holds that a router of ``rank`` sees, for one microbatch of
+        samples with ``lengths`` tokens.
 
-        ``prompts`` are the prompt lengths, which padding on both sides needs. Raises ``LayoutError`` where rows do not divide.
+        ``prompts`` are the prompt lengths, which padding on both sides needs. Raises
+        ``LayoutError`` where rows do not divide.
         """
         rank = rank or Rank()
         if not self.packed:
-            return self._batch_rows(lengths, rank, [0] * len(lengths) if prompts is None else prompts)
+            return self._batch_rows(
+                lengths, rank, [0] * len(lengths) if prompts is None else prompts
+            )
         cumulative = self.cumulative(lengths)
-        source = packed(lengths, cumulative)[context_rows(self.context, cumulative, self.mesh.cp, rank.cp)]
+        source = packed(lengths, cumulative)[
+            context_rows(self.context, cumulative, self.mesh.cp, rank.cp)
+        ]
         return self._sliced(source, rank)
 
     def captured(self, source: Source, held: Sequence[int]) -> npt.NDArray[np.bool_]:
-        """``(rows,)``: whether a row of ``source`` has a row in payloads of ``held`` rows each; false in padding."""
-        return np.asarray(source.filled & (source.position < np.asarray(held, dtype=np.int64)[source.sample]))
+        """``(rows,)``: whether a row of ``source`` has a row in payloads of ``held`` rows each;
+        false in padding.
+        """
+        return np.asarray(
+            source.filled & (source.position < np.asarray(held, dtype=np.int64)[source.sample])
+        )
 
     def places(self, lengths: Sequence[int], sample: int, position: int) -> list[tuple[Rank, int]]:
-        """Every rank of one replica and stage, and its local row, that holds a position of a sample."""
+        """Every rank of one replica and stage, and its local row, that holds a position of a
+        sample.
+        """
         found = []
         for rank in self.mesh.row_ranks():
             source = self.rows(lengths, rank)
@@ -163,32 +198,56 @@ class Layout:
     # Both
 
     def targets(
-        self, payloads: Sequence[IntArray], rank: Rank | None = None, chunk: int = 0, *, lengths: Sequence[int] | None = None
+        self,
+        payloads: Sequence[IntArray],
+        rank: Rank | None = None,
+        chunk: int = 0,
+        *,
+        lengths: Sequence[int] | None = None,
     ) -> dict[int, npt.NDArray[np.int64]]:
-        """What the routers of one chunk must select, ``{layer: (rows, top_k)}``, for one microbatch of ``payloads``.
+        """What the routers of one chunk must select, ``{layer: (rows, top_k)}``, for one microbatch
+        of ``payloads``.
 
-        A payload is ``(rows, columns, top_k)``; ``lengths`` are the samples' tokens (default: the payloads' rows), of which
-        the last ones may have no row. Raises ``LayoutError`` for more rows than tokens, or other columns.
+        A payload is ``(rows, columns, top_k)``; ``lengths`` are the samples' tokens (default: the
+        payloads' rows), of which the last ones may have no row. Raises ``LayoutError`` for more
+        rows than tokens, or other columns.
         """
         rank = rank or Rank()
         wanted = [len(payload) for payload in payloads] if lengths is None else list(lengths)
         for i, payload in enumerate(payloads):
             if payload.ndim != 3 or payload.shape[1] != self.columns:
-                raise LayoutError(f"Payload {i} has the shape {payload.shape}, and the layout {self.columns} columns.")
-        whole = [completed(p, n, self.final, self.num_experts)[0] for p, n in zip(payloads, wanted, strict=True)]
+                raise LayoutError(
+                    f"Payload {i} has the shape {payload.shape}, and the layout {self.columns}"
+                    " columns."
+                )
+        whole = [
+            completed(p, n, self.final, self.num_experts)[0]
+            for p, n in zip(payloads, wanted, strict=True)
+        ]
         source = self.rows(wanted, rank)
-        rows = source.take(whole).astype(np.int64) if whole else np.zeros((len(source), self.columns, self.top_k), dtype=np.int64)
+        rows = (
+            source.take(whole).astype(np.int64)
+            if whole
+            else np.zeros((len(source), self.columns, self.top_k), dtype=np.int64)
+        )
         padding = ~source.filled
-        rows[padding] = fill_rows(int(padding.sum()), self.columns, self.top_k, self.fill, self.num_experts)
+        rows[padding] = fill_rows(
+            int(padding.sum()), self.columns, self.top_k, self.fill, self.num_experts
+        )
         return {layer: rows[:, self.column[layer]] for layer in self.routers(rank.pp, chunk)}
 
     def merge(
-        self, recorded: Mapping[tuple[Rank, int], Mapping[int, IntArray]], lengths: Sequence[int], *, dp: int = 0
+        self,
+        recorded: Mapping[tuple[Rank, int], Mapping[int, IntArray]],
+        lengths: Sequence[int],
+        *,
+        dp: int = 0,
     ) -> list[npt.NDArray[np.int64]]:
-        """One payload ``(tokens, columns, top_k)`` per sample from what all routers of a replica recorded for one microbatch.
+        """One payload ``(tokens, columns, top_k)`` per sample from what all routers of a replica
+        recorded for one microbatch.
 
-        ``recorded[rank, chunk]`` is ``{layer: (rows, top_k)}``; columns of dense layers are 0. Raises ``LayoutError`` where a rank or
-        layer is missing, or ranks disagree.
+        ``recorded[rank, chunk]`` is ``{layer: (rows, top_k)}``; columns of dense layers are 0.
+        Raises ``LayoutError`` where a rank or layer is missing, or ranks disagree.
         """
         out = [np.zeros((length, self.columns, self.top_k), dtype=np.int64) for length in lengths]
         for layer in self.moe:
@@ -196,7 +255,9 @@ class Layout:
             pieces = []
             for rank in self.mesh.row_ranks(dp, pp):
                 if layer not in recorded.get((rank, chunk), {}):
-                    raise LayoutError(f"Nothing was recorded for layer {layer} by {rank}, chunk {chunk}.")
+                    raise LayoutError(
+                        f"Nothing was recorded for layer {layer} by {rank}, chunk {chunk}."
+                    )
                 pieces.append((self.rows(lengths, rank), recorded[rank, chunk][layer]))
             for rows, values in zip(out, scattered(pieces, lengths), strict=True):
                 rows[:, self.column[layer]] = values
@@ -214,13 +275,16 @@ class Layout:
         known = {one.name for one in fields(cls)}
         if set(data) - known or {"num_layers", "num_experts", "top_k"} - set(data):
             raise LayoutError(
-                f"A layout needs num_layers, num_experts and top_k, and has no fields beside {sorted(known)}: {sorted(data)}."
+                "A layout needs num_layers, num_experts and top_k, and has no fields beside"
+                f" {sorted(known)}: {sorted(data)}."
             )
         values = {key: _tuples(value) for key, value in data.items()}
         try:
             for name, record in _RECORDS.items():
                 if isinstance(values.get(name), Mapping):
-                    values[name] = record(**{key: _tuples(value) for key, value in values[name].items()})
+                    values[name] = record(
+                        **{key: _tuples(value) for key, value in values[name].items()}
+                    )
             return cls(**values)
         except TypeError as error:
             raise LayoutError(f"This is no layout: {error}.") from error
@@ -229,15 +293,23 @@ class Layout:
         responses = [length - prompt for length, prompt in zip(lengths, prompts, strict=True)]
         batch = self.batch(prompts, responses)
         width = batch.shape[1]
-        kept = context_rows(self.context, np.array([0, width], dtype=np.int64), self.mesh.cp, rank.cp)
-        rows = joined([self._sliced(row, rank) for row in (batch[i][kept] for i in range(len(lengths)))])
+        kept = context_rows(
+            self.context, np.array([0, width], dtype=np.int64), self.mesh.cp, rank.cp
+        )
+        rows = joined(
+            [self._sliced(row, rank) for row in (batch[i][kept] for i in range(len(lengths)))]
+        )
         return rows[flat_rows(self.order, len(lengths), len(rows) // max(1, len(lengths)))]
 
     def _sliced(self, source: Source, rank: Rank) -> Source:
-        """The part of one line of rows that a Ulysses rank, then a tensor-parallel one under sequence parallelism, holds."""
+        """The part of one line of rows that a Ulysses rank, then a tensor-parallel one under
+        sequence parallelism, holds.
+        """
         mesh = self.mesh
         if mesh.ulysses > 1:
-            source = joined([source, Source.padding(padded_length(len(source), mesh.ulysses) - len(source))])
+            source = joined(
+                [source, Source.padding(padded_length(len(source), mesh.ulysses) - len(source))]
+            )
             source = source[contiguous_rows(len(source), mesh.ulysses, rank.ulysses)]
         if mesh.sequence_parallel:
             source = source[contiguous_rows(len(source), mesh.tp, rank.tp)]

@@ -1,4 +1,6 @@
-"""Calls: one call of a layout function, as plain numbers from which its inputs are made, and made again when it is judged."""
+"""Calls: one call of a layout function, as plain numbers from which its inputs are made, and made
+again when it is judged.
+"""
 
 from __future__ import annotations
 
@@ -22,10 +24,12 @@ __all__ = ["Call"]
 class Call:
     """What a function is handed: which of the fields it reads is the function's (``functions``).
 
-    ``lengths`` are tokens of the samples, ``prompts`` those of their prompts, ``held`` the rows of their payloads. ``rank`` and
-    ``chunk`` say who asks, ``microbatches`` how many there are, ``parts`` over how many samples are divided, ``most`` how many tokens a
-    microbatch may have; ``kept`` are the samples that a filter keeps, ``segments`` the ``(start, rows, version)`` of the calls of one
-    sample. ``case`` says what it was chosen for, ``defect`` what is wrong with it (``""``: nothing).
+    ``lengths`` are tokens of the samples, ``prompts`` those of their prompts, ``held`` the rows of
+    their payloads. ``rank`` and ``chunk`` say who asks, ``microbatches`` how many there are,
+    ``parts`` over how many samples are divided, ``most`` how many tokens a microbatch may have;
+    ``kept`` are the samples that a filter keeps, ``segments`` the ``(start, rows, version)`` of the
+    calls of one sample. ``case`` says what it was chosen for, ``defect`` what is wrong with it
+    (``""``: nothing).
     """
 
     layout: Layout
@@ -47,7 +51,9 @@ class Call:
     @property
     def responses(self) -> tuple[int, ...]:
         """Response lengths of the samples."""
-        return tuple(total - prompt for total, prompt in zip(self.lengths, self.prompts, strict=True))
+        return tuple(
+            total - prompt for total, prompt in zip(self.lengths, self.prompts, strict=True)
+        )
 
     def payloads(self) -> list[IntArray]:
         """One coded payload ``(held, columns, width)`` per sample."""
@@ -55,25 +61,38 @@ class Call:
 
     def tokens(self) -> list[IntArray]:
         """One ``(tokens,)`` per sample: ids that say sample and position, none of them 0."""
-        return [np.arange(length, dtype=np.int64) + 1 + i * self.coding.positions for i, length in enumerate(self.lengths)]
+        return [
+            np.arange(length, dtype=np.int64) + 1 + i * self.coding.positions
+            for i, length in enumerate(self.lengths)
+        ]
 
     def to_dict(self) -> dict[str, Any]:
         """JSON-ready form, without what equals its default; ``from_dict`` is its inverse."""
         plain = {
             one.name: getattr(self, one.name)
             for one in fields(self)
-            if one.name not in ("layout", "coding", "rank") and getattr(self, one.name) != one.default
+            if one.name not in ("layout", "coding", "rank")
+            and getattr(self, one.name) != one.default
         }
         listed = {key: _lists(value) for key, value in plain.items()}
         rank = {key: value for key, value in asdict(self.rank).items() if value}
-        return {"layout": self.layout.to_dict(), "coding": asdict(self.coding), **({"rank": rank} if rank else {}), **listed}
+        return {
+            "layout": self.layout.to_dict(),
+            "coding": asdict(self.coding),
+            **({"rank": rank} if rank else {}),
+            **listed,
+        }
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> Self:
         """Read what ``to_dict`` wrote. Raises ``LayoutError``."""
         values = {key: _tuples(value) for key, value in data.items()}
-        if not isinstance(values.get("layout"), Mapping) or not isinstance(values.get("coding"), Mapping):
-            raise LayoutError(f"A call names a layout and a coding, and these are {sorted(values)}.")
+        if not isinstance(values.get("layout"), Mapping) or not isinstance(
+            values.get("coding"), Mapping
+        ):
+            raise LayoutError(
+                f"A call names a layout and a coding, and these are {sorted(values)}."
+            )
         try:
             values["layout"] = _layout(_hashed(values["layout"]))
             values["coding"] = Coding(**values["coding"])

@@ -1,6 +1,7 @@
 """Cases: the calls that a subject's layout functions are put to.
 
-The small scope is exhausted first, smallest calls first, so that the first finding is a small one; seeded random calls follow.
+The small scope is exhausted first, smallest calls first, so that the first finding is a small one;
+seeded random calls follow.
 """
 
 from __future__ import annotations
@@ -18,7 +19,15 @@ from rollproof.layouts.layout_calls import Call
 from rollproof.layouts.mesh import Rank
 from rollproof.layouts.packing import Alignment
 from rollproof.layouts.payloads import Coding
-from rollproof.layouts.sizes import LENGTHS, draw_lengths, draw_rows, draw_stages, small_rows, small_stages, with_model
+from rollproof.layouts.sizes import (
+    LENGTHS,
+    draw_lengths,
+    draw_rows,
+    draw_stages,
+    small_rows,
+    small_stages,
+    with_model,
+)
 
 __all__ = ["FEW_COLUMNS", "coding_for", "layout_calls"]
 
@@ -26,11 +35,16 @@ FEW_COLUMNS = "two layers fewer than declared"
 """Defect of payloads: one fewer could be a payload of MoE layers where the first layer is dense."""
 
 _Maker: TypeAlias = "Callable[[Layout, np.random.Generator | None], Iterator[Call]]"
-"""Calls for one function: all of the small scope without a generator, or those of one random draw with it."""
+"""Calls for one function: all of the small scope without a generator, or those of one random draw
+with it.
+"""
 
 
-def layout_calls(name: str, layout: Layout, *, seed: int = 0, draws: int = 40, numbers: bool = True) -> Iterator[Call]:
-    """Calls of the function ``name`` under the conventions of ``layout``: the small scope, then ``draws`` random ones.
+def layout_calls(
+    name: str, layout: Layout, *, seed: int = 0, draws: int = 40, numbers: bool = True
+) -> Iterator[Call]:
+    """Calls of the function ``name`` under the conventions of ``layout``: the small scope, then
+    ``draws`` random ones.
 
     Payloads are expert ids, and with ``numbers`` every second one is a side tensor of int64.
     """
@@ -43,12 +57,18 @@ def layout_calls(name: str, layout: Layout, *, seed: int = 0, draws: int = 40, n
             yield _coded(call, numbers and i % 2 == 1)
 
 
-def coding_for(layout: Layout, samples: int, positions: int, *, numbers: bool, columns: int | None = None) -> Coding:
-    """Expert ids where they can tell the cells apart and are wanted, a side tensor otherwise; ``columns`` are the layout's by default."""
+def coding_for(
+    layout: Layout, samples: int, positions: int, *, numbers: bool, columns: int | None = None
+) -> Coding:
+    """Expert ids where they can tell the cells apart and are wanted, a side tensor otherwise;
+    ``columns`` are the layout's by default.
+    """
     columns = max(1, layout.columns) if columns is None else columns
     enough = layout.top_k > 1 and samples * positions * columns <= (layout.num_experts - 1) ** 2
     experts = 0 if numbers or not enough else layout.num_experts
-    return Coding(samples=samples, positions=positions, columns=columns, experts=experts, top_k=layout.top_k)
+    return Coding(
+        samples=samples, positions=positions, columns=columns, experts=experts, top_k=layout.top_k
+    )
 
 
 _UNCODED = Coding(samples=1, positions=1, columns=1)
@@ -56,9 +76,13 @@ _UNCODED = Coding(samples=1, positions=1, columns=1)
 
 def _coded(call: Call, numbers: bool) -> Call:
     samples = max(len(call.lengths), 2 if call.segments else 1)
-    positions = max([*call.lengths, *call.held, *(start + rows for start, rows, _ in call.segments), 1])
+    positions = max(
+        [*call.lengths, *call.held, *(start + rows for start, rows, _ in call.segments), 1]
+    )
     columns = call.layout.columns - 2 if call.defect == FEW_COLUMNS else None
-    return replace(call, coding=coding_for(call.layout, samples, positions, numbers=numbers, columns=columns))
+    return replace(
+        call, coding=coding_for(call.layout, samples, positions, numbers=numbers, columns=columns)
+    )
 
 
 def _call(layout: Layout, **fields: object) -> Call:
@@ -66,12 +90,23 @@ def _call(layout: Layout, **fields: object) -> Call:
 
 
 def _held(layout: Layout, lengths: Sequence[int]) -> tuple[int, ...]:
-    """The rows of payloads under the declared convention; a captured prefix is cut short by a third."""
-    less = {length: -(-length // 3) if layout.held is Rows.CAPTURED_PREFIX else int(layout.held is Rows.FORWARDED) for length in lengths}
+    """The rows of payloads under the declared convention; a captured prefix is cut short by a
+    third.
+    """
+    less = {
+        length: (
+            -(-length // 3)
+            if layout.held is Rows.CAPTURED_PREFIX
+            else int(layout.held is Rows.FORWARDED)
+        )
+        for length in lengths
+    }
     return tuple(length - less[length] for length in lengths)
 
 
-def _in_rows(layout: Layout, random: np.random.Generator | None) -> Iterator[tuple[Layout, tuple[int, ...]]]:
+def _in_rows(
+    layout: Layout, random: np.random.Generator | None
+) -> Iterator[tuple[Layout, tuple[int, ...]]]:
     if random is not None:
         yield draw_rows(layout, random), draw_lengths(random)
         return
@@ -90,9 +125,13 @@ def _complete(layout: Layout, random: np.random.Generator | None) -> Iterator[Ca
     for sized, length in _one_sample(layout, random):
         yield _call(sized, lengths=(length,), held=_held(sized, [length]))
         if random is None and length > 3:
-            yield _call(sized, lengths=(length,), held=(length + 1,), defect="more rows than tokens")
+            yield _call(
+                sized, lengths=(length,), held=(length + 1,), defect="more rows than tokens"
+            )
             if layout.held is not Rows.CAPTURED_PREFIX:
-                yield _call(sized, lengths=(length,), held=(length - 3,), defect="fewer rows than tokens")
+                yield _call(
+                    sized, lengths=(length,), held=(length - 3,), defect="fewer rows than tokens"
+                )
 
 
 def _pair(layout: Layout, random: np.random.Generator | None) -> Iterator[Call]:
@@ -104,9 +143,17 @@ def _padded(layout: Layout, random: np.random.Generator | None) -> Iterator[Call
     """Batches: prompts of one token and more, responses of none and more."""
     if random is not None:
         drawn = draw_lengths(random)
-        yield _call(draw_rows(layout, random), lengths=drawn, prompts=tuple(int(random.integers(1, length + 1)) for length in drawn))
+        yield _call(
+            draw_rows(layout, random),
+            lengths=drawn,
+            prompts=tuple(int(random.integers(1, length + 1)) for length in drawn),
+        )
         return
-    batches: tuple[tuple[tuple[int, ...], tuple[int, ...]], ...] = (((4,), (1,)), ((5, 3), (2, 2)), ((3, 6, 2), (1, 4, 1)))
+    batches: tuple[tuple[tuple[int, ...], tuple[int, ...]], ...] = (
+        ((4,), (1,)),
+        ((5, 3), (2, 2)),
+        ((3, 6, 2), (1, 4, 1)),
+    )
     for sized in small_rows(layout):
         for lengths, prompts in batches:
             yield _call(sized, lengths=lengths, prompts=prompts)
@@ -126,15 +173,25 @@ def _context(layout: Layout, random: np.random.Generator | None) -> Iterator[Cal
 
 
 def _tensor(layout: Layout, random: np.random.Generator | None) -> Iterator[Call]:
-    sizes = product((2, 3, 4), (1, 2, 5)) if random is None else [(int(random.integers(2, 7)), int(random.integers(1, 9)))]
+    sizes = (
+        product((2, 3, 4), (1, 2, 5))
+        if random is None
+        else [(int(random.integers(2, 7)), int(random.integers(1, 9)))]
+    )
     for tp, rows in sizes:
-        sized = with_model(layout, 2, {"tp": tp, "cp": 5 if layout.mesh.cp > 1 else 1, "sequence_parallel": True})
+        sized = with_model(
+            layout, 2, {"tp": tp, "cp": 5 if layout.mesh.cp > 1 else 1, "sequence_parallel": True}
+        )
         for rank in range(tp):
             yield _call(sized, lengths=(rows * tp,), rank=Rank(tp=rank))
 
 
 def _ulysses(layout: Layout, random: np.random.Generator | None) -> Iterator[Call]:
-    sizes = product((2, 3, 4), (1, 2, 6, 7)) if random is None else [(int(random.integers(2, 7)), int(random.integers(1, 32)))]
+    sizes = (
+        product((2, 3, 4), (1, 2, 6, 7))
+        if random is None
+        else [(int(random.integers(2, 7)), int(random.integers(1, 32)))]
+    )
     for size, rows in sizes:
         sized = replace(with_model(layout, 2, {"ulysses": size}), alignment=Alignment())
         for rank in range(size):
@@ -142,7 +199,11 @@ def _ulysses(layout: Layout, random: np.random.Generator | None) -> Iterator[Cal
 
 
 def _flatten(layout: Layout, random: np.random.Generator | None) -> Iterator[Call]:
-    sizes = ((1, 4), (2, 3), (3, 2), (4, 1), (3, 5)) if random is None else [(int(random.integers(1, 6)), int(random.integers(1, 12)))]
+    sizes = (
+        ((1, 4), (2, 3), (3, 2), (4, 1), (3, 5))
+        if random is None
+        else [(int(random.integers(1, 6)), int(random.integers(1, 12)))]
+    )
     for batch, width in sizes:
         yield _call(with_model(layout, 2, {}), lengths=(width,) * batch)
 
@@ -161,7 +222,11 @@ def _gather(layout: Layout, random: np.random.Generator | None) -> Iterator[Call
 
 
 def _schedule(layout: Layout, random: np.random.Generator | None) -> Iterator[Call]:
-    sizes = product((1, 2, 3), (1, 2), (1, 2, 3)) if random is None else [tuple(int(n) for n in random.integers((1, 1, 1), (6, 4, 5)))]
+    sizes = (
+        product((1, 2, 3), (1, 2), (1, 2, 3))
+        if random is None
+        else [tuple(int(n) for n in random.integers((1, 1, 1), (6, 4, 5)))]
+    )
     for pp, vpp, times in sizes:
         if vpp > 1 and pp == 1:
             continue
@@ -184,7 +249,12 @@ def _reorder(layout: Layout, random: np.random.Generator | None) -> Iterator[Cal
 def _whole(layout: Layout, random: np.random.Generator | None) -> Iterator[Call]:
     """Rows and stages at once, with sizes that differ from each other."""
     if random is None:
-        meshes = ({"tp": 2, "cp": 3}, {"tp": 3, "cp": 2, "pp": 4}, {"tp": 2, "pp": 3, "vpp": 2}, {"cp": 2, "pp": 3})
+        meshes = (
+            {"tp": 2, "cp": 3},
+            {"tp": 3, "cp": 2, "pp": 4},
+            {"tp": 2, "pp": 3, "vpp": 2},
+            {"cp": 2, "pp": 3},
+        )
         few: tuple[tuple[int, ...], ...] = ((5,), (7, 3))
         drawn = [(mesh, lengths) for mesh in meshes for lengths in few]
     else:
@@ -194,7 +264,10 @@ def _whole(layout: Layout, random: np.random.Generator | None) -> Iterator[Call]
         layers = 2 * mesh.get("pp", 1) * mesh.get("vpp", 1)
         sp = layout.mesh.sequence_parallel and mesh.get("tp", 1) > 1
         sized = with_model(layout, layers, {**mesh, "sequence_parallel": sp})
-        yield _call(replace(sized, moe_layers=tuple(range(1, layers)) if layers > 2 else None), lengths=lengths)
+        yield _call(
+            replace(sized, moe_layers=tuple(range(1, layers)) if layers > 2 else None),
+            lengths=lengths,
+        )
 
 
 def _targets(layout: Layout, random: np.random.Generator | None) -> Iterator[Call]:
@@ -203,15 +276,23 @@ def _targets(layout: Layout, random: np.random.Generator | None) -> Iterator[Cal
         ranks = list(call.layout.mesh.row_ranks())
         for i, pp in enumerate(range(call.layout.mesh.pp)):
             for rank in ranks if i == 0 else ranks[-1:]:
-                yield replace(call, rank=replace(rank, pp=pp), chunk=call.layout.mesh.vpp - 1, held=held)
-        if random is None and call.layout.num_layers >= 4:  # seen on the last stage, which needs the last column
+                yield replace(
+                    call, rank=replace(rank, pp=pp), chunk=call.layout.mesh.vpp - 1, held=held
+                )
+        if (
+            random is None and call.layout.num_layers >= 4
+        ):  # seen on the last stage, which needs the last column
             last = replace(ranks[0], pp=call.layout.mesh.pp - 1)
-            yield replace(call, rank=last, chunk=call.layout.mesh.vpp - 1, held=held, defect=FEW_COLUMNS)
+            yield replace(
+                call, rank=last, chunk=call.layout.mesh.vpp - 1, held=held, defect=FEW_COLUMNS
+            )
 
 
 def _microbatches(layout: Layout, random: np.random.Generator | None) -> Iterator[Call]:
     sized = with_model(layout, 1, {})
-    drawn = [(1,), (4, 4), (3, 9, 1, 2), (8, 1, 7, 2, 6)] if random is None else [draw_lengths(random)]
+    drawn = (
+        [(1,), (4, 4), (3, 9, 1, 2), (8, 1, 7, 2, 6)] if random is None else [draw_lengths(random)]
+    )
     for lengths in drawn:
         yield _call(sized, lengths=lengths, most=max(lengths) + 3)
 
@@ -221,17 +302,26 @@ def _parts(layout: Layout, random: np.random.Generator | None) -> Iterator[Call]
     drawn = (
         [(2, (3, 5)), (2, (7, 1, 4, 2)), (3, (2, 9, 4, 1, 6, 3)), (2, (4, 7, 2)), (3, (5, 1, 8, 3))]
         if random is None
-        else [(parts := int(random.integers(2, 5)), tuple(int(n) for n in random.integers(1, 20, random.integers(parts, 4 * parts))))]
+        else [
+            (
+                parts := int(random.integers(2, 5)),
+                tuple(int(n) for n in random.integers(1, 20, random.integers(parts, 4 * parts))),
+            )
+        ]
     )
     for parts, lengths in drawn:
-        yield _call(sized, lengths=lengths, parts=parts, kept=tuple(range(len(lengths) - 1, -1, -2)))
+        yield _call(
+            sized, lengths=lengths, parts=parts, kept=tuple(range(len(lengths) - 1, -1, -2))
+        )
 
 
 def _keep(layout: Layout, random: np.random.Generator | None) -> Iterator[Call]:
     for call in _parts(layout, random):
         count = len(call.lengths)
         chosen = (
-            [call.kept, tuple(range(1, count))] if random is None else [tuple(int(i) for i in random.permutation(count)[: 1 + count // 2])]
+            [call.kept, tuple(range(1, count))]
+            if random is None
+            else [tuple(int(i) for i in random.permutation(count)[: 1 + count // 2])]
         )
         for kept in chosen:
             yield replace(call, kept=kept)
@@ -241,18 +331,31 @@ def _compact(layout: Layout, random: np.random.Generator | None) -> Iterator[Cal
     if random is None:
         for experts in (8, 255, 256, 257, 384, 512):
             if experts >= layout.top_k:
-                yield _call(replace(with_model(layout, 1, {}), num_experts=experts), case=f"{experts} experts")
+                yield _call(
+                    replace(with_model(layout, 1, {}), num_experts=experts),
+                    case=f"{experts} experts",
+                )
 
 
 def _fill(layout: Layout, random: np.random.Generator | None) -> Iterator[Call]:
-    for rows in (1, 5, layout.num_experts) if random is None else [int(random.integers(1, 2 * layout.num_experts))]:
+    for rows in (
+        (1, 5, layout.num_experts)
+        if random is None
+        else [int(random.integers(1, 2 * layout.num_experts))]
+    ):
         yield _call(with_model(layout, 2, {}), lengths=(rows,))
 
 
 def _join(layout: Layout, random: np.random.Generator | None) -> Iterator[Call]:
-    """Two and three calls: each returns rows from position 0 or from where it went on, up to the token before its last."""
+    """Two and three calls: each returns rows from position 0 or from where it went on, up to the
+    token before its last.
+    """
     sized = with_model(layout, 2, {})
-    ends = [(3, 6), (2, 5), (4, 5, 9)] if random is None else [tuple(np.cumsum(random.integers(1, 6, random.integers(2, 5))).tolist())]
+    ends = (
+        [(3, 6), (2, 5), (4, 5, 9)]
+        if random is None
+        else [tuple(np.cumsum(random.integers(1, 6, random.integers(2, 5))).tolist())]
+    )
     for stops in ends:
         whole = tuple((0, stop, number + 1) for number, stop in enumerate(stops))
         yield _call(sized, segments=whole, case="every call returns all rows")

@@ -1,7 +1,8 @@
 """Merging: what ranks, chunks and calls recorded, put together to one payload per sample.
 
-R2 records in the trainer's own forward pass: rows come from sequence-parallel and context-parallel ranks, layers from pipeline ranks
-and chunks, microbatches in schedule order. R3 records in the rollout engine: rows come from the calls of one sample.
+R2 records in the trainer's own forward pass: rows come from sequence-parallel and context-parallel
+ranks, layers from pipeline ranks and chunks, microbatches in schedule order. R3 records in the
+rollout engine: rows come from the calls of one sample.
 """
 
 from __future__ import annotations
@@ -20,10 +21,11 @@ __all__ = ["Segment", "by_microbatch", "joined_segments", "scattered"]
 
 
 def scattered(pieces: Iterable[tuple[Source, IntArray]], lengths: Sequence[int]) -> list[IntArray]:
-    """The rows ``(length, ...)`` of each sample, from pieces whose rows ``(rows, ...)`` came from these places.
+    """The rows ``(length, ...)`` of each sample, from pieces whose rows ``(rows, ...)`` came from
+    these places.
 
-    Rows in padding are dropped. Raises ``LayoutError`` for pieces of other lengths than their source, for rows that no piece holds,
-    and for two pieces that disagree about one.
+    Rows in padding are dropped. Raises ``LayoutError`` for pieces of other lengths than their
+    source, for rows that no piece holds, and for two pieces that disagree about one.
     """
     pieces = list(pieces)
     for source, rows in pieces:
@@ -40,24 +42,34 @@ def scattered(pieces: Iterable[tuple[Source, IntArray]], lengths: Sequence[int])
             known = held[sample][position]
             if not np.array_equal(out[sample][position[known]], values[known]):
                 raise LayoutError(
-                    f"Two ranks disagree about rows of sample {sample}: they recorded different passes, or one layout is wrong."
+                    f"Two ranks disagree about rows of sample {sample}: they recorded different"
+                    " passes, or one layout is wrong."
                 )
             out[sample][position] = values
             held[sample][position] = True
-    lost = {i: np.flatnonzero(~there).tolist()[:8] for i, there in enumerate(held) if not there.all()}
+    lost = {
+        i: np.flatnonzero(~there).tolist()[:8] for i, there in enumerate(held) if not there.all()
+    }
     if lost:
-        raise LayoutError(f"No rank recorded the positions {lost} (by sample): a rank is missing, or the layout is not the one recorded.")
+        raise LayoutError(
+            f"No rank recorded the positions {lost} (by sample): a rank is missing, or the layout"
+            " is not the one recorded."
+        )
     return out
 
 
 def by_microbatch(recorded: Sequence[IntArray], table: Sequence[tuple[int, int]]) -> list[IntArray]:
-    """Recordings ``(rows, layers of one chunk, k)`` in the order of ``table`` (``schedule_table``), as ``(rows, layers of the rank, k)``
-    per microbatch, chunk behind chunk.
+    """Recordings ``(rows, layers of one chunk, k)`` in the order of ``table`` (``schedule_table``),
+    as ``(rows, layers of the rank, k)`` per microbatch, chunk behind chunk.
 
-    verl's ``reorder_and_merge_vpp_layers``. Raises ``LayoutError`` where a recording is missing or its rows differ between chunks.
+    verl's ``reorder_and_merge_vpp_layers``. Raises ``LayoutError`` where a recording is missing or
+    its rows differ between chunks.
     """
     if len(recorded) != len(table):
-        raise LayoutError(f"{len(recorded)} recordings for {len(table)} scheduled passes: chunks without MoE layers record an empty one.")
+        raise LayoutError(
+            f"{len(recorded)} recordings for {len(table)} scheduled passes: chunks without MoE"
+            " layers record an empty one."
+        )
     chunks: dict[int, dict[int, IntArray]] = {}
     for (microbatch, chunk), rows in zip(table, recorded, strict=True):
         chunks.setdefault(microbatch, {})[chunk] = rows
@@ -66,7 +78,8 @@ def by_microbatch(recorded: Sequence[IntArray], table: Sequence[tuple[int, int]]
         parts = [chunks[microbatch][chunk] for chunk in sorted(chunks[microbatch])]
         if len({len(part) for part in parts}) > 1:
             raise LayoutError(
-                f"The chunks of microbatch {microbatch} recorded {[len(part) for part in parts]} rows: they must be one pass."
+                f"The chunks of microbatch {microbatch} recorded {[len(part) for part in parts]}"
+                " rows: they must be one pass."
             )
         out.append(np.concatenate(parts, axis=1))
     return out
@@ -74,18 +87,22 @@ def by_microbatch(recorded: Sequence[IntArray], table: Sequence[tuple[int, int]]
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Segment:
-    """What one engine call returned: ``routes`` ``(rows, columns, k)`` with row 0 at position ``start``, by weights ``version``."""
+    """What one engine call returned: ``routes`` ``(rows, columns, k)`` with row 0 at position
+    ``start``, by weights ``version``.
+    """
 
     routes: IntArray
     start: int
     version: Version
 
 
-def joined_segments(segments: Sequence[Segment], *, latest: bool = False) -> tuple[IntArray, list[Version]]:
+def joined_segments(
+    segments: Sequence[Segment], *, latest: bool = False
+) -> tuple[IntArray, list[Version]]:
     """The rows of a resumed sample and the version that computed each: every position once.
 
-    A position that several calls computed keeps the row of the first (verl#6046), or of the last one where ``latest``.
-    Raises ``LayoutError`` where a position is left out.
+    A position that several calls computed keeps the row of the first (verl#6046), or of the last
+    one where ``latest``. Raises ``LayoutError`` where a position is left out.
     """
     rows: dict[int, tuple[Any, Version]] = {}
     for segment in segments:
@@ -93,7 +110,12 @@ def joined_segments(segments: Sequence[Segment], *, latest: bool = False) -> tup
             if latest or segment.start + i not in rows:
                 rows[segment.start + i] = (row, segment.version)
     if sorted(rows) != list(range(len(rows))):
-        raise LayoutError(f"The segments hold positions {sorted(rows)[:8]}...: a call's rows are missing, and must not be closed up.")
+        raise LayoutError(
+            f"The segments hold positions {sorted(rows)[:8]}...: a call's rows are missing, and"
+            " must not be closed up."
+        )
     ordered = [rows[position] for position in range(len(rows))]
     empty = segments[0].routes[:0] if segments else np.zeros((0, 0, 0), dtype=np.int64)
-    return (np.stack([row for row, _ in ordered]) if ordered else empty), [version for _, version in ordered]
+    return (np.stack([row for row, _ in ordered]) if ordered else empty), [
+        version for _, version in ordered
+    ]

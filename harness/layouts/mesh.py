@@ -13,7 +13,9 @@ __all__ = ["Mesh", "Rank"]
 
 @dataclass(frozen=True, kw_only=True, slots=True, order=True)
 class Rank:
-    """One place of a mesh, by its index on each axis. ``ulysses`` is the rank within a Ulysses group."""
+    """One place of a mesh, by its index on each axis. ``ulysses`` is the rank within a Ulysses
+    group.
+    """
 
     dp: int = 0
     pp: int = 0
@@ -22,16 +24,22 @@ class Rank:
     ulysses: int = 0
 
     def __str__(self) -> str:
-        named = [f"{field.name} {getattr(self, field.name)}" for field in fields(self) if getattr(self, field.name)]
+        named = [
+            f"{field.name} {getattr(self, field.name)}"
+            for field in fields(self)
+            if getattr(self, field.name)
+        ]
         return ", ".join(named) or "the first rank"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Mesh:
-    """Sizes: data, context, tensor, pipeline and Ulysses parallel; ``vpp`` is the number of model chunks on a pipeline rank.
+    """Sizes: data, context, tensor, pipeline and Ulysses parallel; ``vpp`` is the number of model
+    chunks on a pipeline rank.
 
-    ``sequence_parallel`` says that rows are sliced over the tensor-parallel ranks where a router sees them (Megatron's SP).
-    Expert parallelism moves no rows before the router, so it is no part of a layout.
+    ``sequence_parallel`` says that rows are sliced over the tensor-parallel ranks where a router
+    sees them (Megatron's SP). Expert parallelism moves no rows before the router, so it is no part
+    of a layout.
     """
 
     dp: int = 1
@@ -44,13 +52,22 @@ class Mesh:
 
     def __post_init__(self) -> None:
         sizes = {name: getattr(self, name) for name in ("dp", "cp", "tp", "pp", "vpp", "ulysses")}
-        bad = {name: size for name, size in sizes.items() if not isinstance(size, int) or isinstance(size, bool) or size < 1}
+        bad = {
+            name: size
+            for name, size in sizes.items()
+            if not isinstance(size, int) or isinstance(size, bool) or size < 1
+        }
         if bad:
             raise LayoutError(f"The sizes of a mesh are whole numbers >= 1, not {bad}.")
         if self.vpp > 1 and self.pp == 1:
-            raise LayoutError(f"vpp={self.vpp} needs pp > 1: model chunks alternate between pipeline ranks.")
+            raise LayoutError(
+                f"vpp={self.vpp} needs pp > 1: model chunks alternate between pipeline ranks."
+            )
         if self.sequence_parallel and self.tp == 1:
-            raise LayoutError("sequence_parallel=True needs tp > 1: rows are sliced over the tensor-parallel ranks.")
+            raise LayoutError(
+                "sequence_parallel=True needs tp > 1: rows are sliced over the tensor-parallel"
+                " ranks."
+            )
 
     def factor(self, name: str) -> int:
         """The size that an ``Alignment`` names."""

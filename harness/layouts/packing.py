@@ -1,7 +1,9 @@
-"""Packing: sequences one behind the other, each padded to a multiple that the parallel layout asks for.
+"""Packing: sequences one behind the other, each padded to a multiple that the parallel layout asks
+for.
 
-Packed rows are described by *cumulative lengths* ``(sequences + 1,)``: rows ``cumulative[i]`` to ``cumulative[i] + length[i]``
-belong to sequence i, and those up to ``cumulative[i + 1]`` are padding (verl ``preprocess_thd_engine``, Megatron's THD).
+Packed rows are described by *cumulative lengths* ``(sequences + 1,)``: rows ``cumulative[i]`` to
+``cumulative[i] + length[i]`` belong to sequence i, and those up to ``cumulative[i + 1]`` are
+padding (verl ``preprocess_thd_engine``, Megatron's THD).
 """
 
 from __future__ import annotations
@@ -29,9 +31,10 @@ FACTORS = ("tp", "cp", "2cp", "ulysses")
 class Alignment:
     """What lengths are rounded up to.
 
-    A sequence's length becomes a multiple of ``lcm(constant, product of the sizes in by)``, and the sum of all lengths a
-    multiple of ``lcm(total, product of the sizes in by)``, or of ``total`` times that product where ``total_scales``; the last
-    sequence takes the difference. verl: ``by=("tp", "2cp")``; for FP8 also ``constant=16, total=128, total_scales=True``; slime:
+    A sequence's length becomes a multiple of ``lcm(constant, product of the sizes in by)``, and the
+    sum of all lengths a multiple of ``lcm(total, product of the sizes in by)``, or of ``total``
+    times that product where ``total_scales``; the last sequence takes the difference. verl:
+    ``by=("tp", "2cp")``; for FP8 also ``constant=16, total=128, total_scales=True``; slime:
     ``by=("2cp",), total=128``.
     """
 
@@ -63,8 +66,12 @@ class Alignment:
         return math.lcm(self.total, self.sizes(mesh))
 
 
-def cumulative_lengths(lengths: Sequence[int], multiple: int = 1, total_multiple: int = 1) -> Indexes:
-    """``(sequences + 1,)``: where each padded sequence begins; the last entry is the number of packed rows."""
+def cumulative_lengths(
+    lengths: Sequence[int], multiple: int = 1, total_multiple: int = 1
+) -> Indexes:
+    """``(sequences + 1,)``: where each padded sequence begins; the last entry is the number of
+    packed rows.
+    """
     ends = np.cumsum([0, *(-(-length // multiple) * multiple for length in lengths)])
     if len(lengths):
         ends[-1] += -ends[-1] % total_multiple
@@ -72,8 +79,19 @@ def cumulative_lengths(lengths: Sequence[int], multiple: int = 1, total_multiple
 
 
 def packed(lengths: Sequence[int], cumulative: Indexes) -> Source:
-    """The packed rows ``(rows,)``. Raises ``LayoutError`` where a sequence does not fit between its cumulative lengths."""
+    """The packed rows ``(rows,)``. Raises ``LayoutError`` where a sequence does not fit between its
+    cumulative lengths.
+    """
     room = np.diff(cumulative)
     if len(room) != len(lengths) or np.any(room < np.asarray(lengths, dtype=np.int64)):
-        raise LayoutError(f"Sequences of {list(lengths)} tokens do not fit cumulative lengths {cumulative.tolist()}.")
-    return joined([part for i, length in enumerate(lengths) for part in (Source.whole(i, length), Source.padding(int(room[i]) - length))])
+        raise LayoutError(
+            f"Sequences of {list(lengths)} tokens do not fit cumulative lengths"
+            f" {cumulative.tolist()}."
+        )
+    return joined(
+        [
+            part
+            for i, length in enumerate(lengths)
+            for part in (Source.whole(i, length), Source.padding(int(room[i]) - length))
+        ]
+    )

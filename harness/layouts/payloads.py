@@ -1,8 +1,10 @@
-"""Payloads: rows that carry their own identity, so that a row in a wrong place says where it belongs.
+"""Payloads: rows that carry their own identity, so that a row in a wrong place says where it
+belongs.
 
-The cell of layer l at position p of sample s is the number ``(s * positions + p) * columns + l``, written as an int64 side tensor
-or as k distinct expert ids, of which the first two spell it: a framework cannot tell such a payload from real routes. Numbers
-are written so that the usual fillers (zeros, -1, experts 0 to k - 1) are none of them.
+The cell of layer l at position p of sample s is the number ``(s * positions + p) * columns + l``,
+written as an int64 side tensor or as k distinct expert ids, of which the first two spell it: a
+framework cannot tell such a payload from real routes. Numbers are written so that the usual fillers
+(zeros, -1, experts 0 to k - 1) are none of them.
 """
 
 from __future__ import annotations
@@ -22,8 +24,8 @@ __all__ = ["Coding"]
 class Coding:
     """Sizes of a coded payload: ``experts=0`` makes it a side tensor with one number a cell.
 
-    Raises ``LayoutError`` where the experts are too few to tell all cells apart: there are ``(experts - 1) ** 2`` pairs whose first id
-    is not 0.
+    Raises ``LayoutError`` where the experts are too few to tell all cells apart: there are
+    ``(experts - 1) ** 2`` pairs whose first id is not 0.
     """
 
     samples: int
@@ -34,10 +36,13 @@ class Coding:
 
     def __post_init__(self) -> None:
         cells = self.samples * self.positions * self.columns
-        if self.experts and (self.top_k < 2 or self.top_k > self.experts or cells > (self.experts - 1) ** 2):
+        if self.experts and (
+            self.top_k < 2 or self.top_k > self.experts or cells > (self.experts - 1) ** 2
+        ):
             raise LayoutError(
-                f"{self.experts} experts with top_k={self.top_k} cannot tell {self.samples} samples x {self.positions} positions x "
-                f"{self.columns} columns apart: take more experts, fewer cells, or a side tensor (experts=0)."
+                f"{self.experts} experts with top_k={self.top_k} cannot tell {self.samples} samples"
+                f" x {self.positions} positions x {self.columns} columns apart: take more experts,"
+                " fewer cells, or a side tensor (experts=0)."
             )
 
     @property
@@ -47,7 +52,9 @@ class Coding:
 
     def payload(self, sample: int, rows: int) -> IntArray:
         """``(rows, columns, width)`` int64: rows 0 to ``rows`` of one sample."""
-        cells = (sample * self.positions + np.arange(rows)[:, None]) * self.columns + np.arange(self.columns)
+        cells = (sample * self.positions + np.arange(rows)[:, None]) * self.columns + np.arange(
+            self.columns
+        )
         return self.encode(cells.astype(np.int64))
 
     def encode(self, cells: npt.NDArray[np.int64]) -> IntArray:

@@ -1,4 +1,6 @@
-"""Returned: what a subject's layout function gave back, as arrays, or in words why it is not what such a function gives back."""
+"""Returned: what a subject's layout function gave back, as arrays, or in words why it is not what
+such a function gives back.
+"""
 
 from __future__ import annotations
 
@@ -9,20 +11,36 @@ import numpy as np
 
 from rollproof.core.records import IntArray
 
-__all__ = ["Misfit", "Returned", "as_layers", "as_lists", "as_numbers", "as_pairs", "as_parts", "as_rows", "as_samples", "as_stored"]
+__all__ = [
+    "Misfit",
+    "Returned",
+    "as_layers",
+    "as_lists",
+    "as_numbers",
+    "as_pairs",
+    "as_parts",
+    "as_rows",
+    "as_samples",
+    "as_stored",
+]
 
 Returned: TypeAlias = "Callable[[Any], tuple[IntArray, ...]]"
 
 
 class Misfit(Exception):
-    """A function returned something of another type or rank; the text says what it is and what was wanted."""
+    """A function returned something of another type or rank; the text says what it is and what was
+    wanted.
+    """
 
 
 def as_rows(value: Any) -> tuple[IntArray, ...]:
     """An array of rows, or a pair of it and a mask, lengths or labels."""
     if isinstance(value, tuple) and len(value) == 2:
         first, second = value
-        return (_array(first, "rows", least=2), *(() if second is None else (_array(second, "what goes with the rows", least=1),)))
+        return (
+            _array(first, "rows", least=2),
+            *(() if second is None else (_array(second, "what goes with the rows", least=1),)),
+        )
     return (_array(value, "rows", least=2),)
 
 
@@ -64,9 +82,13 @@ def as_lists(value: Any) -> tuple[IntArray, ...]:
 
 
 def as_samples(value: Any) -> tuple[IntArray, ...]:
-    """``(parts,)`` counts of samples, then tokens and routes of each sample in turn; a flat list of pairs is one part."""
+    """``(parts,)`` counts of samples, then tokens and routes of each sample in turn; a flat list of
+    pairs is one part.
+    """
     parts = [value] if isinstance(value, list | tuple) and value and _is_pair(value[0]) else value
-    if not isinstance(parts, list | tuple) or not all(isinstance(part, list | tuple) for part in parts):
+    if not isinstance(parts, list | tuple) or not all(
+        isinstance(part, list | tuple) for part in parts
+    ):
         raise Misfit(f"{_kind(value)}, where lists of pairs (tokens, routes) are wanted")
     pairs = [pair for part in parts for pair in part]
     if not all(_is_pair(pair) for pair in pairs):

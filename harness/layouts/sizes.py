@@ -1,7 +1,8 @@
 """Sizes: the parallel sizes, models and sequence lengths that cases of layouts are made of.
 
-Sizes that stand side by side are pairwise distinct (miles#496 padded by the wrong one, and no test could tell), lengths
-straddle every multiple, and the least ones are there: one token, fewer tokens than chunks, a stage without layers.
+Sizes that stand side by side are pairwise distinct (miles#496 padded by the wrong one, and no test
+could tell), lengths straddle every multiple, and the least ones are there: one token, fewer tokens
+than chunks, a stage without layers.
 """
 
 from __future__ import annotations
@@ -18,7 +19,15 @@ from rollproof.layouts.layout import Layout
 from rollproof.layouts.mesh import Mesh
 from rollproof.layouts.stages import Stages
 
-__all__ = ["LENGTHS", "draw_lengths", "draw_rows", "draw_stages", "small_rows", "small_stages", "with_model"]
+__all__ = [
+    "LENGTHS",
+    "draw_lengths",
+    "draw_rows",
+    "draw_stages",
+    "small_rows",
+    "small_stages",
+    "with_model",
+]
 
 LENGTHS = ((1,), (2,), (5,), (12,), (1, 1), (2, 5), (7, 3), (13, 4), (3, 1, 8))
 """Lengths of samples in the small scope, in tokens."""
@@ -40,17 +49,32 @@ _STAGES: tuple[tuple[int, int, int, Stages], ...] = (
     (6, 3, 1, Stages(custom=((1,), (4,), (1,)))),
     (7, 3, 2, Stages(custom=((1, 2), (0, 1), (2, 1)))),
 )
-"""Layers, pipeline size, chunks and stages of the small scope: even, uneven, with embedding and loss, custom, empty."""
+"""Layers, pipeline size, chunks and stages of the small scope: even, uneven, with embedding and
+loss, custom, empty.
+"""
 
 
 def small_rows(layout: Layout) -> Iterator[Layout]:
-    """The layout under every pair of tensor and context-parallel sizes of the small scope, on a model of two layers."""
+    """The layout under every pair of tensor and context-parallel sizes of the small scope, on a
+    model of two layers.
+    """
     for tp, cp in _PAIRS:
-        yield with_model(layout, 2, {"dp": 5, "tp": tp, "cp": cp, "sequence_parallel": layout.mesh.sequence_parallel and tp > 1})
+        yield with_model(
+            layout,
+            2,
+            {
+                "dp": 5,
+                "tp": tp,
+                "cp": cp,
+                "sequence_parallel": layout.mesh.sequence_parallel and tp > 1,
+            },
+        )
 
 
 def small_stages(layout: Layout) -> Iterator[Layout]:
-    """The layout over pipelines of the small scope, with all layers, every second one, and those behind dense ones as MoE layers."""
+    """The layout over pipelines of the small scope, with all layers, every second one, and those
+    behind dense ones as MoE layers.
+    """
     for (layers, pp, vpp, stages), pattern in product(_STAGES, (1, 2, 0)):
         moe = moe_layers(layers, pattern) if pattern else moe_layers(layers, 1, min(2, layers - 1))
         yield with_model(layout, layers, {"pp": pp, "vpp": vpp}, stages, moe)
@@ -59,12 +83,19 @@ def small_stages(layout: Layout) -> Iterator[Layout]:
 def draw_rows(layout: Layout, random: np.random.Generator) -> Layout:
     """As ``small_rows``, with sizes up to 5 that differ from each other unless they are 1."""
     dp, tp, cp = (int(size) for size in random.choice([1, 2, 3, 4, 5], 3, replace=False))
-    sizes = {"dp": dp, "tp": tp, "cp": cp, "sequence_parallel": layout.mesh.sequence_parallel and tp > 1}
+    sizes = {
+        "dp": dp,
+        "tp": tp,
+        "cp": cp,
+        "sequence_parallel": layout.mesh.sequence_parallel and tp > 1,
+    }
     return with_model(layout, int(random.integers(1, 4)), sizes)
 
 
 def draw_stages(layout: Layout, random: np.random.Generator) -> Layout:
-    """A pipeline of up to 5 ranks and 3 chunks over up to 24 layers, with layers and MoE layers at will."""
+    """A pipeline of up to 5 ranks and 3 chunks over up to 24 layers, with layers and MoE layers at
+    will.
+    """
     pp, vpp = int(random.integers(1, 6)), int(random.integers(1, 4))
     vpp = 1 if pp == 1 else vpp
     kind = random.choice(["even", "first", "both", "embedding", "custom"])
@@ -72,7 +103,10 @@ def draw_stages(layout: Layout, random: np.random.Generator) -> Layout:
     if kind == "custom" and pp > 1:
         counts = random.integers(0, 4, (pp, vpp))
         counts[0, 0] += 1
-        stages, layers = Stages(custom=tuple(tuple(map(int, row)) for row in counts)), int(counts.sum())
+        stages, layers = (
+            Stages(custom=tuple(tuple(map(int, row)) for row in counts)),
+            int(counts.sum()),
+        )
     elif kind == "first" and pp > 1:
         first = vpp * int(random.integers(1, 3))
         stages, layers = Stages(first=first), first + share * (pp - 1)
@@ -93,7 +127,13 @@ def draw_lengths(random: np.random.Generator, most: int = 24) -> tuple[int, ...]
 
 
 def with_model(
-    layout: Layout, layers: int, sizes: Mapping[str, Any], stages: Stages = _PLAIN, moe: tuple[int, ...] | None = None
+    layout: Layout,
+    layers: int,
+    sizes: Mapping[str, Any],
+    stages: Stages = _PLAIN,
+    moe: tuple[int, ...] | None = None,
 ) -> Layout:
-    """The same conventions over another number of layers (all of them MoE, unless ``moe`` says which) and other sizes (1 if not named)."""
+    """The same conventions over another number of layers (all of them MoE, unless ``moe`` says
+    which) and other sizes (1 if not named).
+    """
     return replace(layout, num_layers=layers, moe_layers=moe, stages=stages, mesh=Mesh(**sizes))

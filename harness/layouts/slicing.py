@@ -1,4 +1,6 @@
-"""Slicing: rows over tensor-parallel ranks (Megatron's sequence parallelism) and over Ulysses ranks, and the order of flattened rows."""
+"""Slicing: rows over tensor-parallel ranks (Megatron's sequence parallelism) and over Ulysses
+ranks, and the order of flattened rows.
+"""
 
 from __future__ import annotations
 
@@ -23,20 +25,26 @@ class Order(StrEnum):
 
 
 def tensor_rows(total: int, size: int, rank: int) -> Indexes:
-    """Rows that tensor-parallel ``rank`` of ``size`` sees under sequence parallelism: one contiguous piece, ``(total / size,)``.
+    """Rows that tensor-parallel ``rank`` of ``size`` sees under sequence parallelism: one
+    contiguous piece, ``(total / size,)``.
 
-    Megatron's ``scatter_to_sequence_parallel_region``. Raises ``LayoutError`` where the rows do not divide.
+    Megatron's ``scatter_to_sequence_parallel_region``. Raises ``LayoutError`` where the rows do not
+    divide.
     """
     return contiguous_rows(total, size, rank)
 
 
 def padded_length(length: int, size: int) -> int:
-    """``length`` rounded up to a multiple of ``size``: what Ulysses pads token ids and routes to (verl ``ulysses_pad``)."""
+    """``length`` rounded up to a multiple of ``size``: what Ulysses pads token ids and routes to
+    (verl ``ulysses_pad``).
+    """
     return -(-length // size) * size
 
 
 def ulysses_rows(length: int, size: int, rank: int) -> Indexes:
-    """Rows of Ulysses ``rank``, ``(padded_length(length, size) / size,)``; indexes at and beyond ``length`` are padding."""
+    """Rows of Ulysses ``rank``, ``(padded_length(length, size) / size,)``; indexes at and beyond
+    ``length`` are padding.
+    """
     return contiguous_rows(padded_length(length, size), size, rank)
 
 

@@ -1,8 +1,9 @@
 """Sources: where the rows of an array come from, as two arrays of indexes.
 
-Every transformation of the row axis (padding, packing, slicing, flattening) is described by what its result holds: row i is
-position ``position[i]`` of sample ``sample[i]``, or padding. So transformations compose by indexing, the payload is moved once
-at the end, and two layouts are compared without any payload at all.
+Every transformation of the row axis (padding, packing, slicing, flattening) is described by what
+its result holds: row i is position ``position[i]`` of sample ``sample[i]``, or padding. So
+transformations compose by indexing, the payload is moved once at the end, and two layouts are
+compared without any payload at all.
 """
 
 from __future__ import annotations
@@ -24,7 +25,9 @@ Indexes: TypeAlias = "npt.NDArray[np.int64]"
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Source:
-    """``sample`` and ``position`` have one shape, that of the rows: ``(rows,)``, or ``(batch, width)``; both are -1 in padding."""
+    """``sample`` and ``position`` have one shape, that of the rows: ``(rows,)``, or ``(batch,
+    width)``; both are -1 in padding.
+    """
 
     sample: Indexes
     position: Indexes
@@ -32,12 +35,17 @@ class Source:
     @classmethod
     def padding(cls, *shape: int) -> Source:
         """Nothing but padding."""
-        return cls(sample=np.full(shape, -1, dtype=np.int64), position=np.full(shape, -1, dtype=np.int64))
+        return cls(
+            sample=np.full(shape, -1, dtype=np.int64), position=np.full(shape, -1, dtype=np.int64)
+        )
 
     @classmethod
     def whole(cls, sample: int, length: int) -> Source:
         """All ``length`` positions of one sample."""
-        return cls(sample=np.full(length, sample, dtype=np.int64), position=np.arange(length, dtype=np.int64))
+        return cls(
+            sample=np.full(length, sample, dtype=np.int64),
+            position=np.arange(length, dtype=np.int64),
+        )
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -62,23 +70,37 @@ class Source:
 
     def same(self, other: Source) -> bool:
         """Whether the same rows stand at the same places."""
-        return bool(np.array_equal(self.sample, other.sample) and np.array_equal(self.position, other.position))
+        return bool(
+            np.array_equal(self.sample, other.sample)
+            and np.array_equal(self.position, other.position)
+        )
 
     def take(self, payloads: Sequence[IntArray], fill: IntArray | int = 0) -> IntArray:
-        """The rows of ``payloads`` (one ``(positions, ...)`` per sample) at these places: ``(*shape, ...)``.
+        """The rows of ``payloads`` (one ``(positions, ...)`` per sample) at these places:
+        ``(*shape, ...)``.
 
-        Padding, and positions beyond the rows that a sample has, get ``fill`` (one row, or a number). Raises ``LayoutError``
-        where a sample is asked for that is not there, or where payloads differ in their other axes.
+        Padding, and positions beyond the rows that a sample has, get ``fill`` (one row, or a
+        number). Raises ``LayoutError`` where a sample is asked for that is not there, or where
+        payloads differ in their other axes.
         """
         if not payloads or int(self.sample.max(initial=-1)) >= len(payloads):
-            raise LayoutError(f"The layout places sample {int(self.sample.max(initial=-1))}, and there are {len(payloads)} payloads.")
+            raise LayoutError(
+                f"The layout places sample {int(self.sample.max(initial=-1))}, and there are"
+                f" {len(payloads)} payloads."
+            )
         if len({payload.shape[1:] for payload in payloads}) > 1:
-            raise LayoutError(f"The payloads differ in their columns: {sorted({payload.shape[1:] for payload in payloads})}.")
+            raise LayoutError(
+                "The payloads differ in their columns:"
+                f" {sorted({payload.shape[1:] for payload in payloads})}."
+            )
         starts = np.cumsum([0, *(len(payload) for payload in payloads)])
         held = np.diff(starts)[self.sample]
         there = self.filled & (self.position < held)
         table = np.concatenate(payloads)
-        out = np.empty((*self.shape, *table.shape[1:]), dtype=np.result_type(table.dtype, np.min_scalar_type(np.min(fill))))
+        out = np.empty(
+            (*self.shape, *table.shape[1:]),
+            dtype=np.result_type(table.dtype, np.min_scalar_type(np.min(fill))),
+        )
         out[...] = fill
         out[there] = table[starts[self.sample[there]] + self.position[there]]
         return out

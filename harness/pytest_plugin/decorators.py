@@ -1,4 +1,5 @@
-"""Suites: what users write to have a subject judged in pytest, a decorated function or a subclass; ``items`` runs them.
+"""Suites: what users write to have a subject judged in pytest, a decorated function or a subclass;
+``items`` runs them.
 
 The same checks without pytest: ``run_conformance``.
 """
@@ -45,20 +46,24 @@ def conformance(
 ) -> Callable[[_F], _F]:
     """Decorate a test function that takes ``check``: it becomes one pytest item per check.
 
-    ``factory`` makes a fresh subject: a class, or a function without arguments (of a ``BatchSubject``: its class). The
-    subject is run once per session; each item fails, is skipped or goes on by the verdict of its check. The body runs after
-    that, with the ``CheckResult`` as ``check``, and may be a docstring alone; other fixtures may be asked for as usual::
+    ``factory`` makes a fresh subject: a class, or a function without arguments (of a
+    ``BatchSubject``: its class). The subject is run once per session; each item fails, is skipped
+    or goes on by the verdict of its check. The body runs after that, with the ``CheckResult`` as
+    ``check``, and may be a docstring alone; other fixtures may be asked for as usual::
 
         @rollproof.conformance(MyStack)
         def test_rollouts(check):
             "Rollouts keep every promise of the contract."
 
-    ``profile``, ``seed`` and ``only`` win over the session's options; ``expected`` maps ids of checks that are known to fail
-    to the reason. ``about`` names the kind of subject where its class does not tell it: ``rollouts``, ``batches``, ``replay``,
-    ``layouts``. Raises ``UsageError`` for a profile, check or kind that does not exist and for an async function.
+    ``profile``, ``seed`` and ``only`` win over the session's options; ``expected`` maps ids of
+    checks that are known to fail to the reason. ``about`` names the kind of subject where its class
+    does not tell it: ``rollouts``, ``batches``, ``replay``, ``layouts``. Raises ``UsageError`` for
+    a profile, check or kind that does not exist and for an async function.
     """
     if about is not None and about not in (ROLLOUTS, *TOPICS):
-        raise UsageError(f"No kind of subject is named {about!r}; choose one of {[ROLLOUTS, *TOPICS]}.")
+        raise UsageError(
+            f"No kind of subject is named {about!r}; choose one of {[ROLLOUTS, *TOPICS]}."
+        )
     suite = Suite(
         factory=factory,
         name=name,
@@ -73,16 +78,25 @@ def conformance(
     check_profile(profile)
     as_seed(seed)
     if not callable(factory):
-        raise UsageError(f"conformance() takes a factory, such as the subject's class, not {factory!r}: each case starts from a fresh one.")
+        raise UsageError(
+            f"conformance() takes a factory, such as the subject's class, not {factory!r}: each"
+            " case starts from a fresh one."
+        )
 
     def mark(function: _F) -> _F:
         if inspect.iscoroutinefunction(function):
             raise UsageError(
-                f"{function.__name__} must be a plain function: the subject, which may be async, runs on rollproof's own loop."
+                f"{function.__name__} must be a plain function: the subject, which may be async,"
+                " runs on rollproof's own loop."
             )
         if "check" not in inspect.signature(function).parameters:
-            raise UsageError(f"{function.__name__} must take a parameter named `check`: it becomes one item per check.")
-        function._rollproof_suite = replace(suite, asked_by=f"{function.__module__}.{function.__qualname__}")  # type: ignore[attr-defined]  # read by the plugin
+            raise UsageError(
+                f"{function.__name__} must take a parameter named `check`: it becomes one item per"
+                " check."
+            )
+        function._rollproof_suite = replace(
+            suite, asked_by=f"{function.__module__}.{function.__qualname__}"
+        )  # type: ignore[attr-defined]  # read by the plugin
         return function
 
     return mark
@@ -103,7 +117,9 @@ def _checked(names: tuple[str, ...]) -> tuple[str, ...]:
 
 
 class Conformance:
-    """What the bases of test classes share. Their attributes mean what the arguments of ``conformance`` mean."""
+    """What the bases of test classes share. Their attributes mean what the arguments of
+    ``conformance`` mean.
+    """
 
     subject: ClassVar[Any] = None
     profile: ClassVar[str | None] = None
@@ -122,8 +138,8 @@ class Conformance:
         as_expected(cls.expected, default_registry())
         if "subject" in cls.__dict__ and not cls.__name__.startswith("Test"):
             warnings.warn(
-                f"pytest does not collect {cls.__name__} unless `python_classes` matches it: name it Test{cls.__name__},"
-                " or nothing is tested.",
+                f"pytest does not collect {cls.__name__} unless `python_classes` matches it: name"
+                f" it Test{cls.__name__}, or nothing is tested.",
                 stacklevel=2,
             )
 
@@ -141,13 +157,16 @@ class RolloutConformance(Conformance):
         class TestMyStack(rollproof.RolloutConformance):
             subject = MyStack
 
-    ``profile``, ``seed``, ``only``, ``flavours`` and ``expected`` may be set too; they mean what they mean in
-    ``conformance``. The subclass must have a name that pytest collects (``Test...`` unless ``python_classes`` says otherwise).
+    ``profile``, ``seed``, ``only``, ``flavours`` and ``expected`` may be set too; they mean what
+    they mean in ``conformance``. The subclass must have a name that pytest collects (``Test...``
+    unless ``python_classes`` says otherwise).
     """
 
 
 class BatchConformance(Conformance):
-    """As ``RolloutConformance``, for a ``BatchSubject``: a stack's conversion of finished samples into training batches."""
+    """As ``RolloutConformance``, for a ``BatchSubject``: a stack's conversion of finished samples
+    into training batches.
+    """
 
     _about: ClassVar[str] = "batches"
 
@@ -159,21 +178,25 @@ class ReplayConformance(Conformance):
 
 
 class ReplayLayoutConformance(Conformance):
-    """As ``RolloutConformance``, for a ``LayoutSubject``: the functions that lay recorded routes out over a trainer's ranks."""
+    """As ``RolloutConformance``, for a ``LayoutSubject``: the functions that lay recorded routes
+    out over a trainer's ranks.
+    """
 
     _about: ClassVar[str] = "layouts"
 
 
 class EngineConformance(Conformance):
-    """As ``RolloutConformance``, for a rollout engine, real or fake, which is started once per session.
+    """As ``RolloutConformance``, for a rollout engine, real or fake, which is started once per
+    session.
 
     ::
 
         class TestVllm(rollproof.EngineConformance):
             engine = "vllm"
 
-    ``engine`` is a name that ``rollproof verify --engine`` knows, ``model`` the folder of a MoE checkpoint (default: a tiny random one).
-    An engine of your own is a ``subject``: a function that returns a ``rollproof.verification.engines.EngineTarget``.
+    ``engine`` is a name that ``rollproof verify --engine`` knows, ``model`` the folder of a MoE
+    checkpoint (default: a tiny random one). An engine of your own is a ``subject``: a function that
+    returns a ``rollproof.verification.engines.EngineTarget``.
     """
 
     _about: ClassVar[str] = "engines"

@@ -33,24 +33,39 @@ __all__ = ["parametrize", "run_item", "seed_of", "write_files"]
 
 
 def parametrize(metafunc: pytest.Metafunc) -> None:
-    """Make one item per check of a function that carries a suite (called by the plugin while pytest collects)."""
+    """Make one item per check of a function that carries a suite (called by the plugin while pytest
+    collects).
+    """
     suite = _suite(metafunc.function, metafunc.cls)
     if suite is None:
         return
     only = suite.only or metafunc.config.stash[STATE].settings.only
     registry = default_registry()
-    ids = [check.id for check in (registry.select(only) if only else registry) if check.judges(suite.about)]
-    metafunc.parametrize("check", [pytest.param(check_id, id=check_id, marks=pytest.mark.rollproof) for check_id in ids])
+    ids = [
+        check.id
+        for check in (registry.select(only) if only else registry)
+        if check.judges(suite.about)
+    ]
+    metafunc.parametrize(
+        "check",
+        [pytest.param(check_id, id=check_id, marks=pytest.mark.rollproof) for check_id in ids],
+    )
 
 
 def run_item(item: pytest.Function) -> None:
-    """Judge one item, and put the ``CheckResult`` in place of its id (called by the plugin before the body runs)."""
+    """Judge one item, and put the ``CheckResult`` in place of its id (called by the plugin before
+    the body runs).
+    """
     suite = _suite(item.function, item.cls)
     if suite is None:
         return
     for mark in item.iter_markers("rollproof"):
         if mark.args or set(mark.kwargs) - {"profile", "seed"}:
-            pytest.fail(f"@pytest.mark.rollproof takes profile= and seed=, not {mark.args or sorted(mark.kwargs)}.", pytrace=False)
+            pytest.fail(
+                "@pytest.mark.rollproof takes profile= and seed=, not"
+                f" {mark.args or sorted(mark.kwargs)}.",
+                pytrace=False,
+            )
         suite = replace(suite, **mark.kwargs)
     try:
         check_profile(suite.profile)
@@ -75,14 +90,19 @@ def seed_of(state: State, profile: str) -> int:
 
 
 def write_files(state: State) -> tuple[list[str], bool]:
-    """Write the report and the file of expected failures, as the options ask; what to say about it, and whether both are in place."""
+    """Write the report and the file of expected failures, as the options ask; what to say about it,
+    and whether both are in place.
+    """
     said = []
     reports = list(state.reports.values())
     whole = True
     if state.settings.report is not None and not reports:
         said.append(f"report: nothing was judged, {state.settings.report} was not written")
     elif state.settings.report is not None:
-        trouble = write_or_keep(Path(state.settings.report), json.dumps(_joined(reports), indent=2, ensure_ascii=False) + "\n")
+        trouble = write_or_keep(
+            Path(state.settings.report),
+            json.dumps(_joined(reports), indent=2, ensure_ascii=False) + "\n",
+        )
         said.append(f"report: {trouble or state.settings.report}")
         whole = trouble is None
     if state.settings.accept and state.settings.expected is not None:
@@ -104,8 +124,9 @@ def _conclude(result: CheckResult, report: Report, state: State) -> None:
         pytest.fail(_told(result, report), pytrace=False)
     if reason is not None and result.verdict is not Verdict.UNKNOWN and not state.settings.accept:
         pytest.fail(
-            f"{result.id} is listed as an expected failure ({reason}), but its verdict is {result.verdict}: remove the entry,"
-            " or run with --rollproof-accept to have the file rewritten.",
+            f"{result.id} is listed as an expected failure ({reason}), but its verdict is"
+            f" {result.verdict}: remove the entry, or run with --rollproof-accept to have the file"
+            " rewritten.",
             pytrace=False,
         )
     if result.verdict is Verdict.NOT_APPLICABLE:
@@ -114,15 +135,18 @@ def _conclude(result: CheckResult, report: Report, state: State) -> None:
         if state.settings.unknown == "skip":
             pytest.skip(f"unknown: {result.reason}")
         pytest.fail(
-            f"unknown: {result.id} of {report.subject} was not decided: {result.reason}. An unknown verdict never counts as passed;"
-            " set rollproof_unknown = skip to skip such items.",
+            f"unknown: {result.id} of {report.subject} was not decided: {result.reason}. An unknown"
+            " verdict never counts as passed; set rollproof_unknown = skip to skip such items.",
             pytrace=False,
         )
 
 
 def _told(result: CheckResult, report: Report) -> str:
     data = next(check for check in report.to_dict()["checks"] if check["id"] == result.id)
-    return f"{result.check.promise}\n{report.subject} does not keep this promise:\n{text_of(check_lines(data))}"
+    return (
+        f"{result.check.promise}\n{report.subject} does not keep this"
+        f" promise:\n{text_of(check_lines(data))}"
+    )
 
 
 def _report(state: State, suite: Suite, config: pytest.Config) -> Report:
@@ -137,17 +161,28 @@ def _report(state: State, suite: Suite, config: pytest.Config) -> Report:
     if isinstance(kept, Report):
         return kept
     if key in state.told:
-        pytest.fail(f"{suite.title} could not be run; the first item of this subject says why.", pytrace=False)
+        pytest.fail(
+            f"{suite.title} could not be run; the first item of this subject says why.",
+            pytrace=False,
+        )
     state.told.add(key)
     if not isinstance(kept, RollproofError):
         raise kept
     pytest.fail(f"{suite.title} could not be run: {type(kept).__name__}: {kept}", pytrace=False)
 
 
-def _run(state: State, suite: Suite, profile: str, seed: int, config: pytest.Config) -> Report | Exception:
-    """The report, or the exception that there is none for: either is kept, so that a broken subject is not run once per item."""
+def _run(
+    state: State, suite: Suite, profile: str, seed: int, config: pytest.Config
+) -> Report | Exception:
+    """The report, or the exception that there is none for: either is kept, so that a broken subject
+    is not run once per item.
+    """
     worker = getattr(config, "workerinput", {}).get("workerid", "")
-    listed = ExpectedFailures.read(state.settings.expected, missing_ok=state.settings.accept) if state.settings.expected else None
+    listed = (
+        ExpectedFailures.read(state.settings.expected, missing_ok=state.settings.accept)
+        if state.settings.expected
+        else None
+    )
     root = config.rootpath / ".rollproof"
     folder, notes = _place(root / worker / suite.folder)
     asked = Asked(
@@ -197,7 +232,9 @@ def _judged(suite: Suite, asked: Asked, *, keep: set[str]) -> Report:
 
 
 def _place(folder: Path) -> tuple[Path | None, tuple[str, ...]]:
-    """Where counterexamples go; nowhere, and a note that says so, where nothing can be written below the root folder."""
+    """Where counterexamples go; nowhere, and a note that says so, where nothing can be written
+    below the root folder.
+    """
     try:
         check_folder(folder)
     except UsageError as error:
@@ -206,25 +243,37 @@ def _place(folder: Path) -> tuple[Path | None, tuple[str, ...]]:
 
 
 def _hand_over(state: State, key: str, report: Report) -> None:
-    """Keep a report for the summary. A key that is taken, by a suite that cannot be told from this one, is numbered."""
+    """Keep a report for the summary. A key that is taken, by a suite that cannot be told from this
+    one, is numbered.
+    """
     taken = sum(known.partition("#")[0] == key for known in state.reports)
     state.reports[f"{key}#{taken + 1}" if taken else key] = report.to_dict()
 
 
 def _written(state: State, folder: Path) -> set[str]:
-    """The checks whose counterexamples another run of this session wrote there: one subject may be run in several ways."""
+    """The checks whose counterexamples another run of this session wrote there: one subject may be
+    run in several ways.
+    """
     checks = [check for report in state.reports.values() for check in report["checks"]]
-    return {check["id"] for check in checks for finding in check["findings"] if Path(finding["witness"] or "").parent == folder}
+    return {
+        check["id"]
+        for check in checks
+        for finding in check["findings"]
+        if Path(finding["witness"] or "").parent == folder
+    }
 
 
 def _suite(function: Any, cls: type | None) -> Suite | None:
-    """The suite of a function, completed from its class. Raises ``UsageError`` where a class has no subject."""
+    """The suite of a function, completed from its class. Raises ``UsageError`` where a class has no
+    subject.
+    """
     suite = getattr(function, "_rollproof_suite", None)
     if not isinstance(suite, Suite) or suite.factory is not None:
         return suite if isinstance(suite, Suite) else None
     if cls is None or not issubclass(cls, Conformance) or cls.subject is None:
         raise pytest.UsageError(
-            f"{cls.__name__ if cls else function} must set `subject`: a factory, or a method that returns a fresh subject."
+            f"{cls.__name__ if cls else function} must set `subject`: a factory, or a method that"
+            " returns a fresh subject."
         )
     return Suite(
         factory=_factory(cls),
@@ -242,11 +291,15 @@ def _suite(function: Any, cls: type | None) -> Suite | None:
 
 
 def _factory(cls: type[Conformance]) -> SubjectFactory:
-    """The class attribute as a factory: a plain function with a parameter is a method, and made on a fresh test object."""
+    """The class attribute as a factory: a plain function with a parameter is a method, and made on
+    a fresh test object.
+    """
     raw = inspect.getattr_static(cls, "subject")
     if inspect.isfunction(raw) and inspect.signature(raw).parameters:
         return lambda: getattr(cls(), "subject")()  # noqa: B009 - the attribute is a ClassVar to the type checkers, a method here
-    made: SubjectFactory = raw.__get__(None, cls) if isinstance(raw, staticmethod | classmethod) else raw
+    made: SubjectFactory = (
+        raw.__get__(None, cls) if isinstance(raw, staticmethod | classmethod) else raw
+    )
     return made
 
 
@@ -257,7 +310,9 @@ def _recipe(factory: SubjectFactory) -> dict[str, str] | None:
 
 
 def _joined(reports: list[dict[str, Any]]) -> dict[str, Any]:
-    """One JSON report: that of the only subject, or the worst verdict of each check over all, with each subject's below ``reports``."""
+    """One JSON report: that of the only subject, or the worst verdict of each check over all, with
+    each subject's below ``reports``.
+    """
     if len(reports) == 1:
         return reports[0]
     order = ("fail", "unknown", "expected fail", "pass", "not applicable")
@@ -267,7 +322,9 @@ def _joined(reports: list[dict[str, Any]]) -> dict[str, Any]:
             known = checks.setdefault(check["id"], check)
             if order.index(check["verdict"]) < order.index(known["verdict"]):
                 checks[check["id"]] = check
-    counts = {verdict: sum(check["verdict"] == verdict for check in checks.values()) for verdict in order}
+    counts = {
+        verdict: sum(check["verdict"] == verdict for check in checks.values()) for verdict in order
+    }
     exercised: dict[str, int] = {}
     for report in reports:
         for name, count in report["exercised"].items():
@@ -276,12 +333,18 @@ def _joined(reports: list[dict[str, Any]]) -> dict[str, Any]:
         **reports[0],
         "subject": ", ".join(report["subject"] for report in reports),
         "summary": {
-            verdict.replace("not applicable", "not_applicable").replace("expected fail", "expected_fail"): n
+            verdict.replace("not applicable", "not_applicable").replace(
+                "expected fail", "expected_fail"
+            ): n
             for verdict, n in counts.items()
         },
         "checks": list(checks.values()),
         "exercised": exercised,
-        "canary": min((report["canary"] for report in reports if report["canary"]), key=lambda canary: canary["red"], default={}),
+        "canary": min(
+            (report["canary"] for report in reports if report["canary"]),
+            key=lambda canary: canary["red"],
+            default={},
+        ),
         "cases": sum(report.get("cases", 0) for report in reports),
         "seconds": sum(report.get("seconds", 0) for report in reports),
         "reports": reports,

@@ -1,7 +1,8 @@
 """Recording: a user's existing test becomes the input of the checks.
 
-Works around sync and async code, on any event loop, in any number of threads: it stamps wall time and never owns a loop.
-What the test does not tell (true versions, admissions) stays absent, and the checks that need it stay unknown.
+Works around sync and async code, on any event loop, in any number of threads: it stamps wall time
+and never owns a loop. What the test does not tell (true versions, admissions) stays absent, and the
+checks that need it stay unknown.
 """
 
 from __future__ import annotations
@@ -38,7 +39,14 @@ from rollproof.core.trace import (
     Trace,
     Weights,
 )
-from rollproof.errors import ConformanceError, ExpectationError, RollproofError, SubjectError, TraceError, UsageError
+from rollproof.errors import (
+    ConformanceError,
+    ExpectationError,
+    RollproofError,
+    SubjectError,
+    TraceError,
+    UsageError,
+)
 from rollproof.judging.checks import Registry, Verdict, default_registry
 from rollproof.judging.judge import judge
 from rollproof.judging.report import Report
@@ -58,9 +66,10 @@ __all__ = ["EngineCall", "Recording", "record"]
 class EngineCall:
     """What a call of the user's engine asks for.
 
-    ``request_id`` may be left out: the rollout in whose context the call is made is meant, else the open request that sends these
-    ``prompt_ids`` next, or whose prompt is the longest prefix of them. Where that leaves several (equal prompts, and calls from
-    threads of an executor), none of them is judged: give the id.
+    ``request_id`` may be left out: the rollout in whose context the call is made is meant, else the
+    open request that sends these ``prompt_ids`` next, or whose prompt is the longest prefix of
+    them. Where that leaves several (equal prompts, and calls from threads of an executor), none of
+    them is judged: give the id.
     """
 
     prompt_ids: tuple[int, ...]
@@ -84,25 +93,38 @@ def record(
     save: str | Path | None = None,
     on_report: Callable[[Mapping[str, Any]], None] | None = None,
 ) -> Recording:
-    """Record what happens in a ``with`` block, judge it at the end, and raise ``ConformanceError`` with what was found.
+    """Record what happens in a ``with`` block, judge it at the end, and raise ``ConformanceError``
+    with what was found.
 
-    ``contract`` is what the stack promises, ``engine`` what the engines below it do (where known). ``only`` selects checks,
-    ``expected`` maps ids of checks known to fail to their reasons, ``save`` keeps the trace as a file for ``rollproof check``,
-    ``on_report`` is handed the JSON report::
+    ``contract`` is what the stack promises, ``engine`` what the engines below it do (where known).
+    ``only`` selects checks, ``expected`` maps ids of checks known to fail to their reasons,
+    ``save`` keeps the trace as a file for ``rollproof check``, ``on_report`` is handed the JSON
+    report::
 
         with rollproof.record(contract) as trace:
             server.generate = trace.engine(server.generate, to_call=..., to_output=...)
             run = trace.rollout(client.generate, to_request=..., to_record=...)
             await run(prompt_ids)
 
-    An exception of the block itself passes unchanged; what was recorded until then is saved, not judged. Raises ``UsageError`` where
-    ``save`` cannot be written to, before the block, and at its end for requests that were submitted and never ended.
+    An exception of the block itself passes unchanged; what was recorded until then is saved, not
+    judged. Raises ``UsageError`` where ``save`` cannot be written to, before the block, and at its
+    end for requests that were submitted and never ended.
     """
-    return Recording(contract, name=name, engine=engine, only=only, expected=expected, save=save, on_report=on_report)
+    return Recording(
+        contract,
+        name=name,
+        engine=engine,
+        only=only,
+        expected=expected,
+        save=save,
+        on_report=on_report,
+    )
 
 
 class Recording:
-    """A run being recorded; ``recorded`` is the trace so far, ``report`` the outcome once the block has ended."""
+    """A run being recorded; ``recorded`` is the trace so far, ``report`` the outcome once the block
+    has ended.
+    """
 
     def __init__(
         self,
@@ -116,14 +138,23 @@ class Recording:
         on_report: Callable[[Mapping[str, Any]], None] | None = None,
     ) -> None:
         if not isinstance(contract, Contract):
-            raise UsageError(f"record() takes the Contract that the stack promises, not {type(contract).__name__}.")
+            raise UsageError(
+                "record() takes the Contract that the stack promises, not"
+                f" {type(contract).__name__}."
+            )
         if engine is not None and not isinstance(engine, Contract):
-            raise UsageError(f"record() takes the engines' Contract as `engine`, not {type(engine).__name__}.")
+            raise UsageError(
+                f"record() takes the engines' Contract as `engine`, not {type(engine).__name__}."
+            )
         if not isinstance(name, str):
             raise UsageError(f"record() takes text as `name`, not {type(name).__name__}.")
         registry = default_registry()
         chosen = as_names(only, "only")
-        self._registry = registry.select(chosen) if chosen else Registry([check for check in registry if check.judges(ROLLOUTS)])
+        self._registry = (
+            registry.select(chosen)
+            if chosen
+            else Registry([check for check in registry if check.judges(ROLLOUTS)])
+        )
         self._expected = as_expected(expected)
         self._header = Header(subject=name, contract=contract, engine=engine, profile="recorded")
         self._save = None if save is None else as_path(save, "save")
@@ -155,35 +186,53 @@ class Recording:
         request = sound_request(request, "The caller of submit()")
         with self._lock:
             if request.request_id in self._owners:
-                raise UsageError(f"Request {request.request_id!r} is already open: give each rollout an id of its own.")
+                raise UsageError(
+                    f"Request {request.request_id!r} is already open: give each rollout an id of"
+                    " its own."
+                )
             self._owners.begin(request)
             self._submitted.add(request.request_id)
             self._recorder.record(Submit(request=request))
 
-    def result(self, rollout: Rollout | None = None, *, request_id: str | None = None, error: str | None = None) -> None:
+    def result(
+        self,
+        rollout: Rollout | None = None,
+        *,
+        request_id: str | None = None,
+        error: str | None = None,
+    ) -> None:
         """A request has ended: with a sample, with an error, or dropped (neither given)."""
         if rollout is not None:
             rollout = sound_rollout(rollout, "The caller of result()")
         ended = rollout.request_id if rollout is not None else request_id
         if ended is None:
-            raise UsageError("result() needs a rollout, or the request_id of the request that ended without one.")
+            raise UsageError(
+                "result() needs a rollout, or the request_id of the request that ended without one."
+            )
         event = Result(request_id=ended, rollout=rollout, error=error)
         _refuse_misfit(event, "result()")
         with self._lock:
             if ended not in self._submitted:
                 raise UsageError(
-                    f"Request {ended!r} ends but was never submitted: call submit() first. Open are {list(self._owners.ids)[:9] or 'none'}."
+                    f"Request {ended!r} ends but was never submitted: call submit() first. Open are"
+                    f" {list(self._owners.ids)[:9] or 'none'}."
                 )
             self._owners.end(ended)
             self._recorder.record(event)
 
     def rollout(
-        self, function: Callable[..., Any], *, to_request: Callable[..., Request], to_record: Callable[[Any], Rollout]
+        self,
+        function: Callable[..., Any],
+        *,
+        to_request: Callable[..., Request],
+        to_record: Callable[[Any], Rollout],
     ) -> Callable[..., Any]:
-        """Wrap the stack's own rollout function, sync or async, so that each call is recorded as one request.
+        """Wrap the stack's own rollout function, sync or async, so that each call is recorded as
+        one request.
 
-        ``to_request`` is called with the arguments of the call, ``to_record`` with what it returned (not for ``None``, which
-        says that the sample was dropped). An exception is recorded as the request's end and goes on to the caller.
+        ``to_request`` is called with the arguments of the call, ``to_record`` with what it returned
+        (not for ``None``, which says that the sample was dropped). An exception is recorded as the
+        request's end and goes on to the caller.
         """
 
         def begin(*args: Any, **kwargs: Any) -> Watched:
@@ -191,7 +240,9 @@ class Recording:
             self.submit(request)
             return Watched(
                 take=lambda native: self._ended(request, native, to_record),
-                fail=lambda error: self.result(request_id=request.request_id, error=told_with_place(error)),
+                fail=lambda error: self.result(
+                    request_id=request.request_id, error=told_with_place(error)
+                ),
                 request_id=request.request_id,
             )
 
@@ -199,12 +250,18 @@ class Recording:
         return wrapped(function, begin)
 
     def engine(
-        self, function: Callable[..., Any], *, to_call: Callable[..., EngineCall], to_output: Callable[[Any], EngineOutput]
+        self,
+        function: Callable[..., Any],
+        *,
+        to_call: Callable[..., EngineCall],
+        to_output: Callable[[Any], EngineOutput],
     ) -> Callable[..., Any]:
-        """Wrap the function by which the stack calls an engine, sync or async, so that calls and replies are recorded.
+        """Wrap the function by which the stack calls an engine, sync or async, so that calls and
+        replies are recorded.
 
-        ``to_call`` is called with the arguments of the call, ``to_output`` with what the engine returned. A call that raises or is
-        cancelled stays without a reply: its outcome is unknown to the caller, and it excuses the error that its request may end with.
+        ``to_call`` is called with the arguments of the call, ``to_output`` with what the engine
+        returned. A call that raises or is cancelled stays without a reply: its outcome is unknown
+        to the caller, and it excuses the error that its request may end with.
         """
 
         def begin(*args: Any, **kwargs: Any) -> Watched:
@@ -219,7 +276,9 @@ class Recording:
             def failed(error: BaseException) -> None:
                 with self._lock:
                     self._owners.answered(call_id)
-                    self._recorder.record(Fault(what="lost-reply", call_id=call_id, detail=told(error)))
+                    self._recorder.record(
+                        Fault(what="lost-reply", call_id=call_id, detail=told(error))
+                    )
 
             return Watched(take=answered, fail=failed)
 
@@ -228,20 +287,48 @@ class Recording:
 
     def observation(self, request_id: str, token_ids: Iterable[int]) -> None:
         """The environment appends tokens to a request's sequence."""
-        ids = as_tokens(token_ids if isinstance(token_ids, list | tuple) or hasattr(token_ids, "tolist") else _listed(token_ids))
+        ids = as_tokens(
+            token_ids
+            if isinstance(token_ids, list | tuple) or hasattr(token_ids, "tolist")
+            else _listed(token_ids)
+        )
         self._add(Observation(request_id=request_id, token_ids=ids), "observation()")
         with self._lock:
             self._owners.extend(request_id, ids)
 
-    def weights(self, version: Version, *, server: str = "s0", loaded: bool = True, identity: bool = False, flushed: bool = False) -> None:
+    def weights(
+        self,
+        version: Version,
+        *,
+        server: str = "s0",
+        loaded: bool = True,
+        identity: bool = False,
+        flushed: bool = False,
+    ) -> None:
         """A server's weights became ``version`` and were published under that label."""
-        event = Weights(server_id=server, version=version, label=version, loaded=loaded, identity=identity, flushed=flushed)
+        event = Weights(
+            server_id=server,
+            version=version,
+            label=version,
+            loaded=loaded,
+            identity=identity,
+            flushed=flushed,
+        )
         self._add(event, "weights()")
 
-    def pause(self, mode: PauseMode | str = PauseMode.ABORT, *, server: str = "s0", clear_cache: bool = False) -> None:
+    def pause(
+        self,
+        mode: PauseMode | str = PauseMode.ABORT,
+        *,
+        server: str = "s0",
+        clear_cache: bool = False,
+    ) -> None:
         """A server acknowledged a pause."""
         if mode not in list(PauseMode):
-            raise UsageError(f"pause() takes one of the modes {[str(each) for each in PauseMode]}, not {show(mode)}.")
+            raise UsageError(
+                f"pause() takes one of the modes {[str(each) for each in PauseMode]}, not"
+                f" {show(mode)}."
+            )
         self._add(Pause(server_id=server, mode=PauseMode(mode), clear_cache=clear_cache), "pause()")
 
     def resume(self, *, server: str = "s0") -> None:
@@ -255,7 +342,12 @@ class Recording:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
         __tracebackhide__ = True  # pytest then shows the line of the test
         trouble = self._saved()
         if error is not None:
@@ -272,7 +364,9 @@ class Recording:
             raise trouble
 
     def _saved(self) -> TraceError | None:
-        """Write the trace where it was asked for; why that failed, which must not hide what the block or the checks say."""
+        """Write the trace where it was asked for; why that failed, which must not hide what the
+        block or the checks say.
+        """
         if self._save is None:
             return None
         from rollproof.store import dump_trace
@@ -286,7 +380,10 @@ class Recording:
                 dump_trace(self.recorded, kept)
             except (TraceError, OSError):
                 return TraceError(f"The recorded trace could not be saved: {told(error)}.")
-            return TraceError(f"The recorded trace could not be saved in its place: {told(error)}. It was kept as {kept}.")
+            return TraceError(
+                f"The recorded trace could not be saved in its place: {told(error)}. It was kept as"
+                f" {kept}."
+            )
         return None
 
     def _add(self, event: Event, where: str) -> None:
@@ -300,15 +397,23 @@ class Recording:
             return
         rollout = sound_rollout(to_record(native), "to_record")
         if rollout.request_id != request.request_id:
-            raise SubjectError(f"to_record returned the rollout of request {rollout.request_id!r} for request {request.request_id!r}.")
+            raise SubjectError(
+                f"to_record returned the rollout of request {rollout.request_id!r} for request"
+                f" {request.request_id!r}."
+            )
         self.result(rollout)
 
     def _called(self, call: EngineCall) -> int:
         if not isinstance(call, EngineCall):
-            raise SubjectError(f"to_call must return an EngineCall (rollproof.recording.recorder), not {type(call).__name__}.")
+            raise SubjectError(
+                "to_call must return an EngineCall (rollproof.recording.recorder), not"
+                f" {type(call).__name__}."
+            )
         prompt_ids = as_tokens(call.prompt_ids, what="prompt_ids of to_call's EngineCall")
         with self._lock:
-            owners = (call.request_id,) if call.request_id is not None else self._owners.of(prompt_ids)
+            owners = (
+                (call.request_id,) if call.request_id is not None else self._owners.of(prompt_ids)
+            )
             event = Call(
                 call_id=self._calls + 1,
                 request_id=owners[0] if len(owners) == 1 else "",
@@ -333,14 +438,19 @@ class Recording:
     def _conclude(self) -> None:
         __tracebackhide__ = True
         if not self._submitted:
-            raise UsageError("Nothing was recorded: wrap the rollout function with trace.rollout(...), or call trace.submit(...).")
+            raise UsageError(
+                "Nothing was recorded: wrap the rollout function with trace.rollout(...), or call"
+                " trace.submit(...)."
+            )
         trace = self.recorded
         scenarios = Scenarios()
         for event in trace.events:
             scenarios.event(event)
         results = judge(trace, self._registry).results
         passed = Registry([result.check for result in results if result.verdict is Verdict.PASS])
-        fit = any(plant.check_id in passed.ids for plant in plants()) or all(result.verdict is not Verdict.FAIL for result in results)
+        fit = any(plant.check_id in passed.ids for plant in plants()) or all(
+            result.verdict is not Verdict.FAIL for result in results
+        )
         self._report = Report(
             subject=self._header.subject,
             profile="recorded",
@@ -354,22 +464,38 @@ class Recording:
         data = self._report.to_dict()
         if self._on_report is not None:
             self._on_report(data)
-        stale = [result.id for result in results if result.id in self._expected and result.verdict is Verdict.PASS]
+        stale = [
+            result.id
+            for result in results
+            if result.id in self._expected and result.verdict is Verdict.PASS
+        ]
         if self._report.failed:
-            failed = [line for check in data["checks"] if check["verdict"] == "fail" for line in check_lines(check)]
-            raise ConformanceError(f"{self._header.subject}: {summary_text(data)}\n{text_of(failed)}")
+            failed = [
+                line
+                for check in data["checks"]
+                if check["verdict"] == "fail"
+                for line in check_lines(check)
+            ]
+            raise ConformanceError(
+                f"{self._header.subject}: {summary_text(data)}\n{text_of(failed)}"
+            )
         if stale:
-            raise ExpectationError(f"Expected to fail, but passing: {', '.join(stale)}. Remove them from `expected`.")
+            raise ExpectationError(
+                f"Expected to fail, but passing: {', '.join(stale)}. Remove them from `expected`."
+            )
         if self._owners.ids:
             raise UsageError(
-                f"Requests {list(self._owners.ids)[:9]} were submitted and never ended within the block, so nothing is known of them: wait"
-                " for them in the block, or tell their end with trace.result(...)."
+                f"Requests {list(self._owners.ids)[:9]} were submitted and never ended within the"
+                " block, so nothing is known of them: wait for them in the block, or tell their"
+                " end with trace.result(...)."
             )
 
 
 def _listed(value: Any) -> Any:
     """What can be iterated as a list; anything else as it is, to be refused."""
-    return list(value) if isinstance(value, Iterable) and not isinstance(value, str | bytes) else value
+    return (
+        list(value) if isinstance(value, Iterable) and not isinstance(value, str | bytes) else value
+    )
 
 
 def _refuse_misfit(event: Event, where: str) -> None:

@@ -15,21 +15,31 @@ from rollproof.store.values import show
 
 __all__ = ["Watched", "check_wrapping", "wrapped"]
 
-_STREAMING = "Wrap the function that gathers its items into one answer, or tell what happens with trace.submit(...) and trace.result(...)."
+_STREAMING = (
+    "Wrap the function that gathers its items into one answer, or tell what happens with"
+    " trace.submit(...) and trace.result(...)."
+)
 
 
 def check_wrapping(where: str, function: Any, **callbacks: Any) -> None:
-    """Refuse what cannot be wrapped: a generator's tokens come after its call, where nobody watches any more."""
+    """Refuse what cannot be wrapped: a generator's tokens come after its call, where nobody watches
+    any more.
+    """
     for name, given in {"function": function, **callbacks}.items():
         if not callable(given):
             raise UsageError(f"{where} takes a function as `{name}`, not {show(given)}.")
     if inspect.isasyncgenfunction(function) or inspect.isgeneratorfunction(function):
-        raise UsageError(f"{where} cannot record {getattr(function, '__qualname__', function)!r}: it is a generator. {_STREAMING}")
+        raise UsageError(
+            f"{where} cannot record {getattr(function, '__qualname__', function)!r}: it is a"
+            f" generator. {_STREAMING}"
+        )
 
 
 @dataclass(frozen=True, slots=True)
 class Watched:
-    """One call of a wrapped function: what to do with its outcome, and the request that it is about (for rollouts)."""
+    """One call of a wrapped function: what to do with its outcome, and the request that it is about
+    (for rollouts).
+    """
 
     take: Callable[[Any], None]
     fail: Callable[[BaseException], None]
@@ -38,7 +48,9 @@ class Watched:
     @contextmanager
     def running(self) -> Iterator[None]:
         """Attribute engine calls made meanwhile, and tell a failure."""
-        token = CURRENT.set(Running(self.request_id, here())) if self.request_id is not None else None
+        token = (
+            CURRENT.set(Running(self.request_id, here())) if self.request_id is not None else None
+        )
         try:
             yield
         except BaseException as error:  # cancellation is an outcome too; it goes on to the caller
@@ -50,7 +62,9 @@ class Watched:
 
 
 def wrapped(function: Callable[..., Any], begin: Callable[..., Watched]) -> Callable[..., Any]:
-    """``function`` with its calls watched; sync, async, or sync and returning an awaitable (``handle.method.remote``)."""
+    """``function`` with its calls watched; sync, async, or sync and returning an awaitable
+    (``handle.method.remote``).
+    """
 
     async def finished(watched: Watched, awaitable: Awaitable[Any]) -> Any:
         with watched.running():

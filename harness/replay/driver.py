@@ -22,8 +22,25 @@ from rollproof.core.trainer_contract import terms_of
 from rollproof.errors import RollproofError, SubjectError, UsageError
 from rollproof.replay.expected_rows import chosen_by
 from rollproof.replay.outcomes import changed_fields, injected, sound_outcome
-from rollproof.replay.plans import EMPTY, NO_RESPONSE, SHORT, Episode, Planned, RoutesFrom, episodes_for, random_episodes
-from rollproof.replay.replay_samples import as_given, as_payload, make_samples, shortest, spoiled, with_drawn_routes, without_response
+from rollproof.replay.plans import (
+    EMPTY,
+    NO_RESPONSE,
+    SHORT,
+    Episode,
+    Planned,
+    RoutesFrom,
+    episodes_for,
+    random_episodes,
+)
+from rollproof.replay.replay_samples import (
+    as_given,
+    as_payload,
+    make_samples,
+    shortest,
+    spoiled,
+    with_drawn_routes,
+    without_response,
+)
 from rollproof.simulation import virtual_loop
 from rollproof.simulation.exception_policy import blame
 
@@ -42,15 +59,19 @@ def record_replay(
     recipe: Mapping[str, Any] | None = None,
     progress: Callable[[Progress], None] | None = None,
 ) -> Trace:
-    """Ask fresh subjects, one per episode, for the episodes of a profile, or of those for the ones named ``only``.
+    """Ask fresh subjects, one per episode, for the episodes of a profile, or of those for the ones
+    named ``only``.
 
-    What a subject raises is recorded, and what it does not offer is skipped with the reason. Raises ``UsageError`` for an episode that does
-    not exist, and ``SubjectError`` for what is no ``ReplaySubject``, or returns what no trace can hold.
+    What a subject raises is recorded, and what it does not offer is skipped with the reason. Raises
+    ``UsageError`` for an episode that does not exist, and ``SubjectError`` for what is no
+    ``ReplaySubject``, or returns what no trace can hold.
     """
     label = name or str(getattr(factory, "__qualname__", type(factory).__name__))
     subject = make_subject(factory, label)
     contract = subject.contract
-    episodes = _named(list(episodes_for(contract, extra=random_episodes(profile), seed=seed)), tuple(only))
+    episodes = _named(
+        list(episodes_for(contract, extra=random_episodes(profile), seed=seed)), tuple(only)
+    )
     header = Header(
         subject=label,
         contract=contract,
@@ -65,7 +86,9 @@ def record_replay(
 
         def tell(step: str, *, done: int = number, episode: str = episode.name) -> None:
             if progress is not None:
-                progress(Progress(done=done, total=len(episodes), what=f"{label}: {episode}, {step}"))
+                progress(
+                    Progress(done=done, total=len(episodes), what=f"{label}: {episode}, {step}")
+                )
 
         tell("a fresh subject")
         drive_episode(subject or make_subject(factory, label), episode, recorder, label, tell=tell)
@@ -74,20 +97,47 @@ def record_replay(
 
 
 def record_again(factory: SubjectFactory, header: Header) -> Trace:
-    """Ask a fresh subject for the episodes that a trace was made from. Raises ``UsageError`` where the header names none."""
+    """Ask a fresh subject for the episodes that a trace was made from. Raises ``UsageError`` where
+    the header names none.
+    """
     episodes = (header.case or {}).get("episodes")
-    if not isinstance(episodes, list | tuple) or not episodes or not all(isinstance(one, str) for one in episodes):
-        raise UsageError("The case of this trace names no episodes: it was not written by rollproof, or was edited.")
+    if (
+        not isinstance(episodes, list | tuple)
+        or not episodes
+        or not all(isinstance(one, str) for one in episodes)
+    ):
+        raise UsageError(
+            "The case of this trace names no episodes: it was not written by rollproof, or was"
+            " edited."
+        )
     return record_replay(
-        factory, name=header.subject, profile=header.profile or "pr", seed=header.seed, only=episodes, recipe=header.recipe
+        factory,
+        name=header.subject,
+        profile=header.profile or "pr",
+        seed=header.seed,
+        only=episodes,
+        recipe=header.recipe,
     )
 
 
 def drive_episode(
-    subject: Any, episode: Episode, recorder: Recorder, label: str = "the subject", *, tell: Callable[[str], None] | None = None
+    subject: Any,
+    episode: Episode,
+    recorder: Recorder,
+    label: str = "the subject",
+    *,
+    tell: Callable[[str], None] | None = None,
 ) -> None:
-    """Ask a fresh subject for the steps of one episode, and let it end; ``tell`` is called with the name of each step before it."""
-    drive = _Drive(subject=subject, contract=subject.contract, label=label, episode=episode.name, recorder=recorder)
+    """Ask a fresh subject for the steps of one episode, and let it end; ``tell`` is called with the
+    name of each step before it.
+    """
+    drive = _Drive(
+        subject=subject,
+        contract=subject.contract,
+        label=label,
+        episode=episode.name,
+        recorder=recorder,
+    )
     try:
         for planned in episode.steps:
             if tell is not None:
@@ -100,7 +150,10 @@ def drive_episode(
 def _named(episodes: list[Episode], only: tuple[str, ...]) -> list[Episode]:
     stray = sorted(set(only) - {episode.name for episode in episodes})
     if stray:
-        raise UsageError(f"This trainer has no episodes {stray}; those of its contract are {[episode.name for episode in episodes]}.")
+        raise UsageError(
+            f"This trainer has no episodes {stray}; those of its contract are"
+            f" {[episode.name for episode in episodes]}."
+        )
     return [episode for episode in episodes if not only or episode.name in only]
 
 
@@ -116,9 +169,15 @@ def make_subject(factory: SubjectFactory, label: str) -> Any:
     contract = getattr(subject, "contract", None)
     missing = [] if callable(getattr(subject, "run", None)) else ["a method `run(step, spy)`"]
     if not isinstance(contract, Contract) or contract.replay is None:
-        missing.insert(0, "a `contract` with replay terms (rollproof.replay.contract.trainer_contract makes one)")
+        missing.insert(
+            0,
+            "a `contract` with replay terms (rollproof.replay.contract.trainer_contract makes one)",
+        )
     if missing:
-        raise SubjectError(f"{label} made a {type(subject).__name__}, which is no ReplaySubject: it needs {' and '.join(missing)}.")
+        raise SubjectError(
+            f"{label} made a {type(subject).__name__}, which is no ReplaySubject: it needs"
+            f" {' and '.join(missing)}."
+        )
     return subject
 
 
@@ -156,7 +215,8 @@ class _Drive:
         given = replace(
             step,
             microbatches=tuple(
-                tuple(as_given(one, floating=one.request_id == floating) for one in microbatch) for microbatch in step.microbatches
+                tuple(as_given(one, floating=one.request_id == floating) for one in microbatch)
+                for microbatch in step.microbatches
             ),
         )
         spy = Spy(given)
@@ -169,15 +229,24 @@ class _Drive:
             outcome = Outcome(step=step.name, skipped=str(error))
         except _Refused as error:
             outcome = Outcome(step=step.name, error=str(error))
-        strays = [type(one).__name__ for one in spy.events if not isinstance(one, Routing | Install)]
+        strays = [
+            type(one).__name__ for one in spy.events if not isinstance(one, Routing | Install)
+        ]
         if strays:
-            raise SubjectError(f"{self.label} gave its spy a {strays[0]}: Spy.extend takes the `events` of another Spy.")
+            raise SubjectError(
+                f"{self.label} gave its spy a {strays[0]}: Spy.extend takes the `events` of another"
+                " Spy."
+            )
         for event in spy.events:
             self.recorder.record(event)
         self.calls[step.name] = [
-            one for one in spy.events if isinstance(one, Routing) and one.phase is Phase.FORWARD and one.model == "policy"
+            one
+            for one in spy.events
+            if isinstance(one, Routing) and one.phase is Phase.FORWARD and one.model == "policy"
         ]
-        self._end(step, replace(outcome, changed=changed_fields(step.samples, given.samples)), subject)
+        self._end(
+            step, replace(outcome, changed=changed_fields(step.samples, given.samples)), subject
+        )
 
     def stop(self) -> None:
         """Let the subject, and its variants, end."""
@@ -200,9 +269,16 @@ class _Drive:
         residue = getattr(subject, "residue", None)
         if callable(residue) and not outcome.skipped and step.variant == "":
             left = self._optional("residue", residue)
-            if not isinstance(left, Mapping) or not all(isinstance(one, str) and is_whole(left[one]) for one in left):
-                raise SubjectError(f"{self.label}.residue must return a mapping from names to whole numbers, not {left!r:.200}.")
-            self.recorder.record(Residue(after=step.name, left={one: int(left[one]) for one in left}))
+            if not isinstance(left, Mapping) or not all(
+                isinstance(one, str) and is_whole(left[one]) for one in left
+            ):
+                raise SubjectError(
+                    f"{self.label}.residue must return a mapping from names to whole numbers, not"
+                    f" {left!r:.200}."
+                )
+            self.recorder.record(
+                Residue(after=step.name, left={one: int(left[one]) for one in left})
+            )
 
     def _run(self, subject: Any, step: Step, spy: Spy) -> Outcome:
         run = subject.run if step.variant != REFERENCE else None
@@ -227,13 +303,23 @@ class _Drive:
                 raise UnsupportedStep(f"the subject has no variants, so none {planned.variant!r}")
             try:
                 made = _settled(make(planned.variant))
-            except (KeyError, NotImplementedError) as error:  # the ways to say that it is not offered: a table without it, or in words
-                raise UnsupportedStep(f"the subject has no variant {planned.variant!r}: {told(error)}") from error
-            except BaseException as error:  # an option that replay cannot go with may be refused while a model is made
+            except (
+                KeyError,
+                NotImplementedError,
+            ) as error:  # the ways to say that it is not offered: a table without it, or in words
+                raise UnsupportedStep(
+                    f"the subject has no variant {planned.variant!r}: {told(error)}"
+                ) from error
+            except (
+                BaseException
+            ) as error:  # an option that replay cannot go with may be refused while a model is made
                 _pass_on(error, f"{self.label}.variant")
                 raise _Refused(told(error)) from error
             if not callable(getattr(made, "run", None)):
-                raise SubjectError(f"{self.label}.variant({planned.variant!r}) must return a ReplaySubject, not {type(made).__name__}.")
+                raise SubjectError(
+                    f"{self.label}.variant({planned.variant!r}) must return a ReplaySubject, not"
+                    f" {type(made).__name__}."
+                )
             self.variants[planned.variant] = made
         return self.variants[planned.variant]
 
@@ -252,22 +338,30 @@ class _Drive:
             _settled(set_weights(step.weights))
             if step.nudge and nudge is not None:
                 _settled(nudge(step.nudge_layer, step.nudge))
-        except NotImplementedError as error:  # the way to say that a subject does not offer it (UnsupportedStep is one)
-            raise UnsupportedStep(f"the subject has no weights number {step.weights}: {told(error)}") from error
+        except (
+            NotImplementedError
+        ) as error:  # the way to say that a subject does not offer it (UnsupportedStep is one)
+            raise UnsupportedStep(
+                f"the subject has no weights number {step.weights}: {told(error)}"
+            ) from error
         except BaseException as error:
             _pass_on(error, f"{self.label}.set_weights")
             if step.weights < 0:  # NaN may be refused where weights are set
                 raise _Refused(told(error)) from error
             raise SubjectError(
-                f"{self.label} could not set weights number {step.weights}, nudged by {step.nudge}: {told(error)}. What a subject does not "
-                "offer is told by raising UnsupportedStep."
+                f"{self.label} could not set weights number {step.weights}, nudged by {step.nudge}:"
+                f" {told(error)}. What a subject does not offer is told by raising UnsupportedStep."
             ) from error
         self.weights[id(subject)] = wanted
 
     def _step(self, planned: Planned) -> Step:
-        """The step with its samples. Raises ``UnsupportedStep`` where the routes of an earlier step are wanted and not known."""
+        """The step with its samples. Raises ``UnsupportedStep`` where the routes of an earlier step
+        are wanted and not known.
+        """
         made = make_samples(self.contract, planned.batch)
-        samples = list(self._routed(planned, tuple(map(shortest, made)) if planned.edge == SHORT else made))
+        samples = list(
+            self._routed(planned, tuple(map(shortest, made)) if planned.edge == SHORT else made)
+        )
         defective = ""
         if planned.defect is not None:
             spot = len(samples) // 2
@@ -279,7 +373,9 @@ class _Drive:
         microbatches = [tuple(samples[i : i + size]) for i in range(0, len(samples), size)]
         if planned.edge == EMPTY:
             microbatches[-1:] = [()]
-        return replace(_bare(planned, self.episode), microbatches=tuple(microbatches), defective=defective)
+        return replace(
+            _bare(planned, self.episode), microbatches=tuple(microbatches), defective=defective
+        )
 
     def _fitted(self, sample: Rollout) -> Rollout:
         """The sample with no more rows than its tokens have."""
@@ -295,38 +391,62 @@ class _Drive:
         if kind in (RoutesFrom.DRAWN, RoutesFrom.LARGEST):
             random = np.random.default_rng([planned.seed, planned.batch])
             largest = kind is RoutesFrom.LARGEST
-            made = [with_drawn_routes(self.contract, sample, random, largest=largest) for sample in samples]
-            return tuple(made if planned.cut is None else [replace(one, routes=_cut(one.routes, planned.cut)) for one in made])
+            made = [
+                with_drawn_routes(self.contract, sample, random, largest=largest)
+                for sample in samples
+            ]
+            return tuple(
+                made
+                if planned.cut is None
+                else [replace(one, routes=_cut(one.routes, planned.cut)) for one in made]
+            )
         before = self.steps.get(planned.of)
         if before is None or not self.outcomes[planned.of].done:
-            raise UnsupportedStep(f"step {planned.of!r}, whose routes it takes, did not run to its end")
+            raise UnsupportedStep(
+                f"step {planned.of!r}, whose routes it takes, did not run to its end"
+            )
         if kind is RoutesFrom.RECORDED:
             recorded = self.outcomes[planned.of].recorded
-            return tuple(replace(sample, routes=recorded.get(sample.request_id)) for sample in samples)
+            return tuple(
+                replace(sample, routes=recorded.get(sample.request_id)) for sample in samples
+            )
         chosen = chosen_by(self.contract, before, self.calls[planned.of])
         if chosen is None:
-            raise UnsupportedStep(f"the spy did not see every row of step {planned.of!r} routed, so its routes are not known")
+            raise UnsupportedStep(
+                f"the spy did not see every row of step {planned.of!r} routed, so its routes are"
+                " not known"
+            )
         experts = self.contract.num_experts or 1
         if chosen.size and chosen.max() >= experts:
             raise UnsupportedStep(
-                f"a router of step {planned.of!r} chose expert {chosen.max()}, and the contract declares {experts} of them"
+                f"a router of step {planned.of!r} chose expert {chosen.max()}, and the contract"
+                f" declares {experts} of them"
             )
         starts = np.cumsum([0, *(sample.total for sample in samples)]).tolist()
         pieces = [chosen[start:end] for start, end in pairwise(starts)]
         if kind is RoutesFrom.DISJOINT:
             if 2 * (self.contract.top_k or 1) > (self.contract.num_experts or 1):
-                raise UnsupportedStep("there are fewer than 2 * top_k experts, so every choice overlaps with every other")
+                raise UnsupportedStep(
+                    "there are fewer than 2 * top_k experts, so every choice overlaps with every"
+                    " other"
+                )
             random = np.random.default_rng(planned.seed)
-            return tuple(with_drawn_routes(self.contract, one, random, avoid) for one, avoid in zip(samples, pieces, strict=True))
+            return tuple(
+                with_drawn_routes(self.contract, one, random, avoid)
+                for one, avoid in zip(samples, pieces, strict=True)
+            )
         return tuple(
-            replace(sample, routes=as_payload(self.contract, piece, planned.cut)) for sample, piece in zip(samples, pieces, strict=True)
+            replace(sample, routes=as_payload(self.contract, piece, planned.cut))
+            for sample, piece in zip(samples, pieces, strict=True)
         )
 
 
 def _pass_on(error: BaseException, where: str) -> None:
-    """Raise what is no outcome: Ctrl-C, an end of the process, and what says that the subject itself cannot go on.
+    """Raise what is no outcome: Ctrl-C, an end of the process, and what says that the subject
+    itself cannot go on.
 
-    rollproof's other errors are outcomes like any: its own replay code refuses routers and routes by them.
+    rollproof's other errors are outcomes like any: its own replay code refuses routers and routes
+    by them.
     """
     if isinstance(error, UnsupportedStep | SubjectError | UsageError):
         raise error
@@ -353,7 +473,9 @@ def _bare(planned: Planned, episode: str) -> Step:
         "defect",
         "edge",
     )
-    return Step(episode=episode, microbatches=(), **{name: getattr(planned, name) for name in names})
+    return Step(
+        episode=episode, microbatches=(), **{name: getattr(planned, name) for name in names}
+    )
 
 
 def _cut(routes: IntArray | None, rows: int) -> IntArray | None:

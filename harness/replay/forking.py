@@ -1,4 +1,5 @@
-"""Forking: the process that imports what the ranks of a run need, once, and forks them; and the life of each rank.
+"""Forking: the process that imports what the ranks of a run need, once, and forks them; and the
+life of each rank.
 
 The other side of ``rollproof.replay.process_group``, which starts it.
 """
@@ -28,17 +29,23 @@ from typing import Any, NoReturn, TypeAlias
 __all__ = ["UNPICKLED", "Said", "Task", "nurse"]
 
 Task: TypeAlias = "Callable[[int, int], Callable[[Any], Any]]"
-"""``task(rank, world_size)`` is called once in every rank, and what it returns for each job. Importable; jobs and results are pickled."""
+"""``task(rank, world_size)`` is called once in every rank, and what it returns for each job.
+Importable; jobs and results are pickled.
+"""
 
 UNPICKLED = (pickle.PicklingError, AttributeError, TypeError)
 """What pickle raises for what it cannot pickle."""
 _UNMET = (EOFError, ConnectionError, FileNotFoundError, pickle.UnpicklingError)
-"""What a nursery meets where its parent is gone already: half a start or none, a socket where nobody listens, or no socket."""
+"""What a nursery meets where its parent is gone already: half a start or none, a socket where
+nobody listens, or no socket.
+"""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Said:
-    """What a rank answered: a result, or the text of an exception, the exception, and when (one clock for all ranks)."""
+    """What a rank answered: a result, or the text of an exception, the exception, and when (one
+    clock for all ranks).
+    """
 
     result: Any = None
     failed: str | None = None
@@ -53,7 +60,9 @@ def nurse(folder: Path) -> None:
         sys.path[:] = start["path"]
         parent = Client(str(folder / "socket"), "AF_UNIX", authkey=start["key"])
     except _UNMET:
-        shutil.rmtree(folder, ignore_errors=True)  # its owner was killed before it could hand it over
+        shutil.rmtree(
+            folder, ignore_errors=True
+        )  # its owner was killed before it could hand it over
         raise
     with parent as pipe:
         children: dict[int, int] = {}
@@ -74,18 +83,30 @@ def nurse(folder: Path) -> None:
             shutil.rmtree(folder, ignore_errors=True)  # its owner may have been killed
 
 
-def _nursed(ask: Any, folder: Path, start: dict[str, Any], children: dict[int, int], fates: dict[int, int], pipe: Connection) -> Any:
+def _nursed(
+    ask: Any,
+    folder: Path,
+    start: dict[str, Any],
+    children: dict[int, int],
+    fates: dict[int, int],
+    pipe: Connection,
+) -> Any:
     match ask:
         case "import" if start["cuda"]:
-            pass  # CUDA, once started, does not survive a fork, and some modules start it when they are imported
+            # CUDA, once started, does not survive a fork, and some modules start it when they are
+            # imported
+            pass
         case "import":
             import torch
 
             torch.set_num_threads(1)
             for module in start["preload"]:
                 importlib.import_module(module)
-            gc.freeze()  # or every full collection of a rank walks what all ranks share, and so copies it
-            gc.set_threshold(20_000, 50, 100)  # a step makes objects by the ten thousands, hardly any in cycles
+            # or every full collection of a rank walks what all ranks share, and so copies it
+            gc.freeze()
+            gc.set_threshold(
+                20_000, 50, 100
+            )  # a step makes objects by the ten thousands, hardly any in cycles
         case ("fork", run):
             fates.clear()
             for rank in range(run["world_size"]):
@@ -116,7 +137,9 @@ def _end(children: dict[int, int], fates: dict[int, int]) -> None:
 
 
 def _live(rank: int, run: dict[str, Any], folder: Path, key: bytes) -> NoReturn:
-    """The life of one rank: join the group, then one job after the other, until the parent closes the pipe."""
+    """The life of one rank: join the group, then one job after the other, until the parent closes
+    the pipe.
+    """
     log = os.open(folder / f"rank{rank}.log", os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
     os.dup2(log, 1)
     os.dup2(log, 2)
@@ -130,21 +153,31 @@ def _live(rank: int, run: dict[str, Any], folder: Path, key: bytes) -> NoReturn:
         with suppress(EOFError, OSError):
             while True:
                 jobs.put(pipe.recv())
-        os._exit(0)  # the parent is gone: a collective that waits for other ranks must not keep this one alive
+        os._exit(
+            0
+        )  # the parent is gone: a collective that waits for other ranks must not keep this one alive
 
     def answer(work: Callable[[], Any]) -> None:
         try:
             said = Said(result=work())
-        except (Exception, SystemExit) as error:  # noqa: BLE001 - whatever a job raises is told to the parent
+        except (
+            Exception,
+            SystemExit,
+        ) as error:
             said = Said(failed=traceback.format_exc(), error=_portable(error), at=time.monotonic())
         try:
             pipe.send(said)
         except UNPICKLED as error:
-            text = f"What the job returned, a {type(said.result).__name__}, cannot be sent to the parent: {error}"
+            text = (
+                f"What the job returned, a {type(said.result).__name__}, cannot be sent to the"
+                f" parent: {error}"
+            )
             pipe.send(Said(failed=text, at=time.monotonic()))
 
     do: list[Callable[[Any], Any]] = []
-    threading.Thread(target=receive, daemon=True).start()  # before it joins: that waits for other ranks too, and they may be gone
+    threading.Thread(
+        target=receive, daemon=True
+    ).start()  # before it joins: that waits for other ranks too, and they may be gone
     answer(lambda: do.append(_join(rank, run)))
     while True:
         job = jobs.get()
@@ -163,8 +196,9 @@ def _portable(error: BaseException) -> BaseException | None:
 def _join(rank: int, run: dict[str, Any]) -> Callable[[Any], Any]:
     """Join the gloo group and start the task. The ranks meet in a file: no port has to be free.
 
-    The group's own limit is above that of a job: it also bounds how long ranks wait for each other to join, and where it ended a
-    collective that hangs, the rank that waits would be told as the one that failed.
+    The group's own limit is above that of a job: it also bounds how long ranks wait for each other
+    to join, and where it ended a collective that hangs, the rank that waits would be told as the
+    one that failed.
     """
     import torch
 
@@ -187,8 +221,8 @@ def _join(rank: int, run: dict[str, Any]) -> Callable[[Any], Any]:
 def _share_device() -> None:
     """Let all gloo groups of this process have one device, as gloo offers.
 
-    torch gives each group its own, whose thread looks for messages a hundred times a second for as long as it lives: Megatron's thirty
-    groups of four idle ranks take an eighth of a core.
+    torch gives each group its own, whose thread looks for messages a hundred times a second for as
+    long as it lives: Megatron's thirty groups of four idle ranks take an eighth of a core.
     """
     from torch.distributed import distributed_c10d
 

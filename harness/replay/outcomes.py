@@ -22,7 +22,10 @@ _SKETCH = sketch(0.0).shape
 def sound_outcome(outcome: Any, step: Step, label: str) -> Outcome:
     """The outcome with arrays of its own. Raises ``SubjectError`` for what is none."""
     if not isinstance(outcome, Outcome):
-        raise SubjectError(f"{label}.run must return an Outcome (rollproof.core.events.replay), not {type(outcome).__name__}.")
+        raise SubjectError(
+            f"{label}.run must return an Outcome (rollproof.core.events.replay), not"
+            f" {type(outcome).__name__}."
+        )
     try:
         return replace(
             outcome,
@@ -35,14 +38,18 @@ def sound_outcome(outcome: Any, step: Step, label: str) -> Outcome:
             recorded={str(name): np.array(array) for name, array in outcome.recorded.items()},
         )
     except (TypeError, ValueError, AttributeError) as error:
-        raise SubjectError(f"{label}.run returned an unusable Outcome for step {step.name!r}: {told(error)}.") from error
+        raise SubjectError(
+            f"{label}.run returned an unusable Outcome for step {step.name!r}: {told(error)}."
+        ) from error
 
 
 def _logprobs(arrays: Mapping[Any, Any]) -> dict[str, FloatArray]:
     found = _floats(arrays, str)
     for name, array in found.items():
         if array.ndim != 1:
-            raise ValueError(f"the logprobs of {name!r} have the shape {array.shape}, not (response tokens,)")
+            raise ValueError(
+                f"the logprobs of {name!r} have the shape {array.shape}, not (response tokens,)"
+            )
     return found
 
 
@@ -50,7 +57,10 @@ def _sketches(arrays: Mapping[Any, Any], key: type[Any]) -> dict[Any, FloatArray
     found = _floats(arrays, key)
     for name, array in found.items():
         if array.shape != _SKETCH:
-            raise ValueError(f"the gradient of {name!r} has the shape {array.shape}: tell rollproof.core.router_spy.sketch(gradient)")
+            raise ValueError(
+                f"the gradient of {name!r} has the shape {array.shape}: tell"
+                " rollproof.core.router_spy.sketch(gradient)"
+            )
     return found
 
 
@@ -59,7 +69,9 @@ def _floats(arrays: Mapping[Any, Any], key: type[Any]) -> dict[Any, FloatArray]:
 
 
 def injected(error: BaseException | None) -> bool:
-    """Whether the harness raised it: also where a trainer, or another process, wrapped it in an error of its own."""
+    """Whether the harness raised it: also where a trainer, or another process, wrapped it in an
+    error of its own.
+    """
     seen = 0
     while error is not None and seen < 16:
         if isinstance(error, InjectedFailure) or "rollproof raised this" in str(error):

@@ -1,7 +1,8 @@
 """Plans: what is asked of a trainer, as episodes of steps on a fresh subject.
 
-The law behind all of them: what a step gives is a function of its weights, samples, routes and action. It is neither one
-of what ran before (an aborted step, an evaluation, another mode), nor of whether activations were recomputed.
+The law behind all of them: what a step gives is a function of its weights, samples, routes and
+action. It is neither one of what ran before (an aborted step, an evaluation, another mode), nor of
+whether activations were recomputed.
 """
 
 from __future__ import annotations
@@ -36,7 +37,11 @@ __all__ = [
 _T = TypeVar("_T")
 DENSE = "no-moe-layers"
 """The variant of a subject whose model has no MoE layers."""
-NO_RESPONSE, SHORT, EMPTY = "a response of length 0", "sequences of 2 tokens", "a microbatch without samples"
+NO_RESPONSE, SHORT, EMPTY = (
+    "a response of length 0",
+    "sequences of 2 tokens",
+    "a microbatch without samples",
+)
 """What is unusual about a step whose samples are made for it."""
 
 
@@ -58,10 +63,11 @@ class RoutesFrom(StrEnum):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Planned:
-    """A step to be asked for. ``batch`` numbers the set of samples, ``routes`` and ``of`` say whence their routes come.
+    """A step to be asked for. ``batch`` numbers the set of samples, ``routes`` and ``of`` say
+    whence their routes come.
 
-    ``seed`` is that of routes that are drawn, ``cut`` leaves the first so many rows of every sample. The other fields are those
-    of ``Step``.
+    ``seed`` is that of routes that are drawn, ``cut`` leaves the first so many rows of every
+    sample. The other fields are those of ``Step``.
     """
 
     name: str
@@ -88,7 +94,9 @@ class Planned:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Episode:
-    """Steps that one fresh subject is asked for, in order. The name is unique among a contract's episodes."""
+    """Steps that one fresh subject is asked for, in order. The name is unique among a contract's
+    episodes.
+    """
 
     name: str
     steps: tuple[Planned, ...]
@@ -114,7 +122,9 @@ def drawn(name: str, **fields: object) -> Planned:
 
 def chosen(name: str, of: str = "native", **fields: object) -> Planned:
     """A step that replays what the routers chose in step ``of``."""
-    return replace(Planned(name=name, action=Action.REPLAY, routes=RoutesFrom.CHOSEN, of=of), **fields)  # type: ignore[arg-type]
+    return replace(
+        Planned(name=name, action=Action.REPLAY, routes=RoutesFrom.CHOSEN, of=of), **fields
+    )  # type: ignore[arg-type]
 
 
 def episodes_for(contract: Contract, extra: int = 0, seed: int = 0) -> Iterator[Episode]:
@@ -139,21 +149,33 @@ def episodes_for(contract: Contract, extra: int = 0, seed: int = 0) -> Iterator[
 def _self_replay(terms: ReplayTerms) -> Episode:
     steps = [
         native(),
-        native("native repeated", same_as="native"),  # a trainer that does not repeat itself is told apart from one that replays wrongly
+        native(
+            "native repeated", same_as="native"
+        ),  # a trainer that does not repeat itself is told apart from one that replays wrongly
         chosen("self-replay", same_as="native"),
         native("native again", same_as="native"),
     ]
     if terms.records:
         steps += [
             Planned(name="recording", action=Action.RECORD, purpose=Purpose.OLD_LOGPROB),
-            Planned(name="replay of the recording", action=Action.REPLAY, routes=RoutesFrom.RECORDED, of="recording", same_as="native"),
+            Planned(
+                name="replay of the recording",
+                action=Action.REPLAY,
+                routes=RoutesFrom.RECORDED,
+                of="recording",
+                same_as="native",
+            ),
         ]
     return Episode(name="self-replay", steps=tuple(steps))
 
 
 def _drift(contract: Contract, terms: ReplayTerms) -> Episode:
-    """Replay under other weights: it must change the results, its gradients must be the slope of its loss, and a reference must agree."""
-    size = 10.0 ** (-terms.float_digits / 4)  # between the rounding of the loss, and the curvature of its slope
+    """Replay under other weights: it must change the results, its gradients must be the slope of
+    its loss, and a reference must agree.
+    """
+    size = 10.0 ** (
+        -terms.float_digits / 4
+    )  # between the rounding of the loss, and the curvature of its slope
     layers = list(contract.moe_layers or ())
     slopes = [
         chosen(f"layer {layer} nudged {sign}", weights=1, nudge=way * size, nudge_layer=layer)
@@ -167,9 +189,18 @@ def _drift(contract: Contract, terms: ReplayTerms) -> Episode:
             native("native, drifted", weights=1),
             chosen("replay, drifted", weights=1, differs_from="native, drifted"),
             chosen("reference, drifted", weights=1, same_as="replay, drifted", variant="reference"),
-            chosen("own choice replayed, drifted", of="native, drifted", weights=1, same_as="native, drifted"),
+            chosen(
+                "own choice replayed, drifted",
+                of="native, drifted",
+                weights=1,
+                same_as="native, drifted",
+            ),
             Planned(
-                name="replay of what was not chosen", action=Action.REPLAY, routes=RoutesFrom.DISJOINT, of="native", differs_from="native"
+                name="replay of what was not chosen",
+                action=Action.REPLAY,
+                routes=RoutesFrom.DISJOINT,
+                of="native",
+                differs_from="native",
             ),
             *slopes,
         ),
@@ -182,11 +213,21 @@ def _placement(contract: Contract) -> Episode:
         drawn("first batch", seed=1),
         drawn("second batch", batch=1, seed=2),
         drawn("other routes for the first batch", seed=3),
-        Planned(name="largest expert ids", action=Action.REPLAY, routes=RoutesFrom.LARGEST, seed=4, batch=1),
+        Planned(
+            name="largest expert ids",
+            action=Action.REPLAY,
+            routes=RoutesFrom.LARGEST,
+            seed=4,
+            batch=1,
+        ),
         drawn("first batch again", seed=1, same_as="first batch"),
     ]
     if contract.rows is Rows.CAPTURED_PREFIX:
-        steps += [native(), chosen("self-replay of a captured prefix", cut=2), drawn("a captured prefix", seed=5, cut=2)]
+        steps += [
+            native(),
+            chosen("self-replay of a captured prefix", cut=2),
+            drawn("a captured prefix", seed=5, cut=2),
+        ]
     return Episode(name="placement", steps=tuple(steps))
 
 
@@ -200,7 +241,13 @@ def _recompute(terms: ReplayTerms) -> Iterator[Episode]:
                 native(),
                 chosen("self-replay, recomputed", recompute=kind, same_as="native"),
                 drawn("replay", weights=1, seed=1),
-                drawn("other routes, forward only", weights=1, seed=2, batch=1, purpose=Purpose.OLD_LOGPROB),
+                drawn(
+                    "other routes, forward only",
+                    weights=1,
+                    seed=2,
+                    batch=1,
+                    purpose=Purpose.OLD_LOGPROB,
+                ),
                 drawn("replay, recomputed", weights=1, seed=1, recompute=kind, same_as="replay"),
                 drawn("other routes, recomputed", weights=1, seed=3, recompute=kind),
                 native("native, recomputed", recompute=kind, same_as="native"),
@@ -212,7 +259,9 @@ def _old_logprob(terms: ReplayTerms) -> Episode:
     """The sequence of an update: old logprobs under one set of weights, training under others."""
     if terms.records:
         steps = [Planned(name="old logprobs", action=Action.RECORD, purpose=Purpose.OLD_LOGPROB)]
-        update = Planned(name="update", action=Action.REPLAY, routes=RoutesFrom.RECORDED, of="old logprobs")
+        update = Planned(
+            name="update", action=Action.REPLAY, routes=RoutesFrom.RECORDED, of="old logprobs"
+        )
         steps += [update, replace(update, name="update, drifted", weights=1)]
     else:
         steps = []
@@ -220,7 +269,13 @@ def _old_logprob(terms: ReplayTerms) -> Episode:
         drawn("old logprobs of the rollout's routes", seed=1, purpose=Purpose.OLD_LOGPROB),
         drawn("update with the rollout's routes", seed=1),
         drawn("second update, drifted", seed=1, weights=1),
-        drawn("old logprobs of the next batch", seed=2, batch=1, weights=1, purpose=Purpose.OLD_LOGPROB),
+        drawn(
+            "old logprobs of the next batch",
+            seed=2,
+            batch=1,
+            weights=1,
+            purpose=Purpose.OLD_LOGPROB,
+        ),
         drawn("update of the next batch", seed=2, batch=1, weights=1),
     ]
     return Episode(name="old logprobs", steps=tuple(steps))
@@ -229,14 +284,22 @@ def _old_logprob(terms: ReplayTerms) -> Episode:
 def _failures(contract: Contract, terms: ReplayTerms) -> Iterator[Episode]:
     """A failure in the middle of a step, of a forward pass and of a recompute."""
     whole = Recompute.FULL if Recompute.FULL in terms.recompute else Recompute.NONE
-    spots = [(Phase.FORWARD, Recompute.NONE)] + ([(Phase.RECOMPUTE, whole)] if whole is Recompute.FULL else [])
+    spots = [(Phase.FORWARD, Recompute.NONE)] + (
+        [(Phase.RECOMPUTE, whole)] if whole is Recompute.FULL else []
+    )
     for phase, recompute in spots:
         yield Episode(
             name=f"failure in {phase}",
             steps=(
                 native(),
                 drawn("replay", seed=1),
-                drawn("failing replay", seed=2, recompute=recompute, fail_at=len(contract.moe_layers or ()) // 2, fail_in=phase),
+                drawn(
+                    "failing replay",
+                    seed=2,
+                    recompute=recompute,
+                    fail_at=len(contract.moe_layers or ()) // 2,
+                    fail_in=phase,
+                ),
                 native("native after the failure", same_as="native"),
                 drawn("replay after the failure", seed=1, same_as="replay", recompute=recompute),
             ),
@@ -250,7 +313,9 @@ def _evaluation() -> Episode:
             native("evaluation", purpose=Purpose.EVAL, batch=1),
             native(),
             drawn("replay", seed=1),
-            native("evaluation after a replay", purpose=Purpose.EVAL, batch=1, same_as="evaluation"),
+            native(
+                "evaluation after a replay", purpose=Purpose.EVAL, batch=1, same_as="evaluation"
+            ),
             drawn("replay after an evaluation", seed=1, same_as="replay"),
             drawn("evaluation that replays", seed=2, batch=1, purpose=Purpose.EVAL),
             native("native after an evaluation", same_as="native"),
@@ -259,12 +324,18 @@ def _evaluation() -> Episode:
 
 
 def _switching(terms: ReplayTerms) -> Episode:
-    recording = Planned(name="recording", action=Action.RECORD, purpose=Purpose.OLD_LOGPROB, batch=1)
+    recording = Planned(
+        name="recording", action=Action.RECORD, purpose=Purpose.OLD_LOGPROB, batch=1
+    )
     off = Planned(name="off", action=Action.OFF, routes=RoutesFrom.DRAWN, seed=3, same_as="native")
     steps = [
         native(),
         drawn("replay", seed=1),
-        *([recording, drawn("replay after a recording", seed=1, same_as="replay")] if terms.records else []),
+        *(
+            [recording, drawn("replay after a recording", seed=1, same_as="replay")]
+            if terms.records
+            else []
+        ),
         native("native after a replay", same_as="native"),
         off,
         replace(off, name="off, without routes", routes=RoutesFrom.NOWHERE),
@@ -282,23 +353,53 @@ def _models(terms: ReplayTerms) -> Iterator[Episode]:
             steps=(
                 native(f"{model} alone", model=model, purpose=forward),
                 drawn("replay", seed=1),
-                drawn(f"{model} while the policy is replayed", seed=1, model=model, purpose=forward, same_as=f"{model} alone"),
+                drawn(
+                    f"{model} while the policy is replayed",
+                    seed=1,
+                    model=model,
+                    purpose=forward,
+                    same_as=f"{model} alone",
+                ),
                 drawn("replay again", seed=1, same_as="replay"),
-                native(f"{model} afterwards", model=model, purpose=forward, same_as=f"{model} alone"),
+                native(
+                    f"{model} afterwards", model=model, purpose=forward, same_as=f"{model} alone"
+                ),
             ),
         )
 
 
 def _unsupported(terms: ReplayTerms) -> Iterator[Episode]:
     for name in terms.unsupported:
-        yield Episode(name=f"router {name}", steps=(drawn(f"replay on the router {name}", seed=1, variant=name),))
-    yield Episode(name=DENSE, steps=(drawn("replay without MoE layers", seed=1, variant=DENSE, edge="a model without MoE layers"),))
+        yield Episode(
+            name=f"router {name}",
+            steps=(drawn(f"replay on the router {name}", seed=1, variant=name),),
+        )
+    yield Episode(
+        name=DENSE,
+        steps=(
+            drawn(
+                "replay without MoE layers",
+                seed=1,
+                variant=DENSE,
+                edge="a model without MoE layers",
+            ),
+        ),
+    )
 
 
 def _defects(contract: Contract) -> Episode:
-    defects = [drawn(f"routes that are {defect}", seed=1, defect=defect) for defect in offered_defects(contract)]
+    defects = [
+        drawn(f"routes that are {defect}", seed=1, defect=defect)
+        for defect in offered_defects(contract)
+    ]
     return Episode(
-        name="bad routes", steps=(native(), drawn("replay", seed=1), *defects, native("native after bad routes", same_as="native"))
+        name="bad routes",
+        steps=(
+            native(),
+            drawn("replay", seed=1),
+            *defects,
+            native("native after bad routes", same_as="native"),
+        ),
     )
 
 
@@ -318,13 +419,16 @@ def _edges() -> Episode:
 
 
 def random_episode(contract: Contract, seed: int, number: int) -> Episode:
-    """A random sequence of a few different steps, each held to the first one of the same weights, samples, routes and action.
+    """A random sequence of a few different steps, each held to the first one of the same weights,
+    samples, routes and action.
 
     Between them steps fail, recompute, record, or run with replay switched off.
     """
     terms = terms_of(contract)
     random = np.random.default_rng([seed, number])
-    update = replace(_random_ask(contract, random, share=1.0), purpose=Purpose.TRAIN)  # no step has more ways to go wrong
+    update = replace(
+        _random_ask(contract, random, share=1.0), purpose=Purpose.TRAIN
+    )  # no step has more ways to go wrong
     pool = [update, *(_random_ask(contract, random, share=0.6) for _ in range(3))]
     first: dict[tuple[object, ...], str] = {}
     steps = []
@@ -355,7 +459,9 @@ def _random_ask(contract: Contract, random: np.random.Generator, *, share: float
     )
 
 
-def _varied(step: Planned, contract: Contract, terms: ReplayTerms, random: np.random.Generator) -> Planned:
+def _varied(
+    step: Planned, contract: Contract, terms: ReplayTerms, random: np.random.Generator
+) -> Planned:
     """The step in one of the ways that its results must not depend on, or failing."""
     if step.action is Action.NATIVE and step.purpose is Purpose.OLD_LOGPROB and terms.records:
         step = replace(step, action=_one([Action.NATIVE, Action.RECORD], random))
@@ -365,8 +471,14 @@ def _varied(step: Planned, contract: Contract, terms: ReplayTerms, random: np.ra
     if step.purpose is Purpose.TRAIN:
         step = replace(step, recompute=_one(terms.recompute, random))
     if step.action is Action.REPLAY and random.random() < 0.2:
-        phase = Phase.RECOMPUTE if step.recompute is Recompute.FULL and random.random() < 0.5 else Phase.FORWARD
-        step = replace(step, fail_at=int(random.integers(2 * len(contract.moe_layers or ()))), fail_in=phase)
+        phase = (
+            Phase.RECOMPUTE
+            if step.recompute is Recompute.FULL and random.random() < 0.5
+            else Phase.FORWARD
+        )
+        step = replace(
+            step, fail_at=int(random.integers(2 * len(contract.moe_layers or ()))), fail_in=phase
+        )
     return step
 
 

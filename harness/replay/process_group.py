@@ -1,8 +1,10 @@
-"""Processes of a distributed CPU run: forked together, given one job after the other, never left behind.
+"""Processes of a distributed CPU run: forked together, given one job after the other, never left
+behind.
 
-``Ranks`` starts one process that imports what the jobs need, once, and forks the ranks of a run from it: in milliseconds, and sharing
-their memory. The ranks meet in a gloo group over the loopback device. A rank that fails, dies or hangs ends its job for all ranks
-within a bounded time, with a ``RankError`` that names it; the next job gets fresh ranks. Everything ends when its parent does,
+``Ranks`` starts one process that imports what the jobs need, once, and forks the ranks of a run
+from it: in milliseconds, and sharing their memory. The ranks meet in a gloo group over the loopback
+device. A rank that fails, dies or hangs ends its job for all ranks within a bounded time, with a
+``RankError`` that names it; the next job gets fresh ranks. Everything ends when its parent does,
 however that ends.
 """
 
@@ -29,15 +31,17 @@ __all__ = ["RankError", "Ranks", "Task"]
 
 _TAIL = 12  # lines of a rank's output that an error quotes
 _ON_CPUS = {"CUDA_VISIBLE_DEVICES": ""}
-_ON_GPUS = {"CUBLAS_WORKSPACE_CONFIG": ":4096:8"}  # without it cuBLAS sums in an order of its own choice, and two runs differ
+_ON_GPUS = {
+    "CUBLAS_WORKSPACE_CONFIG": ":4096:8"
+}  # without it cuBLAS sums in an order of its own choice, and two runs differ
 _DUMP_S = 5.0  # how long ranks that hang may take to say where they are
 
 
 class RankError(RollproofError, RuntimeError):
     """A rank of a distributed run failed, died or did not answer in time.
 
-    ``rank`` is the one to look at (``None`` where all hang and none can be told from the others). Where it raised an exception, that
-    is the ``__cause__``, unless it cannot be pickled.
+    ``rank`` is the one to look at (``None`` where all hang and none can be told from the others).
+    Where it raised an exception, that is the ``__cause__``, unless it cannot be pickled.
     """
 
     def __init__(self, text: str, *, rank: int | None) -> None:
@@ -46,13 +50,15 @@ class RankError(RollproofError, RuntimeError):
 
 
 class Ranks:
-    """Runs jobs on any number of processes, one job at a time; use it as a context manager, or ``close`` it.
+    """Runs jobs on any number of processes, one job at a time; use it as a context manager, or
+    ``close`` it.
 
-    ``preload`` are modules to import before forking (they must start no threads; torch and megatron-core do not). ``limit_s`` bounds a
-    job, ``start_limit_s`` the imports; ``grace_s`` is how long other ranks may take to say what they saw, after one failed.
-    With ``cuda`` each rank has the GPU of its number, they meet in an NCCL group, and each imports for
-    itself: importing megatron-core starts CUDA, which does not survive a fork. Raises
-    ``UsageError`` for a task that other processes cannot import.
+    ``preload`` are modules to import before forking (they must start no threads; torch and
+    megatron-core do not). ``limit_s`` bounds a job, ``start_limit_s`` the imports; ``grace_s`` is
+    how long other ranks may take to say what they saw, after one failed. With ``cuda`` each rank
+    has the GPU of its number, they meet in an NCCL group, and each imports for itself: importing
+    megatron-core starts CUDA, which does not survive a fork. Raises ``UsageError`` for a task that
+    other processes cannot import.
     """
 
     def __init__(
@@ -82,14 +88,18 @@ class Ranks:
         self.close()
 
     def prepare(self) -> None:
-        """Start to import, and do not wait: the first ``run`` does. Raises ``RankError`` where no process can be started."""
+        """Start to import, and do not wait: the first ``run`` does. Raises ``RankError`` where no
+        process can be started.
+        """
         if self._nursery is None:
             self._nursery = _Nursery(self._preload, self._start_limit_s, cuda=self._cuda)
 
     def run(self, job: Any, *, world_size: int = 1, crew: Hashable = None) -> list[Any]:
-        """Run the job on ``world_size`` processes; returns the results by rank. Raises ``RankError``.
+        """Run the job on ``world_size`` processes; returns the results by rank. Raises
+        ``RankError``.
 
-        The processes live on for the next job of that size and ``crew`` (any name); for another one they are ended first.
+        The processes live on for the next job of that size and ``crew`` (any name); for another one
+        they are ended first.
         """
         if world_size < 1:
             raise UsageError(f"world_size is {world_size}; a run needs at least one process.")
@@ -142,7 +152,9 @@ class Ranks:
             self._start_limit_s,
         )
         said = self._answers(self._start_limit_s)
-        if len(said) < world_size or any(answer is None or answer.failed is not None for answer in said.values()):
+        if len(said) < world_size or any(
+            answer is None or answer.failed is not None for answer in said.values()
+        ):
             self._raise(said, self._start_limit_s, "while it started")
 
     def _end_crew(self) -> None:
@@ -153,7 +165,9 @@ class Ranks:
         self._crew = {}
 
     def _answers(self, limit_s: float) -> dict[int, Said | None]:
-        """What each rank said, ``None`` where it is dead; ranks that said nothing in time are missing."""
+        """What each rank said, ``None`` where it is dead; ranks that said nothing in time are
+        missing.
+        """
         said: dict[int, Said | None] = {}
         deadline = time.monotonic() + limit_s
         while len(said) < len(self._crew):
@@ -171,7 +185,8 @@ class Ranks:
     def _raise(self, said: dict[int, Said | None], limit_s: float, when: str) -> NoReturn:
         """End the ranks and raise the error of the one to look at.
 
-        One that died without a word comes first (its peers can only fail after it), then the one that failed first.
+        One that died without a word comes first (its peers can only fail after it), then the one
+        that failed first.
         """
         size = len(self._crew)
         nursery = self._nursery
@@ -182,24 +197,34 @@ class Ranks:
         error: RankError
         if dead:
             how = nursery.fate(dead[0])
-            text = f"Rank {dead[0]} of {size} {how} {when}; the other ranks were ended. Its last output:{nursery.tail(dead[0]) or ' none'}"
+            text = (
+                f"Rank {dead[0]} of {size} {how} {when}; the other ranks were ended. Its last"
+                f" output:{nursery.tail(dead[0]) or ' none'}"
+            )
             error = RankError(text, rank=dead[0])
         elif failed:
             error = self._failure(said, when)
         else:
             where = nursery.whereabouts(silent)
             text = (
-                f"No answer from rank {silent} of {size} within {limit_s:g} s {when}: a collective that not all ranks enter, or a limit "
-                f"too short for this machine. All ranks were ended. Where each was:{where}"
+                f"No answer from rank {silent} of {size} within {limit_s:g} s {when}: a collective"
+                " that not all ranks enter, or a limit too short for this machine. All ranks were"
+                f" ended. Where each was:{where}"
             )
             error = RankError(text, rank=silent[0] if len(silent) == 1 else None)
         self._end_crew()
         raise error
 
     def _failure(self, said: dict[int, Said | None], when: str) -> RankError:
-        failed = [(answer.at, rank, answer) for rank, answer in said.items() if answer is not None and answer.failed is not None]
+        failed = [
+            (answer.at, rank, answer)
+            for rank, answer in said.items()
+            if answer is not None and answer.failed is not None
+        ]
         _, rank, answer = min(failed, key=lambda one: one[:2])
-        error = RankError(f"Rank {rank} of {len(self._crew)} failed {when}.\n{answer.failed}", rank=rank)
+        error = RankError(
+            f"Rank {rank} of {len(self._crew)} failed {when}.\n{answer.failed}", rank=rank
+        )
         error.__cause__ = answer.error
         return error
 
@@ -208,8 +233,9 @@ def _importable(task: Task) -> str:
     module, name = getattr(task, "__module__", ""), getattr(task, "__qualname__", "")
     if not name.isidentifier() or module in ("", "__main__"):
         raise UsageError(
-            f"The task {name or task!r} of {module or 'no module'} cannot be imported by the processes that run it. "
-            "Define it as a plain function at the top of a module, and pass that function."
+            f"The task {name or task!r} of {module or 'no module'} cannot be imported by the"
+            " processes that run it. Define it as a plain function at the top of a module, and"
+            " pass that function."
         )
     return f"{module}:{name}"
 
@@ -218,7 +244,10 @@ def _send_job(pipe: Connection, job: Any) -> None:
     try:
         pipe.send(job)
     except UNPICKLED as error:
-        raise UsageError(f"The job, a {type(job).__name__}, cannot be sent to other processes: {error}. Send plain data.") from error
+        raise UsageError(
+            f"The job, a {type(job).__name__}, cannot be sent to other processes: {error}. Send"
+            " plain data."
+        ) from error
 
 
 def _heard(pipe: Connection) -> Said | None:
@@ -230,7 +259,9 @@ def _heard(pipe: Connection) -> Said | None:
 
 
 def _folder_of_socket() -> tempfile.TemporaryDirectory[str]:
-    """A new folder; below /tmp where the path of a socket in the usual place would be longer than systems take (104 bytes on macOS)."""
+    """A new folder; below /tmp where the path of a socket in the usual place would be longer than
+    systems take (104 bytes on macOS).
+    """
     folder = tempfile.TemporaryDirectory(prefix="rollproof-ranks-")
     if len(os.fsencode(folder.name)) + len("/socket") < 104:
         return folder
@@ -239,27 +270,40 @@ def _folder_of_socket() -> tempfile.TemporaryDirectory[str]:
 
 
 class _Nursery:
-    """The process that imports and forks, as its parent sees it. It forks, kills and tells how a rank ended."""
+    """The process that imports and forks, as its parent sees it. It forks, kills and tells how a
+    rank ended.
+    """
 
     def __init__(self, preload: Sequence[str], limit_s: float, *, cuda: bool = False) -> None:
         self._folder = _folder_of_socket()
         self.folder = Path(self._folder.name)
-        self._listener = Listener(str(self.folder / "socket"), "AF_UNIX", authkey=(key := os.urandom(16)))
+        self._listener = Listener(
+            str(self.folder / "socket"), "AF_UNIX", authkey=(key := os.urandom(16))
+        )
         self._runs = 0
         self._ready = False
         with (self.folder / "nursery.log").open("wb") as log:
-            # A session of its own: a Ctrl-C of the terminal reaches the parent alone, which ends the others.
+            # A session of its own: a Ctrl-C of the terminal reaches the parent alone, which ends
+            # the others.
             self._process = subprocess.Popen(  # noqa: S603 - this interpreter, on this module
                 [sys.executable, "-m", "rollproof.replay.forking", str(self.folder)],
                 stdin=subprocess.PIPE,
                 stdout=log,
                 stderr=subprocess.STDOUT,
                 start_new_session=True,
-                env={**os.environ, "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1", **(_ON_GPUS if cuda else _ON_CPUS)},
+                env={
+                    **os.environ,
+                    "GLOO_SOCKET_IFNAME": "lo",
+                    "OMP_NUM_THREADS": "1",
+                    **(_ON_GPUS if cuda else _ON_CPUS),
+                },
             )
         try:
             assert self._process.stdin is not None
-            pickle.dump({"key": key, "path": list(sys.path), "preload": tuple(preload), "cuda": cuda}, self._process.stdin)
+            pickle.dump(
+                {"key": key, "path": list(sys.path), "preload": tuple(preload), "cuda": cuda},
+                self._process.stdin,
+            )
             self._process.stdin.close()
             self._pipe = self._accept(limit_s)
             self._pipe.send("import")
@@ -295,7 +339,9 @@ class _Nursery:
     def fate(self, rank: int) -> str:
         """How a rank that is dead ended, in words."""
         code: int = self._ask(("fate", rank), 10)
-        return f"was ended by {signal.Signals(-code).name}" if code < 0 else f"exited with code {code}"
+        return (
+            f"was ended by {signal.Signals(-code).name}" if code < 0 else f"exited with code {code}"
+        )
 
     def kill(self) -> None:
         """End all ranks; returns when they are gone."""
@@ -313,7 +359,9 @@ class _Nursery:
         while not told and time.monotonic() < deadline:  # on a busy machine a rank takes its time
             written = [log.stat().st_size for log in logs]
             time.sleep(0.2)
-            told = written == [log.stat().st_size for log in logs] and all(map(int.__lt__, sizes, written))
+            told = written == [log.stat().st_size for log in logs] and all(
+                map(int.__lt__, sizes, written)
+            )
         return "".join(f"\n  rank {rank}:{self.tail(rank)}" for rank in ranks)
 
     def _log(self, rank: int) -> Path:
@@ -363,5 +411,12 @@ class _Nursery:
 
     def _lost(self, what: str) -> RankError:
         log = self.folder / "nursery.log"
-        lines = log.read_text(encoding="utf-8", errors="replace").splitlines()[-_TAIL:] if log.exists() else []
-        return RankError("\n    ".join([f"The process that starts the ranks {what}. Its last output:", *lines]), rank=None)
+        lines = (
+            log.read_text(encoding="utf-8", errors="replace").splitlines()[-_TAIL:]
+            if log.exists()
+            else []
+        )
+        return RankError(
+            "\n    ".join([f"The process that starts the ranks {what}. Its last output:", *lines]),
+            rank=None,
+        )

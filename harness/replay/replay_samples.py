@@ -1,7 +1,7 @@
 """Samples of a step, and the payloads of routes that come with them.
 
-Token ids are unique over a step, and experts are drawn without pattern, so that a row that is executed in the wrong place is told from the
-right one. One seed, one set of samples.
+Token ids are unique over a step, and experts are drawn without pattern, so that a row that is
+executed in the wrong place is told from the right one. One seed, one set of samples.
 """
 
 from __future__ import annotations
@@ -47,11 +47,16 @@ def make_samples(contract: Contract, batch: int) -> tuple[Rollout, ...]:
     room = (terms.vocab - _FIRST_TOKEN) // count
     if room < 3:
         raise SubjectError(
-            f"A step has {count} samples of at least 3 tokens, each token with an id of its own, and the model knows {terms.vocab} ids: "
-            "declare fewer microbatches, or a larger vocabulary."
+            f"A step has {count} samples of at least 3 tokens, each token with an id of its own,"
+            f" and the model knows {terms.vocab} ids: declare fewer microbatches, or a larger"
+            " vocabulary."
         )
     samples = []
-    ids = np.random.default_rng([batch, terms.vocab]).permutation(np.arange(_FIRST_TOKEN, terms.vocab)).tolist()
+    ids = (
+        np.random.default_rng([batch, terms.vocab])
+        .permutation(np.arange(_FIRST_TOKEN, terms.vocab))
+        .tolist()
+    )
     for i in range(count):
         prompt, response = _LENGTHS[(i + batch) % len(_LENGTHS)]
         response = min(response, max(1, room - prompt))
@@ -71,33 +76,56 @@ def make_samples(contract: Contract, batch: int) -> tuple[Rollout, ...]:
 
 def without_response(sample: Rollout) -> Rollout:
     """The sample with its prompt alone."""
-    return replace(sample, response_ids=(), loss_mask=np.zeros(0, dtype=np.int64), finish_reason=FinishReason.ABORT)
+    return replace(
+        sample,
+        response_ids=(),
+        loss_mask=np.zeros(0, dtype=np.int64),
+        finish_reason=FinishReason.ABORT,
+    )
 
 
 def shortest(sample: Rollout) -> Rollout:
-    """A sample of one prompt token and one response token: shorter than what most layouts divide it by."""
-    return replace(sample, prompt_ids=sample.prompt_ids[:1], response_ids=sample.response_ids[:1], loss_mask=np.ones(1, dtype=np.int64))
+    """A sample of one prompt token and one response token: shorter than what most layouts divide it
+    by.
+    """
+    return replace(
+        sample,
+        prompt_ids=sample.prompt_ids[:1],
+        response_ids=sample.response_ids[:1],
+        loss_mask=np.ones(1, dtype=np.int64),
+    )
 
 
 def dtype_of(contract: Contract) -> str:
-    """The first declared integer type that holds every expert id, and the filler. Raises ``SubjectError`` where none does."""
+    """The first declared integer type that holds every expert id, and the filler. Raises
+    ``SubjectError`` where none does.
+    """
     least = -1 if Filler.MINUS_ONE in (contract.filler, contract.final_row) else 0
     most = (contract.num_experts or 1) - 1
     for name in contract.dtypes:
         if np.iinfo(name).min <= least and most <= np.iinfo(name).max:
             return name
-    raise SubjectError(f"The contract's dtype {contract.dtype!r} holds no type for expert ids from {least} to {most}.")
+    raise SubjectError(
+        f"The contract's dtype {contract.dtype!r} holds no type for expert ids from {least} to"
+        f" {most}."
+    )
 
 
 def as_payload(contract: Contract, chosen: IntArray, cut: int | None = None) -> IntArray:
-    """What ``chosen`` ``(tokens, MoE layers, top_k)`` is as a payload ``(rows, layers, top_k)`` of the contract's convention.
+    """What ``chosen`` ``(tokens, MoE layers, top_k)`` is as a payload ``(rows, layers, top_k)`` of
+    the contract's convention.
 
-    ``cut`` leaves the first so many rows alone (a captured prefix). A final row of -1, which no router chose, is left out.
+    ``cut`` leaves the first so many rows alone (a captured prefix). A final row of -1, which no
+    router chose, is left out.
     """
     if len(chosen) and (chosen[-1] < 0).any():
         final = np.broadcast_to(np.arange(chosen.shape[2]), chosen[-1:].shape)
         whole = as_payload(contract, np.concatenate([chosen[:-1], final]), cut)
-        return whole[:-1] if contract.rows is Rows.CAPTURED_PREFIX and len(whole) == len(chosen) else whole
+        return (
+            whole[:-1]
+            if contract.rows is Rows.CAPTURED_PREFIX and len(whole) == len(chosen)
+            else whole
+        )
     tokens, _, top_k = chosen.shape
     shape = (tokens, contract.route_layers, top_k)
     payload = np.zeros(shape, dtype=dtype_of(contract))
@@ -105,16 +133,28 @@ def as_payload(contract: Contract, chosen: IntArray, cut: int | None = None) -> 
     if contract.rows is Rows.FORWARDED:
         return payload[:-1]
     if contract.rows is Rows.ALL and tokens:
-        payload[-1] = np.arange(top_k) if contract.final_row is Filler.ARANGE else -1 if contract.final_row is Filler.MINUS_ONE else 0
+        payload[-1] = (
+            np.arange(top_k)
+            if contract.final_row is Filler.ARANGE
+            else -1
+            if contract.final_row is Filler.MINUS_ONE
+            else 0
+        )
     return payload if cut is None else payload[:cut]
 
 
 def with_drawn_routes(
-    contract: Contract, sample: Rollout, random: np.random.Generator, avoid: IntArray | None = None, *, largest: bool = False
+    contract: Contract,
+    sample: Rollout,
+    random: np.random.Generator,
+    avoid: IntArray | None = None,
+    *,
+    largest: bool = False,
 ) -> Rollout:
     """The sample with routes of top_k distinct experts per row and layer, drawn at random.
 
-    ``avoid`` ``(tokens, MoE layers, top_k)`` are experts that no row may hold, ``largest`` draws from the upper end of the ids alone.
+    ``avoid`` ``(tokens, MoE layers, top_k)`` are experts that no row may hold, ``largest`` draws
+    from the upper end of the ids alone.
     """
     experts, top_k = contract.num_experts or 1, contract.top_k or 1
     weights = random.random((sample.total, len(contract.moe_layers or ()), experts))
@@ -127,7 +167,9 @@ def with_drawn_routes(
 
 
 def spoiled(contract: Contract, sample: Rollout, defect: Defect) -> Rollout:
-    """The sample with routes that have ``defect``; floating-point ones are left to ``as_given``, for a trace holds integers."""
+    """The sample with routes that have ``defect``; floating-point ones are left to ``as_given``,
+    for a trace holds integers.
+    """
     routes = sample.routes
     assert routes is not None
     experts = contract.num_experts or 1
@@ -140,7 +182,13 @@ def spoiled(contract: Contract, sample: Rollout, defect: Defect) -> Rollout:
         return replace(sample, routes=routes[:, :, :-1])
     if defect is Defect.WIDE:
         extra = np.setdiff1d(np.arange(experts), routes[0, -1])[:1]
-        return replace(sample, routes=np.concatenate([routes, np.broadcast_to(extra, (*routes.shape[:2], 1)).astype(routes.dtype)], axis=2))
+        return replace(
+            sample,
+            routes=np.concatenate(
+                [routes, np.broadcast_to(extra, (*routes.shape[:2], 1)).astype(routes.dtype)],
+                axis=2,
+            ),
+        )
     if defect is Defect.FEW_LAYERS:
         return replace(sample, routes=routes[:, :-1])
     if defect is Defect.FLOAT:
@@ -157,10 +205,16 @@ def spoiled(contract: Contract, sample: Rollout, defect: Defect) -> Rollout:
 
 
 def as_given(sample: Rollout, *, floating: bool) -> Rollout:
-    """A sample for the trainer, whose arrays may be written to without reaching the trace; ``floating`` makes its routes float32."""
+    """A sample for the trainer, whose arrays may be written to without reaching the trace;
+    ``floating`` makes its routes float32.
+    """
     routes: Any = None if sample.routes is None else sample.routes.copy()
     mask = None if sample.loss_mask is None else sample.loss_mask.copy()
-    return replace(sample, routes=routes.astype(np.float32) if floating and routes is not None else routes, loss_mask=mask)
+    return replace(
+        sample,
+        routes=routes.astype(np.float32) if floating and routes is not None else routes,
+        loss_mask=mask,
+    )
 
 
 def offered_defects(contract: Contract) -> Sequence[Defect]:
@@ -171,7 +225,10 @@ def offered_defects(contract: Contract) -> Sequence[Defect]:
     if contract.filler is Filler.MINUS_ONE:
         legal.add(Defect.NEGATIVE)
     if contract.top_k == 1:
-        legal |= {Defect.NARROW, Defect.ZERO_ROWS}  # no column is left; a row of expert 0 is a choice
+        legal |= {
+            Defect.NARROW,
+            Defect.ZERO_ROWS,
+        }  # no column is left; a row of expert 0 is a choice
     if contract.top_k == contract.num_experts:
         legal.add(Defect.WIDE)
     if contract.route_layers == 1:
@@ -180,9 +237,15 @@ def offered_defects(contract: Contract) -> Sequence[Defect]:
 
 
 def captured_rows(contract: Contract, sample: Rollout) -> int:
-    """How many of the sample's first tokens have a row that was captured; the filler of the final token is none."""
+    """How many of the sample's first tokens have a row that was captured; the filler of the final
+    token is none.
+    """
     if sample.routes is None:
         return 0
     own = len(sample.routes)
-    last = sample.total if contract.rows is Rows.CAPTURED_PREFIX or terms_of(contract).mode is ReplayMode.R2 else sample.total - 1
+    last = (
+        sample.total
+        if contract.rows is Rows.CAPTURED_PREFIX or terms_of(contract).mode is ReplayMode.R2
+        else sample.total - 1
+    )
     return max(0, min(own, last))

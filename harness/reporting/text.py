@@ -1,6 +1,7 @@
 """Console: reports as lines of text, for the command line and for pytest's closing summary.
 
-Works on the JSON form of a report (schema 1), so that what a worker process hands over can be shown as it is.
+Works on the JSON form of a report (schema 1), so that what a worker process hands over can be shown
+as it is.
 """
 
 from __future__ import annotations
@@ -12,7 +13,17 @@ from enum import Enum
 from pathlib import Path
 from typing import Any, TypeAlias
 
-__all__ = ["NOT_EXERCISED", "Line", "Style", "check_lines", "finding_lines", "report_lines", "summary_text", "text_of", "wrapped"]
+__all__ = [
+    "NOT_EXERCISED",
+    "Line",
+    "Style",
+    "check_lines",
+    "finding_lines",
+    "report_lines",
+    "summary_text",
+    "text_of",
+    "wrapped",
+]
 
 NOT_EXERCISED = "not exercised"
 """How the reason of a check begins whose situation did not occur."""
@@ -62,25 +73,48 @@ _VERDICTS: Mapping[str, tuple[str, Style]] = {
 }
 
 
-def report_lines(report: Mapping[str, Any], *, verbose: bool = False, findings: int = 3, gather: bool = False) -> Iterator[Line]:
-    """The whole report: head, failing checks with their first ``findings`` findings, unknown ones, what was exercised, canary.
+def report_lines(
+    report: Mapping[str, Any], *, verbose: bool = False, findings: int = 3, gather: bool = False
+) -> Iterator[Line]:
+    """The whole report: head, failing checks with their first ``findings`` findings, unknown ones,
+    what was exercised, canary.
 
-    ``gather`` tells the unknown checks that were not exercised in one line: a recorded run leaves most situations out.
-    ``verbose`` lists every check, also those that passed and those that the contract rules out.
+    ``gather`` tells the unknown checks that were not exercised in one line: a recorded run leaves
+    most situations out. ``verbose`` lists every check, also those that passed and those that the
+    contract rules out.
     """
     yield Style.TITLE, _head(report)
-    shown = ("fail", "expected fail", "unknown", "pass", "not applicable") if verbose else ("fail", "expected fail", "unknown")
+    shown = (
+        ("fail", "expected fail", "unknown", "pass", "not applicable")
+        if verbose
+        else ("fail", "expected fail", "unknown")
+    )
     for verdict in shown:
         checks = [check for check in report["checks"] if check["verdict"] == verdict]
-        idle = [check for check in checks if verdict == "unknown" and gather and not verbose and check["reason"].startswith(NOT_EXERCISED)]
+        idle = [
+            check
+            for check in checks
+            if verdict == "unknown"
+            and gather
+            and not verbose
+            and check["reason"].startswith(NOT_EXERCISED)
+        ]
         if verdict == "not applicable":
             yield from _ruled_out(checks)
             continue
         for check in checks:
             if check not in idle:
-                yield from check_lines(check, findings=0 if verdict == "expected fail" and not verbose else findings)
+                yield from check_lines(
+                    check, findings=0 if verdict == "expected fail" and not verbose else findings
+                )
         if idle:
-            yield Style.DOUBT, f"  UNKNOWN  {_checks(len(idle))} not exercised: what they are about did not occur (-v lists them)"
+            yield (
+                Style.DOUBT,
+                (
+                    f"  UNKNOWN  {_checks(len(idle))} not exercised: what they are about did not"
+                    " occur (-v lists them)"
+                ),
+            )
     yield from _exercised(report["exercised"])
     yield from _canary(report["canary"])
     for note in report.get("notes", ()):
@@ -93,10 +127,16 @@ def _ruled_out(checks: Sequence[Mapping[str, Any]]) -> Iterator[Line]:
     word, style = _VERDICTS["not applicable"]
     families: dict[tuple[str, str], list[str]] = {}
     for check in checks:
-        families.setdefault((check["id"].partition(".")[0], check["reason"]), []).append(check["id"])
+        families.setdefault((check["id"].partition(".")[0], check["reason"]), []).append(
+            check["id"]
+        )
     for (family, reason), ids in families.items():
         name = ids[0] if len(ids) == 1 else f"{_checks(len(ids))} of {family}"
-        named = f" ({', '.join(each.partition('.')[2] for each in ids)})" if 1 < len(ids) <= _NAMED else ""
+        named = (
+            f" ({', '.join(each.partition('.')[2] for each in ids)})"
+            if 1 < len(ids) <= _NAMED
+            else ""
+        )
         yield style, wrapped(f"  {word}  {name}{named}: {reason}", "      ")
 
 
@@ -115,11 +155,19 @@ def summary_text(report: Mapping[str, Any]) -> str:
 
 
 def check_lines(check: Mapping[str, Any], *, findings: int = 3) -> Iterator[Line]:
-    """One check: verdict, id, reason; then its first ``findings`` findings (0: only how many there are)."""
+    """One check: verdict, id, reason; then its first ``findings`` findings (0: only how many there
+    are).
+    """
     word, style = _VERDICTS[check["verdict"]]
-    told = "" if check["verdict"] == "pass" or (check["verdict"] == "fail" and findings) else check["reason"]
+    told = (
+        ""
+        if check["verdict"] == "pass" or (check["verdict"] == "fail" and findings)
+        else check["reason"]
+    )
     if check.get("otherwise"):
-        told = "otherwise than it is known to fail" + (f" ({'; '.join(check['known'])})" if check["known"] else "")
+        told = "otherwise than it is known to fail" + (
+            f" ({'; '.join(check['known'])})" if check["known"] else ""
+        )
     times = sum(check["exercised"].values())
     put = f" (put to the test {times:,} times)" if check["verdict"] == "pass" else ""
     yield style, wrapped(f"  {word}  {check['id']}{put}{': ' + told if told else ''}", "      ")
@@ -127,11 +175,18 @@ def check_lines(check: Mapping[str, Any], *, findings: int = 3) -> Iterator[Line
         yield from finding_lines(finding, number, check["id"] if number == 1 else "")
     more = check.get("found", len(check["findings"])) - min(findings, len(check["findings"]))
     if more > 0 and findings:
-        yield Style.FAINT, f"     ... and {more:,} more finding{'s' if more > 1 else ''} of this check"
+        yield (
+            Style.FAINT,
+            f"     ... and {more:,} more finding{'s' if more > 1 else ''} of this check",
+        )
 
 
-def finding_lines(finding: Mapping[str, Any], number: int = 1, check_id: str = "") -> Iterator[Line]:
-    """One finding: title, where, expected, observed, hint, what tells more of ``check_id``, and how to run its counterexample again."""
+def finding_lines(
+    finding: Mapping[str, Any], number: int = 1, check_id: str = ""
+) -> Iterator[Line]:
+    """One finding: title, where, expected, observed, hint, what tells more of ``check_id``, and how
+    to run its counterexample again.
+    """
     yield Style.TITLE, wrapped(f"  {number:>3}. {finding['title']}", " " * 7)
     rows = [
         ("where", _where(finding["where"])),
@@ -172,22 +227,37 @@ def _exercised(counts: Mapping[str, int]) -> Iterator[Line]:
         return
     yield Style.TITLE, "  exercised"
     for name, count in Counter(counts).most_common():
-        yield (Style.PLAIN if count else Style.DOUBT), f"    {name} {'.' * max(2, 60 - len(name))} {count:,}"
+        yield (
+            (Style.PLAIN if count else Style.DOUBT),
+            f"    {name} {'.' * max(2, 60 - len(name))} {count:,}",
+        )
 
 
 def _canary(canary: Mapping[str, Any]) -> Iterator[Line]:
     if not canary:
         return
     if canary["planted"] is None:
-        yield Style.DOUBT, wrapped(f"  canary: not planted ({canary['reason'] or 'no trace was fit for it'})", "      ")
+        yield (
+            Style.DOUBT,
+            wrapped(
+                f"  canary: not planted ({canary['reason'] or 'no trace was fit for it'})", "      "
+            ),
+        )
     elif canary["red"]:
-        yield Style.GOOD, wrapped(f"  canary: {canary['planted']}: caught by {canary['expected_by']}, as it must be", "      ")
+        yield (
+            Style.GOOD,
+            wrapped(
+                f"  canary: {canary['planted']}: caught by {canary['expected_by']}, as it must be",
+                "      ",
+            ),
+        )
     else:
         yield (
             Style.BAD,
             wrapped(
-                f"  canary: {canary['planted']}: NOT caught by {canary['expected_by']}. A fault planted into this run's own trace stayed"
-                " unseen, so its other verdicts cannot be trusted; please report this with the JSON report.",
+                f"  canary: {canary['planted']}: NOT caught by {canary['expected_by']}. A fault"
+                " planted into this run's own trace stayed unseen, so its other verdicts cannot be"
+                " trusted; please report this with the JSON report.",
                 "      ",
             ),
         )
@@ -199,7 +269,9 @@ def _checks(count: int) -> str:
 
 def _near(path: str) -> str:
     """The path from the current folder, where it lies below that."""
-    return str(Path(path).relative_to(Path.cwd())) if Path(path).is_relative_to(Path.cwd()) else path
+    return (
+        str(Path(path).relative_to(Path.cwd())) if Path(path).is_relative_to(Path.cwd()) else path
+    )
 
 
 def _where(where: Mapping[str, Any]) -> str:
@@ -210,9 +282,18 @@ def _where(where: Mapping[str, Any]) -> str:
 def wrapped(text: str, indent: str = "      ") -> str:
     """Every line of ``text`` wrapped, continuation lines under ``indent``."""
     lines = text.splitlines()
-    first = textwrap.fill(lines[0], _WIDTH, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False)
+    first = textwrap.fill(
+        lines[0], _WIDTH, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False
+    )
     rest = [
-        textwrap.fill(line, _WIDTH, initial_indent=indent, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False)
+        textwrap.fill(
+            line,
+            _WIDTH,
+            initial_indent=indent,
+            subsequent_indent=indent,
+            break_long_words=False,
+            break_on_hyphens=False,
+        )
         for line in lines[1:]
     ]
     return "\n".join([first, *rest])

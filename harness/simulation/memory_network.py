@@ -1,8 +1,9 @@
 """Network: loopback connections in memory, on the virtual clock.
 
-HTTP clients of real stacks (aiohttp, httpx) and a real HTTP server (uvicorn's protocols) speak over it, byte for byte as over a
-socket, while time stays virtual: what is written in one turn of the loop arrives in the next. A server's tasks inherit the
-context of the client that wrote to it, so a call is charged to the request that it is made for.
+HTTP clients of real stacks (aiohttp, httpx) and a real HTTP server (uvicorn's protocols) speak over
+it, byte for byte as over a socket, while time stays virtual: what is written in one turn of the
+loop arrives in the next. A server's tasks inherit the context of the client that wrote to it, so a
+call is charged to the request that it is made for.
 """
 
 from __future__ import annotations
@@ -19,7 +20,9 @@ _HOSTS = ("127.0.0.1", "localhost", "::1")
 
 
 class Network:
-    """Listening servers by port. ``loop`` is the virtual loop that they, and those who connect, run on."""
+    """Listening servers by port. ``loop`` is the virtual loop that they, and those who connect, run
+    on.
+    """
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self._loop = loop
@@ -36,13 +39,19 @@ class Network:
         self._servers.pop(port, None)
 
     def reserve(self, sock: socket.socket, address: tuple[Any, ...]) -> None:
-        """What ``sock_connect`` does: the socket stands for a connection to ``address`` from now on. Raises as a socket would."""
+        """What ``sock_connect`` does: the socket stands for a connection to ``address`` from now
+        on. Raises as a socket would.
+        """
         host, port = str(address[0]), int(address[1])
         self._factory(host, port)
         self._reserved[id(sock)] = (host, port)
 
-    def connect(self, factory: Factory, host: str | None, port: int | None, sock: Any = None) -> tuple[Any, Any]:
-        """A connection: the client's transport and protocol. Raises ``ConnectionRefusedError`` where nobody listens."""
+    def connect(
+        self, factory: Factory, host: str | None, port: int | None, sock: Any = None
+    ) -> tuple[Any, Any]:
+        """A connection: the client's transport and protocol. Raises ``ConnectionRefusedError``
+        where nobody listens.
+        """
         if sock is not None:
             host, port = self._reserved.pop(id(sock))
             sock.close()
@@ -59,10 +68,22 @@ class Network:
         return client, protocol
 
     def resolve(self, host: Any, port: Any) -> list[tuple[Any, ...]]:
-        """What ``getaddrinfo`` says of this machine. Raises ``socket.gaierror`` for any other: there is no other."""
+        """What ``getaddrinfo`` says of this machine. Raises ``socket.gaierror`` for any other:
+        there is no other.
+        """
         if str(host) not in _HOSTS:
-            raise socket.gaierror(socket.EAI_NONAME, f"{host}: only this machine is on the virtual network")
-        return [(socket.AF_INET, socket.SOCK_STREAM, socket.IPPROTO_TCP, "", ("127.0.0.1", int(port or 0)))]
+            raise socket.gaierror(
+                socket.EAI_NONAME, f"{host}: only this machine is on the virtual network"
+            )
+        return [
+            (
+                socket.AF_INET,
+                socket.SOCK_STREAM,
+                socket.IPPROTO_TCP,
+                "",
+                ("127.0.0.1", int(port or 0)),
+            )
+        ]
 
     def _factory(self, host: str, port: int) -> Factory:
         factory = self._servers.get(port) if host in _HOSTS else None
@@ -76,7 +97,9 @@ class _Pipe(asyncio.Transport):
 
     peer: _Pipe
 
-    def __init__(self, loop: asyncio.AbstractEventLoop, here: tuple[str, int], there: tuple[str, int]) -> None:
+    def __init__(
+        self, loop: asyncio.AbstractEventLoop, here: tuple[str, int], there: tuple[str, int]
+    ) -> None:
         super().__init__({"sockname": here, "peername": there, "socket": _Socket(here, there)})
         self._loop = loop
         self._protocol: Any = None
@@ -112,7 +135,9 @@ class _Pipe(asyncio.Transport):
         """The other side sees a reset."""
         if not self._lost:
             self._closing = True
-            self._loop.call_soon(self.peer.lose, ConnectionResetError(104, "Connection reset by peer"))
+            self._loop.call_soon(
+                self.peer.lose, ConnectionResetError(104, "Connection reset by peer")
+            )
             self._loop.call_soon(self.lose, None)
 
     def arrive(self, data: bytes | None) -> None:

@@ -1,4 +1,6 @@
-"""Lending: objects that a caller hands to a stack, watched for changes that the caller did not ask for."""
+"""Lending: objects that a caller hands to a stack, watched for changes that the caller did not ask
+for.
+"""
 
 from __future__ import annotations
 
@@ -26,14 +28,19 @@ class Watch:
 
     def changed(self) -> tuple[str, ...]:
         """The names of the objects that no longer equal their copies, with what changed in them."""
-        return tuple(f"{name}: {_difference(before, now)}" for name, now, before in self._lent if not same(before, now))
+        return tuple(
+            f"{name}: {_difference(before, now)}"
+            for name, now, before in self._lent
+            if not same(before, now)
+        )
 
 
 WATCH: ContextVar[Watch | None] = ContextVar("rollproof_watch", default=None)
 
 
 def lend(name: str, value: _T) -> _T:
-    """Hand ``value`` to a stack as a caller would: the runner reports it if the stack changes it. Returns ``value``.
+    """Hand ``value`` to a stack as a caller would: the runner reports it if the stack changes it.
+    Returns ``value``.
 
     Outside a run it does nothing but return its argument.
     """
@@ -62,7 +69,11 @@ def _difference(before: Any, now: Any) -> str:
     if isinstance(before, dict) and isinstance(now, dict):
         gone = [f"{key!r} was removed" for key in before if key not in now]
         new = [f"{key!r} was added ({now[key]!r})" for key in now if key not in before]
-        changed = [f"{key!r} went from {before[key]!r} to {now[key]!r}" for key in before if key in now and not same(before[key], now[key])]
+        changed = [
+            f"{key!r} went from {before[key]!r} to {now[key]!r}"
+            for key in before
+            if key in now and not same(before[key], now[key])
+        ]
         return ", ".join(gone + new + changed)
     if isinstance(before, list) and isinstance(now, list) and len(before) != len(now):
         return f"went from {len(before)} to {len(now)} items"

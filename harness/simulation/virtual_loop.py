@@ -1,11 +1,12 @@
 """Virtual clock: an asyncio event loop on which time passes only when nothing else can happen.
 
-Sleeping is free, one seed gives one trace byte for byte, and a hang is seen at once: when no callback is ready and no
-timer is set, nothing will ever happen again. Threads and sockets would bring real time back in, so they are refused
-with advice; work handed to an executor runs inline.
+Sleeping is free, one seed gives one trace byte for byte, and a hang is seen at once: when no
+callback is ready and no timer is set, nothing will ever happen again. Threads and sockets would
+bring real time back in, so they are refused with advice; work handed to an executor runs inline.
 
-Why our own: looptime 0.9 gives identical traces too, at a thirtieth of the speed (it spins idle rounds before each jump),
-and lets executors run on real threads; ``benchmarks/clock.py`` shows both side by side.
+Why our own: looptime 0.9 gives identical traces too, at a thirtieth of the speed (it spins idle
+rounds before each jump), and lets executors run on real threads; ``benchmarks/clock.py`` shows both
+side by side.
 """
 
 from __future__ import annotations
@@ -30,11 +31,15 @@ __all__ = ["DEADLOCK", "Stalled", "Stuck", "VirtualLoop", "describe_wait", "guar
 _T = TypeVar("_T")
 _SPIN_LIMIT = 20_000
 DEADLOCK = "nothing is scheduled any more"
-"""Why a loop stalled that was left with nothing to do: seen at once, where other hangs are seen when much time has passed."""
+"""Why a loop stalled that was left with nothing to do: seen at once, where other hangs are seen
+when much time has passed.
+"""
 
 
 class Stalled(RuntimeError):
-    """Nothing can happen any more: no callback is ready and no timer is set, or callbacks spin without time passing."""
+    """Nothing can happen any more: no callback is ready and no timer is set, or callbacks spin
+    without time passing.
+    """
 
 
 class Stuck(Stalled):
@@ -44,9 +49,9 @@ class Stuck(Stalled):
 class VirtualLoop(base_events.BaseEventLoop):
     """An event loop whose ``time()`` starts at 0.0 and jumps from timer to timer.
 
-    ``ending`` is set while tasks that are left over are cancelled. ``turns`` counts the rounds of callbacks, for ``watchdog``, who
-    ends one that takes far too long in real time. ``network`` is there where servers listen in memory: then clients
-    connect to those, and to nothing else.
+    ``ending`` is set while tasks that are left over are cancelled. ``turns`` counts the rounds of
+    callbacks, for ``watchdog``, who ends one that takes far too long in real time. ``network`` is
+    there where servers listen in memory: then clients connect to those, and to nothing else.
     """
 
     _ready: deque[asyncio.Handle]
@@ -78,24 +83,34 @@ class VirtualLoop(base_events.BaseEventLoop):
         return self._now
 
     def pass_time(self, timeout: float | None) -> None:
-        """Jump ahead. Raises ``Stalled`` when nothing is left to wait for, or when time never passes."""
+        """Jump ahead. Raises ``Stalled`` when nothing is left to wait for, or when time never
+        passes.
+        """
         if timeout is None:
             raise Stalled(DEADLOCK)
         if timeout <= 0:
             self._spins += 1
             if self._spins > _SPIN_LIMIT:
-                raise Stalled(f"{_SPIN_LIMIT} rounds of callbacks passed without any time passing (a busy loop)")
+                raise Stalled(
+                    f"{_SPIN_LIMIT} rounds of callbacks passed without any time passing (a busy"
+                    " loop)"
+                )
             return
         self._spins = 0
         self._now += timeout
         self._jumps_left -= 1
         if self._jumps_left < 0:
-            raise Stalled(f"timers went on firing without an end, up to virtual second {self._now:g} (something is retried for ever)")
+            raise Stalled(
+                f"timers went on firing without an end, up to virtual second {self._now:g}"
+                " (something is retried for ever)"
+            )
 
     def call_soon(  # type: ignore[override]  # as for call_soon_threadsafe
         self, callback: Callable[..., Any], *args: Any, context: Any = None
     ) -> asyncio.Handle:
-        """Run ``callback`` in the next round. Leaner than the supertype's: a small case is mostly rounds of the loop."""
+        """Run ``callback`` in the next round. Leaner than the supertype's: a small case is mostly
+        rounds of the loop.
+        """
         if self.is_closed() or self.get_debug():
             return super().call_soon(callback, *args, context=context)
         handle = asyncio.Handle(callback, args, self, context)
@@ -103,7 +118,9 @@ class VirtualLoop(base_events.BaseEventLoop):
         return handle
 
     def _run_once(self) -> None:
-        """One round: let time pass where nothing is ready, then run what is. The supertype's, without sockets and debugging."""
+        """One round: let time pass where nothing is ready, then run what is. The supertype's,
+        without sockets and debugging.
+        """
         ready, scheduled = self._ready, self._scheduled
         self.turns += 1
         if self.watchdog is not None and self.watchdog.told is not None and not self.ending:
@@ -123,7 +140,9 @@ class VirtualLoop(base_events.BaseEventLoop):
             if not handle._cancelled:
                 handle._run()
 
-    def run_in_executor(self, executor: Any, func: Callable[..., Any], *args: Any) -> asyncio.Future[Any]:  # type: ignore[override]
+    def run_in_executor(
+        self, executor: Any, func: Callable[..., Any], *args: Any
+    ) -> asyncio.Future[Any]:  # type: ignore[override]
         """Run ``func`` inline: a worker thread would make the order of events depend on real time."""
         future: asyncio.Future[Any] = self.create_future()
         try:
@@ -148,9 +167,17 @@ class VirtualLoop(base_events.BaseEventLoop):
         raise SubjectError(_SIGNAL_ADVICE)
 
     async def create_connection(
-        self, protocol_factory: Callable[[], Any], host: Any = None, port: Any = None, *, sock: Any = None, **_options: Any
+        self,
+        protocol_factory: Callable[[], Any],
+        host: Any = None,
+        port: Any = None,
+        *,
+        sock: Any = None,
+        **_options: Any,
     ) -> tuple[Any, Any]:
-        """Connect to a server in memory. Raises ``SubjectError`` where there is no network, as for every other use of sockets."""
+        """Connect to a server in memory. Raises ``SubjectError`` where there is no network, as for
+        every other use of sockets.
+        """
         return self._network("create_connection").connect(protocol_factory, host, port, sock)
 
     async def sock_connect(self, sock: socket.socket, address: Any) -> None:
@@ -174,28 +201,33 @@ class VirtualLoop(base_events.BaseEventLoop):
 
 
 _THREAD_ADVICE = (
-    "The subject uses a thread. rollproof runs subjects on a virtual clock, where threads would bring real time back in and make "
-    "runs unrepeatable. Make the method async, hand the work to `loop.run_in_executor` (which runs inline here), or record a real "
-    "run with `rollproof.record(...)` and judge that."
+    "The subject uses a thread. rollproof runs subjects on a virtual clock, where threads would"
+    " bring real time back in and make runs unrepeatable. Make the method async, hand the work to"
+    " `loop.run_in_executor` (which runs inline here), or record a real run with"
+    " `rollproof.record(...)` and judge that."
 )
 _SOCKET_ADVICE = (
-    "The subject opened a socket ({what}). rollproof runs subjects on a virtual clock with in-process fakes, where nothing answers on "
-    "a socket in virtual time. Use the handles that `fleet` gives, or record a real run with `rollproof.record(...)` and judge that."
+    "The subject opened a socket ({what}). rollproof runs subjects on a virtual clock with"
+    " in-process fakes, where nothing answers on a socket in virtual time. Use the handles that"
+    " `fleet` gives, or record a real run with `rollproof.record(...)` and judge that."
 )
 _LOOP_ADVICE = _SOCKET_ADVICE.replace("socket ({what})", "connection (loop.{what})")
 
 _SIGNAL_ADVICE = (
-    "The subject sets a signal handler on the event loop. rollproof runs subjects on a virtual clock, into which no signal can come. Leave "
-    "handlers to the program that starts the stack, or make them optional, so that a test can do without."
+    "The subject sets a signal handler on the event loop. rollproof runs subjects on a virtual"
+    " clock, into which no signal can come. Leave handlers to the program that starts the stack, or"
+    " make them optional, so that a test can do without."
 )
 _STOP_ADVICE = (
-    "The subject stops the event loop. rollproof runs subjects on a virtual clock of its own, and judges what was going on only when that "
-    "has ended: leave the loop to the program that starts the stack."
+    "The subject stops the event loop. rollproof runs subjects on a virtual clock of its own, and"
+    " judges what was going on only when that has ended: leave the loop to the program that starts"
+    " the stack."
 )
 _PROCESS_ADVICE = (
-    "The subject starts a process (loop.{what}). rollproof runs subjects on a virtual clock, which cannot wait for a process in real time. "
-    "Give the subject a stand-in for what the process does (the engines of `fleet` answer in this process), or record a real run with "
-    "`rollproof.record(...)` and judge that."
+    "The subject starts a process (loop.{what}). rollproof runs subjects on a virtual clock, which"
+    " cannot wait for a process in real time. Give the subject a stand-in for what the process does"
+    " (the engines of `fleet` answer in this process), or record a real run with"
+    " `rollproof.record(...)` and judge that."
 )
 
 
@@ -217,7 +249,9 @@ _REFUSED: Mapping[str, tuple[str, ...]] = {
         "sock_sendfile", "sock_sendto", "start_tls",
     ),
 }  # fmt: skip
-"""What an event loop does in real time: the base class has no answer to it but a bare ``NotImplementedError``."""
+"""What an event loop does in real time: the base class has no answer to it but a bare
+``NotImplementedError``.
+"""
 for _advice, _names in _REFUSED.items():
     for _name in _names:
         setattr(VirtualLoop, _name, _refusing(_name, _advice))
@@ -226,13 +260,17 @@ for _advice, _names in _REFUSED.items():
 _INSIDE: Counter[int] = Counter()
 """How often each thread is inside."""
 _PATCHED: list[tuple[type, str, Any]] = []
-"""What is replaced while any thread is inside: whose, by which name, and what stood there (``None``: a base class's)."""
+"""What is replaced while any thread is inside: whose, by which name, and what stood there
+(``None``: a base class's).
+"""
 _PATCHING = threading.Lock()
 
 
 @contextmanager
 def guarded() -> Iterator[None]:
-    """While inside, starting a Python thread or connecting a socket raises ``SubjectError`` with advice; other threads do as they like."""
+    """While inside, starting a Python thread or connecting a socket raises ``SubjectError`` with
+    advice; other threads do as they like.
+    """
     own = threading.get_ident()
     with _PATCHING:
         if not _INSIDE:
@@ -268,19 +306,25 @@ def _guard(owner: type, name: str, advice: str) -> None:
     setattr(owner, name, guard)
 
 
-def run(main: Callable[[], Coroutine[Any, Any, _T]], jumps: int | None = None, *, seconds: float = 0.0) -> _T:
-    """Run ``main()`` on a fresh virtual loop and return its result; tasks that are left over are cancelled.
+def run(
+    main: Callable[[], Coroutine[Any, Any, _T]], jumps: int | None = None, *, seconds: float = 0.0
+) -> _T:
+    """Run ``main()`` on a fresh virtual loop and return its result; tasks that are left over are
+    cancelled.
 
-    ``jumps`` bounds how often time may pass (``None``: no bound), ``seconds`` how much processor time one step may take (0: no bound).
-    Raises ``Stalled`` where ``main`` itself can never end, ``Stuck`` where a step does not, and ``SubjectError`` where somebody stops
-    the loop before.
+    ``jumps`` bounds how often time may pass (``None``: no bound), ``seconds`` how much processor
+    time one step may take (0: no bound). Raises ``Stalled`` where ``main`` itself can never end,
+    ``Stuck`` where a step does not, and ``SubjectError`` where somebody stops the loop before.
     """
     try:
         asyncio.get_running_loop()
     except RuntimeError:
         pass
     else:
-        raise SubjectError("rollproof brings its own event loop: call it from sync code, not from inside a running loop.")
+        raise SubjectError(
+            "rollproof brings its own event loop: call it from sync code, not from inside a running"
+            " loop."
+        )
     loop = VirtualLoop(jumps)
     task = loop.create_task(main())
     early: str | None = None
@@ -324,11 +368,17 @@ def _cancel_all(loop: VirtualLoop) -> None:
 
 
 def describe_wait(task: asyncio.Task[Any]) -> str:
-    """Where a task waits: the chain of functions down to the innermost await, e.g. ``generate (llm.py:120) > sleep``."""
+    """Where a task waits: the chain of functions down to the innermost await, e.g. ``generate
+    (llm.py:120) > sleep``.
+    """
     names = []
     awaited: Any = task.get_coro()
     while awaited is not None:
-        frame = getattr(awaited, "cr_frame", None) or getattr(awaited, "gi_frame", None) or getattr(awaited, "ag_frame", None)
+        frame = (
+            getattr(awaited, "cr_frame", None)
+            or getattr(awaited, "gi_frame", None)
+            or getattr(awaited, "ag_frame", None)
+        )
         if frame is None:
             names.append(type(awaited).__name__)
             break

@@ -1,13 +1,16 @@
-"""Watchdog: ends a step of somebody else's code that never gives control back, which a virtual clock cannot see.
+"""Watchdog: ends a step of somebody else's code that never gives control back, which a virtual
+clock cannot see.
 
-A coroutine that loops without awaiting, or waits in real time (``time.sleep`` in a loop), stops everything: no other task runs, and no
-virtual deadline passes. A thread looks once a second whether the event loop still turns. It is slow to judge, because a machine may be
-slow: a step is given up when it has had so many seconds of processor time, and of real time too, or five times as many of the latter.
-While somebody debugs it, no time passes.
+A coroutine that loops without awaiting, or waits in real time (``time.sleep`` in a loop), stops
+everything: no other task runs, and no virtual deadline passes. A thread looks once a second whether
+the event loop still turns. It is slow to judge, because a machine may be slow: a step is given up
+when it has had so many seconds of processor time, and of real time too, or five times as many of
+the latter. While somebody debugs it, no time passes.
 
-An exception that is raised from outside comes where the thread was seen, for the watching thread holds CPython's lock from looking to
-raising, or a little later: some steps of CPython get the lock back and do not look for one (3.13: none does), but all loops and calls do.
-Whoever runs a step has a loop behind it. So the exception does not come where a run is put away.
+An exception that is raised from outside comes where the thread was seen, for the watching thread
+holds CPython's lock from looking to raising, or a little later: some steps of CPython get the lock
+back and do not look for one (3.13: none does), but all loops and calls do. Whoever runs a step has
+a loop behind it. So the exception does not come where a run is put away.
 """
 
 from __future__ import annotations
@@ -37,11 +40,15 @@ _IDLE = 5
 """How many times as long a step may take that uses no processor."""
 _TICK = 1.0
 _AGAIN = 5
-"""After how many ticks more a step that goes on is given up again: it may have handled the exception."""
+"""After how many ticks more a step that goes on is given up again: it may have handled the
+exception.
+"""
 _FRAMES = 6
 _DEBUGGERS = frozenset({"pdb", "ipdb", "pudb", "bdb", "debugpy", "pydevd"})
 _WARNING = 3
-"""How often a step is given up before it is said that it handles that, or waits where Python cannot interrupt it."""
+"""How often a step is given up before it is said that it handles that, or waits where Python cannot
+interrupt it.
+"""
 
 
 _T = TypeVar("_T")
@@ -52,7 +59,9 @@ class GivenUp(BaseException):
 
 
 def limit() -> float:
-    """Seconds after which a step is given up. Raises ``UsageError`` for a value of the environment variable that is no number >= 0."""
+    """Seconds after which a step is given up. Raises ``UsageError`` for a value of the environment
+    variable that is no number >= 0.
+    """
     given = os.environ.get(VARIABLE, "")
     try:
         seconds = float(given) if given else _LIMIT
@@ -64,13 +73,17 @@ def limit() -> float:
 
 
 class Watchdog:
-    """While it is entered, raises ``GivenUp`` in the thread that made it when ``progress()`` stays the same for too long.
+    """While it is entered, raises ``GivenUp`` in the thread that made it when ``progress()`` stays
+    the same for too long.
 
-    It comes only in what a call of ``within`` calls (``through``'s, where it is left out). ``told`` then says for how long, and where that
-    thread was. It is asked for the innermost lines of other code than ``rollproof``'s.
+    It comes only in what a call of ``within`` calls (``through``'s, where it is left out). ``told``
+    then says for how long, and where that thread was. It is asked for the innermost lines of other
+    code than ``rollproof``'s.
     """
 
-    def __init__(self, progress: Callable[[], int], seconds: float, within: CodeType | None = None) -> None:
+    def __init__(
+        self, progress: Callable[[], int], seconds: float, within: CodeType | None = None
+    ) -> None:
         self.told: str | None = None
         self._progress = progress
         self._seconds = seconds
@@ -88,7 +101,12 @@ class Watchdog:
             _see_to_a_thread()
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
         if self._seconds:
             while not self._ended:
                 try:
@@ -109,14 +127,25 @@ class Watchdog:
                 pass
 
     def look(self) -> None:
-        """See whether there is progress since the last look, and give the step up where there was none for too long."""
+        """See whether there is progress since the last look, and give the step up where there was
+        none for too long.
+        """
         now, turned = time.monotonic(), self._progress()
         if turned != self._seen or self._debugged():
-            self._seen, self._real, self._used, self._again = turned, 0.0, time.process_time(), False
+            self._seen, self._real, self._used, self._again = (
+                turned,
+                0.0,
+                time.process_time(),
+                False,
+            )
         else:
-            self._real += min(now - self._before, 2 * _TICK)  # a machine that slept in between was not waited for
+            self._real += min(
+                now - self._before, 2 * _TICK
+            )  # a machine that slept in between was not waited for
             busy = time.process_time() - self._used
-            over = (self._real >= self._seconds and busy >= self._seconds) or self._real >= _IDLE * self._seconds
+            over = (
+                self._real >= self._seconds and busy >= self._seconds
+            ) or self._real >= _IDLE * self._seconds
             if self._real >= _AGAIN * _TICK if self._again else over:
                 self._give_up(self._real, busy)
         self._before = now
@@ -132,7 +161,9 @@ class Watchdog:
             )
             if self._times + 1 == _WARNING:
                 with suppress(Exception):  # it may be closed, or somebody else's
-                    sys.stderr.write(f"rollproof: {told}. It cannot be ended from outside: end this process.\n")
+                    sys.stderr.write(
+                        f"rollproof: {told}. It cannot be ended from outside: end this process.\n"
+                    )
             thread, what = ctypes.c_ulong(self._watched), ctypes.py_object(GivenUp)
             if self._step():  # as late as can be: what ended meanwhile is none of its affairs
                 self.told = told
@@ -141,7 +172,9 @@ class Watchdog:
                 self._again, self._real = True, 0.0
 
     def _step(self) -> list[FrameType]:
-        """The frames of the step, innermost first; none where the thread is in no step, or about to leave or begin one."""
+        """The frames of the step, innermost first; none where the thread is in no step, or about to
+        leave or begin one.
+        """
         frames: list[FrameType] = []
         for frame in self._stack():
             if frame.f_code is self._within:
@@ -150,7 +183,10 @@ class Watchdog:
         return []
 
     def _debugged(self) -> bool:
-        return any(str(frame.f_globals.get("__name__")).partition(".")[0] in _DEBUGGERS for frame in self._stack())
+        return any(
+            str(frame.f_globals.get("__name__")).partition(".")[0] in _DEBUGGERS
+            for frame in self._stack()
+        )
 
     def _stack(self) -> Iterator[FrameType]:
         frame = sys._current_frames().get(self._watched)
@@ -161,11 +197,14 @@ class Watchdog:
     def _take(self) -> None:
         """Take what was raised and has not come yet, in the watched thread.
 
-        To raise nothing in its place forgets it, but not that there is something: CPython 3.11 then looks for it at each call, and never
-        gets past the first one that is traced, as by ``sys.settrace``.
+        To raise nothing in its place forgets it, but not that there is something: CPython 3.11 then
+        looks for it at each call, and never gets past the first one that is traced, as by
+        ``sys.settrace``.
         """
         try:
-            ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(self._watched), ctypes.py_object(GivenUp))
+            ctypes.pythonapi.PyThreadState_SetAsyncExc(
+                ctypes.c_ulong(self._watched), ctypes.py_object(GivenUp)
+            )
             for _ in range(1000):
                 pass
         except GivenUp:
@@ -175,7 +214,9 @@ class Watchdog:
 _entered: dict[int, Watchdog] = {}
 """Those that are entered now, by ``id``."""
 _watching = _thread.allocate_lock()
-"""Held by the one thread that looks at all of them: there are thousands of cases, and to start a thread takes as long as a small one."""
+"""Held by the one thread that looks at all of them: there are thousands of cases, and to start a
+thread takes as long as a small one.
+"""
 _on = _thread.allocate_lock()
 """Held while that thread may go on: it waits for it between two looks."""
 _on.acquire()
@@ -188,7 +229,9 @@ def _see_to_a_thread() -> None:
         try:
             # not threading.Thread: a subject that lists its threads does not see it
             _thread.start_new_thread(_watch, ())
-        except RuntimeError:  # the system has no more of them, or Python is about to end: nothing is watched then
+        except (
+            RuntimeError
+        ):  # the system has no more of them, or Python is about to end: nothing is watched then
             _watching.release()
 
 
@@ -201,16 +244,22 @@ def _watch() -> None:
             _watching.release()
             return
         for one in list(_entered.values()):
-            with suppress(Exception):  # one that cannot be looked at is no reason not to look at the others
+            with suppress(
+                Exception
+            ):  # one that cannot be looked at is no reason not to look at the others
                 one.look()
         if not _entered:
             _watching.release()
-            if not _entered or not _watching.acquire(blocking=False):  # one may have come before the release
+            if not _entered or not _watching.acquire(
+                blocking=False
+            ):  # one may have come before the release
                 return
 
 
 def _rest() -> None:
-    """End the thread before a fork: from Python 3.12 on it warns whoever forks a process that has more than one."""
+    """End the thread before a fork: from Python 3.12 on it warns whoever forks a process that has
+    more than one.
+    """
     if not _watching.locked():
         return
     with suppress(RuntimeError):  # it is released: another thread is about to fork, too
@@ -241,12 +290,19 @@ if hasattr(os, "register_at_fork"):
 
 
 def _place(frame: FrameType | None) -> str:
-    """The innermost lines of other code than rollproof's, outermost first: ``poll (client.py:31) > wait (client.py:40)``."""
+    """The innermost lines of other code than rollproof's, outermost first: ``poll (client.py:31) >
+    wait (client.py:40)``.
+    """
     names: list[str] = []
     while frame is not None and len(names) < _FRAMES:
-        ours = str(frame.f_globals.get("__name__", "")).partition(".")[0] in ("rollproof", "asyncio")
+        ours = str(frame.f_globals.get("__name__", "")).partition(".")[0] in (
+            "rollproof",
+            "asyncio",
+        )
         if not ours:
-            names.append(f"{frame.f_code.co_name} ({Path(frame.f_code.co_filename).name}:{frame.f_lineno})")
+            names.append(
+                f"{frame.f_code.co_name} ({Path(frame.f_code.co_filename).name}:{frame.f_lineno})"
+            )
         elif names:
             break
         frame = frame.f_back

@@ -12,7 +12,15 @@ from pathlib import Path, PurePosixPath
 
 from rollproof.errors import StackError
 
-__all__ = ["Found", "Release", "changed_files", "checked_out", "imported_from", "installed_version", "requirements_file"]
+__all__ = [
+    "Found",
+    "Release",
+    "changed_files",
+    "checked_out",
+    "imported_from",
+    "installed_version",
+    "requirements_file",
+]
 
 _CHANGED = "+changed"
 """Ends the version of a checkout whose files are not those of its commit."""
@@ -22,11 +30,13 @@ _ABBREVIATED = 7
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Release:
-    """What must be installed for a stack: its distribution, the versions that the adapters know (oldest first), its pinned dependencies.
+    """What must be installed for a stack: its distribution, the versions that the adapters know
+    (oldest first), its pinned dependencies.
 
-    A stack that no package index has is judged from a checkout of ``repository`` (an address that git can clone): its versions
-    are commits, ``package`` is a file of its own that every checkout has, relative to its root, and ``roots`` are the folders from
-    which its modules are imported. ``beside`` are further distributions that are installed without their dependencies.
+    A stack that no package index has is judged from a checkout of ``repository`` (an address that
+    git can clone): its versions are commits, ``package`` is a file of its own that every checkout
+    has, relative to its root, and ``roots`` are the folders from which its modules are imported.
+    ``beside`` are further distributions that are installed without their dependencies.
     """
 
     distribution: str
@@ -39,32 +49,49 @@ class Release:
 
     @property
     def module(self) -> str:
-        """The dotted name of ``package``: ``src/prime_rl/of.py`` below the root ``src`` is ``prime_rl.of``."""
+        """The dotted name of ``package``: ``src/prime_rl/of.py`` below the root ``src`` is
+        ``prime_rl.of``.
+        """
         path = PurePosixPath(self.package)
         root = next((root for root in self.roots if path.is_relative_to(root)), ".")
         return ".".join(path.relative_to(root).with_suffix("").parts)
 
     def known_as(self, version: str) -> str:
-        """``version`` as the table writes it: of a commit, any abbreviation from seven digits on, or all of it."""
-        return next((known for known in self.versions if self.repository and _same_commit(known, version)), version)
+        """``version`` as the table writes it: of a commit, any abbreviation from seven digits on,
+        or all of it.
+        """
+        return next(
+            (known for known in self.versions if self.repository and _same_commit(known, version)),
+            version,
+        )
 
     def install(self, version: str | None = None) -> str:
         """The commands that install ``version`` (default: the newest known) beside rollproof."""
         # a package index has versions that the adapters do not know: who forces one wants that one
-        wanted = version if version in self.versions or (version and self.repository is None) else self.versions[-1]
+        wanted = (
+            version
+            if version in self.versions or (version and self.repository is None)
+            else self.versions[-1]
+        )
         first = f"python -m pip install -r {requirements_file(self.requirements)}"
         if self.beside:
             first += f" && python -m pip install --no-deps {' '.join(self.beside)}"
         if self.repository is None:
             # some of them ask for a newer Python than their rollout code needs (SkyRL 0.4.0: 3.12)
-            return f"{first} && python -m pip install --no-deps --ignore-requires-python {self.distribution}=={wanted}"
+            return (
+                f"{first} && python -m pip install --no-deps --ignore-requires-python"
+                f" {self.distribution}=={wanted}"
+            )
         folder = self.distribution
-        return f"{first} && git clone {self.repository} {folder} && git -C {folder} checkout {wanted}"
+        return (
+            f"{first} && git clone {self.repository} {folder} && git -C {folder} checkout {wanted}"
+        )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Found:
-    """What was found: the installed ``version``, the ``line`` of the adapter's table by which it is driven, the ``checkout`` if it is one.
+    """What was found: the installed ``version``, the ``line`` of the adapter's table by which it is
+    driven, the ``checkout`` if it is one.
 
     ``version`` and ``line`` differ where ``--force`` drives a version that nobody tested.
     """
@@ -80,7 +107,9 @@ class Found:
 
 
 def installed_version(distribution: str) -> str | None:
-    """The version of an installed distribution (the one that an import would find first), without importing it."""
+    """The version of an installed distribution (the one that an import would find first), without
+    importing it.
+    """
     try:
         return metadata.version(distribution)
     except metadata.PackageNotFoundError:
@@ -88,13 +117,18 @@ def installed_version(distribution: str) -> str | None:
 
 
 def checked_out(folder: Path, release: Release, name: str) -> str:
-    """The version of a checkout: its commit, as the adapters' table writes it where it is there; puts it first on the import path.
+    """The version of a checkout: its commit, as the adapters' table writes it where it is there;
+    puts it first on the import path.
 
-    A folder without git's data (an unpacked archive) is ``unversioned``; one with changes to its Python files is ``<commit>+changed``.
-    Raises ``StackError`` for what is no checkout of ``release``.
+    A folder without git's data (an unpacked archive) is ``unversioned``; one with changes to its
+    Python files is ``<commit>+changed``. Raises ``StackError`` for what is no checkout of
+    ``release``.
     """
     if not folder.is_dir():
-        raise StackError(f"--checkout {folder}: there is no such folder. {name} is judged from a checkout of {release.repository}.")
+        raise StackError(
+            f"--checkout {folder}: there is no such folder. {name} is judged from a checkout of"
+            f" {release.repository}."
+        )
     if not (folder / release.package).is_file():
         raise StackError(
             f"--checkout {folder} is no checkout of {name}: it has no {release.package}. "
@@ -104,28 +138,45 @@ def checked_out(folder: Path, release: Release, name: str) -> str:
     if sys.path[: len(roots)] != roots:
         sys.path[:0] = roots
     commit = _commit(folder)
-    version = next((known for known in release.versions if commit.startswith(known)), commit[:9] or "unversioned")
+    version = next(
+        (known for known in release.versions if commit.startswith(known)),
+        commit[:9] or "unversioned",
+    )
     return version + _CHANGED if changed_files(folder, release) else version
 
 
 def changed_files(folder: Path, release: Release) -> tuple[str, ...]:
-    """Python files of the commit, below the roots, that are there with other content; one that is gone is missed when it is imported.
+    """Python files of the commit, below the roots, that are there with other content; one that is
+    gone is missed when it is imported.
 
     The index is not asked: a part of a repository, checked out without it, is a checkout too.
     """
     if not _commit(folder):
         return ()
-    entries = (entry.partition("\t") for entry in _git(folder, "ls-tree", "-r", "-z", "HEAD", *release.roots).split("\0"))
-    files = {path: about.split() for about, _, path in entries if about.startswith("100") and path.endswith(".py")}
+    entries = (
+        entry.partition("\t")
+        for entry in _git(folder, "ls-tree", "-r", "-z", "HEAD", *release.roots).split("\0")
+    )
+    files = {
+        path: about.split()
+        for about, _, path in entries
+        if about.startswith("100") and path.endswith(".py")
+    }
     there = [path for path in files if (folder / path).is_file()]
     now = _git(folder, "hash-object", "--stdin-paths", given="\n".join(there)).split()
     return tuple(path for path, is_now in zip(there, now, strict=False) if files[path][2] != is_now)
 
 
 def imported_from(folder: Path, release: Release) -> str | None:
-    """The file that ``release.module`` was imported from, where that is another than the one in ``folder``."""
+    """The file that ``release.module`` was imported from, where that is another than the one in
+    ``folder``.
+    """
     file = getattr(sys.modules.get(release.module), "__file__", None)
-    return None if file is None or Path(file).resolve() == (folder / release.package).resolve() else file
+    return (
+        None
+        if file is None or Path(file).resolve() == (folder / release.package).resolve()
+        else file
+    )
 
 
 def _same_commit(known: str, version: str) -> bool:
@@ -133,7 +184,9 @@ def _same_commit(known: str, version: str) -> bool:
 
 
 def _commit(folder: Path) -> str:
-    """The commit that is checked out, or nothing: without git, or where the folder is within a repository of something else."""
+    """The commit that is checked out, or nothing: without git, or where the folder is within a
+    repository of something else.
+    """
     return _git(folder, "rev-parse", "HEAD").strip() if (folder / ".git").exists() else ""
 
 

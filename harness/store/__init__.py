@@ -1,6 +1,8 @@
-"""Store: traces in files. Arrow for what grows, JSON for what a person mails; both are safe to read from anybody.
+"""Store: traces in files. Arrow for what grows, JSON for what a person mails; both are safe to read
+from anybody.
 
-``open_trace`` recognises a file by what it holds. pyarrow is imported when an Arrow trace is opened or written.
+``open_trace`` recognises a file by what it holds. pyarrow is imported when an Arrow trace is opened
+or written.
 """
 
 from __future__ import annotations
@@ -17,7 +19,15 @@ from rollproof.store.frames import CONTINUATION
 from rollproof.store.json_format import JsonTrace, dump_trace, load_trace
 from rollproof.store.stream import Ending, open_file
 
-__all__ = ["Ending", "TraceReader", "TraceSource", "TraceWriter", "dump_trace", "load_trace", "open_trace"]
+__all__ = [
+    "Ending",
+    "TraceReader",
+    "TraceSource",
+    "TraceWriter",
+    "dump_trace",
+    "load_trace",
+    "open_trace",
+]
 
 
 class TraceSource(Protocol):
@@ -44,8 +54,8 @@ class TraceSource(Protocol):
 def open_trace(path: str | os.PathLike[str]) -> TraceSource:
     """Open a trace in either form, told apart by content. Its name says nothing.
 
-    Raises ``UsageError`` where there is no file, ``TraceVersionError`` for a trace of a newer rollproof, ``TraceError``
-    where it is not a trace.
+    Raises ``UsageError`` where there is no file, ``TraceVersionError`` for a trace of a newer
+    rollproof, ``TraceError`` where it is not a trace.
     """
     source = Path(path)
     with open_file(source, "r") as file:
@@ -56,8 +66,14 @@ def open_trace(path: str | os.PathLike[str]) -> TraceSource:
         return JsonTrace(source)
     if not start:
         raise TraceError(f"{source} is empty: its writer was killed before it had begun.")
-    what = next((text for magic, text in _FOREIGN.items() if start.startswith(magic)), "in no form that rollproof knows")
-    raise TraceError(f"{source} is not a rollproof trace: it is {what}. Traces are Arrow streams or JSON, written by rollproof.")
+    what = next(
+        (text for magic, text in _FOREIGN.items() if start.startswith(magic)),
+        "in no form that rollproof knows",
+    )
+    raise TraceError(
+        f"{source} is not a rollproof trace: it is {what}. Traces are Arrow streams or JSON,"
+        " written by rollproof."
+    )
 
 
 _FOREIGN: Mapping[bytes, str] = {

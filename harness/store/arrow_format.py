@@ -1,8 +1,9 @@
 """Arrow store: traces of any length in one file, appended to as they happen and read as a stream.
 
-The file is one Arrow IPC stream that any Arrow library reads. Each batch is followed by a one-row batch, its *seal*,
-with a checksum of the bytes before it. A killed writer leaves an unsealed tail, which is told apart from damage: every
-sealed batch is read, and ``ending`` says how many bytes were lost. Appending cuts that tail off and goes on.
+The file is one Arrow IPC stream that any Arrow library reads. Each batch is followed by a one-row
+batch, its *seal*, with a checksum of the bytes before it. A killed writer leaves an unsealed tail,
+which is told apart from damage: every sealed batch is read, and ``ending`` says how many bytes were
+lost. Appending cuts that tail off and goes on.
 """
 
 from __future__ import annotations
@@ -31,10 +32,11 @@ BATCH_EVENTS = 256
 class TraceWriter:
     """Writes episodes to a file; a ``TraceSink``.
 
-    ``mode`` is ``"x"`` (a new file), ``"w"`` (overwrite) or ``"a"`` (append, or a new file). ``header`` begins an
-    episode; appending without one goes on with the last episode. A batch is flushed when it holds ``batch_bytes`` or
-    ``batch_events``, by ``flush``, and at the end: what was flushed survives the process. One file has one writer.
-    Raises ``UsageError`` on wrong use, ``TraceError`` where the file is no trace, is damaged, locked, or cannot be written.
+    ``mode`` is ``"x"`` (a new file), ``"w"`` (overwrite) or ``"a"`` (append, or a new file).
+    ``header`` begins an episode; appending without one goes on with the last episode. A batch is
+    flushed when it holds ``batch_bytes`` or ``batch_events``, by ``flush``, and at the end: what
+    was flushed survives the process. One file has one writer. Raises ``UsageError`` on wrong use,
+    ``TraceError`` where the file is no trace, is damaged, locked, or cannot be written.
     """
 
     takes_narrow: ClassVar[bool] = True
@@ -78,7 +80,9 @@ class TraceWriter:
         self._episode, self._events = self._episode + 1, 0
 
     def append(self, event: Event) -> None:
-        """Take one event of the current episode. Raises ``TraceError`` for one that cannot be stored; the file stays whole."""
+        """Take one event of the current episode. Raises ``TraceError`` for one that cannot be
+        stored; the file stays whole.
+        """
         if self._file.closed:
             self._ready()
         rows = self._rows
@@ -95,7 +99,9 @@ class TraceWriter:
             self.append(event)
 
     def flush(self) -> None:
-        """Hand what was taken so far to the operating system: from here on a killed process does not lose it."""
+        """Hand what was taken so far to the operating system: from here on a killed process does
+        not lose it.
+        """
         self._ready()
         if not len(self._rows):
             return
@@ -117,11 +123,18 @@ class TraceWriter:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None) -> None:
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
         self.close()
 
     def _prepare(self) -> State:
-        """Put the file's end where the next batch goes: behind the schema, or behind the last sealed batch."""
+        """Put the file's end where the next batch goes: behind the schema, or behind the last
+        sealed batch.
+        """
         self._end = 0
         if self._file.seek(0, os.SEEK_END) == 0:
             self._put(schema_frame())
@@ -153,16 +166,18 @@ class TraceWriter:
         except OSError as error:
             with suppress(OSError):  # it would try to write what is left, and fail alike
                 self._file.close()
-            raise TraceError(f"{self.path} could not be written: {error}. What was flushed before is readable.") from error
+            raise TraceError(
+                f"{self.path} could not be written: {error}. What was flushed before is readable."
+            ) from error
 
 
 class TraceReader:
     """Reads a file of episodes as a stream: memory holds one batch. Each iteration starts anew.
 
-    ``header`` is that of the first episode; ``ending`` is set when an iteration has come to the end. Raises
-    ``UsageError`` where there is no file, ``TraceVersionError`` for a trace of a newer rollproof, and ``TraceError``
-    where the file is foreign or ends before its first header; damage further on raises it from the iteration,
-    after everything before it was given.
+    ``header`` is that of the first episode; ``ending`` is set when an iteration has come to the
+    end. Raises ``UsageError`` where there is no file, ``TraceVersionError`` for a trace of a newer
+    rollproof, and ``TraceError`` where the file is foreign or ends before its first header; damage
+    further on raises it from the iteration, after everything before it was given.
     """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
@@ -172,7 +187,10 @@ class TraceReader:
         first = next(rows, None)
         rows.close()
         if first is None:
-            raise TraceError(f"{self.path} ends before its first header: its writer was killed before it had begun. Nothing can be read.")
+            raise TraceError(
+                f"{self.path} ends before its first header: its writer was killed before it had"
+                " begun. Nothing can be read."
+            )
         if not isinstance(first, Header):
             raise TraceError(f"{self.path} does not begin with a header: it is no whole trace.")
         self.header = first
@@ -184,7 +202,9 @@ class TraceReader:
             yield from events
 
     def episodes(self) -> Iterator[tuple[Header, Iterator[Event]]]:
-        """Each episode's header and events. Take the events before the next episode: what is left of them is skipped."""
+        """Each episode's header and events. Take the events before the next episode: what is left
+        of them is skipped.
+        """
         rows = self._rows()
         ahead: list[Header | Event] = list(islice(rows, 1))
 

@@ -1,9 +1,11 @@
-"""Wire form: records as plain JSON values, derived from their dataclass fields, with strict reading.
+"""Wire form: records as plain JSON values, derived from their dataclass fields, with strict
+reading.
 
-Both trace forms use it. Each says through ``Parts`` where arrays and lists of integers go: aside in columns, or inline.
-A field that equals its default is left out, and one that is missing takes its default: so records can gain fields
-without a new schema, and changing a default is changing the schema. Nothing read is trusted: every value is checked
-against the type of its field, and what does not fit raises ``TraceError`` with the path of the place.
+Both trace forms use it. Each says through ``Parts`` where arrays and lists of integers go: aside in
+columns, or inline. A field that equals its default is left out, and one that is missing takes its
+default: so records can gain fields without a new schema, and changing a default is changing the
+schema. Nothing read is trusted: every value is checked against the type of its field, and what does
+not fit raises ``TraceError`` with the path of the place.
 """
 
 from __future__ import annotations
@@ -23,7 +25,17 @@ from rollproof.core.trace import EVENT_KINDS, SCHEMA, Event, Header
 from rollproof.errors import RollproofError, TraceError, TraceVersionError
 from rollproof.store.arrays import DTYPES, AnyArray, name_of
 from rollproof.store.compiled import Encode, encoder
-from rollproof.store.values import SCALARS, Misfit, key_of, plain, read_key, read_plain, read_scalar, show, write_scalar
+from rollproof.store.values import (
+    SCALARS,
+    Misfit,
+    key_of,
+    plain,
+    read_key,
+    read_plain,
+    read_scalar,
+    show,
+    write_scalar,
+)
 
 __all__ = [
     "Parts",
@@ -38,7 +50,9 @@ __all__ = [
 
 
 class Parts(Protocol):
-    """Where a form keeps arrays and lists of integers: each ``put`` returns what stands for it in the JSON value."""
+    """Where a form keeps arrays and lists of integers: each ``put`` returns what stands for it in
+    the JSON value.
+    """
 
     def put_array(self, array: AnyArray) -> Any:
         """Take an array of one of ``DTYPES``; its bytes are copied."""
@@ -53,12 +67,16 @@ class Parts(Protocol):
         ...
 
     def integers(self, wire: Any) -> tuple[int, ...] | None:
-        """Give integers back; ``None`` where ``wire`` is a list to be read item by item. Raises ``TraceError``."""
+        """Give integers back; ``None`` where ``wire`` is a list to be read item by item. Raises
+        ``TraceError``.
+        """
         ...
 
 
 def encode_event(event: Event, parts: Parts) -> dict[str, Any]:
-    """``{"kind": ..., field: ...}``. Raises ``TraceError`` for a kind or a value that no trace can hold."""
+    """``{"kind": ..., field: ...}``. Raises ``TraceError`` for a kind or a value that no trace can
+    hold.
+    """
     return {"kind": event.kind, **encode_fields(event, parts)}
 
 
@@ -67,7 +85,10 @@ def encode_fields(event: Event, parts: Parts) -> dict[str, Any]:
     kind: Any = type(event)
     known: Any = EVENT_KINDS.get(event.kind)
     if known is not kind:
-        raise TraceError(f"{kind.__name__} is not a kind of event that a trace holds; those are {sorted(EVENT_KINDS)}.")
+        raise TraceError(
+            f"{kind.__name__} is not a kind of event that a trace holds; those are"
+            f" {sorted(EVENT_KINDS)}."
+        )
     try:
         wire: dict[str, Any] = _codec(kind).encode(event, parts)
     except (Misfit, RecursionError) as error:
@@ -76,21 +97,25 @@ def encode_fields(event: Event, parts: Parts) -> dict[str, Any]:
 
 
 def decode_event(wire: Any, parts: Parts) -> Event:
-    """What ``encode_event`` wrote. Raises ``TraceError``, or ``TraceVersionError`` for a kind or a field that is not known."""
+    """What ``encode_event`` wrote. Raises ``TraceError``, or ``TraceVersionError`` for a kind or a
+    field that is not known.
+    """
     if not isinstance(wire, dict) or not isinstance(wire.get("kind"), str):
         raise TraceError(f"An event must be an object with a kind, not {show(wire)}.")
     kind = wire.pop("kind")
     if kind not in EVENT_KINDS:
         raise TraceVersionError(
-            f"The trace holds an event of kind {show(kind)}, which this rollproof does not know; it knows {sorted(EVENT_KINDS)}. "
-            "A newer rollproof wrote it: upgrade to read it."
+            f"The trace holds an event of kind {show(kind)}, which this rollproof does not know; it"
+            f" knows {sorted(EVENT_KINDS)}. A newer rollproof wrote it: upgrade to read it."
         )
     event: Event = _read(EVENT_KINDS[kind], wire, parts, f"{kind} event")
     return event
 
 
 def misfit_of(record: Any) -> str | None:
-    """Why a record (or an event) cannot be stored: the path of a field and what it must be; ``None`` where it can."""
+    """Why a record (or an event) cannot be stored: the path of a field and what it must be;
+    ``None`` where it can.
+    """
     try:
         _codec(type(record)).encode(record, _NOWHERE)  # type: ignore[arg-type]  # a class is hashable
     except Misfit as misfit:
@@ -109,7 +134,9 @@ def encode_header(header: Header, parts: Parts) -> dict[str, Any]:
 
 
 def decode_header(wire: Any, parts: Parts) -> Header:
-    """What ``encode_header`` wrote. Raises ``TraceError``, or ``TraceVersionError`` where the trace is of a newer schema."""
+    """What ``encode_header`` wrote. Raises ``TraceError``, or ``TraceVersionError`` where the trace
+    is of a newer schema.
+    """
     if isinstance(wire, dict) and type(wire.get("schema")) is int and wire["schema"] > SCHEMA:
         raise TraceVersionError(newer_schema(wire["schema"], wire.get("made_by")))
     header: Header = _read(Header, wire, parts, "header")
@@ -120,8 +147,8 @@ def newer_schema(schema: object, made_by: object = None) -> str:
     """The text for a trace of a schema that this version does not know."""
     by = f" by {show(made_by)}" if made_by else ""
     return (
-        f"This trace was written{by} in schema {show(schema)}; this rollproof reads schemas up to {SCHEMA}. "
-        "Upgrade rollproof (`pip install -U rollproof`) to read it."
+        f"This trace was written{by} in schema {show(schema)}; this rollproof reads schemas up to"
+        f" {SCHEMA}. Upgrade rollproof (`pip install -U rollproof`) to read it."
     )
 
 
@@ -150,7 +177,8 @@ _NOWHERE = _Nowhere()
 class _Codec:
     """How values of one type are written and read. Both raise ``Misfit``.
 
-    ``quick`` are types whose values nearly always stand in the JSON as they are: ASCII text, integers that are not huge, finite floats.
+    ``quick`` are types whose values nearly always stand in the JSON as they are: ASCII text,
+    integers that are not huge, finite floats.
     """
 
     encode: Encode
@@ -159,7 +187,10 @@ class _Codec:
 
 
 def _unstorable(what: str, error: Exception) -> TraceError:
-    return TraceError(f"The {what} cannot be stored: {'it is nested too deeply' if isinstance(error, RecursionError) else error}.")
+    return TraceError(
+        f"The {what} cannot be stored:"
+        f" {'it is nested too deeply' if isinstance(error, RecursionError) else error}."
+    )
 
 
 def _read(cls: Any, wire: Any, parts: Parts, what: str) -> Any:
@@ -173,11 +204,15 @@ def _read(cls: Any, wire: Any, parts: Parts, what: str) -> Any:
 
 @cache
 def _codec(hint: Hashable) -> _Codec:
-    """The codec of a type hint. Raises ``TypeError`` for one that no trace can hold: a fault of the record, not of a trace."""
+    """The codec of a type hint. Raises ``TypeError`` for one that no trace can hold: a fault of the
+    record, not of a trace.
+    """
     if hint is Any:
         return _Codec(lambda value, _: plain(value), lambda wire, _: read_plain(wire))
     alias: Any = get_origin(hint)
-    if hasattr(alias, "__value__"):  # numpy 2.5 makes NDArray a type statement's alias where Python has one
+    if hasattr(
+        alias, "__value__"
+    ):  # numpy 2.5 makes NDArray a type statement's alias where Python has one
         return _codec(alias.__value__[get_args(hint)])
     if isinstance(hint, type) and issubclass(hint, Enum):
         return _enum(hint)
@@ -204,7 +239,9 @@ def _record(cls: type[Any]) -> _Codec:
     hints = get_type_hints(cls, localns=_aliases())
     specs = [(field.name, _codec(hints[field.name]), _default(field)) for field in fields(cls)]
     known = [name for name, _, _ in specs]
-    encode = encoder(cls, [(name, codec.encode, codec.quick, default) for name, codec, default in specs])
+    encode = encoder(
+        cls, [(name, codec.encode, codec.quick, default) for name, codec, default in specs]
+    )
 
     def decode(wire: Any, parts: Parts) -> Any:
         if not isinstance(wire, dict):
@@ -218,8 +255,9 @@ def _record(cls: type[Any]) -> _Codec:
         strange = wire.keys() - set(known)
         if strange:
             raise TraceVersionError(
-                f"{cls.__name__} has the fields {[show(name) for name in sorted(strange)][:9]} here, which this rollproof does "
-                f"not know; it knows {sorted(known)}. A newer rollproof wrote them (upgrade to read it), or they are misspelt."
+                f"{cls.__name__} has the fields {[show(name) for name in sorted(strange)][:9]}"
+                f" here, which this rollproof does not know; it knows {sorted(known)}. A newer"
+                " rollproof wrote them (upgrade to read it), or they are misspelt."
             )
         try:
             return cls(**values)
@@ -236,7 +274,11 @@ def _default(field: Field[Any]) -> Any:
 @cache
 def _aliases() -> dict[str, Any]:
     """The type aliases of ``rollproof.core.records``, which are strings there, as types."""
-    names = {name: value for name, value in vars(records).items() if name in records.__all__ and isinstance(value, str)}
+    names = {
+        name: value
+        for name, value in vars(records).items()
+        if name in records.__all__ and isinstance(value, str)
+    }
     return {name: eval(value, dict(vars(records))) for name, value in names.items()}  # noqa: S307 - annotations of our own module
 
 
@@ -248,7 +290,11 @@ def _step(do: Callable[[Any, Parts], Any], item: Any, parts: Parts, step: str) -
 
 
 def _scalar(allowed: frozenset[Any]) -> _Codec:
-    return _Codec(lambda value, _: write_scalar(value, allowed), lambda wire, _: read_scalar(wire, allowed), allowed)
+    return _Codec(
+        lambda value, _: write_scalar(value, allowed),
+        lambda wire, _: read_scalar(wire, allowed),
+        allowed,
+    )
 
 
 def _enum(cls: type[Enum]) -> _Codec:
@@ -282,14 +328,26 @@ def _union(args: tuple[Any, ...]) -> _Codec:
     )
 
 
-_KINDS: Mapping[Any, str] = {np.integer: "iub", np.floating: "f", np.number: "iuf", np.generic: "iufb", Any: "iufb"}
-"""Kinds of dtype under an abstract element type. A mask is declared as an integer array, and may be boolean."""
+_KINDS: Mapping[Any, str] = {
+    np.integer: "iub",
+    np.floating: "f",
+    np.number: "iuf",
+    np.generic: "iufb",
+    Any: "iufb",
+}
+"""Kinds of dtype under an abstract element type. A mask is declared as an integer array, and may be
+boolean.
+"""
 
 
 def _array(dtype: Any) -> _Codec:
     wanted = (get_args(dtype) or (Any,))[0]
     wanted = get_origin(wanted) or wanted
-    fitting = [name for name, known in DTYPES.items() if (known.kind in _KINDS[wanted] if wanted in _KINDS else known == wanted)]
+    fitting = [
+        name
+        for name, known in DTYPES.items()
+        if (known.kind in _KINDS[wanted] if wanted in _KINDS else known == wanted)
+    ]
 
     def check(array: AnyArray) -> AnyArray:
         if name_of(array.dtype) not in fitting:
@@ -322,7 +380,9 @@ def _tuple(item: Any) -> _Codec:
         try:
             return [write(one, parts) for one in value]
         except Misfit:
-            return [_step(inner.encode, one, parts, f"[{i}]") for i, one in enumerate(value)]  # which says where
+            return [
+                _step(inner.encode, one, parts, f"[{i}]") for i, one in enumerate(value)
+            ]  # which says where
 
     def decode(wire: Any, parts: Parts) -> Any:
         found = parts.integers(wire) if integers else None
@@ -338,10 +398,15 @@ def _tuple(item: Any) -> _Codec:
 def _fixed(args: tuple[Any, ...]) -> _Codec:
     inner = [_codec(arg) for arg in args]
 
-    def each(values: Any, kind: type[Any], steps: list[Callable[[Any, Parts], Any]], parts: Parts) -> list[Any]:
+    def each(
+        values: Any, kind: type[Any], steps: list[Callable[[Any, Parts], Any]], parts: Parts
+    ) -> list[Any]:
         if not isinstance(values, kind) or len(values) != len(steps):
             raise Misfit(f"must be {len(steps)} values, not {show(values)}")
-        return [_step(step, one, parts, f"[{i}]") for i, (step, one) in enumerate(zip(steps, values, strict=True))]
+        return [
+            _step(step, one, parts, f"[{i}]")
+            for i, (step, one) in enumerate(zip(steps, values, strict=True))
+        ]
 
     return _Codec(
         lambda value, parts: each(value, tuple, [codec.encode for codec in inner], parts),
@@ -358,16 +423,25 @@ def _mapping(key: Any, item: Any) -> _Codec:
         if type(value) is dict and not value:
             return {}
         plainly = type(value) is dict and set(map(type, value)) == {key}
-        if not plainly and (not isinstance(value, Mapping) or not all(isinstance(one, key) and type(one) is not bool for one in value)):
+        if not plainly and (
+            not isinstance(value, Mapping)
+            or not all(isinstance(one, key) and type(one) is not bool for one in value)
+        ):
             raise Misfit(f"must be a mapping with keys of {key.__name__}, not {show(value)}")
         try:
             return {key_of(one): inner.encode(held, parts) for one, held in value.items()}
         except Misfit:
-            return {key_of(one): _step(inner.encode, held, parts, f"[{one}]") for one, held in value.items()}
+            return {
+                key_of(one): _step(inner.encode, held, parts, f"[{one}]")
+                for one, held in value.items()
+            }
 
     def decode(wire: Any, parts: Parts) -> Any:
         if not isinstance(wire, dict):
             raise Misfit(f"must be an object, not {show(wire)}")
-        return {read_key(one, key): _step(inner.decode, held, parts, f"[{show(one)}]") for one, held in wire.items()}
+        return {
+            read_key(one, key): _step(inner.decode, held, parts, f"[{show(one)}]")
+            for one, held in wire.items()
+        }
 
     return _Codec(encode, decode)

@@ -1,8 +1,10 @@
-"""Columns: the Arrow table whose rows are events, and how it is read; ``rollproof.store.rows`` writes it.
+"""Columns: the Arrow table whose rows are events, and how it is read; ``rollproof.store.rows``
+writes it.
 
-One row an event: its episode, kind, index and time, the small fields as JSON (``body``), integer lists and arrays aside.
-Bytes of arrays are little-endian, C order; on reading they are views of the batch, not copies, and read-only. Integers that a narrower type
-holds are stored in that (``int32/uint8``), and read back as copies in their own.
+One row an event: its episode, kind, index and time, the small fields as JSON (``body``), integer
+lists and arrays aside. Bytes of arrays are little-endian, C order; on reading they are views of the
+batch, not copies, and read-only. Integers that a narrower type holds are stored in that
+(``int32/uint8``), and read back as copies in their own.
 """
 
 from __future__ import annotations
@@ -40,7 +42,13 @@ def schema() -> pa.Schema:
         return pa.field(name, kind, nullable=False)
 
     integers = pa.list_(must("item", pa.list_(must("item", pa.int64()))))
-    array = pa.struct([must("dtype", pa.string()), must("shape", pa.list_(must("item", pa.int64()))), must("data", pa.large_binary())])
+    array = pa.struct(
+        [
+            must("dtype", pa.string()),
+            must("shape", pa.list_(must("item", pa.int64()))),
+            must("data", pa.large_binary()),
+        ]
+    )
     return pa.schema(
         [
             must("episode", pa.int64()),
@@ -55,7 +63,9 @@ def schema() -> pa.Schema:
 
 
 class _Given:
-    """The ``Parts`` of a row that is being read. Each part is taken once, in the order in which it was put there."""
+    """The ``Parts`` of a row that is being read. Each part is taken once, in the order in which it
+    was put there.
+    """
 
     def __init__(self, batch: _Batch) -> None:
         self._batch = batch
@@ -92,9 +102,17 @@ class _Given:
 
     def _place(self, wire: Any, key: str, number: int, offsets: npt.NDArray[Any]) -> int:
         start, end = int(offsets[self._row]), int(offsets[self._row + 1])
-        if not isinstance(wire, dict) or wire.keys() != {key} or wire[key] != number or type(wire[key]) is not int or start + number >= end:
+        if (
+            not isinstance(wire, dict)
+            or wire.keys() != {key}
+            or wire[key] != number
+            or type(wire[key]) is not int
+            or start + number >= end
+        ):
             raise TraceError(
-                f"A row of the trace refers to {show(wire.get(key) if isinstance(wire, dict) else wire)} among its {end - start} parts."
+                "A row of the trace refers to"
+                f" {show(wire.get(key) if isinstance(wire, dict) else wire)} among its"
+                f" {end - start} parts."
             )
         return start + number
 
@@ -113,7 +131,11 @@ class _Batch:
         self._dtypes = dtypes.to_pylist()
         self._shape_offsets, self._shapes = _view(shapes.offsets), _view(shapes.values)
         _, starts, self._bytes = self._data.buffers()
-        self._starts = np.frombuffer(starts, np.int64, len(self._data) + 1) if len(self._data) else np.zeros(1, np.int64)
+        self._starts = (
+            np.frombuffer(starts, np.int64, len(self._data) + 1)
+            if len(self._data)
+            else np.zeros(1, np.int64)
+        )
 
     def array_at(self, place: int) -> AnyArray:
         """The array of that number, counted over the batch."""
@@ -158,7 +180,9 @@ def read_seal(batch: pa.RecordBatch) -> str | None:
 
 
 def validate(batch: pa.RecordBatch) -> None:
-    """Offsets ascending and within their buffers, text valid UTF-8, no nulls: numpy views rely on it."""
+    """Offsets ascending and within their buffers, text valid UTF-8, no nulls: numpy views rely on
+    it.
+    """
     import pyarrow as pa
 
     try:

@@ -1,9 +1,10 @@
 """Frames: the messages of an Arrow IPC stream, found and measured without trusting them.
 
-A frame is ``FF FF FF FF``, the length of its metadata (int32), the metadata (a flatbuffer ``Message``, padded to 8 bytes)
-and its body (https://arrow.apache.org/docs/format/Columnar.html#encapsulated-message-format). A stream may end with a
-frame of length 0, the end mark. Lengths are read here before Arrow sees anything, so that a hostile one allocates
-nothing; compressed bodies, which could unfold to any size, are refused.
+A frame is ``FF FF FF FF``, the length of its metadata (int32), the metadata (a flatbuffer
+``Message``, padded to 8 bytes) and its body
+(https://arrow.apache.org/docs/format/Columnar.html#encapsulated-message-format). A stream may end
+with a frame of length 0, the end mark. Lengths are read here before Arrow sees anything, so that a
+hostile one allocates nothing; compressed bodies, which could unfold to any size, are refused.
 """
 
 from __future__ import annotations
@@ -20,7 +21,9 @@ CONTINUATION = b"\xff\xff\xff\xff"
 _END_MARK = CONTINUATION + bytes(4)
 _TRAILER = b"rollproof closed"
 END = _END_MARK + _TRAILER
-"""What a closed file ends with. Arrow reads nothing behind its end mark; the text tells the mark from cut-off payload."""
+"""What a closed file ends with. Arrow reads nothing behind its end mark; the text tells the mark
+from cut-off payload.
+"""
 _UNWRITTEN = bytes(8)
 _MAX_METADATA = 1 << 16
 _MAX_BODY = 1 << 30
@@ -41,9 +44,11 @@ class Frame:
 
 
 def read_frame(file: BinaryIO, offset: int, end: int) -> Frame | None:
-    """The frame at ``offset`` of a file of ``end`` bytes; ``None`` at ``END`` or where the file ends without one.
+    """The frame at ``offset`` of a file of ``end`` bytes; ``None`` at ``END`` or where the file
+    ends without one.
 
-    Reads its metadata only. Raises ``Cut`` where the file ends inside it, ``TraceError`` where it is no frame.
+    Reads its metadata only. Raises ``Cut`` where the file ends inside it, ``TraceError`` where it
+    is no frame.
     """
     file.seek(offset)
     prefix = file.read(8)
@@ -78,7 +83,9 @@ def read_frame(file: BinaryIO, offset: int, end: int) -> Frame | None:
 
 
 def _measure(metadata: bytes) -> tuple[int, int, bool]:
-    """Kind of a message, length of its body, and whether a batch is compressed, from its flatbuffer. Raises ``TraceError``."""
+    """Kind of a message, length of its body, and whether a batch is compressed, from its
+    flatbuffer. Raises ``TraceError``.
+    """
     try:
         message = _table(metadata, 0)
         kind, body = _field(metadata, message, 1, "<B"), _field(metadata, message, 3, "<q")
@@ -101,7 +108,11 @@ def _slot(data: bytes, table: int, number: int) -> int:
     if vtable < 0:
         raise ValueError
     (length,) = struct.unpack_from("<H", data, vtable)
-    return int(struct.unpack_from("<H", data, vtable + 4 + 2 * number)[0]) if 4 + 2 * number < length else 0
+    return (
+        int(struct.unpack_from("<H", data, vtable + 4 + 2 * number)[0])
+        if 4 + 2 * number < length
+        else 0
+    )
 
 
 def _field(data: bytes, table: int, number: int, form: str) -> int:

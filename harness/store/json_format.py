@@ -1,8 +1,9 @@
 """JSON form: one small trace as text that a person can read, mail and edit.
 
-``{"format": "rollproof-trace", "schema": 1, "header": {...}, "events": [...]}``, one event a line. An array is an object
-with ``dtype``, ``shape`` and ``data`` (nested lists), or beyond 4,096 elements ``base64`` of its little-endian bytes. Where
-``data`` holds ``null`` for NaN, or ``"inf"``, the object says ``"nan": "null"``.
+``{"format": "rollproof-trace", "schema": 1, "header": {...}, "events": [...]}``, one event a line.
+An array is an object with ``dtype``, ``shape`` and ``data`` (nested lists), or beyond 4,096
+elements ``base64`` of its little-endian bytes. Where ``data`` holds ``null`` for NaN, or ``"inf"``,
+the object says ``"nan": "null"``.
 """
 
 from __future__ import annotations
@@ -22,7 +23,13 @@ from rollproof.core.files import is_special, target_of
 from rollproof.core.trace import SCHEMA, Event, Header, Trace
 from rollproof.errors import TraceError, TraceVersionError, UsageError
 from rollproof.store.arrays import DTYPES, AnyArray, as_array, name_of
-from rollproof.store.codec import decode_event, decode_header, encode_event, encode_header, newer_schema
+from rollproof.store.codec import (
+    decode_event,
+    decode_header,
+    encode_event,
+    encode_header,
+    newer_schema,
+)
 from rollproof.store.stream import FORMAT, Ending, made_by
 from rollproof.store.values import parse_json, show
 
@@ -34,18 +41,24 @@ _LISTED = 4096
 
 
 def dump_trace(trace: Trace, path: str | os.PathLike[str]) -> None:
-    """Write ``trace`` to ``path``, whole or not at all. Raises ``TraceError`` above 64 MB, and for values that no trace can hold."""
+    """Write ``trace`` to ``path``, whole or not at all. Raises ``TraceError`` above 64 MB, and for
+    values that no trace can hold.
+    """
     parts = _Inline()
     marks = json.dumps({"format": FORMAT, "schema": SCHEMA, "made_by": made_by()})
     header = ",\n ".join(
-        f"{json.dumps(key)}: {json.dumps(value, allow_nan=False)}" for key, value in encode_header(trace.header, parts).items()
+        f"{json.dumps(key)}: {json.dumps(value, allow_nan=False)}"
+        for key, value in encode_header(trace.header, parts).items()
     )
-    events = ",\n ".join(json.dumps(encode_event(event, parts), allow_nan=False) for event in trace.events)
+    events = ",\n ".join(
+        json.dumps(encode_event(event, parts), allow_nan=False) for event in trace.events
+    )
     text = f'{marks[:-1]},\n"header": {{\n {header}\n}},\n"events": [\n {events}\n]}}\n'
     if len(text) > MAX_BYTES:
         raise TraceError(
-            f"This trace has {len(text) / 1e6:.0f} MB as JSON, above the limit of {MAX_BYTES / 1e6:.0f} MB: "
-            "write it with rollproof.store.TraceWriter, or shrink it first."
+            f"This trace has {len(text) / 1e6:.0f} MB as JSON, above the limit of"
+            f" {MAX_BYTES / 1e6:.0f} MB: write it with rollproof.store.TraceWriter, or shrink it"
+            " first."
         )
     _write_whole(Path(path), text.encode("ascii"))
 
@@ -53,8 +66,8 @@ def dump_trace(trace: Trace, path: str | os.PathLike[str]) -> None:
 def load_trace(path: str | os.PathLike[str]) -> Trace:
     """Read what ``dump_trace`` wrote, or a person edited.
 
-    Raises ``UsageError`` where there is no file, ``TraceVersionError`` for a trace of a newer rollproof, ``TraceError``
-    for anything else that is not a trace in this form.
+    Raises ``UsageError`` where there is no file, ``TraceVersionError`` for a trace of a newer
+    rollproof, ``TraceError`` for anything else that is not a trace in this form.
     """
     source = Path(path)
     try:
@@ -76,7 +89,9 @@ def event_of(wire: Mapping[str, Any]) -> Event:
 
 
 class JsonTrace:
-    """A trace in JSON form with the face of a ``TraceReader``: one episode, held in memory. Raises as ``load_trace``."""
+    """A trace in JSON form with the face of a ``TraceReader``: one episode, held in memory. Raises
+    as ``load_trace``.
+    """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self.path: Path = Path(path)
@@ -106,7 +121,14 @@ class _Inline:
         """An array as an object."""
         wire: dict[str, Any] = {"dtype": name_of(array.dtype), "shape": list(array.shape)}
         if array.size > _LISTED:
-            return {**wire, "base64": base64.b64encode(np.array(array, DTYPES[name_of(array.dtype)], order="C").tobytes()).decode("ascii")}
+            return {
+                **wire,
+                "base64": (
+                    base64.b64encode(
+                        np.array(array, DTYPES[name_of(array.dtype)], order="C").tobytes()
+                    ).decode("ascii")
+                ),
+            }
         if array.dtype.kind != "f" or np.isfinite(array).all():
             return {**wire, "data": array.tolist()}
         spelt = array.astype(object)
@@ -124,11 +146,16 @@ class _Inline:
 
     def array(self, wire: Any) -> AnyArray:
         """Raises ``TraceError``."""
-        held = wire.keys() - {"dtype", "shape"} if isinstance(wire, dict) and {"dtype", "shape"} <= wire.keys() else set()
+        held = (
+            wire.keys() - {"dtype", "shape"}
+            if isinstance(wire, dict) and {"dtype", "shape"} <= wire.keys()
+            else set()
+        )
         dtype = DTYPES.get(wire["dtype"]) if held and isinstance(wire["dtype"], str) else None
         if dtype is None or held not in ({"data"}, {"data", "nan"}, {"base64"}):
             raise TraceError(
-                f"An array must be an object with dtype, shape, and data or base64, its dtype one of {list(DTYPES)}: {show(wire)}."
+                "An array must be an object with dtype, shape, and data or base64, its dtype one"
+                f" of {list(DTYPES)}: {show(wire)}."
             )
         if "base64" in held:
             return _from_base64(wire["base64"], dtype, wire["shape"])
@@ -150,7 +177,10 @@ def _from_lists(data: Any, dtype: np.dtype[Any], shape: Any, *, marked: bool) ->
             raise TraceError(f"The lists of an array do not have its shape {show(shape)}.")
         level = [inner for item in level for inner in item]
     if marked and dtype.kind == "f":
-        level = [_SPELT.get(item, item) if item is None or isinstance(item, str) else item for item in level]
+        level = [
+            _SPELT.get(item, item) if item is None or isinstance(item, str) else item
+            for item in level
+        ]
     wanted = _ELEMENTS.get(dtype.kind, (int,))
     strays = [item for item in level if type(item) not in wanted or not _fits(item, dtype)]
     if strays:
@@ -166,13 +196,19 @@ def _fits(item: Any, dtype: np.dtype[Any]) -> bool:
     if dtype.kind == "b":
         return True
     if dtype.kind == "f":
-        return bool(item != item or item in (np.inf, -np.inf) or abs(item) <= float(np.finfo(dtype).max))
+        return bool(
+            item != item or item in (np.inf, -np.inf) or abs(item) <= float(np.finfo(dtype).max)
+        )
     return bool(np.iinfo(dtype).min <= item <= np.iinfo(dtype).max)
 
 
 def _trace_of(data: Any) -> Trace:
     if not isinstance(data, dict) or data.get("format") != FORMAT:
-        hint = " It looks like a report: give the trace that it was made from." if isinstance(data, dict) and "checks" in data else ""
+        hint = (
+            " It looks like a report: give the trace that it was made from."
+            if isinstance(data, dict) and "checks" in data
+            else ""
+        )
         raise TraceError(f'it is JSON, but does not say "format": "{FORMAT}".{hint}')
     number = data.get("schema")
     if type(number) is not int or number < 1:
@@ -181,9 +217,15 @@ def _trace_of(data: Any) -> Trace:
         raise TraceVersionError(newer_schema(number, data.get("made_by")))
     stray = sorted(data.keys() - {"format", "schema", "made_by", "header", "events"})
     if stray or not isinstance(data.get("events"), list) or "header" not in data:
-        raise TraceError(f"it must have a header, a list of events, and nothing else; stray are {[show(key) for key in stray][:9]}.")
+        raise TraceError(
+            "it must have a header, a list of events, and nothing else; stray are"
+            f" {[show(key) for key in stray][:9]}."
+        )
     parts = _Inline()
-    return Trace(header=decode_header(data["header"], parts), events=tuple(_event(i, wire, parts) for i, wire in enumerate(data["events"])))
+    return Trace(
+        header=decode_header(data["header"], parts),
+        events=tuple(_event(i, wire, parts) for i, wire in enumerate(data["events"])),
+    )
 
 
 def _event(number: int, wire: Any, parts: _Inline) -> Event:
@@ -214,12 +256,17 @@ def _text(source: Path) -> str:
 
 
 def _write_whole(path: Path, data: bytes) -> None:
-    """Write beside the target, then move: whoever reads sees the old file or the new one, never a part."""
+    """Write beside the target, then move: whoever reads sees the old file or the new one, never a
+    part.
+    """
     beside = None
     try:
         target = target_of(path)  # a link stays one
         if is_special(target):
-            raise TraceError(f"{path} is a device or a pipe, and a trace would replace it by a file: name another place.")
+            raise TraceError(
+                f"{path} is a device or a pipe, and a trace would replace it by a file: name"
+                " another place."
+            )
         beside = target.with_name(f".{target.name}.{os.getpid()}.part")
         with beside.open("wb") as file:
             file.write(data)
@@ -230,4 +277,6 @@ def _write_whole(path: Path, data: bytes) -> None:
         if beside is not None:
             with suppress(OSError):
                 beside.unlink()
-        raise TraceError(f"{path} could not be written: {error.strerror}. Nothing was changed.") from error
+        raise TraceError(
+            f"{path} could not be written: {error.strerror}. Nothing was changed."
+        ) from error

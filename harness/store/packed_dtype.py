@@ -14,9 +14,10 @@ __all__ = ["Narrow", "narrow"]
 class Narrow(np.ndarray[Any, np.dtype[np.integer[Any]]]):
     """Stands for the same numbers in ``shown_as``; a trace file says that they are of that type.
 
-    Only what goes to a trace file and nowhere else may be held so: whoever else looks at an array trusts its ``dtype``. A served engine's
-    int32 rows are four times as large as what they were drawn in, and to make them, to look at them and to cut them down again took more
-    time than anything else that the trace takes.
+    Only what goes to a trace file and nowhere else may be held so: whoever else looks at an array
+    trusts its ``dtype``. A served engine's int32 rows are four times as large as what they were
+    drawn in, and to make them, to look at them and to cut them down again took more time than
+    anything else that the trace takes.
     """
 
     shown_as: np.dtype[Any]

@@ -1,6 +1,8 @@
-"""Rows: events and headers on their way into a batch of a trace file, each column filled as they come.
+"""Rows: events and headers on their way into a batch of a trace file, each column filled as they
+come.
 
-Arrays are copied once, into one buffer that is used again for the next batch: a served engine hands over many megabytes a second.
+Arrays are copied once, into one buffer that is used again for the next batch: a served engine hands
+over many megabytes a second.
 """
 
 from __future__ import annotations
@@ -32,7 +34,9 @@ _FIRST_BEYOND = 1 << 63
 
 
 class _Shelf:
-    """The ``Parts`` of rows that are being written. ``end_row`` closes a row, ``cut`` forgets one that was begun."""
+    """The ``Parts`` of rows that are being written. ``end_row`` closes a row, ``cut`` forgets one
+    that was begun.
+    """
 
     def __init__(self) -> None:
         self.room: AnyArray = np.empty(_ROOM, np.uint8)
@@ -47,7 +51,9 @@ class _Shelf:
         self.rank_ends, self.data_ends, self.row_arrays = [0], [0], [0]
 
     def end_row(self) -> int:
-        """What comes next belongs to another row. Returns the bytes of all parts so far, without those of their shapes."""
+        """What comes next belongs to another row. Returns the bytes of all parts so far, without
+        those of their shapes.
+        """
         lists, arrays = self.list_ends, self.names
         self.row_lists.append(len(lists) - 1)
         self.row_arrays.append(len(arrays))
@@ -111,7 +117,9 @@ class Rows:
         return len(self._heads)
 
     def add_header(self, episode: int, header: Header) -> None:
-        """Begin an episode. Raises ``TraceError`` for a header that cannot be stored; then nothing was added."""
+        """Begin an episode. Raises ``TraceError`` for a header that cannot be stored; then nothing
+        was added.
+        """
         try:
             self._add(episode, HEADER, -1, 0.0, _json(encode_header(header, self._shelf)))
         except BaseException:
@@ -119,10 +127,14 @@ class Rows:
             raise
 
     def add_event(self, episode: int, event: Event) -> None:
-        """Add an event. Raises ``TraceError`` for one that cannot be stored; then nothing was added."""
+        """Add an event. Raises ``TraceError`` for one that cannot be stored; then nothing was
+        added.
+        """
         try:
             wire = encode_fields(event, self._shelf)
-            self._add(episode, event.kind, wire.pop("index", -1), wire.pop("time", 0.0), _json(wire))
+            self._add(
+                episode, event.kind, wire.pop("index", -1), wire.pop("time", 0.0), _json(wire)
+            )
         except BaseException:
             self._shelf.cut()
             raise
@@ -159,7 +171,9 @@ class Rows:
             [None],
             children=[
                 _binary(pa.string(), [name.encode() for name in shelf.names]),
-                _lists(parts.field("shape").type, shelf.rank_ends, _flat(pa.int64(), shelf.lengths)),
+                _lists(
+                    parts.field("shape").type, shelf.rank_ends, _flat(pa.int64(), shelf.lengths)
+                ),
                 _over(pa.large_binary(), shelf.data_ends, np.int64, data),
             ],
         )
@@ -169,7 +183,11 @@ class Rows:
             _flat(pa.int64(), machine_array("q", indexes)),
             _flat(pa.float64(), machine_array("d", times)),
             _binary(pa.string(), bodies),
-            _lists(integers, shelf.row_lists, _lists(integers.value_type, shelf.list_ends, _flat(pa.int64(), shelf.numbers))),
+            _lists(
+                integers,
+                shelf.row_lists,
+                _lists(integers.value_type, shelf.list_ends, _flat(pa.int64(), shelf.numbers)),
+            ),
             _lists(arrays, shelf.row_arrays, structs),
         ]
         return pa.record_batch(columns, schema=schema())
@@ -183,11 +201,15 @@ def _flat(kind: Any, values: Any) -> Any:
 
 
 def _over(kind: Any, ends: Sequence[int], width: Any, data: Any) -> Any:
-    """An Arrow array of texts or bytes that lie one after the other in ``data``: element i from ``ends[i]`` to ``ends[i + 1]``."""
+    """An Arrow array of texts or bytes that lie one after the other in ``data``: element i from
+    ``ends[i]`` to ``ends[i + 1]``.
+    """
     import pyarrow as pa
 
     offsets: Any = np.array(ends, width)
-    return pa.Array.from_buffers(kind, len(ends) - 1, [None, pa.py_buffer(offsets), pa.py_buffer(data)])
+    return pa.Array.from_buffers(
+        kind, len(ends) - 1, [None, pa.py_buffer(offsets), pa.py_buffer(data)]
+    )
 
 
 def _binary(kind: Any, parts: Sequence[bytes]) -> Any:
@@ -199,7 +221,9 @@ def _lists(kind: Any, ends: Sequence[int], values: Any) -> Any:
     import pyarrow as pa
 
     offsets: Any = np.array(ends, np.int32)
-    return pa.Array.from_buffers(kind, len(ends) - 1, [None, pa.py_buffer(offsets)], children=[values])
+    return pa.Array.from_buffers(
+        kind, len(ends) - 1, [None, pa.py_buffer(offsets)], children=[values]
+    )
 
 
 _SLOW = json.JSONEncoder(separators=(",", ":"), allow_nan=False, ensure_ascii=False)

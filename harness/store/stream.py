@@ -30,7 +30,9 @@ _MAX_SEAL = 1 << 14
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Ending:
-    """How a trace ended: what was read, and whether its writer closed it. ``lost`` are the bytes of an unfinished tail."""
+    """How a trace ended: what was read, and whether its writer closed it. ``lost`` are the bytes of
+    an unfinished tail.
+    """
 
     episodes: int
     events: int
@@ -41,20 +43,30 @@ class Ending:
         read = f"{self.events} events in {self.episodes} episodes were read"
         if self.closed:
             return f"{read}."
-        tail = f"; {self.lost} bytes of an unfinished batch behind them were left out" if self.lost else ""
-        return f"{read}{tail}. The writer did not close the file: it was killed, or is still at work."
+        tail = (
+            f"; {self.lost} bytes of an unfinished batch behind them were left out"
+            if self.lost
+            else ""
+        )
+        return (
+            f"{read}{tail}. The writer did not close the file: it was killed, or is still at work."
+        )
 
 
 @dataclass(frozen=True, slots=True)
 class State:
-    """What a seal says of the file so far: its batches, the number of the last episode (-1: none) and of the events in it."""
+    """What a seal says of the file so far: its batches, the number of the last episode (-1: none)
+    and of the events in it.
+    """
 
     batches: int = 0
     episode: int = -1
     events: int = 0
 
     def seal(self, frame: bytes | memoryview) -> str:
-        """The body of the seal behind ``frame``: a CRC-32 over the frame and what the seal says, and what it says."""
+        """The body of the seal behind ``frame``: a CRC-32 over the frame and what the seal says,
+        and what it says.
+        """
         text = f"{self.batches} {self.episode} {self.events}"
         return f"{zlib.crc32(text.encode(), zlib.crc32(frame)):08x} {text}"
 
@@ -71,9 +83,11 @@ class State:
 
 
 class Stream:
-    """Walks a file. ``offset`` is the end of the last sealed batch; ``episodes`` and ``events`` count what the reader gave on.
+    """Walks a file. ``offset`` is the end of the last sealed batch; ``episodes`` and ``events``
+    count what the reader gave on.
 
-    Raises ``TraceError`` where the file is no trace, and ``TraceVersionError`` where it is one of a newer schema.
+    Raises ``TraceError`` where the file is no trace, and ``TraceVersionError`` where it is one of a
+    newer schema.
     """
 
     def __init__(self, path: Path, file: BinaryIO) -> None:
@@ -113,25 +127,32 @@ class Stream:
 
     @contextmanager
     def located(self) -> Iterator[None]:
-        """Within, a ``TraceError`` says in which file and where it is, and how much before it was read."""
+        """Within, a ``TraceError`` says in which file and where it is, and how much before it was
+        read.
+        """
         try:
             yield
         except TraceVersionError as error:
             raise TraceVersionError(f"{self._path}: {error}") from error
         except TraceError as error:
             raise TraceError(
-                f"{self._path} is damaged behind byte {self.offset} of {self._end}: {str(error).rstrip('.')}. "
-                f"The {self.events} events in {self.episodes} episodes before it were read and are sound."
+                f"{self._path} is damaged behind byte {self.offset} of {self._end}:"
+                f" {str(error).rstrip('.')}. The {self.events} events in {self.episodes} episodes"
+                " before it were read and are sound."
             ) from error
 
     def _pair(self) -> tuple[Frame, Frame] | None:
-        """The next batch and its seal; ``None`` at the end, or at an unfinished tail of a file that was not closed."""
+        """The next batch and its seal; ``None`` at the end, or at an unfinished tail of a file that
+        was not closed.
+        """
         with self.located():
             try:
                 return self._frames()
             except Cut:
                 if ends_closed(self._file, self._end):
-                    raise TraceError("a batch claims more bytes than there are up to the end mark") from None
+                    raise TraceError(
+                        "a batch claims more bytes than there are up to the end mark"
+                    ) from None
                 return None
 
     def _frames(self) -> tuple[Frame, Frame] | None:
@@ -156,7 +177,10 @@ class Stream:
     def _numbered(self, pair: tuple[Frame, Frame], number: int) -> pa.RecordBatch:
         data, state = self._checked(*pair)
         if state.batches != number:
-            raise TraceError(f"batch {state.batches} stands where batch {number} should: batches were cut out, doubled or moved")
+            raise TraceError(
+                f"batch {state.batches} stands where batch {number} should: batches were cut out,"
+                " doubled or moved"
+            )
         return _batch(data)
 
     def _bytes(self, frame: Frame) -> bytes:
@@ -173,25 +197,46 @@ class Stream:
         frame, found = None, None
         try:
             frame = read_frame(self._file, 0, self._end)
-            found = pa.ipc.read_schema(pa.py_buffer(self._bytes(frame))) if frame is not None and frame.schema else None
+            found = (
+                pa.ipc.read_schema(pa.py_buffer(self._bytes(frame)))
+                if frame is not None and frame.schema
+                else None
+            )
         except Cut:
             frame = None
         except (TraceError, pa.ArrowException, OSError, ValueError) as error:
-            raise TraceError(f"{self._path} is not a rollproof trace: {str(error)[:200]}.") from error
+            raise TraceError(
+                f"{self._path} is not a rollproof trace: {str(error)[:200]}."
+            ) from error
         if frame is None:
-            raise TraceError(f"{self._path} ends within its first {self._end} bytes, before its first header: nothing can be read.")
+            raise TraceError(
+                f"{self._path} ends within its first {self._end} bytes, before its first header:"
+                " nothing can be read."
+            )
         if found is None:
-            raise TraceError(f"{self._path} is not a rollproof trace: its first message is no schema.")
+            raise TraceError(
+                f"{self._path} is not a rollproof trace: its first message is no schema."
+            )
         metadata = found.metadata or {}
         if metadata.get(b"format") != FORMAT.encode():
-            raise TraceError(f"{self._path} is an Arrow stream, but not a rollproof trace: its schema does not say so.")
-        number, made_by = (metadata.get(key, b"").decode("ascii", "replace") for key in (b"schema", b"made_by"))
+            raise TraceError(
+                f"{self._path} is an Arrow stream, but not a rollproof trace: its schema does not"
+                " say so."
+            )
+        number, made_by = (
+            metadata.get(key, b"").decode("ascii", "replace") for key in (b"schema", b"made_by")
+        )
         if number != str(SCHEMA):
             if number.isdecimal() and len(number) < 10 and int(number) > SCHEMA:
                 raise TraceVersionError(f"{self._path}: {newer_schema(int(number), made_by)}")
-            raise TraceError(f"{self._path} says that it has schema {show(number)}, which never was.")
+            raise TraceError(
+                f"{self._path} says that it has schema {show(number)}, which never was."
+            )
         if not found.equals(schema()):
-            raise TraceError(f"{self._path} has other columns than a trace of schema {SCHEMA}: it is damaged, or no rollproof wrote it.")
+            raise TraceError(
+                f"{self._path} has other columns than a trace of schema {SCHEMA}: it is damaged, or"
+                " no rollproof wrote it."
+            )
         return frame.size
 
 
@@ -216,7 +261,9 @@ def ends_closed(file: BinaryIO, end: int) -> bool:
 
 
 def open_file(path: Path, mode: Literal["r", "x", "w", "a"]) -> BinaryIO:
-    """Open a trace; for writing, take its lock first. Raises ``UsageError`` on wrong paths, ``TraceError`` on all other failures."""
+    """Open a trace; for writing, take its lock first. Raises ``UsageError`` on wrong paths,
+    ``TraceError`` on all other failures.
+    """
     try:
         if mode == "r":
             return path.open("rb")
@@ -225,21 +272,29 @@ def open_file(path: Path, mode: Literal["r", "x", "w", "a"]) -> BinaryIO:
         what = "There is no trace" if mode == "r" else "There is no folder for a trace"
         raise UsageError(f"{what} at {path}: check the path.") from None
     except FileExistsError:
-        raise UsageError(f"{path} exists: pass mode='a' to append to it, mode='w' to overwrite it, or another path.") from None
+        raise UsageError(
+            f"{path} exists: pass mode='a' to append to it, mode='w' to overwrite it, or another"
+            " path."
+        ) from None
     except IsADirectoryError:
         raise UsageError(f"{path} is a folder: name the trace file in it.") from None
     except OSError as error:
         raise TraceError(f"{path} cannot be opened: {error.strerror}.") from error
     if not _lock(file):
         file.close()
-        raise TraceError(f"{path} is being written by another process: a trace has one writer at a time. Write to a file of your own.")
+        raise TraceError(
+            f"{path} is being written by another process: a trace has one writer at a time. Write"
+            " to a file of your own."
+        )
     if mode == "w":
         file.truncate(0)
     return file
 
 
 def _lock(file: BinaryIO) -> bool:
-    """Take the file for this process until it is closed; true also where the system has no such locks."""
+    """Take the file for this process until it is closed; true also where the system has no such
+    locks.
+    """
     try:
         import fcntl
     except ImportError:

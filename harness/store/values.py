@@ -1,7 +1,9 @@
-"""Values: JSON scalars and free-form mappings, read strictly and written so that they come back the same.
+"""Values: JSON scalars and free-form mappings, read strictly and written so that they come back the
+same.
 
-A float that JSON cannot spell is ``{"$float": "nan"}`` (``"inf"``, ``"-inf"``); a key that starts with ``$`` is written with
-two. Text holds no lone surrogates: error texts sometimes do, and become escapes when they are written.
+A float that JSON cannot spell is ``{"$float": "nan"}`` (``"inf"``, ``"-inf"``); a key that starts
+with ``$`` is written with two. Text holds no lone surrogates: error texts sometimes do, and become
+escapes when they are written.
 """
 
 from __future__ import annotations
@@ -17,14 +19,27 @@ import numpy as np
 
 from rollproof.errors import TraceError
 
-__all__ = ["SCALARS", "Misfit", "key_of", "parse_json", "plain", "read_key", "read_plain", "read_scalar", "show", "write_scalar"]
+__all__ = [
+    "SCALARS",
+    "Misfit",
+    "key_of",
+    "parse_json",
+    "plain",
+    "read_key",
+    "read_plain",
+    "read_scalar",
+    "show",
+    "write_scalar",
+]
 
 SCALARS = frozenset({bool, int, float, str, type(None)})
 _FLOATS = {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}
 
 
 class Misfit(ValueError):
-    """A value that does not fit where it stands; ``within`` tells where that is, from the inside out."""
+    """A value that does not fit where it stands; ``within`` tells where that is, from the inside
+    out.
+    """
 
     def __init__(self, problem: str, path: str = "") -> None:
         super().__init__(problem)
@@ -32,7 +47,9 @@ class Misfit(ValueError):
         self.path = path
 
     def within(self, step: str) -> Misfit:
-        """The same problem, seen from one level further out. ``step`` is a field's name, or ``[key]``."""
+        """The same problem, seen from one level further out. ``step`` is a field's name, or
+        ``[key]``.
+        """
         joint = "." if self.path and not self.path.startswith("[") else ""
         return Misfit(self.problem, f"{step}{joint}{self.path}")
 
@@ -53,7 +70,9 @@ def parse_json(text: str) -> Any:
 def write_scalar(value: Any, allowed: frozenset[Any] = SCALARS) -> Any:
     """A scalar of one of the ``allowed`` types as JSON. Raises ``Misfit``."""
     kind = type(value)
-    if kind in allowed and ((kind is float and value - value == 0.0) or kind is bool or value is None):
+    if kind in allowed and (
+        (kind is float and value - value == 0.0) or kind is bool or value is None
+    ):
         return value
     value = value.item() if isinstance(value, np.generic) else value
     kind = type(value)
@@ -69,7 +88,9 @@ def write_scalar(value: Any, allowed: frozenset[Any] = SCALARS) -> Any:
 
 
 def read_scalar(wire: Any, allowed: frozenset[Any] = SCALARS) -> Any:
-    """What ``write_scalar`` wrote. A float may be spelt as a whole number where whole numbers are not allowed. Raises ``Misfit``."""
+    """What ``write_scalar`` wrote. A float may be spelt as a whole number where whole numbers are
+    not allowed. Raises ``Misfit``.
+    """
     kind = type(wire)
     if kind is dict and float in allowed:
         return _read_float(wire)
@@ -85,7 +106,9 @@ def read_scalar(wire: Any, allowed: frozenset[Any] = SCALARS) -> Any:
 
 
 def plain(value: Any) -> Any:
-    """A value of a free-form mapping (a case, a recipe) as JSON: enums become their values, tuples lists. Raises ``Misfit``."""
+    """A value of a free-form mapping (a case, a recipe) as JSON: enums become their values, tuples
+    lists. Raises ``Misfit``.
+    """
     if isinstance(value, Enum):
         return plain(value.value)
     if isinstance(value, Mapping):
@@ -116,7 +139,12 @@ def key_of(key: Hashable) -> str:
 def read_key(text: str, kind: type[Any] = str) -> Any:
     """What ``key_of`` wrote, as a ``str`` or an ``int``. Raises ``Misfit``."""
     if kind is int:
-        if len(text) > 20 or not text.isascii() or not text.removeprefix("-").isdecimal() or str(int(text)) != text:
+        if (
+            len(text) > 20
+            or not text.isascii()
+            or not text.removeprefix("-").isdecimal()
+            or str(int(text)) != text
+        ):
             raise Misfit(f"has a key that is no whole number: {show(text)}")
         return int(text)
     if not text.isascii():
@@ -150,7 +178,10 @@ def _within_64_bits(value: Any) -> Any:
 def _read_float(wire: dict[str, Any]) -> float:
     name = wire.get("$float") if len(wire) == 1 else None
     if not isinstance(name, str) or name not in _FLOATS:
-        raise Misfit(f"must be a number, or one of {sorted(_FLOATS)} as an object with the key '$float', not {show(wire)}")
+        raise Misfit(
+            f"must be a number, or one of {sorted(_FLOATS)} as an object with the key '$float', not"
+            f" {show(wire)}"
+        )
     return _FLOATS[name]
 
 

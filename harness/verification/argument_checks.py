@@ -1,4 +1,6 @@
-"""Arguments: what the doors are called with from Python, refused in our words where it is of a wrong kind."""
+"""Arguments: what the doors are called with from Python, refused in our words where it is of a
+wrong kind.
+"""
 
 from __future__ import annotations
 
@@ -12,11 +14,21 @@ from rollproof.errors import UsageError
 from rollproof.judging.checks import Check, Registry, default_registry
 from rollproof.store.values import show
 
-__all__ = ["as_cases", "as_checks", "as_expected", "as_names", "as_path", "as_seed", "check_factory"]
+__all__ = [
+    "as_cases",
+    "as_checks",
+    "as_expected",
+    "as_names",
+    "as_path",
+    "as_seed",
+    "check_factory",
+]
 
 
 def as_names(value: Any, argument: str) -> tuple[str, ...]:
-    """Several names as a tuple. Raises ``UsageError`` for a bare text, whose letters would be taken for names, and for what is no text."""
+    """Several names as a tuple. Raises ``UsageError`` for a bare text, whose letters would be taken
+    for names, and for what is no text.
+    """
     if isinstance(value, str):
         raise UsageError(f"{argument}={show(value)} is one text: write {argument}=[{show(value)}].")
     try:
@@ -30,8 +42,12 @@ def as_names(value: Any, argument: str) -> tuple[str, ...]:
 
 
 def as_seed(value: Any) -> int | None:
-    """A seed, or ``None``: what the profile says. Raises ``UsageError`` for anything but a whole number >= 0 that a trace can hold."""
-    if value is not None and (not isinstance(value, int) or isinstance(value, bool) or not 0 <= value < 2**63):
+    """A seed, or ``None``: what the profile says. Raises ``UsageError`` for anything but a whole
+    number >= 0 that a trace can hold.
+    """
+    if value is not None and (
+        not isinstance(value, int) or isinstance(value, bool) or not 0 <= value < 2**63
+    ):
         raise UsageError(
             f"seed={show(value)} must be a whole number >= 0, such as 0 or 12345, below 2**63;"
             " a report names the seed that repeats its run."
@@ -40,37 +56,54 @@ def as_seed(value: Any) -> int | None:
 
 
 def as_name(value: Any) -> str | None:
-    """What a run is called, or ``None``: as its subject is. Raises ``UsageError`` for what is no text."""
+    """What a run is called, or ``None``: as its subject is. Raises ``UsageError`` for what is no
+    text.
+    """
     if value is not None and not isinstance(value, str):
         raise UsageError(f"name must be text, not {show(value)}.")
     return value or None
 
 
 def as_recipe(value: Any) -> Mapping[str, Any] | None:
-    """How a counterexample makes its subject again, or ``None``. Raises ``UsageError`` for what is no mapping."""
+    """How a counterexample makes its subject again, or ``None``. Raises ``UsageError`` for what is
+    no mapping.
+    """
     if value is not None and not isinstance(value, Mapping):
-        raise UsageError(f'recipe must be a mapping such as {{"subject": "module:Factory"}}, not {show(value)}.')
+        raise UsageError(
+            f'recipe must be a mapping such as {{"subject": "module:Factory"}}, not {show(value)}.'
+        )
     return value
 
 
 def as_cases(value: Any) -> list[Case]:
-    """Cases as a list. Raises ``UsageError`` for an empty one, which would judge nothing, and for what holds anything else."""
+    """Cases as a list. Raises ``UsageError`` for an empty one, which would judge nothing, and for
+    what holds anything else.
+    """
     cases = _listed(value, "cases must be a list of Case")
     if not cases:
-        raise UsageError("cases holds no case, so nothing would be judged: leave it out to run the profile's schedules.")
+        raise UsageError(
+            "cases holds no case, so nothing would be judged: leave it out to run the profile's"
+            " schedules."
+        )
     for case in cases:
         if not isinstance(case, Case):
-            raise UsageError(f"cases must hold rollproof.Case, not {show(case)}; Case.from_dict reads the JSON form.")
+            raise UsageError(
+                f"cases must hold rollproof.Case, not {show(case)}; Case.from_dict reads the JSON"
+                " form."
+            )
     return cases
 
 
 def as_checks(value: Any) -> list[Check]:
-    """Checks as a list. Raises ``UsageError`` for what holds anything else, such as the id of a check."""
+    """Checks as a list. Raises ``UsageError`` for what holds anything else, such as the id of a
+    check.
+    """
     checks = _listed(value, "checks must be a list of Check")
     for check in checks:
         if not isinstance(check, Check):
             raise UsageError(
-                f"checks must hold rollproof.Check, not {show(check)}; checks that rollproof has are chosen by id with `only`."
+                f"checks must hold rollproof.Check, not {show(check)}; checks that rollproof has"
+                " are chosen by id with `only`."
             )
     return checks
 
@@ -92,21 +125,32 @@ def _listed(value: Any, wanted: str) -> list[Any]:
 
 
 def as_expected(value: Any, registry: Registry | None = None) -> dict[str, str]:
-    """Check id to reason. Raises ``UsageError`` for an id that no check has, and for a reason that is no text or empty."""
+    """Check id to reason. Raises ``UsageError`` for an id that no check has, and for a reason that
+    is no text or empty.
+    """
     if value is None:
         return {}
     if not isinstance(value, Mapping):
-        raise UsageError(f'expected must map ids of checks to reasons, such as {{"routes.rows": "verl#6029"}}, not be {show(value)}.')
+        raise UsageError(
+            'expected must map ids of checks to reasons, such as {"routes.rows": "verl#6029"},'
+            f" not be {show(value)}."
+        )
     known = default_registry() if registry is None else registry
     for check_id, reason in value.items():
         as_names([check_id], "expected")
         _ = known[check_id]
         if not isinstance(reason, str) or not reason.strip():
-            raise UsageError(f"expected[{check_id!r}] must say why the check is known to fail, not be {show(reason)}.")
+            raise UsageError(
+                f"expected[{check_id!r}] must say why the check is known to fail, not be"
+                f" {show(reason)}."
+            )
     return dict(value)
 
 
 def check_factory(value: Any, what: str) -> None:
     """Raises ``UsageError`` for what cannot be called."""
     if not callable(value):
-        raise UsageError(f"{what} takes a factory, such as the subject's class, not {show(value)}: each case starts from a fresh subject.")
+        raise UsageError(
+            f"{what} takes a factory, such as the subject's class, not {show(value)}: each case"
+            " starts from a fresh subject."
+        )

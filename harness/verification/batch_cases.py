@@ -1,7 +1,8 @@
-"""Batch cases: finished samples that a conversion into training rows must carry, and malformed ones that it must refuse.
+"""Batch cases: finished samples that a conversion into training rows must carry, and malformed ones
+that it must refuse.
 
-Values are drawn so that nothing coincides: every token id, logprob and row of a case is its own, so that a value that
-lands in the wrong place is told from the right one. One seed, one set of cases.
+Values are drawn so that nothing coincides: every token id, logprob and row of a case is its own, so
+that a value that lands in the wrong place is told from the right one. One seed, one set of cases.
 """
 
 from __future__ import annotations
@@ -21,7 +22,9 @@ _LENGTHS = ((3, 4), (1, 6), (5, 1), (4, 4))
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class BatchCase:
-    """Samples that are given together; ``defect`` says in words what is wrong with the sample ``defective`` (``""``: nothing)."""
+    """Samples that are given together; ``defect`` says in words what is wrong with the sample
+    ``defective`` (``""``: nothing).
+    """
 
     name: str
     samples: tuple[Rollout, ...]
@@ -30,7 +33,9 @@ class BatchCase:
 
 
 def batch_cases(contract: Contract, seed: int = 0) -> tuple[BatchCase, ...]:
-    """The cases that fit a contract: well-formed batches first, then one for each defect that it rules out."""
+    """The cases that fit a contract: well-formed batches first, then one for each defect that it
+    rules out.
+    """
     return (*_well_formed(contract, seed), *_malformed(contract, seed))
 
 
@@ -43,7 +48,9 @@ class _Maker:
         self._made = 0
 
     def sample(self, prompt: int, response: int, *, largest: bool = False) -> Rollout:
-        """A sample of so many prompt and response tokens. ``largest`` draws experts from the upper end of their range."""
+        """A sample of so many prompt and response tokens. ``largest`` draws experts from the upper
+        end of their range.
+        """
         contract = self._contract
         first = 10 + 32 * self._made
         ids = tuple(range(first, first + prompt + response))
@@ -55,9 +62,17 @@ class _Maker:
             prompt_ids=ids[:prompt],
             response_ids=ids[prompt:],
             finish_reason=FinishReason.LENGTH if response else FinishReason.ABORT,
-            logprobs=None if contract.logprobs is Logprobs.NONE else logprobs.astype(np.float32).astype(np.float64),
+            logprobs=(
+                None
+                if contract.logprobs is Logprobs.NONE
+                else logprobs.astype(np.float32).astype(np.float64)
+            ),
             loss_mask=np.ones(response, dtype=np.int64) if contract.loss_mask else None,
-            routes=self._routes(prompt + response, largest) if contract.has_routes and response else None,
+            routes=(
+                self._routes(prompt + response, largest)
+                if contract.has_routes and response
+                else None
+            ),
             version=1,
             min_version=1,
             max_version=1,
@@ -70,17 +85,27 @@ class _Maker:
     def _routes(self, total: int, largest: bool) -> IntArray:
         contract = self._contract
         experts, top_k = contract.num_experts or 1, contract.top_k or 1
-        pool = np.arange(max(0, experts - max(2 * top_k, 8)), experts) if largest else np.arange(experts)
-        rows = np.zeros((total - 1, contract.route_layers, top_k), dtype=np.min_scalar_type(experts - 1))
+        pool = (
+            np.arange(max(0, experts - max(2 * top_k, 8)), experts)
+            if largest
+            else np.arange(experts)
+        )
+        rows = np.zeros(
+            (total - 1, contract.route_layers, top_k), dtype=np.min_scalar_type(experts - 1)
+        )
         shape = (total - 1, len(contract.moe_columns), len(pool))
-        rows[:, list(contract.moe_columns)] = pool[self._random.random(shape).argsort(axis=2)[:, :, :top_k]]
+        rows[:, list(contract.moe_columns)] = pool[
+            self._random.random(shape).argsort(axis=2)[:, :, :top_k]
+        ]
         if contract.rows is not Rows.ALL:
             return rows
         least = np.array(-1 if contract.final_row is Filler.MINUS_ONE else 0)
         final = np.arange(top_k) if contract.final_row is Filler.ARANGE else least
         final = rows[-1:] if contract.final_row is Filler.PREVIOUS else final
         wide = rows.astype(np.int32) if contract.final_row is Filler.MINUS_ONE else rows
-        return np.concatenate([wide, np.broadcast_to(final, (1, *rows.shape[1:])).astype(wide.dtype)])
+        return np.concatenate(
+            [wide, np.broadcast_to(final, (1, *rows.shape[1:])).astype(wide.dtype)]
+        )
 
 
 def _well_formed(contract: Contract, seed: int) -> Iterator[BatchCase]:
@@ -89,22 +114,43 @@ def _well_formed(contract: Contract, seed: int) -> Iterator[BatchCase]:
     yield BatchCase(name="several lengths", samples=tuple(make.batch(*_LENGTHS)))
     yield BatchCase(name="equal lengths", samples=tuple(make.batch((3, 4), (3, 4), (3, 4))))
     if contract.has_routes:
-        yield BatchCase(name="largest expert ids", samples=(make.sample(3, 4, largest=True), make.sample(2, 5, largest=True)))
-        yield BatchCase(name="read-only arrays", samples=tuple(_read_only(sample) for sample in make.batch(*_LENGTHS)))
+        yield BatchCase(
+            name="largest expert ids",
+            samples=(make.sample(3, 4, largest=True), make.sample(2, 5, largest=True)),
+        )
+        yield BatchCase(
+            name="read-only arrays",
+            samples=tuple(_read_only(sample) for sample in make.batch(*_LENGTHS)),
+        )
         for place, where in enumerate(("first", "in the middle", "last")):
             samples = make.batch((3, 4), (2, 3), (4, 2))
             samples[place] = replace(samples[place], routes=None)
             yield BatchCase(name=f"a sample without routes {where}", samples=tuple(samples))
     if contract.rows is Rows.CAPTURED_PREFIX:
-        yield BatchCase(name="a captured prefix", samples=tuple(_with_rows(sample, 2) for sample in make.batch((3, 4), (4, 3))))
+        yield BatchCase(
+            name="a captured prefix",
+            samples=tuple(_with_rows(sample, 2) for sample in make.batch((3, 4), (4, 3))),
+        )
     if contract.loss_mask:
-        turns = [replace(sample, loss_mask=np.array([1, 1, 0, 0, 1, 1])) for sample in make.batch((3, 6), (2, 6))]
+        turns = [
+            replace(sample, loss_mask=np.array([1, 1, 0, 0, 1, 1]))
+            for sample in make.batch((3, 6), (2, 6))
+        ]
         yield BatchCase(name="tokens of the environment", samples=tuple(turns))
     if contract.abort_surfaces:
-        yield BatchCase(name="a sample without response tokens", samples=tuple(make.batch((3, 4), (3, 0), (2, 5))))
-    if contract.logprobs is not Logprobs.NONE and contract.missing_logprobs is not MissingLogprobs.NEVER:
         yield BatchCase(
-            name="a missing logprob", samples=tuple(_without_logprob(sample, contract) for sample in make.batch((3, 4), (2, 5)))
+            name="a sample without response tokens",
+            samples=tuple(make.batch((3, 4), (3, 0), (2, 5))),
+        )
+    if (
+        contract.logprobs is not Logprobs.NONE
+        and contract.missing_logprobs is not MissingLogprobs.NEVER
+    ):
+        yield BatchCase(
+            name="a missing logprob",
+            samples=tuple(
+                _without_logprob(sample, contract) for sample in make.batch((3, 4), (2, 5))
+            ),
         )
 
 
@@ -118,14 +164,18 @@ def _malformed(contract: Contract, seed: int) -> Iterator[BatchCase]:
             samples[1] = spoil(samples[1])
             chosen = samples[1:2] if alone else samples
             name = f"{what}{'' if alone else ', among others'}"
-            yield BatchCase(name=name, samples=tuple(chosen), defect=what, defective=samples[1].request_id)
+            yield BatchCase(
+                name=name, samples=tuple(chosen), defect=what, defective=samples[1].request_id
+            )
 
 
 def _with_rows(sample: Rollout, rows: int) -> Rollout:
     """``sample`` with its first ``rows`` rows, or with that many in all by repeating the last one."""
     assert sample.routes is not None
     kept = sample.routes[:rows]
-    return replace(sample, routes=np.concatenate([kept, kept[-1:].repeat(rows - len(kept), axis=0)]))
+    return replace(
+        sample, routes=np.concatenate([kept, kept[-1:].repeat(rows - len(kept), axis=0)])
+    )
 
 
 def _read_only(sample: Rollout) -> Rollout:
@@ -144,12 +194,18 @@ def _without_logprob(sample: Rollout, contract: Contract) -> Rollout:
 
 
 def _of_length(field: str, length: int) -> Callable[[Rollout], Rollout]:
-    """Make a per-token array of the response ``length`` long, by cutting it or repeating its last value."""
+    """Make a per-token array of the response ``length`` long, by cutting it or repeating its last
+    value.
+    """
 
     def spoil(sample: Rollout) -> Rollout:
         array = getattr(sample, field)
         longer = np.concatenate([array, array[-1:].repeat(max(0, length - len(array)))])[:length]
-        return replace(sample, logprobs=longer) if field == "logprobs" else replace(sample, loss_mask=longer)
+        return (
+            replace(sample, logprobs=longer)
+            if field == "logprobs"
+            else replace(sample, loss_mask=longer)
+        )
 
     return spoil
 
@@ -164,10 +220,24 @@ def _has_logprobs(contract: Contract) -> bool:
 
 _DEFECTS: tuple[tuple[str, Callable[[Contract], bool], Callable[[Rollout], Rollout]], ...] = (
     ("2 route rows for 7 tokens", _has_rows, lambda sample: _with_rows(sample, 2)),
-    ("9 route rows for 7 tokens", lambda contract: contract.has_routes, lambda sample: _with_rows(sample, 9)),
+    (
+        "9 route rows for 7 tokens",
+        lambda contract: contract.has_routes,
+        lambda sample: _with_rows(sample, 9),
+    ),
     ("2 logprobs for 5 response tokens", _has_logprobs, _of_length("logprobs", 2)),
     ("8 logprobs for 5 response tokens", _has_logprobs, _of_length("logprobs", 8)),
-    ("a loss mask of 3 for 5 response tokens", lambda contract: contract.loss_mask, _of_length("loss_mask", 3)),
-    ("a loss mask of 8 for 5 response tokens", lambda contract: contract.loss_mask, _of_length("loss_mask", 8)),
+    (
+        "a loss mask of 3 for 5 response tokens",
+        lambda contract: contract.loss_mask,
+        _of_length("loss_mask", 3),
+    ),
+    (
+        "a loss mask of 8 for 5 response tokens",
+        lambda contract: contract.loss_mask,
+        _of_length("loss_mask", 8),
+    ),
 )
-"""What is wrong, in words (samples of 2 + 5 tokens), whether a contract rules it out, and how it is made."""
+"""What is wrong, in words (samples of 2 + 5 tokens), whether a contract rules it out, and how it is
+made.
+"""

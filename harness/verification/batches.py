@@ -1,7 +1,8 @@
-"""Batching: runs a stack's conversion of finished samples into training rows, and judges what it carries.
+"""Batching: runs a stack's conversion of finished samples into training rows, and judges what it
+carries.
 
-Needs no engine and no fleet: the samples are made (``rollproof.verification.batch_cases``), the stack's own code converts them, and the
-checks of the family ``batch`` compare.
+Needs no engine and no fleet: the samples are made (``rollproof.verification.batch_cases``), the
+stack's own code converts them, and the checks of the family ``batch`` compare.
 """
 
 from __future__ import annotations
@@ -53,8 +54,9 @@ def judge_batches(
 ) -> Report:
     """Convert the batch cases with the ``BatchSubject`` that ``factory`` makes, and report.
 
-    ``only`` selects checks by id (default: the family ``batch``), ``cases`` replaces the samples, ``expected`` maps ids of
-    checks that are known to fail to the reason. Raises ``SubjectError`` for a subject that does not implement the protocol.
+    ``only`` selects checks by id (default: the family ``batch``), ``cases`` replaces the samples,
+    ``expected`` maps ids of checks that are known to fail to the reason. Raises ``SubjectError``
+    for a subject that does not implement the protocol.
     """
     start = time.perf_counter()
     registry = default_registry().select(tuple(only) or ("batch",))
@@ -66,14 +68,26 @@ def judge_batches(
         results=judge(trace, registry).results,
         exercised={},
         canary=_canary(trace, registry),
-        expected={check_id: reason for check_id, reason in (expected or {}).items() if check_id in registry.ids},
+        expected={
+            check_id: reason
+            for check_id, reason in (expected or {}).items()
+            if check_id in registry.ids
+        },
         cases=len(trace.events),
         seconds=time.perf_counter() - start,
     )
 
 
-def record_batches(factory: SubjectFactory, *, name: str | None = None, seed: int = 0, cases: Iterable[BatchCase] | None = None) -> Trace:
-    """One ``Batch`` event per case: the samples that a fresh subject was given, and the rows that it made of them."""
+def record_batches(
+    factory: SubjectFactory,
+    *,
+    name: str | None = None,
+    seed: int = 0,
+    cases: Iterable[BatchCase] | None = None,
+) -> Trace:
+    """One ``Batch`` event per case: the samples that a fresh subject was given, and the rows that
+    it made of them.
+    """
     label = name or str(getattr(factory, "__qualname__", type(factory).__name__))
     contract = _make(factory, label).contract
     recorder = Recorder(lambda: 0.0)
@@ -81,7 +95,9 @@ def record_batches(factory: SubjectFactory, *, name: str | None = None, seed: in
         event = recorder.record(_convert(_make(factory, label), case, label))
         if (event.refused or "").startswith(STUCK):  # so would the others, for minutes each
             break
-    return recorder.trace(Header(subject=label, contract=contract, seed=seed, profile="batches", about="batches"))
+    return recorder.trace(
+        Header(subject=label, contract=contract, seed=seed, profile="batches", about="batches")
+    )
 
 
 def _make(factory: SubjectFactory, label: str) -> Any:
@@ -94,8 +110,8 @@ def _make(factory: SubjectFactory, label: str) -> Any:
     missing = [method for method in _METHODS if not callable(getattr(subject, method, None))]
     if missing or not isinstance(getattr(subject, "contract", None), Contract):
         raise SubjectError(
-            f"{label} made a {type(subject).__name__} without {missing or 'a contract'}: a BatchSubject has a `contract` (a Contract) "
-            f"and {list(_METHODS)}."
+            f"{label} made a {type(subject).__name__} without {missing or 'a contract'}: a"
+            f" BatchSubject has a `contract` (a Contract) and {list(_METHODS)}."
         )
     return subject
 
@@ -103,7 +119,9 @@ def _make(factory: SubjectFactory, label: str) -> Any:
 def _convert(subject: Any, case: BatchCase, label: str) -> Batch:
     """Hand one case to the stack. What its conversion raises is a refusal, to be judged."""
     given = [_copy(sample) for sample in case.samples]
-    event = Batch(name=case.name, samples=case.samples, defect=case.defect, defective=case.defective)
+    event = Batch(
+        name=case.name, samples=case.samples, defect=case.defect, defective=case.defective
+    )
     try:
         batch = _watched(lambda: subject.collate(given))
     except RollproofError:
@@ -117,16 +135,28 @@ def _convert(subject: Any, case: BatchCase, label: str) -> Batch:
     except RollproofError:
         raise
     except GivenUp as error:
-        raise SubjectError(f"{label}.rows never ended on the batch of {case.name!r}: {error}.") from None
-    except Exception as error:  # the adapter is the user's own code: tell which method failed on what
-        raise SubjectError(f"{label}.rows raised {told(error)} on the batch of {case.name!r}.") from error
+        raise SubjectError(
+            f"{label}.rows never ended on the batch of {case.name!r}: {error}."
+        ) from None
+    except (
+        Exception
+    ) as error:  # the adapter is the user's own code: tell which method failed on what
+        raise SubjectError(
+            f"{label}.rows raised {told(error)} on the batch of {case.name!r}."
+        ) from error
     if not isinstance(rows, list | tuple) or not all(isinstance(row, BatchRow) for row in rows):
-        raise SubjectError(f"{label}.rows must return a list of BatchRow, not {type(rows).__name__}.")
-    return replace(event, rows=tuple(_sound(row, label) for row in rows), changed=_changed(case.samples, given))
+        raise SubjectError(
+            f"{label}.rows must return a list of BatchRow, not {type(rows).__name__}."
+        )
+    return replace(
+        event, rows=tuple(_sound(row, label) for row in rows), changed=_changed(case.samples, given)
+    )
 
 
 def _watched(work: Callable[[], Any]) -> Any:
-    """What a sync or async method returned. Raises ``GivenUp``, which says why, where it never ended, also where it handled its end."""
+    """What a sync or async method returned. Raises ``GivenUp``, which says why, where it never
+    ended, also where it handled its end.
+    """
     watchdog = Watchdog(lambda: 0, limit())
     made = None
     with watchdog:
@@ -152,8 +182,15 @@ def _settled(value: Any) -> Any:
 
 
 def _copy(sample: Rollout) -> Rollout:
-    """A sample whose arrays may be written to without reaching the trace; read-only ones stay read-only."""
-    return replace(sample, logprobs=_own(sample.logprobs), loss_mask=_own(sample.loss_mask), routes=_own(sample.routes))
+    """A sample whose arrays may be written to without reaching the trace; read-only ones stay
+    read-only.
+    """
+    return replace(
+        sample,
+        logprobs=_own(sample.logprobs),
+        loss_mask=_own(sample.loss_mask),
+        routes=_own(sample.routes),
+    )
 
 
 def _own(array: Any) -> Any:
@@ -171,15 +208,19 @@ def _changed(samples: tuple[Rollout, ...], given: list[Rollout]) -> tuple[str, .
         f"{name} of {sample.request_id}"
         for sample, now in zip(samples, given, strict=False)
         for name in _ARRAYS
-        if getattr(sample, name) is not None and not np.array_equal(getattr(sample, name), getattr(now, name), equal_nan=name == "logprobs")
+        if getattr(sample, name) is not None
+        and not np.array_equal(
+            getattr(sample, name), getattr(now, name), equal_nan=name == "logprobs"
+        )
     )
 
 
 def _sound(row: BatchRow, label: str) -> BatchRow:
-    """The row with numpy arrays of its own. Raises ``SubjectError`` for what is no array of the right rank and type.
+    """The row with numpy arrays of its own. Raises ``SubjectError`` for what is no array of the
+    right rank and type.
 
-    Lengths that disagree are kept: they are the stack's, and for the checks to find. Only ``attention`` must fit, for
-    without it no place can be told from padding.
+    Lengths that disagree are kept: they are the stack's, and for the checks to find. Only
+    ``attention`` must fit, for without it no place can be told from padding.
     """
     values: dict[str, Any] = {}
     problems = []
@@ -188,15 +229,24 @@ def _sound(row: BatchRow, label: str) -> BatchRow:
         if value is None:
             continue
         array = np.array(value)
-        values[name] = array.astype(np.float64) if name == "logprobs" and array.dtype.kind == "f" else array
+        values[name] = (
+            array.astype(np.float64) if name == "logprobs" and array.dtype.kind == "f" else array
+        )
         if array.ndim != rank or array.dtype.kind not in kinds:
             problems.append(
-                f"{name} must be a {rank}-D array of {'numbers' if 'f' in kinds else 'integers'}, not {array.dtype} {array.shape}"
+                f"{name} must be a {rank}-D array of {'numbers' if 'f' in kinds else 'integers'},"
+                f" not {array.dtype} {array.shape}"
             )
     if not problems and values["attention"].shape != values["token_ids"].shape:
-        problems.append(f"attention has the shape {values['attention'].shape} beside token_ids {values['token_ids'].shape}")
+        problems.append(
+            f"attention has the shape {values['attention'].shape} beside token_ids"
+            f" {values['token_ids'].shape}"
+        )
     if problems:
-        raise SubjectError(f"{label}.rows returned an unusable BatchRow for {row.request_id!r}: {'; '.join(problems)}.")
+        raise SubjectError(
+            f"{label}.rows returned an unusable BatchRow for {row.request_id!r}:"
+            f" {'; '.join(problems)}."
+        )
     return replace(row, **values)
 
 
@@ -206,10 +256,33 @@ def _canary(trace: Trace, registry: Registry) -> Canary | None:
     if expected not in registry.ids:
         return None
     for i, event in enumerate(trace.events):
-        if isinstance(event, Batch) and event.rows and not event.defect and len(set(event.rows[0].token_ids.tolist())) > 1:
+        if (
+            isinstance(event, Batch)
+            and event.rows
+            and not event.defect
+            and len(set(event.rows[0].token_ids.tolist())) > 1
+        ):
             spoiled = replace(event.rows[0], token_ids=np.roll(event.rows[0].token_ids, 1))
-            events = (*trace.events[:i], replace(event, rows=(spoiled, *event.rows[1:])), *trace.events[i + 1 :])
-            red = judge(replace(trace, events=events), Registry([registry[expected]]))[expected].found > 0
-            reason = "" if red else f"{expected} did not see it: this run cannot be trusted; please report it"
-            return Canary(planted="the tokens of a row shifted by one place", expected_by=expected, red=red, reason=reason)
-    return Canary(planted=None, expected_by=None, red=False, reason="no batch was fit for planting a fault")
+            events = (
+                *trace.events[:i],
+                replace(event, rows=(spoiled, *event.rows[1:])),
+                *trace.events[i + 1 :],
+            )
+            red = (
+                judge(replace(trace, events=events), Registry([registry[expected]]))[expected].found
+                > 0
+            )
+            reason = (
+                ""
+                if red
+                else f"{expected} did not see it: this run cannot be trusted; please report it"
+            )
+            return Canary(
+                planted="the tokens of a row shifted by one place",
+                expected_by=expected,
+                red=red,
+                reason=reason,
+            )
+    return Canary(
+        planted=None, expected_by=None, red=False, reason="no batch was fit for planting a fault"
+    )

@@ -18,12 +18,16 @@ _ODD = Model(num_layers=5, moe_layers=(1, 3, 4), num_experts=12, top_k=3)
 """A size that nobody declares by chance: a contract that shows it follows the fleet."""
 
 
-def probe(factory: SubjectFactory, flavours: Iterable[str] | None = None) -> list[tuple[str, Contract, Model | None]]:
-    """Flavours that the subject can be run on, with its contract there and its model (``None``: it follows the fleet).
+def probe(
+    factory: SubjectFactory, flavours: Iterable[str] | None = None
+) -> list[tuple[str, Contract, Model | None]]:
+    """Flavours that the subject can be run on, with its contract there and its model (``None``: it
+    follows the fleet).
 
-    ``flavours`` are taken as named; without them the subject's own ``flavours`` attribute, and without that every
-    flavour whose conventions fit the contract. Raises ``UsageError`` for a name that does not exist, ``SubjectError`` for
-    a subject that does not start on a flavour it was named for.
+    ``flavours`` are taken as named; without them the subject's own ``flavours`` attribute, and
+    without that every flavour whose conventions fit the contract. Raises ``UsageError`` for a name
+    that does not exist, ``SubjectError`` for a subject that does not start on a flavour it was
+    named for.
     """
     named = tuple(flavours) if flavours is not None else tuple(getattr(factory, "flavours", ()))
     stray = sorted(set(named) - set(FLAVOURS))
@@ -48,11 +52,17 @@ def probe(factory: SubjectFactory, flavours: Iterable[str] | None = None) -> lis
 
 
 def _idle(flavour: str, model: Model) -> Case:
-    return Case(flavour=flavour, requests=(Request(request_id="r0", prompt_ids=(1,), max_tokens=1),), model=model)
+    return Case(
+        flavour=flavour,
+        requests=(Request(request_id="r0", prompt_ids=(1,), max_tokens=1),),
+        model=model,
+    )
 
 
 def declares(contract: Contract, model: Model) -> bool:
-    """Whether a contract is one for this model: a contract of a fixed size does not follow a fleet of another."""
+    """Whether a contract is one for this model: a contract of a fixed size does not follow a fleet
+    of another.
+    """
     if not contract.has_routes:
         return True
     shown = (contract.num_layers, contract.moe_layers, contract.num_experts, contract.top_k)
@@ -60,7 +70,11 @@ def declares(contract: Contract, model: Model) -> bool:
 
 
 def _model_of(contract: Contract) -> Model:
-    assert contract.num_layers is not None and contract.moe_layers is not None and contract.num_experts is not None
+    assert (
+        contract.num_layers is not None
+        and contract.moe_layers is not None
+        and contract.num_experts is not None
+    )
     assert contract.top_k is not None
     return Model(
         num_layers=contract.num_layers,
@@ -76,4 +90,6 @@ def _fits(subject: Contract, engine: Contract) -> bool:
         return not subject.has_routes
     if subject.rows is Rows.FORWARDED and engine.rows is Rows.ALL:
         return False
-    return subject.layer_axis == engine.layer_axis and bool(set(subject.dtypes) & set(engine.dtypes))
+    return subject.layer_axis == engine.layer_axis and bool(
+        set(subject.dtypes) & set(engine.dtypes)
+    )

@@ -1,4 +1,6 @@
-"""Witnesses: the shrunk counterexamples of a subject, one file a failing check, kept for ``rollproof replay``."""
+"""Witnesses: the shrunk counterexamples of a subject, one file a failing check, kept for
+``rollproof replay``.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,9 @@ __all__ = ["drop_witnesses", "write_witness"]
 
 
 def write_witness(folder: Path, check_id: str, trace: Trace) -> Path:
-    """Write the counterexample of a check into ``folder``, which is made if need be; returns the file. Raises ``TraceError``."""
+    """Write the counterexample of a check into ``folder``, which is made if need be; returns the
+    file. Raises ``TraceError``.
+    """
     from rollproof.store import dump_trace
 
     folder.mkdir(parents=True, exist_ok=True)
@@ -25,8 +29,8 @@ def write_witness(folder: Path, check_id: str, trace: Trace) -> Path:
 def drop_witnesses(folder: Path, check_ids: Iterable[str], *, subject: str) -> None:
     """Delete the counterexamples of these checks, and the folder where nothing else is in it.
 
-    A file is only deleted where it is a trace of a case run on ``subject``, as ``write_witness`` leaves it: whatever else
-    stands under that name is somebody's own.
+    A file is only deleted where it is a trace of a case run on ``subject``, as ``write_witness``
+    leaves it: whatever else stands under that name is somebody's own.
     """
     if not folder.is_dir():
         return

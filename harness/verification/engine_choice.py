@@ -1,4 +1,6 @@
-"""Doors of engine conformance: how a command line and a test class name an engine, and what they get."""
+"""Doors of engine conformance: how a command line and a test class name an engine, and what they
+get.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,8 @@ __all__ = ["EngineChoice", "judge_engine"]
 
 @dataclass(frozen=True, kw_only=True)
 class EngineChoice:
-    """An engine by name and the model that it is judged on. Calling it returns it, as a factory would.
+    """An engine by name and the model that it is judged on. Calling it returns it, as a factory
+    would.
 
     Raises ``UsageError`` for a name that does not exist.
     """
@@ -35,18 +38,27 @@ class EngineChoice:
 
 
 def judge_engine(factory: SubjectFactory, asked: Asked) -> Report:
-    """The report of the engine that ``factory`` names: an ``EngineChoice``, or an ``EngineTarget`` of one's own."""
+    """The report of the engine that ``factory`` names: an ``EngineChoice``, or an ``EngineTarget``
+    of one's own.
+    """
     choice: Any = factory()
-    engine, model = (choice.engine, choice.model) if isinstance(choice, EngineChoice) else (choice, None)
+    engine, model = (
+        (choice.engine, choice.model) if isinstance(choice, EngineChoice) else (choice, None)
+    )
     if not isinstance(engine, str | EngineTarget):
-        raise SubjectError(f"An engine to be judged is a name or an EngineTarget, not {type(engine).__name__}.")
+        raise SubjectError(
+            f"An engine to be judged is a name or an EngineTarget, not {type(engine).__name__}."
+        )
     if isinstance(engine, str):
         require_installed(engine)
     known = engine_registry()
     own = {name for check in known for name in (check.id, check.family)}
     only = [name for name in asked.only if name in own]
     if asked.only and not only:
-        raise UsageError(f"None of the checks {list(asked.only)[:4]} judges engines; those that do are {list(known.ids)}.")
+        raise UsageError(
+            f"None of the checks {list(asked.only)[:4]} judges engines; those that do are"
+            f" {list(known.ids)}."
+        )
     return run_engine_conformance(
         engine,
         model=model,

@@ -1,6 +1,8 @@
-"""Rollout gap: an engine's logprobs and routes beside those of a Hugging Face model, natively routed and with the engine's routes replayed.
+"""Rollout gap: an engine's logprobs and routes beside those of a Hugging Face model, natively
+routed and with the engine's routes replayed.
 
-The same sequences are sampled by the engine and forwarded by the model in the same dtype; ``rollproof.gap`` measures what is between them.
+The same sequences are sampled by the engine and forwarded by the model in the same dtype;
+``rollproof.gap`` measures what is between them.
 """
 
 from __future__ import annotations
@@ -40,7 +42,9 @@ class Sampled:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RolloutGap:
-    """The gap of one engine in one dtype: with the model's own routing, and with the engine's routes replayed (R3)."""
+    """The gap of one engine in one dtype: with the model's own routing, and with the engine's
+    routes replayed (R3).
+    """
 
     engine: str
     dtype: str
@@ -57,12 +61,16 @@ def measure_rollout_gap(
     seed: int = 0,
     progress: Callable[[str], None] | None = None,
 ) -> RolloutGap:
-    """Sample ``sequences`` of ``tokens`` each on a real engine, and measure the gap to a Hugging Face model in ``dtype``.
+    """Sample ``sequences`` of ``tokens`` each on a real engine, and measure the gap to a Hugging
+    Face model in ``dtype``.
 
-    Raises ``EngineStartError`` where the engine does not start, ``EngineError`` where there is no model to compare with.
+    Raises ``EngineStartError`` where the engine does not start, ``EngineError`` where there is no
+    model to compare with.
     """
     settings = replace(target.settings[Setting.MAIN], dtype=dtype)
-    contract, sampled = asyncio.run(sample_rollouts(target.make, settings, sequences=sequences, tokens=tokens, seed=seed))
+    contract, sampled = asyncio.run(
+        sample_rollouts(target.make, settings, sequences=sequences, tokens=tokens, seed=seed)
+    )
     model = ReferenceModel(target.checkpoints[Setting.MAIN], contract, dtype)
     native: list[tuple[np.ndarray, IntArray]] = []
     replayed: list[tuple[np.ndarray, IntArray]] = []
@@ -73,36 +81,63 @@ def measure_rollout_gap(
         native.append((raw, routes))
         replayed.append((model.replayed(settings.version, one.ids, _whole(contract, one)), routes))
     return RolloutGap(
-        engine=target.name, dtype=dtype, native=_measured(contract, sampled, native), replayed=_measured(contract, sampled, replayed)
+        engine=target.name,
+        dtype=dtype,
+        native=_measured(contract, sampled, native),
+        replayed=_measured(contract, sampled, replayed),
     )
 
 
 async def sample_rollouts(
-    make: Callable[[EngineSettings], EngineSubject], settings: EngineSettings, *, sequences: int, tokens: int, seed: int = 0
+    make: Callable[[EngineSettings], EngineSubject],
+    settings: EngineSettings,
+    *,
+    sequences: int,
+    tokens: int,
+    seed: int = 0,
 ) -> tuple[Contract, Sequence[Sampled]]:
-    """Start an engine, let it sample at temperature 1, and stop it; returns its contract and what it sampled."""
+    """Start an engine, let it sample at temperature 1, and stop it; returns its contract and what
+    it sampled.
+    """
     draw = np.random.default_rng(seed)
     engine = make(settings)
-    prompts = [tuple(int(token) for token in draw.integers(3, 512, int(draw.integers(8, 40)))) for _ in range(sequences)]
+    prompts = [
+        tuple(int(token) for token in draw.integers(3, 512, int(draw.integers(8, 40))))
+        for _ in range(sequences)
+    ]
     try:
         await engine.start()
-        queries = [Query(handle=f"gap-{i}-", prompt_ids=prompt, max_tokens=tokens, seed=seed + i) for i, prompt in enumerate(prompts)]
-        outputs = await asyncio.gather(*(engine.generate(query, lambda _: None) for query in queries))
+        queries = [
+            Query(handle=f"gap-{i}-", prompt_ids=prompt, max_tokens=tokens, seed=seed + i)
+            for i, prompt in enumerate(prompts)
+        ]
+        outputs = await asyncio.gather(
+            *(engine.generate(query, lambda _: None) for query in queries)
+        )
     finally:
         await engine.stop()
-    return engine.contract, [Sampled(prompt_ids=prompt, output=output) for prompt, (output,) in zip(prompts, outputs, strict=True)]
+    return engine.contract, [
+        Sampled(prompt_ids=prompt, output=output)
+        for prompt, (output,) in zip(prompts, outputs, strict=True)
+    ]
 
 
 def _whole(contract: Contract, one: Sampled) -> IntArray:
-    """``(T, moe layers, top_k)``: the engine's rows, and -1 where it returned none, so that the model routes by itself there."""
+    """``(T, moe layers, top_k)``: the engine's rows, and -1 where it returned none, so that the
+    model routes by itself there.
+    """
     assert one.output.routes is not None
     rows = moe_rows(contract, one.output.routes).astype(np.int64)
     missing = len(one.ids) - len(rows)
     return np.concatenate([rows, np.full((missing, *rows.shape[1:]), -1)])
 
 
-def _measured(contract: Contract, sampled: Sequence[Sampled], forwards: Sequence[tuple[np.ndarray, IntArray]]) -> GapReport:
-    columns: dict[str, list[np.ndarray]] = {name: [] for name in ("rollout", "trainer", "sequence", "token", "engine", "model")}
+def _measured(
+    contract: Contract, sampled: Sequence[Sampled], forwards: Sequence[tuple[np.ndarray, IntArray]]
+) -> GapReport:
+    columns: dict[str, list[np.ndarray]] = {
+        name: [] for name in ("rollout", "trainer", "sequence", "token", "engine", "model")
+    }
     moe = list(contract.moe_layers or ())
     for number, (one, (logprobs, routes)) in enumerate(zip(sampled, forwards, strict=True)):
         assert one.output.logprobs is not None and one.output.routes is not None
@@ -114,7 +149,9 @@ def _measured(contract: Contract, sampled: Sequence[Sampled], forwards: Sequence
         columns["token"].append(np.array(one.output.token_ids))
         columns["engine"].append(moe_rows(contract, one.output.routes)[predicting].astype(np.int64))
         columns["model"].append(routes[predicting][:, moe])
-    joined: Mapping[str, np.ndarray] = {name: np.concatenate(parts) for name, parts in columns.items()}
+    joined: Mapping[str, np.ndarray] = {
+        name: np.concatenate(parts) for name, parts in columns.items()
+    }
     return measure(
         joined["rollout"],
         joined["trainer"],

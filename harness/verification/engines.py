@@ -1,7 +1,9 @@
-"""Engine conformance: runs the experiments on an engine, real or fake, attributes what it returned, and judges it.
+"""Engine conformance: runs the experiments on an engine, real or fake, attributes what it returned,
+and judges it.
 
-The same experiments, traces and checks for every engine; what differs is declared in its contract. A fake runs in milliseconds on a
-virtual clock, with the coded policy as the independent forward; a real engine in minutes, with a Hugging Face model.
+The same experiments, traces and checks for every engine; what differs is declared in its contract.
+A fake runs in milliseconds on a virtual clock, with the coded policy as the independent forward; a
+real engine in minutes, with a Hugging Face model.
 """
 
 from __future__ import annotations
@@ -33,7 +35,14 @@ from rollproof.judging.report import Report
 from rollproof.judging.situations import Scenarios
 from rollproof.verification.canary import try_canary
 
-__all__ = ["EngineRun", "EngineTarget", "engine_registry", "judged", "run_engine_conformance", "run_experiments"]
+__all__ = [
+    "EngineRun",
+    "EngineTarget",
+    "engine_registry",
+    "judged",
+    "run_engine_conformance",
+    "run_experiments",
+]
 
 
 _PROTOCOL = ("contract", *(name for name in vars(EngineSubject) if not name.startswith("_")))
@@ -43,11 +52,13 @@ _PROTOCOL = ("contract", *(name for name in vars(EngineSubject) if not name.star
 class EngineTarget:
     """An engine to be judged.
 
-    ``make`` makes the adapter for settings, ``oracle`` the independent forward for an adapter's contract and the checkpoints by version
-    (``None``: there is none that is exact enough, and values are not judged).
-    ``settings`` are those of each ``Setting``, ``checkpoints`` the folders of its versions. ``virtual`` says that it runs on a
-    virtual clock; ``lull`` is waited after a pause (seconds), ``deadline`` bounds each wait. ``about`` is what a table says of it.
-    With ``ahead`` the engine of the next setting starts while one setting is run: for machines with room for two.
+    ``make`` makes the adapter for settings, ``oracle`` the independent forward for an adapter's
+    contract and the checkpoints by version (``None``: there is none that is exact enough, and
+    values are not judged). ``settings`` are those of each ``Setting``, ``checkpoints`` the folders
+    of its versions. ``virtual`` says that it runs on a virtual clock; ``lull`` is waited after a
+    pause (seconds), ``deadline`` bounds each wait. ``about`` is what a table says of it. With
+    ``ahead`` the engine of the next setting starts while one setting is run: for machines with room
+    for two.
     """
 
     name: str
@@ -64,10 +75,11 @@ class EngineTarget:
 
 @dataclass
 class EngineRun:
-    """What a run recorded: attributed traces, what went wrong or was missed, and the seconds of each experiment.
+    """What a run recorded: attributed traces, what went wrong or was missed, and the seconds of
+    each experiment.
 
-    ``spent`` are the seconds that went by until engines were ready (``"starting"``), had ended (``"stopping"``), and in
-    independent forwards (``"reference"``).
+    ``spent`` are the seconds that went by until engines were ready (``"starting"``), had ended
+    (``"stopping"``), and in independent forwards (``"reference"``).
     """
 
     traces: list[Trace] = field(default_factory=list)
@@ -96,12 +108,14 @@ def run_engine_conformance(
     progress: Callable[[Progress], None] | None = None,
     save: str | Path | None = None,
 ) -> Report:
-    """Judge an engine: ``vllm``, ``sglang``, ``fake-FLAVOUR``, or a target of your own; returns the report.
+    """Judge an engine: ``vllm``, ``sglang``, ``fake-FLAVOUR``, or a target of your own; returns the
+    report.
 
-    ``model`` is the folder of a MoE checkpoint (default: a tiny random one, made for the run). ``only`` selects checks, ``experiments``
-    those that are run. ``expected`` maps ids of checks that are known to fail to the reason. ``save`` is a folder for the traces.
-    Raises ``UsageError`` for a name that does not exist and ``EngineStartError`` where the engine does not start. However it ends, no
-    process, shared memory or temporary folder is left.
+    ``model`` is the folder of a MoE checkpoint (default: a tiny random one, made for the run).
+    ``only`` selects checks, ``experiments`` those that are run. ``expected`` maps ids of checks
+    that are known to fail to the reason. ``save`` is a folder for the traces. Raises ``UsageError``
+    for a name that does not exist and ``EngineStartError`` where the engine does not start. However
+    it ends, no process, shared memory or temporary folder is left.
     """
     began = time.perf_counter()
     registry = engine_registry(only)
@@ -116,11 +130,20 @@ def run_engine_conformance(
         run = run_experiments(target, only=experiments, seed=seed, progress=progress)
     if save is not None:
         _save(run.traces, Path(save))
-    return judged(target.name, run, registry=registry, expected=expected, seed=seed, seconds=time.perf_counter() - began)
+    return judged(
+        target.name,
+        run,
+        registry=registry,
+        expected=expected,
+        seed=seed,
+        seconds=time.perf_counter() - began,
+    )
 
 
 def engine_registry(only: Iterable[str] = ()) -> Registry:
-    """The checks that judge engines, or those of them that are named. Raises ``UsageError`` for a name that matches none."""
+    """The checks that judge engines, or those of them that are named. Raises ``UsageError`` for a
+    name that matches none.
+    """
     whole = Registry([check for check in default_registry() if check.judges("engines")])
     return whole.select(only) if (only := tuple(only)) else whole
 
@@ -133,9 +156,11 @@ def run_experiments(
     seed: int = 0,
     progress: Callable[[Progress], None] | None = None,
 ) -> EngineRun:
-    """Run the experiments on ``target`` and attribute what they recorded. Raises ``EngineStartError`` where it does not start.
+    """Run the experiments on ``target`` and attribute what they recorded. Raises
+    ``EngineStartError`` where it does not start.
 
-    ``only`` names those that are run, ``last`` those that come behind all others of their setting: an engine may not survive them.
+    ``only`` names those that are run, ``last`` those that come behind all others of their setting:
+    an engine may not survive them.
     """
     main = _Main(target, frozenset(only), frozenset(last), seed, progress)
     if target.virtual:
@@ -149,17 +174,34 @@ class _Main:
     """One run: settings one after the other, each on an engine of its own."""
 
     def __init__(
-        self, target: EngineTarget, only: frozenset[str], last: frozenset[str], seed: int, progress: Callable[[Progress], None] | None
+        self,
+        target: EngineTarget,
+        only: frozenset[str],
+        last: frozenset[str],
+        seed: int,
+        progress: Callable[[Progress], None] | None,
     ) -> None:
-        self._target, self._only, self._last, self._seed, self._progress = target, only, last, seed, progress
+        self._target, self._only, self._last, self._seed, self._progress = (
+            target,
+            only,
+            last,
+            seed,
+            progress,
+        )
         self._run = EngineRun()
         self._done = 0
         self._total = 0
 
     async def run(self) -> EngineRun:
         """Everything, in order; engines are stopped whatever happens."""
-        made = [(setting, self._made(settings)) for setting, settings in self._target.settings.items()]
-        plan = [(setting, engine, chosen) for setting, engine in made if (chosen := self._chosen(engine, setting))]
+        made = [
+            (setting, self._made(settings)) for setting, settings in self._target.settings.items()
+        ]
+        plan = [
+            (setting, engine, chosen)
+            for setting, engine in made
+            if (chosen := self._chosen(engine, setting))
+        ]
         starts: list[asyncio.Task[None]] = []
         stopped = 0
         try:
@@ -187,7 +229,10 @@ class _Main:
                 await self._stop(engine, setting)
         if not self._run.traces:
             names = sorted({experiment.name for experiment in self._all()})
-            raise UsageError(f"No experiment of {sorted(self._only)} can be run on {self._target.name}; there are {names}.")
+            raise UsageError(
+                f"No experiment of {sorted(self._only)} can be run on {self._target.name}; there"
+                f" are {names}."
+            )
         return self._run
 
     async def _stop(self, engine: EngineSubject, setting: Setting) -> None:
@@ -197,33 +242,55 @@ class _Main:
         except EngineError as error:
             self._fault(engine, setting, "stop", error)
 
-    def _fault(self, engine: EngineSubject, setting: Setting, what: str, error: EngineError) -> None:
-        """What was recorded is judged all the same; that an engine did not start, or did not stop, is a finding beside it."""
-        self._run.notes.append(f"the {setting} setting did not {what}: {str(error).splitlines()[0]}")
-        header = Header(subject=self._target.name, contract=engine.contract, engine=engine.contract, profile=str(setting), about="engines")
+    def _fault(
+        self, engine: EngineSubject, setting: Setting, what: str, error: EngineError
+    ) -> None:
+        """What was recorded is judged all the same; that an engine did not start, or did not stop,
+        is a finding beside it.
+        """
+        self._run.notes.append(
+            f"the {setting} setting did not {what}: {str(error).splitlines()[0]}"
+        )
+        header = Header(
+            subject=self._target.name,
+            contract=engine.contract,
+            engine=engine.contract,
+            profile=str(setting),
+            about="engines",
+        )
         told = Fault(index=0, what=BROKEN_OFF, server_id=SERVER, detail=str(error))
         self._run.traces.append(Trace(header=header, events=(told,)))
 
     def _all(self) -> list[Experiment]:
-        return [one for settings in self._target.settings.values() for one in experiments_for(self._made(settings).contract)]
+        return [
+            one
+            for settings in self._target.settings.values()
+            for one in experiments_for(self._made(settings).contract)
+        ]
 
     def _made(self, settings: EngineSettings) -> EngineSubject:
         engine: object = self._target.make(settings)
         if not isinstance(engine, EngineSubject) or not isinstance(engine.contract, Contract):
             lacks = [name for name in _PROTOCOL if not hasattr(engine, name)]
             raise SubjectError(
-                f"A target's make() must return an EngineSubject, with its contract, before it is started; {type(engine).__name__} lacks"
+                "A target's make() must return an EngineSubject, with its contract, before it is"
+                f" started; {type(engine).__name__} lacks"
                 f" {lacks or ['a Contract as its contract']}."
             )
         return engine
 
     def _chosen(self, engine: EngineSubject, setting: Setting) -> list[Experiment]:
         known = [one for one in experiments_for(engine.contract) if one.setting is setting]
-        chosen = sorted((one for one in known if not self._only or one.name in self._only), key=lambda one: one.name in self._last)
+        chosen = sorted(
+            (one for one in known if not self._only or one.name in self._only),
+            key=lambda one: one.name in self._last,
+        )
         self._total += len(chosen)
         return chosen
 
-    async def _on(self, engine: EngineSubject, setting: Setting, chosen: Sequence[Experiment]) -> None:
+    async def _on(
+        self, engine: EngineSubject, setting: Setting, chosen: Sequence[Experiment]
+    ) -> None:
         settings, checkpoints = self._target.settings[setting], self._target.checkpoints[setting]
         serving = Serving(version=settings.version, label=settings.label, checkpoints=checkpoints)
         recorded: list[Trace] = []
@@ -243,7 +310,13 @@ class _Main:
             with self._run.spending("reference"):
                 self._run.traces.append(attributed(trace, oracle))
 
-    async def _one(self, engine: EngineSubject, settings: EngineSettings, serving: Serving, experiment: Experiment) -> tuple[Trace, bool]:
+    async def _one(
+        self,
+        engine: EngineSubject,
+        settings: EngineSettings,
+        serving: Serving,
+        experiment: Experiment,
+    ) -> tuple[Trace, bool]:
         """Run one experiment; the trace, and whether the engine can go on to the next."""
         bench = Bench(
             engine,
@@ -282,7 +355,9 @@ async def _started(engine: EngineSubject) -> None:
 
 
 async def _recovered(engine: EngineSubject) -> bool:
-    """After an experiment broke off: lift a pause that it may have left, and see whether the engine still answers."""
+    """After an experiment broke off: lift a pause that it may have left, and see whether the engine
+    still answers.
+    """
     try:
         await guarded(engine.resume, "resume()", 30)
     except EngineError:
@@ -319,7 +394,9 @@ def judged(
         results=results,
         exercised=dict(exercised),
         canary=try_canary(clean, passed) if clean else None,
-        expected={check: reason for check, reason in (expected or {}).items() if check in registry.ids},
+        expected={
+            check: reason for check, reason in (expected or {}).items() if check in registry.ids
+        },
         cases=tally.traces,
         seconds=seconds,
         notes=tuple(run.notes),

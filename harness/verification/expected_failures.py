@@ -1,7 +1,8 @@
-"""Expected failures: a TOML file in the user's repository that lists checks known to fail, each with its reason.
+"""Expected failures: a TOML file in the user's repository that lists checks known to fail, each
+with its reason.
 
-Strict on purpose. An entry that names no check, one that has expired, and one whose check passes are errors, so that the
-file cannot outlive the faults that it excuses. Format::
+Strict on purpose. An entry that names no check, one that has expired, and one whose check passes
+are errors, so that the file cannot outlive the faults that it excuses. Format::
 
     [[expected]]
     check = "routes.position"
@@ -12,7 +13,8 @@ file cannot outlive the faults that it excuses. Format::
     expires = 2027-03-01         # optional: from that day on the entry is an error
     subject = "MyStack"          # optional: only this subject; without it, every subject that is judged
 
-With ``shows``, a check that finds something of another kind fails all the same: a second fault of the same check is not excused.
+With ``shows``, a check that finds something of another kind fails all the same: a second fault of
+the same check is not excused.
 """
 
 from __future__ import annotations
@@ -39,9 +41,11 @@ _HEADER = re.compile(r"^[ \t]*\[\[[ \t]*expected[ \t]*\]\]", re.MULTILINE)
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Expectation:
-    """One entry: the check ``check`` is known to fail (for ``subject``, or for all), because of ``reason``.
+    """One entry: the check ``check`` is known to fail (for ``subject``, or for all), because of
+    ``reason``.
 
-    ``shows`` are the kinds of its findings; where it is empty, whatever the check finds is taken for the known fault.
+    ``shows`` are the kinds of its findings; where it is empty, whatever the check finds is taken
+    for the known fault.
     """
 
     check: str
@@ -64,9 +68,11 @@ class Expectation:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Outcome:
-    """What a run made of one subject: check id to verdict (in the words of the JSON report), and the title of its first finding.
+    """What a run made of one subject: check id to verdict (in the words of the JSON report), and
+    the title of its first finding.
 
-    ``known`` are the reasons of known failures that the check showed, ``otherwise`` counts its findings of kinds that none explains.
+    ``known`` are the reasons of known failures that the check showed, ``otherwise`` counts its
+    findings of kinds that none explains.
     """
 
     subject: str
@@ -81,7 +87,11 @@ class Outcome:
         return cls(
             subject=report["subject"],
             verdicts={check["id"]: check["verdict"] for check in report["checks"]},
-            titles={check["id"]: check["findings"][0]["title"] for check in report["checks"] if check["findings"]},
+            titles={
+                check["id"]: check["findings"][0]["title"]
+                for check in report["checks"]
+                if check["findings"]
+            },
             known={check["id"]: tuple(check.get("known", ())) for check in report["checks"]},
             otherwise={check["id"]: check.get("otherwise", {}) for check in report["checks"]},
         )
@@ -104,8 +114,12 @@ class ExpectedFailures:
         self._text = text
 
     @classmethod
-    def read(cls, path: str | Path, *, missing_ok: bool = False, today: dt.date | None = None) -> ExpectedFailures:
-        """Read and check a file; with ``missing_ok`` an absent one is an empty one. Raises ``ExpectationError``, listing every problem."""
+    def read(
+        cls, path: str | Path, *, missing_ok: bool = False, today: dt.date | None = None
+    ) -> ExpectedFailures:
+        """Read and check a file; with ``missing_ok`` an absent one is an empty one. Raises
+        ``ExpectationError``, listing every problem.
+        """
         path = Path(path)
         try:
             text = path.read_text(encoding="utf-8")
@@ -113,7 +127,8 @@ class ExpectedFailures:
             if missing_ok:
                 return cls(path, "", ())
             raise ExpectationError(
-                f"There is no file of expected failures at {path}; the accept option writes one from what fails now."
+                f"There is no file of expected failures at {path}; the accept option writes one"
+                " from what fails now."
             ) from None
         except (OSError, UnicodeDecodeError) as error:
             raise ExpectationError(f"{path} cannot be read: {error}.") from error
@@ -131,25 +146,34 @@ class ExpectedFailures:
         return {entry.check: entry.told for entry in self.entries if entry.covers(subject)}
 
     def ways(self, subject: str) -> dict[str, tuple[Way, ...]]:
-        """Check id to how it is known to fail, where the file says so: what ``run_conformance`` takes as ``ways``."""
+        """Check id to how it is known to fail, where the file says so: what ``run_conformance``
+        takes as ``ways``.
+        """
         return {
-            entry.check: (Way(reason=entry.told, kinds=entry.shows),) for entry in self.entries if entry.covers(subject) and entry.shows
+            entry.check: (Way(reason=entry.told, kinds=entry.shows),)
+            for entry in self.entries
+            if entry.covers(subject) and entry.shows
         }
 
     def stale(self, outcome: Outcome) -> list[str]:
-        """One sentence per entry that the run shows to be no longer wanted; an empty list where all are."""
+        """One sentence per entry that the run shows to be no longer wanted; an empty list where all
+        are.
+        """
         return [
-            f"{entry.check} is listed in {self.path} as an expected failure ({entry.told}), but its verdict is"
-            f" {outcome.verdicts[entry.check]}: remove the entry, or accept."
+            f"{entry.check} is listed in {self.path} as an expected failure ({entry.told}), but its"
+            f" verdict is {outcome.verdicts[entry.check]}: remove the entry, or accept."
             for entry in self.entries
-            if entry.covers(outcome.subject) and outcome.decided(entry.check) and not outcome.fails(entry.check)
+            if entry.covers(outcome.subject)
+            and outcome.decided(entry.check)
+            and not outcome.fails(entry.check)
         ]
 
     def accept(self, outcomes: Iterable[Outcome], *, today: dt.date | None = None) -> list[str]:
         """Rewrite the file so that it says what the runs found; returns one sentence per change.
 
-        Entries that still fail keep their text, comments included, and so do those that no run decided. Entries whose check
-        no longer fails are taken out, and every new failure is added with a reason for the user to replace.
+        Entries that still fail keep their text, comments included, and so do those that no run
+        decided. Entries whose check no longer fails are taken out, and every new failure is added
+        with a reason for the user to replace.
         """
         outcomes = list(outcomes)
         blocks = self._blocks()
@@ -161,23 +185,34 @@ class ExpectedFailures:
                 kept.append(block)
             elif failing:
                 kept += [_narrowed(block, name) for name in failing]
-                said.append(f"narrowed {entry.check} to {', '.join(failing)}: elsewhere it does not fail")
+                said.append(
+                    f"narrowed {entry.check} to {', '.join(failing)}: elsewhere it does not fail"
+                )
             else:
-                said.append(f"removed {entry.check}: it does not fail any more (its reason was: {entry.told})")
+                said.append(
+                    f"removed {entry.check}: it does not fail any more (its reason was:"
+                    f" {entry.told})"
+                )
         for outcome in outcomes:
             for check_id in outcome.verdicts:
                 if outcome.fails(check_id) and check_id not in self.reasons(outcome.subject):
                     kept.append(_block(check_id, outcome, named=named, today=today or _today()))
-                    said.append(f"added {check_id}: replace its reason in {self.path} by the true one")
+                    said.append(
+                        f"added {check_id}: replace its reason in {self.path} by the true one"
+                    )
         if said:
             write_atomically(self.path, _glued(kept))
         return said or [f"{self.path} already says what was found"]
 
     def _blocks(self) -> list[str]:
-        """The text before the first entry, then the text of each entry with the comment lines directly above it."""
+        """The text before the first entry, then the text of each entry with the comment lines
+        directly above it.
+        """
         starts = [match.start() for match in _HEADER.finditer(self._text)]
         if len(starts) != len(self.entries):
-            raise ExpectationError(f"{self.path} cannot be rewritten: write its entries as [[expected]] tables.")
+            raise ExpectationError(
+                f"{self.path} cannot be rewritten: write its entries as [[expected]] tables."
+            )
         starts = starts[:1] + [_with_comments(self._text, start) for start in starts[1:]]
         bounds = [0, *starts, len(self._text)]
         if not starts:
@@ -186,34 +221,62 @@ class ExpectedFailures:
 
 
 def _entries(data: Mapping[str, Any], today: dt.date) -> tuple[list[Expectation], list[str]]:
-    problems = [f"unknown key {key!r}: only [[expected]] tables belong here." for key in sorted(set(data) - {"expected"})]
+    problems = [
+        f"unknown key {key!r}: only [[expected]] tables belong here."
+        for key in sorted(set(data) - {"expected"})
+    ]
     tables = data.get("expected", [])
     if not isinstance(tables, list) or not all(isinstance(table, dict) for table in tables):
         return [], [*problems, "`expected` must be written as [[expected]] tables."]
     entries: list[Expectation] = []
     for number, table in enumerate(tables, 1):
         entry, wrong = _entry(table, today)
-        problems += [f"entry {number} ({table.get('check', 'no check named')}): {problem}" for problem in wrong]
+        problems += [
+            f"entry {number} ({table.get('check', 'no check named')}): {problem}"
+            for problem in wrong
+        ]
         if entry is None:
             continue
-        if any(other.check == entry.check and (other.covers(entry.subject or "") or entry.subject is None) for other in entries):
+        if any(
+            other.check == entry.check
+            and (other.covers(entry.subject or "") or entry.subject is None)
+            for other in entries
+        ):
             problems.append(f"entry {number} ({entry.check}): listed twice.")
         entries.append(entry)
     return entries, problems
 
 
 def _entry(table: Mapping[str, Any], today: dt.date) -> tuple[Expectation | None, list[str]]:
-    problems = [f"unknown key {key!r}; valid keys are {', '.join(_KEYS)}." for key in sorted(set(table) - set(_KEYS))]
-    problems += [f"{key} must be text." for key in ("check", "reason", "issue", "subject") if not isinstance(table.get(key, ""), str)]
+    problems = [
+        f"unknown key {key!r}; valid keys are {', '.join(_KEYS)}."
+        for key in sorted(set(table) - set(_KEYS))
+    ]
+    problems += [
+        f"{key} must be text."
+        for key in ("check", "reason", "issue", "subject")
+        if not isinstance(table.get(key, ""), str)
+    ]
     problems += [
         f"{key} must be a date without quotes, such as 2026-11-28."
         for key in ("since", "expires")
         if key in table and type(table[key]) is not dt.date
     ]
     shows = table.get("shows", ["-"])
-    if not isinstance(shows, list) or not shows or not all(isinstance(kind, str) and kind.strip() for kind in shows):
-        problems.append('shows must be a list of kinds of findings, such as ["too many route rows"]; leave it out to excuse any.')
-    problems += [f"{key} is missing." for key in ("check", "reason") if table.get(key) in (None, "") or not str(table.get(key)).strip()]
+    if (
+        not isinstance(shows, list)
+        or not shows
+        or not all(isinstance(kind, str) and kind.strip() for kind in shows)
+    ):
+        problems.append(
+            'shows must be a list of kinds of findings, such as ["too many route rows"]; leave it'
+            " out to excuse any."
+        )
+    problems += [
+        f"{key} is missing."
+        for key in ("check", "reason")
+        if table.get(key) in (None, "") or not str(table.get(key)).strip()
+    ]
     if problems:
         return None, problems
     registry = default_registry()
@@ -221,18 +284,32 @@ def _entry(table: Mapping[str, Any], today: dt.date) -> tuple[Expectation | None
         import difflib
 
         near = difflib.get_close_matches(table["check"], registry.ids, n=2)
-        return None, [f"no check has this id{': did you mean ' + ' or '.join(near) + '?' if near else '; `rollproof checks` lists all.'}"]
+        return None, [
+            "no check has this"
+            f" id{': did you mean ' + ' or '.join(near) + '?' if near else '; `rollproof checks` lists all.'}"
+        ]
     entry = Expectation(**{**table, "shows": tuple(table.get("shows", ()))})
     if entry.expires is not None and entry.expires <= today:
-        return None, [f"expired on {entry.expires}: fix the fault, or decide anew until when it is accepted. Its reason: {entry.told}"]
+        return None, [
+            f"expired on {entry.expires}: fix the fault, or decide anew until when it is accepted."
+            f" Its reason: {entry.told}"
+        ]
     return entry, []
 
 
 def _fate(entry: Expectation, outcomes: list[Outcome]) -> tuple[list[str], bool]:
-    """Names of the subjects in which the entry's check fails, and whether some run shows that the entry claims too much."""
-    concerned = [outcome for outcome in outcomes if entry.covers(outcome.subject) and entry.check in outcome.verdicts]
+    """Names of the subjects in which the entry's check fails, and whether some run shows that the
+    entry claims too much.
+    """
+    concerned = [
+        outcome
+        for outcome in outcomes
+        if entry.covers(outcome.subject) and entry.check in outcome.verdicts
+    ]
     failing = [outcome.subject for outcome in concerned if outcome.fails(entry.check)]
-    too_much = any(outcome.decided(entry.check) and not outcome.fails(entry.check) for outcome in concerned)
+    too_much = any(
+        outcome.decided(entry.check) and not outcome.fails(entry.check) for outcome in concerned
+    )
     undecided = any(not outcome.decided(entry.check) for outcome in concerned)
     return failing, too_much and not (undecided and not failing)
 
@@ -247,7 +324,10 @@ def _block(check_id: str, outcome: Outcome, *, named: bool, today: dt.date) -> s
     lines = [
         "[[expected]]",
         f"check = {_quoted(check_id)}",
-        f"reason = {_quoted('accepted, to be explained: ' + outcome.titles.get(check_id, 'it fails'))}",
+        (
+            "reason ="
+            f" {_quoted('accepted, to be explained: ' + outcome.titles.get(check_id, 'it fails'))}"
+        ),
         f"since = {today.isoformat()}",
     ]
     if named:

@@ -57,7 +57,10 @@ def known_bugs(only: Iterable[str] = ()) -> tuple[KnownBug, ...]:
     wanted = tuple(only)
     stray = sorted(set(wanted) - {bug.id for bug in KNOWN_BUGS})
     if stray:
-        raise UsageError(f"No known bug is named {' or '.join(map(repr, stray))}; `rollproof known-bugs` lists all {len(KNOWN_BUGS)}.")
+        raise UsageError(
+            f"No known bug is named {' or '.join(map(repr, stray))}; `rollproof known-bugs` lists"
+            f" all {len(KNOWN_BUGS)}."
+        )
     return tuple(bug for bug in KNOWN_BUGS if not wanted or bug.id in wanted)
 
 
@@ -68,10 +71,14 @@ def judge_bug(bug: KnownBug, registry: Registry | None = None) -> KillResult:
     for trace in bug.traces():
         judge_events(trace.header, trace.events, tally)
     failed = tally.judgement().failed
-    return KillResult(bug=bug, failed=failed, examples=tally.traces, seconds=time.perf_counter() - start)
+    return KillResult(
+        bug=bug, failed=failed, examples=tally.traces, seconds=time.perf_counter() - start
+    )
 
 
-def run_kill_matrix(only: Iterable[str] = (), progress: Callable[[Progress], None] | None = None) -> tuple[KillResult, ...]:
+def run_kill_matrix(
+    only: Iterable[str] = (), progress: Callable[[Progress], None] | None = None
+) -> tuple[KillResult, ...]:
     """Judge all known bugs (or those named)."""
     bugs = known_bugs(only)
     registry = default_registry()

@@ -42,7 +42,9 @@ _CONTRACT = Contract(
     abort_surfaces=False,
     kv_policy=KvPolicy.RECOMPUTE,
 )
-"""Layout functions promise nothing about rollouts; what they do promise stands in each call's layout."""
+"""Layout functions promise nothing about rollouts; what they do promise stands in each call's
+layout.
+"""
 
 
 def judge_layouts(
@@ -57,16 +59,27 @@ def judge_layouts(
     recipe: Mapping[str, Any] | None = None,
     progress: Callable[[Progress], None] | None = None,
 ) -> Report:
-    """Put the layout functions of the ``LayoutSubject`` that ``factory`` makes to the cases of a profile, and report.
+    """Put the layout functions of the ``LayoutSubject`` that ``factory`` makes to the cases of a
+    profile, and report.
 
-    ``only`` selects checks by id (default: the family ``layout``), ``calls`` replaces the cases by pairs of a function's name and a
-    ``Call``, ``expected`` maps ids of checks that are known to fail to the reason. Raises ``SubjectError`` for a subject that
-    declares no layout or has no function, ``UsageError`` for a profile or check that does not exist.
+    ``only`` selects checks by id (default: the family ``layout``), ``calls`` replaces the cases by
+    pairs of a function's name and a ``Call``, ``expected`` maps ids of checks that are known to
+    fail to the reason. Raises ``SubjectError`` for a subject that declares no layout or has no
+    function, ``UsageError`` for a profile or check that does not exist.
     """
     start = time.perf_counter()
     registry = default_registry().select(tuple(only) or ("layout",))
     read = functions_read(registry)
-    trace = record_layouts(factory, name=name, profile=profile, seed=seed, calls=calls, functions=read, recipe=recipe, progress=progress)
+    trace = record_layouts(
+        factory,
+        name=name,
+        profile=profile,
+        seed=seed,
+        calls=calls,
+        functions=read,
+        recipe=recipe,
+        progress=progress,
+    )
     return Report(
         subject=trace.header.subject,
         profile=profile,
@@ -74,7 +87,11 @@ def judge_layouts(
         results=judge(trace, registry).results,
         exercised={},
         canary=_canary(trace),
-        expected={check_id: reason for check_id, reason in (expected or {}).items() if check_id in registry.ids},
+        expected={
+            check_id: reason
+            for check_id, reason in (expected or {}).items()
+            if check_id in registry.ids
+        },
         cases=len(trace.events),
         seconds=time.perf_counter() - start,
     )
@@ -91,7 +108,9 @@ def record_layouts(
     recipe: Mapping[str, Any] | None = None,
     progress: Callable[[Progress], None] | None = None,
 ) -> Trace:
-    """One ``Laid`` event per call of the subject's functions (of those in ``functions``, where given). Raises as ``judge_layouts``."""
+    """One ``Laid`` event per call of the subject's functions (of those in ``functions``, where
+    given). Raises as ``judge_layouts``.
+    """
     label = name or str(getattr(factory, "__qualname__", type(factory).__name__))
     if profile not in _DRAWS:
         raise UsageError(f"No profile is named {profile!r}; choose one of {list(_DRAWS)}.")
@@ -101,15 +120,31 @@ def record_layouts(
     made = (
         calls
         if calls is not None
-        else ((one, call) for one in names for call in layout_calls(one, subject.layout, seed=seed, draws=draws, numbers=numbers))
+        else (
+            (one, call)
+            for one in names
+            for call in layout_calls(one, subject.layout, seed=seed, draws=draws, numbers=numbers)
+        )
     )
     recorder = Recorder(lambda: 0.0)
     for done, (function, call) in enumerate(made):
         if progress is not None:
             progress(Progress(done=done, total=0, what=f"{label}: call {done + 1:,}, {function}"))
-        if _reason(subject, function, call, label) is None and (event := _call(subject, function, call)) is not None:
+        if (
+            _reason(subject, function, call, label) is None
+            and (event := _call(subject, function, call)) is not None
+        ):
             recorder.record(event)
-    return recorder.trace(Header(subject=label, contract=_CONTRACT, seed=seed, profile=profile, recipe=recipe, about="layouts"))
+    return recorder.trace(
+        Header(
+            subject=label,
+            contract=_CONTRACT,
+            seed=seed,
+            profile=profile,
+            recipe=recipe,
+            about="layouts",
+        )
+    )
 
 
 def _make(factory: SubjectFactory, label: str) -> Any:
@@ -129,14 +164,22 @@ def _reason(subject: Any, function: str, call: Call, label: str) -> str | None:
     try:
         reason = supports(function, call.layout)
     except Exception as error:  # whatever a user's method raises, told in our words
-        raise SubjectError(f"{label}.supports({function!r}, layout) raised {told(error)}. It returns a reason, or None.") from error
+        raise SubjectError(
+            f"{label}.supports({function!r}, layout) raised {told(error)}. It returns a reason, or"
+            " None."
+        ) from error
     if not isinstance(reason, str | None):
-        raise SubjectError(f"{label}.supports({function!r}, layout) returns the reason why a call is not offered, or None, not {reason!r}.")
+        raise SubjectError(
+            f"{label}.supports({function!r}, layout) returns the reason why a call is not offered,"
+            f" or None, not {reason!r}."
+        )
     return reason
 
 
 def _call(subject: Any, function: str, call: Call) -> Laid | None:
-    """One call; ``None`` where the function does not offer it. What else it raises is a refusal, to be judged."""
+    """One call; ``None`` where the function does not offer it. What else it raises is a refusal, to
+    be judged.
+    """
     made = FUNCTIONS[function]
     arguments = made.arguments(call)
     event = Laid(function=function, given=call.to_dict())
@@ -144,13 +187,21 @@ def _call(subject: Any, function: str, call: Call) -> Laid | None:
         value = getattr(subject, function)(call.layout, **arguments)
     except (KeyboardInterrupt, GeneratorExit):
         raise
-    except NotImplementedError:  # the documented way to say that a call is not offered (LayoutSubject)
+    except (
+        NotImplementedError
+    ):  # the documented way to say that a call is not offered (LayoutSubject)
         return None
     except BaseException as error:  # noqa: BLE001 - a refusal is an outcome, an exit too
         return replace(event, refused=told(error))
     if inspect.iscoroutine(value):
         value.close()
-        return replace(event, misfit="a coroutine: layout functions are called as they are, without a loop, so `async` has no place here")
+        return replace(
+            event,
+            misfit=(
+                "a coroutine: layout functions are called as they are, without a loop, so `async`"
+                " has no place here"
+            ),
+        )
     changed = _changed(arguments, made.arguments(call))
     try:
         return replace(event, out=made.returned(value), changed=changed)
@@ -169,7 +220,9 @@ def _same(one: Any, other: Any) -> bool:
     if isinstance(one, list | tuple):
         return len(one) == len(other) and all(_same(a, b) for a, b in zip(one, other, strict=True))
     if isinstance(one, Mapping):
-        return list(one) == list(other) and all(_same(value, other[key]) for key, value in one.items())
+        return list(one) == list(other) and all(
+            _same(value, other[key]) for key, value in one.items()
+        )
     if hasattr(one, "routes"):
         return _same(one.routes, other.routes)
     return bool(one == other)
@@ -189,21 +242,52 @@ _CANARIES: Mapping[str, str] = {
     "stage_layers": "layout.stages",
     "schedule": "layout.schedule",
 }
-"""Functions whose result the canary spoils by turning it round by one place, and the check that must see it."""
+"""Functions whose result the canary spoils by turning it round by one place, and the check that
+must see it.
+"""
 
 
 def _canary(trace: Trace) -> Canary:
     """Turn the rows that one sound call returned by one place: its check must see it."""
     registry = default_registry()
     for event in trace.events:
-        if not isinstance(event, Laid) or event.function not in _CANARIES or not event.out or "defect" in event.given:
+        if (
+            not isinstance(event, Laid)
+            or event.function not in _CANARIES
+            or not event.out
+            or "defect" in event.given
+        ):
             continue
         alone = Registry([registry[_CANARIES[event.function]]])
-        spoiled = replace(event, out=(*event.out[:-1], np.roll(event.out[-1], 1, axis=0) if event.out[-1].ndim else event.out[-1] + 1))
+        spoiled = replace(
+            event,
+            out=(
+                *event.out[:-1],
+                np.roll(event.out[-1], 1, axis=0) if event.out[-1].ndim else event.out[-1] + 1,
+            ),
+        )
         before = judge(replace(trace, events=(event,)), alone).results[0]
-        if before.found or not sum(before.exercised.values()) or np.array_equal(event.out[-1], spoiled.out[-1]):
+        if (
+            before.found
+            or not sum(before.exercised.values())
+            or np.array_equal(event.out[-1], spoiled.out[-1])
+        ):
             continue
         red = judge(replace(trace, events=(spoiled,)), alone).results[0].found > 0
-        reason = "" if red else f"{before.id} did not see it: this run cannot be trusted; please report it"
-        return Canary(planted=f"what {event.function} returned, turned by one place", expected_by=before.id, red=red, reason=reason)
-    return Canary(planted=None, expected_by=None, red=False, reason="no sound call was fit for planting a fault")
+        reason = (
+            ""
+            if red
+            else f"{before.id} did not see it: this run cannot be trusted; please report it"
+        )
+        return Canary(
+            planted=f"what {event.function} returned, turned by one place",
+            expected_by=before.id,
+            red=red,
+            reason=reason,
+        )
+    return Canary(
+        planted=None,
+        expected_by=None,
+        red=False,
+        reason="no sound call was fit for planting a fault",
+    )

@@ -41,13 +41,16 @@ def judge_replay(
 ) -> Report:
     """Ask the ``ReplaySubject`` that ``factory`` makes for the episodes of a profile, and report.
 
-    ``only`` selects checks by id or family (default: the family ``replay``), ``expected`` maps ids of checks that are known to fail to the
-    reason. The episode in which a check fails goes to ``witness_dir``, where ``rollproof replay`` can take it up. Raises
-    ``SubjectError`` for a subject that does not implement the protocol.
+    ``only`` selects checks by id or family (default: the family ``replay``), ``expected`` maps ids
+    of checks that are known to fail to the reason. The episode in which a check fails goes to
+    ``witness_dir``, where ``rollproof replay`` can take it up. Raises ``SubjectError`` for a
+    subject that does not implement the protocol.
     """
     start = time.perf_counter()
     registry = default_registry().select(tuple(only) or (FAMILY,))
-    trace = record_replay(factory, name=name, profile=profile, seed=seed, recipe=recipe, progress=progress)
+    trace = record_replay(
+        factory, name=name, profile=profile, seed=seed, recipe=recipe, progress=progress
+    )
     judgement = judge(trace, registry)
     if witness_dir is not None:
         judgement = _witnessed(judgement, trace, registry, witness_dir, dict(expected or {}))
@@ -58,7 +61,11 @@ def judge_replay(
         results=judgement.results,
         exercised=_exercised(trace),
         canary=try_canary(trace, registry),
-        expected={check_id: reason for check_id, reason in (expected or {}).items() if check_id in registry.ids},
+        expected={
+            check_id: reason
+            for check_id, reason in (expected or {}).items()
+            if check_id in registry.ids
+        },
         cases=len(_episodes(trace)),
         seconds=time.perf_counter() - start,
     )
@@ -68,7 +75,12 @@ def raise_for_failures(report: Report) -> None:
     """Raise ``ConformanceError`` with the findings where checks failed that were not expected to."""
     if report.failed:
         data = report.to_dict()
-        lines = [line for check in data["checks"] if check["verdict"] == "fail" for line in check_lines(check)]
+        lines = [
+            line
+            for check in data["checks"]
+            if check["verdict"] == "fail"
+            for line in check_lines(check)
+        ]
         raise ConformanceError(f"{report.subject}: {summary_text(data)}\n{text_of(lines)}")
 
 
@@ -92,19 +104,43 @@ def _alone(trace: Trace, episode: str) -> Trace:
             inside = event.episode == episode
         if inside:
             events.append(event)
-    return replace(trace, header=replace(trace.header, case={"episodes": [episode]})).with_events(events)
+    return replace(trace, header=replace(trace.header, case={"episodes": [episode]})).with_events(
+        events
+    )
 
 
-def _witnessed(judgement: Judgement, trace: Trace, registry: Registry, folder: Path, expected: Mapping[str, str]) -> Judgement:
-    """The judgement with the path of the first episode that shows it in each finding; episodes of checks that pass now are deleted."""
+def _witnessed(
+    judgement: Judgement,
+    trace: Trace,
+    registry: Registry,
+    folder: Path,
+    expected: Mapping[str, str],
+) -> Judgement:
+    """The judgement with the path of the first episode that shows it in each finding; episodes of
+    checks that pass now are deleted.
+    """
     results = []
     for result in judgement.results:
         if result.verdict is Verdict.FAIL and result.id not in expected:
             alone = Registry([registry[result.id]])
-            shown = next((one for name in _episodes(trace) if judge(one := _alone(trace, name), alone).failed), None)
+            shown = next(
+                (
+                    one
+                    for name in _episodes(trace)
+                    if judge(one := _alone(trace, name), alone).failed
+                ),
+                None,
+            )
             if shown is not None:
                 path = str(write_witness(folder, result.id, shown))
-                result = replace(result, findings=tuple(replace(finding, witness=path) for finding in result.findings))
+                result = replace(
+                    result,
+                    findings=tuple(replace(finding, witness=path) for finding in result.findings),
+                )
         results.append(result)
-    drop_witnesses(folder, [one.id for one in results if one.verdict is Verdict.PASS], subject=trace.header.subject)
+    drop_witnesses(
+        folder,
+        [one.id for one in results if one.verdict is Verdict.PASS],
+        subject=trace.header.subject,
+    )
     return Judgement(results=tuple(results))

@@ -18,7 +18,9 @@ __all__ = ["try_canary"]
 
 @dataclass(frozen=True, slots=True)
 class _Plant:
-    """A way to spoil an event of a step, and the check that must see it; ``None`` where it does not apply to that event."""
+    """A way to spoil an event of a step, and the check that must see it; ``None`` where it does not
+    apply to that event.
+    """
 
     what: str
     check_id: str
@@ -27,10 +29,19 @@ class _Plant:
 
 def _shift(step: Step, event: Event) -> Event | None:
     """The rows of a call that follow one another within a sample, moved by one."""
-    if not isinstance(event, Routing) or not _replays(step) or event.phase is not Phase.FORWARD or event.model != "policy":
+    if (
+        not isinstance(event, Routing)
+        or not _replays(step)
+        or event.phase is not Phase.FORWARD
+        or event.model != "policy"
+    ):
         return None
     moved = np.roll(event.experts, 1, axis=0)
-    return None if len(moved) < 3 or (np.sort(moved, axis=1) == np.sort(event.experts, axis=1)).all() else replace(event, experts=moved)
+    return (
+        None
+        if len(moved) < 3 or (np.sort(moved, axis=1) == np.sort(event.experts, axis=1)).all()
+        else replace(event, experts=moved)
+    )
 
 
 def _repeat(step: Step, event: Event) -> Event | None:
@@ -45,7 +56,13 @@ def _repeat(step: Step, event: Event) -> Event | None:
 
 
 def _other_loss(step: Step, event: Event) -> Event | None:
-    if not isinstance(event, Outcome) or event.loss is None or not event.done or not step.same_as or not _replays(step):
+    if (
+        not isinstance(event, Outcome)
+        or event.loss is None
+        or not event.done
+        or not step.same_as
+        or not _replays(step)
+    ):
         return None
     return replace(event, loss=event.loss * 2 + 1)
 
@@ -63,7 +80,9 @@ _PLANTS = (
 
 
 def try_canary(trace: Trace, registry: Registry) -> Canary:
-    """Plant the first fault that fits a trace which its check passes, and say whether the check went red."""
+    """Plant the first fault that fits a trace which its check passes, and say whether the check
+    went red.
+    """
     passed_over = "no check that can see a planted fault was among those that ran"
     for plant in _PLANTS:
         if plant.check_id not in registry.ids:
@@ -79,7 +98,9 @@ def try_canary(trace: Trace, registry: Registry) -> Canary:
             if red:
                 return Canary(planted=plant.what, expected_by=plant.check_id, red=True)
         if not planted:
-            passed_over = f"nothing in this run is fit for planting a fault that {plant.check_id} can see"
+            passed_over = (
+                f"nothing in this run is fit for planting a fault that {plant.check_id} can see"
+            )
             continue
         reason = f"{plant.check_id} did not see it: this run cannot be trusted; please report it"
         return Canary(planted=plant.what, expected_by=plant.check_id, red=False, reason=reason)
@@ -94,4 +115,6 @@ def _spoiled(trace: Trace, plant: _Plant, tries: int = 8) -> Iterator[Trace]:
         spoiled = None if step is None else plant.spoil(step, event)
         if spoiled is not None and tries:
             tries -= 1
-            yield replace(trace, events=(*trace.events[:number], spoiled, *trace.events[number + 1 :]))
+            yield replace(
+                trace, events=(*trace.events[:number], spoiled, *trace.events[number + 1 :])
+            )

@@ -1,4 +1,6 @@
-"""Runner: runs one case against a fresh subject on the virtual clock, and gives the trace of what happened."""
+"""Runner: runs one case against a fresh subject on the virtual clock, and gives the trace of what
+happened.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +30,9 @@ from rollproof.store.values import show
 __all__ = ["idle_contracts", "name_of", "run_case"]
 
 _JUMPS = 100_000
-"""How often time may pass in one case: ten times what polling once a second up to the deadline needs."""
+"""How often time may pass in one case: ten times what polling once a second up to the deadline
+needs.
+"""
 _METHODS = ("start", "rollout", "update_weights", "to_record", "stop")
 
 
@@ -42,9 +46,10 @@ def run_case(
 ) -> Trace:
     """Run ``case`` against ``factory()`` and return its trace.
 
-    What the subject raises in ``rollout`` becomes a ``Result`` with an error, a rollout that never ends one that hung.
-    Raises ``SubjectError`` where the subject does not implement its protocol, fails to start, hands ``to_record`` something it
-    does not turn into a ``Rollout``, or needs threads, sockets or an event loop of its own.
+    What the subject raises in ``rollout`` becomes a ``Result`` with an error, a rollout that never
+    ends one that hung. Raises ``SubjectError`` where the subject does not implement its protocol,
+    fails to start, hands ``to_record`` something it does not turn into a ``Rollout``, or needs
+    threads, sockets or an event loop of its own.
     """
     run = _Run(factory, case)
     run.through(run.main, _JUMPS)
@@ -62,7 +67,9 @@ def run_case(
 
 
 def idle_contracts(factory: SubjectFactory, case: Case) -> tuple[Contract, Contract]:
-    """Start and stop a fresh subject without asking anything of it: its contract, and that of the engines it was given."""
+    """Start and stop a fresh subject without asking anything of it: its contract, and that of the
+    engines it was given.
+    """
     run = _Run(factory, case)
     run.through(run.idle)
     return run.contract, run.fleet.engine_contract
@@ -70,7 +77,9 @@ def idle_contracts(factory: SubjectFactory, case: Case) -> tuple[Contract, Contr
 
 @dataclass(slots=True)
 class _Ended:
-    """A request's end, kept so that its arrays can be compared with what they were when the run is over."""
+    """A request's end, kept so that its arrays can be compared with what they were when the run is
+    over.
+    """
 
     index: int
     native: Any
@@ -103,11 +112,18 @@ class _Run:
             pass_on(error)
             raise SubjectError(f"{self.name}.contract raised {told(error)}.") from error
         if not isinstance(contract, Contract):
-            raise SubjectError(f"{self.name} must have a `contract` of type Contract after start, not {show(contract)}.")
+            raise SubjectError(
+                f"{self.name} must have a `contract` of type Contract after start, not"
+                f" {show(contract)}."
+            )
         return contract
 
-    def through(self, work: Callable[[], Coroutine[Any, Any, None]], jumps: int | None = None) -> None:
-        """Run ``work`` on a virtual clock. What reaches its end without passing through a method was raised in a task of the subject's."""
+    def through(
+        self, work: Callable[[], Coroutine[Any, Any, None]], jumps: int | None = None
+    ) -> None:
+        """Run ``work`` on a virtual clock. What reaches its end without passing through a method
+        was raised in a task of the subject's.
+        """
         try:
             virtual_loop.run(work, jumps, seconds=limit())
         except virtual_loop.Stalled as stall:
@@ -116,8 +132,8 @@ class _Run:
             blame(error, f"A task or a callback of {self.name}")
         except asyncio.CancelledError as error:
             raise SubjectError(
-                f"{self.name} cancels tasks that it did not start (all those of the event loop?): cancel only its own, "
-                "so that the caller of a rollout is not cancelled with it."
+                f"{self.name} cancels tasks that it did not start (all those of the event loop?):"
+                " cancel only its own, so that the caller of a rollout is not cancelled with it."
             ) from error
 
     async def start(self) -> None:
@@ -145,7 +161,8 @@ class _Run:
         except BaseException as error:
             if limit.expired():
                 raise SubjectError(
-                    f"{self.name}: `{method}` never ended: the virtual deadline of {self.case.deadline:g} s passed."
+                    f"{self.name}: `{method}` never ended: the virtual deadline of"
+                    f" {self.case.deadline:g} s passed."
                 ) from None
             blame(error, where)
             raise SubjectError(f"{where} raised {told(error)}.") from error
@@ -158,12 +175,19 @@ class _Run:
         await self._gauge("start")
         tasks = []
         for i, request in enumerate(self.case.requests):
-            task = loop.create_task(self._one(request, self.case.arrivals[i] if self.case.arrivals else 0.0))
+            task = loop.create_task(
+                self._one(request, self.case.arrivals[i] if self.case.arrivals else 0.0)
+            )
             self.pending[request.request_id] = task
             tasks.append(task)
         done, hung = await asyncio.wait(tasks, timeout=self.case.deadline)
-        # where the deadline was the last timer, no polling was cut short: time passed in a single jump
-        why = virtual_loop.DEADLOCK if loop.idle else f"the virtual deadline of {self.case.deadline:g} s passed"
+        # where the deadline was the last timer, no polling was cut short: time passed in a single
+        # jump
+        why = (
+            virtual_loop.DEADLOCK
+            if loop.idle
+            else f"the virtual deadline of {self.case.deadline:g} s passed"
+        )
         for task in done:
             if not task.cancelled():  # by the subject, which then left its request open: a hang
                 task.result()
@@ -179,11 +203,16 @@ class _Run:
         why = str(stall)
         if not self.started:
             raise SubjectError(f"{self.name}: `start` never ended: {why}.")
-        told = any(isinstance(event, Result) and event.hung and event.error == why for event in self.recorder.events)
+        told = any(
+            isinstance(event, Result) and event.hung and event.error == why
+            for event in self.recorder.events
+        )
         if isinstance(stall, virtual_loop.Stuck) and not self.pending and not told:
             raise SubjectError(f"{self.name}, when its rollouts had ended: {why}.")
         self.fleet.raise_error()  # it may be why nothing goes on
-        submitted = {event.request.request_id for event in self.recorder.events if isinstance(event, Submit)}
+        submitted = {
+            event.request.request_id for event in self.recorder.events if isinstance(event, Submit)
+        }
         for request_id in [name for name in self.pending if name in submitted]:
             self._hung(request_id, why, awaits=not isinstance(stall, virtual_loop.Stuck))
 
@@ -205,7 +234,8 @@ class _Run:
         missing = [name for name in _METHODS if not callable(getattr(subject, name, None))]
         if missing:
             raise SubjectError(
-                f"{self.name} made a {type(subject).__name__} without {missing}: a RolloutSubject has {list(_METHODS)} and a `contract`."
+                f"{self.name} made a {type(subject).__name__} without {missing}: a RolloutSubject"
+                f" has {list(_METHODS)} and a `contract`."
             )
         return subject
 
@@ -226,16 +256,33 @@ class _Run:
         if native is None:
             self._end(request, watch=watch)
             return
-        self._end(request, watch=watch, rollout=await self._record_of(native, request), native=native)
+        self._end(
+            request, watch=watch, rollout=await self._record_of(native, request), native=native
+        )
 
-    def _end(self, request: Request, *, watch: Watch, rollout: Rollout | None = None, error: str | None = None, native: Any = None) -> None:
+    def _end(
+        self,
+        request: Request,
+        *,
+        watch: Watch,
+        rollout: Rollout | None = None,
+        error: str | None = None,
+        native: Any = None,
+    ) -> None:
         self.pending.pop(request.request_id, None)
         why = self._given_up()
-        if why is not None:  # it handled the exception that ended its step: what it did then is no outcome of its own
+        if (
+            why is not None
+        ):  # it handled the exception that ended its step: what it did then is no outcome of its own
             self.recorder.record(Result(request_id=request.request_id, hung=True, error=why))
             return
         event = self.recorder.record(
-            Result(request_id=request.request_id, rollout=rollout, error=error, caller_changed=watch.changed()),
+            Result(
+                request_id=request.request_id,
+                rollout=rollout,
+                error=error,
+                caller_changed=watch.changed(),
+            ),
         )
         if rollout is not None:
             self.ended.append(_Ended(event.index, native, rollout))
@@ -244,7 +291,11 @@ class _Run:
     def _given_up() -> str | None:
         """Why a step of this run was given up; ``None`` where none was."""
         loop = asyncio.get_running_loop()
-        return loop.watchdog.told if isinstance(loop, virtual_loop.VirtualLoop) and loop.watchdog is not None else None
+        return (
+            loop.watchdog.told
+            if isinstance(loop, virtual_loop.VirtualLoop) and loop.watchdog is not None
+            else None
+        )
 
     async def _record_of(self, native: Any, request: Request) -> Rollout:
         where = f"{self.name}.to_record"
@@ -252,11 +303,16 @@ class _Run:
             rollout = await _maybe(self.subject.to_record(native))
         except SubjectError as error:  # of the helpers in ``rollproof.core.records``
             raise SubjectError(f"{where}: {error}") from error
-        except BaseException as error:  # the adapter is the user's own code: tell which method failed on what
+        except (
+            BaseException
+        ) as error:  # the adapter is the user's own code: tell which method failed on what
             blame(error, where)
-            raise SubjectError(f"{where} raised {told(error)} on {type(native).__name__}.") from error
+            raise SubjectError(
+                f"{where} raised {told(error)} on {type(native).__name__}."
+            ) from error
         rollout = sound_rollout(rollout, where)
-        # an id that no request has is the stack's own affair; that of another one is kept, for stitch.request-id to judge
+        # an id that no request has is the stack's own affair; that of another one is kept, for
+        # stitch.request-id to judge
         theirs = any(other.request_id == rollout.request_id for other in self.case.requests)
         return rollout if theirs else replace(rollout, request_id=request.request_id)
 
@@ -282,7 +338,9 @@ class _Run:
         await self._gauge("end")
 
     async def _look_again(self) -> None:
-        """Compare what was handed over with what it is now: arrays that alias an engine's memory have changed."""
+        """Compare what was handed over with what it is now: arrays that alias an engine's memory
+        have changed.
+        """
         for ended in self.ended:
             try:
                 now = await _maybe(self.subject.to_record(ended.native))
@@ -291,7 +349,11 @@ class _Run:
             except BaseException as error:  # noqa: BLE001 - a stack may free what it handed over: then there is nothing to compare
                 pass_on(error)
                 continue
-            names = tuple(name for name in ARRAYS if not _equal(getattr(ended.rollout, name), getattr(now, name, None)))
+            names = tuple(
+                name
+                for name in ARRAYS
+                if not _equal(getattr(ended.rollout, name), getattr(now, name, None))
+            )
             if names:
                 self.later[ended.index] = names
 
@@ -304,7 +366,10 @@ class _Run:
             read = [(str(name), float(value)) for name, value in sorted(gauges.items())]
         except BaseException as error:
             blame(error, f"{self.name}.gauges")
-            raise SubjectError(f"{self.name}.gauges must return a mapping of names to numbers, and raised {told(error)}.") from error
+            raise SubjectError(
+                f"{self.name}.gauges must return a mapping of names to numbers, and raised"
+                f" {told(error)}."
+            ) from error
         for name, value in read:
             self.recorder.record(Gauge(name=name, value=value, phase=phase))
 

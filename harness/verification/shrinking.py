@@ -13,10 +13,12 @@ __all__ = ["shrink"]
 
 
 def shrink(case: Case, fails: Callable[[Case], bool], tries: int = 150) -> Case:
-    """The smallest case reachable from ``case`` by single simplifications for which ``fails`` still holds.
+    """The smallest case reachable from ``case`` by single simplifications for which ``fails`` still
+    holds.
 
-    Greedy and deterministic: simplifications are tried in order of how much they remove, each accepted one starts anew.
-    At most ``tries`` cases are run; a case that cannot be built or run does not count as failing.
+    Greedy and deterministic: simplifications are tried in order of how much they remove, each
+    accepted one starts anew. At most ``tries`` cases are run; a case that cannot be built or run
+    does not count as failing.
     """
     best = case
     seen = {repr(case)}
@@ -51,14 +53,18 @@ def _simpler(case: Case) -> Iterator[Case]:
     yield from _plainer_fleet(case)
     for i, request in enumerate(case.requests):
         for smaller in _smaller_requests(request):
-            yield from _rebuilt(case, requests=(*case.requests[:i], smaller, *case.requests[i + 1 :]))
+            yield from _rebuilt(
+                case, requests=(*case.requests[:i], smaller, *case.requests[i + 1 :])
+            )
     for i, action in enumerate(case.actions):
         for plainer in _plainer_actions(action):
             yield replace(case, actions=(*case.actions[:i], plainer, *case.actions[i + 1 :]))
 
 
 def _rebuilt(case: Case, **changes: object) -> Iterator[Case]:
-    """The case with changes, where it is still a valid one (two requests may not come to share a prompt)."""
+    """The case with changes, where it is still a valid one (two requests may not come to share a
+    prompt).
+    """
     try:
         yield replace(case, **changes)  # type: ignore[arg-type]
     except RollproofError:
@@ -73,7 +79,9 @@ def _fewer_requests(case: Case) -> Iterator[Case]:
             case,
             requests=case.requests[:i] + case.requests[i + 1 :],
             arrivals=case.arrivals[:i] + case.arrivals[i + 1 :],
-            actions=tuple(action for action in case.actions if action.when.request != gone.request_id),
+            actions=tuple(
+                action for action in case.actions if action.when.request != gone.request_id
+            ),
         )
 
 
@@ -85,7 +93,9 @@ def _plainer_fleet(case: Case) -> Iterator[Case]:
     if case.engine != EngineOptions():
         yield replace(case, engine=EngineOptions())
         for name in ("prefix_cache", "kv_tokens", "prefill_chunk", "max_batch"):
-            yield replace(case, engine=replace(case.engine, **{name: getattr(EngineOptions(), name)}))
+            yield replace(
+                case, engine=replace(case.engine, **{name: getattr(EngineOptions(), name)})
+            )
     if case.model != Model():
         yield replace(case, model=Model())
     if case.first_version:
@@ -99,7 +109,10 @@ def _smaller_requests(request: Request) -> Iterator[Request]:
         yield replace(request, media=None)
     if request.sampling:
         yield replace(request, sampling={})
-    for size in {len(request.prompt_ids) // 2, len(request.prompt_ids) - 1} - {0, len(request.prompt_ids)}:
+    for size in {len(request.prompt_ids) // 2, len(request.prompt_ids) - 1} - {
+        0,
+        len(request.prompt_ids),
+    }:
         yield replace(request, prompt_ids=request.prompt_ids[:size])
     if request.max_tokens is not None:
         for budget in sorted({request.max_tokens // 2, request.max_tokens - 1} - {0}):

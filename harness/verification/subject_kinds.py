@@ -1,4 +1,5 @@
-"""Topics: the kinds of subjects besides rollouts, and who judges each. A new kind is one entry here; every door reads this table.
+"""Topics: the kinds of subjects besides rollouts, and who judges each. A new kind is one entry
+here; every door reads this table.
 
 A topic's name is the ``about`` of its traces and checks.
 """
@@ -43,7 +44,9 @@ class Asked:
 def _batches(factory: SubjectFactory, asked: Asked) -> Report:
     from rollproof.verification.batches import judge_batches
 
-    return judge_batches(factory, name=asked.name, seed=asked.seed, only=asked.only, expected=dict(asked.expected))
+    return judge_batches(
+        factory, name=asked.name, seed=asked.seed, only=asked.only, expected=dict(asked.expected)
+    )
 
 
 def _replay(factory: SubjectFactory, asked: Asked) -> Report:
@@ -101,14 +104,20 @@ _AGAIN: Mapping[str, Callable[[SubjectFactory, Header], Trace]] = {"replay": _re
 
 
 def run_again(factory: SubjectFactory, header: Header) -> Trace:
-    """Run on a fresh subject what the trace of ``header`` was made from. Raises ``UsageError`` where it does not say, or cannot be."""
+    """Run on a fresh subject what the trace of ``header`` was made from. Raises ``UsageError``
+    where it does not say, or cannot be.
+    """
     if header.about == ROLLOUTS and header.case is not None:
         from rollproof.core.case import Case
         from rollproof.verification.runner import run_case
 
-        return run_case(factory, Case.from_dict(header.case), name=header.subject, recipe=header.recipe)
+        return run_case(
+            factory, Case.from_dict(header.case), name=header.subject, recipe=header.recipe
+        )
     if header.about not in _AGAIN or header.case is None:
-        raise UsageError(f"This trace of {header.about} does not say what was run, so it cannot be run again.")
+        raise UsageError(
+            f"This trace of {header.about} does not say what was run, so it cannot be run again."
+        )
     return _AGAIN[header.about](factory, header)
 
 
@@ -118,18 +127,28 @@ def scenarios_of(about: str) -> Scenarios | ReplayScenarios:
 
 
 def topic_of(factory: SubjectFactory) -> str:
-    """The kind of subject that a class makes; a function could only be told by calling it, and counts as one of rollouts."""
+    """The kind of subject that a class makes; a function could only be told by calling it, and
+    counts as one of rollouts.
+    """
     if not isinstance(factory, type):
         return ROLLOUTS
     if hasattr(factory, "collate"):
         return "batches"
     if not hasattr(factory, "contract") and hasattr(factory, "layout"):
         return "layouts"
-    return "replay" if getattr(getattr(factory, "contract", None), "replay", None) is not None else ROLLOUTS
+    return (
+        "replay"
+        if getattr(getattr(factory, "contract", None), "replay", None) is not None
+        else ROLLOUTS
+    )
 
 
 def judge_topic(about: str, factory: SubjectFactory, asked: Asked) -> Report:
-    """Judge the subject that ``factory`` makes by the checks of its topic. Raises ``UsageError`` for a topic that does not exist."""
+    """Judge the subject that ``factory`` makes by the checks of its topic. Raises ``UsageError``
+    for a topic that does not exist.
+    """
     if about not in TOPICS:
-        raise UsageError(f"No kind of subject is named {about!r}; choose one of {[ROLLOUTS, *TOPICS]}.")
+        raise UsageError(
+            f"No kind of subject is named {about!r}; choose one of {[ROLLOUTS, *TOPICS]}."
+        )
     return hold(TOPICS[about](factory, asked), asked.ways)

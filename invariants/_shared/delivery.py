@@ -1,7 +1,9 @@
-"""Delivery: a delivered sample beside the rollout that the engines' replies make, and how far the two line up.
+"""Delivery: a delivered sample beside the rollout that the engines' replies make, and how far the
+two line up.
 
-Checks of per-token values judge only what lines up: where tokens are lost or doubled, ``stitch.tokens`` says so, and
-nobody else is blamed for values that cannot be told apart from their neighbours'.
+Checks of per-token values judge only what lines up: where tokens are lost or doubled,
+``stitch.tokens`` says so, and nobody else is blamed for values that cannot be told apart from their
+neighbours'.
 """
 
 from __future__ import annotations
@@ -23,9 +25,10 @@ __all__ = ["Delivery", "delivery", "missing_reason"]
 class Delivery:
     """A sample and its reference.
 
-    ``known`` is whether the reference can be relied on, ``why`` else the reason. ``aligned`` is whether the sample's
-    tokens are the reference's, ``count`` then how many leading tokens of the response the two share: the sample may be
-    cut at the budget, lack tokens of the environment at the end, or end with tokens that are masked out.
+    ``known`` is whether the reference can be relied on, ``why`` else the reason. ``aligned`` is
+    whether the sample's tokens are the reference's, ``count`` then how many leading tokens of the
+    response the two share: the sample may be cut at the budget, lack tokens of the environment at
+    the end, or end with tokens that are masked out.
     """
 
     rollout: Rollout
@@ -36,13 +39,19 @@ class Delivery:
     why: str = ""
 
     def fits(self, length: int) -> bool:
-        """Whether a per-token field of ``length`` fits the response, or the reference where the response is wrong."""
+        """Whether a per-token field of ``length`` fits the response, or the reference where the
+        response is wrong.
+        """
         size = len(self.rollout.response_ids)
-        return length == size or (self.known and not self.aligned and length == len(self.reference.response_ids))
+        return length == size or (
+            self.known and not self.aligned and length == len(self.reference.response_ids)
+        )
 
 
 def delivery(view: RequestView) -> Delivery | None:
-    """The sample of a request beside its reference; ``None`` where no sample was handed over. Worked out once."""
+    """The sample of a request beside its reference; ``None`` where no sample was handed over.
+    Worked out once.
+    """
     if "delivery" not in view.memo:
         view.memo["delivery"] = _delivery(view)
     found: Delivery | None = view.memo["delivery"]
@@ -66,10 +75,14 @@ def _delivery(view: RequestView) -> Delivery | None:
     if got == ids:
         return Delivery(rollout, reference, True, True, len(ids))
     common = min(len(ids), len(got))
-    if got[:common] == ids[:common] and (_may_end(view, common) if len(got) < len(ids) else _masked_from(rollout, common)):
+    if got[:common] == ids[:common] and (
+        _may_end(view, common) if len(got) < len(ids) else _masked_from(rollout, common)
+    ):
         return Delivery(rollout, reference, True, True, common)
     if any(not attempt.replies and not attempt.faults for attempt in view.attempts):
-        return Delivery(rollout, reference, False, False, 0, "the outcome of an engine call was not recorded")
+        return Delivery(
+            rollout, reference, False, False, 0, "the outcome of an engine call was not recorded"
+        )
     return Delivery(rollout, reference, True, False, 0)
 
 
@@ -78,10 +91,17 @@ def _unreliable(view: RequestView) -> str:
     if not view.attempts:
         return "no engine call of the request was recorded"
     if view.stitched.broken is not None:
-        return "a call did not continue the sequence (stitch.resume-prompt), so what follows has no reference"
+        return (
+            "a call did not continue the sequence (stitch.resume-prompt), so what follows has no"
+            " reference"
+        )
     for attempt in view.attempts:
         reply = attempt.consumed if attempt.kept is None else None
-        if reply is not None and reply.output.finish_reason is FinishReason.ERROR and reply.output.token_ids:
+        if (
+            reply is not None
+            and reply.output.finish_reason is FinishReason.ERROR
+            and reply.output.token_ids
+        ):
             return "an engine returned tokens together with an error: a stack may keep or drop them"
     return ""
 
@@ -94,6 +114,8 @@ def _may_end(view: RequestView, length: int) -> bool:
 
 
 def _masked_from(rollout: Rollout, length: int) -> bool:
-    """Whether all tokens behind ``length`` are masked out: a synthetic end-of-sequence, the environment's last word."""
+    """Whether all tokens behind ``length`` are masked out: a synthetic end-of-sequence, the
+    environment's last word.
+    """
     mask = rollout.loss_mask
     return mask is not None and len(mask) == len(rollout.response_ids) and not mask[length:].any()

@@ -1,7 +1,8 @@
 """Fold: base of the checks that are fed every event of a trace.
 
-A subclass names what it reads by its methods: ``on_call(event, out)`` gets every ``Call``, ``on_reply`` every ``Reply``.
-About twenty folds see each event, so one dictionary look-up must be all that an event costs a fold that ignores it.
+A subclass names what it reads by its methods: ``on_call(event, out)`` gets every ``Call``,
+``on_reply`` every ``Reply``. About twenty folds see each event, so one dictionary look-up must be
+all that an event costs a fold that ignores it.
 """
 
 from __future__ import annotations
@@ -25,14 +26,17 @@ _MOST = 1 << 14
 
 
 class Fold:
-    """A ``TraceCheck`` whose methods ``on_<kind>(event, out)`` are called for the events of that kind.
+    """A ``TraceCheck`` whose methods ``on_<kind>(event, out)`` are called for the events of that
+    kind.
 
     Raises ``UsageError`` when the class is made and a method names a kind that does not exist.
     """
 
     handlers: ClassVar[Mapping[type[Event], Callable[..., None]]] = {}
     direct: ClassVar[Mapping[type[Event], Callable[..., None]]] = {}
-    """What the judge may call in place of ``event``: the handlers, unless a subclass has an ``event`` of its own."""
+    """What the judge may call in place of ``event``: the handlers, unless a subclass has an
+    ``event`` of its own.
+    """
 
     @property
     def kinds(self) -> Iterable[type[Event]]:
@@ -43,7 +47,10 @@ class Fold:
         names = [name for name in dir(cls) if name.startswith("on_")]
         stray = [name for name in names if name[3:] not in EVENT_KINDS]
         if stray:
-            raise UsageError(f"{cls.__name__} handles {stray}, but a trace has only events of the kinds {sorted(EVENT_KINDS)}.")
+            raise UsageError(
+                f"{cls.__name__} handles {stray}, but a trace has only events of the kinds"
+                f" {sorted(EVENT_KINDS)}."
+            )
         cls.handlers = {EVENT_KINDS[name[3:]]: getattr(cls, name) for name in names}
         cls.direct = cls.handlers if cls.event is Fold.event else {}
 
@@ -61,9 +68,11 @@ class Fold:
 
 
 class Ending(Fold):
-    """A fold that knows whether its trace ran to its end, so that "never happened" can be told from "was cut off".
+    """A fold that knows whether its trace ran to its end, so that "never happened" can be told from
+    "was cut off".
 
-    A trace that no case drove may have been cut anywhere (a killed writer), unless the final gauges were read.
+    A trace that no case drove may have been cut anywhere (a killed writer), unless the final gauges
+    were read.
     """
 
     driven: ClassVar[Sequence[type[Event]]] = ()
@@ -71,7 +80,11 @@ class Ending(Fold):
 
     def __init_subclass__(cls) -> None:
         super().__init_subclass__()
-        cls.driven = [kind for kind in cls.handlers if kind is not Gauge or cls.on_gauge is not Ending.on_gauge]
+        cls.driven = [
+            kind
+            for kind in cls.handlers
+            if kind is not Gauge or cls.on_gauge is not Ending.on_gauge
+        ]
 
     def __init__(self, context: JudgeContext) -> None:
         super().__init__(context)
@@ -81,7 +94,9 @@ class Ending(Fold):
 
     @property
     def kinds(self) -> Iterable[type[Event]]:
-        """Without the gauges where a case already says that the trace ran to its end: there are many of them."""
+        """Without the gauges where a case already says that the trace ran to its end: there are
+        many of them.
+        """
         return self.handlers if self.context.header.case is None else self.driven
 
     def on_gauge(self, event: Gauge, out: Collector) -> None:
@@ -100,13 +115,18 @@ class Ending(Fold):
     @property
     def complete(self) -> bool:
         """Whether every rollout and every update that was started has ended. Ask in ``finish``."""
-        return not self.hung and not self._stuck and (self._gauged or self.context.header.case is not None)
+        return (
+            not self.hung
+            and not self._stuck
+            and (self._gauged or self.context.header.case is not None)
+        )
 
 
 def keep(known: dict[_K, _V], key: _K, value: _V) -> None:
     """Remember ``value`` under ``key``; beyond 16,384 entries the oldest is forgotten.
 
-    A call whose caller gave up may have no reply for ever: without a bound, memory would grow with the trace.
+    A call whose caller gave up may have no reply for ever: without a bound, memory would grow with
+    the trace.
     """
     known[key] = value
     if len(known) > _MOST:
@@ -114,7 +134,9 @@ def keep(known: dict[_K, _V], key: _K, value: _V) -> None:
 
 
 class Recent:
-    """The last ``size`` things that were added: what a fold may remember of ended requests without growing."""
+    """The last ``size`` things that were added: what a fold may remember of ended requests without
+    growing.
+    """
 
     def __init__(self, size: int = 4096) -> None:
         self._order: deque[Hashable] = deque()
@@ -141,17 +163,22 @@ class Recent:
 
 
 def case_option(header: Header | None, name: str) -> Any:
-    """An option of the case that was run (``"partial"``, ``"clear_cache"``); ``None`` where no case drove the trace."""
+    """An option of the case that was run (``"partial"``, ``"clear_cache"``); ``None`` where no case
+    drove the trace.
+    """
     case = None if header is None else header.case
     return case.get(name) if isinstance(case, Mapping) else None
 
 
 def case_actions(header: Header | None, *kinds: str) -> list[Mapping[str, Any]]:
-    """The actions of the case whose ``do`` is one of ``kinds``; empty where no case drove the trace.
+    """The actions of the case whose ``do`` is one of ``kinds``; empty where no case drove the
+    trace.
 
     A trace is untrusted: what does not look like an action is left out.
     """
     actions = case_option(header, "actions")
     if not isinstance(actions, list | tuple):
         return []
-    return [action for action in actions if isinstance(action, Mapping) and action.get("do") in kinds]
+    return [
+        action for action in actions if isinstance(action, Mapping) and action.get("do") in kinds
+    ]

@@ -1,4 +1,6 @@
-"""Wording: the small phrases that findings are made of. They are read by people who have not read our documents."""
+"""Wording: the small phrases that findings are made of. They are read by people who have not read
+our documents.
+"""
 
 from __future__ import annotations
 
@@ -10,13 +12,25 @@ from rollproof.core.records import Version
 if TYPE_CHECKING:
     from rollproof.judging.request_view import Attempt, RequestView
 
-__all__ = ["call_name", "count", "listing", "ranges", "segment_name", "share", "verb", "version_name", "window"]
+__all__ = [
+    "call_name",
+    "count",
+    "listing",
+    "ranges",
+    "segment_name",
+    "share",
+    "verb",
+    "version_name",
+    "window",
+]
 
 _SHOWN = 6
 
 
 def count(number: int, noun: str) -> str:
-    """``1 token``, ``3 tokens``, ``no tokens``; an irregular plural is given after a bar: ``entry|entries``."""
+    """``1 token``, ``3 tokens``, ``no tokens``; an irregular plural is given after a bar:
+    ``entry|entries``.
+    """
     one, _, many = noun.partition("|")
     return f"{number or 'no'} {one if number == 1 else many or one + 's'}"
 
@@ -28,7 +42,9 @@ def share(part: int, whole: int, noun: str) -> str:
 
 
 def ranges(indexes: Iterable[int], shown: int = _SHOWN) -> str:
-    """Indexes as ranges: ``0-2, 5``; beyond ``shown`` ranges the rest is counted: ``0, 2, 4 and 7 more``."""
+    """Indexes as ranges: ``0-2, 5``; beyond ``shown`` ranges the rest is counted: ``0, 2, 4 and 7
+    more``.
+    """
     spans: list[list[int]] = []
     for index in sorted(set(indexes)):
         if spans and index == spans[-1][1] + 1:
@@ -41,10 +57,16 @@ def ranges(indexes: Iterable[int], shown: int = _SHOWN) -> str:
 
 
 def window(values: Sequence[object], at: int = 0, width: int = _SHOWN) -> str:
-    """The values around index ``at``, as a list with dots where it was cut: ``[..., 5, 6, 7, ...]``."""
+    """The values around index ``at``, as a list with dots where it was cut: ``[..., 5, 6, 7,
+    ...]``.
+    """
     start = max(0, min(at - width // 2, len(values) - width))
     texts = [_value(value) for value in values[start : start + width]]
-    return "[" + ", ".join(["..."] * (start > 0) + texts + ["..."] * (start + width < len(values))) + "]"
+    return (
+        "["
+        + ", ".join(["..."] * (start > 0) + texts + ["..."] * (start + width < len(values)))
+        + "]"
+    )
 
 
 def verb(number: int, one: str, many: str) -> str:
@@ -73,7 +95,9 @@ def call_name(attempt: Attempt) -> str:
 
 
 def segment_name(view: RequestView, attempt: int) -> str:
-    """``segment 1`` for the attempt whose reply was the second to arrive; segments count from 0, as calls do."""
+    """``segment 1`` for the attempt whose reply was the second to arrive; segments count from 0, as
+    calls do.
+    """
     order = [one.number for one in view.segments]
     return f"segment {order.index(attempt)}" if attempt in order else f"call {attempt}"
 

@@ -34,7 +34,11 @@ def _judged(batch: Conversion) -> tuple[Placed, ...]:
     contract = batch.contract
     shape = (contract.route_layers, contract.top_k)
     return tuple(
-        one for one in batch.sound if one.sample.routes is not None and one.row.routes is not None and one.row.routes.shape[1:] == shape
+        one
+        for one in batch.sound
+        if one.sample.routes is not None
+        and one.row.routes is not None
+        and one.row.routes.shape[1:] == shape
     )
 
 
@@ -56,7 +60,10 @@ def _routes(batch: Conversion, out: Collector) -> None:
                     expected=f"{count(one.captured, 'captured row')}",
                     observed="none",
                     where=batch.where(one.sample),
-                    hint="The conversion must carry routed_experts like any per-token field (verl #5368, AReno #524).",
+                    hint=(
+                        "The conversion must carry routed_experts like any per-token field (verl"
+                        " #5368, AReno #524)."
+                    ),
                 )
             continue
         want = _moe(batch.contract, one.sample.routes[: one.captured])
@@ -76,7 +83,9 @@ def _routes(batch: Conversion, out: Collector) -> None:
 
 
 def _wrong_rows(one: Placed, want: IntArray) -> Places:
-    """Tokens whose captured row does not stand at their place; the order within a cell does not count."""
+    """Tokens whose captured row does not stand at their place; the order within a cell does not
+    count.
+    """
     got = one.rows_at(np.arange(len(want)))
     bad = (np.sort(got, axis=2) != np.sort(want[: len(got)], axis=2)).any(axis=(1, 2))
     return np.concatenate([np.flatnonzero(bad), np.arange(len(got), len(want))])
@@ -94,12 +103,18 @@ def _wrapped(contract: Contract, one: Placed, want: IntArray) -> str | None:
     return None
 
 
-def _report_rows(batch: Conversion, out: Collector, one: Placed, want: IntArray, bad: Places) -> None:
+def _report_rows(
+    batch: Conversion, out: Collector, one: Placed, want: IntArray, bad: Places
+) -> None:
     assert one.row.routes is not None
     routes = _moe(batch.contract, one.row.routes)
     first = int(bad[0])
     place = int(one.places[first])
-    found = [i for i, row in enumerate(routes) if (np.sort(row, axis=1) == np.sort(want[first], axis=1)).all()]
+    found = [
+        i
+        for i, row in enumerate(routes)
+        if (np.sort(row, axis=1) == np.sort(want[first], axis=1)).all()
+    ]
     cell = None if place >= len(routes) else routes[place]
     whose = None if cell is None else _owner(batch, one, cell)
     if whose is not None:
@@ -107,15 +122,26 @@ def _report_rows(batch: Conversion, out: Collector, one: Placed, want: IntArray,
     elif cell is None:
         observed = f"no row at place {place}: the batch has {len(routes)}"
     else:
-        observed = f"experts {cell[0].tolist()} at place {place} instead of {want[first][0].tolist()}"
+        observed = (
+            f"experts {cell[0].tolist()} at place {place} instead of {want[first][0].tolist()}"
+        )
         if found:
-            observed += f"; token {first}'s row stands at place {found[0]}, {abs(found[0] - place)} places off"
+            observed += (
+                f"; token {first}'s row stands at place {found[0]}, {abs(found[0] - place)}"
+                " places off"
+            )
     out.finding(
         "route rows do not stand at their tokens",
         expected=f"the row of token {first} at place {place}, where the token stands",
-        observed=f"{observed}; so for {len(bad)} of {count(len(want), 'captured row')} (token {ranges(bad.tolist())})",
+        observed=(
+            f"{observed}; so for {len(bad)} of {count(len(want), 'captured row')} (token"
+            f" {ranges(bad.tolist())})"
+        ),
         where=batch.where(one.sample, position=first),
-        hint="Routes must be shifted by the same padding as the tokens, on the same side (slime #1052, #2175).",
+        hint=(
+            "Routes must be shifted by the same padding as the tokens, on the same side (slime"
+            " #1052, #2175)."
+        ),
     )
 
 
@@ -144,14 +170,17 @@ def _expert_ids(batch: Conversion, out: Collector) -> None:
         assert one.row.routes is not None and one.sample.routes is not None
         out.exercised("rows with routes")
         dtype = one.row.routes.dtype
-        wrapped = _wrapped(batch.contract, one, _moe(batch.contract, one.sample.routes[: one.captured]))
+        wrapped = _wrapped(
+            batch.contract, one, _moe(batch.contract, one.sample.routes[: one.captured])
+        )
         if wrapped is None and np.iinfo(dtype).max >= largest:
             continue
         name = wrapped if wrapped is not None else dtype.name
         out.finding(
             f"{name} does not hold every expert id",
             expected=f"a type that holds ids up to {largest}",
-            observed=f"{name} holds at most {np.iinfo(name).max}" + ("; ids came out as others" if wrapped is not None else ""),
+            observed=f"{name} holds at most {np.iinfo(name).max}"
+            + ("; ids came out as others" if wrapped is not None else ""),
             where=batch.where(one.sample),
             hint="Same cause: verl #5240 (uint8), #7407 (int16 wraps above 32767).",
         )
@@ -159,9 +188,17 @@ def _expert_ids(batch: Conversion, out: Collector) -> None:
 
 @batch_check(
     "batch.filler",
-    promise="Where no row was captured stands the declared filler, or a row that the batch marks as none.",
+    promise=(
+        "Where no row was captured stands the declared filler, or a row that the batch marks as"
+        " none."
+    ),
     needs=_NEEDS,
-    exercised_by=("places without a capture", "places marked as no capture", _ZEROS, "batches without such places"),
+    exercised_by=(
+        "places without a capture",
+        "places marked as no capture",
+        _ZEROS,
+        "batches without such places",
+    ),
     applies=has_routes,
 )
 def _filler(batch: Conversion, out: Collector) -> None:
@@ -169,7 +206,10 @@ def _filler(batch: Conversion, out: Collector) -> None:
     for one in _judged(batch):
         assert one.row.routes is not None and one.sample.routes is not None
         if len(_wrong_rows(one, _moe(contract, one.sample.routes[: one.captured]))):
-            out.absent("rows that stand in the wrong place (batch.routes) or were wrapped (batch.expert-ids) leave filler nowhere certain")
+            out.absent(
+                "rows that stand in the wrong place (batch.routes) or were wrapped"
+                " (batch.expert-ids) leave filler nowhere certain"
+            )
             continue
         empty = np.ones(len(one.row.routes), dtype=bool)
         inside = one.places[: one.captured]
@@ -179,33 +219,54 @@ def _filler(batch: Conversion, out: Collector) -> None:
             continue
         marked = np.zeros(len(empty), dtype=bool) if one.row.routed is None else one.row.routed == 0
         out.exercised("places marked as no capture", int((empty & marked).sum()))
-        allowed = {contract.filler} if contract.rows is not Rows.ALL else {contract.filler, contract.final_row}
+        allowed = (
+            {contract.filler}
+            if contract.rows is not Rows.ALL
+            else {contract.filler, contract.final_row}
+        )
         good, rows = marked.copy(), _moe(contract, one.row.routes)
         for kind in allowed - {None, Filler.NONE}:
-            fits = is_filler(rows, kind, contract.num_experts or 1, before=rows[:1]) if kind is not None else marked
+            fits = (
+                is_filler(rows, kind, contract.num_experts or 1, before=rows[:1])
+                if kind is not None
+                else marked
+            )
             if kind is Filler.PREVIOUS:  # which rows of other places may look like by chance
                 fits = fits & np.isin(np.arange(len(rows)), one.places[one.captured :])
-            out.exercised(_ZEROS if kind is Filler.ZEROS else "places without a capture", int((empty & fits & ~marked).sum()))
+            out.exercised(
+                _ZEROS if kind is Filler.ZEROS else "places without a capture",
+                int((empty & fits & ~marked).sum()),
+            )
             good |= fits
         bad = np.flatnonzero(empty & ~good)
         if len(bad):
             _report_filler(batch, out, one, rows[bad[0]], bad.tolist())
 
 
-def _report_filler(batch: Conversion, out: Collector, one: Placed, row: IntArray, bad: list[int]) -> None:
+def _report_filler(
+    batch: Conversion, out: Collector, one: Placed, row: IntArray, bad: list[int]
+) -> None:
     contract = batch.contract
-    shown = next((str(kind) for kind in Filler if is_filler(row[None], kind, contract.num_experts or 1)[0]), f"experts {row[0].tolist()}")
+    shown = next(
+        (str(kind) for kind in Filler if is_filler(row[None], kind, contract.num_experts or 1)[0]),
+        f"experts {row[0].tolist()}",
+    )
     out.finding(
         "a place without a capture is not the declared filler",
         expected=f"{contract.filler} filler, or rows marked as no capture",
         observed=f"{shown} at {count(len(bad), 'place')} ({ranges(bad)})",
         where=batch.where(one.sample, position=bad[0]),
-        hint="What stands there is replayed unless it is masked: declare the filler, or mark the rows (SkyRL: router_padding_mask).",
+        hint=(
+            "What stands there is replayed unless it is masked: declare the filler, or mark the"
+            " rows (SkyRL: router_padding_mask)."
+        ),
     )
 
 
 class _Mixed(Fold):
-    """Only a conversion that carries routes elsewhere can lose them here: one that never does is for ``batch.routes`` to name."""
+    """Only a conversion that carries routes elsewhere can lose them here: one that never does is
+    for ``batch.routes`` to name.
+    """
 
     def __init__(self, context: JudgeContext) -> None:
         super().__init__(context)
@@ -221,14 +282,21 @@ class _Mixed(Fold):
             out.exercised("mixed batches refused")
             return
         out.exercised("mixed batches")
-        losers = [one.sample.request_id for one in batch.sound if one.sample.routes is not None and one.row.routes is None]
+        losers = [
+            one.sample.request_id
+            for one in batch.sound
+            if one.sample.routes is not None and one.row.routes is None
+        ]
         if losers:
             out.finding(
                 "one sample without routes cost others theirs",
                 expected="routes for every sample that has them, or an error",
                 observed=f"no routes for {', '.join(losers[:6])}",
                 where=batch.where(),
-                hint="Whether the batch has a field was decided by one sample (verl: inputs[0]). Decide by all; mark or refuse that one.",
+                hint=(
+                    "Whether the batch has a field was decided by one sample (verl: inputs[0])."
+                    " Decide by all; mark or refuse that one."
+                ),
             )
         for one in batch.sound:
             if one.sample.routes is None and one.row.routes is not None and one.sample.response_ids:
@@ -237,7 +305,10 @@ class _Mixed(Fold):
 
 _mixed = trace_check(
     "batch.mixed",
-    promise="A sample without routes costs no other sample theirs, and is given none; or the batch is refused.",
+    promise=(
+        "A sample without routes costs no other sample theirs, and is given none; or the batch is"
+        " refused."
+    ),
     needs="Batch events with samples with and without routes",
     exercised_by=("mixed batches", "mixed batches refused"),
     applies=has_routes,
@@ -250,9 +321,15 @@ def _report_gift(batch: Conversion, out: Collector, one: Placed, legal: Places) 
         out.finding(
             "a sample without routes was given some",
             expected="no routes, rows marked as none, or -1",
-            observed=f"{_told(batch.contract, one.row, legal)} for {count(len(legal), 'token')} that no router chose",
+            observed=(
+                f"{_told(batch.contract, one.row, legal)} for {count(len(legal), 'token')} that no"
+                " router chose"
+            ),
             where=batch.where(one.sample),
-            hint="A legal expert id is replayed: the sample is trained on routes that no model chose.",
+            hint=(
+                "A legal expert id is replayed: the sample is trained on routes that no model"
+                " chose."
+            ),
         )
 
 
@@ -269,12 +346,19 @@ def _legal(contract: Contract, row: BatchRow, places: Places) -> Places:
 def _told(contract: Contract, row: BatchRow, places: Places) -> str:
     assert row.routes is not None
     cells = _moe(contract, row.routes[places])
-    return f"expert 0, {contract.top_k} times," if not cells.any() else f"experts {cells[0, 0].tolist()}"
+    return (
+        f"expert 0, {contract.top_k} times,"
+        if not cells.any()
+        else f"experts {cells[0, 0].tolist()}"
+    )
 
 
 @batch_check(
     "batch.refuses",
-    promise="A sample whose per-token fields have the wrong length is refused, not padded or cut in silence.",
+    promise=(
+        "A sample whose per-token fields have the wrong length is refused, not padded or cut in"
+        " silence."
+    ),
     needs="Batch events with a malformed sample",
     exercised_by=("malformed samples", "malformed samples refused"),
 )
@@ -296,16 +380,25 @@ def _refuses(batch: Conversion, out: Collector) -> None:
             expected="an error that names the sample and both lengths",
             observed=made,
             where=batch.where(sample),
-            hint="Lengths that disagree mean that a field belongs to other tokens: a silent pad or cut trains on that. zip and padding "
-            "hide it (verl as_dict; verl #6027, ROLL: only logged).",
+            hint=(
+                "Lengths that disagree mean that a field belongs to other tokens: a silent pad or"
+                " cut trains on that. zip and padding hide it (verl as_dict; verl #6027, ROLL: only"
+                " logged)."
+            ),
         )
 
 
 def _made_of(one: Placed) -> str:
-    """What became of a malformed sample that was accepted; empty where nothing false can be trained on."""
+    """What became of a malformed sample that was accepted; empty where nothing false can be trained
+    on.
+    """
     sample, total = one.sample, len(one.tokens)
     if sample.routes is not None and len(sample.routes) > total:
-        return f"{len(sample.routes)} rows were cut to the tokens" if one.row.routes is not None else ""
+        return (
+            f"{len(sample.routes)} rows were cut to the tokens"
+            if one.row.routes is not None
+            else ""
+        )
     if sample.routes is not None and len(sample.routes) < total - 1:
         return _made_of_short_routes(one)
     for field in ("logprobs", "loss_mask"):
@@ -321,7 +414,8 @@ def _made_of_short_routes(one: Placed) -> str:
         return ""
     legal = _legal(one.contract, one.row, one.places[len(one.sample.routes) : len(one.tokens) - 1])
     return (
-        f"{_told(one.contract, one.row, legal)} stands at {count(len(legal), 'token')} that have no row, and is replayed"
+        f"{_told(one.contract, one.row, legal)} stands at {count(len(legal), 'token')} that have no"
+        " row, and is replayed"
         if len(legal)
         else ""
     )
@@ -340,9 +434,18 @@ def _made_of_field(one: Placed, field: str, given: int) -> str:
         return f"the mask of {given} was taken for {count(response, 'token')}"
     rest = one.response_places[given:]
     masked = one.row.loss_mask is not None and one.misfit("loss_mask") is None
-    counts = one.row.loss_mask[rest] != 0 if masked and one.row.loss_mask is not None else np.ones(len(rest), dtype=bool)
+    counts = (
+        one.row.loss_mask[rest] != 0
+        if masked and one.row.loss_mask is not None
+        else np.ones(len(rest), dtype=bool)
+    )
     filled = counts & ~np.isnan(array[rest])
-    return f"{array[rest][filled][0]:g} stands for {count(int(filled.sum()), 'logprob')} that nobody returned" if filled.any() else ""
+    return (
+        f"{array[rest][filled][0]:g} stands for {count(int(filled.sum()), 'logprob')} that nobody"
+        " returned"
+        if filled.any()
+        else ""
+    )
 
 
 CHECKS: tuple[Check, ...] = (_routes, _expert_ids, _filler, _mixed, _refuses)

@@ -1,4 +1,6 @@
-"""Batch rows: samples beside what they became in a batch, place by place; and how a check is made of that."""
+"""Batch rows: samples beside what they became in a batch, place by place; and how a check is made
+of that.
+"""
 
 from __future__ import annotations
 
@@ -41,7 +43,9 @@ class Placed:
 
     @cached_property
     def sound(self) -> bool:
-        """Whether the attended places hold the sample's tokens, in order: only then do places tell which token is which."""
+        """Whether the attended places hold the sample's tokens, in order: only then do places tell
+        which token is which.
+        """
         return tuple(self.row.token_ids[self.places].tolist()) == self.tokens
 
     @property
@@ -53,45 +57,62 @@ class Placed:
     def trained(self) -> npt.NDArray[np.bool_]:
         """``(response,)``: the response tokens that the sample lets the loss count."""
         mask = self.sample.loss_mask
-        return np.ones(len(self.sample.response_ids), dtype=bool) if mask is None else np.asarray(mask != 0)
+        return (
+            np.ones(len(self.sample.response_ids), dtype=bool)
+            if mask is None
+            else np.asarray(mask != 0)
+        )
 
     @property
     def captured(self) -> int:
-        """How many of the first tokens have a captured row: all rows of the sample but the filler of the last token."""
+        """How many of the first tokens have a captured row: all rows of the sample but the filler
+        of the last token.
+        """
         if self.sample.routes is None:
             return 0
         final = self.contract.rows is Rows.ALL and len(self.sample.routes) >= len(self.tokens)
         return min(len(self.sample.routes), len(self.tokens)) - final
 
     def misfit(self, field: str) -> int | None:
-        """The length of a per-place field that is not the number of places; ``None`` where it fits or is absent."""
+        """The length of a per-place field that is not the number of places; ``None`` where it fits
+        or is absent.
+        """
         array = getattr(self.row, field)
         return None if array is None or len(array) == len(self.row.token_ids) else len(array)
 
     def rows_at(self, tokens: Places) -> IntArray:
-        """The routes of the row at the places of ``tokens`` (indexes), those that it has, MoE columns only."""
+        """The routes of the row at the places of ``tokens`` (indexes), those that it has, MoE
+        columns only.
+        """
         assert self.row.routes is not None
         places = self.places[tokens]
-        return self.row.routes[places[places < len(self.row.routes)]][:, list(self.contract.moe_columns)]
+        return self.row.routes[places[places < len(self.row.routes)]][
+            :, list(self.contract.moe_columns)
+        ]
 
 
 @dataclass(frozen=True, eq=False)
 class Conversion:
-    """A batch under a contract: its well-formed samples that came out as exactly one row each, with that row."""
+    """A batch under a contract: its well-formed samples that came out as exactly one row each, with
+    that row.
+    """
 
     event: Batch
     contract: Contract
 
     @cached_property
     def placed(self) -> tuple[Placed, ...]:
-        """Well-formed samples with their rows; what is missing or doubled is for ``batch.complete`` to say."""
+        """Well-formed samples with their rows; what is missing or doubled is for ``batch.complete``
+        to say.
+        """
         rows: dict[str, list[BatchRow]] = {}
         for row in self.event.rows:
             rows.setdefault(row.request_id, []).append(row)
         return tuple(
             Placed(sample, rows[sample.request_id][0], self.contract)
             for sample in self.event.samples
-            if sample.request_id != self.event.defective and len(rows.get(sample.request_id, ())) == 1
+            if sample.request_id != self.event.defective
+            and len(rows.get(sample.request_id, ())) == 1
         )
 
     @property
@@ -102,11 +123,18 @@ class Conversion:
     @property
     def mixed(self) -> bool:
         """Whether some well-formed samples have routes and others have none."""
-        return len({sample.routes is None for sample in self.event.samples if sample.response_ids}) == 2
+        return (
+            len({sample.routes is None for sample in self.event.samples if sample.response_ids})
+            == 2
+        )
 
     def where(self, sample: Rollout | None = None, **more: Any) -> dict[str, Any]:
         """A finding's place: the batch, the sample, and more."""
-        return {"batch": self.event.name, **({} if sample is None else {"request": sample.request_id}), **more}
+        return {
+            "batch": self.event.name,
+            **({} if sample is None else {"request": sample.request_id}),
+            **more,
+        }
 
 
 class _PerBatch(Fold):
@@ -120,12 +148,24 @@ class _PerBatch(Fold):
 
 
 def batch_check(
-    id: str, *, promise: str, needs: str, exercised_by: str | tuple[str, ...], applies: Applies | None = None
+    id: str,
+    *,
+    promise: str,
+    needs: str,
+    exercised_by: str | tuple[str, ...],
+    applies: Applies | None = None,
 ) -> Callable[[Callable[[Conversion, Collector], None]], Check]:
     """Make a ``Check`` of a function ``(conversion, out)`` that is called once per batch."""
 
     def make(judge: Callable[[Conversion, Collector], None]) -> Check:
         fold = type(judge.__name__, (_PerBatch,), {"judge": staticmethod(judge)})
-        return trace_check(id, promise=promise, needs=needs, exercised_by=exercised_by, applies=applies, about="batches")(fold)
+        return trace_check(
+            id,
+            promise=promise,
+            needs=needs,
+            exercised_by=exercised_by,
+            applies=applies,
+            about="batches",
+        )(fold)
 
     return make

@@ -1,4 +1,5 @@
-"""Batch: a conversion of finished samples into training rows carries every per-token field, together and to its place.
+"""Batch: a conversion of finished samples into training rows carries every per-token field,
+together and to its place.
 
 What the routes became is in ``batch_routes``.
 """
@@ -37,8 +38,10 @@ def _accepts(batch: Conversion, out: Collector) -> None:
             expected=f"rows for {count(len(event.samples), 'sample')} of {lengths} tokens",
             observed=event.refused,
             where=batch.where(),
-            hint="A conversion must be total over what rollouts hand over: samples without response tokens (verl #6675), read-only "
-            "arrays (verl #5519), one sample or many.",
+            hint=(
+                "A conversion must be total over what rollouts hand over: samples without response"
+                " tokens (verl #6675), read-only arrays (verl #5519), one sample or many."
+            ),
         )
 
 
@@ -64,9 +67,14 @@ def _complete(batch: Conversion, out: Collector) -> None:
             out.finding(
                 "a sample was lost" if not times else "a sample became several rows",
                 expected=f"one row for each of {count(len(wanted), 'sample')}",
-                observed=f"{count(times, 'row')} for {sample.request_id}; the batch holds {came[:8]}",
+                observed=(
+                    f"{count(times, 'row')} for {sample.request_id}; the batch holds {came[:8]}"
+                ),
                 where=batch.where(sample),
-                hint="Filters and splits must drop or copy a sample whole, and say so: a lost one shifts every list that is kept beside.",
+                hint=(
+                    "Filters and splits must drop or copy a sample whole, and say so: a lost one"
+                    " shifts every list that is kept beside."
+                ),
             )
     strays = [name for name in came if name not in wanted]
     if strays:
@@ -75,7 +83,10 @@ def _complete(batch: Conversion, out: Collector) -> None:
             expected=f"rows of {sorted(wanted)[:8]}",
             observed=f"rows of {strays[:8]}",
             where=batch.where(),
-            hint="Rows that fill a batch up must not pass for samples: leave them out of what is handed back, or mask them wholly.",
+            hint=(
+                "Rows that fill a batch up must not pass for samples: leave them out of what is"
+                " handed back, or mask them wholly."
+            ),
         )
 
 
@@ -93,20 +104,39 @@ def _tokens(batch: Conversion, out: Collector) -> None:
         if one.sound:
             continue
         got = one.row.token_ids[one.places].tolist()
-        whose = next((other for other in batch.event.samples if list(other.prompt_ids + other.response_ids) == got), None)
+        whose = next(
+            (
+                other
+                for other in batch.event.samples
+                if list(other.prompt_ids + other.response_ids) == got
+            ),
+            None,
+        )
         if whose is not None:
             observed = f"the tokens of {whose.request_id}"
         elif got == list(one.tokens[: len(got)]):
             observed = f"the first {len(got)} of {count(len(one.tokens), 'token')}"
         else:
-            first = next((i for i, (a, b) in enumerate(zip(got, one.tokens, strict=False)) if a != b), min(len(got), len(one.tokens)))
-            observed = f"{count(len(got), 'token')}, other ones from number {first} on: {got[first : first + 4]}"
+            first = next(
+                (i for i, (a, b) in enumerate(zip(got, one.tokens, strict=False)) if a != b),
+                min(len(got), len(one.tokens)),
+            )
+            observed = (
+                f"{count(len(got), 'token')}, other ones from number {first} on:"
+                f" {got[first : first + 4]}"
+            )
         out.finding(
             "a row holds other tokens than its sample",
-            expected=f"the {count(len(one.tokens), 'token')} of {one.sample.request_id} where attention is 1",
+            expected=(
+                f"the {count(len(one.tokens), 'token')} of {one.sample.request_id} where attention"
+                " is 1"
+            ),
             observed=observed,
             where=batch.where(one.sample),
-            hint="Padding side, attention mask and tokens must come from one place; rows must not be exchanged between samples.",
+            hint=(
+                "Padding side, attention mask and tokens must come from one place; rows must not be"
+                " exchanged between samples."
+            ),
         )
 
 
@@ -132,9 +162,14 @@ def _padding(batch: Conversion, out: Collector) -> None:
             out.finding(
                 "padding counts in the loss",
                 expected="loss mask 0 where attention is 0",
-                observed=f"loss mask 1 at {count(len(bad), 'padded place')} ({ranges(bad.tolist())})",
+                observed=(
+                    f"loss mask 1 at {count(len(bad), 'padded place')} ({ranges(bad.tolist())})"
+                ),
                 where=batch.where(one.sample, position=int(bad[0])),
-                hint="The loss mask must be padded with 0 on the side on which the tokens are padded.",
+                hint=(
+                    "The loss mask must be padded with 0 on the side on which the tokens are"
+                    " padded."
+                ),
             )
 
 
@@ -165,11 +200,16 @@ def _loss_mask(batch: Conversion, out: Collector) -> None:
             kind = "prompt or environment tokens" if len(surplus) else "trained tokens"
             out.finding(
                 f"the loss {what} {kind}",
-                expected=f"loss mask 1 at the {count(int(wanted.sum()), 'trained token')} of {one.sample.request_id}, 0 elsewhere",
+                expected=(
+                    f"loss mask 1 at the {count(int(wanted.sum()), 'trained token')} of"
+                    f" {one.sample.request_id}, 0 elsewhere"
+                ),
                 observed=f"it {what} {count(len(bad), 'token')} (position {ranges(bad.tolist())})",
                 where=batch.where(one.sample, position=int(bad[0])),
-                hint="The response mask is not the attention mask: tool and user tokens are attended and not trained "
-                "(verl #2543). Both must be shifted and padded alike.",
+                hint=(
+                    "The response mask is not the attention mask: tool and user tokens are attended"
+                    " and not trained (verl #2543). Both must be shifted and padded alike."
+                ),
             )
 
 
@@ -188,7 +228,9 @@ def _misfit(batch: Conversion, out: Collector, one: Placed, field: str) -> bool:
 
 
 def _excusable(one: Placed) -> np.ndarray[tuple[int], np.dtype[np.bool_]]:
-    """Tokens ``(tokens,)`` that may be masked although the sample trains them: those without a logprob."""
+    """Tokens ``(tokens,)`` that may be masked although the sample trains them: those without a
+    logprob.
+    """
     excused = np.zeros(len(one.tokens), dtype=bool)
     logprobs = one.sample.logprobs
     excused[len(one.sample.prompt_ids) :] = True if logprobs is None else np.isnan(logprobs)
@@ -201,7 +243,10 @@ def _has_logprobs(contract: Contract) -> str | None:
 
 @batch_check(
     "batch.logprobs",
-    promise="Every trained token keeps its own logprob, unrounded; a missing one is masked or NaN, never a number.",
+    promise=(
+        "Every trained token keeps its own logprob, unrounded; a missing one is masked or NaN,"
+        " never a number."
+    ),
     needs=_NEEDS + "; samples with logprobs",
     exercised_by="logprobs compared",
     applies=_has_logprobs,
@@ -217,27 +262,55 @@ def _logprobs(batch: Conversion, out: Collector) -> None:
                 expected=f"{count(len(given), 'logprob')}",
                 observed="none",
                 where=batch.where(one.sample),
-                hint="A field that one sample lacks must not be dropped for all: pad it and mask it.",
+                hint=(
+                    "A field that one sample lacks must not be dropped for all: pad it and mask it."
+                ),
             )
             continue
         if _misfit(batch, out, one, "logprobs"):
             continue
         got = one.row.logprobs[one.response_places]
         masked = one.row.loss_mask is not None and one.misfit("loss_mask") is None
-        counts = one.row.loss_mask[one.response_places] != 0 if masked and one.row.loss_mask is not None else one.trained
+        counts = (
+            one.row.loss_mask[one.response_places] != 0
+            if masked and one.row.loss_mask is not None
+            else one.trained
+        )
         out.exercised("logprobs compared", int(counts.sum()))
         missing = np.isnan(given)
         invented = np.flatnonzero(missing & counts & ~np.isnan(got))
         wrong = np.flatnonzero(~missing & counts & ~np.isclose(got, given, rtol=2e-6, atol=1e-6))
         if len(invented):
-            _report_logprob(batch, out, one, invented, "a missing logprob became a number", "NaN, or loss mask 0", float(got[invented[0]]))
+            _report_logprob(
+                batch,
+                out,
+                one,
+                invented,
+                "a missing logprob became a number",
+                "NaN, or loss mask 0",
+                float(got[invented[0]]),
+            )
         elif len(wrong):
             wanted = f"{given[wrong[0]]:.6f}"
-            _report_logprob(batch, out, one, wrong, "logprobs do not stand at their tokens", wanted, float(got[wrong[0]]))
+            _report_logprob(
+                batch,
+                out,
+                one,
+                wrong,
+                "logprobs do not stand at their tokens",
+                wanted,
+                float(got[wrong[0]]),
+            )
 
 
 def _report_logprob(
-    batch: Conversion, out: Collector, one: Placed, bad: np.ndarray[tuple[int], np.dtype[np.intp]], title: str, expected: str, got: float
+    batch: Conversion,
+    out: Collector,
+    one: Placed,
+    bad: np.ndarray[tuple[int], np.dtype[np.intp]],
+    title: str,
+    expected: str,
+    got: float,
 ) -> None:
     given = one.sample.logprobs
     assert given is not None
@@ -252,8 +325,10 @@ def _report_logprob(
         expected=f"{expected} at position {position}",
         observed=f"{got:.6f}{cause}; so at {count(len(bad), 'token')} of {len(given)}",
         where=batch.where(one.sample, position=position),
-        hint="0.0 is the logprob of certainty, not of absence. Cast to float32, not to bfloat16 (slime #245), and pad logprobs where the "
-        "response is padded.",
+        hint=(
+            "0.0 is the logprob of certainty, not of absence. Cast to float32, not to bfloat16"
+            " (slime #245), and pad logprobs where the response is padded."
+        ),
     )
 
 
@@ -271,9 +346,21 @@ def _input(batch: Conversion, out: Collector) -> None:
             expected="arrays as they were handed in",
             observed=f"changed: {', '.join(batch.event.changed[:6])}",
             where=batch.where(),
-            hint="A sample is used again: in a replay buffer, in a second epoch, by a logger. Copy before padding in place.",
+            hint=(
+                "A sample is used again: in a replay buffer, in a second epoch, by a logger. Copy"
+                " before padding in place."
+            ),
         )
 
 
-CHECKS: tuple[Check, ...] = (_accepts, _complete, _tokens, _padding, _loss_mask, _logprobs, *batch_routes.CHECKS, _input)
+CHECKS: tuple[Check, ...] = (
+    _accepts,
+    _complete,
+    _tokens,
+    _padding,
+    _loss_mask,
+    _logprobs,
+    *batch_routes.CHECKS,
+    _input,
+)
 """All checks of batches."""

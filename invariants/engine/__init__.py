@@ -1,4 +1,6 @@
-"""Engines: the family ``engine``, and which checks of other families judge an engine that is driven directly, too."""
+"""Engines: the family ``engine``, and which checks of other families judge an engine that is driven
+directly, too.
+"""
 
 from __future__ import annotations
 
@@ -27,14 +29,24 @@ def _aborts(contract: Contract) -> str | None:
 
 def _seen(contract: Contract) -> str | None:
     """Why nobody sees how far a call has come while it runs."""
-    blind = contract.engine is not None and not set(contract.engine.stream_modes) - {StreamMode.FINAL}
-    return "the engine declares that it streams nothing: how far a call has come is not seen" if blind else None
+    blind = contract.engine is not None and not set(contract.engine.stream_modes) - {
+        StreamMode.FINAL
+    }
+    return (
+        "the engine declares that it streams nothing: how far a call has come is not seen"
+        if blind
+        else None
+    )
 
 
 def _told(contract: Contract) -> str | None:
     """Why nothing tells which weights an engine sampled a token from."""
     mute = contract.engine is not None and contract.logprobs is Logprobs.NONE
-    return "the engine returns no logprobs: nothing tells which weights sampled a token" if mute else None
+    return (
+        "the engine returns no logprobs: nothing tells which weights sampled a token"
+        if mute
+        else None
+    )
 
 
 SHARED: Mapping[str, Applies] = {
@@ -52,15 +64,20 @@ SHARED: Mapping[str, Applies] = {
     "versions.published": _always,
     "versions.engine-tags": _told,
     "weights.no-admission-while-paused": engine_calls.pauses,
-    "weights.no-token-while-paused": lambda contract: engine_calls.pauses(contract) or _seen(contract),
+    "weights.no-token-while-paused": lambda contract: (
+        engine_calls.pauses(contract) or _seen(contract)
+    ),
     "weights.served-after-update": _told,
     "weights.no-stale-cache": lambda contract: None if contract.has_routes else _told(contract),
     "lifecycle.ends-once": _always,
     "lifecycle.no-hang": _always,
     "lifecycle.abort-hits-target": _aborts,
-    "lifecycle.abort-keeps-tokens": lambda contract: _aborts(contract) or _seen(contract) or _told(contract),
+    "lifecycle.abort-keeps-tokens": lambda contract: (
+        _aborts(contract) or _seen(contract) or _told(contract)
+    ),
 }
-"""Checks that judge what an engine does, whoever asked it, and what an engine's own terms rule out of them.
+"""Checks that judge what an engine does, whoever asked it, and what an engine's own terms rule out
+of them.
 
 With a client of rollproof's own, nobody but the engine can be at fault.
 """

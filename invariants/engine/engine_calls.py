@@ -1,4 +1,6 @@
-"""Engine calls: every one is answered, or refused as declared, and a pause holds them back (ids ``engine.*``)."""
+"""Engine calls: every one is answered, or refused as declared, and a pause holds them back (ids
+``engine.*``).
+"""
 
 from __future__ import annotations
 
@@ -46,11 +48,15 @@ class _Calls(Fold):
 
     def latest_of(self, request_id: str) -> Call | None:
         """The call that a request made last."""
-        return next((call for call in reversed(self.calls.values()) if call.request_id == request_id), None)
+        return next(
+            (call for call in reversed(self.calls.values()) if call.request_id == request_id), None
+        )
 
 
 class _Answers(_Calls):
-    """Every call has one reply, unless the engine refused it; an experiment that broke off is the engine's fault, too."""
+    """Every call has one reply, unless the engine refused it; an experiment that broke off is the
+    engine's fault, too.
+    """
 
     def __init__(self, context: JudgeContext) -> None:
         super().__init__(context)
@@ -60,7 +66,11 @@ class _Answers(_Calls):
     def on_reply(self, event: Reply, out: Collector) -> None:
         self._replies[event.call_id] = self._replies.get(event.call_id, 0) + 1
         call, got = self.calls.get(event.call_id), len(event.output.token_ids)
-        if call is None or event.output.finish_reason is not FinishReason.LENGTH or refusal_of(self.terms, call) is not None:
+        if (
+            call is None
+            or event.output.finish_reason is not FinishReason.LENGTH
+            or refusal_of(self.terms, call) is not None
+        ):
             return
         # the last place of the context is not used by every engine
         room = self.terms.max_length - 1 - len(call.prompt_ids)
@@ -68,9 +78,15 @@ class _Answers(_Calls):
             out.finding(
                 "a call ended by length before it had the length",
                 expected=f"{call.max_tokens} tokens, or another finish reason",
-                observed=f"{got} tokens after a prompt of {len(call.prompt_ids)}; the engine takes {self.terms.max_length} in all",
+                observed=(
+                    f"{got} tokens after a prompt of {len(call.prompt_ids)}; the engine takes"
+                    f" {self.terms.max_length} in all"
+                ),
                 where={"call": event.call_id, "server": call.server_id, "request": call.request_id},
-                hint="The budget is counted from another place, or what was sampled last was dropped: a client takes the sample for whole.",
+                hint=(
+                    "The budget is counted from another place, or what was sampled last was"
+                    " dropped: a client takes the sample for whole."
+                ),
             )
 
     def on_result(self, event: Result, out: Collector) -> None:
@@ -85,7 +101,10 @@ class _Answers(_Calls):
                 expected="an engine that does what its contract offers",
                 observed=event.detail,
                 where={"server": event.server_id, "index": event.index},
-                hint="The engine died, hung, or raised on a call, a pause or an update: the end of its log is in the text.",
+                hint=(
+                    "The engine died, hung, or raised on a call, a pause or an update: the end of"
+                    " its log is in the text."
+                ),
             )
 
     def finish(self, out: Collector) -> None:
@@ -96,11 +115,21 @@ class _Answers(_Calls):
             replies = self._replies.get(number, 0)
             if replies != 1:
                 out.finding(
-                    "a call was not answered" if not replies else "a call was answered more than once",
+                    (
+                        "a call was not answered"
+                        if not replies
+                        else "a call was answered more than once"
+                    ),
                     expected="one reply to each call, also to an aborted one",
-                    observed=f"{replies} replies to call {number} ({len(call.prompt_ids)} prompt tokens, budget {call.max_tokens})",
+                    observed=(
+                        f"{replies} replies to call {number} ({len(call.prompt_ids)} prompt tokens,"
+                        f" budget {call.max_tokens})"
+                    ),
                     where={"call": number, "server": call.server_id, "request": call.request_id},
-                    hint="An abort that returns nothing loses what was sampled (vLLM #22197); of several samples, one was dropped.",
+                    hint=(
+                        "An abort that returns nothing loses what was sampled (vLLM #22197); of"
+                        " several samples, one was dropped."
+                    ),
                 )
 
 
@@ -123,7 +152,11 @@ class _Refusals(_Calls):
     def finish(self, out: Collector) -> None:
         for number, call in self.calls.items():
             wanted = refusal_of(self.terms, call)
-            if wanted is None and number in self.sent_paused and self.terms.paused_calls is PausedCalls.RAISE:
+            if (
+                wanted is None
+                and number in self.sent_paused
+                and self.terms.paused_calls is PausedCalls.RAISE
+            ):
                 continue
             got = self._outcome(number)
             if got is None:
@@ -132,19 +165,26 @@ class _Refusals(_Calls):
                 out.exercised("calls that cannot be served")
             if not _agrees(wanted, got):
                 out.finding(
-                    "a call that can be served was refused"
-                    if wanted is None
-                    else "a call that cannot be served is answered otherwise than declared",
+                    (
+                        "a call that can be served was refused"
+                        if wanted is None
+                        else "a call that cannot be served is answered otherwise than declared"
+                    ),
                     expected="a reply" if wanted is None else _words(wanted),
                     observed=self._errors.get(number) or _words(got),
                     where={"call": number, "server": call.server_id, "request": call.request_id},
-                    hint=f"The call has {len(call.prompt_ids)} prompt tokens, a budget of {call.max_tokens}, and asks for rows from"
-                    f" {call.routes_start} on; the engine takes {self.terms.max_length} tokens. A client that expects the other way"
-                    " crashes, or trains on an empty sample.",
+                    hint=(
+                        f"The call has {len(call.prompt_ids)} prompt tokens, a budget of"
+                        f" {call.max_tokens}, and asks for rows from {call.routes_start} on; the"
+                        f" engine takes {self.terms.max_length} tokens. A client that expects the"
+                        " other way crashes, or trains on an empty sample."
+                    ),
                 )
 
     def _outcome(self, number: int) -> Refusal | None:
-        """How a call ended: ``IGNORED`` where it was served. ``None`` where it was not answered at all."""
+        """How a call ended: ``IGNORED`` where it was served. ``None`` where it was not answered at
+        all.
+        """
         reply = self._replies.get(number)
         if number in self._errors:
             return Refusal.ERROR
@@ -190,15 +230,26 @@ class _PausedCalls(_Calls):
         out.exercised("calls sent to a paused engine")
         rejected = event.output.finish_reason is FinishReason.ABORT and not event.output.token_ids
         if self.terms.paused_calls is not PausedCalls.PARK and not rejected:
-            self._blame(event.call_id, call, f"a reply of {len(event.output.token_ids)} tokens", out)
-        if self.terms.paused_calls is PausedCalls.PARK and rejected and event.call_id not in self._aborted:
+            self._blame(
+                event.call_id, call, f"a reply of {len(event.output.token_ids)} tokens", out
+            )
+        if (
+            self.terms.paused_calls is PausedCalls.PARK
+            and rejected
+            and event.call_id not in self._aborted
+        ):
             self._blame(event.call_id, call, "an abort without tokens", out)
         if event.call_id in self._aborted and event.output.finish_reason is not FinishReason.ABORT:
             self._forgotten(event, call, out)
 
     def on_result(self, event: Result, out: Collector) -> None:
         call = self.latest_of(event.request_id)
-        if call is None or event.error is None or event.hung or call.call_id not in self.sent_paused:
+        if (
+            call is None
+            or event.error is None
+            or event.hung
+            or call.call_id not in self.sent_paused
+        ):
             return
         del self.sent_paused[call.call_id]
         out.exercised("calls sent to a paused engine")
@@ -207,53 +258,86 @@ class _PausedCalls(_Calls):
 
     def _look(self, number: int, tokens: int, out: Collector) -> None:
         if tokens and self.paused is not None and number in self.sent_paused:
-            self._blame(number, self.sent_paused.pop(number), f"{tokens} tokens before the resume", out)
+            self._blame(
+                number, self.sent_paused.pop(number), f"{tokens} tokens before the resume", out
+            )
 
     def _forgotten(self, event: Reply, call: Call, out: Collector) -> None:
         out.finding(
             "the abort of a call that waited for the end of a pause was forgotten",
             expected="an abort: the call had not begun when it was aborted",
-            observed=f"{len(event.output.token_ids)} tokens, sampled after the resume; it ended by {event.output.finish_reason}",
+            observed=(
+                f"{len(event.output.token_ids)} tokens, sampled after the resume; it ended by"
+                f" {event.output.finish_reason}"
+            ),
             where={"call": event.call_id, "server": call.server_id, "request": call.request_id},
-            hint="Calls that come during a pause are held back before the engine knows them, and an abort looks only among those. A"
-            " caller that has given the request up, or sent it elsewhere, now has it sampled twice.",
+            hint=(
+                "Calls that come during a pause are held back before the engine knows them, and an"
+                " abort looks only among those. A caller that has given the request up, or sent it"
+                " elsewhere, now has it sampled twice."
+            ),
         )
 
     def _blame(self, number: int, call: Call, observed: str, out: Collector) -> None:
-        wanted = {PausedCalls.PARK: "it waits for the resume", PausedCalls.REJECT: "an abort without tokens", PausedCalls.RAISE: "an error"}
+        wanted = {
+            PausedCalls.PARK: "it waits for the resume",
+            PausedCalls.REJECT: "an abort without tokens",
+            PausedCalls.RAISE: "an error",
+        }
         out.finding(
             "a call sent to a paused engine is treated otherwise than declared",
-            expected=f"{wanted[self.terms.paused_calls]} (paused_calls='{self.terms.paused_calls}')",
+            expected=(
+                f"{wanted[self.terms.paused_calls]} (paused_calls='{self.terms.paused_calls}')"
+            ),
             observed=observed,
             where={"call": number, "server": call.server_id, "request": call.request_id},
-            hint="A call that runs during a pause samples from weights that are being replaced; one that is dropped is lost to its caller.",
+            hint=(
+                "A call that runs during a pause samples from weights that are being replaced; one"
+                " that is dropped is lost to its caller."
+            ),
         )
 
 
 def pauses(contract: Contract) -> str | None:
-    """Why there is nothing to judge where an engine has no pauses; ``None`` where it has, or says nothing."""
-    return "the engine declares no pause modes" if contract.engine is not None and not contract.engine.pause_modes else None
+    """Why there is nothing to judge where an engine has no pauses; ``None`` where it has, or says
+    nothing.
+    """
+    return (
+        "the engine declares no pause modes"
+        if contract.engine is not None and not contract.engine.pause_modes
+        else None
+    )
 
 
 CHECKS: tuple[Check, ...] = (
     trace_check(
         "engine.answers",
-        promise="Every call gets one reply, also an aborted one, none ends by length before its budget, and the engine does all that its "
-        "contract offers.",
+        promise=(
+            "Every call gets one reply, also an aborted one, none ends by length before its budget,"
+            " and the engine does all that its contract offers."
+        ),
         needs="Call, Reply and Result events of an experiment",
         exercised_by="calls",
         about="engines",
     )(_Answers),
     trace_check(
         "engine.refusals",
-        promise="A call that cannot be served is answered as declared, and no other call is refused.",
-        needs="calls without a budget or a prompt, longer than the context, or with an offset beyond the prompt",
+        promise=(
+            "A call that cannot be served is answered as declared, and no other call is refused."
+        ),
+        needs=(
+            "calls without a budget or a prompt, longer than the context, or with an offset beyond"
+            " the prompt"
+        ),
         exercised_by="calls that cannot be served",
         about="engines",
     )(_Refusals),
     trace_check(
         "engine.paused-calls",
-        promise="A call sent to a paused engine is parked, turned away or refused, as declared; aborted meanwhile, it does not run.",
+        promise=(
+            "A call sent to a paused engine is parked, turned away or refused, as declared; aborted"
+            " meanwhile, it does not run."
+        ),
         needs="calls between a Pause and its Resume",
         exercised_by="calls sent to a paused engine",
         applies=pauses,

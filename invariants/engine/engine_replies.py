@@ -13,7 +13,14 @@ from rollproof.core.engine_contract import EngineTerms, Refusal, ReplyKey, Route
 from rollproof.core.records import EngineOutput, FinishReason, IntArray
 from rollproof.core.trace import Call, Chunk, Reference, Reply, Weights
 from rollproof.invariants._shared.phrases import count
-from rollproof.invariants.engine.independent_forward import NEAR_TIE, TOLERANCE, PerReply, captured_rows, moe_rows, readable
+from rollproof.invariants.engine.independent_forward import (
+    NEAR_TIE,
+    TOLERANCE,
+    PerReply,
+    captured_rows,
+    moe_rows,
+    readable,
+)
 from rollproof.invariants.routes.route_phrases import has_routes
 from rollproof.judging.checks import Check, Collector, trace_check
 
@@ -24,7 +31,9 @@ __all__ = ["CHECKS", "refusal_of"]
 
 
 def refusal_of(terms: EngineTerms, call: Call) -> Refusal | None:
-    """How an engine of these terms answers a call that it cannot serve; ``None`` for one that it must serve."""
+    """How an engine of these terms answers a call that it cannot serve; ``None`` for one that it
+    must serve.
+    """
     if not call.prompt_ids:
         return terms.empty_prompt
     if call.max_tokens is not None and call.max_tokens < 1:
@@ -42,13 +51,17 @@ class _Served(PerReply):
         assert self.contract.engine is not None
         self.terms: EngineTerms = self.contract.engine
 
-    def judge(self, call: Call, reply: Reply, references: Sequence[Reference], out: Collector) -> None:
+    def judge(
+        self, call: Call, reply: Reply, references: Sequence[Reference], out: Collector
+    ) -> None:
         if refusal_of(self.terms, call) in (None, Refusal.IGNORED):
             self.look(call, reply, out)
 
     def look(self, call: Call, reply: Reply, out: Collector) -> None:
         """Judge one reply."""
-        raise NotImplementedError(f"{type(self).__name__} must look at the replies that it is shown")
+        raise NotImplementedError(
+            f"{type(self).__name__} must look at the replies that it is shown"
+        )
 
 
 class _RowCount(_Served):
@@ -65,12 +78,21 @@ class _RowCount(_Served):
         if len(output.routes) != want:
             out.finding(
                 "a reply has another number of rows than tokens were forwarded",
-                expected=f"{count(want, 'row')}: {len(call.prompt_ids)} prompt + {len(output.token_ids)} sampled tokens"
-                f"{'' if self.contract.rows is Rows.ALL else ' - 1'}{f' - {output.routes_start} (offset)' if output.routes_start else ''}",
-                observed=f"{count(len(output.routes), 'row')}, in a reply that ended by {output.finish_reason}",
+                expected=(
+                    f"{count(want, 'row')}: {len(call.prompt_ids)} prompt + {len(output.token_ids)}"
+                    " sampled tokens"
+                    f"{'' if self.contract.rows is Rows.ALL else ' - 1'}{f' - {output.routes_start} (offset)' if output.routes_start else ''}"
+                ),
+                observed=(
+                    f"{count(len(output.routes), 'row')}, in a reply that ended by"
+                    f" {output.finish_reason}"
+                ),
                 where={"call": reply.call_id, "server": call.server_id},
-                hint="Rows of a step that was thrown away were kept, or those of the last step were dropped: an abort between forward and "
-                "sampling, async scheduling (vLLM #39917), or an offset that the engine ignores.",
+                hint=(
+                    "Rows of a step that was thrown away were kept, or those of the last step were"
+                    " dropped: an abort between forward and sampling, async scheduling (vLLM"
+                    " #39917), or an offset that the engine ignores."
+                ),
             )
 
 
@@ -85,7 +107,10 @@ class _Keys(_Served):
         if not output.token_ids:
             if not aborted:
                 return
-            allowed, stage = [self.terms.keys_early, self.terms.keys_queued], "aborted before the first token"
+            allowed, stage = (
+                [self.terms.keys_early, self.terms.keys_queued],
+                "aborted before the first token",
+            )
         out.exercised(f"replies that {stage}" if not aborted else f"replies {stage}")
         shown = {
             ReplyKey.LOGPROBS: output.logprobs is not None,
@@ -95,18 +120,25 @@ class _Keys(_Served):
         }
         judged = set(ReplyKey)
         judged -= set() if call.want_logprobs else {ReplyKey.LOGPROBS}
-        asked = self.contract.has_routes and (call.want_routes or self.terms.routes_switch is RoutesSwitch.ENGINE)
+        asked = self.contract.has_routes and (
+            call.want_routes or self.terms.routes_switch is RoutesSwitch.ENGINE
+        )
         judged -= set() if asked else {ReplyKey.ROUTES}
         has = {key for key in judged if shown[key]}
         if not any(has == judged & set(keys) for keys in allowed):
-            wanted = " or ".join(sorted({", ".join(sorted(judged & set(keys))) or "nothing" for keys in allowed}))
+            wanted = " or ".join(
+                sorted({", ".join(sorted(judged & set(keys))) or "nothing" for keys in allowed})
+            )
             out.finding(
                 "a reply has other parts than the engine declares",
                 expected=f"{wanted}, of a call that {stage if not aborted else f'was {stage}'}",
                 observed=", ".join(sorted(has)) or "nothing",
                 where={"call": reply.call_id, "server": call.server_id},
-                hint="Engines end calls in several places (running, preempted, queued), and each builds its reply anew: a consumer that"
-                " reads a part unconditionally breaks on the other path (SGLang #11673, #11093; vime#49).",
+                hint=(
+                    "Engines end calls in several places (running, preempted, queued), and each"
+                    " builds its reply anew: a consumer that reads a part unconditionally breaks on"
+                    " the other path (SGLang #11673, #11093; vime#49)."
+                ),
             )
 
 
@@ -119,15 +151,24 @@ class _Spans(_Served):
             return
         out.exercised("replies with spans")
         starts = [0, *(span.end for span in spans)]
-        broken = any(span.start != start for span, start in zip(spans, starts, strict=False)) or starts[-1] != length
+        broken = (
+            any(span.start != start for span, start in zip(spans, starts, strict=False))
+            or starts[-1] != length
+        )
         twice = any(a.version == b.version for a, b in pairwise(spans))
         if broken or twice or any(span.end <= span.start for span in spans):
             out.finding(
                 "version spans do not cover the tokens one after the other",
-                expected=f"spans from 0 to {length}, each beginning where the one before ends, under another version",
+                expected=(
+                    f"spans from 0 to {length}, each beginning where the one before ends, under"
+                    " another version"
+                ),
                 observed=", ".join(f"{span.version}: {span.start}-{span.end}" for span in spans),
                 where={"call": reply.call_id, "server": call.server_id},
-                hint="Spans are built from positions noted at updates: an update between two, a retraction, tokens cut at a stop.",
+                hint=(
+                    "Spans are built from positions noted at updates: an update between two, a"
+                    " retraction, tokens cut at a stop."
+                ),
             )
 
 
@@ -141,11 +182,28 @@ class _OptIn(_Served):
         wanted = call.want_routes or self.terms.routes_switch is RoutesSwitch.ENGINE
         if (reply.output.routes is not None) != wanted:
             out.finding(
-                "routes were returned to a call that did not ask" if not wanted else "a call that asked for routes got none",
-                expected=f"{'routes' if wanted else 'no routes'}: the engine declares routes_switch='{self.terms.routes_switch}'",
-                observed="no routes" if wanted else f"rows of shape {reply.output.routes.shape if reply.output.routes is not None else ()}",
+                (
+                    "routes were returned to a call that did not ask"
+                    if not wanted
+                    else "a call that asked for routes got none"
+                ),
+                expected=(
+                    f"{'routes' if wanted else 'no routes'}: the engine declares"
+                    f" routes_switch='{self.terms.routes_switch}'"
+                ),
+                observed=(
+                    "no routes"
+                    if wanted
+                    else (
+                        "rows of shape"
+                        f" {reply.output.routes.shape if reply.output.routes is not None else ()}"
+                    )
+                ),
                 where={"call": reply.call_id, "server": call.server_id},
-                hint="In a mixed batch the flag of one request was applied to all, or to none (slime #1909).",
+                hint=(
+                    "In a mixed batch the flag of one request was applied to all, or to none (slime"
+                    " #1909)."
+                ),
             )
 
 
@@ -170,10 +228,17 @@ class _Stream(_Served):
         for chunk in chunks:
             if call.stream is StreamMode.CUMULATIVE and chunk.token_ids[: len(tokens)] != tokens:
                 problem = problem or "a chunk does not continue the one before it"
-            tokens = chunk.token_ids if call.stream is StreamMode.CUMULATIVE else tokens + chunk.token_ids
+            tokens = (
+                chunk.token_ids
+                if call.stream is StreamMode.CUMULATIVE
+                else tokens + chunk.token_ids
+            )
         ends = sum(chunk.finished for chunk in chunks)
         if tokens != reply.output.token_ids:
-            problem = problem or f"the chunks make {count(len(tokens), 'token')}: {list(tokens[-4:])} at the end"
+            problem = (
+                problem
+                or f"the chunks make {count(len(tokens), 'token')}: {list(tokens[-4:])} at the end"
+            )
         if ends != 1 or not chunks[-1].finished:
             problem = problem or f"{ends} chunks say that they are the last"
         if any(chunk.rows is not None for chunk in chunks[:-1]):
@@ -184,16 +249,27 @@ class _Stream(_Served):
         if problem:
             out.finding(
                 "the chunks of a stream do not make the reply",
-                expected=f"{count(len(reply.output.token_ids), 'token')}, {list(reply.output.token_ids[-4:])} at the end, and {rows} rows"
-                " on the last chunk",
-                observed=f"{problem} ({call.stream}, {len(chunks)} chunks, ended by {reply.output.finish_reason})",
+                expected=(
+                    f"{count(len(reply.output.token_ids), 'token')},"
+                    f" {list(reply.output.token_ids[-4:])} at the end, and {rows} rows on the last"
+                    " chunk"
+                ),
+                observed=(
+                    f"{problem} ({call.stream}, {len(chunks)} chunks, ended by"
+                    f" {reply.output.finish_reason})"
+                ),
                 where={"call": reply.call_id, "server": call.server_id},
-                hint="The chunk that ends an aborted call repeats or loses a token, or is missing (SGLang #34488, vLLM #22283, #47933).",
+                hint=(
+                    "The chunk that ends an aborted call repeats or loses a token, or is missing"
+                    " (SGLang #34488, vLLM #22283, #47933)."
+                ),
             )
 
 
 class _Identity(PerReply):
-    """Two calls alike, an identity update between them: the later one is compared with the earlier one, layer by layer."""
+    """Two calls alike, an identity update between them: the later one is compared with the earlier
+    one, layer by layer.
+    """
 
     def __init__(self, context: JudgeContext) -> None:
         super().__init__(context)
@@ -208,18 +284,32 @@ class _Identity(PerReply):
             self._crossed = []
         self._before = []
 
-    def judge(self, call: Call, reply: Reply, references: Sequence[Reference], out: Collector) -> None:
+    def judge(
+        self, call: Call, reply: Reply, references: Sequence[Reference], out: Collector
+    ) -> None:
         self._before.append((call, reply))
         for other, earlier in self._crossed:
-            if other.prompt_ids == call.prompt_ids and other.sampling == call.sampling and other.max_tokens == call.max_tokens:
+            if (
+                other.prompt_ids == call.prompt_ids
+                and other.sampling == call.sampling
+                and other.max_tokens == call.max_tokens
+            ):
                 self._compare(call, earlier, reply, references, out)
                 return
 
-    def _compare(self, call: Call, before: Reply, after: Reply, references: Sequence[Reference], out: Collector) -> None:
+    def _compare(
+        self,
+        call: Call,
+        before: Reply,
+        after: Reply,
+        references: Sequence[Reference],
+        out: Collector,
+    ) -> None:
         terms = self.contract.engine
         a, b = before.output, after.output
         same = next(
-            (i for i, (x, y) in enumerate(zip(a.token_ids, b.token_ids, strict=False)) if x != y), min(len(a.token_ids), len(b.token_ids))
+            (i for i, (x, y) in enumerate(zip(a.token_ids, b.token_ids, strict=False)) if x != y),
+            min(len(a.token_ids), len(b.token_ids)),
         )
         out.exercised("calls repeated after an identity update")
         said = []
@@ -231,7 +321,10 @@ class _Identity(PerReply):
                 said.append(f"logprobs differ by up to {gap.max():.3g} nats")
         layers = self._changed_layers(a.routes, b.routes, len(call.prompt_ids) + same - 1)
         if layers:
-            said.append(f"rows differ in {len(layers)} of {len(self.contract.moe_layers or ())} MoE layers (layers {layers})")
+            said.append(
+                f"rows differ in {len(layers)} of {len(self.contract.moe_layers or ())} MoE layers"
+                f" (layers {layers})"
+            )
         moved = self._reordered_layers(a, b, len(call.prompt_ids) + same - 1, references)
         if moved and not layers:
             said.append(f"the experts of a row stand in another order, in layers {moved}")
@@ -240,9 +333,17 @@ class _Identity(PerReply):
                 "an update to equal weights changed what the engine returns",
                 expected="the same tokens, logprobs and rows for the same call, before and after",
                 observed="; ".join(said),
-                where={"call": after.call_id, "server": call.server_id, "index": after.index, **({"layer": layers[0]} if layers else {})},
-                hint="The load is not repeatable: weights that were packed, transposed or fused after the first load are loaded again into"
-                " buffers that are no longer used, or a second time (SGLang #14178, #15246; vLLM #48312).",
+                where={
+                    "call": after.call_id,
+                    "server": call.server_id,
+                    "index": after.index,
+                    **({"layer": layers[0]} if layers else {}),
+                },
+                hint=(
+                    "The load is not repeatable: weights that were packed, transposed or fused"
+                    " after the first load are loaded again into buffers that are no longer used,"
+                    " or a second time (SGLang #14178, #15246; vLLM #48312)."
+                ),
             )
 
     def _changed_layers(self, a: IntArray | None, b: IntArray | None, stop: int) -> list[int]:
@@ -252,16 +353,31 @@ class _Identity(PerReply):
         differs = (np.sort(a[:size], axis=2) != np.sort(b[:size], axis=2)).any(axis=(0, 2))
         return [self.contract.layer_of_column(int(column)) for column in np.flatnonzero(differs)]
 
-    def _reordered_layers(self, a: EngineOutput, b: EngineOutput, stop: int, references: Sequence[Reference]) -> list[int]:
-        """Layers in which the same experts stand in another order, and rounding is no reason for it: an independent forward says so."""
-        if not references or not (readable(self.contract, a) and readable(self.contract, b)) or a.routes_start != b.routes_start:
+    def _reordered_layers(
+        self, a: EngineOutput, b: EngineOutput, stop: int, references: Sequence[Reference]
+    ) -> list[int]:
+        """Layers in which the same experts stand in another order, and rounding is no reason for
+        it: an independent forward says so.
+        """
+        if (
+            not references
+            or not (readable(self.contract, a) and readable(self.contract, b))
+            or a.routes_start != b.routes_start
+        ):
             return []
-        first, second = (captured_rows(self.contract, output)[: max(stop - a.routes_start, 0)] for output in (a, b))
+        first, second = (
+            captured_rows(self.contract, output)[: max(stop - a.routes_start, 0)]
+            for output in (a, b)
+        )
         size = min(len(first), len(second))
-        differs = (moe_rows(self.contract, first[:size]) != moe_rows(self.contract, second[:size])).any(axis=2)
+        differs = (
+            moe_rows(self.contract, first[:size]) != moe_rows(self.contract, second[:size])
+        ).any(axis=2)
         moe, at = list(self.contract.moe_layers or ()), slice(a.routes_start, a.routes_start + size)
         for reference in references:
-            clear = (reference.orders[at][:, moe] >= NEAR_TIE) & (reference.margins[at][:, moe] >= NEAR_TIE)
+            clear = (reference.orders[at][:, moe] >= NEAR_TIE) & (
+                reference.margins[at][:, moe] >= NEAR_TIE
+            )
             differs[: len(clear)] &= clear
         return [moe[int(column)] for column in np.flatnonzero(differs.any(axis=0))]
 
@@ -272,14 +388,20 @@ def _streams(contract: Contract) -> str | None:
 
 
 def _tagged(contract: Contract) -> str | None:
-    return None if contract.versions is Versions.SPAN else f"the contract declares versions='{contract.versions}', not spans"
+    return (
+        None
+        if contract.versions is Versions.SPAN
+        else f"the contract declares versions='{contract.versions}', not spans"
+    )
 
 
 _REPLIES = "the replies of an engine"
 CHECKS: tuple[Check, ...] = (
     trace_check(
         "engine.rows",
-        promise="A reply has one row per forwarded token from its offset on, however the call ended.",
+        promise=(
+            "A reply has one row per forwarded token from its offset on, however the call ended."
+        ),
         needs=_REPLIES + " with routes",
         exercised_by=("rows of finished calls", "rows of aborted calls"),
         applies=has_routes,
@@ -287,9 +409,15 @@ CHECKS: tuple[Check, ...] = (
     )(_RowCount),
     trace_check(
         "engine.parts",
-        promise="A reply has the parts that the engine declares for the way in which its call ended.",
+        promise=(
+            "A reply has the parts that the engine declares for the way in which its call ended."
+        ),
         needs=_REPLIES,
-        exercised_by=("replies that ended by itself", "replies aborted after a token", "replies aborted before the first token"),
+        exercised_by=(
+            "replies that ended by itself",
+            "replies aborted after a token",
+            "replies aborted before the first token",
+        ),
         about="engines",
     )(_Keys),
     trace_check(
@@ -302,7 +430,9 @@ CHECKS: tuple[Check, ...] = (
     )(_Spans),
     trace_check(
         "engine.opt-in",
-        promise="Routes are in the replies of the calls that asked for them, as the engine declares.",
+        promise=(
+            "Routes are in the replies of the calls that asked for them, as the engine declares."
+        ),
         needs=_REPLIES,
         exercised_by=("calls that ask", "calls that do not ask"),
         applies=has_routes,
@@ -310,7 +440,10 @@ CHECKS: tuple[Check, ...] = (
     )(_OptIn),
     trace_check(
         "engine.stream",
-        promise="The chunks of a stream make the reply: every token once, one end, the routes on the last chunk.",
+        promise=(
+            "The chunks of a stream make the reply: every token once, one end, the routes on the"
+            " last chunk."
+        ),
         needs="Chunk events and the reply of a streamed call",
         exercised_by=("cumulative streams", "delta streams"),
         applies=_streams,
@@ -318,7 +451,10 @@ CHECKS: tuple[Check, ...] = (
     )(_Stream),
     trace_check(
         "engine.identity",
-        promise="After an update to equal weights, the same call has the same tokens, logprobs and rows in every layer.",
+        promise=(
+            "After an update to equal weights, the same call has the same tokens, logprobs and rows"
+            " in every layer."
+        ),
         needs="a call, an identity update, and the same call again",
         exercised_by="calls repeated after an identity update",
         about="engines",

@@ -1,4 +1,6 @@
-"""Engine values: rows and logprobs of a real engine are those that an independent forward of its weights gives (ids ``engine.*``)."""
+"""Engine values: rows and logprobs of a real engine are those that an independent forward of its
+weights gives (ids ``engine.*``).
+"""
 
 from __future__ import annotations
 
@@ -11,7 +13,16 @@ from rollproof.core.contract import Contract, Logprobs
 from rollproof.core.records import LogprobArray
 from rollproof.core.trace import Call, Reference, Reply, Weights
 from rollproof.invariants._shared.phrases import count, ranges
-from rollproof.invariants.engine.independent_forward import NEAR_TIE, TOLERANCE, Fit, Mask, PerReply, fit_of, moe_rows, readable
+from rollproof.invariants.engine.independent_forward import (
+    NEAR_TIE,
+    TOLERANCE,
+    Fit,
+    Mask,
+    PerReply,
+    fit_of,
+    moe_rows,
+    readable,
+)
 from rollproof.invariants.routes.route_phrases import has_routes
 from rollproof.judging.checks import Check, Collector, trace_check
 
@@ -24,7 +35,9 @@ _NO_REFERENCE = "the trace holds no independent forward (Reference events)"
 
 
 class _Values(PerReply):
-    """Shows each reply that one served version must explain. What follows an identity update is ``engine.identity``'s to judge."""
+    """Shows each reply that one served version must explain. What follows an identity update is
+    ``engine.identity``'s to judge.
+    """
 
     def __init__(self, context: JudgeContext) -> None:
         super().__init__(context)
@@ -34,25 +47,48 @@ class _Values(PerReply):
         super().on_weights(event, out)
         self._after_identity = event.identity
 
-    def judge(self, call: Call, reply: Reply, references: Sequence[Reference], out: Collector) -> None:
+    def judge(
+        self, call: Call, reply: Reply, references: Sequence[Reference], out: Collector
+    ) -> None:
         if not references:
             if reply.output.token_ids:
                 out.absent(_NO_REFERENCE)
             return
         if self.over_kept_kv or self._after_identity:
             return
-        fits = [fit_of(self.contract, len(call.prompt_ids), reply.output, reference) for reference in references]
+        fits = [
+            fit_of(self.contract, len(call.prompt_ids), reply.output, reference)
+            for reference in references
+        ]
         self.compare(call, reply, references, fits, out)
 
-    def compare(self, call: Call, reply: Reply, references: Sequence[Reference], fits: Sequence[Fit], out: Collector) -> None:
+    def compare(
+        self,
+        call: Call,
+        reply: Reply,
+        references: Sequence[Reference],
+        fits: Sequence[Fit],
+        out: Collector,
+    ) -> None:
         """Compare a reply with the references of every version that was served until then."""
-        raise NotImplementedError(f"{type(self).__name__} must compare the replies that it is shown")
+        raise NotImplementedError(
+            f"{type(self).__name__} must compare the replies that it is shown"
+        )
 
 
 class _Routes(_Values):
-    """A row must be the choice of some served version: which one it ought to be is told by the version checks."""
+    """A row must be the choice of some served version: which one it ought to be is told by the
+    version checks.
+    """
 
-    def compare(self, call: Call, reply: Reply, references: Sequence[Reference], fits: Sequence[Fit], out: Collector) -> None:
+    def compare(
+        self,
+        call: Call,
+        reply: Reply,
+        references: Sequence[Reference],
+        fits: Sequence[Fit],
+        out: Collector,
+    ) -> None:
         output = reply.output
         if not len(fits[0].rows) or output.routes is None:
             return
@@ -67,26 +103,56 @@ class _Routes(_Values):
         best = max(zip(references, fits, strict=True), key=lambda pair: int(pair[1].rows.sum()))[0]
         got = moe_rows(self.contract, output.routes)[first]
         moe = list(self.contract.moe_layers or ())
-        want = best.routes[output.routes_start + first, moe] if output.routes_start + first < len(best.routes) else None
-        bad = [] if want is None else [i for i in range(len(moe)) if set(got[i].tolist()) != set(want[i].tolist())]
+        want = (
+            best.routes[output.routes_start + first, moe]
+            if output.routes_start + first < len(best.routes)
+            else None
+        )
+        bad = (
+            []
+            if want is None
+            else [i for i in range(len(moe)) if set(got[i].tolist()) != set(want[i].tolist())]
+        )
         column = bad[0] if bad else 0
         out.finding(
             "an engine's rows are not what its weights choose",
-            expected="nothing: no token was forwarded there"
-            if want is None
-            else f"experts {want[column].tolist()}, by weights {best.version}",
-            observed=f"experts {got[column].tolist()}; {count(len(wrong), 'row')} of {len(good)} (position "
-            f"{ranges((wrong + output.routes_start).tolist())}) fit no weights that were served; here in {len(bad)} of {len(moe)} layers",
-            where={"call": reply.call_id, "position": output.routes_start + first, "layer": moe[column], "server": call.server_id},
-            hint="Rows of another token, layer or request: a slot read too late, a prefix whose rows were not kept with its KV "
-            "(SGLang #26975), padded rows (vLLM #43737), a capture that a kernel bypasses (vLLM #44116).",
+            expected=(
+                "nothing: no token was forwarded there"
+                if want is None
+                else f"experts {want[column].tolist()}, by weights {best.version}"
+            ),
+            observed=(
+                f"experts {got[column].tolist()}; {count(len(wrong), 'row')} of {len(good)}"
+                f" (position {ranges((wrong + output.routes_start).tolist())}) fit no weights that"
+                f" were served; here in {len(bad)} of {len(moe)} layers"
+            ),
+            where={
+                "call": reply.call_id,
+                "position": output.routes_start + first,
+                "layer": moe[column],
+                "server": call.server_id,
+            },
+            hint=(
+                "Rows of another token, layer or request: a slot read too late, a prefix whose rows"
+                " were not kept with its KV (SGLang #26975), padded rows (vLLM #43737), a capture"
+                " that a kernel bypasses (vLLM #44116)."
+            ),
         )
 
 
 class _Logprobs(_Values):
-    """A logprob must be that of some served version, in the declared mode; the other mode is told by ``engine.logprob-mode``."""
+    """A logprob must be that of some served version, in the declared mode; the other mode is told
+    by ``engine.logprob-mode``.
+    """
 
-    def compare(self, call: Call, reply: Reply, references: Sequence[Reference], fits: Sequence[Fit], out: Collector) -> None:
+    def compare(
+        self,
+        call: Call,
+        reply: Reply,
+        references: Sequence[Reference],
+        fits: Sequence[Fit],
+        out: Collector,
+    ) -> None:
         if not len(fits[0].tokens) or reply.output.logprobs is None:
             return
         good, doubtful = _any(fit.tokens for fit in fits), _any(fit.doubtful_tokens for fit in fits)
@@ -97,21 +163,39 @@ class _Logprobs(_Values):
         if len(wrong):
             first = int(wrong[0])
             sent = len(call.prompt_ids)
-            wanted = {str(reference.version): _declared(self.contract, reference)[sent + first] for reference in references}
+            wanted = {
+                str(reference.version): _declared(self.contract, reference)[sent + first]
+                for reference in references
+            }
             out.finding(
                 "an engine's logprobs are not those of its weights",
-                expected=" or ".join(f"{value:.5f} by weights {version}" for version, value in wanted.items()) + f", within {TOLERANCE:g}",
-                observed=f"{reply.output.logprobs[first]:.5f}; so for {len(wrong)} of {count(len(good), 'token')}"
-                f" (token {ranges(wrong.tolist())})",
+                expected=" or ".join(
+                    f"{value:.5f} by weights {version}" for version, value in wanted.items()
+                )
+                + f", within {TOLERANCE:g}",
+                observed=(
+                    f"{reply.output.logprobs[first]:.5f}; so for {len(wrong)} of"
+                    f" {count(len(good), 'token')} (token {ranges(wrong.tolist())})"
+                ),
                 where={"call": reply.call_id, "index": first, "server": call.server_id},
-                hint="KV of other weights or of another sequence was read, or the value belongs to another token.",
+                hint=(
+                    "KV of other weights or of another sequence was read, or the value belongs to"
+                    " another token."
+                ),
             )
 
 
 class _Mode(_Values):
     """At a temperature the two modes differ at nearly every token."""
 
-    def compare(self, call: Call, reply: Reply, references: Sequence[Reference], fits: Sequence[Fit], out: Collector) -> None:
+    def compare(
+        self,
+        call: Call,
+        reply: Reply,
+        references: Sequence[Reference],
+        fits: Sequence[Fit],
+        out: Collector,
+    ) -> None:
         temperature = call.sampling.get("temperature")
         if temperature in (None, 0, 0.0, 1, 1.0) or not len(fits[0].tokens):
             return
@@ -125,11 +209,21 @@ class _Mode(_Values):
                     declared, other = other, declared
                 out.finding(
                     "logprobs are of another mode than the declared one",
-                    expected=f"{declared} logprobs (the contract declares logprobs='{self.contract.logprobs}')",
-                    observed=f"{other} ones for all {count(len(fit.tokens), 'token')} of a call at temperature {temperature}",
+                    expected=(
+                        f"{declared} logprobs (the contract declares"
+                        f" logprobs='{self.contract.logprobs}')"
+                    ),
+                    observed=(
+                        f"{other} ones for all {count(len(fit.tokens), 'token')} of a call at"
+                        f" temperature {temperature}"
+                    ),
                     where={"call": reply.call_id, "server": call.server_id, "version": fit.version},
-                    hint="A trainer that divides logits by the temperature needs the scaled ones, any other the raw ones: a mismatch "
-                    "shows as an importance ratio far from 1 (trl #4159). vLLM: logprobs_mode; SGLang: SGLANG_RETURN_ORIGINAL_LOGPROB.",
+                    hint=(
+                        "A trainer that divides logits by the temperature needs the scaled ones,"
+                        " any other the raw ones: a mismatch shows as an importance ratio far from"
+                        " 1 (trl #4159). vLLM: logprobs_mode; SGLang:"
+                        " SGLANG_RETURN_ORIGINAL_LOGPROB."
+                    ),
                 )
                 return
 
@@ -137,7 +231,14 @@ class _Mode(_Values):
 class _Order(_Values):
     """The order counts where a consumer weights experts by their place."""
 
-    def compare(self, call: Call, reply: Reply, references: Sequence[Reference], fits: Sequence[Fit], out: Collector) -> None:
+    def compare(
+        self,
+        call: Call,
+        reply: Reply,
+        references: Sequence[Reference],
+        fits: Sequence[Fit],
+        out: Collector,
+    ) -> None:
         output = reply.output
         if output.routes is None or not readable(self.contract, output):
             return
@@ -147,19 +248,35 @@ class _Order(_Values):
             if not len(rows):
                 continue
             at = rows + output.routes_start
-            clear = (reference.orders[at][:, moe] >= NEAR_TIE) & (reference.margins[at][:, moe] >= NEAR_TIE)
-            differs = (moe_rows(self.contract, output.routes)[rows] != reference.routes[at][:, moe]).any(axis=2) & clear
+            clear = (reference.orders[at][:, moe] >= NEAR_TIE) & (
+                reference.margins[at][:, moe] >= NEAR_TIE
+            )
+            differs = (
+                moe_rows(self.contract, output.routes)[rows] != reference.routes[at][:, moe]
+            ).any(axis=2) & clear
             out.exercised("choices compared in order", int(clear.sum()))
             # a row that another version explains as well is in that version's order
-            if differs.any() and all(one is fit or not (one.rows[rows][differs.any(axis=1)]).any() for one in fits):
+            if differs.any() and all(
+                one is fit or not (one.rows[rows][differs.any(axis=1)]).any() for one in fits
+            ):
                 row, column = (int(i) for i in np.argwhere(differs)[0])
                 out.finding(
                     "the chosen experts are not in the order of their scores",
                     expected=f"experts {reference.routes[at[row], moe[column]].tolist()}",
-                    observed=f"{moe_rows(self.contract, output.routes)[rows[row], column].tolist()}; so in {int(differs.sum())} of"
-                    f" {int(clear.sum())} choices",
-                    where={"call": reply.call_id, "position": int(at[row]), "layer": moe[column], "version": str(reference.version)},
-                    hint="Sorted by id, or by a kernel that returns its top-k unordered: pair each weight with its expert by id.",
+                    observed=(
+                        f"{moe_rows(self.contract, output.routes)[rows[row], column].tolist()}; so"
+                        f" in {int(differs.sum())} of {int(clear.sum())} choices"
+                    ),
+                    where={
+                        "call": reply.call_id,
+                        "position": int(at[row]),
+                        "layer": moe[column],
+                        "version": str(reference.version),
+                    },
+                    hint=(
+                        "Sorted by id, or by a kernel that returns its top-k unordered: pair each"
+                        " weight with its expert by id."
+                    ),
                 )
                 return
 
@@ -181,7 +298,10 @@ _NEEDS = "replies, and the independent forward of each version that was served (
 CHECKS: tuple[Check, ...] = (
     trace_check(
         "engine.routes",
-        promise="Every row that an engine returns is the choice of its weights for that token, as an independent forward computes it.",
+        promise=(
+            "Every row that an engine returns is the choice of its weights for that token, as an"
+            " independent forward computes it."
+        ),
         needs=_NEEDS,
         exercised_by=("rows compared", "rows of cached tokens"),
         applies=has_routes,
@@ -197,7 +317,10 @@ CHECKS: tuple[Check, ...] = (
     )(_Order),
     trace_check(
         "engine.logprobs",
-        promise="Every logprob that an engine returns is that of its weights for that token, as an independent forward computes it.",
+        promise=(
+            "Every logprob that an engine returns is that of its weights for that token, as an"
+            " independent forward computes it."
+        ),
         needs=_NEEDS,
         exercised_by="logprobs compared",
         applies=_has_logprobs,
@@ -205,7 +328,10 @@ CHECKS: tuple[Check, ...] = (
     )(_Logprobs),
     trace_check(
         "engine.logprob-mode",
-        promise="At a temperature, logprobs are of the declared mode: of the model's distribution, or of the one that was sampled from.",
+        promise=(
+            "At a temperature, logprobs are of the declared mode: of the model's distribution, or"
+            " of the one that was sampled from."
+        ),
         needs=_NEEDS + ", of calls at a temperature other than 1",
         exercised_by="replies at a temperature other than 1",
         applies=_has_logprobs,

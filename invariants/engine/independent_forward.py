@@ -1,7 +1,9 @@
-"""Engine evidence: what an engine returned beside what an independent forward of each served version makes of the same tokens.
+"""Engine evidence: what an engine returned beside what an independent forward of each served
+version makes of the same tokens.
 
-Two forwards in float32 agree but for rounding. Where two experts' scores are so close that rounding decides, a row may differ for
-that reason alone, and so may everything behind it: those values are *doubtful*, and nobody is blamed for them.
+Two forwards in float32 agree but for rounding. Where two experts' scores are so close that rounding
+decides, a row may differ for that reason alone, and so may everything behind it: those values are
+*doubtful*, and nobody is blamed for them.
 """
 
 from __future__ import annotations
@@ -22,12 +24,26 @@ if TYPE_CHECKING:
     from rollproof.judging.checks import Collector
     from rollproof.judging.judge import JudgeContext
 
-__all__ = ["NEAR_TIE", "TOLERANCE", "Fit", "Mask", "PerReply", "captured_rows", "fit_of", "moe_rows", "readable"]
+__all__ = [
+    "NEAR_TIE",
+    "TOLERANCE",
+    "Fit",
+    "Mask",
+    "PerReply",
+    "captured_rows",
+    "fit_of",
+    "moe_rows",
+    "readable",
+]
 
 TOLERANCE = 1e-4
-"""Nats within which two float32 forwards agree; measured between vLLM and transformers on one machine: 1e-5 at most."""
+"""Nats within which two float32 forwards agree; measured between vLLM and transformers on one
+machine: 1e-5 at most.
+"""
 NEAR_TIE = 2e-4
-"""Part of itself by which a score must exceed another one for rounding in float32 not to decide between them."""
+"""Part of itself by which a score must exceed another one for rounding in float32 not to decide
+between them.
+"""
 Mask: TypeAlias = "npt.NDArray[np.bool_]"
 
 
@@ -35,9 +51,10 @@ Mask: TypeAlias = "npt.NDArray[np.bool_]"
 class Fit:
     """How one reply fits the reference of one version.
 
-    ``tokens`` ``(tokens,)`` and ``rows`` ``(rows,)`` say where the value is the reference's, ``doubtful_tokens`` and ``doubtful_rows``
-    where a near-tie at or before it leaves that open. Empty where the reply has no logprobs or no readable routes. ``other_mode`` is as
-    ``tokens``, for logprobs in the mode that the engine does not declare.
+    ``tokens`` ``(tokens,)`` and ``rows`` ``(rows,)`` say where the value is the reference's,
+    ``doubtful_tokens`` and ``doubtful_rows`` where a near-tie at or before it leaves that open.
+    Empty where the reply has no logprobs or no readable routes. ``other_mode`` is as ``tokens``,
+    for logprobs in the mode that the engine does not declare.
     """
 
     version: str
@@ -49,7 +66,9 @@ class Fit:
 
 
 def fit_of(contract: Contract, sent: int, output: EngineOutput, reference: Reference) -> Fit:
-    """Compare a reply to a call of ``sent`` prompt tokens with a reference, under the engine's contract."""
+    """Compare a reply to a call of ``sent`` prompt tokens with a reference, under the engine's
+    contract.
+    """
     count = len(output.token_ids)
     rows = doubtful_rows = np.zeros(0, dtype=bool)
     tie = np.inf
@@ -72,9 +91,16 @@ def fit_of(contract: Contract, sent: int, output: EngineOutput, reference: Refer
 
 
 def readable(contract: Contract, output: EngineOutput) -> bool:
-    """Whether the reply has routes of the declared layers and top-k, so that they can be compared at all."""
+    """Whether the reply has routes of the declared layers and top-k, so that they can be compared
+    at all.
+    """
     routes = output.routes
-    return contract.has_routes and routes is not None and bool(len(routes)) and routes.shape[1:] == (contract.route_layers, contract.top_k)
+    return (
+        contract.has_routes
+        and routes is not None
+        and bool(len(routes))
+        and routes.shape[1:] == (contract.route_layers, contract.top_k)
+    )
 
 
 def captured_rows(contract: Contract, output: EngineOutput) -> IntArray:
@@ -85,13 +111,21 @@ def captured_rows(contract: Contract, output: EngineOutput) -> IntArray:
 
 def moe_rows(contract: Contract, routes: IntArray) -> IntArray:
     """An engine's rows on the MoE layers only: ``(rows, moe layers, top_k)``."""
-    return routes if contract.layer_axis is LayerAxis.MOE else routes[:, list(contract.moe_layers or ())]
+    return (
+        routes
+        if contract.layer_axis is LayerAxis.MOE
+        else routes[:, list(contract.moe_layers or ())]
+    )
 
 
-def _differing(contract: Contract, captured: IntArray, start: int, reference: Reference) -> tuple[Mask, Mask]:
-    """Cells whose sets of experts differ: where rounding is no reason, and where a near-tie may be one; ``(rows, moe layers)`` each.
+def _differing(
+    contract: Contract, captured: IntArray, start: int, reference: Reference
+) -> tuple[Mask, Mask]:
+    """Cells whose sets of experts differ: where rounding is no reason, and where a near-tie may be
+    one; ``(rows, moe layers)`` each.
 
-    Compares as many rows as the reference has; what an engine returned beyond that was never forwarded.
+    Compares as many rows as the reference has; what an engine returned beyond that was never
+    forwarded.
     """
     moe = list(contract.moe_layers or ())
     want = reference.routes[start : start + len(captured), moe].astype(np.int64)
@@ -114,10 +148,14 @@ class PerReply(Fold):
 
     @property
     def over_kept_kv(self) -> bool:
-        """Whether KV of older weights may serve by declaration: then no single version explains what is returned."""
+        """Whether KV of older weights may serve by declaration: then no single version explains
+        what is returned.
+        """
         return self.updates > 0 and self.contract.kv_policy is KvPolicy.KEEP
 
-    def judge(self, call: Call, reply: Reply, references: Sequence[Reference], out: Collector) -> None:
+    def judge(
+        self, call: Call, reply: Reply, references: Sequence[Reference], out: Collector
+    ) -> None:
         """Judge one reply. ``references`` is empty where there is no independent forward."""
         raise NotImplementedError(f"{type(self).__name__} must judge the replies that it is shown")
 

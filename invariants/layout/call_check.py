@@ -1,4 +1,6 @@
-"""Layout calls: what a subject's layout function returned beside what the reference gives, decoded; and how a check is made of that."""
+"""Layout calls: what a subject's layout function returned beside what the reference gives, decoded;
+and how a check is made of that.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,14 @@ from rollproof.layouts.layout import Layout
 from rollproof.layouts.layout_calls import Call
 from rollproof.layouts.sources import Source
 
-__all__ = ["LayoutCall", "compare_parts", "compare_rows", "functions_read", "layout_check", "outcome_check"]
+__all__ = [
+    "LayoutCall",
+    "compare_parts",
+    "compare_rows",
+    "functions_read",
+    "layout_check",
+    "outcome_check",
+]
 
 
 @dataclass(frozen=True, eq=False)
@@ -44,14 +53,22 @@ class LayoutCall:
         return self.event.refused is None and self.event.misfit is None and not self.call.defect
 
     def before_tensor_slice(self, cp: int | None = None) -> Source:
-        """The rows of a context-parallel rank (default: that of the call) before any slice over tensor-parallel ranks."""
+        """The rows of a context-parallel rank (default: that of the call) before any slice over
+        tensor-parallel ranks.
+        """
         layout = replace(self.layout, mesh=replace(self.layout.mesh, sequence_parallel=False))
-        return layout.rows(self.call.lengths, replace(self.call.rank, cp=self.call.rank.cp if cp is None else cp))
+        return layout.rows(
+            self.call.lengths, replace(self.call.rank, cp=self.call.rank.cp if cp is None else cp)
+        )
 
     def where(self, **more: Scalar) -> dict[str, Scalar]:
         """A finding's place: the function, the sizes, the samples and the rank."""
         call, mesh = self.call, self.layout.mesh
-        sizes = {name: getattr(mesh, name) for name in ("dp", "tp", "cp", "pp", "vpp", "ulysses") if getattr(mesh, name) > 1}
+        sizes = {
+            name: getattr(mesh, name)
+            for name in ("dp", "tp", "cp", "pp", "vpp", "ulysses")
+            if getattr(mesh, name) > 1
+        }
         place: dict[str, Scalar] = {"function": self.event.function}
         if call.case:
             place["case"] = call.case
@@ -66,21 +83,33 @@ class LayoutCall:
         return {**place, **more}
 
     def cells(self, source: Source, columns: list[int] | None = None) -> npt.NDArray[np.int64]:
-        """The coded number of each row of ``source`` and column: ``(*shape, columns)``; -1 in padding."""
+        """The coded number of each row of ``source`` and column: ``(*shape, columns)``; -1 in
+        padding.
+        """
         coding = self.call.coding
-        chosen = np.arange(coding.columns) if columns is None else np.asarray(columns, dtype=np.int64)
-        cells = (source.sample * coding.positions + source.position)[..., None] * coding.columns + chosen
+        chosen = (
+            np.arange(coding.columns) if columns is None else np.asarray(columns, dtype=np.int64)
+        )
+        cells = (source.sample * coding.positions + source.position)[
+            ..., None
+        ] * coding.columns + chosen
         return np.where(source.filled[..., None], cells, -1)
 
     def told(self, row: IntArray, cells: IntArray) -> str:
-        """What a row ``(columns, width)`` holds, whose decoded numbers are ``cells``: whose it is, or the ids as they are."""
+        """What a row ``(columns, width)`` holds, whose decoded numbers are ``cells``: whose it is,
+        or the ids as they are.
+        """
         if not len(cells):
             return "no columns"
         if (cells < 0).any():
             ids = row[int(np.flatnonzero(cells < 0)[0])].tolist()
             return f"ids {ids[:8]}, which no position has"
         places = [self.call.coding.place(int(cell)) for cell in cells]
-        whose = listing(dict.fromkeys(f"position {position} of sample {sample}" for sample, position, _ in places))
+        whose = listing(
+            dict.fromkeys(
+                f"position {position} of sample {sample}" for sample, position, _ in places
+            )
+        )
         columns = [column for _, _, column in places]
         return whose if columns == list(range(len(columns))) else f"{whose}, columns {columns}"
 
@@ -98,10 +127,12 @@ def compare_rows(
     columns: list[int] | None = None,
     **place: Scalar,
 ) -> None:
-    """Compare rows ``(*wanted.shape, columns, width)`` with the reference, padding aside; one finding says what stands where.
+    """Compare rows ``(*wanted.shape, columns, width)`` with the reference, padding aside; one
+    finding says what stands where.
 
-    ``others`` are layouts that could have been meant, by name: the finding names the one that fits. ``columns`` are the payload's
-    columns that the rows should hold (default: all). Shapes must have been compared before.
+    ``others`` are layouts that could have been meant, by name: the finding names the one that fits.
+    ``columns`` are the payload's columns that the rows should hold (default: all). Shapes must have
+    been compared before.
     """
     cells = one.call.coding.decode(rows) if rows.shape[-1] == one.call.coding.width else None
     goal = one.cells(wanted, columns)
@@ -112,27 +143,47 @@ def compare_rows(
             expected=f"rows {(*goal.shape, one.call.coding.width)}",
             observed=f"{rows.shape}",
             where=one.where(**place),
-            hint="Rows keep their columns and their top_k: what is flattened must be unfolded again.",
+            hint=(
+                "Rows keep their columns and their top_k: what is flattened must be unfolded again."
+            ),
         )
         return
     wrong = (cells != goal).any(axis=-1) & wanted.filled
     if not wrong.any():
         return
     first = tuple(int(i) for i in np.argwhere(wrong)[0])
-    meant = next((name for name, other in (others or {}).items() if _fits(one, cells, wanted.filled, other, columns)), None)
+    meant = next(
+        (
+            name
+            for name, other in (others or {}).items()
+            if _fits(one, cells, wanted.filled, other, columns)
+        ),
+        None,
+    )
     row = " of sample ".join(str(i) for i in reversed(first))
     out.finding(
         title,
         expected=f"row {row}: {one.told(rows[first], goal[first])}",
-        observed=f"row {row} holds {one.told(rows[first], cells[first])}; so for {share(int(wrong.sum()), int(wanted.filled.sum()), 'row')}"
+        observed=(
+            f"row {row} holds {one.told(rows[first], cells[first])}; so for"
+            f" {share(int(wrong.sum()), int(wanted.filled.sum()), 'row')}"
+        )
         + (f": this is {meant}" if meant else ""),
         where=one.where(**place),
         hint=hint,
     )
 
 
-def _fits(one: LayoutCall, cells: IntArray, where: npt.NDArray[np.bool_], other: Callable[[], Source], columns: list[int] | None) -> bool:
-    """Whether another layout, if it can be made at all, holds just these rows at the places that count."""
+def _fits(
+    one: LayoutCall,
+    cells: IntArray,
+    where: npt.NDArray[np.bool_],
+    other: Callable[[], Source],
+    columns: list[int] | None,
+) -> bool:
+    """Whether another layout, if it can be made at all, holds just these rows at the places that
+    count.
+    """
     try:
         source = other()
     except ValueError:
@@ -142,7 +193,14 @@ def _fits(one: LayoutCall, cells: IntArray, where: npt.NDArray[np.bool_], other:
 
 
 def compare_parts(
-    one: LayoutCall, out: Collector, counter: str, wanted: list[Source], *, title: str, hint: str, columns: list[int] | None = None
+    one: LayoutCall,
+    out: Collector,
+    counter: str,
+    wanted: list[Source],
+    *,
+    title: str,
+    hint: str,
+    columns: list[int] | None = None,
 ) -> None:
     """Compare the arrays that a function returned, sample by sample, with the whole samples."""
     parts = one.event.out
@@ -156,7 +214,9 @@ def compare_parts(
         )
         return
     for i, (part, source) in enumerate(zip(parts, wanted, strict=True)):
-        compare_rows(one, out, counter, part, source, title=title, hint=hint, columns=columns, sample=i)
+        compare_rows(
+            one, out, counter, part, source, title=title, hint=hint, columns=columns, sample=i
+        )
 
 
 class _PerCall(Fold):
@@ -177,14 +237,19 @@ class _PerCall(Fold):
         self._called = True
         one = LayoutCall(event)
         if self.settled and not one.settled:
-            out.absent("every call raised, or returned something else (layout.accepts, layout.returns)")
+            out.absent(
+                "every call raised, or returned something else (layout.accepts, layout.returns)"
+            )
             return
         type(self).judge(one, out)
 
     def finish(self, out: Collector) -> None:
         """Say which functions the subject does not have."""
         if not self._called:
-            out.inapplicable(f"the subject has no function {listing(self.functions, 'or')} that takes such a case")
+            out.inapplicable(
+                f"the subject has no function {listing(self.functions, 'or')} that takes such a"
+                " case"
+            )
 
 
 def functions_read(checks: Iterable[Check]) -> frozenset[str] | None:
@@ -196,7 +261,9 @@ def functions_read(checks: Iterable[Check]) -> frozenset[str] | None:
 def layout_check(
     id: str, *, functions: tuple[str, ...], promise: str, exercised_by: str | tuple[str, ...]
 ) -> Callable[[Callable[[LayoutCall, Collector], None]], Check]:
-    """Make a ``Check`` of a function ``(call, out)`` that gets what the named functions returned on sound input."""
+    """Make a ``Check`` of a function ``(call, out)`` that gets what the named functions returned on
+    sound input.
+    """
     return _made(id, functions, promise, exercised_by, settled=True)
 
 
@@ -208,13 +275,28 @@ def outcome_check(
 
 
 def _made(
-    id: str, functions: tuple[str, ...], promise: str, exercised_by: str | tuple[str, ...], *, settled: bool
+    id: str,
+    functions: tuple[str, ...],
+    promise: str,
+    exercised_by: str | tuple[str, ...],
+    *,
+    settled: bool,
 ) -> Callable[[Callable[[LayoutCall, Collector], None]], Check]:
     needs = f"calls of {listing(functions, 'or')}" if functions else "calls of layout functions"
 
     def make(judge: Callable[[LayoutCall, Collector], None]) -> Check:
-        fold = type(judge.__name__, (_PerCall,), {"judge": staticmethod(judge), "functions": functions, "settled": settled})
-        made = trace_check(id, promise=promise, needs=f"{needs} (rollproof.layouts)", exercised_by=exercised_by, about="layouts")
+        fold = type(
+            judge.__name__,
+            (_PerCall,),
+            {"judge": staticmethod(judge), "functions": functions, "settled": settled},
+        )
+        made = trace_check(
+            id,
+            promise=promise,
+            needs=f"{needs} (rollproof.layouts)",
+            exercised_by=exercised_by,
+            about="layouts",
+        )
         return made(fold)
 
     return make

@@ -1,10 +1,17 @@
-"""Layout of layers: which router reads which column, which rank builds which layer, and in which order microbatches run."""
+"""Layout of layers: which router reads which column, which rank builds which layer, and in which
+order microbatches run.
+"""
 
 from __future__ import annotations
 
 from rollproof.core.records import IntArray
 from rollproof.invariants._shared.phrases import count, share
-from rollproof.invariants.layout.call_check import LayoutCall, compare_parts, compare_rows, layout_check
+from rollproof.invariants.layout.call_check import (
+    LayoutCall,
+    compare_parts,
+    compare_rows,
+    layout_check,
+)
 from rollproof.judging.checks import Check, Collector
 from rollproof.layouts.functions import FUNCTIONS
 from rollproof.layouts.pipeline_schedules import Operation, schedule_table, wanted_targets
@@ -16,7 +23,10 @@ __all__ = ["CHECKS"]
 @layout_check(
     "layout.layer-map",
     functions=("select",),
-    promise="The router of a layer reads the payload's column of that layer: dense layers, stages and heads shift nothing.",
+    promise=(
+        "The router of a layer reads the payload's column of that layer: dense layers, stages and"
+        " heads shift nothing."
+    ),
     exercised_by=("routers compared", "stages without MoE layers"),
 )
 def _layer_map(one: LayoutCall, out: Collector) -> None:
@@ -31,7 +41,10 @@ def _layer_map(one: LayoutCall, out: Collector) -> None:
             expected=f"layers {list(routers)}",
             observed=f"layers {sorted(layers)}",
             where=one.where(),
-            hint="The routers of a chunk are the MoE layers that it builds: dense layers have none, and a chunk may have none at all.",
+            hint=(
+                "The routers of a chunk are the MoE layers that it builds: dense layers have none,"
+                " and a chunk may have none at all."
+            ),
         )
         return
     wrong = []
@@ -45,43 +58,66 @@ def _layer_map(one: LayoutCall, out: Collector) -> None:
         owner = (
             f"that of layer {whose[column]}"
             if column in whose
-            else "of no MoE layer"
-            if column is not None
-            else "or rows of several, or in another order"
+            else (
+                "of no MoE layer"
+                if column is not None
+                else "or rows of several, or in another order"
+            )
         )
         out.finding(
             "a router reads another layer's column",
-            expected=f"layer {layer} reads column {layout.column[layer]} of {layout.columns} (layer axis: {layout.layer_axis})",
-            observed=f"column {column}, {owner}; so for {share(len(wrong), len(routers), 'router')}",
+            expected=(
+                f"layer {layer} reads column {layout.column[layer]} of {layout.columns} (layer"
+                f" axis: {layout.layer_axis})"
+            ),
+            observed=(
+                f"column {column}, {owner}; so for {share(len(wrong), len(routers), 'router')}"
+            ),
             where=one.where(layer=layer),
-            hint="Index by the global layer where the payload has all layers, by the ordinal among MoE layers where it has only those; "
-            "a multi-token-prediction layer is neither (verl#5037, NeMo-RL#3903).",
+            hint=(
+                "Index by the global layer where the payload has all layers, by the ordinal among"
+                " MoE layers where it has only those; a multi-token-prediction layer is neither"
+                " (verl#5037, NeMo-RL#3903)."
+            ),
         )
 
 
 def _column(one: LayoutCall, value: IntArray) -> int | None:
-    """The payload column that a router reads; ``None`` where its rows come from none or several, or not in order."""
+    """The payload column that a router reads; ``None`` where its rows come from none or several, or
+    not in order.
+    """
     if value.ndim == 0:
         return int(value)
     if value.ndim != 2 or value.shape[-1] != one.call.coding.width:
         return None
     places = [one.call.coding.place(int(cell)) for cell in one.call.coding.decode(value)]
     column = places[0][2] if places else -1
-    return column if places == [(0, position, column) for position in range(one.call.lengths[0])] else None
+    return (
+        column
+        if places == [(0, position, column) for position in range(one.call.lengths[0])]
+        else None
+    )
 
 
 def _chunk_layers(one: LayoutCall, out: Collector, hint: str) -> None:
     """Compare the layers, or the routers, of a chunk."""
     call, layout, got = one.call, one.layout, one.event.out[0]
     moe = one.event.function == "routers"
-    wanted = layout.routers(call.rank.pp, call.chunk) if moe else layout.chunks()[call.rank.pp][call.chunk]
+    wanted = (
+        layout.routers(call.rank.pp, call.chunk)
+        if moe
+        else layout.chunks()[call.rank.pp][call.chunk]
+    )
     out.exercised("chunks compared")
     out.exercised("chunks without layers", int(not wanted))
     same = int(got) == len(wanted) if got.ndim == 0 else got.reshape(-1).tolist() == list(wanted)
     if not same:
         out.finding(
             f"a chunk has other {'routers' if moe else 'layers'}",
-            expected=f"{list(wanted)} (chunks of all ranks: {[list(map(list, chunks)) for chunks in layout.chunks()]})",
+            expected=(
+                f"{list(wanted)} (chunks of all ranks:"
+                f" {[list(map(list, chunks)) for chunks in layout.chunks()]})"
+            ),
             observed=count(int(got), "layer") if got.ndim == 0 else str(got.reshape(-1).tolist()),
             where=one.where(),
             hint=hint,
@@ -91,23 +127,39 @@ def _chunk_layers(one: LayoutCall, out: Collector, hint: str) -> None:
 @layout_check(
     "layout.stages",
     functions=("stage_layers", "routers"),
-    promise="Each layer is built by the pipeline rank that the division says: even, uneven, with embedding or loss counted, custom.",
+    promise=(
+        "Each layer is built by the pipeline rank that the division says: even, uneven, with"
+        " embedding or loss counted, custom."
+    ),
     exercised_by=("chunks compared", "chunks without layers"),
 )
 def _stages(one: LayoutCall, out: Collector) -> None:
     if one.layout.mesh.vpp == 1:
-        _chunk_layers(one, out, "Uneven first and last stages and custom layouts shift the offset of every later stage.")
+        _chunk_layers(
+            one,
+            out,
+            "Uneven first and last stages and custom layouts shift the offset of every later"
+            " stage.",
+        )
 
 
 @layout_check(
     "layout.virtual-stages",
     functions=("stage_layers", "routers"),
-    promise="Chunk v of a pipeline rank follows chunk v of the rank before it, and chunk v - 1 of the last rank.",
+    promise=(
+        "Chunk v of a pipeline rank follows chunk v of the rank before it, and chunk v - 1 of the"
+        " last rank."
+    ),
     exercised_by=("chunks compared", "chunks without layers"),
 )
 def _virtual_stages(one: LayoutCall, out: Collector) -> None:
     if one.layout.mesh.vpp > 1:
-        _chunk_layers(one, out, "With 8 layers, pp 2 and vpp 2, rank 0 builds layers 0, 1, 4, 5: chunks alternate between ranks.")
+        _chunk_layers(
+            one,
+            out,
+            "With 8 layers, pp 2 and vpp 2, rank 0 builds layers 0, 1, 4, 5: chunks alternate"
+            " between ranks.",
+        )
     else:
         out.inapplicable("the subject supports no virtual stages")
 
@@ -124,20 +176,29 @@ def _schedule(one: LayoutCall, out: Collector) -> None:
     got = tuple((int(m), int(c)) for m, c in one.event.out[0])
     out.exercised("passes compared", len(wanted))
     if got != wanted:
-        first = next((i for i, (a, b) in enumerate(zip(got, wanted, strict=False)) if a != b), min(len(got), len(wanted)))
+        first = next(
+            (i for i, (a, b) in enumerate(zip(got, wanted, strict=False)) if a != b),
+            min(len(got), len(wanted)),
+        )
         out.finding(
             "passes run in another order",
             expected=f"(microbatch, chunk) {list(wanted[first : first + 6])} from pass {first} on",
             observed=f"{list(got[first : first + 6])}; {len(got)} of {len(wanted)} passes",
             where=one.where(),
-            hint="A group of microbatches runs through one chunk before the next chunk begins (Megatron get_schedule_table).",
+            hint=(
+                "A group of microbatches runs through one chunk before the next chunk begins"
+                " (Megatron get_schedule_table)."
+            ),
         )
 
 
 @layout_check(
     "layout.recompute",
     functions=("serve",),
-    promise="Every forward pass and every recompute uses the target of its own microbatch, and none is left when the step ends.",
+    promise=(
+        "Every forward pass and every recompute uses the target of its own microbatch, and none is"
+        " left when the step ends."
+    ),
     exercised_by=("router calls compared", "recomputes compared"),
 )
 def _recompute(one: LayoutCall, out: Collector) -> None:
@@ -148,14 +209,27 @@ def _recompute(one: LayoutCall, out: Collector) -> None:
     out.exercised("router calls compared", len(wanted))
     out.exercised("recomputes compared", sum(operation.backward for operation in done))
     if used != wanted:
-        first = next((i for i, (a, b) in enumerate(zip(used, wanted, strict=False)) if a != b), min(len(used), len(wanted)))
+        first = next(
+            (i for i, (a, b) in enumerate(zip(used, wanted, strict=False)) if a != b),
+            min(len(used), len(wanted)),
+        )
         out.finding(
             "a pass uses another pass's target",
-            expected=f"call {first}: {_pass_name(done[first]) if first < len(done) else 'none, the step has ended'}",
-            observed=(f"the target of microbatch {used[first][0]}, chunk {used[first][1]}" if first < len(used) else "no call")
+            expected=(
+                f"call {first}:"
+                f" {_pass_name(done[first]) if first < len(done) else 'none, the step has ended'}"
+            ),
+            observed=(
+                f"the target of microbatch {used[first][0]}, chunk {used[first][1]}"
+                if first < len(used)
+                else "no call"
+            )
             + f"; {count(len(used), 'call')} of {len(wanted)}",
             where=one.where(),
-            hint="One queue per router, filled in forward order and emptied in backward order; a queue shared by chunks mixes them.",
+            hint=(
+                "One queue per router, filled in forward order and emptied in backward order; a"
+                " queue shared by chunks mixes them."
+            ),
         )
     elif len(one.event.out) > 1 and int(one.event.out[1]):
         out.finding(
@@ -163,7 +237,10 @@ def _recompute(one: LayoutCall, out: Collector) -> None:
             expected="no target left",
             observed=f"{int(one.event.out[1])} left",
             where=one.where(),
-            hint="What a step leaves is replayed by the next one (SkyRL#1908): empty the queues at the end of every step.",
+            hint=(
+                "What a step leaves is replayed by the next one (SkyRL#1908): empty the queues at"
+                " the end of every step."
+            ),
         )
 
 
@@ -175,20 +252,28 @@ def _pass_name(operation: Operation) -> str:
 @layout_check(
     "layout.chunk-order",
     functions=("reorder",),
-    promise="Recordings in schedule order come out by microbatch, the chunks of a rank behind each other.",
+    promise=(
+        "Recordings in schedule order come out by microbatch, the chunks of a rank behind each"
+        " other."
+    ),
     exercised_by="rows compared",
 )
 def _chunk_order(one: LayoutCall, out: Collector) -> None:
     layout, call = one.layout, one.call
     chunks = range(layout.mesh.vpp)
-    columns = [layout.column[layer] for chunk in chunks for layer in layout.routers(call.rank.pp, chunk)]
+    columns = [
+        layout.column[layer] for chunk in chunks for layer in layout.routers(call.rank.pp, chunk)
+    ]
     compare_parts(
         one,
         out,
         "rows compared",
         [Source.whole(i, call.lengths[i]) for i in range(call.microbatches)],
         title="recordings of chunks are put together wrongly",
-        hint="Recordings arrive in schedule order, chunk by chunk within a group of microbatches (verl#7106).",
+        hint=(
+            "Recordings arrive in schedule order, chunk by chunk within a group of microbatches"
+            " (verl#7106)."
+        ),
         columns=columns,
     )
 
@@ -217,10 +302,21 @@ def _stage_gather(one: LayoutCall, out: Collector) -> None:
         rows,
         Source.whole(0, len(rows)),
         title="layers of pipeline ranks are put together in another order",
-        hint="With virtual stages, chunk 0 of all ranks comes before chunk 1 of any; stages may hold different numbers of MoE layers.",
+        hint=(
+            "With virtual stages, chunk 0 of all ranks comes before chunk 1 of any; stages may hold"
+            " different numbers of MoE layers."
+        ),
         columns=[layout.column[layer] for layer in layout.moe],
     )
 
 
-CHECKS: tuple[Check, ...] = (_layer_map, _stages, _virtual_stages, _schedule, _recompute, _chunk_order, _stage_gather)
+CHECKS: tuple[Check, ...] = (
+    _layer_map,
+    _stages,
+    _virtual_stages,
+    _schedule,
+    _recompute,
+    _chunk_order,
+    _stage_gather,
+)
 """Checks of layers and schedules."""

@@ -1,11 +1,18 @@
-"""Layout of samples: microbatches, data-parallel ranks, filters and compact ids: what is moved or stored stays what it was."""
+"""Layout of samples: microbatches, data-parallel ranks, filters and compact ids: what is moved or
+stored stays what it was.
+"""
 
 from __future__ import annotations
 
 import numpy as np
 
 from rollproof.invariants._shared.phrases import count, share
-from rollproof.invariants.layout.call_check import LayoutCall, compare_parts, layout_check, outcome_check
+from rollproof.invariants.layout.call_check import (
+    LayoutCall,
+    compare_parts,
+    layout_check,
+    outcome_check,
+)
 from rollproof.judging.checks import Check, Collector
 from rollproof.layouts.functions import FUNCTIONS
 from rollproof.layouts.sources import Source
@@ -29,7 +36,10 @@ def _microbatches(one: LayoutCall, out: Collector) -> None:
             expected=f"each of {count(len(lengths), 'sample')} once",
             observed=str(parts),
             where=one.where(),
-            hint="A division is a permutation: what it loses or doubles trains on other samples' routes.",
+            hint=(
+                "A division is a permutation: what it loses or doubles trains on other samples'"
+                " routes."
+            ),
         )
         return
     for part in parts:
@@ -58,14 +68,20 @@ def _restore(one: LayoutCall, out: Collector) -> None:
         "rows compared",
         [Source.whole(i, length) for i, length in enumerate(one.call.lengths)],
         title="values come back in another order than the samples",
-        hint="Undo the division by its inverse permutation, not by applying it again (verl restore_dynamic_batch).",
+        hint=(
+            "Undo the division by its inverse permutation, not by applying it again (verl"
+            " restore_dynamic_batch)."
+        ),
     )
 
 
 @layout_check(
     "layout.samples",
     functions=("divide", "keep"),
-    promise="Splitting, balancing and filtering move a sample's tokens and routes together, and keep every sample that is to be kept.",
+    promise=(
+        "Splitting, balancing and filtering move a sample's tokens and routes together, and keep"
+        " every sample that is to be kept."
+    ),
     exercised_by="samples followed",
 )
 def _samples(one: LayoutCall, out: Collector) -> None:
@@ -74,7 +90,14 @@ def _samples(one: LayoutCall, out: Collector) -> None:
     owners = []
     for number in range(len(arrays) // 2):
         ids, routes = arrays[2 * number], arrays[2 * number + 1]
-        owner = next((i for i, one_tokens in enumerate(tokens) if np.array_equal(one_tokens, ids.reshape(-1))), None)
+        owner = next(
+            (
+                i
+                for i, one_tokens in enumerate(tokens)
+                if np.array_equal(one_tokens, ids.reshape(-1))
+            ),
+            None,
+        )
         owners.append(owner)
         if owner is None:
             out.finding(
@@ -87,27 +110,42 @@ def _samples(one: LayoutCall, out: Collector) -> None:
             return
         out.exercised("samples followed")
         if routes.shape != payloads[owner].shape or not np.array_equal(routes, payloads[owner]):
-            other = next((i for i, payload in enumerate(payloads) if np.array_equal(payload, routes)), None)
+            other = next(
+                (i for i, payload in enumerate(payloads) if np.array_equal(payload, routes)), None
+            )
             out.finding(
                 "a sample is given another's routes",
-                expected=f"beside the tokens of sample {owner}, its own {count(len(payloads[owner]), 'row')}",
-                observed=f"the routes of sample {other}" if other is not None else f"routes {routes.shape} of no sample",
+                expected=(
+                    f"beside the tokens of sample {owner}, its own"
+                    f" {count(len(payloads[owner]), 'row')}"
+                ),
+                observed=(
+                    f"the routes of sample {other}"
+                    if other is not None
+                    else f"routes {routes.shape} of no sample"
+                ),
                 where=one.where(index=number),
-                hint="A permutation or a filter must reach every per-sample field (SkyRL#1908, AReno#524).",
+                hint=(
+                    "A permutation or a filter must reach every per-sample field (SkyRL#1908,"
+                    " AReno#524)."
+                ),
             )
             return
     _complete(one, out, owners)
 
 
 def _uneven(one: LayoutCall) -> bool:
-    """Whether samples are to be divided over ranks that they are no multiple of: a framework may want a multiple."""
+    """Whether samples are to be divided over ranks that they are no multiple of: a framework may
+    want a multiple.
+    """
     return one.event.function == "divide" and len(one.call.lengths) % one.call.parts != 0
 
 
 def _complete(one: LayoutCall, out: Collector, owners: list[int | None]) -> None:
     """Every sample is there that should be, once; a filter also keeps the order that it is given.
 
-    Where samples do not divide, ranks of equal size may repeat some, or drop fewer than one for each rank.
+    Where samples do not divide, ranks of equal size may repeat some, or drop fewer than one for
+    each rank.
     """
     keeps = one.event.function == "keep"
     wanted = list(one.call.kept) if keeps else list(range(len(one.call.lengths)))
@@ -156,13 +194,22 @@ def _expert_ids(one: LayoutCall, out: Collector) -> None:
         out.finding(
             "expert ids wrap in their compact type",
             expected=f"id {wanted[first]} of {one.layout.num_experts} experts",
-            observed=f"{got[first]} in {stored.dtype}; so for {share(len(wrong), len(wanted), 'id')}",
+            observed=(
+                f"{got[first]} in {stored.dtype}; so for {share(len(wrong), len(wanted), 'id')}"
+            ),
             where=one.where(),
-            hint="uint8 holds the ids of 256 experts and no more (verl#7407, prime-rl#3051): choose the type by the number of experts.",
+            hint=(
+                "uint8 holds the ids of 256 experts and no more (verl#7407, prime-rl#3051): choose"
+                " the type by the number of experts."
+            ),
         )
 
 
-@outcome_check("layout.accepts", promise="Sound input is laid out, whatever its lengths and sizes.", exercised_by="sound calls")
+@outcome_check(
+    "layout.accepts",
+    promise="Sound input is laid out, whatever its lengths and sizes.",
+    exercised_by="sound calls",
+)
 def _accepts(one: LayoutCall, out: Collector) -> None:
     if one.call.defect or (_uneven(one) and one.event.refused is not None):
         return
@@ -173,12 +220,19 @@ def _accepts(one: LayoutCall, out: Collector) -> None:
             expected=f"{one.event.function} of {one.call.case or 'sound input'}",
             observed=one.event.refused,
             where=one.where(),
-            hint="One token, a sequence shorter than 2 * cp, an empty response, a stage without MoE layers are sound. What a framework "
-            "does not support, its adapter says in `supports`, or by raising NotImplementedError in the call.",
+            hint=(
+                "One token, a sequence shorter than 2 * cp, an empty response, a stage without MoE"
+                " layers are sound. What a framework does not support, its adapter says in"
+                " `supports`, or by raising NotImplementedError in the call."
+            ),
         )
 
 
-@outcome_check("layout.returns", promise="A function returns arrays of the declared kind and rank.", exercised_by="returned values")
+@outcome_check(
+    "layout.returns",
+    promise="A function returns arrays of the declared kind and rank.",
+    exercised_by="returned values",
+)
 def _returns(one: LayoutCall, out: Collector) -> None:
     if one.event.refused is not None:
         out.absent("every call raised (layout.accepts)")
@@ -187,14 +241,22 @@ def _returns(one: LayoutCall, out: Collector) -> None:
     if one.event.misfit is not None:
         out.finding(
             "a function returned something else",
-            expected=FUNCTIONS[one.event.function].does if one.event.function in FUNCTIONS else "a function that exists",
+            expected=(
+                FUNCTIONS[one.event.function].does
+                if one.event.function in FUNCTIONS
+                else "a function that exists"
+            ),
             observed=one.event.misfit,
             where=one.where(),
             hint="The adapter turns what the framework's function returns into these arrays.",
         )
 
 
-@outcome_check("layout.input", promise="A function leaves the arrays alone that it is handed.", exercised_by="calls watched")
+@outcome_check(
+    "layout.input",
+    promise="A function leaves the arrays alone that it is handed.",
+    exercised_by="calls watched",
+)
 def _input(one: LayoutCall, out: Collector) -> None:
     out.exercised("calls watched")
     if one.event.changed:
@@ -203,18 +265,26 @@ def _input(one: LayoutCall, out: Collector) -> None:
             expected="the arguments as they were",
             observed=f"changed: {', '.join(one.event.changed)}",
             where=one.where(),
-            hint="A payload is used again for other ranks, microbatches and passes: copy before writing.",
+            hint=(
+                "A payload is used again for other ranks, microbatches and passes: copy before"
+                " writing."
+            ),
         )
 
 
 @outcome_check(
     "layout.refuses",
-    promise="Rows that do not fit their tokens, and payloads of too few layers, are refused or left to the router, never made to fit.",
+    promise=(
+        "Rows that do not fit their tokens, and payloads of too few layers, are refused or left to"
+        " the router, never made to fit."
+    ),
     exercised_by="malformed calls",
 )
 def _refuses(one: LayoutCall, out: Collector) -> None:
     if not one.call.defect:
-        out.inapplicable("the subject has no function that malformed input is made for (complete, targets)")
+        out.inapplicable(
+            "the subject has no function that malformed input is made for (complete, targets)"
+        )
         return
     out.exercised("malformed calls")
     if one.event.refused is not None or one.event.misfit is not None:
@@ -226,14 +296,23 @@ def _refuses(one: LayoutCall, out: Collector) -> None:
             f"an error for {columns} columns of {wanted}",
         )
     else:
-        fault, expected = _accepted(one), f"an error for {one.call.held[0]} rows and {one.call.lengths[0]} tokens, or a mask for the router"
+        fault, expected = (
+            _accepted(one),
+            (
+                f"an error for {one.call.held[0]} rows and {one.call.lengths[0]} tokens, or a mask"
+                " for the router"
+            ),
+        )
     if fault:
         out.finding(
             f"{one.call.defect}: accepted",
             expected=expected,
             observed=fault,
             where=one.where(),
-            hint="What does not fit is another sample's or model's, or was lost on the way: refuse it where it can still be named.",
+            hint=(
+                "What does not fit is another sample's or model's, or was lost on the way: refuse"
+                " it where it can still be named."
+            ),
         )
 
 
@@ -242,14 +321,32 @@ def _accepted(one: LayoutCall) -> str:
     held, tokens = one.call.held[0], one.call.lengths[0]
     rows = one.event.out[0]
     if held > tokens:
-        return f"{held} rows were cut to {tokens}" if len(rows) == tokens else f"{len(rows)} rows for {tokens} tokens"
+        return (
+            f"{held} rows were cut to {tokens}"
+            if len(rows) == tokens
+            else f"{len(rows)} rows for {tokens} tokens"
+        )
     if len(rows) != tokens:
         return f"{len(rows)} rows for {tokens} tokens"
     mask = one.event.out[1] if len(one.event.out) > 1 else None
-    if (mask is not None and len(mask) == tokens and not mask[held:].any()) or (rows[held:] == -1).all():
+    if (mask is not None and len(mask) == tokens and not mask[held:].any()) or (
+        rows[held:] == -1
+    ).all():
         return ""
-    return f"positions {held} to {tokens - 1} were filled with {rows[held].reshape(-1)[:4].tolist()}, and are replayed"
+    return (
+        f"positions {held} to {tokens - 1} were filled with {rows[held].reshape(-1)[:4].tolist()},"
+        " and are replayed"
+    )
 
 
-CHECKS: tuple[Check, ...] = (_microbatches, _restore, _samples, _expert_ids, _accepts, _returns, _input, _refuses)
+CHECKS: tuple[Check, ...] = (
+    _microbatches,
+    _restore,
+    _samples,
+    _expert_ids,
+    _accepts,
+    _returns,
+    _input,
+    _refuses,
+)
 """Checks of samples, ids and outcomes."""

@@ -1,4 +1,6 @@
-"""Layout of ranks: which rows a context-parallel, tensor-parallel or Ulysses rank holds, in which order, and how they are merged again."""
+"""Layout of ranks: which rows a context-parallel, tensor-parallel or Ulysses rank holds, in which
+order, and how they are merged again.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +11,12 @@ from functools import partial
 import numpy as np
 
 from rollproof.invariants._shared.phrases import count
-from rollproof.invariants.layout.call_check import LayoutCall, compare_parts, compare_rows, layout_check
+from rollproof.invariants.layout.call_check import (
+    LayoutCall,
+    compare_parts,
+    compare_rows,
+    layout_check,
+)
 from rollproof.judging.checks import Check, Collector
 from rollproof.layouts.context import Context
 from rollproof.layouts.padding import Side
@@ -22,7 +29,10 @@ __all__ = ["CHECKS"]
 @layout_check(
     "layout.context",
     functions=("context",),
-    promise="A context-parallel rank holds the rows that the declared division (zigzag, contiguous) gives it, as it holds their tokens.",
+    promise=(
+        "A context-parallel rank holds the rows that the declared division (zigzag, contiguous)"
+        " gives it, as it holds their tokens."
+    ),
     exercised_by=("rows compared", "sequences shorter than 2 * cp"),
 )
 def _context(one: LayoutCall, out: Collector) -> None:
@@ -30,7 +40,10 @@ def _context(one: LayoutCall, out: Collector) -> None:
     if len(one.event.out[0]) != len(wanted):
         out.absent("the rows of a rank are not as many as its layout says (layout.alignment)")
         return
-    out.exercised("sequences shorter than 2 * cp", sum(length < 2 * one.layout.mesh.cp for length in one.call.lengths))
+    out.exercised(
+        "sequences shorter than 2 * cp",
+        sum(length < 2 * one.layout.mesh.cp for length in one.call.lengths),
+    )
     compare_rows(
         one,
         out,
@@ -38,7 +51,10 @@ def _context(one: LayoutCall, out: Collector) -> None:
         one.event.out[0],
         wanted,
         title=f"a rank holds other rows than {one.layout.context} gives it",
-        hint="Routes are divided like token ids: zigzag by sequence, or one contiguous piece of all rows (slime#2175, ms-swift#9981).",
+        hint=(
+            "Routes are divided like token ids: zigzag by sequence, or one contiguous piece of all"
+            " rows (slime#2175, ms-swift#9981)."
+        ),
         others=_other_ranks(one) | _other_divisions(one),
     )
 
@@ -47,9 +63,15 @@ def _other_divisions(one: LayoutCall) -> dict[str, Callable[[], Source]]:
     """What the rank would hold under the other divisions."""
     layout, call = one.layout, one.call
     plain = replace(layout.mesh, sequence_parallel=False)
-    kinds = {kind: replace(layout, context=kind, mesh=plain) for kind in Context if kind is not layout.context}
+    kinds = {
+        kind: replace(layout, context=kind, mesh=plain)
+        for kind in Context
+        if kind is not layout.context
+    }
     return {
-        f"the {kind} division, where {layout.context} is declared": partial(other.rows, call.lengths, call.rank)
+        f"the {kind} division, where {layout.context} is declared": partial(
+            other.rows, call.lengths, call.rank
+        )
         for kind, other in kinds.items()
     }
 
@@ -73,25 +95,42 @@ def _context_merge(one: LayoutCall, out: Collector) -> None:
         "rows compared",
         [Source.whole(i, length) for i, length in enumerate(one.call.lengths)],
         title="rows of context-parallel ranks are merged in another order than they were divided",
-        hint="Ranks laid one behind the other undo a contiguous division; a zigzag needs the two chunks of each rank put back.",
+        hint=(
+            "Ranks laid one behind the other undo a contiguous division; a zigzag needs the two"
+            " chunks of each rank put back."
+        ),
     )
 
 
 @layout_check(
     "layout.tensor-slice",
     functions=("tensor_slice",),
-    promise="Under sequence parallelism a tensor-parallel rank gets its one contiguous piece of the rows.",
+    promise=(
+        "Under sequence parallelism a tensor-parallel rank gets its one contiguous piece of the"
+        " rows."
+    ),
     exercised_by="rows compared",
 )
 def _tensor_slice(one: LayoutCall, out: Collector) -> None:
     size, rank, total = one.layout.mesh.tp, one.call.rank.tp, one.call.lengths[0]
-    _slice(one, out, size, rank, total, "Megatron scatters rows in one piece per tensor-parallel rank; every rank sees total / tp rows.")
+    _slice(
+        one,
+        out,
+        size,
+        rank,
+        total,
+        "Megatron scatters rows in one piece per tensor-parallel rank; every rank sees total / tp"
+        " rows.",
+    )
 
 
 @layout_check(
     "layout.ulysses-slice",
     functions=("ulysses",),
-    promise="A Ulysses rank gets its one contiguous piece of the rows, which were padded as token ids are.",
+    promise=(
+        "A Ulysses rank gets its one contiguous piece of the rows, which were padded as token ids"
+        " are."
+    ),
     exercised_by="rows compared",
 )
 def _ulysses(one: LayoutCall, out: Collector) -> None:
@@ -100,7 +139,15 @@ def _ulysses(one: LayoutCall, out: Collector) -> None:
     if len(one.event.out[0]) != total // size and len(one.event.out[0]) != one.call.lengths[0]:
         out.absent("the rows of a rank are not as many as its layout says (layout.alignment)")
         return
-    _slice(one, out, size, rank, total, "Routes go through the same pad-and-slice as token ids (verl ulysses_pad_and_slice_inputs).")
+    _slice(
+        one,
+        out,
+        size,
+        rank,
+        total,
+        "Routes go through the same pad-and-slice as token ids (verl"
+        " ulysses_pad_and_slice_inputs).",
+    )
 
 
 def _slice(one: LayoutCall, out: Collector, size: int, rank: int, total: int, hint: str) -> None:
@@ -119,8 +166,14 @@ def _slice(one: LayoutCall, out: Collector, size: int, rank: int, total: int, hi
             hint=hint,
         )
         return
-    others: dict[str, Callable[[], Source]] = {"every n-th row, not one piece": lambda: whole[rank::size]}
-    others |= {f"the piece of rank {n}": partial(whole.__getitem__, slice(n * part, (n + 1) * part)) for n in range(size) if n != rank}
+    others: dict[str, Callable[[], Source]] = {
+        "every n-th row, not one piece": lambda: whole[rank::size]
+    }
+    others |= {
+        f"the piece of rank {n}": partial(whole.__getitem__, slice(n * part, (n + 1) * part))
+        for n in range(size)
+        if n != rank
+    }
     compare_rows(
         one,
         out,
@@ -163,7 +216,10 @@ def _flatten(one: LayoutCall, out: Collector) -> None:
         one.event.out[0],
         batch[flat_rows(layout.order, len(lengths), lengths[0])],
         title=f"rows are not in {layout.order} order",
-        hint="Megatron's hidden states are (sequence, batch, hidden): row s * batch + b; HF's are (batch, sequence, hidden).",
+        hint=(
+            "Megatron's hidden states are (sequence, batch, hidden): row s * batch + b; HF's are"
+            " (batch, sequence, hidden)."
+        ),
         others={f"{other} order": lambda: batch[flat_rows(other, len(lengths), lengths[0])]},
     )
 
@@ -171,7 +227,10 @@ def _flatten(one: LayoutCall, out: Collector) -> None:
 @layout_check(
     "layout.targets",
     functions=("targets",),
-    promise="Each router of a rank gets, for each row that it sees, the recorded choice of its own layer for that row's token.",
+    promise=(
+        "Each router of a rank gets, for each row that it sees, the recorded choice of its own"
+        " layer for that row's token."
+    ),
     exercised_by=("rows compared", "routers compared"),
 )
 def _targets(one: LayoutCall, out: Collector) -> None:
@@ -185,12 +244,17 @@ def _targets(one: LayoutCall, out: Collector) -> None:
             expected=f"layers {list(routers)}",
             observed=f"layers {sorted(tables)}",
             where=one.where(),
-            hint="A stage's routers are the MoE layers that it builds; dense ones have none (verl#5037, slime#819).",
+            hint=(
+                "A stage's routers are the MoE layers that it builds; dense ones have none"
+                " (verl#5037, slime#819)."
+            ),
         )
         return
     source = layout.rows(call.lengths, call.rank)
     free = ~layout.captured(source, call.held or call.lengths)
-    wanted = Source(sample=np.where(free, -1, source.sample), position=np.where(free, -1, source.position))
+    wanted = Source(
+        sample=np.where(free, -1, source.sample), position=np.where(free, -1, source.position)
+    )
     for layer in routers:
         rows = tables[layer]
         if rows.ndim != 2 or len(rows) != len(source):
@@ -199,7 +263,10 @@ def _targets(one: LayoutCall, out: Collector) -> None:
                 expected=f"({len(source)}, k) for layer {layer}",
                 observed=str(rows.shape),
                 where=one.where(layer=layer),
-                hint="Targets are padded, sliced and scattered as the hidden states are; a short one is accepted in silence by gather.",
+                hint=(
+                    "Targets are padded, sliced and scattered as the hidden states are; a short one"
+                    " is accepted in silence by gather."
+                ),
             )
             return
         compare_rows(
@@ -209,7 +276,10 @@ def _targets(one: LayoutCall, out: Collector) -> None:
             rows[:, None],
             wanted,
             title="a router is given another row's or layer's choice",
-            hint="Compose padding, packing, context and tensor slices, and the layer map, in the order in which the model does.",
+            hint=(
+                "Compose padding, packing, context and tensor slices, and the layer map, in the"
+                " order in which the model does."
+            ),
             others=_with_free(free, _other_batches(one) | _other_divisions(one)),
             columns=[layout.column[layer]],
             layer=layer,
@@ -223,13 +293,17 @@ def _with_free(
 
     def masked(make: Callable[[], Source]) -> Source:
         source = make()
-        return Source(sample=np.where(free, -1, source.sample), position=np.where(free, -1, source.position))
+        return Source(
+            sample=np.where(free, -1, source.sample), position=np.where(free, -1, source.position)
+        )
 
     return {name: partial(masked, make) for name, make in others.items()}
 
 
 def _other_batches(one: LayoutCall) -> dict[str, Callable[[], Source]]:
-    """A pack read as a padded batch or the reverse, a batch in the other order, or with the padding on the other side."""
+    """A pack read as a padded batch or the reverse, a batch in the other order, or with the padding
+    on the other side.
+    """
     layout = one.layout
     order = Order.BATCH_MAJOR if layout.order is Order.SEQUENCE_MAJOR else Order.SEQUENCE_MAJOR
     side = Side.RIGHT if layout.side is Side.LEFT else Side.LEFT
@@ -241,14 +315,21 @@ def _other_batches(one: LayoutCall) -> dict[str, Callable[[], Source]]:
     if not layout.packed:
         others[f"{order} order, where {layout.order} is declared"] = replace(layout, order=order)
         if layout.side is not Side.BOTH:
-            others[f"padding on the {side}, where padding on the {layout.side} is declared"] = replace(layout, side=side)
-    return {name: partial(other.rows, one.call.lengths, one.call.rank) for name, other in others.items()}
+            others[f"padding on the {side}, where padding on the {layout.side} is declared"] = (
+                replace(layout, side=side)
+            )
+    return {
+        name: partial(other.rows, one.call.lengths, one.call.rank) for name, other in others.items()
+    }
 
 
 @layout_check(
     "layout.merge",
     functions=("merge",),
-    promise="What all ranks and chunks recorded comes together to the payload that one rank would have recorded.",
+    promise=(
+        "What all ranks and chunks recorded comes together to the payload that one rank would have"
+        " recorded."
+    ),
     exercised_by=("rows compared", "ranks merged"),
 )
 def _merge(one: LayoutCall, out: Collector) -> None:
@@ -257,7 +338,11 @@ def _merge(one: LayoutCall, out: Collector) -> None:
     columns = [layout.column[layer] for layer in layout.moe]
     wanted = [Source.whole(i, length) for i, length in enumerate(one.call.lengths)]
     moe = replace(
-        one.event, out=tuple(part[:, columns] if part.ndim == 3 and part.shape[1] == layout.columns else part for part in one.event.out)
+        one.event,
+        out=tuple(
+            part[:, columns] if part.ndim == 3 and part.shape[1] == layout.columns else part
+            for part in one.event.out
+        ),
     )
     compare_parts(
         LayoutCall(moe),
@@ -265,10 +350,21 @@ def _merge(one: LayoutCall, out: Collector) -> None:
         "rows compared",
         wanted,
         title="merged recordings are not the samples' rows",
-        hint="Gather tensor-parallel slices, undo the context division, put pipeline ranks and chunks in the order of layers (verl#7106).",
+        hint=(
+            "Gather tensor-parallel slices, undo the context division, put pipeline ranks and"
+            " chunks in the order of layers (verl#7106)."
+        ),
         columns=columns,
     )
 
 
-CHECKS: tuple[Check, ...] = (_context, _context_merge, _tensor_slice, _ulysses, _flatten, _targets, _merge)
+CHECKS: tuple[Check, ...] = (
+    _context,
+    _context_merge,
+    _tensor_slice,
+    _ulysses,
+    _flatten,
+    _targets,
+    _merge,
+)
 """Checks of rows over ranks."""

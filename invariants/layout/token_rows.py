@@ -8,7 +8,12 @@ import numpy as np
 
 from rollproof.core.records import IntArray
 from rollproof.invariants._shared.phrases import count, share
-from rollproof.invariants.layout.call_check import LayoutCall, compare_parts, compare_rows, layout_check
+from rollproof.invariants.layout.call_check import (
+    LayoutCall,
+    compare_parts,
+    compare_rows,
+    layout_check,
+)
 from rollproof.judging.checks import Check, Collector
 from rollproof.layouts.packing import packed
 from rollproof.layouts.padding import Fill, Side
@@ -20,7 +25,10 @@ __all__ = ["CHECKS"]
 @layout_check(
     "layout.final-row",
     functions=("complete",),
-    promise="A sample's rows stand at their own positions, and a token that was never captured is left to the router or gets filler.",
+    promise=(
+        "A sample's rows stand at their own positions, and a token that was never captured is left"
+        " to the router or gets filler."
+    ),
     exercised_by=("rows compared", "tokens without a row"),
 )
 def _final_row(one: LayoutCall, out: Collector) -> None:
@@ -32,7 +40,10 @@ def _final_row(one: LayoutCall, out: Collector) -> None:
             expected=count(tokens, "row"),
             observed=f"{len(rows)}, from {held} captured ones",
             where=one.where(),
-            hint="Engines return one row less than tokens: the last sampled token was never forwarded (slime#1045).",
+            hint=(
+                "Engines return one row less than tokens: the last sampled token was never"
+                " forwarded (slime#1045)."
+            ),
         )
         return
     captured = Source.whole(0, tokens)
@@ -45,7 +56,10 @@ def _final_row(one: LayoutCall, out: Collector) -> None:
         captured,
         title="rows moved while the missing ones were added",
         hint="Filler goes behind the captured rows (slime#1045, slime#1052).",
-        others={"a shift by one row": lambda: _rolled(captured, 1), "a shift by one row to the front": lambda: _rolled(captured, -1)},
+        others={
+            "a shift by one row": lambda: _rolled(captured, 1),
+            "a shift by one row to the front": lambda: _rolled(captured, -1),
+        },
     )
     mask = one.event.out[1] if len(one.event.out) > 1 else None
     out.exercised("tokens without a row", tokens - held)
@@ -58,7 +72,10 @@ def _final_row(one: LayoutCall, out: Collector) -> None:
                 expected=f"the mask is 0 at position {position}",
                 observed=f"1, with {_words(one, rows[position])}",
                 where=one.where(position=position),
-                hint="What no engine captured is left to the router: replaying filler routes a token by nobody's choice.",
+                hint=(
+                    "What no engine captured is left to the router: replaying filler routes a token"
+                    " by nobody's choice."
+                ),
             )
             return
     if mask is not None and not mask[:held].all():
@@ -67,12 +84,17 @@ def _final_row(one: LayoutCall, out: Collector) -> None:
             expected=f"the mask is 1 at {count(held, 'captured position')}",
             observed=f"0 at {share(int((mask[:held] == 0).sum()), held, 'position')}",
             where=one.where(),
-            hint="A mask that is one row short, or moved, lets the router choose where a recorded choice exists.",
+            hint=(
+                "A mask that is one row short, or moved, lets the router choose where a recorded"
+                " choice exists."
+            ),
         )
 
 
 def _filler(one: LayoutCall, out: Collector, row: IntArray, position: int) -> None:
-    """A row of no token, which nothing marks: it must be -1, or k distinct experts, and no other token's row."""
+    """A row of no token, which nothing marks: it must be -1, or k distinct experts, and no other
+    token's row.
+    """
     cells = one.call.coding.decode(row)
     if one.layout.final is Fill.SENTINEL and (row == -1).all():
         return
@@ -85,7 +107,10 @@ def _filler(one: LayoutCall, out: Collector, row: IntArray, position: int) -> No
             expected="a row that the router is free to ignore, or k distinct experts",
             observed=f"position {position}: {fault}",
             where=one.where(position=position),
-            hint="The filler of a final row is not the row before it, and zeros are expert 0, k times (slime#941, SkyRL#1908).",
+            hint=(
+                "The filler of a final row is not the row before it, and zeros are expert 0, k"
+                " times (slime#941, SkyRL#1908)."
+            ),
         )
 
 
@@ -115,7 +140,10 @@ def _rolled(source: Source, by: int) -> Source:
 @layout_check(
     "layout.no-shift",
     functions=("pair",),
-    promise="The route row of position p stands beside the model row whose input is token p: logprobs are shifted, routes are not.",
+    promise=(
+        "The route row of position p stands beside the model row whose input is token p: logprobs"
+        " are shifted, routes are not."
+    ),
     exercised_by="pairs compared",
 )
 def _no_shift(one: LayoutCall, out: Collector) -> None:
@@ -131,8 +159,13 @@ def _no_shift(one: LayoutCall, out: Collector) -> None:
         )
         return
     positions = tokens - 1
-    wanted = Source(sample=np.where(positions < held, 0, -1), position=np.where(positions < held, positions, -1))
-    later = Source(sample=np.where(positions + 1 < held, 0, -1), position=np.where(positions + 1 < held, positions + 1, -1))
+    wanted = Source(
+        sample=np.where(positions < held, 0, -1), position=np.where(positions < held, positions, -1)
+    )
+    later = Source(
+        sample=np.where(positions + 1 < held, 0, -1),
+        position=np.where(positions + 1 < held, positions + 1, -1),
+    )
     compare_rows(
         one,
         out,
@@ -140,7 +173,10 @@ def _no_shift(one: LayoutCall, out: Collector) -> None:
         routes,
         wanted,
         title="routes are shifted against the tokens that they route",
-        hint="Labels and logprobs move by one place, routes do not: row p is the forward pass of token p (slime#1045).",
+        hint=(
+            "Labels and logprobs move by one place, routes do not: row p is the forward pass of"
+            " token p (slime#1045)."
+        ),
         others={
             "the shift of labels, applied to routes": lambda: later,
             "a shift by one to the back": lambda: _rolled(wanted, 1),
@@ -167,9 +203,15 @@ def _padding(one: LayoutCall, out: Collector) -> None:
         return
     starts = _starts(one, batch.shape[1])
     if starts is None:
-        out.absent("padding on both sides can only be judged with the attention mask: return (batch, attention)")
+        out.absent(
+            "padding on both sides can only be judged with the attention mask: return (batch,"
+            " attention)"
+        )
         return
-    placed = {side: _placed(call.lengths, _sided(one, side, batch.shape[1]), batch.shape[1]) for side in (Side.LEFT, Side.RIGHT)}
+    placed = {
+        side: _placed(call.lengths, _sided(one, side, batch.shape[1]), batch.shape[1])
+        for side in (Side.LEFT, Side.RIGHT)
+    }
     compare_rows(
         one,
         out,
@@ -177,8 +219,16 @@ def _padding(one: LayoutCall, out: Collector) -> None:
         batch,
         _placed(call.lengths, starts, batch.shape[1]),
         title="padded rows do not stand where their tokens do",
-        hint="One padding side for tokens, masks and routes (slime#1052); a mask must be applied to routes too (SkyRL#1908).",
-        others={f"padding on the {side}, where padding on the {layout.side} is declared": _constant(placed[side]) for side in placed},
+        hint=(
+            "One padding side for tokens, masks and routes (slime#1052); a mask must be applied to"
+            " routes too (SkyRL#1908)."
+        ),
+        others={
+            f"padding on the {side}, where padding on the {layout.side} is declared": _constant(
+                placed[side]
+            )
+            for side in placed
+        },
     )
 
 
@@ -221,14 +271,20 @@ def _unpadding(one: LayoutCall, out: Collector) -> None:
         "rows compared",
         [Source.whole(i, length) for i, length in enumerate(one.call.lengths)],
         title="unpadded rows are not those of the sample",
-        hint="The attention mask says which rows are a sample's; padding may be on the left (SkyRL#1908).",
+        hint=(
+            "The attention mask says which rows are a sample's; padding may be on the left"
+            " (SkyRL#1908)."
+        ),
     )
 
 
 @layout_check(
     "layout.packing",
     functions=("pack", "unpack"),
-    promise="Packed rows stand at the cumulative lengths of their sequences, in order, and come back from there.",
+    promise=(
+        "Packed rows stand at the cumulative lengths of their sequences, in order, and come back"
+        " from there."
+    ),
     exercised_by="rows compared",
 )
 def _packing(one: LayoutCall, out: Collector) -> None:
@@ -254,8 +310,12 @@ def _packing(one: LayoutCall, out: Collector) -> None:
         title=title,
         hint=hint,
         others={
-            "packing without the padding between sequences": lambda: _extended(packed(call.lengths, tight), len(rows)),
-            "packing with the last sequence first": lambda: packed(call.lengths[::-1], cumulative)[::-1],
+            "packing without the padding between sequences": lambda: _extended(
+                packed(call.lengths, tight), len(rows)
+            ),
+            "packing with the last sequence first": lambda: packed(call.lengths[::-1], cumulative)[
+                ::-1
+            ],
         },
     )
 
@@ -269,7 +329,10 @@ def _extended(source: Source, rows: int) -> Source:
 @layout_check(
     "layout.alignment",
     functions=("pack", "context", "ulysses"),
-    promise="Lengths are rounded up to what the parallel sizes ask for, by the rule that token ids follow too.",
+    promise=(
+        "Lengths are rounded up to what the parallel sizes ask for, by the rule that token ids"
+        " follow too."
+    ),
     exercised_by="lengths compared",
 )
 def _alignment(one: LayoutCall, out: Collector) -> None:
@@ -283,14 +346,24 @@ def _alignment(one: LayoutCall, out: Collector) -> None:
         cumulative = layout.cumulative(call.lengths)
         share_of = mesh.cp if one.event.function == "context" else 1
         wanted = int(cumulative[-1]) // share_of
-        rule = f"sequences padded to multiples of {layout.alignment.multiple(mesh)} (cumulative lengths {cumulative.tolist()})"
-        if len(one.event.out) > 1 and one.event.function == "pack" and one.event.out[1].tolist() != cumulative.tolist():
+        rule = (
+            f"sequences padded to multiples of {layout.alignment.multiple(mesh)} (cumulative"
+            f" lengths {cumulative.tolist()})"
+        )
+        if (
+            len(one.event.out) > 1
+            and one.event.function == "pack"
+            and one.event.out[1].tolist() != cumulative.tolist()
+        ):
             out.finding(
                 "other cumulative lengths",
                 expected=str(cumulative.tolist()),
                 observed=str(one.event.out[1].tolist()),
                 where=one.where(),
-                hint="Routes are padded by the same lcm as token ids: by tp, 2 * cp, FP8's multiple, the bucket (slime#1052).",
+                hint=(
+                    "Routes are padded by the same lcm as token ids: by tp, 2 * cp, FP8's multiple,"
+                    " the bucket (slime#1052)."
+                ),
             )
             return
     if rows != wanted:
@@ -299,7 +372,10 @@ def _alignment(one: LayoutCall, out: Collector) -> None:
             expected=f"{wanted} rows: {rule}",
             observed=f"{rows} rows{_multiple(one, rows)}",
             where=one.where(),
-            hint="Routes are padded by the same lcm as token ids; the wrong parallel size passes while the sizes are equal (miles#496).",
+            hint=(
+                "Routes are padded by the same lcm as token ids; the wrong parallel size passes"
+                " while the sizes are equal (miles#496)."
+            ),
         )
 
 
@@ -307,7 +383,14 @@ def _multiple(one: LayoutCall, rows: int) -> str:
     """Which other multiple would give so many rows, in words."""
     mesh = one.layout.mesh
     parts = mesh.cp if one.event.function == "context" else 1
-    choices = {"1": 1, "tp": mesh.tp, "cp": mesh.cp, "2 * cp": 2 * mesh.cp, "tp * cp": mesh.tp * mesh.cp, "dp": mesh.dp}
+    choices = {
+        "1": 1,
+        "tp": mesh.tp,
+        "cp": mesh.cp,
+        "2 * cp": 2 * mesh.cp,
+        "tp * cp": mesh.tp * mesh.cp,
+        "dp": mesh.dp,
+    }
     for name, multiple in choices.items():
         if rows * parts == sum(-(-length // multiple) * multiple for length in one.call.lengths):
             return f", as multiples of {name} = {multiple} give"
@@ -317,13 +400,18 @@ def _multiple(one: LayoutCall, rows: int) -> str:
 @layout_check(
     "layout.padding-rows",
     functions=("fill", "pack", "context", "ulysses", "targets"),
-    promise="A row of no token holds k distinct experts, or -1 where the router is to choose: never one expert k times.",
+    promise=(
+        "A row of no token holds k distinct experts, or -1 where the router is to choose: never one"
+        " expert k times."
+    ),
     exercised_by="padding rows",
 )
 def _padding_rows(one: LayoutCall, out: Collector) -> None:
     layout = one.layout
     if layout.fill is Fill.ZEROS:
-        out.inapplicable("padding rows are declared to be zeros, which only a replay mask makes sound")
+        out.inapplicable(
+            "padding rows are declared to be zeros, which only a replay mask makes sound"
+        )
         return
     if not one.call.coding.experts:
         return
@@ -336,17 +424,30 @@ def _padding_rows(one: LayoutCall, out: Collector) -> None:
             expected=f"{layout.top_k} distinct experts in every row",
             observed=f"{faults[0][1]}; so in {share(len(faults), len(rows), 'padding row')}",
             where=one.where(),
-            hint="Equal ids collapse in the routing map, and a dispatcher that counts tokens * k fails or drops (slime#941, verl#4986).",
+            hint=(
+                "Equal ids collapse in the routing map, and a dispatcher that counts tokens * k"
+                " fails or drops (slime#941, verl#4986)."
+            ),
         )
-    elif one.event.function == "fill" and layout.fill is Fill.SPREAD and len(rows) >= layout.num_experts:
+    elif (
+        one.event.function == "fill"
+        and layout.fill is Fill.SPREAD
+        and len(rows) >= layout.num_experts
+    ):
         loads = np.bincount(np.concatenate(rows).reshape(-1), minlength=layout.num_experts)
         if loads.max() > 2 * max(1, loads.min()):
             out.finding(
                 "padding is not spread over the experts",
                 expected="every expert about as often",
-                observed=f"expert {int(loads.argmax())} {int(loads.max())} times, expert {int(loads.argmin())} {int(loads.min())} times",
+                observed=(
+                    f"expert {int(loads.argmax())} {int(loads.max())} times, expert"
+                    f" {int(loads.argmin())} {int(loads.min())} times"
+                ),
                 where=one.where(),
-                hint="Padding that always goes to the same experts skews their load (verl#7524, prime-rl#3350).",
+                hint=(
+                    "Padding that always goes to the same experts skews their load (verl#7524,"
+                    " prime-rl#3350)."
+                ),
             )
 
 
@@ -356,16 +457,31 @@ def _rows_of_padding(one: LayoutCall) -> list[IntArray]:
     if event.function == "fill":
         return list(event.out[0])
     if event.function == "targets":
-        source, tables = one.layout.rows(call.lengths, call.rank), [rows for rows in event.out[1:] if rows.ndim == 2]
+        source, tables = (
+            one.layout.rows(call.lengths, call.rank),
+            [rows for rows in event.out[1:] if rows.ndim == 2],
+        )
         free = ~one.layout.captured(source, call.held or call.lengths)
         return [row[None] for rows in tables if len(rows) == len(source) for row in rows[free]]
     mesh = one.layout.mesh
     if event.function == "pack":
         source = packed(call.lengths, one.layout.cumulative(call.lengths))
     else:
-        source = one.layout.rows(call.lengths, call.rank) if not mesh.sequence_parallel else one.before_tensor_slice()
+        source = (
+            one.layout.rows(call.lengths, call.rank)
+            if not mesh.sequence_parallel
+            else one.before_tensor_slice()
+        )
     return list(event.out[0][~source.filled]) if len(event.out[0]) == len(source) else []
 
 
-CHECKS: tuple[Check, ...] = (_final_row, _no_shift, _padding, _unpadding, _packing, _alignment, _padding_rows)
+CHECKS: tuple[Check, ...] = (
+    _final_row,
+    _no_shift,
+    _padding,
+    _unpadding,
+    _packing,
+    _alignment,
+    _padding_rows,
+)
 """Checks of rows beside tokens."""

@@ -1,7 +1,8 @@
-"""Sweeps: aborts of everything that a server runs, where the end of one request sets them off (family ``lifecycle``).
+"""Sweeps: aborts of everything that a server runs, where the end of one request sets them off
+(family ``lifecycle``).
 
-An abort of everything is in place before a weight update, at the end of a batch, at the end of a run. After every single rollout it only
-ends what other requests are doing.
+An abort of everything is in place before a weight update, at the end of a batch, at the end of a
+run. After every single rollout it only ends what other requests are doing.
 """
 
 from __future__ import annotations
@@ -24,10 +25,11 @@ _TWICE = 2
 
 
 class _EndSparesOthers(Fold):
-    """Looks at one moment of the virtual clock at a time: who ended in it, and whose calls an abort of everything hit in it.
+    """Looks at one moment of the virtual clock at a time: who ended in it, and whose calls an abort
+    of everything hit in it.
 
-    A request whose own call was hit did not set the abort off. Members of a group may end each other. What happens while weights are
-    updated is the update's.
+    A request whose own call was hit did not set the abort off. Members of a group may end each
+    other. What happens while weights are updated is the update's.
     """
 
     def __init__(self, context: JudgeContext) -> None:
@@ -63,7 +65,9 @@ class _EndSparesOthers(Fold):
     def on_abort(self, event: Abort, out: Collector) -> None:
         self._turn(event, out)
         if event.wanted == "*":
-            self._swept.update((self._flying[call], event) for call in event.call_ids if call in self._flying)
+            self._swept.update(
+                (self._flying[call], event) for call in event.call_ids if call in self._flying
+            )
 
     def on_result(self, event: Result, out: Collector) -> None:
         self._turn(event, out)
@@ -72,7 +76,10 @@ class _EndSparesOthers(Fold):
 
     def finish(self, out: Collector) -> None:
         if self.context.header.case is None:
-            out.absent("the clock of a recording does not tell which abort belongs to the end of which request")
+            out.absent(
+                "the clock of a recording does not tell which abort belongs to the end of which"
+                " request"
+            )
             return
         self._conclude(out)
         if self._spared or self._first is None or self._struck < _TWICE:
@@ -81,11 +88,17 @@ class _EndSparesOthers(Fold):
         out.finding(
             "the end of a request aborts the calls of others",
             expected="only what belongs to the request ends with it",
-            observed=f"each of {count(self._struck, 'request')} that ended while others ran is accompanied by an abort of everything: "
-            f"at the end of {ended}, server {abort.server_id} ended the call of {hit} too",
+            observed=(
+                f"each of {count(self._struck, 'request')} that ended while others ran is"
+                f" accompanied by an abort of everything: at the end of {ended}, server"
+                f" {abort.server_id} ended the call of {hit} too"
+            ),
             where={"request": hit, "server": abort.server_id, "index": abort.index},
-            hint="Each such abort costs the others a prefill, and where partial rollout is off the sample: abort the request's own calls "
-            "by their id, and everything only before a weight update or at the end of a batch (cf. verl #6866).",
+            hint=(
+                "Each such abort costs the others a prefill, and where partial rollout is off the"
+                " sample: abort the request's own calls by their id, and everything only before a"
+                " weight update or at the end of a batch (cf. verl #6866)."
+            ),
         )
 
     def _turn(self, event: Event, out: Collector) -> None:
@@ -113,13 +126,19 @@ class _EndSparesOthers(Fold):
     def _strangers(self, request_id: str, others: Iterable[str]) -> set[str]:
         """Of ``others`` the requests that are neither this one nor of its group."""
         group = self._groups.get(request_id)
-        return {other for other in others if other != request_id and (group is None or self._groups.get(other) != group)}
+        return {
+            other
+            for other in others
+            if other != request_id and (group is None or self._groups.get(other) != group)
+        }
 
 
 _end_spares_others = trace_check(
     "lifecycle.end-spares-others",
     promise="The end of a request leaves the calls of other requests alone.",
-    needs="a driven run with requests that end while others run, and Abort, Result and Update events",
+    needs=(
+        "a driven run with requests that end while others run, and Abort, Result and Update events"
+    ),
     exercised_by="requests that ended beside others",
 )(_EndSparesOthers)
 

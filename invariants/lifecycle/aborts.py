@@ -8,7 +8,19 @@ from typing import TYPE_CHECKING
 
 from rollproof.core.contract import Contract, PartialOff, ResumeBy
 from rollproof.core.records import FinishReason
-from rollproof.core.trace import Abort, Call, Fault, Header, Pause, PauseMode, Reply, Result, Resume, Submit, Weights
+from rollproof.core.trace import (
+    Abort,
+    Call,
+    Fault,
+    Header,
+    Pause,
+    PauseMode,
+    Reply,
+    Result,
+    Resume,
+    Submit,
+    Weights,
+)
 from rollproof.invariants._shared.event_check import Ending, Fold, case_option, keep
 from rollproof.judging.checks import Check, Collector, request_check, trace_check
 from rollproof.judging.request_view import Attempt, RequestView
@@ -21,7 +33,9 @@ __all__ = ["CHECKS", "no_partial_flag", "partial_is_off"]
 
 @dataclass(slots=True)
 class _Flying:
-    """A call in flight. ``caused``: something that aborts calls reached it; ``near``: an abort of another call that may have."""
+    """A call in flight. ``caused``: something that aborts calls reached it; ``near``: an abort of
+    another call that may have.
+    """
 
     request: str
     server: str
@@ -30,9 +44,11 @@ class _Flying:
 
 
 class _HitsTarget(Fold):
-    """An id means a request, a call or a group of requests; ids of the stack's own making must hit one request at most.
+    """An id means a request, a call or a group of requests; ids of the stack's own making must hit
+    one request at most.
 
-    A recording is told that an abort was asked for, and not which calls it found: any call of the server may be its own.
+    A recording is told that an abort was asked for, and not which calls it found: any call of the
+    server may be its own.
     """
 
     def __init__(self, context: JudgeContext) -> None:
@@ -51,7 +67,11 @@ class _HitsTarget(Fold):
 
     def on_call(self, event: Call, out: Collector) -> None:
         keep(self._called, event.request_id, None)
-        keep(self._flying, event.call_id, _Flying(event.request_id, event.server_id, caused=event.server_id in self._paused))
+        keep(
+            self._flying,
+            event.call_id,
+            _Flying(event.request_id, event.server_id, caused=event.server_id in self._paused),
+        )
 
     def on_pause(self, event: Pause, out: Collector) -> None:
         self._paused.add(event.server_id)
@@ -84,7 +104,11 @@ class _HitsTarget(Fold):
         if event.wanted == "*" or untold:
             self._excuse(event.server_id)
             return
-        hit = {call_id: self._flying[call_id].request for call_id in event.call_ids if call_id in self._flying}
+        hit = {
+            call_id: self._flying[call_id].request
+            for call_id in event.call_ids
+            if call_id in self._flying
+        }
         if hit:
             out.exercised("aborts of one id")
         for call_id, call in self._flying.items():
@@ -96,33 +120,67 @@ class _HitsTarget(Fold):
         if wrong:
             out.finding(
                 "an abort hit a call that it did not name",
-                expected=f"only calls of {event.wanted!r} end" if event.wanted else "an empty id aborts nothing",
-                observed=f"call{'s' if len(wrong) > 1 else ''} {', '.join(f'{call} of request {hit[call]!r}' for call in wrong)} ended too",
-                where={"request": hit[wrong[0]], "call": wrong[0], "server": event.server_id, "index": event.index},
-                hint="Ids are matched by prefix: '1' aborts '10', an empty id everything (sglang #25561). Make ids prefix-free.",
+                expected=(
+                    f"only calls of {event.wanted!r} end"
+                    if event.wanted
+                    else "an empty id aborts nothing"
+                ),
+                observed=(
+                    f"call{'s' if len(wrong) > 1 else ''}"
+                    f" {', '.join(f'{call} of request {hit[call]!r}' for call in wrong)} ended too"
+                ),
+                where={
+                    "request": hit[wrong[0]],
+                    "call": wrong[0],
+                    "server": event.server_id,
+                    "index": event.index,
+                },
+                hint=(
+                    "Ids are matched by prefix: '1' aborts '10', an empty id everything (sglang"
+                    " #25561). Make ids prefix-free."
+                ),
             )
 
     def _strangers(self, wanted: str, hit: Mapping[int, str]) -> list[int]:
-        """The calls of ``hit`` that are not meant by ``wanted``; where nobody knows the id, those beyond the first request or group."""
-        strange = [call for call, request in hit.items() if wanted not in (request, str(call), self._groups.get(request))]
+        """The calls of ``hit`` that are not meant by ``wanted``; where nobody knows the id, those
+        beyond the first request or group.
+        """
+        strange = [
+            call
+            for call, request in hit.items()
+            if wanted not in (request, str(call), self._groups.get(request))
+        ]
         if not wanted or len(strange) < len(hit) or wanted in self._groups:
             return strange
         if self._is_prefix(wanted, hit):
             return []
         first = next(iter(hit.values()), "")
         family = self._groups.get(first)
-        return [call for call, request in hit.items() if request != first and (family is None or self._groups.get(request) != family)]
+        return [
+            call
+            for call, request in hit.items()
+            if request != first and (family is None or self._groups.get(request) != family)
+        ]
 
     def _is_prefix(self, wanted: str, hit: Mapping[int, str]) -> bool:
-        """Whether a caller may have meant several calls by how their ids begin, as SGLang allows: nothing else was ever called so.
+        """Whether a caller may have meant several calls by how their ids begin, as SGLang allows:
+        nothing else was ever called so.
 
-        Where a stack tells of its requests, an id is one of its own making, and such a hit would be by chance.
+        Where a stack tells of its requests, an id is one of its own making, and such a hit would be
+        by chance.
         """
-        return wanted not in self._called and not any(request in self._groups for request in hit.values())
+        return wanted not in self._called and not any(
+            request in self._groups for request in hit.values()
+        )
 
     def on_reply(self, event: Reply, out: Collector) -> None:
         call = self._flying.pop(event.call_id, None)
-        if call is not None and call.near is not None and not call.caused and event.output.finish_reason is FinishReason.ABORT:
+        if (
+            call is not None
+            and call.near is not None
+            and not call.caused
+            and event.output.finish_reason is FinishReason.ABORT
+        ):
             self._suspects.setdefault(call.server, []).append((event.call_id, call.near))
 
     def finish(self, out: Collector) -> None:
@@ -131,10 +189,19 @@ class _HitsTarget(Fold):
             for call_id, abort in suspects:
                 out.finding(
                     "a call ended as aborted although only another one was",
-                    expected=f"the abort of {abort.wanted!r} at event {abort.index} ends only its own calls",
-                    observed=f"call {call_id} ended with finish reason abort, and nothing else aborted it",
+                    expected=(
+                        f"the abort of {abort.wanted!r} at event {abort.index} ends only its own"
+                        " calls"
+                    ),
+                    observed=(
+                        f"call {call_id} ended with finish reason abort, and nothing else"
+                        " aborted it"
+                    ),
                     where={"call": call_id, "server": server, "index": abort.index},
-                    hint="Ids are matched by prefix (sglang #25561), or the abort reached the whole batch.",
+                    hint=(
+                        "Ids are matched by prefix (sglang #25561), or the abort reached the whole"
+                        " batch."
+                    ),
                 )
 
 
@@ -147,7 +214,9 @@ _hits_target = trace_check(
 
 
 class _KeepsTokens(Fold):
-    """Compares the aborted reply with the last progress known of the call, and with what the engine really sampled."""
+    """Compares the aborted reply with the last progress known of the call, and with what the engine
+    really sampled.
+    """
 
     def __init__(self, context: JudgeContext) -> None:
         super().__init__(context)
@@ -170,7 +239,11 @@ class _KeepsTokens(Fold):
         known = self._progress.pop(event.call_id, None)
         if event.duplicate or event.output.finish_reason is not FinishReason.ABORT:
             return
-        true = max((span.end for span in event.true_tokens), default=0) if event.true_tokens is not None else None
+        true = (
+            max((span.end for span in event.true_tokens), default=0)
+            if event.true_tokens is not None
+            else None
+        )
         if known is None and true is None:
             return
         out.exercised("aborted calls with known progress")
@@ -182,7 +255,10 @@ class _KeepsTokens(Fold):
                 expected=f"at least {sampled} tokens",
                 observed=f"{returned} tokens",
                 where={"call": event.call_id, "index": event.index},
-                hint="A call aborted in the waiting queue (after a retraction) must return what it had (sglang #11673, vLLM #22197).",
+                hint=(
+                    "A call aborted in the waiting queue (after a retraction) must return what it"
+                    " had (sglang #11673, vLLM #22197)."
+                ),
             )
 
 
@@ -213,7 +289,9 @@ class _AbortEnds(Ending):
         self._paused.discard(event.server_id)
 
     def on_abort(self, event: Abort, out: Collector) -> None:
-        self._aborted.update((call_id, event) for call_id in event.call_ids if call_id in self._flying)
+        self._aborted.update(
+            (call_id, event) for call_id in event.call_ids if call_id in self._flying
+        )
 
     def on_reply(self, event: Reply, out: Collector) -> None:
         self._flying.pop(event.call_id, None)
@@ -236,10 +314,16 @@ class _AbortEnds(Ending):
                 continue
             out.finding(
                 "an aborted call never ended",
-                expected=f"a reply to call {call_id}, which the abort of {abort.wanted!r} at event {abort.index} hit",
+                expected=(
+                    f"a reply to call {call_id}, which the abort of {abort.wanted!r} at event"
+                    f" {abort.index} hit"
+                ),
                 observed="none until the end of the trace",
                 where={"call": call_id, "server": abort.server_id, "index": abort.index},
-                hint="The engine dropped the request without an answer (tpu-inference #3362), so its caller waits.",
+                hint=(
+                    "The engine dropped the request without an answer (tpu-inference #3362), so its"
+                    " caller waits."
+                ),
             )
 
 
@@ -254,12 +338,19 @@ _abort_ends = trace_check(
 def _surfaces(contract: Contract) -> str | None:
     if contract.abort_surfaces:
         return "the contract lets callers see aborts"
-    return "nobody resumes aborted samples (resume='none')" if contract.resume is ResumeBy.NONE else None
+    return (
+        "nobody resumes aborted samples (resume='none')"
+        if contract.resume is ResumeBy.NONE
+        else None
+    )
 
 
 @request_check(
     "lifecycle.aborts-do-not-surface",
-    promise="With partial rollout on, an aborted sample is resumed until it ends: no caller sees an abort.",
+    promise=(
+        "With partial rollout on, an aborted sample is resumed until it ends: no caller sees an"
+        " abort."
+    ),
     needs="aborted replies",
     exercised_by="samples that were aborted",
     applies=_surfaces,
@@ -267,17 +358,28 @@ def _surfaces(contract: Contract) -> str | None:
 def _not_surfaced(view: RequestView, out: Collector) -> None:
     """Neither as finish reason ``abort`` nor as a fragment that is handed over as finished."""
     rollout, segments = view.rollout, view.segments
-    if rollout is None or not any(_is_abort(attempt) for attempt in segments) or partial_is_off(view.header, view.contract):
+    if (
+        rollout is None
+        or not any(_is_abort(attempt) for attempt in segments)
+        or partial_is_off(view.header, view.contract)
+    ):
         return
     out.exercised("samples that were aborted")
     last = segments[-1]
-    if _used_up(view, last) or _ends_with_eos(view, last) or any(attempt.consumed is None for attempt in view.attempts[last.number :]):
+    if (
+        _used_up(view, last)
+        or _ends_with_eos(view, last)
+        or any(attempt.consumed is None for attempt in view.attempts[last.number :])
+    ):
         return
     if rollout.finish_reason is FinishReason.ABORT:
         title, observed = "an abort reached the caller", "finish reason abort"
     elif _is_abort(last) and not _outrun(view, last):
         title = "an aborted fragment was handed over as finished"
-        observed = f"finish reason {rollout.finish_reason}, although its last call was aborted and budget is left"
+        observed = (
+            f"finish reason {rollout.finish_reason}, although its last call was aborted and budget"
+            " is left"
+        )
     else:
         return
     out.finding(
@@ -285,8 +387,10 @@ def _not_surfaced(view: RequestView, out: Collector) -> None:
         expected="the sample is resumed until an engine ends it (abort_surfaces=False)",
         observed=f"{observed}, {len(rollout.response_ids)} tokens after {len(segments)} calls",
         where=view.where(segment=len(segments) - 1, call=last.call.call_id),
-        hint="The trainer would learn from a fragment as from a whole answer. A cap on retries must not turn an abort into `length` "
-        "(AReaL InfBridge).",
+        hint=(
+            "The trainer would learn from a fragment as from a whole answer. A cap on retries must"
+            " not turn an abort into `length` (AReaL InfBridge)."
+        ),
     )
 
 
@@ -294,39 +398,68 @@ def no_partial_flag(contract: Contract) -> str | None:
     """Why the partial-rollout flag cannot be judged under ``contract``; ``None`` where it can."""
     if contract.partial_off is None:
         return "the contract declares no way to turn partial rollout off (partial_off)"
-    return "the engine resumes by itself, whatever the flag says (resume='engine')" if contract.resume is ResumeBy.ENGINE else None
+    return (
+        "the engine resumes by itself, whatever the flag says (resume='engine')"
+        if contract.resume is ResumeBy.ENGINE
+        else None
+    )
 
 
 def partial_is_off(header: Header | None, contract: Contract) -> bool:
-    """Whether aborted samples must not be resumed: nobody ever does (resume='none'), or the case says so."""
+    """Whether aborted samples must not be resumed: nobody ever does (resume='none'), or the case
+    says so.
+    """
     return contract.resume is ResumeBy.NONE or case_option(header, "partial") is False
 
 
 @request_check(
     "lifecycle.partial-off-honoured",
-    promise="With partial rollout off, a sample aborted after its first token is not resumed: it is dropped or surfaced as declared.",
+    promise=(
+        "With partial rollout off, a sample aborted after its first token is not resumed: it is"
+        " dropped or surfaced as declared."
+    ),
     needs="a case with partial=False (or resume='none'), and aborted replies with tokens",
     exercised_by="samples aborted with partial rollout off",
     applies=no_partial_flag,
 )
 def _partial_off(view: RequestView, out: Collector) -> None:
-    """Sending a call again that was aborted before its first token is a retry, not a partial rollout."""
+    """Sending a call again that was aborted before its first token is a retry, not a partial
+    rollout.
+    """
     result = view.result
     if result is None or result.hung or not partial_is_off(view.header, view.contract):
         return
-    aborted = next((one for one in view.segments if _is_abort(one) and one.consumed and one.consumed.output.token_ids), None)
-    if aborted is None or _used_up(view, aborted) or _ends_with_eos(view, aborted) or _outrun(view, aborted):
+    aborted = next(
+        (
+            one
+            for one in view.segments
+            if _is_abort(one) and one.consumed and one.consumed.output.token_ids
+        ),
+        None,
+    )
+    if (
+        aborted is None
+        or _used_up(view, aborted)
+        or _ends_with_eos(view, aborted)
+        or _outrun(view, aborted)
+    ):
         return
     out.exercised("samples aborted with partial rollout off")
     again = _next_in_turn(view, aborted)
     declared = view.contract.partial_off
     if again is not None:
-        title, observed = "an aborted sample was resumed although partial rollout is off", f"call {again.call.call_id} continues it"
+        title, observed = (
+            "an aborted sample was resumed although partial rollout is off",
+            f"call {again.call.call_id} continues it",
+        )
     elif declared is PartialOff.DROPPED and result.rollout is not None:
         title = "an aborted sample was handed over although partial rollout is off"
         observed = f"a rollout, finish reason {result.rollout.finish_reason}"
     elif declared is PartialOff.SURFACED and result.rollout is None and result.error is None:
-        title, observed = "an aborted sample vanished with partial rollout off", "nothing was handed over"
+        title, observed = (
+            "an aborted sample vanished with partial rollout off",
+            "nothing was handed over",
+        )
     else:
         return
     out.finding(
@@ -339,14 +472,23 @@ def _partial_off(view: RequestView, out: Collector) -> None:
 
 
 def _is_abort(attempt: Attempt) -> bool:
-    return attempt.consumed is not None and attempt.consumed.output.finish_reason is FinishReason.ABORT
+    return (
+        attempt.consumed is not None and attempt.consumed.output.finish_reason is FinishReason.ABORT
+    )
 
 
 def _outrun(view: RequestView, aborted: Attempt) -> bool:
-    """Whether the sample is what another call brought, which ran beside ``aborted`` and ended by itself: the winner of a hedge."""
+    """Whether the sample is what another call brought, which ran beside ``aborted`` and ended by
+    itself: the winner of a hedge.
+    """
     for attempt in view.segments:
         reply = attempt.consumed
-        if reply is None or attempt is aborted or _is_abort(attempt) or reply.index < aborted.call.index:
+        if (
+            reply is None
+            or attempt is aborted
+            or _is_abort(attempt)
+            or reply.index < aborted.call.index
+        ):
             continue
         if (*attempt.call.prompt_ids, *reply.output.token_ids) == view.total_ids:
             return aborted.consumed is None or attempt.call.index < aborted.consumed.index
@@ -354,13 +496,22 @@ def _outrun(view: RequestView, aborted: Attempt) -> bool:
 
 
 def _used_up(view: RequestView, last: Attempt) -> bool:
-    """Whether ``last`` used up its grant, or all calls the budget: then its abort ended nothing early."""
+    """Whether ``last`` used up its grant, or all calls the budget: then its abort ended nothing
+    early.
+    """
     tokens = len(last.consumed.output.token_ids) if last.consumed else 0
     if last.call.max_tokens is not None and tokens >= last.call.max_tokens:
         return True
     budget = view.request.budget
-    got = sum(len(attempt.consumed.output.token_ids) for attempt in view.attempts[: last.number + 1] if attempt.consumed)
-    return budget is not None and got + sum(len(item.token_ids) for item in view.observations) >= budget
+    got = sum(
+        len(attempt.consumed.output.token_ids)
+        for attempt in view.attempts[: last.number + 1]
+        if attempt.consumed
+    )
+    return (
+        budget is not None
+        and got + sum(len(item.token_ids) for item in view.observations) >= budget
+    )
 
 
 def _ends_with_eos(view: RequestView, attempt: Attempt) -> bool:
@@ -372,7 +523,9 @@ def _ends_with_eos(view: RequestView, attempt: Attempt) -> bool:
 
 
 def _next_in_turn(view: RequestView, aborted: Attempt) -> Attempt | None:
-    """The next call of the same turn; ``None`` where there is none, or the environment spoke before it."""
+    """The next call of the same turn; ``None`` where there is none, or the environment spoke before
+    it.
+    """
     reply = aborted.consumed
     for attempt in view.attempts[aborted.number + 1 :]:
         if reply is not None and attempt.call.index > reply.index:

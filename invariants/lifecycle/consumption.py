@@ -1,4 +1,6 @@
-"""Consumption: which replies a stack puts into a sample when they come twice, late, or after a retry (family ``lifecycle``)."""
+"""Consumption: which replies a stack puts into a sample when they come twice, late, or after a
+retry (family ``lifecycle``).
+"""
 
 from __future__ import annotations
 
@@ -16,10 +18,11 @@ _STRAY = frozenset({"late-reply", "duplicate-reply", "lost-reply"})
 
 @dataclass(frozen=True, slots=True)
 class _Point:
-    """A place where the sequence shows what the stack took: its next call, or the sample that it hands over.
+    """A place where the sequence shows what the stack took: its next call, or the sample that it
+    hands over.
 
-    ``known`` is what the call before had sent, ``added`` what follows it now, ``tail`` the environment's tokens among it,
-    ``replies`` what was delivered in between.
+    ``known`` is what the call before had sent, ``added`` what follows it now, ``tail`` the
+    environment's tokens among it, ``replies`` what was delivered in between.
     """
 
     known: tuple[int, ...]
@@ -30,7 +33,9 @@ class _Point:
 
     @property
     def explained(self) -> bool:
-        """Whether one reply to a call with exactly the known prompt (or a cut of it) gives what was added."""
+        """Whether one reply to a call with exactly the known prompt (or a cut of it) gives what was
+        added.
+        """
         for attempt, reply in self.replies:
             tokens = (*reply.output.token_ids, *self.tail)
             if attempt.call.prompt_ids == self.known and self.added == tokens[: len(self.added)]:
@@ -39,9 +44,15 @@ class _Point:
 
 
 def _points(view: RequestView) -> Iterator[_Point]:
-    """The points of a request in order; those whose sequence does not continue the known one are left out."""
+    """The points of a request in order; those whose sequence does not continue the known one are
+    left out.
+    """
     steps: list[tuple[int, object]] = [(attempt.call.index, attempt) for attempt in view.attempts]
-    steps += [(attempt.consumed.index, (attempt, attempt.consumed)) for attempt in view.attempts if attempt.consumed is not None]
+    steps += [
+        (attempt.consumed.index, (attempt, attempt.consumed))
+        for attempt in view.attempts
+        if attempt.consumed is not None
+    ]
     steps += [(item.index, item.token_ids) for item in view.observations]
     steps.sort(key=lambda step: step[0])
     known = view.request.prompt_ids
@@ -73,7 +84,10 @@ def _once(view: RequestView, out: Collector) -> None:
     """The tokens of one call must not stand twice, one after the other, where one reply was due."""
     if not any(len(attempt.replies) > 1 for attempt in view.attempts):
         return
-    out.exercised("duplicate replies", sum(reply.duplicate for attempt in view.attempts for reply in attempt.replies))
+    out.exercised(
+        "duplicate replies",
+        sum(reply.duplicate for attempt in view.attempts for reply in attempt.replies),
+    )
     for point in _points(view):
         for attempt, reply in point.replies:
             tokens = reply.output.token_ids
@@ -82,20 +96,32 @@ def _once(view: RequestView, out: Collector) -> None:
                     "a duplicated reply was used twice",
                     expected=f"the {len(tokens)} tokens of call {attempt.call.call_id} once",
                     observed=f"they stand twice in {_place(point)}",
-                    where=view.where(call=attempt.call.call_id, position=len(point.known) + len(tokens), index=reply.index),
-                    hint="A reply is only to be taken by the attempt that still waits for it: key it by attempt, not by request.",
+                    where=view.where(
+                        call=attempt.call.call_id,
+                        position=len(point.known) + len(tokens),
+                        index=reply.index,
+                    ),
+                    hint=(
+                        "A reply is only to be taken by the attempt that still waits for it: key it"
+                        " by attempt, not by request."
+                    ),
                 )
                 return
 
 
 @request_check(
     "lifecycle.one-reply-per-retry",
-    promise="Of a call and its retry one reply enters the sample, and no reply enters another request's sample.",
+    promise=(
+        "Of a call and its retry one reply enters the sample, and no reply enters another request's"
+        " sample."
+    ),
     needs="replies that arrive after the call was retried, or late and stray ones of any request",
     exercised_by=("replies after a retry", "stray replies of other requests"),
 )
 def _one(view: RequestView, out: Collector) -> None:
-    """Takes each point that no single reply explains, and looks whether two replies, or a foreign one, do."""
+    """Takes each point that no single reply explains, and looks whether two replies, or a foreign
+    one, do.
+    """
     late = sum(_retried(view, attempt) for attempt in view.attempts)
     strays = _strays(view)
     out.exercised("replies after a retry", late)
@@ -109,10 +135,16 @@ def _one(view: RequestView, out: Collector) -> None:
         if pair is not None:
             out.finding(
                 "the replies of a call and of its retry were both used",
-                expected=f"the tokens of call {pair[0].call.call_id} or of call {pair[1].call.call_id}, which answer the same prompt",
+                expected=(
+                    f"the tokens of call {pair[0].call.call_id} or of call {pair[1].call.call_id},"
+                    " which answer the same prompt"
+                ),
                 observed=f"both stand in {_place(point)}",
                 where=view.where(call=pair[1].call.call_id, position=len(point.known)),
-                hint="A timed-out call was retried and its orphan completion kept (AReaL #1498): drop what no attempt waits for.",
+                hint=(
+                    "A timed-out call was retried and its orphan completion kept (AReaL #1498):"
+                    " drop what no attempt waits for."
+                ),
             )
             return
         for owner, attempt, reply in strays:
@@ -120,15 +152,25 @@ def _one(view: RequestView, out: Collector) -> None:
                 out.finding(
                     "a late reply was used for another request",
                     expected=f"tokens that were sampled for request {view.request.request_id!r}",
-                    observed=f"the tokens of call {attempt.call.call_id} of request {owner!r} in {_place(point)}",
-                    where=view.where(call=attempt.call.call_id, position=len(point.known), index=reply.index),
-                    hint="Replies are matched by slot or by order of arrival; match them by the id of the call.",
+                    observed=(
+                        f"the tokens of call {attempt.call.call_id} of request {owner!r} in"
+                        f" {_place(point)}"
+                    ),
+                    where=view.where(
+                        call=attempt.call.call_id, position=len(point.known), index=reply.index
+                    ),
+                    hint=(
+                        "Replies are matched by slot or by order of arrival; match them by the id"
+                        " of the call."
+                    ),
                 )
                 return
 
 
 def _retried(view: RequestView, attempt: Attempt) -> bool:
-    """Whether another call of the request was sent before this one's reply came, to a caller or to nobody."""
+    """Whether another call of the request was sent before this one's reply came, to a caller or to
+    nobody.
+    """
     later = view.attempts[attempt.number + 1 : attempt.number + 2]
     return bool(attempt.replies and later) and later[0].call.index < attempt.replies[0].index
 
@@ -151,7 +193,11 @@ def _pair(point: _Point) -> tuple[Attempt, Attempt] | None:
             if first is second or not one.output.token_ids or not two.output.token_ids:
                 continue
             chained = second.call.prompt_ids == (*point.known, *one.output.token_ids)
-            if not chained and point.added == (*one.output.token_ids, *two.output.token_ids, *point.tail):
+            if not chained and point.added == (
+                *one.output.token_ids,
+                *two.output.token_ids,
+                *point.tail,
+            ):
                 return first, second
     return None
 

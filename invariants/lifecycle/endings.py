@@ -1,7 +1,8 @@
-"""Lifecycle: every request ends once, nothing is lost or left running, and nothing fails that had no reason to.
+"""Lifecycle: every request ends once, nothing is lost or left running, and nothing fails that had
+no reason to.
 
-Which calls a stack may make is in ``calls``, what aborts may do in ``aborts`` and ``sweeps``, which replies a stack may use in
-``consumption``; all have ids ``lifecycle.*``.
+Which calls a stack may make is in ``calls``, what aborts may do in ``aborts`` and ``sweeps``, which
+replies a stack may use in ``consumption``; all have ids ``lifecycle.*``.
 """
 
 from __future__ import annotations
@@ -48,7 +49,10 @@ class _EndsOnce(Ending):
                 expected="one result for each request",
                 observed=f"a second result at event {event.index}",
                 where={"request": event.request_id, "index": event.index},
-                hint="A retried or duplicated completion was handed over as a sample of its own (AReaL #1498).",
+                hint=(
+                    "A retried or duplicated completion was handed over as a sample of its own"
+                    " (AReaL #1498)."
+                ),
             )
         elif self.context.header.case is not None:
             out.finding(
@@ -96,19 +100,30 @@ def _no_hang(view: RequestView, out: Collector) -> None:
     last = view.attempts[-1] if view.attempts else None
     state = "no call was ever made"
     if last is not None:
-        answered = "was answered" if last.consumed else "was admitted and not answered" if last.admit else "was not admitted"
+        answered = (
+            "was answered"
+            if last.consumed
+            else "was admitted and not answered"
+            if last.admit
+            else "was not admitted"
+        )
         state = f"its last call, {last.call.call_id} on {last.call.server_id}, {answered}"
     out.finding(
         "a request hangs",
         expected="a rollout or an error within the deadline",
         observed=f"{result.error or 'it never ended'}; {state}",
         where=view.where(index=result.index),
-        hint="Usual causes: a server left paused by a failed update, a lost reply without a time-out, a lock held by a cancelled task.",
+        hint=(
+            "Usual causes: a server left paused by a failed update, a lost reply without a"
+            " time-out, a lock held by a cancelled task."
+        ),
     )
 
 
 class _NoError(Fold):
-    """Every legal engine reply (empty abort, read-only array, no logprobs) is one that the stack must take."""
+    """Every legal engine reply (empty abort, read-only array, no logprobs) is one that the stack
+    must take.
+    """
 
     def __init__(self, context: JudgeContext) -> None:
         super().__init__(context)
@@ -118,7 +133,9 @@ class _NoError(Fold):
 
     def on_submit(self, event: Submit, out: Collector) -> None:
         budget = event.request.budget
-        self._open[event.request.request_id] = bool(self._down) or (budget is not None and budget <= 0)
+        self._open[event.request.request_id] = bool(self._down) or (
+            budget is not None and budget <= 0
+        )
 
     def on_call(self, event: Call, out: Collector) -> None:
         keep(self._calls, event.call_id, (event.request_id, event.server_id))
@@ -160,7 +177,8 @@ class _NoError(Fold):
             return
         replies = [attempt.consumed.output for attempt in attempts if attempt.consumed]
         last = (
-            f"its last reply had {count(len(replies[-1].token_ids), 'token')}, finish reason {replies[-1].finish_reason}"
+            f"its last reply had {count(len(replies[-1].token_ids), 'token')}, finish reason"
+            f" {replies[-1].finish_reason}"
             if replies
             else "no reply came"
         )
@@ -170,8 +188,10 @@ class _NoError(Fold):
             expected="a rollout: no server died, no reply was lost, no update failed",
             observed=f"{event.error}; {last}",
             where={"request": event.request_id, "index": event.index},
-            hint="A legal engine reply made the stack raise: routes as a numpy array (verl #7158), an abort without tokens "
-            "(verl #5936, vime #49).",
+            hint=(
+                "A legal engine reply made the stack raise: routes as a numpy array (verl #7158),"
+                " an abort without tokens (verl #5936, vime #49)."
+            ),
         )
 
 
@@ -184,7 +204,9 @@ _no_error = trace_check(
 
 
 class _Counters(Ending):
-    """In-flight counts of load balancers, staleness managers and semaphores leak on the paths that nobody tests."""
+    """In-flight counts of load balancers, staleness managers and semaphores leak on the paths that
+    nobody tests.
+    """
 
     def __init__(self, context: JudgeContext) -> None:
         super().__init__(context)
@@ -214,7 +236,10 @@ class _Counters(Ending):
                     kind=f"counter {name.rpartition('/')[2]!r} did not return to its start",
                     expected=f"{start:g}, as at the start",
                     observed=f"{end:g} when every request had ended",
-                    hint="It is raised on every path and lowered on some: lower it in a `finally`, once for each time it was raised.",
+                    hint=(
+                        "It is raised on every path and lowered on some: lower it in a `finally`,"
+                        " once for each time it was raised."
+                    ),
                 )
 
 
@@ -227,7 +252,9 @@ _counters = trace_check(
 
 
 class _SurvivesDeath(Fold):
-    """What the dead call had sampled is gone; what earlier calls had delivered is the client's, and must be sent on."""
+    """What the dead call had sampled is gone; what earlier calls had delivered is the client's, and
+    must be sent on.
+    """
 
     def __init__(self, context: JudgeContext) -> None:
         super().__init__(context)
@@ -243,21 +270,38 @@ class _SurvivesDeath(Fold):
         self._hit[event.request_id] = (server, None)
         if event.prompt_ids[: len(known)] != known:
             kept = next(
-                (i for i, (a, b) in enumerate(zip(event.prompt_ids, known, strict=False)) if a != b), min(len(event.prompt_ids), len(known))
+                (
+                    i
+                    for i, (a, b) in enumerate(zip(event.prompt_ids, known, strict=False))
+                    if a != b
+                ),
+                min(len(event.prompt_ids), len(known)),
             )
             out.finding(
                 "tokens were lost when a server died",
                 expected=f"the next call sends the {len(known)} tokens known before {server} died",
-                observed=f"call {event.call_id} sends {len(event.prompt_ids)} tokens, the first {kept} of them as known",
-                where={"request": event.request_id, "call": event.call_id, "server": server, "index": event.index},
-                hint="Only the dead call's own tokens are gone: keep what earlier calls delivered outside the try block that is retried.",
+                observed=(
+                    f"call {event.call_id} sends {len(event.prompt_ids)} tokens, the first {kept}"
+                    " of them as known"
+                ),
+                where={
+                    "request": event.request_id,
+                    "call": event.call_id,
+                    "server": server,
+                    "index": event.index,
+                },
+                hint=(
+                    "Only the dead call's own tokens are gone: keep what earlier calls delivered"
+                    " outside the try block that is retried."
+                ),
             )
 
     def on_reply(self, event: Reply, out: Collector) -> None:
         call = self._flying.pop(event.call_id, None)
         request_id = self._struck.pop(event.call_id, None) if call is None else call.request_id
         if request_id is not None and event.delivered:
-            # It was answered, late or before the server died, so what becomes of it now is not the death's doing.
+            # It was answered, late or before the server died, so what becomes of it now is not the
+            # death's doing.
             self._hit.pop(request_id, None)
 
     def on_fault(self, event: Fault, out: Collector) -> None:
@@ -273,7 +317,11 @@ class _SurvivesDeath(Fold):
             known = None
             if self.context.contract.resume is ResumeBy.CLIENT:
                 stitched = view.stitched_as(Provenance.AS_SAMPLED)
-                known = None if stitched.broken is not None else (*view.request.prompt_ids, *stitched.response_ids)
+                known = (
+                    None
+                    if stitched.broken is not None
+                    else (*view.request.prompt_ids, *stitched.response_ids)
+                )
             self._hit[call.request_id] = (str(event.server_id), known)
 
     def on_result(self, event: Result, out: Collector) -> None:
@@ -290,7 +338,10 @@ class _SurvivesDeath(Fold):
 
 _survives_death = trace_check(
     "lifecycle.survives-death",
-    promise="When a server dies, its requests end with a rollout or an explicit error, and tokens that were delivered before are kept.",
+    promise=(
+        "When a server dies, its requests end with a rollout or an explicit error, and tokens that"
+        " were delivered before are kept."
+    ),
     needs="Fault death events with calls in flight on the server",
     exercised_by="requests in flight at a server's death",
 )(_SurvivesDeath)
@@ -298,7 +349,10 @@ _survives_death = trace_check(
 
 @request_check(
     "lifecycle.drops-only-as-declared",
-    promise="A sample is dropped only if it was aborted, partial rollout is off and the contract says that such samples are dropped.",
+    promise=(
+        "A sample is dropped only if it was aborted, partial rollout is off and the contract says"
+        " that such samples are dropped."
+    ),
     needs="Result events",
     exercised_by="requests that ended",
 )
@@ -324,7 +378,10 @@ def _drops(view: RequestView, out: Collector) -> None:
             expected=f"a rollout or an error: {reason}",
             observed="nothing was handed over",
             where=view.where(index=result.index),
-            hint="Raise, or hand over what there is: a group that loses a member unseen changes its advantages.",
+            hint=(
+                "Raise, or hand over what there is: a group that loses a member unseen changes its"
+                " advantages."
+            ),
         )
 
 

@@ -31,7 +31,9 @@ class _Sent:
 
 
 class _NoOrphans(Fold):
-    """A call whose caller gave up may end aborted, or unseen; one that runs to its natural end was forgotten."""
+    """A call whose caller gave up may end aborted, or unseen; one that runs to its natural end was
+    forgotten.
+    """
 
     def __init__(self, context: JudgeContext) -> None:
         super().__init__(context)
@@ -53,7 +55,11 @@ class _NoOrphans(Fold):
         if event.call_id is not None:
             self._open.pop(event.call_id, None)
         elif event.what == "death":
-            self._open = {call_id: call for call_id, call in self._open.items() if call.server != event.server_id}
+            self._open = {
+                call_id: call
+                for call_id, call in self._open.items()
+                if call.server != event.server_id
+            }
 
     def on_result(self, event: Result, out: Collector) -> None:
         out.exercised("requests that ended")
@@ -71,10 +77,23 @@ class _NoOrphans(Fold):
             return
         out.finding(
             "an engine worked on for a request that had ended",
-            expected=f"call {event.call_id} is aborted when its request ends, at event {call.left.index}",
-            observed=f"it ran to finish reason {event.output.finish_reason}, {len(event.output.token_ids)} tokens, at event {event.index}",
-            where={"request": call.request, "call": event.call_id, "server": call.server, "index": event.index},
-            hint="A retry left the first call running: abort it on the server, or cancel it, when its caller gives up.",
+            expected=(
+                f"call {event.call_id} is aborted when its request ends, at event {call.left.index}"
+            ),
+            observed=(
+                f"it ran to finish reason {event.output.finish_reason},"
+                f" {len(event.output.token_ids)} tokens, at event {event.index}"
+            ),
+            where={
+                "request": call.request,
+                "call": event.call_id,
+                "server": call.server,
+                "index": event.index,
+            },
+            hint=(
+                "A retry left the first call running: abort it on the server, or cancel it, when"
+                " its caller gives up."
+            ),
         )
 
 
@@ -87,7 +106,8 @@ _no_orphans = trace_check(
 
 
 class _NoCallAfterEnd(Fold):
-    """Requests of a group share their prompt, so a call may be attributed to the wrong one of them: they are not judged.
+    """Requests of a group share their prompt, so a call may be attributed to the wrong one of them:
+    they are not judged.
 
     Neither is one that hung: the run gave it up, and its stack goes on.
     """
@@ -111,7 +131,12 @@ class _NoCallAfterEnd(Fold):
                 "a call was made for a request that had ended",
                 expected="no call after the request's result",
                 observed=f"call {event.call_id} to {event.server_id} at event {event.index}",
-                where={"request": event.request_id, "call": event.call_id, "server": event.server_id, "index": event.index},
+                where={
+                    "request": event.request_id,
+                    "call": event.call_id,
+                    "server": event.server_id,
+                    "index": event.index,
+                },
                 hint="A resume loop or a retry outlives the request that it belongs to.",
             )
 
@@ -144,18 +169,25 @@ def _no_empty_grant(view: RequestView, out: Collector) -> None:
                 expected="a budget of at least 1 token, or no call",
                 observed=f"call {call.call_id} with max_tokens={call.max_tokens}",
                 where=view.where(call=call.call_id, server=call.server_id, index=call.index),
-                hint="Engines refuse it with an error (SGLang, vLLM): stop the resume loop when the budget is used up.",
+                hint=(
+                    "Engines refuse it with an error (SGLang, vLLM): stop the resume loop when the"
+                    " budget is used up."
+                ),
             )
 
 
 @request_check(
     "lifecycle.bounded-attempts",
-    promise="A request does not call engines again and again without a wait while they give it nothing.",
+    promise=(
+        "A request does not call engines again and again without a wait while they give it nothing."
+    ),
     needs="replies without tokens, with the time of each call",
     exercised_by="replies without tokens",
 )
 def _bounded_attempts(view: RequestView, out: Collector) -> None:
-    """Polling a paused server at intervals is a design; 200 empty attempts closer together than engine steps are a busy loop."""
+    """Polling a paused server at intervals is a design; 200 empty attempts closer together than
+    engine steps are a busy loop.
+    """
     options = case_option(view.header, "engine")
     step = float(options["step"]) if options else 1e-3
     run = 0
@@ -172,10 +204,19 @@ def _bounded_attempts(view: RequestView, out: Collector) -> None:
         if waited < step * run / 2:
             out.finding(
                 "a request retries in a busy loop",
-                expected=f"at most {_MANY_ATTEMPTS} empty attempts in a row, or a wait between them",
+                expected=(
+                    f"at most {_MANY_ATTEMPTS} empty attempts in a row, or a wait between them"
+                ),
                 observed=f"{run} calls in {waited:g} s without a token",
-                where=view.where(call=attempt.call.call_id, server=attempt.call.server_id, index=attempt.call.index),
-                hint="The client retries at once while the server is paused: wait for the resume, or sleep between attempts.",
+                where=view.where(
+                    call=attempt.call.call_id,
+                    server=attempt.call.server_id,
+                    index=attempt.call.index,
+                ),
+                hint=(
+                    "The client retries at once while the server is paused: wait for the resume, or"
+                    " sleep between attempts."
+                ),
             )
             return
 

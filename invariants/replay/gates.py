@@ -1,4 +1,6 @@
-"""Replay gates: under replay the experts are given, and their weights are still the live router's, with a gradient."""
+"""Replay gates: under replay the experts are given, and their weights are still the live router's,
+with a gradient.
+"""
 
 from __future__ import annotations
 
@@ -31,18 +33,27 @@ _LIKE_A_REFERENCE = 1e-3
 _SLOPE = 0.05
 """The largest relative difference of a gradient to a finite difference."""
 _NO_GRADIENT = (
-    "no native step shows that the gates have gradients at all: where they are not trained, the contract declares trains_gates=False"
+    "no native step shows that the gates have gradients at all: where they are not trained, the"
+    " contract declares trains_gates=False"
 )
 _FEW_DIGITS = 4
 """A loss of at most so many digits (bfloat16 has 2) resolves no slope."""
 
 
 def _trains_gates(contract: Contract) -> str | None:
-    return None if terms_of(contract).trains_gates else "the contract declares trains_gates=False: gates have no gradient"
+    return (
+        None
+        if terms_of(contract).trains_gates
+        else "the contract declares trains_gates=False: gates have no gradient"
+    )
 
 
 def _chooses(contract: Contract) -> str | None:
-    return "every row executes all experts: there is no other choice" if contract.top_k == contract.num_experts else None
+    return (
+        "every row executes all experts: there is no other choice"
+        if contract.top_k == contract.num_experts
+        else None
+    )
 
 
 @replay_check(
@@ -66,21 +77,34 @@ def _drift(view: StepView, out: Collector) -> None:
         out.absent("what the routers choose by themselves is not known")
         return
     targets = view.targets
-    moved = (np.sort(targets.experts, axis=2) != np.sort(native, axis=2)).any(axis=2) & targets.known & (native >= 0).all(axis=2)
+    moved = (
+        (np.sort(targets.experts, axis=2) != np.sort(native, axis=2)).any(axis=2)
+        & targets.known
+        & (native >= 0).all(axis=2)
+    )
     # a row of the final token reaches no loss, so rerouting it alone need not show
     if moved.sum() < 0.05 * targets.known.sum():
-        out.absent(f"only {share(int(moved.sum()), int(targets.known.sum()), 'row')} would route otherwise: the weights drift too little")
+        out.absent(
+            f"only {share(int(moved.sum()), int(targets.known.sum()), 'row')} would route"
+            " otherwise: the weights drift too little"
+        )
         return
     out.exercised("drifted replays")
     if not list(differences(view, other, 0.0)):
         out.finding(
             "replay changes nothing",
-            expected=f"other results than those of step {other.step.name!r}: {share(int(moved.sum()), int(targets.known.sum()), 'row')} "
-            "have a target that is not the router's own choice",
+            expected=(
+                f"other results than those of step {other.step.name!r}:"
+                f" {share(int(moved.sum()), int(targets.known.sum()), 'row')} have a target that is"
+                " not the router's own choice"
+            ),
             observed="the same loss, logprobs and gradients, bit for bit",
             where=view.where(),
-            hint="Replay is a silent no-op: a flag that nobody reads, targets for routers that are not in use (verl#4567, verl#7340), or "
-            "a fused router that returns before it looks at its target.",
+            hint=(
+                "Replay is a silent no-op: a flag that nobody reads, targets for routers that are"
+                " not in use (verl#4567, verl#7340), or a fused router that returns before it looks"
+                " at its target."
+            ),
         )
 
 
@@ -91,7 +115,13 @@ def _drift(view: StepView, out: Collector) -> None:
     applies=_trains_gates,
 )
 def _gate_gradients(view: StepView, out: Collector) -> None:
-    if not view.replays or not view.ordinary or not view.done or not view.step.backward or view.outcome is None:
+    if (
+        not view.replays
+        or not view.ordinary
+        or not view.done
+        or not view.step.backward
+        or view.outcome is None
+    ):
         return
     if not view.outcome.gates:
         out.absent("the subject tells no gradients of its gates")
@@ -108,8 +138,11 @@ def _gate_gradients(view: StepView, out: Collector) -> None:
                 expected=f"a gradient, as in native steps (norm {alive[layer]:.3g})",
                 observed=f"norm {sketch[0]:.3g}",
                 where=view.where(layer=layer),
-                hint="Gate values must be gathered from live scores of all experts: after a native top-k the others are zero, and with "
-                "them the gates of a drifted replay (ISEEKYAN/Megatron-LM#49, #79); recorded scores have no graph.",
+                hint=(
+                    "Gate values must be gathered from live scores of all experts: after a native"
+                    " top-k the others are zero, and with them the gates of a drifted replay"
+                    " (ISEEKYAN/Megatron-LM#49, #79); recorded scores have no graph."
+                ),
             )
 
 
@@ -117,8 +150,17 @@ def _living(view: StepView) -> dict[int, float]:
     """The norm of each gate's gradient in the native steps before, where there is one."""
     alive: dict[int, float] = {}
     for other in view.before.values():
-        if other.done and other.outcome is not None and other.step.action is Action.NATIVE and other.step.model == "policy":
-            alive |= {layer: float(sketch[0]) for layer, sketch in other.outcome.gates.items() if sketch[0] > 0}
+        if (
+            other.done
+            and other.outcome is not None
+            and other.step.action is Action.NATIVE
+            and other.step.model == "policy"
+        ):
+            alive |= {
+                layer: float(sketch[0])
+                for layer, sketch in other.outcome.gates.items()
+                if sketch[0] > 0
+            }
     return alive
 
 
@@ -139,9 +181,29 @@ def _gate_slope(view: StepView, out: Collector) -> None:
     if reason is not None or layer not in _living(view):
         out.absent(reason or _NO_GRADIENT)
         return
-    up = next((one for one in view.before.values() if one.step.nudge == size and one.step.nudge_layer == layer and one.done), None)
-    base = next((one for one in view.before.values() if one.done and one.step.backward and _same_ask(one, view)), None)
-    if up is None or base is None or base.outcome is None or up.outcome is None or view.outcome is None:
+    up = next(
+        (
+            one
+            for one in view.before.values()
+            if one.step.nudge == size and one.step.nudge_layer == layer and one.done
+        ),
+        None,
+    )
+    base = next(
+        (
+            one
+            for one in view.before.values()
+            if one.done and one.step.backward and _same_ask(one, view)
+        ),
+        None,
+    )
+    if (
+        up is None
+        or base is None
+        or base.outcome is None
+        or up.outcome is None
+        or view.outcome is None
+    ):
         out.absent("a step that the finite difference needs has no results")
         return
     if not all(sound_rows(one) for one in (up, base, view)):
@@ -154,30 +216,45 @@ def _gate_slope(view: StepView, out: Collector) -> None:
     told, bend = _averaged(sketch, up.outcome.gates.get(layer), view.outcome.gates.get(layer))
     slope = (high - low) / (2 * size)
     rounding = 2 * max(abs(high), abs(low)) * 10.0**-view.terms.float_digits / size
-    allowed = max(_SLOPE, view.terms.tolerance) * max(float(sketch[0]), abs(slope)) + rounding + bend / 4
+    allowed = (
+        max(_SLOPE, view.terms.tolerance) * max(float(sketch[0]), abs(slope)) + rounding + bend / 4
+    )
     if rounding > 0.3 * max(float(sketch[0]), abs(slope)):
-        few = f"a loss of {view.terms.float_digits} digits (float_digits) has too few for a finite difference"
+        few = (
+            f"a loss of {view.terms.float_digits} digits (float_digits) has too few for a finite"
+            " difference"
+        )
         (out.inapplicable if view.terms.float_digits <= _FEW_DIGITS else out.absent)(few)
         return
     out.exercised("finite differences")
     if not abs(slope - told) <= allowed:
         out.finding(
             "the gradient of a gate is not the slope of the loss",
-            expected=f"{slope:.6g} along the nudge of the gate (a central difference of the replayed loss, +- {allowed:.2g})",
+            expected=(
+                f"{slope:.6g} along the nudge of the gate (a central difference of the replayed"
+                f" loss, +- {allowed:.2g})"
+            ),
             observed=f"{told:.6g}, on average over the nudge",
             where={**base.where(layer=layer)},
-            hint="Gate values must keep their graph from live scores to output; recorded or detached scores, and a normalisation over "
-            "other experts than those that are executed, break it. A loss that acts in the backward pass alone (Megatron's auxiliary and "
-            "z-losses) belongs into the loss that is told, or is switched off for this; gradients are told unclipped and unscaled.",
+            hint=(
+                "Gate values must keep their graph from live scores to output; recorded or detached"
+                " scores, and a normalisation over other experts than those that are executed,"
+                " break it. A loss that acts in the backward pass alone (Megatron's auxiliary and"
+                " z-losses) belongs into the loss that is told, or is switched off for this;"
+                " gradients are told unclipped and unscaled."
+            ),
         )
 
 
 def _averaged(
-    middle: npt.NDArray[np.float64], up: npt.NDArray[np.float64] | None, down: npt.NDArray[np.float64] | None
+    middle: npt.NDArray[np.float64],
+    up: npt.NDArray[np.float64] | None,
+    down: npt.NDArray[np.float64] | None,
 ) -> tuple[float, float]:
     """The gradient along the nudge, averaged over it by Simpson's rule, and how far it bends.
 
-    A loss is not straight within a nudge that its digits can resolve: on a small Megatron model the gradient went from -17 to 58.
+    A loss is not straight within a nudge that its digits can resolve: on a small Megatron model the
+    gradient went from -17 to 58.
     """
     if up is None or down is None:
         return float(middle[1]), 0.0
@@ -186,8 +263,15 @@ def _averaged(
 
 
 def _same_ask(one: StepView, view: StepView) -> bool:
-    """Whether a step replays the same routes of the same samples under the same weights, without a nudge."""
-    if not one.replays or not one.regular or one.step.nudge or one.step.weights != view.step.weights:
+    """Whether a step replays the same routes of the same samples under the same weights, without a
+    nudge.
+    """
+    if (
+        not one.replays
+        or not one.regular
+        or one.step.nudge
+        or one.step.weights != view.step.weights
+    ):
         return False
     mine, theirs = view.targets, one.targets
     return mine.lengths == theirs.lengths and np.array_equal(mine.experts, theirs.experts)
@@ -195,7 +279,10 @@ def _same_ask(one: StepView, view: StepView) -> bool:
 
 @replay_check(
     "replay.reference",
-    promise="A replayed step under drifted weights gives what a path gives that shares nothing with the replay code.",
+    promise=(
+        "A replayed step under drifted weights gives what a path gives that shares nothing with the"
+        " replay code."
+    ),
     exercised_by="steps compared",
 )
 def _reference(view: StepView, out: Collector) -> None:
@@ -210,20 +297,27 @@ def _reference(view: StepView, out: Collector) -> None:
     # A reference may tell more: who tells of gates alone is compared by gates.
     reference = view.outcome if other.outcome.gradients else replace(view.outcome, gradients={})
     tolerance = max(_LIKE_A_REFERENCE, view.terms.tolerance)
-    found = [*loss_differences(other.outcome, reference, tolerance), *gradient_differences(other.outcome, reference, tolerance)]
+    found = [
+        *loss_differences(other.outcome, reference, tolerance),
+        *gradient_differences(other.outcome, reference, tolerance),
+    ]
     compare(
         other,
         view,
         found,
         out,
         title="replay gives other results than the reference",
-        hint="The right experts are executed with the wrong gates, or on the wrong rows: look at the normalisation, at biases, at scaling "
-        "factors.",
+        hint=(
+            "The right experts are executed with the wrong gates, or on the wrong rows: look at the"
+            " normalisation, at biases, at scaling factors."
+        ),
     )
 
 
 def _excuse(view: StepView, out: Collector, method: str) -> None:
-    """A step that an optional method is needed for was skipped: where the subject has none, there is nothing to decide."""
+    """A step that an optional method is needed for was skipped: where the subject has none, there
+    is nothing to decide.
+    """
     reason = view.hindrance or "it ended with an error"
     if "the subject has no" in reason:
         out.inapplicable(f"{reason} (the optional method `{method}`)")

@@ -1,4 +1,6 @@
-"""Replay refusals: what a trainer must run, what it must refuse, and what must not be left when a step has ended."""
+"""Replay refusals: what a trainer must run, what it must refuse, and what must not be left when a
+step has ended.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +13,12 @@ from rollproof.core.events.replay import Phase, Purpose, Routing
 from rollproof.core.replay_contract import Defect, FreeRows
 from rollproof.core.trainer_contract import terms_of
 from rollproof.invariants._shared.phrases import count, listing, share
-from rollproof.invariants.replay.executed_rows import Executed, drops_padding, native_choice, unsound_before
+from rollproof.invariants.replay.executed_rows import (
+    Executed,
+    drops_padding,
+    native_choice,
+    unsound_before,
+)
 from rollproof.invariants.replay.step_pairs import unrepeated
 from rollproof.invariants.replay.steps import StepView, replay_check
 from rollproof.judging.checks import Check, Collector
@@ -38,11 +45,17 @@ def RUNS(view: StepView, out: Collector) -> None:  # noqa: N802 - the decorator 
     if view.outcome.error is not None:
         out.finding(
             "a well-formed step failed",
-            expected=f"results of a step with action {view.step.action}, purpose {view.step.purpose}, recompute {view.step.recompute}",
+            expected=(
+                f"results of a step with action {view.step.action}, purpose {view.step.purpose},"
+                f" recompute {view.step.recompute}"
+            ),
             observed=view.outcome.error,
             where=view.where(),
-            hint="A trainer must take every payload of the convention that it declares, in any order of modes. If the convention is "
-            "another one, declare that; what is not offered at all is told by raising UnsupportedStep.",
+            hint=(
+                "A trainer must take every payload of the convention that it declares, in any order"
+                " of modes. If the convention is another one, declare that; what is not offered at"
+                " all is told by raising UnsupportedStep."
+            ),
         )
 
 
@@ -60,7 +73,10 @@ def _failures(view: StepView, out: Collector) -> None:
         return
     reached = Counter(call.rank for call in view.calls if call.phase is step.fail_in)
     if view.outcome.error is None and max(reached.values(), default=0) <= step.fail_at:
-        out.absent(f"the step has fewer {step.fail_in} calls of routers than the one in which the failure was to be raised")
+        out.absent(
+            f"the step has fewer {step.fail_in} calls of routers than the one in which the failure"
+            " was to be raised"
+        )
         return
     if view.outcome.error is None and _ran_again(view):
         out.absent("the trainer ran the step once more after the failure")
@@ -69,10 +85,15 @@ def _failures(view: StepView, out: Collector) -> None:
     if view.outcome.error is None:
         out.finding(
             "a failure was swallowed",
-            expected=f"an error: one was raised in router call {step.fail_at} of the {step.fail_in} pass",
+            expected=(
+                f"an error: one was raised in router call {step.fail_at} of the {step.fail_in} pass"
+            ),
             observed="results, as if nothing had happened",
             where=view.where(),
-            hint="A step that failed in the middle must not update weights: let the exception through, and clean up in a `finally`.",
+            hint=(
+                "A step that failed in the middle must not update weights: let the exception"
+                " through, and clean up in a `finally`."
+            ),
         )
 
 
@@ -80,7 +101,9 @@ def _ran_again(view: StepView) -> bool:
     """Whether the router call in which the failure was raised came once more."""
     step = view.step
     for rank in {call.rank for call in view.calls}:
-        calls = [call for call in view.calls if call.rank == rank and call.phase is step.fail_in][step.fail_at or 0 :]
+        calls = [call for call in view.calls if call.rank == rank and call.phase is step.fail_in][
+            step.fail_at or 0 :
+        ]
         if any(_same_rows(call, calls[0]) for call in calls[1:]):
             return True
     return False
@@ -101,20 +124,35 @@ def _residue(view: StepView, out: Collector) -> None:
     if view.outcome is None or view.outcome.skipped or view.step.variant:
         return
     if view.residue is None:
-        out.inapplicable("the subject has no `residue` method: replay.aftermath judges by what the next step does")
+        out.inapplicable(
+            "the subject has no `residue` method: replay.aftermath judges by what the next step"
+            " does"
+        )
         return
-    kind = "failed steps" if view.outcome.error else "evaluations" if view.step.purpose is Purpose.EVAL else "steps"
+    kind = (
+        "failed steps"
+        if view.outcome.error
+        else "evaluations"
+        if view.step.purpose is Purpose.EVAL
+        else "steps"
+    )
     out.exercised(kind)
     left = {name: number for name, number in view.residue.left.items() if number}
     if left:
-        after = {"failed steps": "a step that failed", "evaluations": "an evaluation", "steps": "a step"}[kind]
+        after = {
+            "failed steps": "a step that failed",
+            "evaluations": "an evaluation",
+            "steps": "a step",
+        }[kind]
         out.finding(
             f"state of replay is left after {after}",
             expected="nothing: every count is 0",
             observed=listing(f"{number} {name}" for name, number in sorted(left.items())),
             where=view.where(),
-            hint="What is left acts in the next step: a queue that a forward-only pass filled feeds the next recompute (SkyRL#1908). "
-            "Clear in a `finally` around the step.",
+            hint=(
+                "What is left acts in the next step: a queue that a forward-only pass filled feeds"
+                " the next recompute (SkyRL#1908). Clear in a `finally` around the step."
+            ),
         )
 
 
@@ -133,12 +171,19 @@ def _input(view: StepView, out: Collector) -> None:
             expected="arrays as they were handed in",
             observed=f"changed: {listing(view.outcome.changed[:6])}",
             where=view.where(),
-            hint="The same samples serve the old-logprob pass and several epochs of updates: pad, cast and mask copies.",
+            hint=(
+                "The same samples serve the old-logprob pass and several epochs of updates: pad,"
+                " cast and mask copies."
+            ),
         )
 
 
 def _has_unsupported(contract: Contract) -> str | None:
-    return None if terms_of(contract).unsupported else "the contract names no routers that must be refused"
+    return (
+        None
+        if terms_of(contract).unsupported
+        else "the contract names no routers that must be refused"
+    )
 
 
 @replay_check(
@@ -163,16 +208,25 @@ def _routers(view: StepView, out: Collector) -> None:
         out.finding(
             "an unsupported router is accepted",
             expected=f"an error for the router {view.step.variant!r}, or the targets executed",
-            observed=f"results; {share(wrong, held, 'row')} executed other experts" if held else "results; no router was seen at work",
+            observed=(
+                f"results; {share(wrong, held, 'row')} executed other experts"
+                if held
+                else "results; no router was seen at work"
+            ),
             where=view.where(),
-            hint="Fused, Sinkhorn, capacity and hash routers return before they look at a target (Megatron moe_router_fusion): assert such "
-            "options off where replay is switched on.",
+            hint=(
+                "Fused, Sinkhorn, capacity and hash routers return before they look at a target"
+                " (Megatron moe_router_fusion): assert such options off where replay is"
+                " switched on."
+            ),
         )
 
 
 @replay_check(
     "replay.targets",
-    promise="Routes that are no targets are refused; what the contract tolerates is handled row by row.",
+    promise=(
+        "Routes that are no targets are refused; what the contract tolerates is handled row by row."
+    ),
     exercised_by=("bad routes refused", "bad routes handled"),
 )
 def _targets(view: StepView, out: Collector) -> None:
@@ -196,16 +250,22 @@ def _targets(view: StepView, out: Collector) -> None:
     if problem is not None:
         out.finding(
             f"routes that are {defect} are accepted",
-            expected="an error that names the sample" + (", or free rows" if defect not in _STRUCTURAL else ""),
+            expected="an error that names the sample"
+            + (", or free rows" if defect not in _STRUCTURAL else ""),
             observed=problem,
             where=view.where(request=view.step.defective),
-            hint="Shapes, types and ids must be looked at before anything is installed: torch.gather takes a smaller index without a "
-            "word, and then rows have no experts (Megatron get_replay_topk). What is accepted by design is declared in `tolerates`.",
+            hint=(
+                "Shapes, types and ids must be looked at before anything is installed: torch.gather"
+                " takes a smaller index without a word, and then rows have no experts (Megatron"
+                " get_replay_topk). What is accepted by design is declared in `tolerates`."
+            ),
         )
 
 
 def _unsound(view: StepView, out: Collector) -> bool:
-    """Whether ordinary steps are wrong already, which is told: then an unusual one says nothing about what is unusual."""
+    """Whether ordinary steps are wrong already, which is told: then an unusual one says nothing
+    about what is unusual.
+    """
     name = unsound_before(view)
     if name is not None:
         out.absent(f"the ordinary step {name!r} executed other experts than its targets")
@@ -222,17 +282,31 @@ def _mishandled(view: StepView) -> str | None:
         bad = int(np.flatnonzero(short)[0])
         amount = share(int(short.sum()), len(rows.distinct), "row")
         return f"{amount} without top_k distinct experts, such as {rows.experts[bad].tolist()}"
-    # nothing of a sample without a response enters the loss: its rows may be replayed or left native (verl's R3 mask leaves them)
-    counted = np.repeat([bool(sample.response_ids) for sample in view.step.samples], view.targets.lengths)
+    # nothing of a sample without a response enters the loss: its rows may be replayed or left
+    # native (verl's R3 mask leaves them)
+    counted = np.repeat(
+        [bool(sample.response_ids) for sample in view.step.samples], view.targets.lengths
+    )
     held = rows.held & counted[np.where(rows.held, rows.place, 0)] if len(counted) else rows.held
     wrong = int((rows.wrong & held).sum())
-    return f"{share(wrong, int(held.sum()), 'row')} with a valid target executed other experts" if wrong else None
+    return (
+        f"{share(wrong, int(held.sum()), 'row')} with a valid target executed other experts"
+        if wrong
+        else None
+    )
 
 
 def _replaced(view: StepView) -> str | None:
-    """What a row whose ids are no target executed in the first MoE layer, where that is not the router's own choice."""
+    """What a row whose ids are no target executed in the first MoE layer, where that is not the
+    router's own choice.
+    """
     native = native_choice(view)
-    if view.terms.free_rows is not FreeRows.NATIVE or view.terms.tolerance > 0 or native is None or unrepeated(view):
+    if (
+        view.terms.free_rows is not FreeRows.NATIVE
+        or view.terms.tolerance > 0
+        or native is None
+        or unrepeated(view)
+    ):
         return None
     rows = Executed.of(view, Phase.FORWARD)
     own = np.sort(native[rows.place, 0], axis=1)
@@ -242,14 +316,17 @@ def _replaced(view: StepView) -> str | None:
         return None
     sample, position = view.sample(int(rows.place[wrong[0]]))
     return (
-        f"experts {rows.ordered[wrong[0]].tolist()} at position {position} of {sample.request_id}, which are neither a target nor the "
-        f"router's own {own[wrong[0]].tolist()}"
+        f"experts {rows.ordered[wrong[0]].tolist()} at position {position} of {sample.request_id},"
+        f" which are neither a target nor the router's own {own[wrong[0]].tolist()}"
     )
 
 
 @replay_check(
     "replay.edges",
-    promise="Unusual steps (no response, two tokens, an empty microbatch, NaN scores, no MoE layers) are handled or refused.",
+    promise=(
+        "Unusual steps (no response, two tokens, an empty microbatch, NaN scores, no MoE layers)"
+        " are handled or refused."
+    ),
     exercised_by=("edges refused", "edges handled"),
 )
 def _edges(view: StepView, out: Collector) -> None:
@@ -274,8 +351,10 @@ def _edges(view: StepView, out: Collector) -> None:
             expected="the targets executed, as in any other step, or an error",
             observed=f"{problem} ({count(len(view.calls), 'router call')})",
             where=view.where(),
-            hint="Totals over samples, cumulative lengths and cursors must hold for zero tokens, too; replayed ids do not depend on "
-            "scores.",
+            hint=(
+                "Totals over samples, cumulative lengths and cursors must hold for zero tokens,"
+                " too; replayed ids do not depend on scores."
+            ),
         )
 
 

@@ -1,4 +1,6 @@
-"""Replay origins: where the ids come from that a router executed in place of its target, in words, and what it usually means."""
+"""Replay origins: where the ids come from that a router executed in place of its target, in words,
+and what it usually means.
+"""
 
 from __future__ import annotations
 
@@ -21,9 +23,11 @@ _SHOWN = 4
 
 
 class Strays(NamedTuple):
-    """Rows that are wrong: ``executed`` ``(rows, top_k)`` ascending, ``place`` and ``column`` ``(rows,)``; the step's ``targets``.
+    """Rows that are wrong: ``executed`` ``(rows, top_k)`` ascending, ``place`` and ``column``
+    ``(rows,)``; the step's ``targets``.
 
-    ``native`` is what the routers would choose by themselves, where that is known, ``earlier`` the targets of steps before, by name.
+    ``native`` is what the routers would choose by themselves, where that is known, ``earlier`` the
+    targets of steps before, by name.
     """
 
     executed: IntArray
@@ -45,7 +49,9 @@ class Strays(NamedTuple):
 
 
 class Origin(NamedTuple):
-    """What the rows would hold if they came from somewhere ``(rows, top_k)``, that place in words, and what it usually means."""
+    """What the rows would hold if they came from somewhere ``(rows, top_k)``, that place in words,
+    and what it usually means.
+    """
 
     values: IntArray
     words: str
@@ -53,14 +59,22 @@ class Origin(NamedTuple):
 
 
 def told_origin(strays: Strays) -> tuple[str, str]:
-    """The origin that explains most of the rows, in words, and a hint; no words and no hint where none explains more than half of them."""
+    """The origin that explains most of the rows, in words, and a hint; no words and no hint where
+    none explains more than half of them.
+    """
     total = len(strays.executed)
     most, found = 0.5 * total, ("", "")
     for make in _ORIGINS:
         for origin in make(strays):
             hits = int((np.sort(origin.values, axis=1) == strays.executed).all(axis=1).sum())
             if hits > most:
-                most, found = hits, (f"; {hits} of these {total} {verb(hits, 'is', 'are')} {origin.words}", origin.hint)
+                most, found = (
+                    hits,
+                    (
+                        f"; {hits} of these {total} {verb(hits, 'is', 'are')} {origin.words}",
+                        origin.hint,
+                    ),
+                )
     return found
 
 
@@ -85,7 +99,9 @@ def _narrowed(strays: Strays) -> Iterator[Origin]:
 
 def _zeros(strays: Strays) -> Iterator[Origin]:
     alone = np.asarray((strays.executed <= 0).all(axis=1))
-    yield Origin(np.where(alone[:, None], strays.executed, _NOWHERE), "rows of expert 0 alone", _PADDING)
+    yield Origin(
+        np.where(alone[:, None], strays.executed, _NOWHERE), "rows of expert 0 alone", _PADDING
+    )
 
 
 def _shifted(strays: Strays) -> Iterator[Origin]:
@@ -111,15 +127,22 @@ def _of_layers_in_another_order(strays: Strays) -> Iterator[Origin]:
                 of[column] = other
     if (of >= 0).any():
         layers = strays.targets.layers
-        told = [f"layer {layers[int(mine)]} executes that of layer {layers[int(of[mine])]}" for mine in np.flatnonzero(of >= 0)]
+        told = [
+            f"layer {layers[int(mine)]} executes that of layer {layers[int(of[mine])]}"
+            for mine in np.flatnonzero(of >= 0)
+        ]
         rest = f" and {len(told) - _SHOWN} more" if len(told) > _SHOWN else ""
         values = _at(strays.targets, strays.sample, strays.position, of[strays.column])
-        yield Origin(values, f"the target of another MoE layer ({', '.join(told[:_SHOWN])}{rest})", _LAYER)
+        yield Origin(
+            values, f"the target of another MoE layer ({', '.join(told[:_SHOWN])}{rest})", _LAYER
+        )
 
 
 def _own(strays: Strays) -> Iterator[Origin]:
     if strays.native is not None:
-        yield Origin(strays.native[strays.place, strays.column], "what the router chooses by itself", _NATIVE)
+        yield Origin(
+            strays.native[strays.place, strays.column], "what the router chooses by itself", _NATIVE
+        )
 
 
 def _of_other_samples(strays: Strays) -> Iterator[Origin]:
@@ -130,7 +153,11 @@ def _of_other_samples(strays: Strays) -> Iterator[Origin]:
 
 def _stale(strays: Strays) -> Iterator[Origin]:
     for name, targets in strays.earlier:
-        yield Origin(_at(targets, strays.sample, strays.position, strays.column), f"the target of step {name!r}", _STALE)
+        yield Origin(
+            _at(targets, strays.sample, strays.position, strays.column),
+            f"the target of step {name!r}",
+            _STALE,
+        )
 
 
 def _steps(size: int) -> list[int]:
@@ -152,18 +179,31 @@ _ORIGINS: tuple[Callable[[Strays], Iterator[Origin]], ...] = (
     _of_other_samples,
     _stale,
 )
-_TOO_NARROW = "The type does not hold every expert id: choose it from num_experts (verl#5240, verl#7407)."
-_PADDING = "Rows of padding were replayed: mask them, or fill them with distinct experts (verl#4986, slime#822)."
+_TOO_NARROW = (
+    "The type does not hold every expert id: choose it from num_experts (verl#5240, verl#7407)."
+)
+_PADDING = (
+    "Rows of padding were replayed: mask them, or fill them with distinct experts (verl#4986,"
+    " slime#822)."
+)
 _SHIFT = (
-    "Row p is consumed by the token at position p, which predicts the next one: logprobs shift, routes do not (slime#1045, slime#1052)."
+    "Row p is consumed by the token at position p, which predicts the next one: logprobs shift,"
+    " routes do not (slime#1045, slime#1052)."
 )
 _LAYER = (
-    "Map payload columns to routers by global layer: dense layers, pipeline offsets, chunks and MTP layers shift a count (verl#5037, "
-    "slime#819, NeMo-RL#3903)."
+    "Map payload columns to routers by global layer: dense layers, pipeline offsets, chunks and MTP"
+    " layers shift a count (verl#5037, slime#819, NeMo-RL#3903)."
 )
 _NATIVE = (
-    "No target reached the router: replay is off there, targets went to routers that are not in use (verl#7340), or an empty queue falls "
-    "back to native routing without a word (verl router_replay_patch.py)."
+    "No target reached the router: replay is off there, targets went to routers that are not in use"
+    " (verl#7340), or an empty queue falls back to native routing without a word (verl"
+    " router_replay_patch.py)."
 )
-_SAMPLE = "Routes must go with their sample through splitting, balancing and reordering, and to their own microbatch in every chunk."
-_STALE = "A target outlived its step: targets and queues must be cleared after every step, a forward-only one too (SkyRL#1908)."
+_SAMPLE = (
+    "Routes must go with their sample through splitting, balancing and reordering, and to their own"
+    " microbatch in every chunk."
+)
+_STALE = (
+    "A target outlived its step: targets and queues must be cleared after every step, a"
+    " forward-only one too (SkyRL#1908)."
+)

@@ -1,4 +1,6 @@
-"""Replay results: loss and gradients are a function of weights, samples, routes and action, and of nothing else."""
+"""Replay results: loss and gradients are a function of weights, samples, routes and action, and of
+nothing else.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +32,10 @@ __all__ = ["CHECKS"]
 
 @replay_check(
     "replay.self-loss",
-    promise="Replaying what the routers chose, under the same weights, leaves loss and logprobs as they were.",
+    promise=(
+        "Replaying what the routers chose, under the same weights, leaves loss and logprobs as they"
+        " were."
+    ),
     exercised_by="self-replays",
 )
 def _self_loss(view: StepView, out: Collector) -> None:
@@ -48,15 +53,21 @@ def _self_loss(view: StepView, out: Collector) -> None:
         found,
         out,
         title="self-replay changes the loss",
-        hint="The same experts are executed, so gates, order of accumulation or dispatch differ: the gate values must be read from live "
-        "scores, unbiased where a bias only serves selection, and normalised as in native routing. Where kernels are not deterministic, "
-        "declare a tolerance.",
+        hint=(
+            "The same experts are executed, so gates, order of accumulation or dispatch differ: the"
+            " gate values must be read from live scores, unbiased where a bias only serves"
+            " selection, and normalised as in native routing. Where kernels are not deterministic,"
+            " declare a tolerance."
+        ),
     )
 
 
 @replay_check(
     "replay.self-gradients",
-    promise="Replaying what the routers chose, under the same weights, leaves all gradients as they were.",
+    promise=(
+        "Replaying what the routers chose, under the same weights, leaves all gradients as they"
+        " were."
+    ),
     exercised_by="self-replays",
 )
 def _self_gradients(view: StepView, out: Collector) -> None:
@@ -74,8 +85,10 @@ def _self_gradients(view: StepView, out: Collector) -> None:
         found,
         out,
         title="self-replay changes gradients",
-        hint="The selection is a constant, the gate values are not: gather them from live scores with their graph, and replay the same "
-        "selection in the backward pass.",
+        hint=(
+            "The selection is a constant, the gate values are not: gather them from live scores"
+            " with their graph, and replay the same selection in the backward pass."
+        ),
     )
 
 
@@ -86,7 +99,14 @@ def _recomputes(contract: Contract) -> str | None:
 
 
 def _law(
-    id: str, kind: str, *, promise: str, counter: str, title: str, hint: str, applies: Callable[[Contract], str | None] | None = None
+    id: str,
+    kind: str,
+    *,
+    promise: str,
+    counter: str,
+    title: str,
+    hint: str,
+    applies: Callable[[Contract], str | None] | None = None,
 ) -> Check:
     """A check that holds steps of one kind to the results of the steps that they must repeat."""
 
@@ -96,7 +116,14 @@ def _law(
         if other is None or not comparable(view, other, out):
             return
         out.exercised(counter)
-        compare(view, other, list(differences(view, other, view.terms.tolerance)), out, title=title, hint=hint)
+        compare(
+            view,
+            other,
+            list(differences(view, other, view.terms.tolerance)),
+            out,
+            title=title,
+            hint=hint,
+        )
 
     return law
 
@@ -104,43 +131,65 @@ def _law(
 _recomputed = _law(
     "replay.recompute-results",
     "recomputed",
-    promise="Recomputing activations changes neither loss nor gradients, whatever was replayed before.",
+    promise=(
+        "Recomputing activations changes neither loss nor gradients, whatever was replayed before."
+    ),
     counter="recomputed steps",
     title="recompute changes the results",
-    hint="The recompute must execute what the forward pass did: a target that was cleared or overwritten before the backward pass, or one "
-    "left by an earlier step, gives wrong gradients without an error where checkpoints are reentrant (SkyRL#1908, verl#4101).",
+    hint=(
+        "The recompute must execute what the forward pass did: a target that was cleared or"
+        " overwritten before the backward pass, or one left by an earlier step, gives wrong"
+        " gradients without an error where checkpoints are reentrant (SkyRL#1908, verl#4101)."
+    ),
     applies=_recomputes,
 )
 
 _aftermath = _law(
     "replay.aftermath",
     "aftermath",
-    promise="What ran before (a replay, a failure, an evaluation, another mode) changes nothing in a step.",
+    promise=(
+        "What ran before (a replay, a failure, an evaluation, another mode) changes nothing in a"
+        " step."
+    ),
     counter="steps repeated",
     title="a step gives other results than it did before",
-    hint="Something of replay outlived a step: clear targets, queues and modes in a `finally`, after forward-only passes and "
-    "evaluations too.",
+    hint=(
+        "Something of replay outlived a step: clear targets, queues and modes in a `finally`, after"
+        " forward-only passes and evaluations too."
+    ),
 )
 
 _off = _law(
     "replay.off",
     "off",
-    promise="With replay switched off a step gives what it gives without it, whether or not its samples have routes.",
+    promise=(
+        "With replay switched off a step gives what it gives without it, whether or not its samples"
+        " have routes."
+    ),
     counter="steps with replay off",
     title="replay acts although it is switched off",
-    hint="Nothing of replay may be read or registered when the option is off: verl#7106 was reverted because it asked an empty registry "
-    "in jobs without replay.",
+    hint=(
+        "Nothing of replay may be read or registered when the option is off: verl#7106 was reverted"
+        " because it asked an empty registry in jobs without replay."
+    ),
 )
 
 
 def _has_models(contract: Contract) -> str | None:
     terms = terms_of(contract)
-    return None if terms.models or terms.mtp else "the contract names no models beside the policy, and no MTP layers"
+    return (
+        None
+        if terms.models or terms.mtp
+        else "the contract names no models beside the policy, and no MTP layers"
+    )
 
 
 @replay_check(
     "replay.models",
-    promise="Models of other roles, and MTP layers, route by their own scores while the policy is replayed.",
+    promise=(
+        "Models of other roles, and MTP layers, route by their own scores while the policy is"
+        " replayed."
+    ),
     exercised_by=("passes of other models", "calls of MTP layers"),
     applies=_has_models,
 )
@@ -153,19 +202,44 @@ def _models(view: StepView, out: Collector) -> None:
     found = list(differences(view, other, view.terms.tolerance))
     model = view.step.model
     mine, theirs = ([call.experts for call in one.calls_of(model)] for one in (view, other))
-    wrong = sum(not np.array_equal(a, b) for a, b in zip(mine, theirs, strict=False)) + abs(len(mine) - len(theirs))
+    wrong = sum(not np.array_equal(a, b) for a, b in zip(mine, theirs, strict=False)) + abs(
+        len(mine) - len(theirs)
+    )
     if wrong and view.terms.tolerance == 0:
-        found.append(("choice of its routers", count(len(theirs), "call"), f"{share(wrong, max(len(mine), len(theirs)), 'call')} differ"))
-    compare(view, other, found, out, title=f"the {model} is replayed with the policy's routes", hint=_OTHERS)
+        found.append(
+            (
+                "choice of its routers",
+                count(len(theirs), "call"),
+                f"{share(wrong, max(len(mine), len(theirs)), 'call')} differ",
+            )
+        )
+    compare(
+        view,
+        other,
+        found,
+        out,
+        title=f"the {model} is replayed with the policy's routes",
+        hint=_OTHERS,
+    )
 
 
 def _mtp(view: StepView, out: Collector) -> None:
-    """MTP layers of a self-replay choose what they choose in the native pass: their input is the same."""
+    """MTP layers of a self-replay choose what they choose in the native pass: their input is the
+    same.
+    """
     other = view.same_as
-    if other is None or kind_of(view) != "self" or not view.terms.mtp or not view.done or not other.done:
+    if (
+        other is None
+        or kind_of(view) != "self"
+        or not view.terms.mtp
+        or not view.done
+        or not other.done
+    ):
         return
     reason = unrepeated(view) or (
-        "the contract declares a tolerance: a near tie may be routed either way in two runs" if view.terms.tolerance > 0 else None
+        "the contract declares a tolerance: a near tie may be routed either way in two runs"
+        if view.terms.tolerance > 0
+        else None
     )
     if reason is not None:
         out.absent(reason)
@@ -174,7 +248,11 @@ def _mtp(view: StepView, out: Collector) -> None:
         out.absent("the layers below executed other experts than in the native pass")
         return
     mine, theirs = (
-        {(call.rank, call.microbatch, call.layer, call.phase): call.experts for call in one.calls_of("mtp")} for one in (view, other)
+        {
+            (call.rank, call.microbatch, call.layer, call.phase): call.experts
+            for call in one.calls_of("mtp")
+        }
+        for one in (view, other)
     )
     if not theirs:
         out.absent("the contract declares MTP layers, and no call of one was told")
@@ -192,8 +270,8 @@ def _mtp(view: StepView, out: Collector) -> None:
 
 
 _OTHERS = (
-    "Replay must be bound to the policy's routers: a global list holds those of every model that was built, and MTP layers count from 1 "
-    "again (slime#1187, NeMo-RL#4083, NeMo-RL#3903)."
+    "Replay must be bound to the policy's routers: a global list holds those of every model that"
+    " was built, and MTP layers count from 1 again (slime#1187, NeMo-RL#4083, NeMo-RL#3903)."
 )
 
 

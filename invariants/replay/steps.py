@@ -1,6 +1,8 @@
-"""Replay steps: the steps of a trainer with all that belongs to them, and how a check is made of that.
+"""Replay steps: the steps of a trainer with all that belongs to them, and how a check is made of
+that.
 
-One assembly serves all checks of a trace. Memory holds the steps of an episode, which are a dozen small ones.
+One assembly serves all checks of a trace. Memory holds the steps of an episode, which are a dozen
+small ones.
 """
 
 from __future__ import annotations
@@ -61,7 +63,9 @@ class StepView:
 
     @property
     def regular(self) -> bool:
-        """Whether it is a well-formed step of the subject itself; a failure may have been raised in it."""
+        """Whether it is a well-formed step of the subject itself; a failure may have been raised in
+        it.
+        """
         step = self.step
         return step.defect is None and not step.edge and not step.variant
 
@@ -87,7 +91,11 @@ class StepView:
 
     def calls_of(self, model: str, phase: Phase | None = None) -> Iterator[Routing]:
         """The router calls of a model, in one phase or in all."""
-        return (call for call in self.calls if call.model == model and (phase is None or call.phase is phase))
+        return (
+            call
+            for call in self.calls
+            if call.model == model and (phase is None or call.phase is phase)
+        )
 
     def where(self, **more: Scalar) -> dict[str, Scalar]:
         """A finding's place."""
@@ -101,7 +109,9 @@ class StepView:
 
 
 class Assembly:
-    """Puts the events of a trace together to steps; ``ended`` counts those to which nothing more can come, of which ``last`` is one."""
+    """Puts the events of a trace together to steps; ``ended`` counts those to which nothing more
+    can come, of which ``last`` is one.
+    """
 
     def __init__(self, context: JudgeContext) -> None:
         self._context = context
@@ -133,7 +143,9 @@ class Assembly:
                 self._episode, self.steps = event.episode, {}
             terms = self._context.contract.replay
             if terms is not None:
-                self._open = StepView(event, self._context.contract, terms, self.steps, learned=self._learned)
+                self._open = StepView(
+                    event, self._context.contract, terms, self.steps, learned=self._learned
+                )
                 self.steps.setdefault(event.name, self._open)
             return
         view = self._open
@@ -199,9 +211,16 @@ class _PerStep(Fold):
 
 
 def replay_check(
-    id: str, *, promise: str, exercised_by: str | tuple[str, ...], needs: str = NEEDS, applies: Applies | None = None
+    id: str,
+    *,
+    promise: str,
+    exercised_by: str | tuple[str, ...],
+    needs: str = NEEDS,
+    applies: Applies | None = None,
 ) -> Callable[[Callable[[StepView, Collector], None]], Check]:
-    """Make a ``Check`` of a function ``(view, out)`` that is called once per step, after it has ended."""
+    """Make a ``Check`` of a function ``(view, out)`` that is called once per step, after it has
+    ended.
+    """
 
     def ruled_out(contract: Contract) -> str | None:
         if contract.replay is None:
@@ -210,6 +229,13 @@ def replay_check(
 
     def make(judge: Callable[[StepView, Collector], None]) -> Check:
         fold = type(judge.__name__, (_PerStep,), {"judge": staticmethod(judge)})
-        return trace_check(id, promise=promise, needs=needs, exercised_by=exercised_by, applies=ruled_out, about="replay")(fold)
+        return trace_check(
+            id,
+            promise=promise,
+            needs=needs,
+            exercised_by=exercised_by,
+            applies=ruled_out,
+            about="replay",
+        )(fold)
 
     return make

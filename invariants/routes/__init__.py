@@ -1,7 +1,8 @@
 """Routes: the family of checks on routed experts.
 
-By subject: ``routes_shape`` (presence, counts, shape, type), ``routes_content`` (position, layer, segment, request, filler),
-``routes_values`` (what no router chooses), ``routes_engine`` (what the engine returned, and whose memory it is).
+By subject: ``routes_shape`` (presence, counts, shape, type), ``routes_content`` (position, layer,
+segment, request, filler), ``routes_values`` (what no router chooses), ``routes_engine`` (what the
+engine returned, and whose memory it is).
 """
 
 from __future__ import annotations

@@ -1,4 +1,6 @@
-"""Routes, at the engine: its rows are its own computation, of the weights that sampled, in memory that nobody else writes."""
+"""Routes, at the engine: its rows are its own computation, of the weights that sampled, in memory
+that nobody else writes.
+"""
 
 from __future__ import annotations
 
@@ -39,7 +41,10 @@ def _replies(view: RequestView) -> Iterator[tuple[Attempt, Reply, IntArray]]:
 
 @request_check(
     "routes.engine",
-    promise="Every row that an engine returns is what its weights choose for that token, as an oracle computes it.",
+    promise=(
+        "Every row that an engine returns is what its weights choose for that token, as an oracle"
+        " computes it."
+    ),
     needs="a coded trace whose replies say which weights computed the rows (true_rows)",
     exercised_by="engine rows compared",
     applies=has_routes,
@@ -54,15 +59,34 @@ def _engine(view: RequestView, out: Collector) -> None:
             continue
         ids = attempt.call.prompt_ids + reply.output.token_ids
         for span in reply.true_rows:
-            low, high = max(span.start, reply.output.routes_start), min(span.end, reply.output.routes_start + len(routes), len(ids))
+            low, high = (
+                max(span.start, reply.output.routes_start),
+                min(span.end, reply.output.routes_start + len(routes), len(ids)),
+            )
             if low >= high or span.version is None or span.version == _MIXED:
                 continue
             rows = routes[low - reply.output.routes_start : high - reply.output.routes_start]
             out.exercised("engine rows compared", high - low)
-            _compare(view, out, oracle, attempt, ids, Span(start=low, end=high, version=span.version), rows)
+            _compare(
+                view,
+                out,
+                oracle,
+                attempt,
+                ids,
+                Span(start=low, end=high, version=span.version),
+                rows,
+            )
 
 
-def _compare(view: RequestView, out: Collector, oracle: Oracle, attempt: Attempt, ids: tuple[int, ...], span: Span, rows: IntArray) -> None:
+def _compare(
+    view: RequestView,
+    out: Collector,
+    oracle: Oracle,
+    attempt: Attempt,
+    ids: tuple[int, ...],
+    span: Span,
+    rows: IntArray,
+) -> None:
     want = oracle.routes(span.version, ids[: span.end], span.start)
     declared = _declared(view)
     moe = list(declared.moe_layers or ())
@@ -70,7 +94,11 @@ def _compare(view: RequestView, out: Collector, oracle: Oracle, attempt: Attempt
         want = want[:, moe]
     if rows.shape == want.shape and (rows == want).all():
         return
-    got = rows if declared.layer_axis is LayerAxis.MOE or rows.shape[1] != declared.num_layers else rows[:, moe]
+    got = (
+        rows
+        if declared.layer_axis is LayerAxis.MOE or rows.shape[1] != declared.num_layers
+        else rows[:, moe]
+    )
     want = want if declared.layer_axis is LayerAxis.MOE else want[:, moe]
     if got.shape != want.shape:
         observed, first, column = f"rows of shape {rows.shape[1:]}", span.start, 0
@@ -82,31 +110,55 @@ def _compare(view: RequestView, out: Collector, oracle: Oracle, attempt: Attempt
         row, column = (int(i) for i in np.argwhere(bad)[0])
         first = span.start + row
         observed = (
-            f"experts {got[row, column].tolist()}; wrong in {len(wrong)} of {count(len(bad), 'row')} (position {ranges(wrong.tolist())}), "
-            f"in {int(bad.sum(axis=1).max())} of {len(moe)} MoE layers"
+            f"experts {got[row, column].tolist()}; wrong in {len(wrong)} of"
+            f" {count(len(bad), 'row')} (position {ranges(wrong.tolist())}), in"
+            f" {int(bad.sum(axis=1).max())} of {len(moe)} MoE layers"
         )
     out.finding(
         "an engine returned rows that its weights did not choose",
-        expected=f"experts {want[first - span.start, column].tolist()} at position {first}, computed by version {span.version}",
+        expected=(
+            f"experts {want[first - span.start, column].tolist()} at position {first}, computed by"
+            f" version {span.version}"
+        ),
         observed=observed,
-        where=view.where(call=attempt.call.call_id, position=first, layer=moe[column], version=span.version, server=attempt.call.server_id),
-        hint="The capture was read from a slot or buffer that another forward had written: views of a reused buffer (SGLang #34319), "
-        "rows not moved with the KV (SGLang #26975), padded rows (vLLM #43737).",
+        where=view.where(
+            call=attempt.call.call_id,
+            position=first,
+            layer=moe[column],
+            version=span.version,
+            server=attempt.call.server_id,
+        ),
+        hint=(
+            "The capture was read from a slot or buffer that another forward had written: views of"
+            " a reused buffer (SGLang #34319), rows not moved with the KV (SGLang #26975), padded"
+            " rows (vLLM #43737)."
+        ),
     )
 
 
 @request_check(
     "routes.immutable",
-    promise="The row that predicted a sampled token stays that of the weights that sampled it: a recompute does not overwrite it.",
-    needs="replies that say which weights sampled the tokens and computed the rows (true_tokens, true_rows)",
+    promise=(
+        "The row that predicted a sampled token stays that of the weights that sampled it: a"
+        " recompute does not overwrite it."
+    ),
+    needs=(
+        "replies that say which weights sampled the tokens and computed the rows (true_tokens,"
+        " true_rows)"
+    ),
     exercised_by="rows that predicted a sampled token",
     applies=has_routes,
 )
 def _immutable(view: RequestView, out: Collector) -> None:
     declared = _declared(view)
     if declared.provenance is not Provenance.AS_SAMPLED:
-        out.inapplicable(f"the {'engines declare' if declared is view.engine else 'contract declares'} provenance='latest-prefill'")
-        out.absent("the engine declares that a recompute replaces its rows (provenance='latest-prefill')")
+        out.inapplicable(
+            f"the {'engines declare' if declared is view.engine else 'contract declares'}"
+            " provenance='latest-prefill'"
+        )
+        out.absent(
+            "the engine declares that a recompute replaces its rows (provenance='latest-prefill')"
+        )
         return
     for attempt, reply, routes in _replies(view):
         if reply.true_rows is None or reply.true_tokens is None:
@@ -122,16 +174,33 @@ def _immutable(view: RequestView, out: Collector) -> None:
                 continue
             out.finding(
                 "rows of sampled tokens were computed anew",
-                expected=f"rows {low}-{high - 1} of version {token.version}, which sampled the tokens {low + 1}-{high}",
-                observed=f"rows of version {row.version}: {count(high - low, 'row')} of {len(routes)}",
-                where=view.where(call=attempt.call.call_id, position=low, version=row.version, server=attempt.call.server_id),
-                hint="A retract or preemption prefilled the sequence again and wrote over the rows, while the logprobs stayed: old "
-                "logprobs are paired with new routes. Same cause: miles #3277, SGLang #39633.",
+                expected=(
+                    f"rows {low}-{high - 1} of version {token.version}, which sampled the tokens"
+                    f" {low + 1}-{high}"
+                ),
+                observed=(
+                    f"rows of version {row.version}: {count(high - low, 'row')} of {len(routes)}"
+                ),
+                where=view.where(
+                    call=attempt.call.call_id,
+                    position=low,
+                    version=row.version,
+                    server=attempt.call.server_id,
+                ),
+                hint=(
+                    "A retract or preemption prefilled the sequence again and wrote over the rows,"
+                    " while the logprobs stayed: old logprobs are paired with new routes. Same"
+                    " cause: miles #3277, SGLang #39633."
+                ),
             )
 
 
-def _overlaps(tokens: tuple[Span, ...], rows: tuple[Span, ...], offset: int) -> Iterator[tuple[Span, Span]]:
-    """Spans of tokens with the spans of the rows that predicted them, both cut to what they share, in absolute positions of rows."""
+def _overlaps(
+    tokens: tuple[Span, ...], rows: tuple[Span, ...], offset: int
+) -> Iterator[tuple[Span, Span]]:
+    """Spans of tokens with the spans of the rows that predicted them, both cut to what they share,
+    in absolute positions of rows.
+    """
     for token in tokens:
         for row in rows:
             low, high = max(token.start + offset, row.start), min(token.end + offset, row.end)
@@ -141,18 +210,33 @@ def _overlaps(tokens: tuple[Span, ...], rows: tuple[Span, ...], offset: int) -> 
 
 @request_check(
     "routes.prefix-cache",
-    promise="Where an update invalidates the KV cache, no call admitted after it gets rows of older weights.",
-    needs="replies that say which weights computed the rows (true_rows), and the weight updates of the servers",
+    promise=(
+        "Where an update invalidates the KV cache, no call admitted after it gets rows of older"
+        " weights."
+    ),
+    needs=(
+        "replies that say which weights computed the rows (true_rows), and the weight updates of"
+        " the servers"
+    ),
     exercised_by="replies admitted after an update",
     applies=lambda contract: (
-        has_routes(contract) or ("kv_policy='keep': rows of older weights are declared" if contract.kv_policy is KvPolicy.KEEP else None)
+        has_routes(contract)
+        or (
+            "kv_policy='keep': rows of older weights are declared"
+            if contract.kv_policy is KvPolicy.KEEP
+            else None
+        )
     ),
 )
 def _prefix_cache(view: RequestView, out: Collector) -> None:
     for attempt, reply, routes in _replies(view):
         if reply.true_rows is None or attempt.admit is None:
             continue
-        loaded = [u for u in view.history.updates if u.server_id == attempt.admit.server_id and u.loaded and u.index < attempt.admit.index]
+        loaded = [
+            u
+            for u in view.history.updates
+            if u.server_id == attempt.admit.server_id and u.loaded and u.index < attempt.admit.index
+        ]
         if len({update.version for update in loaded}) < 2:
             continue
         out.exercised("replies admitted after an update")
@@ -165,11 +249,23 @@ def _prefix_cache(view: RequestView, out: Collector) -> None:
             low, high, version = _bounds(stale)
             out.finding(
                 "rows of older weights came out of a prefix cache",
-                expected=f"rows of version {loaded[-1].version}, in service when the call was admitted",
-                observed=f"rows {low}-{high - 1} of version {version}, of {count(len(routes), 'row')}",
-                where=view.where(call=attempt.call.call_id, position=low, version=version, server=attempt.admit.server_id),
-                hint="The prefix cache outlived the weights: flush it at the update, or key it by version (cache_salt). Rows and KV of "
-                "the old weights then serve the new ones. Same cause: NeMo-RL #4018, SkyRL #2246, miles #2782.",
+                expected=(
+                    f"rows of version {loaded[-1].version}, in service when the call was admitted"
+                ),
+                observed=(
+                    f"rows {low}-{high - 1} of version {version}, of {count(len(routes), 'row')}"
+                ),
+                where=view.where(
+                    call=attempt.call.call_id,
+                    position=low,
+                    version=version,
+                    server=attempt.admit.server_id,
+                ),
+                hint=(
+                    "The prefix cache outlived the weights: flush it at the update, or key it by"
+                    " version (cache_salt). Rows and KV of the old weights then serve the new ones."
+                    " Same cause: NeMo-RL #4018, SkyRL #2246, miles #2782."
+                ),
             )
 
 
@@ -179,7 +275,9 @@ def _bounds(spans: list[Span]) -> tuple[int, int, Version]:
 
 @request_check(
     "routes.handed-over",
-    promise="Routes that were handed over do not change any more: they share no memory with an engine.",
+    promise=(
+        "Routes that were handed over do not change any more: they share no memory with an engine."
+    ),
     needs="a delivered sample with routes, looked at again when the run has ended",
     exercised_by="samples looked at again",
     applies=has_routes,
@@ -193,9 +291,15 @@ def _handed_over(view: RequestView, out: Collector) -> None:
         out.finding(
             "routes changed after they had been handed over",
             expected="an array of the sample's own",
-            observed="other values at the end of the run: the array is a view of memory that was written again",
+            observed=(
+                "other values at the end of the run: the array is a view of memory that was written"
+                " again"
+            ),
             where=view.where(),
-            hint="Copy the rows out of the engine's buffer before they are handed over. Same cause: SGLang #34319.",
+            hint=(
+                "Copy the rows out of the engine's buffer before they are handed over. Same cause:"
+                " SGLang #34319."
+            ),
         )
 
 
@@ -219,7 +323,10 @@ def _reply_untouched(view: RequestView, out: Collector) -> None:
             expected="the arrays that the engine returned, as they were",
             observed="; ".join(changed[:4]),
             where=view.where(),
-            hint="Engines hand out read-only arrays and views of shared buffers: copy before writing. Compare verl #5519.",
+            hint=(
+                "Engines hand out read-only arrays and views of shared buffers: copy before"
+                " writing. Compare verl #5519."
+            ),
         )
 
 

@@ -1,7 +1,9 @@
-"""Route evidence: one comparison of a sample's routes with the rows that the engines returned, shared by all route checks.
+"""Route evidence: one comparison of a sample's routes with the rows that the engines returned,
+shared by all route checks.
 
-Every route check reads this instead of the arrays, and reports its own class of fault only, so that one fault blames one
-check. The delivered rows are compared with views into the replies: nothing is copied.
+Every route check reads this instead of the arrays, and reports its own class of fault only, so that
+one fault blames one check. The delivered rows are compared with views into the replies: nothing is
+copied.
 """
 
 from __future__ import annotations
@@ -32,10 +34,11 @@ _MEMO = "routes"
 class RouteEvidence:
     """What the routes of one sample are beside what they must be.
 
-    ``routes`` is ``(rows, layers, top_k)`` as delivered, ``None`` where there are none; its row 0 stands at absolute
-    position ``start``. ``pieces`` are the captured rows by position, ``total`` is T in tokens. ``cut`` says that the
-    delivered response is a proper prefix of what the engines sampled. ``row_counts`` are the counts that the contract
-    allows. ``hindrance`` says why rows cannot be judged by position; ``None`` where they can.
+    ``routes`` is ``(rows, layers, top_k)`` as delivered, ``None`` where there are none; its row 0
+    stands at absolute position ``start``. ``pieces`` are the captured rows by position, ``total``
+    is T in tokens. ``cut`` says that the delivered response is a proper prefix of what the engines
+    sampled. ``row_counts`` are the counts that the contract allows. ``hindrance`` says why rows
+    cannot be judged by position; ``None`` where they can.
     """
 
     contract: Contract
@@ -70,7 +73,8 @@ class RouteEvidence:
     def captured(self) -> tuple[Interval, ...]:
         """Positions of delivered rows that a forward captured.
 
-        Where the trace holds no replies with routes, all rows but the last of a contract with T rows.
+        Where the trace holds no replies with routes, all rows but the last of a contract with T
+        rows.
         """
         if self.hindrance is not None:
             end = min(self.end, self.total - 1) if self.contract.rows is Rows.ALL else self.end
@@ -96,7 +100,8 @@ class RouteEvidence:
 
     @cached_property
     def mismatched(self) -> npt.NDArray[np.int64]:
-        """Ascending positions of captured rows whose MoE columns are not what the engine returned there.
+        """Ascending positions of captured rows whose MoE columns are not what the engine returned
+        there.
 
         The order of the experts within a cell does not count: a trainer gathers by id.
         """
@@ -107,18 +112,29 @@ class RouteEvidence:
             low, high = max(piece.start, self.start), min(piece.end, self.end)
             if low >= high:
                 continue
-            got, want = self.routes[low - self.start : high - self.start], piece.rows[low - piece.start : high - piece.start]
+            got, want = (
+                self.routes[low - self.start : high - self.start],
+                piece.rows[low - piece.start : high - piece.start],
+            )
             if not _same(got, want):
                 found.append(low + np.flatnonzero(self._differ(got, want)))
-        return self._without_alternatives(np.concatenate(found)) if found else np.zeros(0, dtype=np.int64)
+        return (
+            self._without_alternatives(np.concatenate(found))
+            if found
+            else np.zeros(0, dtype=np.int64)
+        )
 
     @property
     def readable(self) -> bool:
-        """Whether shape and count are as the contract says, so that values can be judged even where there is nothing to compare with."""
+        """Whether shape and count are as the contract says, so that values can be judged even where
+        there is nothing to compare with.
+        """
         return self.routes is not None and self.shape_fits and self.rows in self.row_counts
 
     def delivered(self, low: int, high: int) -> IntArray:
-        """The delivered rows of positions ``low`` to ``high``, MoE columns only: ``(rows, moe_layers, top_k)``."""
+        """The delivered rows of positions ``low`` to ``high``, MoE columns only: ``(rows,
+        moe_layers, top_k)``.
+        """
         assert self.routes is not None
         return self.routes[low - self.start : high - self.start, self.columns]
 
@@ -127,7 +143,9 @@ class RouteEvidence:
         return rows if self.engine_columns is None else rows[:, list(self.engine_columns)]
 
     def expected(self, positions: npt.NDArray[np.int64]) -> IntArray:
-        """What the engines returned at captured ``positions`` (ascending): ``(positions, moe_layers, top_k)``."""
+        """What the engines returned at captured ``positions`` (ascending): ``(positions,
+        moe_layers, top_k)``.
+        """
         parts = []
         for piece in self.pieces:
             inside = positions[(positions >= piece.start) & (positions < piece.end)]
@@ -137,10 +155,14 @@ class RouteEvidence:
 
     def attempt_at(self, position: int) -> int | None:
         """The attempt whose reply captured the row of ``position``."""
-        return next((piece.attempt for piece in self.pieces if piece.start <= position < piece.end), None)
+        return next(
+            (piece.attempt for piece in self.pieces if piece.start <= position < piece.end), None
+        )
 
     def _without_alternatives(self, positions: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
-        """Drop the positions whose row is that of a reply without tokens: a forward computed it too, and nothing was sampled from it."""
+        """Drop the positions whose row is that of a reply without tokens: a forward computed it
+        too, and nothing was sampled from it.
+        """
         for other in self.alternatives:
             inside = np.flatnonzero((positions >= other.start) & (positions < other.end))
             if len(inside):
@@ -167,19 +189,24 @@ def of(view: RequestView) -> RouteEvidence:
     return found
 
 
-def is_filler(rows: IntArray, kind: Filler, num_experts: int, before: IntArray | None = None) -> BoolArray:
+def is_filler(
+    rows: IntArray, kind: Filler, num_experts: int, before: IntArray | None = None
+) -> BoolArray:
     """Which rows ``(rows, layers, top_k)`` hold nothing but filler of ``kind``.
 
-    ``arange`` is 0 to k-1 in every cell (SkyRL), or a run that goes on from cell to cell, modulo the number of experts
-    (slime). An unsigned type shows ``minus-one`` as its largest value. What is ``previous`` is seen beside ``before`` alone, the row
-    ``(1, layers, top_k)`` that precedes the first one.
+    ``arange`` is 0 to k-1 in every cell (SkyRL), or a run that goes on from cell to cell, modulo
+    the number of experts (slime). An unsigned type shows ``minus-one`` as its largest value. What
+    is ``previous`` is seen beside ``before`` alone, the row ``(1, layers, top_k)`` that precedes
+    the first one.
     """
     if kind is Filler.PREVIOUS and before is not None and len(before):
         return np.asarray((rows == np.concatenate([before, rows[:-1]])).all(axis=(1, 2)))
     if kind is Filler.ZEROS:
         return np.asarray(~rows.any(axis=(1, 2)))
     if kind is Filler.MINUS_ONE:
-        return np.asarray((rows == (-1 if rows.dtype.kind == "i" else np.iinfo(rows.dtype).max)).all(axis=(1, 2)))
+        return np.asarray(
+            (rows == (-1 if rows.dtype.kind == "i" else np.iinfo(rows.dtype).max)).all(axis=(1, 2))
+        )
     if kind is Filler.ARANGE:
         wide = rows.astype(np.int64)
         flat = wide.reshape(len(wide), -1)
@@ -199,7 +226,12 @@ def _gather(view: RequestView) -> RouteEvidence:
     response, sampled = rollout.response_ids, stitched.response_ids
     cut = len(response) < len(sampled) and sampled[: len(response)] == response
     shape_fits = routes is not None and routes.shape[1:] == (contract.route_layers, contract.top_k)
-    counts = _row_counts(contract, max(0, rollout.total - rollout.routes_start), cut, _unforwarded(view, len(response)))
+    counts = _row_counts(
+        contract,
+        max(0, rollout.total - rollout.routes_start),
+        cut,
+        _unforwarded(view, len(response)),
+    )
     engine_columns, comparable = _engine_columns(view, pieces)
     hindrance = None
     if routes is None:
@@ -207,9 +239,15 @@ def _gather(view: RequestView) -> RouteEvidence:
     elif not pieces:
         hindrance = "the trace holds no reply with routes to compare with"
     elif stitched.broken is not None:
-        hindrance = f"the prompt of call {stitched.broken} does not continue the sequence (the family stitch says how)"
+        hindrance = (
+            f"the prompt of call {stitched.broken} does not continue the sequence (the family"
+            " stitch says how)"
+        )
     elif not cut and response != sampled:
-        hindrance = "the tokens of the sample are not those that the engines returned (the family stitch says which)"
+        hindrance = (
+            "the tokens of the sample are not those that the engines returned (the family stitch"
+            " says which)"
+        )
     elif not shape_fits:
         hindrance = "the shape of the routes is wrong (routes.shape)"
     elif len(routes) not in counts:
@@ -240,13 +278,19 @@ def _alternatives(view: RequestView, pieces: tuple[RowPiece, ...]) -> tuple[RowP
             continue
         if output.routes.shape[1:] == pieces[0].rows.shape[1:]:
             found.append(
-                RowPiece(output.routes_start, attempt.number, output.routes[: max(0, len(attempt.call.prompt_ids) - output.routes_start)])
+                RowPiece(
+                    output.routes_start,
+                    attempt.number,
+                    output.routes[: max(0, len(attempt.call.prompt_ids) - output.routes_start)],
+                )
             )
     return tuple(found)
 
 
 def _unforwarded(view: RequestView, length: int) -> int:
-    """How many of the first ``length`` response tokens are the environment's at the end: no call that sampled anything forwarded them."""
+    """How many of the first ``length`` response tokens are the environment's at the end: no call
+    that sampled anything forwarded them.
+    """
     count = 0
     for run in reversed(view.stitched.runs):
         if run.attempt >= 0 and run.ids:
@@ -256,24 +300,35 @@ def _unforwarded(view: RequestView, length: int) -> int:
 
 
 def _row_counts(contract: Contract, span: int, cut: bool, unforwarded: int) -> range:
-    """Row counts that the contract allows for a sample of ``span`` tokens from its first row on, the last ``unforwarded`` never run."""
+    """Row counts that the contract allows for a sample of ``span`` tokens from its first row on,
+    the last ``unforwarded`` never run.
+    """
     if contract.rows is Rows.CAPTURED_PREFIX:
         return range(span + 1)
     if contract.rows is Rows.ALL:
         return range(span, span + 1)
     # a response that was cut ends in a token that was forwarded: its row is a capture, and may stay
-    # the environment's last word may have been prefilled by a call that was aborted before its first token, or by none
+    # the environment's last word may have been prefilled by a call that was aborted before its
+    # first token, or by none
     return range(max(0, span - 1 - unforwarded), span + (cut or unforwarded > 0))
 
 
-def _engine_columns(view: RequestView, pieces: tuple[RowPiece, ...]) -> tuple[tuple[int, ...] | None, bool]:
-    """Which columns of a reply are the MoE layers (``None``: all of them), and whether there is an answer."""
+def _engine_columns(
+    view: RequestView, pieces: tuple[RowPiece, ...]
+) -> tuple[tuple[int, ...] | None, bool]:
+    """Which columns of a reply are the MoE layers (``None``: all of them), and whether there is an
+    answer.
+    """
     contract = view.contract
     if not pieces:
         return None, True
     layers, top_k = pieces[0].rows.shape[1:]
     moe = contract.moe_layers or ()
-    axis = view.engine.layer_axis if view.engine is not None and view.engine.has_routes else contract.layer_axis
+    axis = (
+        view.engine.layer_axis
+        if view.engine is not None and view.engine.has_routes
+        else contract.layer_axis
+    )
     columns = moe if axis is LayerAxis.ALL else tuple(range(len(moe)))
     size = contract.num_layers if axis is LayerAxis.ALL else len(moe)
     return (None if len(columns) == size else columns), (layers, top_k) == (size, contract.top_k)
@@ -283,6 +338,11 @@ def _same(got: IntArray, want: IntArray) -> bool:
     """Equality of all cells; by 64-bit words where both are contiguous arrays of one type."""
     if got.shape != want.shape:
         return False
-    if got.dtype == want.dtype and got.flags.c_contiguous and want.flags.c_contiguous and got.nbytes % 8 == 0:
+    if (
+        got.dtype == want.dtype
+        and got.flags.c_contiguous
+        and want.flags.c_contiguous
+        and got.nbytes % 8 == 0
+    ):
         return bool((got.reshape(-1).view(np.uint64) == want.reshape(-1).view(np.uint64)).all())
     return bool((got == want).all())

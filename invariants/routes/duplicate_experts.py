@@ -1,9 +1,10 @@
 """Distinct: finds cells that name an expert twice, at the speed of a memory pass.
 
-A cell's k ids are compared with each other by subtracting from the flat array the same array displaced by 1 to k-1
-places: a difference of 0 is an id that occurs again. What lies across the border of two cells must not
-count: where the integer type has a bit to spare, every other cell has its top bit flipped, so that ids of neighbouring
-cells never look equal; where it has none, those differences are made 1.
+A cell's k ids are compared with each other by subtracting from the flat array the same array
+displaced by 1 to k-1 places: a difference of 0 is an id that occurs again. What lies across the
+border of two cells must not count: where the integer type has a bit to spare, every other cell has
+its top bit flipped, so that ids of neighbouring cells never look equal; where it has none, those
+differences are made 1.
 """
 
 from __future__ import annotations
@@ -27,7 +28,8 @@ Bytes: TypeAlias = "npt.NDArray[Any]"
 
 
 def has_repeats(rows: IntArray, num_experts: int) -> bool:
-    """Whether a cell of ``rows`` ``(rows, layers, top_k)`` may name an expert twice. Never misses one.
+    """Whether a cell of ``rows`` ``(rows, layers, top_k)`` may name an expert twice. Never misses
+    one.
 
     False alarms are possible where ids are out of range; ``repeats`` decides.
     """
@@ -45,11 +47,15 @@ def has_repeats(rows: IntArray, num_experts: int) -> bool:
         block = flat[low : low + size]
         count = len(block)
         if spare:
-            block = np.bitwise_xor(block, _marks(flat.dtype.str, size, k)[:count], out=marked[:count])
+            block = np.bitwise_xor(
+                block, _marks(flat.dtype.str, size, k)[:count], out=marked[:count]
+            )
         for lag in range(1, k):
             differ = np.subtract(block[lag:], block[:-lag], out=apart[: count - lag])
             if not spare:
-                np.bitwise_or(differ, _borders(flat.dtype.str, size, k, lag)[: count - lag], out=differ)
+                np.bitwise_or(
+                    differ, _borders(flat.dtype.str, size, k, lag)[: count - lag], out=differ
+                )
             if not np.minimum.reduce(differ):
                 return True
     return False

@@ -27,7 +27,9 @@ _ROWS = "rows read"
 _SURE_BITS = 64.0
 """A coincidence of an indifferent router must be rarer than 2**-64 to count as a fault."""
 _FEW_TOKENS = 4
-"""A prompt of one repeated token may well choose the same experts everywhere: more different ids than this are asked for."""
+"""A prompt of one repeated token may well choose the same experts everywhere: more different ids
+than this are asked for.
+"""
 
 
 _GLANCE = 64
@@ -45,8 +47,12 @@ def _readable(view: RequestView, out: Collector) -> RouteEvidence | None:
     return evidence
 
 
-def _own_rows(view: RequestView, evidence: RouteEvidence, low: int, high: int) -> tuple[IntArray, BoolArray]:
-    """Delivered rows and which of them these checks answer for: captures, but for rows that another check explains."""
+def _own_rows(
+    view: RequestView, evidence: RouteEvidence, low: int, high: int
+) -> tuple[IntArray, BoolArray]:
+    """Delivered rows and which of them these checks answer for: captures, but for rows that another
+    check explains.
+    """
     rows = evidence.delivered(low, high)
     mine = np.ones(len(rows), dtype=bool)
     wrong = evidence.mismatched
@@ -56,7 +62,8 @@ def _own_rows(view: RequestView, evidence: RouteEvidence, low: int, high: int) -
         mine[others[(others >= low) & (others < high)] - low] = False
     filler = view.contract.filler
     if filler not in (None, Filler.NONE):
-        # a row that an engine itself filled, or a row of a trace without replies: no capture, and declared as such
+        # a row that an engine itself filled, or a row of a trace without replies: no capture, and
+        # declared as such
         assert filler is not None
         mine &= ~is_filler(rows, filler, view.contract.num_experts or 1)
     return rows, mine
@@ -67,7 +74,10 @@ def _own_rows(view: RequestView, evidence: RouteEvidence, low: int, high: int) -
     promise="The top_k experts of a token in a layer are distinct.",
     needs=_NEEDS,
     exercised_by=_ROWS,
-    applies=lambda contract: has_routes(contract) or ("top_k is 1: one expert is always distinct" if contract.top_k == 1 else None),
+    applies=lambda contract: (
+        has_routes(contract)
+        or ("top_k is 1: one expert is always distinct" if contract.top_k == 1 else None)
+    ),
 )
 def _distinct(view: RequestView, out: Collector) -> None:
     evidence = _readable(view, out)
@@ -83,7 +93,15 @@ def _distinct(view: RequestView, out: Collector) -> None:
         if not len(evidence.mismatched):
             bad[:, _dead_columns(evidence)] = False
         if bad.any():
-            _report_cells(view, out, low, rows, bad, "a token has the same expert twice in one layer", f"{rows.shape[2]} distinct experts")
+            _report_cells(
+                view,
+                out,
+                low,
+                rows,
+                bad,
+                "a token has the same expert twice in one layer",
+                f"{rows.shape[2]} distinct experts",
+            )
 
 
 @request_check(
@@ -103,15 +121,33 @@ def _in_range(view: RequestView, out: Collector) -> None:
     for low, high in evidence.captured:
         out.exercised(_ROWS, high - low)
         block = evidence.routes[low - evidence.start : high - evidence.start]
-        if (limits.max < experts or int(block.max()) < experts) and (limits.min == 0 or int(block.min()) >= 0):
+        if (limits.max < experts or int(block.max()) < experts) and (
+            limits.min == 0 or int(block.min()) >= 0
+        ):
             continue
         rows, mine = _own_rows(view, evidence, low, high)
         bad = ((rows < 0) | (rows >= experts)).any(axis=2) & mine[:, None]
         if bad.any():
-            _report_cells(view, out, low, rows, bad, "an expert id does not exist", f"ids from 0 to {experts - 1}")
+            _report_cells(
+                view,
+                out,
+                low,
+                rows,
+                bad,
+                "an expert id does not exist",
+                f"ids from 0 to {experts - 1}",
+            )
 
 
-def _report_cells(view: RequestView, out: Collector, low: int, rows: IntArray, bad: BoolArray, title: str, expected: str) -> None:
+def _report_cells(
+    view: RequestView,
+    out: Collector,
+    low: int,
+    rows: IntArray,
+    bad: BoolArray,
+    title: str,
+    expected: str,
+) -> None:
     first, column = (int(i) for i in np.argwhere(bad)[0])
     wrong = low + np.flatnonzero(bad.any(axis=1))
     moe = view.contract.moe_layers or ()
@@ -120,9 +156,14 @@ def _report_cells(view: RequestView, out: Collector, low: int, rows: IntArray, b
     out.finding(
         title,
         expected=expected,
-        observed=f"experts {cell} at position {low + first}; so in {count(len(wrong), 'row')} of {len(rows)} "
-        f"(position{'s' if len(wrong) > 1 else ''} {ranges(wrong.tolist())}), in {layers} of {len(moe)} MoE layers",
-        where=view.where(position=low + first, layer=moe[column], segment=view.segment_of(low + first)),
+        observed=(
+            f"experts {cell} at position {low + first}; so in {count(len(wrong), 'row')} of"
+            f" {len(rows)} (position{'s' if len(wrong) > 1 else ''} {ranges(wrong.tolist())}), in"
+            f" {layers} of {len(moe)} MoE layers"
+        ),
+        where=view.where(
+            position=low + first, layer=moe[column], segment=view.segment_of(low + first)
+        ),
         hint=_value_hint(view.contract, cell),
     )
 
@@ -131,14 +172,24 @@ def _value_hint(contract: Contract, cell: list[int]) -> str:
     experts = contract.num_experts or 1
     if not any(cell):
         return (
-            "Zeros are a buffer that nobody wrote: prompt rows that were never finalised (SGLang #23885), padded tokens (vLLM #43737), or "
-            "padding taken for a capture (slime #941). A dropless dispatcher cannot place one expert top_k times (verl #4986)."
+            "Zeros are a buffer that nobody wrote: prompt rows that were never finalised (SGLang"
+            " #23885), padded tokens (vLLM #43737), or padding taken for a capture (slime #941). A"
+            " dropless dispatcher cannot place one expert top_k times (verl #4986)."
         )
     if any(one < 0 for one in cell):
-        return "A negative id is a kernel's mark for a padded token (VLLM_MOE_SKIP_PADDING): declare filler='minus-one', or drop the rows."
+        return (
+            "A negative id is a kernel's mark for a padded token (VLLM_MOE_SKIP_PADDING): declare"
+            " filler='minus-one', or drop the rows."
+        )
     if any(one >= experts for one in cell):
-        return "An id beyond the last expert is a fused shared expert that was not cut off (SGLang #36515), or a misread dtype."
-    return "The ids are not what a top-k returns: wrapped by a narrow type, read with the wrong top_k, or mixed from two tokens."
+        return (
+            "An id beyond the last expert is a fused shared expert that was not cut off (SGLang"
+            " #36515), or a misread dtype."
+        )
+    return (
+        "The ids are not what a top-k returns: wrapped by a narrow type, read with the wrong top_k,"
+        " or mixed from two tokens."
+    )
 
 
 @request_check(
@@ -159,33 +210,52 @@ def _live(view: RequestView, out: Collector) -> None:
     out.exercised(_ROWS, judged)
     moe = view.contract.moe_layers or ()
     dead = _dead_columns(evidence)
-    if view.contract.top_k == 1 and not _surprising(view, judged * log2(view.contract.num_experts or 1)):
+    if view.contract.top_k == 1 and not _surprising(
+        view, judged * log2(view.contract.num_experts or 1)
+    ):
         dead = []
     if dead:
         out.finding(
             "MoE layers whose experts are zero throughout",
             expected=f"choices of {view.contract.top_k} experts in each of {len(moe)} MoE layers",
-            observed=f"expert 0 in all {judged} rows of {len(dead)} of {len(moe)} MoE layers (layer {ranges(moe[c] for c in dead)})",
+            observed=(
+                f"expert 0 in all {judged} rows of {len(dead)} of {len(moe)} MoE layers (layer"
+                f" {ranges(moe[c] for c in dead)})"
+            ),
             where=view.where(layer=moe[dead[0]], position=evidence.captured[0][0]),
-            hint="The capture never ran there: a monolithic MoE kernel bypasses it (vLLM #44116, #54730), a pipeline stage was not "
-            "gathered (slime #395), or the layer is dense (declare moe_layers).",
+            hint=(
+                "The capture never ran there: a monolithic MoE kernel bypasses it (vLLM #44116,"
+                " #54730), a pipeline stage was not gathered (slime #395), or the layer is dense"
+                " (declare moe_layers)."
+            ),
         )
-    elif judged > 1 and _all_equal(evidence) and _surprising(view, (judged - 1) * len(moe) * _choice_bits(view.contract)):
+    elif (
+        judged > 1
+        and _all_equal(evidence)
+        and _surprising(view, (judged - 1) * len(moe) * _choice_bits(view.contract))
+    ):
         out.finding(
             "all route rows of a sample are equal",
             expected="choices that differ between tokens",
             observed=f"one and the same row {judged} times, in all {len(moe)} MoE layers",
             where=view.where(position=evidence.captured[0][0]),
-            hint="The buffer was captured once, as under a CUDA graph (SGLang #12162), or one token's row was copied to all.",
+            hint=(
+                "The buffer was captured once, as under a CUDA graph (SGLang #12162), or one"
+                " token's row was copied to all."
+            ),
         )
 
 
 def _dead_columns(evidence: RouteEvidence) -> list[int]:
-    """MoE columns whose captured cells are all zero; looks at few rows where the first ones show life."""
+    """MoE columns whose captured cells are all zero; looks at few rows where the first ones show
+    life.
+    """
     alive: BoolArray = np.zeros(len(evidence.contract.moe_columns), dtype=bool)
     for low, high in evidence.captured:
         for at in range(low, high, _GLANCE):
-            alive |= np.bitwise_or.reduce(evidence.delivered(at, min(high, at + _GLANCE)), axis=0).any(axis=1)
+            alive |= np.bitwise_or.reduce(
+                evidence.delivered(at, min(high, at + _GLANCE)), axis=0
+            ).any(axis=1)
             if alive.all():
                 return []
     return np.flatnonzero(~alive).tolist()

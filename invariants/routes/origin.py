@@ -1,9 +1,9 @@
 """Route strays: where the wrong rows of a sample come from.
 
-The rows that are not what the engine returned are held against every other thing that they could be: filler, the same
-row cast to a narrower type, the same position in another call's reply or under other weights, another layer's column,
-another position, another request. What explains most of them wins, so that one fault has one name even where a few
-rows fit another explanation by chance.
+The rows that are not what the engine returned are held against every other thing that they could
+be: filler, the same row cast to a narrower type, the same position in another call's reply or under
+other weights, another layer's column, another position, another request. What explains most of them
+wins, so that one fault has one name even where a few rows fit another explanation by chance.
 """
 
 from __future__ import annotations
@@ -32,7 +32,9 @@ __all__ = ["Clue", "Stray", "StrayGroup", "group_of", "groups", "row_version"]
 _MOST = 256
 """Wrong rows of a sample that are looked at: the first ones tell what the others would."""
 _TELLING_BITS = 12.0
-"""A source is named where an indifferent router would agree with it less than once in 2**12 times; else the rows are just wrong."""
+"""A source is named where an indifferent router would agree with it less than once in 2**12 times;
+else the rows are just wrong.
+"""
 _MEMO = "route strays"
 Positions: TypeAlias = "npt.NDArray[np.int64]"
 
@@ -69,8 +71,9 @@ class Clue:
 class StrayGroup:
     """Wrong rows with one explanation.
 
-    ``positions`` are the rows that it explains, ``others`` wrong rows of the same sample that it does not. ``layers`` is
-    the number of MoE layers in which the rows are wrong (the most of any row).
+    ``positions`` are the rows that it explains, ``others`` wrong rows of the same sample that it
+    does not. ``layers`` is the number of MoE layers in which the rows are wrong (the most of any
+    row).
     """
 
     kind: Stray
@@ -82,7 +85,9 @@ class StrayGroup:
 
 @dataclass(frozen=True, eq=False)
 class _Wrong:
-    """The wrong rows: ``(m,)`` positions, ``(m, moe_layers, top_k)`` delivered and expected, ``(m, moe_layers)`` what differs."""
+    """The wrong rows: ``(m,)`` positions, ``(m, moe_layers, top_k)`` delivered and expected, ``(m,
+    moe_layers)`` what differs.
+    """
 
     positions: Positions
     got: IntArray
@@ -96,7 +101,9 @@ class _Wrong:
     def group(self, kind: Stray, mine: BoolArray, clue: Clue, others: Positions) -> StrayGroup:
         """The group of the rows in ``mine``."""
         layers = int(self.differ[mine].sum(axis=1).max())
-        return StrayGroup(kind=kind, positions=self.positions[mine], layers=layers, clue=clue, others=others)
+        return StrayGroup(
+            kind=kind, positions=self.positions[mine], layers=layers, clue=clue, others=others
+        )
 
 
 _Guess: TypeAlias = "tuple[BoolArray, Clue]"
@@ -117,7 +124,9 @@ def group_of(view: RequestView, kind: Stray) -> StrayGroup | None:
 
 
 def row_version(reply: Reply, position: int) -> Version:
-    """The version of the forward that computed the row of absolute ``position``: the true one, else the one that the engine showed."""
+    """The version of the forward that computed the row of absolute ``position``: the true one, else
+    the one that the engine showed.
+    """
     if reply.true_rows is not None:
         return spread(reply.true_rows, position + 1)[position]
     return reply.output.version
@@ -128,7 +137,9 @@ def _explain(view: RequestView, evidence: RouteEvidence) -> tuple[StrayGroup, ..
     assert evidence.routes is not None
     got = evidence.routes[positions - evidence.start][:, evidence.columns].astype(np.int64)
     want = evidence.expected(positions).astype(np.int64)
-    wrong = _Wrong(positions, got, want, (np.sort(got, axis=2) != np.sort(want, axis=2)).any(axis=2))
+    wrong = _Wrong(
+        positions, got, want, (np.sort(got, axis=2) != np.sort(want, axis=2)).any(axis=2)
+    )
     guesses = _guesses(view, evidence, wrong)
     left = np.ones(len(positions), dtype=bool)
     out: list[StrayGroup] = []
@@ -140,15 +151,23 @@ def _explain(view: RequestView, evidence: RouteEvidence) -> tuple[StrayGroup, ..
         kind, fits, clue = best
         mine = fits & left
         left &= ~mine
-        rest = left.copy() if left.sum() <= mine.sum() and not _explained(guesses, left) else np.zeros_like(left)
+        rest = (
+            left.copy()
+            if left.sum() <= mine.sum() and not _explained(guesses, left)
+            else np.zeros_like(left)
+        )
         left &= ~rest
         out.append(wrong.group(kind, mine, clue, positions[rest]))
         guesses = [guess for guess in guesses if guess[0] is not kind]
     return tuple(out)
 
 
-def _guesses(view: RequestView, evidence: RouteEvidence, wrong: _Wrong) -> list[tuple[Stray, BoolArray, Clue]]:
-    """Explanations with the rows that each explains, up to the first that explains all: none behind it is preferred."""
+def _guesses(
+    view: RequestView, evidence: RouteEvidence, wrong: _Wrong
+) -> list[tuple[Stray, BoolArray, Clue]]:
+    """Explanations with the rows that each explains, up to the first that explains all: none behind
+    it is preferred.
+    """
     found = []
     for kind, guess in _GUESSES:
         for fits, clue in guess(view, evidence, wrong):
@@ -160,12 +179,18 @@ def _guesses(view: RequestView, evidence: RouteEvidence, wrong: _Wrong) -> list[
 
 
 def _telling(evidence: RouteEvidence, wrong: _Wrong, fits: BoolArray) -> bool:
-    """Whether so many wrong cells agree that chance is ruled out, or their values are no choice at all."""
+    """Whether so many wrong cells agree that chance is ruled out, or their values are no choice at
+    all.
+    """
     cells = wrong.got[fits][wrong.differ[fits]]
     if not len(cells):
         return False
     k = cells.shape[1]
-    impossible = k > 1 and bool((cells[:, :1] == cells).all()) and (len(cells) > 1 or wrong.got.shape[1] == 1)
+    impossible = (
+        k > 1
+        and bool((cells[:, :1] == cells).all())
+        and (len(cells) > 1 or wrong.got.shape[1] == 1)
+    )
     return impossible or len(cells) * _bits(evidence, k) >= _TELLING_BITS
 
 
@@ -241,15 +266,31 @@ def _layer(_view: RequestView, evidence: RouteEvidence, wrong: _Wrong) -> Iterat
         low, high = max(0, -shift), min(count, count - shift)
         if high - low < (count + 1) // 2:
             continue
-        same = (wrong.got[:, low:high] == wrong.want[:, low + shift : high + shift]).all(axis=(1, 2))
-        yield same & wrong.differ[:, low:high].any(axis=1), Clue(shift=shift, source=f"shifted by {shift:+d}")
+        same = (wrong.got[:, low:high] == wrong.want[:, low + shift : high + shift]).all(
+            axis=(1, 2)
+        )
+        yield (
+            same & wrong.differ[:, low:high].any(axis=1),
+            Clue(shift=shift, source=f"shifted by {shift:+d}"),
+        )
     columns = [int(column) for column in np.flatnonzero(wrong.differ.any(axis=0))]
-    pairs = [(column, source) for column in columns if (source := _source_column(wrong, column)) is not None]
-    # each column was held against all others, so one of them agrees by chance so many times as often
-    told_bits = sum(int(wrong.differ[:, column].sum()) * _bits(evidence, wrong.got.shape[2]) - log2(count) for column, _ in pairs)
+    pairs = [
+        (column, source)
+        for column in columns
+        if (source := _source_column(wrong, column)) is not None
+    ]
+    # each column was held against all others, so one of them agrees by chance so many times as
+    # often
+    told_bits = sum(
+        int(wrong.differ[:, column].sum()) * _bits(evidence, wrong.got.shape[2]) - log2(count)
+        for column, _ in pairs
+    )
     if len(pairs) > 1 and 2 * len(pairs) >= len(columns) and told_bits >= _TELLING_BITS:
         moe = evidence.contract.moe_layers or ()
-        told = ", ".join(f"layer {moe[column]}'s column holds layer {moe[source]}" for column, source in pairs[:4])
+        told = ", ".join(
+            f"layer {moe[column]}'s column holds layer {moe[source]}"
+            for column, source in pairs[:4]
+        )
         yield np.ones(len(wrong.got), dtype=bool), Clue(source=told)
 
 
@@ -286,8 +327,12 @@ def _request(view: RequestView, evidence: RouteEvidence, wrong: _Wrong) -> Itera
             yield fits, Clue(source=f"position {first} of request {other.request.request_id}")
 
 
-def _places(view: RequestView, evidence: RouteEvidence, wrong: _Wrong) -> Iterator[tuple[bytes, int]]:
-    """Rows that a request's replies hold, as keys, with their positions: those that may equal a wrong row."""
+def _places(
+    view: RequestView, evidence: RouteEvidence, wrong: _Wrong
+) -> Iterator[tuple[bytes, int]]:
+    """Rows that a request's replies hold, as keys, with their positions: those that may equal a
+    wrong row.
+    """
     hints = _hints(wrong.got)
     for attempt in view.attempts:
         for reply in attempt.replies:
@@ -309,7 +354,9 @@ def _keys(rows: IntArray) -> list[bytes]:
     return [row.tobytes() for row in np.ascontiguousarray(rows, dtype=np.int64)]
 
 
-_GUESSES: tuple[tuple[Stray, Callable[[RequestView, RouteEvidence, _Wrong], Iterator[_Guess]]], ...] = (
+_GUESSES: tuple[
+    tuple[Stray, Callable[[RequestView, RouteEvidence, _Wrong], Iterator[_Guess]]], ...
+] = (
     (Stray.FILLER, _filler),
     (Stray.WRAPPED, _wrapped),
     (Stray.PROVENANCE, _provenance),

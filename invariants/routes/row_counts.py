@@ -52,15 +52,25 @@ def count_story(view: RequestView, evidence: RouteEvidence) -> CountStory:
     where = {"position": evidence.start + min(rows, want)}
     if evidence.cut and rows == uncut_rows(view, evidence):
         return CountStory(
-            observed=f"{rows} rows: {count(rows - want, 'token')} of the response were cut off, and their rows were not",
-            hint="Cut routed_experts where the response is cut. Same cause: verl #6027, #6089 (18057 rows for 17804 tokens), miles #1069.",
+            observed=(
+                f"{rows} rows: {count(rows - want, 'token')} of the response were cut off, and"
+                " their rows were not"
+            ),
+            hint=(
+                "Cut routed_experts where the response is cut. Same cause: verl #6027, #6089 (18057"
+                " rows for 17804 tokens), miles #1069."
+            ),
             where=where,
         )
     if rows == want + 1 and contract.rows is Rows.FORWARDED:
         return CountStory(
-            observed=f"{rows} rows, one more than tokens were forwarded: the last row is no capture",
-            hint="Drop the row of the last token, or declare rows='T' with its final_row filler, so that a trainer does not replay it. "
-            "Same cause: slime #1045, verl #6473.",
+            observed=(
+                f"{rows} rows, one more than tokens were forwarded: the last row is no capture"
+            ),
+            hint=(
+                "Drop the row of the last token, or declare rows='T' with its final_row filler, so"
+                " that a trainer does not replay it. Same cause: slime #1045, verl #6473."
+            ),
             where=where,
         )
     if rows == want - 1 and contract.rows is Rows.ALL:
@@ -72,29 +82,44 @@ def count_story(view: RequestView, evidence: RouteEvidence) -> CountStory:
     empty = [
         number
         for number, segment in enumerate(view.segments)
-        if number not in arrays and segment.consumed is not None and segment.consumed.output.token_ids
+        if number not in arrays
+        and segment.consumed is not None
+        and segment.consumed.output.token_ids
     ]
     late = {number: begin for number in empty if (begin := _begin(view, number))}
     if late:
         number, begin = next(iter(late.items()))
         return CountStory(
-            observed=f"{rows} rows; segment {number}'s were asked for from position {begin} on, where there are none",
-            hint="On resume ask from the first row that is lacking, whose number is that of the rows that are there: the row of a "
-            "segment's last token is computed by the next call.",
+            observed=(
+                f"{rows} rows; segment {number}'s were asked for from position {begin} on, where"
+                " there are none"
+            ),
+            hint=(
+                "On resume ask from the first row that is lacking, whose number is that of the rows"
+                " that are there: the row of a segment's last token is computed by the next call."
+            ),
             where=where | {"segment": number},
         )
     if empty:
         return CountStory(
-            observed=f"{rows} rows; the engine returned no routes for segment{'s' if len(empty) > 1 else ''} {', '.join(map(str, empty))}",
-            hint="A segment without routes leaves a hole: take its rows from the next call, which returns the whole sequence, fill it "
-            "as declared, or refuse the sample. A short array is padded with zeros further on: expert 0, replayed.",
+            observed=(
+                f"{rows} rows; the engine returned no routes for"
+                f" segment{'s' if len(empty) > 1 else ''} {', '.join(map(str, empty))}"
+            ),
+            hint=(
+                "A segment without routes leaves a hole: take its rows from the next call, which"
+                " returns the whole sequence, fill it as declared, or refuse the sample. A short"
+                " array is padded with zeros further on: expert 0, replayed."
+            ),
             where=where,
         )
     return _partly(view, evidence, arrays, where)
 
 
 def _begin(view: RequestView, number: int) -> int:
-    """The position from which on a segment's reply has rows, were there any; 0 where it has no array at all."""
+    """The position from which on a segment's reply has rows, were there any; 0 where it has no
+    array at all.
+    """
     reply = view.segments[number].consumed
     return 0 if reply is None or reply.output.routes is None else reply.output.routes_start
 
@@ -104,7 +129,9 @@ def _arrays(view: RequestView) -> dict[int, int]:
     return {
         number: len(segment.consumed.output.routes)
         for number, segment in enumerate(view.segments)
-        if segment.consumed is not None and segment.consumed.output.routes is not None and len(segment.consumed.output.routes)
+        if segment.consumed is not None
+        and segment.consumed.output.routes is not None
+        and len(segment.consumed.output.routes)
     }
 
 
@@ -120,18 +147,26 @@ def _joined(rows: int, arrays: Mapping[int, int]) -> CountStory | None:
             repeated = arrays[used[0]]
             stand = "position 0 stands" if repeated == 1 else f"positions 0-{repeated - 1} stand"
             return CountStory(
-                observed=f"{rows} = {total}: segment {used[1]}'s whole array was appended behind segment {used[0]}'s. A call returns rows "
-                f"for the whole sequence that it sends, so {stand} in the sample twice, and every row "
-                f"from {repeated} on belongs to another token",
-                hint="On resume keep the rows that are there and append only what the new call adds, `new[len(rows):]` (or ask the engine "
-                "for those alone: routed_experts_start_len in SGLang, routed_experts_prompt_start in vLLM). "
-                "Same cause: verl #6029 (ppo_kl spikes), AReaL's InfBridge.",
+                observed=(
+                    f"{rows} = {total}: segment {used[1]}'s whole array was appended behind segment"
+                    f" {used[0]}'s. A call returns rows for the whole sequence that it sends, so"
+                    f" {stand} in the sample twice, and every row from {repeated} on belongs to"
+                    " another token"
+                ),
+                hint=(
+                    "On resume keep the rows that are there and append only what the new call adds,"
+                    " `new[len(rows):]` (or ask the engine for those alone:"
+                    " routed_experts_start_len in SGLang, routed_experts_prompt_start in vLLM)."
+                    " Same cause: verl #6029 (ppo_kl spikes), AReaL's InfBridge."
+                ),
                 where={"segment": used[1], "position": repeated},
             )
     return None
 
 
-def _partly(view: RequestView, evidence: RouteEvidence, arrays: Mapping[int, int], where: Mapping[str, int]) -> CountStory:
+def _partly(
+    view: RequestView, evidence: RouteEvidence, arrays: Mapping[int, int], where: Mapping[str, int]
+) -> CountStory:
     """The rows of one segment, of the response alone, or some other number."""
     rows, want = evidence.rows, evidence.row_counts[-1]
     for number, length in arrays.items():
@@ -143,11 +178,22 @@ def _partly(view: RequestView, evidence: RouteEvidence, arrays: Mapping[int, int
             )
     if rows < want and len(view.request.prompt_ids) == want - rows:
         return CountStory(
-            observed=f"{rows} rows: those of the response alone; row 0 belongs to position {want - rows}",
-            hint="Keep the rows of the prompt too, or declare where row 0 stands (Rollout.routes_start).",
+            observed=(
+                f"{rows} rows: those of the response alone; row 0 belongs to position {want - rows}"
+            ),
+            hint=(
+                "Keep the rows of the prompt too, or declare where row 0 stands"
+                " (Rollout.routes_start)."
+            ),
             where={"position": want - rows},
         )
-    change = f"{count(want - rows, 'row')} missing" if rows < want else f"{count(rows - want, 'row')} too many"
+    change = (
+        f"{count(want - rows, 'row')} missing"
+        if rows < want
+        else f"{count(rows - want, 'row')} too many"
+    )
     return CountStory(
-        observed=f"{rows} rows: {change}", hint="Whatever is done to the tokens must be done to the rows in the same place.", where=where
+        observed=f"{rows} rows: {change}",
+        hint="Whatever is done to the tokens must be done to the rows in the same place.",
+        where=where,
     )

@@ -1,4 +1,6 @@
-"""Routes, by shape: whether they are there, how many rows, which layers and top-k, which integer type."""
+"""Routes, by shape: whether they are there, how many rows, which layers and top-k, which integer
+type.
+"""
 
 from __future__ import annotations
 
@@ -25,19 +27,31 @@ _NO_ROUTES = "no sample carried routes"
 _ABSENCE = {
     "dropped": (
         "the engine returned them, and the stack dropped them on the way",
-        "Carry routed_experts through every copy of the sample. Same cause: verl #5368 (ToolAgentLoop dropped the field).",
+        (
+            "Carry routed_experts through every copy of the sample. Same cause: verl #5368"
+            " (ToolAgentLoop dropped the field)."
+        ),
     ),
     "unasked": (
         "the caller asked for them, and the call did not",
-        "Hand the flag on to the engine (return_routed_experts). Same cause: slime #1909, miles #407.",
+        (
+            "Hand the flag on to the engine (return_routed_experts). Same cause: slime #1909, miles"
+            " #407."
+        ),
     ),
     "silent": (
         "the engine was asked and returned none, and the sample was handed over all the same",
-        "Raise where an answer lacks what was asked for: a trainer without routes uses its own router in silence (slime #1145).",
+        (
+            "Raise where an answer lacks what was asked for: a trainer without routes uses its own"
+            " router in silence (slime #1145)."
+        ),
     ),
     "untold": (
         "the trace holds no call that would say where they were lost",
-        "Hand over what the contract declares, or declare rows='none'; record the engine calls to learn where the routes went.",
+        (
+            "Hand over what the contract declares, or declare rows='none'; record the engine calls"
+            " to learn where the routes went."
+        ),
     ),
 }
 """Why routes are absent: what was observed, what to do."""
@@ -56,31 +70,50 @@ def _presence(view: RequestView, out: Collector) -> None:
         out.absent("no delivered sample with response tokens asked for routes")
         return
     evidence = comparison.of(view)
-    returned = any(a.consumed is not None and a.consumed.output.routes is not None for a in view.attempts)
+    returned = any(
+        a.consumed is not None and a.consumed.output.routes is not None for a in view.attempts
+    )
     unasked = [a.number for a in view.attempts if not a.call.want_routes]
     aborted = rollout.finish_reason in (FinishReason.ABORT, FinishReason.ERROR)
-    last = next((a.consumed.output for a in reversed(view.segments) if a.consumed is not None and a.consumed.output.token_ids), None)
+    last = next(
+        (
+            a.consumed.output
+            for a in reversed(view.segments)
+            if a.consumed is not None and a.consumed.output.token_ids
+        ),
+        None,
+    )
     if evidence.routes is None and aborted and (last is None or last.routes is None):
         # those of earlier turns alone would be too few, and be taken for all
-        out.absent("the engine returned no routes with the last tokens of a sample that was handed over as aborted")
+        out.absent(
+            "the engine returned no routes with the last tokens of a sample that was handed over as"
+            " aborted"
+        )
         return
     out.exercised("samples that asked for routes")
     if evidence.routes is not None and (evidence.rows or 0 not in evidence.row_counts):
         return
-    cause = "dropped" if returned else "unasked" if unasked else "silent" if view.attempts else "untold"
+    cause = (
+        "dropped" if returned else "unasked" if unasked else "silent" if view.attempts else "untold"
+    )
     observed, hint = _ABSENCE[cause]
     out.finding(
         "a sample lacks its routes",
         expected="routes, or an error",
         observed=f"routes: none; {observed}",
-        where=view.where(**({"call": view.attempts[unasked[0]].call.call_id} if cause == "unasked" else {})),
+        where=view.where(
+            **({"call": view.attempts[unasked[0]].call.call_id} if cause == "unasked" else {})
+        ),
         hint=hint,
     )
 
 
 @request_check(
     "routes.rows",
-    promise="A sample carries as many route rows as its contract says, whatever the schedule of aborts, resumes and cuts.",
+    promise=(
+        "A sample carries as many route rows as its contract says, whatever the schedule of aborts,"
+        " resumes and cuts."
+    ),
     needs="a delivered sample with routes",
     exercised_by=("samples from one call", "resumed samples", "cut samples"),
     applies=has_routes,
@@ -90,10 +123,23 @@ def _rows(view: RequestView, out: Collector) -> None:
         out.absent(_NO_SAMPLE if view.rollout is None else _NO_ROUTES)
         return
     sampled = len(view.request.prompt_ids) + len(view.stitched.response_ids)
-    if not evidence.cut and evidence.total != sampled and evidence.rows == uncut_rows(view, evidence):
-        out.absent("the rows belong to the tokens that the engines sampled, and the sample has others (the family stitch says which)")
+    if (
+        not evidence.cut
+        and evidence.total != sampled
+        and evidence.rows == uncut_rows(view, evidence)
+    ):
+        out.absent(
+            "the rows belong to the tokens that the engines sampled, and the sample has others (the"
+            " family stitch says which)"
+        )
         return
-    out.exercised("cut samples" if evidence.cut else "resumed samples" if view.resumed else "samples from one call")
+    out.exercised(
+        "cut samples"
+        if evidence.cut
+        else "resumed samples"
+        if view.resumed
+        else "samples from one call"
+    )
     if evidence.rows in evidence.row_counts:
         return
     rollout = view.rollout
@@ -101,9 +147,16 @@ def _rows(view: RequestView, out: Collector) -> None:
     prompt, response = len(rollout.prompt_ids), len(rollout.response_ids)
     out.finding(
         f"{count(evidence.rows, 'route row')} for a sample of {count(evidence.total, 'token')}",
-        kind="too many route rows" if (evidence.rows or 0) > max(evidence.row_counts) else "too few route rows",
-        expected=f"{wanted_rows(evidence)} for {count(prompt, 'prompt token')} and {count(response, 'response token')}: "
-        f"the contract declares rows='{view.contract.rows}'",
+        kind=(
+            "too many route rows"
+            if (evidence.rows or 0) > max(evidence.row_counts)
+            else "too few route rows"
+        ),
+        expected=(
+            f"{wanted_rows(evidence)} for {count(prompt, 'prompt token')} and"
+            f" {count(response, 'response token')}: the contract declares"
+            f" rows='{view.contract.rows}'"
+        ),
         observed=story.observed,
         where=view.where(**story.where),
         hint=story.hint,
@@ -129,16 +182,23 @@ def _shape(view: RequestView, out: Collector) -> None:
     moe = len(contract.moe_layers or ())
     hint = "Read layers and top_k from the model config, never from the size of a buffer."
     if top_k != contract.top_k:
-        hint += " A buffer k times too long passes as top-k * k when k is inferred (miles, AReaL: reshape(rows, -1))."
+        hint += (
+            " A buffer k times too long passes as top-k * k when k is inferred (miles, AReaL:"
+            " reshape(rows, -1))."
+        )
     elif layers in (moe, contract.num_layers):
         counted = "MoE layers only" if layers == moe else "all layers"
         hint = (
-            f"The axis counts {counted}, and the contract declares layer_axis='{contract.layer_axis}': a consumer that maps by "
-            "position replays the MoE layers behind a dense one from the wrong columns (verl #5037)."
+            f"The axis counts {counted}, and the contract declares"
+            f" layer_axis='{contract.layer_axis}': a consumer that maps by position replays the MoE"
+            " layers behind a dense one from the wrong columns (verl #5037)."
         )
     out.finding(
         "the routes have another shape",
-        expected=f"(rows, {contract.route_layers}, {contract.top_k}): layer_axis='{contract.layer_axis}', top_k={contract.top_k}",
+        expected=(
+            f"(rows, {contract.route_layers}, {contract.top_k}):"
+            f" layer_axis='{contract.layer_axis}', top_k={contract.top_k}"
+        ),
         observed=f"({evidence.rows}, {layers}, {top_k})",
         where=view.where(),
         hint=hint,
@@ -147,7 +207,10 @@ def _shape(view: RequestView, out: Collector) -> None:
 
 @request_check(
     "routes.dtype",
-    promise="The integer type of routes is the declared one, holds every expert id, and no id was wrapped on the way.",
+    promise=(
+        "The integer type of routes is the declared one, holds every expert id, and no id was"
+        " wrapped on the way."
+    ),
     needs="a delivered sample with routes",
     exercised_by="samples with routes",
     applies=has_routes,
@@ -168,8 +231,13 @@ def _dtype(view: RequestView, out: Collector) -> None:
             expected=f"a type that holds ids up to {largest} ({contract.num_experts} experts)",
             observed=f"{name} holds at most {np.iinfo(name).max}"
             + ("" if wrapped is None else f"; ids wrapped in {amount(view, wrapped)}"),
-            where=view.where(**({} if wrapped is None else {"position": int(wrapped.positions[0])})),
-            hint="Choose the type from num_experts, not from the data. Same cause: verl #5240, #7407 (uint8, then int16), prime-rl #3051.",
+            where=view.where(
+                **({} if wrapped is None else {"position": int(wrapped.positions[0])})
+            ),
+            hint=(
+                "Choose the type from num_experts, not from the data. Same cause: verl #5240, #7407"
+                " (uint8, then int16), prime-rl #3051."
+            ),
         )
     elif dtype.name not in contract.dtypes:
         out.finding(
@@ -177,9 +245,17 @@ def _dtype(view: RequestView, out: Collector) -> None:
             expected=f"{' or '.join(contract.dtypes)}, as the contract declares",
             observed=dtype.name,
             where=view.where(),
-            hint="Declare the type that is handed over: a decoder that assumes another one misreads every id.",
+            hint=(
+                "Declare the type that is handed over: a decoder that assumes another one misreads"
+                " every id."
+            ),
         )
-    elif contract.filler is Filler.MINUS_ONE and dtype.kind == "u" and evidence.uncaptured and evidence.hindrance is None:
+    elif (
+        contract.filler is Filler.MINUS_ONE
+        and dtype.kind == "u"
+        and evidence.uncaptured
+        and evidence.hindrance is None
+    ):
         out.finding(
             f"filler -1 does not exist in {dtype.name}",
             expected="a signed type where rows are filled with -1",

@@ -19,12 +19,30 @@ __all__ = ["CHECKS", "not_resumed"]
 
 _FREE_PARAMETERS = frozenset(
     {
-        *("max_tokens", "max_new_tokens", "max_completion_tokens", "min_tokens", "min_new_tokens", "seed", "sampling_seed"),
-        *("rid", "request_id", "priority", "cache_salt", "extra_key", "kv_transfer_params", "stream"),
+        *(
+            "max_tokens",
+            "max_new_tokens",
+            "max_completion_tokens",
+            "min_tokens",
+            "min_new_tokens",
+            "seed",
+            "sampling_seed",
+        ),
+        *(
+            "rid",
+            "request_id",
+            "priority",
+            "cache_salt",
+            "extra_key",
+            "kv_transfer_params",
+            "stream",
+        ),
         *("routed_experts_start_len", "routed_experts_prompt_start"),
     }
 )
-"""Parameters that may differ from attempt to attempt: budgets shrink, seeds and labels of a call are its own."""
+"""Parameters that may differ from attempt to attempt: budgets shrink, seeds and labels of a call
+are its own.
+"""
 _COMMON_PARAMETERS: Mapping[str, tuple[Scalar, ...]] = {
     "temperature": (1.0,),
     "top_p": (1.0,),
@@ -35,18 +53,23 @@ _COMMON_PARAMETERS: Mapping[str, tuple[Scalar, ...]] = {
     "frequency_penalty": (0.0,),
     "ignore_eos": (False,),
 }
-"""Parameters that mean the same to every stack and engine, so that a call's can be compared with the request's; with the
-values that change nothing, which a stack may leave out as well."""
+"""Parameters that mean the same to every stack and engine, so that a call's can be compared with
+the request's; with the values that change nothing, which a stack may leave out as well."""
 
 
 def not_resumed(contract: Contract) -> str:
-    """Why a check of calls that a client resumes is not exercised under a contract that lets no client resume."""
+    """Why a check of calls that a client resumes is not exercised under a contract that lets no
+    client resume.
+    """
     return f"no client continues an aborted call (resume={str(contract.resume)!r})"
 
 
 @request_check(
     "stitch.resume-prompt",
-    promise="Every call sends the prompt and everything delivered so far; only a lost or failed call excuses starting again.",
+    promise=(
+        "Every call sends the prompt and everything delivered so far; only a lost or failed call"
+        " excuses starting again."
+    ),
     needs="the engine calls of a request",
     exercised_by=("first calls", "resuming calls", "restarts", "calls of a later turn"),
 )
@@ -58,13 +81,23 @@ def resume_prompt(view: RequestView, out: Collector) -> None:
     attempts = view.attempts
     for step in view.stitched.steps:
         if step.continues:
-            out.exercised("first calls" if step.attempt == 0 else "calls of a later turn" if step.turn else "resuming calls")
+            out.exercised(
+                "first calls"
+                if step.attempt == 0
+                else "calls of a later turn"
+                if step.turn
+                else "resuming calls"
+            )
         elif step.after_end:
             continue  # stitch.no-call-after-end says so
         elif _unheard(view, step):
             out.absent("a stream broke off, and what it had brought was not recorded")
             return None
-        elif step.restarts and step.sent >= len(view.request.prompt_ids) and (not client or _excused(view, step)):
+        elif (
+            step.restarts
+            and step.sent >= len(view.request.prompt_ids)
+            and (not client or _excused(view, step))
+        ):
             out.exercised("restarts")
         else:
             _wrong_prompt(view, step, attempts[step.attempt], out)
@@ -73,7 +106,9 @@ def resume_prompt(view: RequestView, out: Collector) -> None:
 
 
 def _excused(view: RequestView, step: Step) -> bool:
-    """Whether the call before this one got no usable answer, so that the stack may have had to start again."""
+    """Whether the call before this one got no usable answer, so that the stack may have had to
+    start again.
+    """
     if step.attempt == 0:
         return False
     reply = view.attempts[step.attempt - 1].consumed
@@ -84,7 +119,12 @@ def _excused(view: RequestView, step: Step) -> bool:
 def _unheard(view: RequestView, step: Step) -> bool:
     """Whether the call before this one was streamed, and the trace does not say what it sampled."""
     before = view.attempts[step.attempt - 1] if step.attempt else None
-    return before is not None and step.agree == step.known < step.sent and streamed(before) and not before.replies
+    return (
+        before is not None
+        and step.agree == step.known < step.sent
+        and streamed(before)
+        and not before.replies
+    )
 
 
 def _wrong_prompt(view: RequestView, step: Step, attempt: Attempt, out: Collector) -> None:
@@ -94,29 +134,44 @@ def _wrong_prompt(view: RequestView, step: Step, attempt: Attempt, out: Collecto
     delivered = step.known - base
     if step.attempt == 0:
         kind = title = "The first call does not send the request's prompt"
-        hint = "A prompt that was cut, padded or retokenised on its way is not the one that the trainer will see."
+        hint = (
+            "A prompt that was cut, padded or retokenised on its way is not the one that the"
+            " trainer will see."
+        )
     elif step.restarts and step.sent >= base:
         lost = step.known - step.sent
         kind = "a call throws away delivered tokens"
-        title = f"Call {step.attempt} throws away {share(lost, delivered, 'token')} delivered before it"
+        title = (
+            f"Call {step.attempt} throws away {share(lost, delivered, 'token')} delivered before it"
+        )
         hint = (
-            "An abort returns what was sampled so far; a resume that does not append it to the prompt samples those tokens again, "
-            "under other weights, and pays for them twice."
+            "An abort returns what was sampled so far; a resume that does not append it to the"
+            " prompt samples those tokens again, under other weights, and pays for them twice."
         )
     elif step.agree == step.known:
         kind = "a call sends more than what was delivered"
-        title = f"Call {step.attempt} sends {count(step.sent - step.known, 'token')} more than the prompt and what was delivered"
+        title = (
+            f"Call {step.attempt} sends {count(step.sent - step.known, 'token')} more than the"
+            " prompt and what was delivered"
+        )
         hint = _extra_hint(sent, known, step)
     elif step.ended:
         kind = "a turn begins on another history"
-        title = f"Call {step.attempt} begins a turn on a history that differs from what was delivered, from position {step.agree} on"
+        title = (
+            f"Call {step.attempt} begins a turn on a history that differs from what was delivered,"
+            f" from position {step.agree} on"
+        )
         hint = (
-            "The earlier turns were rendered anew, by a template that drops or respells tokens: what follows was sampled in a context that "
-            "the response does not show. Append the new turn to the ids as delivered, or hand each turn over as a sample of its own."
+            "The earlier turns were rendered anew, by a template that drops or respells tokens:"
+            " what follows was sampled in a context that the response does not show. Append the new"
+            " turn to the ids as delivered, or hand each turn over as a sample of its own."
         )
     else:
         kind = "a call resumes from another sequence"
-        title = f"Call {step.attempt} resumes from a sequence that differs from what was delivered, from position {step.agree} on"
+        title = (
+            f"Call {step.attempt} resumes from a sequence that differs from what was delivered,"
+            f" from position {step.agree} on"
+        )
         hint = (
             "Every later token is sampled after a context that the sample does not show; "
             "ids must be appended as delivered, never retokenised."
@@ -124,8 +179,14 @@ def _wrong_prompt(view: RequestView, step: Step, attempt: Attempt, out: Collecto
     out.finding(
         title,
         kind=kind,
-        expected=f"prompt ({base}) + delivered response ({delivered}) = {step.known} tokens: {window(known, step.agree)}",
-        observed=f"{count(step.sent, 'token')} sent: {window(sent, step.agree)}; the first {step.agree} agree",
+        expected=(
+            f"prompt ({base}) + delivered response ({delivered}) = {step.known} tokens:"
+            f" {window(known, step.agree)}"
+        ),
+        observed=(
+            f"{count(step.sent, 'token')} sent: {window(sent, step.agree)}; the first {step.agree}"
+            " agree"
+        ),
         where=view.where(call=step.attempt, position=step.agree, server=attempt.call.server_id),
         hint=hint,
     )
@@ -134,8 +195,14 @@ def _wrong_prompt(view: RequestView, step: Step, attempt: Attempt, out: Collecto
 def _extra_hint(sent: Sequence[int], known: Sequence[int], step: Step) -> str:
     extra = tuple(sent[step.known :])
     if extra and tuple(known[-len(extra) :]) == extra:
-        return "The last delivered tokens were appended twice, as when a reply is added both inside and outside the resume loop."
-    return "Tokens that nobody sampled now stand in the context of the rest; a tool's or user's tokens may only follow a natural end."
+        return (
+            "The last delivered tokens were appended twice, as when a reply is added both inside"
+            " and outside the resume loop."
+        )
+    return (
+        "Tokens that nobody sampled now stand in the context of the rest; a tool's or user's tokens"
+        " may only follow a natural end."
+    )
 
 
 def _known_response(view: RequestView, step: Step) -> tuple[int, ...]:
@@ -145,7 +212,9 @@ def _known_response(view: RequestView, step: Step) -> tuple[int, ...]:
     if len(ids) >= want and view.stitched.broken in (None, step.attempt):
         return ids[:want]
     earlier = [attempt for attempt in view.attempts if attempt.number < step.attempt]
-    return stitch(view.request.prompt_ids, earlier, view.observations, Provenance.AS_SAMPLED).response_ids
+    return stitch(
+        view.request.prompt_ids, earlier, view.observations, Provenance.AS_SAMPLED
+    ).response_ids
 
 
 @request_check(
@@ -167,35 +236,54 @@ def no_call_after_end(view: RequestView, out: Collector) -> None:
     return out.finding(
         f"Call {step.attempt} was made after the rollout had ended",
         kind="a call after the rollout had ended",
-        expected="no further call once an engine returned a natural end (stop); only tokens of the environment begin a new turn",
-        observed=f"{call_name(attempt)} sends {step.sent} of the {step.known} known tokens and asks for more",
+        expected=(
+            "no further call once an engine returned a natural end (stop); only tokens of the"
+            " environment begin a new turn"
+        ),
+        observed=(
+            f"{call_name(attempt)} sends {step.sent} of the {step.known} known tokens and asks for"
+            " more"
+        ),
         where=view.where(call=step.attempt, position=step.known, server=attempt.call.server_id),
-        hint="Tokens behind the end of a sequence are no policy sample; a resume loop must end on every reason but an abort.",
+        hint=(
+            "Tokens behind the end of a sequence are no policy sample; a resume loop must end on"
+            " every reason but an abort."
+        ),
     )
 
 
 @request_check(
     "stitch.sampling-params",
-    promise="Every attempt of a request is made with the same sampling parameters, but for the budget.",
+    promise=(
+        "Every attempt of a request is made with the same sampling parameters, but for the budget."
+    ),
     needs="the engine calls of a request",
     exercised_by=("first calls", "resuming calls"),
 )
 def sampling_kept(view: RequestView, out: Collector) -> None:
-    """Compare each call's parameters with the first call's, and those with the request's where a stack declares that it forwards them."""
+    """Compare each call's parameters with the first call's, and those with the request's where a
+    stack declares that it forwards them.
+    """
     if not view.attempts:
         return out.absent("no engine call of the request was recorded")
     first = view.attempts[0].call.sampling
     out.exercised("first calls")
     replaced = _replaced(view) if view.contract.sampling is Sampling.FORWARDED else []
     if replaced:
-        _changed_parameters(view, view.attempts[0], view.request.sampling, sorted(replaced), "the request", out)
+        _changed_parameters(
+            view, view.attempts[0], view.request.sampling, sorted(replaced), "the request", out
+        )
         return None
     for attempt in view.attempts[1:]:
         out.exercised("resuming calls")
         given = attempt.call.sampling
         if given == first:
             continue
-        changed = {k for k in {*first, *given} - _FREE_PARAMETERS if k not in first or k not in given or not _same(first[k], given[k])}
+        changed = {
+            k
+            for k in {*first, *given} - _FREE_PARAMETERS
+            if k not in first or k not in given or not _same(first[k], given[k])
+        }
         if changed:
             _changed_parameters(view, attempt, first, sorted(changed), "call 0", out)
             return None
@@ -204,62 +292,102 @@ def sampling_kept(view: RequestView, out: Collector) -> None:
 
 @request_check(
     "stitch.sampling-forwarded",
-    promise="What a caller sets for sampling (temperature, top_p, ...) is carried by the calls of its request.",
-    needs="a request with sampling parameters, its engine calls, and a contract that declares whether they are forwarded (sampling)",
+    promise=(
+        "What a caller sets for sampling (temperature, top_p, ...) is carried by the calls of its"
+        " request."
+    ),
+    needs=(
+        "a request with sampling parameters, its engine calls, and a contract that declares whether"
+        " they are forwarded (sampling)"
+    ),
     exercised_by="parameters of callers",
-    applies=lambda contract: "the contract declares sampling='own'" if contract.sampling is Sampling.OWN else None,
+    applies=lambda contract: (
+        "the contract declares sampling='own'" if contract.sampling is Sampling.OWN else None
+    ),
 )
 def sampling_forwarded(view: RequestView, out: Collector) -> None:
-    """Look for parameters that no call carries. One that only some calls carry, or carry with another value, is ``sampling-params``'s.
+    """Look for parameters that no call carries. One that only some calls carry, or carry with
+    another value, is ``sampling-params``'s.
 
-    A stack that carries it shows that it forwards, whatever it declares; one that does not may rename or replace it, so only what
-    is declared can be broken. Greedy sampling has many spellings, and is not looked for.
+    A stack that carries it shows that it forwards, whatever it declares; one that does not may
+    rename or replace it, so only what is declared can be broken. Greedy sampling has many
+    spellings, and is not looked for.
     """
     if not view.attempts:
         return out.absent("no engine call of the request was recorded")
     asked = view.request.sampling
     named = [name for name in asked if name in _COMMON_PARAMETERS]
     own = _replaced(view) if view.contract.sampling is None else []
-    carried = [name for name in named if name not in own and any(name in attempt.call.sampling for attempt in view.attempts)]
+    carried = [
+        name
+        for name in named
+        if name not in own and any(name in attempt.call.sampling for attempt in view.attempts)
+    ]
     out.exercised("parameters of callers", len(carried))
     free = {"temperature": (*_COMMON_PARAMETERS["temperature"], 0.0)}
-    gone = [name for name in named if name not in carried and asked[name] not in (None, *free.get(name, _COMMON_PARAMETERS[name]))]
+    gone = [
+        name
+        for name in named
+        if name not in carried
+        and asked[name] not in (None, *free.get(name, _COMMON_PARAMETERS[name]))
+    ]
     if not gone:
         return None
     wanted = ", ".join(f"{name}={_parameter(asked, name)}" for name in gone)
     if view.contract.sampling is None:
         return out.absent(
-            f"the caller gave {wanted}, and no call carries it: declare sampling='forwarded' to have that judged, or sampling='own' "
-            "where the stack chooses its parameters itself"
+            f"the caller gave {wanted}, and no call carries it: declare sampling='forwarded' to"
+            " have that judged, or sampling='own' where the stack chooses its parameters itself"
         )
     return out.finding(
-        f"No call carries {count(len(gone), 'sampling parameter')} that the caller gave: {listing(gone)}",
+        f"No call carries {count(len(gone), 'sampling parameter')} that the caller gave:"
+        f" {listing(gone)}",
         kind=f"no call carries {listing(sorted(gone))}",
         expected=f"{wanted} on every call (sampling='forwarded')",
-        observed=f"{count(len(view.attempts), 'call')} without; the first carries {_parameters(view.attempts[0].call.sampling)}",
+        observed=(
+            f"{count(len(view.attempts), 'call')} without; the first carries"
+            f" {_parameters(view.attempts[0].call.sampling)}"
+        ),
         where=view.where(call=0, server=view.attempts[0].call.server_id),
-        hint="The engine samples with its defaults (vLLM: those of the model's generation_config.json), and the trainer corrects for "
-        "parameters that were never used.",
+        hint=(
+            "The engine samples with its defaults (vLLM: those of the model's"
+            " generation_config.json), and the trainer corrects for parameters that were never"
+            " used."
+        ),
     )
 
 
 def _replaced(view: RequestView) -> list[str]:
     """The parameters that the first call carries with another value than the caller gave."""
     first = view.attempts[0].call.sampling
-    return [k for k, value in view.request.sampling.items() if k in _COMMON_PARAMETERS and k in first and not _same(first[k], value)]
+    return [
+        k
+        for k, value in view.request.sampling.items()
+        if k in _COMMON_PARAMETERS and k in first and not _same(first[k], value)
+    ]
 
 
 def _changed_parameters(
-    view: RequestView, attempt: Attempt, want: Mapping[str, Scalar], names: Sequence[str], origin: str, out: Collector
+    view: RequestView,
+    attempt: Attempt,
+    want: Mapping[str, Scalar],
+    names: Sequence[str],
+    origin: str,
+    out: Collector,
 ) -> None:
     given = attempt.call.sampling
     out.finding(
-        f"Call {attempt.number} changes {count(len(names), 'sampling parameter')}: {listing(names)}",
+        f"Call {attempt.number} changes {count(len(names), 'sampling parameter')}:"
+        f" {listing(names)}",
         kind=f"a call changes {listing(names)}",
-        expected=", ".join(f"{name}={_parameter(want, name)}" for name in names) + f", as in {origin}",
+        expected=", ".join(f"{name}={_parameter(want, name)}" for name in names)
+        + f", as in {origin}",
         observed=", ".join(f"{name}={_parameter(given, name)}" for name in names),
         where=view.where(call=attempt.number, server=attempt.call.server_id),
-        hint="The rest of the response is sampled from another distribution than its start; the parameters must travel with every attempt.",
+        hint=(
+            "The rest of the response is sampled from another distribution than its start; the"
+            " parameters must travel with every attempt."
+        ),
     )
 
 
@@ -280,7 +408,9 @@ def _same(a: Scalar, b: Scalar) -> bool:
     promise="Every attempt carries the request's images, videos and audio unchanged.",
     needs="a request with media, and its engine calls",
     exercised_by="calls with media",
-    applies=lambda contract: None if contract.multimodal else "the contract declares no media (multimodal)",
+    applies=lambda contract: (
+        None if contract.multimodal else "the contract declares no media (multimodal)"
+    ),
 )
 def media_kept(view: RequestView, out: Collector) -> None:
     """Compare the media handle of every call with the request's."""
@@ -292,14 +422,24 @@ def media_kept(view: RequestView, out: Collector) -> None:
         out.exercised("calls with media")
         if got != want:
             out.finding(
-                f"Call {attempt.number} {'drops' if got is None else 'changes'} the request's media",
+                f"Call {attempt.number} {'drops' if got is None else 'changes'} the request's"
+                " media",
                 kind=f"a call {'drops' if got is None else 'changes'} the request's media",
                 expected=f"media {want!r} on every attempt",
                 observed=f"media {got!r} on {call_name(attempt)}",
                 where=view.where(call=attempt.number, server=attempt.call.server_id),
-                hint="Without its images the engine continues another conversation than the one it began (verl #4842, #5160).",
+                hint=(
+                    "Without its images the engine continues another conversation than the one it"
+                    " began (verl #4842, #5160)."
+                ),
             )
             return
 
 
-CHECKS: tuple[Check, ...] = (resume_prompt, no_call_after_end, sampling_kept, sampling_forwarded, media_kept)
+CHECKS: tuple[Check, ...] = (
+    resume_prompt,
+    no_call_after_end,
+    sampling_kept,
+    sampling_forwarded,
+    media_kept,
+)

@@ -1,7 +1,8 @@
-"""Stitch checks on budgets and ends: what each call may sample, and whether the sample says truly why it ended.
+"""Stitch checks on budgets and ends: what each call may sample, and whether the sample says truly
+why it ended.
 
-The budget of a multi-turn request is read per turn: whether a stack's limit counts one turn or all of them is not
-declared, and the wider reading raises no false alarm.
+The budget of a multi-turn request is read per turn: whether a stack's limit counts one turn or all
+of them is not declared, and the wider reading raises no false alarm.
 """
 
 from __future__ import annotations
@@ -44,21 +45,32 @@ def budget_granted(view: RequestView, out: Collector) -> None:
     step, attempt = over[0]
     left, grant = budget - step.spent, attempt.call.max_tokens
     title = (
-        f"Call {step.attempt} states no budget, although {count(left, 'token')} of {budget} are left"
+        f"Call {step.attempt} states no budget, although {count(left, 'token')} of {budget} are"
+        " left"
         if grant is None
-        else f"Call {step.attempt} may sample {count(grant, 'token')}, but only {left} of {budget} are left"
+        else (
+            f"Call {step.attempt} may sample {count(grant, 'token')}, but only {left} of {budget}"
+            " are left"
+        )
     )
     hint = (
-        "Without a stated budget the engine samples up to its context length; pin the budget to the configured response length "
-        "on the first call, and write what is left of it into every later one (verl #7207)."
+        "Without a stated budget the engine samples up to its context length; pin the budget to the"
+        " configured response length on the first call, and write what is left of it into every"
+        " later one (verl #7207)."
         if grant is None
-        else "A resume must subtract what was sampled before it, else every abort lengthens the rollout (verl #7207, slime #2260)."
+        else (
+            "A resume must subtract what was sampled before it, else every abort lengthens the"
+            " rollout (verl #7207, slime #2260)."
+        )
     )
     return out.finding(
         title,
         kind="a call states no budget" if grant is None else "a call may sample more than is left",
         expected=f"at most {budget} - {step.spent} already sampled = {left}",
-        observed=f"max_tokens={grant} in {call_name(attempt)}; too much in {share(len(over), len(view.attempts), 'call')} of the request",
+        observed=(
+            f"max_tokens={grant} in {call_name(attempt)}; too much in"
+            f" {share(len(over), len(view.attempts), 'call')} of the request"
+        ),
         where=view.where(call=step.attempt, server=attempt.call.server_id),
         hint=hint,
     )
@@ -69,8 +81,11 @@ def _overgranted(view: RequestView, budget: int) -> list[tuple[Step, Attempt]]:
     return [
         (step, attempt)
         for step, attempt in pairs
-        if step.agree == step.sent  # else how much was spent is not known, and stitch.resume-prompt says so
-        and (attempt.call.max_tokens is None or attempt.call.max_tokens > max(0, budget - step.spent))
+        if step.agree
+        == step.sent  # else how much was spent is not known, and stitch.resume-prompt says so
+        and (
+            attempt.call.max_tokens is None or attempt.call.max_tokens > max(0, budget - step.spent)
+        )
     ]
 
 
@@ -81,13 +96,17 @@ def _was_overgranted(view: RequestView, attempt: Attempt) -> bool:
 
 @request_check(
     "stitch.budget-total",
-    promise="A rollout whose calls were granted what was left (stitch.budget-granted) never holds more sampled tokens than its budget, nor "
-    "a reply more than its call was granted.",
+    promise=(
+        "A rollout whose calls were granted what was left (stitch.budget-granted) never holds more"
+        " sampled tokens than its budget, nor a reply more than its call was granted."
+    ),
     needs="a request with a budget, its engine calls and replies",
     exercised_by="replies under a budget",
 )
 def budget_total(view: RequestView, out: Collector) -> None:
-    """Count what was sampled. Where a call was granted too much, ``budget-granted`` says so and this check stands back."""
+    """Count what was sampled. Where a call was granted too much, ``budget-granted`` says so and
+    this check stands back.
+    """
     for attempt in view.attempts:
         reply, grant = attempt.consumed, attempt.call.max_tokens
         if reply is None or grant is None or grant < 0:
@@ -96,12 +115,16 @@ def budget_total(view: RequestView, out: Collector) -> None:
         size = len(reply.output.token_ids)
         if size > grant:
             return out.finding(
-                f"The reply to call {attempt.number} holds {count(size, 'token')}, {size - grant} more than it was granted",
+                f"The reply to call {attempt.number} holds {count(size, 'token')}, {size - grant}"
+                " more than it was granted",
                 kind="a reply holds more than its call was granted",
                 expected=f"at most max_tokens={grant}",
                 observed=f"{count(size, 'token')} from server {attempt.call.server_id}",
                 where=view.where(call=attempt.number, server=attempt.call.server_id),
-                hint="The engine did not honour its limit; speculative decoding must cut the accepted tokens at max_tokens.",
+                hint=(
+                    "The engine did not honour its limit; speculative decoding must cut the"
+                    " accepted tokens at max_tokens."
+                ),
             )
     budget, reference = view.request.budget, view.stitched
     if budget is None or reference.broken is not None or _overgranted(view, budget):
@@ -109,12 +132,16 @@ def budget_total(view: RequestView, out: Collector) -> None:
     most = max(_turn_lengths(view), default=0)
     if most > budget:
         return out.finding(
-            f"The rollout holds {count(most, 'sampled token')}, {most - budget} more than its budget",
+            f"The rollout holds {count(most, 'sampled token')}, {most - budget} more than its"
+            " budget",
             kind="a rollout holds more than its budget",
             expected=f"at most {budget}",
             observed=f"{most} over {count(len(view.segments), 'segment')}",
             where=view.where(),
-            hint="No single call was granted too much: calls overlapped in time, or more replies were kept than were asked for.",
+            hint=(
+                "No single call was granted too much: calls overlapped in time, or more replies"
+                " were kept than were asked for."
+            ),
         )
     return None
 
@@ -136,54 +163,81 @@ def _ends_declared(contract: Contract) -> str | None:
 
 @request_check(
     "stitch.finish-reason",
-    promise="A sample ends for the reason that its engine gave: an abort is never shown as a natural end, nor a stop as a cut.",
+    promise=(
+        "A sample ends for the reason that its engine gave: an abort is never shown as a natural"
+        " end, nor a stop as a cut."
+    ),
     needs="a delivered sample, its engine calls and replies",
     exercised_by=("ends by stop", "ends by length", "ends by abort"),
     applies=_ends_declared,
 )
 def finish_reason(view: RequestView, out: Collector) -> None:
-    """Compare the sample's reason with the last delivered reply's. ``completed`` stands for ``stop`` and ``length``."""
+    """Compare the sample's reason with the last delivered reply's. ``completed`` stands for
+    ``stop`` and ``length``.
+    """
     found = delivery(view)
     if found is None or not (found.known or _never_asked(view, found)):
         return out.absent(found.why if found else missing_reason(view))
     want, got = found.reference.finish_reason, found.rollout.finish_reason
     if want is not None:
         out.exercised(
-            "ends by abort" if want is FinishReason.ABORT else "ends by length" if want is FinishReason.LENGTH else "ends by stop"
+            "ends by abort"
+            if want is FinishReason.ABORT
+            else "ends by length"
+            if want is FinishReason.LENGTH
+            else "ends by stop"
         )
     if _reason_holds(view, found, want, got):
         return None
     observed = f"finish reason {got!s}" if got is not None else "no finish reason"
     return out.finding(
         _reason_title(want, got),
-        expected=f"{want!s}, as the engine said" if want is not None else "abort or error: no engine ever answered",
-        observed=observed + (f"; the last reply is that to call {found.reference.last}" if want is not None else ""),
+        expected=(
+            f"{want!s}, as the engine said"
+            if want is not None
+            else "abort or error: no engine ever answered"
+        ),
+        observed=observed
+        + (f"; the last reply is that to call {found.reference.last}" if want is not None else ""),
         where=view.where(call=found.reference.last),
         hint=_reason_hint(want, got),
     )
 
 
 def _never_asked(view: RequestView, found: Delivery) -> bool:
-    """Whether a sample without tokens ends naturally although no engine was asked, in a run whose calls were all seen.
+    """Whether a sample without tokens ends naturally although no engine was asked, in a run whose
+    calls were all seen.
 
     A call may have been taken for that of another request of a group, whose members share a prompt.
     """
     seen = view.header is not None and view.header.case is not None and view.request.group is None
-    return seen and not view.attempts and not found.rollout.response_ids and found.rollout.finish_reason in _NATURAL
+    return (
+        seen
+        and not view.attempts
+        and not found.rollout.response_ids
+        and found.rollout.finish_reason in _NATURAL
+    )
 
 
-def _reason_holds(view: RequestView, found: Delivery, want: FinishReason | None, got: FinishReason | None) -> bool:
+def _reason_holds(
+    view: RequestView, found: Delivery, want: FinishReason | None, got: FinishReason | None
+) -> bool:
     if got is not None and got == want:
         return True
     if got is None:
         return False
     exhausted = _exhausted(view, found)
-    unanswered = any(attempt.number > (found.reference.last if found.reference.last is not None else -1) for attempt in view.attempts)
+    unanswered = any(
+        attempt.number > (found.reference.last if found.reference.last is not None else -1)
+        for attempt in view.attempts
+    )
     if want is None:
         return got in (FinishReason.ABORT, FinishReason.ERROR) or exhausted
     if got == FinishReason.LENGTH and not exhausted:
         return True  # stitch.finish-length says so
-    cut = found.count < len(found.reference.response_ids) or any(run.attempt < 0 for run in found.reference.runs)
+    cut = found.count < len(found.reference.response_ids) or any(
+        run.attempt < 0 for run in found.reference.runs
+    )
     if got == FinishReason.LENGTH and cut:
         return True
     if want in (FinishReason.ABORT, FinishReason.ERROR):
@@ -196,7 +250,9 @@ def _reason_holds(view: RequestView, found: Delivery, want: FinishReason | None,
 
 
 def _exhausted(view: RequestView, found: Delivery) -> bool:
-    """Whether the budget is used up, by the last turn, by all turns, or by the response with all that the environment said."""
+    """Whether the budget is used up, by the last turn, by all turns, or by the response with all
+    that the environment said.
+    """
     request = view.request
     lengths = _turn_lengths(view)
     most = max(lengths[-1], sum(lengths), len(found.rollout.response_ids))
@@ -204,7 +260,9 @@ def _exhausted(view: RequestView, found: Delivery) -> bool:
 
 
 def _ends_with_eos(view: RequestView, found: Delivery) -> bool:
-    """Whether the coded policy's end-of-sequence token stands last, so that a stack may rightly call an abort a natural end."""
+    """Whether the coded policy's end-of-sequence token stands last, so that a stack may rightly
+    call an abort a natural end.
+    """
     eos = getattr(view.oracle, "eos_id", None)
     return eos is not None and found.rollout.response_ids[-1:] == (eos,)
 
@@ -223,18 +281,30 @@ def _reason_title(want: FinishReason | None, got: FinishReason | None) -> str:
 
 def _reason_hint(want: FinishReason | None, got: FinishReason | None) -> str:
     if want is None and got is not None:
-        return "Nobody sampled an end: what is rewarded and trained on as the policy's answer is none. Raise, or hand it over as aborted."
+        return (
+            "Nobody sampled an end: what is rewarded and trained on as the policy's answer is none."
+            " Raise, or hand it over as aborted."
+        )
     if got is None:
-        return "Declare finish_reason=False where samples carry none; else filters for truncated and aborted samples see nothing."
+        return (
+            "Declare finish_reason=False where samples carry none; else filters for truncated and"
+            " aborted samples see nothing."
+        )
     if want in (FinishReason.ABORT, FinishReason.ERROR):
-        return "A fragment counts as a whole turn, and is rewarded and trained on as if the policy had ended it."
+        return (
+            "A fragment counts as a whole turn, and is rewarded and trained on as if the policy had"
+            " ended it."
+        )
     if want is FinishReason.STOP and got == FinishReason.LENGTH:
         return (
-            "The end-of-sequence token was the last one of the budget: ask for the engine's reason before the length, "
-            "else whole answers are filtered as cut."
+            "The end-of-sequence token was the last one of the budget: ask for the engine's reason"
+            " before the length, else whole answers are filtered as cut."
         )
     if want is FinishReason.LENGTH:
-        return "A response that was cut by its budget counts as complete: overlong filters and truncation penalties miss it."
+        return (
+            "A response that was cut by its budget counts as complete: overlong filters and"
+            " truncation penalties miss it."
+        )
     return "Filters for aborted samples throw away a response that is whole."
 
 
@@ -246,7 +316,9 @@ def _reason_hint(want: FinishReason | None, got: FinishReason | None) -> str:
     applies=_ends_declared,
 )
 def finish_length(view: RequestView, out: Collector) -> None:
-    """Judge the samples that say ``length``. A stack's own lower cap, granted to the first call already, is as good as a budget."""
+    """Judge the samples that say ``length``. A stack's own lower cap, granted to the first call
+    already, is as good as a budget.
+    """
     found = delivery(view)
     if found is None or not found.known:
         return out.absent(found.why if found else missing_reason(view))
@@ -265,38 +337,65 @@ def finish_length(view: RequestView, out: Collector) -> None:
     if not stopped and cap is not None and size >= cap:
         return None  # an abort on the last token of a cap cut nothing off either
     if reference.finish_reason in (FinishReason.LENGTH, FinishReason.COMPLETED):
-        short = reply is not None and last.call.max_tokens is not None and len(reply.output.token_ids) < last.call.max_tokens
+        short = (
+            reply is not None
+            and last.call.max_tokens is not None
+            and len(reply.output.token_ids) < last.call.max_tokens
+        )
         if budget is None or cap is None or short:
             return None
     bounds = [bound for bound in (budget, cap) if bound is not None and bound > size]
     limit = min(bounds) if bounds else None
     return out.finding(
-        f"The sample says length after {count(size, 'token')}" + (f" of {limit}" if limit is not None else ", although nothing limits it"),
+        f"The sample says length after {count(size, 'token')}"
+        + (f" of {limit}" if limit is not None else ", although nothing limits it"),
         kind=f"says length where the engine said {reference.finish_reason!s}",
-        expected=f"length only once all {limit} are sampled" if limit is not None else f"{reference.finish_reason!s}, as the engine said",
-        observed=f"the last reply, to call {last.number}, ended by {reference.finish_reason!s}, granted {last.call.max_tokens}",
+        expected=(
+            f"length only once all {limit} are sampled"
+            if limit is not None
+            else f"{reference.finish_reason!s}, as the engine said"
+        ),
+        observed=(
+            f"the last reply, to call {last.number}, ended by {reference.finish_reason!s}, granted"
+            f" {last.call.max_tokens}"
+        ),
         where=view.where(call=last.number),
-        hint="The engine ended the response itself: a whole answer counts as cut, and is filtered or penalised as one."
-        if stopped
-        else "An unfinished response counts as one that reached its limit: a cap on retries, or a loop that compares with a "
-        "budget which it shrinks itself, ends it early (AReaL #858, and its bridge after 20 aborts).",
+        hint=(
+            "The engine ended the response itself: a whole answer counts as cut, and is filtered or"
+            " penalised as one."
+            if stopped
+            else (
+                "An unfinished response counts as one that reached its limit: a cap on retries, or"
+                " a loop that compares with a budget which it shrinks itself, ends it early (AReaL"
+                " #858, and its bridge after 20 aborts)."
+            )
+        ),
     )
 
 
 @request_check(
     "stitch.zero-token-segments",
-    promise="A reply without tokens changes nothing: the next call asks for the same, with the same budget.",
+    promise=(
+        "A reply without tokens changes nothing: the next call asks for the same, with the same"
+        " budget."
+    ),
     needs="the engine calls and replies of a request",
     exercised_by="calls after a reply without tokens",
 )
 def zero_token_segments(view: RequestView, out: Collector) -> None:
-    """Compare the call after an empty reply with the one that it answered. More than before is ``budget-granted``'s to judge."""
+    """Compare the call after an empty reply with the one that it answered. More than before is
+    ``budget-granted``'s to judge.
+    """
     if view.contract.resume is not ResumeBy.CLIENT:
         out.inapplicable(not_resumed(view.contract))
     attempts = view.attempts
     for before, after in pairwise(attempts):
         reply = before.consumed
-        if reply is None or reply.output.token_ids or reply.output.finish_reason is not FinishReason.ABORT:
+        if (
+            reply is None
+            or reply.output.token_ids
+            or reply.output.finish_reason is not FinishReason.ABORT
+        ):
             continue
         if before.call.prompt_ids != after.call.prompt_ids or after.call.index < reply.index:
             continue  # another sequence, which stitch.resume-prompt judges
@@ -309,9 +408,18 @@ def zero_token_segments(view: RequestView, out: Collector) -> None:
                 expected=f"call {after.number} may sample {a}, as call {before.number} might",
                 observed=f"max_tokens={b} in {call_name(after)}",
                 where=view.where(call=after.number, server=after.call.server_id),
-                hint="An abort before the first token costs nothing: subtract the tokens that came back, not the attempts.",
+                hint=(
+                    "An abort before the first token costs nothing: subtract the tokens that came"
+                    " back, not the attempts."
+                ),
             )
     return None
 
 
-CHECKS: tuple[Check, ...] = (budget_granted, budget_total, finish_reason, finish_length, zero_token_segments)
+CHECKS: tuple[Check, ...] = (
+    budget_granted,
+    budget_total,
+    finish_reason,
+    finish_length,
+    zero_token_segments,
+)

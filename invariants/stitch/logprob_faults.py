@@ -19,8 +19,12 @@ _LOOK = 256
 """No more wrong values than this are looked at."""
 
 
-def describe_wrong_logprobs(view: RequestView, want: Sequence[float], got: Sequence[float], wrong: Sequence[int]) -> str:
-    """The likeliest cause: rounding, a shift, one constant, one factor, another version, another request."""
+def describe_wrong_logprobs(
+    view: RequestView, want: Sequence[float], got: Sequence[float], wrong: Sequence[int]
+) -> str:
+    """The likeliest cause: rounding, a shift, one constant, one factor, another version, another
+    request.
+    """
     looked = list(wrong[:_LOOK])
     return (
         _rounded(want, got, looked)
@@ -46,7 +50,10 @@ def _rounded(want: Sequence[float], got: Sequence[float], looked: Sequence[int])
     if off > 2**-8:
         return ""
     kind = "bfloat16" if off > 2**-11 else "float16"
-    return f"They are rounded, as by a cast to {kind} (largest relative error {off:.1e}; slime #245): keep rollout logprobs in 32 bits."
+    return (
+        f"They are rounded, as by a cast to {kind} (largest relative error {off:.1e}; slime #245):"
+        " keep rollout logprobs in 32 bits."
+    )
 
 
 def _shifted(want: Sequence[float], got: Sequence[float], looked: Sequence[int]) -> str:
@@ -56,8 +63,9 @@ def _shifted(want: Sequence[float], got: Sequence[float], looked: Sequence[int])
         if len(inside) > 1 and hits >= math.ceil(_MOST * len(inside)):
             way = "late" if shift > 0 else "early"
             return (
-                f"The values stand {count(abs(shift), 'token')} too {way} from response index {looked[0]} on: "
-                "one was dropped or doubled before it, or the shift between logits and labels was applied twice."
+                f"The values stand {count(abs(shift), 'token')} too {way} from response index"
+                f" {looked[0]} on: one was dropped or doubled before it, or the shift between"
+                " logits and labels was applied twice."
             )
     return ""
 
@@ -76,7 +84,10 @@ def _scaled(want: Sequence[float], got: Sequence[float], looked: Sequence[int]) 
         return ""
     factor = got[looked[0]] / want[looked[0]]
     if all(abs(got[i] / want[i] - factor) <= 1e-4 * abs(factor) for i in looked):
-        return f"They are the engine's values times {factor:.4g}: scaled by a temperature, or converted between logarithms, on the way."
+        return (
+            f"They are the engine's values times {factor:.4g}: scaled by a temperature, or"
+            " converted between logarithms, on the way."
+        )
     return ""
 
 
@@ -85,10 +96,15 @@ def _other_version(view: RequestView, got: Sequence[float], looked: Sequence[int
         return ""
     base = len(view.request.prompt_ids)
     ids = view.request.prompt_ids + view.stitched.response_ids
-    for version in dict.fromkeys(update.version for update in view.history.updates[-16:] if update.loaded):
+    for version in dict.fromkeys(
+        update.version for update in view.history.updates[-16:] if update.loaded
+    ):
         theirs = view.oracle.logprobs(version, ids, base).tolist()
         if _explains(sum(_near(got[i], theirs[i]) for i in looked), looked):
-            return f"They are what weights {version} would give, which did not sample these tokens: scored again after an update."
+            return (
+                f"They are what weights {version} would give, which did not sample these tokens:"
+                " scored again after an update."
+            )
     return ""
 
 
@@ -97,5 +113,8 @@ def _other_request(view: RequestView, got: Sequence[float], looked: Sequence[int
         theirs = other.stitched.logprob_list
         hits = sum(i < len(theirs) and _near(got[i], theirs[i]) for i in looked)
         if hits and _explains(hits, looked):
-            return f"They are the values of request {other.request.request_id}: the replies of two requests were mixed up."
+            return (
+                f"They are the values of request {other.request.request_id}: the replies of two"
+                " requests were mixed up."
+            )
     return ""

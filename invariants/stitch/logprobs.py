@@ -1,9 +1,11 @@
-"""Stitch checks on logprobs: one per token, that of this token, missing ones marked and never made up.
+"""Stitch checks on logprobs: one per token, that of this token, missing ones marked and never made
+up.
 
-Every position is blamed on one check: a value that is absent on ``logprobs-present``, one that no logarithm of a
-probability can have on ``logprobs-valid``, one that belongs elsewhere on ``logprobs-paired``, and what stands where the
-engine gave none on ``logprobs-missing``. Where the lengths differ (``logprobs-length``) or the tokens are wrong
-(``stitch.tokens``), no position can be told and the others stand back.
+Every position is blamed on one check: a value that is absent on ``logprobs-present``, one that no
+logarithm of a probability can have on ``logprobs-valid``, one that belongs elsewhere on
+``logprobs-paired``, and what stands where the engine gave none on ``logprobs-missing``. Where the
+lengths differ (``logprobs-length``) or the tokens are wrong (``stitch.tokens``), no position can be
+told and the others stand back.
 """
 
 from __future__ import annotations
@@ -39,7 +41,9 @@ def close(a: float, b: float) -> bool:
 
 @dataclass(slots=True)
 class _Scan:
-    """Response indexes of sampled tokens by what is wrong with their logprob; ``absent``: the engine returned none."""
+    """Response indexes of sampled tokens by what is wrong with their logprob; ``absent``: the
+    engine returned none.
+    """
 
     sampled: int = 0
     absent: list[int] = field(default_factory=list)
@@ -54,10 +58,14 @@ def _declared(contract: Contract) -> str | None:
 
 
 def _scan(view: RequestView, found: Delivery) -> _Scan | None:
-    """Sort the positions; ``None`` where they cannot be told (no logprobs, wrong length, wrong tokens)."""
+    """Sort the positions; ``None`` where they cannot be told (no logprobs, wrong length, wrong
+    tokens).
+    """
     if "logprob scan" not in view.memo:
         values = found.rollout.logprobs
-        fit = values is not None and found.aligned and len(values) == len(found.rollout.response_ids)
+        fit = (
+            values is not None and found.aligned and len(values) == len(found.rollout.response_ids)
+        )
         view.memo["logprob scan"] = _sorted(found) if fit else None
     scan: _Scan | None = view.memo["logprob scan"]
     return scan
@@ -101,8 +109,19 @@ def _sort_array(scan: _Scan, start: int, got: np.ndarray, want: np.ndarray) -> N
     absent, nan = np.isnan(want), np.isnan(got)
     invalid = ~absent & ~nan & ((got > LIMIT) | np.isneginf(got))
     with np.errstate(invalid="ignore"):
-        wrong = ~absent & ~nan & ~invalid & ~(np.abs(got - want) <= _ABSOLUTE + _RELATIVE * np.abs(want))
-    for name, mask in (("absent", absent), ("filled", absent & ~nan), ("lost", nan & ~absent), ("invalid", invalid), ("wrong", wrong)):
+        wrong = (
+            ~absent
+            & ~nan
+            & ~invalid
+            & ~(np.abs(got - want) <= _ABSOLUTE + _RELATIVE * np.abs(want))
+        )
+    for name, mask in (
+        ("absent", absent),
+        ("filled", absent & ~nan),
+        ("lost", nan & ~absent),
+        ("invalid", invalid),
+        ("wrong", wrong),
+    ):
         getattr(scan, name).extend((np.flatnonzero(mask) + start).tolist())
 
 
@@ -117,7 +136,11 @@ def _judged(view: RequestView, out: Collector) -> tuple[Delivery, _Scan] | None:
         return None
     scan = _scan(view, found)
     if scan is None:
-        out.absent("the sample carries no logprobs" if found.rollout.logprobs is None else "logprobs and tokens do not line up")
+        out.absent(
+            "the sample carries no logprobs"
+            if found.rollout.logprobs is None
+            else "logprobs and tokens do not line up"
+        )
         return None
     return found, scan
 
@@ -137,13 +160,16 @@ def logprobs_present(view: RequestView, out: Collector) -> None:
     out.exercised("calls that ask for logprobs", len(view.attempts) - len(deaf))
     if deaf:
         return out.finding(
-            f"{share(len(deaf), len(view.attempts), 'call')} {'does' if len(deaf) == 1 else 'do'} not ask for logprobs, "
-            "although the request wants them",
+            f"{share(len(deaf), len(view.attempts), 'call')} {'does' if len(deaf) == 1 else 'do'}"
+            " not ask for logprobs, although the request wants them",
             kind="calls do not ask for logprobs",
             expected="every attempt asks the engine for logprobs",
             observed=f"call {listing(attempt.number for attempt in deaf[:6])} does not",
             where=view.where(call=deaf[0].number, server=deaf[0].call.server_id),
-            hint="The option got lost on a resume: build the parameters of each attempt from the request's.",
+            hint=(
+                "The option got lost on a resume: build the parameters of each attempt from the"
+                " request's."
+            ),
         )
     found = delivery(view)
     if found is None or not found.known:
@@ -164,20 +190,28 @@ def logprobs_present(view: RequestView, out: Collector) -> None:
         expected=f"{count(given, 'logprob')}, as the engines returned them",
         observed="logprobs is None",
         where=view.where(),
-        hint="Without rollout logprobs a trainer cannot correct for the gap between rollout and training (slime #1995).",
+        hint=(
+            "Without rollout logprobs a trainer cannot correct for the gap between rollout and"
+            " training (slime #1995)."
+        ),
     )
 
 
 def _lost(view: RequestView, scan: _Scan, out: Collector) -> None:
     first = scan.lost[0]
     out.finding(
-        f"{share(len(scan.lost), scan.sampled, 'logprob')} {'is' if len(scan.lost) == 1 else 'are'} missing from the sample, "
-        "although the engine returned them",
+        f"{share(len(scan.lost), scan.sampled, 'logprob')} {'is' if len(scan.lost) == 1 else 'are'}"
+        " missing from the sample, although the engine returned them",
         kind="logprobs are missing from the sample",
         expected="the engine's value for every sampled token",
         observed=f"NaN at response index {ranges(scan.lost)}",
-        where=view.where(index=first, segment=view.segment_of(len(view.request.prompt_ids) + first)),
-        hint="Values went missing between the engine's reply and the sample, as when a list is padded to length instead of extended.",
+        where=view.where(
+            index=first, segment=view.segment_of(len(view.request.prompt_ids) + first)
+        ),
+        hint=(
+            "Values went missing between the engine's reply and the sample, as when a list is"
+            " padded to length instead of extended."
+        ),
     )
 
 
@@ -199,13 +233,21 @@ def logprobs_length(view: RequestView, out: Collector) -> None:
     out.exercised("samples with logprobs")
     if len(values) == tokens or found.fits(len(values)):
         return None
-    silent = [run for run in found.reference.runs if run.ids and run.reply is not None and run.reply.output.logprobs is None]
-    hint = "Tokens and logprobs must be appended together, segment by segment; from the gap on each value stands beside another token."
+    silent = [
+        run
+        for run in found.reference.runs
+        if run.ids and run.reply is not None and run.reply.output.logprobs is None
+    ]
+    hint = (
+        "Tokens and logprobs must be appended together, segment by segment; from the gap on each"
+        " value stands beside another token."
+    )
     if silent and tokens - len(values) == sum(len(run.ids) for run in silent):
         names = listing(segment_name(view, run.attempt) for run in silent)
         hint = (
-            f"The engine returned no logprobs for {names}, and the stack appended nothing in their place: "
-            "the values of later segments now stand beside the tokens of earlier ones. Append one marker per token instead."
+            f"The engine returned no logprobs for {names}, and the stack appended nothing in their"
+            " place: the values of later segments now stand beside the tokens of earlier ones."
+            " Append one marker per token instead."
         )
     return out.finding(
         f"The sample has {count(len(values), 'logprob')} for {count(tokens, 'token')}",
@@ -219,13 +261,18 @@ def logprobs_length(view: RequestView, out: Collector) -> None:
 
 @request_check(
     "stitch.logprobs-valid",
-    promise="Every logprob of a sampled token is a number that a probability can have: finite and at most 0.",
+    promise=(
+        "Every logprob of a sampled token is a number that a probability can have: finite and at"
+        " most 0."
+    ),
     needs="a delivered sample with one logprob per token",
     exercised_by="sampled tokens with a logprob",
     applies=_declared,
 )
 def logprobs_valid(view: RequestView, out: Collector) -> None:
-    """Report infinite and positive values; missing ones are judged by ``logprobs-missing`` and ``logprobs-present``."""
+    """Report infinite and positive values; missing ones are judged by ``logprobs-missing`` and
+    ``logprobs-present``.
+    """
     judged = _judged(view, out)
     if judged is None:
         return None
@@ -239,14 +286,26 @@ def logprobs_valid(view: RequestView, out: Collector) -> None:
     returned = found.reference.logprob_list[first]
     same = got[first] == returned
     return out.finding(
-        f"{share(len(scan.invalid), scan.sampled, 'logprob')} cannot be the logarithm of a probability",
+        f"{share(len(scan.invalid), scan.sampled, 'logprob')} cannot be the logarithm of a"
+        " probability",
         kind="values that are no logarithm of a probability",
         expected="finite values of at most 0",
-        observed=f"{got[first]:.6g} at response index {first} (in all: {ranges(scan.invalid)}); the engine returned {returned:.6g}",
-        where=view.where(index=first, segment=view.segment_of(len(view.request.prompt_ids) + first)),
-        hint="The engine itself returned it: it scored the token under another mask, or other weights, than it sampled it with."
-        if same
-        else "The value was made on the way: a sign that flipped, a probability in place of its logarithm, or an overflow.",
+        observed=(
+            f"{got[first]:.6g} at response index {first} (in all: {ranges(scan.invalid)}); the"
+            f" engine returned {returned:.6g}"
+        ),
+        where=view.where(
+            index=first, segment=view.segment_of(len(view.request.prompt_ids) + first)
+        ),
+        hint=(
+            "The engine itself returned it: it scored the token under another mask, or other"
+            " weights, than it sampled it with."
+            if same
+            else (
+                "The value was made on the way: a sign that flipped, a probability in place of its"
+                " logarithm, or an overflow."
+            )
+        ),
     )
 
 
@@ -260,12 +319,17 @@ def logprobs_valid(view: RequestView, out: Collector) -> None:
 def logprobs_paired(view: RequestView, out: Collector) -> None:
     """Compare value by value with the reference stitch, up to rounding to 32 bits."""
     if view.engine is not None and view.engine.logprobs is not view.contract.logprobs:
-        return out.absent(f"the engines return {view.engine.logprobs} logprobs, and the stack hands over {view.contract.logprobs} ones")
+        return out.absent(
+            f"the engines return {view.engine.logprobs} logprobs, and the stack hands over"
+            f" {view.contract.logprobs} ones"
+        )
     judged = _judged(view, out)
     if judged is None:
         return None
     found, scan = judged
-    kind = "tokens of resumed samples" if len(view.segments) > 1 else "tokens of single-call samples"
+    kind = (
+        "tokens of resumed samples" if len(view.segments) > 1 else "tokens of single-call samples"
+    )
     out.exercised(kind, scan.sampled - len(scan.absent) - len(scan.lost))
     if not scan.wrong:
         return None
@@ -273,8 +337,9 @@ def logprobs_paired(view: RequestView, out: Collector) -> None:
     first = scan.wrong[0]
     want, got = found.reference.logprob_list, found.rollout.logprobs.tolist()
     return out.finding(
-        f"{share(len(scan.wrong), scan.sampled, 'logprob')} {'is' if len(scan.wrong) == 1 else 'are'} not what the engine returned "
-        f"with {'its token' if len(scan.wrong) == 1 else 'their tokens'}",
+        f"{share(len(scan.wrong), scan.sampled, 'logprob')}"
+        f" {'is' if len(scan.wrong) == 1 else 'are'} not what the engine returned with"
+        f" {'its token' if len(scan.wrong) == 1 else 'their tokens'}",
         kind="logprobs are not those of their tokens",
         expected=f"as returned: {window(want, first)}",
         observed=f"{window(got, first)}; differs at response index {ranges(scan.wrong)}",
@@ -289,7 +354,10 @@ def logprobs_paired(view: RequestView, out: Collector) -> None:
 
 @request_check(
     "stitch.logprobs-missing",
-    promise="Where the engine returned no logprob, the sample says so as its contract declares; a value is never made up.",
+    promise=(
+        "Where the engine returned no logprob, the sample says so as its contract declares; a value"
+        " is never made up."
+    ),
     needs="a delivered sample with one logprob per token, and the engines' replies",
     exercised_by=("sampled tokens", "tokens that came without a logprob"),
     applies=_declared,
@@ -297,9 +365,18 @@ def logprobs_paired(view: RequestView, out: Collector) -> None:
 def logprobs_missing(view: RequestView, out: Collector) -> None:
     """Look at the tokens for which the engine returned no logprob."""
     rule, engine = view.contract.missing_logprobs, view.engine
-    if rule is not MissingLogprobs.NEVER and engine is not None and engine.missing_logprobs is MissingLogprobs.NEVER:
-        out.inapplicable("the engines declare that every token comes with a logprob (missing_logprobs='never')")
-    if any(not attempt.call.want_logprobs for attempt in view.attempts) or not view.request.want_logprobs:
+    if (
+        rule is not MissingLogprobs.NEVER
+        and engine is not None
+        and engine.missing_logprobs is MissingLogprobs.NEVER
+    ):
+        out.inapplicable(
+            "the engines declare that every token comes with a logprob (missing_logprobs='never')"
+        )
+    if (
+        any(not attempt.call.want_logprobs for attempt in view.attempts)
+        or not view.request.want_logprobs
+    ):
         return out.absent("not every call asked for logprobs")
     found = delivery(view)
     if found is None or not found.known:
@@ -329,7 +406,11 @@ def _all_absent(found: Delivery) -> _Scan:
         for i, value in enumerate(run.logprobs, run.start)
         if math.isnan(value) and i < found.count
     ]
-    sampled = sum(min(run.end, found.count) - run.start for run in found.reference.runs if run.attempt >= 0 and run.start < found.count)
+    sampled = sum(
+        min(run.end, found.count) - run.start
+        for run in found.reference.runs
+        if run.attempt >= 0 and run.start < found.count
+    )
     return _Scan(sampled=sampled, absent=absent)
 
 
@@ -348,35 +429,56 @@ def _unmarked(rule: MissingLogprobs, found: Delivery, scan: _Scan) -> list[int]:
 _MARKS = {
     MissingLogprobs.NEVER: "a logprob with every token (missing_logprobs='never')",
     MissingLogprobs.NAN: "NaN where the engine returned none (missing_logprobs='nan')",
-    MissingLogprobs.MASKED: "loss mask 0 where the engine returned none (missing_logprobs='masked')",
+    MissingLogprobs.MASKED: (
+        "loss mask 0 where the engine returned none (missing_logprobs='masked')"
+    ),
 }
 
 
-def _unmarked_finding(view: RequestView, found: Delivery, scan: _Scan, bad: list[int], out: Collector) -> None:
+def _unmarked_finding(
+    view: RequestView, found: Delivery, scan: _Scan, bad: list[int], out: Collector
+) -> None:
     rule = view.contract.missing_logprobs
     first = bad[0]
     values = found.rollout.logprobs
     filled = {values[i].item() for i in bad if values is not None and not math.isnan(values[i])}
     if filled:
-        title = f"{share(len(bad), scan.sampled, 'logprob')} {'was' if len(bad) == 1 else 'were'} made up: the engine returned none"
+        title = (
+            f"{share(len(bad), scan.sampled, 'logprob')} {'was' if len(bad) == 1 else 'were'} made"
+            " up: the engine returned none"
+        )
         shown = listing(f"{value:.6g}" for value in sorted(filled)[:3])
-        observed = f"{shown} at response index {ranges(bad)}" + ("" if rule is not MissingLogprobs.MASKED else ", with loss mask 1")
+        observed = f"{shown} at response index {ranges(bad)}" + (
+            "" if rule is not MissingLogprobs.MASKED else ", with loss mask 1"
+        )
         hint = (
-            "0.0 says probability 1, a large negative number says never: either poisons the importance ratio of these tokens "
-            "(OpenRLHF fills 0.0, SkyRL clamps to -9999). Mark them as missing."
+            "0.0 says probability 1, a large negative number says never: either poisons the"
+            " importance ratio of these tokens (OpenRLHF fills 0.0, SkyRL clamps to -9999). Mark"
+            " them as missing."
         )
     else:
         title = f"The engine returned no logprob for {share(len(bad), scan.sampled, 'token')}"
         observed = f"none at response index {ranges(bad)}"
-        hint = "Either the engine dropped them, or the contract must say how samples mark them: missing_logprobs='nan' or 'masked'."
+        hint = (
+            "Either the engine dropped them, or the contract must say how samples mark them:"
+            " missing_logprobs='nan' or 'masked'."
+        )
     out.finding(
         title,
         kind="logprobs were made up" if filled else "the engine returned no logprob",
         expected=_MARKS[rule],
         observed=observed,
-        where=view.where(index=first, segment=view.segment_of(len(view.request.prompt_ids) + first)),
+        where=view.where(
+            index=first, segment=view.segment_of(len(view.request.prompt_ids) + first)
+        ),
         hint=hint,
     )
 
 
-CHECKS: tuple[Check, ...] = (logprobs_present, logprobs_length, logprobs_valid, logprobs_paired, logprobs_missing)
+CHECKS: tuple[Check, ...] = (
+    logprobs_present,
+    logprobs_length,
+    logprobs_valid,
+    logprobs_paired,
+    logprobs_missing,
+)

@@ -1,4 +1,6 @@
-"""Stitch checks on the loss mask: one 0 or 1 per token, and nothing trained on that the policy did not sample."""
+"""Stitch checks on the loss mask: one 0 or 1 per token, and nothing trained on that the policy did
+not sample.
+"""
 
 from __future__ import annotations
 
@@ -42,7 +44,10 @@ def mask_shape(view: RequestView, out: Collector) -> None:
             expected=f"one 0 or 1 per response token: {tokens}",
             observed="loss_mask is None",
             where=view.where(),
-            hint="Without a mask every token is trained on; declare loss_mask=False where that is meant.",
+            hint=(
+                "Without a mask every token is trained on; declare loss_mask=False where that is"
+                " meant."
+            ),
         )
     out.exercised("samples with a loss mask")
     if len(mask) != tokens and not found.fits(len(mask)):
@@ -52,24 +57,34 @@ def mask_shape(view: RequestView, out: Collector) -> None:
             expected=f"one entry per response token: {tokens}",
             observed=f"{len(mask)}: {window(mask.tolist())}",
             where=view.where(),
-            hint="A resume must extend the mask with each segment, as it does the tokens (slime #1440).",
+            hint=(
+                "A resume must extend the mask with each segment, as it does the tokens (slime"
+                " #1440)."
+            ),
         )
     stray = [i for i, value in enumerate(mask.tolist()) if value not in (0, 1)]
     if stray:
         return out.finding(
-            f"{share(len(stray), tokens, 'entry|entries')} of the loss mask {'is' if len(stray) == 1 else 'are'} neither 0 nor 1",
+            f"{share(len(stray), tokens, 'entry|entries')} of the loss mask"
+            f" {'is' if len(stray) == 1 else 'are'} neither 0 nor 1",
             kind="entries of the loss mask are neither 0 nor 1",
             expected="0 (not trained on) or 1 (trained on)",
             observed=f"{window(mask.tolist(), stray[0])}, at response index {ranges(stray)}",
             where=view.where(index=stray[0]),
-            hint="A mask that weighs tokens is multiplied into the loss; weights belong in a field of their own.",
+            hint=(
+                "A mask that weighs tokens is multiplied into the loss; weights belong in a field"
+                " of their own."
+            ),
         )
     return None
 
 
 @request_check(
     "stitch.mask-environment",
-    promise="Tokens of the environment (tool output, user turns) stand in the response with loss mask 0.",
+    promise=(
+        "Tokens of the environment (tool output, user turns) stand in the response with loss"
+        " mask 0."
+    ),
     needs="a multi-turn sample with a loss mask",
     exercised_by="tokens of the environment",
     applies=_declared,
@@ -83,7 +98,12 @@ def mask_environment(view: RequestView, out: Collector) -> None:
         return out.absent(found.why if found else missing_reason(view))
     runs = [run for run in found.reference.runs if run.attempt < 0]
     mask = found.rollout.loss_mask
-    if not runs or not found.aligned or mask is None or len(mask) != len(found.rollout.response_ids):
+    if (
+        not runs
+        or not found.aligned
+        or mask is None
+        or len(mask) != len(found.rollout.response_ids)
+    ):
         return None
     trained = [i for run in runs for i in range(run.start, min(run.end, found.count)) if mask[i]]
     total = sum(max(0, min(run.end, found.count) - run.start) for run in runs)
@@ -95,8 +115,11 @@ def mask_environment(view: RequestView, out: Collector) -> None:
             expected="loss mask 0 on every token that a tool or a user wrote",
             observed=f"1 at response index {ranges(trained)}",
             where=view.where(index=trained[0]),
-            hint="The policy is pushed towards text that it did not sample; an attention mask is no loss mask (verl #2543), "
-            "and a mask built from lengths must count the environment's tokens.",
+            hint=(
+                "The policy is pushed towards text that it did not sample; an attention mask is no"
+                " loss mask (verl #2543), and a mask built from lengths must count the"
+                " environment's tokens."
+            ),
         )
     return None
 

@@ -1,4 +1,6 @@
-"""Stitch checks on samples: whether a response is exactly what was sampled, and whose objects are touched on the way."""
+"""Stitch checks on samples: whether a response is exactly what was sampled, and whose objects are
+touched on the way.
+"""
 
 from __future__ import annotations
 
@@ -36,7 +38,9 @@ def prompt_kept(view: RequestView, out: Collector) -> None:
     if got == want:
         return None
     at = _first_difference(want, got)
-    other = next((o.request.request_id for o in view.neighbours if o.request.prompt_ids == got), None)
+    other = next(
+        (o.request.request_id for o in view.neighbours if o.request.prompt_ids == got), None
+    )
     return out.finding(
         f"The sample carries a prompt of {count(len(got), 'token')} that is not its request's"
         + (f", but that of request {other}" if other else ""),
@@ -44,7 +48,10 @@ def prompt_kept(view: RequestView, out: Collector) -> None:
         expected=f"the {count(len(want), 'token')} of the request's prompt: {window(want, at)}",
         observed=f"{window(got, at)}; the first difference is at position {at}",
         where=view.where(position=at),
-        hint="Routes and logprobs are placed by prompt length, so a prompt that was cut, padded or retokenised shifts every one of them.",
+        hint=(
+            "Routes and logprobs are placed by prompt length, so a prompt that was cut, padded or"
+            " retokenised shifts every one of them."
+        ),
     )
 
 
@@ -57,12 +64,15 @@ def prompt_kept(view: RequestView, out: Collector) -> None:
 def request_id_kept(view: RequestView, out: Collector) -> None:
     """Compare the record's id with those of the run's requests.
 
-    Requests of a group share a prompt, and may share an id; an id that no request has is the stack's own affair.
+    Requests of a group share a prompt, and may share an id; an id that no request has is the
+    stack's own affair.
     """
     rollout, request = view.rollout, view.request
     if rollout is None:
         return out.absent(missing_reason(view))
-    others = [other.request for other in view.neighbours if other.request.request_id != request.request_id]
+    others = [
+        other.request for other in view.neighbours if other.request.request_id != request.request_id
+    ]
     out.exercised("samples beside other requests", int(bool(others)))
     taken = next((other for other in others if other.request_id == rollout.request_id), None)
     if taken is None or (request.group is not None and taken.group == request.group):
@@ -73,15 +83,21 @@ def request_id_kept(view: RequestView, out: Collector) -> None:
         expected=f"request id {request.request_id!r}",
         observed=f"request id {rollout.request_id!r}",
         where=view.where(),
-        hint="Rewards and advantages are joined by id, so both requests get the wrong ones: results were matched by the order of their "
-        "ends, or a shared variable was read after the next request had written it. A stack with a numbering of its own hands over "
-        "the request's id, or one that no request has.",
+        hint=(
+            "Rewards and advantages are joined by id, so both requests get the wrong ones: results"
+            " were matched by the order of their ends, or a shared variable was read after the next"
+            " request had written it. A stack with a numbering of its own hands over the request's"
+            " id, or one that no request has."
+        ),
     )
 
 
 @request_check(
     "stitch.tokens",
-    promise="The response holds exactly the tokens that the engines sampled and delivered, in order: none lost, doubled or foreign.",
+    promise=(
+        "The response holds exactly the tokens that the engines sampled and delivered, in order:"
+        " none lost, doubled or foreign."
+    ),
     needs="a delivered sample, and its engine calls and replies",
     exercised_by=("single-call samples", "resumed samples", "samples without tokens"),
 )
@@ -93,17 +109,36 @@ def tokens_kept(view: RequestView, out: Collector) -> None:
     if not found.known:
         return out.absent(found.why)
     resumed = len(view.segments) > 1
-    out.exercised("resumed samples" if resumed else "single-call samples" if found.rollout.response_ids else "samples without tokens")
+    out.exercised(
+        "resumed samples"
+        if resumed
+        else "single-call samples"
+        if found.rollout.response_ids
+        else "samples without tokens"
+    )
     if not found.aligned:
         fault = describe_token_fault(view, found.rollout.response_ids)
-        out.finding(fault.title, kind=fault.kind, expected=fault.expected, observed=fault.observed, where=fault.where, hint=fault.hint)
+        out.finding(
+            fault.title,
+            kind=fault.kind,
+            expected=fault.expected,
+            observed=fault.observed,
+            where=fault.where,
+            hint=fault.hint,
+        )
     return None
 
 
 @request_check(
     "stitch.matches-unbroken",
-    promise="Where the weights did not change, a resumed rollout is the one that a single call would have sampled.",
-    needs="a coded policy (its next token is a pure function of weights and ids) and the true versions of the tokens",
+    promise=(
+        "Where the weights did not change, a resumed rollout is the one that a single call would"
+        " have sampled."
+    ),
+    needs=(
+        "a coded policy (its next token is a pure function of weights and ids) and the true"
+        " versions of the tokens"
+    ),
     exercised_by="resumed samples under one version",
 )
 def matches_unbroken(view: RequestView, out: Collector) -> None:
@@ -118,11 +153,18 @@ def matches_unbroken(view: RequestView, out: Collector) -> None:
     oracle = cast("Chooser", view.oracle)
     reference = found.reference
     stretches = reference.stretches
-    if not found.aligned or len(view.segments) < 2 or not stretches or any(stretch.attempt < 0 for stretch in stretches):
+    if (
+        not found.aligned
+        or len(view.segments) < 2
+        or not stretches
+        or any(stretch.attempt < 0 for stretch in stretches)
+    ):
         return None
     version = stretches[0].true
     history = view.history
-    if any(stretch.true != version for stretch in stretches) or not (history.labels_of(version) or version in history.unlabelled()):
+    if any(stretch.true != version for stretch in stretches) or not (
+        history.labels_of(version) or version in history.unlabelled()
+    ):
         return None
     if any(run.ids and run.ids[-1] == oracle.eos_id for run in reference.runs[:-1]):
         return out.absent("an abort won over an end-of-sequence token, which a client cannot know")
@@ -135,12 +177,16 @@ def matches_unbroken(view: RequestView, out: Collector) -> None:
     wrong = [i for i, (a, b) in enumerate(zip(want, got, strict=True)) if a != b]
     segment = view.segment_of(len(view.request.prompt_ids) + wrong[0])
     return out.finding(
-        f"{share(len(wrong), len(got), 'token')} of a resumed rollout differ from the unbroken run, although the weights stayed the same",
+        f"{share(len(wrong), len(got), 'token')} of a resumed rollout differ from the unbroken run,"
+        " although the weights stayed the same",
         kind="a resumed rollout differs from the unbroken run",
         expected=f"the tokens that the policy samples in one go: {window(want, wrong[0])}",
         observed=f"{window(got, wrong[0])}; differs at response index {ranges(wrong)}",
         where=view.where(index=wrong[0], segment=segment, version=version),
-        hint="The engine went on from another context than the one it was sent: KV of another request or of older weights was reused.",
+        hint=(
+            "The engine went on from another context than the one it was sent: KV of another"
+            " request or of older weights was reused."
+        ),
     )
 
 
@@ -167,19 +213,29 @@ def caller_objects(view: RequestView, out: Collector) -> None:
         expected="sampling parameters, prompt ids and media as they were handed in",
         observed=f"after the rollout, these differ: {listing(changed)}",
         where=view.where(),
-        hint="A caller that reuses its sampling parameters for the next turn starts it with the budget that was left of this one: copy "
-        "them before the budget is written into them (verl #7207).",
+        hint=(
+            "A caller that reuses its sampling parameters for the next turn starts it with the"
+            " budget that was left of this one: copy them before the budget is written into them"
+            " (verl #7207)."
+        ),
     )
 
 
 def _object(change: str) -> str:
     """What was changed, without the values: ``sampling_params: max_tokens``."""
     name, _, how = change.partition(": ")
-    return ": ".join(filter(None, (name, ", ".join(re.findall(r"'([^']*)' (?:went from|was added|was removed)", how)))))
+    return ": ".join(
+        filter(
+            None,
+            (name, ", ".join(re.findall(r"'([^']*)' (?:went from|was added|was removed)", how))),
+        )
+    )
 
 
 def _was_run(view: RequestView) -> bool:
-    """Whether rollproof's runner ran the request: it looks at what was lent out and handed over, a recording does not."""
+    """Whether rollproof's runner ran the request: it looks at what was lent out and handed over, a
+    recording does not.
+    """
     return view.header is not None and view.header.case is not None
 
 
@@ -205,18 +261,26 @@ def handed_over(view: RequestView, out: Collector) -> None:
         expected="lists of the sample's own",
         observed=f"other values at the end of the run in {listing(changed)}",
         where=view.where(),
-        hint="The sample shares its lists with the client, which went on appending or reused them for the next request: copy them.",
+        hint=(
+            "The sample shares its lists with the client, which went on appending or reused them"
+            " for the next request: copy them."
+        ),
     )
 
 
 @request_check(
     "stitch.environment-tokens",
-    promise="Between the turns of a multi-turn response stands what the environment said, whole and in order.",
+    promise=(
+        "Between the turns of a multi-turn response stands what the environment said, whole and in"
+        " order."
+    ),
     needs="a multi-turn request whose turns are declared, its engine calls and a delivered sample",
     exercised_by="turns of the environment",
 )
 def environment_tokens(view: RequestView, out: Collector) -> None:
-    """Compare the turns that the request declares with what its calls sent; templates around them, and a cut at their end, are allowed."""
+    """Compare the turns that the request declares with what its calls sent; templates around them,
+    and a cut at their end, are allowed.
+    """
     if not view.contract.multi_turn:
         out.inapplicable(masks.NO_TURNS)
     found = delivery(view)
@@ -232,14 +296,21 @@ def environment_tokens(view: RequestView, out: Collector) -> None:
                 kind="a turn of the environment is not what it said",
                 expected=f"{count(len(want), 'token')}: {window(want, at)}",
                 observed=f"{count(len(got), 'token')}: {window(got, at)}",
-                where=view.where(index=next(run.start for run in found.reference.runs if run.ids is got)),
-                hint="Tool output was retokenised, cut in the middle, or taken from another request; the policy answered something else.",
+                where=view.where(
+                    index=next(run.start for run in found.reference.runs if run.ids is got)
+                ),
+                hint=(
+                    "Tool output was retokenised, cut in the middle, or taken from another request;"
+                    " the policy answered something else."
+                ),
             )
     return None
 
 
 def _first_difference(a: Sequence[int], b: Sequence[int]) -> int:
-    return next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
+    return next(
+        (i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b))
+    )
 
 
 CHECKS: tuple[Check, ...] = (

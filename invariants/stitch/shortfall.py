@@ -1,7 +1,9 @@
-"""Shortfall: samples that say ``length`` one token before their budget, whatever the budget is (family ``stitch``).
+"""Shortfall: samples that say ``length`` one token before their budget, whatever the budget is
+(family ``stitch``).
 
-A single one may have met a cap of the stack's own, which is as good as a budget (``stitch.finish-length``). A cap does not move with
-the budget: where requests of very different budgets all end one token early, the budget was counted wrongly.
+A single one may have met a cap of the stack's own, which is as good as a budget
+(``stitch.finish-length``). A cap does not move with the budget: where requests of very different
+budgets all end one token early, the budget was counted wrongly.
 """
 
 from __future__ import annotations
@@ -21,11 +23,15 @@ if TYPE_CHECKING:
 __all__ = ["CHECKS"]
 
 _APART = 3
-"""Budgets this many times apart: a cap in proportion to the budget, rounded, falls one token short of both by no chance."""
+"""Budgets this many times apart: a cap in proportion to the budget, rounded, falls one token short
+of both by no chance.
+"""
 
 
 class _BudgetUsed(Fold):
-    """Keeps the smallest and the greatest budget that was missed by one token, until one was used in full or missed by more."""
+    """Keeps the smallest and the greatest budget that was missed by one token, until one was used
+    in full or missed by more.
+    """
 
     def __init__(self, context: JudgeContext) -> None:
         super().__init__(context)
@@ -36,16 +42,32 @@ class _BudgetUsed(Fold):
 
     def on_result(self, event: Result, out: Collector) -> None:
         view, rollout = self.context.open.get(event.request_id), event.rollout
-        if view is None or rollout is None or rollout.finish_reason != FinishReason.LENGTH or view.observations or not view.attempts:
+        if (
+            view is None
+            or rollout is None
+            or rollout.finish_reason != FinishReason.LENGTH
+            or view.observations
+            or not view.attempts
+        ):
             return
-        budget, grant, size = view.request.budget, view.attempts[0].call.max_tokens, len(rollout.response_ids)
+        budget, grant, size = (
+            view.request.budget,
+            view.attempts[0].call.max_tokens,
+            len(rollout.response_ids),
+        )
         if budget is None or budget < 2 or grant is None:
             return
-        self._budgets = {min(budget, *self._budgets), max(budget, *self._budgets)} if self._budgets else {budget}
+        self._budgets = (
+            {min(budget, *self._budgets), max(budget, *self._budgets)}
+            if self._budgets
+            else {budget}
+        )
         if grant == size == budget - 1:
             self._samples += 1
             self._missed.setdefault(budget, (event.request_id, len(view.request.prompt_ids)))
-            self._missed = {each: self._missed[each] for each in {min(self._missed), max(self._missed)}}
+            self._missed = {
+                each: self._missed[each] for each in {min(self._missed), max(self._missed)}
+            }
         else:
             self._otherwise = True
 
@@ -61,13 +83,18 @@ class _BudgetUsed(Fold):
         if high < _APART * low or low + short == high + long:
             return  # prompts and grants that add up to one sum meet the length of a context
         out.finding(
-            f"All {count(self._samples, 'sample')} that end by length end one token before their budget",
+            f"All {count(self._samples, 'sample')} that end by length end one token before their"
+            " budget",
             kind="all samples that end by length end one token before their budget",
             expected=f"{listing((low, high))} tokens, the callers' budgets",
-            observed=f"{listing((low - 1, high - 1))} tokens: the first call already is granted one less",
+            observed=(
+                f"{listing((low - 1, high - 1))} tokens: the first call already is granted one less"
+            ),
             where={"request": request_id},
-            hint="The last token of every answer is cut off by a comparison with `<` in place of `<=`, or by a place kept for a token "
-            "that never comes.",
+            hint=(
+                "The last token of every answer is cut off by a comparison with `<` in place of"
+                " `<=`, or by a place kept for a token that never comes."
+            ),
         )
 
 
@@ -78,7 +105,9 @@ def _ends_declared(contract: Contract) -> str | None:
 _budget_used = trace_check(
     "stitch.budget-used",
     promise="Samples that end by length do not all end one token before their budget.",
-    needs="requests of budgets three times apart whose samples end by length, and their first calls",
+    needs=(
+        "requests of budgets three times apart whose samples end by length, and their first calls"
+    ),
     exercised_by="ends by length at different budgets",
     applies=_ends_declared,
 )(_BudgetUsed)

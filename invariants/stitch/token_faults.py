@@ -30,7 +30,9 @@ class TokenFault:
 
 
 def describe_token_fault(view: RequestView, got: Sequence[int]) -> TokenFault:
-    """How ``got`` differs from the reference's response: lost, added, doubled, foreign, reordered or replaced tokens."""
+    """How ``got`` differs from the reference's response: lost, added, doubled, foreign, reordered
+    or replaced tokens.
+    """
     want = view.stitched.response_ids
     got = tuple(got)
     at = _common_prefix(want, got)
@@ -43,33 +45,55 @@ def describe_token_fault(view: RequestView, got: Sequence[int]) -> TokenFault:
         kind = "tokens from before a restart"
         title = f"The response is not what was sampled since call {again.attempt} started again"
         hint = (
-            f"Call {again.attempt} sent {count(again.sent, 'token')} of {again.known}, so what followed was sampled without the rest: "
-            "tokens from before it do not belong to the sample any more. Resume with them, or drop them."
+            f"Call {again.attempt} sent {count(again.sent, 'token')} of {again.known}, so what"
+            " followed was sampled without the rest: tokens from before it do not belong to the"
+            " sample any more. Resume with them, or drop them."
         )
     elif not come:
         whole = _whole_segment(view, at, len(gone))
         kind = "sampled tokens are missing"
-        title = f"{share(len(gone), len(want), 'sampled token')} {'is' if len(gone) == 1 else 'are'} missing from the response"
+        title = (
+            f"{share(len(gone), len(want), 'sampled token')} {'is' if len(gone) == 1 else 'are'}"
+            " missing from the response"
+        )
         hint = (
-            f"All that {segment} sampled is gone: a resume must append each reply, also the last one and those of aborted calls."
+            f"All that {segment} sampled is gone: a resume must append each reply, also the last"
+            " one and those of aborted calls."
             if whole
-            else f"The loss begins in {segment}; aborted calls return tokens too, and each reply must be appended in full."
+            else (
+                f"The loss begins in {segment}; aborted calls return tokens too, and each reply"
+                " must be appended in full."
+            )
         )
     elif not gone:
         title, kind, hint = _added(view, want, at, come, segment)
     elif sorted(gone) == sorted(come):
         kind = "tokens stand in another order"
-        title = f"{share(len(gone), len(want), 'token')} stand in another order than they were sampled"
-        hint = "Replies must be appended in the order of their calls, also where one arrives late or twice."
+        title = (
+            f"{share(len(gone), len(want), 'token')} stand in another order than they were sampled"
+        )
+        hint = (
+            "Replies must be appended in the order of their calls, also where one arrives late or"
+            " twice."
+        )
     else:
         kind = "tokens that the engines did not sample"
-        title = f"{share(len(come), len(got), 'token')} of the response {'is' if len(come) == 1 else 'are'} not what the engines sampled"
-        hint = _origin(view, come) or f"The difference begins in {segment}; ids must be kept as sampled, never taken from decoded text."
+        title = (
+            f"{share(len(come), len(got), 'token')} of the response"
+            f" {'is' if len(come) == 1 else 'are'} not what the engines sampled"
+        )
+        hint = (
+            _origin(view, come)
+            or f"The difference begins in {segment}; ids must be kept as sampled, never taken from decoded text."
+        )
     return TokenFault(
         title=title,
         kind=kind,
         expected=f"{count(len(want), 'token')} as sampled: {window(want, at)}",
-        observed=f"{count(len(got), 'token')}: {window(got, at)}; the first difference is at response index {at}",
+        observed=(
+            f"{count(len(got), 'token')}: {window(got, at)}; the first difference is at response"
+            f" index {at}"
+        ),
         where=view.where(index=at, segment=view.segment_of(len(view.request.prompt_ids) + at)),
         hint=hint,
     )
@@ -81,29 +105,52 @@ def _kept_from_before(view: RequestView, got: tuple[int, ...]) -> Step | None:
     for step in view.stitched.steps:
         for attempt in view.attempts[: step.attempt] if step.restarts else ():
             reply = attempt.consumed
-            if reply is not None and reply.output.token_ids and attempt.number not in kept and contains(got, reply.output.token_ids):
+            if (
+                reply is not None
+                and reply.output.token_ids
+                and attempt.number not in kept
+                and contains(got, reply.output.token_ids)
+            ):
                 return step
     return None
 
 
-def _added(view: RequestView, want: tuple[int, ...], at: int, come: tuple[int, ...], segment: str) -> tuple[str, str, str]:
+def _added(
+    view: RequestView, want: tuple[int, ...], at: int, come: tuple[int, ...], segment: str
+) -> tuple[str, str, str]:
     size = len(come)
-    again = come in (want[max(0, at - size) : at], want[at : at + size]) or (size > 1 and contains(want, come))
+    again = come in (want[max(0, at - size) : at], want[at : at + size]) or (
+        size > 1 and contains(want, come)
+    )
     if again:
         return (
-            f"The response repeats {count(size, 'token')} that {'was' if size == 1 else 'were'} sampled once",
+            (
+                f"The response repeats {count(size, 'token')} that {'was' if size == 1 else 'were'}"
+                " sampled once"
+            ),
             "tokens are repeated",
-            f"A reply was appended twice near {segment}: a duplicate delivery, or partial output that was kept and also returned again.",
+            (
+                f"A reply was appended twice near {segment}: a duplicate delivery, or partial"
+                " output that was kept and also returned again."
+            ),
         )
     prompt = view.request.prompt_ids
     if come == prompt or (size > 1 and prompt[-size:] == come):
         return (
             f"The response holds {share(size, len(prompt), 'token')} of the prompt",
             "tokens of the prompt",
-            "Response and prompt were parted at the wrong place: cut at the prompt's length; `ids[-n:]` is the whole list where n is 0.",
+            (
+                "Response and prompt were parted at the wrong place: cut at the prompt's length;"
+                " `ids[-n:]` is the whole list where n is 0."
+            ),
         )
-    title = f"The response holds {count(size, 'token')} that no engine call of this request returned"
-    hint = _origin(view, come) or "An end-of-sequence or padding token that the stack adds itself must be masked out (loss mask 0)."
+    title = (
+        f"The response holds {count(size, 'token')} that no engine call of this request returned"
+    )
+    hint = (
+        _origin(view, come)
+        or "An end-of-sequence or padding token that the stack adds itself must be masked out (loss mask 0)."
+    )
     return title, "tokens that no call returned", hint
 
 
@@ -111,13 +158,22 @@ def _origin(view: RequestView, tokens: tuple[int, ...]) -> str:
     """Whose tokens these are, where another request of the run sampled them."""
     for other in view.neighbours:
         if contains(other.stitched.response_ids, tokens) and len(tokens) > 1:
-            return f"Request {other.request.request_id} sampled these tokens: the replies of two requests were mixed up."
+            return (
+                f"Request {other.request.request_id} sampled these tokens: the replies of two"
+                " requests were mixed up."
+            )
     for attempt in view.attempts:
         for reply in attempt.replies:
             if not reply.delivered and len(tokens) > 1 and contains(reply.output.token_ids, tokens):
                 if streamed(attempt):
-                    return f"They are what a stream had brought before it broke, and the call after call {attempt.number} was made without."
-                return f"They are in the reply to call {attempt.number} that was lost on its way: the stack cannot have them from there."
+                    return (
+                        "They are what a stream had brought before it broke, and the call after"
+                        f" call {attempt.number} was made without."
+                    )
+                return (
+                    f"They are in the reply to call {attempt.number} that was lost on its way: the"
+                    " stack cannot have them from there."
+                )
     return ""
 
 
@@ -143,4 +199,6 @@ def contains(whole: tuple[int, ...], part: tuple[int, ...]) -> bool:
     """Whether the tokens ``part`` stand in ``whole`` in one piece."""
     size = len(part)
     first = part[0] if part else None
-    return any(whole[i] == first and whole[i : i + size] == part for i in range(len(whole) - size + 1))
+    return any(
+        whole[i] == first and whole[i : i + size] == part for i in range(len(whole) - size + 1)
+    )

@@ -9,7 +9,15 @@ from rollproof.core.contract import Versions
 from rollproof.core.records import Version
 from rollproof.invariants._shared.delivery import delivery, missing_reason
 from rollproof.invariants._shared.phrases import count, ranges, share, verb, version_name
-from rollproof.invariants.versions.samplers import Key, Sampler, engines_show_versions, key, published, reply_samplers, samplers
+from rollproof.invariants.versions.samplers import (
+    Key,
+    Sampler,
+    engines_show_versions,
+    key,
+    published,
+    reply_samplers,
+    samplers,
+)
 from rollproof.invariants.versions.tagged_samples import naming, tagged
 from rollproof.invariants.versions.version_phrases import sampled_by, tag_list
 from rollproof.judging.checks import Check, Collector, request_check
@@ -31,14 +39,19 @@ def _mute(view: RequestView) -> bool:
 
 @request_check(
     "versions.engine-tags",
-    promise="The version that an engine shows with a reply sampled tokens of that reply; in spans, every token of the span.",
+    promise=(
+        "The version that an engine shows with a reply sampled tokens of that reply; in spans,"
+        " every token of the span."
+    ),
     needs="replies that show a version, and the versions that really sampled their tokens",
     exercised_by=("replies under one version", "replies across versions"),
 )
 def engine_tags(view: RequestView, out: Collector) -> None:
-    """Compare what the replies show with the truth. Weights without a label are ``unlabelled-update``'s.
+    """Compare what the replies show with the truth. Weights without a label are
+    ``unlabelled-update``'s.
 
-    An engine that declares when it reads its one label (``tag_read``) is not held to more for a call that an update overtook.
+    An engine that declares when it reads its one label (``tag_read``) is not held to more for a
+    call that an update overtook.
     """
     if _mute(view):
         return out.inapplicable(_MUTE)
@@ -53,25 +66,42 @@ def engine_tags(view: RequestView, out: Collector) -> None:
         reply = attempt.consumed
         if reply is None or reply.true_tokens is None:
             continue
-        out.exercised("replies across versions" if len({part.labels for part in own}) > 1 else "replies under one version")
+        out.exercised(
+            "replies across versions"
+            if len({part.labels for part in own}) > 1
+            else "replies under one version"
+        )
         wrong = [part for part in own if part.misled]
-        if not wrong or (not reply.output.spans and (len(wrong) < len(own) or _as_declared(view, attempt, own[0].shown))):
+        if not wrong or (
+            not reply.output.spans
+            and (len(wrong) < len(own) or _as_declared(view, attempt, own[0].shown))
+        ):
             continue
         tokens = sum(part.end - part.start for part in wrong)
         out.finding(
-            f"The engine shows {version_name(wrong[0].shown)} for {count(tokens, 'token')} that it did not sample",
+            f"The engine shows {version_name(wrong[0].shown)} for {count(tokens, 'token')} that it"
+            " did not sample",
             kind="the engine shows a version for tokens that it did not sample",
             expected=sampled_by(own),
             observed=f"{sampled_by(wrong, shown=True)}, in the reply to call {number}",
-            where=view.where(call=number, server=attempt.call.server_id, index=wrong[0].start, version=wrong[0].shown),
-            hint="The label was read when the reply was made, or when the call was admitted, and an update lies in between: "
-            "keep the label with each token as it is sampled.",
+            where=view.where(
+                call=number,
+                server=attempt.call.server_id,
+                index=wrong[0].start,
+                version=wrong[0].shown,
+            ),
+            hint=(
+                "The label was read when the reply was made, or when the call was admitted, and an"
+                " update lies in between: keep the label with each token as it is sampled."
+            ),
         )
     return None
 
 
 def _as_declared(view: RequestView, attempt: Attempt, shown: Key) -> bool:
-    """Whether the engine declares when it reads its label, and served ``shown`` at some time between admission and reply."""
+    """Whether the engine declares when it reads its label, and served ``shown`` at some time
+    between admission and reply.
+    """
     reply = attempt.consumed
     if view.engine is None or view.engine.tag_read is None or reply is None:
         return False
@@ -87,7 +117,10 @@ def _as_declared(view: RequestView, attempt: Attempt, shown: Key) -> bool:
 
 @request_check(
     "versions.unlabelled-update",
-    promise="Tokens of weights that were loaded without a label do not carry the label of other weights.",
+    promise=(
+        "Tokens of weights that were loaded without a label do not carry the label of other"
+        " weights."
+    ),
     needs="a weight update without a label, and the versions that really sampled the tokens",
     exercised_by="tokens of unlabelled weights",
     applies=tagged,
@@ -97,8 +130,13 @@ def unlabelled_update(view: RequestView, out: Collector) -> None:
     parts = samplers(view)
     if parts is None or view.rollout is None:
         return out.absent(_why(view))
-    # what a sample says where an engine that shows versions showed none is unknown-stays-unknown's to judge
-    silent = [part for part in parts if part.unlabelled and part.shown is None] if engines_show_versions(view) else []
+    # what a sample says where an engine that shows versions showed none is unknown-stays-unknown's
+    # to judge
+    silent = (
+        [part for part in parts if part.unlabelled and part.shown is None]
+        if engines_show_versions(view)
+        else []
+    )
     if not _named(view, view.rollout, parts, silent):
         out.exercised("tokens of unlabelled weights", sum(part.end - part.start for part in silent))
     bare = [part for part in parts if part.unlabelled and part not in silent]
@@ -112,66 +150,110 @@ def unlabelled_update(view: RequestView, out: Collector) -> None:
     tokens = sum(part.end - part.start for part, _ in named)
     first, tag = named[0]
     return out.finding(
-        f"{count(tokens, 'token')} of weights that were loaded without a label {verb(tokens, 'is', 'are')} tagged {version_name(tag)}",
-        kind="the engine tags tokens of unlabelled weights" if shown else "the sample tags tokens of unlabelled weights",
+        f"{count(tokens, 'token')} of weights that were loaded without a label"
+        f" {verb(tokens, 'is', 'are')} tagged {version_name(tag)}",
+        kind=(
+            "the engine tags tokens of unlabelled weights"
+            if shown
+            else "the sample tags tokens of unlabelled weights"
+        ),
         expected="no version: an update without a label makes the label of what is served unknown",
-        observed=f"{version_name(tag)} {'shown by the engine' if shown else 'in the sample'}, which names other weights, "
-        f"at response index {ranges(i for part, _ in named for i in range(part.start, part.end))}",
+        observed=(
+            f"{version_name(tag)} {'shown by the engine' if shown else 'in the sample'}, which"
+            " names other weights, at response index"
+            f" {ranges(i for part, _ in named for i in range(part.start, part.end))}"
+        ),
         where=view.where(index=first.start, call=first.attempt, version=tag),
-        hint="update_weights() without global_steps leaves the old label on the new weights (verl's CheckpointEngineManager "
-        "sets it only when it is given): pass the step, or clear the label.",
+        hint=(
+            "update_weights() without global_steps leaves the old label on the new weights (verl's"
+            " CheckpointEngineManager sets it only when it is given): pass the step, or clear the"
+            " label."
+        ),
     )
 
 
 @request_check(
     "versions.unknown-stays-unknown",
-    promise="Where the engine showed no version, the sample says that it is unknown, or names the true one; it does not guess.",
-    needs="tokens for which an engine that shows versions showed none, and the versions that really sampled them",
+    promise=(
+        "Where the engine showed no version, the sample says that it is unknown, or names the true"
+        " one; it does not guess."
+    ),
+    needs=(
+        "tokens for which an engine that shows versions showed none, and the versions that really"
+        " sampled them"
+    ),
     exercised_by="tokens without a shown version",
     applies=naming,
 )
 def unknown_stays_unknown(view: RequestView, out: Collector) -> None:
-    """Compare the tags of such tokens with the truth. Engines that show no versions at all leave it to the stack to know."""
+    """Compare the tags of such tokens with the truth. Engines that show no versions at all leave it
+    to the stack to know.
+    """
     if _mute(view):
         return out.inapplicable(_MUTE)
     found, parts = delivery(view), samplers(view)
     if found is None or parts is None:
         return out.absent(_why(view))
-    silent = [part for part in parts if part.shown is None and part.labels is not None] if engines_show_versions(view) else []
+    silent = (
+        [part for part in parts if part.shown is None and part.labels is not None]
+        if engines_show_versions(view)
+        else []
+    )
     # the parts of a stream that broke off may have shown what its reply would have said
     silent = [part for part in silent if view.attempts[part.attempt].kept is None]
     out.exercised("tokens without a shown version", sum(part.end - part.start for part in silent))
     if not silent:
         return None
-    wrong = [(part, tag) for part, tag in _named(view, found.rollout, parts, silent) if key(tag) not in (part.labels or ())]
+    wrong = [
+        (part, tag)
+        for part, tag in _named(view, found.rollout, parts, silent)
+        if key(tag) not in (part.labels or ())
+    ]
     if not wrong:
         return None
     part, tag = wrong[0]
     tokens = sum(part.end - part.start for part, _ in wrong)
     return out.finding(
-        f"{share(tokens, parts[-1].end, 'token')} {verb(tokens, 'is', 'are')} tagged {version_name(tag)}, "
-        "although the engine showed no version for " + verb(tokens, "it", "them"),
-        kind="tokens of unlabelled weights are tagged"
-        if all(part.unlabelled for part, _ in wrong)
-        else "tokens whose version the engine did not show are tagged wrongly",
+        f"{share(tokens, parts[-1].end, 'token')} {verb(tokens, 'is', 'are')} tagged"
+        f" {version_name(tag)}, although the engine showed no version for "
+        + verb(tokens, "it", "them"),
+        kind=(
+            "tokens of unlabelled weights are tagged"
+            if all(part.unlabelled for part, _ in wrong)
+            else "tokens whose version the engine did not show are tagged wrongly"
+        ),
         expected="no version, or the true one: " + sampled_by([part for part, _ in wrong]),
         observed=f"version {tag_list(dict.fromkeys(tag for _, tag in wrong))}",
         where=view.where(index=part.start, call=part.attempt, version=tag),
-        hint="The weights were loaded without a label, and the stack still names older ones: update_weights() without global_steps "
-        "leaves the old number in place (verl's servers). Pass the step, or tag the tokens as unknown."
-        if all(part.unlabelled for part, _ in wrong)
-        else "An unknown version replaced by 0, or by the newest, turns stale tokens into fresh ones; keep None, or drop the sample.",
+        hint=(
+            "The weights were loaded without a label, and the stack still names older ones:"
+            " update_weights() without global_steps leaves the old number in place (verl's"
+            " servers). Pass the step, or tag the tokens as unknown."
+            if all(part.unlabelled for part, _ in wrong)
+            else (
+                "An unknown version replaced by 0, or by the newest, turns stale tokens into fresh"
+                " ones; keep None, or drop the sample."
+            )
+        ),
     )
 
 
 def _why(view: RequestView) -> str:
     """Why the samplers of a request are not known."""
     found = delivery(view)
-    return missing_reason(view) if found is None else found.why or "the tokens are not those that were sampled (stitch.tokens)"
+    return (
+        missing_reason(view)
+        if found is None
+        else found.why or "the tokens are not those that were sampled (stitch.tokens)"
+    )
 
 
-def _named(view: RequestView, rollout: Rollout, parts: Sequence[Sampler], own: Sequence[Sampler]) -> list[tuple[Sampler, Version]]:
-    """The published tags that the sample gives to ``own`` parts, as far as they can be told from those of other parts."""
+def _named(
+    view: RequestView, rollout: Rollout, parts: Sequence[Sampler], own: Sequence[Sampler]
+) -> list[tuple[Sampler, Version]]:
+    """The published tags that the sample gives to ``own`` parts, as far as they can be told from
+    those of other parts.
+    """
     out: list[tuple[Sampler, Version]] = []
     kind = view.contract.versions
     for part in own:
@@ -179,7 +261,11 @@ def _named(view: RequestView, rollout: Rollout, parts: Sequence[Sampler], own: S
         if kind is Versions.TOKEN and rollout.token_versions is not None:
             tags = list(dict.fromkeys(rollout.token_versions[part.start : part.end]))
         elif kind is Versions.SPAN:
-            tags = [span.version for span in rollout.spans if span.start < part.end and part.start < span.end]
+            tags = [
+                span.version
+                for span in rollout.spans
+                if span.start < part.end and part.start < span.end
+            ]
         elif len(own) == len(parts) and kind is Versions.SAMPLE:
             tags = [rollout.version]
         elif len(own) == len(parts) and kind is Versions.MIN_MAX:

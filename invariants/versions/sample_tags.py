@@ -1,8 +1,9 @@
 """Version checks on samples: every tag names the weights that sampled the tokens it speaks of.
 
-A ``sample`` tag is right when it names any version that sampled a token of the sample: one label cannot say more, and
-stacks differ in which of several they keep. ``min`` and ``max`` run over versions that sampled tokens, so a call without
-tokens counts for nothing. Labels compare as ``samplers.key`` says.
+A ``sample`` tag is right when it names any version that sampled a token of the sample: one label
+cannot say more, and stacks differ in which of several they keep. ``min`` and ``max`` run over
+versions that sampled tokens, so a call without tokens counts for nothing. Labels compare as
+``samplers.key`` says.
 """
 
 from __future__ import annotations
@@ -16,8 +17,22 @@ from rollproof.invariants._shared.delivery import missing_reason
 from rollproof.invariants._shared.event_check import case_actions
 from rollproof.invariants._shared.phrases import count, listing, verb, version_name
 from rollproof.invariants.versions import engine_labels, token_tags
-from rollproof.invariants.versions.samplers import Key, Sampler, key, order, published, reply_samplers
-from rollproof.invariants.versions.tagged_samples import UNPUBLISHED, count_samplers, judged, naming, only, tagged
+from rollproof.invariants.versions.samplers import (
+    Key,
+    Sampler,
+    key,
+    order,
+    published,
+    reply_samplers,
+)
+from rollproof.invariants.versions.tagged_samples import (
+    UNPUBLISHED,
+    count_samplers,
+    judged,
+    naming,
+    only,
+    tagged,
+)
 from rollproof.invariants.versions.version_phrases import sampled_by, tag_list, tags_of
 from rollproof.invariants.weights.update_races import SKEWED
 from rollproof.judging.checks import Check, Collector, request_check
@@ -33,7 +48,10 @@ _OF_THE_SAMPLE = (Versions.SAMPLE, Versions.MIN_MAX, Versions.BOUNDS)
 
 @request_check(
     "versions.present",
-    promise="A declared version tag is there whenever the engine showed one; version 0 is a version, not a missing value.",
+    promise=(
+        "A declared version tag is there whenever the engine showed one; version 0 is a version,"
+        " not a missing value."
+    ),
     needs="a delivered sample, and engines that show versions",
     exercised_by=("tags", "tags of version 0"),
     applies=tagged,
@@ -47,7 +65,11 @@ def present(view: RequestView, out: Collector) -> None:
     if both is None:
         return None
     rollout, parts = both[0].rollout, both[1]
-    if view.contract.versions is Versions.BOUNDS and rollout.min_version is not None and rollout.max_version is not None:
+    if (
+        view.contract.versions is Versions.BOUNDS
+        and rollout.min_version is not None
+        and rollout.max_version is not None
+    ):
         # counters of the stack's own: whether the engines show versions does not matter
         out.exercised("tags of version 0", int(0 in (rollout.min_version, rollout.max_version)))
         return out.exercised("tags")
@@ -59,14 +81,24 @@ def present(view: RequestView, out: Collector) -> None:
     gone = _absent_tags(view, rollout, told)
     if gone:
         out.finding(
-            f"The sample carries no {listing(gone, 'or')}, although the engine showed {sampled_by(told, shown=True)}",
+            f"The sample carries no {listing(gone, 'or')}, although the engine showed"
+            f" {sampled_by(told, shown=True)}",
             kind=f"no {listing(gone, 'or')}",
-            expected=f"{listing(gone)} of the tokens, as declared by versions={str(view.contract.versions)!r}",
+            expected=(
+                f"{listing(gone)} of the tokens, as declared by"
+                f" versions={str(view.contract.versions)!r}"
+            ),
             observed=", ".join(f"{name} is absent" for name in gone),
             where=view.where(version=told[0].shown),
-            hint="Version 0 is false in a condition: `if version:` drops it, `if version is not None:` keeps it."
-            if all(part.shown == 0 for part in told)
-            else "The tag was dropped on its way; without it staleness cannot be bounded, nor the sample scored under its own weights.",
+            hint=(
+                "Version 0 is false in a condition: `if version:` drops it, `if version is not"
+                " None:` keeps it."
+                if all(part.shown == 0 for part in told)
+                else (
+                    "The tag was dropped on its way; without it staleness cannot be bounded, nor"
+                    " the sample scored under its own weights."
+                )
+            ),
         )
     return None
 
@@ -77,13 +109,25 @@ def _absent_tags(view: RequestView, rollout: Rollout, told: Sequence[Sampler]) -
     if kind is Versions.SAMPLE:
         return ["version"] if rollout.version is None else []
     if kind in (Versions.MIN_MAX, Versions.BOUNDS):
-        return [name for name, tag in (("min version", rollout.min_version), ("max version", rollout.max_version)) if tag is None]
+        return [
+            name
+            for name, tag in (
+                ("min version", rollout.min_version),
+                ("max version", rollout.max_version),
+            )
+            if tag is None
+        ]
     if kind is Versions.CALL:
         return [] if rollout.call_versions else ["call versions"]
     if kind is Versions.SPAN:
         return [] if any(span.version is not None for span in rollout.spans) else ["spans"]
     tags = rollout.token_versions
-    return [] if tags is not None and any(tag is not None for part in told for tag in tags[part.start : part.end]) else ["token versions"]
+    return (
+        []
+        if tags is not None
+        and any(tag is not None for part in told for tag in tags[part.start : part.end])
+        else ["token versions"]
+    )
 
 
 @request_check(
@@ -107,12 +151,16 @@ def only_published(view: RequestView, out: Collector) -> None:
         return None
     labels = sorted(view.history.labels, key=view.history.rank_of)  # type: ignore[arg-type]  # every label has a rank
     return out.finding(
-        f"The sample is tagged with {listing(version_name(tag) for tag in stray[:4])}, never published",
+        f"The sample is tagged with {listing(version_name(tag) for tag in stray[:4])}, never"
+        " published",
         kind="a tag that was never published",
         expected=f"one of the published labels: {tag_list(labels)}",
         observed=tag_list(stray),
         where=view.where(version=stray[0]),
-        hint="A counter that runs ahead of the updates, or a default for unknown: mark what is unknown as None.",
+        hint=(
+            "A counter that runs ahead of the updates, or a default for unknown: mark what is"
+            " unknown as None."
+        ),
     )
 
 
@@ -137,7 +185,8 @@ def sample_tag(view: RequestView, out: Collector) -> None:
     if any(part.accepted is None or key(tag) in part.accepted for part in parts):
         return None
     return out.finding(
-        f"The sample is tagged with {version_name(tag)}, which sampled none of its {count(parts[-1].end, 'token')}",
+        f"The sample is tagged with {version_name(tag)}, which sampled none of its"
+        f" {count(parts[-1].end, 'token')}",
         kind="a tag that sampled no token",
         expected=f"a version that sampled it: {sampled_by(parts)}",
         observed=version_name(tag),
@@ -148,20 +197,35 @@ def sample_tag(view: RequestView, out: Collector) -> None:
 
 def _stale_hint(view: RequestView, tag: Key, parts: Sequence[Sampler]) -> str:
     empty = (attempt.consumed for attempt in view.segments)
-    if any(reply is not None and not reply.output.token_ids and key(reply.output.version) == tag for reply in empty):
-        return "It is the version of a call that was aborted before its first token: a call without tokens must not set the tag."
+    if any(
+        reply is not None and not reply.output.token_ids and key(reply.output.version) == tag
+        for reply in empty
+    ):
+        return (
+            "It is the version of a call that was aborted before its first token: a call without"
+            " tokens must not set the tag."
+        )
     ranks = order(view.history, [tag, *(label for part in parts for label in part.labels or ())])
-    if ranks is not None and ranks[tag] > max(ranks[label] for part in parts for label in part.labels or ()):
-        return "It was published after the tokens were sampled: the tag was read after the reply had come, not with it (AReaL #1569)."
+    if ranks is not None and ranks[tag] > max(
+        ranks[label] for part in parts for label in part.labels or ()
+    ):
+        return (
+            "It was published after the tokens were sampled: the tag was read after the reply had"
+            " come, not with it (AReaL #1569)."
+        )
     return (
-        "It was current before the tokens were sampled: a tag of the time of scheduling bounds staleness, but does not name the sampler. "
-        "Take it from the reply, or declare versions='none'."
+        "It was current before the tokens were sampled: a tag of the time of scheduling bounds"
+        " staleness, but does not name the sampler. Take it from the reply, or declare"
+        " versions='none'."
     )
 
 
 @request_check(
     "versions.min-max",
-    promise="The min and max tags are the oldest and newest version that sampled a token; calls without tokens do not count.",
+    promise=(
+        "The min and max tags are the oldest and newest version that sampled a token; calls without"
+        " tokens do not count."
+    ),
     needs="a delivered sample, and the versions that sampled its tokens",
     exercised_by=("samples under one version", "samples across versions"),
     applies=only(Versions.MIN_MAX),
@@ -173,13 +237,24 @@ def min_max(view: RequestView, out: Collector) -> None:
         return None
     rollout, parts = both[0].rollout, both[1]
     low, high = rollout.min_version, rollout.max_version
-    if low is None or high is None or not (published(view.history, low) and published(view.history, high)):
+    if (
+        low is None
+        or high is None
+        or not (published(view.history, low) and published(view.history, high))
+    ):
         return out.absent("the samples carry no published min and max version")
     sampled = reply_samplers(view)
     sets = [part.accepted for part in sampled]
     known = [labels for labels in sets if labels is not None]
     kept = known[: len(parts)]
-    ranks = order(view.history, [key(low), key(high), *(label for labels in known for label in labels if label is not None)])
+    ranks = order(
+        view.history,
+        [
+            key(low),
+            key(high),
+            *(label for labels in known for label in labels if label is not None),
+        ],
+    )
     if ranks is None:
         return out.absent("the order of the versions is not known")
     if not count_samplers(parts, out) or len(known) < len(sets):
@@ -191,9 +266,12 @@ def min_max(view: RequestView, out: Collector) -> None:
     if not wrong:
         return None
     return out.finding(
-        f"The {listing(wrong)} version of the sample {verb(len(wrong), 'is', 'are')} not that of its tokens",
+        f"The {listing(wrong)} version of the sample {verb(len(wrong), 'is', 'are')} not that of"
+        " its tokens",
         kind=f"the {listing(wrong)} version is not that of the tokens",
-        expected=f"min {tag_list(lowest, 'or')}, max {tag_list(highest, 'or')}: {sampled_by(parts)}",
+        expected=(
+            f"min {tag_list(lowest, 'or')}, max {tag_list(highest, 'or')}: {sampled_by(parts)}"
+        ),
         observed=f"min {low}, max {high}",
         where=view.where(version=low if "min" in wrong else high),
         hint=_min_max_hint(view, low if "min" in wrong else high, low, high, parts),
@@ -203,39 +281,69 @@ def min_max(view: RequestView, out: Collector) -> None:
 def _lowest(sets: Sequence[frozenset[Key]], ranks: dict[Key, int]) -> list[Key]:
     """The labels that can be the smallest when each set contributes one."""
     bound = min(max(ranks[label] for label in labels if label is not None) for labels in sets)
-    return sorted({label for labels in sets for label in labels if label is not None and ranks[label] <= bound}, key=ranks.__getitem__)
+    return sorted(
+        {
+            label
+            for labels in sets
+            for label in labels
+            if label is not None and ranks[label] <= bound
+        },
+        key=ranks.__getitem__,
+    )
 
 
 def _highest(sets: Sequence[frozenset[Key]], ranks: dict[Key, int]) -> list[Key]:
     """The labels that can be the greatest when each set contributes one."""
     bound = max(min(ranks[label] for label in labels if label is not None) for labels in sets)
-    return sorted({label for labels in sets for label in labels if label is not None and ranks[label] >= bound}, key=ranks.__getitem__)
+    return sorted(
+        {
+            label
+            for labels in sets
+            for label in labels
+            if label is not None and ranks[label] >= bound
+        },
+        key=ranks.__getitem__,
+    )
 
 
-def _min_max_hint(view: RequestView, tag: Version, low: Version, high: Version, parts: Sequence[Sampler]) -> str:
+def _min_max_hint(
+    view: RequestView, tag: Version, low: Version, high: Version, parts: Sequence[Sampler]
+) -> str:
     sampled = {label for part in parts for label in part.labels or ()}
-    empty = [attempt.number for attempt in view.segments if attempt.consumed is not None and not attempt.consumed.output.token_ids]
+    empty = [
+        attempt.number
+        for attempt in view.segments
+        if attempt.consumed is not None and not attempt.consumed.output.token_ids
+    ]
     if key(tag) not in sampled and empty:
         return (
-            f"No token was sampled by {version_name(tag)}; call {empty[0]} was aborted before its first one. Update the tags only when a "
-            "reply brings tokens, else samples look staler than they are (verl's FullyAsyncLLMServerClient, up to 0.9.1)."
+            f"No token was sampled by {version_name(tag)}; call {empty[0]} was aborted before its"
+            " first one. Update the tags only when a reply brings tokens, else samples look staler"
+            " than they are (verl's FullyAsyncLLMServerClient, up to 0.9.1)."
         )
     zero = (
-        " Or version 0 was skipped by `if version:`; ask `if version is not None:` (verl's ToolAgentLoop)."
+        " Or version 0 was skipped by `if version:`; ask `if version is not None:` (verl's"
+        " ToolAgentLoop)."
         if 0 in sampled and key(low)
         else ""
     )
     if key(low) == key(high):
         return (
-            "One call's tag stands for all: keep the smallest and the greatest over all calls that brought tokens, also across turns."
-            + zero
+            "One call's tag stands for all: keep the smallest and the greatest over all calls that"
+            " brought tokens, also across turns." + zero
         )
-    return "Fold both tags over every reply that brought tokens, whatever their order: versions go back when a replica lags behind." + zero
+    return (
+        "Fold both tags over every reply that brought tokens, whatever their order: versions go"
+        " back when a replica lags behind." + zero
+    )
 
 
 @request_check(
     "versions.bounds",
-    promise="No token of a sample was sampled under a version older than its lower bound, or newer than its upper one.",
+    promise=(
+        "No token of a sample was sampled under a version older than its lower bound, or newer than"
+        " its upper one."
+    ),
     needs="a delivered sample, and the versions that sampled its tokens",
     exercised_by=("samples under one version", "samples across versions"),
     applies=only(Versions.BOUNDS),
@@ -249,40 +357,68 @@ def bounds(view: RequestView, out: Collector) -> None:
     low, high = rollout.min_version, rollout.max_version
     if low is None or high is None:
         return out.absent("the samples carry no two bounds")
-    known = [(part, frozenset(label for label in part.accepted or () if label is not None)) for part in parts]
-    ranks = order(view.history, [key(low), key(high), *(label for _, labels in known for label in labels)])
+    known = [
+        (part, frozenset(label for label in part.accepted or () if label is not None))
+        for part in parts
+    ]
+    ranks = order(
+        view.history, [key(low), key(high), *(label for _, labels in known for label in labels)]
+    )
     if ranks is None:
-        return out.absent("the order of the versions is not known: a bound was never published, and not all are numbers")
-    older = [part for part, labels in known if labels and max(ranks[label] for label in labels) < ranks[key(low)]]
-    newer = [part for part, labels in known if labels and min(ranks[label] for label in labels) > ranks[key(high)]]
+        return out.absent(
+            "the order of the versions is not known: a bound was never published, and not all are"
+            " numbers"
+        )
+    older = [
+        part
+        for part, labels in known
+        if labels and max(ranks[label] for label in labels) < ranks[key(low)]
+    ]
+    newer = [
+        part
+        for part, labels in known
+        if labels and min(ranks[label] for label in labels) > ranks[key(high)]
+    ]
     if newer and case_actions(view.header, "skew"):
-        return out.absent(SKEWED)  # nobody told the stack of these weights, so no counter of its own can bound them
+        return out.absent(
+            SKEWED
+        )  # nobody told the stack of these weights, so no counter of its own can bound them
     if not count_samplers(parts, out) or not (older or newer):
         return None
     return out.finding(
-        f"Tokens of the sample were sampled by weights {'older' if older else 'newer'} than its {'lower' if older else 'upper'} bound",
+        f"Tokens of the sample were sampled by weights {'older' if older else 'newer'} than its"
+        f" {'lower' if older else 'upper'} bound",
         expected=f"bounds that enclose {sampled_by(older or newer)}",
         observed=f"min {low}, max {high}",
         where=view.where(index=(older or newer)[0].start, version=low if older else high),
         hint=(
-            "The counter was raised while the engines still sampled under the old weights, and a rollout that began then read it: raise "
-            "what the lower bound is read from after the update."
+            "The counter was raised while the engines still sampled under the old weights, and a"
+            " rollout that began then read it: raise what the lower bound is read from after the"
+            " update."
             if older
-            else "The counter was raised when the engines already sampled under the new weights, and a rollout that ended by then did "
-            "not see it: raise what the upper bound is read from before the update."
+            else (
+                "The counter was raised when the engines already sampled under the new weights, and"
+                " a rollout that ended by then did not see it: raise what the upper bound is read"
+                " from before the update."
+            )
         ),
     )
 
 
 @request_check(
     "versions.call-tags",
-    promise="There is one tag per engine call that brought tokens, in order, and it names a version that sampled tokens of that call.",
+    promise=(
+        "There is one tag per engine call that brought tokens, in order, and it names a version"
+        " that sampled tokens of that call."
+    ),
     needs="a delivered sample, and the versions that sampled its tokens",
     exercised_by=("tags of calls", "samples across versions"),
     applies=only(Versions.CALL),
 )
 def call_tags(view: RequestView, out: Collector) -> None:
-    """Match the list of tags with the calls; calls without tokens, with tokens given up, or of a broken stream may have a tag or none."""
+    """Match the list of tags with the calls; calls without tokens, with tokens given up, or of a
+    broken stream may have a tag or none.
+    """
     both = judged(view, out)
     if both is None:
         return None
@@ -294,7 +430,11 @@ def call_tags(view: RequestView, out: Collector) -> None:
     out.exercised("tags of calls", sum(1 for labels in accepted.values() if labels is not None))
     out.exercised("samples across versions", int(len({part.labels for part in parts}) > 1))
     calls = [
-        (attempt.number, attempt.number not in accepted or attempt.kept is not None, accepted.get(attempt.number))
+        (
+            attempt.number,
+            attempt.number not in accepted or attempt.kept is not None,
+            accepted.get(attempt.number),
+        )
         for attempt in view.segments
     ]
     if not _matches(tags, calls):
@@ -308,15 +448,23 @@ def _by_call(parts: Iterable[Sampler]) -> dict[int, frozenset[Key] | None]:
     for part in parts:
         before = out.get(part.attempt, frozenset())
         free = part.accepted is None or before is None
-        out[part.attempt] = None if free else (before or frozenset()) | (part.accepted or frozenset())
+        out[part.attempt] = (
+            None if free else (before or frozenset()) | (part.accepted or frozenset())
+        )
     return out
 
 
-def _matches(tags: Sequence[Version], calls: Sequence[tuple[int, bool, frozenset[Key] | None]]) -> bool:
+def _matches(
+    tags: Sequence[Version], calls: Sequence[tuple[int, bool, frozenset[Key] | None]]
+) -> bool:
     """Whether the tags can be read off the calls in order, some optional ones left out."""
     places = {0}
     for _, optional, labels in calls:
-        step = {place + 1 for place in places if place < len(tags) and (labels is None or key(tags[place]) in labels)}
+        step = {
+            place + 1
+            for place in places
+            if place < len(tags) and (labels is None or key(tags[place]) in labels)
+        }
         places = step | places if optional else step
     return len(tags) in places
 
@@ -331,12 +479,28 @@ def _call_finding(
     needed = [call for call in calls if not call[1]]
     for row in (needed, calls):
         if len(row) == len(tags):
-            wrong = next((i for i, (_, _, labels) in enumerate(row) if labels is not None and key(tags[i]) not in labels), 0)
-            title = f"Call {row[wrong][0]} is tagged with {version_name(tags[wrong])}, which sampled none of its tokens"
+            wrong = next(
+                (
+                    i
+                    for i, (_, _, labels) in enumerate(row)
+                    if labels is not None and key(tags[i]) not in labels
+                ),
+                0,
+            )
+            title = (
+                f"Call {row[wrong][0]} is tagged with {version_name(tags[wrong])}, which sampled"
+                " none of its tokens"
+            )
             place, kind = row[wrong][0], "a call's tag sampled none of its tokens"
             break
     else:
-        title, place = f"The sample has {count(len(tags), 'call version')} for {count(len(needed), 'call')} that brought tokens", None
+        title, place = (
+            (
+                f"The sample has {count(len(tags), 'call version')} for"
+                f" {count(len(needed), 'call')} that brought tokens"
+            ),
+            None,
+        )
         kind = "another number of tags than of calls"
     out.finding(
         title,
@@ -344,7 +508,10 @@ def _call_finding(
         expected=f"one tag per call with tokens: {sampled_by(parts)}",
         observed=tag_list(tags),
         where=view.where(call=place),
-        hint="Each tag must come from its own reply; a call that was lost, or brought nothing, must not shift the others.",
+        hint=(
+            "Each tag must come from its own reply; a call that was lost, or brought nothing, must"
+            " not shift the others."
+        ),
     )
 
 

@@ -1,10 +1,12 @@
-"""Samplers: which labels are right for which tokens of a delivered sample, and how far anybody can know.
+"""Samplers: which labels are right for which tokens of a delivered sample, and how far anybody can
+know.
 
-Ground truth is the version that the fake engine says sampled a token, under every label that those weights were ever
-published with (a retag makes two of them right). Where there is none, the spans that an engine shows are believed, and
-so is the one label of a call during which its server's weights and label did not change. All else is unknown, and an
-unknown version equals nothing. A stack is not blamed for what its engine showed it: where that was wrong
-(``versions.engine-tags``), or coarser than the truth, either reading is accepted.
+Ground truth is the version that the fake engine says sampled a token, under every label that those
+weights were ever published with (a retag makes two of them right). Where there is none, the spans
+that an engine shows are believed, and so is the one label of a call during which its server's
+weights and label did not change. All else is unknown, and an unknown version equals nothing. A
+stack is not blamed for what its engine showed it: where that was wrong (``versions.engine-tags``),
+or coarser than the truth, either reading is accepted.
 """
 
 from __future__ import annotations
@@ -22,10 +24,21 @@ if TYPE_CHECKING:
     from rollproof.judging.request_view import Attempt, History, RequestView
     from rollproof.judging.stitching import Stretch
 
-__all__ = ["Key", "Sampler", "engines_show_versions", "key", "order", "published", "reply_samplers", "samplers"]
+__all__ = [
+    "Key",
+    "Sampler",
+    "engines_show_versions",
+    "key",
+    "order",
+    "published",
+    "reply_samplers",
+    "samplers",
+]
 
 Key: TypeAlias = "int | str | None"
-"""A label in the form in which labels are compared: ``"7"`` and ``7`` are one label (SGLang's are strings)."""
+"""A label in the form in which labels are compared: ``"7"`` and ``7`` are one label (SGLang's are
+strings).
+"""
 
 
 def key(label: Version) -> Key:
@@ -40,9 +53,10 @@ def key(label: Version) -> Key:
 class Sampler:
     """Response tokens ``start`` to ``end`` of ``attempt``, sampled under one version.
 
-    ``labels`` are the right ones (empty: the weights never had one; ``None``: nobody knows). ``accepted`` adds what a
-    stack cannot know better, and is ``None`` where no tag can be called wrong. ``unlabelled``: the weights were loaded and
-    never published. ``exact`` is whether ``accepted`` is the truth alone. ``carried`` are labels of other weights that servers still
+    ``labels`` are the right ones (empty: the weights never had one; ``None``: nobody knows).
+    ``accepted`` adds what a stack cannot know better, and is ``None`` where no tag can be called
+    wrong. ``unlabelled``: the weights were loaded and never published. ``exact`` is whether
+    ``accepted`` is the truth alone. ``carried`` are labels of other weights that servers still
     showed for these, before they were published under one of their own.
     """
 
@@ -59,22 +73,33 @@ class Sampler:
     @property
     def misled(self) -> bool:
         """Whether the engine showed a label that the truth contradicts."""
-        return bool(self.labels) and self.shown is not None and self.shown not in (self.labels or ()) and self.shown not in self.carried
+        return (
+            bool(self.labels)
+            and self.shown is not None
+            and self.shown not in (self.labels or ())
+            and self.shown not in self.carried
+        )
 
 
 def samplers(view: RequestView) -> tuple[Sampler, ...] | None:
-    """The samplers of the delivered response, in order; ``None`` where tokens and reference do not line up."""
+    """The samplers of the delivered response, in order; ``None`` where tokens and reference do not
+    line up.
+    """
     found = delivery(view)
     if found is None or not found.known or not found.aligned:
         return None
     parts = reply_samplers(view)
     if found.count == len(found.reference.response_ids):
         return parts
-    return tuple(replace(part, end=min(part.end, found.count)) for part in parts if part.start < found.count)
+    return tuple(
+        replace(part, end=min(part.end, found.count)) for part in parts if part.start < found.count
+    )
 
 
 def reply_samplers(view: RequestView) -> tuple[Sampler, ...]:
-    """The samplers of all tokens that were delivered by the engines, whatever became of them; worked out once."""
+    """The samplers of all tokens that were delivered by the engines, whatever became of them;
+    worked out once.
+    """
     if "samplers" not in view.memo:
         view.memo["samplers"] = _samplers(view)
     out: tuple[Sampler, ...] = view.memo["samplers"]
@@ -82,10 +107,16 @@ def reply_samplers(view: RequestView) -> tuple[Sampler, ...]:
 
 
 def engines_show_versions(view: RequestView) -> bool:
-    """Whether the engines show version labels at all, by contract or, where there is none, by what this request was shown."""
+    """Whether the engines show version labels at all, by contract or, where there is none, by what
+    this request was shown.
+    """
     if view.engine is not None:
         return view.engine.versions is not Versions.NONE
-    return any(reply.output.version is not None or reply.output.spans for attempt in view.attempts for reply in attempt.replies)
+    return any(
+        reply.output.version is not None or reply.output.spans
+        for attempt in view.attempts
+        for reply in attempt.replies
+    )
 
 
 def published(history: History, label: Version) -> bool:
@@ -94,7 +125,9 @@ def published(history: History, label: Version) -> bool:
 
 
 def order(history: History, labels: Iterable[Key]) -> dict[Key, int] | None:
-    """Rank of each label: by number where all are numbers, else by first publication; ``None`` where one was never published."""
+    """Rank of each label: by number where all are numbers, else by first publication; ``None``
+    where one was never published.
+    """
     found = set(labels)
     if all(isinstance(label, int) for label in found):
         return {label: label for label in found if isinstance(label, int)}
@@ -116,28 +149,45 @@ def _samplers(view: RequestView) -> tuple[Sampler, ...]:
         if stretch.attempt >= 0:
             by_attempt.setdefault(stretch.attempt, []).append(stretch)
     showing = engines_show_versions(view)
-    return tuple(part for number, stretches in by_attempt.items() for part in _of_call(view, view.attempts[number], stretches, showing))
+    return tuple(
+        part
+        for number, stretches in by_attempt.items()
+        for part in _of_call(view, view.attempts[number], stretches, showing)
+    )
 
 
-def _of_call(view: RequestView, attempt: Attempt, stretches: Sequence[Stretch], showing: bool) -> list[Sampler]:
+def _of_call(
+    view: RequestView, attempt: Attempt, stretches: Sequence[Stretch], showing: bool
+) -> list[Sampler]:
     reply = attempt.consumed
     spans = bool(reply is not None and reply.output.spans)
     truths = [_truth(view, attempt, stretch, spans) for stretch in stretches]
-    # one label for a call that several versions sampled says which of them only by convention (admission or emission)
+    # one label for a call that several versions sampled says which of them only by convention
+    # (admission or emission)
     blind = not spans and len({truth for truth, _ in truths}) > 1
     everything = frozenset().union(*(truth for truth, _ in truths if truth is not None))
     out = []
     for stretch, (labels, unlabelled) in zip(stretches, truths, strict=True):
         shown = key(stretch.shown)
-        carried = frozenset(key(label) for label in view.history.carried_of(stretch.true)) if stretch.true is not None else frozenset()
+        carried = (
+            frozenset(key(label) for label in view.history.carried_of(stretch.true))
+            if stretch.true is not None
+            else frozenset()
+        )
         accepted: frozenset[Key] | None
         if labels is None or (shown is None and (unlabelled or showing)):
-            accepted = None  # a tag where none was shown is judged by versions.unknown-stays-unknown
+            accepted = (
+                None  # a tag where none was shown is judged by versions.unknown-stays-unknown
+            )
         elif unlabelled or blind:
             accepted = everything | {shown} if blind else frozenset({shown})
         else:
             early = shown is None or _unnamed(view, attempt, stretch.true)
-            accepted = labels | (carried if early else frozenset()) | ({shown} if shown is not None else frozenset())
+            accepted = (
+                labels
+                | (carried if early else frozenset())
+                | ({shown} if shown is not None else frozenset())
+            )
         out.append(
             Sampler(
                 start=stretch.start,
@@ -155,13 +205,19 @@ def _of_call(view: RequestView, attempt: Attempt, stretches: Sequence[Stretch], 
 
 
 def _unnamed(view: RequestView, attempt: Attempt, version: Version) -> bool:
-    """Whether the call was made before its server had a label of their own for weights ``version``: it may be told by that of then."""
+    """Whether the call was made before its server had a label of their own for weights ``version``:
+    it may be told by that of then.
+    """
     named = view.history.named_at(attempt.call.server_id, version)
     return named is None or attempt.call.index < named
 
 
-def _truth(view: RequestView, attempt: Attempt, stretch: Stretch, spans: bool) -> tuple[frozenset[Key] | None, bool]:
-    """The labels of the weights that sampled the stretch, and whether those weights were loaded but never published."""
+def _truth(
+    view: RequestView, attempt: Attempt, stretch: Stretch, spans: bool
+) -> tuple[frozenset[Key] | None, bool]:
+    """The labels of the weights that sampled the stretch, and whether those weights were loaded but
+    never published.
+    """
     history = view.history
     if stretch.true is not None:
         labels = history.labels_of(stretch.true)
@@ -175,7 +231,9 @@ def _truth(view: RequestView, attempt: Attempt, stretch: Stretch, spans: bool) -
 
 
 def _untouched(view: RequestView, attempt: Attempt) -> bool:
-    """Whether the server's weights and label stayed the same while it worked on the call; false where no update was recorded at all."""
+    """Whether the server's weights and label stayed the same while it worked on the call; false
+    where no update was recorded at all.
+    """
     reply = attempt.consumed
     if reply is None or not view.history.updates:
         return False

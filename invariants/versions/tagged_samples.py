@@ -1,4 +1,6 @@
-"""Tagged samples: what every check of a sample's version tags begins with, and the one walk that compares tags with samplers."""
+"""Tagged samples: what every check of a sample's version tags begins with, and the one walk that
+compares tags with samplers.
+"""
 
 from __future__ import annotations
 
@@ -15,11 +17,21 @@ from rollproof.judging.checks import Collector
 if TYPE_CHECKING:
     from rollproof.judging.request_view import RequestView
 
-__all__ = ["UNPUBLISHED", "as_spans", "count_samplers", "judged", "misnamed", "naming", "only", "tagged"]
+__all__ = [
+    "UNPUBLISHED",
+    "as_spans",
+    "count_samplers",
+    "judged",
+    "misnamed",
+    "naming",
+    "only",
+    "tagged",
+]
 
 UNPUBLISHED = (
-    "no version was published in the trace, so nobody knows which weights sampled what: in a recording, call `trace.weights(label)` "
-    "for the weights that the engines begin with, and again at each update"
+    "no version was published in the trace, so nobody knows which weights sampled what: in a"
+    " recording, call `trace.weights(label)` for the weights that the engines begin with, and again"
+    " at each update"
 )
 
 
@@ -27,7 +39,11 @@ def only(*kinds: Versions) -> Callable[[Contract], str | None]:
     """Rules a check out where the contract declares another kind of tag."""
 
     def applies(contract: Contract) -> str | None:
-        return None if contract.versions in kinds else f"the contract declares versions={str(contract.versions)!r}"
+        return (
+            None
+            if contract.versions in kinds
+            else f"the contract declares versions={str(contract.versions)!r}"
+        )
 
     return applies
 
@@ -38,7 +54,9 @@ def tagged(contract: Contract) -> str | None:
 
 
 def naming(contract: Contract) -> str | None:
-    """Rules a check out where no tag names a version that sampled: there is none, or bounds, which may be those of an update to come."""
+    """Rules a check out where no tag names a version that sampled: there is none, or bounds, which
+    may be those of an update to come.
+    """
     if contract.versions is Versions.BOUNDS:
         return "the contract declares versions='bounds', which name no version that sampled a token"
     return tagged(contract)
@@ -47,7 +65,8 @@ def naming(contract: Contract) -> str | None:
 def judged(view: RequestView, out: Collector) -> tuple[Delivery, tuple[Sampler, ...]] | None:
     """The delivered sample and its samplers; says what is absent where there are none.
 
-    A sample without sampled tokens has no tag to judge. Where no update was recorded, no sampler is known: the reason says how to tell.
+    A sample without sampled tokens has no tag to judge. Where no update was recorded, no sampler is
+    known: the reason says how to tell.
     """
     found = delivery(view)
     if found is None:
@@ -64,9 +83,11 @@ def judged(view: RequestView, out: Collector) -> tuple[Delivery, tuple[Sampler, 
 
 
 def count_samplers(parts: Sequence[Sampler], out: Collector, *, tokens: str | None = None) -> bool:
-    """Count how far the samplers are known exactly, and say where they are not; whether any tag can be judged at all.
+    """Count how far the samplers are known exactly, and say where they are not; whether any tag can
+    be judged at all.
 
-    Tags of single tokens count those (under the counter ``tokens``), tags of the whole sample only where all are known.
+    Tags of single tokens count those (under the counter ``tokens``), tags of the whole sample only
+    where all are known.
     """
     exact = [part for part in parts if part.exact]
     several = len({part.labels for part in exact}) > 1
@@ -80,7 +101,10 @@ def count_samplers(parts: Sequence[Sampler], out: Collector, *, tokens: str | No
         out.exercised("samples across versions" if several else "samples under one version")
         return True
     if any(part.accepted is not None for part in parts):
-        out.absent("the versions of some tokens cannot be known: the engines showed none, a wrong one, or one for several")
+        out.absent(
+            "the versions of some tokens cannot be known: the engines showed none, a wrong one, or"
+            " one for several"
+        )
         return True
     out.absent("which version sampled the tokens is not known")
     return False
@@ -97,8 +121,12 @@ def as_spans(tags: Sequence[Version]) -> list[Span]:
     return spans
 
 
-def misnamed(view: RequestView, parts: Sequence[Sampler], spans: Iterable[Span]) -> list[tuple[int, Version]]:
-    """Response index and tag of every sampled token whose tag names a version that did not sample it. Both ascend, as they lie."""
+def misnamed(
+    view: RequestView, parts: Sequence[Sampler], spans: Iterable[Span]
+) -> list[tuple[int, Version]]:
+    """Response index and tag of every sampled token whose tag names a version that did not sample
+    it. Both ascend, as they lie.
+    """
     wrong: list[tuple[int, Version]] = []
     remaining = list(spans)
     at = 0
@@ -110,12 +138,17 @@ def misnamed(view: RequestView, parts: Sequence[Sampler], spans: Iterable[Span])
             if span.start >= part.end:
                 break
             if _is_wrong(view, part, span.version):
-                wrong += [(i, span.version) for i in range(max(span.start, part.start), min(span.end, part.end))]
+                wrong += [
+                    (i, span.version)
+                    for i in range(max(span.start, part.start), min(span.end, part.end))
+                ]
     return wrong
 
 
 def _is_wrong(view: RequestView, part: Sampler, tag: Version) -> bool:
-    """Absent tags are judged by ``versions.present``, made-up ones by ``versions.published``, those of unknown weights elsewhere."""
+    """Absent tags are judged by ``versions.present``, made-up ones by ``versions.published``, those
+    of unknown weights elsewhere.
+    """
     if tag is None or part.accepted is None or key(tag) in part.accepted:
         return False
     return published(view.history, tag) or not view.history.labels

@@ -1,4 +1,6 @@
-"""Version checks on spans and per-token tags: they lie where the tokens are, and each names its token's sampler."""
+"""Version checks on spans and per-token tags: they lie where the tokens are, and each names its
+token's sampler.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +12,13 @@ from rollproof.core.records import Rollout, Span, Version
 from rollproof.invariants._shared.delivery import delivery, missing_reason
 from rollproof.invariants._shared.phrases import count, ranges, share, verb, version_name
 from rollproof.invariants.versions.samplers import Sampler, key, order, samplers
-from rollproof.invariants.versions.tagged_samples import as_spans, count_samplers, judged, misnamed, only
+from rollproof.invariants.versions.tagged_samples import (
+    as_spans,
+    count_samplers,
+    judged,
+    misnamed,
+    only,
+)
 from rollproof.invariants.versions.version_phrases import sampled_by, tag_list
 from rollproof.judging.checks import Check, Collector, request_check
 
@@ -22,7 +30,9 @@ __all__ = ["CHECKS"]
 
 @request_check(
     "versions.spans-cover",
-    promise="Version spans lie in order, do not overlap, and cover every sampled token of the response.",
+    promise=(
+        "Version spans lie in order, do not overlap, and cover every sampled token of the response."
+    ),
     needs="a delivered sample with spans",
     exercised_by="spans",
     applies=only(Versions.SPAN),
@@ -45,36 +55,58 @@ def spans_cover(view: RequestView, out: Collector) -> None:
     return out.finding(
         title,
         kind=kind,
-        expected=f"spans in order, from 0 to {len(found.rollout.response_ids)}, without gap or overlap",
-        observed=", ".join(f"{span.start}-{span.end}: {version_name(span.version)}" for span in spans[:8])
+        expected=(
+            f"spans in order, from 0 to {len(found.rollout.response_ids)}, without gap or overlap"
+        ),
+        observed=", ".join(
+            f"{span.start}-{span.end}: {version_name(span.version)}" for span in spans[:8]
+        )
         + (", ..." if len(spans) > 8 else ""),
         where=view.where(index=index),
-        hint="Each reply's spans count from its own first token: on a resume they must be moved by what was sampled before.",
+        hint=(
+            "Each reply's spans count from its own first token: on a resume they must be moved by"
+            " what was sampled before."
+        ),
     )
 
 
-def _span_fault(spans: Sequence[Span], length: int, parts: Sequence[Sampler]) -> tuple[str, int, str] | None:
+def _span_fault(
+    spans: Sequence[Span], length: int, parts: Sequence[Sampler]
+) -> tuple[str, int, str] | None:
     """What is wrong, at which token, and in a few words for all places alike."""
     at = 0
     gaps: list[tuple[int, int]] = []
     for number, span in enumerate(spans):
         if span.end < span.start or span.start < 0 or span.end > length:
-            title = f"Span {number} ({span.start} to {span.end}) does not lie in the response of {count(length, 'token')}"
+            title = (
+                f"Span {number} ({span.start} to {span.end}) does not lie in the response of"
+                f" {count(length, 'token')}"
+            )
             return title, max(0, span.start), "a span does not lie in the response"
         if span.end == span.start:
             continue
         if span.start < at:
-            title = f"Span {number} begins at {span.start}, before the one before it has ended at {at}"
+            title = (
+                f"Span {number} begins at {span.start}, before the one before it has ended at {at}"
+            )
             return title, span.start, "spans overlap"
         if span.start > at:
             gaps.append((at, span.start))
         at = span.end
     if at < length:
         gaps.append((at, length))
-    bare = [i for low, high in gaps for part in parts for i in range(max(low, part.start), min(high, part.end))]
+    bare = [
+        i
+        for low, high in gaps
+        for part in parts
+        for i in range(max(low, part.start), min(high, part.end))
+    ]
     if bare:
         sampled = sum(part.end - part.start for part in parts)
-        title = f"{share(len(bare), sampled, 'sampled token')} {verb(len(bare), 'lies', 'lie')} in no span: {ranges(bare)}"
+        title = (
+            f"{share(len(bare), sampled, 'sampled token')} {verb(len(bare), 'lies', 'lie')} in no"
+            f" span: {ranges(bare)}"
+        )
         return title, bare[0], "tokens lie in no span"
     return None
 
@@ -148,7 +180,11 @@ def token_tags(view: RequestView, out: Collector) -> None:
 
 
 def _wrong_tags(
-    view: RequestView, rollout: Rollout, parts: Sequence[Sampler], wrong: Sequence[tuple[int, Version]], out: Collector
+    view: RequestView,
+    rollout: Rollout,
+    parts: Sequence[Sampler],
+    wrong: Sequence[tuple[int, Version]],
+    out: Collector,
 ) -> None:
     if not wrong:
         return
@@ -157,18 +193,34 @@ def _wrong_tags(
     first = wrong[0]
     part = next(part for part in parts if part.start <= first[0] < part.end)
     ranks = order(view.history, [key(first[1]), *(part.labels or ())])
-    later = ranks is not None and all(ranks[key(first[1])] > ranks[label] for label in part.labels or ())
+    later = ranks is not None and all(
+        ranks[key(first[1])] > ranks[label] for label in part.labels or ()
+    )
     total = sum(part.end - part.start for part in parts)
     out.finding(
-        f"{share(len(wrong), total, 'sampled token')} {verb(len(wrong), 'carries', 'carry')} a version that did not sample "
-        f"{verb(len(wrong), 'it', 'them')}",
-        kind="tagged with a later version" if later else "tagged with an earlier version, or none of the engine's",
+        f"{share(len(wrong), total, 'sampled token')} {verb(len(wrong), 'carries', 'carry')} a"
+        f" version that did not sample {verb(len(wrong), 'it', 'them')}",
+        kind=(
+            "tagged with a later version"
+            if later
+            else "tagged with an earlier version, or none of the engine's"
+        ),
         expected=sampled_by(parts),
         observed=f"version {tag_list(tags)} at response index {ranges(indexes)}",
-        where=view.where(index=first[0], segment=view.segment_of(len(rollout.prompt_ids) + first[0]), version=first[1]),
-        hint="The tag was published after the token was sampled: it was read after the reply had come, not with it (AReaL #1569)."
-        if later
-        else "An older tag was kept when the weights changed: read the version anew with every reply.",
+        where=view.where(
+            index=first[0],
+            segment=view.segment_of(len(rollout.prompt_ids) + first[0]),
+            version=first[1],
+        ),
+        hint=(
+            "The tag was published after the token was sampled: it was read after the reply had"
+            " come, not with it (AReaL #1569)."
+            if later
+            else (
+                "An older tag was kept when the weights changed: read the version anew with every"
+                " reply."
+            )
+        ),
     )
 
 

@@ -25,10 +25,14 @@ def tag_list(tags: Iterable[Version], last: str = "and") -> str:
 
 
 def sampled_by(parts: Sequence[Sampler], shown: bool = False) -> str:
-    """``version 0 for tokens 0-2, version 1 for token 3``: who sampled what, or who is shown to have."""
+    """``version 0 for tokens 0-2, version 1 for token 3``: who sampled what, or who is shown to
+    have.
+    """
     by_label: dict[tuple[Key, ...], list[int]] = {}
     for part in parts:
-        labels: tuple[Key, ...] = (part.shown,) if shown else tuple(sorted(part.labels or (), key=str))
+        labels: tuple[Key, ...] = (
+            (part.shown,) if shown else tuple(sorted(part.labels or (), key=str))
+        )
         by_label.setdefault(labels, []).extend(range(part.start, part.end))
     texts = []
     for labels, indexes in by_label.items():
@@ -38,11 +42,19 @@ def sampled_by(parts: Sequence[Sampler], shown: bool = False) -> str:
 
 
 def tags_of(view: RequestView, rollout: Rollout) -> list[Version]:
-    """Every tag of a sample once, ``None`` left out; tags of tokens that the environment wrote do not count."""
-    found: dict[Version, None] = dict.fromkeys((rollout.version, rollout.min_version, rollout.max_version, *rollout.call_versions))
+    """Every tag of a sample once, ``None`` left out; tags of tokens that the environment wrote do
+    not count.
+    """
+    found: dict[Version, None] = dict.fromkeys(
+        (rollout.version, rollout.min_version, rollout.max_version, *rollout.call_versions)
+    )
     parts = samplers(view)
     if rollout.token_versions is not None:
-        pieces = [rollout.token_versions] if parts is None else [rollout.token_versions[part.start : part.end] for part in parts]
+        pieces = (
+            [rollout.token_versions]
+            if parts is None
+            else [rollout.token_versions[part.start : part.end] for part in parts]
+        )
         for piece in pieces:
             found.update(dict.fromkeys(piece))
     for span in rollout.spans:

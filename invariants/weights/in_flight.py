@@ -1,8 +1,8 @@
 """Weights: what weight updates, pauses and caches may do to the samples in flight.
 
-Which weights served a call is in ``serving``, the update procedure itself in ``updates``; all have ids ``weights.*``.
-Versions are those that the trace knows for true (``Weights.version``, ``Reply.true_tokens``): labels belong to the family
-``versions``.
+Which weights served a call is in ``serving``, the update procedure itself in ``updates``; all have
+ids ``weights.*``. Versions are those that the trace knows for true (``Weights.version``,
+``Reply.true_tokens``): labels belong to the family ``versions``.
 """
 
 from __future__ import annotations
@@ -12,7 +12,18 @@ from typing import TYPE_CHECKING
 
 from rollproof.core.contract import Provenance, ResumeBy
 from rollproof.core.records import FinishReason, Rollout, Version
-from rollproof.core.trace import Abort, Admit, Call, Fault, Pause, PauseMode, Reply, Result, Resume, Weights
+from rollproof.core.trace import (
+    Abort,
+    Admit,
+    Call,
+    Fault,
+    Pause,
+    PauseMode,
+    Reply,
+    Result,
+    Resume,
+    Weights,
+)
 from rollproof.invariants._shared.event_check import Fold, keep
 from rollproof.invariants.lifecycle.aborts import no_partial_flag, partial_is_off
 from rollproof.invariants.weights import loading, serving, updates
@@ -47,7 +58,10 @@ class _NoAdmission(Fold):
 
     def on_pause(self, event: Pause, out: Collector) -> None:
         self._paused.setdefault(event.server_id, event)
-        out.exercised("calls queued at a pause", sum(server == event.server_id for server in self._queued.values()))
+        out.exercised(
+            "calls queued at a pause",
+            sum(server == event.server_id for server in self._queued.values()),
+        )
 
     def on_resume(self, event: Resume, out: Collector) -> None:
         self._paused.pop(event.server_id, None)
@@ -55,7 +69,9 @@ class _NoAdmission(Fold):
     def on_fault(self, event: Fault, out: Collector) -> None:
         if event.what == "death" and event.server_id is not None:
             self._paused.pop(event.server_id, None)
-            self._queued = {call: server for call, server in self._queued.items() if server != event.server_id}
+            self._queued = {
+                call: server for call, server in self._queued.items() if server != event.server_id
+            }
 
     def on_admit(self, event: Admit, out: Collector) -> None:
         self._queued.pop(event.call_id, None)
@@ -63,10 +79,16 @@ class _NoAdmission(Fold):
         if pause is not None:
             out.finding(
                 "a call was admitted by a paused server",
-                expected=f"no admission between the pause at event {pause.index} and the resume of {event.server_id}",
+                expected=(
+                    f"no admission between the pause at event {pause.index} and the resume of"
+                    f" {event.server_id}"
+                ),
                 observed=f"call {event.call_id} was admitted at event {event.index}",
                 where={"call": event.call_id, "server": event.server_id, "index": event.index},
-                hint="A path around the admission gate (proxy workers not paused: AReaL #1618): the call runs while weights are replaced.",
+                hint=(
+                    "A path around the admission gate (proxy workers not paused: AReaL #1618): the"
+                    " call runs while weights are replaced."
+                ),
             )
 
 
@@ -105,7 +127,9 @@ class _NoToken(Fold):
     def on_reply(self, event: Reply, out: Collector) -> None:
         for server, frozen in self._frozen.items():
             if event.call_id in frozen and not event.duplicate:
-                self._compare(server, {event.call_id: len(event.output.token_ids)}, event.index, out)
+                self._compare(
+                    server, {event.call_id: len(event.output.token_ids)}, event.index, out
+                )
                 del frozen[event.call_id]
 
     def on_fault(self, event: Fault, out: Collector) -> None:
@@ -115,9 +139,14 @@ class _NoToken(Fold):
     def finish(self, out: Collector) -> None:
         resume = self.context.contract.resume
         if resume is not ResumeBy.ENGINE and not self._freezes:
-            out.inapplicable(f"no pause of this stack freezes calls, which only an engine could continue (resume={str(resume)!r})")
+            out.inapplicable(
+                "no pause of this stack freezes calls, which only an engine could continue"
+                f" (resume={str(resume)!r})"
+            )
 
-    def _compare(self, server: str, progress: Mapping[int, int], index: int, out: Collector) -> None:
+    def _compare(
+        self, server: str, progress: Mapping[int, int], index: int, out: Collector
+    ) -> None:
         frozen = self._frozen.get(server)
         if not frozen:
             return
@@ -133,7 +162,10 @@ class _NoToken(Fold):
                     expected=f"{before} tokens, as at the pause (mode {self._mode[server]})",
                     observed=f"{now} tokens at event {index}, before the resume",
                     where={"call": call, "server": server, "index": index},
-                    hint="The pause does not reach every worker of the engine (sglang #24445), or was acknowledged before its step ended.",
+                    hint=(
+                        "The pause does not reach every worker of the engine (sglang #24445), or"
+                        " was acknowledged before its step ended."
+                    ),
                 )
 
 
@@ -146,7 +178,9 @@ _no_token = trace_check(
 
 
 class _LabelOnly(Fold):
-    """An abort of everything at the instant of the label is the label's, unless it opens a pause or a load."""
+    """An abort of everything at the instant of the label is the label's, unless it opens a pause or
+    a load.
+    """
 
     def __init__(self, context: JudgeContext) -> None:
         super().__init__(context)
@@ -168,7 +202,10 @@ class _LabelOnly(Fold):
         if event.loaded:
             self._clear(event.server_id)
             return
-        out.exercised("calls in flight when only a label was published", sum(s == event.server_id for s in self._flying.values()))
+        out.exercised(
+            "calls in flight when only a label was published",
+            sum(s == event.server_id for s in self._flying.values()),
+        )
         self._label[event.server_id] = event
         self._suspects(event.server_id)
 
@@ -186,7 +223,11 @@ class _LabelOnly(Fold):
     def on_reply(self, event: Reply, out: Collector) -> None:
         server = self._flying.pop(event.call_id, None)
         label = self._suspect.pop(event.call_id, None)
-        if server is not None and label is not None and event.output.finish_reason is FinishReason.ABORT:
+        if (
+            server is not None
+            and label is not None
+            and event.output.finish_reason is FinishReason.ABORT
+        ):
             self._hit.setdefault(server, []).append((event, label))
 
     def finish(self, out: Collector) -> None:
@@ -195,17 +236,27 @@ class _LabelOnly(Fold):
 
     def _clear(self, server: str) -> None:
         self._hit.pop(server, None)
-        self._suspect = {call: label for call, label in self._suspect.items() if label.server_id != server}
+        self._suspect = {
+            call: label for call, label in self._suspect.items() if label.server_id != server
+        }
         self._sweep.pop(server, None)
 
     def _blame(self, server: str, out: Collector) -> None:
         for reply, label in self._hit.pop(server, ()):
             out.finding(
                 "publishing a version label aborted a call",
-                expected=f"call {reply.call_id} goes on: only the label {label.label!r} was published, no weights were loaded",
-                observed=f"it ended with finish reason abort after {len(reply.output.token_ids)} tokens",
+                expected=(
+                    f"call {reply.call_id} goes on: only the label {label.label!r} was published,"
+                    " no weights were loaded"
+                ),
+                observed=(
+                    f"it ended with finish reason abort after {len(reply.output.token_ids)} tokens"
+                ),
                 where={"call": reply.call_id, "server": server, "index": reply.index},
-                hint="The label's endpoint aborts everything in flight by default: pass abort_all_requests=False (miles #2372, #2589).",
+                hint=(
+                    "The label's endpoint aborts everything in flight by default: pass"
+                    " abort_all_requests=False (miles #2372, #2589)."
+                ),
             )
 
 
@@ -218,7 +269,9 @@ _label_only = trace_check(
 
 
 class _Staleness(Fold):
-    """Counts published updates between a sample's oldest trained token and the newest weights that every live server holds."""
+    """Counts published updates between a sample's oldest trained token and the newest weights that
+    every live server holds.
+    """
 
     def __init__(self, context: JudgeContext) -> None:
         super().__init__(context)
@@ -232,7 +285,9 @@ class _Staleness(Fold):
             held = self._held.get(event.server_id) if event.identity else None
             self._rank[event.version] = len(set(self._rank.values())) if held is None else held
         # Weights without a label are not published yet: nobody can be held to them.
-        self._held[event.server_id] = self._rank.get(event.version, self._held.get(event.server_id, 0))
+        self._held[event.server_id] = self._rank.get(
+            event.version, self._held.get(event.server_id, 0)
+        )
 
     def on_fault(self, event: Fault, out: Collector) -> None:
         if event.what == "death" and event.server_id is not None:
@@ -244,7 +299,9 @@ class _Staleness(Fold):
         if view is None or event.rollout is None or bound is None or not self._held:
             return
         newest = min(self._held.values())
-        oldest = self._oldest(version for attempt in view.attempts for version in _sampled_by(attempt))
+        oldest = self._oldest(
+            version for attempt in view.attempts for version in _sampled_by(attempt)
+        )
         if oldest is not None and newest - self._rank[oldest] > bound:
             oldest = self._oldest(_trained(view, event.rollout))
         if oldest is None:
@@ -255,27 +312,43 @@ class _Staleness(Fold):
             out.finding(
                 "a delivered sample is too old",
                 expected=f"at most {bound} updates behind the newest weights",
-                observed=f"its oldest trained token was sampled by version {oldest}, {age} updates behind",
+                observed=(
+                    f"its oldest trained token was sampled by version {oldest}, {age} updates"
+                    " behind"
+                ),
                 where={"request": event.request_id, "version": oldest, "index": event.index},
-                hint="The oldest token decides, not the last version or the one at the start (verl #7569, prime-rl #1764).",
+                hint=(
+                    "The oldest token decides, not the last version or the one at the start (verl"
+                    " #7569, prime-rl #1764)."
+                ),
             )
 
     def _oldest(self, versions: Iterable[Version]) -> Version:
         """The version of lowest rank; ``None`` where none of them was published."""
-        return min((version for version in versions if version in self._rank), key=self._rank.__getitem__, default=None)
+        return min(
+            (version for version in versions if version in self._rank),
+            key=self._rank.__getitem__,
+            default=None,
+        )
 
 
 _staleness = trace_check(
     "weights.staleness-bound",
-    promise="No token of a delivered sample is older than max_staleness weight updates at delivery.",
+    promise=(
+        "No token of a delivered sample is older than max_staleness weight updates at delivery."
+    ),
     needs="Weights events with labels, and the versions that sampled each token",
     exercised_by="samples older than the newest weights",
-    applies=lambda contract: None if contract.max_staleness is not None else "the contract promises no staleness bound",
+    applies=lambda contract: (
+        None if contract.max_staleness is not None else "the contract promises no staleness bound"
+    ),
 )(_Staleness)
 
 
 class _OneVersion(Fold):
-    """Calls that a pause froze across the update are excused: who chose that pause chose mixed samples."""
+    """Calls that a pause froze across the update are excused: who chose that pause chose mixed
+    samples.
+    """
 
     def __init__(self, context: JudgeContext) -> None:
         super().__init__(context)
@@ -305,38 +378,73 @@ class _OneVersion(Fold):
         view = self.context.open.get(event.request_id)
         if not self._off or view is None or event.rollout is None:
             return
-        if not any(attempt.consumed is not None and attempt.consumed.true_tokens for attempt in view.attempts):
+        if not any(
+            attempt.consumed is not None and attempt.consumed.true_tokens
+            for attempt in view.attempts
+        ):
             out.absent(NO_TRUTH)
             return
         out.exercised("samples delivered with partial rollout off")
         mixed = any(_mixes(attempt) for attempt in view.attempts)
-        if mixed or len({self._class(version) for attempt in view.attempts for version in _sampled_by(attempt)}) > 1:
+        if (
+            mixed
+            or len(
+                {
+                    self._class(version)
+                    for attempt in view.attempts
+                    for version in _sampled_by(attempt)
+                }
+            )
+            > 1
+        ):
             self._walk(view, out)
 
     def _walk(self, view: RequestView, out: Collector) -> None:
-        """Go through the sample from version to version, and stop at the first change that nothing excuses."""
+        """Go through the sample from version to version, and stop at the first change that nothing
+        excuses.
+        """
         before: Stretch | None = None
         for stretch in view.stitched_as(Provenance.AS_SAMPLED).stretches:
             if stretch.attempt < 0:
                 before = None
-            if stretch.true is None or (stretch.true == MIXED and (before is None or before.attempt != stretch.attempt)):
-                continue  # a call that is mixed from its first token on was sampled by one version, over KV of others
+            if stretch.true is None or (
+                stretch.true == MIXED and (before is None or before.attempt != stretch.attempt)
+            ):
+                # a call that is mixed from its first token on was sampled by one version, over KV
+                # of others
+                continue
             if before is not None and self._class(before.true) != self._class(stretch.true):
                 call = view.attempts[stretch.attempt].call
-                if before.attempt != stretch.attempt or not self._was_frozen(call.server_id, stretch.true):
+                if before.attempt != stretch.attempt or not self._was_frozen(
+                    call.server_id, stretch.true
+                ):
                     out.finding(
                         "a sample mixes weight versions although partial rollout is off",
                         expected=f"version {before.true} for the whole turn",
-                        observed=f"from response token {stretch.start} on it was sampled by version {stretch.true}",
-                        where=view.where(position=len(view.request.prompt_ids) + stretch.start, version=stretch.true, call=call.call_id),
-                        hint="A call was still in flight, or was resumed, across the update: drain or drop it first (labs-molt #124).",
+                        observed=(
+                            f"from response token {stretch.start} on it was sampled by version"
+                            f" {stretch.true}"
+                        ),
+                        where=view.where(
+                            position=len(view.request.prompt_ids) + stretch.start,
+                            version=stretch.true,
+                            call=call.call_id,
+                        ),
+                        hint=(
+                            "A call was still in flight, or was resumed, across the update: drain"
+                            " or drop it first (labs-molt #124)."
+                        ),
                     )
                     return
             before = stretch
 
     def _was_frozen(self, server: str, version: Version) -> bool:
-        """Whether a pause froze the calls of ``server`` while ``version`` was loaded (mixed: any version)."""
-        return any(one == server and version in (loaded, MIXED) for one, loaded in self._loaded_frozen)
+        """Whether a pause froze the calls of ``server`` while ``version`` was loaded (mixed: any
+        version).
+        """
+        return any(
+            one == server and version in (loaded, MIXED) for one, loaded in self._loaded_frozen
+        )
 
     def _class(self, version: Version) -> Version:
         return self._same.get(version, version)
@@ -344,8 +452,14 @@ class _OneVersion(Fold):
 
 _one_version = trace_check(
     "weights.one-version-per-sample",
-    promise="With partial rollout off, every turn of a delivered sample is sampled by one weight version.",
-    needs="a case with partial=False (or resume='none'), and replies that say which weights sampled (true_tokens)",
+    promise=(
+        "With partial rollout off, every turn of a delivered sample is sampled by one weight"
+        " version."
+    ),
+    needs=(
+        "a case with partial=False (or resume='none'), and replies that say which weights sampled"
+        " (true_tokens)"
+    ),
     exercised_by="samples delivered with partial rollout off",
     applies=no_partial_flag,
 )(_OneVersion)
@@ -358,7 +472,9 @@ def _mixes(attempt: Attempt) -> bool:
 
 
 def _sampled_by(attempt: Attempt) -> Iterator[Version]:
-    """The versions that sampled tokens of the reply that was received: the true ones, else those shown; mixed ones left out."""
+    """The versions that sampled tokens of the reply that was received: the true ones, else those
+    shown; mixed ones left out.
+    """
     reply = attempt.consumed
     if reply is None or not reply.output.token_ids:
         return

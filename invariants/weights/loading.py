@@ -16,7 +16,9 @@ __all__ = ["CHECKS"]
 
 
 class _Loads(Ending):
-    """Judges the latest update that ended. A stack may load lazily: only a server that served on without loading is blamed."""
+    """Judges the latest update that ended. A stack may load lazily: only a server that served on
+    without loading is blamed.
+    """
 
     def __init__(self, context: JudgeContext) -> None:
         super().__init__(context)
@@ -28,7 +30,9 @@ class _Loads(Ending):
         self._excuse: str | None = None
 
     def on_update(self, event: Update, out: Collector) -> None:
-        """With two updates under way nobody can say whose load is whose: the loads of both count for the last."""
+        """With two updates under way nobody can say whose load is whose: the loads of both count
+        for the last.
+        """
         if event.phase is UpdatePhase.ASKED:
             self._conclude(out)
             if not self._open:
@@ -62,7 +66,11 @@ class _Loads(Ending):
         update, self._ended = self._ended, None
         if update is None:
             return
-        idle = [server for server in sorted(self._served) if server not in self._loaded_since and self._held.get(server) != update.version]
+        idle = [
+            server
+            for server in sorted(self._served)
+            if server not in self._loaded_since and self._held.get(server) != update.version
+        ]
         if not idle:
             out.exercised("updates that ended", int(bool(self._served) or bool(self._loaded_since)))
         elif self._excuse:
@@ -71,16 +79,32 @@ class _Loads(Ending):
             admitted = self._served[idle[0]]
             out.finding(
                 "an update ended, and no server was given its weights",
-                expected=f"version {update.version} on the servers that serve after update_weights({update.label}) has returned",
-                observed=f"{', '.join(idle)} went on to serve version {self._held.get(idle[0])}; nothing was loaded",
-                where={"version": update.version, "server": idle[0], "call": admitted.call_id, "index": admitted.index},
-                hint="The policy that samples stays behind the one that is trained, whatever its tag says: look for a condition under "
-                "which the transfer is skipped (verl #4248: free_cache_engine=False skipped every weight sync).",
+                expected=(
+                    f"version {update.version} on the servers that serve after"
+                    f" update_weights({update.label}) has returned"
+                ),
+                observed=(
+                    f"{', '.join(idle)} went on to serve version {self._held.get(idle[0])}; nothing"
+                    " was loaded"
+                ),
+                where={
+                    "version": update.version,
+                    "server": idle[0],
+                    "call": admitted.call_id,
+                    "index": admitted.index,
+                },
+                hint=(
+                    "The policy that samples stays behind the one that is trained, whatever its tag"
+                    " says: look for a condition under which the transfer is skipped (verl #4248:"
+                    " free_cache_engine=False skipped every weight sync)."
+                ),
             )
 
 
 class _FailsWithReason(Ending):
-    """Judges labelled updates, one at a time, in a fleet in which nothing ever broke. To refuse an update without a label is a choice."""
+    """Judges labelled updates, one at a time, in a fleet in which nothing ever broke. To refuse an
+    update without a label is a choice.
+    """
 
     def __init__(self, context: JudgeContext) -> None:
         super().__init__(context)
@@ -105,7 +129,10 @@ class _FailsWithReason(Ending):
                 expected="an update that ends: every server was alive, and no transfer failed",
                 observed=self._detail or "it failed",
                 where={"version": event.version, "index": event.index},
-                hint="The error is the stack's own. The policy that samples stays behind the one that is trained.",
+                hint=(
+                    "The error is the stack's own. The policy that samples stays behind the one"
+                    " that is trained."
+                ),
             )
 
     def on_fault(self, event: Fault, out: Collector) -> None:

@@ -1,4 +1,6 @@
-"""Serving: which weights and which KV a call may be sampled with, around a weight update (family ``weights``)."""
+"""Serving: which weights and which KV a call may be sampled with, around a weight update (family
+``weights``).
+"""
 
 from __future__ import annotations
 
@@ -22,12 +24,17 @@ __all__ = ["CHECKS", "MIXED", "NO_TRUTH"]
 
 MIXED = "mixed"
 """The version of values that were computed over KV of several versions."""
-NO_TRUTH = "the trace does not say which weights really sampled (true_tokens): only rollproof's own engine knows"
+NO_TRUTH = (
+    "the trace does not say which weights really sampled (true_tokens): only rollproof's own engine"
+    " knows"
+)
 
 
 @dataclass(slots=True)
 class _Running:
-    """A call in flight: its server, and the epoch of that server's weights at its first admission (else at its sending)."""
+    """A call in flight: its server, and the epoch of that server's weights at its first admission
+    (else at its sending).
+    """
 
     server: str
     epoch: int
@@ -37,8 +44,8 @@ class _Running:
 class _Serving(Fold):
     """Tracks, for each call, the weights that its server held from the call's admission on.
 
-    An epoch is a set of equal versions: an identity update adds its version to the epoch before. Epoch 0 is what a
-    server held before its first ``Weights`` event: unknown.
+    An epoch is a set of equal versions: an identity update adds its version to the epoch before.
+    Epoch 0 is what a server held before its first ``Weights`` event: unknown.
     """
 
     def __init__(self, context: JudgeContext) -> None:
@@ -52,7 +59,11 @@ class _Serving(Fold):
         self._started = True
 
     def on_call(self, event: Call, out: Collector) -> None:
-        keep(self._running, event.call_id, _Running(event.server_id, len(self._line(event.server_id)) - 1))
+        keep(
+            self._running,
+            event.call_id,
+            _Running(event.server_id, len(self._line(event.server_id)) - 1),
+        )
 
     def on_admit(self, event: Admit, out: Collector) -> None:
         call = self._running.get(event.call_id)
@@ -64,13 +75,17 @@ class _Serving(Fold):
         if not event.loaded or event.version is None:
             return
         line = self._line(event.server_id)
-        line.append(frozenset((event.version, *line[-1])) if event.identity else frozenset((event.version,)))
+        line.append(
+            frozenset((event.version, *line[-1])) if event.identity else frozenset((event.version,))
+        )
         if self._started and event.server_id not in self._updated:
             self._updated[event.server_id] = len(line) - 1
 
     def on_fault(self, event: Fault, out: Collector) -> None:
         if event.what == "death":
-            for call_id in [call_id for call_id, call in self._running.items() if call.server == event.server_id]:
+            for call_id in [
+                call_id for call_id, call in self._running.items() if call.server == event.server_id
+            ]:
                 del self._running[call_id]
         elif event.what == "revive" and event.server_id is not None:
             # It may come back with whatever weights it started with: unknown until its next update.
@@ -86,8 +101,17 @@ class _Serving(Fold):
             first = self._updated.get(call.server, len(line))
             self.served(event, call, allowed, call.epoch >= first, out)
 
-    def served(self, reply: Reply, call: _Running, allowed: Sequence[frozenset[Version]], after: bool, out: Collector) -> None:
-        """Judge one reply: ``allowed`` are the epochs from admission to reply, ``after`` whether an update came before it."""
+    def served(
+        self,
+        reply: Reply,
+        call: _Running,
+        allowed: Sequence[frozenset[Version]],
+        after: bool,
+        out: Collector,
+    ) -> None:
+        """Judge one reply: ``allowed`` are the epochs from admission to reply, ``after`` whether an
+        update came before it.
+        """
         raise NotImplementedError(f"{type(self).__name__} must judge the replies that it is shown")
 
     def _line(self, server: str) -> list[frozenset[Version]]:
@@ -98,9 +122,18 @@ class _Serving(Fold):
 
 
 class _ServedAfterUpdate(_Serving):
-    """The versions of a call's tokens walk forward through the server's epochs, from the one at its admission."""
+    """The versions of a call's tokens walk forward through the server's epochs, from the one at its
+    admission.
+    """
 
-    def served(self, reply: Reply, call: _Running, allowed: Sequence[frozenset[Version]], after: bool, out: Collector) -> None:
+    def served(
+        self,
+        reply: Reply,
+        call: _Running,
+        allowed: Sequence[frozenset[Version]],
+        after: bool,
+        out: Collector,
+    ) -> None:
         if not reply.output.token_ids:
             return
         if reply.true_tokens is None:
@@ -117,9 +150,20 @@ class _ServedAfterUpdate(_Serving):
                 out.finding(
                     "tokens were sampled by weights that the server no longer had",
                     expected=f"version {_names(allowed[at:])} on {call.server}",
-                    observed=f"tokens {span.start} to {span.end - 1} of call {reply.call_id} were sampled by version {span.version}",
-                    where={"call": reply.call_id, "server": call.server, "version": span.version, "index": reply.index},
-                    hint="The update was acknowledged before it took effect: a stale CUDA graph, an old adapter name, a worker left out.",
+                    observed=(
+                        f"tokens {span.start} to {span.end - 1} of call {reply.call_id} were"
+                        f" sampled by version {span.version}"
+                    ),
+                    where={
+                        "call": reply.call_id,
+                        "server": call.server,
+                        "version": span.version,
+                        "index": reply.index,
+                    },
+                    hint=(
+                        "The update was acknowledged before it took effect: a stale CUDA graph, an"
+                        " old adapter name, a worker left out."
+                    ),
                 )
                 return
             at = found
@@ -134,13 +178,26 @@ _served_after_update = trace_check(
 
 
 def _keeps_kv(contract: Contract) -> str | None:
-    return "the contract keeps the KV cache of older weights at an update" if contract.kv_policy is KvPolicy.KEEP else None
+    return (
+        "the contract keeps the KV cache of older weights at an update"
+        if contract.kv_policy is KvPolicy.KEEP
+        else None
+    )
 
 
 class _NoStaleCache(_Serving):
-    """Rows and tokens come from forwards of one version each, none older than the weights at the call's admission."""
+    """Rows and tokens come from forwards of one version each, none older than the weights at the
+    call's admission.
+    """
 
-    def served(self, reply: Reply, call: _Running, allowed: Sequence[frozenset[Version]], after: bool, out: Collector) -> None:
+    def served(
+        self,
+        reply: Reply,
+        call: _Running,
+        allowed: Sequence[frozenset[Version]],
+        after: bool,
+        out: Collector,
+    ) -> None:
         if reply.true_rows is None and reply.true_tokens is None:
             if reply.output.token_ids:
                 out.absent(NO_TRUTH)
@@ -148,7 +205,10 @@ class _NoStaleCache(_Serving):
         if not call.admitted or not (reply.true_rows or reply.true_tokens):
             return
         header = self.context.header
-        if case_option(header, "clear_cache") is False or case_option(header, "pause_mode") == PauseMode.IN_PLACE:
+        if (
+            case_option(header, "clear_cache") is False
+            or case_option(header, "pause_mode") == PauseMode.IN_PLACE
+        ):
             out.absent("the case asks its syncs not to clear the cache")
             return
         if after:
@@ -162,12 +222,29 @@ class _NoStaleCache(_Serving):
             if stale is not None:
                 out.finding(
                     f"{what} of a call were computed from KV of older weights",
-                    expected=f"every one computed by version {_names(allowed)} alone on {call.server}",
-                    observed=f"{what} {stale.start} to {stale.end - 1} of call {reply.call_id}: version {stale.version}"
-                    + (f", {reply.output.cached_tokens} prompt tokens from the prefix cache" if reply.output.cached_tokens else ""),
-                    where={"call": reply.call_id, "server": call.server, "version": stale.version, "index": reply.index},
-                    hint="The prefix cache was not reset at the update (NeMo-RL #4018, SkyRL #2246), or the reset was refused "
-                    "while calls ran (NeMo-RL #3929). If the stack means to keep it, declare kv_policy='keep'.",
+                    expected=(
+                        f"every one computed by version {_names(allowed)} alone on {call.server}"
+                    ),
+                    observed=(
+                        f"{what} {stale.start} to {stale.end - 1} of call {reply.call_id}: version"
+                        f" {stale.version}"
+                    )
+                    + (
+                        f", {reply.output.cached_tokens} prompt tokens from the prefix cache"
+                        if reply.output.cached_tokens
+                        else ""
+                    ),
+                    where={
+                        "call": reply.call_id,
+                        "server": call.server,
+                        "version": stale.version,
+                        "index": reply.index,
+                    },
+                    hint=(
+                        "The prefix cache was not reset at the update (NeMo-RL #4018, SkyRL #2246),"
+                        " or the reset was refused while calls ran (NeMo-RL #3929). If the stack"
+                        " means to keep it, declare kv_policy='keep'."
+                    ),
                 )
                 return
 
@@ -181,20 +258,27 @@ _no_stale_cache = trace_check(
 )(_NoStaleCache)
 
 
-def _first_stale(spans: Iterable[Span], good: frozenset[Version], cached: int | None) -> Span | None:
-    """The first span that mixes versions or, in the ``cached`` part (``None``: anywhere), is of none of the good ones.
+def _first_stale(
+    spans: Iterable[Span], good: frozenset[Version], cached: int | None
+) -> Span | None:
+    """The first span that mixes versions or, in the ``cached`` part (``None``: anywhere), is of
+    none of the good ones.
 
     What old weights computed without a cache is ``served-after-update``'s to judge.
     """
     for span in spans:
         inside = cached is None or span.start < cached
-        if span.version == MIXED or (inside and span.version is not None and span.version not in good):
+        if span.version == MIXED or (
+            inside and span.version is not None and span.version not in good
+        ):
             return span
     return None
 
 
 def _names(epochs: Iterable[frozenset[Version]]) -> str:
-    return " then ".join("/".join(str(version) for version in sorted(epoch, key=str)) for epoch in epochs)
+    return " then ".join(
+        "/".join(str(version) for version in sorted(epoch, key=str)) for epoch in epochs
+    )
 
 
 @request_check(
@@ -205,7 +289,11 @@ def _names(epochs: Iterable[frozenset[Version]]) -> str:
 )
 def _identity(view: RequestView, out: Collector) -> None:
     """Logprobs of every reply equal the oracle's under the weights from before the update."""
-    if view.oracle is None or not view.history.updates or not any(update.identity for update in reversed(view.history.updates)):
+    if (
+        view.oracle is None
+        or not view.history.updates
+        or not any(update.identity for update in reversed(view.history.updates))
+    ):
         return
     for attempt in view.attempts:
         reply = attempt.consumed
@@ -215,9 +303,14 @@ def _identity(view: RequestView, out: Collector) -> None:
         given = reply.output.logprobs
         if given is None or len(given) != len(reply.output.token_ids):
             continue
-        earlier = {one.version for one in view.history.updates if one.server_id == attempt.call.server_id} - {version}
+        earlier = {
+            one.version for one in view.history.updates if one.server_id == attempt.call.server_id
+        } - {version}
         if any(span.version in earlier for span in reply.true_rows or ()):
-            out.absent("KV of other weights was kept since before: the reply is not that of the weights that the update loaded anew")
+            out.absent(
+                "KV of other weights was kept since before: the reply is not that of the weights"
+                " that the update loaded anew"
+            )
             continue
         ids = (*attempt.call.prompt_ids, *reply.output.token_ids)
         want = view.oracle.logprobs(version, ids, len(attempt.call.prompt_ids))
@@ -227,14 +320,22 @@ def _identity(view: RequestView, out: Collector) -> None:
             out.finding(
                 "an update to equal weights changed what the engine returns",
                 expected=f"logprob {want[wrong[0]]:.4f}, that of version {version}",
-                observed=f"logprob {given[wrong[0]]:.4f} at token {wrong[0]} of the call ({len(wrong)} of {len(given)} tokens differ)",
+                observed=(
+                    f"logprob {given[wrong[0]]:.4f} at token {wrong[0]} of the call ({len(wrong)}"
+                    f" of {len(given)} tokens differ)"
+                ),
                 where=view.where(call=attempt.call.call_id, version=version),
-                hint="The load is not repeatable (sglang #14178, vLLM reload), or KV of before the update is used after it.",
+                hint=(
+                    "The load is not repeatable (sglang #14178, vLLM reload), or KV of before the"
+                    " update is used after it."
+                ),
             )
 
 
 def _unchanged(updates: Sequence[Weights], view: RequestView, server: str) -> Version:
-    """The weights that ``server`` held all through the request, with at least one identity update in it; else ``None``."""
+    """The weights that ``server`` held all through the request, with at least one identity update
+    in it; else ``None``.
+    """
     seen = False
     for update in reversed(updates):
         if update.server_id != server or not update.loaded:
@@ -251,7 +352,11 @@ def _unchanged(updates: Sequence[Weights], view: RequestView, server: str) -> Ve
 def _raw(view: RequestView) -> bool:
     """Whether logprobs are of the unscaled distribution, which is what an oracle gives."""
     engine = view.engine or view.contract
-    return engine.logprobs is Logprobs.RAW or view.request.sampling.get("temperature") in (None, 1, 1.0)
+    return engine.logprobs is Logprobs.RAW or view.request.sampling.get("temperature") in (
+        None,
+        1,
+        1.0,
+    )
 
 
 CHECKS: tuple[Check, ...] = (_served_after_update, _no_stale_cache, _identity)

@@ -18,7 +18,9 @@ SKEWED = "the case updates one server on its own (skew), beside the stack's upda
 
 
 class _AtOnce(Fold):
-    """Base of the checks of two updates at once: they overlap where a paused server is paused again, or where the case says so."""
+    """Base of the checks of two updates at once: they overlap where a paused server is paused
+    again, or where the case says so.
+    """
 
     def __init__(self, context: JudgeContext) -> None:
         super().__init__(context)
@@ -59,7 +61,9 @@ class _AtOnce(Fold):
 
 @dataclass(slots=True)
 class _Session:
-    """A server's pauses that no resume has matched yet; ``cut`` is a resume among them, ``loaded`` a load after it."""
+    """A server's pauses that no resume has matched yet; ``cut`` is a resume among them, ``loaded``
+    a load after it.
+    """
 
     paused: bool = True
     pauses: int = 1
@@ -68,7 +72,9 @@ class _Session:
 
 
 class _Nesting(_AtOnce):
-    """Two pauses, a resume, a load into the serving server and another resume: the first resume cut into the other update."""
+    """Two pauses, a resume, a load into the serving server and another resume: the first resume cut
+    into the other update.
+    """
 
     def __init__(self, context: JudgeContext) -> None:
         super().__init__(context)
@@ -101,11 +107,18 @@ class _Nesting(_AtOnce):
         if session.cut is not None and session.loaded is not None and not self.skewed:
             out.finding(
                 "two updates at once cut into each other",
-                expected=f"{event.server_id} stays paused until both updates have loaded their weights",
-                observed=f"paused twice, resumed at event {session.cut.index}, loaded at event {session.loaded.index} while serving, "
-                f"resumed again at event {event.index}",
+                expected=(
+                    f"{event.server_id} stays paused until both updates have loaded their weights"
+                ),
+                observed=(
+                    f"paused twice, resumed at event {session.cut.index}, loaded at event"
+                    f" {session.loaded.index} while serving, resumed again at event {event.index}"
+                ),
                 where={"server": event.server_id, "index": session.cut.index},
-                hint="Updates need a lock or a count of pauses: the first resume served from weights that the other was loading.",
+                hint=(
+                    "Updates need a lock or a count of pauses: the first resume served from weights"
+                    " that the other was loading."
+                ),
             )
         session.paused = False
         session.pauses -= 1
@@ -116,14 +129,19 @@ class _Nesting(_AtOnce):
 
 _nesting = trace_check(
     "weights.updates-do-not-interleave",
-    promise="Of two updates at once, none resumes a server that the other has paused and not yet loaded.",
+    promise=(
+        "Of two updates at once, none resumes a server that the other has paused and not yet"
+        " loaded."
+    ),
     needs="Pause, Weights and Resume events of two updates that overlap",
     exercised_by="updates started at once",
 )(_Nesting)
 
 
 class _NewestStays(_AtOnce):
-    """Versions are compared where they are numbers; a roll-back without overlapping updates is nobody's fault."""
+    """Versions are compared where they are numbers; a roll-back without overlapping updates is
+    nobody's fault.
+    """
 
     def __init__(self, context: JudgeContext) -> None:
         super().__init__(context)
@@ -153,8 +171,13 @@ class _NewestStays(_AtOnce):
                 continue
             out.finding(
                 "an older update overwrote a newer one",
-                expected=f"version {newest.version}, loaded at event {newest.index}, stays on {server}",
-                observed=f"version {held.version} was loaded after it, at event {held.index}, and is served to the end",
+                expected=(
+                    f"version {newest.version}, loaded at event {newest.index}, stays on {server}"
+                ),
+                observed=(
+                    f"version {held.version} was loaded after it, at event {held.index}, and is"
+                    " served to the end"
+                ),
                 where={"server": server, "version": held.version, "index": held.index},
                 hint="Two updates at once must take turns in the order in which they were started.",
             )
@@ -169,7 +192,9 @@ _newest_stays = trace_check(
 
 
 class _OneLoad(Fold):
-    """The same label again is a repetition; reloads after a death or a failed update, or under a new label, are none."""
+    """The same label again is a repetition; reloads after a death or a failed update, or under a
+    new label, are none.
+    """
 
     def __init__(self, context: JudgeContext) -> None:
         super().__init__(context)
@@ -189,13 +214,23 @@ class _OneLoad(Fold):
         out.exercised("loads")
         before = self._held.get(event.server_id)
         self._held[event.server_id] = event
-        if before is not None and event.label is not None and (before.version, before.label) == (event.version, event.label):
+        if (
+            before is not None
+            and event.label is not None
+            and (before.version, before.label) == (event.version, event.label)
+        ):
             out.finding(
                 "a server loaded the same version twice",
-                expected=f"one load of version {event.version}, published as {event.label!r}, by {event.server_id}",
+                expected=(
+                    f"one load of version {event.version}, published as {event.label!r}, by"
+                    f" {event.server_id}"
+                ),
                 observed=f"loads at events {before.index} and {event.index}",
                 where={"server": event.server_id, "version": event.version, "index": event.index},
-                hint="A cancelled or retried update ran again although the first one had done its work (prime-rl #2004).",
+                hint=(
+                    "A cancelled or retried update ran again although the first one had done its"
+                    " work (prime-rl #2004)."
+                ),
             )
 
 

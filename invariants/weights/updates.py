@@ -1,4 +1,6 @@
-"""Updates: the procedure that brings new weights to the servers, judged by its pauses, loads and resumes (family ``weights``)."""
+"""Updates: the procedure that brings new weights to the servers, judged by its pauses, loads and
+resumes (family ``weights``).
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,11 @@ if TYPE_CHECKING:
 
 __all__ = ["CHECKS"]
 
-_EXCUSES = {"death": "the death of a server", "revive": "the revival of a server", "update-failure": "a failed update"}
+_EXCUSES = {
+    "death": "the death of a server",
+    "revive": "the revival of a server",
+    "update-failure": "a failed update",
+}
 
 
 class _Ends(Ending):
@@ -40,7 +46,10 @@ class _Ends(Ending):
                 expected="every update ends, with new weights or with an error",
                 observed=f"it did not end within the deadline ({event.detail or 'no detail'})",
                 where={"server": event.server_id, "index": event.index},
-                hint="It waits for calls that wait for it: a lock held across the pause, a drain of parked calls (sglang #25319).",
+                hint=(
+                    "It waits for calls that wait for it: a lock held across the pause, a drain of"
+                    " parked calls (sglang #25319)."
+                ),
             )
 
 
@@ -53,7 +62,9 @@ _ends = trace_check(
 
 
 class _EveryReplica(Ending):
-    """Replicas may differ during an update, and while a death, a failed update or a declared skew explains it."""
+    """Replicas may differ during an update, and while a death, a failed update or a declared skew
+    explains it.
+    """
 
     def __init__(self, context: JudgeContext) -> None:
         super().__init__(context)
@@ -82,7 +93,9 @@ class _EveryReplica(Ending):
     def on_fault(self, event: Fault, out: Collector) -> None:
         super().on_fault(event, out)
         if event.what in _EXCUSES:
-            self._excuse = f"{_EXCUSES[event.what]} came after the last update that reached every replica"
+            self._excuse = (
+                f"{_EXCUSES[event.what]} came after the last update that reached every replica"
+            )
         if event.server_id is not None and event.what == "death":
             self._dead[event.server_id] = self._held.pop(event.server_id, frozenset())
             self._paused.discard(event.server_id)
@@ -93,7 +106,9 @@ class _EveryReplica(Ending):
         if not event.loaded or event.version is None:
             return
         before = self._held.get(event.server_id, frozenset())
-        self._held[event.server_id] = before | {event.version} if event.identity else frozenset((event.version,))
+        self._held[event.server_id] = (
+            before | {event.version} if event.identity else frozenset((event.version,))
+        )
         self._latest = event
         if not self._behind():
             self._excuse = None
@@ -102,7 +117,11 @@ class _EveryReplica(Ending):
 
     def _behind(self) -> list[str]:
         latest = self._latest
-        return [] if latest is None else [server for server, held in self._held.items() if latest.version not in held]
+        return (
+            []
+            if latest is None
+            else [server for server, held in self._held.items() if latest.version not in held]
+        )
 
     def finish(self, out: Collector) -> None:
         behind = self._behind()
@@ -120,8 +139,15 @@ class _EveryReplica(Ending):
                     "an update left a replica out",
                     expected=f"version {self._latest.version} on all of {sorted(self._held)}",
                     observed=f"{server} still holds {held}",
-                    where={"server": server, "version": self._latest.version, "index": self._latest.index},
-                    hint="Its samples come from older weights, whatever tag it shows: check the list of replicas that the update walks.",
+                    where={
+                        "server": server,
+                        "version": self._latest.version,
+                        "index": self._latest.index,
+                    },
+                    hint=(
+                        "Its samples come from older weights, whatever tag it shows: check the list"
+                        " of replicas that the update walks."
+                    ),
                 )
 
 
@@ -173,10 +199,16 @@ class _EveryPause(Ending):
                 continue
             out.finding(
                 "a server was never resumed",
-                expected=f"a resume of {server} after its pause (mode {pause.mode}) at event {pause.index}",
-                observed="none until the end of the trace" + (f"; requests {stuck} hang on it" if stuck else ""),
+                expected=(
+                    f"a resume of {server} after its pause (mode {pause.mode}) at event"
+                    f" {pause.index}"
+                ),
+                observed="none until the end of the trace"
+                + (f"; requests {stuck} hang on it" if stuck else ""),
                 where={"server": server, "index": pause.index},
-                hint="Whoever pauses must resume on every path, also when nothing was to be loaded.",
+                hint=(
+                    "Whoever pauses must resume on every path, also when nothing was to be loaded."
+                ),
             )
 
 
@@ -191,7 +223,8 @@ _every_pause = trace_check(
 class _FailedUpdate(Ending):
     """Judged when the procedure has given up: an update that tries again by itself has not failed.
 
-    The next update finding the server still paused is too late: in between its callers waited for nothing.
+    The next update finding the server still paused is too late: in between its callers waited for
+    nothing.
     """
 
     def __init__(self, context: JudgeContext) -> None:
@@ -202,7 +235,12 @@ class _FailedUpdate(Ending):
     def on_pause(self, event: Pause, out: Collector) -> None:
         failure = self._failed.pop(event.server_id, None)
         if failure is not None:
-            self._blame(event.server_id, failure, f"it was still paused when the next update began, at event {event.index}", out)
+            self._blame(
+                event.server_id,
+                failure,
+                f"it was still paused when the next update began, at event {event.index}",
+                out,
+            )
         self._paused[event.server_id] = None
 
     def on_resume(self, event: Resume, out: Collector) -> None:
@@ -222,18 +260,26 @@ class _FailedUpdate(Ending):
         for server, failure in self._failed.items():
             if self.complete or self.hung:
                 tail = f"; requests {sorted(self.hung)} hang" if self.hung else ""
-                self._blame(server, failure, f"it was still paused at the end of the trace{tail}", out)
+                self._blame(
+                    server, failure, f"it was still paused at the end of the trace{tail}", out
+                )
             else:
                 out.absent("the trace ends after a failed update, and may have been cut there")
 
     def _blame(self, server: str, failure: Fault, observed: str, out: Collector) -> None:
         out.finding(
             "a failed update left a replica paused",
-            expected=f"{server} is resumed before the update gives up at event {failure.index} ({failure.detail or 'no detail'})",
+            expected=(
+                f"{server} is resumed before the update gives up at event {failure.index}"
+                f" ({failure.detail or 'no detail'})"
+            ),
             observed=observed,
             where={"server": server, "index": failure.index},
-            hint="Resume in a `finally` (verl CheckpointEngineManager.update_weights has none): until then clients park or retry. "
-            "If your trainer always retries a failed update at once, list this check as an expected failure with that reason.",
+            hint=(
+                "Resume in a `finally` (verl CheckpointEngineManager.update_weights has none):"
+                " until then clients park or retry. If your trainer always retries a failed update"
+                " at once, list this check as an expected failure with that reason."
+            ),
         )
 
 
@@ -246,7 +292,9 @@ _failed_update = trace_check(
 
 
 def _procedure_failed(event: Fault) -> bool:
-    """Whether a whole update gave up; with a server, only one transfer broke, and the procedure may still try again."""
+    """Whether a whole update gave up; with a server, only one transfer broke, and the procedure may
+    still try again.
+    """
     return event.what == "update-failure" and event.server_id is None
 
 

@@ -8,7 +8,9 @@ from tests.support.rollouts import Part, tell
 
 
 def test_what_did_not_occur_is_named_of_the_checks_that_waited_for_it_alone() -> None:
-    """A check that is unknown for a reason of its own says it above: requests did end, and nobody watched the caller's objects."""
+    """A check that is unknown for a reason of its own says it above: requests did end, and nobody
+    watched the caller's objects.
+    """
     trace = tell(Part(tokens=(11, 12), reason="stop"), driven=False).trace()
     results = judge(trace).results
     objects = next(one for one in results if one.id == "stitch.caller-objects")

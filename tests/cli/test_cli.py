@@ -35,7 +35,9 @@ def _folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def told(capsys: pytest.CaptureFixture[str], *arguments: str, code: int) -> str:
-    """What a command prints to both streams, once it has ended with ``code`` and without a traceback."""
+    """What a command prints to both streams, once it has ended with ``code`` and without a
+    traceback.
+    """
     assert code == run(arguments)
     captured = capsys.readouterr()
     assert "Traceback" not in captured.err
@@ -52,21 +54,36 @@ def verified(capsys: pytest.CaptureFixture[str], *arguments: str, code: int) -> 
 @pytest.mark.parametrize(
     ("arguments", "text"),
     [
-        (["verify", "--profile", "nosuch"], "No profile is named 'nosuch'; choose one of ['pr', 'nightly', 'soak']."),
+        (
+            ["verify", "--profile", "nosuch"],
+            "No profile is named 'nosuch'; choose one of ['pr', 'nightly', 'soak'].",
+        ),
         (["verify", "--only", "routs"], "Did you mean routes"),
-        (["verify", "--subject", "nosuch:thing"], "There is no module 'nosuch': --subject is looked for in the current folder"),
+        (
+            ["verify", "--subject", "nosuch:thing"],
+            "There is no module 'nosuch': --subject is looked for in the current folder",
+        ),
         (["verify", "--subject", "nosuch"], "must be written module:factory"),
         (["verify", "--subject", "json:dumper"], "json has no 'dumper'. Did you mean dump"),
         (["verify", "--subject", "sys:path"], "sys:path is a list, not a factory"),
-        (["verify", "--subject", "tests.support.subjects:Unfinished"], "without ['update_weights', 'to_record', 'stop']"),
+        (
+            ["verify", "--subject", "tests.support.subjects:Unfinished"],
+            "without ['update_weights', 'to_record', 'stop']",
+        ),
         (["verify", "--stack", "nosuch"], "No stack is named 'nosuch'."),
         (["verify", "--stack", "verl", "--subject", "a:b"], "Give --stack or --subject, not both"),
         (["verify", "--part", "client"], "--part says something about a stack: give --stack too."),
         (["verify", "--flavour", "nosuch"], "No engine flavour is named ['nosuch']"),
-        (["verify", "--seed", "x"], "unable to parse string as an integer. See `rollproof verify --help`."),
+        (
+            ["verify", "--seed", "x"],
+            "unable to parse string as an integer. See `rollproof verify --help`.",
+        ),
         ([], "rollproof: error: Name a command. See `rollproof --help`."),
         (["verify", "--subject", "exiting:Subject"], "exiting cannot be imported: SystemExit: 0."),
-        (["verify", "--subject", "broken:Subject"], "broken cannot be imported: RuntimeError: one two."),
+        (
+            ["verify", "--subject", "broken:Subject"],
+            "broken cannot be imported: RuntimeError: one two.",
+        ),
         (["verify", "--subject", "os.path:join"], "os.path:join could not be made: TypeError"),
         (
             ["verify", "--witness-dir", "plain/deep"],
@@ -86,7 +103,9 @@ def verified(capsys: pytest.CaptureFixture[str], *arguments: str, code: int) -> 
         (["checks", "--json", "plain/out.json"], "Cannot write plain/out.json"),
     ],
 )
-def test_bad_arguments_are_one_clear_line(capsys: pytest.CaptureFixture[str], arguments: list[str], text: str) -> None:
+def test_bad_arguments_are_one_clear_line(
+    capsys: pytest.CaptureFixture[str], arguments: list[str], text: str
+) -> None:
     """Exit code 254, and an error that says what is valid."""
     assert text in told(capsys, *arguments, code=ExitCode.USAGE)
 
@@ -97,8 +116,12 @@ def test_help_ends_with_success(capsys: pytest.CaptureFixture[str]) -> None:
     assert told(capsys, "--version", code=0).startswith("rollproof 0.")
 
 
-def test_an_internal_error_says_how_to_report_it(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    """A fault of our own is exit code 255 and no traceback, which --debug shows, wherever it stands among the arguments."""
+def test_an_internal_error_says_how_to_report_it(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A fault of our own is exit code 255 and no traceback, which --debug shows, wherever it stands
+    among the arguments.
+    """
 
     def broken(**_: Any) -> int:
         raise ZeroDivisionError("division by zero")
@@ -106,13 +129,18 @@ def test_an_internal_error_says_how_to_report_it(capsys: pytest.CaptureFixture[s
     monkeypatch.setattr(app_module, "app", broken)
     text = told(capsys, "verify", code=ExitCode.INTERNAL)
 
-    assert "internal error: ZeroDivisionError: division by zero.\nThis is a fault of rollproof, not of what it judged." in text
+    assert (
+        "internal error: ZeroDivisionError: division by zero.\nThis is a fault of rollproof, not of"
+        " what it judged." in text
+    )
     assert ExitCode.INTERNAL == run(["verify", "--debug"])
     assert "Traceback" in capsys.readouterr().err
 
 
 def test_verify_judges_a_subject_of_the_users_own(capsys: pytest.CaptureFixture[str]) -> None:
-    """--subject module:factory runs it on every flavour that fits, and a correct one has no failing check."""
+    """--subject module:factory runs it on every flavour that fits, and a correct one has no failing
+    check.
+    """
     report = verified(capsys, "--subject", CORRECT, "--only", "routes.rows", code=0)
 
     assert ("Correct", 1, 0) == (report["subject"], report["schema"], report["summary"]["fail"])
@@ -120,8 +148,12 @@ def test_verify_judges_a_subject_of_the_users_own(capsys: pytest.CaptureFixture[
     assert report["canary"]["red"]
 
 
-def test_verify_shows_and_keeps_the_counterexample(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    """Exit code 1, a finding in words, and a file that `rollproof replay` reproduces, judges fixed, and can take another subject for."""
+def test_verify_shows_and_keeps_the_counterexample(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    """Exit code 1, a finding in words, and a file that `rollproof replay` reproduces, judges fixed,
+    and can take another subject for.
+    """
     arguments = ["verify", "--subject", CONCAT, "--only", "routes.rows"]
     text = told(capsys, *arguments, code=ExitCode.FAIL)
     witness = f".rollproof/{CONCAT.replace(':', '.')}/routes.rows.json"
@@ -131,19 +163,32 @@ def test_verify_shows_and_keeps_the_counterexample(capsys: pytest.CaptureFixture
     assert (tmp_path / witness).is_file()
     assert "reproduced" in told(capsys, "replay", witness, code=ExitCode.FAIL)
     assert "fixed" in told(capsys, "replay", witness, "--subject", CORRECT, code=ExitCode.PASS)
-    assert "FAIL  routes.rows" in told(capsys, "check", witness, "--only", "routes.rows", code=ExitCode.FAIL)
+    assert "FAIL  routes.rows" in told(
+        capsys, "check", witness, "--only", "routes.rows", code=ExitCode.FAIL
+    )
 
 
-def test_a_trace_without_events_can_be_run_again(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    """A case alone reproduces nothing: what fails then is a new fault (1), and where nothing fails nothing is decided (2)."""
+def test_a_trace_without_events_can_be_run_again(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    """A case alone reproduces nothing: what fails then is a new fault (1), and where nothing fails
+    nothing is decided (2).
+    """
     trace = run_case(Concat, ABORTED, recipe={"subject": CONCAT})
     dump_trace(replace(trace, events=()), tmp_path / "empty.json")
     text = told(capsys, "replay", "empty.json", code=ExitCode.FAIL)
 
-    assert "It holds no events, so nothing could be judged as recorded; what counts is the new run." in text
+    assert (
+        "It holds no events, so nothing could be judged as recorded; what counts is the new run."
+        in text
+    )
     assert "FAIL  routes.rows" in text
     assert text.rstrip().endswith("new fault")
-    assert told(capsys, "replay", "empty.json", "--subject", CORRECT, code=ExitCode.UNKNOWN).rstrip().endswith("undecided")
+    assert (
+        told(capsys, "replay", "empty.json", "--subject", CORRECT, code=ExitCode.UNKNOWN)
+        .rstrip()
+        .endswith("undecided")
+    )
 
 
 @pytest.mark.parametrize(
@@ -167,17 +212,23 @@ def test_a_mailed_case_beyond_all_bounds_is_refused(
     assert text in told(capsys, "replay", "mailed.json", code=ExitCode.USAGE)
 
 
-def test_a_mailed_case_of_endless_requests_is_refused(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_a_mailed_case_of_endless_requests_is_refused(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
     """A request of a trillion tokens could not end before its deadline."""
     dump_trace(run_case(Correct, CLEAN, recipe={"subject": CORRECT}), tmp_path / "mailed.json")
     data = json.loads((tmp_path / "mailed.json").read_text())
     data["header"]["case"]["requests"][0]["max_tokens"] = 10**12
     (tmp_path / "mailed.json").write_text(json.dumps(data))
 
-    assert "asks for 1000000000000 tokens; a case holds at most 1,048,576" in told(capsys, "replay", "mailed.json", code=ExitCode.USAGE)
+    assert "asks for 1000000000000 tokens; a case holds at most 1,048,576" in told(
+        capsys, "replay", "mailed.json", code=ExitCode.USAGE
+    )
 
 
-def test_control_characters_of_a_trace_do_not_reach_the_terminal(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_control_characters_of_a_trace_do_not_reach_the_terminal(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
     """A name in a trace that somebody mailed cannot recolour a terminal or move its cursor."""
     dump_trace(run_case(Correct, CLEAN, name="a\x1b[31mred"), tmp_path / "mailed.json")
     text = told(capsys, "check", "mailed.json", "--only", "stitch.tokens", code=ExitCode.PASS)
@@ -186,23 +237,41 @@ def test_control_characters_of_a_trace_do_not_reach_the_terminal(capsys: pytest.
     assert "a\\x1b[31mred" in text
 
 
-def test_expected_failures_turn_the_exit_code(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    """Accepting writes the file, the next run passes with it, and a fixed subject makes it stale (exit code 1)."""
+def test_expected_failures_turn_the_exit_code(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    """Accepting writes the file, the next run passes with it, and a fixed subject makes it stale
+    (exit code 1).
+    """
     common = ["--only", "routes.rows", "--expected", "expected.toml"]
     accepted = told(capsys, "verify", "--subject", CONCAT, *common, "--accept", code=ExitCode.FAIL)
 
-    assert "expected failures: added routes.rows: replace its reason in expected.toml by the true one" in accepted
+    assert (
+        "expected failures: added routes.rows: replace its reason in expected.toml by the true one"
+        in accepted
+    )
     assert 'check = "routes.rows"' in (tmp_path / "expected.toml").read_text(encoding="utf-8")
-    assert "1 expected to fail and did" in told(capsys, "verify", "--subject", CONCAT, *common, code=ExitCode.UNKNOWN)
+    assert "1 expected to fail and did" in told(
+        capsys, "verify", "--subject", CONCAT, *common, code=ExitCode.UNKNOWN
+    )
     stale = told(capsys, "verify", "--subject", CORRECT, *common, code=ExitCode.FAIL)
     assert "routes.rows is listed in expected.toml as an expected failure" in stale
 
 
 def test_verify_judges_conversions_into_batches(capsys: pytest.CaptureFixture[str]) -> None:
-    """A factory with `collate` is a BatchSubject: the checks of batches judge it, the others do not apply."""
-    report = verified(capsys, "--subject", "rollproof.fakes.trainers.reference_batches:Collator", code=ExitCode.PASS)
+    """A factory with `collate` is a BatchSubject: the checks of batches judge it, the others do not
+    apply.
+    """
+    report = verified(
+        capsys,
+        "--subject",
+        "rollproof.fakes.trainers.reference_batches:Collator",
+        code=ExitCode.PASS,
+    )
 
-    assert {"batch"} == {check["id"].partition(".")[0] for check in report["checks"] if check["verdict"] == "pass"}
+    assert {"batch"} == {
+        check["id"].partition(".")[0] for check in report["checks"] if check["verdict"] == "pass"
+    }
     assert 0 == report["summary"]["unknown"]
 
 
@@ -219,7 +288,16 @@ def test_known_bugs_in_json(capsys: pytest.CaptureFixture[str], tmp_path: Path) 
     bugs = json.loads((tmp_path / "out.json").read_text(encoding="utf-8"))["bugs"]
 
     assert ["concat-on-resume"] == [bug["id"] for bug in bugs]
-    assert {"id", "refs", "killed", "by", "expected_by", "examples", "seconds", "blamed_wrongly"} <= set(bugs[0])
+    assert {
+        "id",
+        "refs",
+        "killed",
+        "by",
+        "expected_by",
+        "examples",
+        "seconds",
+        "blamed_wrongly",
+    } <= set(bugs[0])
     assert bugs[0]["killed"]
     assert "1 of 1 known bugs killed, 0 with a check blamed wrongly" in capsys.readouterr().out
 
@@ -229,7 +307,9 @@ def test_checks_lists_the_registry(capsys: pytest.CaptureFixture[str]) -> None:
     assert ExitCode.PASS == run(["checks", "--json", "-"])
     captured = capsys.readouterr()
 
-    assert list(default_registry().ids) == [check["id"] for check in json.loads(captured.out)["checks"]]
+    assert list(default_registry().ids) == [
+        check["id"] for check in json.loads(captured.out)["checks"]
+    ]
     assert all(check_id in captured.err for check_id in default_registry().ids)
     assert "exercised by" in told(capsys, "checks", "routes.rows", code=0)
     assert 2 == told(capsys, "checks", "routes.rows", "stitch.tokens", code=0).count("exercised by")
@@ -245,15 +325,21 @@ def test_doctor_runs_a_case(capsys: pytest.CaptureFixture[str]) -> None:
     assert "GPU            " in text
 
 
-def test_doctor_says_what_is_wrong(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_doctor_says_what_is_wrong(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """With plugins switched off it says so and how to go on, and its exit code is 1."""
     monkeypatch.setenv("PYTEST_DISABLE_PLUGIN_AUTOLOAD", "1")
 
     assert "run pytest with `-p rollproof.plugin`" in told(capsys, "doctor", code=ExitCode.FAIL)
 
 
-def test_an_unfinished_trace_blames_no_open_request(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    """A killed writer's file is judged as far as it goes, its open request is not blamed, and the report says that it is cut."""
+def test_an_unfinished_trace_blames_no_open_request(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    """A killed writer's file is judged as far as it goes, its open request is not blamed, and the
+    report says that it is cut.
+    """
     trace = run_case(Correct, CLEAN)
     writer = TraceWriter(tmp_path / "cut.arrow", trace.header)
     for event in trace.events:
@@ -269,11 +355,17 @@ def test_an_unfinished_trace_blames_no_open_request(capsys: pytest.CaptureFixtur
     assert "FAIL" in told(capsys, "check", "cut.arrow", "--only", "lifecycle", code=ExitCode.FAIL)
 
 
-def test_one_unreadable_trace_does_not_hide_the_others(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    """Readable traces are judged, the unreadable one is told, and the exit code is that of bad input."""
+def test_one_unreadable_trace_does_not_hide_the_others(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    """Readable traces are judged, the unreadable one is told, and the exit code is that of bad
+    input.
+    """
     dump_trace(run_case(Correct, CLEAN), tmp_path / "good.json")
     (tmp_path / "junk.arrow").write_bytes(os.urandom(4096))
-    text = told(capsys, "check", "good.json", "junk.arrow", "--only", "stitch.tokens", code=ExitCode.USAGE)
+    text = told(
+        capsys, "check", "good.json", "junk.arrow", "--only", "stitch.tokens", code=ExitCode.USAGE
+    )
 
     assert "1 check: 1 pass" in text
     assert "junk.arrow is not a rollproof trace" in text
@@ -285,7 +377,9 @@ def command(*arguments: str) -> list[str]:
 
 def test_a_closed_pipe_is_no_error() -> None:
     """`rollproof checks | true` ends quietly, and not with the exit code of a failing check."""
-    with subprocess.Popen(command("checks"), stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+    with subprocess.Popen(
+        command("checks"), stdout=subprocess.PIPE, stderr=subprocess.PIPE
+    ) as process:
         assert process.stdout is not None
         assert process.stderr is not None
         process.stdout.close()
@@ -299,13 +393,33 @@ def test_a_closed_pipe_is_no_error() -> None:
     ("command", "code", "told"),
     [
         ("rollproof checks stitch >&-", 0, ""),
-        ("rollproof checks stitch >/dev/full", 0, "standard output took no more (No space left on device); the exit code is the verdict"),
+        (
+            "rollproof checks stitch >/dev/full",
+            0,
+            "standard output took no more (No space left on device); the exit code is the verdict",
+        ),
         ("rollproof --help >/dev/full", 0, "standard output took no more"),
-        ("rollproof check concat.json --only routes.rows >/dev/full", 1, "the exit code is the verdict"),
+        (
+            "rollproof check concat.json --only routes.rows >/dev/full",
+            1,
+            "the exit code is the verdict",
+        ),
         ("rollproof check concat.json --only routes.rows >&- <&-", 1, ""),
-        ("rollproof check concat.json --only routes.rows --json - >/dev/full", 1, "No space left on device. It was kept as /"),
-        ("rollproof checks stitch --json - >/dev/full", 254, "The JSON did not fit into standard output: No space left on device"),
-        ("rollproof checks stitch --json - >&-", 254, "--json - writes to standard output, which takes nothing: it is closed."),
+        (
+            "rollproof check concat.json --only routes.rows --json - >/dev/full",
+            1,
+            "No space left on device. It was kept as /",
+        ),
+        (
+            "rollproof checks stitch --json - >/dev/full",
+            254,
+            "The JSON did not fit into standard output: No space left on device",
+        ),
+        (
+            "rollproof checks stitch --json - >&-",
+            254,
+            "--json - writes to standard output, which takes nothing: it is closed.",
+        ),
         ("rollproof checks nosuch 2>&-", 254, ""),
         ("rollproof checks nosuch 2>/dev/full", 254, ""),
         ("PYTHONIOENCODING=ascii rollproof checks stitch >/dev/null", 0, ""),
@@ -313,10 +427,18 @@ def test_a_closed_pipe_is_no_error() -> None:
 )
 @pytest.mark.skipif(not Path("/dev/full").is_char_device(), reason="needs /dev/full")
 def test_broken_streams_cost_no_verdict(tmp_path: Path, command: str, code: int, told: str) -> None:
-    """Closed or full standard streams leave the exit code as it is, unless JSON was asked for there; then it is kept elsewhere."""
+    """Closed or full standard streams leave the exit code as it is, unless JSON was asked for
+    there; then it is kept elsewhere.
+    """
     dump_trace(run_case(Concat, ABORTED), tmp_path / "concat.json")
-    environment = {**os.environ, "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}", "TMPDIR": str(tmp_path)}
-    done = subprocess.run(["sh", "-c", command], capture_output=True, text=True, env=environment, check=False)
+    environment = {
+        **os.environ,
+        "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
+        "TMPDIR": str(tmp_path),
+    }
+    done = subprocess.run(
+        ["sh", "-c", command], capture_output=True, text=True, env=environment, check=False
+    )
 
     assert (code, "") == (done.returncode, done.stdout)
     assert "Traceback" not in done.stderr
@@ -326,7 +448,9 @@ def test_broken_streams_cost_no_verdict(tmp_path: Path, command: str, code: int,
 def test_a_report_whose_place_breaks_during_the_run_is_kept(
     capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The verdict is told and the JSON kept in the folder for temporary files; a failure keeps its code, all else becomes 254."""
+    """The verdict is told and the JSON kept in the folder for temporary files; a failure keeps its
+    code, all else becomes 254.
+    """
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     place = tmp_path / "out"
 
@@ -336,11 +460,27 @@ def test_a_report_whose_place_breaks_during_the_run_is_kept(
         place.touch()
 
     monkeypatch.setattr(Correct, "__init__", breaks)
-    for subject, only, code in ((CORRECT, "stitch.tokens", ExitCode.USAGE), (CONCAT, "routes.rows", ExitCode.FAIL)):
+    for subject, only, code in (
+        (CORRECT, "stitch.tokens", ExitCode.USAGE),
+        (CONCAT, "routes.rows", ExitCode.FAIL),
+    ):
         place.unlink(missing_ok=True)
-        text = told(capsys, "verify", "--subject", subject, "--only", only, "--json", "out/report.json", code=code)
+        text = told(
+            capsys,
+            "verify",
+            "--subject",
+            subject,
+            "--only",
+            only,
+            "--json",
+            "out/report.json",
+            code=code,
+        )
 
-        assert "Cannot write out/report.json: Not a directory. Choose a file in a folder that you may write to. It was kept as " in text
+        assert (
+            "Cannot write out/report.json: Not a directory. Choose a file in a folder that you may"
+            " write to. It was kept as " in text
+        )
         assert "1 check: " in text
     assert 2 == len(list(tmp_path.glob("rollproof-*/report.json")))
 
@@ -352,7 +492,17 @@ def test_counterexamples_whose_place_breaks_during_the_run_are_kept(
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     monkeypatch.setattr("rollproof.cli.verify.check_folder", lambda path: None)
     monkeypatch.setattr("rollproof.verification.rollouts.check_folder", lambda path: None)
-    text = told(capsys, "verify", "--subject", CONCAT, "--only", "routes.rows", "--witness-dir", "plain", code=ExitCode.FAIL)
+    text = told(
+        capsys,
+        "verify",
+        "--subject",
+        CONCAT,
+        "--only",
+        "routes.rows",
+        "--witness-dir",
+        "plain",
+        code=ExitCode.FAIL,
+    )
     (kept,) = tmp_path.glob("rollproof-*/routes.rows.json")
 
     assert "note: The counterexample of routes.rows could not be kept in plain/" in text
@@ -360,8 +510,12 @@ def test_counterexamples_whose_place_breaks_during_the_run_are_kept(
     assert "reproduced" in told(capsys, "replay", str(kept), code=ExitCode.FAIL)
 
 
-def test_an_interrupt_shows_what_was_found(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Ctrl-C ends a run at once, with code 130, the verdicts until then, and a note of how much was judged."""
+def test_an_interrupt_shows_what_was_found(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ctrl-C ends a run at once, with code 130, the verdicts until then, and a note of how much was
+    judged.
+    """
     stop = iter([None, None, KeyboardInterrupt()])
 
     def start(self: Correct, fleet: Fleet) -> Any:
@@ -370,7 +524,15 @@ def test_an_interrupt_shows_what_was_found(capsys: pytest.CaptureFixture[str], m
         return AsSampled.start(self, fleet)
 
     monkeypatch.setattr(Correct, "start", start)
-    text = told(capsys, "verify", "--subject", CORRECT, "--only", "stitch.tokens", code=app_module.INTERRUPTED)
+    text = told(
+        capsys,
+        "verify",
+        "--subject",
+        CORRECT,
+        "--only",
+        "stitch.tokens",
+        code=app_module.INTERRUPTED,
+    )
 
     assert "note: interrupted after 2 of 3 cases: only those were judged" in text
     assert "1 check: 1 pass, 0 fail" in text
@@ -379,9 +541,13 @@ def test_an_interrupt_shows_what_was_found(capsys: pytest.CaptureFixture[str], m
 
 def test_an_interrupt_is_exit_code_130(tmp_path: Path) -> None:
     """Ctrl-C ends a run with one line and the code that shells expect."""
-    heed = partial(signal.signal, signal.SIGINT, signal.SIG_DFL)  # a runner in the background hands on an ignored SIGINT
+    heed = partial(
+        signal.signal, signal.SIGINT, signal.SIG_DFL
+    )  # a runner in the background hands on an ignored SIGINT
     soak = command("verify", "--profile", "soak")
-    with subprocess.Popen(soak, stdout=subprocess.PIPE, stderr=subprocess.PIPE, cwd=tmp_path, preexec_fn=heed) as process:
+    with subprocess.Popen(
+        soak, stdout=subprocess.PIPE, stderr=subprocess.PIPE, cwd=tmp_path, preexec_fn=heed
+    ) as process:
         try:
             time.sleep(4)
             process.send_signal(signal.SIGINT)

@@ -65,7 +65,9 @@ def module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def settings(tmp_path: Path, *only: str) -> Settings:
-    return Settings(profile="pr", seed=0, only=only or default_registry().ids, expected={}, witness_dir=tmp_path)
+    return Settings(
+        profile="pr", seed=0, only=only or default_registry().ids, expected={}, witness_dir=tmp_path
+    )
 
 
 def silent(_: Progress) -> None:
@@ -81,7 +83,9 @@ def target(name: str) -> Target:
 
 
 def test_workers_judge_as_this_process_does(tmp_path: Path) -> None:
-    """Reports, findings and witnesses included, come in the order of the targets, and do not depend on the number of processes."""
+    """Reports, findings and witnesses included, come in the order of the targets, and do not depend
+    on the number of processes.
+    """
     targets = [target("Concat"), target("Collator"), target("Collator")]
     wanted = settings(tmp_path, "routes.rows", "batch.tokens")
     alone = judge_all(targets, wanted, silent, jobs=1)
@@ -106,10 +110,18 @@ def test_an_error_of_a_worker_is_the_error_of_the_run(tmp_path: Path) -> None:
 def test_an_interrupt_brings_what_was_found(tmp_path: Path, jobs: int) -> None:
     """Where a run is interrupted, in this process or in a worker, the reports so far come with it."""
     with pytest.raises(Interrupted) as interrupt:
-        judge_all([target("Concat"), target("Stopped")], settings(tmp_path, "routes.rows"), silent, jobs=jobs)
+        judge_all(
+            [target("Concat"), target("Stopped")],
+            settings(tmp_path, "routes.rows"),
+            silent,
+            jobs=jobs,
+        )
 
     last = interrupt.value.reports[-1]
-    assert ("Stopped", ("interrupted after 2 of 3 cases: only those were judged",)) == (last.subject, last.notes)
+    assert ("Stopped", ("interrupted after 2 of 3 cases: only those were judged",)) == (
+        last.subject,
+        last.notes,
+    )
     assert [] == multiprocessing.active_children()
 
 
@@ -132,9 +144,13 @@ def test_a_worker_that_dies_before_it_reads_is_named() -> None:
             run._take(here)
 
 
-def test_a_worker_ends_quietly_with_a_parent_that_read_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_worker_ends_quietly_with_a_parent_that_read_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A parent that was killed left messages unread, which resets the worker's pipe."""
-    monkeypatch.setattr("rollproof.cli.parallel.signal.signal", lambda *_: None)  # its handlers are not for this process
+    monkeypatch.setattr(
+        "rollproof.cli.parallel.signal.signal", lambda *_: None
+    )  # its handlers are not for this process
     here, there = multiprocessing.Pipe()
     with there:
         there.send("unread")

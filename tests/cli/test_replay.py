@@ -1,4 +1,6 @@
-"""Doors of a trainer with routing replay: command line, decorated function and subclass, all with the checks of its family."""
+"""Doors of a trainer with routing replay: command line, decorated function and subclass, all with
+the checks of its family.
+"""
 
 from __future__ import annotations
 
@@ -37,7 +39,9 @@ def _folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def told(capsys: pytest.CaptureFixture[str], *arguments: str, code: int) -> str:
-    """What a command prints to both streams, once it has ended with ``code`` and without a traceback."""
+    """What a command prints to both streams, once it has ended with ``code`` and without a
+    traceback.
+    """
     assert code == run(arguments)
     captured = capsys.readouterr()
     assert "Traceback" not in captured.err
@@ -50,13 +54,27 @@ def test_verify_judges_a_trainer(capsys: pytest.CaptureFixture[str]) -> None:
     report = json.loads(capsys.readouterr().out)
 
     assert {"replay"} == {check["id"].partition(".")[0] for check in report["checks"]}
-    assert ("ReplayTrainer", 0, True) == (report["subject"], report["summary"]["fail"], report["canary"]["red"])
+    assert ("ReplayTrainer", 0, True) == (
+        report["subject"],
+        report["summary"]["fail"],
+        report["canary"]["red"],
+    )
     assert report["exercised"]["steps, replay"] > 50
 
 
 def test_a_counterexample_is_kept_run_again_and_checked(capsys: pytest.CaptureFixture[str]) -> None:
-    """A faulty trainer fails in words; its file is reproduced, is fixed by a right trainer, and is judged as recorded."""
-    text = told(capsys, "verify", "--replay", "my_trainers:Mine", "--only", "replay.forward", code=ExitCode.FAIL)
+    """A faulty trainer fails in words; its file is reproduced, is fixed by a right trainer, and is
+    judged as recorded.
+    """
+    text = told(
+        capsys,
+        "verify",
+        "--replay",
+        "my_trainers:Mine",
+        "--only",
+        "replay.forward",
+        code=ExitCode.FAIL,
+    )
     witness = ".rollproof/my_trainers.Mine/replay.forward.json"
 
     assert "FAIL  replay.forward" in text and f"rollproof replay {witness}" in text
@@ -69,12 +87,22 @@ def test_a_counterexample_is_kept_run_again_and_checked(capsys: pytest.CaptureFi
 
 def test_an_edited_file_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
     """A file whose case names no episodes cannot be run again, and says so."""
-    told(capsys, "verify", "--replay", "my_trainers:Mine", "--only", "replay.forward", code=ExitCode.FAIL)
+    told(
+        capsys,
+        "verify",
+        "--replay",
+        "my_trainers:Mine",
+        "--only",
+        "replay.forward",
+        code=ExitCode.FAIL,
+    )
     path = Path(".rollproof/my_trainers.Mine/replay.forward.json")
     data = json.loads(path.read_text())
     data["header"]["case"] = {"episodes": ["nosuch"]}
     path.write_text(json.dumps(data))
-    assert "This trainer has no episodes ['nosuch']" in told(capsys, "replay", str(path), code=ExitCode.USAGE)
+    assert "This trainer has no episodes ['nosuch']" in told(
+        capsys, "replay", str(path), code=ExitCode.USAGE
+    )
     data["header"]["case"] = {"requests": []}
     path.write_text(json.dumps(data))
     assert "names no episodes" in told(capsys, "replay", str(path), code=ExitCode.USAGE)
@@ -83,24 +111,31 @@ def test_an_edited_file_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
 @pytest.mark.parametrize(
     ("arguments", "text"),
     [
-        (["--replay", "nosuch:thing"], "There is no module 'nosuch': --replay is looked for in the current folder"),
+        (
+            ["--replay", "nosuch:thing"],
+            "There is no module 'nosuch': --replay is looked for in the current folder",
+        ),
         (["--replay", "my_trainers"], "--replay 'my_trainers' must be written module:factory"),
         (["--replay", "my_trainers:Min"], "my_trainers has no 'Min'. Did you mean Mine"),
         (["--replay", "my_trainers:unmade"], "unmade could not be made: OSError: no checkpoint"),
-        (["--replay", "my_trainers:NoTrainer"], "is no ReplaySubject: it needs a `contract` with replay terms"),
+        (
+            ["--replay", "my_trainers:NoTrainer"],
+            "is no ReplaySubject: it needs a `contract` with replay terms",
+        ),
         (["--replay", GOOD, "--subject", GOOD], "one run judges one of them"),
         (["--replay", GOOD, "--only", "replay.foward"], "Did you mean replay.forward"),
     ],
 )
-def test_bad_arguments_are_told(capsys: pytest.CaptureFixture[str], arguments: list[str], text: str) -> None:
+def test_bad_arguments_are_told(
+    capsys: pytest.CaptureFixture[str], arguments: list[str], text: str
+) -> None:
     """What cannot be judged is refused with the next step, and never with a traceback."""
     assert text in told(capsys, "verify", *arguments, code=ExitCode.USAGE)
 
 
 def test_a_trainer_is_a_suite(pytester: pytest.Pytester) -> None:
     """One item a check, as decorated class, as decorated function of a named kind, and as subclass."""
-    pytester.makepyfile(
-        """
+    pytester.makepyfile("""
         import rollproof
         from rollproof.fakes.trainers.replay_trainer import ReplayTrainer
 
@@ -118,12 +153,16 @@ def test_a_trainer_is_a_suite(pytester: pytest.Pytester) -> None:
         class TestTrainer(rollproof.ReplayConformance):
             subject = ReplayTrainer
             only = ("replay",)
-        """
-    )
+        """)
     result = pytester.runpytest_inprocess("-v", "-rs")
 
     result.assert_outcomes(passed=26, skipped=1)
-    result.stdout.fnmatch_lines(["*::test_class[[]replay.forward[]] PASSED*", "*::TestTrainer::test_check[[]replay.recompute[]] PASSED*"])
+    result.stdout.fnmatch_lines(
+        [
+            "*::test_class[[]replay.forward[]] PASSED*",
+            "*::TestTrainer::test_check[[]replay.recompute[]] PASSED*",
+        ]
+    )
     result.stdout.fnmatch_lines(["*not applicable: the contract declares records=False*"])
 
 
@@ -148,7 +187,9 @@ def test_a_faulty_trainer_fails_its_items(pytester: pytest.Pytester) -> None:
 
 
 def test_the_fixture_judges_within_a_test(pytester: pytest.Pytester) -> None:
-    """A trainer may be judged in the middle of a test: what fails is raised, and the report has both runs."""
+    """A trainer may be judged in the middle of a test: what fails is raised, and the report has
+    both runs.
+    """
     pytester.makepyfile(
         my=MINE,
         test_mine="""
@@ -166,15 +207,23 @@ def test_the_fixture_judges_within_a_test(pytester: pytest.Pytester) -> None:
 
     result.assert_outcomes(passed=1, failed=1)
     result.stdout.fnmatch_lines(
-        ["*ConformanceError: test_mine.py::test_bad: *1 fail*", "*routers executed other experts than their target*"]
+        [
+            "*ConformanceError: test_mine.py::test_bad: *1 fail*",
+            "*routers executed other experts than their target*",
+        ]
     )
     report = json.loads((pytester.path / "report.json").read_text())
-    assert ["test_mine.py::test_good", "test_mine.py::test_bad"] == [one["subject"] for one in report["reports"]]
+    assert ["test_mine.py::test_good", "test_mine.py::test_bad"] == [
+        one["subject"] for one in report["reports"]
+    ]
 
 
 def test_a_kind_that_does_not_exist_is_told(pytester: pytest.Pytester) -> None:
     """A misspelt kind is a collection error."""
-    pytester.makepyfile("import rollproof\n@rollproof.conformance(object, about='replays')\ndef test_a(check): pass\n")
+    pytester.makepyfile(
+        "import rollproof\n@rollproof.conformance(object, about='replays')\ndef test_a(check):"
+        " pass\n"
+    )
     result = pytester.runpytest_inprocess()
 
     result.assert_outcomes(errors=1)

@@ -13,7 +13,15 @@ from rollproof.errors import CaseError
 
 _CASE = Case(
     flavour="vllm",
-    requests=(Request(request_id="r0", prompt_ids=(1,), max_tokens=2, sampling={"temperature": 0.7}, turns=((5, 6),)),),
+    requests=(
+        Request(
+            request_id="r0",
+            prompt_ids=(1,),
+            max_tokens=2,
+            sampling={"temperature": 0.7},
+            turns=((5, 6),),
+        ),
+    ),
     actions=(Action(when=Trigger(request="r0", tokens=1), do=ActionKind.ABORT),),
     deadline=500,
 )
@@ -31,7 +39,11 @@ def test_the_json_form_is_read_back() -> None:
         (("partial",), "no", "partial must be bool, not 'no'"),
         (("seed",), 2**70, "seed must fit 64 bits"),
         (("model", "eos_every"), "x", "model.eos_every must be int or null, not 'x'"),
-        (("requests", 0, "sampling"), [1], r"requests\[0\]\.sampling must be a mapping with keys of str"),
+        (
+            ("requests", 0, "sampling"),
+            [1],
+            r"requests\[0\]\.sampling must be a mapping with keys of str",
+        ),
         (("requests", 0, "turns"), [["x"]], r"requests\[0\]\.turns\[0\]\[0\] must be int, not 'x'"),
         (("actions", 0, "steps"), 1e308, r"actions\[0\]\.steps must be int"),
         (("actions", 0, "when", "tokens"), "1", r"actions\[0\]\.when\.tokens must be int, not '1'"),

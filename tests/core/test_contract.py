@@ -22,7 +22,9 @@ def test_plain_strings_become_enum_members() -> None:
 
 def test_json_round_trip() -> None:
     """A contract survives its JSON form."""
-    made = contract(moe_layers=(1, 2), rows="T", final_row="arange", max_staleness=2, partial_off="dropped")
+    made = contract(
+        moe_layers=(1, 2), rows="T", final_row="arange", max_staleness=2, partial_off="dropped"
+    )
 
     assert made == Contract.from_dict(json.loads(json.dumps(made.to_dict())))
 
@@ -30,7 +32,10 @@ def test_json_round_trip() -> None:
 @pytest.mark.parametrize(
     ("changes", "problem"),
     [
-        ({"rows": "T-2"}, r"rows='T-2' is not valid; choose one of \['T', 'T-1', 'captured-prefix', 'none'\]"),
+        (
+            {"rows": "T-2"},
+            r"rows='T-2' is not valid; choose one of \['T', 'T-1', 'captured-prefix', 'none'\]",
+        ),
         ({"top_k": None}, "top_k must be declared when the subject returns routes"),
         ({"top_k": 9}, "top_k=9 exceeds num_experts=8"),
         ({"top_k": 2.0}, "top_k=2.0 must be a whole number >= 1"),
@@ -54,10 +59,19 @@ def test_problems_are_named(changes: dict[str, Any], problem: str) -> None:
 
 
 def test_a_filler_that_no_value_of_the_type_can_be_is_refused() -> None:
-    """-1 does not exist in an unsigned type; where a signed one may be chosen, or the type is merely narrow, samples decide."""
+    """-1 does not exist in an unsigned type; where a signed one may be chosen, or the type is
+    merely narrow, samples decide.
+    """
     for name in ("filler", "final_row"):
-        with pytest.raises(ContractError, match=rf"{name}='minus-one' contradicts dtype='uint8\|uint16': no unsigned type holds -1"):
-            contract(**{"rows": "T", "final_row": "arange", "dtype": "uint8|uint16", name: "minus-one"})
+        with pytest.raises(
+            ContractError,
+            match=(
+                rf"{name}='minus-one' contradicts dtype='uint8\|uint16': no unsigned type holds -1"
+            ),
+        ):
+            contract(
+                **{"rows": "T", "final_row": "arange", "dtype": "uint8|uint16", name: "minus-one"}
+            )
 
     assert ("uint8", "int16") == contract(filler="minus-one", dtype="uint8|int16").dtypes
     assert 300 == contract(dtype="uint8", num_experts=300).num_experts
@@ -89,8 +103,16 @@ def test_columns_of_the_layer_axis() -> None:
     dense_first = contract(num_layers=4, moe_layers=(1, 3))
     compressed = contract(num_layers=4, moe_layers=(1, 3), layer_axis="moe")
 
-    assert (4, (1, 3), 3) == (dense_first.route_layers, dense_first.moe_columns, dense_first.layer_of_column(3))
-    assert (2, (0, 1), 3) == (compressed.route_layers, compressed.moe_columns, compressed.layer_of_column(1))
+    assert (4, (1, 3), 3) == (
+        dense_first.route_layers,
+        dense_first.moe_columns,
+        dense_first.layer_of_column(3),
+    )
+    assert (2, (0, 1), 3) == (
+        compressed.route_layers,
+        compressed.moe_columns,
+        compressed.layer_of_column(1),
+    )
     assert LayerAxis.MOE is compressed.layer_axis
 
 

@@ -15,7 +15,9 @@ from tests.support.subjects import Correct
 
 
 def test_a_file_is_replaced_whole_and_nothing_else_is_left(tmp_path: Path) -> None:
-    """The old content gives way to the new, missing folders are made, and no temporary file stays behind."""
+    """The old content gives way to the new, missing folders are made, and no temporary file stays
+    behind.
+    """
     path = tmp_path / "deep" / "report.json"
     write_atomically(path, "old")
     write_atomically(path, "new ü\n")
@@ -36,7 +38,9 @@ def test_an_impossible_place_is_a_usage_error_that_names_it(tmp_path: Path) -> N
     """Where the folder is a file, the error says which path cannot be written and what to do."""
     (tmp_path / "file").touch()
 
-    with pytest.raises(UsageError, match=r"Cannot write .*file/out\.json: .*Choose a file in a folder"):
+    with pytest.raises(
+        UsageError, match=r"Cannot write .*file/out\.json: .*Choose a file in a folder"
+    ):
         write_atomically(tmp_path / "file" / "out.json", "")
 
 
@@ -50,7 +54,9 @@ def test_a_link_stays_a_link(tmp_path: Path) -> None:
 
 
 def test_a_pipe_is_written_to_and_not_replaced(tmp_path: Path) -> None:
-    """A pipe or a device is no file to be replaced: as root, ``--json /dev/null`` would put a file in the place of the device."""
+    """A pipe or a device is no file to be replaced: as root, ``--json /dev/null`` would put a file
+    in the place of the device.
+    """
     pipe = tmp_path / "pipe"
     os.mkfifo(pipe)
     read: list[str] = []
@@ -62,13 +68,20 @@ def test_a_pipe_is_written_to_and_not_replaced(tmp_path: Path) -> None:
 
     assert ["text"] == read
     assert pipe.is_fifo()
-    with pytest.raises(TraceError, match="pipe is a device or a pipe, and a trace would replace it by a file: name another place"):
+    with pytest.raises(
+        TraceError,
+        match=(
+            "pipe is a device or a pipe, and a trace would replace it by a file: name another place"
+        ),
+    ):
         dump_trace(run_case(Correct, CLEAN), pipe)
     assert pipe.is_fifo()
 
 
 def test_places_are_tried_without_a_trace(tmp_path: Path) -> None:
-    """Trying a place leaves nothing there, and tells a folder, a file in the way, a loop of links and too long a name."""
+    """Trying a place leaves nothing there, and tells a folder, a file in the way, a loop of links
+    and too long a name.
+    """
     (tmp_path / "file").touch()
     (tmp_path / "loop").symlink_to(tmp_path / "loop")
     check_target(tmp_path / "new" / "deep" / "report.json")
@@ -83,12 +96,22 @@ def test_places_are_tried_without_a_trace(tmp_path: Path) -> None:
     ):
         with pytest.raises(UsageError, match=f"Cannot write .*: .*{why}"):
             check_target(path)
-    with pytest.raises(UsageError, match=r"Cannot write into .*file/deep: .*Not a directory.* Choose a folder that you may write to"):
+    with pytest.raises(
+        UsageError,
+        match=(
+            r"Cannot write into .*file/deep: .*Not a directory.* Choose a folder that you may"
+            r" write to"
+        ),
+    ):
         check_folder(tmp_path / "file" / "deep")
 
 
-def test_what_cannot_be_written_is_kept_elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A report whose place broke meanwhile is kept in the folder for temporary files, and where is told."""
+def test_what_cannot_be_written_is_kept_elsewhere(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A report whose place broke meanwhile is kept in the folder for temporary files, and where is
+    told.
+    """
     (tmp_path / "spare").mkdir()
     (tmp_path / "file").touch()
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path / "spare"))

@@ -11,13 +11,23 @@ from rollproof.errors import SubjectError
 
 def test_unknown_versions_cover_what_no_span_does() -> None:
     """Tokens outside all spans are unknown, and spans may reach beyond the tokens."""
-    assert [None, 1, 1, None, 2] == spread([Span(start=1, end=3, version=1), Span(start=4, end=9, version=2)], 5)
+    assert [None, 1, 1, None, 2] == spread(
+        [Span(start=1, end=3, version=1), Span(start=4, end=9, version=2)], 5
+    )
 
 
-@pytest.mark.parametrize(("max_tokens", "limit", "budget"), [(None, None, None), (4, None, 4), (None, 6, 6), (9, 6, 6), (4, 6, 4)])
-def test_the_tighter_bound_is_the_budget(max_tokens: int | None, limit: int | None, budget: int | None) -> None:
+@pytest.mark.parametrize(
+    ("max_tokens", "limit", "budget"),
+    [(None, None, None), (4, None, 4), (None, 6, 6), (9, 6, 6), (4, 6, 4)],
+)
+def test_the_tighter_bound_is_the_budget(
+    max_tokens: int | None, limit: int | None, budget: int | None
+) -> None:
     """The stated budget and the configured limit both hold."""
-    assert budget == Request(request_id="r", prompt_ids=(1,), max_tokens=max_tokens, limit=limit).budget
+    assert (
+        budget
+        == Request(request_id="r", prompt_ids=(1,), max_tokens=max_tokens, limit=limit).budget
+    )
 
 
 def test_tokens_from_lists_arrays_and_tuples() -> None:

@@ -1,4 +1,6 @@
-"""Spy: rows are told by tokens or places, gradients by sketches, and failures are raised where a step says."""
+"""Spy: rows are told by tokens or places, gradients by sketches, and failures are raised where a
+step says.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,13 @@ from rollproof.fakes.trainers.replay_trainer import ReplayTrainer
 from rollproof.replay.replay_samples import make_samples
 
 SAMPLES = make_samples(ReplayTrainer.contract, 0)
-STEP = Step(episode="e", name="s", action=Action.NATIVE, purpose=Purpose.TRAIN, microbatches=(SAMPLES[:2], SAMPLES[2:]))
+STEP = Step(
+    episode="e",
+    name="s",
+    action=Action.NATIVE,
+    purpose=Purpose.TRAIN,
+    microbatches=(SAMPLES[:2], SAMPLES[2:]),
+)
 
 
 def test_tokens_tell_sample_and_position() -> None:
@@ -25,12 +33,17 @@ def test_tokens_tell_sample_and_position() -> None:
     samples, positions = identify([*tokens, 0, -1], SAMPLES)
 
     assert len(set(tokens)) == len(tokens)
-    assert [i for i, one in enumerate(SAMPLES) for _ in range(one.total)] + [-1, -1] == samples.tolist()
+    assert [i for i, one in enumerate(SAMPLES) for _ in range(one.total)] + [
+        -1,
+        -1,
+    ] == samples.tolist()
     assert [p for one in SAMPLES for p in range(one.total)] + [-1, -1] == positions.tolist()
 
 
 def test_a_routing_map_becomes_ids() -> None:
-    """Ids ascend; rows with fewer experts than top_k hold -1, and a row with more makes all as wide."""
+    """Ids ascend; rows with fewer experts than top_k hold -1, and a row with more makes all as
+    wide.
+    """
     assert [[1, 2], [0, -1]] == ids_of_map([[0, 1, 1], [1, 0, 0]], 2).tolist()
     assert [[0, 1, 2], [2, -1, -1]] == ids_of_map([[1, 1, 1], [0, 0, 1]], 2).tolist()
     assert (0, 2) == ids_of_map(np.zeros((0, 4)), 2).shape
@@ -47,9 +60,21 @@ def test_calls_are_told_with_phase_rank_and_microbatch() -> None:
     spy.routed(2, [[0, 1]], samples=[0], positions=[4])
 
     install, first, second, third = spy.events
-    assert isinstance(install, Install) and (2, 1, 3) == (install.layer, install.microbatch, install.rank)
-    assert isinstance(first, Routing) and (Phase.FORWARD, 3, 1) == (first.phase, first.rank, first.microbatch)
-    assert isinstance(second, Routing) and (Phase.RECOMPUTE, "mtp", 0) == (second.phase, second.model, second.microbatch)
+    assert isinstance(install, Install) and (2, 1, 3) == (
+        install.layer,
+        install.microbatch,
+        install.rank,
+    )
+    assert isinstance(first, Routing) and (Phase.FORWARD, 3, 1) == (
+        first.phase,
+        first.rank,
+        first.microbatch,
+    )
+    assert isinstance(second, Routing) and (Phase.RECOMPUTE, "mtp", 0) == (
+        second.phase,
+        second.model,
+        second.microbatch,
+    )
     assert ([1], [0]) == (second.samples.tolist(), second.positions.tolist())
     assert isinstance(third, Routing) and Phase.FORWARD is third.phase
 
@@ -57,7 +82,9 @@ def test_calls_are_told_with_phase_rank_and_microbatch() -> None:
 def test_arrays_that_do_not_fit_are_refused() -> None:
     """A call is refused where its rows are not told, or are not as many as its experts."""
     spy = Spy(STEP)
-    with pytest.raises(SubjectError, match="needs the rows' tokens, or their samples and positions"):
+    with pytest.raises(
+        SubjectError, match="needs the rows' tokens, or their samples and positions"
+    ):
         spy.routed(0, [[0, 1]])
     with pytest.raises(SubjectError, match=r"given experts int64 \(1, 2\), samples int64 \(2,\)"):
         spy.routed(0, [[0, 1]], samples=[0, 1], positions=[0, 1])
@@ -66,13 +93,17 @@ def test_arrays_that_do_not_fit_are_refused() -> None:
 
 
 def test_a_failure_is_raised_in_the_call_that_the_step_names() -> None:
-    """Calls are counted from 0 in the phase that is named, and the call is recorded before it fails."""
+    """Calls are counted from 0 in the phase that is named, and the call is recorded before it
+    fails.
+    """
     spy = Spy(replace(STEP, fail_at=1, fail_in=Phase.RECOMPUTE))
     for _ in range(3):
         spy.routed(0, [[0, 1]], samples=[0], positions=[0])
     with spy.recomputing():
         spy.routed(0, [[0, 1]], samples=[0], positions=[0])
-        with pytest.raises(InjectedFailure, match="in router call 1 of the recompute pass of step 's'"):
+        with pytest.raises(
+            InjectedFailure, match="in router call 1 of the recompute pass of step 's'"
+        ):
             spy.routed(0, [[0, 1]], samples=[0], positions=[0])
     assert 5 == len(spy.events)
 
@@ -81,12 +112,16 @@ def test_the_first_product_of_a_sketch_is_the_slope_along_the_direction() -> Non
     """A gate's gradient and a nudge of its weight meet in one number."""
     gradient = np.random.default_rng(1).standard_normal((8, 6))
 
-    assert float((gradient * direction((8, 6))).sum()) == pytest.approx(float(sketch(gradient)[1]), rel=1e-12)
+    assert float((gradient * direction((8, 6))).sum()) == pytest.approx(
+        float(sketch(gradient)[1]), rel=1e-12
+    )
     assert float(np.linalg.norm(gradient)) == pytest.approx(float(sketch(gradient)[0]), rel=1e-12)
 
 
 def test_the_distance_of_sketches_estimates_the_distance_of_arrays() -> None:
-    """Over many pairs the estimate is right to a few per cent, and equal arrays have equal sketches."""
+    """Over many pairs the estimate is right to a few per cent, and equal arrays have equal
+    sketches.
+    """
     random = np.random.default_rng(2)
     true, told = [], []
     for _ in range(200):

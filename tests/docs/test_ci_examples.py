@@ -1,4 +1,6 @@
-"""The workflows of docs/ci are what they say: YAML that GitHub takes, with options that rollproof has."""
+"""The workflows of docs/ci are what they say: YAML that GitHub takes, with options that rollproof
+has.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +30,10 @@ def read(path: Path) -> Any:
     def mapping(loader: Any, node: Any) -> Any:
         keys = [loader.construct_object(key) for key, _ in node.value]
         assert len(keys) == len(set(keys)), f"a key is given twice: {keys}"
-        return {loader.construct_object(key): loader.construct_object(value, deep=True) for key, value in node.value}
+        return {
+            loader.construct_object(key): loader.construct_object(value, deep=True)
+            for key, value in node.value
+        }
 
     NoDuplicates.add_constructor(yaml.resolver.BaseResolver.DEFAULT_MAPPING_TAG, mapping)
     return yaml.load(path.read_text(encoding="utf-8"), NoDuplicates)
@@ -38,7 +43,9 @@ def read(path: Path) -> Any:
 def test_a_workflow_is_one(path: Path) -> None:
     """Known keys, bounded jobs, pinned actions, least permissions; each shell step is valid shell."""
     data = read(path)
-    assert {"name", True, "permissions", "jobs"} <= set(data)  # YAML 1.1 reads the key `on` as true, and GitHub does not
+    assert {"name", True, "permissions", "jobs"} <= set(
+        data
+    )  # YAML 1.1 reads the key `on` as true, and GitHub does not
     assert {"contents": "read"} == data["permissions"]
     for job in data["jobs"].values():
         assert set(job) <= JOB
@@ -48,7 +55,9 @@ def test_a_workflow_is_one(path: Path) -> None:
             assert set(step) <= STEP
             assert ("uses" in step) != ("run" in step)
             assert re.fullmatch(r"actions/[\w-]+@v\d+", step.get("uses", "actions/checkout@v4"))
-            assert "${{" not in step.get("run", ""), "an expression in a script is a way in: pass it through env"
+            assert "${{" not in step.get("run", ""), (
+                "an expression in a script is a way in: pass it through env"
+            )
             subprocess.run(["bash", "-n", "-c", step.get("run", "")], check=True)
 
 
@@ -58,8 +67,12 @@ def test_what_a_workflow_names_exists(path: Path) -> None:
     text = path.read_text(encoding="utf-8")
     known = {option.flag for option in OPTIONS}
     assert set(re.findall(r"--rollproof-[\w-]+", text)) <= known
-    assert all((ROOT / "gpu_suites" / name).is_file() for name in re.findall(r"\btest_\w+\.py", text))
-    sessions = re.findall(r"^def (\w+)\(session", (ROOT / "noxfile.py").read_text(encoding="utf-8"), re.MULTILINE)
+    assert all(
+        (ROOT / "gpu_suites" / name).is_file() for name in re.findall(r"\btest_\w+\.py", text)
+    )
+    sessions = re.findall(
+        r"^def (\w+)\(session", (ROOT / "noxfile.py").read_text(encoding="utf-8"), re.MULTILINE
+    )
     assert set(re.findall(r"nox -s (\w+)", text)) <= set(sessions)
     modules = re.findall(r"rollproof\.gpu_suites\.([\w.]+)", text)
     assert all((ROOT / "gpu_suites" / f"{name.replace('.', '/')}.py").is_file() for name in modules)
@@ -77,9 +90,22 @@ def test_the_gpu_workflow_runs_every_suite_and_requires_gpus() -> None:
 def test_failures_become_annotations(tmp_path: Path) -> None:
     """One line a failure, and an exit code."""
     bad = tmp_path / "junit.xml"
-    bad.write_text('<s><testcase classname="a" name="b[c]"><failure message="50 % lost&#10;more"/></testcase><testcase name="d"/></s>')
+    bad.write_text(
+        '<s><testcase classname="a" name="b[c]"><failure message="50 %'
+        ' lost&#10;more"/></testcase><testcase name="d"/></s>'
+    )
     good = tmp_path / "good.xml"
     good.write_text('<s><testcase classname="a" name="b"/></s>')
-    done = subprocess.run([sys.executable, str(CI / "annotate.py"), str(bad), str(good)], capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        [sys.executable, str(CI / "annotate.py"), str(bad), str(good)],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
     assert (1, "::error title=a.b[c]::50 %25 lost\n") == (done.returncode, done.stdout)
-    assert 0 == subprocess.run([sys.executable, str(CI / "annotate.py"), str(good)], check=False).returncode
+    assert (
+        0
+        == subprocess.run(
+            [sys.executable, str(CI / "annotate.py"), str(good)], check=False
+        ).returncode
+    )

@@ -14,12 +14,20 @@ def blocks(kind: str) -> list[str]:
     return [part.partition("```")[0] for part in text.split(f"```{kind}\n")[1:]]
 
 
-PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md", ROOT / "tests" / "README.md", *(ROOT / "docs").glob("*.md")]
+PAGES = [
+    ROOT / "README.md",
+    ROOT / "CONTRIBUTING.md",
+    ROOT / "CHANGELOG.md",
+    ROOT / "tests" / "README.md",
+    *(ROOT / "docs").glob("*.md"),
+]
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_every_block_of_a_page_is_closed(page: Path) -> None:
-    """No heading and no table is within a block: one that is left open turns the rest of its page inside out."""
+    """No heading and no table is within a block: one that is left open turns the rest of its page
+    inside out.
+    """
     within, swallowed = False, []
     for number, line in enumerate(page.read_text(encoding="utf-8").splitlines(), 1):
         if line.lstrip().startswith("```"):
@@ -40,7 +48,9 @@ def run_example(pytester: pytest.Pytester, *files: str) -> pytest.RunResult:
 
 def test_the_readme_shows_the_example_as_it_is() -> None:
     """The code of the README is the file of docs/example."""
-    assert (ROOT / "docs" / "example" / "test_my_stack.py").read_text(encoding="utf-8") == blocks("python")[0]
+    assert (ROOT / "docs" / "example" / "test_my_stack.py").read_text(encoding="utf-8") == blocks(
+        "python"
+    )[0]
 
 
 def test_the_readme_has_the_test_command_that_ci_runs() -> None:
@@ -52,19 +62,26 @@ def test_the_readme_has_the_test_command_that_ci_runs() -> None:
 
 
 def test_the_example_fails_as_the_readme_says(pytester: pytest.Pytester) -> None:
-    """Run as a user would, the example's fault is found with the finding that the README shows, and nothing else fails."""
+    """Run as a user would, the example's fault is found with the finding that the README shows, and
+    nothing else fails.
+    """
     result = run_example(pytester, "test_my_stack.py", "my_client.py")
     shown = blocks("console")[0].splitlines()
     finding = shown[: next(i for i, line in enumerate(shown) if "witness" in line)]
 
-    assert finding[1:] == result.outlines[(start := result.outlines.index(finding[1])) : start + len(finding) - 1]
+    assert (
+        finding[1:]
+        == result.outlines[(start := result.outlines.index(finding[1])) : start + len(finding) - 1]
+    )
     assert 1 == result.parseoutcomes()["failed"]
     assert next(line for line in shown if " checks: " in line) in result.outlines
     assert shown[-1].rpartition(" in ")[0] == result.outlines[-1].strip("= ").rpartition(" in ")[0]
 
 
 def test_the_tagged_example_is_green(pytester: pytest.Pytester) -> None:
-    """The example that appends only what is missing, and tags its samples, passes with both ways to show versions."""
+    """The example that appends only what is missing, and tags its samples, passes with both ways to
+    show versions.
+    """
     result = run_example(pytester, "test_my_tagged_stack.py", "my_tagged_client.py")
 
     assert pytest.ExitCode.OK == result.ret

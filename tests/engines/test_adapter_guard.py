@@ -1,4 +1,6 @@
-"""Adapters that raise, hang, or return what is no output: told in words of our own, and what was recorded is judged."""
+"""Adapters that raise, hang, or return what is no output: told in words of our own, and what was
+recorded is judged.
+"""
 
 from __future__ import annotations
 
@@ -44,7 +46,9 @@ async def _never() -> None:
 
 
 def _report(engine: type[FakeEngineSubject], *experiments: str) -> Report:
-    return run_engine_conformance(fake_target("vllm", make=lambda settings: engine(settings, "vllm")), experiments=experiments)
+    return run_engine_conformance(
+        fake_target("vllm", make=lambda settings: engine(settings, "vllm")), experiments=experiments
+    )
 
 
 def _told(report: Report) -> str:
@@ -64,7 +68,9 @@ _ASKED_IN = {
 
 @pytest.mark.parametrize("method", _ASKED_IN)
 def test_what_a_method_raises_is_a_finding(method: str) -> None:
-    """An error that is not of rollproof ends the experiment and neither the run nor, by ``SystemExit``, the program."""
+    """An error that is not of rollproof ends the experiment and neither the run nor, by
+    ``SystemExit``, the program.
+    """
     for error in ERRORS:
         told = _told(_report(_with(method, _raising(error)), "plain", _ASKED_IN[method]))
         assert f"{method}(" in told
@@ -75,7 +81,11 @@ def test_what_a_method_raises_is_a_finding(method: str) -> None:
 @pytest.mark.parametrize("method", [*_ASKED_IN, "stop"])
 def test_a_method_that_never_returns_is_a_finding(method: str) -> None:
     """Every wait has the target's deadline."""
-    told = _told(_report(_with(method, _never), "plain", *([_ASKED_IN[method]] if method in _ASKED_IN else [])))
+    told = _told(
+        _report(
+            _with(method, _never), "plain", *([_ASKED_IN[method]] if method in _ASKED_IN else [])
+        )
+    )
     assert f"{method}(" in told
     assert "did not return within" in told
 
@@ -89,7 +99,9 @@ def test_a_call_that_raises_is_refused() -> None:
 
 
 def test_an_engine_that_does_not_go_on_is_not_waited_for_without_end() -> None:
-    """After a resume that does nothing no token comes: neither a call nor a wait for its tokens hangs."""
+    """After a resume that does nothing no token comes: neither a call nor a wait for its tokens
+    hangs.
+    """
 
     async def nothing() -> None:
         return None
@@ -126,11 +138,20 @@ def _showing(change: Callable[[EngineOutput], Any]) -> type[FakeEngineSubject]:
     ("change", "text"),
     [
         (lambda _: None, "sequence of EngineOutput"),
-        (lambda output: replace(output, token_ids=None), "token_ids must be a sequence of integers"),
+        (
+            lambda output: replace(output, token_ids=None),
+            "token_ids must be a sequence of integers",
+        ),
         (lambda output: replace(output, token_ids=(-1,)), "must be 0 or more, not -1"),
-        (lambda output: replace(output, routes=output.routes[0]), r"integer array \(rows, layers, top_k\)"),
+        (
+            lambda output: replace(output, routes=output.routes[0]),
+            r"integer array \(rows, layers, top_k\)",
+        ),
         (lambda output: replace(output, routes=output.routes.astype(float)), "dtype float64"),
-        (lambda output: replace(output, logprobs=output.logprobs[:, None]), "logprobs must hold numbers"),
+        (
+            lambda output: replace(output, logprobs=output.logprobs[:, None]),
+            "logprobs must hold numbers",
+        ),
         (lambda output: replace(output, finish_reason="weird"), "choose among"),
         (lambda output: replace(output, routes_start=None), "routes_start must be a whole number"),
         (lambda output: replace(output, cached_tokens="3"), "cached_tokens must be a whole number"),
@@ -138,18 +159,25 @@ def _showing(change: Callable[[EngineOutput], Any]) -> type[FakeEngineSubject]:
     ],
 )
 def test_what_is_no_output_is_refused(change: Callable[[EngineOutput], Any], text: str) -> None:
-    """Checks count on the types of a record; a value that has another one is named, with what it should be."""
+    """Checks count on the types of a record; a value that has another one is named, with what it
+    should be.
+    """
     with pytest.raises(SubjectError, match=text):
         _report(_showing(change), "plain")
 
 
 def test_lists_and_plain_words_are_taken_for_what_they_say() -> None:
-    """A list of logprobs, an array of ids, a finish reason as text: nothing is blamed for the container."""
+    """A list of logprobs, an array of ids, a finish reason as text: nothing is blamed for the
+    container.
+    """
 
     def plain(output: EngineOutput) -> Any:
         assert output.logprobs is not None
         return replace(
-            output, token_ids=np.array(output.token_ids), logprobs=output.logprobs.tolist(), finish_reason=str(output.finish_reason)
+            output,
+            token_ids=np.array(output.token_ids),
+            logprobs=output.logprobs.tolist(),
+            finish_reason=str(output.finish_reason),
         )
 
     assert () == _report(_showing(plain), "plain", "resent", "streams").failed
@@ -167,7 +195,9 @@ def test_a_reply_too_many_is_seen() -> None:
 
 
 def test_a_target_that_cannot_be_driven_is_refused() -> None:
-    """No adapter, no terms, no second version of the weights: each is named, before or where it is needed."""
+    """No adapter, no terms, no second version of the weights: each is named, before or where it is
+    needed.
+    """
     with pytest.raises(SubjectError, match=r"object lacks .*generate"):
         run_engine_conformance(fake_target("vllm", make=lambda _: object()))  # type: ignore[arg-type,return-value]
 
@@ -180,14 +210,23 @@ def test_a_target_that_cannot_be_driven_is_refused() -> None:
         _report(_NoTerms, "plain")
     target = fake_target("vllm")
     with pytest.raises(SubjectError, match="two versions"):
-        run_engine_conformance(replace(target, checkpoints={name: {"A": one["A"]} for name, one in target.checkpoints.items()}))
+        run_engine_conformance(
+            replace(
+                target,
+                checkpoints={name: {"A": one["A"]} for name, one in target.checkpoints.items()},
+            )
+        )
 
 
 def test_an_engine_of_delta_streams_alone_is_not_blamed() -> None:
-    """Several samples of one call, too, are what their chunks make; one that never streams is not asked to."""
+    """Several samples of one call, too, are what their chunks make; one that never streams is not
+    asked to.
+    """
     for modes in ((StreamMode.DELTA,), ()):
         flavour = replace(FLAVOURS["vllm"], stream_modes=modes)
-        target = fake_target("vllm", make=lambda settings, flavour=flavour: FakeEngineSubject(settings, flavour))  # type: ignore[misc]
+        target = fake_target(
+            "vllm", make=lambda settings, flavour=flavour: FakeEngineSubject(settings, flavour)
+        )  # type: ignore[misc]
         report = run_engine_conformance(target, experiments=["samples", "streams"])
         (found,) = [result for result in report.results if result.id == "engine.stream"]
         assert found.verdict is (Verdict.PASS if modes else Verdict.NOT_APPLICABLE)

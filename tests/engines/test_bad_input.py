@@ -1,4 +1,6 @@
-"""Bad input of engine conformance: what is missing or wrong is told before an engine is started, in words of our own."""
+"""Bad input of engine conformance: what is missing or wrong is told before an engine is started, in
+words of our own.
+"""
 
 from __future__ import annotations
 
@@ -35,7 +37,9 @@ def config(tmp_path: Path) -> Callable[..., EngineSettings]:
 
 
 def test_a_dense_model_has_no_routes_to_ask_for(config: Callable[..., EngineSettings]) -> None:
-    """Routes of a model without experts are refused before anything starts; without routes its contract declares none."""
+    """Routes of a model without experts are refused before anything starts; without routes its
+    contract declares none.
+    """
     settings = config(num_hidden_layers=4)
     with pytest.raises(EngineStartError, match="has no experts, and routes are asked of it"):
         VllmEngine(settings)
@@ -49,7 +53,9 @@ def test_a_config_without_layers_is_not_guessed(config: Callable[..., EngineSett
         VllmEngine(config(num_experts=8, num_experts_per_tok=2))
 
 
-def test_which_layers_are_moe_is_read_as_the_families_write_it(config: Callable[..., EngineSettings]) -> None:
+def test_which_layers_are_moe_is_read_as_the_families_write_it(
+    config: Callable[..., EngineSettings],
+) -> None:
     """Dense first layers, listed dense layers and sparse steps; a nested text config counts."""
 
     def layers(**values: Any) -> tuple[int, ...]:
@@ -104,9 +110,16 @@ def test_options_of_the_adapter_are_checked(config: Callable[..., EngineSettings
         VllmEngine(EngineSettings(model=settings.model, extra={"load": "push"}))
     with pytest.raises(UsageError, match="no logprobs to compare"):
         VllmEngine(EngineSettings(model=settings.model, logprobs_mode="raw_logits"))
-    processed = VllmEngine(EngineSettings(model=settings.model, logprobs_mode="processed_logprobs")).contract
-    assert (Logprobs.RAW, Logprobs.PROCESSED) == (VllmEngine(settings).contract.logprobs, processed.logprobs)
-    options = engine_options(EngineSettings(model=settings.model, kv_tokens=256, extra={"load": "edit", "swap_space": 0}))
+    processed = VllmEngine(
+        EngineSettings(model=settings.model, logprobs_mode="processed_logprobs")
+    ).contract
+    assert (Logprobs.RAW, Logprobs.PROCESSED) == (
+        VllmEngine(settings).contract.logprobs,
+        processed.logprobs,
+    )
+    options = engine_options(
+        EngineSettings(model=settings.model, kv_tokens=256, extra={"load": "edit", "swap_space": 0})
+    )
     assert {"num_gpu_blocks_override": 9, "swap_space": 0} == {
         name: options["engine"].get(name) for name in ("num_gpu_blocks_override", "swap_space")
     }
@@ -115,7 +128,13 @@ def test_options_of_the_adapter_are_checked(config: Callable[..., EngineSettings
 
 def test_a_reply_of_no_known_end_is_refused() -> None:
     """A finish reason that nobody declared is not taken for one that is."""
-    part = {"token_ids": [1], "logprobs": [None], "routes": None, "reason": "repetition", "spans": None}
+    part = {
+        "token_ids": [1],
+        "logprobs": [None],
+        "routes": None,
+        "reason": "repetition",
+        "spans": None,
+    }
     with pytest.raises(SubjectError, match="'repetition'"):
         output_of(part, 0, 0)
     output = output_of({**part, "reason": "length"}, 0, 0)

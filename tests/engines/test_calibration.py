@@ -19,16 +19,26 @@ def _run(flavour: str, seed: int = 0) -> list[Trace]:
 
 
 def test_facts_are_free_of_chance() -> None:
-    """Two runs with other prompts, tokens and moments of aborts show the same facts in every experiment."""
+    """Two runs with other prompts, tokens and moments of aborts show the same facts in every
+    experiment.
+    """
     for flavour in ("vllm", "sglang"):
         assert {} == differences(_run(flavour, 1), _run(flavour, 2))
 
 
 def test_other_conventions_are_other_facts() -> None:
-    """The two engines part in dtype, in what an abort in the queue shows and in who gets routes; each fact names its run."""
+    """The two engines part in dtype, in what an abort in the queue shows and in who gets routes;
+    each fact names its run.
+    """
     found = differences(_run("vllm"), _run("sglang"), names=("vllm", "sglang"))
-    assert "sglang only: a call that asked for routes and ended by length: rows are of int32" in found["plain"]
-    assert "vllm only: a call that asked for no routes and ended by length: rows are of uint8" in found["opt-in"]
+    assert (
+        "sglang only: a call that asked for routes and ended by length: rows are of int32"
+        in found["plain"]
+    )
+    assert (
+        "vllm only: a call that asked for no routes and ended by length: rows are of uint8"
+        in found["opt-in"]
+    )
     assert any("cached tokens are not told" in fact for fact in found["queued"])
 
 
@@ -38,19 +48,25 @@ class _Longer(FakeEngineSubject):
     async def generate(self, query: Query, watch: Watch) -> Sequence[EngineOutput]:
         outputs = await super().generate(query, watch)
         return [
-            replace(one, routes=one.routes.repeat([1] * (len(one.routes) - 1) + [2], axis=0))
-            if one.routes is not None and one.token_ids and one.finish_reason is FinishReason.ABORT
-            else one
+            (
+                replace(one, routes=one.routes.repeat([1] * (len(one.routes) - 1) + [2], axis=0))
+                if one.routes is not None
+                and one.token_ids
+                and one.finish_reason is FinishReason.ABORT
+                else one
+            )
             for one in outputs
         ]
 
 
 def test_a_fake_that_is_wrong_is_told() -> None:
     """One row too many after an abort is a fact that the correct engine does not show."""
-    wrong = run_experiments(fake_target("vllm", make=lambda settings: _Longer(settings, "vllm")), only=["resent"]).traces
+    wrong = run_experiments(
+        fake_target("vllm", make=lambda settings: _Longer(settings, "vllm")), only=["resent"]
+    ).traces
     right = run_experiments(fake_target("vllm"), only=["resent"]).traces
     assert (
-        "fake only: a call that asked for routes and aborted with tokens: +1 rows beside those that are due"
-        in (differences(wrong, right)["resent"])
+        "fake only: a call that asked for routes and aborted with tokens: +1 rows beside those that"
+        " are due" in (differences(wrong, right)["resent"])
     )
     assert facts(right[0]) == facts(right[0])

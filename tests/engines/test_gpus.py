@@ -11,7 +11,15 @@ import pytest
 from rollproof.engines.gpus import Gpu, GpuFindings, find_gpus
 from rollproof.errors import UsageError
 from rollproof.gpu_suites.report.hardware import PLACE, MemoryWatch, described
-from rollproof.gpu_suites.requirements import ENGINES, Installed, Need, free_gpus, installed, needs_of, unmet
+from rollproof.gpu_suites.requirements import (
+    ENGINES,
+    Installed,
+    Need,
+    free_gpus,
+    installed,
+    needs_of,
+    unmet,
+)
 from tests.support.fake_nvml import GIB, Card, fake_nvml
 
 STRANGER = 1  # init: a process that is certainly not ours
@@ -32,13 +40,22 @@ def mark(kind: str, /, *args: Any, **kwargs: Any) -> Any:
 
 
 def test_what_the_driver_tells(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Name, memory, capability, clocks, driver; a card that knows no MIG and no clocks is a card all the same."""
+    """Name, memory, capability, clocks, driver; a card that knows no MIG and no clocks is a card
+    all the same.
+    """
     seen = found(monkeypatch, Card(), Card(dumb=True))
 
     assert (None, "580.1", "13.2") == (seen.reason, seen.driver, seen.cuda)
     first, second = seen.gpus
-    assert (80 * GIB, 79 * GIB, (9, 0), False) == (first.memory, first.free, first.capability, first.mig)
-    assert {"sm": 1980, "memory": 2619, "sm at most": 1980, "memory at most": 2619} == dict(first.clocks)
+    assert (80 * GIB, 79 * GIB, (9, 0), False) == (
+        first.memory,
+        first.free,
+        first.capability,
+        first.mig,
+    )
+    assert {"sm": 1980, "memory": 2619, "sm at most": 1980, "memory at most": 2619} == dict(
+        first.clocks
+    )
     assert ((), False, None) == (second.clocks, second.mig, second.taken)
 
 
@@ -49,7 +66,9 @@ def test_what_the_driver_tells(monkeypatch: pytest.MonkeyPatch) -> None:
         ("nvmlDeviceGetName", r"no GPU: the NVIDIA driver refuses to describe its devices"),
     ],
 )
-def test_a_driver_that_does_not_answer(monkeypatch: pytest.MonkeyPatch, broken: str, reason: str) -> None:
+def test_a_driver_that_does_not_answer(
+    monkeypatch: pytest.MonkeyPatch, broken: str, reason: str
+) -> None:
     """The reason is one line; nothing is raised."""
     seen = found(monkeypatch, Card(), broken=broken)
     assert () == seen.gpus
@@ -63,7 +82,9 @@ def test_a_driver_that_does_not_answer(monkeypatch: pytest.MonkeyPatch, broken: 
     ("visible", "indexes"),
     [("1", [1]), ("2,0", [2, 0]), ("0,7,1", [0]), ("GPU-1abc", [1]), ("0,0", [0]), ("x", [])],
 )
-def test_visible_devices_are_obeyed_as_cuda_does(monkeypatch: pytest.MonkeyPatch, visible: str, indexes: list[int]) -> None:
+def test_visible_devices_are_obeyed_as_cuda_does(
+    monkeypatch: pytest.MonkeyPatch, visible: str, indexes: list[int]
+) -> None:
     """Order counts, and nothing behind a name that is no device."""
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
     seen = found(monkeypatch, Card(), Card(), Card())
@@ -71,8 +92,12 @@ def test_visible_devices_are_obeyed_as_cuda_does(monkeypatch: pytest.MonkeyPatch
     assert (seen.reason is None) == bool(indexes)
 
 
-def test_no_driver_library_and_no_device_file(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """Without nvidia-ml-py the device files decide; without those there is no GPU, and the reason says both."""
+def test_no_driver_library_and_no_device_file(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Without nvidia-ml-py the device files decide; without those there is no GPU, and the reason
+    says both.
+    """
     monkeypatch.setitem(sys.modules, "pynvml", None)
     assert "nvidia-ml-py is not installed" in str(find_gpus(tmp_path).reason)
     (tmp_path / "nvidia0").touch()
@@ -82,10 +107,17 @@ def test_no_driver_library_and_no_device_file(monkeypatch: pytest.MonkeyPatch, t
 
 def test_markers_say_what_is_needed() -> None:
     """The nearest marker of a name wins; engines add up."""
-    marks = [mark("gpus", 2), mark("gpus", 1), mark("memory", 20), mark("capability", 8.9), mark("engine", "vllm", ">=0.26"), mark("slow")]
-    assert Need(gpus=2, memory=20.0, capability=(8, 9), engines=(("vllm", ">=0.26"), ("megatron", ""))) == needs_of(
-        [*marks, mark("engine", name="megatron"), mark("engine", "vllm")]
-    )
+    marks = [
+        mark("gpus", 2),
+        mark("gpus", 1),
+        mark("memory", 20),
+        mark("capability", 8.9),
+        mark("engine", "vllm", ">=0.26"),
+        mark("slow"),
+    ]
+    assert Need(
+        gpus=2, memory=20.0, capability=(8, 9), engines=(("vllm", ">=0.26"), ("megatron", ""))
+    ) == needs_of([*marks, mark("engine", name="megatron"), mark("engine", "vllm")])
     assert Need() == needs_of([])
 
 
@@ -120,9 +152,17 @@ BUSY = Card(pids=[STRANGER], free=39 * GIB)
         ((Card(), Card()), Need(gpus=2, memory=70, capability=(9, 0)), None),
         ((), Need(), "no GPU: the NVIDIA driver lists no device"),
         ((Card(),), Need(gpus=2), "needs 2 free GPUs, and 1 of 1 are"),
-        ((BUSY,), Need(), "needs 1 free GPU, and 0 of 1 are: GPU 0 is busy (process 1, 41.0 GiB held)"),
+        (
+            (BUSY,),
+            Need(),
+            "needs 1 free GPU, and 0 of 1 are: GPU 0 is busy (process 1, 41.0 GiB held)",
+        ),
         ((BUSY, Card()), Need(), None),
-        ((Card(mig=1),), Need(), "needs 1 free GPU, and 0 of 1 are: GPU 0 is divided by MIG, and suites need whole ones"),
+        (
+            (Card(mig=1),),
+            Need(),
+            "needs 1 free GPU, and 0 of 1 are: GPU 0 is divided by MIG, and suites need whole ones",
+        ),
         ((Card(free=3 * GIB),), Need(memory=20), "needs 20 GiB free on a GPU, and GPU 0 has 3.0"),
         (
             (Card(capability=(7, 5), name="Tesla T4"),),
@@ -131,8 +171,12 @@ BUSY = Card(pids=[STRANGER], free=39 * GIB)
         ),
     ],
 )
-def test_why_a_host_cannot(monkeypatch: pytest.MonkeyPatch, cards: tuple[Card, ...], need: Need, reason: str | None) -> None:
-    """Too few cards, a busy one, MIG, too little memory, an old card: one line each, and none where the host can."""
+def test_why_a_host_cannot(
+    monkeypatch: pytest.MonkeyPatch, cards: tuple[Card, ...], need: Need, reason: str | None
+) -> None:
+    """Too few cards, a busy one, MIG, too little memory, an old card: one line each, and none where
+    the host can.
+    """
     assert reason == unmet(need, found(monkeypatch, *cards))
 
 
@@ -148,16 +192,29 @@ def test_processes_of_a_suite_make_no_card_busy_for_it(monkeypatch: pytest.Monke
         ("0.26.0", ">=0.26,<0.30", None),
         ("0.26.0", "", None),
         ("0.32.0", ">=0.26,<0.30", "needs vllm>=0.26,<0.30, and /venv/python has 0.32.0"),
-        (None, ">=0.26", "needs vllm>=0.26: it is not there; set ROLLPROOF_VLLM_PYTHON to an interpreter that has it"),
+        (
+            None,
+            ">=0.26",
+            (
+                "needs vllm>=0.26: it is not there; set ROLLPROOF_VLLM_PYTHON to an interpreter"
+                " that has it"
+            ),
+        ),
     ],
 )
-def test_an_engine_that_is_missing_or_another(monkeypatch: pytest.MonkeyPatch, version: str | None, spec: str, reason: str | None) -> None:
+def test_an_engine_that_is_missing_or_another(
+    monkeypatch: pytest.MonkeyPatch, version: str | None, spec: str, reason: str | None
+) -> None:
     """The engine's version is held against the specifier."""
     told = Installed(version=version, python="/venv/python", reason="it is not there")
-    assert reason == unmet(Need(engines=(("vllm", spec),)), found(monkeypatch, Card()), lambda name: told)
+    assert reason == unmet(
+        Need(engines=(("vllm", spec),)), found(monkeypatch, Card()), lambda name: told
+    )
 
 
-def test_an_interpreter_is_asked_for_the_version_of_its_engine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_an_interpreter_is_asked_for_the_version_of_its_engine(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     """One that does not run, or lacks the engine, is told as such."""
     installed.cache_clear()
     try:
@@ -188,7 +245,9 @@ def test_memory_that_comes_back_late_is_waited_for(monkeypatch: pytest.MonkeyPat
 
 
 def test_the_machine_in_a_report(monkeypatch: pytest.MonkeyPatch) -> None:
-    """GPUs, driver, versions and the variables that matter are told; others, secrets, and where the machine keeps its files are not."""
+    """GPUs, driver, versions and the variables that matter are told; others, secrets, and where the
+    machine keeps its files are not.
+    """
     monkeypatch.setenv("VLLM_USE_FLASHINFER_SAMPLER", "0")
     monkeypatch.setenv("VLLM_API_KEY", "secret")
     monkeypatch.setenv("HOME_OF_SOMEBODY", "x")

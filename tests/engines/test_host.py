@@ -1,4 +1,6 @@
-"""A program that holds an engine: what it answers, how its end is told, and that nothing of it is left."""
+"""A program that holds an engine: what it answers, how its end is told, and that nothing of it is
+left.
+"""
 
 from __future__ import annotations
 
@@ -18,14 +20,22 @@ import pytest
 from rollproof.engines.host.host_client import EngineProcess, _spawn
 from rollproof.errors import EngineDied, EngineHung, EngineRefused, EngineStartError
 
-pytestmark = pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="processes of a session are found in /proc, which is Linux's")
+pytestmark = pytest.mark.skipif(
+    not Path("/proc/self/stat").exists(),
+    reason="processes of a session are found in /proc, which is Linux's",
+)
 
 ROOT = Path(__file__).parents[2]
 
 
 async def started(start: str = "", deadline: float = 30.0, **options: Any) -> EngineProcess:
     return await EngineProcess.start(
-        "tests.support.echo_host", {"start": start}, name="echo", environment={"PYTHONPATH": str(ROOT)}, deadline=deadline, **options
+        "tests.support.echo_host",
+        {"start": start},
+        name="echo",
+        environment={"PYTHONPATH": str(ROOT)},
+        deadline=deadline,
+        **options,
     )
 
 
@@ -59,7 +69,9 @@ def gone(pid: int, seconds: float = 10.0) -> bool:
 
 
 def test_answers() -> None:
-    """A call gives the host's answer, a stream all of its answers in order, and calls run side by side."""
+    """A call gives the host's answer, a stream all of its answers in order, and calls run side by
+    side.
+    """
 
     async def work(host: EngineProcess) -> None:
         hanging = asyncio.ensure_future(host.call("hang"))
@@ -74,7 +86,9 @@ def test_refusal() -> None:
     """What the host raises reaches the caller, with the name of its class; the host goes on."""
 
     async def work(host: EngineProcess) -> None:
-        with pytest.raises(EngineRefused, match=r"^echo refused 'refuse': 'unknown handle'$") as caught:
+        with pytest.raises(
+            EngineRefused, match=r"^echo refused 'refuse': 'unknown handle'$"
+        ) as caught:
             await host.call("refuse")
         assert caught.value.kind == "KeyError"
         assert await host.call("echo", text="still here") == "still here"
@@ -83,10 +97,14 @@ def test_refusal() -> None:
 
 
 def test_death_is_told_with_the_log() -> None:
-    """A call on a host that dies raises, with how it died and the end of its log; so does every later call."""
+    """A call on a host that dies raises, with how it died and the end of its log; so does every
+    later call.
+    """
 
     async def work(host: EngineProcess) -> None:
-        with pytest.raises(EngineDied, match=r"killed by SIGKILL(.|\n)*the scheduler hit an exception"):
+        with pytest.raises(
+            EngineDied, match=r"killed by SIGKILL(.|\n)*the scheduler hit an exception"
+        ):
             await host.call("die")
         with pytest.raises(EngineDied, match="echo is gone"):
             await host.call("echo", text="anybody?")
@@ -95,10 +113,15 @@ def test_death_is_told_with_the_log() -> None:
 
 
 def test_hang_is_told() -> None:
-    """A call that is not answered within its deadline raises, and says what was asked and that the process still runs."""
+    """A call that is not answered within its deadline raises, and says what was asked and that the
+    process still runs.
+    """
 
     async def work(host: EngineProcess) -> None:
-        message = rf"did not answer 'hang' within 0.2 s; process {host.pid} still runs(.|\n)*loading the weights"
+        message = (
+            rf"did not answer 'hang' within 0.2 s; process {host.pid} still runs(.|\n)*loading the"
+            r" weights"
+        )
         with pytest.raises(EngineHung, match=message):
             await host.call("hang", deadline=0.2)
 
@@ -116,8 +139,12 @@ def test_hang_is_told() -> None:
         ("full", r"No space left on device(.|\n)*df -h /dev/shm"),
     ],
 )
-def test_failed_starts(start: str, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A start that dies, is refused, hangs or exhausts a resource raises with the reason and what to do, and leaves no folder."""
+def test_failed_starts(
+    start: str, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A start that dies, is refused, hangs or exhausts a resource raises with the reason and what
+    to do, and leaves no folder.
+    """
     monkeypatch.setenv("TMPDIR", str(tmp_path))
     monkeypatch.setattr("tempfile.tempdir", None)
     with pytest.raises(EngineStartError, match=message):
@@ -129,12 +156,16 @@ def test_no_temporary_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     """A folder of temporary files that cannot be written to is told before anything runs."""
     (tmp_path / "file").touch()
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path / "file"))
-    with pytest.raises(EngineStartError, match="echo cannot be started: no temporary folder can be made"):
+    with pytest.raises(
+        EngineStartError, match="echo cannot be started: no temporary folder can be made"
+    ):
         asyncio.run(started())
 
 
 def test_shared_memory_that_nobody_has_any_more() -> None:
-    """What a child made that died before anybody saw it is named after the engine, and goes with the failed start; others' stays."""
+    """What a child made that died before anybody saw it is named after the engine, and goes with
+    the failed start; others' stays.
+    """
     folder = Path("/dev/shm")  # noqa: S108 - where Linux keeps shared memory
     (folder / "echo_of_before").touch()
     try:
@@ -147,7 +178,9 @@ def test_shared_memory_that_nobody_has_any_more() -> None:
 
 def test_no_interpreter() -> None:
     """An interpreter that does not exist is named."""
-    with pytest.raises(EngineStartError, match=r"echo cannot be started: '/nowhere/python' does not run"):
+    with pytest.raises(
+        EngineStartError, match=r"echo cannot be started: '/nowhere/python' does not run"
+    ):
         asyncio.run(started(python="/nowhere/python"))
 
 
@@ -160,12 +193,18 @@ def test_progress_is_told() -> None:
 
 
 def test_nothing_is_left() -> None:
-    """Stopping a host ends the processes that it started and removes its shared memory and its folder; stopping twice is stopping once."""
+    """Stopping a host ends the processes that it started and removes its shared memory and its
+    folder; stopping twice is stopping once.
+    """
     seen: dict[str, Any] = {}
 
     async def work(host: EngineProcess) -> None:
-        seen.update(child=await host.call("child"), shared=await host.call("share"), folder=host.folder)
-        assert alive(seen["child"]) and os.access(seen["shared"], os.R_OK) and seen["folder"].exists()
+        seen.update(
+            child=await host.call("child"), shared=await host.call("share"), folder=host.folder
+        )
+        assert (
+            alive(seen["child"]) and os.access(seen["shared"], os.R_OK) and seen["folder"].exists()
+        )
 
     host = on_host(work)
     asyncio.run(host.stop())
@@ -175,7 +214,9 @@ def test_nothing_is_left() -> None:
 
 @pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
 def test_nothing_is_left_when_the_caller_ends(how: signal.Signals, tmp_path: Path) -> None:
-    """Ctrl-C, a termination and a kill of the caller end the host and what it started, and remove its folder."""
+    """Ctrl-C, a termination and a kill of the caller end the host and what it started, and remove
+    its folder.
+    """
     program = textwrap.dedent("""
         import asyncio, signal
         from tests.engines.test_host import started
@@ -194,7 +235,11 @@ def test_nothing_is_left_when_the_caller_ends(how: signal.Signals, tmp_path: Pat
     """)
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "TMPDIR": str(tmp_path)}
     with subprocess.Popen(
-        [sys.executable, "-c", program], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, env=environment, text=True
+        [sys.executable, "-c", program],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        env=environment,
+        text=True,
     ) as caller:
         assert caller.stdout is not None
         host, child = map(int, caller.stdout.readline().split())
@@ -208,16 +253,29 @@ def test_nothing_is_left_when_the_caller_ends(how: signal.Signals, tmp_path: Pat
 
 
 @pytest.mark.parametrize("how", [signal.SIGTERM, signal.SIGKILL])
-def test_nothing_is_left_when_the_caller_ends_during_a_start(how: signal.Signals, tmp_path: Path) -> None:
-    """A host whose engine is still loading, and which reads nothing yet, ends with its caller all the same."""
-    program = "import asyncio\nfrom tests.engines.test_host import started\nasyncio.run(started('hang', 600.0))"
+def test_nothing_is_left_when_the_caller_ends_during_a_start(
+    how: signal.Signals, tmp_path: Path
+) -> None:
+    """A host whose engine is still loading, and which reads nothing yet, ends with its caller all
+    the same.
+    """
+    program = (
+        "import asyncio\nfrom tests.engines.test_host import started\nasyncio.run(started('hang',"
+        " 600.0))"
+    )
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "TMPDIR": str(tmp_path)}
-    with subprocess.Popen([sys.executable, "-c", program], stderr=subprocess.DEVNULL, env=environment) as caller:
+    with subprocess.Popen(
+        [sys.executable, "-c", program], stderr=subprocess.DEVNULL, env=environment
+    ) as caller:
         end = time.monotonic() + 60
         while not any("loading" in log.read_text() for log in tmp_path.glob("*/log")):
             assert time.monotonic() < end, "the host did not come up"
             time.sleep(0.05)
-        hosts = [int(pid) for task in Path(f"/proc/{caller.pid}/task").iterdir() for pid in (task / "children").read_text().split()]
+        hosts = [
+            int(pid)
+            for task in Path(f"/proc/{caller.pid}/task").iterdir()
+            for pid in (task / "children").read_text().split()
+        ]
         caller.send_signal(how)
         caller.wait(30)
     assert hosts
@@ -225,11 +283,18 @@ def test_nothing_is_left_when_the_caller_ends_during_a_start(how: signal.Signals
     assert [] == list(tmp_path.iterdir())
 
 
-@pytest.mark.parametrize("said", [b"", b'{"start": ', b'{"start": "hang"}\n', b'{"start": "refuse"}\n', b'{"start": ""}\n'])
+@pytest.mark.parametrize(
+    "said",
+    [b"", b'{"start": ', b'{"start": "hang"}\n', b'{"start": "refuse"}\n', b'{"start": ""}\n'],
+)
 def test_the_end_of_the_line_is_the_end_of_the_caller(said: bytes, tmp_path: Path) -> None:
-    """A caller whose line has ended while it still is the parent, as for a moment in every death, leaves nothing, however far it came."""
+    """A caller whose line has ended while it still is the parent, as for a moment in every death,
+    leaves nothing, however far it came.
+    """
     (tmp_path / "tmp").mkdir()
-    process, line = _spawn([sys.executable, "-m", "tests.support.echo_host"], tmp_path, {"PYTHONPATH": str(ROOT)})
+    process, line = _spawn(
+        [sys.executable, "-m", "tests.support.echo_host"], tmp_path, {"PYTHONPATH": str(ROOT)}
+    )
     with process, line:
         line.sendall(said)
         line.close()

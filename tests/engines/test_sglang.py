@@ -1,4 +1,5 @@
-"""The real SGLang on a CPU, judged by the conformance suite; the fake is held to it. Takes minutes: `nox -s engines` runs it.
+"""The real SGLang on a CPU, judged by the conformance suite; the fake is held to it. Takes minutes:
+`nox -s engines` runs it.
 
 One engine process per setting of the run, and one run per session.
 """
@@ -15,7 +16,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-pytest.importorskip("sglang", reason="SGLang is not installed here (`nox -s engines` installs it)", exc_type=ImportError)
+pytest.importorskip(
+    "sglang",
+    reason="SGLang is not installed here (`nox -s engines` installs it)",
+    exc_type=ImportError,
+)
 
 from rollproof.core.contract import Logprobs
 from rollproof.core.engine_contract import PauseMode, StreamMode
@@ -39,8 +44,14 @@ from tests.support.leftovers import leftovers
 from tests.support.shown import shown
 
 EXPECTED = {
-    "engine.paused-calls": "SGLang 0.5.21 forgets the abort of a call that waits for the end of a pause (docs/track-record.md)",
-    "stitch.logprobs-length": "SGLang 0.5.21 returns a logprob beside no token to a call without a budget (docs/track-record.md)",
+    "engine.paused-calls": (
+        "SGLang 0.5.21 forgets the abort of a call that waits for the end of a pause"
+        " (docs/track-record.md)"
+    ),
+    "stitch.logprobs-length": (
+        "SGLang 0.5.21 returns a logprob beside no token to a call without a budget"
+        " (docs/track-record.md)"
+    ),
 }
 FAULTY = {"parked", "refusals"}
 """The experiments in which they show."""
@@ -54,7 +65,12 @@ def run(tmp_path_factory: pytest.TempPathFactory, pytestconfig: pytest.Config) -
     """Every experiment on the real engine, once; nothing of it is left."""
     before = leftovers("sglang")
     tell = shown(pytestconfig)
-    done = run_experiments(engine_target("sglang", model=None, folder=tmp_path_factory.mktemp("models"), progress=tell), progress=tell)
+    done = run_experiments(
+        engine_target(
+            "sglang", model=None, folder=tmp_path_factory.mktemp("models"), progress=tell
+        ),
+        progress=tell,
+    )
     assert set() == leftovers("sglang") - before
     return done
 
@@ -66,16 +82,26 @@ def report(run: EngineRun) -> Report:
 
 
 def test_every_check_passes_but_for_what_is_known(report: Report) -> None:
-    """Rows, logprobs, versions and replies are as declared and as an independent forward has them; what fails is on record."""
-    assert {} == {result.id: [finding.observed for finding in result.findings] for result in report.failed}
-    assert set(EXPECTED) == {result.id for result in report.results if result.verdict is Verdict.FAIL}
-    assert [] == [(result.id, result.reason) for result in report.results if result.verdict is Verdict.UNKNOWN]
+    """Rows, logprobs, versions and replies are as declared and as an independent forward has them;
+    what fails is on record.
+    """
+    assert {} == {
+        result.id: [finding.observed for finding in result.findings] for result in report.failed
+    }
+    assert set(EXPECTED) == {
+        result.id for result in report.results if result.verdict is Verdict.FAIL
+    }
+    assert [] == [
+        (result.id, result.reason) for result in report.results if result.verdict is Verdict.UNKNOWN
+    ]
     assert report.canary is not None
     assert report.canary.red
 
 
 def test_what_the_run_is_for_came_about(report: Report) -> None:
-    """Calls were retracted, prefixes cached, calls aborted before and after their first token, weights changed under running calls."""
+    """Calls were retracted, prefixes cached, calls aborted before and after their first token,
+    weights changed under running calls.
+    """
     assert () == report.notes
     exercised = {result.id: result.exercised for result in report.results}
     assert exercised["engine.routes"]["rows of cached tokens"] > 100
@@ -84,7 +110,9 @@ def test_what_the_run_is_for_came_about(report: Report) -> None:
 
 
 def test_the_fake_does_what_the_real_engine_does(run: EngineRun) -> None:
-    """In every experiment the fake shows the facts that the real engine shows, but for those where the real engine is at fault."""
+    """In every experiment the fake shows the facts that the real engine shows, but for those where
+    the real engine is at fault.
+    """
     crowded = replace(incremental(FLAVOURS["sglang"]), logprobs=Logprobs.RAW)
 
     def fake(settings: EngineSettings) -> FakeEngineSubject:
@@ -95,10 +123,19 @@ def test_the_fake_does_what_the_real_engine_does(run: EngineRun) -> None:
 
 
 def test_the_gap_in_float32_is_rounding(run: EngineRun) -> None:
-    """Under one version, no logprob is 1e-4 from that of the independent forward at the call's temperature."""
+    """Under one version, no logprob is 1e-4 from that of the independent forward at the call's
+    temperature.
+    """
     gaps = []
     for trace in run.traces:
-        if trace.header.profile not in ("plain", "cached", "temperature", "resent", "resumed", "crowded"):
+        if trace.header.profile not in (
+            "plain",
+            "cached",
+            "temperature",
+            "resent",
+            "resumed",
+            "crowded",
+        ):
             continue
         calls = {event.call_id: event for event in trace.events if isinstance(event, Call)}
         replies = {event.call_id: event for event in trace.events if isinstance(event, Reply)}
@@ -106,7 +143,12 @@ def test_the_gap_in_float32_is_rounding(run: EngineRun) -> None:
             if isinstance(event, Reference):
                 output = replies[event.call_id].output
                 if output.logprobs is not None and len(output.logprobs):
-                    gaps.append(np.abs(output.logprobs - _declared(trace, event)[len(calls[event.call_id].prompt_ids) :]))
+                    gaps.append(
+                        np.abs(
+                            output.logprobs
+                            - _declared(trace, event)[len(calls[event.call_id].prompt_ids) :]
+                        )
+                    )
     together = np.concatenate(gaps)
     assert len(together) > 200
     assert float(together.max()) < 1e-4
@@ -121,11 +163,17 @@ class Forgetful(SglangEngine):
 
 def _declared(trace: Trace, reference: Reference) -> LogprobArray:
     """The reference's logprobs in the mode of the setting that recorded the trace."""
-    return reference.logprobs if trace.header.contract.logprobs is Logprobs.RAW else reference.scaled
+    return (
+        reference.logprobs if trace.header.contract.logprobs is Logprobs.RAW else reference.scaled
+    )
 
 
-def on_engine(folder: Path, work: Callable[[SglangEngine, Mapping[str, Path]], Awaitable[None]]) -> None:
-    """Do ``work`` on an engine of its own, with the checkpoints that it can have by their versions. Nothing is left."""
+def on_engine(
+    folder: Path, work: Callable[[SglangEngine, Mapping[str, Path]], Awaitable[None]]
+) -> None:
+    """Do ``work`` on an engine of its own, with the checkpoints that it can have by their versions.
+    Nothing is left.
+    """
     before = leftovers("sglang")
     checkpoints = dict(zip("AB", make_pair(folder, "qwen3_moe"), strict=True))
 
@@ -141,20 +189,29 @@ def on_engine(folder: Path, work: Callable[[SglangEngine, Mapping[str, Path]], A
     assert set() == leftovers("sglang") - before
 
 
-async def answer(engine: SglangEngine, handle: str, tokens: int, seen: asyncio.Event | None = None) -> EngineOutput:
+async def answer(
+    engine: SglangEngine, handle: str, tokens: int, seen: asyncio.Event | None = None
+) -> EngineOutput:
     """One call of ten tokens of prompt; ``seen`` is set with its third token."""
 
     def watch(piece: object) -> None:
         if seen is not None and getattr(piece, "sampled", 0) >= 3:
             seen.set()
 
-    query = Query(handle=handle, prompt_ids=tuple(range(5, 15)), max_tokens=tokens, stream=StreamMode.CUMULATIVE)
+    query = Query(
+        handle=handle,
+        prompt_ids=tuple(range(5, 15)),
+        max_tokens=tokens,
+        stream=StreamMode.CUMULATIVE,
+    )
     (output,) = await engine.generate(query, watch)
     return output
 
 
 async def stale_cache(engine: SglangEngine, checkpoints: Mapping[str, Path]) -> set[str]:
-    """The checks that fail where a prefix of the old weights is served after an update that cleared the cache, as it says."""
+    """The checks that fail where a prefix of the old weights is served after an update that cleared
+    the cache, as it says.
+    """
     bench = Bench(engine, "stale", Serving(version="A", label="w0", checkpoints=checkpoints))
     prompt = bench.prompt(60)
     await bench.finish(bench.ask(prompt, 4))
@@ -165,8 +222,8 @@ async def stale_cache(engine: SglangEngine, checkpoints: Mapping[str, Path]) -> 
 
 
 def test_tensors_labels_refusals_and_the_death_of_a_child(tmp_path: Path) -> None:
-    """Weights come as tensors, too; a radix cache that survives them is caught; a pause that SGLang does not have is refused; a killed
-    scheduler is told with the log.
+    """Weights come as tensors, too; a radix cache that survives them is caught; a pause that SGLang
+    does not have is refused; a killed scheduler is told with the log.
     """
 
     async def work(engine: SglangEngine, checkpoints: Mapping[str, Path]) -> None:
@@ -179,13 +236,19 @@ def test_tensors_labels_refusals_and_the_death_of_a_child(tmp_path: Path) -> Non
         await engine.pause(PauseMode.IN_PLACE, clear_cache=False)
         with pytest.raises(EngineRefused, match="flush_cache failed"):
             await engine.clear_cache()
-        await engine.update_weights(WeightUpdate(path=checkpoints["A"], version="A", label="w2", clear_cache=False))
+        await engine.update_weights(
+            WeightUpdate(path=checkpoints["A"], version="A", label="w2", clear_cache=False)
+        )
         await engine.resume()
         assert ["w1", "w2"] == [span.version for span in (await call).spans]
-        with pytest.raises(UsageError, match=r"SGLang has no pause keep; it has \['abort', 'retract', 'in-place'\]"):
+        with pytest.raises(
+            UsageError, match=r"SGLang has no pause keep; it has \['abort', 'retract', 'in-place'\]"
+        ):
             await engine.pause(PauseMode.KEEP, clear_cache=True)
         with pytest.raises(EngineRefused, match="holds no safetensors"):
-            await engine.update_weights(WeightUpdate(path=tmp_path / "nowhere", version="C", label="w3"))
+            await engine.update_weights(
+                WeightUpdate(path=tmp_path / "nowhere", version="C", label="w3")
+            )
         assert FinishReason.LENGTH == (await answer(engine, "after", 3)).finish_reason
         scheduler = next(pid for pid in _children(engine.process.pid) if "scheduler" in _title(pid))
         os.kill(scheduler, signal.SIGKILL)
@@ -196,13 +259,17 @@ def test_tensors_labels_refusals_and_the_death_of_a_child(tmp_path: Path) -> Non
 
 
 def test_a_start_that_cannot_succeed(tmp_path: Path) -> None:
-    """A folder without a checkpoint, and an argument that SGLang does not have, are told at once; nothing is left."""
+    """A folder without a checkpoint, and an argument that SGLang does not have, are told at once;
+    nothing is left.
+    """
     before = leftovers("sglang")
     first, _ = make_pair(tmp_path, "qwen3_moe")
     with pytest.raises(EngineStartError, match="is no folder of a checkpoint"):
         SglangEngine(EngineSettings(model=tmp_path / "nowhere"))
     engine = SglangEngine(EngineSettings(model=first, extra={"no_such_argument": 1}))
-    with pytest.raises(EngineStartError, match=r"cannot be started: TypeError(.|\n)*no_such_argument"):
+    with pytest.raises(
+        EngineStartError, match=r"cannot be started: TypeError(.|\n)*no_such_argument"
+    ):
         asyncio.run(engine.start())
     assert set() == leftovers("sglang") - before
 

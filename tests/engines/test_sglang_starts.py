@@ -1,4 +1,6 @@
-"""Starts of the real SGLang that fail, hang or are broken off: each is told with its cause, and nothing of it is left."""
+"""Starts of the real SGLang that fail, hang or are broken off: each is told with its cause, and
+nothing of it is left.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,11 @@ from pathlib import Path
 
 import pytest
 
-pytest.importorskip("sglang", reason="SGLang is not installed here (`nox -s engines` installs it)", exc_type=ImportError)
+pytest.importorskip(
+    "sglang",
+    reason="SGLang is not installed here (`nox -s engines` installs it)",
+    exc_type=ImportError,
+)
 
 from rollproof.core.engine_protocol import EngineSettings, Query
 from rollproof.core.records import FinishReason, Scalar
@@ -47,15 +53,21 @@ async def _told(model: Path, extra: Mapping[str, Scalar]) -> str:
 
 
 def test_a_start_that_hangs_is_ended(model: Path) -> None:
-    """A start that takes longer than its deadline is ended, and the text says how long and what the log's end is."""
+    """A start that takes longer than its deadline is ended, and the text says how long and what the
+    log's end is.
+    """
     before = leftovers("sglang")
     told = asyncio.run(_told(model, {"deadline": 3.0}))
-    assert told.startswith("sglang was not ready after 3 s. Its start hangs, or needs longer. The end of its log:")
+    assert told.startswith(
+        "sglang was not ready after 3 s. Its start hangs, or needs longer. The end of its log:"
+    )
     assert set() == leftovers("sglang") - before
 
 
 def test_a_port_that_is_taken_and_weights_that_cannot_be_read(model: Path, tmp_path: Path) -> None:
-    """SGLang's processes die, and the caller reads the cause in the log's end, not only that they died."""
+    """SGLang's processes die, and the caller reads the cause in the log's end, not only that they
+    died.
+    """
     before = leftovers("sglang")
     broken = tmp_path / "broken"
     shutil.copytree(model, broken)
@@ -78,11 +90,26 @@ def test_a_port_that_is_taken_and_weights_that_cannot_be_read(model: Path, tmp_p
 
 
 def test_ctrl_c_leaves_nothing(model: Path) -> None:
-    """A run from the command line that is interrupted while SGLang's processes start ends with code 130 and leaves nothing."""
+    """A run from the command line that is interrupted while SGLang's processes start ends with code
+    130 and leaves nothing.
+    """
     before = leftovers("sglang")
-    command = [sys.executable, "-m", "rollproof", "verify", "--engine", "sglang", "--model", str(model)]
-    heed = partial(signal.signal, signal.SIGINT, signal.SIG_DFL)  # a runner in the background hands on an ignored SIGINT
-    run = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, preexec_fn=heed)
+    command = [
+        sys.executable,
+        "-m",
+        "rollproof",
+        "verify",
+        "--engine",
+        "sglang",
+        "--model",
+        str(model),
+    ]
+    heed = partial(
+        signal.signal, signal.SIGINT, signal.SIG_DFL
+    )  # a runner in the background hands on an ignored SIGINT
+    run = subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, preexec_fn=heed
+    )
     try:
         end = time.monotonic() + 240
         while not any("sglang::scheduler" in one for one in leftovers("sglang") - before):
@@ -97,13 +124,22 @@ def test_ctrl_c_leaves_nothing(model: Path) -> None:
     assert set() == leftovers("sglang") - before
 
 
-@pytest.mark.skipif(os.geteuid() != 0 or shutil.which("unshare") is None, reason="a full /dev/shm of one's own needs root and unshare")
+@pytest.mark.skipif(
+    os.geteuid() != 0 or shutil.which("unshare") is None,
+    reason="a full /dev/shm of one's own needs root and unshare",
+)
 def test_shared_memory_that_is_full(model: Path) -> None:
-    """With no shared memory to be had the engine serves, or its start fails with a text that says so: it does not hang."""
+    """With no shared memory to be had the engine serves, or its start fails with a text that says
+    so: it does not hang.
+    """
     script = (
-        f"import asyncio; from tests.engines.test_sglang_starts import without_memory; print(asyncio.run(without_memory({str(model)!r})))"
+        "import asyncio; from tests.engines.test_sglang_starts import without_memory;"
+        f" print(asyncio.run(without_memory({str(model)!r})))"
     )
-    fill = 'mount -t tmpfs -o size=4k tmpfs /dev/shm && { head -c 8192 /dev/zero > /dev/shm/full; exec "$0" -W ignore -c "$1"; }'
+    fill = (
+        "mount -t tmpfs -o size=4k tmpfs /dev/shm && { head -c 8192 /dev/zero > /dev/shm/full; exec"
+        ' "$0" -W ignore -c "$1"; }'
+    )
     before = leftovers("sglang")
     done = subprocess.run(
         ["unshare", "-m", "sh", "-c", fill, sys.executable, script],
@@ -124,7 +160,9 @@ async def without_memory(folder: str) -> str:
     engine = SglangEngine(EngineSettings(model=Path(folder)))
     try:
         await engine.start()
-        (output,) = await engine.generate(Query(handle="one-", prompt_ids=(5, 6, 7), max_tokens=3), lambda _: None)
+        (output,) = await engine.generate(
+            Query(handle="one-", prompt_ids=(5, 6, 7), max_tokens=3), lambda _: None
+        )
     except EngineStartError as error:
         return "told" if "df -h /dev/shm" in str(error) else str(error)
     finally:

@@ -33,7 +33,9 @@ from tests.support.managed import ABORT, MODEL, act, handed, ran
         (8, Options(rows=Rows.ALL, final_row=Filler.ARANGE), "uint8"),
     ],
 )
-def test_dtype_is_wide_enough_for_experts_and_filler(experts: int, options: Options, dtype: str) -> None:
+def test_dtype_is_wide_enough_for_experts_and_filler(
+    experts: int, options: Options, dtype: str
+) -> None:
     """Unsigned rows that get a -1 row are widened, never wrapped."""
     trace = ran(partial(AsSampled, options), ABORT(2), model=replace(MODEL, num_experts=experts))
     assert trace.header.contract.dtype == dtype
@@ -43,13 +45,18 @@ def test_dtype_is_wide_enough_for_experts_and_filler(experts: int, options: Opti
     assert routes.max() < experts
 
 
-@pytest.mark.parametrize(("flavour", "axis", "layers"), [("trtllm", LayerAxis.ALL, 4), ("vllm", LayerAxis.MOE, 3), ("trtllm", None, 3)])
+@pytest.mark.parametrize(
+    ("flavour", "axis", "layers"),
+    [("trtllm", LayerAxis.ALL, 4), ("vllm", LayerAxis.MOE, 3), ("trtllm", None, 3)],
+)
 def test_layer_axis_is_converted(flavour: str, axis: LayerAxis | None, layers: int) -> None:
     """A declared axis that is not the engine's is made from it; dense layers hold zeros."""
     rollout = handed(ran(partial(AsSampled, Options(layer_axis=axis)), ABORT(2), flavour=flavour))
     assert rollout.routes is not None
     assert rollout.routes.shape[1] == layers
-    full = CodedPolicy.from_model(MODEL, 0).routes(0, (*rollout.prompt_ids, *rollout.response_ids)[:-1])
+    full = CodedPolicy.from_model(MODEL, 0).routes(
+        0, (*rollout.prompt_ids, *rollout.response_ids)[:-1]
+    )
     np.testing.assert_array_equal(rollout.routes, full if layers == 4 else full[:, 1:])
 
 
@@ -64,7 +71,9 @@ def test_layer_axis_is_converted(flavour: str, axis: LayerAxis | None, layers: i
         (VersionTag.NONE, False, Versions.NONE),
     ],
 )
-def test_no_tag_is_declared_that_the_engine_cannot_back(shown: VersionTag, overtaken: bool, finest: Versions) -> None:
+def test_no_tag_is_declared_that_the_engine_cannot_back(
+    shown: VersionTag, overtaken: bool, finest: Versions
+) -> None:
     """One label a call is no truth about calls that an update overtakes."""
     assert finest_tag(Versions.TOKEN, shown, overtaken=overtaken) is finest
 
@@ -81,7 +90,9 @@ def test_no_tag_is_declared_that_the_engine_cannot_back(shown: VersionTag, overt
     ],
 )
 def test_tags(kind: Versions, expected: dict[str, Any]) -> None:
-    """Each kind of tag of two calls with an answer of the environment in between; versions may go back."""
+    """Each kind of tag of two calls with an answer of the environment in between; versions may go
+    back.
+    """
     assert tags(kind, [3, 3, None, 1, 2], [1, 1, 0, 1, 1], [3, 2]) == expected
 
 
@@ -100,8 +111,12 @@ def test_updates_that_publish_nothing_leave_tags_unknown() -> None:
 
 
 def test_an_abort_that_keeps_its_rows_back_leaves_no_rows_of_earlier_turns() -> None:
-    """Prefilled anew after a pause, and aborted before its first step: SGLang returns the tokens, and no routes."""
-    request = Request(request_id="r0", prompt_ids=(2, 100, 117, 134), max_tokens=11, turns=((117, 134),))
+    """Prefilled anew after a pause, and aborted before its first step: SGLang returns the tokens,
+    and no routes.
+    """
+    request = Request(
+        request_id="r0", prompt_ids=(2, 100, 117, 134), max_tokens=11, turns=((117, 134),)
+    )
     case = Case(
         flavour="sglang",
         requests=(request,),

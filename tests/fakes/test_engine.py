@@ -22,7 +22,9 @@ A, B = 0, 1
 
 
 def test_a_call_returns_what_the_policy_samples() -> None:
-    """Tokens, logprobs and rows of an undisturbed call are those of the policy under the engine's weights."""
+    """Tokens, logprobs and rows of an undisturbed call are those of the policy under the engine's
+    weights.
+    """
 
     async def main() -> None:
         bench = Bench()
@@ -39,7 +41,9 @@ def test_a_call_returns_what_the_policy_samples() -> None:
 
 
 def test_a_call_ends_at_the_end_of_sequence() -> None:
-    """The end-of-sequence token ends a call with ``stop``, is itself returned, and wins over the budget on the last token."""
+    """The end-of-sequence token ends a call with ``stop``, is itself returned, and wins over the
+    budget on the last token.
+    """
 
     async def main() -> None:
         for seed_prompt in range(30):
@@ -57,13 +61,22 @@ def test_a_call_ends_at_the_end_of_sequence() -> None:
 @pytest.mark.parametrize("kv_tokens", [None, 400])
 @pytest.mark.parametrize("every", [None, 9])
 def test_steps_that_take_no_time_sample_the_same(every: int | None, kv_tokens: int | None) -> None:
-    """Many calls at once, on an engine that does many steps in a turn, get what each gets alone, step by step; also across an update."""
-    model, limits = Model(num_layers=2, moe_layers=(0, 1), num_experts=64, top_k=4, eos_every=every), [1 + 7 * i % 90 for i in range(60)]
+    """Many calls at once, on an engine that does many steps in a turn, get what each gets alone,
+    step by step; also across an update.
+    """
+    model, limits = (
+        Model(num_layers=2, moe_layers=(0, 1), num_experts=64, top_k=4, eos_every=every),
+        [1 + 7 * i % 90 for i in range(60)],
+    )
 
     async def replies(*, together: bool) -> list[tuple[object, ...]]:
         found = []
         for version in (A, B):
-            bench = Bench(model=model, max_batch=40, **({"step": 0.0, "kv_tokens": kv_tokens} if together else {}))
+            bench = Bench(
+                model=model,
+                max_batch=40,
+                **({"step": 0.0, "kv_tokens": kv_tokens} if together else {}),
+            )
             if version is B:
                 await bench.engine.load(B, B)
             tasks = []
@@ -73,7 +86,14 @@ def test_steps_that_take_no_time_sample_the_same(every: int | None, kv_tokens: i
                     await tasks[-1]
             for output in await asyncio.gather(*tasks):
                 assert output.logprobs is not None and output.routes is not None
-                found.append((output.token_ids, output.finish_reason, output.logprobs.tolist(), output.routes.tolist()))
+                found.append(
+                    (
+                        output.token_ids,
+                        output.finish_reason,
+                        output.logprobs.tolist(),
+                        output.routes.tolist(),
+                    )
+                )
         return found
 
     async def main() -> None:
@@ -105,7 +125,9 @@ def test_without_a_budget_a_call_runs_to_the_length_of_the_model() -> None:
         ((1, 2), 3, -1, "routes_start must be 0 to 2"),
     ],
 )
-def test_calls_that_real_engines_refuse(prompt: tuple[int, ...], tokens: int, start: int, message: str) -> None:
+def test_calls_that_real_engines_refuse(
+    prompt: tuple[int, ...], tokens: int, start: int, message: str
+) -> None:
     """Such a call raises a ``ValueError`` that says why; it is on record, and nothing stays behind."""
 
     async def main() -> None:
@@ -127,14 +149,24 @@ def test_calls_are_batched() -> None:
         bench = Bench(max_batch=2)
         calls = [bench.call(tokens, (9, number)) for number, tokens in enumerate((2, 5, 3))]
         await asyncio.gather(*calls)
-        assert [(event.call_id, event.time) for event in bench.events(Admit)] == [(1, 0.0), (2, 0.0), (3, 2.0)]
-        assert [(event.call_id, event.time) for event in bench.events(Reply)] == [(1, 2.0), (2, 5.0), (3, 5.0)]
+        assert [(event.call_id, event.time) for event in bench.events(Admit)] == [
+            (1, 0.0),
+            (2, 0.0),
+            (3, 2.0),
+        ]
+        assert [(event.call_id, event.time) for event in bench.events(Reply)] == [
+            (1, 2.0),
+            (2, 5.0),
+            (3, 5.0),
+        ]
 
     on_clock(main)
 
 
 @pytest.mark.parametrize(("chunk", "first_token"), [(None, 1.0), (4, 1.0), (3, 2.0), (1, 4.0)])
-def test_chunked_prefill_delays_the_first_token_and_changes_nothing_else(chunk: int | None, first_token: float) -> None:
+def test_chunked_prefill_delays_the_first_token_and_changes_nothing_else(
+    chunk: int | None, first_token: float
+) -> None:
     """A prompt of four tokens takes ``ceil(4 / chunk)`` steps; tokens and rows are the same."""
 
     async def main() -> None:
@@ -158,7 +190,9 @@ def test_chunked_prefill_shares_a_step_among_calls() -> None:
 
 
 def test_weights_that_change_during_prefill_mix() -> None:
-    """A prompt prefilled half under A and half under B has mixed KV, so its first token is nobody's."""
+    """A prompt prefilled half under A and half under B has mixed KV, so its first token is
+    nobody's.
+    """
 
     async def main() -> None:
         bench = Bench(prefill_chunk=1)
@@ -174,7 +208,9 @@ def test_weights_that_change_during_prefill_mix() -> None:
 
 
 def test_weights_change_while_a_call_runs() -> None:
-    """An update without a pause is seen by the next token; KV of the old weights stays, so later values are mixed."""
+    """An update without a pause is seen by the next token; KV of the old weights stays, so later
+    values are mixed.
+    """
 
     async def main() -> None:
         bench = Bench()
@@ -203,7 +239,11 @@ def test_a_failed_transfer_leaves_the_old_weights() -> None:
         bench.engine.fail_next_load = True
         with pytest.raises(TransferFailed, match="it still serves version 0"):
             await bench.engine.load(B, B)
-        assert (bench.engine.version, bench.events(Weights), bench.events(Fault)[0].what) == (A, [], "update-failure")
+        assert (bench.engine.version, bench.events(Weights), bench.events(Fault)[0].what) == (
+            A,
+            [],
+            "update-failure",
+        )
         await bench.engine.load(B, B)
         assert (bench.engine.version, bench.engine.label) == (B, B)
 
@@ -214,7 +254,9 @@ def test_a_failed_transfer_leaves_the_old_weights() -> None:
 
 
 def test_a_new_label_changes_nothing_but_the_label() -> None:
-    """Publishing a label does not end, delay or change any call; tokens after it are shown under it."""
+    """Publishing a label does not end, delay or change any call; tokens after it are shown under
+    it.
+    """
 
     async def main() -> None:
         bench = Bench()
@@ -224,7 +266,10 @@ def test_a_new_label_changes_nothing_but_the_label() -> None:
         output = await call
         assert output.spans == spans((0, 2, 0), (2, 4, "v9"))
         assert bench.reply().true_tokens == spans((0, 4, A))
-        assert (output.finish_reason, bench.events(Weights)[0].loaded) == (FinishReason.LENGTH, False)
+        assert (output.finish_reason, bench.events(Weights)[0].loaded) == (
+            FinishReason.LENGTH,
+            False,
+        )
 
     on_clock(main)
 
@@ -258,7 +303,10 @@ def test_what_a_caller_does_to_its_arrays_does_not_reach_the_trace() -> None:
         output.routes[:] = 99
         output.logprobs[:] = 0.0
         np.testing.assert_array_equal(before, expected)
-        np.testing.assert_array_equal(bench.reply().output.logprobs, bench.policy.logprobs(A, [*PROMPT, *output.token_ids], len(PROMPT)))
+        np.testing.assert_array_equal(
+            bench.reply().output.logprobs,
+            bench.policy.logprobs(A, [*PROMPT, *output.token_ids], len(PROMPT)),
+        )
 
     on_clock(main)
 
@@ -268,7 +316,10 @@ def test_values_that_were_not_asked_for_are_not_there() -> None:
 
     async def main() -> None:
         bench = Bench()
-        bare, full = await bench.call(3, want_routes=False, want_logprobs=False), await bench.call(3)
+        bare, full = (
+            await bench.call(3, want_routes=False, want_logprobs=False),
+            await bench.call(3),
+        )
         assert (bare.routes, bare.logprobs, bare.token_ids) == (None, None, full.token_ids)
 
     on_clock(main)
@@ -279,9 +330,15 @@ def test_a_call_says_what_it_was_asked() -> None:
 
     async def main() -> None:
         bench = Bench()
-        await bench.call(1, sampling={"temperature": 0.5, "stop": ["a"]}, media="image 1", request_id="mine")
+        await bench.call(
+            1, sampling={"temperature": 0.5, "stop": ["a"]}, media="image 1", request_id="mine"
+        )
         call = bench.events(Call)[0]
-        assert (call.sampling, call.media, call.request_id) == ({"temperature": 0.5, "stop": "['a']"}, "image 1", "mine")
+        assert (call.sampling, call.media, call.request_id) == (
+            {"temperature": 0.5, "stop": "['a']"},
+            "image 1",
+            "mine",
+        )
 
     on_clock(main)
 
@@ -315,7 +372,9 @@ def test_an_engine_without_work_has_no_task() -> None:
         bench = Bench()
         await bench.call(2)
         await asyncio.sleep(5)
-        assert [task.get_name() for task in asyncio.all_tasks() if task is not asyncio.current_task()] == []
+        assert [
+            task.get_name() for task in asyncio.all_tasks() if task is not asyncio.current_task()
+        ] == []
 
     on_clock(main)
 
@@ -338,7 +397,9 @@ def test_a_fault_of_the_fake_reaches_its_callers() -> None:
 
 @pytest.mark.parametrize("flavour", ["vllm", "sglang"])
 def test_a_finished_call_is_not_retracted(flavour: str) -> None:
-    """An engine looks at the results that it has before it takes KV away: a call on its last token keeps its rows."""
+    """An engine looks at the results that it has before it takes KV away: a call on its last token
+    keeps its rows.
+    """
 
     class Slow(EngineHooks):
         def watches(self, request_id: str) -> bool:
@@ -351,7 +412,9 @@ def test_a_finished_call_is_not_retracted(flavour: str) -> None:
 
     async def main() -> None:
         bench = Bench(flavour)
-        engine = FakeEngine("s0", bench.policy, bench.flavour, EngineOptions(), bench.recorder, hooks=Slow())
+        engine = FakeEngine(
+            "s0", bench.policy, bench.flavour, EngineOptions(), bench.recorder, hooks=Slow()
+        )
         call = asyncio.ensure_future(engine.generate(prompt_ids=PROMPT, max_tokens=2))
         await bench.steps(2)
         assert not engine.evict(1)

@@ -75,13 +75,19 @@ def test_abort_of_one_call_leaves_the_others() -> None:
         await bench.steps(1)
         await bench.engine.abort("call 1")
         outputs = await asyncio.gather(*calls)
-        assert [output.finish_reason for output in outputs] == [FinishReason.LENGTH, FinishReason.ABORT, FinishReason.LENGTH]
+        assert [output.finish_reason for output in outputs] == [
+            FinishReason.LENGTH,
+            FinishReason.ABORT,
+            FinishReason.LENGTH,
+        ]
 
     on_clock(main)
 
 
 def test_a_caller_that_gives_up_frees_its_place() -> None:
-    """A cancelled call leaves the batch without a reply: its outcome is unknown to the trace, and nothing is left of it."""
+    """A cancelled call leaves the batch without a reply: its outcome is unknown to the trace, and
+    nothing is left of it.
+    """
 
     async def main() -> None:
         bench = Bench()
@@ -98,7 +104,9 @@ def test_a_caller_that_gives_up_frees_its_place() -> None:
 
 
 def test_an_abort_finds_no_call_whose_caller_hangs_up() -> None:
-    """Also in the same moment: a client that times out cancels its wait and aborts the call at once."""
+    """Also in the same moment: a client that times out cancels its wait and aborts the call at
+    once.
+    """
 
     async def main() -> None:
         bench = Bench()
@@ -109,13 +117,17 @@ def test_an_abort_finds_no_call_whose_caller_hangs_up() -> None:
         with pytest.raises(asyncio.CancelledError):
             await gone
         assert (await other).finish_reason is FinishReason.ABORT
-        assert [event.call_id for event in bench.events(Reply)] == list(bench.events(Abort)[0].call_ids)
+        assert [event.call_id for event in bench.events(Reply)] == list(
+            bench.events(Abort)[0].call_ids
+        )
 
     on_clock(main)
 
 
 def test_pause_abort_ends_everything_and_parks_what_comes() -> None:
-    """Running and waiting calls are answered before the pause is acknowledged; a new one runs only after the resume."""
+    """Running and waiting calls are answered before the pause is acknowledged; a new one runs only
+    after the resume.
+    """
 
     async def main() -> None:
         bench = Bench(max_batch=1)
@@ -130,20 +142,37 @@ def test_pause_abort_ends_everything_and_parks_what_comes() -> None:
         await bench.engine.resume()
         await parked
         kinds = [event.kind for event in bench.recorder.events]
-        assert kinds == ["call", "call", "admit", "reply", "reply", "pause", "call", "resume", "admit", "reply"]
+        assert kinds == [
+            "call",
+            "call",
+            "admit",
+            "reply",
+            "reply",
+            "pause",
+            "call",
+            "resume",
+            "admit",
+            "reply",
+        ]
 
     on_clock(main)
 
 
 def test_pause_wait_drains() -> None:
-    """Calls that run reach their end before the pause is acknowledged; calls that wait do not start."""
+    """Calls that run reach their end before the pause is acknowledged; calls that wait do not
+    start.
+    """
 
     async def main() -> None:
         bench = Bench(max_batch=1)
         running, waiting = bench.call(4), bench.call(2, (9, 9))
         await bench.steps(1)
         await bench.engine.pause(PauseMode.WAIT)
-        assert (running.done(), running.result().finish_reason, waiting.done()) == (True, FinishReason.LENGTH, False)
+        assert (running.done(), running.result().finish_reason, waiting.done()) == (
+            True,
+            FinishReason.LENGTH,
+            False,
+        )
         assert bench.events(Pause)[0].time == 4.0
         await bench.engine.resume()
         assert len((await waiting).token_ids) == 2
@@ -169,7 +198,9 @@ def test_pause_wait_ends_with_the_resume_that_overtakes_it() -> None:
 
 
 def test_a_drain_that_was_cut_short_is_not_acknowledged_for_the_pause_behind_it() -> None:
-    """Two updates without a lock: the resume of one ends the drain of the other, and a third pause at the same instant drains anew."""
+    """Two updates without a lock: the resume of one ends the drain of the other, and a third pause
+    at the same instant drains anew.
+    """
 
     async def main() -> None:
         bench = Bench()
@@ -201,14 +232,21 @@ def test_frozen_calls_go_on_after_the_resume(mode: PauseMode) -> None:
         assert bench.engine.progress() == {1: 2}
         await bench.engine.resume()
         output = await call
-        assert bench.policy.choices(A, [*PROMPT, *output.token_ids], len(PROMPT)).tolist() == list(output.token_ids)
-        assert [(event.progress) for event in (*bench.events(Pause), *bench.events(Resume))] == [{1: 2}, {1: 2}]
+        assert bench.policy.choices(A, [*PROMPT, *output.token_ids], len(PROMPT)).tolist() == list(
+            output.token_ids
+        )
+        assert [(event.progress) for event in (*bench.events(Pause), *bench.events(Resume))] == [
+            {1: 2},
+            {1: 2},
+        ]
 
     on_clock(main)
 
 
 def test_two_pauses_end_with_one_resume() -> None:
-    """Pausing a paused server is allowed, and one resume lets it run: pauses are a state, not a count."""
+    """Pausing a paused server is allowed, and one resume lets it run: pauses are a state, not a
+    count.
+    """
 
     async def main() -> None:
         bench = Bench()
@@ -222,7 +260,9 @@ def test_two_pauses_end_with_one_resume() -> None:
 
 
 def test_a_dead_server_answers_nobody() -> None:
-    """Calls in flight and new ones see ``ServerDied``, a ``ConnectionError``; after the revival the server is empty and works."""
+    """Calls in flight and new ones see ``ServerDied``, a ``ConnectionError``; after the revival the
+    server is empty and works.
+    """
 
     async def main() -> None:
         bench = Bench(max_batch=1)

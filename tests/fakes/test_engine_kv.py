@@ -32,19 +32,41 @@ async def _across(bench: Bench, mode: PauseMode, clear: bool) -> Reply:
 ACROSS = [
     # flavour, mode, clear, rows, tokens
     ("vllm", PauseMode.KEEP, True, spans((0, 5, A), (5, 9, B)), spans((0, 2, A), (2, 6, B))),
-    ("vllm", PauseMode.KEEP, False, spans((0, 5, A), (5, 9, MIXED)), spans((0, 2, A), (2, 6, MIXED))),
-    ("vllm", PauseMode.IN_PLACE, True, spans((0, 5, A), (5, 9, MIXED)), spans((0, 2, A), (2, 6, MIXED))),
+    (
+        "vllm",
+        PauseMode.KEEP,
+        False,
+        spans((0, 5, A), (5, 9, MIXED)),
+        spans((0, 2, A), (2, 6, MIXED)),
+    ),
+    (
+        "vllm",
+        PauseMode.IN_PLACE,
+        True,
+        spans((0, 5, A), (5, 9, MIXED)),
+        spans((0, 2, A), (2, 6, MIXED)),
+    ),
     ("sglang", PauseMode.RETRACT, True, spans((0, 9, B)), spans((0, 2, A), (2, 6, B))),
-    ("sglang", PauseMode.IN_PLACE, False, spans((0, 5, A), (5, 9, MIXED)), spans((0, 2, A), (2, 6, MIXED))),
+    (
+        "sglang",
+        PauseMode.IN_PLACE,
+        False,
+        spans((0, 5, A), (5, 9, MIXED)),
+        spans((0, 2, A), (2, 6, MIXED)),
+    ),
 ]
 
 
 @pytest.mark.parametrize(("flavour", "mode", "clear", "rows", "tokens"), ACROSS)
-def test_rows_of_a_frozen_call_across_an_update(flavour: str, mode: PauseMode, clear: bool, rows: Any, tokens: Any) -> None:
-    """As measured on vLLM 0.32 (keep with and without clearing) and on SGLang (retraction overwrites rows by KV slot).
+def test_rows_of_a_frozen_call_across_an_update(
+    flavour: str, mode: PauseMode, clear: bool, rows: Any, tokens: Any
+) -> None:
+    """As measured on vLLM 0.32 (keep with and without clearing) and on SGLang (retraction
+    overwrites rows by KV slot).
 
-    Rows of tokens already sampled stay those of A where the engine keeps them; the boundary row, that of the last token
-    before the update, is computed by B; over KV of A, B computes what neither policy would.
+    Rows of tokens already sampled stay those of A where the engine keeps them; the boundary row,
+    that of the last token before the update, is computed by B; over KV of A, B computes what
+    neither policy would.
     """
 
     async def main() -> None:
@@ -61,7 +83,9 @@ def test_rows_of_a_frozen_call_across_an_update(flavour: str, mode: PauseMode, c
         assert output.logprobs is not None
         for span in tokens:
             for version in (A, B):
-                same = (output.logprobs == policy.logprobs(version, ids, len(PROMPT)))[span.start : span.end]
+                same = (output.logprobs == policy.logprobs(version, ids, len(PROMPT)))[
+                    span.start : span.end
+                ]
                 assert same.all() if span.version == version else not same.any()
 
     on_clock(main)
@@ -76,7 +100,9 @@ def test_rows_of_a_frozen_call_across_an_update(flavour: str, mode: PauseMode, c
     ],
 )
 def test_rows_of_a_call_sent_again_after_an_update(cache: bool, clear: bool, rows: Any) -> None:
-    """Abort and resume: the second array is all B, unless a prefix cache that outlived the update serves the KV of A."""
+    """Abort and resume: the second array is all B, unless a prefix cache that outlived the update
+    serves the KV of A.
+    """
 
     async def main() -> None:
         bench = Bench(prefix_cache=cache)
@@ -95,7 +121,9 @@ def test_rows_of_a_call_sent_again_after_an_update(cache: bool, clear: bool, row
 
 
 def test_rows_from_the_start_that_is_asked_for() -> None:
-    """Resuming with ``routes_start`` = rows so far yields exactly those that are missing, the boundary row among them."""
+    """Resuming with ``routes_start`` = rows so far yields exactly those that are missing, the
+    boundary row among them.
+    """
 
     async def main() -> None:
         bench = Bench()
@@ -117,7 +145,9 @@ def test_rows_from_the_start_that_is_asked_for() -> None:
 
 
 def test_prefix_cache_shares_kv_of_the_same_prefix() -> None:
-    """A second call with the same prompt is served all of it but its last token, with rows equal to the first's."""
+    """A second call with the same prompt is served all of it but its last token, with rows equal to
+    the first's.
+    """
 
     async def main() -> None:
         bench = Bench(prefix_cache=True)
@@ -152,7 +182,9 @@ def test_kv_that_outlives_a_flush_is_not_shared(finished: bool) -> None:
 
 @pytest.mark.parametrize(("flavour", "kept"), [("vllm", A), ("sglang", B)])
 def test_rows_after_an_eviction_across_an_update(flavour: str, kept: int) -> None:
-    """A preempted call prefills anew: its old rows stay on vLLM and are overwritten on SGLang; its tokens stay those of A."""
+    """A preempted call prefills anew: its old rows stay on vLLM and are overwritten on SGLang; its
+    tokens stay those of A.
+    """
 
     async def main() -> None:
         bench = Bench(flavour)
@@ -170,13 +202,21 @@ def test_rows_after_an_eviction_across_an_update(flavour: str, kept: int) -> Non
 
 
 def test_preemption_takes_the_youngest_and_loses_nothing() -> None:
-    """Beyond ``kv_tokens`` the youngest call loses its KV and waits; every call still ends with all its tokens and rows."""
+    """Beyond ``kv_tokens`` the youngest call loses its KV and waits; every call still ends with all
+    its tokens and rows.
+    """
 
     async def main() -> None:
         bench = Bench(kv_tokens=14)
         calls = [bench.call(6, (9, number, 1)) for number in range(3)]
         outputs = await asyncio.gather(*calls)
-        assert [(event.call_id, event.time) for event in bench.events(Admit)] == [(1, 0.0), (2, 0.0), (3, 0.0), (2, 6.0), (3, 6.0)]
+        assert [(event.call_id, event.time) for event in bench.events(Admit)] == [
+            (1, 0.0),
+            (2, 0.0),
+            (3, 0.0),
+            (2, 6.0),
+            (3, 6.0),
+        ]
         for number, output in enumerate(outputs):
             ids = [9, number, 1, *output.token_ids]
             assert bench.policy.choices(A, ids, 3).tolist() == list(output.token_ids)

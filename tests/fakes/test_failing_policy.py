@@ -1,4 +1,6 @@
-"""A policy of the user's own that raises: who asked for what it fails on is told so, and nobody else."""
+"""A policy of the user's own that raises: who asked for what it fails on is told so, and nobody
+else.
+"""
 
 from __future__ import annotations
 
@@ -32,7 +34,9 @@ def made(policy: type[CodedPolicy], model: Model = MODEL) -> CodedPolicy:
 class Superstitious(CodedPolicy):
     """Has no logprobs for what follows token 13."""
 
-    def logprobs_many(self, stretches: Sequence[Stretch], hashes: Sequence[Hashes]) -> list[LogprobArray]:
+    def logprobs_many(
+        self, stretches: Sequence[Stretch], hashes: Sequence[Hashes]
+    ) -> list[LogprobArray]:
         if any(13 in ids for _, ids, _, _ in stretches):
             raise ZeroDivisionError("no logprob after 13")
         return super().logprobs_many(stretches, hashes)
@@ -43,11 +47,18 @@ class Routeless(CodedPolicy):
         raise ValueError("no routes")
 
 
-async def _answers(policy: type[CodedPolicy], *prompts: tuple[int, ...]) -> list[EngineOutput | BaseException]:
+async def _answers(
+    policy: type[CodedPolicy], *prompts: tuple[int, ...]
+) -> list[EngineOutput | BaseException]:
     """Of calls that end in one step."""
     recorder = Recorder(asyncio.get_running_loop().time)
     engine = FakeEngine("s0", made(policy), FLAVOURS["vllm"], EngineOptions(), recorder)
-    return list(await asyncio.gather(*(engine.generate(prompt_ids=one, max_tokens=3) for one in prompts), return_exceptions=True))
+    return list(
+        await asyncio.gather(
+            *(engine.generate(prompt_ids=one, max_tokens=3) for one in prompts),
+            return_exceptions=True,
+        )
+    )
 
 
 def test_the_error_is_that_of_the_call_that_it_is_about() -> None:
@@ -60,7 +71,10 @@ def test_the_error_is_that_of_the_call_that_it_is_about() -> None:
     assert isinstance(alone, EngineOutput) and isinstance(beside, EngineOutput)
     assert [alone.token_ids, beside.token_ids] == [right.token_ids, other.token_ids]
     assert isinstance(wrong, SubjectError)
-    assert "The policy Superstitious raised ZeroDivisionError: no logprob after 13 (test_failing_policy.py:" in str(wrong)
+    assert (
+        "The policy Superstitious raised ZeroDivisionError: no logprob after 13"
+        " (test_failing_policy.py:" in str(wrong)
+    )
     assert "when the reply to call 2 was made." in str(wrong)
     assert isinstance(wrong.__cause__, ZeroDivisionError)
 
@@ -70,12 +84,16 @@ def test_every_caller_of_a_policy_that_always_raises_is_told() -> None:
     errors = on_clock(lambda: _answers(Routeless, (5, 6), (7, 8)))
 
     assert [SubjectError, SubjectError] == [type(error) for error in errors]
-    assert all("The policy Routeless raised ValueError: no routes" in str(error) for error in errors)
+    assert all(
+        "The policy Routeless raised ValueError: no routes" in str(error) for error in errors
+    )
 
 
 def test_a_stack_is_not_blamed_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
     """A run ends with the error of the policy: it is no outcome of the stack's."""
-    monkeypatch.setattr(CodedPolicy, "from_model", staticmethod(lambda model, seed: made(Routeless, model)))
+    monkeypatch.setattr(
+        CodedPolicy, "from_model", staticmethod(lambda model, seed: made(Routeless, model))
+    )
 
     with pytest.raises(SubjectError, match="The policy Routeless raised ValueError: no routes"):
         run_case(AsSampled, CASE)

@@ -1,4 +1,6 @@
-"""Each flavour answers as its engine was measured to, or reads in source; the docstrings name where."""
+"""Each flavour answers as its engine was measured to, or reads in source; the docstrings name
+where.
+"""
 
 from __future__ import annotations
 
@@ -50,11 +52,16 @@ def test_rows_layers_and_dtype_are_those_of_the_contract(name: str) -> None:
     assert output.routes is not None
     rows = len(PROMPT) + len(output.token_ids) - (contract.rows is Rows.FORWARDED)
     assert output.routes.shape == (rows, contract.route_layers, 3)
-    assert (output.routes.dtype.name, contract.dtypes) == (contract.dtype, (output.routes.dtype.name,))
+    assert (output.routes.dtype.name, contract.dtypes) == (
+        contract.dtype,
+        (output.routes.dtype.name,),
+    )
 
 
 def test_vllm_rows() -> None:
-    """On vLLM 0.32, run: prompt + response - 1 rows, all hidden layers with zeros on dense ones, writable."""
+    """On vLLM 0.32, run: prompt + response - 1 rows, all hidden layers with zeros on dense ones,
+    writable.
+    """
     for name in VLLM:
         output = _answer(name, 1, prompt=(1, 2, 3, 4, 5))
         assert output.routes is not None
@@ -63,16 +70,23 @@ def test_vllm_rows() -> None:
         assert output.routes.flags.writeable
 
 
-@pytest.mark.parametrize(("experts", "dtype"), [(8, "uint8"), (256, "uint8"), (257, "uint16"), (1024, "uint16")])
+@pytest.mark.parametrize(
+    ("experts", "dtype"), [(8, "uint8"), (256, "uint8"), (257, "uint16"), (1024, "uint16")]
+)
 def test_vllm_dtype_follows_the_number_of_experts(experts: int, dtype: str) -> None:
     """On vLLM 0.32, run: uint8 up to 256 experts, uint16 above; SGLang: int32 always."""
     model = Model(num_experts=experts)
-    assert [_answer(name, model=model).routes.dtype.name for name in ("vllm", "sglang")] == [dtype, "int32"]  # type: ignore[union-attr]
+    assert [_answer(name, model=model).routes.dtype.name for name in ("vllm", "sglang")] == [
+        dtype,
+        "int32",
+    ]  # type: ignore[union-attr]
 
 
 @pytest.mark.parametrize("name", SGLANG)
 def test_sglang_arrays_are_read_only(name: str) -> None:
-    """SGLang decodes base64 into a buffer that it does not own: the array cannot be written, nor made writable."""
+    """SGLang decodes base64 into a buffer that it does not own: the array cannot be written, nor
+    made writable.
+    """
     routes = _answer(name).routes
     assert routes is not None
     with pytest.raises(ValueError, match="read-only"):
@@ -95,7 +109,9 @@ def test_trtllm_has_moe_layers_only() -> None:
 
 
 def test_rows_t_ends_in_filler() -> None:
-    """The CPU fixtures of verl return N rows: the last one stands for a token that was never forwarded, here marked -1."""
+    """The CPU fixtures of verl return N rows: the last one stands for a token that was never
+    forwarded, here marked -1.
+    """
 
     async def main() -> None:
         bench = Bench("rows-T")
@@ -113,8 +129,12 @@ def test_rows_t_ends_in_filler() -> None:
     ("name", "stop", "length", "abort"),
     [(name, "stop", "length", "cancelled" if name == "trtllm" else "abort") for name in NAMES],
 )
-def test_finish_reasons_are_spelled_as_the_engine_does(name: str, stop: str, length: str, abort: str) -> None:
-    """Both vLLM and SGLang say stop, length, abort. TensorRT-LLM: an aborted request is ``cancelled``."""
+def test_finish_reasons_are_spelled_as_the_engine_does(
+    name: str, stop: str, length: str, abort: str
+) -> None:
+    """Both vLLM and SGLang say stop, length, abort. TensorRT-LLM: an aborted request is
+    ``cancelled``.
+    """
 
     async def main() -> None:
         bench = Bench(name, model=Model(eos_every=1))
@@ -129,29 +149,43 @@ def test_finish_reasons_are_spelled_as_the_engine_does(name: str, stop: str, len
 
 @pytest.mark.parametrize("name", NAMES)
 def test_empty_abort_of_a_running_call(name: str) -> None:
-    """Before the first token no engine returns routes; SGLang returns empty logprobs and a queued call's message (vLLM, SGLang run)."""
+    """Before the first token no engine returns routes; SGLang returns empty logprobs and a queued
+    call's message (vLLM, SGLang run).
+    """
 
     async def main() -> None:
         bench = Bench(name, prefill_chunk=3)
         output = await _aborted(bench, steps=1.5)
-        assert (output.token_ids, output.finish_reason, output.routes) == ((), FinishReason.ABORT, None)
+        assert (output.token_ids, output.finish_reason, output.routes) == (
+            (),
+            FinishReason.ABORT,
+            None,
+        )
         if name not in (*SGLANG, *VLLM):
             assert (output.logprobs, output.message) == (None, "")
             return
         assert output.logprobs is not None
         assert output.logprobs.shape == (0,)
-        assert (output.cached_tokens, output.message) == ((None, "Abort in waiting queue") if name in SGLANG else (0, ""))
+        assert (output.cached_tokens, output.message) == (
+            (None, "Abort in waiting queue") if name in SGLANG else (0, "")
+        )
 
     on_clock(main)
 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_abort_in_the_queue(name: str) -> None:
-    """SGLang answers it on another path: no routed_experts, no cached_tokens, and a message (run). vLLM says that 0 were cached (run)."""
+    """SGLang answers it on another path: no routed_experts, no cached_tokens, and a message (run).
+    vLLM says that 0 were cached (run).
+    """
 
     async def main() -> None:
         output = await _aborted(Bench(name, max_batch=1), queued=True)
-        assert (output.token_ids, output.routes, output.cached_tokens) == ((), None, 0 if name in VLLM else None)
+        assert (output.token_ids, output.routes, output.cached_tokens) == (
+            (),
+            None,
+            0 if name in VLLM else None,
+        )
         assert output.message == ("Abort in waiting queue" if name in SGLANG else "")
 
     on_clock(main)
@@ -159,7 +193,9 @@ def test_abort_in_the_queue(name: str) -> None:
 
 @pytest.mark.parametrize("name", ["vllm", "sglang"])
 def test_abort_in_the_queue_after_a_retraction(name: str) -> None:
-    """A retracted call waits again: aborted there it keeps its tokens, on SGLang without routes (run, streamed; SGLang #11673, #39633)."""
+    """A retracted call waits again: aborted there it keeps its tokens, on SGLang without routes
+    (run, streamed; SGLang #11673, #39633).
+    """
 
     async def main() -> None:
         bench = Bench(name)
@@ -173,7 +209,9 @@ def test_abort_in_the_queue_after_a_retraction(name: str) -> None:
         if name == "sglang":
             assert (output.routes, output.cached_tokens) == (None, None)
         else:
-            np.testing.assert_array_equal(output.routes, bench.rows(0, [*PROMPT, *output.token_ids]))
+            np.testing.assert_array_equal(
+                output.routes, bench.rows(0, [*PROMPT, *output.token_ids])
+            )
 
     on_clock(main)
 
@@ -197,8 +235,12 @@ async def _overtaken(name: str | Any) -> EngineOutput:
         ("trtllm", None, ()),
     ],
 )
-def test_version_tags_of_a_call_that_an_update_overtakes(name: str, version: Any, shown: Any) -> None:
-    """Since vLLM 0.32 and SGLang 0.5.19 spans over tokens; older SGLang: the label at emission, wrong for the first tokens."""
+def test_version_tags_of_a_call_that_an_update_overtakes(
+    name: str, version: Any, shown: Any
+) -> None:
+    """Since vLLM 0.32 and SGLang 0.5.19 spans over tokens; older SGLang: the label at emission,
+    wrong for the first tokens.
+    """
 
     async def main() -> None:
         output = await _overtaken(name)
@@ -208,7 +250,9 @@ def test_version_tags_of_a_call_that_an_update_overtakes(name: str, version: Any
 
 
 def test_version_tag_read_at_admission() -> None:
-    """A tag read at admission names the older weights although newer ones sampled the rest (vLLM #54443)."""
+    """A tag read at admission names the older weights although newer ones sampled the rest (vLLM
+    #54443).
+    """
 
     async def main() -> None:
         output = await _overtaken(replace(FLAVOURS["vllm"], version_tag=VersionTag.ADMISSION))
@@ -217,7 +261,10 @@ def test_version_tag_read_at_admission() -> None:
     on_clock(main)
 
 
-@pytest.mark.parametrize(("name", "version", "shown"), [("vllm", None, ()), ("sglang", 0, spans((0, 0, 0))), ("sglang-0.5.17", 0, ())])
+@pytest.mark.parametrize(
+    ("name", "version", "shown"),
+    [("vllm", None, ()), ("sglang", 0, spans((0, 0, 0))), ("sglang-0.5.17", 0, ())],
+)
 def test_version_tags_of_an_empty_abort(name: str, version: Any, shown: Any) -> None:
     """Without tokens vLLM shows no span, SGLang one empty span (run: ``[{v, 0, 0}]``)."""
 
@@ -243,7 +290,9 @@ def test_an_update_without_a_label_leaves_the_version_unknown() -> None:
 
 @pytest.mark.parametrize("name", NAMES)
 def test_routes_start(name: str) -> None:
-    """Both vLLM (0.22 on) and SGLang (0.5.8 on) return rows from a start on; others ignore the option and say so."""
+    """Both vLLM (0.22 on) and SGLang (0.5.8 on) return rows from a start on; others ignore the
+    option and say so.
+    """
     output = _answer(name, 3, routes_start=2)
     whole = _answer(name, 3)
     assert output.routes is not None
@@ -262,7 +311,9 @@ def test_routes_start_outside_the_prompt(name: str) -> None:
 
 @pytest.mark.parametrize("name", NAMES)
 def test_calls_while_paused(name: str) -> None:
-    """Both vLLM and SGLang let them wait; behind a gate they are rejected with an empty abort; TensorRT-LLM raises (#12272)."""
+    """Both vLLM and SGLang let them wait; behind a gate they are rejected with an empty abort;
+    TensorRT-LLM raises (#12272).
+    """
 
     async def main() -> None:
         bench = Bench(name)
@@ -286,11 +337,16 @@ def test_calls_while_paused(name: str) -> None:
 
 @pytest.mark.parametrize(("name", "hit"), [("sglang", (1, 2)), ("vllm", (1,))])
 def test_abort_by_prefix(name: str, hit: tuple[int, ...]) -> None:
-    """SGLang matches handles with ``startswith``: aborting "1" also ends "10". An empty handle hits none."""
+    """SGLang matches handles with ``startswith``: aborting "1" also ends "10". An empty handle hits
+    none.
+    """
 
     async def main() -> None:
         bench = Bench(name)
-        calls = [bench.call(4, (9, number), request_id=handle) for number, handle in enumerate(("1", "10", "2"))]
+        calls = [
+            bench.call(4, (9, number), request_id=handle)
+            for number, handle in enumerate(("1", "10", "2"))
+        ]
         await bench.steps(1)
         assert await bench.engine.abort("") == ()
         assert await bench.engine.abort("1") == hit
@@ -302,8 +358,15 @@ def test_abort_by_prefix(name: str, hit: tuple[int, ...]) -> None:
 
 @pytest.mark.parametrize("name", NAMES)
 def test_pause_modes_are_those_of_the_engine(name: str) -> None:
-    """vLLM: abort, wait, keep. SGLang: abort, retract, in place. TensorRT-LLM: abort. The fake accepts all of them."""
-    modes = {"vllm": "abort wait keep", "rows": "abort wait keep", "sglang": "abort retract in-place", "trtllm": "abort"}
+    """vLLM: abort, wait, keep. SGLang: abort, retract, in place. TensorRT-LLM: abort. The fake
+    accepts all of them.
+    """
+    modes = {
+        "vllm": "abort wait keep",
+        "rows": "abort wait keep",
+        "sglang": "abort retract in-place",
+        "trtllm": "abort",
+    }
     assert " ".join(FLAVOURS[name].pause_modes) == modes[name.partition("-")[0]]
 
 
@@ -320,12 +383,18 @@ def test_pause_modes_are_those_of_the_engine(name: str) -> None:
 def test_engine_contract(name: str, provenance: Provenance, versions: Versions) -> None:
     """The contract of a call says whose rows it has after a recompute, and which tags."""
     contract = engine_contract(FLAVOURS[name], Model(), KvPolicy.KEEP)
-    assert (contract.provenance, contract.versions, contract.kv_policy) == (provenance, versions, KvPolicy.KEEP)
+    assert (contract.provenance, contract.versions, contract.kv_policy) == (
+        provenance,
+        versions,
+        KvPolicy.KEEP,
+    )
 
 
 def test_an_unknown_flavour_is_refused() -> None:
     """The error lists what exists."""
-    with pytest.raises(UsageError, match=r"No engine flavour is named 'vlm'; choose among .*'vllm'"):
+    with pytest.raises(
+        UsageError, match=r"No engine flavour is named 'vlm'; choose among .*'vllm'"
+    ):
         flavour_named("vlm")
 
 

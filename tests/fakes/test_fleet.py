@@ -10,7 +10,20 @@ import pytest
 
 from rollproof.core.case import ActionKind, EngineOptions
 from rollproof.core.records import FinishReason, Request
-from rollproof.core.trace import Abort, Admit, Call, Fault, Observation, PauseMode, Recorder, Reply, Result, Resume, Submit, Weights
+from rollproof.core.trace import (
+    Abort,
+    Admit,
+    Call,
+    Fault,
+    Observation,
+    PauseMode,
+    Recorder,
+    Reply,
+    Result,
+    Resume,
+    Submit,
+    Weights,
+)
 from rollproof.errors import CaseError, UsageError
 from rollproof.fakes.clients.reference_clients import AsSampled
 from rollproof.fakes.engine.balancer import Balancer
@@ -45,8 +58,14 @@ def test_in_the_queue() -> None:
 
 @pytest.mark.parametrize("arrival", [0.0, 1.0, 2.0, 2.5])
 def test_in_the_queue_of_a_server_that_is_busy(arrival: float) -> None:
-    """Whenever the call comes, also at the very moment of a step, the action is there before it is admitted."""
-    trace = ran(act(ActionKind.ABORT, 0, queued=True, request="r1"), requests=(R0, R1), arrivals=(0.0, arrival))
+    """Whenever the call comes, also at the very moment of a step, the action is there before it is
+    admitted.
+    """
+    trace = ran(
+        act(ActionKind.ABORT, 0, queued=True, request="r1"),
+        requests=(R0, R1),
+        arrivals=(0.0, arrival),
+    )
     hit = next(event.call_id for event in seen(trace, Call) if event.request_id == "r1")
     assert hit not in [event.call_id for event in seen(trace, Admit)]
     assert [event.call_ids for event in seen(trace, Abort)] == [(hit,)]
@@ -59,16 +78,24 @@ def test_in_the_queue_of_a_resume() -> None:
 
 
 def test_one_action_a_moment() -> None:
-    """Two aborts at the same token are an abort, and one of the resumed call before its first token."""
+    """Two aborts at the same token are an abort, and one of the resumed call before its first
+    token.
+    """
     trace = ran(act(ActionKind.ABORT, 2), act(ActionKind.ABORT, 2), act(ActionKind.ABORT, 2))
     assert lengths(trace) == [2, 0, 0, 2]
 
 
-@pytest.mark.parametrize(("race", "reason", "hit"), [(True, FinishReason.ABORT, (1,)), (False, FinishReason.LENGTH, ())])
+@pytest.mark.parametrize(
+    ("race", "reason", "hit"), [(True, FinishReason.ABORT, (1,)), (False, FinishReason.LENGTH, ())]
+)
 def test_on_the_last_token(race: bool, reason: FinishReason, hit: tuple[int, ...]) -> None:
-    """In a race the action wins over the natural end; otherwise the call has ended, and the abort finds nothing."""
+    """In a race the action wins over the natural end; otherwise the call has ended, and the abort
+    finds nothing.
+    """
     trace = ran(act(ActionKind.ABORT, 4, race=race))
-    assert [(reply.output.finish_reason, len(reply.output.token_ids)) for reply in seen(trace, Reply)] == [(reason, 4)]
+    assert [
+        (reply.output.finish_reason, len(reply.output.token_ids)) for reply in seen(trace, Reply)
+    ] == [(reason, 4)]
     assert [event.call_ids for event in seen(trace, Abort)] == [hit]
 
 
@@ -98,9 +125,14 @@ def test_a_trigger_fires_once() -> None:
 
 
 def test_kill() -> None:
-    """The server dies with its calls and comes back after ``steps``; the client starts over from what it has."""
+    """The server dies with its calls and comes back after ``steps``; the client starts over from
+    what it has.
+    """
     trace = ran(act(ActionKind.KILL, steps=6))
-    assert [(fault.what, fault.time) for fault in seen(trace, Fault)] == [("death", 2.0), ("revive", 8.0)]
+    assert [(fault.what, fault.time) for fault in seen(trace, Fault)] == [
+        ("death", 2.0),
+        ("revive", 8.0),
+    ]
     result = seen(trace, Result)[0]
     assert result.rollout is not None
     assert len(result.rollout.response_ids) == 4
@@ -115,7 +147,10 @@ def test_a_server_that_missed_an_update_comes_back_with_it() -> None:
         requests=(replace(R0, max_tokens=20),),
         servers=2,
     )
-    assert [(event.server_id, event.version) for event in seen(trace, Weights)[2:]] == [("s0", 1), ("s1", 1)]
+    assert [(event.server_id, event.version) for event in seen(trace, Weights)[2:]] == [
+        ("s0", 1),
+        ("s1", 1),
+    ]
 
 
 def test_lose_reply() -> None:
@@ -130,7 +165,10 @@ def test_lose_reply() -> None:
 def test_duplicate_reply() -> None:
     """The second copy is on record, and nobody took it."""
     trace = ran(act(ActionKind.DUPLICATE_REPLY))
-    assert [(reply.delivered, reply.duplicate) for reply in seen(trace, Reply)] == [(True, False), (False, True)]
+    assert [(reply.delivered, reply.duplicate) for reply in seen(trace, Reply)] == [
+        (True, False),
+        (False, True),
+    ]
 
 
 def test_late_reply() -> None:
@@ -159,7 +197,10 @@ def test_evict() -> None:
 def test_every_action_leaves_every_counter_where_it_was(kind: ActionKind, tokens: int) -> None:
     """Whatever happens, the request ends, and servers, balancer and client are as they were."""
     trace = ran(act(kind, tokens), requests=(R0, R1), servers=2)
-    assert all(result.rollout is not None and len(result.rollout.response_ids) == 4 for result in seen(trace, Result))
+    assert all(
+        result.rollout is not None and len(result.rollout.response_ids) == 4
+        for result in seen(trace, Result)
+    )
     values = {event.value for event in trace if event.kind == "gauge"}
     assert values == {0.0}
 
@@ -167,7 +208,12 @@ def test_every_action_leaves_every_counter_where_it_was(kind: ActionKind, tokens
 @pytest.mark.parametrize("kind", list(ActionKind))
 def test_one_case_one_trace(kind: ActionKind) -> None:
     """The same case twice gives equal traces, byte for byte."""
-    one, other = (repr(ran(act(kind, 2), requests=(R0, R1), servers=2, engine=EngineOptions(prefix_cache=True))) for _ in range(2))
+    one, other = (
+        repr(
+            ran(act(kind, 2), requests=(R0, R1), servers=2, engine=EngineOptions(prefix_cache=True))
+        )
+        for _ in range(2)
+    )
     assert one == other
 
 
@@ -176,7 +222,14 @@ def test_one_case_one_trace(kind: ActionKind) -> None:
 
 @pytest.mark.parametrize(
     ("prompt", "owner"),
-    [((11, 12), "r0"), ((11, 13, 5, 6), "r1"), ((11, 12, 13), "r2"), ((11, 12, 13, 1), "r2"), ((11,), ""), ((9, 9), "")],
+    [
+        ((11, 12), "r0"),
+        ((11, 13, 5, 6), "r1"),
+        ((11, 12, 13), "r2"),
+        ((11, 12, 13, 1), "r2"),
+        ((11,), ""),
+        ((9, 9), ""),
+    ],
 )
 def test_calls_are_attributed_by_their_prompt(prompt: tuple[int, ...], owner: str) -> None:
     """Where no task says so, the request whose prompt is the longest that the call starts with."""
@@ -190,7 +243,8 @@ def test_calls_are_attributed_by_their_prompt(prompt: tuple[int, ...], owner: st
 
 
 def test_calls_are_attributed_by_their_task() -> None:
-    """``CURRENT_REQUEST`` reaches calls made through handles, where the prompt does not say otherwise; actions run for nobody.
+    """``CURRENT_REQUEST`` reaches calls made through handles, where the prompt does not say
+    otherwise; actions run for nobody.
 
     A worker that serves several rollouts runs in the context of the one that started it.
     """
@@ -215,7 +269,9 @@ def test_calls_are_attributed_by_their_task() -> None:
 
 
 def test_twins_are_told_apart_by_what_they_sampled() -> None:
-    """Of requests with equal prompts, a call belongs to the one that has none out, then to the one that it continues."""
+    """Of requests with equal prompts, a call belongs to the one that has none out, then to the one
+    that it continues.
+    """
 
     async def main() -> None:
         twins = tuple(replace(R0, request_id=name, group="g") for name in ("a", "b"))
@@ -232,7 +288,9 @@ def test_twins_are_told_apart_by_what_they_sampled() -> None:
 
 
 def test_a_twin_whose_reply_was_lost_asks_again() -> None:
-    """Its engine ended that call by itself, but it never heard so: of two that seem to begin anew, it is the one that does."""
+    """Its engine ended that call by itself, but it never heard so: of two that seem to begin anew,
+    it is the one that does.
+    """
 
     async def main() -> None:
         twins = tuple(replace(R0, request_id=name, group="g") for name in ("a", "b"))
@@ -240,7 +298,9 @@ def test_a_twin_whose_reply_was_lost_asks_again() -> None:
         server = fleet.servers["s0"]
         await server.generate(prompt_ids=(11, 12), max_tokens=2)
         await server.generate(prompt_ids=(11, 12), max_tokens=1)
-        fleet.recorder.record(Fault(what="lost-reply", server_id="s0", call_id=seen(fleet, Call)[0].call_id))
+        fleet.recorder.record(
+            Fault(what="lost-reply", server_id="s0", call_id=seen(fleet, Call)[0].call_id)
+        )
         await server.generate(prompt_ids=(11, 12), max_tokens=2)
         assert [call.request_id for call in seen(fleet, Call)] == ["a", "b", "a"]
 
@@ -248,13 +308,17 @@ def test_a_twin_whose_reply_was_lost_asks_again() -> None:
 
 
 def test_twins_that_sampled_the_same_are_told_apart_by_what_they_heard() -> None:
-    """A call that goes on after a turn of the environment belongs to the one that had that turn, and to none that has ended."""
+    """A call that goes on after a turn of the environment belongs to the one that had that turn,
+    and to none that has ended.
+    """
 
     async def main() -> None:
         twins = tuple(replace(R0, request_id=name, group="g") for name in ("a", "b", "c"))
         fleet = fleet_of(requests=twins)
         server = fleet.servers["s0"]
-        calls = [asyncio.ensure_future(server.generate(prompt_ids=(11, 12), max_tokens=2)) for _ in twins]
+        calls = [
+            asyncio.ensure_future(server.generate(prompt_ids=(11, 12), max_tokens=2)) for _ in twins
+        ]
         replies = await asyncio.gather(*calls)
         ids = (11, 12, *replies[0].token_ids)
         fleet.recorder.record(Result(request_id="a", error="x"))
@@ -286,9 +350,16 @@ def test_a_call_belongs_to_no_twin_that_comes_later() -> None:
 
 
 def test_balancer_gives_to_the_least_loaded() -> None:
-    """Ties go in order; servers to avoid are used where no other is left; a release without an acquire is refused."""
+    """Ties go in order; servers to avoid are used where no other is left; a release without an
+    acquire is refused.
+    """
     balancer = Balancer(("s0", "s1", "s2"))
-    assert [balancer.acquire(), balancer.acquire(), balancer.acquire(avoid={"s2"}), balancer.acquire()] == ["s0", "s1", "s0", "s2"]
+    assert [
+        balancer.acquire(),
+        balancer.acquire(),
+        balancer.acquire(avoid={"s2"}),
+        balancer.acquire(),
+    ] == ["s0", "s1", "s0", "s2"]
     balancer.release("s1")
     assert balancer.acquire() == "s1"
     assert balancer.load == {"s0": 2, "s1": 1, "s2": 1}
@@ -301,10 +372,19 @@ def test_balancer_gives_to_the_least_loaded() -> None:
     ("changes", "message"),
     [
         ({"flavour": "nobody"}, "No engine flavour is named 'nobody'"),
-        ({"engine": EngineOptions(max_batch=0)}, "engine.max_batch=0 must be a whole number of at least 1"),
-        ({"engine": EngineOptions(prefill_chunk=0)}, "engine.prefill_chunk=0 must be a whole number of at least 1"),
+        (
+            {"engine": EngineOptions(max_batch=0)},
+            "engine.max_batch=0 must be a whole number of at least 1",
+        ),
+        (
+            {"engine": EngineOptions(prefill_chunk=0)},
+            "engine.prefill_chunk=0 must be a whole number of at least 1",
+        ),
         ({"engine": EngineOptions(step=0.0)}, "engine.step=0.0 must be above 0"),
-        ({"actions": (act(ActionKind.KILL, server="s7"),)}, r"names server 's7'; the case has \['s0'\]"),
+        (
+            {"actions": (act(ActionKind.KILL, server="s7"),)},
+            r"names server 's7'; the case has \['s0'\]",
+        ),
     ],
 )
 def test_a_case_that_cannot_be_run_is_refused(changes: dict[str, Any], message: str) -> None:
@@ -318,7 +398,9 @@ def test_a_case_that_cannot_be_run_is_refused(changes: dict[str, Any], message: 
 
 
 def test_failures_are_what_a_real_client_would_catch() -> None:
-    """They stand below the builtins, and are not rollproof's own errors: a stack that lets them through is judged, not excused."""
+    """They stand below the builtins, and are not rollproof's own errors: a stack that lets them
+    through is judged, not excused.
+    """
     assert issubclass(ServerDied, ConnectionError)
     assert issubclass(ReplyLost, ConnectionError)
     assert issubclass(TransferFailed, RuntimeError)

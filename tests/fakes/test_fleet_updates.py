@@ -23,7 +23,10 @@ def test_sync() -> None:
     kinds = [event.kind for event in trace if event.kind in ("pause", "weights", "resume")]
     assert kinds == ["weights", "pause", "weights", "resume"]
     assert [(event.version, event.label) for event in seen(trace, Weights)] == [(0, 0), (1, 1)]
-    assert [span.version for reply in seen(trace, Reply) for span in reply.true_tokens or ()] == [0, 1]
+    assert [span.version for reply in seen(trace, Reply) for span in reply.true_tokens or ()] == [
+        0,
+        1,
+    ]
 
 
 def test_sync_goes_through_the_subject() -> None:
@@ -35,7 +38,14 @@ def test_sync_goes_through_the_subject() -> None:
             """Remember what was asked."""
             asked.append(version)
 
-    run_case(Own, case(act(ActionKind.SYNC, 1), act(ActionKind.SYNC_UNLABELLED, 2), act(ActionKind.SYNC_IDENTITY, 3)))
+    run_case(
+        Own,
+        case(
+            act(ActionKind.SYNC, 1),
+            act(ActionKind.SYNC_UNLABELLED, 2),
+            act(ActionKind.SYNC_IDENTITY, 3),
+        ),
+    )
     assert asked == [1, None, 3]
 
 
@@ -67,15 +77,29 @@ def test_an_unlabelled_update_may_reach_one_server_after_the_other() -> None:
 def test_sync_identity() -> None:
     """The same weights under a new label, marked as such."""
     trace = ran(act(ActionKind.SYNC_IDENTITY))
-    assert [(event.version, event.label, event.identity) for event in seen(trace, Weights)] == [(0, 0, False), (0, 1, True)]
+    assert [(event.version, event.label, event.identity) for event in seen(trace, Weights)] == [
+        (0, 0, False),
+        (0, 1, True),
+    ]
 
 
 def test_sync_fails_and_a_later_one_works() -> None:
-    """The transfer raises in the middle; the servers run on with what they have, and 20 steps later an update works."""
+    """The transfer raises in the middle; the servers run on with what they have, and 20 steps later
+    an update works.
+    """
     trace = ran(act(ActionKind.SYNC_FAILS), requests=(replace(R0, max_tokens=40),), servers=2)
     faults, weights = seen(trace, Fault), seen(trace, Weights)
-    assert [(fault.what, fault.server_id) for fault in faults] == [("update-failure", "s1"), ("update-failure", None)]
-    assert sorted((event.version, event.server_id) for event in weights) == [(0, "s0"), (0, "s1"), (1, "s0"), (2, "s0"), (2, "s1")]
+    assert [(fault.what, fault.server_id) for fault in faults] == [
+        ("update-failure", "s1"),
+        ("update-failure", None),
+    ]
+    assert sorted((event.version, event.server_id) for event in weights) == [
+        (0, "s0"),
+        (0, "s1"),
+        (1, "s0"),
+        (2, "s0"),
+        (2, "s1"),
+    ]
     assert weights[3].time - faults[0].time >= 20
     assert len(seen(trace, Pause)) == len(seen(trace, Resume)) == 4
 
@@ -83,8 +107,19 @@ def test_sync_fails_and_a_later_one_works() -> None:
 def test_sync_twice_runs_one_after_the_other() -> None:
     """Two updates started at once do not interleave: the default procedure lets one wait."""
     trace = ran(act(ActionKind.SYNC_TWICE))
-    steps = [(event.kind, getattr(event, "version", "")) for event in trace if event.kind in ("pause", "weights", "resume")]
-    assert steps[1:] == [("pause", ""), ("weights", 1), ("resume", ""), ("pause", ""), ("weights", 2), ("resume", "")]
+    steps = [
+        (event.kind, getattr(event, "version", ""))
+        for event in trace
+        if event.kind in ("pause", "weights", "resume")
+    ]
+    assert steps[1:] == [
+        ("pause", ""),
+        ("weights", 1),
+        ("resume", ""),
+        ("pause", ""),
+        ("weights", 2),
+        ("resume", ""),
+    ]
 
 
 def test_skew() -> None:
@@ -97,12 +132,17 @@ def test_skew() -> None:
 def test_relabel() -> None:
     """Only a label is published: nothing ends, and the weights stay."""
     trace = ran(act(ActionKind.RELABEL))
-    assert [(event.version, event.label, event.loaded) for event in seen(trace, Weights)] == [(0, 0, True), (0, 1, False)]
+    assert [(event.version, event.label, event.loaded) for event in seen(trace, Weights)] == [
+        (0, 0, True),
+        (0, 1, False),
+    ]
     assert lengths(trace) == [4]
 
 
 def test_sync_resumes_whatever_fails() -> None:
-    """After a transfer that raises, no server stays paused, and the error reaches whoever asked for the update."""
+    """After a transfer that raises, no server stays paused, and the error reaches whoever asked for
+    the update.
+    """
 
     async def main() -> None:
         fleet = fleet_of(servers=2)
@@ -115,9 +155,15 @@ def test_sync_resumes_whatever_fails() -> None:
 
 
 def test_updates_that_wait_for_their_turn_load_what_they_were_asked_to() -> None:
-    """Several updates at once, with and without a label, load each weights once, in the order in which they were asked for."""
+    """Several updates at once, with and without a label, load each weights once, in the order in
+    which they were asked for.
+    """
     trace = ran(
-        *(act(kind, 1, request=request) for kind in (ActionKind.SYNC_TWICE, ActionKind.SYNC_UNLABELLED) for request in ("r0", "r1")),
+        *(
+            act(kind, 1, request=request)
+            for kind in (ActionKind.SYNC_TWICE, ActionKind.SYNC_UNLABELLED)
+            for request in ("r0", "r1")
+        ),
         requests=(R0, R1),
         pause_mode=PauseMode.WAIT,
     )
@@ -125,7 +171,9 @@ def test_updates_that_wait_for_their_turn_load_what_they_were_asked_to() -> None
 
 
 def test_a_skewed_update_may_fail_as_well() -> None:
-    """A transfer that breaks while only one server is updated is a fault of the run, not the end of it."""
+    """A transfer that breaks while only one server is updated is a fault of the run, not the end of
+    it.
+    """
 
     async def main() -> None:
         fleet = fleet_of(servers=2)
@@ -163,7 +211,9 @@ def test_an_update_that_raises_is_a_fault_of_the_run() -> None:
             raise OSError("no route to trainer")
 
     trace = run_case(Broken, case(act(ActionKind.SYNC)))
-    assert [(fault.what, fault.detail) for fault in seen(trace, Fault)] == [("update-failure", "OSError: no route to trainer")]
+    assert [(fault.what, fault.detail) for fault in seen(trace, Fault)] == [
+        ("update-failure", "OSError: no route to trainer")
+    ]
     assert seen(trace, Result)[0].rollout is not None
 
 
@@ -176,7 +226,9 @@ def test_an_update_that_never_ends_is_told() -> None:
             await asyncio.get_running_loop().create_future()
 
     trace = run_case(Stuck, case(act(ActionKind.SYNC), deadline=50.0))
-    assert [(fault.what, fault.detail) for fault in seen(trace, Fault)] == [("update-hung", "action 1: sync at r0/2")]
+    assert [(fault.what, fault.detail) for fault in seen(trace, Fault)] == [
+        ("update-hung", "action 1: sync at r0/2")
+    ]
 
 
 @pytest.mark.parametrize(
@@ -192,10 +244,14 @@ def test_an_update_that_never_ends_is_told() -> None:
     ],
 )
 def test_kv_policy(mode: PauseMode, clear: bool, cache: bool, policy: KvPolicy) -> None:
-    """KV of older weights is used where calls stay frozen with it, or a prefix cache outlives the update."""
+    """KV of older weights is used where calls stay frozen with it, or a prefix cache outlives the
+    update.
+    """
 
     async def main() -> None:
-        fleet = fleet_of(pause_mode=mode, clear_cache=clear, engine=EngineOptions(prefix_cache=cache))
+        fleet = fleet_of(
+            pause_mode=mode, clear_cache=clear, engine=EngineOptions(prefix_cache=cache)
+        )
         assert fleet.engine_contract.kv_policy is policy
 
     on_clock(main)

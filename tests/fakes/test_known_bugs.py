@@ -1,4 +1,6 @@
-"""The kill matrix: every known bug is killed by the checks that it names, no other is blamed, and no check is idle."""
+"""The kill matrix: every known bug is killed by the checks that it names, no other is blamed, and
+no check is idle.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,9 @@ CASES = list({repr(case.to_dict()): case for bug in KNOWN_BUGS for case in bug.c
 
 @pytest.mark.parametrize("bug", KNOWN_BUGS, ids=BY_ID)
 def test_every_bug_is_killed_and_nothing_else_is_blamed(bug: KnownBug) -> None:
-    """All checks in ``kills`` fail, those in ``also`` do too (or they are not named), and no other does."""
+    """All checks in ``kills`` fail, those in ``also`` do too (or they are not named), and no other
+    does.
+    """
     failed = set(judge_bug(bug).failed)
     assert set(bug.kills) <= failed
     assert {*bug.kills, *bug.also} == failed
@@ -28,7 +32,9 @@ def test_every_bug_is_killed_and_nothing_else_is_blamed(bug: KnownBug) -> None:
 
 @pytest.mark.parametrize("name", REFERENCES)
 def test_the_cases_alone_find_nothing(name: str) -> None:
-    """The cases in which known bugs show are clean under every reference: what kills a bug is the bug."""
+    """The cases in which known bugs show are clean under every reference: what kills a bug is the
+    bug.
+    """
     for case in CASES:
         assert () == judge(run_case(REFERENCES[name], case)).failed, case
 
@@ -39,15 +45,21 @@ def test_every_check_is_killed_by_a_known_bug() -> None:
 
 
 def test_bugs_are_named_once_and_say_where_they_come_from() -> None:
-    """Ids are distinct and spelled alike; each bug has a reference, a one-line summary and a check that it must kill."""
+    """Ids are distinct and spelled alike; each bug has a reference, a one-line summary and a check
+    that it must kill.
+    """
     assert len(BY_ID) == len(KNOWN_BUGS) >= 45
     for bug in KNOWN_BUGS:
         assert re.fullmatch(r"[a-z0-9]+(-[a-z0-9]+)+", bug.id), bug.id
-        assert bug.refs and bug.kills and bug.summary.endswith(".") and "\n" not in bug.summary, bug.id
+        assert bug.refs and bug.kills and bug.summary.endswith(".") and "\n" not in bug.summary, (
+            bug.id
+        )
         assert not set(bug.kills) & set(bug.also), bug.id
 
 
-@pytest.mark.parametrize("bug", [bug for bug in KNOWN_BUGS if bug.record is None][::6], ids=lambda bug: bug.id)
+@pytest.mark.parametrize(
+    "bug", [bug for bug in KNOWN_BUGS if bug.record is None][::6], ids=lambda bug: bug.id
+)
 def test_a_bug_gives_the_same_traces_each_time(bug: KnownBug) -> None:
     """Known bugs are as repeatable as references: the same events, twice."""
     first, second = ([repr(trace.events) for trace in bug.traces()] for _ in range(2))

@@ -1,4 +1,6 @@
-"""The numpy model: its gradients are the slopes of its loss, and its results do not depend on how rows or experts are ordered."""
+"""The numpy model: its gradients are the slopes of its loss, and its results do not depend on how
+rows or experts are ordered.
+"""
 
 from __future__ import annotations
 
@@ -14,12 +16,18 @@ from rollproof.replay.replay_samples import make_samples
 SAMPLES = make_samples(ReplayTrainer.contract, 0)
 
 
-def passed(model: MoeModel, rows: TokenRows, routes: dict[int, IntArray]) -> tuple[float, Gradients]:
+def passed(
+    model: MoeModel, rows: TokenRows, routes: dict[int, IntArray]
+) -> tuple[float, Gradients]:
     """Loss and gradients of a whole pass that executes ``routes``."""
     inputs = [model.embed(rows)]
     for layer in range(model.layers):
         x = inputs[-1]
-        inputs.append(model.sparse(layer, rows, x, routes[layer]) if layer in model.moe else model.dense(layer, rows, x))
+        inputs.append(
+            model.sparse(layer, rows, x, routes[layer])
+            if layer in model.moe
+            else model.dense(layer, rows, x)
+        )
     gradients = model.zeros()
     dx = model.loss_backward(rows, inputs[-1], 0.25, gradients)
     for layer in reversed(range(model.layers)):
@@ -33,11 +41,16 @@ def passed(model: MoeModel, rows: TokenRows, routes: dict[int, IntArray]) -> tup
 
 @pytest.mark.parametrize("normalised", [False, True])
 def test_every_gradient_is_a_slope(normalised: bool) -> None:
-    """For each parameter, along a random direction, the gradient is the central difference of the loss."""
+    """For each parameter, along a random direction, the gradient is the central difference of the
+    loss.
+    """
     model = MoeModel(layers=3, moe=(0, 2), experts=6, top_k=2, vocab=96, normalised=normalised)
     rows, _ = token_rows(SAMPLES)
     random = np.random.default_rng(1)
-    routes = {layer: random.permuted(np.tile(np.arange(6), (len(rows.tokens), 1)), axis=1)[:, :2] for layer in (0, 2)}
+    routes = {
+        layer: random.permuted(np.tile(np.arange(6), (len(rows.tokens), 1)), axis=1)[:, :2]
+        for layer in (0, 2)
+    }
     _, gradients = passed(model, rows, routes)
 
     for name, gradient in gradients.items():
@@ -48,7 +61,9 @@ def test_every_gradient_is_a_slope(normalised: bool) -> None:
         model.weights[name] = kept - step
         low, _ = passed(model, rows, routes)
         model.weights[name] = kept
-        assert (high - low) / 2 == pytest.approx(float((gradient * step).sum()), rel=1e-5, abs=1e-12), name
+        assert (high - low) / 2 == pytest.approx(
+            float((gradient * step).sum()), rel=1e-5, abs=1e-12
+        ), name
         assert np.abs(gradient).max() > 0, name
 
 
@@ -58,7 +73,10 @@ def test_the_order_of_experts_within_a_row_makes_no_difference() -> None:
     rows, _ = token_rows(SAMPLES)
     routes = chosen(np.random.default_rng(2).random((len(rows.tokens), 6)), 3)
 
-    (loss, gradients), (other, others) = passed(model, rows, {0: routes}), passed(model, rows, {0: routes[:, ::-1]})
+    (loss, gradients), (other, others) = (
+        passed(model, rows, {0: routes}),
+        passed(model, rows, {0: routes[:, ::-1]}),
+    )
     assert loss == other
     assert all(np.array_equal(gradients[name], others[name]) for name in gradients)
 
@@ -68,11 +86,17 @@ def test_samples_do_not_see_each_other() -> None:
     rows, starts = token_rows(SAMPLES)
 
     assert [-1] * len(SAMPLES) == rows.before[starts[:-1]].tolist()
-    assert sum(len(sample.response_ids) for sample in SAMPLES) == len(rows.labels) == len(rows.predicted)
+    assert (
+        sum(len(sample.response_ids) for sample in SAMPLES)
+        == len(rows.labels)
+        == len(rows.predicted)
+    )
 
 
 def test_weights_are_numbered() -> None:
-    """Number 0 is always the same, others differ from it and repeat, -1 holds NaN in the first gate."""
+    """Number 0 is always the same, others differ from it and repeat, -1 holds NaN in the first
+    gate.
+    """
     model = MoeModel(layers=2, moe=(1,), experts=6, top_k=2, vocab=96)
     first = {name: value.copy() for name, value in model.weights.items()}
     model.set_weights(3)

@@ -1,4 +1,6 @@
-"""A policy of the user's own: what it says of one sequence is what engines answer, alone and together."""
+"""A policy of the user's own: what it says of one sequence is what engines answer, alone and
+together.
+"""
 
 from __future__ import annotations
 
@@ -19,20 +21,31 @@ from rollproof.fakes.engine.fake_engine import FakeEngine
 from rollproof.fakes.engine.flavours import FLAVOURS
 from tests.support.engines import on_clock
 
-SIZES: dict[str, Any] = {"seed": 3, "vocab": 64, "num_layers": 2, "moe_layers": (0, 1), "num_experts": 8, "top_k": 2}
+SIZES: dict[str, Any] = {
+    "seed": 3,
+    "vocab": 64,
+    "num_layers": 2,
+    "moe_layers": (0, 1),
+    "num_experts": 8,
+    "top_k": 2,
+}
 
 
 class Levelled(CodedPolicy):
     """Every logprob is -1."""
 
-    def logprobs_spans(self, spans: Iterable[VersionSpan], ids: Sequence[int], start: int, stop: int) -> LogprobArray:
+    def logprobs_spans(
+        self, spans: Iterable[VersionSpan], ids: Sequence[int], start: int, stop: int
+    ) -> LogprobArray:
         return np.full(stop - start, -1.0)
 
 
 class Stuck(CodedPolicy):
     """All rows are those of the first token."""
 
-    def routes_spans(self, spans: Iterable[VersionSpan], ids: Sequence[int], start: int, stop: int) -> IntArray:
+    def routes_spans(
+        self, spans: Iterable[VersionSpan], ids: Sequence[int], start: int, stop: int
+    ) -> IntArray:
         return np.repeat(super().routes_spans(spans, ids, 0, 1), stop - start, axis=0)
 
 
@@ -56,8 +69,18 @@ def answers(policy: CodedPolicy, calls: int) -> list[EngineOutput]:
     """Of that many calls at once."""
 
     async def asked() -> list[EngineOutput]:
-        engine = FakeEngine("s0", policy, FLAVOURS["vllm"], EngineOptions(), Recorder(asyncio.get_running_loop().time))
-        return list(await asyncio.gather(*(engine.generate(prompt_ids=(5, 6 + i), max_tokens=3) for i in range(calls))))
+        engine = FakeEngine(
+            "s0",
+            policy,
+            FLAVOURS["vllm"],
+            EngineOptions(),
+            Recorder(asyncio.get_running_loop().time),
+        )
+        return list(
+            await asyncio.gather(
+                *(engine.generate(prompt_ids=(5, 6 + i), max_tokens=3) for i in range(calls))
+            )
+        )
 
     return on_clock(asked)
 
@@ -65,13 +88,19 @@ def answers(policy: CodedPolicy, calls: int) -> list[EngineOutput]:
 @pytest.mark.parametrize("calls", [1, 8])
 def test_an_engine_answers_what_a_subclass_says_of_one_sequence(calls: int) -> None:
     """Whichever of the methods for one it overrides; the others stay the coded ones."""
-    levelled, stuck, seven, drawn = (answers(kind(**SIZES), calls) for kind in (Levelled, Stuck, Seven, Drawn))
+    levelled, stuck, seven, drawn = (
+        answers(kind(**SIZES), calls) for kind in (Levelled, Stuck, Seven, Drawn)
+    )
     coded = answers(CodedPolicy(**SIZES), calls)
 
     for i in range(calls):
         outputs = [kind[i] for kind in (levelled, stuck, seven, drawn, coded)]
-        assert [coded[i].token_ids, coded[i].token_ids, (7, 7, 7), (9, 9, 9)] == [output.token_ids for output in outputs[:4]]
-        logprobs = [None if output.logprobs is None else output.logprobs.tolist() for output in outputs]
+        assert [coded[i].token_ids, coded[i].token_ids, (7, 7, 7), (9, 9, 9)] == [
+            output.token_ids for output in outputs[:4]
+        ]
+        logprobs = [
+            None if output.logprobs is None else output.logprobs.tolist() for output in outputs
+        ]
         routes = [None if output.routes is None else output.routes.tolist() for output in outputs]
         assert [[-1.0] * 3, logprobs[4]] == logprobs[:2]
         assert routes[4] is not None
@@ -79,15 +108,21 @@ def test_an_engine_answers_what_a_subclass_says_of_one_sequence(calls: int) -> N
 
 
 def test_of_two_overrides_the_nearer_one_counts() -> None:
-    """A method for many of the subclass itself is asked, and gives way to a method for one of a subclass of that."""
+    """A method for many of the subclass itself is asked, and gives way to a method for one of a
+    subclass of that.
+    """
 
     class Many(Levelled):
-        def logprobs_many(self, stretches: Sequence[Stretch], hashes: object = None) -> list[LogprobArray]:
+        def logprobs_many(
+            self, stretches: Sequence[Stretch], hashes: object = None
+        ) -> list[LogprobArray]:
             return [np.full(stop - start, -2.0) for _, _, start, stop in stretches]
 
     @dataclass(frozen=True, slots=True)
     class Nearer(Many):
-        def logprobs_spans(self, spans: Iterable[VersionSpan], ids: Sequence[int], start: int, stop: int) -> LogprobArray:
+        def logprobs_spans(
+            self, spans: Iterable[VersionSpan], ids: Sequence[int], start: int, stop: int
+        ) -> LogprobArray:
             return np.full(stop - start, -3.0)
 
     class Plain(Nearer):
@@ -106,4 +141,6 @@ def test_hashes_need_not_be_given() -> None:
     hashes = hashes_of_many([ids for _, ids, _, _ in stretches])
 
     for many in (policy.logprobs_many, policy.routes_many):
-        assert [one.tolist() for one in many(stretches, hashes)] == [one.tolist() for one in many(stretches)]
+        assert [one.tolist() for one in many(stretches, hashes)] == [
+            one.tolist() for one in many(stretches)
+        ]

@@ -1,4 +1,6 @@
-"""The Ray-style face calls methods as an actor handle does: at once, with results and errors in a future."""
+"""The Ray-style face calls methods as an actor handle does: at once, with results and errors in a
+future.
+"""
 
 from __future__ import annotations
 
@@ -54,7 +56,9 @@ def test_sync_and_async_methods_alike() -> None:
 
 
 def test_a_call_starts_without_being_awaited() -> None:
-    """Fire and forget works: the method runs although nobody awaits it, and an error of it warns nobody."""
+    """Fire and forget works: the method runs although nobody awaits it, and an error of it warns
+    nobody.
+    """
 
     async def main() -> None:
         actor = _Actor()

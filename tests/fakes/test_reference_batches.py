@@ -8,9 +8,13 @@ from rollproof.verification.batches import judge_batches, record_batches
 
 
 def test_the_reference_passes_every_check_and_exercises_it() -> None:
-    """All checks of batches pass on the reference; none is idle or ruled out, and the canary is seen."""
+    """All checks of batches pass on the reference; none is idle or ruled out, and the canary is
+    seen.
+    """
     report = judge_batches(Collator)
-    assert {result.id: Verdict.PASS for result in report.results} == {result.id: result.verdict for result in report.results}
+    assert {result.id: Verdict.PASS for result in report.results} == {
+        result.id: result.verdict for result in report.results
+    }
     assert report.canary is not None and report.canary.red
 
 

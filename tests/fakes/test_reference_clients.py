@@ -1,4 +1,6 @@
-"""The reference managers hand over what their contracts declare, on every flavour, through every kind of interruption."""
+"""The reference managers hand over what their contracts declare, on every flavour, through every
+kind of interruption.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +12,16 @@ import numpy as np
 import pytest
 
 from rollproof.core.case import ActionKind, Case, EngineOptions
-from rollproof.core.contract import Contract, Filler, LayerAxis, MissingLogprobs, PartialOff, Provenance, ResumeBy, Rows
+from rollproof.core.contract import (
+    Contract,
+    Filler,
+    LayerAxis,
+    MissingLogprobs,
+    PartialOff,
+    Provenance,
+    ResumeBy,
+    Rows,
+)
 from rollproof.core.records import FinishReason, IntArray, Rollout, Version
 from rollproof.core.subjects import RolloutSubject
 from rollproof.core.trace import Call, Observation, PauseMode, Recorder, Reply, Trace
@@ -37,12 +48,18 @@ def samplers(trace: Trace) -> list[Version]:
     out: list[Version] = []
     for event in trace:
         if isinstance(event, Reply) and event.delivered:
-            out += [span.version for span in event.true_tokens or () for _ in range(span.end - span.start)]
+            out += [
+                span.version
+                for span in event.true_tokens or ()
+                for _ in range(span.end - span.start)
+            ]
     return out
 
 
 def expected_rows(trace: Trace, rollout: Rollout, *, latest: bool) -> IntArray:
-    """Rows by the rule of the contract alone: row i is computed by whoever sampled token i + 1, or all by the last call."""
+    """Rows by the rule of the contract alone: row i is computed by whoever sampled token i + 1, or
+    all by the last call.
+    """
     policy = CodedPolicy.from_model(MODEL, 0)
     ids = (*rollout.prompt_ids, *rollout.response_ids)
     versions = samplers(trace)
@@ -61,24 +78,37 @@ HIT = (ABORT(0), ABORT(2), SYNC(3), ABORT(3), SYNC(5))
 
 
 @pytest.mark.parametrize("flavour", FLAVOURS)
-@pytest.mark.parametrize("name", [name for name, made in REFERENCES.items() if made().resume is ResumeBy.CLIENT])  # type: ignore[attr-defined]
+@pytest.mark.parametrize(
+    "name", [name for name, made in REFERENCES.items() if made().resume is ResumeBy.CLIENT]
+)  # type: ignore[attr-defined]
 def test_a_resumed_sample_is_what_the_contract_says(name: str, flavour: str) -> None:
-    """Through aborts before and between tokens and two weight updates: tokens, logprobs, rows, filler, tags and reason."""
+    """Through aborts before and between tokens and two weight updates: tokens, logprobs, rows,
+    filler, tags and reason.
+    """
     trace = ran(REFERENCES[name], *HIT, flavour=flavour)
     rollout, contract = handed(trace), trace.header.contract
     assert samplers(trace) == [0, 0, 0, 1, 1, 2]
     assert (len(rollout.response_ids), rollout.finish_reason) == (6, FinishReason.LENGTH)
     delivered = [event.output for event in trace if isinstance(event, Reply) and event.delivered]
-    assert rollout.response_ids == tuple(token for output in delivered for token in output.token_ids)
+    assert rollout.response_ids == tuple(
+        token for output in delivered for token in output.token_ids
+    )
     assert rollout.logprobs is not None
     np.testing.assert_array_equal(
-        rollout.logprobs, np.concatenate([output.logprobs for output in delivered if output.logprobs is not None])
+        rollout.logprobs,
+        np.concatenate([output.logprobs for output in delivered if output.logprobs is not None]),
     )
     assert rollout.routes is not None
-    want = columns(contract, expected_rows(trace, rollout, latest=contract.provenance is Provenance.LATEST_PREFILL))
+    want = columns(
+        contract,
+        expected_rows(trace, rollout, latest=contract.provenance is Provenance.LATEST_PREFILL),
+    )
     captured = rollout.routes[: rollout.total - 1]
     np.testing.assert_array_equal(captured, want)
-    assert (len(rollout.routes), rollout.routes.dtype.name) == (rollout.total - (contract.rows is Rows.FORWARDED), contract.dtype)
+    assert (len(rollout.routes), rollout.routes.dtype.name) == (
+        rollout.total - (contract.rows is Rows.FORWARDED),
+        contract.dtype,
+    )
     fillers = {Filler.MINUS_ONE: [-1] * 4, Filler.ARANGE: [0, 1, 2, 3], Filler.ZEROS: [0] * 4}
     for row in rollout.routes[rollout.total - 1 :]:
         assert contract.final_row is not None
@@ -97,14 +127,19 @@ def test_a_resumed_sample_is_what_the_contract_says(name: str, flavour: str) -> 
         {"pause_mode": PauseMode.RETRACT},
         {"pause_mode": PauseMode.IN_PLACE, "clear_cache": False},
         {"pause_mode": PauseMode.WAIT},
-        {"request": replace(R0, turns=((7, 8), (9,)), max_tokens=20), "model": replace(MODEL, eos_every=4)},
+        {
+            "request": replace(R0, turns=((7, 8), (9,)), max_tokens=20),
+            "model": replace(MODEL, eos_every=4),
+        },
         {"request": replace(R0, max_tokens=None, limit=6)},
         {"request": replace(R0, want_logprobs=False, want_routes=False)},
     ],
     ids=lambda changes: "-".join(changes) + str(changes.get("pause_mode", "")) or "plain",
 )
 def test_no_check_finds_anything(name: str, flavour: str, changes: dict[str, Any]) -> None:
-    """Under every way to pause, cache, chunk and limit, each reference passes or is not judged, and never fails."""
+    """Under every way to pause, cache, chunk and limit, each reference passes or is not judged, and
+    never fails.
+    """
     judgement = judge(ran(REFERENCES[name], SYNC(1), ABORT(3), SYNC(4), flavour=flavour, **changes))
     assert judgement.failed == ()
     assert [result.reason for result in judgement.results if "crashed" in result.reason] == []
@@ -123,7 +158,10 @@ def test_references_are_rollout_subjects_made_without_arguments() -> None:
     """Each factory makes a fresh subject of the protocol."""
     for make in REFERENCES.values():
         assert isinstance(make(), AsSampled)
-        assert all(callable(getattr(make(), method)) for method in ("start", "rollout", "update_weights", "to_record", "stop"))
+        assert all(
+            callable(getattr(make(), method))
+            for method in ("start", "rollout", "update_weights", "to_record", "stop")
+        )
     assert RolloutSubject
 
 
@@ -153,15 +191,25 @@ def test_an_abort_on_the_end_of_sequence_ends_the_sample() -> None:
         plain = handed(ran(AsSampled, model=replace(MODEL, eos_every=4), seed=seed))
         if plain.finish_reason is FinishReason.STOP:
             break
-    trace = ran(AsSampled, ABORT(len(plain.response_ids), race=True), model=replace(MODEL, eos_every=4), seed=seed)
-    assert (handed(trace).response_ids, handed(trace).finish_reason) == (plain.response_ids, FinishReason.STOP)
+    trace = ran(
+        AsSampled,
+        ABORT(len(plain.response_ids), race=True),
+        model=replace(MODEL, eos_every=4),
+        seed=seed,
+    )
+    assert (handed(trace).response_ids, handed(trace).finish_reason) == (
+        plain.response_ids,
+        FinishReason.STOP,
+    )
 
 
 def test_turns() -> None:
     """After a natural end the environment's tokens follow, masked out; budget and rows count them."""
     request = replace(R0, turns=((7, 8), (9,)), max_tokens=30)
     for seed in range(40):
-        trace = ran(AsSampled, ABORT(1), request=request, model=replace(MODEL, eos_every=4), seed=seed)
+        trace = ran(
+            AsSampled, ABORT(1), request=request, model=replace(MODEL, eos_every=4), seed=seed
+        )
         observed = [event.token_ids for event in trace if isinstance(event, Observation)]
         if len(observed) == 2:
             break
@@ -170,7 +218,11 @@ def test_turns() -> None:
     assert rollout.loss_mask is not None
     assert rollout.logprobs is not None
     own = [int(one) for one in rollout.loss_mask]
-    assert [token for token, mine in zip(rollout.response_ids, own, strict=True) if not mine] == [7, 8, 9]
+    assert [token for token, mine in zip(rollout.response_ids, own, strict=True) if not mine] == [
+        7,
+        8,
+        9,
+    ]
     assert np.isnan(rollout.logprobs).tolist() == [not mine for mine in own]
     assert rollout.routes is not None
     assert len(rollout.routes) == rollout.total - 1
@@ -192,14 +244,18 @@ def test_no_turn_begins_that_has_no_room() -> None:
 # Who resumes
 
 
-@pytest.mark.parametrize(("factory", "reason"), [(PartialOffManager, None), (PartialOffSurfaced, FinishReason.ABORT)])
+@pytest.mark.parametrize(
+    ("factory", "reason"), [(PartialOffManager, None), (PartialOffSurfaced, FinishReason.ABORT)]
+)
 def test_partial_off(factory: Any, reason: FinishReason | None) -> None:
     """An aborted sample is dropped, or handed over as aborted; one call is all that is made."""
     trace = ran(factory, ABORT(2))
     rollout = rollout_of(trace)
     assert (rollout and rollout.finish_reason) == reason
     assert sum(isinstance(event, Call) for event in trace) == 1
-    assert trace.header.contract.partial_off is (PartialOff.DROPPED if reason is None else PartialOff.SURFACED)
+    assert trace.header.contract.partial_off is (
+        PartialOff.DROPPED if reason is None else PartialOff.SURFACED
+    )
 
 
 def test_partial_rollout_switched_off() -> None:
@@ -208,16 +264,26 @@ def test_partial_rollout_switched_off() -> None:
     assert rollout_of(ran(AsSampled, ABORT(2), partial=True)) is not None
 
 
-@pytest.mark.parametrize("mode", [PauseMode.KEEP, PauseMode.RETRACT, PauseMode.IN_PLACE, PauseMode.ABORT])
+@pytest.mark.parametrize(
+    "mode", [PauseMode.KEEP, PauseMode.RETRACT, PauseMode.IN_PLACE, PauseMode.ABORT]
+)
 @pytest.mark.parametrize("flavour", ["vllm", "sglang"])
 def test_engine_keep_makes_one_call(mode: PauseMode, flavour: str) -> None:
     """The engine carries the call over the update, and the declared provenance is that of its rows."""
-    trace = ran(EngineKeep, SYNC(2), flavour=flavour, pause_mode=mode, clear_cache=mode is not PauseMode.IN_PLACE)
+    trace = ran(
+        EngineKeep,
+        SYNC(2),
+        flavour=flavour,
+        pause_mode=mode,
+        clear_cache=mode is not PauseMode.IN_PLACE,
+    )
     rollout = handed(trace)
     assert sum(isinstance(event, Call) for event in trace) == 1
     assert len(rollout.response_ids) == 6
     again = flavour == "sglang" and mode is not PauseMode.IN_PLACE
-    assert trace.header.contract.provenance is (Provenance.LATEST_PREFILL if again else Provenance.AS_SAMPLED)
+    assert trace.header.contract.provenance is (
+        Provenance.LATEST_PREFILL if again else Provenance.AS_SAMPLED
+    )
     if mode is not PauseMode.IN_PLACE:
         np.testing.assert_array_equal(rollout.routes, expected_rows(trace, rollout, latest=again))
 
@@ -233,11 +299,17 @@ def test_engine_keep_makes_one_call(mode: PauseMode, flavour: str) -> None:
         (EngineKeep, "vllm", PauseMode.ABORT, PauseMode.KEEP),
     ],
 )
-def test_updates_pause_in_a_way_that_the_contract_survives(factory: Any, flavour: str, given: PauseMode, used: PauseMode) -> None:
-    """Where the asked-for pause would change whose rows a sample has, a manager's own procedure takes another."""
+def test_updates_pause_in_a_way_that_the_contract_survives(
+    factory: Any, flavour: str, given: PauseMode, used: PauseMode
+) -> None:
+    """Where the asked-for pause would change whose rows a sample has, a manager's own procedure
+    takes another.
+    """
 
     async def main() -> None:
-        fleet = Fleet(Case(flavour=flavour, requests=(R0,), pause_mode=given), Recorder(lambda: 0.0))
+        fleet = Fleet(
+            Case(flavour=flavour, requests=(R0,), pause_mode=given), Recorder(lambda: 0.0)
+        )
         factory().start(fleet)
         assert fleet.pause_mode is used
 
@@ -257,21 +329,29 @@ def test_a_dead_server_is_left_for_another() -> None:
 
 
 def test_a_lost_reply_is_asked_for_again() -> None:
-    """From the same prefix, with the same budget: whatever the lost call sampled counts for nothing."""
-    calls = [event for event in ran(AsSampled, act(ActionKind.LOSE_REPLY, 3)) if isinstance(event, Call)]
+    """From the same prefix, with the same budget: whatever the lost call sampled counts for
+    nothing.
+    """
+    calls = [
+        event for event in ran(AsSampled, act(ActionKind.LOSE_REPLY, 3)) if isinstance(event, Call)
+    ]
     assert [(len(call.prompt_ids), call.max_tokens) for call in calls] == [(3, 6), (3, 6)]
 
 
 @pytest.mark.parametrize("flavour", ["vllm-gated", "trtllm"])
 def test_a_paused_server_is_tried_again(flavour: str) -> None:
-    """Calls that a paused server rejects or refuses are made again after a pause of the client's own."""
+    """Calls that a paused server rejects or refuses are made again after a pause of the client's
+    own.
+    """
     trace = ran(AsSampled, SYNC(2), flavour=flavour, engine=EngineOptions(step=4.0))
     assert len(handed(trace).response_ids) == 6
     assert sum(isinstance(event, Call) for event in trace) > 2
 
 
 def test_patience_ends() -> None:
-    """A server that never comes back ends the rollout with its error, one that always rejects with ours; nothing is called ``length``."""
+    """A server that never comes back ends the rollout with its error, one that always rejects with
+    ours; nothing is called ``length``.
+    """
 
     class Short(AsSampled):
         options = Options(patience=5)
@@ -304,6 +384,8 @@ def test_a_cancelled_rollout_leaves_nothing_behind() -> None:
         task.cancel()
         with pytest.raises(asyncio.CancelledError):
             await task
-        assert {**manager.gauges(), **fleet.gauges()} == dict.fromkeys({**manager.gauges(), **fleet.gauges()}, 0.0)
+        assert {**manager.gauges(), **fleet.gauges()} == dict.fromkeys(
+            {**manager.gauges(), **fleet.gauges()}, 0.0
+        )
 
     on_clock(main)

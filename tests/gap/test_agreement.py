@@ -9,8 +9,12 @@ from rollproof.gap.agreement import overlap, selections
 @pytest.mark.parametrize("experts", [8, 64, 130, 1024, 5000])
 @pytest.mark.parametrize("top_k", [1, 2, 8])
 @pytest.mark.parametrize("counting", ["by numpy", "by bytes"])
-def test_common_experts_are_those_of_the_rows_as_sets(experts: int, top_k: int, counting: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of rows of distinct, real experts; rows that hold a negative id, or one twice, are told apart, with and without numpy 2."""
+def test_common_experts_are_those_of_the_rows_as_sets(
+    experts: int, top_k: int, counting: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of rows of distinct, real experts; rows that hold a negative id, or one twice, are told
+    apart, with and without numpy 2.
+    """
     if counting == "by bytes":
         monkeypatch.delattr(np, "bitwise_count", raising=False)
     draw = np.random.default_rng([experts, top_k])
@@ -40,7 +44,11 @@ def test_what_is_chosen_of_the_rows_is_compared_as_if_it_were_all(experts: int) 
     rows = np.array([3, 3, 17, 30])
     for mine, theirs, chosen in (
         (left[rows], right[rows], (one.at(rows), other.at(rows))),
-        (left[:, 1:4], right[:, 2:], (one.at(slice(None), slice(1, 4)), other.at(slice(None), slice(2, None)))),
+        (
+            left[:, 1:4],
+            right[:, 2:],
+            (one.at(slice(None), slice(1, 4)), other.at(slice(None), slice(2, None))),
+        ),
         (np.repeat(left[:, 2:3], 5, axis=1), right, (one.at(slice(None), slice(2, 3)), other)),
     ):
         wanted, got = overlap(mine, theirs), chosen[0].overlap(chosen[1])

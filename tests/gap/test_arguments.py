@@ -1,4 +1,6 @@
-"""Arguments and labels of the wrong kind: an error of ours that names them, never another package's."""
+"""Arguments and labels of the wrong kind: an error of ours that names them, never another
+package's.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +28,12 @@ ROLLOUT = -np.random.default_rng(1).exponential(0.4, N)
 
 def gap(**changes: Any) -> Any:
     """A healthy gap of 20 sequences of 20 tokens, but for ``changes``."""
-    columns = {"sequence_id": np.arange(N) // 20, "rollout_logprob": ROLLOUT, "trainer_logprob": ROLLOUT - 1e-4, "mask": np.ones(N)}
+    columns = {
+        "sequence_id": np.arange(N) // 20,
+        "rollout_logprob": ROLLOUT,
+        "trainer_logprob": ROLLOUT - 1e-4,
+        "mask": np.ones(N),
+    }
     return measure(**{**columns, "resamples": 100, **changes})
 
 
@@ -84,7 +91,9 @@ class Scorer:
         ({"rollout_routes": np.zeros((N, 2, 0), int)}, GapError, "rollout_routes must be an integer array"),
     ],
 )  # fmt: skip
-def test_an_argument_of_the_wrong_kind(changes: dict[str, Any], error: type[Exception], words: str) -> None:
+def test_an_argument_of_the_wrong_kind(
+    changes: dict[str, Any], error: type[Exception], words: str
+) -> None:
     """Each is refused with its name, what it is, and what it is to be."""
     with pytest.raises(error, match=words):
         gap(**changes)
@@ -111,7 +120,9 @@ def test_a_limits_file_by_name(tmp_path: Path) -> None:
         (lambda: measure_rollouts([], Scorer(), seed="x"), UsageError, "seed='x' must be"),  # type: ignore[arg-type]
     ],
 )  # fmt: skip
-def test_rollouts_and_trainers_of_the_wrong_kind(call: Callable[[], Any], error: type[Exception], words: str) -> None:
+def test_rollouts_and_trainers_of_the_wrong_kind(
+    call: Callable[[], Any], error: type[Exception], words: str
+) -> None:
     """What is no rollout and what does not score is refused before anything is scored."""
     with pytest.raises(error, match=words):
         call()
@@ -120,14 +131,25 @@ def test_rollouts_and_trainers_of_the_wrong_kind(call: Callable[[], Any], error:
 @pytest.mark.parametrize(
     ("column", "words"),
     [
-        ({"sequence_id": [{"prompt": i // 20} for i in range(N)]}, "sequence_id must hold whole numbers or text, not values of type dict"),
+        (
+            {"sequence_id": [{"prompt": i // 20} for i in range(N)]},
+            "sequence_id must hold whole numbers or text, not values of type dict",
+        ),
         ({"position": -np.arange(N)}, "position must be a whole number of at least 0"),
         ({"version": np.full(N, np.inf)}, "version must hold whole numbers or text; it is inf"),
     ],
 )
-def test_columns_of_the_wrong_kind_in_a_file(column: dict[str, Any], words: str, tmp_path: Path) -> None:
+def test_columns_of_the_wrong_kind_in_a_file(
+    column: dict[str, Any], words: str, tmp_path: Path
+) -> None:
     """A file's columns are held to the same."""
-    table = {"sequence_id": np.arange(N) // 20, "rollout_logprob": ROLLOUT, "trainer_logprob": ROLLOUT, "mask": np.ones(N), **column}
+    table = {
+        "sequence_id": np.arange(N) // 20,
+        "rollout_logprob": ROLLOUT,
+        "trainer_logprob": ROLLOUT,
+        "mask": np.ones(N),
+        **column,
+    }
     pq.write_table(pa.table(table), tmp_path / "records.parquet")
     with pytest.raises(GapError, match=words):
         read_pairs(tmp_path / "records.parquet")
@@ -138,32 +160,57 @@ def test_a_program_in_place_of_records(tmp_path: Path, capsys: pytest.CaptureFix
     (tmp_path / "mine.py").write_text("import rollproof\n")
     assert ExitCode.USAGE == run(["gap", str(tmp_path / "mine.py")])
     told = capsys.readouterr().err
-    assert "mine.py is neither Parquet nor Arrow: records are written by pyarrow.parquet.write_table" in told
+    assert (
+        "mine.py is neither Parquet nor Arrow: records are written by pyarrow.parquet.write_table"
+        in told
+    )
     assert 1 == len(told.strip().splitlines())
 
 
 @pytest.mark.parametrize(
-    ("sides", "where"), [((0.0, 0.0), "on both sides"), ((0.0, -0.5), "at the rollout alone"), ((-0.5, 0.0), "at the trainer alone")]
+    ("sides", "where"),
+    [
+        ((0.0, 0.0), "on both sides"),
+        ((0.0, -0.5), "at the rollout alone"),
+        ((-0.5, 0.0), "at the trainer alone"),
+    ],
 )
 @pytest.mark.parametrize("left", [False, True])
-def test_padding_that_the_mask_counts_is_told(sides: tuple[float, float], where: str, left: bool) -> None:
-    """Long ends of exact zeros look like padding, on whichever side they stand; shorter ones, and masked ones, do not."""
+def test_padding_that_the_mask_counts_is_told(
+    sides: tuple[float, float], where: str, left: bool
+) -> None:
+    """Long ends of exact zeros look like padding, on whichever side they stand; shorter ones, and
+    masked ones, do not.
+    """
     rollout = -np.random.default_rng(0).exponential(0.4, (30, 50)) - 1e-3
     trainer = rollout - 1e-4
     place = np.arange(50)[None] if left else 49 - np.arange(50)[None]
     padded = place < np.where(np.arange(30) < 10, 20, 10)[:, None]
     columns = {"sequence_id": np.repeat(np.arange(30), 50), "resamples": 100}
-    given = [np.where(padded, value, own).ravel() for value, own in zip(sides, (rollout, trainer), strict=True)]
-    told = f"200 tokens at the ends of 10 sequences have a logprob of exactly 0 {where}, as padding has."
-    assert any(note.startswith(told) for note in measure(*given, mask=np.ones(1500), **columns).notes)
-    assert not any("padding" in note for note in measure(*given, mask=~padded.ravel(), **columns).notes)
+    given = [
+        np.where(padded, value, own).ravel()
+        for value, own in zip(sides, (rollout, trainer), strict=True)
+    ]
+    told = (
+        f"200 tokens at the ends of 10 sequences have a logprob of exactly 0 {where}, as padding"
+        " has."
+    )
+    assert any(
+        note.startswith(told) for note in measure(*given, mask=np.ones(1500), **columns).notes
+    )
+    assert not any(
+        "padding" in note for note in measure(*given, mask=~padded.ravel(), **columns).notes
+    )
 
 
 def test_a_sharp_model_s_last_tokens_are_no_padding() -> None:
     """A handful of certain tokens at the end of each sequence is how answers end."""
     rollout = np.where(np.arange(N) % 40 > 30, 0.0, ROLLOUT)
     assert not any(
-        "padding" in note for note in gap(rollout_logprob=rollout, trainer_logprob=rollout, sequence_id=np.arange(N) // 40).notes
+        "padding" in note
+        for note in gap(
+            rollout_logprob=rollout, trainer_logprob=rollout, sequence_id=np.arange(N) // 40
+        ).notes
     )
 
 
@@ -174,10 +221,25 @@ class Raising:
         raise ValueError("shapes do not fit")
 
 
-def test_what_a_trainer_of_the_user_raises_is_told_as_theirs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """It is no internal error: the line names the exception and where it came from, at a call and at the command."""
+def test_what_a_trainer_of_the_user_raises_is_told_as_theirs(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """It is no internal error: the line names the exception and where it came from, at a call and
+    at the command.
+    """
     dump_trace(resumed(), tmp_path / "trace.json")
-    with pytest.raises(SubjectError, match=r"The trainer's score raised ValueError: shapes do not fit \(test_arguments.py:\d+, in score\)"):
+    with pytest.raises(
+        SubjectError,
+        match=(
+            r"The trainer's score raised ValueError: shapes do not fit \(test_arguments.py:\d+, in"
+            r" score\)"
+        ),
+    ):
         score_rollouts(tmp_path / "trace.json", Raising())
-    assert ExitCode.USAGE == run(["gap", "--rollout", str(tmp_path / "trace.json"), "--trainer", "json:loads"])
-    assert re.search("--trainer json:loads was called without arguments and raised TypeError: loads.. missing", capsys.readouterr().err)
+    assert ExitCode.USAGE == run(
+        ["gap", "--rollout", str(tmp_path / "trace.json"), "--trainer", "json:loads"]
+    )
+    assert re.search(
+        "--trainer json:loads was called without arguments and raised TypeError: loads.. missing",
+        capsys.readouterr().err,
+    )

@@ -1,4 +1,6 @@
-"""Records that cannot be compared, at every door: an error, a named failure, or an undecided verdict that says what is missing."""
+"""Records that cannot be compared, at every door: an error, a named failure, or an undecided
+verdict that says what is missing.
+"""
 
 from __future__ import annotations
 
@@ -38,7 +40,10 @@ def records(**changes: Any) -> dict[str, Any]:
         "trainer_logprob": rollout - 1e-4,
         "mask": np.ones(N, bool),
     }
-    return base | {name: value(base[name].copy()) if callable(value) else value for name, value in changes.items()}
+    return base | {
+        name: value(base[name].copy()) if callable(value) else value
+        for name, value in changes.items()
+    }
 
 
 def put(value: Any, at: Any = 7) -> Any:
@@ -81,7 +86,9 @@ BROKEN = [
     ("batches of nothing", records(batch=np.full(N, np.nan)), "error", "batch holds missing values"),
     ("logprobs in words", records(trainer_logprob=np.full(N, "x")), "error", "trainer_logprob must hold numbers"),
 ]  # fmt: skip
-CASES = pytest.mark.parametrize(("columns", "outcome", "words"), [row[1:] for row in BROKEN], ids=[row[0] for row in BROKEN])
+CASES = pytest.mark.parametrize(
+    ("columns", "outcome", "words"), [row[1:] for row in BROKEN], ids=[row[0] for row in BROKEN]
+)
 
 
 def as_arguments(columns: dict[str, Any]) -> dict[str, Any]:
@@ -104,7 +111,9 @@ def test_measure_says_what_is_wrong(columns: dict[str, Any], outcome: str, words
 
 
 @CASES
-def test_the_fixture_says_what_is_wrong(columns: dict[str, Any], outcome: str, words: str, rollproof_gap: Any) -> None:
+def test_the_fixture_says_what_is_wrong(
+    columns: dict[str, Any], outcome: str, words: str, rollproof_gap: Any
+) -> None:
     """The fixture raises the same error, or fails the test with the report."""
     own = as_arguments(columns)
     with pytest.raises(GapError if outcome == "error" else ConformanceError, match=words):
@@ -113,15 +122,30 @@ def test_the_fixture_says_what_is_wrong(columns: dict[str, Any], outcome: str, w
 
 @CASES
 def test_the_command_says_what_is_wrong(
-    columns: dict[str, Any], outcome: str, words: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    columns: dict[str, Any],
+    outcome: str,
+    words: str,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
-    """Of a file, the command ends with the code of wrong use and one line, or with the report and the verdict's code."""
-    table = {name: list(value) if "routes" in name else value for name, value in columns.items() if value is not None}
-    table = {name: pa.array([row.tolist() for row in value]) if "routes" in name else value for name, value in table.items()}
+    """Of a file, the command ends with the code of wrong use and one line, or with the report and
+    the verdict's code.
+    """
+    table = {
+        name: list(value) if "routes" in name else value
+        for name, value in columns.items()
+        if value is not None
+    }
+    table = {
+        name: pa.array([row.tolist() for row in value]) if "routes" in name else value
+        for name, value in table.items()
+    }
     pq.write_table(pa.table(table), tmp_path / "records.parquet")
     code = run(["gap", str(tmp_path / "records.parquet"), "--resamples", "100"])
     out, err = capsys.readouterr()
-    assert {"error": ExitCode.USAGE, "fail": ExitCode.FAIL, "open": ExitCode.UNKNOWN}[outcome] == code
+    assert {"error": ExitCode.USAGE, "fail": ExitCode.FAIL, "open": ExitCode.UNKNOWN}[
+        outcome
+    ] == code
     assert re.search(words, err if outcome == "error" else out)
     if outcome == "error":
         assert 1 == len(err.strip().splitlines())
@@ -129,22 +153,41 @@ def test_the_command_says_what_is_wrong(
 
 def test_columns_of_other_lengths() -> None:
     """A column that is shorter than the others is told with every column's length."""
-    with pytest.raises(GapError, match=r"differ in length \(rollout_logprob 400, trainer_logprob 399, sequence_id 400, mask 400"):
+    with pytest.raises(
+        GapError,
+        match=(
+            r"differ in length \(rollout_logprob 400, trainer_logprob 399, sequence_id 400,"
+            r" mask 400"
+        ),
+    ):
         measure(**records(trainer_logprob=lambda own: own[:-1]))
 
 
 def test_labels_of_any_kind() -> None:
-    """Versions, replicas and parts may be missing for some tokens, or for all, and of several kinds: such tokens are left out."""
+    """Versions, replicas and parts may be missing for some tokens, or for all, and of several
+    kinds: such tokens are left out.
+    """
     mixed = np.array([1, "a", None, np.nan] * (N // 4), dtype=object)
     for column in (mixed, np.full(N, None), np.where(np.arange(N) % 3, 1.0, np.nan)):
-        report = measure(**records(version=column, replica=column, part=column, current_version=column), resamples=100)
+        report = measure(
+            **records(version=column, replica=column, part=column, current_version=column),
+            resamples=100,
+        )
         assert ["numerics only"] == [cause.name for cause in report.causes]
-        assert all(bucket.label not in ("None", "nan") for row in report.buckets.values() for bucket in row)
+        assert all(
+            bucket.label not in ("None", "nan") for row in report.buckets.values() for bucket in row
+        )
 
 
 def test_scores_of_a_version_that_are_missing() -> None:
-    """Versions whose scores are missing for some tokens, or for all, are compared where they are known, without a warning."""
-    scores = {1: np.full(N, np.nan), 2: records()["trainer_logprob"], 3: np.where(np.arange(N) % 2, np.nan, -3.0)}
+    """Versions whose scores are missing for some tokens, or for all, are compared where they are
+    known, without a warning.
+    """
+    scores = {
+        1: np.full(N, np.nan),
+        2: records()["trainer_logprob"],
+        3: np.where(np.arange(N) % 2, np.nan, -3.0),
+    }
     report = measure(**records(version=np.full(N, 2)), by_version=scores, resamples=100)
     assert ["numerics only"] == [cause.name for cause in report.causes]
 
@@ -157,31 +200,94 @@ def test_too_few_resamples(resamples: Any) -> None:
 
 
 TRACES = [
-    ("nan", {"logprobs": np.array([-1.0, np.nan, -0.5, -0.75])}, {}, "fail", "1 token has a logprob that is not finite"),
-    ("positive", {"logprobs": -ROLLOUT}, {}, "error", "rollout_logprob holds 4 of 4 values above 0"),
-    ("all masked", {"loss_mask": np.zeros(4, dtype=np.int64)}, {}, "open", "the mask excludes all 4"),
+    (
+        "nan",
+        {"logprobs": np.array([-1.0, np.nan, -0.5, -0.75])},
+        {},
+        "fail",
+        "1 token has a logprob that is not finite",
+    ),
+    (
+        "positive",
+        {"logprobs": -ROLLOUT},
+        {},
+        "error",
+        "rollout_logprob holds 4 of 4 values above 0",
+    ),
+    (
+        "all masked",
+        {"loss_mask": np.zeros(4, dtype=np.int64)},
+        {},
+        "open",
+        "the mask excludes all 4",
+    ),
     ("one sequence", {}, {}, "open", "1 sequence is too few"),
-    ("too few logprobs", {"logprobs": ROLLOUT[:2]}, {}, "error", "another number of logprobs than response tokens"),
+    (
+        "too few logprobs",
+        {"logprobs": ROLLOUT[:2]},
+        {},
+        "error",
+        "another number of logprobs than response tokens",
+    ),
     ("no logprobs", {"logprobs": None}, {}, "error", "have no logprobs"),
-    ("trainer's nan", {}, {"trainer_logprob": [[-1.0, np.nan, -0.5, -0.75]]}, "fail", "1 token has a logprob that is not finite"),
-    ("trainer's positive", {}, {"trainer_logprob": [[1.0] * 4]}, "error", "trainer_logprob holds 4 of 4 values above 0"),
+    (
+        "trainer's nan",
+        {},
+        {"trainer_logprob": [[-1.0, np.nan, -0.5, -0.75]]},
+        "fail",
+        "1 token has a logprob that is not finite",
+    ),
+    (
+        "trainer's positive",
+        {},
+        {"trainer_logprob": [[1.0] * 4]},
+        "error",
+        "trainer_logprob holds 4 of 4 values above 0",
+    ),
     ("trainer's too few", {}, {"trainer_logprob": [[-1.0] * 3]}, "error", "r0, 3 for 4"),
-    ("trainer's other tokens", {}, {"token_id": [[4, 5, 6, 8]]}, "error", "different tokens in 1 row "),
+    (
+        "trainer's other tokens",
+        {},
+        {"token_id": [[4, 5, 6, 8]]},
+        "error",
+        "different tokens in 1 row ",
+    ),
     ("another request's", {}, {"sequence_id": ["r9"]}, "error", "has no rows for 1 of 1 rollouts"),
 ]
 
 
-@pytest.mark.parametrize(("result", "side", "outcome", "words"), [row[1:] for row in TRACES], ids=[row[0] for row in TRACES])
+@pytest.mark.parametrize(
+    ("result", "side", "outcome", "words"),
+    [row[1:] for row in TRACES],
+    ids=[row[0] for row in TRACES],
+)
 def test_a_trace_says_what_is_wrong(
-    result: dict[str, Any], side: dict[str, Any], outcome: str, words: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    result: dict[str, Any],
+    side: dict[str, Any],
+    outcome: str,
+    words: str,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     """Of a trace and a trainer's file, the command ends as it does of one file."""
     dump_trace(resumed(**result), tmp_path / "trace.json")
     columns = {"sequence_id": ["r0"], "trainer_logprob": [[-1.0, -0.25, -0.5, -0.75]], **side}
     pq.write_table(pa.table(columns), tmp_path / "trainer.parquet")
-    code = run(["gap", "--rollout", str(tmp_path / "trace.json"), "--trainer", str(tmp_path / "trainer.parquet"), "--resamples", "100"])
+    code = run(
+        [
+            "gap",
+            "--rollout",
+            str(tmp_path / "trace.json"),
+            "--trainer",
+            str(tmp_path / "trainer.parquet"),
+            "--resamples",
+            "100",
+        ]
+    )
     out, err = capsys.readouterr()
-    assert {"error": ExitCode.USAGE, "fail": ExitCode.FAIL, "open": ExitCode.UNKNOWN}[outcome] == code
+    assert {"error": ExitCode.USAGE, "fail": ExitCode.FAIL, "open": ExitCode.UNKNOWN}[
+        outcome
+    ] == code
     assert re.search(words, err if outcome == "error" else out)
 
 
@@ -192,7 +298,9 @@ def _called(tmp_path: Path, *temperatures: float | None) -> Path:
         name = f"r{number}"
         sampling = {} if temperature is None else {"temperature": temperature}
         builder.submit(name, prompt=(1, 2, 3))
-        builder.reply(builder.call((1, 2, 3), request_id=name, sampling=sampling), (4, 5, 6, 7), prompt_len=3)
+        builder.reply(
+            builder.call((1, 2, 3), request_id=name, sampling=sampling), (4, 5, 6, 7), prompt_len=3
+        )
         builder.result((4, 5, 6, 7), name, prompt=(1, 2, 3), logprobs=ROLLOUT)
     dump_trace(builder.trace(), tmp_path / "trace.json")
     return tmp_path / "trace.json"
@@ -206,22 +314,36 @@ class Told(HfTrainer):
 
 
 def test_the_temperature_of_the_calls_is_that_of_the_scoring(tmp_path: Path) -> None:
-    """A trainer scores at the temperature that the calls declare, at 1 where none does or where they are greedy; the pairs have it."""
+    """A trainer scores at the temperature that the calls declare, at 1 where none does or where
+    they are greedy; the pairs have it.
+    """
     for declared, used in (((0.7, 0.7), -0.7), ((None,), -1.0), ((0.0, 0.0), -1.0)):
         pairs = score_rollouts(_called(tmp_path, *declared), Told("nowhere"))
         assert {used} == set(pairs.trainer.tolist())
     assert {0.0} == set(pairs.sides["temperature"].tolist())
-    assert -0.7 == score_rollouts(_called(tmp_path, 0.7), Told("nowhere", temperature=0.7)).trainer[0]
+    assert (
+        -0.7 == score_rollouts(_called(tmp_path, 0.7), Told("nowhere", temperature=0.7)).trainer[0]
+    )
 
 
 @pytest.mark.parametrize(
     ("declared", "given", "words"),
     [
-        ((0.7, 0.7), 1.0, "sampled at temperature 0.7, and are to be scored at 1: those are different"),
-        ((0.7, 1.0), None, "sampled at temperatures 0.7 and 1: score the rollouts of one temperature at a time"),
+        (
+            (0.7, 0.7),
+            1.0,
+            "sampled at temperature 0.7, and are to be scored at 1: those are different",
+        ),
+        (
+            (0.7, 1.0),
+            None,
+            "sampled at temperatures 0.7 and 1: score the rollouts of one temperature at a time",
+        ),
     ],
 )
-def test_a_wrong_temperature_is_refused(tmp_path: Path, declared: tuple[float, ...], given: float | None, words: str) -> None:
+def test_a_wrong_temperature_is_refused(
+    tmp_path: Path, declared: tuple[float, ...], given: float | None, words: str
+) -> None:
     """Another temperature than the calls declare, or several, would compare different laws."""
     with pytest.raises(GapError, match=words):
         score_rollouts(_called(tmp_path, *declared), Told("nowhere", temperature=given))
@@ -235,9 +357,18 @@ def test_greedy_tokens_are_told() -> None:
 
 def test_a_column_that_stands_twice_or_for_two_is_refused(tmp_path: Path) -> None:
     """Which of them is meant cannot be told: neither is taken silently."""
-    table = pa.table({name: np.asarray(column) for name, column in records().items() if np.asarray(column).ndim == 1})
+    table = pa.table(
+        {
+            name: np.asarray(column)
+            for name, column in records().items()
+            if np.asarray(column).ndim == 1
+        }
+    )
     pq.write_table(table, tmp_path / "one.parquet")
-    with pytest.raises(GapError, match="the column rollout_logprob cannot be rollout_logprob and trainer_logprob at once"):
+    with pytest.raises(
+        GapError,
+        match="the column rollout_logprob cannot be rollout_logprob and trainer_logprob at once",
+    ):
         read_pairs(tmp_path / "one.parquet", renamed={"trainer_logprob": "rollout_logprob"})
     doubled = table.append_column("rollout_logprob", table.column("rollout_logprob"))
     with pa.ipc.new_stream(tmp_path / "two.arrow", doubled.schema) as writer:
@@ -247,10 +378,23 @@ def test_a_column_that_stands_twice_or_for_two_is_refused(tmp_path: Path) -> Non
 
 
 def test_versions_in_words_are_those_of_the_columns(tmp_path: Path) -> None:
-    """A tag "0" is that of ``trainer_logprob@0``, whether the file holds versions as numbers or as text."""
-    columns = {name: np.asarray(column) for name, column in records().items() if np.asarray(column).ndim == 1}
-    scored = {**columns, "trainer_logprob@0": columns["trainer_logprob"], "trainer_logprob@v1": columns["trainer_logprob"]}
-    for tags, wanted in ((np.zeros(len(columns["mask"]), int), {0, "v1"}), (np.full(len(columns["mask"]), "0"), {"0", "v1"})):
+    """A tag "0" is that of ``trainer_logprob@0``, whether the file holds versions as numbers or as
+    text.
+    """
+    columns = {
+        name: np.asarray(column)
+        for name, column in records().items()
+        if np.asarray(column).ndim == 1
+    }
+    scored = {
+        **columns,
+        "trainer_logprob@0": columns["trainer_logprob"],
+        "trainer_logprob@v1": columns["trainer_logprob"],
+    }
+    for tags, wanted in (
+        (np.zeros(len(columns["mask"]), int), {0, "v1"}),
+        (np.full(len(columns["mask"]), "0"), {"0", "v1"}),
+    ):
         pq.write_table(pa.table({**scored, "version": tags}), tmp_path / "scored.parquet")
         assert wanted == set(read_pairs(tmp_path / "scored.parquet").by_version)
 
@@ -258,8 +402,16 @@ def test_versions_in_words_are_those_of_the_columns(tmp_path: Path) -> None:
 def test_ids_beyond_64_bits_stay_apart() -> None:
     """Hashes and uuids of any width are names: none is rounded into another."""
     numbers = np.arange(N) // 20
-    for ids in ([2**70 + int(x) for x in numbers], [2**63 + int(x) if x % 2 else 2**62 + int(x) for x in numbers]):
-        assert 20 == measure(**records(sequence_id=lambda _, ids=ids: ids), resamples=100).panel.n_sequences  # type: ignore[misc]
+    for ids in (
+        [2**70 + int(x) for x in numbers],
+        [2**63 + int(x) if x % 2 else 2**62 + int(x) for x in numbers],
+    ):
+        assert (
+            20
+            == measure(
+                **records(sequence_id=lambda _, ids=ids: ids), resamples=100
+            ).panel.n_sequences
+        )  # type: ignore[misc]
 
 
 def test_ids_in_bytes_are_text(tmp_path: Path) -> None:
@@ -275,7 +427,9 @@ def test_ids_in_bytes_are_text(tmp_path: Path) -> None:
 def test_a_masked_array_is_refused(name: str) -> None:
     """Its mask would be dropped silently, and what lies below it counted."""
     with pytest.raises(GapError, match=f"^{name} is a masked array of numpy"):
-        measure(**records(**{name: lambda column: np.ma.masked_array(column, mask=numbers_below(100))}))
+        measure(
+            **records(**{name: lambda column: np.ma.masked_array(column, mask=numbers_below(100))})
+        )
 
 
 def numbers_below(limit: int) -> Any:

@@ -34,7 +34,9 @@ EXPECTED = {
     "capture polluted": "polluted capture",
     "not finite": "not finite",
 }
-"""Each fault, and the class that must be named for it (benchmarks/gap_confusion.py counts over many seeds)."""
+"""Each fault, and the class that must be named for it (benchmarks/gap_confusion.py counts over many
+seeds).
+"""
 
 
 def test_every_fault_has_an_expected_class() -> None:
@@ -52,30 +54,48 @@ def test_a_fault_is_named(fault: str) -> None:
 
 @pytest.mark.parametrize("profile", PROFILES)
 def test_numerics_are_never_called_a_fault(profile: str) -> None:
-    """Noise of every fitted pair of engines, however large, is told as numerics, or as unexplained where it breaks a limit."""
+    """Noise of every fitted pair of engines, however large, is told as numerics, or as unexplained
+    where it breaks a limit.
+    """
     world = GapWorld(sequences=40, length=300, profile=PROFILES[profile])
     report = measure(**gap_columns("numerics only", seed=4, world=world), resamples=200)
     names = {cause.name for cause in report.causes}
-    assert names <= ({CauseName.NUMERICS} if report.verdict is not GapVerdict.FAIL else {"unexplained"})
+    assert names <= (
+        {CauseName.NUMERICS} if report.verdict is not GapVerdict.FAIL else {"unexplained"}
+    )
 
 
 def test_a_fault_within_the_limits_fails_all_the_same() -> None:
-    """Scores of another version than the tagged one are wrong at any size: the verdict is fail though every limit holds."""
+    """Scores of another version than the tagged one are wrong at any size: the verdict is fail
+    though every limit holds.
+    """
     report = measure(**gap_columns("wrong version", seed=12), resamples=200)
     assert GapVerdict.FAIL not in report.verdicts.values()
     assert GapVerdict.FAIL is report.verdict
 
 
 def test_a_constant_model_names_nothing() -> None:
-    """Logprobs that are all equal (a vocabulary of one) give no correlation, no cause but numerics, and no warning."""
-    report = measure(np.zeros(2000), np.zeros(2000), sequence_id=np.repeat(np.arange(40), 50), mask=np.ones(2000), resamples=100)
+    """Logprobs that are all equal (a vocabulary of one) give no correlation, no cause but numerics,
+    and no warning.
+    """
+    report = measure(
+        np.zeros(2000),
+        np.zeros(2000),
+        sequence_id=np.repeat(np.arange(40), 50),
+        mask=np.ones(2000),
+        resamples=100,
+    )
     assert [CauseName.NUMERICS] == [cause.name for cause in report.causes]
 
 
 def test_a_short_sequence_does_not_lend_its_neighbour_its_logprobs() -> None:
-    """The correlation with the next place is taken within sequences: sequences of one token have none."""
+    """The correlation with the next place is taken within sequences: sequences of one token have
+    none.
+    """
     rng = np.random.default_rng(0)
     logits = bank(300, rng)
     rollout = logits[:, 0] - np.log(np.exp(logits).sum(axis=1))
-    report = measure(rollout, np.roll(rollout, 1), sequence_id=np.arange(300), mask=np.ones(300), resamples=100)
+    report = measure(
+        rollout, np.roll(rollout, 1), sequence_id=np.arange(300), mask=np.ones(300), resamples=100
+    )
     assert "off by one" not in {cause.name for cause in report.causes}

@@ -1,4 +1,6 @@
-"""The doors of the gap: command line, terminal lines, pytest fixture, and a training loop's own call."""
+"""The doors of the gap: command line, terminal lines, pytest fixture, and a training loop's own
+call.
+"""
 
 from __future__ import annotations
 
@@ -46,24 +48,37 @@ def _file(path: Path, scale: float = 1.0, **changes: Any) -> str:
 
 @pytest.mark.parametrize("fault", GAP_FAULTS)
 def test_lines_fit_a_terminal(fault: str) -> None:
-    """No line is longer than 120 columns but for one word that cannot be broken, and every limit's source has a line of its own."""
+    """No line is longer than 120 columns but for one word that cannot be broken, and every limit's
+    source has a line of its own.
+    """
     report = _report(fault)
     text = text_of(gap_lines(report))
     assert [] == [line for line in text.splitlines() if len(line) > 120 and "a" * 150 not in line]
-    assert len(report.verdicts) == sum(limit.source[:40] in text for name, limit in report.limits.limits.items() if name in report.verdicts)
+    assert len(report.verdicts) == sum(
+        limit.source[:40] in text
+        for name, limit in report.limits.limits.items()
+        if name in report.verdicts
+    )
 
 
 def test_lines_of_a_comparison_fit_a_terminal() -> None:
     """So do the lines that tell ratios, with the control's name beside its metric."""
     pairs = _report("version lag").pairs
-    lines = text_of(comparison_lines(compare(pairs, pairs, controls={"routes shifted by a token": pairs}))).splitlines()
+    lines = text_of(
+        comparison_lines(compare(pairs, pairs, controls={"routes shifted by a token": pairs}))
+    ).splitlines()
     assert max(len(line) for line in lines) <= 120
     assert 2 == sum("(routes shifted by a token)" in line for line in lines)
 
 
 def test_require_raises_the_report() -> None:
-    """A failed or an undecided gap raises an AssertionError with the whole report; undecided ones may be let through by choice."""
-    failed, open_ = _report("off by one, late"), measure(*np.full((2, 9), -1.0), sequence_id=np.zeros(9), mask=np.ones(9))
+    """A failed or an undecided gap raises an AssertionError with the whole report; undecided ones
+    may be let through by choice.
+    """
+    failed, open_ = (
+        _report("off by one, late"),
+        measure(*np.full((2, 9), -1.0), sequence_id=np.zeros(9), mask=np.ones(9)),
+    )
     assert (GapVerdict.FAIL, GapVerdict.INCONCLUSIVE) == (failed.verdict, open_.verdict)
     with pytest.raises(ConformanceError, match="diagnosis: off by one"):
         failed.require(inconclusive="allow")
@@ -75,7 +90,9 @@ def test_require_raises_the_report() -> None:
 
 
 def test_the_fixture_measures_and_asserts(pytester: pytest.Pytester) -> None:
-    """A healthy gap passes and gives the report, a broken one fails with it, an undecided one fails or is skipped as the option says."""
+    """A healthy gap passes and gives the report, a broken one fails with it, an undecided one fails
+    or is skipped as the option says.
+    """
     pytester.makepyfile("""
         import numpy as np
         RNG = np.random.default_rng(0)
@@ -96,15 +113,33 @@ def test_the_fixture_measures_and_asserts(pytester: pytest.Pytester) -> None:
     result = pytester.runpytest(*args)
     result.assert_outcomes(passed=1, failed=2)
     result.stdout.fnmatch_lines(["*ConformanceError: *test_broken*", "*diagnosis: off by one*"])
-    pytester.runpytest(*args, "-o", "rollproof_unknown=skip").assert_outcomes(passed=1, failed=1, skipped=1)
+    pytester.runpytest(*args, "-o", "rollproof_unknown=skip").assert_outcomes(
+        passed=1, failed=1, skipped=1
+    )
 
 
 def test_a_command_line_with_everything(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Page, plots, JSON and comparison come from one command; its exit code is the worse of the two verdicts."""
+    """Page, plots, JSON and comparison come from one command; its exit code is the worse of the two
+    verdicts.
+    """
     pytest.importorskip("matplotlib", reason="the report needs rollproof[report]")
     page, told = tmp_path / "page.html", tmp_path / "told.json"
-    on, off, bad = (_file(tmp_path / name, scale) for name, scale in (("on.parquet", 0.3), ("off.parquet", 1.0), ("bad.parquet", 3.0)))
-    command = ["gap", on, "--against", off, "--control", f"shifted={bad}", "--report", str(page), "--plots", str(tmp_path / "plots")]
+    on, off, bad = (
+        _file(tmp_path / name, scale)
+        for name, scale in (("on.parquet", 0.3), ("off.parquet", 1.0), ("bad.parquet", 3.0))
+    )
+    command = [
+        "gap",
+        on,
+        "--against",
+        off,
+        "--control",
+        f"shifted={bad}",
+        "--report",
+        str(page),
+        "--plots",
+        str(tmp_path / "plots"),
+    ]
     assert ExitCode.UNKNOWN == run([*command, "--json", str(told), "--resamples", "100"])
     assert "(shifted)" in capsys.readouterr().out
     assert "comparison-title" in page.read_text(encoding="utf-8")
@@ -123,13 +158,20 @@ def test_a_command_line_with_everything(tmp_path: Path, capsys: pytest.CaptureFi
         (["a.parquet", "--trainer", "t"], "--trainer goes with --rollout"),
         (["--rollout", "t"], "--rollout needs --trainer SPEC"),
         (["a.parquet", "--control", "x=y"], "--control compares wrong routes with no replay"),
-        (["a.parquet", "--against", "b.parquet", "--control", "y"], "--control takes NAME=FILE, such as shifted=shifted.parquet, not 'y'"),
+        (
+            ["a.parquet", "--against", "b.parquet", "--control", "y"],
+            "--control takes NAME=FILE, such as shifted=shifted.parquet, not 'y'",
+        ),
         (["a.parquet", "--column", "y"], "--column takes NAME=THEIRS"),
         (["a.parquet", "--report", "."], "Cannot write .: it is a folder"),
     ],
 )
 def test_a_command_line_that_makes_no_sense(
-    arguments: list[str], message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    arguments: list[str],
+    message: str,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Each wrong combination is one line that says what to give, and the exit code of wrong use."""
     monkeypatch.chdir(tmp_path)
@@ -140,11 +182,18 @@ def test_a_command_line_that_makes_no_sense(
 
 
 def test_a_trace_on_the_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """``--rollout`` and ``--trainer`` measure a recorded trace against a file; what does not fit is an error of one line."""
+    """``--rollout`` and ``--trainer`` measure a recorded trace against a file; what does not fit is
+    an error of one line.
+    """
     dump_trace(resumed(), tmp_path / "trace.json")
-    pq.write_table(pa.table({"sequence_id": ["r0"], "trainer_logprob": [[-1.0, -0.25, -0.5, -0.75]]}), tmp_path / "t.parquet")
+    pq.write_table(
+        pa.table({"sequence_id": ["r0"], "trainer_logprob": [[-1.0, -0.25, -0.5, -0.75]]}),
+        tmp_path / "t.parquet",
+    )
     arguments = ["gap", "--rollout", str(tmp_path / "trace.json"), "--trainer"]
-    assert ExitCode.UNKNOWN == run([*arguments, str(tmp_path / "t.parquet"), "--limits", "tiny-fp32"])
+    assert ExitCode.UNKNOWN == run(
+        [*arguments, str(tmp_path / "t.parquet"), "--limits", "tiny-fp32"]
+    )
     assert "4 tokens in 1 sequence," in capsys.readouterr().out.replace("\n    ", " ")
     assert ExitCode.USAGE == run([*arguments, "score:fsdp"])
     assert "no score by 'fsdp'" in capsys.readouterr().err
@@ -153,7 +202,9 @@ def test_a_trace_on_the_command_line(tmp_path: Path, capsys: pytest.CaptureFixtu
 def test_the_page_of_the_docs_shows_what_the_command_prints(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The example of docs/gap.md is the output of the two commands above it, and the page names every column, profile and cause."""
+    """The example of docs/gap.md is the output of the two commands above it, and the page names
+    every column, profile and cause.
+    """
     docs = Path(__file__).parents[2] / "docs"
     if not (docs / "gap.md").is_file():
         pytest.skip("the docs are not shipped with an installed wheel")
@@ -166,18 +217,26 @@ def test_the_page_of_the_docs_shows_what_the_command_prints(
     assert set(COLUMNS) | set(CauseName) | set(_profiles()) <= rows
     wrong = set(re.findall(r"^\| ([^|]+?) \| .* \| yes \|$", text, flags=re.MULTILINE))
     assert {name for name in CauseName if name.always_wrong} == wrong
-    assert (docs / "example" / "gap_records.py").read_text(encoding="utf-8").partition("annotations\n\n")[2] in text
+    assert (docs / "example" / "gap_records.py").read_text(encoding="utf-8").partition(
+        "annotations\n\n"
+    )[2] in text
     assert (docs / "example" / "test_my_gap.py").read_text(encoding="utf-8") in text
 
 
 def test_the_training_loop_of_the_docs_runs() -> None:
-    """The ten lines that docs/gap.md shows are those of the loop that runs, which measures its gap at every step."""
+    """The ten lines that docs/gap.md shows are those of the loop that runs, which measures its gap
+    at every step.
+    """
     pytest.importorskip("torch", reason="the loop trains a model of torch")
     docs = Path(__file__).parents[2] / "docs"
     if not (docs / "gap.md").is_file():
         pytest.skip("the docs are not shipped with an installed wheel")
     source = docs / "example" / "gap_training_loop.py"
-    shown = source.read_text(encoding="utf-8").split("        report = measure(")[1].split("        advantage")[0]
+    shown = (
+        source.read_text(encoding="utf-8")
+        .split("        report = measure(")[1]
+        .split("        advantage")[0]
+    )
     assert shown in (docs / "gap.md").read_text(encoding="utf-8")
     assert 10 == len(shown.splitlines())
     logged = runpy.run_path(str(source))["train"]()
@@ -186,11 +245,20 @@ def test_the_training_loop_of_the_docs_runs() -> None:
 
 
 def _profiles() -> list[str]:
-    return list(tomllib.loads(resources.files("rollproof.gap").joinpath("limits.toml").read_text(encoding="utf-8"))["profile"])
+    return list(
+        tomllib.loads(
+            resources.files("rollproof.gap").joinpath("limits.toml").read_text(encoding="utf-8")
+        )["profile"]
+    )
 
 
 def test_a_tensor_that_requires_grad_is_an_error_of_ours() -> None:
     """A training loop that forgets detach() is told so, and not by a traceback of torch."""
     torch: Any = pytest.importorskip("torch", reason="needs a tensor of torch")
     with pytest.raises(GapError, match=r"trainer_logprob cannot be made an array of numpy.*detach"):
-        measure(torch.zeros(4), torch.zeros(4, requires_grad=True), sequence_id=torch.arange(4), mask=torch.ones(4))
+        measure(
+            torch.zeros(4),
+            torch.zeros(4, requires_grad=True),
+            sequence_id=torch.arange(4),
+            mask=torch.ones(4),
+        )

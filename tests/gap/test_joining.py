@@ -20,7 +20,12 @@ from tests.support.resumed import ROLLOUT, resumed
 
 
 def _score(version: int, *logprobs: float, request: str = "r0", scorer: str = "fsdp") -> Score:
-    return Score(request_id=request, version=version, scorer=scorer, logprobs=np.array(logprobs, dtype=np.float64))
+    return Score(
+        request_id=request,
+        version=version,
+        scorer=scorer,
+        logprobs=np.array(logprobs, dtype=np.float64),
+    )
 
 
 @pytest.fixture
@@ -42,12 +47,20 @@ def _parquet(path: Path, **columns: Any) -> str:
 
 
 def test_each_segment_is_scored_by_its_own_version(kept: Callable[..., Path]) -> None:
-    """Of scores under both versions every token takes that of the version that sampled it, and both stay at hand."""
-    trace = resumed(_score(1, -1.1, -1.2, -1.3, -1.4), _score(2, -2.1, -2.2, -2.3, -2.4), _score(1, 0, 0, 0, 0, scorer="other"))
+    """Of scores under both versions every token takes that of the version that sampled it, and both
+    stay at hand.
+    """
+    trace = resumed(
+        _score(1, -1.1, -1.2, -1.3, -1.4),
+        _score(2, -2.1, -2.2, -2.3, -2.4),
+        _score(1, 0, 0, 0, 0, scorer="other"),
+    )
     pairs = join_trace(kept(trace), "score:fsdp")
     assert [-1.1, -1.2, -2.3, -2.4] == pairs.trainer.tolist()
     assert ROLLOUT.tolist() == pairs.rollout.tolist()
-    assert {1: [-1.1, -1.2, -1.3, -1.4], 2: [-2.1, -2.2, -2.3, -2.4]} == {v: column.tolist() for v, column in pairs.by_version.items()}
+    assert {1: [-1.1, -1.2, -1.3, -1.4], 2: [-2.1, -2.2, -2.3, -2.4]} == {
+        v: column.tolist() for v, column in pairs.by_version.items()
+    }
     assert [3, 4, 5, 6] == pairs.sides["position"].tolist()
     assert [1, 1, 2, 2] == pairs.sides["version"].tolist()
     assert [-1, -1, 0, 1] == pairs.sides["since_resume"].tolist()
@@ -61,14 +74,26 @@ def test_one_score_is_of_current_weights(kept: Callable[..., Path]) -> None:
 
 
 def test_a_parquet_file_is_joined_by_request(kept: Callable[..., Path], tmp_path: Path) -> None:
-    """Rows are matched by the request's id, in any order of the requests; its tokens are compared where it has them."""
+    """Rows are matched by the request's id, in any order of the requests; its tokens are compared
+    where it has them.
+    """
     trace = kept(resumed(requests=("r0", "r1")))
     ids = ["r1"] * 4 + ["r0"] * 4
-    spec = _parquet(tmp_path / "t.parquet", sequence_id=ids, trainer_logprob=-np.arange(8.0), token_id=[4, 5, 6, 7] * 2)
+    spec = _parquet(
+        tmp_path / "t.parquet",
+        sequence_id=ids,
+        trainer_logprob=-np.arange(8.0),
+        token_id=[4, 5, 6, 7] * 2,
+    )
     pairs = join_trace(trace, spec)
     assert ["r0", "r1"] == list(pairs.sequences)
     assert [-4.0, -5.0, -6.0, -7.0, 0.0, -1.0, -2.0, -3.0] == pairs.trainer.tolist()
-    wrong = _parquet(tmp_path / "w.parquet", sequence_id=ids, trainer_logprob=-np.arange(8.0), token_id=[4, 5, 6, 8] * 2)
+    wrong = _parquet(
+        tmp_path / "w.parquet",
+        sequence_id=ids,
+        trainer_logprob=-np.arange(8.0),
+        token_id=[4, 5, 6, 8] * 2,
+    )
     with pytest.raises(GapError, match="The two sides hold different tokens in 2 rows"):
         join_trace(trace, wrong)
 
@@ -76,12 +101,18 @@ def test_a_parquet_file_is_joined_by_request(kept: Callable[..., Path], tmp_path
 def test_episodes_are_told_apart(kept: Callable[..., Path], tmp_path: Path) -> None:
     """Two episodes with a request of one name are two sequences, called by episode."""
     trace = kept(resumed(), resumed())
-    spec = _parquet(tmp_path / "t.parquet", sequence_id=["0:r0", "1:r0"], trainer_logprob=[[-1.0] * 4, [-2.0] * 4])
+    spec = _parquet(
+        tmp_path / "t.parquet",
+        sequence_id=["0:r0", "1:r0"],
+        trainer_logprob=[[-1.0] * 4, [-2.0] * 4],
+    )
     assert ["0:r0", "1:r0"] == list(join_trace(trace, spec).sequences)
 
 
 def test_what_is_not_told_is_left_out(kept: Callable[..., Path]) -> None:
-    """Without version tags, and with replies that are not the response end to end, those columns are not there."""
+    """Without version tags, and with replies that are not the response end to end, those columns
+    are not there.
+    """
     score = _score(1, -1.0, -1.0, -1.0, -1.0)
     assert "version" not in join_trace(kept(resumed(score, spans=())), "score:fsdp").sides
     builder = TraceBuilder(contract()).weights(1).submit(prompt=(1, 2, 3))
@@ -93,28 +124,62 @@ def test_what_is_not_told_is_left_out(kept: Callable[..., Path]) -> None:
 @pytest.mark.parametrize(
     ("trace", "spec", "message"),
     [
-        (resumed(), "score:fsdp", r"1 of 1 rollouts have no score by 'fsdp' in the trace \(the first: r0\)"),
-        (resumed(_score(1, -1.0)), "score:fsdp", r"the scores under 1: 1 rollouts have another number .* \(the first: r0, 1 for 4\)"),
-        (resumed(_score(1, *ROLLOUT), _score(3, *ROLLOUT)), "score:fsdp", "Rollout r0 has several scores and no score under version 2"),
-        (resumed(_score(1, *ROLLOUT), _score(3, *ROLLOUT), spans=()), "score:fsdp", "several scores and no version for each of its tokens"),
-        (resumed(logprobs=None), "score:fsdp", r"1 of 1 rollouts in .* have no logprobs \(the first: r0\)"),
-        (resumed(logprobs=ROLLOUT[:2]), "score:fsdp", "the rollout's logprobs: 1 rollouts have another number"),
+        (
+            resumed(),
+            "score:fsdp",
+            r"1 of 1 rollouts have no score by 'fsdp' in the trace \(the first: r0\)",
+        ),
+        (
+            resumed(_score(1, -1.0)),
+            "score:fsdp",
+            r"the scores under 1: 1 rollouts have another number .* \(the first: r0, 1 for 4\)",
+        ),
+        (
+            resumed(_score(1, *ROLLOUT), _score(3, *ROLLOUT)),
+            "score:fsdp",
+            "Rollout r0 has several scores and no score under version 2",
+        ),
+        (
+            resumed(_score(1, *ROLLOUT), _score(3, *ROLLOUT), spans=()),
+            "score:fsdp",
+            "several scores and no version for each of its tokens",
+        ),
+        (
+            resumed(logprobs=None),
+            "score:fsdp",
+            r"1 of 1 rollouts in .* have no logprobs \(the first: r0\)",
+        ),
+        (
+            resumed(logprobs=ROLLOUT[:2]),
+            "score:fsdp",
+            "the rollout's logprobs: 1 rollouts have another number",
+        ),
         (TraceBuilder(contract()).trace(), "score:fsdp", "holds no finished rollout"),
     ],
 )
-def test_what_cannot_be_joined_is_refused(kept: Callable[..., Path], trace: Trace, spec: str, message: str) -> None:
+def test_what_cannot_be_joined_is_refused(
+    kept: Callable[..., Path], trace: Trace, spec: str, message: str
+) -> None:
     """A side that lacks what the other has is an error that says what, how often, and where first."""
     with pytest.raises(GapError, match=message):
         join_trace(kept(trace), spec)
 
 
-def test_a_parquet_file_that_does_not_fit_is_refused(kept: Callable[..., Path], tmp_path: Path) -> None:
+def test_a_parquet_file_that_does_not_fit_is_refused(
+    kept: Callable[..., Path], tmp_path: Path
+) -> None:
     """Rows of other requests, too few rows, and a file without the columns are told apart."""
     trace = kept(resumed())
     with pytest.raises(GapError, match=r"has no rows for 1 of 1 rollouts \(the first: r0\)"):
-        join_trace(trace, _parquet(tmp_path / "a.parquet", sequence_id=["x"], trainer_logprob=[-1.0]))
-    with pytest.raises(GapError, match=r"\(the first: r0, 1 for 4\). One logprob is needed for each response token"):
-        join_trace(trace, _parquet(tmp_path / "b.parquet", sequence_id=["r0"], trainer_logprob=[-1.0]))
+        join_trace(
+            trace, _parquet(tmp_path / "a.parquet", sequence_id=["x"], trainer_logprob=[-1.0])
+        )
+    with pytest.raises(
+        GapError, match=r"\(the first: r0, 1 for 4\). One logprob is needed for each response token"
+    ):
+        join_trace(
+            trace, _parquet(tmp_path / "b.parquet", sequence_id=["r0"], trainer_logprob=[-1.0])
+        )
     with pytest.raises(GapError, match="has no column trainer_logprob"):
         join_trace(trace, _parquet(tmp_path / "c.parquet", sequence_id=["r0"]))
     with pytest.raises(TraceError, match="is not a rollproof trace"):

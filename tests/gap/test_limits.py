@@ -39,9 +39,13 @@ def _limit(side: Side = Side.ABOVE, fail: float = 1.0) -> Limit:
         (Side.ABOVE, math.nan, math.nan, GapVerdict.INCONCLUSIVE),
     ],
 )
-def test_a_verdict_needs_the_whole_interval(side: Side, low: float, high: float, expected: GapVerdict) -> None:
+def test_a_verdict_needs_the_whole_interval(
+    side: Side, low: float, high: float, expected: GapVerdict
+) -> None:
     """Fail where all of the interval is beyond the limit, pass where none is, inconclusive between."""
-    assert expected is _limit(side).judge(Interval(value=(low + high) / 2 if low == low else 1.0, low=low, high=high))
+    assert expected is _limit(side).judge(
+        Interval(value=(low + high) / 2 if low == low else 1.0, low=low, high=high)
+    )
 
 
 def test_a_limit_of_zero_is_exact() -> None:
@@ -51,7 +55,9 @@ def test_a_limit_of_zero_is_exact() -> None:
 
 
 def test_the_tokens_needed_shrink_with_the_distance_from_the_limit() -> None:
-    """A reach of 0.4 at a distance of 0.2 needs four times the tokens; what is decided needs no more."""
+    """A reach of 0.4 at a distance of 0.2 needs four times the tokens; what is decided needs no
+    more.
+    """
     assert 4000 == _limit().tokens_needed(Interval(value=0.8, low=0.5, high=1.2), 1000)
     assert 1000 == _limit().tokens_needed(Interval(value=0.5, low=0.4, high=0.6), 1000)
     assert _limit().tokens_needed(Interval(value=0.8, low=math.nan, high=math.nan), 1000) is None
@@ -60,7 +66,16 @@ def test_the_tokens_needed_shrink_with_the_distance_from_the_limit() -> None:
 
 def test_every_shipped_limit_has_a_source() -> None:
     """Each limit of each profile says where it comes from, and target, warn and fail are in order."""
-    for name in ("dense-bf16", "moe-bf16", "moe-bf16-r3", "fp8", "tiny-fp32", "tiny-bf16", "tiny-bf16-r3", "bitwise"):
+    for name in (
+        "dense-bf16",
+        "moe-bf16",
+        "moe-bf16-r3",
+        "fp8",
+        "tiny-fp32",
+        "tiny-bf16",
+        "tiny-bf16-r3",
+        "bitwise",
+    ):
         for limit in limits_named(name).limits.values():
             assert limit.source
             ordered = (limit.target, limit.warn, limit.fail)
@@ -70,7 +85,10 @@ def test_every_shipped_limit_has_a_source() -> None:
 def test_own_limits_replace_single_ones(tmp_path: Path) -> None:
     """A file with one limit of a profile replaces that one and keeps the others."""
     file = tmp_path / "limits.toml"
-    file.write_text('[profile.moe-bf16.limits]\nF2 = { target = 0, warn = 0.01, fail = 0.02, source = "our runs of May" }\n')
+    file.write_text(
+        '[profile.moe-bf16.limits]\nF2 = { target = 0, warn = 0.01, fail = 0.02, source = "our runs'
+        ' of May" }\n'
+    )
     mine, shipped = limits_named(override=file), limits_named("moe-bf16")
     assert (0.02, "our runs of May") == (mine.limits["F2"].fail, mine.limits["F2"].source)
     assert shipped.limits["F5"] == mine.limits["F5"]
@@ -80,11 +98,29 @@ def test_own_limits_replace_single_ones(tmp_path: Path) -> None:
     ("text", "words"),
     [
         ("[profile.x.limits]\nF3 = {}", "no metric is named 'F3'"),
-        ("[profile.x.limits]\nF2 = { target = 0, warn = 0, fail = 1 }", "needs target, warn, fail and a source"),
-        ('[profile.x.limits]\nF2 = { target = 0, warn = 0, fail = "a", source = "s" }', r"F2\.fail must be a finite number, not 'a'"),
-        ('[profile.x.limits]\nF2 = { target = 0, warn = 0, fail = nan, source = "s" }', "must be a finite number"),
-        ('[profile.x.limits]\nF2 = { target = 0, warn = 0, fail = 1, source = "s", side = "left" }', "side must be one of"),
-        ('[profile.x.limits]\nF2 = { target = 0, warn = 0, fail = 1, source = "s", max = 2 }', "has no max"),
+        (
+            "[profile.x.limits]\nF2 = { target = 0, warn = 0, fail = 1 }",
+            "needs target, warn, fail and a source",
+        ),
+        (
+            '[profile.x.limits]\nF2 = { target = 0, warn = 0, fail = "a", source = "s" }',
+            r"F2\.fail must be a finite number, not 'a'",
+        ),
+        (
+            '[profile.x.limits]\nF2 = { target = 0, warn = 0, fail = nan, source = "s" }',
+            "must be a finite number",
+        ),
+        (
+            (
+                '[profile.x.limits]\nF2 = { target = 0, warn = 0, fail = 1, source = "s", side ='
+                ' "left" }'
+            ),
+            "side must be one of",
+        ),
+        (
+            '[profile.x.limits]\nF2 = { target = 0, warn = 0, fail = 1, source = "s", max = 2 }',
+            "has no max",
+        ),
         ("[profile", "is no TOML"),
         (f"x = {'[' * 5000}", "is no TOML: it is nested too deep"),
         ("profile = 3", "holds no"),
@@ -103,18 +139,30 @@ def test_limits_that_cannot_be_used_are_refused(tmp_path: Path, text: str, words
 
 def test_an_unknown_profile_lists_the_known_ones() -> None:
     """A profile that does not exist is a usage error with the valid names."""
-    with pytest.raises(UsageError, match=r"No limits are named 'moe'\. Choose one of dense-bf16, moe-bf16"):
+    with pytest.raises(
+        UsageError, match=r"No limits are named 'moe'\. Choose one of dense-bf16, moe-bf16"
+    ):
         limits_named("moe")
 
 
 @pytest.mark.parametrize(
     ("sequences", "mask", "words"),
-    [(1, 1.0, "1 sequence is too few"), (8, 1.0, "8 sequences are too few"), (40, 0.0, "the mask excludes all 2,000")],
+    [
+        (1, 1.0, "1 sequence is too few"),
+        (8, 1.0, "8 sequences are too few"),
+        (40, 0.0, "the mask excludes all 2,000"),
+    ],
 )
 def test_too_little_data_is_inconclusive(sequences: int, mask: float, words: str) -> None:
     """One sequence, a few, or no token left give no verdict, and a note that says what is missing."""
     rollout = -np.random.default_rng(0).exponential(0.4, sequences * 50)
-    report = measure(rollout, rollout, sequence_id=np.repeat(np.arange(sequences), 50), mask=np.full(len(rollout), mask), resamples=100)
+    report = measure(
+        rollout,
+        rollout,
+        sequence_id=np.repeat(np.arange(sequences), 50),
+        mask=np.full(len(rollout), mask),
+        resamples=100,
+    )
     assert GapVerdict.INCONCLUSIVE is report.verdict
     assert words in " ".join(report.notes)
     json.dumps(report.to_dict(), allow_nan=False)
@@ -124,16 +172,36 @@ def _file(path: Path, noise: float, *, name: str = "trainer_logprob") -> Path:
     rng = np.random.default_rng(3)
     rollout = -rng.exponential(0.4, 4000)
     trainer = np.minimum(rollout + noise * rng.standard_normal(4000) * (1 - np.exp(rollout)), 0)
-    columns = {"sequence_id": np.repeat(np.arange(80), 50), "rollout_logprob": rollout, name: trainer, "mask": np.ones(4000, bool)}
+    columns = {
+        "sequence_id": np.repeat(np.arange(80), 50),
+        "rollout_logprob": rollout,
+        name: trainer,
+        "mask": np.ones(4000, bool),
+    }
     pq.write_table(pa.table(columns), path)  # type: ignore[no-untyped-call]
     return path
 
 
-@pytest.mark.parametrize(("noise", "code", "verdict"), [(0.01, 0, "pass"), (0.8, 1, "fail"), (0.156, 2, "inconclusive")])
-def test_the_command_tells_the_verdict_by_its_exit_code(tmp_path: Path, noise: float, code: int, verdict: str) -> None:
-    """0, 1 and 2 stand for pass, fail and inconclusive; the JSON has the keys that the design fixes."""
+@pytest.mark.parametrize(
+    ("noise", "code", "verdict"), [(0.01, 0, "pass"), (0.8, 1, "fail"), (0.156, 2, "inconclusive")]
+)
+def test_the_command_tells_the_verdict_by_its_exit_code(
+    tmp_path: Path, noise: float, code: int, verdict: str
+) -> None:
+    """0, 1 and 2 stand for pass, fail and inconclusive; the JSON has the keys that the design
+    fixes.
+    """
     target = tmp_path / "out.json"
-    assert code == run(["gap", str(_file(tmp_path / "t.parquet", noise)), "--json", str(target), "--resamples", "200"])
+    assert code == run(
+        [
+            "gap",
+            str(_file(tmp_path / "t.parquet", noise)),
+            "--json",
+            str(target),
+            "--resamples",
+            "200",
+        ]
+    )
     data = json.loads(target.read_text())
     assert verdict == data["verdict"]
     assert {"verdict", "diagnosis", "metrics", "n_tokens", "n_sequences", "required_n"} <= set(data)
@@ -141,12 +209,16 @@ def test_the_command_tells_the_verdict_by_its_exit_code(tmp_path: Path, noise: f
     assert (4000, 80) == (data["n_tokens"], data["n_sequences"])
 
 
-def test_the_command_takes_other_names_of_columns(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_command_takes_other_names_of_columns(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     """A file with another name for a column is read once that is said; without, the error says how."""
     path = _file(tmp_path / "t.parquet", 0.01, name="trainer_log_probs")
     assert 254 == run(["gap", str(path)])
     assert "--column trainer_logprob=trainer_log_probs" in capsys.readouterr().err
-    assert 0 == run(["gap", str(path), "--column", "trainer_logprob=trainer_log_probs", "--resamples", "200"])
+    assert 0 == run(
+        ["gap", str(path), "--column", "trainer_logprob=trainer_log_probs", "--resamples", "200"]
+    )
     assert "PASS" in capsys.readouterr().out
     assert 254 == run(["gap", str(path), "--column", "nonsense"])
     assert "--column takes NAME=THEIRS" in capsys.readouterr().err
@@ -155,16 +227,27 @@ def test_the_command_takes_other_names_of_columns(tmp_path: Path, capsys: pytest
 def test_what_no_interval_can_decide_takes_no_limit(tmp_path: Path) -> None:
     """A limit on a number whose interval is known to be too narrow is refused."""
     file = tmp_path / "own.toml"
-    file.write_text('[profile.x.limits]\ness_token = {target = 1, warn = 0.9, fail = 0.5, side = "below", source = "me"}\n')
+    file.write_text(
+        '[profile.x.limits]\ness_token = {target = 1, warn = 0.9, fail = 0.5, side = "below",'
+        ' source = "me"}\n'
+    )
     with pytest.raises(GapError, match="ess_token takes no limit"):
         limits_named("x", override=file)
 
 
 @pytest.mark.parametrize("sequences", [8, 15])
 def test_of_few_sequences_no_metric_passes(sequences: int) -> None:
-    """Below 16 sequences each metric that holds its limit is undecided, and says that sequences are what it needs."""
+    """Below 16 sequences each metric that holds its limit is undecided, and says that sequences are
+    what it needs.
+    """
     rollout = -np.random.default_rng(0).exponential(0.4, sequences * 50)
-    report = measure(rollout, rollout, sequence_id=np.repeat(np.arange(sequences), 50), mask=np.ones(len(rollout)), resamples=100)
+    report = measure(
+        rollout,
+        rollout,
+        sequence_id=np.repeat(np.arange(sequences), 50),
+        mask=np.ones(len(rollout)),
+        resamples=100,
+    )
     assert {GapVerdict.INCONCLUSIVE} == set(report.verdicts.values())
     text = text_of(gap_lines(report))
     assert "PASS" not in text
@@ -172,25 +255,37 @@ def test_of_few_sequences_no_metric_passes(sequences: int) -> None:
 
 
 def test_k3_of_few_tokens_is_told_to_be_known_badly() -> None:
-    """Below 2,000 tokens a note says how often the interval of k3 holds; not above, and not where the two sides are equal."""
+    """Below 2,000 tokens a note says how often the interval of k3 holds; not above, and not where
+    the two sides are equal.
+    """
     rng = np.random.default_rng(0)
     for sequences, factor, told in ((30, 1.0, True), (40, 1.0, False), (30, 0.0, False)):
         rollout = -rng.exponential(0.4, 50 * sequences)
         trainer = np.minimum(rollout + factor * 0.02 * rng.standard_normal(len(rollout)), 0)
         ids = np.arange(len(rollout)) // 50
-        report = measure(rollout, trainer, sequence_id=ids, mask=np.ones(len(rollout)), resamples=100)
-        assert told == any(note.startswith("k3 of 1,500 tokens may be larger than its interval says") for note in report.notes)
+        report = measure(
+            rollout, trainer, sequence_id=ids, mask=np.ones(len(rollout)), resamples=100
+        )
+        assert told == any(
+            note.startswith("k3 of 1,500 tokens may be larger than its interval says")
+            for note in report.notes
+        )
 
 
 @pytest.mark.parametrize(
-    ("value", "words"), [("0", "must be a finite number above 0, not 0"), ("true", "not True"), ('"hot"', "not 'hot'")]
+    ("value", "words"),
+    [("0", "must be a finite number above 0, not 0"), ("true", "not True"), ('"hot"', "not 'hot'")],
 )
 def test_a_profile_s_temperature_is_a_number(tmp_path: Path, value: str, words: str) -> None:
-    """What is no temperature is refused; a profile without one keeps that of the shipped profile of its name, or holds at any."""
+    """What is no temperature is refused; a profile without one keeps that of the shipped profile of
+    its name, or holds at any.
+    """
     file = tmp_path / "own.toml"
     limit = 'k1 = {target = 0, warn = 1, fail = 2, source = "me"}\n'
     file.write_text(f"[profile.x]\ntemperature = {value}\n[profile.x.limits]\n{limit}")
     with pytest.raises(GapError, match=f"profile x: temperature .*{words}"):
         limits_named("x", override=file)
     file.write_text(f"[profile.x.limits]\n{limit}[profile.moe-bf16.limits]\n{limit}")
-    assert (None, 1.0) == tuple(limits_named(name, override=file).temperature for name in ("x", "moe-bf16"))
+    assert (None, 1.0) == tuple(
+        limits_named(name, override=file).temperature for name in ("x", "moe-bf16")
+    )

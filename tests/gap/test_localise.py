@@ -1,4 +1,6 @@
-"""A fault planted in one module of a tiny model is found at its place; rounding, other kernels and other batches name nothing."""
+"""A fault planted in one module of a tiny model is found at its place; rounding, other kernels and
+other batches name nothing.
+"""
 
 from __future__ import annotations
 
@@ -55,7 +57,11 @@ def noisy(path: str, part: float = 0.1) -> Callable[[Any], None]:
 
     def plant(own: Any) -> None:
         parameter = own.get_parameter(path)
-        parameter.add_(part * parameter.std() * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(3)))
+        parameter.add_(
+            part
+            * parameter.std()
+            * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(3))
+        )
 
     return plant
 
@@ -68,8 +74,18 @@ PLACES = [
     ("qwen3_moe", noisy("model.layers.1.self_attn.o_proj.weight"), "layer 1 o", ()),
     ("qwen3_moe", scaled("model.layers.0.post_attention_layernorm.weight"), "layer 0 mlp_norm", ()),
     ("qwen3_moe", noisy("model.layers.2.mlp.gate.weight"), "layer 2 router", ()),
-    ("qwen3_moe", scaled("model.layers.1.mlp.experts.down_proj", expert=3), "layer 1 experts", (3,)),
-    ("qwen3_moe", scaled("model.layers.2.mlp.experts.gate_up_proj", expert=0), "layer 2 experts", (0,)),
+    (
+        "qwen3_moe",
+        scaled("model.layers.1.mlp.experts.down_proj", expert=3),
+        "layer 1 experts",
+        (3,),
+    ),
+    (
+        "qwen3_moe",
+        scaled("model.layers.2.mlp.experts.gate_up_proj", expert=0),
+        "layer 2 experts",
+        (0,),
+    ),
     ("qwen3_moe", scaled("model.norm.weight"), "final_norm", ()),
     ("qwen3_moe", noisy("lm_head.weight"), "head", ()),
     ("qwen3_moe", noisy("model.embed_tokens.weight"), "embed", ()),
@@ -77,22 +93,42 @@ PLACES = [
     ("qwen3", noisy("model.layers.2.mlp.up_proj.weight"), "layer 2 up", ()),
     ("qwen3", noisy("model.layers.0.self_attn.k_proj.weight"), "layer 0 k", ()),
     ("qwen3", scaled("model.layers.2.post_attention_layernorm.weight"), "layer 2 mlp_norm", ()),
-    ("deepseek_v3", noisy("model.layers.1.self_attn.kv_b_proj.weight"), "layer 1 self_attn.kv_b_proj", ()),
-    ("deepseek_v3", noisy("model.layers.2.mlp.shared_experts.down_proj.weight"), "layer 2 mlp.shared_experts.down_proj", ()),
+    (
+        "deepseek_v3",
+        noisy("model.layers.1.self_attn.kv_b_proj.weight"),
+        "layer 1 self_attn.kv_b_proj",
+        (),
+    ),
+    (
+        "deepseek_v3",
+        noisy("model.layers.2.mlp.shared_experts.down_proj.weight"),
+        "layer 2 mlp.shared_experts.down_proj",
+        (),
+    ),
 ]
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize(("family", "plant", "place", "experts"), PLACES, ids=[f"{row[0]}-{row[2]}" for row in PLACES])
-def test_a_fault_is_found_at_its_place(family: str, plant: Any, place: str, experts: tuple[int, ...], dtype: str) -> None:
-    """One parameter that is off by a tenth is named, with its expert, and nothing else is; beside the rounding of bf16 as well."""
+@pytest.mark.parametrize(
+    ("family", "plant", "place", "experts"), PLACES, ids=[f"{row[0]}-{row[2]}" for row in PLACES]
+)
+def test_a_fault_is_found_at_its_place(
+    family: str, plant: Any, place: str, experts: tuple[int, ...], dtype: str
+) -> None:
+    """One parameter that is off by a tenth is named, with its expert, and nothing else is; beside
+    the rounding of bf16 as well.
+    """
     found = localise(model(family), broken(family, plant, getattr(torch, dtype)), IDS)
     # a block holds its leaves' difference as well, and is told behind them
     sites = [str(gap.site) for gap in found.sites if gap.parts]
     assert place == sites[0]
     assert found.found is not None
     assert experts == found.found.experts
-    outer = {"layer 2 shared", f"{place.partition(' r')[0]} gates", f"{place.partition(' r')[0]} selection"}
+    outer = {
+        "layer 2 shared",
+        f"{place.partition(' r')[0]} gates",
+        f"{place.partition(' r')[0]} selection",
+    }
     assert set(sites[1:]) <= outer
 
 
@@ -127,10 +163,17 @@ def residual(own: Any) -> None:
         ("qwen3", residual, "layer 2 residual", "before model.layers.2.input_layernorm"),
     ],
 )
-def test_what_stands_between_modules_is_found_too(family: str, plant: Any, place: str, module: str) -> None:
-    """Rotation, attention, the weights and the choice of a router, and the residual are no modules of their own: their place is named."""
+def test_what_stands_between_modules_is_found_too(
+    family: str, plant: Any, place: str, module: str
+) -> None:
+    """Rotation, attention, the weights and the choice of a router, and the residual are no modules
+    of their own: their place is named.
+    """
     found = localise(model(family), broken(family, plant), IDS)
-    assert (place, module) == (str(next(gap.site for gap in found.sites if gap.parts)), found.partings[0].module)
+    assert (place, module) == (
+        str(next(gap.site for gap in found.sites if gap.parts)),
+        found.partings[0].module,
+    )
 
 
 def test_two_faults_are_both_found() -> None:
@@ -142,8 +185,12 @@ def test_two_faults_are_both_found() -> None:
         scaled("model.layers.2.mlp.experts.down_proj", expert=1)(own)
 
     found = localise(model("qwen3_moe"), broken("qwen3_moe", plant), IDS)
-    assert [("o", ()), ("experts", (1, 5))] == [(parting.role, parting.experts) for parting in found.partings]
-    assert "layer 2 experts, experts 1, 5: given the other side's values" in found.partings[1].because
+    assert [("o", ()), ("experts", (1, 5))] == [
+        (parting.role, parting.experts) for parting in found.partings
+    ]
+    assert (
+        "layer 2 experts, experts 1, 5: given the other side's values" in found.partings[1].because
+    )
 
 
 def _sdpa(own: Any) -> Any:
@@ -164,20 +211,30 @@ def test_rounding_names_nothing(family: str) -> None:
         (torch.bfloat16, torch.bfloat16),
         (None, torch.float16),
     ):
-        first, second = (own if kind is None else copy.deepcopy(own).to(kind) for kind in (left, right))
+        first, second = (
+            own if kind is None else copy.deepcopy(own).to(kind) for kind in (left, right)
+        )
         assert localise(first, second, IDS).found is None
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_other_kernels_and_other_batches_name_nothing(dtype: str) -> None:
-    """Another attention kernel, other products of the experts, another order of the batch, and padding part nowhere."""
+    """Another attention kernel, other products of the experts, another order of the batch, and
+    padding part nowhere.
+    """
     own = copy.deepcopy(model("qwen3_moe")).to(getattr(torch, dtype))
     other = _sdpa(own)
     turned = torch.tensor([2, 0, 3, 1])
-    order = np.concatenate([np.arange(24) + 24 * int((turned == line).nonzero()) for line in range(4)])
+    order = np.concatenate(
+        [np.arange(24) + 24 * int((turned == line).nonzero()) for line in range(4)]
+    )
     padded, mask = torch.zeros(4, 30, dtype=torch.int64), torch.zeros(4, 30, dtype=torch.int64)
     padded[:, 6:], mask[:, 6:] = IDS, 1
-    for second in (hf_forward(other, IDS), hf_forward(other, IDS[turned], order=order), hf_forward(other, padded, mask)):
+    for second in (
+        hf_forward(other, IDS),
+        hf_forward(other, IDS[turned], order=order),
+        hf_forward(other, padded, mask),
+    ):
         found = localise(hf_forward(own, IDS), second)
         assert found.found is None
         assert 96 == found.n_tokens
@@ -191,14 +248,29 @@ def test_a_wrong_order_of_the_tokens_is_seen_at_once() -> None:
 
 
 def test_names_and_layouts_of_megatron_are_matched() -> None:
-    """Fused projections, sequence-first activations and a dense map of routes are compared with HF's, site by site, and agree."""
+    """Fused projections, sequence-first activations and a dense map of routes are compared with
+    HF's, site by site, and agree.
+    """
     own = MegatronNamed(model("qwen3_moe"))
     found = localise(hf_forward(model("qwen3_moe"), IDS), megatron_forward(own, IDS))
     assert found.found is None
     assert ("router", "experts") == tuple(name.split()[-1] for name in found.unmatched[:2])
     matched = {str(gap.site): gap.other_module for gap in found.sites}
-    assert "decoder.layers.1.self_attention.linear_qkv" == matched["layer 1 q"] == matched["layer 1 k"] == matched["layer 1 v"]
-    assert {"layer 1 gates", "layer 1 selection", "layer 1 attention", "layer 2 mlp", "final_norm", "head", "embed"} <= set(matched)
+    assert (
+        "decoder.layers.1.self_attention.linear_qkv"
+        == matched["layer 1 q"]
+        == matched["layer 1 k"]
+        == matched["layer 1 v"]
+    )
+    assert {
+        "layer 1 gates",
+        "layer 1 selection",
+        "layer 1 attention",
+        "layer 2 mlp",
+        "final_norm",
+        "head",
+        "embed",
+    } <= set(matched)
 
 
 @pytest.mark.parametrize(
@@ -211,8 +283,12 @@ def test_names_and_layouts_of_megatron_are_matched() -> None:
         ("decoder.final_layernorm.weight", "final_norm", ()),
     ],
 )
-def test_a_fault_of_the_megatron_side_is_found(path: str, place: str, experts: tuple[int, ...]) -> None:
-    """A fault in a model of other names and layouts is found at its place, with the names of both sides."""
+def test_a_fault_of_the_megatron_side_is_found(
+    path: str, place: str, experts: tuple[int, ...]
+) -> None:
+    """A fault in a model of other names and layouts is found at its place, with the names of both
+    sides.
+    """
     own = MegatronNamed(model("qwen3_moe"))
     with torch.no_grad():
         own.get_parameter(path).mul_(1.1)
@@ -227,7 +303,9 @@ def test_a_fused_projections_part_is_told() -> None:
     """Of a fused projection the part is named that is wrong: the keys of one group."""
     own = MegatronNamed(model("qwen3_moe"))
     with torch.no_grad():
-        own.decoder["layers"][1].self_attention.linear_qkv.weight.reshape(2, 4, 8, -1)[1, 2].mul_(1.2)
+        own.decoder["layers"][1].self_attention.linear_qkv.weight.reshape(2, 4, 8, -1)[1, 2].mul_(
+            1.2
+        )
     found = localise(hf_forward(model("qwen3_moe"), IDS), megatron_forward(own, IDS))
     assert ["layer 1 k"] == [str(gap.site) for gap in found.sites if gap.parts]
 
@@ -244,7 +322,9 @@ def test_a_fused_projections_part_is_told() -> None:
     ],
 )
 def test_names_and_layouts_of_vllm_are_matched(path: str, part: slice, place: str) -> None:
-    """Flat tokens, fused projections and norms that add the residual in place agree with HF's; a fault in one part of them is found."""
+    """Flat tokens, fused projections and norms that add the residual in place agree with HF's; a
+    fault in one part of them is found.
+    """
     own = VllmNamed(model("qwen3"))
     with torch.no_grad():
         if path:
@@ -252,13 +332,22 @@ def test_names_and_layouts_of_vllm_are_matched(path: str, part: slice, place: st
     found = localise(hf_forward(model("qwen3"), IDS), vllm_forward(own, IDS))
     assert [place] * bool(place) == [str(gap.site) for gap in found.sites if gap.parts]
     assert () == found.unmatched
-    assert "model.layers.1.self_attn.qkv_proj" == {str(gap.site): gap.other_module for gap in found.sites}["layer 1 v"]
+    assert (
+        "model.layers.1.self_attn.qkv_proj"
+        == {str(gap.site): gap.other_module for gap in found.sites}["layer 1 v"]
+    )
 
 
 def test_growth_is_shown_with_replay_and_without() -> None:
-    """In bf16 experts flip, and the difference of the residual grows; with the first side's experts replayed it grows less."""
+    """In bf16 experts flip, and the difference of the residual grows; with the first side's experts
+    replayed it grows less.
+    """
     second = copy.deepcopy(model("qwen3_moe")).to(torch.bfloat16)
-    found = localise(model("qwen3_moe"), second, torch.randint(3, 128, (8, 64), generator=torch.Generator().manual_seed(1)))
+    found = localise(
+        model("qwen3_moe"),
+        second,
+        torch.randint(3, 128, (8, 64), generator=torch.Generator().manual_seed(1)),
+    )
     carried = [gap.carried for gap in found.growth]
     assert carried == sorted(carried)
     assert found.growth[-1].replayed < 0.9 * found.growth[-1].carried
@@ -267,14 +356,21 @@ def test_growth_is_shown_with_replay_and_without() -> None:
 
 def test_a_side_that_must_not_be_led() -> None:
     """Left to its own values, a second side shows the first place alone; what follows inherits it."""
-    found = localise(model("qwen3"), broken("qwen3", noisy("model.layers.1.mlp.up_proj.weight", 0.3)), IDS, led=False)
+    found = localise(
+        model("qwen3"),
+        broken("qwen3", noisy("model.layers.1.mlp.up_proj.weight", 0.3)),
+        IDS,
+        led=False,
+    )
     assert ["up"] == [parting.role for parting in found.partings]
     assert not found.led
     assert sum(gap.parts for gap in found.sites) > 5
 
 
 def test_reruns_of_ones_own_count_as_rounding() -> None:
-    """Differences that a rerun of the first side shows are rounding: noise of that size is not blamed, more of it is."""
+    """Differences that a rerun of the first side shows are rounding: noise of that size is not
+    blamed, more of it is.
+    """
 
     def shaken(size: float, seed: int) -> Any:
         return broken("qwen3", noisy("model.layers.1.self_attn.o_proj.weight", size))
@@ -292,20 +388,33 @@ def test_nothing_is_left_on_the_models() -> None:
     before = [parameter.clone() for parameter in second.parameters()]
     logits = second(IDS).logits
     localise(first, second, IDS)
-    failing = Forward(model=second, run=lambda own: own(IDS.float()), size=96, rows=np.arange(96), name="broken")
+    failing = Forward(
+        model=second, run=lambda own: own(IDS.float()), size=96, rows=np.arange(96), name="broken"
+    )
     with pytest.raises((RuntimeError, TypeError, ValueError)):
         localise(first, failing, IDS)
     assert all(torch.equal(a, b) for a, b in zip(before, second.parameters(), strict=True))
     assert torch.equal(logits, second(IDS).logits)
-    assert 0 == sum(len(module._forward_hooks) + len(module._forward_pre_hooks) for one in (first, second) for module in one.modules())
+    assert 0 == sum(
+        len(module._forward_hooks) + len(module._forward_pre_hooks)
+        for one in (first, second)
+        for module in one.modules()
+    )
 
 
 def test_nan_is_beyond_rounding() -> None:
     """A module that returns NaN is named."""
-    found = localise(model("qwen3"), broken("qwen3", scaled("model.layers.1.mlp.gate_proj.weight", float("nan"))), IDS)
+    found = localise(
+        model("qwen3"),
+        broken("qwen3", scaled("model.layers.1.mlp.gate_proj.weight", float("nan"))),
+        IDS,
+    )
     assert found.found is not None
     assert (1, "gate") == (found.found.layer, found.found.role)
-    assert json.loads(json.dumps(found.to_dict(), allow_nan=False))["found"]["module"] == "model.layers.1.mlp.gate_proj"
+    assert (
+        json.loads(json.dumps(found.to_dict(), allow_nan=False))["found"]["module"]
+        == "model.layers.1.mlp.gate_proj"
+    )
 
 
 @pytest.mark.parametrize(
@@ -313,7 +422,10 @@ def test_nan_is_beyond_rounding() -> None:
     [
         ((3, 4, IDS), "must be a Forward or a model of torch, not int"),
         ((torch.nn.Linear(2, 2), torch.nn.Linear(2, 2)), "Two models need input_ids"),
-        ((torch.nn.Linear(2, 2), torch.nn.Linear(2, 2), IDS[0]), r"input_ids must be \(batch, width\)"),
+        (
+            (torch.nn.Linear(2, 2), torch.nn.Linear(2, 2), IDS[0]),
+            r"input_ids must be \(batch, width\)",
+        ),
         ((torch.nn.Linear(2, 2), torch.nn.Linear(2, 2), IDS, IDS[:2]), "must have one shape"),
     ],
 )
@@ -331,17 +443,25 @@ def test_sides_of_other_sizes_are_refused() -> None:
     with pytest.raises(GapError, match="There are no tokens"):
         localise(hf_forward(model("qwen3"), IDS, IDS * 0), hf_forward(model("qwen3"), IDS, IDS * 0))
     other = torch.nn.Linear(24, 4)
-    alien = Forward(model=other, run=lambda own: own(IDS.float()), size=96, rows=np.arange(96), name="alien")
+    alien = Forward(
+        model=other, run=lambda own: own(IDS.float()), size=96, rows=np.arange(96), name="alien"
+    )
     with pytest.raises(GapError, match="no site in common"):
         localise(whole, alien)
 
 
 def test_lines_fit_a_terminal_and_tell_the_place() -> None:
-    """The lines name the place and both modules, show the growth, and are no longer than 120 columns."""
+    """The lines name the place and both modules, show the growth, and are no longer than 120
+    columns.
+    """
     own = MegatronNamed(model("qwen3_moe"))
     with torch.no_grad():
         own.get_parameter("decoder.layers.1.self_attention.linear_proj.weight").mul_(1.1)
-    text = text_of(localisation_lines(localise(hf_forward(model("qwen3_moe"), IDS), megatron_forward(own, IDS))))
+    text = text_of(
+        localisation_lines(
+            localise(hf_forward(model("qwen3_moe"), IDS), megatron_forward(own, IDS))
+        )
+    )
     assert "parts at layer 1 o: given the other side's values, 96 of 96 tokens" in text
     assert "model.layers.1.self_attn.o_proj and decoder.layers.1.self_attention.linear_proj" in text
     assert "not compared: layer 0 router" in text

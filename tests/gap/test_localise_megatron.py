@@ -1,4 +1,6 @@
-"""A fault planted in a real megatron-core model is found at its place, against HF transformers, with routing replay and without."""
+"""A fault planted in a real megatron-core model is found at its place, against HF transformers,
+with routing replay and without.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,9 @@ from rollproof.gap import localise
 
 torch = pytest.importorskip("torch", reason="localisation runs models of torch")
 pytest.importorskip("transformers", reason="the tiny models are of transformers")
-pytest.importorskip("megatron.core", reason="`pip install --no-deps megatron-core==0.16.1` (Python 3.11)")
+pytest.importorskip(
+    "megatron.core", reason="`pip install --no-deps megatron-core==0.16.1` (Python 3.11)"
+)
 
 from rollproof.gap.localise.engine_forwards import megatron_forward  # noqa: E402 - it needs torch
 from rollproof.gap.localise.forwards import hf_forward  # noqa: E402 - as above
@@ -27,7 +31,9 @@ LAYERS = "decoder.layers."
 
 @pytest.fixture(scope="module")
 def sides(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Any, Any]]:
-    """A Qwen3-MoE of transformers, and its weights in megatron-core's GPT: one rank on gloo, with RouterReplay."""
+    """A Qwen3-MoE of transformers, and its weights in megatron-core's GPT: one rank on gloo, with
+    RouterReplay.
+    """
     from rollproof.core.replay_contract import Recompute
     from rollproof.replay.megatron.checkpoint import checkpoint_setup
     from rollproof.replay.megatron.cuda_stand_in import cpu_megatron
@@ -35,14 +41,18 @@ def sides(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Any, Any]]
 
     path = checkpoint(tmp_path_factory.mktemp("gap") / "model")
     setup = checkpoint_setup((Path(path),), dtype="float32")
-    first = load(path)  # before megatron-core's devices are replaced: those that a checkpoint is loaded onto would be, too
+    first = load(
+        path
+    )  # before megatron-core's devices are replaced: those that a checkpoint is loaded onto would be, too
     with ExitStack() as life:
         life.enter_context(cpu_megatron())
         store = torch.distributed.HashStore()
         torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
         life.callback(torch.distributed.destroy_process_group)
         rank = life.enter_context(parallel(setup))
-        chunks = build(setup, configuration(setup, Recompute.NONE, {"moe_enable_routing_replay": True}))
+        chunks = build(
+            setup, configuration(setup, Recompute.NONE, {"moe_enable_routing_replay": True})
+        )
         chunks.load(setup, rank, 0)
         yield first, chunks.models[0].eval()
 
@@ -65,7 +75,11 @@ def planted(sides: tuple[Any, Any]) -> Iterator[Any]:
 
 
 def noisy(parameter: Any) -> None:
-    parameter.add_(0.1 * parameter.std() * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(3)))
+    parameter.add_(
+        0.1
+        * parameter.std()
+        * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(3))
+    )
 
 
 def scaled(parameter: Any) -> None:
@@ -73,12 +87,26 @@ def scaled(parameter: Any) -> None:
 
 
 def test_equal_weights_part_nowhere(sides: tuple[Any, Any]) -> None:
-    """The two frameworks agree within rounding at every place that they share, also with padding; few places are not shared."""
+    """The two frameworks agree within rounding at every place that they share, also with padding;
+    few places are not shared.
+    """
     found = localise(hf_forward(sides[0], IDS), megatron_forward(sides[1], IDS))
     assert found.found is None
-    assert {f"layer 1 {role}" for role in ("attn_norm", "q", "k", "v", "q_norm", "o", "mlp_norm", "selection", "gates", "mlp")} <= {
-        str(gap.site) for gap in found.sites
-    }
+    assert {
+        f"layer 1 {role}"
+        for role in (
+            "attn_norm",
+            "q",
+            "k",
+            "v",
+            "q_norm",
+            "o",
+            "mlp_norm",
+            "selection",
+            "gates",
+            "mlp",
+        )
+    } <= {str(gap.site) for gap in found.sites}
     mask = torch.ones_like(IDS)
     mask[::2, 31:] = 0
     padded = localise(hf_forward(sides[0], IDS, mask), megatron_forward(sides[1], IDS, mask))
@@ -93,22 +121,37 @@ def test_equal_weights_part_nowhere(sides: tuple[Any, Any]) -> None:
         (f"{LAYERS}0.pre_mlp_layernorm.weight", scaled, {"layer 0 mlp_norm"}, ()),
         ("decoder.final_layernorm.weight", scaled, {"final_norm"}, ()),
         (f"{LAYERS}1.self_attention.linear_proj.weight", noisy, {"layer 1 o"}, ()),
-        (f"{LAYERS}0.self_attention.linear_qkv.weight", noisy, {"layer 0 q", "layer 0 k", "layer 0 v"}, ()),
+        (
+            f"{LAYERS}0.self_attention.linear_qkv.weight",
+            noisy,
+            {"layer 0 q", "layer 0 k", "layer 0 v"},
+            (),
+        ),
         (f"{LAYERS}1.mlp.experts.local_experts.5.linear_fc2.weight", scaled, {"layer 1 mlp"}, (5,)),
         (f"{LAYERS}0.mlp.experts.local_experts.2.linear_fc1.weight", noisy, {"layer 0 mlp"}, (2,)),
         (f"{LAYERS}1.mlp.router.weight", noisy, {"layer 1 selection", "layer 1 gates"}, ()),
     ],
 )
 def test_a_fault_of_megatron_is_found(
-    sides: tuple[Any, Any], planted: Any, path: str, change: Any, places: set[str], experts: tuple[int, ...], replay: bool
+    sides: tuple[Any, Any],
+    planted: Any,
+    path: str,
+    change: Any,
+    places: set[str],
+    experts: tuple[int, ...],
+    replay: bool,
 ) -> None:
-    """A norm, a projection, an expert or a router that is off by a tenth is named by both sides' modules, and nothing else is."""
+    """A norm, a projection, an expert or a router that is off by a tenth is named by both sides'
+    modules, and nothing else is.
+    """
     planted(path, change)
     found = localise(hf_forward(sides[0], IDS), megatron_forward(sides[1], IDS), replay=replay)
     assert {str(gap.site) for gap in found.sites if gap.parts} <= places
     assert found.found is not None
     assert experts == found.found.experts
-    assert path.startswith((found.found.other_module, found.found.other_module.replace(".mlp", ".mlp.experts")))
+    assert path.startswith(
+        (found.found.other_module, found.found.other_module.replace(".mlp", ".mlp.experts"))
+    )
     assert replay == found.replayed
     if replay:
         assert found.growth[-1].replayed > 0

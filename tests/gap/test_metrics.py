@@ -35,8 +35,12 @@ def _log_softmax(logits: FloatArray) -> FloatArray:
 
 
 @lru_cache(maxsize=2)
-def _sampled(seed: int, tokens: int, noise: float) -> tuple[FloatArray, FloatArray, FloatArray, FloatArray]:
-    """Two laws over 64 candidates a token, and the logprobs of what the first sampled: ``(mu, pi, rollout, trainer)``."""
+def _sampled(
+    seed: int, tokens: int, noise: float
+) -> tuple[FloatArray, FloatArray, FloatArray, FloatArray]:
+    """Two laws over 64 candidates a token, and the logprobs of what the first sampled: ``(mu, pi,
+    rollout, trainer)``.
+    """
     rng = np.random.default_rng(seed)
     logits = bank(tokens, rng)
     mu, pi = _log_softmax(logits), _log_softmax(logits + noise * rng.standard_normal(logits.shape))
@@ -53,12 +57,19 @@ def _sampled(seed: int, tokens: int, noise: float) -> tuple[FloatArray, FloatArr
         ("rho_mean_minus_1", lambda mu, pi: 0.0),
         ("chi2_token", lambda mu, pi: (np.exp(2 * pi - mu)).sum(axis=1).mean() - 1),
         ("abs_diff_mean", lambda mu, pi: (np.exp(mu) * np.abs(mu - pi)).sum(axis=1).mean()),
-        ("prob_diff_mean", lambda mu, pi: (np.exp(mu) * np.abs(np.exp(mu) - np.exp(pi))).sum(axis=1).mean()),
+        (
+            "prob_diff_mean",
+            lambda mu, pi: (np.exp(mu) * np.abs(np.exp(mu) - np.exp(pi))).sum(axis=1).mean(),
+        ),
         ("F2", lambda mu, pi: (np.exp(mu) * (np.abs(mu - pi) > math.log(2))).sum(axis=1).mean()),
     ],
 )
-def test_an_estimator_is_unbiased_for_the_sum_over_the_vocabulary(name: str, expected: object) -> None:
-    """Over 40,000 sampled tokens each estimator is within five standard errors of the exact expectation."""
+def test_an_estimator_is_unbiased_for_the_sum_over_the_vocabulary(
+    name: str, expected: object
+) -> None:
+    """Over 40,000 sampled tokens each estimator is within five standard errors of the exact
+    expectation.
+    """
     assert callable(expected)
     mu, pi, rollout, trainer = _sampled(3, 40_000, 0.15)
     shape = (800, 50)
@@ -95,7 +106,10 @@ def test_equal_sides_have_the_healthy_value_of_every_metric() -> None:
 def test_a_hand_computed_example() -> None:
     """Two sequences of two and one tokens give the values that a person computes."""
     pairs = TokenPairs.of(
-        rollout_logprob=[-1.0, -2.0, -0.5], trainer_logprob=[-1.5, -1.0, -0.5], sequence_id=["a", "a", "b"], mask=[1, 1, 1]
+        rollout_logprob=[-1.0, -2.0, -0.5],
+        trainer_logprob=[-1.5, -1.0, -0.5],
+        sequence_id=["a", "a", "b"],
+        mask=[1, 1, 1],
     )
     metrics = measure_panel(pairs, resamples=100).metrics
     d = np.array([-0.5, 1.0, 0.0])
@@ -131,9 +145,13 @@ def test_logprobs_that_are_not_finite_are_counted_and_left_out() -> None:
     assert clean.metrics["abs_diff_p99"].value == pytest.approx(dirty.metrics["abs_diff_p99"].value)
 
 
-@pytest.mark.parametrize("name", ["kl_mu_pi_k3", "k1", "abs_diff_mean", "rho_mean_minus_1", "F2", "pearson"])
+@pytest.mark.parametrize(
+    "name", ["kl_mu_pi_k3", "k1", "abs_diff_mean", "rho_mean_minus_1", "F2", "pearson"]
+)
 def test_intervals_cover(name: str) -> None:
-    """Of 60 clustered data sets at least 83 % have the true value in the 95 % interval (benchmarks/gap_coverage.py has 1,000)."""
+    """Of 60 clustered data sets at least 83 % have the true value in the 95 % interval
+    (benchmarks/gap_coverage.py has 1,000).
+    """
     hits, runs, profile = 0, 60, PROFILES["moe-bf16"]
     rng = np.random.default_rng(5)
     _, _, pool, _ = _sampled(6, 20_000, 0.0)
@@ -142,20 +160,30 @@ def test_intervals_cover(name: str) -> None:
         rollout = rng.choice(pool, (sequences, 100))
         return _pairs(rollout, closed_form(rollout, noise_scale(profile, sequences, 100, rng), rng))
 
-    truth = 0.0 if name == "rho_mean_minus_1" else float(METRICS[name].statistic(sequence_sums(draw(20_000)).sum(axis=0)))
+    truth = (
+        0.0
+        if name == "rho_mean_minus_1"
+        else float(METRICS[name].statistic(sequence_sums(draw(20_000)).sum(axis=0)))
+    )
     for seed in range(runs):
-        interval = metric_interval(METRICS[name], Resampler(sequence_sums(draw(80)), resamples=300, seed=seed))
+        interval = metric_interval(
+            METRICS[name], Resampler(sequence_sums(draw(80)), resamples=300, seed=seed)
+        )
         hits += interval.low <= truth <= interval.high
     assert hits / runs >= 0.83
 
 
 def test_tokens_taken_for_independent_would_not_cover() -> None:
-    """The same data, each token a sequence of its own, gives intervals that are too narrow: sequences must be the units."""
+    """The same data, each token a sequence of its own, gives intervals that are too narrow:
+    sequences must be the units.
+    """
     rng = np.random.default_rng(7)
     rollout = -rng.exponential(0.5, (60, 100))
     trainer = np.minimum(rollout + rng.normal(0, 0.2, (60, 1)) * (1 - np.exp(rollout)), 0)
     own = measure_panel(_pairs(rollout, trainer), resamples=300).metrics["k1"]
-    apart = measure_panel(_pairs(rollout.reshape(-1, 1), trainer.reshape(-1, 1)), resamples=300).metrics["k1"]
+    apart = measure_panel(
+        _pairs(rollout.reshape(-1, 1), trainer.reshape(-1, 1)), resamples=300
+    ).metrics["k1"]
     assert own.high - own.low > 3 * (apart.high - apart.low)
 
 
@@ -167,7 +195,9 @@ def test_no_event_still_has_an_upper_bound() -> None:
 
 
 def test_many_sequences_are_resampled_in_groups() -> None:
-    """More sequences than are drawn one by one give the interval of fewer, longer ones of the same law."""
+    """More sequences than are drawn one by one give the interval of fewer, longer ones of the same
+    law.
+    """
     rng = np.random.default_rng(8)
     sums = np.zeros((50_000, len(PLACE)))
     sums[:, PLACE["finite"]] = 10
@@ -182,20 +212,26 @@ def test_one_seed_gives_one_panel() -> None:
     rng = np.random.default_rng(9)
     rollout = -rng.exponential(0.5, (30, 50))
     pairs = _pairs(rollout, np.minimum(rollout + 0.1 * rng.standard_normal(rollout.shape), 0))
-    first, again, other = (measure_panel(pairs, resamples=100, seed=seed).metrics["pearson"] for seed in (0, 0, 1))
+    first, again, other = (
+        measure_panel(pairs, resamples=100, seed=seed).metrics["pearson"] for seed in (0, 0, 1)
+    )
     assert first == again
     assert first != other
 
 
 def test_the_upper_end_of_k3_has_room_for_tokens_that_were_not_sampled() -> None:
-    """By the rule of three: 3 in n of the tokens may be as large as the largest; the lower end knows nothing of them."""
+    """By the rule of three: 3 in n of the tokens may be as large as the largest; the lower end
+    knows nothing of them.
+    """
     rng = np.random.default_rng(0)
     rollout = -rng.exponential(1.0, (40, 20)) - 2
     trainer = rollout + 0.3 * rng.standard_normal(rollout.shape)
     trainer[3, 7] = rollout[3, 7] + 1.5
     sums = sequence_sums(_pairs(rollout, trainer))
     plain = dataclasses.replace(METRICS["kl_mu_pi_k3"], top="")
-    with_room, without = (metric_interval(metric, Resampler(sums)) for metric in (METRICS["kl_mu_pi_k3"], plain))
+    with_room, without = (
+        metric_interval(metric, Resampler(sums)) for metric in (METRICS["kl_mu_pi_k3"], plain)
+    )
     d = trainer[3, 7] - rollout[3, 7]
     assert (with_room.value, with_room.low) == (without.value, without.low)
     assert with_room.high - without.high == pytest.approx(3 * (math.expm1(d) - d) / 800)

@@ -1,4 +1,6 @@
-"""Single sequences that stand apart: told where a few in a hundred have a fault, and never of a healthy gap."""
+"""Single sequences that stand apart: told where a few in a hundred have a fault, and never of a
+healthy gap.
+"""
 
 from __future__ import annotations
 
@@ -24,16 +26,26 @@ ODD = (5, 40)
 @lru_cache
 def fake(fault: str, seed: int) -> dict[str, Any]:
     """Columns without routes."""
-    return {name: column for name, column in gap_columns(fault, seed=seed, world=WORLD).items() if "routes" not in name}
+    return {
+        name: column
+        for name, column in gap_columns(fault, seed=seed, world=WORLD).items()
+        if "routes" not in name
+    }
 
 
 def planted(fault: str, *, healthy: str = "numerics only") -> dict[str, Any]:
     """A healthy gap of 64 sequences, of which ``ODD`` are of the fault."""
     good, bad = (fake(name, seed) for name, seed in ((healthy, 21), (fault, 22)))
     odd = np.isin(good["sequence_id"], ODD)
-    out = good | {name: np.where(odd, bad[name], good[name]) for name in ("rollout_logprob", "trainer_logprob")}
+    out = good | {
+        name: np.where(odd, bad[name], good[name])
+        for name in ("rollout_logprob", "trainer_logprob")
+    }
     if "by_version" in good:
-        out["by_version"] = {version: np.where(odd, bad["by_version"][version], own) for version, own in good["by_version"].items()}
+        out["by_version"] = {
+            version: np.where(odd, bad["by_version"][version], own)
+            for version, own in good["by_version"].items()
+        }
     return out
 
 
@@ -60,7 +72,9 @@ def test_sequences_of_another_temperature_are_named(fault: str, way: str) -> Non
 
 
 def test_swapped_samples_are_named() -> None:
-    """Two sequences whose trainer logprobs are each other's have little in common with their rollout's."""
+    """Two sequences whose trainer logprobs are each other's have little in common with their
+    rollout's.
+    """
     columns = fake("numerics only", 21)
     own = columns["trainer_logprob"].reshape(64, -1).copy()
     own[list(ODD)] = own[list(ODD[::-1])]
@@ -68,9 +82,14 @@ def test_swapped_samples_are_named() -> None:
     assert re.search(r"agree which tokens are likely at [45]\d% of them at most", note)
 
 
-@pytest.mark.parametrize(("fault", "versions"), [("wrong version", "tag 3: version 2"), ("stuck weights", "tag 4: version 1")])
+@pytest.mark.parametrize(
+    ("fault", "versions"),
+    [("wrong version", "tag 3: version 2"), ("stuck weights", "tag 4: version 1")],
+)
 def test_sequences_of_another_version_are_named(fault: str, versions: str) -> None:
-    """Scores under several versions tell two wrong tags of 64: that is wrong at any size, and fails the gap."""
+    """Scores under several versions tell two wrong tags of 64: that is wrong at any size, and fails
+    the gap.
+    """
     columns = planted(fault, healthy="numerics only, every version")
     report = measure(**columns, resamples=100)
     (cause,) = report.causes
@@ -83,13 +102,22 @@ def test_sequences_of_another_version_are_named(fault: str, versions: str) -> No
 @pytest.mark.parametrize("cluster", [0.5, 1.0])
 @pytest.mark.parametrize("profile", PROFILES)
 def test_healthy_sequences_never_stand_apart(profile: str, cluster: float) -> None:
-    """However heavy the tails, however unlike the noise of two sequences (benchmarks/gap_strays.py counts over thousands of sets)."""
+    """However heavy the tails, however unlike the noise of two sequences (benchmarks/gap_strays.py
+    counts over thousands of sets).
+    """
     rng = np.random.default_rng(24)
     for sequences, length in ((1000, 100), (100, 1000)):
         rollout = sampled(rng, 20_000)[rng.integers(20_000, size=(sequences, length))]
-        trainer = closed_form(rollout, noise_scale(PROFILES[profile], sequences, length, rng, cluster=cluster), rng)
+        trainer = closed_form(
+            rollout, noise_scale(PROFILES[profile], sequences, length, rng, cluster=cluster), rng
+        )
         names = np.repeat(np.arange(sequences), length)
-        pairs = TokenPairs.of(rollout_logprob=rollout.ravel(), trainer_logprob=trainer.ravel(), sequence_id=names, mask=np.ones(len(names)))
+        pairs = TokenPairs.of(
+            rollout_logprob=rollout.ravel(),
+            trainer_logprob=trainer.ravel(),
+            sequence_id=names,
+            mask=np.ones(len(names)),
+        )
         assert ((), ()) == (tilted(pairs), torn(pairs))
 
 
@@ -119,7 +147,9 @@ def lost(columns: dict[str, Any], rows: Any) -> dict[str, Any]:
 
 
 def test_one_wrong_route_row_in_500_is_seen() -> None:
-    """Single rows of a stranger, 26 of 12,800, are a polluted capture; a handful of fewer than five is told as nothing."""
+    """Single rows of a stranger, 26 of 12,800, are a polluted capture; a handful of fewer than five
+    is told as nothing.
+    """
     columns = gap_columns("numerics only", seed=29, world=ROUTED)
     (cause,) = measure(**lost(columns, np.arange(26) * 400 + 123), resamples=100).causes
     assert "polluted capture" == cause.name

@@ -1,4 +1,6 @@
-"""The HTML report and the plots: what they hold, what they may not do, and what they say where something is missing."""
+"""The HTML report and the plots: what they hold, what they may not do, and what they say where
+something is missing.
+"""
 
 from __future__ import annotations
 
@@ -69,7 +71,9 @@ def _parsed(text: str) -> _Tags:
 
 
 def test_a_page_needs_nothing_else() -> None:
-    """No script, no stylesheet, no image and no address but the page's own ids: it opens from disk without a network."""
+    """No script, no stylesheet, no image and no address but the page's own ids: it opens from disk
+    without a network.
+    """
     found = _parsed(_page("numerics only"))
     assert set() == found.tags & {"script", "link", "img", "iframe", "object", "image"}
     assert [] == [address for address in found.addresses if not address.startswith("#")]
@@ -78,7 +82,9 @@ def test_a_page_needs_nothing_else() -> None:
 
 
 def test_ids_are_unique() -> None:
-    """Several SVGs share a page, and no id of one is another's: a marker of one plot never appears in the next."""
+    """Several SVGs share a page, and no id of one is another's: a marker of one plot never appears
+    in the next.
+    """
     ids = _parsed(_page("version lag")).ids
     assert len(set(ids)) == len(ids)
 
@@ -89,12 +95,17 @@ def test_a_page_is_small() -> None:
 
 
 def test_colours_follow_the_reader() -> None:
-    """Every colour in a plot is one of the page's variables, which have a value for light and one for dark."""
+    """Every colour in a plot is one of the page's variables, which have a value for light and one
+    for dark.
+    """
     text = _page("numerics only")
     drawings = "".join(re.findall(r"<svg.*?</svg>", text, flags=re.DOTALL))
     assert [] == re.findall(r"#[0-9a-f]{6}\b", drawings)
     used = set(re.findall(r"var\(--(\w+)\)", text))
-    light, dark = (re.search(pattern, text, flags=re.DOTALL) for pattern in (r":root \{(.*?)\}", r"dark\) \{\s*:root \{(.*?)\}"))
+    light, dark = (
+        re.search(pattern, text, flags=re.DOTALL)
+        for pattern in (r":root \{(.*?)\}", r"dark\) \{\s*:root \{(.*?)\}")
+    )
     assert light is not None and dark is not None
     assert used <= set(re.findall(r"--(\w+):", light.group(1)))
     assert used - {"font"} <= set(re.findall(r"--(\w+):", dark.group(1)))
@@ -113,12 +124,21 @@ def test_text_of_the_user_is_escaped() -> None:
 def test_bytes_that_are_no_text_are_written_out() -> None:
     """A file's name may hold some, as Python has them: the page is UTF-8 all the same."""
     rollout = np.full(400, -1.0)
-    report = measure(rollout, rollout, sequence_id=np.arange(400) // 20, mask=np.ones(400), subject="caf\udce9.parquet", resamples=100)
+    report = measure(
+        rollout,
+        rollout,
+        sequence_id=np.arange(400) // 20,
+        mask=np.ones(400),
+        subject="caf\udce9.parquet",
+        resamples=100,
+    )
     assert "caf\\udce9.parquet" in page_text(report).encode().decode()
 
 
 def test_a_page_tells_verdict_limits_and_sources() -> None:
-    """The verdict, each judged metric with its limit and source, every cause with what to do, and the foreign names stand in the page."""
+    """The verdict, each judged metric with its limit and source, every cause with what to do, and
+    the foreign names stand in the page.
+    """
     report, text = _report("off by one, late"), _page("off by one, late")
     assert f"<strong>{str(report.verdict).upper()}</strong>" in text
     for name in report.verdicts:
@@ -138,7 +158,9 @@ def test_a_page_tells_verdict_limits_and_sources() -> None:
     ],
 )
 def test_a_plot_is_there_where_its_columns_are(fault: str, there: set[str]) -> None:
-    """Each plot appears if and only if the data hold what it shows, and the page says what the others need."""
+    """Each plot appears if and only if the data hold what it shows, and the page says what the
+    others need.
+    """
     text = _page(fault)
     always = {"limits", "scatter", "tail", "by-position-decile", "by-rollout-logprob-decile"}
     assert always | there == set(re.findall(r'<h3 id="([\w-]+)-title">', text))
@@ -157,8 +179,13 @@ def test_nothing_to_draw() -> None:
 
 def test_equal_logprobs_are_drawn() -> None:
     """Two sides that agree to the bit have a page: no picture divides by their difference."""
-    columns = gap_columns("numerics only", seed=2, world=SMALL) | {"version": np.repeat(np.arange(20) % 3, 60)}
-    columns["trainer_logprob"], columns["trainer_routes"] = columns["rollout_logprob"], columns["rollout_routes"]
+    columns = gap_columns("numerics only", seed=2, world=SMALL) | {
+        "version": np.repeat(np.arange(20) % 3, 60)
+    }
+    columns["trainer_logprob"], columns["trainer_routes"] = (
+        columns["rollout_logprob"],
+        columns["rollout_routes"],
+    )
     text = page_text(measure(**columns, limits="bitwise", resamples=100))
     assert "<strong>PASS</strong>" in text
     assert "scatter-title" in text and "tail-title" not in text
@@ -174,13 +201,21 @@ def test_plots_are_written_as_png_and_svg(tmp_path: Path) -> None:
     """Each plot lies in the folder in both forms, on a white ground."""
     written = write_plots(_report("not finite"), tmp_path / "plots")
     assert {"scatter.png", "scatter.svg", "tail.png", "tail.svg"} <= {path.name for path in written}
-    assert all(path.read_bytes().startswith(b"\x89PNG" if path.suffix == ".png" else b"<?xml") for path in written)
+    assert all(
+        path.read_bytes().startswith(b"\x89PNG" if path.suffix == ".png" else b"<?xml")
+        for path in written
+    )
 
 
 def test_missing_packages_are_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """Without the extra the error names what is missing and the command that installs it, before anything is measured."""
+    """Without the extra the error names what is missing and the command that installs it, before
+    anything is measured.
+    """
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    with pytest.raises(ExtraError, match=r"jinja2 and matplotlib, which are not installed: pip install 'rollproof\[report\]'"):
+    with pytest.raises(
+        ExtraError,
+        match=r"jinja2 and matplotlib, which are not installed: pip install 'rollproof\[report\]'",
+    ):
         check_report_target(tmp_path / "page.html", None)
     check_report_target(None, None)
 
@@ -212,11 +247,20 @@ def _localisation(*, broken: bool) -> Localisation:
                     experts=(3,) if off else (),
                 )
             )
-    return Localisation(first="trainer", second="<engine>", n_tokens=96, sites=tuple(sites), unmatched=("layer 0 router",), replayed=True)
+    return Localisation(
+        first="trainer",
+        second="<engine>",
+        n_tokens=96,
+        sites=tuple(sites),
+        unmatched=("layer 0 router",),
+        replayed=True,
+    )
 
 
 def test_the_page_shows_where_forwards_part(tmp_path: Path) -> None:
-    """The place, its expert and both modules are named, every place is listed, and two pictures show places and growth."""
+    """The place, its expert and both modules are named, every place is listed, and two pictures
+    show places and growth.
+    """
     page = page_text(_report("numerics only"), localisation=_localisation(broken=True))
     assert "model.layers.1.experts" in page
     assert "decoder.layers.1.&lt;experts&gt;" in page
@@ -228,8 +272,12 @@ def test_the_page_shows_where_forwards_part(tmp_path: Path) -> None:
 
 
 def test_a_page_without_partings_says_so() -> None:
-    """Where rounding explains everything the section passes; without a localisation it is not there, and what it needs is said."""
-    assert "Nowhere do they part by more than rounding" in page_text(_report("numerics only"), localisation=_localisation(broken=False))
+    """Where rounding explains everything the section passes; without a localisation it is not
+    there, and what it needs is said.
+    """
+    assert "Nowhere do they part by more than rounding" in page_text(
+        _report("numerics only"), localisation=_localisation(broken=False)
+    )
     page = _page("numerics only")
     assert "Where the forwards part" not in page
     assert "needs a model that can be run (--localise)" in page

@@ -21,8 +21,12 @@ def _case(tokens: int = 37, width: int = 24, vocabulary: int = 101) -> tuple[Any
 
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
 @pytest.mark.parametrize("block", [(7, 13), (64, 128), (5, 3)])
-def test_blocks_give_what_the_whole_gives(monkeypatch: pytest.MonkeyPatch, temperature: float, block: tuple[int, int]) -> None:
-    """Logprob and entropy agree with a float64 softmax within 1e-5, however the logits are cut into blocks."""
+def test_blocks_give_what_the_whole_gives(
+    monkeypatch: pytest.MonkeyPatch, temperature: float, block: tuple[int, int]
+) -> None:
+    """Logprob and entropy agree with a float64 softmax within 1e-5, however the logits are cut into
+    blocks.
+    """
     from rollproof.gap import scoring
 
     monkeypatch.setattr(scoring, "_CPU_TOKENS", block[0])
@@ -30,31 +34,53 @@ def test_blocks_give_what_the_whole_gives(monkeypatch: pytest.MonkeyPatch, tempe
     hidden, head, tokens = _case()
     law = torch.log_softmax(hidden.double() @ head.double().t() / temperature, -1)
     scores = scoring.score(hidden, head, tokens, temperature=temperature)
-    torch.testing.assert_close(scores.logprob.double(), law.gather(1, tokens[:, None])[:, 0], atol=1e-5, rtol=0)
-    torch.testing.assert_close(scores.entropy.double(), -(law.exp() * law).sum(-1), atol=1e-5, rtol=0)
+    torch.testing.assert_close(
+        scores.logprob.double(), law.gather(1, tokens[:, None])[:, 0], atol=1e-5, rtol=0
+    )
+    torch.testing.assert_close(
+        scores.entropy.double(), -(law.exp() * law).sum(-1), atol=1e-5, rtol=0
+    )
 
 
 def test_the_kl_of_two_heads_is_exact(monkeypatch: pytest.MonkeyPatch) -> None:
-    """KL over the vocabulary agrees with float64 within 1e-5, is zero for equal heads and is not symmetric."""
+    """KL over the vocabulary agrees with float64 within 1e-5, is zero for equal heads and is not
+    symmetric.
+    """
     from rollproof.gap import scoring
 
     monkeypatch.setattr(scoring, "_CPU_VOCAB", 16)
     hidden, head, _ = _case()
     other = hidden * 1.1
-    p, q = (torch.log_softmax(states.double() @ head.double().t(), -1) for states in (hidden, other))
-    there, back = scoring.head_kl(hidden, head, other, head), scoring.head_kl(other, head, hidden, head)
+    p, q = (
+        torch.log_softmax(states.double() @ head.double().t(), -1) for states in (hidden, other)
+    )
+    there, back = (
+        scoring.head_kl(hidden, head, other, head),
+        scoring.head_kl(other, head, hidden, head),
+    )
     torch.testing.assert_close(there.double(), (p.exp() * (p - q)).sum(-1), atol=1e-5, rtol=0)
     assert not torch.allclose(there, back, atol=1e-4)
-    torch.testing.assert_close(scoring.head_kl(hidden, head, hidden, head), torch.zeros(37), atol=1e-5, rtol=0)
+    torch.testing.assert_close(
+        scoring.head_kl(hidden, head, hidden, head), torch.zeros(37), atol=1e-5, rtol=0
+    )
 
 
 def test_bf16_operands_lose_nothing_in_the_product() -> None:
-    """bf16 operands are multiplied and summed in float32: the only error is the operands' own rounding."""
+    """bf16 operands are multiplied and summed in float32: the only error is the operands' own
+    rounding.
+    """
     from rollproof.gap.scoring import score
 
-    hidden, head, tokens = (item.to(torch.bfloat16) if item.is_floating_point() else item for item in _case())
+    hidden, head, tokens = (
+        item.to(torch.bfloat16) if item.is_floating_point() else item for item in _case()
+    )
     law = torch.log_softmax(hidden.double() @ head.double().t(), -1)
-    torch.testing.assert_close(score(hidden, head, tokens).logprob.double(), law.gather(1, tokens[:, None])[:, 0], atol=1e-5, rtol=0)
+    torch.testing.assert_close(
+        score(hidden, head, tokens).logprob.double(),
+        law.gather(1, tokens[:, None])[:, 0],
+        atol=1e-5,
+        rtol=0,
+    )
 
 
 @pytest.mark.parametrize(

@@ -40,7 +40,10 @@ def _columns(**changes: Any) -> dict[str, Any]:
             "different tokens in 1 row .*row 3, 4 at the rollout, 5 at the trainer",
         ),
         ({"colour": [1, 2, 3, 4]}, "No column is named colour"),
-        ({"rollout_routes": [[1, 2], [1, 2], [1, 2], [1, 2]]}, r"rollout_routes must be an integer array \(tokens, layers, top_k\)"),
+        (
+            {"rollout_routes": [[1, 2], [1, 2], [1, 2], [1, 2]]},
+            r"rollout_routes must be an integer array \(tokens, layers, top_k\)",
+        ),
         ({"by_version": {3: [-1.0]}}, "trainer_logprob@3 1"),
     ],
 )
@@ -71,7 +74,12 @@ def test_rows_in_any_order_come_together_by_sequence_and_position() -> None:
     )  # fmt: skip
     assert [-0.1, -0.2, -0.3, -0.4] == pairs.rollout.tolist()
     assert (["a", "b"], [0, 2]) == (list(pairs.sequences), pairs.starts.tolist())
-    assert {"sequence": "b", "position": 1, "rollout_logprob": -0.4, "trainer_logprob": -1.4} == pairs.where(3)
+    assert {
+        "sequence": "b",
+        "position": 1,
+        "rollout_logprob": -0.4,
+        "trainer_logprob": -1.4,
+    } == pairs.where(3)
 
 
 def test_rounding_just_above_zero_is_accepted() -> None:
@@ -85,7 +93,9 @@ def _written(path: Path, columns: dict[str, Any]) -> Path:
 
 
 def test_a_file_of_tokens_and_one_of_sequences_hold_the_same_pairs(tmp_path: Path) -> None:
-    """A row a token and a row a sequence with lists are read to equal pairs; what is no list holds for the whole sequence."""
+    """A row a token and a row a sequence with lists are read to equal pairs; what is no list holds
+    for the whole sequence.
+    """
     flat = read_pairs(_written(tmp_path / "flat.parquet", _columns(version=[3, 3, 4, 4])))
     nested = read_pairs(
         _written(
@@ -110,14 +120,18 @@ def test_an_arrow_file_is_read_like_a_parquet_file(tmp_path: Path) -> None:
         file.write_table(table)
     with pa.ipc.new_stream(tmp_path / "stream.arrow", table.schema) as stream:
         stream.write_table(table)
-    assert [4, 4] == [read_pairs(tmp_path / name).n_tokens for name in ("file.arrow", "stream.arrow")]
+    assert [4, 4] == [
+        read_pairs(tmp_path / name).n_tokens for name in ("file.arrow", "stream.arrow")
+    ]
 
 
 def test_other_names_of_columns_are_given(tmp_path: Path) -> None:
     """``renamed`` tells which column of a file is meant; routes and versions come along."""
     columns = _columns(old=[-0.4, -1.1, -0.1, -2.5], rollout_routes=[[[0, 1], [2, 3]]] * 4)
     columns["trainer_logprob@2"] = columns.pop("trainer_logprob")
-    pairs = read_pairs(_written(tmp_path / "t.parquet", columns), renamed={"trainer_logprob": "old"})
+    pairs = read_pairs(
+        _written(tmp_path / "t.parquet", columns), renamed={"trainer_logprob": "old"}
+    )
     assert [-0.4, -1.1, -0.1, -2.5] == pairs.trainer.tolist() == pairs.by_version[2].tolist()
     assert (4, 2, 2) == pairs.routes["rollout_routes"].shape
 
@@ -132,8 +146,12 @@ def test_other_names_of_columns_are_given(tmp_path: Path) -> None:
                   mask=[[True]] * 4), "differ in length in row 2"),
     ],
 )  # fmt: skip
-def test_files_that_hold_something_else_are_refused(tmp_path: Path, columns: dict[str, Any], words: str) -> None:
-    """A file without a column, with missing values or with uneven lists is refused with what it holds."""
+def test_files_that_hold_something_else_are_refused(
+    tmp_path: Path, columns: dict[str, Any], words: str
+) -> None:
+    """A file without a column, with missing values or with uneven lists is refused with what it
+    holds.
+    """
     with pytest.raises(GapError, match=words):
         read_pairs(_written(tmp_path / "t.parquet", columns))
 

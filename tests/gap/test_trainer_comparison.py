@@ -17,12 +17,20 @@ def _rollout(seed: int, sequences: int = 40, length: int = 100) -> FloatArray:
     rng = np.random.default_rng(seed)
     logits = bank(sequences * length, rng)
     picked = np.argmax(logits + rng.gumbel(size=logits.shape), axis=1)
-    own = logits[np.arange(len(logits)), picked] - np.log(np.exp(logits - logits.max(1, keepdims=True)).sum(1)) - logits.max(1)
+    own = (
+        logits[np.arange(len(logits)), picked]
+        - np.log(np.exp(logits - logits.max(1, keepdims=True)).sum(1))
+        - logits.max(1)
+    )
     return np.asarray(np.minimum(own, 0.0).reshape(sequences, length))
 
 
 def _pairs(rollout: FloatArray, trainer: FloatArray, **columns: object) -> TokenPairs:
-    given = {"sequence_id": np.repeat(np.arange(len(rollout)), rollout.shape[1]), "mask": np.ones(rollout.size, bool), **columns}
+    given = {
+        "sequence_id": np.repeat(np.arange(len(rollout)), rollout.shape[1]),
+        "mask": np.ones(rollout.size, bool),
+        **columns,
+    }
     return TokenPairs.of(rollout_logprob=rollout.ravel(), trainer_logprob=trainer.ravel(), **given)
 
 
@@ -30,7 +38,10 @@ def _sides(seed: int, factor: float) -> tuple[TokenPairs, TokenPairs]:
     """The rollout scored with a noise, and with ``factor`` times that noise."""
     rollout = _rollout(seed)
     scale = noise_scale(PROFILES["moe-bf16-r3"], *rollout.shape, np.random.default_rng(seed + 1))
-    first, second = (closed_form(rollout, scale * size, np.random.default_rng(seed + 2)) for size in (1.0, factor))
+    first, second = (
+        closed_form(rollout, scale * size, np.random.default_rng(seed + 2))
+        for size in (1.0, factor)
+    )
     return _pairs(rollout, first), _pairs(rollout, second)
 
 
@@ -45,7 +56,9 @@ def test_the_ratio_is_that_of_the_metrics() -> None:
 
 
 def test_smaller_larger_and_alike_are_told_apart() -> None:
-    """Half the noise passes and twice the noise fails as replay, and the other way round as a control."""
+    """Half the noise passes and twice the noise fails as replay, and the other way round as a
+    control.
+    """
     on, off = _sides(0, 2.0)
     assert GapVerdict.PASS is compare(on, off).verdict
     assert GapVerdict.FAIL is compare(off, on).verdict
@@ -54,7 +67,9 @@ def test_smaller_larger_and_alike_are_told_apart() -> None:
     assert GapVerdict.FAIL is comparison.verdict
     assert (
         GapVerdict.PASS
-        is compare(on, on.chosen(np.ones(on.n_tokens, bool)), controls={"harmful": _worse(on)}).controls["harmful"][1].verdict
+        is compare(on, on.chosen(np.ones(on.n_tokens, bool)), controls={"harmful": _worse(on)})
+        .controls["harmful"][1]
+        .verdict
     )
 
 
@@ -72,21 +87,33 @@ def test_the_same_scores_twice_decide_nothing() -> None:
 
 
 def test_no_gap_with_replay_passes() -> None:
-    """Where the replayed scores equal the rollout's there is nothing left to mend, whatever the other side has."""
+    """Where the replayed scores equal the rollout's there is nothing left to mend, whatever the
+    other side has.
+    """
     on, off = _sides(0, 2.0)
-    exact = TokenPairs(rollout=on.rollout, trainer=on.rollout, starts=on.starts, sequences=on.sequences)
+    exact = TokenPairs(
+        rollout=on.rollout, trainer=on.rollout, starts=on.starts, sequences=on.sequences
+    )
     assert GapVerdict.PASS is compare(exact, off).verdict
     assert GapVerdict.PASS is compare(exact, exact).verdict
 
 
 def test_the_interval_covers() -> None:
-    """Over 200 data sets with heavy-tailed sequences the 95 % interval covers the true ratio 180 to 199 times."""
+    """Over 200 data sets with heavy-tailed sequences the 95 % interval covers the true ratio 180 to
+    199 times.
+    """
     rng = np.random.default_rng(0)
     hits = 0
     for _ in range(200):
         size = rng.lognormal(0, 0.7, (40, 1)) * rng.lognormal(0, 1, (40, 30))
         own, other = rng.standard_normal((2, 40, 30))
-        sums = np.stack([(size * abs(own)).sum(axis=1), 1.5 * (size * abs(0.8 * own + 0.6 * other)).sum(axis=1)], axis=1)
+        sums = np.stack(
+            [
+                (size * abs(own)).sum(axis=1),
+                1.5 * (size * abs(0.8 * own + 0.6 * other)).sum(axis=1),
+            ],
+            axis=1,
+        )
         found = Resampler(sums, resamples=200).ratio(0, 1)
         hits += found.low <= 1 / 1.5 <= found.high
     assert 180 <= hits <= 199
@@ -121,7 +148,9 @@ def test_what_is_on_one_side_only_is_left_out_and_told() -> None:
     ],
 )  # fmt: skip
 def test_another_rollout_is_refused(change: object, message: str) -> None:
-    """Scores of other tokens, of another mask, of other sequences or of nothing are an error that says which."""
+    """Scores of other tokens, of another mask, of other sequences or of nothing are an error that
+    says which.
+    """
     on, _ = _sides(0, 2.0)
     assert callable(change)
     other = change(on.rollout.reshape(40, 100), on.trainer.reshape(40, 100))
@@ -130,7 +159,9 @@ def test_another_rollout_is_refused(change: object, message: str) -> None:
 
 
 def test_json_form() -> None:
-    """Every compared metric is in the JSON with its ratio, its interval, what is wanted and the verdict."""
+    """Every compared metric is in the JSON with its ratio, its interval, what is wanted and the
+    verdict.
+    """
     on, off = _sides(0, 2.0)
     told = compare(on, off, controls={"shifted": off}).to_dict()
     assert list(COMPARED) == [effect["metric"] for effect in told["effects"]]

@@ -1,4 +1,6 @@
-"""Rollouts that a trainer scores anew: each token under the weights that sampled it, with replay and without."""
+"""Rollouts that a trainer scores anew: each token under the weights that sampled it, with replay
+and without.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +32,12 @@ class Constant:
 
     def score(self, rollouts: Sequence[Rollout], *, version: Version, replay: bool) -> list[Scored]:
         self.asked.append((version, tuple(one.request_id for one in rollouts), replay))
-        return [Scored(logprobs=np.full(len(one.response_ids), -float(version or 9)), routes=self.routes) for one in rollouts]
+        return [
+            Scored(
+                logprobs=np.full(len(one.response_ids), -float(version or 9)), routes=self.routes
+            )
+            for one in rollouts
+        ]
 
 
 class Wrong:
@@ -44,12 +51,18 @@ class Wrong:
 
 
 def _rollout(name: str = "r0", **fields: Any) -> Rollout:
-    own = {"prompt_ids": (1, 2), "response_ids": (3, 4, 5), "logprobs": np.array([-1.0, -2.0, -3.0])} | fields
+    own = {
+        "prompt_ids": (1, 2),
+        "response_ids": (3, 4, 5),
+        "logprobs": np.array([-1.0, -2.0, -3.0]),
+    } | fields
     return Rollout(request_id=name, finish_reason=FinishReason.LENGTH, **own)
 
 
 def test_a_segment_is_scored_under_its_own_version(tmp_path: Path) -> None:
-    """Of a rollout resumed under new weights each token gets the score of the version that sampled it; each version is asked for once."""
+    """Of a rollout resumed under new weights each token gets the score of the version that sampled
+    it; each version is asked for once.
+    """
     dump_trace(resumed(requests=("r0", "r1")), tmp_path / "trace.json")
     trainer = Constant()
     assert isinstance(trainer, GapTrainer)
@@ -64,12 +77,16 @@ def test_every_version_is_scored_on_request() -> None:
     """With ``every_version`` all rollouts are scored under all versions, so that a wrong tag shows."""
     rollouts = [_rollout("r0", version=1), _rollout("r1", version=2)]
     pairs = score_rollouts(rollouts, Constant(), every_version=True)
-    assert {1: [-1.0] * 6, 2: [-2.0] * 6} == {version: column.tolist() for version, column in pairs.by_version.items()}
+    assert {1: [-1.0] * 6, 2: [-2.0] * 6} == {
+        version: column.tolist() for version, column in pairs.by_version.items()
+    }
     assert [-1.0] * 3 + [-2.0] * 3 == pairs.trainer.tolist()
 
 
 def test_the_fixture_takes_a_trainer(pytester: pytest.Pytester) -> None:
-    """With ``trainer=`` the fixture scores rollouts and asserts; a trainer that is far off fails the test with the report."""
+    """With ``trainer=`` the fixture scores rollouts and asserts; a trainer that is far off fails
+    the test with the report.
+    """
     pytester.makepyfile("""
         import numpy as np
         from rollproof import Rollout, FinishReason
@@ -93,7 +110,9 @@ def test_the_fixture_takes_a_trainer(pytester: pytest.Pytester) -> None:
         def test_far(rollproof_gap):
             rollproof_gap(rollouts(), trainer=Trainer(3.0), limits="tiny-fp32")
     """)
-    pytester.runpytest("-p", "no:hypothesispytest", "-p", "no:cacheprovider").assert_outcomes(passed=1, failed=1)
+    pytester.runpytest("-p", "no:hypothesispytest", "-p", "no:cacheprovider").assert_outcomes(
+        passed=1, failed=1
+    )
 
 
 def test_rollouts_without_versions_are_scored_once() -> None:
@@ -104,7 +123,9 @@ def test_rollouts_without_versions_are_scored_once() -> None:
 
 
 def test_routes_are_those_of_the_forward_that_gave_the_logprob() -> None:
-    """The row of a token is that of the token before it, on either side; with other shapes there is no agreement to measure."""
+    """The row of a token is that of the token before it, on either side; with other shapes there is
+    no agreement to measure.
+    """
     rows = np.arange(4)[:, None, None] + np.array([[[0, 1]]])
     rollout = _rollout(routes=rows)
     pairs = score_rollouts([rollout], Constant(routes=rows[1:4]))
@@ -114,11 +135,18 @@ def test_routes_are_those_of_the_forward_that_gave_the_logprob() -> None:
 
 
 def test_rows_of_the_latest_prefill_are_compared_with_the_last_weights() -> None:
-    """Where a resumed call's prefill overwrites earlier rows, the trainer's routes are those of the last version."""
+    """Where a resumed call's prefill overwrites earlier rows, the trainer's routes are those of the
+    last version.
+    """
 
     class Routed(Constant):
-        def score(self, rollouts: Sequence[Rollout], *, version: Version, replay: bool) -> list[Scored]:
-            return [Scored(logprobs=np.zeros(3), routes=np.full((3, 1, 2), int(version or 0))) for _ in rollouts]
+        def score(
+            self, rollouts: Sequence[Rollout], *, version: Version, replay: bool
+        ) -> list[Scored]:
+            return [
+                Scored(logprobs=np.zeros(3), routes=np.full((3, 1, 2), int(version or 0)))
+                for _ in rollouts
+            ]
 
     rollout = _rollout(routes=np.zeros((4, 1, 2), int), token_versions=(1, 1, 2))
     for provenance, expected in (("as-sampled", [1, 1, 2]), ("latest-prefill", [2, 2, 2])):
@@ -163,12 +191,16 @@ def test_replay_needs_routes() -> None:
 
 
 def test_a_spec_of_several_versions_is_read() -> None:
-    """``VERSION=PATH`` pairs and a place for the version name a checkpoint each; anything else says how to write it."""
+    """``VERSION=PATH`` pairs and a place for the version name a checkpoint each; anything else says
+    how to write it.
+    """
     assert {"1": "a", "2": "b"} == HfTrainer.of("1=a,2=b").paths
     assert "runs/{version}" == HfTrainer.of("runs/{version}").paths
     with pytest.raises(UsageError, match="hf:VERSION=PATH"):
         HfTrainer.of("1=a,b")
-    with pytest.raises(GapError, match="No checkpoint is named for version 3; there are those of 1, 2"):
+    with pytest.raises(
+        GapError, match="No checkpoint is named for version 3; there are those of 1, 2"
+    ):
         HfTrainer.of("1=a,2=b").score([_rollout()], version=3, replay=False)
     with pytest.raises(GapError, match="needs a version"):
         HfTrainer.of("runs/{version}").score([_rollout()], version=None, replay=False)
@@ -184,7 +216,9 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
 
 
 def test_hf_scores_resumed_rollouts_as_they_were_sampled(pair: tuple[Path, Path]) -> None:
-    """The same weights in the same precision give the sampler's logprobs in both segments; one version alone does not."""
+    """The same weights in the same precision give the sampler's logprobs in both segments; one
+    version alone does not.
+    """
     rollouts = sample(pair)
     trainer = HfTrainer({"0": str(pair[0]), "1": str(pair[1])}, rows=60)
     pairs = score_rollouts(rollouts, trainer)
@@ -196,13 +230,21 @@ def test_hf_scores_resumed_rollouts_as_they_were_sampled(pair: tuple[Path, Path]
 
 
 def test_hf_replays_the_rollouts_routes(pair: tuple[Path, Path]) -> None:
-    """A bf16 sampler's experts replayed in a float32 trainer agree in every slot, and bring it nearer than its own routing does."""
+    """A bf16 sampler's experts replayed in a float32 trainer agree in every slot, and bring it
+    nearer than its own routing does.
+    """
     rollouts = sample(pair[:1], count=12, each=24, dtype="bfloat16")
     trainer = HfTrainer(str(pair[0]), dtype="float32")
-    native, replayed = score_rollouts(rollouts, trainer), score_rollouts(rollouts, trainer, replay=True)
+    native, replayed = (
+        score_rollouts(rollouts, trainer),
+        score_rollouts(rollouts, trainer, replay=True),
+    )
     assert (native.routes["rollout_routes"] != native.routes["trainer_routes"]).any()
     assert (replayed.routes["rollout_routes"] == replayed.routes["trainer_routes"]).all()
-    assert np.abs(replayed.trainer - replayed.rollout).mean() < np.abs(native.trainer - native.rollout).mean()
+    assert (
+        np.abs(replayed.trainer - replayed.rollout).mean()
+        < np.abs(native.trainer - native.rollout).mean()
+    )
 
 
 def test_a_temperature_is_that_of_the_law(pair: tuple[Path, Path]) -> None:
@@ -212,19 +254,43 @@ def test_a_temperature_is_that_of_the_law(pair: tuple[Path, Path]) -> None:
     from tests.support.tiny_rollouts import load
 
     rollout = sample(pair[:1], count=1)[0]
-    found = HfTrainer(str(pair[0]), temperature=0.5).score([rollout], version=0, replay=False)[0].logprobs
+    found = (
+        HfTrainer(str(pair[0]), temperature=0.5)
+        .score([rollout], version=0, replay=False)[0]
+        .logprobs
+    )
     ids = torch.tensor([rollout.prompt_ids + rollout.response_ids])
     with torch.no_grad():
-        law = torch.log_softmax(load(pair[0])(ids).logits.double() / 0.5, -1)[0, len(rollout.prompt_ids) - 1 : -1]
-    np.testing.assert_allclose(found, law.gather(1, ids[0, len(rollout.prompt_ids) :, None])[:, 0], atol=1e-4)
+        law = torch.log_softmax(load(pair[0])(ids).logits.double() / 0.5, -1)[
+            0, len(rollout.prompt_ids) - 1 : -1
+        ]
+    np.testing.assert_allclose(
+        found, law.gather(1, ids[0, len(rollout.prompt_ids) :, None])[:, 0], atol=1e-4
+    )
 
 
-def test_the_command_scores_replays_and_localises(pair: tuple[Path, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """One command scores a trace under a checkpoint a version, replays its routes, and names where another checkpoint parts from it."""
+def test_the_command_scores_replays_and_localises(
+    pair: tuple[Path, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """One command scores a trace under a checkpoint a version, replays its routes, and names where
+    another checkpoint parts from it.
+    """
     trace = tmp_path / "trace.json"
     dump_trace(trace_of(sample(pair, count=20)), trace)
     spec = f"hf:0={pair[0]},1={pair[1]}"
-    assert ExitCode.PASS == run(["gap", "--rollout", str(trace), "--trainer", spec, "--limits", "tiny-fp32", "--resamples", "100"])
+    assert ExitCode.PASS == run(
+        [
+            "gap",
+            "--rollout",
+            str(trace),
+            "--trainer",
+            spec,
+            "--limits",
+            "tiny-fp32",
+            "--resamples",
+            "100",
+        ]
+    )
     assert "numerics only" in capsys.readouterr().out
     command = [
         "gap",
@@ -247,14 +313,22 @@ def test_the_command_scores_replays_and_localises(pair: tuple[Path, Path], tmp_p
     ("arguments", "words"),
     [
         (["--trainer", "score:x", "--replay"], "--replay needs a trainer that scores"),
-        (["--trainer", "score:x", "--dtype", "float32"], "--dtype and --temperature go with --trainer hf:PATH"),
-        (["--trainer", "score:x", "--localise", "hf:x"], "--localise needs a trainer whose modules can be heard"),
+        (
+            ["--trainer", "score:x", "--dtype", "float32"],
+            "--dtype and --temperature go with --trainer hf:PATH",
+        ),
+        (
+            ["--trainer", "score:x", "--localise", "hf:x"],
+            "--localise needs a trainer whose modules can be heard",
+        ),
         (["--trainer", "hf:x", "--replay", "--against", "y"], "leave --against out"),
         (["--trainer", "nowhere_at_all:Trainer"], "nowhere_at_all"),
         (["--trainer", "collections:OrderedDict"], "which has no score"),
     ],
 )
-def test_options_that_do_not_go_together(arguments: list[str], words: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_options_that_do_not_go_together(
+    arguments: list[str], words: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     """A trainer that cannot do what is asked is refused before anything is read."""
     dump_trace(resumed(), tmp_path / "trace.json")
     assert ExitCode.USAGE == run(["gap", "--rollout", str(tmp_path / "trace.json"), *arguments])
@@ -272,7 +346,9 @@ def test_a_checkpoint_that_is_not_there(tmp_path: Path) -> None:
 
 
 def test_spans_that_leave_tokens_out_are_no_versions() -> None:
-    """A rollout that does not tell all of its tokens' versions is scored under ``None``, and never under a guess."""
+    """A rollout that does not tell all of its tokens' versions is scored under ``None``, and never
+    under a guess.
+    """
     rollout = replace(_rollout(), spans=(Span(start=0, end=2, version=1),))
     trainer = Constant()
     score_rollouts([rollout], trainer)

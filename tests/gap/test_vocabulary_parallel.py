@@ -1,4 +1,6 @@
-"""Scoring with a head that is cut over ranks gives every rank what the whole head gives: two processes, gloo."""
+"""Scoring with a head that is cut over ranks gives every rank what the whole head gives: two
+processes, gloo.
+"""
 
 from __future__ import annotations
 
@@ -38,12 +40,17 @@ dist.destroy_process_group()
 
 
 def test_shards_of_the_vocabulary_give_what_the_whole_gives(tmp_path: Path) -> None:
-    """Two ranks with shards of unequal size agree to the bit with each other, and to 1e-5 with a float64 softmax of the whole head."""
+    """Two ranks with shards of unequal size agree to the bit with each other, and to 1e-5 with a
+    float64 softmax of the whole head.
+    """
     outs = [tmp_path / f"{rank}.json" for rank in range(2)]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     ranks = [
         subprocess.Popen(
-            [sys.executable, "-c", RANK, str(rank), str(tmp_path / "store"), str(out)], env=environment, stderr=subprocess.PIPE, text=True
+            [sys.executable, "-c", RANK, str(rank), str(tmp_path / "store"), str(out)],
+            env=environment,
+            stderr=subprocess.PIPE,
+            text=True,
         )
         for rank, out in enumerate(outs)
     ]

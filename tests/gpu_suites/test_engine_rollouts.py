@@ -1,4 +1,6 @@
-"""How the gap's suite samples: engines of one dtype at once, each started once; what breaks ends alone, and is told once."""
+"""How the gap's suite samples: engines of one dtype at once, each started once; what breaks ends
+alone, and is told once.
+"""
 
 from __future__ import annotations
 
@@ -70,13 +72,17 @@ def engines(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     monkeypatch.setattr(suite, "SEQUENCES", 6)
     monkeypatch.setattr(suite, "TOKENS", 8)
     monkeypatch.setattr(suite, "PATIENCE", 500.0)
-    monkeypatch.setattr(asyncio, "run", lambda work: virtual_loop.run(lambda: work))  # fakes live on a virtual clock
+    monkeypatch.setattr(
+        asyncio, "run", lambda work: virtual_loop.run(lambda: work)
+    )  # fakes live on a virtual clock
     return made
 
 
 def rollouts() -> suite.Rollouts:
     wanted = frozenset((name, "bfloat16") for name in FLAVOURS)
-    return suite.Rollouts(checkpoints={"A": Path(), "B": Path()}, spending=Spending(), wanted=wanted)
+    return suite.Rollouts(
+        checkpoints={"A": Path(), "B": Path()}, spending=Spending(), wanted=wanted
+    )
 
 
 def test_both_engines_sample_at_once_and_each_is_started_once(engines: dict[str, Any]) -> None:
@@ -96,14 +102,20 @@ def test_both_engines_sample_at_once_and_each_is_started_once(engines: dict[str,
     ("kind", "error", "words"),
     [
         (Dying, EngineDied, "CUDA error"),
-        (Hanging, EngineHung, r"sampling was not done after 500 s. The end of its log:\nwaiting for a lock"),
+        (
+            Hanging,
+            EngineHung,
+            r"sampling was not done after 500 s. The end of its log:\nwaiting for a lock",
+        ),
         (NotStarting, EngineStartError, "no room"),
     ],
 )
 def test_an_engine_that_breaks_is_told_once_and_the_other_is_measured(
     engines: dict[str, Any], kind: type[Steady], error: type[Exception], words: str
 ) -> None:
-    """It ends within a bound, with the end of its log; every engine is stopped; the second test of it is skipped with the reason."""
+    """It ends within a bound, with the end of its log; every engine is stopped; the second test of
+    it is skipped with the reason.
+    """
     engines["vllm"] = kind
     found = rollouts()
     assert [8] * 6 == [len(one.response_ids) for one in found.of("sglang", "bfloat16")["whole"]]

@@ -12,13 +12,21 @@ from rollproof.core.engine_protocol import EngineSettings, Query, Watch
 from rollproof.core.records import EngineOutput
 from rollproof.errors import EngineError
 from rollproof.fakes.engine.engine_subject import FakeEngineSubject
-from rollproof.gpu_suites.gap.engine_rollouts import Sample, prompts_of, sample, sample_across, units_of
+from rollproof.gpu_suites.gap.engine_rollouts import (
+    Sample,
+    prompts_of,
+    sample,
+    sample_across,
+    units_of,
+)
 from rollproof.gpu_suites.gap.gap_matrix import CONTROLS, Routed, measure_cell, routed
 from rollproof.gpu_suites.gap.scorers import Routes, Scored
 from rollproof.simulation import virtual_loop
 
 
-def sampled(mode: PauseMode | None = None, *, count: int = 24, tokens: int = 20, flavour: str = "vllm-0.26") -> list[Sample]:
+def sampled(
+    mode: PauseMode | None = None, *, count: int = 24, tokens: int = 20, flavour: str = "vllm-0.26"
+) -> list[Sample]:
     """Samples of a fake engine, whole or across an update."""
     from pathlib import Path
 
@@ -38,7 +46,8 @@ def sampled(mode: PauseMode | None = None, *, count: int = 24, tokens: int = 20,
 
 @dataclass
 class Trainer:
-    """A trainer whose logprobs stray where its routes are not the engine's: by ``size`` for each row that differs.
+    """A trainer whose logprobs stray where its routes are not the engine's: by ``size`` for each
+    row that differs.
 
     Natively it routes a row in ``every`` otherwise. ``unsteady`` gives other values each time.
     """
@@ -58,9 +67,15 @@ class Trainer:
         used = own if routes is None else routes
         logprobs = []
         for unit, theirs in zip(units, used, strict=True):
-            wrong = (np.sort(theirs) != np.sort(unit.routes)).any(axis=(1, 2))[unit.start - 1 : unit.end - 1]
+            wrong = (np.sort(theirs) != np.sort(unit.routes)).any(axis=(1, 2))[
+                unit.start - 1 : unit.end - 1
+            ]
             base = self.units_of_engine[unit.sample, unit.start]
-            noise = 0.01 * np.cos(np.arange(len(base))) - 0.011 - (0.1 * self.calls if self.unsteady else 0)
+            noise = (
+                0.01 * np.cos(np.arange(len(base)))
+                - 0.011
+                - (0.1 * self.calls if self.unsteady else 0)
+            )
             logprobs.append(base + noise - self.size * wrong)
         return Scored(logprobs=tuple(logprobs), routes=tuple(used))
 
@@ -85,7 +100,9 @@ def trainer(samples: Sequence[Sample], **options: Any) -> Trainer:
 
 
 def test_replay_lowers_the_gap_and_controls_raise_it() -> None:
-    """A trainer that routes a fifth of its rows otherwise: R3 takes that away, R2 changes nothing, wrong routes do harm."""
+    """A trainer that routes a fifth of its rows otherwise: R3 takes that away, R2 changes nothing,
+    wrong routes do harm.
+    """
     samples = sampled()
     cell = measure_cell("fake", samples, trainer(samples))
 
@@ -112,11 +129,19 @@ def test_replay_that_does_nothing_does_not_help() -> None:
 def test_a_trainer_that_does_not_repeat_itself_is_seen() -> None:
     """Self-replay is compared value by value."""
     samples = sampled()
-    assert pytest.approx(0.1) == measure_cell("fake", samples, trainer(samples, unsteady=True)).self_replay
+    assert (
+        pytest.approx(0.1)
+        == measure_cell("fake", samples, trainer(samples, unsteady=True)).self_replay
+    )
 
 
 @pytest.mark.parametrize(
-    ("mode", "flavour"), [(PauseMode.ABORT, "vllm-0.26"), (PauseMode.KEEP, "vllm-0.26"), (PauseMode.IN_PLACE, "sglang-0.5.17")]
+    ("mode", "flavour"),
+    [
+        (PauseMode.ABORT, "vllm-0.26"),
+        (PauseMode.KEEP, "vllm-0.26"),
+        (PauseMode.IN_PLACE, "sglang-0.5.17"),
+    ],
 )
 def test_samples_across_an_update(mode: PauseMode, flavour: str) -> None:
     """Each token is scored under the version that sampled it, with the rows of the call that did."""
@@ -124,22 +149,26 @@ def test_samples_across_an_update(mode: PauseMode, flavour: str) -> None:
     assert [20] * 24 == [len(one.response_ids) for one in samples]
     assert sum(len(one.segments) == 2 for one in samples) > 12
     for one in samples:
-        assert list("AB"[: len(one.segments)]) == [segment.version for segment in one.segments] or ["B"] == [
-            s.version for s in one.segments
-        ]
+        assert list("AB"[: len(one.segments)]) == [segment.version for segment in one.segments] or [
+            "B"
+        ] == [s.version for s in one.segments]
         assert one.versions == sorted(one.versions)
         since = one.since_resume
-        assert (since[-1] == one.segments[-1].end - one.segments[-1].start - 1) == (len(one.segments) == 2)
+        assert (since[-1] == one.segments[-1].end - one.segments[-1].start - 1) == (
+            len(one.segments) == 2
+        )
         for unit in units_of([one]):
             assert len(unit.routes) == len(unit.ids) - 1
     cell = measure_cell("fake", samples, trainer(samples), modes=(Routed.NATIVE, Routed.R3))
     assert "since_resume" in cell.reports[Routed.R3].buckets
-    assert {"0", "1", "2-7", "8+", "before any"} >= {bucket.label for bucket in cell.reports[Routed.R3].buckets["since_resume"]}
+    assert {"0", "1", "2-7", "8+", "before any"} >= {
+        bucket.label for bucket in cell.reports[Routed.R3].buckets["since_resume"]
+    }
 
 
 def test_controls_keep_ids_legal_and_move_them() -> None:
     """A control is a legal routing at the wrong place."""
-    (unit, *_) = units_of(sampled())
+    unit, *_ = units_of(sampled())
     for mode in (Routed.R3, *CONTROLS):
         (made,) = routed([unit], mode)
         assert np.array_equal(made, unit.routes) == (mode is Routed.R3)
@@ -160,5 +189,7 @@ def test_an_engine_that_returns_no_routes_is_told() -> None:
         await engine.start()
         await sample(engine, prompts_of(2, vocab=60), tokens=3)
 
-    with pytest.raises(EngineError, match="no routes, or not a logprob for each token, for sequence 0"):
+    with pytest.raises(
+        EngineError, match="no routes, or not a logprob for each token, for sequence 0"
+    ):
         virtual_loop.run(main)

@@ -1,4 +1,6 @@
-"""A session takes the cards that are free, whatever their numbers, which no other then takes, and leaves the environment as it was."""
+"""A session takes the cards that are free, whatever their numbers, which no other then takes, and
+leaves the environment as it was.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,13 @@ BUSY = Card(pids=[STRANGER])
 NAMES = ("CUDA_VISIBLE_DEVICES", "CUDA_DEVICE_ORDER")
 
 
-def claimed(monkeypatch: pytest.MonkeyPatch, cards: Sequence[Card], visible: str | None, *, share: bool = False) -> Claim:
+def claimed(
+    monkeypatch: pytest.MonkeyPatch,
+    cards: Sequence[Card],
+    visible: str | None,
+    *,
+    share: bool = False,
+) -> Claim:
     """The claim on a host with these cards, of which the user shows ``visible``."""
     for name in (*NAMES, "ROLLPROOF_SHARE_GPUS"):
         monkeypatch.delenv(name, raising=False)
@@ -35,16 +43,29 @@ def claimed(monkeypatch: pytest.MonkeyPatch, cards: Sequence[Card], visible: str
 @pytest.mark.parametrize(
     ("cards", "visible", "left", "shown"),
     [
-        ([BUSY, Card(), Card(mig=1), Card()], None, ["GPU 0 is busy", "GPU 2 is divided by MIG"], "1,3"),
+        (
+            [BUSY, Card(), Card(mig=1), Card()],
+            None,
+            ["GPU 0 is busy", "GPU 2 is divided by MIG"],
+            "1,3",
+        ),
         ([Card(), BUSY, Card()], "2,1,0", ["GPU 1 is busy"], "2,0"),
         ([Card(), BUSY, Card()], "GPU-2abc,GPU-1abc", ["GPU 1 is busy"], "2"),
     ],
 )
 def test_cards_that_are_taken_are_hidden(
-    monkeypatch: pytest.MonkeyPatch, cards: list[Card], visible: str | None, left: list[str], shown: str
+    monkeypatch: pytest.MonkeyPatch,
+    cards: list[Card],
+    visible: str | None,
+    left: list[str],
+    shown: str,
 ) -> None:
-    """The first card that CUDA then shows is a free one, in the order that the user gave; afterwards all is as before."""
-    before = {name: os.environ.get(name) for name in NAMES} | ({} if visible is None else {"CUDA_VISIBLE_DEVICES": visible})
+    """The first card that CUDA then shows is a free one, in the order that the user gave;
+    afterwards all is as before.
+    """
+    before = {name: os.environ.get(name) for name in NAMES} | (
+        {} if visible is None else {"CUDA_VISIBLE_DEVICES": visible}
+    )
     claim = claimed(monkeypatch, cards, visible)
     try:
         assert (shown, "PCI_BUS_ID") == tuple(os.environ[name] for name in NAMES)
@@ -59,7 +80,13 @@ def test_cards_that_are_taken_are_hidden(
 
 @pytest.mark.parametrize(
     ("cards", "visible", "share"),
-    [([Card(), Card()], None, False), ([BUSY, BUSY], "1,0", False), ([BUSY, Card()], None, True), ([], None, False), ([Card()], "", False)],
+    [
+        ([Card(), Card()], None, False),
+        ([BUSY, BUSY], "1,0", False),
+        ([BUSY, Card()], None, True),
+        ([], None, False),
+        ([Card()], "", False),
+    ],
 )
 def test_nothing_is_hidden_where_nothing_is_to_choose(
     monkeypatch: pytest.MonkeyPatch, cards: list[Card], visible: str | None, share: bool
@@ -76,10 +103,14 @@ TWO = [Card(), Card()]
 
 
 def test_what_one_session_claimed_another_leaves_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Before anything of the first is on a card; once it has ended, or died, the cards are free again."""
+    """Before anything of the first is on a card; once it has ended, or died, the cards are free
+    again.
+    """
     first = claimed(monkeypatch, TWO, "0")
     second = claimed(monkeypatch, TWO, None)
-    assert (f"GPU 0 is claimed by another session of these suites (process {os.getpid()})",) == second.left
+    assert (
+        f"GPU 0 is claimed by another session of these suites (process {os.getpid()})",
+    ) == second.left
     assert ("1", 1, None) == (os.environ["CUDA_VISIBLE_DEVICES"], second.hidden, second.refused)
     third = claimed(monkeypatch, TWO, None)
     assert "CUDA_VISIBLE_DEVICES" not in os.environ
@@ -97,8 +128,13 @@ def test_a_session_that_died_claims_nothing(monkeypatch: pytest.MonkeyPatch) -> 
     """The system lets go of what it held; the file that it leaves is no claim."""
     claimed(monkeypatch, [Card()], None).release()
     (path,) = Path(tempfile.gettempdir()).glob("rollproof-GPU-0abc.lock")
-    held = "import fcntl, os, sys; fcntl.flock(os.open(sys.argv[1], os.O_RDWR), fcntl.LOCK_EX); print('held', flush=True); sys.stdin.read()"
-    with subprocess.Popen([sys.executable, "-c", held, str(path)], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as other:
+    held = (
+        "import fcntl, os, sys; fcntl.flock(os.open(sys.argv[1], os.O_RDWR), fcntl.LOCK_EX);"
+        " print('held', flush=True); sys.stdin.read()"
+    )
+    with subprocess.Popen(
+        [sys.executable, "-c", held, str(path)], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+    ) as other:
         assert other.stdout is not None
         assert b"held\n" == other.stdout.readline()
         assert claimed(monkeypatch, [Card()], None).refused is not None
@@ -117,7 +153,9 @@ def test_another_users_claim_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     assert claimed(monkeypatch, [Card()], None).refused is None
 
 
-def test_where_no_file_can_be_made_cards_are_taken_as_they_are(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_where_no_file_can_be_made_cards_are_taken_as_they_are(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     """A claim is a courtesy: a host without a folder for it can still be used."""
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "nowhere"))
     for _ in range(2):

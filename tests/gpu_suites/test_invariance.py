@@ -1,4 +1,6 @@
-"""Calls alone and beside others: alike on an engine that is invariant, otherwise on one that is not; and engines that break."""
+"""Calls alone and beside others: alike on an engine that is invariant, otherwise on one that is
+not; and engines that break.
+"""
 
 from __future__ import annotations
 
@@ -36,7 +38,9 @@ class Variant(FakeEngineSubject):
         finally:
             self.calls -= 1
         assert output.logprobs is not None
-        return [replace(output, logprobs=np.nextafter(output.logprobs, -np.inf)) if crowded else output]
+        return [
+            replace(output, logprobs=np.nextafter(output.logprobs, -np.inf)) if crowded else output
+        ]
 
 
 class Twofold(FakeEngineSubject):
@@ -48,7 +52,9 @@ def asked(kind: type[FakeEngineSubject]) -> Alone:
     async def main() -> Alone:
         engine = kind(EngineSettings(model=Path(), max_batch=16), "vllm-0.26", 0)
         await engine.start()
-        return await alone_and_beside(engine, prompts_of(12, vocab=60, longest=20), probes=4, tokens=6)
+        return await alone_and_beside(
+            engine, prompts_of(12, vocab=60, longest=20), probes=4, tokens=6
+        )
 
     return virtual_loop.run(main)
 
@@ -72,17 +78,25 @@ def test_an_engine_that_answers_twice_is_told() -> None:
 def test_modes_of_engines() -> None:
     """A mode adds to the settings, or to the surroundings, and takes nothing away."""
     settings = EngineSettings(model=Path(), extra={"device": "cuda"})
-    assert {"device": "cuda", "enable_deterministic_inference": True} == INVARIANT["sglang"].of(settings).extra
+    assert {"device": "cuda", "enable_deterministic_inference": True} == INVARIANT["sglang"].of(
+        settings
+    ).extra
     assert settings == INVARIANT["vllm"].of(settings)
     assert {"VLLM_BATCH_INVARIANT": "1"} == INVARIANT["vllm"].environment
     assert all((mode.below is None) == (mode.known == "") for mode in INVARIANT.values())
 
 
-@pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="processes below another are found in /proc, which is Linux's")
+@pytest.mark.skipif(
+    not Path("/proc/self/stat").exists(),
+    reason="processes below another are found in /proc, which is Linux's",
+)
 @pytest.mark.parametrize(("how", "state"), [("killed", "gone"), ("stopped", "T")])
 def test_what_is_below_a_host_breaks_and_the_host_does_not(how: str, state: str) -> None:
     """Children and their children, and nobody else."""
-    code = "import subprocess, sys, time; subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(60)']); time.sleep(60)"
+    code = (
+        "import subprocess, sys, time; subprocess.Popen([sys.executable, '-c', 'import time;"
+        " time.sleep(60)']); time.sleep(60)"
+    )
     host = subprocess.Popen([sys.executable, "-c", code])
     try:
         end = time.monotonic() + 20

@@ -70,7 +70,9 @@ def test_without_knowing_the_death_is_told_with_its_experiment() -> None:
 def test_a_known_fault_that_is_gone_is_told() -> None:
     """What is on record must go on failing, or be removed."""
     found = judge_engine(target(FakeEngineSubject), ENDS)
-    assert ["offset: nothing failed; remove it from what is known to fail"] == [line.partition(" (")[0] for line in found.surprises(ENDS)]
+    assert ["offset: nothing failed; remove it from what is known to fail"] == [
+        line.partition(" (")[0] for line in found.surprises(ENDS)
+    ]
     seldom = {"offset": replace(ENDS["offset"], certain=False)}
     assert [] == judge_engine(target(FakeEngineSubject), seldom).surprises(seldom)
 
@@ -84,7 +86,9 @@ def test_another_fault_where_one_is_known_is_told() -> None:
 
 
 def test_load_is_judged_on_a_fake_and_sees_what_is_lost() -> None:
-    """Under load every call is accounted for; an engine that loses routes fails, one that dies is told."""
+    """Under load every call is accounted for; an engine that loses routes fails, one that dies is
+    told.
+    """
     few = Load(requests=24, updates=2)
     clean = judge_load(fake_target("sglang-0.5.17"), few)
     assert () == clean.failed
@@ -105,7 +109,13 @@ def test_load_is_judged_on_a_fake_and_sees_what_is_lost() -> None:
 def test_releases_and_their_surroundings(monkeypatch: Any) -> None:
     """A release's conventions follow from its version; a variable that the user has set stays."""
     assert ["vllm-0.26", "vllm", "sglang-0.5.17", "sglang"] == [
-        flavour_of(*one) for one in (("vllm", "0.26.0"), ("vllm", "0.32.0"), ("sglang", "0.5.17"), ("sglang", "0.5.21"))
+        flavour_of(*one)
+        for one in (
+            ("vllm", "0.26.0"),
+            ("vllm", "0.32.0"),
+            ("sglang", "0.5.17"),
+            ("sglang", "0.5.21"),
+        )
     ]
     monkeypatch.setenv("VLLM_NO_USAGE_STATS", "0")
     told = surroundings("vllm", "float32")

@@ -1,4 +1,6 @@
-"""What of a report on a trainer fails its GPU test: what failed, what stayed unknown, a canary that was missed."""
+"""What of a report on a trainer fails its GPU test: what failed, what stayed unknown, a canary that
+was missed.
+"""
 
 from __future__ import annotations
 
@@ -17,8 +19,20 @@ def report(canary: Canary | None = RED, **verdicts: Verdict) -> Report:
     results = []
     for name, check in CHECKS.items():
         verdict = verdicts.get(name.partition(".")[2].replace("-", "_"), Verdict.PASS)
-        findings = (Finding(check_id=name, title="a fault", expected="1", observed="2"),) if verdict is Verdict.FAIL else ()
-        results.append(CheckResult(check=check, verdict=verdict, reason=f"{verdict} of {name}", findings=findings, found=len(findings)))
+        findings = (
+            (Finding(check_id=name, title="a fault", expected="1", observed="2"),)
+            if verdict is Verdict.FAIL
+            else ()
+        )
+        results.append(
+            CheckResult(
+                check=check,
+                verdict=verdict,
+                reason=f"{verdict} of {name}",
+                findings=findings,
+                found=len(findings),
+            )
+        )
     return Report(subject="hf", profile="pr", seed=0, results=tuple(results), canary=canary)
 
 
@@ -29,7 +43,9 @@ def test_what_passes_is_not_told() -> None:
 
 @pytest.mark.parametrize("name", sorted(CHECKS))
 def test_what_stays_unknown_fails_but_for_what_bfloat16_is_too_coarse_for(name: str) -> None:
-    """With its reason. In bfloat16 two named checks may stay unknown, and no other; in float32 none."""
+    """With its reason. In bfloat16 two named checks may stay unknown, and no other; in float32
+    none.
+    """
     unknown = report(**{name.partition(".")[2].replace("-", "_"): Verdict.UNKNOWN})
     with pytest.raises(AssertionError, match=f"unknown of {name}"):
         told(unknown)
@@ -46,7 +62,9 @@ def test_what_may_stay_unknown_may_not_fail() -> None:
         told(report(reference=Verdict.FAIL), COARSE)
 
 
-@pytest.mark.parametrize("canary", [None, Canary(planted="a fault", expected_by="replay.executed", red=False)])
+@pytest.mark.parametrize(
+    "canary", [None, Canary(planted="a fault", expected_by="replay.executed", red=False)]
+)
 def test_a_canary_that_was_not_seen_fails(canary: Canary | None) -> None:
     """Or that was not planted at all."""
     with pytest.raises(AssertionError):

@@ -1,4 +1,6 @@
-"""``--rollproof-trainer`` with a name of ours: its cells are run, whatever a default run would leave out."""
+"""``--rollproof-trainer`` with a name of ours: its cells are run, whatever a default run would
+leave out.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +26,9 @@ def _one_card(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("name", GAP_TRAINERS)
 def test_its_cells_are_there(name: str, pytester: pytest.Pytester) -> None:
     """One for each engine in bfloat16, and of no other trainer."""
-    told = pytester.runpytest_inprocess(str(GAP), "--co", "-q", f"--rollproof-trainer={name}").stdout.str()
+    told = pytester.runpytest_inprocess(
+        str(GAP), "--co", "-q", f"--rollproof-trainer={name}"
+    ).stdout.str()
     cells = re.findall(r"test_replay_lowers\w+\[(.+)\]", told)
     assert {f"{engine}-bfloat16-{name}" for engine in ("vllm", "sglang")} <= set(cells)
     assert all(cell.endswith(f"-{name}") for cell in cells)
@@ -40,8 +44,9 @@ def test_without_it_those_are_left_out_that_only_a_full_run_has(pytester: pytest
 def test_one_that_needs_more_cards_is_no_green_run(pytester: pytest.Pytester) -> None:
     """It was asked for by name, and a GPU was required: left out it would be forgotten."""
     pytester.makepyfile(
-        "import pytest\n\ndef test_other():\n    pass\n\n@pytest.mark.gpus(4)\n@pytest.mark.parametrize('trainer', ['megatron-tp4'])\n"
-        "def test_cell(trainer):\n    raise AssertionError('was run')\n"
+        "import pytest\n\ndef test_other():\n   "
+        " pass\n\n@pytest.mark.gpus(4)\n@pytest.mark.parametrize('trainer', ['megatron-tp4'])\ndef"
+        " test_cell(trainer):\n    raise AssertionError('was run')\n"
     )
     options = ("-p", "rollproof.gpu_suites.conftest", "-rA", "--rollproof-trainer=megatron-tp4")
     told = pytester.runpytest_inprocess(*options, "--rollproof-require-gpu")

@@ -1,4 +1,6 @@
-"""A trainer on several processes as a scorer of the gap: it scores as one does, and replays what it is given."""
+"""A trainer on several processes as a scorer of the gap: it scores as one does, and replays what it
+is given.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,11 @@ pytest.importorskip("transformers", minversion="5", reason="a real trainer needs
 
 from rollproof.fakes.tiny_models import make_checkpoint, second_version  # noqa: E402
 from rollproof.gpu_suites.gap.engine_rollouts import Unit  # noqa: E402
-from rollproof.gpu_suites.gap.ranked_scorer import Division, RankedScorer, scorer_ranks  # noqa: E402
+from rollproof.gpu_suites.gap.ranked_scorer import (
+    Division,
+    RankedScorer,
+    scorer_ranks,
+)
 from rollproof.gpu_suites.gap.scorers import HfScorer  # noqa: E402
 from rollproof.replay.process_group import RankError  # noqa: E402
 
@@ -44,19 +50,34 @@ def ranks() -> Iterator[Any]:
 
 
 def units(layers: int, top_k: int) -> list[Unit]:
-    """Seven of version A and two of B, of unlike lengths: three of A for one process and four for the other, were none scored twice."""
+    """Seven of version A and two of B, of unlike lengths: three of A for one process and four for
+    the other, were none scored twice.
+    """
     draw = np.random.default_rng(0)
     out = []
     for number in range(9):
         length = int(draw.integers(12, 30))
         ids = tuple(int(one) for one in draw.integers(3, 200, length))
         routes = np.zeros((length - 1, layers, top_k), dtype=np.int64)
-        out.append(Unit(sample=number, version="B" if number in (2, 5) else "A", ids=ids, start=8, end=length, routes=routes))
+        out.append(
+            Unit(
+                sample=number,
+                version="B" if number in (2, 5) else "A",
+                ids=ids,
+                start=8,
+                end=length,
+                routes=routes,
+            )
+        )
     return out
 
 
-def test_it_scores_as_one_process_does(checkpoints: dict[str, Path], ranks: Any, division: Division) -> None:
-    """Parameters sharded, or sequences sliced: the same routes, and the same logprobs up to rounding; its own, replayed, to the bit."""
+def test_it_scores_as_one_process_does(
+    checkpoints: dict[str, Path], ranks: Any, division: Division
+) -> None:
+    """Parameters sharded, or sequences sliced: the same routes, and the same logprobs up to
+    rounding; its own, replayed, to the bit.
+    """
     torch.set_num_threads(1)
     alone = HfScorer(checkpoints, "float32", device="cpu", batch=4)
     sharded = RankedScorer(division, checkpoints, "float32", ranks, SIZE, device="cpu", batch=2)
@@ -73,8 +94,12 @@ def test_it_scores_as_one_process_does(checkpoints: dict[str, Path], ranks: Any,
     assert all(np.array_equal(a, b) for a, b in zip(many.logprobs, again.logprobs, strict=True))
 
 
-def test_given_routes_are_executed(checkpoints: dict[str, Path], ranks: Any, division: Division) -> None:
-    """Another choice of experts gives other logprobs: those that one process has of it, in microbatches of another size too."""
+def test_given_routes_are_executed(
+    checkpoints: dict[str, Path], ranks: Any, division: Division
+) -> None:
+    """Another choice of experts gives other logprobs: those that one process has of it, in
+    microbatches of another size too.
+    """
     alone = HfScorer(checkpoints, "float32", device="cpu", batch=4)
     sharded = RankedScorer(division, checkpoints, "float32", ranks, SIZE, device="cpu", batch=4)
     mine = units(2, 2)
@@ -87,7 +112,9 @@ def test_given_routes_are_executed(checkpoints: dict[str, Path], ranks: Any, div
         assert np.abs(right - other).max() > 1e-3
 
 
-def test_a_rank_that_fails_is_told(checkpoints: dict[str, Path], ranks: Any, division: Division) -> None:
+def test_a_rank_that_fails_is_told(
+    checkpoints: dict[str, Path], ranks: Any, division: Division
+) -> None:
     """A checkpoint that is not there: an error that names it, not a wait for the other ranks."""
     missing = {name: path.with_name("nowhere") for name, path in checkpoints.items()}
     sharded = RankedScorer(division, missing, "float32", ranks, SIZE, device="cpu")

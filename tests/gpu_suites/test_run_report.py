@@ -21,14 +21,23 @@ RUNS = sorted((Path(__file__).parents[2] / "docs" / "runs").glob("*.json"))
 
 
 def machine(name: str = "NVIDIA H100", index: int = 0) -> dict[str, Any]:
-    return described(GpuFindings(gpus=(Gpu(index=index, name=name, memory=80 << 30),), source="test", reason=None, driver="580"))
+    return described(
+        GpuFindings(
+            gpus=(Gpu(index=index, name=name, memory=80 << 30),),
+            source="test",
+            reason=None,
+            driver="580",
+        )
+    )
 
 
 @pytest.fixture(scope="module")
 def run() -> RunReport:
     """A session that judged a fake engine under load and measured one cell."""
     made = RunReport(machine())
-    made.suite("engine", judge_load(fake_target("sglang-0.5.17"), Load(requests=8, updates=1)), version="0")
+    made.suite(
+        "engine", judge_load(fake_target("sglang-0.5.17"), Load(requests=8, updates=1)), version="0"
+    )
     samples = sampled(count=16)
     made.cell(measure_cell("fake", samples, trainer(samples)))
     made.note("a note <b>")
@@ -36,9 +45,14 @@ def run() -> RunReport:
 
 
 def test_a_run_as_json_and_as_a_page(run: RunReport, tmp_path: Path) -> None:
-    """The file is JSON without NaN; the page shows the machine, the suite, the gap and the note, escaped."""
+    """The file is JSON without NaN; the page shows the machine, the suite, the gap and the note,
+    escaped.
+    """
     written = run.write(tmp_path)
-    data = json.loads((tmp_path / "run.json").read_text(), parse_constant=lambda name: pytest.fail(f"JSON has no {name}"))
+    data = json.loads(
+        (tmp_path / "run.json").read_text(),
+        parse_constant=lambda name: pytest.fail(f"JSON has no {name}"),
+    )
 
     assert ["run.json", "run.html"] == [path.name for path in written]
     assert "NVIDIA H100" == data["machine"]["gpus"][0]["name"]
@@ -73,11 +87,15 @@ def test_shards_are_merged_and_the_later_result_counts(run: RunReport, tmp_path:
         whole["notes"],
     )
     run.write(tmp_path, "one")
-    assert 0 == main([str(tmp_path / "both"), str(tmp_path / "one.json"), str(tmp_path / "one.json")])
+    assert 0 == main(
+        [str(tmp_path / "both"), str(tmp_path / "one.json"), str(tmp_path / "one.json")]
+    )
     assert (tmp_path / "both.html").is_file()
 
 
-def test_what_cannot_be_merged(run: RunReport, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_cannot_be_merged(
+    run: RunReport, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     """Different machines, files that are no reports, nothing at all."""
     other = {**run.to_dict(), "machine": machine("NVIDIA L4")}
     with pytest.raises(UsageError, match="different machines"):
@@ -99,18 +117,34 @@ def test_runs_that_are_kept_can_be_read_and_shown(path: Path) -> None:
 
 
 def test_the_claim_of_the_stacks_is_in_the_runs_that_are_kept() -> None:
-    """Replay on beats replay off, on real GPUs, for these three, with an interval that excludes 1; controls are worse than no replay."""
-    cells = [cell for path in RUNS for cell in read_run(path)["gap"] if not cell["about"] and cell["dtype"] == "bfloat16"]
-    assert {("vllm", "hf"), ("vllm", "megatron"), ("sglang", "megatron")} <= {(cell["engine"], cell["trainer"]) for cell in cells}
+    """Replay on beats replay off, on real GPUs, for these three, with an interval that excludes 1;
+    controls are worse than no replay.
+    """
+    cells = [
+        cell
+        for path in RUNS
+        for cell in read_run(path)["gap"]
+        if not cell["about"] and cell["dtype"] == "bfloat16"
+    ]
+    assert {("vllm", "hf"), ("vllm", "megatron"), ("sglang", "megatron")} <= {
+        (cell["engine"], cell["trainer"]) for cell in cells
+    }
     for cell in cells:
         assert cell["n_tokens"] >= 35_000
         assert all(effect["high"] < 1 for effect in cell["effect"]["effects"])
-        assert all(effect["low"] > 1 for row in cell["effect"]["controls"].values() for effect in row)
-        assert cell["self_replay_max_abs"] in (0.0, None)  # None: a trainer of one's own records nothing
+        assert all(
+            effect["low"] > 1 for row in cell["effect"]["controls"].values() for effect in row
+        )
+        assert cell["self_replay_max_abs"] in (
+            0.0,
+            None,
+        )  # None: a trainer of one's own records nothing
 
 
 def test_models_that_cannot_be_used(tmp_path: Path) -> None:
-    """A size that does not exist, a dense model, a folder without a checkpoint, and a model that does not fit."""
+    """A size that does not exist, a dense model, a folder without a checkpoint, and a model that
+    does not fit.
+    """
     with pytest.raises(UsageError, match="No model size is named 'huge'; choose among"):
         make_models("huge", tmp_path)
     with pytest.raises(EngineStartError, match="is no folder of a checkpoint"):

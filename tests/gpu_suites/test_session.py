@@ -1,4 +1,6 @@
-"""What a session of the GPU suites runs, leaves out, skips and fails, by its options and by the cards of the host."""
+"""What a session of the GPU suites runs, leaves out, skips and fails, by its options and by the
+cards of the host.
+"""
 
 from __future__ import annotations
 
@@ -47,7 +49,9 @@ def run(pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch) -> Runner:
     def on(cards: tuple[Card, ...], *options: str) -> tuple[dict[str, int], str]:
         monkeypatch.setitem(sys.modules, "pynvml", fake_nvml(*cards))
         pytester.makepyfile(test_suite=SUITE)
-        result = pytester.runpytest_inprocess("-p", "rollproof.gpu_suites.conftest", "-rA", *options)
+        result = pytester.runpytest_inprocess(
+            "-p", "rollproof.gpu_suites.conftest", "-rA", *options
+        )
         return result.parseoutcomes(), f"{result.stdout}\nexit {int(result.ret)}"
 
     return on
@@ -64,7 +68,10 @@ def test_a_full_run_fails_what_is_required_and_missing(run: Runner) -> None:
     outcomes, told = run((Card(), Card()), "--rollproof-full")
     assert {"passed": 3, "skipped": 1} == outcomes
     outcomes, told = run((Card(), Card()), "--rollproof-full", "--rollproof-require-gpu")
-    assert (3, 1) == (outcomes["passed"], outcomes["failed"] if "failed" in outcomes else outcomes["errors"])
+    assert (3, 1) == (
+        outcomes["passed"],
+        outcomes["failed"] if "failed" in outcomes else outcomes["errors"],
+    )
     assert "needs vllm>=99" in told
 
 
@@ -74,7 +81,9 @@ def test_what_is_named_is_run(run: Runner) -> None:
     assert {"passed": 1} == outcomes
 
 
-def test_what_needs_more_cards_than_there_are_is_left_out_even_where_gpus_are_required(run: Runner) -> None:
+def test_what_needs_more_cards_than_there_are_is_left_out_even_where_gpus_are_required(
+    run: Runner,
+) -> None:
     """One card is a whole runner; one that says it has two, and has one, is not."""
     outcomes, told = run((Card(),), "--rollproof-require-gpu")
     assert {"passed": 1, "skipped": 1, "deselected": 2} == outcomes
@@ -101,11 +110,15 @@ def test_a_number_of_gpus_that_is_none(pytester: pytest.Pytester, value: str) ->
     """Misuse is told before anything runs."""
     told = pytester.runpytest_inprocess(f"--rollproof-gpus={value}")
     assert pytest.ExitCode.USAGE_ERROR == told.ret
-    told.stderr.fnmatch_lines([f"ERROR: --rollproof-gpus='{value}' is not a number of GPUs, such as 1 or 4."])
+    told.stderr.fnmatch_lines(
+        [f"ERROR: --rollproof-gpus='{value}' is not a number of GPUs, such as 1 or 4."]
+    )
 
 
 def test_a_required_run_of_nothing_is_not_green(run: Runner) -> None:
-    """Where a GPU is required and every test that was asked for needs more cards, the session fails and says so."""
+    """Where a GPU is required and every test that was asked for needs more cards, the session fails
+    and says so.
+    """
     outcomes, told = run((Card(),), "--rollproof-require-gpu", "-k", "two")
     assert {"skipped": 1, "deselected": 3} == outcomes
     assert "nothing was run, and a GPU was required" in told
@@ -116,25 +129,40 @@ def test_a_required_run_of_nothing_is_not_green(run: Runner) -> None:
 
 
 def test_a_busy_card_is_hidden_from_what_needs_one(run: Runner) -> None:
-    """Of two cards the first is busy: what needs one runs on the other; what needs both says why it cannot."""
+    """Of two cards the first is busy: what needs one runs on the other; what needs both says why it
+    cannot.
+    """
     busy = Card(pids=[STRANGER], free=39 * GIB)
     outcomes, told = run((busy, Card()), "--rollproof-require-gpu")
     assert (1, 1) == (outcomes["passed"], outcomes.get("failed", 0) + outcomes.get("errors", 0))
-    assert "needs 2 free GPUs, and 1 of 1 are; GPU 0 is busy (process 1, 41.0 GiB held); a GPU was required" in told
-    assert "GPUs: 1 (NVIDIA H100 80GB HBM3); left alone: GPU 0 is busy (process 1, 41.0 GiB held)" in told
+    assert (
+        "needs 2 free GPUs, and 1 of 1 are; GPU 0 is busy (process 1, 41.0 GiB held); a GPU was"
+        " required" in told
+    )
+    assert (
+        "GPUs: 1 (NVIDIA H100 80GB HBM3); left alone: GPU 0 is busy (process 1, 41.0 GiB held)"
+        in told
+    )
     assert "CUDA_VISIBLE_DEVICES" not in os.environ
 
 
 def test_a_card_that_is_taken_meanwhile_is_not_used(run: Runner) -> None:
-    """Another session begins on the first of two free cards after this one did: CUDA would take that card for what needs one."""
+    """Another session begins on the first of two free cards after this one did: CUDA would take
+    that card for what needs one.
+    """
     late = Card(pids=_Arriving(begins=2))
     outcomes, told = run((late, Card()), "--rollproof-require-gpu")
     assert "GPUs: 0 (NVIDIA H100 80GB HBM3), 1 (NVIDIA H100 80GB HBM3)" in told
     assert 2 == outcomes.get("failed", 0) + outcomes.get("errors", 0)
-    assert "GPU 0 is busy (process 1, 1.0 GiB held), and was free when this session began; a GPU was required" in told
+    assert (
+        "GPU 0 is busy (process 1, 1.0 GiB held), and was free when this session began; a GPU was"
+        " required" in told
+    )
 
 
-def test_a_card_that_another_session_claimed_is_not_used(run: Runner, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_card_that_another_session_claimed_is_not_used(
+    run: Runner, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Though nothing is on it yet; where there is no other card, nothing is run, in one line."""
     monkeypatch.setitem(sys.modules, "pynvml", fake_nvml(Card(), Card()))
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
@@ -179,8 +207,12 @@ def test_a_session_of_several_processes_is_refused(pytester: pytest.Pytester) ->
 
 
 @pytest.mark.parametrize("cards", [(), (Card(),)], ids=["no card", "one card"])
-def test_a_report_that_was_asked_for_is_written_in_any_case(run: Runner, pytester: pytest.Pytester, cards: tuple[Card, ...]) -> None:
-    """Also where no test that measures could be run: shards are merged from it, and nothing of an earlier run is taken for this one's."""
+def test_a_report_that_was_asked_for_is_written_in_any_case(
+    run: Runner, pytester: pytest.Pytester, cards: tuple[Card, ...]
+) -> None:
+    """Also where no test that measures could be run: shards are merged from it, and nothing of an
+    earlier run is taken for this one's.
+    """
     for _ in range(2):
         run(cards, "--rollproof-gpu-report=out")
         data = json.loads((pytester.path / "out" / "run.json").read_text())
@@ -190,7 +222,9 @@ def test_a_report_that_was_asked_for_is_written_in_any_case(run: Runner, pyteste
         (pytester.path / "out" / "run.json").write_text(json.dumps(data))
 
 
-def test_a_report_that_cannot_be_written_is_told_at_once(run: Runner, pytester: pytest.Pytester) -> None:
+def test_a_report_that_cannot_be_written_is_told_at_once(
+    run: Runner, pytester: pytest.Pytester
+) -> None:
     """Before anything is run, in one line."""
     (pytester.path / "out").write_text("a file")
     outcomes, told = run((Card(),), "--rollproof-gpu-report=out")

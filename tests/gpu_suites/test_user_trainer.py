@@ -21,7 +21,9 @@ SPEC = "tests.gpu_suites.test_user_trainer:Own"
 
 
 class Own:
-    """Scores as the engine did, less 0.3 for each token whose row is not the engine's; natively every fifth is not."""
+    """Scores as the engine did, less 0.3 for each token whose row is not the engine's; natively
+    every fifth is not.
+    """
 
     known: ClassVar[dict[tuple[int, ...], tuple[Any, Any]]] = {}
     tells_routes: ClassVar[bool] = True
@@ -67,17 +69,29 @@ def samples() -> Any:
     found = sampled()
     for one in found:
         (unit,) = units_of([one])
-        Own.known[unit.ids] = (one.logprobs, unit.routes[unit.start - 1 : unit.end - 1].astype(np.int64))
+        Own.known[unit.ids] = (
+            one.logprobs,
+            unit.routes[unit.start - 1 : unit.end - 1].astype(np.int64),
+        )
     return found
 
 
 @pytest.mark.parametrize("tells", [True, False])
-def test_it_is_measured_as_the_others_are(samples: Any, tells: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Replay lowers the gap and wrong routes raise it; what its routers did is compared where it tells; nothing of it is replayed."""
+def test_it_is_measured_as_the_others_are(
+    samples: Any, tells: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Replay lowers the gap and wrong routes raise it; what its routers did is compared where it
+    tells; nothing of it is replayed.
+    """
     monkeypatch.setattr(Own, "tells_routes", tells)
     cell = measure_cell("fake", samples, GivenScorer(SPEC, CHECKPOINTS, "bfloat16"))
     assert {Routed.NATIVE, Routed.R3, *CONTROLS} == set(cell.reports)
-    assert (True, True, None, SPEC) == (cell.helps, cell.controls_harm, cell.self_replay, cell.trainer)
+    assert (True, True, None, SPEC) == (
+        cell.helps,
+        cell.controls_harm,
+        cell.self_replay,
+        cell.trainer,
+    )
     metrics = cell.to_dict()["reports"]["native"]["metrics"]
     assert tells == ("slot_mismatch" in metrics)
     if tells:
@@ -87,10 +101,22 @@ def test_it_is_measured_as_the_others_are(samples: Any, tells: bool, monkeypatch
 @pytest.mark.parametrize(
     ("spec", "error", "words"),
     [
-        ("tests.gpu_suites.test_user_trainer:no_trainer", UsageError, "makes a str, which has no score"),
+        (
+            "tests.gpu_suites.test_user_trainer:no_trainer",
+            UsageError,
+            "makes a str, which has no score",
+        ),
         ("tests.gpu_suites.test_user_trainer:Nobody", UsageError, "has no 'Nobody'"),
-        ("tests.gpu_suites.test_user_trainer:Short", GapError, r"logprobs have the shape \(3,\) for 20 tokens"),
-        ("tests.gpu_suites.test_user_trainer:Forgetful", GapError, "returned 23 scores for 24 rollouts under version A"),
+        (
+            "tests.gpu_suites.test_user_trainer:Short",
+            GapError,
+            r"logprobs have the shape \(3,\) for 20 tokens",
+        ),
+        (
+            "tests.gpu_suites.test_user_trainer:Forgetful",
+            GapError,
+            "returned 23 scores for 24 rollouts under version A",
+        ),
     ],
 )
 def test_what_is_no_trainer(samples: Any, spec: str, error: type[Exception], words: str) -> None:

@@ -6,7 +6,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rollproof.invariants._shared.phrases import count, listing, ranges, share, verb, version_name, window
+from rollproof.invariants._shared.phrases import (
+    count,
+    listing,
+    ranges,
+    share,
+    verb,
+    version_name,
+    window,
+)
 
 
 def test_numbers_agree_with_their_nouns() -> None:
@@ -27,7 +35,13 @@ def test_numbers_agree_with_their_nouns() -> None:
 
 @pytest.mark.parametrize(
     ("indexes", "text"),
-    [([], ""), ([3], "3"), ([1, 2, 0, 5], "0-2, 5"), ([2, 2, 1], "1-2"), (range(0, 40, 2), "0, 2, 4, 6, 8, 10 and 14 more")],
+    [
+        ([], ""),
+        ([3], "3"),
+        ([1, 2, 0, 5], "0-2, 5"),
+        ([2, 2, 1], "1-2"),
+        (range(0, 40, 2), "0, 2, 4, 6, 8, 10 and 14 more"),
+    ],
 )
 def test_ranges(indexes: list[int], text: str) -> None:
     """Indexes are joined, sorted, and counted beyond the sixth range."""
@@ -49,7 +63,9 @@ def test_ranges_lose_no_index(indexes: list[int], shown: int) -> None:
 
 @given(st.lists(st.integers(0, 99), max_size=30), st.integers(0, 30))
 def test_a_window_shows_the_place(values: list[int], at: int) -> None:
-    """At most six values, in their order, among them the one at the place; dots stand for the others."""
+    """At most six values, in their order, among them the one at the place; dots stand for the
+    others.
+    """
     text = window(values, at)
     shown = [piece for piece in text.strip("[]").split(", ") if piece and piece != "..."]
     assert min(6, len(values)) == len(shown)
@@ -60,5 +76,14 @@ def test_a_window_shows_the_place(values: list[int], at: int) -> None:
 
 def test_listings_and_versions() -> None:
     """Commas and a last word; text labels are quoted so that ``"7"`` and 7 look different."""
-    assert ["", "a", "a and b", "a, b or c"] == [listing([]), listing("a"), listing("ab"), listing("abc", "or")]
-    assert ["version 0", 'version "step-1"', "no version"] == [version_name(0), version_name("step-1"), version_name(None)]
+    assert ["", "a", "a and b", "a, b or c"] == [
+        listing([]),
+        listing("a"),
+        listing("ab"),
+        listing("abc", "or"),
+    ]
+    assert ["version 0", 'version "step-1"', "no version"] == [
+        version_name(0),
+        version_name("step-1"),
+        version_name(None),
+    ]

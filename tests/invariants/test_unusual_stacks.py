@@ -1,4 +1,6 @@
-"""Correct stacks that do things in an unusual way: the families weights and lifecycle find nothing, and some checks can tell so."""
+"""Correct stacks that do things in an unusual way: the families weights and lifecycle find nothing,
+and some checks can tell so.
+"""
 
 from __future__ import annotations
 
@@ -47,7 +49,9 @@ class _TriesAgain(AsSampled):
 
 
 class _PausesAgain(AsSampled):
-    """Begins the whole procedure again after a broken transfer, pause included, without a resume in between."""
+    """Begins the whole procedure again after a broken transfer, pause included, without a resume in
+    between.
+    """
 
     async def update_weights(self, version: int | None) -> None:
         for server in self.fleet.servers.values():
@@ -62,7 +66,9 @@ class _PausesAgain(AsSampled):
 
 
 class _Rolling(AsSampled):
-    """One replica after another, so that two versions serve for a while; updates wait for each other."""
+    """One replica after another, so that two versions serve for a while; updates wait for each
+    other.
+    """
 
     def start(self, fleet: Fleet) -> None:
         super().start(fleet)
@@ -90,12 +96,19 @@ class _OneByOne(AsSampled):
 class _Races(AsSampled):
     """Asks every server at once, takes the first answer, and aborts the other call by its id."""
 
-    async def call(self, server_id: str, sample: Sample, sent: tuple[int, ...], budget: int | None) -> EngineOutput:
+    async def call(
+        self, server_id: str, sample: Sample, sent: tuple[int, ...], budget: int | None
+    ) -> EngineOutput:
         tasks = {}
         for server in self.fleet.servers.values():
             sample.attempts += 1
             handle = f"{sample.request.request_id}#{sample.attempts}#"
-            call = server.generate(prompt_ids=list(sent), max_tokens=budget, request_id=handle, sampling=self.sampling_for(sample))
+            call = server.generate(
+                prompt_ids=list(sent),
+                max_tokens=budget,
+                request_id=handle,
+                sampling=self.sampling_for(sample),
+            )
             tasks[asyncio.ensure_future(call)] = (server, handle)
         done, slow = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
         for task in slow:
@@ -106,7 +119,9 @@ class _Races(AsSampled):
 
 
 class _OnTheFly(EngineKeep):
-    """Loads into the running engine without a pause, and publishes the label later; KV of older weights is kept, as declared."""
+    """Loads into the running engine without a pause, and publishes the label later; KV of older
+    weights is kept, as declared.
+    """
 
     def declared(self, fleet: Fleet) -> Contract:
         return replace(super().declared(fleet), kv_policy="keep", versions="none")
@@ -122,7 +137,9 @@ class _OnTheFly(EngineKeep):
 class _Hedges(AsSampled):
     """Sends a slow call a second time, takes the first answer, and hangs up on the other."""
 
-    async def call(self, server_id: str, sample: Sample, sent: tuple[int, ...], budget: int | None) -> EngineOutput:
+    async def call(
+        self, server_id: str, sample: Sample, sent: tuple[int, ...], budget: int | None
+    ) -> EngineOutput:
         first = asyncio.ensure_future(super().call(server_id, sample, sent, budget))
         done, _ = await asyncio.wait([first], timeout=4.5)
         if done:
@@ -150,7 +167,9 @@ class _StartsOver(AsSampled):
         while True:
             sample = Sample(request=request)
             try:
-                output = await self.call("s0", sample, self.resume_prompt(sample), self.next_budget(sample))
+                output = await self.call(
+                    "s0", sample, self.resume_prompt(sample), self.next_budget(sample)
+                )
             except ConnectionError:
                 await self.wait()
                 continue
@@ -162,7 +181,9 @@ class _StartsOver(AsSampled):
 class _GivesUp(AsSampled):
     """Tells its caller that the server died, instead of going on elsewhere."""
 
-    async def attempt(self, sample: Sample, sent: tuple[int, ...], budget: int | None) -> EngineOutput:
+    async def attempt(
+        self, sample: Sample, sent: tuple[int, ...], budget: int | None
+    ) -> EngineOutput:
         return await self.call("s0", sample, sent, budget)
 
 
@@ -190,7 +211,11 @@ class _Polls(AsSampled):
         (_Rolling, case(_TWICE, requests=_PAIR, servers=2), "weights.updates-do-not-interleave"),
         (_Rolling, case(_FAILS, requests=_PAIR, servers=2), "weights.failed-update-resumes"),
         (_Rolling, case(_SYNC, _KILL, requests=_PAIR, servers=2), "lifecycle.survives-death"),
-        (_OneByOne, case(act(ActionKind.SYNC_UNLABELLED, 3), requests=_PAIR, servers=2), "weights.every-replica-updated"),
+        (
+            _OneByOne,
+            case(act(ActionKind.SYNC_UNLABELLED, 3), requests=_PAIR, servers=2),
+            "weights.every-replica-updated",
+        ),
         (_OneByOne, case(_TWICE, requests=_PAIR, servers=2), "weights.every-replica-updated"),
         (_Races, case(act(ActionKind.EVICT, 2), servers=2), "lifecycle.aborts-do-not-surface"),
         (_OnTheFly, case(_SYNC, requests=_PAIR, servers=2), "weights.label-only-keeps-calls"),
@@ -204,20 +229,43 @@ class _Polls(AsSampled):
         (_Polls, case(_SYNC, flavour="vllm-gated"), "lifecycle.bounded-attempts"),
         (
             EngineKeep,
-            case(_SYNC, pause_mode=PauseMode.IN_PLACE, clear_cache=False, engine=EngineOptions(prefix_cache=True)),
+            case(
+                _SYNC,
+                pause_mode=PauseMode.IN_PLACE,
+                clear_cache=False,
+                engine=EngineOptions(prefix_cache=True),
+            ),
             "weights.no-token-while-paused",
         ),
-        (EngineKeep, case(_SYNC, pause_mode=PauseMode.RETRACT, flavour="sglang"), "weights.no-stale-cache"),
-        (AsSampled, case(act(ActionKind.SKEW, 3), requests=_PAIR, servers=2), "weights.served-after-update"),
-        (AsSampled, case(act(ActionKind.SKEW, 2), act(ActionKind.SYNC, 4), requests=_PAIR, servers=2), "weights.every-replica-updated"),
+        (
+            EngineKeep,
+            case(_SYNC, pause_mode=PauseMode.RETRACT, flavour="sglang"),
+            "weights.no-stale-cache",
+        ),
+        (
+            AsSampled,
+            case(act(ActionKind.SKEW, 3), requests=_PAIR, servers=2),
+            "weights.served-after-update",
+        ),
+        (
+            AsSampled,
+            case(act(ActionKind.SKEW, 2), act(ActionKind.SYNC, 4), requests=_PAIR, servers=2),
+            "weights.every-replica-updated",
+        ),
         (AsSampled, case(act(ActionKind.SYNC, 6)), "weights.updates-end"),
-        (AsSampled, case(act(ActionKind.SYNC_IDENTITY, 3)), "weights.identity-update-changes-nothing"),
+        (
+            AsSampled,
+            case(act(ActionKind.SYNC_IDENTITY, 3)),
+            "weights.identity-update-changes-nothing",
+        ),
     ],
 )
 def test_an_unusual_stack_passes(factory: SubjectFactory, schedule: Case, exercised: str) -> None:
     """No check of the two families finds anything, and the named one has really looked."""
     judgement = judge(run_case(factory, schedule), REGISTRY)
-    assert () == judgement.failed, [result.findings for result in judgement.results if result.findings]
+    assert () == judgement.failed, [
+        result.findings for result in judgement.results if result.findings
+    ]
     assert Verdict.PASS == judgement[exercised].verdict, judgement[exercised].reason
     assert not [result.reason for result in judgement.results if "crashed" in result.reason]
 
@@ -230,4 +278,8 @@ def test_the_references_pass(name: str) -> None:
             if contract.kv_policy == "recompute":
                 drawn = replace(drawn, clear_cache=True)
             judgement = judge(run_case(REFERENCES[name], drawn), REGISTRY)
-            assert () == judgement.failed, (flavour, drawn, [result.findings for result in judgement.results if result.findings])
+            assert () == judgement.failed, (
+                flavour,
+                drawn,
+                [result.findings for result in judgement.results if result.findings],
+            )

@@ -17,7 +17,9 @@ from tests.support.building import TraceBuilder, contract
 
 
 def _check(judge_one: Any, **fields: Any) -> Check:
-    return request_check(fields.pop("id", "test.one"), promise="p", needs="n", exercised_by="things", **fields)(judge_one)
+    return request_check(
+        fields.pop("id", "test.one"), promise="p", needs="n", exercised_by="things", **fields
+    )(judge_one)
 
 
 def _trace(requests: int = 1) -> Any:
@@ -31,7 +33,9 @@ def _trace(requests: int = 1) -> Any:
 
 def test_exercised_and_silent_is_a_pass() -> None:
     """A check that compared something and found nothing passes."""
-    result = judge(_trace(2), Registry([_check(lambda view, out: out.exercised("things"))])).results[0]
+    result = judge(
+        _trace(2), Registry([_check(lambda view, out: out.exercised("things"))])
+    ).results[0]
 
     assert (Verdict.PASS, {"things": 2}) == (result.verdict, dict(result.exercised))
 
@@ -45,13 +49,17 @@ def test_never_exercised_is_unknown() -> None:
 
 def test_absent_data_is_unknown_with_its_reason() -> None:
     """A check whose data is not in the trace says which."""
-    result = judge(_trace(), Registry([_check(lambda view, out: out.absent("no versions were shown"))])).results[0]
+    result = judge(
+        _trace(), Registry([_check(lambda view, out: out.absent("no versions were shown"))])
+    ).results[0]
 
     assert (Verdict.UNKNOWN, "no versions were shown") == (result.verdict, result.reason)
 
 
 def test_what_is_absent_from_a_few_traces_is_not_why_a_check_is_unknown() -> None:
-    """Of many whose data was there none gave rise to it; that is why, and the absence stands beside it."""
+    """Of many whose data was there none gave rise to it; that is why, and the absence stands beside
+    it.
+    """
 
     def judge_one(view: RequestView, out: Collector) -> None:
         if view.request.request_id == "r0":
@@ -66,7 +74,10 @@ def test_what_is_absent_from_a_few_traces_is_not_why_a_check_is_unknown() -> Non
         judge_events(built.trace().header, built.trace().events, tally)
 
     (result,) = tally.judgement().results
-    assert (Verdict.UNKNOWN, "not exercised: no things occurred (1 times in 3 traces: no logprobs)") == (result.verdict, result.reason)
+    assert (
+        Verdict.UNKNOWN,
+        "not exercised: no things occurred (1 times in 3 traces: no logprobs)",
+    ) == (result.verdict, result.reason)
 
 
 def test_a_crashing_check_is_unknown_even_if_exercised() -> None:
@@ -76,7 +87,10 @@ def test_a_crashing_check_is_unknown_even_if_exercised() -> None:
         out.exercised("things")
         raise KeyError("boom")
 
-    results = judge(_trace(), Registry([_check(crash), _check(lambda view, out: out.exercised("things"), id="test.two")])).results
+    results = judge(
+        _trace(),
+        Registry([_check(crash), _check(lambda view, out: out.exercised("things"), id="test.two")]),
+    ).results
 
     assert [Verdict.UNKNOWN, Verdict.PASS] == [result.verdict for result in results]
     assert "the check itself crashed: KeyError: 'boom'" == results[0].reason
@@ -99,13 +113,17 @@ def test_a_contract_rules_checks_out() -> None:
     def never(view: RequestView, out: Collector) -> None:
         raise AssertionError
 
-    result = judge(_trace(), Registry([_check(never, applies=lambda declared: "no rows")])).results[0]
+    result = judge(_trace(), Registry([_check(never, applies=lambda declared: "no rows")])).results[
+        0
+    ]
 
     assert (Verdict.NOT_APPLICABLE, "no rows") == (result.verdict, result.reason)
 
 
 def _soft(*, of: str = "", then: Callable[[Collector], None] = lambda out: None) -> Check:
-    """A check that calls the request ``of`` (empty: every one) inapplicable, and does ``then`` in the others."""
+    """A check that calls the request ``of`` (empty: every one) inapplicable, and does ``then`` in
+    the others.
+    """
 
     def one(view: RequestView, out: Collector) -> None:
         if of in ("", view.request.request_id):
@@ -117,7 +135,9 @@ def _soft(*, of: str = "", then: Callable[[Collector], None] = lambda out: None)
 
 
 def test_a_check_that_calls_every_trace_inapplicable_is_not_applicable() -> None:
-    """Where it was never exercised, what it says of the traces is the verdict; data that was absent besides changes nothing."""
+    """Where it was never exercised, what it says of the traces is the verdict; data that was absent
+    besides changes nothing.
+    """
     soft = _soft(of="r0", then=lambda out: out.absent("no sample"))
     result = judge(_trace(2), Registry([soft])).results[0]
 
@@ -126,11 +146,23 @@ def test_a_check_that_calls_every_trace_inapplicable_is_not_applicable() -> None
 
 def test_a_trace_that_is_not_called_inapplicable_leaves_the_check_unknown() -> None:
     """Its situation could have arisen there, and did not."""
-    registry = Registry([_check(lambda view, out: out.inapplicable("by engine") if view.contract.versions == "none" else None)])
+    registry = Registry(
+        [
+            _check(
+                lambda view, out: (
+                    out.inapplicable("by engine") if view.contract.versions == "none" else None
+                )
+            )
+        ]
+    )
     tallies = [Tally(registry) for _ in range(2)]
     for tally, kind in zip(tallies, ("none", "token"), strict=True):
         trace = _trace()
-        judge_events(replace(trace.header, contract=replace(trace.header.contract, versions=kind)), trace.events, tally)
+        judge_events(
+            replace(trace.header, contract=replace(trace.header.contract, versions=kind)),
+            trace.events,
+            tally,
+        )
     assert Verdict.NOT_APPLICABLE == tallies[0].judgement().results[0].verdict
     tallies[0].add(tallies[1])
 
@@ -147,14 +179,19 @@ def test_a_trace_that_is_not_called_inapplicable_leaves_the_check_unknown() -> N
     ],
     ids=["exercised", "finding", "crash"],
 )
-def test_exercise_findings_and_crashes_dominate_inapplicable(then: Callable[[Collector], None], verdict: Verdict) -> None:
+def test_exercise_findings_and_crashes_dominate_inapplicable(
+    then: Callable[[Collector], None], verdict: Verdict
+) -> None:
     """What was seen counts, whatever the check had called the trace."""
     assert verdict == judge(_trace(2), Registry([_soft(of="r0", then=then)])).results[0].verdict
 
 
 def test_findings_are_counted_beyond_those_kept() -> None:
     """A report stays short, and still says how much is wrong."""
-    result = judge(_trace(20), Registry([_check(lambda view, out: out.finding("t", expected="a", observed="b"))])).results[0]
+    result = judge(
+        _trace(20),
+        Registry([_check(lambda view, out: out.finding("t", expected="a", observed="b"))]),
+    ).results[0]
 
     assert (20, 8) == (result.found, len(result.findings))
 
@@ -202,7 +239,10 @@ def test_requests_that_never_end_are_judged_without_a_result() -> None:
     built = TraceBuilder(contract()).submit()
     built.reply(built.call((1, 2)), [5], "abort")
     seen: list[Any] = []
-    judge(built.trace(), Registry([_check(lambda view, out: seen.append((view.result, len(view.attempts))))]))
+    judge(
+        built.trace(),
+        Registry([_check(lambda view, out: seen.append((view.result, len(view.attempts))))]),
+    )
 
     assert [(None, 1)] == seen
 
@@ -211,7 +251,9 @@ def test_unknown_ids_are_answered_with_near_ones() -> None:
     """A misspelt id lists what was probably meant, and the families."""
     registry = Registry([_check(lambda view, out: None, id="routes.rows")])
 
-    with pytest.raises(UsageError, match=r"No check or family is named 'routes\.row'\. Did you mean routes\.rows"):
+    with pytest.raises(
+        UsageError, match=r"No check or family is named 'routes\.row'\. Did you mean routes\.rows"
+    ):
         registry.select(["routes.row"])
 
 

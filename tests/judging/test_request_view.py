@@ -13,7 +13,9 @@ from rollproof.judging.judge import Tally, judge_events
 from rollproof.judging.request_view import History, RequestView
 from tests.support.building import TraceBuilder, contract
 
-_UPDATES = st.lists(st.tuples(st.integers(0, 3), st.none() | st.integers(0, 5), st.booleans()), max_size=12)
+_UPDATES = st.lists(
+    st.tuples(st.integers(0, 3), st.none() | st.integers(0, 5), st.booleans()), max_size=12
+)
 
 
 class TestHistory:
@@ -26,7 +28,9 @@ class TestHistory:
         """Looking in between changes no answer."""
         history = History()
         for i, (version, label, loaded) in enumerate(updates):
-            history.updates.append(Weights(server_id="s", version=version, label=label, loaded=loaded))
+            history.updates.append(
+                Weights(server_id="s", version=version, label=label, loaded=loaded)
+            )
             if i in looks:
                 assert history.labels is not None
         given = [(version, label) for version, label, _ in updates if label is not None]
@@ -37,16 +41,26 @@ class TestHistory:
         ]
         for version in range(5):
             theirs = [
-                label for (one, label, _), kept in zip(updates, carried, strict=True) if one == version and label is not None and not kept
+                label
+                for (one, label, _), kept in zip(updates, carried, strict=True)
+                if one == version and label is not None and not kept
             ]
-            shown = [label for (one, label, _), kept in zip(updates, carried, strict=True) if one == version and label is not None and kept]
+            shown = [
+                label
+                for (one, label, _), kept in zip(updates, carried, strict=True)
+                if one == version and label is not None and kept
+            ]
             assert set(theirs or shown) == set(history.labels_of(version))
             assert set(shown) - set(theirs or shown) == history.carried_of(version)
             if theirs:
                 assert theirs[-1] == history.label_of(version)
         first = list(dict.fromkeys(label for _, label in given))
-        assert [first.index(label) if label in first else None for label in range(6)] == [history.rank_of(label) for label in range(6)]
-        assert {version for version, label, loaded in updates if label is None and loaded} == history.unlabelled()
+        assert [first.index(label) if label in first else None for label in range(6)] == [
+            history.rank_of(label) for label in range(6)
+        ]
+        assert {
+            version for version, label, loaded in updates if label is None and loaded
+        } == history.unlabelled()
 
 
 def _story() -> TraceBuilder:
@@ -54,13 +68,19 @@ def _story() -> TraceBuilder:
     builder = TraceBuilder(contract(rows="none"))
     builder.weights(0).submit("r0", (1, 2)).submit("r1", (3, 4))
     builder.reply(builder.call((1, 2), "r0"), (11,), "abort")
-    builder.reply(builder.call((3, 4), "r1"), (21,), "stop").result((21,), "r1", (3, 4), finish_reason=FinishReason.STOP)
-    builder.reply(builder.call((1, 2, 11), "r0"), (12,), "stop").result((11, 12), "r0", (1, 2), finish_reason=FinishReason.STOP)
+    builder.reply(builder.call((3, 4), "r1"), (21,), "stop").result(
+        (21,), "r1", (3, 4), finish_reason=FinishReason.STOP
+    )
+    builder.reply(builder.call((1, 2, 11), "r0"), (12,), "stop").result(
+        (11, 12), "r0", (1, 2), finish_reason=FinishReason.STOP
+    )
     return builder
 
 
 def test_a_neighbour_looked_at_early_is_complete_when_it_is_judged() -> None:
-    """What one request's check saw of another that was still open must not be what that other is judged by."""
+    """What one request's check saw of another that was still open must not be what that other is
+    judged by.
+    """
     seen: dict[str, list[tuple[int, ...]]] = {}
 
     @request_check("test.looks", promise="", needs="", exercised_by="looks")

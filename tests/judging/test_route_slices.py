@@ -11,9 +11,20 @@ from hypothesis import strategies as st
 from rollproof.judging.route_slices import RowPiece, cut_pieces, join_pieces, overlay
 
 
-@given(st.lists(st.tuples(st.integers(0, 9), st.integers(1, 9), st.booleans(), st.none() | st.integers(0, 12)), max_size=6))
-def test_pieces_are_what_an_array_filled_by_position_would_be(steps: list[tuple[int, int, bool, int | None]]) -> None:
-    """Overlay with and without ``keep`` and cuts, in any order, against the plain fill; pieces stay disjoint and ascending."""
+@given(
+    st.lists(
+        st.tuples(
+            st.integers(0, 9), st.integers(1, 9), st.booleans(), st.none() | st.integers(0, 12)
+        ),
+        max_size=6,
+    )
+)
+def test_pieces_are_what_an_array_filled_by_position_would_be(
+    steps: list[tuple[int, int, bool, int | None]],
+) -> None:
+    """Overlay with and without ``keep`` and cuts, in any order, against the plain fill; pieces stay
+    disjoint and ascending.
+    """
     owner, value = np.full(24, -1), np.zeros(24, dtype=np.int64)
     pieces: tuple[RowPiece, ...] = ()
     for attempt, (start, length, keep, cut) in enumerate(steps):
@@ -39,6 +50,6 @@ def test_pieces_are_what_an_array_filled_by_position_would_be(steps: list[tuple[
 def test_nothing_is_copied() -> None:
     """A piece is a view of the reply it came from."""
     rows = np.arange(10).reshape(10, 1, 1)
-    (first, second) = overlay((RowPiece(0, 0, rows[:4]),), RowPiece(0, 1, rows), keep=True)
+    first, second = overlay((RowPiece(0, 0, rows[:4]),), RowPiece(0, 1, rows), keep=True)
     assert (first.start, first.end, second.start, second.end) == (0, 4, 4, 10)
     assert np.shares_memory(second.rows, rows)

@@ -178,7 +178,10 @@ def test_a_call_that_was_given_up_keeps_no_server_busy() -> None:
     teller.call((1, 2))
     teller.result((3,)).weights(1)
     counts = _counts(teller.trace())
-    assert (1, None) == (counts["weight updates while idle"], counts.get("weight updates while calls ran"))
+    assert (1, None) == (
+        counts["weight updates while idle"],
+        counts.get("weight updates while calls ran"),
+    )
 
 
 def test_names_are_sorted_and_what_never_occurred_is_left_out() -> None:
@@ -198,5 +201,7 @@ def test_events_that_refer_to_nothing_known_are_ignored() -> None:
 def test_a_stream_that_may_have_broken_is_counted_in_words() -> None:
     """By what it means, not by the name of the event."""
     story = _teller()
-    story.reply(story.call((1, 2)), (3,)).add(Fault(what="broken-stream", server_id="s0", call_id=1))
+    story.reply(story.call((1, 2)), (3,)).add(
+        Fault(what="broken-stream", server_id="s0", call_id=1)
+    )
     assert 1 == _counts(story.trace())["streams that may not have been read to their end"]

@@ -23,9 +23,17 @@ class TestExamples:
         history.reply(history.call((*PROMPT, 11, 12)), (13,), "stop", version=5)
         stitched = history.stitch()
         assert (11, 12, 13) == stitched.response_ids
-        assert [(11, 0, 4, 4), (12, 0, 4, 4), (13, 1, 5, 5)] == [(t.id, t.attempt, t.shown, t.true) for t in stitched.tokens]
-        assert [-1 / 64, -2 / 64, -1 - 1 / 64] == stitched.logprob_list == stitched.logprobs.tolist()
-        assert (FinishReason.STOP, 1, None) == (stitched.finish_reason, stitched.last, stitched.broken)
+        assert [(11, 0, 4, 4), (12, 0, 4, 4), (13, 1, 5, 5)] == [
+            (t.id, t.attempt, t.shown, t.true) for t in stitched.tokens
+        ]
+        assert (
+            [-1 / 64, -2 / 64, -1 - 1 / 64] == stitched.logprob_list == stitched.logprobs.tolist()
+        )
+        assert (FinishReason.STOP, 1, None) == (
+            stitched.finish_reason,
+            stitched.last,
+            stitched.broken,
+        )
 
     def test_the_boundary_row_comes_from_the_next_segment(self) -> None:
         """The last token of a segment was not forwarded by it."""
@@ -69,12 +77,16 @@ class TestExamples:
         history = one((11, 12, 13))
         history.reply(history.call(PROMPT), (21,), "stop")
         stitched = history.stitch()
-        assert ((21,), [1000, 1001, 1002]) == (stitched.response_ids, stitched.rows[:, 0, 0].tolist())  # type: ignore[index]
+        assert ((21,), [1000, 1001, 1002]) == (
+            stitched.response_ids,
+            stitched.rows[:, 0, 0].tolist(),
+        )  # type: ignore[index]
         history = one((11, 12, 13))
         history.reply(history.call((*PROMPT, 11, 12)), (21,), "stop")
         stitched = history.stitch()
         assert (11, 12, 21) == stitched.response_ids
-        # the row of token 12 had predicted token 13, which is gone; the second call computed it anew
+        # the row of token 12 had predicted token 13, which is gone; the second call computed it
+        # anew
         assert [0, 1, 2, 3, 1004] == stitched.rows[:, 0, 0].tolist()  # type: ignore[index]
 
     def test_a_call_that_was_given_up_does_not_overtake(self) -> None:
@@ -107,8 +119,15 @@ class TestExamples:
         assert [(0, False), (0, False)] == [(step.spent, step.ended) for step in stitched.steps]
 
     def test_turns_that_nobody_recorded_are_read_off_the_calls(self) -> None:
-        """After a natural end, what a call adds is the environment's; after an abort, or where there are no turns, it is a fault."""
-        for reason, turns, broken in (("stop", True, None), ("length", True, None), ("abort", True, 1), ("stop", False, 1)):
+        """After a natural end, what a call adds is the environment's; after an abort, or where
+        there are no turns, it is a fault.
+        """
+        for reason, turns, broken in (
+            ("stop", True, None),
+            ("length", True, None),
+            ("abort", True, 1),
+            ("stop", False, 1),
+        ):
             history = History()
             history.reply(history.call(PROMPT), (11,), reason)
             history.reply(history.call((*PROMPT, 11, 91)), (12,), "stop")
@@ -124,7 +143,11 @@ class TestExamples:
         history.reply(history.call((*PROMPT, 11, 99, 13)), (14,), "stop")
         stitched = history.stitch()
         assert (1, (11, 12)) == (stitched.broken, stitched.response_ids)
-        assert (5, 5, 4) == (stitched.steps[1].sent, stitched.steps[1].known, stitched.steps[1].agree)
+        assert (5, 5, 4) == (
+            stitched.steps[1].sent,
+            stitched.steps[1].known,
+            stitched.steps[1].agree,
+        )
 
     def test_a_wrong_call_without_a_reply_breaks_nothing(self) -> None:
         """Its step tells of it; no token came of it."""
@@ -140,15 +163,23 @@ class TestExamples:
         history = History()
         shown = (Span(start=0, end=2, version="a"), Span(start=2, end=5, version="b"))
         true = (Span(start=0, end=3, version=0), Span(start=3, end=4, version=1))
-        history.reply(history.call(PROMPT), (1, 2, 3, 4, 5), output={"spans": shown}, true_tokens=true)
+        history.reply(
+            history.call(PROMPT), (1, 2, 3, 4, 5), output={"spans": shown}, true_tokens=true
+        )
         stretches = [(s.start, s.end, s.shown, s.true) for s in history.stitch().stretches]
         assert [(0, 2, "a", 0), (2, 3, "b", 0), (3, 4, "b", 1), (4, 5, "b", None)] == stretches
         history.attempts[0].replies[0] = replace(history.attempts[0].replies[0], true_tokens=None)
-        assert [(0, 2, "a", None), (2, 5, "b", None)] == [(s.start, s.end, s.shown, s.true) for s in history.stitch().stretches]
+        assert [(0, 2, "a", None), (2, 5, "b", None)] == [
+            (s.start, s.end, s.shown, s.true) for s in history.stitch().stretches
+        ]
 
     def test_logprobs_may_be_short_long_or_absent(self) -> None:
         """What the engine did not return is NaN; what is beyond its tokens is nobody's."""
-        for values, want in ((None, [True, True]), (np.array([-1.0]), [False, True]), (np.array([-1.0, -2.0, -3.0]), [False, False])):
+        for values, want in (
+            (None, [True, True]),
+            (np.array([-1.0]), [False, True]),
+            (np.array([-1.0, -2.0, -3.0]), [False, False]),
+        ):
             history = History()
             history.reply(history.call(PROMPT), (11, 12), output={"logprobs": values})
             assert want == [math.isnan(value) for value in history.stitch().logprob_list]
@@ -165,7 +196,9 @@ class TestExamples:
         assert [0, 2, 3, 0, 2, 1, 0] == [step.spent for step in history.stitch().steps]
 
     @pytest.mark.parametrize(("limit", "ended"), [(None, True), (3, True), (2, False)])
-    def test_completed_ends_a_turn_unless_the_grant_is_used_up(self, limit: int | None, ended: bool) -> None:
+    def test_completed_ends_a_turn_unless_the_grant_is_used_up(
+        self, limit: int | None, ended: bool
+    ) -> None:
         """It may be the end of a portion."""
         history = History()
         history.reply(history.call(PROMPT, limit), (11, 12), "completed")

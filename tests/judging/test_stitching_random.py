@@ -1,8 +1,9 @@
 """The reference stitch against a second formulation that knows no fold.
 
-The fold walks over events and keeps a growing sequence. The second formulation asks of each position by itself: among the
-replies that count, the last one whose call had sent no more than this position owns it. Both are compared on random
-histories with restarts, lost, late and duplicate replies, empty replies and turns; and mutants of the fold must differ.
+The fold walks over events and keeps a growing sequence. The second formulation asks of each
+position by itself: among the replies that count, the last one whose call had sent no more than this
+position owns it. Both are compared on random histories with restarts, lost, late and duplicate
+replies, empty replies and turns; and mutants of the fold must differ.
 """
 
 from __future__ import annotations
@@ -48,17 +49,31 @@ def by_position(history: History, provenance: Provenance) -> Owned:
         i = position - start
         ids.append(tokens[i])
         attempts.append(number)
-        logprobs.append(math.nan if reply is None or reply.output.logprobs is None else float(reply.output.logprobs[i]))
+        logprobs.append(
+            math.nan
+            if reply is None or reply.output.logprobs is None
+            else float(reply.output.logprobs[i])
+        )
         spans = () if reply is None or reply.true_tokens is None else reply.true_tokens
         true.append(next((s.version for s in spans if s.start <= i < s.end), None))
-    rows = {position: row for position in range(size) if (row := _row(counted, position, provenance)) is not None}
+    rows = {
+        position: row
+        for position in range(size)
+        if (row := _row(counted, position, provenance)) is not None
+    }
     return Owned(tuple(ids), tuple(attempts), tuple(logprobs), tuple(true), rows)
 
 
 def _counted(history: History) -> list[tuple[int, int, Reply | None, tuple[int, ...]]]:
-    """(attempt, length sent, reply, tokens) of what counts, in order of arrival; an observation stands behind what came before it."""
+    """(attempt, length sent, reply, tokens) of what counts, in order of arrival; an observation
+    stands behind what came before it.
+    """
     arrivals: list[tuple[int, Any]] = [(item.index, item) for item in history.observations]
-    arrivals += [(reply.index, attempt) for attempt in history.attempts for reply in [r for r in attempt.replies if r.delivered][:1]]
+    arrivals += [
+        (reply.index, attempt)
+        for attempt in history.attempts
+        for reply in [r for r in attempt.replies if r.delivered][:1]
+    ]
     out: list[tuple[int, int, Reply | None, tuple[int, ...]]] = []
     for _, item in sorted(arrivals, key=lambda pair: pair[0]):
         if isinstance(item, Observation):
@@ -70,15 +85,23 @@ def _counted(history: History) -> list[tuple[int, int, Reply | None, tuple[int, 
     return out
 
 
-def _row(counted: list[tuple[int, int, Reply | None, tuple[int, ...]]], position: int, provenance: Provenance) -> int | None:
-    """The cell that stands at a position: of those who captured it and were not given up since, the first or the last."""
+def _row(
+    counted: list[tuple[int, int, Reply | None, tuple[int, ...]]],
+    position: int,
+    provenance: Provenance,
+) -> int | None:
+    """The cell that stands at a position: of those who captured it and were not given up since, the
+    first or the last.
+    """
     found = []
     for i, (_, sent, reply, tokens) in enumerate(counted):
         if reply is None or not tokens or not position < sent + len(tokens) - 1:
             continue
-        # a call that sent less than was known gave up the rows from the one that had predicted the first token given up
+        # a call that sent less than was known gave up the rows from the one that had predicted the
+        # first token given up
         given_up = any(
-            later_sent < counted[i + k][1] + len(counted[i + k][3]) and position >= (0 if later_sent == len(PROMPT) else later_sent - 1)
+            later_sent < counted[i + k][1] + len(counted[i + k][3])
+            and position >= (0 if later_sent == len(PROMPT) else later_sent - 1)
             for k, (number, later_sent, *_) in enumerate(counted[i + 1 :])
             if number >= 0
         )
@@ -98,7 +121,9 @@ def random_history(seed: int) -> History:
     for _ in range(draw.randint(1, 6)):
         sent = known
         if draw.random() < 0.2:
-            sent = known[: draw.choice([len(PROMPT), max(turn_start, draw.randint(len(PROMPT), len(known)))])]
+            sent = known[
+                : draw.choice([len(PROMPT), max(turn_start, draw.randint(len(PROMPT), len(known)))])
+            ]
         attempt = history.call(sent)
         tokens = tuple(next(fresh) for _ in range(draw.choice([0, 1, 1, 2, 3])))
         fate = draw.random()
@@ -109,7 +134,10 @@ def random_history(seed: int) -> History:
             waiting.append((attempt, tokens))
             continue
         cut = draw.randint(0, len(tokens))
-        true = (Span(start=0, end=cut, version=draw.randint(0, 2)), Span(start=cut, end=len(tokens), version=draw.randint(0, 2)))
+        true = (
+            Span(start=0, end=cut, version=draw.randint(0, 2)),
+            Span(start=cut, end=len(tokens), version=draw.randint(0, 2)),
+        )
         ended = draw.random() < 0.3
         history.reply(attempt, tokens, "stop" if ended else "abort", true_tokens=true)
         known = sent + tokens
@@ -118,7 +146,9 @@ def random_history(seed: int) -> History:
         if draw.random() < 0.2:
             history.reply(attempt, tokens, duplicate=True)
         if waiting and draw.random() < 0.5:
-            history.reply(waiting[0][0], waiting.pop(0)[1])  # given up: its successor has answered already
+            history.reply(
+                waiting[0][0], waiting.pop(0)[1]
+            )  # given up: its successor has answered already
         if ended:
             words = tuple(next(fresh) for _ in range(draw.randint(1, 2)))
             history.observe(*words)
@@ -131,7 +161,9 @@ def differs(history: History, provenance: Provenance) -> bool:
     """Whether the fold and the second formulation disagree."""
     want, got = by_position(history, provenance), history.stitch(provenance)
     rows, source = got.rows, got.row_source
-    cells = {} if rows is None else {i: int(rows[i, 0, 0]) for i in range(len(rows)) if source[i] >= 0}
+    cells = (
+        {} if rows is None else {i: int(rows[i, 0, 0]) for i in range(len(rows)) if source[i] >= 0}
+    )
     return not (
         want.ids == got.response_ids
         and want.attempts == tuple(token.attempt for token in got.tokens)
@@ -163,7 +195,10 @@ def test_the_histories_are_varied() -> None:
     } == {
         "restarts": sum(step.restarts for step in steps) > 20,
         "turns": sum(len(history.observations) > 1 for history in histories) > 20,
-        "empty": sum(not r.output.token_ids for h in histories for a in h.attempts for r in a.replies) > 20,
+        "empty": (
+            sum(not r.output.token_ids for h in histories for a in h.attempts for r in a.replies)
+            > 20
+        ),
         "lost": sum(not r.delivered for h in histories for a in h.attempts for r in a.replies) > 20,
         "given up": sum(h.stitch().last != h.attempts[-1].number for h in histories) > 10,
     }
@@ -174,7 +209,9 @@ def _mutate_cut(fold: Any, length: int) -> None:
 
 
 def _mutate_cut_rows(fold: Any, length: int) -> None:
-    fold.pieces = cut_pieces(fold.pieces, length)  # keeps the row that predicted the discarded token
+    fold.pieces = cut_pieces(
+        fold.pieces, length
+    )  # keeps the row that predicted the discarded token
     fold.runs = stitching._cut_runs(fold.runs, length - fold.base)
 
 
@@ -189,7 +226,9 @@ def _mutate_rows(boundary: int, empty: bool) -> Callable[..., Any]:
             return pieces
         end = min(len(new), sent + len(reply.output.token_ids) - boundary)
         piece = RowPiece(0, number, new[:end])
-        return overlay(pieces, piece, keep=provenance is Provenance.AS_SAMPLED) if end > 0 else pieces
+        return (
+            overlay(pieces, piece, keep=provenance is Provenance.AS_SAMPLED) if end > 0 else pieces
+        )
 
     return add_rows
 
@@ -219,16 +258,31 @@ def _mutate_environment(fold: Any, token_ids: tuple[int, ...]) -> None:
         ("_Fold.environment", _mutate_environment),
         ("_Fold.reply", _mutate_overtaking),
         ("_ends", lambda spans, count: [(count, spans[0].version if spans else None)]),
-        ("Run.logprobs", property(lambda run: [-float(run.attempt) - (i + 1) / 64 for i in range(len(run.ids))])),
+        (
+            "Run.logprobs",
+            property(lambda run: [-float(run.attempt) - (i + 1) / 64 for i in range(len(run.ids))]),
+        ),
     ],
 )
-def test_mutants_of_the_fold_are_seen(monkeypatch: pytest.MonkeyPatch, target: str, mutant: Any) -> None:
-    """Each small fault in the fold makes it differ from the second formulation on some of 300 histories."""
+def test_mutants_of_the_fold_are_seen(
+    monkeypatch: pytest.MonkeyPatch, target: str, mutant: Any
+) -> None:
+    """Each small fault in the fold makes it differ from the second formulation on some of 300
+    histories.
+    """
     owner, _, name = target.rpartition(".")
     monkeypatch.setattr(getattr(stitching, owner) if owner else stitching, name, mutant)
-    assert any(differs(random_history(seed), provenance) for seed in range(300) for provenance in Provenance)
+    assert any(
+        differs(random_history(seed), provenance)
+        for seed in range(300)
+        for provenance in Provenance
+    )
 
 
 def test_the_mutants_are_the_only_difference() -> None:
     """Without a mutant the same histories show none."""
-    assert not any(differs(random_history(seed), provenance) for seed in range(300) for provenance in Provenance)
+    assert not any(
+        differs(random_history(seed), provenance)
+        for seed in range(300)
+        for provenance in Provenance
+    )

@@ -7,21 +7,41 @@ import pytest
 
 from rollproof.core.contract import LayerAxis
 from rollproof.errors import LayoutError
-from rollproof.layouts import Alignment, Coding, Context, Fill, Layout, Mesh, Order, Rank, Side, Source, Stages, moe_layers
+from rollproof.layouts import (
+    Alignment,
+    Coding,
+    Context,
+    Fill,
+    Layout,
+    Mesh,
+    Order,
+    Rank,
+    Side,
+    Source,
+    Stages,
+    moe_layers,
+)
 from rollproof.layouts.context import contiguous_rows, contiguous_rows_of_each, zigzag_rows
 from rollproof.layouts.dtypes import compact, compact_dtype, from_bytes, to_bytes, widened
 from rollproof.layouts.layers import columns_of
 from rollproof.layouts.merging import Segment, by_microbatch, joined_segments, scattered
 from rollproof.layouts.packing import cumulative_lengths, packed
 from rollproof.layouts.padding import completed, fill_rows, padded, unpadded
-from rollproof.layouts.pipeline_schedules import Operation, operations, schedule_table, served_by_queues
+from rollproof.layouts.pipeline_schedules import (
+    Operation,
+    operations,
+    schedule_table,
+    served_by_queues,
+)
 from rollproof.layouts.sample_batches import balanced, contiguous, dynamic, restored, strided
 from rollproof.layouts.slicing import flat_rows, tensor_rows, ulysses_rows
 
 
 def test_final_rows_are_filled_behind_the_captured_ones() -> None:
     """Seven tokens, five rows: positions 5 and 6 are free, and hold distinct experts."""
-    rows, captured = completed(Coding(samples=1, positions=7, columns=2, experts=64).payload(0, 5), 7, Fill.ARANGE, 64)
+    rows, captured = completed(
+        Coding(samples=1, positions=7, columns=2, experts=64).payload(0, 5), 7, Fill.ARANGE, 64
+    )
     assert (7, 2, 2) == rows.shape
     assert [True] * 5 + [False] * 2 == captured.tolist()
     assert [[0, 1], [0, 1]] == rows[6].tolist()
@@ -63,7 +83,9 @@ def test_packing_and_its_alignment() -> None:
     assert [0, 8, 12] == cumulative_lengths([5, 2], 4).tolist()
     cumulative = cumulative_lengths([5, 2], 4, 16)
     assert [0, 8, 16] == cumulative.tolist()
-    assert [0, 1, 2, 3, 4, -1, -1, -1, 0, 1, -1, -1, -1, -1, -1, -1] == packed([5, 2], cumulative).position.tolist()
+    assert [0, 1, 2, 3, 4, -1, -1, -1, 0, 1, -1, -1, -1, -1, -1, -1] == packed(
+        [5, 2], cumulative
+    ).position.tolist()
 
 
 @pytest.mark.parametrize(
@@ -78,22 +100,34 @@ def test_packing_and_its_alignment() -> None:
     ],
 )
 def test_alignment_constants(alignment: Alignment, multiple: int, total: int) -> None:
-    """With tp 2 and cp 3: verl's packed rows, its FP8, slime's multiplier; and 2 * cp is 1 without context parallelism."""
+    """With tp 2 and cp 3: verl's packed rows, its FP8, slime's multiplier; and 2 * cp is 1 without
+    context parallelism.
+    """
     mesh = Mesh(tp=2, cp=3)
     assert (multiple, total) == (alignment.multiple(mesh), alignment.total_multiple(mesh))
     assert 1 == Alignment(by=("2cp",)).multiple(Mesh())
 
 
 def test_divisions_over_context_parallel_ranks() -> None:
-    """With cp 2, sequences of 8 and 4 padded rows: zigzag by sequence, one piece of all, one piece of each."""
+    """With cp 2, sequences of 8 and 4 padded rows: zigzag by sequence, one piece of all, one piece
+    of each.
+    """
     cumulative = np.array([0, 8, 12])
-    assert [[0, 1, 6, 7, 8, 11], [2, 3, 4, 5, 9, 10]] == [zigzag_rows(cumulative, 2, rank).tolist() for rank in (0, 1)]
-    assert [[0, 1, 2, 3, 4, 5], [6, 7, 8, 9, 10, 11]] == [contiguous_rows(12, 2, rank).tolist() for rank in (0, 1)]
-    assert [[0, 1, 2, 3, 8, 9], [4, 5, 6, 7, 10, 11]] == [contiguous_rows_of_each(cumulative, 2, rank).tolist() for rank in (0, 1)]
+    assert [[0, 1, 6, 7, 8, 11], [2, 3, 4, 5, 9, 10]] == [
+        zigzag_rows(cumulative, 2, rank).tolist() for rank in (0, 1)
+    ]
+    assert [[0, 1, 2, 3, 4, 5], [6, 7, 8, 9, 10, 11]] == [
+        contiguous_rows(12, 2, rank).tolist() for rank in (0, 1)
+    ]
+    assert [[0, 1, 2, 3, 8, 9], [4, 5, 6, 7, 10, 11]] == [
+        contiguous_rows_of_each(cumulative, 2, rank).tolist() for rank in (0, 1)
+    ]
 
 
 def test_slices_and_flat_orders() -> None:
-    """With tp 3 of 6 rows; Ulysses 3 of 7 rows pads to 9; a batch of 2 x 3 place by place, or sample by sample."""
+    """With tp 3 of 6 rows; Ulysses 3 of 7 rows pads to 9; a batch of 2 x 3 place by place, or
+    sample by sample.
+    """
     assert [2, 3] == tensor_rows(6, 3, 1).tolist()
     assert [6, 7, 8] == ulysses_rows(7, 3, 2).tolist()
     assert [0, 3, 1, 4, 2, 5] == flat_rows(Order.SEQUENCE_MAJOR, 2, 3).tolist()
@@ -101,7 +135,9 @@ def test_slices_and_flat_orders() -> None:
 
 
 def test_layers_with_a_router_and_their_columns() -> None:
-    """Megatron's frequency, a list, DeepSeek's first dense layers; a column for each layer or for MoE layers only."""
+    """Megatron's frequency, a list, DeepSeek's first dense layers; a column for each layer or for
+    MoE layers only.
+    """
     assert (0, 2, 4) == moe_layers(5, 2)
     assert (1, 2, 4) == moe_layers(5, [0, 1, 1, 0, 1])
     assert (3, 4) == moe_layers(5, 1, first_dense=3)
@@ -121,7 +157,9 @@ def test_layers_with_a_router_and_their_columns() -> None:
     ],
 )
 def test_stages(stages: Stages, layers: int, pp: int, vpp: int, chunks: object) -> None:
-    """Megatron's own examples: even, uneven, with embedding and loss counted, custom, with a stage without layers."""
+    """Megatron's own examples: even, uneven, with embedding and loss counted, custom, with a stage
+    without layers.
+    """
     assert chunks == stages.layers(layers, pp, vpp)
 
 
@@ -130,8 +168,12 @@ def test_schedules() -> None:
     table = ((0, 0), (1, 0), (0, 1), (1, 1), (2, 0), (3, 0), (2, 1), (3, 1))
     assert table == schedule_table(4, 2, 2)
     order = operations(3, pp=2, rank=0)
-    assert "F0 F1 B0 F2 B1 B2" == " ".join(f"{'B' if one.backward else 'F'}{one.microbatch}" for one in order)
-    assert ([(0, 0), (1, 0), (0, 0), (2, 0), (1, 0), (2, 0)], {0: []}) == served_by_queues(order, recompute=True)
+    assert "F0 F1 B0 F2 B1 B2" == " ".join(
+        f"{'B' if one.backward else 'F'}{one.microbatch}" for one in order
+    )
+    assert ([(0, 0), (1, 0), (0, 0), (2, 0), (1, 0), (2, 0)], {0: []}) == served_by_queues(
+        order, recompute=True
+    )
     assert {0: [(0, 0), (1, 0), (2, 0)]} == served_by_queues(order, recompute=False)[1]
 
 
@@ -157,7 +199,9 @@ def test_compact_ids_come_back(experts: int) -> None:
 def test_recordings_are_merged() -> None:
     """Chunks by microbatch; segments by position, the first call's row or the last one's."""
     recorded = [np.full((1, 1, 1), number) for number in range(4)]
-    assert [[0, 2], [1, 3]] == [rows.flatten().tolist() for rows in by_microbatch(recorded, schedule_table(2, 2, 2))]
+    assert [[0, 2], [1, 3]] == [
+        rows.flatten().tolist() for rows in by_microbatch(recorded, schedule_table(2, 2, 2))
+    ]
     calls = [
         Segment(routes=np.array([[[1]], [[2]]]), start=0, version=1),
         Segment(routes=np.array([[[8]], [[9]], [[3]]]), start=0, version=2),
@@ -172,10 +216,19 @@ def _layout(**changes: object) -> Layout:
 
 
 def test_a_whole_layout_is_composed_as_megatron_does() -> None:
-    """With tp 2 and cp 2: a sequence of 5 tokens in 8 rows, zigzag, then the tensor slice; and the way back says where a row went."""
-    layout = _layout(mesh=Mesh(tp=2, cp=2, sequence_parallel=True), alignment=Alignment(by=("tp", "2cp")))
+    """With tp 2 and cp 2: a sequence of 5 tokens in 8 rows, zigzag, then the tensor slice; and the
+    way back says where a row went.
+    """
+    layout = _layout(
+        mesh=Mesh(tp=2, cp=2, sequence_parallel=True), alignment=Alignment(by=("tp", "2cp"))
+    )
     held = {str(rank): layout.rows([5], rank).position.tolist() for rank in layout.mesh.row_ranks()}
-    assert {"the first rank": [0, 1], "tp 1": [-1, -1], "cp 1": [2, 3], "cp 1, tp 1": [4, -1]} == held
+    assert {
+        "the first rank": [0, 1],
+        "tp 1": [-1, -1],
+        "cp 1": [2, 3],
+        "cp 1, tp 1": [4, -1],
+    } == held
     assert [(Rank(cp=1, tp=1), 0)] == layout.places([5], 0, 4)
     assert (0, 0, 1) == layout.stage_of(1)
 
@@ -184,54 +237,107 @@ def test_a_padded_batch_is_flattened_after_its_slices() -> None:
     """Two samples of 3 and 2 tokens, cp 2, in sequence-major order."""
     layout = _layout(packed=False, mesh=Mesh(cp=2), alignment=Alignment(by=("2cp",)))
     source = layout.rows([3, 2], Rank(cp=0))
-    assert [(0, 0), (1, 0), (-1, -1), (-1, -1)] == list(zip(source.sample.tolist(), source.position.tolist(), strict=True))
+    assert [(0, 0), (1, 0), (-1, -1), (-1, -1)] == list(
+        zip(source.sample.tolist(), source.position.tolist(), strict=True)
+    )
     other = layout.rows([3, 2], Rank(cp=1))
-    assert [(0, 1), (1, 1), (0, 2), (-1, -1)] == list(zip(other.sample.tolist(), other.position.tolist(), strict=True))
+    assert [(0, 1), (1, 1), (0, 2), (-1, -1)] == list(
+        zip(other.sample.tolist(), other.position.tolist(), strict=True)
+    )
 
 
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda: _layout(side="middle"), r"side='middle' is not valid; choose one of \['left', 'right', 'both'\]"),
-        (lambda: _layout(moe_layers=(1, 0)), "must be ascending, distinct layers below num_layers=2"),
+        (
+            lambda: _layout(side="middle"),
+            r"side='middle' is not valid; choose one of \['left', 'right', 'both'\]",
+        ),
+        (
+            lambda: _layout(moe_layers=(1, 0)),
+            "must be ascending, distinct layers below num_layers=2",
+        ),
         (lambda: _layout(top_k=65), "top_k=65 must be at least 1 and at most num_experts=64"),
         (lambda: _layout(mesh=Mesh(pp=3)), "2 layers do not divide over 3 of 3 pipeline ranks"),
         (lambda: Mesh(vpp=2), "vpp=2 needs pp > 1"),
         (lambda: Mesh(cp=0), r"whole numbers >= 1, not \{'cp': 0\}"),
         (lambda: Mesh(sequence_parallel=True), "needs tp > 1"),
         (lambda: Alignment(by=("ep",)), r"sizes among \['tp', 'cp', '2cp', 'ulysses'\]"),
-        (lambda: Stages(first=1, embedding=True).counts(4, 2), "cannot be combined with uneven stages"),
-        (lambda: Stages(custom=((1,), (1,))).counts(3, 2), "must hold 2 x 1 counts that add up to 3 layers"),
-        (lambda: Stages(embedding=True).counts(2, 2), "3 layers do not divide over 2 of 2 pipeline ranks"),
+        (
+            lambda: Stages(first=1, embedding=True).counts(4, 2),
+            "cannot be combined with uneven stages",
+        ),
+        (
+            lambda: Stages(custom=((1,), (1,))).counts(3, 2),
+            "must hold 2 x 1 counts that add up to 3 layers",
+        ),
+        (
+            lambda: Stages(embedding=True).counts(2, 2),
+            "3 layers do not divide over 2 of 2 pipeline ranks",
+        ),
         (lambda: moe_layers(3, [1, 0]), "must hold one 0 or 1 for each of 3 layers"),
-        (lambda: zigzag_rows(np.array([0, 6]), 2, 0), r"Padded sequences of \[6\] rows are no multiples of 2 \* cp = 4"),
+        (
+            lambda: zigzag_rows(np.array([0, 6]), 2, 0),
+            r"Padded sequences of \[6\] rows are no multiples of 2 \* cp = 4",
+        ),
         (lambda: contiguous_rows(5, 2, 0), "5 packed rows do not divide over 2 ranks"),
         (lambda: packed([5], np.array([0, 4])), r"Sequences of \[5\] tokens do not fit"),
-        (lambda: completed(np.zeros((4, 1, 2), dtype=int), 3, Fill.ARANGE, 8), "4 rows for 3 tokens"),
+        (
+            lambda: completed(np.zeros((4, 1, 2), dtype=int), 3, Fill.ARANGE, 8),
+            "4 rows for 3 tokens",
+        ),
         (lambda: fill_rows(1, 1, 3, Fill.ARANGE, 2), "no row can hold so many distinct ids"),
         (lambda: compact(np.array([256]), "uint8"), "do not fit uint8, which holds 0 to 255"),
-        (lambda: from_bytes(np.zeros((1, 3), dtype=np.uint8), "int16"), "3 bytes do not divide into ids of 2 bytes"),
+        (
+            lambda: from_bytes(np.zeros((1, 3), dtype=np.uint8), "int16"),
+            "3 bytes do not divide into ids of 2 bytes",
+        ),
         (lambda: restored([[1, 2]], [[0, 0]]), "each sample must be named once"),
         (lambda: dynamic([9], 8), "Sample 0 has 9 tokens, above the 8"),
-        (lambda: by_microbatch([np.zeros((1, 1, 1), dtype=int)], schedule_table(2)), "1 recordings for 2 scheduled passes"),
-        (lambda: joined_segments([Segment(routes=np.zeros((1, 1, 1), dtype=int), start=2, version=1)]), "a call's rows are missing"),
-        (lambda: scattered([(Source.whole(0, 1), np.zeros((1, 1), dtype=int))], [2]), r"No rank recorded the positions \{0: \[1\]\}"),
+        (
+            lambda: by_microbatch([np.zeros((1, 1, 1), dtype=int)], schedule_table(2)),
+            "1 recordings for 2 scheduled passes",
+        ),
+        (
+            lambda: joined_segments(
+                [Segment(routes=np.zeros((1, 1, 1), dtype=int), start=2, version=1)]
+            ),
+            "a call's rows are missing",
+        ),
+        (
+            lambda: scattered([(Source.whole(0, 1), np.zeros((1, 1), dtype=int))], [2]),
+            r"No rank recorded the positions \{0: \[1\]\}",
+        ),
         (
             lambda: scattered([(Source.whole(0, 1), np.full((1, 1), n)) for n in (1, 2)], [1]),
             "Two ranks disagree about rows of sample 0",
         ),
         (lambda: operations(3, pp=2, vpp=2), "no multiple of pp=2, which interleaving needs"),
-        (lambda: served_by_queues([Operation(microbatch=0, backward=True)], recompute=True), "finds no target"),
+        (
+            lambda: served_by_queues([Operation(microbatch=0, backward=True)], recompute=True),
+            "finds no target",
+        ),
         (lambda: Coding(samples=9, positions=99, columns=9, experts=64), "cannot tell 9 samples"),
-        (lambda: Layout.from_dict({"num_layers": 1}), "A layout needs num_layers, num_experts and top_k"),
-        (lambda: _layout().targets([np.zeros((2, 3, 2), dtype=int)]), r"has the shape \(2, 3, 2\), and the layout 2 columns"),
-        (lambda: _layout().targets([np.zeros((3, 2, 2), dtype=int)], lengths=[2]), "3 rows for 2 tokens"),
+        (
+            lambda: Layout.from_dict({"num_layers": 1}),
+            "A layout needs num_layers, num_experts and top_k",
+        ),
+        (
+            lambda: _layout().targets([np.zeros((2, 3, 2), dtype=int)]),
+            r"has the shape \(2, 3, 2\), and the layout 2 columns",
+        ),
+        (
+            lambda: _layout().targets([np.zeros((3, 2, 2), dtype=int)], lengths=[2]),
+            "3 rows for 2 tokens",
+        ),
         (lambda: _layout().merge({}, [2]), "Nothing was recorded for layer 0"),
         (lambda: _layout(moe_layers=(1,)).stage_of(0), "Layer 0 has no router"),
     ],
 )
 def test_what_cannot_be_laid_out_is_refused_in_words(make: object, message: str) -> None:
-    """Sizes that do not divide, rows that do not fit, ids beyond their type: one error of our own, that says what is wrong."""
+    """Sizes that do not divide, rows that do not fit, ids beyond their type: one error of our own,
+    that says what is wrong.
+    """
     assert callable(make)
     with pytest.raises(LayoutError, match=message):
         make()
@@ -239,13 +345,22 @@ def test_what_cannot_be_laid_out_is_refused_in_words(make: object, message: str)
 
 def test_an_empty_microbatch_has_no_rows() -> None:
     """No samples: no rows, and targets without rows for every router."""
-    layout = _layout(mesh=Mesh(tp=2, cp=3, sequence_parallel=True), alignment=Alignment(by=("tp", "2cp")))
+    layout = _layout(
+        mesh=Mesh(tp=2, cp=3, sequence_parallel=True), alignment=Alignment(by=("tp", "2cp"))
+    )
     assert 0 == len(layout.rows([]))
-    assert {0: (0, 2), 1: (0, 2)} == {layer: rows.shape for layer, rows in layout.targets([]).items()}
+    assert {0: (0, 2), 1: (0, 2)} == {
+        layer: rows.shape for layer, rows in layout.targets([]).items()
+    }
 
 
 def test_a_layout_is_plain_data() -> None:
     """To a dictionary and back; strings name enum members."""
-    layout = _layout(mesh=Mesh(pp=2, vpp=3), num_layers=6, stages=Stages(custom=((1, 1, 1), (1, 1, 1))), context="contiguous")
+    layout = _layout(
+        mesh=Mesh(pp=2, vpp=3),
+        num_layers=6,
+        stages=Stages(custom=((1, 1, 1), (1, 1, 1))),
+        context="contiguous",
+    )
     assert layout == Layout.from_dict(layout.to_dict())
     assert layout.context is Context.CONTIGUOUS

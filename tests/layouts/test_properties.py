@@ -9,7 +9,18 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from rollproof.core.contract import LayerAxis
-from rollproof.layouts import Alignment, Coding, Fill, Layout, Mesh, Order, Rank, Side, Stages, moe_layers
+from rollproof.layouts import (
+    Alignment,
+    Coding,
+    Fill,
+    Layout,
+    Mesh,
+    Order,
+    Rank,
+    Side,
+    Stages,
+    moe_layers,
+)
 from rollproof.layouts.context import Context, context_rows
 from rollproof.layouts.dtypes import compact, compact_dtype, from_bytes, to_bytes
 from rollproof.layouts.layers import columns_of
@@ -17,7 +28,12 @@ from rollproof.layouts.layout_cases import layout_calls
 from rollproof.layouts.merging import Segment, by_microbatch, joined_segments
 from rollproof.layouts.packing import cumulative_lengths, packed
 from rollproof.layouts.padding import completed, padded, unpadded
-from rollproof.layouts.pipeline_schedules import operations, schedule_table, served_by_queues, wanted_targets
+from rollproof.layouts.pipeline_schedules import (
+    operations,
+    schedule_table,
+    served_by_queues,
+    wanted_targets,
+)
 from rollproof.layouts.sample_batches import balanced, dynamic, restored
 from rollproof.layouts.sizes import draw_stages
 from rollproof.layouts.slicing import flat_rows, tensor_rows, ulysses_rows
@@ -46,7 +62,9 @@ def test_a_coded_cell_is_decoded(cell: int, experts: int, top_k: int) -> None:
 @given(st.integers(1, 30), st.integers(0, 30), st.sampled_from(list(Fill)))
 def test_final_rows(tokens: int, missing: int, fill: Fill) -> None:
     """Captured rows stay where they are, the others are marked."""
-    payload = Coding(samples=1, positions=tokens, columns=2, experts=64).payload(0, max(0, tokens - missing))
+    payload = Coding(samples=1, positions=tokens, columns=2, experts=64).payload(
+        0, max(0, tokens - missing)
+    )
     rows, captured = completed(payload, tokens, fill, 64)
     assert tokens == len(rows)
     assert np.array_equal(payload, rows[: len(payload)])
@@ -54,7 +72,11 @@ def test_final_rows(tokens: int, missing: int, fill: Fill) -> None:
 
 
 @examples
-@given(st.lists(st.tuples(st.integers(1, 9), st.integers(0, 9)), min_size=1, max_size=4), st.sampled_from(list(Side)), st.integers(1, 6))
+@given(
+    st.lists(st.tuples(st.integers(1, 9), st.integers(0, 9)), min_size=1, max_size=4),
+    st.sampled_from(list(Side)),
+    st.integers(1, 6),
+)
 def test_padding_round_trip(lengths: list[tuple[int, int]], side: Side, multiple: int) -> None:
     """Padded on any side and unpadded by the mask: the same rows; the width is a multiple."""
     prompts, responses = zip(*lengths, strict=True)
@@ -67,23 +89,37 @@ def test_padding_round_trip(lengths: list[tuple[int, int]], side: Side, multiple
 
 @examples
 @given(LENGTHS, SIZES, st.integers(1, 20), st.integers(1, 64))
-def test_packing_and_alignment(lengths: list[int], sizes: list[int], constant: int, total: int) -> None:
-    """Every sequence begins at a multiple, stands there in order, and the sum divides by all that is asked for."""
+def test_packing_and_alignment(
+    lengths: list[int], sizes: list[int], constant: int, total: int
+) -> None:
+    """Every sequence begins at a multiple, stands there in order, and the sum divides by all that
+    is asked for.
+    """
     alignment = Alignment(by=("tp", "2cp"), constant=constant, total=total)
     mesh = Mesh(tp=sizes[0], cp=sizes[1])
-    cumulative = cumulative_lengths(lengths, alignment.multiple(mesh), alignment.total_multiple(mesh))
+    cumulative = cumulative_lengths(
+        lengths, alignment.multiple(mesh), alignment.total_multiple(mesh)
+    )
     source = packed(lengths, cumulative)
     assert all(start % alignment.multiple(mesh) == 0 for start in cumulative[:-1])
     assert 0 == cumulative[-1] % total == cumulative[-1] % alignment.sizes(mesh)
     assert [(i, p) for i, n in enumerate(lengths) for p in range(n)] == list(
-        zip(source.sample[source.filled].tolist(), source.position[source.filled].tolist(), strict=True)
+        zip(
+            source.sample[source.filled].tolist(),
+            source.position[source.filled].tolist(),
+            strict=True,
+        )
     )
 
 
 @examples
 @given(LENGTHS, SIZES, st.sampled_from(list(Context)))
-def test_context_parallel_ranks_hold_every_row_once(lengths: list[int], sizes: list[int], kind: Context) -> None:
-    """The union over ranks is a permutation, pieces are equally long, and a rank under zigzag holds chunks r and 2 * cp - 1 - r."""
+def test_context_parallel_ranks_hold_every_row_once(
+    lengths: list[int], sizes: list[int], kind: Context
+) -> None:
+    """The union over ranks is a permutation, pieces are equally long, and a rank under zigzag holds
+    chunks r and 2 * cp - 1 - r.
+    """
     cp = sizes[0]
     cumulative = cumulative_lengths(lengths, 2 * cp)
     pieces = [context_rows(kind, cumulative, cp, rank) for rank in range(cp)]
@@ -93,7 +129,9 @@ def test_context_parallel_ranks_hold_every_row_once(lengths: list[int], sizes: l
         assert list(range(int(cumulative[-1]))) == np.concatenate(pieces).tolist()
     if kind is Context.ZIGZAG and cp > 1:
         chunk = int(cumulative[1]) // (2 * cp)
-        assert [n // chunk for n in pieces[1][: 2 * chunk].tolist()] == [1] * chunk + [2 * cp - 2] * chunk
+        assert [n // chunk for n in pieces[1][: 2 * chunk].tolist()] == [1] * chunk + [
+            2 * cp - 2
+        ] * chunk
 
 
 @examples
@@ -101,7 +139,10 @@ def test_context_parallel_ranks_hold_every_row_once(lengths: list[int], sizes: l
 def test_slices_join_to_the_whole(rows: int, sizes: list[int]) -> None:
     """Tensor-parallel and Ulysses pieces behind each other are the rows, padded for Ulysses."""
     tp, ulysses = sizes[:2]
-    assert list(range(rows * tp)) == np.concatenate([tensor_rows(rows * tp, tp, rank) for rank in range(tp)]).tolist()
+    assert (
+        list(range(rows * tp))
+        == np.concatenate([tensor_rows(rows * tp, tp, rank) for rank in range(tp)]).tolist()
+    )
     pieces = np.concatenate([ulysses_rows(rows, ulysses, rank) for rank in range(ulysses)]).tolist()
     assert list(range(len(pieces))) == pieces
     assert rows <= len(pieces) < rows + ulysses
@@ -129,10 +170,17 @@ def test_columns(pattern: list[int], dense: int) -> None:
 @examples
 @given(st.integers(0, 2**32))
 def test_stages_cover_all_layers_once(seed: int) -> None:
-    """Whatever the division, each layer is built by one chunk, chunks count up through ranks, and ``stage_of`` says which it is."""
+    """Whatever the division, each layer is built by one chunk, chunks count up through ranks, and
+    ``stage_of`` says which it is.
+    """
     layout = draw_stages(_PLAIN, np.random.default_rng(seed))
     chunks = layout.chunks()
-    order = [layer for chunk in range(layout.mesh.vpp) for pp in range(layout.mesh.pp) for layer in chunks[pp][chunk]]
+    order = [
+        layer
+        for chunk in range(layout.mesh.vpp)
+        for pp in range(layout.mesh.pp)
+        for layer in chunks[pp][chunk]
+    ]
     assert list(range(layout.num_layers)) == order
     for layer in layout.moe:
         pp, chunk, ordinal = layout.stage_of(layer)
@@ -142,13 +190,18 @@ def test_stages_cover_all_layers_once(seed: int) -> None:
 @examples
 @given(st.integers(1, 4), st.integers(1, 3), st.integers(1, 3), st.integers(1, 5), st.booleans())
 def test_schedules_and_queues(pp: int, vpp: int, times: int, group: int, recompute: bool) -> None:
-    """Every pass runs once, backward after forward, and one queue per chunk serves each its own target."""
+    """Every pass runs once, backward after forward, and one queue per chunk serves each its own
+    target.
+    """
     vpp = vpp if pp > 1 else 1
     microbatches = times * pp
     for rank in range(pp):
         order = operations(microbatches, pp=pp, rank=rank, vpp=vpp, group=group)
         wanted = [(m, c) for c in range(vpp) for m in range(microbatches)]
-        assert wanted == sorted(((o.microbatch, o.chunk) for o in order if not o.backward), key=lambda pair: (pair[1], pair[0]))
+        assert wanted == sorted(
+            ((o.microbatch, o.chunk) for o in order if not o.backward),
+            key=lambda pair: (pair[1], pair[0]),
+        )
         seen: Counter[tuple[int, int]] = Counter()
         for one in order:
             assert one.backward == bool(seen[one.microbatch, one.chunk])
@@ -165,7 +218,10 @@ def test_divisions_of_samples(lengths: list[int], parts: int, random: object) ->
     for division in (balanced(lengths, parts), dynamic(lengths, max(lengths) + 3)):
         values = [[f"sample {i}" for i in part] for part in division]
         assert [f"sample {i}" for i in range(len(lengths))] == restored(values, division)
-    assert max(sum(lengths[i] for i in part) for part in dynamic(lengths, max(lengths) + 3)) <= max(lengths) + 3
+    assert (
+        max(sum(lengths[i] for i in part) for part in dynamic(lengths, max(lengths) + 3))
+        <= max(lengths) + 3
+    )
 
 
 @examples
@@ -191,11 +247,17 @@ def test_chunks_are_put_together(vpp: int, group: int, microbatches: int) -> Non
 @examples
 @given(st.lists(st.integers(1, 5), min_size=1, max_size=4), st.booleans())
 def test_segments(steps: list[int], delta: bool) -> None:
-    """Calls that return all rows so far, or only new ones: each position once, by the call that came first."""
+    """Calls that return all rows so far, or only new ones: each position once, by the call that
+    came first.
+    """
     stops = np.cumsum(steps).tolist()
     starts = [0, *stops[:-1]]
     segments = [
-        Segment(routes=np.full((stop - (start if delta else 0), 1, 1), number), start=start if delta else 0, version=number)
+        Segment(
+            routes=np.full((stop - (start if delta else 0), 1, 1), number),
+            start=start if delta else 0,
+            version=number,
+        )
         for number, (start, stop) in enumerate(zip(starts, stops, strict=True))
     ]
     wanted = [number for number, step in enumerate(steps) for _ in range(step)]
@@ -204,11 +266,20 @@ def test_segments(steps: list[int], delta: bool) -> None:
 
 
 @examples
-@given(LENGTHS, st.permutations([1, 2, 3]), st.booleans(), st.booleans(), st.sampled_from(list(Context)), st.sampled_from(list(Order)))
+@given(
+    LENGTHS,
+    st.permutations([1, 2, 3]),
+    st.booleans(),
+    st.booleans(),
+    st.sampled_from(list(Context)),
+    st.sampled_from(list(Order)),
+)
 def test_a_whole_layout_places_every_row_and_merges_back(
     lengths: list[int], sizes: list[int], sliced: bool, pack: bool, context: Context, order: Order
 ) -> None:
-    """Packed or padded, any division: each row is on one rank (or on every tensor-parallel one), and merging gives the payload."""
+    """Packed or padded, any division: each row is on one rank (or on every tensor-parallel one),
+    and merging gives the payload.
+    """
     tp, cp, pp = sizes[:3]
     layout = Layout(
         num_layers=pp + 1,
@@ -234,6 +305,8 @@ def test_a_whole_layout_places_every_row_and_merges_back(
 def test_calls_are_repeatable() -> None:
     """One seed gives one set of calls, another seed another."""
     layout = Layout(num_layers=2, num_experts=64, top_k=2, alignment=Alignment(by=("tp", "2cp")))
-    first, again, other = (list(layout_calls("context", layout, seed=seed, draws=5)) for seed in (1, 1, 2))
+    first, again, other = (
+        list(layout_calls("context", layout, seed=seed, draws=5)) for seed in (1, 1, 2)
+    )
     assert first == again != other
     assert Rank() in {call.rank for call in first}

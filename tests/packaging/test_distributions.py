@@ -12,7 +12,12 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 SUFFIXES = (".py", ".typed", ".txt", ".toml", ".html", ".csv")
-FOLDERS = {"harness": "rollproof", "fakes": "rollproof.fakes", "invariants": "rollproof.invariants", "gpu_suites": "rollproof.gpu_suites"}
+FOLDERS = {
+    "harness": "rollproof",
+    "fakes": "rollproof.fakes",
+    "invariants": "rollproof.invariants",
+    "gpu_suites": "rollproof.gpu_suites",
+}
 PROBE = """
 import importlib, importlib.metadata, importlib.util, pathlib
 import rollproof, rollproof.fakes.coded.policy, rollproof.invariants, rollproof.engines.gpus, rollproof.stacks
@@ -36,9 +41,15 @@ def pip(python: Path, *arguments: str) -> None:
 
 @pytest.fixture(scope="module")
 def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A copy of the tracked and new files of the checkout: building leaves traces in the tree that it builds."""
+    """A copy of the tracked and new files of the checkout: building leaves traces in the tree that
+    it builds.
+    """
     listed = subprocess.run(
-        ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"], cwd=ROOT, capture_output=True, text=True, check=False
+        ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=False,
     )
     if listed.returncode:
         pytest.skip("not a git checkout: there is nothing to build from")
@@ -56,12 +67,20 @@ def python(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("venv")
     venv.create(folder, with_pip=True)
     executable = folder / "bin" / "python"
-    pip(executable, "uninstall", "-y", "setuptools")  # Python 3.11 puts an old one in, which would win over that of the tests
+    pip(
+        executable, "uninstall", "-y", "setuptools"
+    )  # Python 3.11 puts an old one in, which would win over that of the tests
     site = subprocess.run(
-        [str(executable), "-c", "import sysconfig; print(sysconfig.get_path('purelib'))"], capture_output=True, text=True, check=True
+        [str(executable), "-c", "import sysconfig; print(sysconfig.get_path('purelib'))"],
+        capture_output=True,
+        text=True,
+        check=True,
     ).stdout.strip()
-    # A path entry alone runs no .pth file of that folder, so an editable rollproof there stays out; an installed one comes last.
-    (Path(site) / "dependencies.pth").write_text(f"{Path(np.__file__).parents[1]}\n", encoding="utf-8")
+    # A path entry alone runs no .pth file of that folder, so an editable rollproof there stays out;
+    # an installed one comes last.
+    (Path(site) / "dependencies.pth").write_text(
+        f"{Path(np.__file__).parents[1]}\n", encoding="utf-8"
+    )
     return executable
 
 
@@ -77,39 +96,67 @@ def built(source: Path, python: Path, tmp_path_factory: pytest.TempPathFactory) 
 
 def sound(python: Path, folder: Path) -> str:
     """What the probe says of the installed package, away from any checkout."""
-    done = subprocess.run([str(python), "-c", PROBE], cwd=folder, capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        [str(python), "-c", PROBE], cwd=folder, capture_output=True, text=True, check=False
+    )
     return done.stdout + done.stderr
 
 
 def test_every_folder_that_could_be_imported_is_a_listed_package() -> None:
-    """A new folder below the mapped ones must be named in pyproject.toml to be shipped; one of data, so that setuptools does not warn."""
-    listed = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["tool"]["setuptools"]["packages"]
+    """A new folder below the mapped ones must be named in pyproject.toml to be shipped; one of
+    data, so that setuptools does not warn.
+    """
+    listed = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["tool"][
+        "setuptools"
+    ]["packages"]
     found = {
         ".".join([package, *file.parent.relative_to(ROOT / folder).parts])
         for folder, package in FOLDERS.items()
         for file in (ROOT / folder).rglob("*")
-        if file.name == "__init__.py" or (file.suffix in (".txt", ".toml") and file.parent.name.isidentifier())
+        if file.name == "__init__.py"
+        or (file.suffix in (".txt", ".toml") and file.parent.name.isidentifier())
     }
 
     assert found == set(listed)
 
 
 def test_wheel_and_sdist_hold_the_same_modules(built: Path, source: Path) -> None:
-    """Every module and data file of the four folders is in the wheel, and in the sdist together with licence and readme."""
-    wheel = {name for name in zipfile.ZipFile(next(built.glob("*.whl"))).namelist() if name.startswith("rollproof/")}
+    """Every module and data file of the four folders is in the wheel, and in the sdist together
+    with licence and readme.
+    """
+    wheel = {
+        name
+        for name in zipfile.ZipFile(next(built.glob("*.whl"))).namelist()
+        if name.startswith("rollproof/")
+    }
     with tarfile.open(next(built.glob("*.tar.gz"))) as archive:
         sdist = {name.partition("/")[2] for name in archive.getnames()}
-    expected = {path.relative_to(source) for folder in FOLDERS for path in (source / folder).rglob("*") if path.suffix in SUFFIXES}
+    expected = {
+        path.relative_to(source)
+        for folder in FOLDERS
+        for path in (source / folder).rglob("*")
+        if path.suffix in SUFFIXES
+    }
 
     assert {str(path) for path in expected} <= sdist
     assert {"LICENSE", "README.md", "pyproject.toml"} <= sdist
-    assert {str(Path(FOLDERS[path.parts[0]].replace(".", "/"), *path.parts[1:])) for path in expected} == wheel
+    assert {
+        str(Path(FOLDERS[path.parts[0]].replace(".", "/"), *path.parts[1:])) for path in expected
+    } == wheel
 
 
 @pytest.mark.parametrize("kind", ["wheel", "sdist", "editable"])
-def test_an_installation_is_sound(kind: str, built: Path, source: Path, python: Path, tmp_path: Path) -> None:
-    """Wheel, sdist and editable all import rollproof and its parts, ship py.typed, and leave no bare folder name importable."""
-    what = {"wheel": [str(next(built.glob("*.whl")))], "sdist": [str(next(built.glob("*.tar.gz")))], "editable": ["-e", str(source)]}[kind]
+def test_an_installation_is_sound(
+    kind: str, built: Path, source: Path, python: Path, tmp_path: Path
+) -> None:
+    """Wheel, sdist and editable all import rollproof and its parts, ship py.typed, and leave no
+    bare folder name importable.
+    """
+    what = {
+        "wheel": [str(next(built.glob("*.whl")))],
+        "sdist": [str(next(built.glob("*.tar.gz")))],
+        "editable": ["-e", str(source)],
+    }[kind]
     pip(python, "install", "--no-deps", "--no-build-isolation", "--force-reinstall", *what)
 
     assert "sound\n" == sound(python, tmp_path)

@@ -68,9 +68,15 @@ PUBLIC = {
 
 
 def modules() -> list[str]:
-    """Every module of the package that imports on a plain CPU, but for the test modules of the GPU suites."""
+    """Every module of the package that imports on a plain CPU, but for the test modules of the GPU
+    suites.
+    """
     found = pkgutil.walk_packages(rollproof.__path__, "rollproof.")
-    return [info.name for info in found if not info.name.startswith(("rollproof.gpu_suites.test_", "rollproof.gpu_suites.conftest"))]
+    return [
+        info.name
+        for info in found
+        if not info.name.startswith(("rollproof.gpu_suites.test_", "rollproof.gpu_suites.conftest"))
+    ]
 
 
 def test_the_top_level_names_are_these() -> None:
@@ -112,13 +118,26 @@ def test_every_module_lists_what_it_exports(name: str) -> None:
         pytest.skip(str(error))
 
     assert module.__doc__
-    assert [] == [export for export in getattr(module, "__all__", ()) if not hasattr(module, export)]
+    assert [] == [
+        export for export in getattr(module, "__all__", ()) if not hasattr(module, export)
+    ]
 
 
 def test_type_checkers_are_told_the_same_names() -> None:
-    """Each name that is imported lazily at run time is also imported in the block that only type checkers read."""
+    """Each name that is imported lazily at run time is also imported in the block that only type
+    checkers read.
+    """
     tree = ast.parse(inspect.getsource(rollproof))
     block = next(node for node in tree.body if isinstance(node, ast.If))
-    told = {(node.module, alias.name) for node in block.body if isinstance(node, ast.ImportFrom) for alias in node.names}
+    told = {
+        (node.module, alias.name)
+        for node in block.body
+        if isinstance(node, ast.ImportFrom)
+        for alias in node.names
+    }
 
-    assert {(f"rollproof.{module}", name) for module, names in rollproof._HOMES.items() for name in names} == told
+    assert {
+        (f"rollproof.{module}", name)
+        for module, names in rollproof._HOMES.items()
+        for name in names
+    } == told

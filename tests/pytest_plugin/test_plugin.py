@@ -13,12 +13,16 @@ def test_one_item_per_check_and_one_run_per_subject(fake_runs: pytest.Pytester) 
     result = fake_runs.runpytest_inprocess("-v")
 
     result.assert_outcomes(passed=4)
-    result.stdout.fnmatch_lines(["*::test_rollouts[[]stitch.a[]] PASSED*", "*::test_rollouts[[]routes.d[]] PASSED*"])
+    result.stdout.fnmatch_lines(
+        ["*::test_rollouts[[]stitch.a[]] PASSED*", "*::test_rollouts[[]routes.d[]] PASSED*"]
+    )
     assert 1 == len(runs(fake_runs))
 
 
 def test_verdicts_become_outcomes(fake_runs: pytest.Pytester) -> None:
-    """A fail fails with the finding, not applicable skips with the reason, unknown is listed apart and fails the session."""
+    """A fail fails with the finding, not applicable skips with the reason, unknown is listed apart
+    and fails the session.
+    """
     fake_runs.makepyfile(suite(stitch_a="fail", stitch_b="unknown", routes_c="not applicable"))
     result = fake_runs.runpytest_inprocess("-rs")
 
@@ -88,13 +92,14 @@ def test_the_header_tells_the_values_in_force(pytester: pytest.Pytester) -> None
     assert "rollproof: profile='nightly', seed=3, unknown='fail'" in str(
         pytester.runpytest_inprocess("--rollproof-profile=nightly", "--rollproof-seed=3").stdout
     )
-    assert "rollproof: profile='pr', unknown='fail'" in str(pytester.runpytest_inprocess("-v").stdout)
+    assert "rollproof: profile='pr', unknown='fail'" in str(
+        pytester.runpytest_inprocess("-v").stdout
+    )
 
 
 def test_the_body_runs_with_the_result_and_other_fixtures(fake_runs: pytest.Pytester) -> None:
     """A body may assert more about the CheckResult, and its failure is an ordinary one."""
-    fake_runs.makepyfile(
-        """
+    fake_runs.makepyfile("""
         import rollproof
 
         class MyStack: pass
@@ -104,16 +109,16 @@ def test_the_body_runs_with_the_result_and_other_fixtures(fake_runs: pytest.Pyte
             assert tmp_path.is_dir()
             assert check.exercised["events"] == 3
             assert check.id != "stitch.b"
-        """
-    )
+        """)
 
     fake_runs.runpytest_inprocess().assert_outcomes(passed=1, failed=1)
 
 
 def test_a_subclass_is_a_suite_too(fake_runs: pytest.Pytester) -> None:
-    """The subject may be a class, a plain function, or a method that makes a fresh subject; ids are the same as of the decorator."""
-    fake_runs.makepyfile(
-        """
+    """The subject may be a class, a plain function, or a method that makes a fresh subject; ids are
+    the same as of the decorator.
+    """
+    fake_runs.makepyfile("""
         import rollproof
 
         class MyStack: pass
@@ -132,48 +137,74 @@ def test_a_subclass_is_a_suite_too(fake_runs: pytest.Pytester) -> None:
 
             def subject(self):
                 return MyStack()
-        """
-    )
+        """)
     result = fake_runs.runpytest_inprocess("-v")
 
     result.assert_outcomes(passed=7)
     result.stdout.fnmatch_lines(["*::TestByMethod::test_check[[]routes.c[]] PASSED*"])
-    assert ["TestByClass", "TestByFunction", "TestByMethod"] == [line.split()[0] for line in runs(fake_runs)]
+    assert ["TestByClass", "TestByFunction", "TestByMethod"] == [
+        line.split()[0] for line in runs(fake_runs)
+    ]
 
 
 def test_subjects_of_one_name_in_two_modules_are_two(fake_runs: pytest.Pytester) -> None:
     """Each is run for itself, and keeps its counterexamples in a folder of its own."""
-    text = "import rollproof\nclass TestStack(rollproof.RolloutConformance):\n    def subject(self): return object()\n"
+    text = (
+        "import rollproof\nclass TestStack(rollproof.RolloutConformance):\n    def subject(self):"
+        " return object()\n"
+    )
     fake_runs.makepyfile(test_one=text, test_two=text)
 
     fake_runs.runpytest_inprocess().assert_outcomes(passed=8)
-    assert ["test_one.TestStack", "test_two.TestStack"] == [line.split()[-1] for line in runs(fake_runs)]
+    assert ["test_one.TestStack", "test_two.TestStack"] == [
+        line.split()[-1] for line in runs(fake_runs)
+    ]
 
 
 def test_options_reach_the_run(fake_runs: pytest.Pytester) -> None:
     """Command line wins over ini file; only= selects which items exist."""
-    fake_runs.makeini("[pytest]\nrollproof_profile = soak\nrollproof_seed = 5\nrollproof_only = routes\n")
+    fake_runs.makeini(
+        "[pytest]\nrollproof_profile = soak\nrollproof_seed = 5\nrollproof_only = routes\n"
+    )
     fake_runs.makepyfile(suite())
-    result = fake_runs.runpytest_inprocess("--rollproof-profile=nightly", "--rollproof-only=stitch.a", "--rollproof-only=routes.d")
+    result = fake_runs.runpytest_inprocess(
+        "--rollproof-profile=nightly", "--rollproof-only=stitch.a", "--rollproof-only=routes.d"
+    )
 
     result.assert_outcomes(passed=2)
-    assert ["MyStack nightly 5 stitch.a,routes.d test_options_reach_the_run.MyStack"] == runs(fake_runs)
+    assert ["MyStack nightly 5 stitch.a,routes.d test_options_reach_the_run.MyStack"] == runs(
+        fake_runs
+    )
 
 
 def test_the_marker_overrides_the_options(fake_runs: pytest.Pytester) -> None:
-    """@pytest.mark.rollproof(seed=...) wins over the option, and -m rollproof selects conformance items."""
-    marked = suite().replace("@rollproof.conf", "import pytest\n@pytest.mark.rollproof(seed=9)\n@rollproof.conf")
+    """@pytest.mark.rollproof(seed=...) wins over the option, and -m rollproof selects conformance
+    items.
+    """
+    marked = suite().replace(
+        "@rollproof.conf", "import pytest\n@pytest.mark.rollproof(seed=9)\n@rollproof.conf"
+    )
     fake_runs.makepyfile(marked + "\ndef test_other(): pass\n")
 
-    fake_runs.runpytest_inprocess("-m", "rollproof", "--rollproof-seed=3").assert_outcomes(passed=4, deselected=1)
+    fake_runs.runpytest_inprocess("-m", "rollproof", "--rollproof-seed=3").assert_outcomes(
+        passed=4, deselected=1
+    )
     (run,) = runs(fake_runs)
     assert run.startswith("MyStack pr 9  test_the_marker_overrides_the_options.MyStack-")
 
 
 def test_the_markers_values_are_checked(fake_runs: pytest.Pytester) -> None:
     """A seed or a profile that cannot be is told in one line, without a traceback."""
-    for given, told in (("seed='a'", "seed='a' must be a whole number >= 0"), ("profile='nosuch'", "No profile is named 'nosuch'; choose")):
-        fake_runs.makepyfile(suite().replace("@rollproof.conf", f"import pytest\n@pytest.mark.rollproof({given})\n@rollproof.conf"))
+    for given, told in (
+        ("seed='a'", "seed='a' must be a whole number >= 0"),
+        ("profile='nosuch'", "No profile is named 'nosuch'; choose"),
+    ):
+        fake_runs.makepyfile(
+            suite().replace(
+                "@rollproof.conf",
+                f"import pytest\n@pytest.mark.rollproof({given})\n@rollproof.conf",
+            )
+        )
         result = fake_runs.runpytest_inprocess()
 
         result.assert_outcomes(failed=4)
@@ -182,11 +213,16 @@ def test_the_markers_values_are_checked(fake_runs: pytest.Pytester) -> None:
         assert "suites.py" not in str(result.stdout)
 
 
-def test_a_report_that_cannot_be_written_is_told_before_the_session(fake_runs: pytest.Pytester) -> None:
+def test_a_report_that_cannot_be_written_is_told_before_the_session(
+    fake_runs: pytest.Pytester,
+) -> None:
     """Neither report nor file of expected failures is found unwritable when everything has run."""
     fake_runs.makepyfile(suite())
     (fake_runs.path / "file").touch()
-    for option in (["--rollproof-report=file/report.json"], ["--rollproof-accept", "--rollproof-expected=file/expected.toml"]):
+    for option in (
+        ["--rollproof-report=file/report.json"],
+        ["--rollproof-accept", "--rollproof-expected=file/expected.toml"],
+    ):
         result = fake_runs.runpytest_inprocess(*option)
 
         assert pytest.ExitCode.USAGE_ERROR == result.ret
@@ -194,8 +230,12 @@ def test_a_report_that_cannot_be_written_is_told_before_the_session(fake_runs: p
         assert not (fake_runs.path / "runs").exists()
 
 
-def test_a_report_whose_place_breaks_during_the_session_is_kept(fake_runs: pytest.Pytester, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The summary says where the report went instead; a session that would have passed ends with an error."""
+def test_a_report_whose_place_breaks_during_the_session_is_kept(
+    fake_runs: pytest.Pytester, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The summary says where the report went instead; a session that would have passed ends with an
+    error.
+    """
     monkeypatch.setattr("tempfile.tempdir", str(fake_runs.path))
     fake_runs.makepyfile(suite() + "\ndef test_breaks():\n    open('out', 'w').close()\n")
     result = fake_runs.runpytest_inprocess("--rollproof-report=out/report.json")
@@ -208,11 +248,15 @@ def test_a_report_whose_place_breaks_during_the_session_is_kept(fake_runs: pytes
 
 
 def test_subjects_of_one_name_are_told_apart(fake_runs: pytest.Pytester) -> None:
-    """Every lambda has the same name, and names may be given twice: each subject is run, and keeps counterexamples of its own."""
+    """Every lambda has the same name, and names may be given twice: each subject is run, and keeps
+    counterexamples of its own.
+    """
     other = "\nclass Broken:\n    verdicts = {'stitch.a': 'fail'}\n"
     tests = "".join(
         f"\n@rollproof.conformance({given})\ndef test_{i}(check):\n    pass\n"
-        for i, given in enumerate(("lambda: MyStack()", "lambda: Broken()", "MyStack, name='one'", "Broken, name='one'"))
+        for i, given in enumerate(
+            ("lambda: MyStack()", "lambda: Broken()", "MyStack, name='one'", "Broken, name='one'")
+        )
     )
     fake_runs.makepyfile(suite() + other + tests)
     result = fake_runs.runpytest_inprocess()
@@ -223,7 +267,9 @@ def test_subjects_of_one_name_are_told_apart(fake_runs: pytest.Pytester) -> None
 
 
 def test_a_root_folder_that_is_not_ours_costs_no_verdict(fake_runs: pytest.Pytester) -> None:
-    """Where nothing can be written below the root folder, counterexamples are not kept, and the report says so."""
+    """Where nothing can be written below the root folder, counterexamples are not kept, and the
+    report says so.
+    """
     fake_runs.makepyfile(suite())
     (fake_runs.path / ".rollproof").touch()
     result = fake_runs.runpytest_inprocess()
@@ -234,7 +280,12 @@ def test_a_root_folder_that_is_not_ours_costs_no_verdict(fake_runs: pytest.Pytes
 
 def test_the_marker_takes_nothing_else(fake_runs: pytest.Pytester) -> None:
     """An argument that would be ignored is told instead."""
-    fake_runs.makepyfile(suite().replace("@rollproof.conf", "import pytest\n@pytest.mark.rollproof(flavour='vllm')\n@rollproof.conf"))
+    fake_runs.makepyfile(
+        suite().replace(
+            "@rollproof.conf",
+            "import pytest\n@pytest.mark.rollproof(flavour='vllm')\n@rollproof.conf",
+        )
+    )
     result = fake_runs.runpytest_inprocess()
 
     result.assert_outcomes(failed=4)
@@ -244,16 +295,27 @@ def test_the_marker_takes_nothing_else(fake_runs: pytest.Pytester) -> None:
 @pytest.mark.parametrize(
     ("arguments", "told"),
     [
-        (["--rollproof-profile=fast"], "--rollproof-profile='fast' is not one of: pr, nightly, soak."),
-        (["--rollproof-seed=x"], "--rollproof-seed='x' is not a whole number >= 0, such as 0 or 12345."),
+        (
+            ["--rollproof-profile=fast"],
+            "--rollproof-profile='fast' is not one of: pr, nightly, soak.",
+        ),
+        (
+            ["--rollproof-seed=x"],
+            "--rollproof-seed='x' is not a whole number >= 0, such as 0 or 12345.",
+        ),
         (["--rollproof-seed=-1"], "--rollproof-seed='-1' is not a whole number"),
         (["--rollproof-unknown=pass"], "--rollproof-unknown='pass' is not one of: fail, skip."),
-        (["--rollproof-only=stich.a"], "No check or family is named 'stich.a'. Did you mean stitch.a"),
+        (
+            ["--rollproof-only=stich.a"],
+            "No check or family is named 'stich.a'. Did you mean stitch.a",
+        ),
         (["--rollproof-accept"], "say which one with --rollproof-expected=FILE."),
         (["--rollproof-expected=no.toml"], "There is no file of expected failures at "),
     ],
 )
-def test_wrong_values_end_the_session_at_once(fake_runs: pytest.Pytester, arguments: list[str], told: str) -> None:
+def test_wrong_values_end_the_session_at_once(
+    fake_runs: pytest.Pytester, arguments: list[str], told: str
+) -> None:
     """A usage error (exit code 4) that lists the valid values, before anything is collected."""
     fake_runs.makepyfile(suite())
     result = fake_runs.runpytest_inprocess(*arguments)
@@ -269,13 +331,23 @@ def test_wrong_values_end_the_session_at_once(fake_runs: pytest.Pytester, argume
         ("conformance(MyStack)\nasync def test_a(check): pass", "test_a must be a plain function"),
         ("conformance(MyStack)\ndef test_a(): pass", "test_a must take a parameter named `check`"),
         ("conformance(MyStack())\ndef test_a(check): pass", "conformance() takes a factory"),
-        ("conformance(MyStack, profile='fast')\ndef test_a(check): pass", "choose one of ['pr', 'nightly', 'soak']"),
+        (
+            "conformance(MyStack, profile='fast')\ndef test_a(check): pass",
+            "choose one of ['pr', 'nightly', 'soak']",
+        ),
         ("conformance(MyStack, only=['stich'])\ndef test_a(check): pass", "Did you mean stitch"),
-        ("conformance(MyStack, expected={'stich.a': 'r'})\ndef test_a(check): pass", "Did you mean stitch"),
+        (
+            "conformance(MyStack, expected={'stich.a': 'r'})\ndef test_a(check): pass",
+            "Did you mean stitch",
+        ),
     ],
 )
-def test_a_misused_decorator_is_told_while_collecting(fake_runs: pytest.Pytester, decorated: str, told: str) -> None:
-    """What cannot become a suite is a collection error with the next step, never a test that asserts nothing."""
+def test_a_misused_decorator_is_told_while_collecting(
+    fake_runs: pytest.Pytester, decorated: str, told: str
+) -> None:
+    """What cannot become a suite is a collection error with the next step, never a test that
+    asserts nothing.
+    """
     fake_runs.makepyfile(f"import rollproof\n\nclass MyStack: pass\n\n@rollproof.{decorated}\n")
     result = fake_runs.runpytest_inprocess()
 
@@ -285,38 +357,65 @@ def test_a_misused_decorator_is_told_while_collecting(fake_runs: pytest.Pytester
 
 def test_a_class_that_is_not_collected_warns(fake_runs: pytest.Pytester) -> None:
     """A subclass with a subject whose name pytest passes over would test nothing: it warns."""
-    fake_runs.makepyfile("import rollproof\n\nclass MyStackSuite(rollproof.RolloutConformance):\n    subject = object\n")
+    fake_runs.makepyfile(
+        "import rollproof\n\nclass MyStackSuite(rollproof.RolloutConformance):\n    subject ="
+        " object\n"
+    )
     result = fake_runs.runpytest_inprocess()
 
-    result.stdout.fnmatch_lines(["*pytest does not collect MyStackSuite unless `python_classes` matches it: name it TestMyStackSuite*"])
+    result.stdout.fnmatch_lines(
+        [
+            "*pytest does not collect MyStackSuite unless `python_classes` matches it: name it"
+            " TestMyStackSuite*"
+        ]
+    )
 
 
 def test_a_class_without_subject_is_an_error(fake_runs: pytest.Pytester) -> None:
     """A collected class without a subject is told while collecting."""
-    fake_runs.makepyfile("import rollproof\n\nclass TestIt(rollproof.RolloutConformance):\n    pass\n")
+    fake_runs.makepyfile(
+        "import rollproof\n\nclass TestIt(rollproof.RolloutConformance):\n    pass\n"
+    )
     result = fake_runs.runpytest_inprocess()
 
-    assert "TestIt must set `subject`: a factory, or a method that returns a fresh subject." in str(result.stdout)
+    assert "TestIt must set `subject`: a factory, or a method that returns a fresh subject." in str(
+        result.stdout
+    )
     assert pytest.ExitCode.OK != result.ret
 
 
 @pytest.mark.parametrize(
-    ("kind", "told"), [("broken", "SubjectError: MyStack.start raised ValueError"), ("bug", "ZeroDivisionError: division")]
+    ("kind", "told"),
+    [
+        ("broken", "SubjectError: MyStack.start raised ValueError"),
+        ("bug", "ZeroDivisionError: division"),
+    ],
 )
-def test_a_run_that_cannot_start_is_told_once(fake_runs: pytest.Pytester, kind: str, told: str) -> None:
+def test_a_run_that_cannot_start_is_told_once(
+    fake_runs: pytest.Pytester, kind: str, told: str
+) -> None:
     """The first item says why, the others refer to it, and the subject is not run again for each."""
     fake_runs.makepyfile(SUITE.format(verdicts=kind))
     result = fake_runs.runpytest_inprocess()
 
     result.assert_outcomes(failed=4)
     assert 1 == len(runs(fake_runs))
-    assert 1 == sum(told in line and line.startswith(("E  ", "MyStack could not be run: ")) for line in result.outlines)
-    assert 3 == sum("MyStack could not be run; the first item of this subject says why." == line for line in result.outlines)
+    assert 1 == sum(
+        told in line and line.startswith(("E  ", "MyStack could not be run: "))
+        for line in result.outlines
+    )
+    assert 3 == sum(
+        "MyStack could not be run; the first item of this subject says why." == line
+        for line in result.outlines
+    )
 
 
 def test_fixtures_tell_profile_and_seed(pytester: pytest.Pytester) -> None:
     """rollproof_profile and rollproof_seed are the values in force."""
-    pytester.makepyfile("def test_a(rollproof_profile, rollproof_seed):\n    assert (rollproof_profile, rollproof_seed) == ('pr', 0)\n")
+    pytester.makepyfile(
+        "def test_a(rollproof_profile, rollproof_seed):\n    assert (rollproof_profile,"
+        " rollproof_seed) == ('pr', 0)\n"
+    )
 
     pytester.runpytest_inprocess().assert_outcomes(passed=1)
 
@@ -331,9 +430,10 @@ def test_collecting_runs_nothing(fake_runs: pytest.Pytester) -> None:
 
 
 def test_a_conversion_into_batches_is_a_suite(pytester: pytest.Pytester) -> None:
-    """A BatchSubject is judged by the checks of batches alone, as decorated function and as subclass."""
-    pytester.makepyfile(
-        """
+    """A BatchSubject is judged by the checks of batches alone, as decorated function and as
+    subclass.
+    """
+    pytester.makepyfile("""
         import rollproof
         from rollproof.fakes.trainers.reference_batches import Collator
 
@@ -343,11 +443,12 @@ def test_a_conversion_into_batches_is_a_suite(pytester: pytest.Pytester) -> None
 
         class TestBatches(rollproof.BatchConformance):
             subject = Collator
-        """
-    )
+        """)
     result = pytester.runpytest_inprocess("-v")
     outcomes = result.parseoutcomes()
 
     assert {"passed"} == set(outcomes)
     assert outcomes["passed"] >= 20
-    result.stdout.fnmatch_lines(["*::test_batches[[]batch.*[]] PASSED*", "*::TestBatches::test_check[[]batch.*[]] PASSED*"])
+    result.stdout.fnmatch_lines(
+        ["*::test_batches[[]batch.*[]] PASSED*", "*::TestBatches::test_check[[]batch.*[]] PASSED*"]
+    )

@@ -9,14 +9,20 @@ from tests.support.inner import report, runs, suite, summary
 
 def test_expected_failures_do_not_fail(fake_runs: pytest.Pytester) -> None:
     """A listed check that fails is xfailed with its reason, and counted apart."""
-    fake_runs.makefile(".toml", expected='[[expected]]\ncheck = "stitch.a"\nreason = "known"\nissue = "verl#6029"\n')
+    fake_runs.makefile(
+        ".toml",
+        expected='[[expected]]\ncheck = "stitch.a"\nreason = "known"\nissue = "verl#6029"\n',
+    )
     fake_runs.makepyfile(suite(stitch_a="fail"))
     result = fake_runs.runpytest_inprocess("--rollproof-expected=expected.toml", "-rx")
 
     result.assert_outcomes(passed=3, xfailed=1)
     assert pytest.ExitCode.OK == result.ret
     result.stdout.fnmatch_lines(["XFAIL *stitch.a* - known (verl#6029)"])
-    assert "4 checks: 3 pass, 0 fail, 0 unknown, 0 not applicable, 1 expected to fail and did" in summary(result)
+    assert (
+        "4 checks: 3 pass, 0 fail, 0 unknown, 0 not applicable, 1 expected to fail and did"
+        in summary(result)
+    )
 
 
 def test_a_listed_check_that_passes_fails(fake_runs: pytest.Pytester) -> None:
@@ -25,16 +31,27 @@ def test_a_listed_check_that_passes_fails(fake_runs: pytest.Pytester) -> None:
     result = fake_runs.runpytest_inprocess()
 
     result.assert_outcomes(passed=3, failed=1)
-    assert "routes.c is listed as an expected failure (known), but its verdict is pass: remove the entry" in str(result.stdout)
+    assert (
+        "routes.c is listed as an expected failure (known), but its verdict is pass: remove the"
+        " entry" in str(result.stdout)
+    )
 
 
-def test_accepting_writes_the_file_and_the_next_session_is_green(fake_runs: pytest.Pytester) -> None:
-    """The accept mode makes a file out of what fails; with it the same session passes without accepting."""
+def test_accepting_writes_the_file_and_the_next_session_is_green(
+    fake_runs: pytest.Pytester,
+) -> None:
+    """The accept mode makes a file out of what fails; with it the same session passes without
+    accepting.
+    """
     fake_runs.makepyfile(suite(stitch_a="fail"))
-    first = fake_runs.runpytest_inprocess("--rollproof-expected=expected.toml", "--rollproof-accept")
+    first = fake_runs.runpytest_inprocess(
+        "--rollproof-expected=expected.toml", "--rollproof-accept"
+    )
 
     assert "added stitch.a: replace its reason in" in str(first.stdout)
-    fake_runs.runpytest_inprocess("--rollproof-expected=expected.toml").assert_outcomes(passed=3, xfailed=1)
+    fake_runs.runpytest_inprocess("--rollproof-expected=expected.toml").assert_outcomes(
+        passed=3, xfailed=1
+    )
 
 
 def test_the_json_report_of_one_subject_is_its_report(fake_runs: pytest.Pytester) -> None:
@@ -43,21 +60,30 @@ def test_the_json_report_of_one_subject_is_its_report(fake_runs: pytest.Pytester
     data = report(fake_runs)
 
     assert (1, "MyStack", "pr") == (data["schema"], data["subject"], data["profile"])
-    assert {"pass": 3, "fail": 1, "unknown": 0, "not_applicable": 0, "expected_fail": 0} == data["summary"]
+    assert {"pass": 3, "fail": 1, "unknown": 0, "not_applicable": 0, "expected_fail": 0} == data[
+        "summary"
+    ]
     assert "reports" not in data
 
 
-def test_the_json_report_of_two_subjects_takes_the_worse_verdict(fake_runs: pytest.Pytester) -> None:
-    """Over several subjects unknown outranks pass and fail outranks all, and each subject's own report is kept."""
+def test_the_json_report_of_two_subjects_takes_the_worse_verdict(
+    fake_runs: pytest.Pytester,
+) -> None:
+    """Over several subjects unknown outranks pass and fail outranks all, and each subject's own
+    report is kept.
+    """
     fake_runs.makepyfile(
-        test_one=suite(stitch_a="fail"), test_two=suite(stitch_a="unknown", stitch_b="unknown").replace("MyStack", "Other")
+        test_one=suite(stitch_a="fail"),
+        test_two=suite(stitch_a="unknown", stitch_b="unknown").replace("MyStack", "Other"),
     )
     data = report(fake_runs)
 
     assert {"stitch.a": "fail", "stitch.b": "unknown", "routes.c": "pass", "routes.d": "pass"} == {
         c["id"]: c["verdict"] for c in data["checks"]
     }
-    assert {"pass": 2, "fail": 1, "unknown": 1, "not_applicable": 0, "expected_fail": 0} == data["summary"]
+    assert {"pass": 2, "fail": 1, "unknown": 1, "not_applicable": 0, "expected_fail": 0} == data[
+        "summary"
+    ]
     assert {"aborts mid-decode": 14} == data["exercised"]
     assert ["MyStack", "Other"] == [one["subject"] for one in data["reports"]]
 
@@ -81,15 +107,24 @@ def test_verdicts_are_properties_of_the_junit_report(fake_runs: pytest.Pytester)
     assert 1 == text.count('<property name="rollproof_verdict" value="unknown"')
 
 
-@pytest.mark.parametrize("workers", [["-n0"], ["-n2"], ["-n2", "--dist=loadfile"], ["-p", "no:xdist"]])
-def test_workers_hand_over_and_the_controller_writes(fake_runs: pytest.Pytester, workers: list[str]) -> None:
-    """With no, two or absent workers the session ends with the same outcomes, one summary and one report; loadfile runs once."""
+@pytest.mark.parametrize(
+    "workers", [["-n0"], ["-n2"], ["-n2", "--dist=loadfile"], ["-p", "no:xdist"]]
+)
+def test_workers_hand_over_and_the_controller_writes(
+    fake_runs: pytest.Pytester, workers: list[str]
+) -> None:
+    """With no, two or absent workers the session ends with the same outcomes, one summary and one
+    report; loadfile runs once.
+    """
     fake_runs.makepyfile(suite(stitch_a="fail", stitch_b="unknown"))
     result = fake_runs.runpytest_subprocess("--rollproof-report=out.json", *workers)
 
     assert {"failed": 1, "unknown": 1, "passed": 2} == result.parseoutcomes()
     assert 1 == str(result.stdout).count("MyStack  [profile pr, seed 0, 12 cases]")
-    assert 1 == json.loads((fake_runs.path / "out.json").read_text(encoding="utf-8"))["summary"]["fail"]
+    assert (
+        1
+        == json.loads((fake_runs.path / "out.json").read_text(encoding="utf-8"))["summary"]["fail"]
+    )
     assert "-n2" in workers or 1 == len(runs(fake_runs))
     assert "--dist=loadfile" not in workers or 1 == len(runs(fake_runs))
 
@@ -116,7 +151,9 @@ def test_mine(rollproof_record):
 
 
 def test_recordings_appear_in_the_summary_and_the_report(pytester: pytest.Pytester) -> None:
-    """The fixture names a recording after its test, and hands its verdicts to the closing summary and the JSON report."""
+    """The fixture names a recording after its test, and hands its verdicts to the closing summary
+    and the JSON report.
+    """
     pytester.makepyfile(test_it=RECORDED.format(first=1))
     result = pytester.runpytest_inprocess("--rollproof-report=out.json")
     data = json.loads((pytester.path / "out.json").read_text(encoding="utf-8"))
@@ -128,7 +165,9 @@ def test_recordings_appear_in_the_summary_and_the_report(pytester: pytest.Pytest
 
 
 def test_a_faulty_recording_fails_its_test(pytester: pytest.Pytester) -> None:
-    """A finding fails the test that was recorded, with the finding's text, and is counted in the summary."""
+    """A finding fails the test that was recorded, with the finding's text, and is counted in the
+    summary.
+    """
     pytester.makepyfile(test_it=RECORDED.format(first=9))
     result = pytester.runpytest_inprocess()
 
@@ -138,11 +177,15 @@ def test_a_faulty_recording_fails_its_test(pytester: pytest.Pytester) -> None:
 
 
 def test_a_recording_is_limited_to_the_checks_of_the_session(pytester: pytest.Pytester) -> None:
-    """--rollproof-only limits recordings like every other item; where it leaves none, the test is skipped and nothing passes."""
+    """--rollproof-only limits recordings like every other item; where it leaves none, the test is
+    skipped and nothing passes.
+    """
     pytester.makepyfile(test_it=RECORDED.format(first=1))
     limited = pytester.runpytest_inprocess("--rollproof-only=stitch.prompt")
     others = pytester.runpytest_inprocess("--rollproof-only=replay", "-rs")
 
     assert "1 check: 1 pass, 0 fail" in summary(limited)
     others.assert_outcomes(skipped=1)
-    others.stdout.fnmatch_lines(["*no check of rollouts is among those that --rollproof-only names: replay"])
+    others.stdout.fnmatch_lines(
+        ["*no check of rollouts is among those that --rollproof-only names: replay"]
+    )

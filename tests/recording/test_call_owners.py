@@ -35,7 +35,9 @@ class Pooled(Client):
 
 
 def _twins(trace: Recording, *, name_calls: bool) -> None:
-    """Two rollouts of one prompt at once, whose calls a pool makes: the second begins when the first has made one call."""
+    """Two rollouts of one prompt at once, whose calls a pool makes: the second begins when the
+    first has made one call.
+    """
     first, second = threading.Event(), threading.Event()
     names = {id(first): "a", id(second): "b"}
 
@@ -44,14 +46,21 @@ def _twins(trace: Recording, *, name_calls: bool) -> None:
             engine = Engine()
 
             def call(prompt: list[int], budget: int) -> EngineCall:
-                return EngineCall(prompt_ids=tuple(prompt), max_tokens=budget, request_id=names[id(event)] if name_calls else None)
+                return EngineCall(
+                    prompt_ids=tuple(prompt),
+                    max_tokens=budget,
+                    request_id=names[id(event)] if name_calls else None,
+                )
 
             def answer(prompt: list[int], budget: int) -> dict[str, Any]:
                 found = engine.generate(prompt, budget)
                 if event is first:
                     first.set()
                     assert second.wait(5)
-                return {**found, "ids": [token + (100 if event is second else 0) for token in found["ids"]]}
+                return {
+                    **found,
+                    "ids": [token + (100 if event is second else 0) for token in found["ids"]],
+                }
 
             client = Client(engine)
             client.generate = trace.engine(answer, to_call=call, to_output=to_output)
@@ -79,13 +88,19 @@ def _twins(trace: Recording, *, name_calls: bool) -> None:
 
 @pytest.mark.parametrize("name_calls", [False, True])
 def test_calls_that_cannot_be_attributed_are_not_judged(name_calls: bool) -> None:
-    """Equal prompts and calls from threads without a context: the requests are unknown, unless calls name them; nobody is blamed."""
+    """Equal prompts and calls from threads without a context: the requests are unknown, unless
+    calls name them; nobody is blamed.
+    """
     with rollproof.record(CONTRACT, only=["stitch"]) as trace:
         _twins(trace, name_calls=name_calls)
     tokens = next(result for result in trace.report.results if result.id == "stitch.tokens")
 
     assert (Verdict.PASS if name_calls else Verdict.UNKNOWN) == tokens.verdict
-    assert name_calls or "of which cannot be told whether they are this request's: give `request_id`" in tokens.reason
+    assert (
+        name_calls
+        or "of which cannot be told whether they are this request's: give `request_id`"
+        in tokens.reason
+    )
 
 
 def test_distinct_prompts_are_attributed_from_any_thread() -> None:
@@ -99,7 +114,9 @@ def test_distinct_prompts_are_attributed_from_any_thread() -> None:
 
 
 def test_twins_of_a_group_are_told_by_their_contexts() -> None:
-    """Equal prompts are no trouble where each rollout makes its calls itself, or in tasks that it starts."""
+    """Equal prompts are no trouble where each rollout makes its calls itself, or in tasks that it
+    starts.
+    """
 
     async def run(trace: Recording, name: str, *, child: bool) -> None:
         engine = Engine()
@@ -118,7 +135,12 @@ def test_twins_of_a_group_are_told_by_their_contexts() -> None:
                 answers.append(await asyncio.create_task(call) if child else await call)
                 ids += answers[-1]["ids"]
             logprobs = [value for each in answers for value in each["logprobs"]]
-            return {"ids": ids, "logprobs": logprobs, "rows": answers[-1]["rows"], "reason": answers[-1]["reason"]}
+            return {
+                "ids": ids,
+                "logprobs": logprobs,
+                "rows": answers[-1]["rows"],
+                "reason": answers[-1]["reason"],
+            }
 
         def record(native: dict[str, Any]) -> Rollout:
             return replace(to_record([1, 2, 3])(native), request_id=name)
@@ -133,4 +155,6 @@ def test_twins_of_a_group_are_told_by_their_contexts() -> None:
         with rollproof.record(CONTRACT, only=["stitch.tokens"]) as trace:
             asyncio.run(both(trace, child=child))
         assert [Verdict.PASS] == [result.verdict for result in trace.report.results]
-        assert [()] * 4 == [event.candidates for event in trace.recorded.events if isinstance(event, Call)]
+        assert [()] * 4 == [
+            event.candidates for event in trace.recorded.events if isinstance(event, Call)
+        ]

@@ -14,11 +14,23 @@ from rollproof.core.trace import Call, Reply, Result, Submit
 from rollproof.errors import ConformanceError, ExpectationError, SubjectError, UsageError
 from rollproof.judging.checks import Verdict
 from rollproof.recording.recorder import EngineCall, Recording
-from tests.support.recorded import CONTRACT, Client, Engine, kinds, to_call, to_output, to_record, to_request, wired
+from tests.support.recorded import (
+    CONTRACT,
+    Client,
+    Engine,
+    kinds,
+    to_call,
+    to_output,
+    to_record,
+    to_request,
+    wired,
+)
 
 
 def test_a_correct_client_passes() -> None:
-    """Calls, replies and results are recorded in order, judged, and nothing is raised; the canary is planted and seen."""
+    """Calls, replies and results are recorded in order, judged, and nothing is raised; the canary
+    is planted and seen.
+    """
     with rollproof.record(CONTRACT) as trace:
         wired(trace, Client(Engine()), [1, 2, 3])([1, 2, 3])
 
@@ -43,8 +55,12 @@ def test_nothing_is_planted_where_nothing_is_clean() -> None:
 
 
 def test_a_faulty_client_raises_with_the_findings() -> None:
-    """The block ends with an AssertionError whose text has the finding; the return value reached the test before."""
-    with pytest.raises(ConformanceError, match=r"my test: \d+ checks: .*\n  FAIL  routes\.rows") as error:
+    """The block ends with an AssertionError whose text has the finding; the return value reached
+    the test before.
+    """
+    with pytest.raises(
+        ConformanceError, match=r"my test: \d+ checks: .*\n  FAIL  routes\.rows"
+    ) as error:
         with rollproof.record(CONTRACT, name="my test") as trace:
             native = wired(trace, Client(Engine(), repeat_rows=True), [1, 2, 3])([1, 2, 3])
 
@@ -54,7 +70,9 @@ def test_a_faulty_client_raises_with_the_findings() -> None:
 
 
 def test_async_code_and_parallel_requests_are_attributed() -> None:
-    """Coroutines are awaited as before; two rollouts at once keep their calls apart though neither names its request."""
+    """Coroutines are awaited as before; two rollouts at once keep their calls apart though neither
+    names its request.
+    """
 
     class AsyncClient(Client):
         async def run(self, prompt: list[int]) -> dict[str, Any]:
@@ -66,7 +84,11 @@ def test_async_code_and_parallel_requests_are_attributed() -> None:
         runs = []
         for client, prompt in zip(clients, ([1, 2, 3], [7, 8]), strict=True):
             client.generate = trace.engine(client.generate, to_call=to_call, to_output=to_output)
-            runs.append(trace.rollout(client.run, to_request=to_request, to_record=to_record(prompt))(prompt))
+            runs.append(
+                trace.rollout(client.run, to_request=to_request, to_record=to_record(prompt))(
+                    prompt
+                )
+            )
         await asyncio.gather(*runs)
 
     with rollproof.record(CONTRACT) as trace:
@@ -79,7 +101,9 @@ def test_async_code_and_parallel_requests_are_attributed() -> None:
 
 
 def test_a_handle_that_returns_an_awaitable_is_recorded_when_it_is_awaited() -> None:
-    """`handle.method.remote(...)` is a plain function that returns an awaitable: the reply is recorded once it is there."""
+    """`handle.method.remote(...)` is a plain function that returns an awaitable: the reply is
+    recorded once it is there.
+    """
 
     def remote(prompt: list[int], budget: int) -> Any:
         future = asyncio.get_running_loop().create_future()
@@ -97,7 +121,9 @@ def test_a_handle_that_returns_an_awaitable_is_recorded_when_it_is_awaited() -> 
 
 
 def test_what_the_stack_raises_is_recorded_and_goes_on() -> None:
-    """A rollout that raises ends its request with the error; an engine call that raises stays without a reply."""
+    """A rollout that raises ends its request with the error; an engine call that raises stays
+    without a reply.
+    """
 
     def broken(prompt: list[int], budget: int) -> Any:
         raise ConnectionError("server gone")
@@ -110,18 +136,25 @@ def test_what_the_stack_raises_is_recorded_and_goes_on() -> None:
 
     assert ["submit", "call", "fault", "result"] == kinds(recording.recorded.events)
     assert isinstance(recording.recorded.events[-1], Result)
-    assert "ConnectionError: server gone (test_recorder.py:103, in broken)" == recording.recorded.events[-1].error
+    assert (
+        "ConnectionError: server gone (test_recorder.py:103, in broken)"
+        == recording.recorded.events[-1].error
+    )
 
 
 def test_a_block_that_records_nothing_is_an_error() -> None:
     """A recording that was not wired up cannot pass."""
-    with pytest.raises(UsageError, match=r"Nothing was recorded: wrap the rollout function with trace\.rollout"):
+    with pytest.raises(
+        UsageError, match=r"Nothing was recorded: wrap the rollout function with trace\.rollout"
+    ):
         with rollproof.record(CONTRACT):
             Client(Engine()).rollout([1, 2, 3])
 
 
 def test_expected_failures_are_strict() -> None:
-    """A listed fault does not raise; a listed check that passes does, and so does an id that does not exist."""
+    """A listed fault does not raise; a listed check that passes does, and so does an id that does
+    not exist.
+    """
     with pytest.raises(ConformanceError) as error:
         with rollproof.record(CONTRACT) as trace:
             wired(trace, Client(Engine(), repeat_rows=True), [1, 2, 3])([1, 2, 3])
@@ -142,7 +175,12 @@ async def _tokens() -> AsyncIterator[int]:
 
 
 def _ending(**fields: Any) -> Rollout:
-    whole = {"request_id": "r1", "prompt_ids": (1,), "response_ids": (2,), "finish_reason": FinishReason.STOP}
+    whole = {
+        "request_id": "r1",
+        "prompt_ids": (1,),
+        "response_ids": (2,),
+        "finish_reason": FinishReason.STOP,
+    }
     return Rollout(**{**whole, **fields})
 
 
@@ -152,7 +190,15 @@ def _called(trace: Recording, **fields: Any) -> None:
 
 
 def _answered(trace: Recording, **fields: Any) -> None:
-    output = EngineOutput(**{"token_ids": (1,), "logprobs": None, "routes": None, "finish_reason": FinishReason.STOP, **fields})
+    output = EngineOutput(
+        **{
+            "token_ids": (1,),
+            "logprobs": None,
+            "routes": None,
+            "finish_reason": FinishReason.STOP,
+            **fields,
+        }
+    )
     call = EngineCall(request_id="r1", prompt_ids=(1,), max_tokens=1)
     trace.engine(lambda: 1, to_call=lambda: call, to_output=lambda _: output)()
 
@@ -160,42 +206,106 @@ def _answered(trace: Recording, **fields: Any) -> None:
 @pytest.mark.parametrize(
     ("misuse", "error", "told"),
     [
-        (lambda trace: trace.submit(to_request([1])) or trace.submit(to_request([1])), UsageError, "Request 'r1' is already open"),
-        (lambda trace: trace.result(request_id="r1"), UsageError, "Request 'r1' ends but was never submitted: .* Open are none"),
+        (
+            lambda trace: trace.submit(to_request([1])) or trace.submit(to_request([1])),
+            UsageError,
+            "Request 'r1' is already open",
+        ),
+        (
+            lambda trace: trace.result(request_id="r1"),
+            UsageError,
+            "Request 'r1' ends but was never submitted: .* Open are none",
+        ),
         (
             lambda trace: trace.submit(to_request([1])) or trace.result(request_id="r2"),
             UsageError,
             r"Open are \['r1'\]",
         ),
-        (lambda trace: trace.submit(7), SubjectError, r"The caller of submit\(\) must return a Request, not int 7"),
+        (
+            lambda trace: trace.submit(7),
+            SubjectError,
+            r"The caller of submit\(\) must return a Request, not int 7",
+        ),
         (
             lambda trace: trace.submit(Request(request_id="r", prompt_ids=[1])),
             SubjectError,
             "prompt_ids must be a tuple of ints of 64 bits",
         ),
-        (lambda trace: trace.submit(Request(request_id=1, prompt_ids=(1,))), SubjectError, "request_id must be str, not 1"),
-        (lambda trace: trace.result(_ending(response_ids=None)), SubjectError, "response_ids must be a tuple of ints .*, not NoneType"),
-        (lambda trace: trace.result(_ending(logprobs=np.zeros((2, 2)))), SubjectError, "logprobs must be an array of rank 1 of floats"),
+        (
+            lambda trace: trace.submit(Request(request_id=1, prompt_ids=(1,))),
+            SubjectError,
+            "request_id must be str, not 1",
+        ),
+        (
+            lambda trace: trace.result(_ending(response_ids=None)),
+            SubjectError,
+            "response_ids must be a tuple of ints .*, not NoneType",
+        ),
+        (
+            lambda trace: trace.result(_ending(logprobs=np.zeros((2, 2)))),
+            SubjectError,
+            "logprobs must be an array of rank 1 of floats",
+        ),
         (
             lambda trace: trace.result(request_id=5),
             UsageError,
             r"result\(\) was called with a value that .* hold: request_id must",
         ),
-        (lambda trace: trace.pause("nope"), UsageError, r"pause\(\) takes one of the modes \['abort', .*\], not 'nope'"),
-        (lambda trace: trace.observation("a", 5), SubjectError, "token_ids must be a sequence of integers, not int 5"),
-        (lambda trace: trace.observation(7, [5]), UsageError, r"observation\(\) was called with a value .*: request_id must be str, not 7"),
-        (lambda trace: trace.weights(1.5), UsageError, r"weights\(\) was called with a value .*: version must be int or null or str"),
-        (lambda trace: trace.abort(None), UsageError, r"abort\(\) was called with a value .*: wanted must be str"),
-        (lambda trace: trace.resume(server=3), UsageError, r"resume\(\) was called with a value .*: server_id must be str"),
-        (lambda trace: _called(trace, sampling=[1]), SubjectError, "to_call returned an unusable EngineCall: sampling must be a mapping"),
-        (lambda trace: _called(trace, prompt_ids=None), SubjectError, "prompt_ids of to_call's EngineCall must be a sequence of integers"),
-        (lambda trace: _called(trace, max_tokens="4"), SubjectError, "unusable EngineCall: max_tokens must be"),
+        (
+            lambda trace: trace.pause("nope"),
+            UsageError,
+            r"pause\(\) takes one of the modes \['abort', .*\], not 'nope'",
+        ),
+        (
+            lambda trace: trace.observation("a", 5),
+            SubjectError,
+            "token_ids must be a sequence of integers, not int 5",
+        ),
+        (
+            lambda trace: trace.observation(7, [5]),
+            UsageError,
+            r"observation\(\) was called with a value .*: request_id must be str, not 7",
+        ),
+        (
+            lambda trace: trace.weights(1.5),
+            UsageError,
+            r"weights\(\) was called with a value .*: version must be int or null or str",
+        ),
+        (
+            lambda trace: trace.abort(None),
+            UsageError,
+            r"abort\(\) was called with a value .*: wanted must be str",
+        ),
+        (
+            lambda trace: trace.resume(server=3),
+            UsageError,
+            r"resume\(\) was called with a value .*: server_id must be str",
+        ),
+        (
+            lambda trace: _called(trace, sampling=[1]),
+            SubjectError,
+            "to_call returned an unusable EngineCall: sampling must be a mapping",
+        ),
+        (
+            lambda trace: _called(trace, prompt_ids=None),
+            SubjectError,
+            "prompt_ids of to_call's EngineCall must be a sequence of integers",
+        ),
+        (
+            lambda trace: _called(trace, max_tokens="4"),
+            SubjectError,
+            "unusable EngineCall: max_tokens must be",
+        ),
         (
             lambda trace: _answered(trace, token_ids=None),
             SubjectError,
             "to_output returned an unusable EngineOutput: token_ids must",
         ),
-        (lambda trace: _answered(trace, finish_reason="done"), SubjectError, "unusable EngineOutput: finish_reason must be one of"),
+        (
+            lambda trace: _answered(trace, finish_reason="done"),
+            SubjectError,
+            "unusable EngineOutput: finish_reason must be one of",
+        ),
         (
             lambda trace: trace.engine(7, to_call=to_call, to_output=to_output),
             UsageError,
@@ -204,29 +314,52 @@ def _answered(trace: Recording, **fields: Any) -> None:
         (
             lambda trace: trace.rollout(_tokens, to_request=to_request, to_record=len),
             UsageError,
-            r"rollout\(\) cannot record '_tokens': it is a generator\. Wrap the function that gathers its items",
+            (
+                r"rollout\(\) cannot record '_tokens': it is a generator\. Wrap the function that"
+                r" gathers its items"
+            ),
         ),
         (
-            lambda trace: trace.rollout(lambda prompt: _tokens(), to_request=to_request, to_record=len)([1]),
+            lambda trace: trace.rollout(
+                lambda prompt: _tokens(), to_request=to_request, to_record=len
+            )([1]),
             UsageError,
             "A call that is recorded returned a generator. Wrap the function",
         ),
         (lambda trace: trace.result(), UsageError, "result.. needs a rollout, or the request_id"),
-        (lambda trace: trace.report, UsageError, "The verdicts are there once the `with` block has ended"),
-        (lambda trace: trace.engine(len, to_call=lambda x: x, to_output=len)([1]), SubjectError, "to_call must return an EngineCall"),
         (
-            lambda trace: trace.engine(len, to_call=lambda x: EngineCall(prompt_ids=(1,), max_tokens=1), to_output=len)([1]),
+            lambda trace: trace.report,
+            UsageError,
+            "The verdicts are there once the `with` block has ended",
+        ),
+        (
+            lambda trace: trace.engine(len, to_call=lambda x: x, to_output=len)([1]),
+            SubjectError,
+            "to_call must return an EngineCall",
+        ),
+        (
+            lambda trace: trace.engine(
+                len, to_call=lambda x: EngineCall(prompt_ids=(1,), max_tokens=1), to_output=len
+            )([1]),
             UsageError,
             "An engine call cannot be attributed",
         ),
-        (lambda trace: trace.rollout(len, to_request=lambda x: x, to_record=len)([1]), SubjectError, "to_request must return a Request"),
+        (
+            lambda trace: trace.rollout(len, to_request=lambda x: x, to_record=len)([1]),
+            SubjectError,
+            "to_request must return a Request",
+        ),
         (
             lambda trace: trace.rollout(len, to_request=to_request, to_record=lambda n: n)([1]),
             SubjectError,
             "to_record must return a Rollout",
         ),
         (
-            lambda trace: trace.rollout(lambda p: Client(Engine()).rollout(p), to_request=to_request, to_record=to_record([9]))([1]),
+            lambda trace: trace.rollout(
+                lambda p: Client(Engine()).rollout(p),
+                to_request=to_request,
+                to_record=to_record([9]),
+            )([1]),
             SubjectError,
             "to_record returned the rollout of request 'r9' for request 'r1'",
         ),
@@ -240,7 +373,9 @@ def test_misuse_is_told(misuse: Any, error: type[Exception], told: str) -> None:
 
 def test_a_contract_is_required() -> None:
     """What the stack promises cannot be left out or replaced by something else."""
-    with pytest.raises(UsageError, match=r"record\(\) takes the Contract that the stack promises, not dict"):
+    with pytest.raises(
+        UsageError, match=r"record\(\) takes the Contract that the stack promises, not dict"
+    ):
         rollproof.record({})  # type: ignore[arg-type]
 
 
@@ -253,12 +388,16 @@ def test_what_happened_to_servers_can_be_told() -> None:
     recording.abort("r1")
     recording.observation("r1", [4, 5])
 
-    assert ["weights", "pause", "resume", "abort", "observation"] == kinds(recording.recorded.events)
+    assert ["weights", "pause", "resume", "abort", "observation"] == kinds(
+        recording.recorded.events
+    )
 
 
 @pytest.mark.parametrize("wanted", ["r1", "handle-7", "*"])
 def test_an_abort_that_was_told_is_not_held_against_the_call_that_it_ended(wanted: str) -> None:
-    """A recording does not know which calls an abort found, so it blames nobody for those that ended."""
+    """A recording does not know which calls an abort found, so it blames nobody for those that
+    ended.
+    """
     with rollproof.record(CONTRACT) as trace:
         client = Client(Engine())
         answer = client.generate
@@ -268,17 +407,28 @@ def test_an_abort_that_was_told_is_not_held_against_the_call_that_it_ended(wante
             return answer(prompt, budget)
 
         client.generate = trace.engine(aborted, to_call=to_call, to_output=to_output)
-        trace.rollout(client.rollout, to_request=to_request, to_record=to_record([1, 2, 3]))([1, 2, 3])
+        trace.rollout(client.rollout, to_request=to_request, to_record=to_record([1, 2, 3]))(
+            [1, 2, 3]
+        )
 
     assert trace.report is not None
     assert () == trace.report.failed
-    assert Verdict.UNKNOWN == next(result.verdict for result in trace.report.results if result.id == "lifecycle.abort-hits-target")
+    assert Verdict.UNKNOWN == next(
+        result.verdict
+        for result in trace.report.results
+        if result.id == "lifecycle.abort-hits-target"
+    )
 
 
 def test_threads_may_record_at_once() -> None:
     """Events of many threads get distinct, consecutive indexes."""
     recording = Recording(CONTRACT)
-    threads = [threading.Thread(target=lambda n=n: recording.submit(Request(request_id=f"r{n}", prompt_ids=(n,)))) for n in range(40)]
+    threads = [
+        threading.Thread(
+            target=lambda n=n: recording.submit(Request(request_id=f"r{n}", prompt_ids=(n,)))
+        )
+        for n in range(40)
+    ]
     for thread in threads:
         thread.start()
     for thread in threads:
@@ -300,7 +450,9 @@ def test_the_reply_is_stamped_behind_its_call() -> None:
 
 def test_requests_that_never_end_are_told() -> None:
     """What the block left open would go unjudged without a word."""
-    with pytest.raises(UsageError, match=r"Requests \['r1'\] were submitted and never ended within the block"):
+    with pytest.raises(
+        UsageError, match=r"Requests \['r1'\] were submitted and never ended within the block"
+    ):
         with rollproof.record(CONTRACT) as trace:
             trace.submit(to_request([1]))
 

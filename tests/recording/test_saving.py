@@ -41,8 +41,12 @@ def test_a_place_that_cannot_be_written_to_is_told_before_the_block(tmp_path: Pa
     assert 6 == len(list(open_trace(tmp_path / "deep" / "trace.json")))
 
 
-def test_a_place_that_breaks_during_the_block_hides_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The block's own exception, and the findings, are raised as ever, with a note; alone, the trouble is raised. The trace is kept."""
+def test_a_place_that_breaks_during_the_block_hides_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The block's own exception, and the findings, are raised as ever, with a note; alone, the
+    trouble is raised. The trace is kept.
+    """
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
 
     def run(*, faulty: bool, broken: bool) -> None:
@@ -55,8 +59,12 @@ def test_a_place_that_breaks_during_the_block_hides_nothing(tmp_path: Path, monk
     with pytest.raises(ZeroDivisionError) as error:
         run(faulty=False, broken=True)
     (kept,) = tmp_path.glob("rollproof-*/trace.json")
-    assert [f"The recorded trace could not be saved in its place: FileExistsError: [Errno 17] File exists: '{tmp_path}/out'"] == [
-        note.removeprefix("rollproof: ").partition(". It was kept as ")[0] for note in error.value.__notes__
+    assert [
+        "The recorded trace could not be saved in its place: FileExistsError: [Errno 17] File"
+        f" exists: '{tmp_path}/out'"
+    ] == [
+        note.removeprefix("rollproof: ").partition(". It was kept as ")[0]
+        for note in error.value.__notes__
     ]
     assert 6 == len(list(open_trace(kept)))
     (tmp_path / "out").unlink()
@@ -64,5 +72,7 @@ def test_a_place_that_breaks_during_the_block_hides_nothing(tmp_path: Path, monk
         run(faulty=True, broken=False)
     assert "It was kept as " in findings.value.__notes__[0]
     (tmp_path / "out").unlink()
-    with pytest.raises(TraceError, match=r"could not be saved in its place: .* It was kept as .*trace\.json"):
+    with pytest.raises(
+        TraceError, match=r"could not be saved in its place: .* It was kept as .*trace\.json"
+    ):
         run(faulty=False, broken=False)

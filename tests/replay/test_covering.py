@@ -8,14 +8,25 @@ import pytest
 from rollproof.fakes.trainers.reference_layouts import MegatronLike
 from rollproof.layouts import Coding
 from rollproof.replay import covering
-from rollproof.replay.covering import CPU_RANKS, FACTORS, coverage, frozen_rows, layout_of, violated, world_size
+from rollproof.replay.covering import (
+    CPU_RANKS,
+    FACTORS,
+    coverage,
+    frozen_rows,
+    layout_of,
+    violated,
+    world_size,
+)
 
 ROWS = frozen_rows()
 
 
 def test_rows_are_sound_and_most_fit_a_cpu() -> None:
     """No row breaks a rule, each has every factor, and what fits a CPU takes 1, 2 or 4 ranks."""
-    assert {(): len(ROWS)} == {found: sum(violated(row) == found for row in ROWS) for found in {violated(row) for row in ROWS}}
+    assert {(): len(ROWS)} == {
+        found: sum(violated(row) == found for row in ROWS)
+        for found in {violated(row) for row in ROWS}
+    }
     assert all(set(FACTORS) == set(row) for row in ROWS)
     assert {1, 2, 4} >= {world_size(row) for row in ROWS if world_size(row) <= CPU_RANKS}
     assert sum(world_size(row) <= CPU_RANKS for row in ROWS) >= 20
@@ -30,9 +41,13 @@ def test_every_feasible_pair_is_held() -> None:
 
 
 def test_a_row_less_does_not_cover() -> None:
-    """The count is not vacuous: without its last row a pair is missing, and a rule that is broken is named."""
+    """The count is not vacuous: without its last row a pair is missing, and a rule that is broken
+    is named.
+    """
     assert coverage(ROWS[:-1], 2)[0] < coverage(ROWS, 2)[0]
-    assert ("chunks alternate between pipeline ranks (vpp > 1 needs pp > 1)",) == violated({**ROWS[0], "vpp": 2})
+    assert ("chunks alternate between pipeline ranks (vpp > 1 needs pp > 1)",) == violated(
+        {**ROWS[0], "vpp": 2}
+    )
 
 
 def test_the_frozen_rows_are_those_that_are_generated() -> None:
@@ -42,7 +57,9 @@ def test_the_frozen_rows_are_those_that_are_generated() -> None:
 
 @pytest.mark.parametrize("number", range(len(ROWS)))
 def test_a_row_is_laid_out_and_merged_back(number: int) -> None:
-    """Every rank and chunk gets what an independent implementation gives it, and together they hold each sample's rows once."""
+    """Every rank and chunk gets what an independent implementation gives it, and together they hold
+    each sample's rows once.
+    """
     layout = layout_of(ROWS[number])
     lengths = (9, 4)
     coding = Coding(samples=2, positions=9, columns=layout.columns, experts=64)

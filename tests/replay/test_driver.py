@@ -1,4 +1,6 @@
-"""Driving: what a subject does is recorded, what it does not offer is skipped with the reason, what is no subject is refused."""
+"""Driving: what a subject does is recorded, what it does not offer is skipped with the reason, what
+is no subject is refused.
+"""
 
 from __future__ import annotations
 
@@ -32,7 +34,9 @@ def steps(trace: Trace) -> dict[str, Step]:
 
 def test_one_seed_gives_one_trace() -> None:
     """A run is repeatable, event for event; another seed draws other random episodes."""
-    first, second = (repr(record_replay(ReplayTrainer, only=["drift", "placement"]).events) for _ in range(2))
+    first, second = (
+        repr(record_replay(ReplayTrainer, only=["drift", "placement"]).events) for _ in range(2)
+    )
     other = record_replay(ReplayTrainer, profile="nightly", seed=1, only=["random 1.0"])
 
     assert first == second
@@ -52,12 +56,17 @@ def test_every_episode_begins_with_a_fresh_subject() -> None:
 
 
 def test_a_self_replay_replays_what_the_spy_saw() -> None:
-    """The routes of a self-replay are the native choices, cut to the contract's rows; dense columns stay empty."""
+    """The routes of a self-replay are the native choices, cut to the contract's rows; dense columns
+    stay empty.
+    """
     trace = record_replay(Recording, only=["self-replay"])
     asked = steps(trace)
     calls = [event for event in trace.events if isinstance(event, Routing)]
     first = next(call for call in calls if call.layer == 2)
-    native = {(int(s), int(p)): sorted(row) for s, p, row in zip(first.samples, first.positions, first.experts.tolist(), strict=True)}
+    native = {
+        (int(s), int(p)): sorted(row)
+        for s, p, row in zip(first.samples, first.positions, first.experts.tolist(), strict=True)
+    }
     replayed = asked["self-replay"].samples
 
     for (number, position), experts in native.items():
@@ -85,7 +94,9 @@ class _Bare:
         ("router fused", "replay on the router fused", "the subject has no variants"),
     ],
 )
-def test_what_a_subject_lacks_is_skipped_with_the_reason(episode: str, step: str, reason: str) -> None:
+def test_what_a_subject_lacks_is_skipped_with_the_reason(
+    episode: str, step: str, reason: str
+) -> None:
     """Nothing is asked of a subject that it does not offer, and the trace says why."""
     assert reason in outcomes(record_replay(_Bare, only=[episode]))[step].skipped
 
@@ -101,11 +112,16 @@ def test_steps_that_build_on_a_failed_one_are_skipped() -> None:
 
     found = outcomes(record_replay(Failing, only=["self-replay"]))
     assert "MemoryError: out of memory" == found["native"].error
-    assert "step 'native', whose routes it takes, did not run to its end" == found["self-replay"].skipped
+    assert (
+        "step 'native', whose routes it takes, did not run to its end"
+        == found["self-replay"].skipped
+    )
 
 
 def test_a_wrapped_failure_is_known_again() -> None:
-    """The harness's own failure is told apart, also where a trainer wraps it in an error of its own."""
+    """The harness's own failure is told apart, also where a trainer wraps it in an error of its
+    own.
+    """
 
     class Wrapping(ReplayTrainer):
         def work(self, step: Step, spy: Spy) -> Outcome:
@@ -120,7 +136,11 @@ def test_a_wrapped_failure_is_known_again() -> None:
 
 def test_residue_is_told_after_every_step() -> None:
     """What is left is recorded under the step's name, with its counts."""
-    left = [event for event in record_replay(ReplayTrainer, only=["evaluation"]).events if isinstance(event, Residue)]
+    left = [
+        event
+        for event in record_replay(ReplayTrainer, only=["evaluation"]).events
+        if isinstance(event, Residue)
+    ]
 
     assert 7 == len(left) and all({0} == set(one.left.values()) for one in left)
 
@@ -132,13 +152,17 @@ def test_floating_point_routes_are_given_and_whole_ones_recorded() -> None:
     class Looking(ReplayTrainer):
         def check(self, step: Step) -> None:
             if step.defect is Defect.FLOAT:
-                given.extend(sample.routes.dtype.name for sample in step.samples if sample.routes is not None)
+                given.extend(
+                    sample.routes.dtype.name for sample in step.samples if sample.routes is not None
+                )
             super().check(step)
 
     trace = record_replay(Looking, only=["bad routes"])
     step = steps(trace)["routes that are float"]
     assert ["uint8", "uint8", "float32", "uint8"] == given
-    assert {"uint8"} == {sample.routes.dtype.name for sample in step.samples if sample.routes is not None}
+    assert {"uint8"} == {
+        sample.routes.dtype.name for sample in step.samples if sample.routes is not None
+    }
 
 
 def test_what_a_trainer_writes_reaches_neither_trace_nor_next_step() -> None:
@@ -151,8 +175,13 @@ def test_what_a_trainer_writes_reaches_neither_trace_nor_next_step() -> None:
                 sample.loss_mask[:] = 0
 
     trace = record_replay(Writing, only=["placement"])
-    assert ("loss_mask of r0", "loss_mask of r1", "loss_mask of r2", "loss_mask of r3") == outcomes(trace)["first batch"].changed
-    assert all(sample.loss_mask is not None and sample.loss_mask.all() for sample in steps(trace)["first batch"].samples)
+    assert ("loss_mask of r0", "loss_mask of r1", "loss_mask of r2", "loss_mask of r3") == outcomes(
+        trace
+    )["first batch"].changed
+    assert all(
+        sample.loss_mask is not None and sample.loss_mask.all()
+        for sample in steps(trace)["first batch"].samples
+    )
 
 
 def _raising(error: BaseException) -> Callable[..., Any]:
@@ -165,12 +194,24 @@ def _raising(error: BaseException) -> Callable[..., Any]:
 @pytest.mark.parametrize(
     ("method", "error", "step", "reason"),
     [
-        ("set_weights", NotImplementedError("no noise"), "native, drifted", "no weights number 1: NotImplementedError: no noise"),
-        ("variant", KeyError("fused"), "replay on the router fused", "the subject has no variant 'fused': KeyError"),
+        (
+            "set_weights",
+            NotImplementedError("no noise"),
+            "native, drifted",
+            "no weights number 1: NotImplementedError: no noise",
+        ),
+        (
+            "variant",
+            KeyError("fused"),
+            "replay on the router fused",
+            "the subject has no variant 'fused': KeyError",
+        ),
         ("variant", UnsupportedStep("not here"), "replay on the router fused", "not here"),
     ],
 )
-def test_ways_to_say_that_something_is_not_offered(method: str, error: Exception, step: str, reason: str) -> None:
+def test_ways_to_say_that_something_is_not_offered(
+    method: str, error: Exception, step: str, reason: str
+) -> None:
     """UnsupportedStep, and what Python itself has for it, skip the step."""
     made = type("Made", (ReplayTrainer,), {method: _raising(error)})
 
@@ -178,8 +219,12 @@ def test_ways_to_say_that_something_is_not_offered(method: str, error: Exception
 
 
 def test_a_router_may_be_refused_while_its_model_is_made() -> None:
-    """An option that replay cannot go with is refused in the constructor: that is an error of the step."""
-    made = type("Made", (ReplayTrainer,), {"variant": _raising(ValueError("switch moe_router_fusion off"))})
+    """An option that replay cannot go with is refused in the constructor: that is an error of the
+    step.
+    """
+    made = type(
+        "Made", (ReplayTrainer,), {"variant": _raising(ValueError("switch moe_router_fusion off"))}
+    )
 
     assert (
         "ValueError: switch moe_router_fusion off"
@@ -190,20 +235,49 @@ def test_a_router_may_be_refused_while_its_model_is_made() -> None:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"run": lambda self, step, spy: {"loss": 1.0}}, r"Made.run must return an Outcome .*, not dict"),
-        ({"run": lambda self, step, spy: Outcome(step="", gates={"a": np.ones(9)})}, "unusable Outcome for step 'native': ValueError"),  # type: ignore[dict-item]
+        (
+            {"run": lambda self, step, spy: {"loss": 1.0}},
+            r"Made.run must return an Outcome .*, not dict",
+        ),
+        (
+            {"run": lambda self, step, spy: Outcome(step="", gates={"a": np.ones(9)})},
+            "unusable Outcome for step 'native': ValueError",
+        ),  # type: ignore[dict-item]
         (
             {"run": lambda self, step, spy: Outcome(step="", gates={0: np.ones((8, 6))})},
-            r"unusable Outcome for step 'native': ValueError: the gradient of 0 has the shape \(8, 6\): tell .*sketch\(gradient\)",
+            (
+                r"unusable Outcome for step 'native': ValueError: the gradient of 0 has the shape"
+                r" \(8, 6\): tell .*sketch\(gradient\)"
+            ),
         ),
-        ({"run": _raising(SystemExit(0))}, r"Made\.run ends the process \(SystemExit: 0\): raise an exception instead"),
+        (
+            {"run": _raising(SystemExit(0))},
+            r"Made\.run ends the process \(SystemExit: 0\): raise an exception instead",
+        ),
         ({"__init__": _raising(SystemExit(0))}, "Made ends the process"),
         ({"residue": _raising(KeyError("gate"))}, r"Made\.residue raised KeyError: 'gate'\."),
         ({"stop": _raising(OSError("busy"))}, r"Made\.stop raised OSError: busy\."),
-        ({"run": lambda self, step, spy: (spy.extend([None]), ReplayTrainer.run(self, step, spy))[1]}, "gave its spy a NoneType"),
-        ({"residue": lambda self: {"targets": 0.5}}, "Made.residue must return a mapping from names to whole numbers"),
-        ({"set_weights": _raising(ValueError("shape"))}, r"Made could not set weights number 1, nudged by 0.0: ValueError: shape\. What"),
-        ({"variant": lambda self, name: 3}, r"Made.variant\('fused'\) must return a ReplaySubject, not int"),
+        (
+            {
+                "run": lambda self, step, spy: (
+                    spy.extend([None]),
+                    ReplayTrainer.run(self, step, spy),
+                )[1]
+            },
+            "gave its spy a NoneType",
+        ),
+        (
+            {"residue": lambda self: {"targets": 0.5}},
+            "Made.residue must return a mapping from names to whole numbers",
+        ),
+        (
+            {"set_weights": _raising(ValueError("shape"))},
+            r"Made could not set weights number 1, nudged by 0.0: ValueError: shape\. What",
+        ),
+        (
+            {"variant": lambda self, name: 3},
+            r"Made.variant\('fused'\) must return a ReplaySubject, not int",
+        ),
         ({"contract": None}, "no ReplaySubject: it needs a `contract` with replay terms"),
         ({"run": None}, "a method `run"),
         ({"__init__": _raising(OSError("no model"))}, "Made could not be made: OSError: no model"),
@@ -221,16 +295,27 @@ def test_what_is_no_subject_is_told(changes: dict[str, Any], message: str) -> No
 def test_counts_of_numpy_are_counts() -> None:
     """A residue may be summed by numpy; the trace holds whole numbers of Python."""
     made = type("Made", (ReplayTrainer,), {"residue": lambda self: {"targets": np.int64(0)}})
-    left = [event.left for event in record_replay(made, only=["self-replay"]).events if isinstance(event, Residue)]
+    left = [
+        event.left
+        for event in record_replay(made, only=["self-replay"]).events
+        if isinstance(event, Residue)
+    ]
 
-    assert left and all({"targets": int} == {name: type(number) for name, number in one.items()} for one in left)
+    assert left and all(
+        {"targets": int} == {name: type(number) for name, number in one.items()} for one in left
+    )
 
 
 def test_errors_of_rollproofs_own_replay_code_are_outcomes() -> None:
-    """`hf_replay` and its like refuse routes by rollproof's errors: a subject built on them refuses, too."""
+    """`hf_replay` and its like refuse routes by rollproof's errors: a subject built on them
+    refuses, too.
+    """
     made = type("Made", (ReplayTrainer,), {"check": _raising(RoutesError("2 rows for 7 tokens"))})
 
-    assert "RoutesError: 2 rows for 7 tokens" == outcomes(record_replay(made, only=["bad routes"]))["routes that are short"].error
+    assert (
+        "RoutesError: 2 rows for 7 tokens"
+        == outcomes(record_replay(made, only=["bad routes"]))["routes that are short"].error
+    )
 
 
 def test_an_async_subject_is_driven_alike() -> None:
@@ -240,15 +325,23 @@ def test_an_async_subject_is_driven_alike() -> None:
         async def run(self, step: Step, spy: Spy) -> Outcome:  # type: ignore[override]
             return ReplayTrainer.run(self, step, spy)
 
-    one, other = (outcomes(record_replay(made, only=["placement"])) for made in (Async, ReplayTrainer))
-    assert [outcome.loss for outcome in other.values()] == [outcome.loss for outcome in one.values()]
+    one, other = (
+        outcomes(record_replay(made, only=["placement"])) for made in (Async, ReplayTrainer)
+    )
+    assert [outcome.loss for outcome in other.values()] == [
+        outcome.loss for outcome in one.values()
+    ]
 
 
 def test_a_captured_prefix_is_cut() -> None:
     """Where payloads may end early, a step gives the first rows alone."""
     asked = steps(record_replay(CapturedPrefix, only=["placement"]))
 
-    assert {2} == {len(sample.routes) for sample in asked["a captured prefix"].samples if sample.routes is not None}
+    assert {2} == {
+        len(sample.routes)
+        for sample in asked["a captured prefix"].samples
+        if sample.routes is not None
+    }
 
 
 def test_a_trace_is_run_again_from_its_header() -> None:
@@ -260,12 +353,18 @@ def test_a_trace_is_run_again_from_its_header() -> None:
 
 def test_episodes_that_do_not_exist_are_told() -> None:
     """A misspelt episode, or a header without any, is refused; the text lists those that exist."""
-    with pytest.raises(UsageError, match=r"no episodes \['self replay'\]; those of its contract are \['self-replay', 'drift'"):
+    with pytest.raises(
+        UsageError,
+        match=r"no episodes \['self replay'\]; those of its contract are \['self-replay', 'drift'",
+    ):
         record_replay(ReplayTrainer, only=["self replay"])
     header = record_replay(ReplayTrainer, only=["edges"]).header
     for case in (None, {"episodes": "edges"}, {"episodes": []}, {"episodes": [3]}):
         with pytest.raises(UsageError, match="names no episodes"):
-            record_again(ReplayTrainer, type(header)(subject="x", contract=header.contract, about="replay", case=case))
+            record_again(
+                ReplayTrainer,
+                type(header)(subject="x", contract=header.contract, about="replay", case=case),
+            )
 
 
 def test_a_subject_is_stopped_after_its_episode() -> None:
@@ -281,11 +380,17 @@ def test_a_subject_is_stopped_after_its_episode() -> None:
 
 
 def test_progress_names_each_step() -> None:
-    """A trainer that takes minutes for an episode is seen at work: which of how many episodes, and which step."""
+    """A trainer that takes minutes for an episode is seen at work: which of how many episodes, and
+    which step.
+    """
     heard: list[Progress] = []
     record_replay(_Bare, name="bare", only=["switching", "edges"], progress=heard.append)
     assert {(0, 2), (1, 2)} == {(one.done, one.total) for one in heard}
-    assert ["bare: switching, a fresh subject", "bare: switching, native", "bare: switching, replay"] == [one.what for one in heard][:3]
+    assert [
+        "bare: switching, a fresh subject",
+        "bare: switching, native",
+        "bare: switching, replay",
+    ] == [one.what for one in heard][:3]
 
 
 class _OtherNumbers(ReplayTrainer):
@@ -296,12 +401,23 @@ class _OtherNumbers(ReplayTrainer):
         try:
             return super().run(step, told)
         finally:
-            spy.extend(replace(one, experts=one.experts + 1000) if isinstance(one, Routing) else one for one in told.events)
+            spy.extend(
+                replace(one, experts=one.experts + 1000) if isinstance(one, Routing) else one
+                for one in told.events
+            )
 
 
 def test_choices_that_are_no_experts_are_not_replayed() -> None:
     """Steps that would replay them are skipped, with the reason; the others run."""
-    outcomes = {one.step: one for one in record_replay(_OtherNumbers, only=("drift",)).events if isinstance(one, Outcome)}
+    outcomes = {
+        one.step: one
+        for one in record_replay(_OtherNumbers, only=("drift",)).events
+        if isinstance(one, Outcome)
+    }
     reason = "a router of step 'native' chose expert 1007, and the contract declares 8 of them"
-    assert reason == outcomes["replay, drifted"].skipped == outcomes["replay of what was not chosen"].skipped
+    assert (
+        reason
+        == outcomes["replay, drifted"].skipped
+        == outcomes["replay of what was not chosen"].skipped
+    )
     assert outcomes["native, drifted"].done

@@ -1,4 +1,6 @@
-"""hf_replay where a router or its experts are of another build: adapted or copied as by PEFT, around a linear layer, called with more."""
+"""hf_replay where a router or its experts are of another build: adapted or copied as by PEFT,
+around a linear layer, called with more.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +11,9 @@ import pytest
 
 torch = pytest.importorskip("torch", reason="rollproof.replay.hf needs PyTorch")
 transformers = pytest.importorskip(
-    "transformers", minversion="5.24", reason="tried with 5.24; routers of DeepSeek-V3 up to 5.12 select outside of their forward"
+    "transformers",
+    minversion="5.24",
+    reason="tried with 5.24; routers of DeepSeek-V3 up to 5.12 select outside of their forward",
 )
 
 from rollproof.errors import RouterError  # noqa: E402
@@ -28,7 +32,9 @@ from tests.support.hf_models import (  # noqa: E402
 )
 
 pytestmark = [
-    pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning", "ignore::DeprecationWarning"),
+    pytest.mark.filterwarnings(
+        "ignore::UserWarning", "ignore::FutureWarning", "ignore::DeprecationWarning"
+    ),
     pytest.mark.usefixtures("quiet_transformers"),
 ]
 
@@ -45,7 +51,9 @@ class Plus(torch.nn.Module):  # type: ignore[misc]
 
 
 class Adapted(torch.nn.Module):  # type: ignore[misc]
-    """As PEFT's ParamWrapper: while what it is around is called, a parameter of that is computed, and kept from its first use on."""
+    """As PEFT's ParamWrapper: while what it is around is called, a parameter of that is computed,
+    and kept from its first use on.
+    """
 
     def __init__(self, base_layer: Any, name: str) -> None:
         super().__init__()
@@ -53,7 +61,10 @@ class Adapted(torch.nn.Module):  # type: ignore[misc]
         self.name = name
         inner = base_layer.base_layer if isinstance(base_layer, Adapted) else base_layer
         self.inner = [inner]
-        self.delta = torch.nn.Parameter(0.05 * torch.randn(getattr(inner, name).shape, generator=torch.Generator().manual_seed(3)))
+        self.delta = torch.nn.Parameter(
+            0.05
+            * torch.randn(getattr(inner, name).shape, generator=torch.Generator().manual_seed(3))
+        )
 
     def forward(self, *args: Any) -> Any:
         parametrize = torch.nn.utils.parametrize
@@ -90,8 +101,12 @@ def merged(model: Any, what: str) -> Any:
 
 @pytest.mark.parametrize("what", ["experts", "gate"])
 @pytest.mark.parametrize("reentrant", [None, False, True])
-def test_an_adapted_model_replays_as_the_merged_one(model: Any, what: str, reentrant: bool | None) -> None:
-    """Loss and gradients are those of the model with the same weights and no adapter, with and without checkpointing."""
+def test_an_adapted_model_replays_as_the_merged_one(
+    model: Any, what: str, reentrant: bool | None
+) -> None:
+    """Loss and gradients are those of the model with the same weights and no adapter, with and
+    without checkpointing.
+    """
     adapt(model, what)
     plain = merged(model, what)
     routes = recorded(plain).flip(0)
@@ -103,14 +118,20 @@ def test_an_adapted_model_replays_as_the_merged_one(model: Any, what: str, reent
 
     assert value == found
     if what == "gate":
-        gates = {name.replace(".delta", ".weight"): one for name, one in all_gradients.items() if name.endswith("gate.delta")}
+        gates = {
+            name.replace(".delta", ".weight"): one
+            for name, one in all_gradients.items()
+            if name.endswith("gate.delta")
+        }
         assert 3 == len(gates)
         assert same({name: expected[name] for name in gates}, gates)
     assert_untouched(model)
 
 
 def test_the_trial_does_not_cost_the_first_step_its_gradient(model: Any) -> None:
-    """A weight that is computed once per call is computed with its graph, whatever a router is tried on besides."""
+    """A weight that is computed once per call is computed with its graph, whatever a router is
+    tried on besides.
+    """
     adapt(model, "gate")
     routers = find_routers(model)
     assert all(router.path.endswith("mlp.gate.base_layer") for router in routers.all)
@@ -127,10 +148,20 @@ def _gradients(model: Any, routers: Any) -> dict[str, Any]:
 
 
 def test_a_copy_of_a_block_is_refused(model: Any) -> None:
-    """Where a layer holds a block and a trained copy of it, both are named: which one runs is not looked up."""
+    """Where a layer holds a block and a trained copy of it, both are named: which one runs is not
+    looked up.
+    """
     layer = model.model.layers[1]
-    layer.mlp = torch.nn.ModuleDict({"original_module": layer.mlp, "copy": tiny_model("qwen3_moe").model.layers[1].mlp})
-    with pytest.raises(RouterError, match=r"Layer 1 of .* has two routers, model.layers.1.mlp.original_module.gate and .*copy.gate"):
+    layer.mlp = torch.nn.ModuleDict(
+        {"original_module": layer.mlp, "copy": tiny_model("qwen3_moe").model.layers[1].mlp}
+    )
+    with pytest.raises(
+        RouterError,
+        match=(
+            r"Layer 1 of .* has two routers, model.layers.1.mlp.original_module.gate and"
+            r" .*copy.gate"
+        ),
+    ):
         find_routers(model)
 
 
@@ -138,12 +169,32 @@ def test_a_copy_of_a_block_is_refused(model: Any) -> None:
     ("family", "config"),
     [
         ("minimax_m2", {"num_local_experts": 8, "num_experts_per_tok": 2, "head_dim": 8}),
-        ("afmoe", {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 24, "head_dim": 8, "num_dense_layers": 1}),
-        ("gemma4_text", {"num_experts": 8, "top_k_experts": 2, "enable_moe_block": True, "moe_intermediate_size": 24, "head_dim": 8}),
+        (
+            "afmoe",
+            {
+                "num_experts": 8,
+                "num_experts_per_tok": 2,
+                "moe_intermediate_size": 24,
+                "head_dim": 8,
+                "num_dense_layers": 1,
+            },
+        ),
+        (
+            "gemma4_text",
+            {
+                "num_experts": 8,
+                "top_k_experts": 2,
+                "enable_moe_block": True,
+                "moe_intermediate_size": 24,
+                "head_dim": 8,
+            },
+        ),
     ],
 )
 def test_routers_of_another_build_replay(family: str, config: dict[str, Any]) -> None:
-    """One that is called with a bias, one around a linear layer, one whose sizes have other names: self-replay changes no bit."""
+    """One that is called with a bias, one around a linear layer, one whose sizes have other names:
+    self-replay changes no bit.
+    """
     relative = of_family(family, **config)
     native = loss(relative)
     native.backward()
@@ -181,6 +232,8 @@ def test_a_copied_router_replays_as_the_original(model: Any) -> None:
     assert value == found
     for n in range(3):
         gate = f"model.layers.{n}.mlp.gate"
-        assert torch.equal(expected[f"{gate}.weight"], all_gradients[f"{gate}.modules_to_save.default.weight"])
+        assert torch.equal(
+            expected[f"{gate}.weight"], all_gradients[f"{gate}.modules_to_save.default.weight"]
+        )
         assert f"{gate}.original_module.weight" not in all_gradients
     assert_untouched(model)

@@ -1,4 +1,6 @@
-"""NeMo Automodel's gate and its RouterReplay in a tiny model, judged as a trainer: what the track record says of them."""
+"""NeMo Automodel's gate and its RouterReplay in a tiny model, judged as a trainer: what the track
+record says of them.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,9 @@ import pytest
 
 torch = pytest.importorskip("torch", reason="NeMo Automodel needs PyTorch")
 pytest.importorskip(
-    "transformers", minversion="5.24", reason="tried with 5.24; routers of DeepSeek-V3 up to 5.12 select outside of their forward"
+    "transformers",
+    minversion="5.24",
+    reason="tried with 5.24; routers of DeepSeek-V3 up to 5.12 select outside of their forward",
 )
 pytest.importorskip("nemo_automodel", reason="`pip install --no-deps nemo-automodel==0.7.0`")
 
@@ -31,11 +35,27 @@ from rollproof.replay.driver import record_replay  # noqa: E402
 from rollproof.replay.hf.hf_replay_trainer import HfTrainer  # noqa: E402
 from rollproof.replay.hf.hf_setups import Setup  # noqa: E402
 
-pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning", "ignore::DeprecationWarning")
+pytestmark = pytest.mark.filterwarnings(
+    "ignore::UserWarning", "ignore::FutureWarning", "ignore::DeprecationWarning"
+)
 
 DOCS = Path(__file__).parents[2] / "docs"
-SIZES = {"n_routed_experts": 8, "n_activated_experts": 2, "n_expert_groups": 1, "n_limited_groups": 1, "n_shared_experts": 0, "dim": 32}
-REST = {"inter_dim": 8, "moe_inter_dim": 8, "train_gate": True, "gate_bias_update_factor": 0.0, "aux_loss_coeff": 0.0, "route_scale": 1.0}
+SIZES = {
+    "n_routed_experts": 8,
+    "n_activated_experts": 2,
+    "n_expert_groups": 1,
+    "n_limited_groups": 1,
+    "n_shared_experts": 0,
+    "dim": 32,
+}
+REST = {
+    "inter_dim": 8,
+    "moe_inter_dim": 8,
+    "train_gate": True,
+    "gate_bias_update_factor": 0.0,
+    "aux_loss_coeff": 0.0,
+    "route_scale": 1.0,
+}
 
 
 class Gated(torch.nn.Module):  # type: ignore[misc]
@@ -43,7 +63,14 @@ class Gated(torch.nn.Module):  # type: ignore[misc]
 
     def __init__(self, weight: Any) -> None:
         super().__init__()
-        config = MoEConfig(**SIZES, **REST, score_func="softmax", softmax_before_topk=True, norm_topk_prob=True, enable_routing_replay=True)
+        config = MoEConfig(
+            **SIZES,
+            **REST,
+            score_func="softmax",
+            softmax_before_topk=True,
+            norm_topk_prob=True,
+            enable_routing_replay=True,
+        )
         self.inner = Gate(config)
         self.inner.weight = weight
 
@@ -58,13 +85,20 @@ class Gated(torch.nn.Module):  # type: ignore[misc]
 
 
 class AutomodelTrainer(HfTrainer):
-    """Qwen3-MoE with Automodel's gates; rows without a target get two experts, for RouterReplay knows no free rows."""
+    """Qwen3-MoE with Automodel's gates; rows without a target get two experts, for RouterReplay
+    knows no free rows.
+    """
 
     def __init__(self, setup: Setup) -> None:
         super().__init__(setup, replay=self.replayed)
         terms = self.contract.replay
         assert terms is not None
-        self.contract = replace(self.contract, replay=replace(terms, free_rows=FreeRows.DUMMY, tolerance=1e-4, models=(), unsupported=()))
+        self.contract = replace(
+            self.contract,
+            replay=replace(
+                terms, free_rows=FreeRows.DUMMY, tolerance=1e-4, models=(), unsupported=()
+            ),
+        )
 
     def _model(self, seed: int = 5) -> Any:
         model = super()._model(seed)
@@ -83,13 +117,20 @@ class AutomodelTrainer(HfTrainer):
 def red(**setup: Any) -> set[str]:
     torch.set_num_threads(1)
     trace = record_replay(lambda: AutomodelTrainer(Setup(**setup)), only=["full recompute"])
-    results = judge(trace, default_registry().select(["replay.forward", "replay.recompute", "replay.recompute-results"])).results
+    results = judge(
+        trace,
+        default_registry().select(
+            ["replay.forward", "replay.recompute", "replay.recompute-results"]
+        ),
+    ).results
     return {result.id for result in results if result.verdict is not Verdict.PASS}
 
 
 @pytest.mark.parametrize("reentrant", [False, True])
 def test_a_backward_pass_after_the_context_recomputes_natively(reentrant: bool) -> None:
-    """As its docstring shows it, the recompute routes by itself, in silence; with the backward pass in the context all is right."""
+    """As its docstring shows it, the recompute routes by itself, in silence; with the backward pass
+    in the context all is right.
+    """
     assert {"replay.recompute", "replay.recompute-results"} == red(late=True, reentrant=reentrant)
     assert set() == red(late=False, reentrant=reentrant)
 

@@ -10,23 +10,40 @@ import pytest
 
 torch = pytest.importorskip("torch", reason="rollproof.replay.hf needs PyTorch")
 transformers = pytest.importorskip(
-    "transformers", minversion="5.24", reason="tried with 5.24; routers of DeepSeek-V3 up to 5.12 select outside of their forward"
+    "transformers",
+    minversion="5.24",
+    reason="tried with 5.24; routers of DeepSeek-V3 up to 5.12 select outside of their forward",
 )
 
 from rollproof.errors import ReplayError  # noqa: E402
 from rollproof.replay.hf import find_routers, hf_record, hf_replay  # noqa: E402
 from rollproof.replay.hf.model_families import tiny_model  # noqa: E402
-from tests.support.hf_models import GOOD, IDS, ROWS, assert_untouched, checkpointing, drift, loss, recorded, spied, trained  # noqa: E402
+from tests.support.hf_models import (
+    GOOD,
+    IDS,
+    ROWS,
+    assert_untouched,
+    checkpointing,
+    drift,
+    loss,
+    recorded,
+    spied,
+    trained,
+)
 
 pytestmark = [
-    pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning", "ignore::DeprecationWarning"),
+    pytest.mark.filterwarnings(
+        "ignore::UserWarning", "ignore::FutureWarning", "ignore::DeprecationWarning"
+    ),
     pytest.mark.usefixtures("quiet_transformers"),
 ]
 
 
 @pytest.mark.parametrize("place", ["forward", "recompute within", "recompute later"])
 def test_an_exception_leaves_nothing(model: Any, place: str) -> None:
-    """Whatever raises in the middle, in the context or in a later backward pass: the model is as before, and the next run is right."""
+    """Whatever raises in the middle, in the context or in a later backward pass: the model is as
+    before, and the next run is right.
+    """
     routes = recorded(model)
     expected = trained(model, routes)
     if place != "forward":
@@ -58,7 +75,9 @@ def test_an_exception_leaves_nothing(model: Any, place: str) -> None:
 
 
 def test_an_evaluation_in_between_is_native(model: Any) -> None:
-    """Without the context a model in eval mode routes by itself, and a context in eval mode replays."""
+    """Without the context a model in eval mode routes by itself, and a context in eval mode
+    replays.
+    """
     routes = recorded(model).flip(0)
     before = recorded(model.eval())
     with spied(model) as calls, hf_replay(model, routes), torch.no_grad():
@@ -76,12 +95,16 @@ def test_contexts_nest(model: Any) -> None:
             model(IDS, use_cache=False)
         model(IDS, use_cache=False)
 
-    assert [inner[:, 0].tolist(), outer[:, 0].tolist()] == [ids.tolist() for layer, ids in calls if layer == 0]
+    assert [inner[:, 0].tolist(), outer[:, 0].tolist()] == [
+        ids.tolist() for layer, ids in calls if layer == 0
+    ]
     assert_untouched(model)
 
 
 def test_other_models_are_untouched(model: Any) -> None:
-    """A critic or a reference of the same class, in the same process, routes by itself while the policy replays."""
+    """A critic or a reference of the same class, in the same process, routes by itself while the
+    policy replays.
+    """
     other = tiny_model("qwen3_moe", seed=7)
     expected = recorded(other)
     routes = recorded(model).flip(0)
@@ -127,8 +150,12 @@ def test_two_threads_replay_two_models_and_not_one(model: Any) -> None:
 
 
 @pytest.mark.parametrize("then", ["replay", "native"])
-def test_a_failed_backward_pass_that_autograd_lets_go_of_late(model: Any, monkeypatch: pytest.MonkeyPatch, then: str) -> None:
-    """On a GPU a backward pass runs in autograd's thread, which may hold a failed one for a while: the next run is right all the same."""
+def test_a_failed_backward_pass_that_autograd_lets_go_of_late(
+    model: Any, monkeypatch: pytest.MonkeyPatch, then: str
+) -> None:
+    """On a GPU a backward pass runs in autograd's thread, which may hold a failed one for a while:
+    the next run is right all the same.
+    """
     routes = recorded(model).flip(0)
     expected = trained(model, routes)[0], float(loss(model))
     model.zero_grad()
@@ -144,7 +171,9 @@ def test_a_failed_backward_pass_that_autograd_lets_go_of_late(model: Any, monkey
     with hf_replay(model, routes):
         value = loss(model)
     with monkeypatch.context() as patch:
-        patch.setattr("rollproof.replay.hf.passes.weakref.finalize", lambda *_: None)  # nobody ever lets go of it
+        patch.setattr(
+            "rollproof.replay.hf.passes.weakref.finalize", lambda *_: None
+        )  # nobody ever lets go of it
         raised: list[BaseException] = []
 
         def backward() -> None:
@@ -161,7 +190,9 @@ def test_a_failed_backward_pass_that_autograd_lets_go_of_late(model: Any, monkey
         hook.remove()
     model.gradient_checkpointing_disable()
     model.zero_grad()
-    assert (expected[0] if then == "replay" else expected[1]) == (trained(model, routes)[0] if then == "replay" else float(loss(model)))
+    assert (expected[0] if then == "replay" else expected[1]) == (
+        trained(model, routes)[0] if then == "replay" else float(loss(model))
+    )
     assert_untouched(model)
 
 
@@ -186,29 +217,44 @@ def test_a_pass_is_entered_once(model: Any) -> None:
 
 
 def test_a_second_forward_is_refused(model: Any) -> None:
-    """Two microbatches of as many rows in one context: the second would execute the routes of the first, without an error."""
+    """Two microbatches of as many rows in one context: the second would execute the routes of the
+    first, without an error.
+    """
 
     def twice() -> None:
         with hf_replay(model, GOOD):
             loss(model)
             loss(model, IDS.flip(0))
 
-    with pytest.raises(ReplayError, match="called a second time in one context, whose routes are those of one forward"):
+    with pytest.raises(
+        ReplayError,
+        match="called a second time in one context, whose routes are those of one forward",
+    ):
         twice()
     assert_untouched(model)
 
 
 def test_a_replay_in_a_recording_records_nothing_and_says_so(model: Any) -> None:
     """The inner context counts, so that the outer one has nothing: either way round it is told."""
-    with pytest.raises(ReplayError, match="Nothing was recorded, for no router was called"), hf_record(model), hf_replay(model, GOOD):
+    with (
+        pytest.raises(ReplayError, match="Nothing was recorded, for no router was called"),
+        hf_record(model),
+        hf_replay(model, GOOD),
+    ):
         loss(model)
-    with pytest.raises(ReplayError, match="ran in a context within it"), hf_replay(model, GOOD), hf_record(model):
+    with (
+        pytest.raises(ReplayError, match="ran in a context within it"),
+        hf_replay(model, GOOD),
+        hf_record(model),
+    ):
         loss(model)
     assert_untouched(model)
 
 
 def test_a_forward_that_others_put_around_is_left_to_them(model: Any) -> None:
-    """A profiler that wraps a router's forward within the context and goes on: routes end with the context all the same."""
+    """A profiler that wraps a router's forward within the context and goes on: routes end with the
+    context all the same.
+    """
     gate = model.model.layers[0].mlp.gate
     expected = float(loss(model).detach())
     calls = []
@@ -234,7 +280,9 @@ def test_a_recording_wants_one_forward(model: Any) -> None:
 
 
 def test_router_logits_stay_raw_and_other_hooks_work(model: Any) -> None:
-    """`output_router_logits` under replay gives the live logits, and the auxiliary loss has a gradient in recompute, too."""
+    """`output_router_logits` under replay gives the live logits, and the auxiliary loss has a
+    gradient in recompute, too.
+    """
     routes = recorded(model)
     drift(model)
     checkpointing(model, reentrant=False)

@@ -21,47 +21,89 @@ DOCS = Path(__file__).parents[2] / "docs"
 def test_the_page_shows_the_code_that_is_run() -> None:
     """Each piece of the trainer on the page is a piece of the example."""
     example = (DOCS / "example" / "hf_trainer.py").read_text(encoding="utf-8")
-    pieces = re.findall(r"```python\n(.*?)```", (DOCS / "replay-hf.md").read_text(encoding="utf-8"), re.DOTALL)
+    pieces = re.findall(
+        r"```python\n(.*?)```", (DOCS / "replay-hf.md").read_text(encoding="utf-8"), re.DOTALL
+    )
     assert len(pieces) >= 3
-    assert [] == [piece for piece in pieces[1:] if piece not in example and "def my_replay" not in piece]
+    assert [] == [
+        piece for piece in pieces[1:] if piece not in example and "def my_replay" not in piece
+    ]
 
 
 def test_the_loop_on_the_page_trains() -> None:
     """The first piece, a whole training loop, runs as it stands."""
     pytest.importorskip("torch", reason="rollproof.replay.hf needs PyTorch")
     pytest.importorskip(
-        "transformers", minversion="5.24", reason="tried with 5.24; routers of DeepSeek-V3 up to 5.12 select outside of their forward"
+        "transformers",
+        minversion="5.24",
+        reason="tried with 5.24; routers of DeepSeek-V3 up to 5.12 select outside of their forward",
     )
-    loop = re.search(r"```python\n(.*?)```", (DOCS / "replay-hf.md").read_text(encoding="utf-8"), re.DOTALL)
+    loop = re.search(
+        r"```python\n(.*?)```", (DOCS / "replay-hf.md").read_text(encoding="utf-8"), re.DOTALL
+    )
     assert loop is not None
-    done = subprocess.run([sys.executable, "-W", "ignore", "-c", loop[1]], capture_output=True, text=True, timeout=300, check=False)
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", loop[1]],
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
     assert (0, "") == (done.returncode, done.stdout), done.stderr[-2000:]
 
 
-@pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::UserWarning", "ignore::DeprecationWarning")
+@pytest.mark.filterwarnings(
+    "ignore::FutureWarning", "ignore::UserWarning", "ignore::DeprecationWarning"
+)
 def test_code_of_ones_own_is_judged_as_the_page_says(tmp_path: Path) -> None:
     """The last piece is a whole module; its trainer runs an episode and replays what it is given."""
     torch = pytest.importorskip("torch", reason="rollproof.replay.hf needs PyTorch")
     pytest.importorskip(
-        "transformers", minversion="5.24", reason="tried with 5.24; routers of DeepSeek-V3 up to 5.12 select outside of their forward"
+        "transformers",
+        minversion="5.24",
+        reason="tried with 5.24; routers of DeepSeek-V3 up to 5.12 select outside of their forward",
     )
-    pieces = re.findall(r"```python\n(.*?)```", (DOCS / "replay-hf.md").read_text(encoding="utf-8"), re.DOTALL)
-    (tmp_path / "mine.py").write_text(next(piece for piece in pieces if "def my_replay" in piece), encoding="utf-8")
-    trace = record_replay(runpy.run_path(str(tmp_path / "mine.py"))["trainer"], only=["self-replay"])
+    pieces = re.findall(
+        r"```python\n(.*?)```", (DOCS / "replay-hf.md").read_text(encoding="utf-8"), re.DOTALL
+    )
+    (tmp_path / "mine.py").write_text(
+        next(piece for piece in pieces if "def my_replay" in piece), encoding="utf-8"
+    )
+    trace = record_replay(
+        runpy.run_path(str(tmp_path / "mine.py"))["trainer"], only=["self-replay"]
+    )
 
     assert torch.get_num_threads() == 1
-    assert judge(trace, default_registry().select(["replay.forward"]))["replay.forward"].verdict is Verdict.PASS
+    assert (
+        judge(trace, default_registry().select(["replay.forward"]))["replay.forward"].verdict
+        is Verdict.PASS
+    )
 
 
 def test_the_example_keeps_every_promise() -> None:
-    """`rollproof verify --replay hf_trainer:HfTrainer`: nothing fails, nothing is unknown, the planted fault is seen."""
+    """`rollproof verify --replay hf_trainer:HfTrainer`: nothing fails, nothing is unknown, the
+    planted fault is seen.
+    """
     pytest.importorskip("torch", reason="rollproof.replay.hf needs PyTorch")
     pytest.importorskip(
-        "transformers", minversion="5.24", reason="tried with 5.24; routers of DeepSeek-V3 up to 5.12 select outside of their forward"
+        "transformers",
+        minversion="5.24",
+        reason="tried with 5.24; routers of DeepSeek-V3 up to 5.12 select outside of their forward",
     )
     command = "import torch; torch.set_num_threads(1); from rollproof.cli import main; main()"
     done = subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", command, "verify", "--replay", "hf_trainer:HfTrainer", "--json", "-"],
+        [
+            sys.executable,
+            "-W",
+            "ignore",
+            "-c",
+            command,
+            "verify",
+            "--replay",
+            "hf_trainer:HfTrainer",
+            "--json",
+            "-",
+        ],
         cwd=DOCS / "example",
         capture_output=True,
         text=True,
@@ -69,5 +111,9 @@ def test_the_example_keeps_every_promise() -> None:
         check=False,
     )
     report = json.loads(done.stdout)
-    verdicts = {check["id"]: check["reason"] for check in report["checks"] if check["verdict"] not in ("pass", "not applicable")}
+    verdicts = {
+        check["id"]: check["reason"]
+        for check in report["checks"]
+        if check["verdict"] not in ("pass", "not applicable")
+    }
     assert ({}, 0) == (verdicts, done.returncode), done.stderr[-2000:]

@@ -1,4 +1,6 @@
-"""hf_replay and hf_record on tiny models of every family: what is executed, and what the gradients are."""
+"""hf_replay and hf_record on tiny models of every family: what is executed, and what the gradients
+are.
+"""
 
 from __future__ import annotations
 
@@ -9,16 +11,31 @@ import pytest
 
 torch = pytest.importorskip("torch", reason="rollproof.replay.hf needs PyTorch")
 transformers = pytest.importorskip(
-    "transformers", minversion="5.24", reason="tried with 5.24; routers of DeepSeek-V3 up to 5.12 select outside of their forward"
+    "transformers",
+    minversion="5.24",
+    reason="tried with 5.24; routers of DeepSeek-V3 up to 5.12 select outside of their forward",
 )
 
 from rollproof.replay.hf import find_routers, hf_record, hf_replay  # noqa: E402
 from rollproof.replay.hf.model_families import FAMILIES, tiny_model  # noqa: E402
 from rollproof.replay.hf.router_formulas import fixed_selection  # noqa: E402
-from tests.support.hf_models import IDS, ROWS, assert_untouched, drift, gradients, loss, recorded, same, spied, trained  # noqa: E402
+from tests.support.hf_models import (
+    IDS,
+    ROWS,
+    assert_untouched,
+    drift,
+    gradients,
+    loss,
+    recorded,
+    same,
+    spied,
+    trained,
+)
 
 pytestmark = [
-    pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning", "ignore::DeprecationWarning"),
+    pytest.mark.filterwarnings(
+        "ignore::UserWarning", "ignore::FutureWarning", "ignore::DeprecationWarning"
+    ),
     pytest.mark.usefixtures("quiet_transformers"),
 ]
 
@@ -27,7 +44,9 @@ COMMON = [name for name in FAMILIES if not name.startswith(("qwen3_next", "qwen3
 
 @pytest.mark.parametrize("family", COMMON)
 def test_replay_of_the_models_own_choice_changes_no_bit(family: str) -> None:
-    """Loss and every gradient equal those of the run that was recorded; the recording run itself equals a native one."""
+    """Loss and every gradient equal those of the run that was recorded; the recording run itself
+    equals a native one.
+    """
     model = tiny_model(family).train()
     native = loss(model)
     native.backward()
@@ -46,19 +65,25 @@ def test_replay_of_the_models_own_choice_changes_no_bit(family: str) -> None:
 
 @pytest.mark.parametrize("family", sorted(set(FAMILIES) - set(COMMON)))
 def test_families_with_linear_attention_replay(family: str) -> None:
-    """Forward only, for they are slow on a CPU: every router executes routes that it did not choose."""
+    """Forward only, for they are slow on a CPU: every router executes routes that it did not
+    choose.
+    """
     model = tiny_model(family).eval()
     routes = recorded(model).flip(0)
 
     with spied(model) as calls, hf_replay(model, routes), torch.no_grad():
         model(IDS, use_cache=False)
 
-    assert [(n, routes[:, n].tolist()) for n in range(3)] == [(layer, ids.tolist()) for layer, ids in calls]
+    assert [(n, routes[:, n].tolist()) for n in range(3)] == [
+        (layer, ids.tolist()) for layer, ids in calls
+    ]
 
 
 @pytest.mark.parametrize("family", COMMON)
 def test_under_other_weights_the_recorded_experts_run(family: str) -> None:
-    """Every router executes its target where it would have chosen otherwise; results change, and every gate has a gradient."""
+    """Every router executes its target where it would have chosen otherwise; results change, and
+    every gate has a gradient.
+    """
     model = tiny_model(family).train()
     routes = recorded(model)
     drift(model)
@@ -69,7 +94,9 @@ def test_under_other_weights_the_recorded_experts_run(family: str) -> None:
         value, found = trained(model, routes)
 
     assert rerouted > 0.3
-    assert [(layer, routes[:, n].tolist()) for n, layer in enumerate(find_routers(model).layers)] == [(n, i.tolist()) for n, i in calls]
+    assert [
+        (layer, routes[:, n].tolist()) for n, layer in enumerate(find_routers(model).layers)
+    ] == [(n, i.tolist()) for n, i in calls]
     assert native != value
     gates = [found[f"{router.path}.weight"] for router in find_routers(model).all]
     assert all(float(gate.norm()) > 0 for gate in gates)
@@ -77,7 +104,9 @@ def test_under_other_weights_the_recorded_experts_run(family: str) -> None:
 
 @pytest.mark.parametrize("family", COMMON)
 def test_gradients_are_those_of_the_formula_with_the_selection_fixed(family: str) -> None:
-    """Under drifted weights, all gradients equal those of the family's formula written out without a top-k, bit for bit."""
+    """Under drifted weights, all gradients equal those of the family's formula written out without
+    a top-k, bit for bit.
+    """
     model = tiny_model(family).train()
     routes = recorded(model)
     drift(model)
@@ -94,7 +123,9 @@ def test_gradients_are_those_of_the_formula_with_the_selection_fixed(family: str
 
 @pytest.mark.parametrize("family", ["qwen3_moe", "deepseek_v3", "mixtral"])
 def test_gate_gradients_are_the_slope_of_the_loss(family: str) -> None:
-    """Central differences along a random direction of each gate agree with its gradient, to a hundredth."""
+    """Central differences along a random direction of each gate agree with its gradient, to a
+    hundredth.
+    """
     model = tiny_model(family, dtype=torch.float64).train()
     routes = recorded(model)
     drift(model)
@@ -107,18 +138,24 @@ def test_gate_gradients_are_the_slope_of_the_loss(family: str) -> None:
     exact().backward()
     found, step = gradients(model), 3e-3  # norms and routers round to float32
     for router in find_routers(model).all:
-        direction = torch.randn(router.module.weight.shape, generator=torch.Generator().manual_seed(3)).double()
+        direction = torch.randn(
+            router.module.weight.shape, generator=torch.Generator().manual_seed(3)
+        ).double()
         values = []
         for sign in (1, -1):
             router.module.weight.data += sign * step * direction
             values.append(float(exact().detach()))
             router.module.weight.data -= sign * step * direction
         slope = (values[0] - values[1]) / (2 * step)
-        assert slope == pytest.approx(float((found[f"{router.path}.weight"] * direction).sum()), rel=1e-2)
+        assert slope == pytest.approx(
+            float((found[f"{router.path}.weight"] * direction).sum()), rel=1e-2
+        )
 
 
 def test_bfloat16_replays_as_exactly() -> None:
-    """A bfloat16 model repeats its own recording bit for bit, although float32 of the same weights would choose otherwise."""
+    """A bfloat16 model repeats its own recording bit for bit, although float32 of the same weights
+    would choose otherwise.
+    """
     half = tiny_model("qwen3_moe").bfloat16().train()
     native = loss(half)
     native.backward()
@@ -143,7 +180,9 @@ def test_every_integer_type_and_both_layer_axes_are_taken(dtype: Any) -> None:
     assert expected[0] == trained(model, whole)[0]
     assert expected[0] == trained(model, whole.reshape(2, 11, 3, 2))[0]
     assert expected[0] == trained(model, torch.from_numpy(whole[:, 1:].copy()))[0]
-    assert expected[0] == trained(model, whole[::-1].astype(np.dtype(dtype).newbyteorder())[::-1])[0]
+    assert (
+        expected[0] == trained(model, whole[::-1].astype(np.dtype(dtype).newbyteorder())[::-1])[0]
+    )
 
 
 def test_rows_without_a_target_route_natively(model: Any) -> None:

@@ -19,7 +19,9 @@ class Toy(torch.nn.Module):  # type: ignore[misc]
 
     def __init__(self, select: Any = None) -> None:
         super().__init__()
-        self.weight = torch.nn.Parameter(torch.randn(EXPERTS, HIDDEN, generator=torch.Generator().manual_seed(1)))
+        self.weight = torch.nn.Parameter(
+            torch.randn(EXPERTS, HIDDEN, generator=torch.Generator().manual_seed(1))
+        )
         self.select = select or (lambda scores: torch.topk(scores, TOP_K, dim=-1))
 
     def forward(self, hidden: Any) -> Any:
@@ -30,7 +32,15 @@ class Toy(torch.nn.Module):  # type: ignore[misc]
 
 def run(router: Toy, ids: Any, hidden: Any = None) -> Any:
     given = torch.ones(3, HIDDEN) if hidden is None else hidden
-    return intercepted(router.forward, (given,), {}, num_experts=EXPERTS, top_k=TOP_K, choose=lambda _: ids, who="The router")
+    return intercepted(
+        router.forward,
+        (given,),
+        {},
+        num_experts=EXPERTS,
+        top_k=TOP_K,
+        choose=lambda _: ids,
+        who="The router",
+    )
 
 
 IDS = torch.tensor([[0, 1], [2, 5], [4, 3]])
@@ -47,7 +57,9 @@ IDS = torch.tensor([[0, 1], [2, 5], [4, 3]])
     ],
 )
 def test_every_way_to_call_topk_is_answered(select: Any) -> None:
-    """As a function or a method, by position or by keyword: the ids are the given ones, the values the live scores at them."""
+    """As a function or a method, by position or by keyword: the ids are the given ones, the values
+    the live scores at them.
+    """
     output, chosen = run(Toy(select), IDS)
 
     assert chosen is IDS
@@ -71,14 +83,23 @@ def test_the_gate_has_the_gradient_of_the_selected_scores() -> None:
         (lambda scores: [part[:, :TOP_K] for part in scores.sort(dim=-1, descending=True)], 0),
         (lambda scores: [part[:, None].expand(-1, TOP_K) for part in scores.max(dim=-1)], 0),
         (lambda scores: torch.topk(scores, TOP_K, largest=False), 0),
-        (lambda scores: (scores.topk(TOP_K + 1)[0][:, :TOP_K], scores.topk(TOP_K + 1)[1][:, :TOP_K]), 0),
+        (
+            lambda scores: (
+                scores.topk(TOP_K + 1)[0][:, :TOP_K],
+                scores.topk(TOP_K + 1)[1][:, :TOP_K],
+            ),
+            0,
+        ),
         (lambda scores: (scores.topk(TOP_K).values, scores.topk(TOP_K).indices), 2),
     ],
     ids=["sort", "argmax", "smallest", "another k", "twice"],
 )
 def test_a_router_that_selects_otherwise_is_refused(select: Any, times: int) -> None:
     """Unless exactly one topk of the right shape is called, nothing is replayed in silence."""
-    with pytest.raises(RouterError, match=rf"The router called torch.topk {times} times on \(rows, 6\) scores with k=2"):
+    with pytest.raises(
+        RouterError,
+        match=rf"The router called torch.topk {times} times on \(rows, 6\) scores with k=2",
+    ):
         run(Toy(select), IDS)
 
 
@@ -118,7 +139,9 @@ def tried_with(forward: Any, args: Any, **kwargs: Any) -> bool:
 
 
 def test_what_else_a_router_is_called_with_stays() -> None:
-    """A bias beside the hidden states is handed on; what goes with the rows, or comes before them, is refused."""
+    """A bias beside the hidden states is handed on; what goes with the rows, or comes before them,
+    is refused.
+    """
     router = Toy()
     bias, rows = torch.zeros(EXPERTS), torch.ones(3, HIDDEN)
 
@@ -141,12 +164,19 @@ def test_a_sound_router_passes_the_trial_and_does_not_notice() -> None:
 
 
 def test_weights_of_masked_scores_are_found_in_the_trial() -> None:
-    """A router that masks groups by 0 and takes weights from there switches off what it would not choose itself: it is refused."""
+    """A router that masks groups by 0 and takes weights from there switches off what it would not
+    choose itself: it is refused.
+    """
 
     def masked(scores: Any) -> Any:
-        return scores.masked_fill(scores < scores.median(dim=-1, keepdim=True).values, 0.0).topk(TOP_K, dim=-1)
+        return scores.masked_fill(scores < scores.median(dim=-1, keepdim=True).values, 0.0).topk(
+            TOP_K, dim=-1
+        )
 
-    with pytest.raises(RouterError, match="masks scores before its top-k and takes the weights from the masked ones"):
+    with pytest.raises(
+        RouterError,
+        match="masks scores before its top-k and takes the weights from the masked ones",
+    ):
         tried(Toy(masked))
 
 

@@ -29,7 +29,9 @@ PROGRAMS = {
 def ran() -> Iterator[dict[str, Future[subprocess.CompletedProcess[str]]]]:
     """Both programs, side by side: each computes on one thread."""
     pytest.importorskip("torch", reason="megatron-core needs PyTorch")
-    pytest.importorskip("megatron.core", reason="`pip install --no-deps megatron-core==0.16.1` (Python 3.11)")
+    pytest.importorskip(
+        "megatron.core", reason="`pip install --no-deps megatron-core==0.16.1` (Python 3.11)"
+    )
     with ThreadPoolExecutor() as pool:
         yield {name: pool.submit(_run, *arguments) for name, arguments in PROGRAMS.items()}
 
@@ -37,7 +39,12 @@ def ran() -> Iterator[dict[str, Future[subprocess.CompletedProcess[str]]]]:
 def _run(*arguments: str) -> subprocess.CompletedProcess[str]:
     """In a process of its own: the example keeps megatron-core patched for the life of its process."""
     return subprocess.run(
-        [sys.executable, "-W", "ignore", *arguments], cwd=DOCS / "example", capture_output=True, text=True, timeout=600, check=False
+        [sys.executable, "-W", "ignore", *arguments],
+        cwd=DOCS / "example",
+        capture_output=True,
+        text=True,
+        timeout=600,
+        check=False,
     )
 
 
@@ -47,14 +54,27 @@ def test_the_page_shows_the_code_that_is_run() -> None:
     pieces = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)
     lines = {line.strip() for line in example.splitlines()}
     assert len(pieces) >= 4
-    assert [] == [line for piece in pieces for line in piece.splitlines() if line.strip() not in {*lines, "..."}]
+    assert [] == [
+        line
+        for piece in pieces
+        for line in piece.splitlines()
+        if line.strip() not in {*lines, "..."}
+    ]
 
 
-def test_the_example_keeps_every_promise(ran: dict[str, Future[subprocess.CompletedProcess[str]]]) -> None:
-    """`rollproof verify --replay megatron_trainer:MegatronTrainer`: nothing fails, nothing is unknown, the planted fault is seen."""
+def test_the_example_keeps_every_promise(
+    ran: dict[str, Future[subprocess.CompletedProcess[str]]],
+) -> None:
+    """`rollproof verify --replay megatron_trainer:MegatronTrainer`: nothing fails, nothing is
+    unknown, the planted fault is seen.
+    """
     done = ran["example"].result()
     report: Any = json.loads(done.stdout)
-    verdicts = {check["id"]: check["verdict"] for check in report["checks"] if check["verdict"] not in ("pass", "not applicable")}
+    verdicts = {
+        check["id"]: check["verdict"]
+        for check in report["checks"]
+        if check["verdict"] not in ("pass", "not applicable")
+    }
     assert ({}, 0) == (verdicts, done.returncode), done.stderr[-2000:]
 
 
@@ -66,7 +86,13 @@ def test_the_track_record_holds_what_the_scripts_print_of_megatron_core(
     assert 0 == done.returncode, done.stderr[-2000:]
     release = __import__("importlib.metadata").metadata.version("megatron-core")
     prefix = f"megatron-core {release}:"
-    recorded = [line for line in (DOCS / "track-record.md").read_text(encoding="utf-8").splitlines() if line.startswith(prefix)]
+    recorded = [
+        line
+        for line in (DOCS / "track-record.md").read_text(encoding="utf-8").splitlines()
+        if line.startswith(prefix)
+    ]
     if not recorded:
         pytest.skip(f"the track record has no lines of megatron-core {release}")
-    assert sorted(recorded) == sorted(line for line in done.stdout.splitlines() if line.startswith(prefix))
+    assert sorted(recorded) == sorted(
+        line for line in done.stdout.splitlines() if line.startswith(prefix)
+    )

@@ -1,4 +1,6 @@
-"""Faults planted on real Megatron ranks are seen by the checks that are named; odd models and divisions are none."""
+"""Faults planted on real Megatron ranks are seen by the checks that are named; odd models and
+divisions are none.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +26,10 @@ from rollproof.replay.process_group import RankError, Ranks
 from rollproof.replay.replay_samples import make_samples, with_drawn_routes
 
 pytest.importorskip("torch", reason="megatron-core needs PyTorch")
-pytestmark = pytest.mark.skipif(find_spec("megatron") is None, reason="`pip install --no-deps megatron-core==0.16.1` (Python 3.11)")
+pytestmark = pytest.mark.skipif(
+    find_spec("megatron") is None,
+    reason="`pip install --no-deps megatron-core==0.16.1` (Python 3.11)",
+)
 
 SELF = ("self-replay", "drift")
 RESULTS = {"replay.self-loss", "replay.self-gradients", "replay.reference"}
@@ -35,7 +40,10 @@ RESULTS = {"replay.self-loss", "replay.self-gradients", "replay.reference"}
 def ranks() -> Iterator[Ranks]:
     from tests.support.megatron_faults import faulty
 
-    with Ranks(faulty, preload=("rollproof.replay.megatron.rank_worker", "megatron.core.models.gpt.gpt_model")) as started:
+    with Ranks(
+        faulty,
+        preload=("rollproof.replay.megatron.rank_worker", "megatron.core.models.gpt.gpt_model"),
+    ) as started:
         yield started
 
 
@@ -44,8 +52,14 @@ def red(ranks: Ranks, fault: str, setup: str, episodes: tuple[str, ...]) -> set[
     from tests.support.megatron_faults import Unchecked
 
     kind = Unchecked if fault == "Unchecked" else MegatronTrainer
-    trace = record_replay(lambda: kind(replace(SETUPS[setup], name=f"fault:{fault}"), ranks), only=episodes)
-    return {result.id for result in judge(trace, default_registry().select(["replay"])).results if result.verdict is Verdict.FAIL}
+    trace = record_replay(
+        lambda: kind(replace(SETUPS[setup], name=f"fault:{fault}"), ranks), only=episodes
+    )
+    return {
+        result.id
+        for result in judge(trace, default_registry().select(["replay"])).results
+        if result.verdict is Verdict.FAIL
+    }
 
 
 @pytest.mark.parametrize(
@@ -58,24 +72,41 @@ def red(ranks: Ranks, fault: str, setup: str, episodes: tuple[str, ...]) -> set[
         ("NeverActs", "single", SELF, {"replay.forward", "replay.drift", "replay.reference"}),
         ("ZeroPadded", "single", SELF, {"replay.assignments"}),
         ("StaleQueue", "single", ("full recompute",), {"replay.residue"}),
-        ("LeftAfterFailure", "single", ("failure in forward",), {"replay.residue", "replay.aftermath"}),
+        (
+            "LeftAfterFailure",
+            "single",
+            ("failure in forward",),
+            {"replay.residue", "replay.aftermath"},
+        ),
         ("Unchecked", "single", ("bad routes",), {"replay.targets"}),
         ("Contiguous", "cp2", SELF, {"replay.forward", *RESULTS}),
         ("LocalLayers", "pp2", SELF, {"replay.forward", *RESULTS}),
-        ("NoBackward", "pp2", ("full recompute",), {"replay.recompute", "replay.recompute-results"}),
+        (
+            "NoBackward",
+            "pp2",
+            ("full recompute",),
+            {"replay.recompute", "replay.recompute-results"},
+        ),
         ("none", "pp2", ("full recompute",), set()),
     ],
 )
-def test_a_published_fault_is_seen(ranks: Ranks, fault: str, setup: str, episodes: tuple[str, ...], seen: set[str]) -> None:
+def test_a_published_fault_is_seen(
+    ranks: Ranks, fault: str, setup: str, episodes: tuple[str, ...], seen: set[str]
+) -> None:
     """The checks that are named fail, and no others; without a fault none does."""
     assert seen == red(ranks, fault, setup, episodes)
 
 
 @pytest.mark.parametrize(
     ("fault", "error", "message"),
-    [("Killed", RankError, "Rank 1 of 2 was ended by SIGKILL in its job"), ("Raising", ArithmeticError, "this rank cannot count")],
+    [
+        ("Killed", RankError, "Rank 1 of 2 was ended by SIGKILL in its job"),
+        ("Raising", ArithmeticError, "this rank cannot count"),
+    ],
 )
-def test_a_rank_that_ends_in_the_middle_of_a_schedule_is_named(ranks: Ranks, fault: str, error: Any, message: str) -> None:
+def test_a_rank_that_ends_in_the_middle_of_a_schedule_is_named(
+    ranks: Ranks, fault: str, error: Any, message: str
+) -> None:
     """The rank that waits for it does not wait long, and the next trainer finds ranks."""
     setup = replace(SETUPS["pp2"], name=f"fault:{fault}")
     before = _ran(MegatronTrainer("pp2", ranks), Action.NATIVE)
@@ -91,10 +122,26 @@ ODD = (
     Setup(name="one layer a stage", pp=3, num_layers=3, moe_layers=(1,), microbatches=4),
     Setup(name="every second layer", tp=2, moe_layers=(0, 2)),
     Setup(name="four tensor ranks", tp=4, num_layers=2, moe_layers=(1,)),
-    Setup(name="one sample of a step", cp=2, num_layers=2, moe_layers=(1,), microbatch_size=1, microbatches=1),
-    Setup(name="257 experts", num_layers=2, moe_layers=(1,), num_experts=257, mode=ReplayMode.R2, layer_axis=LayerAxis.MOE),
+    Setup(
+        name="one sample of a step",
+        cp=2,
+        num_layers=2,
+        moe_layers=(1,),
+        microbatch_size=1,
+        microbatches=1,
+    ),
+    Setup(
+        name="257 experts",
+        num_layers=2,
+        moe_layers=(1,),
+        num_experts=257,
+        mode=ReplayMode.R2,
+        layer_axis=LayerAxis.MOE,
+    ),
     Setup(name="all experts chosen", num_layers=2, moe_layers=(0, 1), num_experts=4, top_k=4),
-    Setup(name="one expert chosen", num_layers=2, moe_layers=(1,), top_k=1, router=RouterKind.SIGMOID),
+    Setup(
+        name="one expert chosen", num_layers=2, moe_layers=(1,), top_k=1, router=RouterKind.SIGMOID
+    ),
 )
 
 
@@ -102,7 +149,10 @@ ODD = (
 def test_odd_models_replay_what_the_plain_model_computes(ranks: Ranks, setup: Setup) -> None:
     """Drawn routes, in full recompute: logprobs are those of the plain model, and nothing is left."""
     trainer = MegatronTrainer(setup, ranks)
-    outcome, reference = _ran(trainer, Action.REPLAY), trainer.reference(_step(setup, Action.REPLAY))
+    outcome, reference = (
+        _ran(trainer, Action.REPLAY),
+        trainer.reference(_step(setup, Action.REPLAY)),
+    )
     for one, values in outcome.logprobs.items():
         np.testing.assert_allclose(values, reference.logprobs[one], rtol=1e-4)
     assert dict.fromkeys(trainer.residue(), 0) == trainer.residue()
@@ -110,9 +160,19 @@ def test_odd_models_replay_what_the_plain_model_computes(ranks: Ranks, setup: Se
 
 def _step(setup: Setup, action: Action) -> Step:
     random, size = np.random.default_rng(1), setup.microbatch_size
-    samples = [with_drawn_routes(setup.contract(), sample, random) for sample in make_samples(setup.contract(), 0)]
+    samples = [
+        with_drawn_routes(setup.contract(), sample, random)
+        for sample in make_samples(setup.contract(), 0)
+    ]
     microbatches = tuple(tuple(samples[i : i + size]) for i in range(0, len(samples), size))
-    return Step(episode="test", name=str(action), action=action, purpose=Purpose.TRAIN, microbatches=microbatches, recompute=Recompute.FULL)
+    return Step(
+        episode="test",
+        name=str(action),
+        action=action,
+        purpose=Purpose.TRAIN,
+        microbatches=microbatches,
+        recompute=Recompute.FULL,
+    )
 
 
 def _ran(trainer: MegatronTrainer, action: Action) -> Any:

@@ -9,7 +9,14 @@ from typing import Any
 import pytest
 
 from rollproof.errors import StackError
-from rollproof.replay.megatron.cuda_stand_in import RELEASES, STAND_INS, MegatronVersionError, StandIn, cpu_megatron, megatron_version
+from rollproof.replay.megatron.cuda_stand_in import (
+    RELEASES,
+    STAND_INS,
+    MegatronVersionError,
+    StandIn,
+    cpu_megatron,
+    megatron_version,
+)
 
 
 def _installed(monkeypatch: pytest.MonkeyPatch, release: str | None) -> None:
@@ -25,20 +32,31 @@ def _installed(monkeypatch: pytest.MonkeyPatch, release: str | None) -> None:
 
 
 def test_absence_is_told_with_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without megatron-core the error names a release that installs on this Python, and is what a missing framework always is."""
+    """Without megatron-core the error names a release that installs on this Python, and is what a
+    missing framework always is.
+    """
     _installed(monkeypatch, None)
     advised = [release for release, oldest in RELEASES.items() if sys.version_info >= oldest][-1]
-    with pytest.raises(MegatronVersionError, match=rf"is not installed.*--no-deps megatron-core=={advised}`"):
+    with pytest.raises(
+        MegatronVersionError, match=rf"is not installed.*--no-deps megatron-core=={advised}`"
+    ):
         megatron_version()
     assert issubclass(MegatronVersionError, StackError)
 
 
-def test_other_releases_are_refused_before_anything_is_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A release that is not in the table is told, with those that are, and no module of megatron-core is imported for it."""
+def test_other_releases_are_refused_before_anything_is_replaced(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A release that is not in the table is told, with those that are, and no module of
+    megatron-core is imported for it.
+    """
     _installed(monkeypatch, "0.17.0")
     before = set(sys.modules)
     with (
-        pytest.raises(MegatronVersionError, match=r"megatron-core 0\.17\.0 is installed; .* tried with 0\.16\.1 \(Python 3\.11"),
+        pytest.raises(
+            MegatronVersionError,
+            match=r"megatron-core 0\.17\.0 is installed; .* tried with 0\.16\.1 \(Python 3\.11",
+        ),
         cpu_megatron(),
     ):
         pass
@@ -49,7 +67,9 @@ def test_every_item_says_why() -> None:
     """The table holds each target once, with a reason."""
     assert len(STAND_INS) == len({item.target for item in STAND_INS})
     assert [] == [item.target for item in STAND_INS if len(item.why) < 20]
-    assert [] == [release for item in STAND_INS for release in item.releases if release not in RELEASES]
+    assert [] == [
+        release for item in STAND_INS for release in item.releases if release not in RELEASES
+    ]
 
 
 def _module(monkeypatch: pytest.MonkeyPatch, **names: Any) -> ModuleType:
@@ -60,11 +80,21 @@ def _module(monkeypatch: pytest.MonkeyPatch, **names: Any) -> ModuleType:
 
 
 def _item(**fields: Any) -> StandIn:
-    return StandIn(**{"owner": "a_module_of_megatron", "name": "name", "why": "because", "make": lambda original: [original], **fields})
+    return StandIn(
+        **{
+            "owner": "a_module_of_megatron",
+            "name": "name",
+            "why": "because",
+            "make": lambda original: [original],
+            **fields,
+        }
+    )
 
 
 def test_a_name_is_replaced_and_put_back(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Inside the block the replacement stands, made of the original; behind it, also after an error, the original."""
+    """Inside the block the replacement stands, made of the original; behind it, also after an
+    error, the original.
+    """
     module = _module(monkeypatch, name=1)
     with pytest.raises(ZeroDivisionError), _item().applied("0.16.1"):
         assert [1] == module.name
@@ -80,7 +110,9 @@ def test_a_name_that_is_absent_is_put_there_and_taken_away(monkeypatch: pytest.M
     assert not hasattr(module, "name")
 
 
-def test_inherited_and_static_methods_come_back_as_they_were(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_inherited_and_static_methods_come_back_as_they_were(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """A class keeps no copy of what it inherits, and a static method stays one."""
 
     class Base:
@@ -105,23 +137,43 @@ def test_inherited_and_static_methods_come_back_as_they_were(monkeypatch: pytest
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"name": "other"}, r"a_module_of_megatron\.other is absent, against what the stand-in knows"),
-        ({"missing": True}, r"a_module_of_megatron\.name is there, against what the stand-in knows"),
-        ({"owner": "a_module_of_megatron:Missing"}, r"a_module_of_megatron\.Missing cannot be imported"),
-        ({"owner": "no_such_module_of_megatron"}, r"no_such_module_of_megatron cannot be imported \(No module named"),
+        (
+            {"name": "other"},
+            r"a_module_of_megatron\.other is absent, against what the stand-in knows",
+        ),
+        (
+            {"missing": True},
+            r"a_module_of_megatron\.name is there, against what the stand-in knows",
+        ),
+        (
+            {"owner": "a_module_of_megatron:Missing"},
+            r"a_module_of_megatron\.Missing cannot be imported",
+        ),
+        (
+            {"owner": "no_such_module_of_megatron"},
+            r"no_such_module_of_megatron cannot be imported \(No module named",
+        ),
     ],
 )
-def test_a_release_that_differs_from_the_table_is_told(monkeypatch: pytest.MonkeyPatch, fields: dict[str, Any], message: str) -> None:
-    """A patched or half-installed megatron-core is not run under other names than the ones that were tried."""
+def test_a_release_that_differs_from_the_table_is_told(
+    monkeypatch: pytest.MonkeyPatch, fields: dict[str, Any], message: str
+) -> None:
+    """A patched or half-installed megatron-core is not run under other names than the ones that
+    were tried.
+    """
     _module(monkeypatch, name=1)
     with pytest.raises(MegatronVersionError, match=message), _item(**fields).applied("0.16.1"):
         pass
 
 
 def test_everything_is_put_back_in_the_real_packages() -> None:
-    """Behind the block torch and megatron-core are what they were, name by name; inside it CUDA calls give CPU tensors."""
+    """Behind the block torch and megatron-core are what they were, name by name; inside it CUDA
+    calls give CPU tensors.
+    """
     torch = pytest.importorskip("torch", reason="megatron-core needs PyTorch")
-    pytest.importorskip("megatron.core", reason="`pip install --no-deps megatron-core==0.16.1` (Python 3.11)")
+    pytest.importorskip(
+        "megatron.core", reason="`pip install --no-deps megatron-core==0.16.1` (Python 3.11)"
+    )
 
     def state() -> list[Any]:
         found = []

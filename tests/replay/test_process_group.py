@@ -30,7 +30,9 @@ def ranks() -> Iterator[Ranks]:
 
 def test_results_come_by_rank_and_sizes_may_change(ranks: Ranks) -> None:
     """Jobs of any size run one after the other, and every rank's result comes back in order."""
-    assert [[1], [3, 3], [10, 10, 10, 10], [3, 3]] == [ranks.run("add", world_size=size) for size in (1, 2, 4, 2)]
+    assert [[1], [3, 3], [10, 10, 10, 10], [3, 3]] == [
+        ranks.run("add", world_size=size) for size in (1, 2, 4, 2)
+    ]
 
 
 def test_ranks_live_on_for_the_next_job_of_their_crew(ranks: Ranks) -> None:
@@ -48,7 +50,9 @@ def test_ranks_live_on_for_the_next_job_of_their_crew(ranks: Ranks) -> None:
     ],
 )
 def test_a_rank_that_dies_ends_its_job_at_once(ranks: Ranks, job: str, message: str) -> None:
-    """Ranks that wait for a dead one in a collective are ended within a bounded time, and the error names the dead one."""
+    """Ranks that wait for a dead one in a collective are ended within a bounded time, and the error
+    names the dead one.
+    """
     ranks.run("add", world_size=3)
     start = time.monotonic()
     with pytest.raises(RankError, match=message) as caught:
@@ -58,8 +62,13 @@ def test_a_rank_that_dies_ends_its_job_at_once(ranks: Ranks, job: str, message: 
 
 
 def test_a_rank_that_raises_is_named_with_what_it_raised(ranks: Ranks) -> None:
-    """The error names the rank that raised first, quotes its traceback, and has its exception as the cause."""
-    with pytest.raises(RankError, match=r"Rank 1 of 2 failed in its job\.\n(.*\n)*ArithmeticError: rank 1 cannot count") as caught:
+    """The error names the rank that raised first, quotes its traceback, and has its exception as
+    the cause.
+    """
+    with pytest.raises(
+        RankError,
+        match=r"Rank 1 of 2 failed in its job\.\n(.*\n)*ArithmeticError: rank 1 cannot count",
+    ) as caught:
         ranks.run("raises", world_size=2)
     assert (1, ArithmeticError) == (caught.value.rank, type(caught.value.__cause__))
 
@@ -68,7 +77,13 @@ def test_a_rank_that_raises_is_named_with_what_it_raised(ranks: Ranks) -> None:
     ("job", "message"),
     [
         ("ends", r"Rank 1 of 2 failed in its job\.\n(.*\n)*SystemExit: rank 1 has enough"),
-        ("gives a function", r"Rank 1 of 2 failed in its job\.\n.*What the job returned, a function, cannot be sent to the parent: "),
+        (
+            "gives a function",
+            (
+                r"Rank 1 of 2 failed in its job\.\n.*What the job returned, a function, cannot be"
+                r" sent to the parent: "
+            ),
+        ),
     ],
 )
 def test_what_cannot_come_back_is_told(ranks: Ranks, job: str, message: str) -> None:
@@ -81,13 +96,17 @@ def test_what_cannot_come_back_is_told(ranks: Ranks, job: str, message: str) -> 
 
 def test_a_job_that_cannot_be_sent_is_refused(ranks: Ranks) -> None:
     """Jobs are plain data."""
-    with pytest.raises(UsageError, match="The job, a function, cannot be sent to other processes: "):
+    with pytest.raises(
+        UsageError, match="The job, a function, cannot be sent to other processes: "
+    ):
         ranks.run(lambda: 1, world_size=2)
     assert [3, 3] == ranks.run("add", world_size=2)
 
 
 def test_ranks_that_all_raise_go_on(ranks: Ranks) -> None:
-    """Where every rank answered, nobody waits in a collective: the processes stay, with their state."""
+    """Where every rank answered, nobody waits in a collective: the processes stay, with their
+    state.
+    """
     before = ranks.run("pid", world_size=2)
     with pytest.raises(RankError, match="ArithmeticError"):
         ranks.run("all raises", world_size=2)
@@ -102,23 +121,35 @@ def test_ranks_that_hang_are_ended_and_say_where_they_were() -> None:
     ):
         ranks.run("sleeps", world_size=2)
     assert None is caught.value.rank
-    assert [True, True] == [word in str(caught.value) for word in ("in all_reduce", "rank_tasks.py")]
+    assert [True, True] == [
+        word in str(caught.value) for word in ("in all_reduce", "rank_tasks.py")
+    ]
 
 
 def test_a_task_that_cannot_be_set_up_says_so() -> None:
     """An exception of the set-up is told as one, not as a hang."""
-    with Ranks(not_starting) as ranks, pytest.raises(RankError, match=r"failed while it started\.\n(.*\n)*LookupError: no such model"):
+    with (
+        Ranks(not_starting) as ranks,
+        pytest.raises(
+            RankError, match=r"failed while it started\.\n(.*\n)*LookupError: no such model"
+        ),
+    ):
         ranks.run("add", world_size=2)
 
 
 def test_a_module_that_cannot_be_imported_says_so() -> None:
     """A preload that is absent is told with the import error, before any rank is made."""
-    with Ranks(summing, preload=("no_such_module",)) as ranks, pytest.raises(RankError, match="No module named 'no_such_module'"):
+    with (
+        Ranks(summing, preload=("no_such_module",)) as ranks,
+        pytest.raises(RankError, match="No module named 'no_such_module'"),
+    ):
         ranks.run("add")
 
 
 def test_imports_go_on_while_nothing_is_run_yet() -> None:
-    """What was prepared runs, ends where nothing was run, and tells an import that failed when a job is run, each time anew."""
+    """What was prepared runs, ends where nothing was run, and tells an import that failed when a
+    job is run, each time anew.
+    """
     with Ranks(summing, preload=("torch",)) as ranks:
         ranks.prepare()
         ranks.prepare()
@@ -139,8 +170,12 @@ def test_all_groups_of_a_rank_share_one_device(ranks: Ranks) -> None:
     assert [1, 1] == ranks.run("count loops", world_size=2)
 
 
-def test_a_long_path_of_temporary_files_is_no_hindrance(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The path of a socket is bounded: with a longer one ranks meet elsewhere, and leave nothing there."""
+def test_a_long_path_of_temporary_files_is_no_hindrance(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The path of a socket is bounded: with a longer one ranks meet elsewhere, and leave nothing
+    there.
+    """
     folder = tmp_path / ("long" * 25)
     folder.mkdir()
     monkeypatch.setattr(tempfile, "tempdir", str(folder))
@@ -165,8 +200,12 @@ def test_a_run_needs_a_process(ranks: Ranks) -> None:
 
 
 @pytest.mark.parametrize("ending", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
-def test_nothing_is_left_running_when_the_parent_ends(ending: signal.Signals, tmp_path: Path) -> None:
-    """Ranks in the middle of a collective end with their parent, also when it is interrupted or killed."""
+def test_nothing_is_left_running_when_the_parent_ends(
+    ending: signal.Signals, tmp_path: Path
+) -> None:
+    """Ranks in the middle of a collective end with their parent, also when it is interrupted or
+    killed.
+    """
     program = tmp_path / "program.py"
     program.write_text(
         textwrap.dedent("""
@@ -181,7 +220,10 @@ def test_nothing_is_left_running_when_the_parent_ends(ending: signal.Signals, tm
     )
     root = str(Path(__file__).parents[2])
     with subprocess.Popen(
-        [sys.executable, str(program)], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, env={**os.environ, "PYTHONPATH": root}
+        [sys.executable, str(program)],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        env={**os.environ, "PYTHONPATH": root},
     ) as parent:
         assert parent.stdout is not None
         pids = [int(pid) for pid in parent.stdout.readline().split()]
@@ -192,17 +234,32 @@ def test_nothing_is_left_running_when_the_parent_ends(ending: signal.Signals, tm
     assert (2, []) == (len(pids), [pid for pid in pids if _runs(pid)])
 
 
-@pytest.mark.parametrize("start", [b"", pickle.dumps({})[:-1], pickle.dumps({"key": b"key", "path": sys.path})])
+@pytest.mark.parametrize(
+    "start", [b"", pickle.dumps({})[:-1], pickle.dumps({"key": b"key", "path": sys.path})]
+)
 def test_a_nursery_whose_parent_is_gone_removes_its_folder(start: bytes, tmp_path: Path) -> None:
-    """A parent that was killed before it said what to start, in the middle, or before it was met, leaves no folder."""
+    """A parent that was killed before it said what to start, in the middle, or before it was met,
+    leaves no folder.
+    """
     folder = tmp_path / "ranks"
     folder.mkdir()
-    ended = subprocess.run([sys.executable, "-m", "rollproof.replay.forking", str(folder)], input=start, capture_output=True, check=False)
+    ended = subprocess.run(
+        [sys.executable, "-m", "rollproof.replay.forking", str(folder)],
+        input=start,
+        capture_output=True,
+        check=False,
+    )
     assert ended.returncode != 0
     assert not folder.exists()
 
 
 def _runs(pid: int) -> bool:
     with suppress(OSError):
-        return "Z" not in Path(f"/proc/{pid}/stat").read_text(encoding="utf-8").rpartition(")")[2].split()[:1]
+        return (
+            "Z"
+            not in Path(f"/proc/{pid}/stat")
+            .read_text(encoding="utf-8")
+            .rpartition(")")[2]
+            .split()[:1]
+        )
     return False

@@ -11,17 +11,29 @@ from rollproof.core.trainer_contract import terms_of
 from rollproof.errors import SubjectError
 from rollproof.fakes.trainers.reference_trainers import REFERENCES, ManyExperts
 from rollproof.replay.expected_rows import Targets
-from rollproof.replay.replay_samples import as_given, as_payload, captured_rows, make_samples, offered_defects, spoiled, with_drawn_routes
+from rollproof.replay.replay_samples import (
+    as_given,
+    as_payload,
+    captured_rows,
+    make_samples,
+    offered_defects,
+    spoiled,
+    with_drawn_routes,
+)
 from tests.core.test_replay_contract import declared
 
 
 @pytest.mark.parametrize("name", REFERENCES)
 @pytest.mark.parametrize("batch", [0, 1])
 def test_drawn_routes_are_targets_of_every_captured_row(name: str, batch: int) -> None:
-    """Routes fit the contract's convention, and every row but the final one of rollouts has top_k distinct experts."""
+    """Routes fit the contract's convention, and every row but the final one of rollouts has top_k
+    distinct experts.
+    """
     contract = REFERENCES[name].contract
     random = np.random.default_rng(3)
-    samples = [with_drawn_routes(contract, sample, random) for sample in make_samples(contract, batch)]
+    samples = [
+        with_drawn_routes(contract, sample, random) for sample in make_samples(contract, batch)
+    ]
     targets = Targets(contract, samples)
 
     held = 0
@@ -46,9 +58,13 @@ def test_routes_that_avoid_a_choice_share_no_expert_with_it() -> None:
 
 
 def test_the_largest_ids_do_not_fit_a_byte() -> None:
-    """With 300 experts the type is the first declared one that holds them, and the largest ids are among those drawn."""
+    """With 300 experts the type is the first declared one that holds them, and the largest ids are
+    among those drawn.
+    """
     sample = make_samples(ManyExperts.contract, 0)[0]
-    routes = with_drawn_routes(ManyExperts.contract, sample, np.random.default_rng(0), largest=True).routes
+    routes = with_drawn_routes(
+        ManyExperts.contract, sample, np.random.default_rng(0), largest=True
+    ).routes
 
     assert routes is not None and "int16" == routes.dtype.name and 295 < routes.max() <= 299
 
@@ -58,13 +74,17 @@ def test_the_largest_ids_do_not_fit_a_byte() -> None:
     [({}, 5), ({"rows": "T", "final_row": "arange"}, 6), ({"rows": "captured-prefix"}, 6)],
 )
 def test_rows_follow_the_contract(changes: dict[str, str], rows: int) -> None:
-    """T - 1 rows, T with filler in the final one, or what was captured; the dense layer has a column of zeros."""
+    """T - 1 rows, T with filler in the final one, or what was captured; the dense layer has a
+    column of zeros.
+    """
     contract = declared(**changes)
     payload = as_payload(contract, np.tile(np.array([[3, 5], [0, 7]]), (6, 1, 1)))
 
     assert (rows, 3, 2) == payload.shape
     assert [[0, 0], [3, 5], [0, 7]] == payload[0].tolist()
-    assert ([[0, 1]] * 3 if "final_row" in changes else [[0, 0], [3, 5], [0, 7]]) == payload[-1].tolist()
+    assert ([[0, 1]] * 3 if "final_row" in changes else [[0, 0], [3, 5], [0, 7]]) == payload[
+        -1
+    ].tolist()
 
 
 def test_a_final_row_that_no_router_chose_is_left_out() -> None:
@@ -78,13 +98,19 @@ def test_a_final_row_that_no_router_chose_is_left_out() -> None:
 
 @pytest.mark.parametrize("defect", Defect)
 def test_a_defect_leaves_no_row_without_its_mark(defect: Defect) -> None:
-    """Spoiled routes differ from the good ones, in the trace or, for floating point, in what the trainer is given."""
+    """Spoiled routes differ from the good ones, in the trace or, for floating point, in what the
+    trainer is given.
+    """
     contract = declared()
     good = with_drawn_routes(contract, make_samples(contract, 0)[0], np.random.default_rng(1))
     bad = as_given(spoiled(contract, good, defect), floating=defect is Defect.FLOAT)
 
     assert good.routes is not None and bad.routes is not None
-    assert good.routes.shape != bad.routes.shape or good.routes.dtype != bad.routes.dtype or not np.array_equal(good.routes, bad.routes)
+    assert (
+        good.routes.shape != bad.routes.shape
+        or good.routes.dtype != bad.routes.dtype
+        or not np.array_equal(good.routes, bad.routes)
+    )
 
 
 @pytest.mark.parametrize(
@@ -103,8 +129,15 @@ def test_what_a_convention_allows_is_no_defect(contract: Contract, missing: set[
 
 
 def test_too_few_token_ids_are_told() -> None:
-    """A model that cannot give each token its own id cannot be judged, and the text says what to declare."""
-    with pytest.raises(SubjectError, match=r"4 samples of at least 3 tokens.* the model knows 12 ids: declare fewer microbatches"):
+    """A model that cannot give each token its own id cannot be judged, and the text says what to
+    declare.
+    """
+    with pytest.raises(
+        SubjectError,
+        match=(
+            r"4 samples of at least 3 tokens.* the model knows 12 ids: declare fewer microbatches"
+        ),
+    ):
         make_samples(declared(vocab=12), 0)
 
 
@@ -112,11 +145,15 @@ def test_a_small_vocabulary_makes_short_samples() -> None:
     """Samples shrink until every token has an id of its own."""
     samples = make_samples(declared(vocab=20), 0)
 
-    assert all(3 <= sample.total <= 4 and sample.response_ids and sample.prompt_ids for sample in samples)
+    assert all(
+        3 <= sample.total <= 4 and sample.response_ids and sample.prompt_ids for sample in samples
+    )
 
 
 def test_no_declared_type_for_the_ids_is_told() -> None:
     """A dtype that does not hold every expert id is a fault of the contract."""
     contract = declared(num_experts=300, dtype="uint8")
-    with pytest.raises(SubjectError, match="dtype 'uint8' holds no type for expert ids from 0 to 299"):
+    with pytest.raises(
+        SubjectError, match="dtype 'uint8' holds no type for expert ids from 0 to 299"
+    ):
         with_drawn_routes(contract, make_samples(contract, 0)[0], np.random.default_rng(0))

@@ -9,8 +9,10 @@ FINDING: dict[str, Any] = {
     "where": {"layer": 3, "request": "r0", "segment": 1, "extra": "x"},
     "expected": "9 rows: one per forwarded token (5 prompt + 5 response - 1)",
     "observed": "16 rows",
-    "hint": "The rows of every call were concatenated. The resumed call returns the rows of its whole prefix again: keep the rows of the "
-    "first call up to where the second begins, then append.",
+    "hint": (
+        "The rows of every call were concatenated. The resumed call returns the rows of its whole"
+        " prefix again: keep the rows of the first call up to where the second begins, then append."
+    ),
     "witness": ".rollproof/routes.rows.json",
 }
 
@@ -25,20 +27,53 @@ def report(**changes: Any) -> dict[str, Any]:
         "seconds": 3.21,
         "summary": {"pass": 1, "fail": 1, "unknown": 1, "not_applicable": 1, "expected_fail": 0},
         "checks": [
-            {"id": "routes.rows", "verdict": "fail", "reason": "2 findings", "exercised": {"rows": 3}, "found": 5, "findings": [FINDING]},
-            {"id": "stitch.tokens", "verdict": "pass", "reason": "", "exercised": {"tokens": 1200}, "found": 0, "findings": []},
-            {"id": "weights.pause", "verdict": "unknown", "reason": "not exercised: no pause occurred", "exercised": {}, "findings": []},
-            {"id": "stitch.masks", "verdict": "not applicable", "reason": "the contract declares no mask", "exercised": {}, "findings": []},
+            {
+                "id": "routes.rows",
+                "verdict": "fail",
+                "reason": "2 findings",
+                "exercised": {"rows": 3},
+                "found": 5,
+                "findings": [FINDING],
+            },
+            {
+                "id": "stitch.tokens",
+                "verdict": "pass",
+                "reason": "",
+                "exercised": {"tokens": 1200},
+                "found": 0,
+                "findings": [],
+            },
+            {
+                "id": "weights.pause",
+                "verdict": "unknown",
+                "reason": "not exercised: no pause occurred",
+                "exercised": {},
+                "findings": [],
+            },
+            {
+                "id": "stitch.masks",
+                "verdict": "not applicable",
+                "reason": "the contract declares no mask",
+                "exercised": {},
+                "findings": [],
+            },
         ],
         "exercised": {"aborts mid-decode": 120, "resumes": 1300},
-        "canary": {"planted": "a row repeated", "expected_by": "routes.rows", "red": True, "reason": ""},
+        "canary": {
+            "planted": "a row repeated",
+            "expected_by": "routes.rows",
+            "red": True,
+            "reason": "",
+        },
         "notes": [],
     }
     return {**base, **changes}
 
 
 def test_a_report_reads_as_this() -> None:
-    """Failing checks with where, expected, observed, hint and witness; then unknown ones, what was exercised, canary, and the sum."""
+    """Failing checks with where, expected, observed, hint and witness; then unknown ones, what was
+    exercised, canary, and the sum.
+    """
     expected = """\
 MyStack  [profile pr, seed 0, 1,234 cases, 3.2 s]
   FAIL  routes.rows
@@ -70,20 +105,37 @@ def test_verbose_lists_every_check() -> None:
 
 
 def test_checks_of_a_family_that_share_a_reason_are_told_in_one_line() -> None:
-    """A family that the contract rules out whole is one line, which names its checks while they are few."""
+    """A family that the contract rules out whole is one line, which names its checks while they are
+    few.
+    """
     ruled_out = [
-        {"id": check_id, "verdict": "not applicable", "reason": reason, "exercised": {}, "findings": []}
-        for check_id, reason in (*((f"routes.{n}", "no routes") for n in "abcdefgh"), ("stitch.x", "no masks"), ("stitch.y", "no masks"))
+        {
+            "id": check_id,
+            "verdict": "not applicable",
+            "reason": reason,
+            "exercised": {},
+            "findings": [],
+        }
+        for check_id, reason in (
+            *((f"routes.{n}", "no routes") for n in "abcdefgh"),
+            ("stitch.x", "no masks"),
+            ("stitch.y", "no masks"),
+        )
     ]
     lines = [text for _, text in report_lines(report(checks=ruled_out), verbose=True)]
 
-    assert ["  NOT APPLICABLE  8 checks of routes: no routes", "  NOT APPLICABLE  2 checks of stitch (x, y): no masks"] == lines[1:3]
+    assert [
+        "  NOT APPLICABLE  8 checks of routes: no routes",
+        "  NOT APPLICABLE  2 checks of stitch (x, y): no masks",
+    ] == lines[1:3]
 
 
 def test_a_green_canary_is_bad_news() -> None:
     """A planted fault that nobody saw is told as such, in the style of a failure."""
     canary = {"planted": "a row repeated", "expected_by": "routes.rows", "red": False, "reason": ""}
-    told = [(style, text) for style, text in report_lines(report(canary=canary)) if "canary" in text]
+    told = [
+        (style, text) for style, text in report_lines(report(canary=canary)) if "canary" in text
+    ]
 
     assert Style.BAD == told[0][0]
     assert "NOT caught by routes.rows" in told[0][1]
@@ -92,28 +144,50 @@ def test_a_green_canary_is_bad_news() -> None:
 
 def test_an_unplanted_canary_says_why() -> None:
     """Where no trace was fit for a canary, the report says so rather than nothing."""
-    canary = {"planted": None, "expected_by": None, "red": False, "reason": "every trace had findings"}
+    canary = {
+        "planted": None,
+        "expected_by": None,
+        "red": False,
+        "reason": "every trace had findings",
+    }
 
-    assert "  canary: not planted (every trace had findings)" in text_of(report_lines(report(canary=canary)))
+    assert "  canary: not planted (every trace had findings)" in text_of(
+        report_lines(report(canary=canary))
+    )
 
 
 def test_what_was_not_exercised_is_gathered_in_one_line() -> None:
-    """A recorded run counts the unknown checks that it did not exercise; other unknown ones, and all under -v, are listed singly."""
-    idle = {"id": "weights.pause", "verdict": "unknown", "reason": "not exercised: no pause occurred", "exercised": {}, "findings": []}
+    """A recorded run counts the unknown checks that it did not exercise; other unknown ones, and
+    all under -v, are listed singly.
+    """
+    idle = {
+        "id": "weights.pause",
+        "verdict": "unknown",
+        "reason": "not exercised: no pause occurred",
+        "exercised": {},
+        "findings": [],
+    }
     blind = {**idle, "id": "weights.labels", "reason": "no true versions were recorded"}
     given = report(checks=[idle, blind, {**idle, "id": "weights.abort"}])
 
     text = text_of(report_lines(given, gather=True))
-    assert "  UNKNOWN  weights.labels: no true versions were recorded\n  UNKNOWN  2 checks not exercised: what" in text
+    assert (
+        "  UNKNOWN  weights.labels: no true versions were recorded\n  UNKNOWN  2 checks not"
+        " exercised: what" in text
+    )
     assert "weights.pause" not in text
-    assert "  UNKNOWN  weights.pause: not exercised: no pause occurred" in text_of(report_lines(given, gather=True, verbose=True))
+    assert "  UNKNOWN  weights.pause: not exercised: no pause occurred" in text_of(
+        report_lines(given, gather=True, verbose=True)
+    )
 
 
 def test_an_expected_failure_takes_one_line() -> None:
     """Its findings are known: the reason is told; -v tells the findings too."""
     check = {**report()["checks"][0], "verdict": "expected fail", "reason": "verl #6029"}
 
-    assert "  EXPECTED FAIL  routes.rows: verl #6029\n  exercised" in text_of(report_lines(report(checks=[check])))
+    assert "  EXPECTED FAIL  routes.rows: verl #6029\n  exercised" in text_of(
+        report_lines(report(checks=[check]))
+    )
     assert "Routes hold more rows" in text_of(report_lines(report(checks=[check]), verbose=True))
 
 
@@ -121,14 +195,19 @@ def test_one_check_is_no_checks() -> None:
     """A sum of one says so."""
     summary = {"pass": 1, "fail": 0, "unknown": 0, "not_applicable": 0, "expected_fail": 0}
 
-    assert "1 check: 1 pass, 0 fail, 0 unknown, 0 not applicable" == summary_text(report(summary=summary))
+    assert "1 check: 1 pass, 0 fail, 0 unknown, 0 not applicable" == summary_text(
+        report(summary=summary)
+    )
 
 
 def test_expected_failures_are_counted_apart() -> None:
     """The sum names expected failures only where there are some."""
     summary = {"pass": 3, "fail": 0, "unknown": 0, "not_applicable": 0, "expected_fail": 2}
 
-    assert "5 checks: 3 pass, 0 fail, 0 unknown, 0 not applicable, 2 expected to fail and did" == summary_text(report(summary=summary))
+    assert (
+        "5 checks: 3 pass, 0 fail, 0 unknown, 0 not applicable, 2 expected to fail and did"
+        == summary_text(report(summary=summary))
+    )
 
 
 def test_without_findings_their_number_is_told() -> None:

@@ -106,7 +106,9 @@ def test_where_nobody_listens_a_connection_is_refused() -> None:
     """On another port, and on one that was closed."""
 
     async def work(_server: Server) -> None:
-        with pytest.raises(ConnectionRefusedError, match=r"Connect call failed \('127\.0\.0\.1', 81\)"):
+        with pytest.raises(
+            ConnectionRefusedError, match=r"Connect call failed \('127\.0\.0\.1', 81\)"
+        ):
             await asyncio.open_connection("127.0.0.1", 81)
         loop = asyncio.get_running_loop()
         loop.network.close(80)  # type: ignore[attr-defined]  # of the virtual loop

@@ -15,7 +15,9 @@ def test_changes_are_told_by_key() -> None:
     params["n"] = 1
     del params["top_p"]
 
-    assert ("sampling_params: 'top_p' was removed, 'n' was added (1), 'max_tokens' went from 8 to 5",) == watch.changed()
+    assert (
+        "sampling_params: 'top_p' was removed, 'n' was added (1), 'max_tokens' went from 8 to 5",
+    ) == watch.changed()
 
 
 def test_unchanged_objects_are_not_told() -> None:

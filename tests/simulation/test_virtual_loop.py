@@ -49,7 +49,9 @@ def test_one_program_has_one_order() -> None:
 
 
 def test_a_real_loop_has_no_such_order() -> None:
-    """Without the virtual clock the times differ from run to run: the property above is not vacuous."""
+    """Without the virtual clock the times differ from run to run: the property above is not
+    vacuous.
+    """
     logs = []
     for _ in range(2):
         log: list[tuple[float, int]] = []
@@ -81,7 +83,9 @@ def test_a_busy_loop_is_seen() -> None:
 
 
 def test_executors_run_inline() -> None:
-    """Work for an executor runs on the loop's own thread, and its exceptions arrive through the future."""
+    """Work for an executor runs on the loop's own thread, and its exceptions arrive through the
+    future.
+    """
 
     async def main() -> bool:
         loop = asyncio.get_running_loop()

@@ -54,7 +54,9 @@ class Sleepy(AsSampled):
 
 @pytest.mark.parametrize("subject", [Busy, Sleepy])
 def test_a_rollout_that_never_awaits_hangs(subject: type) -> None:
-    """The request ends as one that hung, with the line where it loops; the run goes on to the next case."""
+    """The request ends as one that hung, with the line where it loops; the run goes on to the next
+    case.
+    """
     error = result_of(run_case(subject, CASE)).error or ""
 
     assert error.startswith("a step did not end within ")
@@ -63,7 +65,9 @@ def test_a_rollout_that_never_awaits_hangs(subject: type) -> None:
 
 
 def test_nothing_of_it_is_left_behind() -> None:
-    """CPython 3.11 hangs at the first traced call of a thread for which something was raised and taken back: a debugger's, for one."""
+    """CPython 3.11 hangs at the first traced call of a thread for which something was raised and
+    taken back: a debugger's, for one.
+    """
     code = """
         import sys
         from rollproof.verification.runner import run_case
@@ -89,18 +93,24 @@ def test_nothing_of_it_is_left_behind() -> None:
 
 
 def test_a_campaign_ends_after_two_of_them() -> None:
-    """Each costs minutes: what was judged until then is told, checks that saw nothing are unknown, and the note says where it loops."""
+    """Each costs minutes: what was judged until then is told, checks that saw nothing are unknown,
+    and the note says where it loops.
+    """
     report = run_conformance(Busy, cases=[CASE] * 5, canary=False)
     verdicts = {result.id: result.verdict for result in report.results}
 
     assert 2 == report.cases
-    assert (Verdict.FAIL, Verdict.UNKNOWN) == (verdicts["lifecycle.no-hang"], verdicts["stitch.tokens"])
+    assert (Verdict.FAIL, Verdict.UNKNOWN) == (
+        verdicts["lifecycle.no-hang"],
+        verdicts["stitch.tokens"],
+    )
     assert "stopped after 2 of 5 cases, in 2 of which a step did not end within" in report.notes[0]
     assert "at rollout (test_watchdog.py:" in report.notes[0]
 
 
 @pytest.mark.parametrize(
-    ("method", "message"), [("start", "`start` never ended: a step did not end"), ("stop", "when its rollouts had ended")]
+    ("method", "message"),
+    [("start", "`start` never ended: a step did not end"), ("stop", "when its rollouts had ended")],
 )
 def test_a_start_or_stop_that_never_awaits_is_told(method: str, message: str) -> None:
     """Such a subject cannot be run, and the error says where it loops."""
@@ -113,7 +123,9 @@ def test_a_start_or_stop_that_never_awaits_is_told(method: str, message: str) ->
         run_case(type("Looping", (AsSampled,), {method: loops}), CASE)
 
 
-def test_a_loop_that_handles_every_exception_is_told_on_standard_error(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_loop_that_handles_every_exception_is_told_on_standard_error(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     """Python cannot end it from outside, so the user is told to."""
 
     class Stubborn(AsSampled):
@@ -138,7 +150,11 @@ def test_a_rollout_that_handles_its_end_hangs_all_the_same(handles: str) -> None
     class Handling(AsSampled):
         async def rollout(self, request: Request) -> Rollout | None:
             try:
-                await (asyncio.gather(spin(), asyncio.sleep(1)) if handles == "is cancelled" else spin())
+                await (
+                    asyncio.gather(spin(), asyncio.sleep(1))
+                    if handles == "is cancelled"
+                    else spin()
+                )
             except BaseException as error:
                 if handles == "raises":
                     raise ValueError("mine") from error
@@ -161,12 +177,16 @@ def test_what_is_not_in_the_step_is_not_interrupted() -> None:
 
 
 def test_what_was_raised_at_the_end_of_a_step_does_not_come_behind_it() -> None:
-    """A step that ends before CPython looks: it is given up within what runs it, not by whoever goes on, or puts the run away."""
+    """A step that ends before CPython looks: it is given up within what runs it, not by whoever
+    goes on, or puts the run away.
+    """
     gate = threading.Lock()
     gate.acquire()
 
     def ends() -> None:
-        for _ in iter(gate.acquire, True):  # waits there, and CPython does not look for an exception until the next call or jump
+        for _ in iter(
+            gate.acquire, True
+        ):  # waits there, and CPython does not look for an exception until the next call or jump
             pass
 
     def give_up() -> None:
@@ -183,7 +203,9 @@ def test_what_was_raised_at_the_end_of_a_step_does_not_come_behind_it() -> None:
 
 
 def test_a_step_that_waits_in_c_is_told_soon(capsys: pytest.CaptureFixture[str]) -> None:
-    """It cannot be interrupted; that is said some ticks after it was given up, not after three times the time that it was given."""
+    """It cannot be interrupted; that is said some ticks after it was given up, not after three
+    times the time that it was given.
+    """
 
     class Waiting(AsSampled):
         async def rollout(self, request: Request) -> Rollout | None:
@@ -197,7 +219,9 @@ def test_a_step_that_waits_in_c_is_told_soon(capsys: pytest.CaptureFixture[str])
 
 
 def test_a_standard_error_that_is_closed_stops_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The thread lives on where it cannot say what it has to say: the step is ended, and that of the next case, too."""
+    """The thread lives on where it cannot say what it has to say: the step is ended, and that of
+    the next case, too.
+    """
 
     class Stubborn(AsSampled):
         async def rollout(self, request: Request) -> Rollout | None:
@@ -230,7 +254,10 @@ def test_a_task_that_is_left_over_and_never_ends_is_told() -> None:
             await asyncio.sleep(0)
             return await super().rollout(request)
 
-    with pytest.raises(SubjectError, match=r"when its rollouts had ended: a step did not end .* at linger .test_watchdog.py:"):
+    with pytest.raises(
+        SubjectError,
+        match=r"when its rollouts had ended: a step did not end .* at linger .test_watchdog.py:",
+    ):
         run_case(Lingering, CASE)
 
 
@@ -249,7 +276,9 @@ def test_no_time_passes_in_a_debugger() -> None:
 
 
 def test_runs_in_several_threads_leave_each_other_alone() -> None:
-    """One that is stuck is ended, others go on; threads that run no case may start threads, meanwhile and afterwards."""
+    """One that is stuck is ended, others go on; threads that run no case may start threads,
+    meanwhile and afterwards.
+    """
     told: dict[str, str | None] = {}
 
     def run(name: str, subject: type) -> None:
@@ -261,7 +290,10 @@ def test_runs_in_several_threads_leave_each_other_alone() -> None:
             return await super().rollout(request)
 
     start, connect = threading.Thread.start, socket.socket.connect
-    threads = [threading.Thread(target=run, args=args) for args in (("slow", Slow), ("stuck", Busy), ("slower", Slow))]
+    threads = [
+        threading.Thread(target=run, args=args)
+        for args in (("slow", Slow), ("stuck", Busy), ("slower", Slow))
+    ]
     for thread in threads:
         thread.start()
         time.sleep(0.05)
@@ -274,7 +306,9 @@ def test_runs_in_several_threads_leave_each_other_alone() -> None:
 
 
 def test_a_fork_after_a_run_is_one_of_a_single_thread() -> None:
-    """From Python 3.12 on, Python warns whoever forks a process of several: the thread that watches ends before."""
+    """From Python 3.12 on, Python warns whoever forks a process of several: the thread that watches
+    ends before.
+    """
     code = """
         import os, warnings
         from rollproof.verification.runner import run_case
@@ -300,7 +334,9 @@ def test_a_fork_after_a_run_is_one_of_a_single_thread() -> None:
     assert "0 [] None\n" == done.stdout, done.stderr
 
 
-@pytest.mark.filterwarnings("ignore:.*multi-threaded:DeprecationWarning")  # so it is: what forks are several threads
+@pytest.mark.filterwarnings(
+    "ignore:.*multi-threaded:DeprecationWarning"
+)  # so it is: what forks are several threads
 def test_several_threads_may_fork_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each lets the thread that watches end before, and none is told of an error for it."""
     wrong: list[BaseException | None] = []
@@ -336,7 +372,9 @@ def test_many_slow_steps_are_none_that_never_ends() -> None:
     assert result_of(run_case(Slow, CASE)).error is None
 
 
-def test_a_step_that_waits_for_the_processor_is_not_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_step_that_waits_for_the_processor_is_not_given_up(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """Real time alone is not enough: a step without processor time has five times as long."""
     monkeypatch.setattr(time, "process_time", lambda: 0.0)
 

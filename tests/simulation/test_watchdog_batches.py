@@ -30,7 +30,10 @@ def test_rows_of_a_batch_that_never_end_are_told() -> None:
             while True:
                 pass
 
-    with pytest.raises(SubjectError, match=r"rows never ended on the batch of .*: a step did not end within .* at rows"):
+    with pytest.raises(
+        SubjectError,
+        match=r"rows never ended on the batch of .*: a step did not end within .* at rows",
+    ):
         judge_batches(Looping)
 
 
@@ -56,10 +59,16 @@ def test_a_conversion_that_handles_its_end_is_a_refusal_all_the_same(handles: st
     class Handling(Padder):
         async def collate(self, samples: Any) -> Any:  # type: ignore[override]  # a conversion may be async
             try:
-                await (asyncio.gather(spin(), asyncio.sleep(1)) if handles == "is cancelled" else spin())
+                await (
+                    asyncio.gather(spin(), asyncio.sleep(1))
+                    if handles == "is cancelled"
+                    else spin()
+                )
             except BaseException as error:
                 if handles != "returns":
-                    raise (asyncio.CancelledError if handles == "is cancelled" else ValueError)("mine") from error
+                    raise (asyncio.CancelledError if handles == "is cancelled" else ValueError)(
+                        "mine"
+                    ) from error
             return super().collate(samples)
 
     report = judge_batches(Handling)
@@ -80,5 +89,8 @@ def test_rows_that_handle_their_end_are_told() -> None:
                     turns += 1
             return batch
 
-    with pytest.raises(SubjectError, match=r"rows never ended on the batch of .*: a step did not end within .* at rows"):
+    with pytest.raises(
+        SubjectError,
+        match=r"rows never ended on the batch of .*: a step did not end within .* at rows",
+    ):
         judge_batches(Handling)

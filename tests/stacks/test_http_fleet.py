@@ -1,4 +1,6 @@
-"""A fleet behind HTTP in memory: real clients and a real server's protocol, the case's own engines, no time and no sockets."""
+"""A fleet behind HTTP in memory: real clients and a real server's protocol, the case's own engines,
+no time and no sockets.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +27,10 @@ def talk(what: Talk, *actions: Action, flavour: str = "vllm", **options: Any) ->
 
     async def main() -> Any:
         request = Request(request_id="r0", prompt_ids=(11, 12), max_tokens=3)
-        fleet = Fleet(Case(flavour=flavour, requests=(request,), actions=actions, servers=2), Recorder(lambda: 0.0))
+        fleet = Fleet(
+            Case(flavour=flavour, requests=(request,), actions=actions, servers=2),
+            Recorder(lambda: 0.0),
+        )
         async with httpx.AsyncClient(timeout=None, verify=False) as client:  # noqa: S113, S501 - loopback in memory
             return await what(HttpFleet(fleet, **options), fleet, client)
 
@@ -51,11 +56,17 @@ def test_a_session_stays_with_its_server_and_leaves_a_dead_one() -> None:
 
     async def what(http: HttpFleet, fleet: Fleet, client: httpx.AsyncClient) -> None:
         async def ask() -> str:
-            await client.post(f"{http.router}/inference/v1/generate", json=ASK, headers={"X-Session-ID": "a"})
-            return [event.server_id for event in fleet.recorder.events if isinstance(event, Call)][-1]
+            await client.post(
+                f"{http.router}/inference/v1/generate", json=ASK, headers={"X-Session-ID": "a"}
+            )
+            return [event.server_id for event in fleet.recorder.events if isinstance(event, Call)][
+                -1
+            ]
 
         first = await ask()
-        fleet.balancer.acquire(["s0" if first == "s1" else "s1"])  # its server is the busier one now
+        fleet.balancer.acquire(
+            ["s0" if first == "s1" else "s1"]
+        )  # its server is the busier one now
         assert first == await ask()
         fleet.servers[first].kill()
         assert first != await ask()
@@ -70,7 +81,10 @@ def test_a_server_that_dies_breaks_the_connection() -> None:
         with pytest.raises(httpx.TransportError):
             await client.post(f"{http.urls['s0']}/inference/v1/generate", json=ASK)
 
-    talk(what, Action(when=Trigger(request="r0", tokens=1), do=ActionKind.KILL, server="s0", steps=50))
+    talk(
+        what,
+        Action(when=Trigger(request="r0", tokens=1), do=ActionKind.KILL, server="s0", steps=50),
+    )
 
 
 def test_weights_that_a_stack_loads_are_those_of_the_update_that_runs() -> None:
@@ -92,8 +106,15 @@ def test_the_router_tells_its_workers_and_finishes_sessions() -> None:
     async def what(http: HttpFleet, fleet: Fleet, client: httpx.AsyncClient) -> None:
         fleet.servers["s1"].kill()
         workers = (await client.get(f"{http.router}/workers")).json()["workers"]
-        assert [(http.urls["s0"], True), (http.urls["s1"], False)] == [(worker["url"], worker["is_healthy"]) for worker in workers]
-        assert 200 == (await client.post(f"{http.router}/finish_session", params={"session_id": "a"})).status_code
+        assert [(http.urls["s0"], True), (http.urls["s1"], False)] == [
+            (worker["url"], worker["is_healthy"]) for worker in workers
+        ]
+        assert (
+            200
+            == (
+                await client.post(f"{http.router}/finish_session", params={"session_id": "a"})
+            ).status_code
+        )
 
     talk(what, flavour="sglang")
 
@@ -104,5 +125,7 @@ def test_a_flavour_without_a_face_is_refused() -> None:
     async def what(_http: HttpFleet, _fleet: Fleet, _client: httpx.AsyncClient) -> None:
         raise AssertionError("unreachable")
 
-    with pytest.raises(UsageError, match=r"Flavour 'trtllm' has no HTTP face: faces are \['sglang', 'vllm'\]"):
+    with pytest.raises(
+        UsageError, match=r"Flavour 'trtllm' has no HTTP face: faces are \['sglang', 'vllm'\]"
+    ):
         talk(what, flavour="trtllm")

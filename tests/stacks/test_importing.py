@@ -1,4 +1,6 @@
-"""Stand-ins among ``sys.modules``: what is imported beside them is imported once, and no adapter has a way of its own."""
+"""Stand-ins among ``sys.modules``: what is imported beside them is imported once, and no adapter
+has a way of its own.
+"""
 
 from __future__ import annotations
 
@@ -36,13 +38,17 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A folder on the import path; what is imported from it is forgotten behind the test."""
     monkeypatch.syspath_prepend(tmp_path)
     for name in ("compiled_package", "framework_engine", "framework_engine.part"):
-        monkeypatch.setitem(sys.modules, name, ModuleType(name))  # so that it is put back behind the test
+        monkeypatch.setitem(
+            sys.modules, name, ModuleType(name)
+        )  # so that it is put back behind the test
         monkeypatch.delitem(sys.modules, name)
     return tmp_path
 
 
 def test_what_is_imported_beside_a_stand_in_stays_and_is_executed_once(folder: Path) -> None:
-    """As torch, which a framework's module imports at its head: the same object afterwards, also where that import fails."""
+    """As torch, which a framework's module imports at its head: the same object afterwards, also
+    where that import fails.
+    """
     (folder / "compiled_package.py").write_text(COMPILED, encoding="utf-8")
     engine = ModuleType("framework_engine")
     with pytest.raises(ZeroDivisionError), standing_in({"framework_engine": engine}):
@@ -75,9 +81,19 @@ def test_stand_ins_leave_what_they_replaced(folder: Path) -> None:
 
 def test_no_file_changes_the_modules_in_another_way() -> None:
     """Only ``rollproof.stacks._support.importing`` writes to ``sys.modules``."""
-    files = [path for path in HARNESS.rglob("*.py") if path != HARNESS / "stacks" / "_support" / "importing.py"]
-    assert [] == [str(path.relative_to(HARNESS)) for path in files if PATCHES.search(path.read_text(encoding="utf-8"))]
-    assert PATCHES.search((HARNESS / "stacks" / "_support" / "importing.py").read_text(encoding="utf-8"))
+    files = [
+        path
+        for path in HARNESS.rglob("*.py")
+        if path != HARNESS / "stacks" / "_support" / "importing.py"
+    ]
+    assert [] == [
+        str(path.relative_to(HARNESS))
+        for path in files
+        if PATCHES.search(path.read_text(encoding="utf-8"))
+    ]
+    assert PATCHES.search(
+        (HARNESS / "stacks" / "_support" / "importing.py").read_text(encoding="utf-8")
+    )
 
 
 @pytest.mark.parametrize(

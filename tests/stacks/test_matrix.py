@@ -55,11 +55,17 @@ def test_a_known_check_is_told_with_its_reason() -> None:
 TOLD = "rows are doubled (fault, x#1)"
 
 
-def outcome(verdicts: dict[str, str], *, known: bool = True, otherwise: dict[str, int] | None = None) -> Outcome:
-    """Of a run in which checks that failed showed what is known of them, or not, and so many findings of other kinds of ``routes.rows``."""
+def outcome(
+    verdicts: dict[str, str], *, known: bool = True, otherwise: dict[str, int] | None = None
+) -> Outcome:
+    """Of a run in which checks that failed showed what is known of them, or not, and so many
+    findings of other kinds of ``routes.rows``.
+    """
     failed = [check for check, verdict in verdicts.items() if verdict in ("fail", "expected fail")]
     seen = dict.fromkeys(failed, (TOLD,)) if known else {}
-    return Outcome(subject="x", verdicts=verdicts, known=seen, otherwise={"routes.rows": otherwise or {}})
+    return Outcome(
+        subject="x", verdicts=verdicts, known=seen, otherwise={"routes.rows": otherwise or {}}
+    )
 
 
 @pytest.mark.parametrize(
@@ -68,15 +74,36 @@ def outcome(verdicts: dict[str, str], *, known: bool = True, otherwise: dict[str
         ({"routes.rows": "expected fail"}, []),
         ({"routes.rows": "fail", "routes.position": "expected fail"}, []),
         ({"routes.rows": "fail", "routes.position": "pass"}, []),
-        ({"routes.rows": "fail", "routes.presence": "unknown", "stitch.tokens": "not applicable"}, []),
-        ({"routes.rows": "pass"}, ["routes.rows is listed as failing (rows are doubled (fault, x#1)), but its verdict is pass."]),
+        (
+            {
+                "routes.rows": "fail",
+                "routes.presence": "unknown",
+                "stitch.tokens": "not applicable",
+            },
+            [],
+        ),
+        (
+            {"routes.rows": "pass"},
+            [
+                "routes.rows is listed as failing (rows are doubled (fault, x#1)), but its verdict"
+                " is pass."
+            ],
+        ),
         ({"routes.rows": "not applicable"}, ["but its verdict is not applicable."]),
         ({}, ["routes.rows is listed as failing, but was not judged."]),
-        ({"routes.rows": "fail", "stitch.tokens": "fail"}, ["stitch.tokens fails, and no entry of the matrix says why"]),
-        ({"routes.rows": "fail", "stitch.tokens": "unknown"}, ["stitch.tokens is unknown, and no entry of the matrix says why"]),
+        (
+            {"routes.rows": "fail", "stitch.tokens": "fail"},
+            ["stitch.tokens fails, and no entry of the matrix says why"],
+        ),
+        (
+            {"routes.rows": "fail", "stitch.tokens": "unknown"},
+            ["stitch.tokens is unknown, and no entry of the matrix says why"],
+        ),
     ],
 )
-def test_whatever_the_matrix_does_not_say_is_a_deviation(verdicts: dict[str, str], said: list[str]) -> None:
+def test_whatever_the_matrix_does_not_say_is_a_deviation(
+    verdicts: dict[str, str], said: list[str]
+) -> None:
     """Unexpected failures, passes and unknowns are told, one sentence each; what may fail may pass."""
     found = Matrix.parse("x", TEXT).deviations("1.0", "client", outcome(verdicts))
     assert len(said) == len(found)
@@ -84,45 +111,116 @@ def test_whatever_the_matrix_does_not_say_is_a_deviation(verdicts: dict[str, str
 
 
 def test_a_known_failure_that_finds_something_else_is_a_deviation() -> None:
-    """A finding of another kind is told with how many there are, and so is a failure that shows nothing of what is listed."""
+    """A finding of another kind is told with how many there are, and so is a failure that shows
+    nothing of what is listed.
+    """
     matrix = Matrix.parse("x", TEXT)
     more = outcome({"routes.rows": "fail"}, otherwise={"too few route rows": 3})
-    assert ["x 1.0 client: routes.rows fails otherwise than the matrix says, by findings of the kind 'too few route rows' (3)."] == (
-        matrix.deviations("1.0", "client", more)
-    )
+    assert [
+        "x 1.0 client: routes.rows fails otherwise than the matrix says, by findings of the kind"
+        " 'too few route rows' (3)."
+    ] == (matrix.deviations("1.0", "client", more))
     other = outcome({"routes.rows": "fail"}, known=False, otherwise={"too few route rows": 3})
-    assert f"x 1.0 client: routes.rows fails, but shows nothing of what is listed: {TOLD}." == matrix.deviations("1.0", "client", other)[1]
+    assert (
+        f"x 1.0 client: routes.rows fails, but shows nothing of what is listed: {TOLD}."
+        == matrix.deviations("1.0", "client", other)[1]
+    )
 
 
 def test_checks_that_were_not_asked_for_are_no_deviation() -> None:
     """A run with --only is held to what it judged."""
-    assert [] == Matrix.parse("x", TEXT).deviations("1.0", "client", outcome({"stitch.tokens": "pass"}), ["stitch.tokens"])
+    assert [] == Matrix.parse("x", TEXT).deviations(
+        "1.0", "client", outcome({"stitch.tokens": "pass"}), ["stitch.tokens"]
+    )
 
 
 @pytest.mark.parametrize(
     ("old", "new", "problem"),
     [
         ('pinned = ["1.0", "2.0"]', "", "pinned must list at least one release"),
-        ('kind = "fault"', 'kind = "bug"', "rows are doubled: kind must be one of fault, choice, open"),
+        (
+            'kind = "fault"',
+            'kind = "bug"',
+            "rows are doubled: kind must be one of fault, choice, open",
+        ),
         ('versions = ["1.0"]', 'versions = ["3.0"]', "rows are doubled: version 3.0 is not pinned"),
         ("routes.rows", "routes.rowz", "rows are doubled: no check is named routes.rowz"),
-        ('script = "x.py"', "", "rows are doubled: a fault or a choice is shown by a script of docs/track_record"),
-        ('shows."routes.rows" = ["too many route rows"]', "", "shows must say of which kinds the findings of routes.rows are"),
-        ('shows."routes.rows"', 'shows."stitch.tokens"', "shows names stitch.tokens, which does not fail"),
-        ('after = ["resumes"]', 'after = ["resume"]', "rows are doubled: after names 'resume', which no run counts"),
+        (
+            'script = "x.py"',
+            "",
+            "rows are doubled: a fault or a choice is shown by a script of docs/track_record",
+        ),
+        (
+            'shows."routes.rows" = ["too many route rows"]',
+            "",
+            "shows must say of which kinds the findings of routes.rows are",
+        ),
+        (
+            'shows."routes.rows"',
+            'shows."stitch.tokens"',
+            "shows names stitch.tokens, which does not fail",
+        ),
+        (
+            'after = ["resumes"]',
+            'after = ["resume"]',
+            "rows are doubled: after names 'resume', which no run counts",
+        ),
         ('upstream = "x#1"', "upstrem = 1", "rows are doubled: unknown key 'upstrem'"),
-        ('unknown."routes.presence" = ["client"]', "", "nobody looks: no check is named under fails, may_fail, unknown"),
+        (
+            'unknown."routes.presence" = ["client"]',
+            "",
+            "nobody looks: no check is named under fails, may_fail, unknown",
+        ),
         ("[[entry]]", "[[entry", "is not TOML"),
         ("[[entry]]", f"x = {'[' * 5000}\n[[entry]]", "is not TOML: it is nested too deep"),
-        ('pinned = ["1.0", "2.0"]', 'pinned = "1.0"', "pinned must list at least one release, as texts, each of them once"),
-        ('versions = ["1.0"]', 'versions = "1.0"', "rows are doubled: versions must be a list of texts, each of them once"),
-        ('after = ["resumes"]', "after = []", "rows are doubled: after must be a list of texts, each of them once; leave it out where"),
-        ('fails."routes.rows" = ["client"]', 'fails."routes.rows" = "client"', "fails.'routes.rows' must be a list of texts"),
-        ('fails."routes.rows" = ["client"]', 'fails."routes.rows" = []', "fails.'routes.rows' must be a list of texts"),
-        ('fails."routes.rows" = ["client"]', 'fails."routes.rows" = ["client", "client"]', "fails.'routes.rows' must be a list of texts"),
-        ('shows."routes.rows" = ["too many route rows"]', 'shows."routes.rows" = ["", 3]', "shows.'routes.rows' must be a list of texts"),
-        ('unknown."routes.presence" = ["client"]', 'unknown = ["routes.presence"]', 'unknown must be written as unknown."ID OF A CHECK"'),
-        ('may_fail."routes.position"', 'may_fail."routes.rows"', "routes.rows stands under fails and under may_fail for client"),
+        (
+            'pinned = ["1.0", "2.0"]',
+            'pinned = "1.0"',
+            "pinned must list at least one release, as texts, each of them once",
+        ),
+        (
+            'versions = ["1.0"]',
+            'versions = "1.0"',
+            "rows are doubled: versions must be a list of texts, each of them once",
+        ),
+        (
+            'after = ["resumes"]',
+            "after = []",
+            (
+                "rows are doubled: after must be a list of texts, each of them once; leave it out"
+                " where"
+            ),
+        ),
+        (
+            'fails."routes.rows" = ["client"]',
+            'fails."routes.rows" = "client"',
+            "fails.'routes.rows' must be a list of texts",
+        ),
+        (
+            'fails."routes.rows" = ["client"]',
+            'fails."routes.rows" = []',
+            "fails.'routes.rows' must be a list of texts",
+        ),
+        (
+            'fails."routes.rows" = ["client"]',
+            'fails."routes.rows" = ["client", "client"]',
+            "fails.'routes.rows' must be a list of texts",
+        ),
+        (
+            'shows."routes.rows" = ["too many route rows"]',
+            'shows."routes.rows" = ["", 3]',
+            "shows.'routes.rows' must be a list of texts",
+        ),
+        (
+            'unknown."routes.presence" = ["client"]',
+            'unknown = ["routes.presence"]',
+            'unknown must be written as unknown."ID OF A CHECK"',
+        ),
+        (
+            'may_fail."routes.position"',
+            'may_fail."routes.rows"',
+            "routes.rows stands under fails and under may_fail for client",
+        ),
     ],
 )
 def test_a_malformed_matrix_is_refused_with_every_problem(old: str, new: str, problem: str) -> None:
@@ -131,8 +229,39 @@ def test_a_malformed_matrix_is_refused_with_every_problem(old: str, new: str, pr
         Matrix.parse("x", TEXT.replace(old, new, 1))
 
 
-@pytest.mark.parametrize("value", ["3", "true", "1.5", "nan", "2026-01-01", '"x"', "[3]", "[[]]", "[{}]", "{}", "{a = 1}", '""', "[]"])
-@pytest.mark.parametrize("key", ["pinned", "name", "kind", "versions", "where", "fails", "may_fail", "unknown", "shows", "after"])
+@pytest.mark.parametrize(
+    "value",
+    [
+        "3",
+        "true",
+        "1.5",
+        "nan",
+        "2026-01-01",
+        '"x"',
+        "[3]",
+        "[[]]",
+        "[{}]",
+        "{}",
+        "{a = 1}",
+        '""',
+        "[]",
+    ],
+)
+@pytest.mark.parametrize(
+    "key",
+    [
+        "pinned",
+        "name",
+        "kind",
+        "versions",
+        "where",
+        "fails",
+        "may_fail",
+        "unknown",
+        "shows",
+        "after",
+    ],
+)
 def test_a_value_of_any_other_type_is_refused_and_nothing_else(key: str, value: str) -> None:
     """Whatever TOML can say: the problems are listed, and no exception of Python's comes out."""
     text = re.sub(rf"(?m)^{key}( |\.\S+ )= .*\n", "", TEXT).replace(
@@ -149,27 +278,37 @@ def test_a_value_of_any_other_type_is_refused_and_nothing_else(key: str, value: 
 @pytest.mark.parametrize("value", ["3", "true", "{}", '"x"', "[3]", "[[]]"])
 def test_entries_that_are_no_tables_are_refused(value: str) -> None:
     """``entry = 3`` is TOML, too."""
-    with pytest.raises(ExpectationError, match=re.escape("entry must be written as [[entry]] tables")):
+    with pytest.raises(
+        ExpectationError, match=re.escape("entry must be written as [[entry]] tables")
+    ):
         Matrix.parse("x", f'pinned = ["1.0"]\nentry = {value}')
 
 
 def test_two_entries_of_a_release_that_are_told_alike_are_refused() -> None:
     """What a run shows of one of them would be taken for the other."""
-    with pytest.raises(ExpectationError, match=re.escape(f"two entries of 1.0 are told alike: {TOLD}")):
+    with pytest.raises(
+        ExpectationError, match=re.escape(f"two entries of 1.0 are told alike: {TOLD}")
+    ):
         Matrix.parse("x", TEXT + TEXT[TEXT.index("[[entry]]") : TEXT.rindex("[[entry]]")])
 
 
 def test_a_part_that_the_stack_does_not_have_is_a_deviation() -> None:
-    """A typing error in the name of a part would excuse nothing and expect nothing. Of another release it is no affair of this one."""
+    """A typing error in the name of a part would excuse nothing and expect nothing. Of another
+    release it is no affair of this one.
+    """
     matrix = Matrix.parse("x", TEXT)
 
     assert [] == matrix.stray_parts("1.0", {"client", "batch"}) == matrix.stray_parts("3.0", ())
-    assert [f"x 1.0 has no part client, which the matrix names ({TOLD})."] == matrix.stray_parts("1.0", {"clients"})
+    assert [f"x 1.0 has no part client, which the matrix names ({TOLD})."] == matrix.stray_parts(
+        "1.0", {"clients"}
+    )
 
 
 @pytest.mark.parametrize("stack", list(STACKS))
 def test_what_holds_after_a_situation_is_said_of_rollouts(stack: str) -> None:
-    """The cases of a conversion are not known to the ways: an entry that asks for a situation there would cover nothing."""
+    """The cases of a conversion are not known to the ways: an entry that asks for a situation there
+    would cover nothing.
+    """
     batches = set(BATCHES.get(stack, ()))
     stray = {
         (entry.name, part)
@@ -192,8 +331,13 @@ def test_a_stack_without_a_matrix_is_told() -> None:
 
 @pytest.mark.parametrize("stack", list(STACKS))
 def test_every_stack_has_a_matrix_of_releases_that_its_adapters_know(stack: str) -> None:
-    """Pinned releases are known ones, and each script that an entry names is there, and listed in the track record."""
-    matrix, record = Matrix.read(stack), (ROOT / "docs" / "track-record.md").read_text(encoding="utf-8")
+    """Pinned releases are known ones, and each script that an entry names is there, and listed in
+    the track record.
+    """
+    matrix, record = (
+        Matrix.read(stack),
+        (ROOT / "docs" / "track-record.md").read_text(encoding="utf-8"),
+    )
     assert set(matrix.pinned) <= set(release_of(stack).versions)
     for script in {entry.script for entry in matrix.entries if entry.script}:
         assert (ROOT / "docs" / "track_record" / script).is_file(), script
@@ -208,17 +352,27 @@ def test_every_matrix_is_that_of_a_stack() -> None:
 
 
 def test_a_run_without_the_matrix_says_what_is_known() -> None:
-    """How many of the failing checks of a pinned release are known to fail; nothing where none is, or the release is not pinned."""
+    """How many of the failing checks of a pinned release are known to fail; nothing where none is,
+    or the release is not pinned.
+    """
     target = Target(
-        name="areno 0.10.0 merged-rollouts", factory=object, recipe={"stack": "areno", "version": "0.10.0", "part": "merged-rollouts"}
+        name="areno 0.10.0 merged-rollouts",
+        factory=object,
+        recipe={"stack": "areno", "version": "0.10.0", "part": "merged-rollouts"},
     )
 
     def told(version: str, *failing: str) -> str | None:
-        results = tuple(CheckResult(check=default_registry()[check], verdict=Verdict.FAIL, reason="1 finding") for check in failing)
+        results = tuple(
+            CheckResult(check=default_registry()[check], verdict=Verdict.FAIL, reason="1 finding")
+            for check in failing
+        )
         report = Report(subject=target.name, profile="batches", seed=0, results=results)
         return Known.told([replace(target, recipe={**target.recipe, "version": version})], [report])
 
-    note = "note: 1 of these checks is known to fail in this release (docs/stacks.md); --matrix says which fail otherwise than that"
+    note = (
+        "note: 1 of these checks is known to fail in this release (docs/stacks.md); --matrix says"
+        " which fail otherwise than that"
+    )
     assert note == told("0.10.0", "batch.refuses", "batch.tokens")
     assert None is told("0.10.0", "batch.tokens")
     assert None is told("0.9.0", "batch.refuses")

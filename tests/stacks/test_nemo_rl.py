@@ -1,4 +1,6 @@
-"""What the adapters of NeMo-RL put in place of Ray, of vLLM's engine and of a run's configuration; none of it needs NeMo-RL."""
+"""What the adapters of NeMo-RL put in place of Ray, of vLLM's engine and of a run's configuration;
+none of it needs NeMo-RL.
+"""
 
 from __future__ import annotations
 
@@ -29,11 +31,15 @@ class _TaskError(Exception):
         self.cause = cause
 
 
-RAY = RayCalls(SimpleNamespace(exceptions=SimpleNamespace(RayTaskError=_TaskError), nodes=lambda: ["n"]))
+RAY = RayCalls(
+    SimpleNamespace(exceptions=SimpleNamespace(RayTaskError=_TaskError), nodes=lambda: ["n"])
+)
 
 
 def test_what_is_at_hand_is_had_without_ray() -> None:
-    """Values, references and coroutines that wait for nothing, alone or in a list; the rest is Ray's own."""
+    """Values, references and coroutines that wait for nothing, alone or in a list; the rest is
+    Ray's own.
+    """
 
     async def at_once() -> int:
         return 3
@@ -68,11 +74,18 @@ def test_a_call_that_would_block_is_refused() -> None:
 
 
 def test_a_run_s_configuration_holds_the_limits_of_its_one_request() -> None:
-    """``max_new_tokens`` is the budget, and the length of the model that of prompt and budget together."""
+    """``max_new_tokens`` is the budget, and the length of the model that of prompt and budget
+    together.
+    """
     assert (5, 8) == limits(REQUEST)
     assert (1024, 1027) == limits(Request(request_id="r", prompt_ids=(2, 3, 4)))
     config = generation_config(REQUEST)
-    assert (5, 8, 0.5, 1.0) == (config["max_new_tokens"], config["vllm_cfg"]["max_model_len"], config["temperature"], config["top_p"])
+    assert (5, 8, 0.5, 1.0) == (
+        config["max_new_tokens"],
+        config["vllm_cfg"]["max_model_len"],
+        config["temperature"],
+        config["top_p"],
+    )
 
 
 def test_the_engine_forgets_no_cache_while_a_call_runs() -> None:
@@ -80,11 +93,16 @@ def test_the_engine_forgets_no_cache_while_a_call_runs() -> None:
     forgotten: list[str] = []
 
     async def played() -> list[bool]:
-        fleet = Fleet(Case(flavour="vllm", requests=(REQUEST,), servers=1), Recorder(asyncio.get_running_loop().time))
+        fleet = Fleet(
+            Case(flavour="vllm", requests=(REQUEST,), servers=1),
+            Recorder(asyncio.get_running_loop().time),
+        )
         engine: FakeEngine = fleet.servers["s0"]
         llm = AsyncLLM(engine, routes=False)
         params = SimpleNamespace(max_tokens=5, logprobs=0)
-        outputs = llm.generate(prompt={"prompt_token_ids": [2, 3, 4]}, sampling_params=params, request_id="q")
+        outputs = llm.generate(
+            prompt={"prompt_token_ids": [2, 3, 4]}, sampling_params=params, request_id="q"
+        )
         call = asyncio.ensure_future(anext(outputs))
         await asyncio.sleep(0)
         said = [await llm.reset_prefix_cache()]

@@ -12,7 +12,16 @@ import pytest
 from rollproof import stacks
 from rollproof.cli.named_targets import target_of_recipe
 from rollproof.errors import StackError, UsageError
-from rollproof.stacks import STACKS, Found, Release, Stack, load_stack, parse_spec, release_of, requirements_file
+from rollproof.stacks import (
+    STACKS,
+    Found,
+    Release,
+    Stack,
+    load_stack,
+    parse_spec,
+    release_of,
+    requirements_file,
+)
 from rollproof.stacks.releases import changed_files, checked_out
 from rollproof.stacks.verl.upstream import RELEASE, VERSIONS, import_verl
 
@@ -23,36 +32,58 @@ def test_a_spec_is_a_name_or_a_name_and_a_version() -> None:
     assert ("verl", "0.9.1") == parse_spec(" verl == 0.9.1 ")
 
 
-@pytest.mark.parametrize("spec", ["", "==0.9.1", "verl==", "verl>=0.9", "verl==0.9,<1", "verl 0.9.1"])
+@pytest.mark.parametrize(
+    "spec", ["", "==0.9.1", "verl==", "verl>=0.9", "verl==0.9,<1", "verl 0.9.1"]
+)
 def test_any_other_spec_is_refused(spec: str) -> None:
-    """Operators other than ``==``, and halves that are missing, are refused with the form that is understood."""
-    with pytest.raises(UsageError, match=r"write NAME or NAME==VERSION, with NAME among \[.*'verl'.*\]"):
+    """Operators other than ``==``, and halves that are missing, are refused with the form that is
+    understood.
+    """
+    with pytest.raises(
+        UsageError, match=r"write NAME or NAME==VERSION, with NAME among \[.*'verl'.*\]"
+    ):
         parse_spec(spec)
 
 
 def test_an_unknown_stack_is_refused_with_the_ones_that_exist() -> None:
-    """A name that is no stack's is answered with the nearest one, all of them, and the way to judge code of one's own."""
+    """A name that is no stack's is answered with the nearest one, all of them, and the way to judge
+    code of one's own.
+    """
     with pytest.raises(
-        UsageError, match=r"No stack is named 'verll'. Did you mean 'verl'\? Stacks: \[.*'verl'.*\].*--subject module:factory"
+        UsageError,
+        match=(
+            r"No stack is named 'verll'. Did you mean 'verl'\? Stacks: \[.*'verl'.*\].*--subject"
+            r" module:factory"
+        ),
     ):
         load_stack("verll")
 
 
 def test_a_forced_version_is_the_one_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Who forces a version that the adapters do not know, while another is installed, is told how to install that very one."""
+    """Who forces a version that the adapters do not know, while another is installed, is told how
+    to install that very one.
+    """
     monkeypatch.setattr(stacks, "installed_version", lambda name: "0.9.1")
     with pytest.raises(
-        StackError, match=r"verl==0\.10\.0 was asked for, but 0\.9\.1 is installed.*\n.* --ignore-requires-python verl==0\.10\.0$"
+        StackError,
+        match=(
+            r"verl==0\.10\.0 was asked for, but 0\.9\.1 is installed.*\n.* --ignore-requires-python"
+            r" verl==0\.10\.0$"
+        ),
     ):
         load_stack("verl==0.10.0", force=True)
 
 
-def test_a_missing_stack_names_the_commands_that_install_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_stack_names_the_commands_that_install_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """Not installed: the error has the pinned requirements and the version that was asked for."""
     monkeypatch.setattr(stacks, "installed_version", lambda name: None)
     with pytest.raises(
         StackError,
-        match=r"verl is not installed here.*\n.*pip install -r .*verl\.txt && .*python verl==0\.8\.0$",
+        match=(
+            r"verl is not installed here.*\n.*pip install -r .*verl\.txt && .*python verl==0\.8\.0$"
+        ),
     ):
         load_stack("verl==0.8.0")
 
@@ -60,42 +91,74 @@ def test_a_missing_stack_names_the_commands_that_install_it(monkeypatch: pytest.
 def test_another_version_than_asked_for_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     """A version in the spec is a demand, not a wish."""
     monkeypatch.setattr(stacks, "installed_version", lambda name: "0.9.0")
-    with pytest.raises(StackError, match=r"verl==0\.9\.1 was asked for, but 0\.9\.0 is installed.*\n.*verl==0\.9\.1$"):
+    with pytest.raises(
+        StackError,
+        match=r"verl==0\.9\.1 was asked for, but 0\.9\.0 is installed.*\n.*verl==0\.9\.1$",
+    ):
         load_stack("verl==0.9.1")
 
 
 def test_a_version_that_the_table_does_not_know_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every release has moved the classes so far: an unknown one is refused rather than guessed, and the known ones are listed."""
+    """Every release has moved the classes so far: an unknown one is refused rather than guessed,
+    and the known ones are listed.
+    """
     monkeypatch.setattr(stacks, "installed_version", lambda name: "0.10.0")
-    with pytest.raises(StackError, match=r"verl 0\.10\.0 is installed.*know only 0\.8\.0, 0\.9\.0, 0\.9\.1.*\n.*verl==0\.9\.1$"):
+    with pytest.raises(
+        StackError,
+        match=(
+            r"verl 0\.10\.0 is installed.*know only 0\.8\.0, 0\.9\.0, 0\.9\.1.*\n.*verl==0\.9\.1$"
+        ),
+    ):
         load_stack("verl")
-    with pytest.raises(StackError, match=r"do not know version 0\.7\.1: they know 0\.8\.0, 0\.9\.0, 0\.9\.1.*table of versions"):
+    with pytest.raises(
+        StackError,
+        match=(
+            r"do not know version 0\.7\.1: they know 0\.8\.0, 0\.9\.0, 0\.9\.1.*table of versions"
+        ),
+    ):
         load_stack("verl==0.7.1")
     with pytest.raises(StackError, match=r"verl 0\.10\.0 is not in the table of known releases"):
         import_verl("0.10.0")
 
 
 def test_a_missing_dependency_names_the_package() -> None:
-    """Where an import inside of it fails, the error says which, and what to run (verl's own requirements lack orjson)."""
-    error = stacks.missing_dependency("verl", "0.9.1", ModuleNotFoundError("No module named 'orjson'", name="orjson"), RELEASE)
-    assert "verl 0.9.1 is installed, but the package 'orjson' that it needs is missing. Run:\n" in str(error)
+    """Where an import inside of it fails, the error says which, and what to run (verl's own
+    requirements lack orjson).
+    """
+    error = stacks.missing_dependency(
+        "verl", "0.9.1", ModuleNotFoundError("No module named 'orjson'", name="orjson"), RELEASE
+    )
+    assert (
+        "verl 0.9.1 is installed, but the package 'orjson' that it needs is missing. Run:\n"
+        in str(error)
+    )
 
 
 def test_a_name_that_is_not_there_is_no_missing_package() -> None:
-    """Packages of other versions mend it for a known release; for one that was forced nothing does but a known one."""
+    """Packages of other versions mend it for a known release; for one that was forced nothing does
+    but a known one.
+    """
     words = "cannot import name 'Strategy' from 'ray.util'"
     moved = ImportError(words, name="ray.util")
     told = str(stacks.missing_dependency("verl", "0.9.1", moved, RELEASE))
     assert f"verl 0.9.1 is installed, but importing it fails: {words}. Run:\n" in told
-    for error in (moved, ModuleNotFoundError("No module named 'verl.workers.rollout'", name="verl.workers.rollout")):
+    for error in (
+        moved,
+        ModuleNotFoundError("No module named 'verl.workers.rollout'", name="verl.workers.rollout"),
+    ):
         told = str(stacks.missing_dependency("verl", "0.10.0", error, RELEASE))
-        assert f"but importing it fails: {error}. The adapters know 0.8.0, 0.9.0, 0.9.1, and --force drives it as the newest" in told
+        assert (
+            f"but importing it fails: {error}. The adapters know 0.8.0, 0.9.0, 0.9.1, and --force"
+            " drives it as the newest" in told
+        )
         assert told.endswith("verl==0.9.1")
 
 
 @pytest.mark.parametrize("name", list(STACKS))
 def test_every_stack_pins_its_dependencies(name: str) -> None:
-    """The shipped list exists, pins every line, and leaves the framework itself to the second command."""
+    """The shipped list exists, pins every line, and leaves the framework itself to the second
+    command.
+    """
     release = release_of(name)
     text = Path(requirements_file(release.requirements)).read_text(encoding="utf-8")
     lines = [line for line in text.splitlines() if line and line[0] != "#"]
@@ -104,28 +167,46 @@ def test_every_stack_pins_its_dependencies(name: str) -> None:
     assert f"{name}.txt" == release.requirements
 
 
-def test_an_untested_version_is_driven_as_the_newest_one_where_that_is_forced(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_untested_version_is_driven_as_the_newest_one_where_that_is_forced(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """``--force``: the reports say so, and a counterexample is replayed with it."""
     monkeypatch.setattr(stacks, "installed_version", lambda name: "0.10.0")
     given: list[Found] = []
-    monkeypatch.setattr("rollproof.stacks.verl.load", lambda found: given.append(found) or Stack(name="verl", version="0.10.0", parts={}))
+    monkeypatch.setattr(
+        "rollproof.stacks.verl.load",
+        lambda found: given.append(found) or Stack(name="verl", version="0.10.0", parts={}),
+    )
     stack = load_stack("verl", force=True)
     assert [Found(version="0.10.0", line="0.9.1")] == given
     assert "verl 0.10.0 (untested, driven as 0.9.1)" == stack.title
-    assert {"stack": "verl", "version": "0.10.0", "part": "client", "force": "yes"} == stack.recipe("client")
-    with pytest.raises(StackError, match=r"know only .*With --force it is driven as the newest known one"):
+    assert {"stack": "verl", "version": "0.10.0", "part": "client", "force": "yes"} == stack.recipe(
+        "client"
+    )
+    with pytest.raises(
+        StackError, match=r"know only .*With --force it is driven as the newest known one"
+    ):
         load_stack("verl")
 
 
 SOURCE = Release(
-    distribution="slime", versions=("abc123",), requirements="slime.txt", repository="https://x/slime", package="slime/__init__.py"
+    distribution="slime",
+    versions=("abc123",),
+    requirements="slime.txt",
+    repository="https://x/slime",
+    package="slime/__init__.py",
 )
 
 
 def test_a_checkout_is_one_of_the_stack(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A folder that is missing, or that holds something else, is refused; an archive without git's data has no version."""
+    """A folder that is missing, or that holds something else, is refused; an archive without git's
+    data has no version.
+    """
     monkeypatch.syspath_prepend(str(tmp_path))
-    with pytest.raises(StackError, match=r"there is no such folder\. slime is judged from a checkout of https://x/slime"):
+    with pytest.raises(
+        StackError,
+        match=r"there is no such folder\. slime is judged from a checkout of https://x/slime",
+    ):
         checked_out(tmp_path / "nosuch", SOURCE, "slime")
     with pytest.raises(StackError, match=r"is no checkout of slime: it has no slime/__init__\.py"):
         checked_out(tmp_path, SOURCE, "slime")
@@ -138,7 +219,9 @@ def test_a_checkout_is_one_of_the_stack(tmp_path: Path, monkeypatch: pytest.Monk
 def _git(folder: Path, *asked: str) -> str:
     """What git says, as somebody, whatever repository surrounds it."""
     who = ["-c", "user.name=x", "-c", "user.email=x@x", "-c", "commit.gpgsign=false"]
-    return subprocess.run(["git", *who, *asked], cwd=folder, check=True, capture_output=True, text=True).stdout.strip()
+    return subprocess.run(
+        ["git", *who, *asked], cwd=folder, check=True, capture_output=True, text=True
+    ).stdout.strip()
 
 
 @pytest.fixture
@@ -157,8 +240,12 @@ def repository(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return folder
 
 
-def test_the_version_of_a_checkout_is_its_commit(repository: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As the table writes it, or its first nine digits; a repository that git's own variables name, as within a hook, is not asked."""
+def test_the_version_of_a_checkout_is_its_commit(
+    repository: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As the table writes it, or its first nine digits; a repository that git's own variables name,
+    as within a hook, is not asked.
+    """
     commit = _git(repository, "rev-parse", "HEAD")
     monkeypatch.setenv("GIT_DIR", str(repository.parent / "nosuch"))
     assert commit[:9] == checked_out(repository, SOURCE, "slime")
@@ -166,7 +253,9 @@ def test_the_version_of_a_checkout_is_its_commit(repository: Path, monkeypatch: 
 
 
 def test_a_checkout_with_other_code_than_its_commit_is_told(repository: Path) -> None:
-    """A Python file that differs counts, whatever the index says; a text that differs, a file that is gone and a new one do not."""
+    """A Python file that differs counts, whatever the index says; a text that differs, a file that
+    is gone and a new one do not.
+    """
     commit = _git(repository, "rev-parse", "HEAD")
     (repository / "notes.md").write_text("other", encoding="utf-8")
     (repository / "slime" / "more.py").unlink()
@@ -180,48 +269,98 @@ def test_a_checkout_with_other_code_than_its_commit_is_told(repository: Path) ->
     assert 2 == len(changed_files(repository, SOURCE))
 
 
-def test_changed_code_is_judged_where_that_is_forced(repository: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It is not what the adapters know: the error names the file, and a forced run says so in its title."""
+def test_changed_code_is_judged_where_that_is_forced(
+    repository: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is not what the adapters know: the error names the file, and a forced run says so in its
+    title.
+    """
     commit = _git(repository, "rev-parse", "HEAD")
     source = replace(SOURCE, versions=(commit[:9],), package="slime/__init__.py")
     monkeypatch.setattr("rollproof.stacks.slime.RELEASE", source)
-    monkeypatch.setattr("rollproof.stacks.slime.load", lambda found: Stack(name="slime", version=found.version, parts={}))
+    monkeypatch.setattr(
+        "rollproof.stacks.slime.load",
+        lambda found: Stack(name="slime", version=found.version, parts={}),
+    )
     assert f"slime {commit[:9]}" == load_stack(f"slime=={commit}", checkout=repository).title
     (repository / "slime" / "__init__.py").write_text("x = 2\n", encoding="utf-8")
-    with pytest.raises(StackError, match=r"changed is checked out \(slime/__init__\.py is not as the commit has it\), and the adapters"):
+    with pytest.raises(
+        StackError,
+        match=(
+            r"changed is checked out \(slime/__init__\.py is not as the commit has it\), and the"
+            r" adapters"
+        ),
+    ):
         load_stack("slime", checkout=repository)
-    with pytest.raises(StackError, match=r"was asked for, but \w+\+changed is checked out \(slime/__init__\.py is not as"):
+    with pytest.raises(
+        StackError,
+        match=r"was asked for, but \w+\+changed is checked out \(slime/__init__\.py is not as",
+    ):
         load_stack(f"slime=={commit[:7]}", checkout=repository)
-    assert f"slime {commit[:9]}+changed (untested, driven as {commit[:9]})" == load_stack("slime", checkout=repository, force=True).title
+    assert (
+        f"slime {commit[:9]}+changed (untested, driven as {commit[:9]})"
+        == load_stack("slime", checkout=repository, force=True).title
+    )
 
 
-def test_a_counterexample_of_a_checkout_is_run_on_what_is_there_now(repository: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whoever mends a fault there replays it: another commit, or changed code, is no reason to refuse."""
+def test_a_counterexample_of_a_checkout_is_run_on_what_is_there_now(
+    repository: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whoever mends a fault there replays it: another commit, or changed code, is no reason to
+    refuse.
+    """
     commit = _git(repository, "rev-parse", "HEAD")
-    monkeypatch.setattr("rollproof.stacks.slime.RELEASE", replace(SOURCE, versions=(commit[:9],), package="slime/__init__.py"))
     monkeypatch.setattr(
-        "rollproof.stacks.slime.load", lambda found: Stack(name="slime", version=found.version, parts={"part": SimpleNamespace})
+        "rollproof.stacks.slime.RELEASE",
+        replace(SOURCE, versions=(commit[:9],), package="slime/__init__.py"),
+    )
+    monkeypatch.setattr(
+        "rollproof.stacks.slime.load",
+        lambda found: Stack(name="slime", version=found.version, parts={"part": SimpleNamespace}),
     )
     recipe = load_stack("slime", checkout=repository).recipe("part")
-    assert {"stack": "slime", "version": commit[:9], "part": "part", "checkout": str(repository)} == recipe
+    assert {
+        "stack": "slime",
+        "version": commit[:9],
+        "part": "part",
+        "checkout": str(repository),
+    } == recipe
     assert f"slime {commit[:9]} part" == target_of_recipe(recipe).name
     (repository / "slime" / "__init__.py").write_text("x = 2\n", encoding="utf-8")
-    assert f"slime {commit[:9]}+changed (untested, driven as {commit[:9]}) part" == target_of_recipe(recipe).name
+    assert (
+        f"slime {commit[:9]}+changed (untested, driven as {commit[:9]}) part"
+        == target_of_recipe(recipe).name
+    )
 
 
-def test_another_checkout_is_not_judged_in_the_place_of_one(repository: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_another_checkout_is_not_judged_in_the_place_of_one(
+    repository: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """What was imported stays imported: a second checkout of a stack in one process is refused."""
-    monkeypatch.setattr("rollproof.stacks.slime.RELEASE", replace(SOURCE, package="slime/__init__.py"))
-    monkeypatch.setattr("rollproof.stacks.slime.load", lambda found: Stack(name="slime", version=found.version, parts={}))
+    monkeypatch.setattr(
+        "rollproof.stacks.slime.RELEASE", replace(SOURCE, package="slime/__init__.py")
+    )
+    monkeypatch.setattr(
+        "rollproof.stacks.slime.load",
+        lambda found: Stack(name="slime", version=found.version, parts={}),
+    )
     monkeypatch.setitem(sys.modules, "slime.__init__", ModuleType("slime"))
     sys.modules["slime.__init__"].__file__ = str(repository / "slime" / "__init__.py")
     load_stack("slime", checkout=repository, force=True)
     other = shutil.copytree(repository, repository.parent / "other")
-    with pytest.raises(StackError, match=r"slime is imported from .*here.* already, not from .*other: judge each checkout in a process"):
+    with pytest.raises(
+        StackError,
+        match=(
+            r"slime is imported from .*here.* already, not from .*other: judge each checkout in a"
+            r" process"
+        ),
+    ):
         load_stack("slime", checkout=other, force=True)
 
 
-@pytest.mark.parametrize("raised", [SyntaxError("invalid syntax"), RuntimeError("no GPU here"), SystemExit(3)])
+@pytest.mark.parametrize(
+    "raised", [SyntaxError("invalid syntax"), RuntimeError("no GPU here"), SystemExit(3)]
+)
 def test_what_a_framework_raises_while_it_is_imported_is_no_fault_of_ours(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, raised: BaseException
 ) -> None:
@@ -233,35 +372,61 @@ def test_what_a_framework_raises_while_it_is_imported_is_no_fault_of_ours(
     monkeypatch.syspath_prepend(str(tmp_path))
     (tmp_path / "slime").mkdir()
     (tmp_path / "slime" / "__init__.py").touch()
-    monkeypatch.setattr("rollproof.stacks.slime.RELEASE", replace(SOURCE, package="slime/__init__.py"))
+    monkeypatch.setattr(
+        "rollproof.stacks.slime.RELEASE", replace(SOURCE, package="slime/__init__.py")
+    )
     monkeypatch.setattr("rollproof.stacks.slime.load", load)
-    with pytest.raises(StackError, match=rf"slime unversioned is checked out, but importing it fails: {type(raised).__name__}: "):
+    with pytest.raises(
+        StackError,
+        match=(
+            rf"slime unversioned is checked out, but importing it fails: {type(raised).__name__}: "
+        ),
+    ):
         load_stack("slime", checkout=tmp_path, force=True)
 
 
 def test_a_checkout_that_lacks_a_module_of_its_own_is_told_apart_from_a_missing_package() -> None:
     """No installation would mend it."""
     error = ModuleNotFoundError("No module named 'slime.rollout'", name="slime.rollout")
-    assert "but not whole: its module slime.rollout is not there" in str(stacks.missing_dependency("slime", "abc123", error, SOURCE))
+    assert "but not whole: its module slime.rollout is not there" in str(
+        stacks.missing_dependency("slime", "abc123", error, SOURCE)
+    )
     other = ModuleNotFoundError("No module named 'ray'", name="ray")
-    assert "but the package 'ray' that it needs is missing" in str(stacks.missing_dependency("slime", "abc123", other, SOURCE))
+    assert "but the package 'ray' that it needs is missing" in str(
+        stacks.missing_dependency("slime", "abc123", other, SOURCE)
+    )
 
 
-def test_a_checkout_may_have_several_roots_and_need_a_package_beside_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its modules are found in all of them, in their order; the commands install what goes in without its dependencies."""
+def test_a_checkout_may_have_several_roots_and_need_a_package_beside_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its modules are found in all of them, in their order; the commands install what goes in
+    without its dependencies.
+    """
     monkeypatch.syspath_prepend(str(tmp_path))
     (tmp_path / "src").mkdir()
     (tmp_path / "src" / "of.py").touch()
-    source = replace(SOURCE, package="src/of.py", roots=("src", "lib/src"), beside=("verifiers==9.9",))
+    source = replace(
+        SOURCE, package="src/of.py", roots=("src", "lib/src"), beside=("verifiers==9.9",)
+    )
     for _ in range(2):
         assert "unversioned" == checked_out(tmp_path, source, "slime")
     assert [str(tmp_path / "src"), str(tmp_path / "lib" / "src"), str(tmp_path)] == sys.path[:3]
-    assert "slime.txt && python -m pip install --no-deps verifiers==9.9 && git clone" in source.install()
+    assert (
+        "slime.txt && python -m pip install --no-deps verifiers==9.9 && git clone"
+        in source.install()
+    )
 
 
 def test_a_released_package_is_not_judged_from_a_checkout(tmp_path: Path) -> None:
     """One way to have a stack: the other is refused with the commands that install it."""
-    with pytest.raises(UsageError, match=r"verl is a released package: install it instead of giving --checkout.*\n.*verl==0\.9\.1"):
+    with pytest.raises(
+        UsageError,
+        match=(
+            r"verl is a released package: install it instead of giving"
+            r" --checkout.*\n.*verl==0\.9\.1"
+        ),
+    ):
         load_stack("verl", checkout=tmp_path)
 
 
@@ -284,7 +449,9 @@ def test_parts_are_chosen_by_name() -> None:
 
 
 def test_attributes_that_moved_are_an_import_error() -> None:
-    """A class that is no longer where the table says counts as a failed import, which names the module."""
+    """A class that is no longer where the table says counts as a failed import, which names the
+    module.
+    """
     with pytest.raises(ImportError, match=r"rollproof\.core\.records has no \['Nothing'\]"):
         stacks.attributes("rollproof.core.records", "Request", "Nothing")
     assert Release is stacks.attributes("rollproof.stacks", "Release")[0]

@@ -1,6 +1,8 @@
-"""Released stacks where they are installed: their adapters add nothing of their own. Verdicts of whole campaigns: ``nox -s upstream``.
+"""Released stacks where they are installed: their adapters add nothing of their own. Verdicts of
+whole campaigns: ``nox -s upstream``.
 
-Those of ``CHECKOUTS`` are looked for where an environment variable says, at the folder of a checkout.
+Those of ``CHECKOUTS`` are looked for where an environment variable says, at the folder of a
+checkout.
 """
 
 from __future__ import annotations
@@ -23,7 +25,9 @@ from rollproof.verification.expected_failures import Outcome
 from rollproof.verification.rollouts import run_conformance
 from rollproof.verification.runner import run_case
 
-pytestmark = pytest.mark.filterwarnings("ignore")  # a framework's own warnings, and those of what it imports, are not ours to fix
+pytestmark = pytest.mark.filterwarnings(
+    "ignore"
+)  # a framework's own warnings, and those of what it imports, are not ours to fix
 
 PARTS = {
     "skyrl": ("client", "generator"),
@@ -53,7 +57,12 @@ NUMBERED = (
     ("nemo-rl", "single-controller"), ("nemo-rl", "async-grpo"),
 )  # fmt: skip
 """Parts of stacks that number every update themselves."""
-CHECKOUTS = {"slime": "ROLLPROOF_SLIME", "nemo-rl": "ROLLPROOF_NEMO_RL", "prime-rl": "ROLLPROOF_PRIME_RL", "roll": "ROLLPROOF_ROLL"}
+CHECKOUTS = {
+    "slime": "ROLLPROOF_SLIME",
+    "nemo-rl": "ROLLPROOF_NEMO_RL",
+    "prime-rl": "ROLLPROOF_PRIME_RL",
+    "roll": "ROLLPROOF_ROLL",
+}
 _LOADED: dict[str, Stack] = {}
 
 
@@ -62,9 +71,15 @@ def loaded(name: str) -> Stack:
     variable = CHECKOUTS.get(name)
     checkout = os.environ.get(variable) if variable else None
     if variable and checkout is None:
-        pytest.skip(f"{name} is a checkout: {variable} names its folder (see harness/stacks/requirements/{name}.txt)")
+        pytest.skip(
+            f"{name} is a checkout: {variable} names its folder (see"
+            f" harness/stacks/requirements/{name}.txt)"
+        )
     if not variable and importlib.util.find_spec(name) is None:
-        pytest.skip(f"{name} is not installed: pip install -r harness/stacks/requirements/{name}.txt && pip install --no-deps {name}")
+        pytest.skip(
+            f"{name} is not installed: pip install -r harness/stacks/requirements/{name}.txt && pip"
+            f" install --no-deps {name}"
+        )
     if name not in _LOADED:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
@@ -74,27 +89,39 @@ def loaded(name: str) -> Stack:
 
 def each(table: dict[str, tuple[str, ...]]) -> list[Any]:
     """Pairs of stack and part."""
-    return [pytest.param(name, part, id=f"{name}-{part}") for name, parts in table.items() for part in parts]
+    return [
+        pytest.param(name, part, id=f"{name}-{part}")
+        for name, parts in table.items()
+        for part in parts
+    ]
 
 
 @pytest.mark.parametrize(("name", "part"), each(PARTS))
 def test_a_quiet_run_is_clean(name: str, part: str) -> None:
-    """Without aborts, updates and faults there is nothing to find, but for what a stack does to its caller's objects always."""
+    """Without aborts, updates and faults there is nothing to find, but for what a stack does to its
+    caller's objects always.
+    """
     factory: Any = loaded(name).parts[part]
     known = Matrix.read(name).known(loaded(name).version, part)
-    requests = tuple(Request(request_id=f"r{i}", prompt_ids=(2 + i, 12, 13), max_tokens=3 + i) for i in range(3))
+    requests = tuple(
+        Request(request_id=f"r{i}", prompt_ids=(2 + i, 12, 13), max_tokens=3 + i) for i in range(3)
+    )
     for flavour in factory.flavours:
         cases = [Case(flavour=flavour, requests=requests, servers=2)]
         report = run_conformance(factory, name=part, cases=cases, canary=False, expected=known)
         assert () == report.failed
-        assert set() == {result.id for result in report.results if result.id in known and result.findings} - {"stitch.caller-objects"}
+        assert set() == {
+            result.id for result in report.results if result.id in known and result.findings
+        } - {"stitch.caller-objects"}
 
 
 @pytest.mark.parametrize(("name", "part"), each(PARTS))
 def test_one_case_gives_one_trace(name: str, part: str) -> None:
     """HTTP, session ids and seeds that a stack draws change nothing of what is recorded."""
     factory: Any = loaded(name).parts[part]
-    requests = tuple(Request(request_id=f"r{i}", prompt_ids=(2 + i, 12, 13), max_tokens=5) for i in range(3))
+    requests = tuple(
+        Request(request_id=f"r{i}", prompt_ids=(2 + i, 12, 13), max_tokens=5) for i in range(3)
+    )
     actions = (
         Action(when=Trigger(request="r0", tokens=2), do=ActionKind.ABORT),
         Action(when=Trigger(request="r1", tokens=3), do=ActionKind.SYNC),
@@ -115,14 +142,29 @@ def test_each_batch_conversion_is_judged_as_the_matrix_says(name: str, part: str
 
 @pytest.mark.parametrize(("name", "part"), NUMBERED)
 def test_a_stack_that_numbers_its_updates_has_no_unlabelled_ones(name: str, part: str) -> None:
-    """An update that the schedule gives no label has the stack's own number: a sample that begins after it is tagged with that."""
+    """An update that the schedule gives no label has the stack's own number: a sample that begins
+    after it is tagged with that.
+    """
     factory: Any = loaded(name).parts[part]
-    requests = tuple(Request(request_id=f"r{i}", prompt_ids=(2 + i, 12, 13), max_tokens=6) for i in range(2))
+    requests = tuple(
+        Request(request_id=f"r{i}", prompt_ids=(2 + i, 12, 13), max_tokens=6) for i in range(2)
+    )
     update = Action(when=Trigger(request="r0", tokens=2), do=ActionKind.SYNC_UNLABELLED)
-    trace = run_case(factory, Case(flavour=factory.flavours[0], requests=requests, arrivals=(0, 40), actions=(update,), servers=1))
+    trace = run_case(
+        factory,
+        Case(
+            flavour=factory.flavours[0],
+            requests=requests,
+            arrivals=(0, 40),
+            actions=(update,),
+            servers=1,
+        ),
+    )
 
     loads = [event for event in trace.events if isinstance(event, Weights)]
     last = [event.rollout for event in trace.events if isinstance(event, Result)][-1]
     assert [0, 1] == [load.label for load in loads if load.loaded]
     assert last is not None
-    assert {1} == set(last.call_versions or {last.version if last.min_version is None else last.min_version})
+    assert {1} == set(
+        last.call_versions or {last.version if last.min_version is None else last.min_version}
+    )

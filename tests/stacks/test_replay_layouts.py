@@ -1,4 +1,6 @@
-"""Layout functions of released frameworks: what holds, what is known to be wrong, and that the record by hand says the same."""
+"""Layout functions of released frameworks: what holds, what is known to be wrong, and that the
+record by hand says the same.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +27,13 @@ KNOWN = {
 }
 """The checks that are known to fail, and why: docs/track-record.md, 23 to 25."""
 
-SAMPLES = {"layout.microbatches", "layout.restore", "layout.samples", "layout.unpadding", "layout.ulysses-slice"}
+SAMPLES = {
+    "layout.microbatches",
+    "layout.restore",
+    "layout.samples",
+    "layout.unpadding",
+    "layout.ulysses-slice",
+}
 """What verl's functions for samples must have been put to."""
 
 
@@ -33,32 +41,54 @@ def _subject(name: str) -> Any:
     pytest.importorskip("torch", reason="torch is not installed")
     framework = "verl" if name.startswith("Verl") else "skyrl"
     for package in (framework, "megatron.core"):
-        pytest.importorskip(package, reason=f"{package} is not installed: pip install --no-deps {framework} megatron-core")
+        pytest.importorskip(
+            package,
+            reason=f"{package} is not installed: pip install --no-deps {framework} megatron-core",
+        )
     module = __import__(f"rollproof.stacks.{framework}.replay_layouts", fromlist=[name])
     return getattr(module, name)
 
 
-@pytest.mark.filterwarnings("default")  # what the frameworks warn of while they are imported is theirs
+@pytest.mark.filterwarnings(
+    "default"
+)  # what the frameworks warn of while they are imported is theirs
 @pytest.mark.parametrize("name", KNOWN)
 def test_released_functions_do_what_the_record_says(name: str) -> None:
-    """Every layout that the functions offer is right but for the known faults, the canary is seen, and nothing is left undecided."""
+    """Every layout that the functions offer is right but for the known faults, the canary is seen,
+    and nothing is left undecided.
+    """
     report = judge_layouts(_subject(name))
     assert KNOWN[name] == {result.id for result in report.failed}
-    assert [] == [(result.id, result.reason) for result in report.results if result.verdict is Verdict.UNKNOWN]
-    assert name != "VerlSamples" or {result.id for result in report.results if result.verdict is Verdict.PASS} >= SAMPLES
+    assert [] == [
+        (result.id, result.reason) for result in report.results if result.verdict is Verdict.UNKNOWN
+    ]
+    assert (
+        name != "VerlSamples"
+        or {result.id for result in report.results if result.verdict is Verdict.PASS} >= SAMPLES
+    )
     assert report.canary is not None
     assert report.canary.red
 
 
 @pytest.mark.filterwarnings("default")
 def test_the_known_fault_of_stages_needs_a_custom_layout() -> None:
-    """Even and uneven stages, with embedding and loss counted, are right: only cases with custom stages are blamed."""
-    result = next(result for result in judge_layouts(_subject("VerlR2")).results if result.id == "layout.stage-gather")
+    """Even and uneven stages, with embedding and loss counted, are right: only cases with custom
+    stages are blamed.
+    """
+    result = next(
+        result
+        for result in judge_layouts(_subject("VerlR2")).results
+        if result.id == "layout.stage-gather"
+    )
     assert result.found
     from rollproof.layouts.layout_cases import layout_calls
     from rollproof.stacks.verl.replay_layouts import VerlR2
 
-    plain = [("gather_stages", call) for call in layout_calls("gather_stages", VerlR2.layout) if call.layout.stages.custom is None]
+    plain = [
+        ("gather_stages", call)
+        for call in layout_calls("gather_stages", VerlR2.layout)
+        if call.layout.stages.custom is None
+    ]
     assert () == judge_layouts(VerlR2, calls=plain).failed
 
 
@@ -68,8 +98,14 @@ def test_the_record_holds_what_the_scripts_print() -> None:
     _subject("SkyRLPadded")
     env = {key: value for key, value in os.environ.items() if not key.startswith("PYTEST")}
     command = [sys.executable, str(DOCS / "track_record" / "run.py"), "megatron"]
-    done = subprocess.run(command, capture_output=True, text=True, env=env, timeout=300, check=False)
+    done = subprocess.run(
+        command, capture_output=True, text=True, env=env, timeout=300, check=False
+    )
     assert 0 == done.returncode, done.stderr[-2000:]
-    recorded = [line for line in (DOCS / "track-record.md").read_text(encoding="utf-8").splitlines() if "on megatron-core" in line]
+    recorded = [
+        line
+        for line in (DOCS / "track-record.md").read_text(encoding="utf-8").splitlines()
+        if "on megatron-core" in line
+    ]
     printed = [line for line in done.stdout.splitlines() if "on megatron-core" in line]
     assert sorted(recorded) == sorted(printed)

@@ -20,24 +20,40 @@ REQUEST = Request(request_id="r", prompt_ids=(2, 3, 4), max_tokens=5)
 def asked(rid: str) -> Any:
     """What ROLL makes of a request, for SGLang."""
     return SimpleNamespace(
-        input_ids=[2, 3, 4], rid=rid, sampling_params={"max_new_tokens": 5, "n": 1}, return_logprob=True, return_routed_experts=False
+        input_ids=[2, 3, 4],
+        rid=rid,
+        sampling_params={"max_new_tokens": 5, "n": 1},
+        return_logprob=True,
+        return_routed_experts=False,
     )
 
 
 def engine_of_a_fleet() -> FakeEngine:
     """One server of its own."""
-    return Fleet(Case(flavour="sglang", requests=(REQUEST,), servers=1), Recorder(asyncio.get_running_loop().time)).servers["s0"]
+    return Fleet(
+        Case(flavour="sglang", requests=(REQUEST,), servers=1),
+        Recorder(asyncio.get_running_loop().time),
+    ).servers["s0"]
 
 
 def test_an_answer_is_one_dictionary_of_sglang_s() -> None:
-    """Ids, a logprob and id for each of them, and the finish reason as a dictionary; no routes where none were asked for."""
+    """Ids, a logprob and id for each of them, and the finish reason as a dictionary; no routes
+    where none were asked for.
+    """
 
     async def played() -> list[dict[str, Any]]:
-        return [answer async for answer in TokenizerManager(engine_of_a_fleet()).generate_request(asked("q"), None)]
+        return [
+            answer
+            async for answer in TokenizerManager(engine_of_a_fleet()).generate_request(
+                asked("q"), None
+            )
+        ]
 
     (answer,) = virtual_loop.run(played)
     assert 5 == len(answer["output_ids"])
-    assert answer["output_ids"] == [token for _, token, _ in answer["meta_info"]["output_token_logprobs"]]
+    assert answer["output_ids"] == [
+        token for _, token, _ in answer["meta_info"]["output_token_logprobs"]
+    ]
     assert {"type": "length"} == answer["meta_info"]["finish_reason"]
     assert "routed_experts" not in answer["meta_info"]
 
@@ -47,10 +63,15 @@ def test_an_abort_is_sent_and_ends_the_call_of_its_id() -> None:
 
     async def played() -> list[str]:
         manager = TokenizerManager(engine_of_a_fleet())
-        calls = [asyncio.ensure_future(anext(manager.generate_request(asked(rid), None))) for rid in ("a", "b")]
+        calls = [
+            asyncio.ensure_future(anext(manager.generate_request(asked(rid), None)))
+            for rid in ("a", "b")
+        ]
         await asyncio.sleep(1.5)
         manager.abort_request("a")
-        return [answer["meta_info"]["finish_reason"]["type"] for answer in await asyncio.gather(*calls)]
+        return [
+            answer["meta_info"]["finish_reason"]["type"] for answer in await asyncio.gather(*calls)
+        ]
 
     assert ["abort", "length"] == virtual_loop.run(played)
 
@@ -68,13 +89,17 @@ def test_an_abort_to_a_dead_server_is_lost() -> None:
 
 
 def test_only_roll_itself_keeps_calls_away_from_weights_that_change() -> None:
-    """The model update pauses no engine: a call that ROLL forgot to abort is sampled on, under the new weights, and judged so."""
+    """The model update pauses no engine: a call that ROLL forgot to abort is sampled on, under the
+    new weights, and judged so.
+    """
 
     async def played() -> list[Any]:
         engine = engine_of_a_fleet()
         subject = object.__new__(LoopSubject)
         subject._fleet = SimpleNamespace(servers={"s0": engine}, weights_of=lambda label: label)
-        call = asyncio.ensure_future(anext(TokenizerManager(engine).generate_request(asked("a"), None)))
+        call = asyncio.ensure_future(
+            anext(TokenizerManager(engine).generate_request(asked("a"), None))
+        )
         await asyncio.sleep(1.5)
         await subject._model_update(3)
         answer = await call
@@ -83,6 +108,8 @@ def test_only_roll_itself_keeps_calls_away_from_weights_that_change() -> None:
 
     events = virtual_loop.run(played)
     assert [] == [event for event in events if isinstance(event, Pause)]
-    assert [3] == [event.version for event in events if isinstance(event, Weights) and event.version]
+    assert [3] == [
+        event.version for event in events if isinstance(event, Weights) and event.version
+    ]
     (reply,) = [event for event in events if isinstance(event, Reply)]
     assert [0, "mixed"] == [span.version for span in reply.true_tokens]

@@ -1,4 +1,5 @@
-"""verl itself, where it is installed: its verdicts are those of its matrix, and its subjects keep rollproof's rules.
+"""verl itself, where it is installed: its verdicts are those of its matrix, and its subjects keep
+rollproof's rules.
 
 Importing verl takes 10 to 25 s, so it happens once, in a fixture.
 """
@@ -31,7 +32,10 @@ BATCHES = ("sample-dicts", "padded-batch", "unpadded-batch")
 
 needs_verl = pytest.mark.skipif(
     importlib.util.find_spec("verl") is None,
-    reason="verl is not installed: pip install -r harness/stacks/requirements/verl.txt && pip install --no-deps verl==0.9.1",
+    reason=(
+        "verl is not installed: pip install -r harness/stacks/requirements/verl.txt && pip install"
+        " --no-deps verl==0.9.1"
+    ),
 )
 # a framework's own warnings, and those of what it imports, are not ours to fix
 quiet = pytest.mark.filterwarnings("ignore")
@@ -46,7 +50,8 @@ def verl() -> Iterator[Stack]:
 
 def _compare(report: Report, version: str, part: str) -> None:
     outcome = Outcome.of_report(report.to_dict())
-    # verdicts that stay unknown in one part are decided in another: the whole is what `verify --matrix` judges
+    # verdicts that stay unknown in one part are decided in another: the whole is what `verify
+    # --matrix` judges
     decided = {check: said for check, said in outcome.verdicts.items() if said != "unknown"}
     assert [] == MATRIX.deviations(version, part, replace(outcome, verdicts=decided))
     assert not [result.id for result in report.results if "crashed" in result.reason]
@@ -55,11 +60,17 @@ def _compare(report: Report, version: str, part: str) -> None:
 @needs_verl
 @quiet
 @pytest.mark.parametrize("part", PARTS)
-def test_each_part_fails_the_checks_that_the_matrix_names_and_no_others(verl: Stack, part: str) -> None:
-    """A release is judged as it was when its faults were shown by hand: a new finding is a new fault, or a false alarm."""
+def test_each_part_fails_the_checks_that_the_matrix_names_and_no_others(
+    verl: Stack, part: str
+) -> None:
+    """A release is judged as it was when its faults were shown by hand: a new finding is a new
+    fault, or a false alarm.
+    """
     factory: Any = verl.parts[part]
     known, ways = MATRIX.known(verl.version, part), MATRIX.ways(verl.version, part)
-    report = run_conformance(factory, name=part, cases=factory.cases("pr", 0), seed=0, expected=known, ways=ways)
+    report = run_conformance(
+        factory, name=part, cases=factory.cases("pr", 0), seed=0, expected=known, ways=ways
+    )
     _compare(report, verl.version, part)
     assert report.canary is not None and (report.canary.red or report.canary.planted is None)
 
@@ -67,11 +78,17 @@ def test_each_part_fails_the_checks_that_the_matrix_names_and_no_others(verl: St
 @needs_verl
 @quiet
 @pytest.mark.parametrize("name", BATCHES)
-def test_each_batch_conversion_fails_the_checks_that_the_matrix_names_and_no_others(verl: Stack, name: str) -> None:
+def test_each_batch_conversion_fails_the_checks_that_the_matrix_names_and_no_others(
+    verl: Stack, name: str
+) -> None:
     """As for the parts, on samples that need no engine."""
     if name not in verl.batches:
         pytest.skip(f"verl {verl.version} needs flash-attn for {name}")
-    _compare(hold(judge_batches(verl.batches[name], name=name), MATRIX.ways(verl.version, name)), verl.version, name)
+    _compare(
+        hold(judge_batches(verl.batches[name], name=name), MATRIX.ways(verl.version, name)),
+        verl.version,
+        name,
+    )
 
 
 @needs_verl
@@ -79,9 +96,15 @@ def test_each_batch_conversion_fails_the_checks_that_the_matrix_names_and_no_oth
 @pytest.mark.parametrize("part", PARTS)
 @pytest.mark.parametrize("flavour", ["vllm", "sglang"])
 def test_one_case_gives_one_trace(verl: Stack, part: str, flavour: str) -> None:
-    """The request ids that verl draws, and the server that it takes among equals, are not in the trace."""
-    requests = tuple(Request(request_id=f"r{i}", prompt_ids=(2 + i, 12, 13), max_tokens=5) for i in range(3))
-    actions = tuple(Action(when=Trigger(request=f"r{i}", tokens=1 + i), do=ActionKind.ABORT) for i in range(3))
+    """The request ids that verl draws, and the server that it takes among equals, are not in the
+    trace.
+    """
+    requests = tuple(
+        Request(request_id=f"r{i}", prompt_ids=(2 + i, 12, 13), max_tokens=5) for i in range(3)
+    )
+    actions = tuple(
+        Action(when=Trigger(request=f"r{i}", tokens=1 + i), do=ActionKind.ABORT) for i in range(3)
+    )
     case = Case(flavour=flavour, requests=requests, actions=actions, servers=3, seed=4)
     first, second = (run_case(verl.parts[part], case) for _ in range(2))
     assert [repr(event) for event in first] == [repr(event) for event in second]
@@ -90,13 +113,22 @@ def test_one_case_gives_one_trace(verl: Stack, part: str, flavour: str) -> None:
 @needs_verl
 @quiet
 def test_a_quiet_run_of_the_newest_release_is_clean(verl: Stack) -> None:
-    """Without aborts, updates and faults there is nothing to find: what the matrix lists comes from schedules, not from the adapter."""
+    """Without aborts, updates and faults there is nothing to find: what the matrix lists comes from
+    schedules, not from the adapter.
+    """
     if verl.version != "0.9.1":
         pytest.skip("older releases change what their caller hands in, whatever happens")
-    requests = tuple(Request(request_id=f"r{i}", prompt_ids=(2 + i, 12, 13), max_tokens=3 + i) for i in range(3))
+    requests = tuple(
+        Request(request_id=f"r{i}", prompt_ids=(2 + i, 12, 13), max_tokens=3 + i) for i in range(3)
+    )
     for part in PARTS:
         for flavour in ("vllm", "sglang"):
-            report = run_conformance(verl.parts[part], name=part, cases=[Case(flavour=flavour, requests=requests, servers=2)], canary=False)
+            report = run_conformance(
+                verl.parts[part],
+                name=part,
+                cases=[Case(flavour=flavour, requests=requests, servers=2)],
+                canary=False,
+            )
             assert () == report.failed
 
 
@@ -104,5 +136,10 @@ def test_the_matrix_names_what_exists() -> None:
     """Parts, releases and scripts of the matrix exist (checks are looked up when it is read)."""
     assert set(MATRIX.pinned) <= set(VERSIONS)
     for entry in MATRIX.entries:
-        named = {part for table in (entry.fails, entry.may_fail, entry.unknown) for parts in table.values() for part in parts}
+        named = {
+            part
+            for table in (entry.fails, entry.may_fail, entry.unknown)
+            for parts in table.values()
+            for part in parts
+        }
         assert named <= {*PARTS, *BATCHES}, entry.name

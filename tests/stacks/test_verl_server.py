@@ -15,13 +15,22 @@ from rollproof.core.trace import PauseMode, Recorder
 from rollproof.fakes.engine.fleet import Fleet
 from rollproof.simulation import virtual_loop
 from rollproof.stacks._support.tokenizer import PAD_ID, IdTokenizer, spell
-from rollproof.stacks.verl.rollout_servers import CONVENTIONS, Lengths, VerlServer, finish_reason_of, servers_of, token_output_fields
+from rollproof.stacks.verl.rollout_servers import (
+    CONVENTIONS,
+    Lengths,
+    VerlServer,
+    finish_reason_of,
+    servers_of,
+    token_output_fields,
+)
 from rollproof.stacks.verl.tool_dialogue import IdTool, parser_of
 from rollproof.stacks.verl.upstream import VERSIONS, RouteArray, Verl
 from rollproof.stacks.verl.verl_settings import client_contract, lengths_of
 
 
-def _output(*ids: int, reason: FinishReason = FinishReason.STOP, routes: bool = True) -> EngineOutput:
+def _output(
+    *ids: int, reason: FinishReason = FinishReason.STOP, routes: bool = True
+) -> EngineOutput:
     rows = np.ones((len(ids) + 1, 2, 2), dtype=np.uint8)
     return EngineOutput(
         token_ids=ids,
@@ -60,9 +69,19 @@ def _verl(version: str) -> Verl:
         ("sglang", FinishReason.LENGTH, "length"),
     ],
 )
-def test_stop_reasons_are_spelled_as_each_server_does(flavour: str, reason: FinishReason, spelled: str) -> None:
-    """One server folds stop and length into ``completed`` (vLLM), the other hands its engine's word through (SGLang)."""
-    fields = token_output_fields(_output(5, reason=reason), CONVENTIONS[flavour], VERSIONS["0.9.1"], tag=4, want_logprobs=True)
+def test_stop_reasons_are_spelled_as_each_server_does(
+    flavour: str, reason: FinishReason, spelled: str
+) -> None:
+    """One server folds stop and length into ``completed`` (vLLM), the other hands its engine's word
+    through (SGLang).
+    """
+    fields = token_output_fields(
+        _output(5, reason=reason),
+        CONVENTIONS[flavour],
+        VERSIONS["0.9.1"],
+        tag=4,
+        want_logprobs=True,
+    )
     assert spelled == fields["stop_reason"]
     back = finish_reason_of(spelled)
     assert back in (reason, FinishReason.COMPLETED)
@@ -76,7 +95,9 @@ def test_a_word_that_no_server_says_is_an_error_and_silence_is_unknown() -> None
 
 def test_an_answer_carries_its_tag_tokens_logprobs_and_routes() -> None:
     """The plain case, on the newest release."""
-    fields = token_output_fields(_output(5, 6), CONVENTIONS["vllm"], VERSIONS["0.9.1"], tag=4, want_logprobs=True)
+    fields = token_output_fields(
+        _output(5, 6), CONVENTIONS["vllm"], VERSIONS["0.9.1"], tag=4, want_logprobs=True
+    )
     assert [5, 6] == fields["token_ids"]
     assert [-0.5, -0.5] == fields["log_probs"]
     assert (3, 2, 2) == fields["routed_experts"].shape
@@ -84,37 +105,74 @@ def test_an_answer_carries_its_tag_tokens_logprobs_and_routes() -> None:
 
 
 def test_an_abort_without_tokens_is_bare_on_vllm_and_keeps_its_routes_on_sglang() -> None:
-    """The one returns early with nothing, until 0.8.0 not even its tag; the other keeps routes and an empty list of logprobs."""
+    """The one returns early with nothing, until 0.8.0 not even its tag; the other keeps routes and
+    an empty list of logprobs.
+    """
     empty = _output(reason=FinishReason.ABORT)
-    vllm = token_output_fields(empty, CONVENTIONS["vllm"], VERSIONS["0.9.1"], tag=4, want_logprobs=True)
-    assert (None, None, {"global_steps": 4}) == (vllm["log_probs"], vllm["routed_experts"], vllm["extra_fields"])
-    assert {} == token_output_fields(empty, CONVENTIONS["vllm"], VERSIONS["0.8.0"], tag=4, want_logprobs=True)["extra_fields"]
-    sglang = token_output_fields(empty, CONVENTIONS["sglang"], VERSIONS["0.9.1"], tag=4, want_logprobs=True)
+    vllm = token_output_fields(
+        empty, CONVENTIONS["vllm"], VERSIONS["0.9.1"], tag=4, want_logprobs=True
+    )
+    assert (None, None, {"global_steps": 4}) == (
+        vllm["log_probs"],
+        vllm["routed_experts"],
+        vllm["extra_fields"],
+    )
+    assert (
+        {}
+        == token_output_fields(
+            empty, CONVENTIONS["vllm"], VERSIONS["0.8.0"], tag=4, want_logprobs=True
+        )["extra_fields"]
+    )
+    sglang = token_output_fields(
+        empty, CONVENTIONS["sglang"], VERSIONS["0.9.1"], tag=4, want_logprobs=True
+    )
     assert ([], {"global_steps": 4}) == (sglang["log_probs"], sglang["extra_fields"])
     assert sglang["routed_experts"] is not None
 
 
 def test_logprobs_that_nobody_asked_for_are_none() -> None:
     """Without the wish there is no list."""
-    assert None is token_output_fields(_output(5), CONVENTIONS["sglang"], VERSIONS["0.9.1"], tag=4, want_logprobs=False)["log_probs"]
+    assert (
+        None
+        is token_output_fields(
+            _output(5), CONVENTIONS["sglang"], VERSIONS["0.9.1"], tag=4, want_logprobs=False
+        )["log_probs"]
+    )
 
 
 def test_sglang_routes_are_tensors_where_the_release_says_so() -> None:
     """Until 0.8.0 the SGLang server handed over the engine's tensors; vLLM's never did."""
     torch = pytest.importorskip("torch", reason="needs torch: pip install torch")
     assert RouteArray.TENSOR is VERSIONS["0.8.0"].sglang_routes
-    fields = token_output_fields(_output(5), CONVENTIONS["sglang"], VERSIONS["0.8.0"], tag=4, want_logprobs=True)
+    fields = token_output_fields(
+        _output(5), CONVENTIONS["sglang"], VERSIONS["0.8.0"], tag=4, want_logprobs=True
+    )
     assert isinstance(fields["routed_experts"], torch.Tensor)
-    fields = token_output_fields(_output(5), CONVENTIONS["vllm"], VERSIONS["0.8.0"], tag=4, want_logprobs=True)
+    fields = token_output_fields(
+        _output(5), CONVENTIONS["vllm"], VERSIONS["0.8.0"], tag=4, want_logprobs=True
+    )
     assert isinstance(fields["routed_experts"], np.ndarray)
 
 
 @pytest.mark.parametrize(
     ("stated", "sent", "least", "granted"),
-    [(5, 10, 1, 5), (None, 4, 1, 8), (None, 10, 1, 2), (None, 12, 1, 1), (None, 12, 0, 0), (100, 10, 1, 30), (0, 4, 1, 1), (0, 4, 0, 0)],
+    [
+        (5, 10, 1, 5),
+        (None, 4, 1, 8),
+        (None, 10, 1, 2),
+        (None, 12, 1, 1),
+        (None, 12, 0, 0),
+        (100, 10, 1, 30),
+        (0, 4, 1, 1),
+        (0, 4, 0, 0),
+    ],
 )
-def test_a_server_grants_what_is_stated_or_its_default_within_its_bounds(stated: int | None, sent: int, least: int, granted: int) -> None:
-    """Default: ``min(response, prompt + response - sent)``; then at least ``least`` and at most what the model has room for."""
+def test_a_server_grants_what_is_stated_or_its_default_within_its_bounds(
+    stated: int | None, sent: int, least: int, granted: int
+) -> None:
+    """Default: ``min(response, prompt + response - sent)``; then at least ``least`` and at most
+    what the model has room for.
+    """
     assert granted == Lengths(prompt=4, response=8, model=40).budget(stated, sent, least)
 
 
@@ -124,17 +182,25 @@ def _case(**changes: Any) -> Case:
 
 
 def test_the_configured_prompt_has_room_for_what_a_tool_answers() -> None:
-    """Agent loops of 0.8.0 cut tool answers to the prompt length: it is that of the longest prompt or answer."""
+    """Agent loops of 0.8.0 cut tool answers to the prompt length: it is that of the longest prompt
+    or answer.
+    """
     lengths = lengths_of(_case(), 6)
     assert (3, 6) == (lengths.prompt, lengths.response)
     assert lengths.model >= 2 + 3 + 6
 
 
 def test_a_server_runs_its_engine_and_tags_with_the_last_step_that_was_published() -> None:
-    """Tokens of weights that came without a step carry the step before: verl's adapters leave the old one in place."""
+    """Tokens of weights that came without a step carry the step before: verl's adapters leave the
+    old one in place.
+    """
     fleet, outputs = _served(unlabelled=True)
     assert [0, 0] == [output.extra_fields["global_steps"] for output in outputs]
-    assert [0, 1] == [reply.true_tokens[0].version for reply in fleet.recorder.events if getattr(reply, "true_tokens", None)]
+    assert [0, 1] == [
+        reply.true_tokens[0].version
+        for reply in fleet.recorder.events
+        if getattr(reply, "true_tokens", None)
+    ]
     _, outputs = _served(unlabelled=False)
     assert [0, 1] == [output.extra_fields["global_steps"] for output in outputs]
 
@@ -144,7 +210,9 @@ def _served(*, unlabelled: bool) -> tuple[Fleet, list[Any]]:
 
     async def main() -> list[Any]:
         fleet = made["fleet"] = Fleet(_case(), Recorder(clock_time))
-        server = servers_of(fleet, _verl("0.9.1"), lambda: Lengths(prompt=4, response=8, model=40))["s0"]
+        server = servers_of(fleet, _verl("0.9.1"), lambda: Lengths(prompt=4, response=8, model=40))[
+            "s0"
+        ]
         first = await _generate(server)
         server.note_steps()
         await fleet.sync(None if unlabelled else fleet.train(), mode=PauseMode.ABORT)
@@ -160,18 +228,32 @@ def _served(*, unlabelled: bool) -> tuple[Fleet, list[Any]]:
 async def _generate(server: VerlServer) -> Any:
     given = {"max_tokens": 2, "logprobs": True, "temperature": 1.0}
     output = await server.generate(prompt_ids=[11, 12], sampling_params=given, request_id="random")
-    assert {"max_tokens": 2, "logprobs": True, "temperature": 1.0} == given, "Ray hands an actor a copy"
+    assert {
+        "max_tokens": 2,
+        "logprobs": True,
+        "temperature": 1.0,
+    } == given, "Ray hands an actor a copy"
     return output
 
 
-def test_the_client_contract_is_as_sampled_min_max_and_surfaces_aborts_when_partial_is_off() -> None:
+def test_the_client_contract_is_as_sampled_min_max_and_surfaces_aborts_when_partial_is_off() -> (
+    None
+):
     """What verl documents of its client, on the sizes and dtype of the fleet."""
 
     async def main() -> list[Any]:
-        return [client_contract(Fleet(_case(partial=partial), Recorder(lambda: 0.0))) for partial in (True, False)]
+        return [
+            client_contract(Fleet(_case(partial=partial), Recorder(lambda: 0.0)))
+            for partial in (True, False)
+        ]
 
     on, off = virtual_loop.run(main)
-    assert (Rows.FORWARDED, Versions.MIN_MAX, Provenance.AS_SAMPLED, "uint8") == (on.rows, on.versions, on.provenance, on.dtype)
+    assert (Rows.FORWARDED, Versions.MIN_MAX, Provenance.AS_SAMPLED, "uint8") == (
+        on.rows,
+        on.versions,
+        on.provenance,
+        on.dtype,
+    )
     assert [False, True] == [on.abort_surfaces, off.abort_surfaces]
     assert PartialOff.SURFACED is off.partial_off
 
@@ -189,14 +271,21 @@ def test_ids_go_to_text_and_back() -> None:
 
 
 def test_padding_follows_the_side() -> None:
-    """Prompts are padded on the left, responses on the right, with a pad id that cannot pass for a mask."""
+    """Prompts are padded on the left, responses on the right, with a pad id that cannot pass for a
+    mask.
+    """
     pytest.importorskip("torch", reason="needs torch: pip install torch")
     tokenizer = IdTokenizer()
     tokenizer.padding_side = "left"
     left = tokenizer.pad({"input_ids": [5]}, max_length=3, return_attention_mask=True)
-    assert ([[PAD_ID, PAD_ID, 5]], [[0, 0, 1]]) == (left["input_ids"].tolist(), left["attention_mask"].tolist())
+    assert ([[PAD_ID, PAD_ID, 5]], [[0, 0, 1]]) == (
+        left["input_ids"].tolist(),
+        left["attention_mask"].tolist(),
+    )
     tokenizer.padding_side = "right"
-    assert [[5, PAD_ID, PAD_ID]] == tokenizer.pad({"input_ids": [5]}, max_length=3, return_attention_mask=False)["input_ids"].tolist()
+    assert [[5, PAD_ID, PAD_ID]] == tokenizer.pad(
+        {"input_ids": [5]}, max_length=3, return_attention_mask=False
+    )["input_ids"].tolist()
 
 
 def test_a_tool_is_called_after_turns_that_end_by_themselves_while_answers_are_left() -> None:

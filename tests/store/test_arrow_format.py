@@ -18,7 +18,17 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from rollproof.core.records import EngineOutput, FinishReason, Request
-from rollproof.core.trace import EVENT_KINDS, Admit, Event, Fault, Gauge, Header, Reply, Submit, Trace
+from rollproof.core.trace import (
+    EVENT_KINDS,
+    Admit,
+    Event,
+    Fault,
+    Gauge,
+    Header,
+    Reply,
+    Submit,
+    Trace,
+)
 from rollproof.errors import TraceError, UsageError
 from rollproof.store import TraceReader, TraceWriter
 from tests.support.building import TraceBuilder, contract
@@ -32,7 +42,9 @@ def story(episode: int = 0) -> Trace:
     builder = TraceBuilder(contract(), seed=episode)
     builder.weights(0).submit(prompt=(1, 2, 3))
     first = builder.call((1, 2, 3))
-    builder.reply(first, (4, 5), "abort", prompt_len=3, output={"logprobs": np.array([-1.0, np.nan])})
+    builder.reply(
+        first, (4, 5), "abort", prompt_len=3, output={"logprobs": np.array([-1.0, np.nan])}
+    )
     second = builder.call((1, 2, 3, 4, 5), max_tokens=2)
     builder.reply(second, (6, 7), prompt_len=5)
     builder.result((4, 5, 6, 7), prompt=(1, 2, 3), logprobs=np.array([-1.0, np.nan, -0.5, -0.51]))
@@ -47,10 +59,21 @@ def read(path: Path) -> list[tuple[Header, list[Event]]]:
     return [(header, list(events)) for header, events in TraceReader(path).episodes()]
 
 
-@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
-@given(st.lists(st.tuples(any_header(), st.lists(any_event(), max_size=6)), min_size=1, max_size=3), st.integers(1, 5))
-def test_round_trip_of_any_events(tmp_path: Path, episodes: list[tuple[Header, list[Event]]], batch: int) -> None:
-    """Whatever events of whatever kinds are written, in however small batches, come back equal, episode by episode."""
+@settings(
+    max_examples=60,
+    deadline=None,
+    suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
+)
+@given(
+    st.lists(st.tuples(any_header(), st.lists(any_event(), max_size=6)), min_size=1, max_size=3),
+    st.integers(1, 5),
+)
+def test_round_trip_of_any_events(
+    tmp_path: Path, episodes: list[tuple[Header, list[Event]]], batch: int
+) -> None:
+    """Whatever events of whatever kinds are written, in however small batches, come back equal,
+    episode by episode.
+    """
     path = tmp_path / "trace.arrow"
     with TraceWriter(path, episodes[0][0], mode="w", batch_events=batch) as writer:
         for number, (header, events) in enumerate(episodes):
@@ -65,7 +88,9 @@ def test_round_trip_of_any_events(tmp_path: Path, episodes: list[tuple[Header, l
 def test_every_kind_of_event_is_drawn(kind: str, tmp_path: Path) -> None:
     """Each registered kind of event makes the round trip by itself: none is left out by chance."""
 
-    @settings(max_examples=15, deadline=None, suppress_health_check=[HealthCheck.too_slow], database=None)
+    @settings(
+        max_examples=15, deadline=None, suppress_health_check=[HealthCheck.too_slow], database=None
+    )
     @given(any_event(kind))
     def trip(event: Event) -> None:
         path = tmp_path / "trace.arrow"
@@ -77,7 +102,9 @@ def test_every_kind_of_event_is_drawn(kind: str, tmp_path: Path) -> None:
 
 
 def test_episodes_are_read_one_by_one_and_may_be_skipped(tmp_path: Path) -> None:
-    """A reader that takes only a part of an episode finds the next one whole, and the ending counts all of them."""
+    """A reader that takes only a part of an episode finds the next one whole, and the ending counts
+    all of them.
+    """
     path = tmp_path / "trace.arrow"
     stories = [story(i) for i in range(4)]
     with TraceWriter(path, stories[0].header, batch_events=3) as writer:
@@ -86,17 +113,24 @@ def test_episodes_are_read_one_by_one_and_may_be_skipped(tmp_path: Path) -> None
         for more in stories[1:]:
             writer.write(more)
     reader = TraceReader(path)
-    seen = [(header.seed, [next(events).index for _ in range(2)]) for header, events in reader.episodes()]
+    seen = [
+        (header.seed, [next(events).index for _ in range(2)])
+        for header, events in reader.episodes()
+    ]
     assert [(seed, [0, 1]) for seed in range(4)] == seen
     assert (4, 4 * len(stories[0].events), True, 0) == (
-        (reader.ending.episodes, reader.ending.events, reader.ending.closed, reader.ending.lost) if reader.ending else None
+        (reader.ending.episodes, reader.ending.events, reader.ending.closed, reader.ending.lost)
+        if reader.ending
+        else None
     )
     assert 4 * len(stories[0].events) == len(list(reader))
     assert alike(stories[0].header, reader.header)
 
 
 def test_reopening_goes_on_with_the_last_episode(tmp_path: Path) -> None:
-    """Appending without a header continues the last episode; with one it begins another; an unclosed file can be appended to."""
+    """Appending without a header continues the last episode; with one it begins another; an
+    unclosed file can be appended to.
+    """
     path = tmp_path / "trace.arrow"
     events = admits(7)
     with TraceWriter(path, HEADER) as writer:
@@ -112,7 +146,9 @@ def test_reopening_goes_on_with_the_last_episode(tmp_path: Path) -> None:
         assert (2, 0) == (writer.episodes, writer.events)
         for event in events[5:]:
             writer.append(event)
-    assert [(0, events[:5]), (1, events[5:])] == [(header.seed, found) for header, found in read(path)]
+    assert [(0, events[:5]), (1, events[5:])] == [
+        (header.seed, found) for header, found in read(path)
+    ]
 
 
 def test_appending_to_nothing_makes_a_new_file(tmp_path: Path) -> None:
@@ -124,9 +160,10 @@ def test_appending_to_nothing_makes_a_new_file(tmp_path: Path) -> None:
 
 
 def test_killed_writer_loses_nothing_that_was_flushed(tmp_path: Path) -> None:
-    """A writer killed with SIGKILL at full speed leaves every flushed event readable, in order, and the file open to appending."""
-    program = textwrap.dedent(
-        """
+    """A writer killed with SIGKILL at full speed leaves every flushed event readable, in order, and
+    the file open to appending.
+    """
+    program = textwrap.dedent("""
         import sys, itertools
         from rollproof.store import TraceWriter
         from rollproof.core.trace import Admit
@@ -136,11 +173,12 @@ def test_killed_writer_loses_nothing_that_was_flushed(tmp_path: Path) -> None:
             writer.append(Admit(index=i, time=float(i), call_id=i, server_id="s" * (i % 90)))
             if writer.events % 50 == 0:
                 print(i, flush=True)
-        """
-    )
+        """)
     for after in (1, 7):
         path = tmp_path / f"{after}.arrow"
-        with subprocess.Popen([sys.executable, "-c", program, str(path)], stdout=subprocess.PIPE, text=True) as process:
+        with subprocess.Popen(
+            [sys.executable, "-c", program, str(path)], stdout=subprocess.PIPE, text=True
+        ) as process:
             assert process.stdout is not None
             flushed = 0
             for _ in range(after):
@@ -161,7 +199,9 @@ def test_killed_writer_loses_nothing_that_was_flushed(tmp_path: Path) -> None:
 
 
 def test_what_is_flushed_can_be_read_while_writing(tmp_path: Path) -> None:
-    """A reader of a file that is still being written sees what was flushed, and is told that it is not closed."""
+    """A reader of a file that is still being written sees what was flushed, and is told that it is
+    not closed.
+    """
     path = tmp_path / "trace.arrow"
     with TraceWriter(path, HEADER) as writer:
         writer.append(admits(1)[0])
@@ -169,11 +209,16 @@ def test_what_is_flushed_can_be_read_while_writing(tmp_path: Path) -> None:
         writer.flush()
         reader = TraceReader(path)
         assert admits(1) == list(reader)
-        assert reader.ending is not None and (False, 0) == (reader.ending.closed, reader.ending.lost)
+        assert reader.ending is not None and (False, 0) == (
+            reader.ending.closed,
+            reader.ending.lost,
+        )
 
 
 def test_two_writers_are_kept_apart(tmp_path: Path) -> None:
-    """A second writer of the same file is refused while the first is at work, and overwriting does not empty the file first."""
+    """A second writer of the same file is refused while the first is at work, and overwriting does
+    not empty the file first.
+    """
     path = tmp_path / "trace.arrow"
     with TraceWriter(path, HEADER) as writer:
         writer.append(admits(1)[0])
@@ -185,12 +230,21 @@ def test_two_writers_are_kept_apart(tmp_path: Path) -> None:
 
 
 def test_arrays_are_copied_in_and_viewed_out(tmp_path: Path) -> None:
-    """What happens to an array after it was appended does not reach the trace; what is read is a read-only view, not a copy."""
+    """What happens to an array after it was appended does not reach the trace; what is read is a
+    read-only view, not a copy.
+    """
     routes = np.arange(24, dtype=np.int32).reshape(4, 3, 2)
     kept = routes.copy()
     path = tmp_path / "trace.arrow"
     with TraceWriter(path, HEADER) as writer:
-        writer.append(Reply(call_id=0, output=EngineOutput(token_ids=(1,), logprobs=None, routes=routes, finish_reason=FinishReason.STOP)))
+        writer.append(
+            Reply(
+                call_id=0,
+                output=EngineOutput(
+                    token_ids=(1,), logprobs=None, routes=routes, finish_reason=FinishReason.STOP
+                ),
+            )
+        )
         routes[:] = -1
     (event,) = TraceReader(path)
     assert isinstance(event, Reply) and event.output.routes is not None
@@ -204,17 +258,31 @@ def test_arrays_are_copied_in_and_viewed_out(tmp_path: Path) -> None:
 def test_layout_of_an_array_does_not_matter(tmp_path: Path, order: str) -> None:
     """Fortran order, big-endian and strided arrays come back with equal values, little-endian."""
     base = np.arange(24, dtype=np.uint16).reshape(4, 3, 2)
-    given = {"C": base, "F": np.asfortranarray(base), "big-endian": base.astype(">u2"), "strided": np.repeat(base, 2, axis=0)[::2]}[order]
+    given = {
+        "C": base,
+        "F": np.asfortranarray(base),
+        "big-endian": base.astype(">u2"),
+        "strided": np.repeat(base, 2, axis=0)[::2],
+    }[order]
     path = tmp_path / "trace.arrow"
     with TraceWriter(path, HEADER) as writer:
-        writer.append(Reply(call_id=0, output=EngineOutput(token_ids=(1,), logprobs=None, routes=given, finish_reason=FinishReason.STOP)))
+        writer.append(
+            Reply(
+                call_id=0,
+                output=EngineOutput(
+                    token_ids=(1,), logprobs=None, routes=given, finish_reason=FinishReason.STOP
+                ),
+            )
+        )
     (event,) = TraceReader(path)
     assert isinstance(event, Reply)
     assert alike(base, event.output.routes)
 
 
 def test_any_arrow_library_reads_the_file(tmp_path: Path) -> None:
-    """The file is one plain Arrow IPC stream: pyarrow alone reads it, also after appending; seals are rows of their own kind."""
+    """The file is one plain Arrow IPC stream: pyarrow alone reads it, also after appending; seals
+    are rows of their own kind.
+    """
     path = tmp_path / "trace.arrow"
     with TraceWriter(path, HEADER) as writer:
         writer.write(story())
@@ -230,21 +298,23 @@ def test_memory_stays_flat_while_reading(tmp_path: Path) -> None:
     """Reading 96 MiB of routes raises the resident size of a process by less than 40 MiB."""
     path = tmp_path / "trace.arrow"
     routes = np.zeros((512, 48, 8), dtype=np.uint8)
-    output = EngineOutput(token_ids=(1,), logprobs=None, routes=routes, finish_reason=FinishReason.STOP)
+    output = EngineOutput(
+        token_ids=(1,), logprobs=None, routes=routes, finish_reason=FinishReason.STOP
+    )
     with TraceWriter(path, HEADER) as writer:
         for i in range((96 << 20) // routes.nbytes):
             writer.append(Reply(index=i, call_id=i, output=output))
-    program = textwrap.dedent(
-        """
+    program = textwrap.dedent("""
         import resource, sys
         from rollproof.store import TraceReader
         reader = TraceReader(sys.argv[1])
         before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
         count = sum(1 for _ in reader)
         print(count, (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) // 1024)
-        """
-    )
-    out = subprocess.run([sys.executable, "-c", program, str(path)], capture_output=True, text=True, check=True).stdout
+        """)
+    out = subprocess.run(
+        [sys.executable, "-c", program, str(path)], capture_output=True, text=True, check=True
+    ).stdout
     count, grown = map(int, out.split())
     assert (96 << 20) // routes.nbytes == count
     assert grown < 40
@@ -257,10 +327,22 @@ class Stray(Admit):
 @pytest.mark.parametrize(
     ("event", "text"),
     [
-        (Gauge(name="x", value="many", phase="end"), r"The gauge event cannot be stored: value must be float, not 'many'"),  # type: ignore[arg-type]
-        (Gauge(name="x", value=1.0, phase="end", time=float("nan")), "The gauge event cannot be stored: its time is nan"),
-        (Submit(request=Request(request_id="r", prompt_ids=[1])), r"request.prompt_ids must be a tuple, not a list of 1"),  # type: ignore[arg-type]
-        (Submit(request=Request(request_id="r", prompt_ids=(1, 2**64))), r"request.prompt_ids\[1\] must fit 64 bits"),
+        (
+            Gauge(name="x", value="many", phase="end"),
+            r"The gauge event cannot be stored: value must be float, not 'many'",
+        ),  # type: ignore[arg-type]
+        (
+            Gauge(name="x", value=1.0, phase="end", time=float("nan")),
+            "The gauge event cannot be stored: its time is nan",
+        ),
+        (
+            Submit(request=Request(request_id="r", prompt_ids=[1])),
+            r"request.prompt_ids must be a tuple, not a list of 1",
+        ),  # type: ignore[arg-type]
+        (
+            Submit(request=Request(request_id="r", prompt_ids=(1, 2**64))),
+            r"request.prompt_ids\[1\] must fit 64 bits",
+        ),
         (
             Submit(request=Request(request_id="r", prompt_ids=(1,), sampling={"a": object()})),  # type: ignore[dict-item]
             r"request.sampling\[a\] must be bool or float or int or null or str, not <object",
@@ -280,8 +362,12 @@ class Stray(Admit):
         (Stray(call_id=0, server_id="s"), "Stray is not a kind of event that a trace holds"),
     ],
 )
-def test_what_no_trace_can_hold_is_refused_and_the_file_stays_whole(tmp_path: Path, event: Event, text: str) -> None:
-    """An event with a value that cannot be stored raises TraceError with its place; events before and after it are kept."""
+def test_what_no_trace_can_hold_is_refused_and_the_file_stays_whole(
+    tmp_path: Path, event: Event, text: str
+) -> None:
+    """An event with a value that cannot be stored raises TraceError with its place; events before
+    and after it are kept.
+    """
     path = tmp_path / "trace.arrow"
     before, after = admits(2)
     with TraceWriter(path, HEADER) as writer:
@@ -293,7 +379,9 @@ def test_what_no_trace_can_hold_is_refused_and_the_file_stays_whole(tmp_path: Pa
 
 
 def test_error_texts_with_lone_surrogates_are_kept_as_escapes(tmp_path: Path) -> None:
-    """A text that is no Unicode (an undecodable file name in an error) is stored escaped rather than refused."""
+    """A text that is no Unicode (an undecodable file name in an error) is stored escaped rather
+    than refused.
+    """
     path = tmp_path / "trace.arrow"
     with TraceWriter(path, HEADER) as writer:
         writer.append(Fault(what="death", detail="no file \udce4\u00e4"))
@@ -303,7 +391,9 @@ def test_error_texts_with_lone_surrogates_are_kept_as_escapes(tmp_path: Path) ->
 
 
 def test_wrong_use_of_a_writer(tmp_path: Path) -> None:
-    """An existing file, a missing folder, a folder, no episode to continue, a closed writer: each is refused with the next step."""
+    """An existing file, a missing folder, a folder, no episode to continue, a closed writer: each
+    is refused with the next step.
+    """
     path = tmp_path / "trace.arrow"
     with pytest.raises(UsageError, match="holds no episode to go on with: give a header"):
         TraceWriter(path, mode="a")
@@ -324,10 +414,11 @@ def test_wrong_use_of_a_writer(tmp_path: Path) -> None:
 
 
 def test_full_disk_is_told_and_loses_nothing_that_was_flushed(tmp_path: Path) -> None:
-    """Where a flush fails the writer says so in our words, closes, and what was flushed before stays readable."""
+    """Where a flush fails the writer says so in our words, closes, and what was flushed before
+    stays readable.
+    """
     path = tmp_path / "trace.arrow"
-    program = textwrap.dedent(
-        """
+    program = textwrap.dedent("""
         import resource, signal, sys
         import numpy as np
         from rollproof.errors import TraceError
@@ -348,9 +439,10 @@ def test_full_disk_is_told_and_loses_nothing_that_was_flushed(tmp_path: Path) ->
         except TraceError as error:
             print(error)
         writer.close()
-        """
-    )
-    out = subprocess.run([sys.executable, "-c", program, str(path)], capture_output=True, text=True, check=True).stdout
+        """)
+    out = subprocess.run(
+        [sys.executable, "-c", program, str(path)], capture_output=True, text=True, check=True
+    ).stdout
     assert f"{path} could not be written: [Errno {errno.EFBIG}]" in out
     assert "What was flushed before is readable" in out
     reader = TraceReader(path)
@@ -361,4 +453,9 @@ def test_full_disk_is_told_and_loses_nothing_that_was_flushed(tmp_path: Path) ->
 def test_pyarrow_is_imported_only_for_arrow_traces() -> None:
     """Importing the store and using its JSON form does not import pyarrow."""
     program = "import sys, rollproof.store; print('pyarrow' in sys.modules)"
-    assert "False" == subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True).stdout.strip()
+    assert (
+        "False"
+        == subprocess.run(
+            [sys.executable, "-c", program], capture_output=True, text=True, check=True
+        ).stdout.strip()
+    )

@@ -1,4 +1,6 @@
-"""The wire form: derived from the records' fields, so that new events and new fields need no change here."""
+"""The wire form: derived from the records' fields, so that new events and new fields need no change
+here.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +13,17 @@ import numpy.typing as npt
 import pytest
 
 from rollproof.core.records import EngineOutput, Request, Rollout, Version
-from rollproof.core.trace import EVENT_KINDS, Call, Event, Gauge, Header, Pause, Reply, Trace, Weights
+from rollproof.core.trace import (
+    EVENT_KINDS,
+    Call,
+    Event,
+    Gauge,
+    Header,
+    Pause,
+    Reply,
+    Trace,
+    Weights,
+)
 from rollproof.errors import TraceError
 from rollproof.store import TraceReader, TraceWriter, codec, dump_trace, load_trace
 from rollproof.store.values import Misfit, parse_json, plain, read_plain, show
@@ -40,7 +52,9 @@ class Collate(Event):
     by_layer: dict[int, float]
 
 
-def test_a_new_kind_of_event_needs_no_code_here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_new_kind_of_event_needs_no_code_here(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """An event and a record added to the registry make the round trip in both forms."""
     monkeypatch.setitem(EVENT_KINDS, "collate", Collate)
     batch = Collated(
@@ -69,24 +83,58 @@ class Unstorable(Event):
 
 
 def test_a_record_that_cannot_be_stored_is_a_fault_of_ours(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A field type that no trace can hold is refused as a TypeError when the record is first met, naming the type."""
+    """A field type that no trace can hold is refused as a TypeError when the record is first met,
+    naming the type.
+    """
     monkeypatch.setitem(EVENT_KINDS, "unstorable", Unstorable)
     with pytest.raises(TypeError, match="cannot tell apart the members of the union"):
         codec.encode_event(Unstorable(which=Request(request_id="r", prompt_ids=())), None)  # type: ignore[arg-type]
 
 
 def test_defaults_of_stored_fields_never_change() -> None:
-    """A field that equals its default is left out of a trace, so these defaults are part of schema 1: a change needs schema 2."""
+    """A field that equals its default is left out of a trace, so these defaults are part of schema
+    1: a change needs schema 2.
+    """
     pinned: dict[type[Any], dict[str, Any]] = {
         Event: {"index": -1, "time": 0.0},
-        Request: {"max_tokens": None, "limit": None, "want_logprobs": True, "want_routes": True, "media": None, "group": None, "turns": ()},
+        Request: {
+            "max_tokens": None,
+            "limit": None,
+            "want_logprobs": True,
+            "want_routes": True,
+            "media": None,
+            "group": None,
+            "turns": (),
+        },
         Call: {"media": None, "want_routes": True, "want_logprobs": True, "routes_start": 0},
-        EngineOutput: {"routes_start": 0, "version": None, "spans": (), "cached_tokens": None, "native": "", "message": ""},
+        EngineOutput: {
+            "routes_start": 0,
+            "version": None,
+            "spans": (),
+            "cached_tokens": None,
+            "native": "",
+            "message": "",
+        },
         Reply: {"delivered": True, "duplicate": False, "true_tokens": None, "true_rows": None},
         Pause: {"clear_cache": False, "progress": None},
         Weights: {"loaded": True, "identity": False, "flushed": False, "progress": None},
-        Rollout: {"logprobs": None, "loss_mask": None, "routes": None, "routes_start": 0, "version": None, "token_versions": None},
-        Header: {"engine": None, "seed": 0, "profile": "", "coding": None, "case": None, "recipe": None, "made_by": ""},
+        Rollout: {
+            "logprobs": None,
+            "loss_mask": None,
+            "routes": None,
+            "routes_start": 0,
+            "version": None,
+            "token_versions": None,
+        },
+        Header: {
+            "engine": None,
+            "seed": 0,
+            "profile": "",
+            "coding": None,
+            "case": None,
+            "recipe": None,
+            "made_by": "",
+        },
     }
     for cls, defaults in pinned.items():
         found = {field.name: field.default for field in fields(cls) if field.default is not MISSING}
@@ -94,7 +142,22 @@ def test_defaults_of_stored_fields_never_change() -> None:
 
 
 @pytest.mark.parametrize(
-    "value", [None, True, 1, -1.5, "x", "$x", [], {}, {"$float": 1}, {"$$": "$"}, {"a": [1, {"b": float("inf")}]}, float("nan"), 2**64 - 1]
+    "value",
+    [
+        None,
+        True,
+        1,
+        -1.5,
+        "x",
+        "$x",
+        [],
+        {},
+        {"$float": 1},
+        {"$$": "$"},
+        {"a": [1, {"b": float("inf")}]},
+        float("nan"),
+        2**64 - 1,
+    ],
 )
 def test_free_form_values_come_back(value: Any) -> None:
     """What JSON cannot spell, and keys that look like our own marks, survive in free-form mappings."""
@@ -102,7 +165,9 @@ def test_free_form_values_come_back(value: Any) -> None:
 
 
 def test_free_form_values_are_made_plain() -> None:
-    """Tuples become lists and enums their values: the header's case may be given as dataclasses.asdict makes it."""
+    """Tuples become lists and enums their values: the header's case may be given as
+    dataclasses.asdict makes it.
+    """
     from rollproof.core.trace import PauseMode
 
     assert {"mode": "keep", "ids": [1, [2]]} == plain({"mode": PauseMode.KEEP, "ids": (1, (2,))})
@@ -120,7 +185,9 @@ def test_cycles_are_refused(tmp_path: Path) -> None:
     case: dict[str, Any] = {}
     case["self"] = case
     with pytest.raises(TraceError, match="The header cannot be stored: it is nested too deeply"):
-        TraceWriter(tmp_path / "trace.arrow", Header(subject="x", contract=HEADER.contract, case=case))
+        TraceWriter(
+            tmp_path / "trace.arrow", Header(subject="x", contract=HEADER.contract, case=case)
+        )
 
 
 def test_numpy_scalars_are_taken_as_what_they_are() -> None:
@@ -132,7 +199,15 @@ def test_numpy_scalars_are_taken_as_what_they_are() -> None:
 
 def test_errors_show_values_short_and_plain() -> None:
     """Hostile values are shown in at most 80 ASCII characters, however large or odd they are."""
-    for value in ["ü" * 1000, "\x1b[31m\u202e", 10**5000, ["x"] * 10**5, {"a": 1}, object(), float("nan")]:
+    for value in [
+        "ü" * 1000,
+        "\x1b[31m\u202e",
+        10**5000,
+        ["x"] * 10**5,
+        {"a": 1},
+        object(),
+        float("nan"),
+    ]:
         assert len(show(value)) <= 80 and show(value).isascii() and show(value).isprintable()
 
 

@@ -37,7 +37,9 @@ def sound(tmp_path_factory: pytest.TempPathFactory) -> tuple[bytes, Episodes]:
 
 
 def places(data: bytes, path: Path) -> list[int]:
-    """Every byte of the schema's and the first batch's beginning and around every border, and every 61st elsewhere."""
+    """Every byte of the schema's and the first batch's beginning and around every border, and every
+    61st elsewhere.
+    """
     path.write_bytes(data)
     head, pairs = pairs_of(path)
     borders, at = [0, len(head), len(data) - len(END), len(data)], len(head)
@@ -45,12 +47,18 @@ def places(data: bytes, path: Path) -> list[int]:
         seal = at + pair.rindex(b"\xff\xff\xff\xff")
         borders += [at, seal]
         at += len(pair)
-    near = {place + i for place in borders for i in range(-4, 24)} | set(range(len(head), len(head) + 200)) | set(range(0, len(data), 61))
+    near = (
+        {place + i for place in borders for i in range(-4, 24)}
+        | set(range(len(head), len(head) + 200))
+        | set(range(0, len(data), 61))
+    )
     return sorted(place for place in near if 0 <= place < len(data))
 
 
 def check_outcome(data: bytes, path: Path, whole: list[Header | Event], original: bytes) -> None:
-    """What is read is a beginning of what was written; an incomplete reading ends with an error or says that the file is not closed."""
+    """What is read is a beginning of what was written; an incomplete reading ends with an error or
+    says that the file is not closed.
+    """
     path.write_bytes(data)
     seen, reader, error = take(path)
     assert len(seen) <= len(whole)
@@ -62,7 +70,9 @@ def check_outcome(data: bytes, path: Path, whole: list[Header | Event], original
 
 
 def test_cut_at_any_byte(sound: tuple[bytes, Episodes], tmp_path: Path) -> None:
-    """A file cut at any byte gives every batch that is whole, and either says how much was lost or that nothing can be read."""
+    """A file cut at any byte gives every batch that is whole, and either says how much was lost or
+    that nothing can be read.
+    """
     data, episodes = sound
     whole = flat(episodes)
     path = tmp_path / "trace.arrow"
@@ -83,7 +93,9 @@ def test_cut_at_any_byte(sound: tuple[bytes, Episodes], tmp_path: Path) -> None:
 
 
 def test_flip_of_any_byte(sound: tuple[bytes, Episodes], tmp_path: Path) -> None:
-    """A file with any one byte changed gives correct events, or a TraceError that says where and how much before it is sound."""
+    """A file with any one byte changed gives correct events, or a TraceError that says where and
+    how much before it is sound.
+    """
     data, episodes = sound
     whole = flat(episodes)
     path = tmp_path / "trace.arrow"
@@ -94,16 +106,26 @@ def test_flip_of_any_byte(sound: tuple[bytes, Episodes], tmp_path: Path) -> None
         check_outcome(bytes(changed), path, whole, data)
 
 
-@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(
+    max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
 @given(
     st.lists(
-        st.tuples(st.sampled_from(["set", "cut", "copy", "swap", "zero", "drop"]), st.integers(0, 1 << 20), st.integers(0, 1 << 20)),
+        st.tuples(
+            st.sampled_from(["set", "cut", "copy", "swap", "zero", "drop"]),
+            st.integers(0, 1 << 20),
+            st.integers(0, 1 << 20),
+        ),
         max_size=5,
     )
 )
 @example([("drop", 0, 9)])
-def test_any_vandalism(sound: tuple[bytes, Episodes], tmp_path: Path, deeds: list[tuple[str, int, int]]) -> None:
-    """Bytes set, cut out, copied, swapped, zeroed or dropped anywhere, in any combination: correct events or a TraceError."""
+def test_any_vandalism(
+    sound: tuple[bytes, Episodes], tmp_path: Path, deeds: list[tuple[str, int, int]]
+) -> None:
+    """Bytes set, cut out, copied, swapped, zeroed or dropped anywhere, in any combination: correct
+    events or a TraceError.
+    """
     data, episodes = sound
     out = bytearray(data)
     for what, a, b in deeds:
@@ -125,10 +147,20 @@ def test_any_vandalism(sound: tuple[bytes, Episodes], tmp_path: Path, deeds: lis
 
 
 @pytest.mark.parametrize(
-    "order", [lambda p: [p[0], p[2], p[1], *p[3:]], lambda p: [p[0], *p[2:]], lambda p: [p[0], p[1], p[1], *p[2:]], lambda p: p[1:]]
+    "order",
+    [
+        lambda p: [p[0], p[2], p[1], *p[3:]],
+        lambda p: [p[0], *p[2:]],
+        lambda p: [p[0], p[1], p[1], *p[2:]],
+        lambda p: p[1:],
+    ],
 )
-def test_whole_batches_out_of_place(sound: tuple[bytes, Episodes], tmp_path: Path, order: Callable[[list[bytes]], list[bytes]]) -> None:
-    """Batches that are swapped, cut out or doubled are each whole, and are seen all the same, before their events are given."""
+def test_whole_batches_out_of_place(
+    sound: tuple[bytes, Episodes], tmp_path: Path, order: Callable[[list[bytes]], list[bytes]]
+) -> None:
+    """Batches that are swapped, cut out or doubled are each whole, and are seen all the same,
+    before their events are given.
+    """
     data, episodes = sound
     path = tmp_path / "trace.arrow"
     path.write_bytes(data)
@@ -141,18 +173,25 @@ def test_whole_batches_out_of_place(sound: tuple[bytes, Episodes], tmp_path: Pat
 
 
 def test_two_files_joined_are_told(sound: tuple[bytes, Episodes], tmp_path: Path) -> None:
-    """Two traces in one file are read up to the end of the first, and then the error guesses what happened."""
+    """Two traces in one file are read up to the end of the first, and then the error guesses what
+    happened.
+    """
     data, episodes = sound
     path = tmp_path / "trace.arrow"
     path.write_bytes(data + data)
     seen, _, error = take(path)
     assert len(flat(episodes)) == len(seen)
     assert error is not None and "were two files joined?" in str(error)
-    assert f"The {len(flat(episodes)) - 2} events in 2 episodes before it were read and are sound" in str(error)
+    assert (
+        f"The {len(flat(episodes)) - 2} events in 2 episodes before it were read and are sound"
+        in str(error)
+    )
 
 
 def test_payload_that_looks_like_an_end_mark(tmp_path: Path) -> None:
-    """A killed writer's tail may end in the bytes of Arrow's end mark (filler -1, then 0): that is no damage."""
+    """A killed writer's tail may end in the bytes of Arrow's end mark (filler -1, then 0): that is
+    no damage.
+    """
     path = tmp_path / "trace.arrow"
     with TraceWriter(path, HEADER) as writer:
         writer.write(story())
@@ -164,8 +203,12 @@ def test_payload_that_looks_like_an_end_mark(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("claim", [2**31, 2**40, 2**62, -8])
-def test_huge_claims_allocate_nothing(sound: tuple[bytes, Episodes], tmp_path: Path, claim: int) -> None:
-    """A batch whose metadata claims a huge or negative body is refused or counted as unfinished, without allocating it."""
+def test_huge_claims_allocate_nothing(
+    sound: tuple[bytes, Episodes], tmp_path: Path, claim: int
+) -> None:
+    """A batch whose metadata claims a huge or negative body is refused or counted as unfinished,
+    without allocating it.
+    """
     path = tmp_path / "trace.arrow"
     path.write_bytes(sound[0])
     head, pairs = pairs_of(path)
@@ -173,7 +216,8 @@ def test_huge_claims_allocate_nothing(sound: tuple[bytes, Episodes], tmp_path: P
     body = next(
         place
         for place in range(8, 8 + length, 4)
-        if int.from_bytes(pairs[1][place : place + 8], "little") == frame_body(path, len(head) + len(pairs[0]))
+        if int.from_bytes(pairs[1][place : place + 8], "little")
+        == frame_body(path, len(head) + len(pairs[0]))
     )
     hostile = pairs[1][:body] + claim.to_bytes(8, "little", signed=True) + pairs[1][body + 8 :]
     path.write_bytes(head + pairs[0] + hostile + END)
@@ -202,7 +246,9 @@ def foreign_stream(path: Path) -> None:
 
 
 def other_columns(path: Path) -> None:
-    wrong = pa.schema([pa.field("a", pa.int64())]).with_metadata({"format": "rollproof-trace", "schema": "1"})
+    wrong = pa.schema([pa.field("a", pa.int64())]).with_metadata(
+        {"format": "rollproof-trace", "schema": "1"}
+    )
     path.write_bytes(wrong.serialize().to_pybytes())
 
 
@@ -217,36 +263,72 @@ def newer(number: str) -> Callable[[Path], None]:
 @pytest.mark.parametrize(
     ("write", "kind", "text"),
     [
-        (lambda path: path.write_bytes(random.Random(0).randbytes(4096)), TraceError, "in no form that rollproof knows"),
+        (
+            lambda path: path.write_bytes(random.Random(0).randbytes(4096)),
+            TraceError,
+            "in no form that rollproof knows",
+        ),
         (lambda path: path.write_bytes(b""), TraceError, "is empty"),
         (arrow_file, TraceError, "an Arrow file"),
         (foreign_stream, TraceError, "an Arrow stream, but not a rollproof trace"),
         (other_columns, TraceError, "has other columns than a trace of schema 1"),
-        (newer("2"), TraceVersionError, "written by 'rollproof 9.0' in schema 2; this rollproof reads schemas up to 1. Upgrade"),
+        (
+            newer("2"),
+            TraceVersionError,
+            "written by 'rollproof 9.0' in schema 2; this rollproof reads schemas up to 1. Upgrade",
+        ),
         (newer("0"), TraceError, "says that it has schema '0', which never was"),
         (newer("9" * 50), TraceError, "which never was"),
-        (lambda path: pa.parquet.write_table(pa.table({"a": [1]}), path), TraceError, "a Parquet file"),
-        (lambda path: path.write_bytes(pickle.dumps({"a": 1})), TraceError, "probably a pickle, which is never opened"),
+        (
+            lambda path: pa.parquet.write_table(pa.table({"a": [1]}), path),
+            TraceError,
+            "a Parquet file",
+        ),
+        (
+            lambda path: path.write_bytes(pickle.dumps({"a": 1})),
+            TraceError,
+            "probably a pickle, which is never opened",
+        ),
         (lambda path: path.write_bytes(b"\x93NUMPY\x01\x00"), TraceError, "a numpy array"),
         (lambda path: path.write_bytes(b"PK\x03\x04"), TraceError, "a zip archive"),
         (lambda path: path.write_bytes(b"\xff\xff\xff\xff"), TraceError, "before its first header"),
-        (lambda path: path.write_bytes(b"\xff\xff\xff\xff" + b"\x08\0\0\0" + b"\xff" * 8), TraceError, "not a rollproof trace"),
+        (
+            lambda path: path.write_bytes(b"\xff\xff\xff\xff" + b"\x08\0\0\0" + b"\xff" * 8),
+            TraceError,
+            "not a rollproof trace",
+        ),
         (lambda path: path.write_bytes(END), TraceError, "before its first header"),
-        (lambda path: path.write_bytes(stream.schema_frame()), TraceError, "ends before its first header"),
+        (
+            lambda path: path.write_bytes(stream.schema_frame()),
+            TraceError,
+            "ends before its first header",
+        ),
     ],
 )
-def test_foreign_files(tmp_path: Path, write: Callable[[Path], object], kind: type[TraceError], text: str) -> None:
-    """A file that is no trace is refused by its content, with a guess what it is, whatever it is called."""
+def test_foreign_files(
+    tmp_path: Path, write: Callable[[Path], object], kind: type[TraceError], text: str
+) -> None:
+    """A file that is no trace is refused by its content, with a guess what it is, whatever it is
+    called.
+    """
     path = tmp_path / "trace.json"
     write(path)
     with pytest.raises(kind, match=text):
         open_trace(path)
 
 
-def test_appending_to_a_damaged_file_is_refused(sound: tuple[bytes, Episodes], tmp_path: Path) -> None:
-    """A writer does not go on behind damage that it meets, nor in a file that is no trace; the file is left as it was."""
+def test_appending_to_a_damaged_file_is_refused(
+    sound: tuple[bytes, Episodes], tmp_path: Path
+) -> None:
+    """A writer does not go on behind damage that it meets, nor in a file that is no trace; the file
+    is left as it was.
+    """
     data, _ = sound
-    for broken in (data[:-200] + bytes(200), data[:900] + b"\xff\xff\xff\xff\x07\0\0\0" + data[908:], b"PAR1" + data):
+    for broken in (
+        data[:-200] + bytes(200),
+        data[:900] + b"\xff\xff\xff\xff\x07\0\0\0" + data[908:],
+        b"PAR1" + data,
+    ):
         path = tmp_path / "trace.arrow"
         path.write_bytes(broken)
         with pytest.raises(TraceError, match=r"damaged|not a rollproof trace"):
@@ -259,7 +341,13 @@ def test_seals_are_checksums(sound: tuple[bytes, Episodes]) -> None:
     state = stream.State(3, 1, 7)
     assert f"{zlib.crc32(b'3 1 7', zlib.crc32(b'frame')):08x} 3 1 7" == state.seal(b"frame")
     assert state == stream.State.read(state.seal(b"frame"), b"frame")
-    for body in (state.seal(b"frames"), state.seal(b"frame").replace(" 7", " 8"), "", "x y z", "1 2 3 4 5"):
+    for body in (
+        state.seal(b"frames"),
+        state.seal(b"frame").replace(" 7", " 8"),
+        "",
+        "x y z",
+        "1 2 3 4 5",
+    ):
         with pytest.raises(TraceError, match="checksum of a batch does not match"):
             stream.State.read(body, b"frame")
     assert replace(state, events=8).seal(b"frame") != state.seal(b"frame")

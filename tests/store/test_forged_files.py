@@ -23,34 +23,103 @@ ROUTES = reply('{"$array":0}')
 
 
 FORGED: list[tuple[dict[str, Any], str]] = [
-    ({"kind": "reply", "body": ROUTES, "arrays": [{"dtype": "object", "shape": [1], "data": b"x" * 8}]}, "element type 'object'"),
-    ({"kind": "reply", "body": ROUTES, "arrays": [{"dtype": "<M8[ns]", "shape": [1], "data": b"x" * 8}]}, "element type '<M8"),
     (
-        {"kind": "reply", "body": ROUTES, "arrays": [{"dtype": "float64", "shape": [1, 1, 1], "data": b"x" * 8}]},
+        {
+            "kind": "reply",
+            "body": ROUTES,
+            "arrays": [{"dtype": "object", "shape": [1], "data": b"x" * 8}],
+        },
+        "element type 'object'",
+    ),
+    (
+        {
+            "kind": "reply",
+            "body": ROUTES,
+            "arrays": [{"dtype": "<M8[ns]", "shape": [1], "data": b"x" * 8}],
+        },
+        "element type '<M8",
+    ),
+    (
+        {
+            "kind": "reply",
+            "body": ROUTES,
+            "arrays": [{"dtype": "float64", "shape": [1, 1, 1], "data": b"x" * 8}],
+        },
         "must be an array of bool or int8",
     ),
-    ({"kind": "reply", "body": ROUTES, "arrays": [{"dtype": "uint8", "shape": [-1, -1, 2], "data": b"xx"}]}, "lengths >= 0"),
-    ({"kind": "reply", "body": ROUTES, "arrays": [{"dtype": "uint8", "shape": [1] * 9, "data": b"x"}]}, "at most 8 lengths"),
     (
-        {"kind": "reply", "body": ROUTES, "arrays": [{"dtype": "uint8", "shape": [2**62, 4], "data": b"x"}]},
+        {
+            "kind": "reply",
+            "body": ROUTES,
+            "arrays": [{"dtype": "uint8", "shape": [-1, -1, 2], "data": b"xx"}],
+        },
+        "lengths >= 0",
+    ),
+    (
+        {
+            "kind": "reply",
+            "body": ROUTES,
+            "arrays": [{"dtype": "uint8", "shape": [1] * 9, "data": b"x"}],
+        },
+        "at most 8 lengths",
+    ),
+    (
+        {
+            "kind": "reply",
+            "body": ROUTES,
+            "arrays": [{"dtype": "uint8", "shape": [2**62, 4], "data": b"x"}],
+        },
         "claims 18446744073709551616 elements",
     ),
-    ({"kind": "reply", "body": ROUTES, "arrays": [{"dtype": "int32", "shape": [1], "data": b"xyz"}]}, "has 3 bytes"),
-    ({"kind": "reply", "body": ROUTES, "arrays": [{"dtype": "uint8", "shape": [0, 2**62, 2**62], "data": b""}]}, "impossible lengths"),
+    (
+        {
+            "kind": "reply",
+            "body": ROUTES,
+            "arrays": [{"dtype": "int32", "shape": [1], "data": b"xyz"}],
+        },
+        "has 3 bytes",
+    ),
+    (
+        {
+            "kind": "reply",
+            "body": ROUTES,
+            "arrays": [{"dtype": "uint8", "shape": [0, 2**62, 2**62], "data": b""}],
+        },
+        "impossible lengths",
+    ),
     ({"kind": "reply", "body": ROUTES}, "refers to 0 among its 0 parts"),
     (
-        {"kind": "reply", "body": reply('{"$array":1}'), "arrays": [{"dtype": "uint8", "shape": [], "data": b"x"}]},
+        {
+            "kind": "reply",
+            "body": reply('{"$array":1}'),
+            "arrays": [{"dtype": "uint8", "shape": [], "data": b"x"}],
+        },
         "refers to 1 among its 1 parts",
     ),
-    ({"kind": "reply", "body": reply('{"$array":true}'), "arrays": [{"dtype": "uint8", "shape": [], "data": b"x"}]}, "refers to True"),
+    (
+        {
+            "kind": "reply",
+            "body": reply('{"$array":true}'),
+            "arrays": [{"dtype": "uint8", "shape": [], "data": b"x"}],
+        },
+        "refers to True",
+    ),
     ({"kind": "reply", "body": reply('"x"')}, "refers to 'x' among its 0 parts"),
     ({"kind": "reply", "body": reply(tokens='{"$integers":0}')}, "refers to 0 among its 0 parts"),
-    ({"kind": "reply", "body": reply(tokens="[1.5]")}, r"output.token_ids\[0\] must be int, not 1.5"),
-    ({"kind": "reply", "body": reply(tokens="[true]")}, r"output.token_ids\[0\] must be int, not True"),
+    (
+        {"kind": "reply", "body": reply(tokens="[1.5]")},
+        r"output.token_ids\[0\] must be int, not 1.5",
+    ),
+    (
+        {"kind": "reply", "body": reply(tokens="[true]")},
+        r"output.token_ids\[0\] must be int, not True",
+    ),
     (
         {
             "kind": "submit",
-            "body": '{"request":{"request_id":"r","prompt_ids":[],"turns":[{"$integers":0},{"$integers":0}]}}',
+            "body": (
+                '{"request":{"request_id":"r","prompt_ids":[],"turns":[{"$integers":0},{"$integers":0}]}}'
+            ),
             "integers": [[1] * 9],
         },
         "refers to 0 among its 1 parts",
@@ -68,28 +137,50 @@ FORGED: list[tuple[dict[str, Any], str]] = [
     ({"body": '{"a":' * 100_000}, "nested too deeply"),
     ({"body": "[]"}, "must be an object"),
     ({"body": "{"}, "not the JSON of a trace"),
-    ({"kind": "gauge", "body": '{"name":"x","value":1e400,"phase":"end"}'}, "value is a number too large for a float"),
-    ({"kind": "gauge", "body": '{"name":"x","value":{"$float":"snan"},"phase":"end"}'}, "value must be a number, or one of"),
-    ({"kind": "pause", "body": '{"server_id":"s","mode":"nap"}'}, "mode must be one of .*'retract'.*, not 'nap'"),
-    ({"kind": "pause", "body": '{"server_id":"s","mode":"wait","progress":{"01":1}}'}, "key that is no whole number: '01'"),
+    (
+        {"kind": "gauge", "body": '{"name":"x","value":1e400,"phase":"end"}'},
+        "value is a number too large for a float",
+    ),
+    (
+        {"kind": "gauge", "body": '{"name":"x","value":{"$float":"snan"},"phase":"end"}'},
+        "value must be a number, or one of",
+    ),
+    (
+        {"kind": "pause", "body": '{"server_id":"s","mode":"nap"}'},
+        "mode must be one of .*'retract'.*, not 'nap'",
+    ),
+    (
+        {"kind": "pause", "body": '{"server_id":"s","mode":"wait","progress":{"01":1}}'},
+        "key that is no whole number: '01'",
+    ),
     ({"kind": "header", "body": '{"subject":"x"}'}, "Header lacks 'contract'"),
-    ({"kind": "header", "body": '{"subject":"x","contract":{"rows":"T"}}'}, "contract Contract lacks 'resume'"),
+    (
+        {"kind": "header", "body": '{"subject":"x","contract":{"rows":"T"}}'},
+        "contract Contract lacks 'resume'",
+    ),
     (
         {
             "kind": "header",
-            "body": '{"subject":"x","contract":{"rows":"T","resume":"none","versions":"none","logprobs":"raw",'
-            '"abort_surfaces":true,"kv_policy":"keep"}}',
+            "body": (
+                '{"subject":"x","contract":{"rows":"T","resume":"none","versions":"none","logprobs":"raw",'
+                '"abort_surfaces":true,"kv_policy":"keep"}}'
+            ),
         },
         "(?s)contract Contract refuses its values: .*num_layers.* must be declared",
     ),
-    ({"kind": "header", "body": '{"subject":"x","contract":' + '{"a":' * 50_000}, "nested too deeply"),
+    (
+        {"kind": "header", "body": '{"subject":"x","contract":' + '{"a":' * 50_000},
+        "nested too deeply",
+    ),
     ({"time": float("nan")}, "time is a number too large for a float"),
 ]
 
 
 @pytest.mark.parametrize(("content", "text"), FORGED, ids=[text[:30] for _, text in FORGED])
 def test_forged_rows_are_refused(tmp_path: Path, content: dict[str, Any], text: str) -> None:
-    """A row with hostile content, under a valid seal, is refused as damage with the reason; the episode before it is given."""
+    """A row with hostile content, under a valid seal, is refused as damage with the reason; the
+    episode before it is given.
+    """
     path = tmp_path / "trace.arrow"
     forge(path, **content)
     seen, _, error = take(path)
@@ -107,11 +198,18 @@ def test_forged_rows_are_refused(tmp_path: Path, content: dict[str, Any], text: 
             {"body": '{"call_id":0,"server_id":"s","colour":"red"}'},
             r"Admit has the fields \[\"'colour'\"\] here, which this rollproof does not know",
         ),
-        ({"kind": "header", "body": '{"schema":2,"subject":"x","made_by":"rollproof 9"}'}, "written by 'rollproof 9' in schema 2"),
+        (
+            {"kind": "header", "body": '{"schema":2,"subject":"x","made_by":"rollproof 9"}'},
+            "written by 'rollproof 9' in schema 2",
+        ),
     ],
 )
-def test_what_a_newer_rollproof_writes_is_told_apart_from_damage(tmp_path: Path, content: dict[str, Any], text: str) -> None:
-    """An unknown kind, an unknown field, a later schema: TraceVersionError, which names the file and says to upgrade."""
+def test_what_a_newer_rollproof_writes_is_told_apart_from_damage(
+    tmp_path: Path, content: dict[str, Any], text: str
+) -> None:
+    """An unknown kind, an unknown field, a later schema: TraceVersionError, which names the file
+    and says to upgrade.
+    """
     path = tmp_path / "trace.arrow"
     forge(path, **content)
     _, _, error = take(path)
@@ -139,7 +237,11 @@ def test_forgery_itself_is_sound(tmp_path: Path) -> None:
 def test_compressed_batches_are_refused_unread(tmp_path: Path) -> None:
     """A compressed batch, which may unfold to any size, is refused before Arrow sees it."""
     path = tmp_path / "trace.arrow"
-    forge(path, body='{"call_id":0,"server_id":"' + "s" * 5000 + '"}', options=pa.ipc.IpcWriteOptions(compression="lz4"))
+    forge(
+        path,
+        body='{"call_id":0,"server_id":"' + "s" * 5000 + '"}',
+        options=pa.ipc.IpcWriteOptions(compression="lz4"),
+    )
     _, _, error = take(path)
     assert error is not None and "a batch is compressed" in str(error)
 

@@ -17,7 +17,14 @@ from hypothesis import strategies as st
 from rollproof.core.records import EngineOutput, FinishReason, Rollout
 from rollproof.core.trace import EVENT_KINDS, Admit, Event, Header, Reply, Result, Trace
 from rollproof.errors import TraceError, TraceVersionError, UsageError
-from rollproof.store import TraceReader, TraceWriter, dump_trace, json_format, load_trace, open_trace
+from rollproof.store import (
+    TraceReader,
+    TraceWriter,
+    dump_trace,
+    json_format,
+    load_trace,
+    open_trace,
+)
 from tests.store.test_arrow_format import HEADER, story
 from tests.support.building import contract
 from tests.support.random_records import alike, any_event, any_header
@@ -37,7 +44,11 @@ def edited(path: Path, change: Callable[[dict[str, Any]], Any]) -> Path:
     return path
 
 
-@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
+@settings(
+    max_examples=60,
+    deadline=None,
+    suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
+)
 @given(any_header(), st.lists(any_event(), max_size=8))
 def test_round_trip_of_any_events(tmp_path: Path, header: Header, events: list[Event]) -> None:
     """Whatever events are dumped come back equal, arrays and NaN included."""
@@ -49,7 +60,9 @@ def test_round_trip_of_any_events(tmp_path: Path, header: Header, events: list[E
 def test_every_kind_of_event_is_drawn(kind: str, tmp_path: Path) -> None:
     """Each registered kind of event makes the round trip by itself."""
 
-    @settings(max_examples=15, deadline=None, suppress_health_check=[HealthCheck.too_slow], database=None)
+    @settings(
+        max_examples=15, deadline=None, suppress_health_check=[HealthCheck.too_slow], database=None
+    )
     @given(any_event(kind))
     def one(event: Event) -> None:
         trace = Trace(header=HEADER, events=(event,))
@@ -59,7 +72,9 @@ def test_every_kind_of_event_is_drawn(kind: str, tmp_path: Path) -> None:
 
 
 def test_both_forms_hold_the_same(tmp_path: Path) -> None:
-    """A trace through the Arrow store and one through JSON are equal, and open_trace reads both whatever they are called."""
+    """A trace through the Arrow store and one through JSON are equal, and open_trace reads both
+    whatever they are called.
+    """
     trace = story()
     with TraceWriter(tmp_path / "a.json", trace.header) as writer:
         for event in trace:
@@ -69,8 +84,14 @@ def test_both_forms_hold_the_same(tmp_path: Path) -> None:
     assert isinstance(arrow, TraceReader) and not isinstance(text, TraceReader)
     assert alike(trace.header, arrow.header) and alike(trace.header, text.header)
     assert alike(list(trace), list(arrow)) and alike(list(trace), list(text))
-    assert [(trace.header, len(trace.events))] == [(header, len(list(events))) for header, events in text.episodes()]
-    assert str(arrow.ending) == str(text.ending) == f"{len(trace.events)} events in 1 episodes were read."
+    assert [(trace.header, len(trace.events))] == [
+        (header, len(list(events))) for header, events in text.episodes()
+    ]
+    assert (
+        str(arrow.ending)
+        == str(text.ending)
+        == f"{len(trace.events)} events in 1 episodes were read."
+    )
 
 
 def test_what_a_person_sees(tmp_path: Path) -> None:
@@ -83,13 +104,23 @@ def test_what_a_person_sees(tmp_path: Path) -> None:
         finish_reason=FinishReason.ABORT,
     )
     dump_trace(
-        Trace(header=HEADER, events=(Admit(index=0, call_id=1, server_id="s0"), Reply(index=1, time=2.0, call_id=1, output=output))), path
+        Trace(
+            header=HEADER,
+            events=(
+                Admit(index=0, call_id=1, server_id="s0"),
+                Reply(index=1, time=2.0, call_id=1, output=output),
+            ),
+        ),
+        path,
     )
     lines = path.read_text().splitlines()
     assert lines[0].startswith('{"format": "rollproof-trace", "schema": 1, "made_by": "rollproof')
     logprobs = '{"dtype": "float64", "shape": [3], "nan": "null", "data": [-0.5, null, "-inf"]}'
     routes = '{"dtype": "uint8", "shape": [2, 1, 2], "data": [[[0, 1]], [[2, 3]]]}'
-    shown = f'{{"token_ids": [4, 5], "logprobs": {logprobs}, "routes": {routes}, "finish_reason": "abort"}}'
+    shown = (
+        f'{{"token_ids": [4, 5], "logprobs": {logprobs}, "routes": {routes}, "finish_reason":'
+        ' "abort"}'
+    )
     assert lines[-3:] == [
         ' {"kind": "admit", "index": 0, "call_id": 1, "server_id": "s0"},',
         f' {{"kind": "reply", "index": 1, "time": 2.0, "call_id": 1, "output": {shown}}}',
@@ -103,14 +134,25 @@ def test_large_arrays_are_base64(tmp_path: Path) -> None:
     trace = Trace(
         header=HEADER,
         events=(
-            Result(request_id="r", rollout=Rollout(request_id="r", prompt_ids=(), response_ids=(), finish_reason=None, routes=routes)),
+            Result(
+                request_id="r",
+                rollout=Rollout(
+                    request_id="r",
+                    prompt_ids=(),
+                    response_ids=(),
+                    finish_reason=None,
+                    routes=routes,
+                ),
+            ),
         ),
     )
     back = trip(trace, tmp_path / "trace.json")
     assert '"base64"' in (tmp_path / "trace.json").read_text()
     assert alike(trace, back)
     (event,) = back.events
-    assert isinstance(event, Result) and event.rollout is not None and event.rollout.routes is not None
+    assert (
+        isinstance(event, Result) and event.rollout is not None and event.rollout.routes is not None
+    )
     assert not event.rollout.routes.flags.writeable
 
 
@@ -118,7 +160,9 @@ def test_a_marked_file_of_an_editor_is_read(tmp_path: Path) -> None:
     """A byte-order mark, spaces in front and another layout of the lines do not matter."""
     path = tmp_path / "trace.json"
     dump_trace(story(), path)
-    path.write_bytes(b"\xef\xbb\xbf\r\n " + json.dumps(json.loads(path.read_text()), indent=4).encode())
+    path.write_bytes(
+        b"\xef\xbb\xbf\r\n " + json.dumps(json.loads(path.read_text()), indent=4).encode()
+    )
     assert alike(list(story()), list(open_trace(path)))
 
 
@@ -142,23 +186,53 @@ ROUTES = (*REPLY, "routes")
 @pytest.mark.parametrize(
     ("change", "text"),
     [
-        (put("events", 0, "index", value=True), r"event 0: The weights event cannot be read: index must be int, not True"),
-        (put("events", 0, "index", value=2**70), "index must fit 64 bits, not be 1180591620717411303424"),
-        (put("events", 0, "index", value=2**500), "index must fit 64 bits, not be a whole number of 501 bits"),
+        (
+            put("events", 0, "index", value=True),
+            r"event 0: The weights event cannot be read: index must be int, not True",
+        ),
+        (
+            put("events", 0, "index", value=2**70),
+            "index must fit 64 bits, not be 1180591620717411303424",
+        ),
+        (
+            put("events", 0, "index", value=2**500),
+            "index must fit 64 bits, not be a whole number of 501 bits",
+        ),
         (put("events", 0, "time", value="now"), "time must be float, not 'now'"),
         (put("events", 0, "server_id", value=None), "server_id must be str, not None"),
         (put("events", 0, "loaded", value=1), "loaded must be bool, not 1"),
         (put("events", 0, "version", value=1.5), "version must be int or null or str, not 1.5"),
         (put("events", 0, value=[]), "event 0: An event must be an object with a kind"),
         (put("events", 0, "kind", value=7), "An event must be an object with a kind"),
-        (put("events", 1, "request", value=None), "request must be an object with the fields of Request"),
-        (put("events", 1, "request", "prompt_ids", value=[1, "2"]), r"request.prompt_ids\[1\] must be int, not '2'"),
-        (put("events", 1, "request", "prompt_ids", value={"$integers": 0}), "request.prompt_ids must be a list"),
-        (put("events", 1, "request", "sampling", value={"$x": 1}), r"request.sampling has the reserved key '\$x'"),
-        (put(*REPLY, "finish_reason", value="tired"), r"output.finish_reason must be one of \['stop', 'length'"),
-        (put(*LOGPROBS, value=[-1.0]), "An array must be an object with dtype, shape, and data or base64"),
+        (
+            put("events", 1, "request", value=None),
+            "request must be an object with the fields of Request",
+        ),
+        (
+            put("events", 1, "request", "prompt_ids", value=[1, "2"]),
+            r"request.prompt_ids\[1\] must be int, not '2'",
+        ),
+        (
+            put("events", 1, "request", "prompt_ids", value={"$integers": 0}),
+            "request.prompt_ids must be a list",
+        ),
+        (
+            put("events", 1, "request", "sampling", value={"$x": 1}),
+            r"request.sampling has the reserved key '\$x'",
+        ),
+        (
+            put(*REPLY, "finish_reason", value="tired"),
+            r"output.finish_reason must be one of \['stop', 'length'",
+        ),
+        (
+            put(*LOGPROBS, value=[-1.0]),
+            "An array must be an object with dtype, shape, and data or base64",
+        ),
         (put(*LOGPROBS, "dtype", value="object"), "its dtype one of"),
-        (put(*LOGPROBS, "dtype", value="float32"), "output.logprobs must be an array of float64, not of float32"),
+        (
+            put(*LOGPROBS, "dtype", value="float32"),
+            "output.logprobs must be an array of float64, not of float32",
+        ),
         (put(*LOGPROBS, "dtype", value=["float64"]), "its dtype one of"),
         (put(*LOGPROBS, "shape", value=[-1]), r"do not have its shape"),
         (put(*LOGPROBS, "shape", value=[2**62]), r"do not have its shape"),
@@ -167,20 +241,58 @@ ROUTES = (*REPLY, "routes")
         (put(*LOGPROBS, "shape", value=[True, 2]), "do not have its shape"),
         (put(*LOGPROBS, "extra", value=1), "An array must be an object"),
         (put(*LOGPROBS, "base64", value="AAAA"), "An array must be an object"),
-        (put(*LOGPROBS, value={"dtype": "float64", "shape": [1], "data": [None]}), "An array of float64 cannot hold None"),
-        (put(*LOGPROBS, value={"dtype": "float64", "shape": [1], "data": [True]}), "cannot hold True"),
-        (put(*LOGPROBS, value={"dtype": "float64", "shape": [1], "data": [10**400]}), "cannot hold a whole number of 1329 bits"),
-        (put(*LOGPROBS, value={"dtype": "float64", "shape": [1], "nan": "null", "data": ["nan"]}), "cannot hold 'nan'"),
-        (put(*ROUTES, value={"dtype": "uint8", "shape": [1], "data": [256]}), "An array of uint8 cannot hold 256"),
-        (put(*ROUTES, value={"dtype": "uint8", "shape": [1], "data": [-1]}), "An array of uint8 cannot hold -1"),
-        (put(*ROUTES, value={"dtype": "uint8", "shape": [1], "data": [1.0]}), "An array of uint8 cannot hold 1.0"),
-        (put(*ROUTES, value={"dtype": "int32", "shape": [1], "base64": "!!!!"}), "The base64 of an array is damaged"),
-        (put(*ROUTES, value={"dtype": "int32", "shape": [1], "base64": None}), "The base64 of an array is damaged"),
-        (put(*ROUTES, value={"dtype": "int32", "shape": [2], "base64": "AAAA"}), "claims 2 elements by its shape, and has 3 bytes"),
-        (put(*ROUTES, value={"dtype": "int32", "shape": [0, 2**61, 2**61], "data": []}), "impossible lengths"),
+        (
+            put(*LOGPROBS, value={"dtype": "float64", "shape": [1], "data": [None]}),
+            "An array of float64 cannot hold None",
+        ),
+        (
+            put(*LOGPROBS, value={"dtype": "float64", "shape": [1], "data": [True]}),
+            "cannot hold True",
+        ),
+        (
+            put(*LOGPROBS, value={"dtype": "float64", "shape": [1], "data": [10**400]}),
+            "cannot hold a whole number of 1329 bits",
+        ),
+        (
+            put(
+                *LOGPROBS, value={"dtype": "float64", "shape": [1], "nan": "null", "data": ["nan"]}
+            ),
+            "cannot hold 'nan'",
+        ),
+        (
+            put(*ROUTES, value={"dtype": "uint8", "shape": [1], "data": [256]}),
+            "An array of uint8 cannot hold 256",
+        ),
+        (
+            put(*ROUTES, value={"dtype": "uint8", "shape": [1], "data": [-1]}),
+            "An array of uint8 cannot hold -1",
+        ),
+        (
+            put(*ROUTES, value={"dtype": "uint8", "shape": [1], "data": [1.0]}),
+            "An array of uint8 cannot hold 1.0",
+        ),
+        (
+            put(*ROUTES, value={"dtype": "int32", "shape": [1], "base64": "!!!!"}),
+            "The base64 of an array is damaged",
+        ),
+        (
+            put(*ROUTES, value={"dtype": "int32", "shape": [1], "base64": None}),
+            "The base64 of an array is damaged",
+        ),
+        (
+            put(*ROUTES, value={"dtype": "int32", "shape": [2], "base64": "AAAA"}),
+            "claims 2 elements by its shape, and has 3 bytes",
+        ),
+        (
+            put(*ROUTES, value={"dtype": "int32", "shape": [0, 2**61, 2**61], "data": []}),
+            "impossible lengths",
+        ),
         (put("header", value=None), "must be an object with the fields of Header"),
         (put("header", "contract", "rows", value="all"), "contract.rows must be one of"),
-        (put("header", "case", value={"a": {"$float": "inf", "b": 1}}), r"case\['a'\] has the reserved key '\$float'"),
+        (
+            put("header", "case", value={"a": {"$float": "inf", "b": 1}}),
+            r"case\['a'\] has the reserved key '\$float'",
+        ),
         (put("schema", value="1"), '"schema" must be a whole number >= 1'),
         (put("schema", value=0), '"schema" must be a whole number >= 1'),
         (put("events", value={}), "a list of events"),
@@ -190,8 +302,12 @@ ROUTES = (*REPLY, "routes")
         (lambda data: {"schema": 1, "checks": []}, "looks like a report"),
     ],
 )
-def test_hostile_values_are_refused_with_their_place(tmp_path: Path, change: Callable[[dict[str, Any]], Any], text: str) -> None:
-    """A value that does not fit its field raises TraceError naming the file, the event and the field."""
+def test_hostile_values_are_refused_with_their_place(
+    tmp_path: Path, change: Callable[[dict[str, Any]], Any], text: str
+) -> None:
+    """A value that does not fit its field raises TraceError naming the file, the event and the
+    field.
+    """
     path = edited(tmp_path / "trace.json", change)
     with pytest.raises(TraceError, match=text) as caught:
         load_trace(path)
@@ -213,7 +329,9 @@ def test_hostile_values_are_refused_with_their_place(tmp_path: Path, change: Cal
     ],
 )
 def test_hostile_text_is_refused(tmp_path: Path, old: str, new: str, text: str) -> None:
-    """JSON that Python would read leniently is refused: numbers out of range, NaN, keys twice, bottomless nesting."""
+    """JSON that Python would read leniently is refused: numbers out of range, NaN, keys twice,
+    bottomless nesting.
+    """
     path = tmp_path / "trace.json"
     dump_trace(story(), path)
     path.write_text(path.read_text().replace(old, new, 1))
@@ -222,13 +340,19 @@ def test_hostile_text_is_refused(tmp_path: Path, old: str, new: str, text: str) 
 
 
 def test_nesting_that_the_parser_takes_and_we_do_not(tmp_path: Path) -> None:
-    """Nesting just below the parser's own limit is refused like one above it: the error is ours at every depth."""
+    """Nesting just below the parser's own limit is refused like one above it: the error is ours at
+    every depth.
+    """
     path = tmp_path / "trace.json"
     dump_trace(story(), path)
     text = path.read_text()
     refused = 0
     for depth in range(50, 1200, 50):
-        path.write_text(text.replace('"schema": 1\n', f'"schema": 1, "case": {{"a": {"[" * depth}{"]" * depth}}}\n', 1))
+        path.write_text(
+            text.replace(
+                '"schema": 1\n', f'"schema": 1, "case": {{"a": {"[" * depth}{"]" * depth}}}\n', 1
+            )
+        )
         try:
             load_trace(path)
         except TraceError as error:
@@ -247,7 +371,9 @@ def test_nesting_that_the_parser_takes_and_we_do_not(tmp_path: Path) -> None:
         (put(*REPLY, "speed", value=1), r"EngineOutput has the fields .*speed"),
     ],
 )
-def test_newer_traces_are_told_apart(tmp_path: Path, change: Callable[[dict[str, Any]], Any], text: str) -> None:
+def test_newer_traces_are_told_apart(
+    tmp_path: Path, change: Callable[[dict[str, Any]], Any], text: str
+) -> None:
     """What a newer rollproof may have written raises TraceVersionError, which says to upgrade."""
     path = edited(tmp_path / "trace.json", change)
     with pytest.raises(TraceVersionError, match=text) as caught:
@@ -255,12 +381,24 @@ def test_newer_traces_are_told_apart(tmp_path: Path, change: Callable[[dict[str,
     assert "pgrade" in str(caught.value)
 
 
-@settings(max_examples=300, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(
+    max_examples=300, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
 @given(
-    st.lists(st.tuples(st.sampled_from(["set", "cut", "copy"]), st.integers(0, 1 << 20), st.integers(0, 1 << 20)), min_size=1, max_size=3)
+    st.lists(
+        st.tuples(
+            st.sampled_from(["set", "cut", "copy"]),
+            st.integers(0, 1 << 20),
+            st.integers(0, 1 << 20),
+        ),
+        min_size=1,
+        max_size=3,
+    )
 )
 def test_any_vandalism(tmp_path: Path, deeds: list[tuple[str, int, int]]) -> None:
-    """Bytes set, cut out or copied anywhere: a trace (a digit may have changed) or a TraceError, never another exception."""
+    """Bytes set, cut out or copied anywhere: a trace (a digit may have changed) or a TraceError,
+    never another exception.
+    """
     path = tmp_path / "trace.json"
     dump_trace(story(), path)
     out = bytearray(path.read_bytes())
@@ -286,7 +424,13 @@ def test_size_is_bounded_both_ways(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     dump_trace(story(), path)
     before = path.read_bytes()
     monkeypatch.setattr(json_format, "MAX_BYTES", len(before) - 1)
-    with pytest.raises(TraceError, match=r"above the limit of .* MB: write it with rollproof.store.TraceWriter, or shrink it first"):
+    with pytest.raises(
+        TraceError,
+        match=(
+            r"above the limit of .* MB: write it with rollproof.store.TraceWriter, or shrink it"
+            r" first"
+        ),
+    ):
         dump_trace(story(), path)
     assert before == path.read_bytes()
     with pytest.raises(TraceError, match="the limit of the JSON form"):
@@ -296,19 +440,25 @@ def test_size_is_bounded_both_ways(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 
 
 def test_writing_is_all_or_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where writing fails, or a value cannot be stored, the old file stays whole and nothing is left beside it."""
+    """Where writing fails, or a value cannot be stored, the old file stays whole and nothing is
+    left beside it.
+    """
     path = tmp_path / "trace.json"
     dump_trace(story(), path)
     before = path.read_bytes()
     unstorable = Trace(header=HEADER, events=(Admit(call_id="x", server_id="s"),))  # type: ignore[arg-type]
-    with pytest.raises(TraceError, match="The admit event cannot be stored: call_id must be int, not 'x'"):
+    with pytest.raises(
+        TraceError, match="The admit event cannot be stored: call_id must be int, not 'x'"
+    ):
         dump_trace(unstorable, path)
 
     def full(descriptor: int) -> None:
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(os, "fsync", full)
-    with pytest.raises(TraceError, match=r"could not be written: No space left on device\. Nothing was changed"):
+    with pytest.raises(
+        TraceError, match=r"could not be written: No space left on device\. Nothing was changed"
+    ):
         dump_trace(story(), path)
     assert before == path.read_bytes()
     assert ["trace.json"] == [item.name for item in tmp_path.iterdir()]
@@ -325,7 +475,9 @@ def test_files_can_be_mailed(tmp_path: Path) -> None:
 
 
 def test_wrong_paths_and_encodings(tmp_path: Path) -> None:
-    """No file, a folder, no folder to write to, text in another encoding: each is told in our words."""
+    """No file, a folder, no folder to write to, text in another encoding: each is told in our
+    words.
+    """
     with pytest.raises(UsageError, match="There is no trace at"):
         load_trace(tmp_path / "nothing.json")
     with pytest.raises(UsageError, match="is a folder"):

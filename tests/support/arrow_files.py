@@ -31,7 +31,9 @@ def flat(episodes: Episodes) -> list[Header | Event]:
 
 
 def take(path: Path) -> tuple[list[Header | Event], TraceReader | None, TraceError | None]:
-    """Everything that can be read, and the error that ended it. Any other exception is a fault of the store."""
+    """Everything that can be read, and the error that ended it. Any other exception is a fault of
+    the store.
+    """
     seen: list[Header | Event] = []
     reader = None
     try:
@@ -69,18 +71,31 @@ def forge(
     patch: Callable[[bytes], bytes] = bytes,
     options: pa.ipc.IpcWriteOptions | None = None,
 ) -> None:
-    """Write a trace whose second batch holds one row of any content, with a seal that vouches for it."""
+    """Write a trace whose second batch holds one row of any content, with a seal that vouches for
+    it.
+    """
     with TraceWriter(path, HEADER, mode="w"):
         pass
     head, pairs = pairs_of(path)
     text: Any = (
         body
         if isinstance(body, str)
-        else pa.StringArray.from_buffers(1, pa.py_buffer(np.array([0, len(body)], np.int32).tobytes()), pa.py_buffer(body))
+        else pa.StringArray.from_buffers(
+            1, pa.py_buffer(np.array([0, len(body)], np.int32).tobytes()), pa.py_buffer(body)
+        )
     )
-    values = [[0], [kind], [index], [time], [text] if isinstance(text, str) else text, [integers or []], [arrays or []]]
+    values = [
+        [0],
+        [kind],
+        [index],
+        [time],
+        [text] if isinstance(text, str) else text,
+        [integers or []],
+        [arrays or []],
+    ]
     columns_ = [
-        value if isinstance(value, pa.Array) else pa.array(value, field.type) for value, field in zip(values, columns.schema(), strict=True)
+        value if isinstance(value, pa.Array) else pa.array(value, field.type)
+        for value, field in zip(values, columns.schema(), strict=True)
     ]
     if column is not None:
         columns_[column[0]] = column[1]

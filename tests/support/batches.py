@@ -19,9 +19,11 @@ def padded_contract(**changes: Any) -> Contract:
 
 
 class Padder:
-    """Pads prompts on the left and responses on the right, all fields alike, and refuses lengths that disagree.
+    """Pads prompts on the left and responses on the right, all fields alike, and refuses lengths
+    that disagree.
 
-    ``mark`` tells which rows are captures instead of relying on the filler. The methods are what tests override.
+    ``mark`` tells which rows are captures instead of relying on the filler. The methods are what
+    tests override.
     """
 
     prompt_width, response_width = 8, 10
@@ -69,12 +71,18 @@ class Padder:
         """Refuse fields of the wrong length."""
         total, response = len(sample.prompt_ids + sample.response_ids), len(sample.response_ids)
         prefix = self.contract.rows == "captured-prefix"
-        if sample.routes is not None and not (total - 1 <= len(sample.routes) <= total or (prefix and len(sample.routes) <= total)):
-            raise ValueError(f"{sample.request_id}: {len(sample.routes)} route rows for {total} tokens")
+        if sample.routes is not None and not (
+            total - 1 <= len(sample.routes) <= total or (prefix and len(sample.routes) <= total)
+        ):
+            raise ValueError(
+                f"{sample.request_id}: {len(sample.routes)} route rows for {total} tokens"
+            )
         for name in ("logprobs", "loss_mask"):
             field = getattr(sample, name)
             if field is not None and len(field) != response:
-                raise ValueError(f"{sample.request_id}: {len(field)} {name} for {response} response tokens")
+                raise ValueError(
+                    f"{sample.request_id}: {len(field)} {name} for {response} response tokens"
+                )
 
     def logprobs(self, sample: Rollout, response: slice) -> Any:
         """``(places,)`` with 0.0 where nothing counts."""
@@ -88,7 +96,11 @@ class Padder:
         """``(places, layers, top_k)`` with the declared filler, and the marks."""
         if not self.contract.has_routes:
             return None, None
-        shape = (self.prompt_width + self.response_width, self.contract.route_layers, self.contract.top_k or 0)
+        shape = (
+            self.prompt_width + self.response_width,
+            self.contract.route_layers,
+            self.contract.top_k or 0,
+        )
         least = np.array(-1 if self.contract.filler is Filler.MINUS_ONE else 0)
         fill = np.arange(shape[2]) if self.contract.filler is Filler.ARANGE else least
         out = np.broadcast_to(fill, shape).astype(self.contract.dtypes[0])

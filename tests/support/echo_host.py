@@ -1,4 +1,6 @@
-"""A host without an engine, for tests of the process that holds one: it echoes, counts, refuses, dies, hangs and makes shared memory."""
+"""A host without an engine, for tests of the process that holds one: it echoes, counts, refuses,
+dies, hangs and makes shared memory.
+"""
 
 from __future__ import annotations
 

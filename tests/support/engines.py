@@ -31,20 +31,34 @@ def on_clock(main: Callable[[], Coroutine[Any, Any, _T]]) -> _T:
 
 
 class Bench:
-    """One engine with version 0, a recorder, and calls that run as tasks. A step takes one virtual second."""
+    """One engine with version 0, a recorder, and calls that run as tasks. A step takes one virtual
+    second.
+    """
 
-    def __init__(self, flavour: str | Flavour = "vllm", *, model: Model | None = None, **options: Any) -> None:
+    def __init__(
+        self, flavour: str | Flavour = "vllm", *, model: Model | None = None, **options: Any
+    ) -> None:
         self.flavour = FLAVOURS[flavour] if isinstance(flavour, str) else flavour
         self.recorder = Recorder(asyncio.get_running_loop().time)
-        self.policy = CodedPolicy.from_model(model or Model(num_layers=4, moe_layers=(1, 2, 3), num_experts=64, top_k=4), 3)
-        self.engine = FakeEngine("s0", self.policy, self.flavour, EngineOptions(**options), self.recorder)
+        self.policy = CodedPolicy.from_model(
+            model or Model(num_layers=4, moe_layers=(1, 2, 3), num_experts=64, top_k=4), 3
+        )
+        self.engine = FakeEngine(
+            "s0", self.policy, self.flavour, EngineOptions(**options), self.recorder
+        )
 
-    def call(self, tokens: int | None = 6, prompt: Sequence[int] = PROMPT, **more: Any) -> asyncio.Task[EngineOutput]:
+    def call(
+        self, tokens: int | None = 6, prompt: Sequence[int] = PROMPT, **more: Any
+    ) -> asyncio.Task[EngineOutput]:
         """Start a call; it is sent when the loop next runs."""
-        return asyncio.ensure_future(self.engine.generate(prompt_ids=prompt, max_tokens=tokens, **more))
+        return asyncio.ensure_future(
+            self.engine.generate(prompt_ids=prompt, max_tokens=tokens, **more)
+        )
 
     async def steps(self, count: float) -> None:
-        """Let ``count`` steps pass, and half of one: the tokens of the last are sampled, and nothing else happens meanwhile."""
+        """Let ``count`` steps pass, and half of one: the tokens of the last are sampled, and
+        nothing else happens meanwhile.
+        """
         await asyncio.sleep(count + 0.5)
 
     def events(self, kind: type[_E]) -> list[_E]:
@@ -58,11 +72,17 @@ class Bench:
     def rows(self, version: int | str, ids: Sequence[int], start: int = 0) -> IntArray:
         """Rows of ``ids`` but the last, under pure weights, as the flavour lays them out."""
         columns = list(self.policy.moe_layers) if self.flavour.layer_axis == "moe" else slice(None)
-        return self.policy.routes(version, ids[:-1], start)[:, columns].astype(self.flavour.dtype(self.policy.num_experts))
+        return self.policy.routes(version, ids[:-1], start)[:, columns].astype(
+            self.flavour.dtype(self.policy.num_experts)
+        )
 
 
-def pure(policy: CodedPolicy, version: int | str, ids: Sequence[int], rows: IntArray, start: int = 0) -> np.ndarray:
-    """``(rows,)`` bool: whether each row, from position ``start`` on, is what pure weights ``version`` choose there."""
+def pure(
+    policy: CodedPolicy, version: int | str, ids: Sequence[int], rows: IntArray, start: int = 0
+) -> np.ndarray:
+    """``(rows,)`` bool: whether each row, from position ``start`` on, is what pure weights
+    ``version`` choose there.
+    """
     want = policy.routes(version, ids, 0)[start : start + len(rows)]
     return np.all(rows == want, axis=(1, 2))
 

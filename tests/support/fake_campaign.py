@@ -1,6 +1,7 @@
 """A stand-in for ``run_conformance`` with verdicts at will: tests of the pytest door need no fleet.
 
-Self-contained, so that its source can be laid beside an inner pytest run that has processes of its own.
+Self-contained, so that its source can be laid beside an inner pytest run that has processes of its
+own.
 """
 
 from __future__ import annotations
@@ -17,20 +18,35 @@ from rollproof.pytest_plugin import decorators, items
 __all__ = ["REGISTRY", "install", "run"]
 
 REGISTRY = Registry(
-    request_check(check_id, promise=f"Promise of {check_id}.", needs="a trace", exercised_by="events")(lambda view, out: None)
+    request_check(
+        check_id, promise=f"Promise of {check_id}.", needs="a trace", exercised_by="events"
+    )(lambda view, out: None)
     for check_id in ("stitch.a", "stitch.b", "routes.c", "routes.d")
 )
 
 
-def run(factory: Any, *, name: str, profile: str, seed: int, only: Any, expected: Any, witness_dir: Path | None, **_: Any) -> Report:
-    """As ``run_conformance``, with the verdicts that ``factory.verdicts`` names (``pass`` for the others).
+def run(
+    factory: Any,
+    *,
+    name: str,
+    profile: str,
+    seed: int,
+    only: Any,
+    expected: Any,
+    witness_dir: Path | None,
+    **_: Any,
+) -> Report:
+    """As ``run_conformance``, with the verdicts that ``factory.verdicts`` names (``pass`` for the
+    others).
 
     Appends a line to $RUNS, which tells how often it was called, in which process, with what.
     """
     if "RUNS" in os.environ:
         with Path(os.environ["RUNS"]).open("a", encoding="utf-8") as file:
             picked = "" if len(only) == len(REGISTRY) else ",".join(only)
-            file.write(f"{name} {profile} {seed} {picked} {witness_dir.name if witness_dir else '-'}\n")
+            file.write(
+                f"{name} {profile} {seed} {picked} {witness_dir.name if witness_dir else '-'}\n"
+            )
     verdicts = getattr(factory, "verdicts", {})
     if verdicts == "broken":
         raise SubjectError(f"{name}.start raised ValueError: no config.")
@@ -41,22 +57,35 @@ def run(factory: Any, *, name: str, profile: str, seed: int, only: Any, expected
         subject=name,
         profile=profile,
         seed=seed,
-        results=tuple(_result(check, Verdict(verdicts.get(check.id, "pass"))) for check in registry),
+        results=tuple(
+            _result(check, Verdict(verdicts.get(check.id, "pass"))) for check in registry
+        ),
         exercised={"aborts mid-decode": 7},
         canary=Canary(planted="a row repeated", expected_by="routes.c", red=True),
-        expected={check_id: reason for check_id, reason in expected.items() if check_id in registry.ids},
+        expected={
+            check_id: reason for check_id, reason in expected.items() if check_id in registry.ids
+        },
         cases=12,
     )
 
 
 def _result(check: Any, verdict: Verdict) -> CheckResult:
     finding = Finding(
-        check_id=check.id, title=f"Title of {check.id}", expected="9 rows", observed="16 rows", where={"request": "r0"}, hint="Keep them."
+        check_id=check.id,
+        title=f"Title of {check.id}",
+        expected="9 rows",
+        observed="16 rows",
+        where={"request": "r0"},
+        hint="Keep them.",
     )
     return CheckResult(
         check=check,
         verdict=verdict,
-        reason={"fail": "1 finding", "unknown": "not exercised: no events occurred", "not applicable": "no routes"}.get(verdict, ""),
+        reason={
+            "fail": "1 finding",
+            "unknown": "not exercised: no events occurred",
+            "not applicable": "no routes",
+        }.get(verdict, ""),
         exercised={"events": 3} if verdict in ("pass", "fail") else {},
         findings=(finding,) if verdict is Verdict.FAIL else (),
         found=int(verdict is Verdict.FAIL),

@@ -16,7 +16,9 @@ class NVMLError(Exception):
 
 @dataclass(eq=False)
 class Card:
-    """One card. ``pids`` are the compute processes on it; ``dumb`` says that it knows neither MIG nor clocks."""
+    """One card. ``pids`` are the compute processes on it; ``dumb`` says that it knows neither MIG
+    nor clocks.
+    """
 
     name: str = "NVIDIA H100 80GB HBM3"
     total: int = 80 * GIB
@@ -51,10 +53,14 @@ def fake_nvml(*cards: Card, broken: str = "") -> Any:
         "nvmlSystemGetDriverVersion": lambda: "580.1",
         "nvmlSystemGetCudaDriverVersion": lambda: 13020,
         "nvmlDeviceGetName": lambda card: card.name,
-        "nvmlDeviceGetMemoryInfo": lambda card: types.SimpleNamespace(total=card.total, free=card.free),
+        "nvmlDeviceGetMemoryInfo": lambda card: types.SimpleNamespace(
+            total=card.total, free=card.free
+        ),
         "nvmlDeviceGetCudaComputeCapability": lambda card: card.capability,
         "nvmlDeviceGetMigMode": lambda card: knows(card, (card.mig, card.mig)),
-        "nvmlDeviceGetComputeRunningProcesses": lambda card: [types.SimpleNamespace(pid=pid) for pid in card.pids],
+        "nvmlDeviceGetComputeRunningProcesses": lambda card: [
+            types.SimpleNamespace(pid=pid) for pid in card.pids
+        ],
         "nvmlDeviceGetClockInfo": lambda card, kind: knows(card, 1980 if kind == "sm" else 2619),
         "nvmlDeviceGetMaxClockInfo": lambda card, kind: knows(card, 1980 if kind == "sm" else 2619),
         "nvmlDeviceGetUUID": lambda card: f"GPU-{cards.index(card)}abc",

@@ -19,9 +19,19 @@ R0 = Request(request_id="r0", prompt_ids=(11, 12), max_tokens=4)
 R1 = Request(request_id="r1", prompt_ids=(11, 13), max_tokens=4)
 
 
-def act(do: ActionKind, tokens: int = 2, *, request: str = "r0", queued: bool = False, race: bool = False, **more: Any) -> Action:
+def act(
+    do: ActionKind,
+    tokens: int = 2,
+    *,
+    request: str = "r0",
+    queued: bool = False,
+    race: bool = False,
+    **more: Any,
+) -> Action:
     """An action of request r0 at ``tokens``."""
-    return Action(when=Trigger(request=request, tokens=tokens, queued=queued, race=race), do=do, **more)
+    return Action(
+        when=Trigger(request=request, tokens=tokens, queued=queued, race=race), do=do, **more
+    )
 
 
 def case(*actions: Action, **changes: Any) -> Case:
@@ -41,7 +51,11 @@ def fleet_of(*actions: Action, **changes: Any) -> Fleet:
 
 def seen(events: Trace | Fleet, kind: type[_E]) -> list[_E]:
     """Events of one kind."""
-    return [event for event in (events if isinstance(events, Trace) else events.recorder.events) if isinstance(event, kind)]
+    return [
+        event
+        for event in (events if isinstance(events, Trace) else events.recorder.events)
+        if isinstance(event, kind)
+    ]
 
 
 def lengths(trace: Trace) -> list[int]:

@@ -1,6 +1,8 @@
-"""Gap faults: pairs of logprobs with one known cause of their difference, for testing that a diagnosis names it.
+"""Gap faults: pairs of logprobs with one known cause of their difference, for testing that a
+diagnosis names it.
 
-Every data set has the numerical noise of a healthy pair of engines (``tests.support.gap_profiles``), and at most one fault on top.
+Every data set has the numerical noise of a healthy pair of engines
+(``tests.support.gap_profiles``), and at most one fault on top.
 """
 
 from __future__ import annotations
@@ -21,7 +23,9 @@ Floats = npt.NDArray[np.float64]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class GapWorld:
-    """Size and noise of a data set: ``sequences`` of ``length`` tokens, ``layers`` of ``experts`` of which ``top_k`` are chosen."""
+    """Size and noise of a data set: ``sequences`` of ``length`` tokens, ``layers`` of ``experts``
+    of which ``top_k`` are chosen.
+    """
 
     sequences: int = 60
     length: int = 500
@@ -33,14 +37,18 @@ class GapWorld:
 
 
 def gap_columns(fault: str, *, seed: int, world: GapWorld | None = None) -> dict[str, Any]:
-    """Columns (``rollproof.gap.token_pairs.COLUMNS``) of a data set with ``fault``, a key of ``GAP_FAULTS``; ``numerics only`` is none."""
+    """Columns (``rollproof.gap.token_pairs.COLUMNS``) of a data set with ``fault``, a key of
+    ``GAP_FAULTS``; ``numerics only`` is none.
+    """
     draw = _Draw(world or GapWorld(), np.random.default_rng(seed))
     GAP_FAULTS[fault](draw)
     return draw.columns()
 
 
 class _Draw:
-    """One data set in the making: what was sampled, by which law, and what either side says about it."""
+    """One data set in the making: what was sampled, by which law, and what either side says about
+    it.
+    """
 
     def __init__(self, world: GapWorld, rng: np.random.Generator) -> None:
         self.world, self.rng = world, rng
@@ -58,7 +66,9 @@ class _Draw:
         """``(tokens,)``: the sampled candidates, by Gumbel noise on the law."""
         found = self._sampled
         if found is None:
-            found = self._sampled = np.asarray(np.argmax(self.law + self.rng.gumbel(size=self.law.shape), axis=1))
+            found = self._sampled = np.asarray(
+                np.argmax(self.law + self.rng.gumbel(size=self.law.shape), axis=1)
+            )
         return found
 
     def logprobs(self, logits: Floats) -> Floats:
@@ -67,7 +77,9 @@ class _Draw:
         return np.asarray(logits[np.arange(len(logits)), self.sampled] - total)
 
     def drifted(self, amount: float) -> Floats:
-        """Logits of other weights: a drift of the whole distribution, the same in direction for all tokens of a sequence."""
+        """Logits of other weights: a drift of the whole distribution, the same in direction for all
+        tokens of a sequence.
+        """
         direction = self.rng.standard_normal((self.world.sequences, 1, self.logits.shape[1])) * 0.7
         own = self.rng.standard_normal((*self.shape, self.logits.shape[1])) * 0.7
         return np.asarray((amount * (direction + own)).reshape(self.logits.shape))
@@ -77,7 +89,9 @@ class _Draw:
         w = self.world
         scores = self.rng.standard_normal((w.sequences * w.length, w.layers, w.experts))
         other = scores + w.flip * self.rng.standard_normal(scores.shape)
-        left, right = (np.argpartition(-s, w.top_k - 1, axis=2)[:, :, : w.top_k] for s in (scores, other))
+        left, right = (
+            np.argpartition(-s, w.top_k - 1, axis=2)[:, :, : w.top_k] for s in (scores, other)
+        )
         return left, right
 
     def columns(self) -> dict[str, Any]:
@@ -89,7 +103,12 @@ class _Draw:
             "mask": np.ones(len(sequences), bool),
             "position": np.tile(np.arange(self.world.length), self.world.sequences),
         }
-        return {**out, **{name: value(out) if callable(value) else value for name, value in self.sides.items()}}
+        return {
+            **out,
+            **{
+                name: value(out) if callable(value) else value for name, value in self.sides.items()
+            },
+        }
 
 
 def _numerics(draw: _Draw) -> None:
@@ -98,7 +117,9 @@ def _numerics(draw: _Draw) -> None:
 
 
 def _raw_logprobs(temperature: float) -> Callable[[_Draw], None]:
-    """Sampled at a temperature that the trainer applies, while the engine reports logprobs from before it."""
+    """Sampled at a temperature that the trainer applies, while the engine reports logprobs from
+    before it.
+    """
 
     def plant(draw: _Draw) -> None:
         draw.law = draw.logits / temperature
@@ -118,7 +139,9 @@ def _trainer_temperature(temperature: float) -> Callable[[_Draw], None]:
 
 
 def _top_p(bound: float) -> Callable[[_Draw], None]:
-    """Sampled from a truncated support and reported by it; the trainer scores over the whole vocabulary."""
+    """Sampled from a truncated support and reported by it; the trainer scores over the whole
+    vocabulary.
+    """
 
     def plant(draw: _Draw) -> None:
         order = np.argsort(-draw.logits, axis=1)
@@ -145,7 +168,9 @@ def _shifted(step: int) -> Callable[[_Draw], None]:
     """The trainer's logprobs stand ``step`` places off."""
 
     def plant(draw: _Draw) -> None:
-        draw.sides["trainer_logprob"] = lambda out: np.roll(out["trainer_logprob"].reshape(draw.shape), step, axis=1).ravel()
+        draw.sides["trainer_logprob"] = lambda out: np.roll(
+            out["trainer_logprob"].reshape(draw.shape), step, axis=1
+        ).ravel()
 
     return plant
 
@@ -159,11 +184,16 @@ def _stale_replica(draw: _Draw) -> None:
 
 
 def _version_lag(draw: _Draw) -> None:
-    """Scored under the current weights only: the difference grows with the age of the weights that sampled."""
+    """Scored under the current weights only: the difference grows with the age of the weights that
+    sampled.
+    """
     version = 10 - np.arange(draw.world.sequences) % 5
     step = draw.drifted(0.12)
     draw.law = draw.logits + step * np.repeat(10 - version, draw.world.length)[:, None]
-    draw.sides |= {"version": np.repeat(version, draw.world.length), "current_version": np.full(draw.law.shape[0], 10)}
+    draw.sides |= {
+        "version": np.repeat(version, draw.world.length),
+        "current_version": np.full(draw.law.shape[0], 10),
+    }
 
 
 def _versions(draw: _Draw, true: Callable[[npt.NDArray[np.int64]], npt.NDArray[np.int64]]) -> None:
@@ -176,7 +206,10 @@ def _versions(draw: _Draw, true: Callable[[npt.NDArray[np.int64]], npt.NDArray[n
     sampler = np.repeat(true(tag), draw.world.length)
     draw.law = np.stack(weights)[sampler, np.arange(len(tags))]
     draw.trainer_logits = np.stack(weights)[tags, np.arange(len(tags))] + noise
-    draw.sides |= {"version": tags, "by_version": {v: draw.logprobs(weights[v] + noise) for v in range(1, 5)}}
+    draw.sides |= {
+        "version": tags,
+        "by_version": {v: draw.logprobs(weights[v] + noise) for v in range(1, 5)},
+    }
 
 
 def _every_version(draw: _Draw) -> None:
@@ -190,7 +223,9 @@ def _wrong_version(draw: _Draw) -> None:
 
 
 def _stuck_weights(draw: _Draw) -> None:
-    """The engine answers from version 1 whatever the tag says: updates were lost, or smaller than its precision."""
+    """The engine answers from version 1 whatever the tag says: updates were lost, or smaller than
+    its precision.
+    """
     _versions(draw, lambda tag: np.ones_like(tag))
 
 
@@ -199,7 +234,9 @@ def _boundary(draw: _Draw) -> None:
     since = np.tile(np.arange(draw.world.length) % 100, draw.world.sequences)
     since = np.where(np.tile(np.arange(draw.world.length), draw.world.sequences) < 100, -1, since)
     hit = ((since >= 0) & (since < 2))[:, None]
-    draw.trainer_logits = draw.trainer_logits + np.where(hit, 2.5 * draw.rng.standard_normal(draw.logits.shape), 0.0)
+    draw.trainer_logits = draw.trainer_logits + np.where(
+        hit, 2.5 * draw.rng.standard_normal(draw.logits.shape), 0.0
+    )
     draw.sides["since_resume"] = since
 
 
@@ -208,7 +245,9 @@ def _lost_weights(draw: _Draw) -> None:
     draw.trainer_logits = draw.trainer_logits[draw.rng.permutation(len(draw.logits))]
 
 
-def _rerouted(draw: _Draw, change: Callable[[npt.NDArray[np.int64]], npt.NDArray[np.int64]], harm: float = 0.3) -> None:
+def _rerouted(
+    draw: _Draw, change: Callable[[npt.NDArray[np.int64]], npt.NDArray[np.int64]], harm: float = 0.3
+) -> None:
     left, right = draw.routes()
     draw.trainer_logits = draw.trainer_logits + harm * draw.rng.standard_normal(draw.logits.shape)
     draw.sides |= {"rollout_routes": left, "trainer_routes": change(left)}
@@ -217,7 +256,12 @@ def _rerouted(draw: _Draw, change: Callable[[npt.NDArray[np.int64]], npt.NDArray
 
 def _route_token_shift(draw: _Draw) -> None:
     w = draw.world
-    _rerouted(draw, lambda left: np.roll(left.reshape(w.sequences, w.length, w.layers, w.top_k), 1, axis=1).reshape(left.shape))
+    _rerouted(
+        draw,
+        lambda left: np.roll(
+            left.reshape(w.sequences, w.length, w.layers, w.top_k), 1, axis=1
+        ).reshape(left.shape),
+    )
 
 
 def _route_layer_shift(draw: _Draw) -> None:
@@ -225,7 +269,9 @@ def _route_layer_shift(draw: _Draw) -> None:
 
 
 def _route_dense_shift(draw: _Draw) -> None:
-    """Columns of a dense first layer are taken for those of the first MoE layer: zeros, then every layer one late."""
+    """Columns of a dense first layer are taken for those of the first MoE layer: zeros, then every
+    layer one late.
+    """
 
     def change(left: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
         out = np.roll(left, 1, axis=1)
@@ -240,7 +286,9 @@ def _route_pollution(draw: _Draw) -> None:
 
     def change(left: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
         hit = draw.rng.random(len(left)) < 0.2
-        noise = np.argsort(draw.rng.random((int(hit.sum()), left.shape[1], draw.world.experts)), axis=2)[:, :, : left.shape[2]]
+        noise = np.argsort(
+            draw.rng.random((int(hit.sum()), left.shape[1], draw.world.experts)), axis=2
+        )[:, :, : left.shape[2]]
         out = left.copy()
         out[hit] = noise
         return out

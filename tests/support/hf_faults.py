@@ -1,7 +1,9 @@
-"""Faulty replays for models of HF transformers, as they were published, each as what a trainer would put in the place of ``hf_replay``.
+"""Faulty replays for models of HF transformers, as they were published, each as what a trainer
+would put in the place of ``hf_replay``.
 
-They are made of one plain replay (``Plain``), which is right for Qwen3-MoE and checks nothing: a rebound forward of each gate that
-computes the family's formula for the ids that it is given, and asks the gate where it is given none.
+They are made of one plain replay (``Plain``), which is right for Qwen3-MoE and checks nothing: a
+rebound forward of each gate that computes the family's formula for the ids that it is given, and
+asks the gate where it is given none.
 """
 
 from __future__ import annotations
@@ -15,7 +17,9 @@ from rollproof.replay.hf.router_formulas import FORMULAS
 
 
 class Plain:
-    """Replays ``routes`` of all layers on a Qwen3-MoE; the right one, without any check of what it is given."""
+    """Replays ``routes`` of all layers on a Qwen3-MoE; the right one, without any check of what it
+    is given.
+    """
 
     def __init__(self, model: Any, routes: Any) -> None:
         self.model = model
@@ -24,7 +28,9 @@ class Plain:
 
     def __enter__(self) -> Self:
         for module, layer in self.routers:
-            module.forward = lambda hidden, module=module, layer=layer: self.route(module, hidden, self.target(layer))
+            module.forward = lambda hidden, module=module, layer=layer: self.route(
+                module, hidden, self.target(layer)
+            )
         return self
 
     def __exit__(self, *error: object) -> None:
@@ -129,7 +135,9 @@ class LeftAfterFailure(Plain):
 
 
 class EveryModel(Plain):
-    """Replay on the class of the gates: a reference model in the same process is replayed, too (slime#1187, NeMo-RL#4083)."""
+    """Replay on the class of the gates: a reference model in the same process is replayed, too
+    (slime#1187, NeMo-RL#4083).
+    """
 
     def __enter__(self) -> Self:
         kind = type(self.routers[0][0])
@@ -151,7 +159,9 @@ class EveryModel(Plain):
 
 
 class CachedTarget(Plain):
-    """The target is kept from the first microbatch on, in a cache by layer that a recompute reads (SkyRL#1908)."""
+    """The target is kept from the first microbatch on, in a cache by layer that a recompute reads
+    (SkyRL#1908).
+    """
 
     cache: ClassVar[dict[int, Any]] = {}
 

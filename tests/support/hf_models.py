@@ -1,4 +1,6 @@
-"""Tiny models of transformers for tests of ``rollproof.replay.hf``, and what their tests ask of them. Needs torch and transformers."""
+"""Tiny models of transformers for tests of ``rollproof.replay.hf``, and what their tests ask of
+them. Needs torch and transformers.
+"""
 
 from __future__ import annotations
 
@@ -35,8 +37,21 @@ GOOD = np.tile(np.array([[0, 1]]), (ROWS, 3, 1))
 
 def of_family(model_type: str, **config: Any) -> Any:
     """A small model of any family of transformers, to be trained."""
-    sizes = {"vocab_size": 128, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 3, "num_attention_heads": 4}
-    made = AutoConfig.for_model(model_type, **sizes, num_key_value_heads=2, max_position_embeddings=128, pad_token_id=0, **config)
+    sizes = {
+        "vocab_size": 128,
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_hidden_layers": 3,
+        "num_attention_heads": 4,
+    }
+    made = AutoConfig.for_model(
+        model_type,
+        **sizes,
+        num_key_value_heads=2,
+        max_position_embeddings=128,
+        pad_token_id=0,
+        **config,
+    )
     model = AutoModelForCausalLM.from_config(made, attn_implementation="eager")
     torch.manual_seed(3)
     for parameter in model.parameters():
@@ -68,7 +83,9 @@ def gradients(model: Any) -> dict[str, Any]:
     return found
 
 
-def trained(model: Any, routes: Any, ids: Any = IDS, mask: Any = None) -> tuple[float, dict[str, Any]]:
+def trained(
+    model: Any, routes: Any, ids: Any = IDS, mask: Any = None
+) -> tuple[float, dict[str, Any]]:
     with hf_replay(model, routes, mask):
         value = loss(model, ids)
         value.backward()
@@ -84,7 +101,9 @@ def spied(model: Any) -> Iterator[list[tuple[int, Any]]]:
     """Layer and executed ids of every call of a router, from its output."""
     calls: list[tuple[int, Any]] = []
     hooks = [
-        router.module.register_forward_hook(lambda _m, _i, out, layer=router.layer: calls.append((layer, out[2].clone())))
+        router.module.register_forward_hook(
+            lambda _m, _i, out, layer=router.layer: calls.append((layer, out[2].clone()))
+        )
         for router in find_routers(model).all
     ]
     yield calls

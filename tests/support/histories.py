@@ -1,4 +1,6 @@
-"""Histories of one request's calls, made event by event, whose rows name their attempt and position."""
+"""Histories of one request's calls, made event by event, whose rows name their attempt and
+position.
+"""
 
 from __future__ import annotations
 
@@ -34,22 +36,46 @@ class History:
     def call(self, sent: tuple[int, ...], limit: int | None = None) -> Attempt:
         """The stack calls an engine."""
         number = len(self.attempts)
-        call = Call(index=self.tick(), call_id=number, request_id="r", server_id="s", prompt_ids=sent, max_tokens=limit)
+        call = Call(
+            index=self.tick(),
+            call_id=number,
+            request_id="r",
+            server_id="s",
+            prompt_ids=sent,
+            max_tokens=limit,
+        )
         self.attempts.append(Attempt(number=number, call=call))
         return self.attempts[-1]
 
-    def reply(self, attempt: Attempt, tokens: tuple[int, ...], reason: str = "abort", version: int = 0, **fields: Any) -> None:
+    def reply(
+        self,
+        attempt: Attempt,
+        tokens: tuple[int, ...],
+        reason: str = "abort",
+        version: int = 0,
+        **fields: Any,
+    ) -> None:
         """The engine answers, with rows that name their attempt and position."""
         output: dict[str, Any] = {
             "token_ids": tokens,
-            "logprobs": np.array([-float(attempt.number) - (i + 1) / 64 for i in range(len(tokens))]),
+            "logprobs": np.array(
+                [-float(attempt.number) - (i + 1) / 64 for i in range(len(tokens))]
+            ),
             "routes": rows_of(attempt.number, len(attempt.call.prompt_ids) + len(tokens) - 1),
             "finish_reason": FinishReason(reason),
             "version": version,
             **fields.pop("output", {}),
         }
         true = fields.pop("true_tokens", (Span(start=0, end=len(tokens), version=version),))
-        attempt.replies.append(Reply(index=self.tick(), call_id=attempt.number, output=EngineOutput(**output), true_tokens=true, **fields))
+        attempt.replies.append(
+            Reply(
+                index=self.tick(),
+                call_id=attempt.number,
+                output=EngineOutput(**output),
+                true_tokens=true,
+                **fields,
+            )
+        )
 
     def observe(self, *tokens: int) -> None:
         """The environment speaks."""

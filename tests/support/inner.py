@@ -1,4 +1,6 @@
-"""Inner test files for tests of the pytest plugin, and what their runs leave behind (with ``fake_campaign``)."""
+"""Inner test files for tests of the pytest plugin, and what their runs leave behind (with
+``fake_campaign``).
+"""
 
 from __future__ import annotations
 
@@ -23,7 +25,9 @@ def test_rollouts(check):
 
 def suite(**verdicts: str) -> str:
     """A test file whose subject has these verdicts, ids written with _ for the dot."""
-    return SUITE.format(verdicts={name.replace("_", "."): verdict for name, verdict in verdicts.items()})
+    return SUITE.format(
+        verdicts={name.replace("_", "."): verdict for name, verdict in verdicts.items()}
+    )
 
 
 def summary(result: pytest.RunResult) -> str:

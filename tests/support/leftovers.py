@@ -8,9 +8,11 @@ from pathlib import Path
 
 
 def leftovers(engine: str) -> set[str]:
-    """Of the engine of that name: our temporary folders, shared memory that is named after it, and processes that hold it.
+    """Of the engine of that name: our temporary folders, shared memory that is named after it, and
+    processes that hold it.
 
-    Other programs may come and go beside the tests: nothing is counted that cannot be told to be this engine's.
+    Other programs may come and go beside the tests: nothing is counted that cannot be told to be
+    this engine's.
     """
     found = {str(path) for path in Path(tempfile.gettempdir()).glob(f"rollproof-{engine}-*")}
     if Path("/dev/shm").is_dir():  # noqa: S108 - where Linux keeps shared memory

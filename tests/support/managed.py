@@ -25,7 +25,18 @@ ABORT, SYNC = partial(act, ActionKind.ABORT), partial(act, ActionKind.SYNC)
 
 def ran(factory: Any, *actions: Action, request: Request = R0, **changes: Any) -> Trace:
     """The trace of one request under ``factory``, on vLLM unless said otherwise."""
-    return run_case(factory, Case(**{"flavour": "vllm", "requests": (request,), "actions": actions, "model": MODEL, **changes}))
+    return run_case(
+        factory,
+        Case(
+            **{
+                "flavour": "vllm",
+                "requests": (request,),
+                "actions": actions,
+                "model": MODEL,
+                **changes,
+            }
+        ),
+    )
 
 
 def rollout_of(trace: Trace) -> Rollout | None:

@@ -1,4 +1,5 @@
-"""Faulty replays for a Megatron trainer, as they were published: megatron-core's own ``RouterReplay``, driven wrongly on real ranks.
+"""Faulty replays for a Megatron trainer, as they were published: megatron-core's own
+``RouterReplay``, driven wrongly on real ranks.
 
 The name of a setup says which one its ranks use: ``fault:Shifted``.
 """
@@ -29,7 +30,10 @@ class Shifted(CoreReplay):
 
     def _targets(self, run: Run, number: int, chunk: int) -> Mapping[int, IntArray]:
         size = len(run.batches[number].samples)
-        return {layer: np.roll(rows, size, axis=0) for layer, rows in super()._targets(run, number, chunk).items()}
+        return {
+            layer: np.roll(rows, size, axis=0)
+            for layer, rows in super()._targets(run, number, chunk).items()
+        }
 
 
 class SwappedLayers(CoreReplay):
@@ -46,7 +50,11 @@ class BatchMajor(CoreReplay):
     def _targets(self, run: Run, number: int, chunk: int) -> Mapping[int, IntArray]:
         size = len(run.batches[number].samples)
         return {
-            layer: np.ascontiguousarray(rows.reshape(-1, size, rows.shape[-1]).swapaxes(0, 1)).reshape(rows.shape)
+            layer: (
+                np.ascontiguousarray(rows.reshape(-1, size, rows.shape[-1]).swapaxes(0, 1)).reshape(
+                    rows.shape
+                )
+            )
             for layer, rows in super()._targets(run, number, chunk).items()
         }
 
@@ -56,7 +64,10 @@ class Contiguous(CoreReplay):
 
     def _targets(self, run: Run, number: int, chunk: int) -> Mapping[int, IntArray]:
         batch = run.batches[number]
-        layout, payloads = replace(batch.layout, mesh=Mesh()), [one.routes for one in batch.samples if one is not None]
+        layout, payloads = (
+            replace(batch.layout, mesh=Mesh()),
+            [one.routes for one in batch.samples if one is not None],
+        )
         whole = layout.targets(payloads, replace(run.rank, cp=0), 0, lengths=batch.lengths)
         return {layer: np.split(rows, run.setup.cp)[run.rank.cp] for layer, rows in whole.items()}
 
@@ -67,7 +78,9 @@ class LocalLayers(CoreReplay):
     def _targets(self, run: Run, number: int, chunk: int) -> Mapping[int, IntArray]:
         batch = run.batches[number]
         payloads = [one.routes for one in batch.samples if one is not None]
-        first = batch.layout.targets(payloads, replace(run.rank, pp=0), chunk, lengths=batch.lengths)
+        first = batch.layout.targets(
+            payloads, replace(run.rank, pp=0), chunk, lengths=batch.lengths
+        )
         return dict(zip(run.chunks.routers[chunk], first.values(), strict=True))
 
 
@@ -76,9 +89,16 @@ class ZeroPadded(CoreReplay):
 
     def _targets(self, run: Run, number: int, chunk: int) -> Mapping[int, IntArray]:
         batch = run.batches[number]
-        ends = {tokens[-1] for one in batch.samples if one is not None and (tokens := one.prompt_ids + one.response_ids)}
+        ends = {
+            tokens[-1]
+            for one in batch.samples
+            if one is not None and (tokens := one.prompt_ids + one.response_ids)
+        }
         free = np.array([token < 0 or token in ends for token in batch.rows])
-        return {layer: np.where(free[:, None], 0, rows) for layer, rows in super()._targets(run, number, chunk).items()}
+        return {
+            layer: np.where(free[:, None], 0, rows)
+            for layer, rows in super()._targets(run, number, chunk).items()
+        }
 
 
 class FirstMicrobatch(CoreReplay):
@@ -108,7 +128,9 @@ class NoBackward(CoreReplay):
 
 
 class StaleQueue(CoreReplay):
-    """Queues are emptied by the backward pass alone: after a forward-only pass the next recompute takes them (verl#4101)."""
+    """Queues are emptied by the backward pass alone: after a forward-only pass the next recompute
+    takes them (verl#4101).
+    """
 
     def end(self, run: Run, *, done: bool) -> None:
         from megatron.core.transformer.moe.router_replay import RouterReplay
@@ -151,7 +173,9 @@ class Unchecked(MegatronTrainer):
         pass
 
 
-FAULTS: Mapping[str, type[CoreReplay]] = {kind.__name__: kind for kind in CoreReplay.__subclasses__()}
+FAULTS: Mapping[str, type[CoreReplay]] = {
+    kind.__name__: kind for kind in CoreReplay.__subclasses__()
+}
 
 
 class _Faulty(_Worker):

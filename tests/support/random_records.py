@@ -1,4 +1,6 @@
-"""Hypothesis strategies for any record of a trace, from the types of its fields, and equality that sees into arrays."""
+"""Hypothesis strategies for any record of a trace, from the types of its fields, and equality that
+sees into arrays.
+"""
 
 from __future__ import annotations
 
@@ -32,7 +34,9 @@ _ALIASES = {
     if name in records.__all__ and isinstance(value, str)
 }
 _JSON = st.recursive(
-    st.one_of(*_SCALARS.values()), lambda inner: st.lists(inner, max_size=3) | st.dictionaries(_TEXT, inner, max_size=3), max_leaves=6
+    st.one_of(*_SCALARS.values()),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(_TEXT, inner, max_size=3),
+    max_leaves=6,
 )
 
 
@@ -46,7 +50,9 @@ def records_of(hint: Any) -> st.SearchStrategy[Any]:
         return st.sampled_from(hint)
     if isinstance(hint, type) and is_dataclass(hint):
         hints = get_type_hints(hint, localns=_ALIASES)
-        return st.builds(hint, **{field.name: records_of(hints[field.name]) for field in fields(hint)})
+        return st.builds(
+            hint, **{field.name: records_of(hints[field.name]) for field in fields(hint)}
+        )
     origin, args = get_origin(hint), get_args(hint)
     if hasattr(origin, "__value__"):  # NDArray of numpy 2.5
         return records_of(origin.__value__[args])
@@ -63,13 +69,23 @@ def records_of(hint: Any) -> st.SearchStrategy[Any]:
 
 def _arrays(element: Any) -> st.SearchStrategy[Any]:
     if (get_origin(element) or element) is np.float64:
-        return hnp.arrays(np.float64, hnp.array_shapes(min_dims=1, max_dims=1, min_side=0, max_side=5))
-    kinds = st.sampled_from(["bool", "int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64"])
-    return kinds.flatmap(lambda kind: hnp.arrays(kind, hnp.array_shapes(min_dims=1, max_dims=4, min_side=0, max_side=3)))
+        return hnp.arrays(
+            np.float64, hnp.array_shapes(min_dims=1, max_dims=1, min_side=0, max_side=5)
+        )
+    kinds = st.sampled_from(
+        ["bool", "int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64"]
+    )
+    return kinds.flatmap(
+        lambda kind: hnp.arrays(
+            kind, hnp.array_shapes(min_dims=1, max_dims=4, min_side=0, max_side=3)
+        )
+    )
 
 
 def any_event(*kinds: str) -> st.SearchStrategy[Event]:
-    """Events of the named kinds (default: of every kind), with a finite time as the recorder stamps them."""
+    """Events of the named kinds (default: of every kind), with a finite time as the recorder stamps
+    them.
+    """
     times = st.floats(allow_nan=False, allow_infinity=False)
     built = [_stamped(EVENT_KINDS[kind], times) for kind in kinds or EVENT_KINDS]
     return st.one_of(*built)
@@ -85,7 +101,14 @@ def any_header() -> st.SearchStrategy[Header]:
     """Headers of this schema with any free-form mappings."""
     free = st.none() | st.dictionaries(_TEXT, _JSON, max_size=3)
     return st.builds(
-        Header, subject=_TEXT, contract=st.just(contract()), seed=st.integers(0, 2**31), profile=_TEXT, coding=free, case=free, recipe=free
+        Header,
+        subject=_TEXT,
+        contract=st.just(contract()),
+        seed=st.integers(0, 2**31),
+        profile=_TEXT,
+        coding=free,
+        case=free,
+        recipe=free,
     )
 
 
@@ -93,7 +116,10 @@ def alike(a: Any, b: Any) -> bool:
     """Deep equality of records: types, fields, array bytes; NaN equals NaN."""
     if isinstance(a, np.ndarray):
         return (
-            isinstance(b, np.ndarray) and a.dtype == b.dtype and a.shape == b.shape and np.array_equal(a, b, equal_nan=a.dtype.kind == "f")
+            isinstance(b, np.ndarray)
+            and a.dtype == b.dtype
+            and a.shape == b.shape
+            and np.array_equal(a, b, equal_nan=a.dtype.kind == "f")
         )
     if type(a) is not type(b):
         return False

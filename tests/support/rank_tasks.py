@@ -13,7 +13,9 @@ __all__ = ["summing"]
 
 
 def summing(rank: int, world_size: int) -> Callable[[str], Any]:
-    """Adds up 1 + ... + world_size over all ranks, unless the job is that rank 1 (or ``all``) does something else first."""
+    """Adds up 1 + ... + world_size over all ranks, unless the job is that rank 1 (or ``all``) does
+    something else first.
+    """
 
     def do(job: str) -> Any:
         import torch
@@ -23,7 +25,10 @@ def summing(rank: int, world_size: int) -> Callable[[str], Any]:
         if job == "count loops":
             for _ in range(3):
                 torch.distributed.all_reduce(torch.zeros(1), group=torch.distributed.new_group())
-            return sum(task.read_text(encoding="utf-8").startswith("gloo_tcp_loop") for task in Path("/proc/self/task").glob("*/comm"))
+            return sum(
+                task.read_text(encoding="utf-8").startswith("gloo_tcp_loop")
+                for task in Path("/proc/self/task").glob("*/comm")
+            )
         if rank == 1 or job.startswith("all "):
             match job.removeprefix("all "):
                 case "is killed":

@@ -11,14 +11,27 @@ from rollproof.core.trace import Event
 from rollproof.recording.recorder import EngineCall, Recording
 from tests.support.building import coded_rows, contract
 
-__all__ = ["CONTRACT", "PROMPT", "Client", "Engine", "kinds", "to_call", "to_output", "to_record", "to_request", "wired"]
+__all__ = [
+    "CONTRACT",
+    "PROMPT",
+    "Client",
+    "Engine",
+    "kinds",
+    "to_call",
+    "to_output",
+    "to_record",
+    "to_request",
+    "wired",
+]
 
 PROMPT = (1, 2, 3)
 CONTRACT = contract(versions="none", finish_reason=True)
 
 
 class Engine:
-    """Answers two tokens and an abort at first, then the rest: what a stack under an existing test talks to."""
+    """Answers two tokens and an abort at first, then the rest: what a stack under an existing test
+    talks to.
+    """
 
     def __init__(self) -> None:
         self.calls = 0
@@ -28,7 +41,12 @@ class Engine:
         ids = [10 + len(prompt) + i for i in range(2 if self.calls % 2 else budget)]
         rows = coded_rows(0, len(prompt) + len(ids) - 1, 0)
         reason = "abort" if self.calls % 2 else "length"
-        return {"ids": ids, "logprobs": [-0.5 - 0.01 * i for i in range(len(ids))], "rows": rows, "reason": reason}
+        return {
+            "ids": ids,
+            "logprobs": [-0.5 - 0.01 * i for i in range(len(ids))],
+            "rows": rows,
+            "reason": reason,
+        }
 
 
 class Client:
@@ -46,7 +64,11 @@ class Client:
         while reason == "abort":
             answer = self.generate([*prompt, *ids], 4 - len(ids))
             new = answer["rows"]
-            rows = new if rows is None else np.concatenate([rows, new if self.repeat_rows else new[len(rows) :]])
+            rows = (
+                new
+                if rows is None
+                else np.concatenate([rows, new if self.repeat_rows else new[len(rows) :]])
+            )
             ids += answer["ids"]
             logprobs += answer["logprobs"]
             reason = answer["reason"]

@@ -1,4 +1,6 @@
-"""A trace of rollouts that were resumed under other weights, for tests that join it with a trainer's logprobs."""
+"""A trace of rollouts that were resumed under other weights, for tests that join it with a
+trainer's logprobs.
+"""
 
 from __future__ import annotations
 
@@ -23,6 +25,10 @@ def resumed(*scores: Score, requests: tuple[str, ...] = ("r0",), **result: Any) 
         builder.reply(first, (4, 5), "abort", prompt_len=3)
         second = builder.call((1, 2, 3, 4, 5), request_id=name, max_tokens=2)
         builder.reply(second, (6, 7), prompt_len=5)
-        fields = {"logprobs": ROLLOUT, "spans": (Span(start=0, end=2, version=1), Span(start=2, end=4, version=2)), **result}
+        fields = {
+            "logprobs": ROLLOUT,
+            "spans": (Span(start=0, end=2, version=1), Span(start=2, end=4, version=2)),
+            **result,
+        }
         builder.result((4, 5, 6, 7), name, prompt=(1, 2, 3), **fields)
     return builder.add(*scores).trace()

@@ -1,6 +1,8 @@
-"""Told rollouts: a request, its engine calls one after another, and the sample that a correct stack makes of them.
+"""Told rollouts: a request, its engine calls one after another, and the sample that a correct stack
+makes of them.
 
-The sample is made by plain concatenation, so that it does not depend on the reference stitch that it tests.
+The sample is made by plain concatenation, so that it does not depend on the reference stitch that
+it tests.
 """
 
 from __future__ import annotations
@@ -31,9 +33,10 @@ _SAME = object()
 class Part:
     """One engine call: what it sampled, under which weights, how it ended.
 
-    ``shown`` is the label that the engine shows (the true one unless given), ``said`` what the environment says before the
-    call, ``lost`` whether the reply is lost on its way, ``anew`` whether the call starts again from the prompt. ``call``
-    and ``reply`` override fields of the two events, ``output`` those of the engine's output.
+    ``shown`` is the label that the engine shows (the true one unless given), ``said`` what the
+    environment says before the call, ``lost`` whether the reply is lost on its way, ``anew``
+    whether the call starts again from the prompt. ``call`` and ``reply`` override fields of the two
+    events, ``output`` those of the engine's output.
     """
 
     tokens: tuple[int, ...] = ()
@@ -75,10 +78,12 @@ def tell(
     teller: Teller | None = None,
     **contract: Any,
 ) -> Teller:
-    """The whole story of one request, told correctly; ``sample`` overrides fields of the delivered sample.
+    """The whole story of one request, told correctly; ``sample`` overrides fields of the delivered
+    sample.
 
-    ``labels`` maps versions to the labels under which they are published (their own number unless given); ``recorded`` is
-    whether the environment's words are recorded as observations; ``teller`` continues an earlier story.
+    ``labels`` maps versions to the labels under which they are published (their own number unless
+    given); ``recorded`` is whether the environment's words are recorded as observations; ``teller``
+    continues an earlier story.
     """
     out = teller if teller is not None else Teller(**contract)
     labels = labels or {}
@@ -88,17 +93,32 @@ def tell(
         if serving.get(part.server) != part.version:
             out.weights(part.version, part.server, label=labels.get(part.version, part.version))  # type: ignore[arg-type]
             serving[part.server] = part.version
-        _call(out, part, request_id, prompt, budget, known, labels.get(part.version, part.version), recorded)
+        _call(
+            out,
+            part,
+            request_id,
+            prompt,
+            budget,
+            known,
+            labels.get(part.version, part.version),
+            recorded,
+        )
     last = next((part for part in reversed(parts) if not part.lost), None)
     made = _sample(out, known, last.reason if last is not None else "abort")
-    out.result(request_id=request_id, prompt=prompt, event=dict(event or {}), **{**made, **(sample or {})})
+    out.result(
+        request_id=request_id, prompt=prompt, event=dict(event or {}), **{**made, **(sample or {})}
+    )
     return out
 
 
 def blamed(trace: Trace | TraceBuilder, oracle: Oracle | None = None) -> set[str]:
-    """The checks on stitching and versions that find something. A check that crashes fails the test."""
+    """The checks on stitching and versions that find something. A check that crashes fails the
+    test.
+    """
     judgement = judge(trace.trace() if isinstance(trace, TraceBuilder) else trace, REGISTRY, oracle)
-    assert not [(result.id, result.reason) for result in judgement.results if "crashed" in result.reason]
+    assert not [
+        (result.id, result.reason) for result in judgement.results if "crashed" in result.reason
+    ]
     return set(judgement.failed)
 
 
@@ -142,13 +162,31 @@ def _call(
         _extend(known, part.said, (np.nan,) * len(part.said), 0, None)
         known.turn = len(known.ids)
     left = None if budget is None else budget - (len(known.ids) - known.turn)
-    call = out.call(**{"prompt": prompt + known.ids, "request_id": request_id, "max_tokens": left, "server": part.server, **part.call})
+    call = out.call(
+        **{
+            "prompt": prompt + known.ids,
+            "request_id": request_id,
+            "max_tokens": left,
+            "server": part.server,
+            **part.call,
+        }
+    )
     count = len(part.tokens)
     values = tuple(-(0.25 + 0.5 * i + 0.125 * len(known.ids)) for i in range(count))
     shown = label if part.shown is _SAME else part.shown
-    output = {"logprobs": np.array(values) if part.logprobs and count else None, "version": shown, **part.output}
+    output = {
+        "logprobs": np.array(values) if part.logprobs and count else None,
+        "version": shown,
+        **part.output,
+    }
     spans = (Span(start=0, end=count, version=part.version),) if count else ()
-    out.reply(call, part.tokens, part.reason, output=output, **{"true_tokens": spans, "delivered": not part.lost, **part.reply})
+    out.reply(
+        call,
+        part.tokens,
+        part.reason,
+        output=output,
+        **{"true_tokens": spans, "delivered": not part.lost, **part.reply},
+    )
     if part.lost:
         return
     _extend(known, part.tokens, values if part.logprobs else (np.nan,) * count, 1, label)
@@ -156,7 +194,9 @@ def _call(
         known.calls += (label,)
 
 
-def _extend(known: _Known, ids: tuple[int, ...], logprobs: tuple[float, ...], own: int, label: Version) -> None:
+def _extend(
+    known: _Known, ids: tuple[int, ...], logprobs: tuple[float, ...], own: int, label: Version
+) -> None:
     known.ids += ids
     known.logprobs += logprobs
     known.mask += (own,) * len(ids)
@@ -170,8 +210,14 @@ def _sample(out: Teller, known: _Known, reason: str) -> dict[str, Any]:
     spans = tuple(Span(start=i, end=i + 1, version=label) for i, label in enumerate(known.labels))
     tags: dict[str, dict[str, Any]] = {
         "sample": {"version": sampled[-1] if sampled else None},
-        "min-max": {"min_version": min(numbers, default=None), "max_version": max(numbers, default=None)},
-        "bounds": {"min_version": min(numbers, default=None), "max_version": max(numbers, default=None)},
+        "min-max": {
+            "min_version": min(numbers, default=None),
+            "max_version": max(numbers, default=None),
+        },
+        "bounds": {
+            "min_version": min(numbers, default=None),
+            "max_version": max(numbers, default=None),
+        },
         "call": {"call_versions": known.calls},
         "span": {"spans": spans},
         "token": {"token_versions": known.labels},

@@ -1,4 +1,6 @@
-"""Hand-written samples with routes: what the engines returned, what a correct stack hands over, and what a faulty one does."""
+"""Hand-written samples with routes: what the engines returned, what a correct stack hands over, and
+what a faulty one does.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +26,9 @@ REGISTRY = Registry(CHECKS)
 
 @dataclass(frozen=True)
 class Segment:
-    """One engine call: the tokens that it samples, the version that samples them, and whether its reply has routes."""
+    """One engine call: the tokens that it samples, the version that samples them, and whether its
+    reply has routes.
+    """
 
     tokens: int
     version: int = 1
@@ -33,20 +37,29 @@ class Segment:
 
 def filler(kind: str, like: np.ndarray) -> np.ndarray:
     """One row of filler, of the layers, top_k and type of the rows ``like``."""
-    value = {"minus-one": np.array(-1), "zeros": np.array(0), "arange": np.arange(like.shape[-1]), "previous": like[-1]}[kind]
+    value = {
+        "minus-one": np.array(-1),
+        "zeros": np.array(0),
+        "arange": np.arange(like.shape[-1]),
+        "previous": like[-1],
+    }[kind]
     return np.broadcast_to(value, (1, *like.shape[1:])).astype(like.dtype)
 
 
 @cache
 def _draws(seed: int, request: int, version: int, layers: int, experts: int) -> np.ndarray:
-    """A permutation of the experts for each position and layer; few positions where there are many experts."""
+    """A permutation of the experts for each position and layer; few positions where there are many
+    experts.
+    """
     rng = np.random.default_rng([seed, request, version])
     return rng.random((24 if experts > 128 else 320, layers, experts)).argsort(axis=2)
 
 
 @dataclass
 class Story:
-    """A resumed request under a contract. ``engine_rows`` is ``T-1`` or a filler kind of engines that return T rows."""
+    """A resumed request under a contract. ``engine_rows`` is ``T-1`` or a filler kind of engines
+    that return T rows.
+    """
 
     segments: Sequence[Segment] = (Segment(3, 1), Segment(2, 2))
     prompt: int = 5
@@ -68,11 +81,15 @@ class Story:
         return tuple(range(base, base + self.prompt + sum(s.tokens for s in self.segments)))
 
     def rows(self, start: int, stop: int, version: int) -> np.ndarray:
-        """Rows of a router: distinct experts drawn by request, version, position and layer; zeros in dense layers' columns."""
+        """Rows of a router: distinct experts drawn by request, version, position and layer; zeros
+        in dense layers' columns.
+        """
         c = self.contract
         assert c.num_experts is not None and c.top_k is not None
         out = np.zeros((max(0, stop - start), c.route_layers, c.top_k), dtype=c.dtypes[0])
-        drawn = _draws(self.seed, int(self.request_id[1:]), version, len(c.moe_columns), c.num_experts)
+        drawn = _draws(
+            self.seed, int(self.request_id[1:]), version, len(c.moe_columns), c.num_experts
+        )
         out[:, list(c.moe_columns)] = drawn[start : max(start, stop), :, : c.top_k]
         return out
 
@@ -109,8 +126,16 @@ class Story:
         assert c.final_row is not None
         return np.concatenate([rows, filler(str(c.final_row), rows)])
 
-    def tell(self, builder: TraceBuilder, routes: np.ndarray | None, keep: int | None = None, **result: Any) -> None:
-        """Record the request: its calls, replies, and a sample with ``routes`` and the first ``keep`` response tokens (all)."""
+    def tell(
+        self,
+        builder: TraceBuilder,
+        routes: np.ndarray | None,
+        keep: int | None = None,
+        **result: Any,
+    ) -> None:
+        """Record the request: its calls, replies, and a sample with ``routes`` and the first
+        ``keep`` response tokens (all).
+        """
         ids, sent = self.ids, self.prompt
         builder.submit(self.request_id, ids[:sent], max_tokens=len(ids) - sent)
         for number, segment in enumerate(self.segments):
@@ -122,12 +147,21 @@ class Story:
             rows = self.returned(number)
             spans = (Span(start=0, end=sent + segment.tokens - 1, version=segment.version),)
             truth: dict[str, Any] = {"true_rows": spans} if self.with_truth else {}
-            builder.reply(call, tokens, "length" if last else "abort", version=segment.version, output={"routes": rows}, **truth)
+            builder.reply(
+                call,
+                tokens,
+                "length" if last else "abort",
+                version=segment.version,
+                output={"routes": rows},
+                **truth,
+            )
             sent += segment.tokens
         response = ids[self.prompt :][:keep]
         builder.result(response, self.request_id, ids[: self.prompt], routes=routes, **result)
 
-    def trace(self, routes: np.ndarray | None, *others: Story, keep: int | None = None, **result: Any) -> Trace:
+    def trace(
+        self, routes: np.ndarray | None, *others: Story, keep: int | None = None, **result: Any
+    ) -> Trace:
         """A trace of ``others``, told correctly, and of this request with ``routes``."""
         builder = TraceBuilder(self.contract)
         for other in others:
@@ -135,7 +169,9 @@ class Story:
         self.tell(builder, routes, keep, **result)
         return builder.trace()
 
-    def judged(self, routes: np.ndarray | None, *others: Story, keep: int | None = None, **result: Any) -> Judgement:
+    def judged(
+        self, routes: np.ndarray | None, *others: Story, keep: int | None = None, **result: Any
+    ) -> Judgement:
         """The verdicts of the route checks."""
         return judge(self.trace(routes, *others, keep=keep, **result), REGISTRY)
 

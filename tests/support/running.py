@@ -10,7 +10,9 @@ __all__ = ["CASE", "result_of"]
 
 CASE = Case(
     flavour="vllm",
-    requests=(Request(request_id="r0", prompt_ids=(11, 12), max_tokens=4, sampling={"top_p": 1.0}),),
+    requests=(
+        Request(request_id="r0", prompt_ids=(11, 12), max_tokens=4, sampling={"top_p": 1.0}),
+    ),
     actions=(Action(when=Trigger(request="r0", tokens=2), do=ActionKind.SYNC),),
     deadline=500.0,
 )

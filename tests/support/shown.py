@@ -17,6 +17,11 @@ def shown(config: pytest.Config) -> Callable[[Progress], None]:
 
     def tell(progress: Progress) -> None:
         with capture.global_and_fixture_disabled():
-            print(f"\n  {progress.done}/{progress.total} {progress.what}", end="", file=sys.stderr, flush=True)  # noqa: T201 - to the terminal
+            print(
+                f"\n  {progress.done}/{progress.total} {progress.what}",
+                end="",
+                file=sys.stderr,
+                flush=True,
+            )
 
     return tell

@@ -1,4 +1,6 @@
-"""Subjects for tests of the doors: one correct, one with the field's most frequent fault, one unfinished; few cases each."""
+"""Subjects for tests of the doors: one correct, one with the field's most frequent fault, one
+unfinished; few cases each.
+"""
 
 from __future__ import annotations
 
@@ -36,7 +38,11 @@ class Concat(Correct):
     def merge_routes(self, sample: Sample, sent: int, output: EngineOutput) -> None:
         """The fault."""
         if output.routes is not None:
-            sample.rows = output.routes if sample.rows is None else np.concatenate([sample.rows, output.routes])
+            sample.rows = (
+                output.routes
+                if sample.rows is None
+                else np.concatenate([sample.rows, output.routes])
+            )
 
 
 class Unfinished:

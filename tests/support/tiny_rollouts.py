@@ -1,4 +1,6 @@
-"""Rollouts that tiny models of HF transformers really sampled, one version of the weights after another. Needs torch and transformers."""
+"""Rollouts that tiny models of HF transformers really sampled, one version of the weights after
+another. Needs torch and transformers.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,13 @@ from rollproof.fakes.tiny_models import make_checkpoint
 
 __all__ = ["SIZES", "checkpoint", "load", "sample", "trace_of"]
 
-SIZES: dict[str, Any] = {"vocab_size": 64, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "head_dim": 16}
+SIZES: dict[str, Any] = {
+    "vocab_size": 64,
+    "hidden_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "head_dim": 16,
+}
 """Fields of the tiny models' configuration in place of the families' own."""
 
 
@@ -29,11 +37,19 @@ def load(path: Path, dtype: str = "float32") -> Any:
     import torch
     from transformers import AutoModelForCausalLM
 
-    return AutoModelForCausalLM.from_pretrained(path, dtype=getattr(torch, dtype), local_files_only=True).eval()
+    return AutoModelForCausalLM.from_pretrained(
+        path, dtype=getattr(torch, dtype), local_files_only=True
+    ).eval()
 
 
 def sample(
-    paths: Sequence[Path], *, count: int = 6, prompt: int = 5, each: int = 8, dtype: str = "float32", seed: int = 0
+    paths: Sequence[Path],
+    *,
+    count: int = 6,
+    prompt: int = 5,
+    each: int = 8,
+    dtype: str = "float32",
+    seed: int = 0,
 ) -> list[Rollout]:
     """``count`` rollouts of ``each`` tokens from each checkpoint in turn: versions 0, 1 ...
 
@@ -61,8 +77,14 @@ def sample(
                     model(ids[:, :-1], use_cache=False)
             except RouterError:
                 continue
-            rows = recorded.routes.reshape(count, ids.shape[1] - 1, len(recorded.layers), -1).numpy()
-            routes = rows if routes is None else np.concatenate([routes, rows[:, routes.shape[1] :]], axis=1)
+            rows = recorded.routes.reshape(
+                count, ids.shape[1] - 1, len(recorded.layers), -1
+            ).numpy()
+            routes = (
+                rows
+                if routes is None
+                else np.concatenate([routes, rows[:, routes.shape[1] :]], axis=1)
+            )
     spans = tuple(Span(start=each * i, end=each * (i + 1), version=i) for i in range(len(paths)))
     return [
         Rollout(
@@ -83,4 +105,8 @@ def trace_of(rollouts: Sequence[Rollout]) -> Any:
     from rollproof.core.trace import Result
     from tests.support.building import TraceBuilder, contract
 
-    return TraceBuilder(contract(rows="none")).add(*(Result(request_id=one.request_id, rollout=one) for one in rollouts)).trace()
+    return (
+        TraceBuilder(contract(rows="none"))
+        .add(*(Result(request_id=one.request_id, rollout=one) for one in rollouts))
+        .trace()
+    )

@@ -1,4 +1,6 @@
-"""Short traces about servers, updates and faults, told event by event, and what one check says of them."""
+"""Short traces about servers, updates and faults, told event by event, and what one check says of
+them.
+"""
 
 from __future__ import annotations
 
@@ -16,22 +18,49 @@ from tests.support.building import TraceBuilder, contract
 FREEZING = (PauseMode.KEEP, PauseMode.RETRACT, PauseMode.IN_PLACE)
 """Pauses that keep running calls where they are."""
 REGISTRY = Registry([*in_flight.CHECKS, *endings.CHECKS])
-CASE: Mapping[str, Any] = {"partial": True, "clear_cache": True, "pause_mode": "abort", "actions": (), "engine": {"step": 1.0}}
+CASE: Mapping[str, Any] = {
+    "partial": True,
+    "clear_cache": True,
+    "pause_mode": "abort",
+    "actions": (),
+    "engine": {"step": 1.0},
+}
 
 
 class Teller(TraceBuilder):
-    """A trace of a driven run: its header has a case, changed by ``case``; the contract has no routes, changed by ``changes``."""
+    """A trace of a driven run: its header has a case, changed by ``case``; the contract has no
+    routes, changed by ``changes``.
+    """
 
     def __init__(
-        self, *, case: Mapping[str, Any] | None = None, driven: bool = True, header: dict[str, Any] | None = None, **changes: Any
+        self,
+        *,
+        case: Mapping[str, Any] | None = None,
+        driven: bool = True,
+        header: dict[str, Any] | None = None,
+        **changes: Any,
     ) -> None:
         fields = {"case": {**CASE, **(case or {})} if driven else None, **(header or {})}
         super().__init__(contract(**{"rows": "none", **changes}), **fields)
 
-    def send(self, prompt: tuple[int, ...] = (1, 2), request_id: str = "r0", max_tokens: int | None = 4, server: str = "s0") -> int:
+    def send(
+        self,
+        prompt: tuple[int, ...] = (1, 2),
+        request_id: str = "r0",
+        max_tokens: int | None = 4,
+        server: str = "s0",
+    ) -> int:
         """A call that is not admitted yet; returns its id."""
         self._calls += 1
-        self.add(Call(call_id=self._calls, request_id=request_id, server_id=server, prompt_ids=prompt, max_tokens=max_tokens))
+        self.add(
+            Call(
+                call_id=self._calls,
+                request_id=request_id,
+                server_id=server,
+                prompt_ids=prompt,
+                max_tokens=max_tokens,
+            )
+        )
         return self._calls
 
     def admit(self, call_id: int, server: str = "s0") -> Teller:
@@ -39,7 +68,9 @@ class Teller(TraceBuilder):
         self.add(Admit(call_id=call_id, server_id=server))
         return self
 
-    def fault(self, what: str, server: str | None = None, call_id: int | None = None, detail: str = "") -> Teller:
+    def fault(
+        self, what: str, server: str | None = None, call_id: int | None = None, detail: str = ""
+    ) -> Teller:
         """Harm is done."""
         self.add(Fault(what=what, server_id=server, call_id=call_id, detail=detail))
         return self
@@ -71,15 +102,23 @@ def opened(**story: Any) -> Teller:
 
 def check(check_id: str, trace: Trace | TraceBuilder, oracle: Oracle | None = None) -> CheckResult:
     """What one check says of a trace."""
-    return judge(trace.trace() if isinstance(trace, TraceBuilder) else trace, default_registry().select([check_id]), oracle)[check_id]
+    return judge(
+        trace.trace() if isinstance(trace, TraceBuilder) else trace,
+        default_registry().select([check_id]),
+        oracle,
+    )[check_id]
 
 
 def passes(check_id: str, trace: Trace | TraceBuilder, **counters: int) -> None:
-    """Assert that the check passes, and that it was exercised as often as ``counters`` say (``_`` for a blank)."""
+    """Assert that the check passes, and that it was exercised as often as ``counters`` say (``_``
+    for a blank).
+    """
     result = check(check_id, trace)
     assert (Verdict.PASS, "") == (result.verdict, result.reason), result.findings
     if counters:
-        assert {name.replace("_", " "): count for name, count in counters.items()} == dict(result.exercised)
+        assert {name.replace("_", " "): count for name, count in counters.items()} == dict(
+            result.exercised
+        )
 
 
 def unknown(check_id: str, trace: Trace | TraceBuilder, reason: str) -> None:

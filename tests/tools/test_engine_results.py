@@ -1,4 +1,6 @@
-"""Results of runs: what is kept of a report, and that rows of one run do not touch those of another."""
+"""Results of runs: what is kept of a report, and that rows of one run do not touch those of
+another.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,9 @@ from tools.engine_results import load_results, row_of, save_results
 
 
 def test_a_row_holds_verdicts_and_what_fails() -> None:
-    """Verdicts by check, the reasons of those that were not reached, and what was exercised; JSON as it is."""
+    """Verdicts by check, the reasons of those that were not reached, and what was exercised; JSON
+    as it is.
+    """
     run = run_experiments(fake_target("vllm"), only=["plain"])
     row = row_of(judged("fake-vllm", run), run, "a fake")
     assert {"plain"} == set(row["experiments"])
@@ -30,7 +34,9 @@ def test_a_row_holds_verdicts_and_what_fails() -> None:
 
 
 def test_rows_are_put_beside_those_that_are_there(tmp_path: Path) -> None:
-    """A row of the same name is replaced, others stay, and so does a gap until there is another; versions are those of the packages."""
+    """A row of the same name is replaced, others stay, and so does a gap until there is another;
+    versions are those of the packages.
+    """
     file = tmp_path / "new" / "vllm.json"
     assert {"versions": {}, "runs": {}, "gap": []} == load_results(file)
     save_results(file, ["numpy"], runs={"a": {"about": "1"}, "b": {"about": "2"}})
@@ -43,7 +49,9 @@ def test_rows_are_put_beside_those_that_are_there(tmp_path: Path) -> None:
 
 
 def test_the_rows_of_an_engine_are_its_targets_families_and_dtypes() -> None:
-    """Each target by its name, then the engine in bfloat16 and each family that a target lists; one that does not exist is refused."""
+    """Each target by its name, then the engine in bfloat16 and each family that a target lists; one
+    that does not exist is refused.
+    """
     names = judge_engines.row_names("vllm")
     assert ["vllm", "vllm-offline", "vllm bfloat16"] == names[:3]
     assert {f"vllm-offline {family}" for family in REAL["vllm-offline"].families} == set(names[3:])
@@ -56,10 +64,16 @@ class _NoStart(FakeEngineSubject):
         raise EngineStartError("no room\nThe end of its log:\nkilled")
 
 
-def test_a_table_is_written_row_by_row(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_table_is_written_row_by_row(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     """What does not start is a row with the reason; bad names and missing arguments end with 254."""
     fakes = {None: fake_target("vllm"), "olmoe": fake_target("vllm", make=_NoStart)}
-    monkeypatch.setattr(judge_engines, "engine_target", lambda _name, family, **_: replace(fakes[family], about="a fake"))
+    monkeypatch.setattr(
+        judge_engines,
+        "engine_target",
+        lambda _name, family, **_: replace(fakes[family], about="a fake"),
+    )
     monkeypatch.setattr(judge_engines, "REAL", {"vllm": replace(REAL["vllm"], packages=("numpy",))})
     file = tmp_path / "results.json"
     assert 0 == judge_engines.main(["vllm", str(file), "vllm", "vllm olmoe"])

@@ -22,20 +22,28 @@ class _Native(OneExpert):
             router.action = None
 
 
-def test_a_row_is_written_as_soon_as_it_is_known(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """A row holds versions, verdicts and first findings; rows of other names stay, and those before a failure are kept."""
+def test_a_row_is_written_as_soon_as_it_is_known(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A row holds versions, verdicts and first findings; rows of other names stay, and those before
+    a failure are kept.
+    """
     file = tmp_path / "results" / "numpy.json"
     factories = {"right": OneExpert, "native": _Native}
 
     def row(name: str) -> dict[str, Any]:
         report = judge_replay(factories[name], name=name, only=["replay.forward", "replay.models"])
-        return told_row(report, packages=["numpy"], code="rollproof", parallel="", model="tiny", mode="R3")
+        return told_row(
+            report, packages=["numpy"], code="rollproof", parallel="", model="tiny", mode="R3"
+        )
 
     judge_into(file, ["right"], row)
     with pytest.raises(KeyError):
         judge_into(file, ["native", "missing"], row)
     rows = json.loads(file.read_text(encoding="utf-8"))
-    assert {"right": "pass", "native": "fail"} == {name: one["verdicts"]["replay.forward"] for name, one in rows.items()}
+    assert {"right": "pass", "native": "fail"} == {
+        name: one["verdicts"]["replay.forward"] for name, one in rows.items()
+    }
     assert {"numpy": version("numpy")} == rows["right"]["versions"]
     assert ({}, ["replay.forward"]) == (rows["right"]["findings"], list(rows["native"]["findings"]))
     assert "right: no check fails\nnative: replay.forward\n" == capsys.readouterr().out

@@ -1,4 +1,6 @@
-"""Uses of the public names as a user writes them; checked by mypy and pyright in `nox -s types`, never run."""
+"""Uses of the public names as a user writes them; checked by mypy and pyright in `nox -s types`,
+never run.
+"""
 
 from __future__ import annotations
 
@@ -119,7 +121,10 @@ class TestMyEngine(EngineConformance):
     engine = "fake-vllm"
 
 
-adapters: list[EngineSubject] = [VllmEngine(EngineSettings(model=Path())), FakeEngineSubject(EngineSettings(model=Path()))]
+adapters: list[EngineSubject] = [
+    VllmEngine(EngineSettings(model=Path())),
+    FakeEngineSubject(EngineSettings(model=Path())),
+]
 
 
 class MyLayouts:

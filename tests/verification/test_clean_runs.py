@@ -1,4 +1,6 @@
-"""Clean runs: a correct subject ends with exit code 0, because every check is put to the test or cannot apply to it."""
+"""Clean runs: a correct subject ends with exit code 0, because every check is put to the test or
+cannot apply to it.
+"""
 
 from __future__ import annotations
 
@@ -15,12 +17,19 @@ from rollproof.judging.report import Report
 from rollproof.verification.rollouts import cases_for, run_conformance
 
 EXAMPLE = Path(__file__).parents[2] / "docs" / "example"
-FAULT, REPAIR = "np.concatenate([rows, out.routes])", "np.concatenate([rows, out.routes[len(rows) :]])"
+FAULT, REPAIR = (
+    "np.concatenate([rows, out.routes])",
+    "np.concatenate([rows, out.routes[len(rows) :]])",
+)
 
 
 def undecided(report: Report) -> list[tuple[str, str]]:
     """The checks that failed or stayed unknown, with the reason."""
-    return [(result.id, result.reason) for result in report.results if result.verdict in ("fail", "unknown")]
+    return [
+        (result.id, result.reason)
+        for result in report.results
+        if result.verdict in ("fail", "unknown")
+    ]
 
 
 def thinned(factory: Any, flavour: str, step: int) -> Report:
@@ -43,19 +52,27 @@ def thinned(factory: Any, flavour: str, step: int) -> Report:
     ],
 )
 def test_no_check_of_a_reference_stays_unknown(name: str, flavour: str) -> None:
-    """Whoever resumes, whatever the engine shows: on its own flavour too a reference has neither a failed nor an unknown check."""
+    """Whoever resumes, whatever the engine shows: on its own flavour too a reference has neither a
+    failed nor an unknown check.
+    """
     report = thinned(REFERENCES[name], flavour, 3)
 
     assert [] == undecided(report)
     assert 0 == report.exit_code
 
 
-def test_the_example_without_its_fault_is_clean(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A subject as a user writes it, with a contract and a model of its own and no version tags, on one flavour."""
+def test_the_example_without_its_fault_is_clean(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A subject as a user writes it, with a contract and a model of its own and no version tags, on
+    one flavour.
+    """
     client = (EXAMPLE / "my_client.py").read_text(encoding="utf-8")
     assert FAULT in client
     (tmp_path / "my_client.py").write_text(client.replace(FAULT, REPAIR), encoding="utf-8")
-    (tmp_path / "example_stack.py").write_text((EXAMPLE / "test_my_stack.py").read_text(encoding="utf-8"), encoding="utf-8")
+    (tmp_path / "example_stack.py").write_text(
+        (EXAMPLE / "test_my_stack.py").read_text(encoding="utf-8"), encoding="utf-8"
+    )
     monkeypatch.syspath_prepend(tmp_path)
     for name in ("my_client", "example_stack"):
         monkeypatch.delitem(sys.modules, name, raising=False)

@@ -1,4 +1,6 @@
-"""Doors of engine conformance: the command line and the test class name an engine, and get one verdict per check."""
+"""Doors of engine conformance: the command line and the test class name an engine, and get one
+verdict per check.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +24,9 @@ def told(capsys: pytest.CaptureFixture[str], *arguments: str, code: int) -> str:
     return captured.out + captured.err
 
 
-def test_verify_judges_an_engine(capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_verify_judges_an_engine(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The report is that of any other subject, and the traces are kept beside its counterexamples."""
     monkeypatch.chdir(tmp_path)
     assert 0 == run(["verify", "--engine", "fake-vllm", "--only", "engine", "--json", "-"])
@@ -44,7 +48,9 @@ def test_verify_judges_an_engine(capsys: pytest.CaptureFixture[str], tmp_path: P
         (["--engine", "fake-vllm", "--only", "stitch.prompt"], "judges engines"),
     ],
 )
-def test_bad_arguments_are_told(arguments: list[str], text: str, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_bad_arguments_are_told(
+    arguments: list[str], text: str, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
     """Each says what is wrong and what there is, with exit code 254."""
     assert text in told(capsys, "verify", *arguments, "--witness-dir", str(tmp_path), code=254)
 
@@ -62,11 +68,15 @@ def test_a_test_class_has_one_item_per_check(pytester: pytest.Pytester) -> None:
     )
     result = pytester.runpytest_inprocess("-v", "-p", "no:randomly")
     result.assert_outcomes(passed=2, skipped=1)
-    result.stdout.fnmatch_lines(["*test_check*engine.rows*PASSED*", "*test_check*routes.dtype*PASSED*"])
+    result.stdout.fnmatch_lines(
+        ["*test_check*engine.rows*PASSED*", "*test_check*routes.dtype*PASSED*"]
+    )
 
 
 def test_a_target_of_ones_own_is_a_subject(pytester: pytest.Pytester) -> None:
-    """A function that returns an EngineTarget is judged as a named engine is, and a fault is told with the promise."""
+    """A function that returns an EngineTarget is judged as a named engine is, and a fault is told
+    with the promise.
+    """
     pytester.makepyfile(
         test_engine="""
         import rollproof
@@ -89,6 +99,12 @@ def test_a_target_of_ones_own_is_a_subject(pytester: pytest.Pytester) -> None:
 def test_an_engine_that_is_not_installed_is_told_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """Before tiny models are made for it, and with what to do about it."""
     found = importlib.util.find_spec
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name, *rest: None if name == "vllm" else found(name, *rest))
-    with pytest.raises(EngineStartError, match=r"^vllm is not installed in .*vllm\.txt; from a checkout, `nox -s "):
+    monkeypatch.setattr(
+        importlib.util,
+        "find_spec",
+        lambda name, *rest: None if name == "vllm" else found(name, *rest),
+    )
+    with pytest.raises(
+        EngineStartError, match=r"^vllm is not installed in .*vllm\.txt; from a checkout, `nox -s "
+    ):
         judge_engine(EngineChoice(engine="vllm-offline"), Asked(name="engine"))

@@ -1,4 +1,6 @@
-"""The conformance run on fake engines: clean where the fake is, red where a fault is planted, and fast."""
+"""The conformance run on fake engines: clean where the fake is, red where a fault is planted, and
+fast.
+"""
 
 from __future__ import annotations
 
@@ -38,33 +40,56 @@ def _failed(report: Report) -> set[str]:
 
 @pytest.mark.parametrize("flavour", FLAVOURS)
 def test_every_fake_engine_passes_every_check(flavour: str) -> None:
-    """No flavour is blamed for anything, every check that applies is exercised, and the canary goes red."""
+    """No flavour is blamed for anything, every check that applies is exercised, and the canary goes
+    red.
+    """
     report = run_engine_conformance(f"fake-{flavour}")
     verdicts = {result.id: (result.verdict, result.reason) for result in report.results}
-    assert {} == {name: found for name, found in verdicts.items() if found[0] in (Verdict.FAIL, Verdict.UNKNOWN)}
+    assert {} == {
+        name: found
+        for name, found in verdicts.items()
+        if found[0] in (Verdict.FAIL, Verdict.UNKNOWN)
+    }
     assert report.canary is not None
     assert report.canary.red
     assert () == report.notes
 
 
 def test_what_an_engine_does_not_offer_is_not_asked_of_it() -> None:
-    """Without aborts, pauses and streams (vLLM's offline LLM) the checks of them do not apply, and the others are exercised."""
+    """Without aborts, pauses and streams (vLLM's offline LLM) the checks of them do not apply, and
+    the others are exercised.
+    """
     flavour = offline(FLAVOURS["vllm"])
-    report = run_engine_conformance(fake_target("vllm", make=lambda settings: FakeEngineSubject(settings, flavour)))
+    report = run_engine_conformance(
+        fake_target("vllm", make=lambda settings: FakeEngineSubject(settings, flavour))
+    )
     verdicts = {result.id: result.verdict for result in report.results}
-    assert set() == {name for name, verdict in verdicts.items() if verdict in (Verdict.FAIL, Verdict.UNKNOWN)}
-    ruled_out = {"lifecycle.abort-hits-target", "lifecycle.abort-keeps-tokens", "engine.stream", "engine.paused-calls"}
-    assert ruled_out <= {name for name, verdict in verdicts.items() if verdict is Verdict.NOT_APPLICABLE}
+    assert set() == {
+        name for name, verdict in verdicts.items() if verdict in (Verdict.FAIL, Verdict.UNKNOWN)
+    }
+    ruled_out = {
+        "lifecycle.abort-hits-target",
+        "lifecycle.abort-keeps-tokens",
+        "engine.stream",
+        "engine.paused-calls",
+    }
+    assert ruled_out <= {
+        name for name, verdict in verdicts.items() if verdict is Verdict.NOT_APPLICABLE
+    }
     assert Verdict.PASS is verdicts["weights.no-stale-cache"]
 
 
 def test_what_an_engine_does_not_show_is_not_asked_of_it() -> None:
-    """Neither the progress of one that streams nothing, nor the weights of tokens without logprobs, leaves a correct engine unknown."""
+    """Neither the progress of one that streams nothing, nor the weights of tokens without logprobs,
+    leaves a correct engine unknown.
+    """
     whole = replace(FLAVOURS["vllm"], stream_modes=(StreamMode.FINAL,))
     for make in (lambda settings: FakeEngineSubject(settings, whole), _NoLogprobs):
         report = run_engine_conformance(fake_target("vllm", make=make))
         verdicts = {result.id: result.verdict for result in report.results}
-        assert set() == {name for name, verdict in verdicts.items() if verdict in (Verdict.FAIL, Verdict.UNKNOWN)}
+        assert set() == {
+            name for name, verdict in verdicts.items() if verdict in (Verdict.FAIL, Verdict.UNKNOWN)
+        }
         assert Verdict.NOT_APPLICABLE is verdicts["lifecycle.abort-keeps-tokens"]
         assert Verdict.PASS is verdicts["engine.routes"]
 
@@ -80,7 +105,9 @@ class _NoLogprobs(FakeEngineSubject):
             name: tuple(key for key in getattr(terms, name) if key is not ReplyKey.LOGPROBS)
             for name in ("keys_finished", "keys_aborted", "keys_early", "keys_queued")
         }
-        self.contract = replace(self.contract, logprobs=Logprobs.NONE, engine=replace(terms, **bare))
+        self.contract = replace(
+            self.contract, logprobs=Logprobs.NONE, engine=replace(terms, **bare)
+        )
 
     def shown(self, output: EngineOutput, query: Query) -> EngineOutput:
         return replace(output, logprobs=None)
@@ -92,7 +119,9 @@ class _AbortsNothing(FakeEngineSubject):
 
 
 def test_aborts_without_effect_are_told() -> None:
-    """A fast engine may have ended its calls before, so that nobody is blamed; that nothing was aborted is said."""
+    """A fast engine may have ended its calls before, so that nobody is blamed; that nothing was
+    aborted is said.
+    """
     report = _report(_AbortsNothing, "resent")
     assert any("or the engine does not abort" in note for note in report.notes)
 
@@ -101,7 +130,12 @@ def test_one_seed_gives_one_run() -> None:
     """On the virtual clock the same seed records the same events, and another seed others."""
 
     def events(seed: int) -> list[str]:
-        return [repr(trace.events) for trace in run_experiments(fake_target("vllm"), only=["resent", "plain"], seed=seed).traces]
+        return [
+            repr(trace.events)
+            for trace in run_experiments(
+                fake_target("vllm"), only=["resent", "plain"], seed=seed
+            ).traces
+        ]
 
     assert events(3) == events(3)
     assert events(3) != events(4)
@@ -118,10 +152,17 @@ class _NeverFlushes(FakeEngineSubject):
 
 
 def test_a_stale_prefix_cache_is_seen() -> None:
-    """KV of old weights that serves after an update which cleared the cache is a stale cache, and values that fit no weights."""
+    """KV of old weights that serves after an update which cleared the cache is a stale cache, and
+    values that fit no weights.
+    """
     failed = _failed(_report(_NeverFlushes, "update-abort-cleared"))
     assert {"weights.no-stale-cache", "routes.prefix-cache"} <= failed
-    assert failed <= {"weights.no-stale-cache", "routes.prefix-cache", "engine.routes", "engine.logprobs"}
+    assert failed <= {
+        "weights.no-stale-cache",
+        "routes.prefix-cache",
+        "engine.routes",
+        "engine.logprobs",
+    }
 
 
 def test_kept_kv_is_no_fault_where_it_is_asked_for() -> None:
@@ -148,7 +189,12 @@ class _MixedUp(FakeEngineSubject):
     async def generate(self, query: Query, watch: Watch) -> Sequence[EngineOutput]:
         (output,) = await super().generate(query, watch)
         before, self._before = self._before, output
-        if before is None or before.routes is None or output.routes is None or len(before.routes) < len(output.routes):
+        if (
+            before is None
+            or before.routes is None
+            or output.routes is None
+            or len(before.routes) < len(output.routes)
+        ):
             return [output]
         return [replace(output, routes=before.routes[: len(output.routes)])]
 
@@ -172,14 +218,20 @@ class _Reorders(FakeEngineSubject):
         self._updated = update.identity
 
     def shown(self, output: EngineOutput, query: Query) -> EngineOutput:
-        return replace(output, routes=output.routes[..., ::-1]) if self._updated and output.routes is not None else output
+        return (
+            replace(output, routes=output.routes[..., ::-1])
+            if self._updated and output.routes is not None
+            else output
+        )
 
 
 class _OneTokenShort(FakeEngineSubject):
     """Counts the first token of the budget for the prompt's."""
 
     async def generate(self, query: Query, watch: Watch) -> Sequence[EngineOutput]:
-        return await super().generate(replace(query, max_tokens=max(query.max_tokens - 1, 1)), watch)
+        return await super().generate(
+            replace(query, max_tokens=max(query.max_tokens - 1, 1)), watch
+        )
 
 
 def test_an_identity_update_that_reorders_experts_is_seen() -> None:
@@ -198,24 +250,35 @@ def test_a_call_that_ends_by_length_too_early_is_seen() -> None:
 
 class _DiesInPause(FakeEngineSubject):
     async def pause(self, mode: PauseMode, clear_cache: bool) -> None:
-        raise EngineDied("the engine is gone (killed by SIGKILL). The end of its log:\nout of memory")
+        raise EngineDied(
+            "the engine is gone (killed by SIGKILL). The end of its log:\nout of memory"
+        )
 
 
 def test_an_engine_that_dies_is_told_and_not_passed() -> None:
-    """What was recorded until then is judged; the experiment that broke off is a finding with the log, and the run ends there."""
-    report = run_engine_conformance(fake_target("vllm", make=lambda settings: _DiesInPause(settings, "vllm")))
+    """What was recorded until then is judged; the experiment that broke off is a finding with the
+    log, and the run ends there.
+    """
+    report = run_engine_conformance(
+        fake_target("vllm", make=lambda settings: _DiesInPause(settings, "vllm"))
+    )
     (found,) = [result for result in report.results if result.id == "engine.answers"]
     assert Verdict.FAIL is found.verdict
     assert "out of memory" in found.findings[0].observed
     assert any("broke off" in note for note in report.notes)
-    assert Verdict.UNKNOWN is next(result for result in report.results if result.id == "engine.identity").verdict
+    assert (
+        Verdict.UNKNOWN
+        is next(result for result in report.results if result.id == "engine.identity").verdict
+    )
 
 
 class _NoStart(FakeEngineSubject):
     stopped = 0
 
     async def start(self) -> None:
-        raise EngineStartError("the engine was not ready after 1 s. The end of its log:\nwaiting for a GPU")
+        raise EngineStartError(
+            "the engine was not ready after 1 s. The end of its log:\nwaiting for a GPU"
+        )
 
     async def stop(self) -> None:
         type(self).stopped += 1
@@ -224,20 +287,29 @@ class _NoStart(FakeEngineSubject):
 def test_an_engine_that_does_not_start_is_an_error_and_is_stopped() -> None:
     """There is nothing to judge: the error reaches the caller, after the engine was stopped."""
     with pytest.raises(EngineStartError, match="waiting for a GPU"):
-        run_engine_conformance(fake_target("vllm", make=lambda settings: _NoStart(settings, "vllm")))
+        run_engine_conformance(
+            fake_target("vllm", make=lambda settings: _NoStart(settings, "vllm"))
+        )
     assert 1 == _NoStart.stopped
 
 
 class _NoSecondStart(FakeEngineSubject):
     async def start(self) -> None:
         if self.settings.kv_tokens is not None:
-            raise EngineStartError("vllm cannot be started: no room\nThe end of its log:\nValueError: KV cache is too small")
+            raise EngineStartError(
+                "vllm cannot be started: no room\nThe end of its log:\nValueError: KV cache is too"
+                " small"
+            )
         await super().start()
 
 
 def test_a_setting_that_does_not_start_is_a_finding_beside_the_others() -> None:
-    """What was recorded before is judged; the log's end is in the finding, its first line in the notes."""
-    report = run_engine_conformance(fake_target("vllm", make=lambda settings: _NoSecondStart(settings, "vllm")))
+    """What was recorded before is judged; the log's end is in the finding, its first line in the
+    notes.
+    """
+    report = run_engine_conformance(
+        fake_target("vllm", make=lambda settings: _NoSecondStart(settings, "vllm"))
+    )
     assert {"engine.answers"} == _failed(report)
     (finding,) = next(result for result in report.results if result.id == "engine.answers").findings
     assert "KV cache is too small" in finding.observed
@@ -265,10 +337,18 @@ class _Told(FakeEngineSubject):
 def test_the_next_engine_starts_ahead_where_there_is_room_for_two(ahead: bool) -> None:
     """Each is stopped once; the parts of the run's time are told."""
     _Told.told.clear()
-    target = replace(fake_target("vllm", make=lambda settings: _Told(settings, "vllm")), ahead=ahead)
+    target = replace(
+        fake_target("vllm", make=lambda settings: _Told(settings, "vllm")), ahead=ahead
+    )
     run = run_experiments(target, only=["plain", "crowded"])
     first, last = ["main starts"], ["crowded starts"]
-    assert [*first, *(last if ahead else []), "main stops", *([] if ahead else last), "crowded stops"] == _Told.told
+    assert [
+        *first,
+        *(last if ahead else []),
+        "main stops",
+        *([] if ahead else last),
+        "crowded stops",
+    ] == _Told.told
     assert {"starting", "stopping", "reference"} == set(run.spent)
 
 
@@ -283,9 +363,14 @@ class _Interrupted(FakeEngineSubject):
 
 
 def test_ctrl_c_stops_the_engine() -> None:
-    """An interrupt in the middle of an experiment passes to the caller, after the engine was stopped."""
+    """An interrupt in the middle of an experiment passes to the caller, after the engine was
+    stopped.
+    """
     with pytest.raises(KeyboardInterrupt):
-        run_engine_conformance(fake_target("vllm", make=lambda settings: _Interrupted(settings, "vllm")), experiments=["resent"])
+        run_engine_conformance(
+            fake_target("vllm", make=lambda settings: _Interrupted(settings, "vllm")),
+            experiments=["resent"],
+        )
     assert 1 == _Interrupted.stopped
 
 
@@ -318,7 +403,9 @@ def _replies(trace: Trace) -> list[Reply]:
 
 
 def test_attribution_finds_the_truth_of_the_fake() -> None:
-    """What an update under keep makes of a call is found from its values alone: old rows stay, new tokens are of the new weights."""
+    """What an update under keep makes of a call is found from its values alone: old rows stay, new
+    tokens are of the new weights.
+    """
     trace = run_experiments(fake_target("vllm"), only=["update-keep-cleared"]).traces[0]
     first = _replies(trace)[0]
     assert first.true_tokens is not None
@@ -363,10 +450,14 @@ def test_names_that_do_not_exist_are_refused_with_the_valid_ones(tmp_path: Path)
 
 
 def test_settings_reach_the_engine() -> None:
-    """The crowded setting has less KV than its calls need: some are preempted, or the run says that none were."""
+    """The crowded setting has less KV than its calls need: some are preempted, or the run says that
+    none were.
+    """
     settings = EngineSettings(model=Path(), kv_tokens=None)
     roomy = fake_target("vllm")
     roomy = replace(roomy, settings=dict.fromkeys(roomy.settings, settings))
     run = run_experiments(roomy, only=["crowded"])
-    assert ["not brought about in crowded: no call was preempted, or the engine does not count it"] == run.notes
+    assert [
+        "not brought about in crowded: no call was preempted, or the engine does not count it"
+    ] == run.notes
     assert [] == run_experiments(fake_target("vllm"), only=["crowded"]).notes

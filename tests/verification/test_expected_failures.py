@@ -31,8 +31,13 @@ expires = 2027-03-01
 
 @pytest.fixture(autouse=True)
 def _registry(monkeypatch: pytest.MonkeyPatch) -> None:
-    registry = Registry(request_check(check_id, promise="p", needs="n", exercised_by="e")(lambda view, out: None) for check_id in IDS)
-    monkeypatch.setattr("rollproof.verification.expected_failures.default_registry", lambda: registry)
+    registry = Registry(
+        request_check(check_id, promise="p", needs="n", exercised_by="e")(lambda view, out: None)
+        for check_id in IDS
+    )
+    monkeypatch.setattr(
+        "rollproof.verification.expected_failures.default_registry", lambda: registry
+    )
 
 
 @pytest.fixture
@@ -47,8 +52,12 @@ def read(path: Path) -> ExpectedFailures:
 
 
 def outcome(subject: str = "MyStack", **verdicts: str) -> Outcome:
-    by_id = {name.replace("_", "."): verdict.replace("_", " ") for name, verdict in verdicts.items()}
-    titles = {check_id: f"title of {check_id}" for check_id, verdict in by_id.items() if "fail" in verdict}
+    by_id = {
+        name.replace("_", "."): verdict.replace("_", " ") for name, verdict in verdicts.items()
+    }
+    titles = {
+        check_id: f"title of {check_id}" for check_id, verdict in by_id.items() if "fail" in verdict
+    }
     return Outcome(subject=subject, verdicts=by_id, titles=titles)
 
 
@@ -61,21 +70,28 @@ def refused(path: Path, text: str) -> str:
 
 def test_reasons_carry_their_issue(path: Path) -> None:
     """What run_conformance is handed is the reason, with the issue behind it."""
-    expected = {"routes.rows": "routes are concatenated on resume (verl#6029)", "stitch.tokens": "EOS is sampled twice"}
+    expected = {
+        "routes.rows": "routes are concatenated on resume (verl#6029)",
+        "stitch.tokens": "EOS is sampled twice",
+    }
 
     assert expected == read(path).reasons("MyStack")
 
 
 def test_an_entry_with_a_subject_covers_only_that_one(path: Path) -> None:
     """An entry that names a subject excuses no other."""
-    path.write_text('[[expected]]\ncheck = "routes.rows"\nreason = "r"\nsubject = "A"\n', encoding="utf-8")
+    path.write_text(
+        '[[expected]]\ncheck = "routes.rows"\nreason = "r"\nsubject = "A"\n', encoding="utf-8"
+    )
 
     assert {"routes.rows": "r"} == read(path).reasons("A")
     assert {} == read(path).reasons("B")
 
 
 def test_every_problem_of_a_file_is_listed_at_once(path: Path) -> None:
-    """Unknown ids, unknown keys, a missing reason, a quoted date, an expired entry and a double one, each with its number."""
+    """Unknown ids, unknown keys, a missing reason, a quoted date, an expired entry and a double
+    one, each with its number.
+    """
     text = refused(
         path,
         """
@@ -106,8 +122,13 @@ subject = "A"
 
     assert "entry 1 (routes.row): no check has this id: did you mean routes.rows" in text
     assert "entry 2 (routes.rows): reason is missing." in text
-    assert "entry 3 (stitch.tokens): unknown key 'colour'; valid keys are check, reason, issue, shows, since, expires, subject." in text
-    assert "entry 3 (stitch.tokens): since must be a date without quotes, such as 2026-11-28." in text
+    assert (
+        "entry 3 (stitch.tokens): unknown key 'colour'; valid keys are check, reason, issue, shows,"
+        " since, expires, subject." in text
+    )
+    assert (
+        "entry 3 (stitch.tokens): since must be a date without quotes, such as 2026-11-28." in text
+    )
     assert "entry 4 (routes.position): expired on 2026-11-28: fix the fault, or decide anew" in text
     assert "entry 6 (stitch.tokens): listed twice." in text
 
@@ -118,7 +139,10 @@ subject = "A"
         ("[[expected", "is not TOML"),
         (f"x = {'[' * 5000}", "is not TOML: it is nested too deep"),
         (f"x = {'9' * 5000}", "is not TOML: Exceeds the limit"),
-        ('[[expected]]\ncheck = "routes.rows"\nreason = "r"\nshows = []', "shows must be a list of kinds of findings"),
+        (
+            '[[expected]]\ncheck = "routes.rows"\nreason = "r"\nshows = []',
+            "shows must be a list of kinds of findings",
+        ),
         ("expected = 3", "must be written as [[expected]] tables"),
         ("[other]\nx = 1\n", "unknown key 'other'"),
     ],
@@ -130,7 +154,10 @@ def test_a_file_of_another_kind_is_refused(path: Path, text: str, told: str) -> 
 
 def test_an_absent_file_is_an_error_unless_it_is_about_to_be_written(tmp_path: Path) -> None:
     """Only the accept mode takes an absent file for an empty one."""
-    with pytest.raises(ExpectationError, match=r"There is no file of expected failures at .*no\.toml; the accept option writes one"):
+    with pytest.raises(
+        ExpectationError,
+        match=r"There is no file of expected failures at .*no\.toml; the accept option writes one",
+    ):
         read(tmp_path / "no.toml")
 
     assert () == ExpectedFailures.read(tmp_path / "no.toml", missing_ok=True).entries
@@ -149,8 +176,13 @@ def test_a_listed_check_that_does_not_fail_is_stale(path: Path) -> None:
 
 
 def test_accepting_keeps_comments_and_adds_what_fails(path: Path) -> None:
-    """An entry that still fails keeps its text to the letter; a new failure is added with a reason to replace; nothing else changes."""
-    said = read(path).accept([outcome(routes_rows="expected_fail", stitch_tokens="unknown", routes_position="fail")], today=TODAY)
+    """An entry that still fails keeps its text to the letter; a new failure is added with a reason
+    to replace; nothing else changes.
+    """
+    said = read(path).accept(
+        [outcome(routes_rows="expected_fail", stitch_tokens="unknown", routes_position="fail")],
+        today=TODAY,
+    )
     added = """
 [[expected]]
 check = "routes.position"
@@ -164,11 +196,17 @@ since = 2026-11-28
 
 
 def test_accepting_removes_what_passes_and_says_its_reason(path: Path) -> None:
-    """The entry of a fixed check goes, together with the comment directly above it; its reason is told once more."""
-    said = read(path).accept([outcome(routes_rows="expected_fail", stitch_tokens="pass")], today=TODAY)
+    """The entry of a fixed check goes, together with the comment directly above it; its reason is
+    told once more.
+    """
+    said = read(path).accept(
+        [outcome(routes_rows="expected_fail", stitch_tokens="pass")], today=TODAY
+    )
 
     assert FILE.partition("\n# Waits")[0] == path.read_text(encoding="utf-8")
-    assert ["removed stitch.tokens: it does not fail any more (its reason was: EOS is sampled twice)"] == said
+    assert [
+        "removed stitch.tokens: it does not fail any more (its reason was: EOS is sampled twice)"
+    ] == said
 
 
 def test_accepting_twice_changes_nothing(path: Path) -> None:
@@ -183,7 +221,10 @@ def test_accepting_twice_changes_nothing(path: Path) -> None:
 
 def test_accepting_keeps_what_no_run_decided(path: Path) -> None:
     """A run of other checks, or of another subject, takes nothing out."""
-    path.write_text(FILE + '\n[[expected]]\ncheck = "routes.position"\nreason = "r"\nsubject = "Other"\n', encoding="utf-8")
+    path.write_text(
+        FILE + '\n[[expected]]\ncheck = "routes.position"\nreason = "r"\nsubject = "Other"\n',
+        encoding="utf-8",
+    )
     before = path.read_bytes()
     read(path).accept([outcome(routes_position="pass")], today=TODAY)
 
@@ -191,7 +232,9 @@ def test_accepting_keeps_what_no_run_decided(path: Path) -> None:
 
 
 def test_accepting_narrows_an_entry_to_the_subject_that_fails(path: Path) -> None:
-    """An entry for all subjects that fails in one of two becomes an entry for that one, and the file holds."""
+    """An entry for all subjects that fails in one of two becomes an entry for that one, and the
+    file holds.
+    """
     runs = [outcome("A", routes_rows="expected_fail"), outcome("B", routes_rows="pass")]
     said = read(path).accept(runs, today=TODAY)
 
@@ -201,13 +244,18 @@ def test_accepting_narrows_an_entry_to_the_subject_that_fails(path: Path) -> Non
 
 
 def test_accepted_reasons_survive_every_character(path: Path) -> None:
-    """Quotes, backslashes, control characters and DEL of a finding's title make valid TOML that reads back the same."""
+    """Quotes, backslashes, control characters and DEL of a finding's title make valid TOML that
+    reads back the same.
+    """
     title = 'a "quoted" \\ path\n\x00\x1f\x7f é 🙂'
     path.unlink()
     found = Outcome(subject="S", verdicts={"routes.rows": "fail"}, titles={"routes.rows": title})
     ExpectedFailures.read(path, missing_ok=True, today=TODAY).accept([found], today=TODAY)
 
-    assert f"accepted, to be explained: {title}" == tomllib.loads(path.read_text(encoding="utf-8"))["expected"][0]["reason"]
+    assert (
+        f"accepted, to be explained: {title}"
+        == tomllib.loads(path.read_text(encoding="utf-8"))["expected"][0]["reason"]
+    )
 
 
 def test_a_file_in_another_spelling_is_not_rewritten(path: Path) -> None:

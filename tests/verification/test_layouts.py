@@ -1,4 +1,6 @@
-"""Layout functions under judgement: correct ones pass under every convention, faults are told in words, misuse gets one clear error."""
+"""Layout functions under judgement: correct ones pass under every convention, faults are told in
+words, misuse gets one clear error.
+"""
 
 from __future__ import annotations
 
@@ -34,25 +36,41 @@ def _failing(report: Report) -> set[str]:
 
 
 def _first(factory: Any, check_id: str, functions: str = "") -> Finding:
-    calls = [(name, call) for name in functions.split() for call in layout_calls(name, PLAIN, draws=0)] or None
-    return next(result for result in judge_layouts(factory, name="faulty", calls=calls).results if result.id == check_id).findings[0]
+    calls = [
+        (name, call) for name in functions.split() for call in layout_calls(name, PLAIN, draws=0)
+    ] or None
+    return next(
+        result
+        for result in judge_layouts(factory, name="faulty", calls=calls).results
+        if result.id == check_id
+    ).findings[0]
 
 
 def test_the_reference_passes_every_check_and_exercises_it() -> None:
-    """All checks of layouts pass on the reference; none is idle or ruled out, and the canary is seen."""
+    """All checks of layouts pass on the reference; none is idle or ruled out, and the canary is
+    seen.
+    """
     report = judge_layouts(MegatronLike)
-    assert {result.id: Verdict.PASS for result in report.results} == {result.id: result.verdict for result in report.results}
+    assert {result.id: Verdict.PASS for result in report.results} == {
+        result.id: result.verdict for result in report.results
+    }
     assert report.canary is not None and report.canary.red
 
 
 @pytest.mark.parametrize(
     ("changes", "functions"),
     [
-        ({"context": Context.CONTIGUOUS, "alignment": Alignment(by=("tp", "cp"))}, "pack context context_merge targets merge"),
+        (
+            {"context": Context.CONTIGUOUS, "alignment": Alignment(by=("tp", "cp"))},
+            "pack context context_merge targets merge",
+        ),
         ({"context": Context.EACH_CONTIGUOUS}, "context context_merge targets merge"),
         ({"layer_axis": "moe"}, "select targets merge reorder gather_stages"),
         ({"fill": Fill.SPREAD, "final": Fill.SPREAD}, "complete fill pack context targets ulysses"),
-        ({"fill": Fill.SENTINEL, "final": Fill.SENTINEL}, "complete fill pack context targets ulysses"),
+        (
+            {"fill": Fill.SENTINEL, "final": Fill.SENTINEL},
+            "complete fill pack context targets ulysses",
+        ),
         ({"held": Rows.ALL}, "complete pair targets"),
         ({"held": Rows.CAPTURED_PREFIX}, "complete pair targets"),
         ({"packed": False, "side": Side.LEFT}, "pad unpad"),
@@ -60,7 +78,10 @@ def test_the_reference_passes_every_check_and_exercises_it() -> None:
         ({"order": Order.BATCH_MAJOR}, "flatten"),
         ({"provenance": Provenance.LATEST_PREFILL}, "join"),
         ({"mesh": Mesh()}, "context targets merge"),
-        ({"alignment": Alignment(by=("tp", "2cp"), constant=16, total=128, total_scales=True)}, "pack unpack context context_merge"),
+        (
+            {"alignment": Alignment(by=("tp", "2cp"), constant=16, total=128, total_scales=True)},
+            "pack unpack context context_merge",
+        ),
         ({"num_experts": 300, "top_k": 8}, "complete fill select targets compact"),
         ({"num_experts": 8}, "complete fill context select targets compact"),
         ({"num_experts": 32, "top_k": 1}, "complete fill context select targets"),
@@ -68,16 +89,24 @@ def test_the_reference_passes_every_check_and_exercises_it() -> None:
     ],
     ids=str,
 )
-def test_correct_functions_pass_under_every_convention(changes: dict[str, Any], functions: str) -> None:
+def test_correct_functions_pass_under_every_convention(
+    changes: dict[str, Any], functions: str
+) -> None:
     """Conventions that differ legitimately are declared, and then nothing is blamed."""
 
     class Other(MegatronLike):
         layout = replace(PLAIN, **changes)
 
-    calls = [(name, call) for name in functions.split() for call in layout_calls(name, Other.layout, draws=20)]
+    calls = [
+        (name, call)
+        for name in functions.split()
+        for call in layout_calls(name, Other.layout, draws=20)
+    ]
     report = judge_layouts(Other, calls=calls)
     assert set() == _failing(report)
-    assert {"layout.accepts", "layout.returns"} <= {r.id for r in report.results if r.verdict is Verdict.PASS}
+    assert {"layout.accepts", "layout.returns"} <= {
+        r.id for r in report.results if r.verdict is Verdict.PASS
+    }
 
 
 class _Contiguous(MegatronLike):
@@ -97,7 +126,9 @@ class _Left(MegatronLike):
 
 class _ByDataSize(MegatronLike):
     def pack(self, layout: Layout, samples: Sequence[IntArray]) -> Any:
-        return super().pack(replace(layout, alignment=Alignment(constant=layout.mesh.dp)), samples)[0]
+        return super().pack(replace(layout, alignment=Alignment(constant=layout.mesh.dp)), samples)[
+            0
+        ]
 
 
 class _Shift(MegatronLike):
@@ -115,22 +146,36 @@ class _Shift(MegatronLike):
             "this is the contiguous division, where zigzag is declared",
         ),
         (_OtherRank, "layout.context", "context", "what rank 1 should hold"),
-        (_Left, "layout.padding", "pad", "this is padding on the left, where padding on the right is declared"),
+        (
+            _Left,
+            "layout.padding",
+            "pad",
+            "this is padding on the left, where padding on the right is declared",
+        ),
         (_ByDataSize, "layout.alignment", "pack", "as multiples of dp = 5 give"),
         (_Shift, "layout.no-shift", "pair", "this is the shift of labels, applied to routes"),
     ],
 )
-def test_a_finding_says_what_stands_where_and_what_was_done(factory: Any, check_id: str, functions: str, words: str) -> None:
+def test_a_finding_says_what_stands_where_and_what_was_done(
+    factory: Any, check_id: str, functions: str, words: str
+) -> None:
     """Rows are decoded, and the layout that was taken for the declared one is named."""
     findings = [
         finding
         for result in judge_layouts(
-            factory, calls=[(name, call) for name in functions.split() for call in layout_calls(name, PLAIN, draws=0)]
+            factory,
+            calls=[
+                (name, call)
+                for name in functions.split()
+                for call in layout_calls(name, PLAIN, draws=0)
+            ],
         ).results
         if result.id == check_id
         for finding in result.findings
     ]
-    assert any(words in finding.observed for finding in findings), [finding.observed for finding in findings]
+    assert any(words in finding.observed for finding in findings), [
+        finding.observed for finding in findings
+    ]
     assert all({"function"} <= set(finding.where) for finding in findings)
 
 
@@ -179,16 +224,40 @@ class _Ragged(MegatronLike):
     [
         (_Raises, "flatten", "layout.accepts", "IndexError: index 7 is out of bounds for axis 0"),
         (_Exits, "flatten", "layout.accepts", "SystemExit: 3"),
-        (_NoArray, "flatten", "layout.returns", "a dict for rows, which is no array|an array of object"),
-        (_Floats, "flatten", "layout.returns", "an array of float64 (4, 2, 2) for rows, where whole numbers are wanted"),
+        (
+            _NoArray,
+            "flatten",
+            "layout.returns",
+            "a dict for rows, which is no array|an array of object",
+        ),
+        (
+            _Floats,
+            "flatten",
+            "layout.returns",
+            "an array of float64 (4, 2, 2) for rows, where whole numbers are wanted",
+        ),
         (_Narrow, "flatten", "layout.flatten-order", "(4, 1, 2)"),
         (_Short, "flatten", "layout.flatten-order", "(3, 2, 2)"),
-        (_Async, "flatten", "layout.returns", "a coroutine: layout functions are called as they are"),
-        (_Ragged, "select", "layout.returns", "a list, where a mapping from layers to rows is wanted"),
+        (
+            _Async,
+            "flatten",
+            "layout.returns",
+            "a coroutine: layout functions are called as they are",
+        ),
+        (
+            _Ragged,
+            "select",
+            "layout.returns",
+            "a list, where a mapping from layers to rows is wanted",
+        ),
     ],
 )
-def test_a_function_that_raises_or_returns_something_else_is_a_finding(factory: Any, functions: str, check_id: str, observed: str) -> None:
-    """Exceptions, exits, other types, other shapes: told by the check that it concerns, never a traceback."""
+def test_a_function_that_raises_or_returns_something_else_is_a_finding(
+    factory: Any, functions: str, check_id: str, observed: str
+) -> None:
+    """Exceptions, exits, other types, other shapes: told by the check that it concerns, never a
+    traceback.
+    """
     finding = _first(factory, check_id, functions)
     assert any(part in finding.observed for part in observed.split("|")), finding.observed
 
@@ -201,11 +270,21 @@ def test_only_the_functions_that_a_subject_has_are_judged() -> None:
 
     report = judge_layouts(layout_function("context", slice_rows, PLAIN), name="slice_rows")
     verdicts = {result.id: result.verdict for result in report.results}
-    judged = {"layout.context", "layout.alignment", "layout.padding-rows", "layout.accepts", "layout.returns", "layout.input"}
+    judged = {
+        "layout.context",
+        "layout.alignment",
+        "layout.padding-rows",
+        "layout.accepts",
+        "layout.returns",
+        "layout.input",
+    }
     assert judged == {check_id for check_id, verdict in verdicts.items() if verdict is Verdict.PASS}
     assert {Verdict.PASS, Verdict.NOT_APPLICABLE} == set(verdicts.values())
     reasons = {result.id: result.reason for result in report.results}
-    assert "the subject has no function pack or unpack that takes such a case" == reasons["layout.packing"]
+    assert (
+        "the subject has no function pack or unpack that takes such a case"
+        == reasons["layout.packing"]
+    )
 
 
 def test_what_a_subject_does_not_support_is_left_out() -> None:
@@ -216,7 +295,10 @@ def test_what_a_subject_does_not_support_is_left_out() -> None:
             return "no virtual stages" if layout.mesh.vpp > 1 else None
 
     result = judge_layouts(NoChunks, only=["layout.virtual-stages"]).results[0]
-    assert (Verdict.NOT_APPLICABLE, "the subject supports no virtual stages") == (result.verdict, result.reason)
+    assert (Verdict.NOT_APPLICABLE, "the subject supports no virtual stages") == (
+        result.verdict,
+        result.reason,
+    )
 
 
 class _NoLayout:
@@ -253,7 +335,9 @@ def test_names_that_do_not_exist_are_refused() -> None:
         judge_layouts(MegatronLike, profile="quick")
     with pytest.raises(UsageError, match=r"Did you mean layout\.context"):
         judge_layouts(MegatronLike, only=["layout.contex"])
-    with pytest.raises(UsageError, match=r"No layout function is named 'slice'; choose one of \['complete'"):
+    with pytest.raises(
+        UsageError, match=r"No layout function is named 'slice'; choose one of \['complete'"
+    ):
         layout_function("slice", lambda **_: None, PLAIN)
 
 
@@ -268,14 +352,20 @@ def test_a_trace_about_layouts_is_stored_and_judged_again(tmp_path: Path) -> Non
     assert ("layout.context",) == first.failed == second.failed
     assert first["layout.context"].findings == second["layout.context"].findings
     whole = judge(trace, default_registry())
-    assert {"layout"} == {r.id.partition(".")[0] for r in whole.results if r.verdict is not Verdict.NOT_APPLICABLE}
+    assert {"layout"} == {
+        r.id.partition(".")[0] for r in whole.results if r.verdict is not Verdict.NOT_APPLICABLE
+    }
 
 
 def test_every_function_is_described_called_and_judged() -> None:
-    """The table is the interface: each function says what it takes and gives, has calls, and a check of its own reads it."""
+    """The table is the interface: each function says what it takes and gives, has calls, and a
+    check of its own reads it.
+    """
     for name, function in FUNCTIONS.items():
         assert "->" in function.does
-        report = judge_layouts(MegatronLike, calls=[(name, call) for call in layout_calls(name, PLAIN, draws=1)])
+        report = judge_layouts(
+            MegatronLike, calls=[(name, call) for call in layout_calls(name, PLAIN, draws=1)]
+        )
         own = {"layout.accepts", "layout.returns", "layout.input"}
         assert {r.id for r in report.results if r.verdict is Verdict.PASS} - own, name
 
@@ -300,21 +390,37 @@ def _refusing_short(layout: Layout, samples: Sequence[IntArray], rank: Rank) -> 
 
 
 def test_a_call_that_is_not_offered_is_left_out() -> None:
-    """Lengths are not known to ``supports``: a function says by NotImplementedError that it does not take them."""
+    """Lengths are not known to ``supports``: a function says by NotImplementedError that it does
+    not take them.
+    """
     report = judge_layouts(layout_function("context", _refusing_short, MegatronLike.layout))
 
     assert [] == [result.id for result in report.results if result.verdict is Verdict.FAIL]
-    assert {"layout.context", "layout.accepts"} <= {result.id for result in report.results if result.verdict is Verdict.PASS}
+    assert {"layout.context", "layout.accepts"} <= {
+        result.id for result in report.results if result.verdict is Verdict.PASS
+    }
 
 
 def test_attributes_of_a_function_are_taken_as_they_are() -> None:
     """``supports`` may be a function as well; what it raises or returns wrongly is told."""
-    none = judge_layouts(layout_function("context", _refusing_short, MegatronLike.layout, supports=lambda function, layout: "not now"))
+    none = judge_layouts(
+        layout_function(
+            "context",
+            _refusing_short,
+            MegatronLike.layout,
+            supports=lambda function, layout: "not now",
+        )
+    )
 
     assert set() == {result.verdict for result in none.results} & {Verdict.PASS, Verdict.FAIL}
-    for supports, message in ((lambda *_: 1 / 0, "raised ZeroDivisionError: division by zero"), (lambda *_: True, "or None, not True")):
+    for supports, message in (
+        (lambda *_: 1 / 0, "raised ZeroDivisionError: division by zero"),
+        (lambda *_: True, "or None, not True"),
+    ):
         with pytest.raises(SubjectError) as caught:
-            judge_layouts(layout_function("context", _refusing_short, MegatronLike.layout, supports=supports))
+            judge_layouts(
+                layout_function("context", _refusing_short, MegatronLike.layout, supports=supports)
+            )
         assert message in str(caught.value)
     with pytest.raises(UsageError, match="takes the function to be judged, not a int"):
         layout_function("context", 5, MegatronLike.layout)  # type: ignore[arg-type]
@@ -328,7 +434,9 @@ class _Repeats(MegatronLike):
 
 class _Drops(MegatronLike):
     def divide(self, layout: Layout, samples: Sequence[Any], parts: int) -> list[list[Any]]:
-        return [list(samples[part : len(samples) // parts * parts : parts]) for part in range(parts)]
+        return [
+            list(samples[part : len(samples) // parts * parts : parts]) for part in range(parts)
+        ]
 
 
 class _RefusesUneven(MegatronLike):
@@ -342,8 +450,13 @@ class _LosesOne(MegatronLike):
         return super().divide(layout, samples[:-1] if len(samples) % parts else samples, parts)
 
 
-@pytest.mark.parametrize(("made", "failed"), [(_Repeats, set()), (_Drops, set()), (_RefusesUneven, set()), (_LosesOne, {"layout.samples"})])
+@pytest.mark.parametrize(
+    ("made", "failed"),
+    [(_Repeats, set()), (_Drops, set()), (_RefusesUneven, set()), (_LosesOne, {"layout.samples"})],
+)
 def test_an_uneven_division_may_repeat_drop_or_refuse(made: Any, failed: set[str]) -> None:
-    """Ranks of equal size, by repeating samples or dropping the rest, are right, and so is a refusal; losing one in silence is not."""
+    """Ranks of equal size, by repeating samples or dropping the rest, are right, and so is a
+    refusal; losing one in silence is not.
+    """
     calls = [("divide", call) for call in layout_calls("divide", PLAIN, draws=12)]
     assert failed == _failing(judge_layouts(made, calls=calls))

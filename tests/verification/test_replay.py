@@ -1,4 +1,6 @@
-"""Judging: correct trainers are clean, faulty ones are told with a witness, and a run that cannot be trusted says so."""
+"""Judging: correct trainers are clean, faulty ones are told with a witness, and a run that cannot
+be trusted says so.
+"""
 
 from __future__ import annotations
 
@@ -35,10 +37,16 @@ class Shifted(ReplayTrainer):
 
 @pytest.mark.parametrize("name", REFERENCES)
 def test_references_are_clean(name: str) -> None:
-    """Every check passes on every correct trainer, or its contract rules it out; the canary is caught."""
+    """Every check passes on every correct trainer, or its contract rules it out; the canary is
+    caught.
+    """
     report = judge_replay(REFERENCES[name], name=name)
 
-    assert [] == [(result.id, result.reason) for result in report.results if result.verdict in (Verdict.FAIL, Verdict.UNKNOWN)]
+    assert [] == [
+        (result.id, result.reason)
+        for result in report.results
+        if result.verdict in (Verdict.FAIL, Verdict.UNKNOWN)
+    ]
     assert report.canary is not None and report.canary.red
     assert 0 == report.exit_code
 
@@ -50,7 +58,9 @@ def test_random_plans_find_nothing(name: str) -> None:
     for number in range(4):
         recorder = Recorder(lambda: 0.0)
         drive_episode(made(), random_episode(made.contract, 5, number), recorder, name)
-        judge_events(Header(subject=name, contract=made.contract, about="replay"), recorder.events, tally)
+        judge_events(
+            Header(subject=name, contract=made.contract, about="replay"), recorder.events, tally
+        )
 
     assert () == tally.judgement().failed
     assert tally.judgement()["replay.aftermath"].exercised
@@ -60,7 +70,16 @@ def test_random_plans_find_what_outlives_a_step() -> None:
     """The law that random plans are held to is no empty one: a queue that stays is seen."""
 
     class Kept(ReplayTrainer):
-        def install(self, run: Pass, microbatch: Microbatch, layer: int, number: int, target: IntArray, *, keep: bool) -> None:
+        def install(
+            self,
+            run: Pass,
+            microbatch: Microbatch,
+            layer: int,
+            number: int,
+            target: IntArray,
+            *,
+            keep: bool,
+        ) -> None:
             super().install(run, microbatch, layer, number, target, keep=True)
 
         def end(self, step: Step) -> None:
@@ -71,7 +90,9 @@ def test_random_plans_find_what_outlives_a_step() -> None:
     for number in range(8):
         recorder = Recorder(lambda: 0.0)
         drive_episode(Kept(), random_episode(Kept.contract, 5, number), recorder)
-        judge_events(Header(subject="kept", contract=Kept.contract, about="replay"), recorder.events, tally)
+        judge_events(
+            Header(subject="kept", contract=Kept.contract, about="replay"), recorder.events, tally
+        )
     assert {"replay.recompute", "replay.residue"} <= set(tally.judgement().failed)
 
 
@@ -79,12 +100,20 @@ def test_a_report_says_what_was_exercised() -> None:
     """Counts of modes, passes and rows are part of the report."""
     report = judge_replay(ReplayTrainer)
 
-    assert {"steps, replay", "steps, off", "rows routed in recompute", "steps under drifted weights", "bad routes"} <= set(report.exercised)
+    assert {
+        "steps, replay",
+        "steps, off",
+        "rows routed in recompute",
+        "steps under drifted weights",
+        "bad routes",
+    } <= set(report.exercised)
     assert 15 == report.cases
 
 
 def test_a_witness_shows_the_fault_alone(tmp_path: Path) -> None:
-    """The first episode that shows a fault is written down, shows it again, and is deleted once the check passes."""
+    """The first episode that shows a fault is written down, shows it again, and is deleted once the
+    check passes.
+    """
     report = judge_replay(Shifted, name="mine", only=["replay.forward"], witness_dir=tmp_path)
     path = tmp_path / "replay.forward.json"
 
@@ -96,9 +125,19 @@ def test_a_witness_shows_the_fault_alone(tmp_path: Path) -> None:
 
 def test_expected_failures_are_told_apart() -> None:
     """A failure that was expected fails nothing, and is not written down."""
-    report = judge_replay(Shifted, only=["replay.forward", "replay.input"], expected={"replay.forward": "issue 1", "routes.rows": "other"})
+    report = judge_replay(
+        Shifted,
+        only=["replay.forward", "replay.input"],
+        expected={"replay.forward": "issue 1", "routes.rows": "other"},
+    )
 
-    assert {"pass": 1, "fail": 0, "unknown": 0, "not_applicable": 0, "expected_fail": 1} == report.summary
+    assert {
+        "pass": 1,
+        "fail": 0,
+        "unknown": 0,
+        "not_applicable": 0,
+        "expected_fail": 1,
+    } == report.summary
     assert {"replay.forward": "issue 1"} == report.expected
 
 
@@ -121,14 +160,24 @@ def test_a_trace_says_the_same_after_a_round_trip(name: str, tmp_path: Path) -> 
 
 
 def test_a_canary_that_nothing_can_see_is_told() -> None:
-    """Where no check that sees a planted fault runs, or it fails already, there is no canary, and the report says why."""
+    """Where no check that sees a planted fault runs, or it fails already, there is no canary, and
+    the report says why.
+    """
     trace = record_replay(Shifted, only=["self-replay"])
 
-    assert "no check that can see a planted fault" in try_canary(trace, CHECKS.select(["replay.input"])).reason
-    assert "replay.forward does not pass on this run" in try_canary(trace, CHECKS.select(["replay.forward"])).reason
+    assert (
+        "no check that can see a planted fault"
+        in try_canary(trace, CHECKS.select(["replay.input"])).reason
+    )
+    assert (
+        "replay.forward does not pass on this run"
+        in try_canary(trace, CHECKS.select(["replay.forward"])).reason
+    )
 
 
-@pytest.mark.parametrize("bug", [bug for bug in KNOWN_BUGS if bug.id.startswith("replay-")][::8], ids=lambda bug: bug.id)
+@pytest.mark.parametrize(
+    "bug", [bug for bug in KNOWN_BUGS if bug.id.startswith("replay-")][::8], ids=lambda bug: bug.id
+)
 def test_a_known_bug_gives_the_same_trace_each_time(bug: object) -> None:
     """Known bugs are as repeatable as references."""
     first, second = ([repr(trace.events) for trace in bug.traces()] for _ in range(2))  # type: ignore[attr-defined]

@@ -1,4 +1,6 @@
-"""Campaigns: schedules run, verdicts added up, counterexamples shrunk and written, the canary planted."""
+"""Campaigns: schedules run, verdicts added up, counterexamples shrunk and written, the canary
+planted.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,12 @@ import pytest
 from rollproof.core.case import Action, ActionKind, Case, Trigger
 from rollproof.core.records import EngineOutput, Request, Rollout
 from rollproof.errors import UsageError
-from rollproof.fakes.clients.reference_clients import AsSampled, EngineKeep, PartialOffSurfaced, Sample
+from rollproof.fakes.clients.reference_clients import (
+    AsSampled,
+    EngineKeep,
+    PartialOffSurfaced,
+    Sample,
+)
 from rollproof.fakes.clients.resuming import Options
 from rollproof.judging.checks import Registry, Verdict, default_registry, request_check
 from rollproof.judging.judge import judge
@@ -42,12 +49,18 @@ class Concatenates(AsSampled):
 
     def merge_routes(self, sample: Sample, sent: int, output: EngineOutput) -> None:
         if output.routes is not None:
-            sample.rows = output.routes if sample.rows is None else np.concatenate([sample.rows, output.routes])
+            sample.rows = (
+                output.routes
+                if sample.rows is None
+                else np.concatenate([sample.rows, output.routes])
+            )
 
 
 def test_a_correct_subject_passes_and_its_canary_is_red() -> None:
     """A reference manager passes every check that was exercised, and the planted fault is seen."""
-    report = run_conformance(AsSampled, cases=[_case(), _case(2), _case(0, 3, kind=ActionKind.SYNC)])
+    report = run_conformance(
+        AsSampled, cases=[_case(), _case(2), _case(0, 3, kind=ActionKind.SYNC)]
+    )
 
     assert (0, 3) == (report.summary["fail"], report.cases)
     assert report.canary is not None
@@ -56,8 +69,14 @@ def test_a_correct_subject_passes_and_its_canary_is_red() -> None:
 
 
 def test_a_fault_is_found_shrunk_and_written(tmp_path: Path) -> None:
-    """The counterexample is small, on disk, and fails the same check when it is read back and judged."""
-    crowd = replace(_case(1, 3), requests=(REQUEST, Request(request_id="r1", prompt_ids=(13,), max_tokens=9)), servers=2)
+    """The counterexample is small, on disk, and fails the same check when it is read back and
+    judged.
+    """
+    crowd = replace(
+        _case(1, 3),
+        requests=(REQUEST, Request(request_id="r1", prompt_ids=(13,), max_tokens=9)),
+        servers=2,
+    )
     report = run_conformance(Concatenates, cases=[_case(), crowd], witness_dir=tmp_path)
     failed = {result.id: result for result in report.failed}
 
@@ -66,19 +85,30 @@ def test_a_fault_is_found_shrunk_and_written(tmp_path: Path) -> None:
     case = Case.from_dict(dict(witness.header.case or {}))
     assert (1, 1, 1) == (len(case.requests), len(case.actions), case.servers)
     assert "routes.rows" in judge(witness).failed
-    assert {str(tmp_path / "routes.rows.json")} == {finding.witness for finding in failed["routes.rows"].findings}
+    assert {str(tmp_path / "routes.rows.json")} == {
+        finding.witness for finding in failed["routes.rows"].findings
+    }
 
 
 def test_the_counterexamples_of_what_passes_now_are_deleted(tmp_path: Path) -> None:
-    """A fixed check leaves no counterexample behind; a file that rollproof did not write, or of another subject, stays."""
-    run_conformance(Concatenates, name="mine", cases=[_case(2)], only=["routes.rows"], witness_dir=tmp_path)
+    """A fixed check leaves no counterexample behind; a file that rollproof did not write, or of
+    another subject, stays.
+    """
+    run_conformance(
+        Concatenates, name="mine", cases=[_case(2)], only=["routes.rows"], witness_dir=tmp_path
+    )
     witness = tmp_path / "routes.rows.json"
     shutil.copy(witness, tmp_path / "kept.json")
     (tmp_path / "stitch.tokens.json").write_text("{}", encoding="utf-8")
 
     def again(name: str, keep: tuple[str, ...] = ()) -> None:
         run_conformance(
-            AsSampled, name=name, cases=[_case(2)], only=["routes.rows", "stitch.tokens"], witness_dir=tmp_path, keep_witnesses=keep
+            AsSampled,
+            name=name,
+            cases=[_case(2)],
+            only=["routes.rows", "stitch.tokens"],
+            witness_dir=tmp_path,
+            keep_witnesses=keep,
         )
 
     again("another")
@@ -91,7 +121,13 @@ def test_the_counterexamples_of_what_passes_now_are_deleted(tmp_path: Path) -> N
 
 def test_an_expected_failure_is_counted_apart() -> None:
     """A failure that was declared does not fail the run, and is not shrunk."""
-    report = run_conformance(Concatenates, cases=[_case(2)], only=["routes.rows"], expected={"routes.rows": "verl#6029"}, canary=False)
+    report = run_conformance(
+        Concatenates,
+        cases=[_case(2)],
+        only=["routes.rows"],
+        expected={"routes.rows": "verl#6029"},
+        canary=False,
+    )
 
     assert (1, 0) == (report.summary["expected_fail"], report.summary["fail"])
     assert "verl#6029" == report.to_dict()["checks"][0]["reason"]
@@ -99,34 +135,54 @@ def test_an_expected_failure_is_counted_apart() -> None:
 
 def test_only_selects_and_own_checks_are_added() -> None:
     """``only`` takes ids and families, and a user's own check runs beside the shipped ones."""
-    mine = request_check("mine.named", promise="p", needs="n", exercised_by="samples")(lambda view, out: out.exercised("samples"))
-    report = run_conformance(AsSampled, cases=[_case()], only=["mine", "routes.rows"], checks=[mine])
+    mine = request_check("mine.named", promise="p", needs="n", exercised_by="samples")(
+        lambda view, out: out.exercised("samples")
+    )
+    report = run_conformance(
+        AsSampled, cases=[_case()], only=["mine", "routes.rows"], checks=[mine]
+    )
 
-    assert [("mine.named", Verdict.PASS), ("routes.rows", Verdict.PASS)] == [(result.id, result.verdict) for result in report.results]
+    assert [("mine.named", Verdict.PASS), ("routes.rows", Verdict.PASS)] == [
+        (result.id, result.verdict) for result in report.results
+    ]
 
 
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"profile": "nosuch"}, r"No profile is named 'nosuch'; choose one of \['pr', 'nightly', 'soak'\]"),
+        (
+            {"profile": "nosuch"},
+            r"No profile is named 'nosuch'; choose one of \['pr', 'nightly', 'soak'\]",
+        ),
         ({"only": ["routes.row"]}, "Did you mean routes.rows"),
         ({"flavours": ["llama.cpp"]}, r"No engine flavour is named \['llama.cpp'\]; choose among"),
         ({"seed": -1}, "seed=-1 must be a whole number >= 0"),
     ],
 )
-def test_arguments_that_do_not_exist_are_answered_with_those_that_do(arguments: dict[str, Any], message: str) -> None:
+def test_arguments_that_do_not_exist_are_answered_with_those_that_do(
+    arguments: dict[str, Any], message: str
+) -> None:
     """Unknown names are refused with the valid ones."""
     with pytest.raises(UsageError, match=message):
         run_conformance(AsSampled, **arguments)
 
 
 def test_a_contract_of_ones_own_fixes_the_model_and_the_flavours() -> None:
-    """A subject that declares its model's size is run on that size, on the flavours whose conventions fit."""
+    """A subject that declares its model's size is run on that size, on the flavours whose
+    conventions fit.
+    """
 
     class Fixed(AsSampled):
         def start(self, fleet: Any) -> None:
             super().start(fleet)
-            self.contract = replace(self.contract, num_layers=4, moe_layers=(1, 2, 3), num_experts=16, top_k=4, dtype="int32")
+            self.contract = replace(
+                self.contract,
+                num_layers=4,
+                moe_layers=(1, 2, 3),
+                num_experts=16,
+                top_k=4,
+                dtype="int32",
+            )
 
     seen = set()
 
@@ -145,12 +201,16 @@ def test_a_contract_of_ones_own_fixes_the_model_and_the_flavours() -> None:
 
 
 def test_merging_keeps_failures_and_adds_what_was_exercised() -> None:
-    """In a merged report a check fails if it failed anywhere, and a subject without the check does not hide a pass."""
+    """In a merged report a check fails if it failed anywhere, and a subject without the check does
+    not hide a pass.
+    """
     good = run_conformance(AsSampled, cases=[_case(2)], only=["routes.rows", "stitch.tokens"])
     bad = run_conformance(Concatenates, cases=[_case(2)], only=["routes.rows", "stitch.tokens"])
     merged = merge_reports("both", [good, bad])
 
-    assert {"routes.rows": Verdict.FAIL, "stitch.tokens": Verdict.PASS} == {result.id: result.verdict for result in merged.results}
+    assert {"routes.rows": Verdict.FAIL, "stitch.tokens": Verdict.PASS} == {
+        result.id: result.verdict for result in merged.results
+    }
     assert 2 == merged.cases
     assert good.exercised["resumes"] + bad.exercised["resumes"] == merged.exercised["resumes"]
 
@@ -166,7 +226,9 @@ def test_every_canary_is_red_on_its_own(plant: Any) -> None:
 
 def test_a_canary_that_nobody_sees_is_told() -> None:
     """A check that went blind makes the run untrustworthy, and the report says so."""
-    blind = request_check("routes.rows", promise="p", needs="n", exercised_by="samples")(lambda view, out: out.exercised("samples"))
+    blind = request_check("routes.rows", promise="p", needs="n", exercised_by="samples")(
+        lambda view, out: out.exercised("samples")
+    )
     canary = try_canary([run_case(AsSampled, _case(2))], Registry([blind]))
 
     assert not canary.red
@@ -198,11 +260,17 @@ def test_an_option_of_a_manager_is_part_of_its_contract() -> None:
         ({"only": "stitch"}, r"only='stitch' is one text: write only=\['stitch'\]"),
         ({"only": [1]}, "only must hold names, not 1"),
         ({"only": 7}, "only must be a list of names, not 7"),
-        ({"keep_witnesses": "routes.rows"}, r"keep_witnesses='routes\.rows' is one text: write keep_witnesses=\['routes\.rows'\]"),
+        (
+            {"keep_witnesses": "routes.rows"},
+            r"keep_witnesses='routes\.rows' is one text: write keep_witnesses=\['routes\.rows'\]",
+        ),
         ({"witness_dir": 5}, r"witness_dir must be a path, such as 'out/trace\.json', not 5"),
         ({"witness_dir": "a\0b"}, "witness_dir must be a path"),
         ({"checks": 5}, "checks must be a list of Check, not 5"),
-        ({"checks": ["routes.rows"]}, r"checks must hold rollproof\.Check, not 'routes\.rows'; .* chosen by id with `only`"),
+        (
+            {"checks": ["routes.rows"]},
+            r"checks must hold rollproof\.Check, not 'routes\.rows'; .* chosen by id with `only`",
+        ),
         ({"progress": 5}, "progress must be a function of one Progress, not 5"),
         ({"flavours": "vllm"}, r"flavours='vllm' is one text: write flavours=\['vllm'\]"),
         ({"seed": "a"}, "seed='a' must be a whole number >= 0, such as 0 or 12345"),
@@ -212,12 +280,24 @@ def test_an_option_of_a_manager_is_part_of_its_contract() -> None:
         ({"name": 5}, "name must be text, not 5"),
         ({"recipe": 5}, "recipe must be a mapping such as .*, not 5"),
         ({"cases": []}, "cases holds no case, so nothing would be judged"),
-        ({"cases": None, "flavours": []}, "flavours names no engine flavour, so nothing would be judged"),
-        ({"cases": [1]}, r"cases must hold rollproof\.Case, not 1; Case\.from_dict reads the JSON form"),
+        (
+            {"cases": None, "flavours": []},
+            "flavours names no engine flavour, so nothing would be judged",
+        ),
+        (
+            {"cases": [1]},
+            r"cases must hold rollproof\.Case, not 1; Case\.from_dict reads the JSON form",
+        ),
         ({"cases": 1}, "cases must be a list of Case, not 1"),
-        ({"expected": {"routes.row": "known"}}, r"No check or family is named 'routes\.row'\. Did you mean routes\.rows"),
+        (
+            {"expected": {"routes.row": "known"}},
+            r"No check or family is named 'routes\.row'\. Did you mean routes\.rows",
+        ),
         ({"expected": {"routes": "known"}}, "No check or family is named 'routes'"),
-        ({"expected": {"routes.rows": ""}}, r"expected\['routes\.rows'\] must say why the check is known to fail"),
+        (
+            {"expected": {"routes.rows": ""}},
+            r"expected\['routes\.rows'\] must say why the check is known to fail",
+        ),
         ({"expected": ["routes.rows"]}, "expected must map ids of checks to reasons"),
         ({"profile": "nosuch"}, "No profile is named 'nosuch'"),
         ({"profile": []}, "No profile is named"),
@@ -231,7 +311,13 @@ def test_arguments_of_a_wrong_kind_are_refused(wrong: Any, told: str) -> None:
 
 def test_a_subject_is_given_as_a_factory() -> None:
     """A subject in place of its class would be shared by all cases."""
-    with pytest.raises(UsageError, match=r"run_conformance\(\) takes a factory, such as the subject's class, not <.*each case starts from"):
+    with pytest.raises(
+        UsageError,
+        match=(
+            r"run_conformance\(\) takes a factory, such as the subject's class, not <.*each case"
+            r" starts from"
+        ),
+    ):
         run_conformance(AsSampled())
 
 
@@ -244,14 +330,20 @@ def test_a_folder_that_cannot_be_written_to_is_told_before_the_run(tmp_path: Pat
 
 
 def test_hangs_of_one_kind_end_a_campaign() -> None:
-    """A rollout that polls for ever costs real time in each case: after ten alike the campaign says that it stops."""
+    """A rollout that polls for ever costs real time in each case: after ten alike the campaign says
+    that it stops.
+    """
 
     class Polls(AsSampled):
         async def rollout(self, request: Request) -> Rollout | None:
             while True:  # noqa: ASYNC110 - polling for ever is what is tested
                 await asyncio.sleep(9.0)
 
-    report = run_conformance(Polls, cases=[replace(_case(), seed=seed, deadline=90.0) for seed in range(40)], only=["lifecycle"])
+    report = run_conformance(
+        Polls,
+        cases=[replace(_case(), seed=seed, deadline=90.0) for seed in range(40)],
+        only=["lifecycle"],
+    )
 
     assert 10 == report.cases
     assert "lifecycle.no-hang" in {result.id for result in report.failed}
@@ -267,7 +359,9 @@ def test_hangs_that_are_seen_at_once_end_no_campaign() -> None:
             await asyncio.Event().wait()
             return None
 
-    report = run_conformance(Waits, cases=[replace(_case(), seed=seed) for seed in range(15)], only=["lifecycle"])
+    report = run_conformance(
+        Waits, cases=[replace(_case(), seed=seed) for seed in range(15)], only=["lifecycle"]
+    )
 
     assert (15, ()) == (report.cases, report.notes)
 
@@ -275,7 +369,15 @@ def test_hangs_that_are_seen_at_once_end_no_campaign() -> None:
 def test_thinning_keeps_every_case_with_a_later_request() -> None:
     """Few enough to keep, and what they show of a stack that resumes nothing no other case shows."""
     flavour, contract, model = probe(PartialOffSurfaced, ["vllm"])[0]
-    whole, thin = ([repr(case) for case in cases_for(PartialOffSurfaced, profile="pr", seed=0, flavours=["vllm"], thin=n)] for n in (1, 25))
+    whole, thin = (
+        [
+            repr(case)
+            for case in cases_for(
+                PartialOffSurfaced, profile="pr", seed=0, flavours=["vllm"], thin=n
+            )
+        ]
+        for n in (1, 25)
+    )
     families = dict(scope_families(flavour, contract, scope=profile_named("pr").scope, model=model))
     later = {repr(case) for case in families[LATER_REQUEST]}
     assert later and later <= set(thin) < set(whole)

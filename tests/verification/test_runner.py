@@ -42,12 +42,16 @@ def test_one_case_gives_one_trace_byte_for_byte(name: str, tmp_path: Path) -> No
         actions=(*CASE.actions, Action(when=Trigger(request="r1", tokens=3), do=ActionKind.ABORT)),
     )
 
-    assert _bytes(run_case(REFERENCES[name], busy), tmp_path / "a") == _bytes(run_case(REFERENCES[name], busy), tmp_path / "b")
+    assert _bytes(run_case(REFERENCES[name], busy), tmp_path / "a") == _bytes(
+        run_case(REFERENCES[name], busy), tmp_path / "b"
+    )
 
 
 def test_another_seed_gives_another_trace(tmp_path: Path) -> None:
     """The property above is not vacuous: values depend on the seed."""
-    assert _bytes(run_case(AsSampled, CASE), tmp_path / "a") != _bytes(run_case(AsSampled, replace(CASE, seed=1)), tmp_path / "b")
+    assert _bytes(run_case(AsSampled, CASE), tmp_path / "a") != _bytes(
+        run_case(AsSampled, replace(CASE, seed=1)), tmp_path / "b"
+    )
 
 
 def test_what_a_rollout_raises_is_an_outcome() -> None:
@@ -57,7 +61,10 @@ def test_what_a_rollout_raises_is_an_outcome() -> None:
         async def rollout(self, request: Request) -> Rollout | None:
             raise KeyError("weight_version")
 
-    assert "KeyError: 'weight_version' (test_runner.py:58, in rollout)" == result_of(run_case(Raises, CASE)).error
+    assert (
+        "KeyError: 'weight_version' (test_runner.py:58, in rollout)"
+        == result_of(run_case(Raises, CASE)).error
+    )
 
 
 def test_a_deadlocked_rollout_is_a_hang_that_says_what_it_awaits() -> None:
@@ -137,15 +144,27 @@ def test_arrays_that_change_after_they_were_handed_over_are_recorded() -> None:
 
 @pytest.mark.parametrize(("label", "kept"), [("r1", "r1"), ("7c1e", "r0"), ("r0", "r0")])
 def test_the_id_of_another_request_is_kept(label: str, kept: str) -> None:
-    """An id of the stack's own making is replaced by the request's; that of another request is for the checks to see."""
+    """An id of the stack's own making is replaced by the request's; that of another request is for
+    the checks to see.
+    """
 
     class Labels(AsSampled):
         def to_record(self, native: Rollout) -> Rollout:
-            return replace(native, request_id=label if native.request_id == "r0" else native.request_id)
+            return replace(
+                native, request_id=label if native.request_id == "r0" else native.request_id
+            )
 
-    both = replace(CASE, requests=(*CASE.requests, Request(request_id="r1", prompt_ids=(7, 8), max_tokens=4)))
-    results = {event.request_id: event.rollout for event in run_case(Labels, both) if isinstance(event, Result)}
-    assert {"r0": kept, "r1": "r1"} == {name: rollout and rollout.request_id for name, rollout in results.items()}
+    both = replace(
+        CASE, requests=(*CASE.requests, Request(request_id="r1", prompt_ids=(7, 8), max_tokens=4))
+    )
+    results = {
+        event.request_id: event.rollout
+        for event in run_case(Labels, both)
+        if isinstance(event, Result)
+    }
+    assert {"r0": kept, "r1": "r1"} == {
+        name: rollout and rollout.request_id for name, rollout in results.items()
+    }
 
 
 def test_a_sync_subject_is_accepted() -> None:
@@ -172,13 +191,31 @@ def _returns(native: Any) -> type[AsSampled]:
     ("native", "message"),
     [
         (7, "must return a Rollout, not int"),
-        (lambda r: replace(r, routes=np.zeros((2, 3))), r"routes must be an array of rank 3 of integers, not an array of float64 \(2, 3\)"),
-        (lambda r: replace(r, logprobs=[0.0]), "logprobs must be an array of rank 1 of floats, not list of 1"),
+        (
+            lambda r: replace(r, routes=np.zeros((2, 3))),
+            r"routes must be an array of rank 3 of integers, not an array of float64 \(2, 3\)",
+        ),
+        (
+            lambda r: replace(r, logprobs=[0.0]),
+            "logprobs must be an array of rank 1 of floats, not list of 1",
+        ),
         (lambda r: replace(r, logprobs=np.zeros(1, np.longdouble)), "logprobs must fit float64"),
-        (lambda r: replace(r, response_ids=[1]), "response_ids must be a tuple of ints of 64 bits .*, not list of 1"),
-        (lambda r: replace(r, response_ids=(2**63,)), "response_ids must be a tuple of ints of 64 bits"),
-        (lambda r: replace(r, prompt_ids=None), "prompt_ids must be a tuple of ints of 64 bits .*, not NoneType"),
-        (lambda r: replace(r, finish_reason="done"), r"finish_reason must be one of \['stop', .*\], not 'done'"),
+        (
+            lambda r: replace(r, response_ids=[1]),
+            "response_ids must be a tuple of ints of 64 bits .*, not list of 1",
+        ),
+        (
+            lambda r: replace(r, response_ids=(2**63,)),
+            "response_ids must be a tuple of ints of 64 bits",
+        ),
+        (
+            lambda r: replace(r, prompt_ids=None),
+            "prompt_ids must be a tuple of ints of 64 bits .*, not NoneType",
+        ),
+        (
+            lambda r: replace(r, finish_reason="done"),
+            r"finish_reason must be one of \['stop', .*\], not 'done'",
+        ),
         (lambda r: replace(r, finish_reason=[]), "finish_reason must be one of"),
         (lambda r: replace(r, routes_start=1.5), "routes_start must be int, not 1.5"),
         (lambda r: replace(r, routes_start=-1), "routes_start must be a position >= 0, not -1"),
@@ -195,13 +232,17 @@ def _returns(native: Any) -> type[AsSampled]:
     ],
 )
 def test_unusable_records_are_refused(native: Any, message: str) -> None:
-    """A ``to_record`` that returns a wrong type, rank or range is told so, with its own name and that of the field."""
+    """A ``to_record`` that returns a wrong type, rank or range is told so, with its own name and
+    that of the field.
+    """
     with pytest.raises(SubjectError, match=rf"_returns\.<locals>\.Returns\.to_record.*{message}"):
         run_case(_returns(native), CASE)
 
 
 def test_records_are_brought_into_the_types_that_traces_hold(tmp_path: Path) -> None:
-    """Narrow floats, a plain finish reason and a subclass of ``Rollout`` are no fault: the trace holds what they mean."""
+    """Narrow floats, a plain finish reason and a subclass of ``Rollout`` are no fault: the trace
+    holds what they mean.
+    """
 
     class Extended(Rollout):
         """A user's own."""
@@ -209,13 +250,19 @@ def test_records_are_brought_into_the_types_that_traces_hold(tmp_path: Path) -> 
     def narrow(rollout: Rollout) -> Rollout:
         values = {field.name: getattr(rollout, field.name) for field in fields(Rollout)}
         assert rollout.logprobs is not None
-        return Extended(**{**values, "logprobs": rollout.logprobs.astype(np.float32), "finish_reason": "length"})
+        return Extended(
+            **{**values, "logprobs": rollout.logprobs.astype(np.float32), "finish_reason": "length"}
+        )
 
     trace = run_case(_returns(narrow), CASE)
     rollout = result_of(trace).rollout
 
     assert rollout is not None and rollout.logprobs is not None
-    assert (Rollout, np.float64, FinishReason.LENGTH) == (type(rollout), rollout.logprobs.dtype, rollout.finish_reason)
+    assert (Rollout, np.float64, FinishReason.LENGTH) == (
+        type(rollout),
+        rollout.logprobs.dtype,
+        rollout.finish_reason,
+    )
     dump_trace(trace, tmp_path / "trace.json")
 
 
@@ -225,7 +272,9 @@ def test_a_subject_without_its_methods_is_refused() -> None:
     class Empty:
         def start(self, fleet: Any) -> None: ...
 
-    with pytest.raises(SubjectError, match=r"without \['rollout', 'update_weights', 'to_record', 'stop'\]"):
+    with pytest.raises(
+        SubjectError, match=r"without \['rollout', 'update_weights', 'to_record', 'stop'\]"
+    ):
         run_case(Empty, CASE)
 
 
@@ -236,7 +285,9 @@ def test_a_subject_without_a_contract_is_refused() -> None:
         def start(self, fleet: Any) -> None:
             self.fleet = fleet
 
-    with pytest.raises(SubjectError, match="must have a `contract` of type Contract after start, not None"):
+    with pytest.raises(
+        SubjectError, match="must have a `contract` of type Contract after start, not None"
+    ):
         run_case(NoContract, CASE)
 
 
@@ -285,8 +336,14 @@ def _own_loop() -> None:
             lambda: asyncio.get_running_loop().add_reader(0, print),
             r"opened a connection \(loop\.add_reader\).*Use the handles that `fleet`",
         ),
-        (lambda: asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, print), "sets a signal handler on the event loop"),
-        (lambda: asyncio.get_running_loop().stop(), "stops the event loop.*leave the loop to the program that starts the stack"),
+        (
+            lambda: asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, print),
+            "sets a signal handler on the event loop",
+        ),
+        (
+            lambda: asyncio.get_running_loop().stop(),
+            "stops the event loop.*leave the loop to the program that starts the stack",
+        ),
     ],
 )
 def test_what_cannot_run_on_a_virtual_clock_is_refused_with_advice(act: Any, message: str) -> None:
@@ -296,7 +353,9 @@ def test_what_cannot_run_on_a_virtual_clock_is_refused_with_advice(act: Any, mes
 
 
 def test_a_retry_without_a_pause_cannot_outrun_the_clock() -> None:
-    """A client that asks a dead server again and again, without a wait, is a hang; it does not run for ever in real time."""
+    """A client that asks a dead server again and again, without a wait, is a hang; it does not run
+    for ever in real time.
+    """
 
     class Insists(AsSampled):
         async def rollout(self, request: Request) -> Rollout | None:
@@ -316,14 +375,28 @@ def test_a_retry_without_a_pause_cannot_outrun_the_clock() -> None:
 @pytest.mark.parametrize(
     ("begin", "message"),
     [
-        (lambda: asyncio.create_subprocess_exec("true"), r"starts a process \(loop\.subprocess_exec\).*Give the subject a stand-in"),
-        (lambda: asyncio.create_subprocess_shell("true"), r"starts a process \(loop\.subprocess_shell\)"),
-        (lambda: asyncio.open_connection("localhost", 1), r"opened a connection \(loop\.create_connection\)"),
-        (lambda: asyncio.start_server(print, "localhost", 0), r"opened a connection \(loop\.create_server\)"),
+        (
+            lambda: asyncio.create_subprocess_exec("true"),
+            r"starts a process \(loop\.subprocess_exec\).*Give the subject a stand-in",
+        ),
+        (
+            lambda: asyncio.create_subprocess_shell("true"),
+            r"starts a process \(loop\.subprocess_shell\)",
+        ),
+        (
+            lambda: asyncio.open_connection("localhost", 1),
+            r"opened a connection \(loop\.create_connection\)",
+        ),
+        (
+            lambda: asyncio.start_server(print, "localhost", 0),
+            r"opened a connection \(loop\.create_server\)",
+        ),
     ],
 )
 def test_what_a_loop_does_in_real_time_is_refused_with_advice(begin: Any, message: str) -> None:
-    """Processes and connections of asyncio are no bare ``NotImplementedError``: the text says what to do instead."""
+    """Processes and connections of asyncio are no bare ``NotImplementedError``: the text says what
+    to do instead.
+    """
 
     class Begins(AsSampled):
         async def rollout(self, request: Request) -> Rollout | None:
@@ -334,9 +407,13 @@ def test_what_a_loop_does_in_real_time_is_refused_with_advice(begin: Any, messag
         run_case(Begins, CASE)
 
 
-@pytest.mark.parametrize("bring", [_own_loop, lambda: asyncio.run(_nothing()), lambda: asyncio.Runner().run(_nothing())])
+@pytest.mark.parametrize(
+    "bring", [_own_loop, lambda: asyncio.run(_nothing()), lambda: asyncio.Runner().run(_nothing())]
+)
 def test_a_loop_of_its_own_leaves_no_warnings(bring: Any) -> None:
-    """The coroutine that a subject's own loop was to run is closed: Python does not warn of it when it is collected."""
+    """The coroutine that a subject's own loop was to run is closed: Python does not warn of it when
+    it is collected.
+    """
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         with pytest.raises(SubjectError, match=r"rollout brings an event loop of its own"):
@@ -347,7 +424,9 @@ def test_a_loop_of_its_own_leaves_no_warnings(bring: Any) -> None:
 
 
 def test_an_exception_is_told_in_one_line() -> None:
-    """Texts of several lines, or without end, or that cannot be made, become one line of bounded length."""
+    """Texts of several lines, or without end, or that cannot be made, become one line of bounded
+    length.
+    """
 
     class Unprintable(ValueError):
         def __str__(self) -> str:
@@ -365,8 +444,14 @@ def test_gauges_may_be_async() -> None:
     async def gauges(self: AsSampled) -> dict[str, float]:
         return {"queue": 0}
 
-    names = {event.name for event in run_case(type("Async", (AsSampled,), {"gauges": gauges}), CASE).events if isinstance(event, Gauge)}
+    names = {
+        event.name
+        for event in run_case(type("Async", (AsSampled,), {"gauges": gauges}), CASE).events
+        if isinstance(event, Gauge)
+    }
 
     assert "queue" in names
-    with pytest.raises(SubjectError, match="gauges must return a mapping of names to numbers, and raised TypeError"):
+    with pytest.raises(
+        SubjectError, match="gauges must return a mapping of names to numbers, and raised TypeError"
+    ):
         run_case(type("Bad", (AsSampled,), {"gauges": lambda self: 3}), CASE)

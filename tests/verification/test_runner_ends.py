@@ -27,7 +27,9 @@ def test_a_start_or_stop_that_never_ends_is_told(method: str) -> None:
 
     polling = type("Polling", (AsSampled,), {method: polls})
 
-    with pytest.raises(SubjectError, match=f"`{method}` never ended: the virtual deadline of 500 s passed"):
+    with pytest.raises(
+        SubjectError, match=f"`{method}` never ended: the virtual deadline of 500 s passed"
+    ):
         run_case(polling, CASE)
 
 
@@ -51,7 +53,10 @@ def test_a_rollout_that_is_cancelled_within_has_ended_with_an_error() -> None:
         async def rollout(self, request: Request) -> Rollout | None:
             raise asyncio.CancelledError("by the stack")
 
-    assert "CancelledError: by the stack (test_runner_ends.py:52, in rollout)" == result_of(run_case(Cancelled, CASE)).error
+    assert (
+        "CancelledError: by the stack (test_runner_ends.py:52, in rollout)"
+        == result_of(run_case(Cancelled, CASE)).error
+    )
 
 
 class _Odd(BaseException):
@@ -78,15 +83,23 @@ def test_an_update_may_fail_in_any_way(error: BaseException) -> None:
     """Whatever an update raises, it has failed, and the run goes on to be judged."""
     events = run_case(_raising("update_weights", error), CASE).events
 
-    assert [UpdatePhase.ASKED, UpdatePhase.FAILED] == [event.phase for event in events if isinstance(event, Update)]
-    assert [True] == [event.detail.startswith(type(error).__name__) for event in events if isinstance(event, Fault)]
+    assert [UpdatePhase.ASKED, UpdatePhase.FAILED] == [
+        event.phase for event in events if isinstance(event, Update)
+    ]
+    assert [True] == [
+        event.detail.startswith(type(error).__name__)
+        for event in events
+        if isinstance(event, Fault)
+    ]
     assert [None] == [event.error for event in events if isinstance(event, Result)]
 
 
 @pytest.mark.parametrize("error", ODD, ids=lambda error: type(error).__name__)
 def test_a_rollout_may_end_in_any_way(error: BaseException) -> None:
     """Whatever a rollout raises, it is the end of the request."""
-    assert str(result_of(run_case(_raising("rollout", error), CASE)).error).startswith(type(error).__name__)
+    assert str(result_of(run_case(_raising("rollout", error), CASE)).error).startswith(
+        type(error).__name__
+    )
 
 
 @pytest.mark.parametrize("method", ["start", "to_record", "stop", "gauges"])
@@ -97,8 +110,14 @@ def test_whatever_a_method_raises_is_told_as_its_own(method: str, error: BaseExc
         run_case(_raising(method, error), CASE)
 
 
-@pytest.mark.parametrize("method", ["start", "rollout", "update_weights", "to_record", "stop", "gauges"])
-@pytest.mark.parametrize("error", [KeyboardInterrupt(), BaseExceptionGroup("of tasks", [KeyboardInterrupt()])], ids=["bare", "in a group"])
+@pytest.mark.parametrize(
+    "method", ["start", "rollout", "update_weights", "to_record", "stop", "gauges"]
+)
+@pytest.mark.parametrize(
+    "error",
+    [KeyboardInterrupt(), BaseExceptionGroup("of tasks", [KeyboardInterrupt()])],
+    ids=["bare", "in a group"],
+)
 def test_an_interrupt_ends_the_run_at_once(method: str, error: BaseException) -> None:
     """Ctrl-C is the user's, wherever it is raised."""
     with pytest.raises(KeyboardInterrupt):
@@ -106,7 +125,9 @@ def test_an_interrupt_ends_the_run_at_once(method: str, error: BaseException) ->
 
 
 def test_an_exit_in_an_update_is_refused() -> None:
-    """``sys.exit(0)`` in an update, or in a task or a callback of the subject's, does not end a run as if it had passed."""
+    """``sys.exit(0)`` in an update, or in a task or a callback of the subject's, does not end a run
+    as if it had passed.
+    """
 
     async def in_a_task(self: AsSampled, _request: Request) -> None:
         async def work() -> None:
@@ -114,9 +135,14 @@ def test_an_exit_in_an_update_is_refused() -> None:
 
         await asyncio.create_task(work())
 
-    with pytest.raises(SubjectError, match=r"update_weights ends the process \(SystemExit: 0\): raise an exception instead"):
+    with pytest.raises(
+        SubjectError,
+        match=r"update_weights ends the process \(SystemExit: 0\): raise an exception instead",
+    ):
         run_case(_raising("update_weights", SystemExit(0)), CASE)
-    with pytest.raises(SubjectError, match=r"A task or a callback of .* ends the process \(SystemExit: 0\)"):
+    with pytest.raises(
+        SubjectError, match=r"A task or a callback of .* ends the process \(SystemExit: 0\)"
+    ):
         run_case(type("Exiting", (AsSampled,), {"rollout": in_a_task}), CASE)
 
 

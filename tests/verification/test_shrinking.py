@@ -13,9 +13,14 @@ from rollproof.verification.shrinking import shrink
 
 
 def _case() -> Case:
-    requests = tuple(Request(request_id=f"r{i}", prompt_ids=tuple(range(i, i + 9)), max_tokens=12) for i in range(4))
+    requests = tuple(
+        Request(request_id=f"r{i}", prompt_ids=tuple(range(i, i + 9)), max_tokens=12)
+        for i in range(4)
+    )
     kinds = list(ActionKind)
-    actions = tuple(Action(when=Trigger(request=f"r{i % 4}", tokens=i), do=kinds[i % 4]) for i in range(8))
+    actions = tuple(
+        Action(when=Trigger(request=f"r{i % 4}", tokens=i), do=kinds[i % 4]) for i in range(8)
+    )
     return Case(
         flavour="vllm",
         requests=requests,
@@ -29,7 +34,9 @@ def _case() -> Case:
 
 def test_only_what_matters_is_left() -> None:
     """A failure that needs one abort of one request shrinks to one request with one abort."""
-    small = shrink(_case(), lambda case: any(action.do is ActionKind.ABORT for action in case.actions))
+    small = shrink(
+        _case(), lambda case: any(action.do is ActionKind.ABORT for action in case.actions)
+    )
 
     assert (1, 1, 1, 1, 1) == (
         len(small.requests),

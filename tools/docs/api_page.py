@@ -1,4 +1,6 @@
-"""Writes docs/api.md: what a subject is coded against, from docstrings and signatures, and how the engine flavours answer."""
+"""Writes docs/api.md: what a subject is coded against, from docstrings and signatures, and how the
+engine flavours answer.
+"""
 
 from __future__ import annotations
 
@@ -15,10 +17,49 @@ from rollproof.fakes.engine.flavours import FLAVOURS, Flavour, PausedCalls, Vers
 
 __all__ = ["api_page"]
 
-_RECORDS = (rollproof.Request, rollproof.Rollout, rollproof.EngineOutput, rollproof.Span, rollproof.FinishReason, rollproof.PauseMode)
-_FLEET = ("engine_contract", "kv_policy", "ray_handles", "sync", "next_version", "weights_of", "gauges")
-_ENGINE = ("version", "label", "paused", "generate", "abort", "pause", "resume", "load", "load_now", "relabel", "reset_prefix_cache")
-_RECORDING = ("rollout", "engine", "submit", "result", "observation", "weights", "pause", "resume", "abort", "recorded", "report")
+_RECORDS = (
+    rollproof.Request,
+    rollproof.Rollout,
+    rollproof.EngineOutput,
+    rollproof.Span,
+    rollproof.FinishReason,
+    rollproof.PauseMode,
+)
+_FLEET = (
+    "engine_contract",
+    "kv_policy",
+    "ray_handles",
+    "sync",
+    "next_version",
+    "weights_of",
+    "gauges",
+)
+_ENGINE = (
+    "version",
+    "label",
+    "paused",
+    "generate",
+    "abort",
+    "pause",
+    "resume",
+    "load",
+    "load_now",
+    "relabel",
+    "reset_prefix_cache",
+)
+_RECORDING = (
+    "rollout",
+    "engine",
+    "submit",
+    "result",
+    "observation",
+    "weights",
+    "pause",
+    "resume",
+    "abort",
+    "recorded",
+    "report",
+)
 
 _SHOWN = {
     VersionTag.NONE: "nowhere",
@@ -27,23 +68,42 @@ _SHOWN = {
     VersionTag.SPANS: "`out.spans`",
     VersionTag.SPANS_AND_LAST: "`out.spans`; `out.version` is that of the last token",
 }
-_PAUSED = {PausedCalls.PARK: "wait", PausedCalls.REJECT: "an abort without tokens", PausedCalls.RAISE: "`EnginePaused`"}
+_PAUSED = {
+    PausedCalls.PARK: "wait",
+    PausedCalls.REJECT: "an abort without tokens",
+    PausedCalls.RAISE: "`EnginePaused`",
+}
 
 
 def api_page() -> Iterator[str]:
     """docs/api.md."""
-    yield "# API\n\nWhat a subject of your own is coded against. `help(rollproof.Rollout)` says the same in a Python prompt; names without"
-    yield "a module are those of `rollproof`. [contract.md](contract.md) has the fields of the `Contract`.\n"
+    yield (
+        "# API\n\nWhat a subject of your own is coded against. `help(rollproof.Rollout)` says the"
+        " same in a Python prompt; names without"
+    )
+    yield (
+        "a module are those of `rollproof`. [contract.md](contract.md) has the fields of the"
+        " `Contract`.\n"
+    )
     yield "## What you write"
-    yield from _class(rollproof.RolloutSubject, ("start", "rollout", "update_weights", "to_record", "stop"))
+    yield from _class(
+        rollproof.RolloutSubject, ("start", "rollout", "update_weights", "to_record", "stop")
+    )
     yield from _class(rollproof.BatchSubject, ("collate", "rows"))
     yield "\n## What it is handed, and hands over"
     for record in _RECORDS:
         yield from _class(record, ("budget",) if record is rollproof.Request else ())
     yield "\n## The fake servers"
-    yield from _class(rollproof.Fleet, _FLEET, "`fleet.servers` maps ids to `FakeEngine`; `fleet.case` is the `Case` that runs.")
+    yield from _class(
+        rollproof.Fleet,
+        _FLEET,
+        "`fleet.servers` maps ids to `FakeEngine`; `fleet.case` is the `Case` that runs.",
+    )
     yield from _class(rollproof.FakeEngine, _ENGINE)
-    yield "\n### What they raise\n\nOf `rollproof.fakes.engine.exceptions`; each is below the builtin that a real client raises.\n"
+    yield (
+        "\n### What they raise\n\nOf `rollproof.fakes.engine.exceptions`; each is below the builtin"
+        " that a real client raises.\n"
+    )
     for name in exceptions.__all__:
         error = getattr(exceptions, name)
         bases = ", ".join(f"`{base.__name__}`" for base in error.__bases__)
@@ -51,15 +111,23 @@ def api_page() -> Iterator[str]:
     yield from _flavours()
     yield "\n## Running it"
     for function in (rollproof.run_conformance, rollproof.conformance, rollproof.record):
-        yield from _function(function, function.__name__, level=3, title=f"rollproof.{function.__name__}")
+        yield from _function(
+            function, function.__name__, level=3, title=f"rollproof.{function.__name__}"
+        )
     yield from _class(rollproof.EngineCall)
     yield from _class(rollproof.Recording, _RECORDING)
     yield from _function(rollproof.lend, "lend", level=3, title="rollproof.lend")
 
 
 def _flavours() -> Iterator[str]:
-    yield "\n## Engine flavours\n\nA subject's `flavours` name those that it speaks; `out` is the `EngineOutput` of a call.\n"
-    yield "| flavour | rows | layer axis | dtype | version of the weights | logprobs | an empty abort carries | a call while paused |"
+    yield (
+        "\n## Engine flavours\n\nA subject's `flavours` name those that it speaks; `out` is the"
+        " `EngineOutput` of a call.\n"
+    )
+    yield (
+        "| flavour | rows | layer axis | dtype | version of the weights | logprobs | an empty abort"
+        " carries | a call while paused |"
+    )
     yield "|---|---|---|---|---|---|---|---|"
     for one in FLAVOURS.values():
         cells = (
@@ -121,12 +189,19 @@ def _signature(function: Callable[..., Any], name: str) -> str:
     """The call, without ``self``; one parameter a line where it is long."""
     signature = inspect.signature(function)
     shown = [
-        one.replace(annotation=_Bare(one.annotation), default=_bare(one.default)) if one.annotation is not one.empty else one
+        (
+            one.replace(annotation=_Bare(one.annotation), default=_bare(one.default))
+            if one.annotation is not one.empty
+            else one
+        )
         for one in signature.parameters.values()
         if one.name != "self"
     ]
     keyword = "async def" if inspect.iscoroutinefunction(function) else "def"
-    text = f"{keyword} {name}{signature.replace(parameters=shown, return_annotation=_Bare(signature.return_annotation))}"
+    text = (
+        f"{keyword}"
+        f" {name}{signature.replace(parameters=shown, return_annotation=_Bare(signature.return_annotation))}"
+    )
     if len(text) <= 120:
         return text
     head, _, rest = text.partition("(")
@@ -145,7 +220,9 @@ class _Bare(str):
 
 
 def _bare(default: Any) -> Any:
-    return _Bare(f"{type(default).__name__}.{default.name}") if isinstance(default, Enum) else default
+    return (
+        _Bare(f"{type(default).__name__}.{default.name}") if isinstance(default, Enum) else default
+    )
 
 
 def _default(field: Field[Any]) -> str:

@@ -1,7 +1,7 @@
 """Writes docs/engines.md: what was found on real engines, read from ``engine_results/*.json``.
 
-``python -m tools.judge_engines ENGINE FILE`` writes the verdicts and ``benchmarks/engine_gap.py ENGINE --json FILE`` the gap, where the
-engine is installed.
+``python -m tools.judge_engines ENGINE FILE`` writes the verdicts and ``benchmarks/engine_gap.py
+ENGINE --json FILE`` the gap, where the engine is installed.
 """
 
 from __future__ import annotations
@@ -32,7 +32,10 @@ cache, capture and interfaces with the one for GPUs, and not its kernels.
 def engines_page() -> Iterator[str]:
     """docs/engines.md."""
     yield f"# Real engines\n{_INTRO}"
-    results = {path.stem: json.loads(path.read_text(encoding="utf-8")) for path in sorted(RESULTS.glob("*.json"))}
+    results = {
+        path.stem: json.loads(path.read_text(encoding="utf-8"))
+        for path in sorted(RESULTS.glob("*.json"))
+    }
     yield from _verdicts(results)
     yield from _gaps(results)
 
@@ -40,22 +43,47 @@ def engines_page() -> Iterator[str]:
 def _verdicts(results: Mapping[str, Mapping[str, Any]]) -> Iterator[str]:
     rows = {name: row for held in results.values() for name, row in held["runs"].items()}
     judged = {name: row for name, row in rows.items() if "verdicts" in row}
-    checks = [check for check in default_registry() if any(check.id in row["verdicts"] for row in judged.values())]
-    yield "\n## Verdicts\n\nPass ✓, fail ✗, unknown ?, not applicable ·. A row is a run: the target, and the family of its tiny random"
+    checks = [
+        check
+        for check in default_registry()
+        if any(check.id in row["verdicts"] for row in judged.values())
+    ]
+    yield (
+        "\n## Verdicts\n\nPass ✓, fail ✗, unknown ?, not applicable ·. A row is a run: the target,"
+        " and the family of its tiny random"
+    )
     yield "model where it is not the target's own.\n"
-    yield f"{len(checks)} checks, by number: {', '.join(f'{i + 1} {check.id}' for i, check in enumerate(checks))}.\n"
-    yield f"| run | {' | '.join(str(i + 1) for i in range(len(checks)))} |\n|---|{'---|' * len(checks)}"
+    yield (
+        f"{len(checks)} checks, by number:"
+        f" {', '.join(f'{i + 1} {check.id}' for i, check in enumerate(checks))}.\n"
+    )
+    yield (
+        f"| run | {' | '.join(str(i + 1) for i in range(len(checks)))}"
+        f" |\n|---|{'---|' * len(checks)}"
+    )
     for name, row in judged.items():
-        yield f"| {name} | {' | '.join(_SIGNS.get(row['verdicts'].get(check.id, ''), ' ') for check in checks)} |"
+        yield (
+            f"| {name} |"
+            f" {' | '.join(_SIGNS.get(row['verdicts'].get(check.id, ''), ' ') for check in checks)} |"
+        )
     for engine, held in results.items():
-        versions = ", ".join(f"{package} {version}" for package, version in held["versions"].items())
+        versions = ", ".join(
+            f"{package} {version}" for package, version in held["versions"].items()
+        )
         yield f"\n{engine}: {versions}."
     yield "\n| run | what | experiments |\n|---|---|---|"
     for name, row in judged.items():
         yield f"| {name} | {row['about']} | {', '.join(row['experiments'])} |"
-    found = [f"- **{name}**, `{check}`: {text}" for name, row in judged.items() for check, text in row["findings"].items()]
+    found = [
+        f"- **{name}**, `{check}`: {text}"
+        for name, row in judged.items()
+        for check, text in row["findings"].items()
+    ]
     if found:
-        yield "\n### What fails\n\nThe first finding of each check; [track-record.md](track-record.md) has them by hand.\n"
+        yield (
+            "\n### What fails\n\nThe first finding of each check;"
+            " [track-record.md](track-record.md) has them by hand.\n"
+        )
         yield from found
     reasons: dict[tuple[str, str], list[str]] = {}
     for name, row in judged.items():
@@ -77,17 +105,26 @@ def _gaps(results: Mapping[str, Mapping[str, Any]]) -> Iterator[str]:
     rows = [row for held in results.values() for row in held["gap"]]
     if not rows:
         return
-    yield "\n## The rollout gap\n\nSequences that the engine sampled at temperature 1, beside a Hugging Face forward of the same"
-    yield "weights in the same dtype: with its own routing (native) and with the engine's routes replayed. In nats; 95 % intervals over"
-    yield "sequences. In float32 the difference is rounding; in bfloat16 a part of it is experts that rounding chose otherwise, which"
+    yield (
+        "\n## The rollout gap\n\nSequences that the engine sampled at temperature 1, beside a"
+        " Hugging Face forward of the same"
+    )
+    yield (
+        "weights in the same dtype: with its own routing (native) and with the engine's routes"
+        " replayed. In nats; 95 % intervals over"
+    )
+    yield (
+        "sequences. In float32 the difference is rounding; in bfloat16 a part of it is experts that"
+        " rounding chose otherwise, which"
+    )
     yield "replay takes away.\n"
     yield f"| engine | model | dtype | routing | tokens | sequences | {' | '.join(GAP_METRICS)} |"
     yield f"|---|---|---|---|---|---|{'---|' * len(GAP_METRICS)}"
     for row in rows:
         cells = [_interval(row["metrics"].get(name)) for name in GAP_METRICS]
         yield (
-            f"| {row['engine']} | {row['model']} | {row['dtype']} | {row['routing']} | {row['n_tokens']} | {row['n_sequences']} |"
-            f" {' | '.join(cells)} |"
+            f"| {row['engine']} | {row['model']} | {row['dtype']} | {row['routing']} |"
+            f" {row['n_tokens']} | {row['n_sequences']} | {' | '.join(cells)} |"
         )
 
 

@@ -1,4 +1,6 @@
-"""Texts of enums: the docstring of each enum of a module, and its values with the text below each in the source."""
+"""Texts of enums: the docstring of each enum of a module, and its values with the text below each
+in the source.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +14,9 @@ __all__ = ["enum_texts"]
 
 
 def enum_texts(module: ModuleType) -> dict[str, tuple[str, list[tuple[str, str]]]]:
-    """By the name of each enum that ``module`` defines: its docstring, and its values with their texts."""
+    """By the name of each enum that ``module`` defines: its docstring, and its values with their
+    texts.
+    """
     found = {}
     for node in ast.parse(inspect.getsource(module)).body:
         cls = getattr(module, node.name, None) if isinstance(node, ast.ClassDef) else None

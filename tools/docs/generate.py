@@ -1,6 +1,8 @@
-"""Writes the pages of docs/ that say what the code says: checks, contract, options, known bugs, the API.
+"""Writes the pages of docs/ that say what the code says: checks, contract, options, known bugs, the
+API.
 
-``python tools/docs/generate.py --write`` writes them; ``--check`` (the default) exits with 1 where a page differs from what it would write.
+``python tools/docs/generate.py --write`` writes them; ``--check`` (the default) exits with 1 where
+a page differs from what it would write.
 """
 
 from __future__ import annotations
@@ -32,21 +34,32 @@ from tools.docs.replay_page import replay_page
 from tools.docs.stacks_page import stacks_page
 
 HERE = Path(__file__).parents[2] / "docs"
-HEAD = "<!-- Written by tools/docs/generate.py from the code; edit the code, then run `nox -s docs -- --write`. -->"
+HEAD = (
+    "<!-- Written by tools/docs/generate.py from the code; edit the code, then run `nox -s docs --"
+    " --write`. -->"
+)
 
 
 def checks_page() -> Iterator[str]:
     """docs/checks.md."""
     registry = default_registry()
     families = dict.fromkeys(check.family for check in registry)
-    yield f"# Checks\n\n{len(registry)} checks in {len(families)} families. A check is a pure function of a trace: `pass` only where it was"
-    yield "exercised, `unknown` where its trigger never fired or its data is absent, `not applicable` where the contract rules it out.\n"
+    yield (
+        f"# Checks\n\n{len(registry)} checks in {len(families)} families. A check is a pure"
+        " function of a trace: `pass` only where it was"
+    )
+    yield (
+        "exercised, `unknown` where its trigger never fired or its data is absent, `not applicable`"
+        " where the contract rules it out.\n"
+    )
     for family in families:
         yield f"\n## {family}\n"
         for check in registry:
             if check.family != family:
                 continue
-            killed = [f"[{bug.id}](known-bugs.md#{bug.id})" for bug in KNOWN_BUGS if check.id in bug.kills]
+            killed = [
+                f"[{bug.id}](known-bugs.md#{bug.id})" for bug in KNOWN_BUGS if check.id in bug.kills
+            ]
             yield f"\n### {check.id}\n\n{check.promise}\n"
             yield f"- needs: {check.needs}"
             yield f"- exercised by: {', '.join(check.exercised_by)}"
@@ -56,10 +69,19 @@ def checks_page() -> Iterator[str]:
 
 def bugs_page() -> Iterator[str]:
     """docs/known-bugs.md."""
-    yield f"# Known bugs\n\n{len(KNOWN_BUGS)} faults of the field, each planted on a reference manager. `rollproof known-bugs`"
-    yield "runs them: each must be killed by the checks named here, and no check may be blamed that is named neither under `killed by`"
+    yield (
+        f"# Known bugs\n\n{len(KNOWN_BUGS)} faults of the field, each planted on a reference"
+        " manager. `rollproof known-bugs`"
+    )
+    yield (
+        "runs them: each must be killed by the checks named here, and no check may be blamed that"
+        " is named neither under `killed by`"
+    )
     yield "nor under `also seen by` (an honest consequence of the same fault).\n"
-    yield "`upstream` names where the fault was published. A reference after `cf.` is of the same area: what was published there is"
+    yield (
+        "`upstream` names where the fault was published. A reference after `cf.` is of the same"
+        " area: what was published there is"
+    )
     yield "another fault of the same code or promise, and the planted one is modelled on it.\n"
     for bug in KNOWN_BUGS:
         yield f"\n## {bug.id}\n\n{bug.summary}\n"
@@ -73,7 +95,10 @@ def contract_page() -> Iterator[str]:
     """docs/contract.md."""
     yield "# Contract\n"
     yield inspect.cleandoc(rollproof.core.contract.__doc__ or "")
-    yield "\nEvery field takes the enum member or its plain text. A contract that is incomplete or contradicts itself raises"
+    yield (
+        "\nEvery field takes the enum member or its plain text. A contract that is incomplete or"
+        " contradicts itself raises"
+    )
     yield "`ContractError`, which lists every problem at once.\n"
     yield inspect.cleandoc(Contract.__doc__ or "")
     yield "\n| field | values | default |\n|---|---|---|"
@@ -81,7 +106,9 @@ def contract_page() -> Iterator[str]:
     for field in fields(Contract):
         name = str(field.type).replace(" | None", "")
         default = "required" if field.default is MISSING else f"`{field.default}`"
-        values = f"[{name}](#{name.lower()})" if name in enums else f"`{field.type}`".replace("|", "\\|")
+        values = (
+            f"[{name}](#{name.lower()})" if name in enums else f"`{field.type}`".replace("|", "\\|")
+        )
         yield f"| `{field.name}` | {values} | {default} |"
     for name, (text, members) in enums.items():
         yield f"\n## {name}\n\n{text}\n"
@@ -92,25 +119,42 @@ def contract_page() -> Iterator[str]:
 def options_page() -> Iterator[str]:
     """docs/options.md."""
     yield "# Options\n\n## pytest\n"
-    yield "Command line wins over ini file, ini file over default. Paths of the ini file start from pytest's root folder.\n"
+    yield (
+        "Command line wins over ini file, ini file over default. Paths of the ini file start from"
+        " pytest's root folder.\n"
+    )
     yield "| option | ini key | default | meaning |\n|---|---|---|---|"
     for option in OPTIONS:
         value = f"={option.metavar}".replace("|", "\\|") if option.metavar else ""
         default = "" if option.default in (None, (), False) else f"`{option.default}`"
         key = f"`{option.dest}`" if option.ini else "none: it is a one-time act"
         yield f"| `{option.flag}{value}` | {key} | {default} | {option.help} |"
-    yield "\nFixtures: `rollproof_record`, `rollproof_replay`, `rollproof_profile`, `rollproof_seed`. Marker: `rollproof(profile=None,"
-    yield "seed=None)`, put on every conformance item, so that `-m rollproof` selects them; on a test of yours its arguments override the"
+    yield (
+        "\nFixtures: `rollproof_record`, `rollproof_replay`, `rollproof_profile`, `rollproof_seed`."
+        " Marker: `rollproof(profile=None,"
+    )
+    yield (
+        "seed=None)`, put on every conformance item, so that `-m rollproof` selects them; on a test"
+        " of yours its arguments override the"
+    )
     yield "options."
     yield "\n## Command line\n"
-    yield "Exit codes: 0 all pass, 1 some fail, 2 unknown only, 254 bad arguments, 255 internal error, 130 interrupted."
+    yield (
+        "Exit codes: 0 all pass, 1 some fail, 2 unknown only, 254 bad arguments, 255 internal"
+        " error, 130 interrupted."
+    )
     root = get_command(app)
     for name, command in root.commands.items():  # type: ignore[attr-defined]  # the app is a group
-        yield f"\n### rollproof {name}\n\n{inspect.cleandoc(command.help)}\n\n| argument | meaning |\n|---|---|"
+        yield (
+            f"\n### rollproof {name}\n\n{inspect.cleandoc(command.help)}\n\n| argument | meaning"
+            " |\n|---|---|"
+        )
         for parameter in command.params:
             yield f"| {_spelling(parameter)} | {getattr(parameter, 'help', '') or ''} |"
     yield "\n## File of expected failures\n"
-    before, _, rest = inspect.cleandoc(rollproof.verification.expected_failures.__doc__ or "").partition("::\n\n")
+    before, _, rest = inspect.cleandoc(
+        rollproof.verification.expected_failures.__doc__ or ""
+    ).partition("::\n\n")
     example, _, after = rest.partition("\n\n")
     yield f"{before}:\n\n```toml\n{inspect.cleandoc(example)}\n```\n\n{after}"
 
@@ -141,7 +185,9 @@ def _text(lines: Iterable[str]) -> str:
     return f"{HEAD}\n" + "\n".join(lines).rstrip() + "\n"
 
 
-def main(write: bool = typer.Option(False, "--write/--check", help="Write the pages, or compare them.")) -> None:
+def main(
+    write: bool = typer.Option(False, "--write/--check", help="Write the pages, or compare them."),
+) -> None:
     """Write or compare the generated pages."""
     stale = []
     for name, page in PAGES.items():
@@ -154,7 +200,15 @@ def main(write: bool = typer.Option(False, "--write/--check", help="Write the pa
             print(f"wrote {path.name}")
             continue
         stale.append(name)
-        sys.stdout.writelines(difflib.unified_diff(old.splitlines(True), text.splitlines(True), f"docs/{name}", "what the code says", n=1))
+        sys.stdout.writelines(
+            difflib.unified_diff(
+                old.splitlines(True),
+                text.splitlines(True),
+                f"docs/{name}",
+                "what the code says",
+                n=1,
+            )
+        )
     if stale:
         print(f"{', '.join(stale)} differ from the code: run `nox -s docs -- --write` and commit.")
         raise typer.Exit(1)

@@ -59,22 +59,34 @@ tensors and by experts, whose rows are held against those of one.
 def gpu_page() -> Iterator[str]:
     """docs/gpu.md."""
     yield f"# GPU suites\n{_INTRO}"
-    yield "## Needs\n\nA test says what it needs by markers, and is skipped, or fails, with one line that says what is missing.\n"
+    yield (
+        "## Needs\n\nA test says what it needs by markers, and is skipped, or fails, with one line"
+        " that says what is missing.\n"
+    )
     for text in MARKERS.values():
         signature, _, what = text.partition(": ")
         yield f"- `{signature}`: {what}"
     yield "\n## Settings of engines\n\n| setting | what | engines | run |\n|---|---|---|---|"
     for one in VARIANTS.values():
         engines = ", ".join(f"{engine} ({one.dtype_of(engine)})" for engine in one.extra)
-        yield f"| {one.name} | {one.about} | {engines} | {'with `--rollproof-full`' if one.full else 'always'} |"
+        yield (
+            f"| {one.name} | {one.about} | {engines} |"
+            f" {'with `--rollproof-full`' if one.full else 'always'} |"
+        )
     for engine, why in NO_FLOAT32.items():
         yield f"\nOf {engine}, values are not held against the float32 forward: {why}."
-    yield "\nKnown to fail, told in [track-record.md](track-record.md) with scripts that show it outside rollproof; such an experiment is"
+    yield (
+        "\nKnown to fail, told in [track-record.md](track-record.md) with scripts that show it"
+        " outside rollproof; such an experiment is"
+    )
     yield "judged apart, and must go on failing:\n"
     for flavour, known in KNOWN.items():
         for name, fault in known.items():
             yield f"- {flavour}, `{name}`: {', '.join(fault.checks)}. {fault.reason}"
-    runs = {path.stem: json.loads(path.read_text(encoding="utf-8")) for path in sorted(RUNS.glob("*.json"))}
+    runs = {
+        path.stem: json.loads(path.read_text(encoding="utf-8"))
+        for path in sorted(RUNS.glob("*.json"))
+    }
     yield _MODES
     for mode in INVARIANT.values():
         if mode.known:
@@ -86,23 +98,59 @@ def gpu_page() -> Iterator[str]:
 
 
 def _gap(runs: Mapping[str, Mapping[str, Any]]) -> Iterator[str]:
-    yield "\n## The gap\n\nA generated Qwen3-MoE (8 layers, 64 experts, top 8, hidden 512, sharpened head), 128 sequences of 288"
-    yield "sampled tokens; across an update 64 of 144. k3 = mean of exp(d) - 1 - d, d = trainer - rollout logprob. Ratios are those of k3"
-    yield "to native routing on the same tokens, with 95 % intervals over sequences; controls are routes shifted by a token, by a layer,"
-    yield "and permuted. Self-replay is the largest difference of a logprob between a recording pass and its replay, row by row.\n"
-    yield "| engine | trainer | dtype | native k3 | R3 k3 | R3 / native | controls / native | self-replay | run |"
+    yield (
+        "\n## The gap\n\nA generated Qwen3-MoE (8 layers, 64 experts, top 8, hidden 512, sharpened"
+        " head), 128 sequences of 288"
+    )
+    yield (
+        "sampled tokens; across an update 64 of 144. k3 = mean of exp(d) - 1 - d, d = trainer -"
+        " rollout logprob. Ratios are those of k3"
+    )
+    yield (
+        "to native routing on the same tokens, with 95 % intervals over sequences; controls are"
+        " routes shifted by a token, by a layer,"
+    )
+    yield (
+        "and permuted. Self-replay is the largest difference of a logprob between a recording pass"
+        " and its replay, row by row.\n"
+    )
+    yield (
+        "| engine | trainer | dtype | native k3 | R3 k3 | R3 / native | controls / native |"
+        " self-replay | run |"
+    )
     yield "|---|---|---|---|---|---|---|---|---|"
     for run, data in runs.items():
         for cell in data["gap"]:
             effect = cell["effect"]["effects"][0]
-            controls = ", ".join(f"{row[0]['ratio']:.0f}" for row in cell["effect"]["controls"].values()) or "–"
+            controls = (
+                ", ".join(f"{row[0]['ratio']:.0f}" for row in cell["effect"]["controls"].values())
+                or "–"
+            )
             engine = f"{cell['engine']}, {cell['about']}" if cell["about"] else cell["engine"]
-            k3 = [f"{cell['reports'][mode]['metrics']['kl_mu_pi_k3']['value']:.3g}" for mode in ("native", "R3")]
+            k3 = [
+                f"{cell['reports'][mode]['metrics']['kl_mu_pi_k3']['value']:.3g}"
+                for mode in ("native", "R3")
+            ]
             ratio = f"{effect['ratio']:.3f} ({effect['low']:.3f} to {effect['high']:.3f})"
-            cells = (engine, cell["trainer"], cell["dtype"], *k3, ratio, controls, _number(cell["self_replay_max_abs"]), run)
+            cells = (
+                engine,
+                cell["trainer"],
+                cell["dtype"],
+                *k3,
+                ratio,
+                controls,
+                _number(cell["self_replay_max_abs"]),
+                run,
+            )
             yield f"| {' | '.join(cells)} |"
-    yield "\nThe limits of [gap.md](gap.md) are those of trained models. A generated one amplifies rounding and breaks them in k3 and mean"
-    yield "|d|, with R3 too (k3 0.003 where 0.002 is the limit); asserted are the effect of replay and of the controls, and that"
+    yield (
+        "\nThe limits of [gap.md](gap.md) are those of trained models. A generated one amplifies"
+        " rounding and breaks them in k3 and mean"
+    )
+    yield (
+        "|d|, with R3 too (k3 0.003 where 0.002 is the limit); asserted are the effect of replay"
+        " and of the controls, and that"
+    )
     yield "self-replay is exact."
 
 
@@ -111,29 +159,53 @@ def _number(value: float | None) -> str:
 
 
 def _time(runs: Mapping[str, Mapping[str, Any]]) -> Iterator[str]:
-    yield "\n## Time\n\nWhat engines and trainers take is theirs; all else counts as rollproof's own, with whatever nobody counted. Goal: a"
+    yield (
+        "\n## Time\n\nWhat engines and trainers take is theirs; all else counts as rollproof's own,"
+        " with whatever nobody counted. Goal: a"
+    )
     yield "default run on one GPU in less than 600 s, of which less than 10 % are ours."
     for run, data in runs.items():
         if data.get("seconds_ours"):
             share = 100 * data["seconds_ours"] / data["seconds"]
-            yield f"\n{run}: {data['seconds']:.0f} s, of which {data['seconds_ours']:.0f} s ({share:.1f} %) ours.\n"
+            yield (
+                f"\n{run}: {data['seconds']:.0f} s, of which {data['seconds_ours']:.0f} s"
+                f" ({share:.1f} %) ours.\n"
+            )
             yield "| part | s |\n|---|---|"
             yield from (f"| {part} | {seconds:.1f} |" for part, seconds in data["spent"].items())
 
 
 def _suites(runs: Mapping[str, Mapping[str, Any]]) -> Iterator[str]:
-    yield "\n## Verdicts\n\n| run | subject | pass | fail | unknown | not applicable |\n|---|---|---|---|---|---|"
+    yield (
+        "\n## Verdicts\n\n| run | subject | pass | fail | unknown | not applicable"
+        " |\n|---|---|---|---|---|---|"
+    )
     for run, data in runs.items():
         for suite in data["suites"]:
-            counts = [str(suite["summary"][key]) for key in ("pass", "fail", "unknown", "not_applicable")]
+            counts = [
+                str(suite["summary"][key]) for key in ("pass", "fail", "unknown", "not_applicable")
+            ]
             yield f"| {run} | {suite['subject']} | {' | '.join(counts)} |"
-    yield "\nUnknown: what the setting did not bring about, and in bfloat16 what only an exact forward could tell.\n"
+    yield (
+        "\nUnknown: what the setting did not bring about, and in bfloat16 what only an exact"
+        " forward could tell.\n"
+    )
     for run, data in runs.items():
         machine = data["machine"]
-        cards = {gpu["name"]: sum(one["name"] == gpu["name"] for one in machine["gpus"]) for gpu in machine["gpus"]}
+        cards = {
+            gpu["name"]: sum(one["name"] == gpu["name"] for one in machine["gpus"])
+            for gpu in machine["gpus"]
+        }
         told = ", ".join(f"{count} x {name}" for name, count in cards.items())
-        versions = ", ".join(f"{name} {version}" for name, version in machine["versions"].items() if name != "rollproof")
-        yield f"- [{run}](runs/{run}.html) ({data['began']}): {told}, driver {machine['driver']}, Python {machine['python']}; {versions}."
+        versions = ", ".join(
+            f"{name} {version}"
+            for name, version in machine["versions"].items()
+            if name != "rollproof"
+        )
+        yield (
+            f"- [{run}](runs/{run}.html) ({data['began']}): {told}, driver {machine['driver']},"
+            f" Python {machine['python']}; {versions}."
+        )
         yield from (f"  - {note}" for note in data["notes"])
 
 

@@ -1,4 +1,6 @@
-"""docs/http.md: the faces' endpoints, and transcripts of ten kinds of requests beside what the real servers answered."""
+"""docs/http.md: the faces' endpoints, and transcripts of ten kinds of requests beside what the real
+servers answered.
+"""
 
 from __future__ import annotations
 
@@ -51,24 +53,47 @@ _CLOCKS = ("created", "timestamp", "response_sent_to_client_ts", "e2e_latency")
 def http_page() -> Iterator[str]:
     """The lines of the page."""
     yield "# The HTTP faces\n"
-    yield "`rollproof serve` (see [doors](doors.md)) answers as these servers do. The faces are compared with recordings of the real"
-    yield "servers (tests/http/recorded): status, media type, keys and kinds of values. What differs, and why: tests/fakes/http/unlike.py.\n"
+    yield (
+        "`rollproof serve` (see [doors](doors.md)) answers as these servers do. The faces are"
+        " compared with recordings of the real"
+    )
+    yield (
+        "servers (tests/http/recorded): status, media type, keys and kinds of values. What differs,"
+        " and why: tests/fakes/http/unlike.py.\n"
+    )
     yield from _start()
     yield from _judged()
     yield from _fields()
     for name, shown in SHOWN.items():
-        yield f"\n## {name}\n\nEndpoints: {', '.join(f'`{path}`' for path in virtual_loop.run(lambda name=name: _paths(name)))}.\n"
-        yield f"Below, {len(shown)} kinds of requests: what {_server(name)} answered, and what the face answers. The status stands"
-        yield "before the body (`curl -i` shows it), and events of a stream without their `data:`. The face was fresh each time: one that"
-        yield "has served the prompt before counts its tokens as cached, and after a pause it answers no call. Long texts and lists are"
-        yield "cut: the recordings keep three of a list, of the face's it is told how many more there are. Times are 0.\n"
+        yield (
+            f"\n## {name}\n\nEndpoints:"
+            f" {', '.join(f'`{path}`' for path in virtual_loop.run(lambda name=name: _paths(name)))}.\n"
+        )
+        yield (
+            f"Below, {len(shown)} kinds of requests: what {_server(name)} answered, and what the"
+            " face answers. The status stands"
+        )
+        yield (
+            "before the body (`curl -i` shows it), and events of a stream without their `data:`."
+            " The face was fresh each time: one that"
+        )
+        yield (
+            "has served the prompt before counts its tokens as cached, and after a pause it answers"
+            " no call. Long texts and lists are"
+        )
+        yield (
+            "cut: the recordings keep three of a list, of the face's it is told how many more there"
+            " are. Times are 0.\n"
+        )
         for title, kind, number in shown:
             data = json.loads((RECORDED / f"{name}_{kind}.json").read_text(encoding="utf-8"))
             exchange = data["exchanges"][number]
             yield f"\n### {name}: {title}\n\n```console\n$ {_curl(exchange['request'])}\n```\n"
             real = exchange["response"]
             yield f"{data['server']}:\n\n```\n{real['status']}\n{_text(real['body'])}\n```\n"
-            status, body = virtual_loop.run(lambda name=name, exchange=exchange: _asked(name, exchange["request"]))
+            status, body = virtual_loop.run(
+                lambda name=name, exchange=exchange: _asked(name, exchange["request"])
+            )
             yield f"the face:\n\n```\n{status}\n{_text(body)}\n```"
 
 
@@ -96,13 +121,24 @@ the transcripts have `w0`.
 
 
 def _judged() -> Iterator[str]:
-    """A client that is judged through the face, with the files of docs/example; tests/fakes/http/test_served_example.py runs it."""
+    """A client that is judged through the face, with the files of docs/example;
+    tests/fakes/http/test_served_example.py runs it.
+    """
     yield "\n## A client, aborted and cut off on purpose\n"
-    yield "[served_plan.toml](example/served_plan.toml) aborts request `r1` after two tokens, and cuts the reply to the call that resumes"
+    yield (
+        "[served_plan.toml](example/served_plan.toml) aborts request `r1` after two tokens, and"
+        " cuts the reply to the call that resumes"
+    )
     yield "it:\n"
     yield f"```toml\n{(EXAMPLE / 'served_plan.toml').read_text(encoding='utf-8')}```\n"
-    yield "[served_client.py](example/served_client.py) resumes by sending prompt and tokens again, asks again where a reply broke off, and"
-    yield "tells the server of its request and sample; [served_contract.toml](example/served_contract.toml) is what it promises.\n"
+    yield (
+        "[served_client.py](example/served_client.py) resumes by sending prompt and tokens again,"
+        " asks again where a reply broke off, and"
+    )
+    yield (
+        "tells the server of its request and sample;"
+        " [served_contract.toml](example/served_contract.toml) is what it promises.\n"
+    )
     yield """```console
 $ python served_client.py        # in another terminal, while the server below runs
 r1: 2 tokens, abort
@@ -142,15 +178,30 @@ Without its line `routed_experts_start_len` the client has the most frequent fau
 def _fields() -> Iterator[str]:
     """What of each request model is answered, refused, and taken without effect."""
     yield "\n## Fields of a request\n"
-    yield "Every field of the real servers' request models is answered, or refused with 400 where it asks for something (one that is null,"
-    yield "false, 0 or empty does not), or changes nothing of an answer of the fake. A name that no model has is passed over. The models"
-    yield "are those of SGLang 0.5.21 and vLLM 0.32.0. Those of SGLang 0.5.17 and vLLM 0.26.0 were compared: a name that only the newer"
-    yield "have is taken as the newer do, and what the real servers take without effect, whatever its value, is not refused."
+    yield (
+        "Every field of the real servers' request models is answered, or refused with 400 where it"
+        " asks for something (one that is null,"
+    )
+    yield (
+        "false, 0 or empty does not), or changes nothing of an answer of the fake. A name that no"
+        " model has is passed over. The models"
+    )
+    yield (
+        "are those of SGLang 0.5.21 and vLLM 0.32.0. Those of SGLang 0.5.17 and vLLM 0.26.0 were"
+        " compared: a name that only the newer"
+    )
+    yield (
+        "have is taken as the newer do, and what the real servers take without effect, whatever its"
+        " value, is not refused."
+    )
     for model, fields in FIELDS.items():
         yield f"\n**{model}**\n\n- answered: {_names(sorted(fields.answered))}"
         for word, table in ("refused", fields.refused), ("without effect", fields.idle):
             for reason in dict.fromkeys(table.values()):
-                yield f"- {word}, for {reason}: {_names(sorted(name for name in table if table[name] == reason))}"
+                yield (
+                    f"- {word}, for {reason}:"
+                    f" {_names(sorted(name for name in table if table[name] == reason))}"
+                )
 
 
 def _names(names: list[str]) -> str:
@@ -158,13 +209,17 @@ def _names(names: list[str]) -> str:
 
 
 def _server(name: str) -> str:
-    server: str = json.loads((RECORDED / f"{name}_generate.json").read_text(encoding="utf-8"))["server"]
+    server: str = json.loads((RECORDED / f"{name}_generate.json").read_text(encoding="utf-8"))[
+        "server"
+    ]
     return server
 
 
 def _line(name: str) -> tuple[Any, Line]:
     model = Model(num_layers=3, moe_layers=(0, 1, 2), num_experts=8, top_k=2, vocab=512)
-    options = ServeOptions(flavour=name, model=model, engine=EngineOptions(step=1.0), max_length=512, label="w0")
+    options = ServeOptions(
+        flavour=name, model=model, engine=EngineOptions(step=1.0), max_length=512, label="w0"
+    )
     face = FACES[name][0](Backing(options))
     return face, Line(face)
 
@@ -178,19 +233,35 @@ async def _asked(name: str, request: Mapping[str, Any]) -> tuple[int, Any]:
     if heard.headers.get("content-type", "").startswith("text/event-stream"):
         return heard.status, [*heard.events(), "[DONE]"]
     text = heard.body.decode()
-    return heard.status, json.loads(text) if heard.headers.get("content-type", "").startswith("application/json") else text
+    return heard.status, (
+        json.loads(text)
+        if heard.headers.get("content-type", "").startswith("application/json")
+        else text
+    )
 
 
 def _curl(request: Mapping[str, Any]) -> str:
     body = request.get("body")
-    data = "" if body is None else f" -H 'content-type: application/json' -d {shlex.quote(json.dumps(_cut(body, 12)))}"
-    return f"curl -X {request['method']} {shlex.quote('localhost:30000' + request['path'])}{data}"  # zsh would expand a `?`
+    data = (
+        ""
+        if body is None
+        else f" -H 'content-type: application/json' -d {shlex.quote(json.dumps(_cut(body, 12)))}"
+    )
+    return (  # zsh would expand a `?`
+        f"curl -X {request['method']} {shlex.quote('localhost:30000' + request['path'])}{data}"
+    )
 
 
 def _text(body: Any) -> str:
     if isinstance(body, list):
-        events = body if len(body) <= 3 else [body[0], f"... and {len(body) - 3} more events ...", *body[-2:]]
-        return "\n".join(_text(event) if isinstance(event, dict) else str(event) for event in events)
+        events = (
+            body
+            if len(body) <= 3
+            else [body[0], f"... and {len(body) - 3} more events ...", *body[-2:]]
+        )
+        return "\n".join(
+            _text(event) if isinstance(event, dict) else str(event) for event in events
+        )
     text = json.dumps(_cut(body, 3)) if isinstance(body, dict) else str(body).strip()
     return "\n".join(textwrap.wrap(text, 130, break_long_words=False, break_on_hyphens=False))
 
@@ -205,6 +276,10 @@ def _cut(value: Any, most: int, key: str = "") -> Any:
         return 0
     if isinstance(value, float):
         return round(value, 4)
-    if key in ("id", "request_id") and isinstance(value, str) and len(value.rpartition("-")[2]) > 12:
+    if (
+        key in ("id", "request_id")
+        and isinstance(value, str)
+        and len(value.rpartition("-")[2]) > 12
+    ):
         return f"{value.rpartition('-')[0]}-..." if "-" in value else "..."
     return f"{value[:40].rstrip('.')}..." if isinstance(value, str) and len(value) > 40 else value

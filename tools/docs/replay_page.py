@@ -1,7 +1,9 @@
-"""Writes docs/replay.md: what a trainer with routing replay declares and tells, what is asked of it, and what was found where.
+"""Writes docs/replay.md: what a trainer with routing replay declares and tells, what is asked of
+it, and what was found where.
 
-Verdicts on the reference trainers are made anew each time; those on real trainers are read from ``replay_results/*.json``, which
-``python -m tools.judge_megatron_trainers FILE`` and its like write where the packages are installed.
+Verdicts on the reference trainers are made anew each time; those on real trainers are read from
+``replay_results/*.json``, which ``python -m tools.judge_megatron_trainers FILE`` and its like write
+where the packages are installed.
 """
 
 from __future__ import annotations
@@ -85,24 +87,44 @@ def replay_page() -> Iterator[str]:
     yield from _tried()
     yield "\n## What you write\n"
     yield _plain(rollproof.ReplaySubject.__doc__)
-    yield "\n`contract` is made by `rollproof.core.trainer_contract.trainer_contract`: the sizes of the model, the convention of the payload"
+    yield (
+        "\n`contract` is made by `rollproof.core.trainer_contract.trainer_contract`: the sizes of"
+        " the model, the convention of the payload"
+    )
     yield "([contract.md](contract.md)), and these terms.\n\n| term | default |\n|---|---|"
     for field in fields(ReplayTerms):
-        yield f"| `{field.name}` | {'required' if field.default is MISSING else f'`{_shown(field.default)}`'} |"
+        yield (
+            f"| `{field.name}` |"
+            f" {'required' if field.default is MISSING else f'`{_shown(field.default)}`'} |"
+        )
     yield f"\n{_plain(ReplayTerms.__doc__)}"
     for name, (text, members) in enum_texts(replay_contract).items():
         yield f"\n### {name}\n\n{_plain(text)}\n"
         yield from _values(members)
-    yield "\n## What it is handed, and hands over\n\nOf `rollproof.core.events.replay` and `rollproof.core.router_spy`.\n"
+    yield (
+        "\n## What it is handed, and hands over\n\nOf `rollproof.core.events.replay` and"
+        " `rollproof.core.router_spy`.\n"
+    )
     for record in (replay.Step, replay.Outcome):
         yield f"\n### {record.__name__}\n\n{_plain(record.__doc__)}"
     for name, (text, members) in enum_texts(replay).items():
         yield f"\n### {name}\n\n{_plain(text)}\n"
         yield from _values(members)
     yield f"\n### Spy\n\n{_plain(Spy.__doc__)}"
-    for function in (Spy.routed, Spy.installed, Spy.recomputing, Spy.extend, identify, ids_of_map, sketch, direction):
+    for function in (
+        Spy.routed,
+        Spy.installed,
+        Spy.recomputing,
+        Spy.extend,
+        identify,
+        ids_of_map,
+        sketch,
+        direction,
+    ):
         yield f"\n`{function.__name__}`: {_plain(function.__doc__)}"
-    if all((RESULTS.parent / name).exists() for name in re.findall(r"\((example/[^)]+)\)", _EXAMPLES)):
+    if all(
+        (RESULTS.parent / name).exists() for name in re.findall(r"\((example/[^)]+)\)", _EXAMPLES)
+    ):
         yield _EXAMPLES
     yield from _episodes()
     yield from _covering()
@@ -124,13 +146,21 @@ def _covering() -> Iterator[str]:
     yield _COVERING.format(rows=len(rows), run=len(run), ranks=CPU_RANKS)
     for strength, words in ((2, "two"), (3, "three")):
         (held, total), (ran, _) = coverage(rows, strength), coverage(run, strength)
-        yield f"| {words} | {total:,} | {held:,} ({held / total:.1%}) | {ran:,} ({ran / total:.1%}) |"
+        yield (
+            f"| {words} | {total:,} | {held:,} ({held / total:.1%}) | {ran:,} ({ran / total:.1%}) |"
+        )
 
 
 def _episodes() -> Iterator[str]:
     """What is asked of a trainer that offers everything."""
-    yield "\n## What is asked\n\nAn episode begins with a fresh subject. These are the episodes of a trainer that offers everything (R2,"
-    yield "one other model); `--profile nightly` and `soak` add random ones, which repeat a few steps among failures, recomputes and"
+    yield (
+        "\n## What is asked\n\nAn episode begins with a fresh subject. These are the episodes of a"
+        " trainer that offers everything (R2,"
+    )
+    yield (
+        "one other model); `--profile nightly` and `soak` add random ones, which repeat a few steps"
+        " among failures, recomputes and"
+    )
     yield "other modes.\n"
     yield "| episode | steps |\n|---|---|"
     for episode in episodes_for(Pipelined.contract):
@@ -140,22 +170,40 @@ def _episodes() -> Iterator[str]:
 def _table() -> Iterator[str]:
     checks = [check for check in default_registry() if check.about == "replay"]
     short = [check.id.partition(".")[2] for check in checks]
-    yield "\n## What was found\n\nPass ✓, fail ✗, unknown ?, not applicable ·. Reference trainers are rollproof's own, in numpy, on"
-    yield "simulated ranks; the rows below them are real trainers on CPU (gloo), judged where their packages are installed.\n"
-    yield f"{len(checks)} checks, by number: {', '.join(f'{i + 1} {name}' for i, name in enumerate(short))}.\n"
+    yield (
+        "\n## What was found\n\nPass ✓, fail ✗, unknown ?, not applicable ·. Reference trainers are"
+        " rollproof's own, in numpy, on"
+    )
+    yield (
+        "simulated ranks; the rows below them are real trainers on CPU (gloo), judged where their"
+        " packages are installed.\n"
+    )
+    yield (
+        f"{len(checks)} checks, by number:"
+        f" {', '.join(f'{i + 1} {name}' for i, name in enumerate(short))}.\n"
+    )
     yield f"| trainer | split | mode | {' | '.join(str(i + 1) for i in range(len(checks)))} |"
     yield f"|---|---|---|{'---|' * len(checks)}"
     found: list[str] = []
     for name, row in {**_references(), **_results()}.items():
         verdicts: Mapping[str, str] = row["verdicts"]
         signs = [_SIGNS.get(verdicts.get(check.id, ""), " ") for check in checks]
-        yield f"| {name} | {row['parallel'] or 'one process'} | {row['mode']} | {' | '.join(signs)} |"
+        yield (
+            f"| {name} | {row['parallel'] or 'one process'} | {row['mode']} | {' | '.join(signs)} |"
+        )
         found += [f"- **{name}**, `{check}`: {text}" for check, text in row["findings"].items()]
-    versions = {f"{package} {version}" for row in _results().values() for package, version in row["versions"].items()}
+    versions = {
+        f"{package} {version}"
+        for row in _results().values()
+        for package, version in row["versions"].items()
+    }
     if versions:
         yield f"\nVersions: {', '.join(sorted(versions))}."
     if found:
-        yield "\n### What fails\n\nThe first finding of each check; [track-record.md](track-record.md) has them by hand.\n"
+        yield (
+            "\n### What fails\n\nThe first finding of each check;"
+            " [track-record.md](track-record.md) has them by hand.\n"
+        )
         yield from found
 
 
@@ -168,7 +216,11 @@ def _references() -> dict[str, dict[str, Any]]:
             "parallel": made.parallel,
             "mode": str(terms_of(made.contract).mode),
             "verdicts": {result.id: str(result.verdict) for result in report.results},
-            "findings": {result.id: result.findings[0].observed for result in report.results if result.findings},
+            "findings": {
+                result.id: result.findings[0].observed
+                for result in report.results
+                if result.findings
+            },
         }
     return rows
 

@@ -1,7 +1,9 @@
-"""Writes docs/stacks.md: which releases of which stacks were judged, and what each check said of each.
+"""Writes docs/stacks.md: which releases of which stacks were judged, and what each check said of
+each.
 
-Verdicts are read from ``stack_results/NAME-VERSION.json``. ``python tools/docs/stacks_page.py REPORT.json`` condenses what
-``rollproof verify --stack NAME --json REPORT.json`` wrote into such a file; ``nox -s upstream -- NAME --write`` does both.
+Verdicts are read from ``stack_results/NAME-VERSION.json``. ``python tools/docs/stacks_page.py
+REPORT.json`` condenses what ``rollproof verify --stack NAME --json REPORT.json`` wrote into such a
+file; ``nox -s upstream -- NAME --write`` does both.
 """
 
 from __future__ import annotations
@@ -21,7 +23,9 @@ __all__ = ["condense", "stacks_page"]
 
 RESULTS = Path(__file__).parents[2] / "docs" / "stack_results"
 _SIGNS = {"fail": "✗", "expected fail": "✗", "unknown": "?", "pass": "✓", "not applicable": "·"}
-"""The worst first: a release shows the worst verdict of its parts; one that passed somewhere and failed nowhere passes."""
+"""The worst first: a release shows the worst verdict of its parts; one that passed somewhere and
+failed nowhere passes.
+"""
 
 
 UNDRIVEN = """
@@ -39,16 +43,42 @@ UNDRIVEN = """
 
 def stacks_page() -> Iterator[str]:
     """docs/stacks.md."""
-    results = [json.loads(path.read_text(encoding="utf-8")) for path in sorted(RESULTS.glob("*.json"))]
+    results = [
+        json.loads(path.read_text(encoding="utf-8")) for path in sorted(RESULTS.glob("*.json"))
+    ]
     results.sort(key=lambda result: (list(STACKS).index(result["stack"]), result["version"]))
-    yield "# Stacks\n\nReleased frameworks whose own, unmodified code is judged on fake engines: `rollproof verify --stack NAME`,"
-    yield "where it is installed (elsewhere the error has the commands that install it: from a package index, without the engines and CUDA"
-    yield "packages that its metadata asks for); `nox -s upstream -- NAME==VERSION` installs it and holds its verdicts to the matrix of"
-    yield "[harness/stacks/verdicts](../harness/stacks/verdicts). What fails is shown by hand in [track-record.md](track-record.md)."
-    yield "An entry says of each check that fails what kind of finding it shows, and after which situations: another kind, or another"
-    yield "situation, is an error, as a pass or an unknown verdict is. The seed draws the schedules; the matrix is that of the default one."
-    yield "slime, prime-rl, NeMo-RL and ROLL are judged from a checkout, `--checkout DIR`, at the commit of the table; `--force` judges"
-    yield "another commit, or code that was changed there (`<commit>+changed`), as that one, and a release that the table does not have as"
+    yield (
+        "# Stacks\n\nReleased frameworks whose own, unmodified code is judged on fake engines:"
+        " `rollproof verify --stack NAME`,"
+    )
+    yield (
+        "where it is installed (elsewhere the error has the commands that install it: from a"
+        " package index, without the engines and CUDA"
+    )
+    yield (
+        "packages that its metadata asks for); `nox -s upstream -- NAME==VERSION` installs it and"
+        " holds its verdicts to the matrix of"
+    )
+    yield (
+        "[harness/stacks/verdicts](../harness/stacks/verdicts). What fails is shown by hand in"
+        " [track-record.md](track-record.md)."
+    )
+    yield (
+        "An entry says of each check that fails what kind of finding it shows, and after which"
+        " situations: another kind, or another"
+    )
+    yield (
+        "situation, is an error, as a pass or an unknown verdict is. The seed draws the schedules;"
+        " the matrix is that of the default one."
+    )
+    yield (
+        "slime, prime-rl, NeMo-RL and ROLL are judged from a checkout, `--checkout DIR`, at the"
+        " commit of the table; `--force` judges"
+    )
+    yield (
+        "another commit, or code that was changed there (`<commit>+changed`), as that one, and a"
+        " release that the table does not have as"
+    )
     yield "the newest that it has: what fails then may be the adapter's fault.\n"
     yield from _parts(results)
     yield from _table(results)
@@ -58,51 +88,85 @@ def stacks_page() -> Iterator[str]:
 
 
 def _parts(results: list[dict[str, Any]]) -> Iterator[str]:
-    yield "## What was judged\n\n| stack | part | cases | pass | fail | unknown | not applicable | seconds |"
+    yield (
+        "## What was judged\n\n| stack | part | cases | pass | fail | unknown | not applicable |"
+        " seconds |"
+    )
     yield "|---|---|---|---|---|---|---|---|"
     for result in results:
         for part, one in result["parts"].items():
             count = Counter(_SIGNS[verdict] for verdict in one["verdicts"].values())
             counts = " | ".join(str(count[sign]) for sign in "✓✗?·")
-            yield f"| {_title(result)} | {part} | {one['cases']} | {counts} | {one['seconds']:.0f} |"
+            yield (
+                f"| {_title(result)} | {part} | {one['cases']} | {counts} | {one['seconds']:.0f} |"
+            )
     yield "\nSeconds on two cores, imports left out; for most of them other work ran beside.\n"
 
 
 def _table(results: list[dict[str, Any]]) -> Iterator[str]:
-    judged = {check for result in results for part in result["parts"].values() for check in part["verdicts"]}
+    judged = {
+        check
+        for result in results
+        for part in result["parts"].values()
+        for check in part["verdicts"]
+    }
     yield "## Verdicts\n\nPass ✓, fail ✗, unknown ?, not applicable ·: the worst of all parts.\n"
-    yield f"| check | {' | '.join(_title(result) for result in results)} |\n|---|{'---|' * len(results)}"
+    yield (
+        f"| check | {' | '.join(_title(result) for result in results)}"
+        f" |\n|---|{'---|' * len(results)}"
+    )
     for check in default_registry():
         if check.id in judged:
             yield f"| {check.id} | {' | '.join(_worst(result, check.id) for result in results)} |"
 
 
 def _worst(result: Mapping[str, Any], check: str) -> str:
-    said = {_SIGNS[part["verdicts"][check]] for part in result["parts"].values() if check in part["verdicts"]}
+    said = {
+        _SIGNS[part["verdicts"][check]]
+        for part in result["parts"].values()
+        if check in part["verdicts"]
+    }
     # as in a report over several subjects: what passed somewhere and failed nowhere passes
     order = "✗✓?·" if "✗" not in said and "✓" in said else "✗?✓·"
     return next((sign for sign in order if sign in said), " ")
 
 
 def _failing(results: list[dict[str, Any]]) -> Iterator[str]:
-    yield "\n## What fails, and why\n\n| stack | what | kind | checks (parts) | upstream | by hand |\n|---|---|---|---|---|---|"
+    yield (
+        "\n## What fails, and why\n\n| stack | what | kind | checks (parts) | upstream | by hand"
+        " |\n|---|---|---|---|---|---|"
+    )
     for stack in dict.fromkeys(result["stack"] for result in results):
         for entry in Matrix.read(stack).entries:
             concerned = {**entry.may_fail, **entry.fails, **entry.unknown}
-            checks = "; ".join(f"`{check}` ({', '.join(parts)})" for check, parts in concerned.items())
-            source = ", ".join(filter(None, (f"`{entry.where}`" if entry.where else "", entry.upstream)))
+            checks = "; ".join(
+                f"`{check}` ({', '.join(parts)})" for check, parts in concerned.items()
+            )
+            source = ", ".join(
+                filter(None, (f"`{entry.where}`" if entry.where else "", entry.upstream))
+            )
             script = f"[{entry.script}](track_record/{entry.script})" if entry.script else ""
-            yield f"| {stack} {', '.join(entry.versions)} | {entry.name} | {entry.kind} | {checks} | {source} | {script} |"
+            yield (
+                f"| {stack} {', '.join(entry.versions)} | {entry.name} | {entry.kind} | {checks} |"
+                f" {source} | {script} |"
+            )
 
 
 def _left_out(results: list[dict[str, Any]]) -> Iterator[str]:
-    yield "\n## What is not applicable\n\nBy the declared contract of the newest release judged, all parts.\n"
+    yield (
+        "\n## What is not applicable\n\nBy the declared contract of the newest release judged, all"
+        " parts.\n"
+    )
     newest = {result["stack"]: result for result in results}
     for result in newest.values():
         reasons: dict[str, list[str]] = {}
         for check in default_registry().ids:
             if _worst(result, check) == "·":
-                said = {part["reasons"][check] for part in result["parts"].values() if check in part["reasons"]}
+                said = {
+                    part["reasons"][check]
+                    for part in result["parts"].values()
+                    if check in part["reasons"]
+                }
                 reasons.setdefault("; ".join(sorted(said)), []).append(check)
         yield f"\n**{_title(result)}**\n"
         for reason, checks in reasons.items():
@@ -114,7 +178,9 @@ def _title(result: Mapping[str, Any]) -> str:
 
 
 def condense(report: Mapping[str, Any]) -> dict[str, Any]:
-    """What is kept of a JSON report: verdicts by part and check, and the reasons of those that are not applicable or unknown."""
+    """What is kept of a JSON report: verdicts by part and check, and the reasons of those that are
+    not applicable or unknown.
+    """
     parts = {}
     for one in report.get("reports", [report]):
         recipe = one["recipe"]
@@ -123,9 +189,19 @@ def condense(report: Mapping[str, Any]) -> dict[str, Any]:
             "cases": one["cases"],
             "seconds": round(one["seconds"], 1),
             "verdicts": {check["id"]: check["verdict"] for check in checks},
-            "reasons": {check["id"]: check["reason"] for check in checks if check["verdict"] in ("not applicable", "unknown")},
+            "reasons": {
+                check["id"]: check["reason"]
+                for check in checks
+                if check["verdict"] in ("not applicable", "unknown")
+            },
         }
-    return {"stack": recipe["stack"], "version": recipe["version"], "profile": report["profile"], "seed": report["seed"], "parts": parts}
+    return {
+        "stack": recipe["stack"],
+        "version": recipe["version"],
+        "profile": report["profile"],
+        "seed": report["seed"],
+        "parts": parts,
+    }
 
 
 if __name__ == "__main__":

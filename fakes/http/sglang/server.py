@@ -1,7 +1,8 @@
-"""SGLang's server: the endpoints that reinforcement learning uses, with the fields and statuses of SGLang 0.5.21 to 0.5.23.
+"""SGLang's server: the endpoints that reinforcement learning uses, with the fields and statuses of
+SGLang 0.5.21 to 0.5.23.
 
-What differs between its releases (weight-version spans, compact routes) follows the flavour and the options. The fake has no
-tokenizer: ``text`` is words ``w5 w6``, one a token.
+What differs between its releases (weight-version spans, compact routes) follows the flavour and the
+options. The fake has no tokenizer: ``text`` is words ``w5 w6``, one a token.
 """
 
 from __future__ import annotations
@@ -23,7 +24,14 @@ from rollproof.fakes.http.asgi import Answer, Asked, Ending, Endpoints, Events, 
 from rollproof.fakes.http.engine_backend import Backing, Wanted
 from rollproof.fakes.http.request_body import BadRequest, field
 from rollproof.fakes.http.sglang.openai import OpenAI
-from rollproof.fakes.http.sglang.sglang_calls import SglangCall, indexed, last_logprob, native_chunk, native_reply, shown_version
+from rollproof.fakes.http.sglang.sglang_calls import (
+    SglangCall,
+    indexed,
+    last_logprob,
+    native_chunk,
+    native_reply,
+    shown_version,
+)
 from rollproof.fakes.http.sglang.unread import Unread
 from rollproof.fakes.http.trace_endpoints import told_endpoints
 
@@ -74,7 +82,11 @@ def sglang_app(backing: Backing) -> Face:
         **told_endpoints(backing),
     }
     if not backing.flavour.shows_spans:  # releases up to 0.5.18 had them; later ones answer 404
-        endpoints = {**endpoints, "/get_weight_version": {"GET": face.weight_version}, "/weight_version": {"GET": face.weight_version}}
+        endpoints = {
+            **endpoints,
+            "/get_weight_version": {"GET": face.weight_version},
+            "/weight_version": {"GET": face.weight_version},
+        }
     return Face(
         endpoints,
         wrong=_wrong,
@@ -90,14 +102,22 @@ def _either(handler: Handler) -> Mapping[str, Handler]:
 
 def _wrong(error: BadRequest) -> Mapping[str, Any]:
     if error.malformed:
-        return {"object": "error", "message": str(error), "type": "Bad Request", "param": None, "code": error.status}
+        return {
+            "object": "error",
+            "message": str(error),
+            "type": "Bad Request",
+            "param": None,
+            "code": error.status,
+        }
     return {"error": {"message": str(error)}}
 
 
 def _required(body: Mapping[str, Any], names: tuple[str, ...]) -> None:
     missing = [name for name in names if body.get(name) is None]
     if missing:
-        raise BadRequest(f"{len(missing)} validation errors: {', '.join(missing)} is required.", malformed=True)
+        raise BadRequest(
+            f"{len(missing)} validation errors: {', '.join(missing)} is required.", malformed=True
+        )
 
 
 class _Native:
@@ -134,7 +154,10 @@ class _Native:
     async def pause(self, asked: Asked) -> Answer:
         mode = field(asked.body(), "mode", str, "abort")
         if mode not in _MODES:
-            raise BadRequest(f"2 validation errors: mode must be one of {list(_MODES)}, not {mode!r}.", malformed=True)
+            raise BadRequest(
+                f"2 validation errors: mode must be one of {list(_MODES)}, not {mode!r}.",
+                malformed=True,
+            )
         await self._engine.pause(_MODES[mode], clear_cache=False)
         return JSONResponse({"message": "Generation paused successfully.", "status": "ok"})
 
@@ -155,15 +178,22 @@ class _Native:
         _required(body, _UPDATES[asked.path])
         if field(body, "abort_all_requests", bool, False):
             await self._engine.abort("*")
-        flush, label = field(body, "flush_cache", bool, True), field(body, "weight_version", str, None)
+        flush, label = (
+            field(body, "flush_cache", bool, True),
+            field(body, "weight_version", str, None),
+        )
         disk = asked.path.endswith("disk")
         more = {"num_paused_requests": 0} if disk else {}
         try:
-            await self._backing.load(field(body, "model_path", str, None) if disk else None, label, flush=flush)
+            await self._backing.load(
+                field(body, "model_path", str, None) if disk else None, label, flush=flush
+            )
         except TransferFailed as error:
             return JSONResponse({"success": False, "message": str(error), **more}, 400)
         version = "" if label is None else f" Weight version updated to {label}."
-        return JSONResponse({"success": True, "message": f"Succeeded to update model weights.{version}", **more})
+        return JSONResponse(
+            {"success": True, "message": f"Succeeded to update model weights.{version}", **more}
+        )
 
     async def relabel(self, asked: Asked) -> Answer:
         body = asked.body()
@@ -174,7 +204,9 @@ class _Native:
         if field(body, "abort_all_requests", bool, True):
             await self._engine.abort("*")
         self._backing.relabel(label)
-        return JSONResponse({"success": True, "message": f"Weight version updated to {label}", "new_version": label})
+        return JSONResponse(
+            {"success": True, "message": f"Weight version updated to {label}", "new_version": label}
+        )
 
     async def join_group(self, asked: Asked) -> Answer:
         _required(asked.body(), _GROUP)
@@ -225,7 +257,15 @@ class _Native:
             "utilization": loads["running"] / options.engine.max_batch,
         }
         stamp = datetime.fromtimestamp(now, UTC).isoformat()
-        return JSONResponse({"timestamp": stamp, "version": "fake", "accelerator": None, "num_accelerators": 1, "loads": [one]})
+        return JSONResponse(
+            {
+                "timestamp": stamp,
+                "version": "fake",
+                "accelerator": None,
+                "num_accelerators": 1,
+                "loads": [one],
+            }
+        )
 
     async def model_info(self, asked: Asked) -> Answer:
         info = {
@@ -262,7 +302,9 @@ class _Native:
             "tp_size": 1,
             "dp_size": 1,
         }
-        return JSONResponse({**info, "version": "fake", "internal_states": [{"last_gen_throughput": 0.0}]})
+        return JSONResponse(
+            {**info, "version": "fake", "internal_states": [{"last_gen_throughput": 0.0}]}
+        )
 
     async def models(self, asked: Asked) -> Answer:
         return JSONResponse({"object": "list", "data": [self._card()]})
@@ -271,11 +313,22 @@ class _Native:
         name = asked.path.removeprefix("/v1/models/")
         if name == "fake":
             return JSONResponse(self._card())
-        error = {"message": f"The model '{name}' does not exist", "type": "invalid_request_error", "param": "model"}
+        error = {
+            "message": f"The model '{name}' does not exist",
+            "type": "invalid_request_error",
+            "param": "model",
+        }
         return JSONResponse({"error": {**error, "code": "model_not_found"}}, 404)
 
     def _card(self) -> dict[str, Any]:
-        card = {"id": "fake", "object": "model", "created": int(self._started), "owned_by": "sglang", "root": "fake", "parent": None}
+        card = {
+            "id": "fake",
+            "object": "model",
+            "created": int(self._started),
+            "owned_by": "sglang",
+            "root": "fake",
+            "parent": None,
+        }
         return {**card, "max_model_len": self._backing.max_length}
 
     async def _reply(self, asked: Asked, wanted: Wanted) -> tuple[bytes, ...]:
@@ -283,12 +336,20 @@ class _Native:
         output = await self._backing.generate(asked, wanted, unique=True, narrow=True)
         return native_reply(wanted, output, time.perf_counter() - begun, self._backing)
 
-    async def _stream(self, asked: Asked, calls: list[Wanted], *, listed: bool) -> AsyncGenerator[bytes]:
-        """All tokens so far in each event (or the new ones, where the server streams so); with the last come routes and the reason."""
+    async def _stream(
+        self, asked: Asked, calls: list[Wanted], *, listed: bool
+    ) -> AsyncGenerator[bytes]:
+        """All tokens so far in each event (or the new ones, where the server streams so); with the
+        last come routes and the reason.
+        """
         incremental = self._backing.options.incremental
         ready: asyncio.Queue[Unread | None] = asyncio.Queue()
         tasks = [
-            asyncio.ensure_future(self._streamed(asked, one, number if listed else None, Unread(ready, newest=not incremental)))
+            asyncio.ensure_future(
+                self._streamed(
+                    asked, one, number if listed else None, Unread(ready, newest=not incremental)
+                )
+            )
             for number, one in enumerate(calls)
         ]
         everything = asyncio.ensure_future(asyncio.wait(tasks))
@@ -308,7 +369,9 @@ class _Native:
             await everything
         yield b"data: [DONE]\n\n"
 
-    async def _streamed(self, asked: Asked, wanted: Wanted, index: int | None, unread: Unread) -> None:
+    async def _streamed(
+        self, asked: Asked, wanted: Wanted, index: int | None, unread: Unread
+    ) -> None:
         """The events of one sample."""
         begun = time.perf_counter()
         incremental = self._backing.options.incremental
@@ -323,17 +386,32 @@ class _Native:
             if wanted.logprobs:
                 logprobs.append(last_logprob(call, self._backing))
             if len(call.ids) < call.limit:  # the last token comes with the reply
-                unread.put(event(native_chunk(wanted, call, logprobs, sent, self._backing, stamped=unread.fresh)))
+                unread.put(
+                    event(
+                        native_chunk(
+                            wanted, call, logprobs, sent, self._backing, stamped=unread.fresh
+                        )
+                    )
+                )
                 sent = call.sampled
 
         try:
             stream = StreamMode.DELTA if incremental else StreamMode.CUMULATIVE
-            output = await self._backing.generate(asked, wanted, stream=stream, heard=heard, unique=True)
+            output = await self._backing.generate(
+                asked, wanted, stream=stream, heard=heard, unique=True
+            )
         except (BadCall, BadRequest, EnginePaused) as error:
             unread.put(_refusal(str(error)))
             return
         taken = time.perf_counter() - begun
-        parts = native_reply(wanted, output, taken, self._backing, sent=sent if incremental else 0, stamped=unread.fresh)
+        parts = native_reply(
+            wanted,
+            output,
+            taken,
+            self._backing,
+            sent=sent if incremental else 0,
+            stamped=unread.fresh,
+        )
         unread.put(Ending(event(b"".join(parts))))
 
 
@@ -343,7 +421,18 @@ async def _refused(error: BadRequest) -> AsyncGenerator[bytes]:
 
 
 def _refusal(text: str) -> bytes:
-    return _event(json.dumps({"error": {"message": text, "type": "invalid_request_error", "code": 400, "retryable": False}}).encode())
+    return _event(
+        json.dumps(
+            {
+                "error": {
+                    "message": text,
+                    "type": "invalid_request_error",
+                    "code": 400,
+                    "retryable": False,
+                }
+            }
+        ).encode()
+    )
 
 
 def _event(data: bytes) -> bytes:

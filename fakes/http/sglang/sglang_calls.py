@@ -1,4 +1,6 @@
-"""SGLang's calls: a ``/generate`` request read and checked, and its reply, whose keys depend on how it ended."""
+"""SGLang's calls: a ``/generate`` request read and checked, and its reply, whose keys depend on how
+it ended.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +12,14 @@ from typing import TYPE_CHECKING, Any
 
 from rollproof.core.records import EngineOutput, FinishReason, Version
 from rollproof.fakes.http.engine_backend import Backing, RoutesForm, Wanted
-from rollproof.fakes.http.request_body import BadRequest, dumped, field, text_of, token_ids, words_of
+from rollproof.fakes.http.request_body import (
+    BadRequest,
+    dumped,
+    field,
+    text_of,
+    token_ids,
+    words_of,
+)
 from rollproof.fakes.http.routes_encoding import as_int32, compact
 from rollproof.fakes.http.sampling_validation import check_sglang
 from rollproof.fakes.http.supported_fields import FIELDS, refuse_unanswered
@@ -20,14 +29,25 @@ if TYPE_CHECKING:
 
 _FIELDS = FIELDS["sglang /generate"]
 
-__all__ = ["UNLIMITED", "SglangCall", "finish_of", "indexed", "last_logprob", "meta_of", "native_chunk", "native_reply", "shown_version"]
+__all__ = [
+    "UNLIMITED",
+    "SglangCall",
+    "finish_of",
+    "indexed",
+    "last_logprob",
+    "meta_of",
+    "native_chunk",
+    "native_reply",
+    "shown_version",
+]
 
 UNLIMITED = 128
 """SGLang's own max_new_tokens where a request states none."""
 
 
 class SglangCall:
-    """A request: its ``prompts``, and what holds for each of them. ``sampling`` are their parameters, as SGLang names them.
+    """A request: its ``prompts``, and what holds for each of them. ``sampling`` are their
+    parameters, as SGLang names them.
 
     Raises ``BadRequest``.
     """
@@ -46,14 +66,19 @@ class SglangCall:
         if not 1 <= samples <= 256:
             raise BadRequest(f"n must be 1 to 256, not {samples}.")
         if len(sampling) > 1 and any(field(one, "n", int, 1) != samples for one in sampling):
-            raise BadRequest("The parallel_sample_num should be the same for all samples in sample params.")
+            raise BadRequest(
+                "The parallel_sample_num should be the same for all samples in sample params."
+            )
         self.samples: int = samples
         self.stream: bool = field(body, "stream", bool, False)
         self.listed: bool = listed or samples > 1
         self.rids: list[str] = _rids(body.get("rid"), len(prompts), samples, backing.new_id)
         parts = _of_each(body, len(prompts)) if self.listed else [body]
         self._wanted: list[Wanted] = [
-            _wanted(part, prompt, rid, one) for part, prompt, rid, one in zip(parts, prompts, self.rids[::samples], sampling, strict=True)
+            _wanted(part, prompt, rid, one)
+            for part, prompt, rid, one in zip(
+                parts, prompts, self.rids[::samples], sampling, strict=True
+            )
         ]
         for number, one in enumerate(sampling):
             if not number or one is not sampling[number - 1]:
@@ -75,7 +100,11 @@ class SglangCall:
             raise BadRequest("Either text, input_ids or input_embeds should be provided.")
         if text is not None:  # where there are both SGLang takes the text
             listed = isinstance(text, list)
-            texts = [field({"text": one}, "text", str, "") for one in text] if isinstance(text, list) else [field(body, "text", str, "")]
+            texts = (
+                [field({"text": one}, "text", str, "") for one in text]
+                if isinstance(text, list)
+                else [field(body, "text", str, "")]
+            )
             prompts = [words_of(one, backing.vocab) for one in texts]
         else:
             given = ids if isinstance(ids, list) and ids and isinstance(ids[0], list) else [ids]
@@ -84,7 +113,13 @@ class SglangCall:
         if not prompts:
             raise BadRequest("input_ids cannot be empty.")
         parts = _of_each(body, len(prompts), _SAMPLING) if listed else [body]
-        return cls(body, prompts, [field(one, "sampling_params", dict, {}) for one in parts], backing, listed=listed)
+        return cls(
+            body,
+            prompts,
+            [field(one, "sampling_params", dict, {}) for one in parts],
+            backing,
+            listed=listed,
+        )
 
     def wanted(self) -> Iterator[Wanted]:
         """The engine calls, prompt by prompt and sample by sample."""
@@ -98,20 +133,40 @@ _SALTS = ("cache_salt", "extra_key")
 _EACH = ("return_logprob", "logprob_start_len", "top_logprobs_num", *_SALTS)
 
 
-def _of_each(body: Mapping[str, Any], prompts: int, names: Sequence[str] = _EACH) -> list[Mapping[str, Any]]:
-    """The body as it holds for each of several ``prompts``: of ``names`` it has one value for all of them, or a list."""
-    lists = {name: body[name] for name in names if isinstance(body.get(name), list) and (body[name] or name not in _SALTS)}
+def _of_each(
+    body: Mapping[str, Any], prompts: int, names: Sequence[str] = _EACH
+) -> list[Mapping[str, Any]]:
+    """The body as it holds for each of several ``prompts``: of ``names`` it has one value for all
+    of them, or a list.
+    """
+    lists = {
+        name: body[name]
+        for name in names
+        if isinstance(body.get(name), list) and (body[name] or name not in _SALTS)
+    }
     for name, values in lists.items():
         if len(values) != prompts:
-            raise BadRequest(f"The length of {name} must be that of the batch, {prompts}, not {len(values)}.")
+            raise BadRequest(
+                f"The length of {name} must be that of the batch, {prompts}, not {len(values)}."
+            )
         if name in _SALTS and None in values:  # of a list SGLang wants an empty text for none
             raise BadRequest(f"Every {name} should be a string.")
-    return [{**body, **{name: values[number] for name, values in lists.items()}} if lists else body for number in range(prompts)]
+    return [
+        {**body, **{name: values[number] for name, values in lists.items()}} if lists else body
+        for number in range(prompts)
+    ]
 
 
-def _wanted(body: Mapping[str, Any], prompt: tuple[int, ...], rid: str, sampling: Mapping[str, Any]) -> Wanted:
-    """What is asked for one prompt. Salts, which keep its prefix from others in the cache, are parameters of its calls; "" is none."""
-    parameters = {**sampling, **{name: field(body, name, str, None) for name in _SALTS if body.get(name)}}
+def _wanted(
+    body: Mapping[str, Any], prompt: tuple[int, ...], rid: str, sampling: Mapping[str, Any]
+) -> Wanted:
+    """What is asked for one prompt. Salts, which keep its prefix from others in the cache, are
+    parameters of its calls; "" is none.
+    """
+    parameters = {
+        **sampling,
+        **{name: field(body, name, str, None) for name in _SALTS if body.get(name)},
+    }
     parameters.pop("max_new_tokens", None)
     parameters.pop("n", None)
     return Wanted(
@@ -132,25 +187,39 @@ def _check_length(wanted: Wanted, most: int) -> None:
     if not length:
         raise BadRequest("input_ids cannot be empty.")
     if wanted.logprobs and wanted.prompt_logprobs > length:
-        raise BadRequest(f"logprob_start_len={wanted.prompt_logprobs} is higher than the number of input tokens {length}.")
+        raise BadRequest(
+            f"logprob_start_len={wanted.prompt_logprobs} is higher than the number of input tokens"
+            f" {length}."
+        )
     if not 0 <= wanted.routes_start <= length:
-        raise BadRequest(f"routed_experts_start_len must be 0 to {length}, the number of input tokens, not {wanted.routes_start}.")
+        raise BadRequest(
+            f"routed_experts_start_len must be 0 to {length}, the number of input tokens, not"
+            f" {wanted.routes_start}."
+        )
     if length >= most:
-        raise BadRequest(f"The input ({length} tokens) is longer than the model's context length ({most} tokens).")
+        raise BadRequest(
+            f"The input ({length} tokens) is longer than the model's context length ({most}"
+            " tokens)."
+        )
     if length + (wanted.max_tokens or 0) > most:
         raise BadRequest(
-            f"Requested token count exceeds the model's maximum context length of {most} tokens: {length} "
-            f"tokens of input and {wanted.max_tokens} of completion."
+            f"Requested token count exceeds the model's maximum context length of {most} tokens:"
+            f" {length} tokens of input and {wanted.max_tokens} of completion."
         )
 
 
 def _rids(rid: Any, prompts: int, samples: int, new_id: Callable[[], str]) -> list[str]:
-    """Handles as SGLang gives them: a list has one for each prompt; several samples of one get random ones."""
+    """Handles as SGLang gives them: a list has one for each prompt; several samples of one get
+    random ones.
+    """
     if isinstance(rid, list):
         if len(rid) != prompts or not all(isinstance(one, str) and one for one in rid):
             raise BadRequest("rid must be a text, or a list of as many texts as there are prompts.")
         if len(set(rid)) < len(rid):
-            raise BadRequest(f"Duplicate request IDs detected within the request: {sorted({one for one in rid if rid.count(one) > 1})}")
+            raise BadRequest(
+                "Duplicate request IDs detected within the request:"
+                f" {sorted({one for one in rid if rid.count(one) > 1})}"
+            )
     elif rid is not None and not isinstance(rid, str):
         raise BadRequest("rid must be a text.", malformed=True)
     if samples > 1 or (rid is None):
@@ -160,8 +229,18 @@ def _rids(rid: Any, prompts: int, samples: int, new_id: Callable[[], str]) -> li
     return list(rid)
 
 
-def meta_of(wanted: Wanted, output: EngineOutput, taken: float, backing: Backing, *, sent: int = 0, stamped: bool = True) -> dict[str, Any]:
-    """``meta_info`` of a finished call, without its routes: the keys depend on how it ended, as SGLang's do."""
+def meta_of(
+    wanted: Wanted,
+    output: EngineOutput,
+    taken: float,
+    backing: Backing,
+    *,
+    sent: int = 0,
+    stamped: bool = True,
+) -> dict[str, Any]:
+    """``meta_info`` of a finished call, without its routes: the keys depend on how it ended, as
+    SGLang's do.
+    """
     meta: dict[str, Any] = {"id": wanted.rid, "finish_reason": finish_of(output)}
     ran = output.cached_tokens is not None  # a call that was aborted in the queue has no counts
     if ran:
@@ -177,8 +256,13 @@ def meta_of(wanted: Wanted, output: EngineOutput, taken: float, backing: Backing
     if ran:
         meta["cached_tokens"] = output.cached_tokens
     if backing.flavour.shows_spans:
-        meta["weight_versions"] = [{"version": shown_version(span.version), "start": span.start, "end": span.end} for span in output.spans]
-    meta["cached_tokens_details"] = {"device": output.cached_tokens, "host": 0} if output.cached_tokens else None
+        meta["weight_versions"] = [
+            {"version": shown_version(span.version), "start": span.start, "end": span.end}
+            for span in output.spans
+        ]
+    meta["cached_tokens_details"] = (
+        {"device": output.cached_tokens, "host": 0} if output.cached_tokens else None
+    )
     meta["dp_rank"] = None
     meta["e2e_latency"] = taken
     if stamped:
@@ -187,13 +271,22 @@ def meta_of(wanted: Wanted, output: EngineOutput, taken: float, backing: Backing
 
 
 def native_reply(
-    wanted: Wanted, output: EngineOutput, taken: float, backing: Backing, *, sent: int = 0, stamped: bool = True
+    wanted: Wanted,
+    output: EngineOutput,
+    taken: float,
+    backing: Backing,
+    *,
+    sent: int = 0,
+    stamped: bool = True,
 ) -> tuple[bytes, ...]:
-    """The reply of ``/generate``, in parts that follow each other; of a stream that tells only what is new, from token ``sent`` on.
+    """The reply of ``/generate``, in parts that follow each other; of a stream that tells only what
+    is new, from token ``sent`` on.
 
     A stream is stamped once.
     """
-    body: dict[str, Any] = {"text": text_of(output.token_ids[sent:])} if backing.options.tokenizer else {}
+    body: dict[str, Any] = (
+        {"text": text_of(output.token_ids[sent:])} if backing.options.tokenizer else {}
+    )
     body["output_ids"] = output.token_ids[sent:]
     body["meta_info"] = meta_of(wanted, output, taken, backing, sent=sent, stamped=stamped)
     text = dumped(body)
@@ -201,16 +294,32 @@ def native_reply(
 
 
 def with_routes(text: bytes, output: EngineOutput, backing: Backing) -> tuple[bytes, ...]:
-    """Routes laid in at the end of ``meta_info``: base64 needs no escaping, and an encoder would look at each of its characters."""
+    """Routes laid in at the end of ``meta_info``: base64 needs no escaping, and an encoder would
+    look at each of its characters.
+    """
     assert output.routes is not None
     if backing.options.routes is RoutesForm.COMPACT:
         data, name = compact(output.routes)
-        return text[:-2] + b',"routed_experts":"', data, b'","routed_experts_dtype":"%b"}}' % name.encode("ascii")
+        return (
+            text[:-2] + b',"routed_experts":"',
+            data,
+            b'","routed_experts_dtype":"%b"}}' % name.encode("ascii"),
+        )
     return text[:-2] + b',"routed_experts":"', as_int32(output.routes), b'"}}'
 
 
-def native_chunk(wanted: Wanted, call: EngineCall, logprobs: list[float], sent: int, backing: Backing, *, stamped: bool) -> bytes:
-    """An event of a stream before its last: all tokens so far, or those from ``sent`` on. The first is stamped."""
+def native_chunk(
+    wanted: Wanted,
+    call: EngineCall,
+    logprobs: list[float],
+    sent: int,
+    backing: Backing,
+    *,
+    stamped: bool,
+) -> bytes:
+    """An event of a stream before its last: all tokens so far, or those from ``sent`` on. The first
+    is stamped.
+    """
     tokens = call.ids[call.prompt_len :]
     shown = tokens[sent:] if backing.options.incremental else tokens
     meta: dict[str, Any] = {
@@ -221,11 +330,18 @@ def native_chunk(wanted: Wanted, call: EngineCall, logprobs: list[float], sent: 
         "num_retractions": 0,
     }
     if wanted.logprobs:
-        meta |= _logprobs(logprobs[sent:] if backing.options.incremental else logprobs, shown, wanted, backing)
+        meta |= _logprobs(
+            logprobs[sent:] if backing.options.incremental else logprobs, shown, wanted, backing
+        )
         meta["output_token_logprobs_length"] = len(tokens)
     cached = call.cached or 0
     details = {"device": cached, "host": 0} if cached else None
-    meta |= {"reasoning_tokens": 0, "completion_tokens": len(tokens), "cached_tokens": cached, "cached_tokens_details": details}
+    meta |= {
+        "reasoning_tokens": 0,
+        "completion_tokens": len(tokens),
+        "cached_tokens": cached,
+        "cached_tokens_details": details,
+    }
     meta["dp_rank"] = None
     if stamped:
         meta["response_sent_to_client_ts"] = time.time()
@@ -236,7 +352,9 @@ def native_chunk(wanted: Wanted, call: EngineCall, logprobs: list[float], sent: 
 def last_logprob(call: EngineCall, backing: Backing) -> float:
     """Of the token that was sampled last."""
     last = len(call.ids) - 1
-    return float(backing.policy.logprobs_spans([(last, last + 1, call.key)], call.ids, last, last + 1)[0])
+    return float(
+        backing.policy.logprobs_spans([(last, last + 1, call.key)], call.ids, last, last + 1)[0]
+    )
 
 
 def finish_of(output: EngineOutput) -> dict[str, Any]:
@@ -245,7 +363,12 @@ def finish_of(output: EngineOutput) -> dict[str, Any]:
         return {"type": "length", "length": len(output.token_ids)}
     if output.finish_reason is FinishReason.STOP:
         return {"type": "stop", "matched": output.token_ids[-1] if output.token_ids else None}
-    return {"type": "abort", "message": output.message or "Aborted", "status_code": None, "err_type": None}
+    return {
+        "type": "abort",
+        "message": output.message or "Aborted",
+        "status_code": None,
+        "err_type": None,
+    }
 
 
 def shown_version(label: Version) -> str:
@@ -258,17 +381,31 @@ def indexed(data: bytes, index: int) -> bytes:
     return b'%s,"index":%d}' % (data[:-1], index)
 
 
-def _logprobs(logprobs: Sequence[float], tokens: Sequence[int], wanted: Wanted, backing: Backing) -> dict[str, Any]:
-    """Of the sampled tokens, and where they were asked for those of the prompt, and the best ones (here: the sampled token's alone)."""
+def _logprobs(
+    logprobs: Sequence[float], tokens: Sequence[int], wanted: Wanted, backing: Backing
+) -> dict[str, Any]:
+    """Of the sampled tokens, and where they were asked for those of the prompt, and the best ones
+    (here: the sampled token's alone).
+    """
     pairs = list(zip(logprobs, tokens, repeat(None, len(tokens)), strict=True))
-    meta: dict[str, Any] = {"input_token_logprobs": (), "output_token_logprobs": pairs, "output_token_logprobs_length": len(pairs)}
+    meta: dict[str, Any] = {
+        "input_token_logprobs": (),
+        "output_token_logprobs": pairs,
+        "output_token_logprobs_length": len(pairs),
+    }
     start = wanted.prompt_logprobs
     given: list[tuple[float | None, int, None]] = []
     if start >= 0:
-        given = [(value, token, None) for value, token in zip(_prompt_logprobs(wanted, backing), wanted.prompt, strict=True)]
+        given = [
+            (value, token, None)
+            for value, token in zip(_prompt_logprobs(wanted, backing), wanted.prompt, strict=True)
+        ]
         meta["input_token_logprobs"] = given[start:]
     if wanted.top:
-        meta["input_top_logprobs"] = [None if value is None else [(value, token, None)] for value, token, _ in given[max(start, 0) :]]
+        meta["input_top_logprobs"] = [
+            None if value is None else [(value, token, None)]
+            for value, token, _ in given[max(start, 0) :]
+        ]
         meta["output_top_logprobs"] = [[pair] for pair in pairs]
     return meta
 

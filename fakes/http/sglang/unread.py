@@ -11,9 +11,10 @@ __all__ = ["Unread"]
 class Unread:
     """Events of one sample, each of which makes ``ready`` hold this once.
 
-    ``newest``: an event takes the place of one that waits, as SGLang has it where each holds all tokens so far (``_wait_one_response`` of
-    its tokenizer_manager.py): thousands that wait for a slow reader would take hundreds of megabytes. ``fresh`` is whether the next
-    event will be the first that is read.
+    ``newest``: an event takes the place of one that waits, as SGLang has it where each holds all
+    tokens so far (``_wait_one_response`` of its tokenizer_manager.py): thousands that wait for a
+    slow reader would take hundreds of megabytes. ``fresh`` is whether the next event will be the
+    first that is read.
     """
 
     def __init__(self, ready: asyncio.Queue[Unread | None], *, newest: bool) -> None:

@@ -1,4 +1,6 @@
-"""vLLM's control: the endpoints by which a trainer holds, empties and updates the engine, and what the server says of itself."""
+"""vLLM's control: the endpoints by which a trainer holds, empties and updates the engine, and what
+the server says of itself.
+"""
 
 from __future__ import annotations
 
@@ -73,7 +75,11 @@ class Control:
     async def sleep(self, asked: Asked) -> Answer:
         level, mode = asked.query("level", "1") or "", self._mode(asked)
         if level not in ("0", "1", "2"):
-            raise BadRequest(f"1 validation error: level must be 0 to 2, not {level!r}.", malformed=True, param="query.level")
+            raise BadRequest(
+                f"1 validation error: level must be 0 to 2, not {level!r}.",
+                malformed=True,
+                param="query.level",
+            )
         await self._engine.pause(_MODES[mode], clear_cache=level != "0")
         self._asleep = True
         return JSONResponse({"status": "sleeping", "level": int(level)})
@@ -96,12 +102,16 @@ class Control:
             raise BadRequest("Missing 'method' in request body", malformed=True)
         if "weight" in method and method.startswith(("reload", "load", "update", "receive")):
             arguments = field(body, "kwargs", dict, {})
-            await self._backing.load_or_refuse(arguments.get("weights_path") or arguments.get("weight_dir"), None, flush=False)
+            await self._backing.load_or_refuse(
+                arguments.get("weights_path") or arguments.get("weight_dir"), None, flush=False
+            )
         return JSONResponse({"results": [None]})
 
     async def init_transfer(self, asked: Asked) -> Answer:
         if field(asked.body(), "init_info", dict, None) is None:
-            raise BadRequest("1 validation error: init_info is required.", malformed=True, param="body.init_info")
+            raise BadRequest(
+                "1 validation error: init_info is required.", malformed=True, param="body.init_info"
+            )
         return JSONResponse({"message": "Weight transfer initialized"})
 
     def said(self, message: str) -> Callable[[Asked], Any]:
@@ -117,11 +127,17 @@ class Control:
         body = asked.body()
         info = field(body, "update_info", dict, None)
         if info is None and "weight_dir" not in body:
-            raise BadRequest("1 validation error: update_info is required.", malformed=True, param="body.update_info")
+            raise BadRequest(
+                "1 validation error: update_info is required.",
+                malformed=True,
+                param="body.update_info",
+            )
         name = field(body if info is None else info, "weight_dir", str, None)
         label = field(body, "weight_version", (str, int), None)
         await self._backing.load_or_refuse(name, None if label is None else str(label), flush=False)
-        return JSONResponse({"message": "Weights updated"} if info is not None else {"status": "ok"})
+        return JSONResponse(
+            {"message": "Weights updated"} if info is not None else {"status": "ok"}
+        )
 
     async def finish(self, asked: Asked) -> Answer:
         label = field(asked.body(), "weight_version", str, None)
@@ -132,7 +148,11 @@ class Control:
     async def relabel(self, asked: Asked) -> Answer:
         label = asked.body().get("new_version")
         if not isinstance(label, str):
-            raise BadRequest("1 validation error: new_version must be a text.", malformed=True, param="body.new_version")
+            raise BadRequest(
+                "1 validation error: new_version must be a text.",
+                malformed=True,
+                param="body.new_version",
+            )
         self._backing.relabel(label)
         return JSONResponse({"success": True, "new_version": label})
 
@@ -144,7 +164,11 @@ class Control:
         body = asked.body()
         action = body.get("action")
         if action not in ("checksum", "reset", "compare"):
-            raise BadRequest("1 validation error: action must be checksum, reset or compare.", malformed=True, param="body.action")
+            raise BadRequest(
+                "1 validation error: action must be checksum, reset or compare.",
+                malformed=True,
+                param="body.action",
+            )
         if action == "reset":
             return JSONResponse({"status": "reset"})
         sums = {"dp0:pp0:pcp0:tp0:model.fake.weight": f"{self._engine.version:064x}"}
@@ -158,22 +182,45 @@ class Control:
 
     async def tokenize(self, asked: Asked) -> Answer:
         ids = words_of(field(asked.body(), "prompt", str, ""), self._backing.vocab)
-        return JSONResponse({"count": len(ids), "max_model_len": self._backing.max_length, "tokens": list(ids), "token_strs": None})
+        return JSONResponse(
+            {
+                "count": len(ids),
+                "max_model_len": self._backing.max_length,
+                "tokens": list(ids),
+                "token_strs": None,
+            }
+        )
 
     async def detokenize(self, asked: Asked) -> Answer:
-        return JSONResponse({"prompt": text_of(token_ids(asked.body().get("tokens"), "tokens", self._backing.vocab))})
+        return JSONResponse(
+            {
+                "prompt": text_of(
+                    token_ids(asked.body().get("tokens"), "tokens", self._backing.vocab)
+                )
+            }
+        )
 
     async def server_info(self, asked: Asked) -> Answer:
         """The part of the start-up configuration that clients read, as text or as JSON."""
         form = asked.query("config_format", "text")
         if form not in ("text", "json"):
-            raise BadRequest("1 validation error: config_format must be text or json.", malformed=True, param="query.config_format")
+            raise BadRequest(
+                "1 validation error: config_format must be text or json.",
+                malformed=True,
+                param="query.config_format",
+            )
         config = {
             "model_config": {"model": "fake", "max_model_len": self._backing.max_length},
             "scheduler_config": {"max_num_seqs": self._backing.options.engine.max_batch},
             "weight_transfer_config": {"backend": "nccl"},
         }
-        return JSONResponse({"vllm_config": config if form == "json" else str(config), "vllm_env": {}, "system_env": {}})
+        return JSONResponse(
+            {
+                "vllm_config": config if form == "json" else str(config),
+                "vllm_env": {},
+                "system_env": {},
+            }
+        )
 
     async def metrics(self, asked: Asked) -> Answer:
         loads = self._backing.loads()
@@ -197,17 +244,37 @@ class Control:
         return Response(status_code=200)
 
     async def models(self, asked: Asked) -> Answer:
-        entry = {"id": "fake", "object": "model", "created": int(time.time()), "owned_by": "vllm", "root": "fake", "parent": None}
-        return JSONResponse({"object": "list", "data": [{**entry, "max_model_len": self._backing.max_length, "permission": []}]})
+        entry = {
+            "id": "fake",
+            "object": "model",
+            "created": int(time.time()),
+            "owned_by": "vllm",
+            "root": "fake",
+            "parent": None,
+        }
+        return JSONResponse(
+            {
+                "object": "list",
+                "data": [{**entry, "max_model_len": self._backing.max_length, "permission": []}],
+            }
+        )
 
     def _mode(self, asked: Asked) -> str:
         mode = asked.query("mode", "abort") or ""
         if mode not in _MODES:
-            raise BadRequest(f"1 validation error: mode must be one of {list(_MODES)}, not {mode!r}.", malformed=True, param="query.mode")
+            raise BadRequest(
+                f"1 validation error: mode must be one of {list(_MODES)}, not {mode!r}.",
+                malformed=True,
+                param="query.mode",
+            )
         return mode
 
     def _flag(self, asked: Asked, name: str, *, default: bool) -> bool:
         text = (asked.query(name) or str(default)).lower()
         if text not in ("true", "false", "1", "0", "yes", "no", "on", "off"):
-            raise BadRequest(f"1 validation error: {name} must be a boolean, not {text!r}.", malformed=True, param=f"query.{name}")
+            raise BadRequest(
+                f"1 validation error: {name} must be a boolean, not {text!r}.",
+                malformed=True,
+                param=f"query.{name}",
+            )
         return text in ("true", "1", "yes", "on")

@@ -19,8 +19,17 @@ from rollproof.fakes.http.vllm.vllm_calls import VllmCall
 
 __all__ = ["private_endpoints"]
 
-_AREAL_LOADS = ("/areal_update_weights", "/areal_update_weights_lora", "/areal_update_weights_xccl", "/areal_update_weights_lora_xccl")
-_AREAL_SETS = ("/areal_init_weights_update_group", "/areal_set_update_weight_meta", "/areal_set_update_weight_meta_lora")
+_AREAL_LOADS = (
+    "/areal_update_weights",
+    "/areal_update_weights_lora",
+    "/areal_update_weights_xccl",
+    "/areal_update_weights_lora_xccl",
+)
+_AREAL_SETS = (
+    "/areal_init_weights_update_group",
+    "/areal_set_update_weight_meta",
+    "/areal_set_update_weight_meta_lora",
+)
 
 
 def private_endpoints(backing: Backing) -> Mapping[str, Handler]:
@@ -50,15 +59,31 @@ class _Private:
         """Routes as bytes with shape and dtype (0.4), or as lists in lists (0.3)."""
         body = asked.body(empty=False)
         ids = token_ids(body.get("token_ids"), "token_ids", self._backing.vocab)
-        call = VllmCall(asked, body, [ids], field(body, "sampling_params", dict, {}), self._backing, prefix="", default=16)
+        call = VllmCall(
+            asked,
+            body,
+            [ids],
+            field(body, "sampling_params", dict, {}),
+            self._backing,
+            prefix="",
+            default=16,
+        )
         (wanted,) = call.wanted()[:1]
         output = await self._backing.generate(asked, wanted)
         logprobs = routes = None
         if call.top is not None and output.logprobs is not None:
             logprobs = {"content": [{"logprob": logprob} for logprob in output.logprobs.tolist()]}
         if output.routes is not None:
-            routes = output.routes.tolist() if self._backing.options.nested_routes else written.described(output.routes)
-        choice = {"token_ids": list(output.token_ids), "finish_reason": written.finish_of(output), "logprobs": logprobs}
+            routes = (
+                output.routes.tolist()
+                if self._backing.options.nested_routes
+                else written.described(output.routes)
+            )
+        choice = {
+            "token_ids": list(output.token_ids),
+            "finish_reason": written.finish_of(output),
+            "logprobs": logprobs,
+        }
         return Whole(dumped({"choices": [{**choice, "routed_experts": routes}]}))
 
     async def skyrl_lora(self, asked: Asked) -> Answer:
@@ -79,14 +104,18 @@ class _Private:
     async def areal_pause(self, asked: Asked) -> Answer:
         """Ends what runs, clears the cache, and lets nothing begin."""
         await self._backing.engine.pause(PauseMode.ABORT, clear_cache=True)
-        return JSONResponse({"success": True, "message": "Generation paused and all requests aborted"})
+        return JSONResponse(
+            {"success": True, "message": "Generation paused and all requests aborted"}
+        )
 
     async def areal_continue(self, asked: Asked) -> Answer:
         await self._backing.engine.resume()
         return JSONResponse({"success": True, "message": "Generation continued"})
 
     async def areal_load(self, asked: Asked) -> Answer:
-        """A pause that aborts, the load, a resume, within one request. No label: AReaL counts its versions itself."""
+        """A pause that aborts, the load, a resume, within one request. No label: AReaL counts its
+        versions itself.
+        """
         body = asked.body()
         name = field(body, "model_path", str, field(body, "lora_model_path", str, None))
         engine = self._backing.engine

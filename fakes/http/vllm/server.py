@@ -1,6 +1,8 @@
-"""vLLM's server: the endpoints that reinforcement learning uses, those of ``VLLM_SERVER_DEV_MODE=1`` among them.
+"""vLLM's server: the endpoints that reinforcement learning uses, those of
+``VLLM_SERVER_DEV_MODE=1`` among them.
 
-The fake has no tokenizer: texts are words ``w5 w6``, one a token. What SkyRL, prime-rl and AReaL add is in ``private.py``.
+The fake has no tokenizer: texts are words ``w5 w6``, one a token. What SkyRL, prime-rl and AReaL
+add is in ``private.py``.
 """
 
 from __future__ import annotations
@@ -84,8 +86,16 @@ def vllm_app(backing: Backing) -> Face:
 
 
 def _wrong(error: BadRequest) -> Mapping[str, Any]:
-    kind = "Bad Request" if error.malformed else "InternalServerError" if error.status >= 500 else "BadRequestError"
-    return {"error": {"message": str(error), "type": kind, "param": error.param, "code": error.status}}
+    kind = (
+        "Bad Request"
+        if error.malformed
+        else "InternalServerError"
+        if error.status >= 500
+        else "BadRequestError"
+    )
+    return {
+        "error": {"message": str(error), "type": kind, "param": error.param, "code": error.status}
+    }
 
 
 class _Calls:
@@ -99,25 +109,51 @@ class _Calls:
         body = self._body(asked)
         given = field(body, "token_ids", list, None)
         if given is None:
-            raise BadRequest("1 validation error: token_ids is required.", malformed=True, param="body.token_ids")
+            raise BadRequest(
+                "1 validation error: token_ids is required.", malformed=True, param="body.token_ids"
+            )
         if not given or any(type(token) is not int or token < 0 for token in given):
-            raise BadRequest("1 validation error: token_ids must hold ids, none negative.", malformed=True, param="body.token_ids")
+            raise BadRequest(
+                "1 validation error: token_ids must hold ids, none negative.",
+                malformed=True,
+                param="body.token_ids",
+            )
         ids = token_ids(given, "token_ids", self._backing.vocab)
         sampling = field(body, "sampling_params", dict, {})
         refuse_unanswered(body, FIELDS["vllm /inference/v1/generate"])
         refuse_unanswered(sampling, FIELDS["vllm sampling_params"])
         try:
-            call = VllmCall(asked, body, [ids], sampling, self._backing, prefix="generate-tokens-", default=None)
+            call = VllmCall(
+                asked, body, [ids], sampling, self._backing, prefix="generate-tokens-", default=None
+            )
         except BadRequest as error:
-            if body.get("stream") is True and len(ids) >= self._backing.max_length:  # found out only by the engine
+            if (
+                body.get("stream") is True and len(ids) >= self._backing.max_length
+            ):  # found out only by the engine
                 return Events(_failed(error))
             raise
         if call.stream:
             return Events(self._streamed(asked, call, TokensPart(self._backing, call)))
         outputs = await self._outputs(asked, call)
-        blank = dict.fromkeys(("prompt_logprobs", "prompt_token_id_logprobs", "mm_placeholders", "metrics", *_TRANSFERS))
-        head = {"request_id": call.id, "model": call.model, "created": int(time.time()), "usage": self._usage(call, outputs)}
-        choices = [written.tokens_choice(call, i, output, self._backing) for i, output in enumerate(outputs)]
+        blank = dict.fromkeys(
+            (
+                "prompt_logprobs",
+                "prompt_token_id_logprobs",
+                "mm_placeholders",
+                "metrics",
+                *_TRANSFERS,
+            )
+        )
+        head = {
+            "request_id": call.id,
+            "model": call.model,
+            "created": int(time.time()),
+            "usage": self._usage(call, outputs),
+        }
+        choices = [
+            written.tokens_choice(call, i, output, self._backing)
+            for i, output in enumerate(outputs)
+        ]
         tail = {
             "prompt_token_ids": list(ids) if call.token_ids else None,
             "output_mode": "text" if call.text else "tokens",
@@ -131,7 +167,9 @@ class _Calls:
         body = self._body(asked)
         check_vllm_request(body)
         refuse_unanswered(body, FIELDS["vllm /v1/completions"])
-        call = VllmCall(asked, body, self._prompts(body), body, self._backing, prefix="cmpl-", default=16)
+        call = VllmCall(
+            asked, body, self._prompts(body), body, self._backing, prefix="cmpl-", default=16
+        )
         if call.stream:
             return Events(self._streamed(asked, call, CompletionPart(self._backing, call)))
         outputs = await self._outputs(asked, call)
@@ -140,22 +178,36 @@ class _Calls:
             written.completion_choice(call, i, one.prompt, output, self._backing)
             for i, (one, output) in enumerate(zip(wanted, outputs, strict=True))
         ]
-        blank = {**dict.fromkeys(("service_tier", *_TRANSFERS, "metrics")), "system_fingerprint": written.FINGERPRINT}
-        reply = {**written.envelope(call, "text_completion"), "choices": choices, "usage": self._usage(call, outputs)}
+        blank = {
+            **dict.fromkeys(("service_tier", *_TRANSFERS, "metrics")),
+            "system_fingerprint": written.FINGERPRINT,
+        }
+        reply = {
+            **written.envelope(call, "text_completion"),
+            "choices": choices,
+            "usage": self._usage(call, outputs),
+        }
         return _compact({**reply, **blank})
 
     async def chat(self, asked: Asked) -> Answer:
         body = self._body(asked)
         check_vllm_request(body)
         refuse_unanswered(body, FIELDS["vllm /v1/chat/completions"])
-        if (field(body, "kv_transfer_params", dict, None) or {}).get("prompt_token_ids") is not None:  # which 0.32 takes for the prompt
-            raise BadRequest("kv_transfer_params.prompt_token_ids is not answered by rollproof's fake: a chat's prompt is its messages.")
+        if (field(body, "kv_transfer_params", dict, None) or {}).get(
+            "prompt_token_ids"
+        ) is not None:  # which 0.32 takes for the prompt
+            raise BadRequest(
+                "kv_transfer_params.prompt_token_ids is not answered by rollproof's fake: a chat's"
+                " prompt is its messages."
+            )
         ids = words_of(self._text(body), self._backing.vocab)
         call = VllmCall(asked, body, [ids], body, self._backing, prefix="chatcmpl-", default=None)
         if call.stream:
             return Events(self._streamed(asked, call, ChatPart(self._backing, call)))
         outputs = await self._outputs(asked, call)
-        choices = [written.chat_choice(call, i, output, self._backing) for i, output in enumerate(outputs)]
+        choices = [
+            written.chat_choice(call, i, output, self._backing) for i, output in enumerate(outputs)
+        ]
         names = (
             "service_tier",
             "system_fingerprint",
@@ -165,14 +217,23 @@ class _Calls:
             "ec_transfer_params",
             "metrics",
         )
-        reply = {**written.envelope(call, "chat.completion"), "choices": choices, "usage": self._usage(call, outputs)}
-        given = {"prompt_token_ids": list(ids) if call.token_ids else None, "system_fingerprint": written.FINGERPRINT}
+        reply = {
+            **written.envelope(call, "chat.completion"),
+            "choices": choices,
+            "usage": self._usage(call, outputs),
+        }
+        given = {
+            "prompt_token_ids": list(ids) if call.token_ids else None,
+            "system_fingerprint": written.FINGERPRINT,
+        }
         return _compact({**reply, **dict.fromkeys(names), **given})
 
     def _body(self, asked: Asked) -> dict[str, Any]:
         media = (asked.header("content-type") or "").partition(";")[0].strip().lower()
         if media != "application/json":
-            raise BadRequest("1 validation error: Only 'application/json' is allowed", malformed=True)
+            raise BadRequest(
+                "1 validation error: Only 'application/json' is allowed", malformed=True
+            )
         try:
             return asked.body(empty=False)
         except BadRequest as error:
@@ -183,11 +244,16 @@ class _Calls:
         if isinstance(prompt, str):
             return [words_of(prompt, vocab)]
         if isinstance(prompt, list) and prompt and isinstance(prompt[0], str | list):
-            return [words_of(one, vocab) if isinstance(one, str) else token_ids(one, "prompt", vocab) for one in prompt]
+            return [
+                words_of(one, vocab) if isinstance(one, str) else token_ids(one, "prompt", vocab)
+                for one in prompt
+            ]
         if prompt == []:
             raise BadRequest("You must pass at least one prompt")
         if not prompt:
-            raise BadRequest("Either prompt or prompt_embeds must be provided and non-empty.", param="prompt")
+            raise BadRequest(
+                "Either prompt or prompt_embeds must be provided and non-empty.", param="prompt"
+            )
         return [token_ids(prompt, "prompt", vocab)]
 
     def _text(self, body: Mapping[str, Any]) -> str:
@@ -196,19 +262,41 @@ class _Calls:
             raise BadRequest("'NoneType' object is not iterable")
         if messages == []:
             raise BadRequest("Cannot apply chat template to an empty conversation.")
-        if not isinstance(messages, list) or not all(isinstance(message, dict) for message in messages):
-            raise BadRequest("1 validation error: messages must be a list of objects.", malformed=True, param="body.messages")
+        if not isinstance(messages, list) or not all(
+            isinstance(message, dict) for message in messages
+        ):
+            raise BadRequest(
+                "1 validation error: messages must be a list of objects.",
+                malformed=True,
+                param="body.messages",
+            )
         words = [message.get("content") for message in messages]
         if not all(_is_content(one) for one in words):
-            raise BadRequest("1 validation error: content must be text, or a list of parts.", malformed=True, param="body.messages")
-        kinds = {part.get("type", "text") for one in words if isinstance(one, list) for part in one if isinstance(part, dict)}
+            raise BadRequest(
+                "1 validation error: content must be text, or a list of parts.",
+                malformed=True,
+                param="body.messages",
+            )
+        kinds = {
+            part.get("type", "text")
+            for one in words
+            if isinstance(one, list)
+            for part in one
+            if isinstance(part, dict)
+        }
         if not kinds <= {"text", "input_text"}:
-            raise BadRequest(f"The model takes text alone, and the messages hold {sorted(map(str, kinds))}.")
-        parts = [" ".join(map(_words, one)) if isinstance(one, list) else str(one or "") for one in words]
+            raise BadRequest(
+                f"The model takes text alone, and the messages hold {sorted(map(str, kinds))}."
+            )
+        parts = [
+            " ".join(map(_words, one)) if isinstance(one, list) else str(one or "") for one in words
+        ]
         return " ".join(parts)
 
     def _usage(self, call: VllmCall, outputs: list[EngineOutput]) -> dict[str, Any]:
-        return written.usage(sum(map(len, call.prompts)), sum(len(output.token_ids) for output in outputs))
+        return written.usage(
+            sum(map(len, call.prompts)), sum(len(output.token_ids) for output in outputs)
+        )
 
     async def _outputs(self, asked: Asked, call: VllmCall) -> list[EngineOutput]:
         wanted = call.wanted()
@@ -217,7 +305,9 @@ class _Calls:
         return list(await asyncio.gather(*(self._backing.generate(asked, one) for one in wanted)))
 
     async def _streamed(self, asked: Asked, call: VllmCall, part: Part) -> AsyncGenerator[bytes]:
-        """Deltas; the last tokens of a choice come with its reason, then usage where asked, and the end mark."""
+        """Deltas; the last tokens of a choice come with its reason, then usage where asked, and the
+        end mark.
+        """
         ready: asyncio.Queue[tuple[int, list[int], list[float]] | int] = asyncio.Queue()
         wanted = call.wanted()
         sent = [0] * len(wanted)
@@ -226,7 +316,13 @@ class _Calls:
             def heard(running: EngineCall) -> None:
                 if len(running.ids) < running.limit:
                     sent[number] = running.sampled
-                    ready.put_nowait((number, [running.ids[-1]], [last_logprob(running, self._backing)] if one.logprobs else []))
+                    ready.put_nowait(
+                        (
+                            number,
+                            [running.ids[-1]],
+                            [last_logprob(running, self._backing)] if one.logprobs else [],
+                        )
+                    )
 
             return heard
 
@@ -234,7 +330,9 @@ class _Calls:
             return lambda _: ready.put_nowait(number)
 
         tasks = [
-            asyncio.ensure_future(self._backing.generate(asked, one, stream=StreamMode.DELTA, heard=hearing(i, one)))
+            asyncio.ensure_future(
+                self._backing.generate(asked, one, stream=StreamMode.DELTA, heard=hearing(i, one))
+            )
             for i, one in enumerate(wanted)
         ]
         for i, task in enumerate(tasks):
@@ -249,8 +347,12 @@ class _Calls:
                 if isinstance(told, int):
                     left -= 1
                     output = tasks[told].result()
-                    logprobs = [] if output.logprobs is None else output.logprobs.tolist()[sent[told] :]
-                    yield Ending(_event(part.chunk(told, output.token_ids[sent[told] :], logprobs, output)))
+                    logprobs = (
+                        [] if output.logprobs is None else output.logprobs.tolist()[sent[told] :]
+                    )
+                    yield Ending(
+                        _event(part.chunk(told, output.token_ids[sent[told] :], logprobs, output))
+                    )
                 else:
                     yield _event(part.chunk(*told, None))
             if call.options.get("include_usage"):
@@ -279,10 +381,19 @@ def _event(chunk: Mapping[str, Any]) -> bytes:
 
 
 def _is_content(value: Any) -> bool:
-    """Whether a message may hold it: text, a list of texts and parts that say of which type they are, or nothing."""
+    """Whether a message may hold it: text, a list of texts and parts that say of which type they
+    are, or nothing.
+    """
     if not isinstance(value, list):
         return value is None or isinstance(value, str)
-    return all(isinstance(part.get("type", ""), str) if isinstance(part, dict) else part is None or isinstance(part, str) for part in value)
+    return all(
+        (
+            isinstance(part.get("type", ""), str)
+            if isinstance(part, dict)
+            else part is None or isinstance(part, str)
+        )
+        for part in value
+    )
 
 
 def _words(part: Any) -> str:

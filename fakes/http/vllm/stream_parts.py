@@ -1,4 +1,6 @@
-"""vLLM's streams: how the parts of a streamed reply are written. Keys that were not set are left out, as vLLM does."""
+"""vLLM's streams: how the parts of a streamed reply are written. Keys that were not set are left
+out, as vLLM does.
+"""
 
 from __future__ import annotations
 
@@ -28,18 +30,30 @@ class Part:
     def opening(self, index: int) -> list[dict[str, Any]]:
         return []
 
-    def chunk(self, index: int, tokens: Any, logprobs: list[float], output: EngineOutput | None) -> dict[str, Any]:
-        chunk = {**written.envelope(self.call, self.kind), "choices": [self.choice(index, tokens, logprobs, output)]}
+    def chunk(
+        self, index: int, tokens: Any, logprobs: list[float], output: EngineOutput | None
+    ) -> dict[str, Any]:
+        chunk = {
+            **written.envelope(self.call, self.kind),
+            "choices": [self.choice(index, tokens, logprobs, output)],
+        }
         if output is not None and not self.call.options.get("include_usage"):
             chunk["system_fingerprint"] = written.FINGERPRINT
         return chunk
 
-    def choice(self, index: int, tokens: Any, logprobs: list[float], output: EngineOutput | None) -> dict[str, Any]:
+    def choice(
+        self, index: int, tokens: Any, logprobs: list[float], output: EngineOutput | None
+    ) -> dict[str, Any]:
         raise NotImplementedError(f"{type(self).__name__} must say how it is written")
 
     def usage(self, counts: Mapping[str, Any]) -> dict[str, Any]:
         head = written.envelope(self.call, self.kind)
-        return {**head, "choices": [], "usage": _without_nulls(counts), "system_fingerprint": written.FINGERPRINT}
+        return {
+            **head,
+            "choices": [],
+            "usage": _without_nulls(counts),
+            "system_fingerprint": written.FINGERPRINT,
+        }
 
 
 class CompletionPart(Part):
@@ -47,7 +61,9 @@ class CompletionPart(Part):
 
     kind: ClassVar[str] = "text_completion"
 
-    def choice(self, index: int, tokens: Any, logprobs: list[float], output: EngineOutput | None) -> dict[str, Any]:
+    def choice(
+        self, index: int, tokens: Any, logprobs: list[float], output: EngineOutput | None
+    ) -> dict[str, Any]:
         call, first = self.call, index not in self._begun
         self._begun.add(index)
         prompt = call.wanted()[index].prompt if first and (call.token_ids or call.echo) else None
@@ -56,13 +72,18 @@ class CompletionPart(Part):
         if call.top is not None:
             offset = self._offsets.get(index, 0)
             before = prompt if call.echo and prompt is not None else ()
-            flat = written.echoed_logprobs(call, before, shown, logprobs[: len(shown)], self.backing, offset)
+            flat = written.echoed_logprobs(
+                call, before, shown, logprobs[: len(shown)], self.backing, offset
+            )
             self._offsets[index] = offset + sum(map(len, flat["tokens"]))
         # where ids are returned, too, the prompt is not repeated as text
         words = [*(prompt or ()), *shown] if call.echo and not call.token_ids else shown
         text = text_of(words) if output is not None else text_of(words) + " "
         choice = {"index": index, "text": text, "logprobs": flat}
-        choice |= {"finish_reason": None if output is None else written.finish_of(output), "stop_reason": None}
+        choice |= {
+            "finish_reason": None if output is None else written.finish_of(output),
+            "stop_reason": None,
+        }
         choice |= {
             "prompt_token_ids": None if prompt is None else list(prompt),
             "token_ids": list(tokens) if call.token_ids else None,
@@ -76,16 +97,31 @@ class ChatPart(Part):
     kind: ClassVar[str] = "chat.completion.chunk"
 
     def opening(self, index: int) -> list[dict[str, Any]]:
-        choice = {"index": index, "delta": {"role": "assistant", "content": ""}, "logprobs": None, "finish_reason": None}
-        prompt = {"prompt_token_ids": list(self.call.prompts[0]) if self.call.token_ids else None, "prompt_text": None}
+        choice = {
+            "index": index,
+            "delta": {"role": "assistant", "content": ""},
+            "logprobs": None,
+            "finish_reason": None,
+        }
+        prompt = {
+            "prompt_token_ids": list(self.call.prompts[0]) if self.call.token_ids else None,
+            "prompt_text": None,
+        }
         return [{**written.envelope(self.call, self.kind), "choices": [choice], **prompt}]
 
-    def choice(self, index: int, tokens: Any, logprobs: list[float], output: EngineOutput | None) -> dict[str, Any]:
+    def choice(
+        self, index: int, tokens: Any, logprobs: list[float], output: EngineOutput | None
+    ) -> dict[str, Any]:
         call = self.call
         content = None if call.top is None else written.chat_logprobs(call, tokens, logprobs)
         text = text_of(tokens) if output is not None else text_of(tokens) + " "
         reason = None if output is None else written.finish_of(output)
-        choice = {"index": index, "delta": {"content": text}, "logprobs": content, "finish_reason": reason}
+        choice = {
+            "index": index,
+            "delta": {"content": text},
+            "logprobs": content,
+            "finish_reason": reason,
+        }
         if output is not None:
             choice["stop_reason"] = None
         return {**choice, "token_ids": list(tokens) if call.token_ids else None}
@@ -94,28 +130,45 @@ class ChatPart(Part):
 class TokensPart(Part):
     """A part of ``/inference/v1/generate``."""
 
-    def chunk(self, index: int, tokens: Any, logprobs: list[float], output: EngineOutput | None) -> dict[str, Any]:
+    def chunk(
+        self, index: int, tokens: Any, logprobs: list[float], output: EngineOutput | None
+    ) -> dict[str, Any]:
         head: dict[str, Any] = {"request_id": self.call.id, "usage": None}
         if self.call.token_ids and index not in self._begun:
             head["prompt_token_ids"] = list(self.call.prompts[0])
         self._begun.add(index)
-        return {**head, "output_mode": "tokens", "choices": [self.choice(index, tokens, logprobs, output)]}
+        return {
+            **head,
+            "output_mode": "tokens",
+            "choices": [self.choice(index, tokens, logprobs, output)],
+        }
 
-    def choice(self, index: int, tokens: Any, logprobs: list[float], output: EngineOutput | None) -> dict[str, Any]:
+    def choice(
+        self, index: int, tokens: Any, logprobs: list[float], output: EngineOutput | None
+    ) -> dict[str, Any]:
         ended = output is not None
         return {
             "index": index,
             "finish_reason": written.finish_of(output) if output is not None else None,
             "stop_reason": None,
             "token_ids": list(tokens),
-            "routed_experts": written.routes_of(output, self.backing) if output is not None else None,
+            "routed_experts": (
+                written.routes_of(output, self.backing) if output is not None else None
+            ),
             "sampling_mask": None,
-            "weight_versions": written.spans_of(output, self.backing) if output is not None and ended else None,
+            "weight_versions": (
+                written.spans_of(output, self.backing) if output is not None and ended else None
+            ),
             "logprobs": None if self.call.top is None else written.token_logprobs(tokens, logprobs),
         }
 
     def usage(self, counts: Mapping[str, Any]) -> dict[str, Any]:
-        return {"request_id": self.call.id, "usage": _without_nulls(counts), "output_mode": "tokens", "choices": []}
+        return {
+            "request_id": self.call.id,
+            "usage": _without_nulls(counts),
+            "output_mode": "tokens",
+            "choices": [],
+        }
 
 
 def _without_nulls(counts: Mapping[str, Any]) -> dict[str, Any]:

@@ -1,4 +1,6 @@
-"""Event: the base of everything that a trace holds. Its kinds are in ``rollproof.core.trace`` and, for trainers, ``rollproof.core.events.replay``."""
+"""Event: the base of everything that a trace holds. Its kinds are in ``rollproof.core.trace`` and,
+for trainers, ``rollproof.core.events.replay``.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""Laid: the event of a trace about layouts: one call of one layout function of a subject, and what it returned."""
+"""Laid: the event of a trace about layouts: one call of one layout function of a subject, and what
+it returned.
+"""
 
 from __future__ import annotations
 
@@ -16,10 +18,11 @@ __all__ = ["Laid"]
 class Laid(Event):
     """A layout function was called.
 
-    ``function`` is its name among ``rollproof.layouts.functions``, ``given`` the plain form of the ``Call`` that it was handed
-    (from which inputs and reference are computed again), ``out`` what it returned, as arrays. ``refused`` is the error (class and
-    text) where it raised, ``misfit`` says why what it returned is not what such a function returns. ``changed`` names the
-    arguments that the call changed.
+    ``function`` is its name among ``rollproof.layouts.functions``, ``given`` the plain form of the
+    ``Call`` that it was handed (from which inputs and reference are computed again), ``out`` what
+    it returned, as arrays. ``refused`` is the error (class and text) where it raised, ``misfit``
+    says why what it returned is not what such a function returns. ``changed`` names the arguments
+    that the call changed.
     """
 
     kind: ClassVar[str] = "laid"

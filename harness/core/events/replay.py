@@ -1,4 +1,6 @@
-"""Events of a trainer: what a step was asked to do, what its routers chose, what came out, and what was left behind."""
+"""Events of a trainer: what a step was asked to do, what its routers chose, what came out, and what
+was left behind.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,9 @@ class Action(StrEnum):
     """What a step asks of the routers."""
 
     OFF = "off"
-    """Replay is switched off as a user would switch it off: in the configuration. Nothing of it may act."""
+    """Replay is switched off as a user would switch it off: in the configuration. Nothing of it may
+    act.
+    """
     NATIVE = "native"
     """Replay is available and not used in this step: every router chooses by its own scores."""
     RECORD = "record"
@@ -50,17 +54,20 @@ class Phase(StrEnum):
 class Step(Event):
     """The harness asks a trainer for one step.
 
-    ``name`` is unique in its ``episode``, which begins with a fresh subject. A step has ``microbatches`` of samples, in the order in
-    which they are to run; a sample has ``routes`` where ``action`` is ``replay``, and may have where it is ``off``. Token ids are
-    unique over the step, so that a row's input token says which sample and position it is. ``weights`` numbers the weights (0: the
-    first ones, others: the first ones plus noise, -1: the first ones with NaN in the first gate); ``nudge`` times
-    ``rollproof.core.router_spy.direction`` is added to the gate weight of ``nudge_layer``. ``model`` is who runs: the policy, or a model
-    of another role while the step is armed for the policy. ``variant`` names the variant of the subject that runs (``reference``: its
-    independent path).
+    ``name`` is unique in its ``episode``, which begins with a fresh subject. A step has
+    ``microbatches`` of samples, in the order in which they are to run; a sample has ``routes``
+    where ``action`` is ``replay``, and may have where it is ``off``. Token ids are unique over the
+    step, so that a row's input token says which sample and position it is. ``weights`` numbers the
+    weights (0: the first ones, others: the first ones plus noise, -1: the first ones with NaN in
+    the first gate); ``nudge`` times ``rollproof.core.router_spy.direction`` is added to the gate
+    weight of ``nudge_layer``. ``model`` is who runs: the policy, or a model of another role while
+    the step is armed for the policy. ``variant`` names the variant of the subject that runs
+    (``reference``: its independent path).
 
-    Router call number ``fail_at`` of the pass ``fail_in`` raises ``InjectedFailure``, counted from 0 by each rank's spy. ``same_as``
-    and ``differs_from`` name earlier steps of the episode whose loss and gradients this one must, or must not, repeat. ``defect`` is
-    what is wrong with the routes of ``defective``, ``edge`` what else is unusual about the step.
+    Router call number ``fail_at`` of the pass ``fail_in`` raises ``InjectedFailure``, counted from
+    0 by each rank's spy. ``same_as`` and ``differs_from`` name earlier steps of the episode whose
+    loss and gradients this one must, or must not, repeat. ``defect`` is what is wrong with the
+    routes of ``defective``, ``edge`` what else is unusual about the step.
     """
 
     kind: ClassVar[str] = "step"
@@ -98,10 +105,11 @@ class Step(Event):
 class Routing(Event):
     """One call of one router, as a spy on the router's *output* saw it.
 
-    ``layer`` is the global index of the layer. ``experts`` is ``(rows, top_k)``: the ids that were executed, -1 where a row has
-    fewer than top_k. ``samples`` ``(rows,)`` counts over ``Step.samples`` and is -1 for padding; ``positions`` ``(rows,)`` counts
-    over prompt and response. ``rank`` is the process, ``microbatch`` its own count of microbatches. ``model`` as in ``Step``, or
-    ``mtp`` for a router of an MTP layer.
+    ``layer`` is the global index of the layer. ``experts`` is ``(rows, top_k)``: the ids that were
+    executed, -1 where a row has fewer than top_k. ``samples`` ``(rows,)`` counts over
+    ``Step.samples`` and is -1 for padding; ``positions`` ``(rows,)`` counts over prompt and
+    response. ``rank`` is the process, ``microbatch`` its own count of microbatches. ``model`` as in
+    ``Step``, or ``mtp`` for a router of an MTP layer.
     """
 
     kind: ClassVar[str] = "routing"
@@ -129,10 +137,12 @@ class Install(Event):
 class Outcome(Event):
     """What a step came to: results, an ``error`` (class and text), or why it was ``skipped``.
 
-    ``loss`` is the number whose gradient was taken; ``logprobs`` ``(response,)`` by request. ``gradients`` are sketches
-    (``rollproof.core.router_spy.sketch``) by the trainer's own names, ``gates`` those of the gate weights by global layer.
-    ``recorded`` are the routes ``(rows, layers, top_k)`` that the trainer recorded, by request, as it would hand them on; ``changed`` names
-    what it changed in the samples that it was given. ``injected`` says that the error is the one that the harness raised.
+    ``loss`` is the number whose gradient was taken; ``logprobs`` ``(response,)`` by request.
+    ``gradients`` are sketches (``rollproof.core.router_spy.sketch``) by the trainer's own names,
+    ``gates`` those of the gate weights by global layer. ``recorded`` are the routes ``(rows,
+    layers, top_k)`` that the trainer recorded, by request, as it would hand them on; ``changed``
+    names what it changed in the samples that it was given. ``injected`` says that the error is the
+    one that the harness raised.
     """
 
     kind: ClassVar[str] = "outcome"

@@ -1,4 +1,5 @@
-"""Events of the side that trains: samples that became a batch, requests that a step took, scores under later weights.
+"""Events of the side that trains: samples that became a batch, requests that a step took, scores
+under later weights.
 
 They are part of a trace, and found there: ``rollproof.core.trace`` has all kinds of events.
 """
@@ -25,7 +26,9 @@ class Train(Event):
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Score(Event):
-    """Reserved: logprobs ``(response,)`` of a request's response under weights ``version``, by ``scorer``."""
+    """Reserved: logprobs ``(response,)`` of a request's response under weights ``version``, by
+    ``scorer``.
+    """
 
     kind: ClassVar[str] = "score"
     request_id: str
@@ -38,9 +41,10 @@ class Score(Event):
 class Batch(Event):
     """Finished samples were turned into rows of a training batch.
 
-    ``samples`` were given, in order, and ``rows`` came out; ``refused`` is the error (class and text) where the conversion
-    raised. ``name`` says what the samples were chosen for. ``defect`` says what is wrong with the sample ``defective``
-    (both ``""``: all are well-formed). ``changed`` names what the conversion changed in the samples that it was given.
+    ``samples`` were given, in order, and ``rows`` came out; ``refused`` is the error (class and
+    text) where the conversion raised. ``name`` says what the samples were chosen for. ``defect``
+    says what is wrong with the sample ``defective`` (both ``""``: all are well-formed). ``changed``
+    names what the conversion changed in the samples that it was given.
     """
 
     kind: ClassVar[str] = "batch"

@@ -1,9 +1,11 @@
-"""A program that holds an engine: a process group of its own, spoken to in lines of JSON, and ended without remains.
+"""A program that holds an engine: a process group of its own, spoken to in lines of JSON, and ended
+without remains.
 
-Engines start processes of their own, change signal handlers and limits of the process that they live in, and end it where
-one of their children dies (SGLang: ``kill_process_tree(os.getpid())``). So an engine never lives in the caller's process. The
-program that holds it is a *host*; it answers over a socket, writes its log to a file, and keeps its temporary files in a
-folder of its own, which is removed with it. It ends itself where its caller is gone.
+Engines start processes of their own, change signal handlers and limits of the process that they
+live in, and end it where one of their children dies (SGLang: ``kill_process_tree(os.getpid())``).
+So an engine never lives in the caller's process. The program that holds it is a *host*; it answers
+over a socket, writes its log to a file, and keeps its temporary files in a folder of its own, which
+is removed with it. It ends itself where its caller is gone.
 """
 
 from __future__ import annotations
@@ -38,30 +40,53 @@ _ERROR = re.compile(r"\b\w*(Error|Exception): .*")
 _SHARED = "/dev/shm/"  # noqa: S108 - where Linux keeps shared memory, not a place for temporary files
 _ADVICE: Mapping[str, str] = MappingProxyType(
     {
-        "Too many open files": "Files, sockets and pipes are counted together: raise the limit (`ulimit -n`), or end what holds them.",
-        "No space left on device": "Shared memory (`df -h /dev/shm`; of a container: `--shm-size`) or the folder of temporary files"
-        " (TMPDIR) is full.",
-        "exit code: -7": "A SIGBUS: shared memory is full (`df -h /dev/shm`; of a container: `--shm-size`).",
-        "Address already in use": "A port that the engine chose is taken, or none is left (`ss -s`): end what holds them, or try again.",
-        "Cannot assign requested address": "No port is left (`ss -s`), or this machine has no loopback interface.",
-        "is longer than 107 characters": "The path of a socket has no more bytes: set TMPDIR to a shorter folder, such as /tmp.",
-        "Cannot allocate memory": "The machine, or the limit of this container, has too little memory for the engine beside what runs.",
+        "Too many open files": (
+            "Files, sockets and pipes are counted together: raise the limit (`ulimit -n`), or end"
+            " what holds them."
+        ),
+        "No space left on device": (
+            "Shared memory (`df -h /dev/shm`; of a container: `--shm-size`) or the folder of"
+            " temporary files (TMPDIR) is full."
+        ),
+        "exit code: -7": (
+            "A SIGBUS: shared memory is full (`df -h /dev/shm`; of a container: `--shm-size`)."
+        ),
+        "Address already in use": (
+            "A port that the engine chose is taken, or none is left (`ss -s`): end what holds them,"
+            " or try again."
+        ),
+        "Cannot assign requested address": (
+            "No port is left (`ss -s`), or this machine has no loopback interface."
+        ),
+        "is longer than 107 characters": (
+            "The path of a socket has no more bytes: set TMPDIR to a shorter folder, such as /tmp."
+        ),
+        "Cannot allocate memory": (
+            "The machine, or the limit of this container, has too little memory for the engine"
+            " beside what runs."
+        ),
     }
 )
 """What to do about a resource that is exhausted, by the text of its error."""
 
 
 class EngineProcess:
-    """A running host. Make one with ``start``; ``stop`` it, or ``kill`` it where there is no loop any more.
+    """A running host. Make one with ``start``; ``stop`` it, or ``kill`` it where there is no loop
+    any more.
 
-    Use it from one event loop. Every method that waits raises ``EngineDied`` where the host has gone, with the last lines of
-    its log, and ``EngineHung`` where it does not answer within the deadline.
+    Use it from one event loop. Every method that waits raises ``EngineDied`` where the host has
+    gone, with the last lines of its log, and ``EngineHung`` where it does not answer within the
+    deadline.
     """
 
     fatal: tuple[str, ...] = ()
-    """Kinds of errors (names of exceptions) that an engine answers with when it is dead, while the host that held it still runs."""
+    """Kinds of errors (names of exceptions) that an engine answers with when it is dead, while the
+    host that held it still runs.
+    """
 
-    def __init__(self, name: str, process: subprocess.Popen[bytes], channel: socket.socket, folder: Path) -> None:
+    def __init__(
+        self, name: str, process: subprocess.Popen[bytes], channel: socket.socket, folder: Path
+    ) -> None:
         self.name = name
         self._process, self._channel, self._folder = process, channel, folder
         self._waiting: dict[int, asyncio.Queue[Mapping[str, Any]]] = {}
@@ -86,10 +111,12 @@ class EngineProcess:
         deadline: float = 300.0,
         progress: Callable[[str], None] | None = None,
     ) -> Self:
-        """Run ``python -m module`` and wait until it says that its engine is ready, ``deadline`` seconds at most.
+        """Run ``python -m module`` and wait until it says that its engine is ready, ``deadline``
+        seconds at most.
 
-        ``options`` is the host's first line of input. ``progress`` is told every few seconds how long the start has taken and what
-        the log's last line says. Raises ``EngineStartError`` where the host dies, refuses, or hangs; nothing is left then.
+        ``options`` is the host's first line of input. ``progress`` is told every few seconds how
+        long the start has taken and what the log's last line says. Raises ``EngineStartError``
+        where the host dies, refuses, or hangs; nothing is left then.
         """
         folder = _own_folder(name)
         try:
@@ -97,7 +124,8 @@ class EngineProcess:
         except OSError as error:
             shutil.rmtree(folder, ignore_errors=True)
             raise EngineStartError(
-                f"{name} cannot be started: {python!r} does not run ({error}). {_advice(str(error))}".rstrip()
+                f"{name} cannot be started: {python!r} does not run ({error})."
+                f" {_advice(str(error))}".rstrip()
             ) from error
         host = cls(name, process, channel, folder)
         try:
@@ -126,13 +154,23 @@ class EngineProcess:
         kept = [line[:400] for line in text.splitlines() if line.strip()]
         return "\n".join(kept[-lines:]) or "(an empty log)"
 
-    async def call(self, operation: str, *, deadline: float | None = 120.0, **arguments: Any) -> Any:
-        """Ask for one thing and wait for the answer. Raises ``EngineRefused`` where the engine answers with an error."""
-        answers = [answer async for answer in self.stream(operation, deadline=deadline, **arguments)]
+    async def call(
+        self, operation: str, *, deadline: float | None = 120.0, **arguments: Any
+    ) -> Any:
+        """Ask for one thing and wait for the answer. Raises ``EngineRefused`` where the engine
+        answers with an error.
+        """
+        answers = [
+            answer async for answer in self.stream(operation, deadline=deadline, **arguments)
+        ]
         return answers[-1] if answers else None
 
-    async def stream(self, operation: str, *, deadline: float | None = 120.0, **arguments: Any) -> AsyncIterator[Any]:
-        """Ask for one thing and yield the answers as they come; ``deadline`` bounds the seconds between two of them."""
+    async def stream(
+        self, operation: str, *, deadline: float | None = 120.0, **arguments: Any
+    ) -> AsyncIterator[Any]:
+        """Ask for one thing and yield the answers as they come; ``deadline`` bounds the seconds
+        between two of them.
+        """
         if self._task is None or self._task.done() or self._writer is None:
             raise self._died()
         number = next(self._ids)
@@ -141,18 +179,27 @@ class EngineProcess:
             self._writer.write(_line({"id": number, "op": operation, **arguments}))
             while True:
                 try:
-                    async with asyncio.timeout(deadline):  # wait_for may lose a cancellation that comes along with the answer
+                    async with asyncio.timeout(
+                        deadline
+                    ):  # wait_for may lose a cancellation that comes along with the answer
                         message = await answers.get()
                 except TimeoutError:
                     raise EngineHung(
-                        f"{self.name} did not answer {operation!r} within {deadline:g} s; process {self.pid} still runs. {self._tail()}"
+                        f"{self.name} did not answer {operation!r} within {deadline:g} s; process"
+                        f" {self.pid} still runs. {self._tail()}"
                     ) from None
                 if "died" in message:
                     raise self._died()
                 if message.get("kind") in self.fatal:
-                    raise EngineDied(f"{self.name} is dead ({message['error']}): what it was working on is lost. {self._tail()}")
+                    raise EngineDied(
+                        f"{self.name} is dead ({message['error']}): what it was working on is lost."
+                        f" {self._tail()}"
+                    )
                 if "error" in message:
-                    raise EngineRefused(f"{self.name} refused {operation!r}: {message['error']}", kind=message.get("kind", ""))
+                    raise EngineRefused(
+                        f"{self.name} refused {operation!r}: {message['error']}",
+                        kind=message.get("kind", ""),
+                    )
                 if "value" in message:
                     yield message["value"]
                 if message.get("end"):
@@ -161,7 +208,9 @@ class EngineProcess:
             self._waiting.pop(number, None)
 
     async def stop(self, grace: float = 10.0) -> None:
-        """Ask the host to end, give it ``grace`` seconds, and remove what is left. May be called twice."""
+        """Ask the host to end, give it ``grace`` seconds, and remove what is left. May be called
+        twice.
+        """
         if not self._ended and self._process.poll() is None and self._writer is not None:
             with contextlib.suppress(EngineDied, EngineHung, EngineRefused, OSError):
                 await self.call("stop", deadline=grace)
@@ -175,7 +224,9 @@ class EngineProcess:
             await asyncio.wait([self._task])
 
     def kill(self) -> None:
-        """End the host and everything that it started, at once; remove its shared memory and its folder."""
+        """End the host and everything that it started, at once; remove its shared memory and its
+        folder.
+        """
         if self._ended:
             return
         self._ended = True
@@ -194,13 +245,26 @@ class EngineProcess:
         shutil.rmtree(self._folder, ignore_errors=True)
 
     def _orphans(self) -> set[str]:
-        """Shared memory that is named after the engine, came since its start and is nobody's: of a child that died before it was seen."""
-        new = {f"{_SHARED}{name}" for name in _shared_names() - self._shared_before if name.startswith(self.name)}
+        """Shared memory that is named after the engine, came since its start and is nobody's: of a
+        child that died before it was seen.
+        """
+        new = {
+            f"{_SHARED}{name}"
+            for name in _shared_names() - self._shared_before
+            if name.startswith(self.name)
+        }
         if not new:
             return new
-        return new - {path for entry in Path("/proc").iterdir() if entry.name.isdigit() for path in _shared_paths(int(entry.name))}
+        return new - {
+            path
+            for entry in Path("/proc").iterdir()
+            if entry.name.isdigit()
+            for path in _shared_paths(int(entry.name))
+        }
 
-    async def _open(self, options: Mapping[str, Any], deadline: float, progress: Callable[[str], None] | None) -> None:
+    async def _open(
+        self, options: Mapping[str, Any], deadline: float, progress: Callable[[str], None] | None
+    ) -> None:
         reader, self._writer = await asyncio.open_connection(sock=self._channel, limit=_LINE_LIMIT)
         self._writer.write(_line(options))
         began = time.monotonic()
@@ -210,7 +274,8 @@ class EngineProcess:
                 waited = time.monotonic() - began
                 if waited > deadline:
                     raise EngineStartError(
-                        f"{self.name} was not ready after {deadline:g} s. Its start hangs, or needs longer. {self._tail()}"
+                        f"{self.name} was not ready after {deadline:g} s. Its start hangs, or needs"
+                        f" longer. {self._tail()}"
                     )
                 if progress is not None:
                     progress(f"{self.name} is starting, {waited:.0f} s: {self.log_tail(1)[:120]}")
@@ -220,17 +285,23 @@ class EngineProcess:
             line = b""
         finally:
             first.cancel()
-        message = json.loads(line) if line.endswith(b"\n") else {}  # a host that was killed may have said the half of it
+        message = (
+            json.loads(line) if line.endswith(b"\n") else {}
+        )  # a host that was killed may have said the half of it
         if "error" in message:
             said = f"{self.name} cannot be started: {message['error']}"
             raise EngineStartError(said if message.get("told") else f"{said}\n{self._tail()}")
         if not message.get("ready"):
-            raise EngineStartError(f"{self.name} died while it started ({self._exit()}). {self._tail()}")
+            raise EngineStartError(
+                f"{self.name} died while it started ({self._exit()}). {self._tail()}"
+            )
         self._shared |= shared_memory_of(self.pid)
         self._task = asyncio.create_task(self._read(reader), name=f"answers of {self.name}")
 
     async def _read(self, reader: asyncio.StreamReader) -> None:
-        """Hand every answer to the one who waits for it, and tell all of them when the host is gone."""
+        """Hand every answer to the one who waits for it, and tell all of them when the host is
+        gone.
+        """
         try:
             while line := await reader.readline():
                 message = json.loads(line)
@@ -244,7 +315,9 @@ class EngineProcess:
                 answers.put_nowait({"died": True})
 
     def _died(self) -> EngineDied:
-        return EngineDied(f"{self.name} is gone ({self._exit()}): what it was working on is lost. {self._tail()}")
+        return EngineDied(
+            f"{self.name} is gone ({self._exit()}): what it was working on is lost. {self._tail()}"
+        )
 
     def _exit(self) -> str:
         with contextlib.suppress(subprocess.TimeoutExpired):
@@ -258,27 +331,40 @@ class EngineProcess:
         return f"The end of its log:\n{log}" + (f"\n{advice}" if advice else "")
 
     def _told_log(self) -> str:
-        """The last lines of the log, behind the errors that stand further up: an engine's parts fail one by one, the cause first."""
+        """The last lines of the log, behind the errors that stand further up: an engine's parts
+        fail one by one, the cause first.
+        """
         tail = self.log_tail()
-        lines = [line for line in self.log_tail(4000).splitlines() if _ERROR.search(line) and line not in tail]
+        lines = [
+            line
+            for line in self.log_tail(4000).splitlines()
+            if _ERROR.search(line) and line not in tail
+        ]
         causes = list(dict.fromkeys(_ERROR.search(line)[0] for line in lines))[:6]  # type: ignore[index]  # each of them matched
         return "\n".join(["errors further up:", *causes, "...", tail]) if causes else tail
 
 
 def _own_folder(name: str) -> Path:
-    """A folder for a host's log and temporary files. Raises ``EngineStartError`` where there can be none."""
+    """A folder for a host's log and temporary files. Raises ``EngineStartError`` where there can be
+    none.
+    """
     try:
         folder = Path(tempfile.mkdtemp(prefix=f"rollproof-{name}-"))
         (folder / "tmp").mkdir()
     except OSError as error:
         raise EngineStartError(
-            f"{name} cannot be started: no temporary folder can be made ({error}). {_advice(str(error))}".rstrip()
+            f"{name} cannot be started: no temporary folder can be made ({error})."
+            f" {_advice(str(error))}".rstrip()
         ) from error
     return folder
 
 
-def _spawn(command: list[str], folder: Path, environment: Mapping[str, str]) -> tuple[subprocess.Popen[bytes], socket.socket]:
-    """Start a host in a session of its own, with its log and its own folder of temporary files; the process, and our end of the line."""
+def _spawn(
+    command: list[str], folder: Path, environment: Mapping[str, str]
+) -> tuple[subprocess.Popen[bytes], socket.socket]:
+    """Start a host in a session of its own, with its log and its own folder of temporary files; the
+    process, and our end of the line.
+    """
     ours, theirs = socket.socketpair()
     try:
         with theirs, (folder / "log").open("wb") as log:
@@ -287,7 +373,12 @@ def _spawn(command: list[str], folder: Path, environment: Mapping[str, str]) -> 
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=subprocess.STDOUT,
-                env={**os.environ, **environment, "TMPDIR": str(folder / "tmp"), "ROLLPROOF_ENGINE_FOLDER": str(folder)},
+                env={
+                    **os.environ,
+                    **environment,
+                    "TMPDIR": str(folder / "tmp"),
+                    "ROLLPROOF_ENGINE_FOLDER": str(folder),
+                },
                 pass_fds=[theirs.fileno()],
                 start_new_session=True,
             )
@@ -303,9 +394,11 @@ def _advice(text: str) -> str:
 
 
 def end_session(leader: int, patience: float = 5.0) -> None:
-    """Kill every process of the session that ``leader`` leads, but the caller, and wait until they are gone.
+    """Kill every process of the session that ``leader`` leads, but the caller, and wait until they
+    are gone.
 
-    multiprocessing's resource tracker goes last, and by itself: it removes the shared memory of those that were killed.
+    multiprocessing's resource tracker goes last, and by itself: it removes the shared memory of
+    those that were killed.
     """
     end = time.monotonic() + patience
     while members := _members(leader):
@@ -320,12 +413,16 @@ def end_session(leader: int, patience: float = 5.0) -> None:
 
 
 def shared_memory_of(leader: int) -> set[str]:
-    """Paths of the shared memory that processes of a session have mapped or open, and nobody else has."""
+    """Paths of the shared memory that processes of a session have mapped or open, and nobody else
+    has.
+    """
     members = _members(leader, also_self=True)
     mine = {path for pid in members for path in _shared_paths(pid)}
     if not mine:
         return mine
-    others = {int(entry.name) for entry in Path("/proc").iterdir() if entry.name.isdigit()} - members
+    others = {
+        int(entry.name) for entry in Path("/proc").iterdir() if entry.name.isdigit()
+    } - members
     return mine - {path for pid in others for path in _shared_paths(pid)}
 
 

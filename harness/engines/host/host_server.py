@@ -1,7 +1,9 @@
-"""Hosts: the loop of a program that holds an engine and answers the caller in lines of JSON (see ``rollproof.engines.host.host_client``).
+"""Hosts: the loop of a program that holds an engine and answers the caller in lines of JSON (see
+``rollproof.engines.host.host_client``).
 
-A line that comes in is ``{"id", "op", ...arguments}``; the method ``do_OP`` answers it, in a task of its own. Each answer is
-``{"id", "value"}``, the last one has ``"end"``, and what the engine raises is ``{"id", "error", "kind"}``.
+A line that comes in is ``{"id", "op", ...arguments}``; the method ``do_OP`` answers it, in a task
+of its own. Each answer is ``{"id", "value"}``, the last one has ``"end"``, and what the engine
+raises is ``{"id", "error", "kind"}``.
 """
 
 from __future__ import annotations
@@ -28,11 +30,15 @@ __all__ = ["Host", "run_host"]
 _LINE_LIMIT = 1 << 28
 """Bytes of the longest line, as in ``rollproof.engines.host.host_client``."""
 _REMOVALS = 20
-"""Attempts to remove the folder: an engine that still starts in another thread may make files while they are removed."""
+"""Attempts to remove the folder: an engine that still starts in another thread may make files while
+they are removed.
+"""
 
 
 class Host:
-    """Base of the programs' classes: the engine's operations are its methods ``do_NAME``, coroutines or async generators."""
+    """Base of the programs' classes: the engine's operations are its methods ``do_NAME``,
+    coroutines or async generators.
+    """
 
     def __init__(self) -> None:
         self._running: set[asyncio.Task[None]] = set()
@@ -79,13 +85,16 @@ def run_host(
     make: Callable[[Mapping[str, Any]], Host],
     run: Callable[[Host, Callable[[], Coroutine[Any, Any, None]]], None] | None = None,
 ) -> NoReturn:
-    """The life of a program: make the host from the caller's options, say that it is ready, answer, leave nothing behind.
+    """The life of a program: make the host from the caller's options, say that it is ready, answer,
+    leave nothing behind.
 
-    ``make`` may take minutes; where it raises, the caller is told the text. ``run`` is given the host and the coroutine function to
-    run, for engines with a loop of their own.
+    ``make`` may take minutes; where it raises, the caller is told the text. ``run`` is given the
+    host and the coroutine function to run, for engines with a loop of their own.
     """
     channel = socket.socket(fileno=int(sys.argv[1]))
-    line = channel.dup()  # asyncio closes the other one with its streams, and the end of the line is looked for after that
+    # asyncio closes the other one with its streams, and the end of the line is looked for after
+    # that
+    line = channel.dup()
     try:
         options = json.loads(channel.makefile("rb").readline())
         threading.Thread(target=_watch_start, args=(channel, line), daemon=True).start()
@@ -106,13 +115,17 @@ def run_host(
         else:
             run(host, serve)
     finally:
-        if _has_ended(line):  # a caller that went before it said what to start, or an error that only its end brought about
+        if _has_ended(
+            line
+        ):  # a caller that went before it said what to start, or an error that only its end brought about
             leave(line)
     leave(line)
 
 
 def leave(line: socket.socket) -> NoReturn:
-    """End this process and all that it started, with what they keep in shared memory and, if nobody else will, in the host's folder."""
+    """End this process and all that it started, with what they keep in shared memory and, if nobody
+    else will, in the host's folder.
+    """
     shared = shared_memory_of(os.getpid())
     end_session(os.getpid())
     for path in shared:
@@ -130,29 +143,40 @@ def leave(line: socket.socket) -> NoReturn:
 def _has_ended(line: socket.socket) -> bool:
     """Whether the caller has closed its end of the line, as the system does for one that dies.
 
-    That alone tells it. A process that dies closes its sockets before its children get another parent, so ``getppid`` may still name the
-    caller after its end was read here; and where it dies before this program has started, ``getppid`` never names it.
-    What is left to read does not hide the end from ``poll``, as it would from ``recv``.
+    That alone tells it. A process that dies closes its sockets before its children get another
+    parent, so ``getppid`` may still name the caller after its end was read here; and where it dies
+    before this program has started, ``getppid`` never names it. What is left to read does not hide
+    the end from ``poll``, as it would from ``recv``.
     """
     poll = select.poll()
     poll.register(line, 0)  # ends and errors are told always
     return bool(poll.poll(0))
 
 
-def _refuse(channel: socket.socket, line: socket.socket, text: str, *, told: bool = False) -> NoReturn:
-    """Say why there is no host; ``told`` where the text tells it all, so that nobody needs the end of the log."""
-    with contextlib.suppress(ConnectionError):  # nobody is there to be told, and what the engine started must end all the same
+def _refuse(
+    channel: socket.socket, line: socket.socket, text: str, *, told: bool = False
+) -> NoReturn:
+    """Say why there is no host; ``told`` where the text tells it all, so that nobody needs the end
+    of the log.
+    """
+    with contextlib.suppress(
+        ConnectionError
+    ):  # nobody is there to be told, and what the engine started must end all the same
         channel.sendall(_line({"error": text, "told": told}))
     leave(line)
 
 
 def _watch_start(channel: socket.socket, line: socket.socket) -> None:
-    """While the engine starts, nobody reads from the caller: end everything where the caller is gone."""
+    """While the engine starts, nobody reads from the caller: end everything where the caller is
+    gone.
+    """
     try:
         if channel.recv(1, socket.MSG_PEEK):
             return
     except BlockingIOError:
-        return  # the engine started before this thread ran, and its loop, which made the socket so, sees the caller's end itself
+        # the engine started before this thread ran, and its loop, which made the socket so, sees
+        # the caller's end itself
+        return
     except OSError:
         pass  # the connection broke: as if it had ended
     leave(line)

@@ -1,7 +1,8 @@
-"""SGLang as an engine to be judged: ``sglang.Engine``, offline, in a process of its own; the same on a CPU and on a GPU.
+"""SGLang as an engine to be judged: ``sglang.Engine``, offline, in a process of its own; the same
+on a CPU and on a GPU.
 
-What is declared is the flavour of the fake (``rollproof.fakes.engine.flavours``): the real engine is judged by the conventions that the fake
-stands for.
+What is declared is the flavour of the fake (``rollproof.fakes.engine.flavours``): the real engine
+is judged by the conventions that the fake stands for.
 """
 
 from __future__ import annotations
@@ -26,7 +27,9 @@ from rollproof.fakes.engine.flavours import Flavour, flavour_named
 
 __all__ = ["MODES", "SglangEngine", "engine_options", "incremental"]
 
-MODES: Mapping[PauseMode, str] = MappingProxyType({PauseMode.ABORT: "abort", PauseMode.RETRACT: "retract", PauseMode.IN_PLACE: "in_place"})
+MODES: Mapping[PauseMode, str] = MappingProxyType(
+    {PauseMode.ABORT: "abort", PauseMode.RETRACT: "retract", PauseMode.IN_PLACE: "in_place"}
+)
 """SGLang's word for each pause that it has (``PauseGenerationReqInput.mode``)."""
 _HOST = "rollproof.engines.sglang.sglang_host"
 _RAW = {Logprobs.RAW: "1", Logprobs.TEMPERATURE_SCALED: "0"}
@@ -39,35 +42,50 @@ _SETTLING_S = 5.0
 class SglangEngine:
     """An engine as ``rollproof.core.subjects.EngineSubject`` describes it.
 
-    Of ``settings.extra``, ``device`` is ``"cpu"`` or ``"cuda"`` (by itself: CUDA where there is one), ``python`` an interpreter that has
-    SGLang (by itself: this one), ``flavour`` the declared conventions, ``load`` the way of new weights (``"disk"`` or ``"tensors"``),
-    ``deadline`` the seconds that a start may take; every other key is an argument of ``sglang.Engine``. With its
-    ``incremental_streaming_output`` a streamed reply comes in parts, without it each chunk repeats all that was before.
+    Of ``settings.extra``, ``device`` is ``"cpu"`` or ``"cuda"`` (by itself: CUDA where there is
+    one), ``python`` an interpreter that has SGLang (by itself: this one), ``flavour`` the declared
+    conventions, ``load`` the way of new weights (``"disk"`` or ``"tensors"``), ``deadline`` the
+    seconds that a start may take; every other key is an argument of ``sglang.Engine``. With its
+    ``incremental_streaming_output`` a streamed reply comes in parts, without it each chunk repeats
+    all that was before.
 
-    Weights change while calls run only during a pause: SGLang lets an update wait for the calls in flight otherwise.
+    Weights change while calls run only during a pause: SGLang lets an update wait for the calls in
+    flight otherwise.
     """
 
     contract: Contract
 
-    def __init__(self, settings: EngineSettings, progress: Callable[[str], None] | None = None) -> None:
+    def __init__(
+        self, settings: EngineSettings, progress: Callable[[str], None] | None = None
+    ) -> None:
         extra = settings.extra
         self.settings = settings
         flavour = flavour_named(str(extra.get("flavour", "sglang")))
-        self.contract = declared(incremental(flavour) if extra.get("incremental_streaming_output") else flavour, settings)
+        self.contract = declared(
+            incremental(flavour) if extra.get("incremental_streaming_output") else flavour, settings
+        )
         if settings.logprobs_mode is not None:
             if settings.logprobs_mode not in _RAW:
-                raise UsageError(f"SGLang has the logprobs {[str(mode) for mode in _RAW]}, not {settings.logprobs_mode!r}.")
+                raise UsageError(
+                    f"SGLang has the logprobs {[str(mode) for mode in _RAW]}, not"
+                    f" {settings.logprobs_mode!r}."
+                )
             self.contract = replace(self.contract, logprobs=Logprobs(settings.logprobs_mode))
         self._progress = progress
         self._process: EngineProcess | None = None
         self._retracted = 0
         load = extra.get("load", "disk")
         if load not in ("disk", "tensors"):
-            raise UsageError(f"extra['load'] says how SGLang gets new weights: 'disk' or 'tensors', not {load!r}.")
+            raise UsageError(
+                "extra['load'] says how SGLang gets new weights: 'disk' or 'tensors', not"
+                f" {load!r}."
+            )
         self._load = f"load_{load}"
 
     async def start(self) -> None:
-        """Start the engine. Raises ``EngineStartError`` where SGLang is missing, of another version, dies, or is too slow."""
+        """Start the engine. Raises ``EngineStartError`` where SGLang is missing, of another
+        version, dies, or is too slow.
+        """
         options = engine_options(self.settings)
         extra = self.settings.extra
         python = {"python": str(extra["python"])} if "python" in extra else {}
@@ -108,7 +126,9 @@ class SglangEngine:
                 chunks.setdefault(chunk.get("index") or 0, []).append(chunk)
                 watch(piece_of(chunk, self.contract))
         parts = query.stream is StreamMode.DELTA
-        replies = [joined(chunks[index]) if parts else chunks[index][-1] for index in sorted(chunks)]
+        replies = [
+            joined(chunks[index]) if parts else chunks[index][-1] for index in sorted(chunks)
+        ]
         for reply in replies:
             _refuse_error(reply["meta_info"]["finish_reason"] or {})
         self._retracted += sum(reply["meta_info"].get("num_retractions") or 0 for reply in replies)
@@ -119,27 +139,36 @@ class SglangEngine:
         await self._running.call("abort", rid=handle)
 
     async def pause(self, mode: PauseMode, clear_cache: bool) -> None:
-        """Raises ``UsageError`` for a mode that SGLang does not have, ``EngineRefused`` where the cache cannot be emptied."""
+        """Raises ``UsageError`` for a mode that SGLang does not have, ``EngineRefused`` where the
+        cache cannot be emptied.
+        """
         if mode not in MODES:
-            raise UsageError(f"SGLang has no pause {mode!s}; it has {[str(known) for known in MODES]}.")
+            raise UsageError(
+                f"SGLang has no pause {mode!s}; it has {[str(known) for known in MODES]}."
+            )
         await self._running.call("pause", mode=MODES[mode])
         if clear_cache:
             await self.clear_cache()
         else:
-            await self._running.call("state")  # the scheduler takes its orders one by one: when it answers this, the pause is in force
+            await self._running.call(
+                "state"
+            )  # the scheduler takes its orders one by one: when it answers this, the pause is in force
 
     async def resume(self) -> None:
         await self._running.call("resume")
 
     async def update_weights(self, update: WeightUpdate) -> None:
         """Raises ``EngineRefused`` where SGLang says that the update failed."""
-        result = await self._running.call(self._load, path=str(update.path), label=update.label, flush=update.clear_cache)
+        result = await self._running.call(
+            self._load, path=str(update.path), label=update.label, flush=update.clear_cache
+        )
         _succeeded("the weight update", result)
 
     async def clear_cache(self) -> None:
         """Empty the radix cache. Raises ``EngineRefused`` while calls run, or are paused in place.
 
-        A call that is answered may still be in the scheduler's last batch: where SGLang holds none, it is asked again for a while.
+        A call that is answered may still be in the scheduler's last batch: where SGLang holds none,
+        it is asked again for a while.
         """
         end = time.monotonic() + _SETTLING_S
         while not (result := await self._running.call("flush"))["success"]:
@@ -149,7 +178,9 @@ class SglangEngine:
         _succeeded("flush_cache", result)
 
     async def counters(self) -> Mapping[str, float]:
-        """Retractions of the calls answered so far (``meta_info["num_retractions"]``), and calls that SGLang holds."""
+        """Retractions of the calls answered so far (``meta_info["num_retractions"]``), and calls
+        that SGLang holds.
+        """
         return {"preemptions": float(self._retracted), **await self._running.call("loads")}
 
     async def stop(self) -> None:
@@ -170,12 +201,23 @@ class SglangEngine:
 
 def incremental(flavour: Flavour) -> Flavour:
     """The conventions of an engine with ``incremental_streaming_output``."""
-    return replace(flavour, name=f"{flavour.name}-incremental", stream_modes=(StreamMode.FINAL, StreamMode.DELTA))
+    return replace(
+        flavour,
+        name=f"{flavour.name}-incremental",
+        stream_modes=(StreamMode.FINAL, StreamMode.DELTA),
+    )
 
 
 def engine_options(settings: EngineSettings) -> dict[str, Any]:
-    """What the host needs to start ``sglang.Engine``: arguments for all devices, for each kind of device, and the model's classes."""
-    architectures = json.loads((settings.model / "config.json").read_text(encoding="utf-8")).get("architectures") or []
+    """What the host needs to start ``sglang.Engine``: arguments for all devices, for each kind of
+    device, and the model's classes.
+    """
+    architectures = (
+        json.loads((settings.model / "config.json").read_text(encoding="utf-8")).get(
+            "architectures"
+        )
+        or []
+    )
     extra = {name: value for name, value in settings.extra.items() if name not in _OURS}
     engine = {
         "model_path": str(settings.model),
@@ -205,17 +247,30 @@ def engine_options(settings: EngineSettings) -> dict[str, Any]:
             "max_total_tokens": settings.kv_tokens or 4096,
             **extra,
         },
-        "cuda": {"attention_backend": "triton", "moe_runner_backend": "triton", "mem_fraction_static": 0.3, **extra},
+        "cuda": {
+            "attention_backend": "triton",
+            "moe_runner_backend": "triton",
+            "mem_fraction_static": 0.3,
+            **extra,
+        },
         "architectures": architectures,
     }
 
 
 def _refuse_error(reason: Mapping[str, Any]) -> None:
-    """Of a streamed call that it refuses, SGLang ends the stream with an abort that has the status of an HTTP error; else it raises."""
+    """Of a streamed call that it refuses, SGLang ends the stream with an abort that has the status
+    of an HTTP error; else it raises.
+    """
     if reason.get("status_code") is not None:
-        raise EngineRefused(f"SGLang refused the call: {reason.get('message')}", kind=str(reason.get("err_type") or reason["status_code"]))
+        raise EngineRefused(
+            f"SGLang refused the call: {reason.get('message')}",
+            kind=str(reason.get("err_type") or reason["status_code"]),
+        )
 
 
 def _succeeded(what: str, result: Mapping[str, Any]) -> None:
     if not result["success"]:
-        raise EngineRefused(f"SGLang says that {what} failed: {result['message'] or 'it gives no reason (calls are running, usually)'}")
+        raise EngineRefused(
+            f"SGLang says that {what} failed:"
+            f" {result['message'] or 'it gives no reason (calls are running, usually)'}"
+        )

@@ -1,7 +1,9 @@
-"""The program that holds an SGLang engine: ``python -m rollproof.engines.sglang.sglang_host FD`` (see ``rollproof.engines.host.host_server``).
+"""The program that holds an SGLang engine: ``python -m rollproof.engines.sglang.sglang_host FD``
+(see ``rollproof.engines.host.host_server``).
 
-SGLang spawns its scheduler and detokenizer, and multiprocessing runs the main module again in each of them before it unpickles
-their work. That is why the stand-ins are installed here, at the end of the module: they are in place in every process before SGLang.
+SGLang spawns its scheduler and detokenizer, and multiprocessing runs the main module again in each
+of them before it unpickles their work. That is why the stand-ins are installed here, at the end of
+the module: they are in place in every process before SGLang.
 """
 
 from __future__ import annotations
@@ -19,7 +21,9 @@ from rollproof.errors import EngineStartError
 __all__ = ["STAND_INS", "SglangHost"]
 
 STAND_INS = "ROLLPROOF_SGLANG_STAND_INS"
-"""Environment variable by which SGLang's children know that they need the stand-ins of ``rollproof.engines.sglang.sglang_cpu``."""
+"""Environment variable by which SGLang's children know that they need the stand-ins of
+``rollproof.engines.sglang.sglang_cpu``.
+"""
 
 
 class SglangHost(Host):
@@ -38,7 +42,9 @@ class SglangHost(Host):
         self.manager: Any = self.engine.tokenizer_manager
 
     async def do_generate(self, **arguments: Any) -> AsyncIterator[Any]:
-        """One call of ``Engine.async_generate``: its chunks where ``stream`` is set, else its one reply."""
+        """One call of ``Engine.async_generate``: its chunks where ``stream`` is set, else its one
+        reply.
+        """
         reply = await self.engine.async_generate(**arguments)
         if not arguments.get("stream"):
             yield reply
@@ -58,7 +64,9 @@ class SglangHost(Host):
         """Continue; the cache of CUDA's allocator is left alone, since there may be no CUDA."""
         request = self.messages.ContinueGenerationReqInput
         known = "torch_empty_cache" in getattr(request, "__annotations__", {})  # since 0.5.12
-        await self.manager.continue_generation(request(torch_empty_cache=False) if known else request())
+        await self.manager.continue_generation(
+            request(torch_empty_cache=False) if known else request()
+        )
 
     async def do_flush(self) -> dict[str, Any]:
         """Empty the radix cache; SGLang refuses while calls run."""
@@ -67,12 +75,16 @@ class SglangHost(Host):
 
     async def do_load_disk(self, path: str, label: str | None, flush: bool) -> dict[str, Any]:
         """``update_weights_from_disk``."""
-        request = self.messages.UpdateWeightFromDiskReqInput(model_path=path, flush_cache=flush, weight_version=label)
+        request = self.messages.UpdateWeightFromDiskReqInput(
+            model_path=path, flush_cache=flush, weight_version=label
+        )
         success, message, *_ = await self.manager.update_weights_from_disk(request, None)
         return {"success": bool(success), "message": str(message)}
 
     async def do_load_tensors(self, path: str, label: str | None, flush: bool) -> dict[str, Any]:
-        """``update_weights_from_tensor`` with all tensors of a checkpoint, inside an update session where the release has them."""
+        """``update_weights_from_tensor`` with all tensors of a checkpoint, inside an update session
+        where the release has them.
+        """
         request = self.messages.UpdateWeightsFromTensorReqInput(
             serialized_named_tensors=self.engine._serialize_tensors_per_rank(_tensors(path), None),
             flush_cache=flush,
@@ -89,8 +101,12 @@ class SglangHost(Host):
         return {"success": bool(success), "message": str(message)}
 
     async def do_relabel(self, label: str, abort_all: bool) -> None:
-        """Publish a label; the weights stay. SGLang's own default of ``abort_all`` is true: it would end every call."""
-        request = self.messages.UpdateWeightVersionReqInput(new_version=label, abort_all_requests=abort_all)
+        """Publish a label; the weights stay. SGLang's own default of ``abort_all`` is true: it
+        would end every call.
+        """
+        request = self.messages.UpdateWeightVersionReqInput(
+            new_version=label, abort_all_requests=abort_all
+        )
         if abort_all:  # the HTTP server's part of the job (srt/entrypoints/http_server.py)
             self.manager.abort_request(abort_all=True)
         await self.manager.update_weight_version(request)
@@ -105,11 +121,15 @@ class SglangHost(Host):
 
     async def do_weights(self, name: str, count: int) -> Any:
         """The first ``count`` rows of a parameter, as the scheduler holds it."""
-        return await self.manager.get_weights_by_name(self.messages.GetWeightsByNameReqInput(name=name, truncate_size=count), None)
+        return await self.manager.get_weights_by_name(
+            self.messages.GetWeightsByNameReqInput(name=name, truncate_size=count), None
+        )
 
 
 def _device(asked: str | None) -> str:
-    """The device to run on, with the surroundings that SGLang needs for it, here and in its children."""
+    """The device to run on, with the surroundings that SGLang needs for it, here and in its
+    children.
+    """
     import torch
 
     device = asked or ("cuda" if torch.cuda.is_available() else "cpu")
@@ -118,7 +138,8 @@ def _device(asked: str | None) -> str:
         from rollproof.engines.sglang import sglang_cpu
 
         os.environ.update({STAND_INS: "1", "SGLANG_USE_CPU_ENGINE": "1"})
-        # more threads are no help to a tiny model, and on a busy machine they wait for each other: 5 tokens a second instead of 100
+        # more threads are no help to a tiny model, and on a busy machine they wait for each other:
+        # 5 tokens a second instead of 100
         threads = int(os.environ.setdefault("OMP_NUM_THREADS", "1"))
         cores = sorted(os.sched_getaffinity(0))[:threads]
         os.environ.setdefault("SGLANG_CPU_OMP_THREADS_BIND", ",".join(map(str, cores)))
@@ -127,13 +148,16 @@ def _device(asked: str | None) -> str:
 
 
 def _without_detokenizer(engine: Any) -> Any:
-    """The class, with one process less: with ``skip_tokenizer_init`` the scheduler answers the caller directly
-    (srt/managers/scheduler_components/ipc_channels.py), and the detokenizer imports SGLang for nothing, a third of a start on a CPU.
+    """The class, with one process less: with ``skip_tokenizer_init`` the scheduler answers the
+    caller directly (srt/managers/scheduler_components/ipc_channels.py), and the detokenizer imports
+    SGLang for nothing, a third of a start on a CPU.
     """
 
     class Engine(engine):  # type: ignore[misc]  # SGLang is not installed where types are checked
         @classmethod
-        def _launch_detokenizer_subprocesses(cls, *_: Any, **__: Any) -> tuple[list[Any], list[str]]:
+        def _launch_detokenizer_subprocesses(
+            cls, *_: Any, **__: Any
+        ) -> tuple[list[Any], list[str]]:
             return [], []
 
     return Engine
@@ -144,25 +168,38 @@ def _tensors(path: str) -> list[tuple[str, Any]]:
 
     files = sorted(Path(path).glob("*.safetensors"))
     if not files:
-        raise FileNotFoundError(f"{path} holds no safetensors: an update without tensors would succeed and change nothing.")
+        raise FileNotFoundError(
+            f"{path} holds no safetensors: an update without tensors would succeed and change"
+            " nothing."
+        )
     return [item for file in files for item in load_file(file).items()]
 
 
 def _import_only(architectures: tuple[str, ...]) -> None:
-    """Let SGLang import the files of these model classes only: all of its files take half of a start on a CPU.
+    """Let SGLang import the files of these model classes only: all of its files take half of a
+    start on a CPU.
 
-    ``SGLANG_DISABLED_MODEL_ARCHS`` names files that are passed over (srt/models/registry.py). A class that no file defines leaves all in.
+    ``SGLANG_DISABLED_MODEL_ARCHS`` names files that are passed over (srt/models/registry.py). A
+    class that no file defines leaves all in.
     """
     package = importlib.util.find_spec("sglang")
     if package is None or not package.submodule_search_locations:
         raise EngineStartError(
-            "SGLang is not installed in the interpreter that is to run it. `nox -s engines` makes an environment that has it."
+            "SGLang is not installed in the interpreter that is to run it. `nox -s engines` makes"
+            " an environment that has it."
         )
     files = sorted(Path(package.submodule_search_locations[0], "srt", "models").glob("*.py"))
     wanted = re.compile(rf"^class ({'|'.join(map(re.escape, architectures))})\b", re.MULTILINE)
-    kept = {file.stem for file in files if architectures and wanted.search(file.read_text(encoding="utf-8"))}
+    kept = {
+        file.stem
+        for file in files
+        if architectures and wanted.search(file.read_text(encoding="utf-8"))
+    }
     if kept:
-        os.environ.setdefault("SGLANG_DISABLED_MODEL_ARCHS", ",".join(file.stem for file in files if file.stem not in kept))
+        os.environ.setdefault(
+            "SGLANG_DISABLED_MODEL_ARCHS",
+            ",".join(file.stem for file in files if file.stem not in kept),
+        )
 
 
 def _in_its_own_loop(host: Host, serve: Callable[[], Coroutine[Any, Any, None]]) -> None:

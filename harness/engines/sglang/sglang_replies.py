@@ -1,7 +1,9 @@
-"""SGLang's replies as records: what ``Engine.async_generate`` and ``POST /generate`` return, read by the declared contract.
+"""SGLang's replies as records: what ``Engine.async_generate`` and ``POST /generate`` return, read
+by the declared contract.
 
-Facts, of releases 0.5.8 to 0.5.23: ``meta_info["routed_experts"]`` is base64 of little-endian integers in C order, without a shape;
-int32, unless ``routed_experts_dtype`` says otherwise (srt/state_capturer/routed_experts_wire.py of newer sources).
+Facts, of releases 0.5.8 to 0.5.23: ``meta_info["routed_experts"]`` is base64 of little-endian
+integers in C order, without a shape; int32, unless ``routed_experts_dtype`` says otherwise
+(srt/state_capturer/routed_experts_wire.py of newer sources).
 """
 
 from __future__ import annotations
@@ -30,9 +32,11 @@ _DTYPE = "int32"
 
 
 def output_of(reply: Mapping[str, Any], contract: Contract, routes_start: int = 0) -> EngineOutput:
-    """What one finished reply shows. Parts that it does not have are ``None``; a logprob of another token than the one returned is NaN.
+    """What one finished reply shows. Parts that it does not have are ``None``; a logprob of another
+    token than the one returned is NaN.
 
-    Raises ``SubjectError`` for a reply that is none of SGLang's, or whose routes do not fit the contract's layers and ``top_k``.
+    Raises ``SubjectError`` for a reply that is none of SGLang's, or whose routes do not fit the
+    contract's layers and ``top_k``.
     """
     try:
         meta = reply["meta_info"]
@@ -41,7 +45,10 @@ def output_of(reply: Mapping[str, Any], contract: Contract, routes_start: int = 
         native = str(reason["type"])
         finish = NATIVE_REASONS[native]
     except (KeyError, TypeError) as error:
-        raise SubjectError(f"This is no finished reply of SGLang ({type(error).__name__}: {error}): {str(reply)[:200]}") from error
+        raise SubjectError(
+            f"This is no finished reply of SGLang ({type(error).__name__}: {error}):"
+            f" {str(reply)[:200]}"
+        ) from error
     return EngineOutput(
         token_ids=tokens,
         logprobs=_logprobs(meta, tokens),
@@ -49,7 +56,10 @@ def output_of(reply: Mapping[str, Any], contract: Contract, routes_start: int = 
         routes_start=routes_start,
         finish_reason=finish,
         version=meta.get("weight_version"),
-        spans=tuple(Span(start=one["start"], end=one["end"], version=one["version"]) for one in meta.get("weight_versions") or ()),
+        spans=tuple(
+            Span(start=one["start"], end=one["end"], version=one["version"])
+            for one in meta.get("weight_versions") or ()
+        ),
         cached_tokens=meta.get("cached_tokens"),
         native=native,
         message=str(reason.get("message") or ""),
@@ -57,31 +67,49 @@ def output_of(reply: Mapping[str, Any], contract: Contract, routes_start: int = 
 
 
 def joined(chunks: Sequence[Mapping[str, Any]]) -> Mapping[str, Any]:
-    """The whole reply of a stream whose chunks hold what is new in each (``incremental_streaming_output``).
+    """The whole reply of a stream whose chunks hold what is new in each
+    (``incremental_streaming_output``).
 
-    Tokens and their logprobs are cut into chunks (``_INCREMENTAL_STREAMING_META_INFO_KEYS`` of srt/managers/tokenizer_manager.py); the
-    rest is of the whole sequence, as the last chunk has it.
+    Tokens and their logprobs are cut into chunks (``_INCREMENTAL_STREAMING_META_INFO_KEYS`` of
+    srt/managers/tokenizer_manager.py); the rest is of the whole sequence, as the last chunk has it.
     """
     last = chunks[-1]
     meta = dict(last["meta_info"])
     if "output_token_logprobs" in meta:
-        meta["output_token_logprobs"] = [entry for chunk in chunks for entry in chunk["meta_info"].get("output_token_logprobs") or ()]
-    return {**last, "output_ids": [token for chunk in chunks for token in chunk["output_ids"]], "meta_info": meta}
+        meta["output_token_logprobs"] = [
+            entry
+            for chunk in chunks
+            for entry in chunk["meta_info"].get("output_token_logprobs") or ()
+        ]
+    return {
+        **last,
+        "output_ids": [token for chunk in chunks for token in chunk["output_ids"]],
+        "meta_info": meta,
+    }
 
 
 def routes_of(meta: Mapping[str, Any], contract: Contract) -> IntArray | None:
-    """``(rows, layers, top_k)``, read-only as SGLang's own helper returns it; ``None`` where the reply has no routes."""
+    """``(rows, layers, top_k)``, read-only as SGLang's own helper returns it; ``None`` where the
+    reply has no routes.
+    """
     text = meta.get("routed_experts")
     if text is None:
         return None
     if contract.top_k is None:
-        raise SubjectError("SGLang returned routes, and the contract declares none: the model's layers and top_k are needed to read them.")
+        raise SubjectError(
+            "SGLang returned routes, and the contract declares none: the model's layers and top_k"
+            " are needed to read them."
+        )
     try:
-        flat = np.frombuffer(base64.b64decode(text, validate=True), dtype=np.dtype(meta.get("routed_experts_dtype", _DTYPE)))
+        flat = np.frombuffer(
+            base64.b64decode(text, validate=True),
+            dtype=np.dtype(meta.get("routed_experts_dtype", _DTYPE)),
+        )
         return flat.reshape(-1, contract.route_layers, contract.top_k)
     except (binascii.Error, ValueError, TypeError) as error:
         raise SubjectError(
-            f"SGLang's routes do not make whole rows of {contract.route_layers} layers and {contract.top_k} experts: {error}."
+            f"SGLang's routes do not make whole rows of {contract.route_layers} layers and"
+            f" {contract.top_k} experts: {error}."
         ) from error
 
 
@@ -103,5 +131,10 @@ def _logprobs(meta: Mapping[str, Any], tokens: tuple[int, ...]) -> LogprobArray 
     entries = meta.get("output_token_logprobs")
     if entries is None:
         return None
-    values = [entry[0] if place >= len(tokens) or entry[1] == tokens[place] else None for place, entry in enumerate(entries)]
-    return np.array([np.nan if value is None else float(value) for value in values], dtype=np.float64)
+    values = [
+        entry[0] if place >= len(tokens) or entry[1] == tokens[place] else None
+        for place, entry in enumerate(entries)
+    ]
+    return np.array(
+        [np.nan if value is None else float(value) for value in values], dtype=np.float64
+    )

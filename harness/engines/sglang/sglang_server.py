@@ -1,7 +1,9 @@
-"""SGLang's own HTTP server, on a CPU where that is what there is: ``python -m rollproof.engines.sglang.sglang_server --model-path DIR ...``.
+"""SGLang's own HTTP server, on a CPU where that is what there is: ``python -m
+rollproof.engines.sglang.sglang_server --model-path DIR ...``.
 
-It takes the arguments of ``python -m sglang.launch_server`` and runs that; ours are the stand-ins only (``rollproof.engines.sglang.sglang_cpu``),
-in this process and, because multiprocessing runs the main module again in each child, in all that it spawns.
+It takes the arguments of ``python -m sglang.launch_server`` and runs that; ours are the stand-ins
+only (``rollproof.engines.sglang.sglang_cpu``), in this process and, because multiprocessing runs
+the main module again in each child, in all that it spawns.
 """
 
 from __future__ import annotations

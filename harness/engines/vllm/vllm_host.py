@@ -1,7 +1,9 @@
-"""The program that holds a vLLM engine: ``python -m rollproof.engines.vllm.vllm_host FD`` (see ``rollproof.engines.host.host_server``).
+"""The program that holds a vLLM engine: ``python -m rollproof.engines.vllm.vllm_host FD`` (see
+``rollproof.engines.host.host_server``).
 
-vLLM spawns its engine core, and multiprocessing runs the main module again in it before it unpickles its work: the stand-ins
-for a CPU are installed at the top of this module, so that they are in place in both processes before vLLM is.
+vLLM spawns its engine core, and multiprocessing runs the main module again in it before it
+unpickles its work: the stand-ins for a CPU are installed at the top of this module, so that they
+are in place in both processes before vLLM is.
 """
 
 from __future__ import annotations
@@ -26,7 +28,9 @@ if __name__ == "__mp_main__":  # in a process that vLLM spawned
 
 
 def main() -> None:
-    """Start the engine that the caller's options describe, and answer until the caller goes or asks for the end."""
+    """Start the engine that the caller's options describe, and answer until the caller goes or asks
+    for the end.
+    """
     run_host(lambda options: (OfflineHost if options["offline"] else VllmHost)(options))
 
 
@@ -45,7 +49,9 @@ class VllmHost(Host):
         self, request_id: str, prompt_ids: list[int], sampling: dict[str, Any], stream: str
     ) -> AsyncIterator[dict[str, Any]]:
         """One call: every output that vLLM yields, as plain values."""
-        async for output in self.engine.generate({"prompt_token_ids": prompt_ids}, _sampling(sampling, stream), request_id):
+        async for output in self.engine.generate(
+            {"prompt_token_ids": prompt_ids}, _sampling(sampling, stream), request_id
+        ):
             yield _told(output)
 
     async def do_abort(self, request_id: str) -> None:
@@ -66,11 +72,15 @@ class VllmHost(Host):
 
     async def do_edit(self, before: str, after: str) -> list[str]:
         """Write what differs between two checkpoints into the model, on every worker."""
-        names: list[str] = (await self.engine.collective_rpc("edit_weights", args=(before, after)))[0]
+        names: list[str] = (await self.engine.collective_rpc("edit_weights", args=(before, after)))[
+            0
+        ]
         return names
 
     async def do_label(self, label: str) -> None:
-        """``AsyncLLM.update_weight_version``; releases without it (up to 0.26 at least) show no labels."""
+        """``AsyncLLM.update_weight_version``; releases without it (up to 0.26 at least) show no
+        labels.
+        """
         if hasattr(self.engine, "update_weight_version"):
             await self.engine.update_weight_version(label)
 
@@ -91,11 +101,14 @@ class VllmHost(Host):
 
 
 class OfflineHost(Host):
-    """``vllm.LLM`` and the operations on it. Calls that arrive together are one batch of ``LLM.generate``."""
+    """``vllm.LLM`` and the operations on it. Calls that arrive together are one batch of
+    ``LLM.generate``.
+    """
 
     def __init__(self, options: Mapping[str, Any]) -> None:
         super().__init__()
-        # the engine runs in this process: one to start, and its scheduler sees a whole batch at once
+        # the engine runs in this process: one to start, and its scheduler sees a whole batch at
+        # once
         os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
         arguments = _arguments(options)
         from vllm.entrypoints.llm import LLM
@@ -104,7 +117,9 @@ class OfflineHost(Host):
         self._busy = asyncio.Lock()
         self._waiting: list[tuple[list[int], Any, asyncio.Future[Any]]] = []
 
-    async def do_generate(self, request_id: str, prompt_ids: list[int], sampling: dict[str, Any], stream: str) -> dict[str, Any]:
+    async def do_generate(
+        self, request_id: str, prompt_ids: list[int], sampling: dict[str, Any], stream: str
+    ) -> dict[str, Any]:
         """One call, with those that arrive at the same time."""
         done: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
         self._waiting.append((prompt_ids, _sampling(sampling, stream), done))
@@ -140,15 +155,21 @@ class OfflineHost(Host):
         return _counted(self.llm.get_metrics())
 
     def _run(self, batch: list[tuple[list[int], Any, asyncio.Future[Any]]]) -> None:
-        """One ``LLM.generate``; a batch that vLLM refuses as a whole is asked one by one, so that only the culprit is refused."""
+        """One ``LLM.generate``; a batch that vLLM refuses as a whole is asked one by one, so that
+        only the culprit is refused.
+        """
         loop = batch[0][2].get_loop()
 
         def settle(done: asyncio.Future[Any], output: Any, error: Exception | None) -> None:
-            loop.call_soon_threadsafe(lambda: done.set_exception(error) if error is not None else done.set_result(output))
+            loop.call_soon_threadsafe(
+                lambda: done.set_exception(error) if error is not None else done.set_result(output)
+            )
 
         def ask(part: list[tuple[list[int], Any, asyncio.Future[Any]]]) -> list[Any]:
             prompts = [{"prompt_token_ids": ids} for ids, _, _ in part]
-            outputs: list[Any] = self.llm.generate(prompts, [params for _, params, _ in part], use_tqdm=False)
+            outputs: list[Any] = self.llm.generate(
+                prompts, [params for _, params, _ in part], use_tqdm=False
+            )
             return outputs
 
         try:
@@ -167,21 +188,29 @@ _TOGETHER = 0.1
 
 
 def _arguments(options: Mapping[str, Any]) -> dict[str, Any]:
-    """What an engine of vLLM is made with on this device. Raises ``EngineStartError`` where vLLM is missing or does not fit."""
+    """What an engine of vLLM is made with on this device. Raises ``EngineStartError`` where vLLM is
+    missing or does not fit.
+    """
     if vllm_cpu.is_cpu_build():
         vllm_cpu.install()
-        # the worker lives in the core's process then (vllm/platforms/cpu.py): every process more imports for half a minute
+        # the worker lives in the core's process then (vllm/platforms/cpu.py): every process more
+        # imports for half a minute
         os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
     try:
         from vllm.platforms import current_platform
     except ImportError as error:
         raise EngineStartError(
-            f"vLLM cannot be imported ({error}). `nox -s engines` installs it into a virtual environment of its own."
+            f"vLLM cannot be imported ({error}). `nox -s engines` installs it into a virtual"
+            " environment of its own."
         ) from error
     device = "cpu" if current_platform.is_cpu() else "cuda"
     given = {**options["engine"], **options[device]}
-    # settings are scalars; what vLLM has as a mapping (speculative_config) comes as JSON, as on its command line
-    engine = {name: json.loads(value) if isinstance(value, str) and value.startswith("{") else value for name, value in given.items()}
+    # settings are scalars; what vLLM has as a mapping (speculative_config) comes as JSON, as on its
+    # command line
+    engine = {
+        name: json.loads(value) if isinstance(value, str) and value.startswith("{") else value
+        for name, value in given.items()
+    }
     return {**engine, "worker_extension_cls": "rollproof.engines.vllm.vllm_worker.WeightEditor"}
 
 
@@ -189,12 +218,20 @@ def _sampling(sampling: Mapping[str, Any], stream: str) -> Any:
     """``SamplingParams`` of a call that ends by its budget."""
     from vllm.sampling_params import RequestOutputKind, SamplingParams
 
-    kinds = {"final": RequestOutputKind.FINAL_ONLY, "cumulative": RequestOutputKind.CUMULATIVE, "delta": RequestOutputKind.DELTA}
+    kinds = {
+        "final": RequestOutputKind.FINAL_ONLY,
+        "cumulative": RequestOutputKind.CUMULATIVE,
+        "delta": RequestOutputKind.DELTA,
+    }
     return SamplingParams(**sampling, detokenize=False, ignore_eos=True, output_kind=kinds[stream])
 
 
 def _counted(metrics: Any) -> dict[str, float]:
-    names = {"vllm:num_preemptions": "preemptions", "vllm:num_requests_running": "running", "vllm:num_requests_waiting": "waiting"}
+    names = {
+        "vllm:num_preemptions": "preemptions",
+        "vllm:num_requests_running": "running",
+        "vllm:num_requests_waiting": "waiting",
+    }
     counts = dict.fromkeys(names.values(), 0.0)
     for metric in metrics:
         if metric.name in names:
@@ -204,7 +241,11 @@ def _counted(metrics: Any) -> dict[str, float]:
 
 def _told(output: Any) -> dict[str, Any]:
     """One ``RequestOutput`` as plain values."""
-    return {"cached": output.num_cached_tokens, "finished": output.finished, "outputs": [_plain(one) for one in output.outputs]}
+    return {
+        "cached": output.num_cached_tokens,
+        "finished": output.finished,
+        "outputs": [_plain(one) for one in output.outputs],
+    }
 
 
 def _plain(output: Any) -> dict[str, Any]:
@@ -214,12 +255,27 @@ def _plain(output: Any) -> dict[str, Any]:
     return {
         "index": output.index,
         "token_ids": list(output.token_ids),
-        "logprobs": None
-        if output.logprobs is None
-        else [_of_token(entry, token) for entry, token in zip(output.logprobs, output.token_ids, strict=False)],
-        "routes": None if routes is None else {"dtype": str(routes.dtype), "shape": list(routes.shape), "data": routes.tobytes().hex()},
+        "logprobs": (
+            None
+            if output.logprobs is None
+            else [
+                _of_token(entry, token)
+                for entry, token in zip(output.logprobs, output.token_ids, strict=False)
+            ]
+        ),
+        "routes": (
+            None
+            if routes is None
+            else {
+                "dtype": str(routes.dtype),
+                "shape": list(routes.shape),
+                "data": routes.tobytes().hex(),
+            }
+        ),
         "reason": output.finish_reason,
-        "spans": None if spans is None else [[span.version, span.start, span.end] for span in spans],
+        "spans": (
+            None if spans is None else [[span.version, span.start, span.end] for span in spans]
+        ),
     }
 
 

@@ -1,7 +1,9 @@
-"""vLLM's own HTTP server, on a CPU where that is what there is: ``python -m rollproof.engines.vllm.vllm_server --model DIR ...``.
+"""vLLM's own HTTP server, on a CPU where that is what there is: ``python -m
+rollproof.engines.vllm.vllm_server --model DIR ...``.
 
-It takes the arguments of ``vllm serve`` and runs that server; ours are the stand-ins only (``rollproof.engines.vllm.vllm_cpu``), in this process
-and, because multiprocessing runs the main module again in each child, in the engine core that it spawns.
+It takes the arguments of ``vllm serve`` and runs that server; ours are the stand-ins only
+(``rollproof.engines.vllm.vllm_cpu``), in this process and, because multiprocessing runs the main
+module again in each child, in the engine core that it spawns.
 """
 
 from __future__ import annotations

@@ -15,7 +15,9 @@ from rollproof.gap.token_pairs import TokenPairs
 __all__ = ["ROUNDING", "Cause", "CauseName", "Rule", "Scene", "beyond"]
 
 ROUNDING = 1e-5
-"""What float32 does to a logprob, in nats: a mean |d| below it has no cause that is worth a name, whatever its pattern."""
+"""What float32 does to a logprob, in nats: a mean |d| below it has no cause that is worth a name,
+whatever its pattern.
+"""
 
 
 class CauseName(StrEnum):
@@ -40,8 +42,8 @@ class CauseName(StrEnum):
 
     @property
     def always_wrong(self) -> bool:
-        """Whether it is wrong at any size. Others may be meant: whoever samples with top-p, or scores older tokens under newer weights,
-        may know it.
+        """Whether it is wrong at any size. Others may be meant: whoever samples with top-p, or
+        scores older tokens under newer weights, may know it.
         """
         return self in _ALWAYS_WRONG
 
@@ -62,7 +64,9 @@ _ALWAYS_WRONG = frozenset(
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Cause:
-    """A likely kind of cause: its name, how far the sign is beyond what numerics give (0.5 to 1), the sign in words, and what to do."""
+    """A likely kind of cause: its name, how far the sign is beyond what numerics give (0.5 to 1),
+    the sign in words, and what to do.
+    """
 
     name: CauseName
     confidence: float
@@ -76,12 +80,19 @@ class Cause:
 
     @property
     def fault(self) -> bool:
-        """Whether it is wrong at any size, so that a gap within its limits excuses it no more than one beyond them."""
+        """Whether it is wrong at any size, so that a gap within its limits excuses it no more than
+        one beyond them.
+        """
         return self.name.always_wrong and self.confidence >= 0.7
 
     def to_dict(self) -> dict[str, Any]:
         """JSON-ready form."""
-        return {"class": str(self.name), "confidence": round(self.confidence, 3), "because": self.because, "advice": self.advice}
+        return {
+            "class": str(self.name),
+            "confidence": round(self.confidence, 3),
+            "because": self.because,
+            "advice": self.advice,
+        }
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)

@@ -25,10 +25,12 @@ _CUT = 3.0
 class Evidence:
     """Signs over ``tokens`` tokens with finite logprobs, whose mean |d| is ``size``.
 
-    ``rho_excess`` is E[rho] - 1 and ``rho_z`` that over its standard error over sequences, ``rho_chance`` how likely such a one is of so
-    few sequences (Student); ``explained`` is the share of the mean square of d that a function of the rollout logprob alone explains;
-    ``pearson`` the correlation of the two logprobs and ``lagged`` that with the trainer's moved by -1 and +1 places; ``apart`` the share of
-    a sequence's tokens with |d| above ln 2, its median over sequences; ``shift`` the blocks of tokens whose logprobs are a neighbour's.
+    ``rho_excess`` is E[rho] - 1 and ``rho_z`` that over its standard error over sequences,
+    ``rho_chance`` how likely such a one is of so few sequences (Student); ``explained`` is the
+    share of the mean square of d that a function of the rollout logprob alone explains; ``pearson``
+    the correlation of the two logprobs and ``lagged`` that with the trainer's moved by -1 and +1
+    places; ``apart`` the share of a sequence's tokens with |d| above ln 2, its median over
+    sequences; ``shift`` the blocks of tokens whose logprobs are a neighbour's.
     """
 
     tokens: int
@@ -55,13 +57,24 @@ def gather(pairs: TokenPairs) -> Evidence:
     if not len(d):
         nan = float("nan")
         return Evidence(
-            tokens=0, size=nan, k1=nan, k3=nan, rho_excess=nan, rho_z=nan, rho_chance=1.0, explained=nan, pearson=nan, apart=nan
+            tokens=0,
+            size=nan,
+            k1=nan,
+            k3=nan,
+            rho_excess=nan,
+            rho_z=nan,
+            rho_chance=1.0,
+            explained=nan,
+            pearson=nan,
+            apart=nan,
         )
     excess = np.expm1(np.clip(d, -80, 20))
     by_sequence = np.add.reduceat(excess, whole.starts)
     mean = float(excess.mean())
     count = whole.n_sequences
-    error = float(np.sqrt(((by_sequence - mean * whole.lengths) ** 2).sum() * count / max(count - 1, 1))) / len(d)
+    error = float(
+        np.sqrt(((by_sequence - mean * whole.lengths) ** 2).sum() * count / max(count - 1, 1))
+    ) / len(d)
     away = mean / error if error > 1e-12 * abs(mean) and count > 1 else 0.0
     return Evidence(
         tokens=len(d),
@@ -73,7 +86,12 @@ def gather(pairs: TokenPairs) -> Evidence:
         rho_chance=float(2 * stats.t.sf(abs(away), count - 1)) if count > 1 else 1.0,
         explained=_explained(whole.rollout, d, whole.owner % 2),
         pearson=_correlation(whole.rollout, whole.trainer),
-        apart=float(np.median(np.add.reduceat((np.abs(d) > np.log(2)).astype(np.float64), whole.starts) / whole.lengths)),
+        apart=float(
+            np.median(
+                np.add.reduceat((np.abs(d) > np.log(2)).astype(np.float64), whole.starts)
+                / whole.lengths
+            )
+        ),
         lagged={step: _lagged(pairs, step) for step in (-1, 1)},
         shift=logprob_shift(pairs),
         routes=route_evidence(pairs),
@@ -91,10 +109,12 @@ def _sample(pairs: TokenPairs) -> TokenPairs:
 
 
 def _explained(rollout: FloatArray, d: FloatArray, group: IntArray) -> float:
-    """Share of sum d^2 that a function of the rollout logprob explains: the mean of d within bins, learnt from half of the sequences and
-    tried on the other, so that neither a few tokens nor as many bins explain anything. ``group`` ``(n,)`` is 0 or 1.
+    """Share of sum d^2 that a function of the rollout logprob explains: the mean of d within bins,
+    learnt from half of the sequences and tried on the other, so that neither a few tokens nor as
+    many bins explain anything. ``group`` ``(n,)`` is 0 or 1.
 
-    An offset, which is the same in all bins, is no function of the logprob and is left out; so is what of |d| is beyond ``_CUT``.
+    An offset, which is the same in all bins, is no function of the logprob and is left out; so is
+    what of |d| is beyond ``_CUT``.
     """
     d = np.clip(d, -_CUT, _CUT)
     total = float((d * d).sum())
@@ -122,11 +142,17 @@ def _correlation(a: FloatArray, b: FloatArray) -> float:
 
 
 def _lagged(pairs: TokenPairs, step: int) -> float:
-    """Correlation of each token's rollout logprob with the trainer's of ``step`` places further on in the same sequence."""
+    """Correlation of each token's rollout logprob with the trainer's of ``step`` places further on
+    in the same sequence.
+    """
     ours = np.arange(max(0, -step), pairs.n_tokens - max(0, step))
     theirs = ours + step
     owner = pairs.owner
-    keep = (owner[ours] == owner[theirs]) & np.isfinite(pairs.rollout[ours]) & np.isfinite(pairs.trainer[theirs])
+    keep = (
+        (owner[ours] == owner[theirs])
+        & np.isfinite(pairs.rollout[ours])
+        & np.isfinite(pairs.trainer[theirs])
+    )
     if keep.sum() < ENOUGH:
         return float("nan")
     return _correlation(pairs.rollout[ours[keep]], pairs.trainer[theirs[keep]])

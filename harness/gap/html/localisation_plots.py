@@ -1,4 +1,6 @@
-"""Pictures of a localisation: what each place does differently, and how the difference grows with depth. Imports matplotlib."""
+"""Pictures of a localisation: what each place does differently, and how the difference grows with
+depth. Imports matplotlib.
+"""
 
 from __future__ import annotations
 
@@ -29,14 +31,43 @@ def _places(localisation: Localisation) -> Plot:
     sites = [gap for gap in localisation.sites if gap.site.role != "selection"]
     figure, axes = new_figure(3.0)
     steps = range(len(sites))
-    known = [value for gap in sites for value in (gap.alone, gap.rounding) if math.isfinite(value) and value > _LEAST]
-    low, high = (min(known) / 20, max(known) * 30) if known else (_LEAST, 1.0)  # room for the legend
-    axes.fill_between(steps, low, [max(gap.rounding, low) for gap in sites], color=COLOURS["sky"], alpha=0.35, lw=0, step="mid")
+    known = [
+        value
+        for gap in sites
+        for value in (gap.alone, gap.rounding)
+        if math.isfinite(value) and value > _LEAST
+    ]
+    low, high = (
+        (min(known) / 20, max(known) * 30) if known else (_LEAST, 1.0)
+    )  # room for the legend
+    axes.fill_between(
+        steps,
+        low,
+        [max(gap.rounding, low) for gap in sites],
+        color=COLOURS["sky"],
+        alpha=0.35,
+        lw=0,
+        step="mid",
+    )
     inside = [(i, gap) for i, gap in enumerate(sites) if not gap.parts]
-    axes.plot([i for i, _ in inside], [max(gap.alone, low) for _, gap in inside], "o", color=BLUE, ms=3, label="within rounding")
+    axes.plot(
+        [i for i, _ in inside],
+        [max(gap.alone, low) for _, gap in inside],
+        "o",
+        color=BLUE,
+        ms=3,
+        label="within rounding",
+    )
     beyond = [(i, gap) for i, gap in enumerate(sites) if gap.parts]
     if beyond:
-        axes.plot([i for i, _ in beyond], [max(gap.alone, low) for _, gap in beyond], "X", color=RED, ms=8, label="beyond rounding")
+        axes.plot(
+            [i for i, _ in beyond],
+            [max(gap.alone, low) for _, gap in beyond],
+            "X",
+            color=RED,
+            ms=8,
+            label="beyond rounding",
+        )
         place, first = beyond[0]
         right = place > len(sites) / 2
         axes.annotate(str(first.site), (place, max(first.alone, low)), xytext=(-9 if right else 9, 3), textcoords="offset points",
@@ -52,7 +83,10 @@ def _places(localisation: Localisation) -> Plot:
     return Plot(
         name="places",
         title="What each place does differently",
-        about="Each module was given the first side's values. The band is what rounding does there; a cross lies beyond it.",
+        about=(
+            "Each module was given the first side's values. The band is what rounding does there; a"
+            " cross lies beyond it."
+        ),
         figure=figure,
     )
 
@@ -60,12 +94,34 @@ def _places(localisation: Localisation) -> Plot:
 def _growth(localisation: Localisation) -> Plot:
     rows = localisation.growth
     figure, axes = new_figure(2.8)
-    lines = [("own values", "carried", BLUE, "o-"), ("experts replayed", "replayed", COLOURS["orange"], "s--")]
+    lines = [
+        ("own values", "carried", BLUE, "o-"),
+        ("experts replayed", "replayed", COLOURS["orange"], "s--"),
+    ]
     for label, name, colour, mark in lines:
-        points = [(i, getattr(gap, name)) for i, gap in enumerate(rows) if math.isfinite(getattr(gap, name))]
+        points = [
+            (i, getattr(gap, name))
+            for i, gap in enumerate(rows)
+            if math.isfinite(getattr(gap, name))
+        ]
         if points:
-            axes.plot([i for i, _ in points], [max(v, _LEAST) for _, v in points], mark, color=colour, lw=1.6, ms=4, label=label)
-    axes.plot(range(len(rows)), [max(gap.carried_rounding, _LEAST) for gap in rows], ":", color=MUTED, lw=1.8, label="rounding")
+            axes.plot(
+                [i for i, _ in points],
+                [max(v, _LEAST) for _, v in points],
+                mark,
+                color=colour,
+                lw=1.6,
+                ms=4,
+                label=label,
+            )
+    axes.plot(
+        range(len(rows)),
+        [max(gap.carried_rounding, _LEAST) for gap in rows],
+        ":",
+        color=MUTED,
+        lw=1.8,
+        label="rounding",
+    )
     log_scale(axes, "y")
     every = -(-len(rows) // _TICKS)
     names = ["end" if i == len(rows) - 1 else str(gap.site.layer) for i, gap in enumerate(rows)]
@@ -77,7 +133,10 @@ def _growth(localisation: Localisation) -> Plot:
     return Plot(
         name="growth",
         title="How the difference grows with depth",
-        about="Root mean square over tokens, relative to the values' own. Where the line leaves rounding, something else came in.",
+        about=(
+            "Root mean square over tokens, relative to the values' own. Where the line leaves"
+            " rounding, something else came in."
+        ),
         figure=figure,
     )
 

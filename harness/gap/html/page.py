@@ -1,6 +1,7 @@
 """Page: a gap's report as one HTML file that needs nothing else, and its plots as files.
 
-The page and the plots need the packages of the extra ``report`` (jinja2, matplotlib); this module does not, until it is asked.
+The page and the plots need the packages of the extra ``report`` (jinja2, matplotlib); this module
+does not, until it is asked.
 """
 
 from __future__ import annotations
@@ -54,15 +55,17 @@ _SIGNS: Mapping[Side, str] = {
 def check_report_target(report: Path | None, plots: Path | None) -> None:
     """Try, before a long measurement, whether a page and plots can be made and written.
 
-    Raises ``ExtraError`` where packages are missing, ``UsageError`` where a place cannot be written to.
+    Raises ``ExtraError`` where packages are missing, ``UsageError`` where a place cannot be written
+    to.
     """
     if report is None and plots is None:
         return
     lacking = [name for name in _PACKAGES if importlib.util.find_spec(name) is None]
     if lacking:
         raise ExtraError(
-            f"The HTML report and the plots need {' and '.join(lacking)}, which {'is' if len(lacking) == 1 else 'are'} not installed:"
-            " pip install 'rollproof[report]'. Without them the terminal output and --json hold every number."
+            f"The HTML report and the plots need {' and '.join(lacking)}, which"
+            f" {'is' if len(lacking) == 1 else 'are'} not installed: pip install"
+            " 'rollproof[report]'. Without them the terminal output and --json hold every number."
         )
     if report is not None:
         check_target(report)
@@ -71,20 +74,34 @@ def check_report_target(report: Path | None, plots: Path | None) -> None:
 
 
 def write_report(
-    report: GapReport, path: Path | str, *, comparison: Comparison | None = None, localisation: Localisation | None = None
+    report: GapReport,
+    path: Path | str,
+    *,
+    comparison: Comparison | None = None,
+    localisation: Localisation | None = None,
 ) -> None:
-    """Write the report to ``path`` as one HTML file below 5 MB that opens from disk, in light and dark, on a phone too.
+    """Write the report to ``path`` as one HTML file below 5 MB that opens from disk, in light and
+    dark, on a phone too.
 
-    Raises ``ExtraError`` without the extra ``report``, ``UsageError`` where ``path`` cannot be written to.
+    Raises ``ExtraError`` without the extra ``report``, ``UsageError`` where ``path`` cannot be
+    written to.
     """
     check_report_target(Path(path), None)
-    write_atomically(Path(path), page_text(report, comparison=comparison, localisation=localisation))
+    write_atomically(
+        Path(path), page_text(report, comparison=comparison, localisation=localisation)
+    )
 
 
 def write_plots(
-    report: GapReport, folder: Path | str, *, comparison: Comparison | None = None, localisation: Localisation | None = None
+    report: GapReport,
+    folder: Path | str,
+    *,
+    comparison: Comparison | None = None,
+    localisation: Localisation | None = None,
 ) -> list[Path]:
-    """Write each plot into ``folder`` as PNG and as SVG, on white; returns the files. Raises as ``write_report`` does."""
+    """Write each plot into ``folder`` as PNG and as SVG, on white; returns the files. Raises as
+    ``write_report`` does.
+    """
     from rollproof.gap.html.plots import draw_plots, style
 
     folder = Path(folder)
@@ -95,12 +112,23 @@ def write_plots(
         for kind in ("png", "svg"):
             path = folder / f"{plot.name}.{kind}"
             with style(salt=plot.name):
-                plot.figure.savefig(path, format=kind, dpi=_DPI, facecolor="white", metadata={"Date": None} if kind == "svg" else None)
+                plot.figure.savefig(
+                    path,
+                    format=kind,
+                    dpi=_DPI,
+                    facecolor="white",
+                    metadata={"Date": None} if kind == "svg" else None,
+                )
             out.append(path)
     return out
 
 
-def page_text(report: GapReport, *, comparison: Comparison | None = None, localisation: Localisation | None = None) -> str:
+def page_text(
+    report: GapReport,
+    *,
+    comparison: Comparison | None = None,
+    localisation: Localisation | None = None,
+) -> str:
     """The HTML of ``write_report``."""
     from jinja2 import Environment, StrictUndefined
 
@@ -110,9 +138,13 @@ def page_text(report: GapReport, *, comparison: Comparison | None = None, locali
         {"name": plot.name, "title": plot.title, "about": plot.about, "svg": _svg(plot, COLOURS)}
         for plot in draw_plots(report, comparison, localisation)
     ]
-    environment = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
+    environment = Environment(
+        autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
+    )
     environment.filters |= {"number": _number, "interval": _interval, "counted": counted}
-    template = environment.from_string(resources.files("rollproof.gap.html").joinpath("page.html").read_text(encoding="utf-8"))
+    template = environment.from_string(
+        resources.files("rollproof.gap.html").joinpath("page.html").read_text(encoding="utf-8")
+    )
     text = template.render(
         report=report,
         verdict=str(overall(report, comparison, localisation)),
@@ -127,40 +159,80 @@ def page_text(report: GapReport, *, comparison: Comparison | None = None, locali
         comparison=comparison,
         localisation=localisation,
     )
-    text = text.encode("utf-8", "backslashreplace").decode()  # a file's name may hold bytes that are no text
+    text = text.encode(
+        "utf-8", "backslashreplace"
+    ).decode()  # a file's name may hold bytes that are no text
     if len(text.encode()) > _MOST_BYTES:
-        raise AssertionError(f"the page has {len(text.encode()):,} bytes, beyond the {_MOST_BYTES:,} that it promises")
+        raise AssertionError(
+            f"the page has {len(text.encode()):,} bytes, beyond the {_MOST_BYTES:,} that it"
+            " promises"
+        )
     return text
 
 
-def _everything_told(report: GapReport, comparison: Comparison | None, localisation: Localisation | None) -> list[tuple[str, str]]:
-    """What led to the verdict: one sentence for each thing that was asked for, with its own verdict where there are several."""
+def _everything_told(
+    report: GapReport, comparison: Comparison | None, localisation: Localisation | None
+) -> list[tuple[str, str]]:
+    """What led to the verdict: one sentence for each thing that was asked for, with its own verdict
+    where there are several.
+    """
     out = [(str(report.verdict), _told(report))]
     if comparison is not None:
         effect = comparison.effects[0]
-        told = f"{effect.metric} is {_number(effect.ratio.value)} times that of {comparison.against} ({_interval(effect.ratio)})."
+        told = (
+            f"{effect.metric} is {_number(effect.ratio.value)} times that of {comparison.against}"
+            f" ({_interval(effect.ratio)})."
+        )
         out.append((str(comparison.verdict), told))
     if localisation is not None:
         places = len(localisation.partings)
         found = localisation.found
-        told = "" if found is None else f"The forwards part at {found.module}{f' and {places - 1} more places' if places > 1 else ''}."
-        out.append(("fail", told) if found else ("pass", "Nowhere do the forwards part by more than rounding."))
+        told = (
+            ""
+            if found is None
+            else (
+                "The forwards part at"
+                f" {found.module}{f' and {places - 1} more places' if places > 1 else ''}."
+            )
+        )
+        out.append(
+            ("fail", told)
+            if found
+            else ("pass", "Nowhere do the forwards part by more than rounding.")
+        )
     return out
 
 
 def _told(report: GapReport) -> str:
     """The gap's verdict in a sentence."""
     failing = [name for name, verdict in report.verdicts.items() if verdict is GapVerdict.FAIL]
-    open_ = [name for name, verdict in report.verdicts.items() if verdict is GapVerdict.INCONCLUSIVE]
+    open_ = [
+        name for name, verdict in report.verdicts.items() if verdict is GapVerdict.INCONCLUSIVE
+    ]
     if report.verdict is GapVerdict.PASS:
         return f"All {len(report.verdicts)} limits hold, with their whole 95 % intervals."
     if report.verdict is GapVerdict.FAIL:
         reasons = [f"beyond the limit: {', '.join(failing)}"] if failing else []
-        reasons += [f"{counted(report.panel.n_nonfinite, 'token')} with a logprob that is not finite"] if report.panel.n_nonfinite else []
-        reasons += [f"a cause that is wrong at any size: {cause.name}" for cause in report.causes if cause.fault]
+        reasons += (
+            [f"{counted(report.panel.n_nonfinite, 'token')} with a logprob that is not finite"]
+            if report.panel.n_nonfinite
+            else []
+        )
+        reasons += [
+            f"a cause that is wrong at any size: {cause.name}"
+            for cause in report.causes
+            if cause.fault
+        ]
         return f"Failed: {'; '.join(reasons)}."
-    needed = f" About {rounded(report.required_n)} tokens of such sequences would decide." if report.required_n else ""
-    return f"Not decided: {', '.join(open_) or 'too few sequences, or nothing with a limit was measured'}.{needed}"
+    needed = (
+        f" About {rounded(report.required_n)} tokens of such sequences would decide."
+        if report.required_n
+        else ""
+    )
+    return (
+        "Not decided:"
+        f" {', '.join(open_) or 'too few sequences, or nothing with a limit was measured'}.{needed}"
+    )
 
 
 def _row(report: GapReport, name: str) -> dict[str, Any]:
@@ -169,7 +241,9 @@ def _row(report: GapReport, name: str) -> dict[str, Any]:
     about = metric.formula if metric else _ABOUT.get(name, "")
     return {
         "name": name,
-        "about": f"{about} ({Scale.BARE.value})" if metric and metric.scale is Scale.BARE else about,
+        "about": (
+            f"{about} ({Scale.BARE.value})" if metric and metric.scale is Scale.BARE else about
+        ),
         "interval": report.panel.metrics[name],
         "limit": limit,
         "sign": _SIGNS[limit.side] if limit else "",
@@ -194,15 +268,24 @@ def _missing(there: set[str]) -> list[str]:
 
 
 def _svg(plot: Plot, colours: Mapping[str, str]) -> str:
-    """The figure as SVG to stand within a page: its colours are the page's variables, its ids its own."""
+    """The figure as SVG to stand within a page: its colours are the page's variables, its ids its
+    own.
+    """
     from rollproof.gap.html.plots import style
 
     stream = io.StringIO()
     with style(salt=plot.name):
-        plot.figure.savefig(stream, format="svg", transparent=True, metadata=dict.fromkeys(("Date", "Creator", "Format", "Type")))
+        plot.figure.savefig(
+            stream,
+            format="svg",
+            transparent=True,
+            metadata=dict.fromkeys(("Date", "Creator", "Format", "Type")),
+        )
     text = stream.getvalue()
     text = text[text.index("<svg") :]
-    text = re.sub(r"<style type=\"text/css\">.*?</style>", "", text, flags=re.DOTALL)  # it would style the whole page
+    text = re.sub(
+        r"<style type=\"text/css\">.*?</style>", "", text, flags=re.DOTALL
+    )  # it would style the whole page
     text = re.sub(r"<metadata>.*?</metadata>", "", text, flags=re.DOTALL)
     text = re.sub(r'\bid="([^"]+)"', rf'id="{plot.name}-\1"', text)
     text = re.sub(r'(url\(|href=")#', rf"\1#{plot.name}-", text)
@@ -210,10 +293,15 @@ def _svg(plot: Plot, colours: Mapping[str, str]) -> str:
         text = text.replace(value, f"var(--{name})")
     text = re.sub(r"'DejaVu Sans',[^;\"]*|sans-serif", "var(--font)", text, count=0)
     head = re.match(r"<svg[^>]*>", text)
-    if head is None:  # what matplotlib writes begins with the element, or it is no matplotlib that we know
+    if (
+        head is None
+    ):  # what matplotlib writes begins with the element, or it is no matplotlib that we know
         raise AssertionError(f"matplotlib's SVG begins with {text[:60]!r}")
     box = re.search(r'viewBox="[^"]*"', head.group())
-    label = f'<svg role="img" aria-labelledby="{plot.name}-title" xmlns:xlink="http://www.w3.org/1999/xlink" {box.group() if box else ""}>'
+    label = (
+        f'<svg role="img" aria-labelledby="{plot.name}-title"'
+        f' xmlns:xlink="http://www.w3.org/1999/xlink" {box.group() if box else ""}>'
+    )
     return label + text[head.end() :]
 
 
@@ -223,4 +311,8 @@ def _number(value: float | None) -> str:
 
 def _interval(interval: Any) -> str:
     ends: Sequence[float] = (interval.low, interval.high)
-    return f"{_number(interval.low)} to {_number(interval.high)}" if all(math.isfinite(end) for end in ends) else "no interval"
+    return (
+        f"{_number(interval.low)} to {_number(interval.high)}"
+        if all(math.isfinite(end) for end in ends)
+        else "no interval"
+    )

@@ -1,4 +1,6 @@
-"""Plot parts: colours, style, axes and scales that all pictures of a gap share. Imports matplotlib (the extra ``report``)."""
+"""Plot parts: colours, style, axes and scales that all pictures of a gap share. Imports matplotlib
+(the extra ``report``).
+"""
 
 from __future__ import annotations
 
@@ -12,7 +14,21 @@ from matplotlib import rc_context
 from matplotlib.figure import Figure
 from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
 
-__all__ = ["BLUE", "COLOURS", "CYCLE", "GRID", "INK", "MUTED", "RED", "WIDTH", "Axes", "Plot", "log_scale", "new_figure", "style"]
+__all__ = [
+    "BLUE",
+    "COLOURS",
+    "CYCLE",
+    "GRID",
+    "INK",
+    "MUTED",
+    "RED",
+    "WIDTH",
+    "Axes",
+    "Plot",
+    "log_scale",
+    "new_figure",
+    "style",
+]
 
 COLOURS: Mapping[str, str] = {
     "ink": "#1b1b1c",
@@ -68,7 +84,9 @@ class Plot:
 
 
 def style(*, salt: str = "rollproof") -> AbstractContextManager[None]:
-    """The style that plots are drawn and saved in; ``salt`` makes the ids in an SVG its own, and the same each time."""
+    """The style that plots are drawn and saved in; ``salt`` makes the ids in an SVG its own, and
+    the same each time.
+    """
     settings: Any = {**_STYLE, "svg.hashsalt": salt}
     return rc_context(settings)
 
@@ -84,7 +102,9 @@ _LETTERS = 4
 
 
 def log_scale(axes: Axes, which: str, *, most: int = 6) -> None:
-    """A log scale with at most ``most`` ticks in plain numbers, at 1, 2 and 5 where the axis spans less than two decades."""
+    """A log scale with at most ``most`` ticks in plain numbers, at 1, 2 and 5 where the axis spans
+    less than two decades.
+    """
     axis = getattr(axes, f"{which}axis")
     getattr(axes, f"set_{which}scale")("log")
     low, high = getattr(axes, f"get_{which}lim")()
@@ -95,8 +115,12 @@ def log_scale(axes: Axes, which: str, *, most: int = 6) -> None:
         for step in steps
         if low <= (tick := step * 10.0**power) <= high
     ]
-    if which == "x":  # labels of many letters stand side by side: 0.0005, 0.001 and 0.002 touch where 0.005, 0.02 and 0.1 do not
-        most = max(2, min(most, most * _LETTERS // max((len(f"{tick:g}") for tick in ticks), default=1)))
+    if (
+        which == "x"
+    ):  # labels of many letters stand side by side: 0.0005, 0.001 and 0.002 touch where 0.005, 0.02 and 0.1 do not
+        most = max(
+            2, min(most, most * _LETTERS // max((len(f"{tick:g}") for tick in ticks), default=1))
+        )
     ticks = ticks[:: -(-len(ticks) // most)] if ticks else [low, high]
     axis.set_major_locator(FixedLocator(ticks))
     axis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))

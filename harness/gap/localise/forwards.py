@@ -1,4 +1,6 @@
-"""Forwards: a model's run over given tokens, heard module by module, and led on where its outputs are to be replaced. Needs torch."""
+"""Forwards: a model's run over given tokens, heard module by module, and led on where its outputs
+are to be replaced. Needs torch.
+"""
 
 from __future__ import annotations
 
@@ -18,17 +20,20 @@ from rollproof.gap.localise.sites import Site, Tap, find_taps
 __all__ = ["Forward", "Visit", "heard", "hf_forward"]
 
 Visit = Callable[[Site, Any], Any]
-"""Called with a site and its values ``(tokens, width)``; what it returns, if anything, stands in their place from there on."""
+"""Called with a site and its values ``(tokens, width)``; what it returns, if anything, stands in
+their place from there on.
+"""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Forward:
     """A model and how it is run over the compared tokens.
 
-    ``run`` is called with ``model`` and runs one forward of ``size`` rows (batch x width with padding, or the packed length); ``rows``
-    ``(tokens,)`` says which row of the flattened activations each compared token is, in the order that both sides share: so a
-    sequence-first side (Megatron), a packed one and one with padding are told. ``replay`` makes a context in which the routers
-    execute given ids ``(size, MoE layers, top_k)``, where that can be done.
+    ``run`` is called with ``model`` and runs one forward of ``size`` rows (batch x width with
+    padding, or the packed length); ``rows`` ``(tokens,)`` says which row of the flattened
+    activations each compared token is, in the order that both sides share: so a sequence-first side
+    (Megatron), a packed one and one with padding are told. ``replay`` makes a context in which the
+    routers execute given ids ``(size, MoE layers, top_k)``, where that can be done.
     """
 
     model: Any
@@ -40,10 +45,18 @@ class Forward:
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of the model's parameters: the first that is a matrix, since engines keep norms and biases wider."""
-        kinds = [parameter.dtype for parameter in self.model.parameters() if parameter.is_floating_point() and parameter.ndim > 1]
+        """Of the model's parameters: the first that is a matrix, since engines keep norms and
+        biases wider.
+        """
+        kinds = [
+            parameter.dtype
+            for parameter in self.model.parameters()
+            if parameter.is_floating_point() and parameter.ndim > 1
+        ]
         if not kinds:
-            raise GapError(f"{self.name} has no parameters: localisation compares the modules of two models.")
+            raise GapError(
+                f"{self.name} has no parameters: localisation compares the modules of two models."
+            )
         return kinds[0]
 
     def recast(self, dtype: torch.dtype) -> Forward:
@@ -51,21 +64,33 @@ class Forward:
         model = copy.deepcopy(self.model).to(dtype)
         if dtype is torch.float64 and hasattr(model, "set_experts_implementation"):
             model.set_experts_implementation("eager")  # grouped products of float64 do not exist
-        return replace(self, model=model, name=f"{self.name} in {str(dtype).removeprefix('torch.')}")
+        return replace(
+            self, model=model, name=f"{self.name} in {str(dtype).removeprefix('torch.')}"
+        )
 
 
-def hf_forward(model: Any, input_ids: Any, attention_mask: Any = None, *, name: str = "HF", order: Any = None) -> Forward:
+def hf_forward(
+    model: Any, input_ids: Any, attention_mask: Any = None, *, name: str = "HF", order: Any = None
+) -> Forward:
     """A forward of a causal model of HF transformers over ``input_ids`` ``(batch, width)``.
 
-    Rows that ``attention_mask`` ``(batch, width)`` leaves out are not compared. ``order`` ``(tokens,)`` is for a batch that holds the
-    tokens of the other side in another order: which of this side's filled rows each compared token is. Raises ``GapError``.
+    Rows that ``attention_mask`` ``(batch, width)`` leaves out are not compared. ``order``
+    ``(tokens,)`` is for a batch that holds the tokens of the other side in another order: which of
+    this side's filled rows each compared token is. Raises ``GapError``.
     """
     ids = torch.as_tensor(input_ids)
     if ids.ndim != 2:
         raise GapError(f"input_ids must be (batch, width), not {tuple(ids.shape)}.")
-    mask = torch.ones_like(ids) if attention_mask is None else torch.as_tensor(attention_mask).to(torch.int64)
+    mask = (
+        torch.ones_like(ids)
+        if attention_mask is None
+        else torch.as_tensor(attention_mask).to(torch.int64)
+    )
     if mask.shape != ids.shape:
-        raise GapError(f"attention_mask {tuple(mask.shape)} and input_ids {tuple(ids.shape)} must have one shape.")
+        raise GapError(
+            f"attention_mask {tuple(mask.shape)} and input_ids {tuple(ids.shape)} must have one"
+            " shape."
+        )
     filled = np.flatnonzero(mask.numpy().reshape(-1))
     rows = filled if order is None else filled[np.asarray(order)]
     where = next(model.parameters()).device
@@ -75,7 +100,14 @@ def hf_forward(model: Any, input_ids: Any, attention_mask: Any = None, *, name: 
         "position_ids": (mask.cumsum(1) - 1).clamp(min=0).to(where),
         "use_cache": False,
     }
-    return Forward(model=model, run=lambda own: own(**call), size=ids.numel(), rows=rows, name=name, replay=_hf_replay)
+    return Forward(
+        model=model,
+        run=lambda own: own(**call),
+        size=ids.numel(),
+        rows=rows,
+        name=name,
+        replay=_hf_replay,
+    )
 
 
 def _hf_replay(model: Any, routes: Any) -> AbstractContextManager[Any]:
@@ -86,7 +118,9 @@ def _hf_replay(model: Any, routes: Any) -> AbstractContextManager[Any]:
 
 @contextmanager
 def heard(forward: Forward, visit: Visit) -> Iterator[dict[str, Tap]]:
-    """Inside, ``visit`` is called at every site that the model passes with rows of the compared tokens; once a site."""
+    """Inside, ``visit`` is called at every site that the model passes with rows of the compared
+    tokens; once a site.
+    """
     taps = find_taps(forward.model)
     ear = _Ear(forward, visit)
     handles = []
@@ -117,7 +151,11 @@ class _Ear:
             if not given or tap.before is None:
                 return
             # a norm that is fused with the addition gets both terms of it
-            whole = given[0] + given[1] if len(given) > 1 and given[1].shape == given[0].shape and "norm" in tap.site.role else given[0]
+            whole = (
+                given[0] + given[1]
+                if len(given) > 1 and given[1].shape == given[0].shape and "norm" in tap.site.role
+                else given[0]
+            )
             values = self._flat(whole)
             if values is not None and tap.before not in self._done:
                 self._done.add(tap.before)
@@ -159,12 +197,25 @@ class _Ear:
         return (led, *rest)
 
     def _routed(self, tap: Tap, output: Any) -> Any:
-        """A router's outputs: logits ``(rows, experts)``; the chosen, as ids ``(rows, top_k)`` or as a map; their weights, alike."""
+        """A router's outputs: logits ``(rows, experts)``; the chosen, as ids ``(rows, top_k)`` or
+        as a map; their weights, alike.
+        """
         items = list(output) if isinstance(output, tuple) else [output]
         layer = tap.site.layer
-        flat: list[Any] = [self._flat(item) if isinstance(item, torch.Tensor) else None for item in items]
-        ids = next((i for i, v in enumerate(flat) if v is not None and v.dtype in (torch.int32, torch.int64)), None)
-        chosen = next((i for i, v in enumerate(flat) if v is not None and v.dtype is torch.bool), None)
+        flat: list[Any] = [
+            self._flat(item) if isinstance(item, torch.Tensor) else None for item in items
+        ]
+        ids = next(
+            (
+                i
+                for i, v in enumerate(flat)
+                if v is not None and v.dtype in (torch.int32, torch.int64)
+            ),
+            None,
+        )
+        chosen = next(
+            (i for i, v in enumerate(flat) if v is not None and v.dtype is torch.bool), None
+        )
         wide = [i for i, v in enumerate(flat) if v is not None and v.is_floating_point()]
         weights = None
         if ids is not None:
@@ -209,18 +260,24 @@ class _Ear:
         return out.reshape(tensor.shape)
 
 
-def _dense(flat: list[Any], ids: int | None, chosen: int | None, weights: int, experts: int | None) -> tuple[Any, Any]:
+def _dense(
+    flat: list[Any], ids: int | None, chosen: int | None, weights: int, experts: int | None
+) -> tuple[Any, Any]:
     """Which experts each token has, ``(tokens, experts)``, and with what weight."""
     if ids is None:
         return (None, None) if chosen is None else (flat[chosen], flat[weights])
     index = flat[ids].to(torch.int64)
     width = experts or int(index.max()) + 1
     gates = torch.zeros((len(index), width), dtype=flat[weights].dtype, device=index.device)
-    return torch.zeros_like(gates, dtype=torch.bool).scatter_(1, index, True), gates.scatter_(1, index, flat[weights])
+    return torch.zeros_like(gates, dtype=torch.bool).scatter_(1, index, True), gates.scatter_(
+        1, index, flat[weights]
+    )
 
 
 def _ids_of(chosen: Any, top_k: int) -> Any:
-    """``(tokens, top_k)`` ids of a map; where it has fewer, the last ones are of experts without weight."""
+    """``(tokens, top_k)`` ids of a map; where it has fewer, the last ones are of experts without
+    weight.
+    """
     return torch.argsort(chosen.to(torch.int8), dim=1, descending=True, stable=True)[:, :top_k]
 
 

@@ -1,4 +1,6 @@
-"""Localisation: what is known of where two forwards part, as records (``rollproof.gap.localise.localise`` makes them)."""
+"""Localisation: what is known of where two forwards part, as records
+(``rollproof.gap.localise.localise`` makes them).
+"""
 
 from __future__ import annotations
 
@@ -20,9 +22,11 @@ FEW: int = 2
 class SiteGap:
     """One site on both sides: relative to the root mean square of the first side's values.
 
-    ``alone`` is what this place does differently when it is given the first side's values, and ``rounding`` what rounding may do to
-    it; ``carried`` and ``carried_rounding`` are the same with each side left to its own values, ``replayed`` with the first side's
-    experts replayed as well (NaN where that was not run). ``tokens`` part here by more than rounding, ``beyond`` times on the median.
+    ``alone`` is what this place does differently when it is given the first side's values, and
+    ``rounding`` what rounding may do to it; ``carried`` and ``carried_rounding`` are the same with
+    each side left to its own values, ``replayed`` with the first side's experts replayed as well
+    (NaN where that was not run). ``tokens`` part here by more than rounding, ``beyond`` times on
+    the median.
     """
 
     site: Site
@@ -45,7 +49,9 @@ class SiteGap:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Parting:
-    """A place where the forwards part: the module's names on either side, the experts concerned where they can be told, in words."""
+    """A place where the forwards part: the module's names on either side, the experts concerned
+    where they can be told, in words.
+    """
 
     layer: int | None
     role: str
@@ -68,10 +74,12 @@ class Parting:
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Localisation:
-    """Where two forwards of ``n_tokens`` tokens part. ``sites`` are in the order of the first forward.
+    """Where two forwards of ``n_tokens`` tokens part. ``sites`` are in the order of the first
+    forward.
 
-    ``unmatched`` are modules that only one side has, or whose rows could not be told: nothing is known of them. ``led`` is false where the
-    second side was not led: then only the first site of ``partings`` means its own module, since all later ones inherit its difference.
+    ``unmatched`` are modules that only one side has, or whose rows could not be told: nothing is
+    known of them. ``led`` is false where the second side was not led: then only the first site of
+    ``partings`` means its own module, since all later ones inherit its difference.
     """
 
     first: str
@@ -84,11 +92,20 @@ class Localisation:
 
     @property
     def partings(self) -> tuple[Parting, ...]:
-        """Every place that parts by more than rounding, in order; only the first where the second side was not led."""
+        """Every place that parts by more than rounding, in order; only the first where the second
+        side was not led.
+        """
         wrong = {gap.site for gap in self.sites if gap.parts}
         # other logits give other weights and other experts
-        led_to = {Site(layer=site.layer, role=role) for site in wrong if site.role == "router" for role in ("selection", "gates")}
-        led_to |= {Site(layer=site.layer, role="gates") for site in wrong if site.role == "selection"}
+        led_to = {
+            Site(layer=site.layer, role=role)
+            for site in wrong
+            if site.role == "router"
+            for role in ("selection", "gates")
+        }
+        led_to |= {
+            Site(layer=site.layer, role="gates") for site in wrong if site.role == "selection"
+        }
         found = [self._parting(gap) for gap in self.sites if gap.parts and gap.site not in led_to]
         return tuple(found if self.led else found[:1])
 
@@ -99,7 +116,9 @@ class Localisation:
 
     @property
     def growth(self) -> tuple[SiteGap, ...]:
-        """The residual stream before each layer and behind the last: how the difference grows with depth."""
+        """The residual stream before each layer and behind the last: how the difference grows with
+        depth.
+        """
         return tuple(gap for gap in self.sites if gap.site.role == "residual")
 
     def _parting(self, gap: SiteGap) -> Parting:
@@ -112,8 +131,11 @@ class Localisation:
             module=gap.module,
             other_module=gap.other_module,
             experts=gap.experts,
-            because=f"{gap.site}{which}: {given}{gap.tokens:,} of {counted(self.n_tokens, 'token')} are {gap.beyond:.3g} times as far apart"
-            f" as rounding puts them (relative difference {gap.alone:.2g}, rounding {gap.rounding:.2g})",
+            because=(
+                f"{gap.site}{which}: {given}{gap.tokens:,} of {counted(self.n_tokens, 'token')} are"
+                f" {gap.beyond:.3g} times as far apart as rounding puts them (relative difference"
+                f" {gap.alone:.2g}, rounding {gap.rounding:.2g})"
+            ),
         )
 
     def to_dict(self) -> dict[str, Any]:
@@ -127,7 +149,17 @@ class Localisation:
                 "site": str(gap.site),
                 "module": gap.module,
                 "other_module": gap.other_module,
-                **{name: number(getattr(gap, name)) for name in ("alone", "rounding", "beyond", "carried", "carried_rounding", "replayed")},
+                **{
+                    name: number(getattr(gap, name))
+                    for name in (
+                        "alone",
+                        "rounding",
+                        "beyond",
+                        "carried",
+                        "carried_rounding",
+                        "replayed",
+                    )
+                },
                 "tokens": gap.tokens,
                 "parts": gap.parts,
             }

@@ -1,7 +1,9 @@
-"""Sites: the places of a model where two forwards are compared, and what modules are called that stand for them.
+"""Sites: the places of a model where two forwards are compared, and what modules are called that
+stand for them.
 
-One table of roles matches the module names of HF transformers, Megatron-core and vLLM (SGLang's are those of vLLM). A module whose
-name the table does not know is a site of its own name, so that two models of one framework are compared throughout.
+One table of roles matches the module names of HF transformers, Megatron-core and vLLM (SGLang's are
+those of vLLM). A module whose name the table does not know is a site of its own name, so that two
+models of one framework are compared throughout.
 """
 
 from __future__ import annotations
@@ -42,13 +44,21 @@ ROLES: Mapping[str, str] = MappingProxyType(
         "head": r"(?:lm_head|output_layer)",
     }
 )
-"""Roles, in the order in which a forward reaches them, and the names (within the layer, or within the model) of their modules.
+"""Roles, in the order in which a forward reaches them, and the names (within the layer, or within
+the model) of their modules.
 
-``qkv`` and ``gate_up`` are fused modules, whose columns are those of ``q``, ``k``, ``v`` and of ``gate``, ``up``.
+``qkv`` and ``gate_up`` are fused modules, whose columns are those of ``q``, ``k``, ``v`` and of
+``gate``, ``up``.
 """
 
 GLUE: Mapping[str, str] = MappingProxyType(
-    {"attn_norm": "residual", "o": "attention", "mlp_norm": "residual after attention", "down": "activation", "final_norm": "residual"}
+    {
+        "attn_norm": "residual",
+        "o": "attention",
+        "mlp_norm": "residual after attention",
+        "down": "activation",
+        "final_norm": "residual",
+    }
 )
 """What stands in front of a module without being one: it is seen at that module's input."""
 
@@ -59,7 +69,9 @@ _LAST = 1 << 30
 
 @dataclass(frozen=True, kw_only=True, slots=True, order=True)
 class Site:
-    """A place: the ``layer`` (-1 before the first one, 2^30 behind the last) and the role of what is computed there."""
+    """A place: the ``layer`` (-1 before the first one, 2^30 behind the last) and the role of what
+    is computed there.
+    """
 
     layer: int
     role: str
@@ -70,8 +82,9 @@ class Site:
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Tap:
-    """A module that is listened to: its ``name``, the ``columns`` of its output that are each of its sites (``None``: all of them),
-    the site of its input where that is one, and whether it is a ``router``, whose outputs are told apart by their kinds.
+    """A module that is listened to: its ``name``, the ``columns`` of its output that are each of
+    its sites (``None``: all of them), the site of its input where that is one, and whether it is a
+    ``router``, whose outputs are told apart by their kinds.
     """
 
     name: str
@@ -91,7 +104,11 @@ def find_taps(model: Any) -> dict[str, Tap]:
     found = {}
     inside: list[str] = []
     for name, module in model.named_modules():
-        if not name or "Identity" in type(module).__name__ or any(name.startswith(f"{outer}.") for outer in inside):
+        if (
+            not name
+            or "Identity" in type(module).__name__
+            or any(name.startswith(f"{outer}.") for outer in inside)
+        ):
             continue
         tap = _tap(model, name, module)
         if tap is not None:
@@ -111,17 +128,35 @@ def _tap(model: Any, name: str, module: Any) -> Tap | None:
         site = Site(layer=-1 if role == "embed" else _LAST, role=role)
         return Tap(name=name, module=module, columns={site: None}, before=_before(site))
     layer, inner = int(match[1]), match[2]
-    role = next((role for role, pattern in ROLES.items() if role not in _OUTSIDE and re.fullmatch(pattern, inner)), None)
+    role = next(
+        (
+            role
+            for role, pattern in ROLES.items()
+            if role not in _OUTSIDE and re.fullmatch(pattern, inner)
+        ),
+        None,
+    )
     if role is None:
-        if next(module.children(), None) is not None or next(module.parameters(recurse=False), None) is None:
-            return None  # a block, whose leaves are sites, or one without weights, which shows at the next module's input
+        if (
+            next(module.children(), None) is not None
+            or next(module.parameters(recurse=False), None) is None
+        ):
+            # a block, whose leaves are sites, or one without weights, which shows at the next
+            # module's input
+            return None
         role = inner
     site = Site(layer=layer, role=role)
     fused = {"qkv": _qkv, "gate_up": _halves}.get(role)
-    columns = {site: None} if fused is None else {Site(layer=layer, role=part): index for part, index in fused(model, module, name)}
+    columns = (
+        {site: None}
+        if fused is None
+        else {Site(layer=layer, role=part): index for part, index in fused(model, module, name)}
+    )
     if not columns:
         return None
-    return Tap(name=name, module=module, columns=columns, before=_before(site), router=role == "router")
+    return Tap(
+        name=name, module=module, columns=columns, before=_before(site), router=role == "router"
+    )
 
 
 def _before(site: Site) -> Site | None:
@@ -139,7 +174,9 @@ def _config(model: Any, *names: str) -> int | None:
 
 
 def _width(module: Any) -> int | None:
-    """Columns of a projection's output; vLLM packs some weights away, and says the number beside them."""
+    """Columns of a projection's output; vLLM packs some weights away, and says the number beside
+    them.
+    """
     weight = getattr(module, "weight", None)
     if weight is not None and weight.ndim == 2:
         return int(weight.shape[0])
@@ -148,7 +185,9 @@ def _width(module: Any) -> int | None:
 
 
 def _qkv(model: Any, module: Any, name: str) -> Iterator[tuple[str, IntArray]]:
-    """Columns of a fused projection: one behind the other (vLLM), or group by group (Megatron: the group's queries, its key, its value)."""
+    """Columns of a fused projection: one behind the other (vLLM), or group by group (Megatron: the
+    group's queries, its key, its value).
+    """
     heads = _config(model, "num_attention_heads")
     groups = _config(model, "num_query_groups", "num_key_value_heads") or heads
     width = _width(module)

@@ -1,11 +1,13 @@
 """Routing replay for models of HF transformers, for a training loop of one's own.
 
-``hf_replay`` replays a microbatch, ``hf_record`` records one, ``batch_routes`` and ``packed_routes`` bring the routes of finished
-samples into the order of the model's rows, ``find_routers`` saves the search where a loop replays often, and ``watched`` tells rollproof's
-spy what really ran. Needs torch.
+``hf_replay`` replays a microbatch, ``hf_record`` records one, ``batch_routes`` and
+``packed_routes`` bring the routes of finished samples into the order of the model's rows,
+``find_routers`` saves the search where a loop replays often, and ``watched`` tells rollproof's spy
+what really ran. Needs torch.
 
-Within: ``topk`` is the oracle, which puts ids in the place of a router's own top-k, whatever its family computes around it; ``passes``
-holds the contexts, ``targets`` checks what they are given; ``trainer`` and ``ranked`` are replay subjects around tiny models.
+Within: ``topk`` is the oracle, which puts ids in the place of a router's own top-k, whatever its
+family computes around it; ``passes`` holds the contexts, ``targets`` checks what they are given;
+``trainer`` and ``ranked`` are replay subjects around tiny models.
 """
 
 from __future__ import annotations
@@ -15,11 +17,25 @@ from importlib.util import find_spec
 from rollproof.errors import StackError
 
 if find_spec("torch") is None:
-    raise StackError("rollproof.replay.hf replays models of PyTorch, and torch is not installed: `pip install torch transformers`.")
+    raise StackError(
+        "rollproof.replay.hf replays models of PyTorch, and torch is not installed: `pip install"
+        " torch transformers`."
+    )
 
 from rollproof.replay.hf.passes import Pass, Recorded, hf_record, hf_replay
 from rollproof.replay.hf.route_placement import batch_routes, packed_routes
 from rollproof.replay.hf.router_watch import watched
 from rollproof.replay.hf.routers import Router, Routers, find_routers
 
-__all__ = ["Pass", "Recorded", "Router", "Routers", "batch_routes", "find_routers", "hf_record", "hf_replay", "packed_routes", "watched"]
+__all__ = [
+    "Pass",
+    "Recorded",
+    "Router",
+    "Routers",
+    "batch_routes",
+    "find_routers",
+    "hf_record",
+    "hf_replay",
+    "packed_routes",
+    "watched",
+]

@@ -32,7 +32,9 @@ from rollproof.replay.hf.varlen_attention import use_varlen
 __all__ = ["HfTrainer", "Replay", "contract_of", "loss_of"]
 
 Replay = Callable[[Any, Any], AbstractContextManager[Any]]
-"""From a model and the routes ``(batch, width, layers, top_k)`` or ``(rows, layers, top_k)`` to a context that replays them."""
+"""From a model and the routes ``(batch, width, layers, top_k)`` or ``(rows, layers, top_k)`` to a
+context that replays them.
+"""
 
 _NOISE = 0.08
 _DIGITS = {"float64": 7, "float32": 7, "bfloat16": 2}  # routers compute in float32 at most
@@ -52,11 +54,15 @@ class HfTrainer:
         self.called: Any = self.model
         """What the training loop calls: the model, or a wrapper around it."""
         self.scale: int = 1
-        """What the loss is multiplied with before its gradient is taken: where gradients are averaged over processes, their number."""
+        """What the loss is multiplied with before its gradient is taken: where gradients are
+        averaged over processes, their number.
+        """
         self.inputs: Inputs
         self._replay = replay
         self._others: dict[str, Any] = {}
-        self._first = {name: parameter.detach().clone() for name, parameter in self.model.named_parameters()}
+        self._first = {
+            name: parameter.detach().clone() for name, parameter in self.model.named_parameters()
+        }
 
     def run(self, step: Step, spy: Spy) -> Outcome:
         """One step: all microbatches, forward and, where it trains, backward."""
@@ -73,13 +79,17 @@ class HfTrainer:
         return samples
 
     def reference(self, step: Step, world_size: int = 1) -> Outcome:
-        """The step by the written-out formula of the family, its selection fixed; only rows without a target ask the router.
+        """The step by the written-out formula of the family, its selection fixed; only rows without
+        a target ask the router.
 
-        Gradients are summed as ``world_size`` data-parallel processes sum them, so that they may be compared bit for bit.
+        Gradients are summed as ``world_size`` data-parallel processes sum them, so that they may be
+        compared bit for bit.
         """
         own = HfTrainer(self.setup)
         with torch.no_grad():
-            for mine, parameter in zip(self.model.parameters(), own.model.parameters(), strict=True):
+            for mine, parameter in zip(
+                self.model.parameters(), own.model.parameters(), strict=True
+            ):
                 parameter.copy_(mine)
         own._replay = partial(_by_formula, own)
         own._prepare(step)
@@ -88,7 +98,10 @@ class HfTrainer:
         for samples in step.microbatches:
             own.model.zero_grad()
             shares = [share for rank in range(world_size) if (share := samples[rank::world_size])]
-            parts += [own._microbatch(step, lay_out(share, self.setup.layout), Spy(step)) for share in shares]
+            parts += [
+                own._microbatch(step, lay_out(share, self.setup.layout), Spy(step))
+                for share in shares
+            ]
             for name, parameter in own.model.named_parameters():
                 if parameter.grad is not None:
                     sums[name] = parameter.grad + sums.get(name, 0.0)
@@ -101,20 +114,32 @@ class HfTrainer:
         noise = torch.Generator().manual_seed(abs(number))
         with torch.no_grad():
             for name, parameter in self.model.named_parameters():
-                added = _NOISE * torch.randn(parameter.shape, generator=noise) if number > 0 else torch.zeros(())
+                added = (
+                    _NOISE * torch.randn(parameter.shape, generator=noise)
+                    if number > 0
+                    else torch.zeros(())
+                )
                 self.assign(parameter, self._first[name] + added.to(self._first[name].device))
             if number < 0:
                 gate = next(iter(self._gates().values()))
-                self.assign(gate.weight, torch.full(gate.weight.shape, torch.nan, device=gate.weight.device))
+                self.assign(
+                    gate.weight, torch.full(gate.weight.shape, torch.nan, device=gate.weight.device)
+                )
 
     def nudge(self, layer: int, size: float) -> None:
         """Move the gate weight of ``layer`` along the fixed direction."""
         weight = self._gates()[layer].weight
         with torch.no_grad():
-            self.assign(weight, self.whole(weight) + size * torch.from_numpy(direction(tuple(weight.shape))).to(weight.device))
+            self.assign(
+                weight,
+                self.whole(weight)
+                + size * torch.from_numpy(direction(tuple(weight.shape))).to(weight.device),
+            )
 
     def residue(self) -> Mapping[str, int]:
-        """What replay left on the model, and in the process; on a GPU, once autograd's threads have let go of a pass that failed."""
+        """What replay left on the model, and in the process; on a GPU, once autograd's threads have
+        let go of a pass that failed.
+        """
         end = time.monotonic() + (1.0 if self.device != "cpu" else 0.0)
         while any((left := self._left()).values()) and time.monotonic() < end:
             time.sleep(0.01)
@@ -146,11 +171,15 @@ class HfTrainer:
         self.model.train(step.purpose is Purpose.TRAIN)
         self.model.zero_grad()
         if step.recompute is Recompute.FULL:
-            self.model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": self.setup.reentrant})
+            self.model.gradient_checkpointing_enable(
+                gradient_checkpointing_kwargs={"use_reentrant": self.setup.reentrant}
+            )
         else:
             self.model.gradient_checkpointing_disable()
 
-    def _microbatch(self, step: Step, inputs: Inputs, spy: Spy) -> tuple[dict[str, FloatArray], dict[str, IntArray]]:
+    def _microbatch(
+        self, step: Step, inputs: Inputs, spy: Spy
+    ) -> tuple[dict[str, FloatArray], dict[str, IntArray]]:
         """Logprobs and recorded routes by request."""
         inputs = self.inputs = inputs.on(self.device)
         with ExitStack() as spies:
@@ -173,10 +202,15 @@ class HfTrainer:
                     self._backward(loss, spy)
             if step.backward and self.setup.late:
                 self._backward(loss, spy)
-        told = {sample.request_id: found.detach().cpu().numpy() for sample, found in zip(inputs.samples, logprobs, strict=True)}
+        told = {
+            sample.request_id: found.detach().cpu().numpy()
+            for sample, found in zip(inputs.samples, logprobs, strict=True)
+        }
         return told, _recorded(entered, inputs) if step.action is Action.RECORD else {}
 
-    def _outcome(self, step: Step, parts: list[tuple[dict[str, FloatArray], dict[str, IntArray]]]) -> Outcome:
+    def _outcome(
+        self, step: Step, parts: list[tuple[dict[str, FloatArray], dict[str, IntArray]]]
+    ) -> Outcome:
         logprobs = {name: values for told, _ in parts for name, values in told.items()}
         return Outcome(
             step=step.name,
@@ -209,10 +243,14 @@ class HfTrainer:
         return self._others[name]
 
     def _model(self, seed: int = 5) -> Any:
-        model = tiny_model(self.setup.family, seed=seed, dtype=getattr(torch, self.setup.dtype)).to(self.device)
+        model = tiny_model(self.setup.family, seed=seed, dtype=getattr(torch, self.setup.dtype)).to(
+            self.device
+        )
         if self.setup.compiled:
             for layer in model.model.layers:
-                layer.self_attn.compile(dynamic=True)  # else a step of another shape makes other code, and other sums
+                layer.self_attn.compile(
+                    dynamic=True
+                )  # else a step of another shape makes other code, and other sums
         return use_varlen(model) if self.setup.varlen else model
 
     @property
@@ -224,16 +262,27 @@ class HfTrainer:
         return dict(_gates(self.model))
 
     def _gradients(self) -> dict[str, FloatArray]:
-        return {name: sketch(self.whole(parameter.grad)) for name, parameter in self.model.named_parameters() if parameter.grad is not None}
+        return {
+            name: sketch(self.whole(parameter.grad))
+            for name, parameter in self.model.named_parameters()
+            if parameter.grad is not None
+        }
 
     def _gate_gradients(self) -> dict[int, FloatArray]:
         weights = {layer: gate.weight for layer, gate in self._gates().items()}
-        return {layer: sketch(self.whole(torch.zeros_like(one) if one.grad is None else one.grad)) for layer, one in weights.items()}
+        return {
+            layer: sketch(self.whole(torch.zeros_like(one) if one.grad is None else one.grad))
+            for layer, one in weights.items()
+        }
 
 
 def loss_of(step: Step, logprobs: Mapping[str, FloatArray]) -> float:
-    """The mean over all response tokens of the step of minus their logprob, summed sample by sample; of those that are there."""
-    return -sum(float(logprobs[one.request_id].sum()) for one in step.samples if one.request_id in logprobs) / _trained(step)
+    """The mean over all response tokens of the step of minus their logprob, summed sample by
+    sample; of those that are there.
+    """
+    return -sum(
+        float(logprobs[one.request_id].sum()) for one in step.samples if one.request_id in logprobs
+    ) / _trained(step)
 
 
 def _trained(step: Step) -> int:
@@ -241,16 +290,21 @@ def _trained(step: Step) -> int:
 
 
 def _one_graph() -> AbstractContextManager[Any]:
-    """Inside, code that is compiled for any size is compiled once: by itself torch takes equal sizes for one, and a first batch as wide
-    as a head for the only width. The next width is other code, which later serves the first one too, and may sum it to other bits.
+    """Inside, code that is compiled for any size is compiled once: by itself torch takes equal
+    sizes for one, and a first batch as wide as a head for the only width. The next width is other
+    code, which later serves the first one too, and may sum it to other bits.
     """
-    patch: Callable[..., AbstractContextManager[Any]] = importlib.import_module("torch.fx.experimental._config").patch
+    patch: Callable[..., AbstractContextManager[Any]] = importlib.import_module(
+        "torch.fx.experimental._config"
+    ).patch
     return patch(use_duck_shape=False)
 
 
 @contextmanager
 def _by_formula(trainer: HfTrainer, model: Any, routes: Any) -> Iterator[None]:
-    """Run the microbatch's forward by formula; what rows without a target execute is looked up in a replay first."""
+    """Run the microbatch's forward by formula; what rows without a target execute is looked up in a
+    replay first.
+    """
     targets = torch.as_tensor(routes).reshape(-1, *routes.shape[-2:]).to(trainer.device)
     executed: dict[int, torch.Tensor] = {}
     routers = find_routers(model)
@@ -271,9 +325,13 @@ def _by_formula(trainer: HfTrainer, model: Any, routes: Any) -> Iterator[None]:
 
 
 def _gates(model: nn.Module) -> Iterator[tuple[int, Any]]:
-    """The routers by layer, found by the names that they have in the families here: not the way in which ``hf_replay`` finds them."""
+    """The routers by layer, found by the names that they have in the families here: not the way in
+    which ``hf_replay`` finds them.
+    """
     for path, module in model.named_modules():
-        if (found := _ROUTER.search(path)) and isinstance(getattr(module, "weight", None), torch.Tensor):
+        if (found := _ROUTER.search(path)) and isinstance(
+            getattr(module, "weight", None), torch.Tensor
+        ):
             yield int(found[1]), module
 
 
@@ -293,16 +351,27 @@ def _spied(model: nn.Module, spy: Spy, inputs: Inputs, name: str = "policy") -> 
 
 
 def _recorded(entered: Any, inputs: Inputs) -> dict[str, IntArray]:
-    """The recorded routes by request, in the convention of the contract: all layers, without the row of the last token."""
+    """The recorded routes by request, in the convention of the contract: all layers, without the
+    row of the last token.
+    """
     rows = entered.routes.numpy()
     whole = np.zeros((len(rows), entered.routers.num_layers, rows.shape[2]), dtype=np.int16)
     whole[:, list(entered.layers)] = rows
-    return {sample.request_id: whole[inputs.source.sample == number][:-1] for number, sample in enumerate(inputs.samples)}
+    return {
+        sample.request_id: whole[inputs.source.sample == number][:-1]
+        for number, sample in enumerate(inputs.samples)
+    }
 
 
 def _hooks(model: nn.Module) -> int:
-    """Forward hooks of rollproof on the model; transformers adds some of its own where it checkpoints."""
-    hooks = [hook for module in model.modules() for hook in (*module._forward_hooks.values(), *module._forward_pre_hooks.values())]
+    """Forward hooks of rollproof on the model; transformers adds some of its own where it
+    checkpoints.
+    """
+    hooks = [
+        hook
+        for module in model.modules()
+        for hook in (*module._forward_hooks.values(), *module._forward_pre_hooks.values())
+    ]
     return sum(str(getattr(hook, "__module__", "")).startswith("rollproof.") for hook in hooks)
 
 

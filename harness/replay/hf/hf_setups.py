@@ -16,11 +16,13 @@ __all__ = ["SETUPS", "Setup", "setup_named"]
 class Setup:
     """What a trainer is made of.
 
-    ``reentrant`` is the kind of gradient checkpointing, ``late`` runs the backward pass after the replay context has closed, ``dtype``
-    names a type of torch, ``parallel`` how the model is wrapped (``ranked.WRAPS``), and ``mixed`` lets FSDP2 compute in bfloat16.
-    ``compiled`` compiles the attention modules (``torch.compile``): those parts of a model that hold no router. ``varlen`` has packed
-    samples attend by a kernel that is told where they begin (``varlen``), on a GPU, in bfloat16 or float16.
-    ``device`` is ``"cpu"`` or ``"cuda"``: of several processes each takes the GPU of its rank. ``samples`` make a microbatch.
+    ``reentrant`` is the kind of gradient checkpointing, ``late`` runs the backward pass after the
+    replay context has closed, ``dtype`` names a type of torch, ``parallel`` how the model is
+    wrapped (``ranked.WRAPS``), and ``mixed`` lets FSDP2 compute in bfloat16. ``compiled`` compiles
+    the attention modules (``torch.compile``): those parts of a model that hold no router.
+    ``varlen`` has packed samples attend by a kernel that is told where they begin (``varlen``), on
+    a GPU, in bfloat16 or float16. ``device`` is ``"cpu"`` or ``"cuda"``: of several processes each
+    takes the GPU of its rank. ``samples`` make a microbatch.
     """
 
     family: str = "qwen3_moe"
@@ -48,7 +50,9 @@ class Setup:
             "compiled": self.compiled,
             "varlen": self.varlen,
         }
-        return ", ".join([self.family, self.layout, *(kind for kind, is_so in kinds.items() if is_so)])
+        return ", ".join(
+            [self.family, self.layout, *(kind for kind, is_so in kinds.items() if is_so)]
+        )
 
 
 _PACKED, _RIGHT = Layout.PACKED, Layout.RIGHT
@@ -73,7 +77,9 @@ SETUPS: Mapping[str, Setup] = MappingProxyType(
         )
     }
 )
-"""By name. Every family, layout, kind of checkpointing, place of the backward pass and wrapper is in one of them."""
+"""By name. Every family, layout, kind of checkpointing, place of the backward pass and wrapper is
+in one of them.
+"""
 
 
 def setup_named(name: str) -> Setup:
@@ -81,4 +87,6 @@ def setup_named(name: str) -> Setup:
     try:
         return SETUPS[name]
     except KeyError:
-        raise UsageError(f"No setup of HF trainers is named {name!r}; choose among {list(SETUPS)}.") from None
+        raise UsageError(
+            f"No setup of HF trainers is named {name!r}; choose among {list(SETUPS)}."
+        ) from None

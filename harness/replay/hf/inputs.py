@@ -1,4 +1,6 @@
-"""Inputs: the samples of a microbatch as what a model of HF transformers is called with, and where each of their tokens went."""
+"""Inputs: the samples of a microbatch as what a model of HF transformers is called with, and where
+each of their tokens went.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +32,9 @@ class Layout(StrEnum):
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Inputs:
-    """``call`` are the model's keyword arguments, ``source`` the sample and position of each row in the order of the routers' rows."""
+    """``call`` are the model's keyword arguments, ``source`` the sample and position of each row in
+    the order of the routers' rows.
+    """
 
     call: dict[str, Any]
     source: Source
@@ -40,17 +44,26 @@ class Inputs:
     @property
     def tokens(self) -> np.ndarray[Any, np.dtype[np.int64]]:
         """``(rows,)``: the input token of each row, -1 in padding."""
-        return self.source.take([_tokens(sample) for sample in self.samples], fill=-1).astype(np.int64)
+        return self.source.take([_tokens(sample) for sample in self.samples], fill=-1).astype(
+            np.int64
+        )
 
     def on(self, device: str) -> Inputs:
         """The same inputs on a device."""
-        call = {name: value.to(device) if isinstance(value, torch.Tensor) else value for name, value in self.call.items()}
+        call = {
+            name: value.to(device) if isinstance(value, torch.Tensor) else value
+            for name, value in self.call.items()
+        }
         return replace(self, call=call)
 
     def routes(self) -> Any:
         """The samples' routes at the rows of the input."""
         own = [sample.routes for sample in self.samples]
-        return batch_routes(own, self.call["attention_mask"]) if self.cumulative is None else packed_routes(own, self.cumulative)
+        return (
+            batch_routes(own, self.call["attention_mask"])
+            if self.cumulative is None
+            else packed_routes(own, self.cumulative)
+        )
 
     def logprobs(self, logits: torch.Tensor) -> list[torch.Tensor]:
         """``(response,)`` float64 for each sample: the row of token p - 1 predicts token p."""
@@ -73,7 +86,11 @@ def lay_out(samples: Sequence[Rollout], layout: Layout) -> Inputs:
         source = packed(lengths, cumulative)[None]
     else:
         side = Side.LEFT if layout is Layout.LEFT else Side.RIGHT
-        source = padded([len(one.prompt_ids) for one in samples], [len(one.response_ids) for one in samples], side)
+        source = padded(
+            [len(one.prompt_ids) for one in samples],
+            [len(one.response_ids) for one in samples],
+            side,
+        )
     ids = source.take([_tokens(sample) for sample in samples], fill=0)
     call = {
         "input_ids": torch.from_numpy(ids.astype(np.int64)),

@@ -1,7 +1,9 @@
-"""Families: MoE models of HF transformers at a tiny size, in memory, with weights under which routing is no accident.
+"""Families: MoE models of HF transformers at a tiny size, in memory, with weights under which
+routing is no accident.
 
-A weight as a library initialises it sends every token to almost the same experts; here all matrices are drawn wide enough that
-routing depends on the token, and that a small change of the weights changes it.
+A weight as a library initialises it sends every token to almost the same experts; here all matrices
+are drawn wide enough that routing depends on the token, and that a small change of the weights
+changes it.
 """
 
 from __future__ import annotations
@@ -39,7 +41,9 @@ _SPREAD = 0.25
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Family:
-    """An architecture, and the fields of its configuration beside the common sizes. Every one has 8 experts, 2 of them per token."""
+    """An architecture, and the fields of its configuration beside the common sizes. Every one has 8
+    experts, 2 of them per token.
+    """
 
     name: str
     config: Mapping[str, Any]
@@ -80,7 +84,8 @@ _GPT_OSS = {
     "head_dim": 8,
     "sliding_window": 16,
     "layer_types": ["full_attention", "sliding_attention", "full_attention"],
-    # Without the family's default, which scales positions to a context that a tiny model does not have.
+    # Without the family's default, which scales positions to a context that a tiny model does not
+    # have.
     "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
 }
 
@@ -91,7 +96,10 @@ def _table(*families: Family) -> Mapping[str, Family]:
 
 FAMILIES: Mapping[str, Family] = _table(
     Family(name="qwen3_moe", config={**_QWEN, "norm_topk_prob": True, "decoder_sparse_step": 1}),
-    Family(name="qwen2_moe", config={**_QWEN, "shared_expert_intermediate_size": 24, "norm_topk_prob": False}),
+    Family(
+        name="qwen2_moe",
+        config={**_QWEN, "shared_expert_intermediate_size": 24, "norm_topk_prob": False},
+    ),
     Family(name="olmoe", config={"num_experts": 8, "num_experts_per_tok": 2}),
     Family(name="mixtral", config=_LOCAL),
     Family(name="deepseek_v3", config=_DEEPSEEK, moe_layers=(1, 2)),
@@ -100,20 +108,39 @@ FAMILIES: Mapping[str, Family] = _table(
     Family(name="qwen3_5_moe_text", config={**_QWEN, "shared_expert_intermediate_size": 24}),
     Family(name="qwen3_next", config={**_QWEN, "shared_expert_intermediate_size": 24}),
 )
-"""Families whose routers select by one top-k, by ``model_type``. The last two have linear attention, which is slow on a CPU."""
+"""Families whose routers select by one top-k, by ``model_type``. The last two have linear
+attention, which is slow on a CPU.
+"""
 
 REFUSED: Mapping[str, Family] = _table(
     Family(name="phimoe", config=_LOCAL),
-    Family(name="deepseek_v2", config={**_DEEPSEEK, "topk_method": "group_limited_greedy"}, moe_layers=(1, 2)),
-    Family(name="llama4_text", config={**_LOCAL, "intermediate_size_mlp": 48, "head_dim": 8, "interleave_moe_layer_step": 1}),
+    Family(
+        name="deepseek_v2",
+        config={**_DEEPSEEK, "topk_method": "group_limited_greedy"},
+        moe_layers=(1, 2),
+    ),
+    Family(
+        name="llama4_text",
+        config={
+            **_LOCAL,
+            "intermediate_size_mlp": 48,
+            "head_dim": 8,
+            "interleave_moe_layer_step": 1,
+        },
+    ),
 )
-"""Families whose routers cannot be replayed: one samples by argmax, one takes weights from masked scores, one scatters its weights."""
+"""Families whose routers cannot be replayed: one samples by argmax, one takes weights from masked
+scores, one scatters its weights.
+"""
 
 _OTHERS = _table(Family(name=DENSE, config={"head_dim": 8}, moe_layers=()))
 
 
-def tiny_model(name: str, *, seed: int = 5, dtype: torch.dtype = torch.float32, **config: Any) -> Any:
-    """A random model of the family ``name``, with ``config`` in place of fields of its configuration; one seed, one model.
+def tiny_model(
+    name: str, *, seed: int = 5, dtype: torch.dtype = torch.float32, **config: Any
+) -> Any:
+    """A random model of the family ``name``, with ``config`` in place of fields of its
+    configuration; one seed, one model.
 
     Needs transformers. Raises ``UsageError`` for a family that is not known.
     """

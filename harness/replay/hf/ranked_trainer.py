@@ -32,27 +32,38 @@ _KEYS = count()
 
 
 def _ddp(model: Any, setup: Setup) -> Any:
-    # else gradients are put into other buckets after the first backward, where an all-reduce of more than two sums in another order;
-    # reentrant checkpointing does not go with it
+    # else gradients are put into other buckets after the first backward, where an all-reduce of
+    # more than two sums in another order; reentrant checkpointing does not go with it
     return DistributedDataParallel(model, find_unused_parameters=not setup.reentrant)
 
 
 def _fsdp2(model: Any, setup: Setup) -> Any:
     mesh = init_device_mesh(setup.device, (distributed.get_world_size(),))
-    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32) if setup.mixed else MixedPrecisionPolicy()
+    policy = (
+        MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+        if setup.mixed
+        else MixedPrecisionPolicy()
+    )
     for layer in model.model.layers:
         fully_shard(layer, mesh=mesh, mp_policy=policy)
     return fully_shard(model, mesh=mesh, mp_policy=policy)
 
 
 WRAPS: Mapping[str, Callable[[Any, Setup], Any]] = MappingProxyType({"ddp": _ddp, "fsdp2": _fsdp2})
-"""How a model is wrapped, by the name in ``Setup.parallel``; each returns what the training loop calls."""
+"""How a model is wrapped, by the name in ``Setup.parallel``; each returns what the training loop
+calls.
+"""
 
 
 def hf_ranks(limit_s: float = 120.0, *, cuda: bool = False) -> Ranks:
-    """Processes for ranked trainers, with ``cuda`` on a GPU each: import transformers once, and fork. Close them when done."""
+    """Processes for ranked trainers, with ``cuda`` on a GPU each: import transformers once, and
+    fork. Close them when done.
+    """
     return Ranks(
-        worker, preload=("rollproof.replay.hf.ranked_trainer", "transformers.models.auto.modeling_auto"), limit_s=limit_s, cuda=cuda
+        worker,
+        preload=("rollproof.replay.hf.ranked_trainer", "transformers.models.auto.modeling_auto"),
+        limit_s=limit_s,
+        cuda=cuda,
     )
 
 
@@ -69,7 +80,9 @@ class _Job:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Answer:
-    """What a rank came to. It tells of an error in words of its own, so that what the spy saw before is not lost."""
+    """What a rank came to. It tells of an error in words of its own, so that what the spy saw
+    before is not lost.
+    """
 
     events: list[Event] = field(default_factory=list)
     outcome: Outcome | None = None
@@ -78,10 +91,11 @@ class _Answer:
 
 
 class RankedHfTrainer:
-    """A ``ReplaySubject`` on ``world_size`` processes. ``ranks`` may be shared by many trainers, one running at a time.
+    """A ``ReplaySubject`` on ``world_size`` processes. ``ranks`` may be shared by many trainers,
+    one running at a time.
 
-    A microbatch is divided over the processes sample by sample; gradients are averaged, and the loss is scaled so that the average is
-    the gradient of the whole.
+    A microbatch is divided over the processes sample by sample; gradients are averaged, and the
+    loss is scaled so that the average is the gradient of the whole.
     """
 
     def __init__(self, setup: Setup, ranks: Ranks, world_size: int = 2) -> None:
@@ -99,7 +113,10 @@ class RankedHfTrainer:
     def run(self, step: Step, spy: Spy) -> Outcome:
         """One step on all processes. Raises what a rank raised."""
         if any(len(samples) % self.world_size for samples in step.microbatches):
-            raise UnsupportedStep(f"a microbatch does not divide over {self.world_size} processes, and an idle one would block the others")
+            raise UnsupportedStep(
+                f"a microbatch does not divide over {self.world_size} processes, and an idle one"
+                " would block the others"
+            )
         answers: list[_Answer] = self._asked(step)
         self._left = answers[0].left
         for answer in answers:
@@ -121,7 +138,9 @@ class RankedHfTrainer:
     def reference(self, step: Step) -> Outcome:
         """The step in this process alone, by formula."""
         if self.setup.mixed:
-            raise UnsupportedStep("the reference computes in float32, and these processes in bfloat16")
+            raise UnsupportedStep(
+                "the reference computes in float32, and these processes in bfloat16"
+            )
         whole = HfTrainer(self.setup)
         whole.set_weights(self._number)
         for layer, size in self._nudges:
@@ -145,7 +164,9 @@ class RankedHfTrainer:
         return HfTrainer(self.setup).variant(name)
 
     def _asked(self, step: Step) -> list[Any]:
-        job = _Job(setup=self.setup, key=self._key, step=step, number=self._number, nudges=self._nudges)
+        job = _Job(
+            setup=self.setup, key=self._key, step=step, number=self._number, nudges=self._nudges
+        )
         try:
             return self._ranks.run(job, world_size=self.world_size)
         except RankError as error:
@@ -169,7 +190,8 @@ def worker(rank: int, world_size: int) -> Callable[[Any], _Answer]:
         try:
             outcome = trainer.run(job.step, spy)
         except Exception as error:  # noqa: BLE001 - whatever a step raises is told
-            # A wrapper that was left in the middle of a pass cannot go on; a trainer restarts from a checkpoint.
+            # A wrapper that was left in the middle of a pass cannot go on; a trainer restarts from
+            # a checkpoint.
             held.clear()
             return _Answer(events=spy.events, error=error, left=trainer.residue())
         return _Answer(events=spy.events, outcome=outcome, left=trainer.residue())
@@ -197,7 +219,9 @@ class _Share(HfTrainer):
         self._loaded = (number, nudges)
 
     def run(self, step: Step, spy: Spy) -> Outcome:
-        """The step, once all processes have found their routes good: one that refused its own alone would leave the others waiting."""
+        """The step, once all processes have found their routes good: one that refused its own alone
+        would leave the others waiting.
+        """
         refused: list[Exception | None] = [None] * self.scale
         distributed.all_gather_object(refused, self._refusal(step))
         for error in refused:
@@ -210,7 +234,9 @@ class _Share(HfTrainer):
             try:
                 for samples in step.microbatches:
                     if samples:
-                        hf_replay(self.model, lay_out(self.share(samples), self.setup.layout).routes())
+                        hf_replay(
+                            self.model, lay_out(self.share(samples), self.setup.layout).routes()
+                        )
             except RollproofError as error:
                 return error
         return None

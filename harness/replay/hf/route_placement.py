@@ -1,7 +1,9 @@
-"""Placing: the routes of finished samples at the rows that a model of HF transformers sees, for padded and for packed microbatches.
+"""Placing: the routes of finished samples at the rows that a model of HF transformers sees, for
+padded and for packed microbatches.
 
-The rows follow the token ids: a sample of n tokens brings n rows, or n - 1 as engines return (the last sampled token was never
-forwarded). Everything else is -1, which ``hf_replay`` leaves to the router.
+The rows follow the token ids: a sample of n tokens brings n rows, or n - 1 as engines return (the
+last sampled token was never forwarded). Everything else is -1, which ``hf_replay`` leaves to the
+router.
 """
 
 from __future__ import annotations
@@ -22,36 +24,58 @@ Rows = npt.NDArray[np.int64]
 
 
 def batch_routes(routes: Sequence[Any], attention_mask: Any, *, prefix: bool = False) -> Rows:
-    """``(batch, width, layers, top_k)`` from one ``(rows, layers, top_k)`` per sample, for tokens where ``attention_mask`` is not 0.
+    """``(batch, width, layers, top_k)`` from one ``(rows, layers, top_k)`` per sample, for tokens
+    where ``attention_mask`` is not 0.
 
-    ``attention_mask`` is ``(batch, width)``, with padding on any side. Set ``prefix`` where an engine may have captured fewer rows than
-    it forwarded tokens: the rows are then the first ones, and all behind them is left to the router. Raises ``RoutesError``.
+    ``attention_mask`` is ``(batch, width)``, with padding on any side. Set ``prefix`` where an
+    engine may have captured fewer rows than it forwarded tokens: the rows are then the first ones,
+    and all behind them is left to the router. Raises ``RoutesError``.
     """
     mask, routes = _array(attention_mask), _listed(routes)
     if mask.ndim != 2 or len(mask) != len(routes):
-        raise RoutesError(f"The attention mask is {mask.shape}, not (batch, width) with one line for each of {len(routes)} samples.")
+        raise RoutesError(
+            f"The attention mask is {mask.shape}, not (batch, width) with one line for each of"
+            f" {len(routes)} samples."
+        )
     there = mask != 0
     if mask.dtype.kind not in "biu" and not np.isin(mask, (0, 1)).all():
         raise RoutesError(
-            f"The attention mask is {mask.dtype} and holds more than 0 and 1: give the mask of tokens, not one that is added."
+            f"The attention mask is {mask.dtype} and holds more than 0 and 1: give the mask of"
+            " tokens, not one that is added."
         )
     sample = np.where(there, np.arange(len(mask))[:, None], -1)
     position = np.where(there, np.cumsum(there, axis=1) - 1, -1)
-    return _placed(routes, there.sum(axis=1).tolist(), Source(sample=sample, position=position), prefix)
+    return _placed(
+        routes, there.sum(axis=1).tolist(), Source(sample=sample, position=position), prefix
+    )
 
 
-def packed_routes(routes: Sequence[Any], cu_seqlens: Any, lengths: Sequence[int] | None = None, *, prefix: bool = False) -> Rows:
-    """``(packed rows, layers, top_k)`` from one ``(rows, layers, top_k)`` per sample, for samples packed one behind the other.
+def packed_routes(
+    routes: Sequence[Any],
+    cu_seqlens: Any,
+    lengths: Sequence[int] | None = None,
+    *,
+    prefix: bool = False,
+) -> Rows:
+    """``(packed rows, layers, top_k)`` from one ``(rows, layers, top_k)`` per sample, for samples
+    packed one behind the other.
 
-    ``cu_seqlens`` are the cumulative lengths ``(samples + 1,)``; ``lengths`` are the samples' own where they were padded before they were
-    packed. ``prefix`` as for ``batch_routes``. Raises ``RoutesError``, and ``LayoutError`` for lengths that do not fit.
+    ``cu_seqlens`` are the cumulative lengths ``(samples + 1,)``; ``lengths`` are the samples' own
+    where they were padded before they were packed. ``prefix`` as for ``batch_routes``. Raises
+    ``RoutesError``, and ``LayoutError`` for lengths that do not fit.
     """
     cumulative, routes = _array(cu_seqlens), _listed(routes)
     if cumulative.shape != (len(routes) + 1,):
-        raise RoutesError(f"Cumulative lengths are {cumulative.shape}, not ({len(routes) + 1},) for {len(routes)} samples.")
+        raise RoutesError(
+            f"Cumulative lengths are {cumulative.shape}, not ({len(routes) + 1},) for {len(routes)}"
+            " samples."
+        )
     widths = np.diff(cumulative.astype(np.int64)).tolist()
     if cumulative.dtype.kind not in "iu" or cumulative[0] != 0 or min(widths, default=0) < 0:
-        raise RoutesError(f"Cumulative lengths are integers that begin with 0 and never fall, not {cumulative.tolist()}.")
+        raise RoutesError(
+            "Cumulative lengths are integers that begin with 0 and never fall, not"
+            f" {cumulative.tolist()}."
+        )
     own = widths if lengths is None else [int(length) for length in lengths]
     if min(own, default=0) < 0:
         raise RoutesError(f"Samples have lengths {own}: none can be negative.")
@@ -59,17 +83,28 @@ def packed_routes(routes: Sequence[Any], cu_seqlens: Any, lengths: Sequence[int]
 
 
 def _listed(routes: Any) -> Sequence[Any]:
-    if not hasattr(routes, "__len__") or not hasattr(routes, "__getitem__") or isinstance(routes, Mapping | str):
-        raise RoutesError(f"Routes are a sequence with one array (rows, layers, top_k) for each sample, not {type(routes).__name__}.")
+    if (
+        not hasattr(routes, "__len__")
+        or not hasattr(routes, "__getitem__")
+        or isinstance(routes, Mapping | str)
+    ):
+        raise RoutesError(
+            "Routes are a sequence with one array (rows, layers, top_k) for each sample, not"
+            f" {type(routes).__name__}."
+        )
     return list(routes)
 
 
 def _placed(routes: Sequence[Any], lengths: Sequence[int], source: Source, prefix: bool) -> Rows:
-    payloads = [_payload(one, number, length, prefix) for number, (one, length) in enumerate(zip(routes, lengths, strict=True))]
+    payloads = [
+        _payload(one, number, length, prefix)
+        for number, (one, length) in enumerate(zip(routes, lengths, strict=True))
+    ]
     shapes = [payload.shape[1:] for payload in payloads]
     if len(set(shapes)) != 1:
         raise RoutesError(
-            f"Samples have routes of (layers, top_k) {shapes}: those of one microbatch must be of one model, and there must be some."
+            f"Samples have routes of (layers, top_k) {shapes}: those of one microbatch must be of"
+            " one model, and there must be some."
         )
     return source.take(payloads, fill=-1).astype(np.int64)
 
@@ -77,11 +112,15 @@ def _placed(routes: Sequence[Any], lengths: Sequence[int], source: Source, prefi
 def _payload(routes: Any, number: int, length: int, prefix: bool) -> Rows:
     array = _array(routes)
     if array.ndim != 3 or array.dtype.kind not in "iu":
-        raise RoutesError(f"The routes of sample {number} are {array.dtype} {array.shape}, not integers (rows, layers, top_k).")
+        raise RoutesError(
+            f"The routes of sample {number} are {array.dtype} {array.shape}, not integers (rows,"
+            " layers, top_k)."
+        )
     allowed = range(length + 1) if prefix else (length, max(0, length - 1))
     if len(array) not in allowed:
         raise RoutesError(
-            f"Sample {number} has {length} tokens and {len(array)} rows of routes; it must have {max(0, length - 1)}, as engines return, "
+            f"Sample {number} has {length} tokens and {len(array)} rows of routes; it must have"
+            f" {max(0, length - 1)}, as engines return, "
             f"or {length}{', or fewer.' if prefix else ': both were cut or stitched apart. Rows of a captured prefix need prefix=True.'}"
         )
     return array.astype(np.int64)

@@ -1,6 +1,8 @@
-"""Formulas: what a router of each family computes when its experts are given, written out without any top-k.
+"""Formulas: what a router of each family computes when its experts are given, written out without
+any top-k.
 
-The reference for gradients under replay: it shares nothing with the interception, and nothing with the families' own code.
+The reference for gradients under replay: it shares nothing with the interception, and nothing with
+the families' own code.
 """
 
 from __future__ import annotations
@@ -19,11 +21,22 @@ from rollproof.replay.hf.routers import Routers
 __all__ = ["FORMULAS", "fixed_selection"]
 
 Weigh = Callable[[Any, torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
-"""From a router, hidden states ``(rows, hidden)`` and ids ``(rows, top_k)``: logits ``(rows, experts)``, weights ``(rows, top_k)``."""
+"""From a router, hidden states ``(rows, hidden)`` and ids ``(rows, top_k)``: logits ``(rows,
+experts)``, weights ``(rows, top_k)``.
+"""
 
 
-def _softmax(router: Any, hidden: torch.Tensor, ids: torch.Tensor, *, normalise: bool | None = None, cast: bool = True) -> Any:
-    """Softmax over all experts, then the probabilities of the given ones; normalised as the router says, or always."""
+def _softmax(
+    router: Any,
+    hidden: torch.Tensor,
+    ids: torch.Tensor,
+    *,
+    normalise: bool | None = None,
+    cast: bool = True,
+) -> Any:
+    """Softmax over all experts, then the probabilities of the given ones; normalised as the router
+    says, or always.
+    """
     logits = functional.linear(hidden, router.weight)
     weights = logits.float().softmax(-1).gather(-1, ids)
     if router.norm_topk_prob if normalise is None else normalise:
@@ -32,7 +45,9 @@ def _softmax(router: Any, hidden: torch.Tensor, ids: torch.Tensor, *, normalise:
 
 
 def _sigmoid(router: Any, hidden: torch.Tensor, ids: torch.Tensor) -> Any:
-    """Sigmoid of each logit; bias and groups decide the selection alone (DeepSeek-V3, arXiv:2412.19437, equations 12 to 16)."""
+    """Sigmoid of each logit; bias and groups decide the selection alone (DeepSeek-V3,
+    arXiv:2412.19437, equations 12 to 16).
+    """
     logits = functional.linear(hidden.float(), router.weight.float())
     weights = logits.sigmoid().gather(-1, ids)
     if router.norm_topk_prob:
@@ -64,10 +79,14 @@ FORMULAS: Mapping[str, Weigh] = MappingProxyType(
 
 @contextmanager
 def fixed_selection(routers: Routers, family: str, routes: torch.Tensor) -> Iterator[None]:
-    """Every router computes its family's formula for ``routes`` ``(rows, layers with a router, top_k)``; -1 is not known here."""
+    """Every router computes its family's formula for ``routes`` ``(rows, layers with a router,
+    top_k)``; -1 is not known here.
+    """
     weigh = FORMULAS[family]
 
-    def forward(module: Any, ids: torch.Tensor, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    def forward(
+        module: Any, ids: torch.Tensor, hidden: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         return (*weigh(module, hidden.reshape(-1, hidden.shape[-1]), ids), ids)
 
     for number, router in enumerate(routers.all):

@@ -16,10 +16,11 @@ __all__ = ["watched"]
 
 @contextmanager
 def watched(routers: Routers, spy: Spy, tokens: Any, *, model: str = "policy") -> Iterator[None]:
-    """While it is open, ``spy`` is told of every call of a router, from the router's output: in the forward pass and in recompute.
+    """While it is open, ``spy`` is told of every call of a router, from the router's output: in the
+    forward pass and in recompute.
 
-    ``tokens`` are the input tokens of the rows that the routers see, flattened or not, -1 in padding (or any id that no sample has).
-    ``model`` is who runs, as in ``Step``.
+    ``tokens`` are the input tokens of the rows that the routers see, flattened or not, -1 in
+    padding (or any id that no sample has). ``model`` is who runs, as in ``Step``.
     """
     rows = tokens.detach().cpu().numpy().ravel()
 

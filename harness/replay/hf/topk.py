@@ -1,9 +1,10 @@
 """Top-k: puts expert ids in the place of a router's own choice, without any formula of its family.
 
-A router scores, selects with ``torch.topk`` and turns the scores of the selected experts into weights; families differ in all
-but the selection. So the router's own forward is run, and the one ``topk`` whose input is ``(rows, num_experts)`` and whose k is
-the model's answers with other ids and the live scores at those ids. Softmax before or after, sigmoid, bias, groups, normalisation
-and scaling stay the model's code, and the gate has gradients.
+A router scores, selects with ``torch.topk`` and turns the scores of the selected experts into
+weights; families differ in all but the selection. So the router's own forward is run, and the one
+``topk`` whose input is ``(rows, num_experts)`` and whose k is the model's answers with other ids
+and the live scores at those ids. Softmax before or after, sigmoid, bias, groups, normalisation and
+scaling stay the model's code, and the gate has gradients.
 """
 
 from __future__ import annotations
@@ -19,14 +20,18 @@ from rollproof.errors import RouterError
 __all__ = ["Choose", "intercepted", "native_choice", "probe"]
 
 Choose = Callable[[torch.Tensor], torch.Tensor]
-"""From live scores ``(rows, num_experts)`` to the ids to execute ``(rows, top_k)``, int64, on the same device."""
+"""From live scores ``(rows, num_experts)`` to the ids to execute ``(rows, top_k)``, int64, on the
+same device.
+"""
 
 _PROBE_ROWS = 2
 _PROBE_SIZE = 1e-2  # so small that no softmax over the scores reaches 0 by itself
 
 
 class _TopK(TorchFunctionMode):  # type: ignore[misc]  # torch is not installed where types are checked
-    """Answers the top-k of ``(rows, num_experts)`` scores by ``choose``; all other calls go through."""
+    """Answers the top-k of ``(rows, num_experts)`` scores by ``choose``; all other calls go
+    through.
+    """
 
     def __init__(self, num_experts: int, top_k: int, choose: Choose) -> None:
         super().__init__()
@@ -34,7 +39,13 @@ class _TopK(TorchFunctionMode):  # type: ignore[misc]  # torch is not installed 
         self._choose = choose
         self.chosen: list[torch.Tensor] = []
 
-    def __torch_function__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None) -> Any:
+    def __torch_function__(
+        self,
+        func: Any,
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
         named = kwargs or {}
         if func in (torch.topk, torch.Tensor.topk) and self._ours(*args, **named):
             scores = args[0] if args else named["input"]
@@ -43,8 +54,23 @@ class _TopK(TorchFunctionMode):  # type: ignore[misc]  # torch is not installed 
             return torch.return_types.topk((scores.gather(-1, ids), ids))
         return func(*args, **named)
 
-    def _ours(self, input: Any, k: int, dim: int = -1, largest: bool = True, sorted: bool = True, *, out: Any = None) -> bool:
-        return bool(input.dim() == 2 and (input.shape[-1], k) == self._shape and dim in (-1, 1) and largest and out is None)
+    def _ours(
+        self,
+        input: Any,
+        k: int,
+        dim: int = -1,
+        largest: bool = True,
+        sorted: bool = True,
+        *,
+        out: Any = None,
+    ) -> bool:
+        return bool(
+            input.dim() == 2
+            and (input.shape[-1], k) == self._shape
+            and dim in (-1, 1)
+            and largest
+            and out is None
+        )
 
 
 def native_choice(scores: torch.Tensor, top_k: int) -> torch.Tensor:
@@ -53,41 +79,68 @@ def native_choice(scores: torch.Tensor, top_k: int) -> torch.Tensor:
 
 
 def intercepted(
-    forward: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any], *, num_experts: int, top_k: int, choose: Choose, who: str
+    forward: Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any],
+    *,
+    num_experts: int,
+    top_k: int,
+    choose: Choose,
+    who: str,
 ) -> tuple[Any, torch.Tensor]:
     """What ``forward`` returns when its top-k answers by ``choose``, and the ids that it was given.
 
-    ``who`` names the router in errors. Raises ``RouterError`` unless there is exactly one such top-k in the call: a router that sorts,
-    takes an argmax or runs a fused kernel is refused, and so is one with two selections that cannot be told apart.
+    ``who`` names the router in errors. Raises ``RouterError`` unless there is exactly one such
+    top-k in the call: a router that sorts, takes an argmax or runs a fused kernel is refused, and
+    so is one with two selections that cannot be told apart.
     """
     with _TopK(num_experts, top_k, choose) as mode:
         output = forward(*args, **kwargs)
     if len(mode.chosen) != 1:
         raise RouterError(
-            f"{who} called torch.topk {len(mode.chosen)} times on (rows, {num_experts}) scores with k={top_k} in its forward; replay "
-            "needs exactly one. "
+            f"{who} called torch.topk {len(mode.chosen)} times on (rows, {num_experts}) scores with"
+            f" k={top_k} in its forward; replay needs exactly one. "
             + (
-                "It selects in another way (a sort, an argmax, a fused kernel, or outside of its forward), and would have routed natively."
+                "It selects in another way (a sort, an argmax, a fused kernel, or outside of its"
+                " forward), and would have routed natively."
                 if not mode.chosen
-                else "Which of them selects the experts cannot be told, for example where there are as many groups as experts."
+                else (
+                    "Which of them selects the experts cannot be told, for example where there are"
+                    " as many groups as experts."
+                )
             )
-            + " Use a release of transformers whose router selects by one torch.topk (for the common families 5.24 does), or do not replay."
+            + " Use a release of transformers whose router selects by one torch.topk (for the"
+            " common families 5.24 does), or do not replay."
         )
     return output, mode.chosen[0]
 
 
-def probe(forward: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any], *, num_experts: int, top_k: int, who: str) -> bool:
-    """Try a router on two small rows with the experts that it scores lowest, and look at the weights that come out.
+def probe(
+    forward: Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any],
+    *,
+    num_experts: int,
+    top_k: int,
+    who: str,
+) -> bool:
+    """Try a router on two small rows with the experts that it scores lowest, and look at the
+    weights that come out.
 
-    The rows take the place of the hidden states that it was called with; what else it was called with (a bias, as MiniMax-M2's) stays.
-    Returns whether that proved anything: with NaN in its weights, a router says nothing of itself.
-    Nothing is left of it: no gradient, no random number drawn. Raises ``RouterError`` for a router that cannot be replayed: its top-k
-    cannot be intercepted, its output does not show what is executed, or experts that it would not choose get no weight (it masks scores
-    before its top-k and takes the weights from the masked ones, as DeepSeek-V2 with groups does: a replayed expert in another group is
-    silently switched off, and its gate gradient is 0; ISEEKYAN/Megatron-LM#79 fixed one such).
+    The rows take the place of the hidden states that it was called with; what else it was called
+    with (a bias, as MiniMax-M2's) stays. Returns whether that proved anything: with NaN in its
+    weights, a router says nothing of itself. Nothing is left of it: no gradient, no random number
+    drawn. Raises ``RouterError`` for a router that cannot be replayed: its top-k cannot be
+    intercepted, its output does not show what is executed, or experts that it would not choose get
+    no weight (it masks scores before its top-k and takes the weights from the masked ones, as
+    DeepSeek-V2 with groups does: a replayed expert in another group is silently switched off, and
+    its gate gradient is 0; ISEEKYAN/Megatron-LM#79 fixed one such).
     """
     if not args or not isinstance(args[0], torch.Tensor) or not args[0].is_floating_point():
-        raise RouterError(f"{who} is not called with hidden states first; rollproof cannot try it, so it does not replay it.")
+        raise RouterError(
+            f"{who} is not called with hidden states first; rollproof cannot try it, so it does not"
+            " replay it."
+        )
     hidden: torch.Tensor = args[0]
     shape = (*(1,) * (hidden.dim() - 2), _PROBE_ROWS, hidden.shape[-1])
     rows = _PROBE_SIZE * torch.randn(shape, generator=torch.Generator().manual_seed(0))
@@ -101,29 +154,41 @@ def probe(forward: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[st
     shown = (rows.to(hidden.device, hidden.dtype), *args[1:])
     try:
         with torch.no_grad(), torch.random.fork_rng(devices=devices):
-            output, ids = intercepted(forward, shown, kwargs, num_experts=num_experts, top_k=top_k, choose=lowest, who=who)
+            output, ids = intercepted(
+                forward, shown, kwargs, num_experts=num_experts, top_k=top_k, choose=lowest, who=who
+            )
     except RouterError:
         raise
     except Exception as error:  # of the router's own code, on fewer rows than it was called with
         raise RouterError(
-            f"{who} cannot be tried on {_PROBE_ROWS} rows, so rollproof does not replay it: {type(error).__name__}: {error}."
+            f"{who} cannot be tried on {_PROBE_ROWS} rows, so rollproof does not replay it:"
+            f" {type(error).__name__}: {error}."
         ) from error
-    weights, executed = _weights(output, tuple(ids.shape), who), executed_ids(output, tuple(ids.shape), who)
+    weights, executed = (
+        _weights(output, tuple(ids.shape), who),
+        executed_ids(output, tuple(ids.shape), who),
+    )
     if not bool(torch.equal(executed.sort(-1).values, ids.sort(-1).values)):
-        raise RouterError(f"{who} was given experts {ids.tolist()} and executes {executed.tolist()}.")
+        raise RouterError(
+            f"{who} was given experts {ids.tolist()} and executes {executed.tolist()}."
+        )
     if bool(torch.isnan(scored[0]).any()):
         return False
     if not bool((torch.isfinite(weights) & (weights != 0)).all()):
         raise RouterError(
-            f"{who} gives weights {weights.tolist()} to the experts that it scores lowest: it masks scores before its top-k and takes "
-            "the weights from the masked ones. A replayed expert that the live router masks would be switched off, and its gate would get "
-            "no gradient. Replay needs weights from unmasked scores (DeepSeek-V3 does so), or a model without groups."
+            f"{who} gives weights {weights.tolist()} to the experts that it scores lowest: it masks"
+            " scores before its top-k and takes the weights from the masked ones. A replayed"
+            " expert that the live router masks would be switched off, and its gate would get no"
+            " gradient. Replay needs weights from unmasked scores (DeepSeek-V3 does so), or a"
+            " model without groups."
         )
     return True
 
 
 def executed_ids(output: Any, shape: tuple[int, ...], who: str) -> torch.Tensor:
-    """The ids of ``shape`` ``(rows, top_k)`` that a router hands on: the integer tensor in its output. Raises ``RouterError``."""
+    """The ids of ``shape`` ``(rows, top_k)`` that a router hands on: the integer tensor in its
+    output. Raises ``RouterError``.
+    """
     return _one(output, shape, who, "expert ids", lambda tensor: not tensor.is_floating_point())
 
 
@@ -131,10 +196,22 @@ def _weights(output: Any, shape: tuple[int, ...], who: str) -> torch.Tensor:
     return _one(output, shape, who, "weights", lambda tensor: tensor.is_floating_point())
 
 
-def _one(output: Any, shape: tuple[int, ...], who: str, what: str, right: Callable[[torch.Tensor], bool]) -> torch.Tensor:
+def _one(
+    output: Any, shape: tuple[int, ...], who: str, what: str, right: Callable[[torch.Tensor], bool]
+) -> torch.Tensor:
     parts = output if isinstance(output, tuple | list) else (output,)
-    found = [part for part in parts if isinstance(part, torch.Tensor) and part.shape == shape and right(part)]
+    found = [
+        part
+        for part in parts
+        if isinstance(part, torch.Tensor) and part.shape == shape and right(part)
+    ]
     if not found:
-        shapes = [tuple(part.shape) if isinstance(part, torch.Tensor) else type(part).__name__ for part in parts]
-        raise RouterError(f"{who} returns {shapes}: no {what} of shape {shape}, so what it executes cannot be seen.")
+        shapes = [
+            tuple(part.shape) if isinstance(part, torch.Tensor) else type(part).__name__
+            for part in parts
+        ]
+        raise RouterError(
+            f"{who} returns {shapes}: no {what} of shape {shape}, so what it executes cannot be"
+            " seen."
+        )
     return found[-1]

@@ -1,7 +1,8 @@
-"""Varlen: packed sequences by a kernel that knows their lengths (torch's own FlashAttention), as an attention of HF transformers.
+"""Varlen: packed sequences by a kernel that knows their lengths (torch's own FlashAttention), as an
+attention of HF transformers.
 
-transformers' ``flash_attention_2`` computes the same, and needs a package of its own; without either, packed sequences are kept apart by
-a mask.
+transformers' ``flash_attention_2`` computes the same, and needs a package of its own; without
+either, packed sequences are kept apart by a mask.
 """
 
 from __future__ import annotations
@@ -16,7 +17,9 @@ VARLEN = "rollproof_varlen"
 
 
 def use_varlen(model: Any) -> Any:
-    """Have ``model`` attend so from now on; returns it. It must be on a GPU, in bfloat16 or float16, and get one row of packed samples."""
+    """Have ``model`` attend so from now on; returns it. It must be on a GPU, in bfloat16 or
+    float16, and get one row of packed samples.
+    """
     from transformers import AttentionInterface
     from transformers.masking_utils import AttentionMaskInterface
 
@@ -27,9 +30,19 @@ def use_varlen(model: Any) -> Any:
 
 
 def _attend(
-    _module: Any, query: Any, key: Any, value: Any, attention_mask: Any, *, scaling: float | None = None, position_ids: Any = None, **_: Any
+    _module: Any,
+    query: Any,
+    key: Any,
+    value: Any,
+    attention_mask: Any,
+    *,
+    scaling: float | None = None,
+    position_ids: Any = None,
+    **_: Any,
 ) -> tuple[Any, None]:
-    """``(1, tokens, heads, size)`` of ``(1, heads, tokens, size)``; a sample begins wherever positions begin anew."""
+    """``(1, tokens, heads, size)`` of ``(1, heads, tokens, size)``; a sample begins wherever
+    positions begin anew.
+    """
     import torch
     from torch.nn.attention.varlen import varlen_attn
 
@@ -38,9 +51,14 @@ def _attend(
     bounds = torch.cat([starts, starts.new_tensor([position_ids.numel()])]).to(torch.int32)
     longest = int(bounds.diff().max())
     groups = query.shape[1] // key.shape[1]
-    rows = [one[0].transpose(0, 1).contiguous() for one in (query, key.repeat_interleave(groups, 1), value.repeat_interleave(groups, 1))]
+    rows = [
+        one[0].transpose(0, 1).contiguous()
+        for one in (query, key.repeat_interleave(groups, 1), value.repeat_interleave(groups, 1))
+    ]
     known = inspect.signature(varlen_attn).parameters
-    causal: dict[str, Any] = {"window_size": (-1, 0)} if "window_size" in known else {"is_causal": True}
+    causal: dict[str, Any] = (
+        {"window_size": (-1, 0)} if "window_size" in known else {"is_causal": True}
+    )
     if "scale" in known:
         causal["scale"] = scaling
     return varlen_attn(*rows, bounds, bounds, longest, longest, **causal)[None], None

@@ -1,7 +1,8 @@
-"""Checkpoint: a Qwen3-MoE checkpoint of transformers as the weights of a megatron-core GPT, so that both can be held against one engine.
+"""Checkpoint: a Qwen3-MoE checkpoint of transformers as the weights of a megatron-core GPT, so that
+both can be held against one engine.
 
-Shapes become fields of ``TransformerConfig``; each parameter of the undivided GPT is put together from the checkpoint's tensors, and
-divided over ranks as all weights are (``weights.fill``).
+Shapes become fields of ``TransformerConfig``; each parameter of the undivided GPT is put together
+from the checkpoint's tensors, and divided over ranks as all weights are (``weights.fill``).
 """
 
 from __future__ import annotations
@@ -22,15 +23,24 @@ __all__ = ["checkpoint_config", "checkpoint_setup", "rotary_base", "whole_weight
 _TYPE = "qwen3_moe"
 
 
-def checkpoint_setup(checkpoints: tuple[Path, ...], *, dtype: str = "bfloat16", **sizes: Any) -> Setup:
-    """A setup whose weights number n are those of ``checkpoints[n]``, all of one shape; ``sizes`` are its parallel sizes.
+def checkpoint_setup(
+    checkpoints: tuple[Path, ...], *, dtype: str = "bfloat16", **sizes: Any
+) -> Setup:
+    """A setup whose weights number n are those of ``checkpoints[n]``, all of one shape; ``sizes``
+    are its parallel sizes.
 
-    Raises ``UsageError`` for a checkpoint that is not of Qwen3-MoE with a router in every layer, or that sizes do not divide.
+    Raises ``UsageError`` for a checkpoint that is not of Qwen3-MoE with a router in every layer, or
+    that sizes do not divide.
     """
     config, model = _read(checkpoints[0]), model_of(checkpoints[0])
-    if config.get("model_type") != _TYPE or model is None or len(model.moe_layers) < model.num_layers:
+    if (
+        config.get("model_type") != _TYPE
+        or model is None
+        or len(model.moe_layers) < model.num_layers
+    ):
         raise UsageError(
-            f"{checkpoints[0]} is no checkpoint of {_TYPE} with a router in every layer: its weights cannot be put into megatron-core."
+            f"{checkpoints[0]} is no checkpoint of {_TYPE} with a router in every layer: its"
+            " weights cannot be put into megatron-core."
         )
     setup = Setup(
         **{
@@ -56,8 +66,12 @@ def checkpoint_setup(checkpoints: tuple[Path, ...], *, dtype: str = "bfloat16", 
         if number % parts
     ]
     if wrong:
-        raise UsageError(f"The checkpoint {checkpoints[0]} does not fit {setup.words}: {'; '.join(wrong)}.")
-    return replace(setup, name=f"{_TYPE}, {setup.words}", checkpoints=tuple(map(str, checkpoints)), dtype=dtype)
+        raise UsageError(
+            f"The checkpoint {checkpoints[0]} does not fit {setup.words}: {'; '.join(wrong)}."
+        )
+    return replace(
+        setup, name=f"{_TYPE}, {setup.words}", checkpoints=tuple(map(str, checkpoints)), dtype=dtype
+    )
 
 
 def checkpoint_config(folder: str, dtype: str) -> dict[str, Any]:
@@ -94,12 +108,16 @@ def rotary_base(folder: str) -> int:
 
 @lru_cache(maxsize=2)
 def whole_weights(folder: str) -> Mapping[str, Any]:
-    """The parameters of the undivided GPT by name (``weights.named_parts``), in the checkpoint's own precision."""
+    """The parameters of the undivided GPT by name (``weights.named_parts``), in the checkpoint's
+    own precision.
+    """
     import torch
     from transformers import AutoModelForCausalLM
 
     with torch.no_grad():
-        source = AutoModelForCausalLM.from_pretrained(folder, dtype="auto", local_files_only=True).state_dict()
+        source = AutoModelForCausalLM.from_pretrained(
+            folder, dtype="auto", local_files_only=True
+        ).state_dict()
         config = _read(Path(folder))
         out = {
             "embedding.word_embeddings.weight": source["model.embed_tokens.weight"],
@@ -116,10 +134,15 @@ def _layer(source: Mapping[str, Any], config: Mapping[str, Any], layer: int) -> 
 
     here, there = f"model.layers.{layer}.", f"layers.{layer}."
     groups, size, hidden = config["num_key_value_heads"], config["head_dim"], config["hidden_size"]
-    query, key, value = (source[f"{here}self_attn.{name}_proj.weight"].view(groups, -1, size, hidden) for name in "qkv")
+    query, key, value = (
+        source[f"{here}self_attn.{name}_proj.weight"].view(groups, -1, size, hidden)
+        for name in "qkv"
+    )
     out = {
         # a group's queries, then its key and its value: so that tensor ranks divide groups
-        f"{there}self_attention.linear_qkv.weight": torch.cat([query, key, value], 1).reshape(-1, hidden),
+        f"{there}self_attention.linear_qkv.weight": (
+            torch.cat([query, key, value], 1).reshape(-1, hidden)
+        ),
         f"{there}self_attention.linear_proj.weight": source[f"{here}self_attn.o_proj.weight"],
         f"{there}self_attention.q_layernorm.weight": source[f"{here}self_attn.q_norm.weight"],
         f"{there}self_attention.k_layernorm.weight": source[f"{here}self_attn.k_norm.weight"],
@@ -128,8 +151,12 @@ def _layer(source: Mapping[str, Any], config: Mapping[str, Any], layer: int) -> 
         f"{there}mlp.router.weight": source[f"{here}mlp.gate.weight"],
     }
     for expert in range(len(source[f"{here}mlp.gate.weight"])):
-        out[f"{there}mlp.experts.{expert}.linear_fc1.weight"] = source[f"{here}mlp.experts.gate_up_proj"][expert]
-        out[f"{there}mlp.experts.{expert}.linear_fc2.weight"] = source[f"{here}mlp.experts.down_proj"][expert]
+        out[f"{there}mlp.experts.{expert}.linear_fc1.weight"] = source[
+            f"{here}mlp.experts.gate_up_proj"
+        ][expert]
+        out[f"{there}mlp.experts.{expert}.linear_fc2.weight"] = source[
+            f"{here}mlp.experts.down_proj"
+        ][expert]
     return out
 
 
@@ -137,5 +164,7 @@ def _read(folder: Path) -> Mapping[str, Any]:
     try:
         found: Mapping[str, Any] = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
-        raise UsageError(f"{folder} is no folder of a checkpoint: config.json cannot be read ({error}).") from error
+        raise UsageError(
+            f"{folder} is no folder of a checkpoint: config.json cannot be read ({error})."
+        ) from error
     return found

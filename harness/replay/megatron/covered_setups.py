@@ -17,9 +17,10 @@ _ROWS = {"T-1": Rows.FORWARDED, "T": Rows.ALL, "captured-prefix": Rows.CAPTURED_
 def covering_setups() -> Iterator[tuple[int, Setup, Recompute]]:
     """``(row number, setup, recompute)`` for each row that is not ``unfit``.
 
-    A packed row has one sequence to a microbatch of a rank: without Transformer Engine no attention keeps several apart. Its length is its
-    own, except with the allgather dispatcher, for which Megatron refuses that. Layers are as many as chunks, at least four. In mode R2
-    payloads have columns for MoE layers only, as the trainer records them.
+    A packed row has one sequence to a microbatch of a rank: without Transformer Engine no attention
+    keeps several apart. Its length is its own, except with the allgather dispatcher, for which
+    Megatron refuses that. Layers are as many as chunks, at least four. In mode R2 payloads have
+    columns for MoE layers only, as the trainer records them.
     """
     for number, row in enumerate(frozen_rows()):
         if unfit(row):
@@ -53,5 +54,8 @@ def unfit(row: Mapping[str, int | str]) -> str:
     if world_size(row) > CPU_RANKS:
         return f"needs {world_size(row)} processes, above {CPU_RANKS}"
     if int(row["tp"]) > 1 and not row["sp"]:
-        return "Megatron refuses to train MoE layers on tensor-parallel ranks without sequence parallelism"
+        return (
+            "Megatron refuses to train MoE layers on tensor-parallel ranks without sequence"
+            " parallelism"
+        )
     return ""

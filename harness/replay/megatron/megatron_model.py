@@ -1,4 +1,6 @@
-"""One rank's chunks of a tiny megatron-core GPT: its own routers, dispatchers and schedules, from the local layer specs."""
+"""One rank's chunks of a tiny megatron-core GPT: its own routers, dispatchers and schedules, from
+the local layer specs.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,11 @@ __all__ = ["Chunks", "build", "configuration", "on_gpu", "parallel"]
 _RECOMPUTE: dict[Recompute, dict[str, Any]] = {
     Recompute.NONE: {},
     Recompute.SELECTIVE: {"recompute_granularity": "selective", "recompute_modules": ["moe"]},
-    Recompute.FULL: {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1},
+    Recompute.FULL: {
+        "recompute_granularity": "full",
+        "recompute_method": "uniform",
+        "recompute_num_layers": 1,
+    },
 }
 _ROUTER: dict[RouterKind, dict[str, Any]] = {
     RouterKind.SOFTMAX: {},
@@ -35,15 +41,23 @@ _ROUTER: dict[RouterKind, dict[str, Any]] = {
 
 
 def on_gpu() -> bool:
-    """Whether this process computes on a GPU: it has one, and belongs to ranks that were given some."""
+    """Whether this process computes on a GPU: it has one, and belongs to ranks that were given
+    some.
+    """
     import torch
 
-    return torch.cuda.is_available() and torch.distributed.is_initialized() and "nccl" in torch.distributed.get_backend_config()
+    return (
+        torch.cuda.is_available()
+        and torch.distributed.is_initialized()
+        and "nccl" in torch.distributed.get_backend_config()
+    )
 
 
 @contextmanager
 def parallel(setup: Setup) -> Iterator[Rank]:
-    """Megatron's process groups for a setup; yields this process's place. Raises what megatron-core raises for sizes that do not fit."""
+    """Megatron's process groups for a setup; yields this process's place. Raises what megatron-core
+    raises for sizes that do not fit.
+    """
     from megatron.core import parallel_state
 
     parallel_state.initialize_model_parallel(
@@ -58,7 +72,9 @@ def parallel(setup: Setup) -> Iterator[Rank]:
     if on_gpu():
         from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 
-        model_parallel_cuda_manual_seed(1)  # recompute forks these generators; nothing here draws from them
+        model_parallel_cuda_manual_seed(
+            1
+        )  # recompute forks these generators; nothing here draws from them
     try:
         yield Rank(
             dp=parallel_state.get_data_parallel_rank(),
@@ -72,9 +88,11 @@ def parallel(setup: Setup) -> Iterator[Rank]:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Chunks:
-    """The model chunks of one rank, in the order of their virtual stages, and their one configuration.
+    """The model chunks of one rank, in the order of their virtual stages, and their one
+    configuration.
 
-    ``routers[v]`` are the routers of chunk v by global layer, in the order in which they were built.
+    ``routers[v]`` are the routers of chunk v by global layer, in the order in which they were
+    built.
     """
 
     config: Any
@@ -88,7 +106,8 @@ class Chunks:
         return self.parts[0].tensor.device
 
     def load(self, setup: Setup, rank: Rank, number: int) -> None:
-        """Give every parameter the weights ``number`` (``weights.fill``); -1 puts NaN into the gate of the first MoE layer.
+        """Give every parameter the weights ``number`` (``weights.fill``); -1 puts NaN into the gate
+        of the first MoE layer.
 
         Of checkpoints the number says which one.
         """
@@ -104,7 +123,9 @@ class Chunks:
                         routers[setup.moe_layers[0]].weight[0, 0] = float("nan")
 
     def nudge(self, layer: int, size: float) -> None:
-        """Add ``size`` times ``spy.direction`` to the gate weight of a layer, where this rank has it."""
+        """Add ``size`` times ``spy.direction`` to the gate weight of a layer, where this rank has
+        it.
+        """
         import torch
 
         for routers in self.routers:
@@ -117,8 +138,8 @@ class Chunks:
 def build(setup: Setup, config: Any) -> Chunks:
     """Build this rank's chunks of a ``configuration``.
 
-    Routers register themselves in a list of the process: that list is emptied first, or the routers of an earlier model would take
-    the targets (verl#7340).
+    Routers register themselves in a list of the process: that list is emptied first, or the routers
+    of an earlier model would take the targets (verl#7340).
     """
     import torch
     from megatron.core import parallel_state
@@ -136,7 +157,9 @@ def build(setup: Setup, config: Any) -> Chunks:
         models.append(
             GPTModel(
                 config,
-                get_gpt_decoder_block_spec(config, use_transformer_engine=False, normalization="RMSNorm", vp_stage=virtual),
+                get_gpt_decoder_block_spec(
+                    config, use_transformer_engine=False, normalization="RMSNorm", vp_stage=virtual
+                ),
                 vocab_size=setup.vocab,
                 max_sequence_length=128,
                 pre_process=parallel_state.is_pipeline_first_stage(**where),
@@ -151,13 +174,18 @@ def build(setup: Setup, config: Any) -> Chunks:
     return Chunks(
         config=config,
         models=tuple(models),
-        routers=tuple({one.layer_number - 1: one for one in model.modules() if isinstance(one, TopKRouter)} for model in models),
+        routers=tuple(
+            {one.layer_number - 1: one for one in model.modules() if isinstance(one, TopKRouter)}
+            for model in models
+        ),
         parts=tuple(part for model in models for part in named_parts(model, offset, setup.tp)),
     )
 
 
 def configuration(setup: Setup, recompute: Recompute, settings: Mapping[str, Any]) -> Any:
-    """The ``TransformerConfig`` of a setup, with further ``settings`` (those that switch a replay code on)."""
+    """The ``TransformerConfig`` of a setup, with further ``settings`` (those that switch a replay
+    code on).
+    """
     import torch
     from megatron.core.transformer.transformer_config import TransformerConfig
 
@@ -176,8 +204,9 @@ def configuration(setup: Setup, recompute: Recompute, settings: Mapping[str, Any
         "pipeline_model_parallel_size": setup.pp,
         "virtual_pipeline_model_parallel_size": setup.vpp if setup.vpp > 1 else None,
         "num_layers_in_first_pipeline_stage": setup.first,
-        # Between two pipeline ranks, batched messages of an interleaved schedule are matched in the wrong order: activations arrive as
-        # gradients. Megatron-LM's own arguments refuse that (megatron/training/arguments.py); megatron-core does not.
+        # Between two pipeline ranks, batched messages of an interleaved schedule are matched in the
+        # wrong order: activations arrive as gradients. Megatron-LM's own arguments refuse that
+        # (megatron/training/arguments.py); megatron-core does not.
         "overlap_p2p_comm": setup.vpp > 1,
         "batch_p2p_comm": setup.vpp == 1,
         "variable_seq_lengths": setup.own_widths,
@@ -188,7 +217,9 @@ def configuration(setup: Setup, recompute: Recompute, settings: Mapping[str, Any
         "pipeline_dtype": torch.float32,
         "params_dtype": torch.float32,
         "use_cpu_initialization": True,
-        "calculate_per_token_loss": True,  # the loss is a sum over tokens: it adds up over microbatches and ranks
+        "calculate_per_token_loss": (
+            True
+        ),  # the loss is a sum over tokens: it adds up over microbatches and ranks
         "normalization": "RMSNorm",
         "add_bias_linear": False,
         "hidden_dropout": 0.0,
@@ -204,5 +235,12 @@ def configuration(setup: Setup, recompute: Recompute, settings: Mapping[str, Any
     }
     shapes = checkpoint_config(setup.checkpoints[0], setup.dtype) if setup.checkpoints else {}
     return TransformerConfig(
-        **{**own, **shapes, **_ROUTER[setup.router], **_RECOMPUTE[recompute], **UNSUPPORTED.get(setup.unsupported, {}), **settings}
+        **{
+            **own,
+            **shapes,
+            **_ROUTER[setup.router],
+            **_RECOMPUTE[recompute],
+            **UNSUPPORTED.get(setup.unsupported, {}),
+            **settings,
+        }
     )

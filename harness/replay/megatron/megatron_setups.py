@@ -1,4 +1,6 @@
-"""Setups: the model and the parallel sizes of each Megatron configuration that is judged on the CPU."""
+"""Setups: the model and the parallel sizes of each Megatron configuration that is judged on the
+CPU.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,16 @@ from rollproof.layouts.packing import Alignment
 from rollproof.layouts.padding import Side
 from rollproof.layouts.stages import Stages
 
-__all__ = ["OTHERS", "SETUPS", "UNSUPPORTED", "Dispatcher", "ReplayCodeName", "RouterKind", "Setup", "setup_named"]
+__all__ = [
+    "OTHERS",
+    "SETUPS",
+    "UNSUPPORTED",
+    "Dispatcher",
+    "ReplayCodeName",
+    "RouterKind",
+    "Setup",
+    "setup_named",
+]
 
 
 class Dispatcher(StrEnum):
@@ -31,9 +42,13 @@ class RouterKind(StrEnum):
     """Scores and selection of the routers."""
 
     SOFTMAX = "softmax"
-    """Softmax over the chosen experts (Mixtral, Qwen-MoE without normalisation differ in the order only)."""
+    """Softmax over the chosen experts (Mixtral, Qwen-MoE without normalisation differ in the order
+    only).
+    """
     SIGMOID = "sigmoid"
-    """Sigmoid scores with an expert bias, groups of experts, a scaling factor and a shared expert (DeepSeek-V3)."""
+    """Sigmoid scores with an expert bias, groups of experts, a scaling factor and a shared expert
+    (DeepSeek-V3).
+    """
 
 
 class ReplayCodeName(StrEnum):
@@ -48,11 +63,13 @@ class ReplayCodeName(StrEnum):
 class Setup:
     """A tiny GPT with routers in ``moe_layers``, divided over ``dp * cp * tp * pp`` processes.
 
-    ``vpp`` is the number of model chunks on a pipeline rank, ``first`` the layers of the first pipeline rank where stages are uneven;
-    ``ep`` may span data, context and tensor ranks. Tensor parallelism implies sequence parallelism, which Megatron requires for
-    MoE. ``own_widths`` pads each microbatch to a width of its own. ``dense`` leaves out all routers, ``unsupported`` names one of
-    ``UNSUPPORTED``. ``mode`` says where routes come from, ``code`` who replays them. With ``checkpoints`` the model is theirs
-    (``checkpoint.checkpoint_setup``), and the weights number n are those of the n-th, in ``dtype``.
+    ``vpp`` is the number of model chunks on a pipeline rank, ``first`` the layers of the first
+    pipeline rank where stages are uneven; ``ep`` may span data, context and tensor ranks. Tensor
+    parallelism implies sequence parallelism, which Megatron requires for MoE. ``own_widths`` pads
+    each microbatch to a width of its own. ``dense`` leaves out all routers, ``unsupported`` names
+    one of ``UNSUPPORTED``. ``mode`` says where routes come from, ``code`` who replays them. With
+    ``checkpoints`` the model is theirs (``checkpoint.checkpoint_setup``), and the weights number n
+    are those of the n-th, in ``dtype``.
     """
 
     name: str
@@ -90,10 +107,19 @@ class Setup:
     @property
     def mesh(self) -> Mesh:
         """Its sizes, as layouts know them."""
-        return Mesh(dp=self.dp, cp=self.cp, tp=self.tp, pp=self.pp, vpp=self.vpp, sequence_parallel=self.tp > 1)
+        return Mesh(
+            dp=self.dp,
+            cp=self.cp,
+            tp=self.tp,
+            pp=self.pp,
+            vpp=self.vpp,
+            sequence_parallel=self.tp > 1,
+        )
 
     def layout(self, width: int = 1) -> Layout:
-        """Where rows and layers go: batches padded on the right to a multiple of ``width``, sequence-major, zigzag over context ranks."""
+        """Where rows and layers go: batches padded on the right to a multiple of ``width``,
+        sequence-major, zigzag over context ranks.
+        """
         return Layout(
             num_layers=self.num_layers,
             num_experts=self.num_experts,
@@ -108,14 +134,20 @@ class Setup:
         )
 
     def width(self, lengths: Iterable[int]) -> int:
-        """What samples of these lengths are padded to: a multiple of what context and tensor ranks divide."""
+        """What samples of these lengths are padded to: a multiple of what context and tensor ranks
+        divide.
+        """
         multiple = self.layout().alignment.multiple(self.mesh)
         return -(-max(lengths, default=1) // multiple) * multiple
 
     @property
     def words(self) -> str:
         """Its sizes in words."""
-        sizes = [f"{name.upper()}={getattr(self, name)}" for name in ("dp", "cp", "tp", "ep", "pp", "vpp") if getattr(self, name) > 1]
+        sizes = [
+            f"{name.upper()}={getattr(self, name)}"
+            for name in ("dp", "cp", "tp", "ep", "pp", "vpp")
+            if getattr(self, name) > 1
+        ]
         if self.tp > 1:
             sizes.append("SP")
         if self.first is not None:
@@ -144,31 +176,56 @@ class Setup:
 
 
 _TERMS: Mapping[tuple[ReplayCodeName, ReplayMode], Mapping[str, Any]] = {
-    (ReplayCodeName.CORE, ReplayMode.R3): {"free_rows": "dummy", "records": True, "installs": "per-call", "tolerance": 1e-4},
-    (ReplayCodeName.CORE, ReplayMode.R2): {"free_rows": "dummy", "records": True, "installs": "per-call", "tolerance": 1e-4},
+    (ReplayCodeName.CORE, ReplayMode.R3): {
+        "free_rows": "dummy",
+        "records": True,
+        "installs": "per-call",
+        "tolerance": 1e-4,
+    },
+    (ReplayCodeName.CORE, ReplayMode.R2): {
+        "free_rows": "dummy",
+        "records": True,
+        "installs": "per-call",
+        "tolerance": 1e-4,
+    },
     (ReplayCodeName.VERL, ReplayMode.R3): {"free_rows": "native"},
-    (ReplayCodeName.VERL, ReplayMode.R2): {"free_rows": "dummy", "records": True, "tolerance": 1e-4},
+    (ReplayCodeName.VERL, ReplayMode.R2): {
+        "free_rows": "dummy",
+        "records": True,
+        "tolerance": 1e-4,
+    },
     (ReplayCodeName.SKYRL, ReplayMode.R3): {"free_rows": "dummy", "tolerance": 1e-4},
 }
 """What the replay codes promise beside the sizes of a setup.
 
-Where padding and final tokens execute a filler, experts multiply other numbers of rows than natively, and the last bits differ.
+Where padding and final tokens execute a filler, experts multiply other numbers of rows than
+natively, and the last bits differ.
 """
 
 UNSUPPORTED: Mapping[str, Mapping[str, Any]] = {
     "sinkhorn": {"moe_router_load_balancing_type": "sinkhorn", "moe_aux_loss_coeff": 0.0},
     "capacity": {"moe_expert_capacity_factor": 1.0},
 }
-"""Routers, by the configuration that makes them, whose choice ``RouterReplay`` does not decide, or not alone: Megatron takes targets for
-them in silence, and executes others."""
+"""Routers, by the configuration that makes them, whose choice ``RouterReplay`` does not decide, or
+not alone: Megatron takes targets for them in silence, and executes others."""
 
 _DENSE_FIRST = (1, 2, 3)
 
 _ALL = (
     Setup(name="single"),
     Setup(name="dense-first", moe_layers=_DENSE_FIRST),
-    Setup(name="dense-first-moe-axis", moe_layers=_DENSE_FIRST, layer_axis=LayerAxis.MOE, dispatcher=Dispatcher.ALLTOALL),
-    Setup(name="sigmoid", router=RouterKind.SIGMOID, moe_layers=_DENSE_FIRST, dispatcher=Dispatcher.ALLTOALL),
+    Setup(
+        name="dense-first-moe-axis",
+        moe_layers=_DENSE_FIRST,
+        layer_axis=LayerAxis.MOE,
+        dispatcher=Dispatcher.ALLTOALL,
+    ),
+    Setup(
+        name="sigmoid",
+        router=RouterKind.SIGMOID,
+        moe_layers=_DENSE_FIRST,
+        dispatcher=Dispatcher.ALLTOALL,
+    ),
     Setup(name="tp2", tp=2),
     Setup(name="tp2-alltoall", tp=2, dispatcher=Dispatcher.ALLTOALL),
     Setup(name="ep2-allgather", dp=2, ep=2, microbatch_size=4),
@@ -178,15 +235,45 @@ _ALL = (
     Setup(name="pp2-uneven", pp=2, first=1, moe_layers=_DENSE_FIRST, microbatches=3),
     Setup(name="pp2-vpp3", pp=2, vpp=3, num_layers=6, moe_layers=(1, 2, 3, 5), microbatches=4),
     Setup(name="tp2-ep4", tp=2, dp=2, ep=4, dispatcher=Dispatcher.ALLTOALL, microbatch_size=4),
-    Setup(name="tp2-cp2-sigmoid", tp=2, cp=2, router=RouterKind.SIGMOID, moe_layers=_DENSE_FIRST, dispatcher=Dispatcher.ALLTOALL),
+    Setup(
+        name="tp2-cp2-sigmoid",
+        tp=2,
+        cp=2,
+        router=RouterKind.SIGMOID,
+        moe_layers=_DENSE_FIRST,
+        dispatcher=Dispatcher.ALLTOALL,
+    ),
     Setup(name="tp2-pp2", tp=2, pp=2, microbatches=4),
-    Setup(name="cp2-pp2-vpp2", cp=2, pp=2, vpp=2, microbatches=4, moe_layers=_DENSE_FIRST, layer_axis=LayerAxis.MOE),
-    Setup(name="ep2-pp2", dp=2, ep=2, pp=2, dispatcher=Dispatcher.ALLTOALL, microbatches=4, microbatch_size=4),
+    Setup(
+        name="cp2-pp2-vpp2",
+        cp=2,
+        pp=2,
+        vpp=2,
+        microbatches=4,
+        moe_layers=_DENSE_FIRST,
+        layer_axis=LayerAxis.MOE,
+    ),
+    Setup(
+        name="ep2-pp2",
+        dp=2,
+        ep=2,
+        pp=2,
+        dispatcher=Dispatcher.ALLTOALL,
+        microbatches=4,
+        microbatch_size=4,
+    ),
     Setup(name="cp4", cp=4),
     Setup(name="tp2-cp3", tp=2, cp=3),
 )
 
-_PACKED = Setup(name="packed", own_widths=True, microbatch_size=1, microbatches=4, dispatcher=Dispatcher.ALLTOALL, moe_layers=_DENSE_FIRST)
+_PACKED = Setup(
+    name="packed",
+    own_widths=True,
+    microbatch_size=1,
+    microbatches=4,
+    dispatcher=Dispatcher.ALLTOALL,
+    moe_layers=_DENSE_FIRST,
+)
 _VERL = replace(_PACKED, code=ReplayCodeName.VERL)
 _SKYRL = replace(_PACKED, code=ReplayCodeName.SKYRL)
 
@@ -197,8 +284,18 @@ _OTHERS = (
     replace(_VERL, name="verl-ep2", dp=2, ep=2, microbatch_size=2),
     replace(_VERL, name="verl-pp2-vpp3", pp=2, vpp=3, num_layers=6, moe_layers=(1, 2, 3, 5)),
     replace(_VERL, name="verl-r2", mode=ReplayMode.R2, rows=Rows.ALL, layer_axis=LayerAxis.MOE),
-    replace(_VERL, name="verl-r2-tp2", mode=ReplayMode.R2, rows=Rows.ALL, layer_axis=LayerAxis.MOE, tp=2),
-    replace(_VERL, name="verl-r2-cp2-pp2", mode=ReplayMode.R2, rows=Rows.ALL, layer_axis=LayerAxis.MOE, cp=2, pp=2),
+    replace(
+        _VERL, name="verl-r2-tp2", mode=ReplayMode.R2, rows=Rows.ALL, layer_axis=LayerAxis.MOE, tp=2
+    ),
+    replace(
+        _VERL,
+        name="verl-r2-cp2-pp2",
+        mode=ReplayMode.R2,
+        rows=Rows.ALL,
+        layer_axis=LayerAxis.MOE,
+        cp=2,
+        pp=2,
+    ),
     replace(
         _VERL,
         name="verl-r2-pp2-vpp3",
@@ -215,7 +312,9 @@ _OTHERS = (
     replace(_SKYRL, name="skyrl-pp2", pp=2, first=1),
     replace(_SKYRL, name="skyrl-padded", microbatch_size=2, microbatches=2),
 )
-"""Other people's replay code. A microbatch of a rank is one packed sequence, except where it is said to be padded."""
+"""Other people's replay code. A microbatch of a rank is one packed sequence, except where it is
+said to be padded.
+"""
 
 SETUPS: Mapping[str, Setup] = {setup.name: setup for setup in _ALL}
 """The judged configurations of megatron-core by name."""
@@ -229,4 +328,6 @@ def setup_named(name: str) -> Setup:
     try:
         return {**SETUPS, **OTHERS}[name]
     except KeyError:
-        raise UsageError(f"No Megatron setup is named {name!r}; there are {', '.join([*SETUPS, *OTHERS])}.") from None
+        raise UsageError(
+            f"No Megatron setup is named {name!r}; there are {', '.join([*SETUPS, *OTHERS])}."
+        ) from None

@@ -1,4 +1,6 @@
-"""Subject: a Megatron trainer with routing replay as rollproof judges it, on as many CPU processes as its setup needs."""
+"""Subject: a Megatron trainer with routing replay as rollproof judges it, on as many CPU processes
+as its setup needs.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,12 @@ from rollproof.core.records import IntArray, Rollout
 from rollproof.core.router_spy import Spy, UnsupportedStep, direction, sketch
 from rollproof.errors import RouterError, RoutesError, UsageError
 from rollproof.layouts.mesh import Rank
-from rollproof.replay.megatron.megatron_setups import UNSUPPORTED, ReplayCodeName, Setup, setup_named
+from rollproof.replay.megatron.megatron_setups import (
+    UNSUPPORTED,
+    ReplayCodeName,
+    Setup,
+    setup_named,
+)
 from rollproof.replay.megatron.microbatches import dealt, lengths_of
 from rollproof.replay.megatron.model_weights import gate_name, whole_gradients
 from rollproof.replay.megatron.plain_model import reference_losses
@@ -27,12 +34,17 @@ __all__ = ["MegatronTrainer", "megatron_ranks"]
 _EPISODES = count()
 
 
-_IMPORTED: Mapping[ReplayCodeName, tuple[str, ...]] = {ReplayCodeName.VERL: ("verl.utils.megatron.router_replay_utils",)}
+_IMPORTED: Mapping[ReplayCodeName, tuple[str, ...]] = {
+    ReplayCodeName.VERL: ("verl.utils.megatron.router_replay_utils",)
+}
 """What other people's code takes seconds to import; importing it patches nothing of megatron-core."""
 
 
-def megatron_ranks(limit_s: float = 120.0, *, cuda: bool = False, code: ReplayCodeName = ReplayCodeName.CORE) -> Ranks:
-    """Processes for Megatron trainers, with ``cuda`` on a GPU each: import megatron-core once, and fork. Close them when done.
+def megatron_ranks(
+    limit_s: float = 120.0, *, cuda: bool = False, code: ReplayCodeName = ReplayCodeName.CORE
+) -> Ranks:
+    """Processes for Megatron trainers, with ``cuda`` on a GPU each: import megatron-core once, and
+    fork. Close them when done.
 
     Those for another ``code`` import that, too; any setup runs on any of them.
     """
@@ -51,7 +63,9 @@ def megatron_ranks(limit_s: float = 120.0, *, cuda: bool = False, code: ReplayCo
 
 
 class MegatronTrainer:
-    """A ``ReplaySubject`` on megatron-core. ``ranks`` may be shared by many trainers, one running at a time."""
+    """A ``ReplaySubject`` on megatron-core. ``ranks`` may be shared by many trainers, one running
+    at a time.
+    """
 
     def __init__(self, setup: Setup | str, ranks: Ranks) -> None:
         self.setup: Setup = setup_named(setup) if isinstance(setup, str) else setup
@@ -62,14 +76,18 @@ class MegatronTrainer:
         self._nudges: tuple[tuple[int, float], ...] = ()
 
     def run(self, step: Step, spy: Spy) -> Outcome:
-        """One step on all ranks. Raises what a rank raised, where that can be told from its end; else ``RankError``."""
+        """One step on all ranks. Raises what a rank raised, where that can be told from its end;
+        else ``RankError``.
+        """
         if step.action is Action.REPLAY and self.setup.code is ReplayCodeName.CORE:
             for sample in step.samples:
                 self._checked(sample)
         return self._ran(step, spy)
 
     def set_weights(self, number: int) -> None:
-        """See ``ReplaySubject``; weights are a function of ``number`` and a parameter's name, whatever the setup."""
+        """See ``ReplaySubject``; weights are a function of ``number`` and a parameter's name,
+        whatever the setup.
+        """
         self._number, self._nudges = number, ()
 
     def nudge(self, layer: int, size: float) -> None:
@@ -77,15 +95,17 @@ class MegatronTrainer:
         self._nudges = (*self._nudges, (layer, size))
 
     def replay_in_place(self, step: Step, spy: Spy) -> Outcome:
-        """Replay what each rank recorded in its last recording step, row by row as it stands, padding too.
+        """Replay what each rank recorded in its last recording step, row by row as it stands,
+        padding too.
 
-        The samples must be those of that step; their routes are not used. Every row executes what it recorded, so that nothing may
-        differ from that step, not even in the last bit.
+        The samples must be those of that step; their routes are not used. Every row executes what
+        it recorded, so that nothing may differ from that step, not even in the last bit.
         """
         return self._ran(replace(step, action=Action.REPLAY), spy, in_place=True)
 
     def score(self, step: Step, *, in_place: bool = False) -> Outcome:
-        """A step of samples as an engine sampled them, whose token ids repeat: routers are not watched.
+        """A step of samples as an engine sampled them, whose token ids repeat: routers are not
+        watched.
 
         ``in_place`` as in ``replay_in_place``.
         """
@@ -95,7 +115,9 @@ class MegatronTrainer:
         return self._outcome(step, self._asked(step, in_place=in_place, watch=False))
 
     def variant(self, name: str) -> MegatronTrainer:
-        """See ``ReplaySubject``: a model without MoE layers, or with routers that replay must refuse (``setups.UNSUPPORTED``)."""
+        """See ``ReplaySubject``: a model without MoE layers, or with routers that replay must
+        refuse (``setups.UNSUPPORTED``).
+        """
         if name == DENSE:
             return MegatronTrainer(replace(self.setup, dense=True), self._ranks)
         if name in UNSUPPORTED:
@@ -108,7 +130,9 @@ class MegatronTrainer:
             raise UnsupportedStep("the reference trains on the routes that it is given")
         for sample in step.samples:
             self._checked(sample)
-        nudges = [(layer, size * direction((self.setup.num_experts, 32))) for layer, size in self._nudges]
+        nudges = [
+            (layer, size * direction((self.setup.num_experts, 32))) for layer, size in self._nudges
+        ]
         logprobs, gradients = reference_losses(self.setup, step.samples, self._number, nudges)
         return Outcome(
             step=step.name,
@@ -119,7 +143,9 @@ class MegatronTrainer:
         )
 
     def residue(self) -> Mapping[str, int]:
-        """What is left in ``RouterReplay`` of all ranks; after a failure that ended the ranks, nothing is."""
+        """What is left in ``RouterReplay`` of all ranks; after a failure that ended the ranks,
+        nothing is.
+        """
         left: dict[str, int] = {}
         for answer in self._asked(None):
             for name, number in answer.left.items():
@@ -132,7 +158,9 @@ class MegatronTrainer:
             spy.extend(answer.events)
         return self._outcome(step, answers)
 
-    def _asked(self, step: Step | None, *, in_place: bool = False, watch: bool = True) -> list[Answer]:
+    def _asked(
+        self, step: Step | None, *, in_place: bool = False, watch: bool = True
+    ) -> list[Answer]:
         job = Job(
             setup=self.setup,
             episode=self._episode,
@@ -152,36 +180,49 @@ class MegatronTrainer:
     def _crew(self, step: Step | None) -> Hashable:
         """Megatron makes its groups once, so that processes serve one division, of any model.
 
-        Other people's code patches megatron-core for good: a step without it gets processes that never saw it.
+        Other people's code patches megatron-core for good: a step without it gets processes that
+        never saw it.
         """
         if self.setup.code is ReplayCodeName.CORE:
             return self.setup.mesh, self.setup.ep
         return self.setup, step is None or step.action is not Action.OFF
 
     def _checked(self, sample: Rollout) -> None:
-        """Refuse routes that Megatron would take in silence. Raises ``RoutesError``, or ``RouterError`` where no router could replay any.
+        """Refuse routes that Megatron would take in silence. Raises ``RoutesError``, or
+        ``RouterError`` where no router could replay any.
 
-        ``RouterReplay`` looks at nothing: of too few rows or columns, or an expert named twice, it makes a routing map with fewer
-        than top_k experts in a row.
+        ``RouterReplay`` looks at nothing: of too few rows or columns, or an expert named twice, it
+        makes a routing map with fewer than top_k experts in a row.
         """
         setup, routes = self.setup, sample.routes
         if setup.dense:
-            raise RouterError("The model has no MoE layers: there is no router that could replay routes. Switch replay off for this model.")
+            raise RouterError(
+                "The model has no MoE layers: there is no router that could replay routes. Switch"
+                " replay off for this model."
+            )
         shape = (sample.total - (setup.rows is Rows.FORWARDED), setup.layout().columns, setup.top_k)
         if routes is not None and setup.rows is Rows.CAPTURED_PREFIX:
             shape = (min(len(routes), sample.total), *shape[1:])
         if routes is None or routes.shape != shape or routes.dtype.kind not in "iu":
-            found = "there are none" if routes is None else f"they are {routes.dtype} {routes.shape}"
+            found = (
+                "there are none" if routes is None else f"they are {routes.dtype} {routes.shape}"
+            )
             raise RoutesError(
-                f"Routes of sample {sample.request_id} must be whole numbers {shape}, (rows, layers, top_k); {found}. "
-                "Cut a sample and its routes together, and hand over what the engine captured."
+                f"Routes of sample {sample.request_id} must be whole numbers {shape}, (rows,"
+                f" layers, top_k); {found}. Cut a sample and its routes together, and hand over"
+                " what the engine captured."
             )
         chosen = routes[:, list(self.contract.moe_columns)].astype(np.int64)
         ordered = np.sort(chosen, axis=2)
-        if chosen.size and (ordered.min() < 0 or ordered.max() >= setup.num_experts or (ordered[:, :, 1:] == ordered[:, :, :-1]).any()):
+        if chosen.size and (
+            ordered.min() < 0
+            or ordered.max() >= setup.num_experts
+            or (ordered[:, :, 1:] == ordered[:, :, :-1]).any()
+        ):
             raise RoutesError(
-                f"A row of the routes of sample {sample.request_id} does not name {setup.top_k} distinct experts below "
-                f"{setup.num_experts}: it was never captured, or is padding (a row of zeros is expert 0, again and again)."
+                f"A row of the routes of sample {sample.request_id} does not name {setup.top_k}"
+                f" distinct experts below {setup.num_experts}: it was never captured, or is padding"
+                " (a row of zeros is expert 0, again and again)."
             )
 
     def _outcome(self, step: Step, answers: Sequence[Answer]) -> Outcome:
@@ -189,7 +230,12 @@ class MegatronTrainer:
         for answer in answers:
             values |= {(sample, position): value for sample, position, value in answer.logprobs}
         logprobs = {
-            one.request_id: np.array([values[number, position] for position in range(max(1, len(one.prompt_ids)), one.total)])
+            one.request_id: np.array(
+                [
+                    values[number, position]
+                    for position in range(max(1, len(one.prompt_ids)), one.total)
+                ]
+            )
             for number, one in enumerate(step.samples)
         }
         gradients = whole_gradients((answer.rank.tp, answer.gradients) for answer in answers)
@@ -198,12 +244,18 @@ class MegatronTrainer:
             loss=-sum(values[place] for place in sorted(values)),
             logprobs=logprobs,
             gradients={name: sketch(gradient) for name, gradient in gradients.items()},
-            gates={layer: sketch(gradients[name]) for layer in self.setup.moe_layers if (name := gate_name(layer)) in gradients},
+            gates={
+                layer: sketch(gradients[name])
+                for layer in self.setup.moe_layers
+                if (name := gate_name(layer)) in gradients
+            },
             recorded=self._recorded(step, answers) if step.action is Action.RECORD else {},
         )
 
     def _recorded(self, step: Step, answers: Sequence[Answer]) -> dict[str, IntArray]:
-        """What all ranks recorded, merged to one payload ``(rows, layers, top_k)`` per sample, of as many rows as the setup declares."""
+        """What all ranks recorded, merged to one payload ``(rows, layers, top_k)`` per sample, of
+        as many rows as the setup declares.
+        """
         out: dict[str, IntArray] = {}
         for answer in answers:
             out |= {step.samples[number].request_id: rows for number, rows in answer.handed.items()}
@@ -220,7 +272,9 @@ class MegatronTrainer:
                     if microbatch == number
                 }
                 samples = [sample for _, sample in mine]
-                lengths = lengths_of(samples) if setup.own_widths else [one.total for one in step.samples]
+                lengths = (
+                    lengths_of(samples) if setup.own_widths else [one.total for one in step.samples]
+                )
                 whole = setup.layout(setup.width(lengths)).merge(pieces, lengths_of(samples))
                 for one, rows in zip(samples, whole, strict=True):
                     if one is not None:

@@ -1,7 +1,8 @@
-"""Weights of a divided model: a pure function of a parameter's name in the undivided model, and its gradient put together again.
+"""Weights of a divided model: a pure function of a parameter's name in the undivided model, and its
+gradient put together again.
 
-So every division of a model has the same weights, whatever the order in which its parts are made, and gradients of different
-divisions can be compared by name.
+So every division of a model has the same weights, whatever the order in which its parts are made,
+and gradients of different divisions can be compared by name.
 """
 
 from __future__ import annotations
@@ -24,7 +25,9 @@ _EXPERT = re.compile(r"\.experts\.local_experts\.(\d+)\.")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Part:
-    """One rank's part of a parameter: its name in the undivided model, the axis along which tensor ranks divide it (or ``None``)."""
+    """One rank's part of a parameter: its name in the undivided model, the axis along which tensor
+    ranks divide it (or ``None``).
+    """
 
     name: str
     axis: int | None
@@ -34,14 +37,21 @@ class Part:
 def named_parts(chunk: Any, expert_offset: int, tensor_size: int) -> Iterator[Part]:
     """The parameters and expert biases of one model chunk.
 
-    Layers are named by their global index from 0, experts by theirs; experts are never divided (expert tensor parallel size 1).
+    Layers are named by their global index from 0, experts by theirs; experts are never divided
+    (expert tensor parallel size 1).
     """
     layers = [layer.layer_number - 1 for layer in chunk.decoder.layers]
-    biases = [(name, buffer) for name, buffer in chunk.named_buffers() if name.endswith("expert_bias")]
+    biases = [
+        (name, buffer) for name, buffer in chunk.named_buffers() if name.endswith("expert_bias")
+    ]
     for name, tensor in [*chunk.named_parameters(), *biases]:
         whole = _LAYER.sub(lambda found: f"layers.{layers[int(found[1])]}.", name)
         whole = _EXPERT.sub(lambda found: f".experts.{int(found[1]) + expert_offset}.", whole)
-        divided = tensor_size > 1 and getattr(tensor, "tensor_model_parallel", False) and ".experts." not in whole
+        divided = (
+            tensor_size > 1
+            and getattr(tensor, "tensor_model_parallel", False)
+            and ".experts." not in whole
+        )
         yield Part(name=whole, axis=tensor.partition_dim if divided else None, tensor=tensor)
 
 
@@ -50,8 +60,11 @@ def gate_name(layer: int) -> str:
     return f"layers.{layer}.mlp.router.weight"
 
 
-def fill(part: Part, rank: int, size: int, number: int, whole: Mapping[str, Any] | None = None) -> None:
-    """Give a part of tensor ``rank`` of ``size`` the weights ``number``: 0 the first ones, n > 0 those plus noise seeded by n.
+def fill(
+    part: Part, rank: int, size: int, number: int, whole: Mapping[str, Any] | None = None
+) -> None:
+    """Give a part of tensor ``rank`` of ``size`` the weights ``number``: 0 the first ones, n > 0
+    those plus noise seeded by n.
 
     ``whole`` are the undivided weights by name, where they come from a checkpoint.
     """
@@ -87,9 +100,11 @@ def _noise(name: str, number: int, shape: tuple[int, ...]) -> npt.NDArray[np.flo
 def whole_gradients(
     ranks: Iterable[tuple[int, Mapping[str, tuple[int | None, npt.NDArray[Any]]]]],
 ) -> dict[str, npt.NDArray[np.float32]]:
-    """The gradients of the undivided model, from each rank's ``(tensor rank, {name: (axis, gradient)})``.
+    """The gradients of the undivided model, from each rank's ``(tensor rank, {name: (axis,
+    gradient)})``.
 
-    Ranks that hold the same part saw different rows, or different samples: their gradients are added. Parts of tensor ranks are joined.
+    Ranks that hold the same part saw different rows, or different samples: their gradients are
+    added. Parts of tensor ranks are joined.
     """
     sums: dict[str, dict[int, npt.NDArray[Any]]] = {}
     axes: dict[str, int | None] = {}
@@ -100,6 +115,10 @@ def whole_gradients(
             place = rank if axis is not None else 0
             parts[place] = parts[place] + gradient if place in parts else gradient
     return {
-        name: parts[0] if (axis := axes[name]) is None else np.concatenate([parts[rank] for rank in sorted(parts)], axis=axis)
+        name: (
+            parts[0]
+            if (axis := axes[name]) is None
+            else np.concatenate([parts[rank] for rank in sorted(parts)], axis=axis)
+        )
         for name, parts in sums.items()
     }

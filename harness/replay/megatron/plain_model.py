@@ -1,8 +1,11 @@
-"""The same model in plain PyTorch, whole, in float64, with routes as an argument: what loss and gradients under replay ought to be.
+"""The same model in plain PyTorch, whole, in float64, with routes as an argument: what loss and
+gradients under replay ought to be.
 
-It shares nothing with megatron-core but the names of the weights: no ``RouterReplay``, no dispatcher, no padding, no ranks. The formulas
-are those of megatron-core's local layer specs: RMSNorm, rotary positions over halves, attention heads as (q, k, v) groups, GELU, and
-gate values of the given experts: a softmax over them, or their sigmoids divided by their sum, times the scaling factor.
+It shares nothing with megatron-core but the names of the weights: no ``RouterReplay``, no
+dispatcher, no padding, no ranks. The formulas are those of megatron-core's local layer specs:
+RMSNorm, rotary positions over halves, attention heads as (q, k, v) groups, GELU, and gate values of
+the given experts: a softmax over them, or their sigmoids divided by their sum, times the scaling
+factor.
 """
 
 from __future__ import annotations
@@ -26,33 +29,48 @@ _EPSILON = 1e-5  # TransformerConfig.layernorm_epsilon
 def reference_losses(
     setup: Setup, samples: Sequence[Rollout], number: int, nudges: Sequence[tuple[int, FloatArray]]
 ) -> tuple[dict[str, FloatArray], dict[str, FloatArray]]:
-    """Logprobs of response tokens by request, and the gradient of their negated sum by name of the weight.
+    """Logprobs of response tokens by request, and the gradient of their negated sum by name of the
+    weight.
 
-    ``samples`` have routes ``(rows, layers, top_k)``, a row for each token but the last. ``number`` are the weights
-    (``weights.values_of``), ``nudges`` what is added to gates, by layer.
+    ``samples`` have routes ``(rows, layers, top_k)``, a row for each token but the last. ``number``
+    are the weights (``weights.values_of``), ``nudges`` what is added to gates, by layer.
     """
     import torch
 
     whole = Whole(setup, number, nudges)
     threads = torch.get_num_threads()
-    torch.set_num_threads(1)  # of matrices this small others get nothing, and spin where ranks could run
+    torch.set_num_threads(
+        1
+    )  # of matrices this small others get nothing, and spin where ranks could run
     try:
         logprobs = {sample.request_id: whole.logprobs(sample) for sample in samples}
         total = -torch.cat(list(logprobs.values())).sum()
         total.backward()
     finally:
         torch.set_num_threads(threads)
-    gradients = {name: weight.grad.numpy() for name, weight in whole.weights.items() if weight.grad is not None}
+    gradients = {
+        name: weight.grad.numpy()
+        for name, weight in whole.weights.items()
+        if weight.grad is not None
+    }
     return {name: one.detach().numpy() for name, one in logprobs.items()}, gradients
 
 
 class Whole:
-    """The undivided model, with the weights ``number`` and ``nudges`` on its gates; ``final`` computes the last token, too.
+    """The undivided model, with the weights ``number`` and ``nudges`` on its gates; ``final``
+    computes the last token, too.
 
     A model with routers of its own overrides ``routes``.
     """
 
-    def __init__(self, setup: Setup, number: int, nudges: Sequence[tuple[int, FloatArray]], *, final: bool = False) -> None:
+    def __init__(
+        self,
+        setup: Setup,
+        number: int,
+        nudges: Sequence[tuple[int, FloatArray]],
+        *,
+        final: bool = False,
+    ) -> None:
         import torch
 
         self.setup = setup
@@ -64,37 +82,59 @@ class Whole:
             for layer, nudge in nudges:
                 if name == f"layers.{layer}.mlp.router.weight":
                     values = (values + nudge).astype(np.float32).astype(np.float64)
-            self.weights[name] = torch.tensor(values, requires_grad=not name.endswith("expert_bias"))
+            self.weights[name] = torch.tensor(
+                values, requires_grad=not name.endswith("expert_bias")
+            )
 
     def logprobs(self, sample: Rollout) -> Any:
-        """``(response,)``: of each response token, given those before it. A response without prompt begins behind its first token."""
+        """``(response,)``: of each response token, given those before it. A response without prompt
+        begins behind its first token.
+        """
         import torch
 
         tokens = torch.tensor(sample.prompt_ids + sample.response_ids)
-        hidden = self.weights["embedding.word_embeddings.weight"][tokens if self.final else tokens[:-1]]
+        hidden = self.weights["embedding.word_embeddings.weight"][
+            tokens if self.final else tokens[:-1]
+        ]
         for layer in range(self.setup.num_layers):
             hidden = self.layer(hidden, layer, sample)
-        logits = self._norm(hidden, "decoder.final_layernorm.weight") @ self.weights["output_layer.weight"].T
+        logits = (
+            self._norm(hidden, "decoder.final_layernorm.weight")
+            @ self.weights["output_layer.weight"].T
+        )
         first = max(1, len(sample.prompt_ids))
-        return logits.log_softmax(-1)[first - 1 : sample.total - 1].gather(1, tokens[first:, None])[:, 0]
+        return logits.log_softmax(-1)[first - 1 : sample.total - 1].gather(1, tokens[first:, None])[
+            :, 0
+        ]
 
     def layer(self, hidden: Any, layer: int, sample: Rollout) -> Any:
         """Hidden states ``(rows, hidden)`` behind one layer."""
-        attended = self._attention(self._norm(hidden, f"layers.{layer}.input_layernorm.weight"), f"layers.{layer}.self_attention")
+        attended = self._attention(
+            self._norm(hidden, f"layers.{layer}.input_layernorm.weight"),
+            f"layers.{layer}.self_attention",
+        )
         hidden = hidden + attended
-        return hidden + self._feed_forward(self._norm(hidden, f"layers.{layer}.pre_mlp_layernorm.weight"), layer, sample)
+        return hidden + self._feed_forward(
+            self._norm(hidden, f"layers.{layer}.pre_mlp_layernorm.weight"), layer, sample
+        )
 
     def routes(self, scores: Any, layer: int, sample: Rollout) -> Any:
         """``(rows, top_k)``: the experts that a layer executes, for scores ``(rows, experts)``."""
         import torch
 
         assert sample.routes is not None
-        return torch.tensor(sample.routes[: len(scores), self.setup.layout().column[layer]].astype(np.int64))
+        return torch.tensor(
+            sample.routes[: len(scores), self.setup.layout().column[layer]].astype(np.int64)
+        )
 
     def _norm(self, hidden: Any, name: str) -> Any:
         import torch
 
-        return hidden * torch.rsqrt(hidden.square().mean(-1, keepdim=True) + _EPSILON) * self.weights[name]
+        return (
+            hidden
+            * torch.rsqrt(hidden.square().mean(-1, keepdim=True) + _EPSILON)
+            * self.weights[name]
+        )
 
     def _attention(self, hidden: Any, name: str) -> Any:
         import torch
@@ -102,13 +142,20 @@ class Whole:
         rows, width = hidden.shape
         size = width // _HEADS
         query, key, value = (
-            (hidden @ self.weights[f"{name}.linear_qkv.weight"].T).view(rows, _HEADS, 3 * size).transpose(0, 1).split(size, -1)
+            (hidden @ self.weights[f"{name}.linear_qkv.weight"].T)
+            .view(rows, _HEADS, 3 * size)
+            .transpose(0, 1)
+            .split(size, -1)
         )
-        angles = torch.arange(rows)[:, None] / 10000 ** (torch.arange(0, size, 2, dtype=torch.float64) / size)
+        angles = torch.arange(rows)[:, None] / 10000 ** (
+            torch.arange(0, size, 2, dtype=torch.float64) / size
+        )
         query, key = _rotated(query, angles), _rotated(key, angles)
         scores = query @ key.transpose(1, 2) / math.sqrt(size)
         scores = scores.masked_fill(torch.ones(rows, rows).triu(1).bool(), -math.inf)
-        return (scores.softmax(-1) @ value).transpose(0, 1).reshape(rows, width) @ self.weights[f"{name}.linear_proj.weight"].T
+        return (scores.softmax(-1) @ value).transpose(0, 1).reshape(rows, width) @ self.weights[
+            f"{name}.linear_proj.weight"
+        ].T
 
     def _feed_forward(self, hidden: Any, layer: int, sample: Rollout) -> Any:
         import torch
@@ -120,14 +167,25 @@ class Whole:
         routes = self.routes(scores, layer, sample)
         if setup.router is RouterKind.SIGMOID:
             chosen = scores.sigmoid().gather(1, routes)
-            # Scores of several experts are made to sum to 1, that of a single one stands (DeepSeek-V3's gate, and Megatron's).
-            gates = 2.5 * (chosen / (chosen.sum(-1, keepdim=True) + 1e-20) if setup.top_k > 1 else chosen)
+            # Scores of several experts are made to sum to 1, that of a single one stands
+            # (DeepSeek-V3's gate, and Megatron's).
+            gates = 2.5 * (
+                chosen / (chosen.sum(-1, keepdim=True) + 1e-20) if setup.top_k > 1 else chosen
+            )
         else:
             gates = scores.gather(1, routes).softmax(-1)
-        out = self._mlp(hidden, f"{name}.shared_experts") if setup.router is RouterKind.SIGMOID else torch.zeros_like(hidden)
+        out = (
+            self._mlp(hidden, f"{name}.shared_experts")
+            if setup.router is RouterKind.SIGMOID
+            else torch.zeros_like(hidden)
+        )
         for expert in range(setup.num_experts):
             rows, places = (routes == expert).nonzero(as_tuple=True)
-            out = out.index_add(0, rows, self._mlp(hidden[rows], f"{name}.experts.{expert}") * gates[rows, places, None])
+            out = out.index_add(
+                0,
+                rows,
+                self._mlp(hidden[rows], f"{name}.experts.{expert}") * gates[rows, places, None],
+            )
         return out
 
     def _mlp(self, hidden: Any, name: str) -> Any:
@@ -141,7 +199,13 @@ def _rotated(heads: Any, angles: Any) -> Any:
     import torch
 
     first, second = heads.chunk(2, -1)
-    return torch.cat([first * angles.cos() - second * angles.sin(), second * angles.cos() + first * angles.sin()], -1)
+    return torch.cat(
+        [
+            first * angles.cos() - second * angles.sin(),
+            second * angles.cos() + first * angles.sin(),
+        ],
+        -1,
+    )
 
 
 def _shapes(setup: Setup) -> Mapping[str, tuple[int, ...]]:
@@ -154,7 +218,10 @@ def _shapes(setup: Setup) -> Mapping[str, tuple[int, ...]]:
     }
     for layer in range(setup.num_layers):
         name = f"layers.{layer}"
-        shapes |= {f"{name}.input_layernorm.weight": (hidden,), f"{name}.pre_mlp_layernorm.weight": (hidden,)}
+        shapes |= {
+            f"{name}.input_layernorm.weight": (hidden,),
+            f"{name}.pre_mlp_layernorm.weight": (hidden,),
+        }
         shapes |= {
             f"{name}.self_attention.linear_qkv.weight": (3 * hidden, hidden),
             f"{name}.self_attention.linear_proj.weight": (hidden, hidden),
@@ -166,5 +233,8 @@ def _shapes(setup: Setup) -> Mapping[str, tuple[int, ...]]:
             if setup.router is RouterKind.SIGMOID:
                 parts[f"{name}.mlp.shared_experts"] = 32
         for part, width in parts.items():
-            shapes |= {f"{part}.linear_fc1.weight": (width, hidden), f"{part}.linear_fc2.weight": (hidden, width)}
+            shapes |= {
+                f"{part}.linear_fc1.weight": (width, hidden),
+                f"{part}.linear_fc2.weight": (hidden, width),
+            }
     return shapes

@@ -1,4 +1,6 @@
-"""Worker: one rank of a Megatron trainer: megatron-core's own model and schedules, and the replay code that its setup names."""
+"""Worker: one rank of a Megatron trainer: megatron-core's own model and schedules, and the replay
+code that its setup names.
+"""
 
 from __future__ import annotations
 
@@ -29,11 +31,13 @@ Recorded: TypeAlias = dict[tuple[int, int], dict[int, IntArray]]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Job:
-    """What every rank of a setup is asked for: a step, or (``step`` is ``None``) what is left of replay.
+    """What every rank of a setup is asked for: a step, or (``step`` is ``None``) what is left of
+    replay.
 
-    ``episode`` names the model: another name, and it is made anew. It holds the weights ``number``, with ``nudges`` on the gates of
-    layers. ``in_place`` replays what this rank recorded last, instead of the samples' routes. Without ``watch`` no router is told of: token
-    ids need not be unique then.
+    ``episode`` names the model: another name, and it is made anew. It holds the weights ``number``,
+    with ``nudges`` on the gates of layers. ``in_place`` replays what this rank recorded last,
+    instead of the samples' routes. Without ``watch`` no router is told of: token ids need not be
+    unique then.
     """
 
     setup: Setup
@@ -49,9 +53,10 @@ class Job:
 class Answer:
     """What one rank came to.
 
-    ``logprobs`` are ``(sample, position, value)`` of response tokens. ``gradients`` are ``{name: (axis, part)}``, ``recorded``
-    ``{(microbatch, chunk): {layer: (rows, top_k)}}``; ``handed`` are whole recordings by index of the sample, where the code merges
-    them itself; ``left`` counts what is left of replay.
+    ``logprobs`` are ``(sample, position, value)`` of response tokens. ``gradients`` are ``{name:
+    (axis, part)}``, ``recorded`` ``{(microbatch, chunk): {layer: (rows, top_k)}}``; ``handed`` are
+    whole recordings by index of the sample, where the code merges them itself; ``left`` counts what
+    is left of replay.
     """
 
     rank: Rank
@@ -64,7 +69,9 @@ class Answer:
 
 
 def worker(number: int, world_size: int) -> Any:  # noqa: ARG001 - a task is called so
-    """The task of ``rollproof.replay.process_group.Ranks``: returns the function that does the jobs of one rank."""
+    """The task of ``rollproof.replay.process_group.Ranks``: returns the function that does the jobs
+    of one rank.
+    """
     return _Worker(number)
 
 
@@ -87,7 +94,8 @@ class _Worker:
             if on_gpu():
                 import torch
 
-                # atomic sums flip near-ties from run to run: what must repeat to the last bit could not be judged
+                # atomic sums flip near-ties from run to run: what must repeat to the last bit could
+                # not be judged
                 torch.use_deterministic_algorithms(True, warn_only=True)
             self._rank = self._life.enter_context(parallel(job.setup))
             self._code = replay_code(job.setup)
@@ -96,7 +104,15 @@ class _Worker:
         chunks = self._model(job, job.step)
         assert self._code is not None
         in_place = self._recorded if job.in_place else None
-        answer = Run(job.setup, job.step, self._rank, chunks, Spy(job.step, self._number), self._code, in_place).run(watch=job.watch)
+        answer = Run(
+            job.setup,
+            job.step,
+            self._rank,
+            chunks,
+            Spy(job.step, self._number),
+            self._code,
+            in_place,
+        ).run(watch=job.watch)
         self._recorded = answer.recorded or self._recorded
         return answer
 
@@ -123,10 +139,19 @@ class _Worker:
 
 
 class Run:
-    """One step on one rank; ``in_place`` holds what is to be replayed in the place of the samples' routes."""
+    """One step on one rank; ``in_place`` holds what is to be replayed in the place of the samples'
+    routes.
+    """
 
     def __init__(
-        self, setup: Setup, step: Step, rank: Rank, chunks: Chunks, spy: Spy, code: ReplayCode, in_place: Recorded | None = None
+        self,
+        setup: Setup,
+        step: Step,
+        rank: Rank,
+        chunks: Chunks,
+        spy: Spy,
+        code: ReplayCode,
+        in_place: Recorded | None = None,
     ) -> None:
         self.setup = setup
         self.step = step
@@ -137,12 +162,17 @@ class Run:
         self.in_place = in_place
         self.answer: Answer = Answer(rank=rank, events=spy.events)
         self.batches: list[Batch] = batches(setup, step, rank)
-        self._running: tuple[int, bool] = (0, True)  # microbatch, and whether it is in its forward pass
+        self._running: tuple[int, bool] = (
+            0,
+            True,
+        )  # microbatch, and whether it is in its forward pass
 
     def run(self, *, watch: bool = True) -> Answer:
         """The step, with the spy on every router's output unless nobody is to ``watch``."""
         done = False
-        routers = [item for routers in self.chunks.routers for item in routers.items()] if watch else []
+        routers = (
+            [item for routers in self.chunks.routers for item in routers.items()] if watch else []
+        )
         hooks = [router.register_forward_hook(self._watch(layer)) for layer, router in routers]
         try:
             self._schedule()
@@ -155,7 +185,10 @@ class Run:
         if self.step.backward:
             for part in self.chunks.parts:
                 if part.tensor.grad is not None:
-                    self.answer.gradients[part.name] = (part.axis, part.tensor.grad.float().cpu().numpy().copy())
+                    self.answer.gradients[part.name] = (
+                        part.axis,
+                        part.tensor.grad.float().cpu().numpy().copy(),
+                    )
         return self.answer
 
     def _schedule(self) -> None:
@@ -187,31 +220,45 @@ class Run:
         armed = self.step.action is not Action.OFF
         if armed:
             self.code.before(self, number, chunk)
-        ids, positions, labels = (torch.from_numpy(array).to(self.chunks.device) for array in (batch.ids, batch.positions, batch.labels))
+        ids, positions, labels = (
+            torch.from_numpy(array).to(self.chunks.device)
+            for array in (batch.ids, batch.positions, batch.labels)
+        )
         with torch.set_grad_enabled(self.step.backward):
             output = model(ids, positions, None, labels=labels)
         self._running = (number, False)
         if armed:
             self.code.after(self, number, chunk)
         if output.requires_grad:
-            # The first thing that the backward pass of this microbatch and chunk does, whatever the schedule: say who runs.
+            # The first thing that the backward pass of this microbatch and chunk does, whatever the
+            # schedule: say who runs.
             output.register_hook(lambda _: setattr(self, "_running", (number, False)))
         return output, lambda losses: self._loss(losses, batch)
 
     def _loss(self, losses: Any, batch: Batch) -> tuple[Any, Any, Any]:
-        """The sum over response tokens, their number (which nothing divides by), and what the schedule is to return."""
+        """The sum over response tokens, their number (which nothing divides by), and what the
+        schedule is to return.
+        """
         import torch
 
         mask = torch.from_numpy(batch.predicted >= 0).to(losses.device)
         if self.rank.tp == 0:  # tensor ranks hold the same losses
             values = losses.detach().double().cpu().numpy()
             for sample, place in zip(*np.nonzero(batch.predicted >= 0), strict=True):
-                self.answer.logprobs.append((batch.numbers[sample], int(batch.predicted[sample, place]), -float(values[sample, place])))
+                self.answer.logprobs.append(
+                    (
+                        batch.numbers[sample],
+                        int(batch.predicted[sample, place]),
+                        -float(values[sample, place]),
+                    )
+                )
         total = (losses * mask).sum()
         return total, mask.sum().int(), total.detach()
 
     def _watch(self, layer: int) -> Any:
-        """A forward hook of a router: its output is what is executed, in the forward pass and in recompute."""
+        """A forward hook of a router: its output is what is executed, in the forward pass and in
+        recompute.
+        """
 
         def told(_module: Any, _inputs: Any, output: Any) -> None:
             number, forward = self._running

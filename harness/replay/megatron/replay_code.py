@@ -1,4 +1,5 @@
-"""Codes: the replay code that a trainer uses, as one rank drives it around Megatron's schedule; here megatron-core's own.
+"""Codes: the replay code that a trainer uses, as one rank drives it around Megatron's schedule;
+here megatron-core's own.
 
 Other people's are in modules of their own (``verl``, ``skyrl``), imported where a setup names them.
 """
@@ -26,9 +27,10 @@ __all__ = ["CoreReplay", "ReplayCode", "replay_code"]
 class ReplayCode(Protocol):
     """What drives routing replay in one process.
 
-    ``settings`` switch it on in a ``TransformerConfig``: ``start`` is called before one is made with them, ``check`` with it before
-    its model is built. In a step, ``before`` and ``after`` are called around the forward pass of each microbatch and chunk, ``end`` when
-    the step is over, with ``done=False`` where it failed. ``left`` counts what is left of replay in this process.
+    ``settings`` switch it on in a ``TransformerConfig``: ``start`` is called before one is made
+    with them, ``check`` with it before its model is built. In a step, ``before`` and ``after`` are
+    called around the forward pass of each microbatch and chunk, ``end`` when the step is over, with
+    ``done=False`` where it failed. ``left`` counts what is left of replay in this process.
     """
 
     @property
@@ -55,8 +57,9 @@ def replay_code(setup: Setup) -> ReplayCode:
 class CoreReplay:
     """megatron-core's ``RouterReplay``, driven as docs/replay-megatron.md says.
 
-    Before a microbatch's forward pass every router of the chunk gets its target and the action REPLAY_FORWARD; behind it, where activations
-    are recomputed, REPLAY_BACKWARD. When the step ends, however it ends, targets, queues and actions are cleared.
+    Before a microbatch's forward pass every router of the chunk gets its target and the action
+    REPLAY_FORWARD; behind it, where activations are recomputed, REPLAY_BACKWARD. When the step
+    ends, however it ends, targets, queues and actions are cleared.
     """
 
     settings: Mapping[str, Any] = {"moe_enable_routing_replay": True}
@@ -65,17 +68,26 @@ class CoreReplay:
         """Nothing to do: the code is megatron-core's."""
 
     def check(self, config: Any) -> None:
-        """Refuse routers whose choice is not, or not only, made where ``RouterReplay`` acts. Raises ``RouterError``."""
+        """Refuse routers whose choice is not, or not only, made where ``RouterReplay`` acts. Raises
+        ``RouterError``.
+        """
         reasons = {
             "moe_router_load_balancing_type='sinkhorn' selects by itself and never asks RouterReplay": (
                 config.moe_router_load_balancing_type == "sinkhorn"
             ),
-            "moe_expert_capacity_factor drops tokens behind the selection": config.moe_expert_capacity_factor is not None,
-            "moe_router_fusion selects in a fused kernel that never asks RouterReplay": config.moe_router_fusion,
+            "moe_expert_capacity_factor drops tokens behind the selection": (
+                config.moe_expert_capacity_factor is not None
+            ),
+            "moe_router_fusion selects in a fused kernel that never asks RouterReplay": (
+                config.moe_router_fusion
+            ),
         }
         for reason, given in reasons.items():
             if given:
-                raise RouterError(f"Routes cannot be replayed by this router: {reason}. Change that setting, or switch replay off.")
+                raise RouterError(
+                    f"Routes cannot be replayed by this router: {reason}. Change that setting, or"
+                    " switch replay off."
+                )
 
     def before(self, run: Run, number: int, chunk: int) -> None:
         """Install targets, or record."""
@@ -97,7 +109,11 @@ class CoreReplay:
                 layer: router.router_replay.get_recorded_indices().cpu().numpy().copy()
                 for layer, router in run.chunks.routers[chunk].items()
             }
-        elif run.step.action is Action.REPLAY and run.step.backward and run.step.recompute is not Recompute.NONE:
+        elif (
+            run.step.action is Action.REPLAY
+            and run.step.backward
+            and run.step.recompute is not Recompute.NONE
+        ):
             _act(run, "REPLAY_BACKWARD", chunk)
 
     def end(self, run: Run, *, done: bool) -> None:
@@ -114,12 +130,16 @@ class CoreReplay:
         return count_left(RouterReplay.global_router_replay_instances)
 
     def _targets(self, run: Run, number: int, chunk: int) -> Mapping[int, IntArray]:
-        """``{layer: (rows, top_k)}`` for the routers of a chunk: every row gets a target, padding and final tokens a filler."""
+        """``{layer: (rows, top_k)}`` for the routers of a chunk: every row gets a target, padding
+        and final tokens a filler.
+        """
         if run.in_place is not None:
             return run.in_place[number, chunk]
         batch = run.batches[number]
         empty = np.zeros((0, batch.layout.columns, run.setup.top_k), dtype=np.int64)
-        payloads = [empty if one is None or one.routes is None else one.routes for one in batch.samples]
+        payloads = [
+            empty if one is None or one.routes is None else one.routes for one in batch.samples
+        ]
         return batch.layout.targets(payloads, run.rank, chunk, lengths=batch.lengths)
 
 

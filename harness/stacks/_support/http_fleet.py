@@ -1,7 +1,9 @@
-"""HTTP fleet: the engines of a fleet behind the HTTP faces of their servers, and a router before them, in memory and in virtual time.
+"""HTTP fleet: the engines of a fleet behind the HTTP faces of their servers, and a router before
+them, in memory and in virtual time.
 
-For stacks whose rollout code speaks HTTP. Client and server are the real ones (whatever client the stack brings, uvicorn's own
-protocol, the faces of ``rollproof.fakes.http``); only the wire between them is ours (``rollproof.simulation.memory_network``).
+For stacks whose rollout code speaks HTTP. Client and server are the real ones (whatever client the
+stack brings, uvicorn's own protocol, the faces of ``rollproof.fakes.http``); only the wire between
+them is ours (``rollproof.simulation.memory_network``).
 """
 
 from __future__ import annotations
@@ -34,22 +36,33 @@ __all__ = ["FleetBacking", "HttpFleet"]
 _ROUTER = 29_999
 _FIRST = 30_000
 _ALIVE_FOR = 75
-"""Seconds for which an idle connection is kept: longer than any client keeps its own, so that none meets a server that hangs up."""
+"""Seconds for which an idle connection is kept: longer than any client keeps its own, so that none
+meets a server that hangs up.
+"""
 
 _LOADING: ContextVar[int | None] = ContextVar("rollproof_loading", default=None)
-"""The label of the update that the running task does; a server's tasks inherit it from their client's."""
+"""The label of the update that the running task does; a server's tasks inherit it from their
+client's.
+"""
 
 App: TypeAlias = Any
 """An ASGI application."""
 
 
 class FleetBacking(Backing):
-    """One engine of a fleet, for a face. What a stack loads through HTTP are the weights that the fleet's update is about."""
+    """One engine of a fleet, for a face. What a stack loads through HTTP are the weights that the
+    fleet's update is about.
+    """
 
     def __init__(self, fleet: Fleet, engine: FakeEngine, **others: Any) -> None:
         case = fleet.case
         options = ServeOptions(
-            flavour=case.flavour, model=case.model, engine=case.engine, seed=case.seed, max_length=engine.max_length, **others
+            flavour=case.flavour,
+            model=case.model,
+            engine=case.engine,
+            seed=case.seed,
+            max_length=engine.max_length,
+            **others,
         )
         super().__init__(options, behind=(engine, fleet.recorder))
         self._of = fleet
@@ -61,7 +74,9 @@ class FleetBacking(Backing):
         return f"{self.engine.server_id}-{self._given}"
 
     async def load(self, name: str | None, label: Version, *, flush: bool) -> None:
-        """Load the weights of the update that runs, and publish its label; ``name`` and ``label`` are how the stack calls them."""
+        """Load the weights of the update that runs, and publish its label; ``name`` and ``label``
+        are how the stack calls them.
+        """
         loading = _LOADING.get()
         version = self._of.weights_of(loading)
         await self.engine.load(version, loading, identity=version == self.engine.version)
@@ -70,25 +85,31 @@ class FleetBacking(Backing):
 
 
 class HttpFleet:
-    """Faces of all servers of ``fleet`` on the running virtual loop. ``face`` is ``vllm`` or ``sglang``; default: that of the flavour.
+    """Faces of all servers of ``fleet`` on the running virtual loop. ``face`` is ``vllm`` or
+    ``sglang``; default: that of the flavour.
 
-    ``urls`` are the servers' addresses by id, ``router`` that of a router: it keeps a session (header ``X-Session-ID`` or
-    ``X-SMG-Routing-Key``) with its server, gives other calls to the least loaded one, leaves dead ones out, sends what is no
-    generation to every server, and answers with what the last of them said. ``options`` are those of ``ServeOptions``.
+    ``urls`` are the servers' addresses by id, ``router`` that of a router: it keeps a session
+    (header ``X-Session-ID`` or ``X-SMG-Routing-Key``) with its server, gives other calls to the
+    least loaded one, leaves dead ones out, sends what is no generation to every server, and answers
+    with what the last of them said. ``options`` are those of ``ServeOptions``.
     """
 
     def __init__(self, fleet: Fleet, face: str | None = None, **options: Any) -> None:
         name = face or fleet.case.flavour.partition("-")[0]
         if name not in FACES:
-            raise UsageError(f"Flavour {fleet.case.flavour!r} has no HTTP face: faces are {list(FACES)}.")
+            raise UsageError(
+                f"Flavour {fleet.case.flavour!r} has no HTTP face: faces are {list(FACES)}."
+            )
         make, _ = FACES[name]
         self._fleet = fleet
         self._sessions: dict[str, str] = {}
         self.backings: Mapping[str, FleetBacking] = {
-            server: FleetBacking(fleet, engine, **options) for server, engine in fleet.servers.items()
+            server: FleetBacking(fleet, engine, **options)
+            for server, engine in fleet.servers.items()
         }
         self._apps: Mapping[str, App] = {
-            server: _mortal(make(backing), partial(getattr, backing.engine, "alive")) for server, backing in self.backings.items()
+            server: _mortal(make(backing), partial(getattr, backing.engine, "alive"))
+            for server, backing in self.backings.items()
         }
         loop = asyncio.get_running_loop()
         assert isinstance(loop, VirtualLoop), "stacks are judged on the virtual clock"
@@ -101,7 +122,9 @@ class HttpFleet:
         self.router: str = f"http://127.0.0.1:{_ROUTER}"
 
     def about(self, label: int | None) -> None:
-        """Say which update the running task is about to do: what it loads from now on are the weights published under ``label``."""
+        """Say which update the running task is about to do: what it loads from now on are the
+        weights published under ``label``.
+        """
         _LOADING.set(label)
 
     async def _route(self, scope: Any, receive: Any, send: Any) -> None:
@@ -123,8 +146,13 @@ class HttpFleet:
             self._fleet.balancer.release(server)
 
     def _workers(self) -> list[dict[str, Any]]:
-        """What SGLang's gateway says of the servers that it knows: all of them, and whether each is healthy."""
-        return [{"url": url, "is_healthy": self._fleet.servers[server].alive} for server, url in self.urls.items()]
+        """What SGLang's gateway says of the servers that it knows: all of them, and whether each is
+        healthy.
+        """
+        return [
+            {"url": url, "is_healthy": self._fleet.servers[server].alive}
+            for server, url in self.urls.items()
+        ]
 
     async def _everywhere(self, scope: Any, receive: Any, send: Any) -> None:
         body = await _read(receive)
@@ -160,7 +188,11 @@ def _mortal(app: App, alive: Callable[[], bool]) -> App:
                 raise _Cut
             await send(message)
 
-        await app({**scope, "extensions": {**scope.get("extensions", {}), "rollproof.cut": {}}}, receive, heard)
+        await app(
+            {**scope, "extensions": {**scope.get("extensions", {}), "rollproof.cut": {}}},
+            receive,
+            heard,
+        )
 
     return answered
 
@@ -168,14 +200,21 @@ def _mortal(app: App, alive: Callable[[], bool]) -> App:
 def _connection(loop: asyncio.AbstractEventLoop, app: App) -> asyncio.Protocol:
     """Uvicorn's protocol for one connection to ``app``."""
     config = _config()
-    protocol: Any = config.http_protocol_class(config=config, server_state=ServerState(), app_state={}, _loop=loop)
+    protocol: Any = config.http_protocol_class(
+        config=config, server_state=ServerState(), app_state={}, _loop=loop
+    )
 
     async def answered(scope: Any, receive: Any, send: Any) -> None:
         try:
             await app(scope, receive, send)
-        except (_Cut, asyncio.CancelledError):  # cancelled: the case is over, and nobody is there to read uvicorn's complaint
+        except (
+            _Cut,
+            asyncio.CancelledError,
+        ):  # cancelled: the case is over, and nobody is there to read uvicorn's complaint
             protocol.transport.abort()
-            await asyncio.sleep(0)  # until the protocol knows: it answers for an application that ends without having answered
+            await asyncio.sleep(
+                0
+            )  # until the protocol knows: it answers for an application that ends without having answered
 
     protocol.app = answered
     return protocol  # type: ignore[no-any-return]  # uvicorn has two of them
@@ -185,7 +224,13 @@ def _connection(loop: asyncio.AbstractEventLoop, app: App) -> asyncio.Protocol:
 def _config() -> Any:
     """Read-only, and made once."""
     config = uvicorn.Config(
-        _nothing, lifespan="off", ws="none", log_config=None, access_log=False, date_header=False, timeout_keep_alive=_ALIVE_FOR
+        _nothing,
+        lifespan="off",
+        ws="none",
+        log_config=None,
+        access_log=False,
+        date_header=False,
+        timeout_keep_alive=_ALIVE_FOR,
     )
     config.load()
     return config
@@ -202,7 +247,11 @@ def _generates(path: str) -> bool:
 
 def _session(scope: Any) -> str | None:
     """The session that a request names, if any."""
-    named = [value.decode() for name, value in scope["headers"] if name in (b"x-session-id", b"x-smg-routing-key")]
+    named = [
+        value.decode()
+        for name, value in scope["headers"]
+        if name in (b"x-session-id", b"x-smg-routing-key")
+    ]
     return named[0] if named else None
 
 

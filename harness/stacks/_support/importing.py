@@ -1,8 +1,9 @@
 """Importing: modules that stand in for others while a framework's own are imported.
 
-Whoever needs stand-ins in ``sys.modules`` puts them there with ``standing_in``, never with ``mock.patch.dict(sys.modules, ...)``: that
-takes out, on leaving, whatever was imported meanwhile. A compiled package (torch) is then initialised again by its next import, which
-ends the process with a segmentation fault, or leaves two sets of its types behind.
+Whoever needs stand-ins in ``sys.modules`` puts them there with ``standing_in``, never with
+``mock.patch.dict(sys.modules, ...)``: that takes out, on leaving, whatever was imported meanwhile.
+A compiled package (torch) is then initialised again by its next import, which ends the process with
+a segmentation fault, or leaves two sets of its types behind.
 """
 
 from __future__ import annotations
@@ -17,9 +18,11 @@ __all__ = ["standing_in"]
 
 @contextmanager
 def standing_in(modules: Mapping[str, ModuleType]) -> Iterator[None]:
-    """Within, each name imports as the module that is given for it; behind it, as what it was before.
+    """Within, each name imports as the module that is given for it; behind it, as what it was
+    before.
 
-    Only these names are put in and taken out. What else is imported meanwhile stays, so that it is executed once a process.
+    Only these names are put in and taken out. What else is imported meanwhile stays, so that it is
+    executed once a process.
     """
     before = {name: sys.modules.get(name) for name in modules}
     sys.modules.update(modules)

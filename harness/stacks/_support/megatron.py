@@ -1,7 +1,9 @@
-"""Megatron rank: makes functions that ask Megatron who they are believe that they run on one rank of a mesh, in this process.
+"""Megatron rank: makes functions that ask Megatron who they are believe that they run on one rank
+of a mesh, in this process.
 
-Layout functions of frameworks on Megatron read sizes and ranks from ``megatron.core.parallel_state`` and gather with
-``torch.distributed``. Inside ``megatron_rank`` both answer from a ``Mesh`` and from the pieces of the other ranks, which are handed in.
+Layout functions of frameworks on Megatron read sizes and ranks from
+``megatron.core.parallel_state`` and gather with ``torch.distributed``. Inside ``megatron_rank``
+both answer from a ``Mesh`` and from the pieces of the other ranks, which are handed in.
 """
 
 from __future__ import annotations
@@ -36,7 +38,9 @@ class OneOf:
 
 @contextmanager
 def megatron_rank(mesh: Mesh, rank: Rank, gathered: Sequence[Any] = ()) -> Iterator[None]:
-    """Within it, Megatron's parallel state is that of ``rank``, and gathering anything gives ``gathered``, in rank order."""
+    """Within it, Megatron's parallel state is that of ``rank``, and gathering anything gives
+    ``gathered``, in rank order.
+    """
     import torch
     from megatron.core import parallel_state
     from megatron.core.tensor_parallel import mappings
@@ -63,13 +67,27 @@ def megatron_rank(mesh: Mesh, rank: Rank, gathered: Sequence[Any] = ()) -> Itera
     }
     tensor_group = values["get_tensor_model_parallel_group"]
     with ExitStack() as stack:
-        stack.enter_context(mock.patch.object(mappings, "get_tensor_model_parallel_group_if_none", _answering(tensor_group)))
+        stack.enter_context(
+            mock.patch.object(
+                mappings, "get_tensor_model_parallel_group_if_none", _answering(tensor_group)
+            )
+        )
         for name, value in values.items():
             stack.enter_context(mock.patch.object(parallel_state, name, _answering(value)))
         stack.enter_context(mock.patch.object(torch.distributed, "all_gather", all_gather))
-        stack.enter_context(mock.patch.object(torch.distributed, "all_gather_object", all_gather_object))
-        stack.enter_context(mock.patch.object(torch.distributed, "get_world_size", lambda group=None: group.size() if group else 1))
-        stack.enter_context(mock.patch.object(torch.distributed, "get_rank", lambda group=None: group.rank() if group else 0))
+        stack.enter_context(
+            mock.patch.object(torch.distributed, "all_gather_object", all_gather_object)
+        )
+        stack.enter_context(
+            mock.patch.object(
+                torch.distributed, "get_world_size", lambda group=None: group.size() if group else 1
+            )
+        )
+        stack.enter_context(
+            mock.patch.object(
+                torch.distributed, "get_rank", lambda group=None: group.rank() if group else 0
+            )
+        )
         yield
 
 
@@ -78,7 +96,9 @@ def _answering(value: Any) -> Any:
 
 
 def megatron_config(layout: Layout) -> Any:
-    """What layout functions read of a ``TransformerConfig``: layers, pattern of MoE layers, pipeline sizes and how stages are made."""
+    """What layout functions read of a ``TransformerConfig``: layers, pattern of MoE layers,
+    pipeline sizes and how stages are made.
+    """
     from types import SimpleNamespace
 
     stages, mesh = layout.stages, layout.mesh

@@ -20,8 +20,9 @@ _TURN_TOKENS = 4
 class Part:
     """A factory of subjects.
 
-    ``turns``: requests get up to so many answers of the environment. ``thin``: under the profile ``pr``, one case in so many is run
-    (all with a later request): for parts whose cases take long, such as those that speak HTTP.
+    ``turns``: requests get up to so many answers of the environment. ``thin``: under the profile
+    ``pr``, one case in so many is run (all with a later request): for parts whose cases take long,
+    such as those that speak HTTP.
     """
 
     name: str
@@ -35,7 +36,9 @@ class Part:
         return self.make()
 
     def cases(self, profile: str, seed: int | None = None) -> Iterator[Case]:
-        """The profile's schedules, restricted to what the part can be asked for, and multi-turn ones where it has turns."""
+        """The profile's schedules, restricted to what the part can be asked for, and multi-turn
+        ones where it has turns.
+        """
         from rollproof.verification.contract_probe import probe
         from rollproof.verification.rollouts import cases_for
 
@@ -47,6 +50,13 @@ class Part:
             return
         share = max(1, settings.random_cases // len(self.flavours))
         for flavour, contract, model in probe(self, self.flavours):
-            drawn = random_cases(used, share, flavour=flavour, contract=contract, model=model, limits=Limits(turns=self.turns))
+            drawn = random_cases(
+                used,
+                share,
+                flavour=flavour,
+                contract=contract,
+                model=model,
+                limits=Limits(turns=self.turns),
+            )
             for case in islice(drawn, 0, None, thin):
                 yield replace(case, model=replace(case.model, eos_every=_TURN_TOKENS))

@@ -8,5 +8,7 @@ __all__ = ["taken"]
 
 
 def taken(actor: Any) -> Any:
-    """The class inside of what ``ray.remote`` made of it; a class that it was not asked of as it is."""
+    """The class inside of what ``ray.remote`` made of it; a class that it was not asked of as it
+    is.
+    """
     return getattr(getattr(actor, "__ray_metadata__", None), "modified_class", actor)

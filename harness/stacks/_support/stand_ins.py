@@ -1,6 +1,8 @@
-"""Absent: stand-ins for packages that a framework's modules import at their head without their being needed for what is driven here.
+"""Absent: stand-ins for packages that a framework's modules import at their head without their
+being needed for what is driven here.
 
-Engines and trainers need a GPU, or gigabytes; rollout code that talks to them over HTTP, and conversions of samples, use nothing of them.
+Engines and trainers need a GPU, or gigabytes; rollout code that talks to them over HTTP, and
+conversions of samples, use nothing of them.
 """
 
 from __future__ import annotations
@@ -17,12 +19,19 @@ __all__ = ["stood_in"]
 
 
 @contextmanager
-def stood_in(packages: Collection[str], *, instead: bool = False, values: Mapping[str, Mapping[str, Any]] | None = None) -> Iterator[None]:
-    """Within, modules of ``packages`` (dotted or not) that are not there import as stand-ins that have whatever is asked of them.
+def stood_in(
+    packages: Collection[str],
+    *,
+    instead: bool = False,
+    values: Mapping[str, Mapping[str, Any]] | None = None,
+) -> Iterator[None]:
+    """Within, modules of ``packages`` (dotted or not) that are not there import as stand-ins that
+    have whatever is asked of them.
 
-    ``instead``: also where they are there. ``values`` are what a module's own names hold, by module. Nothing is taken out of
-    ``sys.modules`` behind it: a framework imports some of them again when it is called. Stand-ins that must not outlast an import
-    are put in by ``rollproof.stacks._support.importing.standing_in``.
+    ``instead``: also where they are there. ``values`` are what a module's own names hold, by
+    module. Nothing is taken out of ``sys.modules`` behind it: a framework imports some of them
+    again when it is called. Stand-ins that must not outlast an import are put in by
+    ``rollproof.stacks._support.importing.standing_in``.
     """
     finder = _Absent(packages, values or {})
     sys.meta_path.insert(0 if instead else len(sys.meta_path), finder)
@@ -38,7 +47,9 @@ class _Absent:
     def __init__(self, packages: Collection[str], values: Mapping[str, Mapping[str, Any]]) -> None:
         self._packages, self._values = frozenset(packages), values
 
-    def find_spec(self, name: str, path: Sequence[str] | None = None, target: ModuleType | None = None) -> Any:
+    def find_spec(
+        self, name: str, path: Sequence[str] | None = None, target: ModuleType | None = None
+    ) -> Any:
         """A spec for modules of the packages only."""
         if not any(f"{name}.".startswith(f"{package}.") for package in self._packages):
             return None

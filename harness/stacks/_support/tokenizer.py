@@ -1,7 +1,8 @@
 """A dialogue without a language: a tokenizer that spells token ids.
 
-Rollout code goes from text to ids and back at every turn. Here text is the ids in decimal, so that the sequence that a stack sends
-is exactly the one that the case asked for, and a template adds nothing of its own.
+Rollout code goes from text to ids and back at every turn. Here text is the ids in decimal, so that
+the sequence that a stack sends is exactly the one that the case asked for, and a template adds
+nothing of its own.
 """
 
 from __future__ import annotations
@@ -12,7 +13,9 @@ from typing import Any
 __all__ = ["PAD_ID", "IdTokenizer", "spell"]
 
 PAD_ID = 151_643
-"""A pad id as Qwen has it: far from 0, so that a mask which is filled with it does not look like a mask."""
+"""A pad id as Qwen has it: far from 0, so that a mask which is filled with it does not look like a
+mask.
+"""
 
 
 def spell(ids: Sequence[int]) -> str:
@@ -21,7 +24,9 @@ def spell(ids: Sequence[int]) -> str:
 
 
 class IdTokenizer:
-    """What stacks ask of a Hugging Face tokenizer, over texts made by ``spell``. ``turns`` are the answers still to be given."""
+    """What stacks ask of a Hugging Face tokenizer, over texts made by ``spell``. ``turns`` are the
+    answers still to be given.
+    """
 
     pad_token_id = PAD_ID
     chat_template = None
@@ -29,12 +34,21 @@ class IdTokenizer:
     def __init__(self, turns: Sequence[tuple[int, ...]] = (), eos_token_id: int = 0) -> None:
         self.turns: list[tuple[int, ...]] = [tuple(turn) for turn in turns]
         self.eos_token_id = eos_token_id
-        self.eos_token: str = "<eos>"  # a text that no ids spell: stacks cut it off the end of a turn
+        self.eos_token: str = (
+            "<eos>"  # a text that no ids spell: stacks cut it off the end of a turn
+        )
         self.padding_side = "right"
 
-    def apply_chat_template(self, messages: Sequence[Mapping[str, Any]], **_options: Any) -> list[int]:
+    def apply_chat_template(
+        self, messages: Sequence[Mapping[str, Any]], **_options: Any
+    ) -> list[int]:
         """The ids of all messages in order; roles, tools and the generation prompt add no tokens."""
-        return [int(word) for message in messages for word in str(message.get("content") or "").split() if word.isdigit()]
+        return [
+            int(word)
+            for message in messages
+            for word in str(message.get("content") or "").split()
+            if word.isdigit()
+        ]
 
     def encode(self, text: str, **_options: Any) -> list[int]:
         """The ids that ``text`` spells."""
@@ -48,15 +62,30 @@ class IdTokenizer:
         """The text of each row."""
         return [self.decode(row) for row in rows]
 
-    def pad(self, encoded: Mapping[str, list[int]], *, max_length: int, return_attention_mask: bool, **_options: Any) -> dict[str, Any]:
-        """Tensors ``(1, max_length)``, padded on ``padding_side``; longer sequences stay longer, as in transformers."""
+    def pad(
+        self,
+        encoded: Mapping[str, list[int]],
+        *,
+        max_length: int,
+        return_attention_mask: bool,
+        **_options: Any,
+    ) -> dict[str, Any]:
+        """Tensors ``(1, max_length)``, padded on ``padding_side``; longer sequences stay longer, as
+        in transformers.
+        """
         import torch
 
         ids = list(encoded["input_ids"])
         fill = max_length - len(ids)
         sides = {"left": (fill, 0), "right": (0, fill)}
         before, after = sides[self.padding_side]
-        padded = {"input_ids": torch.tensor([[PAD_ID] * before + ids + [PAD_ID] * after], dtype=torch.long)}
+        padded = {
+            "input_ids": torch.tensor(
+                [[PAD_ID] * before + ids + [PAD_ID] * after], dtype=torch.long
+            )
+        }
         if return_attention_mask:
-            padded["attention_mask"] = torch.tensor([[0] * before + [1] * len(ids) + [0] * after], dtype=torch.long)
+            padded["attention_mask"] = torch.tensor(
+                [[0] * before + [1] * len(ids) + [0] * after], dtype=torch.long
+            )
         return padded

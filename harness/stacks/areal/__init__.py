@@ -1,4 +1,6 @@
-"""AReaL, released and unmodified: its inference engine client and the bridge of its inference service, with their loops of resuming."""
+"""AReaL, released and unmodified: its inference engine client and the bridge of its inference
+service, with their loops of resuming.
+"""
 
 from __future__ import annotations
 

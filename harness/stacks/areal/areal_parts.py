@@ -22,7 +22,9 @@ _ABORTS = 24
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class _ArealPart(Part):
-    """A part whose schedules end with a request that is aborted again and again, and one whose reply an update overtakes."""
+    """A part whose schedules end with a request that is aborted again and again, and one whose
+    reply an update overtakes.
+    """
 
     def cases(self, profile: str, seed: int | None = None) -> Iterator[Case]:
         yield from super().cases(profile, seed)
@@ -33,7 +35,10 @@ class _ArealPart(Part):
 
 def _aborted_often(flavour: str) -> Case:
     request = Request(request_id="r0", prompt_ids=(2, 12, 13), max_tokens=2 * _ABORTS)
-    aborts = tuple(Action(when=Trigger(request="r0", tokens=i), do=ActionKind.ABORT) for i in range(1, _ABORTS + 1))
+    aborts = tuple(
+        Action(when=Trigger(request="r0", tokens=i), do=ActionKind.ABORT)
+        for i in range(1, _ABORTS + 1)
+    )
     return Case(flavour=flavour, requests=(request,), actions=aborts)
 
 
@@ -51,7 +56,14 @@ def _overtaken(flavour: str) -> Case:
 def parts_of(areal: AReaL) -> Mapping[str, Part]:
     """All parts, by name."""
     parts = (
-        _ArealPart(name="remote-engine", make=lambda: EngineSubject(areal), flavours=_FLAVOURS, thin=_THIN),
-        _ArealPart(name="inference-bridge", make=lambda: BridgeSubject(areal), flavours=_FLAVOURS, thin=_THIN),
+        _ArealPart(
+            name="remote-engine", make=lambda: EngineSubject(areal), flavours=_FLAVOURS, thin=_THIN
+        ),
+        _ArealPart(
+            name="inference-bridge",
+            make=lambda: BridgeSubject(areal),
+            flavours=_FLAVOURS,
+            thin=_THIN,
+        ),
     )
     return {part.name: part for part in parts}

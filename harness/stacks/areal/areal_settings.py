@@ -1,11 +1,31 @@
-"""What AReaL's two clients have in common: a case's request as one of AReaL's, its answer as a rollout, and the contract."""
+"""What AReaL's two clients have in common: a case's request as one of AReaL's, its answer as a
+rollout, and the contract.
+"""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from rollproof.core.contract import Contract, Filler, KvPolicy, LayerAxis, Provenance, ResumeBy, Rows, Sampling, Versions
-from rollproof.core.records import FinishReason, IntArray, Request, Rollout, as_logprobs, as_routes, as_tokens
+from rollproof.core.contract import (
+    Contract,
+    Filler,
+    KvPolicy,
+    LayerAxis,
+    Provenance,
+    ResumeBy,
+    Rows,
+    Sampling,
+    Versions,
+)
+from rollproof.core.records import (
+    FinishReason,
+    IntArray,
+    Request,
+    Rollout,
+    as_logprobs,
+    as_routes,
+    as_tokens,
+)
 from rollproof.errors import SubjectError
 from rollproof.stacks.areal.upstream import AReaL
 
@@ -13,11 +33,23 @@ if TYPE_CHECKING:
     from rollproof.core.case import Model
     from rollproof.fakes.engine.fleet import Fleet
 
-__all__ = ["contract_of", "disk_requests", "engine_of", "model_request", "rollout_of", "wants_routes"]
+__all__ = [
+    "contract_of",
+    "disk_requests",
+    "engine_of",
+    "model_request",
+    "rollout_of",
+    "wants_routes",
+]
 
 _ROOM = 1024
 """The response length of requests that state none, in tokens."""
-_REASONS = {"stop": FinishReason.STOP, "tool_calls": FinishReason.STOP, "length": FinishReason.LENGTH, "abort": FinishReason.ABORT}
+_REASONS = {
+    "stop": FinishReason.STOP,
+    "tool_calls": FinishReason.STOP,
+    "length": FinishReason.LENGTH,
+    "abort": FinishReason.ABORT,
+}
 
 
 def engine_of(fleet: Fleet) -> str:
@@ -26,14 +58,19 @@ def engine_of(fleet: Fleet) -> str:
 
 
 def wants_routes(fleet: Fleet) -> bool:
-    """Whether AReaL is configured with ``return_routed_experts``: one switch for all requests, which its vLLM backends do not know."""
-    return engine_of(fleet) == "sglang" and any(request.want_routes for request in fleet.case.requests)
+    """Whether AReaL is configured with ``return_routed_experts``: one switch for all requests,
+    which its vLLM backends do not know.
+    """
+    return engine_of(fleet) == "sglang" and any(
+        request.want_routes for request in fleet.case.requests
+    )
 
 
 def contract_of(fleet: Fleet) -> Contract:
     """What AReaL's clients promise: aborts are resumed out of sight, and every token is tagged.
 
-    Each segment's routes are kept beside its tokens, so a row is the one of its own segment. The vLLM backends read no routes.
+    Each segment's routes are kept beside its tokens, so a row is the one of its own segment. The
+    vLLM backends read no routes.
     """
     fields: dict[str, Any] = {"rows": Rows.NONE}
     if engine_of(fleet) == "sglang":
@@ -61,17 +98,31 @@ def contract_of(fleet: Fleet) -> Contract:
 
 
 def model_request(areal: AReaL, fleet: Fleet, request: Request) -> Any:
-    """A ``ModelRequest``. Its sampling parameters have AReaL's names; those that it does not have stay out."""
+    """A ``ModelRequest``. Its sampling parameters have AReaL's names; those that it does not have
+    stay out.
+    """
     budget = _ROOM if request.budget is None else request.budget
-    known = {name: request.sampling[name] for name in ("temperature", "top_p", "top_k") if name in request.sampling}
-    asked = areal.hyperparameters(n_samples=1, max_new_tokens=budget, max_tokens=len(request.prompt_ids) + 2 * budget, **known)
+    known = {
+        name: request.sampling[name]
+        for name in ("temperature", "top_p", "top_k")
+        if name in request.sampling
+    }
+    asked = areal.hyperparameters(
+        n_samples=1, max_new_tokens=budget, max_tokens=len(request.prompt_ids) + 2 * budget, **known
+    )
     metadata = {"return_routed_experts": True} if wants_routes(fleet) else {}
-    return areal.model_request(rid=request.request_id, input_ids=list(request.prompt_ids), gconfig=asked, metadata=metadata)
+    return areal.model_request(
+        rid=request.request_id, input_ids=list(request.prompt_ids), gconfig=asked, metadata=metadata
+    )
 
 
 def disk_requests(areal: AReaL, backend: Any, version: int | None) -> list[Any]:
     """The requests with which a backend has its server load weights."""
-    return list(backend.build_disk_weight_update_requests(areal.update_meta(type="disk", path=f"weights-{version}")).requests)
+    return list(
+        backend.build_disk_weight_update_requests(
+            areal.update_meta(type="disk", path=f"weights-{version}")
+        ).requests
+    )
 
 
 def rollout_of(request: Request, response: Any, model: Model) -> Rollout:
@@ -91,5 +142,7 @@ def rollout_of(request: Request, response: Any, model: Model) -> Rollout:
 def _by_layer(routes: IntArray, model: Model) -> IntArray:
     cells = model.num_layers * model.top_k
     if routes.ndim != 2 or routes.shape[1] != cells:
-        raise SubjectError(f"AReaL handed over routes of shape {routes.shape}: the model has {cells} cells a row.")
+        raise SubjectError(
+            f"AReaL handed over routes of shape {routes.shape}: the model has {cells} cells a row."
+        )
     return routes.reshape(len(routes), model.num_layers, model.top_k)

@@ -9,7 +9,14 @@ from typing import TYPE_CHECKING, Any
 from rollproof.core.contract import Contract
 from rollproof.core.records import Request, Rollout
 from rollproof.core.trace import PauseMode
-from rollproof.stacks.areal.areal_settings import contract_of, disk_requests, engine_of, model_request, rollout_of, wants_routes
+from rollproof.stacks.areal.areal_settings import (
+    contract_of,
+    disk_requests,
+    engine_of,
+    model_request,
+    rollout_of,
+    wants_routes,
+)
 from rollproof.stacks.areal.upstream import AReaL
 
 if TYPE_CHECKING:
@@ -27,7 +34,9 @@ class Answer:
 
 
 class _Executor:
-    """What ``agenerate`` asks of AReaL's ``WorkflowExecutor``, which runs episodes in threads of its own: whether it is paused."""
+    """What ``agenerate`` asks of AReaL's ``WorkflowExecutor``, which runs episodes in threads of
+    its own: whether it is paused.
+    """
 
     paused = False
 
@@ -38,10 +47,11 @@ class _Executor:
 class EngineSubject:
     """One request is one ``agenerate``.
 
-    AReaL runs the calls of a weight update in a loop, a thread and a process of their own, where no virtual time passes. Here its
-    backend makes the same requests, its ``arequest_with_retry`` sends them, in the order of its trainer, which does one update at a time:
-    rollouts paused, servers paused (which ends what runs), weights loaded, servers resumed, the version set, rollouts resumed
-    (``trainer/rl_trainer.py:754``, ``engine/fsdp_engine.py:1665``).
+    AReaL runs the calls of a weight update in a loop, a thread and a process of their own, where no
+    virtual time passes. Here its backend makes the same requests, its ``arequest_with_retry`` sends
+    them, in the order of its trainer, which does one update at a time: rollouts paused, servers
+    paused (which ends what runs), weights loaded, servers resumed, the version set, rollouts
+    resumed (``trainer/rl_trainer.py:754``, ``engine/fsdp_engine.py:1665``).
     """
 
     contract: Contract
@@ -50,7 +60,9 @@ class EngineSubject:
         self._areal = areal
 
     def start(self, fleet: Fleet) -> None:
-        """The servers, and an engine that knows their addresses; its health polls and executor are left out."""
+        """The servers, and an engine that knows their addresses; its health polls and executor are
+        left out.
+        """
         from rollproof.stacks._support.http_fleet import HttpFleet
 
         fleet.pause_mode = PauseMode.ABORT
@@ -59,7 +71,9 @@ class EngineSubject:
         self._fleet = fleet
         self._http = HttpFleet(fleet)
         backend = self._areal.backends[engine_of(fleet)]()
-        config = self._areal.config(backend=f"{engine_of(fleet)}:d1", return_routed_experts=wants_routes(fleet))
+        config = self._areal.config(
+            backend=f"{engine_of(fleet)}:d1", return_routed_experts=wants_routes(fleet)
+        )
         self._executor = _Executor()
         self._trainer = asyncio.Lock()
         self._engine = self._areal.engine(config, backend)
@@ -70,10 +84,15 @@ class EngineSubject:
 
     async def rollout(self, request: Request) -> Answer:
         """Raises what ``agenerate`` raises."""
-        return Answer(request=request, response=await self._engine.agenerate(model_request(self._areal, self._fleet, request)))
+        return Answer(
+            request=request,
+            response=await self._engine.agenerate(model_request(self._areal, self._fleet, request)),
+        )
 
     async def update_weights(self, version: int | None) -> None:
-        """The order of AReaL's trainer. Raises what a server says; nothing is undone then, as there."""
+        """The order of AReaL's trainer. Raises what a server says; nothing is undone then, as
+        there.
+        """
         async with self._trainer:
             self._http.about(version)
             backend = self._engine.backend

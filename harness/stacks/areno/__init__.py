@@ -1,6 +1,8 @@
-"""AReno, released and unmodified: how rollouts of chunks and data-parallel ranks are put back into the order of their prompts.
+"""AReno, released and unmodified: how rollouts of chunks and data-parallel ranks are put back into
+the order of their prompts.
 
-Its rollouts run on an engine of its own, which needs a GPU; what its worker makes of a chunk is made here of a sample.
+Its rollouts run on an engine of its own, which needs a GPU; what its worker makes of a chunk is
+made here of a sample.
 """
 
 from __future__ import annotations
@@ -10,7 +12,18 @@ from typing import Any
 
 import numpy as np
 
-from rollproof.core.contract import Contract, Filler, KvPolicy, LayerAxis, Logprobs, MissingLogprobs, Provenance, ResumeBy, Rows, Versions
+from rollproof.core.contract import (
+    Contract,
+    Filler,
+    KvPolicy,
+    LayerAxis,
+    Logprobs,
+    MissingLogprobs,
+    Provenance,
+    ResumeBy,
+    Rows,
+    Versions,
+)
 from rollproof.core.records import BatchRow, Rollout
 from rollproof.stacks import Found, Release, Stack, missing_dependency
 
@@ -26,11 +39,18 @@ def load(found: Found) -> Stack:
         module = importlib.import_module("areno.engine.runtime.rollout")
     except ImportError as error:
         raise missing_dependency("areno", found.version, error, RELEASE) from error
-    return Stack(name="areno", version=found.version, parts={}, batches={"merged-rollouts": lambda: MergedRollouts(module)})
+    return Stack(
+        name="areno",
+        version=found.version,
+        parts={},
+        batches={"merged-rollouts": lambda: MergedRollouts(module)},
+    )
 
 
 class MergedRollouts:
-    """A chunk for each sample (``_build_rollout_from_rows``), merged on its rank, and the ranks merged in the order of the prompts."""
+    """A chunk for each sample (``_build_rollout_from_rows``), merged on its rank, and the ranks
+    merged in the order of the prompts.
+    """
 
     contract: Contract = Contract(
         rows=Rows.FORWARDED,
@@ -56,7 +76,10 @@ class MergedRollouts:
     def collate(self, samples: list[Rollout]) -> Any:
         """The merged rollout, and the names of the samples."""
         ranks = min(_RANKS, len(samples))
-        outputs = [self._module._merge_rollouts([self._chunk(sample) for sample in samples[rank::ranks]]) for rank in range(ranks)]
+        outputs = [
+            self._module._merge_rollouts([self._chunk(sample) for sample in samples[rank::ranks]])
+            for rank in range(ranks)
+        ]
         merged = self._module._merge_dp_rollouts_in_input_order(outputs, len(samples))
         return merged, [sample.request_id for sample in samples]
 
@@ -81,8 +104,17 @@ class MergedRollouts:
     def _chunk(self, sample: Rollout) -> Any:
         import torch
 
-        logprobs = torch.tensor([] if sample.logprobs is None else sample.logprobs, dtype=torch.float32)
-        routes = None if sample.routes is None else [torch.from_numpy(sample.routes.astype(np.int32))]
+        logprobs = torch.tensor(
+            [] if sample.logprobs is None else sample.logprobs, dtype=torch.float32
+        )
+        routes = (
+            None if sample.routes is None else [torch.from_numpy(sample.routes.astype(np.int32))]
+        )
         return self._module._build_rollout_from_rows(
-            [list(sample.prompt_ids)], [list(sample.response_ids)], ["length"], [logprobs], metrics=None, routed_experts=routes
+            [list(sample.prompt_ids)],
+            [list(sample.response_ids)],
+            ["length"],
+            [logprobs],
+            metrics=None,
+            routed_experts=routes,
         )

@@ -1,4 +1,5 @@
-"""miles, released and unmodified: its rollout with abort and resume, by both of its generate functions, and its way to the ranks.
+"""miles, released and unmodified: its rollout with abort and resume, by both of its generate
+functions, and its way to the ranks.
 
 miles grew out of slime, and is driven as slime is.
 """
@@ -23,8 +24,18 @@ def load(found: Found) -> Stack:
 
     miles = import_miles(found.version)
     parts = (
-        Part(name="partial-rollout", make=lambda: PartialRollout(miles, miles_arguments()), flavours=_FLAVOURS, thin=_THIN),
-        Part(name="single-turn", make=lambda: PartialRollout(miles, miles_arguments(SINGLE_TURN)), flavours=_FLAVOURS, thin=_THIN),
+        Part(
+            name="partial-rollout",
+            make=lambda: PartialRollout(miles, miles_arguments()),
+            flavours=_FLAVOURS,
+            thin=_THIN,
+        ),
+        Part(
+            name="single-turn",
+            make=lambda: PartialRollout(miles, miles_arguments(SINGLE_TURN)),
+            flavours=_FLAVOURS,
+            thin=_THIN,
+        ),
     )
     return Stack(
         name="miles",

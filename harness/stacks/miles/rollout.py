@@ -19,7 +19,9 @@ SINGLE_TURN = "miles.rollout.generate_hub.single_turn.generate"
 
 
 def miles_arguments(generate: str | None = None) -> Callable[[Fleet, str], Any]:
-    """What miles' rollout reads of its command line, with ``generate`` as ``--custom-generate-function-path``."""
+    """What miles' rollout reads of its command line, with ``generate`` as
+    ``--custom-generate-function-path``.
+    """
 
     def arguments(fleet: Fleet, router: str) -> Any:
         return SimpleNamespace(

@@ -12,7 +12,9 @@ from rollproof.stacks.slime.upstream import Slime
 __all__ = ["import_miles"]
 
 _ABSENT = ("sglang", "sglang_router", "megatron", "wandb")
-"""Engines and trainers. The wheel brings copies of SGLang and Megatron, which need a GPU's packages; nothing of them is run here."""
+"""Engines and trainers. The wheel brings copies of SGLang and Megatron, which need a GPU's
+packages; nothing of them is run here.
+"""
 _ROUTER = "0.3.2"
 """The router for which miles asks at ``/workers``."""
 

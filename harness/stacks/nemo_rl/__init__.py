@@ -1,4 +1,6 @@
-"""NeMo-RL, from a checkout, unmodified: its SingleController, its asynchronous GRPO, its SGLang client, and its training batches."""
+"""NeMo-RL, from a checkout, unmodified: its SingleController, its asynchronous GRPO, its SGLang
+client, and its training batches.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,9 @@ _TURNS = 3
 
 
 def load(found: Found) -> Stack:
-    """Import NeMo-RL from its checkout and give its parts. Raises ``StackError`` where it cannot be imported."""
+    """Import NeMo-RL from its checkout and give its parts. Raises ``StackError`` where it cannot be
+    imported.
+    """
     from rollproof.stacks._support.part import Part
     from rollproof.stacks.nemo_rl.batch import AsyncBatch, ShardedBatch
     from rollproof.stacks.nemo_rl.collector import CollectorSubject
@@ -28,13 +32,33 @@ def load(found: Found) -> Stack:
 
     nemo = import_nemo_rl(found.version)
     parts = (
-        Part(name="single-controller", make=lambda: ControllerSubject(nemo), flavours=("vllm",), turns=_TURNS, thin=_THIN),
-        Part(name="async-grpo", make=lambda: CollectorSubject(nemo), flavours=("vllm",), turns=_TURNS, thin=_THIN),
-        Part(name="sglang-rollouts", make=lambda: SglangSubject(nemo), flavours=("sglang-0.5.17",), thin=_THIN),
+        Part(
+            name="single-controller",
+            make=lambda: ControllerSubject(nemo),
+            flavours=("vllm",),
+            turns=_TURNS,
+            thin=_THIN,
+        ),
+        Part(
+            name="async-grpo",
+            make=lambda: CollectorSubject(nemo),
+            flavours=("vllm",),
+            turns=_TURNS,
+            thin=_THIN,
+        ),
+        Part(
+            name="sglang-rollouts",
+            make=lambda: SglangSubject(nemo),
+            flavours=("sglang-0.5.17",),
+            thin=_THIN,
+        ),
     )
     return Stack(
         name="nemo-rl",
         version=found.version,
         parts={part.name: part for part in parts},
-        batches={"data-plane": lambda: ShardedBatch(nemo), "async-grpo-batch": lambda: AsyncBatch(nemo)},
+        batches={
+            "data-plane": lambda: ShardedBatch(nemo),
+            "async-grpo-batch": lambda: AsyncBatch(nemo),
+        },
     )

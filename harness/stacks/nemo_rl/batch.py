@@ -1,7 +1,9 @@
-"""NeMo-RL's ways from finished rollouts to what the data-parallel ranks train on, as batch subjects.
+"""NeMo-RL's ways from finished rollouts to what the data-parallel ranks train on, as batch
+subjects.
 
-``ShardedBatch`` is the SingleController's: a record, its payload, the data plane, and the columns that each rank fetches. ``AsyncBatch``
-is that of asynchronous GRPO: a replay buffer, padded columns, shards of packed sequences, and their micro-batches.
+``ShardedBatch`` is the SingleController's: a record, its payload, the data plane, and the columns
+that each rank fetches. ``AsyncBatch`` is that of asynchronous GRPO: a replay buffer, padded
+columns, shards of packed sequences, and their micro-batches.
 """
 
 from __future__ import annotations
@@ -14,7 +16,18 @@ from typing import Any
 
 import numpy as np
 
-from rollproof.core.contract import Contract, Filler, KvPolicy, LayerAxis, Logprobs, MissingLogprobs, Provenance, ResumeBy, Rows, Versions
+from rollproof.core.contract import (
+    Contract,
+    Filler,
+    KvPolicy,
+    LayerAxis,
+    Logprobs,
+    MissingLogprobs,
+    Provenance,
+    ResumeBy,
+    Rows,
+    Versions,
+)
 from rollproof.core.records import BatchRow, Rollout
 from rollproof.stacks._support.tokenizer import PAD_ID, spell
 from rollproof.stacks.nemo_rl.collector import message_rows
@@ -51,7 +64,9 @@ _CONTRACT = Contract(
 
 
 class ShardedBatch:
-    """Each sample is a prompt group of its own, committed to the replay buffer; the groups are trained on together, by two ranks."""
+    """Each sample is a prompt group of its own, committed to the replay buffer; the groups are
+    trained on together, by two ranks.
+    """
 
     contract: Contract = _CONTRACT
 
@@ -64,15 +79,34 @@ class ShardedBatch:
         plane = nemo.plane.NoOpDataPlaneClient()
         plane.register_partition(_PARTITION, [], len(samples), ["train"])
         buffer = nemo.buffers.TQReplayBuffer(
-            plane, _PARTITION, pad_value_dict={"token_ids": PAD_ID}, require_routed_experts=any(s.routes is not None for s in samples)
+            plane,
+            _PARTITION,
+            pad_value_dict={"token_ids": PAD_ID},
+            require_routed_experts=any(s.routes is not None for s in samples),
         )
         metas = []
         for sample in samples:
             group = buffer.reserve(weight_version=1, group_id=sample.request_id)
-            metas.append(asyncio.run(buffer.commit(group, self._record(sample), start_weight_version=1, end_weight_version=1)))
+            metas.append(
+                asyncio.run(
+                    buffer.commit(
+                        group, self._record(sample), start_weight_version=1, end_weight_version=1
+                    )
+                )
+            )
         together = metas[0].concat(*metas[1:])
-        shards, _ = nemo.preshard.shard_meta_for_dp(together, dp_world=_ranks(len(samples)), batch_size=len(samples))
-        return [(shard, nemo.columns.read_columns(plane, shard, shard.fields, pad_value_dict={"input_ids": PAD_ID})) for shard in shards]
+        shards, _ = nemo.preshard.shard_meta_for_dp(
+            together, dp_world=_ranks(len(samples)), batch_size=len(samples)
+        )
+        return [
+            (
+                shard,
+                nemo.columns.read_columns(
+                    plane, shard, shard.fields, pad_value_dict={"input_ids": PAD_ID}
+                ),
+            )
+            for shard in shards
+        ]
 
     def rows(self, batch: Any) -> list[BatchRow]:
         """One row a sample."""
@@ -84,14 +118,23 @@ class ShardedBatch:
 
     def _record(self, sample: Rollout) -> Any:
         nemo, log = self._nemo, message_log(sample)
-        completion = nemo.records.Completion(message_log=log, env_extras=None, truncated=False, reward=0.0)
+        completion = nemo.records.Completion(
+            message_log=log, env_extras=None, truncated=False, reward=0.0
+        )
         return nemo.records.PromptGroupRecord(
-            prompt_idx=0, prompt=log[:1], extra_env_info=None, metadata={}, completions=[completion], rollout_metrics={}
+            prompt_idx=0,
+            prompt=log[:1],
+            extra_env_info=None,
+            metadata={},
+            completions=[completion],
+            rollout_metrics={},
         )
 
 
 class AsyncBatch:
-    """Each sample is a group of one in the replay buffer; ``async_grpo_train`` takes them out, and the ranks have them in micro-batches."""
+    """Each sample is a group of one in the replay buffer; ``async_grpo_train`` takes them out, and
+    the ranks have them in micro-batches.
+    """
 
     contract: Contract = replace(_CONTRACT, versions=Versions.SAMPLE)
 
@@ -101,12 +144,18 @@ class AsyncBatch:
     def collate(self, samples: list[Rollout]) -> Any:
         """All micro-batches, after a journey by pickle, and the names of the samples."""
         nemo, count = self._nemo, len(samples)
-        buffer = nemo.buffers.ReplayBufferImpl(max_size=count, drop_incomplete_targets_on_restore=True)
+        buffer = nemo.buffers.ReplayBufferImpl(
+            max_size=count, drop_incomplete_targets_on_restore=True
+        )
         for place, sample in enumerate(samples):
             buffer.add({"batch": self._group(sample, place)}, 1, 1)
-        found = buffer.sample(num_prompt_groups=count, current_weight_version=1, max_age_steps=1)["trajectories"]
+        found = buffer.sample(num_prompt_groups=count, current_weight_version=1, max_age_steps=1)[
+            "trajectories"
+        ]
         together = nemo.batched.BatchedDataDict.from_batches([group["batch"] for group in found])
-        train, _ = message_rows(nemo, together, routes=any(sample.routes is not None for sample in samples))
+        train, _ = message_rows(
+            nemo, together, routes=any(sample.routes is not None for sample in samples)
+        )
         train["place"] = together["place"]
         longest = int(train["input_ids"].shape[1])
         shards, _ = train.shard_by_batch_size(
@@ -121,7 +170,11 @@ class AsyncBatch:
             },
         )
         held = pickle.loads(pickle.dumps(shards))  # noqa: S301 - what was pickled in the same line
-        batches = [batch for shard in held for batch in shard.make_microbatch_iterator_for_packable_sequences()]
+        batches = [
+            batch
+            for shard in held
+            for batch in shard.make_microbatch_iterator_for_packable_sequences()
+        ]
         return batches, [sample.request_id for sample in samples]
 
     def rows(self, batch: Any) -> list[BatchRow]:
@@ -137,23 +190,38 @@ class AsyncBatch:
     def _group(self, sample: Rollout, place: int) -> Any:
         import torch
 
-        one = {"message_log": [message_log(sample)], "loss_multiplier": torch.ones(1), "place": torch.tensor([place])}
+        one = {
+            "message_log": [message_log(sample)],
+            "loss_multiplier": torch.ones(1),
+            "place": torch.tensor([place]),
+        }
         return self._nemo.batched.BatchedDataDict(one)
 
 
 def message_log(sample: Rollout) -> list[dict[str, Any]]:
-    """The messages that a rollout of NeMo-RL's would have made of the sample: tokens that it sampled are the assistant's.
+    """The messages that a rollout of NeMo-RL's would have made of the sample: tokens that it
+    sampled are the assistant's.
 
     It has no mask but the roles. Raises ``ValueError`` for a mask that no roles could be.
     """
     import torch
 
     ids = [*sample.prompt_ids, *sample.response_ids]
-    prompt, mask = len(sample.prompt_ids), sample.loss_mask if sample.loss_mask is not None else np.ones(len(sample.response_ids))
+    prompt, mask = (
+        len(sample.prompt_ids),
+        sample.loss_mask if sample.loss_mask is not None else np.ones(len(sample.response_ids)),
+    )
     if len(mask) != len(sample.response_ids):
-        raise ValueError(f"A mask of {len(mask)} for {len(sample.response_ids)} tokens: NeMo-RL has none but the roles of its messages.")
+        raise ValueError(
+            f"A mask of {len(mask)} for {len(sample.response_ids)} tokens: NeMo-RL has none but the"
+            " roles of its messages."
+        )
     sampled = [False] * prompt + [bool(flag) for flag in mask]
-    bounds = [0, *(i for i in range(1, len(ids)) if sampled[i] != sampled[i - 1] or i == prompt), len(ids)]
+    bounds = [
+        0,
+        *(i for i in range(1, len(ids)) if sampled[i] != sampled[i - 1] or i == prompt),
+        len(ids),
+    ]
     log = []
     for start, end in pairwise(bounds):
         message: dict[str, Any] = {
@@ -166,7 +234,9 @@ def message_log(sample: Rollout) -> list[dict[str, Any]]:
             values = sample.logprobs[start - prompt : None if last else end - prompt]
             message["generation_logprobs"] = torch.tensor(values, dtype=torch.float32)
         if sample.routes is not None:
-            message["routed_experts"] = torch.tensor(sample.routes[start : None if last else end], dtype=torch.int16)
+            message["routed_experts"] = torch.tensor(
+                sample.routes[start : None if last else end], dtype=torch.int16
+            )
         log.append(message)
     return log
 
@@ -187,6 +257,8 @@ def _row(columns: dict[str, Any], name: str) -> BatchRow:
         token_ids=ids.copy(),
         attention=attention,
         loss_mask=mask,
-        logprobs=np.where(mask == 1, columns["generation_logprobs"].numpy().astype(np.float64), np.nan),
+        logprobs=np.where(
+            mask == 1, columns["generation_logprobs"].numpy().astype(np.float64), np.nan
+        ),
         routes=None if routes is None else routes.numpy().copy(),
     )

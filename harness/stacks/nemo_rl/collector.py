@@ -1,4 +1,6 @@
-"""NeMo-RL's asynchronous GRPO, as a subject: trajectory collector, rollouts, replay buffer, and weight updates in flight."""
+"""NeMo-RL's asynchronous GRPO, as a subject: trajectory collector, rollouts, replay buffer, and
+weight updates in flight.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +32,9 @@ __all__ = ["CollectorSubject", "message_rows"]
 
 _MANY = 10**6
 _AGE = 10**3
-"""``max_trajectory_age_steps``: a version's worth of prompts each, of which one at a time is generated."""
+"""``max_trajectory_age_steps``: a version's worth of prompts each, of which one at a time is
+generated.
+"""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -43,7 +47,9 @@ class Answer:
 
 
 class Threads:
-    """``asyncio`` and ``threading`` for the collector: a thread that runs a coroutine to its end is a task of the running loop."""
+    """``asyncio`` and ``threading`` for the collector: a thread that runs a coroutine to its end is
+    a task of the running loop.
+    """
 
     Lock: Any = staticmethod(threading.Lock)
 
@@ -66,10 +72,11 @@ class Threads:
 
 
 class CollectorSubject:
-    """One request is a batch of one prompt, generated once; a batch is processed as the collector's thread does it.
+    """One request is a batch of one prompt, generated once; a batch is processed as the collector's
+    thread does it.
 
-    The collector's threads are tasks of one loop. It has one configuration: there is one collector for each request, all of which
-    add to one replay buffer, and hear of every update.
+    The collector's threads are tasks of one loop. It has one configuration: there is one collector
+    for each request, all of which add to one replay buffer, and hear of every update.
     """
 
     contract: Contract
@@ -83,7 +90,9 @@ class CollectorSubject:
         self._fleet = fleet
         self._transfer = Transfer(fleet)
         self._generation = updatable(nemo, fleet, self._transfer.load)
-        self._buffer = nemo.buffers.ReplayBufferImpl(max_size=_MANY, drop_incomplete_targets_on_restore=True)
+        self._buffer = nemo.buffers.ReplayBufferImpl(
+            max_size=_MANY, drop_incomplete_targets_on_restore=True
+        )
         self._collectors: list[Any] = []
         self._version = 0
         self._labels: dict[int, int] = {0: fleet.case.first_version}
@@ -95,7 +104,9 @@ class CollectorSubject:
         self.contract = collected_contract(fleet)
 
     async def rollout(self, request: Request) -> Answer:
-        """``_process_batch`` until the group is in the buffer. Raises what the trainer raises where it asks for the collector's health."""
+        """``_process_batch`` until the group is in the buffer. Raises what the trainer raises where
+        it asks for the collector's health.
+        """
         await self._open.wait()
         collector = self._collector(request)
         self._collectors.append(collector)
@@ -108,13 +119,17 @@ class CollectorSubject:
         finally:
             self._collectors.remove(collector)
         groups = self._buffer.trajectories
-        place = next(i for i, group in enumerate(groups) if group["batch"]["request"] == [request.request_id])
+        place = next(
+            i for i, group in enumerate(groups) if group["batch"]["request"] == [request.request_id]
+        )
         version, batch = self._buffer.trajectory_versions[place], groups[place]["batch"]
         self._buffer._remove_indices([place])
         return Answer(request=request, batch=batch, version=version)
 
     async def update_weights(self, version: int | None) -> None:
-        """As ``async_grpo_train`` does it after a step: each of these calls goes to an actor, and takes its time."""
+        """As ``async_grpo_train`` does it after a step: each of these calls goes to an actor, and
+        takes its time.
+        """
         step, label = self._fleet.case.engine.step, self._transfer.meant(version)
         async with self._one_update:
             self._open.clear()
@@ -142,9 +157,13 @@ class CollectorSubject:
             prompt_ids=tokens[:prompt],
             response_ids=tokens[prompt:],
             finish_reason=FinishReason.LENGTH if bool(batch["truncated"][0]) else FinishReason.STOP,
-            logprobs=as_logprobs(rows["generation_logprobs"][0, prompt:length].numpy().astype(np.float64)),
+            logprobs=as_logprobs(
+                rows["generation_logprobs"][0, prompt:length].numpy().astype(np.float64)
+            ),
             loss_mask=rows["token_mask"][0, prompt:length].numpy().astype(np.int64),
-            routes=as_routes(rows["routed_experts"][0, :length].numpy() if "routed_experts" in rows else None),
+            routes=as_routes(
+                rows["routed_experts"][0, :length].numpy() if "routed_experts" in rows else None
+            ),
             version=self._labels[native.version],
         )
 
@@ -175,7 +194,13 @@ class CollectorSubject:
             policy_generation=generation,
             tokenizer=Tokenizer(eos_token_id=self._fleet.policy.eos_id),
             task_to_env=environment(nemo, self._fleet, request),
-            master_config=SimpleNamespace(env={}, policy={"generation": generation.cfg, "max_total_sequence_length": limits(request)[1]}),
+            master_config=SimpleNamespace(
+                env={},
+                policy={
+                    "generation": generation.cfg,
+                    "max_total_sequence_length": limits(request)[1],
+                },
+            ),
             async_config=options,
             replay_buffer=_Handle(self._buffer),
             processor=None,
@@ -229,22 +254,32 @@ class _Handle:
 
 
 def message_rows(nemo: NemoRl, batch: Any, *, routes: bool) -> tuple[Any, Any]:
-    """The training batch of ``async_grpo_train``, and its rows' lengths, by the functions that it calls."""
+    """The training batch of ``async_grpo_train``, and its rows' lengths, by the functions that it
+    calls.
+    """
     nemo.rollouts.backfill_missing_routed_experts(batch["message_log"])
     nemo.grpo.add_grpo_token_loss_masks_and_generation_logprobs(batch["message_log"])
     flat, lengths = nemo.messages.batched_message_log_to_flat_message(
-        batch["message_log"], pad_value_dict={"token_ids": PAD_ID}, make_sequence_length_divisible_by=8
+        batch["message_log"],
+        pad_value_dict={"token_ids": PAD_ID},
+        make_sequence_length_divisible_by=8,
     )
     policy = {"precision": "float32", "router_replay": {"enabled": routes}}
     return nemo.grpo._build_async_grpo_train_data(flat, lengths, batch, policy), lengths
 
 
 def collected_contract(fleet: Fleet) -> Contract:
-    """As a row of the SingleController, but with one version: that of the collector when the batch was processed.
+    """As a row of the SingleController, but with one version: that of the collector when the batch
+    was processed.
 
     Caches are told to be invalidated after every update, which is an option of NeMo-RL's.
     """
-    return replace(rollout_contract(fleet), versions=Versions.SAMPLE, tag_read=TagRead.ADMISSION, kv_policy=KvPolicy.RECOMPUTE)
+    return replace(
+        rollout_contract(fleet),
+        versions=Versions.SAMPLE,
+        tag_read=TagRead.ADMISSION,
+        kv_policy=KvPolicy.RECOMPUTE,
+    )
 
 
 def _columns(request: Request) -> dict[str, Any]:

@@ -1,4 +1,6 @@
-"""NeMo-RL's SingleController, as a subject: its rollout manager, its replay buffer, and its weight synchronization."""
+"""NeMo-RL's SingleController, as a subject: its rollout manager, its replay buffer, and its weight
+synchronization.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +14,18 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from rollproof.core.contract import Contract, Filler, KvPolicy, LayerAxis, MissingLogprobs, Provenance, ResumeBy, Rows, Sampling, Versions
+from rollproof.core.contract import (
+    Contract,
+    Filler,
+    KvPolicy,
+    LayerAxis,
+    MissingLogprobs,
+    Provenance,
+    ResumeBy,
+    Rows,
+    Sampling,
+    Versions,
+)
 from rollproof.core.records import FinishReason, Request, Rollout, as_logprobs, as_routes, as_tokens
 from rollproof.stacks._support.ray_actors import taken
 from rollproof.stacks._support.tokenizer import PAD_ID
@@ -32,7 +45,9 @@ _ENDLESS = 10**6
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Answer:
-    """A committed prompt group of one: the trainer's columns of it, its slot's two weight versions, and whether it was truncated."""
+    """A committed prompt group of one: the trainer's columns of it, its slot's two weight versions,
+    and whether it was truncated.
+    """
 
     request: Request
     columns: Any
@@ -42,7 +57,9 @@ class Answer:
 
 
 class Threads:
-    """``asyncio`` for the SingleController: what it gives to a thread takes an engine's step before it, and one after it."""
+    """``asyncio`` for the SingleController: what it gives to a thread takes an engine's step before
+    it, and one after it.
+    """
 
     def __init__(self, step: float) -> None:
         self._step = step
@@ -60,7 +77,9 @@ class Threads:
 
 
 class Transfer:
-    """A weight transfer to the engines of a fleet, of the update that is about to be done. NeMo-RL numbers each, so all have labels."""
+    """A weight transfer to the engines of a fleet, of the update that is about to be done. NeMo-RL
+    numbers each, so all have labels.
+    """
 
     def __init__(self, fleet: Fleet) -> None:
         self._fleet = fleet
@@ -79,8 +98,9 @@ class Transfer:
 class ControllerSubject:
     """One request is one prompt group of one generation, as ``_rollout_pump`` dispatches it.
 
-    A run of NeMo-RL has one configuration, and no bound on a single request: each has a rollout manager of its own. They
-    share the replay buffer and the data plane, which is NeMo-RL's reference implementation in memory.
+    A run of NeMo-RL has one configuration, and no bound on a single request: each has a rollout
+    manager of its own. They share the replay buffer and the data plane, which is NeMo-RL's
+    reference implementation in memory.
     """
 
     contract: Contract
@@ -89,13 +109,17 @@ class ControllerSubject:
         self._nemo = nemo
 
     def start(self, fleet: Fleet) -> None:
-        """A controller without its Ray actors: its gate, its buffer, its counter of versions, and its synchronizer."""
+        """A controller without its Ray actors: its gate, its buffer, its counter of versions, and
+        its synchronizer.
+        """
         nemo = self._nemo
         self._fleet = fleet
         self._transfer = Transfer(fleet)
         self._plane = nemo.plane.NoOpDataPlaneClient()
         self._plane.register_partition(_PARTITION, [], _ENDLESS, ["train"])
-        self._buffer = nemo.buffers.TQReplayBuffer(self._plane, _PARTITION, pad_value_dict={"token_ids": PAD_ID})
+        self._buffer = nemo.buffers.TQReplayBuffer(
+            self._plane, _PARTITION, pad_value_dict={"token_ids": PAD_ID}
+        )
         self._managers: list[Any] = []
         self._failures = nemo.controller_config.RolloutFailureConfig()
         settings = SimpleNamespace(recompute_kv_cache_after_weight_updates=False)
@@ -110,7 +134,9 @@ class ControllerSubject:
             _master_config=SimpleNamespace(env={}),
             _async_cfg=settings,
             _gen=generation,
-            _weight_synchronizer=nemo.collective.CollectiveWeightSynchronizer(policy, generation, None, None),
+            _weight_synchronizer=nemo.collective.CollectiveWeightSynchronizer(
+                policy, generation, None, None
+            ),
             _rollout_manager=SimpleNamespace(set_weight_version=self._published),
         )
         self._controller._rollout_permitted.set()
@@ -121,26 +147,40 @@ class ControllerSubject:
         self.contract = rollout_contract(fleet)
 
     async def rollout(self, request: Request) -> Answer | None:
-        """``generate_and_push`` once the gate is open, and the group as the trainer fetches it. ``None``: given up within a budget."""
+        """``generate_and_push`` once the gate is open, and the group as the trainer fetches it.
+        ``None``: given up within a budget.
+        """
         await self._controller._rollout_permitted.wait()
         slot = _Slot(self._buffer)
         manager = self._manager(request, slot)
         self._managers.append(manager)
         try:
-            outcome = await manager.generate_and_push(datum(request), inflight_registry=self._controller._inflight_by_group_id)
+            outcome = await manager.generate_and_push(
+                datum(request), inflight_registry=self._controller._inflight_by_group_id
+            )
         finally:
             self._managers.remove(manager)
         if outcome is not self._nemo.manager.RolloutOutcome.COMMITTED:
             return None
         place = self._buffer._group_ids.index(slot.group)
         buffer = self._buffer
-        meta, start, end = buffer.meta_list[place], buffer.start_weight_list[place], buffer.end_weight_list[place]
-        columns = self._nemo.columns.read_columns(self._plane, meta, meta.fields, pad_value_dict={"input_ids": PAD_ID})
+        meta, start, end = (
+            buffer.meta_list[place],
+            buffer.start_weight_list[place],
+            buffer.end_weight_list[place],
+        )
+        columns = self._nemo.columns.read_columns(
+            self._plane, meta, meta.fields, pad_value_dict={"input_ids": PAD_ID}
+        )
         await self._buffer.remove([place], remove_in_dp=True)
-        return Answer(request=request, columns=columns, start=start, end=end, truncated=slot.truncated)
+        return Answer(
+            request=request, columns=columns, start=start, end=end, truncated=slot.truncated
+        )
 
     async def update_weights(self, version: int | None) -> None:
-        """``_sync_weights``, after the trainer's count went up; one after the other, as the train pump does them."""
+        """``_sync_weights``, after the trainer's count went up; one after the other, as the train
+        pump does them.
+        """
         label = self._transfer.meant(version)
         async with self._one_update:
             self._transfer.label = label
@@ -153,13 +193,17 @@ class ControllerSubject:
         columns, request = native.columns, native.request
         length, prompt = int(columns["input_lengths"][0]), len(request.prompt_ids)
         tokens = as_tokens(columns["input_ids"][0, :length].tolist(), what="input_ids")
-        routes = columns["routed_experts"][0, :length].numpy() if "routed_experts" in columns else None
+        routes = (
+            columns["routed_experts"][0, :length].numpy() if "routed_experts" in columns else None
+        )
         return Rollout(
             request_id=request.request_id,
             prompt_ids=tokens[:prompt],
             response_ids=tokens[prompt:],
             finish_reason=FinishReason.LENGTH if native.truncated else FinishReason.STOP,
-            logprobs=as_logprobs(columns["generation_logprobs"][0, prompt:length].numpy().astype(np.float64)),
+            logprobs=as_logprobs(
+                columns["generation_logprobs"][0, prompt:length].numpy().astype(np.float64)
+            ),
             loss_mask=columns["token_mask"][0, prompt:length].numpy().astype(np.int64),
             routes=as_routes(routes),
             min_version=self._labels[native.start],
@@ -205,7 +249,9 @@ class ControllerSubject:
 
 
 class _Slot:
-    """The replay buffer, for one request: which group was reserved last, and what was committed to it."""
+    """The replay buffer, for one request: which group was reserved last, and what was committed to
+    it.
+    """
 
     def __init__(self, buffer: Any) -> None:
         self._buffer = buffer
@@ -226,11 +272,13 @@ class _Slot:
 
 
 def rollout_contract(fleet: Fleet) -> Contract:
-    """What a committed row holds: a row of routes for each token, that of the last one arange; two versions that enclose its samplers.
+    """What a committed row holds: a row of routes for each token, that of the last one arange; two
+    versions that enclose its samplers.
 
-    Updates are done in flight, and calls keep their KV (the default). Turns before the last get their routes from the last
-    call; what the environment said last has arange, as have tokens before it whose forward no call did. (Rows that an engine did
-    not return are -1, for which the trainer uses its own router: the fake engines return all.)
+    Updates are done in flight, and calls keep their KV (the default). Turns before the last get
+    their routes from the last call; what the environment said last has arange, as have tokens
+    before it whose forward no call did. (Rows that an engine did not return are -1, for which the
+    trainer uses its own router: the fake engines return all.)
     """
     model = fleet.case.model
     return Contract(

@@ -1,4 +1,6 @@
-"""An environment for NeMo-RL's rollouts: the turns of a request, after turns of the model that end by themselves."""
+"""An environment for NeMo-RL's rollouts: the turns of a request, after turns of the model that end
+by themselves.
+"""
 
 from __future__ import annotations
 
@@ -37,15 +39,24 @@ def datum(request: Request) -> dict[str, Any]:
 
 
 def environment(nemo: NemoRl, fleet: Fleet, request: Request) -> Mapping[str, Any]:
-    """``task_to_env``. A turn is only given where room is left for an answer to it: NeMo-RL would cut it off otherwise."""
+    """``task_to_env``. A turn is only given where room is left for an answer to it: NeMo-RL would
+    cut it off otherwise.
+    """
     import torch
 
     _, total = limits(request)
 
-    def answered(messages: list[Mapping[str, str]], info: dict[str, Any]) -> tuple[str, dict[str, Any], bool]:
+    def answered(
+        messages: list[Mapping[str, str]], info: dict[str, Any]
+    ) -> tuple[str, dict[str, Any], bool]:
         said = [word for message in messages for word in message["content"].split()]
         turns = info["turns"]
-        if not turns or not said or int(said[-1]) != fleet.policy.eos_id or len(said) + len(turns[0]) >= total:
+        if (
+            not turns
+            or not said
+            or int(said[-1]) != fleet.policy.eos_id
+            or len(said) + len(turns[0]) >= total
+        ):
             return "", info, True
         fleet.recorder.record(Observation(request_id=request.request_id, token_ids=tuple(turns[0])))
         return spell(turns[0]), {"turns": turns[1:]}, False

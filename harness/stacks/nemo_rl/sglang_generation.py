@@ -8,7 +8,15 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from rollproof.core.contract import Contract, KvPolicy, MissingLogprobs, ResumeBy, Rows, Sampling, Versions
+from rollproof.core.contract import (
+    Contract,
+    KvPolicy,
+    MissingLogprobs,
+    ResumeBy,
+    Rows,
+    Sampling,
+    Versions,
+)
 from rollproof.core.records import FinishReason, Request, Rollout, as_logprobs, as_tokens
 from rollproof.core.trace import PauseMode
 from rollproof.stacks._support.http_fleet import HttpFleet
@@ -37,7 +45,8 @@ class Answer:
 
 
 class SglangSubject:
-    """One request is a batch of one, rolled out as ``run_async_multi_turn_rollout`` does it; weights are updated between rollouts.
+    """One request is a batch of one, rolled out as ``run_async_multi_turn_rollout`` does it;
+    weights are updated between rollouts.
 
     That is how NeMo-RL runs SGLang: its engines are colocated, and asleep while the trainer works.
     """
@@ -76,7 +85,9 @@ class SglangSubject:
         try:
             batch, _ = await self._nemo.rollouts._run_multi_turn_rollout_async(
                 policy_generation=self._generation(request),
-                input_batch=self._nemo.batched.BatchedDataDict({name: [value] for name, value in datum(request).items()}),
+                input_batch=self._nemo.batched.BatchedDataDict(
+                    {name: [value] for name, value in datum(request).items()}
+                ),
                 tokenizer=Tokenizer(eos_token_id=self._fleet.policy.eos_id),
                 task_to_env=environment(self._nemo, self._fleet, request),
                 max_seq_len=limits(request)[1] + 1,
@@ -108,7 +119,9 @@ class SglangSubject:
             prompt_ids=tokens[:prompt],
             response_ids=tokens[prompt:],
             finish_reason=FinishReason.LENGTH if bool(batch["truncated"][0]) else FinishReason.STOP,
-            logprobs=as_logprobs(rows["generation_logprobs"][0, prompt:length].numpy().astype(np.float64)),
+            logprobs=as_logprobs(
+                rows["generation_logprobs"][0, prompt:length].numpy().astype(np.float64)
+            ),
             loss_mask=rows["token_mask"][0, prompt:length].numpy().astype(np.int64),
         )
 
@@ -117,7 +130,9 @@ class SglangSubject:
         await self._client.aclose()
 
     def _generation(self, request: Request) -> Any:
-        """A generation with the configuration of this request; ``context_length`` leaves room for one token that SGLang keeps free."""
+        """A generation with the configuration of this request; ``context_length`` leaves room for
+        one token that SGLang keeps free.
+        """
         budget, total = limits(request)
         host, _, port = self._http.router.removeprefix("http://").partition(":")
         with without_certificates():
@@ -131,7 +146,10 @@ class SglangSubject:
                 "temperature": request.sampling.get("temperature", 1.0),
                 "top_p": request.sampling.get("top_p", 1.0),
                 "_pad_token_id": PAD_ID,
-                "sglang_cfg": {"context_length": total + 1, "sglang_server_config": {"sglang_server_concurrency": _MANY}},
+                "sglang_cfg": {
+                    "context_length": total + 1,
+                    "sglang_server_config": {"sglang_server_concurrency": _MANY},
+                },
             },
             router_ip=host,
             router_port=int(port),

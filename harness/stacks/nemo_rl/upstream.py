@@ -21,7 +21,9 @@ _ABSENT = (
     "absl", "hydra", "matplotlib", "mlflow", "nemo_automodel", "prometheus_client", "pynvml", "soundfile", "swanlab", "tensorboard",
     "wandb", "zmq",
 )  # fmt: skip
-"""Packages that NeMo-RL's modules import at their head: loggers, a trainer, audio. Nothing of them is used here."""
+"""Packages that NeMo-RL's modules import at their head: loggers, a trainer, audio. Nothing of them
+is used here.
+"""
 _MODULES = {
     "batched": "nemo_rl.distributed.batched_data_dict",
     "interfaces": "nemo_rl.models.generation.interfaces",
@@ -84,7 +86,9 @@ def import_nemo_rl(version: str) -> NemoRl:
 
     try:
         with _of_python_312(), stood_in(_ABSENT, values={"tensorboard": {"__version__": "2.20.0"}}):
-            found: dict[str, Any] = {name: importlib.import_module(module) for name, module in _MODULES.items()}
+            found: dict[str, Any] = {
+                name: importlib.import_module(module) for name, module in _MODULES.items()
+            }
     except ImportError as error:
         raise missing_dependency("nemo-rl", version, error, RELEASE) from error
     for name in ("nemo_rl", "httpx", "httpcore"):
@@ -110,7 +114,9 @@ class Ref:
 
 
 class RayCalls:
-    """Ray, where what a remote call returned is at hand: a value, a reference to one, or a coroutine that waits for nothing."""
+    """Ray, where what a remote call returned is at hand: a value, a reference to one, or a
+    coroutine that waits for nothing.
+    """
 
     def __init__(self, ray: Any) -> None:
         self._ray = ray
@@ -127,7 +133,9 @@ class RayCalls:
 
     def wrapped(self, name: str, error: EngineFailure) -> BaseException:
         """How a caller sees what a method of an actor raised."""
-        raised: BaseException = self._ray.exceptions.RayTaskError(name, str(error), error, "rollproof", 0, "127.0.0.1")
+        raised: BaseException = self._ray.exceptions.RayTaskError(
+            name, str(error), error, "rollproof", 0, "127.0.0.1"
+        )
         return raised
 
     def _value(self, ref: Any) -> Any:

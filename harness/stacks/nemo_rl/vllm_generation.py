@@ -1,7 +1,9 @@
-"""NeMo-RL's ``VllmGeneration`` over its asynchronous vLLM worker, on engines that stand for vLLM's ``AsyncLLM``.
+"""NeMo-RL's ``VllmGeneration`` over its asynchronous vLLM worker, on engines that stand for vLLM's
+``AsyncLLM``.
 
-Generation and workers are NeMo-RL's; between them is a worker group without Ray, and below the workers the one class of vLLM's that they
-call. A worker's limits are its configuration: there is one generation for each request.
+Generation and workers are NeMo-RL's; between them is a worker group without Ray, and below the
+workers the one class of vLLM's that they call. A worker's limits are its configuration: there is
+one generation for each request.
 """
 
 from __future__ import annotations
@@ -37,13 +39,19 @@ class Tokenizer(IdTokenizer):
 
 
 class AsyncLLM:
-    """One engine of a fleet, as far as NeMo-RL's worker calls vLLM's ``AsyncLLM``. ``loads`` does what the update that runs is about."""
+    """One engine of a fleet, as far as NeMo-RL's worker calls vLLM's ``AsyncLLM``. ``loads`` does
+    what the update that runs is about.
+    """
 
     def __init__(self, engine: FakeEngine, *, routes: bool, loads: Any = None) -> None:
         self._engine, self._routes, self._loads = engine, routes, loads
 
-    async def generate(self, *, prompt: Mapping[str, Any], sampling_params: Any, request_id: str) -> AsyncIterator[Any]:
-        """One ``RequestOutput``, the final one. ``request_id`` is drawn, and nobody aborts by it: a trace goes without."""
+    async def generate(
+        self, *, prompt: Mapping[str, Any], sampling_params: Any, request_id: str
+    ) -> AsyncIterator[Any]:
+        """One ``RequestOutput``, the final one. ``request_id`` is drawn, and nobody aborts by it: a
+        trace goes without.
+        """
         sampling = dict(vars(sampling_params))
         limit, wanted = sampling.pop("max_tokens"), sampling.pop("logprobs")
         output = await self._engine.generate(
@@ -56,20 +64,29 @@ class AsyncLLM:
         values = [] if output.logprobs is None else output.logprobs.tolist()
         completion = SimpleNamespace(
             token_ids=list(output.token_ids),
-            logprobs=[{token: SimpleNamespace(logprob=value)} for token, value in zip(output.token_ids, values, strict=False)],
+            logprobs=[
+                {token: SimpleNamespace(logprob=value)}
+                for token, value in zip(output.token_ids, values, strict=False)
+            ],
             finish_reason=str(output.finish_reason),
             routed_experts=output.routes,
         )
-        yield SimpleNamespace(outputs=[completion], prompt_routed_experts=None, num_cached_tokens=None)
+        yield SimpleNamespace(
+            outputs=[completion], prompt_routed_experts=None, num_cached_tokens=None
+        )
 
     async def collective_rpc(self, method: str, args: tuple[Any, ...] = ()) -> list[bool]:
-        """Receive weights, in no time, as a step of vLLM's engine core does it. Other methods have nothing to do."""
+        """Receive weights, in no time, as a step of vLLM's engine core does it. Other methods have
+        nothing to do.
+        """
         if method == "update_weights_from_collective":
             self._loads(self._engine)
         return [True]
 
     async def reset_prefix_cache(self) -> bool:
-        """As vLLM's block pool: nothing is forgotten while a call holds blocks (vllm/v1/core/block_pool.py)."""
+        """As vLLM's block pool: nothing is forgotten while a call holds blocks
+        (vllm/v1/core/block_pool.py).
+        """
         if self._engine.in_flight:
             return False
         self._engine.reset_prefix_cache()
@@ -77,7 +94,9 @@ class AsyncLLM:
 
 
 class WorkerGroup:
-    """NeMo-RL's worker group without Ray: one worker for each server, whose methods run in the task that waits for them."""
+    """NeMo-RL's worker group without Ray: one worker for each server, whose methods run in the task
+    that waits for them.
+    """
 
     def __init__(self, nemo: NemoRl, workers: list[Any]) -> None:
         self.workers: list[Any] = workers
@@ -88,11 +107,17 @@ class WorkerGroup:
         """Each shard is one worker."""
         return shard
 
-    def run_single_worker_single_data(self, *, method_name: str, worker_idx: int, **arguments: Any) -> Any:
+    def run_single_worker_single_data(
+        self, *, method_name: str, worker_idx: int, **arguments: Any
+    ) -> Any:
         """What a generator of references to a worker's results looks like."""
-        return self._streamed(getattr(self.workers[worker_idx], method_name)(**arguments), method_name)
+        return self._streamed(
+            getattr(self.workers[worker_idx], method_name)(**arguments), method_name
+        )
 
-    def run_all_workers_single_data(self, method_name: str, run_rank_0_only_axes: Any = None) -> list[Any]:
+    def run_all_workers_single_data(
+        self, method_name: str, run_rank_0_only_axes: Any = None
+    ) -> list[Any]:
         """A coroutine for each worker, for ``RayCalls.get``."""
         return [getattr(worker, method_name)() for worker in self.workers]
 
@@ -115,7 +140,9 @@ def limits(request: Request) -> tuple[int, int]:
 
 
 def generation_config(request: Request) -> dict[str, Any]:
-    """``policy.generation`` of a run that has this one request. Sampling parameters of NeMo-RL's configuration are its own."""
+    """``policy.generation`` of a run that has this one request. Sampling parameters of NeMo-RL's
+    configuration are its own.
+    """
     budget, total = limits(request)
     own = {name: request.sampling.get(name, default) for name, default in _SAMPLING.items()}
     return {
@@ -134,20 +161,36 @@ def generation_config(request: Request) -> dict[str, Any]:
 def vllm_generation(nemo: NemoRl, fleet: Fleet, request: Request) -> Any:
     """A ``VllmGeneration`` for ``request``, over all servers of ``fleet``."""
     cfg = generation_config(request)
-    workers = [_worker(nemo, cfg, AsyncLLM(engine, routes=request.want_routes), fleet) for engine in fleet.servers.values()]
+    workers = [
+        _worker(nemo, cfg, AsyncLLM(engine, routes=request.want_routes), fleet)
+        for engine in fleet.servers.values()
+    ]
     return _generation(nemo, cfg, workers)
 
 
 def updatable(nemo: NemoRl, fleet: Fleet, loads: Any) -> Any:
-    """A ``VllmGeneration`` whose weights are updated: ``loads(engine)`` is what a transfer does to an engine."""
+    """A ``VllmGeneration`` whose weights are updated: ``loads(engine)`` is what a transfer does to
+    an engine.
+    """
     cfg = generation_config(fleet.case.requests[0])
-    return _generation(nemo, cfg, [_worker(nemo, cfg, AsyncLLM(e, routes=False, loads=loads), fleet) for e in fleet.servers.values()])
+    return _generation(
+        nemo,
+        cfg,
+        [
+            _worker(nemo, cfg, AsyncLLM(e, routes=False, loads=loads), fleet)
+            for e in fleet.servers.values()
+        ],
+    )
 
 
 def _generation(nemo: NemoRl, cfg: dict[str, Any], workers: list[Any]) -> Any:
     generation = object.__new__(nemo.vllm.VllmGeneration)
     generation.__dict__.update(
-        cfg=cfg, worker_group=WorkerGroup(nemo, workers), current_generate_dp_shard_idx=0, fleet_selector=None, fleet_monitor=None
+        cfg=cfg,
+        worker_group=WorkerGroup(nemo, workers),
+        current_generate_dp_shard_idx=0,
+        fleet_selector=None,
+        fleet_monitor=None,
     )
     generation.shutdown = lambda: True  # asked for when it is collected
     return generation
@@ -156,5 +199,7 @@ def _generation(nemo: NemoRl, cfg: dict[str, Any], workers: list[Any]) -> Any:
 def _worker(nemo: NemoRl, cfg: dict[str, Any], llm: AsyncLLM, fleet: Fleet) -> Any:
     worker = object.__new__(nemo.vllm_worker.VllmAsyncGenerationWorkerImpl)
     dtype = nemo.interfaces.resolve_routed_experts_dtype(fleet.case.model.num_experts)
-    worker.__dict__.update(cfg=cfg, llm=llm, SamplingParams=SimpleNamespace, routed_experts_dtype=dtype)
+    worker.__dict__.update(
+        cfg=cfg, llm=llm, SamplingParams=SimpleNamespace, routed_experts_dtype=dtype
+    )
     return worker

@@ -1,6 +1,7 @@
 """prime-rl's way from samples to what its data-parallel ranks train on, as a batch subject.
 
-That is ``prepare_batch`` (packed, padded, balanced; no sample is so long that it is cut), msgpack, and ``DataLoader``'s tensors.
+That is ``prepare_batch`` (packed, padded, balanced; no sample is so long that it is cut), msgpack,
+and ``DataLoader``'s tensors.
 """
 
 from __future__ import annotations
@@ -9,7 +10,18 @@ from typing import Any
 
 import numpy as np
 
-from rollproof.core.contract import Contract, Filler, KvPolicy, LayerAxis, Logprobs, MissingLogprobs, Provenance, ResumeBy, Rows, Versions
+from rollproof.core.contract import (
+    Contract,
+    Filler,
+    KvPolicy,
+    LayerAxis,
+    Logprobs,
+    MissingLogprobs,
+    Provenance,
+    ResumeBy,
+    Rows,
+    Versions,
+)
 from rollproof.core.records import BatchRow, Rollout
 from rollproof.stacks.prime_rl.upstream import PrimeRl
 
@@ -21,7 +33,9 @@ _LONGEST, _MULTIPLE = 64, 8
 
 
 class MicroBatches:
-    """Samples are packed into micro-batches; one is read back by its advantage, which is its place in the order, counted from 1."""
+    """Samples are packed into micro-batches; one is read back by its advantage, which is its place
+    in the order, counted from 1.
+    """
 
     contract: Contract = Contract(
         rows=Rows.ALL,
@@ -61,11 +75,17 @@ class MicroBatches:
         )
         loader = object.__new__(self._prime.data.DataLoader)
         decode = msgspec.msgpack.Decoder(transport.MicroBatch).decode
-        held = [loader._micro_batch_to_tensor(decode(msgspec.msgpack.encode(one))) for rank in made for one in rank]
+        held = [
+            loader._micro_batch_to_tensor(decode(msgspec.msgpack.encode(one)))
+            for rank in made
+            for one in rank
+        ]
         return held, [sample.request_id for sample in samples]
 
     def rows(self, batch: Any) -> list[BatchRow]:
-        """The samples of all micro-batches that are trained on, in the order in which they were given."""
+        """The samples of all micro-batches that are trained on, in the order in which they were
+        given.
+        """
         held, names = batch
         found: dict[int, BatchRow] = {}
         for tensors in held:
@@ -73,18 +93,30 @@ class MicroBatches:
             for length in tensors["seq_lens"].tolist():
                 piece = slice(start, start + length)
                 start += length
-                places = {int(place) for place in tensors["advantages"][0, piece].tolist() if place > 0}
+                places = {
+                    int(place) for place in tensors["advantages"][0, piece].tolist() if place > 0
+                }
                 if len(places) == 1:
                     (place,) = places
                     found[place] = _row(tensors, piece, names[place - 1])
         return [found[place] for place in sorted(found)]
 
     def _sample(self, sample: Rollout, place: int) -> Any:
-        """A ``TrainingSample`` of a branch of one turn, as ``trace_to_samples`` and the sink leave it."""
+        """A ``TrainingSample`` of a branch of one turn, as ``trace_to_samples`` and the sink leave
+        it.
+        """
         ids = [*sample.prompt_ids, *sample.response_ids]
         prompt = len(sample.prompt_ids)
-        mask = [1] * len(sample.response_ids) if sample.loss_mask is None else sample.loss_mask.tolist()
-        logprobs = [0.0] * len(sample.response_ids) if sample.logprobs is None else np.nan_to_num(sample.logprobs).tolist()
+        mask = (
+            [1] * len(sample.response_ids)
+            if sample.loss_mask is None
+            else sample.loss_mask.tolist()
+        )
+        logprobs = (
+            [0.0] * len(sample.response_ids)
+            if sample.logprobs is None
+            else np.nan_to_num(sample.logprobs).tolist()
+        )
         return self._prime.transport.TrainingSample(
             token_ids=ids,
             mask=[False] * prompt + [bool(flag) for flag in mask],
@@ -104,6 +136,8 @@ def _row(tensors: Any, piece: slice, name: str) -> BatchRow:
         token_ids=tensors["input_ids"][0, piece].numpy(),
         attention=(advantages > 0).astype(np.int64),
         loss_mask=mask,
-        logprobs=np.where(mask > 0, tensors["inference_logprobs"][0, piece].numpy().astype(np.float64), np.nan),
+        logprobs=np.where(
+            mask > 0, tensors["inference_logprobs"][0, piece].numpy().astype(np.float64), np.nan
+        ),
         routes=None if routes is None else routes[0, piece].numpy(),
     )

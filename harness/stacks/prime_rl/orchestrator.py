@@ -1,4 +1,6 @@
-"""prime-rl's ``Dispatcher`` and ``WeightWatcher`` as a subject: from a task to the training sample, and its span of policies."""
+"""prime-rl's ``Dispatcher`` and ``WeightWatcher`` as a subject: from a task to the training sample,
+and its span of policies.
+"""
 
 from __future__ import annotations
 
@@ -34,7 +36,9 @@ _MANY = 10_000
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Sampled:
-    """The training sample of an episode, its policy span, and the reason that verifiers gave for the end of its last turn."""
+    """The training sample of an episode, its policy span, and the reason that verifiers gave for
+    the end of its last turn.
+    """
 
     request: Request
     sample: Any
@@ -43,10 +47,12 @@ class Sampled:
 
 
 class Orchestrated:
-    """One request is a group of one episode, which the dispatcher sends to an environment, and which comes back over its wire.
+    """One request is a group of one episode, which the dispatcher sends to an environment, and
+    which comes back over its wire.
 
-    The environment is ours, and plays with verifiers' ``TrainClient``. Updates go the way of the watcher: a directory that the
-    trainer has finished, then ``apply_policy_update`` with the requests of ``InferencePool.update_weights`` to every server.
+    The environment is ours, and plays with verifiers' ``TrainClient``. Updates go the way of the
+    watcher: a directory that the trainer has finished, then ``apply_policy_update`` with the
+    requests of ``InferencePool.update_weights`` to every server.
     """
 
     contract: Contract
@@ -63,12 +69,16 @@ class Orchestrated:
         self._http = HttpFleet(fleet, routes=RoutesForm.DESCRIBED)
         self._folder = Path(tempfile.mkdtemp(prefix="rollproof-prime-"))
         urls = list(self._http.urls.values())
-        config = prime.shared.ClientConfig(base_url=self._http.router + "/v1", admin_base_url=urls, api_key_var="ROLLPROOF_NO_KEY")
+        config = prime.shared.ClientConfig(
+            base_url=self._http.router + "/v1", admin_base_url=urls, api_key_var="ROLLPROOF_NO_KEY"
+        )
         with without_certificates():
             pool = prime.client.InferencePool(config, MODEL, train_client_type="renderer")
         policy = prime.types.Policy(version=fleet.case.first_version, model_name=MODEL)
         self._tasks = _Tasks(prime)
-        self._episodes = _Episodes(prime, Player(prime.verifiers, fleet, pool.train_client), self._tasks)
+        self._episodes = _Episodes(
+            prime, Player(prime.verifiers, fleet, pool.train_client), self._tasks
+        )
         self._dispatcher = prime.dispatcher.Dispatcher(
             train_envs=_Environments(prime, pool, self._episodes),
             eval_envs=None,
@@ -93,14 +103,21 @@ class Orchestrated:
             ckpt_step=fleet.case.first_version,
         )
         self._pool = pool
-        self._running = [asyncio.ensure_future(self._dispatcher.start()), asyncio.ensure_future(self._collect())]
+        self._running = [
+            asyncio.ensure_future(self._dispatcher.start()),
+            asyncio.ensure_future(self._collect()),
+        ]
         for task in self._running:
             task.add_done_callback(self._tasks.ended)
         # a branch of no tokens is no sample: the sink drops it
-        self.contract = replace(branch_contract(fleet), versions=Versions.BOUNDS, partial_off=PartialOff.DROPPED)
+        self.contract = replace(
+            branch_contract(fleet), versions=Versions.BOUNDS, partial_off=PartialOff.DROPPED
+        )
 
     async def rollout(self, request: Request) -> Sampled | None:
-        """The sample; ``None`` where the episode has none to train on. Raises what the environment raised."""
+        """The sample; ``None`` where the episode has none to train on. Raises what the environment
+        raised.
+        """
         episode = await self._tasks.put(request)
         failed = self._episodes.failed.pop(request.request_id, None)
         if failed is not None:
@@ -110,10 +127,14 @@ class Orchestrated:
         if not samples:
             return None
         finish = self._episodes.finished.pop(request.request_id)
-        return Sampled(request=request, sample=samples[-1], policy=episode.run.work.policy, finish=finish)
+        return Sampled(
+            request=request, sample=samples[-1], policy=episode.run.work.policy, finish=finish
+        )
 
     async def update_weights(self, version: int | None) -> None:
-        """The trainer numbers every update, and the watcher sees a directory that is marked as stable. Raises what a server says."""
+        """The trainer numbers every update, and the watcher sees a directory that is marked as
+        stable. Raises what a server says.
+        """
         label = self._fleet.weights_of(None) if version is None else version
         step = self._folder / "broadcasts" / f"step_{label}"
         step.mkdir(parents=True)
@@ -132,7 +153,11 @@ class Orchestrated:
             finish_reason=reason_of(native.finish) or FinishReason.ERROR,
             logprobs=as_logprobs(sample.logprobs[prompt:]),
             loss_mask=np.array(sample.mask[prompt:], dtype=np.int64),
-            routes=None if routes is None else as_routes(np.frombuffer(routes.data, dtype=routes.dtype).reshape(routes.shape)),
+            routes=(
+                None
+                if routes is None
+                else as_routes(np.frombuffer(routes.data, dtype=routes.dtype).reshape(routes.shape))
+            ),
             min_version=native.policy.start,
             max_version=native.policy.end,
         )
@@ -219,7 +244,9 @@ class _Environments:
 
 
 class _Episodes:
-    """An ``EnvClient`` whose server is in this process: an episode is packed as the server does it, and unpacked as the client does."""
+    """An ``EnvClient`` whose server is in this process: an episode is packed as the server does it,
+    and unpacked as the client does.
+    """
 
     def __init__(self, prime: PrimeRl, player: Player, tasks: _Tasks) -> None:
         self._prime, self._tasks = prime, tasks
@@ -227,7 +254,9 @@ class _Episodes:
         self.failed: dict[str, Exception] = {}
         self.finished: dict[str, str | None] = {}
 
-    async def run(self, *, task_data: Mapping[str, Any], client: Any, model: str, sampling: Any) -> Any:
+    async def run(
+        self, *, task_data: Mapping[str, Any], client: Any, model: str, sampling: Any
+    ) -> Any:
         """One episode; a rollout that fails is one with an error."""
         import msgpack
 
@@ -244,6 +273,12 @@ class _Episodes:
             self.failed[request.request_id] = error
             trace.errors.append(v1.Error(type=type(error).__name__, message=str(error)))
         trace.is_completed = True
-        said = wire.RunResponse.model_construct(episode=v1.Episode(task=about, ok=trace.ok, traces=[trace]))
-        sent = msgpack.packb(said.model_dump(mode="python"), default=prime.encoding.msgpack_encoder, use_bin_type=True)
+        said = wire.RunResponse.model_construct(
+            episode=v1.Episode(task=about, ok=trace.ok, traces=[trace])
+        )
+        sent = msgpack.packb(
+            said.model_dump(mode="python"),
+            default=prime.encoding.msgpack_encoder,
+            use_bin_type=True,
+        )
         return wire.RunResponse.model_validate(msgpack.unpackb(sent, raw=False)).episode

@@ -13,14 +13,20 @@ from rollproof.stacks.verifiers.upstream import Verifiers, import_verifiers
 __all__ = ["PrimeRl", "import_prime_rl"]
 
 _ABSENT = ("vllm", "modelexpress", "grpc", "wandb", "datasets", "torchtitan", "torchdata")
-"""Packages that prime-rl's modules import at their head: engines, trainers, and loggers, which are not run here."""
+"""Packages that prime-rl's modules import at their head: engines, trainers, and loggers, which are
+not run here.
+"""
 _TRANSFERS = ("prime_rl.transports.weights",)
-"""The transfer of weights between trainer and engines asks for CUDA, and imports the trainer's models."""
+"""The transfer of weights between trainer and engines asks for CUDA, and imports the trainer's
+models.
+"""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PrimeRl:
-    """The modules of one checkout, and of the verifiers below it. ``wire`` and ``encoding``: how an environment server sends an episode."""
+    """The modules of one checkout, and of the verifiers below it. ``wire`` and ``encoding``: how an
+    environment server sends an episode.
+    """
 
     version: str
     verifiers: Verifiers

@@ -1,4 +1,6 @@
-"""RLinf, released and unmodified: how its SGLang worker generates a group, how aborted ones go on elsewhere, and its rollout result."""
+"""RLinf, released and unmodified: how its SGLang worker generates a group, how aborted ones go on
+elsewhere, and its rollout result.
+"""
 
 from __future__ import annotations
 
@@ -16,5 +18,7 @@ def load(found: Found) -> Stack:
     from rollproof.stacks.rlinf.worker import WorkerSubject
 
     rlinf = import_rlinf(found.version)
-    part = Part(name="sglang-worker", make=lambda: WorkerSubject(rlinf), flavours=("sglang",), thin=_THIN)
+    part = Part(
+        name="sglang-worker", make=lambda: WorkerSubject(rlinf), flavours=("sglang",), thin=_THIN
+    )
     return Stack(name="rlinf", version=found.version, parts={part.name: part})

@@ -1,7 +1,9 @@
-"""RLinf's classes, and stand-ins for what its SGLang worker imports of SGLang: the engine is the fleet's, and the rest is never called.
+"""RLinf's classes, and stand-ins for what its SGLang worker imports of SGLang: the engine is the
+fleet's, and the rest is never called.
 
-RLinf refuses SGLang beyond 0.5.4, which in turn needs a GPU to be imported. So ``sglang`` and the package of the worker, whose
-``__init__`` looks for that release, are replaced by modules with the names that the worker imports; the worker itself is RLinf's own file.
+RLinf refuses SGLang beyond 0.5.4, which in turn needs a GPU to be imported. So ``sglang`` and the
+package of the worker, whose ``__init__`` looks for that release, are replaced by modules with the
+names that the worker imports; the worker itself is RLinf's own file.
 """
 
 from __future__ import annotations
@@ -24,7 +26,10 @@ _NAMES = {
     "sglang": (),
     "sglang.srt": (),
     "sglang.srt.managers": (),
-    "sglang.srt.managers.io_struct": ("ReleaseMemoryOccupationReqInput", "ResumeMemoryOccupationReqInput"),
+    "sglang.srt.managers.io_struct": (
+        "ReleaseMemoryOccupationReqInput",
+        "ResumeMemoryOccupationReqInput",
+    ),
     "sglang.srt.server_args": ("ServerArgs",),
     _PACKAGE: ("Engine", "io_struct"),
 }
@@ -40,7 +45,9 @@ class RLinf:
 
 
 def import_rlinf(version: str) -> RLinf:
-    """Import what the adapter drives (5 to 15 s). Raises ``StackError`` where something that it imports is missing."""
+    """Import what the adapter drives (5 to 15 s). Raises ``StackError`` where something that it
+    imports is missing.
+    """
     try:
         group, result = attributes("rlinf.data.io_struct", "SeqGroupInfo", "RolloutResult")
         with standing_in(_stand_ins()):
@@ -56,7 +63,11 @@ def _stand_ins() -> dict[str, ModuleType]:
     modules: dict[str, ModuleType] = {}
     for name, members in _NAMES.items():
         modules[name] = module = ModuleType(name)
-        module.__path__ = [str(Path(folder) / "sglang") for folder in rollout.__path__] if name == _PACKAGE else []
+        module.__path__ = (
+            [str(Path(folder) / "sglang") for folder in rollout.__path__]
+            if name == _PACKAGE
+            else []
+        )
         for member in members:
             setattr(module, member, type(member, (), {}))
     return modules

@@ -1,4 +1,6 @@
-"""RLinf's ``SGLangWorker._async_generate_group``, its ``SeqGroupInfo`` and its ``RolloutResult``, as a subject."""
+"""RLinf's ``SGLangWorker._async_generate_group``, its ``SeqGroupInfo`` and its ``RolloutResult``,
+as a subject.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +10,14 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from rollproof.core.contract import Contract, KvPolicy, ResumeBy, Rows, Sampling, Versions
-from rollproof.core.records import EngineOutput, FinishReason, Request, Rollout, as_logprobs, as_tokens
+from rollproof.core.records import (
+    EngineOutput,
+    FinishReason,
+    Request,
+    Rollout,
+    as_logprobs,
+    as_tokens,
+)
 from rollproof.core.trace import PauseMode
 from rollproof.stacks.rlinf.upstream import RLinf
 
@@ -37,10 +46,18 @@ class _Engine:
         self._engine = engine
 
     async def async_generate(
-        self, *, prompt: Any, sampling_params: Mapping[str, Any], input_ids: list[int], image_data: Any, return_logprob: bool
+        self,
+        *,
+        prompt: Any,
+        sampling_params: Mapping[str, Any],
+        input_ids: list[int],
+        image_data: Any,
+        return_logprob: bool,
     ) -> dict[str, Any]:
         """One call, and SGLang's dictionary."""
-        sampling = {name: value for name, value in sampling_params.items() if name != "max_new_tokens"}
+        sampling = {
+            name: value for name, value in sampling_params.items() if name != "max_new_tokens"
+        }
         output = await self._engine.generate(
             prompt_ids=input_ids,
             max_tokens=sampling_params["max_new_tokens"],
@@ -54,14 +71,18 @@ class _Engine:
 def _meta(output: EngineOutput) -> dict[str, Any]:
     meta: dict[str, Any] = {"finish_reason": {"type": str(output.finish_reason)}}
     if output.logprobs is not None:
-        meta["output_token_logprobs"] = [[float(p), t, None] for p, t in zip(output.logprobs, output.token_ids, strict=True)]
+        meta["output_token_logprobs"] = [
+            [float(p), t, None] for p, t in zip(output.logprobs, output.token_ids, strict=True)
+        ]
     return meta
 
 
 class WorkerSubject:
-    """One request is a group of one, which goes on with the next worker whenever it comes back aborted, as RLinf's scheduler migrates it.
+    """One request is a group of one, which goes on with the next worker whenever it comes back
+    aborted, as RLinf's scheduler migrates it.
 
-    The worker's constructor starts an engine, and its ``rollout`` reads Ray channels: both are left out.
+    The worker's constructor starts an engine, and its ``rollout`` reads Ray channels: both are left
+    out.
     """
 
     contract: Contract
@@ -70,7 +91,9 @@ class WorkerSubject:
         self._rlinf = rlinf
 
     def start(self, fleet: Fleet) -> None:
-        """A worker before each engine. RLinf updates weights between rollouts; here updates abort what runs, which then migrates."""
+        """A worker before each engine. RLinf updates weights between rollouts; here updates abort
+        what runs, which then migrates.
+        """
         fleet.pause_mode = PauseMode.ABORT
         fleet.clear_cache = True
         self._fleet = fleet
@@ -95,7 +118,10 @@ class WorkerSubject:
                 self._fleet.balancer.release(server)
             if not group.all_completed:
                 await asyncio.sleep(self._fleet.case.engine.step)
-        return Answer(request=request, result=self._rlinf.result.from_sglang_seq_group(group, request.want_logprobs))
+        return Answer(
+            request=request,
+            result=self._rlinf.result.from_sglang_seq_group(group, request.want_logprobs),
+        )
 
     async def update_weights(self, version: int | None) -> None:
         """RLinf's own goes from trainer to scheduler by its collectives."""
@@ -109,7 +135,9 @@ class WorkerSubject:
             prompt_ids=as_tokens(result.prompt_ids[0]),
             response_ids=as_tokens(result.response_ids[0]),
             finish_reason=FinishReason.STOP if result.is_end[0] else FinishReason.LENGTH,
-            logprobs=None if result.rollout_logprobs is None else as_logprobs(result.rollout_logprobs[0]),
+            logprobs=(
+                None if result.rollout_logprobs is None else as_logprobs(result.rollout_logprobs[0])
+            ),
         )
 
     def stop(self) -> None:
@@ -118,7 +146,10 @@ class WorkerSubject:
     def _worker(self, server: str, request: Request) -> Any:
         worker = object.__new__(self._rlinf.worker)
         worker._engine = _Engine(self._fleet.servers[server])
-        worker._sampling_params = {**request.sampling, "max_new_tokens": _ROOM if request.budget is None else request.budget}
+        worker._sampling_params = {
+            **request.sampling,
+            "max_new_tokens": _ROOM if request.budget is None else request.budget,
+        }
         worker._return_logprobs = request.want_logprobs
         worker._logger = None
         worker.log_warning = lambda _text: None

@@ -1,4 +1,6 @@
-"""ROLL, from a checkout, unmodified: its partial rollouts, from the router to the sample, and its way from engine outputs to the ranks."""
+"""ROLL, from a checkout, unmodified: its partial rollouts, from the router to the sample, and its
+way from engine outputs to the ranks.
+"""
 
 from __future__ import annotations
 
@@ -17,12 +19,21 @@ _THIN = 3
 
 
 def load(found: Found) -> Stack:
-    """Import ROLL from its checkout and give its part. Raises ``StackError`` where it cannot be imported."""
+    """Import ROLL from its checkout and give its part. Raises ``StackError`` where it cannot be
+    imported.
+    """
     from rollproof.stacks._support.part import Part
     from rollproof.stacks.roll.batch import OutputBatch
     from rollproof.stacks.roll.rollout import LoopSubject
     from rollproof.stacks.roll.upstream import import_roll
 
     roll = import_roll(found.version)
-    part = Part(name="rollout-loop", make=lambda: LoopSubject(roll), flavours=("sglang",), thin=_THIN)
-    return Stack(name="roll", version=found.version, parts={part.name: part}, batches={"output-batch": lambda: OutputBatch(roll)})
+    part = Part(
+        name="rollout-loop", make=lambda: LoopSubject(roll), flavours=("sglang",), thin=_THIN
+    )
+    return Stack(
+        name="roll",
+        version=found.version,
+        parts={part.name: part},
+        batches={"output-batch": lambda: OutputBatch(roll)},
+    )

@@ -1,4 +1,6 @@
-"""ROLL's way from engine outputs to the ranks, as a batch subject: ``postprocess_output_data``, ``DataProto.concat``, and its chunks."""
+"""ROLL's way from engine outputs to the ranks, as a batch subject: ``postprocess_output_data``,
+``DataProto.concat``, and its chunks.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +9,18 @@ from typing import Any
 
 import numpy as np
 
-from rollproof.core.contract import Contract, Filler, KvPolicy, LayerAxis, Logprobs, MissingLogprobs, Provenance, ResumeBy, Rows, Versions
+from rollproof.core.contract import (
+    Contract,
+    Filler,
+    KvPolicy,
+    LayerAxis,
+    Logprobs,
+    MissingLogprobs,
+    Provenance,
+    ResumeBy,
+    Rows,
+    Versions,
+)
 from rollproof.core.records import BatchRow, Rollout
 from rollproof.stacks._support.tokenizer import PAD_ID
 from rollproof.stacks.roll.upstream import Roll
@@ -21,7 +34,9 @@ _EOS = 1
 
 
 class OutputBatch:
-    """Each sample is the one output of a request of its own; two ranks have a chunk each, after a journey by pickle."""
+    """Each sample is the one output of a request of its own; two ranks have a chunk each, after a
+    journey by pickle.
+    """
 
     contract: Contract = Contract(
         rows=Rows.ALL,
@@ -61,7 +76,9 @@ class OutputBatch:
         found = {}
         for chunk in chunks:
             for i, place in enumerate(chunk.non_tensor_batch["place"]):
-                found[place] = _row({name: chunk.batch[name][i] for name in list(chunk.batch.keys())}, names[place])
+                found[place] = _row(
+                    {name: chunk.batch[name][i] for name in list(chunk.batch.keys())}, names[place]
+                )
         return [found[place] for place in sorted(found)]
 
     def _output(self, sample: Rollout, place: int) -> Any:
@@ -77,20 +94,33 @@ class OutputBatch:
                 "place": np.array([place], dtype=object),
             }
         )
-        said: dict[str, Any] = {"output_token_ids": [list(sample.response_ids)], "eos_token_id": [_EOS, PAD_ID], "pad_token_id": PAD_ID}
+        said: dict[str, Any] = {
+            "output_token_ids": [list(sample.response_ids)],
+            "eos_token_id": [_EOS, PAD_ID],
+            "pad_token_id": PAD_ID,
+        }
         if sample.logprobs is not None:
             said["output_logprobs"] = [sample.logprobs.tolist()]
         if sample.routes is not None:
             # an engine returns T-1 rows
-            said["routed_experts"] = [torch.tensor(sample.routes[: len(sample.routes) - 1].astype(np.int32))]
+            said["routed_experts"] = [
+                torch.tensor(sample.routes[: len(sample.routes) - 1].astype(np.int32))
+            ]
         data = self._roll.protocol.DataProto(meta_info=said)
         return self._roll.loop.postprocess_output_data(request, data, _SEQUENCE)
 
 
 def _row(columns: dict[str, Any], name: str) -> BatchRow:
-    ids, mask = columns["input_ids"].numpy().copy(), columns["response_mask"].numpy().astype(np.int64)
+    ids, mask = (
+        columns["input_ids"].numpy().copy(),
+        columns["response_mask"].numpy().astype(np.int64),
+    )
     logprobs, routes = columns.get("infer_logprobs"), columns.get("routed_experts")
-    values = None if logprobs is None else np.concatenate([[np.nan], logprobs.numpy().astype(np.float64)])
+    values = (
+        None
+        if logprobs is None
+        else np.concatenate([[np.nan], logprobs.numpy().astype(np.float64)])
+    )
     return BatchRow(
         request_id=name,
         token_ids=ids,

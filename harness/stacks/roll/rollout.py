@@ -1,4 +1,6 @@
-"""ROLL's ``UserDefinedRolloutLoop``, router and SGLang worker, as a subject: aborts keep what there is, and requests go on from there."""
+"""ROLL's ``UserDefinedRolloutLoop``, router and SGLang worker, as a subject: aborts keep what there
+is, and requests go on from there.
+"""
 
 from __future__ import annotations
 
@@ -53,9 +55,11 @@ class Answer:
 
 
 class LoopSubject:
-    """One request is one prompt with one answer; an update lies between two steps: sampling is paused, weights are loaded, it goes on.
+    """One request is one prompt with one answer; an update lies between two steps: sampling is
+    paused, weights are loaded, it goes on.
 
-    Partial rollout is ROLL's asynchronous pipeline (``collect_unfinished``): without it an aborted prompt is dropped.
+    Partial rollout is ROLL's asynchronous pipeline (``collect_unfinished``): without it an aborted
+    prompt is dropped.
     """
 
     contract: Contract
@@ -64,13 +68,18 @@ class LoopSubject:
         self._roll = roll
 
     async def start(self, fleet: Fleet) -> None:
-        """ROLL's router before one worker a server; a scheduler that has what the rollout's context asks of it."""
+        """ROLL's router before one worker a server; a scheduler that has what the rollout's context
+        asks of it.
+        """
         roll = self._roll
         self._fleet = fleet
         manager = object.__new__(roll.router.RouterManager)
         workers = [_worker(roll, fleet, engine) for engine in fleet.servers.values()]
         router = roll.router.PromptAffinityRouter(
-            router_manager=manager, workers=workers, model_path="", router_args=SimpleNamespace(max_running_requests=128)
+            router_manager=manager,
+            workers=workers,
+            model_path="",
+            router_args=SimpleNamespace(max_running_requests=128),
         )
         manager.__dict__.update(
             strategy_name="sglang",
@@ -121,15 +130,21 @@ class LoopSubject:
         context.compute_rewards = _no_rewards(roll)
         loop = roll.loop.UserDefinedRolloutLoop()
         async with context.do_generate_and_reward(max_concurrency=1):
-            samples = await loop._generate_and_reward_impl(context=context, req=self._asked(request, length, budget), domain=_DOMAIN)
+            samples = await loop._generate_and_reward_impl(
+                context=context, req=self._asked(request, length, budget), domain=_DOMAIN
+            )
         return Answer(request=request, sample=samples[0]) if samples else None
 
     async def update_weights(self, version: int | None) -> None:
-        """As the pipeline does it between two steps: ``pause_sampling``, the model update, and the ``resume`` of the next batch.
+        """As the pipeline does it between two steps: ``pause_sampling``, the model update, and the
+        ``resume`` of the next batch.
 
-        Only ``pause_sampling`` keeps calls away from weights that change: SGLang itself is not paused.
+        Only ``pause_sampling`` keeps calls away from weights that change: SGLang itself is not
+        paused.
         """
-        label = self._fleet.weights_of(None) if version is None else version  # ROLL's updates are those of its steps: all are numbered
+        label = (
+            self._fleet.weights_of(None) if version is None else version
+        )  # ROLL's updates are those of its steps: all are numbered
         async with self._one_update:
             await self._scheduler.pause_sampling()
             try:
@@ -138,7 +153,9 @@ class LoopSubject:
                 self._manager.resume()
 
     async def _model_update(self, label: int) -> None:
-        """Every worker receives the weights, and then forgets its cache (``process_weights_after_loading``)."""
+        """Every worker receives the weights, and then forgets its cache
+        (``process_weights_after_loading``).
+        """
         true = self._fleet.weights_of(label)
         alive = [engine for engine in self._fleet.servers.values() if engine.alive]
         loads = [engine.load(true, label, identity=true == engine.version) for engine in alive]
@@ -156,7 +173,11 @@ class LoopSubject:
         length, prompt = int(valid.sum()), len(request.prompt_ids)
         tokens = as_tokens(batch["input_ids"][0, :length].tolist(), what="input_ids")
         fields = set(batch.keys())
-        logprobs = batch["infer_logprobs"][0, prompt - 1 : length - 1] if "infer_logprobs" in fields else None
+        logprobs = (
+            batch["infer_logprobs"][0, prompt - 1 : length - 1]
+            if "infer_logprobs" in fields
+            else None
+        )
         routes = batch["routed_experts"][0, :length].numpy() if "routed_experts" in fields else None
         return Rollout(
             request_id=request.request_id,
@@ -173,7 +194,10 @@ class LoopSubject:
 
     def gauges(self) -> Mapping[str, float]:
         """Requests as ROLL's router counts them."""
-        return {"roll in flight": float(self._manager.size()), "roll load": float(self._manager.router.size())}
+        return {
+            "roll in flight": float(self._manager.size()),
+            "roll load": float(self._manager.router.size()),
+        }
 
     def _asked(self, request: Request, length: int, budget: int) -> Any:
         import torch
@@ -191,8 +215,15 @@ class LoopSubject:
             "logprobs": 0 if request.want_logprobs else None,
         }
         return self._roll.protocol.DataProto.from_single_dict(
-            {"input_ids": ids, "attention_mask": mask, "position_ids": torch.clip(torch.cumsum(mask, dim=-1) - 1, min=0)},
-            meta_info={"generation_config": generation, "collect_unfinished": self._fleet.case.partial},
+            {
+                "input_ids": ids,
+                "attention_mask": mask,
+                "position_ids": torch.clip(torch.cumsum(mask, dim=-1) - 1, min=0),
+            },
+            meta_info={
+                "generation_config": generation,
+                "collect_unfinished": self._fleet.case.partial,
+            },
         )
 
 
@@ -212,7 +243,11 @@ class TokenizerManager:
 
     async def generate_request(self, asked: Any, _request: None) -> AsyncIterator[dict[str, Any]]:
         """One answer, the final one; as the engine within the process has it, routes are a tensor."""
-        sampling = {name: value for name, value in asked.sampling_params.items() if name not in ("max_new_tokens", "n")}
+        sampling = {
+            name: value
+            for name, value in asked.sampling_params.items()
+            if name not in ("max_new_tokens", "n")
+        }
         output = await self._engine.generate(
             prompt_ids=asked.input_ids,
             max_tokens=asked.sampling_params["max_new_tokens"],
@@ -237,7 +272,9 @@ class TokenizerManager:
 def _meta(output: EngineOutput) -> dict[str, Any]:
     meta: dict[str, Any] = {"finish_reason": {"type": str(output.finish_reason)}}
     if output.logprobs is not None:
-        meta["output_token_logprobs"] = [(float(p), t, None) for p, t in zip(output.logprobs, output.token_ids, strict=True)]
+        meta["output_token_logprobs"] = [
+            (float(p), t, None) for p, t in zip(output.logprobs, output.token_ids, strict=True)
+        ]
     if output.routes is not None:
         import torch
 
@@ -248,10 +285,15 @@ def _meta(output: EngineOutput) -> dict[str, Any]:
 def _worker(roll: Roll, fleet: Fleet, engine: FakeEngine) -> Any:
     """A worker behind a handle of Ray's, with ROLL's strategy for SGLang."""
     strategy = object.__new__(roll.strategy.SgLangStrategy)
-    strategy.model = SimpleNamespace(engine=SimpleNamespace(tokenizer_manager=TokenizerManager(engine)))
-    strategy.enable_rollout_routing_replay = any(request.want_routes for request in fleet.case.requests)
+    strategy.model = SimpleNamespace(
+        engine=SimpleNamespace(tokenizer_manager=TokenizerManager(engine))
+    )
+    strategy.enable_rollout_routing_replay = any(
+        request.want_routes for request in fleet.case.requests
+    )
     return SimpleNamespace(
-        generate_request=SimpleNamespace(remote=strategy.generate_request), abort_requests=SimpleNamespace(remote=strategy.abort_requests)
+        generate_request=SimpleNamespace(remote=strategy.generate_request),
+        abort_requests=SimpleNamespace(remote=strategy.abort_requests),
     )
 
 
@@ -263,16 +305,19 @@ def _no_rewards(roll: Roll) -> Any:
     async def compute(*, req: Any, **_domain: str) -> Any:
         import torch
 
-        return roll.protocol.DataProto.from_single_dict({"response_level_rewards": torch.zeros(len(req.batch["input_ids"]))})
+        return roll.protocol.DataProto.from_single_dict(
+            {"response_level_rewards": torch.zeros(len(req.batch["input_ids"]))}
+        )
 
     return compute
 
 
 def loop_contract(fleet: Fleet) -> Contract:
-    """What ROLL promises: a sample that goes on keeps its tokens and logprobs, and has a row of routes for each token, the last one zero.
+    """What ROLL promises: a sample that goes on keeps its tokens and logprobs, and has a row of
+    routes for each token, the last one zero.
 
-    Versions are counted a prompt, by the step in which it began, and are not in a sample; nor is why it ended. Without partial
-    rollout an aborted prompt is dropped.
+    Versions are counted a prompt, by the step in which it began, and are not in a sample; nor is
+    why it ended. Without partial rollout an aborted prompt is dropped.
     """
     model = fleet.case.model
     return Contract(

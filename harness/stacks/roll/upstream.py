@@ -18,8 +18,20 @@ from rollproof.stacks._support.stand_ins import stood_in
 
 __all__ = ["Roll", "import_roll"]
 
-_ABSENT = ("codetiming", "grpc", "mcore_adapter", "megatron", "modelscope", "more_itertools", "opentelemetry", "sglang", "transfer_queue")
-"""Packages that ROLL's modules import at their head: an engine, trainers, tracing, hubs. None of them is run here."""
+_ABSENT = (
+    "codetiming",
+    "grpc",
+    "mcore_adapter",
+    "megatron",
+    "modelscope",
+    "more_itertools",
+    "opentelemetry",
+    "sglang",
+    "transfer_queue",
+)
+"""Packages that ROLL's modules import at their head: an engine, trainers, tracing, hubs. None of
+them is run here.
+"""
 _SGLANG = "0.5.7"
 """The newest SGLang that ROLL has a patch for: it refuses others."""
 _MODULES = {
@@ -51,7 +63,9 @@ def import_roll(version: str) -> Roll:
 
     try:
         with _quietly(), stood_in(_ABSENT, values={"sglang": {"__version__": _SGLANG}}):
-            found: dict[str, Any] = {name: importlib.import_module(module) for name, module in _MODULES.items()}
+            found: dict[str, Any] = {
+                name: importlib.import_module(module) for name, module in _MODULES.items()
+            }
     except ImportError as error:
         raise missing_dependency("roll", version, error, RELEASE) from error
     found["router"].logger.setLevel(logging.CRITICAL)
@@ -62,7 +76,9 @@ def import_roll(version: str) -> Roll:
 
 @contextmanager
 def _quietly() -> Iterator[None]:
-    """While it is imported ROLL makes a folder for its log where one works, tells of it, and takes over the root logger."""
+    """While it is imported ROLL makes a folder for its log where one works, tells of it, and takes
+    over the root logger.
+    """
     root = logging.getLogger()
     handlers, level = list(root.handlers), root.level
     os.environ.setdefault("ROLL_LOG_DIR", tempfile.mkdtemp(prefix="rollproof-roll-"))

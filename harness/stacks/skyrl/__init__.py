@@ -1,4 +1,6 @@
-"""SkyRL, released and unmodified: its inference client and weight update, its generator, its batches, its layouts for routing replay."""
+"""SkyRL, released and unmodified: its inference client and weight update, its generator, its
+batches, its layouts for routing replay.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +24,21 @@ def load(found: Found) -> Stack:
     skyrl = import_skyrl(found.version, found.line)
     parts = (
         Part(name="client", make=lambda: ClientSubject(skyrl), flavours=("vllm",), thin=_THIN),
-        Part(name="generator", make=lambda: GeneratorSubject(skyrl), flavours=("vllm",), turns=_TURNS, thin=_THIN),
+        Part(
+            name="generator",
+            make=lambda: GeneratorSubject(skyrl),
+            flavours=("vllm",),
+            turns=_TURNS,
+            thin=_THIN,
+        ),
     )
-    batches = {"batch-tensors": lambda: BatchTensors(skyrl), "training-input": lambda: TrainingInput(skyrl)}
-    return Stack(name="skyrl", version=found.version, parts={part.name: part for part in parts}, batches=batches)
+    batches = {
+        "batch-tensors": lambda: BatchTensors(skyrl),
+        "training-input": lambda: TrainingInput(skyrl),
+    }
+    return Stack(
+        name="skyrl",
+        version=found.version,
+        parts={part.name: part for part in parts},
+        batches=batches,
+    )

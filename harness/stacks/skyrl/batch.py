@@ -1,7 +1,8 @@
 """SkyRL's conversions of finished samples into training batches, as batch subjects.
 
-``convert_prompts_responses_to_batch_tensors`` pads and stacks; the trainer's ``convert_to_training_input`` stands above it, and its
-batches are padded to a multiple of the data-parallel ranks, chunked, pickled to the workers and put together again.
+``convert_prompts_responses_to_batch_tensors`` pads and stacks; the trainer's
+``convert_to_training_input`` stands above it, and its batches are padded to a multiple of the
+data-parallel ranks, chunked, pickled to the workers and put together again.
 """
 
 from __future__ import annotations
@@ -13,7 +14,18 @@ from unittest import mock
 
 import numpy as np
 
-from rollproof.core.contract import Contract, Filler, KvPolicy, LayerAxis, Logprobs, MissingLogprobs, Provenance, ResumeBy, Rows, Versions
+from rollproof.core.contract import (
+    Contract,
+    Filler,
+    KvPolicy,
+    LayerAxis,
+    Logprobs,
+    MissingLogprobs,
+    Provenance,
+    ResumeBy,
+    Rows,
+    Versions,
+)
 from rollproof.core.records import BatchRow, IntArray, Rollout
 from rollproof.stacks import attributes
 from rollproof.stacks._support.tokenizer import IdTokenizer
@@ -21,15 +33,25 @@ from rollproof.stacks.skyrl.upstream import RouteForm, SkyRL
 
 __all__ = ["BatchTensors", "TrainingInput"]
 
-_FIELDS = ("sequences", "attention_mask", "response_mask", "rewards", "loss_mask", "rollout_logprobs", "rollout_expert_indices")
+_FIELDS = (
+    "sequences",
+    "attention_mask",
+    "response_mask",
+    "rewards",
+    "loss_mask",
+    "rollout_logprobs",
+    "rollout_expert_indices",
+)
 """What ``convert_prompts_responses_to_batch_tensors`` returns first, in order."""
 _RANKS = 2
 
 
 def batch_contract(skyrl: SkyRL) -> Contract:
-    """Samples as SkyRL's generator hands them over; more experts than a byte can count, a dense layer before the MoE layers.
+    """Samples as SkyRL's generator hands them over; more experts than a byte can count, a dense
+    layer before the MoE layers.
 
-    Since 0.4.0 a sample without tokens does not get so far: the client refuses it where routes are wanted.
+    Since 0.4.0 a sample without tokens does not get so far: the client refuses it where routes are
+    wanted.
     """
     arrays = skyrl.facts.routes is RouteForm.ARRAYS
     return Contract(
@@ -53,7 +75,9 @@ def batch_contract(skyrl: SkyRL) -> Contract:
 
 
 class BatchTensors:
-    """``convert_prompts_responses_to_batch_tensors``: sequences padded on the left, fields of the response aligned with its end."""
+    """``convert_prompts_responses_to_batch_tensors``: sequences padded on the left, fields of the
+    response aligned with its end.
+    """
 
     contract: Contract
 
@@ -74,7 +98,9 @@ class BatchTensors:
             output["rollout_logprobs"],
             output["rollout_expert_indices"],
         )
-        return dict(zip(_FIELDS, converted, strict=False)), [sample.request_id for sample in samples]
+        return dict(zip(_FIELDS, converted, strict=False)), [
+            sample.request_id for sample in samples
+        ]
 
     def rows(self, batch: Any) -> list[BatchRow]:
         """One row a sample."""
@@ -90,8 +116,14 @@ class BatchTensors:
             token_ids=ids,
             attention=attention,
             loss_mask=_after(before, _array(tensors["loss_mask"][i]).astype(np.int64), 0),
-            logprobs=None if logprobs is None else _after(before, _array(logprobs[i]).astype(np.float64), np.nan),
-            routes=self._routes(tensors.get("rollout_expert_indices"), i, int(len(ids) - attention.sum())),
+            logprobs=(
+                None
+                if logprobs is None
+                else _after(before, _array(logprobs[i]).astype(np.float64), np.nan)
+            ),
+            routes=self._routes(
+                tensors.get("rollout_expert_indices"), i, int(len(ids) - attention.sum())
+            ),
             routed=None if padding is None else 1 - _array(padding[i]).astype(np.int64),
         )
 
@@ -102,22 +134,39 @@ class BatchTensors:
         if not hasattr(routes, "segment"):
             return _array(routes[i])  # type: ignore[no-any-return]  # numpy's own
         rows = _array(routes.segment(i))
-        return np.concatenate([np.broadcast_to(np.arange(rows.shape[2]), (pad, *rows.shape[1:])).astype(rows.dtype), rows])
+        return np.concatenate(
+            [
+                np.broadcast_to(np.arange(rows.shape[2]), (pad, *rows.shape[1:])).astype(
+                    rows.dtype
+                ),
+                rows,
+            ]
+        )
 
 
 class TrainingInput(BatchTensors):
-    """``convert_to_training_input``, ``stage_chunks`` over two ranks, a journey by pickle, and ``cat``."""
+    """``convert_to_training_input``, ``stage_chunks`` over two ranks, a journey by pickle, and
+    ``cat``.
+    """
 
     def __init__(self, skyrl: SkyRL) -> None:
         super().__init__(skyrl)
         (self._trainer,) = attributes("skyrl.train.trainer", "RayPPOTrainer")
-        (self._batch,) = attributes("skyrl.backends.skyrl_train.training_batch", "TrainingInputBatch")
-        (self._dispatch,) = attributes("skyrl.backends.skyrl_train.distributed.dispatch", "MeshDispatch")
+        (self._batch,) = attributes(
+            "skyrl.backends.skyrl_train.training_batch", "TrainingInputBatch"
+        )
+        (self._dispatch,) = attributes(
+            "skyrl.backends.skyrl_train.distributed.dispatch", "MeshDispatch"
+        )
 
     def collate(self, samples: list[Rollout]) -> Any:
-        """The batch as the workers have it together, dummy rows at its end left out, and the names of the samples."""
+        """The batch as the workers have it together, dummy rows at its end left out, and the names
+        of the samples.
+        """
         names = [sample.request_id for sample in samples]
-        made = self._trainer.convert_to_training_input(_trainer(len(samples)), generator_output(samples, self._skyrl), names)
+        made = self._trainer.convert_to_training_input(
+            _trainer(len(samples)), generator_output(samples, self._skyrl), names
+        )
         module = self._dispatch.__module__
         with mock.patch(f"{module}.ray", SimpleNamespace(put=lambda chunk: pickle.dumps(chunk))):
             staged = self._dispatch.stage_chunks(_RANKS, made, [(0, len(samples))])
@@ -126,7 +175,9 @@ class TrainingInput(BatchTensors):
 
 
 def _trainer(size: int) -> Any:
-    """What ``convert_to_training_input`` reads of the trainer: one mini-batch of all samples, each of a prompt of its own."""
+    """What ``convert_to_training_input`` reads of the trainer: one mini-batch of all samples, each
+    of a prompt of its own.
+    """
     correction = SimpleNamespace(tis_ratio_type=None, sequence_mask_metric=None)
     trainer = SimpleNamespace(
         algorithm=SimpleNamespace(off_policy_correction=correction, max_seq_len=None),
@@ -146,8 +197,17 @@ def _trainer(size: int) -> Any:
 
 
 def generator_output(samples: list[Rollout], skyrl: SkyRL) -> dict[str, Any]:
-    """A ``GeneratorOutput`` of finished samples, as the generator writes it: 0.0 on masked tokens without a logprob."""
-    masks = [[1] * len(sample.response_ids) if sample.loss_mask is None else [int(flag) for flag in sample.loss_mask] for sample in samples]
+    """A ``GeneratorOutput`` of finished samples, as the generator writes it: 0.0 on masked tokens
+    without a logprob.
+    """
+    masks = [
+        (
+            [1] * len(sample.response_ids)
+            if sample.loss_mask is None
+            else [int(flag) for flag in sample.loss_mask]
+        )
+        for sample in samples
+    ]
     routes = [_route(sample, skyrl) for sample in samples]
     logprobs = [_filled(sample) for sample in samples]
     return {
@@ -162,17 +222,25 @@ def generator_output(samples: list[Rollout], skyrl: SkyRL) -> dict[str, Any]:
 
 
 def _route(sample: Rollout, skyrl: SkyRL) -> Any:
-    """Routes in the form of the release; the generator makes arrays of the smallest of its three types."""
+    """Routes in the form of the release; the generator makes arrays of the smallest of its three
+    types.
+    """
     if sample.routes is None:
         return None
     if skyrl.facts.routes is RouteForm.LISTS:
         return sample.routes.tolist()
-    (compact,) = attributes("skyrl.backends.skyrl_train.utils.routed_experts", "compact_routed_expert_indices")
+    (compact,) = attributes(
+        "skyrl.backends.skyrl_train.utils.routed_experts", "compact_routed_expert_indices"
+    )
     return compact(sample.routes)
 
 
 def _filled(sample: Rollout) -> list[float] | None:
-    return None if sample.logprobs is None else [0.0 if np.isnan(value) else float(value) for value in sample.logprobs]
+    return (
+        None
+        if sample.logprobs is None
+        else [0.0 if np.isnan(value) else float(value) for value in sample.logprobs]
+    )
 
 
 def _array(tensor: Any) -> Any:

@@ -1,4 +1,6 @@
-"""An environment of SkyRL-Gym that answers with the turns of a request. Registering it imports this module again, by its name."""
+"""An environment of SkyRL-Gym that answers with the turns of a request. Registering it imports this
+module again, by its name.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,9 @@ ENTRY = "rollproof.stacks.skyrl.environment:_TurnEnvironment"
 
 
 class _TurnEnvironment(BaseTextEnv):  # type: ignore[misc]  # the base is SkyRL's, known at run time only
-    """Gives the next answer after each turn that ended by itself (on ``eos``); a turn that was cut off ends the episode."""
+    """Gives the next answer after each turn that ended by itself (on ``eos``); a turn that was cut
+    off ends the episode.
+    """
 
     def __init__(self, env_config: Any = None, extras: Any = None) -> None:
         super().__init__()
@@ -30,4 +34,9 @@ class _TurnEnvironment(BaseTextEnv):  # type: ignore[misc]  # the base is SkyRL'
             return BaseTextEnvStepOutput(observations=[], reward=0.0, done=True, metadata={})
         turn = self._turns.pop(0)
         self._note(turn)
-        return BaseTextEnvStepOutput(observations=[{"role": "user", "content": spell(turn)}], reward=0.0, done=False, metadata={})
+        return BaseTextEnvStepOutput(
+            observations=[{"role": "user", "content": spell(turn)}],
+            reward=0.0,
+            done=False,
+            metadata={},
+        )

@@ -1,4 +1,6 @@
-"""SkyRL's ``SkyRLGymGenerator``, on SkyRL's own client, as a subject: rollouts of several turns with an environment."""
+"""SkyRL's ``SkyRLGymGenerator``, on SkyRL's own client, as a subject: rollouts of several turns
+with an environment.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +14,14 @@ from rollproof.core.records import Request, Rollout, as_logprobs, as_routes, as_
 from rollproof.core.trace import Observation
 from rollproof.simulation.mutation_guard import lend
 from rollproof.stacks._support.tokenizer import spell
-from rollproof.stacks.skyrl.inference_client import Answer, SkyRLHost, client_contract, reason_of, sampling_of, wants_routes
+from rollproof.stacks.skyrl.inference_client import (
+    Answer,
+    SkyRLHost,
+    client_contract,
+    reason_of,
+    sampling_of,
+    wants_routes,
+)
 from rollproof.stacks.skyrl.upstream import SkyRL
 
 if TYPE_CHECKING:
@@ -27,7 +36,9 @@ _ROOM = 1 << 16
 
 
 class GeneratorSubject:
-    """One request is one ``generate`` of a batch of one. SkyRL's limit holds for each turn: the request's budget."""
+    """One request is one ``generate`` of a batch of one. SkyRL's limit holds for each turn: the
+    request's budget.
+    """
 
     contract: Contract
 
@@ -55,12 +66,16 @@ class GeneratorSubject:
         batch = {
             "prompts": [lend("prompt", [{"role": "user", "content": spell(request.prompt_ids)}])],
             "env_classes": [self._environment],
-            "env_extras": [{"turns": request.turns, "eos": self._fleet.policy.eos_id, "note": note}],
+            "env_extras": [
+                {"turns": request.turns, "eos": self._fleet.policy.eos_id, "note": note}
+            ],
             "sampling_params": lend("sampling_params", sampling_of(request)),
             "trajectory_ids": None,
             "batch_metadata": None,
         }
-        return Answer(request=request, output=await self._generator.generate(batch, disable_tqdm=True))
+        return Answer(
+            request=request, output=await self._generator.generate(batch, disable_tqdm=True)
+        )
 
     async def update_weights(self, version: int | None) -> None:
         """SkyRL's own procedure."""
@@ -95,17 +110,21 @@ class GeneratorSubject:
             max_turns=_TURNS,
             max_input_length=_ROOM,
             sampling_params=config.SamplingParams(max_generate_length=longest, logprobs=0),
-            inference_engine=config.InferenceEngineConfig(enable_return_routed_experts=wants_routes(self._fleet)),
+            inference_engine=config.InferenceEngineConfig(
+                enable_return_routed_experts=wants_routes(self._fleet)
+            ),
         )
         gym = config.SkyRLGymConfig(max_env_workers=0)
         return self._skyrl.generator(generator, gym, self._host.client, self._host.tokenizer)
 
 
 def generator_contract(fleet: Fleet, skyrl: SkyRL) -> Contract:
-    """What the generator promises beyond its client: a loss mask, and logprobs of 0.0 on the environment's tokens.
+    """What the generator promises beyond its client: a loss mask, and logprobs of 0.0 on the
+    environment's tokens.
 
-    Routes are those "for a prefix of its prompt and response tokens" (skyrl/train/generators/base.py). Until 0.3.0 those of the last turn
-    replace all, since they come from a prefill of everything.
+    Routes are those "for a prefix of its prompt and response tokens"
+    (skyrl/train/generators/base.py). Until 0.3.0 those of the last turn replace all, since they
+    come from a prefill of everything.
     """
     return replace(
         client_contract(fleet, skyrl),

@@ -65,12 +65,16 @@ class SkyRLHost:
         self._dispatch = _dispatch(skyrl.dispatch, self)
 
     async def update_weights(self, version: int | None) -> None:
-        """``WorkerDispatch.save_weights_for_sampler``: pause in mode keep, broadcast, resume. Raises what it raises."""
+        """``WorkerDispatch.save_weights_for_sampler``: pause in mode keep, broadcast, resume.
+        Raises what it raises.
+        """
         _LABEL.set(version)
         await self._dispatch.save_weights_for_sampler()
 
     def broadcast(self, *_workers: Any, **_options: Any) -> None:
-        """The transfer, which blocks SkyRL's loop: every engine loads; raises what the first one raises, after all had their turn."""
+        """The transfer, which blocks SkyRL's loop: every engine loads; raises what the first one
+        raises, after all had their turn.
+        """
         errors: list[EngineFailure] = []
         label = _LABEL.get()
         true = self.fleet.weights_of(label)
@@ -88,12 +92,16 @@ class SkyRLHost:
 
 
 def wants_routes(fleet: Fleet) -> bool:
-    """Routes are on for all calls where any request wants them: SkyRL configures them, a caller does not."""
+    """Routes are on for all calls where any request wants them: SkyRL configures them, a caller
+    does not.
+    """
     return any(request.want_routes for request in fleet.case.requests)
 
 
 def sampling_of(request: Request) -> dict[str, Any]:
-    """VLLM's sampling parameters for ``request``; the logprobs of the sampled tokens are asked for by 0."""
+    """VLLM's sampling parameters for ``request``; the logprobs of the sampled tokens are asked for
+    by 0.
+    """
     sampling: dict[str, Any] = dict(request.sampling)
     if request.want_logprobs:
         sampling["logprobs"] = 0
@@ -104,7 +112,10 @@ def sampling_of(request: Request) -> dict[str, Any]:
 
 def reason_of(stop_reason: str | None) -> FinishReason | None:
     """``stop_reason`` is vLLM's word."""
-    known = {str(reason): reason for reason in (FinishReason.STOP, FinishReason.LENGTH, FinishReason.ABORT)}
+    known = {
+        str(reason): reason
+        for reason in (FinishReason.STOP, FinishReason.LENGTH, FinishReason.ABORT)
+    }
     return None if stop_reason is None else known.get(stop_reason, FinishReason.ERROR)
 
 
@@ -122,7 +133,9 @@ class ClientSubject:
         self.contract = client_contract(fleet, self._skyrl)
 
     async def rollout(self, request: Request) -> Answer:
-        """``generate`` of a batch of one; what the caller hands in is lent, so that a change to it is noticed."""
+        """``generate`` of a batch of one; what the caller hands in is lent, so that a change to it
+        is noticed.
+        """
         sampling = lend("sampling_params", sampling_of(request))
         batch = {
             "prompt_token_ids": [lend("prompt_token_ids", list(request.prompt_ids))],
@@ -160,8 +173,9 @@ class ClientSubject:
 def client_contract(fleet: Fleet, skyrl: SkyRL) -> Contract:
     """What SkyRL's client promises.
 
-    It never resumes: a weight update freezes requests in the engine (mode keep, no cache cleared), and a request that is
-    aborted otherwise comes out with the word ``abort``. Samples carry no version. Routes are the engine's, and optional by configuration.
+    It never resumes: a weight update freezes requests in the engine (mode keep, no cache cleared),
+    and a request that is aborted otherwise comes out with the word ``abort``. Samples carry no
+    version. Routes are the engine's, and optional by configuration.
     """
     model = fleet.case.model
     return Contract(
@@ -182,7 +196,9 @@ def client_contract(fleet: Fleet, skyrl: SkyRL) -> Contract:
 
 
 def _dispatch(base: Any, host: SkyRLHost) -> Any:
-    """A ``WorkerDispatch`` without workers: its ``save_weights_for_sampler`` is SkyRL's, the transfer below it is ours."""
+    """A ``WorkerDispatch`` without workers: its ``save_weights_for_sampler`` is SkyRL's, the
+    transfer below it is ours.
+    """
 
     class Dispatch(base):  # type: ignore[misc]  # the base is SkyRL's, known at run time only
         def __init__(self) -> None:
@@ -190,7 +206,8 @@ def _dispatch(base: Any, host: SkyRLHost) -> Any:
             policy = SimpleNamespace(model=SimpleNamespace(lora=lora), megatron_config=None)
             engine = SimpleNamespace(offload_kv_for_weight_sync=False, weight_sync_backend="nccl")
             self.cfg = SimpleNamespace(
-                trainer=SimpleNamespace(strategy="fsdp", policy=policy), generator=SimpleNamespace(inference_engine=engine)
+                trainer=SimpleNamespace(strategy="fsdp", policy=policy),
+                generator=SimpleNamespace(inference_engine=engine),
             )
             self.colocate_all = False
             self._actor_groups: dict[str, Any] = {}

@@ -1,8 +1,9 @@
-"""SkyRL's Megatron router replay (``replay_utils``), called in the order of its Megatron model wrapper.
+"""SkyRL's Megatron router replay (``replay_utils``), called in the order of its Megatron model
+wrapper.
 
-The order is that of ``forward_step`` in workers/megatron/megatron_model_wrapper.py and of the calls around it in megatron_worker.py
-(skyrl 0.3.0), which themselves need Ray and CUDA. ``replay_utils`` is loaded without the packages around it, whose imports need the
-whole of SkyRL.
+The order is that of ``forward_step`` in workers/megatron/megatron_model_wrapper.py and of the calls
+around it in megatron_worker.py (skyrl 0.3.0), which themselves need Ray and CUDA. ``replay_utils``
+is loaded without the packages around it, whose imports need the whole of SkyRL.
 """
 
 from __future__ import annotations
@@ -37,12 +38,14 @@ def replay_utils() -> ModuleType:
     found = importlib.util.find_spec("skyrl")
     if found is None or not found.submodule_search_locations:
         raise StackError(
-            "skyrl is not installed. Install its released package without what it depends on: `pip install --no-deps skyrl==0.3.0`."
+            "skyrl is not installed. Install its released package without what it depends on: `pip"
+            " install --no-deps skyrl==0.3.0`."
         )
     folder = Path(next(iter(found.submodule_search_locations)))
     if not (folder / "backends" / "skyrl_train" / "utils" / "replay_utils.py").is_file():
         raise StackError(
-            "The installed skyrl has no backends/skyrl_train/utils/replay_utils.py; `pip install --no-deps skyrl==0.3.0` has it."
+            "The installed skyrl has no backends/skyrl_train/utils/replay_utils.py; `pip install"
+            " --no-deps skyrl==0.3.0` has it."
         )
     parts = _MODULE.split(".")[1:-1]
     inner = [parts[:depth] for depth in range(len(parts) + 1)]
@@ -56,7 +59,9 @@ def replay_utils() -> ModuleType:
 
 
 class SkyRLReplay:
-    """SkyRL's replay code on one rank. One sample to a microbatch is packed, several are padded (``remove_microbatch_padding``)."""
+    """SkyRL's replay code on one rank. One sample to a microbatch is packed, several are padded
+    (``remove_microbatch_padding``).
+    """
 
     settings: Mapping[str, Any] = {"moe_enable_routing_replay": True}
 
@@ -73,7 +78,10 @@ class SkyRLReplay:
             return
         routes, mask = _padded(run, number)
         replay_utils().setup_per_microbatch_replay_forward(
-            routes, mask, model_config=run.chunks.config, remove_microbatch_padding=run.setup.microbatch_size == run.setup.dp
+            routes,
+            mask,
+            model_config=run.chunks.config,
+            remove_microbatch_padding=run.setup.microbatch_size == run.setup.dp,
         )
 
     def after(self, run: Run, number: int, chunk: int) -> None:
@@ -82,7 +90,9 @@ class SkyRLReplay:
             replay_utils().setup_per_microbatch_replay_backward()
 
     def end(self, run: Run, *, done: bool) -> None:
-        """What the worker does behind the schedule, also where it failed: there the worker has no such line, and dies."""
+        """What the worker does behind the schedule, also where it failed: there the worker has no
+        such line, and dies.
+        """
         replay_utils().clear_router_replay()
 
     def left(self) -> dict[str, int]:
@@ -93,15 +103,19 @@ class SkyRLReplay:
 
 
 def _padded(run: Run, number: int) -> tuple[Any, Any]:
-    """``rollout_expert_indices`` ``(samples, width, layers, top_k)`` and the attention mask, padded on the left.
+    """``rollout_expert_indices`` ``(samples, width, layers, top_k)`` and the attention mask, padded
+    on the left.
 
-    As ``convert_prompts_responses_to_batch_tensors`` makes them: zeros where there is no row, the final token's included.
+    As ``convert_prompts_responses_to_batch_tensors`` makes them: zeros where there is no row, the
+    final token's included.
     """
     import torch
 
     batch = run.batches[number]
     width = max(batch.lengths)
-    routes = np.zeros((len(batch.samples), width, batch.layout.columns, run.setup.top_k), dtype=np.int32)
+    routes = np.zeros(
+        (len(batch.samples), width, batch.layout.columns, run.setup.top_k), dtype=np.int32
+    )
     mask = np.zeros((len(batch.samples), width), dtype=np.int64)
     for i, sample in enumerate(batch.samples):
         left = width - batch.lengths[i]

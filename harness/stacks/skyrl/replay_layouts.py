@@ -1,8 +1,9 @@
-"""SkyRL's layout functions for routing replay on Megatron, released and unmodified, as layout subjects.
+"""SkyRL's layout functions for routing replay on Megatron, released and unmodified, as layout
+subjects.
 
-Judged are ``_pack_replay_indices``, ``_remove_left_padding_from_indices`` and ``setup_per_microbatch_replay_forward``
-(skyrl.backends.skyrl_train.utils.replay_utils). Needs skyrl and megatron-core, both ``--no-deps``, and torch; no device and no
-process group.
+Judged are ``_pack_replay_indices``, ``_remove_left_padding_from_indices`` and
+``setup_per_microbatch_replay_forward`` (skyrl.backends.skyrl_train.utils.replay_utils). Needs skyrl
+and megatron-core, both ``--no-deps``, and torch; no device and no process group.
 """
 
 from __future__ import annotations
@@ -66,48 +67,81 @@ class SkyRLPacked:
             return replay_utils()._pack_replay_indices(batch, mask)[0]
 
     def select(self, layout: Layout, rows: IntArray, rank: Rank, chunk: int) -> dict[int, Any]:
-        """``setup_per_microbatch_replay_forward`` on one sequence, which needs no packing to keep its order."""
+        """``setup_per_microbatch_replay_forward`` on one sequence, which needs no packing to keep
+        its order.
+        """
         return self.targets(layout, [rows], [len(rows)], rank, chunk)
 
-    def targets(self, layout: Layout, payloads: Sequence[IntArray], lengths: Sequence[int], rank: Rank, chunk: int) -> dict[int, Any]:
+    def targets(
+        self,
+        layout: Layout,
+        payloads: Sequence[IntArray],
+        lengths: Sequence[int],
+        rank: Rank,
+        chunk: int,
+    ) -> dict[int, Any]:
         """``setup_per_microbatch_replay_forward``."""
         skyrl = replay_utils()
         batch, mask = _left_padded(payloads)
         layers = layout.routers(rank.pp, chunk)
         with _routers(layers) as routers, megatron_rank(layout.mesh, rank):
-            skyrl.setup_per_microbatch_replay_forward(batch, mask, megatron_config(layout), remove_microbatch_padding=self.packs)
-            found = {layer: router.target_topk_idx for layer, router in zip(layers, routers, strict=True)}
+            skyrl.setup_per_microbatch_replay_forward(
+                batch, mask, megatron_config(layout), remove_microbatch_padding=self.packs
+            )
+            found = {
+                layer: router.target_topk_idx for layer, router in zip(layers, routers, strict=True)
+            }
             skyrl.clear_router_replay()
         return found
 
 
 class SkyRLPadded(SkyRLPacked):
-    """Microbatches whose padding on the left is moved to the right: a batch of lines, which Megatron flattens place by place."""
+    """Microbatches whose padding on the left is moved to the right: a batch of lines, which
+    Megatron flattens place by place.
+    """
 
-    layout: ClassVar[Layout] = replace(_PACKED, packed=False, side=Side.RIGHT, order=Order.SEQUENCE_MAJOR, alignment=Alignment(by=("tp",)))
+    layout: ClassVar[Layout] = replace(
+        _PACKED,
+        packed=False,
+        side=Side.RIGHT,
+        order=Order.SEQUENCE_MAJOR,
+        alignment=Alignment(by=("tp",)),
+    )
     packs: ClassVar[bool] = False
     context: ClassVar[Any] = None
     select: ClassVar[Any] = None
 
     def supports(self, function: str, layout: Layout) -> str | None:
         """Context parallelism needs packing."""
-        return "SkyRL packs under context parallelism" if layout.mesh.cp > 1 else super().supports(function, layout)
+        return (
+            "SkyRL packs under context parallelism"
+            if layout.mesh.cp > 1
+            else super().supports(function, layout)
+        )
 
 
 @cache
 def replay_utils() -> Any:
-    """SkyRL's module of replay functions, loaded without the packages around it, which import the whole trainer.
+    """SkyRL's module of replay functions, loaded without the packages around it, which import the
+    whole trainer.
 
     Raises ``StackError`` where SkyRL is not installed.
     """
     found = importlib.util.find_spec("skyrl")
     if found is None or not found.submodule_search_locations:
-        raise StackError("SkyRL is not installed: python -m pip install --no-deps skyrl megatron-core")
+        raise StackError(
+            "SkyRL is not installed: python -m pip install --no-deps skyrl megatron-core"
+        )
     root, base = Path(found.submodule_search_locations[0]), "skyrl.backends.skyrl_train"
-    packing = _loaded(f"{base}.distributed.megatron.packing_utils", root / "backends/skyrl_train/distributed/megatron/packing_utils.py")
+    packing = _loaded(
+        f"{base}.distributed.megatron.packing_utils",
+        root / "backends/skyrl_train/distributed/megatron/packing_utils.py",
+    )
     around = {".".join(packing.__name__.split(".")[:n]): ModuleType("skyrl") for n in range(1, 6)}
     with standing_in({**around, packing.__name__: packing}):
-        return _loaded(f"{base}.utils.replay_utils", root / "backends/skyrl_train/utils/replay_utils.py")
+        return _loaded(
+            f"{base}.utils.replay_utils", root / "backends/skyrl_train/utils/replay_utils.py"
+        )
 
 
 def _loaded(name: str, path: Path) -> ModuleType:
@@ -120,7 +154,9 @@ def _loaded(name: str, path: Path) -> ModuleType:
 
 
 def _left_padded(samples: Sequence[IntArray]) -> tuple[Any, Any]:
-    """A batch ``(samples, width, columns, k)`` padded on the left by two places and more, and its attention mask, as tensors."""
+    """A batch ``(samples, width, columns, k)`` padded on the left by two places and more, and its
+    attention mask, as tensors.
+    """
     import torch
 
     width = max(len(sample) for sample in samples) + 2
@@ -134,7 +170,9 @@ def _left_padded(samples: Sequence[IntArray]) -> tuple[Any, Any]:
 
 @contextmanager
 def _routers(layers: Sequence[int]) -> Iterator[list[Any]]:
-    """Megatron's ``RouterReplay`` of these layers as the whole registry, numbered as SkyRL's patch of ``TopKRouter`` numbers them."""
+    """Megatron's ``RouterReplay`` of these layers as the whole registry, numbered as SkyRL's patch
+    of ``TopKRouter`` numbers them.
+    """
     from megatron.core.transformer.moe.router_replay import RouterReplay
 
     with mock.patch.object(RouterReplay, "global_router_replay_instances", []):

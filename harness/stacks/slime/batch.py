@@ -1,6 +1,7 @@
 """slime's way from samples to the ranks, as a batch subject.
 
-That is ``_convert_samples_to_train_data``, ``_split_train_data_by_dp`` and ``process_rollout_data``.
+That is ``_convert_samples_to_train_data``, ``_split_train_data_by_dp`` and
+``process_rollout_data``.
 """
 
 from __future__ import annotations
@@ -12,7 +13,18 @@ from unittest import mock
 
 import numpy as np
 
-from rollproof.core.contract import Contract, Filler, KvPolicy, LayerAxis, Logprobs, MissingLogprobs, Provenance, ResumeBy, Rows, Versions
+from rollproof.core.contract import (
+    Contract,
+    Filler,
+    KvPolicy,
+    LayerAxis,
+    Logprobs,
+    MissingLogprobs,
+    Provenance,
+    ResumeBy,
+    Rows,
+    Versions,
+)
 from rollproof.core.records import BatchRow, Rollout
 from rollproof.stacks._support.ray_actors import taken
 from rollproof.stacks.slime.upstream import Slime
@@ -24,7 +36,9 @@ _LAYERS, _TOP_K = 4, 3
 
 
 class RankData:
-    """Samples go in as a list, and come out as what the data-parallel ranks hold, without padding; one sample goes to one rank."""
+    """Samples go in as a list, and come out as what the data-parallel ranks hold, without padding;
+    one sample goes to one rank.
+    """
 
     contract: Contract = Contract(
         rows=Rows.FORWARDED,
@@ -58,12 +72,25 @@ class RankData:
         manager.args = self.arguments(len(samples))
         manager.custom_convert_samples_to_train_data_func = None
         manager.custom_reward_post_process_func = None
-        manager.train_parallel_config = {"dp_size": ranks, "cp_size": 1, "vpp_size": 1, "microbatch_group_size_per_vp_stage": 1}
+        manager.train_parallel_config = {
+            "dp_size": ranks,
+            "cp_size": 1,
+            "vpp_size": 1,
+            "microbatch_group_size_per_vp_stage": 1,
+        }
         ray = SimpleNamespace(put=pickle.dumps, get=pickle.loads)
-        with mock.patch.object(self._slime.manager, "ray", ray), mock.patch.object(self._slime.data, "ray", ray):
-            made = manager._convert_samples_to_train_data([self._sample(sample, place) for place, sample in enumerate(samples)])
+        with (
+            mock.patch.object(self._slime.manager, "ray", ray),
+            mock.patch.object(self._slime.data, "ray", ray),
+        ):
+            made = manager._convert_samples_to_train_data(
+                [self._sample(sample, place) for place, sample in enumerate(samples)]
+            )
             staged = self.split(manager, made, ranks)
-            held = [self._slime.data.process_rollout_data(manager.args, staged, rank, ranks) for rank in range(ranks)]
+            held = [
+                self._slime.data.process_rollout_data(manager.args, staged, rank, ranks)
+                for rank in range(ranks)
+            ]
         return held, [sample.request_id for sample in samples]
 
     def arguments(self, size: int) -> Any:
@@ -95,19 +122,37 @@ class RankData:
     def rows(self, batch: Any) -> list[BatchRow]:
         """One row a sample, in the order in which they were given (``sample_indices``)."""
         held, names = batch
-        found = {int(index): self._row(data, i, names[int(index)]) for data in held for i, index in enumerate(data["sample_indices"])}
+        found = {
+            int(index): self._row(data, i, names[int(index)])
+            for data in held
+            for i, index in enumerate(data["sample_indices"])
+        }
         return [found[index] for index in sorted(found)]
 
     def _row(self, data: dict[str, Any], i: int, name: str) -> BatchRow:
         ids = np.asarray(data["tokens"][i])
         prompt = len(ids) - int(data["response_lengths"][i])
-        logprobs, routes = (data[field][i] if field in data else None for field in ("rollout_log_probs", "rollout_routed_experts"))
+        logprobs, routes = (
+            data[field][i] if field in data else None
+            for field in ("rollout_log_probs", "rollout_routed_experts")
+        )
         return BatchRow(
             request_id=name,
             token_ids=ids,
             attention=np.ones(len(ids), dtype=np.int64),
-            loss_mask=np.concatenate([np.zeros(prompt, dtype=np.int64), np.asarray(data["loss_masks"][i]).astype(np.int64)]),
-            logprobs=None if logprobs is None else np.concatenate([np.full(prompt, np.nan), np.asarray(logprobs, dtype=np.float64)]),
+            loss_mask=np.concatenate(
+                [
+                    np.zeros(prompt, dtype=np.int64),
+                    np.asarray(data["loss_masks"][i]).astype(np.int64),
+                ]
+            ),
+            logprobs=(
+                None
+                if logprobs is None
+                else np.concatenate(
+                    [np.full(prompt, np.nan), np.asarray(logprobs, dtype=np.float64)]
+                )
+            ),
             routes=None if routes is None else np.asarray(routes),
         )
 
@@ -121,8 +166,14 @@ class RankData:
             tokens=[*sample.prompt_ids, *sample.response_ids],
             response_length=len(sample.response_ids),
             reward=0.0,
-            loss_mask=None if sample.loss_mask is None else [int(flag) for flag in sample.loss_mask],
-            rollout_log_probs=None if sample.logprobs is None else [float(value) for value in sample.logprobs],
-            rollout_routed_experts=None if sample.routes is None else sample.routes.astype(np.int32),
+            loss_mask=(
+                None if sample.loss_mask is None else [int(flag) for flag in sample.loss_mask]
+            ),
+            rollout_log_probs=(
+                None if sample.logprobs is None else [float(value) for value in sample.logprobs]
+            ),
+            rollout_routed_experts=(
+                None if sample.routes is None else sample.routes.astype(np.int32)
+            ),
             status=types.Sample.Status.TRUNCATED,
         )

@@ -1,4 +1,6 @@
-"""slime's rollout: ``generate_and_rm_group``, aborts that keep what there is, and samples that are generated further later."""
+"""slime's rollout: ``generate_and_rm_group``, aborts that keep what there is, and samples that are
+generated further later.
+"""
 
 from __future__ import annotations
 
@@ -78,14 +80,18 @@ class Answer:
 
 
 class PartialRollout:
-    """One request is one sample, a group of its own; an aborted one goes back to the data buffer, and from there into the next rollout.
+    """One request is one sample, a group of its own; an aborted one goes back to the data buffer,
+    and from there into the next rollout.
 
-    A weight update is what lies between two rollouts: slime's ``abort`` ends the one, the weights are loaded, and the other begins.
+    A weight update is what lies between two rollouts: slime's ``abort`` ends the one, the weights
+    are loaded, and the other begins.
     """
 
     contract: Contract
 
-    def __init__(self, slime: Slime, arguments: Callable[[Fleet, str], Any] = slime_arguments) -> None:
+    def __init__(
+        self, slime: Slime, arguments: Callable[[Fleet, str], Any] = slime_arguments
+    ) -> None:
         self._slime, self._arguments = slime, arguments
 
     def start(self, fleet: Fleet) -> None:
@@ -98,8 +104,11 @@ class PartialRollout:
         self._http = HttpFleet(fleet)
         self._args = self._arguments(fleet, self._http.router)
         self._slime.misc.SingletonMeta._instances.pop(self._slime.rollout.GenerateState, None)
-        # as init_http_client makes it; without certificates, which take longer to load than a case takes to run
-        self._slime.http._http_client = httpx.AsyncClient(timeout=None, trust_env=False, verify=False)  # noqa: S113, S501 - loopback in memory
+        # as init_http_client makes it; without certificates, which take longer to load than a case
+        # takes to run
+        self._slime.http._http_client = httpx.AsyncClient(
+            timeout=None, trust_env=False, verify=False
+        )
         tokenizer = IdTokenizer(eos_token_id=fleet.policy.eos_id)
         with (
             mock.patch.object(self._slime.rollout, "load_tokenizer", return_value=tokenizer),
@@ -110,7 +119,9 @@ class PartialRollout:
         self.contract = rollout_contract(fleet)
 
     async def rollout(self, request: Request) -> Answer | None:
-        """Generate; a sample that comes back aborted is generated further in the next rollout, or dropped where partial rollout is off."""
+        """Generate; a sample that comes back aborted is generated further in the next rollout, or
+        dropped where partial rollout is off.
+        """
         types = self._slime.types
         sample = types.Sample(prompt=spell(request.prompt_ids), index=0, reward=0.0)
         while True:
@@ -125,8 +136,12 @@ class PartialRollout:
                 return None
 
     async def update_weights(self, version: int | None) -> None:
-        """Between two rollouts; slime's trainer does one update after the other, and numbers each of them."""
-        label = self._fleet.weights_of(None) if version is None else version  # before it waits: another may be asked for meanwhile
+        """Between two rollouts; slime's trainer does one update after the other, and numbers each
+        of them.
+        """
+        label = (
+            self._fleet.weights_of(None) if version is None else version
+        )  # before it waits: another may be asked for meanwhile
         async with self._between:
             await self._slime.rollout.abort(self._args, 0)
             try:
@@ -140,7 +155,11 @@ class PartialRollout:
         tokens = as_tokens(sample.tokens, what="tokens")
         routes = as_routes(sample.rollout_routed_experts)
         mask = sample.loss_mask if sample.loss_mask is not None else [1] * sample.response_length
-        reasons = {"completed": FinishReason.STOP, "truncated": FinishReason.LENGTH, "aborted": FinishReason.ABORT}
+        reasons = {
+            "completed": FinishReason.STOP,
+            "truncated": FinishReason.LENGTH,
+            "aborted": FinishReason.ABORT,
+        }
         return Rollout(
             request_id=native.request.request_id,
             prompt_ids=tokens[:prompt],
@@ -149,7 +168,9 @@ class PartialRollout:
             logprobs=as_logprobs(sample.rollout_log_probs or []),
             loss_mask=np.array(mask, dtype=np.int64),
             routes=routes,
-            call_versions=tuple(int(version) if version.isdecimal() else None for version in sample.weight_versions),
+            call_versions=tuple(
+                int(version) if version.isdecimal() else None for version in sample.weight_versions
+            ),
         )
 
     async def stop(self) -> None:
@@ -163,13 +184,17 @@ class PartialRollout:
     async def _generate(self, sample: Any, request: Request) -> Any:
         params = {**self._state.sampling_params, **request.sampling}
         params["max_new_tokens"] = _ROOM if request.budget is None else request.budget
-        return await self._slime.rollout.generate_and_rm_group(self._args, [sample], sampling_params=params, evaluation=False)
+        return await self._slime.rollout.generate_and_rm_group(
+            self._args, [sample], sampling_params=params, evaluation=False
+        )
 
 
 def rollout_contract(fleet: Fleet) -> Contract:
-    """What slime promises: a sample that is generated further keeps its tokens and logprobs, and gets the routes of its last call.
+    """What slime promises: a sample that is generated further keeps its tokens and logprobs, and
+    gets the routes of its last call.
 
-    One weight version per HTTP call, without the calls' lengths. Without partial rollout an aborted sample is dropped.
+    One weight version per HTTP call, without the calls' lengths. Without partial rollout an aborted
+    sample is dropped.
     """
     model = fleet.case.model
     return Contract(

@@ -1,6 +1,8 @@
-"""TRL's way from scored samples to packed rows, as batch subjects: queue, planner, and ``DataCollatorForRollout``.
+"""TRL's way from scored samples to packed rows, as batch subjects: queue, planner, and
+``DataCollatorForRollout``.
 
-Rows are prefix tries: what samples share is forwarded once. A sample is read back as the path from the root to its last token.
+Rows are prefix tries: what samples share is forwarded once. A sample is read back as the path from
+the root to its last token.
 """
 
 from __future__ import annotations
@@ -13,7 +15,15 @@ from typing import Any
 
 import numpy as np
 
-from rollproof.core.contract import Contract, KvPolicy, Logprobs, MissingLogprobs, ResumeBy, Rows, Versions
+from rollproof.core.contract import (
+    Contract,
+    KvPolicy,
+    Logprobs,
+    MissingLogprobs,
+    ResumeBy,
+    Rows,
+    Versions,
+)
 from rollproof.core.records import BatchRow, Rollout
 from rollproof.stacks._support.tokenizer import PAD_ID
 from rollproof.stacks.trl.upstream import Trl
@@ -24,7 +34,8 @@ _RANKS = 2
 
 
 class PackedRows:
-    """``RolloutQueueDataset``, then ``FixedCountBatcher`` or, with a ``budget``, ``TokenBudgetBatcher``, then the collator, over two ranks.
+    """``RolloutQueueDataset``, then ``FixedCountBatcher`` or, with a ``budget``,
+    ``TokenBudgetBatcher``, then the collator, over two ranks.
 
     Both planners leave no rank without a sample; where there is one sample only, there is one rank.
     """
@@ -46,18 +57,27 @@ class PackedRows:
         self._budget = budget
 
     def collate(self, samples: list[Rollout]) -> Any:
-        """All micro-batches, and the names of the samples; a sample's advantage is its place in the order."""
+        """All micro-batches, and the names of the samples; a sample's advantage is its place in the
+        order.
+        """
         trainer, ranks = self._trl.trainer, min(_RANKS, len(samples))
-        source = _Source(trainer, [self._sample(sample, place) for place, sample in enumerate(samples)])
+        source = _Source(
+            trainer, [self._sample(sample, place) for place, sample in enumerate(samples)]
+        )
         metrics: dict[str, list[float]] = defaultdict(list)
         if self._budget:
-            # a planner closes a micro-batch when the next sample does not fit: the last one stays open until something comes
-            filler = [self._sample(_filler(self._budget), len(samples) + i) for i in range(ranks + 1)]
+            # a planner closes a micro-batch when the next sample does not fit: the last one stays
+            # open until something comes
+            filler = [
+                self._sample(_filler(self._budget), len(samples) + i) for i in range(ranks + 1)
+            ]
             source.rows += filler
             planner = trainer.TokenBudgetBatcher(source, ranks, self._budget, metrics)
         else:
             planner = trainer.FixedCountBatcher(source, ranks, len(samples))
-        collator = trainer.DataCollatorForRollout(pad_token_id=PAD_ID, num_processes=ranks, metrics=metrics, token_budget=self._budget)
+        collator = trainer.DataCollatorForRollout(
+            pad_token_id=PAD_ID, num_processes=ranks, metrics=metrics, token_budget=self._budget
+        )
         batches = []
         with suppress(_Drained):
             for rows in planner:
@@ -76,7 +96,11 @@ class PackedRows:
     def _sample(self, sample: Rollout, place: int) -> Any:
         """A ``RolloutSample`` as the loop makes it of a conversation of one turn."""
         worker = self._trl.worker
-        logprobs = [0.0] * len(sample.response_ids) if sample.logprobs is None else np.nan_to_num(sample.logprobs).tolist()
+        logprobs = (
+            [0.0] * len(sample.response_ids)
+            if sample.logprobs is None
+            else np.nan_to_num(sample.logprobs).tolist()
+        )
         mask = None if sample.loss_mask is None else [int(flag) for flag in sample.loss_mask]
         turn = worker.TurnRecord(list(sample.prompt_ids), list(sample.response_ids), logprobs, mask)
         (sequence,), _ = worker._chain_to_sequences([turn], sample.request_id, 1024)
@@ -132,7 +156,13 @@ class _Source:
 def _filler(length: int) -> Rollout:
     """A sample that shares a row with no other."""
     ids = tuple(range(100_000, 100_000 + length))
-    return Rollout(request_id="filler", prompt_ids=ids[:1], response_ids=ids[1:], finish_reason=None, logprobs=np.zeros(length - 1))
+    return Rollout(
+        request_id="filler",
+        prompt_ids=ids[:1],
+        response_ids=ids[1:],
+        finish_reason=None,
+        logprobs=np.zeros(length - 1),
+    )
 
 
 def _samples(row: dict[str, Any], names: list[str]) -> dict[int, BatchRow]:
@@ -146,14 +176,19 @@ def _samples(row: dict[str, Any], names: list[str]) -> dict[int, BatchRow]:
     found = {}
     for segment in dict.fromkeys(segments.tolist()):
         mine = segments == segment
-        (place,) = set(advantages[mine].tolist()) if len(set(advantages[mine].tolist())) == 1 else (-1.0,)
+        (place,) = (
+            set(advantages[mine].tolist()) if len(set(advantages[mine].tolist())) == 1 else (-1.0,)
+        )
         if not 0 <= place < len(names):
             continue
         path = next(path for path in paths if set(terms[mine].tolist()) < set(path))
         where = {position: i for i, position in enumerate(path)}
         mask, values = np.zeros(len(path), dtype=np.int64), np.full(len(path), np.nan)
         for term, value in zip(terms[mine].tolist(), logprobs[mine].tolist(), strict=True):
-            mask[where[term] + 1], values[where[term] + 1] = 1, value  # a term stands where its token is predicted
+            mask[where[term] + 1], values[where[term] + 1] = (
+                1,
+                value,
+            )  # a term stands where its token is predicted
         found[int(place)] = BatchRow(
             request_id=names[int(place)],
             token_ids=ids[path].copy(),
@@ -169,4 +204,8 @@ def _paths(row: dict[str, Any]) -> list[list[int]]:
     bounds = [int(bound) for bound in row["tree_cu_seqlens_k"] if bound >= 0]
     index = [int(position) for position in row["tree_kv_index"] if position >= 0]
     paths = [index[low:high] for low, high in pairwise(bounds)]
-    return [path for path in paths if not any(path != other and path == other[: len(path)] for other in paths)]
+    return [
+        path
+        for path in paths
+        if not any(path != other and path == other[: len(path)] for other in paths)
+    ]

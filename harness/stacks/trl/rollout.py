@@ -1,4 +1,6 @@
-"""TRL's ``_AsyncRolloutLoop`` and ``AsyncGRPOTrainer._sync_weight_merged``, as a subject, on an HTTP server in memory."""
+"""TRL's ``_AsyncRolloutLoop`` and ``AsyncGRPOTrainer._sync_weight_merged``, as a subject, on an
+HTTP server in memory.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,16 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from rollproof.core.contract import Contract, KvPolicy, MissingLogprobs, ResumeBy, Rows, Sampling, TagRead, Versions
+from rollproof.core.contract import (
+    Contract,
+    KvPolicy,
+    MissingLogprobs,
+    ResumeBy,
+    Rows,
+    Sampling,
+    TagRead,
+    Versions,
+)
 from rollproof.core.records import Request, Rollout, as_logprobs, as_tokens
 from rollproof.core.trace import Observation, PauseMode
 from rollproof.errors import SubjectError
@@ -43,7 +54,8 @@ class Answer:
 class LoopSubject:
     """One request is one group of one generation: TRL generates it, scores it, and tags it.
 
-    A loop has one configuration, and TRL keeps generating for ever: there is one loop for each request, which stops after its first group.
+    A loop has one configuration, and TRL keeps generating for ever: there is one loop for each
+    request, which stops after its first group.
     """
 
     contract: Contract
@@ -74,20 +86,28 @@ class LoopSubject:
             loop.session = session
             await loop._generate_loop(stop)
         samples = await loop._score_group(loop._groups_to_score.get_nowait())
-        return Answer(request=request, samples=samples) if samples else None  # a conversation without tokens is not handed over
+        return (
+            Answer(request=request, samples=samples) if samples else None
+        )  # a conversation without tokens is not handed over
 
     async def update_weights(self, version: int | None) -> None:
         """``_sync_weight_merged``, which blocks its process. What it raises, it raises.
 
-        TRL counts its updates and has no name for them but its count: one that the schedule gives no label has a number, too.
+        TRL counts its updates and has no name for them but its count: one that the schedule gives
+        no label has a number, too.
         """
         _LABEL.set(self._fleet.weights_of(None) if version is None else version)
         self._trl.trainer.AsyncGRPOTrainer._sync_weight_merged(self._trainer, 0.0)
 
     def to_record(self, native: Answer) -> Rollout:
-        """The one sample of a conversation; a conversation whose turns do not continue each other would be several."""
+        """The one sample of a conversation; a conversation whose turns do not continue each other
+        would be several.
+        """
         if len(native.samples) != 1:
-            raise SubjectError(f"TRL made {len(native.samples)} samples of a conversation whose texts spell its ids.")
+            raise SubjectError(
+                f"TRL made {len(native.samples)} samples of a conversation whose texts spell its"
+                " ids."
+            )
         sample, prompt = native.samples[0], len(native.request.prompt_ids)
         tokens = as_tokens(sample.input_ids, what="input_ids")
         return Rollout(
@@ -104,7 +124,9 @@ class LoopSubject:
         """Nothing to free: sessions end with their rollouts."""
 
     def transfer(self) -> None:
-        """TRL's transfer to all servers behind its address; raises what the first one raises, after all had their turn."""
+        """TRL's transfer to all servers behind its address; raises what the first one raises, after
+        all had their turn.
+        """
         label, errors = _LABEL.get(), []
         true = self._fleet.weights_of(label)
         for engine in self._fleet.servers.values():
@@ -136,7 +158,11 @@ class LoopSubject:
             self._fleet.recorder.record(Observation(request_id=request.request_id, token_ids=turn))
             return spell(turn)
 
-        sampling = {name: value for name, value in request.sampling.items() if name in ("temperature", "top_p", "top_k", "min_p")}
+        sampling = {
+            name: value
+            for name, value in request.sampling.items()
+            if name in ("temperature", "top_p", "top_k", "min_p")
+        }
         loop = self._trl.worker._AsyncRolloutLoop(
             model_name="policy",
             dataset=_Once({"prompt": [{"role": "user", "content": spell(request.prompt_ids)}]}),
@@ -171,7 +197,9 @@ class _Trainer:
 
         self.model: Any = torch.nn.Identity()
         self.model_version = 0
-        self.accelerator: Any = SimpleNamespace(is_main_process=True, unwrap_model=lambda model: model, wait_for_everyone=lambda: None)
+        self.accelerator: Any = SimpleNamespace(
+            is_main_process=True, unwrap_model=lambda model: model, wait_for_everyone=lambda: None
+        )
         self.weight_transfer: Any = SimpleNamespace(
             pause=lambda: subject.everywhere("pause", PauseMode.KEEP, True),
             resume=lambda: subject.everywhere("resume"),
@@ -192,7 +220,9 @@ class _ToolTokenizer(IdTokenizer):
         """The message of one turn."""
         message: dict[str, Any] = {"role": "assistant", "content": spell(ids)}
         if self.turns and ids[-1:] == [self.eos_token_id]:
-            message["tool_calls"] = [{"type": "function", "function": {"name": "environment", "arguments": {}}}]
+            message["tool_calls"] = [
+                {"type": "function", "function": {"name": "environment", "arguments": {}}}
+            ]
         return message
 
 
@@ -236,10 +266,12 @@ def _at_once(work: Coroutine[Any, Any, None]) -> None:
 
 
 def loop_contract(fleet: Fleet, *, multi_turn: bool) -> Contract:
-    """What TRL's loop promises: tokens, logprobs, a mask, and the trainer's count of updates when the group began.
+    """What TRL's loop promises: tokens, logprobs, a mask, and the trainer's count of updates when
+    the group began.
 
-    It never resumes: an update freezes requests in the engine (mode keep), and drops their KV. It does not read why a call ended, so
-    a sample says nothing of it. Sampling parameters are the loop's configuration. There are no routes.
+    It never resumes: an update freezes requests in the engine (mode keep), and drops their KV. It
+    does not read why a call ended, so a sample says nothing of it. Sampling parameters are the
+    loop's configuration. There are no routes.
     """
     contract = Contract(
         rows=Rows.NONE,

@@ -1,4 +1,6 @@
-"""verifiers, released and unmodified: prime-rl's rollouts. Its training client, and the message graph that attributes tokens and routes."""
+"""verifiers, released and unmodified: prime-rl's rollouts. Its training client, and the message
+graph that attributes tokens and routes.
+"""
 
 from __future__ import annotations
 
@@ -17,5 +19,11 @@ def load(found: Found) -> Stack:
     from rollproof.stacks.verifiers.rollout import RolloutSubject
 
     verifiers = import_verifiers(found.version)
-    part = Part(name="train-client", make=lambda: RolloutSubject(verifiers), flavours=("vllm-0.26",), turns=_TURNS, thin=_THIN)
+    part = Part(
+        name="train-client",
+        make=lambda: RolloutSubject(verifiers),
+        flavours=("vllm-0.26",),
+        turns=_TURNS,
+        thin=_THIN,
+    )
     return Stack(name="verifiers", version=found.version, parts={part.name: part})

@@ -1,4 +1,6 @@
-"""A renderer without a language: what verifiers asks of its ``Renderer`` protocol, over texts made by ``spell``."""
+"""A renderer without a language: what verifiers asks of its ``Renderer`` protocol, over texts made
+by ``spell``.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,9 @@ __all__ = ["IdRenderer"]
 
 
 class IdRenderer:
-    """Ids to text and back. Roles and the generation prompt add no tokens; a conversation is always bridged: nothing is rewritten."""
+    """Ids to text and back. Roles and the generation prompt add no tokens; a conversation is always
+    bridged: nothing is rewritten.
+    """
 
     is_prefix_stable = True
     supports_tools = False
@@ -28,7 +32,11 @@ class IdRenderer:
         return self._attributed([], messages)
 
     def bridge_to_next_turn(
-        self, previous_prompt_ids: list[int], previous_completion_ids: list[int], new_messages: Sequence[Mapping[str, Any]], **_options: Any
+        self,
+        previous_prompt_ids: list[int],
+        previous_completion_ids: list[int],
+        new_messages: Sequence[Mapping[str, Any]],
+        **_options: Any,
     ) -> Any:
         """The ids so far, charged to nobody, and those of the new messages."""
         return self._attributed([*previous_prompt_ids, *previous_completion_ids], new_messages)
@@ -49,5 +57,8 @@ class IdRenderer:
             owners += [i] * len(own)
         body = [owner >= 0 for owner in owners]
         return self._rendered(
-            token_ids=ids, message_indices=owners, is_content=body, message_roles=[str(message["role"]) for message in messages]
+            token_ids=ids,
+            message_indices=owners,
+            is_content=body,
+            message_roles=[str(message["role"]) for message in messages],
         )

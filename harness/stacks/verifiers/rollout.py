@@ -1,4 +1,6 @@
-"""verifiers' ``TrainClient`` and message graph, as a subject: the turns of a rollout, and the branch that becomes a training sample."""
+"""verifiers' ``TrainClient`` and message graph, as a subject: the turns of a rollout, and the
+branch that becomes a training sample.
+"""
 
 from __future__ import annotations
 
@@ -36,14 +38,22 @@ if TYPE_CHECKING:
 __all__ = ["MODEL", "Played", "Player", "RolloutSubject", "branch_contract", "reason_of"]
 
 MODEL = "policy"
-"""Not the name of what the servers serve: verifiers would keep the longest prompt of the first case's server for all others."""
+"""Not the name of what the servers serve: verifiers would keep the longest prompt of the first
+case's server for all others.
+"""
 _ROOM = 1024
-_REASONS = {"stop": FinishReason.STOP, "tool_calls": FinishReason.STOP, "length": FinishReason.LENGTH}
+_REASONS = {
+    "stop": FinishReason.STOP,
+    "tool_calls": FinishReason.STOP,
+    "length": FinishReason.LENGTH,
+}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Played:
-    """A rollout that was played: its trace, and the reason that verifiers gave for the end of its last turn."""
+    """A rollout that was played: its trace, and the reason that verifiers gave for the end of its
+    last turn.
+    """
 
     request: Request
     trace: Any
@@ -51,7 +61,9 @@ class Played:
 
 
 class Player:
-    """Plays a request with a ``TrainClient``: a turn is ``prepare_turn``, ``get_response``, ``commit``, as in the interception server."""
+    """Plays a request with a ``TrainClient``: a turn is ``prepare_turn``, ``get_response``,
+    ``commit``, as in the interception server.
+    """
 
     def __init__(self, verifiers: Verifiers, fleet: Fleet, config: Any) -> None:
         self._verifiers, self._fleet = verifiers, fleet
@@ -62,7 +74,8 @@ class Player:
             self._client = verifiers.client(config)
 
     async def play(self, trace: Any, request: Request, **sampling: Any) -> str | None:
-        """All turns, into ``trace``; the reason that verifiers gives for the end of the last one. Raises what verifiers raises.
+        """All turns, into ``trace``; the reason that verifiers gives for the end of the last one.
+        Raises what verifiers raises.
 
         ``sampling`` are fields of a ``SamplingConfig`` beside those of the request.
         """
@@ -72,7 +85,9 @@ class Player:
         while True:
             turn = verifiers.prepare_turn(trace, messages)
             asked = verifiers.sampling(**{**sampling, **request.sampling, "max_tokens": left})
-            said = await self._client.get_response(verifiers.chat(), {"model": MODEL}, asked, session_id=request.request_id, turn=turn)
+            said = await self._client.get_response(
+                verifiers.chat(), {"model": MODEL}, asked, session_id=request.request_id, turn=turn
+            )
             turn.commit(said)
             left -= len(said.tokens.completion_ids)
             shown = said.raw["choices"][0]["finish_reason"]
@@ -81,7 +96,9 @@ class Player:
                 return finish
             answer = waiting.pop(0)
             left -= len(answer)
-            self._fleet.recorder.record(Observation(request_id=request.request_id, token_ids=answer))
+            self._fleet.recorder.record(
+                Observation(request_id=request.request_id, token_ids=answer)
+            )
             messages = [*messages, said.message, verifiers.user(content=spell(answer))]
 
     async def close(self) -> None:
@@ -92,7 +109,8 @@ class Player:
 class RolloutSubject:
     """One request is a conversation.
 
-    Weights are updated as prime-rl does it: the servers keep what runs, and their prefix cache too, which a salt isolates.
+    Weights are updated as prime-rl does it: the servers keep what runs, and their prefix cache too,
+    which a salt isolates.
     """
 
     contract: Contract
@@ -106,14 +124,18 @@ class RolloutSubject:
         fleet.clear_cache = False
         self._fleet = fleet
         http = HttpFleet(fleet, routes=RoutesForm.DESCRIBED)
-        config = self._verifiers.client_config(base_url=http.router + "/v1", api_key_var="ROLLPROOF_NO_KEY", renderer_model_name=MODEL)
+        config = self._verifiers.client_config(
+            base_url=http.router + "/v1", api_key_var="ROLLPROOF_NO_KEY", renderer_model_name=MODEL
+        )
         self._player = Player(self._verifiers, fleet, config)
         self.contract = branch_contract(fleet)
 
     async def rollout(self, request: Request) -> Played:
         """All turns. Raises what verifiers raises."""
         verifiers = self._verifiers
-        trace = verifiers.trace(task=verifiers.task(type="rollproof", data={}), agent=verifiers.agent(config={}))
+        trace = verifiers.trace(
+            task=verifiers.task(type="rollproof", data={}), agent=verifiers.agent(config={})
+        )
         return Played(request=request, trace=trace, finish=await self._player.play(trace, request))
 
     async def update_weights(self, version: int | None) -> None:
@@ -146,7 +168,8 @@ def reason_of(finish: str | None) -> FinishReason | None:
 
 
 def branch_contract(fleet: Fleet) -> Contract:
-    """What verifiers promises: one row a token, the last one a repetition of the row before, until a further turn computes it.
+    """What verifiers promises: one row a token, the last one a repetition of the row before, until
+    a further turn computes it.
 
     There is no tag of versions in a trace: prime-rl keeps the span of its policies beside it.
     """

@@ -33,9 +33,13 @@ class Verifiers:
 
 
 def import_verifiers(version: str) -> Verifiers:
-    """Import what the adapter drives (7 to 25 s). Raises ``StackError`` where something that it imports is missing."""
+    """Import what the adapter drives (7 to 25 s). Raises ``StackError`` where something that it
+    imports is missing.
+    """
     try:
-        client, pool, slot = attributes("verifiers.v1.clients.train", "TrainClient", "ElasticRendererPool", "RendererSlot")
+        client, pool, slot = attributes(
+            "verifiers.v1.clients.train", "TrainClient", "ElasticRendererPool", "RendererSlot"
+        )
         (client_config,) = attributes("verifiers.v1.configs.client", "TrainClientConfig")
         (chat,) = attributes("verifiers.v1.dialects", "ChatDialect")
         (prepare_turn,) = attributes("verifiers.v1.graph", "prepare_turn")

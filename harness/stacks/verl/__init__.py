@@ -1,4 +1,6 @@
-"""verl, released and unmodified: its resume client, its agent loops, its batch conversion and its weight update."""
+"""verl, released and unmodified: its resume client, its agent loops, its batch conversion and its
+weight update.
+"""
 
 from __future__ import annotations
 

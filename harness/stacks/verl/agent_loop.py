@@ -1,4 +1,6 @@
-"""verl's agent loops, ``ToolAgentLoop`` and ``SingleTurnAgentLoop``, on verl's own resume client, as subjects."""
+"""verl's agent loops, ``ToolAgentLoop`` and ``SingleTurnAgentLoop``, on verl's own resume client,
+as subjects.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +28,8 @@ __all__ = ["AgentLoopSubject"]
 
 
 class AgentLoopSubject:
-    """One request is one ``run`` of an agent loop. ``multi_turn`` chooses ``ToolAgentLoop``, which answers ``request.turns``.
+    """One request is one ``run`` of an agent loop. ``multi_turn`` chooses ``ToolAgentLoop``, which
+    answers ``request.turns``.
 
     verl configures one length for the whole response, tools included: the request's budget.
     """
@@ -49,7 +52,9 @@ class AgentLoopSubject:
 
     async def rollout(self, request: Request) -> Answer:
         """Run the loop over the request's prompt; its output has no reason for its end."""
-        tokenizer = IdTokenizer(request.turns if self._multi_turn else (), self._fleet.policy.eos_id)
+        tokenizer = IdTokenizer(
+            request.turns if self._multi_turn else (), self._fleet.policy.eos_id
+        )
         config = self._host.config(request)
         loops = self._verl.agent_loop
         loop = self._loop_class(
@@ -67,7 +72,9 @@ class AgentLoopSubject:
         return Answer(request=request, output=await loop.run(sampling, raw_prompt=messages))
 
     async def update_weights(self, version: int | None) -> None:
-        """As verl's checkpoint engine does it, without its worker groups (the checkpoint-manager part has them)."""
+        """As verl's checkpoint engine does it, without its worker groups (the checkpoint-manager
+        part has them).
+        """
         await self._host.sync(version)
 
     def to_record(self, native: Answer) -> Rollout:
@@ -94,11 +101,13 @@ class AgentLoopSubject:
 
 
 def loop_contract(fleet: Fleet, *, multi_turn: bool) -> Contract:
-    """What an agent loop promises: what its client does, and a loss mask that is 0 on the environment's tokens.
+    """What an agent loop promises: what its client does, and a loss mask that is 0 on the
+    environment's tokens.
 
-    A multi-turn loop records no rows after the last turn of the model, by design (``AgentLoopOutput.as_dict`` says so). With
-    partial rollout off, verl's client says that "aborted samples will be dropped" (llm_server.py); the loop's output has
-    no field that could say that one was cut, so dropping is what is left.
+    A multi-turn loop records no rows after the last turn of the model, by design
+    (``AgentLoopOutput.as_dict`` says so). With partial rollout off, verl's client says that
+    "aborted samples will be dropped" (llm_server.py); the loop's output has no field that could say
+    that one was cut, so dropping is what is left.
     """
     return replace(
         client_contract(fleet),
@@ -114,7 +123,9 @@ def loop_contract(fleet: Fleet, *, multi_turn: bool) -> Contract:
 
 
 class _Witness:
-    """Stands between a loop and verl's client, and records what the loop added to the sequence since the last answer."""
+    """Stands between a loop and verl's client, and records what the loop added to the sequence
+    since the last answer.
+    """
 
     def __init__(self, client: Any, request: Request, fleet: Fleet) -> None:
         self._client = client
@@ -127,7 +138,9 @@ class _Witness:
         known = self._known
         if known is not None and prompt_ids[: len(known)] == known and len(prompt_ids) > len(known):
             added = tuple(prompt_ids[len(known) :])
-            self._fleet.recorder.record(Observation(request_id=self._request.request_id, token_ids=added))
+            self._fleet.recorder.record(
+                Observation(request_id=self._request.request_id, token_ids=added)
+            )
         output = await self._client.generate(request_id, prompt_ids=prompt_ids, **call)
         self._known = [*prompt_ids, *output.token_ids]
         return output

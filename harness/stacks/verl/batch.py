@@ -1,7 +1,7 @@
 """verl's conversions of finished samples into training batches, as batch subjects.
 
-There are two paths: ``AgentLoopOutput.as_dict`` (trainers with ``use_v1``) makes unpadded tensors of each sample;
-``AgentLoopWorker._agent_loop_postprocess`` and ``_postprocess`` pad and stack them.
+There are two paths: ``AgentLoopOutput.as_dict`` (trainers with ``use_v1``) makes unpadded tensors
+of each sample; ``AgentLoopWorker._agent_loop_postprocess`` and ``_postprocess`` pad and stack them.
 """
 
 from __future__ import annotations
@@ -12,7 +12,18 @@ from typing import Any
 
 import numpy as np
 
-from rollproof.core.contract import Contract, Filler, KvPolicy, LayerAxis, Logprobs, MissingLogprobs, Provenance, ResumeBy, Rows, Versions
+from rollproof.core.contract import (
+    Contract,
+    Filler,
+    KvPolicy,
+    LayerAxis,
+    Logprobs,
+    MissingLogprobs,
+    Provenance,
+    ResumeBy,
+    Rows,
+    Versions,
+)
 from rollproof.core.records import BatchRow, IntArray, LogprobArray, Rollout
 from rollproof.stacks import attributes
 from rollproof.stacks._support.tokenizer import IdTokenizer
@@ -26,7 +37,8 @@ _NAME = "rollproof_request"
 
 
 def _contract(dtype: str) -> Contract:
-    """Samples as verl's agent loops hand them over; more experts than a byte can count, a dense layer before the MoE layers.
+    """Samples as verl's agent loops hand them over; more experts than a byte can count, a dense
+    layer before the MoE layers.
 
     Where no route was captured verl's batches hold zeros: expert 0, ``top_k`` times.
     """
@@ -54,7 +66,11 @@ def _contract(dtype: str) -> Contract:
 def _output_of(sample: Rollout, verl: Verl) -> Any:
     """An ``AgentLoopOutput``. On masked tokens without a logprob verl's loops write 0.0."""
     loops = verl.agent_loop
-    mask = [1] * len(sample.response_ids) if sample.loss_mask is None else [int(flag) for flag in sample.loss_mask]
+    mask = (
+        [1] * len(sample.response_ids)
+        if sample.loss_mask is None
+        else [int(flag) for flag in sample.loss_mask]
+    )
     return loops.AgentLoopOutput(
         prompt_ids=list(sample.prompt_ids),
         response_ids=list(sample.response_ids),
@@ -63,13 +79,20 @@ def _output_of(sample: Rollout, verl: Verl) -> Any:
         routed_experts=None if sample.routes is None else sample.routes.copy(),
         num_turns=2,
         metrics=loops.AgentLoopMetrics(),
-        extra_fields={"min_global_steps": sample.min_version, "max_global_steps": sample.max_version, _NAME: sample.request_id},
+        extra_fields={
+            "min_global_steps": sample.min_version,
+            "max_global_steps": sample.max_version,
+            _NAME: sample.request_id,
+        },
     )
 
 
 def _filled(logprobs: LogprobArray, mask: list[int]) -> list[float]:
     flags = [*mask, *[1] * (len(logprobs) - len(mask))]
-    return [0.0 if np.isnan(value) and not flag else float(value) for value, flag in zip(logprobs, flags, strict=False)]
+    return [
+        0.0 if np.isnan(value) and not flag else float(value)
+        for value, flag in zip(logprobs, flags, strict=False)
+    ]
 
 
 class SampleDicts:
@@ -98,15 +121,21 @@ class SampleDicts:
             token_ids=ids,
             attention=np.ones(len(ids), dtype=np.int64),
             loss_mask=_after(len(prompt), _array(sample["response_mask"]), 0),
-            logprobs=None if logprobs is None else _after(len(prompt), _array(logprobs).astype(np.float64), np.nan),
+            logprobs=(
+                None
+                if logprobs is None
+                else _after(len(prompt), _array(logprobs).astype(np.float64), np.nan)
+            ),
             routes=None if routes is None else _array(routes),
         )
 
 
 class PaddedBatch:
-    """``_agent_loop_postprocess`` of each sample, then ``_postprocess``: prompts padded on the left, responses on the right.
+    """``_agent_loop_postprocess`` of each sample, then ``_postprocess``: prompts padded on the
+    left, responses on the right.
 
-    The worker is made without its constructor, which loads a model's tokenizer; it has the fields that the two methods read.
+    The worker is made without its constructor, which loads a model's tokenizer; it has the fields
+    that the two methods read.
     """
 
     contract: Contract
@@ -120,7 +149,8 @@ class PaddedBatch:
         worker = object.__new__(self._verl.agent_loop.AgentLoopWorker)
         lengths = SimpleNamespace(
             prompt_length=max((len(sample.prompt_ids) for sample in samples), default=0) + _SLACK,
-            response_length=max((len(sample.response_ids) for sample in samples), default=0) + _SLACK,
+            response_length=max((len(sample.response_ids) for sample in samples), default=0)
+            + _SLACK,
         )
         worker.config = SimpleNamespace(actor_rollout_ref=SimpleNamespace(rollout=lengths))
         worker.rollout_config = lengths
@@ -130,7 +160,12 @@ class PaddedBatch:
         worker.distillation_enabled = False
         worker.mm_processor_kwargs = {}
         worker.teacher_client = None
-        padded = [await worker._agent_loop_postprocess(_output_of(sample, self._verl), False, raw_prompt=[]) for sample in samples]
+        padded = [
+            await worker._agent_loop_postprocess(
+                _output_of(sample, self._verl), False, raw_prompt=[]
+            )
+            for sample in samples
+        ]
         return worker._postprocess(padded)
 
     def rows(self, batch: Any) -> list[BatchRow]:
@@ -145,7 +180,11 @@ class PaddedBatch:
                 token_ids=tensors["input_ids"][i],
                 attention=tensors["attention_mask"][i],
                 loss_mask=_after(width, tensors["response_mask"][i], 0),
-                logprobs=None if logprobs is None else _after(width, logprobs[i].astype(np.float64), np.nan),
+                logprobs=(
+                    None
+                    if logprobs is None
+                    else _after(width, logprobs[i].astype(np.float64), np.nan)
+                ),
                 routes=None if routes is None else routes[i],
             )
             for i in range(len(names))
@@ -153,7 +192,9 @@ class PaddedBatch:
 
 
 class UnpaddedBatch(PaddedBatch):
-    """``left_right_2_no_padding`` behind ``_postprocess``, as trainers do it: ids and routes without padding, the rest padded still."""
+    """``left_right_2_no_padding`` behind ``_postprocess``, as trainers do it: ids and routes
+    without padding, the rest padded still.
+    """
 
     def __init__(self, verl: Verl) -> None:
         super().__init__(verl)
@@ -181,7 +222,13 @@ class UnpaddedBatch(PaddedBatch):
                     token_ids=sequence,
                     attention=np.ones(len(sequence), dtype=np.int64),
                     loss_mask=_after(prompt, _array(tensors["loss_mask"][i, :response]), 0),
-                    logprobs=None if logprobs is None else _after(prompt, _array(logprobs[i, :response]).astype(np.float64), np.nan),
+                    logprobs=(
+                        None
+                        if logprobs is None
+                        else _after(
+                            prompt, _array(logprobs[i, :response]).astype(np.float64), np.nan
+                        )
+                    ),
                     routes=None if routes is None else _array(routes[i]),
                 )
             )

@@ -1,8 +1,10 @@
-"""verl's Megatron router replay (``router_replay_patch``, ``router_replay_utils``), called in the order of its engine.
+"""verl's Megatron router replay (``router_replay_patch``, ``router_replay_utils``), called in the
+order of its engine.
 
-The order is that of ``MegatronEngineWithLMHead.forward_step`` and ``forward_backward_batch`` (verl 0.9.1,
-workers/engine/megatron/transformer_impl.py), which themselves need CUDA, Ray and a checkpoint. A microbatch is one packed sequence:
-without Transformer Engine no attention keeps several apart.
+The order is that of ``MegatronEngineWithLMHead.forward_step`` and ``forward_backward_batch`` (verl
+0.9.1, workers/engine/megatron/transformer_impl.py), which themselves need CUDA, Ray and a
+checkpoint. A microbatch is one packed sequence: without Transformer Engine no attention keeps
+several apart.
 """
 
 from __future__ import annotations
@@ -32,7 +34,9 @@ class VerlReplay:
         self._recorded: list[Any] = []
 
     def start(self) -> None:
-        """Patch megatron-core; empties verl's list of routers, as every engine does when it is made."""
+        """Patch megatron-core; empties verl's list of routers, as every engine does when it is
+        made.
+        """
         from verl.utils.megatron.router_replay_patch import apply_router_replay_patch
 
         apply_router_replay_patch()
@@ -46,7 +50,11 @@ class VerlReplay:
         from verl.utils.megatron import router_replay_utils as utils
 
         if number == 0 and chunk == 0 and run.step.action in (Action.REPLAY, Action.RECORD):
-            action = patch.RouterReplayAction.RECORD if run.step.action is Action.RECORD else patch.RouterReplayAction.REPLAY_FORWARD
+            action = (
+                patch.RouterReplayAction.RECORD
+                if run.step.action is Action.RECORD
+                else patch.RouterReplayAction.REPLAY_FORWARD
+            )
             patch.RouterReplay.set_global_router_replay_action(action)
         model, config = run.chunks.models[chunk], run.chunks.config
         if utils.RouterReplayHelper.is_replay_backward_action(config, chunk, model=model):
@@ -67,12 +75,16 @@ class VerlReplay:
 
         model, config = run.chunks.models[chunk], run.chunks.config
         if run.step.action is Action.RECORD:
-            utils.merge_router_topk_indices(None, _ids(run.batches[number].samples), self._recorded, config, chunk, model=model)
+            utils.merge_router_topk_indices(
+                None, _ids(run.batches[number].samples), self._recorded, config, chunk, model=model
+            )
         if utils.RouterReplayHelper.is_replay_forward_action(config, chunk, model=model):
             utils.set_model_router_replay_action(model, patch.RouterReplayAction.REPLAY_BACKWARD)
 
     def end(self, run: Run, *, done: bool) -> None:
-        """What ``forward_backward_batch`` does behind the schedule, also where it failed: there the engine has no such line, and dies."""
+        """What ``forward_backward_batch`` does behind the schedule, also where it failed: there the
+        engine has no such line, and dies.
+        """
         from verl.utils.megatron import router_replay_patch as patch
         from verl.utils.megatron import router_replay_utils as utils
 
@@ -80,12 +92,20 @@ class VerlReplay:
             if done and run.step.action is Action.RECORD:
                 if run.setup.vpp > 1:
                     group = run.chunks.config.microbatch_group_size_per_vp_stage
-                    merged = utils.reorder_and_merge_vpp_layers(self._recorded, len(run.batches), run.setup.vpp, group)
+                    merged = utils.reorder_and_merge_vpp_layers(
+                        self._recorded, len(run.batches), run.setup.vpp, group
+                    )
                 else:
                     merged = utils.merge_nested_router_maps(self._recorded)
                 whole = utils.pp_gather(merged, run.chunks.config)
                 order = [number for batch in run.batches for number in batch.numbers]
-                run.answer.handed.update({number: rows.numpy() for number, rows in zip(order, whole.unbind(), strict=True) if number >= 0})
+                run.answer.handed.update(
+                    {
+                        number: rows.numpy()
+                        for number, rows in zip(order, whole.unbind(), strict=True)
+                        if number >= 0
+                    }
+                )
         finally:
             self._recorded = []
             patch.RouterReplay.clear_global_indices()
@@ -122,7 +142,9 @@ def _routes(run: Run, samples: Sequence[Rollout | None]) -> Any:
     padding: IntArray = np.broadcast_to(np.arange(run.setup.top_k, dtype=np.int16), shape)
     given = [padding if one is None or one.routes is None else one.routes for one in samples]
     # verl carries routes as int16.
-    return _nested([torch.from_numpy(one.astype(np.int16) if one.dtype.kind in "iu" else one) for one in given])
+    return _nested(
+        [torch.from_numpy(one.astype(np.int16) if one.dtype.kind in "iu" else one) for one in given]
+    )
 
 
 def _response_mask(samples: Sequence[Rollout | None]) -> Any:

@@ -1,11 +1,14 @@
-"""verl's layout functions for routing replay on Megatron, released and unmodified, as layout subjects.
+"""verl's layout functions for routing replay on Megatron, released and unmodified, as layout
+subjects.
 
-Judged are ``preprocess_thd_engine`` and ``postprocess_thd_engine`` (verl.models.mcore.util), ``align_r3_router_replay_data``,
-``build_r3_replay_mask``, ``set_router_replay_data``, ``get_current_rank_layer_info``, ``get_moe_num_layers_to_build``,
-``reorder_and_merge_vpp_layers``, ``merge_nested_router_maps`` and ``pp_gather`` (verl.utils.megatron.router_replay_utils),
-``rearrange_micro_batches``, ``restore_dynamic_batch``, ``get_seqlen_balanced_partitions``, ``index_select_tensor_dict``,
-``left_right_2_no_padding`` and ``slice_input_tensor`` (verl.utils.ulysses). Needs verl and
-megatron-core (``pip install --no-deps megatron-core``); no device and no process group.
+Judged are ``preprocess_thd_engine`` and ``postprocess_thd_engine`` (verl.models.mcore.util),
+``align_r3_router_replay_data``, ``build_r3_replay_mask``, ``set_router_replay_data``,
+``get_current_rank_layer_info``, ``get_moe_num_layers_to_build``, ``reorder_and_merge_vpp_layers``,
+``merge_nested_router_maps`` and ``pp_gather`` (verl.utils.megatron.router_replay_utils),
+``rearrange_micro_batches``, ``restore_dynamic_batch``, ``get_seqlen_balanced_partitions``,
+``index_select_tensor_dict``, ``left_right_2_no_padding`` and ``slice_input_tensor``
+(verl.utils.ulysses). Needs verl and megatron-core (``pip install --no-deps megatron-core``); no
+device and no process group.
 """
 
 from __future__ import annotations
@@ -40,7 +43,9 @@ _FULL = Layout(
 
 
 class VerlR3:
-    """Replay of routes that the rollout engine recorded: payloads have a column for every layer, and replay is masked."""
+    """Replay of routes that the rollout engine recorded: payloads have a column for every layer,
+    and replay is masked.
+    """
 
     layout: ClassVar[Layout] = _FULL
 
@@ -53,9 +58,14 @@ class VerlR3:
         return None
 
     def complete(self, layout: Layout, routes: IntArray, tokens: int) -> tuple[Any, Any]:
-        """``align_r3_router_replay_data`` with ``build_r3_replay_mask``; all tokens but the first are the response."""
+        """``align_r3_router_replay_data`` with ``build_r3_replay_mask``; all tokens but the first
+        are the response.
+        """
         import torch
-        from verl.utils.megatron.router_replay_utils import align_r3_router_replay_data, build_r3_replay_mask
+        from verl.utils.megatron.router_replay_utils import (
+            align_r3_router_replay_data,
+            build_r3_replay_mask,
+        )
 
         ids = _nested([np.arange(tokens)])
         rows = align_r3_router_replay_data(_nested([routes]), ids)
@@ -74,7 +84,9 @@ class VerlR3:
         """``postprocess_thd_engine`` without context parallelism."""
         return self.context_merge(layout, [rows], lengths)
 
-    def context_merge(self, layout: Layout, pieces: Sequence[IntArray], lengths: Sequence[int]) -> Any:
+    def context_merge(
+        self, layout: Layout, pieces: Sequence[IntArray], lengths: Sequence[int]
+    ) -> Any:
         """``postprocess_thd_engine`` on rank 0, which gathers the pieces of the others."""
         import torch
         from verl.models.mcore.util import postprocess_thd_engine, preprocess_thd_engine
@@ -83,7 +95,9 @@ class VerlR3:
         ids = _nested([np.arange(length) for length in lengths])
         with megatron_rank(layout.mesh, Rank(), tensors):
             params = preprocess_thd_engine(ids, pre_process=True, cp_layout=_division(layout))[1]
-            out = postprocess_thd_engine(tensors[0], params, ids, len(lengths), cp_layout=_division(layout))
+            out = postprocess_thd_engine(
+                tensors[0], params, ids, len(lengths), cp_layout=_division(layout)
+            )
         return list(out.unbind())
 
     def tensor_slice(self, layout: Layout, rows: IntArray, rank: Rank) -> Any:
@@ -98,11 +112,20 @@ class VerlR3:
         """``set_router_replay_data`` on one sequence, which stays as it is."""
         return _installed(layout, _nested([rows]), rank, chunk)
 
-    def targets(self, layout: Layout, payloads: Sequence[IntArray], lengths: Sequence[int], rank: Rank, chunk: int) -> dict[int, Any]:
+    def targets(
+        self,
+        layout: Layout,
+        payloads: Sequence[IntArray],
+        lengths: Sequence[int],
+        rank: Rank,
+        chunk: int,
+    ) -> dict[int, Any]:
         """``align_r3_router_replay_data``, then ``set_router_replay_data``."""
         from verl.utils.megatron.router_replay_utils import align_r3_router_replay_data
 
-        routes = align_r3_router_replay_data(_nested(payloads), _nested([np.arange(length) for length in lengths]))
+        routes = align_r3_router_replay_data(
+            _nested(payloads), _nested([np.arange(length) for length in lengths])
+        )
         return _installed(layout, routes, rank, chunk)
 
     def stage_layers(self, layout: Layout, rank: Rank, chunk: int) -> list[int]:
@@ -114,7 +137,9 @@ class VerlR3:
         return list(range(info["start"], info["end"]))
 
     def routers(self, layout: Layout, rank: Rank, chunk: int) -> int:
-        """``get_moe_num_layers_to_build`` of another pipeline rank, as ``pp_gather`` asks it on rank 0."""
+        """``get_moe_num_layers_to_build`` of another pipeline rank, as ``pp_gather`` asks it on
+        rank 0.
+        """
         from verl.utils.megatron.router_replay_utils import get_moe_num_layers_to_build
 
         with megatron_rank(layout.mesh, Rank()):
@@ -125,12 +150,16 @@ class VerlR3:
         from verl.models.mcore.util import preprocess_thd_engine
 
         with megatron_rank(layout.mesh, rank):
-            rows, params, _ = preprocess_thd_engine(_nested(samples), pre_process=True, cp_layout=_division(layout))
+            rows, params, _ = preprocess_thd_engine(
+                _nested(samples), pre_process=True, cp_layout=_division(layout)
+            )
         return rows[0], params.cu_seqlens_q_padded
 
 
 class VerlPadded(VerlR3):
-    """As ``VerlR3`` with ``use_remove_padding=False``: the engine feeds what ``preprocess_bshd_engine`` makes, a padded batch."""
+    """As ``VerlR3`` with ``use_remove_padding=False``: the engine feeds what
+    ``preprocess_bshd_engine`` makes, a padded batch.
+    """
 
     layout: ClassVar[Layout] = replace(_FULL, packed=False, side=Side.RIGHT)
     complete: ClassVar[Any] = None
@@ -147,7 +176,9 @@ class VerlPadded(VerlR3):
 class VerlR3Contiguous(VerlR3):
     """As ``VerlR3``, with the contiguous division that DeepSeek-V4's attention asks for."""
 
-    layout: ClassVar[Layout] = replace(_FULL, context=Context.CONTIGUOUS, alignment=Alignment(by=("tp", "cp")))
+    layout: ClassVar[Layout] = replace(
+        _FULL, context=Context.CONTIGUOUS, alignment=Alignment(by=("tp", "cp"))
+    )
     complete: ClassVar[Any] = None
     unpack: ClassVar[Any] = None
     pack: ClassVar[Any] = None
@@ -158,18 +189,24 @@ class VerlR3Contiguous(VerlR3):
     tensor_slice: ClassVar[Any] = None
 
     def context(self, layout: Layout, samples: Sequence[IntArray], rank: Rank) -> Any:
-        """``preprocess_thd_engine``; a megatron-core that cannot say ``cp_partition_mode`` is given a field for it."""
+        """``preprocess_thd_engine``; a megatron-core that cannot say ``cp_partition_mode`` is given
+        a field for it.
+        """
         with _partition_mode():
             return super().context(layout, samples, rank)
 
-    def context_merge(self, layout: Layout, pieces: Sequence[IntArray], lengths: Sequence[int]) -> Any:
+    def context_merge(
+        self, layout: Layout, pieces: Sequence[IntArray], lengths: Sequence[int]
+    ) -> Any:
         """As ``VerlR3.context_merge``."""
         with _partition_mode():
             return super().context_merge(layout, pieces, lengths)
 
 
 class VerlR2(VerlR3):
-    """Routes that the trainer recorded: payloads have columns for MoE layers only, and ranks and chunks are merged."""
+    """Routes that the trainer recorded: payloads have columns for MoE layers only, and ranks and
+    chunks are merged.
+    """
 
     layout: ClassVar[Layout] = replace(_FULL, layer_axis="moe")  # type: ignore[arg-type]  # a plain string is accepted
     complete: ClassVar[Any] = None
@@ -187,14 +224,21 @@ class VerlR2(VerlR3):
             return "pp_gather returns what it was given where there is no pipeline"
         return super().supports(function, layout)
 
-    def reorder(self, layout: Layout, recorded: Sequence[IntArray], microbatches: int, rank: Rank) -> Any:
+    def reorder(
+        self, layout: Layout, recorded: Sequence[IntArray], microbatches: int, rank: Rank
+    ) -> Any:
         """``reorder_and_merge_vpp_layers``."""
-        from verl.utils.megatron.router_replay_utils import merge_nested_router_maps, reorder_and_merge_vpp_layers
+        from verl.utils.megatron.router_replay_utils import (
+            merge_nested_router_maps,
+            reorder_and_merge_vpp_layers,
+        )
 
         tensors = [_nested([rows.astype(np.int16)]) for rows in recorded]
         if layout.mesh.vpp == 1:
             return list(merge_nested_router_maps(tensors).unbind())
-        merged = reorder_and_merge_vpp_layers(tensors, microbatches, layout.mesh.vpp, layout.group or layout.mesh.pp)
+        merged = reorder_and_merge_vpp_layers(
+            tensors, microbatches, layout.mesh.vpp, layout.group or layout.mesh.pp
+        )
         return list(merged.unbind())
 
     def gather_stages(self, layout: Layout, stages: Sequence[IntArray]) -> Any:
@@ -214,20 +258,28 @@ class VerlR2(VerlR3):
 
 
 class VerlSamples:
-    """How samples are divided, put back, indexed and unpadded, and how the VeOmni engine divides rows over Ulysses ranks."""
+    """How samples are divided, put back, indexed and unpadded, and how the VeOmni engine divides
+    rows over Ulysses ranks.
+    """
 
     layout: ClassVar[Layout] = _FULL
 
     def microbatches(self, layout: Layout, lengths: Sequence[int], most: int) -> Any:
-        """``rearrange_micro_batches``; which samples each microbatch holds is read off its tokens, not off the indexes beside it."""
+        """``rearrange_micro_batches``; which samples each microbatch holds is read off its tokens,
+        not off the indexes beside it.
+        """
         from verl.utils.seqlen_balancing import rearrange_micro_batches
         from verl.utils.tensordict_utils import get_tensordict
 
         numbered = [np.full(length, i) for i, length in enumerate(lengths)]
-        batches, indexes = rearrange_micro_batches(get_tensordict({"input_ids": _nested(numbered)}), max_token_len=most)
+        batches, indexes = rearrange_micro_batches(
+            get_tensordict({"input_ids": _nested(numbered)}), max_token_len=most
+        )
         held = [[int(tokens[0]) for tokens in batch["input_ids"].unbind()] for batch in batches]
         if held != [list(part) for part in indexes]:
-            raise ValueError(f"the microbatches hold samples {held}, and their indexes say {indexes}")
+            raise ValueError(
+                f"the microbatches hold samples {held}, and their indexes say {indexes}"
+            )
         return held
 
     def ulysses(self, layout: Layout, rows: IntArray, rank: Rank) -> Any:
@@ -236,23 +288,38 @@ class VerlSamples:
         from verl.utils import ulysses
 
         group = OneOf(layout.mesh.ulysses, rank.ulysses)
-        with megatron_rank(Mesh(), Rank()), mock.patch.object(ulysses, "_ULYSSES_SEQUENCE_PARALLEL_GROUP", group):
+        with (
+            megatron_rank(Mesh(), Rank()),
+            mock.patch.object(ulysses, "_ULYSSES_SEQUENCE_PARALLEL_GROUP", group),
+        ):
             return ulysses.slice_input_tensor(torch.as_tensor(rows), dim=0, padding=True)
 
-    def restore(self, layout: Layout, values: Sequence[Sequence[IntArray]], indexes: Sequence[Sequence[int]]) -> Any:
+    def restore(
+        self, layout: Layout, values: Sequence[Sequence[IntArray]], indexes: Sequence[Sequence[int]]
+    ) -> Any:
         """``restore_dynamic_batch``."""
         from verl.utils.seqlen_balancing import restore_dynamic_batch
 
-        return list(restore_dynamic_batch(_nested([value for part in values for value in part]), indexes).unbind())
+        return list(
+            restore_dynamic_batch(
+                _nested([value for part in values for value in part]), indexes
+            ).unbind()
+        )
 
-    def divide(self, layout: Layout, samples: Sequence[tuple[IntArray, IntArray]], parts: int) -> Any:
+    def divide(
+        self, layout: Layout, samples: Sequence[tuple[IntArray, IntArray]], parts: int
+    ) -> Any:
         """``get_seqlen_balanced_partitions`` and ``index_select_tensor_dict``."""
         from verl.utils.seqlen_balancing import get_seqlen_balanced_partitions
 
-        partitions = get_seqlen_balanced_partitions([len(tokens) for tokens, _ in samples], parts, equal_size=len(samples) % parts == 0)
+        partitions = get_seqlen_balanced_partitions(
+            [len(tokens) for tokens, _ in samples], parts, equal_size=len(samples) % parts == 0
+        )
         return [_selected(samples, partition) for partition in partitions]
 
-    def keep(self, layout: Layout, samples: Sequence[tuple[IntArray, IntArray]], kept: Sequence[int]) -> Any:
+    def keep(
+        self, layout: Layout, samples: Sequence[tuple[IntArray, IntArray]], kept: Sequence[int]
+    ) -> Any:
         """``index_select_tensor_dict``."""
         return _selected(samples, kept)
 
@@ -278,7 +345,9 @@ class VerlSamples:
 
 
 def _installed(layout: Layout, routes: Any, rank: Rank, chunk: int) -> dict[int, Any]:
-    """What ``set_router_replay_data`` installs in the routers of one chunk, by layer; Megatron builds a rank's routers chunk by chunk."""
+    """What ``set_router_replay_data`` installs in the routers of one chunk, by layer; Megatron
+    builds a rank's routers chunk by chunk.
+    """
     from verl.utils.megatron import router_replay_utils as utils
 
     owned = [layer for v in range(layout.mesh.vpp) for layer in layout.routers(rank.pp, v)]
@@ -288,13 +357,24 @@ def _installed(layout: Layout, routes: Any, rank: Rank, chunk: int) -> dict[int,
         if layout.routers(rank.pp, chunk):
             utils.set_router_replay_data(routes, None, megatron_config(layout), vp_rank=chunk)
     found = zip(owned, routers, strict=True)
-    return {layer: router.target_topk_idx for layer, router in found if router.target_topk_idx is not None}
+    return {
+        layer: router.target_topk_idx
+        for layer, router in found
+        if router.target_topk_idx is not None
+    }
 
 
-def _selected(samples: Sequence[tuple[IntArray, IntArray]], indexes: Sequence[int]) -> list[tuple[Any, Any]]:
+def _selected(
+    samples: Sequence[tuple[IntArray, IntArray]], indexes: Sequence[int]
+) -> list[tuple[Any, Any]]:
     from verl.utils.tensordict_utils import get_tensordict, index_select_tensor_dict
 
-    data = get_tensordict({"input_ids": _nested([tokens for tokens, _ in samples]), "routed_experts": _nested([r for _, r in samples])})
+    data = get_tensordict(
+        {
+            "input_ids": _nested([tokens for tokens, _ in samples]),
+            "routed_experts": _nested([r for _, r in samples]),
+        }
+    )
     chosen = index_select_tensor_dict(data, list(indexes))
     return list(zip(chosen["input_ids"].unbind(), chosen["routed_experts"].unbind(), strict=True))
 
@@ -302,7 +382,9 @@ def _selected(samples: Sequence[tuple[IntArray, IntArray]], indexes: Sequence[in
 def _nested(parts: Sequence[IntArray]) -> Any:
     import torch
 
-    return torch.nested.as_nested_tensor([torch.as_tensor(part) for part in parts], layout=torch.jagged)
+    return torch.nested.as_nested_tensor(
+        [torch.as_tensor(part) for part in parts], layout=torch.jagged
+    )
 
 
 def _division(layout: Layout) -> str:
@@ -326,6 +408,10 @@ def _partition_mode() -> Any:
     original = util.PackedSeqParams
 
     def params(**fields: Any) -> Any:
-        return original(**{name: value for name, value in fields.items() if name != "cp_partition_mode"})
+        return original(
+            **{name: value for name, value in fields.items() if name != "cp_partition_mode"}
+        )
 
-    return mock.patch.multiple(util, PackedSeqParams=params, _PACKED_SEQ_PARAMS_HAS_CP_PARTITION_MODE=True)
+    return mock.patch.multiple(
+        util, PackedSeqParams=params, _PACKED_SEQ_PARAMS_HAS_CP_PARTITION_MODE=True
+    )

@@ -34,35 +34,46 @@ class Answer:
 class VerlHost:
     """verl's servers, load balancer and clients over a fleet: what every part of verl stands on.
 
-    ``response_of`` gives the configured response length for a request. There is one client per length: a client has one
-    configuration, the requests of a case may differ.
+    ``response_of`` gives the configured response length for a request. There is one client per
+    length: a client has one configuration, the requests of a case may differ.
     """
 
-    def __init__(self, fleet: Fleet, verl: Verl, response_of: Callable[[Request], int | None]) -> None:
+    def __init__(
+        self, fleet: Fleet, verl: Verl, response_of: Callable[[Request], int | None]
+    ) -> None:
         self.fleet = fleet
         self.verl = verl
         self.response_of = response_of
-        self._responses = {request.request_id: response_of(request) for request in fleet.case.requests}
+        self._responses = {
+            request.request_id: response_of(request) for request in fleet.case.requests
+        }
         self.servers: dict[str, VerlServer] = servers_of(fleet, verl, self._lengths)
-        self.balancer: Any = verl.balancer({name: RayHandle(server) for name, server in self.servers.items()})
+        self.balancer: Any = verl.balancer(
+            {name: RayHandle(server) for name, server in self.servers.items()}
+        )
         self._handle = RayHandle(self.balancer)
         self._clients: dict[int | None, Any] = {}
         self._configs: dict[int | None, Any] = {}
-        # since 0.9.1 the balancer draws among equals from the global generator: seeded here so that a case has one trace
+        # since 0.9.1 the balancer draws among equals from the global generator: seeded here so that
+        # a case has one trace
         random.seed(fleet.case.seed)
 
     def config(self, request: Request) -> Any:
         """The configuration for ``request``."""
         response = self.response_of(request)
         if response not in self._configs:
-            self._configs[response] = config_of(self.fleet.case, self.verl, lengths_of(self.fleet.case, response))
+            self._configs[response] = config_of(
+                self.fleet.case, self.verl, lengths_of(self.fleet.case, response)
+            )
         return self._configs[response]
 
     def client(self, request: Request) -> Any:
         """The client of verl for ``request``."""
         response = self.response_of(request)
         if response not in self._clients:
-            self._clients[response] = self.verl.client(config=self.config(request), load_balancer_handle=self._handle)
+            self._clients[response] = self.verl.client(
+                config=self.config(request), load_balancer_handle=self._handle
+            )
         return self._clients[response]
 
     async def sync(self, version: int | None) -> None:
@@ -80,9 +91,11 @@ class VerlHost:
 
 
 def sampling_of(request: Request) -> dict[str, Any]:
-    """The sampling parameters that a caller hands to verl for ``request``: its own, the wish for logprobs, its limit.
+    """The sampling parameters that a caller hands to verl for ``request``: its own, the wish for
+    logprobs, its limit.
 
-    A caller that states a limit states the tighter one; verl reads the configured response length only where none is stated.
+    A caller that states a limit states the tighter one; verl reads the configured response length
+    only where none is stated.
     """
     sampling: dict[str, Any] = {**request.sampling, "logprobs": request.want_logprobs}
     if request.max_tokens is not None:
@@ -116,11 +129,15 @@ class ClientSubject:
         return Answer(request=request, output=output)
 
     async def update_weights(self, version: int | None) -> None:
-        """As verl's checkpoint engine does it, without its worker groups (the checkpoint-manager part has them)."""
+        """As verl's checkpoint engine does it, without its worker groups (the checkpoint-manager
+        part has them).
+        """
         await self._host.sync(version)
 
     def to_record(self, native: Answer) -> Rollout:
-        """A ``TokenOutput`` as a rollout. No logprobs asked for: verl's list is empty, and says nothing."""
+        """A ``TokenOutput`` as a rollout. No logprobs asked for: verl's list is empty, and says
+        nothing.
+        """
         output = native.output
         tokens = as_tokens(output.token_ids)
         silent = not native.request.want_logprobs and not output.log_probs

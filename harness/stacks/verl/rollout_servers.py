@@ -1,7 +1,9 @@
-"""verl's rollout servers, on fake engines: the method names, the defaults and the conventions of its vLLM and SGLang servers.
+"""verl's rollout servers, on fake engines: the method names, the defaults and the conventions of
+its vLLM and SGLang servers.
 
-verl's own server classes import the engines and cannot be loaded without them, so this is the one part of verl that is
-written anew here, from ``vllm_async_server.py`` and ``async_sglang_server.py``: everything above it is verl's own code.
+verl's own server classes import the engines and cannot be loaded without them, so this is the one
+part of verl that is written anew here, from ``vllm_async_server.py`` and
+``async_sglang_server.py``: everything above it is verl's own code.
 """
 
 from __future__ import annotations
@@ -19,16 +21,26 @@ if TYPE_CHECKING:
     from rollproof.fakes.engine.fake_engine import FakeEngine
     from rollproof.fakes.engine.fleet import Fleet
 
-__all__ = ["CONVENTIONS", "Lengths", "ServerConvention", "VerlServer", "finish_reason_of", "servers_of", "token_output_fields"]
+__all__ = [
+    "CONVENTIONS",
+    "Lengths",
+    "ServerConvention",
+    "VerlServer",
+    "finish_reason_of",
+    "servers_of",
+    "token_output_fields",
+]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ServerConvention:
-    """How one of verl's servers answers. ``name`` is its ``rollout.name``; ``least`` the smallest budget that it grants.
+    """How one of verl's servers answers. ``name`` is its ``rollout.name``; ``least`` the smallest
+    budget that it grants.
 
-    An abort before the first token carries an empty list of logprobs (``empty_logprobs``) or none, and its routes where
-    ``keeps_routes`` says so. ``engine_tensors``: routes come out of the engine as tensors. ``counts_cached``: answers can
-    say how much of the prompt was found in the prefix cache.
+    An abort before the first token carries an empty list of logprobs (``empty_logprobs``) or none,
+    and its routes where ``keeps_routes`` says so. ``engine_tensors``: routes come out of the engine
+    as tensors. ``counts_cached``: answers can say how much of the prompt was found in the prefix
+    cache.
     """
 
     name: str
@@ -43,7 +55,11 @@ class ServerConvention:
 CONVENTIONS: Mapping[str, ServerConvention] = {
     "vllm": ServerConvention(
         name="vllm",
-        stop_reason={FinishReason.ABORT: "aborted", FinishReason.STOP: "completed", FinishReason.LENGTH: "completed"},
+        stop_reason={
+            FinishReason.ABORT: "aborted",
+            FinishReason.STOP: "completed",
+            FinishReason.LENGTH: "completed",
+        },
         least=1,
         empty_logprobs=False,
         keeps_routes=False,
@@ -52,7 +68,10 @@ CONVENTIONS: Mapping[str, ServerConvention] = {
     ),
     "sglang": ServerConvention(
         name="sglang",
-        stop_reason={reason: str(reason) for reason in (FinishReason.ABORT, FinishReason.STOP, FinishReason.LENGTH)},
+        stop_reason={
+            reason: str(reason)
+            for reason in (FinishReason.ABORT, FinishReason.STOP, FinishReason.LENGTH)
+        },
         least=0,
         empty_logprobs=True,
         keeps_routes=True,
@@ -78,20 +97,31 @@ def finish_reason_of(stop_reason: str | None) -> FinishReason | None:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Lengths:
-    """``rollout.prompt_length``, ``rollout.response_length`` and ``rollout.max_model_len``, in tokens."""
+    """``rollout.prompt_length``, ``rollout.response_length`` and ``rollout.max_model_len``, in
+    tokens.
+    """
 
     prompt: int
     response: int
     model: int
 
     def budget(self, stated: int | None, sent: int, least: int) -> int:
-        """What a server grants to a call of ``sent`` tokens whose sampling parameters state ``stated``."""
-        wanted = min(self.response, self.prompt + self.response - sent) if stated is None else stated
+        """What a server grants to a call of ``sent`` tokens whose sampling parameters state
+        ``stated``.
+        """
+        wanted = (
+            min(self.response, self.prompt + self.response - sent) if stated is None else stated
+        )
         return max(least, min(wanted, self.model - sent))
 
 
 def token_output_fields(
-    output: EngineOutput, convention: ServerConvention, facts: VerlVersion, *, tag: Version, want_logprobs: bool
+    output: EngineOutput,
+    convention: ServerConvention,
+    facts: VerlVersion,
+    *,
+    tag: Version,
+    want_logprobs: bool,
 ) -> dict[str, Any]:
     """The fields of the ``TokenOutput`` that verl's server makes of an engine's answer."""
     reason = convention.stop_reason.get(output.finish_reason, str(output.finish_reason))
@@ -101,10 +131,20 @@ def token_output_fields(
             extra = {}
         nothing: list[float] | None = [] if convention.empty_logprobs and want_logprobs else None
         routes = _routes(output, convention, facts) if convention.keeps_routes else None
-        return {"token_ids": [], "log_probs": nothing, "routed_experts": routes, "stop_reason": reason, "extra_fields": extra}
+        return {
+            "token_ids": [],
+            "log_probs": nothing,
+            "routed_experts": routes,
+            "stop_reason": reason,
+            "extra_fields": extra,
+        }
     if facts.reports_cached_tokens and convention.counts_cached:
         extra["num_cached_tokens"] = output.cached_tokens
-    logprobs = None if output.logprobs is None or not want_logprobs else [float(value) for value in output.logprobs]
+    logprobs = (
+        None
+        if output.logprobs is None or not want_logprobs
+        else [float(value) for value in output.logprobs]
+    )
     return {
         "token_ids": list(output.token_ids),
         "log_probs": logprobs,
@@ -115,7 +155,11 @@ def token_output_fields(
 
 
 def _routes(output: EngineOutput, convention: ServerConvention, facts: VerlVersion) -> Any:
-    if output.routes is None or not convention.engine_tensors or facts.sglang_routes is RouteArray.NUMPY:
+    if (
+        output.routes is None
+        or not convention.engine_tensors
+        or facts.sglang_routes is RouteArray.NUMPY
+    ):
         return output.routes
     import torch
 
@@ -123,14 +167,22 @@ def _routes(output: EngineOutput, convention: ServerConvention, facts: VerlVersi
 
 
 class VerlServer:
-    """The actor that verl's client calls, over one fake engine. Its methods are those of verl's server classes.
+    """The actor that verl's client calls, over one fake engine. Its methods are those of verl's
+    server classes.
 
-    ``lengths`` gives the configured lengths for the request that the running task works for. ``global_steps`` is the last
-    label that was published here: an update without a step leaves it as it is.
+    ``lengths`` gives the configured lengths for the request that the running task works for.
+    ``global_steps`` is the last label that was published here: an update without a step leaves it
+    as it is.
     """
 
     def __init__(
-        self, engine: FakeEngine, verl: Verl, convention: ServerConvention, lengths: Callable[[], Lengths], *, want_routes: bool
+        self,
+        engine: FakeEngine,
+        verl: Verl,
+        convention: ServerConvention,
+        lengths: Callable[[], Lengths],
+        *,
+        want_routes: bool,
     ) -> None:
         self.engine = engine
         self._verl = verl
@@ -161,11 +213,15 @@ class VerlServer:
         mm_processor_kwargs: Mapping[str, Any] | None = None,
         priority: int = 0,
     ) -> Any:
-        """One call: verl's ``TokenOutput``. The random ``request_id`` stays here: a trace repeats byte for byte."""
+        """One call: verl's ``TokenOutput``. The random ``request_id`` stays here: a trace repeats
+        byte for byte.
+        """
         sampling = dict(sampling_params)  # Ray hands the actor a copy
         limits = [sampling.pop(key) for key in ("max_tokens", "max_new_tokens") if key in sampling]
         want_logprobs = bool(sampling.pop("logprobs", False))
-        budget = self._lengths().budget(limits[0] if limits else None, len(prompt_ids), self._convention.least)
+        budget = self._lengths().budget(
+            limits[0] if limits else None, len(prompt_ids), self._convention.least
+        )
         if budget < 1:
             return self._nothing(want_logprobs=want_logprobs)
         output = await self.engine.generate(
@@ -176,11 +232,19 @@ class VerlServer:
             want_routes=self._want_routes,
             want_logprobs=want_logprobs,
         )
-        fields = token_output_fields(output, self._convention, self._verl.facts, tag=self._tag(output), want_logprobs=want_logprobs)
+        fields = token_output_fields(
+            output,
+            self._convention,
+            self._verl.facts,
+            tag=self._tag(output),
+            want_logprobs=want_logprobs,
+        )
         return self._verl.token_output(**fields)
 
     def _nothing(self, *, want_logprobs: bool) -> Any:
-        """The answer where nothing may be generated: SGLang takes a budget of 0, and verl's server empties what it returns."""
+        """The answer where nothing may be generated: SGLang takes a budget of 0, and verl's server
+        empties what it returns.
+        """
         return self._verl.token_output(
             token_ids=[],
             log_probs=[] if want_logprobs else None,
@@ -191,7 +255,9 @@ class VerlServer:
     async def set_global_steps(self, global_steps: int) -> None:
         """Nothing is left to do: the engine was told its label together with the weights."""
 
-    async def abort_all_requests(self, reset_prefix_cache: bool = True, reject_request: bool = False) -> dict[str, Any]:
+    async def abort_all_requests(
+        self, reset_prefix_cache: bool = True, reject_request: bool = False
+    ) -> dict[str, Any]:
         """Pause in mode abort; later calls wait until the resume."""
         running = [call.rid for call in self.engine.in_flight]
         await self.engine.pause(PauseMode.ABORT, reset_prefix_cache)
@@ -206,7 +272,9 @@ class VerlServer:
         self.engine.reset_prefix_cache()
 
     async def release_kv_cache(self) -> None:
-        """Give the memory of the cache back, which takes one step; the pause has emptied it already."""
+        """Give the memory of the cache back, which takes one step; the pause has emptied it
+        already.
+        """
         await asyncio.sleep(self.engine.options.step)
 
     async def resume_kv_cache(self) -> None:
@@ -215,9 +283,11 @@ class VerlServer:
         self.engine.reset_prefix_cache()
 
     def _tag(self, output: EngineOutput) -> Version:
-        """The step that verl's server reads when the engine has answered: the label of its last token.
+        """The step that verl's server reads when the engine has answered: the label of its last
+        token.
 
-        Taken from the engine's answer where it says so, because a reply that the case delays was tagged before its journey.
+        Taken from the engine's answer where it says so, because a reply that the case delays was
+        tagged before its journey.
         """
         now = self.global_steps
         shown = output.spans[-1].version if output.spans else output.version
@@ -225,7 +295,12 @@ class VerlServer:
 
 
 def servers_of(fleet: Fleet, verl: Verl, lengths: Callable[[], Lengths]) -> dict[str, VerlServer]:
-    """A server of verl's over each engine of the fleet, by id. Routes are on for all calls where any request wants them."""
+    """A server of verl's over each engine of the fleet, by id. Routes are on for all calls where
+    any request wants them.
+    """
     convention = CONVENTIONS[fleet.flavour.name]
     wanted = any(request.want_routes for request in fleet.case.requests)
-    return {name: VerlServer(engine, verl, convention, lengths, want_routes=wanted) for name, engine in fleet.servers.items()}
+    return {
+        name: VerlServer(engine, verl, convention, lengths, want_routes=wanted)
+        for name, engine in fleet.servers.items()
+    }

@@ -1,7 +1,9 @@
-"""A dialogue without a language, for verl's agent loops: a tool that answers with ids, and a parser that calls it.
+"""A dialogue without a language, for verl's agent loops: a tool that answers with ids, and a parser
+that calls it.
 
-verl's agent loops go from text to ids and back at every turn. Here text is the ids in decimal, so that the sequence that
-the loop sends is exactly the one that the case asked for, and a template adds nothing of its own.
+verl's agent loops go from text to ids and back at every turn. Here text is the ids in decimal, so
+that the sequence that the loop sends is exactly the one that the case asked for, and a template
+adds nothing of its own.
 """
 
 from __future__ import annotations
@@ -33,7 +35,9 @@ class IdTool:
         """An instance of the tool; it has no state."""
         return TOOL_NAME, None
 
-    async def execute(self, instance_id: str, arguments: Mapping[str, Any], **_context: Any) -> tuple[Any, float, dict[str, Any]]:
+    async def execute(
+        self, instance_id: str, arguments: Mapping[str, Any], **_context: Any
+    ) -> tuple[Any, float, dict[str, Any]]:
         """The next answer of the environment."""
         return self._response(text=spell(self._tokenizer.turns.pop(0))), 0.0, {}
 
@@ -44,13 +48,20 @@ class IdTool:
 def parser_of(base: Any, function_call: Any, name: str) -> Any:
     """Register and return a ``ToolParser`` of verl's that calls the tool while answers are left.
 
-    A turn that was cut off holds no whole tool call, so only one that ends by itself (on the tokenizer's ``eos_token_id``) has one.
+    A turn that was cut off holds no whole tool call, so only one that ends by itself (on the
+    tokenizer's ``eos_token_id``) has one.
     """
 
     class TurnParser(base):  # type: ignore[misc]  # the base is verl's, known at run time only
-        async def extract_tool_calls(self, responses_ids: list[int], tools: Any = None) -> tuple[str, list[Any]]:
+        async def extract_tool_calls(
+            self, responses_ids: list[int], tools: Any = None
+        ) -> tuple[str, list[Any]]:
             ended = responses_ids[-1:] == [self.tokenizer.eos_token_id]
-            calls = [function_call(name=TOOL_NAME, arguments="{}")] if ended and self.tokenizer.turns else []
+            calls = (
+                [function_call(name=TOOL_NAME, arguments="{}")]
+                if ended and self.tokenizer.turns
+                else []
+            )
             return self.tokenizer.decode(responses_ids), calls
 
     return base.register(name)(TurnParser)

@@ -1,7 +1,8 @@
-"""What differs between the releases of verl, as data: where the classes live, what their constructors need, what its servers return.
+"""What differs between the releases of verl, as data: where the classes live, what their
+constructors need, what its servers return.
 
-Every release so far has moved the resume client or changed its constructor, so a version that is not in the table is
-refused rather than guessed.
+Every release so far has moved the resume client or changed its constructor, so a version that is
+not in the table is refused rather than guessed.
 """
 
 from __future__ import annotations
@@ -32,13 +33,15 @@ class RouteArray(StrEnum):
 class VerlVersion:
     """One release.
 
-    ``client`` and ``balancer`` are ``module:class``; ``balancer_is_actor`` says that the class is already wrapped by
-    ``ray.remote``, ``reads_async_training`` that the client needs ``config.async_training.partial_rollout`` to exist,
-    ``pins_budget`` that it grants the configured response length where the caller states no limit. Of the servers:
-    ``tags_empty_abort`` whether vLLM's answer to an abort before the first token carries ``global_steps``,
-    ``reports_cached_tokens`` whether vLLM's carries the hits of the prefix cache, ``sglang_routes`` the type of SGLang's routes.
-    ``dict_routes`` and ``padded_routes`` are the numpy types of the routes in the batches of ``as_dict`` and ``_postprocess``,
-    ``unpads_on_cpu`` whether padding can be taken away without flash-attn.
+    ``client`` and ``balancer`` are ``module:class``; ``balancer_is_actor`` says that the class is
+    already wrapped by ``ray.remote``, ``reads_async_training`` that the client needs
+    ``config.async_training.partial_rollout`` to exist, ``pins_budget`` that it grants the
+    configured response length where the caller states no limit. Of the servers:
+    ``tags_empty_abort`` whether vLLM's answer to an abort before the first token carries
+    ``global_steps``, ``reports_cached_tokens`` whether vLLM's carries the hits of the prefix cache,
+    ``sglang_routes`` the type of SGLang's routes. ``dict_routes`` and ``padded_routes`` are the
+    numpy types of the routes in the batches of ``as_dict`` and ``_postprocess``, ``unpads_on_cpu``
+    whether padding can be taken away without flash-attn.
     """
 
     client: str
@@ -57,7 +60,9 @@ class VerlVersion:
 _LLM_SERVER = "verl.workers.rollout.llm_server:FullyAsyncLLMServerClient"
 VERSIONS: Mapping[str, VerlVersion] = {
     "0.8.0": VerlVersion(
-        client="verl.experimental.fully_async_policy.fully_async_rollouter:FullyAsyncLLMServerClient",
+        client=(
+            "verl.experimental.fully_async_policy.fully_async_rollouter:FullyAsyncLLMServerClient"
+        ),
         balancer_is_actor=True,
         reads_async_training=True,
         pins_budget=False,
@@ -68,7 +73,10 @@ VERSIONS: Mapping[str, VerlVersion] = {
     ),
     "0.9.0": VerlVersion(client=_LLM_SERVER),
     "0.9.1": VerlVersion(
-        client=_LLM_SERVER, balancer="verl.workers.rollout.router:GlobalRequestLoadBalancer", reports_cached_tokens=True, unpads_on_cpu=True
+        client=_LLM_SERVER,
+        balancer="verl.workers.rollout.router:GlobalRequestLoadBalancer",
+        reports_cached_tokens=True,
+        unpads_on_cpu=True,
     ),
 }
 RELEASE = Release(distribution="verl", versions=tuple(VERSIONS), requirements="verl.txt")
@@ -99,7 +107,10 @@ def import_verl(version: str, line: str | None = None) -> Verl:
     """
     facts = VERSIONS.get(line or version)
     if facts is None:
-        raise StackError(f"verl {version} is not in the table of known releases ({', '.join(VERSIONS)}). Run:\n  {RELEASE.install()}")
+        raise StackError(
+            f"verl {version} is not in the table of known releases ({', '.join(VERSIONS)}). Run:\n "
+            f" {RELEASE.install()}"
+        )
     # said once per agent loop, and as it is meant: texts made of ids need no model's template
     logging.getLogger("verl.utils.tokenizer.continuous_token_wiring").setLevel(logging.ERROR)
     try:
@@ -115,7 +126,9 @@ def import_verl(version: str, line: str | None = None) -> Verl:
             version=version,
             facts=facts,
             client=client,
-            balancer=balancer.__ray_metadata__.modified_class if facts.balancer_is_actor else balancer,
+            balancer=(
+                balancer.__ray_metadata__.modified_class if facts.balancer_is_actor else balancer
+            ),
             token_output=token_output,
             tool_agent_loop=tool_agent_loop,
             single_turn_agent_loop=single_turn,

@@ -1,10 +1,13 @@
-"""verl's replay controller for VeOmni (``verl/utils/veomni/router_replay.py``), on a model in plain PyTorch.
+"""verl's replay controller for VeOmni (``verl/utils/veomni/router_replay.py``), on a model in plain
+PyTorch.
 
-VeOmni's own models call the controller in each router with its scores and its choice, and execute what it returns; so does this one.
-One process, a packed sequence of one sample to a microbatch, activations recomputed layer by layer where a step asks for it. The order of
-calls is that of ``VeOmniEngineWithLMHead`` (verl 0.9.1, workers/engine/veomni/transformer_impl.py).
+VeOmni's own models call the controller in each router with its scores and its choice, and execute
+what it returns; so does this one. One process, a packed sequence of one sample to a microbatch,
+activations recomputed layer by layer where a step asks for it. The order of calls is that of
+``VeOmniEngineWithLMHead`` (verl 0.9.1, workers/engine/veomni/transformer_impl.py).
 
-`python -m rollproof.stacks.verl.veomni FILE` judges it and keeps the verdicts in a file (``verdict_table``).
+`python -m rollproof.stacks.verl.veomni FILE` judges it and keeps the verdicts in a file
+(``verdict_table``).
 """
 
 from __future__ import annotations
@@ -71,13 +74,19 @@ class VeOmniTrainer:
                     logprobs[sample.request_id] = self._microbatch(model, sample, step, spy)
         finally:
             self._controller.clear()
-        gradients = {name: one.grad.numpy() for name, one in model.weights.items() if one.grad is not None}
+        gradients = {
+            name: one.grad.numpy() for name, one in model.weights.items() if one.grad is not None
+        }
         return Outcome(
             step=step.name,
             loss=-sum(float(one.sum()) for one in logprobs.values()),
             logprobs=logprobs,
             gradients={name: sketch(one) for name, one in gradients.items()},
-            gates={layer: sketch(gradients[name]) for layer in _SETUP.moe_layers if (name := gate_name(layer)) in gradients},
+            gates={
+                layer: sketch(gradients[name])
+                for layer in _SETUP.moe_layers
+                if (name := gate_name(layer)) in gradients
+            },
         )
 
     def reference(self, step: Step) -> Outcome:
@@ -103,7 +112,10 @@ class VeOmniTrainer:
 
     def residue(self) -> Mapping[str, int]:
         """Targets, and whether the controller still acts."""
-        return {"targets": self._controller.num_targets, "actions": int(self._controller.action.value != "disabled")}
+        return {
+            "targets": self._controller.num_targets,
+            "actions": int(self._controller.action.value != "disabled"),
+        }
 
     def _microbatch(self, model: _Hooked, sample: Rollout, step: Step, spy: Spy) -> FloatArray:
         import torch
@@ -111,10 +123,15 @@ class VeOmniTrainer:
         model.tokens = np.array(sample.prompt_ids + sample.response_ids)
         if step.action is Action.REPLAY:
             assert sample.routes is not None
-            # The final token has no row. What else is missing must not be filled up: the controller compares shapes.
+            # The final token has no row. What else is missing must not be filled up: the controller
+            # compares shapes.
             final = int(len(sample.routes) == sample.total - 1)
             whole: IntArray = np.pad(sample.routes, ((0, final), (0, 0), (0, 0)))
-            self._controller.begin_microbatch(targets=[torch.from_numpy(whole[:, i].astype(np.int64)) for i in range(whole.shape[1])])
+            self._controller.begin_microbatch(
+                targets=[
+                    torch.from_numpy(whole[:, i].astype(np.int64)) for i in range(whole.shape[1])
+                ]
+            )
         with torch.set_grad_enabled(step.backward):
             found = model.logprobs(sample)
         if step.backward and found.numel():
@@ -125,9 +142,19 @@ class VeOmniTrainer:
 
 
 class _Hooked(Whole):
-    """The plain model with routers of its own, which ask the controller, and layers that may be recomputed."""
+    """The plain model with routers of its own, which ask the controller, and layers that may be
+    recomputed.
+    """
 
-    def __init__(self, setup: Setup, number: int, nudges: list[tuple[int, FloatArray]], controller: Any, spy: Spy, step: Step) -> None:
+    def __init__(
+        self,
+        setup: Setup,
+        number: int,
+        nudges: list[tuple[int, FloatArray]],
+        controller: Any,
+        spy: Spy,
+        step: Step,
+    ) -> None:
         import torch
 
         super().__init__(setup, number, nudges, final=True)
@@ -138,7 +165,9 @@ class _Hooked(Whole):
         self.spy = spy
         self.full = step.recompute is Recompute.FULL
         self.tokens: IntArray = np.zeros(0, dtype=np.int64)
-        self.routers = {layer: torch.nn.Identity() for layer in setup.moe_layers}  # what the controller tells layers apart by
+        self.routers = {
+            layer: torch.nn.Identity() for layer in setup.moe_layers
+        }  # what the controller tells layers apart by
 
     def layer(self, hidden: Any, layer: int, sample: Rollout) -> Any:
         """One layer, recomputed in the backward pass where the step asks for it."""
@@ -146,7 +175,9 @@ class _Hooked(Whole):
 
         if not self.full or not torch.is_grad_enabled():
             return super().layer(hidden, layer, sample)
-        return torch.utils.checkpoint.checkpoint(super().layer, hidden, layer, sample, use_reentrant=False)
+        return torch.utils.checkpoint.checkpoint(
+            super().layer, hidden, layer, sample, use_reentrant=False
+        )
 
     def routes(self, scores: Any, layer: int, sample: Rollout) -> Any:
         """What is executed: the router's own choice, handed to the controller."""
@@ -158,8 +189,13 @@ class _Hooked(Whole):
 
 def _row(name: str) -> dict[str, Any]:
     report = judge_replay(VeOmniTrainer, name=name)
-    model = f"{_SETUP.router} routers in layers {', '.join(map(str, _SETUP.moe_layers))} of {_SETUP.num_layers}, packed"
-    return told_row(report, packages=("verl", "torch"), code="verl", parallel="", model=model, mode="R3")
+    model = (
+        f"{_SETUP.router} routers in layers {', '.join(map(str, _SETUP.moe_layers))} of"
+        f" {_SETUP.num_layers}, packed"
+    )
+    return told_row(
+        report, packages=("verl", "torch"), code="verl", parallel="", model=model, mode="R3"
+    )
 
 
 if __name__ == "__main__":

@@ -23,8 +23,17 @@ def parts_of(verl: Verl) -> Mapping[str, Part]:
     """All parts, by name."""
     parts = (
         Part(name="client", make=lambda: ClientSubject(verl), flavours=_FLAVOURS),
-        Part(name="single-turn-agent-loop", make=lambda: AgentLoopSubject(verl, multi_turn=False), flavours=_FLAVOURS),
-        Part(name="tool-agent-loop", make=lambda: AgentLoopSubject(verl, multi_turn=True), flavours=_FLAVOURS, turns=_TURNS),
+        Part(
+            name="single-turn-agent-loop",
+            make=lambda: AgentLoopSubject(verl, multi_turn=False),
+            flavours=_FLAVOURS,
+        ),
+        Part(
+            name="tool-agent-loop",
+            make=lambda: AgentLoopSubject(verl, multi_turn=True),
+            flavours=_FLAVOURS,
+            turns=_TURNS,
+        ),
         Part(name="checkpoint-manager", make=lambda: CheckpointSubject(verl), flavours=_FLAVOURS),
     )
     return {part.name: part for part in parts}
@@ -32,7 +41,10 @@ def parts_of(verl: Verl) -> Mapping[str, Part]:
 
 def batches_of(verl: Verl) -> Mapping[str, Callable[[], Any]]:
     """The conversions into training batches, by name."""
-    batches: dict[str, Callable[[], Any]] = {"sample-dicts": lambda: SampleDicts(verl), "padded-batch": lambda: PaddedBatch(verl)}
+    batches: dict[str, Callable[[], Any]] = {
+        "sample-dicts": lambda: SampleDicts(verl),
+        "padded-batch": lambda: PaddedBatch(verl),
+    }
     if verl.facts.unpads_on_cpu:
         batches["unpadded-batch"] = lambda: UnpaddedBatch(verl)
     return batches

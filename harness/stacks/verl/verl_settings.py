@@ -38,18 +38,26 @@ _ROOM = 1024
 def lengths_of(case: Case, response: int | None) -> Lengths:
     """Lengths for requests whose configured response length is ``response`` (``None``: roomy).
 
-    The prompt length also bounds what a tool may answer (agent loops of 0.8.0 cut both to it), so it is that of the longest of either.
+    The prompt length also bounds what a tool may answer (agent loops of 0.8.0 cut both to it), so
+    it is that of the longest of either.
     """
-    prompt = max(len(ids) for request in case.requests for ids in (request.prompt_ids, *request.turns))
+    prompt = max(
+        len(ids) for request in case.requests for ids in (request.prompt_ids, *request.turns)
+    )
     length = _ROOM if response is None else response
     environment = max(sum(map(len, request.turns)) for request in case.requests)
-    return Lengths(prompt=prompt, response=length, model=prompt + environment + 2 * max(length, _longest(case.requests)))
+    return Lengths(
+        prompt=prompt,
+        response=length,
+        model=prompt + environment + 2 * max(length, _longest(case.requests)),
+    )
 
 
 def config_of(case: Case, verl: Verl, lengths: Lengths) -> Any:
     """The part of a trainer's configuration that the client and the agent loops read, as OmegaConf.
 
-    Trainers since 0.9.0 have no ``async_training``: it is there only where the release needs it, or to switch partial rollout off.
+    Trainers since 0.9.0 have no ``async_training``: it is there only where the release needs it, or
+    to switch partial rollout off.
     """
     partial = case.partial if verl.facts.reads_async_training or not case.partial else None
     return _config(CONVENTIONS[case.flavour].name, lengths, partial)
@@ -78,7 +86,11 @@ def _config(name: str, lengths: Lengths, partial: bool | None) -> Any:
     }
     config: dict[str, Any] = {
         "actor_rollout_ref": {"rollout": rollout},
-        "data": {"apply_chat_template_kwargs": {}, "mm_processor_kwargs": {}, "continuous_token": {"enable": False}},
+        "data": {
+            "apply_chat_template_kwargs": {},
+            "mm_processor_kwargs": {},
+            "continuous_token": {"enable": False},
+        },
     }
     if partial is not None:
         config["async_training"] = {"partial_rollout": partial}
@@ -90,8 +102,9 @@ def _config(name: str, lengths: Lengths, partial: bool | None) -> Any:
 def client_contract(fleet: Fleet) -> Contract:
     """What verl's client promises on the fleet's flavour.
 
-    A resumed sample keeps each segment's own routes (verl#6046). Tags are ``min_global_steps`` and ``max_global_steps``. With
-    partial rollout off an aborted sample comes out with its ``stop_reason``. Logprobs are the engine's.
+    A resumed sample keeps each segment's own routes (verl#6046). Tags are ``min_global_steps`` and
+    ``max_global_steps``. With partial rollout off an aborted sample comes out with its
+    ``stop_reason``. Logprobs are the engine's.
     """
     model = fleet.case.model
     return Contract(

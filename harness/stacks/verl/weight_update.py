@@ -1,4 +1,6 @@
-"""verl's weight update, ``CheckpointEngineManager.update_weights``, driving the servers while its client runs."""
+"""verl's weight update, ``CheckpointEngineManager.update_weights``, driving the servers while its
+client runs.
+"""
 
 from __future__ import annotations
 
@@ -21,10 +23,12 @@ _BACKEND = "rollproof"
 
 
 class CheckpointSubject(ClientSubject):
-    """The client part, with weights that arrive through verl's own checkpoint engine manager and its ``RolloutReplica``.
+    """The client part, with weights that arrive through verl's own checkpoint engine manager and
+    its ``RolloutReplica``.
 
-    What stands below them is ours: a trainer and rollout workers without processes. ``ray.get`` blocks the trainer's loop in
-    verl, so the transfer takes no time here. As verl's adapters do, a worker tells its server the step only where there is one.
+    What stands below them is ours: a trainer and rollout workers without processes. ``ray.get``
+    blocks the trainer's loop in verl, so the transfer takes no time here. As verl's adapters do, a
+    worker tells its server the step only where there is one.
     """
 
     def __init__(self, verl: Verl) -> None:
@@ -35,7 +39,9 @@ class CheckpointSubject(ClientSubject):
         """The servers, and a manager over one replica of each."""
         super().start(fleet)
         base = self._verl.checkpoint
-        replicas = [_replica(base.RolloutReplica, server, fleet) for server in self._host.servers.values()]
+        replicas = [
+            _replica(base.RolloutReplica, server, fleet) for server in self._host.servers.values()
+        ]
         config = SimpleNamespace(backend=_BACKEND, custom_backend_module=None)
         self._manager = base.CheckpointEngineManager(config, _WorkerGroup(), replicas)
 
@@ -66,11 +72,15 @@ class _WorkerGroup:
         self._workers = tuple(workers)
         self.world_size = max(1, len(self._workers))
 
-    def execute_checkpoint_engine(self, method: Sequence[str], **_arguments: Any) -> list[dict[str, Any]]:
+    def execute_checkpoint_engine(
+        self, method: Sequence[str], **_arguments: Any
+    ) -> list[dict[str, Any]]:
         """Prepare, build the process group, finalize: nothing to do."""
         return [{} for _ in method]
 
-    def update_weights(self, global_steps: int | None = None, mode: str | None = None) -> list[dict[str, Any]]:
+    def update_weights(
+        self, global_steps: int | None = None, mode: str | None = None
+    ) -> list[dict[str, Any]]:
         """Every worker loads; raises what the first one raises, after all had their turn."""
         errors: list[EngineFailure] = []
         for worker in self._workers:
@@ -84,7 +94,9 @@ class _WorkerGroup:
 
 
 def _replica(base: Any, server: VerlServer, fleet: Fleet) -> Any:
-    """A ``RolloutReplica`` of verl's around one server, with the fields that its control methods use."""
+    """A ``RolloutReplica`` of verl's around one server, with the fields that its control methods
+    use.
+    """
 
     class Replica(base):  # type: ignore[misc]  # the base is verl's, known at run time only
         def __init__(self) -> None:
@@ -98,7 +110,9 @@ def _replica(base: Any, server: VerlServer, fleet: Fleet) -> Any:
 
 
 def _without_ray(base: Any) -> None:
-    """Put in-process stand-ins for Ray into verl's module, once per process: it gets its results and makes its worker groups with them."""
+    """Put in-process stand-ins for Ray into verl's module, once per process: it gets its results
+    and makes its worker groups with them.
+    """
 
     def group(*, worker_handles: Sequence[_Worker], **_options: Any) -> _WorkerGroup:
         return _WorkerGroup(worker_handles)

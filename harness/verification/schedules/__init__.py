@@ -1,4 +1,5 @@
-"""Schedules: the small scope exhausted, the large one sampled, and profiles that say how much of each.
+"""Schedules: the small scope exhausted, the large one sampled, and profiles that say how much of
+each.
 
 Hypothesis is imported by ``strategies`` and ``machine`` only, which are not imported here.
 """

@@ -18,7 +18,9 @@ __all__ = ["Draws", "Limits", "SeededDraws", "draw_case", "draw_model", "random_
 
 _T = TypeVar("_T")
 _EXPERTS = (8, 2, 4, 16, 64, 128, 256, 512, 1024)
-"""Sizes around the borders of one byte, and those of published models; the first is what shrinking aims at."""
+"""Sizes around the borders of one byte, and those of published models; the first is what shrinking
+aims at.
+"""
 
 
 class Draws(Protocol):
@@ -37,12 +39,16 @@ class Draws(Protocol):
         ...
 
     def several(self, low: int, high: int, item: Callable[[Draws], _T]) -> list[_T]:
-        """``low`` to ``high`` items, each drawn by ``item`` from this source, independently of the others."""
+        """``low`` to ``high`` items, each drawn by ``item`` from this source, independently of the
+        others.
+        """
         ...
 
 
 class SeededDraws:
-    """Choices from a seed. Only ``random()`` of the generator is used: of it alone Python promises that it never changes."""
+    """Choices from a seed. Only ``random()`` of the generator is used: of it alone Python promises
+    that it never changes.
+    """
 
     def __init__(self, seed: int) -> None:
         self._random = random.Random(seed)
@@ -68,7 +74,8 @@ class SeededDraws:
 class Limits:
     """Largest sizes of a drawn case.
 
-    ``turns``: the most answers of the environment that a request gets, where the contract is multi-turn (0: single turn).
+    ``turns``: the most answers of the environment that a request gets, where the contract is
+    multi-turn (0: single turn).
     """
 
     requests: int = 5
@@ -80,8 +87,20 @@ class Limits:
     layers: int = 6
 
     def __post_init__(self) -> None:
-        low = {"requests": 1, "prompt": 1, "response": 1, "servers": 1, "layers": 1, "actions": 0, "turns": 0}
-        wrong = [f"{name}={getattr(self, name)!r} must be at least {least}" for name, least in low.items() if getattr(self, name) < least]
+        low = {
+            "requests": 1,
+            "prompt": 1,
+            "response": 1,
+            "servers": 1,
+            "layers": 1,
+            "actions": 0,
+            "turns": 0,
+        }
+        wrong = [
+            f"{name}={getattr(self, name)!r} must be at least {least}"
+            for name, least in low.items()
+            if getattr(self, name) < least
+        ]
         if wrong:
             raise UsageError(f"These limits describe no case: {'; '.join(wrong)}.")
 
@@ -97,15 +116,23 @@ def random_cases(
     modes: Sequence[PauseMode] | None = None,
     limits: Limits | None = None,
 ) -> Iterator[Case]:
-    """``count`` cases drawn from ``seed``; case i depends on ``seed`` and i alone, on every version of Python.
+    """``count`` cases drawn from ``seed``; case i depends on ``seed`` and i alone, on every version
+    of Python.
 
-    Same distribution as ``rollproof.verification.schedules.strategies.cases``, without Hypothesis: for speed, and to name a case by
-    two numbers. ``kinds`` are the kinds of action that may occur (default: all), ``model`` fixes the model instead of
-    drawing one, ``modes`` the pause modes (default: ``modes_for``).
+    Same distribution as ``rollproof.verification.schedules.strategies.cases``, without Hypothesis:
+    for speed, and to name a case by two numbers. ``kinds`` are the kinds of action that may occur
+    (default: all), ``model`` fixes the model instead of drawing one, ``modes`` the pause modes
+    (default: ``modes_for``).
     """
     for i in range(count):
         yield draw_case(
-            SeededDraws(seed * 0x9E3779B1 + i), flavour=flavour, contract=contract, kinds=kinds, model=model, modes=modes, limits=limits
+            SeededDraws(seed * 0x9E3779B1 + i),
+            flavour=flavour,
+            contract=contract,
+            kinds=kinds,
+            model=model,
+            modes=modes,
+            limits=limits,
         )
 
 
@@ -119,7 +146,9 @@ def draw_case(
     modes: Sequence[PauseMode] | None = None,
     limits: Limits | None = None,
 ) -> Case:
-    """One case. Swarm: the kinds of action that this case may use are drawn first, then actions among them."""
+    """One case. Swarm: the kinds of action that this case may use are drawn first, then actions
+    among them.
+    """
     limits = limits or Limits()
     if not contract.multi_turn:
         limits = replace(limits, turns=0)
@@ -128,7 +157,13 @@ def draw_case(
     if not contract.multimodal:
         requests = tuple(replace(request, media=None) for request in requests)
     enabled = _subset(draws, tuple(ActionKind if kinds is None else kinds))
-    actions = draws.several(0, limits.actions, lambda source: _action(source, requests, enabled, servers, limits)) if enabled else []
+    actions = (
+        draws.several(
+            0, limits.actions, lambda source: _action(source, requests, enabled, servers, limits)
+        )
+        if enabled
+        else []
+    )
     order = {request.request_id: i for i, request in enumerate(requests)}
     actions.sort(key=lambda action: (action.when.tokens, order[action.when.request]))
     mode = draws.pick(modes_for(flavour, contract) if modes is None else modes)
@@ -144,22 +179,33 @@ def draw_case(
         clear_cache=mode is not PauseMode.IN_PLACE and not draws.chance(20),
         partial=not (contract.partial_off is not None and draws.chance(15)),
         model=_with_ends(
-            draws, draw_model(draws, limits.layers) if model is None else model, 80 if any(request.turns for request in requests) else 30
+            draws,
+            draw_model(draws, limits.layers) if model is None else model,
+            80 if any(request.turns for request in requests) else 30,
         ),
         engine=_engine(draws, requests),
     )
 
 
 def draw_model(draws: Draws, layers: int = 6) -> Model:
-    """A model of up to ``layers`` layers, the first ones dense or not, 2 to 1024 experts, top-k 1 to 16."""
+    """A model of up to ``layers`` layers, the first ones dense or not, 2 to 1024 experts, top-k 1
+    to 16.
+    """
     experts = draws.pick(_EXPERTS) if draws.chance(70) else draws.integer(2, 1024)
     depth = draws.integer(1, layers)
     dense = draws.integer(0, depth - 1) if draws.chance(40) else 0
-    return Model(num_layers=depth, moe_layers=tuple(range(dense, depth)), num_experts=experts, top_k=draws.integer(1, min(16, experts)))
+    return Model(
+        num_layers=depth,
+        moe_layers=tuple(range(dense, depth)),
+        num_experts=experts,
+        top_k=draws.integer(1, min(16, experts)),
+    )
 
 
 def _with_ends(draws: Draws, model: Model, percent: int) -> Model:
-    """The model, in ``percent`` of the cases with natural ends: without one, no turn of the environment comes."""
+    """The model, in ``percent`` of the cases with natural ends: without one, no turn of the
+    environment comes.
+    """
     return replace(model, eos_every=draws.integer(2, 20)) if draws.chance(percent) else model
 
 
@@ -170,33 +216,49 @@ def _subset(draws: Draws, options: Sequence[_T]) -> list[_T]:
 
 
 def _requests(draws: Draws, limits: Limits) -> tuple[Request, ...]:
-    """Prompts start alike or not, and then differ in one token: none is a prefix of another, so a call tells its request."""
+    """Prompts start alike or not, and then differ in one token: none is a prefix of another, so a
+    call tells its request.
+    """
     shared = draws.integer(1, limits.prompt - 1) if limits.prompt > 1 and draws.chance(40) else 0
     requests: list[Request] = []
-    for i, (request, tail, twin) in enumerate(draws.several(1, limits.requests, lambda source: _request(source, limits))):
+    for i, (request, tail, twin) in enumerate(
+        draws.several(1, limits.requests, lambda source: _request(source, limits))
+    ):
         rest = min(tail, limits.prompt - shared - 1)
-        prompt = (*(_token(-1, j) for j in range(shared)), 2 + i, *(_token(i, j) for j in range(rest)))
+        prompt = (
+            *(_token(-1, j) for j in range(shared)),
+            2 + i,
+            *(_token(i, j) for j in range(rest)),
+        )
         group = None
         if twin is not None and requests:
             other = twin % len(requests)
             prompt, group = requests[other].prompt_ids, requests[other].group or f"g{other}"
             requests[other] = replace(requests[other], group=group)
         media = None if request.media is None else f"media-{i}"
-        requests.append(replace(request, request_id=f"r{i}", prompt_ids=prompt, group=group, media=media))
+        requests.append(
+            replace(request, request_id=f"r{i}", prompt_ids=prompt, group=group, media=media)
+        )
     return tuple(requests)
 
 
 def _token(prompt: int, place: int) -> int:
-    """Any token that is neither the end of a sequence (0) nor one that tells prompts apart; the coded policy hashes them all."""
+    """Any token that is neither the end of a sequence (0) nor one that tells prompts apart; the
+    coded policy hashes them all.
+    """
     return 100 + (prompt * 131 + place * 17) % 300
 
 
 def _request(draws: Draws, limits: Limits) -> tuple[Request, int, int | None]:
-    """A request without id and prompt, the tokens of its prompt behind the one that tells it apart, the request that it is a twin of."""
+    """A request without id and prompt, the tokens of its prompt behind the one that tells it apart,
+    the request that it is a twin of.
+    """
     budget = draws.integer(1, limits.response)
     stated = not draws.chance(20)
     limit = budget + draws.integer(0, 3) if stated and draws.chance(20) else None
-    sampling: dict[str, Scalar] = {"temperature": draws.pick((1.0, 0.7))} if draws.chance(50) else {}
+    sampling: dict[str, Scalar] = (
+        {"temperature": draws.pick((1.0, 0.7))} if draws.chance(50) else {}
+    )
     request = Request(
         request_id="",
         prompt_ids=(),
@@ -204,21 +266,47 @@ def _request(draws: Draws, limits: Limits) -> tuple[Request, int, int | None]:
         limit=limit if stated else budget,
         sampling=sampling,
         media="media" if draws.chance(10) else None,
-        turns=tuple(draws.several(0, limits.turns, lambda source: tuple(_token(7, j) for j in range(source.integer(1, 3))))),
+        turns=tuple(
+            draws.several(
+                0,
+                limits.turns,
+                lambda source: tuple(_token(7, j) for j in range(source.integer(1, 3))),
+            )
+        ),
     )
-    return request, draws.integer(0, limits.prompt - 1), draws.integer(0, limits.requests - 1) if draws.chance(15) else None
+    return (
+        request,
+        draws.integer(0, limits.prompt - 1),
+        draws.integer(0, limits.requests - 1) if draws.chance(15) else None,
+    )
 
 
-def _action(draws: Draws, requests: Sequence[Request], enabled: Sequence[ActionKind], servers: int, limits: Limits) -> Action:
-    # Folded into the range rather than drawn from it, so that the action survives when a shrinker drops a request or a server.
+def _action(
+    draws: Draws,
+    requests: Sequence[Request],
+    enabled: Sequence[ActionKind],
+    servers: int,
+    limits: Limits,
+) -> Action:
+    # Folded into the range rather than drawn from it, so that the action survives when a shrinker
+    # drops a request or a server.
     request = requests[draws.integer(0, limits.requests - 1) % len(requests)]
     kind = draws.pick(enabled)
     budget = request.budget or 1
     tokens = draws.pick((0, budget, draws.integer(0, budget)))
     return Action(
-        when=Trigger(request=request.request_id, tokens=tokens, queued=draws.chance(10), race=draws.chance(20)),
+        when=Trigger(
+            request=request.request_id,
+            tokens=tokens,
+            queued=draws.chance(10),
+            race=draws.chance(20),
+        ),
         do=kind,
-        server=f"s{draws.integer(0, limits.servers - 1) % servers}" if kind in _AT_SERVER and draws.chance(70) else None,
+        server=(
+            f"s{draws.integer(0, limits.servers - 1) % servers}"
+            if kind in _AT_SERVER and draws.chance(70)
+            else None
+        ),
         steps=draws.integer(1, 12),
     )
 
@@ -227,7 +315,10 @@ _AT_SERVER = frozenset({ActionKind.KILL, ActionKind.SKEW})
 
 
 def _engine(draws: Draws, requests: Sequence[Request]) -> EngineOptions:
-    longest = max(len(request.prompt_ids) + (request.budget or 0) + sum(map(len, request.turns)) for request in requests)
+    longest = max(
+        len(request.prompt_ids) + (request.budget or 0) + sum(map(len, request.turns))
+        for request in requests
+    )
     return EngineOptions(
         max_batch=draws.pick((8, 1, 2, 3)),
         prefill_chunk=draws.integer(1, 8) if draws.chance(40) else None,

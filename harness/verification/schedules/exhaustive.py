@@ -1,7 +1,8 @@
 """Exhaustive schedules: every abort and weight sync that can befall one short request, enumerated.
 
-Faults of resuming are faults of small numbers: an abort before the first token, on the last one, twice at the same
-place, across a weight version. So the small scope is exhausted first, and only beyond it schedules are drawn.
+Faults of resuming are faults of small numbers: an abort before the first token, on the last one,
+twice at the same place, across a weight version. So the small scope is exhausted first, and only
+beyond it schedules are drawn.
 """
 
 from __future__ import annotations
@@ -19,7 +20,15 @@ from rollproof.core.trace import PauseMode
 from rollproof.errors import UsageError
 from rollproof.fakes.engine.flavours import flavour_named
 
-__all__ = ["LATER_REQUEST", "PAUSE_MODES", "Scope", "modes_for", "scope_families", "scope_size", "small_scope"]
+__all__ = [
+    "LATER_REQUEST",
+    "PAUSE_MODES",
+    "Scope",
+    "modes_for",
+    "scope_families",
+    "scope_size",
+    "small_scope",
+]
 
 PAUSE_MODES: Mapping[ResumeBy, tuple[PauseMode, ...]] = {
     ResumeBy.CLIENT: (PauseMode.ABORT, PauseMode.WAIT),
@@ -32,7 +41,12 @@ _PROMPT = (11, 12, 13, 14)
 _LATER = 10
 """The first token of a second prompt, which is no continuation of the first one's."""
 _ANSWERS = ((201, 202), (203,))
-_UPDATES = (ActionKind.SYNC, ActionKind.SYNC_UNLABELLED, ActionKind.SYNC_IDENTITY, ActionKind.RELABEL)
+_UPDATES = (
+    ActionKind.SYNC,
+    ActionKind.SYNC_UNLABELLED,
+    ActionKind.SYNC_IDENTITY,
+    ActionKind.RELABEL,
+)
 _REQUEST = "r0"
 _SERVERS = ("s0", "s1")
 LATER_REQUEST = "a later request"
@@ -43,10 +57,11 @@ LATER_REQUEST = "a later request"
 class Scope:
     """Bounds of the exhaustive enumeration.
 
-    ``prompt`` and ``response`` are the longest prompt and budget in tokens, ``actions`` the most aborts and syncs of a
-    schedule, ``versions`` the most weight versions that it can see (one more than its syncs). ``side_actions`` and
-    ``side_response`` bound the pause modes after the first and the side families. Raises ``UsageError`` on bounds
-    outside what enumerates in memory and time.
+    ``prompt`` and ``response`` are the longest prompt and budget in tokens, ``actions`` the most
+    aborts and syncs of a schedule, ``versions`` the most weight versions that it can see (one more
+    than its syncs). ``side_actions`` and ``side_response`` bound the pause modes after the first
+    and the side families. Raises ``UsageError`` on bounds outside what enumerates in memory and
+    time.
     """
 
     prompt: int = 2
@@ -76,7 +91,9 @@ class Scope:
 
 @dataclass(frozen=True, slots=True)
 class _Ends:
-    """Which actions end a request for good under a contract and a pause mode, so that nothing can follow them."""
+    """Which actions end a request for good under a contract and a pause mode, so that nothing can
+    follow them.
+    """
 
     abort: bool
     sync: bool
@@ -101,13 +118,24 @@ class _Plan:
 
     def ends(self, mode: PauseMode) -> _Ends:
         resume = self.contract.resume
-        dead = resume is ResumeBy.NONE or (resume is ResumeBy.ENGINE and self.contract.abort_surfaces)
+        dead = resume is ResumeBy.NONE or (
+            resume is ResumeBy.ENGINE and self.contract.abort_surfaces
+        )
         return _Ends(abort=dead, sync=dead and mode is PauseMode.ABORT)
 
-    def case(self, prompt: int, budget: int, actions: tuple[Action, ...], mode: PauseMode, **changes: object) -> Case:
+    def case(
+        self,
+        prompt: int,
+        budget: int,
+        actions: tuple[Action, ...],
+        mode: PauseMode,
+        **changes: object,
+    ) -> Case:
         case = Case(
             flavour=self.flavour,
-            requests=(Request(request_id=_REQUEST, prompt_ids=_PROMPT[:prompt], max_tokens=budget),),
+            requests=(
+                Request(request_id=_REQUEST, prompt_ids=_PROMPT[:prompt], max_tokens=budget),
+            ),
             actions=actions,
             seed=self.seed,
             pause_mode=mode,
@@ -122,16 +150,25 @@ class _Plan:
         return self.scope.prompt, min(self.scope.response, self.scope.side_response)
 
     def side_schedules(self, budget: int, mode: PauseMode) -> Iterator[tuple[Action, ...]]:
-        return _schedules(budget, min(self.scope.actions, self.scope.side_actions), self.scope.versions - 1, self.ends(mode))
+        return _schedules(
+            budget,
+            min(self.scope.actions, self.scope.side_actions),
+            self.scope.versions - 1,
+            self.ends(mode),
+        )
 
 
 def modes_for(flavour: str, contract: Contract) -> tuple[PauseMode, ...]:
-    """The pause modes to try: those of ``PAUSE_MODES`` that the engine offers; the first is enumerated in full.
+    """The pause modes to try: those of ``PAUSE_MODES`` that the engine offers; the first is
+    enumerated in full.
 
-    Where the engine offers none of them, the first of ``PAUSE_MODES``, which the fake engine has all the same.
+    Where the engine offers none of them, the first of ``PAUSE_MODES``, which the fake engine has
+    all the same.
     """
     wanted = PAUSE_MODES[contract.resume]
-    return tuple(mode for mode in wanted if mode in flavour_named(flavour).pause_modes) or wanted[:1]
+    return (
+        tuple(mode for mode in wanted if mode in flavour_named(flavour).pause_modes) or wanted[:1]
+    )
 
 
 def small_scope(
@@ -143,22 +180,28 @@ def small_scope(
     seed: int = 0,
     modes: tuple[PauseMode, ...] | None = None,
 ) -> Iterator[Case]:
-    """Every schedule of the small scope for one request under ``contract``, without repetition, small ones first.
+    """Every schedule of the small scope for one request under ``contract``, without repetition,
+    small ones first.
 
-    Complete for the first pause mode (of ``modes``, by default ``modes_for``): prompts
-    of 1 to ``scope.prompt`` tokens, budgets of 1 to ``scope.response``, and every *sequence* of up to ``scope.actions``
-    aborts and weight syncs (at most ``scope.versions`` - 1 of them) at every multiset of token counts from 0 (before the
-    first token) to the budget, on the last token both before the engine ends the call (race) and after. For each
-    further mode the same, with at least one sync and at most ``scope.side_actions`` actions. Two schedules count as one
-    only where nothing can tell them apart: after an action on the last token no call remains for another to hit, and
-    after an action that ends the request for good (an abort where nobody resumes) nothing does.
+    Complete for the first pause mode (of ``modes``, by default ``modes_for``): prompts of 1 to
+    ``scope.prompt`` tokens, budgets of 1 to ``scope.response``, and every *sequence* of up to
+    ``scope.actions`` aborts and weight syncs (at most ``scope.versions`` - 1 of them) at every
+    multiset of token counts from 0 (before the first token) to the budget, on the last token both
+    before the engine ends the call (race) and after. For each further mode the same, with at least
+    one sync and at most ``scope.side_actions`` actions. Two schedules count as one only where
+    nothing can tell them apart: after an action on the last token no call remains for another to
+    hit, and after an action that ends the request for good (an abort where nobody resumes) nothing
+    does.
 
-    Around it, with up to ``scope.side_actions`` actions and one budget, side families: prefix cache, chunked prefill,
-    an end of sequence before the budget, the budget given as a limit, several servers, actions on queued calls, every
-    other kind of action at every token, partial rollout off, a later request that an update finds waiting and, where the
-    contract is multi-turn, turns of the environment. ``scope_size`` tells how many cases each holds.
+    Around it, with up to ``scope.side_actions`` actions and one budget, side families: prefix
+    cache, chunked prefill, an end of sequence before the budget, the budget given as a limit,
+    several servers, actions on queued calls, every other kind of action at every token, partial
+    rollout off, a later request that an update finds waiting and, where the contract is multi-turn,
+    turns of the environment. ``scope_size`` tells how many cases each holds.
     """
-    for _, cases in scope_families(flavour, contract, scope=scope, model=model, seed=seed, modes=modes):
+    for _, cases in scope_families(
+        flavour, contract, scope=scope, model=model, seed=seed, modes=modes
+    ):
         yield from cases
 
 
@@ -171,10 +214,15 @@ def scope_families(
     seed: int = 0,
     modes: tuple[PauseMode, ...] | None = None,
 ) -> Iterator[tuple[str, Iterator[Case]]]:
-    """The families of ``small_scope`` by name, each with its cases. Raises ``UsageError`` where no pause mode is left."""
+    """The families of ``small_scope`` by name, each with its cases. Raises ``UsageError`` where no
+    pause mode is left.
+    """
     chosen = modes_for(flavour, contract) if modes is None else modes
     if not chosen:
-        raise UsageError(f"No pause mode to enumerate for {flavour!r}: give at least one of {[str(mode) for mode in PauseMode]}.")
+        raise UsageError(
+            f"No pause mode to enumerate for {flavour!r}: give at least one of"
+            f" {[str(mode) for mode in PauseMode]}."
+        )
     plan = _Plan(flavour, contract, scope or Scope(), model or Model(), seed, chosen)
     for name, family in _FAMILIES.items():
         yield name, family(plan)
@@ -188,13 +236,24 @@ def scope_size(
     modes: tuple[PauseMode, ...] | None = None,
 ) -> dict[str, int]:
     """How many cases each family of ``small_scope`` holds, by name, and their ``total``."""
-    counts = Counter({name: sum(1 for _ in cases) for name, cases in scope_families(flavour, contract, scope=scope, modes=modes)})
+    counts = Counter(
+        {
+            name: sum(1 for _ in cases)
+            for name, cases in scope_families(flavour, contract, scope=scope, modes=modes)
+        }
+    )
     return {**counts, "total": counts.total()}
 
 
 def _schedules(budget: int, most: int, syncs: int, ends: _Ends) -> Iterator[tuple[Action, ...]]:
-    """Every sequence of at most ``most`` aborts and syncs within ``budget`` tokens, by length, then by place."""
-    last = [_act(kind, budget, race=race) for race in (True, False) for kind in (ActionKind.ABORT, ActionKind.SYNC)]
+    """Every sequence of at most ``most`` aborts and syncs within ``budget`` tokens, by length, then
+    by place.
+    """
+    last = [
+        _act(kind, budget, race=race)
+        for race in (True, False)
+        for kind in (ActionKind.ABORT, ActionKind.SYNC)
+    ]
     for count in range(most + 1):
         for head in _heads(budget, count, syncs, ends):
             yield head
@@ -202,19 +261,36 @@ def _schedules(budget: int, most: int, syncs: int, ends: _Ends) -> Iterator[tupl
             for head in _heads(budget, count - 1, syncs, ends):
                 if head and ends.last_only(head[-1].do):
                     continue
-                yield from ((*head, action) for action in last if _syncs(head) + (action.do is ActionKind.SYNC) <= syncs)
+                yield from (
+                    (*head, action)
+                    for action in last
+                    if _syncs(head) + (action.do is ActionKind.SYNC) <= syncs
+                )
 
 
 def _heads(budget: int, count: int, syncs: int, ends: _Ends) -> Iterator[tuple[Action, ...]]:
     """Sequences of exactly ``count`` actions, all before the last token."""
     for places in combinations_with_replacement(range(budget), count):
         for kinds in product((ActionKind.ABORT, ActionKind.SYNC), repeat=count):
-            if kinds.count(ActionKind.SYNC) <= syncs and not any(ends.last_only(kind) for kind in kinds[:-1]):
+            if kinds.count(ActionKind.SYNC) <= syncs and not any(
+                ends.last_only(kind) for kind in kinds[:-1]
+            ):
                 yield tuple(_act(kind, place) for kind, place in zip(kinds, places, strict=True))
 
 
-def _act(kind: ActionKind, tokens: int, *, race: bool = False, queued: bool = False, server: str | None = None) -> Action:
-    return Action(when=Trigger(request=_REQUEST, tokens=tokens, race=race, queued=queued), do=kind, server=server)
+def _act(
+    kind: ActionKind,
+    tokens: int,
+    *,
+    race: bool = False,
+    queued: bool = False,
+    server: str | None = None,
+) -> Action:
+    return Action(
+        when=Trigger(request=_REQUEST, tokens=tokens, race=race, queued=queued),
+        do=kind,
+        server=server,
+    )
 
 
 def _syncs(actions: tuple[Action, ...]) -> int:
@@ -225,7 +301,9 @@ def _core(plan: _Plan) -> Iterator[Case]:
     mode = plan.modes[0]
     for budget in range(1, plan.scope.response + 1):
         for prompt in range(1, plan.scope.prompt + 1):
-            for actions in _schedules(budget, plan.scope.actions, plan.scope.versions - 1, plan.ends(mode)):
+            for actions in _schedules(
+                budget, plan.scope.actions, plan.scope.versions - 1, plan.ends(mode)
+            ):
                 yield plan.case(prompt, budget, actions, mode)
 
 
@@ -259,16 +337,25 @@ def _early_end(plan: _Plan) -> Iterator[Case]:
     prompt, budget = plan.side
     ending = replace(plan.model, eos_every=2)
     kinds = (ActionKind.ABORT, ActionKind.SYNC)
-    one = [(_act(kind, tokens, race=race),) for tokens in range(1, budget) for race in (True, False) for kind in kinds]
+    one = [
+        (_act(kind, tokens, race=race),)
+        for tokens in range(1, budget)
+        for race in (True, False)
+        for kind in kinds
+    ]
     for seed in range(8):
         for actions in [(), *one]:
-            yield plan.case(prompt, budget, actions, plan.modes[0], model=ending, seed=plan.seed + seed)
+            yield plan.case(
+                prompt, budget, actions, plan.modes[0], model=ending, seed=plan.seed + seed
+            )
 
 
 def _limited(plan: _Plan) -> Iterator[Case]:
     prompt, budget = plan.side
     for stated in (None, budget + 3):
-        request = Request(request_id=_REQUEST, prompt_ids=_PROMPT[:prompt], max_tokens=stated, limit=budget)
+        request = Request(
+            request_id=_REQUEST, prompt_ids=_PROMPT[:prompt], max_tokens=stated, limit=budget
+        )
         for actions in plan.side_schedules(budget, plan.modes[0]):
             yield plan.case(prompt, budget, actions, plan.modes[0], requests=(request,))
 
@@ -282,14 +369,21 @@ def _servers(plan: _Plan) -> Iterator[Case]:
 
 
 def _queued(plan: _Plan) -> Iterator[Case]:
-    """The first call is hit while it queues, or a call is aborted and its successor is hit while it queues."""
+    """The first call is hit while it queues, or a call is aborted and its successor is hit while it
+    queues.
+    """
     prompt, budget = plan.side
     mode = plan.modes[0]
     for kind in (ActionKind.ABORT, ActionKind.SYNC):
         yield plan.case(prompt, budget, (_act(kind, 0, queued=True),), mode)
         if not plan.ends(mode).abort:
             for tokens in range(1, budget):
-                yield plan.case(prompt, budget, (_act(ActionKind.ABORT, tokens), _act(kind, tokens, queued=True)), mode)
+                yield plan.case(
+                    prompt,
+                    budget,
+                    (_act(ActionKind.ABORT, tokens), _act(kind, tokens, queued=True)),
+                    mode,
+                )
 
 
 def _kinds(plan: _Plan) -> Iterator[Case]:
@@ -299,21 +393,31 @@ def _kinds(plan: _Plan) -> Iterator[Case]:
             continue
         servers = _SERVERS if kind is ActionKind.SKEW else (None,)
         for server, tokens in product(servers, range(budget)):
-            yield plan.case(prompt, budget, (_act(kind, tokens, server=server),), plan.modes[0], servers=len(_SERVERS))
+            yield plan.case(
+                prompt,
+                budget,
+                (_act(kind, tokens, server=server),),
+                plan.modes[0],
+                servers=len(_SERVERS),
+            )
 
 
 def _partial_off(plan: _Plan) -> Iterator[Case]:
     if plan.contract.partial_off is None:
         return
     prompt, budget = plan.side
-    for actions in _schedules(budget, min(1, plan.scope.actions), plan.scope.versions - 1, _Ends(abort=True, sync=True)):
+    for actions in _schedules(
+        budget, min(1, plan.scope.actions), plan.scope.versions - 1, _Ends(abort=True, sync=True)
+    ):
         yield plan.case(prompt, budget, actions, plan.modes[0], partial=False)
 
 
 def _later_request(plan: _Plan) -> Iterator[Case]:
-    """A second request waits while the weights change, so that even a stack which resumes nothing is served by the new ones.
+    """A second request waits while the weights change, so that even a stack which resumes nothing
+    is served by the new ones.
 
-    It queues behind the first where the pause drains; where the pause aborts what queues, it arrives during the update.
+    It queues behind the first where the pause drains; where the pause aborts what queues, it
+    arrives during the update.
     """
     prompt, budget = plan.side
     first = Request(request_id=_REQUEST, prompt_ids=_PROMPT[:prompt], max_tokens=budget)
@@ -327,19 +431,31 @@ def _later_request(plan: _Plan) -> Iterator[Case]:
 
 
 def _turns(plan: _Plan) -> Iterator[Case]:
-    """The policy ends its turns early, the environment answers twice, and one abort or sync hits any turn, running or queued."""
+    """The policy ends its turns early, the environment answers twice, and one abort or sync hits
+    any turn, running or queued.
+    """
     if not plan.contract.multi_turn:
         return
     prompt, budget = plan.side
     room = budget + sum(map(len, _ANSWERS))
-    request = Request(request_id=_REQUEST, prompt_ids=_PROMPT[:prompt], max_tokens=room, turns=_ANSWERS)
+    request = Request(
+        request_id=_REQUEST, prompt_ids=_PROMPT[:prompt], max_tokens=room, turns=_ANSWERS
+    )
     ending = replace(plan.model, eos_every=2)
     kinds = (ActionKind.ABORT, ActionKind.SYNC)
     hits = product(kinds, range(1, budget + 1), ((False, False), (True, False), (False, True)))
     one = [(_act(kind, tokens, race=race, queued=queued),) for kind, tokens, (race, queued) in hits]
     for seed in range(8):
         for actions in [(), *one]:
-            yield plan.case(prompt, room, actions, plan.modes[0], requests=(request,), model=ending, seed=plan.seed + seed)
+            yield plan.case(
+                prompt,
+                room,
+                actions,
+                plan.modes[0],
+                requests=(request,),
+                model=ending,
+                seed=plan.seed + seed,
+            )
 
 
 _FAMILIES: Mapping[str, Family] = {

@@ -1,9 +1,10 @@
 """State machine: a case built step by step, run and judged after every step.
 
-Each rule adds one thing that can still happen: a request, or an action on a request at a token that it has sampled or is
-yet to sample. After each rule the case so far is run afresh on the virtual clock (a few milliseconds) and judged, so a
-fault is seen at the first step that shows it, and what Hypothesis reports is a case that ``rollproof replay`` can run.
-Every kind of action is a rule of its own: Hypothesis leaves rules out at random, which is swarm testing.
+Each rule adds one thing that can still happen: a request, or an action on a request at a token that
+it has sampled or is yet to sample. After each rule the case so far is run afresh on the virtual
+clock (a few milliseconds) and judged, so a fault is seen at the first step that shows it, and what
+Hypothesis reports is a case that ``rollproof replay`` can run. Every kind of action is a rule of
+its own: Hypothesis leaves rules out at random, which is swarm testing.
 """
 
 from __future__ import annotations
@@ -48,19 +49,25 @@ def machine_for(
 ) -> type[RuleBasedStateMachine]:
     """A Hypothesis state machine for the subject that ``factory`` makes.
 
-    Run it with ``hypothesis.stateful.run_state_machine_as_test(machine)``, or give its ``TestCase`` to pytest. ``flavour``
-    defaults to the first that fits the subject, ``registry`` to all checks, of which ``only`` selects some; ``kinds`` are
-    the kinds of action that may occur. The settings come from ``profile``. A finding raises ``AssertionError`` with its
-    text and the case as JSON. Raises ``UsageError`` for names that do not exist and where no flavour fits.
+    Run it with ``hypothesis.stateful.run_state_machine_as_test(machine)``, or give its ``TestCase``
+    to pytest. ``flavour`` defaults to the first that fits the subject, ``registry`` to all checks,
+    of which ``only`` selects some; ``kinds`` are the kinds of action that may occur. The settings
+    come from ``profile``. A finding raises ``AssertionError`` with its text and the case as JSON.
+    Raises ``UsageError`` for names that do not exist and where no flavour fits.
     """
     found = probe(factory, None if flavour is None else (flavour,))
     if not found:
-        raise UsageError("No engine flavour fits the subject's contract: name the one that it speaks with `flavour`.")
+        raise UsageError(
+            "No engine flavour fits the subject's contract: name the one that it speaks with"
+            " `flavour`."
+        )
     name, contract, model = found[0]
     checks = registry if registry is not None else default_registry()
     body: dict[str, Any] = {
         "__doc__": f"Cases for {getattr(factory, '__qualname__', factory)} on {name}.",
-        "outcome": staticmethod(_outcomes(factory, checks.select(only) if (only := tuple(only)) else checks)),
+        "outcome": staticmethod(
+            _outcomes(factory, checks.select(only) if (only := tuple(only)) else checks)
+        ),
         **_start(name, contract, model, limits or Limits()),
     }
     for kind in ActionKind if kinds is None else kinds:
@@ -101,7 +108,12 @@ class _Machine(RuleBasedStateMachine):
         """The case so far; ``None`` before its first request."""
         if self.base is None or not self.requests:
             return None
-        return replace(self.base, requests=tuple(self.requests), arrivals=tuple(self.arrivals), actions=tuple(self.actions))
+        return replace(
+            self.base,
+            requests=tuple(self.requests),
+            arrivals=tuple(self.arrivals),
+            actions=tuple(self.actions),
+        )
 
     @invariant()
     def nothing_is_found(self) -> None:
@@ -116,21 +128,31 @@ class _Machine(RuleBasedStateMachine):
 
 
 def _outcomes(factory: SubjectFactory, checks: Registry) -> Callable[[Case], _Outcome]:
-    """Runs and judges a case. Remembers: Hypothesis shrinks by trying cases that begin alike, and a case has one outcome."""
+    """Runs and judges a case. Remembers: Hypothesis shrinks by trying cases that begin alike, and a
+    case has one outcome.
+    """
 
     @lru_cache(maxsize=4096)
     def outcome(text: str) -> _Outcome:
         trace = run_case(factory, Case.from_dict(json.loads(text)))
         tally = Tally(checks)
         judge_events(trace.header, trace.events, tally)
-        return _sampled(trace), tuple(_text(finding) for result in tally.judgement().results for finding in result.findings)
+        return _sampled(trace), tuple(
+            _text(finding) for result in tally.judgement().results for finding in result.findings
+        )
 
     return lambda case: outcome(json.dumps(case.to_dict()))
 
 
-def _start(flavour: str, contract: Contract, model: Model | None, limits: Limits) -> Mapping[str, Any]:
+def _start(
+    flavour: str, contract: Contract, model: Model | None, limits: Limits
+) -> Mapping[str, Any]:
     """The rules that make the fleet and the requests."""
-    modes = [mode for mode in modes_for(flavour, contract) if contract.kv_policy is KvPolicy.KEEP or mode is not PauseMode.IN_PLACE]
+    modes = [
+        mode
+        for mode in modes_for(flavour, contract)
+        if contract.kv_policy is KvPolicy.KEEP or mode is not PauseMode.IN_PLACE
+    ]
 
     @initialize(
         servers=st.integers(1, limits.servers),
@@ -140,7 +162,15 @@ def _start(flavour: str, contract: Contract, model: Model | None, limits: Limits
         cached=st.booleans(),
         seed=st.integers(0, 2**31 - 1),
     )
-    def fleet(self: _Machine, servers: int, mode: PauseMode, batch: int, chunk: int | None, cached: bool, seed: int) -> None:
+    def fleet(
+        self: _Machine,
+        servers: int,
+        mode: PauseMode,
+        batch: int,
+        chunk: int | None,
+        cached: bool,
+        seed: int,
+    ) -> None:
         placeholder = Request(request_id="r0", prompt_ids=(1,), max_tokens=1)
         self.base = Case(
             flavour=flavour,
@@ -153,7 +183,12 @@ def _start(flavour: str, contract: Contract, model: Model | None, limits: Limits
             engine=EngineOptions(max_batch=batch, prefill_chunk=chunk, prefix_cache=cached),
         )
 
-    @rule(target=_REQUESTS, prompt=st.integers(1, limits.prompt), budget=st.integers(1, limits.response), steps=st.integers(0, 20))
+    @rule(
+        target=_REQUESTS,
+        prompt=st.integers(1, limits.prompt),
+        budget=st.integers(1, limits.response),
+        steps=st.integers(0, 20),
+    )
     def submit(self: _Machine, prompt: int, budget: int, steps: int) -> str:
         number = len(self.requests)
         if number == limits.requests:
@@ -167,15 +202,24 @@ def _start(flavour: str, contract: Contract, model: Model | None, limits: Limits
 
 
 def _act(kind: ActionKind, limits: Limits) -> Any:
-    """The rule that adds an action of one kind: ``ahead`` tokens after the last action on the request, within what it samples."""
+    """The rule that adds an action of one kind: ``ahead`` tokens after the last action on the
+    request, within what it samples.
+    """
 
-    def act(self: _Machine, request: str, ahead: int, queued: bool, race: bool, server: int, steps: int) -> None:
+    def act(
+        self: _Machine, request: str, ahead: int, queued: bool, race: bool, server: int, steps: int
+    ) -> None:
         if len(self.actions) >= limits.actions:
             return
-        past = max((action.when.tokens for action in self.actions if action.when.request == request), default=0)
+        past = max(
+            (action.when.tokens for action in self.actions if action.when.request == request),
+            default=0,
+        )
         place = min(past + ahead, self.sampled[request])
         assert self.base is not None
-        named = f"s{server % self.base.servers}" if kind in (ActionKind.KILL, ActionKind.SKEW) else None
+        named = (
+            f"s{server % self.base.servers}" if kind in (ActionKind.KILL, ActionKind.SKEW) else None
+        )
         when = Trigger(request=request, tokens=place, queued=queued, race=race)
         self.actions.append(Action(when=when, do=kind, server=named, steps=steps))
 
@@ -202,4 +246,7 @@ def _sampled(trace: Trace) -> Counter[str]:
 
 def _text(finding: Finding) -> str:
     where = ", ".join(f"{name} {value}" for name, value in finding.where.items())
-    return f"{finding.check_id}: {finding.title} ({where})\n  expected: {finding.expected}\n  observed: {finding.observed}"
+    return (
+        f"{finding.check_id}: {finding.title} ({where})\n  expected: {finding.expected}\n "
+        f" observed: {finding.observed}"
+    )

@@ -16,9 +16,10 @@ __all__ = ["PROFILES", "Profile", "profile_named"]
 class Profile:
     """How much of each kind of schedule a run tries.
 
-    ``scope`` bounds the exhaustive part, ``random_cases`` counts the seeded random cases behind it; ``max_examples``
-    and ``steps`` are those of Hypothesis tests and state machines. ``seed`` is that of a run which is given none;
-    ``None`` draws a fresh one each time, which the report then names.
+    ``scope`` bounds the exhaustive part, ``random_cases`` counts the seeded random cases behind it;
+    ``max_examples`` and ``steps`` are those of Hypothesis tests and state machines. ``seed`` is
+    that of a run which is given none; ``None`` draws a fresh one each time, which the report then
+    names.
     """
 
     name: str
@@ -29,9 +30,14 @@ class Profile:
     seed: int | None = None
 
     def seed_for(self, given: int | None) -> int:
-        """``given``, else the seed of this profile, else a fresh one in 0 .. 2**31 - 1. Raises ``UsageError`` outside 0 .. 2**63 - 1."""
+        """``given``, else the seed of this profile, else a fresh one in 0 .. 2**31 - 1. Raises
+        ``UsageError`` outside 0 .. 2**63 - 1.
+        """
         if given is not None and (isinstance(given, bool) or not 0 <= given < 2**63):
-            raise UsageError(f"seed={given!r} must be a whole number >= 0, below 2**63; a report names the seed that repeats its run.")
+            raise UsageError(
+                f"seed={given!r} must be a whole number >= 0, below 2**63; a report names the seed"
+                " that repeats its run."
+            )
         if given is not None:
             return given
         return secrets.randbelow(2**31) if self.seed is None else self.seed
@@ -58,11 +64,13 @@ PROFILES: Mapping[str, Profile] = {
         ),
     )
 }
-"""``pr``: seconds, the same cases every time. ``nightly``: the whole small scope, fresh seeds. ``soak``: hours.
+"""``pr``: seconds, the same cases every time. ``nightly``: the whole small scope, fresh seeds.
+``soak``: hours.
 
-What ``pr`` covers of a subject: on every flavour up to two aborts and syncs within four tokens, up to one in the side families, each of
-them once where several become equal under the contract; and a hundred random cases over all flavours. ``rollproof verify`` without a
-subject runs so the references on one flavour each, in turn, and one case in 25 on the others.
+What ``pr`` covers of a subject: on every flavour up to two aborts and syncs within four tokens, up
+to one in the side families, each of them once where several become equal under the contract; and a
+hundred random cases over all flavours. ``rollproof verify`` without a subject runs so the
+references on one flavour each, in turn, and one case in 25 on the others.
 """
 
 

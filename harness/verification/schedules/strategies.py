@@ -54,16 +54,27 @@ def cases(
     modes: Sequence[PauseMode] | None = None,
     limits: Limits | None = None,
 ) -> Case:
-    """Cases of one flavour under ``contract``: several requests and servers, engine options, models, faults.
+    """Cases of one flavour under ``contract``: several requests and servers, engine options,
+    models, faults.
 
-    Each case first draws the subset of ``kinds`` (default: all) that may occur in it (swarm testing, Groce et al.,
-    ISSTA 2012), then actions of these. ``model`` fixes the model instead of drawing one; ``modes`` are the pause modes
-    (default: ``modes_for``).
+    Each case first draws the subset of ``kinds`` (default: all) that may occur in it (swarm
+    testing, Groce et al., ISSTA 2012), then actions of these. ``model`` fixes the model instead of
+    drawing one; ``modes`` are the pause modes (default: ``modes_for``).
     """
-    return draw_case(_HypothesisDraws(draw), flavour=flavour, contract=contract, kinds=kinds, model=model, modes=modes, limits=limits)
+    return draw_case(
+        _HypothesisDraws(draw),
+        flavour=flavour,
+        contract=contract,
+        kinds=kinds,
+        model=model,
+        modes=modes,
+        limits=limits,
+    )
 
 
 @st.composite
 def models(draw: st.DrawFn, *, layers: int = 6) -> Model:
-    """Models of up to ``layers`` layers: leading dense layers or none, 2 to 1024 experts, top-k 1 to 16."""
+    """Models of up to ``layers`` layers: leading dense layers or none, 2 to 1024 experts, top-k 1
+    to 16.
+    """
     return draw_model(_HypothesisDraws(draw), layers)

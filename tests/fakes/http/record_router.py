@@ -1,5 +1,5 @@
-"""Records what SGLang's own gateway (``pip install sglang-router``) answers before two servers with SGLang's face:
-``python -m tests.fakes.http.record_router``.
+"""Records what SGLang's own gateway (``pip install sglang-router``) answers before two servers with
+SGLang's face: ``python -m tests.fakes.http.record_router``.
 """
 
 from __future__ import annotations
@@ -22,9 +22,19 @@ GENERATE = {"input_ids": [5, 6, 7], "sampling_params": {"max_new_tokens": 2}, "r
 
 
 def exchanges(server: Server, urls: list[str]) -> Iterator[Exchange]:
-    """One after the other: what is listed, forwarded and refused, then a worker taken away and given back."""
+    """One after the other: what is listed, forwarded and refused, then a worker taken away and
+    given back.
+    """
     ask = server.ask
-    for path in ("/workers", "/list_workers", "/health", "/readiness", "/liveness", "/nothing", "/model_info"):
+    for path in (
+        "/workers",
+        "/list_workers",
+        "/health",
+        "/readiness",
+        "/liveness",
+        "/nothing",
+        "/model_info",
+    ):
         yield ask("GET", path)
     yield ask("POST", "/generate", GENERATE)
     yield ask("POST", "/flush_cache")
@@ -54,7 +64,15 @@ async def main() -> None:
     """Serve, start the gateway, ask, write."""
     async with routing("sglang", ServeOptions(flavour="sglang"), 2) as (_, backings):
         urls, port = list(backings), _free_port()
-        command = [sys.executable, "-m", "sglang_router.launch_router", "--worker-urls", *urls, "--port", str(port)]
+        command = [
+            sys.executable,
+            "-m",
+            "sglang_router.launch_router",
+            "--worker-urls",
+            *urls,
+            "--port",
+            str(port),
+        ]
         command += ["--policy", "round_robin", "--disable-health-check"]
         process = await asyncio.create_subprocess_exec(*command, stdout=subprocess.DEVNULL)
         try:
@@ -62,7 +80,9 @@ async def main() -> None:
             for _ in range(60):
                 await asyncio.sleep(1)
                 try:
-                    if (await asyncio.to_thread(server.ask, "GET", "/readiness"))["response"]["status"] == 200:
+                    if (await asyncio.to_thread(server.ask, "GET", "/readiness"))["response"][
+                        "status"
+                    ] == 200:
                         break
                 except OSError:
                     continue
@@ -70,7 +90,10 @@ async def main() -> None:
         finally:
             process.send_signal(signal.SIGKILL)
             await process.wait()
-    told = json.dumps({"server": f"sglang-router {metadata.version('sglang-router')}", "exchanges": recorded}, indent=1)
+    told = json.dumps(
+        {"server": f"sglang-router {metadata.version('sglang-router')}", "exchanges": recorded},
+        indent=1,
+    )
     (FOLDER / "router_workers.json").write_text(told + "\n", encoding="utf-8")
 
 

@@ -1,7 +1,7 @@
 """Records what SGLang's own HTTP server answers, for the faces of the fakes to be compared with.
 
-``python -m tests.fakes.http.record_sglang [KIND...]`` writes those kinds, by itself all. Needs SGLang (`nox -s engines` makes an environment
-with it) and takes a few minutes on a CPU.
+``python -m tests.fakes.http.record_sglang [KIND...]`` writes those kinds, by itself all. Needs
+SGLang (`nox -s engines` makes an environment with it) and takes a few minutes on a CPU.
 """
 
 from __future__ import annotations
@@ -16,7 +16,13 @@ from tests.fakes.http.recording import Exchange, Order, Server, record
 PROMPT = list(range(5, 15))
 SAMPLING = {"max_new_tokens": 4, "temperature": 1.0, "ignore_eos": True}
 LONG = {**SAMPLING, "max_new_tokens": 200}
-WHOLE = {"input_ids": PROMPT, "sampling_params": SAMPLING, "return_logprob": True, "return_routed_experts": True, "rid": "mine-1"}
+WHOLE = {
+    "input_ids": PROMPT,
+    "sampling_params": SAMPLING,
+    "return_logprob": True,
+    "return_routed_experts": True,
+    "rid": "mine-1",
+}
 CHAT = {
     "model": "tiny",
     "messages": [{"role": "user", "content": "w5 w6 w7"}],
@@ -40,7 +46,12 @@ CHATS_ASKED: tuple[Mapping[str, Any], ...] = (
     {"max_completion_tokens": 2},
     {"model": "another"},
     {"return_prompt_token_ids": True},
-    {"messages": [{"role": "system", "content": "w4"}, {"role": "user", "content": [{"type": "text", "text": "w5"}]}]},
+    {
+        "messages": [
+            {"role": "system", "content": "w4"},
+            {"role": "user", "content": [{"type": "text", "text": "w5"}]},
+        ]
+    },
 )
 """Changes of ``CHAT`` that the server takes."""
 CHATS_REFUSED: tuple[Mapping[str, Any], ...] = (
@@ -106,7 +117,11 @@ def exchanges(server: Server, other: Path) -> Iterator[tuple[str, list[Exchange]
             ask("POST", "/generate", {**WHOLE, "rid": "mine-3", "routed_experts_start_len": 11}),
             ask("POST", "/generate", {**WHOLE, "rid": "mine-4", "input_ids": []}),
             ask("POST", "/generate", {**WHOLE, "rid": "mine-5", "input_ids": [5] * 600}),
-            ask("POST", "/generate", {**WHOLE, "rid": "mine-6", "sampling_params": {**SAMPLING, "n": 2}}),
+            ask(
+                "POST",
+                "/generate",
+                {**WHOLE, "rid": "mine-6", "sampling_params": {**SAMPLING, "n": 2}},
+            ),
         ],
     )
     yield "generate_stream", [ask("POST", "/generate", {**WHOLE, "rid": "mine-7", "stream": True})]
@@ -124,14 +139,21 @@ def exchanges(server: Server, other: Path) -> Iterator[tuple[str, list[Exchange]
         "flush_cache",
         [
             ask("POST", "/flush_cache"),
-            *server.beside(_running("held-2"), [("POST", "/flush_cache", None), ("POST", "/abort_request", {"abort_all": True})]),
+            *server.beside(
+                _running("held-2"),
+                [("POST", "/flush_cache", None), ("POST", "/abort_request", {"abort_all": True})],
+            ),
         ],
     )
     yield (
         "update_weight_version",
         [
-            ask("POST", "/update_weight_version", {"new_version": "w1", "abort_all_requests": False}),
-            *server.beside(_running("cut-2"), [("POST", "/update_weight_version", {"new_version": "w2"})]),
+            ask(
+                "POST", "/update_weight_version", {"new_version": "w1", "abort_all_requests": False}
+            ),
+            *server.beside(
+                _running("cut-2"), [("POST", "/update_weight_version", {"new_version": "w2"})]
+            ),
             ask("POST", "/update_weight_version", {}),
         ],
     )
@@ -139,21 +161,56 @@ def exchanges(server: Server, other: Path) -> Iterator[tuple[str, list[Exchange]
     yield (
         "update_weights_from_disk",
         [
-            ask("POST", "/update_weights_from_disk", {"model_path": str(other), "weight_version": "w3"}),
+            ask(
+                "POST",
+                "/update_weights_from_disk",
+                {"model_path": str(other), "weight_version": "w3"},
+            ),
             ask("POST", "/update_weights_from_disk", {"model_path": "/nowhere"}),
         ],
     )
     yield "health", [ask("GET", "/health"), ask("GET", "/health_generate")]
     yield "loads", [ask("GET", "/v1/loads"), ask("GET", "/get_load")]
-    yield "chat", [ask("POST", "/v1/chat/completions", CHAT), ask("POST", "/v1/chat/completions", {**CHAT, "stream": True})]
-    yield "errors", [ask("GET", "/no_such_endpoint"), ask("POST", "/generate", {}), ask("GET", "/generate_nothing")]
+    yield (
+        "chat",
+        [
+            ask("POST", "/v1/chat/completions", CHAT),
+            ask("POST", "/v1/chat/completions", {**CHAT, "stream": True}),
+        ],
+    )
+    yield (
+        "errors",
+        [
+            ask("GET", "/no_such_endpoint"),
+            ask("POST", "/generate", {}),
+            ask("GET", "/generate_nothing"),
+        ],
+    )
     yield "chat_more", [ask("POST", CHATS, {**CHAT, **changed}) for changed in CHATS_ASKED]
     yield "chat_bad", [ask("POST", CHATS, body) for body in CHATS_REFUSED]
-    yield "chat_abort", server.beside(_running("cut-3", chat=True), [("POST", "/abort_request", {"rid": "cut-3"})])
-    yield "completions", [ask("POST", "/v1/completions", {**COMPLETION, **changed}) for changed in COMPLETIONS_ASKED]
+    yield (
+        "chat_abort",
+        server.beside(_running("cut-3", chat=True), [("POST", "/abort_request", {"rid": "cut-3"})]),
+    )
+    yield (
+        "completions",
+        [
+            ask("POST", "/v1/completions", {**COMPLETION, **changed})
+            for changed in COMPLETIONS_ASKED
+        ],
+    )
     yield "completions_bad", [ask("POST", "/v1/completions", body) for body in COMPLETIONS_REFUSED]
-    yield "generate_more", [ask("POST", "/generate", {**WHOLE, "rid": f"more-{i}", **changed}) for i, changed in enumerate(GENERATED)]
-    yield "pause_modes", [one for mode in ("abort", "retract", "in_place") for one in _paused(server, mode)]
+    yield (
+        "generate_more",
+        [
+            ask("POST", "/generate", {**WHOLE, "rid": f"more-{i}", **changed})
+            for i, changed in enumerate(GENERATED)
+        ],
+    )
+    yield (
+        "pause_modes",
+        [one for mode in ("abort", "retract", "in_place") for one in _paused(server, mode)],
+    )
     yield (
         "pause_odd",
         [
@@ -168,7 +225,14 @@ def exchanges(server: Server, other: Path) -> Iterator[tuple[str, list[Exchange]
     )
     yield (
         "update_in_place",
-        server.beside(_running("held-3"), [("POST", "/pause_generation", {"mode": "in_place"}), ("POST", DISK, _kept(other)), resume]),
+        server.beside(
+            _running("held-3"),
+            [
+                ("POST", "/pause_generation", {"mode": "in_place"}),
+                ("POST", DISK, _kept(other)),
+                resume,
+            ],
+        ),
     )
     yield (
         "weights_more",
@@ -187,7 +251,15 @@ def exchanges(server: Server, other: Path) -> Iterator[tuple[str, list[Exchange]
         "info",
         [
             ask("GET", path)
-            for path in ("/get_model_info", "/model_info", "/get_server_info", "/server_info", "/v1/models", "/v1/models/nobody", "/ping")
+            for path in (
+                "/get_model_info",
+                "/model_info",
+                "/get_server_info",
+                "/server_info",
+                "/v1/models",
+                "/v1/models/nobody",
+                "/ping",
+            )
         ],
     )
     yield (
@@ -216,7 +288,12 @@ def _paused(server: Server, mode: str) -> list[Exchange]:
 
 
 def _kept(other: Path) -> dict[str, Any]:
-    return {"model_path": str(other), "weight_version": "w4", "flush_cache": False, "abort_all_requests": False}
+    return {
+        "model_path": str(other),
+        "weight_version": "w4",
+        "flush_cache": False,
+        "abort_all_requests": False,
+    }
 
 
 def main() -> None:
@@ -227,7 +304,16 @@ def main() -> None:
 def _command(model: Path, port: int) -> list[str]:
     numbers = {"--port": port, "--context-length": 512, "--max-total-tokens": 4096}
     return [
-        *("-m", "rollproof.engines.sglang.sglang_server", "--model-path", str(model), "--dtype", "float32", "--weight-version", "w0"),
+        *(
+            "-m",
+            "rollproof.engines.sglang.sglang_server",
+            "--model-path",
+            str(model),
+            "--dtype",
+            "float32",
+            "--weight-version",
+            "w0",
+        ),
         *(word for name, number in numbers.items() for word in (name, str(number))),
         *("--enable-return-routed-experts", "--log-level", "warning"),
     ]

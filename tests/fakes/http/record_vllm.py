@@ -1,7 +1,9 @@
-"""Records what vLLM's own HTTP server answers, for the faces of the fakes to be compared with: ``python -m tests.fakes.http.record_vllm``.
+"""Records what vLLM's own HTTP server answers, for the faces of the fakes to be compared with:
+``python -m tests.fakes.http.record_vllm``.
 
-Needs vLLM (`nox -s engines` makes an environment with it) and takes some minutes on a CPU. The server runs in its developer mode
-(``VLLM_SERVER_DEV_MODE=1``), which has the endpoints of reinforcement learning.
+Needs vLLM (`nox -s engines` makes an environment with it) and takes some minutes on a CPU. The
+server runs in its developer mode (``VLLM_SERVER_DEV_MODE=1``), which has the endpoints of
+reinforcement learning.
 """
 
 from __future__ import annotations
@@ -19,7 +21,12 @@ SAMPLING = {"max_tokens": 4, "temperature": 1.0, "ignore_eos": True, "logprobs":
 WHOLE = {"model": MODEL, "token_ids": PROMPT, "sampling_params": SAMPLING}
 LONG = {**SAMPLING, "max_tokens": 60}
 COMPLETION = {"model": MODEL, "prompt": PROMPT, "max_tokens": 3, "ignore_eos": True}
-CHAT = {"model": MODEL, "messages": [{"role": "user", "content": "w5 w6 w7"}], "max_tokens": 3, "ignore_eos": True}
+CHAT = {
+    "model": MODEL,
+    "messages": [{"role": "user", "content": "w5 w6 w7"}],
+    "max_tokens": 3,
+    "ignore_eos": True,
+}
 GENERATE, COMPLETIONS, CHATS = "/inference/v1/generate", "/v1/completions", "/v1/chat/completions"
 _Changes = tuple[Mapping[str, Any], ...]
 GENERATED: _Changes = (
@@ -56,7 +63,12 @@ COMPLETED: _Changes = (
     {"prompt": [PROMPT, [5, 6]]},
     {"max_tokens": 1},
     {"seed": 7, "temperature": 0.0},
-    {"request_id": "mine-2", "logprobs": 0, "return_token_ids": True, "return_tokens_as_token_ids": True},
+    {
+        "request_id": "mine-2",
+        "logprobs": 0,
+        "return_token_ids": True,
+        "return_tokens_as_token_ids": True,
+    },
     {"no_such_field": 1},
     {"model": None},
 )
@@ -103,7 +115,10 @@ def exchanges(server: Server, other: Path) -> Iterator[tuple[str, list[Exchange]
         return [ask("POST", path, {**base, **changed}) for changed in changes]
 
     yield "generate", each(GENERATE, WHOLE, GENERATED)
-    yield "generate_stream", each(GENERATE, WHOLE, ({"stream": True}, {"stream": True, "token_ids": [5] * 600}))
+    yield (
+        "generate_stream",
+        each(GENERATE, WHOLE, ({"stream": True}, {"stream": True, "token_ids": [5] * 600})),
+    )
     yield "completions", each(COMPLETIONS, COMPLETION, COMPLETED)
     yield "completions_bad", each(COMPLETIONS, COMPLETION, NOT_COMPLETED)
     streams: _Changes = (
@@ -116,8 +131,22 @@ def exchanges(server: Server, other: Path) -> Iterator[tuple[str, list[Exchange]
     yield "completions_stream", each(COMPLETIONS, COMPLETION, streams)
     yield "chat", each(CHATS, CHAT, CHATTED)
     yield "chat_bad", each(CHATS, CHAT, NOT_CHATTED)
-    yield "chat_stream", each(CHATS, CHAT, ({"stream": True}, {"stream": True, "logprobs": True, "return_token_ids": True}))
-    yield "abort", [*_aborted(server), ask("POST", "/abort_requests", {"request_ids": ["nobody"]}), ask("POST", "/abort_requests", {})]
+    yield (
+        "chat_stream",
+        each(
+            CHATS,
+            CHAT,
+            ({"stream": True}, {"stream": True, "logprobs": True, "return_token_ids": True}),
+        ),
+    )
+    yield (
+        "abort",
+        [
+            *_aborted(server),
+            ask("POST", "/abort_requests", {"request_ids": ["nobody"]}),
+            ask("POST", "/abort_requests", {}),
+        ],
+    )
     yield (
         "abort_bad",
         [
@@ -155,7 +184,10 @@ def exchanges(server: Server, other: Path) -> Iterator[tuple[str, list[Exchange]
         "reset_prefix_cache",
         [
             ask("POST", "/reset_prefix_cache"),
-            *beside(_running("held-cache"), [("POST", "/reset_prefix_cache", None), ("POST", "/abort_requests", {})]),
+            *beside(
+                _running("held-cache"),
+                [("POST", "/reset_prefix_cache", None), ("POST", "/abort_requests", {})],
+            ),
             ask("POST", "/reset_prefix_cache?reset_running_requests=true"),
             ask("POST", "/reset_mm_cache"),
             ask("POST", "/reset_encoder_cache"),
@@ -167,7 +199,13 @@ def exchanges(server: Server, other: Path) -> Iterator[tuple[str, list[Exchange]
             ask("GET", "/weight_info"),
             ask("POST", "/update_weight_version", {"new_version": "w1"}),
             ask("GET", "/weight_info"),
-            *beside(_running("across"), [("POST", "/update_weight_version", {"new_version": "w2"}), ("POST", "/abort_requests", {})]),
+            *beside(
+                _running("across"),
+                [
+                    ("POST", "/update_weight_version", {"new_version": "w2"}),
+                    ("POST", "/abort_requests", {}),
+                ],
+            ),
             ask("POST", "/update_weight_version", {}),
             ask("POST", "/update_weight_version", {"new_version": 3}),
             ask("POST", "/update_weight_version", {"weight_version": "w3"}),
@@ -196,7 +234,11 @@ def exchanges(server: Server, other: Path) -> Iterator[tuple[str, list[Exchange]
             ask("POST", "/collective_rpc", {}),
             send("POST", "/collective_rpc", "{"),
             ask("POST", "/collective_rpc", [1]),
-            ask("POST", "/collective_rpc", {"method": "reload_weights", "kwargs": {"weights_path": str(other)}}),
+            ask(
+                "POST",
+                "/collective_rpc",
+                {"method": "reload_weights", "kwargs": {"weights_path": str(other)}},
+            ),
             ask("POST", "/collective_rpc", {"method": "get_model_inspection"}),
         ],
     )
@@ -204,7 +246,16 @@ def exchanges(server: Server, other: Path) -> Iterator[tuple[str, list[Exchange]
         "health",
         [
             ask("GET", path)
-            for path in ("/health", "/ping", "/version", "/load", "/v1/models", "/v1/models/nobody", "/metrics", "/kv_event_sources")
+            for path in (
+                "/health",
+                "/ping",
+                "/version",
+                "/load",
+                "/v1/models",
+                "/v1/models/nobody",
+                "/metrics",
+                "/kv_event_sources",
+            )
         ],
     )
     yield (
@@ -252,23 +303,57 @@ def _running(request: str) -> Order:
 
 
 def _aborted(server: Server) -> list[Exchange]:
-    """Calls of each endpoint cut short by their ids; those of chats and completions have a prefix, which is part of them."""
+    """Calls of each endpoint cut short by their ids; those of chats and completions have a prefix,
+    which is part of them.
+    """
     chat = {**CHAT, "request_id": "cut-3", "max_tokens": 60}
     return [
-        *server.beside(_running("cut-1"), [("POST", "/abort_requests", {"request_ids": ["cut-1"]})]),
+        *server.beside(
+            _running("cut-1"), [("POST", "/abort_requests", {"request_ids": ["cut-1"]})]
+        ),
         *server.beside(_running("cut-2"), [("POST", "/abort_requests", {})]),
-        *server.beside(("POST", CHATS, chat), [("POST", "/abort_requests", {"request_ids": ["chatcmpl-cut-3"]})]),
-        *server.beside(("POST", GENERATE, {**_running("cut-4")[2], "stream": True}), [("POST", "/abort_requests", {})]),
-        *server.beside(_running("cut-5"), [("POST", "/inference/v1/abort_requests", {"request_ids": ["cut-5"]})]),
+        *server.beside(
+            ("POST", CHATS, chat),
+            [("POST", "/abort_requests", {"request_ids": ["chatcmpl-cut-3"]})],
+        ),
+        *server.beside(
+            ("POST", GENERATE, {**_running("cut-4")[2], "stream": True}),
+            [("POST", "/abort_requests", {})],
+        ),
+        *server.beside(
+            _running("cut-5"),
+            [("POST", "/inference/v1/abort_requests", {"request_ids": ["cut-5"]})],
+        ),
     ]
 
 
 def _command(model: Path, port: int) -> list[str]:
-    numbers = {"--port": port, "--max-model-len": 512, "--max-num-seqs": 4, "--block-size": 32, "--num-gpu-blocks-override": 128}
+    numbers = {
+        "--port": port,
+        "--max-model-len": 512,
+        "--max-num-seqs": 4,
+        "--block-size": 32,
+        "--num-gpu-blocks-override": 128,
+    }
     return [
-        *("-m", "rollproof.engines.vllm.vllm_server", "--model", str(model), "--served-model-name", MODEL, "--host", "127.0.0.1"),
+        *(
+            "-m",
+            "rollproof.engines.vllm.vllm_server",
+            "--model",
+            str(model),
+            "--served-model-name",
+            MODEL,
+            "--host",
+            "127.0.0.1",
+        ),
         *(word for name, number in numbers.items() for word in (name, str(number))),
-        *("--dtype", "float32", "--enforce-eager", "--enable-return-routed-experts", "--enable-scale-out"),
+        *(
+            "--dtype",
+            "float32",
+            "--enforce-eager",
+            "--enable-return-routed-experts",
+            "--enable-scale-out",
+        ),
     ]
 
 

@@ -1,6 +1,8 @@
-"""Recordings of real servers, for the faces of the fakes to be compared with: how they are asked, and what is kept.
+"""Recordings of real servers, for the faces of the fakes to be compared with: how they are asked,
+and what is kept.
 
-A recording is facts: keys, types and statuses; long arrays and strings are cut. ``record_sglang`` and ``record_vllm`` make them.
+A recording is facts: keys, types and statuses; long arrays and strings are cut. ``record_sglang``
+and ``record_vllm`` make them.
 """
 
 from __future__ import annotations
@@ -39,8 +41,12 @@ class Server:
             exchange["request"] = {"method": method, "path": path, "body": body}
         return exchange
 
-    def send(self, method: str, path: str, text: str | None, *, kind: str = "application/json") -> Exchange:
-        """As ``ask``, with a body that is sent as it is: text that is no JSON, or of another media type."""
+    def send(
+        self, method: str, path: str, text: str | None, *, kind: str = "application/json"
+    ) -> Exchange:
+        """As ``ask``, with a body that is sent as it is: text that is no JSON, or of another media
+        type.
+        """
         sent = {} if text is None else {"text": text, "content_type": kind}
         connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=180)
         connection.request(method, path, text, {"Content-Type": kind} if text is not None else {})
@@ -49,10 +55,20 @@ class Server:
         media = (response.getheader("content-type") or "").partition(";")[0]
         received: Any = answer
         if media == "text/event-stream":
-            received = ends([_parsed(line.removeprefix("data: ")) for line in answer.splitlines() if line.startswith("data: ")])
+            received = ends(
+                [
+                    _parsed(line.removeprefix("data: "))
+                    for line in answer.splitlines()
+                    if line.startswith("data: ")
+                ]
+            )
         elif media == "application/json":
             received = _parsed(answer)
-        shown = [shortened(event) for event in received] if media == "text/event-stream" else shortened(received)
+        shown = (
+            [shortened(event) for event in received]
+            if media == "text/event-stream"
+            else shortened(received)
+        )
         connection.close()
         return {
             "request": {"method": method, "path": path, **sent},
@@ -74,12 +90,16 @@ class Server:
 
 
 def ends(events: list[Any]) -> list[Any]:
-    """The first events of a stream and the last ones, which are of other kinds: a finish reason, usage, the mark of the end."""
+    """The first events of a stream and the last ones, which are of other kinds: a finish reason,
+    usage, the mark of the end.
+    """
     return events[:KEPT_ITEMS] + events[KEPT_ITEMS:][-KEPT_ITEMS:]
 
 
 def shortened(value: Any) -> Any:
-    """The same keys and types with less in them: at most three items of an array, forty characters of a string."""
+    """The same keys and types with less in them: at most three items of an array, forty characters
+    of a string.
+    """
     if isinstance(value, Mapping):
         return {key: shortened(item) for key, item in value.items()}
     if isinstance(value, list):
@@ -96,8 +116,9 @@ def record(
     exchanges: Callable[[Server, Path], Iterator[tuple[str, list[Exchange]]]],
     environment: Mapping[str, str],
 ) -> None:
-    """Start the server of ``command`` (model, port) on a tiny model, have the ``exchanges`` with it and its model's second version,
-    write ``recorded/NAME_KIND.json`` for each kind, and end it. ``server`` names the release.
+    """Start the server of ``command`` (model, port) on a tiny model, have the ``exchanges`` with it
+    and its model's second version, write ``recorded/NAME_KIND.json`` for each kind, and end it.
+    ``server`` names the release.
     """
     from rollproof.fakes.tiny_models import make_pair
 
@@ -120,7 +141,9 @@ def record(
             FOLDER.mkdir(exist_ok=True)
             for kind, recorded in exchanges(ready, second):
                 told = json.dumps({"server": server, "exchanges": recorded}, indent=1)
-                (FOLDER / f"{name}_{kind}.json").write_text(told.replace(text, "MODELS") + "\n", encoding="utf-8")
+                (FOLDER / f"{name}_{kind}.json").write_text(
+                    told.replace(text, "MODELS") + "\n", encoding="utf-8"
+                )
                 print(kind, [one["response"]["status"] for one in recorded], flush=True)  # noqa: T201 - what was recorded
         finally:
             os.killpg(process.pid, signal.SIGKILL)
@@ -143,7 +166,9 @@ def _add_tokenizer(folder: Path) -> None:
     words = {pad: 0, begin: 1, end: 2, **{f"w{token}": token for token in range(3, 512)}}
     tokenizer = Tokenizer(models.WordLevel(words, unk_token=pad))
     tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
-    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token=pad, bos_token=begin, eos_token=end)
+    fast = PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, pad_token=pad, bos_token=begin, eos_token=end
+    )
     fast.chat_template = "{% for message in messages %}{{ message['content'] }} {% endfor %}"
     fast.save_pretrained(folder)
 
@@ -159,11 +184,16 @@ def _ready(server: Server, process: subprocess.Popen[bytes], log: Path) -> Serve
     end = time.monotonic() + 600
     while time.monotonic() < end:
         if process.poll() is not None:
-            sys.exit(f"The server ended with {process.returncode}:\n{log.read_text(errors='replace')[-3000:]}")
+            sys.exit(
+                "The server ended with"
+                f" {process.returncode}:\n{log.read_text(errors='replace')[-3000:]}"
+            )
         try:
             if server.ask("GET", "/health")["response"]["status"] == 200:
                 return server
         except OSError:
             pass
         time.sleep(1)
-    sys.exit(f"The server was not ready within 10 minutes:\n{log.read_text(errors='replace')[-3000:]}")
+    sys.exit(
+        f"The server was not ready within 10 minutes:\n{log.read_text(errors='replace')[-3000:]}"
+    )

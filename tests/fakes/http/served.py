@@ -1,4 +1,6 @@
-"""Servers for the tests of the faces: in a thread of their own, on real loopback, for as long as a test module needs them."""
+"""Servers for the tests of the faces: in a thread of their own, on real loopback, for as long as a
+test module needs them.
+"""
 
 from __future__ import annotations
 
@@ -34,14 +36,18 @@ class Served:
 
 
 @contextmanager
-def served(face: str, options: ServeOptions | None = None, *, plan: FaultPlan | None = None) -> Iterator[Served]:
+def served(
+    face: str, options: ServeOptions | None = None, *, plan: FaultPlan | None = None
+) -> Iterator[Served]:
     """One server."""
     with running(lambda: serving(face, options, plan=plan)) as found:
         yield found
 
 
 @contextmanager
-def running(make: Callable[[], AbstractAsyncContextManager[tuple[str, Backing | Any]]]) -> Iterator[Served]:
+def running(
+    make: Callable[[], AbstractAsyncContextManager[tuple[str, Backing | Any]]],
+) -> Iterator[Served]:
     """Whatever ``make`` makes, in a thread of its own."""
     ready: list[Served | BaseException] = []
     told, end = threading.Event(), threading.Event()

@@ -1,4 +1,6 @@
-"""What a stranger may send to either face, over real loopback: every answer is a status of its kind, and the engine is left as it was."""
+"""What a stranger may send to either face, over real loopback: every answer is a status of its
+kind, and the engine is left as it was.
+"""
 
 from __future__ import annotations
 
@@ -24,14 +26,22 @@ VLLM = {"token_ids": [5, 6, 7], "sampling_params": {"max_tokens": 2}}
 CALLS = {"sglang": ("/generate", SGLANG), "vllm": ("/inference/v1/generate", VLLM)}
 LONG = {
     "sglang": ("/generate", {**SGLANG, "rid": "long", "sampling_params": {"max_new_tokens": 400}}),
-    "vllm": ("/inference/v1/generate", {**VLLM, "request_id": "long", "sampling_params": {"max_tokens": 400}}),
+    "vllm": (
+        "/inference/v1/generate",
+        {**VLLM, "request_id": "long", "sampling_params": {"max_tokens": 400}},
+    ),
 }
 FACES = ("sglang", "vllm")
 
 
 @pytest.fixture(scope="module")
 def servers() -> Iterator[dict[str, Served]]:
-    options = {face: ServeOptions(flavour=face, model=MODEL, engine=ENGINE, max_length=512, max_body=20_000) for face in FACES}
+    options = {
+        face: ServeOptions(
+            flavour=face, model=MODEL, engine=ENGINE, max_length=512, max_body=20_000
+        )
+        for face in FACES
+    }
     with served("sglang", options["sglang"]) as one, served("vllm", options["vllm"]) as other:
         yield {"sglang": one, "vllm": other}
 
@@ -61,17 +71,26 @@ def answers(server: Served, face: str) -> int:
     return server.client.post(path, json=body).status_code
 
 
-@pytest.mark.parametrize("content", [b"", b"{", b"[1]", b"\xff\xfe", b"[" * 5000, b"null", b'{"a": NaN, "b": 1e999}', b"{}" * 2])
-def test_a_body_that_is_no_object_is_a_400(servers: dict[str, Served], face: str, content: bytes) -> None:
+@pytest.mark.parametrize(
+    "content",
+    [b"", b"{", b"[1]", b"\xff\xfe", b"[" * 5000, b"null", b'{"a": NaN, "b": 1e999}', b"{}" * 2],
+)
+def test_a_body_that_is_no_object_is_a_400(
+    servers: dict[str, Served], face: str, content: bytes
+) -> None:
     """Malformed JSON is never a 500, and the next call is answered."""
-    reply = servers[face].client.post(CALLS[face][0], content=content, headers={"content-type": "application/json"})
+    reply = servers[face].client.post(
+        CALLS[face][0], content=content, headers={"content-type": "application/json"}
+    )
     assert 400 == reply.status_code
     assert reply.headers["content-type"].startswith("application/json")
     assert 200 == answers(servers[face], face)
 
 
 @pytest.mark.parametrize("chunked", [False, True])
-def test_a_huge_body_is_refused_before_it_is_read(servers: dict[str, Served], face: str, chunked: bool) -> None:
+def test_a_huge_body_is_refused_before_it_is_read(
+    servers: dict[str, Served], face: str, chunked: bool
+) -> None:
     """A body above the bound is a 413, by its declared length and where none is declared."""
     content: Any = (b"x" * 1000 for _ in range(200)) if chunked else b"x" * 200_000
     try:
@@ -82,14 +101,22 @@ def test_a_huge_body_is_refused_before_it_is_read(servers: dict[str, Served], fa
     assert 200 == answers(servers[face], face)
 
 
-def test_a_declared_length_that_is_no_number_or_never_comes_holds_nobody_up(servers: dict[str, Served], face: str) -> None:
-    """A client that declares more than it sends, and leaves, leaves nothing behind; others are served meanwhile."""
+def test_a_declared_length_that_is_no_number_or_never_comes_holds_nobody_up(
+    servers: dict[str, Served], face: str
+) -> None:
+    """A client that declares more than it sends, and leaves, leaves nothing behind; others are
+    served meanwhile.
+    """
     host, port = servers[face].url.removeprefix("http://").split(":")
     with socket.create_connection((host, int(port))) as half:
-        half.sendall(f"POST {CALLS[face][0]} HTTP/1.1\r\nhost: x\r\ncontent-length: 5000\r\n\r\n{{".encode())
+        half.sendall(
+            f"POST {CALLS[face][0]} HTTP/1.1\r\nhost: x\r\ncontent-length: 5000\r\n\r\n{{".encode()
+        )
         assert 200 == answers(servers[face], face)
     with socket.create_connection((host, int(port))) as odd:
-        odd.sendall(f"POST {CALLS[face][0]} HTTP/1.1\r\nhost: x\r\ncontent-length: many\r\n\r\n".encode())
+        odd.sendall(
+            f"POST {CALLS[face][0]} HTTP/1.1\r\nhost: x\r\ncontent-length: many\r\n\r\n".encode()
+        )
         assert b"400" in odd.recv(100).split(b"\r\n")[0]
     until(lambda: idle(servers[face]))
 
@@ -114,7 +141,12 @@ def test_a_declared_length_that_is_no_number_or_never_comes_holds_nobody_up(serv
         ("sglang", "/generate", {**SGLANG, "return_logprob": True, "logprob_start_len": 4}, 400),
         ("sglang", "/generate", {**SGLANG, "return_logprob": True, "logprob_start_len": 3}, 200),
         ("sglang", "/generate", {**SGLANG, "logprob_start_len": 4}, 200),
-        ("vllm", "/inference/v1/generate", {**VLLM, "sampling_params": {"routed_experts_prompt_start": 4}}, 400),
+        (
+            "vllm",
+            "/inference/v1/generate",
+            {**VLLM, "sampling_params": {"routed_experts_prompt_start": 4}},
+            400,
+        ),
         ("sglang", "/generate", {"text": "\x00\ud800".encode("utf-8", "replace").decode()}, 200),
         ("sglang", "/v1/chat/completions", {"messages": [{"role": "user"}], "max_tokens": 1}, 400),
         ("vllm", "/v1/chat/completions", {"messages": [{"role": "user"}], "max_tokens": 1}, 400),
@@ -122,7 +154,12 @@ def test_a_declared_length_that_is_no_number_or_never_comes_holds_nobody_up(serv
         ("sglang", "/v1/completions", {"prompt": [5], "logprobs": [1], "stream": True}, 400),
         ("sglang", "/v1/completions", {"prompt": [5], "model": [], "stream": True}, 400),
         ("sglang", "/v1/completions", {"prompt": [5], "stream_options": [1], "stream": True}, 400),
-        ("sglang", "/v1/chat/completions", {"messages": [{"role": "user", "content": "w5"}], "model": {}, "stream": True}, 400),
+        (
+            "sglang",
+            "/v1/chat/completions",
+            {"messages": [{"role": "user", "content": "w5"}], "model": {}, "stream": True},
+            400,
+        ),
         ("sglang", "/update_weights_from_distributed", {}, 400),
         ("vllm", "/update_weights", {}, 400),
         ("vllm", "/update_weight_version", {"new_version": 3}, 400),
@@ -137,14 +174,20 @@ def test_wrong_values_have_the_status_of_the_real_server(
     assert 200 == answers(servers[face], face)
 
 
-def test_a_method_that_an_endpoint_has_not_is_a_405_that_names_those_it_has(servers: dict[str, Served], face: str) -> None:
+def test_a_method_that_an_endpoint_has_not_is_a_405_that_names_those_it_has(
+    servers: dict[str, Served], face: str
+) -> None:
     """As HTTP asks for."""
     reply = servers[face].client.get(CALLS[face][0])
     assert (405, True) == (reply.status_code, "POST" in reply.headers["allow"])
 
 
-def test_a_handle_in_use_is_refused_by_sglang_and_taken_by_vllm(servers: dict[str, Served], face: str) -> None:
-    """SGLang refuses a duplicate rid while the first is in flight; vLLM makes its ids unique itself."""
+def test_a_handle_in_use_is_refused_by_sglang_and_taken_by_vllm(
+    servers: dict[str, Served], face: str
+) -> None:
+    """SGLang refuses a duplicate rid while the first is in flight; vLLM makes its ids unique
+    itself.
+    """
     server, (path, body) = servers[face], LONG[face]
     first = threading.Thread(target=lambda: server.client.post(path, json=body))
     first.start()
@@ -152,20 +195,32 @@ def test_a_handle_in_use_is_refused_by_sglang_and_taken_by_vllm(servers: dict[st
     short = {**body, "sampling_params": CALLS[face][1]["sampling_params"]}
     again = server.client.post(path, json=short)
     assert (400 if face == "sglang" else 200) == again.status_code
-    server.client.post("/abort_request" if face == "sglang" else "/abort_requests", json={"abort_all": True})
+    server.client.post(
+        "/abort_request" if face == "sglang" else "/abort_requests", json={"abort_all": True}
+    )
     first.join(20)
     assert 200 == server.client.post(path, json=short).status_code  # the handle is free again
 
 
 def test_aborts_of_what_is_not_there_are_taken(servers: dict[str, Served], face: str) -> None:
     """An unknown id, an empty one and none at all are answered, and end nothing."""
-    bodies: tuple[Any, ...] = ({"rid": "nobody"}, {"rid": ""}, {}) if face == "sglang" else ({"request_ids": ["nobody"]}, {})
+    bodies: tuple[Any, ...] = (
+        ({"rid": "nobody"}, {"rid": ""}, {})
+        if face == "sglang"
+        else ({"request_ids": ["nobody"]}, {})
+    )
     path = "/abort_request" if face == "sglang" else "/abort_requests"
-    assert [200] * len(bodies) == [servers[face].client.post(path, json=body).status_code for body in bodies]
+    assert [200] * len(bodies) == [
+        servers[face].client.post(path, json=body).status_code for body in bodies
+    ]
 
 
-def test_weights_are_taken_while_paused_and_while_not(servers: dict[str, Served], face: str) -> None:
-    """An update needs no pause; pausing twice and resuming twice are taken, and the engine runs afterwards."""
+def test_weights_are_taken_while_paused_and_while_not(
+    servers: dict[str, Served], face: str
+) -> None:
+    """An update needs no pause; pausing twice and resuming twice are taken, and the engine runs
+    afterwards.
+    """
     server = servers[face]
     if face == "sglang":
         pause, resume = ("/pause_generation", {"mode": "retract"}), ("/continue_generation", {})
@@ -179,12 +234,16 @@ def test_weights_are_taken_while_paused_and_while_not(servers: dict[str, Served]
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_a_client_that_vanishes_frees_its_slot(servers: dict[str, Served], face: str, stream: bool) -> None:
+def test_a_client_that_vanishes_frees_its_slot(
+    servers: dict[str, Served], face: str, stream: bool
+) -> None:
     """Nothing goes on running for somebody who hung up, whether tokens were streamed to it or not."""
     server, (path, body) = servers[face], LONG[face]
     host, port = server.url.removeprefix("http://").split(":")
     connection = http.client.HTTPConnection(host, int(port))
-    connection.request("POST", path, json.dumps({**body, "stream": stream}), {"content-type": "application/json"})
+    connection.request(
+        "POST", path, json.dumps({**body, "stream": stream}), {"content-type": "application/json"}
+    )
     until(lambda: runs(server))
     if stream:
         connection.getresponse().read(10)
@@ -193,7 +252,9 @@ def test_a_client_that_vanishes_frees_its_slot(servers: dict[str, Served], face:
     assert 200 == answers(server, face)
 
 
-def test_many_clients_that_vanish_at_once_leave_nothing(servers: dict[str, Served], face: str) -> None:
+def test_many_clients_that_vanish_at_once_leave_nothing(
+    servers: dict[str, Served], face: str
+) -> None:
     """More than the engine runs at once: those that waited are forgotten, too."""
     server, (path, body) = servers[face], LONG[face]
     host, port = server.url.removeprefix("http://").split(":")

@@ -1,4 +1,6 @@
-"""Odd but legal requests of batches and echoes, and sampling parameters out of range: as SGLang 0.5.21 and vLLM 0.32 take them."""
+"""Odd but legal requests of batches and echoes, and sampling parameters out of range: as SGLang
+0.5.21 and vLLM 0.32 take them.
+"""
 
 from __future__ import annotations
 
@@ -18,30 +20,48 @@ TWO = [[5, 6, 7], [9, 10]]
 
 @pytest.fixture(scope="module")
 def sglang() -> Iterator[Served]:
-    with served("sglang", ServeOptions(flavour="sglang", model=MODEL, engine=ENGINE, max_length=512)) as server:
+    with served(
+        "sglang", ServeOptions(flavour="sglang", model=MODEL, engine=ENGINE, max_length=512)
+    ) as server:
         yield server
 
 
 @pytest.fixture(scope="module")
 def vllm() -> Iterator[Served]:
-    with served("vllm", ServeOptions(flavour="vllm", model=MODEL, engine=ENGINE, max_length=512)) as server:
+    with served(
+        "vllm", ServeOptions(flavour="vllm", model=MODEL, engine=ENGINE, max_length=512)
+    ) as server:
         yield server
 
 
 def test_each_prompt_of_a_batch_has_its_own_parameters(sglang: Served) -> None:
-    """Lists of sampling parameters and of what is asked of logprobs hold prompt by prompt, several samples of one lie together."""
+    """Lists of sampling parameters and of what is asked of logprobs hold prompt by prompt, several
+    samples of one lie together.
+    """
     lists = {
         "sampling_params": [{"max_new_tokens": 2}, {"max_new_tokens": 3}],
         "return_logprob": [True, False],
         "logprob_start_len": [0, -1],
         "top_logprobs_num": [1, 0],
     }
-    one, other = sglang.client.post("/generate", json={"input_ids": TWO, "rid": ["a", "b"], **lists}).json()
-    assert ("a", 2, 3) == (one["meta_info"]["id"], len(one["output_ids"]), len(one["meta_info"]["input_token_logprobs"]))
+    one, other = sglang.client.post(
+        "/generate", json={"input_ids": TWO, "rid": ["a", "b"], **lists}
+    ).json()
+    assert ("a", 2, 3) == (
+        one["meta_info"]["id"],
+        len(one["output_ids"]),
+        len(one["meta_info"]["input_token_logprobs"]),
+    )
     assert 2 == len(one["meta_info"]["output_top_logprobs"])
-    assert ("b", 3, False) == (other["meta_info"]["id"], len(other["output_ids"]), "output_token_logprobs" in other["meta_info"])
+    assert ("b", 3, False) == (
+        other["meta_info"]["id"],
+        len(other["output_ids"]),
+        "output_token_logprobs" in other["meta_info"],
+    )
     several = [{"max_new_tokens": 1, "n": 2}, {"max_new_tokens": 2, "n": 2}]
-    replies = sglang.client.post("/generate", json={"text": ["w5", "w6"], "sampling_params": several}).json()
+    replies = sglang.client.post(
+        "/generate", json={"text": ["w5", "w6"], "sampling_params": several}
+    ).json()
     assert [1, 1, 2, 2] == [len(reply["output_ids"]) for reply in replies]
 
 
@@ -69,7 +89,9 @@ def test_text_counts_where_a_request_has_ids_too(sglang: Served) -> None:
     ],
 )
 def test_sglang_refuses_what_does_not_fit(sglang: Served, wrong: dict[str, Any]) -> None:
-    """Lists of another length than the batch, and values out of the ranges of ``SamplingParams.verify``."""
+    """Lists of another length than the batch, and values out of the ranges of
+    ``SamplingParams.verify``.
+    """
     assert 400 == sglang.client.post("/generate", json={"input_ids": TWO, **wrong}).status_code
 
 
@@ -91,23 +113,42 @@ def test_sglang_refuses_what_does_not_fit(sglang: Served, wrong: dict[str, Any])
         ({"stream": True, "prompt_logprobs": 1}, "prompt_logprobs"),
     ],
 )
-def test_vllm_refuses_what_does_not_fit(vllm: Served, wrong: dict[str, Any], param: str | None) -> None:
-    """Values out of the ranges of ``SamplingParams``, and fields of a request that do not go together, named where vLLM names them."""
+def test_vllm_refuses_what_does_not_fit(
+    vllm: Served, wrong: dict[str, Any], param: str | None
+) -> None:
+    """Values out of the ranges of ``SamplingParams``, and fields of a request that do not go
+    together, named where vLLM names them.
+    """
     reply = vllm.client.post("/v1/completions", json={"prompt": [5, 6], "max_tokens": 2, **wrong})
     assert (400, param) == (reply.status_code, reply.json()["error"]["param"])
 
 
 @pytest.mark.parametrize(
     "odd",
-    [{"top_k": -1}, {"top_k": 0}, {"temperature": 0}, {"min_tokens": 2}, {"top_logprobs": 0}, {"cache_salt": "3"}, {"stream_options": {}}],
+    [
+        {"top_k": -1},
+        {"top_k": 0},
+        {"temperature": 0},
+        {"min_tokens": 2},
+        {"top_logprobs": 0},
+        {"cache_salt": "3"},
+        {"stream_options": {}},
+    ],
 )
 def test_vllm_takes_what_looks_odd(vllm: Served, odd: dict[str, Any]) -> None:
     """The edges of the ranges."""
-    assert 200 == vllm.client.post("/v1/completions", json={"prompt": [5, 6], "max_tokens": 2, **odd}).status_code
+    assert (
+        200
+        == vllm.client.post(
+            "/v1/completions", json={"prompt": [5, 6], "max_tokens": 2, **odd}
+        ).status_code
+    )
 
 
 def test_an_echo_alone_scores_its_prompt(vllm: Served) -> None:
-    """``echo`` with ``max_tokens`` of 0: the prompt's words and logprobs, and nothing that was sampled."""
+    """``echo`` with ``max_tokens`` of 0: the prompt's words and logprobs, and nothing that was
+    sampled.
+    """
     asked = {"prompt": [5, 6, 7], "max_tokens": 0, "echo": True, "logprobs": 0}
     (choice,) = vllm.client.post("/v1/completions", json=asked).json()["choices"]
     assert ("w5 w6 w7", ["w5", "w6", "w7"]) == (choice["text"], choice["logprobs"]["tokens"])

@@ -1,4 +1,6 @@
-"""Streams that break off on a socket: what the client has of them is its own, and what it makes of that is judged by what it sends next."""
+"""Streams that break off on a socket: what the client has of them is its own, and what it makes of
+that is judged by what it sends next.
+"""
 
 from __future__ import annotations
 
@@ -26,13 +28,18 @@ BUDGET = 40
 ENGINE = EngineOptions(step=0.001, prefix_cache=True)
 SGLANG = replace(OPTIONS, engine=ENGINE)
 VLLM = ServeOptions(
-    flavour="vllm", model=OPTIONS.model, engine=ENGINE, contract=Contract(**{**CONTRACT, "dtype": "uint8", "logprobs": "raw"})
+    flavour="vllm",
+    model=OPTIONS.model,
+    engine=ENGINE,
+    contract=Contract(**{**CONTRACT, "dtype": "uint8", "logprobs": "raw"}),
 )
 FACES = [("sglang", SGLANG), ("sglang", replace(SGLANG, incremental=True)), ("vllm", VLLM)]
 
 
 class Client:
-    """Streams one request, breaks off its first call after ``leave`` events, and goes on: with the tokens that it has, or ``anew``."""
+    """Streams one request, breaks off its first call after ``leave`` events, and goes on: with the
+    tokens that it has, or ``anew``.
+    """
 
     def __init__(self, server: Served, face: str, *, incremental: bool) -> None:
         self.server, self.face, self.delta = server, face, incremental or face == "vllm"
@@ -58,7 +65,9 @@ class Client:
         ids, logprobs, ended = [], [], False
         try:
             path, body = self._asked(prompt, budget)
-            with self.server.client.stream("POST", path, json=body, headers=dict(Teller.headers(request.request_id))) as reply:
+            with self.server.client.stream(
+                "POST", path, json=body, headers=dict(Teller.headers(request.request_id))
+            ) as reply:
                 for number, event in enumerate(_events(reply)):
                     if number == leave:
                         break
@@ -77,14 +86,24 @@ class Client:
                 "return_logprob": True,
                 "stream": True,
             }
-        return "/inference/v1/generate", {"token_ids": prompt, "sampling_params": {"max_tokens": budget, "logprobs": 0}, "stream": True}
+        return "/inference/v1/generate", {
+            "token_ids": prompt,
+            "sampling_params": {"max_tokens": budget, "logprobs": 0},
+            "stream": True,
+        }
 
     def _read(self, event: Any) -> tuple[list[int], list[float], bool]:
         if self.face == "sglang":
             meta = event["meta_info"]
-            return event["output_ids"], [pair[0] for pair in meta["output_token_logprobs"]], meta["finish_reason"] is not None
+            return (
+                event["output_ids"],
+                [pair[0] for pair in meta["output_token_logprobs"]],
+                meta["finish_reason"] is not None,
+            )
         (choice,) = event["choices"]
-        logprobs = [one["logprob"] for one in choice["logprobs"]["content"]] if choice["logprobs"] else []
+        logprobs = (
+            [one["logprob"] for one in choice["logprobs"]["content"]] if choice["logprobs"] else []
+        )
         return choice["token_ids"], logprobs, choice["finish_reason"] is not None
 
 
@@ -101,22 +120,36 @@ def judged(server: Served, options: ServeOptions) -> tuple[Judgement, list[Any]]
 
 @pytest.mark.parametrize("anew", [False, True])
 @pytest.mark.parametrize(("face", "options"), FACES)
-def test_a_client_that_leaves_a_stream_may_keep_what_it_has_or_begin_again(face: str, options: ServeOptions, anew: bool) -> None:
-    """Wherever it leaves; the trace says that nobody received those replies whole, and the samples are found right."""
+def test_a_client_that_leaves_a_stream_may_keep_what_it_has_or_begin_again(
+    face: str, options: ServeOptions, anew: bool
+) -> None:
+    """Wherever it leaves; the trace says that nobody received those replies whole, and the samples
+    are found right.
+    """
     with served(face, options) as server:
         teller = Teller(server.url)
         for number, leave in enumerate((0, 1, 3, 20, 38)):
-            request = Request(request_id=f"r{number}", prompt_ids=(11, 12, 30 + number), max_tokens=BUDGET, want_routes=False)
+            request = Request(
+                request_id=f"r{number}",
+                prompt_ids=(11, 12, 30 + number),
+                max_tokens=BUDGET,
+                want_routes=False,
+            )
             teller.submit(request)
             client = Client(server, face, incremental=options.incremental)
             teller.result(client.rollout(request, leave=leave, anew=anew))
         found, events = judged(server, options)
     assert () == found.failed, [result.findings for result in found.results if result.findings]
-    assert {"stitch.tokens", "stitch.resume-prompt", "stitch.logprobs-paired", "stitch.budget-granted"} <= {
-        result.id for result in found.results if result.verdict == "pass"
-    }
+    assert {
+        "stitch.tokens",
+        "stitch.resume-prompt",
+        "stitch.logprobs-paired",
+        "stitch.budget-granted",
+    } <= {result.id for result in found.results if result.verdict == "pass"}
     unheard = [event for event in events if isinstance(event, Reply) and not event.delivered]
-    assert 5 == len(unheard) + sum(isinstance(event, Fault) and event.what == "broken-stream" for event in events)
+    assert 5 == len(unheard) + sum(
+        isinstance(event, Fault) and event.what == "broken-stream" for event in events
+    )
 
 
 @pytest.mark.parametrize("anew", [False, True])
@@ -130,17 +163,32 @@ def test_a_client_whose_stream_is_broken_may_keep_what_it_has_or_begin_again(
     with served(face, options, plan=plan) as server:
         teller = Teller(server.url)
         for number in range(2):
-            request = Request(request_id=f"r{number}", prompt_ids=(11, 12, 30 + number), max_tokens=BUDGET, want_routes=False)
+            request = Request(
+                request_id=f"r{number}",
+                prompt_ids=(11, 12, 30 + number),
+                max_tokens=BUDGET,
+                want_routes=False,
+            )
             teller.submit(request)
-            teller.result(Client(server, face, incremental=options.incremental).rollout(request, leave=None, anew=anew))
+            teller.result(
+                Client(server, face, incremental=options.incremental).rollout(
+                    request, leave=None, anew=anew
+                )
+            )
         found, events = judged(server, options)
     assert () == found.failed, [result.findings for result in found.results if result.findings]
-    assert ["lost-reply", "lost-reply"] == [event.what for event in events if isinstance(event, Fault)]
+    assert ["lost-reply", "lost-reply"] == [
+        event.what for event in events if isinstance(event, Fault)
+    ]
 
 
-@pytest.mark.parametrize("wrong", ["stitch.tokens", "stitch.resume-prompt", "stitch.logprobs-paired"])
+@pytest.mark.parametrize(
+    "wrong", ["stitch.tokens", "stitch.resume-prompt", "stitch.logprobs-paired"]
+)
 def test_a_client_that_is_wrong_about_what_it_has_is_found(wrong: str) -> None:
-    """A token of it that is lost in the sample, one that is sent twice, logprobs that are shifted by one."""
+    """A token of it that is lost in the sample, one that is sent twice, logprobs that are shifted
+    by one.
+    """
 
     class Wrong(Client):
         def _call(self, request: Request, leave: int | None) -> None:
@@ -166,8 +214,12 @@ def test_a_client_that_is_wrong_about_what_it_has_is_found(wrong: str) -> None:
 
     with served("sglang", SGLANG) as server:
         teller = Teller(server.url)
-        request = Request(request_id="r0", prompt_ids=(11, 12, 13), max_tokens=BUDGET, want_routes=False)
+        request = Request(
+            request_id="r0", prompt_ids=(11, 12, 13), max_tokens=BUDGET, want_routes=False
+        )
         teller.submit(request)
-        teller.result(Wrong(server, "sglang", incremental=False).rollout(request, leave=6, anew=False))
+        teller.result(
+            Wrong(server, "sglang", incremental=False).rollout(request, leave=6, anew=False)
+        )
         found, _ = judged(server, SGLANG)
     assert wrong in found.failed

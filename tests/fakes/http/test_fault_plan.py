@@ -45,31 +45,69 @@ def test_a_plan_is_read_from_toml_and_json(tmp_path: Path) -> None:
         ({"fault": []}, "has no \\['fault'\\]"),
         ({"faults": {}}, r"faults must be a list of tables: in TOML one \[\[faults\]\] for each"),
         ({"faults": [{}]}, "Fault 1 needs 'do'; its fields are \\['after_engine', 'do'"),
-        ({"faults": [{"do": "explode"}]}, "do='explode' must be one of \\['reset', 'slow', 'status', 'truncate', 'wrong-length'\\]\\.$"),
+        (
+            {"faults": [{"do": "explode"}]},
+            (
+                "do='explode' must be one of \\['reset', 'slow', 'status', 'truncate',"
+                " 'wrong-length'\\]\\.$"
+            ),
+        ),
         ({"faults": [{"do": "truncat"}]}, "Did you mean 'truncate'\\?"),
         ({"faults": [{"do": "reset", "nht": [1]}]}, "Fault 1 has no field 'nht'; its fields are"),
-        ({"faults": [{"do": "reset", "nth": [0]}]}, "Fault 1 cannot be planned:\n  - nth=\\[0\\] must be whole numbers from 1"),
+        (
+            {"faults": [{"do": "reset", "nth": [0]}]},
+            "Fault 1 cannot be planned:\n  - nth=\\[0\\] must be whole numbers from 1",
+        ),
         ({"faults": [{"do": "reset", "nth": []}]}, "Fault 1: nth=\\[\\] names no call"),
-        ({"faults": [{"do": "reset", "nth": [1], "probability": 0.5}]}, "nth and probability exclude each other"),
-        ({"faults": [{"do": "reset", "seconds": 2}]}, r"Fault 1 \(reset\): seconds says something of slow alone"),
-        ({"faults": [{"do": "slow", "keep": 0.1}]}, "keep says something of reset and truncate and wrong-length alone"),
+        (
+            {"faults": [{"do": "reset", "nth": [1], "probability": 0.5}]},
+            "nth and probability exclude each other",
+        ),
+        (
+            {"faults": [{"do": "reset", "seconds": 2}]},
+            r"Fault 1 \(reset\): seconds says something of slow alone",
+        ),
+        (
+            {"faults": [{"do": "slow", "keep": 0.1}]},
+            "keep says something of reset and truncate and wrong-length alone",
+        ),
         ({"faults": [{"do": "reset", "probability": 2}]}, "a number from 0 to 1"),
         ({"faults": [{"do": "status", "status": 200}]}, "a status from 400 to 599"),
         ({"faults": [{"do": "slow", "seconds": -1}]}, "a number from 0 to 3600"),
         ({"faults": [{"do": "truncate", "keep": 1.0}]}, "below 1"),
         ({"faults": [{"do": "reset", "path": "generate"}]}, "must be a path"),
-        ({"actions": [{"do": "sync", "when": {"request": "r", "tokens": 1}}]}, "must be one of .*A served engine does no other by itself"),
+        (
+            {"actions": [{"do": "sync", "when": {"request": "r", "tokens": 1}}]},
+            "must be one of .*A served engine does no other by itself",
+        ),
         ({"actions": [{"do": "abort"}]}, "Action 1 needs 'when'; its fields are"),
         ({"actions": [{"do": "abort", "when": 3}]}, "when=3 must be a table, such as"),
-        ({"actions": [{"do": "abort", "when": {"request": "r"}}]}, "'when' of action 1 needs 'tokens'"),
-        ({"actions": [{"do": "abort", "when": {"request": "r", "tokens": 1, "x": 2}}]}, "'when' of action 1 has no field 'x'"),
-        ({"actions": [{"do": "abort", "when": {"request": "r", "tokens": "1"}}]}, "when.tokens='1' must be a whole number from 0"),
-        ({"actions": [{"do": "kill", "server": 1, "when": {"request": "r", "tokens": 1}}]}, "server=1 must be a text"),
-        ({"actions": [{"do": "abortt", "when": {"request": "r", "tokens": 1}}]}, "Did you mean 'abort'"),
+        (
+            {"actions": [{"do": "abort", "when": {"request": "r"}}]},
+            "'when' of action 1 needs 'tokens'",
+        ),
+        (
+            {"actions": [{"do": "abort", "when": {"request": "r", "tokens": 1, "x": 2}}]},
+            "'when' of action 1 has no field 'x'",
+        ),
+        (
+            {"actions": [{"do": "abort", "when": {"request": "r", "tokens": "1"}}]},
+            "when.tokens='1' must be a whole number from 0",
+        ),
+        (
+            {"actions": [{"do": "kill", "server": 1, "when": {"request": "r", "tokens": 1}}]},
+            "server=1 must be a text",
+        ),
+        (
+            {"actions": [{"do": "abortt", "when": {"request": "r", "tokens": 1}}]},
+            "Did you mean 'abort'",
+        ),
         ({"seed": "x"}, "seed='x' must be a whole number"),
     ],
 )
-def test_a_plan_that_makes_no_sense_is_refused_with_what_is_wrong(data: dict[str, Any], words: str) -> None:
+def test_a_plan_that_makes_no_sense_is_refused_with_what_is_wrong(
+    data: dict[str, Any], words: str
+) -> None:
     """One line that names the fault and the field."""
     with pytest.raises(UsageError, match=words):
         FaultPlan.from_dict(data)
@@ -86,29 +124,48 @@ def test_a_plan_that_cannot_be_read_is_told(tmp_path: Path) -> None:
 
 def befallen(one: FaultPlan, requests: list[tuple[str, bytes]]) -> list[int]:
     faults = Faults(one, lambda _fault, _path: None)
-    return [number for number, (path, body) in enumerate(requests, 1) if faults.due(path, body) is not None]
+    return [
+        number
+        for number, (path, body) in enumerate(requests, 1)
+        if faults.due(path, body) is not None
+    ]
 
 
 def test_a_fault_befalls_whom_it_names() -> None:
-    """The n-th of those that fit its path, those of an id, those drawn (the same with the same seed, others with another)."""
+    """The n-th of those that fit its path, those of an id, those drawn (the same with the same
+    seed, others with another).
+    """
     mixed = [("/generate" if i % 2 else "/health", b'{"rid": "r%d"}' % i) for i in range(40)]
     assert [4, 8] == befallen(plan(do="reset", path="/generate", nth=[2, 4]), mixed)
     assert [6] == befallen(plan(do="reset", request_id="r5"), mixed)
     again = [("/generate", b'{"rid": "r1"}'), ("/generate", b'{"rid": "r2"}')] * 3
-    assert [3] == befallen(plan(do="reset", request_id="r1", nth=[2]), again)  # the second of its own calls, whoever asks between
+    assert [3] == befallen(
+        plan(do="reset", request_id="r1", nth=[2]), again
+    )  # the second of its own calls, whoever asks between
     assert [1, 2] == befallen(plan(do="reset", times=2), mixed)
-    drawn = [FaultPlan(faults=(WireFault(do=WireFaultKind.SLOW, probability=0.3),), seed=seed) for seed in (1, 1, 2)]
+    drawn = [
+        FaultPlan(faults=(WireFault(do=WireFaultKind.SLOW, probability=0.3),), seed=seed)
+        for seed in (1, 1, 2)
+    ]
     first, again, other = (befallen(one, mixed) for one in drawn)
     assert first == again != other
     assert 0 < len(first) < 40
 
 
 def test_what_became_of_a_plan_is_told() -> None:
-    """Of all servers together: a fault that nothing fitted and an action that never came are told apart from those that happened."""
+    """Of all servers together: a fault that nothing fitted and an action that never came are told
+    apart from those that happened.
+    """
     whole = FaultPlan.from_dict(
         {
-            "faults": [{"do": "reset", "path": "/generate", "nth": [2]}, {"do": "slow", "request_id": "nobody"}],
-            "actions": [{"do": "abort", "when": {"request": name, "tokens": 2}} for name in ("r1", "r1", "r2")],
+            "faults": [
+                {"do": "reset", "path": "/generate", "nth": [2]},
+                {"do": "slow", "request_id": "nobody"},
+            ],
+            "actions": [
+                {"do": "abort", "when": {"request": name, "tokens": 2}}
+                for name in ("r1", "r1", "r2")
+            ],
         }
     )
     servers = [Faults(whole, lambda _fault, _path: None) for _ in range(2)]
@@ -133,8 +190,12 @@ def test_what_became_of_a_plan_is_told() -> None:
         ({"do": "reset", "stream": True}, (httpx.ReadError, httpx.RemoteProtocolError)),
     ],
 )
-def test_a_broken_connection_is_an_error_of_the_client(fault: dict[str, Any], error: tuple[type[Exception], ...]) -> None:
-    """A reset, and a body shorter than declared, of a reply and of a stream; the trace says that nobody received the reply."""
+def test_a_broken_connection_is_an_error_of_the_client(
+    fault: dict[str, Any], error: tuple[type[Exception], ...]
+) -> None:
+    """A reset, and a body shorter than declared, of a reply and of a stream; the trace says that
+    nobody received the reply.
+    """
     stream = fault.pop("stream", False)
     with served("sglang", plan=plan(path="/generate", nth=[1], **fault)) as server:
         with pytest.raises(error):
@@ -163,7 +224,9 @@ def test_a_status_comes_before_the_engine_or_after_it(after: bool, calls: int) -
         events = server.do(lambda: server.backing.recorder.events)
     assert 502 == reply.status_code
     assert calls == sum(isinstance(event, Reply) for event in events)
-    assert ["lost-reply" if after else "reject"] == [event.what for event in events if isinstance(event, Fault)]
+    assert ["lost-reply" if after else "reject"] == [
+        event.what for event in events if isinstance(event, Fault)
+    ]
 
 
 def test_a_slow_reply_is_late_and_one_that_nobody_waits_for_was_not_delivered() -> None:
@@ -183,14 +246,22 @@ def test_the_engine_carries_out_actions_of_its_own() -> None:
     with served("sglang", plan=FaultPlan.from_dict(actions)) as server:
         meta = server.client.post("/generate", json={**ASK, "rid": "r1"}).json()["meta_info"]
         other = server.client.post("/generate", json={**ASK, "rid": "r2"}).json()["meta_info"]
-    assert ("abort", 2, "length") == (meta["finish_reason"]["type"], meta["completion_tokens"], other["finish_reason"]["type"])
+    assert ("abort", 2, "length") == (
+        meta["finish_reason"]["type"],
+        meta["completion_tokens"],
+        other["finish_reason"]["type"],
+    )
 
 
 def test_a_request_is_found_by_the_header_that_names_it() -> None:
     """As the actions of a plan find it: a stack need not send a handle of its own."""
     with served("sglang", plan=plan(do="status", status=503, request_id="mine")) as server:
         heard = [
-            httpx.post(f"{server.url}/generate", json=ASK, headers={} if name is None else {"x-rollproof-request": name}).status_code
+            httpx.post(
+                f"{server.url}/generate",
+                json=ASK,
+                headers={} if name is None else {"x-rollproof-request": name},
+            ).status_code
             for name in (None, "other", "mine", None)
         ]
     assert [200, 200, 503, 200] == heard

@@ -22,7 +22,11 @@ from rollproof.fakes.http.engine_backend import ServeOptions
 from tests.fakes.http.served import Served, served
 
 SLOW = EngineOptions(max_batch=8, step=0.02)
-CALL = {"input_ids": [5, 6, 7], "sampling_params": {"max_new_tokens": 12, "ignore_eos": True}, "return_logprob": True}
+CALL = {
+    "input_ids": [5, 6, 7],
+    "sampling_params": {"max_new_tokens": 12, "ignore_eos": True},
+    "return_logprob": True,
+}
 
 
 @pytest.fixture
@@ -34,18 +38,32 @@ def server() -> Iterator[Served]:
 KINDS = (Asked, EngineCall, Watch)
 
 
-@pytest.mark.parametrize("more", [{}, {"stream": True}, {"return_routed_experts": True}], ids=["whole", "stream", "routes"])
+@pytest.mark.parametrize(
+    "more",
+    [{}, {"stream": True}, {"return_routed_experts": True}],
+    ids=["whole", "stream", "routes"],
+)
 def test_a_request_leaves_no_circle_behind(server: Served, more: dict[str, Any]) -> None:
-    """What answering needed is gone with the answer, without a garbage collection: also where the client was watched meanwhile."""
+    """What answering needed is gone with the answer, without a garbage collection: also where the
+    client was watched meanwhile.
+    """
     gc.collect()
-    before = {id(one): one for one in gc.get_objects() if type(one) in KINDS}  # what other tests of this process still hold
+    before = {
+        id(one): one for one in gc.get_objects() if type(one) in KINDS
+    }  # what other tests of this process still hold
     gc.disable()
     try:
         for _ in range(4):
             server.client.post("/generate", json=CALL | more).raise_for_status()
         server.client.get("/health")
-        for _ in range(100):  # the server's thread may still be at the end of an answer that has arrived here
-            left = Counter(type(one) for one in gc.get_objects() if type(one) in KINDS and id(one) not in before)
+        for _ in range(
+            100
+        ):  # the server's thread may still be at the end of an answer that has arrived here
+            left = Counter(
+                type(one)
+                for one in gc.get_objects()
+                if type(one) in KINDS and id(one) not in before
+            )
             if not left[EngineCall] and not left[Watch]:
                 break
             time.sleep(0.05)
@@ -57,9 +75,13 @@ def test_a_request_leaves_no_circle_behind(server: Served, more: dict[str, Any])
 
 
 def test_what_was_cut_off_is_known_again_and_takes_little() -> None:
-    """Whoever resumes is known by the tokens, of which there may be thousands in each of thousands of sequences: none is kept."""
+    """Whoever resumes is known by the tokens, of which there may be thousands in each of thousands
+    of sequences: none is kept.
+    """
     samples = Samples(Recorder(lambda: 0.0))
-    cut = EngineOutput(token_ids=(7,) * 2000, logprobs=None, routes=None, finish_reason=FinishReason.ABORT)
+    cut = EngineOutput(
+        token_ids=(7,) * 2000, logprobs=None, routes=None, finish_reason=FinishReason.ABORT
+    )
     samples.answered("first", (0,), cut)
     tracemalloc.start()
     try:
@@ -70,4 +92,6 @@ def test_what_was_cut_off_is_known_again_and_takes_little() -> None:
         tracemalloc.stop()
 
     assert held < 200_000
-    assert ["r200", "other", "other"] == [samples.owner((one, *cut.token_ids), "other") for one in (200, 200, 300)]
+    assert ["r200", "other", "other"] == [
+        samples.owner((one, *cut.token_ids), "other") for one in (200, 200, 300)
+    ]

@@ -1,4 +1,6 @@
-"""Managers that speak HTTP in virtual time: correct ones are clean, and those of the known bugs are told."""
+"""Managers that speak HTTP in virtual time: correct ones are clean, and those of the known bugs are
+told.
+"""
 
 from __future__ import annotations
 
@@ -42,8 +44,12 @@ def test_a_correct_manager_is_clean_over_http(manager: type[HttpManager]) -> Non
 
 @pytest.mark.parametrize("kind", list(WireFaultKind))
 @pytest.mark.parametrize("manager", MANAGERS)
-def test_a_correct_manager_survives_every_fault_of_the_wire(manager: type[HttpManager], kind: WireFaultKind) -> None:
-    """A connection that breaks, a body that stops early, a status 503 and a late reply are each made good by another call."""
+def test_a_correct_manager_survives_every_fault_of_the_wire(
+    manager: type[HttpManager], kind: WireFaultKind
+) -> None:
+    """A connection that breaks, a body that stops early, a status 503 and a late reply are each
+    made good by another call.
+    """
 
     class Harmed(manager):  # type: ignore[misc, valid-type]
         plan = FaultPlan(faults=(WireFault(do=kind, nth=(1, 3), seconds=7.0, after_engine=True),))
@@ -56,18 +62,30 @@ def test_a_correct_manager_survives_every_fault_of_the_wire(manager: type[HttpMa
         assert (0 if kind is WireFaultKind.SLOW else 1) <= lost
 
 
-@pytest.mark.parametrize("kind", [WireFaultKind.RESET, WireFaultKind.TRUNCATE, WireFaultKind.WRONG_LENGTH])
+@pytest.mark.parametrize(
+    "kind", [WireFaultKind.RESET, WireFaultKind.TRUNCATE, WireFaultKind.WRONG_LENGTH]
+)
 @pytest.mark.parametrize("keep", [0.3, 0.95])
 @pytest.mark.parametrize("manager", [SglangKeeper, SglangStreamer, VllmKeeper, VllmStreamer])
-def test_what_a_broken_stream_brought_may_be_kept_or_dropped(manager: type[HttpManager], keep: float, kind: WireFaultKind) -> None:
-    """A stack that goes on from it is as right as one that makes the whole call again; in several turns, and across an update, too."""
+def test_what_a_broken_stream_brought_may_be_kept_or_dropped(
+    manager: type[HttpManager], keep: float, kind: WireFaultKind
+) -> None:
+    """A stack that goes on from it is as right as one that makes the whole call again; in several
+    turns, and across an update, too.
+    """
 
     class Harmed(manager):  # type: ignore[misc, valid-type]
         plan = FaultPlan(faults=(WireFault(do=kind, nth=(1, 2, 4), keep=keep),))
 
     turns = request(max_tokens=24, turns=((7, 8), (9,)))
-    for one in (case(requests=(request(max_tokens=9),)), case(requests=(turns,)), case(act(ActionKind.SYNC, 5), requests=(turns,))):
-        trace = run_case(Harmed, case(*one.actions, requests=one.requests, flavour=manager.flavours[0]))
+    for one in (
+        case(requests=(request(max_tokens=9),)),
+        case(requests=(turns,)),
+        case(act(ActionKind.SYNC, 5), requests=(turns,)),
+    ):
+        trace = run_case(
+            Harmed, case(*one.actions, requests=one.requests, flavour=manager.flavours[0])
+        )
         assert () == judge(trace).failed
         first, second = [event.prompt_ids for event in trace.events if isinstance(event, Call)][:2]
         assert manager.unfinished == (first != second)
@@ -75,6 +93,11 @@ def test_what_a_broken_stream_brought_may_be_kept_or_dropped(manager: type[HttpM
 
 def test_the_same_case_gives_the_same_trace() -> None:
     """HTTP in virtual time is as repeatable as a call: events are equal, byte for byte."""
-    one = case(act(ActionKind.SYNC, 2), requests=(request(), request("r1", (31, 32))), flavour="sglang", servers=2)
+    one = case(
+        act(ActionKind.SYNC, 2),
+        requests=(request(), request("r1", (31, 32))),
+        flavour="sglang",
+        servers=2,
+    )
     first, second = (run_case(SglangStreamer, one) for _ in range(2))
     assert repr(first.events) == repr(second.events)

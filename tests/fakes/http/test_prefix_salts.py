@@ -1,4 +1,6 @@
-"""``cache_salt`` and ``extra_key``: calls that differ in them share no prefix, as with vLLM 0.32 and SGLang 0.5.21."""
+"""``cache_salt`` and ``extra_key``: calls that differ in them share no prefix, as with vLLM 0.32
+and SGLang 0.5.21.
+"""
 
 from __future__ import annotations
 
@@ -18,42 +20,69 @@ ENGINE = EngineOptions(max_batch=8, step=0.0, prefix_cache=True)
 
 @pytest.fixture
 def sglang() -> Iterator[Served]:
-    with served("sglang", ServeOptions(flavour="sglang", model=MODEL, engine=ENGINE, max_length=512)) as server:
+    with served(
+        "sglang", ServeOptions(flavour="sglang", model=MODEL, engine=ENGINE, max_length=512)
+    ) as server:
         yield server
 
 
 @pytest.fixture
 def vllm() -> Iterator[Served]:
-    with served("vllm", ServeOptions(flavour="vllm", model=MODEL, engine=ENGINE, max_length=512)) as server:
+    with served(
+        "vllm", ServeOptions(flavour="vllm", model=MODEL, engine=ENGINE, max_length=512)
+    ) as server:
         yield server
 
 
 def _cached(server: Served) -> list[int | None]:
     """Of each reply, in order."""
-    return [event.output.cached_tokens for event in server.backing.recorder.events if isinstance(event, Reply)]
+    return [
+        event.output.cached_tokens
+        for event in server.backing.recorder.events
+        if isinstance(event, Reply)
+    ]
 
 
 def _complete(vllm: Served, path: str, body: dict[str, Any]) -> None:
-    given = {"max_tokens": 1, "prompt": [5, 6, 7, 8], "messages": [{"role": "user", "content": "w5 w6 w7 w8"}]}
+    given = {
+        "max_tokens": 1,
+        "prompt": [5, 6, 7, 8],
+        "messages": [{"role": "user", "content": "w5 w6 w7 w8"}],
+    }
     tokens = {"token_ids": [5, 6, 7, 8], "sampling_params": {"max_tokens": 1}}
-    assert 200 == vllm.client.post(path, json={**(tokens if path.startswith("/inference") else given), **body}).status_code
+    assert (
+        200
+        == vllm.client.post(
+            path, json={**(tokens if path.startswith("/inference") else given), **body}
+        ).status_code
+    )
 
 
-@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions", "/inference/v1/generate"])
+@pytest.mark.parametrize(
+    "path", ["/v1/completions", "/v1/chat/completions", "/inference/v1/generate"]
+)
 def test_a_salt_parts_the_prefix_cache_of_vllm(vllm: Served, path: str) -> None:
-    """A prompt is found again under its own salt only; a call without one shares with none that has one."""
+    """A prompt is found again under its own salt only; a call without one shares with none that has
+    one.
+    """
     for body in ({}, {}, {"cache_salt": "1"}, {"cache_salt": "2"}, {"cache_salt": "1"}):
         _complete(vllm, path, body)
     first, again, one, two, one_again = _cached(vllm)
     assert (0, 0, 0) == (first, one, two)
     assert again
     assert again == one_again
-    calls = [event.sampling.get("cache_salt") for event in vllm.backing.recorder.events if isinstance(event, Call)]
+    calls = [
+        event.sampling.get("cache_salt")
+        for event in vllm.backing.recorder.events
+        if isinstance(event, Call)
+    ]
     assert [None, None, "1", "2", "1"] == calls
 
 
 def test_a_salt_of_each_version_keeps_stale_kv_out(vllm: Served) -> None:
-    """What prime-rl salts for: weights that change without a flush leave KV of the old ones behind, under the salt of these alone."""
+    """What prime-rl salts for: weights that change without a flush leave KV of the old ones behind,
+    under the salt of these alone.
+    """
     for salt in ("0", "1"):
         body = {"token_ids": [5, 6, 7, 8], "sampling_params": {"max_tokens": 1}, "cache_salt": salt}
         assert 200 == vllm.client.post("/inference/v1/generate", json=body).status_code
@@ -78,7 +107,10 @@ def test_salts_and_keys_part_the_prefix_cache_of_sglang(sglang: Served) -> None:
 
     def cached(**body: Any) -> list[int]:
         asked = {"input_ids": [[5, 6, 7, 8]], "sampling_params": {"max_new_tokens": 1}, **body}
-        return [reply["meta_info"]["cached_tokens"] for reply in sglang.client.post("/generate", json=asked).json()]
+        return [
+            reply["meta_info"]["cached_tokens"]
+            for reply in sglang.client.post("/generate", json=asked).json()
+        ]
 
     assert [0] == cached()
     assert [0] == cached(cache_salt="a")

@@ -1,4 +1,6 @@
-"""The faces beside what the real servers answered (``record_sglang.py``, ``record_vllm.py``, ``record_router.py`` recorded it)."""
+"""The faces beside what the real servers answered (``record_sglang.py``, ``record_vllm.py``,
+``record_router.py`` recorded it).
+"""
 
 from __future__ import annotations
 
@@ -23,7 +25,9 @@ RECORDED = Path(__file__).parent / "recorded"
 MODEL = Model(num_layers=3, moe_layers=(0, 1, 2), num_experts=8, top_k=2, vocab=512)
 ENGINE = EngineOptions(max_batch=8, step=0.001, prefix_cache=True)
 OPTIONS = {
-    "sglang": ServeOptions(flavour="sglang", model=MODEL, engine=ENGINE, max_length=512, label="w0"),
+    "sglang": ServeOptions(
+        flavour="sglang", model=MODEL, engine=ENGINE, max_length=512, label="w0"
+    ),
     "vllm": ServeOptions(flavour="vllm", model=MODEL, engine=ENGINE, max_length=512),
 }
 KINDS = sorted(path.stem for path in RECORDED.glob("*.json") if path.stem not in DISABLED)
@@ -35,7 +39,9 @@ Difference: TypeAlias = "tuple[str, str]"
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_requests_are_answered_as_the_real_server_answered_them(kind: str) -> None:
-    """Status, media type, keys and kinds of values of every exchange of a kind, in its order, on one server."""
+    """Status, media type, keys and kinds of values of every exchange of a kind, in its order, on
+    one server.
+    """
     assert [] == [f"{name}: {text}" for name, (text, excuse) in found(kind) if not excuse]
 
 
@@ -70,7 +76,9 @@ def found(kind: str) -> list[tuple[str, Difference]]:
 
 @cache
 def exchanges_of(kind: str) -> list[Mapping[str, Any]]:
-    exchanges: list[Mapping[str, Any]] = json.loads((RECORDED / f"{kind}.json").read_text())["exchanges"]
+    exchanges: list[Mapping[str, Any]] = json.loads((RECORDED / f"{kind}.json").read_text())[
+        "exchanges"
+    ]
     return exchanges
 
 
@@ -81,8 +89,12 @@ def started(kind: str) -> Any:
     return served(face, OPTIONS[face])
 
 
-def differences(kind: str, exchanges: list[Mapping[str, Any]], server: Served) -> Iterator[tuple[str, Difference]]:
-    """Where the face differs, exchange by exchange. A long call is begun before the orders that were given beside it."""
+def differences(
+    kind: str, exchanges: list[Mapping[str, Any]], server: Served
+) -> Iterator[tuple[str, Difference]]:
+    """Where the face differs, exchange by exchange. A long call is begun before the orders that
+    were given beside it.
+    """
     waiting: list[tuple[str, Mapping[str, Any], threading.Thread, list[Any]]] = []
     for number, exchange in enumerate(exchanges):
         name = f"{kind}-{number}"
@@ -96,8 +108,12 @@ def differences(kind: str, exchanges: list[Mapping[str, Any]], server: Served) -
             yield from compared(name, exchange, ask(server, exchange["request"], kind))
 
 
-def begun_beside(exchanges: list[Mapping[str, Any]], number: int) -> Iterator[tuple[int, Mapping[str, Any]]]:
-    """A long call that ends after this order and was begun before it: the recorder gives its orders right before it."""
+def begun_beside(
+    exchanges: list[Mapping[str, Any]], number: int
+) -> Iterator[tuple[int, Mapping[str, Any]]]:
+    """A long call that ends after this order and was begun before it: the recorder gives its orders
+    right before it.
+    """
     if is_long(exchanges[number]):
         return
     following = next((i for i in range(number + 1, len(exchanges)) if is_long(exchanges[i])), None)
@@ -129,7 +145,9 @@ def identity(exchange: Mapping[str, Any]) -> Any:
 
 
 def is_long(exchange: Mapping[str, Any]) -> bool:
-    return exchange["request"]["path"].endswith(("/generate", "/completions")) and str(identity(exchange) or "").startswith(LONG)
+    return exchange["request"]["path"].endswith(("/generate", "/completions")) and str(
+        identity(exchange) or ""
+    ).startswith(LONG)
 
 
 def begin(server: Served, name: str, exchange: Mapping[str, Any]) -> Any:
@@ -138,7 +156,10 @@ def begin(server: Served, name: str, exchange: Mapping[str, Any]) -> Any:
     thread = threading.Thread(target=lambda: got.append(ask(server, exchange["request"], name)))
     thread.start()
     end = time.monotonic() + 20
-    while not (server.do(lambda: sum(server.backing.engine.progress().values())) or got) and time.monotonic() < end:
+    while (
+        not (server.do(lambda: sum(server.backing.engine.progress().values())) or got)
+        and time.monotonic() < end
+    ):
         time.sleep(0.002)
     return name, exchange, thread, got
 
@@ -150,25 +171,42 @@ def ask(server: Served, request: Mapping[str, Any], kind: str) -> tuple[int, str
     body = adapted(kind, request.get("body"), server)
     if "text" in request:
         reply = server.client.request(
-            request["method"], path, content=request["text"], headers={"content-type": request.get("content_type", "application/json")}
+            request["method"],
+            path,
+            content=request["text"],
+            headers={"content-type": request.get("content_type", "application/json")},
         )
     else:
-        reply = server.client.request(request["method"], path, **({} if body is None else {"json": body}))
+        reply = server.client.request(
+            request["method"], path, **({} if body is None else {"json": body})
+        )
     media = (reply.headers.get("content-type") or "").partition(";")[0]
     if media == "text/event-stream":
         lines = [line.removeprefix("data: ") for line in reply.text.splitlines() if line]
-        return reply.status_code, media, ends([line if line == "[DONE]" else json.loads(line) for line in lines])
-    return reply.status_code, media, reply.json() if media == "application/json" and reply.content else reply.text
+        return (
+            reply.status_code,
+            media,
+            ends([line if line == "[DONE]" else json.loads(line) for line in lines]),
+        )
+    return (
+        reply.status_code,
+        media,
+        reply.json() if media == "application/json" and reply.content else reply.text,
+    )
 
 
 def adapted(kind: str, body: Any, server: Served) -> Any:
-    """Long calls sample more here: the fake is faster than the orders that are to meet them. A worker has another address."""
+    """Long calls sample more here: the fake is faster than the orders that are to meet them. A
+    worker has another address.
+    """
     if kind == "router_workers" and isinstance(body, dict) and "url" in body:
         return {"url": next(iter(server.backing))}
     return body
 
 
-def compared(name: str, exchange: Mapping[str, Any], answer: tuple[int, str, Any]) -> Iterator[tuple[str, Difference]]:
+def compared(
+    name: str, exchange: Mapping[str, Any], answer: tuple[int, str, Any]
+) -> Iterator[tuple[str, Difference]]:
     if name in CHANCE:
         return
     real, (status, media, body) = exchange["response"], answer
@@ -181,11 +219,15 @@ def compared(name: str, exchange: Mapping[str, Any], answer: tuple[int, str, Any
     else:
         whole = whole or (entry("STATUS_ONLY", name) if name in STATUS_ONLY else "")
         path = exchange["request"]["path"].partition("?")[0]
-        yield from ((name, (text, whole or excuse)) for text, excuse in unlike(real["body"], body, path, ""))
+        yield from (
+            (name, (text, whole or excuse)) for text, excuse in unlike(real["body"], body, path, "")
+        )
 
 
 def unlike(real: Any, ours: Any, path: str, where: str) -> Iterator[Difference]:
-    """Keys that only one of them has, and values of another kind. Of arrays the items are compared as far as both have some."""
+    """Keys that only one of them has, and values of another kind. Of arrays the items are compared
+    as far as both have some.
+    """
     unsteady = next((known for known in UNSTEADY if where.endswith(known)), None)
     for text, excuse in _unlike(real, ours, path, where):
         yield text, excuse if unsteady is None else entry("UNSTEADY", unsteady)
@@ -198,21 +240,29 @@ def _unlike(real: Any, ours: Any, path: str, where: str) -> Iterator[Difference]
             if key not in ours:
                 yield f"lacks {place}", excused("MISSING", MISSING, path, place)
             elif key not in real:
-                yield f"has {place}, which the real one has not", excused("EXTRA", EXTRA, path, place)
+                yield (
+                    f"has {place}, which the real one has not",
+                    excused("EXTRA", EXTRA, path, place),
+                )
             else:
                 yield from unlike(real[key], ours[key], path, place)
     elif isinstance(real, list) and isinstance(ours, list):
         if bool(real) != bool(ours):
             yield f"{where}: {len(ours)} items, not {len(real)}", ""
         elif where == "" or where.endswith("choices"):
-            if where and len(real) != min(len(ours), KEPT_ITEMS if len(real) == KEPT_ITEMS else len(ours)):
+            if where and len(real) != min(
+                len(ours), KEPT_ITEMS if len(real) == KEPT_ITEMS else len(ours)
+            ):
                 yield f"{where}: {len(ours)} items, not {len(real)}", ""
             for one, other in zip(real, ours, strict=False):
                 yield from unlike(one, other, path, where)
         elif real and ours:
             yield from unlike(real[0], ours[0], path, f"{where}[]")
     elif kind_of(real) != kind_of(ours):
-        yield f"{where or 'body'} is {kind_of(ours)}, not {kind_of(real)}", excused("EXTRA", EXTRA, path, where)
+        yield (
+            f"{where or 'body'} is {kind_of(ours)}, not {kind_of(real)}",
+            excused("EXTRA", EXTRA, path, where),
+        )
 
 
 def excused(table: str, entries: Mapping[str, tuple[str, ...]], path: str, place: str) -> str:

@@ -1,4 +1,6 @@
-"""Released clients of vLLM's server, unmodified, on a face over real HTTP. They are skipped where they are not installed."""
+"""Released clients of vLLM's server, unmodified, on a face over real HTTP. They are skipped where
+they are not installed.
+"""
 
 from __future__ import annotations
 
@@ -19,14 +21,24 @@ from tests.fakes.http.test_telling import OPTIONS
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # a framework's own warnings are not ours to fix
 PROMISED = Contract(
-    rows="none", resume="engine", versions="none", logprobs="raw", abort_surfaces=True, kv_policy="keep", finish_reason=False
+    rows="none",
+    resume="engine",
+    versions="none",
+    logprobs="raw",
+    abort_surfaces=True,
+    kv_policy="keep",
+    finish_reason=False,
 )
 VLLM = ServeOptions(flavour="vllm", model=OPTIONS.model, engine=OPTIONS.engine, contract=PROMISED)
 
 
 def trl_client(url: str) -> Any:
-    """TRL's ``VLLMClient``; it asks for vLLM to be installed, of which it uses the transfer of weights alone."""
-    pytest.importorskip("trl", reason="trl is not installed: see harness/stacks/requirements/trl.txt")
+    """TRL's ``VLLMClient``; it asks for vLLM to be installed, of which it uses the transfer of
+    weights alone.
+    """
+    pytest.importorskip(
+        "trl", reason="trl is not installed: see harness/stacks/requirements/trl.txt"
+    )
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         from trl.generation import vllm_client
@@ -39,7 +51,9 @@ def told(server: Served, requests: list[Request], answer: Any) -> Any:
     teller = Teller(server.url)
     for number, request in enumerate(requests):
         logprobs = [values[0] for values in answer["logprobs"][number]]
-        assert [[token] for token in answer["completion_ids"][number]] == answer["logprob_token_ids"][number]
+        assert [[token] for token in answer["completion_ids"][number]] == answer[
+            "logprob_token_ids"
+        ][number]
         rollout = Rollout(
             request_id=request.request_id,
             prompt_ids=tuple(answer["prompt_ids"][number]),
@@ -53,9 +67,17 @@ def told(server: Served, requests: list[Request], answer: Any) -> Any:
 
 @pytest.mark.parametrize("chat", [False, True])
 def test_what_trls_client_makes_of_replies_is_right(chat: bool) -> None:
-    """Ids, logprobs, budgets and sampling parameters, of prompts in ids and of conversations; several prompts at once."""
+    """Ids, logprobs, budgets and sampling parameters, of prompts in ids and of conversations;
+    several prompts at once.
+    """
     requests = [
-        Request(request_id=f"r{i}", prompt_ids=(11 + i, 12, 13), max_tokens=5, want_routes=False, sampling={"temperature": 0.7})
+        Request(
+            request_id=f"r{i}",
+            prompt_ids=(11 + i, 12, 13),
+            max_tokens=5,
+            want_routes=False,
+            sampling={"temperature": 0.7},
+        )
         for i in range(3)
     ]
     with served("vllm", VLLM) as server:
@@ -63,19 +85,30 @@ def test_what_trls_client_makes_of_replies_is_right(chat: bool) -> None:
         for request in requests:
             Teller(server.url).submit(request)
         if chat:
-            words = [[{"role": "user", "content": " ".join(f"w{token}" for token in request.prompt_ids)}] for request in requests]
+            words = [
+                [{"role": "user", "content": " ".join(f"w{token}" for token in request.prompt_ids)}]
+                for request in requests
+            ]
             answer = client.chat(words, max_tokens=5, temperature=0.7)
         else:
-            answer = client.generate([list(request.prompt_ids) for request in requests], max_tokens=5, temperature=0.7)
+            answer = client.generate(
+                [list(request.prompt_ids) for request in requests], max_tokens=5, temperature=0.7
+            )
         found = told(server, requests, answer)
     assert () == found.failed, [result.findings for result in found.results if result.findings]
-    assert {"stitch.prompt", "stitch.tokens", "stitch.logprobs-paired", "stitch.budget-granted", "stitch.sampling-params"} <= {
-        result.id for result in found.results if result.verdict == "pass"
-    }
+    assert {
+        "stitch.prompt",
+        "stitch.tokens",
+        "stitch.logprobs-paired",
+        "stitch.budget-granted",
+        "stitch.sampling-params",
+    } <= {result.id for result in found.results if result.verdict == "pass"}
 
 
 def test_the_other_requests_of_trls_client_are_answered() -> None:
-    """Scores of given sequences, several samples of a prompt, what it asks before it joins a transfer; the transfer itself needs a GPU."""
+    """Scores of given sequences, several samples of a prompt, what it asks before it joins a
+    transfer; the transfer itself needs a GPU.
+    """
     with served("vllm", VLLM) as server:
         client = trl_client(server.url)
         scored = client.get_sequence_logprobs([[5, 6, 7, 8]], [2], top_logprobs=1)
@@ -83,6 +116,8 @@ def test_the_other_requests_of_trls_client_are_answered() -> None:
         assert {"backend": "nccl"} == client.get_server_info()["weight_transfer_config"]
         assert 1 == client.get_world_size()
         policy = server.backing.policy
-    assert policy.logprobs(0, [5, 6, 7, 8], 2).tolist() == [values[0] for values in scored["actual_logprobs"][0]]
+    assert policy.logprobs(0, [5, 6, 7, 8], 2).tolist() == [
+        values[0] for values in scored["actual_logprobs"][0]
+    ]
     assert [[7], [8]] == scored["actual_token_ids"][0]
     assert ([[5, 6, 7]], 3) == (several["prompt_ids"], len(several["completion_ids"]))

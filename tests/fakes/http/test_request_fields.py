@@ -1,4 +1,6 @@
-"""Fields of requests: each of the real servers' models is answered, refused, or known to change nothing."""
+"""Fields of requests: each of the real servers' models is answered, refused, or known to change
+nothing.
+"""
 
 from __future__ import annotations
 
@@ -22,12 +24,25 @@ MODELS = {
     "sglang /v1/completions": ("srt/entrypoints/openai/protocol.py", "CompletionRequest"),
     "sglang /v1/chat/completions": ("srt/entrypoints/openai/protocol.py", "ChatCompletionRequest"),
     "vllm /v1/completions": ("entrypoints/openai/completion/protocol.py", "CompletionRequest"),
-    "vllm /v1/chat/completions": ("entrypoints/openai/chat_completion/protocol.py", "ChatCompletionRequest"),
-    "vllm /inference/v1/generate": ("entrypoints/scale_out/token_in_token_out/protocol.py", "GenerateRequest"),
+    "vllm /v1/chat/completions": (
+        "entrypoints/openai/chat_completion/protocol.py",
+        "ChatCompletionRequest",
+    ),
+    "vllm /inference/v1/generate": (
+        "entrypoints/scale_out/token_in_token_out/protocol.py",
+        "GenerateRequest",
+    ),
     "vllm sampling_params": ("sampling_params.py", "SamplingParams"),
 }
 """Where the real servers' models are, below the package."""
-DERIVED = {"stop_strs", "stop_regex_strs", "stop_str_max_len", "stop_regex_max_len", "is_normalized", "ebnf_full_assistant"}
+DERIVED = {
+    "stop_strs",
+    "stop_regex_strs",
+    "stop_str_max_len",
+    "stop_regex_max_len",
+    "is_normalized",
+    "ebnf_full_assistant",
+}
 """Of SGLang's sampling parameters: what it writes there itself."""
 BASE: dict[str, dict[str, Any]] = {
     "/generate": {"input_ids": [5, 6], "sampling_params": {"max_new_tokens": 2}},
@@ -46,26 +61,42 @@ def servers() -> Iterator[dict[str, Served]]:
 def _asked(servers: dict[str, Served], model: str, given: dict[str, Any]) -> Any:
     """The answer to a request with ``given`` fields of ``model``."""
     server, what = model.split()
-    path = what if what in BASE else {"sglang": "/generate", "vllm": "/inference/v1/generate"}[server]
+    path = (
+        what if what in BASE else {"sglang": "/generate", "vllm": "/inference/v1/generate"}[server]
+    )
     body = dict(BASE[path])
-    body = {**body, **given} if what in BASE else {**body, "sampling_params": {**body["sampling_params"], **given}}
+    body = (
+        {**body, **given}
+        if what in BASE
+        else {**body, "sampling_params": {**body["sampling_params"], **given}}
+    )
     return servers[server].client.post(path, json=body)
 
 
 @pytest.mark.parametrize("model", list(MODELS))
 def test_every_field_of_the_real_model_is_in_one_table(model: str) -> None:
-    """Nothing is accepted in silence: what the installed server knows is answered, refused, or said to change nothing."""
+    """Nothing is accepted in silence: what the installed server knows is answered, refused, or said
+    to change nothing.
+    """
     package = model.split()[0]
     found = importlib.util.find_spec(package)
     if found is None or not found.submodule_search_locations:
         pytest.skip(f"{package} is not installed: its request models cannot be read")
     file, name = MODELS[model]
     tree = ast.parse((Path(found.submodule_search_locations[0]) / file).read_text(encoding="utf-8"))
-    (made,) = (node for node in ast.walk(tree) if isinstance(node, ast.ClassDef) and node.name == name)
-    real = {item.target.id for item in made.body if isinstance(item, ast.AnnAssign) and isinstance(item.target, ast.Name)}
+    (made,) = (
+        node for node in ast.walk(tree) if isinstance(node, ast.ClassDef) and node.name == name
+    )
+    real = {
+        item.target.id
+        for item in made.body
+        if isinstance(item, ast.AnnAssign) and isinstance(item.target, ast.Name)
+    }
     fields = FIELDS[model]
 
-    assert {one for one in real if not one.startswith("_")} - DERIVED == fields.answered | fields.refused.keys() | fields.idle.keys()
+    assert {
+        one for one in real if not one.startswith("_")
+    } - DERIVED == fields.answered | fields.refused.keys() | fields.idle.keys()
 
 
 @pytest.mark.parametrize("model", list(FIELDS))
@@ -73,19 +104,27 @@ def test_no_field_is_in_two_tables(model: str) -> None:
     """And each has a reason."""
     fields = FIELDS[model]
 
-    assert 0 == len(fields.answered & fields.refused.keys()) + len(fields.answered & fields.idle.keys())
+    assert 0 == len(fields.answered & fields.refused.keys()) + len(
+        fields.answered & fields.idle.keys()
+    )
     assert 0 == len(fields.refused.keys() & fields.idle.keys())
     assert all(fields.refused.values())
     assert all(fields.idle.values())
 
 
-@pytest.mark.parametrize(("model", "name"), [(model, name) for model, fields in FIELDS.items() for name in sorted(fields.refused)])
+@pytest.mark.parametrize(
+    ("model", "name"),
+    [(model, name) for model, fields in FIELDS.items() for name in sorted(fields.refused)],
+)
 def test_what_is_not_answered_is_refused(servers: dict[str, Served], model: str, name: str) -> None:
     """400 with the field's name and the reason; where it is off, it asks for nothing."""
     refusal = _asked(servers, model, {name: "x"})
 
     assert 400 == refusal.status_code
-    assert f"{name} is not answered by rollproof's fake: {FIELDS[model].refused[name]}." in refusal.text
+    assert (
+        f"{name} is not answered by rollproof's fake: {FIELDS[model].refused[name]}."
+        in refusal.text
+    )
     if model.endswith("sampling_params") and model.startswith("sglang"):
         return
     assert {200} == {_asked(servers, model, {name: off}).status_code for off in (None, False)}
@@ -100,26 +139,42 @@ def test_what_is_not_answered_is_refused(servers: dict[str, Served], model: str,
         ("vllm /v1/chat/completions", {"return_token_offsets": True, "return_mm_kwargs": True}),
         ("vllm sampling_params", {"flat_logprobs": True}),
         *(
-            (f"vllm {path}", {"kv_transfer_params": {"do_remote_decode": True}, "ec_transfer_params": {"x": 1}})
+            (
+                f"vllm {path}",
+                {"kv_transfer_params": {"do_remote_decode": True}, "ec_transfer_params": {"x": 1}},
+            )
             for path in BASE
             if path[1] != "g"
         ),
     ],
 )
-def test_what_the_real_servers_pass_over_is_no_refusal(servers: dict[str, Served], model: str, given: dict[str, Any]) -> None:
-    """Their code was read: nothing of it reaches an answer of a server that was started plainly. The answer is as without it."""
+def test_what_the_real_servers_pass_over_is_no_refusal(
+    servers: dict[str, Served], model: str, given: dict[str, Any]
+) -> None:
+    """Their code was read: nothing of it reaches an answer of a server that was started plainly.
+    The answer is as without it.
+    """
     varying = {"id", "request_id", "created", "meta_info"}
     answers = [_asked(servers, model, fields) for fields in ({}, given)]
 
     assert [200, 200] == [answer.status_code for answer in answers]
-    without, with_it = ({name: value for name, value in answer.json().items() if name not in varying} for answer in answers)
+    without, with_it = (
+        {name: value for name, value in answer.json().items() if name not in varying}
+        for answer in answers
+    )
     assert without.pop("usage", None) == with_it.pop("usage", None)
     assert without == with_it
 
 
-def test_a_chat_whose_prompt_comes_beside_its_messages_is_refused(servers: dict[str, Served]) -> None:
-    """Release 0.32 takes the ids in place of the messages; to answer the messages would be wrong in silence."""
-    refusal = _asked(servers, "vllm /v1/chat/completions", {"kv_transfer_params": {"prompt_token_ids": [5, 6]}})
+def test_a_chat_whose_prompt_comes_beside_its_messages_is_refused(
+    servers: dict[str, Served],
+) -> None:
+    """Release 0.32 takes the ids in place of the messages; to answer the messages would be wrong in
+    silence.
+    """
+    refusal = _asked(
+        servers, "vllm /v1/chat/completions", {"kv_transfer_params": {"prompt_token_ids": [5, 6]}}
+    )
 
     assert 400 == refusal.status_code
     assert "kv_transfer_params.prompt_token_ids is not answered by rollproof's fake" in refusal.text
@@ -129,13 +184,25 @@ def test_a_chat_whose_prompt_comes_beside_its_messages_is_refused(servers: dict[
     ("model", "given"),
     [
         ("sglang /generate", {"sampling_logprobs_mode": "selected"}),
-        ("sglang /generate", {"lora_path": ["", ""], "token_ids_logprob": [[], []], "custom_logit_processor": [None, None]}),
+        (
+            "sglang /generate",
+            {
+                "lora_path": ["", ""],
+                "token_ids_logprob": [[], []],
+                "custom_logit_processor": [None, None],
+            },
+        ),
         ("sglang sampling_params", {"beam_width": 1}),
-        ("sglang /v1/chat/completions", {"sampling_logprobs_mode": "selected", "session_params": {}}),
+        (
+            "sglang /v1/chat/completions",
+            {"sampling_logprobs_mode": "selected", "session_params": {}},
+        ),
         ("vllm sampling_params", {"prompt_logprob_token_ids": [[], []]}),
     ],
 )
-def test_what_a_client_writes_out_of_its_defaults_asks_for_nothing(servers: dict[str, Served], model: str, given: dict[str, Any]) -> None:
+def test_what_a_client_writes_out_of_its_defaults_asks_for_nothing(
+    servers: dict[str, Served], model: str, given: dict[str, Any]
+) -> None:
     """Nor do lists for a batch in which no prompt has any; a token of id 0 is one."""
     assert 200 == _asked(servers, model, given).status_code
     assert 400 == _asked(servers, "sglang /generate", {"token_ids_logprob": [[0], []]}).status_code
@@ -153,7 +220,10 @@ def _nested(depth: int) -> Any:
 @pytest.mark.parametrize(
     ("model", "name"),
     [
-        *(("sglang sampling_params", name) for name in ("stop", "json_schema", "regex", "stream_interval", "custom_params")),
+        *(
+            ("sglang sampling_params", name)
+            for name in ("stop", "json_schema", "regex", "stream_interval", "custom_params")
+        ),
         ("sglang /generate", "rid"),
         ("sglang /v1/chat/completions", "messages"),
         ("vllm sampling_params", "logprobs"),
@@ -161,18 +231,30 @@ def _nested(depth: int) -> Any:
         ("vllm /v1/chat/completions", "response_format"),
     ],
 )
-def test_what_is_nested_too_deep_is_refused(servers: dict[str, Served], model: str, name: str, stream: bool) -> None:
-    """As a body that cannot be read, whichever field holds it: it can be shown neither in an error nor in a trace."""
+def test_what_is_nested_too_deep_is_refused(
+    servers: dict[str, Served], model: str, name: str, stream: bool
+) -> None:
+    """As a body that cannot be read, whichever field holds it: it can be shown neither in an error
+    nor in a trace.
+    """
     server, what = model.split()
-    path = what if what in BASE else {"sglang": "/generate", "vllm": "/inference/v1/generate"}[server]
-    deep = {name: _nested(900)} if what in BASE else {"sampling_params": {**BASE[path]["sampling_params"], name: _nested(900)}}
+    path = (
+        what if what in BASE else {"sglang": "/generate", "vllm": "/inference/v1/generate"}[server]
+    )
+    deep = (
+        {name: _nested(900)}
+        if what in BASE
+        else {"sampling_params": {**BASE[path]["sampling_params"], name: _nested(900)}}
+    )
     refusal = servers[server].client.post(path, json={**BASE[path], **deep, "stream": stream})
 
     assert 400 == refusal.status_code
     assert "The body is nested more than 200 deep." in refusal.text
 
 
-@pytest.mark.parametrize("content", [3, True, {"a": 1}, [3], [[]], [{"type": []}], [{"type": {"a": 1}}]])
+@pytest.mark.parametrize(
+    "content", [3, True, {"a": 1}, [3], [[]], [{"type": []}], [{"type": {"a": 1}}]]
+)
 def test_what_no_message_holds_is_refused_by_vllm(servers: dict[str, Served], content: Any) -> None:
     """Neither an error of the server's, nor a prompt made of what Python writes for it."""
     body = {"messages": [{"role": "user", "content": content}], "max_tokens": 1}
@@ -180,12 +262,16 @@ def test_what_no_message_holds_is_refused_by_vllm(servers: dict[str, Served], co
 
     assert 400 == refusal.status_code
     assert "content must be text, or a list of parts" in refusal.text
-    plain = servers["vllm"].client.post("/v1/chat/completions", json={**body, "messages": [{"role": "user", "content": ["w5"]}]})
+    plain = servers["vllm"].client.post(
+        "/v1/chat/completions", json={**body, "messages": [{"role": "user", "content": ["w5"]}]}
+    )
     assert 1 == plain.json()["usage"]["prompt_tokens"]
 
 
 @pytest.mark.parametrize("content", [3, True, {"a": 1}])
-def test_what_no_message_holds_is_refused_by_sglang(servers: dict[str, Served], content: Any) -> None:
+def test_what_no_message_holds_is_refused_by_sglang(
+    servers: dict[str, Served], content: Any
+) -> None:
     """A prompt was made of what Python writes for it."""
     body = {"model": "m", "messages": [{"role": "user", "content": content}], "max_tokens": 1}
     refusal = servers["sglang"].client.post("/v1/chat/completions", json=body)
@@ -196,10 +282,16 @@ def test_what_no_message_holds_is_refused_by_sglang(servers: dict[str, Served], 
 
 def test_many_lists_beside_each_other_are_not_deep(servers: dict[str, Served]) -> None:
     """A large batch has as many brackets, and a schema is nested, too."""
-    body = {"input_ids": [[5, 6]] * 500, "sampling_params": {"max_new_tokens": 1, "json_schema": "[" * 500}}
+    body = {
+        "input_ids": [[5, 6]] * 500,
+        "sampling_params": {"max_new_tokens": 1, "json_schema": "[" * 500},
+    }
 
     assert 500 == len(servers["sglang"].client.post("/generate", json=body).json())
-    assert 200 == _asked(servers, "sglang sampling_params", {"custom_params": _nested(150)}).status_code
+    assert (
+        200
+        == _asked(servers, "sglang sampling_params", {"custom_params": _nested(150)}).status_code
+    )
 
 
 def test_what_is_answered_is_read() -> None:
@@ -214,14 +306,20 @@ def test_what_is_answered_is_read() -> None:
         f"{model}: {name}"
         for model, fields in FIELDS.items()
         for name in fields.answered
-        if not any(f'"{name}"' in text for file, text in code.items() if model.split()[0] in file or file == "sampling_validation.py")
+        if not any(
+            f'"{name}"' in text
+            for file, text in code.items()
+            if model.split()[0] in file or file == "sampling_validation.py"
+        )
     ]
 
     assert [] == unread
 
 
 def test_a_stream_echoes_its_prompt_as_vllm_does(servers: dict[str, Served]) -> None:
-    """The first event of a choice begins with the prompt, its logprobs and its ids; the texts join to that of a whole reply."""
+    """The first event of a choice begins with the prompt, its logprobs and its ids; the texts join
+    to that of a whole reply.
+    """
     body = {"prompt": [5, 6, 7], "max_tokens": 3, "echo": True, "logprobs": 1}
     client = servers["vllm"].client
     whole = client.post("/v1/completions", json=body).json()["choices"][0]
@@ -233,7 +331,9 @@ def test_a_stream_echoes_its_prompt_as_vllm_does(servers: dict[str, Served]) -> 
     assert whole["text"].startswith("w5 w6 w7 ")
     assert [[5, 6, 7], None, None] == [choice["prompt_token_ids"] for choice in choices]
     for name in ("tokens", "token_logprobs", "text_offset", "top_logprobs"):
-        assert whole["logprobs"][name] == [value for choice in choices for value in choice["logprobs"][name]]
+        assert whole["logprobs"][name] == [
+            value for choice in choices for value in choice["logprobs"][name]
+        ]
     assert None is whole["logprobs"]["token_logprobs"][0]
 
 
@@ -242,10 +342,14 @@ def test_a_stream_of_an_echo_alone_has_the_prompt_alone(servers: dict[str, Serve
     client = servers["vllm"].client
 
     def first(**more: Any) -> Any:
-        text = client.post("/v1/completions", json={"prompt": [5, 6], "echo": True, "stream": True, **more}).text
+        text = client.post(
+            "/v1/completions", json={"prompt": [5, 6], "echo": True, "stream": True, **more}
+        ).text
         return json.loads(re.findall(r"data: (\{.*\})", text)[0])["choices"][0]
 
-    assert ("w5 w6", [5, 6], "length") == tuple(first(max_tokens=0)[name] for name in ("text", "prompt_token_ids", "finish_reason"))
+    assert ("w5 w6", [5, 6], "length") == tuple(
+        first(max_tokens=0)[name] for name in ("text", "prompt_token_ids", "finish_reason")
+    )
     with_ids = first(max_tokens=1, return_token_ids=True)
     assert [5, 6] == with_ids["prompt_token_ids"]
     assert f"w{with_ids['token_ids'][0]}" == with_ids["text"]
@@ -253,13 +357,19 @@ def test_a_stream_of_an_echo_alone_has_the_prompt_alone(servers: dict[str, Serve
 
 @pytest.mark.parametrize("name", ["extra_key", "cache_salt"])
 def test_a_list_of_keys_holds_texts(servers: dict[str, Served], name: str) -> None:
-    """An empty text is none; null is refused, as SGLang does. null for the whole list, and for a single prompt, is none."""
+    """An empty text is none; null is refused, as SGLang does. null for the whole list, and for a
+    single prompt, is none.
+    """
 
     def status(prompts: Any, value: Any) -> tuple[int, str]:
-        answer = servers["sglang"].client.post("/generate", json={**BASE["/generate"], "input_ids": prompts, name: value})
+        answer = servers["sglang"].client.post(
+            "/generate", json={**BASE["/generate"], "input_ids": prompts, name: value}
+        )
         return answer.status_code, answer.text if answer.status_code != 200 else ""
 
-    assert (200, "") == status([[5], [6]], ["a", ""]) == status([[5], [6]], None) == status([5], None)
+    assert (
+        (200, "") == status([[5], [6]], ["a", ""]) == status([[5], [6]], None) == status([5], None)
+    )
     refused, text = status([[5], [6]], ["a", None])
     assert (400, True) == (refused, f"Every {name} should be a string." in text)
 
@@ -267,7 +377,10 @@ def test_a_list_of_keys_holds_texts(servers: dict[str, Served], name: str) -> No
 def test_a_chat_with_images_is_refused_by_vllm(servers: dict[str, Served]) -> None:
     """The model takes text alone: parts of other kinds are not dropped in silence."""
     parts = [{"type": "text", "text": "w5"}, {"type": "image_url", "image_url": {"url": "data:,"}}]
-    answer = servers["vllm"].client.post("/v1/chat/completions", json={"messages": [{"role": "user", "content": parts}], "max_tokens": 1})
+    answer = servers["vllm"].client.post(
+        "/v1/chat/completions",
+        json={"messages": [{"role": "user", "content": parts}], "max_tokens": 1},
+    )
 
     assert 400 == answer.status_code
     assert "The model takes text alone" in answer.text
@@ -276,6 +389,12 @@ def test_a_chat_with_images_is_refused_by_vllm(servers: dict[str, Served]) -> No
 def test_the_best_of_a_chat_are_the_sampled_ones(servers: dict[str, Served]) -> None:
     """SGLang's top_logprobs: the fake has one."""
     body = {**BASE["/v1/chat/completions"], "logprobs": True, "top_logprobs": 2}
-    content = servers["sglang"].client.post("/v1/chat/completions", json=body).json()["choices"][0]["logprobs"]["content"]
+    content = (
+        servers["sglang"]
+        .client.post("/v1/chat/completions", json=body)
+        .json()["choices"][0]["logprobs"]["content"]
+    )
 
-    assert [[one["token"]] for one in content] == [[top["token"] for top in one["top_logprobs"]] for one in content]
+    assert [[one["token"]] for one in content] == [
+        [top["token"] for top in one["top_logprobs"]] for one in content
+    ]

@@ -1,4 +1,6 @@
-"""`rollproof serve` as a process: what it refuses to start with, how it ends, and what is left of its trace."""
+"""`rollproof serve` as a process: what it refuses to start with, how it ends, and what is left of
+its trace.
+"""
 
 from __future__ import annotations
 
@@ -20,14 +22,24 @@ import pytest
 from rollproof.cli.app import run
 from rollproof.store import TraceReader
 
-CALL = {"input_ids": [5, 6, 7], "sampling_params": {"max_new_tokens": 30, "ignore_eos": True}, "return_routed_experts": True}
-PROMISED = (Path(__file__).parents[3] / "docs" / "example" / "served_contract.toml").read_text(encoding="utf-8")
+CALL = {
+    "input_ids": [5, 6, 7],
+    "sampling_params": {"max_new_tokens": 30, "ignore_eos": True},
+    "return_routed_experts": True,
+}
+PROMISED = (Path(__file__).parents[3] / "docs" / "example" / "served_contract.toml").read_text(
+    encoding="utf-8"
+)
 resource = pytest.importorskip("resource", reason="POSIX only")
 
 
 @contextmanager
-def started(*arguments: str, before: Callable[[], None] | None = None) -> Iterator[tuple[subprocess.Popen[str], str]]:
-    """The process, and the address of a server that listens. Background runs ignore SIGINT, which a child would inherit."""
+def started(
+    *arguments: str, before: Callable[[], None] | None = None
+) -> Iterator[tuple[subprocess.Popen[str], str]]:
+    """The process, and the address of a server that listens. Background runs ignore SIGINT, which a
+    child would inherit.
+    """
 
     def prepare() -> None:
         signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -35,7 +47,9 @@ def started(*arguments: str, before: Callable[[], None] | None = None) -> Iterat
             before()
 
     command = [sys.executable, "-m", "rollproof", "serve", "--as", "sglang", "--quiet", *arguments]
-    process = subprocess.Popen(command, stderr=subprocess.PIPE, stdout=subprocess.PIPE, text=True, preexec_fn=prepare)
+    process = subprocess.Popen(
+        command, stderr=subprocess.PIPE, stdout=subprocess.PIPE, text=True, preexec_fn=prepare
+    )
     assert process.stderr is not None
     try:
         found = re.search(r"http://127\.0\.0\.1:\d+", process.stderr.readline())
@@ -71,10 +85,22 @@ def until(happened: Callable[[], bool]) -> None:
 @pytest.mark.parametrize(
     ("arguments", "text"),
     [
-        ("--flavour vllm", "--flavour vllm cannot be had with --as sglang: choose one of ['sglang', 'sglang-0.5.17']."),
-        ("--routes npy", "--routes npy cannot be had with --as sglang: choose one of ['int32', 'compact']."),
+        (
+            "--flavour vllm",
+            (
+                "--flavour vllm cannot be had with --as sglang: choose one of ['sglang',"
+                " 'sglang-0.5.17']."
+            ),
+        ),
+        (
+            "--routes npy",
+            "--routes npy cannot be had with --as sglang: choose one of ['int32', 'compact'].",
+        ),
         ("--router slime", "--router needs --workers N with more than one"),
-        ("--router nosuch --workers 2", "--router nosuch cannot be had with --as sglang: choose one of ['gateway', 'slime']."),
+        (
+            "--router nosuch --workers 2",
+            "--router nosuch cannot be had with --as sglang: choose one of ['gateway', 'slime'].",
+        ),
         ("--step inf", "Invalid value for '--step'"),
         ("--trace .", "--trace . exists: name a new file, or remove it before."),
         ("--port 70000", "--port must be 0 to 65535, not 70000."),
@@ -82,11 +108,17 @@ def until(happened: Callable[[], bool]) -> None:
     ],
 )
 def test_options_that_do_not_go_together_are_refused_in_one_line(
-    arguments: str, text: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    arguments: str,
+    text: str,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """254 before a port is taken; what would be ignored is refused, too."""
     monkeypatch.chdir(tmp_path)
-    assert 254 == run(["serve", *([] if "--as" in arguments else ["--as", "sglang"]), *arguments.split()])
+    assert 254 == run(
+        ["serve", *([] if "--as" in arguments else ["--as", "sglang"]), *arguments.split()]
+    )
     said = capsys.readouterr().err
     assert text in said
     assert [] == list(tmp_path.iterdir())
@@ -95,22 +127,44 @@ def test_options_that_do_not_go_together_are_refused_in_one_line(
 @pytest.mark.parametrize(
     ("name", "text", "words"),
     [
-        ("contract.json", "[1]", "The contract contract.json must be an object with the fields of docs/contract.md, not a list."),
-        ("contract.toml", 'rows = "T"', "contract.toml: The contract cannot be used:\n  - resume must be declared."),
+        (
+            "contract.json",
+            "[1]",
+            (
+                "The contract contract.json must be an object with the fields of docs/contract.md,"
+                " not a list."
+            ),
+        ),
+        (
+            "contract.toml",
+            'rows = "T"',
+            "contract.toml: The contract cannot be used:\n  - resume must be declared.",
+        ),
         (
             "contract.toml",
             PROMISED.replace("num_layers = 3", "num_layers = 4"),
-            "The contract contract.toml is about another model: num_layers is 4 there, and 3 of the served model.",
+            (
+                "The contract contract.toml is about another model: num_layers is 4 there, and 3 of"
+                " the served model."
+            ),
         ),
         (
             "plan.toml",
             '[[actions]]\ndo = "kill"\nserver = "s1"\nwhen = { request = "r", tokens = 1 }',
-            "plan.toml: server s1 cannot be had with --as sglang --workers 1: choose one of ['s0'].",
+            (
+                "plan.toml: server s1 cannot be had with --as sglang --workers 1: choose one of"
+                " ['s0']."
+            ),
         ),
     ],
 )
 def test_a_file_that_does_not_fit_the_server_is_refused(
-    name: str, text: str, words: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    name: str,
+    text: str,
+    words: str,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """By its name, and in words of the file."""
     monkeypatch.chdir(tmp_path)
@@ -126,8 +180,12 @@ def test_a_taken_port_is_told() -> None:
         assert 254 == run(["serve", "--as", "sglang", "--port", str(taken.getsockname()[1])])
 
 
-def test_a_killed_server_loses_no_more_than_a_second(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """What was recorded is in the file a second later, however little it is; `check` says what it could not judge, why, and what to do."""
+def test_a_killed_server_loses_no_more_than_a_second(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """What was recorded is in the file a second later, however little it is; `check` says what it
+    could not judge, why, and what to do.
+    """
     trace = tmp_path / "served.arrow"
     with started("--trace", str(trace)) as (process, url):
         assert 200 == answered(url, "/generate", CALL)
@@ -140,13 +198,19 @@ def test_a_killed_server_loses_no_more_than_a_second(tmp_path: Path, capsys: pyt
     assert (False, 0) == (reader.ending.closed, reader.ending.lost)
     assert 2 == run(["check", str(trace)])
     told = " ".join(capsys.readouterr().out.split())
-    assert re.search(r"not judged: \d+ checks \(stitch \d+, .*\): they are about requests and samples, and nobody told", told)
+    assert re.search(
+        r"not judged: \d+ checks \(stitch \d+, .*\): they are about requests and samples, and"
+        r" nobody told",
+        told,
+    )
     assert "nothing of what they wait for occurred (" in told
     assert "next: have your stack tell them. `rollproof serve --contract FILE`" in told
 
 
 def test_a_full_disk_ends_the_server_and_is_told_once(tmp_path: Path) -> None:
-    """A server whose trace cannot be written is of no use: it ends with 254 and the reason; what it wrote before is readable."""
+    """A server whose trace cannot be written is of no use: it ends with 254 and the reason; what it
+    wrote before is readable.
+    """
     trace = tmp_path / "served.arrow"
 
     def bounded() -> None:

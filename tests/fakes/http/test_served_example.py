@@ -1,4 +1,6 @@
-"""The served example of the pages: what docs/http.md and docs/doors.md show is what its client and its trace say."""
+"""The served example of the pages: what docs/http.md and docs/doors.md show is what its client and
+its trace say.
+"""
 
 from __future__ import annotations
 
@@ -19,12 +21,23 @@ EXAMPLE = DOCS / "example"
 PAGE = (DOCS / "http.md").read_text(encoding="utf-8")
 
 
-def served(folder: Path, client: Path, capsys: pytest.CaptureFixture[str]) -> Mapping[str, str | int]:
+def served(
+    folder: Path, client: Path, capsys: pytest.CaptureFixture[str]
+) -> Mapping[str, str | int]:
     """What the client said, the server at its end, and `check` of the trace, with its exit code."""
     trace = folder / "served.arrow"
     plan, contract = str(EXAMPLE / "served_plan.toml"), str(EXAMPLE / "served_contract.toml")
-    with started("--contract", contract, "--fault-plan", plan, "--trace", str(trace)) as (process, url):
-        said = subprocess.run([sys.executable, str(client), url], capture_output=True, text=True, timeout=60, check=False)
+    with started("--contract", contract, "--fault-plan", plan, "--trace", str(trace)) as (
+        process,
+        url,
+    ):
+        said = subprocess.run(
+            [sys.executable, str(client), url],
+            capture_output=True,
+            text=True,
+            timeout=60,
+            check=False,
+        )
         process.send_signal(signal.SIGINT)
         assert 0 == process.wait(30)
         assert process.stderr is not None
@@ -35,8 +48,12 @@ def served(folder: Path, client: Path, capsys: pytest.CaptureFixture[str]) -> Ma
     return {"client": said.stdout, "end": end, "check": capsys.readouterr().out, "code": code}
 
 
-def test_the_plan_aborts_and_cuts_off_a_client_that_survives_both(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """An abort, a resume and a fault of the wire happen, each, and the page shows what is said of them."""
+def test_the_plan_aborts_and_cuts_off_a_client_that_survives_both(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """An abort, a resume and a fault of the wire happen, each, and the page shows what is said of
+    them.
+    """
     told = served(tmp_path, EXAMPLE / "served_client.py", capsys)
     assert 2 == told["code"]
     assert str(told["client"]) in PAGE
@@ -53,7 +70,10 @@ def test_its_known_bug_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[str
     """Without the line that the page names, routes are concatenated."""
     lines = (EXAMPLE / "served_client.py").read_text(encoding="utf-8").splitlines(keepends=True)
     bug = tmp_path / "client.py"
-    bug.write_text("".join(line for line in lines if '"routed_experts_start_len"' not in line), encoding="utf-8")
+    bug.write_text(
+        "".join(line for line in lines if '"routed_experts_start_len"' not in line),
+        encoding="utf-8",
+    )
     told = served(tmp_path, bug, capsys)
     assert 1 == told["code"]
     shown = PAGE[PAGE.index("  FAIL  routes.rows\n") :]

@@ -27,7 +27,12 @@ from rollproof.judging.judge import judge
 from rollproof.store import TraceWriter, open_trace
 
 MODEL = Model(num_layers=4, moe_layers=(1, 2, 3), num_experts=300, top_k=3, vocab=1000)
-OPTIONS = ServeOptions(flavour="sglang", model=MODEL, engine=EngineOptions(max_batch=4, step=0.002, prefix_cache=True), max_body=20_000)
+OPTIONS = ServeOptions(
+    flavour="sglang",
+    model=MODEL,
+    engine=EngineOptions(max_batch=4, step=0.002, prefix_cache=True),
+    max_body=20_000,
+)
 PROMPT = [5, 6, 7, 8]
 ASK = {
     "input_ids": PROMPT,
@@ -52,48 +57,76 @@ def talk(what: Talk, options: ServeOptions = OPTIONS) -> Any:
     """Have a conversation with a server on loopback."""
 
     async def run() -> Any:
-        async with serving("sglang", options) as (url, backing), httpx.AsyncClient(base_url=url, timeout=20) as client:
+        async with (
+            serving("sglang", options) as (url, backing),
+            httpx.AsyncClient(base_url=url, timeout=20) as client,
+        ):
             return await what(client, backing)
 
     return asyncio.run(run())
 
 
 def test_a_call_is_answered_with_what_the_engine_computed() -> None:
-    """Ids, logprobs and base64 int32 rows are those of the coded policy, T - 1 rows over all layers."""
+    """Ids, logprobs and base64 int32 rows are those of the coded policy, T - 1 rows over all
+    layers.
+    """
 
     async def ask(client: httpx.AsyncClient, backing: Backing) -> Any:
         return (await client.post("/generate", json={**ASK, "rid": "a"})).json(), backing.policy
 
     body, policy = talk(ask)
     meta, ids = body["meta_info"], [*PROMPT, *body["output_ids"]]
-    rows = np.frombuffer(base64.b64decode(meta["routed_experts"]), "<i4").reshape(len(ids) - 1, 4, 3)
-    np.testing.assert_array_equal(policy.routes_spans([(0, len(ids) - 1, 0)], ids, 0, len(ids) - 1), rows)
+    rows = np.frombuffer(base64.b64decode(meta["routed_experts"]), "<i4").reshape(
+        len(ids) - 1, 4, 3
+    )
+    np.testing.assert_array_equal(
+        policy.routes_spans([(0, len(ids) - 1, 0)], ids, 0, len(ids) - 1), rows
+    )
     assert body["output_ids"] == [token for _, token, _ in meta["output_token_logprobs"]]
     assert {"type": "length", "length": 6} == meta["finish_reason"]
-    assert ("a", 4, 6, "default") == (meta["id"], meta["prompt_tokens"], meta["completion_tokens"], meta["weight_version"])
+    assert ("a", 4, 6, "default") == (
+        meta["id"],
+        meta["prompt_tokens"],
+        meta["completion_tokens"],
+        meta["weight_version"],
+    )
 
 
 def test_what_is_not_asked_for_is_not_there() -> None:
     """Without the switches there are no logprobs and no routes; with a start, rows begin there."""
 
     async def ask(client: httpx.AsyncClient, _: Backing) -> Any:
-        bare = await client.post("/generate", json={"input_ids": PROMPT, "sampling_params": {"max_new_tokens": 2}})
+        bare = await client.post(
+            "/generate", json={"input_ids": PROMPT, "sampling_params": {"max_new_tokens": 2}}
+        )
         late = await client.post("/generate", json={**ASK, "routed_experts_start_len": 3})
         return bare.json()["meta_info"], late.json()["meta_info"]
 
     bare, late = talk(ask)
     assert not {"routed_experts", "output_token_logprobs"} & set(bare)
-    assert (4 + 6 - 1 - 3) * 4 * 3 == np.frombuffer(base64.b64decode(late["routed_experts"]), "<i4").size
+    assert (4 + 6 - 1 - 3) * 4 * 3 == np.frombuffer(
+        base64.b64decode(late["routed_experts"]), "<i4"
+    ).size
 
 
 def test_an_abort_by_prefix_ends_running_and_queued_calls_with_different_keys() -> None:
-    """``rid`` matches by prefix; a running call keeps all keys, a queued one has neither routes nor counts, as SGLang's."""
+    """``rid`` matches by prefix; a running call keeps all keys, a queued one has neither routes nor
+    counts, as SGLang's.
+    """
 
     async def ask(client: httpx.AsyncClient, backing: Backing) -> Any:
         long = {**ASK, "sampling_params": {"max_new_tokens": 4000}}
-        calls = [asyncio.ensure_future(client.post("/generate", json={**long, "input_ids": [9, i], "rid": f"x{i}"})) for i in range(6)]
+        calls = [
+            asyncio.ensure_future(
+                client.post("/generate", json={**long, "input_ids": [9, i], "rid": f"x{i}"})
+            )
+            for i in range(6)
+        ]
         await until(
-            lambda: (backing.loads()["running"], backing.loads()["waiting"]) == (4, 2) and min(backing.engine.progress().values()) == 0
+            lambda: (
+                (backing.loads()["running"], backing.loads()["waiting"]) == (4, 2)
+                and min(backing.engine.progress().values()) == 0
+            )
         )
         await until(lambda: sorted(backing.engine.progress().values())[2] > 0)
         status = (await client.post("/abort_request", json={"rid": "x"})).status_code
@@ -103,47 +136,76 @@ def test_an_abort_by_prefix_ends_running_and_queued_calls_with_different_keys() 
     status, metas = talk(ask)
     assert 200 == status
     assert {"abort"} == {meta["finish_reason"]["type"] for meta in metas}
-    assert [4, 2] == [sum("routed_experts" in meta for meta in metas), sum("prompt_tokens" not in meta for meta in metas)]
+    assert [4, 2] == [
+        sum("routed_experts" in meta for meta in metas),
+        sum("prompt_tokens" not in meta for meta in metas),
+    ]
 
 
 def test_an_update_is_paused_around_and_shown_in_spans() -> None:
-    """A call that is in flight over an update under ``in_place`` tells both versions by token; calls do not run while paused."""
+    """A call that is in flight over an update under ``in_place`` tells both versions by token;
+    calls do not run while paused.
+    """
 
     async def ask(client: httpx.AsyncClient, backing: Backing) -> Any:
-        call = asyncio.ensure_future(client.post("/generate", json={**ASK, "sampling_params": {"max_new_tokens": 60}}))
-        await until(lambda: bool(backing.engine.progress()) and max(backing.engine.progress().values()) > 2)
+        call = asyncio.ensure_future(
+            client.post("/generate", json={**ASK, "sampling_params": {"max_new_tokens": 60}})
+        )
+        await until(
+            lambda: bool(backing.engine.progress()) and max(backing.engine.progress().values()) > 2
+        )
         await client.post("/pause_generation", json={"mode": "in_place"})
         before = backing.engine.progress()
         await asyncio.sleep(0.05)
         assert before == backing.engine.progress()
-        reply = await client.post("/update_weights_from_disk", json={"model_path": "new", "weight_version": "w1", "flush_cache": False})
+        reply = await client.post(
+            "/update_weights_from_disk",
+            json={"model_path": "new", "weight_version": "w1", "flush_cache": False},
+        )
         assert reply.json()["success"]
         await client.post("/continue_generation", json={})
-        return (await call).json()["meta_info"], backing.recorder.events, (await client.get("/model_info")).json()["weight_version"]
+        return (
+            (await call).json()["meta_info"],
+            backing.recorder.events,
+            (await client.get("/model_info")).json()["weight_version"],
+        )
 
     meta, events, shown = talk(ask)
     assert ["default", "w1"] == [span["version"] for span in meta["weight_versions"]]
     assert 60 == meta["weight_versions"][-1]["end"]
     assert "w1" == shown
-    assert [Pause, Weights, Resume] == [type(event) for event in events if isinstance(event, Pause | Resume | Weights)][1:]
+    assert [Pause, Weights, Resume] == [
+        type(event) for event in events if isinstance(event, Pause | Resume | Weights)
+    ][1:]
 
 
-@pytest.mark.parametrize(("body", "aborted"), [({"new_version": "w9"}, True), ({"new_version": "w9", "abort_all_requests": False}, False)])
-def test_publishing_a_label_ends_all_requests_unless_told_otherwise(body: dict[str, Any], aborted: bool) -> None:
+@pytest.mark.parametrize(
+    ("body", "aborted"),
+    [({"new_version": "w9"}, True), ({"new_version": "w9", "abort_all_requests": False}, False)],
+)
+def test_publishing_a_label_ends_all_requests_unless_told_otherwise(
+    body: dict[str, Any], aborted: bool
+) -> None:
     """The default of ``/update_weight_version`` ends what is in flight (miles #2372)."""
 
     async def ask(client: httpx.AsyncClient, backing: Backing) -> Any:
-        call = asyncio.ensure_future(client.post("/generate", json={**ASK, "sampling_params": {"max_new_tokens": 400}}))
+        call = asyncio.ensure_future(
+            client.post("/generate", json={**ASK, "sampling_params": {"max_new_tokens": 400}})
+        )
         await until(lambda: bool(backing.engine.progress()))
         await client.post("/update_weight_version", json=body)
-        return (await call).json()["meta_info"]["finish_reason"]["type"], sum(isinstance(event, Abort) for event in backing.recorder.events)
+        return (await call).json()["meta_info"]["finish_reason"]["type"], sum(
+            isinstance(event, Abort) for event in backing.recorder.events
+        )
 
     assert ("abort" if aborted else "length", int(aborted)) == talk(ask)
 
 
 @pytest.mark.parametrize("incremental", [False, True])
 def test_a_stream_tells_every_token(incremental: bool) -> None:
-    """Events hold all tokens so far, or only the new ones; the first says when it was sent, the last has routes; then the end mark."""
+    """Events hold all tokens so far, or only the new ones; the first says when it was sent, the
+    last has routes; then the end mark.
+    """
 
     async def ask(client: httpx.AsyncClient, _: Backing) -> Any:
         async with client.stream("POST", "/generate", json={**ASK, "stream": True}) as reply:
@@ -152,17 +214,29 @@ def test_a_stream_tells_every_token(incremental: bool) -> None:
     lines = talk(ask, ServeOptions(flavour="sglang", model=MODEL, incremental=incremental))
     chunks = [json.loads(line) for line in lines[:-1]]
     assert "[DONE]" == lines[-1]
-    told = [token for chunk in chunks for token in chunk["output_ids"]] if incremental else chunks[-1]["output_ids"]
+    told = (
+        [token for chunk in chunks for token in chunk["output_ids"]]
+        if incremental
+        else chunks[-1]["output_ids"]
+    )
     assert 6 == len(told)
-    assert [True] + [False] * (len(chunks) - 1) == ["response_sent_to_client_ts" in chunk["meta_info"] for chunk in chunks]
-    assert [False] * (len(chunks) - 1) + [True] == ["routed_experts" in chunk["meta_info"] for chunk in chunks]
+    assert [True] + [False] * (len(chunks) - 1) == [
+        "response_sent_to_client_ts" in chunk["meta_info"] for chunk in chunks
+    ]
+    assert [False] * (len(chunks) - 1) + [True] == [
+        "routed_experts" in chunk["meta_info"] for chunk in chunks
+    ]
 
 
 def test_a_client_that_vanishes_from_a_stream_ends_its_call() -> None:
     """Nothing goes on running for somebody who went away."""
 
     async def ask(client: httpx.AsyncClient, backing: Backing) -> Any:
-        async with client.stream("POST", "/generate", json={**ASK, "stream": True, "sampling_params": {"max_new_tokens": 2000}}) as reply:
+        async with client.stream(
+            "POST",
+            "/generate",
+            json={**ASK, "stream": True, "sampling_params": {"max_new_tokens": 2000}},
+        ) as reply:
             async for _ in reply.aiter_lines():
                 break
         await until(lambda: not backing.engine.in_flight)
@@ -171,26 +245,49 @@ def test_a_client_that_vanishes_from_a_stream_ends_its_call() -> None:
 
 
 def test_steps_that_take_no_time_change_nothing_but_the_time() -> None:
-    """Several of them are done in one turn of the event loop: the replies are those of an engine that takes its time, aborts land, too."""
+    """Several of them are done in one turn of the event loop: the replies are those of an engine
+    that takes its time, aborts land, too.
+    """
 
     async def ask(step: float) -> tuple[list[Any], Any]:
         engine = EngineOptions(max_batch=3, step=step, prefix_cache=True, prefill_chunk=4)
-        options = replace(OPTIONS, engine=engine, max_length=1_000_000)  # long enough for the abort to come in time
+        options = replace(
+            OPTIONS, engine=engine, max_length=1_000_000
+        )  # long enough for the abort to come in time
         backing = Backing(options)
         line = Line(sglang_app(backing))
-        bodies = [{**ASK, "rid": f"r{i}", "input_ids": [5, 6, i], "sampling_params": {"max_new_tokens": 5 * i + 1}} for i in range(6)]
+        bodies = [
+            {
+                **ASK,
+                "rid": f"r{i}",
+                "input_ids": [5, 6, i],
+                "sampling_params": {"max_new_tokens": 5 * i + 1},
+            }
+            for i in range(6)
+        ]
         replies = await asyncio.gather(*(line.ask("POST", "/generate", body) for body in bodies))
-        long = asyncio.ensure_future(line.ask("POST", "/generate", {**ASK, "rid": "x", "sampling_params": {"max_new_tokens": 900_000}}))
+        long = asyncio.ensure_future(
+            line.ask(
+                "POST",
+                "/generate",
+                {**ASK, "rid": "x", "sampling_params": {"max_new_tokens": 900_000}},
+            )
+        )
         await until(lambda: any(call.sampled for call in backing.engine.in_flight))
         await line.ask("POST", "/abort_request", {"rid": "x"})
-        shown = [(reply.json()["output_ids"], reply.json()["meta_info"]["routed_experts"]) for reply in replies]
+        shown = [
+            (reply.json()["output_ids"], reply.json()["meta_info"]["routed_experts"])
+            for reply in replies
+        ]
         return shown, (await long).json()["meta_info"]["finish_reason"]["type"]
 
     assert asyncio.run(ask(0.001)) == asyncio.run(ask(0.0))
 
 
 def test_a_server_keeps_nothing_of_calls_that_have_ended() -> None:
-    """It may run for days: neither the calls nor what is counted of them stay, aborted ones and streams neither."""
+    """It may run for days: neither the calls nor what is counted of them stay, aborted ones and
+    streams neither.
+    """
 
     def held() -> int:
         gc.collect()
@@ -201,7 +298,12 @@ def test_a_server_keeps_nothing_of_calls_that_have_ended() -> None:
         backing = Backing(ServeOptions(flavour="sglang"), keep=False)
         line = Line(sglang_app(backing))
         for number in range(20):
-            body = {"input_ids": [5, 6, number], "rid": f"r{number}", "stream": number % 2 == 0, "sampling_params": {"max_new_tokens": 3}}
+            body = {
+                "input_ids": [5, 6, number],
+                "rid": f"r{number}",
+                "stream": number % 2 == 0,
+                "sampling_params": {"max_new_tokens": 3},
+            }
             await line.ask("POST", "/generate", body)
         assert backing.hooks is not None
         return held() - before, len(backing.hooks.latest) + len(backing.hooks._rejects)
@@ -219,7 +321,12 @@ def test_a_server_keeps_nothing_of_calls_that_have_ended() -> None:
         ("/generate", {"input_ids": [1, 1000]}, 400, "outside of the vocabulary of 1000"),
         ("/generate", {"input_ids": [True]}, 400, "list of token ids"),
         ("/generate", {"input_ids": []}, 400, "input_ids cannot be empty"),
-        ("/generate", {"input_ids": [1], "sampling_params": {"max_new_tokens": "a"}}, 400, "max_new_tokens must be int"),
+        (
+            "/generate",
+            {"input_ids": [1], "sampling_params": {"max_new_tokens": "a"}},
+            400,
+            "max_new_tokens must be int",
+        ),
         ("/generate", {"input_ids": [1], "sampling_params": {"n": 0}}, 400, "n must be 1 to 256"),
         ("/generate", {"input_ids": [1] * 12_000}, 413, "bytes"),
         ("/pause_generation", {"mode": "nope"}, 400, "mode must be one of"),
@@ -254,14 +361,27 @@ def test_a_served_run_is_judged(tmp_path: Path) -> None:
 
     async def run() -> None:
         with TraceWriter(path, Backing.header(OPTIONS)) as writer:
-            async with serving("sglang", OPTIONS, sinks=[writer]) as (url, _), httpx.AsyncClient(base_url=url) as client:
-                await asyncio.gather(*(client.post("/generate", json={**ASK, "input_ids": [i, 2, 3]}) for i in range(10, 16)))
+            async with (
+                serving("sglang", OPTIONS, sinks=[writer]) as (url, _),
+                httpx.AsyncClient(base_url=url) as client,
+            ):
+                await asyncio.gather(
+                    *(
+                        client.post("/generate", json={**ASK, "input_ids": [i, 2, 3]})
+                        for i in range(10, 16)
+                    )
+                )
 
     asyncio.run(run())
     header, events = next(iter(open_trace(path).episodes()))
     kept = list(events)
-    assert (6, 6) == (sum(isinstance(event, Call) for event in kept), sum(isinstance(event, Reply) for event in kept))
-    results = {result.id: result for result in judge(Trace(header=header, events=tuple(kept))).results}
+    assert (6, 6) == (
+        sum(isinstance(event, Call) for event in kept),
+        sum(isinstance(event, Reply) for event in kept),
+    )
+    results = {
+        result.id: result for result in judge(Trace(header=header, events=tuple(kept))).results
+    }
     assert [] == [name for name, result in results.items() if result.findings]
 
 

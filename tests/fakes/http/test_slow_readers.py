@@ -1,4 +1,6 @@
-"""Clients that read slowly: what they are owed waits in bounded memory, nothing of it is lost, and nobody else waits for it."""
+"""Clients that read slowly: what they are owed waits in bounded memory, nothing of it is lost, and
+nobody else waits for it.
+"""
 
 from __future__ import annotations
 
@@ -69,7 +71,10 @@ def _connected(url: str) -> socket.socket:
 def _send(client: socket.socket, *asked: tuple[str, dict[str, Any]]) -> None:
     """Requests of these paths and bodies, in one piece."""
     texts = [(path.encode(), json.dumps(body).encode()) for path, body in asked]
-    head = b"POST %s HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\ncontent-length: %d\r\n\r\n%s"
+    head = (
+        b"POST %s HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\ncontent-length:"
+        b" %d\r\n\r\n%s"
+    )
     client.sendall(b"".join(head % (path, len(text), text) for path, text in texts))
 
 
@@ -126,13 +131,21 @@ def _name(face: str, body: bytes, *, stream: bool) -> str:
         assert body.endswith(b"data: [DONE]\n\n")
         body = body.split(b"\n\n")[0].removeprefix(b"data: ")
     read = json.loads(body)
-    found: str = read["meta_info"]["id"] if face == "sglang" else read["request_id"].removeprefix("generate-tokens-")
+    found: str = (
+        read["meta_info"]["id"]
+        if face == "sglang"
+        else read["request_id"].removeprefix("generate-tokens-")
+    )
     return found
 
 
 @pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
-def test_a_slow_reader_loses_nothing_and_holds_up_nobody(server: tuple[str, subprocess.Popen[str], str], stream: bool) -> None:
-    """Requests that come together on connections kept open; each answer arrives whole, in its turn, however late it is read."""
+def test_a_slow_reader_loses_nothing_and_holds_up_nobody(
+    server: tuple[str, subprocess.Popen[str], str], stream: bool
+) -> None:
+    """Requests that come together on connections kept open; each answer arrives whole, in its turn,
+    however late it is read.
+    """
     face, process, url = server
     before = _resident(process)
     clients = [_connected(url) for _ in range(CONNECTIONS)]
@@ -160,7 +173,9 @@ def test_a_slow_reader_loses_nothing_and_holds_up_nobody(server: tuple[str, subp
 
 
 def test_a_long_stream_that_nobody_reads_takes_little() -> None:
-    """Where each event has all tokens so far, the newest is all that waits; together they would take hundreds of megabytes."""
+    """Where each event has all tokens so far, the newest is all that waits; together they would
+    take hundreds of megabytes.
+    """
     with started("--step", "0") as (process, url), _connected(url) as client:
         path, body = _asked("sglang", "long", stream=True)
         before = _resident(process)
@@ -171,7 +186,9 @@ def test_a_long_stream_that_nobody_reads_takes_little() -> None:
         assert _name("sglang", Reader(client).answer(), stream=True) == "long"
 
 
-@pytest.mark.parametrize(("newest", "read"), [(True, [b"2", b"4"]), (False, [b"1", b"2", b"3", b"4"])])
+@pytest.mark.parametrize(
+    ("newest", "read"), [(True, [b"2", b"4"]), (False, [b"1", b"2", b"3", b"4"])]
+)
 def test_the_first_event_that_is_read_is_told_from_others(newest: bool, read: list[bytes]) -> None:
     """It alone says when it was sent, also where it took the place of events that nobody read."""
     ready: asyncio.Queue[Unread | None] = asyncio.Queue()
@@ -210,8 +227,12 @@ def test_who_leaves_without_having_read_is_forgotten(tmp_path: Path) -> None:
 
 
 def test_of_requests_that_came_together_no_answer_is_taken_for_read(tmp_path: Path) -> None:
-    """Where the client left with answers unread: it asked for the later ones before it could have read the earlier ones."""
-    pytest.importorskip("httptools", reason="over h11, uvicorn reads a request when the one before is answered")
+    """Where the client left with answers unread: it asked for the later ones before it could have
+    read the earlier ones.
+    """
+    pytest.importorskip(
+        "httptools", reason="over h11, uvicorn reads a request when the one before is answered"
+    )
     trace = tmp_path / "served.arrow"
     with started(*SIZES, "--trace", str(trace)) as (process, url):
         with _connected(url) as client:
@@ -224,4 +245,8 @@ def test_of_requests_that_came_together_no_answer_is_taken_for_read(tmp_path: Pa
     assert said == ""
     answered = {event.call_id for event in events if isinstance(event, Reply) and event.delivered}
     assert answered
-    assert answered == {event.call_id for event in events if isinstance(event, Fault) and event.what == "broken-stream"}
+    assert answered == {
+        event.call_id
+        for event in events
+        if isinstance(event, Fault) and event.what == "broken-stream"
+    }

@@ -1,4 +1,6 @@
-"""A served trace that is judged: requests and samples told to the server, calls attributed, and `rollproof check` on what was written."""
+"""A served trace that is judged: requests and samples told to the server, calls attributed, and
+`rollproof check` on what was written.
+"""
 
 from __future__ import annotations
 
@@ -46,11 +48,18 @@ CONTRACT: dict[str, Any] = {
     "kv_policy": "keep",
 }
 MODEL = Model(num_layers=3, moe_layers=(0, 1, 2), num_experts=8, top_k=2, vocab=512)
-OPTIONS = ServeOptions(flavour="sglang", model=MODEL, engine=EngineOptions(step=0.005, prefix_cache=True), contract=Contract(**CONTRACT))
+OPTIONS = ServeOptions(
+    flavour="sglang",
+    model=MODEL,
+    engine=EngineOptions(step=0.005, prefix_cache=True),
+    contract=Contract(**CONTRACT),
+)
 
 
 def rolled(server: Served, request: Request, *, cut: bool, wrong: bool = False) -> Rollout:
-    """A client's rollout: one call, or two with an abort between them; ``wrong``: routes concatenated."""
+    """A client's rollout: one call, or two with an abort between them; ``wrong``: routes
+    concatenated.
+    """
     ids, logprobs, rows = list(request.prompt_ids), [], []
     assert request.max_tokens is not None
     for number in range(2 if cut else 1):
@@ -63,10 +72,18 @@ def rolled(server: Served, request: Request, *, cut: bool, wrong: bool = False) 
             "routed_experts_start_len": 0 if wrong else sum(map(len, rows)),
         }
         aborted = cut and not number
-        reply = _aborted(server, body, 2) if aborted else server.client.post("/generate", json=body).json()
+        reply = (
+            _aborted(server, body, 2)
+            if aborted
+            else server.client.post("/generate", json=body).json()
+        )
         ids = [*ids, *reply["output_ids"]]
         logprobs += [pair[0] for pair in reply["meta_info"]["output_token_logprobs"]]
-        rows.append(np.frombuffer(base64.b64decode(reply["meta_info"]["routed_experts"]), "<i4").reshape(-1, 3, 2))
+        rows.append(
+            np.frombuffer(base64.b64decode(reply["meta_info"]["routed_experts"]), "<i4").reshape(
+                -1, 3, 2
+            )
+        )
     return Rollout(
         request_id=request.request_id,
         prompt_ids=request.prompt_ids,
@@ -82,7 +99,9 @@ def _aborted(server: Served, body: dict[str, Any], least: int) -> Any:
     import threading
 
     got: list[Any] = []
-    thread = threading.Thread(target=lambda: got.append(server.client.post("/generate", json=body).json()))
+    thread = threading.Thread(
+        target=lambda: got.append(server.client.post("/generate", json=body).json())
+    )
     thread.start()
     while not server.do(lambda: max(server.backing.engine.progress().values(), default=0)) >= least:
         time.sleep(0.001)
@@ -97,11 +116,17 @@ def judged(server: Served) -> Any:
 
 
 def test_samples_that_are_told_are_judged() -> None:
-    """Tokens, logprobs, routes and budgets of a request that was cut off and went on are checked, and found right."""
+    """Tokens, logprobs, routes and budgets of a request that was cut off and went on are checked,
+    and found right.
+    """
     with served("sglang", OPTIONS) as server:
         teller = Teller(server.url)
         for number, cut in enumerate((False, True)):
-            request = Request(request_id=f"r{number}", prompt_ids=(11 + number, 12, 13), max_tokens=120 if cut else 6)
+            request = Request(
+                request_id=f"r{number}",
+                prompt_ids=(11 + number, 12, 13),
+                max_tokens=120 if cut else 6,
+            )
             teller.submit(request)
             teller.result(rolled(server, request, cut=cut))
         found = judged(server)
@@ -130,7 +155,9 @@ def test_a_fault_in_a_told_sample_is_found() -> None:
 
 
 def test_calls_are_attributed_by_header_by_handle_and_by_tokens() -> None:
-    """In this order; a call of nobody's keeps its own handle, and one that goes on where an aborted one stopped is of the same request."""
+    """In this order; a call of nobody's keeps its own handle, and one that goes on where an aborted
+    one stopped is of the same request.
+    """
     ask = {"input_ids": [5, 6, 7], "sampling_params": {"max_new_tokens": 2}}
     with served("sglang", OPTIONS) as server:
         teller = Teller(server.url)
@@ -143,19 +170,35 @@ def test_calls_are_attributed_by_header_by_handle_and_by_tokens() -> None:
         teller.ended("a", error="TimeoutError: slow")
         teller.ended("b")
         cut = _aborted(server, {**ask, "rid": "c1", "sampling_params": {"max_new_tokens": 4000}}, 2)
-        server.client.post("/generate", json={**ask, "rid": "c2", "input_ids": [5, 6, 7, *cut["output_ids"]]})
+        server.client.post(
+            "/generate", json={**ask, "rid": "c2", "input_ids": [5, 6, 7, *cut["output_ids"]]}
+        )
         events = server.do(lambda: server.backing.recorder.events)
-    assert ["stray", "b", "a", "a", "c1", "c1"] == [event.request_id for event in events if isinstance(event, Call)]
+    assert ["stray", "b", "a", "a", "c1", "c1"] == [
+        event.request_id for event in events if isinstance(event, Call)
+    ]
     assert 2 == sum(isinstance(event, Submit) for event in events)
-    assert ["TimeoutError: slow", None] == [event.error for event in events if isinstance(event, Result)]
+    assert ["TimeoutError: slow", None] == [
+        event.error for event in events if isinstance(event, Result)
+    ]
 
 
 def test_what_cannot_be_told_is_refused_with_the_reason() -> None:
-    """No contract, a request told twice, an end of what is not open, a sample that is none, no server."""
+    """No contract, a request told twice, an end of what is not open, a sample that is none, no
+    server.
+    """
     one = Request(request_id="a", prompt_ids=(5, 6), max_tokens=9)
-    with served("sglang") as server, pytest.raises(UsageError, match="start the server with --contract"):
+    with (
+        served("sglang") as server,
+        pytest.raises(UsageError, match="start the server with --contract"),
+    ):
         Teller(server.url).submit(one)
-    with served("vllm", ServeOptions(flavour="vllm", contract=Contract(**{**CONTRACT, "dtype": "uint8", "logprobs": "raw"}))) as server:
+    with served(
+        "vllm",
+        ServeOptions(
+            flavour="vllm", contract=Contract(**{**CONTRACT, "dtype": "uint8", "logprobs": "raw"})
+        ),
+    ) as server:
         teller = Teller(server.url)
         teller.submit(one)
         with pytest.raises(UsageError, match="submitted before"):
@@ -192,11 +235,25 @@ def started(*arguments: str) -> Iterator[tuple[subprocess.Popen[str], str]]:
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_a_signal_ends_serve_quietly_and_its_trace_is_whole(tmp_path: Path, number: signal.Signals) -> None:
-    """Exit 0, no traceback, also while a stream is under way; `rollproof check` reads the trace to its end."""
+def test_a_signal_ends_serve_quietly_and_its_trace_is_whole(
+    tmp_path: Path, number: signal.Signals
+) -> None:
+    """Exit 0, no traceback, also while a stream is under way; `rollproof check` reads the trace to
+    its end.
+    """
     trace, contract = tmp_path / "served.arrow", tmp_path / "contract.json"
     contract.write_text(json.dumps(CONTRACT))
-    with started("--as", "sglang", "--trace", str(trace), "--contract", str(contract), "--quiet", "--step", "0.01") as (process, url):
+    with started(
+        "--as",
+        "sglang",
+        "--trace",
+        str(trace),
+        "--contract",
+        str(contract),
+        "--quiet",
+        "--step",
+        "0.01",
+    ) as (process, url):
         request = Request(request_id="r0", prompt_ids=(11, 12, 13), max_tokens=2)
         teller = Teller(url)
         teller.submit(request)
@@ -204,8 +261,13 @@ def test_a_signal_ends_serve_quietly_and_its_trace_is_whole(tmp_path: Path, numb
         async def hang() -> None:
             host, port = url.removeprefix("http://").split(":")
             _, writer = await asyncio.open_connection(host, int(port))
-            body = b'{"input_ids": [5], "stream": true, "sampling_params": {"max_new_tokens": 4000}}'
-            writer.write(b"POST /generate HTTP/1.1\r\nhost: x\r\ncontent-length: %d\r\n\r\n%s" % (len(body), body))
+            body = (
+                b'{"input_ids": [5], "stream": true, "sampling_params": {"max_new_tokens": 4000}}'
+            )
+            writer.write(
+                b"POST /generate HTTP/1.1\r\nhost: x\r\ncontent-length: %d\r\n\r\n%s"
+                % (len(body), body)
+            )
             await writer.drain()
             await asyncio.sleep(0.1)
             process.send_signal(number)
@@ -217,7 +279,12 @@ def test_a_signal_ends_serve_quietly_and_its_trace_is_whole(tmp_path: Path, numb
         said = process.stderr.read()
     assert 0 == process.returncode, said
     assert "Traceback" not in said
-    checked = subprocess.run([sys.executable, "-m", "rollproof", "check", str(trace)], capture_output=True, text=True, timeout=60)
+    checked = subprocess.run(
+        [sys.executable, "-m", "rollproof", "check", str(trace)],
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
     assert checked.returncode in (1, 2), checked.stderr
     assert "engine calls" in checked.stdout
     assert "unfinished" not in checked.stdout

@@ -18,7 +18,9 @@ from rollproof.fakes.http.engine_backend import Backing, ServeOptions
 from rollproof.fakes.http.serving import serving
 
 MODEL = Model(num_layers=4, moe_layers=(1, 2, 3), num_experts=300, top_k=3, vocab=1000)
-OPTIONS = ServeOptions(flavour="vllm", model=MODEL, engine=EngineOptions(max_batch=4, step=0.002, prefix_cache=True))
+OPTIONS = ServeOptions(
+    flavour="vllm", model=MODEL, engine=EngineOptions(max_batch=4, step=0.002, prefix_cache=True)
+)
 PROMPT = [5, 6, 7, 8]
 ASK = {"model": "m", "token_ids": PROMPT, "sampling_params": {"max_tokens": 6, "logprobs": 0}}
 
@@ -29,7 +31,10 @@ def talk(what: Talk) -> Any:
     """Have a conversation with a server on loopback."""
 
     async def run() -> Any:
-        async with serving("vllm", OPTIONS) as (url, backing), httpx.AsyncClient(base_url=url, timeout=20) as client:
+        async with (
+            serving("vllm", OPTIONS) as (url, backing),
+            httpx.AsyncClient(base_url=url, timeout=20) as client,
+        ):
             return await what(client, backing)
 
     return asyncio.run(run())
@@ -40,7 +45,9 @@ def _expected(backing: Backing, ids: list[int]) -> Any:
 
 
 def test_tokens_in_tokens_out() -> None:
-    """``/inference/v1/generate`` gives ids, logprobs and a ``.npy`` of T - 1 rows; SkyRL's form the same rows with shape and dtype."""
+    """``/inference/v1/generate`` gives ids, logprobs and a ``.npy`` of T - 1 rows; SkyRL's form the
+    same rows with shape and dtype.
+    """
 
     async def ask(client: httpx.AsyncClient, backing: Backing) -> Any:
         own = (await client.post("/inference/v1/generate", json=ASK)).json()["choices"][0]
@@ -48,10 +55,15 @@ def test_tokens_in_tokens_out() -> None:
         return own, skyrl, _expected(backing, [*PROMPT, *own["token_ids"]])
 
     own, skyrl, expected = talk(ask)
-    np.testing.assert_array_equal(expected, np.load(io.BytesIO(base64.b64decode(own["routed_experts"])), allow_pickle=False))
+    np.testing.assert_array_equal(
+        expected, np.load(io.BytesIO(base64.b64decode(own["routed_experts"])), allow_pickle=False)
+    )
     sent = skyrl["routed_experts"]
     assert ["data", "shape", "dtype"] == list(sent)
-    np.testing.assert_array_equal(expected, np.frombuffer(base64.b64decode(sent["data"]), sent["dtype"]).reshape(sent["shape"]))
+    np.testing.assert_array_equal(
+        expected,
+        np.frombuffer(base64.b64decode(sent["data"]), sent["dtype"]).reshape(sent["shape"]),
+    )
     assert own["token_ids"] == skyrl["token_ids"]
     assert (6, "length") == (len(own["logprobs"]["content"]), own["finish_reason"])
 
@@ -60,22 +72,41 @@ def test_completions_and_chats_are_the_same_calls() -> None:
     """The OpenAI endpoints answer with the fake's words, usage and, where asked, token ids."""
 
     async def ask(client: httpx.AsyncClient, _: Backing) -> Any:
-        plain = await client.post("/v1/completions", json={"model": "m", "prompt": PROMPT, "max_tokens": 3, "return_token_ids": True})
+        plain = await client.post(
+            "/v1/completions",
+            json={"model": "m", "prompt": PROMPT, "max_tokens": 3, "return_token_ids": True},
+        )
         chat = await client.post(
-            "/v1/chat/completions", json={"model": "m", "messages": [{"role": "user", "content": "w5 w6 w7 w8"}], "max_tokens": 3}
+            "/v1/chat/completions",
+            json={
+                "model": "m",
+                "messages": [{"role": "user", "content": "w5 w6 w7 w8"}],
+                "max_tokens": 3,
+            },
         )
         return plain.json(), chat.json()
 
     plain, chat = talk(ask)
-    assert " ".join(f"w{token}" for token in plain["choices"][0]["token_ids"]) == plain["choices"][0]["text"]
+    assert (
+        " ".join(f"w{token}" for token in plain["choices"][0]["token_ids"])
+        == plain["choices"][0]["text"]
+    )
     assert plain["choices"][0]["text"] == chat["choices"][0]["message"]["content"]
     counts = ("prompt_tokens", "completion_tokens", "total_tokens")
-    assert [4, 3, 7] == [plain["usage"][name] for name in counts] == [chat["usage"][name] for name in counts]
+    assert (
+        [4, 3, 7]
+        == [plain["usage"][name] for name in counts]
+        == [chat["usage"][name] for name in counts]
+    )
 
 
-@pytest.mark.parametrize(("mode", "reason"), [("abort", "abort"), ("wait", "length"), ("keep", "length")])
+@pytest.mark.parametrize(
+    ("mode", "reason"), [("abort", "abort"), ("wait", "length"), ("keep", "length")]
+)
 def test_pause_modes_do_what_they_say(mode: str, reason: str) -> None:
-    """``abort`` ends what runs, ``wait`` lets it end, ``keep`` freezes it; what comes meanwhile waits for the resume."""
+    """``abort`` ends what runs, ``wait`` lets it end, ``keep`` freezes it; what comes meanwhile
+    waits for the resume.
+    """
 
     async def ask(client: httpx.AsyncClient, backing: Backing) -> Any:
         long = {**ASK, "sampling_params": {"max_tokens": 200}}
@@ -86,26 +117,40 @@ def test_pause_modes_do_what_they_say(mode: str, reason: str) -> None:
             await asyncio.sleep(0.005)
         await client.post("/pause", params={"mode": mode, "clear_cache": "false"})
         assert (await client.get("/is_paused")).json() == {"is_paused": True}
-        late = asyncio.ensure_future(client.post("/inference/v1/generate", json={**ASK, "token_ids": [9, 9]}))
+        late = asyncio.ensure_future(
+            client.post("/inference/v1/generate", json={**ASK, "token_ids": [9, 9]})
+        )
         await asyncio.sleep(0.05)
         assert not late.done()
         await client.post("/resume")
         first, second = await call, await late
-        return first.json()["choices"][0]["finish_reason"], second.json()["choices"][0]["finish_reason"], backing.engine.paused
+        return (
+            first.json()["choices"][0]["finish_reason"],
+            second.json()["choices"][0]["finish_reason"],
+            backing.engine.paused,
+        )
 
     assert (reason, "length", False) == talk(ask)
 
 
 def test_an_update_changes_the_weights_that_answer() -> None:
-    """After ``/update_weights`` the same prompt is answered by the next version; the same folder again is the same weights."""
+    """After ``/update_weights`` the same prompt is answered by the next version; the same folder
+    again is the same weights.
+    """
 
     async def ask(client: httpx.AsyncClient, backing: Backing) -> Any:
         answers = []
         for folder in (None, "step1", "step2", "step1"):
             if folder is not None:
-                await client.post("/update_weights", json={"weight_dir": folder, "weight_version": folder})
+                await client.post(
+                    "/update_weights", json={"weight_dir": folder, "weight_version": folder}
+                )
                 await client.post("/reset_prefix_cache")
-            answers.append((await client.post("/inference/v1/generate", json=ASK)).json()["choices"][0]["token_ids"])
+            answers.append(
+                (await client.post("/inference/v1/generate", json=ASK)).json()["choices"][0][
+                    "token_ids"
+                ]
+            )
         return answers, backing.engine.version, (await client.get("/weight_info")).json()
 
     (zero, one, two, again), version, info = talk(ask)
@@ -118,7 +163,13 @@ def test_a_stream_ends_with_the_reason_and_the_mark() -> None:
     """Every token comes once, the reason with the last ones, then the end mark."""
 
     async def ask(client: httpx.AsyncClient, _: Backing) -> Any:
-        body = {"model": "m", "prompt": PROMPT, "max_tokens": 5, "stream": True, "return_token_ids": True}
+        body = {
+            "model": "m",
+            "prompt": PROMPT,
+            "max_tokens": 5,
+            "stream": True,
+            "return_token_ids": True,
+        }
         async with client.stream("POST", "/v1/completions", json=body) as reply:
             return [line.removeprefix("data: ") async for line in reply.aiter_lines() if line]
 
@@ -134,7 +185,12 @@ def test_a_stream_ends_with_the_reason_and_the_mark() -> None:
     [
         ("/inference/v1/generate", {"token_ids": "a"}, 400, "token_ids must be list"),
         ("/inference/v1/generate", {"token_ids": []}, 400, "token_ids must hold ids"),
-        ("/inference/v1/generate", {"token_ids": [1], "sampling_params": {"n": 300}}, 400, "n must be at least 1 and at most 256"),
+        (
+            "/inference/v1/generate",
+            {"token_ids": [1], "sampling_params": {"n": 300}},
+            400,
+            "n must be at least 1 and at most 256",
+        ),
         ("/v1/chat/completions", {"messages": "w5"}, 400, "messages must be a list"),
         ("/pause?mode=retract", {}, 400, "mode must be one of"),
         ("/collective_rpc", {}, 400, "Missing 'method'"),

@@ -31,7 +31,9 @@ from rollproof.store import TraceReader, TraceWriter
 from tests.fakes.http.served import served
 
 MODEL = Model(num_layers=3, moe_layers=(0, 1, 2), num_experts=8, top_k=2, vocab=512)
-OPTIONS = ServeOptions(flavour="sglang", model=MODEL, engine=EngineOptions(max_batch=8, step=0.0), max_length=512)
+OPTIONS = ServeOptions(
+    flavour="sglang", model=MODEL, engine=EngineOptions(max_batch=8, step=0.0), max_length=512
+)
 
 
 class _Sink:
@@ -91,13 +93,20 @@ def test_a_sink_that_fails_stops_the_server_once_and_is_told_at_the_end() -> Non
 
 
 def test_the_last_answer_of_a_connection_arrives_whole() -> None:
-    """A client that asks for the connection to be closed has head and body before the end, of a reply and of a stream."""
+    """A client that asks for the connection to be closed has head and body before the end, of a
+    reply and of a stream.
+    """
     body = b'{"input_ids": [5, 6], "sampling_params": {"max_new_tokens": 4}%s}'
     with served("sglang", OPTIONS) as server:
         for more, end in ((b"", b"}}"), (b', "stream": true', b"0\r\n\r\n")):
             text = body % more
-            head = b"POST /generate HTTP/1.1\r\nhost: x\r\nconnection: close\r\ncontent-length: %d\r\n\r\n" % len(text)
-            with socket.create_connection(("127.0.0.1", int(server.url.rpartition(":")[2])), timeout=30) as client:
+            head = (
+                b"POST /generate HTTP/1.1\r\nhost: x\r\nconnection: close\r\ncontent-length:"
+                b" %d\r\n\r\n" % len(text)
+            )
+            with socket.create_connection(
+                ("127.0.0.1", int(server.url.rpartition(":")[2])), timeout=30
+            ) as client:
                 client.sendall(head + text)
                 heard = b"".join(iter(lambda: client.recv(1 << 16), b""))
             assert heard.startswith(b"HTTP/1.1 200 OK\r\n")
@@ -105,7 +114,9 @@ def test_the_last_answer_of_a_connection_arrives_whole() -> None:
 
 
 def test_small_pieces_are_sent_at_once() -> None:
-    """On every loop: with Nagle's algorithm an event of a stream waits until the client has acknowledged the one before."""
+    """On every loop: with Nagle's algorithm an event of a stream waits until the client has
+    acknowledged the one before.
+    """
 
     class Connected(asyncio.Protocol):
         told: asyncio.Future[int]
@@ -129,19 +140,36 @@ def test_small_pieces_are_sent_at_once() -> None:
 
 
 def test_an_answer_has_the_same_head_however_it_is_written() -> None:
-    """At once where the connection stays open, by uvicorn where it closes; two requests that come together are answered in turn."""
-    text = b'{"input_ids": [5, 6], "sampling_params": {"max_new_tokens": 4}, "rid": "%d", "return_routed_experts": true}'
+    """At once where the connection stays open, by uvicorn where it closes; two requests that come
+    together are answered in turn.
+    """
+    text = (
+        b'{"input_ids": [5, 6], "sampling_params": {"max_new_tokens": 4}, "rid": "%d",'
+        b' "return_routed_experts": true}'
+    )
     asked = b"POST /generate HTTP/1.1\r\nhost: x\r\n%scontent-length: %d\r\n\r\n%s"
     with (
         served("sglang", OPTIONS) as server,
-        socket.create_connection(("127.0.0.1", int(server.url.rpartition(":")[2])), timeout=30) as client,
+        socket.create_connection(
+            ("127.0.0.1", int(server.url.rpartition(":")[2])), timeout=30
+        ) as client,
     ):
         closing = [b"", b"", b"connection: close\r\n"]
-        client.sendall(b"".join(asked % (more, len(text) - 1, text % number) for number, more in enumerate(closing)))
+        client.sendall(
+            b"".join(
+                asked % (more, len(text) - 1, text % number) for number, more in enumerate(closing)
+            )
+        )
         heard = b"".join(iter(lambda: client.recv(1 << 16), b""))
     answers = re.split(rb"(?=HTTP/1\.1 200 OK\r\n)", heard)[1:]
-    heads = [re.sub(rb"date: [^\r]+|content-length: \d+", b"...", answer.partition(b"\r\n\r\n")[0]) for answer in answers]
-    assert [heads[0], heads[0], heads[0] + b"\r\nconnection: close"] == [*heads[:2], heads[2].replace(b"Connection", b"connection")]
+    heads = [
+        re.sub(rb"date: [^\r]+|content-length: \d+", b"...", answer.partition(b"\r\n\r\n")[0])
+        for answer in answers
+    ]
+    assert [heads[0], heads[0], heads[0] + b"\r\nconnection: close"] == [
+        *heads[:2],
+        heads[2].replace(b"Connection", b"connection"),
+    ]
     for number, answer in enumerate(answers):
         length = re.search(rb"content-length: (\d+)", answer)
         assert length is not None
@@ -186,7 +214,9 @@ class _Wire:
 
 async def _heard(app: Any, *asked: bytes) -> _Wire:
     """What a connection that sends ``asked``, one after the other, is answered."""
-    config = uvicorn.Config(app, http=PROTOCOL, interface="asgi3", lifespan="off", log_config=None, access_log=False)
+    config = uvicorn.Config(
+        app, http=PROTOCOL, interface="asgi3", lifespan="off", log_config=None, access_log=False
+    )
     config.load()
     wire = _Wire()
     connection: Any = PROTOCOL(config=config, server_state=ServerState(), app_state={})
@@ -211,7 +241,9 @@ def _app(taken: list[bool]) -> Any:
         offer = (scope.get("extensions") or {}).get(AT_ONCE)
         taken.append(offer is not None and offer(send, _ANSWER))
         if not taken[-1]:
-            await send({"type": "http.response.start", "status": 200, "headers": _ANSWER.raw_headers})
+            await send(
+                {"type": "http.response.start", "status": 200, "headers": _ANSWER.raw_headers}
+            )
             await send({"type": "http.response.body", "body": _ANSWER.body})
 
     return app
@@ -229,7 +261,9 @@ def _app(taken: list[bool]) -> Any:
     ],
 )
 def test_what_is_written_at_once_is_what_uvicorn_writes(head: bytes, at_once: bool) -> None:
-    """Byte for byte, for one request after the other and for both together; where the connection is to be closed uvicorn writes itself."""
+    """Byte for byte, for one request after the other and for both together; where the connection is
+    to be closed uvicorn writes itself.
+    """
     ask = b"POST /generate HTTP/1.1\r\nhost: x\r\n%scontent-length: 2\r\n\r\n{}" % head
     for asked in ([ask], [ask, ask], [ask + ask]):
         taken: list[bool] = []
@@ -251,7 +285,9 @@ def test_the_client_of_an_older_http_is_left_to_uvicorn() -> None:
 
 
 def test_what_is_not_known_of_uvicorn_is_left_to_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A release whose cycles lack something, or are made otherwise, writes its answers itself; so does a middleware with a ``send``."""
+    """A release whose cycles lack something, or are made otherwise, writes its answers itself; so
+    does a middleware with a ``send``.
+    """
     known: Any = httptools_impl.RequestResponseCycle
     app, offers = _app([]), list[Any]()
 
@@ -278,9 +314,13 @@ def test_what_is_not_known_of_uvicorn_is_left_to_it(monkeypatch: pytest.MonkeyPa
         assert offering(app, PROTOCOL) is app
 
 
-@pytest.mark.parametrize("what", ["disconnected", "response_started", "access_log", "write_paused", "waits", "closing"])
+@pytest.mark.parametrize(
+    "what", ["disconnected", "response_started", "access_log", "write_paused", "waits", "closing"]
+)
 def test_a_connection_on_which_that_will_not_do_is_left_to_uvicorn(what: str) -> None:
-    """It is lost, its answer has begun, the access is to be logged, its client does not read (yet), or it is closing."""
+    """It is lost, its answer has begun, the access is to be logged, its client does not read (yet),
+    or it is closing.
+    """
     said = list[bool]()
 
     async def app(scope: Any, receive: Any, send: Any) -> None:
@@ -303,9 +343,17 @@ def test_a_connection_on_which_that_will_not_do_is_left_to_uvicorn(what: str) ->
 
 
 @pytest.mark.parametrize("form", [None, RoutesForm.COMPACT])
-def test_routes_of_a_trace_that_is_only_written_are_those_that_were_sent(tmp_path: Path, form: RoutesForm | None) -> None:
-    """Held in a narrow type on the way, they are int32 to whoever reads the file, and to a sink that does not know of narrow ones."""
-    options = ServeOptions(flavour="sglang", model=Model(num_layers=48, moe_layers=tuple(range(48)), num_experts=128, top_k=8), routes=form)
+def test_routes_of_a_trace_that_is_only_written_are_those_that_were_sent(
+    tmp_path: Path, form: RoutesForm | None
+) -> None:
+    """Held in a narrow type on the way, they are int32 to whoever reads the file, and to a sink
+    that does not know of narrow ones.
+    """
+    options = ServeOptions(
+        flavour="sglang",
+        model=Model(num_layers=48, moe_layers=tuple(range(48)), num_experts=128, top_k=8),
+        routes=form,
+    )
     told: list[Event] = []
 
     class Other:
@@ -314,15 +362,27 @@ def test_routes_of_a_trace_that_is_only_written_are_those_that_were_sent(tmp_pat
 
     async def main(sinks: Iterable[TraceSink]) -> list[Any]:
         line = Line(sglang_app(Backing(options, sinks, keep=False)))
-        asked = {"input_ids": [5, 6, 7], "sampling_params": {"max_new_tokens": 9}, "return_routed_experts": True}
+        asked = {
+            "input_ids": [5, 6, 7],
+            "sampling_params": {"max_new_tokens": 9},
+            "return_routed_experts": True,
+        }
         return [
-            heard.json() for heard in await asyncio.gather(*(line.ask("POST", "/generate", {**asked, "rid": f"r{i}"}) for i in range(9)))
+            heard.json()
+            for heard in await asyncio.gather(
+                *(line.ask("POST", "/generate", {**asked, "rid": f"r{i}"}) for i in range(9))
+            )
         ]
 
     with TraceWriter(tmp_path / "served.arrow", Backing.header(options)) as writer:
-        assert [writer.takes_narrow, False] == [Kept(sink, lambda: None).takes_narrow for sink in (writer, Other())]
+        assert [writer.takes_narrow, False] == [
+            Kept(sink, lambda: None).takes_narrow for sink in (writer, Other())
+        ]
         answers = asyncio.run(main([writer]))
-    assert answers[0]["meta_info"]["routed_experts"] == asyncio.run(main([Other()]))[0]["meta_info"]["routed_experts"]
+    assert (
+        answers[0]["meta_info"]["routed_experts"]
+        == asyncio.run(main([Other()]))[0]["meta_info"]["routed_experts"]
+    )
     for events in (list(TraceReader(writer.path)), told):
         replies = [event.output for event in events if isinstance(event, Reply)]
         assert len(answers) == len(replies)
@@ -330,5 +390,7 @@ def test_routes_of_a_trace_that_is_only_written_are_those_that_were_sent(tmp_pat
             meta = answer["meta_info"]
             assert output.routes is not None
             assert (output.routes.dtype, type(output.routes)) == (np.dtype("int32"), np.ndarray)
-            sent = from_flat(meta["routed_experts"], 48, 8, meta.get("routed_experts_dtype", "int32"))
+            sent = from_flat(
+                meta["routed_experts"], 48, 8, meta.get("routed_experts_dtype", "int32")
+            )
             assert sent.tolist() == output.routes.tolist()

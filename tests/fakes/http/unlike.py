@@ -1,4 +1,6 @@
-"""Where a face is known to differ from the recorded server, and why. An entry that excuses nothing any more is an error."""
+"""Where a face is known to differ from the recorded server, and why. An entry that excuses nothing
+any more is an error.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +10,9 @@ DISABLED = ("vllm_generate_disabled",)
 """Kinds that were recorded on a server which had the endpoint switched off."""
 SKIPPED: Mapping[str, str] = {
     "sglang_update_weights_from_disk-1": "the fake has no disk: every path is weights",
-    "vllm_chat_bad-3": "the fake serves models of every name: a stack may call its policy as it likes",
+    "vllm_chat_bad-3": (
+        "the fake serves models of every name: a stack may call its policy as it likes"
+    ),
     "vllm_completions_bad-7": "the same",
     "vllm_generate-18": "the same",
     **dict.fromkeys(
@@ -18,7 +22,10 @@ SKIPPED: Mapping[str, str] = {
 }
 """Exchanges that are not compared, with the reason."""
 CHANCE: Mapping[str, str] = {
-    **dict.fromkeys(("vllm_abort-3", "vllm_abort-5", "vllm_abort-7"), "there the abort came before the first token, here mostly after it"),
+    **dict.fromkeys(
+        ("vllm_abort-3", "vllm_abort-5", "vllm_abort-7"),
+        "there the abort came before the first token, here mostly after it",
+    ),
     "vllm_completions_stream-3": "two samples at once: whose events come last is chance",
 }
 """Exchanges that are not compared, because both outcomes are right and chance decides."""
@@ -31,13 +38,21 @@ STATUS_ONLY: Mapping[str, str] = {
 }
 """Exchanges of which only status and media type are compared, with the reason."""
 UNSTEADY = (
-    "cached_tokens_details",  # an object where a prefix was cached, else null: it depends on what ran before
+    # an object where a prefix was cached, else null: it depends on what ran before
+    "cached_tokens_details",
     "logprobs.top_logprobs[]",  # its keys are words
     "content[].top_logprobs",  # the fake has the sampled token's logprob, and no others
     "disable_health_check",  # an option that the gateway was recorded with
 )
 """Places whose content depends on more than the request."""
-_LOADS = ("decode_moments", "disaggregation", "memory", "queues", "total_prefill_busy_us", "total_prefill_uncached_tokens")
+_LOADS = (
+    "decode_moments",
+    "disaggregation",
+    "memory",
+    "queues",
+    "total_prefill_busy_us",
+    "total_prefill_uncached_tokens",
+)
 MISSING: Mapping[str, tuple[str, ...]] = {
     "/model_info": ("embedding",),
     "/get_model_info": ("embedding",),

@@ -42,10 +42,7 @@ class _BadShape(Padder):
 
 class _BadRank(Padder):
     def rows(self, batch: list[BatchRow]) -> list[BatchRow]:
-        return [
-            replace(row, routes=np.zeros((2, 2)))  # type: ignore[arg-type]
-            for row in batch
-        ]
+        return [replace(row, routes=np.zeros((2, 2))) for row in batch]  # type: ignore[arg-type]
 
 
 class _RaisesInRows(Padder):
@@ -76,13 +73,19 @@ def test_batch_checks_judge_traces_about_batches_only() -> None:
     batches = judge(record_batches(Padder), default_registry())
     assert rollouts["batch.tokens"].verdict is Verdict.NOT_APPLICABLE
     assert rollouts["batch.tokens"].reason == "it judges batches, and this trace is about rollouts"
-    assert {r.id.partition(".")[0] for r in batches.results if r.verdict is not Verdict.NOT_APPLICABLE} == {"batch"}
+    assert {
+        r.id.partition(".")[0] for r in batches.results if r.verdict is not Verdict.NOT_APPLICABLE
+    } == {"batch"}
 
 
 def test_cases_say_what_is_wrong_with_them() -> None:
     """Malformed cases name the defect and the sample; nothing else of theirs is malformed."""
     cases = batch_cases(padded_contract())
-    assert [case.name for case in cases if not case.defect][:3] == ["one sample", "several lengths", "equal lengths"]
+    assert [case.name for case in cases if not case.defect][:3] == [
+        "one sample",
+        "several lengths",
+        "equal lengths",
+    ]
     for case in cases:
         for sample in case.samples:
             total, response = len(sample.prompt_ids + sample.response_ids), len(sample.response_ids)

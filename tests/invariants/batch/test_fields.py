@@ -1,4 +1,6 @@
-"""Batch checks: a right conversion passes under every contract; each fault is found by its own check, in words."""
+"""Batch checks: a right conversion passes under every contract; each fault is found by its own
+check, in words.
+"""
 
 from __future__ import annotations
 
@@ -43,7 +45,13 @@ def _findings(report: Report, check_id: str) -> tuple[Finding, ...]:
         {"rows": "T", "final_row": "previous"},
         {"rows": "captured-prefix"},
         {"num_layers": 5, "moe_layers": (1, 3, 4)},
-        {"num_layers": 5, "moe_layers": (1, 3, 4), "layer_axis": "moe", "num_experts": 1000, "top_k": 8},
+        {
+            "num_layers": 5,
+            "moe_layers": (1, 3, 4),
+            "layer_axis": "moe",
+            "num_experts": 1000,
+            "top_k": 8,
+        },
         {"num_experts": 2, "top_k": 2},
         {"num_experts": 32, "top_k": 1},
         {"abort_surfaces": True},
@@ -55,9 +63,18 @@ def _findings(report: Report, check_id: str) -> tuple[Finding, ...]:
     ids=str,
 )
 def test_a_right_conversion_passes(changes: dict[str, Any], mark: bool) -> None:
-    """Left and right padding, refusing what disagrees; legal filler is only safe where rows are marked or routes are not missing."""
+    """Left and right padding, refusing what disagrees; legal filler is only safe where rows are
+    marked or routes are not missing.
+    """
     values = {
-        key: value for key, value in {"loss_mask": True, "dtype": "int32", "filler": "minus-one", **changes}.items() if value is not None
+        key: value
+        for key, value in {
+            "loss_mask": True,
+            "dtype": "int32",
+            "filler": "minus-one",
+            **changes,
+        }.items()
+        if value is not None
     }
 
     def right() -> Padder:
@@ -68,14 +85,18 @@ def test_a_right_conversion_passes(changes: dict[str, Any], mark: bool) -> None:
     assert _failing(report) == ({"batch.mixed"} if legal else set())
     assert report.canary is not None
     assert report.canary.red
-    assert {r.verdict for r in report.results} <= {Verdict.PASS, Verdict.NOT_APPLICABLE, *((Verdict.FAIL,) if legal else ())} | (
-        {Verdict.UNKNOWN} if values.get("rows") == "none" else set()
-    )
+    assert {r.verdict for r in report.results} <= {
+        Verdict.PASS,
+        Verdict.NOT_APPLICABLE,
+        *((Verdict.FAIL,) if legal else ()),
+    } | ({Verdict.UNKNOWN} if values.get("rows") == "none" else set())
 
 
 def test_legal_filler_for_a_sample_without_routes_is_found() -> None:
     """Zeros in place of missing routes: expert 0 is replayed for every token."""
-    findings = _findings(judge_batches(lambda: Padder(padded_contract(filler="zeros"))), "batch.mixed")
+    findings = _findings(
+        judge_batches(lambda: Padder(padded_contract(filler="zeros"))), "batch.mixed"
+    )
     assert findings[0].title == "a sample without routes was given some"
     assert findings[0].observed == "expert 0, 2 times, for 6 tokens that no router chose"
     assert findings[0].where["batch"] == "a sample without routes first"
@@ -101,7 +122,10 @@ class _Exchanged(Padder):
     def collate(self, samples: list[Rollout]) -> list[BatchRow]:
         rows = super().collate(samples)
         if len(rows) > 1 and all(sample.routes is not None for sample in samples):
-            rows[0], rows[1] = replace(rows[0], routes=rows[1].routes), replace(rows[1], routes=rows[0].routes)
+            rows[0], rows[1] = (
+                replace(rows[0], routes=rows[1].routes),
+                replace(rows[1], routes=rows[0].routes),
+            )
         return rows
 
 
@@ -220,11 +244,19 @@ class _WrongFiller(Padder):
 _ABORTS = padded_contract(abort_surfaces=True)
 _MANY = padded_contract(num_experts=1000, top_k=8)
 _FAULTS: list[tuple[Callable[[], Padder], str, str]] = [
-    (_Shifted, "batch.routes", "token 0's row stands at place 6, 1 places off; so for 6 of 6 captured rows (token 0-5)"),
+    (
+        _Shifted,
+        "batch.routes",
+        "token 0's row stands at place 6, 1 places off; so for 6 of 6 captured rows (token 0-5)",
+    ),
     (_RightPadded, "batch.routes", "token 0's row stands at place 0, 5 places off"),
     (_Exchanged, "batch.routes", "so for 6 of 6 captured rows"),
     (_NoRoutes, "batch.routes", "none"),
-    (lambda: _Narrow(_MANY, mark=True), "batch.expert-ids", "uint8 holds at most 255; ids came out as others"),
+    (
+        lambda: _Narrow(_MANY, mark=True),
+        "batch.expert-ids",
+        "uint8 holds at most 255; ids came out as others",
+    ),
     (_FirstDecides, "batch.mixed", "no routes for r"),
     (_Rounded, "batch.logprobs", ", rounded; so at"),
     (_LateLogprobs, "batch.logprobs", "so at 4 tokens of 4"),
@@ -239,14 +271,22 @@ _FAULTS: list[tuple[Callable[[], Padder], str, str]] = [
 ]
 
 
-@pytest.mark.parametrize(("factory", "check_id", "words"), _FAULTS, ids=[check for _, check, _ in _FAULTS])
-def test_one_fault_blames_one_check(factory: Callable[[], Padder], check_id: str, words: str) -> None:
-    """Each fault of a conversion is found by its own check and by no other, and the message shows it."""
+@pytest.mark.parametrize(
+    ("factory", "check_id", "words"), _FAULTS, ids=[check for _, check, _ in _FAULTS]
+)
+def test_one_fault_blames_one_check(
+    factory: Callable[[], Padder], check_id: str, words: str
+) -> None:
+    """Each fault of a conversion is found by its own check and by no other, and the message shows
+    it.
+    """
     assert words in _findings(judge_batches(factory, name="faulty"), check_id)[0].observed
 
 
 class _Careless(Padder):
-    """What a conversion without length checks makes of malformed samples: pads and cuts in silence, as verl's ``as_dict`` does."""
+    """What a conversion without length checks makes of malformed samples: pads and cuts in silence,
+    as verl's ``as_dict`` does.
+    """
 
     def check(self, sample: Rollout) -> None:
         pass
@@ -256,11 +296,15 @@ class _Careless(Padder):
         fields: dict[str, Any] = {}
         for name in ("logprobs", "loss_mask"):
             field = getattr(sample, name)
-            fields[name] = None if field is None else np.concatenate([field, np.zeros(response)])[:response]
+            fields[name] = (
+                None if field is None else np.concatenate([field, np.zeros(response)])[:response]
+            )
         routes = None if sample.routes is None else sample.routes[:total]
         if routes is not None and len(routes) < total - 1:
             short = total - 1 - len(routes)
-            routes = np.concatenate([routes, np.zeros((short, *routes.shape[1:]), dtype=routes.dtype)])
+            routes = np.concatenate(
+                [routes, np.zeros((short, *routes.shape[1:]), dtype=routes.dtype)]
+            )
         return super().row(replace(sample, routes=routes, **fields))
 
 
@@ -271,9 +315,15 @@ def test_malformed_samples_that_are_padded_or_cut_are_found() -> None:
     result = next(result for result in report.results if result.id == "batch.refuses")
     assert result.found == 12
     told = {finding.title: finding.observed for finding in result.findings}
-    assert told["2 route rows for 7 tokens: accepted"] == "expert 0, 2 times, stands at 4 tokens that have no row, and is replayed"
+    assert (
+        told["2 route rows for 7 tokens: accepted"]
+        == "expert 0, 2 times, stands at 4 tokens that have no row, and is replayed"
+    )
     assert told["9 route rows for 7 tokens: accepted"] == "9 rows were cut to the tokens"
-    assert told["2 logprobs for 5 response tokens: accepted"] == "0 stands for 3 logprobs that nobody returned"
+    assert (
+        told["2 logprobs for 5 response tokens: accepted"]
+        == "0 stands for 3 logprobs that nobody returned"
+    )
     assert told["8 logprobs for 5 response tokens: accepted"] == "8 were cut to 5 tokens"
 
 
@@ -282,7 +332,10 @@ def test_a_short_sample_may_be_kept_where_its_missing_rows_are_marked() -> None:
 
     class Marks(Padder):
         def check(self, sample: Rollout) -> None:
-            if sample.routes is None or len(sample.routes) >= len(sample.prompt_ids + sample.response_ids) - 1:
+            if (
+                sample.routes is None
+                or len(sample.routes) >= len(sample.prompt_ids + sample.response_ids) - 1
+            ):
                 super().check(sample)
 
     for made in (lambda: Marks(), lambda: Marks(padded_contract(filler="zeros"), mark=True)):
@@ -295,7 +348,8 @@ def test_lengths_that_disagree_within_a_row_are_found() -> None:
     class PassesOn(Padder):
         def check(self, sample: Rollout) -> None:
             fits = all(
-                getattr(sample, name) is None or len(getattr(sample, name)) == len(sample.response_ids)
+                getattr(sample, name) is None
+                or len(getattr(sample, name)) == len(sample.response_ids)
                 for name in ("logprobs", "loss_mask")
             )
             if fits:
@@ -304,10 +358,16 @@ def test_lengths_that_disagree_within_a_row_are_found() -> None:
         def row(self, sample: Rollout) -> BatchRow:
             fits = sample.logprobs is not None and len(sample.logprobs) == len(sample.response_ids)
             row = super().row(sample if fits else replace(sample, logprobs=None))
-            return row if fits or sample.logprobs is None else replace(row, logprobs=sample.logprobs)
+            return (
+                row if fits or sample.logprobs is None else replace(row, logprobs=sample.logprobs)
+            )
 
-    report = judge_batches(lambda: PassesOn(padded_contract(rows="captured-prefix")), name="passes on")
-    assert "2 went into the batch beside 5 tokens" in {finding.observed for finding in _findings(report, "batch.refuses")}
+    report = judge_batches(
+        lambda: PassesOn(padded_contract(rows="captured-prefix")), name="passes on"
+    )
+    assert "2 went into the batch beside 5 tokens" in {
+        finding.observed for finding in _findings(report, "batch.refuses")
+    }
 
     class Shorter(Padder):
         def row(self, sample: Rollout) -> BatchRow:
@@ -315,7 +375,11 @@ def test_lengths_that_disagree_within_a_row_are_found() -> None:
             return replace(row, loss_mask=None if row.loss_mask is None else row.loss_mask[:-1])
 
     finding = _findings(judge_batches(Shorter), "batch.loss-mask")[0]
-    assert (finding.title, finding.expected, finding.observed) == ("a loss_mask of another length than its row", "18 places", "17")
+    assert (finding.title, finding.expected, finding.observed) == (
+        "a loss_mask of another length than its row",
+        "18 places",
+        "17",
+    )
 
 
 def test_an_empty_response_must_not_stop_a_batch() -> None:

@@ -1,4 +1,6 @@
-"""The family ``engine``: rounding is no fault, kept KV is judged by nobody, and what an engine cannot have is told."""
+"""The family ``engine``: rounding is no fault, kept KV is judged by nobody, and what an engine
+cannot have is told.
+"""
 
 from __future__ import annotations
 
@@ -39,7 +41,9 @@ def _call_with_rows(trace: Trace, rows: int = 6) -> int:
     return next(
         event.call_id
         for event in trace.events
-        if isinstance(event, Reply) and event.output.routes is not None and len(event.output.routes) >= rows
+        if isinstance(event, Reply)
+        and event.output.routes is not None
+        and len(event.output.routes) >= rows
     )
 
 
@@ -53,7 +57,12 @@ def _other_expert(trace: Trace, call: int, row: int, column: int) -> Trace:
         routes[row, column, -1] = free[0]
         return replace(output, routes=routes)
 
-    return _changed(trace, lambda e: replace(e, output=spoil(e.output)) if isinstance(e, Reply) and e.call_id == call else e)
+    return _changed(
+        trace,
+        lambda e: (
+            replace(e, output=spoil(e.output)) if isinstance(e, Reply) and e.call_id == call else e
+        ),
+    )
 
 
 def _near_tie(trace: Trace, call: int, position: int, layer: int) -> Trace:
@@ -64,7 +73,9 @@ def _near_tie(trace: Trace, call: int, position: int, layer: int) -> Trace:
         margins[position, layer] = 1e-6
         return replace(event, margins=margins)
 
-    return _changed(trace, lambda e: close(e) if isinstance(e, Reference) and e.call_id == call else e)
+    return _changed(
+        trace, lambda e: close(e) if isinstance(e, Reference) and e.call_id == call else e
+    )
 
 
 def test_one_wrong_expert_is_a_fault(plain: Trace) -> None:
@@ -72,11 +83,15 @@ def test_one_wrong_expert_is_a_fault(plain: Trace) -> None:
     call = _call_with_rows(plain)
     result = _judged(_other_expert(plain, call, 3, 2), "engine.routes")
     assert Verdict.FAIL is result.verdict
-    assert {"call": call, "position": 3, "layer": 2, "server": "e0"} == dict(result.findings[0].where)
+    assert {"call": call, "position": 3, "layer": 2, "server": "e0"} == dict(
+        result.findings[0].where
+    )
 
 
 def test_a_flip_within_rounding_is_none_and_what_follows_is_not_judged(plain: Trace) -> None:
-    """At a near-tie either expert is right, and rows and logprobs behind it may differ for that reason."""
+    """At a near-tie either expert is right, and rows and logprobs behind it may differ for that
+    reason.
+    """
     call = _call_with_rows(plain)
     tied = _near_tie(_other_expert(plain, call, 3, 2), call, 3, 2)
     result = _judged(tied, "engine.routes")
@@ -96,7 +111,10 @@ def test_a_fault_before_a_near_tie_is_still_one(plain: Trace) -> None:
 def test_a_near_tie_elsewhere_excuses_nothing(plain: Trace) -> None:
     """A small margin is no excuse where the routers agree, nor for another cell before it."""
     call = _call_with_rows(plain)
-    assert Verdict.FAIL is _judged(_near_tie(_other_expert(plain, call, 3, 2), call, 1, 3), "engine.routes").verdict
+    assert (
+        Verdict.FAIL
+        is _judged(_near_tie(_other_expert(plain, call, 3, 2), call, 1, 3), "engine.routes").verdict
+    )
 
 
 def test_logprobs_within_tolerance_are_right_and_beyond_it_wrong(plain: Trace) -> None:
@@ -143,21 +161,37 @@ def test_order_is_not_judged_where_scores_are_close(plain: Trace) -> None:
 
 
 def test_values_over_kept_kv_are_nobodys() -> None:
-    """Where KV of old weights is kept by declaration, no weights explain what follows, and nothing is compared."""
+    """Where KV of old weights is kept by declaration, no weights explain what follows, and nothing
+    is compared.
+    """
     trace = run_experiments(fake_target("vllm"), only=["update-keep"]).traces[0]
     assert KvPolicy.KEEP is trace.header.engine.kv_policy  # type: ignore[union-attr]
-    assert "mixed" in {span.version for event in trace.events if isinstance(event, Reply) for span in event.true_tokens or ()}
+    assert "mixed" in {
+        span.version
+        for event in trace.events
+        if isinstance(event, Reply)
+        for span in event.true_tokens or ()
+    }
     assert Verdict.UNKNOWN is _judged(trace, "engine.logprobs").verdict
     updates = [event for event in trace.events if isinstance(event, Weights)]
     assert 2 == len(updates)
 
 
 def test_the_other_mode_is_one_finding_not_two() -> None:
-    """Logprobs of the undeclared mode are told by the check of modes; that of values stays out of it."""
+    """Logprobs of the undeclared mode are told by the check of modes; that of values stays out of
+    it.
+    """
     trace = run_experiments(fake_target("vllm"), only=["temperature"]).traces[0]
     assert trace.header.engine is not None
     other = replace(trace.header.engine, logprobs=Logprobs.TEMPERATURE_SCALED)
-    wrong = replace(trace, header=replace(trace.header, contract=replace(trace.header.contract, logprobs=other.logprobs), engine=other))
+    wrong = replace(
+        trace,
+        header=replace(
+            trace.header,
+            contract=replace(trace.header.contract, logprobs=other.logprobs),
+            engine=other,
+        ),
+    )
     assert Verdict.FAIL is _judged(wrong, "engine.logprob-mode").verdict
     assert Verdict.PASS is _judged(wrong, "engine.logprobs").verdict
 
@@ -184,7 +218,12 @@ def test_a_row_that_was_never_forwarded_is_no_row(plain: Trace) -> None:
     def longer(event: Event) -> Event:
         if not isinstance(event, Reply) or event.call_id != call or event.output.routes is None:
             return event
-        return replace(event, output=replace(event.output, routes=np.concatenate([event.output.routes, event.output.routes[-1:]])))
+        return replace(
+            event,
+            output=replace(
+                event.output, routes=np.concatenate([event.output.routes, event.output.routes[-1:]])
+            ),
+        )
 
     result = _judged(_changed(plain, longer), "engine.rows")
     assert Verdict.FAIL is result.verdict

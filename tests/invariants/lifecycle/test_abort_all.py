@@ -63,7 +63,9 @@ def test_each_end_that_aborts_others_is_found() -> None:
     trace = run_case(Sweeps, case(requests=THREE))
     finding = finds(ID, trace)
     assert "the end of a request aborts the calls of others" == finding.title
-    assert finding.observed.startswith("each of 2 requests that ended while others ran is accompanied by an abort of everything: ")
+    assert finding.observed.startswith(
+        "each of 2 requests that ended while others ran is accompanied by an abort of everything: "
+    )
     assert "at the end of r0, server s0 ended the call of r1 too" in finding.observed
     assert "r1" == finding.where["request"]
     assert (ID,) == judge(trace).failed
@@ -106,4 +108,8 @@ def test_once_may_be_the_end_of_a_batch() -> None:
 def test_a_recording_cannot_tell() -> None:
     """Its clock never stands still."""
     trace = run_case(Sweeps, case(requests=THREE))
-    unknown(ID, replace(trace, header=replace(trace.header, case=None)), "the clock of a recording does not tell")
+    unknown(
+        ID,
+        replace(trace, header=replace(trace.header, case=None)),
+        "the clock of a recording does not tell",
+    )

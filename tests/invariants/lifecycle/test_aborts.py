@@ -18,9 +18,13 @@ class TestHitsTarget:
 
     ID = "lifecycle.abort-hits-target"
 
-    def _two(self, first: str = "1", second: str = "10", **fields: object) -> tuple[Teller, int, int]:
+    def _two(
+        self, first: str = "1", second: str = "10", **fields: object
+    ) -> tuple[Teller, int, int]:
         teller = Teller()
-        teller.submit(first, (5,), **fields).submit(second, (5, 6) if not fields else (5,), **fields)
+        teller.submit(first, (5,), **fields).submit(
+            second, (5, 6) if not fields else (5,), **fields
+        )
         return teller, teller.call((5,), first), teller.call((5, 6), second)
 
     def test_a_prefix_match_is_found(self) -> None:
@@ -40,17 +44,31 @@ class TestHitsTarget:
     def test_an_id_of_the_stacks_own_making_hits_one_request(self) -> None:
         """Nobody knows what 'x' means, but not two requests."""
         teller, one, ten = self._two("a", "b")
-        assert "call 2 of request 'b' ended too" == finds(self.ID, teller.abort(one, ten, wanted="x")).observed
+        assert (
+            "call 2 of request 'b' ended too"
+            == finds(self.ID, teller.abort(one, ten, wanted="x")).observed
+        )
 
     @pytest.mark.parametrize("wanted", ["1", "7f3a", "10", "call-2"])
     def test_an_abort_of_one_request_passes(self, wanted: str) -> None:
         """By the request's id, by one of the stack's own, or by that of the call."""
         teller, one, ten = self._two()
-        passes(self.ID, teller.abort(ten if wanted in ("10", "call-2") else one, wanted=wanted), aborts_of_one_id=1)
+        passes(
+            self.ID,
+            teller.abort(ten if wanted in ("10", "call-2") else one, wanted=wanted),
+            aborts_of_one_id=1,
+        )
 
-    @pytest.mark.parametrize(("called", "wanted", "meant"), [(False, "batch-", True), (True, "batch-", False), (False, "x", True)])
-    def test_several_may_be_meant_by_how_their_ids_begin(self, called: bool, wanted: str, meant: bool) -> None:
-        """As SGLang allows, where no requests are told of; calls may have other names than handles. Not where one had that very id."""
+    @pytest.mark.parametrize(
+        ("called", "wanted", "meant"),
+        [(False, "batch-", True), (True, "batch-", False), (False, "x", True)],
+    )
+    def test_several_may_be_meant_by_how_their_ids_begin(
+        self, called: bool, wanted: str, meant: bool
+    ) -> None:
+        """As SGLang allows, where no requests are told of; calls may have other names than handles.
+        Not where one had that very id.
+        """
         teller = Teller()
         if called:
             teller.reply(teller.call((4,), wanted), (9,))
@@ -78,17 +96,27 @@ class TestHitsTarget:
     def test_aborting_everything_or_nothing_names_nobody(self) -> None:
         """A star, and an id that has ended already."""
         teller, one, two = self._two()
-        unknown(self.ID, teller.abort(one, two).abort(wanted="1").abort(99, wanted="gone"), "not exercised")
+        unknown(
+            self.ID,
+            teller.abort(one, two).abort(wanted="1").abort(99, wanted="gone"),
+            "not exercised",
+        )
 
     def test_a_collateral_abort_is_found(self) -> None:
-        """The engine says that it hit one call, and another one ends as aborted with no cause of its own."""
+        """The engine says that it hit one call, and another one ends as aborted with no cause of
+        its own.
+        """
         teller, one, ten = self._two()
-        teller.abort(one, wanted="1").reply(one, (3,), reason="abort").reply(ten, (4,), reason="abort")
+        teller.abort(one, wanted="1").reply(one, (3,), reason="abort").reply(
+            ten, (4,), reason="abort"
+        )
         finding = finds(self.ID, teller)
         assert "a call ended as aborted although only another one was" == finding.title
         assert {"call": 2, "server": "s0", "index": 6} == finding.where
 
-    @pytest.mark.parametrize("cause", ["own", "all", "pause", "late pause", "weights", "reject", "death", "other server"])
+    @pytest.mark.parametrize(
+        "cause", ["own", "all", "pause", "late pause", "weights", "reject", "death", "other server"]
+    )
     def test_another_cause_explains_an_abort(self, cause: str) -> None:
         """Aborts of pauses come before the pause is acknowledged."""
         teller, one, ten = self._two()
@@ -142,20 +170,28 @@ class TestKeepsTokens:
         """It may have gone on before it was aborted."""
         teller = opened()
         call = teller.call((1, 2))
-        teller.pause(PauseMode.KEEP, progress={call: 1}).resume().reply(call, (3, 4), reason="abort")
+        teller.pause(PauseMode.KEEP, progress={call: 1}).resume().reply(
+            call, (3, 4), reason="abort"
+        )
         passes(self.ID, teller, aborted_calls_with_known_progress=1)
 
     def test_natural_ends_are_not_judged(self) -> None:
         """An engine may trim a stop string off."""
         teller = opened()
         call = teller.call((1, 2))
-        unknown(self.ID, teller.pause(PauseMode.KEEP, progress={call: 3}).reply(call, (3,), reason="stop"), "not exercised")
+        unknown(
+            self.ID,
+            teller.pause(PauseMode.KEEP, progress={call: 3}).reply(call, (3,), reason="stop"),
+            "not exercised",
+        )
 
     def test_unknown_progress_is_no_verdict(self) -> None:
         """A real engine that tells nothing but its reply."""
         teller = opened()
         call = teller.call((1, 2))
-        unknown(self.ID, teller.reply(call, (3,), reason="abort", true_tokens=None), "not exercised")
+        unknown(
+            self.ID, teller.reply(call, (3,), reason="abort", true_tokens=None), "not exercised"
+        )
 
 
 class TestAbortEnds:
@@ -185,7 +221,11 @@ class TestAbortEnds:
             if cause == "pause":
                 teller.pause(PauseMode.KEEP)
             else:
-                teller.fault("death" if cause == "death" else "lost-reply", "s0", call if cause == "lost" else None)
+                teller.fault(
+                    "death" if cause == "death" else "lost-reply",
+                    "s0",
+                    call if cause == "lost" else None,
+                )
             unknown(self.ID, teller.result(event={"hung": True}), "not exercised")
 
     def test_a_trace_that_may_have_been_cut_is_not_judged(self) -> None:
@@ -199,11 +239,15 @@ class TestNotSurfaced:
 
     ID = "lifecycle.aborts-do-not-surface"
 
-    def _aborted(self, tokens: tuple[int, ...] = (3,), reason: str = "abort", **story: object) -> Teller:
+    def _aborted(
+        self, tokens: tuple[int, ...] = (3,), reason: str = "abort", **story: object
+    ) -> Teller:
         """One call, aborted; the sample is handed over after it."""
         teller = opened(**story)
         call = teller.call((1, 2))
-        return teller.reply(call, tokens, reason="abort").result(tokens, finish_reason=FinishReason(reason))  # type: ignore[return-value]
+        return teller.reply(call, tokens, reason="abort").result(
+            tokens, finish_reason=FinishReason(reason)
+        )  # type: ignore[return-value]
 
     def test_an_abort_that_reaches_the_caller_is_found(self) -> None:
         """As finish reason abort."""
@@ -215,7 +259,10 @@ class TestNotSurfaced:
         """A cap on retries that turns an abort into length (AReaL InfBridge)."""
         finding = finds(self.ID, self._aborted(reason="length"))
         assert "an aborted fragment was handed over as finished" == finding.title
-        assert "finish reason length, although its last call was aborted and budget is left, 1 tokens after 1 calls" == finding.observed
+        assert (
+            "finish reason length, although its last call was aborted and budget is left, 1 tokens"
+            " after 1 calls" == finding.observed
+        )
 
     def test_a_resumed_sample_passes(self) -> None:
         """Whatever happened on the way."""
@@ -223,7 +270,11 @@ class TestNotSurfaced:
         first = teller.call((1, 2))
         teller.reply(first, (3,), reason="abort")
         second = teller.call((1, 2, 3), max_tokens=3)
-        passes(self.ID, teller.reply(second, (4, 5, 6)).result((3, 4, 5, 6)), samples_that_were_aborted=1)
+        passes(
+            self.ID,
+            teller.reply(second, (4, 5, 6)).result((3, 4, 5, 6)),
+            samples_that_were_aborted=1,
+        )
 
     def test_an_abort_on_the_last_token_ends_nothing_early(self) -> None:
         """The budget is used up, and so is a sample of several grants or of several turns."""
@@ -242,11 +293,17 @@ class TestNotSurfaced:
         finds(self.ID, self._aborted((0,)))
         trace = self._aborted((0,)).trace()
         coding = {"eos_every": 5, "eos_id": 0}
-        result = judge(replace(trace, header=replace(trace.header, coding=coding)), REGISTRY.select([self.ID]), oracle=_NoOracle())[self.ID]  # type: ignore[arg-type]
+        result = judge(
+            replace(trace, header=replace(trace.header, coding=coding)),
+            REGISTRY.select([self.ID]),
+            oracle=_NoOracle(),
+        )[self.ID]  # type: ignore[arg-type]
         assert Verdict.PASS == result.verdict
 
     def test_the_loser_of_a_hedge_cuts_nothing_off(self) -> None:
-        """Two calls ran at once; the sample is what the one brought that ended by itself, and the other was aborted for that."""
+        """Two calls ran at once; the sample is what the one brought that ended by itself, and the
+        other was aborted for that.
+        """
         for tokens in ((), (3,)):
             teller = opened()
             slow, fast = teller.call((1, 2)), teller.call((1, 2))
@@ -256,7 +313,10 @@ class TestNotSurfaced:
         first = teller.call((1, 2))
         teller.reply(first, (3,), reason="length")
         again = teller.call((1, 2, 3))
-        finds(self.ID, teller.reply(again, (), reason="abort").result((3,), finish_reason=FinishReason.LENGTH))
+        finds(
+            self.ID,
+            teller.reply(again, (), reason="abort").result((3,), finish_reason=FinishReason.LENGTH),
+        )
 
     def test_another_failure_may_end_it(self) -> None:
         """The resume died with its server; handing over what there is, is an answer."""
@@ -271,9 +331,15 @@ class TestNotSurfaced:
         unknown(self.ID, self._aborted(case={"partial": False}), "not exercised")
 
     @pytest.mark.parametrize(
-        ("changes", "words"), [({"abort_surfaces": True}, "lets callers see aborts"), ({"resume": "none"}, "nobody resumes")]
+        ("changes", "words"),
+        [
+            ({"abort_surfaces": True}, "lets callers see aborts"),
+            ({"resume": "none"}, "nobody resumes"),
+        ],
     )
-    def test_contracts_that_surface_aborts_are_not_judged(self, changes: dict[str, object], words: str) -> None:
+    def test_contracts_that_surface_aborts_are_not_judged(
+        self, changes: dict[str, object], words: str
+    ) -> None:
         """Engine-side keep surfaces an operator's abort, and says so."""
         result = judge(self._aborted(**changes).trace(), REGISTRY)[self.ID]
         assert Verdict.NOT_APPLICABLE == result.verdict
@@ -300,7 +366,10 @@ class TestPartialOff:
         teller, _ = self._off()
         call = teller.call((1, 2, 3))
         finding = finds(self.ID, teller.reply(call, (4, 5, 6)).result((3, 4, 5, 6)))
-        assert ("an aborted sample was resumed although partial rollout is off", "call 2 continues it") == (finding.title, finding.observed)
+        assert (
+            "an aborted sample was resumed although partial rollout is off",
+            "call 2 continues it",
+        ) == (finding.title, finding.observed)
 
     def test_a_sample_that_should_be_dropped_is_found(self) -> None:
         """It was handed over."""
@@ -310,14 +379,25 @@ class TestPartialOff:
 
     def test_a_sample_that_should_surface_is_found(self) -> None:
         """It vanished."""
-        assert "nothing was handed over" == finds(self.ID, self._off("surfaced")[0].result()).observed
+        assert (
+            "nothing was handed over" == finds(self.ID, self._off("surfaced")[0].result()).observed
+        )
 
     @pytest.mark.parametrize("resume", ["client", "none"])
     def test_what_was_declared_passes(self, resume: str) -> None:
         """Dropped, or surfaced; also where nobody ever resumes, whatever the case says."""
         case = {"partial": resume == "none"}
-        passes(self.ID, self._off(resume=resume, case=case)[0].result(), samples_aborted_with_partial_rollout_off=1)
-        passes(self.ID, self._off("surfaced", resume=resume, case=case)[0].result((3,), finish_reason=FinishReason.ABORT))
+        passes(
+            self.ID,
+            self._off(resume=resume, case=case)[0].result(),
+            samples_aborted_with_partial_rollout_off=1,
+        )
+        passes(
+            self.ID,
+            self._off("surfaced", resume=resume, case=case)[0].result(
+                (3,), finish_reason=FinishReason.ABORT
+            ),
+        )
 
     def test_an_error_passes(self) -> None:
         """Explicit enough."""
@@ -335,7 +415,11 @@ class TestPartialOff:
         """Whether it counts as aborted is a matter of taste."""
         teller = opened(case={"partial": False}, partial_off="dropped")
         call = teller.call((1, 2))
-        unknown(self.ID, teller.reply(call, (3, 4, 5, 6), reason="abort").result((3, 4, 5, 6)), "not exercised")
+        unknown(
+            self.ID,
+            teller.reply(call, (3, 4, 5, 6), reason="abort").result((3, 4, 5, 6)),
+            "not exercised",
+        )
 
     def test_the_next_turn_is_no_resume(self) -> None:
         """The environment spoke in between."""

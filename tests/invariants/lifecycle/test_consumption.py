@@ -20,7 +20,9 @@ class TestDuplicates:
     def _twice(self, reason: str = "abort") -> Teller:
         teller = _open()
         call = teller.call((1, 2))
-        teller.reply(call, (3, 4), reason=reason).reply(call, (3, 4), reason=reason, duplicate=True, delivered=False)
+        teller.reply(call, (3, 4), reason=reason).reply(
+            call, (3, 4), reason=reason, duplicate=True, delivered=False
+        )
         return teller
 
     def test_tokens_twice_in_the_next_prompt_are_found(self) -> None:
@@ -34,7 +36,10 @@ class TestDuplicates:
 
     def test_tokens_twice_in_the_sample_are_found(self) -> None:
         """After the last call."""
-        assert "they stand twice in the sample" == finds(self.ID, self._twice("stop").result((3, 4, 3, 4))).observed
+        assert (
+            "they stand twice in the sample"
+            == finds(self.ID, self._twice("stop").result((3, 4, 3, 4))).observed
+        )
 
     def test_tokens_twice_before_the_environment_are_found(self) -> None:
         """In a turn of several."""
@@ -66,12 +71,20 @@ class TestRetries:
 
     ID = "lifecycle.one-reply-per-retry"
 
-    def _retried(self, first: tuple[int, ...] = (3, 4), second: tuple[int, ...] = (5, 6), *, late_last: bool = False) -> Teller:
+    def _retried(
+        self,
+        first: tuple[int, ...] = (3, 4),
+        second: tuple[int, ...] = (5, 6),
+        *,
+        late_last: bool = False,
+    ) -> Teller:
         """A call times out and is sent again; both replies arrive."""
         teller = _open()
         one = teller.call((1, 2))
         two = teller.call((1, 2), server="s1")
-        for call, tokens in ((two, second), (one, first)) if late_last else ((one, first), (two, second)):
+        for call, tokens in (
+            ((two, second), (one, first)) if late_last else ((one, first), (two, second))
+        ):
             teller.reply(call, tokens, reason="stop")
         return teller
 
@@ -113,7 +126,9 @@ class TestRetries:
         late = teller.call((7, 8), "r1")
         teller.fault("late-reply", "s0", late)
         own = teller.call((1, 2), "r0")
-        teller.reply(late, (5, 6), reason="stop").reply(own, (3, 4), reason="stop").result((3, 4)).result((5, 6), "r1", (7, 8))
+        teller.reply(late, (5, 6), reason="stop").reply(own, (3, 4), reason="stop").result(
+            (3, 4)
+        ).result((5, 6), "r1", (7, 8))
         passes(self.ID, teller, stray_replies_of_other_requests=1)
 
     def test_tokens_of_another_cause_are_not_blamed_on_a_retry(self) -> None:

@@ -13,7 +13,9 @@ class TestSurvivesDeath:
     ID = "lifecycle.survives-death"
 
     def _hit(self, **story: object) -> Teller:
-        """Two tokens were delivered by an aborted call; the call that continues them dies with its server."""
+        """Two tokens were delivered by an aborted call; the call that continues them dies with its
+        server.
+        """
         teller = opened(**story)
         call = teller.call((1, 2))
         teller.reply(call, (3, 4), reason="abort")
@@ -36,7 +38,11 @@ class TestSurvivesDeath:
         """Both are answers to a death."""
         teller = self._hit()
         call = teller.call((1, 2, 3, 4), server="s1")
-        passes(self.ID, teller.reply(call, (5, 6)).result((3, 4, 5, 6)), **{"requests_in_flight_at_a_server's_death": 1})
+        passes(
+            self.ID,
+            teller.reply(call, (5, 6)).result((3, 4, 5, 6)),
+            **{"requests_in_flight_at_a_server's_death": 1},
+        )
         passes(self.ID, self._hit().result(event={"error": "ServerDied"}))
 
     @pytest.mark.parametrize("resume", ["engine", "none"])
@@ -53,8 +59,12 @@ class TestSurvivesDeath:
         passes(self.ID, teller.reply(call, (5,), reason="abort").result())
 
     @pytest.mark.parametrize("late", ["", "late-reply"])
-    def test_a_declared_drop_of_an_abort_that_overtook_the_death_is_not_the_deaths(self, late: str) -> None:
-        """The call was aborted before its server died, and its answer arrives after that: at the same instant, or late."""
+    def test_a_declared_drop_of_an_abort_that_overtook_the_death_is_not_the_deaths(
+        self, late: str
+    ) -> None:
+        """The call was aborted before its server died, and its answer arrives after that: at the
+        same instant, or late.
+        """
         teller = opened(partial_off="dropped", case={"partial": False})
         call = teller.call((1, 2))
         if late:
@@ -66,7 +76,9 @@ class TestSurvivesDeath:
         """Its caller never saw the abort that came after the death."""
         teller = opened(partial_off="dropped", case={"partial": False})
         call = teller.call((1, 2))
-        teller.abort(call).fault("death", "s0").reply(call, (3,), reason="abort", delivered=False).result()
+        teller.abort(call).fault("death", "s0").reply(
+            call, (3,), reason="abort", delivered=False
+        ).result()
         assert "a request vanished when a server died" == finds(self.ID, teller).title
 
     def test_a_death_elsewhere_hits_nobody(self) -> None:

@@ -20,20 +20,38 @@ class TestEndsOnce:
     def test_a_second_end_is_found(self) -> None:
         """A duplicated completion became a sample of its own."""
         finding = finds(self.ID, opened().result((3,)).result((3,)))
-        assert ("a request ended twice", "a second result at event 2") == (finding.title, finding.observed)
+        assert ("a request ended twice", "a second result at event 2") == (
+            finding.title,
+            finding.observed,
+        )
 
     def test_an_end_of_nobodys_request_is_found(self) -> None:
         """A result that no submission explains."""
-        assert "a result of 'r9' at event 1" == finds(self.ID, opened().result((3,), request_id="r9").result((3,))).observed
+        assert (
+            "a result of 'r9' at event 1"
+            == finds(self.ID, opened().result((3,), request_id="r9").result((3,))).observed
+        )
 
     def test_no_end_is_found(self) -> None:
         """The run ended, the request did not."""
         finding = finds(self.ID, opened())
-        assert ("a request never ended", {"request": "r0", "index": 0}) == (finding.title, finding.where)
+        assert ("a request never ended", {"request": "r0", "index": 0}) == (
+            finding.title,
+            finding.where,
+        )
 
     def test_every_kind_of_end_counts(self) -> None:
         """A rollout, an error, a drop and a hang are ends; an id may be used again after one."""
-        teller = opened().result((3,)).submit().result(event={"error": "E"}).submit().result().submit().result(event={"hung": True})
+        teller = (
+            opened()
+            .result((3,))
+            .submit()
+            .result(event={"error": "E"})
+            .submit()
+            .result()
+            .submit()
+            .result(event={"hung": True})
+        )
         passes(self.ID, teller, requests_that_ended=4)
 
     def test_a_trace_that_was_cut_is_not_judged(self) -> None:
@@ -50,7 +68,13 @@ class TestEndsOnce:
 
     def test_one_hang_does_not_make_two_findings(self) -> None:
         """What hangs is told by no-hang; the others cannot be known to have ended."""
-        unknown_or_pass = opened().submit("r1", (5, 6)).result((3,)).submit("r2", (7,)).result(request_id="r2", event={"hung": True})
+        unknown_or_pass = (
+            opened()
+            .submit("r1", (5, 6))
+            .result((3,))
+            .submit("r2", (7,))
+            .result(request_id="r2", event={"hung": True})
+        )
         passes(self.ID, unknown_or_pass, requests_that_ended=2)
 
 
@@ -63,11 +87,22 @@ class TestNoHang:
         """The runner's words, and the fate of the last call."""
         teller = opened()
         teller.send()
-        finding = finds(self.ID, teller.result(event={"hung": True, "error": "deadline; it awaits Lock.acquire"}))
-        assert "deadline; it awaits Lock.acquire; its last call, 1 on s0, was not admitted" == finding.observed
+        finding = finds(
+            self.ID,
+            teller.result(event={"hung": True, "error": "deadline; it awaits Lock.acquire"}),
+        )
+        assert (
+            "deadline; it awaits Lock.acquire; its last call, 1 on s0, was not admitted"
+            == finding.observed
+        )
 
     @pytest.mark.parametrize(
-        ("state", "words"), [("none", "no call was ever made"), ("admitted", "was admitted and not answered"), ("answered", "was answered")]
+        ("state", "words"),
+        [
+            ("none", "no call was ever made"),
+            ("admitted", "was admitted and not answered"),
+            ("answered", "was answered"),
+        ],
     )
     def test_the_last_call_is_described(self, state: str, words: str) -> None:
         """Where to look first."""
@@ -92,9 +127,14 @@ class TestNoErrorWithoutFault:
         """An abort of zero tokens is one (verl #5936)."""
         teller = opened()
         call = teller.call((1, 2))
-        teller.reply(call, (), reason="abort").result(event={"error": "ValueError: not enough values to unpack"})
+        teller.reply(call, (), reason="abort").result(
+            event={"error": "ValueError: not enough values to unpack"}
+        )
         finding = finds(self.ID, teller)
-        assert "ValueError: not enough values to unpack; its last reply had no tokens, finish reason abort" == finding.observed
+        assert (
+            "ValueError: not enough values to unpack; its last reply had no tokens, finish reason"
+            " abort" == finding.observed
+        )
         assert "verl #5936" in finding.hint
 
     @pytest.mark.parametrize("what", ["lost-reply", "late-reply", "duplicate-reply", "reject"])
@@ -109,12 +149,17 @@ class TestNoErrorWithoutFault:
     @pytest.mark.parametrize("what", ["death", "update-failure", "update-hung"])
     def test_a_fault_of_the_fleet_explains_errors(self, what: str) -> None:
         """No server left, weights that never came."""
-        passes(self.ID, opened().fault(what, "s1" if what == "death" else None).result(event={"error": "E"}))
+        passes(
+            self.ID,
+            opened().fault(what, "s1" if what == "death" else None).result(event={"error": "E"}),
+        )
 
     def test_a_server_that_is_down_explains_errors_of_later_requests(self) -> None:
         """Until it is revived."""
         teller = Teller()
-        teller.fault("death", "s0").submit().result(event={"error": "E"}).fault("revive", "s0").submit().result(event={"error": "E"})
+        teller.fault("death", "s0").submit().result(event={"error": "E"}).fault(
+            "revive", "s0"
+        ).submit().result(event={"error": "E"})
         finds(self.ID, teller)
 
     def test_an_undelivered_reply_explains_an_error(self) -> None:
@@ -141,7 +186,10 @@ class TestCountersReturn:
     def test_a_counter_that_leaks_is_found(self) -> None:
         """Raised on every path, lowered on some."""
         finding = finds(self.ID, opened().result((3,)).gauges(0, 2, "in flight"))
-        assert ("counter 'in flight' did not return to its start", "2 when every request had ended") == (finding.title, finding.observed)
+        assert (
+            "counter 'in flight' did not return to its start",
+            "2 when every request had ended",
+        ) == (finding.title, finding.observed)
 
     def test_counters_that_return_pass(self) -> None:
         """They may start anywhere."""
@@ -177,7 +225,9 @@ class TestDrops:
         assert f"a rollout or an error: {words}" == finds(self.ID, self._dropped(**story)).expected  # type: ignore[arg-type]
 
     def test_a_declared_drop_passes(self) -> None:
-        """Aborted, partial rollout off, declared; also where nobody ever resumes, and where no case tells the flag."""
+        """Aborted, partial rollout off, declared; also where nobody ever resumes, and where no case
+        tells the flag.
+        """
         passes(self.ID, self._dropped())
         passes(self.ID, self._dropped(resume="none", case={"partial": True}))
         passes(self.ID, self._dropped(driven=False))
@@ -298,7 +348,9 @@ class TestBoundedAttempts:
 
     def test_a_busy_loop_is_found(self) -> None:
         """201 calls without a wait."""
-        assert "201 calls in 20 s without a token" == finds(self.ID, self._attempts(250, 0.1)).observed
+        assert (
+            "201 calls in 20 s without a token" == finds(self.ID, self._attempts(250, 0.1)).observed
+        )
 
     def test_polling_at_intervals_passes(self) -> None:
         """A second between attempts, as verl's client sleeps, is a design."""
@@ -313,7 +365,9 @@ def test_ids_are_unique_and_told_in_words() -> None:
     """Every check of the two families has a promise, what it needs and what exercises it."""
     registry = Registry([*in_flight.CHECKS, *endings.CHECKS])
     assert {"weights", "lifecycle"} == {check.family for check in registry}
-    assert all(check.promise.endswith(".") and check.needs and check.exercised_by for check in registry)
+    assert all(
+        check.promise.endswith(".") and check.needs and check.exercised_by for check in registry
+    )
 
 
 def test_an_empty_trace_and_one_of_every_kind_crash_nothing() -> None:
@@ -323,8 +377,16 @@ def test_an_empty_trace_and_one_of_every_kind_crash_nothing() -> None:
     frozen = judge(teller.trace(), registry)["weights.no-token-while-paused"]
     assert (Verdict.NOT_APPLICABLE, True) == (frozen.verdict, "resume='client'" in frozen.reason)
     registry = Registry(check for check in registry if check.id != frozen.id)
-    assert {Verdict.UNKNOWN} == {result.verdict for result in judge(teller.trace(), registry).results}
-    teller.admit(7).reply(7, (3,)).abort(7, wanted="x").resume().pause(progress={7: 1}).weights(None, label=None)  # type: ignore[arg-type]
-    teller.observe(5).fault("lost-reply", "s0", 7).fault("death", "s0").fault("death").gauges().result((3,))
+    assert {Verdict.UNKNOWN} == {
+        result.verdict for result in judge(teller.trace(), registry).results
+    }
+    teller.admit(7).reply(7, (3,)).abort(7, wanted="x").resume().pause(progress={7: 1}).weights(
+        None, label=None
+    )  # type: ignore[arg-type]
+    teller.observe(5).fault("lost-reply", "s0", 7).fault("death", "s0").fault(
+        "death"
+    ).gauges().result((3,))
     assert "train" in EVENT_KINDS
-    assert not [result for result in judge(teller.trace(), registry).results if "crashed" in result.reason]
+    assert not [
+        result for result in judge(teller.trace(), registry).results if "crashed" in result.reason
+    ]

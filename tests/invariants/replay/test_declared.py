@@ -1,4 +1,6 @@
-"""Replay checks on trainers whose contract, or way to forward, leaves a check nothing to judge: it is not applicable, never undecided."""
+"""Replay checks on trainers whose contract, or way to forward, leaves a check nothing to judge: it
+is not applicable, never undecided.
+"""
 
 from __future__ import annotations
 
@@ -36,7 +38,13 @@ class FrozenGates(_Told):
     """Gates are not trained, and have no gradients."""
 
     def told(self, outcome: Outcome) -> Outcome:
-        return replace(outcome, gates={}, gradients={name: one for name, one in outcome.gradients.items() if not name.endswith("gate")})
+        return replace(
+            outcome,
+            gates={},
+            gradients={
+                name: one for name, one in outcome.gradients.items() if not name.endswith("gate")
+            },
+        )
 
 
 FrozenGates.contract = declaring(FrozenGates, trains_gates=False)
@@ -79,7 +87,15 @@ class _WithoutFinals(Spy):
     def routed(self, layer: int, experts: Any, **places: Any) -> None:
         totals = np.array([*(sample.total for sample in self.step.samples), 0])
         kept = places["positions"] != totals[places["samples"]] - 1
-        super().routed(layer, experts[kept], **{**places, "samples": places["samples"][kept], "positions": places["positions"][kept]})
+        super().routed(
+            layer,
+            experts[kept],
+            **{
+                **places,
+                "samples": places["samples"][kept],
+                "positions": places["positions"][kept],
+            },
+        )
 
 
 class ShiftingPrefix(CapturedPrefix):
@@ -101,7 +117,11 @@ class _LastRowRepeated(ShiftingPrefix):
 
     def payload(self, sample: Rollout) -> IntArray:
         rows = super().payload(sample)
-        return np.concatenate([rows, np.repeat(rows[-1:], sample.total - len(rows), axis=0)]) if len(rows) else rows
+        return (
+            np.concatenate([rows, np.repeat(rows[-1:], sample.total - len(rows), axis=0)])
+            if len(rows)
+            else rows
+        )
 
 
 @pytest.mark.parametrize(
@@ -114,16 +134,29 @@ class _LastRowRepeated(ShiftingPrefix):
     ],
     ids=lambda value: value.__name__ if isinstance(value, type) else "",
 )
-def test_what_cannot_arise_is_not_applicable(made: type[ReplayTrainer], ruled_out: set[str]) -> None:
-    """All other checks pass, but for those that the trainers of this contract have no use for anyhow."""
+def test_what_cannot_arise_is_not_applicable(
+    made: type[ReplayTrainer], ruled_out: set[str]
+) -> None:
+    """All other checks pass, but for those that the trainers of this contract have no use for
+    anyhow.
+    """
     found = results(made)
-    assert [] == [(name, str(one.verdict), one.reason) for name, one in found.items() if one.verdict not in ("pass", "not applicable")]
-    assert ruled_out | {"recorded"} == {name for name, one in found.items() if one.verdict == "not applicable"}
+    assert [] == [
+        (name, str(one.verdict), one.reason)
+        for name, one in found.items()
+        if one.verdict not in ("pass", "not applicable")
+    ]
+    assert ruled_out | {"recorded"} == {
+        name for name, one in found.items() if one.verdict == "not applicable"
+    }
 
 
 def test_rows_behind_a_captured_prefix_are_compared_without_final_tokens() -> None:
     """A trainer that leaves out final tokens is still held to the rows that were not captured."""
-    assert "rows without a target were replayed" == results(_LastRowRepeated)["free-rows"].findings[0].title
+    assert (
+        "rows without a target were replayed"
+        == results(_LastRowRepeated)["free-rows"].findings[0].title
+    )
 
 
 def test_flags_of_the_terms_are_true_or_false() -> None:

@@ -1,4 +1,6 @@
-"""Replay checks: what is wrong is told with where it comes from, and what cannot be judged is told as that."""
+"""Replay checks: what is wrong is told with where it comes from, and what cannot be judged is told
+as that.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,12 @@ from rollproof.core.records import IntArray, Rollout
 from rollproof.core.replay_contract import Defect
 from rollproof.core.router_spy import Spy
 from rollproof.fakes.known_bugs.replay import BUGS
-from rollproof.fakes.trainers.reference_trainers import CapturedPrefix, DenseFirst, Interleaved, ManyExperts
+from rollproof.fakes.trainers.reference_trainers import (
+    CapturedPrefix,
+    DenseFirst,
+    Interleaved,
+    ManyExperts,
+)
 from rollproof.fakes.trainers.replay_trainer import ReplayTrainer
 from rollproof.fakes.trainers.trainer_parts import Microbatch
 from rollproof.judging.checks import Verdict
@@ -38,7 +45,9 @@ def _narrow(self: ReplayTrainer, sample: Rollout) -> IntArray:
 class OtherLayers(ReplayTrainer):
     """Layers get the routes of their neighbours."""
 
-    def targets(self, step: Step, microbatch: Microbatch, rank: Rank, source: Source, chunk: int) -> dict[int, IntArray]:
+    def targets(
+        self, step: Step, microbatch: Microbatch, rank: Rank, source: Source, chunk: int
+    ) -> dict[int, IntArray]:
         right = super().targets(step, microbatch, rank, source, chunk)
         return {layer: right[max(0, layer - 1)] for layer in right}
 
@@ -46,7 +55,9 @@ class OtherLayers(ReplayTrainer):
 class Swapped(ReplayTrainer):
     """The first two MoE layers get one another's routes."""
 
-    def targets(self, step: Step, microbatch: Microbatch, rank: Rank, source: Source, chunk: int) -> dict[int, IntArray]:
+    def targets(
+        self, step: Step, microbatch: Microbatch, rank: Rank, source: Source, chunk: int
+    ) -> dict[int, IntArray]:
         right = super().targets(step, microbatch, rank, source, chunk)
         return {layer: right[{0: 1, 1: 0}.get(layer, layer)] for layer in right}
 
@@ -54,7 +65,9 @@ class Swapped(ReplayTrainer):
 class Backwards(DenseFirst):
     """A list of layers that was built from the end."""
 
-    def targets(self, step: Step, microbatch: Microbatch, rank: Rank, source: Source, chunk: int) -> dict[int, IntArray]:
+    def targets(
+        self, step: Step, microbatch: Microbatch, rank: Rank, source: Source, chunk: int
+    ) -> dict[int, IntArray]:
         right = super().targets(step, microbatch, rank, source, chunk)
         return dict(zip(right, reversed(right.values()), strict=True))
 
@@ -62,13 +75,31 @@ class Backwards(DenseFirst):
 class OtherSamples(ReplayTrainer):
     """Samples get the routes of the sample behind."""
 
-    def targets(self, step: Step, microbatch: Microbatch, rank: Rank, source: Source, chunk: int) -> dict[int, IntArray]:
-        samples = [replace(one, routes=other.routes) for one, other in zip(microbatch.samples, step.samples[1:], strict=False)]
+    def targets(
+        self, step: Step, microbatch: Microbatch, rank: Rank, source: Source, chunk: int
+    ) -> dict[int, IntArray]:
+        samples = [
+            replace(one, routes=other.routes)
+            for one, other in zip(microbatch.samples, step.samples[1:], strict=False)
+        ]
         fitted = [
-            replace(one, routes=None if one.routes is None else np.resize(one.routes, (one.total - 1, *one.routes.shape[1:])))
+            replace(
+                one,
+                routes=(
+                    None
+                    if one.routes is None
+                    else np.resize(one.routes, (one.total - 1, *one.routes.shape[1:]))
+                ),
+            )
             for one in samples
         ]
-        return super().targets(step, self.microbatch(microbatch.number, tuple(fitted), microbatch.first), rank, source, chunk)
+        return super().targets(
+            step,
+            self.microbatch(microbatch.number, tuple(fitted), microbatch.first),
+            rank,
+            source,
+            chunk,
+        )
 
 
 class Stale(ReplayTrainer):
@@ -103,26 +134,58 @@ class Zeros(CapturedPrefix):
 @pytest.mark.parametrize(
     ("made", "episode", "origin", "hint"),
     [
-        (type("Before", (ReplayTrainer,), {"payload": _shift(1)}), "placement", "are the target of the position before", "slime#1045"),
-        (type("After", (ReplayTrainer,), {"payload": _shift(-1)}), "placement", "are the target of the position after", "slime#1045"),
+        (
+            type("Before", (ReplayTrainer,), {"payload": _shift(1)}),
+            "placement",
+            "are the target of the position before",
+            "slime#1045",
+        ),
+        (
+            type("After", (ReplayTrainer,), {"payload": _shift(-1)}),
+            "placement",
+            "are the target of the position after",
+            "slime#1045",
+        ),
         (OtherLayers, "placement", "are the target of the MoE layer before", "verl#5037"),
-        (Swapped, "placement", "another MoE layer (layer 0 executes that of layer 1, layer 1 executes that of layer 0)", "verl#5037"),
+        (
+            Swapped,
+            "placement",
+            (
+                "another MoE layer (layer 0 executes that of layer 1, layer 1 executes that of"
+                " layer 0)"
+            ),
+            "verl#5037",
+        ),
         (Backwards, "placement", "are the target of another MoE layer (layer ", "verl#5037"),
-        (OtherSamples, "placement", "are the target of the same position in the sample after", "to their own microbatch"),
+        (
+            OtherSamples,
+            "placement",
+            "are the target of the same position in the sample after",
+            "to their own microbatch",
+        ),
         (Stale, "placement", "are the target of step 'first batch'", "SkyRL#1908"),
         (Native, "switching", "are what the router chooses by itself", "verl#7340"),
-        (type("Narrow", (ManyExperts,), {"payload": _narrow}), "placement", "are the target wrapped into uint8", "verl#7407"),
+        (
+            type("Narrow", (ManyExperts,), {"payload": _narrow}),
+            "placement",
+            "are the target wrapped into uint8",
+            "verl#7407",
+        ),
         (Zeros, "placement", "are rows of expert 0 alone", "verl#4986"),
     ],
     ids=lambda value: value.__name__ if isinstance(value, type) else "",
 )
-def test_a_finding_says_where_wrong_rows_come_from(made: type[ReplayTrainer], episode: str, origin: str, hint: str) -> None:
+def test_a_finding_says_where_wrong_rows_come_from(
+    made: type[ReplayTrainer], episode: str, origin: str, hint: str
+) -> None:
     """The place, the amount and the origin of what was executed are in the finding."""
     findings = results(made, episode)["forward"].findings
     told = next(finding for finding in findings if origin in finding.observed)
 
     assert hint in told.hint
-    assert {"episode", "step", "request", "position", "layer", "rank", "recompute"} == set(told.where)
+    assert {"episode", "step", "request", "position", "layer", "rank", "recompute"} == set(
+        told.where
+    )
     assert "wrong, in" in told.observed
 
 
@@ -141,8 +204,16 @@ def test_wrong_rows_without_an_origin_say_so() -> None:
 @pytest.mark.parametrize(
     ("bug", "check", "hint"),
     [
-        ("replay-recompute-native", "replay.recompute", "The forward pass executed the targets: they were cleared"),
-        ("replay-old-logprobs-native", "replay.old-logprob", "Where replay.forward passes, training steps execute their targets"),
+        (
+            "replay-recompute-native",
+            "replay.recompute",
+            "The forward pass executed the targets: they were cleared",
+        ),
+        (
+            "replay-old-logprobs-native",
+            "replay.old-logprob",
+            "Where replay.forward passes, training steps execute their targets",
+        ),
     ],
 )
 def test_wrong_rows_of_one_kind_of_pass_say_which(bug: str, check: str, hint: str) -> None:
@@ -162,7 +233,9 @@ def test_a_check_sees_a_trace_cut_anywhere() -> None:
 
 
 def test_hostile_places_are_padding() -> None:
-    """Samples, positions and layers that do not exist are no rows of anything, and widths that differ crash nothing."""
+    """Samples, positions and layers that do not exist are no rows of anything, and widths that
+    differ crash nothing.
+    """
     trace = record_replay(ReplayTrainer, only=["self-replay"])
     hostile = [
         {"samples": np.array([99]), "positions": np.array([0])},
@@ -171,8 +244,15 @@ def test_hostile_places_are_padding() -> None:
         {"layer": 77, "samples": np.array([0]), "positions": np.array([0])},
     ]
     for changes in hostile:
-        for experts in (np.array([[0, 1]]), np.zeros((1, 0), dtype=np.int64), np.array([[0, 1, 2, 3]])):
-            events = [replace(event, **changes, experts=experts) if isinstance(event, Routing) else event for event in trace.events]
+        for experts in (
+            np.array([[0, 1]]),
+            np.zeros((1, 0), dtype=np.int64),
+            np.array([[0, 1, 2, 3]]),
+        ):
+            events = [
+                replace(event, **changes, experts=experts) if isinstance(event, Routing) else event
+                for event in trace.events
+            ]
             judged = judge(trace.with_events(events), CHECKS)
             assert not [result.id for result in judged.results if "crashed" in result.reason]
 
@@ -187,9 +267,13 @@ def test_a_trace_of_rollouts_is_not_judged_by_replay_checks() -> None:
 
 
 def test_a_contract_without_terms_rules_the_family_out() -> None:
-    """A trace that says it is of a trainer, and whose contract has no replay terms, is judged by nothing, and crashes nothing."""
+    """A trace that says it is of a trainer, and whose contract has no replay terms, is judged by
+    nothing, and crashes nothing.
+    """
     trace = record_replay(ReplayTrainer, only=["edges"])
-    bare = replace(trace, header=replace(trace.header, contract=replace(trace.header.contract, replay=None)))
+    bare = replace(
+        trace, header=replace(trace.header, contract=replace(trace.header.contract, replay=None))
+    )
     judged = judge(bare, CHECKS)
 
     assert {Verdict.NOT_APPLICABLE} == {result.verdict for result in judged.results}
@@ -199,7 +283,9 @@ def test_a_contract_without_terms_rules_the_family_out() -> None:
 def test_coverage_names_what_was_never_routed() -> None:
     """A layer whose calls are not seen is told with its tokens."""
     trace = record_replay(DenseFirst, only=["self-replay"])
-    kept = [event for event in trace.events if not (isinstance(event, Routing) and event.layer == 2)]
+    kept = [
+        event for event in trace.events if not (isinstance(event, Routing) and event.layer == 2)
+    ]
     finding = judge(trace.with_events(kept), CHECKS)["replay.coverage"].findings[0]
 
     assert ("tokens that a layer never routed", 2) == (finding.title, finding.where["layer"])
@@ -231,11 +317,15 @@ class Forgetful(ReplayTrainer):
     """Leaves every sample of a microbatch in which one has no response to its routers."""
 
     def captured(self, microbatch: Microbatch, source: Source) -> Any:
-        return super().captured(microbatch, source) & all(sample.response_ids for sample in microbatch.samples)
+        return super().captured(microbatch, source) & all(
+            sample.response_ids for sample in microbatch.samples
+        )
 
 
 def test_a_sample_without_response_may_be_left_to_its_routers() -> None:
-    """A mask may leave it native by design, as verl's for R3 does; leaving other samples' rows native is a fault."""
+    """A mask may leave it native by design, as verl's for R3 does; leaving other samples' rows
+    native is a fault.
+    """
     assert Verdict.PASS is results(NothingToLearn, "edges")["edges"].verdict
     edges = results(Forgetful, "edges")["edges"]
 
@@ -249,12 +339,17 @@ class Clipping(ReplayTrainer):
     def run(self, step: Step, spy: Spy) -> Outcome:
         if step.defect not in (Defect.TOO_LARGE, Defect.NEGATIVE):
             return super().run(step, spy)
-        fitted = tuple(tuple(replace(one, routes=np.clip(one.routes, 0, 7)) for one in part) for part in step.microbatches)
+        fitted = tuple(
+            tuple(replace(one, routes=np.clip(one.routes, 0, 7)) for one in part)
+            for part in step.microbatches
+        )
         return super().run(replace(step, microbatches=fitted), spy)
 
 
 def test_ids_that_are_made_to_fit_are_found() -> None:
-    """A row without a target is the router's own, where the contract says so: an id cut down to a valid one is none."""
+    """A row without a target is the router's own, where the contract says so: an id cut down to a
+    valid one is none.
+    """
     found = results(Clipping, "bad routes")["targets"]
 
     assert Verdict.FAIL is found.verdict
@@ -271,9 +366,13 @@ class OneMore(ReplayTrainer):
         finally:
             more = step.action is Action.REPLAY
             calls = [
-                replace(one, experts=np.concatenate([one.experts, 7 - one.experts[:, :1]], axis=1))
-                if more and isinstance(one, Routing)
-                else one
+                (
+                    replace(
+                        one, experts=np.concatenate([one.experts, 7 - one.experts[:, :1]], axis=1)
+                    )
+                    if more and isinstance(one, Routing)
+                    else one
+                )
                 for one in own.events
             ]
             spy.extend(calls)

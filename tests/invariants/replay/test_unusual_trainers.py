@@ -43,7 +43,15 @@ class _WithoutFinals(Spy):
     def routed(self, layer: int, experts: Any, **places: Any) -> None:
         totals = np.array([*(sample.total for sample in self.step.samples), 0])
         kept = places["positions"] != totals[places["samples"]] - 1
-        super().routed(layer, experts[kept], **{**places, "samples": places["samples"][kept], "positions": places["positions"][kept]})
+        super().routed(
+            layer,
+            experts[kept],
+            **{
+                **places,
+                "samples": places["samples"][kept],
+                "positions": places["positions"][kept],
+            },
+        )
 
 
 class Shifting(ReplayTrainer):
@@ -71,7 +79,13 @@ class Noisy(ReplayTrainer):
         factor = 1 + 1e-7 * float(self.noise.standard_normal())
         gates = {layer: sketch * factor for layer, sketch in outcome.gates.items()}
         gradients = {name: sketch * factor for name, sketch in outcome.gradients.items()}
-        return replace(outcome, loss=(outcome.loss or 0.0) * factor, gradients=gradients, gates=gates, logprobs={})
+        return replace(
+            outcome,
+            loss=(outcome.loss or 0.0) * factor,
+            gradients=gradients,
+            gates=gates,
+            logprobs={},
+        )
 
 
 Noisy.contract = declaring(Noisy, tolerance=1e-5, float_digits=6)
@@ -80,7 +94,16 @@ Noisy.contract = declaring(Noisy, tolerance=1e-5, float_digits=6)
 class OncePerStep(ReplayTrainer):
     """Gives each router the targets of all microbatches at once."""
 
-    def install(self, run: Any, microbatch: Microbatch, layer: int, number: int, target: IntArray, *, keep: bool) -> None:
+    def install(
+        self,
+        run: Any,
+        microbatch: Microbatch,
+        layer: int,
+        number: int,
+        target: IntArray,
+        *,
+        keep: bool,
+    ) -> None:
         run.routers[layer, number].install(target, keep=keep)
         if microbatch.number == 0:
             run.spy.installed(layer)
@@ -92,8 +115,13 @@ OncePerStep.contract = declaring(OncePerStep, installs=Installs.PER_STEP)
 class Reversed(ReplayTrainer):
     """Executes the experts of a row in another order than the target holds them."""
 
-    def targets(self, step: Step, microbatch: Microbatch, rank: Rank, source: Source, chunk: int) -> dict[int, IntArray]:
-        return {layer: target[:, ::-1] for layer, target in super().targets(step, microbatch, rank, source, chunk).items()}
+    def targets(
+        self, step: Step, microbatch: Microbatch, rank: Rank, source: Source, chunk: int
+    ) -> dict[int, IntArray]:
+        return {
+            layer: target[:, ::-1]
+            for layer, target in super().targets(step, microbatch, rank, source, chunk).items()
+        }
 
 
 class Normalised(OneExpert):
@@ -169,7 +197,11 @@ class Frozen(ReplayTrainer):
     def work(self, step: Step, spy: Spy) -> Outcome:
         outcome = super().work(step, spy)
         gates = {layer: np.zeros_like(sketch) for layer, sketch in outcome.gates.items()}
-        return replace(outcome, gates=gates, gradients={name: one for name, one in outcome.gradients.items() if "gate" not in name})
+        return replace(
+            outcome,
+            gates=gates,
+            gradients={name: one for name, one in outcome.gradients.items() if "gate" not in name},
+        )
 
     def reference(self, step: Step) -> Outcome:
         raise UnsupportedStep("the subject has no reference")
@@ -185,7 +217,9 @@ class Dropping(ReplayTrainer):
         factor = 1 + 1e-3 * float(self.noise.standard_normal()) if step.backward else 1.0
         gates = {layer: sketch * factor for layer, sketch in outcome.gates.items()}
         gradients = {name: sketch * factor for name, sketch in outcome.gradients.items()}
-        return replace(outcome, loss=(outcome.loss or 0.0) * factor, gradients=gradients, gates=gates)
+        return replace(
+            outcome, loss=(outcome.loss or 0.0) * factor, gradients=gradients, gates=gates
+        )
 
 
 class Updating(ReplayTrainer):
@@ -201,7 +235,9 @@ class _Masking(Spy):
     """Sees padding that executes nothing."""
 
     def routed(self, layer: int, experts: Any, **places: Any) -> None:
-        super().routed(layer, np.where(np.asarray(places["samples"])[:, None] < 0, -1, experts), **places)
+        super().routed(
+            layer, np.where(np.asarray(places["samples"])[:, None] < 0, -1, experts), **places
+        )
 
 
 class MasksPadding(DenseFirst):
@@ -225,7 +261,9 @@ class _Overflowing(Spy):
 
 
 class Capacity(Recording):
-    """Experts turn tokens away in the recording pass, behind what is recorded: such rows are not compared."""
+    """Experts turn tokens away in the recording pass, behind what is recorded: such rows are not
+    compared.
+    """
 
     def work(self, step: Step, spy: Spy) -> Outcome:
         if step.action is not Action.RECORD:
@@ -257,7 +295,9 @@ class RefusesNaN(ReplayTrainer):
 
 
 class NoneForZeros(ReplayTrainer):
-    """Tells no gradient of an expert that did not run; one that ran for rows without a loss has one of zeros."""
+    """Tells no gradient of an expert that did not run; one that ran for rows without a loss has one
+    of zeros.
+    """
 
     def work(self, step: Step, spy: Spy) -> Outcome:
         outcome = super().work(step, spy)
@@ -277,12 +317,17 @@ class _InPieces(Spy):
 
     def routed(self, layer: int, experts: Any, **places: Any) -> None:
         for i in range(0, len(experts), 5):
-            piece = {name: value[i : i + 5] if name in ("samples", "positions") else value for name, value in places.items()}
+            piece = {
+                name: value[i : i + 5] if name in ("samples", "positions") else value
+                for name, value in places.items()
+            }
             super().routed(layer, experts[i : i + 5], **piece)
 
 
 class InPieces(ReplayTrainer):
-    """Calls its routers for a few rows at a time; how often they are given targets it does not tell."""
+    """Calls its routers for a few rows at a time; how often they are given targets it does not
+    tell.
+    """
 
     def run(self, step: Step, spy: Spy) -> Outcome:
         pieces = _InPieces(step)
@@ -311,11 +356,46 @@ class EveryExpert(ReplayTrainer):
 @pytest.mark.parametrize(
     ("made", "verdicts"),
     [
-        (Silent, {"self-loss": "pass", "self-gradients": "unknown", "gate-gradients": "unknown", "drift": "pass", "aftermath": "pass"}),
-        (Mute, {"self-loss": "unknown", "drift": "unknown", "aftermath": "unknown", "off": "unknown", "forward": "pass"}),
-        (Shifting, {"coverage": "pass", "self-loss": "pass", "drift": "pass", "free-rows": "not applicable"}),
+        (
+            Silent,
+            {
+                "self-loss": "pass",
+                "self-gradients": "unknown",
+                "gate-gradients": "unknown",
+                "drift": "pass",
+                "aftermath": "pass",
+            },
+        ),
+        (
+            Mute,
+            {
+                "self-loss": "unknown",
+                "drift": "unknown",
+                "aftermath": "unknown",
+                "off": "unknown",
+                "forward": "pass",
+            },
+        ),
+        (
+            Shifting,
+            {
+                "coverage": "pass",
+                "self-loss": "pass",
+                "drift": "pass",
+                "free-rows": "not applicable",
+            },
+        ),
         (ShiftingRecorder, {"coverage": "pass", "self-gradients": "pass", "forward": "pass"}),
-        (Noisy, {"self-loss": "pass", "self-gradients": "pass", "gate-slope": "pass", "reference": "pass", "free-rows": "not applicable"}),
+        (
+            Noisy,
+            {
+                "self-loss": "pass",
+                "self-gradients": "pass",
+                "gate-slope": "pass",
+                "reference": "pass",
+                "free-rows": "not applicable",
+            },
+        ),
         (OncePerStep, {"installs": "pass", "forward": "pass"}),
         (Reversed, {"forward": "pass", "self-gradients": "pass"}),
         (Normalised, {"gate-gradients": "unknown", "gate-slope": "unknown", "drift": "pass"}),
@@ -335,9 +415,24 @@ class EveryExpert(ReplayTrainer):
         (Refusing, {"edges": "pass"}),
         (RecomputesTwice, {"coverage": "pass", "recompute": "pass"}),
         (Frozen, {"gate-slope": "unknown", "gate-gradients": "unknown", "self-gradients": "pass"}),
-        (Dropping, {"forward": "pass", "self-loss": "unknown", "aftermath": "unknown", "gate-slope": "unknown", "free-rows": "unknown"}),
-        (Updating, {"forward": "pass", "self-loss": "unknown", "aftermath": "unknown", "off": "unknown"}),
-        (MasksPadding, {"assignments": "pass", "gate-slope": "pass", "targets": "pass", "edges": "pass"}),
+        (
+            Dropping,
+            {
+                "forward": "pass",
+                "self-loss": "unknown",
+                "aftermath": "unknown",
+                "gate-slope": "unknown",
+                "free-rows": "unknown",
+            },
+        ),
+        (
+            Updating,
+            {"forward": "pass", "self-loss": "unknown", "aftermath": "unknown", "off": "unknown"},
+        ),
+        (
+            MasksPadding,
+            {"assignments": "pass", "gate-slope": "pass", "targets": "pass", "edges": "pass"},
+        ),
         (Capacity, {"recorded": "pass", "assignments": "pass"}),
         (Retrying, {"failures": "unknown", "aftermath": "pass"}),
         (RefusesNaN, {"edges": "pass"}),
@@ -349,11 +444,15 @@ class EveryExpert(ReplayTrainer):
     ],
     ids=lambda value: value.__name__ if isinstance(value, type) else "",
 )
-def test_a_correct_but_unusual_trainer_is_not_blamed(made: type[ReplayTrainer], verdicts: dict[str, str]) -> None:
+def test_a_correct_but_unusual_trainer_is_not_blamed(
+    made: type[ReplayTrainer], verdicts: dict[str, str]
+) -> None:
     """No check fails, and those that cannot decide say so."""
     found = results(made)
 
-    assert [] == [(name, result.findings) for name, result in found.items() if result.verdict is Verdict.FAIL]
+    assert [] == [
+        (name, result.findings) for name, result in found.items() if result.verdict is Verdict.FAIL
+    ]
     assert verdicts == {name: str(found[name].verdict) for name in verdicts}
 
 
@@ -361,12 +460,18 @@ def test_what_does_not_repeat_is_named() -> None:
     """A trainer that does not repeat a native step is told which result differs, and what to do."""
     found = results(Dropping, "self-replay")["self-loss"]
 
-    assert found.reason.startswith("step 'native repeated' repeats 'native' with nothing of replay before, and its loss is ")
-    assert found.reason.endswith("seed what is drawn at random, keep state that a step updates, or declare a tolerance")
+    assert found.reason.startswith(
+        "step 'native repeated' repeats 'native' with nothing of replay before, and its loss is "
+    )
+    assert found.reason.endswith(
+        "seed what is drawn at random, keep state that a step updates, or declare a tolerance"
+    )
 
 
 def test_a_canary_is_planted_where_it_can_be_seen() -> None:
-    """Where all rows execute the same experts a shift by a row changes nothing: another fault is planted."""
+    """Where all rows execute the same experts a shift by a row changes nothing: another fault is
+    planted.
+    """
     canary = judge_replay(EveryExpert).canary
 
     assert canary is not None

@@ -1,4 +1,6 @@
-"""Route checks at the engine: its rows against an oracle, the weights behind them, and whose memory they are."""
+"""Route checks at the engine: its rows against an oracle, the weights behind them, and whose memory
+they are.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,11 @@ class _Oracle:
     """The policy of a story: rows over all layers."""
 
     def __init__(self, story: Story) -> None:
-        self._story = Story(request_id=story.request_id, changes={**story.changes, "layer_axis": "all"}, seed=story.seed)
+        self._story = Story(
+            request_id=story.request_id,
+            changes={**story.changes, "layer_axis": "all"},
+            seed=story.seed,
+        )
 
     def routes(self, version: Any, ids: Sequence[int], start: int = 0) -> np.ndarray:
         return self._story.rows(start, len(ids), int(version))
@@ -35,12 +41,19 @@ def _judged(story: Story, trace: Trace) -> Judgement:
 
 def _with_reply(trace: Trace, number: int, **changes: Any) -> Trace:
     replies = [e for e in trace.events if isinstance(e, Reply)]
-    return replace(trace, events=tuple(replace(e, **changes) if e is replies[number] else e for e in trace.events))
+    return replace(
+        trace,
+        events=tuple(replace(e, **changes) if e is replies[number] else e for e in trace.events),
+    )
 
 
 def test_every_row_that_an_engine_returned_is_compared_with_the_oracle() -> None:
     """All replies count, on either layer axis; a correct engine passes."""
-    for changes in ({}, {"num_layers": 5, "moe_layers": (1, 3, 4), "layer_axis": "moe"}, {"num_layers": 4, "moe_layers": (1, 2, 3)}):
+    for changes in (
+        {},
+        {"num_layers": 5, "moe_layers": (1, 3, 4), "layer_axis": "moe"},
+        {"num_layers": 4, "moe_layers": (1, 2, 3)},
+    ):
         story = Story(changes=changes)
         judged = _judged(story, story.trace(story.good()))
         assert failing(judged) == set()
@@ -54,23 +67,37 @@ def test_a_stale_slot_is_the_engines_fault_alone() -> None:
     rows[3:5] = Story(request_id="r7").rows(3, 5, 1)
     trace = story.trace(rows)
     reply = next(e for e in trace.events if isinstance(e, Reply))
-    finding = only_finding(_judged(story, _with_reply(trace, 0, output=replace(reply.output, routes=rows))), "routes.engine")
+    finding = only_finding(
+        _judged(story, _with_reply(trace, 0, output=replace(reply.output, routes=rows))),
+        "routes.engine",
+    )
     assert "wrong in 2 of 9 rows (position 3-4), in 3 of 3 MoE layers" in finding.observed
-    assert finding.where == {"request": "r0", "call": 1, "position": 3, "layer": 0, "version": 1, "server": "s0"}
+    assert finding.where == {
+        "request": "r0",
+        "call": 1,
+        "position": 3,
+        "layer": 0,
+        "version": 1,
+        "server": "s0",
+    }
     assert "SGLang #34319" in finding.hint
 
 
 def test_rows_over_a_mixed_cache_have_no_oracle() -> None:
     """KV of two versions: no single version explains the row, and none is asked for."""
     story = Story(segments=(Segment(5),))
-    trace = _with_reply(story.trace(story.good()), 0, true_rows=(Span(start=0, end=9, version="mixed"),))
+    trace = _with_reply(
+        story.trace(story.good()), 0, true_rows=(Span(start=0, end=9, version="mixed"),)
+    )
     judged = _judged(story, trace)
     assert failing(judged) == set()
     assert judged["routes.engine"].verdict is Verdict.UNKNOWN
 
 
 def test_a_recompute_must_not_overwrite_the_rows_of_sampled_tokens() -> None:
-    """Retract under new weights: the tokens are of version 1, their rows of version 2, and every shape is right."""
+    """Retract under new weights: the tokens are of version 1, their rows of version 2, and every
+    shape is right.
+    """
     story = Story(segments=(Segment(5, 1),), with_truth=False)
     trace = _with_reply(
         story.trace(story.good()),
@@ -82,7 +109,9 @@ def test_a_recompute_must_not_overwrite_the_rows_of_sampled_tokens() -> None:
     assert finding.expected == "rows 4-6 of version 1, which sampled the tokens 5-7"
     assert finding.observed == "rows of version 2: 3 rows of 9"
     assert "miles #3277" in finding.hint
-    kept = _with_reply(trace, 0, true_rows=(Span(start=0, end=7, version=1), Span(start=7, end=9, version=2)))
+    kept = _with_reply(
+        trace, 0, true_rows=(Span(start=0, end=7, version=1), Span(start=7, end=9, version=2))
+    )
     judged = judge(kept, REGISTRY)
     assert failing(judged) == set()
     assert judged["routes.immutable"].exercised == {"rows that predicted a sampled token": 5}
@@ -92,17 +121,27 @@ def test_an_engine_that_declares_overwriting_is_not_held_to_it() -> None:
     """SGLang stores rows by slot: under latest-prefill the check is not applicable."""
     story = Story(segments=(Segment(5, 1),), with_truth=False)
     trace = _with_reply(
-        story.trace(story.good()), 0, true_tokens=(Span(start=0, end=5, version=1),), true_rows=(Span(start=0, end=9, version=2),)
+        story.trace(story.good()),
+        0,
+        true_tokens=(Span(start=0, end=5, version=1),),
+        true_rows=(Span(start=0, end=9, version=2),),
     )
     engine = contract(provenance="latest-prefill", resume="engine")
     judged = judge(replace(trace, header=replace(trace.header, engine=engine)), REGISTRY)
     assert failing(judged) == set()
     result = judged["routes.immutable"]
-    assert (result.verdict, result.reason) == (Verdict.NOT_APPLICABLE, "the engines declare provenance='latest-prefill'")
+    assert (result.verdict, result.reason) == (
+        Verdict.NOT_APPLICABLE,
+        "the engines declare provenance='latest-prefill'",
+    )
 
 
-def test_rows_out_of_a_stale_prefix_cache_are_found_where_an_update_should_have_flushed_it() -> None:
-    """The second call was admitted under version 2 and gets rows of version 1; with kv_policy='keep' that is declared."""
+def test_rows_out_of_a_stale_prefix_cache_are_found_where_an_update_should_have_flushed_it() -> (
+    None
+):
+    """The second call was admitted under version 2 and gets rows of version 1; with
+    kv_policy='keep' that is declared.
+    """
     for policy in ("recompute", "keep"):
         story = Story(changes={"kv_policy": policy})
         spans = (Span(start=0, end=4, version=1), Span(start=4, end=9, version=2))
@@ -126,10 +165,19 @@ def test_routes_that_change_later_share_an_engines_memory() -> None:
 
 
 def test_writing_into_a_reply_is_found() -> None:
-    """Only what concerns routes is this check's: other objects of the caller belong to the family stitch."""
+    """Only what concerns routes is this check's: other objects of the caller belong to the family
+    stitch.
+    """
     story = Story()
-    event = {"caller_changed": ("routes of call 1: its contents changed", "request: 'max_tokens' was added (3)")}
-    finding = only_finding(judge(story.trace(story.good(), event=event), REGISTRY), "routes.reply-untouched")
+    event = {
+        "caller_changed": (
+            "routes of call 1: its contents changed",
+            "request: 'max_tokens' was added (3)",
+        )
+    }
+    finding = only_finding(
+        judge(story.trace(story.good(), event=event), REGISTRY), "routes.reply-untouched"
+    )
     assert finding.observed == "routes of call 1: its contents changed"
 
 
@@ -138,6 +186,11 @@ def test_a_duplicate_or_lost_reply_changes_nothing() -> None:
     story = Story()
     trace = story.trace(story.good())
     first = next(e for e in trace.events if isinstance(e, Reply))
-    events = [*trace.events[:-1], replace(first, duplicate=True), replace(first, delivered=False), trace.events[-1]]
+    events = [
+        *trace.events[:-1],
+        replace(first, duplicate=True),
+        replace(first, delivered=False),
+        trace.events[-1],
+    ]
     assert isinstance(events[-1], Result)
     assert failing(_judged(story, trace.with_events(events))) == set()

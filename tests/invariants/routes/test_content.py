@@ -1,4 +1,6 @@
-"""Route checks of content: a fault has one name, says where and how much, and a correct but unusual sample has none."""
+"""Route checks of content: a fault has one name, says where and how much, and a correct but unusual
+sample has none.
+"""
 
 from __future__ import annotations
 
@@ -51,9 +53,13 @@ _SEGMENTS = {
 @pytest.mark.parametrize("convention", _CONVENTIONS)
 @pytest.mark.parametrize("model", _MODELS)
 def test_a_correct_sample_is_never_blamed(model: str, convention: str) -> None:
-    """Every model, convention, schedule, prompt of one token, and engines with T rows: no finding, no crash."""
+    """Every model, convention, schedule, prompt of one token, and engines with T rows: no finding,
+    no crash.
+    """
     changes = {**_MODELS[model], **_CONVENTIONS[convention]}
-    for segments, (prompt, engine) in itertools.product(_SEGMENTS.values(), ((1, "T-1"), (5, "arange"), (2, "zeros"))):
+    for segments, (prompt, engine) in itertools.product(
+        _SEGMENTS.values(), ((1, "T-1"), (5, "arange"), (2, "zeros"))
+    ):
         story = Story(segments=segments, prompt=prompt, changes=changes, engine_rows=engine)
         judged = story.judged(story.good(), Story(request_id="r1", changes=changes))
         assert failing(judged) == set(), (segments, prompt, engine)
@@ -69,7 +75,9 @@ def _edit(story: Story, position: int | slice, value: Any) -> np.ndarray:
 def _other_expert(story: Story) -> np.ndarray:
     rows, contract = story.good().copy(), story.contract
     column = contract.moe_columns[0]
-    rows[1, column, 0] = next(e for e in reversed(range(contract.num_experts or 0)) if e not in rows[1, column])
+    rows[1, column, 0] = next(
+        e for e in reversed(range(contract.num_experts or 0)) if e not in rows[1, column]
+    )
     return rows
 
 
@@ -101,8 +109,14 @@ def _replaced(story: Story) -> np.ndarray | None:
 
 _FAULTS: dict[str, tuple[str, Callable[[Story], np.ndarray | None]]] = {
     "rows shifted on": ("routes.position", lambda s: np.concatenate([s.good()[:1], s.good()[:-1]])),
-    "rows shifted back": ("routes.position", lambda s: np.concatenate([s.good()[1:], s.good()[-1:]])),
-    "response rows shifted": ("routes.position", lambda s: np.concatenate([s.good()[:5], s.good()[4:-1]])),
+    "rows shifted back": (
+        "routes.position",
+        lambda s: np.concatenate([s.good()[1:], s.good()[-1:]]),
+    ),
+    "response rows shifted": (
+        "routes.position",
+        lambda s: np.concatenate([s.good()[:5], s.good()[4:-1]]),
+    ),
     "layers shifted on": ("routes.layer", lambda s: np.roll(s.good(), 1, axis=1)),
     "layers shifted back": ("routes.layer", lambda s: np.roll(s.good(), -1, axis=1)),
     "layers reversed": ("routes.layer", lambda s: s.good()[:, ::-1]),
@@ -114,12 +128,19 @@ _FAULTS: dict[str, tuple[str, Callable[[Story], np.ndarray | None]]] = {
     "one expert twice": ("routes.distinct", _twice),
     "one expert beyond the last": ("routes.in-range", _beyond),
     "no routes": ("routes.presence", lambda _: None),
-    "one row short": ("routes.rows", lambda s: s.good()[:-1] if s.contract.rows != "captured-prefix" else s.good()[:0]),
+    "one row short": (
+        "routes.rows",
+        lambda s: s.good()[:-1] if s.contract.rows != "captured-prefix" else s.good()[:0],
+    ),
 }
 
 
-@pytest.mark.parametrize("convention", ["T-1", "latest prefill", "T, arange", "T, minus one", "T, previous", "prefix"])
-@pytest.mark.parametrize("model", ["plain", "dense first", "moe axis", "wide", "many experts", "top 1"])
+@pytest.mark.parametrize(
+    "convention", ["T-1", "latest prefill", "T, arange", "T, minus one", "T, previous", "prefix"]
+)
+@pytest.mark.parametrize(
+    "model", ["plain", "dense first", "moe axis", "wide", "many experts", "top 1"]
+)
 def test_one_fault_blames_one_check(model: str, convention: str) -> None:
     """Each fault, on every model and convention, is found by its own check and by no other."""
     changes = {**_MODELS[model], **_CONVENTIONS[convention]}
@@ -138,23 +159,36 @@ def test_one_fault_blames_one_check(model: str, convention: str) -> None:
 def test_a_shift_names_the_row_that_stands_there() -> None:
     """Position and distance, how many rows, and the rule that is usually broken."""
     story = Story()
-    finding = only_finding(story.judged(np.concatenate([story.good()[:1], story.good()[:-1]])), "routes.position")
-    assert finding.observed == "the row at position 1 is that of position 0; so in 8 of 9 rows (positions 1-8)"
+    finding = only_finding(
+        story.judged(np.concatenate([story.good()[:1], story.good()[:-1]])), "routes.position"
+    )
+    assert (
+        finding.observed
+        == "the row at position 1 is that of position 0; so in 8 of 9 rows (positions 1-8)"
+    )
     assert finding.expected == "row i is the row of token i of prompt + response"
 
 
 def test_a_long_sample_is_looked_into_as_far_as_it_tells() -> None:
-    """Of many wrong rows the first 256 are explained, and the message says how many there are besides."""
+    """Of many wrong rows the first 256 are explained, and the message says how many there are
+    besides.
+    """
     story = Story(segments=(Segment(300),), prompt=5)
     finding = only_finding(story.judged(np.roll(story.good(), 1, axis=1)), "routes.layer")
-    assert re.search(r"in 256 of 304 rows \(.*\); \d\d wrong rows behind them not looked at", finding.observed)
+    assert re.search(
+        r"in 256 of 304 rows \(.*\); \d\d wrong rows behind them not looked at", finding.observed
+    )
 
 
 def test_a_layer_shift_names_the_layers_of_the_model() -> None:
     """Dense layers count: the layer named is the model's, not the column's ordinal."""
     story = Story(changes=_MODELS["moe axis"])
     finding = only_finding(story.judged(np.roll(story.good(), -1, axis=1)), "routes.layer")
-    assert finding.observed == ("columns shifted by +1: layer 1's column holds the choice of layer 3; in 9 of 9 rows (positions 0-8)")
+    assert (
+        finding.observed
+        == "columns shifted by +1: layer 1's column holds the choice of layer 3; in 9 of 9 rows"
+        " (positions 0-8)"
+    )
     assert finding.where == {"request": "r0", "position": 0, "layer": 1}
     assert "verl #5037" in finding.hint
 
@@ -165,17 +199,26 @@ def test_two_exchanged_layers_are_named() -> None:
     rows = story.good().copy()
     rows[:, [1, 4]] = rows[:, [4, 1]]
     finding = only_finding(story.judged(rows), "routes.layer")
-    assert finding.observed == (
-        "layer 1's column holds layer 4, layer 4's column holds layer 1; in 9 of 9 rows (positions 0-8), in 2 of 6 MoE layers"
+    assert (
+        finding.observed
+        == "layer 1's column holds layer 4, layer 4's column holds layer 1; in 9 of 9 rows"
+        " (positions 0-8), in 2 of 6 MoE layers"
     )
 
 
 def test_replaced_rows_name_both_segments_and_versions() -> None:
-    """As sampled, and replaced on resume: the versions on both sides, and the choice that the developer has."""
+    """As sampled, and replaced on resume: the versions on both sides, and the choice that the
+    developer has.
+    """
     story = Story()
     finding = only_finding(story.judged(story.returned(1)), "routes.provenance")
-    assert finding.expected == "provenance='as-sampled': the row at position 0 is that of segment 0 (version 1)"
-    assert finding.observed == "it is that of segment 1 (version 2); so in 7 of 9 rows (positions 0-6)"
+    assert (
+        finding.expected
+        == "provenance='as-sampled': the row at position 0 is that of segment 0 (version 1)"
+    )
+    assert (
+        finding.observed == "it is that of segment 1 (version 2); so in 7 of 9 rows (positions 0-6)"
+    )
     assert "declare provenance='latest-prefill'" in finding.hint
     assert "verl #6046" in finding.hint
 
@@ -188,7 +231,9 @@ def test_a_boundary_row_of_the_wrong_segment_is_told_as_such() -> None:
     assert third is not None
     rows[7] = third[7]
     finding = only_finding(story.judged(rows), "routes.provenance")
-    assert finding.observed == "it is that of segment 2 (version 3); so in 1 of 12 rows (position 7)"
+    assert (
+        finding.observed == "it is that of segment 2 (version 3); so in 1 of 12 rows (position 7)"
+    )
     assert "let the next one start there" in finding.hint
 
 
@@ -207,12 +252,17 @@ def test_rows_of_weights_that_no_reply_holds_are_named_by_the_oracle() -> None:
     trace = trace.with_events([Weights(server_id="s1", version=2, label=2), *trace.events])
     judged = judge(trace, REGISTRY, Oracle())
     finding = only_finding(judged, "routes.provenance")
-    assert finding.observed == "it is that of weights 2 (no reply holds it); so in 9 of 9 rows (positions 0-8)"
+    assert (
+        finding.observed
+        == "it is that of weights 2 (no reply holds it); so in 9 of 9 rows (positions 0-8)"
+    )
     assert judged["routes.engine"].exercised == {"engine rows compared": 9}
 
 
 def test_filler_over_a_capture_at_a_boundary_says_where_the_row_is() -> None:
-    """An engine with T rows, merged by tail: its filler stands where the next segment's row belongs."""
+    """An engine with T rows, merged by tail: its filler stands where the next segment's row
+    belongs.
+    """
     story = Story(engine_rows="minus-one", changes={"dtype": "int32"})
     first, second = story.returned(0), story.returned(1)
     assert first is not None and second is not None
@@ -228,14 +278,21 @@ def test_another_requests_rows_are_traced_to_it() -> None:
     rows = story.good().copy()
     rows[3:6] = other.good()[2:5]
     finding = only_finding(story.judged(rows, other), "routes.isolation")
-    assert finding.observed == "the row at position 3 is that of position 2 of request r1; so in 3 of 9 rows (positions 3-5)"
+    assert (
+        finding.observed
+        == "the row at position 3 is that of position 2 of request r1; so in 3 of 9 rows (positions"
+        " 3-5)"
+    )
 
 
 def test_the_wrong_filler_is_told_from_the_declared_one() -> None:
     """Zeros where arange is declared, and a legal choice where filler belongs."""
     story = Story(changes={"rows": "T", "final_row": "arange"})
     zeros = only_finding(story.judged(_edit(story, -1, 0)), "routes.filler")
-    assert (zeros.expected, zeros.observed) == ("arange filler, as the contract declares", "zeros in 1 row (position 9)")
+    assert (zeros.expected, zeros.observed) == (
+        "arange filler, as the contract declares",
+        "zeros in 1 row (position 9)",
+    )
     choice = only_finding(story.judged(_edit(story, -1, story.rows(9, 10, 2)[0])), "routes.filler")
     assert choice.observed == "ids that look like a choice in 1 row (position 9)"
 
@@ -249,14 +306,19 @@ def test_a_repeated_row_is_filler_where_it_is_declared_and_only_of_its_neighbour
         "previous filler, as the contract declares",
         "ids that look like a choice in 1 row (position 9)",
     )
-    assert only_finding(story.judged(_edit(story, -1, [0, 1])), "routes.filler").observed == "arange in 1 row (position 9)"
+    assert (
+        only_finding(story.judged(_edit(story, -1, [0, 1])), "routes.filler").observed
+        == "arange in 1 row (position 9)"
+    )
 
 
 def test_zeros_are_flagged_where_they_are_declared() -> None:
     """Declared zeros pass, and the report counts them by a name that says what they do."""
     judged = (story := Story(changes=_CONVENTIONS["T, zeros"])).judged(story.good())
     assert judged["routes.filler"].verdict is Verdict.PASS
-    assert judged["routes.filler"].exercised == {"filler rows of zeros (a legal expert id: a trainer replays them)": 1}
+    assert judged["routes.filler"].exercised == {
+        "filler rows of zeros (a legal expert id: a trainer replays them)": 1
+    }
 
 
 def test_rows_that_nobody_captured_must_be_filler() -> None:
@@ -264,7 +326,10 @@ def test_rows_that_nobody_captured_must_be_filler() -> None:
     segments = (Segment(3, 1), Segment(2, 1, routes=False))
     undeclared = Story(segments=segments)
     invented = np.concatenate([undeclared.good(), undeclared.rows(7, 9, 2)])
-    assert only_finding(undeclared.judged(invented), "routes.filler").expected == "no row: the contract declares no filler"
+    assert (
+        only_finding(undeclared.judged(invented), "routes.filler").expected
+        == "no row: the contract declares no filler"
+    )
     declared = Story(segments=segments, changes={"filler": "minus-one", "dtype": "int32"})
     filled = np.concatenate([declared.good(), np.full((2, 3, 2), -1, dtype=np.int32)])
     judged = declared.judged(filled)
@@ -277,7 +342,10 @@ def test_filler_that_does_not_fit_the_type_is_blamed_on_the_type() -> None:
     changes = {"filler": "minus-one", "dtype": "uint8|int16"}
     story = Story(segments=(Segment(3, 1), Segment(2, 1, routes=False)), changes=changes)
     filled = np.concatenate([story.good(), np.full((2, 3, 2), 255, dtype=np.uint8)])
-    assert only_finding(story.judged(filled), "routes.dtype").title == "filler -1 does not exist in uint8"
+    assert (
+        only_finding(story.judged(filled), "routes.dtype").title
+        == "filler -1 does not exist in uint8"
+    )
 
 
 def test_the_order_of_experts_within_a_cell_does_not_count() -> None:
@@ -287,7 +355,9 @@ def test_the_order_of_experts_within_a_cell_does_not_count() -> None:
 
 
 def test_dense_columns_may_hold_any_filler() -> None:
-    """Dense layers have no capture under layer_axis='all': zeros, -1, repetitions, and ids that count up through the rows."""
+    """Dense layers have no capture under layer_axis='all': zeros, -1, repetitions, and ids that
+    count up through the rows.
+    """
     story = Story(changes={**_MODELS["dense first"], "dtype": "int32"})
     rows = story.good().copy()
     running = np.arange(rows[:, 0].size).reshape(rows[:, 0].shape) % 8
@@ -299,7 +369,9 @@ def test_dense_columns_may_hold_any_filler() -> None:
 
 
 def test_a_choice_in_a_dense_column_is_found() -> None:
-    """What looks like a capture of a layer that has no router is replayed by a trainer that counts columns."""
+    """What looks like a capture of a layer that has no router is replayed by a trainer that counts
+    columns.
+    """
     story = Story(changes=_MODELS["dense first"])
     rows = story.good().copy()
     rows[3:, 0] = np.roll(rows[3:, 1], 1, axis=0)
@@ -319,7 +391,9 @@ def test_a_choice_in_a_dense_column_is_found() -> None:
         ({**_MODELS["dense first"], "top_k": 1}, "top_k is 1"),
     ],
 )
-def test_where_no_dense_layer_has_a_column_there_is_none_to_judge(changes: dict[str, Any], reason: str) -> None:
+def test_where_no_dense_layer_has_a_column_there_is_none_to_judge(
+    changes: dict[str, Any], reason: str
+) -> None:
     """Or where one id could be anything."""
     story = Story(changes=changes)
     judged = story.judged(story.good())["routes.dense-columns"]
@@ -333,12 +407,18 @@ def test_an_engine_that_counts_moe_layers_feeds_a_stack_that_counts_all() -> Non
     wide[:, [1, 3, 4]] = story.good()
     trace = story.trace(wide)
     stack = Story(changes={**_MODELS["moe axis"], "layer_axis": "all"}).contract
-    trace = type(trace)(header=type(trace.header)(subject="by hand", contract=stack, engine=story.contract), events=trace.events)
+    trace = type(trace)(
+        header=type(trace.header)(subject="by hand", contract=stack, engine=story.contract),
+        events=trace.events,
+    )
     judged = judge(trace, REGISTRY)
     assert failing(judged) == set()
     assert judged["routes.layer"].exercised == {"rows compared": 9}
     wide[:, [1, 3, 4]] = wide[:, [3, 4, 1]]
-    spoiled = judge(type(trace)(header=trace.header, events=(*trace.events[:-1], story.trace(wide).events[-1])), REGISTRY)
+    spoiled = judge(
+        type(trace)(header=trace.header, events=(*trace.events[:-1], story.trace(wide).events[-1])),
+        REGISTRY,
+    )
     assert failing(spoiled) == {"routes.layer"}
 
 
@@ -348,40 +428,59 @@ def test_an_unexplained_row_is_shown_beside_the_right_one() -> None:
     finding = only_finding(story.judged(_other_expert(story)), "routes.content")
     want, got = story.good()[1, 0].tolist(), _other_expert(story)[1, 0].tolist()
     assert finding.expected == f"experts {want} at position 1, as the engine returned"
-    assert finding.observed == f"experts {got}; wrong in 1 of 9 rows (position 1), in 1 of 6 MoE layers"
+    assert (
+        finding.observed
+        == f"experts {got}; wrong in 1 of 9 rows (position 1), in 1 of 6 MoE layers"
+    )
     assert finding.where == {"request": "r0", "position": 1, "layer": 0}
 
 
 def test_a_trace_without_replies_is_judged_by_what_it_has() -> None:
-    """A production dump holds samples only: shape, count and values are judged, content is unknown with its reason."""
+    """A production dump holds samples only: shape, count and values are judged, content is unknown
+    with its reason.
+    """
     story = Story()
     builder = TraceBuilder(story.contract).submit("r0", story.ids[:5], max_tokens=5)
     builder.result(story.ids[5:], "r0", story.ids[:5], routes=story.good())
     judged = judge(builder.trace(), REGISTRY)
     assert failing(judged) == set()
     assert judged["routes.rows"].verdict is judged["routes.distinct"].verdict is Verdict.PASS
-    assert judged["routes.position"].reason == "the trace holds no reply with routes to compare with"
+    assert (
+        judged["routes.position"].reason == "the trace holds no reply with routes to compare with"
+    )
 
 
 def test_rows_of_other_tokens_are_not_compared() -> None:
-    """Where the tokens are wrong the family stitch speaks; rows that fit the sampled tokens are not blamed besides."""
+    """Where the tokens are wrong the family stitch speaks; rows that fit the sampled tokens are not
+    blamed besides.
+    """
     story = Story()
     builder = TraceBuilder(story.contract)
     story.tell(builder, story.good())
     events = list(builder.trace().events)
     builder = TraceBuilder(story.contract)
-    builder.add(*events[:-1]).result(story.ids[5:-1] + (1,) * 3, "r0", story.ids[:5], routes=story.good())
+    builder.add(*events[:-1]).result(
+        story.ids[5:-1] + (1,) * 3, "r0", story.ids[:5], routes=story.good()
+    )
     judged = judge(builder.trace(), REGISTRY)
     assert failing(judged) == set()
     assert "family stitch" in judged["routes.rows"].reason
 
 
 def test_one_row_of_few_experts_is_no_exchange_of_layers() -> None:
-    """The row before, repeated, often has choices of other layers of its own row: by chance, for there are few."""
-    story = Story(segments=(Segment(300),), changes={"num_experts": 4, "top_k": 2, "num_layers": 5, "moe_layers": tuple(range(5))})
+    """The row before, repeated, often has choices of other layers of its own row: by chance, for
+    there are few.
+    """
+    story = Story(
+        segments=(Segment(300),),
+        changes={"num_experts": 4, "top_k": 2, "num_layers": 5, "moe_layers": tuple(range(5))},
+    )
     good = story.good()
     alike = (good[:-1, :, None] == good[1:, None]).all(axis=3).any(axis=2).sum(axis=1)
     places = np.flatnonzero(alike >= 3)[:12] + 1
     assert len(places) == 12
     for place in places:
-        assert failing(story.judged(_edit(story, int(place), good[place - 1]))) <= {"routes.position", "routes.content"}
+        assert failing(story.judged(_edit(story, int(place), good[place - 1]))) <= {
+            "routes.position",
+            "routes.content",
+        }

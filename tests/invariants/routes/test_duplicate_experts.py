@@ -39,7 +39,9 @@ def test_a_repetition_is_never_missed_nor_invented(
 
 @pytest.mark.parametrize("place", [0, 7, 8, 4095, 4096, 40_000, 95_999])
 def test_blocks_leave_no_gap(place: int) -> None:
-    """A repetition in the first, the last or a border cell of a block is found in an array of many blocks."""
+    """A repetition in the first, the last or a border cell of a block is found in an array of many
+    blocks.
+    """
     array = np.broadcast_to(np.arange(8, dtype=np.uint8), (2000, 48, 8)).copy()
     assert not has_repeats(array, 128)
     array.reshape(-1, 8)[place, 7] = 3

@@ -1,4 +1,6 @@
-"""Route checks of values: what no router can have chosen is found whoever wrote it, and chance is never blamed."""
+"""Route checks of values: what no router can have chosen is found whoever wrote it, and chance is
+never blamed.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,10 @@ from tests.support.routing import REGISTRY, Segment, Story, failing, only_findin
 def _by_engine(story: Story, rows: np.ndarray) -> Judgement:
     """The engine itself returned ``rows``, and the stack handed them over faithfully."""
     trace = story.trace(rows)
-    events = [replace(e, output=replace(e.output, routes=rows)) if isinstance(e, Reply) else e for e in trace.events]
+    events = [
+        replace(e, output=replace(e.output, routes=rows)) if isinstance(e, Reply) else e
+        for e in trace.events
+    ]
     return judge(replace(trace, events=tuple(events)), REGISTRY)
 
 
@@ -26,7 +31,9 @@ def _one_call(**changes: Any) -> Story:
 
 
 def test_a_layer_that_was_never_captured_is_found() -> None:
-    """Zeros in every row of one layer: the layer is named, and the check of distinct experts stays silent."""
+    """Zeros in every row of one layer: the layer is named, and the check of distinct experts stays
+    silent.
+    """
     story = _one_call(num_layers=6, moe_layers=(1, 2, 3, 4, 5))
     rows = story.good().copy()
     rows[:, [2, 4]] = 0
@@ -56,7 +63,12 @@ def test_one_row_copied_to_all_tokens_is_found() -> None:
         _one_call(num_experts=2, top_k=2),
         _one_call(num_experts=2, top_k=1, num_layers=1, moe_layers=(0,)),
         Story(segments=(Segment(1),), prompt=2, with_truth=False),
-        Story(segments=(Segment(1),), prompt=1, with_truth=False, changes={"num_experts": 64, "top_k": 1}),
+        Story(
+            segments=(Segment(1),),
+            prompt=1,
+            with_truth=False,
+            changes={"num_experts": 64, "top_k": 1},
+        ),
     ],
     ids=["all experts chosen", "two experts", "two rows", "one row"],
 )
@@ -86,7 +98,10 @@ def test_prompt_rows_of_zeros_are_repetitions_of_expert_0() -> None:
     rows = story.good().copy()
     rows[:4] = 0
     finding = only_finding(_by_engine(story, rows), "routes.distinct")
-    assert finding.observed == "experts [0, 0] at position 0; so in 4 rows of 9 (positions 0-3), in 3 of 3 MoE layers"
+    assert (
+        finding.observed
+        == "experts [0, 0] at position 0; so in 4 rows of 9 (positions 0-3), in 3 of 3 MoE layers"
+    )
     assert finding.expected == "2 distinct experts"
     assert "SGLang #23885" in finding.hint
 
@@ -97,7 +112,10 @@ def test_an_engine_that_repeats_an_expert_is_found_in_the_sample() -> None:
     rows = story.good().copy()
     rows[6, 1] = 5
     finding = only_finding(_by_engine(story, rows), "routes.distinct")
-    assert finding.observed == "experts [5, 5] at position 6; so in 1 row of 9 (position 6), in 1 of 3 MoE layers"
+    assert (
+        finding.observed
+        == "experts [5, 5] at position 6; so in 1 row of 9 (position 6), in 1 of 3 MoE layers"
+    )
     assert finding.where["layer"] == 1
 
 
@@ -113,7 +131,9 @@ def test_ids_out_of_range_are_found(value: int, words: str) -> None:
 
 
 def test_rows_that_the_engine_filled_as_declared_are_no_choice() -> None:
-    """An engine that marks tokens without a capture by -1, under a contract that declares it: neither range nor repetition."""
+    """An engine that marks tokens without a capture by -1, under a contract that declares it:
+    neither range nor repetition.
+    """
     story = _one_call(dtype="int32", filler="minus-one")
     rows = story.good().copy()
     rows[2] = -1
@@ -124,4 +144,7 @@ def test_top_1_has_nothing_to_repeat() -> None:
     """The check of distinct experts does not apply to top_k = 1, and says why."""
     story = _one_call(top_k=1)
     result = _by_engine(story, story.good())["routes.distinct"]
-    assert (result.verdict, result.reason) == (Verdict.NOT_APPLICABLE, "top_k is 1: one expert is always distinct")
+    assert (result.verdict, result.reason) == (
+        Verdict.NOT_APPLICABLE,
+        "top_k is 1: one expert is always distinct",
+    )

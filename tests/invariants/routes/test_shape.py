@@ -1,4 +1,6 @@
-"""Route checks of presence, count, shape and type: what each finds, what it says, and what it leaves alone."""
+"""Route checks of presence, count, shape and type: what each finds, what it says, and what it
+leaves alone.
+"""
 
 from __future__ import annotations
 
@@ -14,20 +16,27 @@ from tests.support.routing import REGISTRY, Segment, Story, failing, only_findin
 
 
 def _joined(story: Story) -> np.ndarray:
-    return np.concatenate([rows for i in range(len(story.segments)) if (rows := story.returned(i)) is not None])
+    return np.concatenate(
+        [rows for i in range(len(story.segments)) if (rows := story.returned(i)) is not None]
+    )
 
 
 def test_concatenation_on_resume_is_told_so_that_a_stack_developer_understands_it() -> None:
-    """The most frequent fault of the field: whole arrays joined. Sizes, cause, place, remedy and reference are in the message."""
+    """The most frequent fault of the field: whole arrays joined. Sizes, cause, place, remedy and
+    reference are in the message.
+    """
     finding = only_finding(Story().judged(_joined(Story())), "routes.rows")
     assert finding.title == "16 route rows for a sample of 10 tokens"
-    assert finding.expected == (
-        "9 rows (one per token but the last, which was sampled and never forwarded) for 5 prompt tokens and 5 response tokens: "
-        "the contract declares rows='T-1'"
+    assert (
+        finding.expected
+        == "9 rows (one per token but the last, which was sampled and never forwarded) for 5 prompt"
+        " tokens and 5 response tokens: the contract declares rows='T-1'"
     )
-    assert finding.observed == (
-        "16 = 7 of segment 0 + 9 of segment 1: segment 1's whole array was appended behind segment 0's. A call returns rows for the whole "
-        "sequence that it sends, so positions 0-6 stand in the sample twice, and every row from 7 on belongs to another token"
+    assert (
+        finding.observed
+        == "16 = 7 of segment 0 + 9 of segment 1: segment 1's whole array was appended behind"
+        " segment 0's. A call returns rows for the whole sequence that it sends, so positions"
+        " 0-6 stand in the sample twice, and every row from 7 on belongs to another token"
     )
     assert finding.where == {"request": "r0", "segment": 1, "position": 7}
     assert "`new[len(rows):]`" in finding.hint
@@ -35,10 +44,14 @@ def test_concatenation_on_resume_is_told_so_that_a_stack_developer_understands_i
 
 
 def test_concatenation_of_three_segments_names_the_first_repetition() -> None:
-    """With several resumes the sum shows every array, and the place is where the first repetition begins."""
+    """With several resumes the sum shows every array, and the place is where the first repetition
+    begins.
+    """
     story = Story(segments=(Segment(2, 1), Segment(0, 1), Segment(2, 2), Segment(1, 3)))
     finding = only_finding(story.judged(_joined(story)), "routes.rows")
-    assert finding.observed.startswith("23 = 6 of segment 0 + 8 of segment 2 + 9 of segment 3: segment 2's whole array")
+    assert finding.observed.startswith(
+        "23 = 6 of segment 0 + 8 of segment 2 + 9 of segment 3: segment 2's whole array"
+    )
     assert finding.where["position"] == 6
 
 
@@ -60,7 +73,9 @@ def test_a_wrong_count_is_explained(changes: dict[str, str], delta: int, words: 
 
 
 def test_a_hole_that_shifts_later_rows_is_a_wrong_count() -> None:
-    """A middle segment without routes, skipped by a merge by tail: the last call had its rows, so nothing excuses the hole."""
+    """A middle segment without routes, skipped by a merge by tail: the last call had its rows, so
+    nothing excuses the hole.
+    """
     story = Story(segments=(Segment(3, 1), Segment(2, 1, routes=False), Segment(2, 1)))
     last = story.returned(2)
     assert last is not None
@@ -68,32 +83,64 @@ def test_a_hole_that_shifts_later_rows_is_a_wrong_count() -> None:
     assert "no routes for segment 1" in only_finding(story.judged(merged), "routes.rows").observed
 
 
-def test_rows_that_were_asked_for_too_late_are_told_from_rows_that_an_engine_did_not_return() -> None:
-    """A resume that asks from the first token to be sampled on: the row of the token before is lost."""
+def test_rows_that_were_asked_for_too_late_are_told_from_rows_that_an_engine_did_not_return() -> (
+    None
+):
+    """A resume that asks from the first token to be sampled on: the row of the token before is
+    lost.
+    """
     story = Story(segments=(Segment(2, 1), Segment(1, 1)))
     ids, builder = story.ids, TraceBuilder(story.contract)
     builder.submit("r0", ids[:5], max_tokens=3)
     builder.weights(1)
-    builder.reply(builder.call(ids[:5], "r0"), ids[5:7], "abort", version=1, output={"routes": story.returned(0)})
-    builder.reply(builder.call(ids[:7], "r0"), ids[7:], "length", version=1, output={"routes": story.rows(7, 7, 1), "routes_start": 7})
+    builder.reply(
+        builder.call(ids[:5], "r0"),
+        ids[5:7],
+        "abort",
+        version=1,
+        output={"routes": story.returned(0)},
+    )
+    builder.reply(
+        builder.call(ids[:7], "r0"),
+        ids[7:],
+        "length",
+        version=1,
+        output={"routes": story.rows(7, 7, 1), "routes_start": 7},
+    )
     builder.result(ids[5:], "r0", ids[:5], routes=story.returned(0))
     finding = only_finding(judge(builder.trace(), REGISTRY), "routes.rows")
-    assert "6 rows; segment 1's were asked for from position 7 on, where there are none" == finding.observed
+    assert (
+        "6 rows; segment 1's were asked for from position 7 on, where there are none"
+        == finding.observed
+    )
     assert 1 == finding.where["segment"]
 
 
 def test_rows_of_the_first_segment_or_of_the_response_alone_are_recognised() -> None:
-    """A resume that forgets the new rows, and a stack that drops the prompt's rows without saying where row 0 stands."""
+    """A resume that forgets the new rows, and a stack that drops the prompt's rows without saying
+    where row 0 stands.
+    """
     story = Story()
-    assert "the array of segment 0 alone" in only_finding(story.judged(story.returned(0)), "routes.rows").observed
-    assert "those of the response alone" in only_finding(story.judged(story.good()[5:]), "routes.rows").observed
+    assert (
+        "the array of segment 0 alone"
+        in only_finding(story.judged(story.returned(0)), "routes.rows").observed
+    )
+    assert (
+        "those of the response alone"
+        in only_finding(story.judged(story.good()[5:]), "routes.rows").observed
+    )
 
 
 def test_rows_must_be_cut_with_the_response() -> None:
-    """A cut response with the rows of all tokens is found; T or T-1 rows of what is left are fine: the last one is a capture."""
+    """A cut response with the rows of all tokens is found; T or T-1 rows of what is left are fine:
+    the last one is a capture.
+    """
     story = Story(segments=(Segment(6),))
     finding = only_finding(story.judged(story.good(), keep=3), "routes.rows")
-    assert finding.observed == "10 rows: 2 tokens of the response were cut off, and their rows were not"
+    assert (
+        finding.observed
+        == "10 rows: 2 tokens of the response were cut off, and their rows were not"
+    )
     assert "verl #6027" in finding.hint
     for rows in (7, 8):
         judged = story.judged(story.good()[:rows], keep=3)
@@ -102,8 +149,17 @@ def test_rows_must_be_cut_with_the_response() -> None:
 
 
 def _last_word(rows: int, declared: str = "T-1") -> Judgement:
-    """A turn of one token behind a prompt of two, the environment's two tokens, and a call that was aborted before its first one."""
-    builder = TraceBuilder(contract(resume="none", abort_surfaces=True, rows=declared, final_row="arange" if declared == "T" else None))
+    """A turn of one token behind a prompt of two, the environment's two tokens, and a call that was
+    aborted before its first one.
+    """
+    builder = TraceBuilder(
+        contract(
+            resume="none",
+            abort_surfaces=True,
+            rows=declared,
+            final_row="arange" if declared == "T" else None,
+        )
+    )
     builder.weights(0).submit("r0", (1, 2), max_tokens=9, turns=((90, 91),))
     builder.reply(builder.call((1, 2)), (5,), "stop", prompt_len=2)
     builder.add(Observation(request_id="r0", token_ids=(90, 91)))
@@ -114,16 +170,27 @@ def _last_word(rows: int, declared: str = "T-1") -> Judgement:
 
 
 def test_the_environments_last_word_needs_no_rows() -> None:
-    """A surfaced sample may end in tokens that no forward saw; T-1 rows of it are as good, fewer than were captured are not."""
+    """A surfaced sample may end in tokens that no forward saw; T-1 rows of it are as good, fewer
+    than were captured are not.
+    """
     for rows in (2, 3, 4, 5):
         judged = _last_word(rows)
-        assert (Verdict.PASS, {"resumed samples": 1}) == (judged["routes.rows"].verdict, dict(judged["routes.rows"].exercised))
-    assert only_finding(_last_word(1), "routes.rows").title == "1 route row for a sample of 5 tokens"
-    assert only_finding(_last_word(6), "routes.rows").title == "6 route rows for a sample of 5 tokens"
+        assert (Verdict.PASS, {"resumed samples": 1}) == (
+            judged["routes.rows"].verdict,
+            dict(judged["routes.rows"].exercised),
+        )
+    assert (
+        only_finding(_last_word(1), "routes.rows").title == "1 route row for a sample of 5 tokens"
+    )
+    assert (
+        only_finding(_last_word(6), "routes.rows").title == "6 route rows for a sample of 5 tokens"
+    )
 
 
 def test_a_sample_with_an_offset_is_counted_from_there() -> None:
-    """``routes_start`` says where row 0 stands: the rows before it are not missing, and the others are compared in place."""
+    """``routes_start`` says where row 0 stands: the rows before it are not missing, and the others
+    are compared in place.
+    """
     story = Story()
     judged = story.judged(story.good()[4:], routes_start=4)
     assert failing(judged) == set()
@@ -134,16 +201,23 @@ def test_a_captured_prefix_may_end_anywhere() -> None:
     """SkyRL hands over the rows that it has; more rows than were captured are not a prefix."""
     story = Story(changes={"rows": "captured-prefix"})
     for count in (0, 4, 9):
-        assert failing(story.judged(story.good()[:count])) == (set() if count else {"routes.presence"})
+        assert failing(story.judged(story.good()[:count])) == (
+            set() if count else {"routes.presence"}
+        )
     surplus = np.concatenate([story.good(), story.good()[:1] * 0])
     assert "SkyRL #1908" in only_finding(story.judged(surplus), "routes.filler").hint
 
 
 def test_missing_routes_say_who_lost_them() -> None:
-    """Dropped by the stack, never asked for, or silently absent from the engine: three causes, three messages."""
+    """Dropped by the stack, never asked for, or silently absent from the engine: three causes,
+    three messages.
+    """
     story = Story()
     dropped = only_finding(story.judged(None), "routes.presence")
-    assert dropped.observed == "routes: none; the engine returned them, and the stack dropped them on the way"
+    assert (
+        dropped.observed
+        == "routes: none; the engine returned them, and the stack dropped them on the way"
+    )
     for asked, words in ((False, "the call did not"), (True, "handed over all the same")):
         builder = TraceBuilder(contract()).submit()
         builder.reply(builder.call((1, 2), want_routes=asked), (3, 4)).result((3, 4))
@@ -154,7 +228,9 @@ def test_missing_routes_say_who_lost_them() -> None:
 
 @pytest.mark.parametrize("reason", [FinishReason.ABORT, FinishReason.LENGTH])
 def test_an_empty_sample_needs_no_routes(reason: FinishReason) -> None:
-    """Nothing was sampled, or the engine returned nothing for an aborted sample: absence is no fault, and no pass either."""
+    """Nothing was sampled, or the engine returned nothing for an aborted sample: absence is no
+    fault, and no pass either.
+    """
     builder = TraceBuilder(contract()).submit()
     builder.reply(builder.call((1, 2)), (), "abort").result((), finish_reason=reason)
     judged = judge(builder.trace(), REGISTRY)
@@ -163,9 +239,13 @@ def test_an_empty_sample_needs_no_routes(reason: FinishReason) -> None:
 
 
 def test_aborted_tokens_without_routes_are_no_fault_where_the_abort_is_shown() -> None:
-    """SGLang answers an abort in the queue, after a retract, with tokens and no routes; the sample says that it was aborted."""
+    """SGLang answers an abort in the queue, after a retract, with tokens and no routes; the sample
+    says that it was aborted.
+    """
     builder = TraceBuilder(contract(abort_surfaces=True)).submit()
-    builder.reply(builder.call((1, 2)), (3, 4), "abort").result((3, 4), finish_reason=FinishReason.ABORT)
+    builder.reply(builder.call((1, 2)), (3, 4), "abort").result(
+        (3, 4), finish_reason=FinishReason.ABORT
+    )
     assert failing(judge(builder.trace(), REGISTRY)) == set()
 
 
@@ -182,7 +262,10 @@ def test_a_wrong_shape_is_explained_by_axis_or_top_k() -> None:
     """A missing dense column is told from a top-k that was inferred from the size of a buffer."""
     story = Story(changes={"num_layers": 4, "moe_layers": (1, 2, 3)})
     axis = only_finding(story.judged(story.good()[:, 1:]), "routes.shape")
-    assert (axis.expected, axis.observed) == ("(rows, 4, 2): layer_axis='all', top_k=2", "(9, 3, 2)")
+    assert (axis.expected, axis.observed) == (
+        "(rows, 4, 2): layer_axis='all', top_k=2",
+        "(9, 3, 2)",
+    )
     assert "counts MoE layers only" in axis.hint
     assert "verl #5037" in axis.hint
     doubled = only_finding(story.judged(story.good().repeat(2, axis=2)), "routes.shape")
@@ -200,9 +283,13 @@ def test_ids_that_wrapped_are_blamed_on_the_type_alone() -> None:
 
 
 def test_ids_that_wrapped_on_the_way_through_a_narrow_type_are_found_in_a_wide_one() -> None:
-    """uint16 to int16 and back to int32: the delivered type is wide enough, and ids above 32767 are gone."""
+    """uint16 to int16 and back to int32: the delivered type is wide enough, and ids above 32767 are
+    gone.
+    """
     story = Story(changes={"num_experts": 40000, "top_k": 2, "dtype": "uint16|int32"}, seed=1)
-    finding = only_finding(story.judged(story.good().astype(np.int16).astype(np.int32)), "routes.dtype")
+    finding = only_finding(
+        story.judged(story.good().astype(np.int16).astype(np.int32)), "routes.dtype"
+    )
     assert finding.observed.startswith("int16 holds at most 32767; ids wrapped in")
 
 

@@ -26,32 +26,70 @@ class TestResumePrompt:
     @pytest.mark.parametrize(
         ("sent", "title", "position", "hint"),
         [
-            ((1, 2), "Call 1 throws away 3 of 3 tokens delivered before it", 2, "samples those tokens again"),
-            ((1, 2, 11), "Call 1 throws away 2 of 3 tokens delivered before it", 3, "samples those tokens again"),
+            (
+                (1, 2),
+                "Call 1 throws away 3 of 3 tokens delivered before it",
+                2,
+                "samples those tokens again",
+            ),
+            (
+                (1, 2, 11),
+                "Call 1 throws away 2 of 3 tokens delivered before it",
+                3,
+                "samples those tokens again",
+            ),
             (
                 (1, 2, 11, 13),
-                "Call 1 resumes from a sequence that differs from what was delivered, from position 3 on",
+                (
+                    "Call 1 resumes from a sequence that differs from what was delivered, from"
+                    " position 3 on"
+                ),
                 3,
                 "never retokenised",
             ),
             (
                 (1, 2, 99, 12, 13),
-                "Call 1 resumes from a sequence that differs from what was delivered, from position 2 on",
+                (
+                    "Call 1 resumes from a sequence that differs from what was delivered, from"
+                    " position 2 on"
+                ),
                 2,
                 "never retokenised",
             ),
-            ((1, 2, 11, 12, 13, 7), "Call 1 sends 1 token more than the prompt and what was delivered", 5, "Tokens that nobody sampled"),
-            ((1, 2, 11, 12, 13, 12, 13), "Call 1 sends 2 tokens more than the prompt and what was delivered", 5, "appended twice"),
-            ((1,), "Call 1 resumes from a sequence that differs from what was delivered, from position 1 on", 1, "never retokenised"),
+            (
+                (1, 2, 11, 12, 13, 7),
+                "Call 1 sends 1 token more than the prompt and what was delivered",
+                5,
+                "Tokens that nobody sampled",
+            ),
+            (
+                (1, 2, 11, 12, 13, 12, 13),
+                "Call 1 sends 2 tokens more than the prompt and what was delivered",
+                5,
+                "appended twice",
+            ),
+            (
+                (1,),
+                (
+                    "Call 1 resumes from a sequence that differs from what was delivered, from"
+                    " position 1 on"
+                ),
+                1,
+                "never retokenised",
+            ),
         ],
     )
-    def test_each_kind_of_fault_is_named(self, sent: tuple[int, ...], title: str, position: int, hint: str) -> None:
+    def test_each_kind_of_fault_is_named(
+        self, sent: tuple[int, ...], title: str, position: int, hint: str
+    ) -> None:
         """Thrown away, altered, added: the finding says which, how many and where."""
         finding = finds(self.ID, self._resume(*sent))
         assert title == finding.title
         assert {"request": "r0", "call": 1, "position": position, "server": "s0"} == finding.where
         assert hint in finding.hint
-        assert finding.expected.startswith("prompt (2) + delivered response (3) = 5 tokens: [1, 2, 11, 12, 13]")
+        assert finding.expected.startswith(
+            "prompt (2) + delivered response (3) = 5 tokens: [1, 2, 11, 12, 13]"
+        )
 
     def test_the_first_call_sends_the_prompt(self) -> None:
         """A prompt cut on its way to the engine is found although nothing was resumed."""
@@ -70,9 +108,17 @@ class TestResumePrompt:
 
     def test_a_restart_needs_an_excuse(self) -> None:
         """After a lost reply or a death a stack may start again; after an abort it may not."""
-        parts = (Part(tokens=(11, 12)), Part(tokens=(13,), lost=True), Part(tokens=(21,), anew=True, reason="stop"))
+        parts = (
+            Part(tokens=(11, 12)),
+            Part(tokens=(13,), lost=True),
+            Part(tokens=(21,), anew=True, reason="stop"),
+        )
         passes(self.ID, tell(*parts), first_calls=1, resuming_calls=1, restarts=1)
-        later = (*parts[:2], Part(tokens=(21, 22), anew=True), Part(tokens=(31,), anew=True, reason="stop"))
+        later = (
+            *parts[:2],
+            Part(tokens=(21, 22), anew=True),
+            Part(tokens=(31,), anew=True, reason="stop"),
+        )
         assert 3 == finds(self.ID, tell(*later)).where["call"]
 
     def test_a_restart_is_the_engines_way_where_it_resumes(self) -> None:
@@ -87,7 +133,9 @@ class TestResumePrompt:
         story.submit()
         first = story.call((1, 2))
         second = story.call((1, 2))
-        story.reply(first, (11, 12), "abort").reply(second, (21, 22), "stop").result((21, 22), finish_reason=FinishReason.STOP)
+        story.reply(first, (11, 12), "abort").reply(second, (21, 22), "stop").result(
+            (21, 22), finish_reason=FinishReason.STOP
+        )
         assert set() == blamed(story) - {"stitch.logprobs-present", "versions.present"}
 
     def test_a_finding_behind_a_lost_reply_shows_what_was_known(self) -> None:
@@ -98,24 +146,37 @@ class TestResumePrompt:
         story.reply(story.call((1, 2, 12), max_tokens=6), (13,), "abort", delivered=False)
         story.reply(story.call((1, 2, 11, 12), max_tokens=6), (14,), "stop")
         finding = finds(self.ID, story)
-        assert ("prompt (2) + delivered response (2) = 4 tokens: [1, 2, 11, 12]", 1) == (finding.expected, finding.where["call"])
+        assert ("prompt (2) + delivered response (2) = 4 tokens: [1, 2, 11, 12]", 1) == (
+            finding.expected,
+            finding.where["call"],
+        )
 
     def test_a_history_that_was_rendered_anew_is_found(self) -> None:
         """A chat template dropped a token of the first turn, and appended the second one."""
         story = self._resume(1, 2, 11, 13, 91, reason="stop")
         finding = finds(self.ID, story)
-        assert "Call 1 begins a turn on a history that differs from what was delivered, from position 3 on" == finding.title
+        assert (
+            "Call 1 begins a turn on a history that differs from what was delivered, from position"
+            " 3 on" == finding.title
+        )
         assert "rendered anew" in finding.hint
         assert {self.ID} == blamed(story)
 
     def test_turns_are_counted_apart(self) -> None:
         """A call that brings the environment's words itself begins a turn."""
         parts = (Part(tokens=(11,), reason="stop"), Part(said=(91,), tokens=(12,), reason="stop"))
-        passes(self.ID, tell(*parts, recorded=False, driven=False), first_calls=1, calls_of_a_later_turn=1)
+        passes(
+            self.ID,
+            tell(*parts, recorded=False, driven=False),
+            first_calls=1,
+            calls_of_a_later_turn=1,
+        )
         passes(self.ID, tell(*parts), first_calls=1, resuming_calls=1)
 
     def test_a_driven_request_without_turns_has_no_environment(self) -> None:
-        """Tokens behind a natural end are nobody's where the case has no turns: the call should not have been made."""
+        """Tokens behind a natural end are nobody's where the case has no turns: the call should not
+        have been made.
+        """
         parts = (Part(tokens=(11,), reason="stop"), Part(said=(91,), tokens=(12,), reason="stop"))
         assert {"stitch.no-call-after-end"} == blamed(tell(*parts, recorded=False))
         assert set() == blamed(tell(*parts, recorded=False, request={"turns": ((91,),)}))
@@ -133,13 +194,19 @@ class TestNoCallAfterEnd:
     ID = "stitch.no-call-after-end"
 
     def _again(self, reason: str, grant: int = 6) -> Teller:
-        return tell(Part(tokens=(11, 12), reason=reason), Part(tokens=(13,), reason="stop", call={"max_tokens": grant}))
+        return tell(
+            Part(tokens=(11, 12), reason=reason),
+            Part(tokens=(13,), reason="stop", call={"max_tokens": grant}),
+        )
 
     def test_asking_on_after_a_stop_is_found(self) -> None:
         """A loop that ends on the budget alone."""
         finding = finds(self.ID, self._again("stop"))
         assert "Call 1 was made after the rollout had ended" == finding.title
-        assert "call 1 (to server s0) sends 4 of the 4 known tokens and asks for more" == finding.observed
+        assert (
+            "call 1 (to server s0) sends 4 of the 4 known tokens and asks for more"
+            == finding.observed
+        )
         assert {"request": "r0", "call": 1, "position": 4, "server": "s0"} == finding.where
         assert {self.ID} == blamed(self._again("stop"))
 
@@ -150,12 +217,19 @@ class TestNoCallAfterEnd:
     @pytest.mark.parametrize("reason", ["length", "completed"])
     def test_a_portion_that_is_used_up_is_no_end(self, reason: str) -> None:
         """Some stacks grant their budget piece by piece."""
-        story = tell(Part(tokens=(11, 12), reason=reason, call={"max_tokens": 2}), Part(tokens=(13,), reason="stop"))
+        story = tell(
+            Part(tokens=(11, 12), reason=reason, call={"max_tokens": 2}),
+            Part(tokens=(13,), reason="stop"),
+        )
         assert set() == blamed(story)
 
     def test_a_turn_of_the_environment_begins_anew(self) -> None:
         """After its words the policy may be asked again."""
-        passes(self.ID, tell(Part(tokens=(11,), reason="stop"), Part(said=(91,), tokens=(12,), reason="stop")), natural_ends=1)
+        passes(
+            self.ID,
+            tell(Part(tokens=(11,), reason="stop"), Part(said=(91,), tokens=(12,), reason="stop")),
+            natural_ends=1,
+        )
 
     def test_a_call_that_was_under_way_is_no_further_call(self) -> None:
         """A retry sent before the late reply arrived was not made after the end."""
@@ -163,7 +237,9 @@ class TestNoCallAfterEnd:
         story.submit()
         first = story.call((1, 2))
         second = story.call((1, 2))
-        story.reply(first, (11,), "stop").reply(second, (11,), "stop").result((11,), finish_reason=FinishReason.STOP)
+        story.reply(first, (11,), "stop").reply(second, (11,), "stop").result(
+            (11,), finish_reason=FinishReason.STOP
+        )
         assert set() == blamed(story) - {"stitch.logprobs-present", "versions.present"}
 
     def test_an_abort_is_no_end(self) -> None:
@@ -181,73 +257,150 @@ class TestParameters:
 
     def test_a_parameter_lost_on_resume_is_found(self) -> None:
         """The temperature of the second call is the engine's default."""
-        finding = finds(self.ID, tell(self._call(temperature=0.7, top_p=0.9), self._call(top_p=0.9), abort_surfaces=True))
+        finding = finds(
+            self.ID,
+            tell(
+                self._call(temperature=0.7, top_p=0.9), self._call(top_p=0.9), abort_surfaces=True
+            ),
+        )
         assert "Call 1 changes 1 sampling parameter: temperature" == finding.title
-        assert ("temperature=0.7, as in call 0", "temperature=(absent)") == (finding.expected, finding.observed)
-        assert {self.ID} == blamed(tell(self._call(temperature=0.7), self._call(), abort_surfaces=True))
+        assert ("temperature=0.7, as in call 0", "temperature=(absent)") == (
+            finding.expected,
+            finding.observed,
+        )
+        assert {self.ID} == blamed(
+            tell(self._call(temperature=0.7), self._call(), abort_surfaces=True)
+        )
 
     def test_the_first_call_is_held_to_the_request(self) -> None:
-        """Where both name a parameter that means the same everywhere, and the stack declares that it forwards."""
+        """Where both name a parameter that means the same everywhere, and the stack declares that
+        it forwards.
+        """
         asked = {"sampling": {"temperature": 0.7}}
-        story = tell(self._call(temperature=1.0), request=asked, abort_surfaces=True, sampling="forwarded")
+        story = tell(
+            self._call(temperature=1.0), request=asked, abort_surfaces=True, sampling="forwarded"
+        )
         assert "temperature=0.7, as in the request" == finds(self.ID, story).expected
         assert {self.ID} == blamed(story)
 
     @pytest.mark.parametrize("sampling", [None, "own"])
     def test_a_stack_may_choose_its_own(self, sampling: str | None) -> None:
-        """A temperature of the stack's configuration is no fault, as long as every call has it; undeclared, it is asked."""
+        """A temperature of the stack's configuration is no fault, as long as every call has it;
+        undeclared, it is asked.
+        """
         asked = {"sampling": {"temperature": 0.7}}
-        story = tell(self._call(temperature=1.0), self._call(temperature=1.0), request=asked, abort_surfaces=True, sampling=sampling)
+        story = tell(
+            self._call(temperature=1.0),
+            self._call(temperature=1.0),
+            request=asked,
+            abort_surfaces=True,
+            sampling=sampling,
+        )
         passes(self.ID, story, first_calls=1, resuming_calls=1)
         if sampling is None:
-            unknown("stitch.sampling-forwarded", story, "the caller gave temperature=0.7, and no call carries it: declare")
-        lost = tell(self._call(temperature=1.0), self._call(), request=asked, abort_surfaces=True, sampling=sampling)
+            unknown(
+                "stitch.sampling-forwarded",
+                story,
+                "the caller gave temperature=0.7, and no call carries it: declare",
+            )
+        lost = tell(
+            self._call(temperature=1.0),
+            self._call(),
+            request=asked,
+            abort_surfaces=True,
+            sampling=sampling,
+        )
         assert {self.ID} == blamed(lost)
 
     def test_what_a_stack_may_change_is_not_judged(self) -> None:
         """Budgets shrink, seeds differ per call, and a stack spells its own options in its own way."""
         first = self._call(max_tokens=8, seed=1, logprobs=0, cache_salt="0", temperature=1)
         second = self._call(max_tokens=7, seed=2, logprobs=0, cache_salt="1", temperature=1.0)
-        story = tell(first, second, request={"sampling": {"logprobs": True, "temperature": 1.0}}, abort_surfaces=True)
+        story = tell(
+            first,
+            second,
+            request={"sampling": {"logprobs": True, "temperature": 1.0}},
+            abort_surfaces=True,
+        )
         passes(self.ID, story, first_calls=1, resuming_calls=1)
 
     def test_parameters_that_no_call_carries_are_found_where_forwarding_is_declared(self) -> None:
-        """The whole rollout is sampled with the engine's defaults; a value that changes nothing may be left out."""
+        """The whole rollout is sampled with the engine's defaults; a value that changes nothing may
+        be left out.
+        """
         asked = {"sampling": {"temperature": 0.7, "top_p": 1.0, "top_k": 20, "seed": 3}}
-        story = tell(self._call(stop="x"), self._call(stop="x"), request=asked, abort_surfaces=True, sampling="forwarded")
+        story = tell(
+            self._call(stop="x"),
+            self._call(stop="x"),
+            request=asked,
+            abort_surfaces=True,
+            sampling="forwarded",
+        )
         finding = finds("stitch.sampling-forwarded", story)
-        assert "No call carries 2 sampling parameters that the caller gave: temperature and top_k" == finding.title
+        assert (
+            "No call carries 2 sampling parameters that the caller gave: temperature and top_k"
+            == finding.title
+        )
         assert "temperature=0.7, top_k=20 on every call (sampling='forwarded')" == finding.expected
         assert "2 calls without; the first carries stop='x'" == finding.observed
         assert {"stitch.sampling-forwarded"} == blamed(story)
 
     @pytest.mark.parametrize("sampling", [None, "forwarded"])
     def test_a_parameter_that_is_carried_is_forwarded(self, sampling: str | None) -> None:
-        """A stack shows it, whatever it declares; one that is lost on the way is another check's subject."""
+        """A stack shows it, whatever it declares; one that is lost on the way is another check's
+        subject.
+        """
         asked = {"sampling": {"temperature": 0.7}}
-        both = tell(self._call(temperature=0.7), self._call(temperature=0.7), request=asked, abort_surfaces=True, sampling=sampling)
+        both = tell(
+            self._call(temperature=0.7),
+            self._call(temperature=0.7),
+            request=asked,
+            abort_surfaces=True,
+            sampling=sampling,
+        )
         passes("stitch.sampling-forwarded", both, parameters_of_callers=1)
-        lost = tell(self._call(temperature=0.7), self._call(), request=asked, abort_surfaces=True, sampling=sampling)
+        lost = tell(
+            self._call(temperature=0.7),
+            self._call(),
+            request=asked,
+            abort_surfaces=True,
+            sampling=sampling,
+        )
         assert {self.ID} == blamed(lost)
 
     def test_an_undeclared_stack_is_asked(self) -> None:
-        """It may rename the parameter, or choose its own: nobody is blamed, and the reason says what to declare."""
+        """It may rename the parameter, or choose its own: nobody is blamed, and the reason says
+        what to declare.
+        """
         asked = {"sampling": {"temperature": 0.7}}
         story = tell(self._call(t=0.7), request=asked, abort_surfaces=True)
-        unknown("stitch.sampling-forwarded", story, "declare sampling='forwarded' to have that judged, or sampling='own'")
+        unknown(
+            "stitch.sampling-forwarded",
+            story,
+            "declare sampling='forwarded' to have that judged, or sampling='own'",
+        )
         own = tell(self._call(t=0.7), request=asked, abort_surfaces=True, sampling="own")
         inapplicable("stitch.sampling-forwarded", own, "the contract declares sampling='own'")
 
-    @pytest.mark.parametrize("asked", [{}, {"temperature": 0}, {"temperature": None}, {"max_new_tokens": 4}])
-    def test_what_can_be_spelled_in_many_ways_is_not_looked_for(self, asked: dict[str, object]) -> None:
+    @pytest.mark.parametrize(
+        "asked", [{}, {"temperature": 0}, {"temperature": None}, {"max_new_tokens": 4}]
+    )
+    def test_what_can_be_spelled_in_many_ways_is_not_looked_for(
+        self, asked: dict[str, object]
+    ) -> None:
         """Greedy sampling, nothing at all, and budgets."""
-        story = tell(self._call(), request={"sampling": asked}, abort_surfaces=True, sampling="forwarded")
+        story = tell(
+            self._call(), request={"sampling": asked}, abort_surfaces=True, sampling="forwarded"
+        )
         unknown("stitch.sampling-forwarded", story, "not exercised")
 
     @pytest.mark.parametrize(("media", "verb"), [(None, "drops"), ("other.png", "changes")])
     def test_media_must_travel_with_every_attempt(self, media: str | None, verb: str) -> None:
         """The resuming call continues another conversation than the one it began."""
-        parts = (Part(tokens=(11,), call={"media": "a.png"}), Part(tokens=(12,), reason="stop", call={"media": media}))
+        parts = (
+            Part(tokens=(11,), call={"media": "a.png"}),
+            Part(tokens=(12,), reason="stop", call={"media": media}),
+        )
         story = tell(*parts, request={"media": "a.png"})
         finding = finds("stitch.media", story)
         assert f"Call 1 {verb} the request's media" == finding.title
@@ -258,4 +411,8 @@ class TestParameters:
         """A run without media says nothing about them."""
         part = Part(tokens=(11,), reason="stop", call={"media": "a.png"})
         passes("stitch.media", tell(part, request={"media": "a.png"}), calls_with_media=1)
-        unknown("stitch.media", tell(Part(tokens=(11,), reason="stop")), "not exercised: no calls with media occurred")
+        unknown(
+            "stitch.media",
+            tell(Part(tokens=(11,), reason="stop")),
+            "not exercised: no calls with media occurred",
+        )

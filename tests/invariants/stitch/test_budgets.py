@@ -19,27 +19,47 @@ class TestGranted:
 
     def test_a_budget_granted_again_is_found(self) -> None:
         """The resume forgets what was sampled before it."""
-        story = tell(A, Part(tokens=(13, 14, 15), reason="length", call={"max_tokens": 5}), budget=5)
+        story = tell(
+            A, Part(tokens=(13, 14, 15), reason="length", call={"max_tokens": 5}), budget=5
+        )
         finding = finds(self.ID, story)
         assert "Call 1 may sample 5 tokens, but only 3 of 5 are left" == finding.title
         assert "at most 5 - 2 already sampled = 3" == finding.expected
-        assert "max_tokens=5 in call 1 (to server s0); too much in 1 of 2 calls of the request" == finding.observed
+        assert (
+            "max_tokens=5 in call 1 (to server s0); too much in 1 of 2 calls of the request"
+            == finding.observed
+        )
         assert "verl #7207" in finding.hint
         assert {self.ID} == blamed(story)
 
     def test_an_overshooting_rollout_is_one_fault(self) -> None:
-        """The budget was granted twice and used twice: the grant is to blame, not also its consequence."""
-        story = tell(A, Part(tokens=(13, 14, 15, 16, 17), reason="length", call={"max_tokens": 5}), budget=5)
+        """The budget was granted twice and used twice: the grant is to blame, not also its
+        consequence.
+        """
+        story = tell(
+            A, Part(tokens=(13, 14, 15, 16, 17), reason="length", call={"max_tokens": 5}), budget=5
+        )
         assert {self.ID} == blamed(story)
 
     def test_no_stated_budget_is_found(self) -> None:
         """The configured response length is never sent."""
-        story = tell(Part(tokens=(11,), reason="stop", call={"max_tokens": None}), budget=None, request={"limit": 8})
-        assert "Call 0 states no budget, although 8 tokens of 8 are left" == finds(self.ID, story).title
+        story = tell(
+            Part(tokens=(11,), reason="stop", call={"max_tokens": None}),
+            budget=None,
+            request={"limit": 8},
+        )
+        assert (
+            "Call 0 states no budget, although 8 tokens of 8 are left"
+            == finds(self.ID, story).title
+        )
 
     def test_less_than_is_left_is_the_stacks_choice(self) -> None:
         """A context window may be smaller than the budget."""
-        passes(self.ID, tell(Part(tokens=(11,), reason="stop", call={"max_tokens": 3}), budget=8), first_calls=1)
+        passes(
+            self.ID,
+            tell(Part(tokens=(11,), reason="stop", call={"max_tokens": 3}), budget=8),
+            first_calls=1,
+        )
 
     def test_a_restart_has_its_budget_back(self) -> None:
         """What was thrown away does not count."""
@@ -47,13 +67,22 @@ class TestGranted:
         passes(self.ID, tell(*parts, budget=5), first_calls=1, resuming_calls=2)
 
     def test_each_turn_has_the_budget(self) -> None:
-        """Whether a limit counts one turn or all of them is not declared: the wider reading raises no false alarm."""
-        parts = (Part(tokens=(11, 12, 13), reason="stop"), Part(said=(91,), tokens=(14, 15, 16), reason="stop"))
+        """Whether a limit counts one turn or all of them is not declared: the wider reading raises
+        no false alarm.
+        """
+        parts = (
+            Part(tokens=(11, 12, 13), reason="stop"),
+            Part(said=(91,), tokens=(14, 15, 16), reason="stop"),
+        )
         passes(self.ID, tell(*parts, budget=3), first_calls=1, resuming_calls=1)
 
     def test_the_tighter_bound_holds(self) -> None:
         """A caller may ask for more than the configuration allows."""
-        story = tell(Part(tokens=(11,), reason="stop", call={"max_tokens": 9}), budget=9, request={"limit": 4})
+        story = tell(
+            Part(tokens=(11,), reason="stop", call={"max_tokens": 9}),
+            budget=9,
+            request={"limit": 4},
+        )
         assert "Call 0 may sample 9 tokens, but only 4 of 4 are left" == finds(self.ID, story).title
 
     def test_without_a_budget_nothing_is_granted_too_much(self) -> None:
@@ -71,12 +100,18 @@ class TestTotal:
         story = tell(Part(tokens=(11, 12, 13, 14), reason="length"), budget=3)
         finding = finds(self.ID, story)
         assert "The reply to call 0 holds 4 tokens, 1 more than it was granted" == finding.title
-        assert ("at most max_tokens=3", "4 tokens from server s0") == (finding.expected, finding.observed)
+        assert ("at most max_tokens=3", "4 tokens from server s0") == (
+            finding.expected,
+            finding.observed,
+        )
         assert {self.ID} == blamed(story)
 
     def test_a_portion_is_held_to_its_grant(self) -> None:
         """Also where the caller states no budget at all."""
-        finds(self.ID, tell(Part(tokens=(11, 12), reason="length", call={"max_tokens": 1}), budget=None))
+        finds(
+            self.ID,
+            tell(Part(tokens=(11, 12), reason="length", call={"max_tokens": 1}), budget=None),
+        )
 
     def test_the_exact_budget_is_right(self) -> None:
         """To the last token."""
@@ -91,12 +126,42 @@ class TestFinishReason:
     @pytest.mark.parametrize(
         ("parts", "got", "title", "hint"),
         [
-            ((A,), "stop", "An aborted rollout is shown as a natural end (stop)", "A fragment counts as a whole turn"),
-            ((A,), "completed", "An aborted rollout is shown as a natural end (completed)", "A fragment counts as a whole turn"),
-            ((A, B), "stop", "A rollout that ended by length is shown as stop", "cut by its budget"),
-            ((A, B), "abort", "A rollout that ended by length is shown as abort", "cut by its budget"),
-            ((Part(tokens=(11,), reason="stop"),), "abort", "A rollout that ended by stop is shown as abort", "whole"),
-            ((Part(tokens=(11,), reason="stop"),), None, "The sample carries no finish reason", "Declare finish_reason=False"),
+            (
+                (A,),
+                "stop",
+                "An aborted rollout is shown as a natural end (stop)",
+                "A fragment counts as a whole turn",
+            ),
+            (
+                (A,),
+                "completed",
+                "An aborted rollout is shown as a natural end (completed)",
+                "A fragment counts as a whole turn",
+            ),
+            (
+                (A, B),
+                "stop",
+                "A rollout that ended by length is shown as stop",
+                "cut by its budget",
+            ),
+            (
+                (A, B),
+                "abort",
+                "A rollout that ended by length is shown as abort",
+                "cut by its budget",
+            ),
+            (
+                (Part(tokens=(11,), reason="stop"),),
+                "abort",
+                "A rollout that ended by stop is shown as abort",
+                "whole",
+            ),
+            (
+                (Part(tokens=(11,), reason="stop"),),
+                None,
+                "The sample carries no finish reason",
+                "Declare finish_reason=False",
+            ),
             (
                 (A, Part(tokens=(1, 2, 3), reason="stop")),
                 "length",
@@ -105,9 +170,13 @@ class TestFinishReason:
             ),
         ],
     )
-    def test_each_wrong_reason_is_named(self, parts: tuple[Part, ...], got: str | None, title: str, hint: str) -> None:
+    def test_each_wrong_reason_is_named(
+        self, parts: tuple[Part, ...], got: str | None, title: str, hint: str
+    ) -> None:
         """What the engine said and what the sample says."""
-        story = tell(*parts, budget=5, sample={"finish_reason": None if got is None else FinishReason(got)})
+        story = tell(
+            *parts, budget=5, sample={"finish_reason": None if got is None else FinishReason(got)}
+        )
         finding = finds(self.ID, story)
         assert title == finding.title
         assert hint in finding.hint
@@ -128,11 +197,17 @@ class TestFinishReason:
     )
     def test_right_reasons_in_unusual_ends(self, parts: tuple[Part, ...], got: str) -> None:
         """An abort on the last token of the budget; giving up after a lost reply."""
-        assert set() == blamed(tell(*parts, budget=5, sample={"finish_reason": FinishReason(got)}, abort_surfaces=True)) - {"stitch.tokens"}
+        assert set() == blamed(
+            tell(*parts, budget=5, sample={"finish_reason": FinishReason(got)}, abort_surfaces=True)
+        ) - {"stitch.tokens"}
 
     def test_a_stack_may_know_the_end_of_sequence(self) -> None:
-        """An abort that came with the end-of-sequence token may be called a stop by who knows the token."""
-        policy = CodedPolicy(seed=1, vocab=64, num_layers=1, moe_layers=(0,), num_experts=4, top_k=2, eos_every=4)
+        """An abort that came with the end-of-sequence token may be called a stop by who knows the
+        token.
+        """
+        policy = CodedPolicy(
+            seed=1, vocab=64, num_layers=1, moe_layers=(0,), num_experts=4, top_k=2, eos_every=4
+        )
         story = tell(Part(tokens=(11, policy.eos_id)), sample={"finish_reason": FinishReason.STOP})
         assert not check(self.ID, story, policy).findings
         finds(self.ID, story)
@@ -154,7 +229,9 @@ class TestFinishReason:
 
     @pytest.mark.parametrize("reason", ["abort", "error"])
     def test_giving_up_without_a_call_is_said(self, reason: str) -> None:
-        """As is a budget of nothing, a request of a group (its call may count for another of it), and a recording."""
+        """As is a budget of nothing, a request of a group (its call may count for another of it),
+        and a recording.
+        """
         why = "no engine call of the request was recorded"
         unknown(self.ID, Teller().submit().result((), finish_reason=FinishReason(reason)), why)
         unknown(self.ID, Teller().submit(group="g").result(()), why)
@@ -163,8 +240,13 @@ class TestFinishReason:
 
     def test_a_multi_turn_response_may_be_cut_by_the_environment(self) -> None:
         """The tool's words fill the response up to its limit."""
-        parts = (Part(tokens=(11, 12), reason="stop"), Part(said=(91, 92, 93), tokens=(13,), reason="stop"))
-        assert set() == blamed(tell(*parts, budget=6, sample={"finish_reason": FinishReason.LENGTH}))
+        parts = (
+            Part(tokens=(11, 12), reason="stop"),
+            Part(said=(91, 92, 93), tokens=(13,), reason="stop"),
+        )
+        assert set() == blamed(
+            tell(*parts, budget=6, sample={"finish_reason": FinishReason.LENGTH})
+        )
 
     def test_ends_are_counted_by_kind(self) -> None:
         """Which ends a run has seen."""
@@ -184,18 +266,35 @@ class TestFinishLength:
     @pytest.mark.parametrize(
         ("parts", "budget", "title", "observed"),
         [
-            ((A,), 8, "The sample says length after 2 tokens of 8", "the last reply, to call 0, ended by abort, granted 8"),
-            ((A, Part(tokens=(13,), reason="stop")), 8, "The sample says length after 3 tokens of 8", "ended by stop, granted 6"),
+            (
+                (A,),
+                8,
+                "The sample says length after 2 tokens of 8",
+                "the last reply, to call 0, ended by abort, granted 8",
+            ),
+            (
+                (A, Part(tokens=(13,), reason="stop")),
+                8,
+                "The sample says length after 3 tokens of 8",
+                "ended by stop, granted 6",
+            ),
             (
                 (A, Part(tokens=(13,), reason="length", call={"max_tokens": 1})),
                 8,
                 "The sample says length after 3 tokens of 8",
                 "ended by length, granted 1",
             ),
-            ((A,), None, "The sample says length after 2 tokens, although nothing limits it", "ended by abort, granted None"),
+            (
+                (A,),
+                None,
+                "The sample says length after 2 tokens, although nothing limits it",
+                "ended by abort, granted None",
+            ),
         ],
     )
-    def test_an_end_before_the_budget_is_found(self, parts: tuple[Part, ...], budget: int | None, title: str, observed: str) -> None:
+    def test_an_end_before_the_budget_is_found(
+        self, parts: tuple[Part, ...], budget: int | None, title: str, observed: str
+    ) -> None:
         """Given up, stopped, or granted too little: the response could have gone on."""
         finding = finds(self.ID, self._story(*parts, budget=budget))
         assert title == finding.title
@@ -203,22 +302,34 @@ class TestFinishLength:
         assert {self.ID} == blamed(self._story(*parts, budget=budget))
 
     def test_a_stop_within_a_cap_is_a_whole_answer(self) -> None:
-        """The engine's stop on the last token of a grant below the budget: the finding names the budget, and what is lost."""
+        """The engine's stop on the last token of a grant below the budget: the finding names the
+        budget, and what is lost.
+        """
         story = self._story(Part(tokens=(11, 12), reason="stop", call={"max_tokens": 2}))
         finding = finds(self.ID, story)
-        assert ("The sample says length after 2 tokens of 8", "length only once all 8 are sampled") == (finding.title, finding.expected)
+        assert (
+            "The sample says length after 2 tokens of 8",
+            "length only once all 8 are sampled",
+        ) == (finding.title, finding.expected)
         assert "a whole answer counts as cut" in finding.hint
 
     def test_an_abort_on_the_last_token_of_a_cap_ends_nothing_early(self) -> None:
         """It cut nothing off that would have been granted."""
-        passes(self.ID, self._story(Part(tokens=(11, 12), call={"max_tokens": 2})), ends_by_length=1)
+        passes(
+            self.ID, self._story(Part(tokens=(11, 12), call={"max_tokens": 2})), ends_by_length=1
+        )
 
     def test_a_cap_that_held_from_the_first_call_is_a_budget(self) -> None:
         """The stack's own limit, or the engine's context window."""
-        capped = (Part(tokens=(11, 12), call={"max_tokens": 4}), Part(tokens=(13, 14), reason="length", call={"max_tokens": 2}))
+        capped = (
+            Part(tokens=(11, 12), call={"max_tokens": 4}),
+            Part(tokens=(13, 14), reason="length", call={"max_tokens": 2}),
+        )
         passes(self.ID, self._story(*capped), ends_by_length=1)
         passes(self.ID, self._story(A, Part(tokens=(13,), reason="length")), ends_by_length=1)
-        passes(self.ID, self._story(Part(tokens=(13,), reason="length"), budget=None), ends_by_length=1)
+        passes(
+            self.ID, self._story(Part(tokens=(13,), reason="length"), budget=None), ends_by_length=1
+        )
 
 
 class TestZeroTokenSegments:
@@ -236,10 +347,18 @@ class TestZeroTokenSegments:
 
     def test_the_same_again_is_right(self) -> None:
         """First, in the middle, and several in a row."""
-        passes(self.ID, tell(Part(), Part(), A, Part(), B, budget=5), calls_after_a_reply_without_tokens=3)
+        passes(
+            self.ID,
+            tell(Part(), Part(), A, Part(), B, budget=5),
+            calls_after_a_reply_without_tokens=3,
+        )
 
     def test_a_turn_that_ended_without_tokens_is_not_repeated(self) -> None:
         """Only an abort is taken up again."""
         unresumed = tell(Part(reason="stop"), resume="none", partial_off="dropped")
         inapplicable(self.ID, unresumed, "no client continues an aborted call (resume='none')")
-        unknown(self.ID, tell(Part(reason="stop"), Part(said=(91,), tokens=(11,), reason="stop")), "not exercised")
+        unknown(
+            self.ID,
+            tell(Part(reason="stop"), Part(said=(91,), tokens=(11,), reason="stop")),
+            "not exercised",
+        )

@@ -14,7 +14,11 @@ from tests.support.building import contract
 from tests.support.rollouts import Part, blamed, tell
 from tests.support.trace_builder import Teller, check, finds, inapplicable, passes, unknown
 
-PARTS = (Part(tokens=(11, 12, 13)), Part(tokens=(21, 22), version=1), Part(tokens=(31, 32, 33), version=1, reason="length"))
+PARTS = (
+    Part(tokens=(11, 12, 13)),
+    Part(tokens=(21, 22), version=1),
+    Part(tokens=(31, 32, 33), version=1, reason="length"),
+)
 TRUE = np.array([-0.25, -0.75, -1.25, -0.625, -1.125, -0.875, -1.375, -1.875])
 
 
@@ -79,20 +83,31 @@ class TestPresent:
     def test_single_lost_values_are_counted(self) -> None:
         """A list that was padded to length."""
         finding = finds(self.ID, spoiled(put(slice(0, 3), np.nan)))
-        assert "3 of 8 logprobs are missing from the sample, although the engine returned them" == finding.title
+        assert (
+            "3 of 8 logprobs are missing from the sample, although the engine returned them"
+            == finding.title
+        )
         assert "NaN at response index 0-2" == finding.observed
 
     def test_a_call_that_does_not_ask_is_found(self) -> None:
         """The option got lost on a resume, and the engine cannot be blamed."""
-        parts = (PARTS[0], Part(tokens=(21,), reason="stop", logprobs=False, call={"want_logprobs": False}))
+        parts = (
+            PARTS[0],
+            Part(tokens=(21,), reason="stop", logprobs=False, call={"want_logprobs": False}),
+        )
         story = tell(*parts)
-        assert "1 of 2 calls does not ask for logprobs, although the request wants them" == finds(self.ID, story).title
+        assert (
+            "1 of 2 calls does not ask for logprobs, although the request wants them"
+            == finds(self.ID, story).title
+        )
         assert {self.ID} == blamed(story)
 
     def test_nobody_asked(self) -> None:
         """Where no request wants logprobs there is nothing to carry."""
         story = tell(
-            Part(tokens=(11,), reason="stop", call={"want_logprobs": False}), request={"want_logprobs": False}, sample={"logprobs": None}
+            Part(tokens=(11,), reason="stop", call={"want_logprobs": False}),
+            request={"want_logprobs": False},
+            sample={"logprobs": None},
         )
         unknown(self.ID, story, "no request wanted logprobs")
 
@@ -100,7 +115,10 @@ class TestPresent:
         """Not applicable, listed apart."""
         for name in ("present", "length", "valid", "paired", "missing"):
             result = check(f"stitch.logprobs-{name}", tell(*PARTS, logprobs="none"))
-            assert (Verdict.NOT_APPLICABLE, "the contract declares logprobs='none'") == (result.verdict, result.reason)
+            assert (Verdict.NOT_APPLICABLE, "the contract declares logprobs='none'") == (
+                result.verdict,
+                result.reason,
+            )
 
 
 class TestLength:
@@ -121,18 +139,29 @@ class TestLength:
         story = tell(*parts, sample={"logprobs": np.delete(TRUE, [3, 4])}, missing_logprobs="nan")
         finding = finds(self.ID, story)
         assert "The sample has 6 logprobs for 8 tokens" == finding.title
-        assert finding.hint.startswith("The engine returned no logprobs for segment 1, and the stack appended nothing in their place")
+        assert finding.hint.startswith(
+            "The engine returned no logprobs for segment 1, and the stack appended nothing in their"
+            " place"
+        )
         assert {self.ID} == blamed(story)
 
     def test_an_empty_list_for_none_is_found(self) -> None:
         """``[]`` says that there are no tokens; ``None`` says that there are no logprobs."""
-        story = tell(Part(tokens=(11, 12), logprobs=False, reason="stop"), sample={"logprobs": np.zeros(0)}, missing_logprobs="nan")
+        story = tell(
+            Part(tokens=(11, 12), logprobs=False, reason="stop"),
+            sample={"logprobs": np.zeros(0)},
+            missing_logprobs="nan",
+        )
         assert "The sample has no logprobs for 2 tokens" == finds(self.ID, story).title
         assert {self.ID} == blamed(story)
 
     def test_an_empty_list_without_tokens_is_right(self) -> None:
         """Nothing was sampled."""
-        passes(self.ID, tell(Part(reason="stop"), sample={"logprobs": np.zeros(0)}), samples_with_logprobs=1)
+        passes(
+            self.ID,
+            tell(Part(reason="stop"), sample={"logprobs": np.zeros(0)}),
+            samples_with_logprobs=1,
+        )
 
     def test_it_needs_no_reference(self) -> None:
         """The two lengths are compared even where no call was recorded."""
@@ -150,7 +179,9 @@ class TestValid:
         """All values positive: made on the way, as the engine's were not."""
         finding = finds(self.ID, spoiled(lambda values: -values))
         assert "8 of 8 logprobs cannot be the logarithm of a probability" == finding.title
-        assert "0.25 at response index 0 (in all: 0-7); the engine returned -0.25" == finding.observed
+        assert (
+            "0.25 at response index 0 (in all: 0-7); the engine returned -0.25" == finding.observed
+        )
         assert "a sign that flipped" in finding.hint
 
     def test_what_the_engine_itself_returned_is_said_so(self) -> None:
@@ -166,8 +197,13 @@ class TestValid:
 
     def test_tokens_of_the_environment_may_hold_anything(self) -> None:
         """Nobody sampled them."""
-        parts = (Part(tokens=(11,), reason="stop"), Part(said=(91, 92), tokens=(12,), reason="stop"))
-        assert set() == blamed(tell(*parts, sample={"logprobs": np.array([-0.25, 7.0, np.inf, -0.625])}))
+        parts = (
+            Part(tokens=(11,), reason="stop"),
+            Part(said=(91, 92), tokens=(12,), reason="stop"),
+        )
+        assert set() == blamed(
+            tell(*parts, sample={"logprobs": np.array([-0.25, 7.0, np.inf, -0.625])})
+        )
 
 
 class TestPaired:
@@ -178,17 +214,43 @@ class TestPaired:
     @pytest.mark.parametrize(
         ("change", "title", "hint"),
         [
-            (lambda v: np.roll(v, 1), "8 of 8 logprobs are not what the engine returned with their tokens", "stand 1 token too late"),
-            (lambda v: np.roll(v, -1), "8 of 8 logprobs are not what the engine returned with their tokens", "stand 1 token too early"),
-            (put(3, -5.0), "1 of 8 logprobs is not what the engine returned with its token", "appended together, segment by segment"),
-            (put(slice(2, 5), 0.0), "3 of 8 logprobs are not what the engine returned with their tokens", "All of them are 0: a default"),
-            (put(2, -9999.0), "1 of 8 logprobs is not what the engine returned with its token", "-9999 looks like a default"),
-            (lambda v: v / 0.7, "8 of 8 logprobs are not what the engine returned with their tokens", "engine's values times 1.429"),
+            (
+                lambda v: np.roll(v, 1),
+                "8 of 8 logprobs are not what the engine returned with their tokens",
+                "stand 1 token too late",
+            ),
+            (
+                lambda v: np.roll(v, -1),
+                "8 of 8 logprobs are not what the engine returned with their tokens",
+                "stand 1 token too early",
+            ),
+            (
+                put(3, -5.0),
+                "1 of 8 logprobs is not what the engine returned with its token",
+                "appended together, segment by segment",
+            ),
+            (
+                put(slice(2, 5), 0.0),
+                "3 of 8 logprobs are not what the engine returned with their tokens",
+                "All of them are 0: a default",
+            ),
+            (
+                put(2, -9999.0),
+                "1 of 8 logprobs is not what the engine returned with its token",
+                "-9999 looks like a default",
+            ),
+            (
+                lambda v: v / 0.7,
+                "8 of 8 logprobs are not what the engine returned with their tokens",
+                "engine's values times 1.429",
+            ),
             (lambda v: v * (1 + 2**-12), "8 of 8 logprobs are not", "cast to float16"),
             (lambda v: v * (1 + 2**-9), "8 of 8 logprobs are not", "cast to bfloat16"),
         ],
     )
-    def test_each_cause_is_named(self, change: Callable[[np.ndarray], np.ndarray], title: str, hint: str) -> None:
+    def test_each_cause_is_named(
+        self, change: Callable[[np.ndarray], np.ndarray], title: str, hint: str
+    ) -> None:
         """Shift, default, factor, rounding: the hint says which it looks like."""
         finding = finds(self.ID, spoiled(change))
         assert finding.title.startswith(title)
@@ -199,21 +261,40 @@ class TestPaired:
         theirs = np.array([-3.0, -4.0])
         part = Part(tokens=(41, 42), reason="stop", output={"logprobs": theirs})
         story = tell(part, request_id="r1", prompt=(3,), sample={"logprobs": theirs})
-        mixed = tell(Part(tokens=(11, 12), reason="stop"), sample={"logprobs": theirs}, teller=story)
+        mixed = tell(
+            Part(tokens=(11, 12), reason="stop"), sample={"logprobs": theirs}, teller=story
+        )
         assert "They are the values of request r1" in finds(self.ID, mixed).hint
 
     def test_values_of_other_weights_are_traced_back(self) -> None:
         """The tokens were scored again after an update."""
-        policy = CodedPolicy(seed=3, vocab=64, num_layers=1, moe_layers=(0,), num_experts=4, top_k=2)
+        policy = CodedPolicy(
+            seed=3, vocab=64, num_layers=1, moe_layers=(0,), num_experts=4, top_k=2
+        )
         old, new = (policy.logprobs(version, (1, 2, 11, 12, 13), 2) for version in (0, 1))
-        parts = (Part(tokens=(11, 12, 13), output={"logprobs": old}), Part(version=1), Part(reason="stop", version=1))
+        parts = (
+            Part(tokens=(11, 12, 13), output={"logprobs": old}),
+            Part(version=1),
+            Part(reason="stop", version=1),
+        )
         result = check(self.ID, tell(*parts, sample={"logprobs": new}), policy)
-        assert "They are what weights 1 would give, which did not sample these tokens" in result.findings[0].hint
+        assert (
+            "They are what weights 1 would give, which did not sample these tokens"
+            in result.findings[0].hint
+        )
 
     def test_a_stack_that_converts_is_not_compared(self) -> None:
         """Raw values in, temperature-scaled ones out: equality is not the promise."""
-        story = spoiled(lambda values: values / 0.7, header={"engine": contract(rows="none")}, logprobs="temperature-scaled")
-        unknown(self.ID, story, "the engines return raw logprobs, and the stack hands over temperature-scaled ones")
+        story = spoiled(
+            lambda values: values / 0.7,
+            header={"engine": contract(rows="none")},
+            logprobs="temperature-scaled",
+        )
+        unknown(
+            self.ID,
+            story,
+            "the engines return raw logprobs, and the stack hands over temperature-scaled ones",
+        )
 
     def test_the_segment_and_version_are_named(self) -> None:
         """A fault in the third segment is placed there."""
@@ -226,9 +307,15 @@ class TestMissing:
     """``stitch.logprobs-missing``."""
 
     ID = "stitch.logprobs-missing"
-    PARTS = (Part(tokens=(11, 12)), Part(tokens=(21, 22), logprobs=False), Part(tokens=(31,), reason="stop"))
+    PARTS = (
+        Part(tokens=(11, 12)),
+        Part(tokens=(21, 22), logprobs=False),
+        Part(tokens=(31,), reason="stop"),
+    )
 
-    def _story(self, values: tuple[float, float], mask: tuple[int, ...] | None = None, **more: Any) -> Teller:
+    def _story(
+        self, values: tuple[float, float], mask: tuple[int, ...] | None = None, **more: Any
+    ) -> Teller:
         sample: dict[str, Any] = {"logprobs": np.array([-0.25, -0.75, *values, -0.75])}
         if mask is not None:
             sample["loss_mask"] = np.array(mask)
@@ -255,7 +342,10 @@ class TestMissing:
 
     def test_nan_is_no_mark_where_masking_is_declared(self) -> None:
         """A token without a logprob would be trained on."""
-        finding = finds(self.ID, self._story((float("nan"), float("nan")), (1, 1, 0, 1, 1), missing_logprobs="masked"))
+        finding = finds(
+            self.ID,
+            self._story((float("nan"), float("nan")), (1, 1, 0, 1, 1), missing_logprobs="masked"),
+        )
         assert "The engine returned no logprob for 1 of 5 tokens" == finding.title
         assert 3 == finding.where["index"]
 
@@ -268,14 +358,22 @@ class TestMissing:
         assert {self.ID} == blamed(story)
 
     def test_no_logprobs_at_all_mark_every_token_missing(self) -> None:
-        """``None`` is honest where missing values may be NaN, and wrong where tokens must be masked."""
+        """``None`` is honest where missing values may be NaN, and wrong where tokens must be
+        masked.
+        """
         part = Part(tokens=(11, 12), logprobs=False, reason="stop")
         assert set() == blamed(tell(part, sample={"logprobs": None}, missing_logprobs="nan"))
-        assert {self.ID} == blamed(tell(part, sample={"logprobs": None}, missing_logprobs="masked", loss_mask=True))
+        assert {self.ID} == blamed(
+            tell(part, sample={"logprobs": None}, missing_logprobs="masked", loss_mask=True)
+        )
 
     def test_a_run_without_gaps_does_not_put_a_mark_to_the_test(self) -> None:
         """Where nothing was missing, nothing is known of how it would be marked."""
         unknown(self.ID, tell(*PARTS, missing_logprobs="nan"), "not exercised")
         engine = {"engine": contract(rows="none")}
-        inapplicable(self.ID, tell(*PARTS, missing_logprobs="nan", header=engine), "every token comes with a logprob")
+        inapplicable(
+            self.ID,
+            tell(*PARTS, missing_logprobs="nan", header=engine),
+            "every token comes with a logprob",
+        )
         passes(self.ID, tell(*PARTS), sampled_tokens=8)

@@ -11,13 +11,19 @@ from rollproof.judging.checks import Verdict
 from tests.support.rollouts import Part, blamed, tell
 from tests.support.trace_builder import Teller, check, finds, inapplicable, passes, unknown
 
-PARTS = (Part(tokens=(11, 12), reason="stop"), Part(said=(91, 92, 93), tokens=(13,)), Part(tokens=(14,), reason="stop"))
+PARTS = (
+    Part(tokens=(11, 12), reason="stop"),
+    Part(said=(91, 92, 93), tokens=(13,)),
+    Part(tokens=(14,), reason="stop"),
+)
 RIGHT = (1, 1, 0, 0, 0, 1, 1)
 
 
 def masked(mask: tuple[Any, ...] | None) -> Teller:
     """A two-turn rollout with another loss mask."""
-    return tell(*PARTS, loss_mask=True, sample={"loss_mask": None if mask is None else np.array(mask)})
+    return tell(
+        *PARTS, loss_mask=True, sample={"loss_mask": None if mask is None else np.array(mask)}
+    )
 
 
 class TestShape:
@@ -34,7 +40,10 @@ class TestShape:
 
     def test_a_declared_mask_must_be_there(self) -> None:
         """``None`` would train on everything."""
-        assert "The sample carries no loss mask, although its contract declares one" == finds(self.ID, masked(None)).title
+        assert (
+            "The sample carries no loss mask, although its contract declares one"
+            == finds(self.ID, masked(None)).title
+        )
         assert {self.ID} == blamed(masked(None))
 
     def test_weights_are_no_mask(self) -> None:
@@ -45,7 +54,9 @@ class TestShape:
 
     def test_no_tokens_need_no_mask(self) -> None:
         """An empty response may come without."""
-        assert set() == blamed(tell(Part(reason="stop"), loss_mask=True, sample={"loss_mask": None}))
+        assert set() == blamed(
+            tell(Part(reason="stop"), loss_mask=True, sample={"loss_mask": None})
+        )
 
     def test_booleans_are_zeros_and_ones(self) -> None:
         """A mask of booleans says the same."""
@@ -67,7 +78,9 @@ class TestEnvironment:
         [((1,) * 7, 3, "2-4"), ((0, *RIGHT[:-1]), 1, "2"), ((*RIGHT[1:], 1), 1, "4")],
         ids=["attention mask", "shifted right", "shifted left"],
     )
-    def test_trained_words_of_the_environment_are_found(self, mask: tuple[int, ...], wrong: int, observed: str) -> None:
+    def test_trained_words_of_the_environment_are_found(
+        self, mask: tuple[int, ...], wrong: int, observed: str
+    ) -> None:
         """An attention mask, or one that stands one token beside."""
         finding = finds(self.ID, masked(mask))
         assert f"{wrong} of 3 tokens of the environment would be trained on" == finding.title
@@ -82,5 +95,9 @@ class TestEnvironment:
     def test_single_turns_have_no_environment(self) -> None:
         """Nothing is put to the test, and where no turns are declared nothing can be."""
         single = Part(tokens=(11,), reason="stop")
-        inapplicable(self.ID, tell(single, loss_mask=True), "declares no turns of the environment (multi_turn)")
+        inapplicable(
+            self.ID,
+            tell(single, loss_mask=True),
+            "declares no turns of the environment (multi_turn)",
+        )
         unknown(self.ID, tell(single, loss_mask=True, multi_turn=True), "not exercised")

@@ -15,7 +15,11 @@ from rollproof.judging.checks import Verdict
 from tests.support.rollouts import Part, blamed, sample_of, tell, with_sample
 from tests.support.trace_builder import Teller, check, finds, inapplicable, passes, unknown
 
-RESUMED = (Part(tokens=(11, 12, 13)), Part(tokens=(21, 22), version=1), Part(tokens=(31, 32, 33), version=1, reason="length"))
+RESUMED = (
+    Part(tokens=(11, 12, 13)),
+    Part(tokens=(21, 22), version=1),
+    Part(tokens=(31, 32, 33), version=1, reason="length"),
+)
 WHOLE = (11, 12, 13, 21, 22, 31, 32, 33)
 
 CORRECT: dict[str, Teller] = {
@@ -24,15 +28,29 @@ CORRECT: dict[str, Teller] = {
     "resumed twice": tell(*RESUMED),
     "empty abort first": tell(Part(), *RESUMED),
     "empty abort in the middle": tell(RESUMED[0], Part(version=1), *RESUMED[1:]),
-    "empty abort last": tell(*RESUMED, Part(version=1, call={"max_tokens": 1}), budget=9, abort_surfaces=True),
-    "empty abort without any field": tell(Part(output={"version": None}, reply={"true_tokens": None}), *RESUMED),
-    "stop on the exact budget": tell(Part(tokens=(11, 12)), Part(tokens=(13,), reason="stop"), budget=3),
-    "abort on the last token of the budget": tell(*RESUMED[:2], sample={"finish_reason": FinishReason.LENGTH}, budget=5),
-    "completed for stop": tell(Part(tokens=(11,), reason="stop"), sample={"finish_reason": FinishReason.COMPLETED}),
+    "empty abort last": tell(
+        *RESUMED, Part(version=1, call={"max_tokens": 1}), budget=9, abort_surfaces=True
+    ),
+    "empty abort without any field": tell(
+        Part(output={"version": None}, reply={"true_tokens": None}), *RESUMED
+    ),
+    "stop on the exact budget": tell(
+        Part(tokens=(11, 12)), Part(tokens=(13,), reason="stop"), budget=3
+    ),
+    "abort on the last token of the budget": tell(
+        *RESUMED[:2], sample={"finish_reason": FinishReason.LENGTH}, budget=5
+    ),
+    "completed for stop": tell(
+        Part(tokens=(11,), reason="stop"), sample={"finish_reason": FinishReason.COMPLETED}
+    ),
     "completed for length": tell(*RESUMED, sample={"finish_reason": FinishReason.COMPLETED}),
-    "an engine that says completed": tell(Part(tokens=(11,), reason="completed"), sample={"finish_reason": FinishReason.STOP}),
+    "an engine that says completed": tell(
+        Part(tokens=(11,), reason="completed"), sample={"finish_reason": FinishReason.STOP}
+    ),
     "no budget": tell(Part(tokens=(11,)), Part(tokens=(12,), reason="stop"), budget=None),
-    "the engine's own limit": tell(Part(tokens=(11,)), Part(tokens=(12,), reason="length"), budget=None),
+    "the engine's own limit": tell(
+        Part(tokens=(11,)), Part(tokens=(12,), reason="length"), budget=None
+    ),
     "a limit of the configuration": tell(*RESUMED, budget=8, request={"limit": 8}),
     "turns": tell(
         Part(tokens=(11, 12), reason="stop"),
@@ -42,14 +60,26 @@ CORRECT: dict[str, Teller] = {
         loss_mask=True,
     ),
     "turns that only calls tell": tell(
-        Part(tokens=(11,), reason="stop"), Part(said=(91,), tokens=(12,), reason="stop"), recorded=False, driven=False
+        Part(tokens=(11,), reason="stop"),
+        Part(said=(91,), tokens=(12,), reason="stop"),
+        recorded=False,
+        driven=False,
     ),
-    "lost reply, retried": tell(Part(tokens=(11,)), Part(tokens=(12, 13), lost=True), Part(tokens=(14, 15), reason="stop")),
-    "lost first reply": tell(Part(tokens=(12, 13), lost=True), Part(tokens=(14, 15), reason="stop")),
+    "lost reply, retried": tell(
+        Part(tokens=(11,)), Part(tokens=(12, 13), lost=True), Part(tokens=(14, 15), reason="stop")
+    ),
+    "lost first reply": tell(
+        Part(tokens=(12, 13), lost=True), Part(tokens=(14, 15), reason="stop")
+    ),
     "started again after a death": tell(
-        Part(tokens=(11, 12)), Part(lost=True), Part(tokens=(21, 22, 23), anew=True), Part(tokens=(24,), reason="stop")
+        Part(tokens=(11, 12)),
+        Part(lost=True),
+        Part(tokens=(21, 22, 23), anew=True),
+        Part(tokens=(24,), reason="stop"),
     ),
-    "all logprobs missing, marked": tell(Part(tokens=(11,), logprobs=False, reason="stop"), missing_logprobs="nan"),
+    "all logprobs missing, marked": tell(
+        Part(tokens=(11,), logprobs=False, reason="stop"), missing_logprobs="nan"
+    ),
     "a segment without logprobs, masked": tell(
         Part(tokens=(11,), logprobs=False),
         Part(tokens=(12,), reason="stop"),
@@ -62,11 +92,18 @@ CORRECT: dict[str, Teller] = {
         request={"want_logprobs": False},
         sample={"logprobs": None},
     ),
-    "logprobs in 32 bits": tell(*RESUMED, sample={"logprobs": np.asarray(sample_of(tell(*RESUMED).trace()).logprobs).astype("f4")}),
+    "logprobs in 32 bits": tell(
+        *RESUMED,
+        sample={"logprobs": np.asarray(sample_of(tell(*RESUMED).trace()).logprobs).astype("f4")},
+    ),
     "an end-of-sequence token of the stack's own, masked": tell(
         Part(tokens=(11, 12), reason="stop"),
         loss_mask=True,
-        sample={"response": (11, 12, 0), "logprobs": np.array([-0.25, -0.75, 0.0]), "loss_mask": np.array([1, 1, 0])},
+        sample={
+            "response": (11, 12, 0),
+            "logprobs": np.array([-0.25, -0.75, 0.0]),
+            "loss_mask": np.array([1, 1, 0]),
+        },
     ),
     "labels as text": tell(*RESUMED, labels={0: "step-0", 1: "step-1"}, versions="token"),
     "aborted and handed over": tell(RESUMED[0], abort_surfaces=True, resume="none"),
@@ -75,7 +112,9 @@ CORRECT: dict[str, Teller] = {
         Part(tokens=(13, 14), reason="length", call={"max_tokens": 2}),
         budget=4,
     ),
-    "a cap of the stack's own": tell(Part(tokens=(11, 12), reason="length", call={"max_tokens": 2}), budget=8),
+    "a cap of the stack's own": tell(
+        Part(tokens=(11, 12), reason="length", call={"max_tokens": 2}), budget=8
+    ),
 }
 
 
@@ -113,9 +152,16 @@ class TestPrompt:
     def test_the_prompt_of_another_request_is_named(self) -> None:
         """Two samples that were swapped."""
         story = tell(Part(tokens=(11,), reason="stop"), request_id="r0", prompt=(1, 2))
-        story = tell(Part(tokens=(12,), reason="stop"), request_id="r1", prompt=(3, 4), teller=story)
+        story = tell(
+            Part(tokens=(12,), reason="stop"), request_id="r1", prompt=(3, 4), teller=story
+        )
         trace = story.trace()
-        assert "but that of request r0" in finds(self.ID, with_sample(trace, replace(sample_of(trace), prompt_ids=(1, 2)))).title
+        assert (
+            "but that of request r0"
+            in finds(
+                self.ID, with_sample(trace, replace(sample_of(trace), prompt_ids=(1, 2)))
+            ).title
+        )
 
     def test_nothing_is_said_without_a_sample(self) -> None:
         """A dropped sample is not a passed one."""
@@ -132,7 +178,9 @@ class TestRequestId:
 
     ID = "stitch.request-id"
 
-    def _beside(self, label: str, *, other: dict[str, Any] | None = None, mine: dict[str, Any] | None = None) -> Teller:
+    def _beside(
+        self, label: str, *, other: dict[str, Any] | None = None, mine: dict[str, Any] | None = None
+    ) -> Teller:
         """A request r0 whose sample carries ``label``, beside a request r1."""
         part = Part(tokens=(11,), reason="stop")
         story = tell(part, request_id="r1", prompt=(3, 4), request=other)
@@ -159,7 +207,11 @@ class TestRequestId:
 
     def test_a_request_alone_cannot_be_mistaken(self) -> None:
         """No other request, no other id."""
-        unknown(self.ID, tell(Part(tokens=(11,), reason="stop")), "not exercised: no samples beside other requests occurred")
+        unknown(
+            self.ID,
+            tell(Part(tokens=(11,), reason="stop")),
+            "not exercised: no samples beside other requests occurred",
+        )
 
 
 class TestTokens:
@@ -170,20 +222,77 @@ class TestTokens:
     @pytest.mark.parametrize(
         ("response", "title", "index", "hint"),
         [
-            (WHOLE[3:], "3 of 8 sampled tokens are missing from the response", 0, "All that segment 0 sampled is gone"),
-            (WHOLE[:3] + WHOLE[5:], "2 of 8 sampled tokens are missing from the response", 3, "All that segment 1 sampled is gone"),
-            (WHOLE[:-1], "1 of 8 sampled tokens is missing from the response", 7, "The loss begins in segment 2"),
-            ((), "8 of 8 sampled tokens are missing from the response", 0, "The loss begins in segment 0"),
-            (WHOLE[:5] + WHOLE[3:], "The response repeats 2 tokens that were sampled once", 5, "appended twice"),
-            ((*WHOLE, 33), "The response repeats 1 token that was sampled once", 8, "appended twice"),
-            ((*WHOLE, 0), "The response holds 1 token that no engine call of this request returned", 8, "masked out"),
-            ((1, 2, *WHOLE), "The response holds 2 of 2 tokens of the prompt", 0, "`ids[-n:]` is the whole list where n is 0"),
-            (WHOLE[3:5] + WHOLE[:3] + WHOLE[5:], "5 of 8 tokens stand in another order than they were sampled", 0, "order of their calls"),
-            ((11, 99, *WHOLE[2:]), "1 of 8 tokens of the response is not what the engines sampled", 1, "never taken from decoded text"),
-            ((11, 98, 99, *WHOLE[3:]), "2 of 8 tokens of the response are not what the engines sampled", 1, "begins in segment 0"),
+            (
+                WHOLE[3:],
+                "3 of 8 sampled tokens are missing from the response",
+                0,
+                "All that segment 0 sampled is gone",
+            ),
+            (
+                WHOLE[:3] + WHOLE[5:],
+                "2 of 8 sampled tokens are missing from the response",
+                3,
+                "All that segment 1 sampled is gone",
+            ),
+            (
+                WHOLE[:-1],
+                "1 of 8 sampled tokens is missing from the response",
+                7,
+                "The loss begins in segment 2",
+            ),
+            (
+                (),
+                "8 of 8 sampled tokens are missing from the response",
+                0,
+                "The loss begins in segment 0",
+            ),
+            (
+                WHOLE[:5] + WHOLE[3:],
+                "The response repeats 2 tokens that were sampled once",
+                5,
+                "appended twice",
+            ),
+            (
+                (*WHOLE, 33),
+                "The response repeats 1 token that was sampled once",
+                8,
+                "appended twice",
+            ),
+            (
+                (*WHOLE, 0),
+                "The response holds 1 token that no engine call of this request returned",
+                8,
+                "masked out",
+            ),
+            (
+                (1, 2, *WHOLE),
+                "The response holds 2 of 2 tokens of the prompt",
+                0,
+                "`ids[-n:]` is the whole list where n is 0",
+            ),
+            (
+                WHOLE[3:5] + WHOLE[:3] + WHOLE[5:],
+                "5 of 8 tokens stand in another order than they were sampled",
+                0,
+                "order of their calls",
+            ),
+            (
+                (11, 99, *WHOLE[2:]),
+                "1 of 8 tokens of the response is not what the engines sampled",
+                1,
+                "never taken from decoded text",
+            ),
+            (
+                (11, 98, 99, *WHOLE[3:]),
+                "2 of 8 tokens of the response are not what the engines sampled",
+                1,
+                "begins in segment 0",
+            ),
         ],
     )
-    def test_each_kind_of_fault_is_named(self, response: tuple[int, ...], title: str, index: int, hint: str) -> None:
+    def test_each_kind_of_fault_is_named(
+        self, response: tuple[int, ...], title: str, index: int, hint: str
+    ) -> None:
         """Lost, repeated, added, reordered, replaced: the finding says which, how many and where."""
         finding = finds(self.ID, tell(*RESUMED, sample={"response": response}))
         assert title == finding.title
@@ -196,27 +305,46 @@ class TestTokens:
         finding = finds(self.ID, tell(Part(), sample={"response": (1, 2)}, abort_surfaces=True))
         assert "The response holds 2 of 2 tokens of the prompt" == finding.title
 
-    @pytest.mark.parametrize("response", [WHOLE[3:], WHOLE[:-1], (*WHOLE, 33), (11, 99, *WHOLE[2:])])
+    @pytest.mark.parametrize(
+        "response", [WHOLE[3:], WHOLE[:-1], (*WHOLE, 33), (11, 99, *WHOLE[2:])]
+    )
     def test_only_the_tokens_are_blamed(self, response: tuple[int, ...]) -> None:
         """Logprobs, masks and tags that fit what was sampled are not to blame for a wrong response."""
         for kind in ("sample", "min-max", "call", "span", "token"):
-            assert {self.ID} == blamed(tell(*RESUMED, sample={"response": response}, versions=kind, loss_mask=True))
+            assert {self.ID} == blamed(
+                tell(*RESUMED, sample={"response": response}, versions=kind, loss_mask=True)
+            )
 
     def test_tokens_of_another_request_are_traced_back(self) -> None:
         """The replies of two requests were mixed up."""
         story = tell(Part(tokens=(41, 42, 43), reason="stop"), request_id="r1", prompt=(3, 4))
-        finding = finds(self.ID, tell(*RESUMED, sample={"response": (41, 42, *WHOLE[2:])}, teller=story))
-        assert "Request r1 sampled these tokens: the replies of two requests were mixed up." == finding.hint
+        finding = finds(
+            self.ID, tell(*RESUMED, sample={"response": (41, 42, *WHOLE[2:])}, teller=story)
+        )
+        assert (
+            "Request r1 sampled these tokens: the replies of two requests were mixed up."
+            == finding.hint
+        )
 
     def test_tokens_of_a_lost_reply_are_traced_back(self) -> None:
         """What never arrived cannot stand in the sample."""
-        parts = (Part(tokens=(11,)), Part(tokens=(88, 89), lost=True), Part(tokens=(12,), reason="stop"))
+        parts = (
+            Part(tokens=(11,)),
+            Part(tokens=(88, 89), lost=True),
+            Part(tokens=(12,), reason="stop"),
+        )
         finding = finds(self.ID, tell(*parts, sample={"response": (11, 88, 89, 12)}))
         assert "They are in the reply to call 1 that was lost on its way" in finding.hint
 
     def test_tokens_from_before_a_restart_are_explained(self) -> None:
-        """They were sampled, delivered, and then given up; a plain loss behind a restart stays a plain loss."""
-        parts = (Part(tokens=(11, 12)), Part(lost=True), Part(tokens=(21, 22), anew=True, reason="stop"))
+        """They were sampled, delivered, and then given up; a plain loss behind a restart stays a
+        plain loss.
+        """
+        parts = (
+            Part(tokens=(11, 12)),
+            Part(lost=True),
+            Part(tokens=(21, 22), anew=True, reason="stop"),
+        )
         finding = finds(self.ID, tell(*parts, sample={"response": (11, 12, 21, 22)}))
         assert "The response is not what was sampled since call 2 started again" == finding.title
         assert finding.hint.startswith("Call 2 sent 2 tokens of 4")
@@ -225,15 +353,26 @@ class TestTokens:
 
     def test_a_response_may_be_cut_at_the_budget(self) -> None:
         """An agent loop cuts what its turns overshot."""
-        parts = (Part(tokens=(11, 12, 13), reason="stop"), Part(said=(91,), tokens=(21, 22, 23), reason="stop"))
-        cut = {"response": (11, 12, 13, 91, 21), "logprobs": None, "finish_reason": FinishReason.LENGTH}
+        parts = (
+            Part(tokens=(11, 12, 13), reason="stop"),
+            Part(said=(91,), tokens=(21, 22, 23), reason="stop"),
+        )
+        cut = {
+            "response": (11, 12, 13, 91, 21),
+            "logprobs": None,
+            "finish_reason": FinishReason.LENGTH,
+        }
         passes(self.ID, tell(*parts, budget=5, sample=cut), resumed_samples=1)
         short = {**cut, "response": (11, 12, 13, 91)}
         finds(self.ID, tell(*parts, budget=5, sample=short))
 
     def test_the_last_words_of_the_environment_may_be_left_off(self) -> None:
         """Nobody answered them."""
-        story = tell(Part(tokens=(11, 12), reason="stop"), Part(said=(91, 92), lost=True), sample={"response": (11, 12), "logprobs": None})
+        story = tell(
+            Part(tokens=(11, 12), reason="stop"),
+            Part(said=(91, 92), lost=True),
+            sample={"response": (11, 12), "logprobs": None},
+        )
         passes(self.ID, story)
 
     def test_samples_are_counted_by_kind(self) -> None:
@@ -248,7 +387,9 @@ class TestTokens:
         unknown(self.ID, story, "no engine call of the request was recorded")
 
     def test_an_unanswered_call_leaves_room_for_doubt(self) -> None:
-        """A call without reply and without fault may have sampled what the sample holds beyond the rest."""
+        """A call without reply and without fault may have sampled what the sample holds beyond the
+        rest.
+        """
         story = Teller()
         story.submit()
         story.reply(story.call((1, 2)), (3,), "abort")
@@ -258,9 +399,16 @@ class TestTokens:
 
     def test_tokens_with_an_error_may_be_kept_or_dropped(self) -> None:
         """An engine that fails in the middle leaves it to the stack."""
-        parts = (Part(tokens=(11, 12), reason="error"), Part(tokens=(21,), reason="stop", anew=True))
+        parts = (
+            Part(tokens=(11, 12), reason="error"),
+            Part(tokens=(21,), reason="stop", anew=True),
+        )
         assert set() == blamed(tell(*parts))
-        unknown(self.ID, tell(Part(tokens=(11, 12), reason="error"), sample={"response": ()}), "together with an error")
+        unknown(
+            self.ID,
+            tell(Part(tokens=(11, 12), reason="error"), sample={"response": ()}),
+            "together with an error",
+        )
 
 
 class TestEnvironmentTokens:
@@ -268,7 +416,12 @@ class TestEnvironmentTokens:
 
     ID = "stitch.environment-tokens"
 
-    def _story(self, said: tuple[int, ...], turns: tuple[tuple[int, ...], ...] = ((91, 92, 93),), **more: Any) -> Teller:
+    def _story(
+        self,
+        said: tuple[int, ...],
+        turns: tuple[tuple[int, ...], ...] = ((91, 92, 93),),
+        **more: Any,
+    ) -> Teller:
         parts = (Part(tokens=(11,), reason="stop"), Part(said=said, tokens=(12,), reason="stop"))
         return tell(*parts, request={"turns": turns}, **more)
 
@@ -276,7 +429,10 @@ class TestEnvironmentTokens:
         """Tool output that was retokenised."""
         finding = finds(self.ID, self._story((91, 99, 93)))
         assert "Turn 0 of the environment is not what it said" == finding.title
-        assert ("3 tokens: [91, 92, 93]", "3 tokens: [91, 99, 93]") == (finding.expected, finding.observed)
+        assert ("3 tokens: [91, 92, 93]", "3 tokens: [91, 99, 93]") == (
+            finding.expected,
+            finding.observed,
+        )
         assert 1 == finding.where["index"]
         assert {self.ID} == blamed(self._story((91, 99, 93), loss_mask=True))
 
@@ -290,8 +446,14 @@ class TestEnvironmentTokens:
         unknown(self.ID, self._story((91,), turns=(), multi_turn=True), "not exercised")
 
     def test_a_stack_without_turns_is_not_judged(self) -> None:
-        """It declares none, and is not asked for any; one that appends some all the same is held to them."""
-        inapplicable(self.ID, tell(Part(tokens=(11,), reason="stop")), "declares no turns of the environment (multi_turn)")
+        """It declares none, and is not asked for any; one that appends some all the same is held to
+        them.
+        """
+        inapplicable(
+            self.ID,
+            tell(Part(tokens=(11,), reason="stop")),
+            "declares no turns of the environment (multi_turn)",
+        )
         finds(self.ID, self._story((91, 99, 93)))
 
 
@@ -299,7 +461,9 @@ class TestMatchesUnbroken:
     """``stitch.matches-unbroken``."""
 
     ID = "stitch.matches-unbroken"
-    POLICY = CodedPolicy(seed=7, vocab=64, num_layers=1, moe_layers=(0,), num_experts=4, top_k=2, eos_every=None)
+    POLICY = CodedPolicy(
+        seed=7, vocab=64, num_layers=1, moe_layers=(0,), num_experts=4, top_k=2, eos_every=None
+    )
 
     def _tokens(self, count: int, version: int = 0) -> tuple[int, ...]:
         ids: tuple[int, ...] = (1, 2)
@@ -310,16 +474,31 @@ class TestMatchesUnbroken:
     def test_a_resumed_rollout_is_the_unbroken_one(self) -> None:
         """Three calls sample what one would have."""
         a = self._tokens(6)
-        story = tell(Part(tokens=a[:2]), Part(), Part(tokens=a[2:5]), Part(tokens=a[5:], reason="length"), budget=6)
+        story = tell(
+            Part(tokens=a[:2]),
+            Part(),
+            Part(tokens=a[2:5]),
+            Part(tokens=a[5:], reason="length"),
+            budget=6,
+        )
         assert Verdict.PASS == check(self.ID, story, self.POLICY).verdict
 
     def test_an_engine_that_goes_on_elsewhere_is_found(self) -> None:
-        """The second call was continued from stale KV: its tokens are well-formed, delivered, and wrong."""
+        """The second call was continued from stale KV: its tokens are well-formed, delivered, and
+        wrong.
+        """
         a = self._tokens(6)
         story = tell(Part(tokens=a[:2]), Part(tokens=(a[2], 63, *a[4:]), reason="length"), budget=6)
         finding = check(self.ID, story, self.POLICY).findings[0]
-        assert finding.title.endswith("of a resumed rollout differ from the unbroken run, although the weights stayed the same")
-        assert (3, 1, 0) == (finding.where["index"], finding.where["segment"], finding.where["version"])
+        assert finding.title.endswith(
+            "of a resumed rollout differ from the unbroken run, although the weights stayed the"
+            " same"
+        )
+        assert (3, 1, 0) == (
+            finding.where["index"],
+            finding.where["segment"],
+            finding.where["version"],
+        )
         assert {self.ID} == blamed(story, self.POLICY)
 
     def test_it_needs_one_version_and_a_resume(self) -> None:
@@ -332,10 +511,15 @@ class TestMatchesUnbroken:
             assert Verdict.UNKNOWN == check(self.ID, story, self.POLICY).verdict
 
     def test_an_abort_that_wins_over_the_end_is_nobodys_fault(self) -> None:
-        """A client does not know which token ends a sequence: it goes on after an abort, as it must."""
+        """A client does not know which token ends a sequence: it goes on after an abort, as it
+        must.
+        """
         story = tell(Part(tokens=(self.POLICY.eos_id,)), Part(tokens=(5,), reason="stop"))
         result = check(self.ID, story, self.POLICY)
-        assert (Verdict.UNKNOWN, "an abort won over an end-of-sequence token, which a client cannot know") == (
+        assert (
+            Verdict.UNKNOWN,
+            "an abort won over an end-of-sequence token, which a client cannot know",
+        ) == (
             result.verdict,
             result.reason,
         )
@@ -352,17 +536,25 @@ class TestObjects:
 
     def test_a_changed_parameter_is_found(self) -> None:
         """The budget was written into the caller's own dictionary."""
-        finding = finds("stitch.caller-objects", tell(*RESUMED, event={"caller_changed": ("request: sampling",)}))
+        finding = finds(
+            "stitch.caller-objects",
+            tell(*RESUMED, event={"caller_changed": ("request: sampling",)}),
+        )
         assert "The stack changed 1 object of its caller: request: sampling" == finding.title
         assert "verl #7207" in finding.hint
 
     def test_what_an_engine_returned_is_not_the_callers(self) -> None:
         """Writing into the routes of a reply is judged by another check."""
-        passes("stitch.caller-objects", tell(*RESUMED, event={"caller_changed": ("routed_experts: values",)}))
+        passes(
+            "stitch.caller-objects",
+            tell(*RESUMED, event={"caller_changed": ("routed_experts: values",)}),
+        )
 
     def test_lists_that_go_on_changing_are_found(self) -> None:
         """The sample shares its list with the client."""
-        finding = finds("stitch.handed-over", tell(*RESUMED, event={"later_changed": ("logprobs", "routes")}))
+        finding = finds(
+            "stitch.handed-over", tell(*RESUMED, event={"later_changed": ("logprobs", "routes")})
+        )
         assert "logprobs of the sample changed after it was handed over" == finding.title
 
     @pytest.mark.parametrize("check_id", ["stitch.caller-objects", "stitch.handed-over"])

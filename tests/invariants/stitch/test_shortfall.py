@@ -9,14 +9,33 @@ from tests.support.trace_builder import Teller, finds, inapplicable, passes, unk
 ID = "stitch.budget-used"
 
 
-def story(*requests: tuple[int, int], prompts: tuple[int, ...] = (), reason: str = "length", **contract: object) -> Teller:
-    """One request for each ``(budget, tokens granted and sampled)``; ``prompts`` are their lengths (2)."""
+def story(
+    *requests: tuple[int, int],
+    prompts: tuple[int, ...] = (),
+    reason: str = "length",
+    **contract: object,
+) -> Teller:
+    """One request for each ``(budget, tokens granted and sampled)``; ``prompts`` are their lengths
+    (2).
+    """
     out: Teller | None = None
     for number, (budget, grant) in enumerate(requests):
-        prompt = tuple(range(100 * number + 1, 100 * number + 1 + (prompts[number] if prompts else 2)))
-        part = Part(tokens=tuple(range(500, 500 + grant)), reason=reason, call={"max_tokens": grant})
+        prompt = tuple(
+            range(100 * number + 1, 100 * number + 1 + (prompts[number] if prompts else 2))
+        )
+        part = Part(
+            tokens=tuple(range(500, 500 + grant)), reason=reason, call={"max_tokens": grant}
+        )
         sample = {"finish_reason": FinishReason(reason)}
-        out = tell(part, request_id=f"r{number}", prompt=prompt, budget=budget, sample=sample, teller=out, **contract)
+        out = tell(
+            part,
+            request_id=f"r{number}",
+            prompt=prompt,
+            budget=budget,
+            sample=sample,
+            teller=out,
+            **contract,
+        )
     assert out is not None
     return out
 
@@ -26,7 +45,10 @@ def test_one_token_less_at_every_budget_is_found() -> None:
     told = story((2, 1), (5, 4), (9, 8))
     finding = finds(ID, told)
     assert "All 3 samples that end by length end one token before their budget" == finding.title
-    assert ("2 and 9 tokens, the callers' budgets", "r2") == (finding.expected, finding.where["request"])
+    assert ("2 and 9 tokens, the callers' budgets", "r2") == (
+        finding.expected,
+        finding.where["request"],
+    )
     assert finding.observed.startswith("1 and 8 tokens")
     assert {ID} == blamed(told)
 
@@ -41,7 +63,11 @@ def test_caps_of_the_stacks_own_pass() -> None:
 
 def test_budgets_that_are_close_tell_nothing() -> None:
     """A cap in proportion to the budget falls one short of both."""
-    unknown(ID, story((5, 4), (6, 5)), "no two requests of a trace ended by length at budgets three times apart")
+    unknown(
+        ID,
+        story((5, 4), (6, 5)),
+        "no two requests of a trace ended by length at budgets three times apart",
+    )
     unknown(ID, story((2, 1), (9, 8), reason="stop"), "no two requests")
 
 

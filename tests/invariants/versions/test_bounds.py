@@ -16,7 +16,9 @@ OLD, NEW = Part(tokens=(11, 12, 13), version=1), Part(tokens=(21, 22), version=2
 
 @pytest.mark.parametrize(("low", "high"), [(1, 2), (0, 2), (1, 9), (-1, 100)])
 def test_bounds_may_be_wider_than_what_sampled(low: int, high: int) -> None:
-    """They are counters of the trainer's side: one may name weights that sampled nothing, or an update that is only about to be."""
+    """They are counters of the trainer's side: one may name weights that sampled nothing, or an
+    update that is only about to be.
+    """
     story = tell(OLD, NEW, versions="bounds", sample={"min_version": low, "max_version": high})
     passes(ID, story, samples_across_versions=1)
     assert set() == blamed(story)
@@ -43,7 +45,9 @@ def test_a_bound_that_does_not_hold_is_found(low: int, high: int, title: str, hi
 
 def test_the_text_names_the_tokens_outside() -> None:
     """And nothing of those inside."""
-    finding = finds(ID, tell(OLD, NEW, versions="bounds", sample={"min_version": 2, "max_version": 2}))
+    finding = finds(
+        ID, tell(OLD, NEW, versions="bounds", sample={"min_version": 2, "max_version": 2})
+    )
     assert "bounds that enclose version 1 for tokens 0-2" == finding.expected
     assert (0, 2) == (finding.where["index"], finding.where["version"])
 
@@ -58,15 +62,44 @@ def test_bounds_that_are_not_there_are_unknown_here_and_found_elsewhere() -> Non
 def test_names_are_ordered_by_publication() -> None:
     """A bound in words that was never published cannot be placed."""
     named = {1: "zebra", 2: "ape"}
-    passes(ID, tell(OLD, NEW, versions="bounds", labels=named, sample={"min_version": "zebra", "max_version": "ape"}))
-    finds(ID, tell(OLD, NEW, versions="bounds", labels=named, sample={"min_version": "ape", "max_version": "ape"}))
-    unplaced = tell(OLD, NEW, versions="bounds", labels=named, sample={"min_version": "zebra", "max_version": "cat"})
+    passes(
+        ID,
+        tell(
+            OLD,
+            NEW,
+            versions="bounds",
+            labels=named,
+            sample={"min_version": "zebra", "max_version": "ape"},
+        ),
+    )
+    finds(
+        ID,
+        tell(
+            OLD,
+            NEW,
+            versions="bounds",
+            labels=named,
+            sample={"min_version": "ape", "max_version": "ape"},
+        ),
+    )
+    unplaced = tell(
+        OLD,
+        NEW,
+        versions="bounds",
+        labels=named,
+        sample={"min_version": "zebra", "max_version": "cat"},
+    )
     assert "unknown" == check(ID, unplaced).verdict
 
 
 def test_either_name_of_equal_weights_will_do() -> None:
     """Weights 1 were published again as 7: tokens that they sampled lie within 7 to 7."""
-    story = tell(OLD, Part(tokens=(21,), version=1, reason="stop"), versions="bounds", sample={"min_version": 7, "max_version": 7}).trace()
+    story = tell(
+        OLD,
+        Part(tokens=(21,), version=1, reason="stop"),
+        versions="bounds",
+        sample={"min_version": 7, "max_version": 7},
+    ).trace()
     events = list(story.events)
     events.insert(-1, Weights(server_id="s0", version=1, label=7, loaded=False))
     assert "fail" == check(ID, story).verdict
@@ -86,4 +119,8 @@ def test_weights_of_which_the_stack_was_not_told_are_not_its_to_bound() -> None:
 def test_bounds_are_asked_for_also_where_engines_show_no_version() -> None:
     """They are counters of the stack's own."""
     part = Part(tokens=(11,), version=1, shown=None, reason="stop")
-    passes("versions.present", tell(part, versions="bounds", sample={"min_version": 1, "max_version": 1}), tags=1)
+    passes(
+        "versions.present",
+        tell(part, versions="bounds", sample={"min_version": 1, "max_version": 1}),
+        tags=1,
+    )

@@ -21,14 +21,22 @@ class TestEngineTags:
 
     ID = "versions.engine-tags"
 
-    def _overtaken(self, shown: int, true: tuple[tuple[int, int, int], ...] = ((0, 4, 0),), header: Any = None, **output: Any) -> Teller:
+    def _overtaken(
+        self,
+        shown: int,
+        true: tuple[tuple[int, int, int], ...] = ((0, 4, 0),),
+        header: Any = None,
+        **output: Any,
+    ) -> Teller:
         """Weights 1 are loaded while the call runs."""
         story = Teller(versions="none", header=header)
         story.weights(0).submit(max_tokens=4)
         call = story.call((1, 2))
         story.weights(1)
         spans = tuple(Span(start=start, end=end, version=version) for start, end, version in true)
-        return story.reply(call, (11, 12, 13, 14), version=shown, true_tokens=spans, output=output).result((11, 12, 13, 14))  # type: ignore[return-value]
+        return story.reply(
+            call, (11, 12, 13, 14), version=shown, true_tokens=spans, output=output
+        ).result((11, 12, 13, 14))  # type: ignore[return-value]
 
     def test_a_label_that_sampled_nothing_is_found(self) -> None:
         """Read when the reply was made, after an update."""
@@ -37,7 +45,13 @@ class TestEngineTags:
         assert "The engine shows version 1 for 4 tokens that it did not sample" == finding.title
         assert "version 0 for tokens 0-3" == finding.expected
         assert "version 1 for tokens 0-3, in the reply to call 0" == finding.observed
-        assert {"request": "r0", "call": 0, "server": "s0", "index": 0, "version": 1} == finding.where
+        assert {
+            "request": "r0",
+            "call": 0,
+            "server": "s0",
+            "index": 0,
+            "version": 1,
+        } == finding.where
 
     @pytest.mark.parametrize("shown", [0, 1])
     def test_either_label_of_a_mixed_call_is_right(self, shown: int) -> None:
@@ -53,7 +67,9 @@ class TestEngineTags:
 
     @pytest.mark.parametrize("read", ["emission", "admission"])
     def test_an_engine_that_declares_its_reading_is_not_held_to_more(self, read: str) -> None:
-        """Which moment a single label speaks of is a convention; a label that was never served is a fault under each."""
+        """Which moment a single label speaks of is a convention; a label that was never served is a
+        fault under each.
+        """
         engine = {"engine": contract(rows="none", versions="sample", tag_read=read)}
         passes(self.ID, self._overtaken(1, header=engine), replies_under_one_version=1)
         finds(self.ID, self._overtaken(5, header=engine))
@@ -71,7 +87,10 @@ class TestEngineTags:
             "token_versions": (1, 1),
         }
         story = tell(
-            part, versions=kind, sample=sample, teller=tell(Part(version=1, reason="stop"), request_id="w", prompt=(9,), versions=kind)
+            part,
+            versions=kind,
+            sample=sample,
+            teller=tell(Part(version=1, reason="stop"), request_id="w", prompt=(9,), versions=kind),
         )
         assert {self.ID} == blamed(story)
 
@@ -80,7 +99,9 @@ class TestEngineTags:
         story = Teller(versions="none")
         story.weights(0).submit()
         call = story.call((1, 2))
-        story.weights(1).reply(call, (11,), "abort", version=1, true_tokens=(Span(start=0, end=1, version=0),)).result()
+        story.weights(1).reply(
+            call, (11,), "abort", version=1, true_tokens=(Span(start=0, end=1, version=0),)
+        ).result()
         finds(self.ID, story)
 
     @pytest.mark.parametrize("check_id", [ID, "versions.unknown-stays-unknown"])
@@ -92,14 +113,30 @@ class TestEngineTags:
 
     def test_engines_without_labels_or_truth_are_not_judged(self) -> None:
         """Nothing was shown, or nothing is known."""
-        unknown(self.ID, tell(Part(tokens=(11,), shown=None, reason="stop"), versions="none"), "not exercised")
-        unknown(self.ID, tell(Part(tokens=(11,), reply={"true_tokens": None}, reason="stop"), versions="none"), "not exercised")
+        unknown(
+            self.ID,
+            tell(Part(tokens=(11,), shown=None, reason="stop"), versions="none"),
+            "not exercised",
+        )
+        unknown(
+            self.ID,
+            tell(Part(tokens=(11,), reply={"true_tokens": None}, reason="stop"), versions="none"),
+            "not exercised",
+        )
 
 
-def unlabelled(kind: str, shown: Any, sample: dict[str, Any] | None = None, mixed: bool = False) -> Trace:
+def unlabelled(
+    kind: str, shown: Any, sample: dict[str, Any] | None = None, mixed: bool = False
+) -> Trace:
     """Weights 1 are loaded without a label; tokens that they sampled are shown as ``shown``."""
     first = (OLD,) if mixed else (Part(),)
-    story = tell(*first, Part(tokens=(21, 22), version=1, shown=shown, reason="stop"), versions=kind, labels={1: None}, sample=sample)
+    story = tell(
+        *first,
+        Part(tokens=(21, 22), version=1, shown=shown, reason="stop"),
+        versions=kind,
+        labels={1: None},
+        sample=sample,
+    )
     return story.trace()
 
 
@@ -121,8 +158,13 @@ class TestUnlabelledUpdate:
         """The engine keeps its label, the stack relays it: one finding, one check."""
         trace = unlabelled(kind, 0, self.TAGS)
         finding = finds(self.ID, trace)
-        assert "2 tokens of weights that were loaded without a label are tagged version 0" == finding.title
-        assert finding.observed.startswith("version 0 shown by the engine, which names other weights, at response index 0-1")
+        assert (
+            "2 tokens of weights that were loaded without a label are tagged version 0"
+            == finding.title
+        )
+        assert finding.observed.startswith(
+            "version 0 shown by the engine, which names other weights, at response index 0-1"
+        )
         assert "update_weights() without global_steps" in finding.hint
         assert {self.ID} == blamed(trace)
 
@@ -133,23 +175,39 @@ class TestUnlabelledUpdate:
         passes(self.ID, trace, tokens_of_unlabelled_weights=2)
 
     def test_a_guess_of_the_stack_is_no_exercise(self) -> None:
-        """Where the engine honestly shows nothing, the stack's own label is unknown-stays-unknown's: this check does not pass for it."""
+        """Where the engine honestly shows nothing, the stack's own label is
+        unknown-stays-unknown's: this check does not pass for it.
+        """
         trace = unlabelled("token", None, {"token_versions": (0, 0, 0, 0, 0)}, mixed=True)
         assert {TestUnknownStaysUnknown.ID} == blamed(trace)
         unknown(self.ID, trace, "not exercised")
 
     def test_a_stack_that_keeps_its_own_books_is_found(self) -> None:
         """The engines show nothing at all, and the stack's counter was not raised."""
-        parts = (Part(tokens=(11,), shown=None), Part(tokens=(21,), version=1, shown=None, reason="stop"))
+        parts = (
+            Part(tokens=(11,), shown=None),
+            Part(tokens=(21,), version=1, shown=None, reason="stop"),
+        )
         story = tell(*parts, versions="token", labels={1: None}, sample={"token_versions": (0, 0)})
         finding = finds(self.ID, story)
-        assert "1 token of weights that were loaded without a label is tagged version 0" == finding.title
-        assert "version 0 in the sample, which names other weights, at response index 1" == finding.observed
+        assert (
+            "1 token of weights that were loaded without a label is tagged version 0"
+            == finding.title
+        )
+        assert (
+            "version 0 in the sample, which names other weights, at response index 1"
+            == finding.observed
+        )
 
     @pytest.mark.parametrize("kind", KINDS)
     def test_a_label_that_comes_later_is_right(self, kind: str) -> None:
         """The weights were published after they had been loaded."""
-        trace = tell(Part(), Part(tokens=(21,), version=1, shown=None, reason="stop"), versions=kind, labels={1: None}).trace()
+        trace = tell(
+            Part(),
+            Part(tokens=(21,), version=1, shown=None, reason="stop"),
+            versions=kind,
+            labels={1: None},
+        ).trace()
         events = list(trace.events)
         events.insert(-1, Weights(server_id="s0", version=1, label=5, loaded=False))
         assert set() == blamed(trace.with_events(events))
@@ -163,7 +221,11 @@ class TestUnknownStaysUnknown:
     """``versions.unknown-stays-unknown``."""
 
     ID = "versions.unknown-stays-unknown"
-    PARTS = (Part(tokens=(11, 12)), Part(tokens=(21,), version=1, shown=None), Part(tokens=(31,), version=2, reason="stop"))
+    PARTS = (
+        Part(tokens=(11, 12)),
+        Part(tokens=(21,), version=1, shown=None),
+        Part(tokens=(31,), version=2, reason="stop"),
+    )
 
     @pytest.mark.parametrize("guess", [0, 2])
     @pytest.mark.parametrize("kind", ["token", "span"])
@@ -173,32 +235,57 @@ class TestUnknownStaysUnknown:
         spans = tuple(Span(start=i, end=i + 1, version=tag) for i, tag in enumerate(tags))
         story = tell(*self.PARTS, versions=kind, sample={"token_versions": tags, "spans": spans})
         finding = finds(self.ID, story)
-        assert f"1 of 4 tokens is tagged version {guess}, although the engine showed no version for it" == finding.title
+        assert (
+            f"1 of 4 tokens is tagged version {guess}, although the engine showed no version for it"
+            == finding.title
+        )
         assert "no version, or the true one: version 1 for token 2" == finding.expected
-        assert (2, 1, guess) == (finding.where["index"], finding.where["call"], finding.where["version"])
+        assert (2, 1, guess) == (
+            finding.where["index"],
+            finding.where["call"],
+            finding.where["version"],
+        )
         assert {self.ID} == blamed(story)
 
     @pytest.mark.parametrize("tag", [None, 1])
     def test_unknown_and_true_are_right(self, tag: int | None) -> None:
         """A stack may know better than its engine says."""
-        passes(self.ID, tell(*self.PARTS, versions="token", sample={"token_versions": (0, 0, tag, 2)}), tokens_without_a_shown_version=1)
+        passes(
+            self.ID,
+            tell(*self.PARTS, versions="token", sample={"token_versions": (0, 0, tag, 2)}),
+            tokens_without_a_shown_version=1,
+        )
 
     @pytest.mark.parametrize("kind", ["sample", "min-max", "call"])
     def test_a_whole_sample_of_unknown_version(self, kind: str) -> None:
         """Weights that served before the first label was published."""
         part = Part(tokens=(11,), shown=None, reason="stop")
         guess = {"version": 1, "min_version": 1, "max_version": 1, "call_versions": (1,)}
-        shown = tell(Part(tokens=(5,), version=1, reason="stop"), request_id="w", prompt=(9,), versions=kind, header={"engine": _ENGINE})
+        shown = tell(
+            Part(tokens=(5,), version=1, reason="stop"),
+            request_id="w",
+            prompt=(9,),
+            versions=kind,
+            header={"engine": _ENGINE},
+        )
         story = tell(part, versions=kind, labels={0: None}, sample=guess, teller=shown)
         finding = finds(self.ID, story)
-        assert "1 of 1 token is tagged version 1, although the engine showed no version for it" == finding.title
-        assert "no version, or the true one: weights without a label for token 0" == finding.expected
+        assert (
+            "1 of 1 token is tagged version 1, although the engine showed no version for it"
+            == finding.title
+        )
+        assert (
+            "no version, or the true one: weights without a label for token 0" == finding.expected
+        )
         assert "update_weights() without global_steps" in finding.hint
         assert {self.ID} == blamed(story)
 
     def test_engines_that_show_nothing_leave_it_to_the_stack(self) -> None:
         """Then the checks of the tags themselves judge."""
-        parts = (Part(tokens=(11,), shown=None), Part(tokens=(21,), version=1, shown=None, reason="stop"))
+        parts = (
+            Part(tokens=(11,), shown=None),
+            Part(tokens=(21,), version=1, shown=None, reason="stop"),
+        )
         story = tell(*parts, versions="token", sample={"token_versions": (1, 1)})
         assert {"versions.token-tags"} == blamed(story)
         assert not check(self.ID, story).exercised

@@ -19,7 +19,13 @@ KINDS = ("sample", "min-max", "bounds", "call", "span", "token")
 def updated(story: Teller, version: int = 1) -> Trace:
     """The story with an update just before the sample is handed over."""
     trace = story.trace()
-    return trace.with_events([*trace.events[:-1], Weights(server_id="s0", version=version, label=version), trace.events[-1]])
+    return trace.with_events(
+        [
+            *trace.events[:-1],
+            Weights(server_id="s0", version=version, label=version),
+            trace.events[-1],
+        ]
+    )
 
 
 def warm(kind: str) -> Teller:
@@ -37,22 +43,39 @@ class TestCorrect:
 
     def test_empty_calls_under_other_versions(self, kind: str) -> None:
         """A call without tokens shows a version that sampled nothing."""
-        parts = (Part(), Part(tokens=(11,), version=1), Part(version=2), Part(tokens=(12,), version=2), Part(version=3, reason="stop"))
+        parts = (
+            Part(),
+            Part(tokens=(11,), version=1),
+            Part(version=2),
+            Part(tokens=(12,), version=2),
+            Part(version=3, reason="stop"),
+        )
         assert set() == blamed(tell(*parts, versions=kind))
 
     def test_labels_as_text(self, kind: str) -> None:
         """Their order is that of publication."""
         named = {0: "base", 1: "after-1", 2: "2"}
-        assert set() == blamed(tell(OLD, NEW, versions="token" if kind in ("min-max", "bounds") else kind, labels=named))
+        assert set() == blamed(
+            tell(
+                OLD, NEW, versions="token" if kind in ("min-max", "bounds") else kind, labels=named
+            )
+        )
 
     def test_numbers_spelled_as_text(self, kind: str) -> None:
         """SGLang shows ``"1"`` where a stack keeps 1."""
-        parts = (Part(tokens=(11,), shown="0"), Part(tokens=(12,), version=1, shown="1", reason="stop"))
+        parts = (
+            Part(tokens=(11,), shown="0"),
+            Part(tokens=(12,), version=1, shown="1", reason="stop"),
+        )
         assert set() == blamed(tell(*parts, versions=kind))
 
     def test_versions_that_go_back(self, kind: str) -> None:
         """Another replica lags behind."""
-        parts = (Part(tokens=(11,), version=2), Part(tokens=(12,), version=1, server="s1"), Part(tokens=(13,), version=2, reason="stop"))
+        parts = (
+            Part(tokens=(11,), version=2),
+            Part(tokens=(12,), version=1, server="s1"),
+            Part(tokens=(13,), version=2, reason="stop"),
+        )
         assert set() == blamed(tell(*parts, versions=kind))
 
     def test_version_zero_throughout(self, kind: str) -> None:
@@ -64,17 +87,29 @@ class TestCorrect:
     def test_a_lost_reply_leaves_no_trace(self, kind: str) -> None:
         """What never arrived sampled nothing that counts."""
         assert set() == blamed(
-            tell(OLD, Part(tokens=(99,), version=1, lost=True), Part(tokens=(21,), version=2, reason="stop"), versions=kind)
+            tell(
+                OLD,
+                Part(tokens=(99,), version=1, lost=True),
+                Part(tokens=(21,), version=2, reason="stop"),
+                versions=kind,
+            )
         )
 
     def test_a_restart_forgets_the_first_version(self, kind: str) -> None:
         """The tokens of the first call are not in the sample."""
-        parts = (OLD, Part(version=1, lost=True), Part(tokens=(21,), version=1, anew=True, reason="stop"))
+        parts = (
+            OLD,
+            Part(version=1, lost=True),
+            Part(tokens=(21,), version=1, anew=True, reason="stop"),
+        )
         assert set() == blamed(tell(*parts, versions=kind))
 
     def test_turns(self, kind: str) -> None:
         """Tokens of the environment have no version."""
-        parts = (Part(tokens=(11,), reason="stop"), Part(said=(91, 92), tokens=(21,), version=1, reason="stop"))
+        parts = (
+            Part(tokens=(11,), reason="stop"),
+            Part(said=(91, 92), tokens=(21,), version=1, reason="stop"),
+        )
         assert set() == blamed(tell(*parts, versions=kind, loss_mask=True))
 
     def test_an_update_to_equal_weights(self, kind: str) -> None:
@@ -85,23 +120,40 @@ class TestCorrect:
         assert set() == blamed(story.with_events(events))
 
     def test_nothing_sampled(self, kind: str) -> None:
-        """A sample without tokens has no sampler, and whatever tag it carries cannot be wrong but by being made up."""
+        """A sample without tokens has no sampler, and whatever tag it carries cannot be wrong but
+        by being made up.
+        """
         assert set() == blamed(tell(Part(reason="stop"), versions=kind))
 
     def test_an_engine_that_shows_nothing(self, kind: str) -> None:
         """The stack keeps its own books: they are judged by the truth."""
-        parts = (Part(tokens=(11,), shown=None), Part(tokens=(21,), shown=None, version=1, reason="stop"))
+        parts = (
+            Part(tokens=(11,), shown=None),
+            Part(tokens=(21,), shown=None, version=1, reason="stop"),
+        )
         assert set() == blamed(tell(*parts, versions=kind))
 
     def test_one_label_for_a_call_that_two_versions_sampled(self, kind: str) -> None:
-        """The stack cannot know more than its engine shows: either reading is accepted, and none counts as exercise."""
+        """The stack cannot know more than its engine shows: either reading is accepted, and none
+        counts as exercise.
+        """
         spans = (Span(start=0, end=2, version=0), Span(start=2, end=4, version=1))
         part = Part(tokens=(11, 12, 13, 14), reason="stop", version=1, reply={"true_tokens": spans})
         story = tell(part, versions=kind, teller=warm(kind))
         assert set() == blamed(story)
         if kind != "call":
-            name = {"sample": "sample-tag", "min-max": "min-max", "bounds": "bounds", "span": "span-tags", "token": "token-tags"}[kind]
-            reason = "not known" if kind in ("span", "token") else "the versions of some tokens cannot be known"
+            name = {
+                "sample": "sample-tag",
+                "min-max": "min-max",
+                "bounds": "bounds",
+                "span": "span-tags",
+                "token": "token-tags",
+            }[kind]
+            reason = (
+                "not known"
+                if kind in ("span", "token")
+                else "the versions of some tokens cannot be known"
+            )
             unknown(f"versions.{name}", story, reason)
 
 
@@ -123,11 +175,16 @@ class TestPresent:
             ("token", {"token_versions": (None, None)}, "token versions"),
         ],
     )
-    def test_a_tag_that_is_not_there_is_found(self, kind: str, sample: dict[str, Any], gone: str) -> None:
+    def test_a_tag_that_is_not_there_is_found(
+        self, kind: str, sample: dict[str, Any], gone: str
+    ) -> None:
         """Declared, shown by the engine, and absent."""
         story = tell(Part(tokens=(11, 12), version=3, reason="stop"), versions=kind, sample=sample)
         finding = finds(self.ID, story)
-        assert f"The sample carries no {gone}, although the engine showed version 3 for tokens 0-1" == finding.title
+        assert (
+            f"The sample carries no {gone}, although the engine showed version 3 for tokens 0-1"
+            == finding.title
+        )
         assert "The tag was dropped on its way" in finding.hint
         assert {self.ID} == blamed(story)
 
@@ -144,9 +201,16 @@ class TestPresent:
 
     @pytest.mark.parametrize(
         ("check_id", "kind"),
-        [(ID, "min-max"), ("versions.min-max", "min-max"), ("versions.sample-tag", "sample"), ("versions.token-tags", "token")],
+        [
+            (ID, "min-max"),
+            ("versions.min-max", "min-max"),
+            ("versions.sample-tag", "sample"),
+            ("versions.token-tags", "token"),
+        ],
     )
-    def test_a_recording_without_updates_is_told_what_to_record(self, check_id: str, kind: str) -> None:
+    def test_a_recording_without_updates_is_told_what_to_record(
+        self, check_id: str, kind: str
+    ) -> None:
         """The reason names the call that tells which weights the engines had."""
         story = Teller(versions=kind, driven=False)
         story.submit()
@@ -181,7 +245,9 @@ class TestPublished:
     def test_marks_on_the_environments_tokens_are_not_versions(self) -> None:
         """Some stacks put -1 where nothing was sampled."""
         parts = (Part(tokens=(11,), reason="stop"), Part(said=(91,), tokens=(21,), reason="stop"))
-        assert set() == blamed(tell(*parts, versions="token", sample={"token_versions": (0, -1, 0)}))
+        assert set() == blamed(
+            tell(*parts, versions="token", sample={"token_versions": (0, -1, 0)})
+        )
 
     def test_without_updates_nothing_is_known(self) -> None:
         """A trace that records no update tells no labels."""
@@ -199,13 +265,22 @@ class TestSampleTag:
     @pytest.mark.parametrize("tag", [0, 1])
     def test_any_sampler_is_right(self, tag: int) -> None:
         """One label cannot say more."""
-        passes(self.ID, tell(OLD, NEW, versions="sample", sample={"version": tag}), samples_across_versions=1)
+        passes(
+            self.ID,
+            tell(OLD, NEW, versions="sample", sample={"version": tag}),
+            samples_across_versions=1,
+        )
 
     def test_a_tag_read_after_the_reply_is_found(self) -> None:
         """An update came between the reply and the reading."""
-        story = updated(tell(OLD, Part(tokens=(14,), reason="stop"), versions="sample", sample={"version": 1}))
+        story = updated(
+            tell(OLD, Part(tokens=(14,), reason="stop"), versions="sample", sample={"version": 1})
+        )
         finding = finds(self.ID, story)
-        assert "The sample is tagged with version 1, which sampled none of its 4 tokens" == finding.title
+        assert (
+            "The sample is tagged with version 1, which sampled none of its 4 tokens"
+            == finding.title
+        )
         assert "a version that sampled it: version 0 for tokens 0-3" == finding.expected
         assert "AReaL #1569" in finding.hint
         assert {"request": "r0", "version": 1} == finding.where
@@ -230,9 +305,27 @@ class TestMinMax:
     @pytest.mark.parametrize(
         ("parts", "low", "high", "title", "hint"),
         [
-            ((OLD, NEW), 1, 1, "The min version of the sample is not that of its tokens", "Or version 0 was skipped"),
-            ((OLD, NEW), 0, 0, "The max version of the sample is not that of its tokens", "One call's tag stands for all"),
-            ((OLD, NEW), 1, 0, "The min and max version of the sample are not that of its tokens", "Or version 0 was skipped"),
+            (
+                (OLD, NEW),
+                1,
+                1,
+                "The min version of the sample is not that of its tokens",
+                "Or version 0 was skipped",
+            ),
+            (
+                (OLD, NEW),
+                0,
+                0,
+                "The max version of the sample is not that of its tokens",
+                "One call's tag stands for all",
+            ),
+            (
+                (OLD, NEW),
+                1,
+                0,
+                "The min and max version of the sample are not that of its tokens",
+                "Or version 0 was skipped",
+            ),
             (
                 (Part(), NEW),
                 0,
@@ -248,7 +341,11 @@ class TestMinMax:
                 "No token was sampled by version 1; call 1 was aborted before its first one",
             ),
             (
-                (Part(tokens=(1,), version=2), Part(tokens=(2,), version=1, server="s1"), Part(tokens=(3,), version=3, reason="stop")),
+                (
+                    Part(tokens=(1,), version=2),
+                    Part(tokens=(2,), version=1, server="s1"),
+                    Part(tokens=(3,), version=3, reason="stop"),
+                ),
                 2,
                 3,
                 "The min version of the sample is not that of its tokens",
@@ -256,7 +353,9 @@ class TestMinMax:
             ),
         ],
     )
-    def test_each_fault_is_explained(self, parts: tuple[Part, ...], low: int, high: int, title: str, hint: str) -> None:
+    def test_each_fault_is_explained(
+        self, parts: tuple[Part, ...], low: int, high: int, title: str, hint: str
+    ) -> None:
         """Last only, first only, a falsy zero, a call without tokens, versions that go back."""
         story = tell(*parts, versions="min-max", sample={"min_version": low, "max_version": high})
         finding = finds(self.ID, story)
@@ -268,27 +367,44 @@ class TestMinMax:
     def test_the_expected_text_says_who_sampled_what(self) -> None:
         """The right tags, and why."""
         story = tell(OLD, NEW, versions="min-max", sample={"min_version": 1, "max_version": 1})
-        assert "min 0, max 1: version 0 for tokens 0-2, version 1 for tokens 3-4" == finds(self.ID, story).expected
+        assert (
+            "min 0, max 1: version 0 for tokens 0-2, version 1 for tokens 3-4"
+            == finds(self.ID, story).expected
+        )
 
     def test_numbers_are_not_compared_as_text(self) -> None:
         """10 is greater than 9."""
         parts = (Part(tokens=(11,), version=9), Part(tokens=(12,), version=10, reason="stop"))
         assert set() == blamed(tell(*parts, versions="min-max"))
         wrong = tell(*parts, versions="min-max", sample={"min_version": 10, "max_version": 9})
-        assert "The min and max version of the sample are not that of its tokens" == finds(self.ID, wrong).title
+        assert (
+            "The min and max version of the sample are not that of its tokens"
+            == finds(self.ID, wrong).title
+        )
 
     def test_names_are_ordered_by_publication(self) -> None:
         """Text has no order of its own."""
         named = {0: "zebra", 1: "ape"}
         right = {"min_version": "zebra", "max_version": "ape"}
-        passes(self.ID, tell(OLD, NEW, versions="min-max", labels=named, sample=right), samples_across_versions=1)
+        passes(
+            self.ID,
+            tell(OLD, NEW, versions="min-max", labels=named, sample=right),
+            samples_across_versions=1,
+        )
         wrong = {"min_version": "ape", "max_version": "zebra"}
         finds(self.ID, tell(OLD, NEW, versions="min-max", labels=named, sample=wrong))
 
     @pytest.mark.parametrize(("low", "high"), [(0, 1), (0, 7), (1, 1), (7, 7)])
     def test_two_labels_of_equal_weights_leave_a_choice(self, low: int, high: int) -> None:
-        """Weights 0 were published as 0 and again as 7; weights 1 as 1: which name stands for the old tokens is open."""
-        story = tell(Part(tokens=(11,)), NEW, versions="min-max", sample={"min_version": low, "max_version": high}).trace()
+        """Weights 0 were published as 0 and again as 7; weights 1 as 1: which name stands for the
+        old tokens is open.
+        """
+        story = tell(
+            Part(tokens=(11,)),
+            NEW,
+            versions="min-max",
+            sample={"min_version": low, "max_version": high},
+        ).trace()
         events = list(story.events)
         events.insert(-1, Weights(server_id="s0", version=0, label=7, loaded=False))
         expected = Verdict.FAIL if (low, high) == (7, 7) else Verdict.PASS
@@ -317,7 +433,9 @@ class TestCallTags:
             ((0, 1, 0), "Call 2 is tagged with version 0, which sampled none of its tokens", 2),
         ],
     )
-    def test_each_fault_is_named(self, tags: tuple[Version, ...], title: str, call: int | None) -> None:
+    def test_each_fault_is_named(
+        self, tags: tuple[Version, ...], title: str, call: int | None
+    ) -> None:
         """A wrong tag, one too few, one too many."""
         story = tell(*self.PARTS, versions="call", sample={"call_versions": tags})
         finding = finds(self.ID, story)
@@ -327,20 +445,40 @@ class TestCallTags:
     @pytest.mark.parametrize("tags", [(0, 1), (0, 1, 1)])
     def test_a_call_without_tokens_may_be_tagged_or_not(self, tags: tuple[Version, ...]) -> None:
         """Some engines show no version for it."""
-        passes(self.ID, tell(*self.PARTS, versions="call", sample={"call_versions": tags}), tags_of_calls=2, samples_across_versions=1)
+        passes(
+            self.ID,
+            tell(*self.PARTS, versions="call", sample={"call_versions": tags}),
+            tags_of_calls=2,
+            samples_across_versions=1,
+        )
 
     def test_a_call_that_was_given_up_may_be_tagged_or_not(self) -> None:
         """The list may or may not be cut when the stack starts again."""
-        parts = (OLD, Part(version=1, lost=True), Part(tokens=(21,), version=1, anew=True, reason="stop"))
+        parts = (
+            OLD,
+            Part(version=1, lost=True),
+            Part(tokens=(21,), version=1, anew=True, reason="stop"),
+        )
         for tags in ((1,), (0, 1)):
             passes(self.ID, tell(*parts, versions="call", sample={"call_versions": tags}))
 
 
 def test_only_the_declared_tag_is_judged() -> None:
     """A contract names the finest tag; the checks of the others do not apply."""
-    names = {"sample": "sample-tag", "min-max": "min-max", "call": "call-tags", "span": "span-tags", "token": "token-tags"}
+    names = {
+        "sample": "sample-tag",
+        "min-max": "min-max",
+        "call": "call-tags",
+        "span": "span-tags",
+        "token": "token-tags",
+    }
     for kind in KINDS:
         for other, name in names.items():
             expected = other != kind
-            assert expected == (check(f"versions.{name}", tell(OLD, NEW, versions=kind)).verdict is Verdict.NOT_APPLICABLE)
-    assert Verdict.NOT_APPLICABLE == check("versions.present", tell(OLD, NEW, versions="none")).verdict
+            assert expected == (
+                check(f"versions.{name}", tell(OLD, NEW, versions=kind)).verdict
+                is Verdict.NOT_APPLICABLE
+            )
+    assert (
+        Verdict.NOT_APPLICABLE == check("versions.present", tell(OLD, NEW, versions="none")).verdict
+    )

@@ -16,13 +16,19 @@ OLD, NEW = Part(tokens=(11, 12, 13)), Part(tokens=(21, 22), version=1, reason="s
 
 def spans(*parts: tuple[int, int, Version]) -> dict[str, tuple[Span, ...]]:
     """The ``spans`` field of a sample."""
-    return {"spans": tuple(Span(start=start, end=end, version=version) for start, end, version in parts)}
+    return {
+        "spans": tuple(Span(start=start, end=end, version=version) for start, end, version in parts)
+    }
 
 
 def labelled_after(trace: Trace, *, at_once: bool = True) -> Trace:
-    """The same with weights 1 loaded under the label of the old ones, and labelled by an event of its own: at once, or at the end."""
+    """The same with weights 1 loaded under the label of the old ones, and labelled by an event of
+    its own: at once, or at the end.
+    """
     events = list(trace.events)
-    at = next(i for i, event in enumerate(events) if isinstance(event, Weights) and event.version == 1)
+    at = next(
+        i for i, event in enumerate(events) if isinstance(event, Weights) and event.version == 1
+    )
     published = events[at]
     assert isinstance(published, Weights)
     events[at] = replace(published, label=0)
@@ -41,15 +47,33 @@ class TestSpansCover:
             (((0, 2, 0), (3, 5, 1)), "1 of 5 sampled tokens lies in no span: 2", 2),
             (((0, 3, 0),), "2 of 5 sampled tokens lie in no span: 3-4", 3),
             (((1, 3, 0), (3, 5, 1)), "1 of 5 sampled tokens lies in no span: 0", 0),
-            (((0, 3, 0), (2, 5, 1)), "Span 1 begins at 2, before the one before it has ended at 3", 2),
-            (((3, 5, 1), (0, 3, 0)), "Span 1 begins at 0, before the one before it has ended at 5", 0),
-            (((0, 3, 0), (0, 2, 1)), "Span 1 begins at 0, before the one before it has ended at 3", 0),
+            (
+                ((0, 3, 0), (2, 5, 1)),
+                "Span 1 begins at 2, before the one before it has ended at 3",
+                2,
+            ),
+            (
+                ((3, 5, 1), (0, 3, 0)),
+                "Span 1 begins at 0, before the one before it has ended at 5",
+                0,
+            ),
+            (
+                ((0, 3, 0), (0, 2, 1)),
+                "Span 1 begins at 0, before the one before it has ended at 3",
+                0,
+            ),
             (((0, 3, 0), (3, 6, 1)), "Span 1 (3 to 6) does not lie in the response of 5 tokens", 3),
-            (((-1, 3, 0), (3, 5, 1)), "Span 0 (-1 to 3) does not lie in the response of 5 tokens", 0),
+            (
+                ((-1, 3, 0), (3, 5, 1)),
+                "Span 0 (-1 to 3) does not lie in the response of 5 tokens",
+                0,
+            ),
             (((3, 0, 0), (3, 5, 1)), "Span 0 (3 to 0) does not lie in the response of 5 tokens", 3),
         ],
     )
-    def test_each_fault_is_named(self, parts: tuple[tuple[int, int, int], ...], title: str, index: int) -> None:
+    def test_each_fault_is_named(
+        self, parts: tuple[tuple[int, int, int], ...], title: str, index: int
+    ) -> None:
         """Gap, end, start, overlap, order, not moved by what came before, out of bounds, backwards."""
         story = tell(OLD, NEW, versions="span", sample=spans(*parts))
         finding = finds(self.ID, story)
@@ -72,8 +96,15 @@ class TestSpansCover:
 
     def test_the_environment_needs_no_span(self) -> None:
         """Its tokens may be covered or not."""
-        parts = (Part(tokens=(11,), reason="stop"), Part(said=(91, 92), tokens=(21,), version=1, reason="stop"))
-        for own in (((0, 1, 0), (3, 4, 1)), ((0, 3, 0), (3, 4, 1)), ((0, 1, 0), (1, 3, None), (3, 4, 1))):
+        parts = (
+            Part(tokens=(11,), reason="stop"),
+            Part(said=(91, 92), tokens=(21,), version=1, reason="stop"),
+        )
+        for own in (
+            ((0, 1, 0), (3, 4, 1)),
+            ((0, 3, 0), (3, 4, 1)),
+            ((0, 1, 0), (1, 3, None), (3, 4, 1)),
+        ):
             assert set() == blamed(tell(*parts, versions="span", sample=spans(*own)))
 
 
@@ -95,7 +126,9 @@ class TestSpanTags:
 
     def test_tokens_are_counted(self) -> None:
         """What was compared."""
-        passes(self.ID, tell(OLD, NEW, versions="span"), tokens_in_spans=5, samples_across_versions=1)
+        passes(
+            self.ID, tell(OLD, NEW, versions="span"), tokens_in_spans=5, samples_across_versions=1
+        )
 
 
 class TestOneTagPerToken:
@@ -109,7 +142,10 @@ class TestOneTagPerToken:
         story = tell(*parts, versions="token", sample={"token_versions": (0, 0)})
         finding = finds(self.ID, story)
         assert "The sample has 2 version tags for 3 tokens" == finding.title
-        assert ("one version per response token: 3", "2: 0 and 0") == (finding.expected, finding.observed)
+        assert ("one version per response token: 3", "2: 0 and 0") == (
+            finding.expected,
+            finding.observed,
+        )
         assert {self.ID} == blamed(story)
 
 
@@ -129,29 +165,47 @@ class TestTokenTags:
 
     def test_tags_shifted_by_one_are_found(self) -> None:
         """One token of the new weights too many."""
-        finding = finds(self.ID, tell(OLD, NEW, versions="token", sample={"token_versions": (0, 0, 0, 0, 1)}))
+        finding = finds(
+            self.ID, tell(OLD, NEW, versions="token", sample={"token_versions": (0, 0, 0, 0, 1)})
+        )
         assert ("version 0 at response index 3", 3) == (finding.observed, finding.where["index"])
 
     def test_a_label_that_the_server_still_showed_is_none_of_the_new_weights(self) -> None:
-        """An update of vLLM names no version: the old label stands beside the new weights until theirs is published."""
-        kept = labelled_after(tell(OLD, NEW, versions="token", sample={"token_versions": (0,) * 5}).trace())
+        """An update of vLLM names no version: the old label stands beside the new weights until
+        theirs is published.
+        """
+        kept = labelled_after(
+            tell(OLD, NEW, versions="token", sample={"token_versions": (0,) * 5}).trace()
+        )
         finding = finds(self.ID, kept)
         assert "version 0 for tokens 0-2, version 1 for tokens 3-4" == finding.expected
         assert "version 0 at response index 3-4" == finding.observed
         assert set() == blamed(labelled_after(tell(OLD, NEW, versions="token").trace()))
 
-    def test_tokens_sampled_before_their_weights_had_a_label_may_carry_what_the_engine_showed(self) -> None:
-        """Between the load and the label nobody knows better; once there is one, it is right as well."""
+    def test_tokens_sampled_before_their_weights_had_a_label_may_carry_what_the_engine_showed(
+        self,
+    ) -> None:
+        """Between the load and the label nobody knows better; once there is one, it is right as
+        well.
+        """
         early = Part(tokens=(21, 22), version=1, shown=0, reason="stop")
         for tags in ((0,) * 5, (0, 0, 0, 1, 1)):
             story = tell(OLD, early, versions="token", sample={"token_versions": tags}).trace()
             assert set() == blamed(labelled_after(story, at_once=False))
 
     def test_a_call_made_before_its_weights_had_a_label_may_carry_the_label_of_then(self) -> None:
-        """Whoever read it when the call was sent could not know better, though the reply shows the one that came meanwhile."""
-        trace = labelled_after(tell(OLD, NEW, versions="token", sample={"token_versions": (0,) * 5}).trace(), at_once=False)
+        """Whoever read it when the call was sent could not know better, though the reply shows the
+        one that came meanwhile.
+        """
+        trace = labelled_after(
+            tell(OLD, NEW, versions="token", sample={"token_versions": (0,) * 5}).trace(),
+            at_once=False,
+        )
         events = list(trace.events)
-        label, call = (max(i for i, event in enumerate(events) if isinstance(event, kind)) for kind in (Weights, Call))
+        label, call = (
+            max(i for i, event in enumerate(events) if isinstance(event, kind))
+            for kind in (Weights, Call)
+        )
         events.insert(call + 1, events.pop(label))
         assert set() == blamed(trace.with_events(events))
 
@@ -162,27 +216,52 @@ class TestTokenTags:
 
     def test_absent_tags_are_not_wrong_ones(self) -> None:
         """A token of unknown version may say so."""
-        assert set() == blamed(tell(OLD, NEW, versions="token", sample={"token_versions": (0, None, 0, 1, 1)}))
+        assert set() == blamed(
+            tell(OLD, NEW, versions="token", sample={"token_versions": (0, None, 0, 1, 1)})
+        )
 
     def test_without_truth_the_engines_spans_are_believed(self) -> None:
         """A real engine that shows a version per token."""
         own = (Span(start=0, end=2, version=0), Span(start=2, end=4, version=1))
-        part = Part(tokens=(11, 12, 13, 14), reason="stop", output={"spans": own}, reply={"true_tokens": None})
-        published = tell(Part(version=1, reason="stop"), request_id="warm", prompt=(9,), versions="token")
-        published = tell(Part(reason="stop"), request_id="warmer", prompt=(8,), versions="token", teller=published)
-        story = tell(part, versions="token", sample={"token_versions": (0, 0, 1, 0)}, teller=published)
+        part = Part(
+            tokens=(11, 12, 13, 14),
+            reason="stop",
+            output={"spans": own},
+            reply={"true_tokens": None},
+        )
+        published = tell(
+            Part(version=1, reason="stop"), request_id="warm", prompt=(9,), versions="token"
+        )
+        published = tell(
+            Part(reason="stop"),
+            request_id="warmer",
+            prompt=(8,),
+            versions="token",
+            teller=published,
+        )
+        story = tell(
+            part, versions="token", sample={"token_versions": (0, 0, 1, 0)}, teller=published
+        )
         assert "version 0 at response index 3" == finds(self.ID, story).observed
 
     @pytest.mark.parametrize("overtaken", [False, True])
     def test_without_truth_one_label_is_believed_unless_overtaken(self, overtaken: bool) -> None:
         """A label says who sampled when the server's weights did not change during the call."""
         story = tell(Part(reason="stop"), request_id="warm", prompt=(9,), versions="token")
-        story = tell(Part(version=1, reason="stop"), request_id="warmer", prompt=(8,), versions="token", teller=story)
+        story = tell(
+            Part(version=1, reason="stop"),
+            request_id="warmer",
+            prompt=(8,),
+            versions="token",
+            teller=story,
+        )
         story.submit()
         call = story.call((1, 2))
         if overtaken:
             story.weights(2)
-        story.reply(call, (11,), "stop", version=1, true_tokens=None).result((11,), token_versions=(0,))
+        story.reply(call, (11,), "stop", version=1, true_tokens=None).result(
+            (11,), token_versions=(0,)
+        )
         if overtaken:
             unknown(self.ID, story, "which version sampled the tokens is not known")
         else:

@@ -8,7 +8,15 @@ from rollproof.core.trace import PauseMode
 from rollproof.judging.checks import Verdict
 from rollproof.judging.judge import judge
 from tests.support.engines import spans
-from tests.support.trace_builder import FREEZING, REGISTRY, Teller, finds, inapplicable, passes, unknown
+from tests.support.trace_builder import (
+    FREEZING,
+    REGISTRY,
+    Teller,
+    finds,
+    inapplicable,
+    passes,
+    unknown,
+)
 
 
 def _updated(mode: PauseMode = PauseMode.ABORT, version: int = 1, **story: object) -> Teller:
@@ -54,7 +62,9 @@ class TestNoAdmissionWhilePaused:
         passes(self.ID, teller)
 
     def test_calls_that_were_admitted_before_stay_admitted(self) -> None:
-        """A frozen call is in flight, not queued: a pause over it alone does not put the promise to the test."""
+        """A frozen call is in flight, not queued: a pause over it alone does not put the promise to
+        the test.
+        """
         teller = Teller()
         teller.weights(0).submit()
         call = teller.call((1, 2))
@@ -90,7 +100,9 @@ class TestNoTokenWhilePaused:
         teller = Teller()
         teller.weights(0).submit()
         call = teller.call((1, 2))
-        teller.pause(mode, progress={call: 1}).weights(1, progress={call: 1}).resume(progress={call: 2})
+        teller.pause(mode, progress={call: 1}).weights(1, progress={call: 1}).resume(
+            progress={call: 2}
+        )
         finding = finds(self.ID, teller)
         assert f"1 tokens, as at the pause (mode {mode})" == finding.expected
         assert "2 tokens at event 6, before the resume" == finding.observed
@@ -105,12 +117,16 @@ class TestNoTokenWhilePaused:
 
     @pytest.mark.parametrize("mode", FREEZING)
     def test_a_frozen_call_goes_on_after_the_resume(self, mode: PauseMode) -> None:
-        """Standing still until the resume is all that is asked; a queued call has nothing to freeze."""
+        """Standing still until the resume is all that is asked; a queued call has nothing to
+        freeze.
+        """
         teller = Teller()
         teller.weights(0).submit()
         call, queued = teller.call((1, 2)), teller.send((1, 2))
         held = {call: 2, queued: 0}
-        teller.pause(mode, progress=held).weights(1, progress=held).resume(progress=held).reply(call, (3, 4, 5, 6))
+        teller.pause(mode, progress=held).weights(1, progress=held).resume(progress=held).reply(
+            call, (3, 4, 5, 6)
+        )
         passes(self.ID, teller, frozen_calls=2)
 
     def test_aborting_a_frozen_call_returns_what_it_had(self) -> None:
@@ -118,7 +134,9 @@ class TestNoTokenWhilePaused:
         teller = Teller()
         teller.weights(0).submit()
         call = teller.call((1, 2))
-        teller.pause(PauseMode.KEEP, progress={call: 2}).reply(call, (3, 4), reason="abort").resume(progress={})
+        teller.pause(PauseMode.KEEP, progress={call: 2}).reply(call, (3, 4), reason="abort").resume(
+            progress={}
+        )
         passes(self.ID, teller)
 
     def test_no_progress_is_no_verdict(self) -> None:
@@ -133,7 +151,11 @@ class TestNoTokenWhilePaused:
     def test_a_stack_that_freezes_nothing_is_exempt(self, resume: str) -> None:
         """Its pauses abort or drain, and no engine resumes anything."""
         teller = Teller(resume=resume, partial_off="dropped")
-        inapplicable(self.ID, teller.weights(0).submit().pause(PauseMode.ABORT).resume(), f"(resume='{resume}')")
+        inapplicable(
+            self.ID,
+            teller.weights(0).submit().pause(PauseMode.ABORT).resume(),
+            f"(resume='{resume}')",
+        )
 
 
 class TestServedAfterUpdate:
@@ -156,10 +178,14 @@ class TestServedAfterUpdate:
         teller.weights(0).submit()
         call = teller.call((1, 2))
         teller.weights(1).reply(call, (3, 4, 5, 6), true_tokens=spans((0, 2, 1), (2, 4, 0)))
-        assert "tokens 2 to 3 of call 1 were sampled by version 0" == finds(self.ID, teller).observed
+        assert (
+            "tokens 2 to 3 of call 1 were sampled by version 0" == finds(self.ID, teller).observed
+        )
 
     def test_the_version_counts_from_the_admission(self) -> None:
-        """A call that was sent before the update and admitted after it is served by the new weights."""
+        """A call that was sent before the update and admitted after it is served by the new
+        weights.
+        """
         teller = Teller()
         teller.weights(0).submit().pause()
         call = teller.send()
@@ -168,11 +194,15 @@ class TestServedAfterUpdate:
         passes(self.ID, teller, calls_served_after_an_update=1)
 
     def test_a_call_in_flight_may_have_both_versions(self) -> None:
-        """Engine-side keep: old tokens from the old weights, new ones from the new; KV of both is no stale service."""
+        """Engine-side keep: old tokens from the old weights, new ones from the new; KV of both is
+        no stale service.
+        """
         teller = Teller()
         teller.weights(0).submit()
         call = teller.call((1, 2))
-        teller.pause(PauseMode.KEEP).weights(1).resume().reply(call, (3, 4, 5, 6), true_tokens=spans((0, 2, 0), (2, 4, "mixed")))
+        teller.pause(PauseMode.KEEP).weights(1).resume().reply(
+            call, (3, 4, 5, 6), true_tokens=spans((0, 2, 0), (2, 4, "mixed"))
+        )
         again = teller.call((1, 2, 3, 4, 5, 6))
         teller.reply(again, (7,), version=1)
         passes(self.ID, teller, calls_served_after_an_update=1)
@@ -232,9 +262,18 @@ class TestNoStaleCache:
         """The prefix cache served KV from before the update."""
         teller = _updated()
         call = teller.call((1, 2))
-        teller.reply(call, (3, 4), version=1, true_rows=spans((0, 1, 0), (1, 3, 1)), output={"cached_tokens": 1})
+        teller.reply(
+            call,
+            (3, 4),
+            version=1,
+            true_rows=spans((0, 1, 0), (1, 3, 1)),
+            output={"cached_tokens": 1},
+        )
         finding = finds(self.ID, teller)
-        assert "rows 0 to 0 of call 1: version 0, 1 prompt tokens from the prefix cache" == finding.observed
+        assert (
+            "rows 0 to 0 of call 1: version 0, 1 prompt tokens from the prefix cache"
+            == finding.observed
+        )
         assert "every one computed by version 1 alone on s0" == finding.expected
 
     def test_mixed_tokens_are_found(self) -> None:
@@ -243,16 +282,28 @@ class TestNoStaleCache:
         teller.weights(0).submit()
         call = teller.call((1, 2))
         teller.pause(PauseMode.KEEP).weights(1).resume()
-        teller.reply(call, (3, 4), true_tokens=spans((0, 1, 0), (1, 2, "mixed")), true_rows=spans((0, 2, 0), (2, 3, "mixed")))
+        teller.reply(
+            call,
+            (3, 4),
+            true_tokens=spans((0, 1, 0), (1, 2, "mixed")),
+            true_rows=spans((0, 2, 0), (2, 3, "mixed")),
+        )
         assert "rows 2 to 2 of call 1: version mixed" == finds(self.ID, teller).observed
 
     def test_recomputed_kv_of_a_frozen_call_passes(self) -> None:
-        """First rows of the old weights, the rest of the new ones, each computed by one version alone (vLLM keep, cleared)."""
+        """First rows of the old weights, the rest of the new ones, each computed by one version
+        alone (vLLM keep, cleared).
+        """
         teller = Teller()
         teller.weights(0).submit()
         call = teller.call((1, 2))
         teller.pause(PauseMode.KEEP, clear_cache=True).weights(1).resume()
-        teller.reply(call, (3, 4), true_tokens=spans((0, 1, 0), (1, 2, 1)), true_rows=spans((0, 2, 0), (2, 3, 1)))
+        teller.reply(
+            call,
+            (3, 4),
+            true_tokens=spans((0, 1, 0), (1, 2, 1)),
+            true_rows=spans((0, 2, 0), (2, 3, 1)),
+        )
         passes(self.ID, teller, calls_in_flight_during_an_update=1)
 
     def test_a_contract_that_keeps_the_cache_is_not_judged(self) -> None:
@@ -265,7 +316,9 @@ class TestNoStaleCache:
         assert "the contract keeps the KV cache of older weights at an update" == result.reason
 
     @pytest.mark.parametrize("case", [{"clear_cache": False}, {"pause_mode": "in-place"}])
-    def test_a_case_that_keeps_the_cache_is_not_held_against_the_stack(self, case: dict[str, object]) -> None:
+    def test_a_case_that_keeps_the_cache_is_not_held_against_the_stack(
+        self, case: dict[str, object]
+    ) -> None:
         """The default sync does what its case says."""
         teller = _updated(case=case)
         call = teller.call((1, 2))
@@ -277,5 +330,11 @@ class TestNoStaleCache:
         teller = _updated()
         for prompt in ((1, 2), (1, 2, 3, 4)):
             call = teller.call(prompt)
-            teller.reply(call, (3, 4), version=1, true_rows=spans((0, len(prompt) + 1, 1)), output={"cached_tokens": 2})
+            teller.reply(
+                call,
+                (3, 4),
+                version=1,
+                true_rows=spans((0, len(prompt) + 1, 1)),
+                output={"cached_tokens": 2},
+            )
         passes(self.ID, teller, calls_admitted_after_an_update=2)

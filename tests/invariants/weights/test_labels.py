@@ -20,7 +20,9 @@ class TestLabelOnly:
 
     ID = "weights.label-only-keeps-calls"
 
-    def _label(self, teller: Teller, call: int, *, aborts: bool = True, same_time: bool = True) -> Teller:
+    def _label(
+        self, teller: Teller, call: int, *, aborts: bool = True, same_time: bool = True
+    ) -> Teller:
         """A label is published, and the endpoint aborts what is in flight at the same instant."""
         teller.weights(0, label=1, loaded=False)
         if same_time:
@@ -35,7 +37,10 @@ class TestLabelOnly:
         call = teller.call((1, 2))
         self._label(teller, call).reply(call, (3,), reason="abort")
         finding = finds(self.ID, teller)
-        assert "call 1 goes on: only the label 1 was published, no weights were loaded" == finding.expected
+        assert (
+            "call 1 goes on: only the label 1 was published, no weights were loaded"
+            == finding.expected
+        )
         assert "it ended with finish reason abort after 1 tokens" == finding.observed
         assert "abort_all_requests=False" in finding.hint
 
@@ -81,8 +86,17 @@ class TestStaleness:
 
     ID = "weights.staleness-bound"
 
-    def _aged(self, updates: int, *, servers: tuple[str, ...] = ("s0",), mask: list[int] | None = None, **fields: object) -> Teller:
-        """A sample of weights 0 and then of the newest ones, delivered after ``updates`` updates; the bound is 1."""
+    def _aged(
+        self,
+        updates: int,
+        *,
+        servers: tuple[str, ...] = ("s0",),
+        mask: list[int] | None = None,
+        **fields: object,
+    ) -> Teller:
+        """A sample of weights 0 and then of the newest ones, delivered after ``updates`` updates;
+        the bound is 1.
+        """
         teller = Teller(max_staleness=1, loss_mask=mask is not None)
         for server in ("s0", "s1"):
             teller.weights(0, server)
@@ -101,18 +115,25 @@ class TestStaleness:
         """A sample that ends under the newest weights is as old as its first token."""
         finding = finds(self.ID, self._aged(2, servers=("s0", "s1")))
         assert "at most 1 updates behind the newest weights" == finding.expected
-        assert "its oldest trained token was sampled by version 0, 2 updates behind" == finding.observed
+        assert (
+            "its oldest trained token was sampled by version 0, 2 updates behind"
+            == finding.observed
+        )
 
     def test_within_the_bound_it_passes(self) -> None:
         """As old as allowed."""
-        passes(self.ID, self._aged(1, servers=("s0", "s1")), samples_older_than_the_newest_weights=1)
+        passes(
+            self.ID, self._aged(1, servers=("s0", "s1")), samples_older_than_the_newest_weights=1
+        )
 
     def test_tokens_that_are_not_trained_on_may_be_older(self) -> None:
         """Masking off-policy tokens is a way to keep the bound (slime)."""
         unknown(self.ID, self._aged(2, servers=("s0", "s1"), mask=[0, 1, 1, 1]), "not exercised")
 
     def test_an_update_that_is_still_on_its_way_does_not_count(self) -> None:
-        """While a replica has not been reached (or is skewed), nobody can sample by the new weights everywhere."""
+        """While a replica has not been reached (or is skewed), nobody can sample by the new weights
+        everywhere.
+        """
         unknown(self.ID, self._aged(2, servers=("s0",)), "not exercised")
 
     def test_weights_without_a_label_are_not_published(self) -> None:
@@ -128,7 +149,9 @@ class TestStaleness:
         teller = Teller(max_staleness=0)
         teller.weights(0).submit()
         call = teller.call((1, 2))
-        teller.reply(call, (3,)).weights(1, label=None).add(Weights(server_id="s0", version=1, label=1, loaded=False)).result((3,))
+        teller.reply(call, (3,)).weights(1, label=None).add(
+            Weights(server_id="s0", version=1, label=1, loaded=False)
+        ).result((3,))
         assert "0, 1 updates behind" in finds(self.ID, teller).observed
 
 
@@ -138,7 +161,12 @@ class TestOneVersion:
     ID = "weights.one-version-per-sample"
     OFF: ClassVar[dict[str, object]] = {"case": {"partial": False}, "partial_off": "dropped"}
 
-    def _crossing(self, mode: PauseMode | None, spans: tuple[Span, ...] = spans((0, 2, 0), (2, 4, 1)), **update: object) -> Teller:
+    def _crossing(
+        self,
+        mode: PauseMode | None,
+        spans: tuple[Span, ...] = spans((0, 2, 0), (2, 4, 1)),
+        **update: object,
+    ) -> Teller:
         """One call in flight across an update, under a pause of ``mode`` or under none."""
         teller = Teller(**self.OFF)  # type: ignore[arg-type]
         teller.weights(0).submit()
@@ -166,7 +194,10 @@ class TestOneVersion:
         teller.reply(call, (3,), reason="abort").pause().weights(1).resume()
         call = teller.call((1, 2, 3))
         teller.reply(call, (4, 5, 6), version=1).result((3, 4, 5, 6))
-        assert "from response token 1 on it was sampled by version 1" == finds(self.ID, teller).observed
+        assert (
+            "from response token 1 on it was sampled by version 1"
+            == finds(self.ID, teller).observed
+        )
 
     @pytest.mark.parametrize("mode", FREEZING)
     def test_a_pause_that_freezes_is_a_choice(self, mode: PauseMode) -> None:
@@ -175,7 +206,11 @@ class TestOneVersion:
 
     def test_equal_weights_are_one_version(self) -> None:
         """An identity update mixes nothing."""
-        passes(self.ID, self._crossing(None, identity=True), samples_delivered_with_partial_rollout_off=1)
+        passes(
+            self.ID,
+            self._crossing(None, identity=True),
+            samples_delivered_with_partial_rollout_off=1,
+        )
 
     def test_turns_may_have_different_versions(self) -> None:
         """Between two turns nothing is in flight."""
@@ -192,7 +227,9 @@ class TestOneVersion:
         teller = Teller(partial_off="dropped")
         teller.weights(0).submit()
         call = teller.call((1, 2))
-        teller.weights(1).reply(call, (3, 4), true_tokens=spans((0, 1, 0), (1, 2, 1))).result((3, 4))
+        teller.weights(1).reply(call, (3, 4), true_tokens=spans((0, 1, 0), (1, 2, 1))).result(
+            (3, 4)
+        )
         unknown(self.ID, teller, "not exercised")
 
 
@@ -224,7 +261,10 @@ class TestIdentityUpdate:
 
     def test_other_values_after_equal_weights_are_found(self) -> None:
         """A load that is not repeatable."""
-        assert (Verdict.FAIL, "logprob -2.5000 at token 1 of the call (1 of 2 tokens differ)") == self._verdict(self._story([-0.5, -2.5]))
+        assert (
+            Verdict.FAIL,
+            "logprob -2.5000 at token 1 of the call (1 of 2 tokens differ)",
+        ) == self._verdict(self._story([-0.5, -2.5]))
 
     def test_equal_values_pass(self) -> None:
         """Missing logprobs are not compared."""

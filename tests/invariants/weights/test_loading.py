@@ -38,7 +38,10 @@ def test_a_label_is_not_weights() -> None:
     teller = _fleet().add(_update(UpdatePhase.ASKED))
     teller.weights(0, label=1, loaded=False)
     teller.add(_update(UpdatePhase.ENDED))
-    assert "version 1 on the servers that serve after update_weights(1) has returned" == finds(ID, _served(teller)).expected
+    assert (
+        "version 1 on the servers that serve after update_weights(1) has returned"
+        == finds(ID, _served(teller)).expected
+    )
 
 
 def test_weights_that_were_loaded_pass() -> None:
@@ -54,22 +57,34 @@ def test_weights_that_were_loaded_pass() -> None:
 
 def test_an_update_that_nothing_follows_is_not_judged() -> None:
     """A lazy stack would have loaded the weights with the next request."""
-    unknown(ID, _fleet().add(_update(UpdatePhase.ASKED), _update(UpdatePhase.ENDED)), "not exercised")
+    unknown(
+        ID, _fleet().add(_update(UpdatePhase.ASKED), _update(UpdatePhase.ENDED)), "not exercised"
+    )
 
 
 def test_a_failed_update_is_not_judged() -> None:
     """It says itself that there are no new weights."""
-    unknown(ID, _served(_fleet().add(_update(UpdatePhase.ASKED), _update(UpdatePhase.FAILED))), "not exercised")
+    unknown(
+        ID,
+        _served(_fleet().add(_update(UpdatePhase.ASKED), _update(UpdatePhase.FAILED))),
+        "not exercised",
+    )
 
 
 def test_equal_weights_need_no_load() -> None:
     """An update to weights that the server holds may do nothing."""
-    passes(ID, _served(_fleet().add(_update(UpdatePhase.ASKED, 0), _update(UpdatePhase.ENDED, 0))), updates_that_ended=1)
+    passes(
+        ID,
+        _served(_fleet().add(_update(UpdatePhase.ASKED, 0), _update(UpdatePhase.ENDED, 0))),
+        updates_that_ended=1,
+    )
 
 
 def test_a_fault_in_between_is_an_excuse() -> None:
     """A server that died may have come back with other weights."""
-    teller = _fleet().add(_update(UpdatePhase.ASKED), _update(UpdatePhase.ENDED)).fault("death", "s0")
+    teller = (
+        _fleet().add(_update(UpdatePhase.ASKED), _update(UpdatePhase.ENDED)).fault("death", "s0")
+    )
     unknown(ID, _served(teller), "a fault (death) may explain weights that were not loaded")
 
 
@@ -86,9 +101,16 @@ REASON = "weights.no-failure-without-fault"
 
 def test_an_update_that_raises_in_a_sound_fleet_is_found() -> None:
     """The error is the stack's own, and is quoted."""
-    teller = _fleet().add(_update(UpdatePhase.ASKED)).fault("update-failure", detail="IndexError: list index out of range")
+    teller = (
+        _fleet()
+        .add(_update(UpdatePhase.ASKED))
+        .fault("update-failure", detail="IndexError: list index out of range")
+    )
     finding = finds(REASON, teller.add(_update(UpdatePhase.FAILED)))
-    assert ("update_weights(1) raised, though nothing was broken", "IndexError: list index out of range") == (
+    assert (
+        "update_weights(1) raised, though nothing was broken",
+        "IndexError: list index out of range",
+    ) == (
         finding.title,
         finding.observed,
     )
@@ -96,14 +118,29 @@ def test_an_update_that_raises_in_a_sound_fleet_is_found() -> None:
 
 def test_updates_that_work_pass() -> None:
     """One labelled update, and it ended."""
-    passes(REASON, _fleet().add(_update(UpdatePhase.ASKED), _update(UpdatePhase.ENDED)), updates_while_nothing_was_broken=1)
+    passes(
+        REASON,
+        _fleet().add(_update(UpdatePhase.ASKED), _update(UpdatePhase.ENDED)),
+        updates_while_nothing_was_broken=1,
+    )
 
 
 def test_a_broken_transfer_and_a_refused_label_are_no_findings() -> None:
-    """A server's own failure explains the update's; refusing ``None`` is a choice; of two updates at once one may be turned away."""
-    broken = _fleet().add(_update(UpdatePhase.ASKED)).fault("update-failure", "s0").fault("update-failure")
+    """A server's own failure explains the update's; refusing ``None`` is a choice; of two updates
+    at once one may be turned away.
+    """
+    broken = (
+        _fleet()
+        .add(_update(UpdatePhase.ASKED))
+        .fault("update-failure", "s0")
+        .fault("update-failure")
+    )
     unknown(REASON, broken.add(_update(UpdatePhase.FAILED)), "not exercised")
     unlabelled = (_update(UpdatePhase.ASKED, label=None), _update(UpdatePhase.FAILED, label=None))
     unknown(REASON, _fleet().add(*unlabelled), "not exercised")
-    twice = (_update(UpdatePhase.ASKED), _update(UpdatePhase.ASKED, 2, 2), _update(UpdatePhase.FAILED, 2, 2))
+    twice = (
+        _update(UpdatePhase.ASKED),
+        _update(UpdatePhase.ASKED, 2, 2),
+        _update(UpdatePhase.FAILED, 2, 2),
+    )
     unknown(REASON, _fleet().add(*twice), "not exercised")

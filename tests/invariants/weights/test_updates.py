@@ -24,7 +24,10 @@ class TestUpdatesEnd:
     def test_an_update_that_hangs_is_found(self) -> None:
         """The runner gave up on it."""
         teller = _fleet().fault("update-hung", detail="action 1: sync at r0/2")
-        assert "it did not end within the deadline (action 1: sync at r0/2)" == finds(self.ID, teller).observed
+        assert (
+            "it did not end within the deadline (action 1: sync at r0/2)"
+            == finds(self.ID, teller).observed
+        )
 
     def test_updates_that_end_pass(self) -> None:
         """The weights that a server starts with are no update."""
@@ -67,29 +70,47 @@ class TestEveryReplica:
     def test_a_skew_does_not_excuse_an_update_that_left_a_replica_out(self) -> None:
         """Two of three servers is no skew."""
         case = {"actions": ({"do": "skew", "server": "s1"},)}
-        finds(self.ID, _fleet(servers=("s0", "s1", "s2"), case=case).weights(1, "s1").weights(1, "s0"))
+        finds(
+            self.ID, _fleet(servers=("s0", "s1", "s2"), case=case).weights(1, "s1").weights(1, "s0")
+        )
 
     def test_a_dead_server_is_not_waited_for(self) -> None:
         """An update reaches the living."""
         teller = _fleet().fault("death", "s1").weights(1)
-        passes(self.ID, teller.pause().resume().fault("revive", "s1").weights(1, "s1"), updates_of_several_replicas=1)
+        passes(
+            self.ID,
+            teller.pause().resume().fault("revive", "s1").weights(1, "s1"),
+            updates_of_several_replicas=1,
+        )
 
     def test_a_server_revived_with_old_weights_waits_for_the_next_update(self) -> None:
         """Until then its death explains it."""
         teller = _fleet().fault("death", "s1").weights(1).fault("revive", "s1")
-        unknown(self.ID, teller, "the revival of a server came after the last update that reached every replica")
+        unknown(
+            self.ID,
+            teller,
+            "the revival of a server came after the last update that reached every replica",
+        )
         passes(self.ID, teller.weights(2).weights(2, "s1"))
 
     def test_a_failed_update_leaves_replicas_apart_until_one_works(self) -> None:
         """The failure is judged elsewhere."""
         teller = _fleet().weights(1).fault("update-failure", "s1").fault("update-failure")
-        unknown(self.ID, teller, "a failed update came after the last update that reached every replica")
+        unknown(
+            self.ID, teller, "a failed update came after the last update that reached every replica"
+        )
         passes(self.ID, teller.weights(2).weights(2, "s1"))
 
     def test_a_trace_that_ends_in_the_middle_is_not_judged(self) -> None:
         """A server still paused, or a trace that nobody drove to its end."""
-        unknown(self.ID, _fleet().weights(1).pause(server="s1"), "the trace ends in the middle of an update")
-        unknown(self.ID, _fleet(driven=False).weights(1), "the trace ends in the middle of an update")
+        unknown(
+            self.ID,
+            _fleet().weights(1).pause(server="s1"),
+            "the trace ends in the middle of an update",
+        )
+        unknown(
+            self.ID, _fleet(driven=False).weights(1), "the trace ends in the middle of an update"
+        )
 
     def test_equal_weights_under_a_new_number_are_no_difference(self) -> None:
         """An identity update of one server leaves all with equal weights."""
@@ -112,7 +133,10 @@ class TestEveryPause:
         teller = _fleet(driven=False).pause()
         teller.send()
         teller.result(event={"hung": True, "error": "deadline"})
-        assert "none until the end of the trace; requests ['r0'] hang on it" == finds(self.ID, teller).observed
+        assert (
+            "none until the end of the trace; requests ['r0'] hang on it"
+            == finds(self.ID, teller).observed
+        )
 
     def test_a_trace_that_may_have_been_cut_is_not_judged(self) -> None:
         """An update that has just begun when the trace ends is no fault."""
@@ -124,7 +148,11 @@ class TestEveryPause:
 
     def test_a_resume_or_a_death_ends_a_pause(self) -> None:
         """One resume ends several pauses of a server."""
-        passes(self.ID, _fleet().pause().pause().resume().pause(server="s1").fault("death", "s1"), pauses=1)
+        passes(
+            self.ID,
+            _fleet().pause().pause().resume().pause(server="s1").fault("death", "s1"),
+            pauses=1,
+        )
 
 
 class TestFailedUpdate:
@@ -140,7 +168,10 @@ class TestFailedUpdate:
     def test_replicas_left_paused_are_found(self) -> None:
         """As in verl, whose update has no try/finally."""
         finding = finds(self.ID, self._failed(), count=2)
-        assert "s0 is resumed before the update gives up at event 7 (TransferFailed: broke)" == finding.expected
+        assert (
+            "s0 is resumed before the update gives up at event 7 (TransferFailed: broke)"
+            == finding.expected
+        )
         assert "it was still paused at the end of the trace" == finding.observed
         assert "verl" in finding.hint
 
@@ -149,12 +180,18 @@ class TestFailedUpdate:
         teller = self._failed()
         for server in ("s0", "s1"):
             teller.pause(server=server).weights(2, server).resume(server)
-        assert "it was still paused when the next update began, at event 8" == finds(self.ID, teller, count=2).observed
+        assert (
+            "it was still paused when the next update began, at event 8"
+            == finds(self.ID, teller, count=2).observed
+        )
 
     def test_hung_requests_are_named(self) -> None:
         """What it led to."""
         teller = self._failed().result(event={"hung": True})
-        assert "it was still paused at the end of the trace; requests ['r0'] hang" == finds(self.ID, teller, count=2).observed
+        assert (
+            "it was still paused at the end of the trace; requests ['r0'] hang"
+            == finds(self.ID, teller, count=2).observed
+        )
 
     def test_a_finally_passes(self) -> None:
         """The procedure resumes before it gives up."""
@@ -182,7 +219,10 @@ class TestAtOnce:
         """Both paused; the first resumed, and the second loaded into a serving engine."""
         teller = _fleet().pause().pause().weights(1).resume().weights(2).resume()
         finding = finds(self.NEST, teller)
-        assert "paused twice, resumed at event 6, loaded at event 7 while serving, resumed again at event 8" == finding.observed
+        assert (
+            "paused twice, resumed at event 6, loaded at event 7 while serving, resumed again at"
+            " event 8" == finding.observed
+        )
 
     def test_the_second_pause_may_come_after_the_first_load(self) -> None:
         """The order of the two loads does not matter."""
@@ -191,7 +231,15 @@ class TestAtOnce:
     @pytest.mark.parametrize(
         "steps",
         ["PWRPWR", "PPWWRR", "PPWR", "PPWRWPWR", "PWRWR", "WRPWR", "WW"],
-        ids=["in turn", "loads before resumes", "idempotent pause", "load without a pause", "needless resume", "boot", "no pauses"],
+        ids=[
+            "in turn",
+            "loads before resumes",
+            "idempotent pause",
+            "load without a pause",
+            "needless resume",
+            "boot",
+            "no pauses",
+        ],
     )
     def test_other_orders_pass(self, steps: str) -> None:
         """In turn, together, with idempotent pauses, or without pauses at all."""
@@ -199,15 +247,22 @@ class TestAtOnce:
         version = 0
         for step in steps:
             version += step == "W"
-            {"P": teller.pause, "W": lambda v=version: teller.weights(v), "R": teller.resume}[step]()
+            {"P": teller.pause, "W": lambda v=version: teller.weights(v), "R": teller.resume}[
+                step
+            ]()
         passes(self.NEST, teller, updates_started_at_once=1)
         passes(self.NEWEST, teller, updates_started_at_once=1)
 
     def test_an_older_update_that_overwrites_a_newer_one_is_found(self) -> None:
         """The race left the older weights in place."""
-        finding = finds(self.NEWEST, _fleet().pause().pause().weights(2).weights(1).resume().resume())
+        finding = finds(
+            self.NEWEST, _fleet().pause().pause().weights(2).weights(1).resume().resume()
+        )
         assert "version 2, loaded at event 5, stays on s0" == finding.expected
-        assert "version 1 was loaded after it, at event 6, and is served to the end" == finding.observed
+        assert (
+            "version 1 was loaded after it, at event 6, and is served to the end"
+            == finding.observed
+        )
 
     def test_a_roll_back_is_nobodys_fault(self) -> None:
         """Restoring older weights is a decision, unless two updates overlapped."""
@@ -215,7 +270,15 @@ class TestAtOnce:
 
     def test_one_server_updated_on_its_own_beside_an_update_is_not_judged(self) -> None:
         """The harness made the overlap."""
-        teller = _fleet(case={"actions": ({"do": "skew", "server": "s0"},)}).pause().pause().weights(2).resume().weights(1).resume()
+        teller = (
+            _fleet(case={"actions": ({"do": "skew", "server": "s0"},)})
+            .pause()
+            .pause()
+            .weights(2)
+            .resume()
+            .weights(1)
+            .resume()
+        )
         unknown(self.NEST, teller, "skew")
         unknown(self.NEWEST, teller, "skew")
 
@@ -232,7 +295,20 @@ class TestOneLoad:
         assert "loads at events 3 and 4" == finding.observed
 
     def test_reloads_with_a_reason_pass(self) -> None:
-        """After a failure or a death, under a new label, without a label, back to older weights, and at the start."""
-        teller = _fleet().weights(0).weights(1).fault("update-failure").weights(1).fault("death", "s1").fault("revive", "s1").weights(1)
-        teller.weights(1, label=2, identity=True).weights(1, label=None).weights(1, label=None).weights(0).weights(1)
+        """After a failure or a death, under a new label, without a label, back to older weights,
+        and at the start.
+        """
+        teller = (
+            _fleet()
+            .weights(0)
+            .weights(1)
+            .fault("update-failure")
+            .weights(1)
+            .fault("death", "s1")
+            .fault("revive", "s1")
+            .weights(1)
+        )
+        teller.weights(1, label=2, identity=True).weights(1, label=None).weights(
+            1, label=None
+        ).weights(0).weights(1)
         passes(self.ID, teller, loads=9)

@@ -23,7 +23,9 @@ CLIENT = contract()
 
 def digest(seed: int, count: int, **changes: object) -> str:
     drawn = random_cases(seed, count, flavour="vllm", contract=CLIENT, **changes)  # type: ignore[arg-type]
-    return hashlib.sha256(json.dumps([case.to_dict() for case in drawn], sort_keys=True).encode()).hexdigest()[:16]
+    return hashlib.sha256(
+        json.dumps([case.to_dict() for case in drawn], sort_keys=True).encode()
+    ).hexdigest()[:16]
 
 
 def prompts_are_prefix_free(case: Case) -> bool:
@@ -32,7 +34,9 @@ def prompts_are_prefix_free(case: Case) -> bool:
 
 
 def test_a_seed_names_the_same_cases_for_ever() -> None:
-    """The first cases of a seed are pinned: a report's seed repeats its run on another Python and another day."""
+    """The first cases of a seed are pinned: a report's seed repeats its run on another Python and
+    another day.
+    """
     assert digest(0, 50) == "3fb5303ec39102db"
 
 
@@ -45,7 +49,9 @@ def test_case_i_does_not_depend_on_how_many_are_drawn() -> None:
 
 
 def test_random_cases_cover_what_they_promise() -> None:
-    """1,000 cases reach every kind of action, every number of servers, the borders of the model sizes, and every option."""
+    """1,000 cases reach every kind of action, every number of servers, the borders of the model
+    sizes, and every option.
+    """
     drawn = list(random_cases(0, 1000, flavour="vllm", contract=contract(partial_off="dropped")))
     kinds = Counter(action.do for case in drawn for action in case.actions)
     assert set(ActionKind) == set(kinds)
@@ -55,15 +61,27 @@ def test_random_cases_cover_what_they_promise() -> None:
     assert {2, 256, 1024} <= experts and any(257 <= number <= 1023 for number in experts)
     assert {1, 16} <= {case.model.top_k for case in drawn}
     assert any(case.model.moe_layers[0] > 0 for case in drawn)
-    assert {True, False} == {case.engine.prefix_cache for case in drawn} == {case.partial for case in drawn}
-    assert any(case.engine.prefill_chunk for case in drawn) and any(case.engine.kv_tokens for case in drawn)
+    assert (
+        {True, False}
+        == {case.engine.prefix_cache for case in drawn}
+        == {case.partial for case in drawn}
+    )
+    assert any(case.engine.prefill_chunk for case in drawn) and any(
+        case.engine.kv_tokens for case in drawn
+    )
     assert any(request.group for case in drawn for request in case.requests)
     assert all(prompts_are_prefix_free(case) for case in drawn)
 
 
 def test_swarm_leaves_kinds_out() -> None:
-    """Of the cases with five actions or more, most use only a part of the kinds: a subset is drawn first."""
-    drawn = [case for case in random_cases(0, 1000, flavour="vllm", contract=CLIENT) if len(case.actions) >= 5]
+    """Of the cases with five actions or more, most use only a part of the kinds: a subset is drawn
+    first.
+    """
+    drawn = [
+        case
+        for case in random_cases(0, 1000, flavour="vllm", contract=CLIENT)
+        if len(case.actions) >= 5
+    ]
     repeated = sum(len({a.do for a in case.actions}) < len(case.actions) for case in drawn)
     assert len(drawn) > 300
     assert repeated / len(drawn) > 0.6
@@ -93,9 +111,15 @@ def test_choices_can_be_fixed() -> None:
 
 
 def test_turns_are_drawn_for_multi_turn_contracts_alone() -> None:
-    """A stack that does not drive turns is not asked to, whatever the limits; one that does mostly gets a model that ends its own."""
+    """A stack that does not drive turns is not asked to, whatever the limits; one that does mostly
+    gets a model that ends its own.
+    """
     limits = Limits(turns=3)
-    assert not any(r.turns for case in random_cases(1, 100, flavour="vllm", contract=CLIENT, limits=limits) for r in case.requests)
+    assert not any(
+        r.turns
+        for case in random_cases(1, 100, flavour="vllm", contract=CLIENT, limits=limits)
+        for r in case.requests
+    )
     drawn = list(random_cases(1, 100, flavour="vllm", contract=contract(multi_turn=True)))
     talkative = [case for case in drawn if any(request.turns for request in case.requests)]
     assert len(talkative) > 60
@@ -105,7 +129,9 @@ def test_turns_are_drawn_for_multi_turn_contracts_alone() -> None:
 @settings(max_examples=60, deadline=None)
 @given(cases(flavour="sglang", contract=CLIENT))
 def test_hypothesis_draws_cases_that_survive_json(case: Case) -> None:
-    """Every case is well-formed, its prompts tell requests apart, its KV fits one request, and JSON gives it back."""
+    """Every case is well-formed, its prompts tell requests apart, its KV fits one request, and JSON
+    gives it back.
+    """
     assert prompts_are_prefix_free(case)
     assert case == Case.from_dict(json.loads(json.dumps(case.to_dict())))
     longest = max(len(request.prompt_ids) + (request.budget or 0) for request in case.requests)
@@ -115,7 +141,9 @@ def test_hypothesis_draws_cases_that_survive_json(case: Case) -> None:
 @settings(max_examples=60, deadline=None)
 @given(models())
 def test_hypothesis_draws_models_that_a_contract_accepts(model: Model) -> None:
-    """Every model describes a contract: MoE layers within the depth, no more experts a token than there are."""
+    """Every model describes a contract: MoE layers within the depth, no more experts a token than
+    there are.
+    """
     Contract(
         rows="T-1",  # type: ignore[arg-type]
         resume="client",  # type: ignore[arg-type]

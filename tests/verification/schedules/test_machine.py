@@ -20,7 +20,9 @@ from rollproof.verification.schedules import Limits, profile_named
 from rollproof.verification.schedules.machine import machine_for
 from rollproof.verification.shrinking import shrink
 
-BOUNDED = settings(max_examples=25, stateful_step_count=12, deadline=None, derandomize=True, database=None)
+BOUNDED = settings(
+    max_examples=25, stateful_step_count=12, deadline=None, derandomize=True, database=None
+)
 SMALL = Limits(requests=3, prompt=4, response=6, actions=5, servers=2)
 
 
@@ -35,21 +37,32 @@ def failing_case(machine: Any) -> tuple[str, Case]:
 
 
 @pytest.mark.parametrize(
-    ("name", "flavour"), [("as-sampled", "vllm"), ("latest-prefill", "sglang"), ("engine-keep", "vllm"), ("partial-off", "vllm")]
+    ("name", "flavour"),
+    [
+        ("as-sampled", "vllm"),
+        ("latest-prefill", "sglang"),
+        ("engine-keep", "vllm"),
+        ("partial-off", "vllm"),
+    ],
 )
 def test_correct_managers_pass(name: str, flavour: str) -> None:
     """Whatever the machine does to a reference manager, nothing is found."""
     run_state_machine_as_test(
-        machine_for(REFERENCES[name], flavour=flavour, limits=SMALL), settings=settings(BOUNDED, phases=[Phase.generate])
+        machine_for(REFERENCES[name], flavour=flavour, limits=SMALL),
+        settings=settings(BOUNDED, phases=[Phase.generate]),
     )
 
 
 def test_a_planted_bug_is_found_and_its_case_replays() -> None:
-    """A manager that concatenates routes on resume is caught; the case in the failure's text shows the fault when run again."""
+    """A manager that concatenates routes on resume is caught; the case in the failure's text shows
+    the fault when run again.
+    """
     bug = next(bug for bug in KNOWN_BUGS if bug.id == "concat-on-resume")
     make = bug.make
     assert make is not None
-    machine = machine_for(make, limits=SMALL, kinds=(ActionKind.ABORT, ActionKind.SYNC), only=("routes",))
+    machine = machine_for(
+        make, limits=SMALL, kinds=(ActionKind.ABORT, ActionKind.SYNC), only=("routes",)
+    )
     text, case = failing_case(machine)
     assert any(check_id in text for check_id in bug.kills)
 
@@ -65,7 +78,10 @@ def test_settings_follow_the_profile() -> None:
     """A profile sets the number of examples and steps, and pr draws the same ones every time."""
     machine = machine_for(REFERENCES["as-sampled"], profile="nightly")
     nightly = profile_named("nightly")
-    assert (nightly.max_examples, nightly.steps) == (machine.TestCase.settings.max_examples, machine.TestCase.settings.stateful_step_count)
+    assert (nightly.max_examples, nightly.steps) == (
+        machine.TestCase.settings.max_examples,
+        machine.TestCase.settings.stateful_step_count,
+    )
     assert not machine.TestCase.settings.derandomize
     assert machine_for(REFERENCES["as-sampled"]).TestCase.settings.derandomize
 

@@ -11,13 +11,17 @@ from tests.verification.schedules.test_exhaustive import contract
 
 
 def test_profiles_grow() -> None:
-    """pr, nightly, soak: each tries more of everything than the one before, and lists under its own name."""
+    """pr, nightly, soak: each tries more of everything than the one before, and lists under its own
+    name.
+    """
     pr, nightly, soak = PROFILES.values()
     assert ["pr", "nightly", "soak"] == list(PROFILES) == [pr.name, nightly.name, soak.name]
     assert pr.random_cases < nightly.random_cases < soak.random_cases
     assert pr.max_examples < nightly.max_examples < soak.max_examples
     assert pr.steps < nightly.steps < soak.steps
-    sizes = [scope_size("vllm", contract(), scope=profile.scope)["total"] for profile in (pr, nightly)]
+    sizes = [
+        scope_size("vllm", contract(), scope=profile.scope)["total"] for profile in (pr, nightly)
+    ]
     assert sizes == sorted(sizes)
     assert soak.scope.response > nightly.scope.response
 
@@ -26,12 +30,19 @@ def test_profiles_grow() -> None:
 def test_pr_is_a_matter_of_seconds(resume: ResumeBy) -> None:
     """Under pr one subject on one flavour runs fewer than 1,000 cases."""
     pr = profile_named("pr")
-    assert scope_size("vllm", contract(str(resume), partial_off="dropped"), scope=pr.scope)["total"] + pr.random_cases < 1000
+    assert (
+        scope_size("vllm", contract(str(resume), partial_off="dropped"), scope=pr.scope)["total"]
+        + pr.random_cases
+        < 1000
+    )
 
 
 def test_unknown_profile_lists_the_valid_ones() -> None:
     """A name that no profile has is refused with the names that exist."""
-    with pytest.raises(UsageError, match=r"No profile is named 'nightlly'; choose one of \['pr', 'nightly', 'soak'\]"):
+    with pytest.raises(
+        UsageError,
+        match=r"No profile is named 'nightlly'; choose one of \['pr', 'nightly', 'soak'\]",
+    ):
         profile_named("nightlly")
 
 
