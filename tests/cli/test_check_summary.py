@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from rollproof.cli.check_summary import judged_lines
 from rollproof.judging.judge import judge
-from tests.support.rollouts import Part, tell
+from tests.support.scripted_rollouts import Part, tell
 
 
 def test_what_did_not_occur_is_named_of_the_checks_that_waited_for_it_alone() -> None:

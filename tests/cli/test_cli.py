@@ -22,7 +22,7 @@ from rollproof.judging.checks import default_registry
 from rollproof.judging.report import ExitCode
 from rollproof.store import TraceWriter, dump_trace
 from rollproof.verification.runner import run_case
-from tests.support.subjects import CONCAT, CORRECT, Concat, Correct
+from tests.support.faulty_subjects import CONCAT, CORRECT, Concat, Correct
 
 
 @pytest.fixture(autouse=True)
@@ -67,7 +67,7 @@ def verified(capsys: pytest.CaptureFixture[str], *arguments: str, code: int) -> 
         (["verify", "--subject", "json:dumper"], "json has no 'dumper'. Did you mean dump"),
         (["verify", "--subject", "sys:path"], "sys:path is a list, not a factory"),
         (
-            ["verify", "--subject", "tests.support.subjects:Unfinished"],
+            ["verify", "--subject", "tests.support.faulty_subjects:Unfinished"],
             "without ['update_weights', 'to_record', 'stop']",
         ),
         (["verify", "--stack", "nosuch"], "No stack is named 'nosuch'."),

@@ -9,7 +9,7 @@ import pytest
 
 from rollproof.core.contract import Contract, Filler, LayerAxis, Provenance, Rows
 from rollproof.errors import ContractError
-from tests.support.building import contract
+from tests.support.trace_builder import contract
 
 
 def test_plain_strings_become_enum_members() -> None:

@@ -11,7 +11,7 @@ from rollproof.errors import TraceError, UsageError
 from rollproof.fakes.known_bugs._planting import CLEAN
 from rollproof.store import dump_trace
 from rollproof.verification.runner import run_case
-from tests.support.subjects import Correct
+from tests.support.faulty_subjects import Correct
 
 
 def test_a_file_is_replaced_whole_and_nothing_else_is_left(tmp_path: Path) -> None:

@@ -18,7 +18,7 @@ from rollproof.core.replay_contract import (
 )
 from rollproof.core.trainer_contract import terms_of, trainer_contract
 from rollproof.errors import ContractError
-from tests.support.building import contract
+from tests.support.trace_builder import contract
 
 
 def declared(**changes: Any) -> Contract:

@@ -40,8 +40,8 @@ from rollproof.fakes.tiny_models import make_pair
 from rollproof.judging.checks import Verdict
 from rollproof.judging.report import Report
 from rollproof.verification.engines import EngineRun, judged, run_experiments
-from tests.support.leftovers import leftovers
-from tests.support.shown import shown
+from tests.support.engine_leftovers import leftovers
+from tests.support.terminal_progress import shown
 
 EXPECTED = {
     "engine.paused-calls": (

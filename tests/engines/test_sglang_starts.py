@@ -29,7 +29,7 @@ from rollproof.core.records import FinishReason, Scalar
 from rollproof.engines.sglang.sglang_engine import SglangEngine
 from rollproof.errors import EngineStartError
 from rollproof.fakes.tiny_models import make_checkpoint
-from tests.support.leftovers import leftovers
+from tests.support.engine_leftovers import leftovers
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # what SGLang and its parts warn of is not ours
 

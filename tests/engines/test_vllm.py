@@ -25,8 +25,8 @@ from rollproof.fakes.engine.flavours import FLAVOURS
 from rollproof.judging.checks import Verdict
 from rollproof.judging.report import Report
 from rollproof.verification.engines import EngineRun, judged, run_experiments
-from tests.support.leftovers import leftovers
-from tests.support.shown import shown
+from tests.support.engine_leftovers import leftovers
+from tests.support.terminal_progress import shown
 
 INSTALLED = all(
     importlib.util.find_spec(name) is not None for name in ("vllm", "torch", "transformers")

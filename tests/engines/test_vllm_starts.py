@@ -21,7 +21,7 @@ import pytest
 from rollproof.core.engine_protocol import EngineSettings
 from rollproof.engines.vllm.vllm_engine import VllmEngine
 from rollproof.errors import EngineStartError
-from tests.support.leftovers import leftovers
+from tests.support.engine_leftovers import leftovers
 
 
 @pytest.fixture(scope="module")

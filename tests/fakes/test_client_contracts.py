@@ -19,8 +19,8 @@ from rollproof.fakes.coded.policy import CodedPolicy
 from rollproof.fakes.engine.flavours import VersionTag
 from rollproof.judging.judge import judge
 from rollproof.verification.runner import run_case
-from tests.support.engines import spans
-from tests.support.managed import ABORT, MODEL, act, handed, ran
+from tests.support.client_cases import ABORT, MODEL, act, handed, ran
+from tests.support.engine_driver import spans
 
 
 @pytest.mark.parametrize(

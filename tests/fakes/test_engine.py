@@ -16,7 +16,7 @@ from rollproof.fakes.engine.fake_engine import FakeEngine
 from rollproof.fakes.engine.inflight import EngineCall
 from rollproof.fakes.engine.kv_cache import MIXED
 from rollproof.fakes.engine.scheduler import EngineHooks
-from tests.support.engines import PROMPT, Bench, on_clock, pure, spans
+from tests.support.engine_driver import PROMPT, Bench, on_clock, pure, spans
 
 A, B = 0, 1
 

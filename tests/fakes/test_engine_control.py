@@ -9,7 +9,7 @@ import pytest
 from rollproof.core.records import FinishReason
 from rollproof.core.trace import Abort, Admit, Fault, Pause, PauseMode, Reply, Resume
 from rollproof.fakes.engine.exceptions import ServerDied
-from tests.support.engines import PROMPT, Bench, on_clock, spans
+from tests.support.engine_driver import PROMPT, Bench, on_clock, spans
 
 A, B = 0, 1
 

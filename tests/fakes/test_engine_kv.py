@@ -10,7 +10,7 @@ import pytest
 
 from rollproof.core.trace import Admit, PauseMode, Reply, Weights
 from rollproof.fakes.engine.kv_cache import MIXED
-from tests.support.engines import PROMPT, Bench, on_clock, pure, spans
+from tests.support.engine_driver import PROMPT, Bench, on_clock, pure, spans
 
 A, B = 0, 1
 

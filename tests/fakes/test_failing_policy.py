@@ -19,8 +19,8 @@ from rollproof.fakes.coded.policy import CodedPolicy, Stretch
 from rollproof.fakes.engine.fake_engine import FakeEngine
 from rollproof.fakes.engine.flavours import FLAVOURS
 from rollproof.verification.runner import run_case
-from tests.support.engines import on_clock
-from tests.support.running import CASE
+from tests.support.engine_driver import on_clock
+from tests.support.runner_case import CASE
 
 MODEL = Model(num_layers=4, moe_layers=(1, 2, 3), num_experts=64, top_k=4)
 

@@ -18,7 +18,7 @@ from rollproof.core.trace import Abort, Fault, PauseMode
 from rollproof.errors import UsageError
 from rollproof.fakes.engine.exceptions import BadCall, EnginePaused
 from rollproof.fakes.engine.flavours import FLAVOURS, VersionTag, engine_contract, flavour_named
-from tests.support.engines import PROMPT, Bench, on_clock, spans
+from tests.support.engine_driver import PROMPT, Bench, on_clock, spans
 
 NAMES = tuple(FLAVOURS)
 SGLANG = ("sglang", "sglang-0.5.17")

@@ -30,8 +30,8 @@ from rollproof.fakes.engine.balancer import Balancer
 from rollproof.fakes.engine.exceptions import ReplyLost, ServerDied, TransferFailed
 from rollproof.fakes.engine.fleet import CURRENT_REQUEST, Fleet
 from rollproof.verification.runner import run_case
-from tests.support.engines import on_clock
-from tests.support.fleets import R0, R1, act, case, fleet_of, lengths, ran, seen
+from tests.support.engine_driver import on_clock
+from tests.support.fleet_cases import R0, R1, act, case, fleet_of, lengths, ran, seen
 
 # Triggers
 

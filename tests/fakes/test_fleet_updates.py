@@ -13,8 +13,8 @@ from rollproof.core.trace import Fault, Pause, PauseMode, Reply, Result, Resume,
 from rollproof.fakes.clients.reference_clients import AsSampled
 from rollproof.fakes.engine.exceptions import TransferFailed
 from rollproof.verification.runner import run_case
-from tests.support.engines import on_clock
-from tests.support.fleets import R0, R1, act, case, fleet_of, lengths, ran, seen
+from tests.support.engine_driver import on_clock
+from tests.support.fleet_cases import R0, R1, act, case, fleet_of, lengths, ran, seen
 
 
 def test_sync() -> None:

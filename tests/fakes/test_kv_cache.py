@@ -18,7 +18,7 @@ from rollproof.fakes.engine.kv_cache import (
     key_of,
     label_of,
 )
-from tests.support.engines import spans
+from tests.support.engine_driver import spans
 
 A, B = frozenset({0}), frozenset({1})
 AB = A | B

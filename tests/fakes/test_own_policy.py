@@ -19,7 +19,7 @@ from rollproof.fakes.coded.hashing import hashes_of_many
 from rollproof.fakes.coded.policy import CodedPolicy, State, Stretch, VersionSpan
 from rollproof.fakes.engine.fake_engine import FakeEngine
 from rollproof.fakes.engine.flavours import FLAVOURS
-from tests.support.engines import on_clock
+from tests.support.engine_driver import on_clock
 
 SIZES: dict[str, Any] = {
     "seed": 3,

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from rollproof.fakes.engine.ray_handles import RayHandle
-from tests.support.engines import on_clock
+from tests.support.engine_driver import on_clock
 
 
 class _Actor:

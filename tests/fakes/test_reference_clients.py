@@ -39,8 +39,8 @@ from rollproof.fakes.engine.exceptions import ServerDied
 from rollproof.fakes.engine.flavours import FLAVOURS
 from rollproof.fakes.engine.fleet import Fleet
 from rollproof.judging.judge import judge
-from tests.support.engines import on_clock
-from tests.support.managed import ABORT, MODEL, R0, SYNC, act, handed, ran, rollout_of
+from tests.support.client_cases import ABORT, MODEL, R0, SYNC, act, handed, ran, rollout_of
+from tests.support.engine_driver import on_clock
 
 
 def samplers(trace: Trace) -> list[Version]:

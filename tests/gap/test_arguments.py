@@ -20,7 +20,7 @@ from rollproof.gap import Limits, limits_named, measure, measure_rollouts, score
 from rollproof.gap.pair_files import read_pairs
 from rollproof.judging.report import ExitCode
 from rollproof.store import dump_trace
-from tests.support.resumed import resumed
+from tests.support.resumed_trace import resumed
 
 N = 400
 ROLLOUT = -np.random.default_rng(1).exponential(0.4, N)

@@ -23,8 +23,8 @@ from rollproof.gap.trainers import score_rollouts
 from rollproof.judging.report import ExitCode
 from rollproof.reporting.text import text_of
 from rollproof.store import dump_trace
-from tests.support.building import TraceBuilder, contract
-from tests.support.resumed import ROLLOUT, resumed
+from tests.support.resumed_trace import ROLLOUT, resumed
+from tests.support.trace_builder import TraceBuilder, contract
 
 N = 400
 RNG = np.random.default_rng(0)

@@ -16,7 +16,7 @@ from rollproof.gap.html.page import page_text
 from rollproof.gap.joining import join_trace
 from rollproof.reporting.text import text_of
 from rollproof.store import dump_trace
-from tests.support.resumed import resumed
+from tests.support.resumed_trace import resumed
 
 
 def columns(

@@ -28,7 +28,7 @@ from rollproof.judging.report import ExitCode
 from rollproof.reporting.text import text_of
 from rollproof.store import dump_trace
 from tests.support.gap_faults import GAP_FAULTS, GapWorld, gap_columns
-from tests.support.resumed import resumed
+from tests.support.resumed_trace import resumed
 
 SMALL = GapWorld(sequences=20, length=60, layers=3)
 

@@ -11,8 +11,8 @@ import pytest
 from rollproof.gap import GapReport, GapVerdict, gap_lines, limits_named, measure
 from rollproof.gap.diagnosis.causes import CauseName
 from rollproof.reporting.text import text_of
-from tests.support.gap_measured import sampled
 from tests.support.gap_profiles import PROFILES, bank, closed_form, noise_scale
+from tests.support.measured_gap import sampled
 
 FAULTLESS = {CauseName.NUMERICS, CauseName.UNEXPLAINED}
 

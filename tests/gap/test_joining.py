@@ -15,8 +15,8 @@ from rollproof.core.trace import Score, Trace
 from rollproof.errors import GapError, TraceError
 from rollproof.gap.joining import join_trace
 from rollproof.store import TraceWriter
-from tests.support.building import TraceBuilder, contract
-from tests.support.resumed import ROLLOUT, resumed
+from tests.support.resumed_trace import ROLLOUT, resumed
+from tests.support.trace_builder import TraceBuilder, contract
 
 
 def _score(version: int, *logprobs: float, request: str = "r0", scorer: str = "fsdp") -> Score:

@@ -11,7 +11,7 @@ import pytest
 
 from rollproof.gap import measure
 from rollproof.gap.metrics import METRICS
-from tests.support.gap_measured import measured
+from tests.support.measured_gap import measured
 
 
 def test_every_alias_is_there_once() -> None:

@@ -15,8 +15,8 @@ from rollproof.gap import GapVerdict, measure
 from rollproof.gap.diagnosis.outliers import other_versions, tilted, torn
 from rollproof.gap.token_pairs import TokenPairs
 from tests.support.gap_faults import GapWorld, gap_columns
-from tests.support.gap_measured import sampled
 from tests.support.gap_profiles import PROFILES, closed_form, noise_scale
+from tests.support.measured_gap import sampled
 
 WORLD = GapWorld(sequences=64, length=500, layers=1, experts=8, top_k=2)
 ROUTED = GapWorld(sequences=64, length=200, layers=6, experts=32, top_k=4)

@@ -13,8 +13,8 @@ import pytest
 
 from rollproof.gap import measure
 from rollproof.gap.token_pairs import FloatArray
-from tests.support.gap_measured import FROZEN_GENERATION, FROZEN_MASK, FROZEN_TRAINER, measured
-from tests.support.upstream import installed, run_block, run_function, run_statements
+from tests.support.measured_gap import FROZEN_GENERATION, FROZEN_MASK, FROZEN_TRAINER, measured
+from tests.support.upstream_source import installed, run_block, run_function, run_statements
 
 NEMO_RL = {
     "token_mult_prob_error": 1.4895391907999218,

@@ -14,7 +14,7 @@ import pytest
 from rollproof.gap import GapVerdict, measure
 from rollproof.gap.diagnosis.causes import Cause
 from tests.support.gap_faults import GapWorld, gap_columns
-from tests.support.gap_measured import sampled
+from tests.support.measured_gap import sampled
 
 WORLD = GapWorld(sequences=60, length=120)
 SHAPE = (60, 120, 6, 4)

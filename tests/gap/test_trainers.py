@@ -19,7 +19,7 @@ from rollproof.gap import GapTrainer, Scored, measure_rollouts, score_rollouts
 from rollproof.gap.hf_trainer import HfTrainer
 from rollproof.judging.report import ExitCode
 from rollproof.store import dump_trace
-from tests.support.resumed import ROLLOUT, resumed
+from tests.support.resumed_trace import ROLLOUT, resumed
 from tests.support.tiny_rollouts import checkpoint, sample, trace_of
 
 

@@ -13,7 +13,7 @@ import pytest
 
 from rollproof.core.records import FinishReason, Rollout, Span
 from rollproof.core.trace import Call, Trace
-from tests.support.rollouts import Part, blamed, sample_of, tell, with_sample
+from tests.support.scripted_rollouts import Part, blamed, sample_of, tell, with_sample
 
 Change: TypeAlias = "tuple[str, Rollout, str]"
 """What was changed, the changed sample, and the check that must see it."""

@@ -23,7 +23,7 @@ from rollproof.judging.judge import judge
 from rollproof.verification.contract_probe import probe
 from rollproof.verification.runner import run_case
 from rollproof.verification.schedules import random_cases
-from tests.support.trace_builder import REGISTRY
+from tests.support.trace_script import REGISTRY
 
 _PAIR = (request(), request("r1", (31, 32, 33)))
 _SYNC = act(ActionKind.SYNC, 3)

@@ -13,7 +13,7 @@ from rollproof.errors import UsageError
 from rollproof.judging.checks import Check, Collector, Registry, Verdict, request_check, trace_check
 from rollproof.judging.judge import JudgeContext, Tally, judge, judge_events
 from rollproof.judging.request_view import RequestView
-from tests.support.building import TraceBuilder, contract
+from tests.support.trace_builder import TraceBuilder, contract
 
 
 def _check(judge_one: Any, **fields: Any) -> Check:

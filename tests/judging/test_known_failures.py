@@ -22,7 +22,7 @@ from rollproof.judging.report import Report
 from rollproof.judging.situations import SITUATIONS
 from rollproof.store import load_trace
 from rollproof.verification.rollouts import merge_reports, run_conformance
-from tests.support.subjects import Concat
+from tests.support.faulty_subjects import Concat
 
 REQUEST = Request(request_id="r0", prompt_ids=(11, 12), max_tokens=5)
 PLAIN = Case(flavour="sglang", requests=(REQUEST,))

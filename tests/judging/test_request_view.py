@@ -11,7 +11,7 @@ from rollproof.core.trace import Weights
 from rollproof.judging.checks import Collector, Registry, request_check
 from rollproof.judging.judge import Tally, judge_events
 from rollproof.judging.request_view import History, RequestView
-from tests.support.building import TraceBuilder, contract
+from tests.support.trace_builder import TraceBuilder, contract
 
 _UPDATES = st.lists(
     st.tuples(st.integers(0, 3), st.none() | st.integers(0, 5), st.booleans()), max_size=12

@@ -9,7 +9,7 @@ import pytest
 from rollproof.core.records import Span
 from rollproof.core.trace import Fault, PauseMode, Trace
 from rollproof.judging.situations import Scenarios
-from tests.support.trace_builder import Teller
+from tests.support.trace_script import Teller
 
 
 def _counts(trace: Trace) -> dict[str, int]:

@@ -10,7 +10,7 @@ import pytest
 
 from rollproof.core.contract import Provenance
 from rollproof.core.records import FinishReason, Span
-from tests.support.histories import PROMPT, History, one
+from tests.support.call_histories import PROMPT, History, one
 
 
 class TestExamples:

@@ -25,7 +25,7 @@ from rollproof.core.trace import Call, Observation, Reply
 from rollproof.judging import stitching
 from rollproof.judging.request_view import Attempt
 from rollproof.judging.route_slices import RowPiece, cut_pieces, overlay
-from tests.support.histories import PROMPT, History
+from tests.support.call_histories import PROMPT, History
 
 
 @dataclass(frozen=True)

@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from tests.support.inner import SUITE, runs, suite, summary
+from tests.support.inner_pytest import SUITE, runs, suite, summary
 
 
 def test_one_item_per_check_and_one_run_per_subject(fake_runs: pytest.Pytester) -> None:

@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from tests.support.inner import report, runs, suite, summary
+from tests.support.inner_pytest import report, runs, suite, summary
 
 
 def test_expected_failures_do_not_fail(fake_runs: pytest.Pytester) -> None:

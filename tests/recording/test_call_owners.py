@@ -15,7 +15,15 @@ from rollproof.core.records import Request, Rollout
 from rollproof.core.trace import Call
 from rollproof.judging.checks import Verdict
 from rollproof.recording.recorder import EngineCall, Recording
-from tests.support.recorded import CONTRACT, Client, Engine, to_call, to_output, to_record, wired
+from tests.support.recorded_stack import (
+    CONTRACT,
+    Client,
+    Engine,
+    to_call,
+    to_output,
+    to_record,
+    wired,
+)
 
 
 class Pooled(Client):

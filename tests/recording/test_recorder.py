@@ -14,7 +14,7 @@ from rollproof.core.trace import Call, Reply, Result, Submit
 from rollproof.errors import ConformanceError, ExpectationError, SubjectError, UsageError
 from rollproof.judging.checks import Verdict
 from rollproof.recording.recorder import EngineCall, Recording
-from tests.support.recorded import (
+from tests.support.recorded_stack import (
     CONTRACT,
     Client,
     Engine,

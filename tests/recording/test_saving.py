@@ -10,7 +10,7 @@ import pytest
 import rollproof
 from rollproof.errors import ConformanceError, TraceError, UsageError
 from rollproof.store import open_trace
-from tests.support.recorded import CONTRACT, Client, Engine, wired
+from tests.support.recorded_stack import CONTRACT, Client, Engine, wired
 
 
 def test_an_exception_of_the_block_passes_and_the_trace_is_saved(tmp_path: Path) -> None:

@@ -25,8 +25,8 @@ from rollproof.judging.checks import Verdict
 from rollproof.simulation import watchdog
 from rollproof.verification.rollouts import run_conformance
 from rollproof.verification.runner import run_case
-from tests.support.running import CASE, result_of
-from tests.support.stuck import spin
+from tests.support.busy_loop import spin
+from tests.support.runner_case import CASE, result_of
 
 
 @pytest.fixture(autouse=True)
@@ -72,7 +72,7 @@ def test_nothing_of_it_is_left_behind() -> None:
         import sys
         from rollproof.verification.runner import run_case
         from tests.simulation.test_watchdog import Busy
-        from tests.support.running import CASE, result_of
+        from tests.support.runner_case import CASE, result_of
         assert "a step did not end" in result_of(run_case(Busy, CASE)).error
         calls = []
         sys.settrace(lambda frame, *_: calls.append(frame.f_code.co_name))
@@ -313,7 +313,7 @@ def test_a_fork_after_a_run_is_one_of_a_single_thread() -> None:
         import os, warnings
         from rollproof.verification.runner import run_case
         from rollproof.fakes.clients.reference_clients import AsSampled
-        from tests.support.running import CASE, result_of
+        from tests.support.runner_case import CASE, result_of
         result_of(run_case(AsSampled, CASE))
         with warnings.catch_warnings(record=True) as told:
             warnings.simplefilter("always")

@@ -11,8 +11,8 @@ import pytest
 from rollproof.errors import SubjectError
 from rollproof.simulation import watchdog
 from rollproof.verification.batches import judge_batches
-from tests.support.batches import Padder
-from tests.support.stuck import spin
+from tests.support.busy_loop import spin
+from tests.support.padded_batches import Padder
 
 
 @pytest.fixture(autouse=True)

@@ -31,8 +31,8 @@ from rollproof.core.trace import (
 )
 from rollproof.errors import TraceError, UsageError
 from rollproof.store import TraceReader, TraceWriter
-from tests.support.building import TraceBuilder, contract
 from tests.support.random_records import alike, any_event, any_header
+from tests.support.trace_builder import TraceBuilder, contract
 
 HEADER = Header(subject="by hand", contract=contract())
 

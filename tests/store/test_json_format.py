@@ -26,8 +26,8 @@ from rollproof.store import (
     open_trace,
 )
 from tests.store.test_arrow_format import HEADER, story
-from tests.support.building import contract
 from tests.support.random_records import alike, any_event, any_header
+from tests.support.trace_builder import contract
 
 
 def trip(trace: Trace, path: Path) -> Trace:

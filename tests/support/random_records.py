@@ -16,7 +16,7 @@ from hypothesis.extra import numpy as hnp
 
 from rollproof.core import records
 from rollproof.core.trace import EVENT_KINDS, Event, Header
-from tests.support.building import contract
+from tests.support.trace_builder import contract
 
 __all__ = ["alike", "any_event", "any_header", "records_of"]
 

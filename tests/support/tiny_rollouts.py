@@ -103,7 +103,7 @@ def sample(
 def trace_of(rollouts: Sequence[Rollout]) -> Any:
     """A trace that holds the rollouts as results, and nothing else."""
     from rollproof.core.trace import Result
-    from tests.support.building import TraceBuilder, contract
+    from tests.support.trace_builder import TraceBuilder, contract
 
     return (
         TraceBuilder(contract(rows="none"))

@@ -1,142 +1,205 @@
-"""Short traces about servers, updates and faults, told event by event, and what one check says of
-them.
-"""
+"""Hand-written traces for tests of checks: says what happened, one line an event."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Sequence
 from typing import Any
 
-from rollproof.core.oracle import Oracle
-from rollproof.core.trace import Abort, Admit, Call, Fault, Gauge, Observation, PauseMode, Trace
-from rollproof.invariants.lifecycle import endings
-from rollproof.invariants.weights import in_flight
-from rollproof.judging.checks import CheckResult, Finding, Registry, Verdict, default_registry
-from rollproof.judging.judge import judge
-from tests.support.building import TraceBuilder, contract
+import numpy as np
 
-FREEZING = (PauseMode.KEEP, PauseMode.RETRACT, PauseMode.IN_PLACE)
-"""Pauses that keep running calls where they are."""
-REGISTRY = Registry([*in_flight.CHECKS, *endings.CHECKS])
-CASE: Mapping[str, Any] = {
-    "partial": True,
-    "clear_cache": True,
-    "pause_mode": "abort",
-    "actions": (),
-    "engine": {"step": 1.0},
+from rollproof.core.contract import Contract
+from rollproof.core.records import EngineOutput, FinishReason, Request, Rollout, Span
+from rollproof.core.trace import (
+    Admit,
+    Call,
+    Event,
+    Header,
+    Pause,
+    PauseMode,
+    Recorder,
+    Reply,
+    Result,
+    Resume,
+    Submit,
+    Trace,
+    Weights,
+)
+
+MODEL: dict[str, Any] = {
+    "layer_axis": "all",
+    "num_layers": 3,
+    "moe_layers": (0, 1, 2),
+    "num_experts": 8,
+    "top_k": 2,
+    "filler": "none",
+    "dtype": "uint8",
+    "provenance": "as-sampled",
 }
 
 
-class Teller(TraceBuilder):
-    """A trace of a driven run: its header has a case, changed by ``case``; the contract has no
-    routes, changed by ``changes``.
+def contract(**changes: Any) -> Contract:
+    """A client-resumed contract with T-1 rows and min/max tags; ``changes`` override fields,
+    ``rows="none"`` drops the model.
+    """
+    base: dict[str, Any] = {
+        "rows": "T-1",
+        "resume": "client",
+        "versions": "min-max",
+        "logprobs": "raw",
+        "abort_surfaces": False,
+        "kv_policy": "recompute",
+        "multimodal": True,
+    }
+    model = {} if changes.get("rows") == "none" else MODEL
+    return Contract(**{**base, **model, **changes})
+
+
+def coded_rows(
+    start: int, stop: int, version: int, layers: int = 3, top_k: int = 2, experts: int = 8
+) -> np.ndarray:
+    """Rows whose cells differ by version, position, layer and slot, distinct within a row; a
+    stand-in for the coded policy.
+    """
+    position = np.arange(start, stop)[:, None, None]
+    layer = np.arange(layers)[None, :, None]
+    slot = np.arange(top_k)[None, None, :]
+    return ((position * 3 + layer * 5 + version * 2 + slot) % experts).astype(np.uint8)
+
+
+class TraceBuilder:
+    """Records events in order; ``trace()`` gives what was recorded. One step of virtual time an
+    event.
     """
 
-    def __init__(
-        self,
-        *,
-        case: Mapping[str, Any] | None = None,
-        driven: bool = True,
-        header: dict[str, Any] | None = None,
-        **changes: Any,
-    ) -> None:
-        fields = {"case": {**CASE, **(case or {})} if driven else None, **(header or {})}
-        super().__init__(contract(**{"rows": "none", **changes}), **fields)
+    def __init__(self, contract: Contract, **header: Any) -> None:
+        self._recorder = Recorder(self._tick)
+        self._time = 0.0
+        self._header = Header(subject="by hand", contract=contract, **header)
+        self._calls = 0
 
-    def send(
+    def _tick(self) -> float:
+        self._time += 1.0
+        return self._time
+
+    def add(self, *events: Event) -> TraceBuilder:
+        """Record any events as they are."""
+        for event in events:
+            self._recorder.record(event)
+        return self
+
+    def weights(self, version: int, server: str = "s0", **fields: Any) -> TraceBuilder:
+        """A weight update, labelled with its version unless ``label`` says otherwise."""
+        return self.add(Weights(server_id=server, version=version, **{"label": version, **fields}))
+
+    def pause(
+        self, mode: PauseMode = PauseMode.ABORT, server: str = "s0", **fields: Any
+    ) -> TraceBuilder:
+        """A pause acknowledged by a server."""
+        return self.add(Pause(server_id=server, mode=mode, **fields))
+
+    def resume(self, server: str = "s0", **fields: Any) -> TraceBuilder:
+        """A resume of a server."""
+        return self.add(Resume(server_id=server, **fields))
+
+    def submit(
         self,
-        prompt: tuple[int, ...] = (1, 2),
+        request_id: str = "r0",
+        prompt: Sequence[int] = (1, 2),
+        max_tokens: int | None = 4,
+        **fields: Any,
+    ) -> TraceBuilder:
+        """A request handed to the stack."""
+        return self.add(
+            Submit(
+                request=Request(
+                    request_id=request_id, prompt_ids=tuple(prompt), max_tokens=max_tokens, **fields
+                )
+            )
+        )
+
+    def call(
+        self,
+        prompt: Sequence[int],
         request_id: str = "r0",
         max_tokens: int | None = 4,
         server: str = "s0",
+        **fields: Any,
     ) -> int:
-        """A call that is not admitted yet; returns its id."""
+        """A call and its admission; returns the call id."""
         self._calls += 1
         self.add(
             Call(
                 call_id=self._calls,
                 request_id=request_id,
                 server_id=server,
-                prompt_ids=prompt,
+                prompt_ids=tuple(prompt),
                 max_tokens=max_tokens,
-            )
+                **fields,
+            ),
+            Admit(call_id=self._calls, server_id=server),
         )
         return self._calls
 
-    def admit(self, call_id: int, server: str = "s0") -> Teller:
-        """A call leaves the queue."""
-        self.add(Admit(call_id=call_id, server_id=server))
-        return self
-
-    def fault(
-        self, what: str, server: str | None = None, call_id: int | None = None, detail: str = ""
-    ) -> Teller:
-        """Harm is done."""
-        self.add(Fault(what=what, server_id=server, call_id=call_id, detail=detail))
-        return self
-
-    def abort(self, *call_ids: int, wanted: str = "*", server: str = "s0") -> Teller:
-        """An abort that hits ``call_ids``."""
-        self.add(Abort(server_id=server, wanted=wanted, call_ids=call_ids))
-        return self
-
-    def observe(self, *tokens: int, request_id: str = "r0") -> Teller:
-        """The environment speaks."""
-        self.add(Observation(request_id=request_id, token_ids=tokens))
-        return self
-
-    def gauges(self, start: float = 0, end: float | None = 0, name: str = "in flight") -> Teller:
-        """A counter at the start and at the end."""
-        self.add(Gauge(name=name, value=start, phase="start"))
-        if end is not None:
-            self.add(Gauge(name=name, value=end, phase="end"))
-        return self
-
-
-def opened(**story: Any) -> Teller:
-    """Request r0, open; ``story`` is what a ``Teller`` takes."""
-    teller = Teller(**story)
-    teller.submit()
-    return teller
-
-
-def check(check_id: str, trace: Trace | TraceBuilder, oracle: Oracle | None = None) -> CheckResult:
-    """What one check says of a trace."""
-    return judge(
-        trace.trace() if isinstance(trace, TraceBuilder) else trace,
-        default_registry().select([check_id]),
-        oracle,
-    )[check_id]
-
-
-def passes(check_id: str, trace: Trace | TraceBuilder, **counters: int) -> None:
-    """Assert that the check passes, and that it was exercised as often as ``counters`` say (``_``
-    for a blank).
-    """
-    result = check(check_id, trace)
-    assert (Verdict.PASS, "") == (result.verdict, result.reason), result.findings
-    if counters:
-        assert {name.replace("_", " "): count for name, count in counters.items()} == dict(
-            result.exercised
+    def reply(
+        self,
+        call_id: int,
+        tokens: Sequence[int],
+        reason: str = "length",
+        version: int = 0,
+        prompt_len: int = 0,
+        output: dict[str, Any] | None = None,
+        **fields: Any,
+    ) -> TraceBuilder:
+        """A reply with logprobs -(version + 0.01 i) and coded T-1 rows; ``output`` overrides
+        ``EngineOutput`` fields.
+        """
+        count = len(tokens)
+        rows = coded_rows(0, prompt_len + count - 1, version) if prompt_len and count else None
+        values: dict[str, Any] = {
+            "token_ids": tuple(tokens),
+            "logprobs": (
+                np.array([-(version + 0.5 + 0.01 * i) for i in range(count)]) if count else None
+            ),
+            "routes": rows,
+            "finish_reason": FinishReason(reason),
+            "version": version,
+        }
+        spans = (Span(start=0, end=count, version=version),) if count else ()
+        return self.add(
+            Reply(
+                call_id=call_id,
+                output=EngineOutput(**{**values, **(output or {})}),
+                **{"true_tokens": spans, **fields},
+            )
         )
 
+    def result(
+        self,
+        response: Sequence[int] | None = None,
+        request_id: str = "r0",
+        prompt: Sequence[int] = (1, 2),
+        **fields: Any,
+    ) -> TraceBuilder:
+        """The end of a request: with a rollout where ``response`` is given. ``event`` fields go in
+        ``fields["event"]``.
+        """
+        event: dict[str, Any] = fields.pop("event", {})
+        rollout = None
+        if response is not None:
+            values: dict[str, Any] = {"finish_reason": FinishReason.LENGTH, **fields}
+            rollout = Rollout(
+                request_id=request_id,
+                prompt_ids=tuple(prompt),
+                response_ids=tuple(response),
+                **values,
+            )
+        return self.add(Result(request_id=request_id, rollout=rollout, **event))
 
-def unknown(check_id: str, trace: Trace | TraceBuilder, reason: str) -> None:
-    """Assert that the check cannot tell, and why."""
-    result = check(check_id, trace)
-    assert Verdict.UNKNOWN == result.verdict, result.findings
-    assert reason in result.reason
+    @property
+    def header(self) -> Header:
+        """What the trace will say about itself."""
+        return self._header
 
-
-def inapplicable(check_id: str, trace: Trace | TraceBuilder, reason: str) -> None:
-    """Assert that the check says that it cannot be exercised in the trace, and why."""
-    result = check(check_id, trace)
-    assert Verdict.NOT_APPLICABLE == result.verdict, result.findings
-    assert reason in result.reason
-
-
-def finds(check_id: str, trace: Trace | TraceBuilder, count: int = 1) -> Finding:
-    """Assert that the check fails with ``count`` findings; returns the first."""
-    result = check(check_id, trace)
-    assert (Verdict.FAIL, count) == (result.verdict, result.found), result
-    return result.findings[0]
+    def trace(self) -> Trace:
+        """What was recorded."""
+        return self._recorder.trace(self._header)

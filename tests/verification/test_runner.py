@@ -24,7 +24,7 @@ from rollproof.fakes.clients.reference_clients import REFERENCES, AsSampled
 from rollproof.simulation.mutation_guard import lend
 from rollproof.store import dump_trace
 from rollproof.verification.runner import run_case
-from tests.support.running import CASE, result_of
+from tests.support.runner_case import CASE, result_of
 
 
 def _bytes(trace: Trace, path: Path) -> bytes:

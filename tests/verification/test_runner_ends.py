@@ -13,7 +13,7 @@ from rollproof.core.trace import Fault, Result, Update, UpdatePhase
 from rollproof.errors import SubjectError
 from rollproof.fakes.clients.reference_clients import AsSampled
 from rollproof.verification.runner import run_case
-from tests.support.running import CASE, result_of
+from tests.support.runner_case import CASE, result_of
 
 
 @pytest.mark.parametrize("method", ["start", "stop"])

@@ -15,8 +15,8 @@ from rollproof.judging.checks import Verdict, default_registry
 from rollproof.judging.judge import judge
 from rollproof.verification.batch_cases import batch_cases
 from rollproof.verification.batches import judge_batches, record_batches
-from tests.support.batches import Padder, padded_contract
-from tests.support.building import TraceBuilder, contract
+from tests.support.padded_batches import Padder, padded_contract
+from tests.support.trace_builder import TraceBuilder, contract
 
 
 def _raises() -> Padder:

@@ -19,8 +19,8 @@ from rollproof.judging.judge import judge
 from rollproof.judging.report import Report
 from rollproof.store import dump_trace, load_trace
 from rollproof.verification.batches import judge_batches, record_batches
-from tests.support.batches import Padder, padded_contract
-from tests.support.building import contract
+from tests.support.padded_batches import Padder, padded_contract
+from tests.support.trace_builder import contract
 
 
 def _failing(report: Report) -> set[str]:

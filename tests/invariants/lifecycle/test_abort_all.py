@@ -15,7 +15,7 @@ from rollproof.fakes.engine.fleet import Fleet
 from rollproof.fakes.known_bugs._planting import act, case, request
 from rollproof.judging.judge import judge
 from rollproof.verification.runner import run_case
-from tests.support.trace_builder import check, finds, passes, unknown
+from tests.support.trace_script import check, finds, passes, unknown
 
 ID = "lifecycle.end-spares-others"
 THREE = (request(max_tokens=3), request("r1", (31, 32, 33)), request("r2", (41, 42), max_tokens=9))

@@ -10,7 +10,7 @@ from rollproof.core.records import FinishReason, Span
 from rollproof.core.trace import PauseMode
 from rollproof.judging.checks import Verdict
 from rollproof.judging.judge import judge
-from tests.support.trace_builder import REGISTRY, Teller, finds, opened, passes, unknown
+from tests.support.trace_script import REGISTRY, Teller, finds, opened, passes, unknown
 
 
 class TestHitsTarget:

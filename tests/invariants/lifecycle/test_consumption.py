@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tests.support.trace_builder import Teller, finds, passes, unknown
+from tests.support.trace_script import Teller, finds, passes, unknown
 
 
 def _open(**story: object) -> Teller:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.support.trace_builder import Teller, finds, opened, passes, unknown
+from tests.support.trace_script import Teller, finds, opened, passes, unknown
 
 
 class TestSurvivesDeath:

@@ -9,7 +9,7 @@ from rollproof.invariants.lifecycle import endings
 from rollproof.invariants.weights import in_flight
 from rollproof.judging.checks import Registry, Verdict
 from rollproof.judging.judge import judge
-from tests.support.trace_builder import Teller, finds, opened, passes, unknown
+from tests.support.trace_script import Teller, finds, opened, passes, unknown
 
 
 class TestEndsOnce:

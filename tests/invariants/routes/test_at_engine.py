@@ -14,8 +14,8 @@ from rollproof.core.records import Span
 from rollproof.core.trace import Reply, Result, Trace
 from rollproof.judging.checks import Verdict
 from rollproof.judging.judge import Judgement, judge
-from tests.support.building import contract
-from tests.support.routing import REGISTRY, Segment, Story, failing, only_finding
+from tests.support.routed_requests import REGISTRY, Segment, Story, failing, only_finding
+from tests.support.trace_builder import contract
 
 
 class _Oracle:

@@ -15,8 +15,8 @@ import pytest
 from rollproof.core.trace import Weights
 from rollproof.judging.checks import Verdict
 from rollproof.judging.judge import judge
-from tests.support.building import TraceBuilder
-from tests.support.routing import REGISTRY, Segment, Story, failing, only_finding
+from tests.support.routed_requests import REGISTRY, Segment, Story, failing, only_finding
+from tests.support.trace_builder import TraceBuilder
 
 _MODELS: dict[str, dict[str, Any]] = {
     "plain": {},

@@ -13,7 +13,7 @@ import pytest
 from rollproof.core.trace import Reply
 from rollproof.judging.checks import Verdict
 from rollproof.judging.judge import Judgement, judge
-from tests.support.routing import REGISTRY, Segment, Story, failing, only_finding
+from tests.support.routed_requests import REGISTRY, Segment, Story, failing, only_finding
 
 
 def _by_engine(story: Story, rows: np.ndarray) -> Judgement:

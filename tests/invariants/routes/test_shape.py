@@ -11,8 +11,8 @@ from rollproof.core.records import FinishReason
 from rollproof.core.trace import Observation
 from rollproof.judging.checks import Verdict
 from rollproof.judging.judge import Judgement, judge
-from tests.support.building import TraceBuilder, coded_rows, contract
-from tests.support.routing import REGISTRY, Segment, Story, failing, only_finding
+from tests.support.routed_requests import REGISTRY, Segment, Story, failing, only_finding
+from tests.support.trace_builder import TraceBuilder, coded_rows, contract
 
 
 def _joined(story: Story) -> np.ndarray:

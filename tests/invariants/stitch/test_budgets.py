@@ -6,8 +6,8 @@ import pytest
 
 from rollproof.core.records import FinishReason
 from rollproof.fakes.coded.policy import CodedPolicy
-from tests.support.rollouts import Part, blamed, tell
-from tests.support.trace_builder import Teller, check, finds, inapplicable, passes, unknown
+from tests.support.scripted_rollouts import Part, blamed, tell
+from tests.support.trace_script import Teller, check, finds, inapplicable, passes, unknown
 
 A, B = Part(tokens=(11, 12)), Part(tokens=(13, 14, 15), reason="length")
 

@@ -10,9 +10,9 @@ import pytest
 
 from rollproof.fakes.coded.policy import CodedPolicy
 from rollproof.judging.checks import Verdict
-from tests.support.building import contract
-from tests.support.rollouts import Part, blamed, tell
-from tests.support.trace_builder import Teller, check, finds, inapplicable, passes, unknown
+from tests.support.scripted_rollouts import Part, blamed, tell
+from tests.support.trace_builder import contract
+from tests.support.trace_script import Teller, check, finds, inapplicable, passes, unknown
 
 PARTS = (
     Part(tokens=(11, 12, 13)),

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from rollproof.judging.checks import Verdict
-from tests.support.rollouts import Part, blamed, tell
-from tests.support.trace_builder import Teller, check, finds, inapplicable, passes, unknown
+from tests.support.scripted_rollouts import Part, blamed, tell
+from tests.support.trace_script import Teller, check, finds, inapplicable, passes, unknown
 
 PARTS = (
     Part(tokens=(11, 12), reason="stop"),

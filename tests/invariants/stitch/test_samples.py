@@ -12,8 +12,8 @@ from rollproof.core.records import FinishReason
 from rollproof.core.trace import Reply
 from rollproof.fakes.coded.policy import CodedPolicy
 from rollproof.judging.checks import Verdict
-from tests.support.rollouts import Part, blamed, sample_of, tell, with_sample
-from tests.support.trace_builder import Teller, check, finds, inapplicable, passes, unknown
+from tests.support.scripted_rollouts import Part, blamed, sample_of, tell, with_sample
+from tests.support.trace_script import Teller, check, finds, inapplicable, passes, unknown
 
 RESUMED = (
     Part(tokens=(11, 12, 13)),

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from rollproof.core.records import FinishReason
-from tests.support.rollouts import Part, blamed, tell
-from tests.support.trace_builder import Teller, finds, inapplicable, passes, unknown
+from tests.support.scripted_rollouts import Part, blamed, tell
+from tests.support.trace_script import Teller, finds, inapplicable, passes, unknown
 
 ID = "stitch.budget-used"
 

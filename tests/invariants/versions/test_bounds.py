@@ -7,8 +7,8 @@ from dataclasses import replace
 import pytest
 
 from rollproof.core.trace import Weights
-from tests.support.rollouts import Part, blamed, tell
-from tests.support.trace_builder import check, finds, passes
+from tests.support.scripted_rollouts import Part, blamed, tell
+from tests.support.trace_script import check, finds, passes
 
 ID = "versions.bounds"
 OLD, NEW = Part(tokens=(11, 12, 13), version=1), Part(tokens=(21, 22), version=2, reason="stop")

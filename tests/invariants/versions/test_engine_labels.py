@@ -8,9 +8,9 @@ import pytest
 
 from rollproof.core.records import Span
 from rollproof.core.trace import Trace, Weights
-from tests.support.building import contract
-from tests.support.rollouts import Part, blamed, tell
-from tests.support.trace_builder import Teller, check, finds, inapplicable, passes, unknown
+from tests.support.scripted_rollouts import Part, blamed, tell
+from tests.support.trace_builder import contract
+from tests.support.trace_script import Teller, check, finds, inapplicable, passes, unknown
 
 KINDS = ("sample", "min-max", "call", "span", "token")
 OLD = Part(tokens=(11, 12, 13))

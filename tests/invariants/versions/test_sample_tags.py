@@ -9,8 +9,8 @@ import pytest
 from rollproof.core.records import Span, Version
 from rollproof.core.trace import Trace, Weights
 from rollproof.judging.checks import Verdict
-from tests.support.rollouts import Part, blamed, tell
-from tests.support.trace_builder import Teller, check, finds, passes, unknown
+from tests.support.scripted_rollouts import Part, blamed, tell
+from tests.support.trace_script import Teller, check, finds, passes, unknown
 
 OLD, NEW = Part(tokens=(11, 12, 13)), Part(tokens=(21, 22), version=1, reason="stop")
 KINDS = ("sample", "min-max", "bounds", "call", "span", "token")

@@ -7,8 +7,8 @@ import pytest
 from rollproof.core.trace import PauseMode
 from rollproof.judging.checks import Verdict
 from rollproof.judging.judge import judge
-from tests.support.engines import spans
-from tests.support.trace_builder import (
+from tests.support.engine_driver import spans
+from tests.support.trace_script import (
     FREEZING,
     REGISTRY,
     Teller,

@@ -11,8 +11,8 @@ from rollproof.core.records import Span
 from rollproof.core.trace import PauseMode, Weights
 from rollproof.judging.checks import Verdict
 from rollproof.judging.judge import judge
-from tests.support.engines import spans
-from tests.support.trace_builder import FREEZING, REGISTRY, Teller, finds, passes, unknown
+from tests.support.engine_driver import spans
+from tests.support.trace_script import FREEZING, REGISTRY, Teller, finds, passes, unknown
 
 
 class TestLabelOnly:

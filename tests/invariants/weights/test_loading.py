@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from rollproof.core.trace import Update, UpdatePhase
-from tests.support.trace_builder import Teller, finds, passes, unknown
+from tests.support.trace_script import Teller, finds, passes, unknown
 
 ID = "weights.update-loads"
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.support.trace_builder import Teller, finds, passes, unknown
+from tests.support.trace_script import Teller, finds, passes, unknown
 
 
 def _fleet(*, servers: tuple[str, ...] = ("s0", "s1"), **story: object) -> Teller:

@@ -10,7 +10,7 @@ import numpy as np
 
 from rollproof.core.records import Span
 from rollproof.core.trace import Score, Trace
-from tests.support.building import TraceBuilder, contract
+from tests.support.trace_builder import TraceBuilder, contract
 
 ROLLOUT = np.array([-1.0, -0.25, -0.5, -0.75])
 """What the engine reported for the four tokens."""

@@ -15,8 +15,8 @@ from rollproof.fakes.known_bugs._planting import ABORTED, CLEAN, SYNCED
 
 __all__ = ["CONCAT", "CORRECT", "Concat", "Correct", "Unfinished"]
 
-CONCAT = "tests.support.subjects:Concat"
-CORRECT = "tests.support.subjects:Correct"
+CONCAT = "tests.support.faulty_subjects:Concat"
+CORRECT = "tests.support.faulty_subjects:Correct"
 
 
 class Correct(AsSampled):

@@ -17,7 +17,7 @@ from rollproof.core.trace import Trace
 from rollproof.invariants.routes import CHECKS
 from rollproof.judging.checks import Finding, Registry
 from rollproof.judging.judge import Judgement, judge
-from tests.support.building import TraceBuilder, contract
+from tests.support.trace_builder import TraceBuilder, contract
 
 __all__ = ["Segment", "Story", "failing", "filler", "only_finding"]
 

@@ -9,7 +9,7 @@ import numpy as np
 from rollproof.core.records import EngineOutput, FinishReason, Request, Rollout
 from rollproof.core.trace import Event
 from rollproof.recording.recorder import EngineCall, Recording
-from tests.support.building import coded_rows, contract
+from tests.support.trace_builder import coded_rows, contract
 
 __all__ = [
     "CONTRACT",

@@ -8,7 +8,7 @@ import numpy as np
 
 from rollproof.core.contract import Contract, Filler
 from rollproof.core.records import BatchRow, Rollout
-from tests.support.building import contract
+from tests.support.trace_builder import contract
 
 __all__ = ["Padder", "padded_contract"]
 

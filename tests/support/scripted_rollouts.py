@@ -20,8 +20,8 @@ from rollproof.invariants.stitch import samples
 from rollproof.invariants.versions import sample_tags
 from rollproof.judging.checks import Registry
 from rollproof.judging.judge import judge
-from tests.support.building import TraceBuilder
-from tests.support.trace_builder import Teller
+from tests.support.trace_builder import TraceBuilder
+from tests.support.trace_script import Teller
 
 __all__ = ["REGISTRY", "Part", "blamed", "sample_of", "tell", "with_sample"]
 
