@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 from rollproof.cli.check_summary import judged_lines
-from rollproof.judging.judge import judge
-from tests.support.scripted_rollouts import Part, tell
+from rollproof.verification.traces import judge
+from tests.support.scripted_rollouts import ScriptedCall, script_rollout
 
 
 def test_what_did_not_occur_is_named_of_the_checks_that_waited_for_it_alone() -> None:
     """A check that is unknown for a reason of its own says it above: requests did end, and nobody
     watched the caller's objects.
     """
-    trace = tell(Part(tokens=(11, 12), reason="stop"), driven=False).trace()
+    trace = script_rollout(ScriptedCall(tokens=(11, 12), reason="stop"), driven=False).trace()
     results = judge(trace).results
     objects = next(one for one in results if one.id == "stitch.caller-objects")
     assert "the trace was recorded, and nobody watched the caller's objects" == objects.reason

@@ -17,9 +17,9 @@ from rollproof.fakes.clients.reference_clients import REFERENCES, AsSampled, Eng
 from rollproof.fakes.clients.version_tags import finest_tag, tags
 from rollproof.fakes.coded.policy import CodedPolicy
 from rollproof.fakes.engine.flavours import VersionTag
-from rollproof.judging.judge import judge
 from rollproof.verification.runner import run_case
-from tests.support.client_cases import ABORT, MODEL, act, handed, ran
+from rollproof.verification.traces import judge
+from tests.support.client_cases import ABORT, MODEL, act, delivered, ran
 from tests.support.engine_driver import spans
 
 
@@ -39,7 +39,7 @@ def test_dtype_is_wide_enough_for_experts_and_filler(
     """Unsigned rows that get a -1 row are widened, never wrapped."""
     trace = ran(partial(AsSampled, options), ABORT(2), model=replace(MODEL, num_experts=experts))
     assert trace.header.contract.dtype == dtype
-    routes = handed(trace).routes
+    routes = delivered(trace).routes
     assert routes is not None
     assert routes.dtype.name == dtype
     assert routes.max() < experts
@@ -51,7 +51,9 @@ def test_dtype_is_wide_enough_for_experts_and_filler(
 )
 def test_layer_axis_is_converted(flavour: str, axis: LayerAxis | None, layers: int) -> None:
     """A declared axis that is not the engine's is made from it; dense layers hold zeros."""
-    rollout = handed(ran(partial(AsSampled, Options(layer_axis=axis)), ABORT(2), flavour=flavour))
+    rollout = delivered(
+        ran(partial(AsSampled, Options(layer_axis=axis)), ABORT(2), flavour=flavour)
+    )
     assert rollout.routes is not None
     assert rollout.routes.shape[1] == layers
     full = CodedPolicy.from_model(MODEL, 0).routes(
@@ -106,7 +108,7 @@ def test_tags_of_nothing() -> None:
 def test_updates_that_publish_nothing_leave_tags_unknown() -> None:
     """Tokens of weights without a label have no version, rather than the label of other weights."""
     trace = ran(REFERENCES["as-sampled-tokens"], act(ActionKind.SYNC_UNLABELLED, 2))
-    assert handed(trace).token_versions == (0, 0, None, None, None, None)
+    assert delivered(trace).token_versions == (0, 0, None, None, None, None)
     assert [event.label for event in trace if isinstance(event, Weights)] == [0, None]
 
 
@@ -128,5 +130,5 @@ def test_an_abort_that_keeps_its_rows_back_leaves_no_rows_of_earlier_turns() -> 
     trace = run_case(EngineKeep, case)
     replies = [event.output for event in trace if isinstance(event, Reply)]
     assert [True, False] == [output.routes is not None for output in replies]
-    assert (FinishReason.ABORT, None) == (handed(trace).finish_reason, handed(trace).routes)
+    assert (FinishReason.ABORT, None) == (delivered(trace).finish_reason, delivered(trace).routes)
     assert () == judge(trace).failed

@@ -16,7 +16,7 @@ from rollproof.fakes.engine.fake_engine import FakeEngine
 from rollproof.fakes.engine.inflight import EngineCall
 from rollproof.fakes.engine.kv_cache import MIXED
 from rollproof.fakes.engine.scheduler import EngineHooks
-from tests.support.engine_driver import PROMPT, Bench, on_clock, pure, spans
+from tests.support.engine_driver import PROMPT, EngineDriver, on_clock, pure, spans
 
 A, B = 0, 1
 
@@ -27,7 +27,7 @@ def test_a_call_returns_what_the_policy_samples() -> None:
     """
 
     async def main() -> None:
-        bench = Bench()
+        bench = EngineDriver()
         output = await bench.call(6)
         ids = [*PROMPT, *output.token_ids]
         assert bench.policy.choices(A, ids, len(PROMPT)).tolist() == list(output.token_ids)
@@ -47,7 +47,7 @@ def test_a_call_ends_at_the_end_of_sequence() -> None:
 
     async def main() -> None:
         for seed_prompt in range(30):
-            bench = Bench(model=Model(eos_every=3))
+            bench = EngineDriver(model=Model(eos_every=3))
             output = await bench.call(4, (seed_prompt + 1,))
             eos = bench.policy.eos_id
             assert eos not in output.token_ids[:-1]
@@ -72,7 +72,7 @@ def test_steps_that_take_no_time_sample_the_same(every: int | None, kv_tokens: i
     async def replies(*, together: bool) -> list[tuple[object, ...]]:
         found = []
         for version in (A, B):
-            bench = Bench(
+            bench = EngineDriver(
                 model=model,
                 max_batch=40,
                 **({"step": 0.0, "kv_tokens": kv_tokens} if together else {}),
@@ -106,7 +106,7 @@ def test_without_a_budget_a_call_runs_to_the_length_of_the_model() -> None:
     """``max_tokens=None`` samples until prompt and response have the engine's length."""
 
     async def main() -> None:
-        bench = Bench()
+        bench = EngineDriver()
         bench.engine.max_length = 20
         output = await bench.call(None)
         assert (len(output.token_ids), output.finish_reason) == (16, FinishReason.LENGTH)
@@ -131,7 +131,7 @@ def test_calls_that_real_engines_refuse(
     """Such a call raises a ``ValueError`` that says why; it is on record, and nothing stays behind."""
 
     async def main() -> None:
-        bench = Bench()
+        bench = EngineDriver()
         with pytest.raises(BadCall, match=message) as raised:
             await bench.call(tokens, prompt, routes_start=start)
         assert isinstance(raised.value, ValueError)
@@ -146,7 +146,7 @@ def test_calls_are_batched() -> None:
     """Calls run together up to ``max_batch``; the others wait their turn, in order."""
 
     async def main() -> None:
-        bench = Bench(max_batch=2)
+        bench = EngineDriver(max_batch=2)
         calls = [bench.call(tokens, (9, number)) for number, tokens in enumerate((2, 5, 3))]
         await asyncio.gather(*calls)
         assert [(event.call_id, event.time) for event in bench.events(Admit)] == [
@@ -170,7 +170,7 @@ def test_chunked_prefill_delays_the_first_token_and_changes_nothing_else(
     """A prompt of four tokens takes ``ceil(4 / chunk)`` steps; tokens and rows are the same."""
 
     async def main() -> None:
-        bench = Bench(prefill_chunk=chunk)
+        bench = EngineDriver(prefill_chunk=chunk)
         output = await bench.call(1)
         assert bench.reply().time == first_token
         np.testing.assert_array_equal(output.routes, bench.rows(A, [*PROMPT, *output.token_ids]))
@@ -182,7 +182,7 @@ def test_chunked_prefill_shares_a_step_among_calls() -> None:
     """A chunk is the budget of a step, not of a call: two prompts of four take twice as long."""
 
     async def main() -> None:
-        bench = Bench(prefill_chunk=4)
+        bench = EngineDriver(prefill_chunk=4)
         await asyncio.gather(bench.call(1), bench.call(1, (9, 9, 9, 9)))
         assert [event.time for event in bench.events(Reply)] == [1.0, 2.0]
 
@@ -195,7 +195,7 @@ def test_weights_that_change_during_prefill_mix() -> None:
     """
 
     async def main() -> None:
-        bench = Bench(prefill_chunk=1)
+        bench = EngineDriver(prefill_chunk=1)
         call = bench.call(2)
         await bench.steps(1)
         await bench.engine.load(B, B)
@@ -213,7 +213,7 @@ def test_weights_change_while_a_call_runs() -> None:
     """
 
     async def main() -> None:
-        bench = Bench()
+        bench = EngineDriver()
         call = bench.call(6)
         await bench.steps(2)
         await bench.engine.load(B, "new")
@@ -235,7 +235,7 @@ def test_a_failed_transfer_leaves_the_old_weights() -> None:
     """``fail_next_load`` breaks one transfer, in the middle; the next one works."""
 
     async def main() -> None:
-        bench = Bench()
+        bench = EngineDriver()
         bench.engine.fail_next_load = True
         with pytest.raises(TransferFailed, match="it still serves version 0"):
             await bench.engine.load(B, B)
@@ -259,7 +259,7 @@ def test_a_new_label_changes_nothing_but_the_label() -> None:
     """
 
     async def main() -> None:
-        bench = Bench()
+        bench = EngineDriver()
         call = bench.call(4)
         await bench.steps(2)
         bench.engine.relabel("v9")
@@ -278,7 +278,7 @@ def test_equal_weights_change_nothing() -> None:
     """An update to equal weights leaves KV and values pure, under the new label."""
 
     async def main() -> None:
-        bench = Bench()
+        bench = EngineDriver()
         call = bench.call(4)
         await bench.steps(1)
         await bench.engine.load(A, "again", identity=True)
@@ -293,7 +293,7 @@ def test_what_a_caller_does_to_its_arrays_does_not_reach_the_trace() -> None:
     """The caller gets arrays of its own."""
 
     async def main() -> None:
-        bench = Bench()
+        bench = EngineDriver()
         output = await bench.call(3)
         assert output.routes is not None
         assert output.logprobs is not None
@@ -315,7 +315,7 @@ def test_values_that_were_not_asked_for_are_not_there() -> None:
     """``want_routes`` and ``want_logprobs`` are honoured; the tokens are the same."""
 
     async def main() -> None:
-        bench = Bench()
+        bench = EngineDriver()
         bare, full = (
             await bench.call(3, want_routes=False, want_logprobs=False),
             await bench.call(3),
@@ -329,7 +329,7 @@ def test_a_call_says_what_it_was_asked() -> None:
     """The record of a call has its parameters; values that are no scalars are kept as text."""
 
     async def main() -> None:
-        bench = Bench()
+        bench = EngineDriver()
         await bench.call(
             1, sampling={"temperature": 0.5, "stop": ["a"]}, media="image 1", request_id="mine"
         )
@@ -351,7 +351,7 @@ def test_equal_schedules_give_equal_traces() -> None:
     """The same calls, pauses and updates twice give the same events, to the last array and time."""
 
     async def main() -> list[str]:
-        bench = Bench(max_batch=2, prefill_chunk=3, prefix_cache=True, kv_tokens=20)
+        bench = EngineDriver(max_batch=2, prefill_chunk=3, prefix_cache=True, kv_tokens=20)
         calls = [bench.call(6, (9, number)) for number in range(4)]
         await bench.steps(3)
         await bench.engine.pause(PauseMode.KEEP)
@@ -369,7 +369,7 @@ def test_an_engine_without_work_has_no_task() -> None:
     """An idle engine keeps nothing alive: the loop can end."""
 
     async def main() -> None:
-        bench = Bench()
+        bench = EngineDriver()
         await bench.call(2)
         await asyncio.sleep(5)
         assert [
@@ -383,7 +383,7 @@ def test_a_fault_of_the_fake_reaches_its_callers() -> None:
     """Where computing a step raises, callers get the error instead of waiting for ever."""
 
     async def main() -> None:
-        bench = Bench()
+        bench = EngineDriver()
 
         def step() -> None:
             raise ZeroDivisionError("planted")
@@ -411,7 +411,7 @@ def test_a_finished_call_is_not_retracted(flavour: str) -> None:
             return True
 
     async def main() -> None:
-        bench = Bench(flavour)
+        bench = EngineDriver(flavour)
         engine = FakeEngine(
             "s0", bench.policy, bench.flavour, EngineOptions(), bench.recorder, hooks=Slow()
         )

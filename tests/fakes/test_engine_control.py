@@ -9,7 +9,7 @@ import pytest
 from rollproof.core.records import FinishReason
 from rollproof.core.trace import Abort, Admit, Fault, Pause, PauseMode, Reply, Resume
 from rollproof.fakes.engine.exceptions import ServerDied
-from tests.support.engine_driver import PROMPT, Bench, on_clock, spans
+from tests.support.engine_driver import PROMPT, EngineDriver, on_clock, spans
 
 A, B = 0, 1
 
@@ -18,7 +18,7 @@ def test_abort_mid_decode_returns_what_there_is() -> None:
     """The reply has all tokens so far, as many logprobs, and rows for prompt + response - 1."""
 
     async def main() -> None:
-        bench = Bench()
+        bench = EngineDriver()
         call = bench.call(6, request_id="mine")
         await bench.steps(2)
         assert await bench.engine.abort("mine") == (1,)
@@ -36,7 +36,7 @@ def test_abort_before_the_first_token(queued: bool) -> None:
     """A call that has sampled nothing is answered with no tokens, running or waiting."""
 
     async def main() -> None:
-        bench = Bench(max_batch=1)
+        bench = EngineDriver(max_batch=1)
         other = bench.call(9, (1, 1), request_id="other") if queued else None
         call = bench.call(6, request_id="mine")
         await asyncio.sleep(0.5)
@@ -56,7 +56,7 @@ def test_abort_after_the_last_token_finds_nothing() -> None:
     """A call that has ended is not in flight any more: an abort changes nothing and says so."""
 
     async def main() -> None:
-        bench = Bench()
+        bench = EngineDriver()
         call = bench.call(2)
         await bench.steps(2)
         assert await bench.engine.abort() == ()
@@ -70,7 +70,7 @@ def test_abort_of_one_call_leaves_the_others() -> None:
     """Only the call whose handle is named ends."""
 
     async def main() -> None:
-        bench = Bench()
+        bench = EngineDriver()
         calls = [bench.call(4, (9, number), request_id=f"call {number}") for number in range(3)]
         await bench.steps(1)
         await bench.engine.abort("call 1")
@@ -90,7 +90,7 @@ def test_a_caller_that_gives_up_frees_its_place() -> None:
     """
 
     async def main() -> None:
-        bench = Bench()
+        bench = EngineDriver()
         call = bench.call(6)
         await bench.steps(2)
         call.cancel()
@@ -109,7 +109,7 @@ def test_an_abort_finds_no_call_whose_caller_hangs_up() -> None:
     """
 
     async def main() -> None:
-        bench = Bench()
+        bench = EngineDriver()
         gone, other = bench.call(6), bench.call(6, (9, 9))
         await bench.steps(2)
         gone.cancel()
@@ -130,7 +130,7 @@ def test_pause_abort_ends_everything_and_parks_what_comes() -> None:
     """
 
     async def main() -> None:
-        bench = Bench(max_batch=1)
+        bench = EngineDriver(max_batch=1)
         running, waiting = bench.call(6), bench.call(6, (9, 9))
         await bench.steps(2)
         await bench.engine.pause(PauseMode.ABORT)
@@ -164,7 +164,7 @@ def test_pause_wait_drains() -> None:
     """
 
     async def main() -> None:
-        bench = Bench(max_batch=1)
+        bench = EngineDriver(max_batch=1)
         running, waiting = bench.call(4), bench.call(2, (9, 9))
         await bench.steps(1)
         await bench.engine.pause(PauseMode.WAIT)
@@ -184,7 +184,7 @@ def test_pause_wait_ends_with_the_resume_that_overtakes_it() -> None:
     """A drain that somebody cuts short by resuming is not acknowledged: the server is not paused."""
 
     async def main() -> None:
-        bench = Bench()
+        bench = EngineDriver()
         call = bench.call(6)
         await bench.steps(1)
         pausing = asyncio.ensure_future(bench.engine.pause(PauseMode.WAIT))
@@ -203,7 +203,7 @@ def test_a_drain_that_was_cut_short_is_not_acknowledged_for_the_pause_behind_it(
     """
 
     async def main() -> None:
-        bench = Bench()
+        bench = EngineDriver()
         call = bench.call(6)
         await bench.steps(1)
         first = asyncio.ensure_future(bench.engine.pause(PauseMode.WAIT))
@@ -224,7 +224,7 @@ def test_frozen_calls_go_on_after_the_resume(mode: PauseMode) -> None:
     """Such a pause samples nothing while it lasts, and the call ends as if there had been none."""
 
     async def main() -> None:
-        bench = Bench()
+        bench = EngineDriver()
         call = bench.call(6)
         await bench.steps(2)
         await bench.engine.pause(mode)
@@ -249,7 +249,7 @@ def test_two_pauses_end_with_one_resume() -> None:
     """
 
     async def main() -> None:
-        bench = Bench()
+        bench = EngineDriver()
         await bench.engine.pause(PauseMode.ABORT)
         await bench.engine.pause(PauseMode.KEEP)
         call = bench.call(1)
@@ -265,7 +265,7 @@ def test_a_dead_server_answers_nobody() -> None:
     """
 
     async def main() -> None:
-        bench = Bench(max_batch=1)
+        bench = EngineDriver(max_batch=1)
         calls = [bench.call(6), bench.call(6, (9, 9))]
         await bench.steps(2)
         bench.engine.kill()
@@ -288,7 +288,7 @@ def test_a_drain_ends_with_the_server() -> None:
     """Whoever waits for a pause of a server that dies learns that it died."""
 
     async def main() -> None:
-        bench = Bench()
+        bench = EngineDriver()
         call = bench.call(6)
         await bench.steps(1)
         pausing = asyncio.ensure_future(bench.engine.pause(PauseMode.WAIT))

@@ -10,7 +10,7 @@ import pytest
 
 from rollproof.core.trace import Admit, PauseMode, Reply, Weights
 from rollproof.fakes.engine.kv_cache import MIXED
-from tests.support.engine_driver import PROMPT, Bench, on_clock, pure, spans
+from tests.support.engine_driver import PROMPT, EngineDriver, on_clock, pure, spans
 
 A, B = 0, 1
 
@@ -18,7 +18,7 @@ A, B = 0, 1
 # The oracle of mixed policies: prompt under A, two tokens under A, reload B, the rest under B
 
 
-async def _across(bench: Bench, mode: PauseMode, clear: bool) -> Reply:
+async def _across(bench: EngineDriver, mode: PauseMode, clear: bool) -> Reply:
     """One call of 6 tokens; after two of them the weights change."""
     call = bench.call(6)
     await bench.steps(2)
@@ -70,7 +70,7 @@ def test_rows_of_a_frozen_call_across_an_update(
     """
 
     async def main() -> None:
-        bench = Bench(flavour)
+        bench = EngineDriver(flavour)
         reply = await _across(bench, mode, clear)
         assert (reply.true_rows, reply.true_tokens) == (rows, tokens)
         output, policy = reply.output, bench.policy
@@ -105,7 +105,7 @@ def test_rows_of_a_call_sent_again_after_an_update(cache: bool, clear: bool, row
     """
 
     async def main() -> None:
-        bench = Bench(prefix_cache=cache)
+        bench = EngineDriver(prefix_cache=cache)
         call = bench.call(6)
         await bench.steps(2)
         await bench.engine.pause(PauseMode.ABORT, clear)
@@ -126,7 +126,7 @@ def test_rows_from_the_start_that_is_asked_for() -> None:
     """
 
     async def main() -> None:
-        bench = Bench()
+        bench = EngineDriver()
         call = bench.call(6)
         await bench.steps(2)
         await bench.engine.abort()
@@ -150,7 +150,7 @@ def test_prefix_cache_shares_kv_of_the_same_prefix() -> None:
     """
 
     async def main() -> None:
-        bench = Bench(prefix_cache=True)
+        bench = EngineDriver(prefix_cache=True)
         first, second = await bench.call(3), await bench.call(3)
         assert (first.cached_tokens, second.cached_tokens) == (0, 3)
         np.testing.assert_array_equal(first.routes, second.routes)
@@ -166,7 +166,7 @@ def test_kv_that_outlives_a_flush_is_not_shared(finished: bool) -> None:
     """A call that ran when the prefix cache was cleared does not put its older KV back at its end."""
 
     async def main() -> None:
-        bench = Bench(prefix_cache=True)
+        bench = EngineDriver(prefix_cache=True)
         call = bench.call(4)
         await bench.steps(1)
         bench.engine.reset_prefix_cache()
@@ -187,7 +187,7 @@ def test_rows_after_an_eviction_across_an_update(flavour: str, kept: int) -> Non
     """
 
     async def main() -> None:
-        bench = Bench(flavour)
+        bench = EngineDriver(flavour)
         call = bench.call(5)
         await bench.steps(2)
         assert bench.engine.evict(1)
@@ -207,7 +207,7 @@ def test_preemption_takes_the_youngest_and_loses_nothing() -> None:
     """
 
     async def main() -> None:
-        bench = Bench(kv_tokens=14)
+        bench = EngineDriver(kv_tokens=14)
         calls = [bench.call(6, (9, number, 1)) for number in range(3)]
         outputs = await asyncio.gather(*calls)
         assert [(event.call_id, event.time) for event in bench.events(Admit)] == [
@@ -230,7 +230,7 @@ def test_one_call_may_exceed_the_capacity() -> None:
     """A call that does not fit even alone still ends: the fake never deadlocks."""
 
     async def main() -> None:
-        bench = Bench(kv_tokens=2)
+        bench = EngineDriver(kv_tokens=2)
         outputs = await asyncio.gather(bench.call(5), bench.call(5, (9, 9, 9)))
         assert [len(output.token_ids) for output in outputs] == [5, 5]
 

@@ -18,7 +18,7 @@ from rollproof.core.trace import Abort, Fault, PauseMode
 from rollproof.errors import UsageError
 from rollproof.fakes.engine.exceptions import BadCall, EnginePaused
 from rollproof.fakes.engine.flavours import FLAVOURS, VersionTag, engine_contract, flavour_named
-from tests.support.engine_driver import PROMPT, Bench, on_clock, spans
+from tests.support.engine_driver import PROMPT, EngineDriver, on_clock, spans
 
 NAMES = tuple(FLAVOURS)
 SGLANG = ("sglang", "sglang-0.5.17")
@@ -27,12 +27,14 @@ VLLM = ("vllm", "vllm-0.26", "vllm-gated")
 
 def _answer(flavour: str, tokens: int = 3, **more: Any) -> EngineOutput:
     async def main() -> EngineOutput:
-        return await Bench(flavour, model=more.pop("model", None)).call(tokens, **more)
+        return await EngineDriver(flavour, model=more.pop("model", None)).call(tokens, **more)
 
     return on_clock(main)
 
 
-async def _aborted(bench: Bench, *, queued: bool = False, steps: float = 0.5) -> EngineOutput:
+async def _aborted(
+    bench: EngineDriver, *, queued: bool = False, steps: float = 0.5
+) -> EngineOutput:
     """One call, aborted after ``steps`` while it runs, or while it waits behind another."""
     other = bench.call(9, (1, 1), request_id="other") if queued else None
     call = bench.call(6, request_id="mine")
@@ -99,7 +101,7 @@ def test_trtllm_has_moe_layers_only() -> None:
     """TensorRT-LLM #18397: (seq_len - 1, num_moe_layers, top_k), pre-EPLB logical ids."""
 
     async def main() -> None:
-        bench = Bench("trtllm")
+        bench = EngineDriver("trtllm")
         output = await bench.call(3)
         ids = [*PROMPT, *output.token_ids]
         np.testing.assert_array_equal(output.routes, bench.policy.routes(0, ids[:-1])[:, [1, 2, 3]])
@@ -114,7 +116,7 @@ def test_rows_t_ends_in_filler() -> None:
     """
 
     async def main() -> None:
-        bench = Bench("rows-T")
+        bench = EngineDriver("rows-T")
         output = await bench.call(3)
         ids = [*PROMPT, *output.token_ids]
         assert output.routes is not None
@@ -137,9 +139,9 @@ def test_finish_reasons_are_spelled_as_the_engine_does(
     """
 
     async def main() -> None:
-        bench = Bench(name, model=Model(eos_every=1))
+        bench = EngineDriver(name, model=Model(eos_every=1))
         assert (await bench.call(3)).native == stop
-        bench = Bench(name)
+        bench = EngineDriver(name)
         assert (await bench.call(3)).native == length
         output = await _aborted(bench, steps=2.5)
         assert (output.native, output.message) == (abort, "Aborted" if name in SGLANG else "")
@@ -154,7 +156,7 @@ def test_empty_abort_of_a_running_call(name: str) -> None:
     """
 
     async def main() -> None:
-        bench = Bench(name, prefill_chunk=3)
+        bench = EngineDriver(name, prefill_chunk=3)
         output = await _aborted(bench, steps=1.5)
         assert (output.token_ids, output.finish_reason, output.routes) == (
             (),
@@ -180,7 +182,7 @@ def test_abort_in_the_queue(name: str) -> None:
     """
 
     async def main() -> None:
-        output = await _aborted(Bench(name, max_batch=1), queued=True)
+        output = await _aborted(EngineDriver(name, max_batch=1), queued=True)
         assert (output.token_ids, output.routes, output.cached_tokens) == (
             (),
             None,
@@ -198,7 +200,7 @@ def test_abort_in_the_queue_after_a_retraction(name: str) -> None:
     """
 
     async def main() -> None:
-        bench = Bench(name)
+        bench = EngineDriver(name)
         call = bench.call(6, request_id="mine")
         await bench.steps(2)
         await bench.engine.pause(PauseMode.RETRACT)
@@ -218,7 +220,7 @@ def test_abort_in_the_queue_after_a_retraction(name: str) -> None:
 
 async def _overtaken(name: str | Any) -> EngineOutput:
     """A call that an update without a pause overtakes after two tokens."""
-    bench = Bench(name)
+    bench = EngineDriver(name)
     call = bench.call(4)
     await bench.steps(1)
     await bench.engine.load(1, "v1")
@@ -269,7 +271,7 @@ def test_version_tags_of_an_empty_abort(name: str, version: Any, shown: Any) -> 
     """Without tokens vLLM shows no span, SGLang one empty span (run: ``[{v, 0, 0}]``)."""
 
     async def main() -> None:
-        output = await _aborted(Bench(name))
+        output = await _aborted(EngineDriver(name))
         assert (output.version, output.spans) == (version, shown)
 
     on_clock(main)
@@ -279,7 +281,7 @@ def test_an_update_without_a_label_leaves_the_version_unknown() -> None:
     """Nothing was published for these weights: what is shown is ``None``, which equals no version."""
 
     async def main() -> None:
-        bench = Bench()
+        bench = EngineDriver()
         call = bench.call(4)
         await bench.steps(1)
         await bench.engine.load(1, None)
@@ -316,7 +318,7 @@ def test_calls_while_paused(name: str) -> None:
     """
 
     async def main() -> None:
-        bench = Bench(name)
+        bench = EngineDriver(name)
         await bench.engine.pause()
         call = bench.call(2)
         if name == "trtllm":
@@ -342,7 +344,7 @@ def test_abort_by_prefix(name: str, hit: tuple[int, ...]) -> None:
     """
 
     async def main() -> None:
-        bench = Bench(name)
+        bench = EngineDriver(name)
         calls = [
             bench.call(4, (9, number), request_id=handle)
             for number, handle in enumerate(("1", "10", "2"))

@@ -38,8 +38,8 @@ from rollproof.fakes.coded.policy import CodedPolicy
 from rollproof.fakes.engine.exceptions import ServerDied
 from rollproof.fakes.engine.flavours import FLAVOURS
 from rollproof.fakes.engine.fleet import Fleet
-from rollproof.judging.judge import judge
-from tests.support.client_cases import ABORT, MODEL, R0, SYNC, act, handed, ran, rollout_of
+from rollproof.verification.traces import judge
+from tests.support.client_cases import ABORT, MODEL, R0, SYNC, act, delivered, ran, rollout_of
 from tests.support.engine_driver import on_clock
 
 
@@ -86,17 +86,15 @@ def test_a_resumed_sample_is_what_the_contract_says(name: str, flavour: str) -> 
     filler, tags and reason.
     """
     trace = ran(REFERENCES[name], *HIT, flavour=flavour)
-    rollout, contract = handed(trace), trace.header.contract
+    rollout, contract = delivered(trace), trace.header.contract
     assert samplers(trace) == [0, 0, 0, 1, 1, 2]
     assert (len(rollout.response_ids), rollout.finish_reason) == (6, FinishReason.LENGTH)
-    delivered = [event.output for event in trace if isinstance(event, Reply) and event.delivered]
-    assert rollout.response_ids == tuple(
-        token for output in delivered for token in output.token_ids
-    )
+    outputs = [event.output for event in trace if isinstance(event, Reply) and event.delivered]
+    assert rollout.response_ids == tuple(token for output in outputs for token in output.token_ids)
     assert rollout.logprobs is not None
     np.testing.assert_array_equal(
         rollout.logprobs,
-        np.concatenate([output.logprobs for output in delivered if output.logprobs is not None]),
+        np.concatenate([output.logprobs for output in outputs if output.logprobs is not None]),
     )
     assert rollout.routes is not None
     want = columns(
@@ -173,7 +171,7 @@ def test_what_is_left_of_the_budget_is_asked_for() -> None:
     trace = ran(AsSampled, ABORT(2), ABORT(2), ABORT(5))
     calls = [event for event in trace if isinstance(event, Call)]
     assert [call.max_tokens for call in calls] == [6, 4, 4, 1]
-    ids = (*R0.prompt_ids, *handed(trace).response_ids)
+    ids = (*R0.prompt_ids, *delivered(trace).response_ids)
     assert [call.prompt_ids for call in calls] == [ids[:3], ids[:5], ids[:5], ids[:8]]
     assert len({call.sampling["temperature"] for call in calls}) == 1
 
@@ -181,14 +179,14 @@ def test_what_is_left_of_the_budget_is_asked_for() -> None:
 def test_an_abort_on_the_last_token_needs_no_further_call() -> None:
     """The budget is used up: the sample ends with ``length``, and nobody is asked for zero tokens."""
     trace = ran(AsSampled, ABORT(6, race=True))
-    assert handed(trace).finish_reason is FinishReason.LENGTH
+    assert delivered(trace).finish_reason is FinishReason.LENGTH
     assert sum(isinstance(event, Call) for event in trace) == 1
 
 
 def test_an_abort_on_the_end_of_sequence_ends_the_sample() -> None:
     """A client that knows the stop token does not sample past it."""
     for seed in range(40):
-        plain = handed(ran(AsSampled, model=replace(MODEL, eos_every=4), seed=seed))
+        plain = delivered(ran(AsSampled, model=replace(MODEL, eos_every=4), seed=seed))
         if plain.finish_reason is FinishReason.STOP:
             break
     trace = ran(
@@ -197,7 +195,7 @@ def test_an_abort_on_the_end_of_sequence_ends_the_sample() -> None:
         model=replace(MODEL, eos_every=4),
         seed=seed,
     )
-    assert (handed(trace).response_ids, handed(trace).finish_reason) == (
+    assert (delivered(trace).response_ids, delivered(trace).finish_reason) == (
         plain.response_ids,
         FinishReason.STOP,
     )
@@ -213,7 +211,7 @@ def test_turns() -> None:
         observed = [event.token_ids for event in trace if isinstance(event, Observation)]
         if len(observed) == 2:
             break
-    rollout, contract = handed(trace), trace.header.contract
+    rollout, contract = delivered(trace), trace.header.contract
     assert observed == [(7, 8), (9,)]
     assert rollout.loss_mask is not None
     assert rollout.logprobs is not None
@@ -235,7 +233,7 @@ def test_no_turn_begins_that_has_no_room() -> None:
     request = replace(R0, turns=((7, 8, 9),), max_tokens=4)
     for seed in range(40):
         trace = ran(AsSampled, request=request, model=replace(MODEL, eos_every=2), seed=seed)
-        rollout = handed(trace)
+        rollout = delivered(trace)
         room = 4 - next(len(event.output.token_ids) for event in trace if isinstance(event, Reply))
         assert any(isinstance(event, Observation) for event in trace) is (room > 3)
         assert len(rollout.response_ids) <= 4
@@ -277,7 +275,7 @@ def test_engine_keep_makes_one_call(mode: PauseMode, flavour: str) -> None:
         pause_mode=mode,
         clear_cache=mode is not PauseMode.IN_PLACE,
     )
-    rollout = handed(trace)
+    rollout = delivered(trace)
     assert sum(isinstance(event, Call) for event in trace) == 1
     assert len(rollout.response_ids) == 6
     again = flavour == "sglang" and mode is not PauseMode.IN_PLACE
@@ -325,7 +323,7 @@ def test_a_dead_server_is_left_for_another() -> None:
     calls = [event for event in trace if isinstance(event, Call)]
     assert [call.server_id for call in calls] == ["s0", "s0", "s1"]
     assert [len(call.prompt_ids) for call in calls] == [3, 5, 5]
-    assert len(handed(trace).response_ids) == 6
+    assert len(delivered(trace).response_ids) == 6
 
 
 def test_a_lost_reply_is_asked_for_again() -> None:
@@ -344,7 +342,7 @@ def test_a_paused_server_is_tried_again(flavour: str) -> None:
     own.
     """
     trace = ran(AsSampled, SYNC(2), flavour=flavour, engine=EngineOptions(step=4.0))
-    assert len(handed(trace).response_ids) == 6
+    assert len(delivered(trace).response_ids) == 6
     assert sum(isinstance(event, Call) for event in trace) > 2
 
 

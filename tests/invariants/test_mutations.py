@@ -13,49 +13,59 @@ import pytest
 
 from rollproof.core.records import FinishReason, Rollout, Span
 from rollproof.core.trace import Call, Trace
-from tests.support.scripted_rollouts import Part, blamed, sample_of, tell, with_sample
+from tests.support.scripted_rollouts import (
+    ScriptedCall,
+    blamed,
+    sample_of,
+    script_rollout,
+    with_sample,
+)
 
 Change: TypeAlias = "tuple[str, Rollout, str]"
 """What was changed, the changed sample, and the check that must see it."""
 
-STORIES: dict[str, tuple[Part, ...]] = {
+STORIES: dict[str, tuple[ScriptedCall, ...]] = {
     "resumed": (
-        Part(tokens=(11, 12, 13)),
-        Part(tokens=(21,), version=1),
-        Part(tokens=(31, 32), version=1, reason="length"),
+        ScriptedCall(tokens=(11, 12, 13)),
+        ScriptedCall(tokens=(21,), version=1),
+        ScriptedCall(tokens=(31, 32), version=1, reason="length"),
     ),
     "empty calls": (
-        Part(),
-        Part(tokens=(11, 12), version=1),
-        Part(version=2),
-        Part(tokens=(21,), version=2, reason="stop"),
+        ScriptedCall(),
+        ScriptedCall(tokens=(11, 12), version=1),
+        ScriptedCall(version=2),
+        ScriptedCall(tokens=(21,), version=2, reason="stop"),
     ),
     "two turns": (
-        Part(tokens=(11,), reason="stop"),
-        Part(said=(91, 92), tokens=(21,), version=1),
-        Part(tokens=(22,), version=1, reason="stop"),
+        ScriptedCall(tokens=(11,), reason="stop"),
+        ScriptedCall(observed=(91, 92), tokens=(21,), version=1),
+        ScriptedCall(tokens=(22,), version=1, reason="stop"),
     ),
     "lost and restarted": (
-        Part(tokens=(11,)),
-        Part(tokens=(5,), lost=True, version=1),
-        Part(tokens=(21, 22), anew=True, version=1, reason="stop"),
+        ScriptedCall(tokens=(11,)),
+        ScriptedCall(tokens=(5,), lost=True, version=1),
+        ScriptedCall(tokens=(21, 22), restart=True, version=1, reason="stop"),
     ),
-    "one call": (Part(tokens=(11, 12, 13), version=1, reason="stop"),),
+    "one call": (ScriptedCall(tokens=(11, 12, 13), version=1, reason="stop"),),
 }
 KINDS = ("sample", "min-max", "call", "span", "token")
 
 
 def story(name: str, kind: str) -> Trace:
     """A correct trace; budget 6, so that the first story uses it up."""
-    warm = tell(Part(reason="stop"), request_id="warm", prompt=(9,), versions=kind, loss_mask=True)
-    late = tell(
-        Part(version=3, reason="stop", server="s1"),
+    warm = script_rollout(
+        ScriptedCall(reason="stop"), request_id="warm", prompt=(9,), versions=kind, loss_mask=True
+    )
+    late = script_rollout(
+        ScriptedCall(version=3, reason="stop", server="s1"),
         request_id="late",
         prompt=(8,),
         versions=kind,
-        teller=warm,
+        script=warm,
     )
-    return tell(*STORIES[name], budget=6, versions=kind, loss_mask=True, teller=late).trace()
+    return script_rollout(
+        *STORIES[name], budget=6, versions=kind, loss_mask=True, script=late
+    ).trace()
 
 
 def token_changes(sample: Rollout) -> Iterator[Change]:

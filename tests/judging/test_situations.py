@@ -9,7 +9,7 @@ import pytest
 from rollproof.core.records import Span
 from rollproof.core.trace import Fault, PauseMode, Trace
 from rollproof.judging.situations import Scenarios
-from tests.support.trace_script import Teller
+from tests.support.trace_script import TraceScript
 
 
 def _counts(trace: Trace) -> dict[str, int]:
@@ -19,90 +19,90 @@ def _counts(trace: Trace) -> dict[str, int]:
     return scenarios.counts
 
 
-def _teller(*servers: str) -> Teller:
-    teller = Teller()
+def _teller(*servers: str) -> TraceScript:
+    script = TraceScript()
     for server in servers or ("s0",):
-        teller.weights(0, server)
-    teller.submit()
-    return teller
+        script.weights(0, server)
+    script.submit()
+    return script
 
 
-def _aborted(tokens: tuple[int, ...], *, admitted: bool = True) -> Teller:
-    teller = _teller()
-    call = teller.call((1, 2)) if admitted else teller.send()
-    return teller.reply(call, tokens, reason="abort")  # type: ignore[return-value]
+def _aborted(tokens: tuple[int, ...], *, admitted: bool = True) -> TraceScript:
+    script = _teller()
+    call = script.call((1, 2)) if admitted else script.send()
+    return script.reply(call, tokens, reason="abort")  # type: ignore[return-value]
 
 
-def _two_versions() -> Teller:
-    teller = _aborted((3,))
-    teller.weights(1)
-    call = teller.call((1, 2, 3))
-    return teller.reply(call, (4,), version=1, reason="abort")  # type: ignore[return-value]
+def _two_versions() -> TraceScript:
+    script = _aborted((3,))
+    script.weights(1)
+    call = script.call((1, 2, 3))
+    return script.reply(call, (4,), version=1, reason="abort")  # type: ignore[return-value]
 
 
-def _three_versions() -> Teller:
-    teller = _two_versions()
-    teller.weights(2)
-    call = teller.call((1, 2, 3, 4))
-    return teller.reply(call, (5, 6), version=2).result((3, 4, 5, 6))  # type: ignore[return-value]
+def _three_versions() -> TraceScript:
+    script = _two_versions()
+    script.weights(2)
+    call = script.call((1, 2, 3, 4))
+    return script.reply(call, (5, 6), version=2).result((3, 4, 5, 6))  # type: ignore[return-value]
 
 
-def _in_one_call() -> Teller:
-    teller = _teller()
-    call = teller.call((1, 2))
-    teller.pause(PauseMode.RETRACT, progress={call: 1}).weights(1).resume()
+def _in_one_call() -> TraceScript:
+    script = _teller()
+    call = script.call((1, 2))
+    script.pause(PauseMode.RETRACT, progress={call: 1}).weights(1).resume()
     spans = (Span(start=0, end=1, version=0), Span(start=1, end=2, version=1))
-    return teller.admit(call).reply(call, (3, 4), true_tokens=spans)  # type: ignore[return-value]
+    return script.admit(call).reply(call, (3, 4), true_tokens=spans)  # type: ignore[return-value]
 
 
-def _preempted() -> Teller:
-    teller = _teller()
-    call = teller.call((1, 2))
-    return teller.admit(call)
+def _preempted() -> TraceScript:
+    script = _teller()
+    call = script.call((1, 2))
+    return script.admit(call)
 
 
-def _cached() -> Teller:
-    teller = _teller()
-    call = teller.call((1, 2))
-    return teller.reply(call, (3, 4, 5, 6), prompt_len=2, output={"cached_tokens": 1})  # type: ignore[return-value]
+def _cached() -> TraceScript:
+    script = _teller()
+    call = script.call((1, 2))
+    return script.reply(call, (3, 4, 5, 6), prompt_len=2, output={"cached_tokens": 1})  # type: ignore[return-value]
 
 
-def _ended(reason: str, tokens: tuple[int, ...]) -> Teller:
-    teller = _teller()
-    call = teller.call((1, 2))
-    return teller.reply(call, tokens, reason=reason)  # type: ignore[return-value]
+def _ended(reason: str, tokens: tuple[int, ...]) -> TraceScript:
+    script = _teller()
+    call = script.call((1, 2))
+    return script.reply(call, tokens, reason=reason)  # type: ignore[return-value]
 
 
-def _out_of_step() -> Teller:
-    teller = _teller("s0", "s1")
-    teller.weights(1, "s1")
-    teller.call((1, 2))
-    return teller
+def _out_of_step() -> TraceScript:
+    script = _teller("s0", "s1")
+    script.weights(1, "s1")
+    script.call((1, 2))
+    return script
 
 
-def _dead() -> Teller:
-    teller = _teller()
-    teller.call((1, 2))
-    return teller.fault("death", "s0").fault("revive", "s0")
+def _dead() -> TraceScript:
+    script = _teller()
+    script.call((1, 2))
+    return script.fault("death", "s0").fault("revive", "s0")
 
 
-def _faults(*whats: str) -> Teller:
-    teller = _teller()
+def _faults(*whats: str) -> TraceScript:
+    script = _teller()
     for what in whats:
-        teller.fault(what, call_id=1)
-    return teller
+        script.fault(what, call_id=1)
+    return script
 
 
-def _idle(**update: object) -> Teller:
-    teller = Teller()
-    teller.weights(0).weights(**{"version": 1, **update})  # type: ignore[arg-type]
-    return teller
+def _idle(**update: object) -> TraceScript:
+    script = TraceScript()
+    script.weights(0).weights(**{"version": 1, **update})  # type: ignore[arg-type]
+    return script
 
 
-def _running() -> Teller:
-    teller = _teller()
-    teller.call((1, 2))
-    return teller.weights(1)  # type: ignore[return-value]
+def _running() -> TraceScript:
+    script = _teller()
+    script.call((1, 2))
+    return script.weights(1)  # type: ignore[return-value]
 
 
 @pytest.mark.parametrize(
@@ -154,30 +154,30 @@ def _running() -> Teller:
         (lambda: _teller().result(event={"hung": True}), "requests that hung", 1),
     ],
 )
-def test_a_situation_is_counted(tell: Callable[[], Teller], name: str, count: int) -> None:
+def test_a_situation_is_counted(tell: Callable[[], TraceScript], name: str, count: int) -> None:
     """Each situation by the trace that shows it."""
     assert count == _counts(tell().trace()).get(name), _counts(tell().trace())
 
 
 def test_weights_that_a_server_starts_with_are_no_update() -> None:
     """Counting them would make every run look as if it had met updates."""
-    assert {} == _counts(Teller().weights(0).weights(0, "s1").trace())
+    assert {} == _counts(TraceScript().weights(0).weights(0, "s1").trace())
 
 
 def test_replicas_are_in_step_again_after_the_update_has_reached_all() -> None:
     """Only calls in between are counted."""
-    teller = _out_of_step()
-    teller.weights(1)
-    teller.call((1, 2))
-    assert 1 == _counts(teller.trace())["calls while replicas were out of step"]
+    script = _out_of_step()
+    script.weights(1)
+    script.call((1, 2))
+    assert 1 == _counts(script.trace())["calls while replicas were out of step"]
 
 
 def test_a_call_that_was_given_up_keeps_no_server_busy() -> None:
     """It has no reply; its request's end is its end."""
-    teller = _teller()
-    teller.call((1, 2))
-    teller.result((3,)).weights(1)
-    counts = _counts(teller.trace())
+    script = _teller()
+    script.call((1, 2))
+    script.result((3,)).weights(1)
+    counts = _counts(script.trace())
     assert (1, None) == (
         counts["weight updates while idle"],
         counts.get("weight updates while calls ran"),
@@ -193,9 +193,9 @@ def test_names_are_sorted_and_what_never_occurred_is_left_out() -> None:
 
 def test_events_that_refer_to_nothing_known_are_ignored() -> None:
     """A trace that began late."""
-    teller = Teller()
-    teller.admit(7).reply(7, (3,)).observe(5).result((3,))
-    assert {} == _counts(teller.trace())
+    script = TraceScript()
+    script.admit(7).reply(7, (3,)).observe(5).result((3,))
+    assert {} == _counts(script.trace())
 
 
 def test_a_stream_that_may_have_broken_is_counted_in_words() -> None:

@@ -10,7 +10,7 @@ import pytest
 
 from rollproof.core.contract import Provenance
 from rollproof.core.records import FinishReason, Span
-from tests.support.call_histories import PROMPT, History, one
+from tests.support.call_histories import PROMPT, History, resumed_history
 
 
 class TestExamples:
@@ -37,7 +37,7 @@ class TestExamples:
 
     def test_the_boundary_row_comes_from_the_next_segment(self) -> None:
         """The last token of a segment was not forwarded by it."""
-        history = one((11, 12), (13,))
+        history = resumed_history((11, 12), (13,))
         rows = history.stitch().rows
         assert rows is not None
         assert [0, 1, 2, 3, 1004] == rows[:, 0, 0].tolist()
@@ -47,11 +47,11 @@ class TestExamples:
 
     def test_an_empty_reply_changes_nothing(self) -> None:
         """First, in the middle or last: no token, no row, no version."""
-        plain = one((11, 12), (13,)).stitch()
+        plain = resumed_history((11, 12), (13,)).stitch()
         for at in range(3):
             parts: list[tuple[int, ...]] = [(11, 12), (13,)]
             parts.insert(at, ())
-            stitched = one(*parts).stitch()
+            stitched = resumed_history(*parts).stitch()
             assert plain.response_ids == stitched.response_ids
             assert plain.rows is not None and stitched.rows is not None
             assert (plain.rows % 1000 == stitched.rows % 1000).all()
@@ -67,21 +67,21 @@ class TestExamples:
 
     def test_the_second_delivery_of_a_reply_counts_for_nothing(self) -> None:
         """A duplicate is the same reply again."""
-        history = one((11, 12))
+        history = resumed_history((11, 12))
         history.reply(history.attempts[0], (11, 12), duplicate=True)
         history.reply(history.call((*PROMPT, 11, 12)), (13,), "stop")
         assert (11, 12, 13) == history.stitch().response_ids
 
     def test_a_restart_forgets_what_came_after_it(self) -> None:
         """From the prompt nothing is left, not even rows; from the middle what had been sent."""
-        history = one((11, 12, 13))
+        history = resumed_history((11, 12, 13))
         history.reply(history.call(PROMPT), (21,), "stop")
         stitched = history.stitch()
         assert ((21,), [1000, 1001, 1002]) == (
             stitched.response_ids,
             stitched.rows[:, 0, 0].tolist(),
         )  # type: ignore[index]
-        history = one((11, 12, 13))
+        history = resumed_history((11, 12, 13))
         history.reply(history.call((*PROMPT, 11, 12)), (21,), "stop")
         stitched = history.stitch()
         assert (11, 12, 21) == stitched.response_ids
@@ -138,7 +138,7 @@ class TestExamples:
 
     def test_a_call_that_does_not_continue_breaks_the_fold(self) -> None:
         """Nothing behind it can be judged; what came before stands."""
-        history = one((11, 12))
+        history = resumed_history((11, 12))
         history.reply(history.call((*PROMPT, 11, 99)), (13,))
         history.reply(history.call((*PROMPT, 11, 99, 13)), (14,), "stop")
         stitched = history.stitch()
@@ -151,7 +151,7 @@ class TestExamples:
 
     def test_a_wrong_call_without_a_reply_breaks_nothing(self) -> None:
         """Its step tells of it; no token came of it."""
-        history = one((11,))
+        history = resumed_history((11,))
         history.call((*PROMPT, 99))
         history.reply(history.call((*PROMPT, 11)), (12,), "stop")
         stitched = history.stitch()
@@ -186,7 +186,7 @@ class TestExamples:
 
     def test_what_a_turn_has_spent(self) -> None:
         """Counts from the environment's last word, and what a restart gives up does not count."""
-        history = one((11, 12), (13,))
+        history = resumed_history((11, 12), (13,))
         history.reply(history.call((*PROMPT, 11, 12, 13)), (14,), "stop")
         history.observe(91)
         history.reply(history.call((*PROMPT, 11, 12, 13, 14, 91)), (21, 22))

@@ -15,7 +15,7 @@ from rollproof.core.trace import Call, Observation, Reply
 from rollproof.judging.request_view import Attempt
 from rollproof.judging.stitching import Stitched, stitch
 
-__all__ = ["PROMPT", "History", "one", "rows_of"]
+__all__ = ["PROMPT", "History", "resumed_history", "rows_of"]
 
 PROMPT: tuple[int, ...] = (1, 2, 3)
 
@@ -91,7 +91,7 @@ def rows_of(number: int, count: int) -> np.ndarray:
     return (1000 * number + np.arange(count)).astype(np.int32).reshape(count, 1, 1)
 
 
-def one(*parts: tuple[int, ...]) -> History:
+def resumed_history(*parts: tuple[int, ...]) -> History:
     """A rollout resumed after each part."""
     history = History()
     known = PROMPT

@@ -46,7 +46,7 @@ def rollout_of(trace: Trace) -> Rollout | None:
     return results[0].rollout
 
 
-def handed(trace: Trace) -> Rollout:
+def delivered(trace: Trace) -> Rollout:
     """The sample that was handed over."""
     rollout = rollout_of(trace)
     assert rollout is not None

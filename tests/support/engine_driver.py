@@ -16,7 +16,7 @@ from rollproof.fakes.engine.fake_engine import FakeEngine
 from rollproof.fakes.engine.flavours import FLAVOURS, Flavour
 from rollproof.simulation import virtual_loop
 
-__all__ = ["PROMPT", "Bench", "on_clock", "pure", "spans"]
+__all__ = ["PROMPT", "EngineDriver", "on_clock", "pure", "spans"]
 
 PROMPT = (5, 6, 7, 8)
 """Prompt of the calls that do not say otherwise."""
@@ -30,7 +30,7 @@ def on_clock(main: Callable[[], Coroutine[Any, Any, _T]]) -> _T:
     return virtual_loop.run(main)
 
 
-class Bench:
+class EngineDriver:
     """One engine with version 0, a recorder, and calls that run as tasks. A step takes one virtual
     second.
     """

@@ -15,11 +15,13 @@ from rollproof.core.contract import Contract
 from rollproof.core.records import Span
 from rollproof.core.trace import Trace
 from rollproof.invariants.routes import CHECKS
-from rollproof.judging.checks import Finding, Registry
-from rollproof.judging.judge import Judgement, judge
+from rollproof.judging.checks import Finding
+from rollproof.judging.judge import Judgement
+from rollproof.judging.registry import Registry
+from rollproof.verification.traces import judge
 from tests.support.trace_builder import TraceBuilder, contract
 
-__all__ = ["Segment", "Story", "failing", "filler", "only_finding"]
+__all__ = ["RoutedRequest", "Segment", "failing", "filler", "only_finding"]
 
 REGISTRY = Registry(CHECKS)
 
@@ -56,7 +58,7 @@ def _draws(seed: int, request: int, version: int, layers: int, experts: int) -> 
 
 
 @dataclass
-class Story:
+class RoutedRequest:
     """A resumed request under a contract. ``engine_rows`` is ``T-1`` or a filler kind of engines
     that return T rows.
     """
@@ -126,7 +128,7 @@ class Story:
         assert c.final_row is not None
         return np.concatenate([rows, filler(str(c.final_row), rows)])
 
-    def tell(
+    def record_in(
         self,
         builder: TraceBuilder,
         routes: np.ndarray | None,
@@ -160,17 +162,25 @@ class Story:
         builder.result(response, self.request_id, ids[: self.prompt], routes=routes, **result)
 
     def trace(
-        self, routes: np.ndarray | None, *others: Story, keep: int | None = None, **result: Any
+        self,
+        routes: np.ndarray | None,
+        *others: RoutedRequest,
+        keep: int | None = None,
+        **result: Any,
     ) -> Trace:
         """A trace of ``others``, told correctly, and of this request with ``routes``."""
         builder = TraceBuilder(self.contract)
         for other in others:
-            other.tell(builder, other.good())
-        self.tell(builder, routes, keep, **result)
+            other.record_in(builder, other.good())
+        self.record_in(builder, routes, keep, **result)
         return builder.trace()
 
     def judged(
-        self, routes: np.ndarray | None, *others: Story, keep: int | None = None, **result: Any
+        self,
+        routes: np.ndarray | None,
+        *others: RoutedRequest,
+        keep: int | None = None,
+        **result: Any,
     ) -> Judgement:
         """The verdicts of the route checks."""
         return judge(self.trace(routes, *others, keep=keep, **result), REGISTRY)

@@ -18,19 +18,19 @@ from rollproof.core.records import FinishReason, Rollout, Span, Version
 from rollproof.core.trace import Result, Trace
 from rollproof.invariants.stitch import samples
 from rollproof.invariants.versions import sample_tags
-from rollproof.judging.checks import Registry
-from rollproof.judging.judge import judge
+from rollproof.judging.registry import Registry
+from rollproof.verification.traces import judge
 from tests.support.trace_builder import TraceBuilder
-from tests.support.trace_script import Teller
+from tests.support.trace_script import TraceScript
 
-__all__ = ["REGISTRY", "Part", "blamed", "sample_of", "tell", "with_sample"]
+__all__ = ["REGISTRY", "ScriptedCall", "blamed", "sample_of", "script_rollout", "with_sample"]
 
 REGISTRY = Registry([*samples.CHECKS, *sample_tags.CHECKS])
 _SAME = object()
 
 
 @dataclass(frozen=True, kw_only=True)
-class Part:
+class ScriptedCall:
     """One engine call: what it sampled, under which weights, how it ended.
 
     ``shown`` is the label that the engine shows (the true one unless given), ``said`` what the
@@ -44,9 +44,9 @@ class Part:
     version: int | str = 0
     shown: Any = _SAME
     logprobs: bool = True
-    said: tuple[int, ...] = ()
+    observed: tuple[int, ...] = ()
     lost: bool = False
-    anew: bool = False
+    restart: bool = False
     server: str = "s0"
     call: Mapping[str, Any] = field(default_factory=dict)
     reply: Mapping[str, Any] = field(default_factory=dict)
@@ -54,7 +54,7 @@ class Part:
 
 
 @dataclass
-class _Known:
+class _ClientState:
     """What the stack has so far."""
 
     ids: tuple[int, ...] = ()
@@ -65,8 +65,8 @@ class _Known:
     turn: int = 0
 
 
-def tell(
-    *parts: Part,
+def script_rollout(
+    *parts: ScriptedCall,
     request_id: str = "r0",
     prompt: tuple[int, ...] = (1, 2),
     budget: int | None = 8,
@@ -75,9 +75,9 @@ def tell(
     sample: Mapping[str, Any] | None = None,
     event: Mapping[str, Any] | None = None,
     recorded: bool = True,
-    teller: Teller | None = None,
+    script: TraceScript | None = None,
     **contract: Any,
-) -> Teller:
+) -> TraceScript:
     """The whole story of one request, told correctly; ``sample`` overrides fields of the delivered
     sample.
 
@@ -85,10 +85,10 @@ def tell(
     given); ``recorded`` is whether the environment's words are recorded as observations; ``teller``
     continues an earlier story.
     """
-    out = teller if teller is not None else Teller(**contract)
+    out = script if script is not None else TraceScript(**contract)
     labels = labels or {}
     out.submit(request_id, prompt, budget, **(request or {}))
-    known, serving = _Known(), _serving(out)
+    state, serving = _ClientState(), _serving(out)
     for part in parts:
         if serving.get(part.server) != part.version:
             out.weights(part.version, part.server, label=labels.get(part.version, part.version))  # type: ignore[arg-type]
@@ -99,12 +99,12 @@ def tell(
             request_id,
             prompt,
             budget,
-            known,
+            state,
             labels.get(part.version, part.version),
             recorded,
         )
     last = next((part for part in reversed(parts) if not part.lost), None)
-    made = _sample(out, known, last.reason if last is not None else "abort")
+    made = _sample(out, state, last.reason if last is not None else "abort")
     out.result(
         request_id=request_id, prompt=prompt, event=dict(event or {}), **{**made, **(sample or {})}
     )
@@ -137,7 +137,7 @@ def with_sample(trace: Trace, rollout: Rollout) -> Trace:
     return trace.with_events([*trace.events[:-1], replace(result, rollout=rollout)])
 
 
-def _serving(out: Teller) -> dict[str, Any]:
+def _serving(out: TraceScript) -> dict[str, Any]:
     if not hasattr(out, "serving"):
         out.serving = {}  # type: ignore[attr-defined]
     found: dict[str, Any] = out.serving  # type: ignore[attr-defined]
@@ -145,26 +145,26 @@ def _serving(out: Teller) -> dict[str, Any]:
 
 
 def _call(
-    out: Teller,
-    part: Part,
+    out: TraceScript,
+    part: ScriptedCall,
     request_id: str,
     prompt: tuple[int, ...],
     budget: int | None,
-    known: _Known,
+    state: _ClientState,
     label: Version,
     recorded: bool,
 ) -> None:
-    if part.anew:
-        known.__init__()  # type: ignore[misc]
-    if part.said:
+    if part.restart:
+        state.__init__()  # type: ignore[misc]
+    if part.observed:
         if recorded:
-            out.observe(*part.said, request_id=request_id)
-        _extend(known, part.said, (np.nan,) * len(part.said), 0, None)
-        known.turn = len(known.ids)
-    left = None if budget is None else budget - (len(known.ids) - known.turn)
+            out.observe(*part.observed, request_id=request_id)
+        _extend(state, part.observed, (np.nan,) * len(part.observed), 0, None)
+        state.turn = len(state.ids)
+    left = None if budget is None else budget - (len(state.ids) - state.turn)
     call = out.call(
         **{
-            "prompt": prompt + known.ids,
+            "prompt": prompt + state.ids,
             "request_id": request_id,
             "max_tokens": left,
             "server": part.server,
@@ -172,7 +172,7 @@ def _call(
         }
     )
     count = len(part.tokens)
-    values = tuple(-(0.25 + 0.5 * i + 0.125 * len(known.ids)) for i in range(count))
+    values = tuple(-(0.25 + 0.5 * i + 0.125 * len(state.ids)) for i in range(count))
     shown = label if part.shown is _SAME else part.shown
     output = {
         "logprobs": np.array(values) if part.logprobs and count else None,
@@ -189,25 +189,25 @@ def _call(
     )
     if part.lost:
         return
-    _extend(known, part.tokens, values if part.logprobs else (np.nan,) * count, 1, label)
+    _extend(state, part.tokens, values if part.logprobs else (np.nan,) * count, 1, label)
     if count:
-        known.calls += (label,)
+        state.calls += (label,)
 
 
 def _extend(
-    known: _Known, ids: tuple[int, ...], logprobs: tuple[float, ...], own: int, label: Version
+    state: _ClientState, ids: tuple[int, ...], logprobs: tuple[float, ...], own: int, label: Version
 ) -> None:
-    known.ids += ids
-    known.logprobs += logprobs
-    known.mask += (own,) * len(ids)
-    known.labels += (label,) * len(ids)
+    state.ids += ids
+    state.logprobs += logprobs
+    state.mask += (own,) * len(ids)
+    state.labels += (label,) * len(ids)
 
 
-def _sample(out: Teller, known: _Known, reason: str) -> dict[str, Any]:
+def _sample(out: TraceScript, state: _ClientState, reason: str) -> dict[str, Any]:
     contract = out.header.contract
-    sampled = [label for label, own in zip(known.labels, known.mask, strict=True) if own]
+    sampled = [label for label, own in zip(state.labels, state.mask, strict=True) if own]
     numbers = [label for label in sampled if label is not None]
-    spans = tuple(Span(start=i, end=i + 1, version=label) for i, label in enumerate(known.labels))
+    spans = tuple(Span(start=i, end=i + 1, version=label) for i, label in enumerate(state.labels))
     tags: dict[str, dict[str, Any]] = {
         "sample": {"version": sampled[-1] if sampled else None},
         "min-max": {
@@ -218,14 +218,14 @@ def _sample(out: Teller, known: _Known, reason: str) -> dict[str, Any]:
             "min_version": min(numbers, default=None),
             "max_version": max(numbers, default=None),
         },
-        "call": {"call_versions": known.calls},
+        "call": {"call_versions": state.calls},
         "span": {"spans": spans},
-        "token": {"token_versions": known.labels},
+        "token": {"token_versions": state.labels},
     }
     return {
-        "response": known.ids,
-        "logprobs": np.array(known.logprobs) if contract.logprobs != "none" else None,
-        "loss_mask": np.array(known.mask, dtype=np.int64) if contract.loss_mask else None,
+        "response": state.ids,
+        "logprobs": np.array(state.logprobs) if contract.logprobs != "none" else None,
+        "loss_mask": np.array(state.mask, dtype=np.int64) if contract.loss_mask else None,
         "finish_reason": FinishReason(reason),
         **tags.get(contract.versions, {}),
     }

@@ -9,10 +9,12 @@ from typing import Any
 
 from rollproof.core.oracle import Oracle
 from rollproof.core.trace import Abort, Admit, Call, Fault, Gauge, Observation, PauseMode, Trace
+from rollproof.invariants import default_registry
 from rollproof.invariants.lifecycle import endings
 from rollproof.invariants.weights import in_flight
-from rollproof.judging.checks import CheckResult, Finding, Registry, Verdict, default_registry
-from rollproof.judging.judge import judge
+from rollproof.judging.checks import CheckResult, Finding, Verdict
+from rollproof.judging.registry import Registry
+from rollproof.verification.traces import judge
 from tests.support.trace_builder import TraceBuilder, contract
 
 FREEZING = (PauseMode.KEEP, PauseMode.RETRACT, PauseMode.IN_PLACE)
@@ -27,7 +29,7 @@ CASE: Mapping[str, Any] = {
 }
 
 
-class Teller(TraceBuilder):
+class TraceScript(TraceBuilder):
     """A trace of a driven run: its header has a case, changed by ``case``; the contract has no
     routes, changed by ``changes``.
     """
@@ -63,29 +65,31 @@ class Teller(TraceBuilder):
         )
         return self._calls
 
-    def admit(self, call_id: int, server: str = "s0") -> Teller:
+    def admit(self, call_id: int, server: str = "s0") -> TraceScript:
         """A call leaves the queue."""
         self.add(Admit(call_id=call_id, server_id=server))
         return self
 
     def fault(
         self, what: str, server: str | None = None, call_id: int | None = None, detail: str = ""
-    ) -> Teller:
+    ) -> TraceScript:
         """Harm is done."""
         self.add(Fault(what=what, server_id=server, call_id=call_id, detail=detail))
         return self
 
-    def abort(self, *call_ids: int, wanted: str = "*", server: str = "s0") -> Teller:
+    def abort(self, *call_ids: int, wanted: str = "*", server: str = "s0") -> TraceScript:
         """An abort that hits ``call_ids``."""
         self.add(Abort(server_id=server, wanted=wanted, call_ids=call_ids))
         return self
 
-    def observe(self, *tokens: int, request_id: str = "r0") -> Teller:
+    def observe(self, *tokens: int, request_id: str = "r0") -> TraceScript:
         """The environment speaks."""
         self.add(Observation(request_id=request_id, token_ids=tokens))
         return self
 
-    def gauges(self, start: float = 0, end: float | None = 0, name: str = "in flight") -> Teller:
+    def gauges(
+        self, start: float = 0, end: float | None = 0, name: str = "in flight"
+    ) -> TraceScript:
         """A counter at the start and at the end."""
         self.add(Gauge(name=name, value=start, phase="start"))
         if end is not None:
@@ -93,11 +97,11 @@ class Teller(TraceBuilder):
         return self
 
 
-def opened(**story: Any) -> Teller:
-    """Request r0, open; ``story`` is what a ``Teller`` takes."""
-    teller = Teller(**story)
-    teller.submit()
-    return teller
+def opened(**story: Any) -> TraceScript:
+    """Request r0, open; ``story`` is what a ``TraceScript`` takes."""
+    script = TraceScript(**story)
+    script.submit()
+    return script
 
 
 def check(check_id: str, trace: Trace | TraceBuilder, oracle: Oracle | None = None) -> CheckResult:

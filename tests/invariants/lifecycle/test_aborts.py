@@ -9,8 +9,8 @@ import pytest
 from rollproof.core.records import FinishReason, Span
 from rollproof.core.trace import PauseMode
 from rollproof.judging.checks import Verdict
-from rollproof.judging.judge import judge
-from tests.support.trace_script import REGISTRY, Teller, finds, opened, passes, unknown
+from rollproof.verification.traces import judge
+from tests.support.trace_script import REGISTRY, TraceScript, finds, opened, passes, unknown
 
 
 class TestHitsTarget:
@@ -20,42 +20,42 @@ class TestHitsTarget:
 
     def _two(
         self, first: str = "1", second: str = "10", **fields: object
-    ) -> tuple[Teller, int, int]:
-        teller = Teller()
-        teller.submit(first, (5,), **fields).submit(
+    ) -> tuple[TraceScript, int, int]:
+        script = TraceScript()
+        script.submit(first, (5,), **fields).submit(
             second, (5, 6) if not fields else (5,), **fields
         )
-        return teller, teller.call((5,), first), teller.call((5, 6), second)
+        return script, script.call((5,), first), script.call((5, 6), second)
 
     def test_a_prefix_match_is_found(self) -> None:
         """'1' aborts '10' (sglang #25561)."""
-        teller, one, ten = self._two()
-        finding = finds(self.ID, teller.abort(one, ten, wanted="1"))
+        script, one, ten = self._two()
+        finding = finds(self.ID, script.abort(one, ten, wanted="1"))
         assert "only calls of '1' end" == finding.expected
         assert "call 2 of request '10' ended too" == finding.observed
 
     def test_an_empty_id_that_hits_anything_is_found(self) -> None:
         """It is a prefix of every id."""
-        teller, one, ten = self._two()
-        finding = finds(self.ID, teller.abort(one, ten, wanted=""))
+        script, one, ten = self._two()
+        finding = finds(self.ID, script.abort(one, ten, wanted=""))
         assert "an empty id aborts nothing" == finding.expected
         assert "calls 1 of request '1', 2 of request '10' ended too" == finding.observed
 
     def test_an_id_of_the_stacks_own_making_hits_one_request(self) -> None:
         """Nobody knows what 'x' means, but not two requests."""
-        teller, one, ten = self._two("a", "b")
+        script, one, ten = self._two("a", "b")
         assert (
             "call 2 of request 'b' ended too"
-            == finds(self.ID, teller.abort(one, ten, wanted="x")).observed
+            == finds(self.ID, script.abort(one, ten, wanted="x")).observed
         )
 
     @pytest.mark.parametrize("wanted", ["1", "7f3a", "10", "call-2"])
     def test_an_abort_of_one_request_passes(self, wanted: str) -> None:
         """By the request's id, by one of the stack's own, or by that of the call."""
-        teller, one, ten = self._two()
+        script, one, ten = self._two()
         passes(
             self.ID,
-            teller.abort(ten if wanted in ("10", "call-2") else one, wanted=wanted),
+            script.abort(ten if wanted in ("10", "call-2") else one, wanted=wanted),
             aborts_of_one_id=1,
         )
 
@@ -69,36 +69,36 @@ class TestHitsTarget:
         """As SGLang allows, where no requests are told of; calls may have other names than handles.
         Not where one had that very id.
         """
-        teller = Teller()
+        script = TraceScript()
         if called:
-            teller.reply(teller.call((4,), wanted), (9,))
-        hit = [teller.call((5,), "batch-1"), teller.call((6,), "batch-2")]
-        teller.abort(*hit, wanted=wanted)
+            script.reply(script.call((4,), wanted), (9,))
+        hit = [script.call((5,), "batch-1"), script.call((6,), "batch-2")]
+        script.abort(*hit, wanted=wanted)
         if meant:
-            passes(self.ID, teller, aborts_of_one_id=1)
+            passes(self.ID, script, aborts_of_one_id=1)
         else:
-            assert "call" in finds(self.ID, teller).observed
+            assert "call" in finds(self.ID, script).observed
 
     def test_a_call_may_be_named_by_its_number(self) -> None:
         """Even where the number is another request's id."""
-        teller = Teller()
-        teller.submit("2", (5,)).submit("r", (6,))
-        teller.call((5,), "2")
-        call = teller.call((6,), "r")
-        passes(self.ID, teller.abort(call, wanted="2"))
+        script = TraceScript()
+        script.submit("2", (5,)).submit("r", (6,))
+        script.call((5,), "2")
+        call = script.call((6,), "r")
+        passes(self.ID, script.abort(call, wanted="2"))
 
     def test_a_group_may_be_aborted_as_one(self) -> None:
         """By its name, or by an id of the stack's own."""
         for wanted in ("g", "batch-7"):
-            teller, one, two = self._two("a", "b", group="g")
-            passes(self.ID, teller.abort(one, two, wanted=wanted))
+            script, one, two = self._two("a", "b", group="g")
+            passes(self.ID, script.abort(one, two, wanted=wanted))
 
     def test_aborting_everything_or_nothing_names_nobody(self) -> None:
         """A star, and an id that has ended already."""
-        teller, one, two = self._two()
+        script, one, two = self._two()
         unknown(
             self.ID,
-            teller.abort(one, two).abort(wanted="1").abort(99, wanted="gone"),
+            script.abort(one, two).abort(wanted="1").abort(99, wanted="gone"),
             "not exercised",
         )
 
@@ -106,11 +106,11 @@ class TestHitsTarget:
         """The engine says that it hit one call, and another one ends as aborted with no cause of
         its own.
         """
-        teller, one, ten = self._two()
-        teller.abort(one, wanted="1").reply(one, (3,), reason="abort").reply(
+        script, one, ten = self._two()
+        script.abort(one, wanted="1").reply(one, (3,), reason="abort").reply(
             ten, (4,), reason="abort"
         )
-        finding = finds(self.ID, teller)
+        finding = finds(self.ID, script)
         assert "a call ended as aborted although only another one was" == finding.title
         assert {"call": 2, "server": "s0", "index": 6} == finding.where
 
@@ -119,31 +119,31 @@ class TestHitsTarget:
     )
     def test_another_cause_explains_an_abort(self, cause: str) -> None:
         """Aborts of pauses come before the pause is acknowledged."""
-        teller, one, ten = self._two()
-        teller.abort(one, wanted="1", server="s1" if cause == "other server" else "s0")
+        script, one, ten = self._two()
+        script.abort(one, wanted="1", server="s1" if cause == "other server" else "s0")
         if cause == "own":
-            teller.abort(ten, wanted="10")
+            script.abort(ten, wanted="10")
         elif cause == "all":
-            teller.abort(ten)
+            script.abort(ten)
         elif cause == "pause":
-            teller.pause()
+            script.pause()
         elif cause == "weights":
-            teller.weights(1)
+            script.weights(1)
         elif cause == "reject":
-            teller.fault("reject", "s0", ten)
-        teller.reply(ten, (4,), reason="abort")
+            script.fault("reject", "s0", ten)
+        script.reply(ten, (4,), reason="abort")
         if cause == "late pause":
-            teller.pause().resume()
+            script.pause().resume()
         elif cause == "death":
-            teller.fault("death", "s0")
-        passes(self.ID, teller)
+            script.fault("death", "s0")
+        passes(self.ID, script)
 
     def test_a_call_to_a_paused_server_may_be_turned_away(self) -> None:
         """Some engines answer with an empty abort while paused."""
-        teller, one, _ = self._two()
-        teller.pause(PauseMode.KEEP)
-        late = teller.send((5, 6, 7), "10")
-        passes(self.ID, teller.abort(one, wanted="1").reply(late, (), reason="abort"))
+        script, one, _ = self._two()
+        script.pause(PauseMode.KEEP)
+        late = script.send((5, 6, 7), "10")
+        passes(self.ID, script.abort(one, wanted="1").reply(late, (), reason="abort"))
 
 
 class TestKeepsTokens:
@@ -154,43 +154,43 @@ class TestKeepsTokens:
     @pytest.mark.parametrize("at", ["pause", "weights", "resume", "truth"])
     def test_lost_tokens_are_found(self, at: str) -> None:
         """An abort in the waiting queue dropped them (sglang #11673)."""
-        teller = opened()
-        call = teller.call((1, 2))
+        script = opened()
+        call = script.call((1, 2))
         if at == "pause":
-            teller.pause(PauseMode.RETRACT, progress={call: 3})
+            script.pause(PauseMode.RETRACT, progress={call: 3})
         elif at == "weights":
-            teller.weights(1, progress={call: 3})
+            script.weights(1, progress={call: 3})
         elif at == "resume":
-            teller.resume(progress={call: 3})
+            script.resume(progress={call: 3})
         truth = (Span(start=0, end=3, version=0),) if at == "truth" else None
-        finding = finds(self.ID, teller.reply(call, (), reason="abort", true_tokens=truth))
+        finding = finds(self.ID, script.reply(call, (), reason="abort", true_tokens=truth))
         assert ("at least 3 tokens", "0 tokens") == (finding.expected, finding.observed)
 
     def test_all_tokens_and_later_ones_pass(self) -> None:
         """It may have gone on before it was aborted."""
-        teller = opened()
-        call = teller.call((1, 2))
-        teller.pause(PauseMode.KEEP, progress={call: 1}).resume().reply(
+        script = opened()
+        call = script.call((1, 2))
+        script.pause(PauseMode.KEEP, progress={call: 1}).resume().reply(
             call, (3, 4), reason="abort"
         )
-        passes(self.ID, teller, aborted_calls_with_known_progress=1)
+        passes(self.ID, script, aborted_calls_with_known_progress=1)
 
     def test_natural_ends_are_not_judged(self) -> None:
         """An engine may trim a stop string off."""
-        teller = opened()
-        call = teller.call((1, 2))
+        script = opened()
+        call = script.call((1, 2))
         unknown(
             self.ID,
-            teller.pause(PauseMode.KEEP, progress={call: 3}).reply(call, (3,), reason="stop"),
+            script.pause(PauseMode.KEEP, progress={call: 3}).reply(call, (3,), reason="stop"),
             "not exercised",
         )
 
     def test_unknown_progress_is_no_verdict(self) -> None:
         """A real engine that tells nothing but its reply."""
-        teller = opened()
-        call = teller.call((1, 2))
+        script = opened()
+        call = script.call((1, 2))
         unknown(
-            self.ID, teller.reply(call, (3,), reason="abort", true_tokens=None), "not exercised"
+            self.ID, script.reply(call, (3,), reason="abort", true_tokens=None), "not exercised"
         )
 
 
@@ -201,37 +201,37 @@ class TestAbortEnds:
 
     def test_a_call_that_never_answers_is_found(self) -> None:
         """Its caller waits for ever (tpu-inference #3362)."""
-        teller = opened()
-        call = teller.call((1, 2))
-        finding = finds(self.ID, teller.abort(call, wanted="r0").result(event={"hung": True}))
+        script = opened()
+        call = script.call((1, 2))
+        finding = finds(self.ID, script.abort(call, wanted="r0").result(event={"hung": True}))
         assert "a reply to call 1, which the abort of 'r0' at event 3 hit" == finding.expected
 
     def test_an_answer_passes(self) -> None:
         """Also a natural one: the abort came too late."""
-        teller = opened()
-        call = teller.call((1, 2))
-        passes(self.ID, teller.abort(call).reply(call, (3, 4, 5, 6)), calls_aborted=1)
+        script = opened()
+        call = script.call((1, 2))
+        passes(self.ID, script.abort(call).reply(call, (3, 4, 5, 6)), calls_aborted=1)
 
     def test_a_paused_or_dead_server_and_a_lost_reply_excuse(self) -> None:
         """Something else keeps the answer."""
         for cause in ("pause", "death", "lost"):
-            teller = opened()
-            call = teller.call((1, 2))
-            teller.abort(call)
+            script = opened()
+            call = script.call((1, 2))
+            script.abort(call)
             if cause == "pause":
-                teller.pause(PauseMode.KEEP)
+                script.pause(PauseMode.KEEP)
             else:
-                teller.fault(
+                script.fault(
                     "death" if cause == "death" else "lost-reply",
                     "s0",
                     call if cause == "lost" else None,
                 )
-            unknown(self.ID, teller.result(event={"hung": True}), "not exercised")
+            unknown(self.ID, script.result(event={"hung": True}), "not exercised")
 
     def test_a_trace_that_may_have_been_cut_is_not_judged(self) -> None:
         """The answer may have come after the last event."""
-        teller = opened(driven=False)
-        unknown(self.ID, teller.abort(teller.call((1, 2))), "may have been cut there")
+        script = opened(driven=False)
+        unknown(self.ID, script.abort(script.call((1, 2))), "may have been cut there")
 
 
 class TestNotSurfaced:
@@ -241,11 +241,11 @@ class TestNotSurfaced:
 
     def _aborted(
         self, tokens: tuple[int, ...] = (3,), reason: str = "abort", **story: object
-    ) -> Teller:
+    ) -> TraceScript:
         """One call, aborted; the sample is handed over after it."""
-        teller = opened(**story)
-        call = teller.call((1, 2))
-        return teller.reply(call, tokens, reason="abort").result(
+        script = opened(**story)
+        call = script.call((1, 2))
+        return script.reply(call, tokens, reason="abort").result(
             tokens, finish_reason=FinishReason(reason)
         )  # type: ignore[return-value]
 
@@ -266,27 +266,27 @@ class TestNotSurfaced:
 
     def test_a_resumed_sample_passes(self) -> None:
         """Whatever happened on the way."""
-        teller = opened()
-        first = teller.call((1, 2))
-        teller.reply(first, (3,), reason="abort")
-        second = teller.call((1, 2, 3), max_tokens=3)
+        script = opened()
+        first = script.call((1, 2))
+        script.reply(first, (3,), reason="abort")
+        second = script.call((1, 2, 3), max_tokens=3)
         passes(
             self.ID,
-            teller.reply(second, (4, 5, 6)).result((3, 4, 5, 6)),
+            script.reply(second, (4, 5, 6)).result((3, 4, 5, 6)),
             samples_that_were_aborted=1,
         )
 
     def test_an_abort_on_the_last_token_ends_nothing_early(self) -> None:
         """The budget is used up, and so is a sample of several grants or of several turns."""
         passes(self.ID, self._aborted((3, 4, 5, 6)))
-        teller = opened()
-        call = teller.call((1, 2), max_tokens=2)
-        passes(self.ID, teller.reply(call, (3, 4), reason="abort").result((3, 4)))
-        teller = opened()
-        call = teller.call((1, 2))
-        teller.reply(call, (3,), reason="stop").observe(9)
-        call = teller.call((1, 2, 3, 9), max_tokens=3)
-        passes(self.ID, teller.reply(call, (4, 5), reason="abort").result((3, 9, 4, 5)))
+        script = opened()
+        call = script.call((1, 2), max_tokens=2)
+        passes(self.ID, script.reply(call, (3, 4), reason="abort").result((3, 4)))
+        script = opened()
+        call = script.call((1, 2))
+        script.reply(call, (3,), reason="stop").observe(9)
+        call = script.call((1, 2, 3, 9), max_tokens=3)
+        passes(self.ID, script.reply(call, (4, 5), reason="abort").result((3, 9, 4, 5)))
 
     def test_an_abort_on_the_end_of_sequence_may_end_it(self) -> None:
         """The client may look at the token, or may not."""
@@ -305,26 +305,26 @@ class TestNotSurfaced:
         other was aborted for that.
         """
         for tokens in ((), (3,)):
-            teller = opened()
-            slow, fast = teller.call((1, 2)), teller.call((1, 2))
-            teller.reply(fast, (3, 4, 5), reason="stop").reply(slow, tokens, reason="abort")
-            passes(self.ID, teller.result((3, 4, 5)), samples_that_were_aborted=1)
-        teller = opened()
-        first = teller.call((1, 2))
-        teller.reply(first, (3,), reason="length")
-        again = teller.call((1, 2, 3))
+            script = opened()
+            slow, fast = script.call((1, 2)), script.call((1, 2))
+            script.reply(fast, (3, 4, 5), reason="stop").reply(slow, tokens, reason="abort")
+            passes(self.ID, script.result((3, 4, 5)), samples_that_were_aborted=1)
+        script = opened()
+        first = script.call((1, 2))
+        script.reply(first, (3,), reason="length")
+        again = script.call((1, 2, 3))
         finds(
             self.ID,
-            teller.reply(again, (), reason="abort").result((3,), finish_reason=FinishReason.LENGTH),
+            script.reply(again, (), reason="abort").result((3,), finish_reason=FinishReason.LENGTH),
         )
 
     def test_another_failure_may_end_it(self) -> None:
         """The resume died with its server; handing over what there is, is an answer."""
-        teller = opened()
-        first = teller.call((1, 2))
-        teller.reply(first, (3,), reason="abort")
-        teller.call((1, 2, 3))
-        passes(self.ID, teller.fault("death", "s0").result((3,), finish_reason=FinishReason.ABORT))
+        script = opened()
+        first = script.call((1, 2))
+        script.reply(first, (3,), reason="abort")
+        script.call((1, 2, 3))
+        passes(self.ID, script.fault("death", "s0").result((3,), finish_reason=FinishReason.ABORT))
 
     def test_with_partial_rollout_off_it_is_not_judged(self) -> None:
         """Then partial-off-honoured is."""
@@ -355,17 +355,17 @@ class TestPartialOff:
 
     ID = "lifecycle.partial-off-honoured"
 
-    def _off(self, declared: str = "dropped", **story: object) -> tuple[Teller, int]:
-        teller = opened(**{"case": {"partial": False}, "partial_off": declared, **story})
-        call = teller.call((1, 2))
-        teller.reply(call, (3,), reason="abort")
-        return teller, call
+    def _off(self, declared: str = "dropped", **story: object) -> tuple[TraceScript, int]:
+        script = opened(**{"case": {"partial": False}, "partial_off": declared, **story})
+        call = script.call((1, 2))
+        script.reply(call, (3,), reason="abort")
+        return script, call
 
     def test_a_resume_is_found(self) -> None:
         """Verl #6882: the flag was not honoured."""
-        teller, _ = self._off()
-        call = teller.call((1, 2, 3))
-        finding = finds(self.ID, teller.reply(call, (4, 5, 6)).result((3, 4, 5, 6)))
+        script, _ = self._off()
+        call = script.call((1, 2, 3))
+        finding = finds(self.ID, script.reply(call, (4, 5, 6)).result((3, 4, 5, 6)))
         assert (
             "an aborted sample was resumed although partial rollout is off",
             "call 2 continues it",
@@ -405,31 +405,31 @@ class TestPartialOff:
 
     def test_a_retry_before_the_first_token_is_no_resume(self) -> None:
         """Nothing was sampled, so nothing is mixed."""
-        teller = opened(case={"partial": False}, partial_off="dropped")
-        first = teller.call((1, 2))
-        teller.reply(first, (), reason="abort")
-        second = teller.call((1, 2))
-        unknown(self.ID, teller.reply(second, (3, 4, 5, 6)).result((3, 4, 5, 6)), "not exercised")
+        script = opened(case={"partial": False}, partial_off="dropped")
+        first = script.call((1, 2))
+        script.reply(first, (), reason="abort")
+        second = script.call((1, 2))
+        unknown(self.ID, script.reply(second, (3, 4, 5, 6)).result((3, 4, 5, 6)), "not exercised")
 
     def test_an_abort_on_the_last_token_is_not_judged(self) -> None:
         """Whether it counts as aborted is a matter of taste."""
-        teller = opened(case={"partial": False}, partial_off="dropped")
-        call = teller.call((1, 2))
+        script = opened(case={"partial": False}, partial_off="dropped")
+        call = script.call((1, 2))
         unknown(
             self.ID,
-            teller.reply(call, (3, 4, 5, 6), reason="abort").result((3, 4, 5, 6)),
+            script.reply(call, (3, 4, 5, 6), reason="abort").result((3, 4, 5, 6)),
             "not exercised",
         )
 
     def test_the_next_turn_is_no_resume(self) -> None:
         """The environment spoke in between."""
-        teller, _ = self._off("surfaced")
-        teller.observe(9)
-        call = teller.call((1, 2, 3, 9))
-        passes(self.ID, teller.reply(call, (4,), reason="stop").result((3, 9, 4)))
+        script, _ = self._off("surfaced")
+        script.observe(9)
+        call = script.call((1, 2, 3, 9))
+        passes(self.ID, script.reply(call, (4,), reason="stop").result((3, 9, 4)))
 
     def test_with_the_flag_on_or_unknown_it_is_not_exercised(self) -> None:
         """A trace that nobody drove does not tell the flag."""
         for story in ({"case": {"partial": True}}, {"driven": False}):
-            teller, _ = self._off(**story)  # type: ignore[arg-type]
-            unknown(self.ID, teller.result((3,)), "not exercised")
+            script, _ = self._off(**story)  # type: ignore[arg-type]
+            unknown(self.ID, script.result((3,)), "not exercised")

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from tests.support.trace_script import Teller, finds, passes, unknown
+from tests.support.trace_script import TraceScript, finds, passes, unknown
 
 
-def _open(**story: object) -> Teller:
+def _open(**story: object) -> TraceScript:
     """Request r0 with a budget of 8."""
-    teller = Teller(**story)  # type: ignore[arg-type]
-    teller.submit(max_tokens=8)
-    return teller
+    script = TraceScript(**story)  # type: ignore[arg-type]
+    script.submit(max_tokens=8)
+    return script
 
 
 class TestDuplicates:
@@ -17,19 +17,19 @@ class TestDuplicates:
 
     ID = "lifecycle.duplicate-consumed-once"
 
-    def _twice(self, reason: str = "abort") -> Teller:
-        teller = _open()
-        call = teller.call((1, 2))
-        teller.reply(call, (3, 4), reason=reason).reply(
+    def _twice(self, reason: str = "abort") -> TraceScript:
+        script = _open()
+        call = script.call((1, 2))
+        script.reply(call, (3, 4), reason=reason).reply(
             call, (3, 4), reason=reason, duplicate=True, delivered=False
         )
-        return teller
+        return script
 
     def test_tokens_twice_in_the_next_prompt_are_found(self) -> None:
         """The next call shows what the stack believes."""
-        teller = self._twice()
-        teller.call((1, 2, 3, 4, 3, 4))
-        finding = finds(self.ID, teller.result((3, 4, 3, 4, 5)))
+        script = self._twice()
+        script.call((1, 2, 3, 4, 3, 4))
+        finding = finds(self.ID, script.result((3, 4, 3, 4, 5)))
         assert "the 2 tokens of call 1 once" == finding.expected
         assert "they stand twice in the prompt of call 2" == finding.observed
         assert {"request": "r0", "call": 1, "position": 4, "index": 3} == finding.where
@@ -43,27 +43,27 @@ class TestDuplicates:
 
     def test_tokens_twice_before_the_environment_are_found(self) -> None:
         """In a turn of several."""
-        teller = self._twice("stop").observe(9)
-        teller.call((1, 2, 3, 4, 3, 4, 9))
-        finds(self.ID, teller.result((3, 4, 3, 4, 9)))
+        script = self._twice("stop").observe(9)
+        script.call((1, 2, 3, 4, 3, 4, 9))
+        finds(self.ID, script.result((3, 4, 3, 4, 9)))
 
     def test_tokens_once_pass(self) -> None:
         """The second delivery is dropped."""
-        teller = self._twice()
-        call = teller.call((1, 2, 3, 4))
-        passes(self.ID, teller.reply(call, (5,)).result((3, 4, 5)), duplicate_replies=1)
+        script = self._twice()
+        call = script.call((1, 2, 3, 4))
+        passes(self.ID, script.reply(call, (5,)).result((3, 4, 5)), duplicate_replies=1)
 
     def test_a_model_that_repeats_itself_passes(self) -> None:
         """The next call really sampled the same tokens."""
-        teller = self._twice()
-        call = teller.call((1, 2, 3, 4))
-        passes(self.ID, teller.reply(call, (3, 4)).result((3, 4, 3, 4)))
+        script = self._twice()
+        call = script.call((1, 2, 3, 4))
+        passes(self.ID, script.reply(call, (3, 4)).result((3, 4, 3, 4)))
 
     def test_without_a_duplicate_it_is_not_exercised(self) -> None:
         """Doubled tokens of another cause are judged by the family stitch."""
-        teller = _open()
-        call = teller.call((1, 2))
-        unknown(self.ID, teller.reply(call, (3, 4)).result((3, 4, 3, 4)), "not exercised")
+        script = _open()
+        call = script.call((1, 2))
+        unknown(self.ID, script.reply(call, (3, 4)).result((3, 4, 3, 4)), "not exercised")
 
 
 class TestRetries:
@@ -77,16 +77,16 @@ class TestRetries:
         second: tuple[int, ...] = (5, 6),
         *,
         late_last: bool = False,
-    ) -> Teller:
+    ) -> TraceScript:
         """A call times out and is sent again; both replies arrive."""
-        teller = _open()
-        one = teller.call((1, 2))
-        two = teller.call((1, 2), server="s1")
+        script = _open()
+        one = script.call((1, 2))
+        two = script.call((1, 2), server="s1")
         for call, tokens in (
             ((two, second), (one, first)) if late_last else ((one, first), (two, second))
         ):
-            teller.reply(call, tokens, reason="stop")
-        return teller
+            script.reply(call, tokens, reason="stop")
+        return script
 
     def test_both_replies_in_the_sample_are_found(self) -> None:
         """AReaL #1498: the orphan completion was kept."""
@@ -103,33 +103,33 @@ class TestRetries:
 
     def test_a_continuation_of_the_taken_reply_passes(self) -> None:
         """The next call goes on from one of them."""
-        teller = self._retried(late_last=True)
-        call = teller.call((1, 2, 5, 6))
-        passes(self.ID, teller.reply(call, (3, 4)).result((5, 6, 3, 4)))
+        script = self._retried(late_last=True)
+        call = script.call((1, 2, 5, 6))
+        passes(self.ID, script.reply(call, (3, 4)).result((5, 6, 3, 4)))
 
     def test_a_late_reply_of_another_request_is_found(self) -> None:
         """It was matched by order of arrival."""
-        teller = Teller()
-        teller.submit("r0", (1, 2)).submit("r1", (7, 8))
-        late = teller.call((7, 8), "r1")
-        teller.fault("late-reply", "s0", late)
-        own = teller.call((1, 2), "r0")
-        teller.reply(late, (5, 6), reason="stop").reply(own, (3, 4), reason="stop")
-        finding = finds(self.ID, teller.result((5, 6)))
+        script = TraceScript()
+        script.submit("r0", (1, 2)).submit("r1", (7, 8))
+        late = script.call((7, 8), "r1")
+        script.fault("late-reply", "s0", late)
+        own = script.call((1, 2), "r0")
+        script.reply(late, (5, 6), reason="stop").reply(own, (3, 4), reason="stop")
+        finding = finds(self.ID, script.result((5, 6)))
         assert "a late reply was used for another request" == finding.title
         assert "the tokens of call 1 of request 'r1' in the sample" == finding.observed
 
     def test_stray_replies_that_nobody_else_takes_pass(self) -> None:
         """The late reply stays with its own request."""
-        teller = Teller()
-        teller.submit("r0", (1, 2)).submit("r1", (7, 8))
-        late = teller.call((7, 8), "r1")
-        teller.fault("late-reply", "s0", late)
-        own = teller.call((1, 2), "r0")
-        teller.reply(late, (5, 6), reason="stop").reply(own, (3, 4), reason="stop").result(
+        script = TraceScript()
+        script.submit("r0", (1, 2)).submit("r1", (7, 8))
+        late = script.call((7, 8), "r1")
+        script.fault("late-reply", "s0", late)
+        own = script.call((1, 2), "r0")
+        script.reply(late, (5, 6), reason="stop").reply(own, (3, 4), reason="stop").result(
             (3, 4)
         ).result((5, 6), "r1", (7, 8))
-        passes(self.ID, teller, stray_replies_of_other_requests=1)
+        passes(self.ID, script, stray_replies_of_other_requests=1)
 
     def test_tokens_of_another_cause_are_not_blamed_on_a_retry(self) -> None:
         """What neither reply explains is judged by the family stitch."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.support.trace_script import Teller, finds, opened, passes, unknown
+from tests.support.trace_script import TraceScript, finds, opened, passes, unknown
 
 
 class TestSurvivesDeath:
@@ -12,21 +12,21 @@ class TestSurvivesDeath:
 
     ID = "lifecycle.survives-death"
 
-    def _hit(self, **story: object) -> Teller:
+    def _hit(self, **story: object) -> TraceScript:
         """Two tokens were delivered by an aborted call; the call that continues them dies with its
         server.
         """
-        teller = opened(**story)
-        call = teller.call((1, 2))
-        teller.reply(call, (3, 4), reason="abort")
-        teller.call((1, 2, 3, 4))
-        return teller.fault("death", "s0")
+        script = opened(**story)
+        call = script.call((1, 2))
+        script.reply(call, (3, 4), reason="abort")
+        script.call((1, 2, 3, 4))
+        return script.fault("death", "s0")
 
     def test_tokens_that_are_not_sent_on_are_lost(self) -> None:
         """What earlier calls had delivered belongs to the client."""
-        teller = self._hit()
-        teller.call((1, 2, 3), server="s1")
-        finding = finds(self.ID, teller)
+        script = self._hit()
+        script.call((1, 2, 3), server="s1")
+        finding = finds(self.ID, script)
         assert "the next call sends the 4 tokens known before s0 died" == finding.expected
         assert "call 3 sends 3 tokens, the first 3 of them as known" == finding.observed
 
@@ -36,11 +36,11 @@ class TestSurvivesDeath:
 
     def test_going_on_or_giving_up_aloud_passes(self) -> None:
         """Both are answers to a death."""
-        teller = self._hit()
-        call = teller.call((1, 2, 3, 4), server="s1")
+        script = self._hit()
+        call = script.call((1, 2, 3, 4), server="s1")
         passes(
             self.ID,
-            teller.reply(call, (5, 6)).result((3, 4, 5, 6)),
+            script.reply(call, (5, 6)).result((3, 4, 5, 6)),
             **{"requests_in_flight_at_a_server's_death": 1},
         )
         passes(self.ID, self._hit().result(event={"error": "ServerDied"}))
@@ -48,15 +48,15 @@ class TestSurvivesDeath:
     @pytest.mark.parametrize("resume", ["engine", "none"])
     def test_a_client_that_does_not_resume_may_start_over(self, resume: str) -> None:
         """It never promised to keep parts."""
-        teller = self._hit(resume=resume)
-        call = teller.call((1, 2), server="s1")
-        passes(self.ID, teller.reply(call, (3, 4, 5, 6)).result((3, 4, 5, 6)))
+        script = self._hit(resume=resume)
+        call = script.call((1, 2), server="s1")
+        passes(self.ID, script.reply(call, (3, 4, 5, 6)).result((3, 4, 5, 6)))
 
     def test_a_declared_drop_after_it_had_gone_on_is_not_the_deaths(self) -> None:
         """It was sent again, and aborted then."""
-        teller = self._hit(partial_off="dropped", case={"partial": False})
-        call = teller.call((1, 2, 3, 4), server="s1")
-        passes(self.ID, teller.reply(call, (5,), reason="abort").result())
+        script = self._hit(partial_off="dropped", case={"partial": False})
+        call = script.call((1, 2, 3, 4), server="s1")
+        passes(self.ID, script.reply(call, (5,), reason="abort").result())
 
     @pytest.mark.parametrize("late", ["", "late-reply"])
     def test_a_declared_drop_of_an_abort_that_overtook_the_death_is_not_the_deaths(
@@ -65,21 +65,21 @@ class TestSurvivesDeath:
         """The call was aborted before its server died, and its answer arrives after that: at the
         same instant, or late.
         """
-        teller = opened(partial_off="dropped", case={"partial": False})
-        call = teller.call((1, 2))
+        script = opened(partial_off="dropped", case={"partial": False})
+        call = script.call((1, 2))
         if late:
-            teller.fault(late, "s0", call)
-        teller.abort(call).fault("death", "s0").reply(call, (3,), reason="abort").result()
-        passes(self.ID, teller, **{"requests_in_flight_at_a_server's_death": 1})
+            script.fault(late, "s0", call)
+        script.abort(call).fault("death", "s0").reply(call, (3,), reason="abort").result()
+        passes(self.ID, script, **{"requests_in_flight_at_a_server's_death": 1})
 
     def test_an_answer_that_was_lost_excuses_no_drop(self) -> None:
         """Its caller never saw the abort that came after the death."""
-        teller = opened(partial_off="dropped", case={"partial": False})
-        call = teller.call((1, 2))
-        teller.abort(call).fault("death", "s0").reply(
+        script = opened(partial_off="dropped", case={"partial": False})
+        call = script.call((1, 2))
+        script.abort(call).fault("death", "s0").reply(
             call, (3,), reason="abort", delivered=False
         ).result()
-        assert "a request vanished when a server died" == finds(self.ID, teller).title
+        assert "a request vanished when a server died" == finds(self.ID, script).title
 
     def test_a_death_elsewhere_hits_nobody(self) -> None:
         """No call of the request was on that server."""

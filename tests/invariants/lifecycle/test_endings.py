@@ -7,9 +7,10 @@ import pytest
 from rollproof.core.trace import EVENT_KINDS
 from rollproof.invariants.lifecycle import endings
 from rollproof.invariants.weights import in_flight
-from rollproof.judging.checks import Registry, Verdict
-from rollproof.judging.judge import judge
-from tests.support.trace_script import Teller, finds, opened, passes, unknown
+from rollproof.judging.checks import Verdict
+from rollproof.judging.registry import Registry
+from rollproof.verification.traces import judge
+from tests.support.trace_script import TraceScript, finds, opened, passes, unknown
 
 
 class TestEndsOnce:
@@ -42,7 +43,7 @@ class TestEndsOnce:
 
     def test_every_kind_of_end_counts(self) -> None:
         """A rollout, an error, a drop and a hang are ends; an id may be used again after one."""
-        teller = (
+        script = (
             opened()
             .result((3,))
             .submit()
@@ -52,7 +53,7 @@ class TestEndsOnce:
             .submit()
             .result(event={"hung": True})
         )
-        passes(self.ID, teller, requests_that_ended=4)
+        passes(self.ID, script, requests_that_ended=4)
 
     def test_a_trace_that_was_cut_is_not_judged(self) -> None:
         """A killed writer leaves requests open."""
@@ -85,11 +86,11 @@ class TestNoHang:
 
     def test_it_tells_what_was_awaited(self) -> None:
         """The runner's words, and the fate of the last call."""
-        teller = opened()
-        teller.send()
+        script = opened()
+        script.send()
         finding = finds(
             self.ID,
-            teller.result(event={"hung": True, "error": "deadline; it awaits Lock.acquire"}),
+            script.result(event={"hung": True, "error": "deadline; it awaits Lock.acquire"}),
         )
         assert (
             "deadline; it awaits Lock.acquire; its last call, 1 on s0, was not admitted"
@@ -106,12 +107,12 @@ class TestNoHang:
     )
     def test_the_last_call_is_described(self, state: str, words: str) -> None:
         """Where to look first."""
-        teller = opened()
+        script = opened()
         if state != "none":
-            call = teller.call((1, 2))
+            call = script.call((1, 2))
             if state == "answered":
-                teller.reply(call, (3,))
-        assert finds(self.ID, teller.result(event={"hung": True})).observed.endswith(words)
+                script.reply(call, (3,))
+        assert finds(self.ID, script.result(event={"hung": True})).observed.endswith(words)
 
     def test_other_ends_pass(self) -> None:
         """An error is not a hang."""
@@ -125,12 +126,12 @@ class TestNoErrorWithoutFault:
 
     def test_a_legal_reply_that_made_the_stack_raise_is_found(self) -> None:
         """An abort of zero tokens is one (verl #5936)."""
-        teller = opened()
-        call = teller.call((1, 2))
-        teller.reply(call, (), reason="abort").result(
+        script = opened()
+        call = script.call((1, 2))
+        script.reply(call, (), reason="abort").result(
             event={"error": "ValueError: not enough values to unpack"}
         )
-        finding = finds(self.ID, teller)
+        finding = finds(self.ID, script)
         assert (
             "ValueError: not enough values to unpack; its last reply had no tokens, finish reason"
             " abort" == finding.observed
@@ -140,11 +141,11 @@ class TestNoErrorWithoutFault:
     @pytest.mark.parametrize("what", ["lost-reply", "late-reply", "duplicate-reply", "reject"])
     def test_a_fault_of_its_own_call_explains_an_error(self, what: str) -> None:
         """The request may give up; another one may not."""
-        teller = opened().submit("r1", (5, 6))
-        call = teller.call((1, 2))
-        teller.fault(what, "s0", call).result(event={"error": "E"})
-        passes(self.ID, teller)
-        finds(self.ID, teller.result(request_id="r1", event={"error": "E"}))
+        script = opened().submit("r1", (5, 6))
+        call = script.call((1, 2))
+        script.fault(what, "s0", call).result(event={"error": "E"})
+        passes(self.ID, script)
+        finds(self.ID, script.result(request_id="r1", event={"error": "E"}))
 
     @pytest.mark.parametrize("what", ["death", "update-failure", "update-hung"])
     def test_a_fault_of_the_fleet_explains_errors(self, what: str) -> None:
@@ -156,17 +157,17 @@ class TestNoErrorWithoutFault:
 
     def test_a_server_that_is_down_explains_errors_of_later_requests(self) -> None:
         """Until it is revived."""
-        teller = Teller()
-        teller.fault("death", "s0").submit().result(event={"error": "E"}).fault(
+        script = TraceScript()
+        script.fault("death", "s0").submit().result(event={"error": "E"}).fault(
             "revive", "s0"
         ).submit().result(event={"error": "E"})
-        finds(self.ID, teller)
+        finds(self.ID, script)
 
     def test_an_undelivered_reply_explains_an_error(self) -> None:
         """The caller was cancelled or cut off."""
-        teller = opened()
-        call = teller.call((1, 2))
-        passes(self.ID, teller.reply(call, (3,), delivered=False).result(event={"error": "E"}))
+        script = opened()
+        call = script.call((1, 2))
+        passes(self.ID, script.reply(call, (3,), delivered=False).result(event={"error": "E"}))
 
     def test_a_hang_is_not_an_error(self) -> None:
         """It has a check of its own."""
@@ -174,8 +175,8 @@ class TestNoErrorWithoutFault:
 
     def test_a_request_for_nothing_may_be_refused(self) -> None:
         """max_tokens=0 is the caller's mistake."""
-        teller = Teller()
-        passes(self.ID, teller.submit(max_tokens=0).result(event={"error": "ValueError"}))
+        script = TraceScript()
+        passes(self.ID, script.submit(max_tokens=0).result(event={"error": "ValueError"}))
 
 
 class TestCountersReturn:
@@ -206,10 +207,10 @@ class TestDrops:
 
     ID = "lifecycle.drops-only-as-declared"
 
-    def _dropped(self, reason: str = "abort", **story: object) -> Teller:
-        teller = opened(**{"partial_off": "dropped", "case": {"partial": False}, **story})
-        call = teller.call((1, 2))
-        return teller.reply(call, (3,), reason=reason).result()  # type: ignore[return-value]
+    def _dropped(self, reason: str = "abort", **story: object) -> TraceScript:
+        script = opened(**{"partial_off": "dropped", "case": {"partial": False}, **story})
+        call = script.call((1, 2))
+        return script.reply(call, (3,), reason=reason).result()  # type: ignore[return-value]
 
     @pytest.mark.parametrize(
         ("story", "words"),
@@ -242,40 +243,40 @@ class TestNoOrphans:
 
     ID = "lifecycle.no-orphan-calls"
 
-    def _left(self) -> tuple[Teller, int]:
+    def _left(self) -> tuple[TraceScript, int]:
         """A call and its retry; the retry's reply ends the request."""
-        teller = opened()
-        first, second = teller.call((1, 2)), teller.call((1, 2), server="s1")
-        teller.reply(second, (3, 4, 5, 6)).result((3, 4, 5, 6))
-        return teller, first
+        script = opened()
+        first, second = script.call((1, 2)), script.call((1, 2), server="s1")
+        script.reply(second, (3, 4, 5, 6)).result((3, 4, 5, 6))
+        return script, first
 
     def test_a_call_that_runs_on_to_its_end_is_found(self) -> None:
         """Nobody waits for it, and nobody aborted it."""
-        teller, first = self._left()
-        finding = finds(self.ID, teller.reply(first, (3, 4, 5, 6)))
+        script, first = self._left()
+        finding = finds(self.ID, script.reply(first, (3, 4, 5, 6)))
         assert "call 1 is aborted when its request ends, at event 6" == finding.expected
         assert "it ran to finish reason length, 4 tokens, at event 7" == finding.observed
 
     def test_a_call_that_is_aborted_or_dropped_passes(self) -> None:
         """A hedged call whose loser is aborted, before or after the end, or whose caller hung up."""
         passes(self.ID, self._left()[0], requests_that_ended=1)
-        teller, first = self._left()
-        passes(self.ID, teller.reply(first, (3,), reason="abort"))
-        teller, first = self._left()
-        passes(self.ID, teller.abort(first, wanted="r0").reply(first, (3, 4, 5, 6)))
+        script, first = self._left()
+        passes(self.ID, script.reply(first, (3,), reason="abort"))
+        script, first = self._left()
+        passes(self.ID, script.abort(first, wanted="r0").reply(first, (3, 4, 5, 6)))
 
     def test_late_replies_and_deaths_are_excused(self) -> None:
         """The harness held the reply back, or killed the server."""
-        teller, first = self._left()
-        passes(self.ID, teller.fault("late-reply", "s0", first).reply(first, (3, 4, 5, 6)))
-        teller, first = self._left()
-        passes(self.ID, teller.fault("death", "s0").reply(first, (3, 4, 5, 6)))
+        script, first = self._left()
+        passes(self.ID, script.fault("late-reply", "s0", first).reply(first, (3, 4, 5, 6)))
+        script, first = self._left()
+        passes(self.ID, script.fault("death", "s0").reply(first, (3, 4, 5, 6)))
 
     def test_a_request_that_hangs_is_not_judged(self) -> None:
         """Its call is still wanted."""
-        teller = opened()
-        call = teller.call((1, 2))
-        passes(self.ID, teller.result(event={"hung": True}).reply(call, (3, 4, 5, 6)))
+        script = opened()
+        call = script.call((1, 2))
+        passes(self.ID, script.result(event={"hung": True}).reply(call, (3, 4, 5, 6)))
 
 
 class TestNoCallAfterEnd:
@@ -285,28 +286,28 @@ class TestNoCallAfterEnd:
 
     def test_a_call_after_the_end_is_found(self) -> None:
         """A resume loop that outlives its request."""
-        teller = opened().result((3,))
-        teller.call((1, 2, 3))
-        assert "call 1 to s0 at event 2" == finds(self.ID, teller).observed
+        script = opened().result((3,))
+        script.call((1, 2, 3))
+        assert "call 1 to s0 at event 2" == finds(self.ID, script).observed
 
     def test_a_request_that_the_run_gave_up_has_not_ended(self) -> None:
         """It hung, polling: its stack goes on after the deadline."""
-        teller = opened().result(event={"hung": True})
-        teller.call((1, 2))
-        unknown(self.ID, teller, "not exercised")
+        script = opened().result(event={"hung": True})
+        script.call((1, 2))
+        unknown(self.ID, script, "not exercised")
 
     def test_an_id_that_is_used_again_is_a_new_request(self) -> None:
         """The next epoch submits the same ids."""
-        teller = opened().result((3,)).submit()
-        teller.call((1, 2))
-        passes(self.ID, teller.result((3,)), requests_that_ended=2)
+        script = opened().result((3,)).submit()
+        script.call((1, 2))
+        passes(self.ID, script.result((3,)), requests_that_ended=2)
 
     def test_requests_of_a_group_are_not_judged(self) -> None:
         """They share a prompt, so a call may be taken for another member's."""
-        teller = Teller()
-        teller.submit("r0", group="g").submit("r1", group="g").result((3,))
-        teller.call((1, 2))
-        unknown(self.ID, teller.result((3,), request_id="r1"), "not exercised")
+        script = TraceScript()
+        script.submit("r0", group="g").submit("r1", group="g").result((3,))
+        script.call((1, 2))
+        unknown(self.ID, script.result((3,), request_id="r1"), "not exercised")
 
 
 class TestNoEmptyGrant:
@@ -317,20 +318,20 @@ class TestNoEmptyGrant:
     @pytest.mark.parametrize("budget", [0, -1])
     def test_a_grant_of_nothing_is_found(self, budget: int) -> None:
         """The resume loop did not see that its budget was used up."""
-        teller = opened()
-        teller.send(max_tokens=budget)
-        assert f"call 1 with max_tokens={budget}" == finds(self.ID, teller.result((3,))).observed
+        script = opened()
+        script.send(max_tokens=budget)
+        assert f"call 1 with max_tokens={budget}" == finds(self.ID, script.result((3,))).observed
 
     def test_grants_of_something_pass(self) -> None:
         """No grant at all is no empty one, and a caller may ask for nothing."""
-        teller = opened()
-        teller.send(max_tokens=1)
-        teller.send(max_tokens=None)
-        passes(self.ID, teller.result((3,)), calls_with_a_budget=1)
-        teller = Teller()
-        teller.submit(max_tokens=0)
-        teller.send(max_tokens=0)
-        passes(self.ID, teller.result(()))
+        script = opened()
+        script.send(max_tokens=1)
+        script.send(max_tokens=None)
+        passes(self.ID, script.result((3,)), calls_with_a_budget=1)
+        script = TraceScript()
+        script.submit(max_tokens=0)
+        script.send(max_tokens=0)
+        passes(self.ID, script.result(()))
 
 
 class TestBoundedAttempts:
@@ -338,13 +339,13 @@ class TestBoundedAttempts:
 
     ID = "lifecycle.bounded-attempts"
 
-    def _attempts(self, count: int, wait: float) -> Teller:
-        teller = opened()
+    def _attempts(self, count: int, wait: float) -> TraceScript:
+        script = opened()
         for _ in range(count):
-            call = teller.send()
-            teller.reply(call, (), reason="abort")
-            teller._time += wait - 2
-        return teller.result(event={"hung": True})  # type: ignore[return-value]
+            call = script.send()
+            script.reply(call, (), reason="abort")
+            script._time += wait - 2
+        return script.result(event={"hung": True})  # type: ignore[return-value]
 
     def test_a_busy_loop_is_found(self) -> None:
         """201 calls without a wait."""
@@ -373,20 +374,20 @@ def test_ids_are_unique_and_told_in_words() -> None:
 def test_an_empty_trace_and_one_of_every_kind_crash_nothing() -> None:
     """Checks of events that refer to nothing known say unknown, or nothing."""
     registry = Registry([*in_flight.CHECKS, *endings.CHECKS])
-    teller = Teller(max_staleness=1, partial_off="dropped")
-    frozen = judge(teller.trace(), registry)["weights.no-token-while-paused"]
+    script = TraceScript(max_staleness=1, partial_off="dropped")
+    frozen = judge(script.trace(), registry)["weights.no-token-while-paused"]
     assert (Verdict.NOT_APPLICABLE, True) == (frozen.verdict, "resume='client'" in frozen.reason)
     registry = Registry(check for check in registry if check.id != frozen.id)
     assert {Verdict.UNKNOWN} == {
-        result.verdict for result in judge(teller.trace(), registry).results
+        result.verdict for result in judge(script.trace(), registry).results
     }
-    teller.admit(7).reply(7, (3,)).abort(7, wanted="x").resume().pause(progress={7: 1}).weights(
+    script.admit(7).reply(7, (3,)).abort(7, wanted="x").resume().pause(progress={7: 1}).weights(
         None, label=None
     )  # type: ignore[arg-type]
-    teller.observe(5).fault("lost-reply", "s0", 7).fault("death", "s0").fault(
+    script.observe(5).fault("lost-reply", "s0", 7).fault("death", "s0").fault(
         "death"
     ).gauges().result((3,))
     assert "train" in EVENT_KINDS
     assert not [
-        result for result in judge(teller.trace(), registry).results if "crashed" in result.reason
+        result for result in judge(script.trace(), registry).results if "crashed" in result.reason
     ]

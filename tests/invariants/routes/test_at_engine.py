@@ -13,16 +13,17 @@ import numpy as np
 from rollproof.core.records import Span
 from rollproof.core.trace import Reply, Result, Trace
 from rollproof.judging.checks import Verdict
-from rollproof.judging.judge import Judgement, judge
-from tests.support.routed_requests import REGISTRY, Segment, Story, failing, only_finding
+from rollproof.judging.judge import Judgement
+from rollproof.verification.traces import judge
+from tests.support.routed_requests import REGISTRY, RoutedRequest, Segment, failing, only_finding
 from tests.support.trace_builder import contract
 
 
 class _Oracle:
     """The policy of a story: rows over all layers."""
 
-    def __init__(self, story: Story) -> None:
-        self._story = Story(
+    def __init__(self, story: RoutedRequest) -> None:
+        self._story = RoutedRequest(
             request_id=story.request_id,
             changes={**story.changes, "layer_axis": "all"},
             seed=story.seed,
@@ -35,7 +36,7 @@ class _Oracle:
         raise NotImplementedError("route checks ask for no logprobs")
 
 
-def _judged(story: Story, trace: Trace) -> Judgement:
+def _judged(story: RoutedRequest, trace: Trace) -> Judgement:
     return judge(trace, REGISTRY, _Oracle(story))
 
 
@@ -54,7 +55,7 @@ def test_every_row_that_an_engine_returned_is_compared_with_the_oracle() -> None
         {"num_layers": 5, "moe_layers": (1, 3, 4), "layer_axis": "moe"},
         {"num_layers": 4, "moe_layers": (1, 2, 3)},
     ):
-        story = Story(changes=changes)
+        story = RoutedRequest(changes=changes)
         judged = _judged(story, story.trace(story.good()))
         assert failing(judged) == set()
         assert judged["routes.engine"].exercised == {"engine rows compared": 16}
@@ -62,9 +63,9 @@ def test_every_row_that_an_engine_returned_is_compared_with_the_oracle() -> None
 
 def test_a_stale_slot_is_the_engines_fault_alone() -> None:
     """Rows of another forward in the engine's buffer: the stack that hands them over is not blamed."""
-    story = Story(segments=(Segment(5),))
+    story = RoutedRequest(segments=(Segment(5),))
     rows = story.good().copy()
-    rows[3:5] = Story(request_id="r7").rows(3, 5, 1)
+    rows[3:5] = RoutedRequest(request_id="r7").rows(3, 5, 1)
     trace = story.trace(rows)
     reply = next(e for e in trace.events if isinstance(e, Reply))
     finding = only_finding(
@@ -85,7 +86,7 @@ def test_a_stale_slot_is_the_engines_fault_alone() -> None:
 
 def test_rows_over_a_mixed_cache_have_no_oracle() -> None:
     """KV of two versions: no single version explains the row, and none is asked for."""
-    story = Story(segments=(Segment(5),))
+    story = RoutedRequest(segments=(Segment(5),))
     trace = _with_reply(
         story.trace(story.good()), 0, true_rows=(Span(start=0, end=9, version="mixed"),)
     )
@@ -98,7 +99,7 @@ def test_a_recompute_must_not_overwrite_the_rows_of_sampled_tokens() -> None:
     """Retract under new weights: the tokens are of version 1, their rows of version 2, and every
     shape is right.
     """
-    story = Story(segments=(Segment(5, 1),), with_truth=False)
+    story = RoutedRequest(segments=(Segment(5, 1),), with_truth=False)
     trace = _with_reply(
         story.trace(story.good()),
         0,
@@ -119,7 +120,7 @@ def test_a_recompute_must_not_overwrite_the_rows_of_sampled_tokens() -> None:
 
 def test_an_engine_that_declares_overwriting_is_not_held_to_it() -> None:
     """SGLang stores rows by slot: under latest-prefill the check is not applicable."""
-    story = Story(segments=(Segment(5, 1),), with_truth=False)
+    story = RoutedRequest(segments=(Segment(5, 1),), with_truth=False)
     trace = _with_reply(
         story.trace(story.good()),
         0,
@@ -143,7 +144,7 @@ def test_rows_out_of_a_stale_prefix_cache_are_found_where_an_update_should_have_
     kv_policy='keep' that is declared.
     """
     for policy in ("recompute", "keep"):
-        story = Story(changes={"kv_policy": policy})
+        story = RoutedRequest(changes={"kv_policy": policy})
         spans = (Span(start=0, end=4, version=1), Span(start=4, end=9, version=2))
         judged = judge(_with_reply(story.trace(story.good()), 1, true_rows=spans), REGISTRY)
         if policy == "keep":
@@ -157,7 +158,7 @@ def test_rows_out_of_a_stale_prefix_cache_are_found_where_an_update_should_have_
 
 def test_routes_that_change_later_share_an_engines_memory() -> None:
     """The runner looked again at the end of the run."""
-    story = Story()
+    story = RoutedRequest()
     trace = story.trace(story.good(), event={"later_changed": ("routes",)})
     assert "view of memory" in only_finding(judge(trace, REGISTRY), "routes.handed-over").observed
     other = story.trace(story.good(), event={"later_changed": ("logprobs",)})
@@ -168,7 +169,7 @@ def test_writing_into_a_reply_is_found() -> None:
     """Only what concerns routes is this check's: other objects of the caller belong to the family
     stitch.
     """
-    story = Story()
+    story = RoutedRequest()
     event = {
         "caller_changed": (
             "routes of call 1: its contents changed",
@@ -183,7 +184,7 @@ def test_writing_into_a_reply_is_found() -> None:
 
 def test_a_duplicate_or_lost_reply_changes_nothing() -> None:
     """A reply that nobody received, and one that came twice."""
-    story = Story()
+    story = RoutedRequest()
     trace = story.trace(story.good())
     first = next(e for e in trace.events if isinstance(e, Reply))
     events = [

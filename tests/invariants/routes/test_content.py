@@ -14,8 +14,8 @@ import pytest
 
 from rollproof.core.trace import Weights
 from rollproof.judging.checks import Verdict
-from rollproof.judging.judge import judge
-from tests.support.routed_requests import REGISTRY, Segment, Story, failing, only_finding
+from rollproof.verification.traces import judge
+from tests.support.routed_requests import REGISTRY, RoutedRequest, Segment, failing, only_finding
 from tests.support.trace_builder import TraceBuilder
 
 _MODELS: dict[str, dict[str, Any]] = {
@@ -60,19 +60,19 @@ def test_a_correct_sample_is_never_blamed(model: str, convention: str) -> None:
     for segments, (prompt, engine) in itertools.product(
         _SEGMENTS.values(), ((1, "T-1"), (5, "arange"), (2, "zeros"))
     ):
-        story = Story(segments=segments, prompt=prompt, changes=changes, engine_rows=engine)
-        judged = story.judged(story.good(), Story(request_id="r1", changes=changes))
+        story = RoutedRequest(segments=segments, prompt=prompt, changes=changes, engine_rows=engine)
+        judged = story.judged(story.good(), RoutedRequest(request_id="r1", changes=changes))
         assert failing(judged) == set(), (segments, prompt, engine)
         assert judged["routes.content"].verdict is Verdict.PASS
 
 
-def _edit(story: Story, position: int | slice, value: Any) -> np.ndarray:
+def _edit(story: RoutedRequest, position: int | slice, value: Any) -> np.ndarray:
     rows = story.good().copy()
     rows[position] = value
     return rows
 
 
-def _other_expert(story: Story) -> np.ndarray:
+def _other_expert(story: RoutedRequest) -> np.ndarray:
     rows, contract = story.good().copy(), story.contract
     column = contract.moe_columns[0]
     rows[1, column, 0] = next(
@@ -81,25 +81,27 @@ def _other_expert(story: Story) -> np.ndarray:
     return rows
 
 
-def _twice(story: Story) -> np.ndarray | None:
+def _twice(story: RoutedRequest) -> np.ndarray | None:
     rows, column = story.good().copy(), story.contract.moe_columns[0]
     rows[2, column, 0] = rows[2, column, -1]
     return rows if story.contract.top_k != 1 else None
 
 
-def _half_of_another(story: Story) -> np.ndarray:
+def _half_of_another(story: RoutedRequest) -> np.ndarray:
     rows = story.good().copy()
-    rows[5:] = Story(segments=story.segments, changes=story.changes, request_id="r1").good()[5:]
+    rows[5:] = RoutedRequest(
+        segments=story.segments, changes=story.changes, request_id="r1"
+    ).good()[5:]
     return rows
 
 
-def _beyond(story: Story) -> np.ndarray:
+def _beyond(story: RoutedRequest) -> np.ndarray:
     rows = story.good().copy()
     rows[1, story.contract.moe_columns[0], 0] = story.contract.num_experts
     return rows
 
 
-def _replaced(story: Story) -> np.ndarray | None:
+def _replaced(story: RoutedRequest) -> np.ndarray | None:
     rows = story.good().copy()
     first, last = story.returned(0), story.returned(1)
     assert first is not None and last is not None
@@ -107,7 +109,7 @@ def _replaced(story: Story) -> np.ndarray | None:
     return rows
 
 
-_FAULTS: dict[str, tuple[str, Callable[[Story], np.ndarray | None]]] = {
+_FAULTS: dict[str, tuple[str, Callable[[RoutedRequest], np.ndarray | None]]] = {
     "rows shifted on": ("routes.position", lambda s: np.concatenate([s.good()[:1], s.good()[:-1]])),
     "rows shifted back": (
         "routes.position",
@@ -146,19 +148,21 @@ def test_one_fault_blames_one_check(model: str, convention: str) -> None:
     changes = {**_MODELS[model], **_CONVENTIONS[convention]}
     final = "final_row" in _CONVENTIONS[convention]
     for name, (check_id, fault) in _FAULTS.items():
-        story = Story(changes=changes)
+        story = RoutedRequest(changes=changes)
         wrong = fault(story)
         if wrong is None and name != "no routes":
             continue
         if final and wrong is not None and "shifted" in name and "rows" in name:
             wrong = np.concatenate([wrong[: len(story.captured())], story.good()[-1:]])
         want = "routes.presence" if wrong is not None and not len(wrong) else check_id
-        assert failing(story.judged(wrong, Story(request_id="r1", changes=changes))) == {want}, name
+        assert failing(story.judged(wrong, RoutedRequest(request_id="r1", changes=changes))) == {
+            want
+        }, name
 
 
 def test_a_shift_names_the_row_that_stands_there() -> None:
     """Position and distance, how many rows, and the rule that is usually broken."""
-    story = Story()
+    story = RoutedRequest()
     finding = only_finding(
         story.judged(np.concatenate([story.good()[:1], story.good()[:-1]])), "routes.position"
     )
@@ -173,7 +177,7 @@ def test_a_long_sample_is_looked_into_as_far_as_it_tells() -> None:
     """Of many wrong rows the first 256 are explained, and the message says how many there are
     besides.
     """
-    story = Story(segments=(Segment(300),), prompt=5)
+    story = RoutedRequest(segments=(Segment(300),), prompt=5)
     finding = only_finding(story.judged(np.roll(story.good(), 1, axis=1)), "routes.layer")
     assert re.search(
         r"in 256 of 304 rows \(.*\); \d\d wrong rows behind them not looked at", finding.observed
@@ -182,7 +186,7 @@ def test_a_long_sample_is_looked_into_as_far_as_it_tells() -> None:
 
 def test_a_layer_shift_names_the_layers_of_the_model() -> None:
     """Dense layers count: the layer named is the model's, not the column's ordinal."""
-    story = Story(changes=_MODELS["moe axis"])
+    story = RoutedRequest(changes=_MODELS["moe axis"])
     finding = only_finding(story.judged(np.roll(story.good(), -1, axis=1)), "routes.layer")
     assert (
         finding.observed
@@ -195,7 +199,7 @@ def test_a_layer_shift_names_the_layers_of_the_model() -> None:
 
 def test_two_exchanged_layers_are_named() -> None:
     """Only two of many layers are exchanged: both are told, and how many are wrong."""
-    story = Story(changes=_MODELS["wide"])
+    story = RoutedRequest(changes=_MODELS["wide"])
     rows = story.good().copy()
     rows[:, [1, 4]] = rows[:, [4, 1]]
     finding = only_finding(story.judged(rows), "routes.layer")
@@ -210,7 +214,7 @@ def test_replaced_rows_name_both_segments_and_versions() -> None:
     """As sampled, and replaced on resume: the versions on both sides, and the choice that the
     developer has.
     """
-    story = Story()
+    story = RoutedRequest()
     finding = only_finding(story.judged(story.returned(1)), "routes.provenance")
     assert (
         finding.expected
@@ -225,7 +229,7 @@ def test_replaced_rows_name_both_segments_and_versions() -> None:
 
 def test_a_boundary_row_of_the_wrong_segment_is_told_as_such() -> None:
     """The row of a segment's last token belongs to the next segment: the rule is in the hint."""
-    story = Story(segments=(Segment(3, 1), Segment(3, 2), Segment(2, 3)))
+    story = RoutedRequest(segments=(Segment(3, 1), Segment(3, 2), Segment(2, 3)))
     rows = story.good().copy()
     third = story.returned(2)
     assert third is not None
@@ -239,7 +243,7 @@ def test_a_boundary_row_of_the_wrong_segment_is_told_as_such() -> None:
 
 def test_rows_of_weights_that_no_reply_holds_are_named_by_the_oracle() -> None:
     """A row recomputed under another version than any call used is traced to that version."""
-    story = Story(segments=(Segment(5, 1),))
+    story = RoutedRequest(segments=(Segment(5, 1),))
 
     class Oracle:
         def routes(self, version: Any, ids: Sequence[int], start: int = 0) -> np.ndarray:
@@ -263,7 +267,7 @@ def test_filler_over_a_capture_at_a_boundary_says_where_the_row_is() -> None:
     """An engine with T rows, merged by tail: its filler stands where the next segment's row
     belongs.
     """
-    story = Story(engine_rows="minus-one", changes={"dtype": "int32"})
+    story = RoutedRequest(engine_rows="minus-one", changes={"dtype": "int32"})
     first, second = story.returned(0), story.returned(1)
     assert first is not None and second is not None
     finding = only_finding(story.judged(np.concatenate([first, second[8:9]])), "routes.captured")
@@ -274,7 +278,7 @@ def test_filler_over_a_capture_at_a_boundary_says_where_the_row_is() -> None:
 
 def test_another_requests_rows_are_traced_to_it() -> None:
     """The position and the request that the row really belongs to."""
-    story, other = Story(), Story(request_id="r1")
+    story, other = RoutedRequest(), RoutedRequest(request_id="r1")
     rows = story.good().copy()
     rows[3:6] = other.good()[2:5]
     finding = only_finding(story.judged(rows, other), "routes.isolation")
@@ -287,7 +291,7 @@ def test_another_requests_rows_are_traced_to_it() -> None:
 
 def test_the_wrong_filler_is_told_from_the_declared_one() -> None:
     """Zeros where arange is declared, and a legal choice where filler belongs."""
-    story = Story(changes={"rows": "T", "final_row": "arange"})
+    story = RoutedRequest(changes={"rows": "T", "final_row": "arange"})
     zeros = only_finding(story.judged(_edit(story, -1, 0)), "routes.filler")
     assert (zeros.expected, zeros.observed) == (
         "arange filler, as the contract declares",
@@ -299,7 +303,7 @@ def test_the_wrong_filler_is_told_from_the_declared_one() -> None:
 
 def test_a_repeated_row_is_filler_where_it_is_declared_and_only_of_its_neighbour() -> None:
     """The row above once more passes; a row of elsewhere does not, and arange is told as such."""
-    story = Story(changes=_CONVENTIONS["T, previous"])
+    story = RoutedRequest(changes=_CONVENTIONS["T, previous"])
     assert failing(story.judged(story.good())) == set()
     other = only_finding(story.judged(_edit(story, -1, story.good()[3])), "routes.filler")
     assert (other.expected, other.observed) == (
@@ -314,7 +318,7 @@ def test_a_repeated_row_is_filler_where_it_is_declared_and_only_of_its_neighbour
 
 def test_zeros_are_flagged_where_they_are_declared() -> None:
     """Declared zeros pass, and the report counts them by a name that says what they do."""
-    judged = (story := Story(changes=_CONVENTIONS["T, zeros"])).judged(story.good())
+    judged = (story := RoutedRequest(changes=_CONVENTIONS["T, zeros"])).judged(story.good())
     assert judged["routes.filler"].verdict is Verdict.PASS
     assert judged["routes.filler"].exercised == {
         "filler rows of zeros (a legal expert id: a trainer replays them)": 1
@@ -324,13 +328,13 @@ def test_zeros_are_flagged_where_they_are_declared() -> None:
 def test_rows_that_nobody_captured_must_be_filler() -> None:
     """The last call returned no routes: T-1 rows can only be filled, and only as declared."""
     segments = (Segment(3, 1), Segment(2, 1, routes=False))
-    undeclared = Story(segments=segments)
+    undeclared = RoutedRequest(segments=segments)
     invented = np.concatenate([undeclared.good(), undeclared.rows(7, 9, 2)])
     assert (
         only_finding(undeclared.judged(invented), "routes.filler").expected
         == "no row: the contract declares no filler"
     )
-    declared = Story(segments=segments, changes={"filler": "minus-one", "dtype": "int32"})
+    declared = RoutedRequest(segments=segments, changes={"filler": "minus-one", "dtype": "int32"})
     filled = np.concatenate([declared.good(), np.full((2, 3, 2), -1, dtype=np.int32)])
     judged = declared.judged(filled)
     assert failing(judged) == set()
@@ -340,7 +344,7 @@ def test_rows_that_nobody_captured_must_be_filler() -> None:
 def test_filler_that_does_not_fit_the_type_is_blamed_on_the_type() -> None:
     """-1 in uint8 reads as 255: one message, about the type."""
     changes = {"filler": "minus-one", "dtype": "uint8|int16"}
-    story = Story(segments=(Segment(3, 1), Segment(2, 1, routes=False)), changes=changes)
+    story = RoutedRequest(segments=(Segment(3, 1), Segment(2, 1, routes=False)), changes=changes)
     filled = np.concatenate([story.good(), np.full((2, 3, 2), 255, dtype=np.uint8)])
     assert (
         only_finding(story.judged(filled), "routes.dtype").title
@@ -350,7 +354,7 @@ def test_filler_that_does_not_fit_the_type_is_blamed_on_the_type() -> None:
 
 def test_the_order_of_experts_within_a_cell_does_not_count() -> None:
     """A stack that sorts the ids of a cell loses nothing: replay gathers by id."""
-    story = Story()
+    story = RoutedRequest()
     assert failing(story.judged(np.sort(story.good(), axis=2))) == set()
 
 
@@ -358,7 +362,7 @@ def test_dense_columns_may_hold_any_filler() -> None:
     """Dense layers have no capture under layer_axis='all': zeros, -1, repetitions, and ids that
     count up through the rows.
     """
-    story = Story(changes={**_MODELS["dense first"], "dtype": "int32"})
+    story = RoutedRequest(changes={**_MODELS["dense first"], "dtype": "int32"})
     rows = story.good().copy()
     running = np.arange(rows[:, 0].size).reshape(rows[:, 0].shape) % 8
     for value in (0, -1, 7, np.array([5, 2]), np.arange(len(rows))[:, None], running):
@@ -372,7 +376,7 @@ def test_a_choice_in_a_dense_column_is_found() -> None:
     """What looks like a capture of a layer that has no router is replayed by a trainer that counts
     columns.
     """
-    story = Story(changes=_MODELS["dense first"])
+    story = RoutedRequest(changes=_MODELS["dense first"])
     rows = story.good().copy()
     rows[3:, 0] = np.roll(rows[3:, 1], 1, axis=0)
     rows[0, 0] = (3, 1)
@@ -395,18 +399,18 @@ def test_where_no_dense_layer_has_a_column_there_is_none_to_judge(
     changes: dict[str, Any], reason: str
 ) -> None:
     """Or where one id could be anything."""
-    story = Story(changes=changes)
+    story = RoutedRequest(changes=changes)
     judged = story.judged(story.good())["routes.dense-columns"]
     assert (Verdict.NOT_APPLICABLE, True) == (judged.verdict, reason in judged.reason)
 
 
 def test_an_engine_that_counts_moe_layers_feeds_a_stack_that_counts_all() -> None:
     """The engine's axis is its own: rows are compared layer by layer."""
-    story = Story(changes={**_MODELS["moe axis"]})
+    story = RoutedRequest(changes={**_MODELS["moe axis"]})
     wide = np.zeros((9, 5, 2), dtype=np.uint8)
     wide[:, [1, 3, 4]] = story.good()
     trace = story.trace(wide)
-    stack = Story(changes={**_MODELS["moe axis"], "layer_axis": "all"}).contract
+    stack = RoutedRequest(changes={**_MODELS["moe axis"], "layer_axis": "all"}).contract
     trace = type(trace)(
         header=type(trace.header)(subject="by hand", contract=stack, engine=story.contract),
         events=trace.events,
@@ -424,7 +428,7 @@ def test_an_engine_that_counts_moe_layers_feeds_a_stack_that_counts_all() -> Non
 
 def test_an_unexplained_row_is_shown_beside_the_right_one() -> None:
     """Nothing known fits: both experts are shown, with layer and position, and how many layers."""
-    story = Story(changes=_MODELS["wide"])
+    story = RoutedRequest(changes=_MODELS["wide"])
     finding = only_finding(story.judged(_other_expert(story)), "routes.content")
     want, got = story.good()[1, 0].tolist(), _other_expert(story)[1, 0].tolist()
     assert finding.expected == f"experts {want} at position 1, as the engine returned"
@@ -439,7 +443,7 @@ def test_a_trace_without_replies_is_judged_by_what_it_has() -> None:
     """A production dump holds samples only: shape, count and values are judged, content is unknown
     with its reason.
     """
-    story = Story()
+    story = RoutedRequest()
     builder = TraceBuilder(story.contract).submit("r0", story.ids[:5], max_tokens=5)
     builder.result(story.ids[5:], "r0", story.ids[:5], routes=story.good())
     judged = judge(builder.trace(), REGISTRY)
@@ -454,9 +458,9 @@ def test_rows_of_other_tokens_are_not_compared() -> None:
     """Where the tokens are wrong the family stitch speaks; rows that fit the sampled tokens are not
     blamed besides.
     """
-    story = Story()
+    story = RoutedRequest()
     builder = TraceBuilder(story.contract)
-    story.tell(builder, story.good())
+    story.record_in(builder, story.good())
     events = list(builder.trace().events)
     builder = TraceBuilder(story.contract)
     builder.add(*events[:-1]).result(
@@ -471,7 +475,7 @@ def test_one_row_of_few_experts_is_no_exchange_of_layers() -> None:
     """The row before, repeated, often has choices of other layers of its own row: by chance, for
     there are few.
     """
-    story = Story(
+    story = RoutedRequest(
         segments=(Segment(300),),
         changes={"num_experts": 4, "top_k": 2, "num_layers": 5, "moe_layers": tuple(range(5))},
     )

@@ -12,11 +12,12 @@ import pytest
 
 from rollproof.core.trace import Reply
 from rollproof.judging.checks import Verdict
-from rollproof.judging.judge import Judgement, judge
-from tests.support.routed_requests import REGISTRY, Segment, Story, failing, only_finding
+from rollproof.judging.judge import Judgement
+from rollproof.verification.traces import judge
+from tests.support.routed_requests import REGISTRY, RoutedRequest, Segment, failing, only_finding
 
 
-def _by_engine(story: Story, rows: np.ndarray) -> Judgement:
+def _by_engine(story: RoutedRequest, rows: np.ndarray) -> Judgement:
     """The engine itself returned ``rows``, and the stack handed them over faithfully."""
     trace = story.trace(rows)
     events = [
@@ -26,8 +27,8 @@ def _by_engine(story: Story, rows: np.ndarray) -> Judgement:
     return judge(replace(trace, events=tuple(events)), REGISTRY)
 
 
-def _one_call(**changes: Any) -> Story:
-    return Story(segments=(Segment(5),), changes=changes, with_truth=False)
+def _one_call(**changes: Any) -> RoutedRequest:
+    return RoutedRequest(segments=(Segment(5),), changes=changes, with_truth=False)
 
 
 def test_a_layer_that_was_never_captured_is_found() -> None:
@@ -62,8 +63,8 @@ def test_one_row_copied_to_all_tokens_is_found() -> None:
     [
         _one_call(num_experts=2, top_k=2),
         _one_call(num_experts=2, top_k=1, num_layers=1, moe_layers=(0,)),
-        Story(segments=(Segment(1),), prompt=2, with_truth=False),
-        Story(
+        RoutedRequest(segments=(Segment(1),), prompt=2, with_truth=False),
+        RoutedRequest(
             segments=(Segment(1),),
             prompt=1,
             with_truth=False,
@@ -72,16 +73,16 @@ def test_one_row_copied_to_all_tokens_is_found() -> None:
     ],
     ids=["all experts chosen", "two experts", "two rows", "one row"],
 )
-def test_equal_rows_of_a_small_sample_are_no_fault(story: Story) -> None:
+def test_equal_rows_of_a_small_sample_are_no_fault(story: RoutedRequest) -> None:
     """Where chance or the model explains equal rows, nothing is said."""
     assert failing(_by_engine(story, story.good()[:1].repeat(len(story.good()), axis=0))) == set()
 
 
 def test_a_collapsed_router_of_one_expert_is_no_dead_layer_in_a_short_sample() -> None:
     """top_k = 1: expert 0 for a few tokens is a legal choice; for very many it is not believed."""
-    short = Story(segments=(Segment(1),), prompt=3, with_truth=False, changes={"top_k": 1})
+    short = RoutedRequest(segments=(Segment(1),), prompt=3, with_truth=False, changes={"top_k": 1})
     assert failing(_by_engine(short, short.good() * 0)) == set()
-    long = Story(segments=(Segment(12),), prompt=11, with_truth=False, changes={"top_k": 1})
+    long = RoutedRequest(segments=(Segment(12),), prompt=11, with_truth=False, changes={"top_k": 1})
     assert failing(_by_engine(long, long.good() * 0)) == {"routes.live"}
 
 

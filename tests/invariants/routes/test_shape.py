@@ -10,12 +10,13 @@ import pytest
 from rollproof.core.records import FinishReason
 from rollproof.core.trace import Observation
 from rollproof.judging.checks import Verdict
-from rollproof.judging.judge import Judgement, judge
-from tests.support.routed_requests import REGISTRY, Segment, Story, failing, only_finding
+from rollproof.judging.judge import Judgement
+from rollproof.verification.traces import judge
+from tests.support.routed_requests import REGISTRY, RoutedRequest, Segment, failing, only_finding
 from tests.support.trace_builder import TraceBuilder, coded_rows, contract
 
 
-def _joined(story: Story) -> np.ndarray:
+def _joined(story: RoutedRequest) -> np.ndarray:
     return np.concatenate(
         [rows for i in range(len(story.segments)) if (rows := story.returned(i)) is not None]
     )
@@ -25,7 +26,7 @@ def test_concatenation_on_resume_is_told_so_that_a_stack_developer_understands_i
     """The most frequent fault of the field: whole arrays joined. Sizes, cause, place, remedy and
     reference are in the message.
     """
-    finding = only_finding(Story().judged(_joined(Story())), "routes.rows")
+    finding = only_finding(RoutedRequest().judged(_joined(RoutedRequest())), "routes.rows")
     assert finding.title == "16 route rows for a sample of 10 tokens"
     assert (
         finding.expected
@@ -47,7 +48,7 @@ def test_concatenation_of_three_segments_names_the_first_repetition() -> None:
     """With several resumes the sum shows every array, and the place is where the first repetition
     begins.
     """
-    story = Story(segments=(Segment(2, 1), Segment(0, 1), Segment(2, 2), Segment(1, 3)))
+    story = RoutedRequest(segments=(Segment(2, 1), Segment(0, 1), Segment(2, 2), Segment(1, 3)))
     finding = only_finding(story.judged(_joined(story)), "routes.rows")
     assert finding.observed.startswith(
         "23 = 6 of segment 0 + 8 of segment 2 + 9 of segment 3: segment 2's whole array"
@@ -66,7 +67,7 @@ def test_concatenation_of_three_segments_names_the_first_repetition() -> None:
 )
 def test_a_wrong_count_is_explained(changes: dict[str, str], delta: int, words: str) -> None:
     """T against T-1 is told apart from rows that are missing or too many."""
-    story = Story(changes=changes)
+    story = RoutedRequest(changes=changes)
     rows = story.good()
     wrong = rows[:delta] if delta < 0 else np.concatenate([rows, rows[-1:].repeat(delta, axis=0)])
     assert words in only_finding(story.judged(wrong), "routes.rows").observed
@@ -76,7 +77,7 @@ def test_a_hole_that_shifts_later_rows_is_a_wrong_count() -> None:
     """A middle segment without routes, skipped by a merge by tail: the last call had its rows, so
     nothing excuses the hole.
     """
-    story = Story(segments=(Segment(3, 1), Segment(2, 1, routes=False), Segment(2, 1)))
+    story = RoutedRequest(segments=(Segment(3, 1), Segment(2, 1, routes=False), Segment(2, 1)))
     last = story.returned(2)
     assert last is not None
     merged = np.concatenate([story.rows(0, 7, 1), last[-2:]])
@@ -89,7 +90,7 @@ def test_rows_that_were_asked_for_too_late_are_told_from_rows_that_an_engine_did
     """A resume that asks from the first token to be sampled on: the row of the token before is
     lost.
     """
-    story = Story(segments=(Segment(2, 1), Segment(1, 1)))
+    story = RoutedRequest(segments=(Segment(2, 1), Segment(1, 1)))
     ids, builder = story.ids, TraceBuilder(story.contract)
     builder.submit("r0", ids[:5], max_tokens=3)
     builder.weights(1)
@@ -120,7 +121,7 @@ def test_rows_of_the_first_segment_or_of_the_response_alone_are_recognised() -> 
     """A resume that forgets the new rows, and a stack that drops the prompt's rows without saying
     where row 0 stands.
     """
-    story = Story()
+    story = RoutedRequest()
     assert (
         "the array of segment 0 alone"
         in only_finding(story.judged(story.returned(0)), "routes.rows").observed
@@ -135,7 +136,7 @@ def test_rows_must_be_cut_with_the_response() -> None:
     """A cut response with the rows of all tokens is found; T or T-1 rows of what is left are fine:
     the last one is a capture.
     """
-    story = Story(segments=(Segment(6),))
+    story = RoutedRequest(segments=(Segment(6),))
     finding = only_finding(story.judged(story.good(), keep=3), "routes.rows")
     assert (
         finding.observed
@@ -191,7 +192,7 @@ def test_a_sample_with_an_offset_is_counted_from_there() -> None:
     """``routes_start`` says where row 0 stands: the rows before it are not missing, and the others
     are compared in place.
     """
-    story = Story()
+    story = RoutedRequest()
     judged = story.judged(story.good()[4:], routes_start=4)
     assert failing(judged) == set()
     assert judged["routes.position"].exercised == {"rows compared": 5}
@@ -199,7 +200,7 @@ def test_a_sample_with_an_offset_is_counted_from_there() -> None:
 
 def test_a_captured_prefix_may_end_anywhere() -> None:
     """SkyRL hands over the rows that it has; more rows than were captured are not a prefix."""
-    story = Story(changes={"rows": "captured-prefix"})
+    story = RoutedRequest(changes={"rows": "captured-prefix"})
     for count in (0, 4, 9):
         assert failing(story.judged(story.good()[:count])) == (
             set() if count else {"routes.presence"}
@@ -212,7 +213,7 @@ def test_missing_routes_say_who_lost_them() -> None:
     """Dropped by the stack, never asked for, or silently absent from the engine: three causes,
     three messages.
     """
-    story = Story()
+    story = RoutedRequest()
     dropped = only_finding(story.judged(None), "routes.presence")
     assert (
         dropped.observed
@@ -260,7 +261,7 @@ def test_no_check_of_routes_applies_to_a_stack_without_routes() -> None:
 
 def test_a_wrong_shape_is_explained_by_axis_or_top_k() -> None:
     """A missing dense column is told from a top-k that was inferred from the size of a buffer."""
-    story = Story(changes={"num_layers": 4, "moe_layers": (1, 2, 3)})
+    story = RoutedRequest(changes={"num_layers": 4, "moe_layers": (1, 2, 3)})
     axis = only_finding(story.judged(story.good()[:, 1:]), "routes.shape")
     assert (axis.expected, axis.observed) == (
         "(rows, 4, 2): layer_axis='all', top_k=2",
@@ -274,7 +275,7 @@ def test_a_wrong_shape_is_explained_by_axis_or_top_k() -> None:
 
 def test_ids_that_wrapped_are_blamed_on_the_type_alone() -> None:
     """300 experts in uint8: rows differ, cells repeat, and the one message is about the type."""
-    story = Story(changes={"num_experts": 300, "top_k": 3, "dtype": "uint16"}, seed=3)
+    story = RoutedRequest(changes={"num_experts": 300, "top_k": 3, "dtype": "uint16"}, seed=3)
     finding = only_finding(story.judged(story.good().astype(np.uint8)), "routes.dtype")
     assert finding.title == "uint8 does not hold every expert id"
     assert finding.expected == "a type that holds ids up to 299 (300 experts)"
@@ -286,7 +287,9 @@ def test_ids_that_wrapped_on_the_way_through_a_narrow_type_are_found_in_a_wide_o
     """uint16 to int16 and back to int32: the delivered type is wide enough, and ids above 32767 are
     gone.
     """
-    story = Story(changes={"num_experts": 40000, "top_k": 2, "dtype": "uint16|int32"}, seed=1)
+    story = RoutedRequest(
+        changes={"num_experts": 40000, "top_k": 2, "dtype": "uint16|int32"}, seed=1
+    )
     finding = only_finding(
         story.judged(story.good().astype(np.int16).astype(np.int32)), "routes.dtype"
     )
@@ -295,23 +298,23 @@ def test_ids_that_wrapped_on_the_way_through_a_narrow_type_are_found_in_a_wide_o
 
 def test_a_declared_type_that_is_too_narrow_is_found_before_any_id_wraps() -> None:
     """The type is judged by num_experts, not by the ids that happened to occur."""
-    small = Story(changes={"num_experts": 8, "dtype": "uint8"})
-    wide = Story(changes={"num_experts": 300, "dtype": "uint8"})
+    small = RoutedRequest(changes={"num_experts": 8, "dtype": "uint8"})
+    wide = RoutedRequest(changes={"num_experts": 300, "dtype": "uint8"})
     builder = TraceBuilder(wide.contract)
-    small.tell(builder, small.good())
+    small.record_in(builder, small.good())
     assert failing(judge(builder.trace(), REGISTRY)) == {"routes.dtype"}
 
 
 def test_another_type_than_declared_is_a_finding() -> None:
     """int64 holds everything, and a decoder that was promised int32 misreads it."""
-    story = Story(changes={"dtype": "int32"})
+    story = RoutedRequest(changes={"dtype": "int32"})
     finding = only_finding(story.judged(story.good().astype(np.int64)), "routes.dtype")
     assert (finding.expected, finding.observed) == ("int32, as the contract declares", "int64")
 
 
 def test_read_only_arrays_and_views_are_as_good_as_any() -> None:
     """What decoders hand out: read-only, not contiguous, another byte order."""
-    story = Story(changes={"dtype": "int32"})
+    story = RoutedRequest(changes={"dtype": "int32"})
     rows = story.good()
     rows.flags.writeable = False
     assert failing(story.judged(rows)) == set()

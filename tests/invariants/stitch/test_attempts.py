@@ -6,8 +6,8 @@ import pytest
 
 from rollproof.core.records import FinishReason
 from rollproof.judging.checks import Verdict
-from tests.support.scripted_rollouts import Part, blamed, tell
-from tests.support.trace_script import Teller, check, finds, inapplicable, passes, unknown
+from tests.support.scripted_rollouts import ScriptedCall, blamed, script_rollout
+from tests.support.trace_script import TraceScript, check, finds, inapplicable, passes, unknown
 
 
 class TestResumePrompt:
@@ -15,9 +15,9 @@ class TestResumePrompt:
 
     ID = "stitch.resume-prompt"
 
-    def _resume(self, *sent: int, reason: str = "abort", **more: object) -> Teller:
+    def _resume(self, *sent: int, reason: str = "abort", **more: object) -> TraceScript:
         """Two calls; the second one sends ``sent``."""
-        story = Teller(**more)  # type: ignore[arg-type]
+        story = TraceScript(**more)  # type: ignore[arg-type]
         story.weights(0).submit(max_tokens=8)
         story.reply(story.call((1, 2), max_tokens=8), (11, 12, 13), reason)
         story.reply(story.call(sent, max_tokens=5), (21,), "stop")
@@ -93,7 +93,7 @@ class TestResumePrompt:
 
     def test_the_first_call_sends_the_prompt(self) -> None:
         """A prompt cut on its way to the engine is found although nothing was resumed."""
-        story = Teller()
+        story = TraceScript()
         story.submit(prompt=(1, 2, 3))
         story.reply(story.call((1, 3)), (11,), "stop").result((11,), prompt=(1, 2, 3))
         finding = finds(self.ID, story)
@@ -109,17 +109,17 @@ class TestResumePrompt:
     def test_a_restart_needs_an_excuse(self) -> None:
         """After a lost reply or a death a stack may start again; after an abort it may not."""
         parts = (
-            Part(tokens=(11, 12)),
-            Part(tokens=(13,), lost=True),
-            Part(tokens=(21,), anew=True, reason="stop"),
+            ScriptedCall(tokens=(11, 12)),
+            ScriptedCall(tokens=(13,), lost=True),
+            ScriptedCall(tokens=(21,), restart=True, reason="stop"),
         )
-        passes(self.ID, tell(*parts), first_calls=1, resuming_calls=1, restarts=1)
+        passes(self.ID, script_rollout(*parts), first_calls=1, resuming_calls=1, restarts=1)
         later = (
             *parts[:2],
-            Part(tokens=(21, 22), anew=True),
-            Part(tokens=(31,), anew=True, reason="stop"),
+            ScriptedCall(tokens=(21, 22), restart=True),
+            ScriptedCall(tokens=(31,), restart=True, reason="stop"),
         )
-        assert 3 == finds(self.ID, tell(*later)).where["call"]
+        assert 3 == finds(self.ID, script_rollout(*later)).where["call"]
 
     def test_a_restart_is_the_engines_way_where_it_resumes(self) -> None:
         """A contract that does not resume on the client's side promises nothing about continuing."""
@@ -129,7 +129,7 @@ class TestResumePrompt:
 
     def test_a_reply_that_came_too_late_is_not_known_to_the_next_call(self) -> None:
         """The stack gave the first call up before its reply arrived."""
-        story = Teller()
+        story = TraceScript()
         story.submit()
         first = story.call((1, 2))
         second = story.call((1, 2))
@@ -140,7 +140,7 @@ class TestResumePrompt:
 
     def test_a_finding_behind_a_lost_reply_shows_what_was_known(self) -> None:
         """The expected prompt is that of the moment of the call, although the story went on."""
-        story = Teller()
+        story = TraceScript()
         story.submit(max_tokens=8)
         story.reply(story.call((1, 2), max_tokens=8), (11, 12), "abort")
         story.reply(story.call((1, 2, 12), max_tokens=6), (13,), "abort", delivered=False)
@@ -164,26 +164,32 @@ class TestResumePrompt:
 
     def test_turns_are_counted_apart(self) -> None:
         """A call that brings the environment's words itself begins a turn."""
-        parts = (Part(tokens=(11,), reason="stop"), Part(said=(91,), tokens=(12,), reason="stop"))
+        parts = (
+            ScriptedCall(tokens=(11,), reason="stop"),
+            ScriptedCall(observed=(91,), tokens=(12,), reason="stop"),
+        )
         passes(
             self.ID,
-            tell(*parts, recorded=False, driven=False),
+            script_rollout(*parts, recorded=False, driven=False),
             first_calls=1,
             calls_of_a_later_turn=1,
         )
-        passes(self.ID, tell(*parts), first_calls=1, resuming_calls=1)
+        passes(self.ID, script_rollout(*parts), first_calls=1, resuming_calls=1)
 
     def test_a_driven_request_without_turns_has_no_environment(self) -> None:
         """Tokens behind a natural end are nobody's where the case has no turns: the call should not
         have been made.
         """
-        parts = (Part(tokens=(11,), reason="stop"), Part(said=(91,), tokens=(12,), reason="stop"))
-        assert {"stitch.no-call-after-end"} == blamed(tell(*parts, recorded=False))
-        assert set() == blamed(tell(*parts, recorded=False, request={"turns": ((91,),)}))
+        parts = (
+            ScriptedCall(tokens=(11,), reason="stop"),
+            ScriptedCall(observed=(91,), tokens=(12,), reason="stop"),
+        )
+        assert {"stitch.no-call-after-end"} == blamed(script_rollout(*parts, recorded=False))
+        assert set() == blamed(script_rollout(*parts, recorded=False, request={"turns": ((91,),)}))
 
     def test_without_calls_nothing_is_known(self) -> None:
         """No call, no promise."""
-        story = Teller()
+        story = TraceScript()
         story.submit().result()
         unknown(self.ID, story, "no engine call of the request was recorded")
 
@@ -193,10 +199,10 @@ class TestNoCallAfterEnd:
 
     ID = "stitch.no-call-after-end"
 
-    def _again(self, reason: str, grant: int = 6) -> Teller:
-        return tell(
-            Part(tokens=(11, 12), reason=reason),
-            Part(tokens=(13,), reason="stop", call={"max_tokens": grant}),
+    def _again(self, reason: str, grant: int = 6) -> TraceScript:
+        return script_rollout(
+            ScriptedCall(tokens=(11, 12), reason=reason),
+            ScriptedCall(tokens=(13,), reason="stop", call={"max_tokens": grant}),
         )
 
     def test_asking_on_after_a_stop_is_found(self) -> None:
@@ -217,9 +223,9 @@ class TestNoCallAfterEnd:
     @pytest.mark.parametrize("reason", ["length", "completed"])
     def test_a_portion_that_is_used_up_is_no_end(self, reason: str) -> None:
         """Some stacks grant their budget piece by piece."""
-        story = tell(
-            Part(tokens=(11, 12), reason=reason, call={"max_tokens": 2}),
-            Part(tokens=(13,), reason="stop"),
+        story = script_rollout(
+            ScriptedCall(tokens=(11, 12), reason=reason, call={"max_tokens": 2}),
+            ScriptedCall(tokens=(13,), reason="stop"),
         )
         assert set() == blamed(story)
 
@@ -227,13 +233,16 @@ class TestNoCallAfterEnd:
         """After its words the policy may be asked again."""
         passes(
             self.ID,
-            tell(Part(tokens=(11,), reason="stop"), Part(said=(91,), tokens=(12,), reason="stop")),
+            script_rollout(
+                ScriptedCall(tokens=(11,), reason="stop"),
+                ScriptedCall(observed=(91,), tokens=(12,), reason="stop"),
+            ),
             natural_ends=1,
         )
 
     def test_a_call_that_was_under_way_is_no_further_call(self) -> None:
         """A retry sent before the late reply arrived was not made after the end."""
-        story = Teller()
+        story = TraceScript()
         story.submit()
         first = story.call((1, 2))
         second = story.call((1, 2))
@@ -244,7 +253,11 @@ class TestNoCallAfterEnd:
 
     def test_an_abort_is_no_end(self) -> None:
         """Nothing is put to the test by a rollout that never ended naturally."""
-        unknown(self.ID, tell(Part(tokens=(11,)), abort_surfaces=True), "not exercised")
+        unknown(
+            self.ID,
+            script_rollout(ScriptedCall(tokens=(11,)), abort_surfaces=True),
+            "not exercised",
+        )
 
 
 class TestParameters:
@@ -252,14 +265,14 @@ class TestParameters:
 
     ID = "stitch.sampling-params"
 
-    def _call(self, **sampling: object) -> Part:
-        return Part(tokens=(11,), call={"sampling": sampling})
+    def _call(self, **sampling: object) -> ScriptedCall:
+        return ScriptedCall(tokens=(11,), call={"sampling": sampling})
 
     def test_a_parameter_lost_on_resume_is_found(self) -> None:
         """The temperature of the second call is the engine's default."""
         finding = finds(
             self.ID,
-            tell(
+            script_rollout(
                 self._call(temperature=0.7, top_p=0.9), self._call(top_p=0.9), abort_surfaces=True
             ),
         )
@@ -269,7 +282,7 @@ class TestParameters:
             finding.observed,
         )
         assert {self.ID} == blamed(
-            tell(self._call(temperature=0.7), self._call(), abort_surfaces=True)
+            script_rollout(self._call(temperature=0.7), self._call(), abort_surfaces=True)
         )
 
     def test_the_first_call_is_held_to_the_request(self) -> None:
@@ -277,7 +290,7 @@ class TestParameters:
         it forwards.
         """
         asked = {"sampling": {"temperature": 0.7}}
-        story = tell(
+        story = script_rollout(
             self._call(temperature=1.0), request=asked, abort_surfaces=True, sampling="forwarded"
         )
         assert "temperature=0.7, as in the request" == finds(self.ID, story).expected
@@ -289,7 +302,7 @@ class TestParameters:
         undeclared, it is asked.
         """
         asked = {"sampling": {"temperature": 0.7}}
-        story = tell(
+        story = script_rollout(
             self._call(temperature=1.0),
             self._call(temperature=1.0),
             request=asked,
@@ -303,7 +316,7 @@ class TestParameters:
                 story,
                 "the caller gave temperature=0.7, and no call carries it: declare",
             )
-        lost = tell(
+        lost = script_rollout(
             self._call(temperature=1.0),
             self._call(),
             request=asked,
@@ -316,7 +329,7 @@ class TestParameters:
         """Budgets shrink, seeds differ per call, and a stack spells its own options in its own way."""
         first = self._call(max_tokens=8, seed=1, logprobs=0, cache_salt="0", temperature=1)
         second = self._call(max_tokens=7, seed=2, logprobs=0, cache_salt="1", temperature=1.0)
-        story = tell(
+        story = script_rollout(
             first,
             second,
             request={"sampling": {"logprobs": True, "temperature": 1.0}},
@@ -329,7 +342,7 @@ class TestParameters:
         be left out.
         """
         asked = {"sampling": {"temperature": 0.7, "top_p": 1.0, "top_k": 20, "seed": 3}}
-        story = tell(
+        story = script_rollout(
             self._call(stop="x"),
             self._call(stop="x"),
             request=asked,
@@ -351,7 +364,7 @@ class TestParameters:
         subject.
         """
         asked = {"sampling": {"temperature": 0.7}}
-        both = tell(
+        both = script_rollout(
             self._call(temperature=0.7),
             self._call(temperature=0.7),
             request=asked,
@@ -359,7 +372,7 @@ class TestParameters:
             sampling=sampling,
         )
         passes("stitch.sampling-forwarded", both, parameters_of_callers=1)
-        lost = tell(
+        lost = script_rollout(
             self._call(temperature=0.7),
             self._call(),
             request=asked,
@@ -373,13 +386,13 @@ class TestParameters:
         what to declare.
         """
         asked = {"sampling": {"temperature": 0.7}}
-        story = tell(self._call(t=0.7), request=asked, abort_surfaces=True)
+        story = script_rollout(self._call(t=0.7), request=asked, abort_surfaces=True)
         unknown(
             "stitch.sampling-forwarded",
             story,
             "declare sampling='forwarded' to have that judged, or sampling='own'",
         )
-        own = tell(self._call(t=0.7), request=asked, abort_surfaces=True, sampling="own")
+        own = script_rollout(self._call(t=0.7), request=asked, abort_surfaces=True, sampling="own")
         inapplicable("stitch.sampling-forwarded", own, "the contract declares sampling='own'")
 
     @pytest.mark.parametrize(
@@ -389,7 +402,7 @@ class TestParameters:
         self, asked: dict[str, object]
     ) -> None:
         """Greedy sampling, nothing at all, and budgets."""
-        story = tell(
+        story = script_rollout(
             self._call(), request={"sampling": asked}, abort_surfaces=True, sampling="forwarded"
         )
         unknown("stitch.sampling-forwarded", story, "not exercised")
@@ -398,10 +411,10 @@ class TestParameters:
     def test_media_must_travel_with_every_attempt(self, media: str | None, verb: str) -> None:
         """The resuming call continues another conversation than the one it began."""
         parts = (
-            Part(tokens=(11,), call={"media": "a.png"}),
-            Part(tokens=(12,), reason="stop", call={"media": media}),
+            ScriptedCall(tokens=(11,), call={"media": "a.png"}),
+            ScriptedCall(tokens=(12,), reason="stop", call={"media": media}),
         )
-        story = tell(*parts, request={"media": "a.png"})
+        story = script_rollout(*parts, request={"media": "a.png"})
         finding = finds("stitch.media", story)
         assert f"Call 1 {verb} the request's media" == finding.title
         assert "verl #4842" in finding.hint
@@ -409,10 +422,10 @@ class TestParameters:
 
     def test_media_kept_pass_and_no_media_is_no_exercise(self) -> None:
         """A run without media says nothing about them."""
-        part = Part(tokens=(11,), reason="stop", call={"media": "a.png"})
-        passes("stitch.media", tell(part, request={"media": "a.png"}), calls_with_media=1)
+        part = ScriptedCall(tokens=(11,), reason="stop", call={"media": "a.png"})
+        passes("stitch.media", script_rollout(part, request={"media": "a.png"}), calls_with_media=1)
         unknown(
             "stitch.media",
-            tell(Part(tokens=(11,), reason="stop")),
+            script_rollout(ScriptedCall(tokens=(11,), reason="stop")),
             "not exercised: no calls with media occurred",
         )

@@ -6,10 +6,10 @@ import pytest
 
 from rollproof.core.records import FinishReason
 from rollproof.fakes.coded.policy import CodedPolicy
-from tests.support.scripted_rollouts import Part, blamed, tell
-from tests.support.trace_script import Teller, check, finds, inapplicable, passes, unknown
+from tests.support.scripted_rollouts import ScriptedCall, blamed, script_rollout
+from tests.support.trace_script import TraceScript, check, finds, inapplicable, passes, unknown
 
-A, B = Part(tokens=(11, 12)), Part(tokens=(13, 14, 15), reason="length")
+A, B = ScriptedCall(tokens=(11, 12)), ScriptedCall(tokens=(13, 14, 15), reason="length")
 
 
 class TestGranted:
@@ -19,8 +19,8 @@ class TestGranted:
 
     def test_a_budget_granted_again_is_found(self) -> None:
         """The resume forgets what was sampled before it."""
-        story = tell(
-            A, Part(tokens=(13, 14, 15), reason="length", call={"max_tokens": 5}), budget=5
+        story = script_rollout(
+            A, ScriptedCall(tokens=(13, 14, 15), reason="length", call={"max_tokens": 5}), budget=5
         )
         finding = finds(self.ID, story)
         assert "Call 1 may sample 5 tokens, but only 3 of 5 are left" == finding.title
@@ -36,15 +36,17 @@ class TestGranted:
         """The budget was granted twice and used twice: the grant is to blame, not also its
         consequence.
         """
-        story = tell(
-            A, Part(tokens=(13, 14, 15, 16, 17), reason="length", call={"max_tokens": 5}), budget=5
+        story = script_rollout(
+            A,
+            ScriptedCall(tokens=(13, 14, 15, 16, 17), reason="length", call={"max_tokens": 5}),
+            budget=5,
         )
         assert {self.ID} == blamed(story)
 
     def test_no_stated_budget_is_found(self) -> None:
         """The configured response length is never sent."""
-        story = tell(
-            Part(tokens=(11,), reason="stop", call={"max_tokens": None}),
+        story = script_rollout(
+            ScriptedCall(tokens=(11,), reason="stop", call={"max_tokens": None}),
             budget=None,
             request={"limit": 8},
         )
@@ -57,29 +59,35 @@ class TestGranted:
         """A context window may be smaller than the budget."""
         passes(
             self.ID,
-            tell(Part(tokens=(11,), reason="stop", call={"max_tokens": 3}), budget=8),
+            script_rollout(
+                ScriptedCall(tokens=(11,), reason="stop", call={"max_tokens": 3}), budget=8
+            ),
             first_calls=1,
         )
 
     def test_a_restart_has_its_budget_back(self) -> None:
         """What was thrown away does not count."""
-        parts = (A, Part(lost=True), Part(tokens=(21, 22, 23, 24, 25), anew=True, reason="length"))
-        passes(self.ID, tell(*parts, budget=5), first_calls=1, resuming_calls=2)
+        parts = (
+            A,
+            ScriptedCall(lost=True),
+            ScriptedCall(tokens=(21, 22, 23, 24, 25), restart=True, reason="length"),
+        )
+        passes(self.ID, script_rollout(*parts, budget=5), first_calls=1, resuming_calls=2)
 
     def test_each_turn_has_the_budget(self) -> None:
         """Whether a limit counts one turn or all of them is not declared: the wider reading raises
         no false alarm.
         """
         parts = (
-            Part(tokens=(11, 12, 13), reason="stop"),
-            Part(said=(91,), tokens=(14, 15, 16), reason="stop"),
+            ScriptedCall(tokens=(11, 12, 13), reason="stop"),
+            ScriptedCall(observed=(91,), tokens=(14, 15, 16), reason="stop"),
         )
-        passes(self.ID, tell(*parts, budget=3), first_calls=1, resuming_calls=1)
+        passes(self.ID, script_rollout(*parts, budget=3), first_calls=1, resuming_calls=1)
 
     def test_the_tighter_bound_holds(self) -> None:
         """A caller may ask for more than the configuration allows."""
-        story = tell(
-            Part(tokens=(11,), reason="stop", call={"max_tokens": 9}),
+        story = script_rollout(
+            ScriptedCall(tokens=(11,), reason="stop", call={"max_tokens": 9}),
             budget=9,
             request={"limit": 4},
         )
@@ -87,7 +95,9 @@ class TestGranted:
 
     def test_without_a_budget_nothing_is_granted_too_much(self) -> None:
         """Neither stated nor configured."""
-        unknown(self.ID, tell(A, budget=None, abort_surfaces=True), "no request has a budget")
+        unknown(
+            self.ID, script_rollout(A, budget=None, abort_surfaces=True), "no request has a budget"
+        )
 
 
 class TestTotal:
@@ -97,7 +107,7 @@ class TestTotal:
 
     def test_an_engine_that_overshoots_is_found(self) -> None:
         """Accepted draft tokens were not cut."""
-        story = tell(Part(tokens=(11, 12, 13, 14), reason="length"), budget=3)
+        story = script_rollout(ScriptedCall(tokens=(11, 12, 13, 14), reason="length"), budget=3)
         finding = finds(self.ID, story)
         assert "The reply to call 0 holds 4 tokens, 1 more than it was granted" == finding.title
         assert ("at most max_tokens=3", "4 tokens from server s0") == (
@@ -110,12 +120,14 @@ class TestTotal:
         """Also where the caller states no budget at all."""
         finds(
             self.ID,
-            tell(Part(tokens=(11, 12), reason="length", call={"max_tokens": 1}), budget=None),
+            script_rollout(
+                ScriptedCall(tokens=(11, 12), reason="length", call={"max_tokens": 1}), budget=None
+            ),
         )
 
     def test_the_exact_budget_is_right(self) -> None:
         """To the last token."""
-        passes(self.ID, tell(A, B, budget=5), replies_under_a_budget=2)
+        passes(self.ID, script_rollout(A, B, budget=5), replies_under_a_budget=2)
 
 
 class TestFinishReason:
@@ -151,19 +163,19 @@ class TestFinishReason:
                 "cut by its budget",
             ),
             (
-                (Part(tokens=(11,), reason="stop"),),
+                (ScriptedCall(tokens=(11,), reason="stop"),),
                 "abort",
                 "A rollout that ended by stop is shown as abort",
                 "whole",
             ),
             (
-                (Part(tokens=(11,), reason="stop"),),
+                (ScriptedCall(tokens=(11,), reason="stop"),),
                 None,
                 "The sample carries no finish reason",
                 "Declare finish_reason=False",
             ),
             (
-                (A, Part(tokens=(1, 2, 3), reason="stop")),
+                (A, ScriptedCall(tokens=(1, 2, 3), reason="stop")),
                 "length",
                 "A rollout that ended by stop is shown as length",
                 "last one of the budget",
@@ -171,10 +183,10 @@ class TestFinishReason:
         ],
     )
     def test_each_wrong_reason_is_named(
-        self, parts: tuple[Part, ...], got: str | None, title: str, hint: str
+        self, parts: tuple[ScriptedCall, ...], got: str | None, title: str, hint: str
     ) -> None:
         """What the engine said and what the sample says."""
-        story = tell(
+        story = script_rollout(
             *parts, budget=5, sample={"finish_reason": None if got is None else FinishReason(got)}
         )
         finding = finds(self.ID, story)
@@ -185,20 +197,28 @@ class TestFinishReason:
     @pytest.mark.parametrize(
         ("parts", "got"),
         [
-            ((A, Part(tokens=(13, 14, 15))), "length"),
-            ((A, Part(tokens=(13, 14, 15))), "completed"),
-            ((A, Part(tokens=(13, 14, 15))), "abort"),
-            ((A, Part(lost=True)), "abort"),
-            ((A, Part(lost=True)), "error"),
-            ((Part(lost=True),), "error"),
-            ((Part(tokens=(11,), reason="stop"), Part(lost=True, said=(91,))), "abort"),
-            ((Part(reason="error"),), "abort"),
+            ((A, ScriptedCall(tokens=(13, 14, 15))), "length"),
+            ((A, ScriptedCall(tokens=(13, 14, 15))), "completed"),
+            ((A, ScriptedCall(tokens=(13, 14, 15))), "abort"),
+            ((A, ScriptedCall(lost=True)), "abort"),
+            ((A, ScriptedCall(lost=True)), "error"),
+            ((ScriptedCall(lost=True),), "error"),
+            (
+                (
+                    ScriptedCall(tokens=(11,), reason="stop"),
+                    ScriptedCall(lost=True, observed=(91,)),
+                ),
+                "abort",
+            ),
+            ((ScriptedCall(reason="error"),), "abort"),
         ],
     )
-    def test_right_reasons_in_unusual_ends(self, parts: tuple[Part, ...], got: str) -> None:
+    def test_right_reasons_in_unusual_ends(self, parts: tuple[ScriptedCall, ...], got: str) -> None:
         """An abort on the last token of the budget; giving up after a lost reply."""
         assert set() == blamed(
-            tell(*parts, budget=5, sample={"finish_reason": FinishReason(got)}, abort_surfaces=True)
+            script_rollout(
+                *parts, budget=5, sample={"finish_reason": FinishReason(got)}, abort_surfaces=True
+            )
         ) - {"stitch.tokens"}
 
     def test_a_stack_may_know_the_end_of_sequence(self) -> None:
@@ -208,13 +228,15 @@ class TestFinishReason:
         policy = CodedPolicy(
             seed=1, vocab=64, num_layers=1, moe_layers=(0,), num_experts=4, top_k=2, eos_every=4
         )
-        story = tell(Part(tokens=(11, policy.eos_id)), sample={"finish_reason": FinishReason.STOP})
+        story = script_rollout(
+            ScriptedCall(tokens=(11, policy.eos_id)), sample={"finish_reason": FinishReason.STOP}
+        )
         assert not check(self.ID, story, policy).findings
         finds(self.ID, story)
 
     def test_nobody_answered(self) -> None:
         """A natural end that no engine gave."""
-        story = tell(Part(lost=True), sample={"finish_reason": FinishReason.STOP})
+        story = script_rollout(ScriptedCall(lost=True), sample={"finish_reason": FinishReason.STOP})
         finding = finds(self.ID, story)
         assert "The sample ends by stop, although no engine ever answered" == finding.title
         assert "abort or error: no engine ever answered" == finding.expected
@@ -222,7 +244,7 @@ class TestFinishReason:
     @pytest.mark.parametrize("reason", ["length", "stop", "completed"])
     def test_nobody_was_asked(self, reason: str) -> None:
         """An empty sample that ends naturally without any call, in a run whose calls were all seen."""
-        story = Teller().submit().result((), finish_reason=FinishReason(reason))
+        story = TraceScript().submit().result((), finish_reason=FinishReason(reason))
         finding = finds(self.ID, story)
         assert f"The sample ends by {reason}, although no engine ever answered" == finding.title
         assert "Nobody sampled an end" in finding.hint
@@ -233,26 +255,28 @@ class TestFinishReason:
         and a recording.
         """
         why = "no engine call of the request was recorded"
-        unknown(self.ID, Teller().submit().result((), finish_reason=FinishReason(reason)), why)
-        unknown(self.ID, Teller().submit(group="g").result(()), why)
-        unknown(self.ID, Teller(driven=False).submit().result(()), why)
-        assert not check(self.ID, Teller().submit(max_tokens=0).result(())).findings
+        unknown(self.ID, TraceScript().submit().result((), finish_reason=FinishReason(reason)), why)
+        unknown(self.ID, TraceScript().submit(group="g").result(()), why)
+        unknown(self.ID, TraceScript(driven=False).submit().result(()), why)
+        assert not check(self.ID, TraceScript().submit(max_tokens=0).result(())).findings
 
     def test_a_multi_turn_response_may_be_cut_by_the_environment(self) -> None:
         """The tool's words fill the response up to its limit."""
         parts = (
-            Part(tokens=(11, 12), reason="stop"),
-            Part(said=(91, 92, 93), tokens=(13,), reason="stop"),
+            ScriptedCall(tokens=(11, 12), reason="stop"),
+            ScriptedCall(observed=(91, 92, 93), tokens=(13,), reason="stop"),
         )
         assert set() == blamed(
-            tell(*parts, budget=6, sample={"finish_reason": FinishReason.LENGTH})
+            script_rollout(*parts, budget=6, sample={"finish_reason": FinishReason.LENGTH})
         )
 
     def test_ends_are_counted_by_kind(self) -> None:
         """Which ends a run has seen."""
-        passes(self.ID, tell(A, B, budget=5), ends_by_length=1)
-        passes(self.ID, tell(Part(tokens=(11,), reason="completed")), ends_by_stop=1)
-        passes(self.ID, tell(A, abort_surfaces=True), ends_by_abort=1)
+        passes(self.ID, script_rollout(A, B, budget=5), ends_by_length=1)
+        passes(
+            self.ID, script_rollout(ScriptedCall(tokens=(11,), reason="completed")), ends_by_stop=1
+        )
+        passes(self.ID, script_rollout(A, abort_surfaces=True), ends_by_abort=1)
 
 
 class TestFinishLength:
@@ -260,8 +284,8 @@ class TestFinishLength:
 
     ID = "stitch.finish-length"
 
-    def _story(self, *parts: Part, budget: int | None = 8) -> Teller:
-        return tell(*parts, budget=budget, sample={"finish_reason": FinishReason.LENGTH})
+    def _story(self, *parts: ScriptedCall, budget: int | None = 8) -> TraceScript:
+        return script_rollout(*parts, budget=budget, sample={"finish_reason": FinishReason.LENGTH})
 
     @pytest.mark.parametrize(
         ("parts", "budget", "title", "observed"),
@@ -273,13 +297,13 @@ class TestFinishLength:
                 "the last reply, to call 0, ended by abort, granted 8",
             ),
             (
-                (A, Part(tokens=(13,), reason="stop")),
+                (A, ScriptedCall(tokens=(13,), reason="stop")),
                 8,
                 "The sample says length after 3 tokens of 8",
                 "ended by stop, granted 6",
             ),
             (
-                (A, Part(tokens=(13,), reason="length", call={"max_tokens": 1})),
+                (A, ScriptedCall(tokens=(13,), reason="length", call={"max_tokens": 1})),
                 8,
                 "The sample says length after 3 tokens of 8",
                 "ended by length, granted 1",
@@ -293,7 +317,7 @@ class TestFinishLength:
         ],
     )
     def test_an_end_before_the_budget_is_found(
-        self, parts: tuple[Part, ...], budget: int | None, title: str, observed: str
+        self, parts: tuple[ScriptedCall, ...], budget: int | None, title: str, observed: str
     ) -> None:
         """Given up, stopped, or granted too little: the response could have gone on."""
         finding = finds(self.ID, self._story(*parts, budget=budget))
@@ -305,7 +329,7 @@ class TestFinishLength:
         """The engine's stop on the last token of a grant below the budget: the finding names the
         budget, and what is lost.
         """
-        story = self._story(Part(tokens=(11, 12), reason="stop", call={"max_tokens": 2}))
+        story = self._story(ScriptedCall(tokens=(11, 12), reason="stop", call={"max_tokens": 2}))
         finding = finds(self.ID, story)
         assert (
             "The sample says length after 2 tokens of 8",
@@ -316,19 +340,25 @@ class TestFinishLength:
     def test_an_abort_on_the_last_token_of_a_cap_ends_nothing_early(self) -> None:
         """It cut nothing off that would have been granted."""
         passes(
-            self.ID, self._story(Part(tokens=(11, 12), call={"max_tokens": 2})), ends_by_length=1
+            self.ID,
+            self._story(ScriptedCall(tokens=(11, 12), call={"max_tokens": 2})),
+            ends_by_length=1,
         )
 
     def test_a_cap_that_held_from_the_first_call_is_a_budget(self) -> None:
         """The stack's own limit, or the engine's context window."""
         capped = (
-            Part(tokens=(11, 12), call={"max_tokens": 4}),
-            Part(tokens=(13, 14), reason="length", call={"max_tokens": 2}),
+            ScriptedCall(tokens=(11, 12), call={"max_tokens": 4}),
+            ScriptedCall(tokens=(13, 14), reason="length", call={"max_tokens": 2}),
         )
         passes(self.ID, self._story(*capped), ends_by_length=1)
-        passes(self.ID, self._story(A, Part(tokens=(13,), reason="length")), ends_by_length=1)
         passes(
-            self.ID, self._story(Part(tokens=(13,), reason="length"), budget=None), ends_by_length=1
+            self.ID, self._story(A, ScriptedCall(tokens=(13,), reason="length")), ends_by_length=1
+        )
+        passes(
+            self.ID,
+            self._story(ScriptedCall(tokens=(13,), reason="length"), budget=None),
+            ends_by_length=1,
         )
 
 
@@ -339,7 +369,12 @@ class TestZeroTokenSegments:
 
     def test_an_empty_abort_that_costs_budget_is_found(self) -> None:
         """The loop subtracts attempts, not tokens."""
-        story = tell(A, Part(), Part(tokens=(13,), reason="stop", call={"max_tokens": 5}), budget=8)
+        story = script_rollout(
+            A,
+            ScriptedCall(),
+            ScriptedCall(tokens=(13,), reason="stop", call={"max_tokens": 5}),
+            budget=8,
+        )
         finding = finds(self.ID, story)
         assert "A reply without tokens changed the budget from 6 to 5" == finding.title
         assert "call 2 may sample 6, as call 1 might" == finding.expected
@@ -349,16 +384,21 @@ class TestZeroTokenSegments:
         """First, in the middle, and several in a row."""
         passes(
             self.ID,
-            tell(Part(), Part(), A, Part(), B, budget=5),
+            script_rollout(ScriptedCall(), ScriptedCall(), A, ScriptedCall(), B, budget=5),
             calls_after_a_reply_without_tokens=3,
         )
 
     def test_a_turn_that_ended_without_tokens_is_not_repeated(self) -> None:
         """Only an abort is taken up again."""
-        unresumed = tell(Part(reason="stop"), resume="none", partial_off="dropped")
+        unresumed = script_rollout(
+            ScriptedCall(reason="stop"), resume="none", partial_off="dropped"
+        )
         inapplicable(self.ID, unresumed, "no client continues an aborted call (resume='none')")
         unknown(
             self.ID,
-            tell(Part(reason="stop"), Part(said=(91,), tokens=(11,), reason="stop")),
+            script_rollout(
+                ScriptedCall(reason="stop"),
+                ScriptedCall(observed=(91,), tokens=(11,), reason="stop"),
+            ),
             "not exercised",
         )

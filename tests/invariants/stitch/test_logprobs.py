@@ -10,21 +10,21 @@ import pytest
 
 from rollproof.fakes.coded.policy import CodedPolicy
 from rollproof.judging.checks import Verdict
-from tests.support.scripted_rollouts import Part, blamed, tell
+from tests.support.scripted_rollouts import ScriptedCall, blamed, script_rollout
 from tests.support.trace_builder import contract
-from tests.support.trace_script import Teller, check, finds, inapplicable, passes, unknown
+from tests.support.trace_script import TraceScript, check, finds, inapplicable, passes, unknown
 
 PARTS = (
-    Part(tokens=(11, 12, 13)),
-    Part(tokens=(21, 22), version=1),
-    Part(tokens=(31, 32, 33), version=1, reason="length"),
+    ScriptedCall(tokens=(11, 12, 13)),
+    ScriptedCall(tokens=(21, 22), version=1),
+    ScriptedCall(tokens=(31, 32, 33), version=1, reason="length"),
 )
 TRUE = np.array([-0.25, -0.75, -1.25, -0.625, -1.125, -0.875, -1.375, -1.875])
 
 
-def spoiled(change: Callable[[np.ndarray], Any], *parts: Part, **more: Any) -> Teller:
+def spoiled(change: Callable[[np.ndarray], Any], *parts: ScriptedCall, **more: Any) -> TraceScript:
     """The resumed rollout with ``change`` made to its logprobs."""
-    return tell(*(parts or PARTS), sample={"logprobs": change(TRUE.copy())}, **more)
+    return script_rollout(*(parts or PARTS), sample={"logprobs": change(TRUE.copy())}, **more)
 
 
 def put(index: int | slice, value: float) -> Callable[[np.ndarray], np.ndarray]:
@@ -58,10 +58,10 @@ def test_the_told_values_are_these() -> None:
 def test_each_wrong_value_is_blamed_on_one_check(value: float, check_id: str, large: bool) -> None:
     """Absent, impossible or another's: one fault, one finding, on both ways of comparing."""
     if large:
-        part = Part(tokens=tuple(range(100, 300)), reason="length")
+        part = ScriptedCall(tokens=tuple(range(100, 300)), reason="length")
         values = -(0.25 + 0.5 * np.arange(200))
         values[2] = value
-        story = tell(part, budget=200, sample={"logprobs": values})
+        story = script_rollout(part, budget=200, sample={"logprobs": values})
     else:
         story = spoiled(put(2, value))
     assert {check_id} == blamed(story)
@@ -75,10 +75,10 @@ class TestPresent:
 
     def test_none_in_place_of_values_is_found(self) -> None:
         """The engine returned them, the sample lacks them."""
-        finding = finds(self.ID, tell(*PARTS, sample={"logprobs": None}))
+        finding = finds(self.ID, script_rollout(*PARTS, sample={"logprobs": None}))
         assert "The sample carries no logprobs, although the engines returned them" == finding.title
         assert "8 logprobs, as the engines returned them" == finding.expected
-        assert {self.ID} == blamed(tell(*PARTS, sample={"logprobs": None}))
+        assert {self.ID} == blamed(script_rollout(*PARTS, sample={"logprobs": None}))
 
     def test_single_lost_values_are_counted(self) -> None:
         """A list that was padded to length."""
@@ -93,9 +93,11 @@ class TestPresent:
         """The option got lost on a resume, and the engine cannot be blamed."""
         parts = (
             PARTS[0],
-            Part(tokens=(21,), reason="stop", logprobs=False, call={"want_logprobs": False}),
+            ScriptedCall(
+                tokens=(21,), reason="stop", logprobs=False, call={"want_logprobs": False}
+            ),
         )
-        story = tell(*parts)
+        story = script_rollout(*parts)
         assert (
             "1 of 2 calls does not ask for logprobs, although the request wants them"
             == finds(self.ID, story).title
@@ -104,8 +106,8 @@ class TestPresent:
 
     def test_nobody_asked(self) -> None:
         """Where no request wants logprobs there is nothing to carry."""
-        story = tell(
-            Part(tokens=(11,), reason="stop", call={"want_logprobs": False}),
+        story = script_rollout(
+            ScriptedCall(tokens=(11,), reason="stop", call={"want_logprobs": False}),
             request={"want_logprobs": False},
             sample={"logprobs": None},
         )
@@ -114,7 +116,7 @@ class TestPresent:
     def test_a_contract_without_logprobs_rules_all_out(self) -> None:
         """Not applicable, listed apart."""
         for name in ("present", "length", "valid", "paired", "missing"):
-            result = check(f"stitch.logprobs-{name}", tell(*PARTS, logprobs="none"))
+            result = check(f"stitch.logprobs-{name}", script_rollout(*PARTS, logprobs="none"))
             assert (Verdict.NOT_APPLICABLE, "the contract declares logprobs='none'") == (
                 result.verdict,
                 result.reason,
@@ -135,8 +137,10 @@ class TestLength:
 
     def test_a_segment_without_logprobs_explains_the_gap(self) -> None:
         """verl: tokens of a reply without logprobs are appended, and nothing beside them."""
-        parts = (PARTS[0], Part(tokens=(21, 22), logprobs=False, version=1), PARTS[2])
-        story = tell(*parts, sample={"logprobs": np.delete(TRUE, [3, 4])}, missing_logprobs="nan")
+        parts = (PARTS[0], ScriptedCall(tokens=(21, 22), logprobs=False, version=1), PARTS[2])
+        story = script_rollout(
+            *parts, sample={"logprobs": np.delete(TRUE, [3, 4])}, missing_logprobs="nan"
+        )
         finding = finds(self.ID, story)
         assert "The sample has 6 logprobs for 8 tokens" == finding.title
         assert finding.hint.startswith(
@@ -147,8 +151,8 @@ class TestLength:
 
     def test_an_empty_list_for_none_is_found(self) -> None:
         """``[]`` says that there are no tokens; ``None`` says that there are no logprobs."""
-        story = tell(
-            Part(tokens=(11, 12), logprobs=False, reason="stop"),
+        story = script_rollout(
+            ScriptedCall(tokens=(11, 12), logprobs=False, reason="stop"),
             sample={"logprobs": np.zeros(0)},
             missing_logprobs="nan",
         )
@@ -159,13 +163,13 @@ class TestLength:
         """Nothing was sampled."""
         passes(
             self.ID,
-            tell(Part(reason="stop"), sample={"logprobs": np.zeros(0)}),
+            script_rollout(ScriptedCall(reason="stop"), sample={"logprobs": np.zeros(0)}),
             samples_with_logprobs=1,
         )
 
     def test_it_needs_no_reference(self) -> None:
         """The two lengths are compared even where no call was recorded."""
-        story = Teller()
+        story = TraceScript()
         story.submit().result((1, 2), logprobs=np.array([-1.0]))
         finds(self.ID, story)
 
@@ -186,23 +190,23 @@ class TestValid:
 
     def test_what_the_engine_itself_returned_is_said_so(self) -> None:
         """The stack only passed it on."""
-        part = Part(tokens=(11,), reason="stop", output={"logprobs": np.array([-np.inf])})
-        finding = finds(self.ID, tell(part, sample={"logprobs": np.array([-np.inf])}))
+        part = ScriptedCall(tokens=(11,), reason="stop", output={"logprobs": np.array([-np.inf])})
+        finding = finds(self.ID, script_rollout(part, sample={"logprobs": np.array([-np.inf])}))
         assert "The engine itself returned it" in finding.hint
 
     def test_rounding_above_zero_is_allowed(self) -> None:
         """Log-softmax in 32 bits may end a hair above zero."""
-        part = Part(tokens=(11,), reason="stop", output={"logprobs": np.array([1e-6])})
-        assert set() == blamed(tell(part, sample={"logprobs": np.array([1e-6])}))
+        part = ScriptedCall(tokens=(11,), reason="stop", output={"logprobs": np.array([1e-6])})
+        assert set() == blamed(script_rollout(part, sample={"logprobs": np.array([1e-6])}))
 
     def test_tokens_of_the_environment_may_hold_anything(self) -> None:
         """Nobody sampled them."""
         parts = (
-            Part(tokens=(11,), reason="stop"),
-            Part(said=(91, 92), tokens=(12,), reason="stop"),
+            ScriptedCall(tokens=(11,), reason="stop"),
+            ScriptedCall(observed=(91, 92), tokens=(12,), reason="stop"),
         )
         assert set() == blamed(
-            tell(*parts, sample={"logprobs": np.array([-0.25, 7.0, np.inf, -0.625])})
+            script_rollout(*parts, sample={"logprobs": np.array([-0.25, 7.0, np.inf, -0.625])})
         )
 
 
@@ -259,10 +263,10 @@ class TestPaired:
     def test_values_of_another_request_are_traced_back(self) -> None:
         """Two replies were mixed up."""
         theirs = np.array([-3.0, -4.0])
-        part = Part(tokens=(41, 42), reason="stop", output={"logprobs": theirs})
-        story = tell(part, request_id="r1", prompt=(3,), sample={"logprobs": theirs})
-        mixed = tell(
-            Part(tokens=(11, 12), reason="stop"), sample={"logprobs": theirs}, teller=story
+        part = ScriptedCall(tokens=(41, 42), reason="stop", output={"logprobs": theirs})
+        story = script_rollout(part, request_id="r1", prompt=(3,), sample={"logprobs": theirs})
+        mixed = script_rollout(
+            ScriptedCall(tokens=(11, 12), reason="stop"), sample={"logprobs": theirs}, script=story
         )
         assert "They are the values of request r1" in finds(self.ID, mixed).hint
 
@@ -273,11 +277,11 @@ class TestPaired:
         )
         old, new = (policy.logprobs(version, (1, 2, 11, 12, 13), 2) for version in (0, 1))
         parts = (
-            Part(tokens=(11, 12, 13), output={"logprobs": old}),
-            Part(version=1),
-            Part(reason="stop", version=1),
+            ScriptedCall(tokens=(11, 12, 13), output={"logprobs": old}),
+            ScriptedCall(version=1),
+            ScriptedCall(reason="stop", version=1),
         )
-        result = check(self.ID, tell(*parts, sample={"logprobs": new}), policy)
+        result = check(self.ID, script_rollout(*parts, sample={"logprobs": new}), policy)
         assert (
             "They are what weights 1 would give, which did not sample these tokens"
             in result.findings[0].hint
@@ -308,18 +312,18 @@ class TestMissing:
 
     ID = "stitch.logprobs-missing"
     PARTS = (
-        Part(tokens=(11, 12)),
-        Part(tokens=(21, 22), logprobs=False),
-        Part(tokens=(31,), reason="stop"),
+        ScriptedCall(tokens=(11, 12)),
+        ScriptedCall(tokens=(21, 22), logprobs=False),
+        ScriptedCall(tokens=(31,), reason="stop"),
     )
 
     def _story(
         self, values: tuple[float, float], mask: tuple[int, ...] | None = None, **more: Any
-    ) -> Teller:
+    ) -> TraceScript:
         sample: dict[str, Any] = {"logprobs": np.array([-0.25, -0.75, *values, -0.75])}
         if mask is not None:
             sample["loss_mask"] = np.array(mask)
-        return tell(*self.PARTS, sample=sample, loss_mask=mask is not None, **more)
+        return script_rollout(*self.PARTS, sample=sample, loss_mask=mask is not None, **more)
 
     @pytest.mark.parametrize("fill", [0.0, -9999.0, -1.5])
     @pytest.mark.parametrize("rule", ["never", "nan", "masked"])
@@ -361,19 +365,23 @@ class TestMissing:
         """``None`` is honest where missing values may be NaN, and wrong where tokens must be
         masked.
         """
-        part = Part(tokens=(11, 12), logprobs=False, reason="stop")
-        assert set() == blamed(tell(part, sample={"logprobs": None}, missing_logprobs="nan"))
+        part = ScriptedCall(tokens=(11, 12), logprobs=False, reason="stop")
+        assert set() == blamed(
+            script_rollout(part, sample={"logprobs": None}, missing_logprobs="nan")
+        )
         assert {self.ID} == blamed(
-            tell(part, sample={"logprobs": None}, missing_logprobs="masked", loss_mask=True)
+            script_rollout(
+                part, sample={"logprobs": None}, missing_logprobs="masked", loss_mask=True
+            )
         )
 
     def test_a_run_without_gaps_does_not_put_a_mark_to_the_test(self) -> None:
         """Where nothing was missing, nothing is known of how it would be marked."""
-        unknown(self.ID, tell(*PARTS, missing_logprobs="nan"), "not exercised")
+        unknown(self.ID, script_rollout(*PARTS, missing_logprobs="nan"), "not exercised")
         engine = {"engine": contract(rows="none")}
         inapplicable(
             self.ID,
-            tell(*PARTS, missing_logprobs="nan", header=engine),
+            script_rollout(*PARTS, missing_logprobs="nan", header=engine),
             "every token comes with a logprob",
         )
-        passes(self.ID, tell(*PARTS), sampled_tokens=8)
+        passes(self.ID, script_rollout(*PARTS), sampled_tokens=8)

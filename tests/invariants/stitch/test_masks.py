@@ -8,20 +8,20 @@ import numpy as np
 import pytest
 
 from rollproof.judging.checks import Verdict
-from tests.support.scripted_rollouts import Part, blamed, tell
-from tests.support.trace_script import Teller, check, finds, inapplicable, passes, unknown
+from tests.support.scripted_rollouts import ScriptedCall, blamed, script_rollout
+from tests.support.trace_script import TraceScript, check, finds, inapplicable, passes, unknown
 
 PARTS = (
-    Part(tokens=(11, 12), reason="stop"),
-    Part(said=(91, 92, 93), tokens=(13,)),
-    Part(tokens=(14,), reason="stop"),
+    ScriptedCall(tokens=(11, 12), reason="stop"),
+    ScriptedCall(observed=(91, 92, 93), tokens=(13,)),
+    ScriptedCall(tokens=(14,), reason="stop"),
 )
 RIGHT = (1, 1, 0, 0, 0, 1, 1)
 
 
-def masked(mask: tuple[Any, ...] | None) -> Teller:
+def masked(mask: tuple[Any, ...] | None) -> TraceScript:
     """A two-turn rollout with another loss mask."""
-    return tell(
+    return script_rollout(
         *PARTS, loss_mask=True, sample={"loss_mask": None if mask is None else np.array(mask)}
     )
 
@@ -55,7 +55,7 @@ class TestShape:
     def test_no_tokens_need_no_mask(self) -> None:
         """An empty response may come without."""
         assert set() == blamed(
-            tell(Part(reason="stop"), loss_mask=True, sample={"loss_mask": None})
+            script_rollout(ScriptedCall(reason="stop"), loss_mask=True, sample={"loss_mask": None})
         )
 
     def test_booleans_are_zeros_and_ones(self) -> None:
@@ -65,7 +65,7 @@ class TestShape:
     def test_a_contract_without_a_mask_rules_it_out(self) -> None:
         """Where a stack makes its mask later there is none to judge here."""
         for name in (self.ID, TestEnvironment.ID):
-            assert Verdict.NOT_APPLICABLE == check(name, tell(*PARTS)).verdict
+            assert Verdict.NOT_APPLICABLE == check(name, script_rollout(*PARTS)).verdict
 
 
 class TestEnvironment:
@@ -94,10 +94,10 @@ class TestEnvironment:
 
     def test_single_turns_have_no_environment(self) -> None:
         """Nothing is put to the test, and where no turns are declared nothing can be."""
-        single = Part(tokens=(11,), reason="stop")
+        single = ScriptedCall(tokens=(11,), reason="stop")
         inapplicable(
             self.ID,
-            tell(single, loss_mask=True),
+            script_rollout(single, loss_mask=True),
             "declares no turns of the environment (multi_turn)",
         )
-        unknown(self.ID, tell(single, loss_mask=True, multi_turn=True), "not exercised")
+        unknown(self.ID, script_rollout(single, loss_mask=True, multi_turn=True), "not exercised")

@@ -12,92 +12,108 @@ from rollproof.core.records import FinishReason
 from rollproof.core.trace import Reply
 from rollproof.fakes.coded.policy import CodedPolicy
 from rollproof.judging.checks import Verdict
-from tests.support.scripted_rollouts import Part, blamed, sample_of, tell, with_sample
-from tests.support.trace_script import Teller, check, finds, inapplicable, passes, unknown
+from tests.support.scripted_rollouts import (
+    ScriptedCall,
+    blamed,
+    sample_of,
+    script_rollout,
+    with_sample,
+)
+from tests.support.trace_script import TraceScript, check, finds, inapplicable, passes, unknown
 
 RESUMED = (
-    Part(tokens=(11, 12, 13)),
-    Part(tokens=(21, 22), version=1),
-    Part(tokens=(31, 32, 33), version=1, reason="length"),
+    ScriptedCall(tokens=(11, 12, 13)),
+    ScriptedCall(tokens=(21, 22), version=1),
+    ScriptedCall(tokens=(31, 32, 33), version=1, reason="length"),
 )
 WHOLE = (11, 12, 13, 21, 22, 31, 32, 33)
 
-CORRECT: dict[str, Teller] = {
-    "one call": tell(Part(tokens=(11, 12), reason="stop")),
-    "no tokens at all": tell(Part(), Part(reason="stop")),
-    "resumed twice": tell(*RESUMED),
-    "empty abort first": tell(Part(), *RESUMED),
-    "empty abort in the middle": tell(RESUMED[0], Part(version=1), *RESUMED[1:]),
-    "empty abort last": tell(
-        *RESUMED, Part(version=1, call={"max_tokens": 1}), budget=9, abort_surfaces=True
+CORRECT: dict[str, TraceScript] = {
+    "one call": script_rollout(ScriptedCall(tokens=(11, 12), reason="stop")),
+    "no tokens at all": script_rollout(ScriptedCall(), ScriptedCall(reason="stop")),
+    "resumed twice": script_rollout(*RESUMED),
+    "empty abort first": script_rollout(ScriptedCall(), *RESUMED),
+    "empty abort in the middle": script_rollout(RESUMED[0], ScriptedCall(version=1), *RESUMED[1:]),
+    "empty abort last": script_rollout(
+        *RESUMED, ScriptedCall(version=1, call={"max_tokens": 1}), budget=9, abort_surfaces=True
     ),
-    "empty abort without any field": tell(
-        Part(output={"version": None}, reply={"true_tokens": None}), *RESUMED
+    "empty abort without any field": script_rollout(
+        ScriptedCall(output={"version": None}, reply={"true_tokens": None}), *RESUMED
     ),
-    "stop on the exact budget": tell(
-        Part(tokens=(11, 12)), Part(tokens=(13,), reason="stop"), budget=3
+    "stop on the exact budget": script_rollout(
+        ScriptedCall(tokens=(11, 12)), ScriptedCall(tokens=(13,), reason="stop"), budget=3
     ),
-    "abort on the last token of the budget": tell(
+    "abort on the last token of the budget": script_rollout(
         *RESUMED[:2], sample={"finish_reason": FinishReason.LENGTH}, budget=5
     ),
-    "completed for stop": tell(
-        Part(tokens=(11,), reason="stop"), sample={"finish_reason": FinishReason.COMPLETED}
+    "completed for stop": script_rollout(
+        ScriptedCall(tokens=(11,), reason="stop"), sample={"finish_reason": FinishReason.COMPLETED}
     ),
-    "completed for length": tell(*RESUMED, sample={"finish_reason": FinishReason.COMPLETED}),
-    "an engine that says completed": tell(
-        Part(tokens=(11,), reason="completed"), sample={"finish_reason": FinishReason.STOP}
+    "completed for length": script_rollout(
+        *RESUMED, sample={"finish_reason": FinishReason.COMPLETED}
     ),
-    "no budget": tell(Part(tokens=(11,)), Part(tokens=(12,), reason="stop"), budget=None),
-    "the engine's own limit": tell(
-        Part(tokens=(11,)), Part(tokens=(12,), reason="length"), budget=None
+    "an engine that says completed": script_rollout(
+        ScriptedCall(tokens=(11,), reason="completed"), sample={"finish_reason": FinishReason.STOP}
     ),
-    "a limit of the configuration": tell(*RESUMED, budget=8, request={"limit": 8}),
-    "turns": tell(
-        Part(tokens=(11, 12), reason="stop"),
-        Part(said=(91, 92), tokens=(13,)),
-        Part(tokens=(14,), reason="stop"),
+    "no budget": script_rollout(
+        ScriptedCall(tokens=(11,)), ScriptedCall(tokens=(12,), reason="stop"), budget=None
+    ),
+    "the engine's own limit": script_rollout(
+        ScriptedCall(tokens=(11,)), ScriptedCall(tokens=(12,), reason="length"), budget=None
+    ),
+    "a limit of the configuration": script_rollout(*RESUMED, budget=8, request={"limit": 8}),
+    "turns": script_rollout(
+        ScriptedCall(tokens=(11, 12), reason="stop"),
+        ScriptedCall(observed=(91, 92), tokens=(13,)),
+        ScriptedCall(tokens=(14,), reason="stop"),
         request={"turns": ((91, 92),)},
         loss_mask=True,
     ),
-    "turns that only calls tell": tell(
-        Part(tokens=(11,), reason="stop"),
-        Part(said=(91,), tokens=(12,), reason="stop"),
+    "turns that only calls tell": script_rollout(
+        ScriptedCall(tokens=(11,), reason="stop"),
+        ScriptedCall(observed=(91,), tokens=(12,), reason="stop"),
         recorded=False,
         driven=False,
     ),
-    "lost reply, retried": tell(
-        Part(tokens=(11,)), Part(tokens=(12, 13), lost=True), Part(tokens=(14, 15), reason="stop")
+    "lost reply, retried": script_rollout(
+        ScriptedCall(tokens=(11,)),
+        ScriptedCall(tokens=(12, 13), lost=True),
+        ScriptedCall(tokens=(14, 15), reason="stop"),
     ),
-    "lost first reply": tell(
-        Part(tokens=(12, 13), lost=True), Part(tokens=(14, 15), reason="stop")
+    "lost first reply": script_rollout(
+        ScriptedCall(tokens=(12, 13), lost=True), ScriptedCall(tokens=(14, 15), reason="stop")
     ),
-    "started again after a death": tell(
-        Part(tokens=(11, 12)),
-        Part(lost=True),
-        Part(tokens=(21, 22, 23), anew=True),
-        Part(tokens=(24,), reason="stop"),
+    "started again after a death": script_rollout(
+        ScriptedCall(tokens=(11, 12)),
+        ScriptedCall(lost=True),
+        ScriptedCall(tokens=(21, 22, 23), restart=True),
+        ScriptedCall(tokens=(24,), reason="stop"),
     ),
-    "all logprobs missing, marked": tell(
-        Part(tokens=(11,), logprobs=False, reason="stop"), missing_logprobs="nan"
+    "all logprobs missing, marked": script_rollout(
+        ScriptedCall(tokens=(11,), logprobs=False, reason="stop"), missing_logprobs="nan"
     ),
-    "a segment without logprobs, masked": tell(
-        Part(tokens=(11,), logprobs=False),
-        Part(tokens=(12,), reason="stop"),
+    "a segment without logprobs, masked": script_rollout(
+        ScriptedCall(tokens=(11,), logprobs=False),
+        ScriptedCall(tokens=(12,), reason="stop"),
         missing_logprobs="masked",
         loss_mask=True,
         sample={"loss_mask": np.array([0, 1])},
     ),
-    "no logprobs wanted": tell(
-        Part(tokens=(11,), reason="stop", logprobs=False, call={"want_logprobs": False}),
+    "no logprobs wanted": script_rollout(
+        ScriptedCall(tokens=(11,), reason="stop", logprobs=False, call={"want_logprobs": False}),
         request={"want_logprobs": False},
         sample={"logprobs": None},
     ),
-    "logprobs in 32 bits": tell(
+    "logprobs in 32 bits": script_rollout(
         *RESUMED,
-        sample={"logprobs": np.asarray(sample_of(tell(*RESUMED).trace()).logprobs).astype("f4")},
+        sample={
+            "logprobs": np.asarray(sample_of(script_rollout(*RESUMED).trace()).logprobs).astype(
+                "f4"
+            )
+        },
     ),
-    "an end-of-sequence token of the stack's own, masked": tell(
-        Part(tokens=(11, 12), reason="stop"),
+    "an end-of-sequence token of the stack's own, masked": script_rollout(
+        ScriptedCall(tokens=(11, 12), reason="stop"),
         loss_mask=True,
         sample={
             "response": (11, 12, 0),
@@ -105,15 +121,15 @@ CORRECT: dict[str, Teller] = {
             "loss_mask": np.array([1, 1, 0]),
         },
     ),
-    "labels as text": tell(*RESUMED, labels={0: "step-0", 1: "step-1"}, versions="token"),
-    "aborted and handed over": tell(RESUMED[0], abort_surfaces=True, resume="none"),
-    "granted in portions": tell(
-        Part(tokens=(11, 12), reason="length", call={"max_tokens": 2}),
-        Part(tokens=(13, 14), reason="length", call={"max_tokens": 2}),
+    "labels as text": script_rollout(*RESUMED, labels={0: "step-0", 1: "step-1"}, versions="token"),
+    "aborted and handed over": script_rollout(RESUMED[0], abort_surfaces=True, resume="none"),
+    "granted in portions": script_rollout(
+        ScriptedCall(tokens=(11, 12), reason="length", call={"max_tokens": 2}),
+        ScriptedCall(tokens=(13, 14), reason="length", call={"max_tokens": 2}),
         budget=4,
     ),
-    "a cap of the stack's own": tell(
-        Part(tokens=(11, 12), reason="length", call={"max_tokens": 2}), budget=8
+    "a cap of the stack's own": script_rollout(
+        ScriptedCall(tokens=(11, 12), reason="length", call={"max_tokens": 2}), budget=8
     ),
 }
 
@@ -127,11 +143,11 @@ def test_a_correct_rollout_is_never_blamed(name: str) -> None:
 def test_a_duplicate_reply_changes_nothing() -> None:
     """The second delivery of a reply is not a second reply."""
     events = []
-    for event in tell(*RESUMED).trace().events:
+    for event in script_rollout(*RESUMED).trace().events:
         events.append(event)
         if isinstance(event, Reply):
             events.append(replace(event, duplicate=True))
-    assert set() == blamed(tell(*RESUMED).trace().with_events(events))
+    assert set() == blamed(script_rollout(*RESUMED).trace().with_events(events))
 
 
 class TestPrompt:
@@ -141,7 +157,7 @@ class TestPrompt:
 
     def test_a_cut_prompt_is_found(self) -> None:
         """A prompt that lost its first token."""
-        story = tell(*RESUMED, prompt=(1, 2, 3))
+        story = script_rollout(*RESUMED, prompt=(1, 2, 3))
         trace = story.trace()
         spoiled = with_sample(trace, replace(sample_of(trace), prompt_ids=(2, 3)))
         finding = finds(self.ID, spoiled)
@@ -151,9 +167,11 @@ class TestPrompt:
 
     def test_the_prompt_of_another_request_is_named(self) -> None:
         """Two samples that were swapped."""
-        story = tell(Part(tokens=(11,), reason="stop"), request_id="r0", prompt=(1, 2))
-        story = tell(
-            Part(tokens=(12,), reason="stop"), request_id="r1", prompt=(3, 4), teller=story
+        story = script_rollout(
+            ScriptedCall(tokens=(11,), reason="stop"), request_id="r0", prompt=(1, 2)
+        )
+        story = script_rollout(
+            ScriptedCall(tokens=(12,), reason="stop"), request_id="r1", prompt=(3, 4), script=story
         )
         trace = story.trace()
         assert (
@@ -165,10 +183,10 @@ class TestPrompt:
 
     def test_nothing_is_said_without_a_sample(self) -> None:
         """A dropped sample is not a passed one."""
-        story = Teller()
+        story = TraceScript()
         story.submit().result()
         unknown(self.ID, story, "no sample was handed over")
-        story = Teller()
+        story = TraceScript()
         story.submit()
         unknown(self.ID, story, "the request never ended")
 
@@ -180,11 +198,11 @@ class TestRequestId:
 
     def _beside(
         self, label: str, *, other: dict[str, Any] | None = None, mine: dict[str, Any] | None = None
-    ) -> Teller:
+    ) -> TraceScript:
         """A request r0 whose sample carries ``label``, beside a request r1."""
-        part = Part(tokens=(11,), reason="stop")
-        story = tell(part, request_id="r1", prompt=(3, 4), request=other)
-        trace = tell(part, teller=story, request=mine).trace()
+        part = ScriptedCall(tokens=(11,), reason="stop")
+        story = script_rollout(part, request_id="r1", prompt=(3, 4), request=other)
+        trace = script_rollout(part, script=story, request=mine).trace()
         return with_sample(trace, replace(sample_of(trace), request_id=label))
 
     def test_the_id_of_another_request_is_found(self) -> None:
@@ -209,7 +227,7 @@ class TestRequestId:
         """No other request, no other id."""
         unknown(
             self.ID,
-            tell(Part(tokens=(11,), reason="stop")),
+            script_rollout(ScriptedCall(tokens=(11,), reason="stop")),
             "not exercised: no samples beside other requests occurred",
         )
 
@@ -294,7 +312,7 @@ class TestTokens:
         self, response: tuple[int, ...], title: str, index: int, hint: str
     ) -> None:
         """Lost, repeated, added, reordered, replaced: the finding says which, how many and where."""
-        finding = finds(self.ID, tell(*RESUMED, sample={"response": response}))
+        finding = finds(self.ID, script_rollout(*RESUMED, sample={"response": response}))
         assert title == finding.title
         assert ("r0", index) == (finding.where["request"], finding.where["index"])
         assert hint in finding.hint
@@ -302,7 +320,10 @@ class TestTokens:
 
     def test_a_prompt_in_place_of_an_empty_response_is_named(self) -> None:
         """What no call sampled is not padding where it is the prompt."""
-        finding = finds(self.ID, tell(Part(), sample={"response": (1, 2)}, abort_surfaces=True))
+        finding = finds(
+            self.ID,
+            script_rollout(ScriptedCall(), sample={"response": (1, 2)}, abort_surfaces=True),
+        )
         assert "The response holds 2 of 2 tokens of the prompt" == finding.title
 
     @pytest.mark.parametrize(
@@ -312,14 +333,19 @@ class TestTokens:
         """Logprobs, masks and tags that fit what was sampled are not to blame for a wrong response."""
         for kind in ("sample", "min-max", "call", "span", "token"):
             assert {self.ID} == blamed(
-                tell(*RESUMED, sample={"response": response}, versions=kind, loss_mask=True)
+                script_rollout(
+                    *RESUMED, sample={"response": response}, versions=kind, loss_mask=True
+                )
             )
 
     def test_tokens_of_another_request_are_traced_back(self) -> None:
         """The replies of two requests were mixed up."""
-        story = tell(Part(tokens=(41, 42, 43), reason="stop"), request_id="r1", prompt=(3, 4))
+        story = script_rollout(
+            ScriptedCall(tokens=(41, 42, 43), reason="stop"), request_id="r1", prompt=(3, 4)
+        )
         finding = finds(
-            self.ID, tell(*RESUMED, sample={"response": (41, 42, *WHOLE[2:])}, teller=story)
+            self.ID,
+            script_rollout(*RESUMED, sample={"response": (41, 42, *WHOLE[2:])}, script=story),
         )
         assert (
             "Request r1 sampled these tokens: the replies of two requests were mixed up."
@@ -329,11 +355,11 @@ class TestTokens:
     def test_tokens_of_a_lost_reply_are_traced_back(self) -> None:
         """What never arrived cannot stand in the sample."""
         parts = (
-            Part(tokens=(11,)),
-            Part(tokens=(88, 89), lost=True),
-            Part(tokens=(12,), reason="stop"),
+            ScriptedCall(tokens=(11,)),
+            ScriptedCall(tokens=(88, 89), lost=True),
+            ScriptedCall(tokens=(12,), reason="stop"),
         )
-        finding = finds(self.ID, tell(*parts, sample={"response": (11, 88, 89, 12)}))
+        finding = finds(self.ID, script_rollout(*parts, sample={"response": (11, 88, 89, 12)}))
         assert "They are in the reply to call 1 that was lost on its way" in finding.hint
 
     def test_tokens_from_before_a_restart_are_explained(self) -> None:
@@ -341,36 +367,36 @@ class TestTokens:
         plain loss.
         """
         parts = (
-            Part(tokens=(11, 12)),
-            Part(lost=True),
-            Part(tokens=(21, 22), anew=True, reason="stop"),
+            ScriptedCall(tokens=(11, 12)),
+            ScriptedCall(lost=True),
+            ScriptedCall(tokens=(21, 22), restart=True, reason="stop"),
         )
-        finding = finds(self.ID, tell(*parts, sample={"response": (11, 12, 21, 22)}))
+        finding = finds(self.ID, script_rollout(*parts, sample={"response": (11, 12, 21, 22)}))
         assert "The response is not what was sampled since call 2 started again" == finding.title
         assert finding.hint.startswith("Call 2 sent 2 tokens of 4")
-        lost = finds(self.ID, tell(*parts, sample={"response": (21,)}))
+        lost = finds(self.ID, script_rollout(*parts, sample={"response": (21,)}))
         assert "1 of 2 sampled tokens is missing from the response" == lost.title
 
     def test_a_response_may_be_cut_at_the_budget(self) -> None:
         """An agent loop cuts what its turns overshot."""
         parts = (
-            Part(tokens=(11, 12, 13), reason="stop"),
-            Part(said=(91,), tokens=(21, 22, 23), reason="stop"),
+            ScriptedCall(tokens=(11, 12, 13), reason="stop"),
+            ScriptedCall(observed=(91,), tokens=(21, 22, 23), reason="stop"),
         )
         cut = {
             "response": (11, 12, 13, 91, 21),
             "logprobs": None,
             "finish_reason": FinishReason.LENGTH,
         }
-        passes(self.ID, tell(*parts, budget=5, sample=cut), resumed_samples=1)
+        passes(self.ID, script_rollout(*parts, budget=5, sample=cut), resumed_samples=1)
         short = {**cut, "response": (11, 12, 13, 91)}
-        finds(self.ID, tell(*parts, budget=5, sample=short))
+        finds(self.ID, script_rollout(*parts, budget=5, sample=short))
 
     def test_the_last_words_of_the_environment_may_be_left_off(self) -> None:
         """Nobody answered them."""
-        story = tell(
-            Part(tokens=(11, 12), reason="stop"),
-            Part(said=(91, 92), lost=True),
+        story = script_rollout(
+            ScriptedCall(tokens=(11, 12), reason="stop"),
+            ScriptedCall(observed=(91, 92), lost=True),
             sample={"response": (11, 12), "logprobs": None},
         )
         passes(self.ID, story)
@@ -382,7 +408,7 @@ class TestTokens:
 
     def test_without_calls_nothing_is_known(self) -> None:
         """A trace that holds no calls of the request tells nothing about its tokens."""
-        story = Teller()
+        story = TraceScript()
         story.submit().result((1, 2, 3))
         unknown(self.ID, story, "no engine call of the request was recorded")
 
@@ -390,7 +416,7 @@ class TestTokens:
         """A call without reply and without fault may have sampled what the sample holds beyond the
         rest.
         """
-        story = Teller()
+        story = TraceScript()
         story.submit()
         story.reply(story.call((1, 2)), (3,), "abort")
         story.call((1, 2, 3))
@@ -400,13 +426,13 @@ class TestTokens:
     def test_tokens_with_an_error_may_be_kept_or_dropped(self) -> None:
         """An engine that fails in the middle leaves it to the stack."""
         parts = (
-            Part(tokens=(11, 12), reason="error"),
-            Part(tokens=(21,), reason="stop", anew=True),
+            ScriptedCall(tokens=(11, 12), reason="error"),
+            ScriptedCall(tokens=(21,), reason="stop", restart=True),
         )
-        assert set() == blamed(tell(*parts))
+        assert set() == blamed(script_rollout(*parts))
         unknown(
             self.ID,
-            tell(Part(tokens=(11, 12), reason="error"), sample={"response": ()}),
+            script_rollout(ScriptedCall(tokens=(11, 12), reason="error"), sample={"response": ()}),
             "together with an error",
         )
 
@@ -421,9 +447,12 @@ class TestEnvironmentTokens:
         said: tuple[int, ...],
         turns: tuple[tuple[int, ...], ...] = ((91, 92, 93),),
         **more: Any,
-    ) -> Teller:
-        parts = (Part(tokens=(11,), reason="stop"), Part(said=said, tokens=(12,), reason="stop"))
-        return tell(*parts, request={"turns": turns}, **more)
+    ) -> TraceScript:
+        parts = (
+            ScriptedCall(tokens=(11,), reason="stop"),
+            ScriptedCall(observed=said, tokens=(12,), reason="stop"),
+        )
+        return script_rollout(*parts, request={"turns": turns}, **more)
 
     def test_a_garbled_turn_is_found(self) -> None:
         """Tool output that was retokenised."""
@@ -451,7 +480,7 @@ class TestEnvironmentTokens:
         """
         inapplicable(
             self.ID,
-            tell(Part(tokens=(11,), reason="stop")),
+            script_rollout(ScriptedCall(tokens=(11,), reason="stop")),
             "declares no turns of the environment (multi_turn)",
         )
         finds(self.ID, self._story((91, 99, 93)))
@@ -474,11 +503,11 @@ class TestMatchesUnbroken:
     def test_a_resumed_rollout_is_the_unbroken_one(self) -> None:
         """Three calls sample what one would have."""
         a = self._tokens(6)
-        story = tell(
-            Part(tokens=a[:2]),
-            Part(),
-            Part(tokens=a[2:5]),
-            Part(tokens=a[5:], reason="length"),
+        story = script_rollout(
+            ScriptedCall(tokens=a[:2]),
+            ScriptedCall(),
+            ScriptedCall(tokens=a[2:5]),
+            ScriptedCall(tokens=a[5:], reason="length"),
             budget=6,
         )
         assert Verdict.PASS == check(self.ID, story, self.POLICY).verdict
@@ -488,7 +517,11 @@ class TestMatchesUnbroken:
         wrong.
         """
         a = self._tokens(6)
-        story = tell(Part(tokens=a[:2]), Part(tokens=(a[2], 63, *a[4:]), reason="length"), budget=6)
+        story = script_rollout(
+            ScriptedCall(tokens=a[:2]),
+            ScriptedCall(tokens=(a[2], 63, *a[4:]), reason="length"),
+            budget=6,
+        )
         finding = check(self.ID, story, self.POLICY).findings[0]
         assert finding.title.endswith(
             "of a resumed rollout differ from the unbroken run, although the weights stayed the"
@@ -505,8 +538,10 @@ class TestMatchesUnbroken:
         """Across an update, and in a single call, there is no unbroken twin to compare with."""
         a = self._tokens(4)
         for story in (
-            tell(Part(tokens=a, reason="length"), budget=4),
-            tell(Part(tokens=a[:2]), Part(tokens=(5, 6), version=1, reason="length")),
+            script_rollout(ScriptedCall(tokens=a, reason="length"), budget=4),
+            script_rollout(
+                ScriptedCall(tokens=a[:2]), ScriptedCall(tokens=(5, 6), version=1, reason="length")
+            ),
         ):
             assert Verdict.UNKNOWN == check(self.ID, story, self.POLICY).verdict
 
@@ -514,7 +549,9 @@ class TestMatchesUnbroken:
         """A client does not know which token ends a sequence: it goes on after an abort, as it
         must.
         """
-        story = tell(Part(tokens=(self.POLICY.eos_id,)), Part(tokens=(5,), reason="stop"))
+        story = script_rollout(
+            ScriptedCall(tokens=(self.POLICY.eos_id,)), ScriptedCall(tokens=(5,), reason="stop")
+        )
         result = check(self.ID, story, self.POLICY)
         assert (
             Verdict.UNKNOWN,
@@ -526,8 +563,8 @@ class TestMatchesUnbroken:
 
     def test_without_a_policy_nothing_is_known(self) -> None:
         """Real engines have no oracle."""
-        unknown(self.ID, tell(*RESUMED), "no policy whose next token is known")
-        unresumed = tell(Part(tokens=(11,), reason="stop"), resume="engine")
+        unknown(self.ID, script_rollout(*RESUMED), "no policy whose next token is known")
+        unresumed = script_rollout(ScriptedCall(tokens=(11,), reason="stop"), resume="engine")
         inapplicable(self.ID, unresumed, "no client continues an aborted call (resume='engine')")
 
 
@@ -538,7 +575,7 @@ class TestObjects:
         """The budget was written into the caller's own dictionary."""
         finding = finds(
             "stitch.caller-objects",
-            tell(*RESUMED, event={"caller_changed": ("request: sampling",)}),
+            script_rollout(*RESUMED, event={"caller_changed": ("request: sampling",)}),
         )
         assert "The stack changed 1 object of its caller: request: sampling" == finding.title
         assert "verl #7207" in finding.hint
@@ -547,18 +584,19 @@ class TestObjects:
         """Writing into the routes of a reply is judged by another check."""
         passes(
             "stitch.caller-objects",
-            tell(*RESUMED, event={"caller_changed": ("routed_experts: values",)}),
+            script_rollout(*RESUMED, event={"caller_changed": ("routed_experts: values",)}),
         )
 
     def test_lists_that_go_on_changing_are_found(self) -> None:
         """The sample shares its list with the client."""
         finding = finds(
-            "stitch.handed-over", tell(*RESUMED, event={"later_changed": ("logprobs", "routes")})
+            "stitch.handed-over",
+            script_rollout(*RESUMED, event={"later_changed": ("logprobs", "routes")}),
         )
         assert "logprobs of the sample changed after it was handed over" == finding.title
 
     @pytest.mark.parametrize("check_id", ["stitch.caller-objects", "stitch.handed-over"])
     def test_a_recording_watches_nothing(self, check_id: str) -> None:
         """Where nobody looked, silence is no pass."""
-        passes(check_id, tell(*RESUMED))
-        unknown(check_id, tell(*RESUMED, driven=False), "the trace was recorded")
+        passes(check_id, script_rollout(*RESUMED))
+        unknown(check_id, script_rollout(*RESUMED, driven=False), "the trace was recorded")

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from rollproof.core.records import FinishReason
-from tests.support.scripted_rollouts import Part, blamed, tell
-from tests.support.trace_script import Teller, finds, inapplicable, passes, unknown
+from tests.support.scripted_rollouts import ScriptedCall, blamed, script_rollout
+from tests.support.trace_script import TraceScript, finds, inapplicable, passes, unknown
 
 ID = "stitch.budget-used"
 
@@ -14,26 +14,26 @@ def story(
     prompts: tuple[int, ...] = (),
     reason: str = "length",
     **contract: object,
-) -> Teller:
+) -> TraceScript:
     """One request for each ``(budget, tokens granted and sampled)``; ``prompts`` are their lengths
     (2).
     """
-    out: Teller | None = None
+    out: TraceScript | None = None
     for number, (budget, grant) in enumerate(requests):
         prompt = tuple(
             range(100 * number + 1, 100 * number + 1 + (prompts[number] if prompts else 2))
         )
-        part = Part(
+        part = ScriptedCall(
             tokens=tuple(range(500, 500 + grant)), reason=reason, call={"max_tokens": grant}
         )
         sample = {"finish_reason": FinishReason(reason)}
-        out = tell(
+        out = script_rollout(
             part,
             request_id=f"r{number}",
             prompt=prompt,
             budget=budget,
             sample=sample,
-            teller=out,
+            script=out,
             **contract,
         )
     assert out is not None

@@ -7,11 +7,14 @@ from dataclasses import replace
 import pytest
 
 from rollproof.core.trace import Weights
-from tests.support.scripted_rollouts import Part, blamed, tell
+from tests.support.scripted_rollouts import ScriptedCall, blamed, script_rollout
 from tests.support.trace_script import check, finds, passes
 
 ID = "versions.bounds"
-OLD, NEW = Part(tokens=(11, 12, 13), version=1), Part(tokens=(21, 22), version=2, reason="stop")
+OLD, NEW = (
+    ScriptedCall(tokens=(11, 12, 13), version=1),
+    ScriptedCall(tokens=(21, 22), version=2, reason="stop"),
+)
 
 
 @pytest.mark.parametrize(("low", "high"), [(1, 2), (0, 2), (1, 9), (-1, 100)])
@@ -19,7 +22,9 @@ def test_bounds_may_be_wider_than_what_sampled(low: int, high: int) -> None:
     """They are counters of the trainer's side: one may name weights that sampled nothing, or an
     update that is only about to be.
     """
-    story = tell(OLD, NEW, versions="bounds", sample={"min_version": low, "max_version": high})
+    story = script_rollout(
+        OLD, NEW, versions="bounds", sample={"min_version": low, "max_version": high}
+    )
     passes(ID, story, samples_across_versions=1)
     assert set() == blamed(story)
 
@@ -35,7 +40,9 @@ def test_bounds_may_be_wider_than_what_sampled(low: int, high: int) -> None:
 )
 def test_a_bound_that_does_not_hold_is_found(low: int, high: int, title: str, hint: str) -> None:
     """On either side, with what usually causes it."""
-    story = tell(OLD, NEW, versions="bounds", sample={"min_version": low, "max_version": high})
+    story = script_rollout(
+        OLD, NEW, versions="bounds", sample={"min_version": low, "max_version": high}
+    )
     finding = finds(ID, story)
     assert title in finding.title
     assert hint in finding.hint
@@ -46,7 +53,7 @@ def test_a_bound_that_does_not_hold_is_found(low: int, high: int, title: str, hi
 def test_the_text_names_the_tokens_outside() -> None:
     """And nothing of those inside."""
     finding = finds(
-        ID, tell(OLD, NEW, versions="bounds", sample={"min_version": 2, "max_version": 2})
+        ID, script_rollout(OLD, NEW, versions="bounds", sample={"min_version": 2, "max_version": 2})
     )
     assert "bounds that enclose version 1 for tokens 0-2" == finding.expected
     assert (0, 2) == (finding.where["index"], finding.where["version"])
@@ -54,7 +61,9 @@ def test_the_text_names_the_tokens_outside() -> None:
 
 def test_bounds_that_are_not_there_are_unknown_here_and_found_elsewhere() -> None:
     """``versions.present`` asks for them."""
-    story = tell(OLD, NEW, versions="bounds", sample={"min_version": 1, "max_version": None})
+    story = script_rollout(
+        OLD, NEW, versions="bounds", sample={"min_version": 1, "max_version": None}
+    )
     assert {"versions.present"} == blamed(story)
     assert "unknown" == check(ID, story).verdict
 
@@ -64,7 +73,7 @@ def test_names_are_ordered_by_publication() -> None:
     named = {1: "zebra", 2: "ape"}
     passes(
         ID,
-        tell(
+        script_rollout(
             OLD,
             NEW,
             versions="bounds",
@@ -74,7 +83,7 @@ def test_names_are_ordered_by_publication() -> None:
     )
     finds(
         ID,
-        tell(
+        script_rollout(
             OLD,
             NEW,
             versions="bounds",
@@ -82,7 +91,7 @@ def test_names_are_ordered_by_publication() -> None:
             sample={"min_version": "ape", "max_version": "ape"},
         ),
     )
-    unplaced = tell(
+    unplaced = script_rollout(
         OLD,
         NEW,
         versions="bounds",
@@ -94,9 +103,9 @@ def test_names_are_ordered_by_publication() -> None:
 
 def test_either_name_of_equal_weights_will_do() -> None:
     """Weights 1 were published again as 7: tokens that they sampled lie within 7 to 7."""
-    story = tell(
+    story = script_rollout(
         OLD,
-        Part(tokens=(21,), version=1, reason="stop"),
+        ScriptedCall(tokens=(21,), version=1, reason="stop"),
         versions="bounds",
         sample={"min_version": 7, "max_version": 7},
     ).trace()
@@ -109,7 +118,7 @@ def test_either_name_of_equal_weights_will_do() -> None:
 def test_weights_of_which_the_stack_was_not_told_are_not_its_to_bound() -> None:
     """The schedule updates one server beside the stack: no counter of its own can know."""
     case = {"actions": [{"do": "skew"}]}
-    story = tell(OLD, NEW, versions="bounds", sample={"min_version": 1, "max_version": 1})
+    story = script_rollout(OLD, NEW, versions="bounds", sample={"min_version": 1, "max_version": 1})
     trace = story.trace()
     skewed = replace(trace, header=replace(trace.header, case=case))
     assert "unknown" == check(ID, skewed).verdict
@@ -118,9 +127,9 @@ def test_weights_of_which_the_stack_was_not_told_are_not_its_to_bound() -> None:
 
 def test_bounds_are_asked_for_also_where_engines_show_no_version() -> None:
     """They are counters of the stack's own."""
-    part = Part(tokens=(11,), version=1, shown=None, reason="stop")
+    part = ScriptedCall(tokens=(11,), version=1, shown=None, reason="stop")
     passes(
         "versions.present",
-        tell(part, versions="bounds", sample={"min_version": 1, "max_version": 1}),
+        script_rollout(part, versions="bounds", sample={"min_version": 1, "max_version": 1}),
         tags=1,
     )

@@ -8,12 +8,12 @@ import pytest
 
 from rollproof.core.records import Span
 from rollproof.core.trace import Trace, Weights
-from tests.support.scripted_rollouts import Part, blamed, tell
+from tests.support.scripted_rollouts import ScriptedCall, blamed, script_rollout
 from tests.support.trace_builder import contract
-from tests.support.trace_script import Teller, check, finds, inapplicable, passes, unknown
+from tests.support.trace_script import TraceScript, check, finds, inapplicable, passes, unknown
 
 KINDS = ("sample", "min-max", "call", "span", "token")
-OLD = Part(tokens=(11, 12, 13))
+OLD = ScriptedCall(tokens=(11, 12, 13))
 
 
 class TestEngineTags:
@@ -27,9 +27,9 @@ class TestEngineTags:
         true: tuple[tuple[int, int, int], ...] = ((0, 4, 0),),
         header: Any = None,
         **output: Any,
-    ) -> Teller:
+    ) -> TraceScript:
         """Weights 1 are loaded while the call runs."""
-        story = Teller(versions="none", header=header)
+        story = TraceScript(versions="none", header=header)
         story.weights(0).submit(max_tokens=4)
         call = story.call((1, 2))
         story.weights(1)
@@ -77,7 +77,7 @@ class TestEngineTags:
     @pytest.mark.parametrize("kind", KINDS)
     def test_the_stack_is_not_blamed_for_its_engine(self, kind: str) -> None:
         """It relays what it was shown; only the engine is named."""
-        part = Part(tokens=(11, 12), shown=1, reason="stop")
+        part = ScriptedCall(tokens=(11, 12), shown=1, reason="stop")
         sample = {
             "version": 1,
             "min_version": 1,
@@ -86,17 +86,19 @@ class TestEngineTags:
             "spans": (Span(start=0, end=2, version=1),),
             "token_versions": (1, 1),
         }
-        story = tell(
+        story = script_rollout(
             part,
             versions=kind,
             sample=sample,
-            teller=tell(Part(version=1, reason="stop"), request_id="w", prompt=(9,), versions=kind),
+            script=script_rollout(
+                ScriptedCall(version=1, reason="stop"), request_id="w", prompt=(9,), versions=kind
+            ),
         )
         assert {self.ID} == blamed(story)
 
     def test_it_is_judged_whatever_became_of_the_sample(self) -> None:
         """A dropped sample's replies were shown too."""
-        story = Teller(versions="none")
+        story = TraceScript(versions="none")
         story.weights(0).submit()
         call = story.call((1, 2))
         story.weights(1).reply(
@@ -108,19 +110,24 @@ class TestEngineTags:
     def test_engines_that_declare_no_labels_are_exempt(self, check_id: str) -> None:
         """By their own contract they show none; where one does all the same, nobody is held to it."""
         mute = {"engine": contract(rows="none", versions="none")}
-        story = tell(Part(tokens=(11,), shown=None, reason="stop"), versions="token", header=mute)
+        story = script_rollout(
+            ScriptedCall(tokens=(11,), shown=None, reason="stop"), versions="token", header=mute
+        )
         inapplicable(check_id, story, "the engines show no version")
 
     def test_engines_without_labels_or_truth_are_not_judged(self) -> None:
         """Nothing was shown, or nothing is known."""
         unknown(
             self.ID,
-            tell(Part(tokens=(11,), shown=None, reason="stop"), versions="none"),
+            script_rollout(ScriptedCall(tokens=(11,), shown=None, reason="stop"), versions="none"),
             "not exercised",
         )
         unknown(
             self.ID,
-            tell(Part(tokens=(11,), reply={"true_tokens": None}, reason="stop"), versions="none"),
+            script_rollout(
+                ScriptedCall(tokens=(11,), reply={"true_tokens": None}, reason="stop"),
+                versions="none",
+            ),
             "not exercised",
         )
 
@@ -129,10 +136,10 @@ def unlabelled(
     kind: str, shown: Any, sample: dict[str, Any] | None = None, mixed: bool = False
 ) -> Trace:
     """Weights 1 are loaded without a label; tokens that they sampled are shown as ``shown``."""
-    first = (OLD,) if mixed else (Part(),)
-    story = tell(
+    first = (OLD,) if mixed else (ScriptedCall(),)
+    story = script_rollout(
         *first,
-        Part(tokens=(21, 22), version=1, shown=shown, reason="stop"),
+        ScriptedCall(tokens=(21, 22), version=1, shown=shown, reason="stop"),
         versions=kind,
         labels={1: None},
         sample=sample,
@@ -185,10 +192,12 @@ class TestUnlabelledUpdate:
     def test_a_stack_that_keeps_its_own_books_is_found(self) -> None:
         """The engines show nothing at all, and the stack's counter was not raised."""
         parts = (
-            Part(tokens=(11,), shown=None),
-            Part(tokens=(21,), version=1, shown=None, reason="stop"),
+            ScriptedCall(tokens=(11,), shown=None),
+            ScriptedCall(tokens=(21,), version=1, shown=None, reason="stop"),
         )
-        story = tell(*parts, versions="token", labels={1: None}, sample={"token_versions": (0, 0)})
+        story = script_rollout(
+            *parts, versions="token", labels={1: None}, sample={"token_versions": (0, 0)}
+        )
         finding = finds(self.ID, story)
         assert (
             "1 token of weights that were loaded without a label is tagged version 0"
@@ -202,9 +211,9 @@ class TestUnlabelledUpdate:
     @pytest.mark.parametrize("kind", KINDS)
     def test_a_label_that_comes_later_is_right(self, kind: str) -> None:
         """The weights were published after they had been loaded."""
-        trace = tell(
-            Part(),
-            Part(tokens=(21,), version=1, shown=None, reason="stop"),
+        trace = script_rollout(
+            ScriptedCall(),
+            ScriptedCall(tokens=(21,), version=1, shown=None, reason="stop"),
             versions=kind,
             labels={1: None},
         ).trace()
@@ -214,7 +223,9 @@ class TestUnlabelledUpdate:
 
     def test_without_such_an_update_nothing_is_put_to_the_test(self) -> None:
         """Every version had its label."""
-        unknown(self.ID, tell(OLD, abort_surfaces=True, versions="token"), "not exercised")
+        unknown(
+            self.ID, script_rollout(OLD, abort_surfaces=True, versions="token"), "not exercised"
+        )
 
 
 class TestUnknownStaysUnknown:
@@ -222,9 +233,9 @@ class TestUnknownStaysUnknown:
 
     ID = "versions.unknown-stays-unknown"
     PARTS = (
-        Part(tokens=(11, 12)),
-        Part(tokens=(21,), version=1, shown=None),
-        Part(tokens=(31,), version=2, reason="stop"),
+        ScriptedCall(tokens=(11, 12)),
+        ScriptedCall(tokens=(21,), version=1, shown=None),
+        ScriptedCall(tokens=(31,), version=2, reason="stop"),
     )
 
     @pytest.mark.parametrize("guess", [0, 2])
@@ -233,7 +244,9 @@ class TestUnknownStaysUnknown:
         """Zero, or the newest, in place of what the engine did not say."""
         tags = (0, 0, guess, 2)
         spans = tuple(Span(start=i, end=i + 1, version=tag) for i, tag in enumerate(tags))
-        story = tell(*self.PARTS, versions=kind, sample={"token_versions": tags, "spans": spans})
+        story = script_rollout(
+            *self.PARTS, versions=kind, sample={"token_versions": tags, "spans": spans}
+        )
         finding = finds(self.ID, story)
         assert (
             f"1 of 4 tokens is tagged version {guess}, although the engine showed no version for it"
@@ -252,23 +265,25 @@ class TestUnknownStaysUnknown:
         """A stack may know better than its engine says."""
         passes(
             self.ID,
-            tell(*self.PARTS, versions="token", sample={"token_versions": (0, 0, tag, 2)}),
+            script_rollout(
+                *self.PARTS, versions="token", sample={"token_versions": (0, 0, tag, 2)}
+            ),
             tokens_without_a_shown_version=1,
         )
 
     @pytest.mark.parametrize("kind", ["sample", "min-max", "call"])
     def test_a_whole_sample_of_unknown_version(self, kind: str) -> None:
         """Weights that served before the first label was published."""
-        part = Part(tokens=(11,), shown=None, reason="stop")
+        part = ScriptedCall(tokens=(11,), shown=None, reason="stop")
         guess = {"version": 1, "min_version": 1, "max_version": 1, "call_versions": (1,)}
-        shown = tell(
-            Part(tokens=(5,), version=1, reason="stop"),
+        shown = script_rollout(
+            ScriptedCall(tokens=(5,), version=1, reason="stop"),
             request_id="w",
             prompt=(9,),
             versions=kind,
             header={"engine": _ENGINE},
         )
-        story = tell(part, versions=kind, labels={0: None}, sample=guess, teller=shown)
+        story = script_rollout(part, versions=kind, labels={0: None}, sample=guess, script=shown)
         finding = finds(self.ID, story)
         assert (
             "1 of 1 token is tagged version 1, although the engine showed no version for it"
@@ -283,10 +298,10 @@ class TestUnknownStaysUnknown:
     def test_engines_that_show_nothing_leave_it_to_the_stack(self) -> None:
         """Then the checks of the tags themselves judge."""
         parts = (
-            Part(tokens=(11,), shown=None),
-            Part(tokens=(21,), version=1, shown=None, reason="stop"),
+            ScriptedCall(tokens=(11,), shown=None),
+            ScriptedCall(tokens=(21,), version=1, shown=None, reason="stop"),
         )
-        story = tell(*parts, versions="token", sample={"token_versions": (1, 1)})
+        story = script_rollout(*parts, versions="token", sample={"token_versions": (1, 1)})
         assert {"versions.token-tags"} == blamed(story)
         assert not check(self.ID, story).exercised
 

@@ -9,14 +9,17 @@ import pytest
 from rollproof.core.records import Span, Version
 from rollproof.core.trace import Trace, Weights
 from rollproof.judging.checks import Verdict
-from tests.support.scripted_rollouts import Part, blamed, tell
-from tests.support.trace_script import Teller, check, finds, passes, unknown
+from tests.support.scripted_rollouts import ScriptedCall, blamed, script_rollout
+from tests.support.trace_script import TraceScript, check, finds, passes, unknown
 
-OLD, NEW = Part(tokens=(11, 12, 13)), Part(tokens=(21, 22), version=1, reason="stop")
+OLD, NEW = (
+    ScriptedCall(tokens=(11, 12, 13)),
+    ScriptedCall(tokens=(21, 22), version=1, reason="stop"),
+)
 KINDS = ("sample", "min-max", "bounds", "call", "span", "token")
 
 
-def updated(story: Teller, version: int = 1) -> Trace:
+def updated(story: TraceScript, version: int = 1) -> Trace:
     """The story with an update just before the sample is handed over."""
     trace = story.trace()
     return trace.with_events(
@@ -28,9 +31,11 @@ def updated(story: Teller, version: int = 1) -> Trace:
     )
 
 
-def warm(kind: str) -> Teller:
+def warm(kind: str) -> TraceScript:
     """An earlier request, so that version 0 was published before the one that is judged."""
-    return tell(Part(reason="stop"), request_id="warm", prompt=(9,), versions=kind)
+    return script_rollout(
+        ScriptedCall(reason="stop"), request_id="warm", prompt=(9,), versions=kind
+    )
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -39,24 +44,24 @@ class TestCorrect:
 
     def test_across_an_update(self, kind: str) -> None:
         """Two versions, two calls."""
-        assert set() == blamed(tell(OLD, NEW, versions=kind))
+        assert set() == blamed(script_rollout(OLD, NEW, versions=kind))
 
     def test_empty_calls_under_other_versions(self, kind: str) -> None:
         """A call without tokens shows a version that sampled nothing."""
         parts = (
-            Part(),
-            Part(tokens=(11,), version=1),
-            Part(version=2),
-            Part(tokens=(12,), version=2),
-            Part(version=3, reason="stop"),
+            ScriptedCall(),
+            ScriptedCall(tokens=(11,), version=1),
+            ScriptedCall(version=2),
+            ScriptedCall(tokens=(12,), version=2),
+            ScriptedCall(version=3, reason="stop"),
         )
-        assert set() == blamed(tell(*parts, versions=kind))
+        assert set() == blamed(script_rollout(*parts, versions=kind))
 
     def test_labels_as_text(self, kind: str) -> None:
         """Their order is that of publication."""
         named = {0: "base", 1: "after-1", 2: "2"}
         assert set() == blamed(
-            tell(
+            script_rollout(
                 OLD, NEW, versions="token" if kind in ("min-max", "bounds") else kind, labels=named
             )
         )
@@ -64,33 +69,33 @@ class TestCorrect:
     def test_numbers_spelled_as_text(self, kind: str) -> None:
         """SGLang shows ``"1"`` where a stack keeps 1."""
         parts = (
-            Part(tokens=(11,), shown="0"),
-            Part(tokens=(12,), version=1, shown="1", reason="stop"),
+            ScriptedCall(tokens=(11,), shown="0"),
+            ScriptedCall(tokens=(12,), version=1, shown="1", reason="stop"),
         )
-        assert set() == blamed(tell(*parts, versions=kind))
+        assert set() == blamed(script_rollout(*parts, versions=kind))
 
     def test_versions_that_go_back(self, kind: str) -> None:
         """Another replica lags behind."""
         parts = (
-            Part(tokens=(11,), version=2),
-            Part(tokens=(12,), version=1, server="s1"),
-            Part(tokens=(13,), version=2, reason="stop"),
+            ScriptedCall(tokens=(11,), version=2),
+            ScriptedCall(tokens=(12,), version=1, server="s1"),
+            ScriptedCall(tokens=(13,), version=2, reason="stop"),
         )
-        assert set() == blamed(tell(*parts, versions=kind))
+        assert set() == blamed(script_rollout(*parts, versions=kind))
 
     def test_version_zero_throughout(self, kind: str) -> None:
         """Zero is a version."""
-        story = tell(OLD, Part(tokens=(14,), reason="stop"), versions=kind)
+        story = script_rollout(OLD, ScriptedCall(tokens=(14,), reason="stop"), versions=kind)
         assert set() == blamed(story)
         assert {"tags": 1, "tags of version 0": 1} == check("versions.present", story).exercised
 
     def test_a_lost_reply_leaves_no_trace(self, kind: str) -> None:
         """What never arrived sampled nothing that counts."""
         assert set() == blamed(
-            tell(
+            script_rollout(
                 OLD,
-                Part(tokens=(99,), version=1, lost=True),
-                Part(tokens=(21,), version=2, reason="stop"),
+                ScriptedCall(tokens=(99,), version=1, lost=True),
+                ScriptedCall(tokens=(21,), version=2, reason="stop"),
                 versions=kind,
             )
         )
@@ -99,22 +104,22 @@ class TestCorrect:
         """The tokens of the first call are not in the sample."""
         parts = (
             OLD,
-            Part(version=1, lost=True),
-            Part(tokens=(21,), version=1, anew=True, reason="stop"),
+            ScriptedCall(version=1, lost=True),
+            ScriptedCall(tokens=(21,), version=1, restart=True, reason="stop"),
         )
-        assert set() == blamed(tell(*parts, versions=kind))
+        assert set() == blamed(script_rollout(*parts, versions=kind))
 
     def test_turns(self, kind: str) -> None:
         """Tokens of the environment have no version."""
         parts = (
-            Part(tokens=(11,), reason="stop"),
-            Part(said=(91, 92), tokens=(21,), version=1, reason="stop"),
+            ScriptedCall(tokens=(11,), reason="stop"),
+            ScriptedCall(observed=(91, 92), tokens=(21,), version=1, reason="stop"),
         )
-        assert set() == blamed(tell(*parts, versions=kind, loss_mask=True))
+        assert set() == blamed(script_rollout(*parts, versions=kind, loss_mask=True))
 
     def test_an_update_to_equal_weights(self, kind: str) -> None:
         """Equal weights under a new label may be called by either."""
-        story = tell(OLD, NEW, versions=kind).trace()
+        story = script_rollout(OLD, NEW, versions=kind).trace()
         events = list(story.events)
         events.insert(-1, Weights(server_id="s0", version=1, label=7, identity=True))
         assert set() == blamed(story.with_events(events))
@@ -123,23 +128,25 @@ class TestCorrect:
         """A sample without tokens has no sampler, and whatever tag it carries cannot be wrong but
         by being made up.
         """
-        assert set() == blamed(tell(Part(reason="stop"), versions=kind))
+        assert set() == blamed(script_rollout(ScriptedCall(reason="stop"), versions=kind))
 
     def test_an_engine_that_shows_nothing(self, kind: str) -> None:
         """The stack keeps its own books: they are judged by the truth."""
         parts = (
-            Part(tokens=(11,), shown=None),
-            Part(tokens=(21,), shown=None, version=1, reason="stop"),
+            ScriptedCall(tokens=(11,), shown=None),
+            ScriptedCall(tokens=(21,), shown=None, version=1, reason="stop"),
         )
-        assert set() == blamed(tell(*parts, versions=kind))
+        assert set() == blamed(script_rollout(*parts, versions=kind))
 
     def test_one_label_for_a_call_that_two_versions_sampled(self, kind: str) -> None:
         """The stack cannot know more than its engine shows: either reading is accepted, and none
         counts as exercise.
         """
         spans = (Span(start=0, end=2, version=0), Span(start=2, end=4, version=1))
-        part = Part(tokens=(11, 12, 13, 14), reason="stop", version=1, reply={"true_tokens": spans})
-        story = tell(part, versions=kind, teller=warm(kind))
+        part = ScriptedCall(
+            tokens=(11, 12, 13, 14), reason="stop", version=1, reply={"true_tokens": spans}
+        )
+        story = script_rollout(part, versions=kind, script=warm(kind))
         assert set() == blamed(story)
         if kind != "call":
             name = {
@@ -179,7 +186,9 @@ class TestPresent:
         self, kind: str, sample: dict[str, Any], gone: str
     ) -> None:
         """Declared, shown by the engine, and absent."""
-        story = tell(Part(tokens=(11, 12), version=3, reason="stop"), versions=kind, sample=sample)
+        story = script_rollout(
+            ScriptedCall(tokens=(11, 12), version=3, reason="stop"), versions=kind, sample=sample
+        )
         finding = finds(self.ID, story)
         assert (
             f"The sample carries no {gone}, although the engine showed version 3 for tokens 0-1"
@@ -190,13 +199,17 @@ class TestPresent:
 
     def test_a_dropped_zero_is_explained(self) -> None:
         """``if version:`` drops it."""
-        story = tell(Part(tokens=(11,), reason="stop"), versions="sample", sample={"version": None})
+        story = script_rollout(
+            ScriptedCall(tokens=(11,), reason="stop"), versions="sample", sample={"version": None}
+        )
         assert "Version 0 is false in a condition" in finds(self.ID, story).hint
 
     def test_an_unknown_part_makes_the_whole_unknown(self) -> None:
         """One tag for the sample may be ``None`` as soon as one token's version was not shown."""
-        parts = (Part(tokens=(11,)), Part(tokens=(12,), shown=None, reason="stop"))
-        story = tell(*parts, versions="min-max", sample={"min_version": None, "max_version": None})
+        parts = (ScriptedCall(tokens=(11,)), ScriptedCall(tokens=(12,), shown=None, reason="stop"))
+        story = script_rollout(
+            *parts, versions="min-max", sample={"min_version": None, "max_version": None}
+        )
         unknown(self.ID, story, "the engines showed no version for some of the tokens")
 
     @pytest.mark.parametrize(
@@ -212,7 +225,7 @@ class TestPresent:
         self, check_id: str, kind: str
     ) -> None:
         """The reason names the call that tells which weights the engines had."""
-        story = Teller(versions=kind, driven=False)
+        story = TraceScript(versions=kind, driven=False)
         story.submit()
         story.reply(story.call((1, 2)), (11,), "stop", version=4, true_tokens=None)
         story.result((11,), version=4, min_version=4, max_version=4, token_versions=(4,))
@@ -236,7 +249,7 @@ class TestPublished:
     )
     def test_a_made_up_version_is_found(self, kind: str, sample: dict[str, Any]) -> None:
         """A counter that runs ahead of the updates; nobody else is blamed for it."""
-        story = tell(OLD, NEW, versions=kind, sample=sample)
+        story = script_rollout(OLD, NEW, versions=kind, sample=sample)
         finding = finds(self.ID, story)
         assert "The sample is tagged with version 9, never published" == finding.title
         assert ("one of the published labels: 0 and 1", "9") == (finding.expected, finding.observed)
@@ -244,14 +257,17 @@ class TestPublished:
 
     def test_marks_on_the_environments_tokens_are_not_versions(self) -> None:
         """Some stacks put -1 where nothing was sampled."""
-        parts = (Part(tokens=(11,), reason="stop"), Part(said=(91,), tokens=(21,), reason="stop"))
+        parts = (
+            ScriptedCall(tokens=(11,), reason="stop"),
+            ScriptedCall(observed=(91,), tokens=(21,), reason="stop"),
+        )
         assert set() == blamed(
-            tell(*parts, versions="token", sample={"token_versions": (0, -1, 0)})
+            script_rollout(*parts, versions="token", sample={"token_versions": (0, -1, 0)})
         )
 
     def test_without_updates_nothing_is_known(self) -> None:
         """A trace that records no update tells no labels."""
-        story = Teller(versions="sample")
+        story = TraceScript(versions="sample")
         story.submit()
         story.reply(story.call((1, 2)), (11,), "stop").result((11,), version=4)
         unknown(self.ID, story, "no version was published in the trace")
@@ -267,14 +283,19 @@ class TestSampleTag:
         """One label cannot say more."""
         passes(
             self.ID,
-            tell(OLD, NEW, versions="sample", sample={"version": tag}),
+            script_rollout(OLD, NEW, versions="sample", sample={"version": tag}),
             samples_across_versions=1,
         )
 
     def test_a_tag_read_after_the_reply_is_found(self) -> None:
         """An update came between the reply and the reading."""
         story = updated(
-            tell(OLD, Part(tokens=(14,), reason="stop"), versions="sample", sample={"version": 1})
+            script_rollout(
+                OLD,
+                ScriptedCall(tokens=(14,), reason="stop"),
+                versions="sample",
+                sample={"version": 1},
+            )
         )
         finding = finds(self.ID, story)
         assert (
@@ -288,12 +309,14 @@ class TestSampleTag:
 
     def test_a_tag_of_the_time_of_scheduling_is_found(self) -> None:
         """It was current before the first token."""
-        story = tell(NEW, versions="sample", sample={"version": 0}, teller=warm("sample"))
+        story = script_rollout(NEW, versions="sample", sample={"version": 0}, script=warm("sample"))
         assert "a tag of the time of scheduling bounds staleness" in finds(self.ID, story).hint
 
     def test_a_tag_of_a_call_without_tokens_is_found(self) -> None:
         """The last call sampled nothing."""
-        story = tell(OLD, Part(version=1, reason="stop"), versions="sample", sample={"version": 1})
+        story = script_rollout(
+            OLD, ScriptedCall(version=1, reason="stop"), versions="sample", sample={"version": 1}
+        )
         assert "a call without tokens must not set the tag" in finds(self.ID, story).hint
 
 
@@ -327,14 +350,14 @@ class TestMinMax:
                 "Or version 0 was skipped",
             ),
             (
-                (Part(), NEW),
+                (ScriptedCall(), NEW),
                 0,
                 1,
                 "The min version of the sample is not that of its tokens",
                 "No token was sampled by version 0; call 0 was aborted before its first one",
             ),
             (
-                (OLD, Part(version=1, reason="stop")),
+                (OLD, ScriptedCall(version=1, reason="stop")),
                 0,
                 1,
                 "The max version",
@@ -342,9 +365,9 @@ class TestMinMax:
             ),
             (
                 (
-                    Part(tokens=(1,), version=2),
-                    Part(tokens=(2,), version=1, server="s1"),
-                    Part(tokens=(3,), version=3, reason="stop"),
+                    ScriptedCall(tokens=(1,), version=2),
+                    ScriptedCall(tokens=(2,), version=1, server="s1"),
+                    ScriptedCall(tokens=(3,), version=3, reason="stop"),
                 ),
                 2,
                 3,
@@ -354,10 +377,12 @@ class TestMinMax:
         ],
     )
     def test_each_fault_is_explained(
-        self, parts: tuple[Part, ...], low: int, high: int, title: str, hint: str
+        self, parts: tuple[ScriptedCall, ...], low: int, high: int, title: str, hint: str
     ) -> None:
         """Last only, first only, a falsy zero, a call without tokens, versions that go back."""
-        story = tell(*parts, versions="min-max", sample={"min_version": low, "max_version": high})
+        story = script_rollout(
+            *parts, versions="min-max", sample={"min_version": low, "max_version": high}
+        )
         finding = finds(self.ID, story)
         assert finding.title.startswith(title)
         assert hint in finding.hint
@@ -366,7 +391,9 @@ class TestMinMax:
 
     def test_the_expected_text_says_who_sampled_what(self) -> None:
         """The right tags, and why."""
-        story = tell(OLD, NEW, versions="min-max", sample={"min_version": 1, "max_version": 1})
+        story = script_rollout(
+            OLD, NEW, versions="min-max", sample={"min_version": 1, "max_version": 1}
+        )
         assert (
             "min 0, max 1: version 0 for tokens 0-2, version 1 for tokens 3-4"
             == finds(self.ID, story).expected
@@ -374,9 +401,14 @@ class TestMinMax:
 
     def test_numbers_are_not_compared_as_text(self) -> None:
         """10 is greater than 9."""
-        parts = (Part(tokens=(11,), version=9), Part(tokens=(12,), version=10, reason="stop"))
-        assert set() == blamed(tell(*parts, versions="min-max"))
-        wrong = tell(*parts, versions="min-max", sample={"min_version": 10, "max_version": 9})
+        parts = (
+            ScriptedCall(tokens=(11,), version=9),
+            ScriptedCall(tokens=(12,), version=10, reason="stop"),
+        )
+        assert set() == blamed(script_rollout(*parts, versions="min-max"))
+        wrong = script_rollout(
+            *parts, versions="min-max", sample={"min_version": 10, "max_version": 9}
+        )
         assert (
             "The min and max version of the sample are not that of its tokens"
             == finds(self.ID, wrong).title
@@ -388,19 +420,19 @@ class TestMinMax:
         right = {"min_version": "zebra", "max_version": "ape"}
         passes(
             self.ID,
-            tell(OLD, NEW, versions="min-max", labels=named, sample=right),
+            script_rollout(OLD, NEW, versions="min-max", labels=named, sample=right),
             samples_across_versions=1,
         )
         wrong = {"min_version": "ape", "max_version": "zebra"}
-        finds(self.ID, tell(OLD, NEW, versions="min-max", labels=named, sample=wrong))
+        finds(self.ID, script_rollout(OLD, NEW, versions="min-max", labels=named, sample=wrong))
 
     @pytest.mark.parametrize(("low", "high"), [(0, 1), (0, 7), (1, 1), (7, 7)])
     def test_two_labels_of_equal_weights_leave_a_choice(self, low: int, high: int) -> None:
         """Weights 0 were published as 0 and again as 7; weights 1 as 1: which name stands for the
         old tokens is open.
         """
-        story = tell(
-            Part(tokens=(11,)),
+        story = script_rollout(
+            ScriptedCall(tokens=(11,)),
             NEW,
             versions="min-max",
             sample={"min_version": low, "max_version": high},
@@ -412,8 +444,10 @@ class TestMinMax:
 
     def test_an_unknown_token_leaves_the_extremes_open(self) -> None:
         """Its version may be the smallest."""
-        parts = (OLD, Part(tokens=(21,), version=1, shown=None, reason="stop"))
-        story = tell(*parts, versions="min-max", sample={"min_version": 0, "max_version": 0})
+        parts = (OLD, ScriptedCall(tokens=(21,), version=1, shown=None, reason="stop"))
+        story = script_rollout(
+            *parts, versions="min-max", sample={"min_version": 0, "max_version": 0}
+        )
         unknown(self.ID, story, "the versions of some tokens cannot be known")
 
 
@@ -421,7 +455,7 @@ class TestCallTags:
     """``versions.call-tags``."""
 
     ID = "versions.call-tags"
-    PARTS = (OLD, Part(version=1), NEW)
+    PARTS = (OLD, ScriptedCall(version=1), NEW)
 
     @pytest.mark.parametrize(
         ("tags", "title", "call"),
@@ -437,7 +471,7 @@ class TestCallTags:
         self, tags: tuple[Version, ...], title: str, call: int | None
     ) -> None:
         """A wrong tag, one too few, one too many."""
-        story = tell(*self.PARTS, versions="call", sample={"call_versions": tags})
+        story = script_rollout(*self.PARTS, versions="call", sample={"call_versions": tags})
         finding = finds(self.ID, story)
         assert (title, call) == (finding.title, finding.where.get("call"))
         assert {self.ID} == blamed(story)
@@ -447,7 +481,7 @@ class TestCallTags:
         """Some engines show no version for it."""
         passes(
             self.ID,
-            tell(*self.PARTS, versions="call", sample={"call_versions": tags}),
+            script_rollout(*self.PARTS, versions="call", sample={"call_versions": tags}),
             tags_of_calls=2,
             samples_across_versions=1,
         )
@@ -456,11 +490,11 @@ class TestCallTags:
         """The list may or may not be cut when the stack starts again."""
         parts = (
             OLD,
-            Part(version=1, lost=True),
-            Part(tokens=(21,), version=1, anew=True, reason="stop"),
+            ScriptedCall(version=1, lost=True),
+            ScriptedCall(tokens=(21,), version=1, restart=True, reason="stop"),
         )
         for tags in ((1,), (0, 1)):
-            passes(self.ID, tell(*parts, versions="call", sample={"call_versions": tags}))
+            passes(self.ID, script_rollout(*parts, versions="call", sample={"call_versions": tags}))
 
 
 def test_only_the_declared_tag_is_judged() -> None:
@@ -476,9 +510,10 @@ def test_only_the_declared_tag_is_judged() -> None:
         for other, name in names.items():
             expected = other != kind
             assert expected == (
-                check(f"versions.{name}", tell(OLD, NEW, versions=kind)).verdict
+                check(f"versions.{name}", script_rollout(OLD, NEW, versions=kind)).verdict
                 is Verdict.NOT_APPLICABLE
             )
     assert (
-        Verdict.NOT_APPLICABLE == check("versions.present", tell(OLD, NEW, versions="none")).verdict
+        Verdict.NOT_APPLICABLE
+        == check("versions.present", script_rollout(OLD, NEW, versions="none")).verdict
     )

@@ -8,10 +8,13 @@ import pytest
 
 from rollproof.core.records import Span, Version
 from rollproof.core.trace import Call, Trace, Weights
-from tests.support.scripted_rollouts import Part, blamed, tell
+from tests.support.scripted_rollouts import ScriptedCall, blamed, script_rollout
 from tests.support.trace_script import finds, passes, unknown
 
-OLD, NEW = Part(tokens=(11, 12, 13)), Part(tokens=(21, 22), version=1, reason="stop")
+OLD, NEW = (
+    ScriptedCall(tokens=(11, 12, 13)),
+    ScriptedCall(tokens=(21, 22), version=1, reason="stop"),
+)
 
 
 def spans(*parts: tuple[int, int, Version]) -> dict[str, tuple[Span, ...]]:
@@ -75,7 +78,7 @@ class TestSpansCover:
         self, parts: tuple[tuple[int, int, int], ...], title: str, index: int
     ) -> None:
         """Gap, end, start, overlap, order, not moved by what came before, out of bounds, backwards."""
-        story = tell(OLD, NEW, versions="span", sample=spans(*parts))
+        story = script_rollout(OLD, NEW, versions="span", sample=spans(*parts))
         finding = finds(self.ID, story)
         assert (title, index) == (finding.title, finding.where["index"])
         assert {self.ID} == blamed(story)
@@ -91,21 +94,21 @@ class TestSpansCover:
     )
     def test_correct_spans_pass(self, parts: tuple[tuple[int, int, int], ...]) -> None:
         """An empty span, of a call without tokens, is harmless."""
-        passes(self.ID, tell(OLD, NEW, versions="span", sample=spans(*parts)))
-        assert set() == blamed(tell(OLD, NEW, versions="span", sample=spans(*parts)))
+        passes(self.ID, script_rollout(OLD, NEW, versions="span", sample=spans(*parts)))
+        assert set() == blamed(script_rollout(OLD, NEW, versions="span", sample=spans(*parts)))
 
     def test_the_environment_needs_no_span(self) -> None:
         """Its tokens may be covered or not."""
         parts = (
-            Part(tokens=(11,), reason="stop"),
-            Part(said=(91, 92), tokens=(21,), version=1, reason="stop"),
+            ScriptedCall(tokens=(11,), reason="stop"),
+            ScriptedCall(observed=(91, 92), tokens=(21,), version=1, reason="stop"),
         )
         for own in (
             ((0, 1, 0), (3, 4, 1)),
             ((0, 3, 0), (3, 4, 1)),
             ((0, 1, 0), (1, 3, None), (3, 4, 1)),
         ):
-            assert set() == blamed(tell(*parts, versions="span", sample=spans(*own)))
+            assert set() == blamed(script_rollout(*parts, versions="span", sample=spans(*own)))
 
 
 class TestSpanTags:
@@ -115,7 +118,7 @@ class TestSpanTags:
 
     def test_a_border_one_token_late_is_found(self) -> None:
         """The first token of the new weights carries the old version."""
-        story = tell(OLD, NEW, versions="span", sample=spans((0, 4, 0), (4, 5, 1)))
+        story = script_rollout(OLD, NEW, versions="span", sample=spans((0, 4, 0), (4, 5, 1)))
         finding = finds(self.ID, story)
         assert "1 of 5 sampled tokens carries a version that did not sample it" == finding.title
         assert "version 0 for tokens 0-2, version 1 for tokens 3-4" == finding.expected
@@ -127,7 +130,10 @@ class TestSpanTags:
     def test_tokens_are_counted(self) -> None:
         """What was compared."""
         passes(
-            self.ID, tell(OLD, NEW, versions="span"), tokens_in_spans=5, samples_across_versions=1
+            self.ID,
+            script_rollout(OLD, NEW, versions="span"),
+            tokens_in_spans=5,
+            samples_across_versions=1,
         )
 
 
@@ -138,8 +144,11 @@ class TestOneTagPerToken:
 
     def test_a_missing_tag_is_found(self) -> None:
         """The environment's tokens have none."""
-        parts = (Part(tokens=(11,), reason="stop"), Part(said=(91,), tokens=(21,), reason="stop"))
-        story = tell(*parts, versions="token", sample={"token_versions": (0, 0)})
+        parts = (
+            ScriptedCall(tokens=(11,), reason="stop"),
+            ScriptedCall(observed=(91,), tokens=(21,), reason="stop"),
+        )
+        story = script_rollout(*parts, versions="token", sample={"token_versions": (0, 0)})
         finding = finds(self.ID, story)
         assert "The sample has 2 version tags for 3 tokens" == finding.title
         assert ("one version per response token: 3", "2: 0 and 0") == (
@@ -156,7 +165,7 @@ class TestTokenTags:
 
     def test_tags_of_later_weights_are_found(self) -> None:
         """All tokens carry the version at the end."""
-        story = tell(OLD, NEW, versions="token", sample={"token_versions": (1,) * 5})
+        story = script_rollout(OLD, NEW, versions="token", sample={"token_versions": (1,) * 5})
         finding = finds(self.ID, story)
         assert "3 of 5 sampled tokens carry a version that did not sample them" == finding.title
         assert "version 1 at response index 0-2" == finding.observed
@@ -166,7 +175,8 @@ class TestTokenTags:
     def test_tags_shifted_by_one_are_found(self) -> None:
         """One token of the new weights too many."""
         finding = finds(
-            self.ID, tell(OLD, NEW, versions="token", sample={"token_versions": (0, 0, 0, 0, 1)})
+            self.ID,
+            script_rollout(OLD, NEW, versions="token", sample={"token_versions": (0, 0, 0, 0, 1)}),
         )
         assert ("version 0 at response index 3", 3) == (finding.observed, finding.where["index"])
 
@@ -175,12 +185,12 @@ class TestTokenTags:
         theirs is published.
         """
         kept = labelled_after(
-            tell(OLD, NEW, versions="token", sample={"token_versions": (0,) * 5}).trace()
+            script_rollout(OLD, NEW, versions="token", sample={"token_versions": (0,) * 5}).trace()
         )
         finding = finds(self.ID, kept)
         assert "version 0 for tokens 0-2, version 1 for tokens 3-4" == finding.expected
         assert "version 0 at response index 3-4" == finding.observed
-        assert set() == blamed(labelled_after(tell(OLD, NEW, versions="token").trace()))
+        assert set() == blamed(labelled_after(script_rollout(OLD, NEW, versions="token").trace()))
 
     def test_tokens_sampled_before_their_weights_had_a_label_may_carry_what_the_engine_showed(
         self,
@@ -188,9 +198,11 @@ class TestTokenTags:
         """Between the load and the label nobody knows better; once there is one, it is right as
         well.
         """
-        early = Part(tokens=(21, 22), version=1, shown=0, reason="stop")
+        early = ScriptedCall(tokens=(21, 22), version=1, shown=0, reason="stop")
         for tags in ((0,) * 5, (0, 0, 0, 1, 1)):
-            story = tell(OLD, early, versions="token", sample={"token_versions": tags}).trace()
+            story = script_rollout(
+                OLD, early, versions="token", sample={"token_versions": tags}
+            ).trace()
             assert set() == blamed(labelled_after(story, at_once=False))
 
     def test_a_call_made_before_its_weights_had_a_label_may_carry_the_label_of_then(self) -> None:
@@ -198,7 +210,7 @@ class TestTokenTags:
         one that came meanwhile.
         """
         trace = labelled_after(
-            tell(OLD, NEW, versions="token", sample={"token_versions": (0,) * 5}).trace(),
+            script_rollout(OLD, NEW, versions="token", sample={"token_versions": (0,) * 5}).trace(),
             at_once=False,
         )
         events = list(trace.events)
@@ -211,49 +223,55 @@ class TestTokenTags:
 
     def test_weights_that_never_get_a_label_keep_the_one_that_is_shown(self) -> None:
         """A stack that leaves the labels alone."""
-        story = tell(OLD, NEW, versions="token", labels={1: 0}, sample={"token_versions": (0,) * 5})
+        story = script_rollout(
+            OLD, NEW, versions="token", labels={1: 0}, sample={"token_versions": (0,) * 5}
+        )
         assert set() == blamed(story)
 
     def test_absent_tags_are_not_wrong_ones(self) -> None:
         """A token of unknown version may say so."""
         assert set() == blamed(
-            tell(OLD, NEW, versions="token", sample={"token_versions": (0, None, 0, 1, 1)})
+            script_rollout(
+                OLD, NEW, versions="token", sample={"token_versions": (0, None, 0, 1, 1)}
+            )
         )
 
     def test_without_truth_the_engines_spans_are_believed(self) -> None:
         """A real engine that shows a version per token."""
         own = (Span(start=0, end=2, version=0), Span(start=2, end=4, version=1))
-        part = Part(
+        part = ScriptedCall(
             tokens=(11, 12, 13, 14),
             reason="stop",
             output={"spans": own},
             reply={"true_tokens": None},
         )
-        published = tell(
-            Part(version=1, reason="stop"), request_id="warm", prompt=(9,), versions="token"
+        published = script_rollout(
+            ScriptedCall(version=1, reason="stop"), request_id="warm", prompt=(9,), versions="token"
         )
-        published = tell(
-            Part(reason="stop"),
+        published = script_rollout(
+            ScriptedCall(reason="stop"),
             request_id="warmer",
             prompt=(8,),
             versions="token",
-            teller=published,
+            script=published,
         )
-        story = tell(
-            part, versions="token", sample={"token_versions": (0, 0, 1, 0)}, teller=published
+        story = script_rollout(
+            part, versions="token", sample={"token_versions": (0, 0, 1, 0)}, script=published
         )
         assert "version 0 at response index 3" == finds(self.ID, story).observed
 
     @pytest.mark.parametrize("overtaken", [False, True])
     def test_without_truth_one_label_is_believed_unless_overtaken(self, overtaken: bool) -> None:
         """A label says who sampled when the server's weights did not change during the call."""
-        story = tell(Part(reason="stop"), request_id="warm", prompt=(9,), versions="token")
-        story = tell(
-            Part(version=1, reason="stop"),
+        story = script_rollout(
+            ScriptedCall(reason="stop"), request_id="warm", prompt=(9,), versions="token"
+        )
+        story = script_rollout(
+            ScriptedCall(version=1, reason="stop"),
             request_id="warmer",
             prompt=(8,),
             versions="token",
-            teller=story,
+            script=story,
         )
         story.submit()
         call = story.call((1, 2))

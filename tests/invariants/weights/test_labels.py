@@ -10,9 +10,9 @@ import pytest
 from rollproof.core.records import Span
 from rollproof.core.trace import PauseMode, Weights
 from rollproof.judging.checks import Verdict
-from rollproof.judging.judge import judge
+from rollproof.verification.traces import judge
 from tests.support.engine_driver import spans
-from tests.support.trace_script import FREEZING, REGISTRY, Teller, finds, passes, unknown
+from tests.support.trace_script import FREEZING, REGISTRY, TraceScript, finds, passes, unknown
 
 
 class TestLabelOnly:
@@ -21,22 +21,22 @@ class TestLabelOnly:
     ID = "weights.label-only-keeps-calls"
 
     def _label(
-        self, teller: Teller, call: int, *, aborts: bool = True, same_time: bool = True
-    ) -> Teller:
+        self, script: TraceScript, call: int, *, aborts: bool = True, same_time: bool = True
+    ) -> TraceScript:
         """A label is published, and the endpoint aborts what is in flight at the same instant."""
-        teller.weights(0, label=1, loaded=False)
+        script.weights(0, label=1, loaded=False)
         if same_time:
-            teller._time -= 1
-        teller.abort(*((call,) if aborts else ()))
-        return teller
+            script._time -= 1
+        script.abort(*((call,) if aborts else ()))
+        return script
 
     def test_a_label_that_aborts_everything_is_found(self) -> None:
         """As in miles #2372, where 16 of 16 requests died at each publication."""
-        teller = Teller()
-        teller.weights(0).submit()
-        call = teller.call((1, 2))
-        self._label(teller, call).reply(call, (3,), reason="abort")
-        finding = finds(self.ID, teller)
+        script = TraceScript()
+        script.weights(0).submit()
+        call = script.call((1, 2))
+        self._label(script, call).reply(call, (3,), reason="abort")
+        finding = finds(self.ID, script)
         assert (
             "call 1 goes on: only the label 1 was published, no weights were loaded"
             == finding.expected
@@ -46,39 +46,39 @@ class TestLabelOnly:
 
     def test_a_label_that_leaves_calls_alone_passes(self) -> None:
         """The call ends as it would have."""
-        teller = Teller()
-        teller.weights(0).submit()
-        call = teller.call((1, 2))
-        teller.weights(0, label=1, loaded=False).reply(call, (3, 4, 5, 6))
-        passes(self.ID, teller, calls_in_flight_when_only_a_label_was_published=1)
+        script = TraceScript()
+        script.weights(0).submit()
+        call = script.call((1, 2))
+        script.weights(0, label=1, loaded=False).reply(call, (3, 4, 5, 6))
+        passes(self.ID, script, calls_in_flight_when_only_a_label_was_published=1)
 
     def test_an_abort_that_opens_a_pause_is_the_pauses(self) -> None:
         """A stack may publish the label and begin its update at the same instant."""
-        teller = Teller()
-        teller.weights(0).submit()
-        call = teller.call((1, 2))
-        self._label(teller, call).reply(call, (3,), reason="abort").pause().weights(1).resume()
-        again = teller.call((1, 2, 3))
-        teller.reply(again, (4, 5, 6))
-        passes(self.ID, teller)
+        script = TraceScript()
+        script.weights(0).submit()
+        call = script.call((1, 2))
+        self._label(script, call).reply(call, (3,), reason="abort").pause().weights(1).resume()
+        again = script.call((1, 2, 3))
+        script.reply(again, (4, 5, 6))
+        passes(self.ID, script)
 
     def test_an_operator_that_aborts_later_is_not_the_label(self) -> None:
         """Another instant, another cause."""
-        teller = Teller()
-        teller.weights(0).submit()
-        call = teller.call((1, 2))
-        self._label(teller, call, same_time=False).reply(call, (3,), reason="abort")
-        passes(self.ID, teller)
+        script = TraceScript()
+        script.weights(0).submit()
+        call = script.call((1, 2))
+        self._label(script, call, same_time=False).reply(call, (3,), reason="abort")
+        passes(self.ID, script)
 
     def test_an_operator_that_aborts_one_request_at_that_instant_is_not_the_label(self) -> None:
         """The endpoint aborts all, not one by its id."""
-        teller = Teller()
-        teller.weights(0).submit()
-        call = teller.call((1, 2))
-        teller.weights(0, label=1, loaded=False)
-        teller._time -= 1
-        teller.abort(call, wanted="r0").reply(call, (3,), reason="abort")
-        passes(self.ID, teller)
+        script = TraceScript()
+        script.weights(0).submit()
+        call = script.call((1, 2))
+        script.weights(0, label=1, loaded=False)
+        script._time -= 1
+        script.abort(call, wanted="r0").reply(call, (3,), reason="abort")
+        passes(self.ID, script)
 
 
 class TestStaleness:
@@ -93,23 +93,23 @@ class TestStaleness:
         servers: tuple[str, ...] = ("s0",),
         mask: list[int] | None = None,
         **fields: object,
-    ) -> Teller:
+    ) -> TraceScript:
         """A sample of weights 0 and then of the newest ones, delivered after ``updates`` updates;
         the bound is 1.
         """
-        teller = Teller(max_staleness=1, loss_mask=mask is not None)
+        script = TraceScript(max_staleness=1, loss_mask=mask is not None)
         for server in ("s0", "s1"):
-            teller.weights(0, server)
-        teller.submit()
-        call = teller.call((1, 2))
-        teller.reply(call, (3,), reason="abort")
+            script.weights(0, server)
+        script.submit()
+        call = script.call((1, 2))
+        script.reply(call, (3,), reason="abort")
         for version in range(1, updates + 1):
             for server in servers:
-                teller.weights(version, server, **fields)
-        call = teller.call((1, 2, 3))
-        teller.reply(call, (4, 5, 6), version=updates)
-        teller.result((3, 4, 5, 6), loss_mask=None if mask is None else np.array(mask))
-        return teller
+                script.weights(version, server, **fields)
+        call = script.call((1, 2, 3))
+        script.reply(call, (4, 5, 6), version=updates)
+        script.result((3, 4, 5, 6), loss_mask=None if mask is None else np.array(mask))
+        return script
 
     def test_the_oldest_token_decides(self) -> None:
         """A sample that ends under the newest weights is as old as its first token."""
@@ -146,13 +146,13 @@ class TestStaleness:
 
     def test_a_label_published_after_the_load_counts(self) -> None:
         """Load and publication may be two steps (TRL, verl)."""
-        teller = Teller(max_staleness=0)
-        teller.weights(0).submit()
-        call = teller.call((1, 2))
-        teller.reply(call, (3,)).weights(1, label=None).add(
+        script = TraceScript(max_staleness=0)
+        script.weights(0).submit()
+        call = script.call((1, 2))
+        script.reply(call, (3,)).weights(1, label=None).add(
             Weights(server_id="s0", version=1, label=1, loaded=False)
         ).result((3,))
-        assert "0, 1 updates behind" in finds(self.ID, teller).observed
+        assert "0, 1 updates behind" in finds(self.ID, script).observed
 
 
 class TestOneVersion:
@@ -166,18 +166,18 @@ class TestOneVersion:
         mode: PauseMode | None,
         spans: tuple[Span, ...] = spans((0, 2, 0), (2, 4, 1)),
         **update: object,
-    ) -> Teller:
+    ) -> TraceScript:
         """One call in flight across an update, under a pause of ``mode`` or under none."""
-        teller = Teller(**self.OFF)  # type: ignore[arg-type]
-        teller.weights(0).submit()
-        call = teller.call((1, 2))
+        script = TraceScript(**self.OFF)  # type: ignore[arg-type]
+        script.weights(0).submit()
+        call = script.call((1, 2))
         if mode is not None:
-            teller.pause(mode)
-        teller.weights(1, **update)
+            script.pause(mode)
+        script.weights(1, **update)
         if mode is not None:
-            teller.resume()
-        teller.reply(call, (3, 4, 5, 6), true_tokens=spans).result((3, 4, 5, 6))
-        return teller
+            script.resume()
+        script.reply(call, (3, 4, 5, 6), true_tokens=spans).result((3, 4, 5, 6))
+        return script
 
     def test_a_call_that_was_not_drained_is_found(self) -> None:
         """labs-molt #124: the tail of the pool crossed the update."""
@@ -188,15 +188,15 @@ class TestOneVersion:
 
     def test_a_resume_across_an_update_is_found(self) -> None:
         """Two calls, two versions, one sample."""
-        teller = Teller(**self.OFF)  # type: ignore[arg-type]
-        teller.weights(0).submit()
-        call = teller.call((1, 2))
-        teller.reply(call, (3,), reason="abort").pause().weights(1).resume()
-        call = teller.call((1, 2, 3))
-        teller.reply(call, (4, 5, 6), version=1).result((3, 4, 5, 6))
+        script = TraceScript(**self.OFF)  # type: ignore[arg-type]
+        script.weights(0).submit()
+        call = script.call((1, 2))
+        script.reply(call, (3,), reason="abort").pause().weights(1).resume()
+        call = script.call((1, 2, 3))
+        script.reply(call, (4, 5, 6), version=1).result((3, 4, 5, 6))
         assert (
             "from response token 1 on it was sampled by version 1"
-            == finds(self.ID, teller).observed
+            == finds(self.ID, script).observed
         )
 
     @pytest.mark.parametrize("mode", FREEZING)
@@ -214,23 +214,23 @@ class TestOneVersion:
 
     def test_turns_may_have_different_versions(self) -> None:
         """Between two turns nothing is in flight."""
-        teller = Teller(**self.OFF)  # type: ignore[arg-type]
-        teller.weights(0).submit()
-        call = teller.call((1, 2))
-        teller.reply(call, (3,), reason="stop").observe(9).weights(1)
-        call = teller.call((1, 2, 3, 9))
-        teller.reply(call, (4,), reason="stop", version=1).result((3, 9, 4))
-        passes(self.ID, teller)
+        script = TraceScript(**self.OFF)  # type: ignore[arg-type]
+        script.weights(0).submit()
+        call = script.call((1, 2))
+        script.reply(call, (3,), reason="stop").observe(9).weights(1)
+        call = script.call((1, 2, 3, 9))
+        script.reply(call, (4,), reason="stop", version=1).result((3, 9, 4))
+        passes(self.ID, script)
 
     def test_with_partial_rollout_on_it_is_not_exercised(self) -> None:
         """Then mixing is what partial rollout is for."""
-        teller = Teller(partial_off="dropped")
-        teller.weights(0).submit()
-        call = teller.call((1, 2))
-        teller.weights(1).reply(call, (3, 4), true_tokens=spans((0, 1, 0), (1, 2, 1))).result(
+        script = TraceScript(partial_off="dropped")
+        script.weights(0).submit()
+        call = script.call((1, 2))
+        script.weights(1).reply(call, (3, 4), true_tokens=spans((0, 1, 0), (1, 2, 1))).result(
             (3, 4)
         )
-        unknown(self.ID, teller, "not exercised")
+        unknown(self.ID, script, "not exercised")
 
 
 class TestIdentityUpdate:
@@ -247,16 +247,16 @@ class TestIdentityUpdate:
         def routes(self, version: int, ids: tuple[int, ...], start: int = 0) -> np.ndarray:
             raise AssertionError("not asked for")
 
-    def _story(self, logprobs: list[float], **update: object) -> Teller:
-        teller = Teller()
-        teller.weights(0).submit()
-        teller.weights(**{"version": 0, "label": 1, "identity": True, **update})  # type: ignore[arg-type]
-        call = teller.call((1, 2))
-        teller.reply(call, (3, 4), output={"logprobs": np.array(logprobs)}).result((3, 4))
-        return teller
+    def _story(self, logprobs: list[float], **update: object) -> TraceScript:
+        script = TraceScript()
+        script.weights(0).submit()
+        script.weights(**{"version": 0, "label": 1, "identity": True, **update})  # type: ignore[arg-type]
+        call = script.call((1, 2))
+        script.reply(call, (3, 4), output={"logprobs": np.array(logprobs)}).result((3, 4))
+        return script
 
-    def _verdict(self, teller: Teller) -> tuple[Verdict, str]:
-        result = judge(teller.trace(), REGISTRY.select([self.ID]), self.Flat())[self.ID]  # type: ignore[arg-type]
+    def _verdict(self, script: TraceScript) -> tuple[Verdict, str]:
+        result = judge(script.trace(), REGISTRY.select([self.ID]), self.Flat())[self.ID]  # type: ignore[arg-type]
         return result.verdict, result.findings[0].observed if result.findings else result.reason
 
     def test_other_values_after_equal_weights_are_found(self) -> None:
@@ -278,8 +278,8 @@ class TestIdentityUpdate:
 
     def test_a_request_that_also_saw_a_real_update_is_not_judged(self) -> None:
         """Then nobody can say which values are right."""
-        teller = self._story([-0.5, -0.5])
-        trace = teller.trace()
+        script = self._story([-0.5, -0.5])
+        trace = script.trace()
         events = [*trace.events[:2], Weights(server_id="s0", version=5, label=5), *trace.events[2:]]
         result = judge(trace.with_events(events), REGISTRY.select([self.ID]), self.Flat())[self.ID]  # type: ignore[arg-type]
         assert Verdict.UNKNOWN == result.verdict

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from rollproof.core.trace import Update, UpdatePhase
-from tests.support.trace_script import Teller, finds, passes, unknown
+from tests.support.trace_script import TraceScript, finds, passes, unknown
 
 ID = "weights.update-loads"
 
@@ -12,35 +12,35 @@ def _update(phase: UpdatePhase, version: int = 1, label: int | None = 1) -> Upda
     return Update(version=version, label=label, phase=phase)
 
 
-def _served(teller: Teller, server: str = "s0") -> Teller:
-    teller.submit(f"after-{server}", prompt=(7, len(server), int(server[1:])))
-    teller.call((7, len(server), int(server[1:])), f"after-{server}", server=server)
-    return teller
+def _served(script: TraceScript, server: str = "s0") -> TraceScript:
+    script.submit(f"after-{server}", prompt=(7, len(server), int(server[1:])))
+    script.call((7, len(server), int(server[1:])), f"after-{server}", server=server)
+    return script
 
 
-def _fleet() -> Teller:
-    teller = Teller()
-    teller.weights(0)
-    teller.submit()
-    return teller
+def _fleet() -> TraceScript:
+    script = TraceScript()
+    script.weights(0)
+    script.submit()
+    return script
 
 
 def test_an_update_that_does_nothing_is_found() -> None:
     """It returned, the server went on to serve, and never loaded anything."""
-    teller = _fleet().add(_update(UpdatePhase.ASKED), _update(UpdatePhase.ENDED))
-    finding = finds(ID, _served(teller))
+    script = _fleet().add(_update(UpdatePhase.ASKED), _update(UpdatePhase.ENDED))
+    finding = finds(ID, _served(script))
     assert "an update ended, and no server was given its weights" == finding.title
     assert "s0 went on to serve version 0; nothing was loaded" == finding.observed
 
 
 def test_a_label_is_not_weights() -> None:
     """Publishing the new label alone loads nothing."""
-    teller = _fleet().add(_update(UpdatePhase.ASKED))
-    teller.weights(0, label=1, loaded=False)
-    teller.add(_update(UpdatePhase.ENDED))
+    script = _fleet().add(_update(UpdatePhase.ASKED))
+    script.weights(0, label=1, loaded=False)
+    script.add(_update(UpdatePhase.ENDED))
     assert (
         "version 1 on the servers that serve after update_weights(1) has returned"
-        == finds(ID, _served(teller)).expected
+        == finds(ID, _served(script)).expected
     )
 
 
@@ -82,18 +82,18 @@ def test_equal_weights_need_no_load() -> None:
 
 def test_a_fault_in_between_is_an_excuse() -> None:
     """A server that died may have come back with other weights."""
-    teller = (
+    script = (
         _fleet().add(_update(UpdatePhase.ASKED), _update(UpdatePhase.ENDED)).fault("death", "s0")
     )
-    unknown(ID, _served(teller), "a fault (death) may explain weights that were not loaded")
+    unknown(ID, _served(script), "a fault (death) may explain weights that were not loaded")
 
 
 def test_two_updates_at_once_share_their_loads() -> None:
     """Whose load is whose cannot be told: any load excuses both."""
-    teller = _fleet().add(_update(UpdatePhase.ASKED, 1), _update(UpdatePhase.ASKED, 2, 2))
-    teller.weights(1)
-    teller.add(_update(UpdatePhase.ENDED, 1), _update(UpdatePhase.ENDED, 2, 2))
-    passes(ID, _served(teller), updates_that_ended=1)
+    script = _fleet().add(_update(UpdatePhase.ASKED, 1), _update(UpdatePhase.ASKED, 2, 2))
+    script.weights(1)
+    script.add(_update(UpdatePhase.ENDED, 1), _update(UpdatePhase.ENDED, 2, 2))
+    passes(ID, _served(script), updates_that_ended=1)
 
 
 REASON = "weights.no-failure-without-fault"
@@ -101,12 +101,12 @@ REASON = "weights.no-failure-without-fault"
 
 def test_an_update_that_raises_in_a_sound_fleet_is_found() -> None:
     """The error is the stack's own, and is quoted."""
-    teller = (
+    script = (
         _fleet()
         .add(_update(UpdatePhase.ASKED))
         .fault("update-failure", detail="IndexError: list index out of range")
     )
-    finding = finds(REASON, teller.add(_update(UpdatePhase.FAILED)))
+    finding = finds(REASON, script.add(_update(UpdatePhase.FAILED)))
     assert (
         "update_weights(1) raised, though nothing was broken",
         "IndexError: list index out of range",

@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import pytest
 
-from tests.support.trace_script import Teller, finds, passes, unknown
+from tests.support.trace_script import TraceScript, finds, passes, unknown
 
 
-def _fleet(*, servers: tuple[str, ...] = ("s0", "s1"), **story: object) -> Teller:
+def _fleet(*, servers: tuple[str, ...] = ("s0", "s1"), **story: object) -> TraceScript:
     """Servers with weights 0, and request r0 open."""
-    teller = Teller(**story)  # type: ignore[arg-type]
+    script = TraceScript(**story)  # type: ignore[arg-type]
     for server in servers:
-        teller.weights(0, server)
-    teller.submit()
-    return teller
+        script.weights(0, server)
+    script.submit()
+    return script
 
 
 class TestUpdatesEnd:
@@ -23,10 +23,10 @@ class TestUpdatesEnd:
 
     def test_an_update_that_hangs_is_found(self) -> None:
         """The runner gave up on it."""
-        teller = _fleet().fault("update-hung", detail="action 1: sync at r0/2")
+        script = _fleet().fault("update-hung", detail="action 1: sync at r0/2")
         assert (
             "it did not end within the deadline (action 1: sync at r0/2)"
-            == finds(self.ID, teller).observed
+            == finds(self.ID, script).observed
         )
 
     def test_updates_that_end_pass(self) -> None:
@@ -41,25 +41,25 @@ class TestEveryReplica:
 
     def test_a_replica_that_was_left_out_is_found(self) -> None:
         """It serves old weights for ever."""
-        teller = _fleet().pause().weights(1).resume().pause(server="s1").resume("s1")
-        finding = finds(self.ID, teller)
+        script = _fleet().pause().weights(1).resume().pause(server="s1").resume("s1")
+        finding = finds(self.ID, script)
         assert "version 1 on all of ['s0', 's1']" == finding.expected
         assert "s1 still holds 0" == finding.observed
 
     def test_a_replica_that_was_never_updated_is_found(self) -> None:
         """Also where its starting weights were never told, and only its calls name it."""
-        teller = Teller()
-        teller.submit()
-        teller.call((1, 2), server="s1")
-        teller.weights(1)
-        assert "s1 still holds whatever it started with" == finds(self.ID, teller).observed
+        script = TraceScript()
+        script.submit()
+        script.call((1, 2), server="s1")
+        script.weights(1)
+        assert "s1 still holds whatever it started with" == finds(self.ID, script).observed
 
     def test_replicas_may_differ_during_an_update(self) -> None:
         """One after another is a way to update."""
-        teller = _fleet()
+        script = _fleet()
         for server in ("s0", "s1"):
-            teller.pause(server=server).weights(1, server).resume(server)
-        passes(self.ID, teller, updates_of_several_replicas=1)
+            script.pause(server=server).weights(1, server).resume(server)
+        passes(self.ID, script, updates_of_several_replicas=1)
 
     def test_a_declared_skew_explains_one_server_ahead(self) -> None:
         """The case updated it alone; the next update reaches all."""
@@ -76,30 +76,30 @@ class TestEveryReplica:
 
     def test_a_dead_server_is_not_waited_for(self) -> None:
         """An update reaches the living."""
-        teller = _fleet().fault("death", "s1").weights(1)
+        script = _fleet().fault("death", "s1").weights(1)
         passes(
             self.ID,
-            teller.pause().resume().fault("revive", "s1").weights(1, "s1"),
+            script.pause().resume().fault("revive", "s1").weights(1, "s1"),
             updates_of_several_replicas=1,
         )
 
     def test_a_server_revived_with_old_weights_waits_for_the_next_update(self) -> None:
         """Until then its death explains it."""
-        teller = _fleet().fault("death", "s1").weights(1).fault("revive", "s1")
+        script = _fleet().fault("death", "s1").weights(1).fault("revive", "s1")
         unknown(
             self.ID,
-            teller,
+            script,
             "the revival of a server came after the last update that reached every replica",
         )
-        passes(self.ID, teller.weights(2).weights(2, "s1"))
+        passes(self.ID, script.weights(2).weights(2, "s1"))
 
     def test_a_failed_update_leaves_replicas_apart_until_one_works(self) -> None:
         """The failure is judged elsewhere."""
-        teller = _fleet().weights(1).fault("update-failure", "s1").fault("update-failure")
+        script = _fleet().weights(1).fault("update-failure", "s1").fault("update-failure")
         unknown(
-            self.ID, teller, "a failed update came after the last update that reached every replica"
+            self.ID, script, "a failed update came after the last update that reached every replica"
         )
-        passes(self.ID, teller.weights(2).weights(2, "s1"))
+        passes(self.ID, script.weights(2).weights(2, "s1"))
 
     def test_a_trace_that_ends_in_the_middle_is_not_judged(self) -> None:
         """A server still paused, or a trace that nobody drove to its end."""
@@ -130,12 +130,12 @@ class TestEveryPause:
 
     def test_requests_that_hang_on_it_are_named(self) -> None:
         """Also in a trace that nobody drove: it hung, so it was not cut."""
-        teller = _fleet(driven=False).pause()
-        teller.send()
-        teller.result(event={"hung": True, "error": "deadline"})
+        script = _fleet(driven=False).pause()
+        script.send()
+        script.result(event={"hung": True, "error": "deadline"})
         assert (
             "none until the end of the trace; requests ['r0'] hang on it"
-            == finds(self.ID, teller).observed
+            == finds(self.ID, script).observed
         )
 
     def test_a_trace_that_may_have_been_cut_is_not_judged(self) -> None:
@@ -160,10 +160,10 @@ class TestFailedUpdate:
 
     ID = "weights.failed-update-resumes"
 
-    def _failed(self) -> Teller:
+    def _failed(self) -> TraceScript:
         """The transfer to s1 broke, and the procedure gave up without resuming."""
-        teller = _fleet().pause().pause(server="s1").weights(1).fault("update-failure", "s1")
-        return teller.fault("update-failure", detail="TransferFailed: broke")
+        script = _fleet().pause().pause(server="s1").weights(1).fault("update-failure", "s1")
+        return script.fault("update-failure", detail="TransferFailed: broke")
 
     def test_replicas_left_paused_are_found(self) -> None:
         """As in verl, whose update has no try/finally."""
@@ -177,36 +177,36 @@ class TestFailedUpdate:
 
     def test_it_is_too_late_when_the_next_update_resumes_them(self) -> None:
         """In between callers waited for nothing."""
-        teller = self._failed()
+        script = self._failed()
         for server in ("s0", "s1"):
-            teller.pause(server=server).weights(2, server).resume(server)
+            script.pause(server=server).weights(2, server).resume(server)
         assert (
             "it was still paused when the next update began, at event 8"
-            == finds(self.ID, teller, count=2).observed
+            == finds(self.ID, script, count=2).observed
         )
 
     def test_hung_requests_are_named(self) -> None:
         """What it led to."""
-        teller = self._failed().result(event={"hung": True})
+        script = self._failed().result(event={"hung": True})
         assert (
             "it was still paused at the end of the trace; requests ['r0'] hang"
-            == finds(self.ID, teller, count=2).observed
+            == finds(self.ID, script, count=2).observed
         )
 
     def test_a_finally_passes(self) -> None:
         """The procedure resumes before it gives up."""
-        teller = _fleet().pause().fault("update-failure", "s0").resume().fault("update-failure")
-        passes(self.ID, teller, failed_updates=1)
+        script = _fleet().pause().fault("update-failure", "s0").resume().fault("update-failure")
+        passes(self.ID, script, failed_updates=1)
 
     def test_a_procedure_that_tries_again_by_itself_has_not_failed(self) -> None:
         """Only a transfer broke; the second one worked, under the same pause or under a new one."""
-        teller = _fleet().pause().fault("update-failure", "s0").pause().weights(1).resume()
-        unknown(self.ID, teller, "not exercised")
+        script = _fleet().pause().fault("update-failure", "s0").pause().weights(1).resume()
+        unknown(self.ID, script, "not exercised")
 
     def test_another_update_that_holds_the_pause_is_waited_for(self) -> None:
         """Of two at once one failed: the other resumes."""
-        teller = _fleet().pause().pause().fault("update-failure").weights(2).resume()
-        passes(self.ID, teller, failed_updates=1)
+        script = _fleet().pause().pause().fault("update-failure").weights(2).resume()
+        passes(self.ID, script, failed_updates=1)
 
 
 class TestAtOnce:
@@ -217,8 +217,8 @@ class TestAtOnce:
 
     def test_a_resume_into_the_other_update_is_found(self) -> None:
         """Both paused; the first resumed, and the second loaded into a serving engine."""
-        teller = _fleet().pause().pause().weights(1).resume().weights(2).resume()
-        finding = finds(self.NEST, teller)
+        script = _fleet().pause().pause().weights(1).resume().weights(2).resume()
+        finding = finds(self.NEST, script)
         assert (
             "paused twice, resumed at event 6, loaded at event 7 while serving, resumed again at"
             " event 8" == finding.observed
@@ -243,15 +243,15 @@ class TestAtOnce:
     )
     def test_other_orders_pass(self, steps: str) -> None:
         """In turn, together, with idempotent pauses, or without pauses at all."""
-        teller = _fleet(case={"actions": ({"do": "sync-twice"},)})
+        script = _fleet(case={"actions": ({"do": "sync-twice"},)})
         version = 0
         for step in steps:
             version += step == "W"
-            {"P": teller.pause, "W": lambda v=version: teller.weights(v), "R": teller.resume}[
+            {"P": script.pause, "W": lambda v=version: script.weights(v), "R": script.resume}[
                 step
             ]()
-        passes(self.NEST, teller, updates_started_at_once=1)
-        passes(self.NEWEST, teller, updates_started_at_once=1)
+        passes(self.NEST, script, updates_started_at_once=1)
+        passes(self.NEWEST, script, updates_started_at_once=1)
 
     def test_an_older_update_that_overwrites_a_newer_one_is_found(self) -> None:
         """The race left the older weights in place."""
@@ -270,7 +270,7 @@ class TestAtOnce:
 
     def test_one_server_updated_on_its_own_beside_an_update_is_not_judged(self) -> None:
         """The harness made the overlap."""
-        teller = (
+        script = (
             _fleet(case={"actions": ({"do": "skew", "server": "s0"},)})
             .pause()
             .pause()
@@ -279,8 +279,8 @@ class TestAtOnce:
             .weights(1)
             .resume()
         )
-        unknown(self.NEST, teller, "skew")
-        unknown(self.NEWEST, teller, "skew")
+        unknown(self.NEST, script, "skew")
+        unknown(self.NEWEST, script, "skew")
 
 
 class TestOneLoad:
@@ -298,7 +298,7 @@ class TestOneLoad:
         """After a failure or a death, under a new label, without a label, back to older weights,
         and at the start.
         """
-        teller = (
+        script = (
             _fleet()
             .weights(0)
             .weights(1)
@@ -308,7 +308,7 @@ class TestOneLoad:
             .fault("revive", "s1")
             .weights(1)
         )
-        teller.weights(1, label=2, identity=True).weights(1, label=None).weights(
+        script.weights(1, label=2, identity=True).weights(1, label=None).weights(
             1, label=None
         ).weights(0).weights(1)
-        passes(self.ID, teller, loads=9)
+        passes(self.ID, script, loads=9)
