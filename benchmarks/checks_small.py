@@ -15,10 +15,13 @@ from rollproof.core.case import Action, ActionKind, Case, Trigger
 from rollproof.core.records import Request
 from rollproof.core.trace import Trace
 from rollproof.fakes.clients.reference_clients import REFERENCES
-from rollproof.judging.checks import Check, Collector, RequestJudge, default_registry
-from rollproof.judging.judge import Tally, judge_events
+from rollproof.invariants import default_registry
+from rollproof.judging.checks import Check, Collector, RequestJudge
+from rollproof.judging.judge import Tally
+from rollproof.judging.registry import Registry
 from rollproof.judging.request_view import RequestView
 from rollproof.verification.runner import run_case
+from rollproof.verification.traces import judge_events
 
 
 def four_calls(reference: str = "as-sampled-tokens") -> Trace:
@@ -57,7 +60,7 @@ def view_of(trace: Trace) -> RequestView:
         exercised_by=(),
         request=lambda view, _: seen.append(view),
     )
-    judge_events(trace.header, trace.events, Tally(type(default_registry())([grab])))
+    judge_events(trace.header, trace.events, Tally(Registry([grab])))
     return seen[0]
 
 

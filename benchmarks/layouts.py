@@ -12,10 +12,10 @@ from collections import Counter
 
 from rollproof.core.events.layouts import Laid
 from rollproof.fakes.trainers.reference_layouts import MegatronLike
-from rollproof.judging.checks import default_registry
-from rollproof.judging.judge import judge
+from rollproof.invariants import default_registry
 from rollproof.layouts.layout_cases import layout_calls
 from rollproof.verification.layouts import judge_layouts, record_layouts
+from rollproof.verification.traces import judge
 
 
 def main(profile: str = "pr") -> None:

@@ -12,10 +12,11 @@ import time
 
 from rollproof.core.trace import Header, Recorder
 from rollproof.fakes.trainers.reference_trainers import REFERENCES
-from rollproof.judging.checks import default_registry
-from rollproof.judging.judge import Tally, judge, judge_events
+from rollproof.invariants import default_registry
+from rollproof.judging.judge import Tally
 from rollproof.replay.driver import drive_episode, record_replay
 from rollproof.replay.plans import random_episode
+from rollproof.verification.traces import judge, judge_events
 
 CHECKS = default_registry().select(["replay"])
 

@@ -31,8 +31,9 @@ from rollproof.core.contract import (
 from rollproof.core.records import EngineOutput, FinishReason, Request, Rollout, Span
 from rollproof.core.trace import Admit, Call, Event, Header, Reply, Result, Submit, Weights
 from rollproof.invariants.routes import CHECKS
-from rollproof.judging.checks import Registry, Verdict
+from rollproof.judging.checks import Verdict
 from rollproof.judging.judge import Judge, Tally
+from rollproof.judging.registry import Registry
 
 LAYERS, TOP_K, EXPERTS = 48, 8, 128
 CONTRACT = Contract(

@@ -13,11 +13,12 @@ import sys
 import time
 
 from rollproof.fakes.clients.reference_clients import REFERENCES
-from rollproof.judging.checks import default_registry
-from rollproof.judging.judge import Tally, judge_events
+from rollproof.invariants import default_registry
+from rollproof.judging.judge import Tally
 from rollproof.verification.contract_probe import probe
 from rollproof.verification.runner import run_case
 from rollproof.verification.schedules import small_scope
+from rollproof.verification.traces import judge_events
 
 
 def main(reference: str = "as-sampled", flavour: str = "vllm") -> None:

@@ -17,8 +17,8 @@ from rollproof.core.records import EngineOutput, FinishReason, Request, Rollout,
 from rollproof.core.trace import Admit, Call, Event, Header, Reply, Result, Submit, Trace, Weights
 from rollproof.invariants.stitch import samples
 from rollproof.invariants.versions import sample_tags
-from rollproof.judging.checks import Registry
-from rollproof.judging.judge import judge
+from rollproof.judging.registry import Registry
+from rollproof.verification.traces import judge
 
 CONTRACT = Contract(
     rows="none",

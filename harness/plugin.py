@@ -239,7 +239,7 @@ def _path(config: pytest.Config, dest: str) -> str | None:
 def _check_names(settings: Settings) -> None:
     """Refuse checks that do not exist and a file of expected failures that cannot be used."""
     from rollproof.errors import RollproofError
-    from rollproof.judging.checks import default_registry
+    from rollproof.invariants import default_registry
     from rollproof.verification.expected_failures import ExpectedFailures
 
     if settings.expected is None and settings.accept:
@@ -423,7 +423,7 @@ def _only(state: State, about: str) -> tuple[str, ...]:
     """
     if not state.settings.only:
         return ()
-    from rollproof.judging.checks import default_registry
+    from rollproof.invariants import default_registry
 
     ids = tuple(
         check.id for check in default_registry().select(state.settings.only) if check.judges(about)

@@ -10,8 +10,9 @@ from rollproof.invariants.stitch import samples
 from rollproof.invariants.versions import sample_tags
 from rollproof.invariants.weights import in_flight
 from rollproof.judging.checks import Check
+from rollproof.judging.registry import Registry
 
-__all__ = ["CHECKS"]
+__all__ = ["CHECKS", "default_registry"]
 
 _OWN: tuple[Check, ...] = (
     *samples.CHECKS,
@@ -28,3 +29,8 @@ CHECKS: tuple[Check, ...] = tuple(map(engine.shared, _OWN))
 """Every check, family by family; those that are no less true of an engine driven directly judge
 such traces, too.
 """
+
+
+def default_registry() -> Registry:
+    """Return a registry of all checks that rollproof ships."""
+    return Registry(CHECKS)

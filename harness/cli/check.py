@@ -15,12 +15,13 @@ from rollproof.cli.output import Meter, Output
 from rollproof.core.progress import Progress
 from rollproof.core.trace import Header, Submit
 from rollproof.errors import TraceError, UsageError
-from rollproof.judging.checks import default_registry
+from rollproof.invariants import default_registry
 from rollproof.judging.judge import Judge, Tally
 from rollproof.judging.report import ExitCode, Report
 from rollproof.reporting.text import Style, report_lines
 from rollproof.store import open_trace
 from rollproof.verification.subject_kinds import scenarios_of
+from rollproof.verification.traces import oracle_of
 
 __all__ = ["check"]
 
@@ -78,7 +79,10 @@ class _Judged:
             for header, events in reader.episodes():
                 self.headers.append(header)
                 self.told |= header.about != "rollouts"
-                judge, scenarios = Judge(header, self.tally), scenarios_of(header.about)
+                judge, scenarios = (
+                    Judge(header, self.tally, oracle_of(header)),
+                    scenarios_of(header.about),
+                )
                 for event in events:
                     self.told = self.told or type(event) is Submit
                     judge.feed(event)

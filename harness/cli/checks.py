@@ -11,7 +11,8 @@ from rich.table import Table
 from rollproof.cli.options import JsonTarget
 from rollproof.cli.output import Output
 from rollproof.fakes.known_bugs.known_bug import KnownBug
-from rollproof.judging.checks import Check, default_registry
+from rollproof.invariants import default_registry
+from rollproof.judging.checks import Check
 from rollproof.judging.report import REPORT_SCHEMA, ExitCode
 from rollproof.reporting.text import Style
 

@@ -24,7 +24,8 @@ from rollproof.core.error_text import told
 from rollproof.core.files import folder_name
 from rollproof.core.progress import Progress
 from rollproof.errors import RollproofError, SubjectError
-from rollproof.judging.checks import CheckResult, default_registry
+from rollproof.invariants import default_registry
+from rollproof.judging.checks import CheckResult
 from rollproof.judging.known_failures import Ways
 from rollproof.judging.report import Interrupted, Report
 from rollproof.verification.rollouts import run_conformance

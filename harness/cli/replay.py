@@ -14,11 +14,12 @@ from rollproof.cli.output import Output
 from rollproof.core.trace import Trace
 from rollproof.errors import UsageError
 from rollproof.judging.checks import Verdict
-from rollproof.judging.judge import Judgement, judge
+from rollproof.judging.judge import Judgement
 from rollproof.judging.report import ExitCode, Report
 from rollproof.reporting.text import Line, Style, check_lines
 from rollproof.store import load_trace
 from rollproof.verification.subject_kinds import TOPICS, run_again
+from rollproof.verification.traces import judge
 
 __all__ = ["replay"]
 

@@ -21,7 +21,8 @@ from rollproof.cli.parallel import Settings, judge_all, processors
 from rollproof.cli.pinned_verdicts import Known
 from rollproof.core.files import check_folder, check_target
 from rollproof.errors import UsageError
-from rollproof.judging.checks import Registry, default_registry
+from rollproof.invariants import default_registry
+from rollproof.judging.registry import Registry
 from rollproof.judging.report import ExitCode, Interrupted, Report
 from rollproof.reporting.text import Style, report_lines, summary_text
 from rollproof.verification.expected_failures import ExpectedFailures, Outcome

@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import lru_cache
 from typing import Any, TypeAlias
 
 from rollproof.core.contract import Contract
@@ -26,24 +25,22 @@ from rollproof.core.trace import (
     Reply,
     Result,
     Submit,
-    Trace,
     Weights,
 )
 from rollproof.judging.checks import (
     Check,
     CheckResult,
     Collector,
-    Registry,
     RequestJudge,
     TraceCheck,
     TraceJudge,
     Verdict,
-    default_registry,
 )
 from rollproof.judging.partial_replies import keep_partials, streamed
+from rollproof.judging.registry import Registry
 from rollproof.judging.request_view import Attempt, History, RequestView
 
-__all__ = ["Judge", "JudgeContext", "Judgement", "Tally", "judge", "judge_events", "oracle_of"]
+__all__ = ["Judge", "JudgeContext", "Judgement", "Tally"]
 
 _NEIGHBOURS = 16
 _PLANS = 256
@@ -206,7 +203,7 @@ class Judge:
         self.context: JudgeContext = JudgeContext(
             header=header,
             contract=header.contract,
-            oracle=oracle if oracle is not None else oracle_of(header),
+            oracle=oracle,
         )
         self._tally = tally
         self._calls: dict[int, tuple[RequestView, Attempt]] = {}
@@ -359,53 +356,3 @@ _ASSEMBLY: Mapping[type[Event], Callable[[Judge, Any], None]] = {
     Fault: Judge._fault,
     Result: Judge._result,
 }
-
-
-def judge(
-    trace: Trace, registry: Registry | None = None, oracle: Oracle | None = None
-) -> Judgement:
-    """Judge one trace in memory. Rebuilds the oracle from the header where the trace is coded."""
-    tally = Tally(registry if registry is not None else default_registry())
-    judge_events(trace.header, trace.events, tally, oracle)
-    return tally.judgement()
-
-
-def judge_events(
-    header: Header, events: Iterable[Event], tally: Tally, oracle: Oracle | None = None
-) -> None:
-    """Judge a stream of events under ``header`` and add the outcome to ``tally``."""
-    one = Judge(header, tally, oracle)
-    for event in events:
-        one.feed(event)
-    one.finish()
-
-
-def oracle_of(header: Header) -> Oracle | None:
-    """The coded policy that a header describes; ``None`` where the trace is not coded. Raises
-    ``CaseError`` for a coding that cannot be.
-    """
-    if header.coding is None:
-        return None
-    try:
-        return _policy_of(
-            tuple(
-                sorted(
-                    (name, tuple(value) if isinstance(value, list) else value)
-                    for name, value in header.coding.items()
-                )
-            )
-        )
-    except TypeError:  # unhashable or unsortable: a hostile coding, for the policy itself to refuse
-        from rollproof.fakes.coded.policy import CodedPolicy
-
-        return CodedPolicy.from_dict(header.coding)
-
-
-@lru_cache(maxsize=64)
-def _policy_of(coding: tuple[tuple[str, Any], ...]) -> Oracle:
-    """Thousands of traces share a policy; building and validating it once saves a tenth of judging
-    a small one.
-    """
-    from rollproof.fakes.coded.policy import CodedPolicy
-
-    return CodedPolicy.from_dict(dict(coding))

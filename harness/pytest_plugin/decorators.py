@@ -15,7 +15,8 @@ from typing import Any, ClassVar, TypeVar
 
 from rollproof.core.subjects import SubjectFactory
 from rollproof.errors import UsageError
-from rollproof.judging.checks import CheckResult, default_registry
+from rollproof.invariants import default_registry
+from rollproof.judging.checks import CheckResult
 from rollproof.plugin import PROFILES
 from rollproof.pytest_plugin.suite_spec import Suite
 from rollproof.verification.argument_checks import as_expected, as_names, as_seed

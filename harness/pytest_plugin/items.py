@@ -16,7 +16,8 @@ import pytest
 from rollproof.core.files import check_folder, write_or_keep
 from rollproof.core.subjects import SubjectFactory
 from rollproof.errors import RollproofError, UsageError
-from rollproof.judging.checks import CheckResult, Verdict, default_registry
+from rollproof.invariants import default_registry
+from rollproof.judging.checks import CheckResult, Verdict
 from rollproof.judging.report import Interrupted, Report
 from rollproof.plugin import STATE, State
 from rollproof.pytest_plugin.decorators import Conformance, check_profile

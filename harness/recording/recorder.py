@@ -47,8 +47,9 @@ from rollproof.errors import (
     TraceError,
     UsageError,
 )
-from rollproof.judging.checks import Registry, Verdict, default_registry
-from rollproof.judging.judge import judge
+from rollproof.invariants import default_registry
+from rollproof.judging.checks import Verdict
+from rollproof.judging.registry import Registry
 from rollproof.judging.report import Report
 from rollproof.judging.situations import Scenarios
 from rollproof.recording.wrapping import Watched, check_wrapping, wrapped
@@ -58,6 +59,7 @@ from rollproof.store.values import show
 from rollproof.verification.argument_checks import as_expected, as_names, as_path
 from rollproof.verification.canary import plants, try_canary
 from rollproof.verification.subject_kinds import ROLLOUTS
+from rollproof.verification.traces import judge
 
 __all__ = ["EngineCall", "Recording", "record"]
 

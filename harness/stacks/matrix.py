@@ -1,7 +1,7 @@
 """Matrix: what each pinned release of a stack is known to do wrong, check by check; whatever else a
 run says is news.
 
-One TOML file a stack, in ``verdicts/``. Format::
+One file a stack, ``verdicts.toml`` in its folder. Format::
 
     pinned = ["0.3.0", "0.4.0"]            # the releases that are judged again and again
 
@@ -30,14 +30,14 @@ import itertools
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
-from importlib import resources
 from typing import Any, Self
 
 from rollproof.core.files import read_toml
 from rollproof.errors import ExpectationError, UsageError
-from rollproof.judging.checks import default_registry
+from rollproof.invariants import default_registry
 from rollproof.judging.known_failures import Way
 from rollproof.judging.situations import SITUATIONS
+from rollproof.stacks.releases import STACKS, verdicts_file
 from rollproof.verification.expected_failures import Outcome
 
 __all__ = ["Entry", "Matrix"]
@@ -90,8 +90,8 @@ class Matrix:
         """The matrix that is shipped for ``stack``. Raises ``UsageError`` where there is none,
         ``ExpectationError`` for a malformed one.
         """
-        file = resources.files("rollproof.stacks") / "verdicts" / f"{stack}.toml"
-        if not file.is_file():
+        file = verdicts_file(stack) if stack in STACKS else None
+        if file is None or not file.is_file():
             raise UsageError(
                 f"rollproof ships no matrix of known verdicts for {stack}: judge it without"
                 " --matrix."

@@ -11,7 +11,9 @@ from typing import Any
 
 from rollproof.core.case import Case
 from rollproof.errors import UsageError
-from rollproof.judging.checks import Check, Registry, default_registry
+from rollproof.invariants import default_registry
+from rollproof.judging.checks import Check
+from rollproof.judging.registry import Registry
 from rollproof.store.values import show
 
 __all__ = [

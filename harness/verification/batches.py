@@ -21,12 +21,13 @@ from rollproof.core.records import BatchRow, Rollout
 from rollproof.core.subjects import SubjectFactory
 from rollproof.core.trace import Batch, Header, Recorder, Trace
 from rollproof.errors import RollproofError, SubjectError
-from rollproof.judging.checks import Registry, default_registry
-from rollproof.judging.judge import judge
+from rollproof.invariants import default_registry
+from rollproof.judging.registry import Registry
 from rollproof.judging.report import Canary, Report
 from rollproof.simulation import virtual_loop
 from rollproof.simulation.watchdog import STUCK, GivenUp, Watchdog, limit
 from rollproof.verification.batch_cases import BatchCase, batch_cases
+from rollproof.verification.traces import judge
 
 __all__ = ["judge_batches", "record_batches"]
 

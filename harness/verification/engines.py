@@ -28,12 +28,15 @@ from rollproof.engines.experiments import Experiment, Setting, experiments_for
 from rollproof.engines.session import SERVER, Bench, Serving
 from rollproof.engines.version_attribution import Oracle, attributed
 from rollproof.errors import EngineDied, EngineError, EngineStartError, SubjectError, UsageError
+from rollproof.invariants import default_registry
 from rollproof.invariants.engine.engine_calls import BROKEN_OFF
-from rollproof.judging.checks import Registry, Verdict, default_registry
-from rollproof.judging.judge import Tally, judge_events
+from rollproof.judging.checks import Verdict
+from rollproof.judging.judge import Tally
+from rollproof.judging.registry import Registry
 from rollproof.judging.report import Report
 from rollproof.judging.situations import Scenarios
 from rollproof.verification.canary import try_canary
+from rollproof.verification.traces import judge_events
 
 __all__ = [
     "EngineRun",

@@ -30,7 +30,7 @@ from typing import Any, Self
 
 from rollproof.core.files import read_toml, write_atomically
 from rollproof.errors import ExpectationError
-from rollproof.judging.checks import default_registry
+from rollproof.invariants import default_registry
 from rollproof.judging.known_failures import Way
 
 __all__ = ["Expectation", "ExpectedFailures", "Outcome"]

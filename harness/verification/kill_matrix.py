@@ -10,8 +10,10 @@ from typing import Any
 from rollproof.core.progress import Progress
 from rollproof.errors import UsageError
 from rollproof.fakes.known_bugs.known_bug import KnownBug
-from rollproof.judging.checks import Registry, default_registry
-from rollproof.judging.judge import Tally, judge_events
+from rollproof.invariants import default_registry
+from rollproof.judging.judge import Tally
+from rollproof.judging.registry import Registry
+from rollproof.verification.traces import judge_events
 
 __all__ = ["KillResult", "judge_bug", "known_bugs", "run_kill_matrix"]
 

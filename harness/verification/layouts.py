@@ -20,15 +20,16 @@ from rollproof.core.progress import Progress
 from rollproof.core.subjects import SubjectFactory
 from rollproof.core.trace import Header, Recorder, Trace
 from rollproof.errors import RollproofError, SubjectError, UsageError
+from rollproof.invariants import default_registry
 from rollproof.invariants.layout.call_check import functions_read
-from rollproof.judging.checks import Registry, default_registry
-from rollproof.judging.judge import judge
+from rollproof.judging.registry import Registry
 from rollproof.judging.report import Canary, Report
 from rollproof.layouts.functions import FUNCTIONS
 from rollproof.layouts.layout_calls import Call
 from rollproof.layouts.layout_cases import layout_calls
 from rollproof.layouts.layout_subject import functions_of
 from rollproof.layouts.returned import Misfit
+from rollproof.verification.traces import judge
 
 __all__ = ["judge_layouts", "record_layouts"]
 

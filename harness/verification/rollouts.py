@@ -24,9 +24,11 @@ from rollproof.core.progress import Progress
 from rollproof.core.subjects import SubjectFactory
 from rollproof.core.trace import Event, PauseMode, Result, Trace
 from rollproof.errors import TraceError, UsageError
-from rollproof.judging.checks import Check, CheckResult, Registry, Verdict, default_registry
-from rollproof.judging.judge import Tally, judge_events
+from rollproof.invariants import default_registry
+from rollproof.judging.checks import Check, CheckResult, Verdict
+from rollproof.judging.judge import Tally
 from rollproof.judging.known_failures import Ledger, Ways
+from rollproof.judging.registry import Registry
 from rollproof.judging.report import Canary, Interrupted, Report
 from rollproof.judging.situations import Scenarios
 from rollproof.simulation.virtual_loop import DEADLOCK
@@ -54,6 +56,7 @@ from rollproof.verification.schedules import (
     scope_families,
 )
 from rollproof.verification.shrinking import shrink
+from rollproof.verification.traces import judge_events
 
 __all__ = ["Campaign", "cases_for", "merge_reports", "run_conformance"]
 

@@ -18,7 +18,7 @@ from rollproof.cli.app import run
 from rollproof.fakes.clients.reference_clients import AsSampled
 from rollproof.fakes.engine.fleet import Fleet
 from rollproof.fakes.known_bugs._planting import ABORTED, CLEAN
-from rollproof.judging.checks import default_registry
+from rollproof.invariants import default_registry
 from rollproof.judging.report import ExitCode
 from rollproof.store import TraceWriter, dump_trace
 from rollproof.verification.runner import run_case

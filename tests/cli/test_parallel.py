@@ -12,7 +12,7 @@ from rollproof.cli.named_targets import Target, subject_target
 from rollproof.cli.parallel import Settings, _SideBySide, _work, judge_all, processors
 from rollproof.core.progress import Progress
 from rollproof.errors import SubjectError
-from rollproof.judging.checks import default_registry
+from rollproof.invariants import default_registry
 from rollproof.judging.report import Interrupted, Report
 
 MODULE = """

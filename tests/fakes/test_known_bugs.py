@@ -11,10 +11,10 @@ import pytest
 from rollproof.fakes.clients.reference_clients import REFERENCES
 from rollproof.fakes.known_bugs import KNOWN_BUGS
 from rollproof.fakes.known_bugs.known_bug import KnownBug
-from rollproof.judging.checks import default_registry
-from rollproof.judging.judge import judge
+from rollproof.invariants import default_registry
 from rollproof.verification.kill_matrix import judge_bug
 from rollproof.verification.runner import run_case
+from rollproof.verification.traces import judge
 
 BY_ID = {bug.id: bug for bug in KNOWN_BUGS}
 CASES = list({repr(case.to_dict()): case for bug in KNOWN_BUGS for case in bug.cases}.values())

@@ -7,7 +7,8 @@ from __future__ import annotations
 import pytest
 
 from rollproof.gpu_suites.known_engine_failures import COARSE, told
-from rollproof.judging.checks import CheckResult, Finding, Verdict, default_registry
+from rollproof.invariants import default_registry
+from rollproof.judging.checks import CheckResult, Finding, Verdict
 from rollproof.judging.report import Canary, Report
 
 CHECKS = {check.id: check for check in default_registry().select(["replay"])}

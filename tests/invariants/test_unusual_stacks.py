@@ -19,10 +19,10 @@ from rollproof.fakes.engine.exceptions import TransferFailed
 from rollproof.fakes.engine.fleet import Fleet
 from rollproof.fakes.known_bugs._planting import act, case, request
 from rollproof.judging.checks import Verdict
-from rollproof.judging.judge import judge
 from rollproof.verification.contract_probe import probe
 from rollproof.verification.runner import run_case
 from rollproof.verification.schedules import random_cases
+from rollproof.verification.traces import judge
 from tests.support.trace_script import REGISTRY
 
 _PAIR = (request(), request("r1", (31, 32, 33)))

@@ -10,9 +10,11 @@ import pytest
 
 from rollproof.core.trace import Event
 from rollproof.errors import UsageError
-from rollproof.judging.checks import Check, Collector, Registry, Verdict, request_check, trace_check
-from rollproof.judging.judge import JudgeContext, Tally, judge, judge_events
+from rollproof.judging.checks import Check, Collector, Verdict, request_check, trace_check
+from rollproof.judging.judge import JudgeContext, Tally
+from rollproof.judging.registry import Registry
 from rollproof.judging.request_view import RequestView
+from rollproof.verification.traces import judge, judge_events
 from tests.support.trace_builder import TraceBuilder, contract
 
 

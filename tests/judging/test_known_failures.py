@@ -15,13 +15,14 @@ import rollproof.invariants
 from rollproof.core.case import Action, ActionKind, Case, Trigger
 from rollproof.core.records import EngineOutput, Request, Rollout
 from rollproof.fakes.clients.reference_clients import AsSampled, Sample
-from rollproof.judging.checks import CheckResult, Finding, Verdict, default_registry
-from rollproof.judging.judge import judge
+from rollproof.invariants import default_registry
+from rollproof.judging.checks import CheckResult, Finding, Verdict
 from rollproof.judging.known_failures import Way, hold
 from rollproof.judging.report import Report
 from rollproof.judging.situations import SITUATIONS
 from rollproof.store import load_trace
 from rollproof.verification.rollouts import merge_reports, run_conformance
+from rollproof.verification.traces import judge
 from tests.support.faulty_subjects import Concat
 
 REQUEST = Request(request_id="r0", prompt_ids=(11, 12), max_tokens=5)

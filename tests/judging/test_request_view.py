@@ -8,9 +8,11 @@ from hypothesis import strategies as st
 
 from rollproof.core.records import FinishReason
 from rollproof.core.trace import Weights
-from rollproof.judging.checks import Collector, Registry, request_check
-from rollproof.judging.judge import Tally, judge_events
+from rollproof.judging.checks import Collector, request_check
+from rollproof.judging.judge import Tally
+from rollproof.judging.registry import Registry
 from rollproof.judging.request_view import History, RequestView
+from rollproof.verification.traces import judge_events
 from tests.support.trace_builder import TraceBuilder, contract
 
 _UPDATES = st.lists(

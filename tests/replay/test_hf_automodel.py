@@ -29,11 +29,12 @@ with warnings.catch_warnings():  # importing it compiles, and torch's own compil
     from nemo_automodel.components.moe.router_replay import RouterReplay
 
 from rollproof.core.replay_contract import FreeRows  # noqa: E402
-from rollproof.judging.checks import Verdict, default_registry  # noqa: E402
-from rollproof.judging.judge import judge  # noqa: E402
+from rollproof.invariants import default_registry  # noqa: E402
+from rollproof.judging.checks import Verdict  # noqa: E402
 from rollproof.replay.driver import record_replay  # noqa: E402
 from rollproof.replay.hf.hf_replay_trainer import HfTrainer  # noqa: E402
 from rollproof.replay.hf.hf_setups import Setup  # noqa: E402
+from rollproof.verification.traces import judge  # noqa: E402
 
 pytestmark = pytest.mark.filterwarnings(
     "ignore::UserWarning", "ignore::FutureWarning", "ignore::DeprecationWarning"

@@ -11,9 +11,10 @@ from pathlib import Path
 
 import pytest
 
-from rollproof.judging.checks import Verdict, default_registry
-from rollproof.judging.judge import judge
+from rollproof.invariants import default_registry
+from rollproof.judging.checks import Verdict
 from rollproof.replay.driver import record_replay
+from rollproof.verification.traces import judge
 
 DOCS = Path(__file__).parents[2] / "docs"
 

@@ -15,11 +15,12 @@ transformers = pytest.importorskip(
     reason="tried with 5.24; routers of DeepSeek-V3 up to 5.12 select outside of their forward",
 )
 
-from rollproof.judging.checks import Verdict, default_registry  # noqa: E402
-from rollproof.judging.judge import judge  # noqa: E402
+from rollproof.invariants import default_registry  # noqa: E402
+from rollproof.judging.checks import Verdict  # noqa: E402
 from rollproof.replay.driver import record_replay  # noqa: E402
 from rollproof.replay.hf.hf_replay_trainer import HfTrainer  # noqa: E402
 from rollproof.replay.hf.hf_setups import Setup  # noqa: E402
+from rollproof.verification.traces import judge  # noqa: E402
 from tests.support import hf_faults  # noqa: E402
 
 pytestmark = pytest.mark.filterwarnings(

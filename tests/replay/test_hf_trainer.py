@@ -20,8 +20,8 @@ from rollproof.core.events.replay import Action, Purpose, Step  # noqa: E402
 from rollproof.core.router_spy import Spy  # noqa: E402
 from rollproof.core.trace import Trace  # noqa: E402
 from rollproof.errors import UsageError  # noqa: E402
-from rollproof.judging.checks import Verdict, default_registry  # noqa: E402
-from rollproof.judging.judge import judge  # noqa: E402
+from rollproof.invariants import default_registry  # noqa: E402
+from rollproof.judging.checks import Verdict  # noqa: E402
 from rollproof.replay.driver import record_replay  # noqa: E402
 from rollproof.replay.hf.hf_replay_trainer import HfTrainer  # noqa: E402
 from rollproof.replay.hf.hf_setups import SETUPS, Setup, setup_named  # noqa: E402
@@ -31,6 +31,7 @@ from rollproof.replay.hf.ranked_trainer import WRAPS, RankedHfTrainer, hf_ranks 
 from rollproof.replay.process_group import Ranks  # noqa: E402
 from rollproof.replay.replay_samples import make_samples  # noqa: E402
 from rollproof.verification.replay import judge_replay  # noqa: E402
+from rollproof.verification.traces import judge  # noqa: E402
 
 pytestmark = pytest.mark.filterwarnings(
     "ignore::UserWarning", "ignore::FutureWarning", "ignore::DeprecationWarning"

@@ -17,13 +17,14 @@ from rollproof.core.contract import LayerAxis
 from rollproof.core.events.replay import Action, Purpose, Step
 from rollproof.core.replay_contract import Recompute, ReplayMode
 from rollproof.core.router_spy import Spy
-from rollproof.judging.checks import Verdict, default_registry
-from rollproof.judging.judge import judge
+from rollproof.invariants import default_registry
+from rollproof.judging.checks import Verdict
 from rollproof.replay.driver import record_replay
 from rollproof.replay.megatron.megatron_setups import SETUPS, RouterKind, Setup
 from rollproof.replay.megatron.megatron_trainer import MegatronTrainer
 from rollproof.replay.process_group import RankError, Ranks
 from rollproof.replay.replay_samples import make_samples, with_drawn_routes
+from rollproof.verification.traces import judge
 
 pytest.importorskip("torch", reason="megatron-core needs PyTorch")
 pytestmark = pytest.mark.skipif(

@@ -11,7 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from rollproof.errors import SubjectError
-from rollproof.judging.checks import CheckResult, Finding, Registry, Verdict, request_check
+from rollproof.judging.checks import CheckResult, Finding, Verdict, request_check
+from rollproof.judging.registry import Registry
 from rollproof.judging.report import Canary, Report
 from rollproof.pytest_plugin import decorators, items
 

@@ -8,9 +8,10 @@ from typing import Any
 from rollproof.core.contract import Contract
 from rollproof.core.trainer_contract import terms_of
 from rollproof.fakes.trainers.replay_trainer import ReplayTrainer
-from rollproof.judging.checks import CheckResult, default_registry
-from rollproof.judging.judge import judge
+from rollproof.invariants import default_registry
+from rollproof.judging.checks import CheckResult
 from rollproof.replay.driver import record_replay
+from rollproof.verification.traces import judge
 
 __all__ = ["CHECKS", "declaring", "results"]
 

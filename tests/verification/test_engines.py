@@ -22,11 +22,12 @@ from rollproof.errors import EngineDied, EngineRefused, EngineStartError, Subjec
 from rollproof.fakes.engine.engine_subject import FakeEngineSubject
 from rollproof.fakes.engine.flavours import FLAVOURS
 from rollproof.judging.checks import Verdict
-from rollproof.judging.judge import Tally, judge_events
+from rollproof.judging.judge import Tally
 from rollproof.judging.report import Report
 from rollproof.verification.engine_choice import EngineChoice, judge_engine
 from rollproof.verification.engines import engine_registry, run_engine_conformance, run_experiments
 from rollproof.verification.subject_kinds import Asked
+from rollproof.verification.traces import judge_events
 
 
 def _report(engine: type[FakeEngineSubject], experiment: str, flavour: str = "vllm") -> Report:

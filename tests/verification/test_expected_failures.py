@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 
 from rollproof.errors import ExpectationError
-from rollproof.judging.checks import Registry, request_check
+from rollproof.judging.checks import request_check
+from rollproof.judging.registry import Registry
 from rollproof.verification.expected_failures import ExpectedFailures, Outcome
 
 TODAY = dt.date(2026, 11, 28)

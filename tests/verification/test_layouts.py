@@ -17,8 +17,8 @@ from rollproof.core.contract import Provenance, Rows
 from rollproof.core.records import IntArray
 from rollproof.errors import SubjectError, UsageError
 from rollproof.fakes.trainers.reference_layouts import MegatronLike
-from rollproof.judging.checks import CheckResult, Finding, Verdict, default_registry
-from rollproof.judging.judge import judge
+from rollproof.invariants import default_registry
+from rollproof.judging.checks import CheckResult, Finding, Verdict
 from rollproof.judging.report import Report
 from rollproof.layouts import Alignment, Context, Fill, Layout, Mesh, Order, Rank, Side
 from rollproof.layouts.functions import FUNCTIONS
@@ -26,6 +26,7 @@ from rollproof.layouts.layout_cases import layout_calls
 from rollproof.layouts.layout_subject import layout_function
 from rollproof.store import dump_trace, load_trace
 from rollproof.verification.layouts import judge_layouts, record_layouts
+from rollproof.verification.traces import judge
 
 PLAIN = MegatronLike.layout
 

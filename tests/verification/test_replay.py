@@ -17,13 +17,15 @@ from rollproof.fakes.known_bugs import KNOWN_BUGS
 from rollproof.fakes.trainers.reference_trainers import REFERENCES
 from rollproof.fakes.trainers.replay_trainer import ReplayTrainer
 from rollproof.fakes.trainers.trainer_parts import Microbatch, Pass
-from rollproof.judging.checks import Verdict, default_registry
-from rollproof.judging.judge import Tally, judge, judge_events
+from rollproof.invariants import default_registry
+from rollproof.judging.checks import Verdict
+from rollproof.judging.judge import Tally
 from rollproof.replay.driver import drive_episode, record_replay
 from rollproof.replay.plans import random_episode
 from rollproof.store import dump_trace, load_trace
 from rollproof.verification.replay import judge_replay
 from rollproof.verification.replay_canary import try_canary
+from rollproof.verification.traces import judge, judge_events
 
 CHECKS = default_registry().select(["replay"])
 

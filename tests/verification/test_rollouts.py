@@ -24,14 +24,16 @@ from rollproof.fakes.clients.reference_clients import (
     Sample,
 )
 from rollproof.fakes.clients.resuming import Options
-from rollproof.judging.checks import Registry, Verdict, default_registry, request_check
-from rollproof.judging.judge import judge
+from rollproof.invariants import default_registry
+from rollproof.judging.checks import Verdict, request_check
+from rollproof.judging.registry import Registry
 from rollproof.store import load_trace
 from rollproof.verification.canary import plants, try_canary
 from rollproof.verification.contract_probe import probe
 from rollproof.verification.rollouts import cases_for, merge_reports, run_conformance
 from rollproof.verification.runner import run_case
 from rollproof.verification.schedules import LATER_REQUEST, profile_named, scope_families
+from rollproof.verification.traces import judge
 
 REQUEST = Request(request_id="r0", prompt_ids=(11, 12), max_tokens=5)
 

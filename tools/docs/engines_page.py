@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from rollproof.judging.checks import default_registry
+from rollproof.invariants import default_registry
 from tools.engine_results import GAP_METRICS
 
 __all__ = ["engines_page"]

@@ -23,7 +23,7 @@ import rollproof.verification.expected_failures
 from rollproof.cli.app import app
 from rollproof.core.contract import Contract
 from rollproof.fakes.known_bugs import KNOWN_BUGS
-from rollproof.judging.checks import default_registry
+from rollproof.invariants import default_registry
 from rollproof.plugin import OPTIONS
 from tools.docs.api_page import api_page
 from tools.docs.engines_page import engines_page

@@ -24,7 +24,7 @@ from rollproof.core.replay_contract import ReplayTerms
 from rollproof.core.router_spy import Spy, direction, identify, ids_of_map, sketch
 from rollproof.core.trainer_contract import terms_of
 from rollproof.fakes.trainers.reference_trainers import REFERENCES, Pipelined
-from rollproof.judging.checks import default_registry
+from rollproof.invariants import default_registry
 from rollproof.replay.covering import CPU_RANKS, coverage, frozen_rows
 from rollproof.replay.megatron.covered_setups import covering_setups
 from rollproof.replay.plans import episodes_for

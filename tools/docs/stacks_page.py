@@ -15,7 +15,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from rollproof.judging.checks import default_registry
+from rollproof.invariants import default_registry
 from rollproof.stacks import STACKS
 from rollproof.stacks.matrix import Matrix
 
@@ -60,7 +60,7 @@ def stacks_page() -> Iterator[str]:
         " holds its verdicts to the matrix of"
     )
     yield (
-        "[harness/stacks/verdicts](../harness/stacks/verdicts). What fails is shown by hand in"
+        "`verdicts.toml` in its folder of [harness/stacks](../harness/stacks). What fails is shown by hand in"
         " [track-record.md](track-record.md)."
     )
     yield (

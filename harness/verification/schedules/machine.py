@@ -26,13 +26,16 @@ from rollproof.core.records import Request
 from rollproof.core.subjects import SubjectFactory
 from rollproof.core.trace import Call, PauseMode, Reply, Trace
 from rollproof.errors import UsageError
-from rollproof.judging.checks import Finding, Registry, default_registry
-from rollproof.judging.judge import Tally, judge_events
+from rollproof.invariants import default_registry
+from rollproof.judging.checks import Finding
+from rollproof.judging.judge import Tally
+from rollproof.judging.registry import Registry
 from rollproof.verification.contract_probe import probe
 from rollproof.verification.runner import run_case
 from rollproof.verification.schedules.drawing import Limits
 from rollproof.verification.schedules.exhaustive import modes_for
 from rollproof.verification.schedules.profiles import profile_named
+from rollproof.verification.traces import judge_events
 
 __all__ = ["machine_for"]
 

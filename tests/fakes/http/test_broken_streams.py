@@ -20,7 +20,8 @@ from rollproof.core.trace import Fault, Reply
 from rollproof.fakes.http.engine_backend import Backing, ServeOptions
 from rollproof.fakes.http.fault_plan import FaultPlan
 from rollproof.fakes.http.trace_client import Teller
-from rollproof.judging.judge import Judgement, judge
+from rollproof.judging.judge import Judgement
+from rollproof.verification.traces import judge
 from tests.fakes.http.served import Served, served
 from tests.fakes.http.test_telling import CONTRACT, OPTIONS
 

@@ -21,9 +21,9 @@ from rollproof.fakes.clients.http_clients import (
 )
 from rollproof.fakes.http.fault_plan import FaultPlan, WireFault, WireFaultKind
 from rollproof.fakes.known_bugs._planting import ABORTED, EMPTY, SYNCED, act, case, request
-from rollproof.judging.judge import judge
 from rollproof.verification.runner import idle_contracts, run_case
 from rollproof.verification.schedules import small_scope
+from rollproof.verification.traces import judge
 
 MANAGERS = (SglangManager, SglangStreamer, VllmManager, VllmStreamer, SglangKeeper, VllmKeeper)
 

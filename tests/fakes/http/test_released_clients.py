@@ -15,7 +15,7 @@ from rollproof.core.contract import Contract
 from rollproof.core.records import FinishReason, Request, Rollout
 from rollproof.fakes.http.engine_backend import Backing, ServeOptions
 from rollproof.fakes.http.trace_client import Teller
-from rollproof.judging.judge import judge
+from rollproof.verification.traces import judge
 from tests.fakes.http.served import Served, served
 from tests.fakes.http.test_telling import OPTIONS
 
@@ -37,7 +37,7 @@ def trl_client(url: str) -> Any:
     weights alone.
     """
     pytest.importorskip(
-        "trl", reason="trl is not installed: see harness/stacks/requirements/trl.txt"
+        "trl", reason="trl is not installed: see harness/stacks/trl/requirements.txt"
     )
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")

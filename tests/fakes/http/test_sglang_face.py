@@ -23,8 +23,8 @@ from rollproof.fakes.http.engine_backend import Backing, ServeOptions
 from rollproof.fakes.http.in_process_client import Line
 from rollproof.fakes.http.serving import bound_socket, serving
 from rollproof.fakes.http.sglang.server import sglang_app
-from rollproof.judging.judge import judge
 from rollproof.store import TraceWriter, open_trace
+from rollproof.verification.traces import judge
 
 MODEL = Model(num_layers=4, moe_layers=(1, 2, 3), num_experts=300, top_k=3, vocab=1000)
 OPTIONS = ServeOptions(

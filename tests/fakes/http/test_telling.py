@@ -28,7 +28,7 @@ from rollproof.core.trace import Call, Result, Submit
 from rollproof.errors import UsageError
 from rollproof.fakes.http.engine_backend import Backing, ServeOptions
 from rollproof.fakes.http.trace_client import Teller
-from rollproof.judging.judge import judge
+from rollproof.verification.traces import judge
 from tests.fakes.http.served import Served, served
 
 CONTRACT: dict[str, Any] = {

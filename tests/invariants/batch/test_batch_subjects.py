@@ -11,10 +11,11 @@ import pytest
 
 from rollproof.core.records import BatchRow, Rollout
 from rollproof.errors import SubjectError
-from rollproof.judging.checks import Verdict, default_registry
-from rollproof.judging.judge import judge
+from rollproof.invariants import default_registry
+from rollproof.judging.checks import Verdict
 from rollproof.verification.batch_cases import batch_cases
 from rollproof.verification.batches import judge_batches, record_batches
+from rollproof.verification.traces import judge
 from tests.support.padded_batches import Padder, padded_contract
 from tests.support.trace_builder import TraceBuilder, contract
 

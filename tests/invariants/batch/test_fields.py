@@ -14,11 +14,12 @@ import pytest
 
 from rollproof.core.records import BatchRow, Rollout
 from rollproof.core.trace import Batch
-from rollproof.judging.checks import Finding, Verdict, default_registry
-from rollproof.judging.judge import judge
+from rollproof.invariants import default_registry
+from rollproof.judging.checks import Finding, Verdict
 from rollproof.judging.report import Report
 from rollproof.store import dump_trace, load_trace
 from rollproof.verification.batches import judge_batches, record_batches
+from rollproof.verification.traces import judge
 from tests.support.padded_batches import Padder, padded_contract
 from tests.support.trace_builder import contract
 

@@ -15,10 +15,13 @@ from rollproof.core.engine_contract import PausedCalls, Refusal
 from rollproof.core.records import EngineOutput
 from rollproof.core.trace import Call, Event, Reference, Reply, Trace, Weights
 from rollproof.engines.engine_targets import fake_target
+from rollproof.invariants import default_registry
 from rollproof.invariants.engine.engine_replies import refusal_of
-from rollproof.judging.checks import CheckResult, Registry, Verdict, default_registry
-from rollproof.judging.judge import Tally, judge_events
+from rollproof.judging.checks import CheckResult, Verdict
+from rollproof.judging.judge import Tally
+from rollproof.judging.registry import Registry
 from rollproof.verification.engines import run_experiments
+from rollproof.verification.traces import judge_events
 
 
 @pytest.fixture(scope="module")

@@ -13,8 +13,8 @@ from rollproof.core.trace import Trace
 from rollproof.fakes.clients.reference_clients import AsSampled, PartialOffSurfaced
 from rollproof.fakes.engine.fleet import Fleet
 from rollproof.fakes.known_bugs._planting import act, case, request
-from rollproof.judging.judge import judge
 from rollproof.verification.runner import run_case
+from rollproof.verification.traces import judge
 from tests.support.trace_script import check, finds, passes, unknown
 
 ID = "lifecycle.end-spares-others"

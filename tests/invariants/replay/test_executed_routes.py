@@ -25,9 +25,9 @@ from rollproof.fakes.trainers.reference_trainers import (
 from rollproof.fakes.trainers.replay_trainer import ReplayTrainer
 from rollproof.fakes.trainers.trainer_parts import Microbatch
 from rollproof.judging.checks import Verdict
-from rollproof.judging.judge import judge
 from rollproof.layouts import Layout, Rank, Source
 from rollproof.replay.driver import record_replay
+from rollproof.verification.traces import judge
 from tests.support.replay_verdicts import CHECKS, results
 
 

@@ -14,11 +14,11 @@ from rollproof.core.case import ActionKind, Case
 from rollproof.errors import UsageError
 from rollproof.fakes.clients.reference_clients import REFERENCES
 from rollproof.fakes.known_bugs import KNOWN_BUGS
-from rollproof.judging.judge import judge
 from rollproof.verification.runner import run_case
 from rollproof.verification.schedules import Limits, profile_named
 from rollproof.verification.schedules.machine import machine_for
 from rollproof.verification.shrinking import shrink
+from rollproof.verification.traces import judge
 
 BOUNDED = settings(
     max_examples=25, stateful_step_count=12, deadline=None, derandomize=True, database=None
