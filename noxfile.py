@@ -59,12 +59,7 @@ def verify(session: nox.Session) -> None:
 
 def _install_needs(session: nox.Session, name: str, arguments: list[str]) -> str | None:
     """Install what a stack needs; how package indexes call the stack itself, ``None`` where a checkout of it is judged."""
-    requirements = ROOT / "harness" / "stacks" / "requirements" / f"{name}.txt"
-    if not requirements.is_file():
-        session.error(
-            f"No stack is named {name!r}; those of"
-            f" {sorted(path.stem for path in requirements.parent.glob('*.txt'))} are."
-        )
+    requirements = _of_stack(session, name, "requirements.txt")
     distribution, checked_out, *beside = _release(session, name)
     given = _value(arguments, "--checkout")
     if checked_out == "True" and not (given and Path(given).is_dir()):
@@ -79,6 +74,16 @@ def _install_needs(session: nox.Session, name: str, arguments: list[str]) -> str
     if beside:
         session.install("--no-deps", *beside)
     return distribution if checked_out == "False" else None
+
+
+def _of_stack(session: nox.Session, name: str, file: str) -> Path:
+    """A file in the folder of the stack ``name``; an error that lists the stacks where there is none."""
+    stacks = ROOT / "harness" / "stacks"
+    path = stacks / name.replace("-", "_") / file
+    if not path.is_file():
+        names = sorted(found.parent.name.replace("_", "-") for found in stacks.glob(f"*/{file}"))
+        session.error(f"No stack is named {name!r}. Stacks: {', '.join(names)}.")
+    return path
 
 
 def _release(session: nox.Session, name: str) -> list[str]:
@@ -105,12 +110,7 @@ def upstream(session: nox.Session) -> None:
     if not arguments or arguments[0].startswith("-"):
         session.error("Name a stack: nox -s upstream -- NAME[==VERSION].")
     name, _, version = arguments.pop(0).partition("==")
-    matrix = ROOT / "harness" / "stacks" / "verdicts" / f"{name}.toml"
-    if not matrix.is_file():
-        session.error(
-            f"No matrix is kept for {name!r}; those of"
-            f" {sorted(path.stem for path in matrix.parent.glob('*.toml'))} are."
-        )
+    matrix = _of_stack(session, name, "verdicts.toml")
     pinned = tomllib.loads(matrix.read_text(encoding="utf-8"))["pinned"]
     if version and not _pinned(version, pinned):
         session.error(
@@ -161,7 +161,7 @@ def trainers(session: nox.Session) -> None:
     session.install("packaging", *(["triton"] if newer else []))
     session.install("--no-deps", f"megatron-core=={'0.19.2' if newer else '0.16.1'}")
     if not newer:
-        session.install("-r", str(ROOT / "harness" / "stacks" / "requirements" / "verl.txt"))
+        session.install("-r", str(ROOT / "harness" / "stacks" / "verl" / "requirements.txt"))
         session.install("--no-deps", "verl==0.9.1", "skyrl==0.3.0", "nemo-automodel==0.7.0")
     install(session, "test")
     if session.posargs[:1] == ["--table"]:

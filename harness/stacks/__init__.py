@@ -17,6 +17,7 @@ from rollproof.core.error_text import told_with_place
 from rollproof.core.subjects import SubjectFactory
 from rollproof.errors import RollproofError, StackError, UsageError
 from rollproof.stacks.releases import (
+    STACKS,
     Found,
     Release,
     changed_files,
@@ -39,23 +40,6 @@ __all__ = [
     "release_of",
     "requirements_file",
 ]
-
-STACKS: Mapping[str, str] = {
-    "verl": "rollproof.stacks.verl",
-    "areal": "rollproof.stacks.areal",
-    "verifiers": "rollproof.stacks.verifiers",
-    "prime-rl": "rollproof.stacks.prime_rl",
-    "rlinf": "rollproof.stacks.rlinf",
-    "skyrl": "rollproof.stacks.skyrl",
-    "trl": "rollproof.stacks.trl",
-    "openrlhf": "rollproof.stacks.openrlhf",
-    "slime": "rollproof.stacks.slime",
-    "areno": "rollproof.stacks.areno",
-    "nemo-rl": "rollproof.stacks.nemo_rl",
-    "roll": "rollproof.stacks.roll",
-    "miles": "rollproof.stacks.miles",
-}
-"""Name of each stack, and the module with its ``RELEASE`` and ``load(found) -> Stack``."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

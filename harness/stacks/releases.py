@@ -6,13 +6,16 @@ import os
 import shutil
 import subprocess
 import sys
+from collections.abc import Mapping
 from dataclasses import dataclass
 from importlib import metadata, resources
+from importlib.resources.abc import Traversable
 from pathlib import Path, PurePosixPath
 
 from rollproof.errors import StackError
 
 __all__ = [
+    "STACKS",
     "Found",
     "Release",
     "changed_files",
@@ -20,7 +23,27 @@ __all__ = [
     "imported_from",
     "installed_version",
     "requirements_file",
+    "verdicts_file",
 ]
+
+STACKS: Mapping[str, str] = {
+    "verl": "rollproof.stacks.verl",
+    "areal": "rollproof.stacks.areal",
+    "verifiers": "rollproof.stacks.verifiers",
+    "prime-rl": "rollproof.stacks.prime_rl",
+    "rlinf": "rollproof.stacks.rlinf",
+    "skyrl": "rollproof.stacks.skyrl",
+    "trl": "rollproof.stacks.trl",
+    "openrlhf": "rollproof.stacks.openrlhf",
+    "slime": "rollproof.stacks.slime",
+    "areno": "rollproof.stacks.areno",
+    "nemo-rl": "rollproof.stacks.nemo_rl",
+    "roll": "rollproof.stacks.roll",
+    "miles": "rollproof.stacks.miles",
+}
+"""Name of each stack, and its package: ``RELEASE``, ``load(found) -> Stack``, the verdicts that it
+is known for, and its pinned dependencies.
+"""
 
 _CHANGED = "+changed"
 """Ends the version of a checkout whose files are not those of its commit."""
@@ -30,8 +53,8 @@ _ABBREVIATED = 7
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Release:
-    """What must be installed for a stack: its distribution, the versions that the adapters know
-    (oldest first), its pinned dependencies.
+    """What must be installed for ``stack``: its distribution, the versions that the adapters know
+    (oldest first), and what ``requirements_file`` lists.
 
     A stack that no package index has is judged from a checkout of ``repository`` (an address that
     git can clone): its versions are commits, ``package`` is a file of its own that every checkout
@@ -41,7 +64,7 @@ class Release:
 
     distribution: str
     versions: tuple[str, ...]
-    requirements: str
+    stack: str
     repository: str | None = None
     package: str = ""
     roots: tuple[str, ...] = (".",)
@@ -73,7 +96,7 @@ class Release:
             if version in self.versions or (version and self.repository is None)
             else self.versions[-1]
         )
-        first = f"python -m pip install -r {requirements_file(self.requirements)}"
+        first = f"python -m pip install -r {requirements_file(self.stack)}"
         if self.beside:
             first += f" && python -m pip install --no-deps {' '.join(self.beside)}"
         if self.repository is None:
@@ -210,6 +233,11 @@ def _git(folder: Path, *asked: str, given: str = "") -> str:
     return done.stdout if done.returncode == 0 else ""
 
 
-def requirements_file(name: str) -> str:
-    """Path of a pinned list of dependencies that is shipped with rollproof."""
-    return str(resources.files("rollproof.stacks") / "requirements" / name)
+def requirements_file(stack: str) -> str:
+    """Path of the pinned list of what ``stack`` needs, which is shipped with rollproof."""
+    return str(resources.files(STACKS[stack]) / "requirements.txt")
+
+
+def verdicts_file(stack: str) -> Traversable:
+    """The matrix of known verdicts of ``stack``, which is shipped with rollproof."""
+    return resources.files(STACKS[stack]) / "verdicts.toml"

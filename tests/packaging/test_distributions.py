@@ -23,7 +23,7 @@ import importlib, importlib.metadata, importlib.util, pathlib
 import rollproof, rollproof.fakes.coded.policy, rollproof.invariants, rollproof.engines.gpus, rollproof.stacks
 root = pathlib.Path(rollproof.__file__).parent
 assert (root / "py.typed").is_file(), "py.typed is not shipped"
-assert pathlib.Path(rollproof.stacks.requirements_file("verl.txt")).is_file(), "requirements of stacks are not shipped"
+assert pathlib.Path(rollproof.stacks.requirements_file("verl")).is_file(), "requirements of stacks are not shipped"
 stray = [name for name in ("harness", "fakes", "invariants", "gpu_suites", "tests", "docs", "benchmarks") if importlib.util.find_spec(name)]
 assert not stray, f"importable under a bare name: {stray}"
 entries = importlib.metadata.entry_points()

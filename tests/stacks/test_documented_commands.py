@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from rollproof.engines.engine_targets import REAL
-from rollproof.stacks import installed_version, release_of
+from rollproof.stacks import installed_version, release_of, requirements_file
 from tests.stacks.test_released import CHECKOUTS
 from tests.stacks.test_replay_layouts import KNOWN
 
@@ -95,11 +95,11 @@ def _exit_codes(words: list[str]) -> tuple[int, ...]:
             if CHECKOUTS[name] not in os.environ:
                 pytest.skip(
                     f"{name} is a checkout: {CHECKOUTS[name]} names its folder (see"
-                    f" harness/stacks/requirements/{name}.txt)"
+                    f" {requirements_file(name)})"
                 )
         case "--stack":
             release = release_of(name)
-            _needed(name, f"see harness/stacks/requirements/{release.requirements}")
+            _needed(name, f"see {requirements_file(name)}")
             if installed_version(release.distribution) not in release.versions:
                 pytest.skip(
                     f"{name} is installed in another version than {', '.join(release.versions)}"

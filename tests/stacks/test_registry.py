@@ -160,11 +160,11 @@ def test_every_stack_pins_its_dependencies(name: str) -> None:
     command.
     """
     release = release_of(name)
-    text = Path(requirements_file(release.requirements)).read_text(encoding="utf-8")
+    text = Path(requirements_file(name)).read_text(encoding="utf-8")
     lines = [line for line in text.splitlines() if line and line[0] != "#"]
     assert [] == [line for line in lines if "==" not in line]
     assert not [line for line in lines if line.startswith(f"{release.distribution}==")]
-    assert f"{name}.txt" == release.requirements
+    assert name == release.stack
 
 
 def test_an_untested_version_is_driven_as_the_newest_one_where_that_is_forced(

@@ -18,7 +18,7 @@ from rollproof.core.case import Action, ActionKind, Case, Trigger
 from rollproof.core.records import Request
 from rollproof.core.trace import Result, Weights
 from rollproof.judging.known_failures import hold
-from rollproof.stacks import Stack, load_stack
+from rollproof.stacks import Stack, load_stack, requirements_file
 from rollproof.stacks.matrix import Matrix
 from rollproof.verification.batches import judge_batches
 from rollproof.verification.expected_failures import Outcome
@@ -72,12 +72,11 @@ def loaded(name: str) -> Stack:
     checkout = os.environ.get(variable) if variable else None
     if variable and checkout is None:
         pytest.skip(
-            f"{name} is a checkout: {variable} names its folder (see"
-            f" harness/stacks/requirements/{name}.txt)"
+            f"{name} is a checkout: {variable} names its folder (see {requirements_file(name)})"
         )
     if not variable and importlib.util.find_spec(name) is None:
         pytest.skip(
-            f"{name} is not installed: pip install -r harness/stacks/requirements/{name}.txt && pip"
+            f"{name} is not installed: pip install -r {requirements_file(name)} && pip"
             f" install --no-deps {name}"
         )
     if name not in _LOADED:

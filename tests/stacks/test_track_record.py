@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from rollproof.stacks import installed_version, release_of
+from rollproof.stacks import installed_version, release_of, requirements_file
 
 DOCS = Path(__file__).parents[2] / "docs"
 RECORD = (DOCS / "track-record.md").read_text(encoding="utf-8")
@@ -46,7 +46,7 @@ def test_the_record_holds_what_the_scripts_print_on_the_installed_release(stack:
     stand-ins into a framework.
     """
     if importlib.util.find_spec(stack) is None:
-        pytest.skip(f"{stack} is not installed: see harness/stacks/requirements/{stack}.txt")
+        pytest.skip(f"{stack} is not installed: see {requirements_file(stack)}")
     release = release_of(stack)
     version = installed_version(release.distribution)
     if version not in release.versions:

@@ -9,7 +9,7 @@ pytest.importorskip("torch", reason="the model is in PyTorch")
 pytest.importorskip(
     "verl",
     reason=(
-        "pip install -r harness/stacks/requirements/verl.txt && pip install --no-deps verl==0.9.1"
+        "pip install -r harness/stacks/verl/requirements.txt && pip install --no-deps verl==0.9.1"
     ),
 )
 

@@ -33,7 +33,7 @@ BATCHES = ("sample-dicts", "padded-batch", "unpadded-batch")
 needs_verl = pytest.mark.skipif(
     importlib.util.find_spec("verl") is None,
     reason=(
-        "verl is not installed: pip install -r harness/stacks/requirements/verl.txt && pip install"
+        "verl is not installed: pip install -r harness/stacks/verl/requirements.txt && pip install"
         " --no-deps verl==0.9.1"
     ),
 )

@@ -12,7 +12,7 @@ from rollproof.stacks import Release, attributes, missing_dependency
 
 __all__ = ["RELEASE", "AReaL", "import_areal"]
 
-RELEASE = Release(distribution="areal", versions=("1.0.4",), requirements="areal.txt")
+RELEASE = Release(distribution="areal", versions=("1.0.4",), stack="areal")
 
 _ENGINE = "areal.infra.remote_inf_engine"
 _HTTP = "areal.infra.utils.http"

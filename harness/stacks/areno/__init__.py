@@ -29,7 +29,7 @@ from rollproof.stacks import Found, Release, Stack, missing_dependency
 
 __all__ = ["RELEASE", "MergedRollouts", "load"]
 
-RELEASE = Release(distribution="areno", versions=("0.10.0",), requirements="areno.txt")
+RELEASE = Release(distribution="areno", versions=("0.10.0",), stack="areno")
 _RANKS = 2
 
 

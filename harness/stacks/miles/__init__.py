@@ -10,7 +10,7 @@ from rollproof.stacks import Found, Release, Stack
 
 __all__ = ["RELEASE", "load"]
 
-RELEASE = Release(distribution="miles-rl", versions=("0.0.2",), requirements="miles.txt")
+RELEASE = Release(distribution="miles-rl", versions=("0.0.2",), stack="miles")
 _FLAVOURS = ("sglang", "sglang-0.5.17")
 _THIN = 10
 

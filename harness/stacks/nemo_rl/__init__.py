@@ -11,7 +11,7 @@ __all__ = ["RELEASE", "load"]
 RELEASE = Release(
     distribution="nemo-rl",
     versions=("7ea279abf",),
-    requirements="nemo-rl.txt",
+    stack="nemo-rl",
     repository="https://github.com/NVIDIA-NeMo/RL",
     package="nemo_rl/experience/rollouts.py",
 )

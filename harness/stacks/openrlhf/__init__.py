@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 __all__ = ["RELEASE", "ExecutorSubject", "load"]
 
 VERSIONS = ("0.11.2",)
-RELEASE = Release(distribution="openrlhf", versions=VERSIONS, requirements="openrlhf.txt")
+RELEASE = Release(distribution="openrlhf", versions=VERSIONS, stack="openrlhf")
 _TURNS = 3
 _ROOM = 1024
 """A context length for requests that state no limit, in tokens."""

@@ -19,7 +19,7 @@ from rollproof.stacks._support.importing import standing_in
 
 __all__ = ["RELEASE", "RLinf", "import_rlinf"]
 
-RELEASE = Release(distribution="rlinf", versions=("0.3.0",), requirements="rlinf.txt")
+RELEASE = Release(distribution="rlinf", versions=("0.3.0",), stack="rlinf")
 
 _PACKAGE = "rlinf.workers.rollout.sglang"
 _NAMES = {

@@ -11,7 +11,7 @@ __all__ = ["RELEASE", "load"]
 RELEASE = Release(
     distribution="roll",
     versions=("8eb27cc2",),
-    requirements="roll.txt",
+    stack="roll",
     repository="https://github.com/alibaba/ROLL",
     package="roll/distributed/scheduler/user_defined_rollout_loop.py",
 )

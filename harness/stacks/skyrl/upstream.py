@@ -51,7 +51,7 @@ VERSIONS: Mapping[str, SkyRLVersion] = {
         routes=RouteForm.ARRAYS, keeps_rows=True, takes_pad_id=True, batch_dtype="uint8|int16|int32"
     ),
 }
-RELEASE = Release(distribution="skyrl", versions=tuple(VERSIONS), requirements="skyrl.txt")
+RELEASE = Release(distribution="skyrl", versions=tuple(VERSIONS), stack="skyrl")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -11,7 +11,7 @@ __all__ = ["RELEASE", "load"]
 RELEASE = Release(
     distribution="slime",
     versions=("624b824a8",),
-    requirements="slime.txt",
+    stack="slime",
     repository="https://github.com/THUDM/slime",
     package="slime/rollout/sglang_rollout.py",
 )

@@ -10,7 +10,7 @@ from rollproof.stacks import Found, Release, Stack
 __all__ = ["RELEASE", "load"]
 
 VERSIONS = ("1.16.0",)
-RELEASE = Release(distribution="trl", versions=VERSIONS, requirements="trl.txt")
+RELEASE = Release(distribution="trl", versions=VERSIONS, stack="trl")
 _TURNS = 3
 _THIN = 6
 

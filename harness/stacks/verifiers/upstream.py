@@ -10,7 +10,7 @@ from rollproof.stacks import Release, attributes, missing_dependency
 
 __all__ = ["RELEASE", "Verifiers", "import_verifiers"]
 
-RELEASE = Release(distribution="verifiers", versions=("0.4.0",), requirements="verifiers.txt")
+RELEASE = Release(distribution="verifiers", versions=("0.4.0",), stack="verifiers")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

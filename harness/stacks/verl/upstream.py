@@ -79,7 +79,7 @@ VERSIONS: Mapping[str, VerlVersion] = {
         unpads_on_cpu=True,
     ),
 }
-RELEASE = Release(distribution="verl", versions=tuple(VERSIONS), requirements="verl.txt")
+RELEASE = Release(distribution="verl", versions=tuple(VERSIONS), stack="verl")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
