@@ -15,8 +15,7 @@ import numpy as np
 from rollproof.core.contract import Contract
 from rollproof.core.records import EngineOutput, FinishReason, Request, Rollout, Span
 from rollproof.core.trace import Admit, Call, Event, Header, Reply, Result, Submit, Trace, Weights
-from rollproof.invariants.stitch import samples
-from rollproof.invariants.versions import sample_tags
+from rollproof.invariants import stitch, versions
 from rollproof.judging.registry import Registry
 from rollproof.verification.traces import judge
 
@@ -84,7 +83,7 @@ def rollouts(requests: int, calls: int, tokens: int) -> Trace:
 
 def main() -> None:
     """Print the table."""
-    registry = Registry([*samples.CHECKS, *sample_tags.CHECKS])
+    registry = Registry([*stitch.CHECKS, *versions.CHECKS])
     for requests, calls, tokens in (
         (1, 1, 1_000_000),
         (1, 20, 50_000),

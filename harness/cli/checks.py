@@ -57,7 +57,6 @@ def _dict(check: Check, bugs: Iterable[KnownBug]) -> dict[str, Any]:
         "promise": check.promise,
         "needs": check.needs,
         "exercised_by": list(check.exercised_by),
-        "since": check.since,
         "kills": _killed_by(check, bugs),
     }
 
@@ -77,7 +76,6 @@ def _one(output: Output, check: Check, bugs: Iterable[KnownBug]) -> None:
         ("needs", check.needs),
         ("exercised by", ", ".join(check.exercised_by)),
         ("kills", ", ".join(_killed_by(check, bugs)) or "no known bug"),
-        ("since", check.since),
     ]
     output.lines(
         [(Style.TITLE, check.id), *((Style.PLAIN, f"  {name:<13} {value}") for name, value in rows)]

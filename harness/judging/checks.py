@@ -109,16 +109,14 @@ class Check:
 
     ``id`` is ``family.name``. ``promise`` is one sentence, ``needs`` the data that the trace must
     hold, ``exercised_by`` the names of the counters that the check may count: it is exercised when
-    one of them is above zero. Exactly one of ``request`` and ``trace`` is set. ``since`` is the
-    release that introduced it. ``about`` names the traces that it judges (``Header.about``),
-    ``also`` other kinds of them.
+    one of them is above zero. Exactly one of ``request`` and ``trace`` is set. ``about``
+    names the traces that it judges (``Header.about``), ``also`` other kinds of them.
     """
 
     id: str
     promise: str
     needs: str
     exercised_by: tuple[str, ...]
-    since: str = "0.1"
     about: str = "rollouts"
     also: tuple[str, ...] = ()
     applies: Applies | None = None
@@ -146,7 +144,6 @@ def request_check(
     needs: str,
     exercised_by: str | tuple[str, ...],
     applies: Applies | None = None,
-    since: str = "0.1",
 ) -> Callable[[RequestJudge], Check]:
     """Make a ``Check`` of a function ``(view, out)`` that is called once per ended request."""
 
@@ -157,7 +154,6 @@ def request_check(
             needs=needs,
             exercised_by=_names(exercised_by),
             applies=applies,
-            since=since,
             request=judge,
         )
 
@@ -171,7 +167,6 @@ def trace_check(
     needs: str,
     exercised_by: str | tuple[str, ...],
     applies: Applies | None = None,
-    since: str = "0.1",
     about: str = "rollouts",
 ) -> Callable[[TraceJudge], Check]:
     """Make a ``Check`` of a ``TraceCheck`` class whose constructor takes the ``JudgeContext``."""
@@ -184,7 +179,6 @@ def trace_check(
             needs=needs,
             exercised_by=names,
             applies=applies,
-            since=since,
             about=about,
             trace=judge,
         )

@@ -1,3 +1,24 @@
 """Batch: a conversion of finished samples carries every per-token field to its place."""
 
 from __future__ import annotations
+
+from rollproof.invariants.batch import batch_routes, fields
+from rollproof.judging.checks import Check
+
+__all__ = ["CHECKS"]
+
+CHECKS: tuple[Check, ...] = (
+    fields.batch_accepts,
+    fields.batch_complete,
+    fields.batch_tokens,
+    fields.batch_padding,
+    fields.batch_loss_mask,
+    fields.batch_logprobs,
+    fields.batch_input,
+    batch_routes.batch_routes,
+    batch_routes.batch_expert_ids,
+    batch_routes.batch_filler,
+    batch_routes.batch_mixed,
+    batch_routes.batch_refuses,
+)
+"""The checks of the family, in the order of a report."""

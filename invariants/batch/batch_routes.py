@@ -14,12 +14,18 @@ from rollproof.invariants._shared.phrases import count, ranges
 from rollproof.invariants.batch.batch_rows import Conversion, Placed, Places, batch_check
 from rollproof.invariants.routes.comparison import is_filler
 from rollproof.invariants.routes.route_phrases import has_routes
-from rollproof.judging.checks import Check, Collector, trace_check
+from rollproof.judging.checks import Collector, trace_check
 
 if TYPE_CHECKING:
     from rollproof.judging.judge import JudgeContext
 
-__all__ = ["CHECKS"]
+__all__ = [
+    "batch_expert_ids",
+    "batch_filler",
+    "batch_mixed",
+    "batch_refuses",
+    "batch_routes",
+]
 
 _NEEDS = "Batch events with samples that have routes"
 _ZEROS = "filler rows of zeros (a legal expert id: a trainer replays them)"
@@ -49,7 +55,7 @@ def _judged(batch: Conversion) -> tuple[Placed, ...]:
     exercised_by="rows compared",
     applies=has_routes,
 )
-def _routes(batch: Conversion, out: Collector) -> None:
+def batch_routes(batch: Conversion, out: Collector) -> None:
     for one in batch.sound:
         if one.sample.routes is None:
             continue
@@ -164,7 +170,7 @@ def _owner(batch: Conversion, one: Placed, cell: IntArray) -> tuple[str, int] | 
     exercised_by="rows with routes",
     applies=has_routes,
 )
-def _expert_ids(batch: Conversion, out: Collector) -> None:
+def batch_expert_ids(batch: Conversion, out: Collector) -> None:
     largest = (batch.contract.num_experts or 1) - 1
     for one in _judged(batch):
         assert one.row.routes is not None and one.sample.routes is not None
@@ -201,7 +207,7 @@ def _expert_ids(batch: Conversion, out: Collector) -> None:
     ),
     applies=has_routes,
 )
-def _filler(batch: Conversion, out: Collector) -> None:
+def batch_filler(batch: Conversion, out: Collector) -> None:
     contract = batch.contract
     for one in _judged(batch):
         assert one.row.routes is not None and one.sample.routes is not None
@@ -263,7 +269,7 @@ def _report_filler(
     )
 
 
-class _Mixed(Fold):
+class BatchMixed(Fold):
     """Only a conversion that carries routes elsewhere can lose them here: one that never does is
     for ``batch.routes`` to name.
     """
@@ -303,7 +309,7 @@ class _Mixed(Fold):
                 _report_gift(batch, out, one, _legal(batch.contract, one.row, one.places[:-1]))
 
 
-_mixed = trace_check(
+batch_mixed = trace_check(
     "batch.mixed",
     promise=(
         "A sample without routes costs no other sample theirs, and is given none; or the batch is"
@@ -313,7 +319,7 @@ _mixed = trace_check(
     exercised_by=("mixed batches", "mixed batches refused"),
     applies=has_routes,
     about="batches",
-)(_Mixed)
+)(BatchMixed)
 
 
 def _report_gift(batch: Conversion, out: Collector, one: Placed, legal: Places) -> None:
@@ -362,7 +368,7 @@ def _told(contract: Contract, row: BatchRow, places: Places) -> str:
     needs="Batch events with a malformed sample",
     exercised_by=("malformed samples", "malformed samples refused"),
 )
-def _refuses(batch: Conversion, out: Collector) -> None:
+def batch_refuses(batch: Conversion, out: Collector) -> None:
     event = batch.event
     if not event.defect:
         return
@@ -446,7 +452,3 @@ def _made_of_field(one: Placed, field: str, given: int) -> str:
         if filled.any()
         else ""
     )
-
-
-CHECKS: tuple[Check, ...] = (_routes, _expert_ids, _filler, _mixed, _refuses)
-"""Checks of routes in batches, and of refusals."""

@@ -11,11 +11,18 @@ import numpy as np
 from rollproof.core.contract import Contract, Logprobs
 from rollproof.core.records import FinishReason
 from rollproof.invariants._shared.phrases import count, ranges
-from rollproof.invariants.batch import batch_routes
 from rollproof.invariants.batch.batch_rows import Conversion, Placed, batch_check
-from rollproof.judging.checks import Check, Collector
+from rollproof.judging.checks import Collector
 
-__all__ = ["CHECKS"]
+__all__ = [
+    "batch_accepts",
+    "batch_complete",
+    "batch_input",
+    "batch_logprobs",
+    "batch_loss_mask",
+    "batch_padding",
+    "batch_tokens",
+]
 
 _NEEDS = "Batch events (a BatchSubject, judged by rollproof.verification.batches)"
 
@@ -26,7 +33,7 @@ _NEEDS = "Batch events (a BatchSubject, judged by rollproof.verification.batches
     needs=_NEEDS,
     exercised_by="well-formed batches",
 )
-def _accepts(batch: Conversion, out: Collector) -> None:
+def batch_accepts(batch: Conversion, out: Collector) -> None:
     event = batch.event
     if event.defect or batch.mixed:
         return
@@ -51,7 +58,7 @@ def _accepts(batch: Conversion, out: Collector) -> None:
     needs=_NEEDS,
     exercised_by="samples converted",
 )
-def _complete(batch: Conversion, out: Collector) -> None:
+def batch_complete(batch: Conversion, out: Collector) -> None:
     event = batch.event
     if event.refused is not None:
         out.absent("every batch was refused")
@@ -96,7 +103,7 @@ def _complete(batch: Conversion, out: Collector) -> None:
     needs=_NEEDS,
     exercised_by="rows compared",
 )
-def _tokens(batch: Conversion, out: Collector) -> None:
+def batch_tokens(batch: Conversion, out: Collector) -> None:
     if not batch.placed:
         out.absent("no well-formed sample was converted")
     for one in batch.placed:
@@ -146,7 +153,7 @@ def _tokens(batch: Conversion, out: Collector) -> None:
     needs=_NEEDS + "; rows with a loss mask",
     exercised_by=("padded places", "rows without padding"),
 )
-def _padding(batch: Conversion, out: Collector) -> None:
+def batch_padding(batch: Conversion, out: Collector) -> None:
     for one in batch.placed:
         mask = one.row.loss_mask
         padded = np.flatnonzero(one.row.attention == 0)
@@ -179,7 +186,7 @@ def _padding(batch: Conversion, out: Collector) -> None:
     needs=_NEEDS + "; rows with a loss mask",
     exercised_by="tokens compared",
 )
-def _loss_mask(batch: Conversion, out: Collector) -> None:
+def batch_loss_mask(batch: Conversion, out: Collector) -> None:
     for one in batch.sound:
         if one.row.loss_mask is None:
             out.absent("the batch carries no loss mask")
@@ -251,7 +258,7 @@ def _has_logprobs(contract: Contract) -> str | None:
     exercised_by="logprobs compared",
     applies=_has_logprobs,
 )
-def _logprobs(batch: Conversion, out: Collector) -> None:
+def batch_logprobs(batch: Conversion, out: Collector) -> None:
     for one in batch.sound:
         given = one.sample.logprobs
         if given is None or not len(given):
@@ -338,7 +345,7 @@ def _report_logprob(
     needs=_NEEDS,
     exercised_by="batches",
 )
-def _input(batch: Conversion, out: Collector) -> None:
+def batch_input(batch: Conversion, out: Collector) -> None:
     out.exercised("batches")
     if batch.event.changed:
         out.finding(
@@ -351,16 +358,3 @@ def _input(batch: Conversion, out: Collector) -> None:
                 " before padding in place."
             ),
         )
-
-
-CHECKS: tuple[Check, ...] = (
-    _accepts,
-    _complete,
-    _tokens,
-    _padding,
-    _loss_mask,
-    _logprobs,
-    *batch_routes.CHECKS,
-    _input,
-)
-"""All checks of batches."""

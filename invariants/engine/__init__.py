@@ -14,7 +14,21 @@ from rollproof.judging.checks import Applies, Check
 
 __all__ = ["CHECKS", "SHARED", "shared"]
 
-CHECKS: tuple[Check, ...] = (*engine_values.CHECKS, *engine_replies.CHECKS, *engine_calls.CHECKS)
+CHECKS: tuple[Check, ...] = (
+    engine_values.engine_routes,
+    engine_values.engine_order,
+    engine_values.engine_logprobs,
+    engine_values.engine_logprob_mode,
+    engine_replies.engine_rows,
+    engine_replies.engine_parts,
+    engine_replies.engine_spans,
+    engine_replies.engine_opt_in,
+    engine_replies.engine_stream,
+    engine_replies.engine_identity,
+    engine_calls.engine_answers,
+    engine_calls.engine_refusals,
+    engine_calls.engine_paused_calls,
+)
 """The family ``engine``, in the order of a report."""
 
 

@@ -12,12 +12,18 @@ from rollproof.core.records import FinishReason
 from rollproof.core.trace import Abort, Call, Chunk, Fault, Pause, Reply, Result, Resume
 from rollproof.invariants._shared.event_check import Fold
 from rollproof.invariants.engine.engine_replies import refusal_of
-from rollproof.judging.checks import Check, Collector, trace_check
+from rollproof.judging.checks import Collector, trace_check
 
 if TYPE_CHECKING:
     from rollproof.judging.judge import JudgeContext
 
-__all__ = ["BROKEN_OFF", "CHECKS", "pauses"]
+__all__ = [
+    "BROKEN_OFF",
+    "engine_answers",
+    "engine_paused_calls",
+    "engine_refusals",
+    "pauses",
+]
 
 BROKEN_OFF = "broken-off"
 """What a ``Fault`` says where an experiment could not be brought to its end."""
@@ -53,7 +59,7 @@ class _Calls(Fold):
         )
 
 
-class _Answers(_Calls):
+class EngineAnswers(_Calls):
     """Every call has one reply, unless the engine refused it; an experiment that broke off is the
     engine's fault, too.
     """
@@ -133,7 +139,7 @@ class _Answers(_Calls):
                 )
 
 
-class _Refusals(_Calls):
+class EngineRefusals(_Calls):
     """Calls that cannot be served, and whether those that can are."""
 
     def __init__(self, context: JudgeContext) -> None:
@@ -209,7 +215,7 @@ def _words(how: Refusal) -> str:
     }[how]
 
 
-class _PausedCalls(_Calls):
+class EnginePausedCalls(_Calls):
     """A call that is sent to a paused engine is parked, turned away or refused, as declared."""
 
     def __init__(self, context: JudgeContext) -> None:
@@ -309,39 +315,34 @@ def pauses(contract: Contract) -> str | None:
     )
 
 
-CHECKS: tuple[Check, ...] = (
-    trace_check(
-        "engine.answers",
-        promise=(
-            "Every call gets one reply, also an aborted one, none ends by length before its budget,"
-            " and the engine does all that its contract offers."
-        ),
-        needs="Call, Reply and Result events of an experiment",
-        exercised_by="calls",
-        about="engines",
-    )(_Answers),
-    trace_check(
-        "engine.refusals",
-        promise=(
-            "A call that cannot be served is answered as declared, and no other call is refused."
-        ),
-        needs=(
-            "calls without a budget or a prompt, longer than the context, or with an offset beyond"
-            " the prompt"
-        ),
-        exercised_by="calls that cannot be served",
-        about="engines",
-    )(_Refusals),
-    trace_check(
-        "engine.paused-calls",
-        promise=(
-            "A call sent to a paused engine is parked, turned away or refused, as declared; aborted"
-            " meanwhile, it does not run."
-        ),
-        needs="calls between a Pause and its Resume",
-        exercised_by="calls sent to a paused engine",
-        applies=pauses,
-        about="engines",
-    )(_PausedCalls),
-)
-"""Checks of how an engine treats calls."""
+engine_answers = trace_check(
+    "engine.answers",
+    promise=(
+        "Every call gets one reply, also an aborted one, none ends by length before its budget,"
+        " and the engine does all that its contract offers."
+    ),
+    needs="Call, Reply and Result events of an experiment",
+    exercised_by="calls",
+    about="engines",
+)(EngineAnswers)
+engine_refusals = trace_check(
+    "engine.refusals",
+    promise=("A call that cannot be served is answered as declared, and no other call is refused."),
+    needs=(
+        "calls without a budget or a prompt, longer than the context, or with an offset beyond"
+        " the prompt"
+    ),
+    exercised_by="calls that cannot be served",
+    about="engines",
+)(EngineRefusals)
+engine_paused_calls = trace_check(
+    "engine.paused-calls",
+    promise=(
+        "A call sent to a paused engine is parked, turned away or refused, as declared; aborted"
+        " meanwhile, it does not run."
+    ),
+    needs="calls between a Pause and its Resume",
+    exercised_by="calls sent to a paused engine",
+    applies=pauses,
+    about="engines",
+)(EnginePausedCalls)

@@ -22,12 +22,20 @@ from rollproof.invariants.engine.independent_forward import (
     readable,
 )
 from rollproof.invariants.routes.route_phrases import has_routes
-from rollproof.judging.checks import Check, Collector, trace_check
+from rollproof.judging.checks import Collector, trace_check
 
 if TYPE_CHECKING:
     from rollproof.judging.judge import JudgeContext
 
-__all__ = ["CHECKS", "refusal_of"]
+__all__ = [
+    "engine_identity",
+    "engine_opt_in",
+    "engine_parts",
+    "engine_rows",
+    "engine_spans",
+    "engine_stream",
+    "refusal_of",
+]
 
 
 def refusal_of(terms: EngineTerms, call: Call) -> Refusal | None:
@@ -64,7 +72,7 @@ class _Served(PerReply):
         )
 
 
-class _RowCount(_Served):
+class EngineRows(_Served):
     """Of N tokens of prompt and response the last was never forwarded, however the call ended."""
 
     def look(self, call: Call, reply: Reply, out: Collector) -> None:
@@ -96,7 +104,7 @@ class _RowCount(_Served):
             )
 
 
-class _Keys(_Served):
+class EngineParts(_Served):
     """Which parts a reply has depends on how far its call had come."""
 
     def look(self, call: Call, reply: Reply, out: Collector) -> None:
@@ -142,7 +150,7 @@ class _Keys(_Served):
             )
 
 
-class _Spans(_Served):
+class EngineSpans(_Served):
     """Spans are contiguous from 0, differ from one to the next, and cover the tokens."""
 
     def look(self, call: Call, reply: Reply, out: Collector) -> None:
@@ -172,7 +180,7 @@ class _Spans(_Served):
             )
 
 
-class _OptIn(_Served):
+class EngineOptIn(_Served):
     """Routes are large: who did not ask must not pay, unless the engine is all or nothing."""
 
     def look(self, call: Call, reply: Reply, out: Collector) -> None:
@@ -207,7 +215,7 @@ class _OptIn(_Served):
             )
 
 
-class _Stream(_Served):
+class EngineStream(_Served):
     """What a caller puts together of the pieces is the reply."""
 
     def __init__(self, context: JudgeContext) -> None:
@@ -266,7 +274,7 @@ class _Stream(_Served):
             )
 
 
-class _Identity(PerReply):
+class EngineIdentity(PerReply):
     """Two calls alike, an identity update between them: the later one is compared with the earlier
     one, layer by layer.
     """
@@ -396,68 +404,59 @@ def _tagged(contract: Contract) -> str | None:
 
 
 _REPLIES = "the replies of an engine"
-CHECKS: tuple[Check, ...] = (
-    trace_check(
-        "engine.rows",
-        promise=(
-            "A reply has one row per forwarded token from its offset on, however the call ended."
-        ),
-        needs=_REPLIES + " with routes",
-        exercised_by=("rows of finished calls", "rows of aborted calls"),
-        applies=has_routes,
-        about="engines",
-    )(_RowCount),
-    trace_check(
-        "engine.parts",
-        promise=(
-            "A reply has the parts that the engine declares for the way in which its call ended."
-        ),
-        needs=_REPLIES,
-        exercised_by=(
-            "replies that ended by itself",
-            "replies aborted after a token",
-            "replies aborted before the first token",
-        ),
-        about="engines",
-    )(_Keys),
-    trace_check(
-        "engine.spans",
-        promise="The version spans of a reply follow one another from its first token to its last.",
-        needs=_REPLIES + " with spans",
-        exercised_by="replies with spans",
-        applies=_tagged,
-        about="engines",
-    )(_Spans),
-    trace_check(
-        "engine.opt-in",
-        promise=(
-            "Routes are in the replies of the calls that asked for them, as the engine declares."
-        ),
-        needs=_REPLIES,
-        exercised_by=("calls that ask", "calls that do not ask"),
-        applies=has_routes,
-        about="engines",
-    )(_OptIn),
-    trace_check(
-        "engine.stream",
-        promise=(
-            "The chunks of a stream make the reply: every token once, one end, the routes on the"
-            " last chunk."
-        ),
-        needs="Chunk events and the reply of a streamed call",
-        exercised_by=("cumulative streams", "delta streams"),
-        applies=_streams,
-        about="engines",
-    )(_Stream),
-    trace_check(
-        "engine.identity",
-        promise=(
-            "After an update to equal weights, the same call has the same tokens, logprobs and rows"
-            " in every layer."
-        ),
-        needs="a call, an identity update, and the same call again",
-        exercised_by="calls repeated after an identity update",
-        about="engines",
-    )(_Identity),
-)
-"""Checks of what an engine's replies are made of."""
+engine_rows = trace_check(
+    "engine.rows",
+    promise=("A reply has one row per forwarded token from its offset on, however the call ended."),
+    needs=_REPLIES + " with routes",
+    exercised_by=("rows of finished calls", "rows of aborted calls"),
+    applies=has_routes,
+    about="engines",
+)(EngineRows)
+engine_parts = trace_check(
+    "engine.parts",
+    promise=("A reply has the parts that the engine declares for the way in which its call ended."),
+    needs=_REPLIES,
+    exercised_by=(
+        "replies that ended by itself",
+        "replies aborted after a token",
+        "replies aborted before the first token",
+    ),
+    about="engines",
+)(EngineParts)
+engine_spans = trace_check(
+    "engine.spans",
+    promise="The version spans of a reply follow one another from its first token to its last.",
+    needs=_REPLIES + " with spans",
+    exercised_by="replies with spans",
+    applies=_tagged,
+    about="engines",
+)(EngineSpans)
+engine_opt_in = trace_check(
+    "engine.opt-in",
+    promise=("Routes are in the replies of the calls that asked for them, as the engine declares."),
+    needs=_REPLIES,
+    exercised_by=("calls that ask", "calls that do not ask"),
+    applies=has_routes,
+    about="engines",
+)(EngineOptIn)
+engine_stream = trace_check(
+    "engine.stream",
+    promise=(
+        "The chunks of a stream make the reply: every token once, one end, the routes on the"
+        " last chunk."
+    ),
+    needs="Chunk events and the reply of a streamed call",
+    exercised_by=("cumulative streams", "delta streams"),
+    applies=_streams,
+    about="engines",
+)(EngineStream)
+engine_identity = trace_check(
+    "engine.identity",
+    promise=(
+        "After an update to equal weights, the same call has the same tokens, logprobs and rows"
+        " in every layer."
+    ),
+    needs="a call, an identity update, and the same call again",
+    exercised_by="calls repeated after an identity update",
+    about="engines",
+)(EngineIdentity)

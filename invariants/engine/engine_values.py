@@ -24,12 +24,17 @@ from rollproof.invariants.engine.independent_forward import (
     readable,
 )
 from rollproof.invariants.routes.route_phrases import has_routes
-from rollproof.judging.checks import Check, Collector, trace_check
+from rollproof.judging.checks import Collector, trace_check
 
 if TYPE_CHECKING:
     from rollproof.judging.judge import JudgeContext
 
-__all__ = ["CHECKS"]
+__all__ = [
+    "engine_logprob_mode",
+    "engine_logprobs",
+    "engine_order",
+    "engine_routes",
+]
 
 _NO_REFERENCE = "the trace holds no independent forward (Reference events)"
 
@@ -76,7 +81,7 @@ class _Values(PerReply):
         )
 
 
-class _Routes(_Values):
+class EngineRoutes(_Values):
     """A row must be the choice of some served version: which one it ought to be is told by the
     version checks.
     """
@@ -140,7 +145,7 @@ class _Routes(_Values):
         )
 
 
-class _Logprobs(_Values):
+class EngineLogprobs(_Values):
     """A logprob must be that of some served version, in the declared mode; the other mode is told
     by ``engine.logprob-mode``.
     """
@@ -185,7 +190,7 @@ class _Logprobs(_Values):
             )
 
 
-class _Mode(_Values):
+class EngineLogprobMode(_Values):
     """At a temperature the two modes differ at nearly every token."""
 
     def compare(
@@ -228,7 +233,7 @@ class _Mode(_Values):
                 return
 
 
-class _Order(_Values):
+class EngineOrder(_Values):
     """The order counts where a consumer weights experts by their place."""
 
     def compare(
@@ -295,47 +300,44 @@ def _has_logprobs(contract: Contract) -> str | None:
 
 
 _NEEDS = "replies, and the independent forward of each version that was served (Reference events)"
-CHECKS: tuple[Check, ...] = (
-    trace_check(
-        "engine.routes",
-        promise=(
-            "Every row that an engine returns is the choice of its weights for that token, as an"
-            " independent forward computes it."
-        ),
-        needs=_NEEDS,
-        exercised_by=("rows compared", "rows of cached tokens"),
-        applies=has_routes,
-        about="engines",
-    )(_Routes),
-    trace_check(
-        "engine.order",
-        promise="The experts of a row stand in the order of their scores.",
-        needs=_NEEDS,
-        exercised_by="choices compared in order",
-        applies=has_routes,
-        about="engines",
-    )(_Order),
-    trace_check(
-        "engine.logprobs",
-        promise=(
-            "Every logprob that an engine returns is that of its weights for that token, as an"
-            " independent forward computes it."
-        ),
-        needs=_NEEDS,
-        exercised_by="logprobs compared",
-        applies=_has_logprobs,
-        about="engines",
-    )(_Logprobs),
-    trace_check(
-        "engine.logprob-mode",
-        promise=(
-            "At a temperature, logprobs are of the declared mode: of the model's distribution, or"
-            " of the one that was sampled from."
-        ),
-        needs=_NEEDS + ", of calls at a temperature other than 1",
-        exercised_by="replies at a temperature other than 1",
-        applies=_has_logprobs,
-        about="engines",
-    )(_Mode),
-)
-"""Checks of what an engine computes."""
+engine_routes = trace_check(
+    "engine.routes",
+    promise=(
+        "Every row that an engine returns is the choice of its weights for that token, as an"
+        " independent forward computes it."
+    ),
+    needs=_NEEDS,
+    exercised_by=("rows compared", "rows of cached tokens"),
+    applies=has_routes,
+    about="engines",
+)(EngineRoutes)
+engine_order = trace_check(
+    "engine.order",
+    promise="The experts of a row stand in the order of their scores.",
+    needs=_NEEDS,
+    exercised_by="choices compared in order",
+    applies=has_routes,
+    about="engines",
+)(EngineOrder)
+engine_logprobs = trace_check(
+    "engine.logprobs",
+    promise=(
+        "Every logprob that an engine returns is that of its weights for that token, as an"
+        " independent forward computes it."
+    ),
+    needs=_NEEDS,
+    exercised_by="logprobs compared",
+    applies=_has_logprobs,
+    about="engines",
+)(EngineLogprobs)
+engine_logprob_mode = trace_check(
+    "engine.logprob-mode",
+    promise=(
+        "At a temperature, logprobs are of the declared mode: of the model's distribution, or"
+        " of the one that was sampled from."
+    ),
+    needs=_NEEDS + ", of calls at a temperature other than 1",
+    exercised_by="replies at a temperature other than 1",
+    applies=_has_logprobs,
+    about="engines",
+)(EngineLogprobMode)

@@ -12,12 +12,20 @@ from rollproof.invariants.layout.call_check import (
     compare_rows,
     layout_check,
 )
-from rollproof.judging.checks import Check, Collector
+from rollproof.judging.checks import Collector
 from rollproof.layouts.functions import FUNCTIONS
 from rollproof.layouts.pipeline_schedules import Operation, schedule_table, wanted_targets
 from rollproof.layouts.sources import Source
 
-__all__ = ["CHECKS"]
+__all__ = [
+    "layout_chunk_order",
+    "layout_layer_map",
+    "layout_recompute",
+    "layout_schedule",
+    "layout_stage_gather",
+    "layout_stages",
+    "layout_virtual_stages",
+]
 
 
 @layout_check(
@@ -29,7 +37,7 @@ __all__ = ["CHECKS"]
     ),
     exercised_by=("routers compared", "stages without MoE layers"),
 )
-def _layer_map(one: LayoutCall, out: Collector) -> None:
+def layout_layer_map(one: LayoutCall, out: Collector) -> None:
     call, layout = one.call, one.layout
     routers = layout.routers(call.rank.pp, call.chunk)
     layers = one.event.out[0].reshape(-1).tolist()
@@ -133,7 +141,7 @@ def _chunk_layers(one: LayoutCall, out: Collector, hint: str) -> None:
     ),
     exercised_by=("chunks compared", "chunks without layers"),
 )
-def _stages(one: LayoutCall, out: Collector) -> None:
+def layout_stages(one: LayoutCall, out: Collector) -> None:
     if one.layout.mesh.vpp == 1:
         _chunk_layers(
             one,
@@ -152,7 +160,7 @@ def _stages(one: LayoutCall, out: Collector) -> None:
     ),
     exercised_by=("chunks compared", "chunks without layers"),
 )
-def _virtual_stages(one: LayoutCall, out: Collector) -> None:
+def layout_virtual_stages(one: LayoutCall, out: Collector) -> None:
     if one.layout.mesh.vpp > 1:
         _chunk_layers(
             one,
@@ -170,7 +178,7 @@ def _virtual_stages(one: LayoutCall, out: Collector) -> None:
     promise="Forward passes run through microbatches and chunks in the order of the schedule.",
     exercised_by="passes compared",
 )
-def _schedule(one: LayoutCall, out: Collector) -> None:
+def layout_schedule(one: LayoutCall, out: Collector) -> None:
     layout, call = one.layout, one.call
     wanted = schedule_table(call.microbatches, layout.mesh.vpp, layout.group or layout.mesh.pp)
     got = tuple((int(m), int(c)) for m, c in one.event.out[0])
@@ -201,7 +209,7 @@ def _schedule(one: LayoutCall, out: Collector) -> None:
     ),
     exercised_by=("router calls compared", "recomputes compared"),
 )
-def _recompute(one: LayoutCall, out: Collector) -> None:
+def layout_recompute(one: LayoutCall, out: Collector) -> None:
     order = FUNCTIONS["serve"].arguments(one.call)["operations"]
     wanted = wanted_targets(order, recompute=one.call.recompute)
     used = [(int(microbatch), int(chunk)) for microbatch, chunk in one.event.out[0]]
@@ -258,7 +266,7 @@ def _pass_name(operation: Operation) -> str:
     ),
     exercised_by="rows compared",
 )
-def _chunk_order(one: LayoutCall, out: Collector) -> None:
+def layout_chunk_order(one: LayoutCall, out: Collector) -> None:
     layout, call = one.layout, one.call
     chunks = range(layout.mesh.vpp)
     columns = [
@@ -284,7 +292,7 @@ def _chunk_order(one: LayoutCall, out: Collector) -> None:
     promise="The layers that pipeline ranks recorded come together in the order of the model.",
     exercised_by="rows compared",
 )
-def _stage_gather(one: LayoutCall, out: Collector) -> None:
+def layout_stage_gather(one: LayoutCall, out: Collector) -> None:
     layout, rows = one.layout, one.event.out[0]
     if len(rows) != one.call.lengths[0]:
         out.finding(
@@ -308,15 +316,3 @@ def _stage_gather(one: LayoutCall, out: Collector) -> None:
         ),
         columns=[layout.column[layer] for layer in layout.moe],
     )
-
-
-CHECKS: tuple[Check, ...] = (
-    _layer_map,
-    _stages,
-    _virtual_stages,
-    _schedule,
-    _recompute,
-    _chunk_order,
-    _stage_gather,
-)
-"""Checks of layers and schedules."""

@@ -13,11 +13,20 @@ from rollproof.invariants.layout.call_check import (
     layout_check,
     outcome_check,
 )
-from rollproof.judging.checks import Check, Collector
+from rollproof.judging.checks import Collector
 from rollproof.layouts.functions import FUNCTIONS
 from rollproof.layouts.sources import Source
 
-__all__ = ["CHECKS"]
+__all__ = [
+    "layout_accepts",
+    "layout_expert_ids",
+    "layout_input",
+    "layout_microbatches",
+    "layout_refuses",
+    "layout_restore",
+    "layout_returns",
+    "layout_samples",
+]
 
 
 @layout_check(
@@ -26,7 +35,7 @@ __all__ = ["CHECKS"]
     promise="Every sample is in exactly one microbatch, and none has more tokens than allowed.",
     exercised_by="samples divided",
 )
-def _microbatches(one: LayoutCall, out: Collector) -> None:
+def layout_microbatches(one: LayoutCall, out: Collector) -> None:
     parts, lengths = [part.reshape(-1).tolist() for part in one.event.out], one.call.lengths
     out.exercised("samples divided", len(lengths))
     named = sorted(i for part in parts for i in part)
@@ -61,7 +70,7 @@ def _microbatches(one: LayoutCall, out: Collector) -> None:
     promise="Values of microbatches go back to the order of the samples.",
     exercised_by="rows compared",
 )
-def _restore(one: LayoutCall, out: Collector) -> None:
+def layout_restore(one: LayoutCall, out: Collector) -> None:
     compare_parts(
         one,
         out,
@@ -84,7 +93,7 @@ def _restore(one: LayoutCall, out: Collector) -> None:
     ),
     exercised_by="samples followed",
 )
-def _samples(one: LayoutCall, out: Collector) -> None:
+def layout_samples(one: LayoutCall, out: Collector) -> None:
     call, arrays = one.call, one.event.out[1:]
     tokens, payloads = call.tokens(), call.payloads()
     owners = []
@@ -174,7 +183,7 @@ def _complete(one: LayoutCall, out: Collector, owners: list[int | None]) -> None
     promise="Ids come out of their compact type as they went in, for every number of experts.",
     exercised_by="ids compared",
 )
-def _expert_ids(one: LayoutCall, out: Collector) -> None:
+def layout_expert_ids(one: LayoutCall, out: Collector) -> None:
     wanted = FUNCTIONS["compact"].arguments(one.call)["ids"].reshape(-1)
     stored = one.event.out[0]
     got = stored.reshape(-1).astype(np.int64)
@@ -210,7 +219,7 @@ def _expert_ids(one: LayoutCall, out: Collector) -> None:
     promise="Sound input is laid out, whatever its lengths and sizes.",
     exercised_by="sound calls",
 )
-def _accepts(one: LayoutCall, out: Collector) -> None:
+def layout_accepts(one: LayoutCall, out: Collector) -> None:
     if one.call.defect or (_uneven(one) and one.event.refused is not None):
         return
     out.exercised("sound calls")
@@ -233,7 +242,7 @@ def _accepts(one: LayoutCall, out: Collector) -> None:
     promise="A function returns arrays of the declared kind and rank.",
     exercised_by="returned values",
 )
-def _returns(one: LayoutCall, out: Collector) -> None:
+def layout_returns(one: LayoutCall, out: Collector) -> None:
     if one.event.refused is not None:
         out.absent("every call raised (layout.accepts)")
         return
@@ -257,7 +266,7 @@ def _returns(one: LayoutCall, out: Collector) -> None:
     promise="A function leaves the arrays alone that it is handed.",
     exercised_by="calls watched",
 )
-def _input(one: LayoutCall, out: Collector) -> None:
+def layout_input(one: LayoutCall, out: Collector) -> None:
     out.exercised("calls watched")
     if one.event.changed:
         out.finding(
@@ -280,7 +289,7 @@ def _input(one: LayoutCall, out: Collector) -> None:
     ),
     exercised_by="malformed calls",
 )
-def _refuses(one: LayoutCall, out: Collector) -> None:
+def layout_refuses(one: LayoutCall, out: Collector) -> None:
     if not one.call.defect:
         out.inapplicable(
             "the subject has no function that malformed input is made for (complete, targets)"
@@ -337,16 +346,3 @@ def _accepted(one: LayoutCall) -> str:
         f"positions {held} to {tokens - 1} were filled with {rows[held].reshape(-1)[:4].tolist()},"
         " and are replayed"
     )
-
-
-CHECKS: tuple[Check, ...] = (
-    _microbatches,
-    _restore,
-    _samples,
-    _expert_ids,
-    _accepts,
-    _returns,
-    _input,
-    _refuses,
-)
-"""Checks of samples, ids and outcomes."""

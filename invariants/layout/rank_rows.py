@@ -17,13 +17,21 @@ from rollproof.invariants.layout.call_check import (
     compare_rows,
     layout_check,
 )
-from rollproof.judging.checks import Check, Collector
+from rollproof.judging.checks import Collector
 from rollproof.layouts.context import Context
 from rollproof.layouts.padding import Side
 from rollproof.layouts.slicing import Order, flat_rows
 from rollproof.layouts.sources import Source
 
-__all__ = ["CHECKS"]
+__all__ = [
+    "layout_context",
+    "layout_context_merge",
+    "layout_flatten_order",
+    "layout_merge",
+    "layout_targets",
+    "layout_tensor_slice",
+    "layout_ulysses_slice",
+]
 
 
 @layout_check(
@@ -35,7 +43,7 @@ __all__ = ["CHECKS"]
     ),
     exercised_by=("rows compared", "sequences shorter than 2 * cp"),
 )
-def _context(one: LayoutCall, out: Collector) -> None:
+def layout_context(one: LayoutCall, out: Collector) -> None:
     wanted = one.before_tensor_slice()
     if len(one.event.out[0]) != len(wanted):
         out.absent("the rows of a rank are not as many as its layout says (layout.alignment)")
@@ -88,7 +96,7 @@ def _other_ranks(one: LayoutCall) -> dict[str, Callable[[], Source]]:
     promise="The rows of all context-parallel ranks come back to each sample in its own order.",
     exercised_by="rows compared",
 )
-def _context_merge(one: LayoutCall, out: Collector) -> None:
+def layout_context_merge(one: LayoutCall, out: Collector) -> None:
     compare_parts(
         one,
         out,
@@ -111,7 +119,7 @@ def _context_merge(one: LayoutCall, out: Collector) -> None:
     ),
     exercised_by="rows compared",
 )
-def _tensor_slice(one: LayoutCall, out: Collector) -> None:
+def layout_tensor_slice(one: LayoutCall, out: Collector) -> None:
     size, rank, total = one.layout.mesh.tp, one.call.rank.tp, one.call.lengths[0]
     _slice(
         one,
@@ -133,7 +141,7 @@ def _tensor_slice(one: LayoutCall, out: Collector) -> None:
     ),
     exercised_by="rows compared",
 )
-def _ulysses(one: LayoutCall, out: Collector) -> None:
+def layout_ulysses_slice(one: LayoutCall, out: Collector) -> None:
     size, rank = one.layout.mesh.ulysses, one.call.rank.ulysses
     total = -(-one.call.lengths[0] // size) * size
     if len(one.event.out[0]) != total // size and len(one.event.out[0]) != one.call.lengths[0]:
@@ -192,7 +200,7 @@ def _slice(one: LayoutCall, out: Collector, size: int, rank: int, total: int, hi
     promise="A batch is flattened in the order in which the model flattens its hidden states.",
     exercised_by=("rows compared", "batches of more than one sample"),
 )
-def _flatten(one: LayoutCall, out: Collector) -> None:
+def layout_flatten_order(one: LayoutCall, out: Collector) -> None:
     lengths, layout = one.call.lengths, one.layout
     batch = Source(
         sample=np.repeat(np.arange(len(lengths))[:, None], lengths[0], axis=1),
@@ -233,7 +241,7 @@ def _flatten(one: LayoutCall, out: Collector) -> None:
     ),
     exercised_by=("rows compared", "routers compared"),
 )
-def _targets(one: LayoutCall, out: Collector) -> None:
+def layout_targets(one: LayoutCall, out: Collector) -> None:
     call, layout = one.call, one.layout
     tables = dict(zip(one.event.out[0].tolist(), one.event.out[1:], strict=True))
     routers = layout.routers(call.rank.pp, call.chunk)
@@ -332,7 +340,7 @@ def _other_batches(one: LayoutCall) -> dict[str, Callable[[], Source]]:
     ),
     exercised_by=("rows compared", "ranks merged"),
 )
-def _merge(one: LayoutCall, out: Collector) -> None:
+def layout_merge(one: LayoutCall, out: Collector) -> None:
     layout = one.layout
     out.exercised("ranks merged", layout.mesh.shares * layout.mesh.pp)
     columns = [layout.column[layer] for layer in layout.moe]
@@ -356,15 +364,3 @@ def _merge(one: LayoutCall, out: Collector) -> None:
         ),
         columns=columns,
     )
-
-
-CHECKS: tuple[Check, ...] = (
-    _context,
-    _context_merge,
-    _tensor_slice,
-    _ulysses,
-    _flatten,
-    _targets,
-    _merge,
-)
-"""Checks of rows over ranks."""

@@ -7,10 +7,12 @@ import numpy as np
 from rollproof.core.contract import Provenance
 from rollproof.invariants._shared.phrases import share
 from rollproof.invariants.layout.call_check import LayoutCall, layout_check
-from rollproof.judging.checks import Check, Collector
+from rollproof.judging.checks import Collector
 from rollproof.layouts.merging import joined_segments
 
-__all__ = ["CHECKS"]
+__all__ = [
+    "layout_segments",
+]
 
 
 @layout_check(
@@ -22,7 +24,7 @@ __all__ = ["CHECKS"]
     ),
     exercised_by="rows compared",
 )
-def _segments(one: LayoutCall, out: Collector) -> None:
+def layout_segments(one: LayoutCall, out: Collector) -> None:
     from rollproof.layouts.functions import FUNCTIONS
 
     segments = FUNCTIONS["join"].arguments(one.call)["segments"]
@@ -73,7 +75,3 @@ def _segments(one: LayoutCall, out: Collector) -> None:
             where=one.where(),
             hint="The version of row p is that of the weights whose forward pass made it.",
         )
-
-
-CHECKS: tuple[Check, ...] = (_segments,)
-"""The check of joined calls."""

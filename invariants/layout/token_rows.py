@@ -14,12 +14,20 @@ from rollproof.invariants.layout.call_check import (
     compare_rows,
     layout_check,
 )
-from rollproof.judging.checks import Check, Collector
+from rollproof.judging.checks import Collector
 from rollproof.layouts.packing import packed
 from rollproof.layouts.padding import Fill, Side
 from rollproof.layouts.sources import Source
 
-__all__ = ["CHECKS"]
+__all__ = [
+    "layout_alignment",
+    "layout_final_row",
+    "layout_no_shift",
+    "layout_packing",
+    "layout_padding",
+    "layout_padding_rows",
+    "layout_unpadding",
+]
 
 
 @layout_check(
@@ -31,7 +39,7 @@ __all__ = ["CHECKS"]
     ),
     exercised_by=("rows compared", "tokens without a row"),
 )
-def _final_row(one: LayoutCall, out: Collector) -> None:
+def layout_final_row(one: LayoutCall, out: Collector) -> None:
     tokens, held = one.call.lengths[0], (one.call.held or one.call.lengths)[0]
     rows = one.event.out[0]
     if len(rows) != tokens:
@@ -146,7 +154,7 @@ def _rolled(source: Source, by: int) -> Source:
     ),
     exercised_by="pairs compared",
 )
-def _no_shift(one: LayoutCall, out: Collector) -> None:
+def layout_no_shift(one: LayoutCall, out: Collector) -> None:
     tokens, routes = one.event.out[0].reshape(-1), one.event.out[1]
     held = (one.call.held or one.call.lengths)[0]
     if len(tokens) != len(routes) or len(tokens) < one.call.lengths[0] - 1:
@@ -190,7 +198,7 @@ def _no_shift(one: LayoutCall, out: Collector) -> None:
     promise="Padding puts the rows of a sample where its tokens stand, on the declared side.",
     exercised_by="rows compared",
 )
-def _padding(one: LayoutCall, out: Collector) -> None:
+def layout_padding(one: LayoutCall, out: Collector) -> None:
     batch, call, layout = one.event.out[0], one.call, one.layout
     if batch.ndim < 3 or len(batch) != len(call.lengths) or batch.shape[1] < max(call.lengths):
         out.finding(
@@ -264,7 +272,7 @@ def _placed(lengths: tuple[int, ...], starts: list[int], width: int) -> Source:
     promise="Unpadding gives back the rows of each sample, all of them and nothing else.",
     exercised_by="rows compared",
 )
-def _unpadding(one: LayoutCall, out: Collector) -> None:
+def layout_unpadding(one: LayoutCall, out: Collector) -> None:
     compare_parts(
         one,
         out,
@@ -287,7 +295,7 @@ def _unpadding(one: LayoutCall, out: Collector) -> None:
     ),
     exercised_by="rows compared",
 )
-def _packing(one: LayoutCall, out: Collector) -> None:
+def layout_packing(one: LayoutCall, out: Collector) -> None:
     call, title = one.call, "packed rows do not stand where their sequence begins"
     hint = "Row p of sequence i stands at cumulative[i] + p (verl preprocess_thd_engine)."
     if one.event.function == "unpack":
@@ -335,7 +343,7 @@ def _extended(source: Source, rows: int) -> Source:
     ),
     exercised_by="lengths compared",
 )
-def _alignment(one: LayoutCall, out: Collector) -> None:
+def layout_alignment(one: LayoutCall, out: Collector) -> None:
     call, layout, mesh = one.call, one.layout, one.layout.mesh
     out.exercised("lengths compared")
     rows = len(one.event.out[0])
@@ -406,7 +414,7 @@ def _multiple(one: LayoutCall, rows: int) -> str:
     ),
     exercised_by="padding rows",
 )
-def _padding_rows(one: LayoutCall, out: Collector) -> None:
+def layout_padding_rows(one: LayoutCall, out: Collector) -> None:
     layout = one.layout
     if layout.fill is Fill.ZEROS:
         out.inapplicable(
@@ -473,15 +481,3 @@ def _rows_of_padding(one: LayoutCall) -> list[IntArray]:
             else one.before_tensor_slice()
         )
     return list(event.out[0][~source.filled]) if len(event.out[0]) == len(source) else []
-
-
-CHECKS: tuple[Check, ...] = (
-    _final_row,
-    _no_shift,
-    _padding,
-    _unpadding,
-    _packing,
-    _alignment,
-    _padding_rows,
-)
-"""Checks of rows beside tokens."""

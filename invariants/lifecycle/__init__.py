@@ -1,3 +1,30 @@
 """Lifecycle: every request ends once, nothing is lost or left running."""
 
 from __future__ import annotations
+
+from rollproof.invariants.lifecycle import abort_all, aborts, consumption, endings, stray_calls
+from rollproof.judging.checks import Check
+
+__all__ = ["CHECKS"]
+
+CHECKS: tuple[Check, ...] = (
+    endings.lifecycle_ends_once,
+    endings.lifecycle_no_hang,
+    endings.lifecycle_no_error_without_fault,
+    endings.lifecycle_counters_return,
+    endings.lifecycle_survives_death,
+    endings.lifecycle_drops_only_as_declared,
+    stray_calls.lifecycle_no_orphan_calls,
+    stray_calls.lifecycle_no_call_after_end,
+    stray_calls.lifecycle_no_empty_grant,
+    stray_calls.lifecycle_bounded_attempts,
+    aborts.lifecycle_abort_hits_target,
+    aborts.lifecycle_abort_keeps_tokens,
+    aborts.lifecycle_abort_ends_call,
+    aborts.lifecycle_aborts_do_not_surface,
+    aborts.lifecycle_partial_off_honoured,
+    abort_all.lifecycle_end_spares_others,
+    consumption.lifecycle_duplicate_consumed_once,
+    consumption.lifecycle_one_reply_per_retry,
+)
+"""The checks of the family, in the order of a report."""

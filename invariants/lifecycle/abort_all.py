@@ -13,18 +13,20 @@ from typing import TYPE_CHECKING
 from rollproof.core.trace import Abort, Call, Event, Reply, Result, Submit, Update, UpdatePhase
 from rollproof.invariants._shared.event_check import Fold, keep
 from rollproof.invariants._shared.phrases import count
-from rollproof.judging.checks import Check, Collector, trace_check
+from rollproof.judging.checks import Collector, trace_check
 
 if TYPE_CHECKING:
     from rollproof.judging.judge import JudgeContext
 
-__all__ = ["CHECKS"]
+__all__ = [
+    "lifecycle_end_spares_others",
+]
 
 _TWICE = 2
 """Once may be the end of a batch."""
 
 
-class _EndSparesOthers(Fold):
+class LifecycleEndSparesOthers(Fold):
     """Looks at one moment of the virtual clock at a time: who ended in it, and whose calls an abort
     of everything hit in it.
 
@@ -133,14 +135,11 @@ class _EndSparesOthers(Fold):
         }
 
 
-_end_spares_others = trace_check(
+lifecycle_end_spares_others = trace_check(
     "lifecycle.end-spares-others",
     promise="The end of a request leaves the calls of other requests alone.",
     needs=(
         "a driven run with requests that end while others run, and Abort, Result and Update events"
     ),
     exercised_by="requests that ended beside others",
-)(_EndSparesOthers)
-
-
-CHECKS: tuple[Check, ...] = (_end_spares_others,)
+)(LifecycleEndSparesOthers)

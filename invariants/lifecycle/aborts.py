@@ -22,13 +22,21 @@ from rollproof.core.trace import (
     Weights,
 )
 from rollproof.invariants._shared.event_check import Ending, Fold, case_option, keep
-from rollproof.judging.checks import Check, Collector, request_check, trace_check
+from rollproof.judging.checks import Collector, request_check, trace_check
 from rollproof.judging.request_view import Attempt, RequestView
 
 if TYPE_CHECKING:
     from rollproof.judging.judge import JudgeContext
 
-__all__ = ["CHECKS", "no_partial_flag", "partial_is_off"]
+__all__ = [
+    "lifecycle_abort_ends_call",
+    "lifecycle_abort_hits_target",
+    "lifecycle_abort_keeps_tokens",
+    "lifecycle_aborts_do_not_surface",
+    "lifecycle_partial_off_honoured",
+    "no_partial_flag",
+    "partial_is_off",
+]
 
 
 @dataclass(slots=True)
@@ -43,7 +51,7 @@ class _Flying:
     near: Abort | None = None
 
 
-class _HitsTarget(Fold):
+class LifecycleAbortHitsTarget(Fold):
     """An id means a request, a call or a group of requests; ids of the stack's own making must hit
     one request at most.
 
@@ -205,15 +213,15 @@ class _HitsTarget(Fold):
                 )
 
 
-_hits_target = trace_check(
+lifecycle_abort_hits_target = trace_check(
     "lifecycle.abort-hits-target",
     promise="An abort of one id ends the calls of that id and no others.",
     needs="Abort events that name an id, with calls in flight",
     exercised_by="aborts of one id",
-)(_HitsTarget)
+)(LifecycleAbortHitsTarget)
 
 
-class _KeepsTokens(Fold):
+class LifecycleAbortKeepsTokens(Fold):
     """Compares the aborted reply with the last progress known of the call, and with what the engine
     really sampled.
     """
@@ -262,15 +270,15 @@ class _KeepsTokens(Fold):
             )
 
 
-_keeps_tokens = trace_check(
+lifecycle_abort_keeps_tokens = trace_check(
     "lifecycle.abort-keeps-tokens",
     promise="An aborted call returns every token that it had sampled.",
     needs="progress of the call at a Pause, Weights or Resume event, or its true_tokens",
     exercised_by="aborted calls with known progress",
-)(_KeepsTokens)
+)(LifecycleAbortKeepsTokens)
 
 
-class _AbortEnds(Ending):
+class LifecycleAbortEndsCall(Ending):
     """A call on a server that is paused, dead or concerned by a fault is excused."""
 
     def __init__(self, context: JudgeContext) -> None:
@@ -327,12 +335,12 @@ class _AbortEnds(Ending):
             )
 
 
-_abort_ends = trace_check(
+lifecycle_abort_ends_call = trace_check(
     "lifecycle.abort-ends-call",
     promise="An aborted call ends: its caller gets an answer, and nothing is left running.",
     needs="Abort events that hit calls, in a trace that runs to its end or hangs",
     exercised_by="calls aborted",
-)(_AbortEnds)
+)(LifecycleAbortEndsCall)
 
 
 def _surfaces(contract: Contract) -> str | None:
@@ -355,7 +363,7 @@ def _surfaces(contract: Contract) -> str | None:
     exercised_by="samples that were aborted",
     applies=_surfaces,
 )
-def _not_surfaced(view: RequestView, out: Collector) -> None:
+def lifecycle_aborts_do_not_surface(view: RequestView, out: Collector) -> None:
     """Neither as finish reason ``abort`` nor as a fragment that is handed over as finished."""
     rollout, segments = view.rollout, view.segments
     if (
@@ -422,7 +430,7 @@ def partial_is_off(header: Header | None, contract: Contract) -> bool:
     exercised_by="samples aborted with partial rollout off",
     applies=no_partial_flag,
 )
-def _partial_off(view: RequestView, out: Collector) -> None:
+def lifecycle_partial_off_honoured(view: RequestView, out: Collector) -> None:
     """Sending a call again that was aborted before its first token is a retry, not a partial
     rollout.
     """
@@ -532,13 +540,3 @@ def _next_in_turn(view: RequestView, aborted: Attempt) -> Attempt | None:
             spoke = any(reply.index < item.index < attempt.call.index for item in view.observations)
             return None if spoke else attempt
     return None
-
-
-CHECKS: tuple[Check, ...] = (
-    _hits_target,
-    _keeps_tokens,
-    _abort_ends,
-    _not_surfaced,
-    _partial_off,
-)
-"""The checks of this module, in the order of a report."""

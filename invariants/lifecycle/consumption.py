@@ -8,10 +8,13 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from rollproof.core.trace import Call, Reply
-from rollproof.judging.checks import Check, Collector, request_check
+from rollproof.judging.checks import Collector, request_check
 from rollproof.judging.request_view import Attempt, RequestView
 
-__all__ = ["CHECKS"]
+__all__ = [
+    "lifecycle_duplicate_consumed_once",
+    "lifecycle_one_reply_per_retry",
+]
 
 _STRAY = frozenset({"late-reply", "duplicate-reply", "lost-reply"})
 
@@ -80,7 +83,7 @@ def _points(view: RequestView) -> Iterator[_Point]:
     needs="duplicate replies",
     exercised_by="duplicate replies",
 )
-def _once(view: RequestView, out: Collector) -> None:
+def lifecycle_duplicate_consumed_once(view: RequestView, out: Collector) -> None:
     """The tokens of one call must not stand twice, one after the other, where one reply was due."""
     if not any(len(attempt.replies) > 1 for attempt in view.attempts):
         return
@@ -118,7 +121,7 @@ def _once(view: RequestView, out: Collector) -> None:
     needs="replies that arrive after the call was retried, or late and stray ones of any request",
     exercised_by=("replies after a retry", "stray replies of other requests"),
 )
-def _one(view: RequestView, out: Collector) -> None:
+def lifecycle_one_reply_per_retry(view: RequestView, out: Collector) -> None:
     """Takes each point that no single reply explains, and looks whether two replies, or a foreign
     one, do.
     """
@@ -204,7 +207,3 @@ def _pair(point: _Point) -> tuple[Attempt, Attempt] | None:
 
 def _place(point: _Point) -> str:
     return "the sample" if point.call is None else f"the prompt of call {point.call.call_id}"
-
-
-CHECKS: tuple[Check, ...] = (_once, _one)
-"""The checks of this module, in the order of a report."""

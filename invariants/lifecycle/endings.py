@@ -15,19 +15,25 @@ from rollproof.core.records import FinishReason
 from rollproof.core.trace import Call, Fault, Gauge, Reply, Result, Submit
 from rollproof.invariants._shared.event_check import Ending, Fold, Recent, case_option, keep
 from rollproof.invariants._shared.phrases import count
-from rollproof.invariants.lifecycle import abort_all, aborts, consumption, stray_calls
-from rollproof.judging.checks import Check, Collector, request_check, trace_check
+from rollproof.judging.checks import Collector, request_check, trace_check
 from rollproof.judging.request_view import RequestView
 
 if TYPE_CHECKING:
     from rollproof.judging.judge import JudgeContext
 
-__all__ = ["CHECKS"]
+__all__ = [
+    "lifecycle_counters_return",
+    "lifecycle_drops_only_as_declared",
+    "lifecycle_ends_once",
+    "lifecycle_no_error_without_fault",
+    "lifecycle_no_hang",
+    "lifecycle_survives_death",
+]
 
 _FLEET_FAULTS = frozenset({"death", "revive", "update-failure", "update-hung"})
 
 
-class _EndsOnce(Ending):
+class LifecycleEndsOnce(Ending):
     """A second end of a request, an end of an unknown one, and no end at all."""
 
     def __init__(self, context: JudgeContext) -> None:
@@ -75,12 +81,12 @@ class _EndsOnce(Ending):
                 out.absent("the trace ends while requests are open, and may have been cut there")
 
 
-_ends_once = trace_check(
+lifecycle_ends_once = trace_check(
     "lifecycle.ends-once",
     promise="Every submitted request ends exactly once.",
     needs="Submit and Result events, in a trace that runs to its end",
     exercised_by="requests that ended",
-)(_EndsOnce)
+)(LifecycleEndsOnce)
 
 
 @request_check(
@@ -89,7 +95,7 @@ _ends_once = trace_check(
     needs="Result events",
     exercised_by="requests that ended",
 )
-def _no_hang(view: RequestView, out: Collector) -> None:
+def lifecycle_no_hang(view: RequestView, out: Collector) -> None:
     """Tells what a hung request awaited, and what became of its last call."""
     result = view.result
     if result is None:
@@ -120,7 +126,7 @@ def _no_hang(view: RequestView, out: Collector) -> None:
     )
 
 
-class _NoError(Fold):
+class LifecycleNoErrorWithoutFault(Fold):
     """Every legal engine reply (empty abort, read-only array, no logprobs) is one that the stack
     must take.
     """
@@ -195,15 +201,15 @@ class _NoError(Fold):
         )
 
 
-_no_error = trace_check(
+lifecycle_no_error_without_fault = trace_check(
     "lifecycle.no-error-without-fault",
     promise="A request ends with an error only after a fault that concerned it.",
     needs="Result, Fault and Call events",
     exercised_by="requests that ended",
-)(_NoError)
+)(LifecycleNoErrorWithoutFault)
 
 
-class _Counters(Ending):
+class LifecycleCountersReturn(Ending):
     """In-flight counts of load balancers, staleness managers and semaphores leak on the paths that
     nobody tests.
     """
@@ -243,15 +249,15 @@ class _Counters(Ending):
                 )
 
 
-_counters = trace_check(
+lifecycle_counters_return = trace_check(
     "lifecycle.counters-return",
     promise="Every counter of the stack is at the end what it was at the start.",
     needs="Gauge events at start and end",
     exercised_by="counters",
-)(_Counters)
+)(LifecycleCountersReturn)
 
 
-class _SurvivesDeath(Fold):
+class LifecycleSurvivesDeath(Fold):
     """What the dead call had sampled is gone; what earlier calls had delivered is the client's, and
     must be sent on.
     """
@@ -336,7 +342,7 @@ class _SurvivesDeath(Fold):
         )
 
 
-_survives_death = trace_check(
+lifecycle_survives_death = trace_check(
     "lifecycle.survives-death",
     promise=(
         "When a server dies, its requests end with a rollout or an explicit error, and tokens that"
@@ -344,7 +350,7 @@ _survives_death = trace_check(
     ),
     needs="Fault death events with calls in flight on the server",
     exercised_by="requests in flight at a server's death",
-)(_SurvivesDeath)
+)(LifecycleSurvivesDeath)
 
 
 @request_check(
@@ -356,7 +362,7 @@ _survives_death = trace_check(
     needs="Result events",
     exercised_by="requests that ended",
 )
-def _drops(view: RequestView, out: Collector) -> None:
+def lifecycle_drops_only_as_declared(view: RequestView, out: Collector) -> None:
     """Anything else that vanishes without an error shrinks a group or a batch unseen."""
     result = view.result
     if result is None:
@@ -383,18 +389,3 @@ def _drops(view: RequestView, out: Collector) -> None:
                 " advantages."
             ),
         )
-
-
-CHECKS: tuple[Check, ...] = (
-    _ends_once,
-    _no_hang,
-    _no_error,
-    _counters,
-    _survives_death,
-    _drops,
-    *stray_calls.CHECKS,
-    *aborts.CHECKS,
-    *abort_all.CHECKS,
-    *consumption.CHECKS,
-)
-"""The family ``lifecycle``, in the order of a report."""

@@ -8,13 +8,18 @@ from typing import TYPE_CHECKING
 from rollproof.core.records import FinishReason
 from rollproof.core.trace import Abort, Admit, Call, Fault, Reply, Result, Submit
 from rollproof.invariants._shared.event_check import Fold, Recent, case_option, keep
-from rollproof.judging.checks import Check, Collector, request_check, trace_check
+from rollproof.judging.checks import Collector, request_check, trace_check
 from rollproof.judging.request_view import RequestView
 
 if TYPE_CHECKING:
     from rollproof.judging.judge import JudgeContext
 
-__all__ = ["CHECKS"]
+__all__ = [
+    "lifecycle_bounded_attempts",
+    "lifecycle_no_call_after_end",
+    "lifecycle_no_empty_grant",
+    "lifecycle_no_orphan_calls",
+]
 
 _NATURAL = (FinishReason.STOP, FinishReason.LENGTH, FinishReason.COMPLETED)
 _MANY_ATTEMPTS = 200
@@ -30,7 +35,7 @@ class _Sent:
     left: Result | None = None
 
 
-class _NoOrphans(Fold):
+class LifecycleNoOrphanCalls(Fold):
     """A call whose caller gave up may end aborted, or unseen; one that runs to its natural end was
     forgotten.
     """
@@ -97,15 +102,15 @@ class _NoOrphans(Fold):
         )
 
 
-_no_orphans = trace_check(
+lifecycle_no_orphan_calls = trace_check(
     "lifecycle.no-orphan-calls",
     promise="When a request has ended, no engine works on for it.",
     needs="Admit, Reply and Result events",
     exercised_by="requests that ended",
-)(_NoOrphans)
+)(LifecycleNoOrphanCalls)
 
 
-class _NoCallAfterEnd(Fold):
+class LifecycleNoCallAfterEnd(Fold):
     """Requests of a group share their prompt, so a call may be attributed to the wrong one of them:
     they are not judged.
 
@@ -141,12 +146,12 @@ class _NoCallAfterEnd(Fold):
             )
 
 
-_no_call_after_end = trace_check(
+lifecycle_no_call_after_end = trace_check(
     "lifecycle.no-call-after-end",
     promise="No call is made for a request that has ended.",
     needs="Call and Result events",
     exercised_by="requests that ended",
-)(_NoCallAfterEnd)
+)(LifecycleNoCallAfterEnd)
 
 
 @request_check(
@@ -155,7 +160,7 @@ _no_call_after_end = trace_check(
     needs="Call events with max_tokens",
     exercised_by="calls with a budget",
 )
-def _no_empty_grant(view: RequestView, out: Collector) -> None:
+def lifecycle_no_empty_grant(view: RequestView, out: Collector) -> None:
     """A resume whose budget is used up must end instead. A caller that asks for nothing is excused."""
     granted = [attempt.call for attempt in view.attempts if attempt.call.max_tokens is not None]
     out.exercised("calls with a budget", len(granted))
@@ -184,7 +189,7 @@ def _no_empty_grant(view: RequestView, out: Collector) -> None:
     needs="replies without tokens, with the time of each call",
     exercised_by="replies without tokens",
 )
-def _bounded_attempts(view: RequestView, out: Collector) -> None:
+def lifecycle_bounded_attempts(view: RequestView, out: Collector) -> None:
     """Polling a paused server at intervals is a design; 200 empty attempts closer together than
     engine steps are a busy loop.
     """
@@ -219,7 +224,3 @@ def _bounded_attempts(view: RequestView, out: Collector) -> None:
                 ),
             )
             return
-
-
-CHECKS: tuple[Check, ...] = (_no_orphans, _no_call_after_end, _no_empty_grant, _bounded_attempts)
-"""The checks of this module, in the order of a report."""

@@ -16,7 +16,6 @@ from rollproof.core.records import IntArray
 from rollproof.core.replay_contract import FreeRows, Installs, Recompute, ReplayMode
 from rollproof.core.trainer_contract import terms_of
 from rollproof.invariants._shared.phrases import count, ranges, share
-from rollproof.invariants.replay import gates, refusals, step_results
 from rollproof.invariants.replay.executed_rows import (
     Executed,
     drops_padding,
@@ -25,10 +24,19 @@ from rollproof.invariants.replay.executed_rows import (
 )
 from rollproof.invariants.replay.step_pairs import same_loss, unrepeated
 from rollproof.invariants.replay.steps import StepView, replay_check
-from rollproof.judging.checks import Check, Collector
-from rollproof.replay.expected_rows import chosen_by
+from rollproof.judging.checks import Collector
+from rollproof.judging.expected_rows import chosen_routes
 
-__all__ = ["CHECKS"]
+__all__ = [
+    "replay_assignments",
+    "replay_coverage",
+    "replay_forward",
+    "replay_free_rows",
+    "replay_installs",
+    "replay_old_logprob",
+    "replay_recompute",
+    "replay_recorded",
+]
 
 
 @replay_check(
@@ -39,7 +47,7 @@ __all__ = ["CHECKS"]
     ),
     exercised_by="rows compared",
 )
-def _forward(view: StepView, out: Collector) -> None:
+def replay_forward(view: StepView, out: Collector) -> None:
     if (
         view.replays
         and view.regular
@@ -61,7 +69,7 @@ def _recomputes(contract: Contract) -> str | None:
     exercised_by="rows recomputed",
     applies=_recomputes,
 )
-def _recompute(view: StepView, out: Collector) -> None:
+def replay_recompute(view: StepView, out: Collector) -> None:
     if (
         view.replays
         and view.regular
@@ -79,7 +87,7 @@ def _recompute(view: StepView, out: Collector) -> None:
     ),
     exercised_by="rows compared",
 )
-def _old_logprob(view: StepView, out: Collector) -> None:
+def replay_old_logprob(view: StepView, out: Collector) -> None:
     if not view.replays or not view.regular or view.step.backward:
         return
     if view.hindrance is not None and view.terms.mode is ReplayMode.R2:
@@ -96,7 +104,7 @@ def _old_logprob(view: StepView, out: Collector) -> None:
     promise="Every row of a replayed pass, padding too, executes top_k distinct experts.",
     exercised_by="rows counted",
 )
-def _assignments(view: StepView, out: Collector) -> None:
+def replay_assignments(view: StepView, out: Collector) -> None:
     drops = drops_padding(view)
     if not view.replays or not view.regular or _skipped(view, out):
         return
@@ -145,7 +153,7 @@ def _assignments(view: StepView, out: Collector) -> None:
     ),
     exercised_by="layers counted",
 )
-def _coverage(view: StepView, out: Collector) -> None:
+def replay_coverage(view: StepView, out: Collector) -> None:
     if view.step.model != "policy" or not view.ordinary or not view.done:
         return
     phases = [Phase.FORWARD]
@@ -211,7 +219,7 @@ def _is_native(contract: Contract) -> str | None:
     exercised_by="free rows compared",
     applies=_is_native,
 )
-def _free_rows(view: StepView, out: Collector) -> None:
+def replay_free_rows(view: StepView, out: Collector) -> None:
     if not view.replays or not view.regular or not view.done:
         return
     reason = unrepeated(view)
@@ -283,7 +291,7 @@ def _records(contract: Contract) -> str | None:
     exercised_by="samples compared",
     applies=_records,
 )
-def _recorded(view: StepView, out: Collector) -> None:
+def replay_recorded(view: StepView, out: Collector) -> None:
     if (
         view.step.action is not Action.RECORD
         or not view.ordinary
@@ -292,7 +300,7 @@ def _recorded(view: StepView, out: Collector) -> None:
         or not view.done
     ):
         return
-    chosen = chosen_by(
+    chosen = chosen_routes(
         view.contract, view.step, list(view.calls_of("policy", Phase.FORWARD)), dropped=True
     )
     if chosen is None:
@@ -378,7 +386,7 @@ def _tells_installs(contract: Contract) -> str | None:
     exercised_by=("routers given targets", "steps without targets"),
     applies=_tells_installs,
 )
-def _installs(view: StepView, out: Collector) -> None:
+def replay_installs(view: StepView, out: Collector) -> None:
     if not view.ordinary or not view.done or view.step.model != "policy":
         return
     given = Counter((install.rank, install.layer) for install in view.installs)
@@ -426,19 +434,3 @@ def _skipped(view: StepView, out: Collector) -> bool:
     if reason is not None:
         out.absent(reason)
     return reason is not None
-
-
-CHECKS: tuple[Check, ...] = (
-    refusals.RUNS,
-    _forward,
-    _recompute,
-    _old_logprob,
-    _assignments,
-    _coverage,
-    _free_rows,
-    _recorded,
-    _installs,
-    *step_results.CHECKS,
-    *gates.CHECKS,
-    *refusals.CHECKS,
-)

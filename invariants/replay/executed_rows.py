@@ -17,7 +17,7 @@ from rollproof.invariants._shared.phrases import count, ranges, share
 from rollproof.invariants.replay.row_origins import Strays, told_origin
 from rollproof.invariants.replay.steps import StepView
 from rollproof.judging.checks import Collector
-from rollproof.replay.expected_rows import chosen_by
+from rollproof.judging.expected_rows import chosen_routes
 
 __all__ = [
     "Executed",
@@ -267,7 +267,7 @@ def native_choice(view: StepView) -> IntArray | None:
             and _same_tokens(other, view)
         ):
             if "chosen" not in other.kept:
-                other.kept["chosen"] = chosen_by(
+                other.kept["chosen"] = chosen_routes(
                     view.contract, other.step, list(other.calls_of("policy", Phase.FORWARD))
                 )
             found: IntArray | None = other.kept["chosen"]

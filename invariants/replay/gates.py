@@ -24,9 +24,14 @@ from rollproof.invariants.replay.step_pairs import (
     unrepeated,
 )
 from rollproof.invariants.replay.steps import REFERENCE, StepView, replay_check
-from rollproof.judging.checks import Check, Collector
+from rollproof.judging.checks import Collector
 
-__all__ = ["CHECKS"]
+__all__ = [
+    "replay_drift",
+    "replay_gate_gradients",
+    "replay_gate_slope",
+    "replay_reference",
+]
 
 _LIKE_A_REFERENCE = 1e-3
 """The largest relative difference to a path that computes in another order."""
@@ -62,7 +67,7 @@ def _chooses(contract: Contract) -> str | None:
     exercised_by="drifted replays",
     applies=_chooses,
 )
-def _drift(view: StepView, out: Collector) -> None:
+def replay_drift(view: StepView, out: Collector) -> None:
     other = view.differs_from
     if other is None or not view.regular:
         return
@@ -114,7 +119,7 @@ def _drift(view: StepView, out: Collector) -> None:
     exercised_by="gates",
     applies=_trains_gates,
 )
-def _gate_gradients(view: StepView, out: Collector) -> None:
+def replay_gate_gradients(view: StepView, out: Collector) -> None:
     if (
         not view.replays
         or not view.ordinary
@@ -170,7 +175,7 @@ def _living(view: StepView) -> dict[int, float]:
     exercised_by="finite differences",
     applies=_trains_gates,
 )
-def _gate_slope(view: StepView, out: Collector) -> None:
+def replay_gate_slope(view: StepView, out: Collector) -> None:
     step, reason = view.step, unrepeated(view)
     if step.nudge >= 0 or not view.replays or step.nudge_layer is None:
         return
@@ -285,7 +290,7 @@ def _same_ask(one: StepView, view: StepView) -> bool:
     ),
     exercised_by="steps compared",
 )
-def _reference(view: StepView, out: Collector) -> None:
+def replay_reference(view: StepView, out: Collector) -> None:
     if view.step.variant == REFERENCE and view.outcome is not None and view.outcome.skipped:
         _excuse(view, out, "reference")
         return
@@ -323,6 +328,3 @@ def _excuse(view: StepView, out: Collector, method: str) -> None:
         out.inapplicable(f"{reason} (the optional method `{method}`)")
     else:
         out.absent(reason)
-
-
-CHECKS: tuple[Check, ...] = (_gate_gradients, _gate_slope, _reference, _drift)

@@ -21,9 +21,17 @@ from rollproof.invariants.replay.executed_rows import (
 )
 from rollproof.invariants.replay.step_pairs import unrepeated
 from rollproof.invariants.replay.steps import StepView, replay_check
-from rollproof.judging.checks import Check, Collector
+from rollproof.judging.checks import Collector
 
-__all__ = ["CHECKS", "RUNS"]
+__all__ = [
+    "replay_edges",
+    "replay_failures",
+    "replay_input",
+    "replay_residue",
+    "replay_routers",
+    "replay_runs",
+    "replay_targets",
+]
 
 _STRUCTURAL = frozenset({Defect.SHORT, Defect.LONG, Defect.NARROW, Defect.WIDE, Defect.FEW_LAYERS})
 """Defects after which nobody can say which row or layer is whose: executing some of it is a guess."""
@@ -34,7 +42,7 @@ _STRUCTURAL = frozenset({Defect.SHORT, Defect.LONG, Defect.NARROW, Defect.WIDE, 
     promise="A well-formed step runs to its end.",
     exercised_by="steps run",
 )
-def RUNS(view: StepView, out: Collector) -> None:  # noqa: N802 - the decorator makes a check of it
+def replay_runs(view: StepView, out: Collector) -> None:  # noqa: N802 - the decorator makes a check of it
     """The first check of the family: where steps fail, the others have nothing to say."""
     if not view.ordinary or view.outcome is None:
         return
@@ -64,7 +72,7 @@ def RUNS(view: StepView, out: Collector) -> None:  # noqa: N802 - the decorator 
     promise="A failure within a step reaches its caller.",
     exercised_by="failures raised",
 )
-def _failures(view: StepView, out: Collector) -> None:
+def replay_failures(view: StepView, out: Collector) -> None:
     step = view.step
     if step.fail_at is None or view.outcome is None:
         return
@@ -120,7 +128,7 @@ def _same_rows(one: Routing, other: Routing) -> bool:
     needs="Residue events (the optional method `residue` of a ReplaySubject)",
     exercised_by=("steps", "failed steps", "evaluations"),
 )
-def _residue(view: StepView, out: Collector) -> None:
+def replay_residue(view: StepView, out: Collector) -> None:
     if view.outcome is None or view.outcome.skipped or view.step.variant:
         return
     if view.residue is None:
@@ -161,7 +169,7 @@ def _residue(view: StepView, out: Collector) -> None:
     promise="A step leaves the samples that it is given as they were.",
     exercised_by="steps",
 )
-def _input(view: StepView, out: Collector) -> None:
+def replay_input(view: StepView, out: Collector) -> None:
     if view.outcome is None or view.outcome.skipped:
         return
     out.exercised("steps")
@@ -192,7 +200,7 @@ def _has_unsupported(contract: Contract) -> str | None:
     exercised_by="unsupported routers",
     applies=_has_unsupported,
 )
-def _routers(view: StepView, out: Collector) -> None:
+def replay_routers(view: StepView, out: Collector) -> None:
     if view.step.variant not in view.terms.unsupported or view.outcome is None:
         return
     if view.outcome.skipped:
@@ -229,7 +237,7 @@ def _routers(view: StepView, out: Collector) -> None:
     ),
     exercised_by=("bad routes refused", "bad routes handled"),
 )
-def _targets(view: StepView, out: Collector) -> None:
+def replay_targets(view: StepView, out: Collector) -> None:
     defect = view.step.defect
     if defect is None or view.outcome is None:
         return
@@ -329,7 +337,7 @@ def _replaced(view: StepView) -> str | None:
     ),
     exercised_by=("edges refused", "edges handled"),
 )
-def _edges(view: StepView, out: Collector) -> None:
+def replay_edges(view: StepView, out: Collector) -> None:
     if not view.step.edge or view.outcome is None:
         return
     if view.outcome.skipped:
@@ -356,6 +364,3 @@ def _edges(view: StepView, out: Collector) -> None:
                 " too; replayed ids do not depend on scores."
             ),
         )
-
-
-CHECKS: tuple[Check, ...] = (_failures, _residue, _input, _routers, _targets, _edges)

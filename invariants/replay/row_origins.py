@@ -12,7 +12,7 @@ import numpy.typing as npt
 
 from rollproof.core.records import IntArray
 from rollproof.invariants._shared.phrases import verb
-from rollproof.replay.expected_rows import Targets
+from rollproof.judging.expected_rows import ExpectedRows
 
 __all__ = ["Origin", "Strays", "told_origin"]
 
@@ -33,9 +33,9 @@ class Strays(NamedTuple):
     executed: IntArray
     place: _Places
     column: _Places
-    targets: Targets
+    targets: ExpectedRows
     native: IntArray | None
-    earlier: tuple[tuple[str, Targets], ...]
+    earlier: tuple[tuple[str, ExpectedRows], ...]
 
     @property
     def sample(self) -> _Places:
@@ -78,7 +78,7 @@ def told_origin(strays: Strays) -> tuple[str, str]:
     return found
 
 
-def _at(targets: Targets, sample: _Places, position: _Places, column: _Places) -> IntArray:
+def _at(targets: ExpectedRows, sample: _Places, position: _Places, column: _Places) -> IntArray:
     """The targets of places that may not exist."""
     if not len(targets.experts):
         return np.full((len(sample), targets.experts.shape[2]), _NOWHERE)

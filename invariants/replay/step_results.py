@@ -4,8 +4,6 @@ nothing else.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import numpy as np
 
 from rollproof.core.contract import Contract
@@ -25,9 +23,16 @@ from rollproof.invariants.replay.step_pairs import (
     unrepeated,
 )
 from rollproof.invariants.replay.steps import StepView, replay_check
-from rollproof.judging.checks import Check, Collector
+from rollproof.judging.checks import Collector
 
-__all__ = ["CHECKS"]
+__all__ = [
+    "replay_aftermath",
+    "replay_models",
+    "replay_off",
+    "replay_recompute_results",
+    "replay_self_gradients",
+    "replay_self_loss",
+]
 
 
 @replay_check(
@@ -38,7 +43,7 @@ __all__ = ["CHECKS"]
     ),
     exercised_by="self-replays",
 )
-def _self_loss(view: StepView, out: Collector) -> None:
+def replay_self_loss(view: StepView, out: Collector) -> None:
     other = pair_of(view, "self", out)
     if other is None or view.outcome is None or other.outcome is None:
         return
@@ -70,7 +75,7 @@ def _self_loss(view: StepView, out: Collector) -> None:
     ),
     exercised_by="self-replays",
 )
-def _self_gradients(view: StepView, out: Collector) -> None:
+def replay_self_gradients(view: StepView, out: Collector) -> None:
     other = pair_of(view, "self", out)
     if other is None or view.outcome is None or other.outcome is None or not view.step.backward:
         return
@@ -98,81 +103,83 @@ def _recomputes(contract: Contract) -> str | None:
     return None
 
 
-def _law(
-    id: str,
-    kind: str,
-    *,
-    promise: str,
-    counter: str,
-    title: str,
-    hint: str,
-    applies: Callable[[Contract], str | None] | None = None,
-) -> Check:
-    """A check that holds steps of one kind to the results of the steps that they must repeat."""
-
-    @replay_check(id, promise=promise, exercised_by=counter, applies=applies)
-    def law(view: StepView, out: Collector) -> None:
-        other = pair_of(view, kind, out)
-        if other is None or not comparable(view, other, out):
-            return
-        out.exercised(counter)
-        compare(
-            view,
-            other,
-            list(differences(view, other, view.terms.tolerance)),
-            out,
-            title=title,
-            hint=hint,
-        )
-
-    return law
+def _must_repeat(
+    view: StepView, out: Collector, kind: str, counter: str, *, title: str, hint: str
+) -> None:
+    """Compare a step of ``kind`` with the step whose results it must repeat."""
+    other = pair_of(view, kind, out)
+    if other is None or not comparable(view, other, out):
+        return
+    out.exercised(counter)
+    changes = list(differences(view, other, view.terms.tolerance))
+    compare(view, other, changes, out, title=title, hint=hint)
 
 
-_recomputed = _law(
+@replay_check(
     "replay.recompute-results",
-    "recomputed",
     promise=(
         "Recomputing activations changes neither loss nor gradients, whatever was replayed before."
     ),
-    counter="recomputed steps",
-    title="recompute changes the results",
-    hint=(
-        "The recompute must execute what the forward pass did: a target that was cleared or"
-        " overwritten before the backward pass, or one left by an earlier step, gives wrong"
-        " gradients without an error where checkpoints are reentrant (SkyRL#1908, verl#4101)."
-    ),
+    exercised_by="recomputed steps",
     applies=_recomputes,
 )
+def replay_recompute_results(view: StepView, out: Collector) -> None:
+    _must_repeat(
+        view,
+        out,
+        "recomputed",
+        "recomputed steps",
+        title="recompute changes the results",
+        hint=(
+            "The recompute must execute what the forward pass did: a target that was cleared or"
+            " overwritten before the backward pass, or one left by an earlier step, gives wrong"
+            " gradients without an error where checkpoints are reentrant (SkyRL#1908, verl#4101)."
+        ),
+    )
 
-_aftermath = _law(
+
+@replay_check(
     "replay.aftermath",
-    "aftermath",
     promise=(
         "What ran before (a replay, a failure, an evaluation, another mode) changes nothing in a"
         " step."
     ),
-    counter="steps repeated",
-    title="a step gives other results than it did before",
-    hint=(
-        "Something of replay outlived a step: clear targets, queues and modes in a `finally`, after"
-        " forward-only passes and evaluations too."
-    ),
+    exercised_by="steps repeated",
 )
+def replay_aftermath(view: StepView, out: Collector) -> None:
+    _must_repeat(
+        view,
+        out,
+        "aftermath",
+        "steps repeated",
+        title="a step gives other results than it did before",
+        hint=(
+            "Something of replay outlived a step: clear targets, queues and modes in a `finally`, after"
+            " forward-only passes and evaluations too."
+        ),
+    )
 
-_off = _law(
+
+@replay_check(
     "replay.off",
-    "off",
     promise=(
         "With replay switched off a step gives what it gives without it, whether or not its samples"
         " have routes."
     ),
-    counter="steps with replay off",
-    title="replay acts although it is switched off",
-    hint=(
-        "Nothing of replay may be read or registered when the option is off: verl#7106 was reverted"
-        " because it asked an empty registry in jobs without replay."
-    ),
+    exercised_by="steps with replay off",
 )
+def replay_off(view: StepView, out: Collector) -> None:
+    _must_repeat(
+        view,
+        out,
+        "off",
+        "steps with replay off",
+        title="replay acts although it is switched off",
+        hint=(
+            "Nothing of replay may be read or registered when the option is off: verl#7106 was reverted"
+            " because it asked an empty registry in jobs without replay."
+        ),
+    )
 
 
 def _has_models(contract: Contract) -> str | None:
@@ -193,7 +200,7 @@ def _has_models(contract: Contract) -> str | None:
     exercised_by=("passes of other models", "calls of MTP layers"),
     applies=_has_models,
 )
-def _models(view: StepView, out: Collector) -> None:
+def replay_models(view: StepView, out: Collector) -> None:
     _mtp(view, out)
     other = pair_of(view, "models", out)
     if other is None or not comparable(view, other, out):
@@ -272,14 +279,4 @@ def _mtp(view: StepView, out: Collector) -> None:
 _OTHERS = (
     "Replay must be bound to the policy's routers: a global list holds those of every model that"
     " was built, and MTP layers count from 1 again (slime#1187, NeMo-RL#4083, NeMo-RL#3903)."
-)
-
-
-CHECKS: tuple[Check, ...] = (
-    _self_loss,
-    _self_gradients,
-    _recomputed,
-    _aftermath,
-    _off,
-    _models,
 )

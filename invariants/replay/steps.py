@@ -18,8 +18,8 @@ from rollproof.core.records import Rollout, Scalar
 from rollproof.core.replay_contract import ReplayTerms
 from rollproof.invariants._shared.event_check import Fold
 from rollproof.judging.checks import Applies, Check, Collector, trace_check
+from rollproof.judging.expected_rows import ExpectedRows
 from rollproof.judging.judge import JudgeContext
-from rollproof.replay.expected_rows import Targets
 
 __all__ = ["NEEDS", "Assembly", "StepView", "replay_check"]
 
@@ -85,9 +85,9 @@ class StepView:
         return self.before.get(self.step.differs_from) if self.step.differs_from else None
 
     @cached_property
-    def targets(self) -> Targets:
+    def targets(self) -> ExpectedRows:
         """Where each row ought to go."""
-        return Targets(self.contract, self.step.samples)
+        return ExpectedRows(self.contract, self.step.samples)
 
     def calls_of(self, model: str, phase: Phase | None = None) -> Iterator[Routing]:
         """The router calls of a model, in one phase or in all."""

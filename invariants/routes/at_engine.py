@@ -22,7 +22,13 @@ if TYPE_CHECKING:
     from rollproof.core.trace import Reply
     from rollproof.judging.request_view import Attempt, RequestView
 
-__all__ = ["CHECKS"]
+__all__ = [
+    "routes_engine",
+    "routes_handed_over",
+    "routes_immutable",
+    "routes_prefix_cache",
+    "routes_reply_untouched",
+]
 
 _MIXED = "mixed"
 
@@ -49,7 +55,7 @@ def _replies(view: RequestView) -> Iterator[tuple[Attempt, Reply, IntArray]]:
     exercised_by="engine rows compared",
     applies=has_routes,
 )
-def _engine(view: RequestView, out: Collector) -> None:
+def routes_engine(view: RequestView, out: Collector) -> None:
     oracle = view.oracle
     if oracle is None:
         out.absent("the trace has no oracle: only coded traces say what each row must be")
@@ -149,7 +155,7 @@ def _compare(
     exercised_by="rows that predicted a sampled token",
     applies=has_routes,
 )
-def _immutable(view: RequestView, out: Collector) -> None:
+def routes_immutable(view: RequestView, out: Collector) -> None:
     declared = _declared(view)
     if declared.provenance is not Provenance.AS_SAMPLED:
         out.inapplicable(
@@ -228,7 +234,7 @@ def _overlaps(
         )
     ),
 )
-def _prefix_cache(view: RequestView, out: Collector) -> None:
+def routes_prefix_cache(view: RequestView, out: Collector) -> None:
     for attempt, reply, routes in _replies(view):
         if reply.true_rows is None or attempt.admit is None:
             continue
@@ -282,7 +288,7 @@ def _bounds(spans: list[Span]) -> tuple[int, int, Version]:
     exercised_by="samples looked at again",
     applies=has_routes,
 )
-def _handed_over(view: RequestView, out: Collector) -> None:
+def routes_handed_over(view: RequestView, out: Collector) -> None:
     if view.rollout is None or view.rollout.routes is None or view.result is None:
         out.absent("no sample carried routes")
         return
@@ -310,7 +316,7 @@ def _handed_over(view: RequestView, out: Collector) -> None:
     exercised_by="replies with routes",
     applies=has_routes,
 )
-def _reply_untouched(view: RequestView, out: Collector) -> None:
+def routes_reply_untouched(view: RequestView, out: Collector) -> None:
     replies = sum(1 for _ in _replies(view))
     if view.result is None or not replies:
         out.absent("no reply with routes")
@@ -328,7 +334,3 @@ def _reply_untouched(view: RequestView, out: Collector) -> None:
                 " writing. Compare verl #5519."
             ),
         )
-
-
-CHECKS = (_engine, _immutable, _prefix_cache, _handed_over, _reply_untouched)
-"""Checks of what the engine returned and of whose memory it is."""

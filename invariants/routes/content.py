@@ -20,7 +20,16 @@ if TYPE_CHECKING:
     from rollproof.core.records import IntArray
     from rollproof.judging.request_view import RequestView
 
-__all__ = ["CHECKS"]
+__all__ = [
+    "routes_captured",
+    "routes_content",
+    "routes_dense_columns",
+    "routes_filler",
+    "routes_isolation",
+    "routes_layer",
+    "routes_position",
+    "routes_provenance",
+]
 
 _NEEDS = "a delivered sample with routes of the right shape and count, and the replies with routes"
 _COMPARED = "rows compared"
@@ -46,7 +55,7 @@ def _compared(view: RequestView, out: Collector, counter: str = _COMPARED) -> bo
     exercised_by=_COMPARED,
     applies=has_routes,
 )
-def _position(view: RequestView, out: Collector) -> None:
+def routes_position(view: RequestView, out: Collector) -> None:
     if not _compared(view, out) or (group := group_of(view, Stray.POSITION)) is None:
         return
     first = int(group.positions[0])
@@ -76,7 +85,7 @@ def _position(view: RequestView, out: Collector) -> None:
     exercised_by=_COMPARED,
     applies=has_routes,
 )
-def _layer(view: RequestView, out: Collector) -> None:
+def routes_layer(view: RequestView, out: Collector) -> None:
     if not _compared(view, out) or (group := group_of(view, Stray.LAYER)) is None:
         return
     contract = view.contract
@@ -117,7 +126,7 @@ def _layer(view: RequestView, out: Collector) -> None:
     exercised_by=(_RESUMED, _WHOLE),
     applies=has_routes,
 )
-def _provenance(view: RequestView, out: Collector) -> None:
+def routes_provenance(view: RequestView, out: Collector) -> None:
     group = group_of(view, Stray.PROVENANCE) if needs_rows(view) is None else None
     if group is None and not view.resumed and view.contract.resume is ResumeBy.CLIENT:
         out.absent("no sample was resumed")
@@ -173,7 +182,7 @@ def _provenance(view: RequestView, out: Collector) -> None:
     exercised_by=_BESIDE,
     applies=has_routes,
 )
-def _isolation(view: RequestView, out: Collector) -> None:
+def routes_isolation(view: RequestView, out: Collector) -> None:
     if not view.neighbours:
         out.absent("no other request in the trace")
         return
@@ -202,7 +211,7 @@ def _isolation(view: RequestView, out: Collector) -> None:
     exercised_by=_COMPARED,
     applies=has_routes,
 )
-def _captured(view: RequestView, out: Collector) -> None:
+def routes_captured(view: RequestView, out: Collector) -> None:
     if not _compared(view, out) or (group := group_of(view, Stray.FILLER)) is None:
         return
     first = int(group.positions[0])
@@ -246,7 +255,7 @@ def _captured(view: RequestView, out: Collector) -> None:
     ),
     applies=has_routes,
 )
-def _filler(view: RequestView, out: Collector) -> None:
+def routes_filler(view: RequestView, out: Collector) -> None:
     reason = needs_rows(view)
     if reason is not None:
         out.absent(reason)
@@ -334,7 +343,7 @@ def _wrong_filler(view: RequestView, out: Collector, kind: Filler | None, bad: l
     exercised_by=_COMPARED,
     applies=has_routes,
 )
-def _content(view: RequestView, out: Collector) -> None:
+def routes_content(view: RequestView, out: Collector) -> None:
     if not _compared(view, out) or (group := group_of(view, Stray.UNKNOWN)) is None:
         return
     first = int(group.positions[0])
@@ -379,7 +388,7 @@ def _has_dense_columns(contract: Contract) -> str | None:
     exercised_by=_COMPARED,
     applies=_has_dense_columns,
 )
-def _dense_columns(view: RequestView, out: Collector) -> None:
+def routes_dense_columns(view: RequestView, out: Collector) -> None:
     """A cell of one id repeated, of ids that count up, or the same in every row is a filler,
     declared or not.
     """
@@ -441,7 +450,3 @@ def _report_dense(
             " #5037)."
         ),
     )
-
-
-CHECKS = (_position, _layer, _provenance, _isolation, _captured, _filler, _content, _dense_columns)
-"""Checks of content."""

@@ -20,7 +20,11 @@ from rollproof.judging.checks import Collector, request_check
 if TYPE_CHECKING:
     from rollproof.judging.request_view import RequestView
 
-__all__ = ["CHECKS"]
+__all__ = [
+    "routes_distinct",
+    "routes_in_range",
+    "routes_live",
+]
 
 _NEEDS = "a delivered sample with routes of the right shape and count"
 _ROWS = "rows read"
@@ -79,7 +83,7 @@ def _own_rows(
         or ("top_k is 1: one expert is always distinct" if contract.top_k == 1 else None)
     ),
 )
-def _distinct(view: RequestView, out: Collector) -> None:
+def routes_distinct(view: RequestView, out: Collector) -> None:
     evidence = _readable(view, out)
     if evidence is None:
         return
@@ -111,7 +115,7 @@ def _distinct(view: RequestView, out: Collector) -> None:
     exercised_by=_ROWS,
     applies=has_routes,
 )
-def _in_range(view: RequestView, out: Collector) -> None:
+def routes_in_range(view: RequestView, out: Collector) -> None:
     evidence = _readable(view, out)
     if evidence is None:
         return
@@ -199,7 +203,7 @@ def _value_hint(contract: Contract, cell: list[int]) -> str:
     exercised_by=_ROWS,
     applies=has_routes,
 )
-def _live(view: RequestView, out: Collector) -> None:
+def routes_live(view: RequestView, out: Collector) -> None:
     evidence = _readable(view, out)
     if evidence is None:
         return
@@ -276,7 +280,3 @@ def _choice_bits(contract: Contract) -> float:
 
 def _surprising(view: RequestView, bits: float) -> bool:
     return bits >= _SURE_BITS and len(set(view.total_ids)) > _FEW_TOKENS
-
-
-CHECKS = (_distinct, _in_range, _live)
-"""Checks of values."""

@@ -20,7 +20,12 @@ from rollproof.judging.checks import Collector, request_check
 if TYPE_CHECKING:
     from rollproof.judging.request_view import RequestView
 
-__all__ = ["CHECKS"]
+__all__ = [
+    "routes_dtype",
+    "routes_presence",
+    "routes_rows",
+    "routes_shape",
+]
 
 _NO_SAMPLE = "no sample was handed over"
 _NO_ROUTES = "no sample carried routes"
@@ -64,7 +69,7 @@ _ABSENCE = {
     exercised_by="samples that asked for routes",
     applies=has_routes,
 )
-def _presence(view: RequestView, out: Collector) -> None:
+def routes_presence(view: RequestView, out: Collector) -> None:
     rollout = view.rollout
     if rollout is None or not rollout.response_ids or not view.request.want_routes:
         out.absent("no delivered sample with response tokens asked for routes")
@@ -118,7 +123,7 @@ def _presence(view: RequestView, out: Collector) -> None:
     exercised_by=("samples from one call", "resumed samples", "cut samples"),
     applies=has_routes,
 )
-def _rows(view: RequestView, out: Collector) -> None:
+def routes_rows(view: RequestView, out: Collector) -> None:
     if view.rollout is None or (evidence := comparison.of(view)).routes is None:
         out.absent(_NO_SAMPLE if view.rollout is None else _NO_ROUTES)
         return
@@ -170,7 +175,7 @@ def _rows(view: RequestView, out: Collector) -> None:
     exercised_by="samples with routes",
     applies=has_routes,
 )
-def _shape(view: RequestView, out: Collector) -> None:
+def routes_shape(view: RequestView, out: Collector) -> None:
     if view.rollout is None or (evidence := comparison.of(view)).routes is None:
         out.absent(_NO_SAMPLE if view.rollout is None else _NO_ROUTES)
         return
@@ -215,7 +220,7 @@ def _shape(view: RequestView, out: Collector) -> None:
     exercised_by="samples with routes",
     applies=has_routes,
 )
-def _dtype(view: RequestView, out: Collector) -> None:
+def routes_dtype(view: RequestView, out: Collector) -> None:
     if view.rollout is None or (evidence := comparison.of(view)).routes is None:
         out.absent(_NO_SAMPLE if view.rollout is None else _NO_ROUTES)
         return
@@ -263,7 +268,3 @@ def _dtype(view: RequestView, out: Collector) -> None:
             where=view.where(position=evidence.uncaptured[0][0]),
             hint="Use a signed type, or another declared filler.",
         )
-
-
-CHECKS = (_presence, _rows, _shape, _dtype)
-"""Checks of presence and shape."""

@@ -1,3 +1,37 @@
 """Stitch: a response is exactly what was sampled, and ends as it says."""
 
 from __future__ import annotations
+
+from rollproof.invariants.stitch import attempts, budgets, logprobs, masks, samples, shortfall
+from rollproof.judging.checks import Check
+
+__all__ = ["CHECKS"]
+
+CHECKS: tuple[Check, ...] = (
+    samples.stitch_prompt,
+    samples.stitch_request_id,
+    samples.stitch_tokens,
+    samples.stitch_environment_tokens,
+    samples.stitch_matches_unbroken,
+    samples.stitch_caller_objects,
+    samples.stitch_handed_over,
+    attempts.stitch_resume_prompt,
+    attempts.stitch_no_call_after_end,
+    attempts.stitch_sampling_params,
+    attempts.stitch_sampling_forwarded,
+    attempts.stitch_media,
+    logprobs.stitch_logprobs_present,
+    logprobs.stitch_logprobs_length,
+    logprobs.stitch_logprobs_valid,
+    logprobs.stitch_logprobs_paired,
+    logprobs.stitch_logprobs_missing,
+    masks.stitch_mask_shape,
+    masks.stitch_mask_environment,
+    budgets.stitch_budget_granted,
+    budgets.stitch_budget_total,
+    budgets.stitch_finish_reason,
+    budgets.stitch_finish_length,
+    budgets.stitch_zero_token_segments,
+    shortfall.stitch_budget_used,
+)
+"""The checks of the family, in the order of a report."""

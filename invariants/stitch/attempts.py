@@ -8,14 +8,21 @@ from typing import TYPE_CHECKING
 from rollproof.core.contract import Contract, Provenance, ResumeBy, Sampling
 from rollproof.core.records import FinishReason, Scalar
 from rollproof.invariants._shared.phrases import call_name, count, listing, share, window
-from rollproof.judging.checks import Check, Collector, request_check
+from rollproof.judging.checks import Collector, request_check
 from rollproof.judging.partial_replies import streamed
 from rollproof.judging.stitching import Step, stitch
 
 if TYPE_CHECKING:
     from rollproof.judging.request_view import Attempt, RequestView
 
-__all__ = ["CHECKS", "not_resumed"]
+__all__ = [
+    "not_resumed",
+    "stitch_media",
+    "stitch_no_call_after_end",
+    "stitch_resume_prompt",
+    "stitch_sampling_forwarded",
+    "stitch_sampling_params",
+]
 
 _FREE_PARAMETERS = frozenset(
     {
@@ -73,7 +80,7 @@ def not_resumed(contract: Contract) -> str:
     needs="the engine calls of a request",
     exercised_by=("first calls", "resuming calls", "restarts", "calls of a later turn"),
 )
-def resume_prompt(view: RequestView, out: Collector) -> None:
+def stitch_resume_prompt(view: RequestView, out: Collector) -> None:
     """Judge how each call continues what the stack knew when it made it."""
     if not view.attempts:
         return out.absent("no engine call of the request was recorded")
@@ -223,7 +230,7 @@ def _known_response(view: RequestView, step: Step) -> tuple[int, ...]:
     needs="the engine calls and replies of a request",
     exercised_by="natural ends",
 )
-def no_call_after_end(view: RequestView, out: Collector) -> None:
+def stitch_no_call_after_end(view: RequestView, out: Collector) -> None:
     """Look for a call that was made although the turn had ended with ``stop``."""
     reference = view.stitched
     late = [step for step in reference.steps if step.after_end]
@@ -260,7 +267,7 @@ def no_call_after_end(view: RequestView, out: Collector) -> None:
     needs="the engine calls of a request",
     exercised_by=("first calls", "resuming calls"),
 )
-def sampling_kept(view: RequestView, out: Collector) -> None:
+def stitch_sampling_params(view: RequestView, out: Collector) -> None:
     """Compare each call's parameters with the first call's, and those with the request's where a
     stack declares that it forwards them.
     """
@@ -305,7 +312,7 @@ def sampling_kept(view: RequestView, out: Collector) -> None:
         "the contract declares sampling='own'" if contract.sampling is Sampling.OWN else None
     ),
 )
-def sampling_forwarded(view: RequestView, out: Collector) -> None:
+def stitch_sampling_forwarded(view: RequestView, out: Collector) -> None:
     """Look for parameters that no call carries. One that only some calls carry, or carry with
     another value, is ``sampling-params``'s.
 
@@ -412,7 +419,7 @@ def _same(a: Scalar, b: Scalar) -> bool:
         None if contract.multimodal else "the contract declares no media (multimodal)"
     ),
 )
-def media_kept(view: RequestView, out: Collector) -> None:
+def stitch_media(view: RequestView, out: Collector) -> None:
     """Compare the media handle of every call with the request's."""
     want = view.request.media
     for attempt in view.attempts:
@@ -434,12 +441,3 @@ def media_kept(view: RequestView, out: Collector) -> None:
                 ),
             )
             return
-
-
-CHECKS: tuple[Check, ...] = (
-    resume_prompt,
-    no_call_after_end,
-    sampling_kept,
-    sampling_forwarded,
-    media_kept,
-)

@@ -15,13 +15,19 @@ from rollproof.core.records import FinishReason
 from rollproof.invariants._shared.delivery import Delivery, delivery, missing_reason
 from rollproof.invariants._shared.phrases import call_name, count, share
 from rollproof.invariants.stitch.attempts import not_resumed
-from rollproof.judging.checks import Check, Collector, request_check
+from rollproof.judging.checks import Collector, request_check
 
 if TYPE_CHECKING:
     from rollproof.judging.request_view import Attempt, RequestView
     from rollproof.judging.stitching import Step
 
-__all__ = ["CHECKS"]
+__all__ = [
+    "stitch_budget_granted",
+    "stitch_budget_total",
+    "stitch_finish_length",
+    "stitch_finish_reason",
+    "stitch_zero_token_segments",
+]
 
 _NATURAL = (FinishReason.STOP, FinishReason.LENGTH, FinishReason.COMPLETED)
 
@@ -32,7 +38,7 @@ _NATURAL = (FinishReason.STOP, FinishReason.LENGTH, FinishReason.COMPLETED)
     needs="a request with a budget (max_tokens, or the configured limit), and its engine calls",
     exercised_by=("first calls", "resuming calls"),
 )
-def budget_granted(view: RequestView, out: Collector) -> None:
+def stitch_budget_granted(view: RequestView, out: Collector) -> None:
     """Compare each call's ``max_tokens`` with the budget less what was sampled before it."""
     budget = view.request.budget
     if budget is None:
@@ -103,7 +109,7 @@ def _was_overgranted(view: RequestView, attempt: Attempt) -> bool:
     needs="a request with a budget, its engine calls and replies",
     exercised_by="replies under a budget",
 )
-def budget_total(view: RequestView, out: Collector) -> None:
+def stitch_budget_total(view: RequestView, out: Collector) -> None:
     """Count what was sampled. Where a call was granted too much, ``budget-granted`` says so and
     this check stands back.
     """
@@ -171,7 +177,7 @@ def _ends_declared(contract: Contract) -> str | None:
     exercised_by=("ends by stop", "ends by length", "ends by abort"),
     applies=_ends_declared,
 )
-def finish_reason(view: RequestView, out: Collector) -> None:
+def stitch_finish_reason(view: RequestView, out: Collector) -> None:
     """Compare the sample's reason with the last delivered reply's. ``completed`` stands for
     ``stop`` and ``length``.
     """
@@ -315,7 +321,7 @@ def _reason_hint(want: FinishReason | None, got: FinishReason | None) -> str:
     exercised_by="ends by length",
     applies=_ends_declared,
 )
-def finish_length(view: RequestView, out: Collector) -> None:
+def stitch_finish_length(view: RequestView, out: Collector) -> None:
     """Judge the samples that say ``length``. A stack's own lower cap, granted to the first call
     already, is as good as a budget.
     """
@@ -382,7 +388,7 @@ def finish_length(view: RequestView, out: Collector) -> None:
     needs="the engine calls and replies of a request",
     exercised_by="calls after a reply without tokens",
 )
-def zero_token_segments(view: RequestView, out: Collector) -> None:
+def stitch_zero_token_segments(view: RequestView, out: Collector) -> None:
     """Compare the call after an empty reply with the one that it answered. More than before is
     ``budget-granted``'s to judge.
     """
@@ -414,12 +420,3 @@ def zero_token_segments(view: RequestView, out: Collector) -> None:
                 ),
             )
     return None
-
-
-CHECKS: tuple[Check, ...] = (
-    budget_granted,
-    budget_total,
-    finish_reason,
-    finish_length,
-    zero_token_segments,
-)

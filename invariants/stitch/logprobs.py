@@ -21,12 +21,20 @@ from rollproof.core.contract import Contract, Logprobs, MissingLogprobs
 from rollproof.invariants._shared.delivery import Delivery, delivery, missing_reason
 from rollproof.invariants._shared.phrases import count, listing, ranges, segment_name, share, window
 from rollproof.invariants.stitch.logprob_faults import describe_wrong_logprobs
-from rollproof.judging.checks import Check, Collector, request_check
+from rollproof.judging.checks import Collector, request_check
 
 if TYPE_CHECKING:
     from rollproof.judging.request_view import RequestView
 
-__all__ = ["CHECKS", "LIMIT", "close"]
+__all__ = [
+    "LIMIT",
+    "close",
+    "stitch_logprobs_length",
+    "stitch_logprobs_missing",
+    "stitch_logprobs_paired",
+    "stitch_logprobs_present",
+    "stitch_logprobs_valid",
+]
 
 LIMIT = 1e-4
 """A logprob may exceed 0 by this much: log-softmax in 32 bits rounds."""
@@ -152,7 +160,7 @@ def _judged(view: RequestView, out: Collector) -> tuple[Delivery, _Scan] | None:
     exercised_by=("sampled tokens with a logprob", "calls that ask for logprobs"),
     applies=_declared,
 )
-def logprobs_present(view: RequestView, out: Collector) -> None:
+def stitch_logprobs_present(view: RequestView, out: Collector) -> None:
     """Every call asks for them, and what came back is there."""
     if not view.request.want_logprobs:
         return out.absent("no request wanted logprobs")
@@ -222,7 +230,7 @@ def _lost(view: RequestView, scan: _Scan, out: Collector) -> None:
     exercised_by="samples with logprobs",
     applies=_declared,
 )
-def logprobs_length(view: RequestView, out: Collector) -> None:
+def stitch_logprobs_length(view: RequestView, out: Collector) -> None:
     """Compare the two lengths."""
     found = delivery(view)
     if found is None:
@@ -269,7 +277,7 @@ def logprobs_length(view: RequestView, out: Collector) -> None:
     exercised_by="sampled tokens with a logprob",
     applies=_declared,
 )
-def logprobs_valid(view: RequestView, out: Collector) -> None:
+def stitch_logprobs_valid(view: RequestView, out: Collector) -> None:
     """Report infinite and positive values; missing ones are judged by ``logprobs-missing`` and
     ``logprobs-present``.
     """
@@ -316,7 +324,7 @@ def logprobs_valid(view: RequestView, out: Collector) -> None:
     exercised_by=("tokens of single-call samples", "tokens of resumed samples"),
     applies=_declared,
 )
-def logprobs_paired(view: RequestView, out: Collector) -> None:
+def stitch_logprobs_paired(view: RequestView, out: Collector) -> None:
     """Compare value by value with the reference stitch, up to rounding to 32 bits."""
     if view.engine is not None and view.engine.logprobs is not view.contract.logprobs:
         return out.absent(
@@ -362,7 +370,7 @@ def logprobs_paired(view: RequestView, out: Collector) -> None:
     exercised_by=("sampled tokens", "tokens that came without a logprob"),
     applies=_declared,
 )
-def logprobs_missing(view: RequestView, out: Collector) -> None:
+def stitch_logprobs_missing(view: RequestView, out: Collector) -> None:
     """Look at the tokens for which the engine returned no logprob."""
     rule, engine = view.contract.missing_logprobs, view.engine
     if (
@@ -473,12 +481,3 @@ def _unmarked_finding(
         ),
         hint=hint,
     )
-
-
-CHECKS: tuple[Check, ...] = (
-    logprobs_present,
-    logprobs_length,
-    logprobs_valid,
-    logprobs_paired,
-    logprobs_missing,
-)

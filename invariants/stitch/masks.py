@@ -9,12 +9,16 @@ from typing import TYPE_CHECKING
 from rollproof.core.contract import Contract
 from rollproof.invariants._shared.delivery import delivery, missing_reason
 from rollproof.invariants._shared.phrases import count, ranges, share, window
-from rollproof.judging.checks import Check, Collector, request_check
+from rollproof.judging.checks import Collector, request_check
 
 if TYPE_CHECKING:
     from rollproof.judging.request_view import RequestView
 
-__all__ = ["CHECKS", "NO_TURNS"]
+__all__ = [
+    "NO_TURNS",
+    "stitch_mask_environment",
+    "stitch_mask_shape",
+]
 
 NO_TURNS = "the contract declares no turns of the environment (multi_turn)"
 
@@ -30,7 +34,7 @@ def _declared(contract: Contract) -> str | None:
     exercised_by="samples with a loss mask",
     applies=_declared,
 )
-def mask_shape(view: RequestView, out: Collector) -> None:
+def stitch_mask_shape(view: RequestView, out: Collector) -> None:
     """Presence, length and values."""
     found = delivery(view)
     if found is None:
@@ -89,7 +93,7 @@ def mask_shape(view: RequestView, out: Collector) -> None:
     exercised_by="tokens of the environment",
     applies=_declared,
 )
-def mask_environment(view: RequestView, out: Collector) -> None:
+def stitch_mask_environment(view: RequestView, out: Collector) -> None:
     """Look at the mask of every token that no policy sampled."""
     if not view.contract.multi_turn:
         out.inapplicable(NO_TURNS)
@@ -122,6 +126,3 @@ def mask_environment(view: RequestView, out: Collector) -> None:
             ),
         )
     return None
-
-
-CHECKS: tuple[Check, ...] = (mask_shape, mask_environment)

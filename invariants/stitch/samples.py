@@ -11,15 +11,23 @@ from typing import TYPE_CHECKING, cast
 from rollproof.core.contract import ResumeBy
 from rollproof.invariants._shared.delivery import delivery, missing_reason
 from rollproof.invariants._shared.phrases import count, listing, ranges, share, window
-from rollproof.invariants.stitch import attempts, budgets, logprobs, masks, shortfall
+from rollproof.invariants.stitch import attempts, masks
 from rollproof.invariants.stitch.token_faults import contains, describe_token_fault
-from rollproof.judging.checks import Check, Collector, request_check
+from rollproof.judging.checks import Collector, request_check
 
 if TYPE_CHECKING:
     from rollproof.core.oracle import Chooser
     from rollproof.judging.request_view import RequestView
 
-__all__ = ["CHECKS"]
+__all__ = [
+    "stitch_caller_objects",
+    "stitch_environment_tokens",
+    "stitch_handed_over",
+    "stitch_matches_unbroken",
+    "stitch_prompt",
+    "stitch_request_id",
+    "stitch_tokens",
+]
 
 
 @request_check(
@@ -28,7 +36,7 @@ __all__ = ["CHECKS"]
     needs="a delivered sample",
     exercised_by="samples",
 )
-def prompt_kept(view: RequestView, out: Collector) -> None:
+def stitch_prompt(view: RequestView, out: Collector) -> None:
     """Compare the record's prompt with the request's."""
     rollout = view.rollout
     if rollout is None:
@@ -61,7 +69,7 @@ def prompt_kept(view: RequestView, out: Collector) -> None:
     needs="a delivered sample, and other requests of the run",
     exercised_by="samples beside other requests",
 )
-def request_id_kept(view: RequestView, out: Collector) -> None:
+def stitch_request_id(view: RequestView, out: Collector) -> None:
     """Compare the record's id with those of the run's requests.
 
     Requests of a group share a prompt, and may share an id; an id that no request has is the
@@ -101,7 +109,7 @@ def request_id_kept(view: RequestView, out: Collector) -> None:
     needs="a delivered sample, and its engine calls and replies",
     exercised_by=("single-call samples", "resumed samples", "samples without tokens"),
 )
-def tokens_kept(view: RequestView, out: Collector) -> None:
+def stitch_tokens(view: RequestView, out: Collector) -> None:
     """Compare the response with the reference stitch."""
     found = delivery(view)
     if found is None:
@@ -141,7 +149,7 @@ def tokens_kept(view: RequestView, out: Collector) -> None:
     ),
     exercised_by="resumed samples under one version",
 )
-def matches_unbroken(view: RequestView, out: Collector) -> None:
+def stitch_matches_unbroken(view: RequestView, out: Collector) -> None:
     """Compare the response with what the policy samples when nobody interrupts it."""
     if view.contract.resume is not ResumeBy.CLIENT:
         out.inapplicable(attempts.not_resumed(view.contract))
@@ -196,7 +204,7 @@ def matches_unbroken(view: RequestView, out: Collector) -> None:
     needs="the end of a request, seen by the runner",
     exercised_by="ended requests",
 )
-def caller_objects(view: RequestView, out: Collector) -> None:
+def stitch_caller_objects(view: RequestView, out: Collector) -> None:
     """Report what the stack wrote into the caller's objects."""
     if view.result is None:
         return out.absent("the request never ended")
@@ -245,7 +253,7 @@ def _was_run(view: RequestView) -> bool:
     needs="a delivered sample, looked at again when the run has ended",
     exercised_by="samples looked at again",
 )
-def handed_over(view: RequestView, out: Collector) -> None:
+def stitch_handed_over(view: RequestView, out: Collector) -> None:
     """Report arrays that changed later; those of routes are ``routes.handed-over``'s."""
     if view.rollout is None or view.result is None:
         return out.absent(missing_reason(view))
@@ -277,7 +285,7 @@ def handed_over(view: RequestView, out: Collector) -> None:
     needs="a multi-turn request whose turns are declared, its engine calls and a delivered sample",
     exercised_by="turns of the environment",
 )
-def environment_tokens(view: RequestView, out: Collector) -> None:
+def stitch_environment_tokens(view: RequestView, out: Collector) -> None:
     """Compare the turns that the request declares with what its calls sent; templates around them,
     and a cut at their end, are allowed.
     """
@@ -311,19 +319,3 @@ def _first_difference(a: Sequence[int], b: Sequence[int]) -> int:
     return next(
         (i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b))
     )
-
-
-CHECKS: tuple[Check, ...] = (
-    prompt_kept,
-    request_id_kept,
-    tokens_kept,
-    environment_tokens,
-    matches_unbroken,
-    caller_objects,
-    handed_over,
-    *attempts.CHECKS,
-    *logprobs.CHECKS,
-    *masks.CHECKS,
-    *budgets.CHECKS,
-    *shortfall.CHECKS,
-)

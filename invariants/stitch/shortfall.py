@@ -15,12 +15,14 @@ from rollproof.core.records import FinishReason
 from rollproof.core.trace import Result
 from rollproof.invariants._shared.event_check import Fold
 from rollproof.invariants._shared.phrases import count, listing
-from rollproof.judging.checks import Check, Collector, trace_check
+from rollproof.judging.checks import Collector, trace_check
 
 if TYPE_CHECKING:
     from rollproof.judging.judge import JudgeContext
 
-__all__ = ["CHECKS"]
+__all__ = [
+    "stitch_budget_used",
+]
 
 _APART = 3
 """Budgets this many times apart: a cap in proportion to the budget, rounded, falls one token short
@@ -28,7 +30,7 @@ of both by no chance.
 """
 
 
-class _BudgetUsed(Fold):
+class StitchBudgetUsed(Fold):
     """Keeps the smallest and the greatest budget that was missed by one token, until one was used
     in full or missed by more.
     """
@@ -102,7 +104,7 @@ def _ends_declared(contract: Contract) -> str | None:
     return None if contract.finish_reason else "the contract declares no finish reason"
 
 
-_budget_used = trace_check(
+stitch_budget_used = trace_check(
     "stitch.budget-used",
     promise="Samples that end by length do not all end one token before their budget.",
     needs=(
@@ -110,7 +112,4 @@ _budget_used = trace_check(
     ),
     exercised_by="ends by length at different budgets",
     applies=_ends_declared,
-)(_BudgetUsed)
-
-
-CHECKS: tuple[Check, ...] = (_budget_used,)
+)(StitchBudgetUsed)

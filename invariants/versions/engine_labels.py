@@ -20,13 +20,17 @@ from rollproof.invariants.versions.samplers import (
 )
 from rollproof.invariants.versions.tagged_samples import naming, tagged
 from rollproof.invariants.versions.version_phrases import sampled_by, tag_list
-from rollproof.judging.checks import Check, Collector, request_check
+from rollproof.judging.checks import Collector, request_check
 
 if TYPE_CHECKING:
     from rollproof.core.records import Rollout
     from rollproof.judging.request_view import Attempt, RequestView
 
-__all__ = ["CHECKS"]
+__all__ = [
+    "versions_engine_tags",
+    "versions_unknown_stays_unknown",
+    "versions_unlabelled_update",
+]
 
 
 _MUTE = "the engines show no version (their contract declares versions='none')"
@@ -46,7 +50,7 @@ def _mute(view: RequestView) -> bool:
     needs="replies that show a version, and the versions that really sampled their tokens",
     exercised_by=("replies under one version", "replies across versions"),
 )
-def engine_tags(view: RequestView, out: Collector) -> None:
+def versions_engine_tags(view: RequestView, out: Collector) -> None:
     """Compare what the replies show with the truth. Weights without a label are
     ``unlabelled-update``'s.
 
@@ -125,7 +129,7 @@ def _as_declared(view: RequestView, attempt: Attempt, shown: Key) -> bool:
     exercised_by="tokens of unlabelled weights",
     applies=tagged,
 )
-def unlabelled_update(view: RequestView, out: Collector) -> None:
+def versions_unlabelled_update(view: RequestView, out: Collector) -> None:
     """Look at what engine and sample say of tokens whose weights never had a label."""
     parts = samplers(view)
     if parts is None or view.rollout is None:
@@ -185,7 +189,7 @@ def unlabelled_update(view: RequestView, out: Collector) -> None:
     exercised_by="tokens without a shown version",
     applies=naming,
 )
-def unknown_stays_unknown(view: RequestView, out: Collector) -> None:
+def versions_unknown_stays_unknown(view: RequestView, out: Collector) -> None:
     """Compare the tags of such tokens with the truth. Engines that show no versions at all leave it
     to the stack to know.
     """
@@ -274,6 +278,3 @@ def _named(
             tags = list(rollout.call_versions)
         out += [(part, tag) for tag in tags[:1] if tag is not None and published(view.history, tag)]
     return out
-
-
-CHECKS: tuple[Check, ...] = (engine_tags, unlabelled_update, unknown_stays_unknown)

@@ -16,7 +16,6 @@ from rollproof.core.records import Rollout, Version
 from rollproof.invariants._shared.delivery import missing_reason
 from rollproof.invariants._shared.event_check import case_actions
 from rollproof.invariants._shared.phrases import count, listing, verb, version_name
-from rollproof.invariants.versions import engine_labels, token_tags
 from rollproof.invariants.versions.samplers import (
     Key,
     Sampler,
@@ -35,12 +34,19 @@ from rollproof.invariants.versions.tagged_samples import (
 )
 from rollproof.invariants.versions.version_phrases import sampled_by, tag_list, tags_of
 from rollproof.invariants.weights.update_races import SKEWED
-from rollproof.judging.checks import Check, Collector, request_check
+from rollproof.judging.checks import Collector, request_check
 
 if TYPE_CHECKING:
     from rollproof.judging.request_view import RequestView
 
-__all__ = ["CHECKS"]
+__all__ = [
+    "versions_bounds",
+    "versions_call_tags",
+    "versions_min_max",
+    "versions_present",
+    "versions_published",
+    "versions_sample_tag",
+]
 
 _OF_THE_SAMPLE = (Versions.SAMPLE, Versions.MIN_MAX, Versions.BOUNDS)
 """Tags of which a sample has one for all of its tokens."""
@@ -56,7 +62,7 @@ _OF_THE_SAMPLE = (Versions.SAMPLE, Versions.MIN_MAX, Versions.BOUNDS)
     exercised_by=("tags", "tags of version 0"),
     applies=tagged,
 )
-def present(view: RequestView, out: Collector) -> None:
+def versions_present(view: RequestView, out: Collector) -> None:
     """Look for tags that are ``None`` or empty although the engine told the version of the tokens.
 
     A tag for the whole sample may be unknown as soon as one of its tokens is.
@@ -137,7 +143,7 @@ def _absent_tags(view: RequestView, rollout: Rollout, told: Sequence[Sampler]) -
     exercised_by="tags",
     applies=naming,
 )
-def only_published(view: RequestView, out: Collector) -> None:
+def versions_published(view: RequestView, out: Collector) -> None:
     """Look every tag of the sample up among the published labels."""
     rollout = view.rollout
     if rollout is None:
@@ -171,7 +177,7 @@ def only_published(view: RequestView, out: Collector) -> None:
     exercised_by=("samples under one version", "samples across versions"),
     applies=only(Versions.SAMPLE),
 )
-def sample_tag(view: RequestView, out: Collector) -> None:
+def versions_sample_tag(view: RequestView, out: Collector) -> None:
     """Compare ``version`` with the samplers."""
     both = judged(view, out)
     if both is None:
@@ -230,7 +236,7 @@ def _stale_hint(view: RequestView, tag: Key, parts: Sequence[Sampler]) -> str:
     exercised_by=("samples under one version", "samples across versions"),
     applies=only(Versions.MIN_MAX),
 )
-def min_max(view: RequestView, out: Collector) -> None:
+def versions_min_max(view: RequestView, out: Collector) -> None:
     """Compare ``min_version`` and ``max_version`` with the samplers."""
     both = judged(view, out)
     if both is None:
@@ -348,7 +354,7 @@ def _min_max_hint(
     exercised_by=("samples under one version", "samples across versions"),
     applies=only(Versions.BOUNDS),
 )
-def bounds(view: RequestView, out: Collector) -> None:
+def versions_bounds(view: RequestView, out: Collector) -> None:
     """Look for tokens whose every possible version lies outside ``min_version`` to ``max_version``."""
     both = judged(view, out)
     if both is None:
@@ -415,7 +421,7 @@ def bounds(view: RequestView, out: Collector) -> None:
     exercised_by=("tags of calls", "samples across versions"),
     applies=only(Versions.CALL),
 )
-def call_tags(view: RequestView, out: Collector) -> None:
+def versions_call_tags(view: RequestView, out: Collector) -> None:
     """Match the list of tags with the calls; calls without tokens, with tokens given up, or of a
     broken stream may have a tag or none.
     """
@@ -513,15 +519,3 @@ def _call_finding(
             " not shift the others."
         ),
     )
-
-
-CHECKS: tuple[Check, ...] = (
-    present,
-    only_published,
-    sample_tag,
-    min_max,
-    bounds,
-    call_tags,
-    *token_tags.CHECKS,
-    *engine_labels.CHECKS,
-)

@@ -20,12 +20,17 @@ from rollproof.invariants.versions.tagged_samples import (
     only,
 )
 from rollproof.invariants.versions.version_phrases import sampled_by, tag_list
-from rollproof.judging.checks import Check, Collector, request_check
+from rollproof.judging.checks import Collector, request_check
 
 if TYPE_CHECKING:
     from rollproof.judging.request_view import RequestView
 
-__all__ = ["CHECKS"]
+__all__ = [
+    "versions_one_tag_per_token",
+    "versions_span_tags",
+    "versions_spans_cover",
+    "versions_token_tags",
+]
 
 
 @request_check(
@@ -37,7 +42,7 @@ __all__ = ["CHECKS"]
     exercised_by="spans",
     applies=only(Versions.SPAN),
 )
-def spans_cover(view: RequestView, out: Collector) -> None:
+def versions_spans_cover(view: RequestView, out: Collector) -> None:
     """Walk over the spans. Empty spans are harmless; tokens of the environment need none."""
     found = delivery(view)
     if found is None:
@@ -118,7 +123,7 @@ def _span_fault(
     exercised_by=("tokens in spans", "samples across versions"),
     applies=only(Versions.SPAN),
 )
-def span_tags(view: RequestView, out: Collector) -> None:
+def versions_span_tags(view: RequestView, out: Collector) -> None:
     """Compare each span with the samplers below it."""
     both = judged(view, out)
     if both is None:
@@ -138,7 +143,7 @@ def span_tags(view: RequestView, out: Collector) -> None:
     exercised_by="samples with token tags",
     applies=only(Versions.TOKEN),
 )
-def one_per_token(view: RequestView, out: Collector) -> None:
+def versions_one_tag_per_token(view: RequestView, out: Collector) -> None:
     """Compare the two lengths."""
     found = delivery(view)
     if found is None:
@@ -166,7 +171,7 @@ def one_per_token(view: RequestView, out: Collector) -> None:
     exercised_by=("tokens", "samples across versions"),
     applies=only(Versions.TOKEN),
 )
-def token_tags(view: RequestView, out: Collector) -> None:
+def versions_token_tags(view: RequestView, out: Collector) -> None:
     """Compare tag by tag with the samplers."""
     both = judged(view, out)
     if both is None:
@@ -222,6 +227,3 @@ def _wrong_tags(
             )
         ),
     )
-
-
-CHECKS: tuple[Check, ...] = (spans_cover, span_tags, one_per_token, token_tags)

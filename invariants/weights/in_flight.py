@@ -26,21 +26,26 @@ from rollproof.core.trace import (
 )
 from rollproof.invariants._shared.event_check import Fold, keep
 from rollproof.invariants.lifecycle.aborts import no_partial_flag, partial_is_off
-from rollproof.invariants.weights import loading, serving, updates
 from rollproof.invariants.weights.serving import MIXED, NO_TRUTH
-from rollproof.judging.checks import Check, Collector, trace_check
+from rollproof.judging.checks import Collector, trace_check
 
 if TYPE_CHECKING:
     from rollproof.judging.judge import JudgeContext
     from rollproof.judging.request_view import Attempt, RequestView
     from rollproof.judging.stitching import Stretch
 
-__all__ = ["CHECKS"]
+__all__ = [
+    "weights_label_only_keeps_calls",
+    "weights_no_admission_while_paused",
+    "weights_no_token_while_paused",
+    "weights_one_version_per_sample",
+    "weights_staleness_bound",
+]
 
 _FREEZING = (PauseMode.KEEP, PauseMode.RETRACT, PauseMode.IN_PLACE)
 
 
-class _NoAdmission(Fold):
+class WeightsNoAdmissionWhilePaused(Fold):
     """A call may be sent to a paused server and be parked or refused; it must not run."""
 
     def __init__(self, context: JudgeContext) -> None:
@@ -92,15 +97,15 @@ class _NoAdmission(Fold):
             )
 
 
-_no_admission = trace_check(
+weights_no_admission_while_paused = trace_check(
     "weights.no-admission-while-paused",
     promise="Between the acknowledgement of a pause and the resume, a server admits no call.",
     needs="Call, Admit, Pause and Resume events of the servers",
     exercised_by=("calls sent to a paused server", "calls queued at a pause"),
-)(_NoAdmission)
+)(WeightsNoAdmissionWhilePaused)
 
 
-class _NoToken(Fold):
+class WeightsNoTokenWhilePaused(Fold):
     """Compares the number of sampled tokens at the pause with that at everything until the resume."""
 
     def __init__(self, context: JudgeContext) -> None:
@@ -169,15 +174,15 @@ class _NoToken(Fold):
                 )
 
 
-_no_token = trace_check(
+weights_no_token_while_paused = trace_check(
     "weights.no-token-while-paused",
     promise="A call frozen by a pause samples no token until its server is resumed.",
     needs="progress of the calls in flight at Pause, and at Weights, Resume or the reply",
     exercised_by="frozen calls",
-)(_NoToken)
+)(WeightsNoTokenWhilePaused)
 
 
-class _LabelOnly(Fold):
+class WeightsLabelOnlyKeepsCalls(Fold):
     """An abort of everything at the instant of the label is the label's, unless it opens a pause or
     a load.
     """
@@ -260,15 +265,15 @@ class _LabelOnly(Fold):
             )
 
 
-_label_only = trace_check(
+weights_label_only_keeps_calls = trace_check(
     "weights.label-only-keeps-calls",
     promise="Publishing a version label alone aborts nothing that is in flight.",
     needs="Weights events with loaded=False, and the Abort events of the servers",
     exercised_by="calls in flight when only a label was published",
-)(_LabelOnly)
+)(WeightsLabelOnlyKeepsCalls)
 
 
-class _Staleness(Fold):
+class WeightsStalenessBound(Fold):
     """Counts published updates between a sample's oldest trained token and the newest weights that
     every live server holds.
     """
@@ -332,7 +337,7 @@ class _Staleness(Fold):
         )
 
 
-_staleness = trace_check(
+weights_staleness_bound = trace_check(
     "weights.staleness-bound",
     promise=(
         "No token of a delivered sample is older than max_staleness weight updates at delivery."
@@ -342,10 +347,10 @@ _staleness = trace_check(
     applies=lambda contract: (
         None if contract.max_staleness is not None else "the contract promises no staleness bound"
     ),
-)(_Staleness)
+)(WeightsStalenessBound)
 
 
-class _OneVersion(Fold):
+class WeightsOneVersionPerSample(Fold):
     """Calls that a pause froze across the update are excused: who chose that pause chose mixed
     samples.
     """
@@ -450,7 +455,7 @@ class _OneVersion(Fold):
         return self._same.get(version, version)
 
 
-_one_version = trace_check(
+weights_one_version_per_sample = trace_check(
     "weights.one-version-per-sample",
     promise=(
         "With partial rollout off, every turn of a delivered sample is sampled by one weight"
@@ -462,7 +467,7 @@ _one_version = trace_check(
     ),
     exercised_by="samples delivered with partial rollout off",
     applies=no_partial_flag,
-)(_OneVersion)
+)(WeightsOneVersionPerSample)
 
 
 def _mixes(attempt: Attempt) -> bool:
@@ -494,16 +499,3 @@ def _trained(view: RequestView, rollout: Rollout) -> Iterator[Version]:
             continue
         if mask is None or stretch.end > len(mask) or mask[stretch.start : stretch.end].any():
             yield stretch.true if stretch.true is not None else stretch.shown
-
-
-CHECKS: tuple[Check, ...] = (
-    _no_admission,
-    _no_token,
-    _label_only,
-    _staleness,
-    _one_version,
-    *serving.CHECKS,
-    *updates.CHECKS,
-    *loading.CHECKS,
-)
-"""The family ``weights``, in the order of a report."""

@@ -7,15 +7,18 @@ from typing import TYPE_CHECKING
 from rollproof.core.records import Version
 from rollproof.core.trace import Admit, Fault, Update, UpdatePhase, Weights
 from rollproof.invariants._shared.event_check import Ending
-from rollproof.judging.checks import Check, Collector, trace_check
+from rollproof.judging.checks import Collector, trace_check
 
 if TYPE_CHECKING:
     from rollproof.judging.judge import JudgeContext
 
-__all__ = ["CHECKS"]
+__all__ = [
+    "weights_no_failure_without_fault",
+    "weights_update_loads",
+]
 
 
-class _Loads(Ending):
+class WeightsUpdateLoads(Ending):
     """Judges the latest update that ended. A stack may load lazily: only a server that served on
     without loading is blamed.
     """
@@ -101,7 +104,7 @@ class _Loads(Ending):
             )
 
 
-class _FailsWithReason(Ending):
+class WeightsNoFailureWithoutFault(Ending):
     """Judges labelled updates, one at a time, in a fleet in which nothing ever broke. To refuse an
     update without a label is a choice.
     """
@@ -143,18 +146,15 @@ class _FailsWithReason(Ending):
             self._broken = True
 
 
-CHECKS: tuple[Check, ...] = (
-    trace_check(
-        "weights.no-failure-without-fault",
-        promise="A labelled weight update fails only where a server or a transfer did.",
-        needs="Update and Fault events",
-        exercised_by="updates while nothing was broken",
-    )(_FailsWithReason),
-    trace_check(
-        "weights.update-loads",
-        promise="A weight update that has ended has brought its weights to the servers.",
-        needs="Update events, and the Weights and Admit events of the servers",
-        exercised_by="updates that ended",
-    )(_Loads),
-)
-"""The checks of this module."""
+weights_no_failure_without_fault = trace_check(
+    "weights.no-failure-without-fault",
+    promise="A labelled weight update fails only where a server or a transfer did.",
+    needs="Update and Fault events",
+    exercised_by="updates while nothing was broken",
+)(WeightsNoFailureWithoutFault)
+weights_update_loads = trace_check(
+    "weights.update-loads",
+    promise="A weight update that has ended has brought its weights to the servers.",
+    needs="Update events, and the Weights and Admit events of the servers",
+    exercised_by="updates that ended",
+)(WeightsUpdateLoads)

@@ -14,13 +14,19 @@ from rollproof.core.contract import Contract, KvPolicy, Logprobs
 from rollproof.core.records import Span, Version
 from rollproof.core.trace import Admit, Call, Fault, PauseMode, Reply, Submit, Weights
 from rollproof.invariants._shared.event_check import Fold, case_option, keep
-from rollproof.judging.checks import Check, Collector, request_check, trace_check
+from rollproof.judging.checks import Collector, request_check, trace_check
 from rollproof.judging.request_view import RequestView
 
 if TYPE_CHECKING:
     from rollproof.judging.judge import JudgeContext
 
-__all__ = ["CHECKS", "MIXED", "NO_TRUTH"]
+__all__ = [
+    "MIXED",
+    "NO_TRUTH",
+    "weights_identity_update_changes_nothing",
+    "weights_no_stale_cache",
+    "weights_served_after_update",
+]
 
 MIXED = "mixed"
 """The version of values that were computed over KV of several versions."""
@@ -121,7 +127,7 @@ class _Serving(Fold):
         return line
 
 
-class _ServedAfterUpdate(_Serving):
+class WeightsServedAfterUpdate(_Serving):
     """The versions of a call's tokens walk forward through the server's epochs, from the one at its
     admission.
     """
@@ -169,12 +175,12 @@ class _ServedAfterUpdate(_Serving):
             at = found
 
 
-_served_after_update = trace_check(
+weights_served_after_update = trace_check(
     "weights.served-after-update",
     promise="A call that a server admits after a weight update is sampled by the new weights.",
     needs="Weights events, and replies that say which weights sampled (true_tokens)",
     exercised_by="calls served after an update",
-)(_ServedAfterUpdate)
+)(WeightsServedAfterUpdate)
 
 
 def _keeps_kv(contract: Contract) -> str | None:
@@ -185,7 +191,7 @@ def _keeps_kv(contract: Contract) -> str | None:
     )
 
 
-class _NoStaleCache(_Serving):
+class WeightsNoStaleCache(_Serving):
     """Rows and tokens come from forwards of one version each, none older than the weights at the
     call's admission.
     """
@@ -249,13 +255,13 @@ class _NoStaleCache(_Serving):
                 return
 
 
-_no_stale_cache = trace_check(
+weights_no_stale_cache = trace_check(
     "weights.no-stale-cache",
     promise="After an update no forward reads KV that older weights wrote (kv_policy=recompute).",
     needs="replies that say which weights computed their rows and tokens (true_rows, true_tokens)",
     exercised_by=("calls admitted after an update", "calls in flight during an update"),
     applies=_keeps_kv,
-)(_NoStaleCache)
+)(WeightsNoStaleCache)
 
 
 def _first_stale(
@@ -287,7 +293,7 @@ def _names(epochs: Iterable[frozenset[Version]]) -> str:
     needs="an oracle, and logprobs of a request that saw an identity update and no other",
     exercised_by="replies after an identity update",
 )
-def _identity(view: RequestView, out: Collector) -> None:
+def weights_identity_update_changes_nothing(view: RequestView, out: Collector) -> None:
     """Logprobs of every reply equal the oracle's under the weights from before the update."""
     if (
         view.oracle is None
@@ -357,7 +363,3 @@ def _raw(view: RequestView) -> bool:
         1,
         1.0,
     )
-
-
-CHECKS: tuple[Check, ...] = (_served_after_update, _no_stale_cache, _identity)
-"""The checks of this module, in the order of a report."""

@@ -7,12 +7,17 @@ from typing import TYPE_CHECKING
 
 from rollproof.core.trace import Fault, Pause, Resume, Submit, Weights
 from rollproof.invariants._shared.event_check import Fold, case_actions
-from rollproof.judging.checks import Check, Collector, trace_check
+from rollproof.judging.checks import Collector, trace_check
 
 if TYPE_CHECKING:
     from rollproof.judging.judge import JudgeContext
 
-__all__ = ["CHECKS", "SKEWED"]
+__all__ = [
+    "SKEWED",
+    "weights_newest_update_stays",
+    "weights_one_load_per_version",
+    "weights_updates_do_not_interleave",
+]
 
 SKEWED = "the case updates one server on its own (skew), beside the stack's updates"
 
@@ -71,7 +76,7 @@ class _Session:
     loaded: Weights | None = None
 
 
-class _Nesting(_AtOnce):
+class WeightsUpdatesDoNotInterleave(_AtOnce):
     """Two pauses, a resume, a load into the serving server and another resume: the first resume cut
     into the other update.
     """
@@ -127,7 +132,7 @@ class _Nesting(_AtOnce):
             del self._sessions[event.server_id]
 
 
-_nesting = trace_check(
+weights_updates_do_not_interleave = trace_check(
     "weights.updates-do-not-interleave",
     promise=(
         "Of two updates at once, none resumes a server that the other has paused and not yet"
@@ -135,10 +140,10 @@ _nesting = trace_check(
     ),
     needs="Pause, Weights and Resume events of two updates that overlap",
     exercised_by="updates started at once",
-)(_Nesting)
+)(WeightsUpdatesDoNotInterleave)
 
 
-class _NewestStays(_AtOnce):
+class WeightsNewestUpdateStays(_AtOnce):
     """Versions are compared where they are numbers; a roll-back without overlapping updates is
     nobody's fault.
     """
@@ -183,15 +188,15 @@ class _NewestStays(_AtOnce):
             )
 
 
-_newest_stays = trace_check(
+weights_newest_update_stays = trace_check(
     "weights.newest-update-stays",
     promise="Of two updates at once, the newer weights are served in the end.",
     needs="Weights events of two updates that overlap, with numbered versions",
     exercised_by="updates started at once",
-)(_NewestStays)
+)(WeightsNewestUpdateStays)
 
 
-class _OneLoad(Fold):
+class WeightsOneLoadPerVersion(Fold):
     """The same label again is a repetition; reloads after a death or a failed update, or under a
     new label, are none.
     """
@@ -234,13 +239,9 @@ class _OneLoad(Fold):
             )
 
 
-_one_load = trace_check(
+weights_one_load_per_version = trace_check(
     "weights.one-load-per-version",
     promise="A server loads each published version once.",
     needs="Weights events",
     exercised_by="loads",
-)(_OneLoad)
-
-
-CHECKS: tuple[Check, ...] = (_nesting, _newest_stays, _one_load)
-"""The checks of this module, in the order of a report."""
+)(WeightsOneLoadPerVersion)

@@ -10,12 +10,17 @@ from rollproof.core.records import Version
 from rollproof.core.trace import Call, Fault, Pause, Resume, Submit, Weights
 from rollproof.invariants._shared.event_check import Ending, case_actions
 from rollproof.invariants.weights import update_races
-from rollproof.judging.checks import Check, Collector, trace_check
+from rollproof.judging.checks import Collector, trace_check
 
 if TYPE_CHECKING:
     from rollproof.judging.judge import JudgeContext
 
-__all__ = ["CHECKS"]
+__all__ = [
+    "weights_every_pause_resumes",
+    "weights_every_replica_updated",
+    "weights_failed_update_resumes",
+    "weights_updates_end",
+]
 
 _EXCUSES = {
     "death": "the death of a server",
@@ -24,7 +29,7 @@ _EXCUSES = {
 }
 
 
-class _Ends(Ending):
+class WeightsUpdatesEnd(Ending):
     """An update that outlasts the deadline is recorded as the fault ``update-hung``."""
 
     def __init__(self, context: JudgeContext) -> None:
@@ -53,15 +58,15 @@ class _Ends(Ending):
             )
 
 
-_ends = trace_check(
+weights_updates_end = trace_check(
     "weights.updates-end",
     promise="Every weight update ends.",
     needs="Weights events, and Fault update-hung where one did not end",
     exercised_by="updates",
-)(_Ends)
+)(WeightsUpdatesEnd)
 
 
-class _EveryReplica(Ending):
+class WeightsEveryReplicaUpdated(Ending):
     """Replicas may differ during an update, and while a death, a failed update or a declared skew
     explains it.
     """
@@ -151,15 +156,15 @@ class _EveryReplica(Ending):
                 )
 
 
-_every_replica = trace_check(
+weights_every_replica_updated = trace_check(
     "weights.every-replica-updated",
     promise="When a weight update has ended, every live replica holds the new weights.",
     needs="Weights events of two or more servers, in a trace that runs to its end",
     exercised_by="updates of several replicas",
-)(_EveryReplica)
+)(WeightsEveryReplicaUpdated)
 
 
-class _EveryPause(Ending):
+class WeightsEveryPauseResumes(Ending):
     """Pauses that a failed update left behind are ``failed-update-resumes``'s to judge."""
 
     def __init__(self, context: JudgeContext) -> None:
@@ -212,15 +217,15 @@ class _EveryPause(Ending):
             )
 
 
-_every_pause = trace_check(
+weights_every_pause_resumes = trace_check(
     "weights.every-pause-resumes",
     promise="Every pause of a server ends with a resume.",
     needs="Pause and Resume events, in a trace that runs to its end or hangs",
     exercised_by="pauses",
-)(_EveryPause)
+)(WeightsEveryPauseResumes)
 
 
-class _FailedUpdate(Ending):
+class WeightsFailedUpdateResumes(Ending):
     """Judged when the procedure has given up: an update that tries again by itself has not failed.
 
     The next update finding the server still paused is too late: in between its callers waited for
@@ -283,12 +288,12 @@ class _FailedUpdate(Ending):
         )
 
 
-_failed_update = trace_check(
+weights_failed_update_resumes = trace_check(
     "weights.failed-update-resumes",
     promise="A weight update that fails leaves no replica paused.",
     needs="an update procedure that gives up (Fault update-failure without a server)",
     exercised_by="failed updates",
-)(_FailedUpdate)
+)(WeightsFailedUpdateResumes)
 
 
 def _procedure_failed(event: Fault) -> bool:
@@ -296,13 +301,3 @@ def _procedure_failed(event: Fault) -> bool:
     still try again.
     """
     return event.what == "update-failure" and event.server_id is None
-
-
-CHECKS: tuple[Check, ...] = (
-    _ends,
-    _every_replica,
-    _every_pause,
-    _failed_update,
-    *update_races.CHECKS,
-)
-"""The checks of this module, in the order of a report."""

@@ -21,7 +21,8 @@ from rollproof.judging.known_failures import Way, hold
 from rollproof.judging.report import Report
 from rollproof.judging.situations import SITUATIONS
 from rollproof.store import load_trace
-from rollproof.verification.rollouts import merge_reports, run_conformance
+from rollproof.verification.reports import merge_reports
+from rollproof.verification.rollouts import run_conformance
 from rollproof.verification.traces import judge
 from tests.support.faulty_subjects import Concat
 

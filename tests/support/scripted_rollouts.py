@@ -16,8 +16,7 @@ import numpy as np
 from rollproof.core.oracle import Oracle
 from rollproof.core.records import FinishReason, Rollout, Span, Version
 from rollproof.core.trace import Result, Trace
-from rollproof.invariants.stitch import samples
-from rollproof.invariants.versions import sample_tags
+from rollproof.invariants import stitch, versions
 from rollproof.judging.registry import Registry
 from rollproof.verification.traces import judge
 from tests.support.trace_builder import TraceBuilder
@@ -25,7 +24,7 @@ from tests.support.trace_script import TraceScript
 
 __all__ = ["REGISTRY", "ScriptedCall", "blamed", "sample_of", "script_rollout", "with_sample"]
 
-REGISTRY = Registry([*samples.CHECKS, *sample_tags.CHECKS])
+REGISTRY = Registry([*stitch.CHECKS, *versions.CHECKS])
 _SAME = object()
 
 

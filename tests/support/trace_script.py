@@ -9,9 +9,7 @@ from typing import Any
 
 from rollproof.core.oracle import Oracle
 from rollproof.core.trace import Abort, Admit, Call, Fault, Gauge, Observation, PauseMode, Trace
-from rollproof.invariants import default_registry
-from rollproof.invariants.lifecycle import endings
-from rollproof.invariants.weights import in_flight
+from rollproof.invariants import default_registry, lifecycle, weights
 from rollproof.judging.checks import CheckResult, Finding, Verdict
 from rollproof.judging.registry import Registry
 from rollproof.verification.traces import judge
@@ -19,7 +17,7 @@ from tests.support.trace_builder import TraceBuilder, contract
 
 FREEZING = (PauseMode.KEEP, PauseMode.RETRACT, PauseMode.IN_PLACE)
 """Pauses that keep running calls where they are."""
-REGISTRY = Registry([*in_flight.CHECKS, *endings.CHECKS])
+REGISTRY = Registry([*weights.CHECKS, *lifecycle.CHECKS])
 CASE: Mapping[str, Any] = {
     "partial": True,
     "clear_cache": True,

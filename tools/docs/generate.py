@@ -64,7 +64,6 @@ def checks_page() -> Iterator[str]:
             yield f"- needs: {check.needs}"
             yield f"- exercised by: {', '.join(check.exercised_by)}"
             yield f"- kills: {', '.join(killed) or 'no known bug yet'}"
-            yield f"- since: {check.since}"
 
 
 def bugs_page() -> Iterator[str]:

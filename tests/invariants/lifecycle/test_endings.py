@@ -5,8 +5,7 @@ from __future__ import annotations
 import pytest
 
 from rollproof.core.trace import EVENT_KINDS
-from rollproof.invariants.lifecycle import endings
-from rollproof.invariants.weights import in_flight
+from rollproof.invariants import lifecycle, weights
 from rollproof.judging.checks import Verdict
 from rollproof.judging.registry import Registry
 from rollproof.verification.traces import judge
@@ -364,7 +363,7 @@ class TestBoundedAttempts:
 
 def test_ids_are_unique_and_told_in_words() -> None:
     """Every check of the two families has a promise, what it needs and what exercises it."""
-    registry = Registry([*in_flight.CHECKS, *endings.CHECKS])
+    registry = Registry([*weights.CHECKS, *lifecycle.CHECKS])
     assert {"weights", "lifecycle"} == {check.family for check in registry}
     assert all(
         check.promise.endswith(".") and check.needs and check.exercised_by for check in registry
@@ -373,7 +372,7 @@ def test_ids_are_unique_and_told_in_words() -> None:
 
 def test_an_empty_trace_and_one_of_every_kind_crash_nothing() -> None:
     """Checks of events that refer to nothing known say unknown, or nothing."""
-    registry = Registry([*in_flight.CHECKS, *endings.CHECKS])
+    registry = Registry([*weights.CHECKS, *lifecycle.CHECKS])
     script = TraceScript(max_staleness=1, partial_off="dropped")
     frozen = judge(script.trace(), registry)["weights.no-token-while-paused"]
     assert (Verdict.NOT_APPLICABLE, True) == (frozen.verdict, "resume='client'" in frozen.reason)
