@@ -28,8 +28,10 @@ from rollproof.core.contract import (
     Rows,
     Versions,
 )
+from rollproof.core.events.base import Event
+from rollproof.core.events.rollout import Admit, Call, Reply, Result, Submit, Weights
 from rollproof.core.records import EngineOutput, FinishReason, Request, Rollout, Span
-from rollproof.core.trace import Admit, Call, Event, Header, Reply, Result, Submit, Weights
+from rollproof.core.trace import Header
 from rollproof.invariants.routes import CHECKS
 from rollproof.judging.checks import Verdict
 from rollproof.judging.judge import Judge, Tally

@@ -13,8 +13,10 @@ import time
 import numpy as np
 
 from rollproof.core.contract import Contract
+from rollproof.core.events.base import Event
+from rollproof.core.events.rollout import Admit, Call, Reply, Result, Submit, Weights
 from rollproof.core.records import EngineOutput, FinishReason, Request, Rollout, Span
-from rollproof.core.trace import Admit, Call, Event, Header, Reply, Result, Submit, Trace, Weights
+from rollproof.core.trace import Header, Trace
 from rollproof.invariants import stitch, versions
 from rollproof.judging.registry import Registry
 from rollproof.verification.traces import judge

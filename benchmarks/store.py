@@ -18,8 +18,10 @@ from pathlib import Path
 import numpy as np
 
 from rollproof.core.contract import Contract
+from rollproof.core.events.base import Event
+from rollproof.core.events.rollout import Admit, Reply
 from rollproof.core.records import EngineOutput, FinishReason
-from rollproof.core.trace import Admit, Event, Header, Reply, Trace
+from rollproof.core.trace import Header, Trace
 from rollproof.store import TraceReader, TraceWriter, dump_trace, load_trace
 from rollproof.store.columns import validate
 from rollproof.store.stream import Stream, open_file

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from rollproof.core.case import Case as Case
     from rollproof.core.case import Trigger as Trigger
     from rollproof.core.contract import Contract as Contract
+    from rollproof.core.engine_contract import PauseMode as PauseMode
     from rollproof.core.records import BatchRow as BatchRow
     from rollproof.core.records import EngineOutput as EngineOutput
     from rollproof.core.records import FinishReason as FinishReason
@@ -26,7 +27,6 @@ if TYPE_CHECKING:
     from rollproof.core.subjects import EngineSubject as EngineSubject
     from rollproof.core.subjects import ReplaySubject as ReplaySubject
     from rollproof.core.subjects import RolloutSubject as RolloutSubject
-    from rollproof.core.trace import PauseMode as PauseMode
     from rollproof.core.trace import Trace as Trace
     from rollproof.errors import CaseError as CaseError
     from rollproof.errors import ConformanceError as ConformanceError

@@ -2,35 +2,28 @@
 
 from __future__ import annotations
 
-from rollproof.core.trace import (
-    EVENT_KINDS,
-    SCHEMA,
+from rollproof.core.engine_contract import PauseMode
+from rollproof.core.events.base import Event
+from rollproof.core.events.rollout import (
     Abort,
     Admit,
-    Batch,
     Call,
     Chunk,
-    Event,
     Fault,
     Gauge,
-    Header,
     Observation,
     Pause,
-    PauseMode,
-    Recorder,
     Reference,
     Reply,
     Result,
     Resume,
-    Score,
     Submit,
-    Trace,
-    TraceSink,
-    Train,
     Update,
     UpdatePhase,
     Weights,
 )
+from rollproof.core.events.training import Batch, Score
+from rollproof.core.trace import EVENT_KINDS, SCHEMA, Header, Recorder, Trace, TraceSink
 
 __all__ = [
     "EVENT_KINDS",
@@ -56,7 +49,6 @@ __all__ = [
     "Submit",
     "Trace",
     "TraceSink",
-    "Train",
     "Update",
     "UpdatePhase",
     "Weights",

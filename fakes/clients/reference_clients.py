@@ -19,9 +19,9 @@ from rollproof.core.contract import (
     Rows,
     Versions,
 )
+from rollproof.core.engine_contract import PauseMode
 from rollproof.core.records import EngineOutput, Version
 from rollproof.core.subjects import RolloutSubject
-from rollproof.core.trace import PauseMode
 from rollproof.fakes.clients.resuming import FROZEN, AsSampled, Options, Sample
 from rollproof.fakes.engine.flavours import Recompute
 from rollproof.fakes.engine.fleet import Fleet

@@ -28,6 +28,8 @@ from rollproof.core.contract import (
     Sampling,
     Versions,
 )
+from rollproof.core.engine_contract import PauseMode
+from rollproof.core.events.rollout import Observation
 from rollproof.core.records import (
     EngineOutput,
     FinishReason,
@@ -38,7 +40,6 @@ from rollproof.core.records import (
     Version,
     spread,
 )
-from rollproof.core.trace import Observation, PauseMode
 from rollproof.fakes.clients.version_tags import finest_tag, tags
 from rollproof.fakes.engine.exceptions import EnginePaused
 from rollproof.fakes.engine.flavours import Recompute

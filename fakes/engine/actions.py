@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from rollproof.core.case import Action, ActionKind
-from rollproof.core.trace import Fault
+from rollproof.core.events.rollout import Fault
 from rollproof.fakes.engine.inflight import EngineCall
 from rollproof.fakes.engine.scheduler import EngineHooks
 

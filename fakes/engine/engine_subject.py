@@ -17,8 +17,9 @@ from rollproof.core.case import EngineOptions, Model
 from rollproof.core.contract import Contract, KvPolicy, Logprobs
 from rollproof.core.engine_contract import PauseMode, Refusal, RoutesSwitch, StreamMode
 from rollproof.core.engine_protocol import EngineSettings, Piece, Query, Watch, WeightUpdate
+from rollproof.core.events.rollout import Admit
 from rollproof.core.records import EngineOutput, FinishReason, IntArray, LogprobArray
-from rollproof.core.trace import Admit, Recorder
+from rollproof.core.trace import Recorder
 from rollproof.errors import EngineRefused
 from rollproof.fakes.coded.policy import CodedPolicy
 from rollproof.fakes.engine.exceptions import BadCall, EnginePaused

@@ -15,19 +15,10 @@ from dataclasses import replace
 from typing import Any
 
 from rollproof.core.case import EngineOptions
-from rollproof.core.engine_contract import Refusal
+from rollproof.core.engine_contract import PauseMode, Refusal
+from rollproof.core.events.rollout import Abort, Call, Fault, Pause, Reply, Resume, Weights
 from rollproof.core.records import EngineOutput, FinishReason, Scalar, Version, as_tokens
-from rollproof.core.trace import (
-    Abort,
-    Call,
-    Fault,
-    Pause,
-    PauseMode,
-    Recorder,
-    Reply,
-    Resume,
-    Weights,
-)
+from rollproof.core.trace import Recorder
 from rollproof.fakes.coded.policy import CodedPolicy
 from rollproof.fakes.engine.exceptions import (
     BadCall,

@@ -15,19 +15,19 @@ from typing import Any, TypeAlias
 
 from rollproof.core.case import Action, Case
 from rollproof.core.contract import Contract, KvPolicy
+from rollproof.core.engine_contract import PauseMode
 from rollproof.core.error_text import told
-from rollproof.core.records import FinishReason, Version
-from rollproof.core.trace import (
+from rollproof.core.events.rollout import (
     Fault,
     Observation,
-    PauseMode,
-    Recorder,
     Result,
     Submit,
     Update,
     UpdatePhase,
     Weights,
 )
+from rollproof.core.records import FinishReason, Version
+from rollproof.core.trace import Recorder
 from rollproof.errors import CaseError, UsageError
 from rollproof.fakes.coded.policy import CodedPolicy
 from rollproof.fakes.engine.actions import Schedule, Shot, perform

@@ -12,8 +12,9 @@ from collections.abc import Container, Iterator
 
 from rollproof.core.case import EngineOptions
 from rollproof.core.error_text import told_with_place
+from rollproof.core.events.rollout import Admit, Reply
 from rollproof.core.records import FinishReason, Version
-from rollproof.core.trace import Admit, Recorder, Reply
+from rollproof.core.trace import Recorder
 from rollproof.errors import RollproofError, SubjectError
 from rollproof.fakes.coded.policy import CodedPolicy
 from rollproof.fakes.engine.flavours import Flavour

@@ -15,9 +15,10 @@ from typing import TYPE_CHECKING, Any, cast
 
 from rollproof.core.call_ownership import Owners
 from rollproof.core.case import Action
+from rollproof.core.events.rollout import Result, Submit
 from rollproof.core.record_validation import sound_request, sound_rollout
 from rollproof.core.records import EngineOutput, FinishReason, Request, Rollout
-from rollproof.core.trace import Recorder, Result, Submit
+from rollproof.core.trace import Recorder
 from rollproof.errors import UsageError
 from rollproof.fakes.engine.actions import Schedule, Shot, perform
 from rollproof.fakes.engine.exceptions import ServerDied

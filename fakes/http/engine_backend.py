@@ -15,8 +15,9 @@ from typing import Any
 from rollproof.core.case import EngineOptions, Model
 from rollproof.core.contract import Contract, KvPolicy
 from rollproof.core.engine_contract import StreamMode
+from rollproof.core.events.rollout import Fault, Weights
 from rollproof.core.records import EngineOutput, Version
-from rollproof.core.trace import Fault, Header, Recorder, TraceSink, Weights
+from rollproof.core.trace import Header, Recorder, TraceSink
 from rollproof.fakes.coded.policy import CodedPolicy
 from rollproof.fakes.engine.exceptions import TransferFailed
 from rollproof.fakes.engine.fake_engine import MAX_LENGTH, FakeEngine

@@ -6,7 +6,8 @@ import asyncio
 from collections.abc import Callable
 from typing import Any
 
-from rollproof.core.trace import Event, TraceSink
+from rollproof.core.events.base import Event
+from rollproof.core.trace import TraceSink
 from rollproof.errors import RollproofError
 
 __all__ = ["Kept"]

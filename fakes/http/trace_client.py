@@ -17,8 +17,8 @@ import urllib.request
 from collections.abc import Mapping
 from typing import Any
 
+from rollproof.core.events.rollout import Result, Submit
 from rollproof.core.records import Request, Rollout
-from rollproof.core.trace import Result, Submit
 from rollproof.errors import UsageError
 from rollproof.fakes.http.asgi import OWNER_HEADER
 from rollproof.store.json_format import wire_of

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 from starlette.responses import JSONResponse
 
-from rollproof.core.trace import Result, Submit
+from rollproof.core.events.rollout import Result, Submit
 from rollproof.errors import RollproofError, TraceError
 from rollproof.fakes.http.asgi import Answer, Asked, Handler
 from rollproof.fakes.http.request_body import BadRequest

@@ -11,6 +11,7 @@ from typing import Any, ClassVar
 import numpy as np
 import pybase64
 
+from rollproof.core.engine_contract import PauseMode
 from rollproof.core.records import (
     EngineOutput,
     FinishReason,
@@ -20,7 +21,6 @@ from rollproof.core.records import (
     Scalar,
     Span,
 )
-from rollproof.core.trace import PauseMode
 from rollproof.fakes.clients.http_clients import (
     SglangKeeper,
     SglangManager,

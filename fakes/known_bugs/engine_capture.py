@@ -9,8 +9,9 @@ import numpy as np
 
 from rollproof.core.case import ActionKind, EngineOptions, Model
 from rollproof.core.contract import Contract, LayerAxis
+from rollproof.core.engine_contract import PauseMode
+from rollproof.core.events.rollout import Call
 from rollproof.core.records import EngineOutput, IntArray
-from rollproof.core.trace import Call, PauseMode
 from rollproof.fakes.clients.reference_clients import AsSampled, EngineKeep, Sample
 from rollproof.fakes.coded.policy import CodedPolicy, VersionSpan
 from rollproof.fakes.engine.fake_engine import FakeEngine

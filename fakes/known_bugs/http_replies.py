@@ -5,7 +5,7 @@ whole when they are not.
 from __future__ import annotations
 
 from rollproof.core.case import ActionKind
-from rollproof.core.trace import PauseMode
+from rollproof.core.engine_contract import PauseMode
 from rollproof.fakes.known_bugs import _http_clients as clients
 from rollproof.fakes.known_bugs._planting import ENDING, act, case, request
 from rollproof.fakes.known_bugs.known_bug import KnownBug

@@ -11,8 +11,10 @@ from dataclasses import replace
 from typing import Any
 
 from rollproof.core.case import ActionKind
+from rollproof.core.engine_contract import PauseMode
+from rollproof.core.events.rollout import Reply, Result
 from rollproof.core.records import EngineOutput, FinishReason, Request, Rollout
-from rollproof.core.trace import PauseMode, Reply, Result, Trace
+from rollproof.core.trace import Trace
 from rollproof.fakes.clients.reference_clients import AsSampled, Options, Sample
 from rollproof.fakes.engine.fake_engine import FakeEngine
 from rollproof.fakes.engine.fleet import Fleet

@@ -5,8 +5,8 @@ tokens, tokens nobody sampled.
 from __future__ import annotations
 
 from rollproof.core.case import ActionKind
+from rollproof.core.engine_contract import PauseMode
 from rollproof.core.records import Request, Rollout
-from rollproof.core.trace import PauseMode
 from rollproof.fakes.clients.reference_clients import AsSampled, Sample
 from rollproof.fakes.known_bugs._planting import EMPTY, ENDING, act, case, request
 from rollproof.fakes.known_bugs.known_bug import KnownBug

@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 
 from rollproof.core.case import ActionKind, Case, Model
+from rollproof.core.events.rollout import Call
 from rollproof.core.records import EngineOutput, FinishReason, Request, Rollout, Scalar
-from rollproof.core.trace import Call
 from rollproof.fakes.clients.reference_clients import AsSampled, Sample
 from rollproof.fakes.engine.fake_engine import FakeEngine
 from rollproof.fakes.engine.inflight import EngineCall

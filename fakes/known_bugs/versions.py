@@ -10,8 +10,9 @@ from typing import Any
 
 from rollproof.core.case import ActionKind
 from rollproof.core.contract import Versions
+from rollproof.core.engine_contract import PauseMode
+from rollproof.core.events.rollout import Call
 from rollproof.core.records import EngineOutput, Span, Version
-from rollproof.core.trace import Call, PauseMode
 from rollproof.fakes.clients.reference_clients import (
     AsSampled,
     AsSampledCalls,

@@ -9,8 +9,9 @@ from dataclasses import replace
 
 from rollproof.core.case import ActionKind
 from rollproof.core.contract import Contract
+from rollproof.core.engine_contract import PauseMode
+from rollproof.core.events.rollout import Abort
 from rollproof.core.records import FinishReason, Version
-from rollproof.core.trace import Abort, PauseMode
 from rollproof.fakes.clients.reference_clients import AsSampled, EngineKeep
 from rollproof.fakes.engine.fake_engine import FakeEngine
 from rollproof.fakes.engine.fleet import Fleet

@@ -12,8 +12,9 @@ import typer
 from rollproof.cli.check_summary import judged_lines
 from rollproof.cli.options import JsonTarget, Only, Verbose
 from rollproof.cli.output import Meter, Output
+from rollproof.core.events.rollout import Submit
 from rollproof.core.progress import Progress
-from rollproof.core.trace import Header, Submit
+from rollproof.core.trace import Header
 from rollproof.errors import TraceError, UsageError
 from rollproof.invariants import default_registry
 from rollproof.judging.judge import Judge, Tally

@@ -12,8 +12,8 @@ from enum import StrEnum
 from functools import lru_cache
 from typing import Any, Self
 
+from rollproof.core.engine_contract import PauseMode
 from rollproof.core.records import Request
-from rollproof.core.trace import PauseMode
 from rollproof.errors import CaseError
 from rollproof.store.codec import misfit_of
 

@@ -11,8 +11,8 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Protocol, TypeAlias, runtime_checkable
 
 from rollproof.core.contract import Contract
+from rollproof.core.engine_contract import PauseMode
 from rollproof.core.records import BatchRow, EngineOutput, Request, Rollout
-from rollproof.core.trace import PauseMode
 
 if TYPE_CHECKING:
     from rollproof.core.engine_protocol import Query, Watch, WeightUpdate

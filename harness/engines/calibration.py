@@ -13,8 +13,9 @@ from collections.abc import Iterable, Mapping
 import numpy as np
 
 from rollproof.core.contract import Contract, KvPolicy, Rows
+from rollproof.core.events.rollout import Call, Chunk, Reply, Result, Weights
 from rollproof.core.records import EngineOutput, FinishReason, Span
-from rollproof.core.trace import Call, Chunk, Reply, Result, Trace, Weights
+from rollproof.core.trace import Trace
 
 __all__ = ["differences", "facts"]
 

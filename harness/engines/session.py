@@ -18,25 +18,23 @@ import numpy as np
 from rollproof.core.contract import Contract, KvPolicy, Provenance, ResumeBy
 from rollproof.core.engine_contract import EngineTerms, PauseMode, StreamMode
 from rollproof.core.engine_protocol import Piece, Query, WeightUpdate
-from rollproof.core.records import EngineOutput, IntArray, Request, Rollout, Scalar, Span, as_tokens
-from rollproof.core.subjects import EngineSubject
-from rollproof.core.trace import (
+from rollproof.core.events.rollout import (
     Abort,
     Admit,
     Call,
     Chunk,
     Fault,
     Gauge,
-    Header,
     Pause,
-    Recorder,
     Reply,
     Result,
     Resume,
     Submit,
-    Trace,
     Weights,
 )
+from rollproof.core.records import EngineOutput, IntArray, Request, Rollout, Scalar, Span, as_tokens
+from rollproof.core.subjects import EngineSubject
+from rollproof.core.trace import Header, Recorder, Trace
 from rollproof.engines.adapter_guard import answers, guarded
 from rollproof.errors import EngineHung, EngineRefused, SubjectError
 from rollproof.invariants.engine.engine_calls import BROKEN_OFF

@@ -15,8 +15,10 @@ from dataclasses import replace
 from typing import Protocol, TypeAlias
 
 from rollproof.core.contract import Contract, Provenance
+from rollproof.core.events.base import Event
+from rollproof.core.events.rollout import Call, Reference, Reply, Weights
 from rollproof.core.records import EngineOutput, IntArray, LogprobArray, Span, Version, spread
-from rollproof.core.trace import Call, Event, Reference, Reply, Trace, Weights
+from rollproof.core.trace import Trace
 from rollproof.invariants.engine.independent_forward import Mask, fit_of
 
 __all__ = ["MIXED", "Oracle", "attributed"]

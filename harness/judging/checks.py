@@ -23,7 +23,7 @@ from rollproof.core.records import Scalar
 from rollproof.errors import UsageError
 
 if TYPE_CHECKING:
-    from rollproof.core.trace import Event
+    from rollproof.core.events.base import Event
     from rollproof.judging.judge import JudgeContext
     from rollproof.judging.request_view import RequestView
 

@@ -13,20 +13,19 @@ from typing import Any, TypeAlias
 
 from rollproof.core.contract import Contract
 from rollproof.core.error_text import told
-from rollproof.core.oracle import Oracle
-from rollproof.core.trace import (
-    EVENT_KINDS,
+from rollproof.core.events.base import Event
+from rollproof.core.events.rollout import (
     Admit,
     Call,
-    Event,
     Fault,
-    Header,
     Observation,
     Reply,
     Result,
     Submit,
     Weights,
 )
+from rollproof.core.oracle import Oracle
+from rollproof.core.trace import EVENT_KINDS, Header
 from rollproof.judging.checks import (
     Check,
     CheckResult,

@@ -16,7 +16,7 @@ from rollproof.core.engine_contract import StreamMode
 from rollproof.core.records import FinishReason, Span
 
 if TYPE_CHECKING:
-    from rollproof.core.trace import Reply
+    from rollproof.core.events.rollout import Reply
     from rollproof.judging.request_view import Attempt, RequestView
 
 __all__ = ["keep_partials", "streamed"]

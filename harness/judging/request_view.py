@@ -9,19 +9,19 @@ from itertools import pairwise
 from typing import Any
 
 from rollproof.core.contract import Contract, Provenance
-from rollproof.core.oracle import Oracle
-from rollproof.core.records import Request, Rollout, Scalar, Version
-from rollproof.core.trace import (
+from rollproof.core.events.rollout import (
     Admit,
     Call,
     Fault,
-    Header,
     Observation,
     Reply,
     Result,
     Submit,
     Weights,
 )
+from rollproof.core.oracle import Oracle
+from rollproof.core.records import Request, Rollout, Scalar, Version
+from rollproof.core.trace import Header
 from rollproof.judging.stitching import Stitched, stitch
 
 __all__ = ["Attempt", "History", "RequestView"]

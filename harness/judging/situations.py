@@ -10,21 +10,21 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from rollproof.core.records import FinishReason, Version
-from rollproof.core.trace import (
+from rollproof.core.engine_contract import PauseMode
+from rollproof.core.events.base import Event
+from rollproof.core.events.rollout import (
     Abort,
     Admit,
     Call,
-    Event,
     Fault,
     Observation,
     Pause,
-    PauseMode,
     Reply,
     Result,
     Submit,
     Weights,
 )
+from rollproof.core.records import FinishReason, Version
 
 __all__ = ["SITUATIONS", "Scenarios"]
 

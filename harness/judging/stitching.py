@@ -25,7 +25,7 @@ from rollproof.core.records import FinishReason, IntArray, LogprobArray, Span, V
 from rollproof.judging.route_slices import RowPiece, cut_pieces, join_pieces, overlay
 
 if TYPE_CHECKING:
-    from rollproof.core.trace import Call, Observation, Reply
+    from rollproof.core.events.rollout import Call, Observation, Reply
     from rollproof.judging.request_view import Attempt
 
 __all__ = ["Run", "Step", "Stitched", "Stretch", "Token", "stitch"]

@@ -18,27 +18,25 @@ from typing import Any, Self
 
 from rollproof.core.call_ownership import Owners
 from rollproof.core.contract import Contract
+from rollproof.core.engine_contract import PauseMode
 from rollproof.core.error_text import told, told_with_place
-from rollproof.core.files import check_target
-from rollproof.core.record_validation import sound_output, sound_request, sound_rollout
-from rollproof.core.records import EngineOutput, Request, Rollout, Scalar, Version, as_tokens
-from rollproof.core.trace import (
+from rollproof.core.events.base import Event
+from rollproof.core.events.rollout import (
     Abort,
     Call,
-    Event,
     Fault,
-    Header,
     Observation,
     Pause,
-    PauseMode,
-    Recorder,
     Reply,
     Result,
     Resume,
     Submit,
-    Trace,
     Weights,
 )
+from rollproof.core.files import check_target
+from rollproof.core.record_validation import sound_output, sound_request, sound_rollout
+from rollproof.core.records import EngineOutput, Request, Rollout, Scalar, Version, as_tokens
+from rollproof.core.trace import Header, Recorder, Trace
 from rollproof.errors import (
     ConformanceError,
     ExpectationError,

@@ -12,7 +12,8 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Protocol
 
-from rollproof.core.trace import Event, Header
+from rollproof.core.events.base import Event
+from rollproof.core.trace import Header
 from rollproof.errors import TraceError
 from rollproof.store.arrow_format import TraceReader, TraceWriter
 from rollproof.store.frames import CONTINUATION

@@ -16,7 +16,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import ClassVar, Literal, Self
 
-from rollproof.core.trace import Event, Header, Trace
+from rollproof.core.events.base import Event
+from rollproof.core.trace import Header, Trace
 from rollproof.errors import TraceError, UsageError
 from rollproof.store.columns import read_rows
 from rollproof.store.frames import END

@@ -21,7 +21,8 @@ from typing import Any, Protocol, Union, get_args, get_origin, get_type_hints
 import numpy as np
 
 from rollproof.core import records
-from rollproof.core.trace import EVENT_KINDS, SCHEMA, Event, Header
+from rollproof.core.events.base import Event
+from rollproof.core.trace import EVENT_KINDS, SCHEMA, Header
 from rollproof.errors import RollproofError, TraceError, TraceVersionError
 from rollproof.store.arrays import DTYPES, AnyArray, name_of
 from rollproof.store.compiled import Encode, encoder

@@ -16,7 +16,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
-from rollproof.core.trace import Event, Header
+from rollproof.core.events.base import Event
+from rollproof.core.trace import Header
 from rollproof.errors import TraceError
 from rollproof.store.arrays import AnyArray, as_array, stored_as
 from rollproof.store.codec import decode_event, decode_header

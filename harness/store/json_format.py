@@ -19,8 +19,9 @@ from typing import Any
 
 import numpy as np
 
+from rollproof.core.events.base import Event
 from rollproof.core.files import is_special, target_of
-from rollproof.core.trace import SCHEMA, Event, Header, Trace
+from rollproof.core.trace import SCHEMA, Header, Trace
 from rollproof.errors import TraceError, TraceVersionError, UsageError
 from rollproof.store.arrays import DTYPES, AnyArray, as_array, name_of
 from rollproof.store.codec import (

@@ -15,7 +15,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import orjson
 
-from rollproof.core.trace import Event, Header
+from rollproof.core.events.base import Event
+from rollproof.core.trace import Header
 from rollproof.errors import TraceError
 from rollproof.store.arrays import AnyArray, stored_in
 from rollproof.store.codec import encode_fields, encode_header

@@ -17,9 +17,10 @@ import numpy as np
 
 from rollproof.core.contract import Contract
 from rollproof.core.error_text import told
+from rollproof.core.events.training import Batch
 from rollproof.core.records import BatchRow, Rollout
 from rollproof.core.subjects import SubjectFactory
-from rollproof.core.trace import Batch, Header, Recorder, Trace
+from rollproof.core.trace import Header, Recorder, Trace
 from rollproof.errors import RollproofError, SubjectError
 from rollproof.invariants import default_registry
 from rollproof.judging.registry import Registry

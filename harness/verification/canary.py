@@ -9,8 +9,9 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
+from rollproof.core.events.rollout import Result
 from rollproof.core.records import Rollout
-from rollproof.core.trace import Result, Trace
+from rollproof.core.trace import Trace
 from rollproof.judging.checks import Registry, Verdict
 from rollproof.judging.judge import Tally, judge_events
 from rollproof.judging.report import Canary

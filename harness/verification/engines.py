@@ -20,9 +20,10 @@ from pathlib import Path
 
 from rollproof.core.contract import Contract
 from rollproof.core.engine_protocol import EngineSettings
+from rollproof.core.events.rollout import Fault
 from rollproof.core.progress import Progress
 from rollproof.core.subjects import EngineSubject
-from rollproof.core.trace import Fault, Header, Trace
+from rollproof.core.trace import Header, Trace
 from rollproof.engines.adapter_guard import guarded
 from rollproof.engines.experiments import Experiment, Setting, experiments_for
 from rollproof.engines.session import SERVER, Bench, Serving

@@ -18,11 +18,14 @@ from typing import Any
 
 from rollproof.core.case import Case
 from rollproof.core.contract import Contract, KvPolicy
+from rollproof.core.engine_contract import PauseMode
 from rollproof.core.error_text import told
+from rollproof.core.events.base import Event
+from rollproof.core.events.rollout import Result
 from rollproof.core.files import check_folder
 from rollproof.core.progress import Progress
 from rollproof.core.subjects import SubjectFactory
-from rollproof.core.trace import Event, PauseMode, Result, Trace
+from rollproof.core.trace import Trace
 from rollproof.errors import TraceError, UsageError
 from rollproof.invariants import default_registry
 from rollproof.judging.checks import Check, CheckResult, Verdict

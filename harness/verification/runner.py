@@ -15,10 +15,12 @@ import numpy as np
 from rollproof.core.case import Case
 from rollproof.core.contract import Contract
 from rollproof.core.error_text import told, told_with_place
+from rollproof.core.events.base import Event
+from rollproof.core.events.rollout import Gauge, Result, Submit
 from rollproof.core.record_validation import ARRAYS, sound_rollout
 from rollproof.core.records import Request, Rollout
 from rollproof.core.subjects import SubjectFactory
-from rollproof.core.trace import Event, Gauge, Header, Recorder, Result, Submit, Trace
+from rollproof.core.trace import Header, Recorder, Trace
 from rollproof.errors import SubjectError
 from rollproof.fakes.engine.fleet import CURRENT_REQUEST, Fleet
 from rollproof.simulation import virtual_loop

@@ -6,8 +6,9 @@ from collections.abc import Iterable
 from functools import lru_cache
 from typing import Any
 
+from rollproof.core.events.base import Event
 from rollproof.core.oracle import Oracle
-from rollproof.core.trace import Event, Header, Trace
+from rollproof.core.trace import Header, Trace
 from rollproof.fakes.coded.policy import CodedPolicy
 from rollproof.invariants import default_registry
 from rollproof.judging.judge import Judge, Judgement, Tally

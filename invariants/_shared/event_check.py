@@ -11,7 +11,9 @@ from collections import deque
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
-from rollproof.core.trace import EVENT_KINDS, Event, Fault, Gauge, Header, Result
+from rollproof.core.events.base import Event
+from rollproof.core.events.rollout import Fault, Gauge, Result
+from rollproof.core.trace import EVENT_KINDS, Header
 from rollproof.errors import UsageError
 
 if TYPE_CHECKING:

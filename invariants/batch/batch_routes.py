@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from rollproof.core.contract import Contract, Filler, Rows
+from rollproof.core.events.training import Batch
 from rollproof.core.records import BatchRow, IntArray
-from rollproof.core.trace import Batch
 from rollproof.invariants._shared.event_check import Fold
 from rollproof.invariants._shared.phrases import count, ranges
 from rollproof.invariants.batch.batch_rows import Conversion, Placed, Places, batch_check

@@ -13,8 +13,8 @@ import numpy as np
 import numpy.typing as npt
 
 from rollproof.core.contract import Contract, Rows
+from rollproof.core.events.training import Batch
 from rollproof.core.records import BatchRow, IntArray, Rollout
-from rollproof.core.trace import Batch
 from rollproof.invariants._shared.event_check import Fold
 from rollproof.judging.checks import Applies, Check, Collector, trace_check
 

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 
 from rollproof.core.contract import Contract
 from rollproof.core.engine_contract import EngineTerms, PausedCalls, Refusal
+from rollproof.core.events.rollout import Abort, Call, Chunk, Fault, Pause, Reply, Result, Resume
 from rollproof.core.records import FinishReason
-from rollproof.core.trace import Abort, Call, Chunk, Fault, Pause, Reply, Result, Resume
 from rollproof.invariants._shared.event_check import Fold
 from rollproof.invariants.engine.engine_replies import refusal_of
 from rollproof.judging.checks import Collector, trace_check

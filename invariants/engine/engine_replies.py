@@ -10,8 +10,8 @@ import numpy as np
 
 from rollproof.core.contract import Contract, Rows, Versions
 from rollproof.core.engine_contract import EngineTerms, Refusal, ReplyKey, RoutesSwitch, StreamMode
+from rollproof.core.events.rollout import Call, Chunk, Reference, Reply, Weights
 from rollproof.core.records import EngineOutput, FinishReason, IntArray
-from rollproof.core.trace import Call, Chunk, Reference, Reply, Weights
 from rollproof.invariants._shared.phrases import count
 from rollproof.invariants.engine.independent_forward import (
     NEAR_TIE,

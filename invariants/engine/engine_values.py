@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from rollproof.core.contract import Contract, Logprobs
+from rollproof.core.events.rollout import Call, Reference, Reply, Weights
 from rollproof.core.records import LogprobArray
-from rollproof.core.trace import Call, Reference, Reply, Weights
 from rollproof.invariants._shared.phrases import count, ranges
 from rollproof.invariants.engine.independent_forward import (
     NEAR_TIE,

@@ -16,8 +16,8 @@ import numpy as np
 import numpy.typing as npt
 
 from rollproof.core.contract import Contract, KvPolicy, LayerAxis, Logprobs, Rows
+from rollproof.core.events.rollout import Call, Reference, Reply, Result, Weights
 from rollproof.core.records import EngineOutput, IntArray
-from rollproof.core.trace import Call, Reference, Reply, Result, Weights
 from rollproof.invariants._shared.event_check import Fold
 
 if TYPE_CHECKING:

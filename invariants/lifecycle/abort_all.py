@@ -10,7 +10,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
-from rollproof.core.trace import Abort, Call, Event, Reply, Result, Submit, Update, UpdatePhase
+from rollproof.core.events.base import Event
+from rollproof.core.events.rollout import Abort, Call, Reply, Result, Submit, Update, UpdatePhase
 from rollproof.invariants._shared.event_check import Fold, keep
 from rollproof.invariants._shared.phrases import count
 from rollproof.judging.checks import Collector, trace_check

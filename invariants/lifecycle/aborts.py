@@ -7,20 +7,20 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from rollproof.core.contract import Contract, PartialOff, ResumeBy
-from rollproof.core.records import FinishReason
-from rollproof.core.trace import (
+from rollproof.core.engine_contract import PauseMode
+from rollproof.core.events.rollout import (
     Abort,
     Call,
     Fault,
-    Header,
     Pause,
-    PauseMode,
     Reply,
     Result,
     Resume,
     Submit,
     Weights,
 )
+from rollproof.core.records import FinishReason
+from rollproof.core.trace import Header
 from rollproof.invariants._shared.event_check import Ending, Fold, case_option, keep
 from rollproof.judging.checks import Collector, request_check, trace_check
 from rollproof.judging.request_view import Attempt, RequestView

@@ -7,7 +7,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from rollproof.core.trace import Call, Reply
+from rollproof.core.events.rollout import Call, Reply
 from rollproof.judging.checks import Collector, request_check
 from rollproof.judging.request_view import Attempt, RequestView
 

@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING
 
 from rollproof.core.contract import PartialOff, Provenance, ResumeBy
 from rollproof.core.error_text import error_kind
+from rollproof.core.events.rollout import Call, Fault, Gauge, Reply, Result, Submit
 from rollproof.core.records import FinishReason
-from rollproof.core.trace import Call, Fault, Gauge, Reply, Result, Submit
 from rollproof.invariants._shared.event_check import Ending, Fold, Recent, case_option, keep
 from rollproof.invariants._shared.phrases import count
 from rollproof.judging.checks import Collector, request_check, trace_check

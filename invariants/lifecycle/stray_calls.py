@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from rollproof.core.events.rollout import Abort, Admit, Call, Fault, Reply, Result, Submit
 from rollproof.core.records import FinishReason
-from rollproof.core.trace import Abort, Admit, Call, Fault, Reply, Result, Submit
 from rollproof.invariants._shared.event_check import Fold, Recent, case_option, keep
 from rollproof.judging.checks import Collector, request_check, trace_check
 from rollproof.judging.request_view import RequestView

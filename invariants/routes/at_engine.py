@@ -17,9 +17,9 @@ from rollproof.judging.checks import Collector, request_check
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
+    from rollproof.core.events.rollout import Reply
     from rollproof.core.oracle import Oracle
     from rollproof.core.records import IntArray
-    from rollproof.core.trace import Reply
     from rollproof.judging.request_view import Attempt, RequestView
 
 __all__ = [

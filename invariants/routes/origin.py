@@ -24,7 +24,7 @@ from rollproof.invariants.routes import comparison
 from rollproof.invariants.routes.comparison import BoolArray, RouteEvidence, is_filler
 
 if TYPE_CHECKING:
-    from rollproof.core.trace import Reply
+    from rollproof.core.events.rollout import Reply
     from rollproof.judging.request_view import RequestView
 
 __all__ = ["Clue", "Stray", "StrayGroup", "group_of", "groups", "row_version"]

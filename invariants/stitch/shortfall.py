@@ -11,8 +11,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from rollproof.core.contract import Contract
+from rollproof.core.events.rollout import Result
 from rollproof.core.records import FinishReason
-from rollproof.core.trace import Result
 from rollproof.invariants._shared.event_check import Fold
 from rollproof.invariants._shared.phrases import count, listing
 from rollproof.judging.checks import Collector, trace_check

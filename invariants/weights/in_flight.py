@@ -11,19 +11,19 @@ from collections.abc import Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING
 
 from rollproof.core.contract import Provenance, ResumeBy
-from rollproof.core.records import FinishReason, Rollout, Version
-from rollproof.core.trace import (
+from rollproof.core.engine_contract import PauseMode
+from rollproof.core.events.rollout import (
     Abort,
     Admit,
     Call,
     Fault,
     Pause,
-    PauseMode,
     Reply,
     Result,
     Resume,
     Weights,
 )
+from rollproof.core.records import FinishReason, Rollout, Version
 from rollproof.invariants._shared.event_check import Fold, keep
 from rollproof.invariants.lifecycle.aborts import no_partial_flag, partial_is_off
 from rollproof.invariants.weights.serving import MIXED, NO_TRUTH

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from rollproof.core.events.rollout import Admit, Fault, Update, UpdatePhase, Weights
 from rollproof.core.records import Version
-from rollproof.core.trace import Admit, Fault, Update, UpdatePhase, Weights
 from rollproof.invariants._shared.event_check import Ending
 from rollproof.judging.checks import Collector, trace_check
 

@@ -11,8 +11,9 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from rollproof.core.contract import Contract, KvPolicy, Logprobs
+from rollproof.core.engine_contract import PauseMode
+from rollproof.core.events.rollout import Admit, Call, Fault, Reply, Submit, Weights
 from rollproof.core.records import Span, Version
-from rollproof.core.trace import Admit, Call, Fault, PauseMode, Reply, Submit, Weights
 from rollproof.invariants._shared.event_check import Fold, case_option, keep
 from rollproof.judging.checks import Collector, request_check, trace_check
 from rollproof.judging.request_view import RequestView

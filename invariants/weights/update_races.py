@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from rollproof.core.trace import Fault, Pause, Resume, Submit, Weights
+from rollproof.core.events.rollout import Fault, Pause, Resume, Submit, Weights
 from rollproof.invariants._shared.event_check import Fold, case_actions
 from rollproof.judging.checks import Collector, trace_check
 

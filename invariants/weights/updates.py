@@ -6,8 +6,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from rollproof.core.events.rollout import Call, Fault, Pause, Resume, Submit, Weights
 from rollproof.core.records import Version
-from rollproof.core.trace import Call, Fault, Pause, Resume, Submit, Weights
 from rollproof.invariants._shared.event_check import Ending, case_actions
 from rollproof.invariants.weights import update_races
 from rollproof.judging.checks import Collector, trace_check

@@ -25,8 +25,9 @@ pytest.importorskip(
 from rollproof.core.contract import Logprobs
 from rollproof.core.engine_contract import PauseMode, StreamMode
 from rollproof.core.engine_protocol import EngineSettings, Query, WeightUpdate
+from rollproof.core.events.rollout import Call, Reference, Reply
 from rollproof.core.records import EngineOutput, FinishReason, LogprobArray
-from rollproof.core.trace import Call, Reference, Reply, Trace
+from rollproof.core.trace import Trace
 from rollproof.engines.calibration import differences
 from rollproof.engines.engine_targets import engine_target, fake_target
 from rollproof.engines.reference_model import ReferenceModel

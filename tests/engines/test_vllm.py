@@ -15,7 +15,8 @@ import pytest
 
 from rollproof.core.contract import KvPolicy
 from rollproof.core.engine_protocol import EngineSettings
-from rollproof.core.trace import Call, Reference, Reply, Trace, Weights
+from rollproof.core.events.rollout import Call, Reference, Reply, Weights
+from rollproof.core.trace import Trace
 from rollproof.engines.calibration import differences
 from rollproof.engines.engine_targets import engine_target, fake_target
 from rollproof.engines.vllm import vllm_cpu

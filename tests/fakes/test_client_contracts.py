@@ -11,8 +11,9 @@ import pytest
 
 from rollproof.core.case import ActionKind, Case, Model
 from rollproof.core.contract import Filler, LayerAxis, Rows, Versions
+from rollproof.core.engine_contract import PauseMode
+from rollproof.core.events.rollout import Reply, Weights
 from rollproof.core.records import FinishReason, Request
-from rollproof.core.trace import PauseMode, Reply, Weights
 from rollproof.fakes.clients.reference_clients import REFERENCES, AsSampled, EngineKeep, Options
 from rollproof.fakes.clients.version_tags import finest_tag, tags
 from rollproof.fakes.coded.policy import CodedPolicy

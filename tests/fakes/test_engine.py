@@ -9,8 +9,10 @@ import numpy as np
 import pytest
 
 from rollproof.core.case import EngineOptions, Model
+from rollproof.core.engine_contract import PauseMode
+from rollproof.core.events.base import Event
+from rollproof.core.events.rollout import Admit, Call, Fault, Reply, Weights
 from rollproof.core.records import FinishReason
-from rollproof.core.trace import Admit, Call, Event, Fault, PauseMode, Reply, Weights
 from rollproof.fakes.engine.exceptions import BadCall, TransferFailed
 from rollproof.fakes.engine.fake_engine import FakeEngine
 from rollproof.fakes.engine.inflight import EngineCall

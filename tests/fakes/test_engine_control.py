@@ -6,8 +6,9 @@ import asyncio
 
 import pytest
 
+from rollproof.core.engine_contract import PauseMode
+from rollproof.core.events.rollout import Abort, Admit, Fault, Pause, Reply, Resume
 from rollproof.core.records import FinishReason
-from rollproof.core.trace import Abort, Admit, Fault, Pause, PauseMode, Reply, Resume
 from rollproof.fakes.engine.exceptions import ServerDied
 from tests.support.engine_driver import PROMPT, EngineDriver, on_clock, spans
 

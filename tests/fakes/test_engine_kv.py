@@ -8,7 +8,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from rollproof.core.trace import Admit, PauseMode, Reply, Weights
+from rollproof.core.engine_contract import PauseMode
+from rollproof.core.events.rollout import Admit, Reply, Weights
 from rollproof.fakes.engine.kv_cache import MIXED
 from tests.support.engine_driver import PROMPT, EngineDriver, on_clock, pure, spans
 

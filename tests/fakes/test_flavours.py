@@ -13,8 +13,9 @@ import pytest
 
 from rollproof.core.case import Model
 from rollproof.core.contract import Filler, KvPolicy, LayerAxis, Provenance, Rows, Versions
+from rollproof.core.engine_contract import PauseMode
+from rollproof.core.events.rollout import Abort, Fault
 from rollproof.core.records import EngineOutput, FinishReason
-from rollproof.core.trace import Abort, Fault, PauseMode
 from rollproof.errors import UsageError
 from rollproof.fakes.engine.exceptions import BadCall, EnginePaused
 from rollproof.fakes.engine.flavours import FLAVOURS, VersionTag, engine_contract, flavour_named

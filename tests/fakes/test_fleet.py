@@ -9,21 +9,21 @@ from typing import Any
 import pytest
 
 from rollproof.core.case import ActionKind, EngineOptions
-from rollproof.core.records import FinishReason, Request
-from rollproof.core.trace import (
+from rollproof.core.engine_contract import PauseMode
+from rollproof.core.events.rollout import (
     Abort,
     Admit,
     Call,
     Fault,
     Observation,
-    PauseMode,
-    Recorder,
     Reply,
     Result,
     Resume,
     Submit,
     Weights,
 )
+from rollproof.core.records import FinishReason, Request
+from rollproof.core.trace import Recorder
 from rollproof.errors import CaseError, UsageError
 from rollproof.fakes.clients.reference_clients import AsSampled
 from rollproof.fakes.engine.balancer import Balancer

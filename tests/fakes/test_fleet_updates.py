@@ -9,7 +9,8 @@ import pytest
 
 from rollproof.core.case import ActionKind, EngineOptions
 from rollproof.core.contract import KvPolicy
-from rollproof.core.trace import Fault, Pause, PauseMode, Reply, Result, Resume, Weights
+from rollproof.core.engine_contract import PauseMode
+from rollproof.core.events.rollout import Fault, Pause, Reply, Result, Resume, Weights
 from rollproof.fakes.clients.reference_clients import AsSampled
 from rollproof.fakes.engine.exceptions import TransferFailed
 from rollproof.verification.runner import run_case

@@ -22,9 +22,11 @@ from rollproof.core.contract import (
     ResumeBy,
     Rows,
 )
+from rollproof.core.engine_contract import PauseMode
+from rollproof.core.events.rollout import Call, Observation, Reply
 from rollproof.core.records import FinishReason, IntArray, Rollout, Version
 from rollproof.core.subjects import RolloutSubject
-from rollproof.core.trace import Call, Observation, PauseMode, Recorder, Reply, Trace
+from rollproof.core.trace import Recorder, Trace
 from rollproof.fakes.clients.reference_clients import (
     REFERENCES,
     AsSampled,

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from rollproof.core.trace import Score
+from rollproof.core.events.training import Score
 from rollproof.gap import gap_lines, measure
 from rollproof.gap.html.page import page_text
 from rollproof.gap.joining import join_trace

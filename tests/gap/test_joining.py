@@ -11,7 +11,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from rollproof.core.trace import Score, Trace
+from rollproof.core.events.training import Score
+from rollproof.core.trace import Trace
 from rollproof.errors import GapError, TraceError
 from rollproof.gap.joining import join_trace
 from rollproof.store import TraceWriter

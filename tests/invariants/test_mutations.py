@@ -11,8 +11,9 @@ from typing import Any, TypeAlias
 import numpy as np
 import pytest
 
+from rollproof.core.events.rollout import Call
 from rollproof.core.records import FinishReason, Rollout, Span
-from rollproof.core.trace import Call, Trace
+from rollproof.core.trace import Trace
 from tests.support.scripted_rollouts import (
     ScriptedCall,
     blamed,

@@ -11,9 +11,9 @@ import pytest
 
 from rollproof.core.case import ActionKind, Case, EngineOptions
 from rollproof.core.contract import Contract, ResumeBy
+from rollproof.core.engine_contract import PauseMode
 from rollproof.core.records import EngineOutput, Request, Rollout
 from rollproof.core.subjects import SubjectFactory
-from rollproof.core.trace import PauseMode
 from rollproof.fakes.clients.reference_clients import REFERENCES, AsSampled, EngineKeep, Sample
 from rollproof.fakes.engine.exceptions import TransferFailed
 from rollproof.fakes.engine.fleet import Fleet

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from rollproof.core.trace import Event
+from rollproof.core.events.base import Event
 from rollproof.errors import UsageError
 from rollproof.judging.checks import Check, Collector, Verdict, request_check, trace_check
 from rollproof.judging.judge import JudgeContext, Tally

@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from rollproof.core.events.rollout import Weights
 from rollproof.core.records import FinishReason
-from rollproof.core.trace import Weights
 from rollproof.judging.checks import Collector, request_check
 from rollproof.judging.judge import Tally
 from rollproof.judging.registry import Registry

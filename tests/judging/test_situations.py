@@ -6,8 +6,10 @@ from collections.abc import Callable
 
 import pytest
 
+from rollproof.core.engine_contract import PauseMode
+from rollproof.core.events.rollout import Fault
 from rollproof.core.records import Span
-from rollproof.core.trace import Fault, PauseMode, Trace
+from rollproof.core.trace import Trace
 from rollproof.judging.situations import Scenarios
 from tests.support.trace_script import TraceScript
 

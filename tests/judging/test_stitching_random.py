@@ -20,8 +20,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rollproof.core.contract import Provenance
+from rollproof.core.events.rollout import Call, Observation, Reply
 from rollproof.core.records import Span
-from rollproof.core.trace import Call, Observation, Reply
 from rollproof.judging import stitching
 from rollproof.judging.request_view import Attempt
 from rollproof.judging.route_slices import RowPiece, cut_pieces, overlay

@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 
 import rollproof
+from rollproof.core.events.rollout import Call
 from rollproof.core.records import Request, Rollout
-from rollproof.core.trace import Call
 from rollproof.judging.checks import Verdict
 from rollproof.recording.recorder import EngineCall, Recording
 from tests.support.recorded_stack import (

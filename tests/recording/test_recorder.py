@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 import rollproof
+from rollproof.core.events.rollout import Call, Reply, Result, Submit
 from rollproof.core.records import EngineOutput, FinishReason, Request, Rollout
-from rollproof.core.trace import Call, Reply, Result, Submit
 from rollproof.errors import ConformanceError, ExpectationError, SubjectError, UsageError
 from rollproof.judging.checks import Verdict
 from rollproof.recording.recorder import EngineCall, Recording

@@ -17,8 +17,8 @@ from typing import Any
 import pytest
 
 from rollproof.core.case import Case
+from rollproof.core.events.rollout import Result
 from rollproof.core.records import Request, Rollout
-from rollproof.core.trace import Result
 from rollproof.errors import SubjectError, UsageError
 from rollproof.fakes.clients.reference_clients import AsSampled
 from rollproof.judging.checks import Verdict

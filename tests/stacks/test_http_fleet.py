@@ -11,8 +11,9 @@ import httpx
 import pytest
 
 from rollproof.core.case import Action, ActionKind, Case, Trigger
+from rollproof.core.events.rollout import Call, Weights
 from rollproof.core.records import Request
-from rollproof.core.trace import Call, Recorder, Weights
+from rollproof.core.trace import Recorder
 from rollproof.errors import UsageError
 from rollproof.fakes.engine.fleet import Fleet
 from rollproof.simulation import virtual_loop

@@ -15,8 +15,8 @@ from typing import Any
 import pytest
 
 from rollproof.core.case import Action, ActionKind, Case, Trigger
+from rollproof.core.events.rollout import Result, Weights
 from rollproof.core.records import Request
-from rollproof.core.trace import Result, Weights
 from rollproof.judging.known_failures import hold
 from rollproof.stacks import Stack, load_stack, requirements_file
 from rollproof.stacks.matrix import Matrix

@@ -7,8 +7,9 @@ from types import SimpleNamespace
 from typing import Any
 
 from rollproof.core.case import Case
+from rollproof.core.events.rollout import Pause, Reply, Weights
 from rollproof.core.records import Request
-from rollproof.core.trace import Pause, Recorder, Reply, Weights
+from rollproof.core.trace import Recorder
 from rollproof.fakes.engine.fake_engine import FakeEngine
 from rollproof.fakes.engine.fleet import Fleet
 from rollproof.simulation import virtual_loop

@@ -10,8 +10,9 @@ import pytest
 
 from rollproof.core.case import Case, Model
 from rollproof.core.contract import PartialOff, Provenance, Rows, Versions
+from rollproof.core.engine_contract import PauseMode
 from rollproof.core.records import EngineOutput, FinishReason, Request
-from rollproof.core.trace import PauseMode, Recorder
+from rollproof.core.trace import Recorder
 from rollproof.fakes.engine.fleet import Fleet
 from rollproof.simulation import virtual_loop
 from rollproof.stacks._support.tokenizer import PAD_ID, IdTokenizer, spell

@@ -17,18 +17,10 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from rollproof.core.events.base import Event
+from rollproof.core.events.rollout import Admit, Fault, Gauge, Reply, Submit
 from rollproof.core.records import EngineOutput, FinishReason, Request
-from rollproof.core.trace import (
-    EVENT_KINDS,
-    Admit,
-    Event,
-    Fault,
-    Gauge,
-    Header,
-    Reply,
-    Submit,
-    Trace,
-)
+from rollproof.core.trace import EVENT_KINDS, Header, Trace
 from rollproof.errors import TraceError, UsageError
 from rollproof.store import TraceReader, TraceWriter
 from tests.support.random_records import alike, any_event, any_header
@@ -166,7 +158,7 @@ def test_killed_writer_loses_nothing_that_was_flushed(tmp_path: Path) -> None:
     program = textwrap.dedent("""
         import sys, itertools
         from rollproof.store import TraceWriter
-        from rollproof.core.trace import Admit
+        from rollproof.core.events.rollout import Admit
         from tests.store.test_arrow_format import HEADER
         writer = TraceWriter(sys.argv[1], HEADER, batch_events=50)
         for i in itertools.count():
@@ -425,7 +417,7 @@ def test_full_disk_is_told_and_loses_nothing_that_was_flushed(tmp_path: Path) ->
         from rollproof.store import TraceWriter
         from tests.store.test_arrow_format import HEADER, admits
         from rollproof.core.records import EngineOutput, FinishReason
-        from rollproof.core.trace import Reply
+        from rollproof.core.events.rollout import Reply
         writer = TraceWriter(sys.argv[1], HEADER)
         writer.append(admits(1)[0])
         writer.flush()

@@ -12,18 +12,10 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
+from rollproof.core.events.base import Event
+from rollproof.core.events.rollout import Call, Gauge, Pause, Reply, Weights
 from rollproof.core.records import EngineOutput, Request, Rollout, Version
-from rollproof.core.trace import (
-    EVENT_KINDS,
-    Call,
-    Event,
-    Gauge,
-    Header,
-    Pause,
-    Reply,
-    Trace,
-    Weights,
-)
+from rollproof.core.trace import EVENT_KINDS, Header, Trace
 from rollproof.errors import TraceError
 from rollproof.store import TraceReader, TraceWriter, codec, dump_trace, load_trace
 from rollproof.store.values import Misfit, parse_json, plain, read_plain, show
@@ -168,7 +160,7 @@ def test_free_form_values_are_made_plain() -> None:
     """Tuples become lists and enums their values: the header's case may be given as
     dataclasses.asdict makes it.
     """
-    from rollproof.core.trace import PauseMode
+    from rollproof.core.engine_contract import PauseMode
 
     assert {"mode": "keep", "ids": [1, [2]]} == plain({"mode": PauseMode.KEEP, "ids": (1, (2,))})
 

@@ -15,7 +15,8 @@ import pytest
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
-from rollproof.core.trace import Event, Header
+from rollproof.core.events.base import Event
+from rollproof.core.trace import Header
 from rollproof.errors import TraceError, TraceVersionError
 from rollproof.store import TraceReader, TraceWriter, columns, open_trace, stream
 from rollproof.store.frames import END, read_frame

@@ -14,8 +14,10 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from rollproof.core.events.base import Event
+from rollproof.core.events.rollout import Admit, Reply, Result
 from rollproof.core.records import EngineOutput, FinishReason, Rollout
-from rollproof.core.trace import EVENT_KINDS, Admit, Event, Header, Reply, Result, Trace
+from rollproof.core.trace import EVENT_KINDS, Header, Trace
 from rollproof.errors import TraceError, TraceVersionError, UsageError
 from rollproof.store import (
     TraceReader,

@@ -11,7 +11,8 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet
 
-from rollproof.core.trace import Event, Header
+from rollproof.core.events.base import Event
+from rollproof.core.trace import Header
 from rollproof.errors import TraceError
 from rollproof.store import TraceReader, TraceWriter, columns, stream
 from rollproof.store.frames import END, read_frame

@@ -10,8 +10,8 @@ from typing import Any
 import numpy as np
 
 from rollproof.core.contract import Provenance
+from rollproof.core.events.rollout import Call, Observation, Reply
 from rollproof.core.records import EngineOutput, FinishReason, Span
-from rollproof.core.trace import Call, Observation, Reply
 from rollproof.judging.request_view import Attempt
 from rollproof.judging.stitching import Stitched, stitch
 

@@ -6,8 +6,9 @@ from functools import partial
 from typing import Any
 
 from rollproof.core.case import Action, ActionKind, Case, Model, Trigger
+from rollproof.core.events.rollout import Result
 from rollproof.core.records import Request, Rollout
-from rollproof.core.trace import Result, Trace
+from rollproof.core.trace import Trace
 from rollproof.verification.runner import run_case
 
 MODEL = Model(num_layers=4, moe_layers=(1, 2, 3), num_experts=64, top_k=4)

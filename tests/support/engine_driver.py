@@ -9,8 +9,10 @@ from typing import Any, TypeVar
 import numpy as np
 
 from rollproof.core.case import EngineOptions, Model
+from rollproof.core.events.base import Event
+from rollproof.core.events.rollout import Reply
 from rollproof.core.records import EngineOutput, IntArray, Span
-from rollproof.core.trace import Event, Recorder, Reply
+from rollproof.core.trace import Recorder
 from rollproof.fakes.coded.policy import CodedPolicy
 from rollproof.fakes.engine.fake_engine import FakeEngine
 from rollproof.fakes.engine.flavours import FLAVOURS, Flavour

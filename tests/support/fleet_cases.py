@@ -6,8 +6,10 @@ import asyncio
 from typing import Any, TypeVar
 
 from rollproof.core.case import Action, ActionKind, Case, Trigger
+from rollproof.core.events.base import Event
+from rollproof.core.events.rollout import Reply
 from rollproof.core.records import Request
-from rollproof.core.trace import Event, Recorder, Reply, Trace
+from rollproof.core.trace import Recorder, Trace
 from rollproof.fakes.clients.reference_clients import AsSampled
 from rollproof.fakes.engine.fleet import Fleet
 from rollproof.verification.runner import run_case

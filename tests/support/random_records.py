@@ -15,7 +15,8 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
 from rollproof.core import records
-from rollproof.core.trace import EVENT_KINDS, Event, Header
+from rollproof.core.events.base import Event
+from rollproof.core.trace import EVENT_KINDS, Header
 from tests.support.trace_builder import contract
 
 __all__ = ["alike", "any_event", "any_header", "records_of"]

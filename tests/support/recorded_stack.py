@@ -6,8 +6,8 @@ from typing import Any
 
 import numpy as np
 
+from rollproof.core.events.base import Event
 from rollproof.core.records import EngineOutput, FinishReason, Request, Rollout
-from rollproof.core.trace import Event
 from rollproof.recording.recorder import EngineCall, Recording
 from tests.support.trace_builder import coded_rows, contract
 

@@ -8,8 +8,9 @@ from typing import Any
 
 import numpy as np
 
+from rollproof.core.events.training import Score
 from rollproof.core.records import Span
-from rollproof.core.trace import Score, Trace
+from rollproof.core.trace import Trace
 from tests.support.trace_builder import TraceBuilder, contract
 
 ROLLOUT = np.array([-1.0, -0.25, -0.5, -0.75])

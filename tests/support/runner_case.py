@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from rollproof.core.case import Action, ActionKind, Case, Trigger
+from rollproof.core.events.rollout import Result
 from rollproof.core.records import Request
-from rollproof.core.trace import Result, Trace
+from rollproof.core.trace import Trace
 
 __all__ = ["CASE", "result_of"]
 

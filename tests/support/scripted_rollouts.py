@@ -13,9 +13,10 @@ from typing import Any
 
 import numpy as np
 
+from rollproof.core.events.rollout import Result
 from rollproof.core.oracle import Oracle
 from rollproof.core.records import FinishReason, Rollout, Span, Version
-from rollproof.core.trace import Result, Trace
+from rollproof.core.trace import Trace
 from rollproof.invariants import stitch, versions
 from rollproof.judging.registry import Registry
 from rollproof.verification.traces import judge

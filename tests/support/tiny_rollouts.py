@@ -102,7 +102,7 @@ def sample(
 
 def trace_of(rollouts: Sequence[Rollout]) -> Any:
     """A trace that holds the rollouts as results, and nothing else."""
-    from rollproof.core.trace import Result
+    from rollproof.core.events.rollout import Result
     from tests.support.trace_builder import TraceBuilder, contract
 
     return (

@@ -8,22 +8,11 @@ from typing import Any
 import numpy as np
 
 from rollproof.core.contract import Contract
+from rollproof.core.engine_contract import PauseMode
+from rollproof.core.events.base import Event
+from rollproof.core.events.rollout import Admit, Call, Pause, Reply, Result, Resume, Submit, Weights
 from rollproof.core.records import EngineOutput, FinishReason, Request, Rollout, Span
-from rollproof.core.trace import (
-    Admit,
-    Call,
-    Event,
-    Header,
-    Pause,
-    PauseMode,
-    Recorder,
-    Reply,
-    Result,
-    Resume,
-    Submit,
-    Trace,
-    Weights,
-)
+from rollproof.core.trace import Header, Recorder, Trace
 
 MODEL: dict[str, Any] = {
     "layer_axis": "all",

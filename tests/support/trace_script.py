@@ -7,8 +7,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from rollproof.core.engine_contract import PauseMode
+from rollproof.core.events.rollout import Abort, Admit, Call, Fault, Gauge, Observation
 from rollproof.core.oracle import Oracle
-from rollproof.core.trace import Abort, Admit, Call, Fault, Gauge, Observation, PauseMode, Trace
+from rollproof.core.trace import Trace
 from rollproof.invariants import default_registry, lifecycle, weights
 from rollproof.judging.checks import CheckResult, Finding, Verdict
 from rollproof.judging.registry import Registry

@@ -14,8 +14,9 @@ import pytest
 from rollproof.core.contract import Logprobs
 from rollproof.core.engine_contract import PauseMode, ReplyKey, StreamMode
 from rollproof.core.engine_protocol import EngineSettings, Query, Watch, WeightUpdate
+from rollproof.core.events.rollout import Reference, Reply
 from rollproof.core.records import EngineOutput
-from rollproof.core.trace import Reference, Reply, Trace
+from rollproof.core.trace import Trace
 from rollproof.engines.engine_targets import engine_names, engine_target, fake_target
 from rollproof.engines.vllm.vllm_engine import offline
 from rollproof.errors import EngineDied, EngineRefused, EngineStartError, SubjectError, UsageError

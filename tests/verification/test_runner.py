@@ -17,8 +17,9 @@ import pytest
 
 from rollproof.core.case import Action, ActionKind, Trigger
 from rollproof.core.error_text import told
+from rollproof.core.events.rollout import Gauge, Result
 from rollproof.core.records import FinishReason, Request, Rollout, as_tokens
-from rollproof.core.trace import Gauge, Result, Trace
+from rollproof.core.trace import Trace
 from rollproof.errors import SubjectError
 from rollproof.fakes.clients.reference_clients import REFERENCES, AsSampled
 from rollproof.simulation.mutation_guard import lend

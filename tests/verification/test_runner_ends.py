@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
+from rollproof.core.events.rollout import Fault, Result, Update, UpdatePhase
 from rollproof.core.records import Request, Rollout
-from rollproof.core.trace import Fault, Result, Update, UpdatePhase
 from rollproof.errors import SubjectError
 from rollproof.fakes.clients.reference_clients import AsSampled
 from rollproof.verification.runner import run_case

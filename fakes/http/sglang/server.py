@@ -16,8 +16,7 @@ from typing import Any
 
 from starlette.responses import JSONResponse, Response
 
-from rollproof.core.engine_contract import StreamMode
-from rollproof.core.trace import PauseMode
+from rollproof.core.engine_contract import PauseMode, StreamMode
 from rollproof.fakes.engine.exceptions import BadCall, EnginePaused, TransferFailed
 from rollproof.fakes.engine.inflight import EngineCall
 from rollproof.fakes.http.asgi import Answer, Asked, Ending, Endpoints, Events, Face, Handler, Whole

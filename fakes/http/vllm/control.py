@@ -10,7 +10,7 @@ from typing import Any
 
 from starlette.responses import JSONResponse, PlainTextResponse, Response
 
-from rollproof.core.trace import PauseMode
+from rollproof.core.engine_contract import PauseMode
 from rollproof.fakes.http.asgi import Answer, Asked
 from rollproof.fakes.http.engine_backend import Backing
 from rollproof.fakes.http.request_body import BadRequest, field, text_of, token_ids, words_of

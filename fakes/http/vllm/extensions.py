@@ -10,7 +10,7 @@ from collections.abc import Mapping
 
 from starlette.responses import JSONResponse
 
-from rollproof.core.trace import PauseMode
+from rollproof.core.engine_contract import PauseMode
 from rollproof.fakes.http.asgi import Answer, Asked, Handler, Whole
 from rollproof.fakes.http.engine_backend import Backing
 from rollproof.fakes.http.request_body import BadRequest, dumped, field, token_ids

@@ -1,6 +1,4 @@
-"""Event: the base of everything that a trace holds. Its kinds are in ``rollproof.core.trace`` and,
-for trainers, ``rollproof.core.events.replay``.
-"""
+"""Base class of everything that a trace holds; its kinds are in the modules next to this one."""
 
 from __future__ import annotations
 

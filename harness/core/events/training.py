@@ -1,8 +1,4 @@
-"""Events of the side that trains: samples that became a batch, requests that a step took, scores
-under later weights.
-
-They are part of a trace, and found there: ``rollproof.core.trace`` has all kinds of events.
-"""
+"""Events of a trainer's data: samples that became a batch, and scores under later weights."""
 
 from __future__ import annotations
 
@@ -12,22 +8,15 @@ from typing import ClassVar
 from rollproof.core.events.base import Event
 from rollproof.core.records import BatchRow, LogprobArray, Rollout, Version
 
-__all__ = ["Batch", "Score", "Train"]
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Train(Event):
-    """Reserved: a trainer took requests into a step of weights ``version``."""
-
-    kind: ClassVar[str] = "train"
-    version: Version
-    request_ids: tuple[str, ...] = ()
+__all__ = ["Batch", "Score"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Score(Event):
-    """Reserved: logprobs ``(response,)`` of a request's response under weights ``version``, by
-    ``scorer``.
+    """Logprobs ``(response,)`` of a request's response under weights ``version``, by ``scorer``.
+
+    rollproof records none itself: a trainer that writes its own traces does, and
+    ``rollproof gap --trainer score:NAME`` reads them.
     """
 
     kind: ClassVar[str] = "score"

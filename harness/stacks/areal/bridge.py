@@ -8,8 +8,8 @@ from itertools import count
 from typing import TYPE_CHECKING, Any
 
 from rollproof.core.contract import Contract
+from rollproof.core.engine_contract import PauseMode
 from rollproof.core.records import Request, Rollout
-from rollproof.core.trace import PauseMode
 from rollproof.stacks._support.httpx_client import without_certificates
 from rollproof.stacks.areal.areal_settings import (
     contract_of,

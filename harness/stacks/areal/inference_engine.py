@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from rollproof.core.contract import Contract
+from rollproof.core.engine_contract import PauseMode
 from rollproof.core.records import Request, Rollout
-from rollproof.core.trace import PauseMode
 from rollproof.stacks.areal.areal_settings import (
     contract_of,
     disk_requests,

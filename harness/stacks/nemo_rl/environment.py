@@ -8,8 +8,8 @@ from collections.abc import Mapping
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
+from rollproof.core.events.rollout import Observation
 from rollproof.core.records import Request
-from rollproof.core.trace import Observation
 from rollproof.stacks._support.tokenizer import spell
 from rollproof.stacks.nemo_rl.upstream import NemoRl, Ref
 from rollproof.stacks.nemo_rl.vllm_generation import limits

@@ -17,8 +17,8 @@ from rollproof.core.contract import (
     Sampling,
     Versions,
 )
+from rollproof.core.engine_contract import PauseMode
 from rollproof.core.records import FinishReason, Request, Rollout, as_logprobs, as_tokens
-from rollproof.core.trace import PauseMode
 from rollproof.stacks._support.http_fleet import HttpFleet
 from rollproof.stacks._support.httpx_client import without_certificates
 from rollproof.stacks._support.tokenizer import PAD_ID

@@ -22,8 +22,9 @@ from rollproof.core.contract import (
     Sampling,
     Versions,
 )
+from rollproof.core.engine_contract import PauseMode
+from rollproof.core.events.rollout import Observation
 from rollproof.core.records import FinishReason, Request, Rollout, as_logprobs, as_tokens
-from rollproof.core.trace import Observation, PauseMode
 from rollproof.errors import StackError
 from rollproof.simulation.mutation_guard import lend
 from rollproof.stacks import Found, Release, Stack, missing_dependency

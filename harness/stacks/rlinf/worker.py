@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from rollproof.core.contract import Contract, KvPolicy, ResumeBy, Rows, Sampling, Versions
+from rollproof.core.engine_contract import PauseMode
 from rollproof.core.records import (
     EngineOutput,
     FinishReason,
@@ -18,7 +19,6 @@ from rollproof.core.records import (
     as_logprobs,
     as_tokens,
 )
-from rollproof.core.trace import PauseMode
 from rollproof.stacks.rlinf.upstream import RLinf
 
 if TYPE_CHECKING:

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from rollproof.core.contract import Contract, MissingLogprobs, Provenance, Rows
+from rollproof.core.events.rollout import Observation
 from rollproof.core.records import Request, Rollout, as_logprobs, as_routes, as_tokens
-from rollproof.core.trace import Observation
 from rollproof.simulation.mutation_guard import lend
 from rollproof.stacks._support.tokenizer import spell
 from rollproof.stacks.skyrl.inference_client import (

@@ -20,8 +20,8 @@ from rollproof.core.contract import (
     Sampling,
     Versions,
 )
+from rollproof.core.engine_contract import PauseMode
 from rollproof.core.records import FinishReason, Request, Rollout, as_logprobs, as_routes, as_tokens
-from rollproof.core.trace import PauseMode
 from rollproof.fakes.engine.exceptions import EngineFailure
 from rollproof.simulation.mutation_guard import lend
 from rollproof.stacks._support.http_fleet import HttpFleet

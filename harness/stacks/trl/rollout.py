@@ -25,8 +25,9 @@ from rollproof.core.contract import (
     TagRead,
     Versions,
 )
+from rollproof.core.engine_contract import PauseMode
+from rollproof.core.events.rollout import Observation
 from rollproof.core.records import Request, Rollout, as_logprobs, as_tokens
-from rollproof.core.trace import Observation, PauseMode
 from rollproof.errors import SubjectError
 from rollproof.fakes.engine.exceptions import EngineFailure
 from rollproof.stacks._support.http_fleet import HttpFleet

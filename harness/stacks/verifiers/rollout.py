@@ -23,8 +23,9 @@ from rollproof.core.contract import (
     Sampling,
     Versions,
 )
+from rollproof.core.engine_contract import PauseMode
+from rollproof.core.events.rollout import Observation
 from rollproof.core.records import FinishReason, Request, Rollout, as_logprobs, as_routes, as_tokens
-from rollproof.core.trace import Observation, PauseMode
 from rollproof.fakes.http.engine_backend import RoutesForm
 from rollproof.stacks._support.http_fleet import HttpFleet
 from rollproof.stacks._support.httpx_client import without_certificates

@@ -12,8 +12,9 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from rollproof.core.contract import Contract, MissingLogprobs, PartialOff, Rows
+from rollproof.core.engine_contract import PauseMode
+from rollproof.core.events.rollout import Observation
 from rollproof.core.records import Request, Rollout, as_logprobs, as_routes, as_tokens
-from rollproof.core.trace import Observation, PauseMode
 from rollproof.simulation.mutation_guard import lend
 from rollproof.stacks._support.tokenizer import IdTokenizer, spell
 from rollproof.stacks.verl.resume_client import Answer, VerlHost

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from rollproof.core.contract import Contract
+from rollproof.core.engine_contract import PauseMode
 from rollproof.core.records import Request, Rollout, as_logprobs, as_routes, as_tokens
-from rollproof.core.trace import PauseMode
 from rollproof.fakes.engine.fleet import CURRENT_REQUEST
 from rollproof.fakes.engine.ray_handles import RayHandle
 from rollproof.simulation.mutation_guard import lend

@@ -13,8 +13,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from rollproof.core.engine_contract import PauseMode
 from rollproof.core.records import EngineOutput, FinishReason, Version
-from rollproof.core.trace import PauseMode
 from rollproof.stacks.verl.upstream import RouteArray, Verl, VerlVersion
 
 if TYPE_CHECKING:

@@ -9,8 +9,8 @@ from typing import Protocol, TypeVar
 
 from rollproof.core.case import Action, ActionKind, Case, EngineOptions, Model, Trigger
 from rollproof.core.contract import Contract
+from rollproof.core.engine_contract import PauseMode
 from rollproof.core.records import Request, Scalar
-from rollproof.core.trace import PauseMode
 from rollproof.errors import UsageError
 from rollproof.verification.schedules.exhaustive import modes_for
 

@@ -15,8 +15,8 @@ from typing import TypeAlias
 
 from rollproof.core.case import Action, ActionKind, Case, EngineOptions, Model, Trigger
 from rollproof.core.contract import Contract, ResumeBy
+from rollproof.core.engine_contract import PauseMode
 from rollproof.core.records import Request
-from rollproof.core.trace import PauseMode
 from rollproof.errors import UsageError
 from rollproof.fakes.engine.flavours import flavour_named
 

@@ -22,9 +22,11 @@ from hypothesis.stateful import Bundle, RuleBasedStateMachine, initialize, invar
 
 from rollproof.core.case import Action, ActionKind, Case, EngineOptions, Model, Trigger
 from rollproof.core.contract import Contract, KvPolicy
+from rollproof.core.engine_contract import PauseMode
+from rollproof.core.events.rollout import Call, Reply
 from rollproof.core.records import Request
 from rollproof.core.subjects import SubjectFactory
-from rollproof.core.trace import Call, PauseMode, Reply, Trace
+from rollproof.core.trace import Trace
 from rollproof.errors import UsageError
 from rollproof.invariants import default_registry
 from rollproof.judging.checks import Finding

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from rollproof.core.case import ActionKind, Case, Model
 from rollproof.core.contract import Contract
-from rollproof.core.trace import PauseMode
+from rollproof.core.engine_contract import PauseMode
 from rollproof.verification.schedules.drawing import Draws, Limits, draw_case, draw_model
 
 __all__ = ["cases", "models"]

@@ -15,8 +15,8 @@ import pytest
 
 from rollproof.core.case import EngineOptions
 from rollproof.core.contract import Contract
+from rollproof.core.events.rollout import Fault, Reply
 from rollproof.core.records import FinishReason, Request, Rollout
-from rollproof.core.trace import Fault, Reply
 from rollproof.fakes.http.engine_backend import Backing, ServeOptions
 from rollproof.fakes.http.fault_plan import FaultPlan
 from rollproof.fakes.http.trace_client import Teller

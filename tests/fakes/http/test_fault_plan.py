@@ -10,7 +10,7 @@ import httpx
 import pytest
 
 from rollproof.core.case import ActionKind
-from rollproof.core.trace import Fault, Reply
+from rollproof.core.events.rollout import Fault, Reply
 from rollproof.errors import UsageError
 from rollproof.fakes.http.fault_plan import FaultPlan, Faults, WireFault, WireFaultKind, happened
 from tests.fakes.http.served import served

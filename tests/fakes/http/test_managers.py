@@ -9,7 +9,7 @@ from itertools import islice
 import pytest
 
 from rollproof.core.case import ActionKind, Case
-from rollproof.core.trace import Call, Reply
+from rollproof.core.events.rollout import Call, Reply
 from rollproof.fakes.clients.http_clients import (
     HttpManager,
     SglangKeeper,

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from rollproof.core.case import EngineOptions, Model
-from rollproof.core.trace import Call, Reply
+from rollproof.core.events.rollout import Call, Reply
 from rollproof.fakes.http.engine_backend import ServeOptions
 from tests.fakes.http.served import Served, served
 

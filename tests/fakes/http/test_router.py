@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from rollproof.core.contract import Contract
+from rollproof.core.events.rollout import Call, Weights
 from rollproof.core.records import Request
-from rollproof.core.trace import Call, Weights
 from rollproof.fakes.http.engine_backend import ServeOptions
 from rollproof.fakes.http.gateway import RouterKind
 from rollproof.fakes.http.serving import routing

@@ -16,7 +16,8 @@ import numpy as np
 import pytest
 
 from rollproof.core.case import EngineOptions, Model
-from rollproof.core.trace import Abort, Call, Pause, Reply, Resume, Trace, Weights
+from rollproof.core.events.rollout import Abort, Call, Pause, Reply, Resume, Weights
+from rollproof.core.trace import Trace
 from rollproof.errors import UsageError
 from rollproof.fakes.engine.inflight import EngineCall
 from rollproof.fakes.http.engine_backend import Backing, ServeOptions

@@ -19,7 +19,7 @@ from typing import Any
 import httpx
 import pytest
 
-from rollproof.core.trace import Fault, Reply
+from rollproof.core.events.rollout import Fault, Reply
 from rollproof.fakes.http.sglang.unread import Unread
 from rollproof.store import TraceReader
 from tests.fakes.http.test_serve_command import started, until

@@ -23,8 +23,8 @@ import pytest
 
 from rollproof.core.case import EngineOptions, Model
 from rollproof.core.contract import Contract
+from rollproof.core.events.rollout import Call, Result, Submit
 from rollproof.core.records import FinishReason, Request, Rollout
-from rollproof.core.trace import Call, Result, Submit
 from rollproof.errors import UsageError
 from rollproof.fakes.http.engine_backend import Backing, ServeOptions
 from rollproof.fakes.http.trace_client import Teller

@@ -17,7 +17,9 @@ from uvicorn.protocols.http import h11_impl, httptools_impl
 from uvicorn.server import ServerState
 
 from rollproof.core.case import EngineOptions, Model
-from rollproof.core.trace import Admit, Event, Reply, TraceSink
+from rollproof.core.events.base import Event
+from rollproof.core.events.rollout import Admit, Reply
+from rollproof.core.trace import TraceSink
 from rollproof.errors import TraceError
 from rollproof.fakes.http.asgi import AT_ONCE, Whole
 from rollproof.fakes.http.at_once import offering

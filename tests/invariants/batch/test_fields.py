@@ -12,8 +12,8 @@ from typing import Any
 import numpy as np
 import pytest
 
+from rollproof.core.events.training import Batch
 from rollproof.core.records import BatchRow, Rollout
-from rollproof.core.trace import Batch
 from rollproof.invariants import default_registry
 from rollproof.judging.checks import Finding, Verdict
 from rollproof.judging.report import Report

@@ -12,8 +12,10 @@ import pytest
 
 from rollproof.core.contract import KvPolicy, Logprobs
 from rollproof.core.engine_contract import PausedCalls, Refusal
+from rollproof.core.events.base import Event
+from rollproof.core.events.rollout import Call, Reference, Reply, Weights
 from rollproof.core.records import EngineOutput
-from rollproof.core.trace import Call, Event, Reference, Reply, Trace, Weights
+from rollproof.core.trace import Trace
 from rollproof.engines.engine_targets import fake_target
 from rollproof.invariants import default_registry
 from rollproof.invariants.engine.engine_replies import refusal_of

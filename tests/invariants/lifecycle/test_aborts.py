@@ -6,8 +6,8 @@ from dataclasses import replace
 
 import pytest
 
+from rollproof.core.engine_contract import PauseMode
 from rollproof.core.records import FinishReason, Span
-from rollproof.core.trace import PauseMode
 from rollproof.judging.checks import Verdict
 from rollproof.verification.traces import judge
 from tests.support.trace_script import REGISTRY, TraceScript, finds, opened, passes, unknown

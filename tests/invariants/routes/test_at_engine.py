@@ -10,8 +10,9 @@ from typing import Any
 
 import numpy as np
 
+from rollproof.core.events.rollout import Reply, Result
 from rollproof.core.records import Span
-from rollproof.core.trace import Reply, Result, Trace
+from rollproof.core.trace import Trace
 from rollproof.judging.checks import Verdict
 from rollproof.judging.judge import Judgement
 from rollproof.verification.traces import judge

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from rollproof.core.trace import Weights
+from rollproof.core.events.rollout import Weights
 from rollproof.judging.checks import Verdict
 from rollproof.verification.traces import judge
 from tests.support.routed_requests import REGISTRY, RoutedRequest, Segment, failing, only_finding

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from rollproof.core.trace import Reply
+from rollproof.core.events.rollout import Reply
 from rollproof.judging.checks import Verdict
 from rollproof.judging.judge import Judgement
 from rollproof.verification.traces import judge

@@ -7,8 +7,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from rollproof.core.events.rollout import Observation
 from rollproof.core.records import FinishReason
-from rollproof.core.trace import Observation
 from rollproof.judging.checks import Verdict
 from rollproof.judging.judge import Judgement
 from rollproof.verification.traces import judge

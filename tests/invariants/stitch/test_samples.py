@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 import pytest
 
+from rollproof.core.events.rollout import Reply
 from rollproof.core.records import FinishReason
-from rollproof.core.trace import Reply
 from rollproof.fakes.coded.policy import CodedPolicy
 from rollproof.judging.checks import Verdict
 from tests.support.scripted_rollouts import (

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from rollproof.core.trace import Weights
+from rollproof.core.events.rollout import Weights
 from tests.support.scripted_rollouts import ScriptedCall, blamed, script_rollout
 from tests.support.trace_script import check, finds, passes
 

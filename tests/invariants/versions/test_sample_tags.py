@@ -6,8 +6,9 @@ from typing import Any
 
 import pytest
 
+from rollproof.core.events.rollout import Weights
 from rollproof.core.records import Span, Version
-from rollproof.core.trace import Trace, Weights
+from rollproof.core.trace import Trace
 from rollproof.judging.checks import Verdict
 from tests.support.scripted_rollouts import ScriptedCall, blamed, script_rollout
 from tests.support.trace_script import TraceScript, check, finds, passes, unknown

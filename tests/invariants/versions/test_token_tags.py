@@ -6,8 +6,9 @@ from dataclasses import replace
 
 import pytest
 
+from rollproof.core.events.rollout import Call, Weights
 from rollproof.core.records import Span, Version
-from rollproof.core.trace import Call, Trace, Weights
+from rollproof.core.trace import Trace
 from tests.support.scripted_rollouts import ScriptedCall, blamed, script_rollout
 from tests.support.trace_script import finds, passes, unknown
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from rollproof.core.trace import PauseMode
+from rollproof.core.engine_contract import PauseMode
 from rollproof.judging.checks import Verdict
 from rollproof.verification.traces import judge
 from tests.support.engine_driver import spans

@@ -7,8 +7,9 @@ from typing import ClassVar
 import numpy as np
 import pytest
 
+from rollproof.core.engine_contract import PauseMode
+from rollproof.core.events.rollout import Weights
 from rollproof.core.records import Span
-from rollproof.core.trace import PauseMode, Weights
 from rollproof.judging.checks import Verdict
 from rollproof.verification.traces import judge
 from tests.support.engine_driver import spans

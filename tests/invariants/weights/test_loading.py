@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from rollproof.core.trace import Update, UpdatePhase
+from rollproof.core.events.rollout import Update, UpdatePhase
 from tests.support.trace_script import TraceScript, finds, passes, unknown
 
 ID = "weights.update-loads"

@@ -12,7 +12,7 @@ from hypothesis import find, given, settings
 
 from rollproof.core.case import ActionKind, Case, Model
 from rollproof.core.contract import Contract
-from rollproof.core.trace import PauseMode
+from rollproof.core.engine_contract import PauseMode
 from rollproof.errors import UsageError
 from rollproof.verification.schedules import Limits, random_cases
 from rollproof.verification.schedules.strategies import cases, models

@@ -9,7 +9,7 @@ import pytest
 
 from rollproof.core.case import ActionKind, Case
 from rollproof.core.contract import Contract, ResumeBy
-from rollproof.core.trace import PauseMode
+from rollproof.core.engine_contract import PauseMode
 from rollproof.errors import UsageError
 from rollproof.verification.schedules import (
     Scope,
