@@ -15,8 +15,7 @@ import math
 
 import numpy as np
 
-from rollproof.gap.metrics import METRICS
-from rollproof.gap.sums import sequence_sums
+from rollproof.gap.metrics import METRICS, sequence_sums
 from rollproof.gap.token_pairs import FloatArray, TokenPairs
 from tests.support.gap_profiles import PROFILES, bank, noise_scale
 

@@ -21,9 +21,8 @@ import numpy as np
 
 from rollproof.gap.buckets import bucketed
 from rollproof.gap.intervals import Interval, Resampler, metric_interval
-from rollproof.gap.metrics import METRICS, Scale
-from rollproof.gap.quantiles import MEDIAN, QUANTILES, batch_median, quantile_intervals
-from rollproof.gap.sums import PLACE, sequence_sums
+from rollproof.gap.metrics import METRICS, PLACE, Scale, sequence_sums
+from rollproof.gap.panel import MEDIAN, QUANTILES, batch_median, quantile_intervals
 from rollproof.gap.token_pairs import FloatArray, TokenPairs
 from rollproof.gap.trainer_comparison import COMPARED, compare
 from tests.support.gap_profiles import PROFILES, bank, closed_form, noise_scale

@@ -12,9 +12,8 @@ import time
 import numpy as np
 
 from rollproof.gap.intervals import Resampler, metric_interval
-from rollproof.gap.metrics import METRICS
-from rollproof.gap.quantiles import batch_median, quantile_intervals
-from rollproof.gap.sums import sequence_sums
+from rollproof.gap.metrics import METRICS, sequence_sums
+from rollproof.gap.panel import batch_median, quantile_intervals
 from rollproof.gap.token_pairs import TokenPairs
 
 

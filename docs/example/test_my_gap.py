@@ -11,5 +11,11 @@ def sampled_and_scored():
 def test_the_trainer_scores_what_the_engine_sampled(rollproof_gap):
     rollout, trainer = sampled_and_scored()
     ids = np.arange(64).repeat(200)
-    report = rollproof_gap(rollout.ravel(), trainer.ravel(), sequence_id=ids, mask=np.ones(rollout.size), limits="dense-bf16")
+    report = rollproof_gap(
+        rollout.ravel(),
+        trainer.ravel(),
+        sequence_id=ids,
+        mask=np.ones(rollout.size),
+        limits="dense-bf16",
+    )
     assert report.panel.n_tokens == 12_800

@@ -64,14 +64,14 @@ class GivenScorer:
     """A trainer of the user's own: what ``spec`` (``module:factory``) makes of ``checkpoints``
     (folders by version).
 
-    It is a ``rollproof.gap.trainers.GapTrainer``, and tells at most the routes of response tokens:
+    It is a ``rollproof.gap.scored_rollouts.GapTrainer``, and tells at most the routes of response tokens:
     nothing of it can be replayed, so R2 and self-replay are not measured. Raises ``UsageError`` for
     a spec that names nothing, or something else.
     """
 
     def __init__(self, spec: str, checkpoints: Mapping[str, Path], dtype: str) -> None:
         from rollproof.cli.named_targets import named_factory
-        from rollproof.gap.trainers import GapTrainer
+        from rollproof.gap.scored_rollouts import GapTrainer
 
         self.name: str = spec
         self.dtype: str = dtype
@@ -88,7 +88,7 @@ class GivenScorer:
         """See ``Scorer``. Rows of which the trainer tells no routes are -1. Raises what the trainer
         raises, and ``GapError``.
         """
-        from rollproof.gap.trainers import Scored as Told
+        from rollproof.gap.scored_rollouts import Scored as Told
 
         logprobs: dict[int, LogprobArray] = {}
         executed: dict[int, IntArray] = {}

@@ -160,7 +160,7 @@ def gap(
     from rollproof.gap.gap_report import comparison_lines, gap_lines, overall
     from rollproof.gap.html.page import check_report_target, write_plots, write_report
     from rollproof.gap.limits import GapVerdict, limits_named
-    from rollproof.gap.localise.text_lines import localisation_lines
+    from rollproof.gap.localise.localisation import localisation_lines
     from rollproof.gap.measure import measure_pairs
     from rollproof.gap.pair_files import read_pairs
     from rollproof.gap.trainer_comparison import compare

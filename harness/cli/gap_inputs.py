@@ -90,9 +90,8 @@ class Sides:
 
     def pairs(self) -> TokenPairs:
         """The pairs that are judged."""
-        from rollproof.gap.joining import join_trace
         from rollproof.gap.pair_files import read_pairs
-        from rollproof.gap.trainers import score_rollouts
+        from rollproof.gap.scored_rollouts import join_trace, score_rollouts
 
         if self.records is not None:
             return read_pairs(self.records, renamed=dict(self.renamed))
@@ -105,14 +104,14 @@ class Sides:
 
     def native(self) -> TokenPairs:
         """The same rollouts scored with the trainer's own routing."""
-        from rollproof.gap.trainers import score_rollouts
+        from rollproof.gap.scored_rollouts import score_rollouts
 
         assert self.rollout is not None
         return score_rollouts(self.rollout, self.trainer)
 
     def noted(self, report: GapReport) -> GapReport:
         """The report with the trainer's notes."""
-        from rollproof.gap.trainers import noted
+        from rollproof.gap.measure import noted
 
         return noted(report, self.trainer)
 
@@ -164,9 +163,9 @@ def localised(sides: Sides, spec: str) -> Localisation:
     import torch
 
     from rollproof.gap.hf_trainer import HfTrainer
-    from rollproof.gap.joining import samples_of
     from rollproof.gap.localise.forwards import hf_forward
     from rollproof.gap.localise.localise import localise
+    from rollproof.gap.scored_rollouts import samples_of
     from rollproof.replay.hf.inputs import Layout, lay_out
 
     assert sides.rollout is not None

@@ -13,9 +13,9 @@ from rollproof.gap.gap_report import GapReport, gap_lines
 from rollproof.gap.limits import GapVerdict, Limit, Limits, limits_named
 from rollproof.gap.localise.localisation import Localisation
 from rollproof.gap.localise.localise import localise
-from rollproof.gap.measure import measure, measure_pairs
+from rollproof.gap.measure import measure, measure_pairs, measure_rollouts
+from rollproof.gap.scored_rollouts import GapTrainer, Scored, score_rollouts
 from rollproof.gap.token_pairs import COLUMNS, TokenPairs
-from rollproof.gap.trainers import GapTrainer, Scored, measure_rollouts, score_rollouts
 
 __all__ = [
     "COLUMNS",

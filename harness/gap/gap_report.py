@@ -9,15 +9,14 @@ from dataclasses import dataclass
 from typing import Any
 
 from rollproof.errors import ConformanceError, UsageError
-from rollproof.gap.buckets import Bucket
-from rollproof.gap.decomposition import Decomposition
+from rollproof.gap.buckets import Bucket, Decomposition
+from rollproof.gap.column_checks import counted
 from rollproof.gap.diagnosis.causes import Cause
 from rollproof.gap.intervals import Interval
 from rollproof.gap.limits import GapVerdict, Limit, Limits, Side
 from rollproof.gap.localise.localisation import Localisation
 from rollproof.gap.metrics import METRICS, Scale
 from rollproof.gap.panel import Panel
-from rollproof.gap.phrases import counted
 from rollproof.gap.token_pairs import TokenPairs
 from rollproof.gap.trainer_comparison import Comparison
 from rollproof.reporting.text import Line, Style, text_of
@@ -109,7 +108,7 @@ class GapReport:
         """The numbers under the names that verl, NeMo-RL, slime, prime-rl, TRL, SkyRL and others
         log; NaN where nothing was measured.
         """
-        from rollproof.gap.metric_aliases import aliased
+        from rollproof.gap.panel import aliased
 
         return aliased(self)
 

@@ -13,7 +13,7 @@ import numpy as np
 
 from rollproof.core.records import Rollout, Version
 from rollproof.errors import GapError, UsageError
-from rollproof.gap.trainers import Scored
+from rollproof.gap.scored_rollouts import Scored
 
 __all__ = ["HfTrainer"]
 

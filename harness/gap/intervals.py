@@ -26,8 +26,7 @@ import numpy as np
 from scipy import stats
 
 from rollproof.core.records import IntArray
-from rollproof.gap.metrics import METRICS, Metric, Scale, Statistic
-from rollproof.gap.sums import PLACE
+from rollproof.gap.metrics import METRICS, PLACE, Metric, Scale, Statistic
 from rollproof.gap.token_pairs import FloatArray
 
 __all__ = [

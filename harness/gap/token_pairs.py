@@ -11,9 +11,10 @@ import numpy.typing as npt
 
 from rollproof.core.records import IntArray
 from rollproof.errors import GapError
-from rollproof.gap.columns import (
+from rollproof.gap.column_checks import (
     BoolArray,
     FloatArray,
+    counted,
     labels,
     logprobs,
     mask_column,
@@ -22,7 +23,6 @@ from rollproof.gap.columns import (
     same_tokens,
     side_column,
 )
-from rollproof.gap.phrases import counted
 
 __all__ = ["COLUMNS", "BoolArray", "FloatArray", "TokenPairs"]
 

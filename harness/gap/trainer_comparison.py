@@ -15,10 +15,10 @@ from typing import Any
 import numpy as np
 
 from rollproof.errors import GapError
+from rollproof.gap.column_checks import counted
 from rollproof.gap.intervals import Interval, Resampler
 from rollproof.gap.limits import GapVerdict
-from rollproof.gap.phrases import counted
-from rollproof.gap.sums import NAMES, PLACE, sequence_sums
+from rollproof.gap.metrics import NAMES, PLACE, sequence_sums
 from rollproof.gap.token_pairs import BoolArray, FloatArray, TokenPairs
 
 __all__ = ["COMPARED", "Comparison", "Effect", "compare"]

@@ -19,7 +19,7 @@ from rollproof.errors import ConformanceError, GapError, UsageError
 from rollproof.gap import gap_lines, measure
 from rollproof.gap.hf_trainer import HfTrainer
 from rollproof.gap.pair_files import read_pairs
-from rollproof.gap.trainers import score_rollouts
+from rollproof.gap.scored_rollouts import score_rollouts
 from rollproof.judging.report import ExitCode
 from rollproof.reporting.text import text_of
 from rollproof.store import dump_trace

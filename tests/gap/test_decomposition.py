@@ -13,7 +13,7 @@ import pytest
 from rollproof.core.events.training import Score
 from rollproof.gap import gap_lines, measure
 from rollproof.gap.html.page import page_text
-from rollproof.gap.joining import join_trace
+from rollproof.gap.scored_rollouts import join_trace
 from rollproof.reporting.text import text_of
 from rollproof.store import dump_trace
 from tests.support.resumed_trace import resumed

@@ -14,7 +14,7 @@ import pytest
 from rollproof.core.events.training import Score
 from rollproof.core.trace import Trace
 from rollproof.errors import GapError, TraceError
-from rollproof.gap.joining import join_trace
+from rollproof.gap.scored_rollouts import join_trace
 from rollproof.store import TraceWriter
 from tests.support.resumed_trace import ROLLOUT, resumed
 from tests.support.trace_builder import TraceBuilder, contract

@@ -15,7 +15,7 @@ import pytest
 
 from rollproof.errors import GapError
 from rollproof.gap import Localisation, localise
-from rollproof.gap.localise.text_lines import localisation_lines
+from rollproof.gap.localise.localisation import localisation_lines
 from rollproof.reporting.text import text_of
 
 torch = pytest.importorskip("torch", reason="localisation runs models of torch")

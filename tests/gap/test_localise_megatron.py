@@ -20,8 +20,10 @@ pytest.importorskip(
     "megatron.core", reason="`pip install --no-deps megatron-core==0.16.1` (Python 3.11)"
 )
 
-from rollproof.gap.localise.engine_forwards import megatron_forward  # noqa: E402 - it needs torch
-from rollproof.gap.localise.forwards import hf_forward  # noqa: E402 - as above
+from rollproof.gap.localise.forwards import (
+    hf_forward,  # noqa: E402 - as above
+    megatron_forward,  # noqa: E402 - it needs torch
+)
 from tests.support.tiny_rollouts import checkpoint, load  # noqa: E402 - as above
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # what megatron-core warns of is not ours

@@ -27,8 +27,10 @@ if not vllm_cpu.is_cpu_build():
     )
 
 from rollproof.fakes.tiny_models import make_checkpoint  # noqa: E402 - as above
-from rollproof.gap.localise.engine_forwards import vllm_forward  # noqa: E402 - it needs torch
-from rollproof.gap.localise.forwards import hf_forward  # noqa: E402 - as above
+from rollproof.gap.localise.forwards import (
+    hf_forward,  # noqa: E402 - as above
+    vllm_forward,  # noqa: E402 - it needs torch
+)
 from tests.support.tiny_rollouts import load  # noqa: E402 - as above
 
 IDS = torch.randint(3, 64, (6, 40), generator=torch.Generator().manual_seed(0))

@@ -11,9 +11,8 @@ import pytest
 
 from rollproof.gap import limits_named, measure_pairs
 from rollproof.gap.intervals import Resampler, metric_interval, share_interval
-from rollproof.gap.metrics import METRICS
+from rollproof.gap.metrics import METRICS, PLACE, sequence_sums
 from rollproof.gap.panel import measure_panel
-from rollproof.gap.sums import PLACE, sequence_sums
 from rollproof.gap.token_pairs import FloatArray, TokenPairs
 from tests.support.gap_profiles import PROFILES, bank, closed_form, noise_scale
 
@@ -128,7 +127,7 @@ def test_sums_do_not_depend_on_where_the_pass_is_cut(monkeypatch: pytest.MonkeyP
     rollout = -rng.exponential(0.5, (40, 30))
     pairs = _pairs(rollout, np.minimum(rollout + 0.1 * rng.standard_normal(rollout.shape), 0))
     whole = sequence_sums(pairs)
-    monkeypatch.setattr("rollproof.gap.sums._CHUNK", 64)
+    monkeypatch.setattr("rollproof.gap.metrics._CHUNK", 64)
     np.testing.assert_allclose(whole, sequence_sums(pairs), rtol=1e-12)
 
 

@@ -11,7 +11,7 @@ import pytest
 
 from rollproof.core.records import Rollout
 from rollproof.errors import GapError, UsageError
-from rollproof.gap.trainers import Scored
+from rollproof.gap.scored_rollouts import Scored
 from rollproof.gpu_suites.gap.engine_rollouts import units_of
 from rollproof.gpu_suites.gap.gap_matrix import CONTROLS, Routed, measure_cell
 from rollproof.gpu_suites.gap.scorers import GivenScorer

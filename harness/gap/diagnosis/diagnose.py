@@ -8,18 +8,15 @@ never as a fault; a gap that no sign explains is told as unexplained.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 
-import numpy as np
-
 from rollproof.gap.buckets import Bucket
+from rollproof.gap.column_checks import counted
 from rollproof.gap.diagnosis.causes import Cause, CauseName, Rule, Scene, beyond
 from rollproof.gap.diagnosis.evidence import gather
-from rollproof.gap.diagnosis.rules import LAW_RULES
+from rollproof.gap.diagnosis.rules import ALIGNMENT_RULES, DISTRIBUTION_RULES
 from rollproof.gap.diagnosis.rules_columns import boundary, lag, replica, versions
-from rollproof.gap.diagnosis.shifts import BETTER, ENOUGH, MISMATCH, Shift
-from rollproof.gap.phrases import counted
+from rollproof.gap.diagnosis.shifts import ENOUGH
 from rollproof.gap.token_pairs import TokenPairs
 
 __all__ = ["diagnose"]
@@ -76,175 +73,10 @@ def diagnose(
     )
 
 
-def _not_finite(scene: Scene) -> Cause | None:
-    wrong = int((~(np.isfinite(scene.pairs.rollout) & np.isfinite(scene.pairs.trainer))).sum())
-    if not wrong:
-        return None
-    sides = [
-        name
-        for name, values in (("rollout", scene.pairs.rollout), ("trainer", scene.pairs.trainer))
-        if not np.isfinite(values).all()
-    ]
-    return Cause(
-        name=CauseName.NOT_FINITE,
-        confidence=0.99,
-        because=(
-            f"{counted(wrong, 'token', 'have')} a logprob that is NaN or infinite"
-            f" ({' and '.join(sides)} side)"
-        ),
-        advice=(
-            "Look at the first of them: an overflow in the head, a token outside the trainer's"
-            " vocabulary, or a missing logprob that was not masked."
-        ),
-    )
-
-
-def _misaligned(scene: Scene) -> Cause | None:
-    shift = scene.signs.shift
-    if shift is not None:
-        told = f"{shift.where}, mean |d| is" if shift.partial else "mean |d| is"
-        because = (
-            f"{told} {shift.here:.2g} as the logprobs stand and {shift.left:.2g} with the trainer's"
-            f" taken one place {_way(shift.step)}"
-        )
-        return _off_by_one(shift.step, beyond(shift.here / max(shift.left, 1e-6), BETTER), because)
-    # sequences that are too short to be looked at one by one
-    lagged = {step: value for step, value in scene.signs.lagged.items() if math.isfinite(value)}
-    if not lagged:
-        return None
-    step = max(lagged, key=lambda key: lagged[key])
-    here = scene.signs.pearson if math.isfinite(scene.signs.pearson) else 0.0
-    if lagged[step] < 0.5 or lagged[step] < here + 0.3:
-        return None
-    because = (
-        f"the logprobs correlate by {here:.2f} as they stand and by {lagged[step]:.2f} with the"
-        f" trainer's taken one place {_way(step)}"
-    )
-    return _off_by_one(step, beyond(lagged[step] - here, 0.3), because)
-
-
-def _off_by_one(step: int, confidence: float, because: str) -> Cause:
-    way = "late" if step > 0 else "early"
-    return Cause(
-        name=CauseName.OFF_BY_ONE,
-        confidence=confidence,
-        because=because,
-        advice=(
-            f"The trainer's logprobs stand one token {way}: logits of position p score the token at"
-            " p + 1."
-        ),
-    )
-
-
-def _way(step: int) -> str:
-    return "further on" if step > 0 else "earlier"
-
-
-def _routes_moved(scene: Scene) -> Cause | None:
-    routes = scene.signs.routes
-    if routes is None or not math.isfinite(routes.mismatch):
-        return None
-    if routes.mismatch < MISMATCH:
-        return _routes_partly(routes.shift)
-    shifts = [("token", step, left) for step, left in routes.token_shift.items()] + [
-        ("layer", step, left) for step, left in routes.layer_shift.items()
-    ]
-    shifts = [shift for shift in shifts if math.isfinite(shift[2])]
-    axis, step, left = min(shifts, key=lambda shift: shift[2], default=("", 0, math.inf))
-    if left > routes.mismatch / BETTER:
-        return _routes_partly(routes.shift)
-    dense = axis == "layer" and routes.dull_layers > 0
-    dull = (
-        f"; the first {counted(routes.dull_layers, 'layer')} of one side hold no selection"
-        if dense
-        else ""
-    )
-    return Cause(
-        name=CauseName.DENSE_SHIFT if dense else _MOVED[axis],
-        confidence=beyond(routes.mismatch / max(left, 1e-6), BETTER),
-        because=(
-            f"{routes.mismatch:.0%} of the expert slots differ, and {left:.1%} once the trainer's"
-            f" rows are taken {counted(abs(step), axis)} {_way(step)}{dull}"
-        ),
-        advice=_ROWS,
-    )
-
-
-def _routes_partly(shift: Shift | None) -> Cause | None:
-    """Rows that are another token's or layer's in a part of the sequences or layers."""
-    if shift is None:
-        return None
-    if shift.layer_of:
-        pairs = ", ".join(f"{layer} those of {other}" for layer, other in shift.layer_of[:4])
-        told = (
-            "the trainer's routes have the experts of other layers (layer"
-            f" {pairs}{' ...' if len(shift.layer_of) > 4 else ''}):"
-        )
-        mend = "of the layers' slots differ, and {:.1%} from those"
-    else:
-        told = f"{shift.where}:" if shift.partial else ""
-        mend = (
-            "of the expert slots differ, and {:.1%} once the trainer's rows are taken "
-             f"{counted(abs(shift.step), shift.axis)}"
-        )
-        mend += f" {_way(shift.step)}"
-    dull = (
-        f"; the first {counted(shift.dull, 'layer')} of one side hold no selection there"
-        if shift.axis == "layer" and shift.dull
-        else ""
-    )
-    return Cause(
-        name=CauseName.DENSE_SHIFT if dull else _MOVED[shift.axis],
-        confidence=beyond(shift.here / max(shift.left, 1e-6), BETTER),
-        because=f"{told} {shift.here:.0%} {mend.format(shift.left)}{dull}".strip(),
-        advice=_ROWS,
-    )
-
-
-_MOVED = {"token": CauseName.TOKEN_SHIFT, "layer": CauseName.LAYER_SHIFT}
-_ROWS = (
-    "Row i of the routes belongs to the forward of token i, and layer n of the model to column n,"
-    " or to n's ordinal among the MoE layers."
-)
-
-
-def _polluted(scene: Scene) -> Cause | None:
-    routes = scene.signs.routes
-    if routes is None or not (
-        routes.healthy < 0.15 and (0.01 < routes.polluted < 0.9 or routes.strange or routes.rare)
-    ):
-        return None
-    whole = (
-        f" (all of {counted(routes.strange, 'sequence')})"
-        if routes.strange
-        else f" ({routes.rare:,})"
-        if routes.rare
-        else ""
-    )
-    return Cause(
-        name=CauseName.POLLUTED,
-        confidence=max(
-            beyond(routes.polluted, 0.01), 0.9 if routes.strange or routes.rare else 0.5
-        ),
-        because=(
-            f"{routes.polluted:.1%} of the tokens{whole} agree with the trainer's routes no better"
-            f" than chance in all layers, while the others differ in {routes.healthy:.1%} of their"
-            " slots"
-        ),
-        advice=(
-            "Rows of a draft model, of another request or of padding stand in the capture: check"
-            " speculative decoding, and the engine's slot mapping."
-        ),
-    )
-
-
 _RULES: Sequence[Rule] = (
-    _not_finite,
-    _misaligned,
-    _routes_moved,
-    _polluted,
+    *ALIGNMENT_RULES,
     versions,
-    *LAW_RULES,
+    *DISTRIBUTION_RULES,
     boundary,
     replica,
     lag,

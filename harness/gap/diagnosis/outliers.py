@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 
-from rollproof.gap.columns import BoolArray, FloatArray, known
+from rollproof.gap.column_checks import BoolArray, FloatArray, known
 from rollproof.gap.token_pairs import TokenPairs
 
 __all__ = ["Stray", "other_versions", "tilted", "torn"]

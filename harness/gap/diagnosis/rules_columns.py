@@ -14,14 +14,13 @@ import numpy.typing as npt
 from scipy import stats
 
 from rollproof.gap.buckets import NEAR, bucket_codes, resume_parts, staleness
-from rollproof.gap.columns import BoolArray, FloatArray, known
+from rollproof.gap.column_checks import BoolArray, FloatArray, known, some_of
 from rollproof.gap.diagnosis.causes import ROUNDING, Cause, CauseName, Scene, beyond
 from rollproof.gap.diagnosis.evidence import gather
 from rollproof.gap.diagnosis.outliers import other_versions
-from rollproof.gap.diagnosis.rules import LAW_RULES
+from rollproof.gap.diagnosis.rules import DISTRIBUTION_RULES
 from rollproof.gap.intervals import Interval, Resampler
-from rollproof.gap.phrases import some_of
-from rollproof.gap.quantiles import abs_diff
+from rollproof.gap.panel import abs_diff
 from rollproof.gap.token_pairs import TokenPairs
 
 __all__ = ["FEW", "beside_usual", "boundary", "few_sequences", "lag", "replica", "versions"]
@@ -288,7 +287,9 @@ def replica(scene: Scene) -> Cause | None:
     alone = pairs.chosen(told & (side == worst))
     here = Scene(pairs=alone, signs=gather(alone), buckets={})
     if (
-        law := next((cause for rule in LAW_RULES if (cause := rule(here)) is not None), None)
+        law := next(
+            (cause for rule in DISTRIBUTION_RULES if (cause := rule(here)) is not None), None
+        )
     ) is not None:
         return dataclasses.replace(law, because=f"at replica {worst} alone: {law.because}")
     return Cause(

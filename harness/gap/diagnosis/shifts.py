@@ -16,8 +16,7 @@ import numpy as np
 
 from rollproof.core.records import IntArray
 from rollproof.gap.agreement import Selections
-from rollproof.gap.columns import BoolArray, FloatArray
-from rollproof.gap.phrases import counted, listed
+from rollproof.gap.column_checks import BoolArray, FloatArray, counted, listed
 from rollproof.gap.token_pairs import TokenPairs
 
 __all__ = [

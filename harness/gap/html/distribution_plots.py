@@ -2,16 +2,37 @@
 
 from __future__ import annotations
 
+import itertools
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
+from matplotlib.patches import PathPatch, Rectangle
+from matplotlib.path import Path as Outline
+from matplotlib.ticker import MaxNLocator
 
 from rollproof.gap.agreement import overlap
-from rollproof.gap.quantiles import abs_diff
+from rollproof.gap.html.plot_parts import (
+    BLUE,
+    COLOURS,
+    CYCLE,
+    INK,
+    MUTED,
+    RED,
+    Axes,
+    Plot,
+    log_scale,
+    new_figure,
+    shortened,
+)
+from rollproof.gap.panel import abs_diff
 from rollproof.gap.token_pairs import FloatArray, TokenPairs
+
+if TYPE_CHECKING:
+    from rollproof.gap.gap_report import GapReport
 
 __all__ = [
     "Density",
@@ -20,6 +41,10 @@ __all__ = [
     "Tail",
     "Timeline",
     "density",
+    "draw_layers",
+    "draw_scatter",
+    "draw_tail",
+    "draw_timelines",
     "layer_map",
     "tail",
     "timelines",
@@ -219,3 +244,261 @@ def _joined(runs: Sequence[Run], most: int = 200) -> Sequence[Run]:
 
 def _plain(value: Any) -> Any:
     return value.item() if isinstance(value, np.generic) else value
+
+
+_LAYERS = 96
+"""Rows of the heat map; a deeper model's layers share them."""
+
+
+_SHADES = 6
+
+
+_MISMATCH = (0.0, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0)
+"""Bounds of the heat map's shades: the same for every report, so that a healthy one looks pale."""
+
+
+_TAUS = (2, 10)
+
+
+def draw_scatter(report: GapReport) -> Plot | None:
+    found = density(report.pairs)
+    if found is None:
+        return None
+    figure, axes = new_figure(3.2)
+    counts = found.counts.astype(float)
+    most = max(float(counts.max()), 2.0)
+    shades = _shaded(axes, found.edges, found.edges, counts, np.geomspace(1.0, most, _SHADES + 1))
+    low = float(found.edges[0])
+    for axis in (axes.xaxis, axes.yaxis):
+        axis.set_major_locator(MaxNLocator(5))
+    axes.plot([low, 0], [low, 0], color=RED, lw=1, ls=(0, (4, 3)))
+    axes.set(
+        xlim=(low, 0),
+        ylim=(low, 0),
+        xlabel="rollout logprob (nats)",
+        ylabel="trainer logprob (nats)",
+    )
+    _legend(axes, shades, "tokens")
+    cut = (
+        f" Tokens below {low:.0f} nats ({found.cut:,}) are counted in the outermost cells."
+        if found.cut
+        else ""
+    )
+    return Plot(
+        name="scatter",
+        title="Rollout against trainer",
+        about=(
+            "Tokens by their two logprobs; equal ones lie on the dashed line. A tilt is a"
+            " temperature, a shift to one side a truncated support, a cloud without a line a"
+            f" misalignment.{cut}"
+        ),
+        figure=figure,
+    )
+
+
+def draw_tail(report: GapReport) -> Plot | None:
+    found = tail(report.pairs)
+    if found is None:
+        return None
+    figure, axes = new_figure(3.3)
+    axes.plot(found.size, found.share, color=BLUE, lw=1.8, drawstyle="steps-post")
+    axes.set(xlabel="|d| (nats)", ylabel="share of tokens beyond")
+    least, most = max(float(found.size[-1]) * 1e-6, float(found.size[0])), float(found.size[-1]) * 3
+    axes.set_xlim(least, most)
+    axes.set_ylim(float(found.share.min()) / 2, 1.3)
+    log_scale(axes, "x")
+    log_scale(axes, "y")
+    for name, label, place in (
+        ("abs_diff_p50", "p50", 0.5),
+        ("abs_diff_p99", "p99", 0.01),
+        ("abs_diff_p999", "p99.9", 0.001),
+    ):
+        value = report.panel.metrics[name].value
+        if value > least:
+            axes.plot(value, place, "o", color=RED, ms=5)
+            # on the free side of the curve, and away from the lines
+            apart = (
+                {"xytext": (-6, -3), "ha": "right", "va": "top"}
+                if value < math.log(_TAUS[0])
+                else {"xytext": (6, 3)}
+            )
+            axes.annotate(label, (value, place), textcoords="offset points", **apart)
+    for tau in _TAUS:
+        if least < math.log(tau) < most:
+            axes.axvline(math.log(tau), color=MUTED, lw=0.8, ls=":")
+            side = (-3, "right") if tau == _TAUS[0] else (3, "left")
+            axes.annotate(
+                f"F({tau})", (math.log(tau), 1.0), xycoords=("data", "axes fraction"), xytext=(side[0], 2), ha=side[1], va="bottom",
+                textcoords="offset points", color=MUTED, annotation_clip=False,
+            )  # fmt: skip
+    axes.grid()
+    zero = f" {found.zero:.1%} of the tokens have equal logprobs." if found.zero else ""
+    return Plot(
+        name="tail",
+        title="How large |d| gets",
+        about=(
+            "The share of tokens whose logprobs differ by more, both axes on a log scale. A bend"
+            f" that flattens to the right is a second, rarer cause; a straight fall is noise.{zero}"
+        ),
+        figure=figure,
+    )
+
+
+def draw_layers(report: GapReport) -> Plot | None:
+    found = layer_map(report.pairs)
+    if found is None:
+        return None
+    mismatch = found.mismatch
+    layers, columns = mismatch.shape
+    figure, axes = new_figure(min(1.5 + 0.24 * layers, 5.5))
+    if layers > _LAYERS:
+        cuts = np.array_split(np.arange(layers), _LAYERS)
+        mismatch = np.stack([np.nanmean(mismatch[rows], axis=0) for rows in cuts])
+    steps = np.linspace(0, layers, len(mismatch) + 1)
+    shades = _shaded(axes, np.linspace(0, 1, columns + 1), steps, mismatch, np.array(_MISMATCH))
+    axes.set(
+        xlim=(0, 1),
+        ylim=(layers, 0),
+        xlabel="place in the sequence, 0 to 1",
+        ylabel="layer of the routes' axis",
+    )
+    if layers <= 16:
+        axes.set_yticks(np.arange(layers) + 0.5, [str(layer) for layer in range(layers)])
+    _legend(axes, shades, "slots that differ", percent=True)
+    return Plot(
+        name="routers",
+        title="Where the experts differ",
+        about=(
+            "Share of expert slots that the other side did not choose, by layer and place; blank:"
+            " none differ, or nothing was captured. A full layer is a shifted one, a full column a"
+            " misaligned end; numerics grow slowly with depth."
+        ),
+        figure=figure,
+    )
+
+
+def draw_timelines(report: GapReport) -> Plot | None:
+    rows = timelines(report.pairs)
+    if not rows:
+        return None
+    figure, axes = new_figure(1.1 + 0.42 * len(rows))
+    versions = list(
+        dict.fromkeys(sorted((run.version for row in rows for run in row.runs), key=_version_order))
+    )
+    end = max(run.last for row in rows for run in row.runs)
+    for place, row in enumerate(rows):
+        for run in row.runs:
+            colour = (
+                COLOURS[CYCLE[versions.index(run.version) % len(CYCLE)]]
+                if run.version is not None
+                else MUTED
+            )
+            axes.barh(
+                place,
+                run.last - run.first,
+                left=run.first,
+                height=0.42,
+                color=colour,
+                alpha=0.65,
+                lw=0,
+            )
+            if run.version is not None and run.last - run.first > 0.06 * end:
+                label = shortened(
+                    str(run.version) if isinstance(run.version, str) else f"v{run.version}", 8
+                )
+                # between the bars of resumes, where a version spans some
+                ends = [
+                    run.first,
+                    *(at for at in row.resumes if run.first < at < run.last),
+                    run.last,
+                ]
+                begin, stop = max(itertools.pairwise(ends), key=lambda pair: pair[1] - pair[0])
+                axes.text((begin + stop) / 2, place, label, ha="center", va="center", fontsize=8)
+        if row.worst:
+            axes.plot(
+                [at for at, _ in row.worst], [place - 0.33] * len(row.worst), "v", color=RED, ms=3.5
+            )
+        if row.resumes:
+            axes.vlines(row.resumes, place - 0.3, place + 0.3, color=INK, lw=1.6)
+    axes.set_yticks(range(len(rows)), [shortened(row.sequence, 14) for row in rows])
+    axes.set(
+        xlim=(0, end), ylim=(len(rows) - 0.4, -0.7), xlabel="position (tokens)", ylabel="sequence"
+    )
+    return Plot(
+        name="timeline",
+        title="Token timelines",
+        about=(
+            "Sequences with the most versions and resumes. Colour and label: the version that"
+            f" sampled; bars across: aborted and resumed there; triangles: |d| above {LARGE}."
+            " Triangles behind a bar point to the resume, triangles in one colour to a version."
+        ),
+        figure=figure,
+    )
+
+
+def _shaded(
+    axes: Axes, across: Any, down: Any, values: Any, ends: Any
+) -> list[tuple[float, float, float]]:
+    """Cells of ``values`` ``(rows, columns)`` as one outline a shade (small, and readable on any
+    ground), by the shades' ``ends``.
+
+    Returns ``(from, to, alpha)`` of each; nothing where no value is above 0.
+    """
+    if not (np.isfinite(values) & (values > 0)).any():
+        return []
+    shade = np.clip(np.searchsorted(ends, values, side="right") - 1, 0, _SHADES - 1)
+    out = []
+    for level in range(_SHADES):
+        cells = np.argwhere((shade == level) & np.isfinite(values) & (values > 0))
+        alpha = 0.2 + 0.8 * level / (_SHADES - 1)
+        out.append((float(ends[level]), float(ends[level + 1]), alpha))
+        if len(cells):
+            outline = Outline.make_compound_path(
+                *(_cell(across, down, row, column) for row, column in cells)
+            )
+            axes.add_patch(PathPatch(outline, facecolor=BLUE, alpha=alpha, lw=0))
+    return out
+
+
+def _cell(across: Any, down: Any, row: int, column: int) -> Outline:
+    left, right, top, bottom = across[column], across[column + 1], down[row], down[row + 1]
+    return Outline(
+        [(left, top), (right, top), (right, bottom), (left, bottom), (left, top)], closed=True
+    )
+
+
+def _legend(
+    axes: Axes, shades: Sequence[tuple[float, float, float]], title: str, *, percent: bool = False
+) -> None:
+    if not shades:
+        axes.text(0.5, 0.5, "none", transform=axes.transAxes, ha="center", color=MUTED)
+        return
+    form = ".1%" if percent else ",.0f"
+    square: Any = Rectangle  # its constructor is not typed
+    handles = [
+        square(
+            (0, 0),
+            1,
+            1,
+            facecolor=BLUE,
+            alpha=alpha,
+            lw=0,
+            label=f"\N{GREATER-THAN OR EQUAL TO} {low:{form}}" if low else "> 0",
+        )
+        for low, _, alpha in reversed(shades)
+    ]
+    # a legend of the figure, not of the axes: only for that the layout makes room
+    axes.figure.legend(
+        handles=handles,
+        title=title,
+        loc="outside right upper",
+        frameon=False,
+        fontsize=8,
+        title_fontsize=8,
+        handlelength=1.2,
+    )
+
+
+def _version_order(version: Any) -> tuple[bool, float, str]:
+    number = isinstance(version, int | float)
+    return not number, float(version) if number else 0.0, str(version)

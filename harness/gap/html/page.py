@@ -17,11 +17,11 @@ from typing import TYPE_CHECKING, Any
 
 from rollproof.core.files import check_folder, check_target, write_atomically
 from rollproof.errors import ExtraError
+from rollproof.gap.column_checks import counted
 from rollproof.gap.gap_report import overall, rounded
 from rollproof.gap.limits import GapVerdict, Side
-from rollproof.gap.metric_aliases import aliased
 from rollproof.gap.metrics import METRICS, Scale
-from rollproof.gap.phrases import counted
+from rollproof.gap.panel import aliased
 
 if TYPE_CHECKING:
     from rollproof.gap.gap_report import GapReport

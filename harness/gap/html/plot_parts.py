@@ -27,6 +27,7 @@ __all__ = [
     "Plot",
     "log_scale",
     "new_figure",
+    "shortened",
     "style",
 ]
 
@@ -125,3 +126,15 @@ def log_scale(axes: Axes, which: str, *, most: int = 6) -> None:
     axis.set_major_locator(FixedLocator(ticks))
     axis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
     axis.set_minor_locator(NullLocator())
+
+
+def shortened(text: str, most: int, *, end: bool = False) -> str:
+    """At most that many characters: the first, or of a path the last."""
+    clean = "".join(char if char.isprintable() else "?" for char in text)
+    if len(clean) <= most:
+        return clean
+    return (
+        f"\N{HORIZONTAL ELLIPSIS}{clean[1 - most :]}"
+        if end
+        else f"{clean[: most - 1]}\N{HORIZONTAL ELLIPSIS}"
+    )

@@ -7,32 +7,30 @@ colour-blind people tell apart; no picture depends on colour alone.
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-import numpy as np
 from matplotlib.figure import Figure
-from matplotlib.patches import PathPatch, Rectangle
-from matplotlib.path import Path as Outline
-from matplotlib.ticker import MaxNLocator
 
 from rollproof.gap.buckets import Bucket
-from rollproof.gap.html.distribution_plots import LARGE, density, layer_map, tail, timelines
-from rollproof.gap.html.localisation_plots import draw_localisation
+from rollproof.gap.html.distribution_plots import (
+    draw_layers,
+    draw_scatter,
+    draw_tail,
+    draw_timelines,
+)
 from rollproof.gap.html.plot_parts import (
     BLUE,
     COLOURS,
-    CYCLE,
     INK,
     MUTED,
     RED,
     WIDTH,
-    Axes,
     Plot,
     log_scale,
     new_figure,
+    shortened,
     style,
 )
 from rollproof.gap.intervals import Interval
@@ -40,17 +38,11 @@ from rollproof.gap.limits import Limit, Side
 
 if TYPE_CHECKING:
     from rollproof.gap.gap_report import GapReport
-    from rollproof.gap.localise.localisation import Localisation
+    from rollproof.gap.localise.localisation import Localisation, SiteGap
     from rollproof.gap.trainer_comparison import Comparison
 
-__all__ = ["COLOURS", "Plot", "draw_plots", "style"]
+__all__ = ["COLOURS", "Plot", "draw_localisation", "draw_plots", "style"]
 
-_LAYERS = 96
-"""Rows of the heat map; a deeper model's layers share them."""
-_SHADES = 6
-_MISMATCH = (0.0, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0)
-"""Bounds of the heat map's shades: the same for every report, so that a healthy one looks pale."""
-_TAUS = (2, 10)
 _NOTHING = 1e-12
 """A mean |d| or k3 below this is rounding, and would stretch a log scale over decades of nothing."""
 _NAMES: Mapping[str, str] = {
@@ -156,182 +148,6 @@ def _against_limit(interval: Interval, limit: Limit) -> tuple[float, float, floa
     return value / room, low / room, high / room
 
 
-def _scatter(report: GapReport) -> Plot | None:
-    found = density(report.pairs)
-    if found is None:
-        return None
-    figure, axes = new_figure(3.2)
-    counts = found.counts.astype(float)
-    most = max(float(counts.max()), 2.0)
-    shades = _shaded(axes, found.edges, found.edges, counts, np.geomspace(1.0, most, _SHADES + 1))
-    low = float(found.edges[0])
-    for axis in (axes.xaxis, axes.yaxis):
-        axis.set_major_locator(MaxNLocator(5))
-    axes.plot([low, 0], [low, 0], color=RED, lw=1, ls=(0, (4, 3)))
-    axes.set(
-        xlim=(low, 0),
-        ylim=(low, 0),
-        xlabel="rollout logprob (nats)",
-        ylabel="trainer logprob (nats)",
-    )
-    _legend(axes, shades, "tokens")
-    cut = (
-        f" Tokens below {low:.0f} nats ({found.cut:,}) are counted in the outermost cells."
-        if found.cut
-        else ""
-    )
-    return Plot(
-        name="scatter",
-        title="Rollout against trainer",
-        about=(
-            "Tokens by their two logprobs; equal ones lie on the dashed line. A tilt is a"
-            " temperature, a shift to one side a truncated support, a cloud without a line a"
-            f" misalignment.{cut}"
-        ),
-        figure=figure,
-    )
-
-
-def _tail(report: GapReport) -> Plot | None:
-    found = tail(report.pairs)
-    if found is None:
-        return None
-    figure, axes = new_figure(3.3)
-    axes.plot(found.size, found.share, color=BLUE, lw=1.8, drawstyle="steps-post")
-    axes.set(xlabel="|d| (nats)", ylabel="share of tokens beyond")
-    least, most = max(float(found.size[-1]) * 1e-6, float(found.size[0])), float(found.size[-1]) * 3
-    axes.set_xlim(least, most)
-    axes.set_ylim(float(found.share.min()) / 2, 1.3)
-    log_scale(axes, "x")
-    log_scale(axes, "y")
-    for name, label, place in (
-        ("abs_diff_p50", "p50", 0.5),
-        ("abs_diff_p99", "p99", 0.01),
-        ("abs_diff_p999", "p99.9", 0.001),
-    ):
-        value = report.panel.metrics[name].value
-        if value > least:
-            axes.plot(value, place, "o", color=RED, ms=5)
-            # on the free side of the curve, and away from the lines
-            apart = (
-                {"xytext": (-6, -3), "ha": "right", "va": "top"}
-                if value < math.log(_TAUS[0])
-                else {"xytext": (6, 3)}
-            )
-            axes.annotate(label, (value, place), textcoords="offset points", **apart)
-    for tau in _TAUS:
-        if least < math.log(tau) < most:
-            axes.axvline(math.log(tau), color=MUTED, lw=0.8, ls=":")
-            side = (-3, "right") if tau == _TAUS[0] else (3, "left")
-            axes.annotate(
-                f"F({tau})", (math.log(tau), 1.0), xycoords=("data", "axes fraction"), xytext=(side[0], 2), ha=side[1], va="bottom",
-                textcoords="offset points", color=MUTED, annotation_clip=False,
-            )  # fmt: skip
-    axes.grid()
-    zero = f" {found.zero:.1%} of the tokens have equal logprobs." if found.zero else ""
-    return Plot(
-        name="tail",
-        title="How large |d| gets",
-        about=(
-            "The share of tokens whose logprobs differ by more, both axes on a log scale. A bend"
-            f" that flattens to the right is a second, rarer cause; a straight fall is noise.{zero}"
-        ),
-        figure=figure,
-    )
-
-
-def _layers(report: GapReport) -> Plot | None:
-    found = layer_map(report.pairs)
-    if found is None:
-        return None
-    mismatch = found.mismatch
-    layers, columns = mismatch.shape
-    figure, axes = new_figure(min(1.5 + 0.24 * layers, 5.5))
-    if layers > _LAYERS:
-        cuts = np.array_split(np.arange(layers), _LAYERS)
-        mismatch = np.stack([np.nanmean(mismatch[rows], axis=0) for rows in cuts])
-    steps = np.linspace(0, layers, len(mismatch) + 1)
-    shades = _shaded(axes, np.linspace(0, 1, columns + 1), steps, mismatch, np.array(_MISMATCH))
-    axes.set(
-        xlim=(0, 1),
-        ylim=(layers, 0),
-        xlabel="place in the sequence, 0 to 1",
-        ylabel="layer of the routes' axis",
-    )
-    if layers <= 16:
-        axes.set_yticks(np.arange(layers) + 0.5, [str(layer) for layer in range(layers)])
-    _legend(axes, shades, "slots that differ", percent=True)
-    return Plot(
-        name="routers",
-        title="Where the experts differ",
-        about=(
-            "Share of expert slots that the other side did not choose, by layer and place; blank:"
-            " none differ, or nothing was captured. A full layer is a shifted one, a full column a"
-            " misaligned end; numerics grow slowly with depth."
-        ),
-        figure=figure,
-    )
-
-
-def _timelines(report: GapReport) -> Plot | None:
-    rows = timelines(report.pairs)
-    if not rows:
-        return None
-    figure, axes = new_figure(1.1 + 0.42 * len(rows))
-    versions = list(
-        dict.fromkeys(sorted((run.version for row in rows for run in row.runs), key=_version_order))
-    )
-    end = max(run.last for row in rows for run in row.runs)
-    for place, row in enumerate(rows):
-        for run in row.runs:
-            colour = (
-                COLOURS[CYCLE[versions.index(run.version) % len(CYCLE)]]
-                if run.version is not None
-                else MUTED
-            )
-            axes.barh(
-                place,
-                run.last - run.first,
-                left=run.first,
-                height=0.42,
-                color=colour,
-                alpha=0.65,
-                lw=0,
-            )
-            if run.version is not None and run.last - run.first > 0.06 * end:
-                label = _cut(
-                    str(run.version) if isinstance(run.version, str) else f"v{run.version}", 8
-                )
-                # between the bars of resumes, where a version spans some
-                ends = [
-                    run.first,
-                    *(at for at in row.resumes if run.first < at < run.last),
-                    run.last,
-                ]
-                begin, stop = max(itertools.pairwise(ends), key=lambda pair: pair[1] - pair[0])
-                axes.text((begin + stop) / 2, place, label, ha="center", va="center", fontsize=8)
-        if row.worst:
-            axes.plot(
-                [at for at, _ in row.worst], [place - 0.33] * len(row.worst), "v", color=RED, ms=3.5
-            )
-        if row.resumes:
-            axes.vlines(row.resumes, place - 0.3, place + 0.3, color=INK, lw=1.6)
-    axes.set_yticks(range(len(rows)), [_cut(row.sequence, 14) for row in rows])
-    axes.set(
-        xlim=(0, end), ylim=(len(rows) - 0.4, -0.7), xlabel="position (tokens)", ylabel="sequence"
-    )
-    return Plot(
-        name="timeline",
-        title="Token timelines",
-        about=(
-            "Sequences with the most versions and resumes. Colour and label: the version that"
-            f" sampled; bars across: aborted and resumed there; triangles: |d| above {LARGE}."
-            " Triangles behind a bar point to the resume, triangles in one colour to a version."
-        ),
-        figure=figure,
-    )
-
-
 def _drift(row: str, buckets: Sequence[Bucket]) -> Plot:
     figure = Figure(figsize=(WIDTH, 1.1 + 0.26 * len(buckets)))
     left, right = figure.subplots(1, 2, sharey=True, gridspec_kw={"wspace": 0.12})
@@ -368,7 +184,9 @@ def _drift(row: str, buckets: Sequence[Bucket]) -> Plot:
             axes.locator_params(axis="x", nbins=3)
         axes.set_xlabel(label)
         axes.grid(axis="x")
-    left.set_yticks(range(len(buckets)), [_cut(bucket.label, 24) for bucket in buckets], fontsize=8)
+    left.set_yticks(
+        range(len(buckets)), [shortened(bucket.label, 24) for bucket in buckets], fontsize=8
+    )
     left.set_ylim(len(buckets) - 0.5, -0.5)
     return Plot(
         name=f"by-{row.replace('_', '-')}",
@@ -405,11 +223,11 @@ def _effects(comparison: Comparison) -> Plot:
     log_scale(axes, "x")
     axes.set_yticks(
         range(len(rows)),
-        [f"{_cut(name, 34)}\n{effect.metric}" for name, effect in rows],
+        [f"{shortened(name, 34)}\n{effect.metric}" for name, effect in rows],
         fontsize=8,
     )
     axes.set_ylim(len(rows) - 0.5, -0.5)
-    axes.set_xlabel(f"ratio to {_cut(comparison.against, 24, end=True)}", fontsize=8)
+    axes.set_xlabel(f"ratio to {shortened(comparison.against, 24, end=True)}", fontsize=8)
     axes.grid(axis="x")
     return Plot(
         name="comparison",
@@ -424,88 +242,145 @@ def _effects(comparison: Comparison) -> Plot:
 
 _MAKERS: Sequence[Callable[[GapReport], Plot | None]] = (
     _limits,
-    _scatter,
-    _tail,
-    _layers,
-    _timelines,
+    draw_scatter,
+    draw_tail,
+    draw_layers,
+    draw_timelines,
 )
 
 
-def _shaded(
-    axes: Axes, across: Any, down: Any, values: Any, ends: Any
-) -> list[tuple[float, float, float]]:
-    """Cells of ``values`` ``(rows, columns)`` as one outline a shade (small, and readable on any
-    ground), by the shades' ``ends``.
-
-    Returns ``(from, to, alpha)`` of each; nothing where no value is above 0.
-    """
-    if not (np.isfinite(values) & (values > 0)).any():
-        return []
-    shade = np.clip(np.searchsorted(ends, values, side="right") - 1, 0, _SHADES - 1)
-    out = []
-    for level in range(_SHADES):
-        cells = np.argwhere((shade == level) & np.isfinite(values) & (values > 0))
-        alpha = 0.2 + 0.8 * level / (_SHADES - 1)
-        out.append((float(ends[level]), float(ends[level + 1]), alpha))
-        if len(cells):
-            outline = Outline.make_compound_path(
-                *(_cell(across, down, row, column) for row, column in cells)
-            )
-            axes.add_patch(PathPatch(outline, facecolor=BLUE, alpha=alpha, lw=0))
-    return out
+_LEAST = 1e-9
+"""Exact agreement, on a log scale."""
+_TICKS = 12
 
 
-def _cell(across: Any, down: Any, row: int, column: int) -> Outline:
-    left, right, top, bottom = across[column], across[column + 1], down[row], down[row + 1]
-    return Outline(
-        [(left, top), (right, top), (right, bottom), (left, bottom), (left, top)], closed=True
-    )
+def draw_localisation(localisation: Localisation) -> Iterator[Plot]:
+    """The places, and the growth where the model has layers."""
+    yield _places(localisation)
+    if len(localisation.growth) > 1:
+        yield _growth(localisation)
 
 
-def _legend(
-    axes: Axes, shades: Sequence[tuple[float, float, float]], title: str, *, percent: bool = False
-) -> None:
-    if not shades:
-        axes.text(0.5, 0.5, "none", transform=axes.transAxes, ha="center", color=MUTED)
-        return
-    form = ".1%" if percent else ",.0f"
-    square: Any = Rectangle  # its constructor is not typed
-    handles = [
-        square(
-            (0, 0),
-            1,
-            1,
-            facecolor=BLUE,
-            alpha=alpha,
-            lw=0,
-            label=f"\N{GREATER-THAN OR EQUAL TO} {low:{form}}" if low else "> 0",
-        )
-        for low, _, alpha in reversed(shades)
+def _places(localisation: Localisation) -> Plot:
+    sites = [gap for gap in localisation.sites if gap.site.role != "selection"]
+    figure, axes = new_figure(3.0)
+    steps = range(len(sites))
+    known = [
+        value
+        for gap in sites
+        for value in (gap.alone, gap.rounding)
+        if math.isfinite(value) and value > _LEAST
     ]
-    # a legend of the figure, not of the axes: only for that the layout makes room
-    axes.figure.legend(
-        handles=handles,
-        title=title,
-        loc="outside right upper",
-        frameon=False,
-        fontsize=8,
-        title_fontsize=8,
-        handlelength=1.2,
+    low, high = (
+        (min(known) / 20, max(known) * 30) if known else (_LEAST, 1.0)
+    )  # room for the legend
+    axes.fill_between(
+        steps,
+        low,
+        [max(gap.rounding, low) for gap in sites],
+        color=COLOURS["sky"],
+        alpha=0.35,
+        lw=0,
+        step="mid",
+    )
+    inside = [(i, gap) for i, gap in enumerate(sites) if not gap.parts]
+    axes.plot(
+        [i for i, _ in inside],
+        [max(gap.alone, low) for _, gap in inside],
+        "o",
+        color=BLUE,
+        ms=3,
+        label="within rounding",
+    )
+    beyond = [(i, gap) for i, gap in enumerate(sites) if gap.parts]
+    if beyond:
+        axes.plot(
+            [i for i, _ in beyond],
+            [max(gap.alone, low) for _, gap in beyond],
+            "X",
+            color=RED,
+            ms=8,
+            label="beyond rounding",
+        )
+        place, first = beyond[0]
+        right = place > len(sites) / 2
+        axes.annotate(str(first.site), (place, max(first.alone, low)), xytext=(-9 if right else 9, 3), textcoords="offset points",
+                      ha="right" if right else "left", color=RED, fontsize=8)  # fmt: skip
+    axes.set_ylim(low, high)
+    log_scale(axes, "y")
+    marks = _layer_starts(sites)
+    axes.set_xticks([i for i, _ in marks], [name for _, name in marks], fontsize=8)
+    axes.set_xlabel("layer (each place in the order of the forward)")
+    axes.set_ylabel("relative difference")
+    axes.grid(axis="y")
+    axes.legend(fontsize=8, frameon=False, loc="upper left")
+    return Plot(
+        name="places",
+        title="What each place does differently",
+        about=(
+            "Each module was given the first side's values. The band is what rounding does there; a"
+            " cross lies beyond it."
+        ),
+        figure=figure,
     )
 
 
-def _cut(text: str, most: int, *, end: bool = False) -> str:
-    """At most that many characters: the first, or of a path the last."""
-    clean = "".join(char if char.isprintable() else "?" for char in text)
-    if len(clean) <= most:
-        return clean
-    return (
-        f"\N{HORIZONTAL ELLIPSIS}{clean[1 - most :]}"
-        if end
-        else f"{clean[: most - 1]}\N{HORIZONTAL ELLIPSIS}"
+def _growth(localisation: Localisation) -> Plot:
+    rows = localisation.growth
+    figure, axes = new_figure(2.8)
+    lines = [
+        ("own values", "carried", BLUE, "o-"),
+        ("experts replayed", "replayed", COLOURS["orange"], "s--"),
+    ]
+    for label, name, colour, mark in lines:
+        points = [
+            (i, getattr(gap, name))
+            for i, gap in enumerate(rows)
+            if math.isfinite(getattr(gap, name))
+        ]
+        if points:
+            axes.plot(
+                [i for i, _ in points],
+                [max(v, _LEAST) for _, v in points],
+                mark,
+                color=colour,
+                lw=1.6,
+                ms=4,
+                label=label,
+            )
+    axes.plot(
+        range(len(rows)),
+        [max(gap.carried_rounding, _LEAST) for gap in rows],
+        ":",
+        color=MUTED,
+        lw=1.8,
+        label="rounding",
+    )
+    log_scale(axes, "y")
+    every = -(-len(rows) // _TICKS)
+    names = ["end" if i == len(rows) - 1 else str(gap.site.layer) for i, gap in enumerate(rows)]
+    axes.set_xticks(range(0, len(rows), every), names[::every], fontsize=8)
+    axes.set_xlabel("residual stream before layer")
+    axes.set_ylabel("relative difference")
+    axes.grid(axis="y")
+    axes.legend(fontsize=8, frameon=False)
+    return Plot(
+        name="growth",
+        title="How the difference grows with depth",
+        about=(
+            "Root mean square over tokens, relative to the values' own. Where the line leaves"
+            " rounding, something else came in."
+        ),
+        figure=figure,
     )
 
 
-def _version_order(version: Any) -> tuple[bool, float, str]:
-    number = isinstance(version, int | float)
-    return not number, float(version) if number else 0.0, str(version)
+def _layer_starts(sites: list[SiteGap]) -> list[tuple[int, str]]:
+    found: list[tuple[int, str]] = []
+    last = None
+    for i, gap in enumerate(sites):
+        layer = gap.site.layer
+        if layer != last and 0 <= layer < 1 << 30:
+            found.append((i, str(layer)))
+        last = layer
+    return found[:: -(-len(found) // _TICKS) or 1]

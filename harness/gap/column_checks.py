@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -11,11 +11,22 @@ import numpy.typing as npt
 from rollproof.core.error_text import one_line
 from rollproof.core.records import IntArray
 from rollproof.errors import GapError
-from rollproof.gap.phrases import counted
 
 __all__ = [
-    "BoolArray", "FloatArray", "known", "labels", "logprobs", "mask_column", "never_positive", "same_length", "same_tokens", "side_column"
-]  # fmt: skip
+    "BoolArray",
+    "FloatArray",
+    "counted",
+    "known",
+    "labels",
+    "listed",
+    "logprobs",
+    "mask_column",
+    "never_positive",
+    "same_length",
+    "same_tokens",
+    "side_column",
+    "some_of",
+]
 
 FloatArray: TypeAlias = "npt.NDArray[np.float64]"
 BoolArray: TypeAlias = "npt.NDArray[np.bool_]"
@@ -290,3 +301,28 @@ def _routes(array: npt.NDArray[Any], name: str) -> IntArray:
             f" {array.dtype}."
         )
     return array
+
+
+_ONE: Mapping[str, str] = {"are": "is", "have": "has", "were": "was"}
+_SHOWN = 6
+
+
+def counted(number: int, noun: str, verb: str = "") -> str:
+    """``1 token``, ``1,200 tokens``; with the verb ``have``: ``1 token has``, ``3 sequences have``."""
+    one = number == 1
+    told = f"{number:,} {noun}{'' if one else 's'}"
+    return f"{told} {_ONE[verb] if one else verb}" if verb else told
+
+
+def listed(names: Iterable[object]) -> str:
+    """``1, 2, 3``; beyond six names dots stand for the rest."""
+    told = list(map(str, names))
+    return ", ".join(told[:_SHOWN]) + (" ..." if len(told) > _SHOWN else "")
+
+
+def some_of(chosen: Sequence[int], sequences: Sequence[Any]) -> str:
+    """``2 of 64 sequences (7, 31)``: those ``chosen`` by index, the first of them by name."""
+    return (
+        f"{len(chosen):,} of {counted(len(sequences), 'sequence')}"
+        f" ({listed(sequences[index] for index in chosen)})"
+    )
