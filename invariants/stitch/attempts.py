@@ -83,7 +83,8 @@ def not_resumed(contract: Contract) -> str:
 def stitch_resume_prompt(view: RequestView, out: Collector) -> None:
     """Judge how each call continues what the stack knew when it made it."""
     if not view.attempts:
-        return out.absent("no engine call of the request was recorded")
+        out.absent("no engine call of the request was recorded")
+        return
     client = view.contract.resume is ResumeBy.CLIENT
     attempts = view.attempts
     for step in view.stitched.steps:
@@ -99,7 +100,7 @@ def stitch_resume_prompt(view: RequestView, out: Collector) -> None:
             continue  # stitch.no-call-after-end says so
         elif _unheard(view, step):
             out.absent("a stream broke off, and what it had brought was not recorded")
-            return None
+            return
         elif (
             step.restarts
             and step.sent >= len(view.request.prompt_ids)
@@ -108,8 +109,7 @@ def stitch_resume_prompt(view: RequestView, out: Collector) -> None:
             out.exercised("restarts")
         else:
             _wrong_prompt(view, step, attempts[step.attempt], out)
-            return None
-    return None
+            return
 
 
 def _excused(view: RequestView, step: Step) -> bool:
@@ -237,10 +237,10 @@ def stitch_no_call_after_end(view: RequestView, out: Collector) -> None:
     if reference.finish_reason in (FinishReason.STOP, FinishReason.COMPLETED) or late:
         out.exercised("natural ends")
     if not late:
-        return None
+        return
     step = late[0]
     attempt = view.attempts[step.attempt]
-    return out.finding(
+    out.finding(
         f"Call {step.attempt} was made after the rollout had ended",
         kind="a call after the rollout had ended",
         expected=(
@@ -272,7 +272,8 @@ def stitch_sampling_params(view: RequestView, out: Collector) -> None:
     stack declares that it forwards them.
     """
     if not view.attempts:
-        return out.absent("no engine call of the request was recorded")
+        out.absent("no engine call of the request was recorded")
+        return
     first = view.attempts[0].call.sampling
     out.exercised("first calls")
     replaced = _replaced(view) if view.contract.sampling is Sampling.FORWARDED else []
@@ -280,7 +281,7 @@ def stitch_sampling_params(view: RequestView, out: Collector) -> None:
         _changed_parameters(
             view, view.attempts[0], view.request.sampling, sorted(replaced), "the request", out
         )
-        return None
+        return
     for attempt in view.attempts[1:]:
         out.exercised("resuming calls")
         given = attempt.call.sampling
@@ -293,8 +294,7 @@ def stitch_sampling_params(view: RequestView, out: Collector) -> None:
         }
         if changed:
             _changed_parameters(view, attempt, first, sorted(changed), "call 0", out)
-            return None
-    return None
+            return
 
 
 @request_check(
@@ -321,7 +321,8 @@ def stitch_sampling_forwarded(view: RequestView, out: Collector) -> None:
     spellings, and is not looked for.
     """
     if not view.attempts:
-        return out.absent("no engine call of the request was recorded")
+        out.absent("no engine call of the request was recorded")
+        return
     asked = view.request.sampling
     named = [name for name in asked if name in _COMMON_PARAMETERS]
     own = _replaced(view) if view.contract.sampling is None else []
@@ -339,14 +340,15 @@ def stitch_sampling_forwarded(view: RequestView, out: Collector) -> None:
         and asked[name] not in (None, *free.get(name, _COMMON_PARAMETERS[name]))
     ]
     if not gone:
-        return None
+        return
     wanted = ", ".join(f"{name}={_parameter(asked, name)}" for name in gone)
     if view.contract.sampling is None:
-        return out.absent(
+        out.absent(
             f"the caller gave {wanted}, and no call carries it: declare sampling='forwarded' to"
             " have that judged, or sampling='own' where the stack chooses its parameters itself"
         )
-    return out.finding(
+        return
+    out.finding(
         f"No call carries {count(len(gone), 'sampling parameter')} that the caller gave:"
         f" {listing(gone)}",
         kind=f"no call carries {listing(sorted(gone))}",

@@ -42,12 +42,13 @@ def stitch_budget_granted(view: RequestView, out: Collector) -> None:
     """Compare each call's ``max_tokens`` with the budget less what was sampled before it."""
     budget = view.request.budget
     if budget is None:
-        return out.absent("no request has a budget")
+        out.absent("no request has a budget")
+        return
     over = _overgranted(view, budget)
     out.exercised("first calls", min(1, len(view.attempts)))
     out.exercised("resuming calls", max(0, len(view.attempts) - 1))
     if not over:
-        return None
+        return
     step, attempt = over[0]
     left, grant = budget - step.spent, attempt.call.max_tokens
     title = (
@@ -69,7 +70,7 @@ def stitch_budget_granted(view: RequestView, out: Collector) -> None:
             " rollout (verl #7207, slime #2260)."
         )
     )
-    return out.finding(
+    out.finding(
         title,
         kind="a call states no budget" if grant is None else "a call may sample more than is left",
         expected=f"at most {budget} - {step.spent} already sampled = {left}",
@@ -120,7 +121,7 @@ def stitch_budget_total(view: RequestView, out: Collector) -> None:
         out.exercised("replies under a budget")
         size = len(reply.output.token_ids)
         if size > grant:
-            return out.finding(
+            out.finding(
                 f"The reply to call {attempt.number} holds {count(size, 'token')}, {size - grant}"
                 " more than it was granted",
                 kind="a reply holds more than its call was granted",
@@ -132,12 +133,13 @@ def stitch_budget_total(view: RequestView, out: Collector) -> None:
                     " accepted tokens at max_tokens."
                 ),
             )
+            return
     budget, reference = view.request.budget, view.stitched
     if budget is None or reference.broken is not None or _overgranted(view, budget):
-        return None
+        return
     most = max(_turn_lengths(view), default=0)
     if most > budget:
-        return out.finding(
+        out.finding(
             f"The rollout holds {count(most, 'sampled token')}, {most - budget} more than its"
             " budget",
             kind="a rollout holds more than its budget",
@@ -149,7 +151,7 @@ def stitch_budget_total(view: RequestView, out: Collector) -> None:
                 " were kept than were asked for."
             ),
         )
-    return None
+        return
 
 
 def _turn_lengths(view: RequestView) -> list[int]:
@@ -183,7 +185,8 @@ def stitch_finish_reason(view: RequestView, out: Collector) -> None:
     """
     found = delivery(view)
     if found is None or not (found.known or _never_asked(view, found)):
-        return out.absent(found.why if found else missing_reason(view))
+        out.absent(found.why if found else missing_reason(view))
+        return
     want, got = found.reference.finish_reason, found.rollout.finish_reason
     if want is not None:
         out.exercised(
@@ -194,9 +197,9 @@ def stitch_finish_reason(view: RequestView, out: Collector) -> None:
             else "ends by stop"
         )
     if _reason_holds(view, found, want, got):
-        return None
+        return
     observed = f"finish reason {got!s}" if got is not None else "no finish reason"
-    return out.finding(
+    out.finding(
         _reason_title(want, got),
         expected=(
             f"{want!s}, as the engine said"
@@ -327,13 +330,14 @@ def stitch_finish_length(view: RequestView, out: Collector) -> None:
     """
     found = delivery(view)
     if found is None or not found.known:
-        return out.absent(found.why if found else missing_reason(view))
+        out.absent(found.why if found else missing_reason(view))
+        return
     if found.rollout.finish_reason != FinishReason.LENGTH:
-        return None
+        return
     out.exercised("ends by length")
     budget, reference = view.request.budget, found.reference
     if not found.aligned or reference.last is None or _exhausted(view, found):
-        return None
+        return
     last = view.attempts[reference.last]
     reply = last.consumed
     size = _turn_lengths(view)[-1]
@@ -341,7 +345,7 @@ def stitch_finish_length(view: RequestView, out: Collector) -> None:
     cap = view.attempts[first.attempt].call.max_tokens if first is not None else None
     stopped = reference.finish_reason is FinishReason.STOP
     if not stopped and cap is not None and size >= cap:
-        return None  # an abort on the last token of a cap cut nothing off either
+        return  # an abort on the last token of a cap cut nothing off either
     if reference.finish_reason in (FinishReason.LENGTH, FinishReason.COMPLETED):
         short = (
             reply is not None
@@ -349,10 +353,10 @@ def stitch_finish_length(view: RequestView, out: Collector) -> None:
             and len(reply.output.token_ids) < last.call.max_tokens
         )
         if budget is None or cap is None or short:
-            return None
+            return
     bounds = [bound for bound in (budget, cap) if bound is not None and bound > size]
     limit = min(bounds) if bounds else None
-    return out.finding(
+    out.finding(
         f"The sample says length after {count(size, 'token')}"
         + (f" of {limit}" if limit is not None else ", although nothing limits it"),
         kind=f"says length where the engine said {reference.finish_reason!s}",
@@ -408,7 +412,7 @@ def stitch_zero_token_segments(view: RequestView, out: Collector) -> None:
         out.exercised("calls after a reply without tokens")
         a, b = before.call.max_tokens, after.call.max_tokens
         if a is not None and b is not None and b < a and not _was_overgranted(view, before):
-            return out.finding(
+            out.finding(
                 f"A reply without tokens changed the budget from {a} to {b}",
                 kind="a reply without tokens lowered the budget",
                 expected=f"call {after.number} may sample {a}, as call {before.number} might",
@@ -419,4 +423,4 @@ def stitch_zero_token_segments(view: RequestView, out: Collector) -> None:
                     " back, not the attempts."
                 ),
             )
-    return None
+            return

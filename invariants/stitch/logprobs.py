@@ -163,11 +163,12 @@ def _judged(view: RequestView, out: Collector) -> tuple[Delivery, _Scan] | None:
 def stitch_logprobs_present(view: RequestView, out: Collector) -> None:
     """Every call asks for them, and what came back is there."""
     if not view.request.want_logprobs:
-        return out.absent("no request wanted logprobs")
+        out.absent("no request wanted logprobs")
+        return
     deaf = [attempt for attempt in view.attempts if not attempt.call.want_logprobs]
     out.exercised("calls that ask for logprobs", len(view.attempts) - len(deaf))
     if deaf:
-        return out.finding(
+        out.finding(
             f"{share(len(deaf), len(view.attempts), 'call')} {'does' if len(deaf) == 1 else 'do'}"
             " not ask for logprobs, although the request wants them",
             kind="calls do not ask for logprobs",
@@ -179,21 +180,23 @@ def stitch_logprobs_present(view: RequestView, out: Collector) -> None:
                 " request's."
             ),
         )
+        return
     found = delivery(view)
     if found is None or not found.known:
-        return out.absent(found.why if found else missing_reason(view))
+        out.absent(found.why if found else missing_reason(view))
+        return
     if found.rollout.logprobs is not None:
         scan = _scan(view, found)
         if scan is not None:
             out.exercised("sampled tokens with a logprob", scan.sampled - len(scan.absent))
             if scan.lost:
                 _lost(view, scan, out)
-        return None
+        return
     given = sum(not math.isnan(value) for value in found.reference.logprob_list)
     out.exercised("sampled tokens with a logprob", given)
     if not given:
-        return None
-    return out.finding(
+        return
+    out.finding(
         "The sample carries no logprobs, although the engines returned them",
         expected=f"{count(given, 'logprob')}, as the engines returned them",
         observed="logprobs is None",
@@ -234,13 +237,15 @@ def stitch_logprobs_length(view: RequestView, out: Collector) -> None:
     """Compare the two lengths."""
     found = delivery(view)
     if found is None:
-        return out.absent(missing_reason(view))
+        out.absent(missing_reason(view))
+        return
     values, tokens = found.rollout.logprobs, len(found.rollout.response_ids)
     if values is None:
-        return out.absent("no sample carries logprobs")
+        out.absent("no sample carries logprobs")
+        return
     out.exercised("samples with logprobs")
     if len(values) == tokens or found.fits(len(values)):
-        return None
+        return
     silent = [
         run
         for run in found.reference.runs
@@ -257,7 +262,7 @@ def stitch_logprobs_length(view: RequestView, out: Collector) -> None:
             " place: the values of later segments now stand beside the tokens of earlier ones."
             " Append one marker per token instead."
         )
-    return out.finding(
+    out.finding(
         f"The sample has {count(len(values), 'logprob')} for {count(tokens, 'token')}",
         kind="fewer logprobs than tokens" if len(values) < tokens else "more logprobs than tokens",
         expected=f"one logprob per response token: {tokens}",
@@ -283,17 +288,17 @@ def stitch_logprobs_valid(view: RequestView, out: Collector) -> None:
     """
     judged = _judged(view, out)
     if judged is None:
-        return None
+        return
     found, scan = judged
     out.exercised("sampled tokens with a logprob", scan.sampled - len(scan.absent))
     if not scan.invalid:
-        return None
+        return
     assert found.rollout.logprobs is not None
     first = scan.invalid[0]
     got = found.rollout.logprobs.tolist()
     returned = found.reference.logprob_list[first]
     same = got[first] == returned
-    return out.finding(
+    out.finding(
         f"{share(len(scan.invalid), scan.sampled, 'logprob')} cannot be the logarithm of a"
         " probability",
         kind="values that are no logarithm of a probability",
@@ -327,24 +332,25 @@ def stitch_logprobs_valid(view: RequestView, out: Collector) -> None:
 def stitch_logprobs_paired(view: RequestView, out: Collector) -> None:
     """Compare value by value with the reference stitch, up to rounding to 32 bits."""
     if view.engine is not None and view.engine.logprobs is not view.contract.logprobs:
-        return out.absent(
+        out.absent(
             f"the engines return {view.engine.logprobs} logprobs, and the stack hands over"
             f" {view.contract.logprobs} ones"
         )
+        return
     judged = _judged(view, out)
     if judged is None:
-        return None
+        return
     found, scan = judged
     kind = (
         "tokens of resumed samples" if len(view.segments) > 1 else "tokens of single-call samples"
     )
     out.exercised(kind, scan.sampled - len(scan.absent) - len(scan.lost))
     if not scan.wrong:
-        return None
+        return
     assert found.rollout.logprobs is not None
     first = scan.wrong[0]
     want, got = found.reference.logprob_list, found.rollout.logprobs.tolist()
-    return out.finding(
+    out.finding(
         f"{share(len(scan.wrong), scan.sampled, 'logprob')}"
         f" {'is' if len(scan.wrong) == 1 else 'are'} not what the engine returned with"
         f" {'its token' if len(scan.wrong) == 1 else 'their tokens'}",
@@ -385,24 +391,26 @@ def stitch_logprobs_missing(view: RequestView, out: Collector) -> None:
         any(not attempt.call.want_logprobs for attempt in view.attempts)
         or not view.request.want_logprobs
     ):
-        return out.absent("not every call asked for logprobs")
+        out.absent("not every call asked for logprobs")
+        return
     found = delivery(view)
     if found is None or not found.known:
-        return out.absent(found.why if found else missing_reason(view))
+        out.absent(found.why if found else missing_reason(view))
+        return
     scan = _scan(view, found)
     if scan is None:
         if found.rollout.logprobs is not None or not found.aligned:
-            return out.absent("logprobs and tokens do not line up")
+            out.absent("logprobs and tokens do not line up")
+            return
         scan = _all_absent(found)
     if rule is MissingLogprobs.NEVER:
         out.exercised("sampled tokens", scan.sampled)
     out.exercised("tokens that came without a logprob", len(scan.absent))
     if not scan.absent:
-        return None
+        return
     bad = _unmarked(rule, found, scan)
     if bad:
         _unmarked_finding(view, found, scan, bad, out)
-    return None
 
 
 def _all_absent(found: Delivery) -> _Scan:

@@ -38,12 +38,13 @@ def stitch_mask_shape(view: RequestView, out: Collector) -> None:
     """Presence, length and values."""
     found = delivery(view)
     if found is None:
-        return out.absent(missing_reason(view))
+        out.absent(missing_reason(view))
+        return
     mask, tokens = found.rollout.loss_mask, len(found.rollout.response_ids)
     if mask is None:
         if not tokens:
-            return None
-        return out.finding(
+            return
+        out.finding(
             "The sample carries no loss mask, although its contract declares one",
             expected=f"one 0 or 1 per response token: {tokens}",
             observed="loss_mask is None",
@@ -53,9 +54,10 @@ def stitch_mask_shape(view: RequestView, out: Collector) -> None:
                 " meant."
             ),
         )
+        return
     out.exercised("samples with a loss mask")
     if len(mask) != tokens and not found.fits(len(mask)):
-        return out.finding(
+        out.finding(
             f"The loss mask has {count(len(mask), 'entry|entries')} for {count(tokens, 'token')}",
             kind="a loss mask of another length than the tokens",
             expected=f"one entry per response token: {tokens}",
@@ -66,9 +68,10 @@ def stitch_mask_shape(view: RequestView, out: Collector) -> None:
                 " #1440)."
             ),
         )
+        return
     stray = [i for i, value in enumerate(mask.tolist()) if value not in (0, 1)]
     if stray:
-        return out.finding(
+        out.finding(
             f"{share(len(stray), tokens, 'entry|entries')} of the loss mask"
             f" {'is' if len(stray) == 1 else 'are'} neither 0 nor 1",
             kind="entries of the loss mask are neither 0 nor 1",
@@ -80,7 +83,7 @@ def stitch_mask_shape(view: RequestView, out: Collector) -> None:
                 " of their own."
             ),
         )
-    return None
+        return
 
 
 @request_check(
@@ -99,7 +102,8 @@ def stitch_mask_environment(view: RequestView, out: Collector) -> None:
         out.inapplicable(NO_TURNS)
     found = delivery(view)
     if found is None or not found.known:
-        return out.absent(found.why if found else missing_reason(view))
+        out.absent(found.why if found else missing_reason(view))
+        return
     runs = [run for run in found.reference.runs if run.attempt < 0]
     mask = found.rollout.loss_mask
     if (
@@ -108,7 +112,7 @@ def stitch_mask_environment(view: RequestView, out: Collector) -> None:
         or mask is None
         or len(mask) != len(found.rollout.response_ids)
     ):
-        return None
+        return
     trained = [i for run in runs for i in range(run.start, min(run.end, found.count)) if mask[i]]
     total = sum(max(0, min(run.end, found.count) - run.start) for run in runs)
     out.exercised("tokens of the environment", total)
@@ -125,4 +129,3 @@ def stitch_mask_environment(view: RequestView, out: Collector) -> None:
                 " environment's tokens."
             ),
         )
-    return None

@@ -40,16 +40,17 @@ def stitch_prompt(view: RequestView, out: Collector) -> None:
     """Compare the record's prompt with the request's."""
     rollout = view.rollout
     if rollout is None:
-        return out.absent(missing_reason(view))
+        out.absent(missing_reason(view))
+        return
     out.exercised("samples")
     want, got = view.request.prompt_ids, rollout.prompt_ids
     if got == want:
-        return None
+        return
     at = _first_difference(want, got)
     other = next(
         (o.request.request_id for o in view.neighbours if o.request.prompt_ids == got), None
     )
-    return out.finding(
+    out.finding(
         f"The sample carries a prompt of {count(len(got), 'token')} that is not its request's"
         + (f", but that of request {other}" if other else ""),
         kind="the prompt of another request" if other else "a prompt that is no request's",
@@ -77,15 +78,16 @@ def stitch_request_id(view: RequestView, out: Collector) -> None:
     """
     rollout, request = view.rollout, view.request
     if rollout is None:
-        return out.absent(missing_reason(view))
+        out.absent(missing_reason(view))
+        return
     others = [
         other.request for other in view.neighbours if other.request.request_id != request.request_id
     ]
     out.exercised("samples beside other requests", int(bool(others)))
     taken = next((other for other in others if other.request_id == rollout.request_id), None)
     if taken is None or (request.group is not None and taken.group == request.group):
-        return None
-    return out.finding(
+        return
+    out.finding(
         f"The sample of request {request.request_id} carries the id of request {taken.request_id}",
         kind="the id of another request",
         expected=f"request id {request.request_id!r}",
@@ -113,9 +115,11 @@ def stitch_tokens(view: RequestView, out: Collector) -> None:
     """Compare the response with the reference stitch."""
     found = delivery(view)
     if found is None:
-        return out.absent(missing_reason(view))
+        out.absent(missing_reason(view))
+        return
     if not found.known:
-        return out.absent(found.why)
+        out.absent(found.why)
+        return
     resumed = len(view.segments) > 1
     out.exercised(
         "resumed samples"
@@ -134,7 +138,6 @@ def stitch_tokens(view: RequestView, out: Collector) -> None:
             where=fault.where,
             hint=fault.hint,
         )
-    return None
 
 
 @request_check(
@@ -155,9 +158,11 @@ def stitch_matches_unbroken(view: RequestView, out: Collector) -> None:
         out.inapplicable(attempts.not_resumed(view.contract))
     found = delivery(view)
     if not hasattr(view.oracle, "choices"):
-        return out.absent("no policy whose next token is known")
+        out.absent("no policy whose next token is known")
+        return
     if found is None or not found.known:
-        return out.absent(found.why if found else missing_reason(view))
+        out.absent(found.why if found else missing_reason(view))
+        return
     oracle = cast("Chooser", view.oracle)
     reference = found.reference
     stretches = reference.stretches
@@ -167,24 +172,25 @@ def stitch_matches_unbroken(view: RequestView, out: Collector) -> None:
         or not stretches
         or any(stretch.attempt < 0 for stretch in stretches)
     ):
-        return None
+        return
     version = stretches[0].true
     history = view.history
     if any(stretch.true != version for stretch in stretches) or not (
         history.labels_of(version) or version in history.unlabelled()
     ):
-        return None
+        return
     if any(run.ids and run.ids[-1] == oracle.eos_id for run in reference.runs[:-1]):
-        return out.absent("an abort won over an end-of-sequence token, which a client cannot know")
+        out.absent("an abort won over an end-of-sequence token, which a client cannot know")
+        return
     out.exercised("resumed samples under one version")
     total = view.request.prompt_ids + found.rollout.response_ids[: found.count]
     want = oracle.choices(version, total, len(view.request.prompt_ids)).tolist()
     got = list(found.rollout.response_ids[: found.count])
     if want == got:
-        return None
+        return
     wrong = [i for i, (a, b) in enumerate(zip(want, got, strict=True)) if a != b]
     segment = view.segment_of(len(view.request.prompt_ids) + wrong[0])
-    return out.finding(
+    out.finding(
         f"{share(len(wrong), len(got), 'token')} of a resumed rollout differ from the unbroken run,"
         " although the weights stayed the same",
         kind="a resumed rollout differs from the unbroken run",
@@ -207,15 +213,17 @@ def stitch_matches_unbroken(view: RequestView, out: Collector) -> None:
 def stitch_caller_objects(view: RequestView, out: Collector) -> None:
     """Report what the stack wrote into the caller's objects."""
     if view.result is None:
-        return out.absent("the request never ended")
+        out.absent("the request never ended")
+        return
     # what an engine's reply held is not the caller's: routes.reply-untouched judges it
     changed = [name for name in view.result.caller_changed if "route" not in name.partition(":")[0]]
     if not changed and not _was_run(view):
-        return out.absent("the trace was recorded, and nobody watched the caller's objects")
+        out.absent("the trace was recorded, and nobody watched the caller's objects")
+        return
     out.exercised("ended requests")
     if not changed:
-        return None
-    return out.finding(
+        return
+    out.finding(
         f"The stack changed {count(len(changed), 'object')} of its caller: {listing(changed)}",
         kind=f"changed: {listing(sorted({_object(each) for each in changed}))}",
         expected="sampling parameters, prompt ids and media as they were handed in",
@@ -256,14 +264,16 @@ def _was_run(view: RequestView) -> bool:
 def stitch_handed_over(view: RequestView, out: Collector) -> None:
     """Report arrays that changed later; those of routes are ``routes.handed-over``'s."""
     if view.rollout is None or view.result is None:
-        return out.absent(missing_reason(view))
+        out.absent(missing_reason(view))
+        return
     changed = [name for name in view.result.later_changed if "route" not in name]
     if not changed and not _was_run(view):
-        return out.absent("the trace was recorded, and nobody looked at the sample again")
+        out.absent("the trace was recorded, and nobody looked at the sample again")
+        return
     out.exercised("samples looked at again")
     if not changed:
-        return None
-    return out.finding(
+        return
+    out.finding(
         f"{listing(changed)} of the sample changed after it was handed over",
         kind=f"changed later: {listing(sorted(changed))}",
         expected="lists of the sample's own",
@@ -293,13 +303,14 @@ def stitch_environment_tokens(view: RequestView, out: Collector) -> None:
         out.inapplicable(masks.NO_TURNS)
     found = delivery(view)
     if found is None or not found.known:
-        return out.absent(found.why if found else missing_reason(view))
+        out.absent(found.why if found else missing_reason(view))
+        return
     said = [run.ids for run in found.reference.runs if run.attempt < 0 and run.ids]
     for number, (want, got) in enumerate(zip(view.request.turns, said, strict=False)):
         out.exercised("turns of the environment")
         if got != want and not contains(got, want) and want[: len(got)] != got:
             at = _first_difference(want, got)
-            return out.finding(
+            out.finding(
                 f"Turn {number} of the environment is not what it said",
                 kind="a turn of the environment is not what it said",
                 expected=f"{count(len(want), 'token')}: {window(want, at)}",
@@ -312,7 +323,7 @@ def stitch_environment_tokens(view: RequestView, out: Collector) -> None:
                     " the policy answered something else."
                 ),
             )
-    return None
+            return
 
 
 def _first_difference(a: Sequence[int], b: Sequence[int]) -> int:

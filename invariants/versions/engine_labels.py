@@ -58,7 +58,8 @@ def versions_engine_tags(view: RequestView, out: Collector) -> None:
     call that an update overtook.
     """
     if _mute(view):
-        return out.inapplicable(_MUTE)
+        out.inapplicable(_MUTE)
+        return
     parts = reply_samplers(view)
     by_call: dict[int, list[Sampler]] = {}
     for part in parts:
@@ -99,7 +100,6 @@ def versions_engine_tags(view: RequestView, out: Collector) -> None:
                 " update lies in between: keep the label with each token as it is sampled."
             ),
         )
-    return None
 
 
 def _as_declared(view: RequestView, attempt: Attempt, shown: Key) -> bool:
@@ -133,7 +133,8 @@ def versions_unlabelled_update(view: RequestView, out: Collector) -> None:
     """Look at what engine and sample say of tokens whose weights never had a label."""
     parts = samplers(view)
     if parts is None or view.rollout is None:
-        return out.absent(_why(view))
+        out.absent(_why(view))
+        return
     # what a sample says where an engine that shows versions showed none is unknown-stays-unknown's
     # to judge
     silent = (
@@ -146,14 +147,14 @@ def versions_unlabelled_update(view: RequestView, out: Collector) -> None:
     bare = [part for part in parts if part.unlabelled and part not in silent]
     out.exercised("tokens of unlabelled weights", sum(part.end - part.start for part in bare))
     if not bare:
-        return None
+        return
     shown = [part for part in bare if part.shown is not None]
     named = [(part, part.shown) for part in shown] or _named(view, view.rollout, parts, bare)
     if not named:
-        return None
+        return
     tokens = sum(part.end - part.start for part, _ in named)
     first, tag = named[0]
-    return out.finding(
+    out.finding(
         f"{count(tokens, 'token')} of weights that were loaded without a label"
         f" {verb(tokens, 'is', 'are')} tagged {version_name(tag)}",
         kind=(
@@ -194,10 +195,12 @@ def versions_unknown_stays_unknown(view: RequestView, out: Collector) -> None:
     to the stack to know.
     """
     if _mute(view):
-        return out.inapplicable(_MUTE)
+        out.inapplicable(_MUTE)
+        return
     found, parts = delivery(view), samplers(view)
     if found is None or parts is None:
-        return out.absent(_why(view))
+        out.absent(_why(view))
+        return
     silent = (
         [part for part in parts if part.shown is None and part.labels is not None]
         if engines_show_versions(view)
@@ -207,17 +210,17 @@ def versions_unknown_stays_unknown(view: RequestView, out: Collector) -> None:
     silent = [part for part in silent if view.attempts[part.attempt].kept is None]
     out.exercised("tokens without a shown version", sum(part.end - part.start for part in silent))
     if not silent:
-        return None
+        return
     wrong = [
         (part, tag)
         for part, tag in _named(view, found.rollout, parts, silent)
         if key(tag) not in (part.labels or ())
     ]
     if not wrong:
-        return None
+        return
     part, tag = wrong[0]
     tokens = sum(part.end - part.start for part, _ in wrong)
-    return out.finding(
+    out.finding(
         f"{share(tokens, parts[-1].end, 'token')} {verb(tokens, 'is', 'are')} tagged"
         f" {version_name(tag)}, although the engine showed no version for "
         + verb(tokens, "it", "them"),

@@ -69,7 +69,7 @@ def versions_present(view: RequestView, out: Collector) -> None:
     """
     both = judged(view, out)
     if both is None:
-        return None
+        return
     rollout, parts = both[0].rollout, both[1]
     if (
         view.contract.versions is Versions.BOUNDS
@@ -78,10 +78,12 @@ def versions_present(view: RequestView, out: Collector) -> None:
     ):
         # counters of the stack's own: whether the engines show versions does not matter
         out.exercised("tags of version 0", int(0 in (rollout.min_version, rollout.max_version)))
-        return out.exercised("tags")
+        out.exercised("tags")
+        return
     told = [part for part in parts if part.shown is not None and part.labels and not part.misled]
     if not told or (len(told) < len(parts) and view.contract.versions in _OF_THE_SAMPLE):
-        return out.absent("the engines showed no version for some of the tokens")
+        out.absent("the engines showed no version for some of the tokens")
+        return
     out.exercised("tags")
     out.exercised("tags of version 0", int(any(part.shown == 0 for part in told)))
     gone = _absent_tags(view, rollout, told)
@@ -106,7 +108,6 @@ def versions_present(view: RequestView, out: Collector) -> None:
                 )
             ),
         )
-    return None
 
 
 def _absent_tags(view: RequestView, rollout: Rollout, told: Sequence[Sampler]) -> list[str]:
@@ -147,16 +148,18 @@ def versions_published(view: RequestView, out: Collector) -> None:
     """Look every tag of the sample up among the published labels."""
     rollout = view.rollout
     if rollout is None:
-        return out.absent(missing_reason(view))
+        out.absent(missing_reason(view))
+        return
     if not view.history.labels:
-        return out.absent(UNPUBLISHED)
+        out.absent(UNPUBLISHED)
+        return
     tags = tags_of(view, rollout)
     out.exercised("tags", len(tags))
     stray = [tag for tag in tags if not published(view.history, tag)]
     if not stray:
-        return None
+        return
     labels = sorted(view.history.labels, key=view.history.rank_of)  # type: ignore[arg-type]  # every label has a rank
-    return out.finding(
+    out.finding(
         f"The sample is tagged with {listing(version_name(tag) for tag in stray[:4])}, never"
         " published",
         kind="a tag that was never published",
@@ -181,16 +184,17 @@ def versions_sample_tag(view: RequestView, out: Collector) -> None:
     """Compare ``version`` with the samplers."""
     both = judged(view, out)
     if both is None:
-        return None
+        return
     rollout, parts = both[0].rollout, both[1]
     tag = rollout.version
     if tag is None or not published(view.history, tag):
-        return out.absent("the samples carry no published version")
+        out.absent("the samples carry no published version")
+        return
     if not count_samplers(parts, out):
-        return None
+        return
     if any(part.accepted is None or key(tag) in part.accepted for part in parts):
-        return None
-    return out.finding(
+        return
+    out.finding(
         f"The sample is tagged with {version_name(tag)}, which sampled none of its"
         f" {count(parts[-1].end, 'token')}",
         kind="a tag that sampled no token",
@@ -240,7 +244,7 @@ def versions_min_max(view: RequestView, out: Collector) -> None:
     """Compare ``min_version`` and ``max_version`` with the samplers."""
     both = judged(view, out)
     if both is None:
-        return None
+        return
     rollout, parts = both[0].rollout, both[1]
     low, high = rollout.min_version, rollout.max_version
     if (
@@ -248,7 +252,8 @@ def versions_min_max(view: RequestView, out: Collector) -> None:
         or high is None
         or not (published(view.history, low) and published(view.history, high))
     ):
-        return out.absent("the samples carry no published min and max version")
+        out.absent("the samples carry no published min and max version")
+        return
     sampled = reply_samplers(view)
     sets = [part.accepted for part in sampled]
     known = [labels for labels in sets if labels is not None]
@@ -262,16 +267,17 @@ def versions_min_max(view: RequestView, out: Collector) -> None:
         ],
     )
     if ranks is None:
-        return out.absent("the order of the versions is not known")
+        out.absent("the order of the versions is not known")
+        return
     if not count_samplers(parts, out) or len(known) < len(sets):
-        return None
+        return
     lowest, highest = _lowest(kept, ranks), _highest(kept, ranks)
     # tokens that a limit of the sample cut off may count or not
     right = {"min": {*lowest, *_lowest(known, ranks)}, "max": {*highest, *_highest(known, ranks)}}
     wrong = [name for name, tag in (("min", low), ("max", high)) if key(tag) not in right[name]]
     if not wrong:
-        return None
-    return out.finding(
+        return
+    out.finding(
         f"The {listing(wrong)} version of the sample {verb(len(wrong), 'is', 'are')} not that of"
         " its tokens",
         kind=f"the {listing(wrong)} version is not that of the tokens",
@@ -358,11 +364,12 @@ def versions_bounds(view: RequestView, out: Collector) -> None:
     """Look for tokens whose every possible version lies outside ``min_version`` to ``max_version``."""
     both = judged(view, out)
     if both is None:
-        return None
+        return
     rollout, parts = both[0].rollout, both[1]
     low, high = rollout.min_version, rollout.max_version
     if low is None or high is None:
-        return out.absent("the samples carry no two bounds")
+        out.absent("the samples carry no two bounds")
+        return
     known = [
         (part, frozenset(label for label in part.accepted or () if label is not None))
         for part in parts
@@ -371,10 +378,11 @@ def versions_bounds(view: RequestView, out: Collector) -> None:
         view.history, [key(low), key(high), *(label for _, labels in known for label in labels)]
     )
     if ranks is None:
-        return out.absent(
+        out.absent(
             "the order of the versions is not known: a bound was never published, and not all are"
             " numbers"
         )
+        return
     older = [
         part
         for part, labels in known
@@ -386,12 +394,13 @@ def versions_bounds(view: RequestView, out: Collector) -> None:
         if labels and min(ranks[label] for label in labels) > ranks[key(high)]
     ]
     if newer and case_actions(view.header, "skew"):
-        return out.absent(
+        out.absent(
             SKEWED
         )  # nobody told the stack of these weights, so no counter of its own can bound them
+        return
     if not count_samplers(parts, out) or not (older or newer):
-        return None
-    return out.finding(
+        return
+    out.finding(
         f"Tokens of the sample were sampled by weights {'older' if older else 'newer'} than its"
         f" {'lower' if older else 'upper'} bound",
         expected=f"bounds that enclose {sampled_by(older or newer)}",
@@ -427,11 +436,12 @@ def versions_call_tags(view: RequestView, out: Collector) -> None:
     """
     both = judged(view, out)
     if both is None:
-        return None
+        return
     rollout, parts = both[0].rollout, both[1]
     tags = rollout.call_versions
     if not tags or not all(tag is None or published(view.history, tag) for tag in tags):
-        return out.absent("the samples carry no published call versions")
+        out.absent("the samples carry no published call versions")
+        return
     accepted = _by_call(parts)
     out.exercised("tags of calls", sum(1 for labels in accepted.values() if labels is not None))
     out.exercised("samples across versions", int(len({part.labels for part in parts}) > 1))
@@ -445,7 +455,6 @@ def versions_call_tags(view: RequestView, out: Collector) -> None:
     ]
     if not _matches(tags, calls):
         _call_finding(view, tags, calls, parts, out)
-    return None
 
 
 def _by_call(parts: Iterable[Sampler]) -> dict[int, frozenset[Key] | None]:

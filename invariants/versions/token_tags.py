@@ -46,18 +46,20 @@ def versions_spans_cover(view: RequestView, out: Collector) -> None:
     """Walk over the spans. Empty spans are harmless; tokens of the environment need none."""
     found = delivery(view)
     if found is None:
-        return out.absent(missing_reason(view))
+        out.absent(missing_reason(view))
+        return
     spans, parts = found.rollout.spans, samplers(view)
     if parts is None:
-        return out.absent(found.why or "the tokens are not those that were sampled (stitch.tokens)")
+        out.absent(found.why or "the tokens are not those that were sampled (stitch.tokens)")
+        return
     if not spans or not parts:
-        return None
+        return
     out.exercised("spans", len(spans))
     fault = _span_fault(spans, len(found.rollout.response_ids), parts)
     if fault is None:
-        return None
+        return
     title, index, kind = fault
-    return out.finding(
+    out.finding(
         title,
         kind=kind,
         expected=(
@@ -127,13 +129,13 @@ def versions_span_tags(view: RequestView, out: Collector) -> None:
     """Compare each span with the samplers below it."""
     both = judged(view, out)
     if both is None:
-        return None
+        return
     found, parts = both
     spans = found.rollout.spans
     if not spans or _span_fault(spans, len(found.rollout.response_ids), parts) is not None:
-        return None
+        return
     count_samplers(parts, out, tokens="tokens in spans")
-    return _wrong_tags(view, found.rollout, parts, misnamed(view, parts, spans), out)
+    _wrong_tags(view, found.rollout, parts, misnamed(view, parts, spans), out)
 
 
 @request_check(
@@ -147,14 +149,16 @@ def versions_one_tag_per_token(view: RequestView, out: Collector) -> None:
     """Compare the two lengths."""
     found = delivery(view)
     if found is None:
-        return out.absent(missing_reason(view))
+        out.absent(missing_reason(view))
+        return
     tags, tokens = found.rollout.token_versions, len(found.rollout.response_ids)
     if tags is None:
-        return out.absent("the samples carry no token versions")
+        out.absent("the samples carry no token versions")
+        return
     out.exercised("samples with token tags")
     if len(tags) == tokens or found.fits(len(tags)):
-        return None
-    return out.finding(
+        return
+    out.finding(
         f"The sample has {count(len(tags), 'version tag')} for {count(tokens, 'token')}",
         kind="fewer tags than tokens" if len(tags) < tokens else "more tags than tokens",
         expected=f"one version per response token: {tokens}",
@@ -175,13 +179,13 @@ def versions_token_tags(view: RequestView, out: Collector) -> None:
     """Compare tag by tag with the samplers."""
     both = judged(view, out)
     if both is None:
-        return None
+        return
     found, parts = both
     tags = found.rollout.token_versions
     if tags is None or len(tags) != len(found.rollout.response_ids):
-        return None
+        return
     count_samplers(parts, out, tokens="tokens")
-    return _wrong_tags(view, found.rollout, parts, misnamed(view, parts, as_spans(tags)), out)
+    _wrong_tags(view, found.rollout, parts, misnamed(view, parts, as_spans(tags)), out)
 
 
 def _wrong_tags(
