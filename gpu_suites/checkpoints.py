@@ -8,7 +8,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from rollproof.engines.contracts import model_of
+from rollproof.core.model_config import model_of
 from rollproof.errors import UsageError
 from rollproof.fakes.tiny_models import make_checkpoint, second_version
 

@@ -18,12 +18,11 @@ from packaging.version import Version
 from rollproof.core.engine_protocol import EngineSettings
 from rollproof.core.records import Scalar
 from rollproof.core.subjects import EngineSubject
-from rollproof.engines.engine_targets import REAL, engine_target
+from rollproof.engines.engine_targets import REAL, EngineTarget, engine_target
 from rollproof.engines.experiments import Setting
 from rollproof.errors import UsageError
 from rollproof.fakes.tiny_models import make_checkpoint
 from rollproof.gpu_suites.requirements import installed, interpreter
-from rollproof.verification.engines import EngineTarget
 
 __all__ = [
     "KNOWN",

@@ -9,12 +9,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from rollproof.core.trace import Trace
+from rollproof.engines.engine_targets import EngineTarget
 from rollproof.engines.experiments import Setting, experiments_for
 from rollproof.gpu_suites.engine_variants import Known
 from rollproof.gpu_suites.timing import Part
 from rollproof.judging.checks import Verdict
 from rollproof.judging.report import Report
-from rollproof.verification.engines import EngineRun, EngineTarget, judged, run_experiments
+from rollproof.verification.engines import EngineRun, judged, run_experiments
 
 __all__ = ["COARSE", "JudgedEngine", "judge_engine", "spent_on", "told"]
 
@@ -77,9 +78,7 @@ def judge_engine(target: EngineTarget, known: Mapping[str, Known]) -> JudgedEngi
     ran = time.perf_counter()
     clean = [trace for trace in run.traces if trace.header.profile not in known]
     notes = [note for note in run.notes if note.partition(" ")[0] not in known]
-    report = judged(
-        target.name, EngineRun(traces=clean, notes=notes), seconds=time.perf_counter() - began
-    )
+    report = judged(target.name, EngineRun(traces=clean, notes=notes), started=began)
     failed_in: dict[str, list[str]] = {}
     for trace in clean if report.failed else ():
         for check in _failing(trace):

@@ -11,12 +11,13 @@ from rollproof.core.contract import KvPolicy, Provenance
 from rollproof.core.engine_contract import PauseMode
 from rollproof.core.records import FinishReason
 from rollproof.core.trace import Trace
+from rollproof.engines.engine_targets import EngineTarget
 from rollproof.engines.experiments import Setting
 from rollproof.engines.session import Asked, Bench, Serving
 from rollproof.engines.version_attribution import attributed
 from rollproof.errors import EngineError
 from rollproof.judging.report import Report
-from rollproof.verification.engines import EngineRun, EngineTarget, judged
+from rollproof.verification.engines import EngineRun, judged
 
 __all__ = ["Load", "judge_load", "run_load"]
 
@@ -99,7 +100,7 @@ def judge_load(
         run,
         expected=expected,
         seed=seed,
-        seconds=time.perf_counter() - began,
+        started=began,
     )
 
 

@@ -33,7 +33,7 @@ def check_given(given: Given) -> None:
     ``EngineStartError`` for a folder that holds no checkpoint.
     """
     if given.model is not None:
-        from rollproof.engines.contracts import model_of
+        from rollproof.core.model_config import model_of
 
         if not Path(given.model).is_dir():
             raise UsageError(

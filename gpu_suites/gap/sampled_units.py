@@ -12,9 +12,9 @@ import pytest
 
 from rollproof.core.engine_contract import PauseMode
 from rollproof.core.engine_protocol import EngineSettings
+from rollproof.core.model_config import model_of
 from rollproof.core.records import Scalar
 from rollproof.core.subjects import EngineSubject
-from rollproof.engines.contracts import model_of
 from rollproof.gpu_suites.engine_variants import gap_engine, on_gpu
 from rollproof.gpu_suites.gap.engine_rollouts import (
     Sample,

@@ -12,18 +12,18 @@ from pathlib import Path
 from types import MappingProxyType
 
 from rollproof.core.engine_protocol import EngineSettings
+from rollproof.core.model_config import model_of
 from rollproof.core.progress import Progress
 from rollproof.core.records import Scalar
 from rollproof.core.subjects import EngineSubject
-from rollproof.engines.contracts import model_of
 from rollproof.engines.experiments import Setting
 from rollproof.engines.version_attribution import Oracle
 from rollproof.errors import EngineStartError, UsageError
 from rollproof.fakes.engine.flavours import FLAVOURS
-from rollproof.verification.engines import EngineTarget
 
 __all__ = [
     "REAL",
+    "EngineTarget",
     "RealEngine",
     "engine_names",
     "engine_target",
@@ -36,6 +36,37 @@ _CROWDED_TOKENS = 256
 """KV capacity of the crowded setting: as many tokens as one call may have, and fewer than half of
 what its calls need.
 """
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class EngineTarget:
+    """An engine to be judged.
+
+    Attributes:
+        name: what reports call it.
+        make: makes the adapter for settings.
+        oracle: makes the independent forward for an adapter and its checkpoints by version.
+            ``None`` if no forward is exact enough: values are not judged then.
+        settings: the settings of the engine under each ``Setting``.
+        checkpoints: the folders of the versions under each ``Setting``.
+        virtual: the engine runs on a virtual clock.
+        lull: seconds that are waited after a pause.
+        deadline: seconds that each wait may take.
+        about: one line for tables.
+        ahead: start the engine of the next setting during the current one, on machines with room
+            for two.
+    """
+
+    name: str
+    make: Callable[[EngineSettings], EngineSubject]
+    oracle: Callable[[EngineSubject, Mapping[str, Path]], Oracle | None]
+    settings: Mapping[Setting, EngineSettings]
+    checkpoints: Mapping[Setting, Mapping[str, Path]]
+    virtual: bool = False
+    lull: float = 0.3
+    deadline: float = 180.0
+    about: str = ""
+    ahead: bool = False
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

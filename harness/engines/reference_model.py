@@ -42,7 +42,7 @@ class ReferenceModel:
         self, version: str, ids: Sequence[int], temperature: float
     ) -> tuple[LogprobArray, LogprobArray, IntArray, LogprobArray, LogprobArray]:
         """``logprobs``, ``scaled``, ``routes``, ``margins`` and ``orders`` as
-        ``rollproof.core.trace.Reference`` has them.
+        ``rollproof.core.events.rollout.Reference`` has them.
         """
         import torch
 

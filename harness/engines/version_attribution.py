@@ -35,7 +35,7 @@ class Oracle(Protocol):
         self, version: str, ids: Sequence[int], temperature: float
     ) -> tuple[LogprobArray, LogprobArray, IntArray, LogprobArray, LogprobArray]:
         """The fields ``logprobs``, ``scaled``, ``routes``, ``margins`` and ``orders`` of a
-        ``rollproof.core.trace.Reference`` for ``ids``.
+        ``rollproof.core.events.rollout.Reference`` for ``ids``.
         """
         ...
 

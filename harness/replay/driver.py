@@ -20,7 +20,7 @@ from rollproof.core.subjects import SubjectFactory
 from rollproof.core.trace import Header, Recorder, Trace
 from rollproof.core.trainer_contract import terms_of
 from rollproof.errors import RollproofError, SubjectError, UsageError
-from rollproof.replay.expected_rows import chosen_by
+from rollproof.judging.expected_rows import chosen_routes
 from rollproof.replay.outcomes import changed_fields, injected, sound_outcome
 from rollproof.replay.plans import (
     EMPTY,
@@ -410,7 +410,7 @@ class _Drive:
             return tuple(
                 replace(sample, routes=recorded.get(sample.request_id)) for sample in samples
             )
-        chosen = chosen_by(self.contract, before, self.calls[planned.of])
+        chosen = chosen_routes(self.contract, before, self.calls[planned.of])
         if chosen is None:
             raise UnsupportedStep(
                 f"the spy did not see every row of step {planned.of!r} routed, so its routes are"

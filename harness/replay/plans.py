@@ -18,8 +18,8 @@ from rollproof.core.contract import Contract, Rows
 from rollproof.core.events.replay import Action, Phase, Purpose
 from rollproof.core.replay_contract import Defect, Recompute, ReplayTerms
 from rollproof.core.trainer_contract import terms_of
+from rollproof.errors import UsageError
 from rollproof.replay.replay_samples import offered_defects
-from rollproof.verification.schedules import profile_named
 
 __all__ = [
     "DENSE",
@@ -106,8 +106,10 @@ _RANDOM = {"pr": 0, "nightly": 30, "soak": 300}
 
 
 def random_episodes(profile: str) -> int:
-    """How many random episodes a profile adds."""
-    return _RANDOM[profile_named(profile).name]
+    """Return how many random episodes a profile adds. Raises ``UsageError`` for an unknown one."""
+    if profile not in _RANDOM:
+        raise UsageError(f"No profile is named {profile!r}; choose one of {list(_RANDOM)}.")
+    return _RANDOM[profile]
 
 
 def native(name: str = "native", **fields: object) -> Planned:

@@ -14,14 +14,13 @@ import numpy as np
 
 from rollproof.core.contract import Contract, Filler, Rows
 from rollproof.core.records import FinishReason, IntArray, Rollout
-from rollproof.core.replay_contract import Defect, ReplayMode
+from rollproof.core.replay_contract import Defect
 from rollproof.core.trainer_contract import terms_of
 from rollproof.errors import SubjectError
 
 __all__ = [
     "as_given",
     "as_payload",
-    "captured_rows",
     "dtype_of",
     "make_samples",
     "offered_defects",
@@ -234,18 +233,3 @@ def offered_defects(contract: Contract) -> Sequence[Defect]:
     if contract.route_layers == 1:
         legal.add(Defect.FEW_LAYERS)
     return [defect for defect in Defect if defect not in legal]
-
-
-def captured_rows(contract: Contract, sample: Rollout) -> int:
-    """How many of the sample's first tokens have a row that was captured; the filler of the final
-    token is none.
-    """
-    if sample.routes is None:
-        return 0
-    own = len(sample.routes)
-    last = (
-        sample.total
-        if contract.rows is Rows.CAPTURED_PREFIX or terms_of(contract).mode is ReplayMode.R2
-        else sample.total - 1
-    )
-    return max(0, min(own, last))

@@ -16,8 +16,9 @@ import pytest
 from rollproof.core.contract import Contract, Logprobs, ResumeBy, Rows
 from rollproof.core.engine_contract import EngineTerms, PauseMode
 from rollproof.core.engine_protocol import EngineSettings
+from rollproof.core.model_config import model_of
 from rollproof.core.records import FinishReason
-from rollproof.engines.contracts import declared, model_of
+from rollproof.engines.contracts import declared
 from rollproof.engines.vllm import vllm_cpu
 from rollproof.engines.vllm.vllm_engine import VllmEngine, engine_options, output_of
 from rollproof.errors import ContractError, EngineStartError, SubjectError, UsageError
@@ -41,7 +42,7 @@ def test_a_dense_model_has_no_routes_to_ask_for(config: Callable[..., EngineSett
     contract declares none.
     """
     settings = config(num_hidden_layers=4)
-    with pytest.raises(EngineStartError, match="has no experts, and routes are asked of it"):
+    with pytest.raises(EngineStartError, match="has no experts, but routes are requested"):
         VllmEngine(settings)
     contract = declared("vllm", EngineSettings(model=settings.model, routes=False))
     assert (Rows.NONE, ResumeBy.ENGINE) == (contract.rows, contract.resume)

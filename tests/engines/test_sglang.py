@@ -265,7 +265,7 @@ def test_a_start_that_cannot_succeed(tmp_path: Path) -> None:
     """
     before = leftovers("sglang")
     first, _ = make_pair(tmp_path, "qwen3_moe")
-    with pytest.raises(EngineStartError, match="is no folder of a checkpoint"):
+    with pytest.raises(EngineStartError, match="is not the folder of a checkpoint"):
         SglangEngine(EngineSettings(model=tmp_path / "nowhere"))
     engine = SglangEngine(EngineSettings(model=first, extra={"no_such_argument": 1}))
     with pytest.raises(

@@ -14,7 +14,7 @@ transformers = pytest.importorskip("transformers", reason="tiny models are model
 
 from rollproof.core.case import Model  # noqa: E402 - after the skip
 from rollproof.core.contract import KvPolicy  # noqa: E402
-from rollproof.engines.contracts import model_of  # noqa: E402
+from rollproof.core.model_config import model_of  # noqa: E402
 from rollproof.engines.reference_model import ReferenceModel  # noqa: E402
 from rollproof.errors import EngineStartError, UsageError  # noqa: E402
 from rollproof.fakes.engine.flavours import FLAVOURS, engine_contract  # noqa: E402

@@ -147,7 +147,7 @@ def test_models_that_cannot_be_used(tmp_path: Path) -> None:
     """
     with pytest.raises(UsageError, match="No model size is named 'huge'; choose among"):
         make_models("huge", tmp_path)
-    with pytest.raises(EngineStartError, match="is no folder of a checkpoint"):
+    with pytest.raises(EngineStartError, match="is not the folder of a checkpoint"):
         given_models(tmp_path, tmp_path / "out")
     (tmp_path / "config.json").write_text('{"num_hidden_layers": 2}')
     with pytest.raises(UsageError, match="has no experts"):

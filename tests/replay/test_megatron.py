@@ -19,9 +19,9 @@ from rollproof.core.records import IntArray, Rollout
 from rollproof.core.replay_contract import Recompute, ReplayMode
 from rollproof.core.router_spy import Spy
 from rollproof.errors import UsageError
+from rollproof.judging.expected_rows import ExpectedRows
 from rollproof.judging.report import Report
 from rollproof.layouts.payloads import Coding
-from rollproof.replay.expected_rows import Targets
 from rollproof.replay.megatron.covered_setups import covering_setups
 from rollproof.replay.megatron.megatron_setups import (
     OTHERS,
@@ -247,7 +247,7 @@ def _misplaced_or_seen(
 
 def _executed(setup: Setup, step: Step, calls: list[Routing], phase: Phase) -> bool:
     """Whether every captured row of the step executed its target, in each layer, in that phase."""
-    targets = Targets(setup.contract(), step.samples)
+    targets = ExpectedRows(setup.contract(), step.samples)
     wanted = np.where(targets.known[..., None], np.sort(targets.experts), -1)
     seen = np.full_like(targets.experts, -1)
     for call in calls:

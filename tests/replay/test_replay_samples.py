@@ -10,11 +10,10 @@ from rollproof.core.replay_contract import Defect
 from rollproof.core.trainer_contract import terms_of
 from rollproof.errors import SubjectError
 from rollproof.fakes.trainers.reference_trainers import REFERENCES, ManyExperts
-from rollproof.replay.expected_rows import Targets
+from rollproof.judging.expected_rows import ExpectedRows, captured_rows
 from rollproof.replay.replay_samples import (
     as_given,
     as_payload,
-    captured_rows,
     make_samples,
     offered_defects,
     spoiled,
@@ -34,7 +33,7 @@ def test_drawn_routes_are_targets_of_every_captured_row(name: str, batch: int) -
     samples = [
         with_drawn_routes(contract, sample, random) for sample in make_samples(contract, batch)
     ]
-    targets = Targets(contract, samples)
+    targets = ExpectedRows(contract, samples)
 
     held = 0
     for sample in samples:

@@ -17,8 +17,9 @@ import numpy as np
 from rollproof.core.contract import Contract, Logprobs
 from rollproof.core.engine_contract import PauseMode, StreamMode
 from rollproof.core.engine_protocol import EngineSettings, Piece, Query, Watch, WeightUpdate
+from rollproof.core.model_config import kv_groups_of
 from rollproof.core.records import EngineOutput, FinishReason, IntArray, Span
-from rollproof.engines.contracts import declared, kv_groups_of
+from rollproof.engines.contracts import declared
 from rollproof.engines.host.host_client import EngineProcess
 from rollproof.errors import SubjectError, UsageError
 from rollproof.fakes.engine.flavours import Flavour, flavour_named

@@ -14,7 +14,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-from rollproof.engines.contracts import model_of
+from rollproof.core.model_config import model_of
 from rollproof.errors import UsageError
 from rollproof.replay.megatron.megatron_setups import Dispatcher, Setup
 

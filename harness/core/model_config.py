@@ -1,0 +1,93 @@
+"""Read the shape of a model from the ``config.json`` of its checkpoint."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from rollproof.core.case import Model
+from rollproof.errors import EngineStartError
+
+__all__ = ["kv_groups_of", "model_of"]
+
+_LAYERS = ("num_hidden_layers", "n_layer", "num_layers")
+_EXPERTS = ("num_experts", "n_routed_experts", "num_local_experts")
+_TOP_K = ("num_experts_per_tok", "top_k_experts", "moe_topk")
+
+
+def model_of(folder: Path) -> Model | None:
+    """Return layers, experts and top-k of the checkpoint in ``folder``; ``None`` for a dense model.
+
+    A layer is dense if ``mlp_only_layers`` lists it, if it is among the first
+    ``first_k_dense_replace`` or ``num_dense_layers``, or if ``decoder_sparse_step`` passes over it
+    (as the model families of transformers read these fields). ``mlp_layer_types``, if present,
+    decides for every layer instead. Raises ``EngineStartError`` for a config that cannot be read,
+    or that lacks the number of layers or of experts per token.
+    """
+    config = _config(folder)
+    layers = _first(config, _LAYERS)
+    if layers is None:
+        raise EngineStartError(
+            f"The config in {folder} lacks the number of layers (one of {list(_LAYERS)}), which"
+            " says how many layers routes must have. Add it to config.json; it is never guessed"
+            " from the weights."
+        )
+    experts, top_k = _first(config, _EXPERTS), _first(config, _TOP_K)
+    if not experts:
+        return None
+    if top_k is None:
+        raise EngineStartError(
+            f"The config in {folder} has {experts} experts and lacks their number per token (one of"
+            f" {list(_TOP_K)})."
+        )
+    return Model(
+        num_layers=layers,
+        moe_layers=_moe_layers(config, layers),
+        num_experts=experts,
+        top_k=top_k,
+        vocab=config.get("vocab_size") or Model().vocab,
+    )
+
+
+def kv_groups_of(folder: Path) -> int:
+    """Return the number of kinds of attention in a checkpoint: each has a KV cache of its own.
+
+    It is 1 if the config names no kinds.
+    """
+    kinds = _config(folder).get("layer_types")
+    return len(set(kinds)) if isinstance(kinds, list) and kinds else 1
+
+
+def _config(folder: Path) -> Mapping[str, Any]:
+    path = Path(folder) / "config.json"
+    try:
+        config = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise EngineStartError(
+            f"{folder} is not the folder of a checkpoint: {path.name} cannot be read ({error})."
+            " Without --model, `rollproof verify --engine` makes a tiny model by itself."
+        ) from error
+    if not isinstance(config, dict):
+        raise EngineStartError(f"{path} must hold a JSON object, not {type(config).__name__}.")
+    nested = config.get("text_config")
+    return nested if isinstance(nested, dict) else config
+
+
+def _first(config: Mapping[str, Any], names: tuple[str, ...]) -> int | None:
+    for name in names:
+        value = config.get(name)
+        if isinstance(value, int) and not isinstance(value, bool) and value > 0:
+            return value
+    return None
+
+
+def _moe_layers(config: Mapping[str, Any], layers: int) -> tuple[int, ...]:
+    kinds = config.get("mlp_layer_types")
+    if isinstance(kinds, list):
+        return tuple(layer for layer, kind in enumerate(kinds[:layers]) if kind == "sparse")
+    dense: set[int] = set(config.get("mlp_only_layers") or ())
+    dense.update(range(config.get("first_k_dense_replace") or config.get("num_dense_layers") or 0))
+    step = config.get("decoder_sparse_step") or 1
+    return tuple(layer for layer in range(layers) if layer not in dense and (layer + 1) % step == 0)
