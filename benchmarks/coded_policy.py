@@ -10,7 +10,6 @@ import json
 import time
 from collections.abc import Callable
 
-from rollproof.fakes.coded.decode import Decoder
 from rollproof.fakes.coded.policy import CodedPolicy
 
 _TOKENS = 100_000
@@ -49,9 +48,6 @@ def main() -> None:
         top_k=_TOP_K,
     )
     ids = generate(policy, _TOKENS)
-    row = policy.routes(4, ids)[_TOKENS // 2]
-    decoder = Decoder(policy, {"r0": ids}, [3, 4])
-    decoder.explain_row(row)
     size = _TOKENS * _LAYERS * _TOP_K
     sampled = best(lambda: generate(policy, _TOKENS))
     routed = best(lambda: policy.routes(4, ids))
@@ -65,7 +61,6 @@ def main() -> None:
         "routes_of_8_tokens_us": (
             best(lambda: [policy.routes(4, ids[:8]) for _ in range(1000)]) * 1e3
         ),
-        "decode_row_ms_in_200k_positions": best(lambda: decoder.explain_row(row)) * 1e3,
     }
     for name, value in figures.items():
         print(json.dumps({"figure": name, "value": round(value, 3)}))

@@ -118,7 +118,10 @@ def run_least(pipe: Connection) -> None:
     async def answer(_: Any, receive: Any, send: Any) -> None:
         body = json.loads((await receive())["body"])
         ids, count = body["input_ids"], body["sampling_params"]["max_new_tokens"]
-        tokens, _ = policy.draw(0, policy.start_state(ids), count)
+        state, tokens = policy.start_state(ids), []
+        for _ in range(count):
+            tokens.append(policy.next_token(0, state))
+            state = policy.extend(state, tokens[-1])
         whole = [*ids, *tokens]
         pairs = [
             (logprob, token, None)

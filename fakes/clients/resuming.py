@@ -44,7 +44,7 @@ from rollproof.fakes.clients.version_tags import finest_tag, tags
 from rollproof.fakes.engine.exceptions import EnginePaused
 from rollproof.fakes.engine.flavours import Recompute
 from rollproof.fakes.engine.fleet import Fleet
-from rollproof.fakes.engine.inflight import filler_rows
+from rollproof.fakes.engine.replies import filler_rows
 
 __all__ = ["FROZEN", "AsSampled", "Options", "Sample"]
 

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from rollproof.core.case import Action, ActionKind
 from rollproof.core.events.rollout import Fault
-from rollproof.fakes.engine.inflight import EngineCall
+from rollproof.fakes.engine.inflight import InflightCall
 from rollproof.fakes.engine.scheduler import EngineHooks
 
 if TYPE_CHECKING:
@@ -37,7 +37,7 @@ class Schedule(EngineHooks):
         self,
         actions: Iterable[Action],
         attribute: Callable[[tuple[int, ...], str | None], str],
-        fire: Callable[[Action, EngineCall], None],
+        fire: Callable[[Action, InflightCall], None],
     ) -> None:
         super().__init__()
         self._attribute = attribute
@@ -47,7 +47,7 @@ class Schedule(EngineHooks):
             self._due.setdefault(action.when.request, []).append(action)
         self._count: dict[str, int] = {}
         self._rejects: dict[str, int] = {}
-        self.latest: dict[str, EngineCall] = {}
+        self.latest: dict[str, InflightCall] = {}
         """The last call of each request that entered a queue."""
 
     @property
@@ -74,27 +74,27 @@ class Schedule(EngineHooks):
         """Whether anything is still due for this request."""
         return bool(self._due.get(request_id))
 
-    def queued(self, call: EngineCall) -> bool:
+    def queued(self, call: InflightCall) -> bool:
         """Fire what is due while the call waits."""
         self.latest[call.request_id] = call
         return self._fire_one(call, lambda action: action.when.queued)
 
-    def admitted(self, call: EngineCall) -> None:
+    def admitted(self, call: InflightCall) -> None:
         """Fire what is due before the call's next token."""
         self._fire_one(call, lambda action: not action.when.queued)
 
-    def sampled(self, call: EngineCall) -> bool:
+    def sampled(self, call: InflightCall) -> bool:
         """Count the token, and fire what races with the end of the call."""
         self._count[call.request_id] = self._count.get(call.request_id, 0) + 1
         return self._fire_one(call, lambda action: action.when.race and not action.when.queued)
 
-    def looked(self, call: EngineCall) -> None:
+    def looked(self, call: InflightCall) -> None:
         """Fire what is due after the token."""
         if not call.deferred:
             self._fire_one(call, lambda action: not action.when.race and not action.when.queued)
         call.watched = self.watches(call.request_id)
 
-    def _fire_one(self, call: EngineCall, fits: Callable[[Action], bool]) -> bool:
+    def _fire_one(self, call: InflightCall, fits: Callable[[Action], bool]) -> bool:
         due = self._due.get(call.request_id, [])
         count = self._count.get(call.request_id, 0)
         for action in due:
@@ -111,7 +111,7 @@ class Shot:
 
     fleet: Fleet
     action: Action
-    call: EngineCall
+    call: InflightCall
 
     @property
     def server(self) -> FakeEngine:

@@ -25,7 +25,7 @@ from rollproof.fakes.coded.policy import CodedPolicy
 from rollproof.fakes.engine.exceptions import BadCall, EnginePaused
 from rollproof.fakes.engine.fake_engine import FakeEngine
 from rollproof.fakes.engine.flavours import Flavour, engine_contract, engine_terms, flavour_named
-from rollproof.fakes.engine.inflight import EngineCall
+from rollproof.fakes.engine.inflight import InflightCall
 from rollproof.fakes.engine.scheduler import EngineHooks
 
 __all__ = ["MODEL", "VERSIONS", "CodedReference", "FakeEngineSubject"]
@@ -154,7 +154,7 @@ class FakeEngineSubject:
     async def stop(self) -> None:
         """Nothing outlives the loop."""
 
-    def tell_progress(self, call: EngineCall) -> None:
+    def tell_progress(self, call: InflightCall) -> None:
         """A token of a running call: the piece that the engine streams of it."""
         query, watch = self._watching[call.rid]
         if query.stream is StreamMode.FINAL or query.samples > 1:
@@ -191,7 +191,7 @@ class _Progress(EngineHooks):
         """Of every call."""
         return True
 
-    def sampled(self, call: EngineCall) -> bool:
+    def sampled(self, call: InflightCall) -> bool:
         """Pass it on; the engine looks at the call's end at once."""
         self._subject.tell_progress(call)
         return False
@@ -209,7 +209,7 @@ class CodedReference:
         self, version: str, ids: Sequence[int], temperature: float
     ) -> tuple[LogprobArray, LogprobArray, IntArray, LogprobArray, LogprobArray]:
         """Logprobs at 1 and at ``temperature``, routes, margins and orders, as
-        ``rollproof.core.trace.Reference`` has them.
+        ``rollproof.core.events.rollout.Reference`` has them.
         """
         number = VERSIONS[version]
         raw = self._policy.logprobs(number, ids, 0)

@@ -28,16 +28,10 @@ from rollproof.fakes.engine.exceptions import (
     TransferFailed,
 )
 from rollproof.fakes.engine.flavours import Flavour, PausedCalls
-from rollproof.fakes.engine.inflight import (
-    AT_HAND,
-    EngineCall,
-    Wire,
-    broken_off,
-    empty_abort,
-    handed,
-)
+from rollproof.fakes.engine.inflight import InflightCall, Wire
 from rollproof.fakes.engine.kv_cache import root_of
-from rollproof.fakes.engine.scheduler import Batch, EngineHooks
+from rollproof.fakes.engine.replies import broken_stream_reply, caller_copy, empty_abort
+from rollproof.fakes.engine.scheduler import EngineHooks, Scheduler
 
 __all__ = ["MAX_LENGTH", "FakeEngine"]
 
@@ -76,7 +70,7 @@ class FakeEngine:
         self.fail_next_load: bool = False
         self._recorder = recorder
         self._hooks = hooks or EngineHooks()
-        self._batch = Batch(
+        self._scheduler = Scheduler(
             server_id, policy, flavour, options, recorder, self._hooks, version, label
         )
         self._pause: PauseMode | None = None
@@ -87,12 +81,12 @@ class FakeEngine:
     @property
     def version(self) -> int:
         """The weights that it has."""
-        return self._batch.version
+        return self._scheduler.version
 
     @property
     def label(self) -> Version:
         """The label that it shows; ``None`` after an update without one."""
-        return self._batch.label
+        return self._scheduler.label
 
     @property
     def paused(self) -> bool:
@@ -100,9 +94,9 @@ class FakeEngine:
         return self._pause is not None
 
     @property
-    def in_flight(self) -> tuple[EngineCall, ...]:
+    def in_flight(self) -> tuple[InflightCall, ...]:
         """Calls that were not answered: those that run, then those that wait."""
-        return tuple(self._batch.in_flight)
+        return tuple(self._scheduler.in_flight)
 
     async def generate(
         self,
@@ -148,10 +142,9 @@ class FakeEngine:
             raise
         if refused is not None:
             await self._answer_late()
-            return handed(self._recorder.record(refused).output)
+            return caller_copy(self._recorder.record(refused).output)
         queued = self._enqueue(call, request_id)
-        if wire is not None:
-            queued.wire, queued.heard = wire, wire.heard
+        queued.wire = wire
         return await self._answer(queued)
 
     async def abort(self, wanted: str = "*") -> tuple[int, ...]:
@@ -193,9 +186,9 @@ class FakeEngine:
             return  # somebody resumed, or paused otherwise, in the meantime
         clear = clear_cache and mode is not PauseMode.IN_PLACE
         if mode is PauseMode.RETRACT or (mode is PauseMode.KEEP and clear):
-            self._batch.preempt(tuple(self._batch.running))
+            self._scheduler.preempt(tuple(self._scheduler.running))
         if clear:
-            self._batch.clear_cache()
+            self._scheduler.clear_cache()
         self._recorder.record(
             Pause(server_id=self.server_id, mode=mode, clear_cache=clear, progress=self.progress())
         )
@@ -231,7 +224,7 @@ class FakeEngine:
                 f"The weight transfer to {self.server_id} broke in the middle; it still serves"
                 f" version {self.version}."
             )
-        self._batch.reweigh(version)
+        self._scheduler.reweigh(version)
         self._publish(label, loaded=True, identity=identity)
 
     def relabel(self, label: Version) -> None:
@@ -242,13 +235,13 @@ class FakeEngine:
     def reset_prefix_cache(self) -> None:
         """Forget the KV that calls share; running calls keep their own."""
         self._refuse_dead()
-        self._batch.clear_cache()
+        self._scheduler.clear_cache()
 
     def evict(self, call_id: int) -> bool:
         """Preempt a running call: its KV is freed, it goes to the head of the queue. False where it
         does not run.
         """
-        return self._batch.preempt((call_id,))
+        return self._scheduler.preempt((call_id,))
 
     def kill(self) -> None:
         """Die with everything in flight: callers see ``ServerDied``. Nothing where it is dead
@@ -259,10 +252,10 @@ class FakeEngine:
         self.alive = False
         self._pause = None
         self._recorder.record(Fault(what="death", server_id=self.server_id))
-        for call in self._batch.clear():
-            if call.wire.stream is not None and call.sampled:
+        for call in self._scheduler.clear():
+            if call.wire is not None and call.wire.stream is not None and call.sampled:
                 self._recorder.record(
-                    broken_off(call, self.version, self.policy, self.flavour, self.label)
+                    broken_stream_reply(call, self.version, self.policy, self.flavour, self.label)
                 )
             if not call.future.done():
                 call.future.set_exception(self._died())
@@ -278,7 +271,7 @@ class FakeEngine:
         self.alive = True
         self._recorder.record(Fault(what="revive", server_id=self.server_id))
         if version is not None and (version, label) != (self.version, self.label):
-            self._batch.reweigh(version)
+            self._scheduler.reweigh(version)
             self._publish(label, loaded=True)
 
     def progress(self) -> dict[int, int]:
@@ -293,8 +286,8 @@ class FakeEngine:
         server is paused.
         """
         counts = {
-            "running": len(self._batch.running),
-            "waiting": len(self._batch.queue),
+            "running": len(self._scheduler.running),
+            "waiting": len(self._scheduler.queue),
             "paused": self.paused,
         }
         return {f"{self.server_id}/{name}": float(count) for name, count in counts.items()}
@@ -307,7 +300,7 @@ class FakeEngine:
             raise self._died()
 
     def _publish(self, label: Version, *, loaded: bool, identity: bool = False) -> None:
-        self._batch.show(label)
+        self._scheduler.show(label)
         self._recorder.record(
             Weights(
                 server_id=self.server_id,
@@ -315,7 +308,7 @@ class FakeEngine:
                 label=label,
                 loaded=loaded,
                 identity=identity,
-                flushed=not self._batch.holds_kv,
+                flushed=not self._scheduler.holds_kv,
                 progress=self.progress(),
             )
         )
@@ -352,9 +345,9 @@ class FakeEngine:
             return None
         return empty_abort(call.call_id, self.flavour, self.label, want_logprobs=call.want_logprobs)
 
-    def _enqueue(self, call: Call, rid: str | None) -> EngineCall:
-        length, state = len(call.prompt_ids), self.policy.start_state(call.prompt_ids)
-        queued = EngineCall(
+    def _enqueue(self, call: Call, rid: str | None) -> InflightCall:
+        length = len(call.prompt_ids)
+        queued = InflightCall(
             call_id=call.call_id,
             request_id=call.request_id,
             server_id=self.server_id,
@@ -370,46 +363,47 @@ class FakeEngine:
             want_routes=call.want_routes,
             want_logprobs=call.want_logprobs,
             future=asyncio.get_running_loop().create_future(),
-            state=state,
-            after=state,
+            state=self.policy.start_state(call.prompt_ids),
             watched=self._hooks.watches(call.request_id),
             root=root_of(call.sampling),
         )
-        self._batch.add(queued)
+        self._scheduler.add(queued)
         self._wake()
         return queued
 
-    async def _answer(self, call: EngineCall) -> EngineOutput:
+    async def _answer(self, call: InflightCall) -> EngineOutput:
         """Wait for the reply and hand it over; the faults that were planned for it happen on the
         way.
         """
+        wire = call.wire
         try:
             await call.future
-            if call.late_by or call.wire.late:
-                await asyncio.sleep(call.late_by * self.options.step + call.wire.late)
+            late = call.late_by * self.options.step + (0.0 if wire is None else wire.late)
+            if late:
+                await asyncio.sleep(late)
         except asyncio.CancelledError:
-            self._batch.drop(call)
+            self._scheduler.drop(call)
             self._tell_drained()
             if (
                 call.future.done()
                 and not call.future.cancelled()
                 and call.future.exception() is None
             ):
-                self._deliver(self._batch.reply(call), delivered=False)
+                self._deliver(self._scheduler.reply(call), delivered=False)
             raise
-        reply = self._batch.reply(call)
+        reply = self._scheduler.reply(call)
         if call.lost_after is not None:
             self._deliver(reply, delivered=False)
             await asyncio.sleep(call.lost_after * self.options.step)
             raise ReplyLost(f"The connection to {self.server_id} broke before the reply arrived.")
-        if not call.wire.delivered:
+        if wire is not None and not wire.delivered:
             self._recorder.record(
                 Fault(what="lost-reply", server_id=self.server_id, call_id=call.call_id)
             )
-        self._deliver(reply, delivered=call.wire.send(call.call_id))
+        self._deliver(reply, delivered=wire is None or wire.send(call.call_id))
         if call.duplicated:
             self._deliver(reply, delivered=False, duplicate=True)
-        return handed(reply.output) if call.wire is AT_HAND else reply.output
+        return caller_copy(reply.output) if wire is None else reply.output
 
     def _deliver(self, reply: Reply, *, delivered: bool = True, duplicate: bool = False) -> None:
         fresh = reply.index < 0 and reply.delivered is delivered and reply.duplicate is duplicate
@@ -417,7 +411,7 @@ class FakeEngine:
             reply if fresh else replace(reply, index=-1, delivered=delivered, duplicate=duplicate)
         )
 
-    async def _abort(self, wanted: str, calls: Sequence[EngineCall]) -> tuple[int, ...]:
+    async def _abort(self, wanted: str, calls: Sequence[InflightCall]) -> tuple[int, ...]:
         awaited = [
             call for call in calls if not call.future.cancelled()
         ]  # a caller that hangs up takes its call along
@@ -426,10 +420,10 @@ class FakeEngine:
         await self._end_all(awaited)
         return hit
 
-    async def _end_all(self, calls: Iterable[EngineCall]) -> None:
+    async def _end_all(self, calls: Iterable[InflightCall]) -> None:
         """Abort calls, and let their callers take the replies before anything else happens."""
         for call in calls:
-            self._batch.end(call, FinishReason.ABORT)
+            self._scheduler.end(call, FinishReason.ABORT)
         self._tell_drained()
         await asyncio.sleep(0)
 
@@ -456,7 +450,7 @@ class FakeEngine:
             )
 
     def _has_work(self) -> bool:
-        if not self.alive or not (self._batch.running or self._batch.queue):
+        if not self.alive or not (self._scheduler.running or self._scheduler.queue):
             return False
         return self._pause is None or (
             self._pause is PauseMode.WAIT and any(call.started for call in self.in_flight)
@@ -465,16 +459,14 @@ class FakeEngine:
     async def _run(self) -> None:
         try:
             while self._has_work():
-                self._batch.admit(only_started=self.paused)
+                self._scheduler.admit(only_started=self.paused)
                 await asyncio.sleep(self.options.step)
                 if self._has_work():
-                    self._batch.step()
-                    if not self.options.step:
-                        self._batch.hurry(only_started=self.paused)
+                    self._scheduler.step()
                 # an admission, too, may end the last call: one that was evicted on its last token
                 self._tell_drained()
         except Exception as error:  # noqa: BLE001 - a fault of the fake must reach the callers, or they would wait for ever
-            for call in self._batch.clear():
+            for call in self._scheduler.clear():
                 if not call.future.done():
                     call.future.set_exception(error)
         finally:

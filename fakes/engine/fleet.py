@@ -35,7 +35,7 @@ from rollproof.fakes.engine.balancer import Balancer
 from rollproof.fakes.engine.exceptions import ServerDied
 from rollproof.fakes.engine.fake_engine import MAX_LENGTH, FakeEngine
 from rollproof.fakes.engine.flavours import Flavour, engine_contract, flavour_named
-from rollproof.fakes.engine.inflight import EngineCall
+from rollproof.fakes.engine.inflight import InflightCall
 from rollproof.fakes.engine.ray_handles import RayHandle
 from rollproof.simulation.exception_policy import pass_on
 
@@ -310,7 +310,7 @@ class Fleet:
                 f"The fleet has no server {server_id!r}; it has {list(self.servers)}."
             ) from None
 
-    def _fire(self, action: Action, call: EngineCall) -> None:
+    def _fire(self, action: Action, call: InflightCall) -> None:
         deed = perform(Shot(self, action, call))
         if deed is not None:
             self._spawn(

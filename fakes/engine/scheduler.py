@@ -18,17 +18,11 @@ from rollproof.core.trace import Recorder
 from rollproof.errors import RollproofError, SubjectError
 from rollproof.fakes.coded.policy import CodedPolicy
 from rollproof.fakes.engine.flavours import Flavour
-from rollproof.fakes.engine.inflight import EngineCall, replies_to
+from rollproof.fakes.engine.inflight import InflightCall
 from rollproof.fakes.engine.kv_cache import PrefixCache
+from rollproof.fakes.engine.replies import reply_to
 
-__all__ = ["Batch", "EngineHooks"]
-
-_AHEAD = 64
-"""Tokens that are drawn at once; those of a call that is cut off before are drawn for nothing."""
-_BURST = 31
-"""Steps that a turn of the event loop costs more than."""
-_TOGETHER = 4
-"""Calls from which on it is sooner to draw their first tokens together."""
+__all__ = ["EngineHooks", "Scheduler"]
 
 
 class EngineHooks:
@@ -56,11 +50,11 @@ class EngineHooks:
         """Whether this call is to be turned away."""
         return False
 
-    def queued(self, call: EngineCall) -> bool:
+    def queued(self, call: InflightCall) -> bool:
         """The call entered the queue. True: something happens to it there, so it stays for a step."""
         return False
 
-    def admitted(self, call: EngineCall) -> None:
+    def admitted(self, call: InflightCall) -> None:
         """The call left the queue; its next token is sampled at the end of this step at the
         earliest.
         """
@@ -69,17 +63,17 @@ class EngineHooks:
         """Whether ``sampled`` and ``looked`` want to be called for each token of this request."""
         return False
 
-    def sampled(self, call: EngineCall) -> bool:
+    def sampled(self, call: InflightCall) -> bool:
         """A token was sampled. True: the engine looks whether the call is finished only a step
         later.
         """
         return False
 
-    def looked(self, call: EngineCall) -> None:
+    def looked(self, call: InflightCall) -> None:
         """The engine has looked whether the call is finished."""
 
 
-class Batch:
+class Scheduler:
     """The calls of one server, its KV, and its weights ``version``, shown under ``label``."""
 
     def __init__(
@@ -95,10 +89,9 @@ class Batch:
     ) -> None:
         self.version: int = version
         self.label = label
-        self.queue: deque[EngineCall] = deque()
-        self.running: dict[int, EngineCall] = {}
+        self.queue: deque[InflightCall] = deque()
+        self.running: dict[int, InflightCall] = {}
         self.cache: PrefixCache = PrefixCache()
-        self._ended: list[EngineCall] = []
         self._server_id = server_id
         self._policy = policy
         self._flavour = flavour
@@ -108,7 +101,7 @@ class Batch:
         self._eos = policy.eos_id if policy.eos_every is not None else -1
 
     @property
-    def in_flight(self) -> list[EngineCall]:
+    def in_flight(self) -> list[InflightCall]:
         """Calls that were not answered: those that run, then those that wait."""
         return [*self.running.values(), *self.queue]
 
@@ -119,10 +112,10 @@ class Batch:
             call.kv.computed and not self._is_complete(call) for call in self.running.values()
         )
 
-    def add(self, call: EngineCall) -> None:
+    def add(self, call: InflightCall) -> None:
         """Take a call into the queue."""
         self.queue.append(call)
-        call.held = self._hooks.queued(call)
+        call.stays_queued = self._hooks.queued(call)
 
     def admit(self, only_started: bool) -> None:
         """Let calls leave the queue while there is room; ``only_started`` those that ran before and
@@ -146,7 +139,7 @@ class Batch:
         """One forward of the batch: chunks of prefill, and a token for each call whose KV is
         complete.
         """
-        eos, chunk = self._eos, self._options.prefill_chunk
+        policy, eos, chunk = self._policy, self._eos, self._options.prefill_chunk
         for call in tuple(self.running.values()):
             if call.deferred and self._finished(call):
                 continue
@@ -162,86 +155,16 @@ class Batch:
             ):  # a budget of no tokens: the prompt was computed, and that is all
                 self.end(call, FinishReason.LENGTH)
                 continue
-            if call.used == len(call.ahead) or call.key is not call.ahead_key:
-                self._draw(call)
-            token = call.ahead[call.used]
-            call.used += 1
+            token = policy.next_token(call.key, call.state)
+            call.state = policy.extend(call.state, token)
             call.ids.append(token)
-            if call.heard is not None:
-                call.heard(call)
+            if call.wire is not None and call.wire.on_token is not None:
+                call.wire.on_token(call)
             if call.watched or token == eos or len(call.ids) >= call.limit:
                 self._look(call)
         self._make_room()
 
-    def hurry(self, *, only_started: bool) -> None:
-        """Where steps take no time, do some more before the event loop turns; one at a time where
-        somebody follows single tokens.
-        """
-        left = _BURST
-        while left > 0 and self.running:
-            if any(call.watched or call.heard is not None for call in self.in_flight):
-                return
-            self.admit(only_started=only_started)
-            left -= 1 + self._stride(left - 1)
-            self.step()
-
-    def _stride(self, most: int) -> int:
-        """Do up to ``most`` steps at once in which tokens that are drawn are handed out and nothing
-        else happens; returns how many.
-        """
-        if self.queue or self._options.kv_tokens is not None:
-            return 0
-        for call in self.running.values():
-            if not call.decoding or call.deferred or call.key is not call.ahead_key:
-                return 0
-            most = min(most, len(call.ahead) - call.used, call.limit - len(call.ids) - 1)
-        if most < 1 or (
-            self._eos >= 0
-            and any(
-                self._eos in call.ahead[call.used : call.used + most]
-                for call in self.running.values()
-            )
-        ):
-            return 0
-        for call in self.running.values():
-            call.ids += call.ahead[call.used : call.used + most]
-            call.used += most
-        return most
-
-    def _draw(self, call: EngineCall) -> None:
-        """Draw tokens ahead under the call's key: when they are handed out changes none of them,
-        and many at once take half the time.
-        """
-        policy = self._policy
-        if not call.ahead:
-            fresh = [one for one in self.running.values() if not one.ahead]
-            if len(fresh) >= _TOGETHER:
-                self._draw_together(call.key, fresh)
-                return
-        if call.used == len(call.ahead):
-            call.state = call.after
-        else:
-            for token in call.ahead[: call.used]:
-                call.state = policy.extend(call.state, token)
-        call.ahead, call.after = policy.draw(
-            call.key, call.state, max(1, min(_AHEAD, call.limit - len(call.ids)))
-        )
-        call.used, call.ahead_key = 0, call.key
-
-    def _draw_together(self, key: Version, fresh: list[EngineCall]) -> None:
-        """The first tokens of calls that are to decode under ``key``; where one of them gets
-        another, its tokens are drawn anew.
-        """
-        states, count = (
-            [one.state for one in fresh],
-            max(min(_AHEAD, one.limit - len(one.ids)) for one in fresh),
-        )
-        for one, (ahead, after) in zip(
-            fresh, self._policy.draw_many(key, states, max(1, count)), strict=True
-        ):
-            one.ahead, one.after, one.ahead_key = ahead, after, key
-
-    def end(self, call: EngineCall, reason: FinishReason) -> None:
+    def end(self, call: InflightCall, reason: FinishReason) -> None:
         """Answer a call that is in flight; it leaves the batch."""
         call.settle(self.version)
         if self.running.pop(call.call_id, None) is None:
@@ -251,42 +174,21 @@ class Batch:
             self._share(call)
         if not call.future.done():
             call.ended = (reason, self.label)
-            self._ended.append(call)
             call.future.set_result(None)
 
-    def reply(self, call: EngineCall) -> Reply:
-        """The reply of a call that ended. With the first one that is asked for, those of all that
-        ended are made: together they take half the time. Raises ``SubjectError`` where the policy
-        fails on this very call.
-        """
-        if call.reply is None and call.trouble is None:
-            ended, self._ended = self._ended, []
-            try:
-                for one, reply in zip(
-                    ended, replies_to(ended, self._policy, self._flavour), strict=True
-                ):
-                    one.reply = reply
-            except Exception:  # noqa: BLE001 - whatever a policy of the user's raises: only the calls that it fails on have no reply
-                for one in ended:
-                    self._reply_alone(one)
-        if call.trouble is not None:
-            raise call.trouble
-        assert call.reply is not None, "what ended is answered once"
-        return call.reply
-
-    def _reply_alone(self, call: EngineCall) -> None:
+    def reply(self, call: InflightCall) -> Reply:
+        """Return the reply of a call that ended. Raises ``SubjectError`` if the policy fails on it."""
         try:
-            (call.reply,) = replies_to([call], self._policy, self._flavour)
-        except RollproofError as error:
-            call.trouble = error
-        except Exception as error:  # noqa: BLE001 - as above
-            call.trouble = SubjectError(
+            return reply_to(call, self._policy, self._flavour)
+        except RollproofError:
+            raise
+        except Exception as error:
+            raise SubjectError(
                 f"The policy {type(self._policy).__name__} raised {told_with_place(error)} when the"
                 f" reply to call {call.call_id} was made."
-            )
-            call.trouble.__cause__ = error
+            ) from error
 
-    def drop(self, call: EngineCall) -> None:
+    def drop(self, call: InflightCall) -> None:
         """Forget a call that nobody waits for."""
         self.running.pop(call.call_id, None)
         if call in self.queue:
@@ -332,7 +234,7 @@ class Batch:
         for call in self.running.values():
             call.shares = False
 
-    def clear(self) -> list[EngineCall]:
+    def clear(self) -> list[InflightCall]:
         """Lose everything at once; returns the calls that were in flight."""
         lost = self.in_flight
         self.running.clear()
@@ -340,14 +242,14 @@ class Batch:
         self.cache.clear()
         return lost
 
-    def _eligible(self, only_started: bool) -> Iterator[EngineCall]:
+    def _eligible(self, only_started: bool) -> Iterator[InflightCall]:
         for call in tuple(self.queue):
-            if call.held:
-                call.held = False
+            if call.stays_queued:
+                call.stays_queued = False
             elif call.started or not only_started:
                 yield call
 
-    def _prefill(self, call: EngineCall, most: int | None) -> int:
+    def _prefill(self, call: InflightCall, most: int | None) -> int:
         """Compute up to ``most`` positions; returns how many. With the last one the call begins to
         decode.
         """
@@ -363,11 +265,11 @@ class Batch:
             self._share(call)
         return count
 
-    def _share(self, call: EngineCall) -> None:
+    def _share(self, call: InflightCall) -> None:
         if self._options.prefix_cache and call.shares:
             self.cache.store(call.ids, call.kv.spans, call.root)
 
-    def _look(self, call: EngineCall) -> None:
+    def _look(self, call: InflightCall) -> None:
         """Something may happen after this token: hooks that act on it, or the end of the call."""
         if not call.watched:
             self._finished(call)
@@ -377,7 +279,7 @@ class Batch:
             self._finished(call)
         self._hooks.looked(call)
 
-    def _finished(self, call: EngineCall) -> bool:
+    def _finished(self, call: InflightCall) -> bool:
         """End the call if its last token ends it."""
         call.deferred = False
         if not self._is_complete(call):
@@ -385,10 +287,10 @@ class Batch:
         self.end(call, FinishReason.STOP if call.ids[-1] == self._eos else FinishReason.LENGTH)
         return True
 
-    def _is_complete(self, call: EngineCall) -> bool:
+    def _is_complete(self, call: InflightCall) -> bool:
         return len(call.ids) >= call.limit or (call.sampled > 0 and call.ids[-1] == self._eos)
 
-    def _room_for(self, call: EngineCall) -> bool:
+    def _room_for(self, call: InflightCall) -> bool:
         capacity = self._options.kv_tokens
         return capacity is None or not self.running or self._held() + len(call.ids) < capacity
 

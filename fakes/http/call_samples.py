@@ -23,7 +23,7 @@ from rollproof.errors import UsageError
 from rollproof.fakes.engine.actions import Schedule, Shot, perform
 from rollproof.fakes.engine.exceptions import ServerDied
 from rollproof.fakes.engine.fleet import CURRENT_REQUEST
-from rollproof.fakes.engine.inflight import EngineCall
+from rollproof.fakes.engine.inflight import InflightCall
 
 if TYPE_CHECKING:
     from rollproof.fakes.engine.fake_engine import FakeEngine
@@ -126,13 +126,13 @@ class Attributing(Schedule):
         self._together = _Together(self, recorder, options)
         self._doing: set[asyncio.Task[None]] = set()
 
-    def queued(self, call: EngineCall) -> bool:
+    def queued(self, call: InflightCall) -> bool:
         """As a schedule, without keeping each request's last call: a server has no end of requests."""
         queued = super().queued(call)
         del self.latest[call.request_id]
         return queued
 
-    def _perform(self, action: Action, call: EngineCall) -> None:
+    def _perform(self, action: Action, call: InflightCall) -> None:
         deed = perform(Shot(cast("Any", self._together), action, call))
         if deed is not None:
             task = asyncio.get_running_loop().create_task(

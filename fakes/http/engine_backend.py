@@ -23,7 +23,7 @@ from rollproof.fakes.engine.exceptions import TransferFailed
 from rollproof.fakes.engine.fake_engine import MAX_LENGTH, FakeEngine
 from rollproof.fakes.engine.flavours import Flavour, engine_contract, flavour_named
 from rollproof.fakes.engine.fleet import CURRENT_REQUEST
-from rollproof.fakes.engine.inflight import EngineCall, Wire
+from rollproof.fakes.engine.inflight import InflightCall, Wire
 from rollproof.fakes.http.asgi import OWNER_HEADER, Asked
 from rollproof.fakes.http.call_samples import Attributing, Samples
 from rollproof.fakes.http.fault_plan import FaultPlan, Faults, WireFault, WireFaultKind
@@ -118,8 +118,6 @@ class Backing:
         self.plan: FaultPlan = plan or FaultPlan()
         self.faults: Faults | None = Faults(self.plan, self._befell) if self.plan.faults else None
         sinks = tuple(sinks)
-        alone = not keep and all(getattr(sink, "takes_narrow", False) for sink in sinks)
-        self._narrow: bool = alone if beside is None else beside._narrow
         self._names: dict[str, int] = {} if beside is None else beside._names
         self._rids: set[str] = set()
         self.samples: Samples | None = None
@@ -199,13 +197,11 @@ class Backing:
         wanted: Wanted,
         *,
         stream: StreamMode | None = None,
-        heard: Callable[[EngineCall], None] | None = None,
+        heard: Callable[[InflightCall], None] | None = None,
         unique: bool = False,
-        narrow: bool = False,
     ) -> EngineOutput:
         """Have the engine run one call; of a ``stream``, ``heard`` is told of each token. With
-        ``unique`` a handle that a call in flight has is refused. ``narrow``: the caller takes
-        routes of ``rollproof.store.packed_dtype``.
+        ``unique`` a handle that a call in flight has is refused.
         """
         if unique:
             if wanted.rid in self._rids:
@@ -218,8 +214,7 @@ class Backing:
             heard,
             delivered=not asked.lost,
             late=asked.late,
-            left=asked.left,
-            narrow=narrow and self._narrow,
+            caller_left=asked.left,
         )
         asked.late = 0.0
         asked.broken.append(partial(self._broke, wire))
@@ -239,7 +234,7 @@ class Backing:
         finally:
             if self.samples is not None:
                 self.samples.answered(wanted.rid, wanted.prompt, output if wire.open else None)
-            wire.left = None  # which refers to the request, and the request to the wire
+            wire.caller_left = None  # which refers to the request, and the request to the wire
             if token is not None:
                 CURRENT_REQUEST.reset(token)
             if unique:
@@ -289,11 +284,11 @@ class Backing:
         """Record that a reply which was taken for delivered may have come in part, or not at all:
         its client left before it had read it.
         """
-        if wire.sent is not None:
+        if wire.sent_call is not None:
             self.recorder.record(
-                Fault(what="broken-stream", server_id=self.engine.server_id, call_id=wire.sent)
+                Fault(what="broken-stream", server_id=self.engine.server_id, call_id=wire.sent_call)
             )
-            wire.sent = None
+            wire.sent_call = None
 
     def _befell(self, fault: WireFault, path: str) -> None:
         """Record what the engine knows nothing of; a reply that is lost or cut short it records

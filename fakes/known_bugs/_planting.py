@@ -100,7 +100,7 @@ def on_policy(policy: type[CodedPolicy], client: type[AsSampled] = AsSampled) ->
     class Client(client):  # type: ignore[misc, valid-type]
         def start(self, fleet: Fleet) -> None:
             for server in fleet.servers.values():
-                server._batch._policy = policy.from_dict(fleet.policy.to_dict())
+                server._scheduler._policy = policy.from_dict(fleet.policy.to_dict())
             super().start(fleet)
 
     return Client

@@ -17,7 +17,7 @@ from rollproof.fakes.coded.policy import CodedPolicy, VersionSpan
 from rollproof.fakes.engine.fake_engine import FakeEngine
 from rollproof.fakes.engine.flavours import Recompute
 from rollproof.fakes.engine.fleet import Fleet
-from rollproof.fakes.engine.inflight import EngineCall
+from rollproof.fakes.engine.inflight import InflightCall
 from rollproof.fakes.engine.kv_cache import PrefixCache
 from rollproof.fakes.known_bugs._planting import CLEAN, act, case, on_engine, on_policy
 from rollproof.fakes.known_bugs.known_bug import KnownBug
@@ -163,8 +163,8 @@ class _StaleSlots(CodedPolicy):
 class _Overwrites(FakeEngine):
     """Declares that rows stay, but stores them by slot, where a second prefill writes over them."""
 
-    def _enqueue(self, call: Call, rid: str | None) -> EngineCall:
-        self._batch._flavour = replace(self.flavour, recompute=Recompute.OVERWRITTEN)
+    def _enqueue(self, call: Call, rid: str | None) -> InflightCall:
+        self._scheduler._flavour = replace(self.flavour, recompute=Recompute.OVERWRITTEN)
         return super()._enqueue(call, rid)
 
 
@@ -172,9 +172,9 @@ class _KeepsPrefixCache(FakeEngine):
     """Says that it dropped its prefix cache at the pause, and serves from it afterwards."""
 
     async def pause(self, mode: PauseMode = PauseMode.ABORT, clear_cache: bool = True) -> None:
-        kept, self._batch.cache = self._batch.cache, PrefixCache()
+        kept, self._scheduler.cache = self._scheduler.cache, PrefixCache()
         await super().pause(mode, clear_cache)
-        self._batch.cache = kept
+        self._scheduler.cache = kept
 
 
 _WIDE = case(model=Model(num_experts=300))

@@ -18,7 +18,7 @@ from rollproof.core.trace import Trace
 from rollproof.fakes.clients.reference_clients import AsSampled, Options, Sample
 from rollproof.fakes.engine.fake_engine import FakeEngine
 from rollproof.fakes.engine.fleet import Fleet
-from rollproof.fakes.engine.inflight import EngineCall
+from rollproof.fakes.engine.inflight import InflightCall
 from rollproof.fakes.known_bugs._planting import (
     ABORTED,
     CLEAN,
@@ -214,12 +214,12 @@ class _LosesQueued(FakeEngine):
     sent back.
     """
 
-    async def _end_all(self, calls: Iterable[EngineCall]) -> None:
+    async def _end_all(self, calls: Iterable[InflightCall]) -> None:
         calls = list(calls)
         for call in calls:
             if not call.running:
                 del call.ids[call.prompt_len :]
-                for marks in (call.keys, call.labels, call.kept):
+                for marks in (call.keys, call.labels, call.kept_rows):
                     marks.clear()
         await super()._end_all(calls)
 
@@ -238,9 +238,9 @@ class _SweepsAtEnd(AsSampled):
 class _DropsAborted(FakeEngine):
     """Aborted calls leave the batch, and nobody answers them."""
 
-    async def _end_all(self, calls: Iterable[EngineCall]) -> None:
+    async def _end_all(self, calls: Iterable[InflightCall]) -> None:
         for call in list(calls):
-            self._batch.drop(call)
+            self._scheduler.drop(call)
 
 
 class _TakesDuplicates(AsSampled):

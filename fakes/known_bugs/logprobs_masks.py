@@ -11,7 +11,7 @@ from rollproof.core.records import EngineOutput, FinishReason, IntArray, Rollout
 from rollproof.fakes.clients.reference_clients import AsSampled, Options, Sample
 from rollproof.fakes.engine.fake_engine import FakeEngine
 from rollproof.fakes.engine.fleet import Fleet
-from rollproof.fakes.engine.inflight import EngineCall
+from rollproof.fakes.engine.inflight import InflightCall
 from rollproof.fakes.known_bugs._planting import ABORTED, CLEAN, SYNCED, TURNS, case, request
 from rollproof.fakes.known_bugs.known_bug import KnownBug
 
@@ -114,7 +114,7 @@ class _Bfloat16(AsSampled):
 class _SilentOnAbort(FakeEngine):
     """Returns no logprobs with the first call of a rollout."""
 
-    async def _answer(self, call: EngineCall) -> EngineOutput:
+    async def _answer(self, call: InflightCall) -> EngineOutput:
         call.want_logprobs = call.prompt_len > 3
         return await super()._answer(call)
 

@@ -12,7 +12,7 @@ from rollproof.core.events.rollout import Call
 from rollproof.core.records import EngineOutput, FinishReason, Request, Rollout, Scalar
 from rollproof.fakes.clients.reference_clients import AsSampled, Sample
 from rollproof.fakes.engine.fake_engine import FakeEngine
-from rollproof.fakes.engine.inflight import EngineCall
+from rollproof.fakes.engine.inflight import InflightCall
 from rollproof.fakes.known_bugs._planting import (
     ABORTED,
     CLEAN,
@@ -88,10 +88,10 @@ class _AsksAfterStop(AsSampled):
 
 
 class _ContextOffByOne(FakeEngine):
-    def _enqueue(self, call: Call, rid: str | None) -> EngineCall:
+    def _enqueue(self, call: Call, rid: str | None) -> InflightCall:
         queued = super()._enqueue(call, rid)
         if len(call.prompt_ids) > 3:
-            queued.state = queued.after = self.policy.start_state(call.prompt_ids[:-1])
+            queued.state = self.policy.start_state(call.prompt_ids[:-1])
         return queued
 
 
@@ -152,7 +152,7 @@ class _NoBudget(AsSampled):
 
 
 class _Overshoots(FakeEngine):
-    def _enqueue(self, call: Call, rid: str | None) -> EngineCall:
+    def _enqueue(self, call: Call, rid: str | None) -> InflightCall:
         queued = super()._enqueue(call, rid)
         queued.limit += 2
         return queued

@@ -23,7 +23,7 @@ from rollproof.fakes.clients.reference_clients import (
     Sample,
 )
 from rollproof.fakes.engine.fake_engine import FakeEngine
-from rollproof.fakes.engine.inflight import EngineCall
+from rollproof.fakes.engine.inflight import InflightCall
 from rollproof.fakes.known_bugs._planting import (
     CLEAN,
     ENDING,
@@ -215,7 +215,7 @@ class _FirstOnly(list[tuple[int, Version]]):
 class _LabelOfAdmission(FakeEngine):
     """Tokens keep the label under which their call was admitted, whatever is loaded meanwhile."""
 
-    def _enqueue(self, call: Call, rid: str | None) -> EngineCall:
+    def _enqueue(self, call: Call, rid: str | None) -> InflightCall:
         queued = super()._enqueue(call, rid)
         queued.labels = _FirstOnly()
         return queued
@@ -231,7 +231,7 @@ class _KeepsOldLabel(FakeEngine):
     def _publish(self, label: Version, *, loaded: bool, identity: bool = False) -> None:
         super()._publish(label, loaded=loaded, identity=identity)
         if label is None:
-            self._batch.show(self._kept)
+            self._scheduler.show(self._kept)
 
 
 _SYNC_AT_START = case(act(ActionKind.SYNC, 0))

@@ -141,7 +141,7 @@ class _OldAdapter(FakeEngine):
     async def load(self, version: int, label: Version = None, *, identity: bool = False) -> None:
         old = self.version
         await super().load(version, label, identity=identity)
-        self._batch.reweigh(old)
+        self._scheduler.reweigh(old)
 
 
 class _LosesWeights(FakeEngine):
@@ -150,16 +150,16 @@ class _LosesWeights(FakeEngine):
     async def resume(self) -> None:
         await super().resume()
         if self.version:
-            self._batch.reweigh(-1)
+            self._scheduler.reweigh(-1)
 
 
 class _ResetRefused(FakeEngine):
     """The cache reset is skipped while calls run, and reports success."""
 
     async def pause(self, mode: PauseMode = PauseMode.ABORT, clear_cache: bool = True) -> None:
-        running, self._batch.running = self._batch.running, {}
+        running, self._scheduler.running = self._scheduler.running, {}
         await super().pause(mode, clear_cache)
-        self._batch.running = running
+        self._scheduler.running = running
 
 
 class _LabelAborts(FakeEngine):
@@ -174,7 +174,7 @@ class _LabelAborts(FakeEngine):
         )
         super().relabel(label)
         for call in calls:
-            self._batch.end(call, FinishReason.ABORT)
+            self._scheduler.end(call, FinishReason.ABORT)
 
 
 class _ReloadDiffers(FakeEngine):
@@ -183,7 +183,7 @@ class _ReloadDiffers(FakeEngine):
     async def load(self, version: int, label: Version = None, *, identity: bool = False) -> None:
         await super().load(version, label, identity=identity)
         if identity:
-            self._batch.reweigh(version + 1000)
+            self._scheduler.reweigh(version + 1000)
 
 
 _PAIR = (request(), request("r1", (31, 32, 33)))

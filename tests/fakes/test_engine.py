@@ -15,7 +15,7 @@ from rollproof.core.events.rollout import Admit, Call, Fault, Reply, Weights
 from rollproof.core.records import FinishReason
 from rollproof.fakes.engine.exceptions import BadCall, TransferFailed
 from rollproof.fakes.engine.fake_engine import FakeEngine
-from rollproof.fakes.engine.inflight import EngineCall
+from rollproof.fakes.engine.inflight import InflightCall
 from rollproof.fakes.engine.kv_cache import MIXED
 from rollproof.fakes.engine.scheduler import EngineHooks
 from tests.support.engine_driver import PROMPT, EngineDriver, on_clock, pure, spans
@@ -390,7 +390,7 @@ def test_a_fault_of_the_fake_reaches_its_callers() -> None:
         def step() -> None:
             raise ZeroDivisionError("planted")
 
-        bench.engine._batch.step = step  # type: ignore[method-assign]
+        bench.engine._scheduler.step = step  # type: ignore[method-assign]
         with pytest.raises(ZeroDivisionError, match="planted"):
             await bench.call(2)
 
@@ -408,7 +408,7 @@ def test_a_finished_call_is_not_retracted(flavour: str) -> None:
             """Every token."""
             return True
 
-        def sampled(self, call: EngineCall) -> bool:
+        def sampled(self, call: InflightCall) -> bool:
             """Look a step later."""
             return True
 

@@ -1,12 +1,9 @@
-"""A policy of the user's own: what it says of one sequence is what engines answer, alone and
-together.
-"""
+"""Engines answer with the values of a user's subclass of the coded policy."""
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -15,8 +12,7 @@ import pytest
 from rollproof.core.case import EngineOptions
 from rollproof.core.records import EngineOutput, IntArray, LogprobArray, Version
 from rollproof.core.trace import Recorder
-from rollproof.fakes.coded.hashing import hashes_of_many
-from rollproof.fakes.coded.policy import CodedPolicy, State, Stretch, VersionSpan
+from rollproof.fakes.coded.policy import CodedPolicy, State, VersionSpan
 from rollproof.fakes.engine.fake_engine import FakeEngine
 from rollproof.fakes.engine.flavours import FLAVOURS
 from tests.support.engine_driver import on_clock
@@ -58,17 +54,20 @@ class Seven(Mixin, CodedPolicy):
     """Says 7."""
 
 
-class Drawn(CodedPolicy):
-    """Says 9."""
+class Nines(CodedPolicy):
+    """Samples 9 after each token that it extends a sequence by, and starts with a coded one."""
 
-    def draw(self, version: Version, state: State, count: int) -> tuple[list[int], State]:
-        return [9] * count, self.start_state([9])
+    def extend(self, state: State, token: int) -> State:
+        return (-1, state[1] + 1)
+
+    def next_token(self, version: Version, state: State) -> int:
+        return 9 if state[0] == -1 else super().next_token(version, state)
 
 
 def answers(policy: CodedPolicy, calls: int) -> list[EngineOutput]:
-    """Of that many calls at once."""
+    """Return the outputs of ``calls`` calls in one batch."""
 
-    async def asked() -> list[EngineOutput]:
+    async def run() -> list[EngineOutput]:
         engine = FakeEngine(
             "s0",
             policy,
@@ -82,20 +81,21 @@ def answers(policy: CodedPolicy, calls: int) -> list[EngineOutput]:
             )
         )
 
-    return on_clock(asked)
+    return on_clock(run)
 
 
 @pytest.mark.parametrize("calls", [1, 8])
-def test_an_engine_answers_what_a_subclass_says_of_one_sequence(calls: int) -> None:
-    """Whichever of the methods for one it overrides; the others stay the coded ones."""
-    levelled, stuck, seven, drawn = (
-        answers(kind(**SIZES), calls) for kind in (Levelled, Stuck, Seven, Drawn)
+def test_an_engine_answers_with_the_overridden_methods(calls: int) -> None:
+    """Each overridden method changes its own values; the others stay the coded ones."""
+    levelled, stuck, seven, nines = (
+        answers(kind(**SIZES), calls) for kind in (Levelled, Stuck, Seven, Nines)
     )
     coded = answers(CodedPolicy(**SIZES), calls)
 
     for i in range(calls):
-        outputs = [kind[i] for kind in (levelled, stuck, seven, drawn, coded)]
-        assert [coded[i].token_ids, coded[i].token_ids, (7, 7, 7), (9, 9, 9)] == [
+        outputs = [policy[i] for policy in (levelled, stuck, seven, nines, coded)]
+        tokens = coded[i].token_ids
+        assert [tokens, tokens, (7, 7, 7), (tokens[0], 9, 9)] == [
             output.token_ids for output in outputs[:4]
         ]
         logprobs = [
@@ -105,42 +105,3 @@ def test_an_engine_answers_what_a_subclass_says_of_one_sequence(calls: int) -> N
         assert [[-1.0] * 3, logprobs[4]] == logprobs[:2]
         assert routes[4] is not None
         assert [routes[4], routes[4][:1] * 4] == routes[:2]
-
-
-def test_of_two_overrides_the_nearer_one_counts() -> None:
-    """A method for many of the subclass itself is asked, and gives way to a method for one of a
-    subclass of that.
-    """
-
-    class Many(Levelled):
-        def logprobs_many(
-            self, stretches: Sequence[Stretch], hashes: object = None
-        ) -> list[LogprobArray]:
-            return [np.full(stop - start, -2.0) for _, _, start, stop in stretches]
-
-    @dataclass(frozen=True, slots=True)
-    class Nearer(Many):
-        def logprobs_spans(
-            self, spans: Iterable[VersionSpan], ids: Sequence[int], start: int, stop: int
-        ) -> LogprobArray:
-            return np.full(stop - start, -3.0)
-
-    class Plain(Nearer):
-        pass
-
-    for kind, value in ((Levelled, -1.0), (Many, -2.0), (Nearer, -3.0), (Plain, -3.0)):
-        (output,) = answers(kind(**SIZES), 1)
-        assert output.logprobs is not None
-        assert [value] * 3 == output.logprobs.tolist()
-
-
-def test_hashes_need_not_be_given() -> None:
-    """Who asks for many has the same without them."""
-    policy = CodedPolicy(**SIZES)
-    stretches: list[Stretch] = [([(0, 9, 1)], [5, 6, 7], 0, 3), ([(0, 9, 1)], [8, 9], 1, 2)]
-    hashes = hashes_of_many([ids for _, ids, _, _ in stretches])
-
-    for many in (policy.logprobs_many, policy.routes_many):
-        assert [one.tolist() for one in many(stretches, hashes)] == [
-            one.tolist() for one in many(stretches)
-        ]

@@ -15,7 +15,7 @@ from starlette.responses import JSONResponse
 from rollproof.core.engine_contract import StreamMode
 from rollproof.core.records import EngineOutput
 from rollproof.fakes.engine.exceptions import BadCall
-from rollproof.fakes.engine.inflight import EngineCall
+from rollproof.fakes.engine.inflight import InflightCall
 from rollproof.fakes.http.asgi import Answer, Asked, Ending, Events, Whole
 from rollproof.fakes.http.engine_backend import Backing, Wanted
 from rollproof.fakes.http.request_body import (
@@ -195,7 +195,7 @@ class OpenAI:
         told = [0] * len(wanted_calls)
 
         def hearing(number: int, wanted: Wanted) -> Any:
-            def heard(running: EngineCall) -> None:
+            def heard(running: InflightCall) -> None:
                 if form.holds_last and len(running.ids) >= running.limit:
                     return
                 told[number] = running.sampled

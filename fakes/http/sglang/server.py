@@ -18,7 +18,7 @@ from starlette.responses import JSONResponse, Response
 
 from rollproof.core.engine_contract import PauseMode, StreamMode
 from rollproof.fakes.engine.exceptions import BadCall, EnginePaused, TransferFailed
-from rollproof.fakes.engine.inflight import EngineCall
+from rollproof.fakes.engine.inflight import InflightCall
 from rollproof.fakes.http.asgi import Answer, Asked, Ending, Endpoints, Events, Face, Handler, Whole
 from rollproof.fakes.http.engine_backend import Backing, Wanted
 from rollproof.fakes.http.request_body import BadRequest, field
@@ -332,7 +332,7 @@ class _Native:
 
     async def _reply(self, asked: Asked, wanted: Wanted) -> tuple[bytes, ...]:
         begun = time.perf_counter()
-        output = await self._backing.generate(asked, wanted, unique=True, narrow=True)
+        output = await self._backing.generate(asked, wanted, unique=True)
         return native_reply(wanted, output, time.perf_counter() - begun, self._backing)
 
     async def _stream(
@@ -380,7 +380,7 @@ class _Native:
         def event(data: bytes) -> bytes:
             return _event(data if index is None else indexed(data, index))
 
-        def heard(call: EngineCall) -> None:
+        def heard(call: InflightCall) -> None:
             nonlocal sent
             if wanted.logprobs:
                 logprobs.append(last_logprob(call, self._backing))

@@ -25,7 +25,7 @@ from rollproof.fakes.http.sampling_validation import check_sglang
 from rollproof.fakes.http.supported_fields import FIELDS, refuse_unanswered
 
 if TYPE_CHECKING:
-    from rollproof.fakes.engine.inflight import EngineCall
+    from rollproof.fakes.engine.inflight import InflightCall
 
 _FIELDS = FIELDS["sglang /generate"]
 
@@ -310,7 +310,7 @@ def with_routes(text: bytes, output: EngineOutput, backing: Backing) -> tuple[by
 
 def native_chunk(
     wanted: Wanted,
-    call: EngineCall,
+    call: InflightCall,
     logprobs: list[float],
     sent: int,
     backing: Backing,
@@ -349,7 +349,7 @@ def native_chunk(
     return dumped({**body, "output_ids": shown, "meta_info": meta})
 
 
-def last_logprob(call: EngineCall, backing: Backing) -> float:
+def last_logprob(call: InflightCall, backing: Backing) -> float:
     """Of the token that was sampled last."""
     last = len(call.ids) - 1
     return float(

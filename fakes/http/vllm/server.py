@@ -15,7 +15,7 @@ from typing import Any
 from rollproof.core.engine_contract import StreamMode
 from rollproof.core.records import EngineOutput
 from rollproof.fakes.engine.exceptions import BadCall
-from rollproof.fakes.engine.inflight import EngineCall
+from rollproof.fakes.engine.inflight import InflightCall
 from rollproof.fakes.http.asgi import Answer, Asked, Ending, Endpoints, Events, Face, Whole
 from rollproof.fakes.http.engine_backend import Backing, Wanted
 from rollproof.fakes.http.request_body import BadRequest, dumped, field, token_ids, words_of
@@ -312,8 +312,8 @@ class _Calls:
         wanted = call.wanted()
         sent = [0] * len(wanted)
 
-        def hearing(number: int, one: Wanted) -> Callable[[EngineCall], None]:
-            def heard(running: EngineCall) -> None:
+        def hearing(number: int, one: Wanted) -> Callable[[InflightCall], None]:
+            def heard(running: InflightCall) -> None:
                 if len(running.ids) < running.limit:
                     sent[number] = running.sampled
                     ready.put_nowait(

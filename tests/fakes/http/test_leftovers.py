@@ -14,7 +14,7 @@ import pytest
 from rollproof.core.case import EngineOptions
 from rollproof.core.records import EngineOutput, FinishReason
 from rollproof.core.trace import Recorder
-from rollproof.fakes.engine.inflight import EngineCall
+from rollproof.fakes.engine.inflight import InflightCall
 from rollproof.fakes.http.asgi import Asked
 from rollproof.fakes.http.call_samples import Samples
 from rollproof.fakes.http.disconnects import Watch
@@ -35,7 +35,7 @@ def server() -> Iterator[Served]:
         yield found
 
 
-KINDS = (Asked, EngineCall, Watch)
+KINDS = (Asked, InflightCall, Watch)
 
 
 @pytest.mark.parametrize(
@@ -64,12 +64,12 @@ def test_a_request_leaves_no_circle_behind(server: Served, more: dict[str, Any])
                 for one in gc.get_objects()
                 if type(one) in KINDS and id(one) not in before
             )
-            if not left[EngineCall] and not left[Watch]:
+            if not left[InflightCall] and not left[Watch]:
                 break
             time.sleep(0.05)
         # the last request of a connection is looked at when that is lost
         assert left[Asked] <= 1
-        assert (left[EngineCall], left[Watch]) == (0, 0)
+        assert (left[InflightCall], left[Watch]) == (0, 0)
     finally:
         gc.enable()
 

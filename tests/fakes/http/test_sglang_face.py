@@ -19,7 +19,7 @@ from rollproof.core.case import EngineOptions, Model
 from rollproof.core.events.rollout import Abort, Call, Pause, Reply, Resume, Weights
 from rollproof.core.trace import Trace
 from rollproof.errors import UsageError
-from rollproof.fakes.engine.inflight import EngineCall
+from rollproof.fakes.engine.inflight import InflightCall
 from rollproof.fakes.http.engine_backend import Backing, ServeOptions
 from rollproof.fakes.http.in_process_client import Line
 from rollproof.fakes.http.serving import bound_socket, serving
@@ -292,7 +292,7 @@ def test_a_server_keeps_nothing_of_calls_that_have_ended() -> None:
 
     def held() -> int:
         gc.collect()
-        return sum(isinstance(one, EngineCall | Reply) for one in gc.get_objects())
+        return sum(isinstance(one, InflightCall | Reply) for one in gc.get_objects())
 
     async def ask() -> tuple[int, int]:
         before = held()  # of other tests
