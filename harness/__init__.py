@@ -100,6 +100,7 @@ _HOMES = {
     "fakes.engine.fleet": ("Fleet",),
     "simulation.mutation_guard": ("lend",),
     "recording.recorder": ("EngineCall", "Recording", "record"),
+    "core.engine_contract": ("PauseMode",),
     "core.records": ("BatchRow", "EngineOutput", "FinishReason", "Request", "Rollout", "Span"),
     "verification.layouts": ("judge_layouts",),
     "layouts.layout_subject": ("LayoutSubject", "layout_function"),
@@ -113,7 +114,7 @@ _HOMES = {
         "RolloutConformance",
         "conformance",
     ),
-    "core.trace": ("PauseMode", "Trace"),
+    "core.trace": ("Trace",),
 }
 _HOME = {name: module for module, names in _HOMES.items() for name in names}
 
