@@ -36,7 +36,7 @@ def fake_runs(monkeypatch: pytest.MonkeyPatch, pytester: pytest.Pytester) -> pyt
         "verification.expected_failures",
     ):
         monkeypatch.setattr(f"rollproof.{module}.default_registry", lambda: fake_campaign.REGISTRY)
-    monkeypatch.setattr("rollproof.pytest_plugin.items.run_conformance", fake_campaign.run)
+    monkeypatch.setattr("rollproof.pytest_plugin.items.run", fake_campaign.run)
     monkeypatch.setenv("RUNS", str(pytester.path / "runs"))
     pytester.makepyfile(fake_campaign=inspect.getsource(fake_campaign))
     pytester.makeconftest("import fake_campaign\nfake_campaign.install()\n")

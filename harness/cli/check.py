@@ -21,7 +21,7 @@ from rollproof.judging.judge import Judge, Tally
 from rollproof.judging.report import ExitCode, Report
 from rollproof.reporting.text import Style, report_lines
 from rollproof.store import open_trace
-from rollproof.verification.subject_kinds import scenarios_of
+from rollproof.verification.reports import situations_of
 from rollproof.verification.traces import oracle_of
 
 __all__ = ["check"]
@@ -82,7 +82,7 @@ class _Judged:
                 self.told |= header.about != "rollouts"
                 judge, scenarios = (
                     Judge(header, self.tally, oracle_of(header)),
-                    scenarios_of(header.about),
+                    situations_of(header.about),
                 )
                 for event in events:
                     self.told = self.told or type(event) is Submit

@@ -16,7 +16,8 @@ from rollproof.core.case import Case
 from rollproof.core.error_text import told
 from rollproof.core.subjects import SubjectFactory
 from rollproof.errors import UsageError
-from rollproof.verification.subject_kinds import ROLLOUTS, TOPICS, topic_of
+from rollproof.verification.options import ROLLOUTS
+from rollproof.verification.subject_kinds import KINDS, kind_of
 
 __all__ = [
     "Target",
@@ -154,7 +155,7 @@ def subject_target(spec: str, about: str | None = None, option: str = "--subject
     found = named_factory(spec, option)
     path = spec.partition(":")[2]
     recipe = {"subject": spec, **({} if about is None else {"about": about})}
-    kind = about or topic_of(found)
+    kind = about or kind_of(found)
     return _with_wishes(name=path, factory=found, recipe=recipe, about=kind)
 
 
@@ -188,7 +189,7 @@ def named_factory(spec: str, option: str) -> Any:
 
 def engine_target(name: str, model: str | None) -> Target:
     """A rollout engine by name. Raises ``UsageError`` listing the names where there is none."""
-    from rollproof.verification.engine_choice import EngineChoice
+    from rollproof.verification.engines import EngineChoice
 
     recipe = {"engine": name, **({} if model is None else {"model": model})}
     return Target(
@@ -202,7 +203,7 @@ def target_of_recipe(recipe: Mapping[str, Any]) -> Target:
     """
     if isinstance(recipe.get("subject"), str):
         about = recipe.get("about")
-        return subject_target(recipe["subject"], about if about in TOPICS else None)
+        return subject_target(recipe["subject"], about if about in KINDS else None)
     if isinstance(recipe.get("engine"), str):
         return engine_target(recipe["engine"], recipe.get("model"))
     if isinstance(recipe.get("stack"), str):

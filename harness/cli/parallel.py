@@ -28,9 +28,9 @@ from rollproof.invariants import default_registry
 from rollproof.judging.checks import CheckResult
 from rollproof.judging.known_failures import Ways
 from rollproof.judging.report import Interrupted, Report
-from rollproof.verification.rollouts import run_conformance
+from rollproof.verification.options import Options
 from rollproof.verification.runner import name_of
-from rollproof.verification.subject_kinds import ROLLOUTS, Asked, judge_topic
+from rollproof.verification.subject_kinds import run
 
 __all__ = ["Settings", "judge_all", "processors"]
 
@@ -206,42 +206,23 @@ def _judge(target: Target, settings: Settings, progress: Callable[[Progress], No
 
 
 def _judged(target: Target, settings: Settings, progress: Callable[[Progress], None]) -> Report:
-    expected, ways = (
-        dict(settings.expected.get(target.name, {})) or None,
-        settings.ways.get(target.name, {}),
-    )
-    if target.about != ROLLOUTS:
-        asked = Asked(
-            name=target.name,
-            profile=settings.profile,
-            seed=settings.seed,
-            only=settings.only,
-            expected=expected or {},
-            ways=ways,
-            recipe=target.recipe,
-            witness_dir=settings.witness_dir / folder_name(target.folder),
-            progress=progress,
-        )
-        return judge_topic(target.about, target.factory, asked)
-    own = target.cases is not None and not settings.flavours
-    return run_conformance(
-        target.factory,
+    cases = None
+    if target.cases is not None and not settings.flavours:
+        cases = target.cases(settings.profile, settings.seed)
+    options = Options(
         name=target.name,
         profile=settings.profile,
         seed=settings.seed,
         only=settings.only,
-        flavours=settings.flavours or target.flavours,
-        cases=(
-            target.cases(settings.profile, settings.seed)
-            if own and target.cases is not None
-            else None
-        ),
-        expected=expected,
-        ways=ways,
-        progress=progress,
-        witness_dir=settings.witness_dir / folder_name(target.folder),
+        expected=settings.expected.get(target.name, {}),
+        known_failures=settings.ways.get(target.name, {}),
         recipe=target.recipe,
+        counterexample_dir=settings.witness_dir / folder_name(target.folder),
+        progress=progress,
+        flavours=settings.flavours or target.flavours,
+        cases=cases,
     )
+    return run(target.about, target.factory, options)
 
 
 @contextmanager

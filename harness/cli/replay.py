@@ -18,7 +18,7 @@ from rollproof.judging.judge import Judgement
 from rollproof.judging.report import ExitCode, Report
 from rollproof.reporting.text import Line, Style, check_lines
 from rollproof.store import load_trace
-from rollproof.verification.subject_kinds import TOPICS, run_again
+from rollproof.verification.subject_kinds import KINDS, run_again
 from rollproof.verification.traces import judge
 
 __all__ = ["replay"]
@@ -90,7 +90,7 @@ def _target(
         raise UsageError("Give --subject or --stack, not both: one run replays on one of them.")
     if subject is not None:
         about = trace.header.about
-        return subject_target(subject, about if about in TOPICS else None)
+        return subject_target(subject, about if about in KINDS else None)
     if stack is not None:
         targets = stack_targets(stack, [part] if part else ())[1]
         if len(targets) > 1:

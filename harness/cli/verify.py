@@ -26,7 +26,7 @@ from rollproof.judging.registry import Registry
 from rollproof.judging.report import ExitCode, Interrupted, Report
 from rollproof.reporting.text import Style, report_lines, summary_text
 from rollproof.verification.expected_failures import ExpectedFailures, Outcome
-from rollproof.verification.rollouts import merge_reports
+from rollproof.verification.reports import merge_reports
 from rollproof.verification.schedules import profile_named
 
 __all__ = ["verify"]

@@ -20,7 +20,8 @@ from rollproof.judging.checks import CheckResult
 from rollproof.plugin import PROFILES
 from rollproof.pytest_plugin.suite_spec import Suite
 from rollproof.verification.argument_checks import as_expected, as_names, as_seed
-from rollproof.verification.subject_kinds import ROLLOUTS, TOPICS, topic_of
+from rollproof.verification.options import ROLLOUTS
+from rollproof.verification.subject_kinds import KINDS, kind_of
 
 __all__ = [
     "BatchConformance",
@@ -61,9 +62,9 @@ def conformance(
     does not tell it: ``rollouts``, ``batches``, ``replay``, ``layouts``. Raises ``UsageError`` for
     a profile, check or kind that does not exist and for an async function.
     """
-    if about is not None and about not in (ROLLOUTS, *TOPICS):
+    if about is not None and about not in KINDS:
         raise UsageError(
-            f"No kind of subject is named {about!r}; choose one of {[ROLLOUTS, *TOPICS]}."
+            f"No kind of subject is named {about!r}; choose one of {list(KINDS)}."
         )
     suite = Suite(
         factory=factory,
@@ -73,7 +74,7 @@ def conformance(
         only=_checked(as_names(only, "only")),
         flavours=None if flavours is None else as_names(flavours, "flavours"),
         expected=as_expected(expected, default_registry()),
-        about=topic_of(factory) if about is None else about,
+        about=kind_of(factory) if about is None else about,
         module=str(getattr(factory, "__module__", "")),
     )
     check_profile(profile)
@@ -197,7 +198,7 @@ class EngineConformance(Conformance):
 
     ``engine`` is a name that ``rollproof verify --engine`` knows, ``model`` the folder of a MoE
     checkpoint (default: a tiny random one). An engine of your own is a ``subject``: a function that
-    returns a ``rollproof.verification.engines.EngineTarget``.
+    returns a ``rollproof.engines.EngineTarget``.
     """
 
     _about: ClassVar[str] = "engines"
@@ -206,7 +207,7 @@ class EngineConformance(Conformance):
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         if cls.engine is not None and "subject" not in cls.__dict__:
-            from rollproof.verification.engine_choice import EngineChoice
+            from rollproof.verification.engines import EngineChoice
 
             type.__setattr__(cls, "subject", EngineChoice(engine=cls.engine, model=cls.model))
         super().__init_subclass__(**kwargs)

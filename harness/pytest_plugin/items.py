@@ -24,11 +24,11 @@ from rollproof.pytest_plugin.decorators import Conformance, check_profile
 from rollproof.pytest_plugin.suite_spec import Suite
 from rollproof.reporting.text import check_lines, text_of
 from rollproof.verification.argument_checks import as_seed
-from rollproof.verification.counterexamples import drop_witnesses
+from rollproof.verification.counterexamples import delete_counterexamples
 from rollproof.verification.expected_failures import ExpectedFailures, Outcome
-from rollproof.verification.rollouts import run_conformance
+from rollproof.verification.options import ROLLOUTS, Options
 from rollproof.verification.schedules import profile_named
-from rollproof.verification.subject_kinds import ROLLOUTS, Asked, judge_topic
+from rollproof.verification.subject_kinds import run
 
 __all__ = ["parametrize", "run_item", "seed_of", "write_files"]
 
@@ -186,23 +186,29 @@ def _run(
     )
     root = config.rootpath / ".rollproof"
     folder, notes = _place(root / worker / suite.folder)
-    asked = Asked(
+    only = suite.only or state.settings.only
+    if suite.about == ROLLOUTS and not only:
+        only = tuple(check.id for check in default_registry() if check.about == ROLLOUTS)
+    options = Options(
         name=suite.title,
         profile=profile,
         seed=seed,
-        only=suite.only or state.settings.only,
+        only=only,
         expected={**(suite.expected or {}), **(listed.reasons(suite.title) if listed else {})},
-        ways=listed.ways(suite.title) if listed else {},
+        known_failures=listed.ways(suite.title) if listed else {},
         recipe=None if suite.factory is None else _recipe(suite.factory),
-        witness_dir=folder,
+        counterexample_dir=folder,
+        keep_counterexamples=frozenset() if folder is None else _written(state, folder),
+        flavours=suite.flavours,
     )
     try:
-        report = _judged(suite, asked, keep=set() if folder is None else _written(state, folder))
+        assert suite.factory is not None
+        report = run(suite.about, suite.factory, options)
         report = replace(report, notes=(*report.notes, *notes))
         passed = {result.id for result in report.results if result.verdict is Verdict.PASS}
         others = [root / suite.folder] if worker else root.glob(f"gw*/{suite.folder}")
         for other in others:  # what sessions with xdist leave to those without, and back
-            drop_witnesses(other, passed, subject=suite.title)
+            delete_counterexamples(other, passed, subject=suite.title)
     except Interrupted as interrupt:
         for found in interrupt.reports:
             _hand_over(state, suite.report_key(profile, seed), found)
@@ -211,25 +217,6 @@ def _run(
         return error
     _hand_over(state, suite.report_key(profile, seed), report)
     return report
-
-
-def _judged(suite: Suite, asked: Asked, *, keep: set[str]) -> Report:
-    assert suite.factory is not None
-    if suite.about != ROLLOUTS:
-        return judge_topic(suite.about, suite.factory, asked)
-    return run_conformance(
-        suite.factory,
-        name=asked.name,
-        profile=asked.profile,
-        seed=asked.seed,
-        only=asked.only or [check.id for check in default_registry() if check.about == ROLLOUTS],
-        flavours=suite.flavours,
-        expected=asked.expected,
-        ways=asked.ways,
-        recipe=asked.recipe,
-        witness_dir=asked.witness_dir,
-        keep_witnesses=keep,
-    )
 
 
 def _place(folder: Path) -> tuple[Path | None, tuple[str, ...]]:
@@ -251,17 +238,17 @@ def _hand_over(state: State, key: str, report: Report) -> None:
     state.reports[f"{key}#{taken + 1}" if taken else key] = report.to_dict()
 
 
-def _written(state: State, folder: Path) -> set[str]:
+def _written(state: State, folder: Path) -> frozenset[str]:
     """The checks whose counterexamples another run of this session wrote there: one subject may be
     run in several ways.
     """
     checks = [check for report in state.reports.values() for check in report["checks"]]
-    return {
+    return frozenset(
         check["id"]
         for check in checks
         for finding in check["findings"]
         if Path(finding["witness"] or "").parent == folder
-    }
+    )
 
 
 def _suite(function: Any, cls: type | None) -> Suite | None:

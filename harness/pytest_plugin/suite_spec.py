@@ -9,7 +9,7 @@ from typing import Any
 
 from rollproof.core.files import folder_name
 from rollproof.core.subjects import SubjectFactory
-from rollproof.verification.subject_kinds import ROLLOUTS
+from rollproof.verification.options import ROLLOUTS
 
 __all__ = ["Suite"]
 

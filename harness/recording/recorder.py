@@ -55,8 +55,8 @@ from rollproof.reporting.text import check_lines, summary_text, text_of
 from rollproof.store.codec import misfit_of
 from rollproof.store.values import show
 from rollproof.verification.argument_checks import as_expected, as_names, as_path
-from rollproof.verification.canary import plants, try_canary
-from rollproof.verification.subject_kinds import ROLLOUTS
+from rollproof.verification.canary import SAMPLE_PLANTS, try_canary
+from rollproof.verification.options import ROLLOUTS
 from rollproof.verification.traces import judge
 
 __all__ = ["EngineCall", "Recording", "record"]
@@ -448,7 +448,7 @@ class Recording:
             scenarios.event(event)
         results = judge(trace, self._registry).results
         passed = Registry([result.check for result in results if result.verdict is Verdict.PASS])
-        fit = any(plant.check_id in passed.ids for plant in plants()) or all(
+        fit = any(plant.check_id in passed.ids for plant in SAMPLE_PLANTS) or all(
             result.verdict is not Verdict.FAIL for result in results
         )
         self._report = Report(
@@ -457,7 +457,7 @@ class Recording:
             seed=0,
             results=results,
             exercised=scenarios.counts,
-            canary=try_canary([trace] if fit else [], passed),
+            canary=try_canary([trace] if fit else [], passed, SAMPLE_PLANTS),
             expected=self._expected,
             cases=1,
         )

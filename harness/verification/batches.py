@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import time
 from asyncio import CancelledError
-from collections.abc import Awaitable, Callable, Iterable
+from collections.abc import Awaitable, Callable, Iterable, Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -23,11 +23,13 @@ from rollproof.core.subjects import SubjectFactory
 from rollproof.core.trace import Header, Recorder, Trace
 from rollproof.errors import RollproofError, SubjectError
 from rollproof.invariants import default_registry
-from rollproof.judging.registry import Registry
-from rollproof.judging.report import Canary, Report
+from rollproof.judging.report import Report
 from rollproof.simulation import virtual_loop
 from rollproof.simulation.watchdog import STUCK, GivenUp, Watchdog, limit
 from rollproof.verification.batch_cases import BatchCase, batch_cases
+from rollproof.verification.canary import Plant, replaced, try_canary
+from rollproof.verification.options import Options, factory_name
+from rollproof.verification.reports import make_report
 from rollproof.verification.traces import judge
 
 __all__ = ["judge_batches", "record_batches"]
@@ -56,27 +58,40 @@ def judge_batches(
 ) -> Report:
     """Convert the batch cases with the ``BatchSubject`` that ``factory`` makes, and report.
 
-    ``only`` selects checks by id (default: the family ``batch``), ``cases`` replaces the samples,
-    ``expected`` maps ids of checks that are known to fail to the reason. Raises ``SubjectError``
-    for a subject that does not implement the protocol.
+    Args:
+        factory: makes a fresh adapter for each case.
+        name: what the report calls it.
+        seed: the seed of the samples.
+        only: ids of checks (default: the family ``batch``).
+        cases: replaces the samples.
+        expected: ids of checks that are known to fail, with the reason.
+
+    Raises ``SubjectError`` for a subject that does not implement the protocol.
     """
-    start = time.perf_counter()
-    registry = default_registry().select(tuple(only) or ("batch",))
-    trace = record_batches(factory, name=name, seed=seed, cases=cases)
-    return Report(
+    options = Options(name=name, seed=seed, only=tuple(only), expected=dict(expected or {}))
+    return run(factory, options, cases)
+
+
+def run(
+    factory: SubjectFactory, options: Options, cases: Iterable[BatchCase] | None = None
+) -> Report:
+    """Judge a ``BatchSubject`` on ``cases`` (default: ``batch_cases``)."""
+    started = time.perf_counter()
+    registry = default_registry().select(options.only or ("batch",))
+    trace = record_batches(factory, name=options.name, seed=options.seed, cases=cases)
+    return make_report(
+        judge(trace, registry).results,
         subject=trace.header.subject,
         profile="batches",
-        seed=seed,
-        results=judge(trace, registry).results,
-        exercised={},
-        canary=_canary(trace, registry),
-        expected={
-            check_id: reason
-            for check_id, reason in (expected or {}).items()
-            if check_id in registry.ids
-        },
+        seed=options.seed,
+        started=started,
         cases=len(trace.events),
-        seconds=time.perf_counter() - start,
+        expected=options.expected,
+        canary=(
+            try_canary([trace], registry, (_SHIFTED_ROW,))
+            if _SHIFTED_ROW.check_id in registry.ids
+            else None
+        ),
     )
 
 
@@ -90,7 +105,7 @@ def record_batches(
     """One ``Batch`` event per case: the samples that a fresh subject was given, and the rows that
     it made of them.
     """
-    label = name or str(getattr(factory, "__qualname__", type(factory).__name__))
+    label = name or factory_name(factory)
     contract = _make(factory, label).contract
     recorder = Recorder(lambda: 0.0)
     for case in batch_cases(contract, seed) if cases is None else cases:
@@ -252,39 +267,15 @@ def _sound(row: BatchRow, label: str) -> BatchRow:
     return replace(row, **values)
 
 
-def _canary(trace: Trace, registry: Registry) -> Canary | None:
-    """Shift the tokens of one row by a place: ``batch.tokens`` must see it."""
-    expected = "batch.tokens"
-    if expected not in registry.ids:
-        return None
-    for i, event in enumerate(trace.events):
-        if (
-            isinstance(event, Batch)
-            and event.rows
-            and not event.defect
-            and len(set(event.rows[0].token_ids.tolist())) > 1
-        ):
-            spoiled = replace(event.rows[0], token_ids=np.roll(event.rows[0].token_ids, 1))
-            events = (
-                *trace.events[:i],
-                replace(event, rows=(spoiled, *event.rows[1:])),
-                *trace.events[i + 1 :],
-            )
-            red = (
-                judge(replace(trace, events=events), Registry([registry[expected]]))[expected].found
-                > 0
-            )
-            reason = (
-                ""
-                if red
-                else f"{expected} did not see it: this run cannot be trusted; please report it"
-            )
-            return Canary(
-                planted="the tokens of a row shifted by one place",
-                expected_by=expected,
-                red=red,
-                reason=reason,
-            )
-    return Canary(
-        planted=None, expected_by=None, red=False, reason="no batch was fit for planting a fault"
-    )
+def _shift_tokens(trace: Trace) -> Iterator[Trace]:
+    """Shift the tokens of the first row of a batch by one place, in each batch in turn."""
+    for place, event in enumerate(trace.events):
+        if not isinstance(event, Batch) or not event.rows or event.defect:
+            continue
+        first = event.rows[0]
+        if len(set(first.token_ids.tolist())) > 1:
+            spoiled = replace(first, token_ids=np.roll(first.token_ids, 1))
+            yield replaced(trace, place, replace(event, rows=(spoiled, *event.rows[1:])))
+
+
+_SHIFTED_ROW = Plant("the tokens of a row shifted by one place", "batch.tokens", _shift_tokens)

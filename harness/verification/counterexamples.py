@@ -1,6 +1,4 @@
-"""Witnesses: the shrunk counterexamples of a subject, one file a failing check, kept for
-``rollproof replay``.
-"""
+"""Counterexamples: shrunk traces on disk, one file per failing check, for ``rollproof replay``."""
 
 from __future__ import annotations
 
@@ -11,12 +9,13 @@ from pathlib import Path
 from rollproof.core.trace import Trace
 from rollproof.errors import TraceError, UsageError
 
-__all__ = ["drop_witnesses", "write_witness"]
+__all__ = ["delete_counterexamples", "write_counterexample"]
 
 
-def write_witness(folder: Path, check_id: str, trace: Trace) -> Path:
-    """Write the counterexample of a check into ``folder``, which is made if need be; returns the
-    file. Raises ``TraceError``.
+def write_counterexample(folder: Path, check_id: str, trace: Trace) -> Path:
+    """Write the counterexample of a check into ``folder`` and return the file.
+
+    The folder is made if need be. Raises ``TraceError``.
     """
     from rollproof.store import dump_trace
 
@@ -26,22 +25,22 @@ def write_witness(folder: Path, check_id: str, trace: Trace) -> Path:
     return path
 
 
-def drop_witnesses(folder: Path, check_ids: Iterable[str], *, subject: str) -> None:
-    """Delete the counterexamples of these checks, and the folder where nothing else is in it.
+def delete_counterexamples(folder: Path, check_ids: Iterable[str], *, subject: str) -> None:
+    """Delete the counterexamples of these checks, and the folder if nothing else is in it.
 
-    A file is only deleted where it is a trace of a case run on ``subject``, as ``write_witness``
-    leaves it: whatever else stands under that name is somebody's own.
+    Only a trace of a case that ran on ``subject`` is deleted, as ``write_counterexample`` leaves
+    it: any other file of that name belongs to the user.
     """
     if not folder.is_dir():
         return
     for path in (_path(folder, check_id) for check_id in sorted(check_ids)):
-        if _is_witness(path, subject):
+        if _is_counterexample(path, subject):
             path.unlink(missing_ok=True)
-    with suppress(OSError):  # it is not empty
+    with suppress(OSError):  # the folder is not empty
         folder.rmdir()
 
 
-def _is_witness(path: Path, subject: str) -> bool:
+def _is_counterexample(path: Path, subject: str) -> bool:
     if path.is_symlink() or not path.is_file():
         return False
     from rollproof.store import load_trace

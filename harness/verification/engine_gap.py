@@ -17,12 +17,12 @@ from rollproof.core.contract import Contract
 from rollproof.core.engine_protocol import EngineSettings, Query
 from rollproof.core.records import EngineOutput, IntArray
 from rollproof.core.subjects import EngineSubject
+from rollproof.engines.engine_targets import EngineTarget
 from rollproof.engines.experiments import Setting
 from rollproof.engines.reference_model import ReferenceModel
 from rollproof.gap.gap_report import GapReport
 from rollproof.gap.measure import measure
 from rollproof.invariants.engine.independent_forward import moe_rows
-from rollproof.verification.engines import EngineTarget
 
 __all__ = ["RolloutGap", "Sampled", "measure_rollout_gap", "sample_rollouts"]
 

@@ -17,17 +17,24 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from rollproof.core.contract import Contract
 from rollproof.core.engine_protocol import EngineSettings
 from rollproof.core.events.rollout import Fault
 from rollproof.core.progress import Progress
-from rollproof.core.subjects import EngineSubject
+from rollproof.core.subjects import EngineSubject, SubjectFactory
 from rollproof.core.trace import Header, Trace
 from rollproof.engines.adapter_guard import guarded
+from rollproof.engines.engine_targets import (
+    EngineTarget,
+    engine_names,
+    engine_target,
+    require_installed,
+)
 from rollproof.engines.experiments import Experiment, Setting, experiments_for
 from rollproof.engines.session import SERVER, Bench, Serving
-from rollproof.engines.version_attribution import Oracle, attributed
+from rollproof.engines.version_attribution import attributed
 from rollproof.errors import EngineDied, EngineError, EngineStartError, SubjectError, UsageError
 from rollproof.invariants import default_registry
 from rollproof.invariants.engine.engine_calls import BROKEN_OFF
@@ -35,15 +42,18 @@ from rollproof.judging.checks import Verdict
 from rollproof.judging.judge import Tally
 from rollproof.judging.registry import Registry
 from rollproof.judging.report import Report
-from rollproof.judging.situations import Scenarios
-from rollproof.verification.canary import try_canary
+from rollproof.verification.canary import SAMPLE_PLANTS, try_canary
+from rollproof.verification.options import Options
+from rollproof.verification.reports import make_report, situations
 from rollproof.verification.traces import judge_events
 
 __all__ = [
+    "EngineChoice",
     "EngineRun",
     "EngineTarget",
     "engine_registry",
     "judged",
+    "run",
     "run_engine_conformance",
     "run_experiments",
 ]
@@ -52,29 +62,22 @@ __all__ = [
 _PROTOCOL = ("contract", *(name for name in vars(EngineSubject) if not name.startswith("_")))
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class EngineTarget:
-    """An engine to be judged.
+@dataclass(frozen=True, kw_only=True)
+class EngineChoice:
+    """An engine by name, and the model that it is judged on.
 
-    ``make`` makes the adapter for settings, ``oracle`` the independent forward for an adapter's
-    contract and the checkpoints by version (``None``: there is none that is exact enough, and
-    values are not judged). ``settings`` are those of each ``Setting``, ``checkpoints`` the folders
-    of its versions. ``virtual`` says that it runs on a virtual clock; ``lull`` is waited after a
-    pause (seconds), ``deadline`` bounds each wait. ``about`` is what a table says of it. With
-    ``ahead`` the engine of the next setting starts while one setting is run: for machines with room
-    for two.
+    Calling it returns it, as a factory does. Raises ``UsageError`` for a name that does not exist.
     """
 
-    name: str
-    make: Callable[[EngineSettings], EngineSubject]
-    oracle: Callable[[EngineSubject, Mapping[str, Path]], Oracle | None]
-    settings: Mapping[Setting, EngineSettings]
-    checkpoints: Mapping[Setting, Mapping[str, Path]]
-    virtual: bool = False
-    lull: float = 0.3
-    deadline: float = 180.0
-    about: str = ""
-    ahead: bool = False
+    engine: str
+    model: str | Path | None = None
+
+    def __post_init__(self) -> None:
+        if self.engine not in engine_names():
+            raise UsageError(f"No engine is named {self.engine!r}; choose among {engine_names()}.")
+
+    def __call__(self) -> EngineChoice:
+        return self
 
 
 @dataclass
@@ -99,6 +102,41 @@ class EngineRun:
             yield
         finally:
             self.spent[part] += time.perf_counter() - began
+
+
+def run(factory: SubjectFactory, options: Options) -> Report:
+    """Judge the engine that ``factory`` names: an ``EngineChoice``, a name or an ``EngineTarget``.
+
+    Raises ``UsageError`` if none of the chosen checks judges engines, ``SubjectError`` if what the
+    factory makes is no engine.
+    """
+    choice: Any = factory()
+    engine, model = (
+        (choice.engine, choice.model) if isinstance(choice, EngineChoice) else (choice, None)
+    )
+    if not isinstance(engine, str | EngineTarget):
+        raise SubjectError(
+            f"An engine to be judged is a name or an EngineTarget, not {type(engine).__name__}."
+        )
+    if isinstance(engine, str):
+        require_installed(engine)
+    registry = engine_registry()
+    names = {name for check in registry for name in (check.id, check.family)}
+    only = [name for name in options.only if name in names]
+    if options.only and not only:
+        raise UsageError(
+            f"None of the checks {list(options.only)[:4]} judges engines; those that do are"
+            f" {list(registry.ids)}."
+        )
+    return run_engine_conformance(
+        engine,
+        model=model,
+        only=only,
+        seed=options.seed,
+        expected=options.expected,
+        progress=options.progress,
+        save=options.counterexample_dir,
+    )
 
 
 def run_engine_conformance(
@@ -126,22 +164,13 @@ def run_engine_conformance(
     with contextlib.ExitStack() as stack:
         target = engine
         if isinstance(target, str):
-            from rollproof.engines.engine_targets import engine_target
-
             folder = Path(tempfile.mkdtemp(prefix="rollproof-models-"))
             stack.callback(shutil.rmtree, folder, ignore_errors=True)
             target = engine_target(target, model=model, folder=folder, seed=seed, progress=progress)
         run = run_experiments(target, only=experiments, seed=seed, progress=progress)
     if save is not None:
         _save(run.traces, Path(save))
-    return judged(
-        target.name,
-        run,
-        registry=registry,
-        expected=expected,
-        seed=seed,
-        seconds=time.perf_counter() - began,
-    )
+    return judged(target.name, run, registry=registry, expected=expected, seed=seed, started=began)
 
 
 def engine_registry(only: Iterable[str] = ()) -> Registry:
@@ -376,11 +405,11 @@ def judged(
     registry: Registry | None = None,
     expected: Mapping[str, str] | None = None,
     seed: int = 0,
-    seconds: float = 0.0,
+    started: float | None = None,
 ) -> Report:
-    """The report on what a run recorded."""
-    registry = registry if registry is not None else engine_registry()
-    tally = Tally(registry)
+    """Return the report on what a run recorded that began at ``started`` (default: now)."""
+    started = time.perf_counter() if started is None else started
+    tally = Tally(registry if registry is not None else engine_registry())
     exercised: Counter[str] = Counter()
     clean: list[Trace] = []
     for trace in run.traces:
@@ -388,30 +417,21 @@ def judged(
         judge_events(trace.header, trace.events, tally)
         if tally.counts() == before:
             clean.append(trace)
-        exercised.update(_scenarios(trace))
+        exercised.update(situations(trace.events, "engines"))
     results = tally.judgement().results
     passed = Registry([result.check for result in results if result.verdict is Verdict.PASS])
-    return Report(
+    return make_report(
+        results,
         subject=name,
         profile="engine",
         seed=seed,
-        results=results,
-        exercised=dict(exercised),
-        canary=try_canary(clean, passed) if clean else None,
-        expected={
-            check: reason for check, reason in (expected or {}).items() if check in registry.ids
-        },
+        started=started,
         cases=tally.traces,
-        seconds=seconds,
-        notes=tuple(run.notes),
+        expected=expected or {},
+        exercised=exercised,
+        canary=try_canary(clean, passed, SAMPLE_PLANTS) if clean else None,
+        notes=run.notes,
     )
-
-
-def _scenarios(trace: Trace) -> Mapping[str, int]:
-    scenarios = Scenarios()
-    for event in trace.events:
-        scenarios.event(event)
-    return scenarios.counts
 
 
 def _save(traces: Iterable[Trace], folder: Path) -> None:

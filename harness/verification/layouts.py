@@ -22,13 +22,15 @@ from rollproof.core.trace import Header, Recorder, Trace
 from rollproof.errors import RollproofError, SubjectError, UsageError
 from rollproof.invariants import default_registry
 from rollproof.invariants.layout.call_check import functions_read
-from rollproof.judging.registry import Registry
 from rollproof.judging.report import Canary, Report
 from rollproof.layouts.functions import FUNCTIONS
 from rollproof.layouts.layout_calls import Call
 from rollproof.layouts.layout_cases import layout_calls
 from rollproof.layouts.layout_subject import functions_of
 from rollproof.layouts.returned import Misfit
+from rollproof.verification.canary import Plant, replaced, try_canary
+from rollproof.verification.options import Options, factory_name
+from rollproof.verification.reports import make_report
 from rollproof.verification.traces import judge
 
 __all__ = ["judge_layouts", "record_layouts"]
@@ -60,41 +62,59 @@ def judge_layouts(
     recipe: Mapping[str, Any] | None = None,
     progress: Callable[[Progress], None] | None = None,
 ) -> Report:
-    """Put the layout functions of the ``LayoutSubject`` that ``factory`` makes to the cases of a
-    profile, and report.
+    """Call the layout functions of the ``LayoutSubject`` that ``factory`` makes, and report.
 
-    ``only`` selects checks by id (default: the family ``layout``), ``calls`` replaces the cases by
-    pairs of a function's name and a ``Call``, ``expected`` maps ids of checks that are known to
-    fail to the reason. Raises ``SubjectError`` for a subject that declares no layout or has no
-    function, ``UsageError`` for a profile or check that does not exist.
+    Args:
+        factory: makes the adapter.
+        name: what the report calls it.
+        profile: how many random calls follow the small ones: ``pr``, ``nightly`` or ``soak``.
+        seed: the seed of the random calls.
+        only: ids of checks (default: the family ``layout``).
+        calls: replaces the cases by pairs of a function's name and a ``Call``.
+        expected: ids of checks that are known to fail, with the reason.
+        recipe: how ``rollproof replay`` makes the adapter again.
+        progress: called while the run goes on.
+
+    Raises ``SubjectError`` for a subject that declares no layout or has no function,
+    ``UsageError`` for a profile or check that does not exist.
     """
-    start = time.perf_counter()
-    registry = default_registry().select(tuple(only) or ("layout",))
-    read = functions_read(registry)
-    trace = record_layouts(
-        factory,
+    options = Options(
         name=name,
         profile=profile,
         seed=seed,
-        calls=calls,
-        functions=read,
+        only=tuple(only),
+        expected=dict(expected or {}),
         recipe=recipe,
         progress=progress,
     )
-    return Report(
+    return run(factory, options, calls)
+
+
+def run(
+    factory: SubjectFactory, options: Options, calls: Iterable[tuple[str, Call]] | None = None
+) -> Report:
+    """Judge a ``LayoutSubject`` on ``calls`` (default: those of the profile)."""
+    started = time.perf_counter()
+    registry = default_registry().select(options.only or ("layout",))
+    trace = record_layouts(
+        factory,
+        name=options.name,
+        profile=options.profile,
+        seed=options.seed,
+        calls=calls,
+        functions=functions_read(registry),
+        recipe=options.recipe,
+        progress=options.progress,
+    )
+    return make_report(
+        judge(trace, registry).results,
         subject=trace.header.subject,
-        profile=profile,
-        seed=seed,
-        results=judge(trace, registry).results,
-        exercised={},
-        canary=_canary(trace),
-        expected={
-            check_id: reason
-            for check_id, reason in (expected or {}).items()
-            if check_id in registry.ids
-        },
+        profile=options.profile,
+        seed=options.seed,
+        started=started,
         cases=len(trace.events),
-        seconds=time.perf_counter() - start,
+        expected=options.expected,
+        canary=_canary(trace),
     )
 
 
@@ -112,7 +132,7 @@ def record_layouts(
     """One ``Laid`` event per call of the subject's functions (of those in ``functions``, where
     given). Raises as ``judge_layouts``.
     """
-    label = name or str(getattr(factory, "__qualname__", type(factory).__name__))
+    label = name or factory_name(factory)
     if profile not in _DRAWS:
         raise UsageError(f"No profile is named {profile!r}; choose one of {list(_DRAWS)}.")
     subject = _make(factory, label)
@@ -249,46 +269,37 @@ must see it.
 
 
 def _canary(trace: Trace) -> Canary:
-    """Turn the rows that one sound call returned by one place: its check must see it."""
+    """Turn the rows that one correct call returned by one place: its check must see it."""
     registry = default_registry()
     for event in trace.events:
-        if (
-            not isinstance(event, Laid)
-            or event.function not in _CANARIES
-            or not event.out
-            or "defect" in event.given
-        ):
+        if not isinstance(event, Laid) or event.function not in _CANARIES:
             continue
-        alone = Registry([registry[_CANARIES[event.function]]])
-        spoiled = replace(
-            event,
-            out=(
-                *event.out[:-1],
-                np.roll(event.out[-1], 1, axis=0) if event.out[-1].ndim else event.out[-1] + 1,
-            ),
-        )
-        before = judge(replace(trace, events=(event,)), alone).results[0]
-        if (
-            before.found
-            or not sum(before.exercised.values())
-            or np.array_equal(event.out[-1], spoiled.out[-1])
-        ):
+        turned = _turned(event)
+        if turned is None:
             continue
-        red = judge(replace(trace, events=(spoiled,)), alone).results[0].found > 0
-        reason = (
-            ""
-            if red
-            else f"{before.id} did not see it: this run cannot be trusted; please report it"
+        plant = Plant(
+            f"what {event.function} returned, turned by one place",
+            _CANARIES[event.function],
+            lambda alone, turned=turned: iter([replaced(alone, 0, turned)]),
         )
-        return Canary(
-            planted=f"what {event.function} returned, turned by one place",
-            expected_by=before.id,
-            red=red,
-            reason=reason,
-        )
+        # alone: a judgement of the whole trace for every call would take minutes
+        canary = try_canary([replace(trace, events=(event,))], registry, (plant,))
+        if canary.planted is not None:
+            return canary
     return Canary(
         planted=None,
         expected_by=None,
         red=False,
-        reason="no sound call was fit for planting a fault",
+        reason="no correct call was fit for planting a fault",
     )
+
+
+def _turned(event: Laid) -> Laid | None:
+    """Return the call with its last array turned by one place; ``None`` if that changes nothing."""
+    if not event.out or "defect" in event.given:
+        return None
+    last = event.out[-1]
+    turned = np.roll(last, 1, axis=0) if last.ndim else last + 1
+    if np.array_equal(last, turned):
+        return None
+    return replace(event, out=(*event.out[:-1], turned))

@@ -1,4 +1,4 @@
-"""A stand-in for ``run_conformance`` with verdicts at will: tests of the pytest door need no fleet.
+"""A stand-in for runs with verdicts at will: tests of the pytest plugin need no fleet.
 
 Self-contained, so that its source can be laid beside an inner pytest run that has processes of its
 own.
@@ -15,6 +15,7 @@ from rollproof.judging.checks import CheckResult, Finding, Verdict, request_chec
 from rollproof.judging.registry import Registry
 from rollproof.judging.report import Canary, Report
 from rollproof.pytest_plugin import decorators, items
+from rollproof.verification.options import Options
 
 __all__ = ["REGISTRY", "install", "run"]
 
@@ -27,27 +28,20 @@ REGISTRY = Registry(
 
 
 def run(
+    kind: str,
     factory: Any,
-    *,
-    name: str,
-    profile: str,
-    seed: int,
-    only: Any,
-    expected: Any,
-    witness_dir: Path | None,
-    **_: Any,
+    options: Options,
 ) -> Report:
-    """As ``run_conformance``, with the verdicts that ``factory.verdicts`` names (``pass`` for the
-    others).
+    """Return the verdicts that ``factory.verdicts`` names, and ``pass`` for the other checks.
 
-    Appends a line to $RUNS, which tells how often it was called, in which process, with what.
+    Appends a line to $RUNS, from which a test reads how often it was called, and with what.
     """
+    name, profile, seed, only = options.name, options.profile, options.seed, options.only
+    folder = options.counterexample_dir
     if "RUNS" in os.environ:
         with Path(os.environ["RUNS"]).open("a", encoding="utf-8") as file:
             picked = "" if len(only) == len(REGISTRY) else ",".join(only)
-            file.write(
-                f"{name} {profile} {seed} {picked} {witness_dir.name if witness_dir else '-'}\n"
-            )
+            file.write(f"{name} {profile} {seed} {picked} {folder.name if folder else '-'}\n")
     verdicts = getattr(factory, "verdicts", {})
     if verdicts == "broken":
         raise SubjectError(f"{name}.start raised ValueError: no config.")
@@ -55,7 +49,7 @@ def run(
         raise ZeroDivisionError("division by zero")
     registry = REGISTRY.select(only) if only else REGISTRY
     return Report(
-        subject=name,
+        subject=str(name),
         profile=profile,
         seed=seed,
         results=tuple(
@@ -64,7 +58,9 @@ def run(
         exercised={"aborts mid-decode": 7},
         canary=Canary(planted="a row repeated", expected_by="routes.c", red=True),
         expected={
-            check_id: reason for check_id, reason in expected.items() if check_id in registry.ids
+            check_id: reason
+            for check_id, reason in options.expected.items()
+            if check_id in registry.ids
         },
         cases=12,
     )
@@ -94,10 +90,10 @@ def _result(check: Any, verdict: Verdict) -> CheckResult:
 
 
 def install() -> None:
-    """Take the place of ``run_conformance`` and of the registry, for the whole process."""
+    """Take the place of ``run`` and of the registry, for the whole process."""
     from rollproof.judging import checks
     from rollproof.verification import expected_failures
 
-    items.run_conformance = run
+    items.run = run
     for module in (decorators, items, checks, expected_failures):
         module.default_registry = lambda: REGISTRY

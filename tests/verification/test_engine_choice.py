@@ -12,8 +12,9 @@ import pytest
 
 from rollproof.cli.app import run
 from rollproof.errors import EngineStartError
-from rollproof.verification.engine_choice import EngineChoice, judge_engine
-from rollproof.verification.subject_kinds import Asked
+from rollproof.verification import engines
+from rollproof.verification.engines import EngineChoice
+from rollproof.verification.options import Options
 
 
 def told(capsys: pytest.CaptureFixture[str], *arguments: str, code: int) -> str:
@@ -107,4 +108,4 @@ def test_an_engine_that_is_not_installed_is_told_at_once(monkeypatch: pytest.Mon
     with pytest.raises(
         EngineStartError, match=r"^vllm is not installed in .*vllm\.txt; from a checkout, `nox -s "
     ):
-        judge_engine(EngineChoice(engine="vllm-offline"), Asked(name="engine"))
+        engines.run(EngineChoice(engine="vllm-offline"), Options(name="engine"))

@@ -25,9 +25,14 @@ from rollproof.fakes.engine.flavours import FLAVOURS
 from rollproof.judging.checks import Verdict
 from rollproof.judging.judge import Tally
 from rollproof.judging.report import Report
-from rollproof.verification.engine_choice import EngineChoice, judge_engine
-from rollproof.verification.engines import engine_registry, run_engine_conformance, run_experiments
-from rollproof.verification.subject_kinds import Asked
+from rollproof.verification import engines
+from rollproof.verification.engines import (
+    EngineChoice,
+    engine_registry,
+    run_engine_conformance,
+    run_experiments,
+)
+from rollproof.verification.options import Options
 from rollproof.verification.traces import judge_events
 
 
@@ -445,9 +450,9 @@ def test_names_that_do_not_exist_are_refused_with_the_valid_ones(tmp_path: Path)
     with pytest.raises(UsageError, match="choose among"):
         EngineChoice(engine="vlm")
     with pytest.raises(UsageError, match="judges engines"):
-        judge_engine(EngineChoice(engine="fake-vllm"), Asked(name="x", only=("stitch.prompt",)))
+        engines.run(EngineChoice(engine="fake-vllm"), Options(name="x", only=("stitch.prompt",)))
     with pytest.raises(SubjectError, match="a name or an EngineTarget, not int"):
-        judge_engine(lambda: 5, Asked(name="x"))
+        engines.run(lambda: 5, Options(name="x"))
     assert {"vllm", "sglang", "fake-vllm"} <= set(engine_names())
 
 

@@ -23,8 +23,8 @@ from rollproof.judging.judge import Tally
 from rollproof.replay.driver import drive_episode, record_replay
 from rollproof.replay.plans import random_episode
 from rollproof.store import dump_trace, load_trace
-from rollproof.verification.replay import judge_replay
-from rollproof.verification.replay_canary import try_canary
+from rollproof.verification.replay import PLANTS, judge_replay
+from rollproof.verification.canary import try_canary
 from rollproof.verification.traces import judge, judge_events
 
 CHECKS = default_registry().select(["replay"])
@@ -169,11 +169,11 @@ def test_a_canary_that_nothing_can_see_is_told() -> None:
 
     assert (
         "no check that can see a planted fault"
-        in try_canary(trace, CHECKS.select(["replay.input"])).reason
+        in try_canary([trace], CHECKS.select(["replay.input"]), PLANTS).reason
     )
     assert (
         "replay.forward does not pass on this run"
-        in try_canary(trace, CHECKS.select(["replay.forward"])).reason
+        in try_canary([trace], CHECKS.select(["replay.forward"]), PLANTS).reason
     )
 
 

@@ -28,9 +28,10 @@ from rollproof.invariants import default_registry
 from rollproof.judging.checks import Verdict, request_check
 from rollproof.judging.registry import Registry
 from rollproof.store import load_trace
-from rollproof.verification.canary import plants, try_canary
+from rollproof.verification.canary import SAMPLE_PLANTS, try_canary
 from rollproof.verification.contract_probe import probe
-from rollproof.verification.rollouts import cases_for, merge_reports, run_conformance
+from rollproof.verification.reports import merge_reports
+from rollproof.verification.rollouts import cases_for, run_conformance
 from rollproof.verification.runner import run_case
 from rollproof.verification.schedules import LATER_REQUEST, profile_named, scope_families
 from rollproof.verification.traces import judge
@@ -217,11 +218,11 @@ def test_merging_keeps_failures_and_adds_what_was_exercised() -> None:
     assert good.exercised["resumes"] + bad.exercised["resumes"] == merged.exercised["resumes"]
 
 
-@pytest.mark.parametrize("plant", plants(), ids=lambda plant: plant.check_id)
+@pytest.mark.parametrize("plant", SAMPLE_PLANTS, ids=lambda plant: plant.check_id)
 def test_every_canary_is_red_on_its_own(plant: Any) -> None:
     """Each fault that can be planted is seen by its check alone, whichever checks a user selects."""
     trace = run_case(AsSampled, _case(2))
-    canary = try_canary([trace], Registry([default_registry()[plant.check_id]]))
+    canary = try_canary([trace], Registry([default_registry()[plant.check_id]]), SAMPLE_PLANTS)
 
     assert (True, plant.what) == (canary.red, canary.planted)
 
@@ -231,7 +232,7 @@ def test_a_canary_that_nobody_sees_is_told() -> None:
     blind = request_check("routes.rows", promise="p", needs="n", exercised_by="samples")(
         lambda view, out: out.exercised("samples")
     )
-    canary = try_canary([run_case(AsSampled, _case(2))], Registry([blind]))
+    canary = try_canary([run_case(AsSampled, _case(2))], Registry([blind]), SAMPLE_PLANTS)
 
     assert not canary.red
     assert "cannot be trusted" in canary.reason
