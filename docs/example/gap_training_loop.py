@@ -54,9 +54,7 @@ def train(steps: int = 3) -> list[dict[str, float]]:
             mask=response_mask.flatten(),
             limits="dense-bf16",
         )
-        logged.append(
-            report.aliased()
-        )  # under the names that verl, NeMo-RL, slime, prime-rl, TRL and SkyRL log
+        logged.append(report.aliased())  # names that verl, NeMo-RL, slime, TRL and SkyRL log
         if report.verdict == "fail":
             raise RuntimeError(f"step {step}: {report.causes[0].name}: {report.causes[0].advice}")
         advantage = (ids[:, 1:] == 7).float() - 1 / VOCABULARY

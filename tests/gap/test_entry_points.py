@@ -7,6 +7,7 @@ from __future__ import annotations
 import json
 import re
 import runpy
+import textwrap
 import tomllib
 from functools import lru_cache
 from importlib import resources
@@ -232,11 +233,8 @@ def test_the_training_loop_of_the_docs_runs() -> None:
     if not (docs / "gap.md").is_file():
         pytest.skip("the docs are not shipped with an installed wheel")
     source = docs / "example" / "gap_training_loop.py"
-    shown = (
-        source.read_text(encoding="utf-8")
-        .split("        report = measure(")[1]
-        .split("        advantage")[0]
-    )
+    loop = source.read_text(encoding="utf-8").partition("        report = measure(")
+    shown = textwrap.dedent("".join(loop[1:]).partition("        advantage")[0])
     assert shown in (docs / "gap.md").read_text(encoding="utf-8")
     assert 10 == len(shown.splitlines())
     logged = runpy.run_path(str(source))["train"]()
