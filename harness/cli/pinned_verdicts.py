@@ -8,7 +8,7 @@ from typing import Self
 
 from rollproof.cli.named_targets import Target
 from rollproof.errors import UsageError
-from rollproof.judging.known_failures import Ways
+from rollproof.judging.known_failures import KnownFailures
 from rollproof.judging.report import Report
 from rollproof.stacks.matrix import Matrix
 from rollproof.verification.expected_failures import Outcome
@@ -66,7 +66,7 @@ class Known:
         """By target: the checks that are known to fail, with the reason."""
         return {name: self.matrix.known(self.version, part) for name, part in self.parts.items()}
 
-    def ways(self) -> dict[str, Ways]:
+    def ways(self) -> dict[str, KnownFailures]:
         """By target: how those checks are known to fail."""
         return {name: self.matrix.ways(self.version, part) for name, part in self.parts.items()}
 

@@ -1,14 +1,14 @@
-"""Checks, verdicts and findings: the one registry behind every door.
+"""Checks, verdicts and findings.
 
-A check is a pure function of a trace. It never prints and never raises for a finding: it tells a
-``Collector`` what it compared (``exercised``) and what was wrong (``finding``). There are two
+A check is a pure function of a trace. It never prints and never raises for a finding: it reports to
+a ``Collector`` what it compared (``exercised``) and what was wrong (``finding``). There are two
 shapes: a *request check* is called once per ended request, with a ``RequestView``; a *trace check*
-is a class that is fed every event in order.
+is a class that receives the events in order.
 
-Three verdicts. A check whose trigger never fired, whose data is absent, or which itself crashed is
-``unknown`` with a reason and never counts as passed. What a contract rules out is ``not
-applicable``, listed apart: the subject's before any event (``Applies``), or, where a check was
-never exercised, what it says of a trace (``Collector.inapplicable``).
+A check whose situation never occurred, whose data is absent, or which itself crashed is ``unknown``
+with a reason and never counts as passed. What a contract rules out is ``not applicable`` and listed
+separately: by ``Applies`` before any event, or by ``Collector.inapplicable`` for a trace in which
+the check was never exercised.
 """
 
 from __future__ import annotations
@@ -41,10 +41,10 @@ __all__ = [
 ]
 
 
-_KINDS = 64
-"""Kinds of findings that are counted apart; a check has a handful."""
-_FURTHER = "a kind beyond the first 64"
-"""What others count as, so that no known fault covers them."""
+_MAX_KINDS = 64
+"""The number of kinds of findings that are counted separately; a check has a handful."""
+_OTHER_KINDS = "a kind beyond the first 64"
+"""The kind of all others, so that no known failure covers them."""
 
 
 class Verdict(StrEnum):
@@ -58,13 +58,18 @@ class Verdict(StrEnum):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Finding:
-    """One fault: what was expected, what was observed, where, what it usually means.
+    """One fault that a check found.
 
-    ``where`` names the place with keys among ``request``, ``call``, ``segment``, ``position``,
-    ``layer``, ``version``, ``server``, ``index``. ``kind`` says the same as ``title`` without what
-    differs from place to place and from run to run: by it a known fault is told from another one of
-    the same check. ``witness`` is the path of the counterexample that shows it, filled in by the
-    door.
+    check_id: The id of the check.
+    title: What is wrong.
+    expected: What the promise requires at that place.
+    observed: What was there.
+    where: The place, with keys among ``request``, ``call``, ``segment``, ``position``, ``layer``,
+        ``version``, ``server`` and ``index``.
+    hint: What usually causes it.
+    kind: The title without what differs from place to place and from run to run. It distinguishes a
+        known fault from another one of the same check.
+    witness: The path of the counterexample, filled in by the entry point.
     """
 
     check_id: str
@@ -78,15 +83,15 @@ class Finding:
 
 
 Applies: TypeAlias = "Callable[[Contract], str | None]"
-"""Returns why a contract rules the check out, or ``None`` where it applies."""
+"""Returns why a contract rules the check out, or ``None`` if it applies."""
 
 
 class TraceCheck(Protocol):
-    """A check over the whole trace: made anew per trace, fed the events that it reads, then
+    """A check over a whole trace. One is made per trace, fed the events that it reads, then
     finished.
 
-    ``kinds`` are the event classes that it reads (``None``: every event). Keep memory independent
-    of the trace's length.
+    ``kinds`` are the event classes that it reads (``None``: all). Its memory must not grow with the
+    trace.
     """
 
     @property
@@ -96,7 +101,7 @@ class TraceCheck(Protocol):
         """Take one event."""
 
     def finish(self, out: Collector) -> None:
-        """The trace has ended."""
+        """Conclude; the trace has ended."""
 
 
 RequestJudge: TypeAlias = "Callable[[RequestView, Collector], None]"
@@ -105,12 +110,18 @@ TraceJudge: TypeAlias = "Callable[[JudgeContext], TraceCheck]"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Check:
-    """One promise about rollouts, and the code that judges it.
+    """One promise about rollouts, and the code that judges it. Exactly one of ``request`` and
+    ``trace`` is set.
 
-    ``id`` is ``family.name``. ``promise`` is one sentence, ``needs`` the data that the trace must
-    hold, ``exercised_by`` the names of the counters that the check may count: it is exercised when
-    one of them is above zero. Exactly one of ``request`` and ``trace`` is set. ``about``
-    names the traces that it judges (``Header.about``), ``also`` other kinds of them.
+    id: ``family.name``.
+    promise: One sentence.
+    needs: The data that the trace must hold.
+    exercised_by: The counters that the check may increment. It is exercised if one is above zero.
+    about: The kind of traces that it judges (``Header.about``).
+    also: Other kinds of traces that it judges.
+    applies: Returns why a contract rules the check out.
+    request: The function of a request check.
+    trace: The class of a trace check.
     """
 
     id: str
@@ -129,11 +140,11 @@ class Check:
         return self.id.partition(".")[0]
 
     def judges(self, about: str) -> bool:
-        """Whether it judges traces of that kind."""
+        """Return whether the check judges traces of that kind."""
         return about == self.about or about in self.also
 
     def inapplicable(self, contract: Contract) -> str | None:
-        """Why ``contract`` rules this check out; ``None`` where it applies."""
+        """Return why ``contract`` rules this check out, or ``None`` if it applies."""
         return self.applies(contract) if self.applies else None
 
 
@@ -152,7 +163,7 @@ def request_check(
             id=id,
             promise=promise,
             needs=needs,
-            exercised_by=_names(exercised_by),
+            exercised_by=_as_tuple(exercised_by),
             applies=applies,
             request=judge,
         )
@@ -169,10 +180,10 @@ def trace_check(
     applies: Applies | None = None,
     about: str = "rollouts",
 ) -> Callable[[TraceJudge], Check]:
-    """Make a ``Check`` of a ``TraceCheck`` class whose constructor takes the ``JudgeContext``."""
+    """Make a ``Check`` of a ``TraceCheck`` class that is constructed with the ``JudgeContext``."""
 
     def make(judge: TraceJudge) -> Check:
-        names = _names(exercised_by)
+        names = _as_tuple(exercised_by)
         return Check(
             id=id,
             promise=promise,
@@ -186,21 +197,21 @@ def trace_check(
     return make
 
 
-def _names(names: str | tuple[str, ...]) -> tuple[str, ...]:
+def _as_tuple(names: str | tuple[str, ...]) -> tuple[str, ...]:
     return (names,) if isinstance(names, str) else names
 
 
 class Collector:
-    """Takes what one check says. Keeps the first ``keep`` findings and the first of each kind in
-    full, and counts the others.
+    """Collects what one check reports.
 
-    ``excused`` counts the traces that the check called inapplicable, by reason, ``judged`` the
-    other ones.
+    It stores the first ``keep`` findings and the first one of each kind, and counts the others.
+    ``excused`` counts by reason the traces for which the check said that it is inapplicable,
+    ``judged`` the other ones.
     """
 
     __slots__ = (
-        "_excuse",
-        "_keep",
+        "_inapplicable",
+        "_limit",
         "check",
         "counters",
         "crash",
@@ -214,8 +225,8 @@ class Collector:
 
     def __init__(self, check: Check, keep: int = 8) -> None:
         self.check: Check = check
-        # plain dicts: one collector per check and case is made, and a Counter costs ten times as
-        # much
+        # Plain dicts: there is one collector per check and case, and a Counter costs ten times as
+        # much to make.
         self.counters: dict[str, int] = {}
         self.findings: list[Finding] = []
         self.found: int = 0
@@ -224,12 +235,14 @@ class Collector:
         self.crash: str | None = None
         self.excused: dict[str, int] = {}
         self.judged: int = 0
-        self._excuse: str | None = None
-        self._keep = keep
+        self._inapplicable: str | None = None
+        self._limit = keep
 
     def exercised(self, counter: str, times: int = 1) -> None:
-        """Say that the promise was put to the test ``times`` times. Raises ``UsageError`` for an
-        undeclared counter.
+        """Report that the promise was tested ``times`` times.
+
+        Raises:
+            UsageError: The check does not declare the counter.
         """
         if counter in self.counters:
             self.counters[counter] += times
@@ -251,15 +264,19 @@ class Collector:
         hint: str = "",
         kind: str | None = None,
     ) -> None:
-        """Report a fault. A finding also counts as exercise: a check that fails has been put to the
-        test.
+        """Report a fault. It also counts as exercise: a check that fails has been tested.
 
-        ``kind`` is for a title that holds counts or names; where it is left out, the title says the
-        same of every such fault.
+        Args:
+            title: What is wrong.
+            expected: What the promise requires.
+            observed: What was there.
+            where: The place.
+            hint: What usually causes it.
+            kind: The title without counts and names; by default the title.
         """
         kind = self._count(title if kind is None else kind, 1)
         self.found += 1
-        if len(self.findings) < self._keep or self.kinds.get(kind) == 1:
+        if len(self.findings) < self._limit or self.kinds.get(kind) == 1:
             place = dict(where or {})
             self.findings.append(
                 Finding(
@@ -274,41 +291,41 @@ class Collector:
             )
 
     def _count(self, kind: str, times: int) -> str:
-        """Count findings of a kind; returns what they count as."""
-        kind = kind if kind in self.kinds or len(self.kinds) < _KINDS else _FURTHER
+        """Count findings of a kind and return the kind under which they are counted."""
+        kind = kind if kind in self.kinds or len(self.kinds) < _MAX_KINDS else _OTHER_KINDS
         self.kinds[kind] = self.kinds.get(kind, 0) + times
         return kind
 
     def absent(self, reason: str) -> None:
-        """Say that data the check needs is not in the trace; becomes the reason of an ``unknown``
-        verdict.
+        """Report that the trace lacks data that the check needs: the reason of a verdict
+        ``unknown``.
         """
         self.reasons[reason] = self.reasons.get(reason, 0) + 1
 
     def inapplicable(self, reason: str) -> None:
-        """Say that what the trace's subject or engines declare leaves its situation no way to arise
-        in this trace.
+        """Report that, by what the subject or the engines declare, the situation cannot occur in
+        this trace.
 
-        Softer than ``Applies``: exercise, a finding or a crash in any trace counts all the same.
-        The verdict is ``not applicable``, with this reason, only where there is none of them and
-        every trace was called so.
+        This is weaker than ``Applies``: exercise, a finding or a crash in any trace still counts.
+        The verdict is ``not applicable`` only if there is none of them and all traces were reported
+        so.
         """
-        self._excuse = reason
+        self._inapplicable = reason
 
     def close(self) -> None:
-        """The trace has ended: take down whether it was called inapplicable."""
-        if self._excuse is None:
+        """Note at the end of a trace whether it was reported as inapplicable."""
+        if self._inapplicable is None:
             self.judged += 1
             return
-        self.excused[self._excuse] = self.excused.get(self._excuse, 0) + 1
-        self._excuse = None
+        self.excused[self._inapplicable] = self.excused.get(self._inapplicable, 0) + 1
+        self._inapplicable = None
 
     def crashed(self, reason: str) -> None:
-        """The check itself raised: its verdict cannot be ``pass``."""
+        """Report that the check itself raised: its verdict cannot be ``pass``."""
         self.crash = self.crash or reason
 
     def merge(self, other: Collector) -> None:
-        """Add what another collector of the same check took."""
+        """Add what another collector of the same check has."""
         for counts, added in (
             (self.counters, other.counters),
             (self.reasons, other.reasons),
@@ -317,10 +334,10 @@ class Collector:
             for name, times in added.items():
                 counts[name] = counts.get(name, 0) + times
         for finding in other.findings:
-            new = len(self.findings) < _KINDS and all(
-                finding.kind != kept.kind for kept in self.findings
+            is_new = len(self.findings) < _MAX_KINDS and all(
+                finding.kind != stored.kind for stored in self.findings
             )
-            if len(self.findings) < self._keep or new:
+            if len(self.findings) < self._limit or is_new:
                 self.findings.append(finding)
         self.found += other.found
         for kind, times in other.kinds.items():
@@ -328,24 +345,25 @@ class Collector:
         self.judged += other.judged
         self.crash = self.crash or other.crash
 
-    def _unexercised(self) -> str:
-        """Why nothing came of the check. What was absent from some traces alone is not why: the
-        others did not give rise to it.
-        """
-        silent = f"not exercised: no {' or '.join(self.check.exercised_by)} occurred"
+    def _unknown_reason(self) -> str:
+        """Return why the check was never exercised."""
+        # Data that is absent from some traces only is not the reason: the others did not exercise
+        # the check either.
+        unexercised = f"not exercised: no {' or '.join(self.check.exercised_by)} occurred"
         reason, times = max(
-            self.reasons.items(), key=lambda one: one[1], default=(silent, self.judged)
+            self.reasons.items(), key=lambda item: item[1], default=(unexercised, self.judged)
         )
         return (
             reason
             if times >= self.judged
-            else f"{silent} ({times} times in {self.judged} traces: {reason})"
+            else f"{unexercised} ({times} times in {self.judged} traces: {reason})"
         )
 
     def result(self) -> CheckResult:
-        """The verdict on everything taken so far."""
+        """Return the verdict on everything so far."""
         if self.found:
             verdict, reason = Verdict.FAIL, f"{self.found} finding{'s' if self.found > 1 else ''}"
+        # A crash after a finding does not hide the finding; a crash without one is never a pass.
         elif self.crash:
             verdict, reason = Verdict.UNKNOWN, f"the check itself crashed: {self.crash}"
         elif sum(self.counters.values()):
@@ -356,7 +374,7 @@ class Collector:
                 max(self.excused, key=self.excused.__getitem__),
             )
         else:
-            verdict, reason = Verdict.UNKNOWN, self._unexercised()
+            verdict, reason = Verdict.UNKNOWN, self._unknown_reason()
         return CheckResult(
             check=self.check,
             verdict=verdict,
@@ -370,11 +388,17 @@ class Collector:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CheckResult:
-    """Verdict of one check, with its reason, what it was exercised by, and the findings.
+    """Verdict of one check.
 
-    ``found`` counts all of them, ``kinds`` those of each kind. Of a check that is known to fail,
-    ``known`` are the reasons for which it did, and ``otherwise`` counts the findings that none of
-    them explains, by kind.
+    check: The check.
+    verdict: Its verdict.
+    reason: Why, unless it passed.
+    exercised: How often each counter was incremented.
+    findings: The stored findings.
+    found: The number of all findings.
+    kinds: The number of findings of each kind.
+    known: The reasons of the known failures that it showed.
+    otherwise: The findings that no known failure explains, by kind.
     """
 
     check: Check

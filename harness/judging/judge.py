@@ -1,7 +1,7 @@
-"""Judge: runs checks over the events of a trace, streaming.
+"""Runs checks over the events of a trace as a stream.
 
-Memory holds the requests that are open, a bounded number of ended ones, and what trace checks keep;
-it does not grow with the trace.
+Memory holds the open requests, a bounded number of ended ones, and what trace checks store; it does
+not grow with the trace.
 """
 
 from __future__ import annotations
@@ -35,31 +35,33 @@ from rollproof.judging.checks import (
     TraceJudge,
     Verdict,
 )
-from rollproof.judging.partial_replies import keep_partials, streamed
+from rollproof.judging.partial_replies import assign_partial_replies, streamed
 from rollproof.judging.registry import Registry
-from rollproof.judging.request_view import Attempt, History, RequestView
+from rollproof.judging.request_view import Attempt, RequestView
+from rollproof.judging.weight_history import WeightHistory
 
 __all__ = ["Judge", "JudgeContext", "Judgement", "Tally"]
 
 _NEIGHBOURS = 16
 _PLANS = 256
-HEDGED = "calls of one prompt overlapped (hedging): which answer the stack used cannot be told"
-UNTOLD = (
-    "engine calls were recorded of which cannot be told whether they are this request's: give"
-    " `request_id` in the EngineCall"
+OVERLAPPING_CALLS = (
+    "Calls of one prompt overlapped (hedging): the trace does not show which answer the stack used."
+)
+UNATTRIBUTED_CALLS = (
+    "These engine calls cannot be attributed to a request; set `request_id` on the EngineCall."
 )
 _KINDS = tuple(EVENT_KINDS.values())
 _Reader: TypeAlias = "Callable[[Any, Any, Collector], None]"
 _Readers: TypeAlias = "dict[type[Event], list[tuple[_Reader, int, Collector]]]"
-"""Who reads events of a class: how, the number of the trace check, and what takes its findings."""
+"""The trace checks that read events of a class: function, number of the check, collector."""
 
 
 @dataclass(slots=True)
 class _Plan:
-    """What judges a trace: request checks, trace checks, and the collectors of both.
+    """The request checks and trace checks that judge a trace, and the collectors of both.
 
-    ``readers`` are those of trace checks that read ``kinds``; they are the same from trace to
-    trace, so they are sorted out once.
+    ``readers`` are the trace checks by the ``kinds`` of events that they read. They are the same
+    for every trace under one contract, so they are computed once.
     """
 
     requests: list[tuple[RequestJudge, Collector]]
@@ -68,38 +70,40 @@ class _Plan:
     kinds: list[Iterable[type[Event]] | None] = field(default_factory=list)
     readers: _Readers = field(default_factory=dict)
 
-    def readers_of(self, folds: Sequence[TraceCheck]) -> _Readers:
-        """Twenty folds see a million events: each is only handed the kinds that it says it reads,
-        by the shortest way.
-        """
-        kinds = [fold.kinds for fold in folds]
+    def readers_of(self, trace_checks: Sequence[TraceCheck]) -> _Readers:
+        """Return the trace checks that read each class of events."""
+        # Twenty trace checks see a million events: each gets only the kinds that it reads, by the
+        # shortest way.
+        kinds = [trace_check.kinds for trace_check in trace_checks]
         if not self.readers or any(
-            mine is not known for mine, known in zip(kinds, self.kinds, strict=True)
+            kinds_read is not known for kinds_read, known in zip(kinds, self.kinds, strict=True)
         ):
             self.kinds, self.readers = kinds, {kind: [] for kind in _KINDS}
-            for number, (fold, (_, collector)) in enumerate(zip(folds, self.traces, strict=True)):
-                direct, mine = getattr(fold, "direct", None) or {}, kinds[number]
-                for kind in self.readers if mine is None else mine:
-                    self.readers[kind].append((direct.get(kind, _read), number, collector))
+            for number, (trace_check, (_, collector)) in enumerate(
+                zip(trace_checks, self.traces, strict=True)
+            ):
+                direct, kinds_read = getattr(trace_check, "direct", None) or {}, kinds[number]
+                for kind in self.readers if kinds_read is None else kinds_read:
+                    self.readers[kind].append((direct.get(kind, _feed_event), number, collector))
         return self.readers
 
 
 @dataclass(slots=True)
 class JudgeContext:
-    """What every check of a trace shares."""
+    """State that all checks of a trace share."""
 
     header: Header
     contract: Contract
     oracle: Oracle | None
-    history: History = field(default_factory=History)
+    history: WeightHistory = field(default_factory=WeightHistory)
     open: dict[str, RequestView] = field(default_factory=dict)
     shared: dict[type, Any] = field(default_factory=dict)
-    """What the checks of one family make of a trace together, by its class."""
+    """Data that the checks of one family compute together, by its class."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Judgement:
-    """Results of all checks, in the order of the registry."""
+    """The results of all checks, in the order of the registry."""
 
     results: tuple[CheckResult, ...]
 
@@ -111,39 +115,39 @@ class Judgement:
 
     @property
     def failed(self) -> tuple[str, ...]:
-        """Ids of the checks that found something."""
+        """The ids of the checks that found something."""
         return tuple(result.id for result in self.results if result.verdict is Verdict.FAIL)
 
 
 class Tally:
-    """Adds up the judgements of many traces, which may be run under different contracts."""
+    """Sums the results of many traces, which may have been recorded under different contracts."""
 
     def __init__(self, registry: Registry) -> None:
         self.registry = registry
-        self._taken: dict[str, Collector] = {}
+        self._collectors: dict[str, Collector] = {}
         self._ruled_out: dict[str, str] = {}
         self._plans: dict[tuple[Contract, str], _Plan] = {}
         self.traces: int = 0
 
     def collector(self, check: Check) -> Collector:
-        """The running total of one check."""
-        if check.id not in self._taken:
-            self._taken[check.id] = Collector(check)
-        return self._taken[check.id]
+        """Return the running total of one check."""
+        if check.id not in self._collectors:
+            self._collectors[check.id] = Collector(check)
+        return self._collectors[check.id]
 
-    def rule_out(self, check: Check, reason: str) -> None:
-        """Note that a contract ruled the check out of one trace."""
+    def add_ruled_out(self, check: Check, reason: str) -> None:
+        """Note that a contract ruled the check out for one trace."""
         self._ruled_out[check.id] = reason
 
     def plan(self, contract: Contract, about: str) -> _Plan:
-        """The checks of a trace of ``about`` under ``contract``, with their totals; notes the
-        others as ruled out.
+        """Return the checks for a trace of kind ``about`` under ``contract``; note the others as
+        ruled out.
         """
-        found = self._plans.get((contract, about))
-        if found is None:
+        plan = self._plans.get((contract, about))
+        if plan is None:
             applicable, ruled_out = self.registry.split(contract, about)
             for check, reason in ruled_out:
-                self.rule_out(check, reason)
+                self.add_ruled_out(check, reason)
             requests = [
                 (check.request, self.collector(check))
                 for check in applicable
@@ -154,40 +158,49 @@ class Tally:
                 for check in applicable
                 if check.trace is not None
             ]
-            found = _Plan(requests, traces, [self.collector(check) for check in applicable])
+            plan = _Plan(requests, traces, [self.collector(check) for check in applicable])
+            # Contracts may be random (a campaign draws them), so the cache is bounded.
             if len(self._plans) < _PLANS:
-                self._plans[contract, about] = found
-        return found
+                self._plans[contract, about] = plan
+        return plan
 
     def add(self, other: Tally) -> None:
-        """Add what another tally over the same registry took."""
+        """Add the results of another tally over the same registry."""
         for check in other.registry:
-            taken = other._taken.get(check.id)
-            if taken is not None:
-                self.collector(check).merge(taken)
+            collector = other._collectors.get(check.id)
+            if collector is not None:
+                self.collector(check).merge(collector)
         self._ruled_out.update(other._ruled_out)
         self.traces += other.traces
 
     def counts(self) -> dict[str, int]:
-        """How often each check has found something so far; only those that have."""
-        return {check_id: taken.found for check_id, taken in self._taken.items() if taken.found}
+        """Return the number of findings of each check that has any."""
+        return {
+            check_id: collector.found
+            for check_id, collector in self._collectors.items()
+            if collector.found
+        }
 
     def kinds(self) -> dict[str, dict[str, int]]:
-        """As ``counts``, by kind of finding."""
+        """Return the number of findings by check and kind."""
         return {
-            check_id: dict(taken.kinds) for check_id, taken in self._taken.items() if taken.found
+            check_id: dict(collector.kinds)
+            for check_id, collector in self._collectors.items()
+            if collector.found
         }
 
     def found(self) -> tuple[str, ...]:
-        """Ids of the checks that have found something so far."""
-        return tuple(check_id for check_id, taken in self._taken.items() if taken.found)
+        """Return the ids of the checks that have found something so far."""
+        return tuple(
+            check_id for check_id, collector in self._collectors.items() if collector.found
+        )
 
     def judgement(self) -> Judgement:
-        """The verdicts over everything added. A check that applied to no trace is not applicable."""
+        """Return the verdicts so far. A check that applied to no trace is not applicable."""
         results = []
         for check in self.registry:
-            if check.id in self._taken:
-                results.append(self._taken[check.id].result())
+            if check.id in self._collectors:
+                results.append(self._collectors[check.id].result())
             else:
                 reason = self._ruled_out.get(check.id, "no trace was judged")
                 verdict = Verdict.NOT_APPLICABLE if check.id in self._ruled_out else Verdict.UNKNOWN
@@ -196,7 +209,7 @@ class Tally:
 
 
 class Judge:
-    """Takes the events of one trace in order; ``finish`` adds what was found to the tally."""
+    """Takes the events of one trace in order; ``finish`` adds the findings to the tally."""
 
     def __init__(self, header: Header, tally: Tally, oracle: Oracle | None = None) -> None:
         self.context: JudgeContext = JudgeContext(
@@ -208,17 +221,17 @@ class Judge:
         self._calls: dict[int, tuple[RequestView, Attempt]] = {}
         self._ended: deque[RequestView] = deque(maxlen=_NEIGHBOURS)
         self._plan = tally.plan(header.contract, header.about)
-        self._folds = [make(self.context) for make, _ in self._plan.traces]
+        self._trace_checks = [make(self.context) for make, _ in self._plan.traces]
         self._crashed: set[int] = set()
-        self._readers = self._plan.readers_of(self._folds)
+        self._readers = self._plan.readers_of(self._trace_checks)
 
     def feed(self, event: Event) -> None:
         """Take one event."""
         kind = type(event)
-        folds = self._folds
+        trace_checks = self._trace_checks
         for read, number, collector in self._readers[kind]:
             try:
-                read(folds[number], event, collector)
+                read(trace_checks[number], event, collector)
             except Exception as error:  # noqa: BLE001 - a crashing check is unknown, never a pass and never the end of the run
                 collector.crashed(told(error))
                 self._drop(number)
@@ -227,7 +240,7 @@ class Judge:
             assemble(self, event)
 
     def _drop(self, crashed: int) -> None:
-        """A fold that crashed sees nothing more of this trace."""
+        """Show the rest of this trace to a check that crashed no longer."""
         self._crashed.add(crashed)
         self._readers = {
             kind: [entry for entry in readers if entry[1] != crashed]
@@ -235,16 +248,16 @@ class Judge:
         }
 
     def finish(self) -> None:
-        """The trace has ended: judge the requests that ended, and let the trace checks conclude."""
+        """Judge the requests that are still open and let the trace checks conclude."""
         for view in list(self.context.open.values()):
             self._close(view)
-        for number, (fold, (_, collector)) in enumerate(
-            zip(self._folds, self._plan.traces, strict=True)
+        for number, (trace_check, (_, collector)) in enumerate(
+            zip(self._trace_checks, self._plan.traces, strict=True)
         ):
             if number in self._crashed:
                 continue
             try:
-                fold.finish(collector)
+                trace_check.finish(collector)
             except Exception as error:  # noqa: BLE001 - as above
                 collector.crashed(told(error))
         for collector in self._plan.collectors:
@@ -256,7 +269,7 @@ class Judge:
             view, attempt = self._calls[event.call_id]
             attempt.replies.append(event)
             if not event.delivered and streamed(attempt):
-                keep_partials(view)
+                assign_partial_replies(view)
 
     def _call(self, event: Call) -> None:
         view = self.context.open.get(event.request_id)
@@ -265,17 +278,16 @@ class Judge:
             view.attempts.append(attempt)
             self._calls[event.call_id] = (view, attempt)
             if attempt.number and (streamed(view.attempts[-2]) or view.attempts[-2].broke):
-                keep_partials(view)
+                assign_partial_replies(view)
         for request_id in event.candidates:
             if request_id in self.context.open:
-                self.context.open[request_id].untold = True
+                self.context.open[request_id].unattributed_calls = True
 
     def _admit(self, event: Admit) -> None:
         if event.call_id in self._calls:
             attempt = self._calls[event.call_id][1]
-            attempt.admit = (
-                attempt.admit or event
-            )  # a preempted call is admitted again; its first admission counts
+            # A preempted call is admitted again: its first admission counts.
+            attempt.admit = attempt.admit or event
 
     def _submit(self, event: Submit) -> None:
         context = self.context
@@ -300,7 +312,7 @@ class Judge:
             view, attempt = self._calls[event.call_id]
             attempt.faults.append(event)
             if attempt.broke:
-                keep_partials(view)
+                assign_partial_replies(view)
 
     def _result(self, event: Result) -> None:
         view = self.context.open.get(event.request_id)
@@ -310,7 +322,7 @@ class Judge:
 
     def _close(self, view: RequestView) -> None:
         if view.attempts and (streamed(view.attempts[-1]) or view.attempts[-1].broke):
-            keep_partials(view)
+            assign_partial_replies(view)
         view.settle()
         view.neighbours = [
             *self._ended,
@@ -320,15 +332,14 @@ class Judge:
                 if other is not view
             ),
         ]
-        hedged = view.hedged
+        overlapping_calls = view.overlapping_calls
         for check, collector in self._plan.requests:
-            if view.untold:
-                collector.absent(UNTOLD)
+            if view.unattributed_calls:
+                collector.absent(UNATTRIBUTED_CALLS)
                 continue
-            if (
-                hedged and collector.check.family != "lifecycle"
-            ):  # that family says what may happen to such calls
-                collector.absent(HEDGED)
+            # The lifecycle family says what may happen to such calls, so it still judges them.
+            if overlapping_calls and collector.check.family != "lifecycle":
+                collector.absent(OVERLAPPING_CALLS)
                 continue
             try:
                 check(view, collector)
@@ -341,8 +352,8 @@ class Judge:
         self._ended.append(view)
 
 
-def _read(fold: TraceCheck, event: Event, out: Collector) -> None:
-    fold.event(event, out)
+def _feed_event(trace_check: TraceCheck, event: Event, out: Collector) -> None:
+    trace_check.event(event, out)
 
 
 _ASSEMBLY: Mapping[type[Event], Callable[[Judge, Any], None]] = {

@@ -1,9 +1,9 @@
-"""Ways: how a check is known to fail, so that another fault of the same check is told from the
-known one.
+"""How checks are known to fail, so that a new fault of the same check is not taken for the known
+one.
 
 A finding has a kind, which is the same from run to run, and a case in which certain situations
-arose. A way names the kinds that the known fault shows, and, where it needs something to have
-happened, the situations of which one must have.
+occurred. A known failure names the kinds of its findings and, if it needs something to have
+happened, the situations of which one must have occurred.
 """
 
 from __future__ import annotations
@@ -15,15 +15,17 @@ from typing import TypeAlias
 from rollproof.judging.checks import CheckResult, Verdict
 from rollproof.judging.report import Report
 
-__all__ = ["Ledger", "Way", "Ways", "hold"]
+__all__ = ["KnownFailure", "KnownFailureLedger", "KnownFailures", "apply_known_failures"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Way:
-    """One fault that a check is known to find, for ``reason``: findings of ``kinds``, in cases in
-    which one of ``after`` arose.
+class KnownFailure:
+    """One fault that a check is known to find.
 
-    ``after`` names situations as reports do (``aborts mid-decode``); an empty one asks for none.
+    reason: Why the check fails, for the report.
+    kinds: The kinds of findings that the fault causes.
+    after: Situations as reports name them (``aborts mid-decode``), of which one must have occurred
+        in the case; empty if the fault needs none.
     """
 
     reason: str
@@ -31,63 +33,67 @@ class Way:
     after: tuple[str, ...] = ()
 
     def covers(self, kind: str, situations: Collection[str]) -> bool:
-        """Whether a finding of ``kind`` in a case with ``situations`` is this fault, as far as can
-        be told.
-        """
+        """Return whether a finding of ``kind`` in a case with ``situations`` can be this fault."""
         return kind in self.kinds and (
             not self.after or any(name in situations for name in self.after)
         )
 
 
-Ways: TypeAlias = "Mapping[str, Sequence[Way]]"
-"""By the id of a check: the ways in which it is known to fail. A check that is not in it may fail
-in any.
-"""
+KnownFailures: TypeAlias = "Mapping[str, Sequence[KnownFailure]]"
+"""The known failures by the id of their check. A check without an entry may fail in any way."""
 
 
-class Ledger:
-    """Holds the findings of a run to the known ways, case by case."""
+class KnownFailureLedger:
+    """Compares the findings of a run with the known failures, case by case."""
 
-    def __init__(self, ways: Ways) -> None:
-        self._ways = ways
-        self._strange: dict[str, dict[str, int]] = {}
+    def __init__(self, failures: KnownFailures) -> None:
+        self._failures = failures
+        self._unexplained: dict[str, dict[str, int]] = {}
         self._seen: dict[str, list[str]] = {}
 
-    def concerns(self, check_id: str) -> bool:
-        """Whether it is known in which ways the check fails."""
-        return check_id in self._ways
+    def covers_check(self, check_id: str) -> bool:
+        """Return whether known failures are listed for the check."""
+        return check_id in self._failures
 
-    def strange(
+    def unexplained(
         self, check_id: str, kinds: Iterable[str], situations: Collection[str]
     ) -> list[str]:
-        """Those of ``kinds`` that no known way of the check covers in a case with ``situations``."""
-        ways = self._ways.get(check_id)
+        """Return those of ``kinds`` that no known failure of the check explains in such a case."""
+        failures = self._failures.get(check_id)
         return (
             []
-            if ways is None
-            else [kind for kind in kinds if not any(way.covers(kind, situations) for way in ways)]
+            if failures is None
+            else [
+                kind
+                for kind in kinds
+                if not any(failure.covers(kind, situations) for failure in failures)
+            ]
         )
 
-    def take(self, check_id: str, kinds: Mapping[str, int], situations: Collection[str]) -> bool:
-        """Take down how often a check found something of each kind in a case; whether the known
-        ways cover all of it.
+    def record(self, check_id: str, kinds: Mapping[str, int], situations: Collection[str]) -> bool:
+        """Record how often a check found each kind in a case.
+
+        Returns:
+            Whether the known failures explain all of them.
         """
         seen = self._seen.setdefault(check_id, [])
-        for way in self._ways.get(check_id, ()):
-            if way.reason not in seen and any(way.covers(kind, situations) for kind in kinds):
-                seen.append(way.reason)
-        strange = self.strange(check_id, kinds, situations)
-        if strange:
-            counts = self._strange.setdefault(check_id, {})
-            for kind in strange:
+        for failure in self._failures.get(check_id, ()):
+            if failure.reason not in seen and any(
+                failure.covers(kind, situations) for kind in kinds
+            ):
+                seen.append(failure.reason)
+        unexplained = self.unexplained(check_id, kinds, situations)
+        if unexplained:
+            counts = self._unexplained.setdefault(check_id, {})
+            for kind in unexplained:
                 counts[kind] = counts.get(kind, 0) + kinds[kind]
-        return not strange
+        return not unexplained
 
-    def settled(self, result: CheckResult) -> CheckResult:
-        """The result with what it shows of the known ways, and what beside them, which is told
-        first.
+    def annotated(self, result: CheckResult) -> CheckResult:
+        """Return the result with the known failures that it shows and the findings that they do not
+        explain, which come first.
         """
-        otherwise = dict(self._strange.get(result.id, {}))
+        otherwise = dict(self._unexplained.get(result.id, {}))
         findings = tuple(sorted(result.findings, key=lambda finding: finding.kind not in otherwise))
         return replace(
             result,
@@ -97,14 +103,15 @@ class Ledger:
         )
 
 
-def hold(report: Report, ways: Ways) -> Report:
-    """A report of a run whose cases are not known, held to the kinds of findings alone: a way that
-    asks for a situation covers nothing.
+def apply_known_failures(report: Report, failures: KnownFailures) -> Report:
+    """Compare a finished report with the known failures by the kinds of its findings alone.
+
+    The situations of its cases are not known, so a failure that names situations explains nothing.
     """
-    if not ways:
+    if not failures:
         return report
-    ledger = Ledger(ways)
+    ledger = KnownFailureLedger(failures)
     for result in report.results:
         if result.verdict is Verdict.FAIL:
-            ledger.take(result.id, result.kinds, ())
-    return replace(report, results=tuple(ledger.settled(result) for result in report.results))
+            ledger.record(result.id, result.kinds, ())
+    return replace(report, results=tuple(ledger.annotated(result) for result in report.results))

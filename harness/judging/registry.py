@@ -38,11 +38,13 @@ class Registry:
     def split(
         self, contract: Contract, about: str = "rollouts"
     ) -> tuple[tuple[Check, ...], tuple[tuple[Check, str], ...]]:
-        """The checks that apply to traces of ``about`` under ``contract``, and those that are ruled
-        out with the reason.
+        """Split the checks for traces of kind ``about`` under ``contract``.
+
+        Returns:
+            The checks that apply, and those that are ruled out with the reason.
         """
-        found = self._splits.get((contract, about))
-        if found is None:
+        split = self._splits.get((contract, about))
+        if split is None:
             reasons = [
                 (
                     check,
@@ -54,13 +56,14 @@ class Registry:
                 )
                 for check in self
             ]
-            found = (
+            split = (
                 tuple(check for check, reason in reasons if reason is None),
                 tuple((check, reason) for check, reason in reasons if reason is not None),
             )
+            # Contracts may be random, so the cache is bounded.
             if len(self._splits) < 256:
-                self._splits[contract, about] = found
-        return found
+                self._splits[contract, about] = split
+        return split
 
     def __getitem__(self, check_id: str) -> Check:
         try:
@@ -74,26 +77,28 @@ class Registry:
         return tuple(self._checks)
 
     def select(self, only: Iterable[str]) -> Registry:
-        """The checks whose id or family is named. Raises ``UsageError`` for a name that matches
-        nothing.
+        """Return the checks whose id or family is in ``only``.
+
+        Raises:
+            UsageError: A name matches nothing.
         """
         chosen = []
         for name in only:
-            hits = [check for check in self if name in (check.id, check.family)]
-            if not hits:
+            matches = [check for check in self if name in (check.id, check.family)]
+            if not matches:
                 raise UsageError(self._unknown(name))
-            chosen += hits
+            chosen += matches
         return Registry(dict.fromkeys(chosen))
 
     def extended(self, checks: Iterable[Check]) -> Registry:
-        """This registry with more checks behind it."""
+        """Return this registry with more checks at its end."""
         return Registry([*self, *checks])
 
     def _unknown(self, name: str) -> str:
         families = sorted({check.family for check in self})
-        near = difflib.get_close_matches(name, [*self.ids, *families], n=3, cutoff=0.5)
-        guess = f" Did you mean {' or '.join(near)}?" if near else ""
+        similar = difflib.get_close_matches(name, [*self.ids, *families], n=3, cutoff=0.5)
+        suggestion = f" Did you mean {' or '.join(similar)}?" if similar else ""
         return (
-            f"No check or family is named {name!r}.{guess} `rollproof checks` lists all; families"
+            f"No check or family is named {name!r}.{suggestion} `rollproof checks` lists all; families"
             f" are {', '.join(families)}."
         )

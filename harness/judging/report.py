@@ -1,4 +1,4 @@
-"""Report: the outcome of a run of checks, in memory and as JSON (schema 1)."""
+"""The outcome of a run of checks, in memory and as JSON (schema 1)."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ REPORT_SCHEMA = 1
 
 
 class ExitCode:
-    """Exit codes of every door of the command line."""
+    """Exit codes of all commands."""
 
     PASS = 0
     FAIL = 1
@@ -26,11 +26,14 @@ class ExitCode:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Canary:
-    """The self-test of a run: a fault planted into the subject's own trace, and the check that saw
-    it.
+    """The self-test of a run: a fault that was planted into the subject's own trace.
 
-    ``red`` is whether ``expected_by`` found it; a run whose canary stays green cannot be trusted.
-    ``planted`` is ``None`` where no trace was fit for planting one.
+    A run whose canary stays green cannot be trusted.
+
+    planted: The fault, or ``None`` if no trace was fit for one.
+    expected_by: The id of the check that must find it.
+    red: Whether it did.
+    reason: Why nothing was planted.
     """
 
     planted: str | None
@@ -39,7 +42,7 @@ class Canary:
     reason: str = ""
 
     def to_dict(self) -> dict[str, Any]:
-        """JSON-ready form."""
+        """Return the JSON form."""
         return {
             "planted": self.planted,
             "expected_by": self.expected_by,
@@ -52,9 +55,17 @@ class Canary:
 class Report:
     """What was judged, with which verdicts, and what was exercised.
 
-    ``expected`` maps the ids of failing checks that were declared as expected failures to their
-    reasons; one that fails ``otherwise`` than it is known to counts as failed. ``exercised`` counts
-    scenario classes over all traces ("aborts mid-decode", "resumes across a weight version", ...).
+    subject: The name of the system under test.
+    profile: The profile of the run.
+    seed: Its seed.
+    results: The results of the checks, in the order of the registry.
+    exercised: How often each situation occurred in all traces ("aborts mid-decode", ...).
+    canary: The self-test.
+    expected: The reasons of expected failures by the id of the check. A check that also fails in a
+        new way (``CheckResult.otherwise``) counts as failed.
+    cases: The number of cases.
+    seconds: Their wall time.
+    notes: Remarks for the reader.
     """
 
     subject: str
@@ -70,14 +81,20 @@ class Report:
 
     @property
     def failed(self) -> tuple[CheckResult, ...]:
-        """Failing checks that were not expected to fail."""
-        return tuple(r for r in self.results if r.verdict is Verdict.FAIL and not self._excused(r))
+        """The failing checks that were not expected to fail."""
+        return tuple(
+            result
+            for result in self.results
+            if result.verdict is Verdict.FAIL and not self._excused(result)
+        )
 
     @property
     def summary(self) -> dict[str, int]:
-        """Number of checks per outcome, with the keys of the JSON schema."""
-        counts = Counter(r.verdict for r in self.results)
-        expected = sum(r.verdict is Verdict.FAIL and self._excused(r) for r in self.results)
+        """The number of checks per outcome, with the keys of the JSON schema."""
+        counts = Counter(result.verdict for result in self.results)
+        expected = sum(
+            result.verdict is Verdict.FAIL and self._excused(result) for result in self.results
+        )
         return {
             "pass": counts[Verdict.PASS],
             "fail": counts[Verdict.FAIL] - expected,
@@ -91,8 +108,8 @@ class Report:
 
     @property
     def exit_code(self) -> int:
-        """0 all pass, 1 some fail (or the canary stayed green), 2 nothing failed and something is
-        unknown.
+        """0 if all pass, 1 if some fail or the canary stayed green, 2 if something is unknown and
+        nothing failed.
         """
         if self.failed or (
             self.canary is not None and self.canary.planted is not None and not self.canary.red
@@ -105,7 +122,7 @@ class Report:
         )
 
     def to_dict(self) -> dict[str, Any]:
-        """JSON report, schema 1: stable; keys may be added."""
+        """Return the JSON report, schema 1: stable, keys may be added."""
         return {
             "schema": REPORT_SCHEMA,
             "subject": self.subject,
@@ -115,8 +132,10 @@ class Report:
             "seconds": round(self.seconds, 3),
             "summary": self.summary,
             "checks": [
-                _result_dict(r, self.expected.get(r.id) if self._excused(r) else None)
-                for r in self.results
+                _result_dict(
+                    result, self.expected.get(result.id) if self._excused(result) else None
+                )
+                for result in self.results
             ],
             "exercised": dict(self.exercised),
             "canary": self.canary.to_dict() if self.canary else {},
@@ -150,15 +169,15 @@ def _result_dict(result: CheckResult, expected: str | None) -> dict[str, Any]:
         "otherwise": dict(result.otherwise),
         "findings": [
             {
-                "title": f.title,
-                "kind": f.kind,
-                "where": dict(f.where),
-                "expected": f.expected,
-                "observed": f.observed,
-                "hint": f.hint,
-                "witness": f.witness,
+                "title": finding.title,
+                "kind": finding.kind,
+                "where": dict(finding.where),
+                "expected": finding.expected,
+                "observed": finding.observed,
+                "hint": finding.hint,
+                "witness": finding.witness,
             }
-            for f in result.findings
+            for finding in result.findings
         ],
     }
     return out

@@ -1,4 +1,4 @@
-"""Views: one request of a trace, put together for a check to read."""
+"""One request of a trace, assembled for a check to read."""
 
 from __future__ import annotations
 
@@ -17,23 +17,26 @@ from rollproof.core.events.rollout import (
     Reply,
     Result,
     Submit,
-    Weights,
 )
 from rollproof.core.oracle import Oracle
-from rollproof.core.records import Request, Rollout, Scalar, Version
+from rollproof.core.records import Request, Rollout, Scalar
 from rollproof.core.trace import Header
 from rollproof.judging.stitching import Stitched, stitch
+from rollproof.judging.weight_history import WeightHistory
 
-__all__ = ["Attempt", "History", "RequestView"]
+__all__ = ["Attempt", "RequestView"]
 
 
 @dataclass(slots=True)
 class Attempt:
-    """One engine call of a request. ``number`` counts the request's calls from 0; ``admit`` is the
-    first admission.
+    """One engine call of a request.
 
-    ``kept`` is what the stack kept of a stream that broke off
-    (``rollproof.judging.partial_replies``).
+    number: The index of the call among those of the request, from 0.
+    call: The call.
+    admit: Its first admission.
+    replies: Its replies.
+    faults: The faults that happened to it.
+    partial: What the stack kept of a stream that broke (``rollproof.judging.partial_replies``).
     """
 
     number: int
@@ -41,15 +44,13 @@ class Attempt:
     admit: Admit | None = None
     replies: list[Reply] = field(default_factory=list)
     faults: list[Fault] = field(default_factory=list)
-    kept: Reply | None = None
+    partial: Reply | None = None
 
     @property
     def consumed(self) -> Reply | None:
-        """The reply that the stack received first; ``None`` where none was delivered (outcome
-        unknown to it).
-        """
-        if self.kept is not None:
-            return self.kept
+        """The reply that the stack received first, or ``None`` if none was delivered."""
+        if self.partial is not None:
+            return self.partial
         for reply in self.replies:
             if reply.delivered and not self.broke:
                 return reply
@@ -57,114 +58,36 @@ class Attempt:
 
     @property
     def broke(self) -> bool:
-        """Whether a reply that was sent may have come in part, or not at all."""
+        """Whether the stack may have received a reply in part or not at all."""
         return any(fault.what == "broken-stream" for fault in self.faults)
 
 
-@dataclass(slots=True)
-class History:
-    """Weight updates so far, per server and in order, and what was published."""
-
-    updates: list[Weights] = field(default_factory=list)
-    _read: int = 0
-    _labels: dict[Version, list[Version]] = field(default_factory=dict)
-    _carried: dict[Version, dict[Version, None]] = field(default_factory=dict)
-    _serving: dict[str, tuple[Version, Version]] = field(default_factory=dict)
-    _named: dict[tuple[str, Version], int] = field(default_factory=dict)
-    _unlabelled: set[Version] = field(default_factory=set)
-    _order: dict[Version, int] = field(default_factory=dict)
-
-    @property
-    def labels(self) -> frozenset[Version]:
-        """Every label ever published."""
-        return frozenset(self._known()._order)
-
-    def label_of(self, version: Version) -> Version:
-        """The label under which weights ``version`` were last published; ``None`` where they never
-        were.
-        """
-        labels = self.labels_of(version)
-        return labels[-1] if labels else None
-
-    def labels_of(self, version: Version) -> Sequence[Version]:
-        """Every label under which weights ``version`` were published, the latest last; more than
-        one after a retag.
-
-        A label that a server went on showing when it had loaded them counts only where they never
-        got one of their own.
-        """
-        known = self._known()
-        return known._labels.get(version) or tuple(known._carried.get(version, ()))
-
-    def carried_of(self, version: Version) -> frozenset[Version]:
-        """Labels of other weights that servers still showed for weights ``version``, before these
-        got a label of their own.
-
-        vLLM's update names no version: weights are loaded first, and their label is published by a
-        request of its own.
-        """
-        known = self._known()
-        return frozenset(known._carried.get(version, ())).difference(self.labels_of(version))
-
-    def named_at(self, server_id: str, version: Version) -> int | None:
-        """Index of the event from which on a server showed a label of their own for weights
-        ``version``; ``None`` where there is none.
-        """
-        return self._known()._named.get((server_id, version))
-
-    def rank_of(self, label: Version) -> int | None:
-        """How many labels were published before ``label`` was for the first time; ``None`` where it
-        never was.
-        """
-        return self._known()._order.get(label)
-
-    def unlabelled(self) -> frozenset[Version]:
-        """Versions that were loaded without a label of their own (an update with ``None``)."""
-        return frozenset(self._known()._unlabelled)
-
-    def _known(self) -> History:
-        """Take in the updates that came since the last look."""
-        for update in self.updates[self._read :] if self._read < len(self.updates) else ():
-            before = self._serving.get(update.server_id)
-            self._serving[update.server_id] = (update.version, update.label)
-            if update.label is None:
-                if update.loaded:
-                    self._unlabelled.add(update.version)
-                continue
-            self._order.setdefault(update.label, len(self._order))
-            if (
-                update.loaded
-                and before is not None
-                and before[0] != update.version
-                and before[1] == update.label
-            ):
-                self._carried.setdefault(update.version, {})[update.label] = None
-                continue
-            self._named.setdefault((update.server_id, update.version), update.index)
-            labels = self._labels.setdefault(update.version, [])
-            if update.label in labels:
-                labels.remove(update.label)
-            labels.append(update.label)
-        self._read = len(self.updates)
-        return self
-
-
 class RequestView:
-    """One ended request: what was asked, which calls it made, what came back, what was handed over.
+    """One ended request: its options, its engine calls, their replies, and the delivered sample.
 
-    ``neighbours`` are a bounded number of other requests of the same run, to find out whose values
-    a stray one is. ``stitched`` is the reference stitch; ``oracle`` is there where the trace is
-    coded. Views are read-only to checks, but for ``memo``, where the checks of a family keep under
-    its name what they share (nothing that refers to the view). ``header`` is the trace's, ``None``
-    where a view was made by hand. ``untold`` says that calls may be its own which the recorder
-    could not attribute.
+    Checks only read a view, except for ``memo``.
+
+    submit: The request.
+    contract: The contract of the subject.
+    engine: The contract of the engines, if there is one.
+    header: The header of the trace, ``None`` if a view was made by hand.
+    history: The weight updates so far.
+    oracle: What the policy must return, if the trace is coded.
+    attempts: The engine calls in order.
+    observations: The tokens of the environment.
+    results: How the request ended.
+    neighbours: A bounded number of other requests of the run, to find the owner of misplaced
+        values.
+    memo: Values that the checks of a family share, by their name; nothing in it refers to the view.
+    unattributed_calls: Whether calls may belong to the request that the recorder could not
+        attribute.
     """
 
     def __init__(
         self,
         submit: Submit,
         contract: Contract,
-        history: History,
+        history: WeightHistory,
         oracle: Oracle | None,
         engine: Contract | None = None,
         header: Header | None = None,
@@ -180,27 +103,25 @@ class RequestView:
         self.results: list[Result] = []
         self.neighbours: Sequence[RequestView] = ()
         self.memo: dict[str, Any] = {}
-        self.untold: bool = False
+        self.unattributed_calls: bool = False
 
     @property
     def request(self) -> Request:
-        """What the caller asked for."""
+        """The request as the caller submitted it."""
         return self.submit.request
 
     @property
     def result(self) -> Result | None:
-        """How the request ended first; ``None`` where it never did."""
+        """How the request first ended, or ``None`` if it never did."""
         return self.results[0] if self.results else None
 
     @property
     def rollout(self) -> Rollout | None:
-        """The sample that was handed over; ``None`` where there is none."""
+        """The delivered sample, or ``None``."""
         return self.result.rollout if self.result else None
 
     def settle(self) -> None:
-        """Forget what was worked out from the view before its request ended (as a neighbour of
-        another).
-        """
+        """Forget what was computed before the request ended, while it was a neighbour of others."""
         for name in ("stitched", "segments", "total_ids"):
             self.__dict__.pop(name, None)
         self.memo.clear()
@@ -211,10 +132,8 @@ class RequestView:
         return self.stitched_as(self.contract.provenance or Provenance.AS_SAMPLED)
 
     def stitched_as(self, provenance: Provenance) -> Stitched:
-        """As ``stitched``, under another provenance: to say which one a stack follows instead of
-        the declared one.
-        """
-        # a case says which turns there are; elsewhere only the calls tell
+        """Return ``stitched`` under another provenance, to tell which one a stack follows."""
+        # A case lists its turns; in other traces only the calls show them.
         open_ended = self.header is None or self.header.case is None or bool(self.request.turns)
         return stitch(
             self.request.prompt_ids,
@@ -226,25 +145,26 @@ class RequestView:
 
     @cached_property
     def segments(self) -> list[Attempt]:
-        """The attempts whose replies were received, in order of delivery."""
-        got = [attempt for attempt in self.attempts if attempt.consumed is not None]
-        return sorted(got, key=lambda attempt: attempt.consumed.index if attempt.consumed else 0)
+        """The attempts with a received reply, in order of delivery."""
+        received = [attempt for attempt in self.attempts if attempt.consumed is not None]
+        return sorted(
+            received, key=lambda attempt: attempt.consumed.index if attempt.consumed else 0
+        )
 
     @property
-    def hedged(self) -> bool:
-        """Whether two calls of the same prompt overlapped, both unharmed and both answered: which
-        answer was used cannot be told.
+    def overlapping_calls(self) -> bool:
+        """Whether two calls of the same prompt overlapped and both were answered, without a fault.
+
+        The trace does not show which of the answers was used.
         """
-        sound = [
+        unharmed = [
             attempt
             for attempt in self.attempts
             if attempt.consumed is not None and not attempt.faults
         ]
-        for earlier, later in pairwise(sound):
-            answered = earlier.consumed
-            overlap = (
-                answered is not None and earlier.call.index < later.call.index < answered.index
-            )
+        for earlier, later in pairwise(unharmed):
+            reply = earlier.consumed
+            overlap = reply is not None and earlier.call.index < later.call.index < reply.index
             if overlap and earlier.call.prompt_ids == later.call.prompt_ids:
                 return True
         return False
@@ -256,20 +176,20 @@ class RequestView:
 
     @cached_property
     def total_ids(self) -> tuple[int, ...]:
-        """Prompt and response of the delivered sample."""
+        """The prompt and the response of the delivered sample."""
         rollout = self.rollout
         return self.request.prompt_ids + (rollout.response_ids if rollout else ())
 
-    def where(self, **more: Scalar) -> Mapping[str, Scalar]:
-        """A finding's place: this request, and of ``more`` what is known."""
+    def place(self, **more: Scalar) -> Mapping[str, Scalar]:
+        """Return the place of a finding: this request, and those of ``more`` that are not ``None``."""
         return {
             "request": self.request.request_id,
             **{name: value for name, value in more.items() if value is not None},
         }
 
     def segment_of(self, position: int) -> int | None:
-        """Which received segment sampled the token at absolute ``position`` (counting from 0);
-        ``None`` for prompt tokens.
+        """Return which received segment sampled the token at ``position``, ``None`` for prompt
+        tokens.
         """
         index = position - len(self.request.prompt_ids)
         tokens = self.stitched.tokens

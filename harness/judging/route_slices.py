@@ -1,8 +1,4 @@
-"""Row pieces: the route rows that a rollout must have, as views into the engines' replies.
-
-A resumed rollout takes its rows from several replies. Keeping slices instead of one joined array
-spares a copy of every row, so that judging a long trace costs one comparison.
-"""
+"""The route rows that a rollout must have, as views into the engines' replies."""
 
 from __future__ import annotations
 
@@ -17,10 +13,12 @@ from rollproof.core.records import IntArray
 __all__ = ["RowPiece", "cut_pieces", "join_pieces", "overlay"]
 
 
+# A resumed rollout takes its rows from several replies. Slices in place of one joined array save a
+# copy of every row, so that judging a long trace costs one comparison.
 @dataclass(frozen=True, slots=True, eq=False)
 class RowPiece:
-    """Rows ``(n, layers, top_k)`` of absolute positions ``start`` to ``start + n``, all from the
-    reply of one attempt.
+    """Rows ``(n, layers, top_k)`` of positions ``start`` to ``start + n``, all from the reply of
+    one attempt.
     """
 
     start: int
@@ -29,16 +27,16 @@ class RowPiece:
 
     @property
     def end(self) -> int:
-        """The position behind the last row."""
+        """The position after the last row."""
         return self.start + len(self.rows)
 
     def part(self, start: int, end: int) -> RowPiece:
-        """The rows of positions ``start`` to ``end``, which must lie within."""
+        """Return the rows of positions ``start`` to ``end``, which must lie within the piece."""
         return RowPiece(start, self.attempt, self.rows[start - self.start : end - self.start])
 
 
 def cut_pieces(pieces: Sequence[RowPiece], stop: int) -> tuple[RowPiece, ...]:
-    """The rows of positions below ``stop``."""
+    """Return the rows of positions below ``stop``."""
     return tuple(
         piece if piece.end <= stop else piece.part(piece.start, stop)
         for piece in pieces
@@ -47,38 +45,43 @@ def cut_pieces(pieces: Sequence[RowPiece], stop: int) -> tuple[RowPiece, ...]:
 
 
 def overlay(pieces: Sequence[RowPiece], new: RowPiece, *, keep: bool) -> tuple[RowPiece, ...]:
-    """Add the rows of a reply: with ``keep`` only where nothing stands, without it over what stands
-    there.
+    """Add the rows of a reply to ``pieces``.
 
-    ``pieces`` are disjoint and ascending, and so is the result.
+    Args:
+        pieces: Disjoint pieces in ascending order; the result is so, too.
+        new: The rows to add.
+        keep: Whether rows that exist stay. Otherwise the new rows replace them.
     """
     if keep:
-        gaps, at = [], new.start
+        gaps, position = [], new.start
         for piece in pieces:
-            if piece.start > at:
-                gaps.append(new.part(at, max(at, min(piece.start, new.end))))
-            at = max(at, piece.end)
-        if at < new.end:
-            gaps.append(new.part(at, new.end))
-        added, kept = [gap for gap in gaps if len(gap.rows)], list(pieces)
+            if piece.start > position:
+                gaps.append(new.part(position, max(position, min(piece.start, new.end))))
+            position = max(position, piece.end)
+        if position < new.end:
+            gaps.append(new.part(position, new.end))
+        added, remaining = [gap for gap in gaps if len(gap.rows)], list(pieces)
     else:
-        kept = [
+        remaining = [
             piece.part(piece.start, min(piece.end, new.start))
             for piece in pieces
             if piece.start < new.start
         ]
-        kept += [
+        remaining += [
             piece.part(max(piece.start, new.end), piece.end)
             for piece in pieces
             if piece.end > new.end
         ]
         added = [new]
-    return tuple(sorted([*kept, *added], key=lambda piece: piece.start))
+    return tuple(sorted([*remaining, *added], key=lambda piece: piece.start))
 
 
 def join_pieces(pieces: Sequence[RowPiece]) -> tuple[IntArray | None, npt.NDArray[np.int64]]:
-    """``(n, layers, top_k)`` rows from position 0 on, zeros where nothing was captured, and
-    ``(n,)`` the attempts (-1: none).
+    """Join pieces into arrays from position 0 on.
+
+    Returns:
+        The rows ``(n, layers, top_k)``, zeros if nothing was captured, and the attempt of each row
+        ``(n,)``, -1 for none.
     """
     if not pieces:
         return None, np.zeros(0, dtype=np.int64)

@@ -1,17 +1,19 @@
-"""Scenarios: what a trace exercised, counted for the report.
+"""Counts of the situations that a trace exercised, for the report.
 
-A green report says little if no abort ever landed mid-decode; the table of these counts says which
-situations were met.
+A green report says little if no abort ever landed mid-decode: the counts say which situations
+occurred in the run.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
 from rollproof.core.engine_contract import PauseMode
 from rollproof.core.events.base import Event
+from rollproof.core.events.replay import Outcome, Routing, Step
 from rollproof.core.events.rollout import (
     Abort,
     Admit,
@@ -25,8 +27,9 @@ from rollproof.core.events.rollout import (
     Weights,
 )
 from rollproof.core.records import FinishReason, Version
+from rollproof.core.replay_contract import Recompute
 
-__all__ = ["SITUATIONS", "Scenarios"]
+__all__ = ["SITUATIONS", "ReplaySituationCounter", "SituationCounter"]
 
 _FAULTS = {
     "lost-reply": "lost replies",
@@ -49,15 +52,16 @@ SITUATIONS = frozenset(
         "aborts of nothing in flight", "ends of sequence on the last token", "ends of sequence before the budget", "budgets exhausted",
         "natural ends", "labels published without weights", "weight updates while idle", "weight updates while calls ran",
         "weight updates between calls", "weight updates without a label", "identity updates", "failed weight updates",
-        "broken weight transfers", *_FAULTS.values(), *(f"pauses, mode {mode}" for mode in PauseMode),
+        "broken weight transfers", *_FAULTS.values(),
+        *(f"pauses, mode {mode}" for mode in PauseMode),
     )
 )  # fmt: skip
-"""Names of what is counted."""
+"""The names of all situations of rollouts that are counted."""
 _FREEZING = (PauseMode.KEEP, PauseMode.RETRACT, PauseMode.IN_PLACE)
 
 
 @dataclass(slots=True)
-class _Open:
+class _OpenRequest:
     """A request that has not ended: its calls, and the versions that sampled a token of it, in
     order.
     """
@@ -70,9 +74,10 @@ class _Open:
 
 
 @dataclass(slots=True)
-class _Sent:
-    """A call that was not answered. ``frozen``: a pause froze it, so that its next admission is no
-    preemption's.
+class _OpenCall:
+    """A call without a reply.
+
+    frozen: Whether a pause froze it, so that its next admission is not that of a preemption.
     """
 
     request: str
@@ -84,22 +89,20 @@ class _Sent:
 
 @dataclass(slots=True)
 class _Server:
-    """What is known of a server: its weights (``None``: never told), and how many admitted calls it
-    has.
-    """
+    """The weights of a server (``None``: unknown) and the number of its admitted calls."""
 
     version: Version = None
     busy: int = 0
 
 
-class Scenarios:
-    """Counts the situations of one trace. Memory holds the open requests and calls."""
+class SituationCounter:
+    """Counts the situations of one trace. Memory holds only open requests and calls."""
 
     def __init__(self) -> None:
         self._counts: dict[str, int] = {}
-        self._open: dict[str, _Open] = {}
-        self._sent: dict[int, _Sent] = {}
-        self._lost: dict[int, _Sent] = {}
+        self._requests: dict[str, _OpenRequest] = {}
+        self._calls: dict[int, _OpenCall] = {}
+        self._lost: dict[int, _OpenCall] = {}
         self._servers: dict[str, _Server] = {}
         self._out_of_step = False
         self._handlers: dict[type[Event], Callable[[Any], None]] = {
@@ -116,16 +119,14 @@ class Scenarios:
         }
 
     def event(self, event: Event) -> None:
-        """Take one event."""
+        """Count what one event shows."""
         handler = self._handlers.get(type(event))
         if handler is not None:
             handler(event)
 
     @property
     def counts(self) -> dict[str, int]:
-        """How often each situation occurred, by name, sorted by name; what never occurred is left
-        out.
-        """
+        """How often each situation occurred, by name and sorted, without zeros."""
         return {name: count for name, count in sorted(self._counts.items()) if count}
 
     def _add(self, name: str, times: int = 1) -> None:
@@ -139,15 +140,15 @@ class Scenarios:
 
     def _submit(self, event: Submit) -> None:
         self._add("requests")
-        if self._open:
+        if self._requests:
             self._add("requests in parallel with others")
-        self._open[event.request.request_id] = _Open()
+        self._requests[event.request.request_id] = _OpenRequest()
 
     def _call(self, event: Call) -> None:
         self._add("engine calls")
-        self._sent[event.call_id] = _Sent(event.request_id, event.server_id, event.max_tokens)
+        self._calls[event.call_id] = _OpenCall(event.request_id, event.server_id, event.max_tokens)
         self._server(event.server_id)
-        request = self._open.get(event.request_id)
+        request = self._requests.get(event.request_id)
         if request is None:
             return
         request.calls.append(event.call_id)
@@ -156,7 +157,7 @@ class Scenarios:
             request.aborted = False
 
     def _admit(self, event: Admit) -> None:
-        call = self._sent.get(event.call_id)
+        call = self._calls.get(event.call_id)
         if call is None:
             return
         call.admits += 1
@@ -169,12 +170,11 @@ class Scenarios:
         call.frozen = False
 
     def _reply(self, event: Reply) -> None:
-        call = self._sent.pop(event.call_id, None)
+        call = self._calls.pop(event.call_id, None)
         if call is not None and call.admits:
             self._servers[call.server].busy -= 1
-        if (
-            call is None and event.call_id in self._lost
-        ):  # it was answered in the very moment in which its server died
+        if call is None and event.call_id in self._lost:
+            # It was answered in the very moment in which its server died.
             call = self._lost.pop(event.call_id)
             self._add("calls lost with their server", -1)
         if call is None:
@@ -189,11 +189,11 @@ class Scenarios:
         if output.routes is not None:
             self._add("route rows", len(output.routes))
         self._add(_ending(call, output.finish_reason, tokens))
-        request = self._open.get(call.request)
+        request = self._requests.get(call.request)
         if request is not None and event.delivered and not event.duplicate:
             self._consume(request, event)
 
-    def _consume(self, request: _Open, reply: Reply) -> None:
+    def _consume(self, request: _OpenRequest, reply: Reply) -> None:
         request.aborted = reply.output.finish_reason is FinishReason.ABORT
         request.aborts += request.aborted
         before, sampled = len(request.versions), 0
@@ -215,7 +215,7 @@ class Scenarios:
         self._add(f"pauses, mode {event.mode}")
         if event.mode in _FREEZING:
             for call_id in event.progress or ():
-                call = self._sent.get(call_id)
+                call = self._calls.get(call_id)
                 if call is not None and call.admits:
                     call.frozen = True
                     self._add("calls frozen by a pause")
@@ -225,13 +225,13 @@ class Scenarios:
         if not event.loaded:
             self._add("labels published without weights")
             return
-        if server.version is not None or self._open:
+        if server.version is not None or self._requests:
             self._update(event, server)
         server.version = event.version
-        self._out_of_step = len({one.version for one in self._servers.values()}) > 1
+        self._out_of_step = len({server.version for server in self._servers.values()}) > 1
 
     def _update(self, event: Weights, server: _Server) -> None:
-        if not self._open:
+        if not self._requests:
             self._add("weight updates while idle")
         else:
             self._add(
@@ -243,7 +243,7 @@ class Scenarios:
             self._add("weight updates without a label")
 
     def _observation(self, event: Observation) -> None:
-        request = self._open.get(event.request_id)
+        request = self._requests.get(event.request_id)
         if request is not None:
             request.turns += 1
 
@@ -256,19 +256,21 @@ class Scenarios:
         self._add(_FAULTS.get(event.what, event.what))
         if event.what == "death" and event.server_id is not None:
             self._server(event.server_id).busy = 0
-            for call_id in [
-                call_id for call_id, call in self._sent.items() if call.server == event.server_id
-            ]:
-                self._lost[call_id] = self._sent.pop(call_id)
+            lost = [
+                number for number, call in self._calls.items() if call.server == event.server_id
+            ]
+            for call_id in lost:
+                self._lost[call_id] = self._calls.pop(call_id)
                 self._add("calls lost with their server")
 
     def _result(self, event: Result) -> None:
-        request = self._open.pop(event.request_id, None)
+        request = self._requests.pop(event.request_id, None)
         if request is None:
             return
-        for call_id in request.calls:  # calls that were given up have no reply
+        # Calls that the stack gave up have no reply.
+        for call_id in request.calls:
             self._lost.pop(call_id, None)
-            call = self._sent.pop(call_id, None)
+            call = self._calls.pop(call_id, None)
             if call is not None and call.admits:
                 self._servers[call.server].busy -= 1
         if event.hung:
@@ -285,11 +287,42 @@ class Scenarios:
             self._add("rollouts across two or more updates")
 
 
-def _ending(call: _Sent, reason: FinishReason, tokens: int) -> str:
-    """The name of how a call ended. A budget is the call's own grant."""
+class ReplaySituationCounter:
+    """Counts the situations of one trace of a trainer with routing replay, event by event."""
+
+    def __init__(self) -> None:
+        self._counts: Counter[str] = Counter()
+
+    def event(self, event: Event) -> None:
+        """Count what one event shows."""
+        counts = self._counts
+        if isinstance(event, Step):
+            counts[f"steps, {event.action}"] += 1
+            counts[f"steps, {event.purpose}"] += 1
+            counts[f"steps with {event.recompute} recompute"] += (
+                event.recompute is not Recompute.NONE
+            )
+            counts["steps under drifted weights"] += event.weights > 0
+            counts["bad routes"] += event.defect is not None
+            counts["steps with a failure"] += event.fail_at is not None
+        elif isinstance(event, Routing):
+            counts[f"rows routed in {event.phase}"] += len(event.experts)
+        elif isinstance(event, Outcome):
+            counts["steps skipped"] += bool(event.skipped)
+            counts["steps that ended with an error"] += event.error is not None
+
+    @property
+    def counts(self) -> dict[str, int]:
+        """How often each situation occurred, by name and sorted, without zeros."""
+        return {name: count for name, count in sorted(self._counts.items()) if count}
+
+
+def _ending(call: _OpenCall, reason: FinishReason, tokens: int) -> str:
+    """Return the name of how a call ended. The budget is the one granted to the call."""
     full = call.max_tokens is not None and tokens >= call.max_tokens
     if reason is FinishReason.ABORT:
-        if not tokens:  # a recording knows no admissions, but a call that sampled was admitted
+        if not tokens:
+            # A recording has no Admit events, but a call that sampled tokens was admitted.
             return "aborts before the first token" if call.admits else "aborts while queued"
         return "aborts on the last token" if full else "aborts mid-decode"
     if reason is FinishReason.STOP:

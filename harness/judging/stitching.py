@@ -1,12 +1,12 @@
-"""The reference stitch: what a resumed rollout must be, as a fold over what the engines delivered.
+"""The reference stitch: the rollout that the engines' delivered replies make.
 
-Written from the specification, not from any stack. A call says what the stack knows: it must send
-the prompt and everything that was delivered before. A delivered reply continues the sequence that
-its call sent; a call that sends less than is known restarts from there; tokens of the environment
-stand between turns. Rows follow the declared provenance, with the boundary-row rule: a reply's row
-at the position of its last token is never a capture (that token was not forwarded), so the row of a
-segment's last token comes from the next segment. A reply without tokens adds nothing, no rows
-either.
+It is written from the specification, not from any stack. A call shows what the stack knows: it must
+send the prompt and everything that was delivered before. A delivered reply continues the sequence
+that its call sent; a call that sends less than is known restarts from there; tokens of the
+environment lie between turns. Rows follow the declared provenance, with the boundary-row rule: a
+reply's row at the position of its last token is never a capture (that token was not forwarded), so
+the row of a segment's last token comes from the next segment. A reply without tokens adds nothing,
+no rows either.
 """
 
 from __future__ import annotations
@@ -35,11 +35,13 @@ _TURN_ENDS = (FinishReason.STOP, FinishReason.LENGTH, FinishReason.COMPLETED)
 
 @dataclass(frozen=True, slots=True)
 class Token:
-    """One response token and where it comes from.
+    """One response token and its source.
 
-    ``attempt`` is the index of the attempt that sampled it, -1 for a token of the environment;
-    ``shown`` the version that the engine showed for it, ``true`` the version that really sampled it
-    (``None``: unknown).
+    id: The token id.
+    attempt: The index of the attempt that sampled it, -1 for a token of the environment.
+    logprob: The logprob that the engine returned.
+    shown: The version that the engine showed for it.
+    true: The version that really sampled it (``None``: unknown).
     """
 
     id: int
@@ -64,11 +66,12 @@ class Stretch:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Run:
-    """Consecutive response tokens of one source: ``attempt`` and its ``reply``, or -1 and ``None``
-    for the environment.
+    """Consecutive response tokens of one source.
 
-    ``ids`` are the first of the reply's tokens (all, unless a later call restarted before their
-    end); the first one stands at response index ``start``.
+    start: The response index of the first token.
+    ids: The first tokens of the reply: all, unless a later call restarted before their end.
+    attempt: The index of the attempt, -1 for the environment.
+    reply: The reply, ``None`` for the environment.
     """
 
     start: int
@@ -78,19 +81,19 @@ class Run:
 
     @property
     def end(self) -> int:
-        """Response index behind the last token."""
+        """The response index after the last token."""
         return self.start + len(self.ids)
 
     @property
     def logprobs(self) -> list[float]:
-        """The logprob that the engine returned with each token; NaN where it returned none."""
+        """The logprob that the engine returned with each token, NaN if it returned none."""
         count = len(self.ids)
-        given = None if self.reply is None else self.reply.output.logprobs
-        out: list[float] = [] if given is None else given[:count].tolist()
+        logprobs = None if self.reply is None else self.reply.output.logprobs
+        out: list[float] = [] if logprobs is None else logprobs[:count].tolist()
         return out + [np.nan] * (count - len(out))
 
     def stretches(self) -> list[Stretch]:
-        """The tokens by version; none for an empty run, one for the environment."""
+        """Return the tokens by version: none for an empty run, one stretch for the environment."""
         count = len(self.ids)
         if not count or self.reply is None:
             return [Stretch(self.start, self.end, -1, None, None)] if count else []
@@ -100,27 +103,33 @@ class Run:
         if len(shown) == 1 and len(true) == 1:
             return [Stretch(self.start, self.end, self.attempt, shown[0][1], true[0][1])]
         out = []
-        i = j = at = 0
-        while at < count:
+        i = j = offset = 0
+        while offset < count:
             end = min(shown[i][0], true[j][0])
             out.append(
-                Stretch(self.start + at, self.start + end, self.attempt, shown[i][1], true[j][1])
+                Stretch(
+                    self.start + offset, self.start + end, self.attempt, shown[i][1], true[j][1]
+                )
             )
             i += end == shown[i][0]
             j += end == true[j][0]
-            at = end
+            offset = end
         return out
 
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """How one call continued the sequence known when it was made. Lengths count tokens of prompt +
+    """How one call continued the sequence that was known when it was made, in tokens of prompt +
     response.
 
-    The first ``agree`` of the ``sent`` tokens equal the ``known`` ones. ``spent`` counts the tokens
-    sampled in the current turn among those that the call goes on from; ``ended`` is whether the
-    turn had ended naturally (``stop``), so that only the environment could follow, and ``turn``
-    whether the call brought tokens of the environment itself.
+    attempt: The index of the attempt.
+    sent: The number of tokens that the call sent.
+    known: The number of tokens that were known.
+    agree: How many leading tokens of the two are equal.
+    spent: The number of tokens sampled in the current turn among those that the call continues.
+    ended: Whether the turn had ended naturally (``stop``), so that only the environment could
+        follow.
+    turn: Whether the call itself brought tokens of the environment.
     """
 
     attempt: int
@@ -143,9 +152,7 @@ class Step:
 
     @property
     def after_end(self) -> bool:
-        """Whether the call asked for more of a turn that had ended, with or without tokens of its
-        own.
-        """
+        """Whether the call continues a turn that had ended, with or without tokens of its own."""
         return self.ended and self.agree in (self.sent, self.known)
 
 
@@ -153,10 +160,14 @@ class Step:
 class Stitched:
     """What the rollout must be.
 
-    ``runs`` are the response's tokens by source, ``pieces`` the rows by absolute position
-    (disjoint, ascending; what no piece covers was never captured), ``steps`` say how each call
-    continued. ``last`` is the attempt whose reply was taken last, ``broken`` the one whose prompt
-    did not continue the sequence: the fold stops there, and nothing after it can be judged.
+    prompt_ids: The prompt.
+    runs: The tokens of the response by source.
+    finish_reason: The finish reason of the last reply.
+    pieces: The rows by absolute position, disjoint and ascending; what no piece covers was never
+        captured.
+    broken: The attempt whose prompt did not continue the sequence. Nothing after it can be judged.
+    steps: How each call continued.
+    last: The attempt whose reply came last.
     """
 
     prompt_ids: tuple[int, ...]
@@ -184,29 +195,29 @@ class Stitched:
 
     @cached_property
     def response_ids(self) -> tuple[int, ...]:
-        """The ids of the response."""
+        """The token ids of the response."""
         return tuple(chain.from_iterable(run.ids for run in self.runs))
 
     @cached_property
     def logprob_list(self) -> list[float]:
-        """The logprob of each response token; NaN where no engine gave one."""
+        """The logprob of each response token, NaN if no engine returned one."""
         return [value for run in self.runs for value in run.logprobs]
 
     @cached_property
     def logprobs(self) -> LogprobArray:
-        """``(response,)`` float64; NaN where no engine gave one."""
+        """``(response,)`` float64, NaN if no engine returned one."""
         return np.array(self.logprob_list, dtype=np.float64)
 
     @property
     def rows(self) -> IntArray | None:
-        """``(n, layers, top_k)`` over absolute positions from 0, a copy; ``None`` where nothing was
+        """``(n, layers, top_k)`` over absolute positions from 0, a copy; ``None`` if nothing was
         captured.
         """
         return join_pieces(self.pieces)[0]
 
     @property
     def row_source(self) -> npt.NDArray[np.int64]:
-        """``(n,)``: the attempt that each row comes from; -1 where it was never captured."""
+        """``(n,)``: the attempt that each row comes from, -1 if it was never captured."""
         return join_pieces(self.pieces)[1]
 
 
@@ -221,10 +232,8 @@ def stitch(
     """Fold the delivered replies of one request, in order of delivery, into the rollout that they
     make.
 
-    Where calls overlap in time, a reply that arrives after the reply of a later call is the outcome
-    of a call that the stack had given up, and counts for nothing. Where the trace holds no
-    ``Observation`` of the request, the tokens that a call adds after a natural end are taken for
-    the environment's, unless ``unrecorded_turns`` says that there are none.
+    If the trace holds no ``Observation`` of the request, the tokens that a call adds after a
+    natural end are taken for the environment's, unless ``unrecorded_turns`` is false.
     """
     events: list[tuple[int, int, Any]] = [(item.index, 1, item) for item in observations]
     for attempt in attempts:
@@ -257,7 +266,7 @@ def _moment(event: tuple[int, int, Any]) -> tuple[int, int]:
 
 
 class _Fold:
-    """The sequence as far as it is known, and how it came about."""
+    """The sequence as far as it is known, and its source."""
 
     def __init__(
         self, prompt_ids: tuple[int, ...], provenance: Provenance, implicit_turns: bool
@@ -278,28 +287,32 @@ class _Fold:
     def call(self, number: int, call: Call) -> None:
         """Compare what the call sends with what is known."""
         sent, known = call.prompt_ids, len(self.known)
-        agree = _common(sent, self.known)
+        agree = _common_prefix(sent, self.known)
         turn = self._implicit and agree == known < len(sent) and self.finish in _TURN_ENDS
         ended = self._ended and not turn
         if turn:
             self.environment(sent[known:])
             known = agree = len(sent)
-        good = agree if agree == len(sent) else known
+        usable = agree if agree == len(sent) else known
         self.steps.append(
-            Step(number, len(sent), known, agree, max(0, good - self._turn_start), ended, turn)
+            Step(number, len(sent), known, agree, max(0, usable - self._turn_start), ended, turn)
         )
 
     def environment(self, token_ids: tuple[int, ...]) -> None:
-        """The environment appends tokens; they begin a turn."""
+        """Append tokens of the environment; they begin a turn."""
         self.runs.append(Run(len(self.known) - self.base, token_ids, -1, None))
         self.known += token_ids
         self._turn_start = len(self.known)
         self._ended = False
 
     def reply(self, number: int, call: Call, reply: Reply) -> bool:
-        """A reply arrives; false where its call did not continue the sequence, so that nothing more
-        can be judged.
+        """Append a reply.
+
+        Returns:
+            False if its call did not continue the sequence, so that nothing more can be judged.
         """
+        # Calls overlap in time: a reply that arrives after the reply of a later call is the outcome
+        # of a call that the stack had given up, and counts for nothing.
         if self.last is not None and number < self.last:
             return True
         sent, output = call.prompt_ids, reply.output
@@ -314,28 +327,27 @@ class _Fold:
         self.finish, self.last = output.finish_reason, number
         full = call.max_tokens is not None and len(output.token_ids) >= call.max_tokens
         # "completed" with the grant used up may be the end of a portion: some stacks grant their
-        # budget piece by piece
+        # budget in portions.
         self._ended = self.finish is FinishReason.STOP or (
             self.finish is FinishReason.COMPLETED and not full
         )
         return True
 
     def _cut(self, length: int) -> None:
-        """Forget everything behind the first ``length`` tokens: the stack started again from there."""
-        # the row before the first discarded token predicted it, so this call computes it anew; one
-        # that starts over keeps none
+        """Drop everything after the first ``length`` tokens: the stack restarted from there."""
+        # The row before the first discarded token predicted it, so this call computes it again. A
+        # call that starts over keeps none.
         self.pieces = cut_pieces(self.pieces, length - 1 if length > self.base else 0)
         self.runs = _cut_runs(self.runs, length - self.base)
         turns = [run.end for run in self.runs if run.attempt < 0]
         self._turn_start = self.base + (turns[-1] if turns else 0)
 
 
-def _common(sent: tuple[int, ...], known: tuple[int, ...]) -> int:
-    """Length of the common prefix; compares at the speed of C, and looks token by token only where
-    they differ.
-    """
+def _common_prefix(sent: tuple[int, ...], known: tuple[int, ...]) -> int:
+    """Return the length of the common prefix."""
     size = min(len(sent), len(known))
     a, b = sent[:size], known[:size]
+    # Tuples compare at the speed of C: tokens are looked at one by one only where the two differ.
     if a == b:
         return size
     low, high = 0, size
@@ -349,7 +361,9 @@ def _common(sent: tuple[int, ...], known: tuple[int, ...]) -> int:
 
 
 def _ends(spans: Sequence[Span], count: int) -> list[tuple[int, Version]]:
-    """The versions of ``count`` tokens as ``(end, version)``, ends ascending up to ``count``."""
+    """Return the versions of ``count`` tokens as ``(end, version)``, ends ascending up to
+    ``count``.
+    """
     if len(spans) == 1 and spans[0].start <= 0 and spans[0].end >= count:
         return [(count, spans[0].version)]
     versions = spread(spans, count)
@@ -361,7 +375,7 @@ def _ends(spans: Sequence[Span], count: int) -> list[tuple[int, Version]]:
 
 
 def _cut_runs(runs: list[Run], stop: int) -> list[Run]:
-    """The tokens below response index ``stop``."""
+    """Return the tokens below response index ``stop``."""
     return [
         (
             run
@@ -376,8 +390,9 @@ def _cut_runs(runs: list[Run], stop: int) -> list[Run]:
 def _add_rows(
     pieces: tuple[RowPiece, ...], number: int, reply: Reply, sent: int, provenance: Provenance
 ) -> tuple[RowPiece, ...]:
-    """Rows after this reply: as sampled, what is captured stays; latest prefill, the new capture
-    replaces it.
+    """Return the rows after this reply.
+
+    As sampled, captured rows stay; with latest prefill, the new capture replaces them.
     """
     new, start = reply.output.routes, reply.output.routes_start
     if (

@@ -49,7 +49,7 @@ from rollproof.invariants import default_registry
 from rollproof.judging.checks import Verdict
 from rollproof.judging.registry import Registry
 from rollproof.judging.report import Report
-from rollproof.judging.situations import Scenarios
+from rollproof.judging.situations import SituationCounter
 from rollproof.recording.wrapping import Watched, check_wrapping, wrapped
 from rollproof.reporting.text import check_lines, summary_text, text_of
 from rollproof.store.codec import misfit_of
@@ -443,7 +443,7 @@ class Recording:
                 " trace.submit(...)."
             )
         trace = self.recorded
-        scenarios = Scenarios()
+        scenarios = SituationCounter()
         for event in trace.events:
             scenarios.event(event)
         results = judge(trace, self._registry).results

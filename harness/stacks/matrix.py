@@ -35,7 +35,7 @@ from typing import Any, Self
 from rollproof.core.files import read_toml
 from rollproof.errors import ExpectationError, UsageError
 from rollproof.invariants import default_registry
-from rollproof.judging.known_failures import Way
+from rollproof.judging.known_failures import KnownFailure
 from rollproof.judging.situations import SITUATIONS
 from rollproof.stacks.releases import STACKS, verdicts_file
 from rollproof.verification.expected_failures import Outcome
@@ -158,11 +158,11 @@ class Matrix:
                 )
         return found
 
-    def ways(self, version: str, part: str) -> dict[str, tuple[Way, ...]]:
+    def ways(self, version: str, part: str) -> dict[str, tuple[KnownFailure, ...]]:
         """How the checks of ``known`` are known to fail."""
         return {
             check: tuple(
-                Way(reason=entry.told, kinds=entry.shows[check], after=entry.after)
+                KnownFailure(reason=entry.told, kinds=entry.shows[check], after=entry.after)
                 for entry in self.entries
                 if any(
                     check in _concerning(entry, table, version, part)

@@ -10,7 +10,7 @@ from typing import Any
 from rollproof.core.case import Case
 from rollproof.core.progress import Progress
 from rollproof.core.subjects import SubjectFactory
-from rollproof.judging.known_failures import Ways
+from rollproof.judging.known_failures import KnownFailures
 
 __all__ = ["ROLLOUTS", "Options", "factory_name"]
 
@@ -39,7 +39,7 @@ class Options:
     seed: int = 0
     only: tuple[str, ...] = ()
     expected: Mapping[str, str] = field(default_factory=dict)
-    known_failures: Ways = field(default_factory=dict)
+    known_failures: KnownFailures = field(default_factory=dict)
     recipe: Mapping[str, Any] | None = None
     counterexample_dir: Path | None = None
     keep_counterexamples: frozenset[str] = frozenset()

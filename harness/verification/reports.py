@@ -10,9 +10,8 @@ from dataclasses import replace
 from rollproof.core.events.base import Event
 from rollproof.errors import UsageError
 from rollproof.judging.checks import CheckResult, Verdict
-from rollproof.judging.replay_situations import ReplayScenarios
 from rollproof.judging.report import Canary, Report
-from rollproof.judging.situations import Scenarios
+from rollproof.judging.situations import ReplaySituationCounter, SituationCounter
 
 __all__ = ["make_report", "merge_reports", "situations", "situations_of"]
 
@@ -49,9 +48,9 @@ def make_report(
     )
 
 
-def situations_of(kind: str) -> Scenarios | ReplayScenarios:
+def situations_of(kind: str) -> SituationCounter | ReplaySituationCounter:
     """Return a counter of the situations that a trace of this kind of subject can show."""
-    return ReplayScenarios() if kind == "replay" else Scenarios()
+    return ReplaySituationCounter() if kind == "replay" else SituationCounter()
 
 
 def situations(events: Iterable[Event], kind: str) -> dict[str, int]:

@@ -30,7 +30,7 @@ from rollproof.errors import TraceError, UsageError
 from rollproof.invariants import default_registry
 from rollproof.judging.checks import Check, CheckResult, Verdict
 from rollproof.judging.judge import Tally
-from rollproof.judging.known_failures import Ledger, Ways
+from rollproof.judging.known_failures import KnownFailureLedger, KnownFailures
 from rollproof.judging.registry import Registry
 from rollproof.judging.report import Interrupted, Report
 from rollproof.simulation.virtual_loop import DEADLOCK
@@ -88,7 +88,7 @@ def run_conformance(
     flavours: Iterable[str] | None = None,
     cases: Iterable[Case] | None = None,
     expected: Mapping[str, str] | None = None,
-    ways: Ways | None = None,
+    ways: KnownFailures | None = None,
     progress: Callable[[Progress], None] | None = None,
     witness_dir: str | Path | None = None,
     keep_witnesses: Iterable[str] = (),
@@ -167,7 +167,7 @@ def run(
         name=options.name or factory_name(factory),
         options=options,
         registry=registry.select(options.only) if options.only else registry,
-        ledger=Ledger(options.known_failures),
+        ledger=KnownFailureLedger(options.known_failures),
     )
     if folder is not None:
         check_folder(folder)
@@ -265,7 +265,7 @@ class _Campaign:
     name: str
     options: Options
     registry: Registry
-    ledger: Ledger
+    ledger: KnownFailureLedger
     tally: Tally = field(init=False)
     exercised: Counter[str] = field(default_factory=Counter)
     failing: dict[str, Case] = field(default_factory=dict)
@@ -342,7 +342,7 @@ class _Campaign:
             if check_id not in self.failing and hung:
                 self.slow.add(check_id)
             self.failing.setdefault(check_id, case)
-            if not self.ledger.take(check_id, kinds, arisen):
+            if not self.ledger.record(check_id, kinds, arisen):
                 self.failing_in_a_new_way.setdefault(check_id, case)
         if not failed:
             self._keep_clean(trace)
@@ -351,7 +351,7 @@ class _Campaign:
         """Return the verdicts; failures show the findings of their shrunk counterexamples."""
         results = []
         for result in self.tally.judgement().results:
-            result = self.ledger.settled(result)
+            result = self.ledger.annotated(result)
             known = result.id in self.options.expected and not result.otherwise
             if result.verdict is Verdict.FAIL and not known:
                 self._progress(0, 0, f"shrinking {result.id}")
@@ -377,7 +377,7 @@ class _Campaign:
             kinds = tally.kinds().get(result.id, {})
             if not result.otherwise:
                 return kinds
-            return self.ledger.strange(result.id, kinds, situations(trace.events, ROLLOUTS))
+            return self.ledger.unexplained(result.id, kinds, situations(trace.events, ROLLOUTS))
 
         def fails(case: Case) -> bool:
             if len(self.stuck) >= _STUCK:

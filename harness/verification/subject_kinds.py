@@ -12,7 +12,7 @@ from rollproof.core.case import Case
 from rollproof.core.subjects import SubjectFactory
 from rollproof.core.trace import Header, Trace
 from rollproof.errors import UsageError
-from rollproof.judging.known_failures import hold
+from rollproof.judging.known_failures import apply_known_failures
 from rollproof.judging.report import Report
 from rollproof.verification.options import ROLLOUTS, Options
 
@@ -70,7 +70,7 @@ def run(kind: str, factory: SubjectFactory, options: Options) -> Report:
         raise UsageError(f"No kind of subject is named {kind!r}; choose one of {list(KINDS)}.")
     report = _RUNNERS[kind](factory, options)
     # a run of rollouts holds each case to the known failures by itself
-    return report if kind == ROLLOUTS else hold(report, options.known_failures)
+    return report if kind == ROLLOUTS else apply_known_failures(report, options.known_failures)
 
 
 def kind_of(factory: SubjectFactory) -> str:

@@ -96,7 +96,7 @@ def _unreliable(view: RequestView) -> str:
             " reference"
         )
     for attempt in view.attempts:
-        reply = attempt.consumed if attempt.kept is None else None
+        reply = attempt.consumed if attempt.partial is None else None
         if (
             reply is not None
             and reply.output.finish_reason is FinishReason.ERROR

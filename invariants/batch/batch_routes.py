@@ -65,7 +65,7 @@ def batch_routes(batch: Conversion, out: Collector) -> None:
                     "the routes of a sample are gone",
                     expected=f"{count(one.captured, 'captured row')}",
                     observed="none",
-                    where=batch.where(one.sample),
+                    where=batch.place(one.sample),
                     hint=(
                         "The conversion must carry routed_experts like any per-token field (verl"
                         " #5368, AReno #524)."
@@ -78,7 +78,7 @@ def batch_routes(batch: Conversion, out: Collector) -> None:
                 "the routes have another shape",
                 expected=f"(places, {one.sample.routes.shape[1]}, {one.sample.routes.shape[2]})",
                 observed=f"{one.row.routes.shape}",
-                where=batch.where(one.sample),
+                where=batch.place(one.sample),
                 hint="Layers and top_k come from the model config.",
             )
             continue
@@ -143,7 +143,7 @@ def _report_rows(
             f"{observed}; so for {len(bad)} of {count(len(want), 'captured row')} (token"
             f" {ranges(bad.tolist())})"
         ),
-        where=batch.where(one.sample, position=first),
+        where=batch.place(one.sample, position=first),
         hint=(
             "Routes must be shifted by the same padding as the tokens, on the same side (slime"
             " #1052, #2175)."
@@ -187,7 +187,7 @@ def batch_expert_ids(batch: Conversion, out: Collector) -> None:
             expected=f"a type that holds ids up to {largest}",
             observed=f"{name} holds at most {np.iinfo(name).max}"
             + ("; ids came out as others" if wrapped is not None else ""),
-            where=batch.where(one.sample),
+            where=batch.place(one.sample),
             hint="Same cause: verl #5240 (uint8), #7407 (int16 wraps above 32767).",
         )
 
@@ -261,7 +261,7 @@ def _report_filler(
         "a place without a capture is not the declared filler",
         expected=f"{contract.filler} filler, or rows marked as no capture",
         observed=f"{shown} at {count(len(bad), 'place')} ({ranges(bad)})",
-        where=batch.where(one.sample, position=bad[0]),
+        where=batch.place(one.sample, position=bad[0]),
         hint=(
             "What stands there is replayed unless it is masked: declare the filler, or mark the"
             " rows (SkyRL: router_padding_mask)."
@@ -298,7 +298,7 @@ class BatchMixed(Fold):
                 "one sample without routes cost others theirs",
                 expected="routes for every sample that has them, or an error",
                 observed=f"no routes for {', '.join(losers[:6])}",
-                where=batch.where(),
+                where=batch.place(),
                 hint=(
                     "Whether the batch has a field was decided by one sample (verl: inputs[0])."
                     " Decide by all; mark or refuse that one."
@@ -331,7 +331,7 @@ def _report_gift(batch: Conversion, out: Collector, one: Placed, legal: Places) 
                 f"{_told(batch.contract, one.row, legal)} for {count(len(legal), 'token')} that no"
                 " router chose"
             ),
-            where=batch.where(one.sample),
+            where=batch.place(one.sample),
             hint=(
                 "A legal expert id is replayed: the sample is trained on routes that no model"
                 " chose."
@@ -385,7 +385,7 @@ def batch_refuses(batch: Conversion, out: Collector) -> None:
             f"{event.defect}: accepted",
             expected="an error that names the sample and both lengths",
             observed=made,
-            where=batch.where(sample),
+            where=batch.place(sample),
             hint=(
                 "Lengths that disagree mean that a field belongs to other tokens: a silent pad or"
                 " cut trains on that. zip and padding hide it (verl as_dict; verl #6027, ROLL: only"

@@ -128,7 +128,7 @@ class Conversion:
             == 2
         )
 
-    def where(self, sample: Rollout | None = None, **more: Any) -> dict[str, Any]:
+    def place(self, sample: Rollout | None = None, **more: Any) -> dict[str, Any]:
         """A finding's place: the batch, the sample, and more."""
         return {
             "batch": self.event.name,

@@ -44,7 +44,7 @@ def batch_accepts(batch: Conversion, out: Collector) -> None:
             "a well-formed batch was refused",
             expected=f"rows for {count(len(event.samples), 'sample')} of {lengths} tokens",
             observed=event.refused,
-            where=batch.where(),
+            where=batch.place(),
             hint=(
                 "A conversion must be total over what rollouts hand over: samples without response"
                 " tokens (verl #6675), read-only arrays (verl #5519), one sample or many."
@@ -77,7 +77,7 @@ def batch_complete(batch: Conversion, out: Collector) -> None:
                 observed=(
                     f"{count(times, 'row')} for {sample.request_id}; the batch holds {came[:8]}"
                 ),
-                where=batch.where(sample),
+                where=batch.place(sample),
                 hint=(
                     "Filters and splits must drop or copy a sample whole, and say so: a lost one"
                     " shifts every list that is kept beside."
@@ -89,7 +89,7 @@ def batch_complete(batch: Conversion, out: Collector) -> None:
             "rows of no sample",
             expected=f"rows of {sorted(wanted)[:8]}",
             observed=f"rows of {strays[:8]}",
-            where=batch.where(),
+            where=batch.place(),
             hint=(
                 "Rows that fill a batch up must not pass for samples: leave them out of what is"
                 " handed back, or mask them wholly."
@@ -139,7 +139,7 @@ def batch_tokens(batch: Conversion, out: Collector) -> None:
                 " is 1"
             ),
             observed=observed,
-            where=batch.where(one.sample),
+            where=batch.place(one.sample),
             hint=(
                 "Padding side, attention mask and tokens must come from one place; rows must not be"
                 " exchanged between samples."
@@ -172,7 +172,7 @@ def batch_padding(batch: Conversion, out: Collector) -> None:
                 observed=(
                     f"loss mask 1 at {count(len(bad), 'padded place')} ({ranges(bad.tolist())})"
                 ),
-                where=batch.where(one.sample, position=int(bad[0])),
+                where=batch.place(one.sample, position=int(bad[0])),
                 hint=(
                     "The loss mask must be padded with 0 on the side on which the tokens are"
                     " padded."
@@ -212,7 +212,7 @@ def batch_loss_mask(batch: Conversion, out: Collector) -> None:
                     f" {one.sample.request_id}, 0 elsewhere"
                 ),
                 observed=f"it {what} {count(len(bad), 'token')} (position {ranges(bad.tolist())})",
-                where=batch.where(one.sample, position=int(bad[0])),
+                where=batch.place(one.sample, position=int(bad[0])),
                 hint=(
                     "The response mask is not the attention mask: tool and user tokens are attended"
                     " and not trained (verl #2543). Both must be shifted and padded alike."
@@ -228,7 +228,7 @@ def _misfit(batch: Conversion, out: Collector, one: Placed, field: str) -> bool:
             f"a {field} of another length than its row",
             expected=f"{count(len(one.row.token_ids), 'place')}",
             observed=f"{length}",
-            where=batch.where(one.sample),
+            where=batch.place(one.sample),
             hint="Per-token fields are padded, cut and stacked together or not at all.",
         )
     return length is not None
@@ -268,7 +268,7 @@ def batch_logprobs(batch: Conversion, out: Collector) -> None:
                 "the logprobs of a sample are gone",
                 expected=f"{count(len(given), 'logprob')}",
                 observed="none",
-                where=batch.where(one.sample),
+                where=batch.place(one.sample),
                 hint=(
                     "A field that one sample lacks must not be dropped for all: pad it and mask it."
                 ),
@@ -331,7 +331,7 @@ def _report_logprob(
         title,
         expected=f"{expected} at position {position}",
         observed=f"{got:.6f}{cause}; so at {count(len(bad), 'token')} of {len(given)}",
-        where=batch.where(one.sample, position=position),
+        where=batch.place(one.sample, position=position),
         hint=(
             "0.0 is the logprob of certainty, not of absence. Cast to float32, not to bfloat16"
             " (slime #245), and pad logprobs where the response is padded."
@@ -352,7 +352,7 @@ def batch_input(batch: Conversion, out: Collector) -> None:
             "the conversion wrote into the samples",
             expected="arrays as they were handed in",
             observed=f"changed: {', '.join(batch.event.changed[:6])}",
-            where=batch.where(),
+            where=batch.place(),
             hint=(
                 "A sample is used again: in a replay buffer, in a second epoch, by a logger. Copy"
                 " before padding in place."

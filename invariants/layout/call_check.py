@@ -61,7 +61,7 @@ class LayoutCall:
             self.call.lengths, replace(self.call.rank, cp=self.call.rank.cp if cp is None else cp)
         )
 
-    def where(self, **more: Scalar) -> dict[str, Scalar]:
+    def place(self, **more: Scalar) -> dict[str, Scalar]:
         """A finding's place: the function, the sizes, the samples and the rank."""
         call, mesh = self.call, self.layout.mesh
         sizes = {
@@ -142,7 +142,7 @@ def compare_rows(
             f"{title}: another shape",
             expected=f"rows {(*goal.shape, one.call.coding.width)}",
             observed=f"{rows.shape}",
-            where=one.where(**place),
+            where=one.place(**place),
             hint=(
                 "Rows keep their columns and their top_k: what is flattened must be unfolded again."
             ),
@@ -169,7 +169,7 @@ def compare_rows(
             f" {share(int(wrong.sum()), int(wanted.filled.sum()), 'row')}"
         )
         + (f": this is {meant}" if meant else ""),
-        where=one.where(**place),
+        where=one.place(**place),
         hint=hint,
     )
 
@@ -209,7 +209,7 @@ def compare_parts(
             f"{title}: other lengths",
             expected=f"{count(len(wanted), 'sample')} of {[len(source) for source in wanted]} rows",
             observed=f"{count(len(parts), 'array')} of {[len(part) for part in parts]} rows",
-            where=one.where(),
+            where=one.place(),
             hint=hint,
         )
         return

@@ -48,7 +48,7 @@ def layout_layer_map(one: LayoutCall, out: Collector) -> None:
             "columns for other layers than the chunk's routers",
             expected=f"layers {list(routers)}",
             observed=f"layers {sorted(layers)}",
-            where=one.where(),
+            where=one.place(),
             hint=(
                 "The routers of a chunk are the MoE layers that it builds: dense layers have none,"
                 " and a chunk may have none at all."
@@ -81,7 +81,7 @@ def layout_layer_map(one: LayoutCall, out: Collector) -> None:
             observed=(
                 f"column {column}, {owner}; so for {share(len(wrong), len(routers), 'router')}"
             ),
-            where=one.where(layer=layer),
+            where=one.place(layer=layer),
             hint=(
                 "Index by the global layer where the payload has all layers, by the ordinal among"
                 " MoE layers where it has only those; a multi-token-prediction layer is neither"
@@ -127,7 +127,7 @@ def _chunk_layers(one: LayoutCall, out: Collector, hint: str) -> None:
                 f" {[list(map(list, chunks)) for chunks in layout.chunks()]})"
             ),
             observed=count(int(got), "layer") if got.ndim == 0 else str(got.reshape(-1).tolist()),
-            where=one.where(),
+            where=one.place(),
             hint=hint,
         )
 
@@ -192,7 +192,7 @@ def layout_schedule(one: LayoutCall, out: Collector) -> None:
             "passes run in another order",
             expected=f"(microbatch, chunk) {list(wanted[first : first + 6])} from pass {first} on",
             observed=f"{list(got[first : first + 6])}; {len(got)} of {len(wanted)} passes",
-            where=one.where(),
+            where=one.place(),
             hint=(
                 "A group of microbatches runs through one chunk before the next chunk begins"
                 " (Megatron get_schedule_table)."
@@ -233,7 +233,7 @@ def layout_recompute(one: LayoutCall, out: Collector) -> None:
                 else "no call"
             )
             + f"; {count(len(used), 'call')} of {len(wanted)}",
-            where=one.where(),
+            where=one.place(),
             hint=(
                 "One queue per router, filled in forward order and emptied in backward order; a"
                 " queue shared by chunks mixes them."
@@ -244,7 +244,7 @@ def layout_recompute(one: LayoutCall, out: Collector) -> None:
             "targets are left when the step ends",
             expected="no target left",
             observed=f"{int(one.event.out[1])} left",
-            where=one.where(),
+            where=one.place(),
             hint=(
                 "What a step leaves is replayed by the next one (SkyRL#1908): empty the queues at"
                 " the end of every step."
@@ -299,7 +299,7 @@ def layout_stage_gather(one: LayoutCall, out: Collector) -> None:
             "gathering stages changed the number of rows",
             expected=count(one.call.lengths[0], "row"),
             observed=str(rows.shape),
-            where=one.where(),
+            where=one.place(),
             hint="Stages are joined along the layer axis.",
         )
         return

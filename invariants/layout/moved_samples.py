@@ -44,7 +44,7 @@ def layout_microbatches(one: LayoutCall, out: Collector) -> None:
             "a sample is in no microbatch, or in two",
             expected=f"each of {count(len(lengths), 'sample')} once",
             observed=str(parts),
-            where=one.where(),
+            where=one.place(),
             hint=(
                 "A division is a permutation: what it loses or doubles trains on other samples'"
                 " routes."
@@ -58,7 +58,7 @@ def layout_microbatches(one: LayoutCall, out: Collector) -> None:
                 "a microbatch has more tokens than allowed",
                 expected=f"at most {one.call.most}",
                 observed=f"{tokens} in samples {part}",
-                where=one.where(),
+                where=one.place(),
                 hint="The bound is what the rank's memory holds.",
             )
             return
@@ -113,7 +113,7 @@ def layout_samples(one: LayoutCall, out: Collector) -> None:
                 "tokens of no sample",
                 expected=f"the tokens of one of {count(len(tokens), 'sample')}",
                 observed=f"{ids.reshape(-1)[:6].tolist()}",
-                where=one.where(index=number),
+                where=one.place(index=number),
                 hint="Splits and filters move samples whole.",
             )
             return
@@ -133,7 +133,7 @@ def layout_samples(one: LayoutCall, out: Collector) -> None:
                     if other is not None
                     else f"routes {routes.shape} of no sample"
                 ),
-                where=one.where(index=number),
+                where=one.place(index=number),
                 hint=(
                     "A permutation or a filter must reach every per-sample field (SkyRL#1908,"
                     " AReno#524)."
@@ -172,7 +172,7 @@ def _complete(one: LayoutCall, out: Collector, owners: list[int | None]) -> None
         "samples are lost, doubled or in another order",
         expected=f"samples {wanted}",
         observed=f"samples {got}",
-        where=one.where(),
+        where=one.place(),
         hint="A list beside the samples (advantages, uids) is matched by position.",
     )
 
@@ -193,7 +193,7 @@ def layout_expert_ids(one: LayoutCall, out: Collector) -> None:
             "other ids than were stored",
             expected=count(len(wanted), "id"),
             observed=f"an array of {stored.dtype} {stored.shape}",
-            where=one.where(),
+            where=one.place(),
             hint="A view of bytes is undone by the type that was viewed.",
         )
         return
@@ -206,7 +206,7 @@ def layout_expert_ids(one: LayoutCall, out: Collector) -> None:
             observed=(
                 f"{got[first]} in {stored.dtype}; so for {share(len(wrong), len(wanted), 'id')}"
             ),
-            where=one.where(),
+            where=one.place(),
             hint=(
                 "uint8 holds the ids of 256 experts and no more (verl#7407, prime-rl#3051): choose"
                 " the type by the number of experts."
@@ -228,7 +228,7 @@ def layout_accepts(one: LayoutCall, out: Collector) -> None:
             "sound input was refused",
             expected=f"{one.event.function} of {one.call.case or 'sound input'}",
             observed=one.event.refused,
-            where=one.where(),
+            where=one.place(),
             hint=(
                 "One token, a sequence shorter than 2 * cp, an empty response, a stage without MoE"
                 " layers are sound. What a framework does not support, its adapter says in"
@@ -256,7 +256,7 @@ def layout_returns(one: LayoutCall, out: Collector) -> None:
                 else "a function that exists"
             ),
             observed=one.event.misfit,
-            where=one.where(),
+            where=one.place(),
             hint="The adapter turns what the framework's function returns into these arrays.",
         )
 
@@ -273,7 +273,7 @@ def layout_input(one: LayoutCall, out: Collector) -> None:
             "a function changed its input",
             expected="the arguments as they were",
             observed=f"changed: {', '.join(one.event.changed)}",
-            where=one.where(),
+            where=one.place(),
             hint=(
                 "A payload is used again for other ranks, microbatches and passes: copy before"
                 " writing."
@@ -317,7 +317,7 @@ def layout_refuses(one: LayoutCall, out: Collector) -> None:
             f"{one.call.defect}: accepted",
             expected=expected,
             observed=fault,
-            where=one.where(),
+            where=one.place(),
             hint=(
                 "What does not fit is another sample's or model's, or was lost on the way: refuse"
                 " it where it can still be named."

@@ -170,7 +170,7 @@ def _slice(one: LayoutCall, out: Collector, size: int, rank: int, total: int, hi
             "a slice of another length",
             expected=count(part, "row"),
             observed=f"{len(rows)}" + (": all rows, not a slice" if len(rows) >= length else ""),
-            where=one.where(),
+            where=one.place(),
             hint=hint,
         )
         return
@@ -213,7 +213,7 @@ def layout_flatten_order(one: LayoutCall, out: Collector) -> None:
             "flattening changed the number of rows",
             expected=count(len(batch), "row"),
             observed=str(one.event.out[0].shape),
-            where=one.where(),
+            where=one.place(),
             hint="Every place of the batch is a router row, padding too.",
         )
         return
@@ -251,7 +251,7 @@ def layout_targets(one: LayoutCall, out: Collector) -> None:
             "targets for other layers than the rank's routers",
             expected=f"layers {list(routers)}",
             observed=f"layers {sorted(tables)}",
-            where=one.where(),
+            where=one.place(),
             hint=(
                 "A stage's routers are the MoE layers that it builds; dense ones have none"
                 " (verl#5037, slime#819)."
@@ -270,7 +270,7 @@ def layout_targets(one: LayoutCall, out: Collector) -> None:
                 "targets of another length than the rows that the router sees",
                 expected=f"({len(source)}, k) for layer {layer}",
                 observed=str(rows.shape),
-                where=one.where(layer=layer),
+                where=one.place(layer=layer),
                 hint=(
                     "Targets are padded, sliced and scattered as the hidden states are; a short one"
                     " is accepted in silence by gather."

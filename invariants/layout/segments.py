@@ -41,7 +41,7 @@ def layout_segments(one: LayoutCall, out: Collector) -> None:
                 f"{len(rows)} rows from calls that returned"
                 f" {[len(segment.routes) for segment in segments]}"
             ),
-            where=one.where(),
+            where=one.place(),
             hint=(
                 "Each call returns the rows of the whole sequence so far: they are merged by"
                 " position, not concatenated (verl#6029)."
@@ -61,7 +61,7 @@ def layout_segments(one: LayoutCall, out: Collector) -> None:
                 " routed it"
             ),
             observed=f"another call's row at {share(len(wrong), len(goal), 'position')}",
-            where=one.where(position=int(wrong[0])),
+            where=one.place(position=int(wrong[0])),
             hint=(
                 "A call that resumes recomputes earlier positions under its own weights"
                 " (verl#6046); the contract says whose rows count."
@@ -72,6 +72,6 @@ def layout_segments(one: LayoutCall, out: Collector) -> None:
             "the versions of rows are wrong",
             expected=str(versions),
             observed=str(one.event.out[1].tolist()),
-            where=one.where(),
+            where=one.place(),
             hint="The version of row p is that of the weights whose forward pass made it.",
         )

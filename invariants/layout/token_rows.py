@@ -47,7 +47,7 @@ def layout_final_row(one: LayoutCall, out: Collector) -> None:
             "a sample has other rows than tokens",
             expected=count(tokens, "row"),
             observed=f"{len(rows)}, from {held} captured ones",
-            where=one.where(),
+            where=one.place(),
             hint=(
                 "Engines return one row less than tokens: the last sampled token was never"
                 " forwarded (slime#1045)."
@@ -79,7 +79,7 @@ def layout_final_row(one: LayoutCall, out: Collector) -> None:
                 "a token without a row is marked as captured",
                 expected=f"the mask is 0 at position {position}",
                 observed=f"1, with {_words(one, rows[position])}",
-                where=one.where(position=position),
+                where=one.place(position=position),
                 hint=(
                     "What no engine captured is left to the router: replaying filler routes a token"
                     " by nobody's choice."
@@ -91,7 +91,7 @@ def layout_final_row(one: LayoutCall, out: Collector) -> None:
             "captured rows are marked as free",
             expected=f"the mask is 1 at {count(held, 'captured position')}",
             observed=f"0 at {share(int((mask[:held] == 0).sum()), held, 'position')}",
-            where=one.where(),
+            where=one.place(),
             hint=(
                 "A mask that is one row short, or moved, lets the router choose where a recorded"
                 " choice exists."
@@ -114,7 +114,7 @@ def _filler(one: LayoutCall, out: Collector, row: IntArray, position: int) -> No
             "a token without a row is routed by another's, or by none",
             expected="a row that the router is free to ignore, or k distinct experts",
             observed=f"position {position}: {fault}",
-            where=one.where(position=position),
+            where=one.place(position=position),
             hint=(
                 "The filler of a final row is not the row before it, and zeros are expert 0, k"
                 " times (slime#941, SkyRL#1908)."
@@ -162,7 +162,7 @@ def layout_no_shift(one: LayoutCall, out: Collector) -> None:
             "the model is fed other tokens than there are rows",
             expected=f"at least {one.call.lengths[0] - 1} tokens with a row each",
             observed=f"{count(len(tokens), 'token')} and {count(len(routes), 'row')}",
-            where=one.where(),
+            where=one.place(),
             hint="Tokens and routes are cut, padded and shifted together.",
         )
         return
@@ -205,7 +205,7 @@ def layout_padding(one: LayoutCall, out: Collector) -> None:
             "a batch of another shape",
             expected=f"({len(call.lengths)}, at least {max(call.lengths)}, columns, k)",
             observed=str(batch.shape),
-            where=one.where(),
+            where=one.place(),
             hint="One line a sample, wide enough for the longest.",
         )
         return
@@ -367,7 +367,7 @@ def layout_alignment(one: LayoutCall, out: Collector) -> None:
                 "other cumulative lengths",
                 expected=str(cumulative.tolist()),
                 observed=str(one.event.out[1].tolist()),
-                where=one.where(),
+                where=one.place(),
                 hint=(
                     "Routes are padded by the same lcm as token ids: by tp, 2 * cp, FP8's multiple,"
                     " the bucket (slime#1052)."
@@ -379,7 +379,7 @@ def layout_alignment(one: LayoutCall, out: Collector) -> None:
             "another number of rows than the tokens have",
             expected=f"{wanted} rows: {rule}",
             observed=f"{rows} rows{_multiple(one, rows)}",
-            where=one.where(),
+            where=one.place(),
             hint=(
                 "Routes are padded by the same lcm as token ids; the wrong parallel size passes"
                 " while the sizes are equal (miles#496)."
@@ -431,7 +431,7 @@ def layout_padding_rows(one: LayoutCall, out: Collector) -> None:
             "padding rows cannot be routed",
             expected=f"{layout.top_k} distinct experts in every row",
             observed=f"{faults[0][1]}; so in {share(len(faults), len(rows), 'padding row')}",
-            where=one.where(),
+            where=one.place(),
             hint=(
                 "Equal ids collapse in the routing map, and a dispatcher that counts tokens * k"
                 " fails or drops (slime#941, verl#4986)."
@@ -451,7 +451,7 @@ def layout_padding_rows(one: LayoutCall, out: Collector) -> None:
                     f"expert {int(loads.argmax())} {int(loads.max())} times, expert"
                     f" {int(loads.argmin())} {int(loads.min())} times"
                 ),
-                where=one.where(),
+                where=one.place(),
                 hint=(
                     "Padding that always goes to the same experts skews their load (verl#7524,"
                     " prime-rl#3350)."

@@ -394,7 +394,7 @@ def lifecycle_aborts_do_not_surface(view: RequestView, out: Collector) -> None:
         title,
         expected="the sample is resumed until an engine ends it (abort_surfaces=False)",
         observed=f"{observed}, {len(rollout.response_ids)} tokens after {len(segments)} calls",
-        where=view.where(segment=len(segments) - 1, call=last.call.call_id),
+        where=view.place(segment=len(segments) - 1, call=last.call.call_id),
         hint=(
             "The trainer would learn from a fragment as from a whole answer. A cap on retries must"
             " not turn an abort into `length` (AReaL InfBridge)."
@@ -474,7 +474,7 @@ def lifecycle_partial_off_honoured(view: RequestView, out: Collector) -> None:
         title,
         expected=f"call {aborted.call.call_id} was aborted: the sample is {declared} (partial_off)",
         observed=observed,
-        where=view.where(call=aborted.call.call_id, index=result.index),
+        where=view.place(call=aborted.call.call_id, index=result.index),
         hint="The flag is read in one of two code paths (verl #6882, slime #2092).",
     )
 

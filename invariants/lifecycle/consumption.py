@@ -99,7 +99,7 @@ def lifecycle_duplicate_consumed_once(view: RequestView, out: Collector) -> None
                     "a duplicated reply was used twice",
                     expected=f"the {len(tokens)} tokens of call {attempt.call.call_id} once",
                     observed=f"they stand twice in {_place(point)}",
-                    where=view.where(
+                    where=view.place(
                         call=attempt.call.call_id,
                         position=len(point.known) + len(tokens),
                         index=reply.index,
@@ -143,7 +143,7 @@ def lifecycle_one_reply_per_retry(view: RequestView, out: Collector) -> None:
                     " which answer the same prompt"
                 ),
                 observed=f"both stand in {_place(point)}",
-                where=view.where(call=pair[1].call.call_id, position=len(point.known)),
+                where=view.place(call=pair[1].call.call_id, position=len(point.known)),
                 hint=(
                     "A timed-out call was retried and its orphan completion kept (AReaL #1498):"
                     " drop what no attempt waits for."
@@ -159,7 +159,7 @@ def lifecycle_one_reply_per_retry(view: RequestView, out: Collector) -> None:
                         f"the tokens of call {attempt.call.call_id} of request {owner!r} in"
                         f" {_place(point)}"
                     ),
-                    where=view.where(
+                    where=view.place(
                         call=attempt.call.call_id, position=len(point.known), index=reply.index
                     ),
                     hint=(

@@ -118,7 +118,7 @@ def lifecycle_no_hang(view: RequestView, out: Collector) -> None:
         "a request hangs",
         expected="a rollout or an error within the deadline",
         observed=f"{result.error or 'it never ended'}; {state}",
-        where=view.where(index=result.index),
+        where=view.place(index=result.index),
         hint=(
             "Usual causes: a server left paused by a failed update, a lost reply without a"
             " time-out, a lock held by a cancelled task."
@@ -383,7 +383,7 @@ def lifecycle_drops_only_as_declared(view: RequestView, out: Collector) -> None:
             "a sample was dropped without leave",
             expected=f"a rollout or an error: {reason}",
             observed="nothing was handed over",
-            where=view.where(index=result.index),
+            where=view.place(index=result.index),
             hint=(
                 "Raise, or hand over what there is: a group that loses a member unseen changes its"
                 " advantages."

@@ -173,7 +173,7 @@ def lifecycle_no_empty_grant(view: RequestView, out: Collector) -> None:
                 "an engine was asked for no tokens",
                 expected="a budget of at least 1 token, or no call",
                 observed=f"call {call.call_id} with max_tokens={call.max_tokens}",
-                where=view.where(call=call.call_id, server=call.server_id, index=call.index),
+                where=view.place(call=call.call_id, server=call.server_id, index=call.index),
                 hint=(
                     "Engines refuse it with an error (SGLang, vLLM): stop the resume loop when the"
                     " budget is used up."
@@ -213,7 +213,7 @@ def lifecycle_bounded_attempts(view: RequestView, out: Collector) -> None:
                     f"at most {_MANY_ATTEMPTS} empty attempts in a row, or a wait between them"
                 ),
                 observed=f"{run} calls in {waited:g} s without a token",
-                where=view.where(
+                where=view.place(
                     call=attempt.call.call_id,
                     server=attempt.call.server_id,
                     index=attempt.call.index,

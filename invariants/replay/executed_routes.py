@@ -134,7 +134,7 @@ def replay_assignments(view: StepView, out: Collector) -> None:
                 f" {count(padding, 'padding row')} among them: row {bad[0]} executes"
                 f" {call.experts[bad[0]].tolist()}"
             ),
-            where=view.where(
+            where=view.place(
                 layer=call.layer, rank=call.rank, microbatch=call.microbatch, phase=str(call.phase)
             ),
             hint=(
@@ -189,7 +189,7 @@ def replay_coverage(view: StepView, out: Collector) -> None:
                 ),
                 observed=f"{share(routed, len(seen), 'token')} routed"
                 + (f", {count(len(set(twice)), 'token')} more than once" if twice else ""),
-                where=view.where(request=sample.request_id, position=position, layer=layer),
+                where=view.place(request=sample.request_id, position=position, layer=layer),
                 hint=(
                     "Either a router is not the one that the spy sits on (a model that was built"
                     " twice: verl#7340), or rows are dropped, or sliced for a rank that does not"
@@ -261,7 +261,7 @@ def replay_free_rows(view: StepView, out: Collector) -> None:
                 f"experts {rows.ordered[wrong[0]].tolist()};"
                 f" {share(len(wrong), len(free), 'free row')} like that"
             ),
-            where=view.where(
+            where=view.place(
                 request=sample.request_id,
                 position=position,
                 layer=targets.layers[int(rows.column[wrong[0]])],
@@ -328,7 +328,7 @@ def replay_recorded(view: StepView, out: Collector) -> None:
                     f" {sample.request_id}"
                 ),
                 observed=problem,
-                where=view.where(request=sample.request_id),
+                where=view.place(request=sample.request_id),
                 hint=(
                     "Gather over sequence-parallel, then context-parallel ranks, drop padding, put"
                     " stages and chunks in the order of layers, and microbatches in the order of"
@@ -400,7 +400,7 @@ def replay_installs(view: StepView, out: Collector) -> None:
                     f"{count(sum(given.values()), 'target')} for layers"
                     f" {ranges(layer for _, layer in given)}"
                 ),
-                where=view.where(),
+                where=view.place(),
                 hint=(
                     "Whether a step replays is decided per step, and not by whether its samples"
                     " have routes."
@@ -420,7 +420,7 @@ def replay_installs(view: StepView, out: Collector) -> None:
                     f" ({view.terms.installs})"
                 ),
                 observed=count(given[key], "target"),
-                where=view.where(layer=key[1], rank=key[0]),
+                where=view.place(layer=key[1], rank=key[0]),
                 hint=(
                     "Targets for routers that are never called went to a model that is not in use"
                     " (verl#7340); too few leave calls native."

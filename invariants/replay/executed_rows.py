@@ -170,7 +170,7 @@ def judge_rows(view: StepView, phase: Phase, counter: str, out: Collector) -> No
             f"{_told_ids(rows.ordered[first])}; {share(len(wrong), held, 'row')} wrong, in"
             f" {count(len(layers), 'layer')} ({ranges(layers)}){words}"
         ),
-        where=view.where(
+        where=view.place(
             request=sample.request_id,
             position=position,
             layer=view.targets.layers[column],

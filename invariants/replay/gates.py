@@ -104,7 +104,7 @@ def replay_drift(view: StepView, out: Collector) -> None:
                 " not the router's own choice"
             ),
             observed="the same loss, logprobs and gradients, bit for bit",
-            where=view.where(),
+            where=view.place(),
             hint=(
                 "Replay is a silent no-op: a flag that nobody reads, targets for routers that are"
                 " not in use (verl#4567, verl#7340), or a fused router that returns before it looks"
@@ -142,7 +142,7 @@ def replay_gate_gradients(view: StepView, out: Collector) -> None:
                 "the gradient of a gate is dead",
                 expected=f"a gradient, as in native steps (norm {alive[layer]:.3g})",
                 observed=f"norm {sketch[0]:.3g}",
-                where=view.where(layer=layer),
+                where=view.place(layer=layer),
                 hint=(
                     "Gate values must be gathered from live scores of all experts: after a native"
                     " top-k the others are zero, and with them the gates of a drifted replay"
@@ -240,7 +240,7 @@ def replay_gate_slope(view: StepView, out: Collector) -> None:
                 f" loss, +- {allowed:.2g})"
             ),
             observed=f"{told:.6g}, on average over the nudge",
-            where={**base.where(layer=layer)},
+            where={**base.place(layer=layer)},
             hint=(
                 "Gate values must keep their graph from live scores to output; recorded or detached"
                 " scores, and a normalisation over other experts than those that are executed,"

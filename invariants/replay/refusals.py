@@ -58,7 +58,7 @@ def replay_runs(view: StepView, out: Collector) -> None:  # noqa: N802 - the dec
                 f" recompute {view.step.recompute}"
             ),
             observed=view.outcome.error,
-            where=view.where(),
+            where=view.place(),
             hint=(
                 "A trainer must take every payload of the convention that it declares, in any order"
                 " of modes. If the convention is another one, declare that; what is not offered at"
@@ -97,7 +97,7 @@ def replay_failures(view: StepView, out: Collector) -> None:
                 f"an error: one was raised in router call {step.fail_at} of the {step.fail_in} pass"
             ),
             observed="results, as if nothing had happened",
-            where=view.where(),
+            where=view.place(),
             hint=(
                 "A step that failed in the middle must not update weights: let the exception"
                 " through, and clean up in a `finally`."
@@ -156,7 +156,7 @@ def replay_residue(view: StepView, out: Collector) -> None:
             f"state of replay is left after {after}",
             expected="nothing: every count is 0",
             observed=listing(f"{number} {name}" for name, number in sorted(left.items())),
-            where=view.where(),
+            where=view.place(),
             hint=(
                 "What is left acts in the next step: a queue that a forward-only pass filled feeds"
                 " the next recompute (SkyRL#1908). Clear in a `finally` around the step."
@@ -178,7 +178,7 @@ def replay_input(view: StepView, out: Collector) -> None:
             "a step changes the samples that it is given",
             expected="arrays as they were handed in",
             observed=f"changed: {listing(view.outcome.changed[:6])}",
-            where=view.where(),
+            where=view.place(),
             hint=(
                 "The same samples serve the old-logprob pass and several epochs of updates: pad,"
                 " cast and mask copies."
@@ -221,7 +221,7 @@ def replay_routers(view: StepView, out: Collector) -> None:
                 if held
                 else "results; no router was seen at work"
             ),
-            where=view.where(),
+            where=view.place(),
             hint=(
                 "Fused, Sinkhorn, capacity and hash routers return before they look at a target"
                 " (Megatron moe_router_fusion): assert such options off where replay is"
@@ -261,7 +261,7 @@ def replay_targets(view: StepView, out: Collector) -> None:
             expected="an error that names the sample"
             + (", or free rows" if defect not in _STRUCTURAL else ""),
             observed=problem,
-            where=view.where(request=view.step.defective),
+            where=view.place(request=view.step.defective),
             hint=(
                 "Shapes, types and ids must be looked at before anything is installed: torch.gather"
                 " takes a smaller index without a word, and then rows have no experts (Megatron"
@@ -358,7 +358,7 @@ def replay_edges(view: StepView, out: Collector) -> None:
             f"a step with {view.step.edge} is mishandled",
             expected="the targets executed, as in any other step, or an error",
             observed=f"{problem} ({count(len(view.calls), 'router call')})",
-            where=view.where(),
+            where=view.place(),
             hint=(
                 "Totals over samples, cumulative lengths and cursors must hold for zero tokens,"
                 " too; replayed ids do not depend on scores."

@@ -244,7 +244,7 @@ def compare(
             title,
             expected=f"the {what} of step {other.step.name!r}: {expected}",
             observed=f"{observed}{more}",
-            where=view.where(),
+            where=view.place(),
             hint=(
                 hint
                 if misled is None

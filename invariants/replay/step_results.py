@@ -271,7 +271,7 @@ def _mtp(view: StepView, out: Collector) -> None:
             "MTP layers are replayed with the policy's routes",
             expected="the routers' own choice, as in the native pass",
             observed=f"{share(len(wrong), len(theirs), 'call')} choose otherwise",
-            where=view.where(layer=wrong[0][2], rank=wrong[0][0]),
+            where=view.place(layer=wrong[0][2], rank=wrong[0][0]),
             hint=_OTHERS,
         )
 

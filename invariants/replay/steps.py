@@ -97,7 +97,7 @@ class StepView:
             if call.model == model and (phase is None or call.phase is phase)
         )
 
-    def where(self, **more: Scalar) -> dict[str, Scalar]:
+    def place(self, **more: Scalar) -> dict[str, Scalar]:
         """A finding's place."""
         return {"episode": self.step.episode, "step": self.step.name, **more}
 

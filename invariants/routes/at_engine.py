@@ -127,7 +127,7 @@ def _compare(
             f" version {span.version}"
         ),
         observed=observed,
-        where=view.where(
+        where=view.place(
             call=attempt.call.call_id,
             position=first,
             layer=moe[column],
@@ -187,7 +187,7 @@ def routes_immutable(view: RequestView, out: Collector) -> None:
                 observed=(
                     f"rows of version {row.version}: {count(high - low, 'row')} of {len(routes)}"
                 ),
-                where=view.where(
+                where=view.place(
                     call=attempt.call.call_id,
                     position=low,
                     version=row.version,
@@ -261,7 +261,7 @@ def routes_prefix_cache(view: RequestView, out: Collector) -> None:
                 observed=(
                     f"rows {low}-{high - 1} of version {version}, of {count(len(routes), 'row')}"
                 ),
-                where=view.where(
+                where=view.place(
                     call=attempt.call.call_id,
                     position=low,
                     version=version,
@@ -301,7 +301,7 @@ def routes_handed_over(view: RequestView, out: Collector) -> None:
                 "other values at the end of the run: the array is a view of memory that was written"
                 " again"
             ),
-            where=view.where(),
+            where=view.place(),
             hint=(
                 "Copy the rows out of the engine's buffer before they are handed over. Same cause:"
                 " SGLang #34319."
@@ -328,7 +328,7 @@ def routes_reply_untouched(view: RequestView, out: Collector) -> None:
             "the stack wrote into the routes of a reply",
             expected="the arrays that the engine returned, as they were",
             observed="; ".join(changed[:4]),
-            where=view.where(),
+            where=view.place(),
             hint=(
                 "Engines hand out read-only arrays and views of shared buffers: copy before"
                 " writing. Compare verl #5519."

@@ -69,7 +69,7 @@ def routes_position(view: RequestView, out: Collector) -> None:
         "route rows stand at the wrong positions",
         expected="row i is the row of token i of prompt + response",
         observed=observed,
-        where=view.where(position=first, segment=view.segment_of(first)),
+        where=view.place(position=first, segment=view.segment_of(first)),
         hint=(
             "An off-by-one at a segment boundary, or rows taken by count where they should be taken"
             " by position: the forward of token i computes row i, so segment 2 starts at the row of"
@@ -96,9 +96,9 @@ def routes_layer(view: RequestView, out: Collector) -> None:
             f"columns {group.clue.source}: layer {moe[column]}'s column holds the choice of layer"
             f" {moe[column + group.clue.shift]}"
         )
-        where = view.where(position=int(group.positions[0]), layer=moe[column])
+        where = view.place(position=int(group.positions[0]), layer=moe[column])
     else:
-        observed, where = group.clue.source, view.where(position=int(group.positions[0]))
+        observed, where = group.clue.source, view.place(position=int(group.positions[0]))
     dense = (contract.num_layers or 0) - len(moe)
     out.finding(
         "the layers stand in the wrong columns",
@@ -170,7 +170,7 @@ def routes_provenance(view: RequestView, out: Collector) -> None:
         "route rows come from another segment than declared",
         expected=f"provenance='{declared}': the row at position {first} is that of {want}",
         observed=f"it is that of {got}; so in {amount(view, group)}",
-        where=view.where(position=first, segment=view.segment_of(last), version=group.clue.version),
+        where=view.place(position=first, segment=view.segment_of(last), version=group.clue.version),
         hint=hint,
     )
 
@@ -196,7 +196,7 @@ def routes_isolation(view: RequestView, out: Collector) -> None:
             f"the row at position {first} is that of {group.clue.source}; so in"
             f" {amount(view, group)}"
         ),
-        where=view.where(position=first),
+        where=view.place(position=first),
         hint=(
             "Results were matched by order instead of by id, or a shared buffer was read after it"
             " had been written again (SGLang #34319: views of a reused buffer)."
@@ -236,7 +236,7 @@ def routes_captured(view: RequestView, out: Collector) -> None:
         "filler stands where a row was captured",
         expected=f"the captured row at position {first}{known}",
         observed=f"{group.clue.source} in {amount(view, group)}",
-        where=view.where(position=first, segment=view.segment_of(first)),
+        where=view.place(position=first, segment=view.segment_of(first)),
         hint=hint,
     )
 
@@ -328,7 +328,7 @@ def _wrong_filler(view: RequestView, out: Collector, kind: Filler | None, bad: l
             f"{shown} in {count(len(bad), 'row')} (position{'s' if len(bad) > 1 else ''}"
             f" {ranges(bad)})"
         ),
-        where=view.where(position=bad[0]),
+        where=view.place(position=bad[0]),
         hint=hint,
     )
 
@@ -354,7 +354,7 @@ def routes_content(view: RequestView, out: Collector) -> None:
         "route rows are not what the engine returned",
         expected=f"experts {want[column].tolist()} at position {first}, as the engine returned",
         observed=f"experts {got[column].tolist()}; wrong in {amount(view, group)}",
-        where=view.where(
+        where=view.place(
             position=first,
             layer=(view.contract.moe_layers or ())[column],
             segment=view.segment_of(first),
@@ -441,7 +441,7 @@ def _report_dense(
             f" {dense[column]}; so in {count(int(alien.any(axis=1).sum()), 'row')} (layer"
             f" {ranges(layers)})"
         ),
-        where=view.where(
+        where=view.place(
             position=low + row, layer=dense[column], segment=view.segment_of(low + row)
         ),
         hint=(

@@ -165,7 +165,7 @@ def _report_cells(
             f" {len(rows)} (position{'s' if len(wrong) > 1 else ''} {ranges(wrong.tolist())}), in"
             f" {layers} of {len(moe)} MoE layers"
         ),
-        where=view.where(
+        where=view.place(
             position=low + first, layer=moe[column], segment=view.segment_of(low + first)
         ),
         hint=_value_hint(view.contract, cell),
@@ -226,7 +226,7 @@ def routes_live(view: RequestView, out: Collector) -> None:
                 f"expert 0 in all {judged} rows of {len(dead)} of {len(moe)} MoE layers (layer"
                 f" {ranges(moe[c] for c in dead)})"
             ),
-            where=view.where(layer=moe[dead[0]], position=evidence.captured[0][0]),
+            where=view.place(layer=moe[dead[0]], position=evidence.captured[0][0]),
             hint=(
                 "The capture never ran there: a monolithic MoE kernel bypasses it (vLLM #44116,"
                 " #54730), a pipeline stage was not gathered (slime #395), or the layer is dense"
@@ -242,7 +242,7 @@ def routes_live(view: RequestView, out: Collector) -> None:
             "all route rows of a sample are equal",
             expected="choices that differ between tokens",
             observed=f"one and the same row {judged} times, in all {len(moe)} MoE layers",
-            where=view.where(position=evidence.captured[0][0]),
+            where=view.place(position=evidence.captured[0][0]),
             hint=(
                 "The buffer was captured once, as under a CUDA graph (SGLang #12162), or one"
                 " token's row was copied to all."

@@ -106,7 +106,7 @@ def routes_presence(view: RequestView, out: Collector) -> None:
         "a sample lacks its routes",
         expected="routes, or an error",
         observed=f"routes: none; {observed}",
-        where=view.where(
+        where=view.place(
             **({"call": view.attempts[unasked[0]].call.call_id} if cause == "unasked" else {})
         ),
         hint=hint,
@@ -163,7 +163,7 @@ def routes_rows(view: RequestView, out: Collector) -> None:
             f" rows='{view.contract.rows}'"
         ),
         observed=story.observed,
-        where=view.where(**story.where),
+        where=view.place(**story.where),
         hint=story.hint,
     )
 
@@ -205,7 +205,7 @@ def routes_shape(view: RequestView, out: Collector) -> None:
             f" layer_axis='{contract.layer_axis}', top_k={contract.top_k}"
         ),
         observed=f"({evidence.rows}, {layers}, {top_k})",
-        where=view.where(),
+        where=view.place(),
         hint=hint,
     )
 
@@ -236,7 +236,7 @@ def routes_dtype(view: RequestView, out: Collector) -> None:
             expected=f"a type that holds ids up to {largest} ({contract.num_experts} experts)",
             observed=f"{name} holds at most {np.iinfo(name).max}"
             + ("" if wrapped is None else f"; ids wrapped in {amount(view, wrapped)}"),
-            where=view.where(
+            where=view.place(
                 **({} if wrapped is None else {"position": int(wrapped.positions[0])})
             ),
             hint=(
@@ -249,7 +249,7 @@ def routes_dtype(view: RequestView, out: Collector) -> None:
             f"the routes are {dtype.name}",
             expected=f"{' or '.join(contract.dtypes)}, as the contract declares",
             observed=dtype.name,
-            where=view.where(),
+            where=view.place(),
             hint=(
                 "Declare the type that is handed over: a decoder that assumes another one misreads"
                 " every id."
@@ -265,6 +265,6 @@ def routes_dtype(view: RequestView, out: Collector) -> None:
             f"filler -1 does not exist in {dtype.name}",
             expected="a signed type where rows are filled with -1",
             observed=f"{dtype.name}: -1 reads as {limit}",
-            where=view.where(position=evidence.uncaptured[0][0]),
+            where=view.place(position=evidence.uncaptured[0][0]),
             hint="Use a signed type, or another declared filler.",
         )

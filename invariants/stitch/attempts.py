@@ -194,7 +194,7 @@ def _wrong_prompt(view: RequestView, step: Step, attempt: Attempt, out: Collecto
             f"{count(step.sent, 'token')} sent: {window(sent, step.agree)}; the first {step.agree}"
             " agree"
         ),
-        where=view.where(call=step.attempt, position=step.agree, server=attempt.call.server_id),
+        where=view.place(call=step.attempt, position=step.agree, server=attempt.call.server_id),
         hint=hint,
     )
 
@@ -251,7 +251,7 @@ def stitch_no_call_after_end(view: RequestView, out: Collector) -> None:
             f"{call_name(attempt)} sends {step.sent} of the {step.known} known tokens and asks for"
             " more"
         ),
-        where=view.where(call=step.attempt, position=step.known, server=attempt.call.server_id),
+        where=view.place(call=step.attempt, position=step.known, server=attempt.call.server_id),
         hint=(
             "Tokens behind the end of a sequence are no policy sample; a resume loop must end on"
             " every reason but an abort."
@@ -357,7 +357,7 @@ def stitch_sampling_forwarded(view: RequestView, out: Collector) -> None:
             f"{count(len(view.attempts), 'call')} without; the first carries"
             f" {_parameters(view.attempts[0].call.sampling)}"
         ),
-        where=view.where(call=0, server=view.attempts[0].call.server_id),
+        where=view.place(call=0, server=view.attempts[0].call.server_id),
         hint=(
             "The engine samples with its defaults (vLLM: those of the model's"
             " generation_config.json), and the trainer corrects for parameters that were never"
@@ -392,7 +392,7 @@ def _changed_parameters(
         expected=", ".join(f"{name}={_parameter(want, name)}" for name in names)
         + f", as in {origin}",
         observed=", ".join(f"{name}={_parameter(given, name)}" for name in names),
-        where=view.where(call=attempt.number, server=attempt.call.server_id),
+        where=view.place(call=attempt.number, server=attempt.call.server_id),
         hint=(
             "The rest of the response is sampled from another distribution than its start; the"
             " parameters must travel with every attempt."
@@ -436,7 +436,7 @@ def stitch_media(view: RequestView, out: Collector) -> None:
                 kind=f"a call {'drops' if got is None else 'changes'} the request's media",
                 expected=f"media {want!r} on every attempt",
                 observed=f"media {got!r} on {call_name(attempt)}",
-                where=view.where(call=attempt.number, server=attempt.call.server_id),
+                where=view.place(call=attempt.number, server=attempt.call.server_id),
                 hint=(
                     "Without its images the engine continues another conversation than the one it"
                     " began (verl #4842, #5160)."

@@ -78,7 +78,7 @@ def stitch_budget_granted(view: RequestView, out: Collector) -> None:
             f"max_tokens={grant} in {call_name(attempt)}; too much in"
             f" {share(len(over), len(view.attempts), 'call')} of the request"
         ),
-        where=view.where(call=step.attempt, server=attempt.call.server_id),
+        where=view.place(call=step.attempt, server=attempt.call.server_id),
         hint=hint,
     )
 
@@ -127,7 +127,7 @@ def stitch_budget_total(view: RequestView, out: Collector) -> None:
                 kind="a reply holds more than its call was granted",
                 expected=f"at most max_tokens={grant}",
                 observed=f"{count(size, 'token')} from server {attempt.call.server_id}",
-                where=view.where(call=attempt.number, server=attempt.call.server_id),
+                where=view.place(call=attempt.number, server=attempt.call.server_id),
                 hint=(
                     "The engine did not honour its limit; speculative decoding must cut the"
                     " accepted tokens at max_tokens."
@@ -145,7 +145,7 @@ def stitch_budget_total(view: RequestView, out: Collector) -> None:
             kind="a rollout holds more than its budget",
             expected=f"at most {budget}",
             observed=f"{most} over {count(len(view.segments), 'segment')}",
-            where=view.where(),
+            where=view.place(),
             hint=(
                 "No single call was granted too much: calls overlapped in time, or more replies"
                 " were kept than were asked for."
@@ -208,7 +208,7 @@ def stitch_finish_reason(view: RequestView, out: Collector) -> None:
         ),
         observed=observed
         + (f"; the last reply is that to call {found.reference.last}" if want is not None else ""),
-        where=view.where(call=found.reference.last),
+        where=view.place(call=found.reference.last),
         hint=_reason_hint(want, got),
     )
 
@@ -369,7 +369,7 @@ def stitch_finish_length(view: RequestView, out: Collector) -> None:
             f"the last reply, to call {last.number}, ended by {reference.finish_reason!s}, granted"
             f" {last.call.max_tokens}"
         ),
-        where=view.where(call=last.number),
+        where=view.place(call=last.number),
         hint=(
             "The engine ended the response itself: a whole answer counts as cut, and is filtered or"
             " penalised as one."
@@ -417,7 +417,7 @@ def stitch_zero_token_segments(view: RequestView, out: Collector) -> None:
                 kind="a reply without tokens lowered the budget",
                 expected=f"call {after.number} may sample {a}, as call {before.number} might",
                 observed=f"max_tokens={b} in {call_name(after)}",
-                where=view.where(call=after.number, server=after.call.server_id),
+                where=view.place(call=after.number, server=after.call.server_id),
                 hint=(
                     "An abort before the first token costs nothing: subtract the tokens that came"
                     " back, not the attempts."

@@ -174,7 +174,7 @@ def stitch_logprobs_present(view: RequestView, out: Collector) -> None:
             kind="calls do not ask for logprobs",
             expected="every attempt asks the engine for logprobs",
             observed=f"call {listing(attempt.number for attempt in deaf[:6])} does not",
-            where=view.where(call=deaf[0].number, server=deaf[0].call.server_id),
+            where=view.place(call=deaf[0].number, server=deaf[0].call.server_id),
             hint=(
                 "The option got lost on a resume: build the parameters of each attempt from the"
                 " request's."
@@ -200,7 +200,7 @@ def stitch_logprobs_present(view: RequestView, out: Collector) -> None:
         "The sample carries no logprobs, although the engines returned them",
         expected=f"{count(given, 'logprob')}, as the engines returned them",
         observed="logprobs is None",
-        where=view.where(),
+        where=view.place(),
         hint=(
             "Without rollout logprobs a trainer cannot correct for the gap between rollout and"
             " training (slime #1995)."
@@ -216,7 +216,7 @@ def _lost(view: RequestView, scan: _Scan, out: Collector) -> None:
         kind="logprobs are missing from the sample",
         expected="the engine's value for every sampled token",
         observed=f"NaN at response index {ranges(scan.lost)}",
-        where=view.where(
+        where=view.place(
             index=first, segment=view.segment_of(len(view.request.prompt_ids) + first)
         ),
         hint=(
@@ -267,7 +267,7 @@ def stitch_logprobs_length(view: RequestView, out: Collector) -> None:
         kind="fewer logprobs than tokens" if len(values) < tokens else "more logprobs than tokens",
         expected=f"one logprob per response token: {tokens}",
         observed=f"{len(values)}: {window(values.tolist())}",
-        where=view.where(),
+        where=view.place(),
         hint=hint,
     )
 
@@ -307,7 +307,7 @@ def stitch_logprobs_valid(view: RequestView, out: Collector) -> None:
             f"{got[first]:.6g} at response index {first} (in all: {ranges(scan.invalid)}); the"
             f" engine returned {returned:.6g}"
         ),
-        where=view.where(
+        where=view.place(
             index=first, segment=view.segment_of(len(view.request.prompt_ids) + first)
         ),
         hint=(
@@ -357,7 +357,7 @@ def stitch_logprobs_paired(view: RequestView, out: Collector) -> None:
         kind="logprobs are not those of their tokens",
         expected=f"as returned: {window(want, first)}",
         observed=f"{window(got, first)}; differs at response index {ranges(scan.wrong)}",
-        where=view.where(
+        where=view.place(
             index=first,
             segment=view.segment_of(len(view.request.prompt_ids) + first),
             version=view.stitched.tokens[first].true if len(want) <= _SMALL else None,
@@ -484,7 +484,7 @@ def _unmarked_finding(
         kind="logprobs were made up" if filled else "the engine returned no logprob",
         expected=_MARKS[rule],
         observed=observed,
-        where=view.where(
+        where=view.place(
             index=first, segment=view.segment_of(len(view.request.prompt_ids) + first)
         ),
         hint=hint,

@@ -48,7 +48,7 @@ def stitch_mask_shape(view: RequestView, out: Collector) -> None:
             "The sample carries no loss mask, although its contract declares one",
             expected=f"one 0 or 1 per response token: {tokens}",
             observed="loss_mask is None",
-            where=view.where(),
+            where=view.place(),
             hint=(
                 "Without a mask every token is trained on; declare loss_mask=False where that is"
                 " meant."
@@ -62,7 +62,7 @@ def stitch_mask_shape(view: RequestView, out: Collector) -> None:
             kind="a loss mask of another length than the tokens",
             expected=f"one entry per response token: {tokens}",
             observed=f"{len(mask)}: {window(mask.tolist())}",
-            where=view.where(),
+            where=view.place(),
             hint=(
                 "A resume must extend the mask with each segment, as it does the tokens (slime"
                 " #1440)."
@@ -77,7 +77,7 @@ def stitch_mask_shape(view: RequestView, out: Collector) -> None:
             kind="entries of the loss mask are neither 0 nor 1",
             expected="0 (not trained on) or 1 (trained on)",
             observed=f"{window(mask.tolist(), stray[0])}, at response index {ranges(stray)}",
-            where=view.where(index=stray[0]),
+            where=view.place(index=stray[0]),
             hint=(
                 "A mask that weighs tokens is multiplied into the loss; weights belong in a field"
                 " of their own."
@@ -122,7 +122,7 @@ def stitch_mask_environment(view: RequestView, out: Collector) -> None:
             kind="tokens of the environment would be trained on",
             expected="loss mask 0 on every token that a tool or a user wrote",
             observed=f"1 at response index {ranges(trained)}",
-            where=view.where(index=trained[0]),
+            where=view.place(index=trained[0]),
             hint=(
                 "The policy is pushed towards text that it did not sample; an attention mask is no"
                 " loss mask (verl #2543), and a mask built from lengths must count the"

@@ -56,7 +56,7 @@ def stitch_prompt(view: RequestView, out: Collector) -> None:
         kind="the prompt of another request" if other else "a prompt that is no request's",
         expected=f"the {count(len(want), 'token')} of the request's prompt: {window(want, at)}",
         observed=f"{window(got, at)}; the first difference is at position {at}",
-        where=view.where(position=at),
+        where=view.place(position=at),
         hint=(
             "Routes and logprobs are placed by prompt length, so a prompt that was cut, padded or"
             " retokenised shifts every one of them."
@@ -92,7 +92,7 @@ def stitch_request_id(view: RequestView, out: Collector) -> None:
         kind="the id of another request",
         expected=f"request id {request.request_id!r}",
         observed=f"request id {rollout.request_id!r}",
-        where=view.where(),
+        where=view.place(),
         hint=(
             "Rewards and advantages are joined by id, so both requests get the wrong ones: results"
             " were matched by the order of their ends, or a shared variable was read after the next"
@@ -196,7 +196,7 @@ def stitch_matches_unbroken(view: RequestView, out: Collector) -> None:
         kind="a resumed rollout differs from the unbroken run",
         expected=f"the tokens that the policy samples in one go: {window(want, wrong[0])}",
         observed=f"{window(got, wrong[0])}; differs at response index {ranges(wrong)}",
-        where=view.where(index=wrong[0], segment=segment, version=version),
+        where=view.place(index=wrong[0], segment=segment, version=version),
         hint=(
             "The engine went on from another context than the one it was sent: KV of another"
             " request or of older weights was reused."
@@ -228,7 +228,7 @@ def stitch_caller_objects(view: RequestView, out: Collector) -> None:
         kind=f"changed: {listing(sorted({_object(each) for each in changed}))}",
         expected="sampling parameters, prompt ids and media as they were handed in",
         observed=f"after the rollout, these differ: {listing(changed)}",
-        where=view.where(),
+        where=view.place(),
         hint=(
             "A caller that reuses its sampling parameters for the next turn starts it with the"
             " budget that was left of this one: copy them before the budget is written into them"
@@ -278,7 +278,7 @@ def stitch_handed_over(view: RequestView, out: Collector) -> None:
         kind=f"changed later: {listing(sorted(changed))}",
         expected="lists of the sample's own",
         observed=f"other values at the end of the run in {listing(changed)}",
-        where=view.where(),
+        where=view.place(),
         hint=(
             "The sample shares its lists with the client, which went on appending or reused them"
             " for the next request: copy them."
@@ -315,7 +315,7 @@ def stitch_environment_tokens(view: RequestView, out: Collector) -> None:
                 kind="a turn of the environment is not what it said",
                 expected=f"{count(len(want), 'token')}: {window(want, at)}",
                 observed=f"{count(len(got), 'token')}: {window(got, at)}",
-                where=view.where(
+                where=view.place(
                     index=next(run.start for run in found.reference.runs if run.ids is got)
                 ),
                 hint=(

@@ -94,7 +94,7 @@ def describe_token_fault(view: RequestView, got: Sequence[int]) -> TokenFault:
             f"{count(len(got), 'token')}: {window(got, at)}; the first difference is at response"
             f" index {at}"
         ),
-        where=view.where(index=at, segment=view.segment_of(len(view.request.prompt_ids) + at)),
+        where=view.place(index=at, segment=view.segment_of(len(view.request.prompt_ids) + at)),
         hint=hint,
     )
 

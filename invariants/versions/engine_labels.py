@@ -89,7 +89,7 @@ def versions_engine_tags(view: RequestView, out: Collector) -> None:
             kind="the engine shows a version for tokens that it did not sample",
             expected=sampled_by(own),
             observed=f"{sampled_by(wrong, shown=True)}, in the reply to call {number}",
-            where=view.where(
+            where=view.place(
                 call=number,
                 server=attempt.call.server_id,
                 index=wrong[0].start,
@@ -168,7 +168,7 @@ def versions_unlabelled_update(view: RequestView, out: Collector) -> None:
             " names other weights, at response index"
             f" {ranges(i for part, _ in named for i in range(part.start, part.end))}"
         ),
-        where=view.where(index=first.start, call=first.attempt, version=tag),
+        where=view.place(index=first.start, call=first.attempt, version=tag),
         hint=(
             "update_weights() without global_steps leaves the old label on the new weights (verl's"
             " CheckpointEngineManager sets it only when it is given): pass the step, or clear the"
@@ -207,7 +207,7 @@ def versions_unknown_stays_unknown(view: RequestView, out: Collector) -> None:
         else []
     )
     # the parts of a stream that broke off may have shown what its reply would have said
-    silent = [part for part in silent if view.attempts[part.attempt].kept is None]
+    silent = [part for part in silent if view.attempts[part.attempt].partial is None]
     out.exercised("tokens without a shown version", sum(part.end - part.start for part in silent))
     if not silent:
         return
@@ -231,7 +231,7 @@ def versions_unknown_stays_unknown(view: RequestView, out: Collector) -> None:
         ),
         expected="no version, or the true one: " + sampled_by([part for part, _ in wrong]),
         observed=f"version {tag_list(dict.fromkeys(tag for _, tag in wrong))}",
-        where=view.where(index=part.start, call=part.attempt, version=tag),
+        where=view.place(index=part.start, call=part.attempt, version=tag),
         hint=(
             "The weights were loaded without a label, and the stack still names older ones:"
             " update_weights() without global_steps leaves the old number in place (verl's"

@@ -97,7 +97,7 @@ def versions_present(view: RequestView, out: Collector) -> None:
                 f" versions={str(view.contract.versions)!r}"
             ),
             observed=", ".join(f"{name} is absent" for name in gone),
-            where=view.where(version=told[0].shown),
+            where=view.place(version=told[0].shown),
             hint=(
                 "Version 0 is false in a condition: `if version:` drops it, `if version is not"
                 " None:` keeps it."
@@ -165,7 +165,7 @@ def versions_published(view: RequestView, out: Collector) -> None:
         kind="a tag that was never published",
         expected=f"one of the published labels: {tag_list(labels)}",
         observed=tag_list(stray),
-        where=view.where(version=stray[0]),
+        where=view.place(version=stray[0]),
         hint=(
             "A counter that runs ahead of the updates, or a default for unknown: mark what is"
             " unknown as None."
@@ -200,7 +200,7 @@ def versions_sample_tag(view: RequestView, out: Collector) -> None:
         kind="a tag that sampled no token",
         expected=f"a version that sampled it: {sampled_by(parts)}",
         observed=version_name(tag),
-        where=view.where(version=tag),
+        where=view.place(version=tag),
         hint=_stale_hint(view, key(tag), parts),
     )
 
@@ -285,7 +285,7 @@ def versions_min_max(view: RequestView, out: Collector) -> None:
             f"min {tag_list(lowest, 'or')}, max {tag_list(highest, 'or')}: {sampled_by(parts)}"
         ),
         observed=f"min {low}, max {high}",
-        where=view.where(version=low if "min" in wrong else high),
+        where=view.place(version=low if "min" in wrong else high),
         hint=_min_max_hint(view, low if "min" in wrong else high, low, high, parts),
     )
 
@@ -405,7 +405,7 @@ def versions_bounds(view: RequestView, out: Collector) -> None:
         f" {'lower' if older else 'upper'} bound",
         expected=f"bounds that enclose {sampled_by(older or newer)}",
         observed=f"min {low}, max {high}",
-        where=view.where(index=(older or newer)[0].start, version=low if older else high),
+        where=view.place(index=(older or newer)[0].start, version=low if older else high),
         hint=(
             "The counter was raised while the engines still sampled under the old weights, and a"
             " rollout that began then read it: raise what the lower bound is read from after the"
@@ -448,7 +448,7 @@ def versions_call_tags(view: RequestView, out: Collector) -> None:
     calls = [
         (
             attempt.number,
-            attempt.number not in accepted or attempt.kept is not None,
+            attempt.number not in accepted or attempt.partial is not None,
             accepted.get(attempt.number),
         )
         for attempt in view.segments
@@ -522,7 +522,7 @@ def _call_finding(
         kind=kind,
         expected=f"one tag per call with tokens: {sampled_by(parts)}",
         observed=tag_list(tags),
-        where=view.where(call=place),
+        where=view.place(call=place),
         hint=(
             "Each tag must come from its own reply; a call that was lost, or brought nothing, must"
             " not shift the others."

@@ -21,8 +21,9 @@ from rollproof.invariants._shared.delivery import delivery
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
-    from rollproof.judging.request_view import Attempt, History, RequestView
+    from rollproof.judging.request_view import Attempt, RequestView
     from rollproof.judging.stitching import Stretch
+    from rollproof.judging.weight_history import WeightHistory
 
 __all__ = [
     "Key",
@@ -119,12 +120,12 @@ def engines_show_versions(view: RequestView) -> bool:
     )
 
 
-def published(history: History, label: Version) -> bool:
+def published(history: WeightHistory, label: Version) -> bool:
     """Whether the label was ever published, in either spelling."""
     return _rank(history, label) is not None
 
 
-def order(history: History, labels: Iterable[Key]) -> dict[Key, int] | None:
+def order(history: WeightHistory, labels: Iterable[Key]) -> dict[Key, int] | None:
     """Rank of each label: by number where all are numbers, else by first publication; ``None``
     where one was never published.
     """
@@ -136,7 +137,7 @@ def order(history: History, labels: Iterable[Key]) -> dict[Key, int] | None:
     return out if len(out) == len(ranks) else None
 
 
-def _rank(history: History, label: Version) -> int | None:
+def _rank(history: WeightHistory, label: Version) -> int | None:
     rank = history.rank_of(label)
     if rank is None and label is not None:
         rank = history.rank_of(str(label) if isinstance(label, int) else key(label))

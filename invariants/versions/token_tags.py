@@ -69,7 +69,7 @@ def versions_spans_cover(view: RequestView, out: Collector) -> None:
             f"{span.start}-{span.end}: {version_name(span.version)}" for span in spans[:8]
         )
         + (", ..." if len(spans) > 8 else ""),
-        where=view.where(index=index),
+        where=view.place(index=index),
         hint=(
             "Each reply's spans count from its own first token: on a resume they must be moved by"
             " what was sampled before."
@@ -163,7 +163,7 @@ def versions_one_tag_per_token(view: RequestView, out: Collector) -> None:
         kind="fewer tags than tokens" if len(tags) < tokens else "more tags than tokens",
         expected=f"one version per response token: {tokens}",
         observed=f"{len(tags)}: {tag_list(tags)}",
-        where=view.where(),
+        where=view.place(),
         hint="Tags must be appended with the tokens of each segment; prompt tokens have none.",
     )
 
@@ -216,7 +216,7 @@ def _wrong_tags(
         ),
         expected=sampled_by(parts),
         observed=f"version {tag_list(tags)} at response index {ranges(indexes)}",
-        where=view.where(
+        where=view.place(
             index=first[0],
             segment=view.segment_of(len(rollout.prompt_ids) + first[0]),
             version=first[1],

@@ -430,7 +430,7 @@ class WeightsOneVersionPerSample(Fold):
                             f"from response token {stretch.start} on it was sampled by version"
                             f" {stretch.true}"
                         ),
-                        where=view.where(
+                        where=view.place(
                             position=len(view.request.prompt_ids) + stretch.start,
                             version=stretch.true,
                             call=call.call_id,

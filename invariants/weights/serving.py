@@ -331,7 +331,7 @@ def weights_identity_update_changes_nothing(view: RequestView, out: Collector) -
                     f"logprob {given[wrong[0]]:.4f} at token {wrong[0]} of the call ({len(wrong)}"
                     f" of {len(given)} tokens differ)"
                 ),
-                where=view.where(call=attempt.call.call_id, version=version),
+                where=view.place(call=attempt.call.call_id, version=version),
                 hint=(
                     "The load is not repeatable (sglang #14178, vLLM reload), or KV of before the"
                     " update is used after it."

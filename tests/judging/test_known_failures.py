@@ -1,4 +1,4 @@
-"""Ways: a check that is known to fail in one way fails otherwise all the same."""
+"""KnownFailures: a check that is known to fail in one way fails otherwise all the same."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from rollproof.core.records import EngineOutput, Request, Rollout
 from rollproof.fakes.clients.reference_clients import AsSampled, Sample
 from rollproof.invariants import default_registry
 from rollproof.judging.checks import CheckResult, Finding, Verdict
-from rollproof.judging.known_failures import Way, hold
+from rollproof.judging.known_failures import KnownFailure, apply_known_failures
 from rollproof.judging.report import Report
 from rollproof.judging.situations import SITUATIONS
 from rollproof.store import load_trace
@@ -33,7 +33,7 @@ RESUMED = Case(
     requests=(REQUEST,),
     actions=(Action(when=Trigger(request="r0", tokens=2), do=ActionKind.ABORT),),
 )
-KNOWN = Way(reason="verl#6029", kinds=("too many route rows",), after=("resumes",))
+KNOWN = KnownFailure(reason="verl#6029", kinds=("too many route rows",), after=("resumes",))
 
 
 class LosesARow(Concat):
@@ -62,7 +62,7 @@ class DoublesAlways(Concat):
             sample.rows = np.concatenate([sample.rows, sample.rows])
 
 
-def _judged(subject: type, witness_dir: Path | None = None, way: Way = KNOWN) -> Report:
+def _judged(subject: type, witness_dir: Path | None = None, way: KnownFailure = KNOWN) -> Report:
     return run_conformance(
         subject,
         cases=[RESUMED, PLAIN],
@@ -133,9 +133,9 @@ def test_a_report_is_held_to_kinds_alone() -> None:
         canary=False,
     )
 
-    assert () == hold(report, {"routes.rows": (Way(reason="r", kinds=KNOWN.kinds),)}).failed
+    assert () == apply_known_failures(report, {"routes.rows": (KnownFailure(reason="r", kinds=KNOWN.kinds),)}).failed
     assert ("routes.rows",) == tuple(
-        result.id for result in hold(report, {"routes.rows": (KNOWN,)}).failed
+        result.id for result in apply_known_failures(report, {"routes.rows": (KNOWN,)}).failed
     )
 
 
@@ -178,7 +178,7 @@ def test_kinds_that_are_too_many_are_no_known_ones() -> None:
         cases=[PLAIN] * 3,
         only=[check],
         expected={check: "r"},
-        ways={check: (Way(reason="r", kinds=kinds),)},
+        ways={check: (KnownFailure(reason="r", kinds=kinds),)},
         canary=False,
     )
 
@@ -230,7 +230,7 @@ def test_what_is_not_known_is_told_first() -> None:
         check_id="routes.rows", title="other", expected="", observed="", kind="too few route rows"
     )
     kinds = {"too many route rows": 8, "too few route rows": 1}
-    ways = {"routes.rows": (Way(reason="r", kinds=KNOWN.kinds),)}
+    ways = {"routes.rows": (KnownFailure(reason="r", kinds=KNOWN.kinds),)}
 
     def held(findings: Sequence[Finding]) -> Report:
         taken = {
@@ -246,7 +246,7 @@ def test_what_is_not_known_is_told_first() -> None:
             found=len(findings),
             kinds=taken,
         )
-        return hold(
+        return apply_known_failures(
             Report(
                 subject="x", profile="pr", seed=0, results=(result,), expected={"routes.rows": "r"}
             ),

@@ -11,7 +11,8 @@ from rollproof.core.records import FinishReason
 from rollproof.judging.checks import Collector, request_check
 from rollproof.judging.judge import Tally
 from rollproof.judging.registry import Registry
-from rollproof.judging.request_view import History, RequestView
+from rollproof.judging.request_view import RequestView
+from rollproof.judging.weight_history import WeightHistory
 from rollproof.verification.traces import judge_events
 from tests.support.trace_builder import TraceBuilder, contract
 
@@ -28,7 +29,7 @@ class TestHistory:
         self, updates: list[tuple[int, int | None, bool]], looks: list[int]
     ) -> None:
         """Looking in between changes no answer."""
-        history = History()
+        history = WeightHistory()
         for i, (version, label, loaded) in enumerate(updates):
             history.updates.append(
                 Weights(server_id="s", version=version, label=label, loaded=loaded)

@@ -1,4 +1,4 @@
-"""Scenarios: what a trace exercised, situation by situation."""
+"""SituationCounter: what a trace exercised, situation by situation."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from rollproof.core.engine_contract import PauseMode
 from rollproof.core.events.rollout import Fault
 from rollproof.core.records import Span
 from rollproof.core.trace import Trace
-from rollproof.judging.situations import Scenarios
+from rollproof.judging.situations import SituationCounter
 from tests.support.trace_script import TraceScript
 
 
 def _counts(trace: Trace) -> dict[str, int]:
-    scenarios = Scenarios()
+    scenarios = SituationCounter()
     for event in trace:
         scenarios.event(event)
     return scenarios.counts

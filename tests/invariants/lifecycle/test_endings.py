@@ -386,7 +386,7 @@ def test_an_empty_trace_and_one_of_every_kind_crash_nothing() -> None:
     script.observe(5).fault("lost-reply", "s0", 7).fault("death", "s0").fault(
         "death"
     ).gauges().result((3,))
-    assert "train" in EVENT_KINDS
+    assert "weights" in EVENT_KINDS
     assert not [
         result for result in judge(script.trace(), registry).results if "crashed" in result.reason
     ]

@@ -15,7 +15,6 @@ from rollproof.core.events.replay import Action, Outcome, Routing, Step
 from rollproof.core.records import IntArray, Rollout
 from rollproof.core.replay_contract import Defect
 from rollproof.core.router_spy import Spy
-from rollproof.fakes.known_bugs.replay import BUGS
 from rollproof.fakes.trainers.reference_trainers import (
     CapturedPrefix,
     DenseFirst,
@@ -27,6 +26,7 @@ from rollproof.fakes.trainers.trainer_parts import Microbatch
 from rollproof.judging.checks import Verdict
 from rollproof.layouts import Layout, Rank, Source
 from rollproof.replay.driver import record_replay
+from rollproof.verification.kill_matrix import known_bugs, record_traces
 from rollproof.verification.traces import judge
 from tests.support.replay_verdicts import CHECKS, results
 
@@ -218,7 +218,7 @@ def test_wrong_rows_without_an_origin_say_so() -> None:
 )
 def test_wrong_rows_of_one_kind_of_pass_say_which(bug: str, check: str, hint: str) -> None:
     """Where no origin is known, what the other passes did says where to look."""
-    trace = next(iter(next(one for one in BUGS if one.id == bug).traces()))
+    trace = next(record_traces(known_bugs([bug])[0]))
 
     assert judge(trace, CHECKS)[check].findings[0].hint.startswith(hint)
 
