@@ -7,8 +7,7 @@ One module per subject; ``rollproof known-bugs`` runs them all and prints who sa
 from __future__ import annotations
 
 from rollproof.fakes.known_bugs import (
-    batch,
-    conversions,
+    batches,
     engine_capture,
     engines,
     http_replies,
@@ -39,8 +38,7 @@ KNOWN_BUGS: tuple[KnownBug, ...] = (
     *lifecycle.BUGS,
     *http_replies.BUGS,
     *released_stacks.BUGS,
-    *batch.BUGS,
-    *conversions.BUGS,
+    *batches.BUGS,
     *layout_rows.BUGS,
     *layout_ranks.BUGS,
     *layout_layers.BUGS,

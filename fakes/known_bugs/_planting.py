@@ -89,6 +89,7 @@ def on_engine(engine: type[FakeEngine], client: type[AsSampled] = AsSampled) -> 
                 server.__class__ = engine
             super().start(fleet)
 
+    Client.__name__ = engine.__name__
     return Client
 
 
@@ -103,4 +104,5 @@ def on_policy(policy: type[CodedPolicy], client: type[AsSampled] = AsSampled) ->
                 server._scheduler._policy = policy.from_dict(fleet.policy.to_dict())
             super().start(fleet)
 
+    Client.__name__ = policy.__name__
     return Client

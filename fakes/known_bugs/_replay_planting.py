@@ -5,36 +5,18 @@ results, and routers that fall back.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import partial
 
 from rollproof.core.events.replay import Action, Phase
 from rollproof.core.records import FloatArray, IntArray
-from rollproof.fakes.known_bugs.known_bug import KnownBug
 from rollproof.fakes.trainers.moe_model import chosen
 from rollproof.fakes.trainers.replay_trainer import ReplayTrainer
 from rollproof.fakes.trainers.trainer_parts import Router
-from rollproof.replay.driver import record_replay
 
-__all__ = ["RECOMPUTED", "WRONG_ROWS", "FallsBack", "bug", "routers"]
+__all__ = ["RECOMPUTED", "WRONG_ROWS", "FallsBack", "routers"]
 
-SELF = ("self-replay",)
 RECOMPUTED = ("full recompute", "failure in recompute")
 WRONG_ROWS = ("replay.self-gradients",)
 """What a self-replay shows beside, where rows are wrong."""
-
-
-def bug(
-    name: str,
-    summary: str,
-    refs: tuple[str, ...],
-    make: type[ReplayTrainer],
-    *kills: str,
-    also: tuple[str, ...] = (),
-    episodes: tuple[str, ...] = SELF,
-) -> KnownBug:
-    """A known bug of a trainer, which shows in the episodes that are named."""
-    record = partial(record_replay, make, name=name, only=episodes)
-    return KnownBug(id=name, summary=summary, refs=refs, record=record, kills=kills, also=also)
 
 
 def routers(

@@ -25,7 +25,7 @@ from rollproof.fakes.known_bugs.known_bug import KnownBug
 __all__ = ["BUGS"]
 
 
-class _ByOrdinal(AsSampled):
+class _LayersByOrdinal(AsSampled):
     """Maps the columns of MoE layers by their ordinal although the engine's columns count every
     layer.
     """
@@ -37,13 +37,13 @@ class _ByOrdinal(AsSampled):
         return rows[:, : len(self.fleet.case.model.moe_layers)]
 
 
-class _ShiftedLayers(AsSampled):
+class _LayersShifted(AsSampled):
     def final_routes(self, sample: Sample) -> IntArray | None:
         rows = super().final_routes(sample)
         return rows if rows is None else np.roll(rows, 1, axis=1)
 
 
-class _DenseLeftovers(AsSampled):
+class _DenseColumnsNotCleared(AsSampled):
     """The buffer of the dense layers is that of an earlier sample."""
 
     def final_routes(self, sample: Sample) -> IntArray | None:
@@ -54,7 +54,7 @@ class _DenseLeftovers(AsSampled):
         return rows
 
 
-class _WrongByteOrder(AsSampled):
+class _BytesMisdecoded(AsSampled):
     def final_routes(self, sample: Sample) -> IntArray | None:
         rows = super().final_routes(sample)
         if rows is None:
@@ -63,20 +63,20 @@ class _WrongByteOrder(AsSampled):
         return ((rows.astype(np.int64) + 3) % experts).astype(rows.dtype)
 
 
-class _Narrowed(AsSampled):
+class _IdsWrapped(AsSampled):
     """Stores ids in eight bits, and widens them again for the sample."""
 
     def on_declared_layers(self, rows: IntArray) -> IntArray:
         return super().on_declared_layers(rows.astype(np.uint8))
 
 
-class _NarrowType(AsSampled):
+class _TypeTooNarrow(AsSampled):
     def final_routes(self, sample: Sample) -> IntArray | None:
         rows = super().final_routes(sample)
         return rows if rows is None else rows.astype(np.uint8)
 
 
-class _OtherType(AsSampled):
+class _TypeUndeclared(AsSampled):
     def final_routes(self, sample: Sample) -> IntArray | None:
         rows = super().final_routes(sample)
         return rows if rows is None else rows.astype(np.int16)
@@ -92,12 +92,12 @@ class _TopKFromSize(AsSampled):
         return rows if rows is None else np.concatenate([rows, rows], axis=2)
 
 
-class _DropsRoutes(AsSampled):
+class _RoutesDropped(AsSampled):
     def final_routes(self, sample: Sample) -> IntArray | None:
         return None
 
 
-class _FlagLost(AsSampled):
+class _RoutesFlagLost(AsSampled):
     async def call(
         self, server_id: str, sample: Sample, sent: tuple[int, ...], budget: int | None
     ) -> EngineOutput:
@@ -105,7 +105,7 @@ class _FlagLost(AsSampled):
         return await super().call(server_id, sample, sent, budget)
 
 
-class _StageMissing(CodedPolicy):
+class _PipelineStageMissing(CodedPolicy):
     """The layers of the second pipeline stage never reach the first one."""
 
     def routes_spans(
@@ -138,7 +138,7 @@ class _CapturedOnce(CodedPolicy):
         return rows
 
 
-class _SharedExpert(CodedPolicy):
+class _SharedExpertKept(CodedPolicy):
     """The fused shared expert stands behind the last routed one, and is not cut off."""
 
     def routes_spans(
@@ -160,7 +160,7 @@ class _StaleSlots(CodedPolicy):
         )
 
 
-class _Overwrites(FakeEngine):
+class _PrefillOverwritesRows(FakeEngine):
     """Declares that rows stay, but stores them by slot, where a second prefill writes over them."""
 
     def _enqueue(self, call: Call, rid: str | None) -> InflightCall:
@@ -168,7 +168,7 @@ class _Overwrites(FakeEngine):
         return super()._enqueue(call, rid)
 
 
-class _KeepsPrefixCache(FakeEngine):
+class _PrefixCacheOutlivesWeights(FakeEngine):
     """Says that it dropped its prefix cache at the pause, and serves from it afterwards."""
 
     async def pause(self, mode: PauseMode = PauseMode.ABORT, clear_cache: bool = True) -> None:
@@ -190,9 +190,9 @@ BUGS: tuple[KnownBug, ...] = (
             " choice of experts."
         ),
         refs=("cf. sglang#23885", "cf. sglang#34319"),
-        make=_DenseLeftovers,
+        make=_DenseColumnsNotCleared,
         cases=(_DENSE_FIRST,),
-        kills=("routes.dense-columns",),
+        detected_by=("routes.dense-columns",),
     ),
     KnownBug(
         id="layers-by-ordinal",
@@ -201,17 +201,17 @@ BUGS: tuple[KnownBug, ...] = (
             " too."
         ),
         refs=("verl#5037", "slime#810"),
-        make=_ByOrdinal,
+        make=_LayersByOrdinal,
         cases=(_DENSE_FIRST,),
-        kills=("routes.layer",),
+        detected_by=("routes.layer",),
     ),
     KnownBug(
         id="layers-shifted",
         summary="The choice of layer l stands in the column of layer l + 1.",
         refs=("NeMo-RL#3903",),
-        make=_ShiftedLayers,
+        make=_LayersShifted,
         cases=(CLEAN,),
-        kills=("routes.layer",),
+        detected_by=("routes.layer",),
     ),
     KnownBug(
         id="bytes-misdecoded",
@@ -220,25 +220,25 @@ BUGS: tuple[KnownBug, ...] = (
             " legal, and wrong."
         ),
         refs=("prime-rl#2813",),
-        make=_WrongByteOrder,
+        make=_BytesMisdecoded,
         cases=(CLEAN,),
-        kills=("routes.content",),
+        detected_by=("routes.content",),
     ),
     KnownBug(
         id="ids-wrapped",
         summary="Ids pass through eight bits, and those above 255 come out as others.",
         refs=("verl#5240", "prime-rl#3051"),
-        make=_Narrowed,
+        make=_IdsWrapped,
         cases=(_WIDE,),
-        kills=("routes.dtype",),
+        detected_by=("routes.dtype",),
     ),
     KnownBug(
         id="type-too-narrow",
         summary="Routes are handed over in eight bits, which do not hold every expert.",
         refs=("verl#5240", "verl#7407"),
-        make=_NarrowType,
+        make=_TypeTooNarrow,
         cases=(_WIDE,),
-        kills=("routes.dtype",),
+        detected_by=("routes.dtype",),
     ),
     KnownBug(
         id="type-undeclared",
@@ -246,9 +246,9 @@ BUGS: tuple[KnownBug, ...] = (
             "Routes come in another integer type than declared, which a decoder of bytes misreads."
         ),
         refs=("SkyRL#1378",),
-        make=_OtherType,
+        make=_TypeUndeclared,
         cases=(CLEAN,),
-        kills=("routes.dtype",),
+        detected_by=("routes.dtype",),
     ),
     KnownBug(
         id="top-k-from-size",
@@ -256,31 +256,31 @@ BUGS: tuple[KnownBug, ...] = (
         refs=("miles sglang_rollout.py", "AReaL reshape(rows, -1)"),
         make=_TopKFromSize,
         cases=(CLEAN,),
-        kills=("routes.shape",),
+        detected_by=("routes.shape",),
     ),
     KnownBug(
         id="routes-dropped",
         summary="The engine returned routes, and the agent loop leaves them out of its output.",
         refs=("verl#5368",),
-        make=_DropsRoutes,
+        make=_RoutesDropped,
         cases=(CLEAN,),
-        kills=("routes.presence",),
+        detected_by=("routes.presence",),
     ),
     KnownBug(
         id="routes-flag-lost",
         summary="The caller's flag does not reach the engine, which returns no routes.",
         refs=("slime#1145", "slime#1909", "miles#407"),
-        make=_FlagLost,
+        make=_RoutesFlagLost,
         cases=(CLEAN,),
-        kills=("routes.presence",),
+        detected_by=("routes.presence",),
     ),
     KnownBug(
         id="pipeline-stage-missing",
         summary="The layers of a pipeline stage are zeros: nobody gathered them.",
         refs=("slime#395", "slime#2175", "vllm#44116"),
-        make=on_policy(_StageMissing),
+        make=on_policy(_PipelineStageMissing),
         cases=(CLEAN,),
-        kills=("routes.live", "routes.engine"),
+        detected_by=("routes.live", "routes.engine"),
     ),
     KnownBug(
         id="prompt-rows-missing",
@@ -291,7 +291,7 @@ BUGS: tuple[KnownBug, ...] = (
         refs=("sglang#23885", "llm-d-router#1473"),
         make=on_policy(_PromptRowsMissing),
         cases=(CLEAN,),
-        kills=("routes.distinct", "routes.engine"),
+        detected_by=("routes.distinct", "routes.engine"),
     ),
     KnownBug(
         id="captured-once",
@@ -299,15 +299,15 @@ BUGS: tuple[KnownBug, ...] = (
         refs=("sglang#12162",),
         make=on_policy(_CapturedOnce),
         cases=(CLEAN,),
-        kills=("routes.live", "routes.engine"),
+        detected_by=("routes.live", "routes.engine"),
     ),
     KnownBug(
         id="shared-expert-kept",
         summary="The id of a fused shared expert is returned as one of the top-k.",
         refs=("sglang#36515",),
-        make=on_policy(_SharedExpert),
+        make=on_policy(_SharedExpertKept),
         cases=(CLEAN,),
-        kills=("routes.in-range", "routes.engine"),
+        detected_by=("routes.in-range", "routes.engine"),
     ),
     KnownBug(
         id="stale-slots",
@@ -317,7 +317,7 @@ BUGS: tuple[KnownBug, ...] = (
         refs=("sglang#26975", "vllm#39568"),
         make=on_policy(_StaleSlots),
         cases=(CLEAN,),
-        kills=("routes.engine",),
+        detected_by=("routes.engine",),
     ),
     KnownBug(
         id="prefill-overwrites-rows",
@@ -326,9 +326,9 @@ BUGS: tuple[KnownBug, ...] = (
             " its logprobs stay."
         ),
         refs=("miles#3277", "sglang#39633", "miles#3307"),
-        make=on_engine(_Overwrites, EngineKeep),
+        make=on_engine(_PrefillOverwritesRows, EngineKeep),
         cases=(_RETRACTED,),
-        kills=("routes.immutable",),
+        detected_by=("routes.immutable",),
     ),
     KnownBug(
         id="prefix-cache-outlives-weights",
@@ -337,9 +337,9 @@ BUGS: tuple[KnownBug, ...] = (
             " older weights."
         ),
         refs=("NeMo-RL#4018", "SkyRL#2246", "prime-rl#1650"),
-        make=on_engine(_KeepsPrefixCache),
+        make=on_engine(_PrefixCacheOutlivesWeights),
         cases=(_CACHED,),
-        kills=("routes.prefix-cache", "weights.no-stale-cache"),
+        detected_by=("routes.prefix-cache", "weights.no-stale-cache"),
     ),
 )
 """Known bugs of capture and encoding."""

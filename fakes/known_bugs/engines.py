@@ -4,30 +4,18 @@ shows it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
-from functools import partial
 
 import numpy as np
 
 from rollproof.core.engine_contract import PauseMode, StreamMode
 from rollproof.core.engine_protocol import Piece, Query, Watch, WeightUpdate
 from rollproof.core.records import EngineOutput, FinishReason, Span
-from rollproof.core.trace import Trace
 from rollproof.fakes.engine.engine_subject import FakeEngineSubject, scaled
 from rollproof.fakes.known_bugs.known_bug import KnownBug
 
-__all__ = ["BUGS", "recorded"]
-
-
-def recorded(engine: type[FakeEngineSubject], experiment: str, flavour: str = "vllm") -> Trace:
-    """The attributed trace of one experiment on an engine of ``flavour``."""
-    from rollproof.engines.engine_targets import fake_target
-    from rollproof.verification.engines import run_experiments
-
-    return run_experiments(
-        fake_target(flavour, make=lambda settings: engine(settings, flavour)), only=[experiment]
-    ).traces[0]
+__all__ = ["BUGS"]
 
 
 class _CachedRowsMoved(FakeEngineSubject):
@@ -41,7 +29,7 @@ class _CachedRowsMoved(FakeEngineSubject):
         return replace(output, routes=routes)
 
 
-class _SortedById(FakeEngineSubject):
+class _ExpertsSortedById(FakeEngineSubject):
     def shown(self, output: EngineOutput, query: Query) -> EngineOutput:
         return (
             output
@@ -50,7 +38,7 @@ class _SortedById(FakeEngineSubject):
         )
 
 
-class _LogprobsOfNext(FakeEngineSubject):
+class _LogprobsOfTheNextToken(FakeEngineSubject):
     """Pairs each token with the logprob of the one after it."""
 
     def shown(self, output: EngineOutput, query: Query) -> EngineOutput:
@@ -61,7 +49,7 @@ class _LogprobsOfNext(FakeEngineSubject):
         )
 
 
-class _OtherMode(FakeEngineSubject):
+class _LogprobsOfTheOtherMode(FakeEngineSubject):
     """Returns logprobs after the temperature, and says raw."""
 
     def shown(self, output: EngineOutput, query: Query) -> EngineOutput:
@@ -72,7 +60,7 @@ class _OtherMode(FakeEngineSubject):
         )
 
 
-class _RowOfLastToken(FakeEngineSubject):
+class _RowOfAStepThrownAway(FakeEngineSubject):
     """On an abort the step in flight is not taken back: its row comes along, and its token does
     not.
     """
@@ -89,7 +77,7 @@ class _RowOfLastToken(FakeEngineSubject):
         return replace(output, routes=np.concatenate([output.routes, last]))
 
 
-class _BareAbort(FakeEngineSubject):
+class _AbortWithoutCounts(FakeEngineSubject):
     """The reply to an aborted call is built in another place, which forgets the count of cached
     tokens.
     """
@@ -102,7 +90,7 @@ class _BareAbort(FakeEngineSubject):
         )
 
 
-class _SplitSpans(FakeEngineSubject):
+class _SpansSplitWithoutCause(FakeEngineSubject):
     """Begins a span at every step that it looks at the version, also where it is the same."""
 
     def shown(self, output: EngineOutput, query: Query) -> EngineOutput:
@@ -116,14 +104,14 @@ class _SplitSpans(FakeEngineSubject):
         return replace(output, spans=halves)
 
 
-class _RoutesForAll(FakeEngineSubject):
+class _RoutesForTheWholeBatch(FakeEngineSubject):
     """One call of the batch asks for routes, and all get them."""
 
     async def generate(self, query: Query, watch: Watch) -> Sequence[EngineOutput]:
         return await super().generate(replace(query, want_routes=True), watch)
 
 
-class _LastTokenTwice(FakeEngineSubject):
+class _AbortRepeatsTheLastToken(FakeEngineSubject):
     """The chunk that ends an aborted delta stream repeats the last token."""
 
     def piece(self, piece: Piece, query: Query) -> Piece:
@@ -140,7 +128,7 @@ class _LastTokenTwice(FakeEngineSubject):
     _last: tuple[int, ...] = ()
 
 
-class _ReloadBreaks(FakeEngineSubject):
+class _ReloadBreaksWeights(FakeEngineSubject):
     """Weights that are loaded a second time end up in buffers that the forward does not read as it
     did.
     """
@@ -167,7 +155,7 @@ class _BadOffsetIgnored(FakeEngineSubject):
         return await super().generate(replace(query, routes_start=None) if bad else query, watch)
 
 
-class _AbortForgotten(FakeEngineSubject):
+class _ParkedAbortForgotten(FakeEngineSubject):
     """Calls that come during a pause wait outside the engine, where an abort does not look."""
 
     _closed = False
@@ -185,7 +173,7 @@ class _AbortForgotten(FakeEngineSubject):
             await super().abort(handle)
 
 
-class _TurnedAway(FakeEngineSubject):
+class _PausedCallTurnedAway(FakeEngineSubject):
     """A gate in front of the engine answers calls during a pause with an empty abort."""
 
     _closed = False
@@ -215,139 +203,150 @@ class _TurnedAway(FakeEngineSubject):
         ]
 
 
-def _bug(
-    id: str,
-    summary: str,
-    refs: Sequence[str],
-    kills: str,
-    engine: type[FakeEngineSubject],
-    experiment: str,
-    flavour: str = "vllm",
-    also: Sequence[str] = (),
-) -> KnownBug:
-    record: Callable[[], Trace] = partial(recorded, engine, experiment, flavour)
-    return KnownBug(
-        id=id, summary=summary, refs=tuple(refs), kills=(kills,), record=record, also=tuple(also)
-    )
-
-
 BUGS: tuple[KnownBug, ...] = (
-    _bug(
-        "cached-rows-moved",
-        "The rows of a cached prefix are those of other slots: the KV was moved and they were not.",
-        ("SGLang#26975", "cf. SGLang#39027"),
-        "engine.routes",
-        _CachedRowsMoved,
-        "cached",
+    KnownBug(
+        id="cached-rows-moved",
+        summary=(
+            "The rows of a cached prefix are those of other slots: the KV was moved and they "
+            "were not."
+        ),
+        refs=("SGLang#26975", "cf. SGLang#39027"),
+        kind="engines",
+        make=_CachedRowsMoved,
+        only=("cached",),
+        detected_by=("engine.routes",),
     ),
-    _bug(
-        "experts-sorted-by-id",
-        "The experts of a row are sorted by id, so that their weights cannot be told by place.",
-        ("cf. vLLM#37605",),
-        "engine.order",
-        _SortedById,
-        "plain",
+    KnownBug(
+        id="experts-sorted-by-id",
+        summary=(
+            "The experts of a row are sorted by id, so that their weights cannot be told by place."
+        ),
+        refs=("cf. vLLM#37605",),
+        kind="engines",
+        make=_ExpertsSortedById,
+        only=("plain",),
+        detected_by=("engine.order",),
     ),
-    _bug(
-        "logprobs-of-the-next-token",
-        "Each token comes with the logprob of the token after it.",
-        ("cf. SGLang#34627", "cf. SGLang#14046"),
-        "engine.logprobs",
-        _LogprobsOfNext,
-        "plain",
+    KnownBug(
+        id="logprobs-of-the-next-token",
+        summary="Each token comes with the logprob of the token after it.",
+        refs=("cf. SGLang#34627", "cf. SGLang#14046"),
+        kind="engines",
+        make=_LogprobsOfTheNextToken,
+        only=("plain",),
+        detected_by=("engine.logprobs",),
     ),
-    _bug(
-        "logprobs-of-the-other-mode",
-        "Logprobs are taken after the temperature where the engine says before it, or the other way"
-        " round.",
-        ("trl#4159", "vime#64"),
-        "engine.logprob-mode",
-        _OtherMode,
-        "temperature",
+    KnownBug(
+        id="logprobs-of-the-other-mode",
+        summary=(
+            "Logprobs are taken after the temperature where the engine says before it, or the "
+            "other way round."
+        ),
+        refs=("trl#4159", "vime#64"),
+        kind="engines",
+        make=_LogprobsOfTheOtherMode,
+        only=("temperature",),
+        detected_by=("engine.logprob-mode",),
     ),
-    _bug(
-        "row-of-a-step-thrown-away",
-        "An aborted call returns the row of a step whose token was thrown away.",
-        ("cf. vLLM#39917",),
-        "engine.rows",
-        _RowOfLastToken,
-        "resent",
+    KnownBug(
+        id="row-of-a-step-thrown-away",
+        summary="An aborted call returns the row of a step whose token was thrown away.",
+        refs=("cf. vLLM#39917",),
+        kind="engines",
+        make=_RowOfAStepThrownAway,
+        only=("resent",),
+        detected_by=("engine.rows",),
     ),
-    _bug(
-        "abort-without-counts",
-        "The reply to an aborted call lacks parts that every other reply has.",
-        ("SGLang#11673", "cf. SGLang#11093"),
-        "engine.parts",
-        _BareAbort,
-        "resent",
+    KnownBug(
+        id="abort-without-counts",
+        summary="The reply to an aborted call lacks parts that every other reply has.",
+        refs=("SGLang#11673", "cf. SGLang#11093"),
+        kind="engines",
+        make=_AbortWithoutCounts,
+        only=("resent",),
+        detected_by=("engine.parts",),
     ),
-    _bug(
-        "spans-split-without-cause",
-        "A version span ends and begins again under the same version.",
-        ("cf. SGLang#35926",),
-        "engine.spans",
-        _SplitSpans,
-        "plain",
+    KnownBug(
+        id="spans-split-without-cause",
+        summary="A version span ends and begins again under the same version.",
+        refs=("cf. SGLang#35926",),
+        kind="engines",
+        make=_SpansSplitWithoutCause,
+        only=("plain",),
+        detected_by=("engine.spans",),
     ),
-    _bug(
-        "routes-for-the-whole-batch",
-        "One call of a batch asks for routes, and every call gets them.",
-        ("cf. slime#1909",),
-        "engine.opt-in",
-        _RoutesForAll,
-        "opt-in",
-        "sglang",
+    KnownBug(
+        id="routes-for-the-whole-batch",
+        summary="One call of a batch asks for routes, and every call gets them.",
+        refs=("cf. slime#1909",),
+        kind="engines",
+        make=_RoutesForTheWholeBatch,
+        only=("opt-in",),
+        flavour="sglang",
+        detected_by=("engine.opt-in",),
     ),
-    _bug(
-        "abort-repeats-the-last-token",
-        "The chunk that ends an aborted stream repeats the last token.",
-        ("SGLang#34488", "cf. vLLM#22283"),
-        "engine.stream",
-        _LastTokenTwice,
-        "streams",
+    KnownBug(
+        id="abort-repeats-the-last-token",
+        summary="The chunk that ends an aborted stream repeats the last token.",
+        refs=("SGLang#34488", "cf. vLLM#22283"),
+        kind="engines",
+        make=_AbortRepeatsTheLastToken,
+        only=("streams",),
+        detected_by=("engine.stream",),
     ),
-    _bug(
-        "reload-breaks-weights",
-        "Weights that are loaded a second time compute something else.",
-        ("vLLM#42821", "SGLang#14178", "cf. vLLM#48312"),
-        "engine.identity",
-        _ReloadBreaks,
-        "identity",
+    KnownBug(
+        id="reload-breaks-weights",
+        summary="Weights that are loaded a second time compute something else.",
+        refs=("vLLM#42821", "SGLang#14178", "cf. vLLM#48312"),
+        kind="engines",
+        make=_ReloadBreaksWeights,
+        only=("identity",),
+        detected_by=("engine.identity",),
     ),
-    _bug(
-        "sample-lost",
-        "Of several samples of one call, one is not returned.",
-        ("cf. vLLM#22197",),
-        "engine.answers",
-        _SampleLost,
-        "samples",
+    KnownBug(
+        id="sample-lost",
+        summary="Of several samples of one call, one is not returned.",
+        refs=("cf. vLLM#22197",),
+        kind="engines",
+        make=_SampleLost,
+        only=("samples",),
+        detected_by=("engine.answers",),
     ),
-    _bug(
-        "bad-offset-ignored",
-        "An offset beyond the prompt is ignored, and all rows come back where the caller counts on"
-        " fewer.",
-        ("strands-sglang#72",),
-        "engine.refusals",
-        _BadOffsetIgnored,
-        "refusals",
+    KnownBug(
+        id="bad-offset-ignored",
+        summary=(
+            "An offset beyond the prompt is ignored, and all rows come back where the caller "
+            "counts on fewer."
+        ),
+        refs=("strands-sglang#72",),
+        kind="engines",
+        make=_BadOffsetIgnored,
+        only=("refusals",),
+        detected_by=("engine.refusals",),
     ),
-    _bug(
-        "parked-abort-forgotten",
-        "A call that waits for the end of a pause is aborted, and runs to its end after the"
-        " resume.",
-        ("SGLang 0.5.21 (docs/track-record.md)",),
-        "engine.paused-calls",
-        _AbortForgotten,
-        "parked",
+    KnownBug(
+        id="parked-abort-forgotten",
+        summary=(
+            "A call that waits for the end of a pause is aborted, and runs to its end after "
+            "the resume."
+        ),
+        refs=("SGLang 0.5.21 (docs/track-record.md)",),
+        kind="engines",
+        make=_ParkedAbortForgotten,
+        only=("parked",),
+        detected_by=("engine.paused-calls",),
     ),
-    _bug(
-        "paused-call-turned-away",
-        "A call sent to a paused engine is answered with an empty abort where the engine says that"
-        " it waits.",
-        ("cf. TensorRT-LLM#12272",),
-        "engine.paused-calls",
-        _TurnedAway,
-        "parked",
+    KnownBug(
+        id="paused-call-turned-away",
+        summary=(
+            "A call sent to a paused engine is answered with an empty abort where the engine "
+            "says that it waits."
+        ),
+        refs=("cf. TensorRT-LLM#12272",),
+        kind="engines",
+        make=_PausedCallTurnedAway,
+        only=("parked",),
+        detected_by=("engine.paused-calls",),
     ),
 )
 """Faults of the family ``engine``."""

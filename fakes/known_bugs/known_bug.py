@@ -1,14 +1,14 @@
-"""Known bug: a published fault of the field, planted on top of a reference, that named checks must
-kill.
+"""The record of a known bug: a published fault, planted on a reference, and the checks that must
+detect it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 from rollproof.core.case import Case
-from rollproof.core.subjects import SubjectFactory
 from rollproof.core.trace import Trace
 
 __all__ = ["KnownBug"]
@@ -16,31 +16,32 @@ __all__ = ["KnownBug"]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class KnownBug:
-    """A planted fault.
+    """A fault of the field and how it is shown; ``rollproof.verification.kill_matrix`` runs it.
 
-    ``make`` makes a subject that has it; ``cases`` are the cases in which it shows (few, small). A
-    fault that is not one of a rollout subject (a batch conversion) gives ``record`` instead: it
-    returns the trace. ``kills`` are the ids of the checks that must fail; ``also`` those that may
-    fail as an honest consequence (the same wrong value seen from another promise). Any other
-    failing check is blamed wrongly. ``refs`` are the upstream references, such as ``"verl#6029"``;
-    one that begins with ``cf.`` is of the same area, and not of this very fault.
+    id: lower case, with hyphens. The class that ``make`` makes has the same name in camel case.
+    summary: the fault in one sentence.
+    refs: upstream references, such as ``"verl#6029"``; one that begins with ``cf.`` concerns the
+        same area, not this very fault.
+    make: makes the subject that has the fault.
+    detected_by: ids of the checks that must fail.
+    may_fail: ids of checks that may fail too, because the same wrong value breaks another promise.
+        Any other failing check is blamed wrongly.
+    kind: the kind of subject (``rollproof.verification.subject_kinds.KINDS``).
+    cases: the cases in which a subject of rollouts shows the fault; few and small.
+    only: the part of the run in which another subject shows it: layout functions, episodes of a
+        trainer, or one experiment on an engine.
+    flavour: the flavour of an engine.
+    edit: changes the trace, for a fault that no subject can have.
     """
 
     id: str
     summary: str
     refs: tuple[str, ...]
-    kills: tuple[str, ...]
-    make: SubjectFactory | None = None
+    make: Callable[..., Any]
+    detected_by: tuple[str, ...]
+    may_fail: tuple[str, ...] = ()
+    kind: str = "rollouts"
     cases: tuple[Case, ...] = ()
-    record: Callable[[], Trace] | None = None
-    also: tuple[str, ...] = ()
-
-    def traces(self) -> Iterator[Trace]:
-        """The traces in which the fault shows, made anew."""
-        if self.record is not None:
-            yield self.record()
-        if self.make is not None:
-            from rollproof.verification.runner import run_case
-
-            for case in self.cases:
-                yield run_case(self.make, case, name=self.id)
+    only: tuple[str, ...] = ()
+    flavour: str = "vllm"
+    edit: Callable[[Trace], Trace] | None = None

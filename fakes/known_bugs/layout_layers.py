@@ -10,7 +10,6 @@ import numpy as np
 
 from rollproof.core.contract import LayerAxis
 from rollproof.core.records import IntArray
-from rollproof.fakes.known_bugs._layout_runner import layout_bug
 from rollproof.fakes.known_bugs.known_bug import KnownBug
 from rollproof.fakes.trainers.reference_layouts import Layer, MegatronLike, Pass
 from rollproof.layouts.layout import Layout
@@ -21,14 +20,14 @@ from rollproof.layouts.stages import Stages
 __all__ = ["BUGS"]
 
 
-class _OrdinalOfAll(MegatronLike):
+class _LayoutColumnCountsRouters(MegatronLike):
     """The n-th router reads column n of a payload that has a column for every layer."""
 
     def column(self, layout: Layout, layer: Layer) -> int:
         return super().column(replace(layout, layer_axis=LayerAxis.MOE), layer)
 
 
-class _LayerOfMoe(MegatronLike):
+class _LayoutColumnCountsLayers(MegatronLike):
     """Layer n reads column n of a payload that has columns for MoE layers only, counted from the
     end where there are fewer.
     """
@@ -39,7 +38,7 @@ class _LayerOfMoe(MegatronLike):
         return layer % layout.columns
 
 
-class _OffsetOfRouters(MegatronLike):
+class _LayoutOffsetCountsDense(MegatronLike):
     """The offset of a stage counts layers, dense ones too; the routers behind it count on from
     there.
     """
@@ -54,7 +53,7 @@ class _OffsetOfRouters(MegatronLike):
         return {layer: rows[:, (first + i) % layout.columns] for i, layer in enumerate(routers)}
 
 
-class _ClampsColumns(MegatronLike):
+class _LayoutMissingColumnsMadeUp(MegatronLike):
     """A column that is not there is replaced by the last one that is."""
 
     def select(
@@ -67,7 +66,7 @@ class _ClampsColumns(MegatronLike):
         return {layer: rows[:, column] for layer, column in chosen.items()}
 
 
-class _SwapsLayers(MegatronLike):
+class _LayoutLayersSwapped(MegatronLike):
     def select(
         self, layout: Layout, rows: IntArray, rank: Rank, chunk: int
     ) -> dict[Layer, IntArray]:
@@ -75,7 +74,7 @@ class _SwapsLayers(MegatronLike):
         return dict(zip(chosen, reversed(chosen.values()), strict=True))
 
 
-class _AliasesMtp(MegatronLike):
+class _LayoutMtpAliasesALayer(MegatronLike):
     """The head behind the last layer numbers its own layers from 0 again, and takes their column."""
 
     def select(
@@ -87,12 +86,12 @@ class _AliasesMtp(MegatronLike):
         return chosen
 
 
-class _CountsDense(MegatronLike):
+class _LayoutRoutersOfDenseLayers(MegatronLike):
     def routers(self, layout: Layout, rank: Rank, chunk: int) -> list[Layer]:
         return self.built(layout, rank, chunk)
 
 
-class _EvenStages(MegatronLike):
+class _LayoutStagesTakenForEven(MegatronLike):
     """Layers are dealt out as if all stages held as many as the first one."""
 
     def stage_layers(self, layout: Layout, rank: Rank, chunk: int) -> list[Layer]:
@@ -103,14 +102,14 @@ class _EvenStages(MegatronLike):
         return list(range(first, first + len(built)))
 
 
-class _EmbeddingNotCounted(MegatronLike):
+class _LayoutEmbeddingNotCounted(MegatronLike):
     def stage_layers(self, layout: Layout, rank: Rank, chunk: int) -> list[Layer]:
         built = super().stage_layers(layout, rank, chunk)
         counted = layout.stages.embedding and (rank.pp, chunk) > (0, 0) and layout.mesh.vpp == 1
         return [layer + 1 for layer in built] if counted else built
 
 
-class _ChunksInOnePiece(MegatronLike):
+class _LayoutChunksInOnePiece(MegatronLike):
     """A rank builds one run of layers, cut into chunks, where chunks alternate between ranks."""
 
     def stage_layers(self, layout: Layout, rank: Rank, chunk: int) -> list[Layer]:
@@ -121,7 +120,7 @@ class _ChunksInOnePiece(MegatronLike):
         return list(range(first, first + counts[rank.pp][chunk]))
 
 
-class _ScheduleWithoutGroups(MegatronLike):
+class _LayoutScheduleWithoutGroups(MegatronLike):
     def schedule(self, layout: Layout, microbatches: int) -> list[Pass]:
         return [
             (microbatch, chunk)
@@ -130,7 +129,7 @@ class _ScheduleWithoutGroups(MegatronLike):
         ]
 
 
-class _OneQueue(MegatronLike):
+class _LayoutQueueSharedByChunks(MegatronLike):
     """Chunks share one queue."""
 
     def serve(
@@ -147,7 +146,7 @@ class _OneQueue(MegatronLike):
         return used, len(queue) if recompute else 0
 
 
-class _OneSlot(MegatronLike):
+class _LayoutRecomputeUsesNewestTarget(MegatronLike):
     """A recompute uses the target that was installed last, whichever microbatch it was of."""
 
     def serve(
@@ -163,7 +162,7 @@ class _OneSlot(MegatronLike):
         return used, 0
 
 
-class _LeavesTargets(MegatronLike):
+class _LayoutTargetsLeft(MegatronLike):
     """Nothing empties the queues where no recompute does."""
 
     def serve(
@@ -173,7 +172,7 @@ class _LeavesTargets(MegatronLike):
         return used, left if recompute else len(used)
 
 
-class _ChunksNotReordered(MegatronLike):
+class _LayoutChunksNotReordered(MegatronLike):
     """Recordings are taken microbatch by microbatch, although they were made chunk by chunk."""
 
     def reorder(
@@ -185,149 +184,184 @@ class _ChunksNotReordered(MegatronLike):
         ]
 
 
-class _StagesInRankOrder(MegatronLike):
+class _LayoutStagesInRankOrder(MegatronLike):
     def gather_stages(self, layout: Layout, stages: Sequence[IntArray]) -> IntArray:
         return np.concatenate(stages, axis=1)
 
 
 BUGS: tuple[KnownBug, ...] = (
-    layout_bug(
-        "column-counts-routers",
-        "The n-th router reads column n of a payload that has a column for every layer, so that"
-        " dense layers shift all behind them.",
-        ("verl#5037", "slime#819", "ROLL router_replay_utils.py"),
-        _OrdinalOfAll,
-        "select targets",
-        "layer-map",
-        "targets",
+    KnownBug(
+        id="layout-column-counts-routers",
+        summary=(
+            "The n-th router reads column n of a payload that has a column for every layer, "
+            "so that dense layers shift all behind them."
+        ),
+        refs=("verl#5037", "slime#819", "ROLL router_replay_utils.py"),
+        kind="layouts",
+        make=_LayoutColumnCountsRouters,
+        only=("select", "targets"),
+        detected_by=("layout.layer-map", "layout.targets"),
     ),
-    layout_bug(
-        "column-counts-layers",
-        "Layer n reads column n of a payload that has columns for MoE layers only.",
-        ("verl#5037", "slime#810"),
-        _LayerOfMoe,
-        "select targets",
-        "layer-map",
-        "targets",
+    KnownBug(
+        id="layout-column-counts-layers",
+        summary=("Layer n reads column n of a payload that has columns for MoE layers only."),
+        refs=("verl#5037", "slime#810"),
+        kind="layouts",
+        make=_LayoutColumnCountsLayers,
+        only=("select", "targets"),
+        detected_by=("layout.layer-map", "layout.targets"),
     ),
-    layout_bug(
-        "offset-counts-dense",
-        "The offset of a pipeline stage counts dense layers, where the payload's columns do not.",
-        ("verl#5452", "verl#5037", "ROLL router_replay_utils.py"),
-        _OffsetOfRouters,
-        "select",
-        "layer-map",
+    KnownBug(
+        id="layout-offset-counts-dense",
+        summary=(
+            "The offset of a pipeline stage counts dense layers, where the payload's columns "
+            "do not."
+        ),
+        refs=("verl#5452", "verl#5037", "ROLL router_replay_utils.py"),
+        kind="layouts",
+        make=_LayoutOffsetCountsDense,
+        only=("select",),
+        detected_by=("layout.layer-map",),
     ),
-    layout_bug(
-        "missing-columns-made-up",
-        "A payload of too few layers is taken, and its last column stands for those that it lacks.",
-        ("cf. verl set_router_replay_data", "cf. miles sglang_rollout.py"),
-        _ClampsColumns,
-        "targets",
-        "refuses",
+    KnownBug(
+        id="layout-missing-columns-made-up",
+        summary=(
+            "A payload of too few layers is taken, and its last column stands for those that "
+            "it lacks."
+        ),
+        refs=("cf. verl set_router_replay_data", "cf. miles sglang_rollout.py"),
+        kind="layouts",
+        make=_LayoutMissingColumnsMadeUp,
+        only=("targets",),
+        detected_by=("layout.refuses",),
     ),
-    layout_bug(
-        "layers-swapped",
-        "The layers of a stage are handed out in reverse order.",
-        ("cf. verl#7340",),
-        _SwapsLayers,
-        "select",
-        "layer-map",
+    KnownBug(
+        id="layout-layers-swapped",
+        summary="The layers of a stage are handed out in reverse order.",
+        refs=("cf. verl#7340",),
+        kind="layouts",
+        make=_LayoutLayersSwapped,
+        only=("select",),
+        detected_by=("layout.layer-map",),
     ),
-    layout_bug(
-        "mtp-aliases-a-layer",
-        "The layer of a multi-token-prediction head is numbered as the first layer, and takes its"
-        " targets.",
-        ("NeMo-RL#3903", "cf. verl iter_model_routers"),
-        _AliasesMtp,
-        "select",
-        "layer-map",
+    KnownBug(
+        id="layout-mtp-aliases-a-layer",
+        summary=(
+            "The layer of a multi-token-prediction head is numbered as the first layer, and "
+            "takes its targets."
+        ),
+        refs=("NeMo-RL#3903", "cf. verl iter_model_routers"),
+        kind="layouts",
+        make=_LayoutMtpAliasesALayer,
+        only=("select",),
+        detected_by=("layout.layer-map",),
     ),
-    layout_bug(
-        "routers-of-dense-layers",
-        "Every layer of a stage is taken to have a router.",
-        ("slime#819", "ROLL router_replay_utils.py"),
-        _CountsDense,
-        "routers",
-        "stages",
-        "virtual-stages",
+    KnownBug(
+        id="layout-routers-of-dense-layers",
+        summary="Every layer of a stage is taken to have a router.",
+        refs=("slime#819", "ROLL router_replay_utils.py"),
+        kind="layouts",
+        make=_LayoutRoutersOfDenseLayers,
+        only=("routers",),
+        detected_by=("layout.stages", "layout.virtual-stages"),
     ),
-    layout_bug(
-        "stages-taken-for-even",
-        "The offset of a stage is its rank times the mean number of layers, although stages are"
-        " uneven.",
-        ("cf. Megatron-LM get_transformer_layer_offset",),
-        _EvenStages,
-        "stage_layers",
-        "stages",
+    KnownBug(
+        id="layout-stages-taken-for-even",
+        summary=(
+            "The offset of a stage is its rank times the mean number of layers, although "
+            "stages are uneven."
+        ),
+        refs=("cf. Megatron-LM get_transformer_layer_offset",),
+        kind="layouts",
+        make=_LayoutStagesTakenForEven,
+        only=("stage_layers",),
+        detected_by=("layout.stages",),
     ),
-    layout_bug(
-        "embedding-not-counted",
-        "The embedding is counted as a layer where layers are divided, and not where the offset is"
-        " made.",
-        ("cf. Megatron-LM get_transformer_layer_offset",),
-        _EmbeddingNotCounted,
-        "stage_layers",
-        "stages",
+    KnownBug(
+        id="layout-embedding-not-counted",
+        summary=(
+            "The embedding is counted as a layer where layers are divided, and not where the "
+            "offset is made."
+        ),
+        refs=("cf. Megatron-LM get_transformer_layer_offset",),
+        kind="layouts",
+        make=_LayoutEmbeddingNotCounted,
+        only=("stage_layers",),
+        detected_by=("layout.stages",),
     ),
-    layout_bug(
-        "chunks-in-one-piece",
-        "A pipeline rank's chunks are taken for one run of layers.",
-        ("verl#7106", "NeMo-RL#2740", "SkyRL#2078"),
-        _ChunksInOnePiece,
-        "stage_layers",
-        "virtual-stages",
+    KnownBug(
+        id="layout-chunks-in-one-piece",
+        summary="A pipeline rank's chunks are taken for one run of layers.",
+        refs=("verl#7106", "NeMo-RL#2740", "SkyRL#2078"),
+        kind="layouts",
+        make=_LayoutChunksInOnePiece,
+        only=("stage_layers",),
+        detected_by=("layout.virtual-stages",),
     ),
-    layout_bug(
-        "schedule-without-groups",
-        "All microbatches are taken to run through one chunk before the next chunk begins.",
-        ("cf. verl#7805",),
-        _ScheduleWithoutGroups,
-        "schedule",
-        "schedule",
+    KnownBug(
+        id="layout-schedule-without-groups",
+        summary=(
+            "All microbatches are taken to run through one chunk before the next chunk begins."
+        ),
+        refs=("cf. verl#7805",),
+        kind="layouts",
+        make=_LayoutScheduleWithoutGroups,
+        only=("schedule",),
+        detected_by=("layout.schedule",),
     ),
-    layout_bug(
-        "queue-shared-by-chunks",
-        "The chunks of a rank share one queue of targets, and empty it in another order than they"
-        " fill it.",
-        ("AReaL#1166",),
-        _OneQueue,
-        "serve",
-        "recompute",
+    KnownBug(
+        id="layout-queue-shared-by-chunks",
+        summary=(
+            "The chunks of a rank share one queue of targets, and empty it in another order "
+            "than they fill it."
+        ),
+        refs=("AReaL#1166",),
+        kind="layouts",
+        make=_LayoutQueueSharedByChunks,
+        only=("serve",),
+        detected_by=("layout.recompute",),
     ),
-    layout_bug(
-        "recompute-uses-newest-target",
-        "A recompute uses the target that was installed last, which under a pipeline is a later"
-        " microbatch's.",
-        ("AReaL#1166", "cf. verl set_model_router_replay_action"),
-        _OneSlot,
-        "serve",
-        "recompute",
+    KnownBug(
+        id="layout-recompute-uses-newest-target",
+        summary=(
+            "A recompute uses the target that was installed last, which under a pipeline is a "
+            "later microbatch's."
+        ),
+        refs=("AReaL#1166", "cf. verl set_model_router_replay_action"),
+        kind="layouts",
+        make=_LayoutRecomputeUsesNewestTarget,
+        only=("serve",),
+        detected_by=("layout.recompute",),
     ),
-    layout_bug(
-        "targets-left",
-        "Targets that no recompute takes are left for the next step.",
-        ("SkyRL#1908", "cf. Megatron-LM router_replay.py"),
-        _LeavesTargets,
-        "serve",
-        "recompute",
+    KnownBug(
+        id="layout-targets-left",
+        summary="Targets that no recompute takes are left for the next step.",
+        refs=("SkyRL#1908", "cf. Megatron-LM router_replay.py"),
+        kind="layouts",
+        make=_LayoutTargetsLeft,
+        only=("serve",),
+        detected_by=("layout.recompute",),
     ),
-    layout_bug(
-        "chunks-not-reordered",
-        "Recordings are taken to come microbatch by microbatch, and come chunk by chunk.",
-        ("verl#7106", "verl#7805"),
-        _ChunksNotReordered,
-        "reorder",
-        "chunk-order",
+    KnownBug(
+        id="layout-chunks-not-reordered",
+        summary=("Recordings are taken to come microbatch by microbatch, and come chunk by chunk."),
+        refs=("verl#7106", "verl#7805"),
+        kind="layouts",
+        make=_LayoutChunksNotReordered,
+        only=("reorder",),
+        detected_by=("layout.chunk-order",),
     ),
-    layout_bug(
-        "stages-in-rank-order",
-        "The layers of pipeline ranks are put behind each other, although each rank holds several"
-        " chunks.",
-        ("verl#7106", "cf. verl pp_gather"),
-        _StagesInRankOrder,
-        "gather_stages",
-        "stage-gather",
+    KnownBug(
+        id="layout-stages-in-rank-order",
+        summary=(
+            "The layers of pipeline ranks are put behind each other, although each rank holds "
+            "several chunks."
+        ),
+        refs=("verl#7106", "cf. verl pp_gather"),
+        kind="layouts",
+        make=_LayoutStagesInRankOrder,
+        only=("gather_stages",),
+        detected_by=("layout.stage-gather",),
     ),
 )
 """Known bugs of layers."""

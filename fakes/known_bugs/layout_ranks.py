@@ -11,7 +11,6 @@ from typing import Any, ClassVar
 import numpy as np
 
 from rollproof.core.records import IntArray
-from rollproof.fakes.known_bugs._layout_runner import layout_bug
 from rollproof.fakes.known_bugs.known_bug import KnownBug
 from rollproof.fakes.trainers.reference_layouts import MegatronLike
 from rollproof.layouts.context import Context
@@ -23,26 +22,26 @@ __all__ = ["BUGS"]
 _PLAIN = MegatronLike.layout
 
 
-class _ContiguousForZigzag(MegatronLike):
+class _LayoutContiguousForZigzag(MegatronLike):
     def context(self, layout: Layout, samples: Sequence[IntArray], rank: Rank) -> IntArray:
         return super().context(replace(layout, context=Context.CONTIGUOUS), samples, rank)
 
 
-class _ZigzagForContiguous(MegatronLike):
+class _LayoutZigzagForContiguous(MegatronLike):
     layout: ClassVar[Layout] = replace(_PLAIN, context=Context.CONTIGUOUS)
 
     def context(self, layout: Layout, samples: Sequence[IntArray], rank: Rank) -> IntArray:
         return super().context(replace(layout, context=Context.ZIGZAG), samples, rank)
 
 
-class _EachForContiguous(_ZigzagForContiguous):
+class _LayoutEachSequenceDivided(_LayoutZigzagForContiguous):
     def context(self, layout: Layout, samples: Sequence[IntArray], rank: Rank) -> IntArray:
-        return super(_ZigzagForContiguous, self).context(
+        return super(_LayoutZigzagForContiguous, self).context(
             replace(layout, context=Context.EACH_CONTIGUOUS), samples, rank
         )
 
 
-class _ZigzagOverAll(MegatronLike):
+class _LayoutZigzagOverAll(MegatronLike):
     """Cuts the whole pack into chunks, not each sequence."""
 
     def context(self, layout: Layout, samples: Sequence[IntArray], rank: Rank) -> IntArray:
@@ -53,41 +52,41 @@ class _ZigzagOverAll(MegatronLike):
         return np.concatenate([chunks[rank.cp], chunks[-1 - rank.cp]])
 
 
-class _RanksConcatenated(MegatronLike):
+class _LayoutRanksConcatenated(MegatronLike):
     def context_merge(
         self, layout: Layout, pieces: Sequence[IntArray], lengths: Sequence[int]
     ) -> list[IntArray]:
         return self.unpack(layout, np.concatenate(pieces), lengths)
 
 
-class _Unsliced(MegatronLike):
+class _LayoutTensorSliceMissing(MegatronLike):
     def tensor_slice(self, layout: Layout, rows: IntArray, rank: Rank) -> IntArray:
         return rows
 
 
-class _Strided(MegatronLike):
+class _LayoutTensorSliceStrided(MegatronLike):
     def tensor_slice(self, layout: Layout, rows: IntArray, rank: Rank) -> IntArray:
         return rows[rank.tp :: layout.mesh.tp]
 
 
-class _UlyssesPaddedInFront(MegatronLike):
+class _LayoutUlyssesPaddedInFront(MegatronLike):
     def ulysses(self, layout: Layout, rows: IntArray, rank: Rank) -> IntArray:
         size = layout.mesh.ulysses
         more = self.filler(layout, -len(rows) % size, rows.shape[1:])
         return np.split(np.concatenate([more, rows]), size)[rank.ulysses]
 
 
-class _UlyssesUnpadded(MegatronLike):
+class _LayoutUlyssesNotPadded(MegatronLike):
     def ulysses(self, layout: Layout, rows: IntArray, rank: Rank) -> IntArray:
         return np.array_split(rows, layout.mesh.ulysses)[rank.ulysses]
 
 
-class _BatchMajor(MegatronLike):
+class _LayoutBatchMajorForSequenceMajor(MegatronLike):
     def flatten(self, layout: Layout, batch: IntArray) -> IntArray:
         return batch.reshape(-1, *batch.shape[2:])
 
 
-class _FirstTensorRank(MegatronLike):
+class _LayoutMergedFromOneTensorRank(MegatronLike):
     """The piece of tensor-parallel rank 0 stands for that of all."""
 
     def merge(self, layout: Layout, recorded: Any, lengths: Sequence[int]) -> list[IntArray]:
@@ -96,7 +95,7 @@ class _FirstTensorRank(MegatronLike):
         )
 
 
-class _FailsWhenShort(MegatronLike):
+class _LayoutFailsWhenShort(MegatronLike):
     def context_merge(
         self, layout: Layout, pieces: Sequence[IntArray], lengths: Sequence[int]
     ) -> list[IntArray]:
@@ -106,108 +105,127 @@ class _FailsWhenShort(MegatronLike):
 
 
 BUGS: tuple[KnownBug, ...] = (
-    layout_bug(
-        "contiguous-for-zigzag",
-        "A context-parallel rank takes one piece of all rows, where the model divides in zigzag.",
-        ("cf. slime#2175", "ms-swift#9981"),
-        _ContiguousForZigzag,
-        "context targets",
-        "context",
-        "targets",
+    KnownBug(
+        id="layout-contiguous-for-zigzag",
+        summary=(
+            "A context-parallel rank takes one piece of all rows, where the model divides in "
+            "zigzag."
+        ),
+        refs=("cf. slime#2175", "ms-swift#9981"),
+        kind="layouts",
+        make=_LayoutContiguousForZigzag,
+        only=("context", "targets"),
+        detected_by=("layout.context", "layout.targets"),
     ),
-    layout_bug(
-        "zigzag-for-contiguous",
-        "A context-parallel rank takes zigzag chunks, where the model divides all rows in one piece"
-        " each.",
-        ("slime#2175", "verl#7297"),
-        _ZigzagForContiguous,
-        "context",
-        "context",
+    KnownBug(
+        id="layout-zigzag-for-contiguous",
+        summary=(
+            "A context-parallel rank takes zigzag chunks, where the model divides all rows in "
+            "one piece each."
+        ),
+        refs=("slime#2175", "verl#7297"),
+        kind="layouts",
+        make=_LayoutZigzagForContiguous,
+        only=("context",),
+        detected_by=("layout.context",),
     ),
-    layout_bug(
-        "each-sequence-divided",
-        "A context-parallel rank takes a piece of every sequence, where the model divides all rows"
-        " in one piece each.",
-        ("cf. verl preprocess_thd_engine", "cf. slime#2175"),
-        _EachForContiguous,
-        "context",
-        "context",
+    KnownBug(
+        id="layout-each-sequence-divided",
+        summary=(
+            "A context-parallel rank takes a piece of every sequence, where the model divides "
+            "all rows in one piece each."
+        ),
+        refs=("cf. verl preprocess_thd_engine", "cf. slime#2175"),
+        kind="layouts",
+        make=_LayoutEachSequenceDivided,
+        only=("context",),
+        detected_by=("layout.context",),
     ),
-    layout_bug(
-        "zigzag-over-all",
-        "The whole pack is cut into zigzag chunks, not each sequence.",
-        ("cf. slime#2175",),
-        _ZigzagOverAll,
-        "context",
-        "context",
+    KnownBug(
+        id="layout-zigzag-over-all",
+        summary="The whole pack is cut into zigzag chunks, not each sequence.",
+        refs=("cf. slime#2175",),
+        kind="layouts",
+        make=_LayoutZigzagOverAll,
+        only=("context",),
+        detected_by=("layout.context",),
     ),
-    layout_bug(
-        "ranks-concatenated",
-        "Recordings of context-parallel ranks are put behind each other in rank order, although"
-        " they were divided in zigzag.",
-        ("verl#7106", "verl#7805"),
-        _RanksConcatenated,
-        "context_merge merge",
-        "context-merge",
-        "merge",
+    KnownBug(
+        id="layout-ranks-concatenated",
+        summary=(
+            "Recordings of context-parallel ranks are put behind each other in rank order, "
+            "although they were divided in zigzag."
+        ),
+        refs=("verl#7106", "verl#7805"),
+        kind="layouts",
+        make=_LayoutRanksConcatenated,
+        only=("context_merge", "merge"),
+        detected_by=("layout.context-merge", "layout.merge"),
     ),
-    layout_bug(
-        "tensor-slice-missing",
-        "Under sequence parallelism every rank gets the targets of all rows.",
-        ("cf. Megatron-LM router_replay.py", "cf. SkyRL#1908"),
-        _Unsliced,
-        "tensor_slice targets",
-        "tensor-slice",
-        "targets",
+    KnownBug(
+        id="layout-tensor-slice-missing",
+        summary="Under sequence parallelism every rank gets the targets of all rows.",
+        refs=("cf. Megatron-LM router_replay.py", "cf. SkyRL#1908"),
+        kind="layouts",
+        make=_LayoutTensorSliceMissing,
+        only=("tensor_slice", "targets"),
+        detected_by=("layout.tensor-slice", "layout.targets"),
     ),
-    layout_bug(
-        "tensor-slice-strided",
-        "A tensor-parallel rank takes every n-th row, not one piece.",
-        ("cf. miles#496",),
-        _Strided,
-        "tensor_slice targets",
-        "tensor-slice",
-        "targets",
+    KnownBug(
+        id="layout-tensor-slice-strided",
+        summary="A tensor-parallel rank takes every n-th row, not one piece.",
+        refs=("cf. miles#496",),
+        kind="layouts",
+        make=_LayoutTensorSliceStrided,
+        only=("tensor_slice", "targets"),
+        detected_by=("layout.tensor-slice", "layout.targets"),
     ),
-    layout_bug(
-        "ulysses-padded-in-front",
-        "Rows are padded in front before the Ulysses slice, token ids behind.",
-        ("cf. SkyRL#1772",),
-        _UlyssesPaddedInFront,
-        "ulysses",
-        "ulysses-slice",
+    KnownBug(
+        id="layout-ulysses-padded-in-front",
+        summary="Rows are padded in front before the Ulysses slice, token ids behind.",
+        refs=("cf. SkyRL#1772",),
+        kind="layouts",
+        make=_LayoutUlyssesPaddedInFront,
+        only=("ulysses",),
+        detected_by=("layout.ulysses-slice",),
     ),
-    layout_bug(
-        "ulysses-not-padded",
-        "Rows are divided over Ulysses ranks without padding, so that pieces differ in length.",
-        ("cf. SkyRL#1772", "cf. verl#7297"),
-        _UlyssesUnpadded,
-        "ulysses",
-        "alignment",
+    KnownBug(
+        id="layout-ulysses-not-padded",
+        summary=(
+            "Rows are divided over Ulysses ranks without padding, so that pieces differ in length."
+        ),
+        refs=("cf. SkyRL#1772", "cf. verl#7297"),
+        kind="layouts",
+        make=_LayoutUlyssesNotPadded,
+        only=("ulysses",),
+        detected_by=("layout.alignment",),
     ),
-    layout_bug(
-        "batch-major-for-sequence-major",
-        "A batch is flattened sample by sample, where the model flattens place by place.",
-        ("miles#3146", "SkyRL#1908", "NeMo-RL router_replay.py"),
-        _BatchMajor,
-        "flatten",
-        "flatten-order",
+    KnownBug(
+        id="layout-batch-major-for-sequence-major",
+        summary=("A batch is flattened sample by sample, where the model flattens place by place."),
+        refs=("miles#3146", "SkyRL#1908", "NeMo-RL router_replay.py"),
+        kind="layouts",
+        make=_LayoutBatchMajorForSequenceMajor,
+        only=("flatten",),
+        detected_by=("layout.flatten-order",),
     ),
-    layout_bug(
-        "merged-from-one-tensor-rank",
-        "The recording of tensor-parallel rank 0 is taken for that of all ranks.",
-        ("verl#7106", "cf. miles#496"),
-        _FirstTensorRank,
-        "merge",
-        "merge",
+    KnownBug(
+        id="layout-merged-from-one-tensor-rank",
+        summary=("The recording of tensor-parallel rank 0 is taken for that of all ranks."),
+        refs=("verl#7106", "cf. miles#496"),
+        kind="layouts",
+        make=_LayoutMergedFromOneTensorRank,
+        only=("merge",),
+        detected_by=("layout.merge",),
     ),
-    layout_bug(
-        "fails-when-short",
-        "A sequence shorter than 2 * cp cannot be put together again.",
-        ("cf. verl preprocess_thd_engine",),
-        _FailsWhenShort,
-        "context_merge",
-        "accepts",
+    KnownBug(
+        id="layout-fails-when-short",
+        summary="A sequence shorter than 2 * cp cannot be put together again.",
+        refs=("cf. verl preprocess_thd_engine",),
+        kind="layouts",
+        make=_LayoutFailsWhenShort,
+        only=("context_merge",),
+        detected_by=("layout.accepts",),
     ),
 )
 """Known bugs of ranks."""

@@ -9,7 +9,6 @@ from typing import ClassVar
 import numpy as np
 
 from rollproof.core.records import IntArray
-from rollproof.fakes.known_bugs._layout_runner import layout_bug
 from rollproof.fakes.known_bugs.known_bug import KnownBug
 from rollproof.fakes.trainers.reference_layouts import MegatronLike, Pair
 from rollproof.layouts.layout import Layout
@@ -21,13 +20,13 @@ __all__ = ["BUGS"]
 _PLAIN = MegatronLike.layout
 
 
-class _ShiftedRoutes(MegatronLike):
+class _LayoutRoutesShifted(MegatronLike):
     def pair(self, layout: Layout, tokens: IntArray, routes: IntArray) -> Pair:
         fed, rows = super().pair(layout, tokens, routes)
         return fed, np.roll(rows, -1, axis=0)
 
 
-class _RepeatsLastRow(MegatronLike):
+class _LayoutFinalRowRepeated(MegatronLike):
     def complete(self, layout: Layout, routes: IntArray, tokens: int) -> IntArray:
         whole = super().complete(layout, routes, tokens)
         if len(routes):
@@ -35,62 +34,62 @@ class _RepeatsLastRow(MegatronLike):
         return whole
 
 
-class _FillerInFront(MegatronLike):
+class _LayoutFinalRowInFront(MegatronLike):
     def complete(self, layout: Layout, routes: IntArray, tokens: int) -> IntArray:
         whole = super().complete(layout, routes, tokens)
         return np.roll(whole, tokens - len(routes), axis=0)
 
 
-class _ZeroFiller(MegatronLike):
+class _LayoutZeroPadding(MegatronLike):
     def filler(self, layout: Layout, rows: int, shape: tuple[int, ...]) -> IntArray:
         return np.zeros((rows, *shape), dtype=np.int64)
 
 
-class _SameExperts(MegatronLike):
+class _LayoutPaddingOnFewExperts(MegatronLike):
     layout: ClassVar[Layout] = replace(_PLAIN, fill=Fill.SPREAD)
 
     def fill(self, layout: Layout, rows: int) -> IntArray:
         return super().fill(replace(layout, fill=Fill.ARANGE), rows)
 
 
-class _CutsAndFills(MegatronLike):
+class _LayoutMisfitsCutAndFilled(MegatronLike):
     def complete(self, layout: Layout, routes: IntArray, tokens: int) -> IntArray:
         cut = routes[:tokens]
         return np.concatenate([cut, self.filler(layout, tokens - len(cut), routes.shape[1:])])
 
 
-class _IgnoresMask(MegatronLike):
+class _LayoutMaskDropped(MegatronLike):
     layout: ClassVar[Layout] = replace(_PLAIN, packed=False, side=Side.LEFT)
 
     def unpad(self, layout: Layout, batch: IntArray, attention: IntArray) -> list[IntArray]:
         return [line[: int(mask.sum())] for line, mask in zip(batch, attention, strict=True)]
 
 
-class _PadsRight(MegatronLike):
+class _LayoutPaddedOnTheRight(MegatronLike):
     layout: ClassVar[Layout] = replace(_PLAIN, packed=False, side=Side.LEFT)
 
     def pad(self, layout: Layout, samples: Sequence[IntArray], prompts: Sequence[int]) -> Pair:
         return super().pad(replace(layout, side=Side.RIGHT), samples, prompts)
 
 
-class _PacksTightly(MegatronLike):
+class _LayoutPackedWithoutAlignment(MegatronLike):
     def pack(self, layout: Layout, samples: Sequence[IntArray]) -> Pair:
         return super().pack(replace(layout, alignment=Alignment()), samples)
 
 
-class _AlignsByTensorSize(MegatronLike):
+class _LayoutAlignedByTensorSize(MegatronLike):
     def pack(self, layout: Layout, samples: Sequence[IntArray]) -> Pair:
         return super().pack(replace(layout, alignment=Alignment(by=("tp",))), samples)
 
 
-class _AlignsByDataSize(MegatronLike):
+class _LayoutAlignedByDataSize(MegatronLike):
     layout: ClassVar[Layout] = replace(_PLAIN, alignment=Alignment(by=("tp",)))
 
     def pack(self, layout: Layout, samples: Sequence[IntArray]) -> Pair:
         return super().pack(replace(layout, alignment=Alignment(constant=layout.mesh.dp)), samples)
 
 
-class _ForgetsTotal(MegatronLike):
+class _LayoutTotalNotAligned(MegatronLike):
     layout: ClassVar[Layout] = replace(
         _PLAIN, alignment=Alignment(by=("tp", "2cp"), constant=16, total=128, total_scales=True)
     )
@@ -101,7 +100,7 @@ class _ForgetsTotal(MegatronLike):
         )
 
 
-class _LinesWithoutPadding(MegatronLike):
+class _LayoutPaddingBehindTheLast(MegatronLike):
     """All padding stands behind the last sequence, beside cumulative lengths that say otherwise."""
 
     def pack(self, layout: Layout, samples: Sequence[IntArray]) -> Pair:
@@ -114,110 +113,124 @@ class _LinesWithoutPadding(MegatronLike):
 
 
 BUGS: tuple[KnownBug, ...] = (
-    layout_bug(
-        "routes-shifted",
-        "Routes are shifted by one place, as labels and logprobs are.",
-        ("slime#1045",),
-        _ShiftedRoutes,
-        "pair",
-        "no-shift",
+    KnownBug(
+        id="layout-routes-shifted",
+        summary="Routes are shifted by one place, as labels and logprobs are.",
+        refs=("slime#1045",),
+        kind="layouts",
+        make=_LayoutRoutesShifted,
+        only=("pair",),
+        detected_by=("layout.no-shift",),
     ),
-    layout_bug(
-        "final-row-repeated",
-        "The last token is given the row of the token before it.",
-        ("slime#1045", "cf. verl#6473"),
-        _RepeatsLastRow,
-        "complete",
-        "final-row",
+    KnownBug(
+        id="layout-final-row-repeated",
+        summary="The last token is given the row of the token before it.",
+        refs=("slime#1045", "cf. verl#6473"),
+        kind="layouts",
+        make=_LayoutFinalRowRepeated,
+        only=("complete",),
+        detected_by=("layout.final-row",),
     ),
-    layout_bug(
-        "final-row-in-front",
-        "The missing row is added in front of the captured ones.",
-        ("slime#1052",),
-        _FillerInFront,
-        "complete",
-        "final-row",
+    KnownBug(
+        id="layout-final-row-in-front",
+        summary="The missing row is added in front of the captured ones.",
+        refs=("slime#1052",),
+        kind="layouts",
+        make=_LayoutFinalRowInFront,
+        only=("complete",),
+        detected_by=("layout.final-row",),
     ),
-    layout_bug(
-        "zero-padding",
-        "Rows of no token hold zeros: expert 0, k times.",
-        ("slime#941", "verl#4986", "SkyRL#1908", "verl#7524"),
-        _ZeroFiller,
-        "complete fill targets context",
-        "padding-rows",
-        "final-row",
+    KnownBug(
+        id="layout-zero-padding",
+        summary="Rows of no token hold zeros: expert 0, k times.",
+        refs=("slime#941", "verl#4986", "SkyRL#1908", "verl#7524"),
+        kind="layouts",
+        make=_LayoutZeroPadding,
+        only=("complete", "fill", "targets", "context"),
+        detected_by=("layout.padding-rows", "layout.final-row"),
     ),
-    layout_bug(
-        "padding-on-few-experts",
-        "Padding rows are declared to be spread, and all go to the first experts.",
-        ("verl#7524", "prime-rl#3350"),
-        _SameExperts,
-        "fill",
-        "padding-rows",
+    KnownBug(
+        id="layout-padding-on-few-experts",
+        summary=("Padding rows are declared to be spread, and all go to the first experts."),
+        refs=("verl#7524", "prime-rl#3350"),
+        kind="layouts",
+        make=_LayoutPaddingOnFewExperts,
+        only=("fill",),
+        detected_by=("layout.padding-rows",),
     ),
-    layout_bug(
-        "misfits-cut-and-filled",
-        "Rows beyond the tokens are cut, and missing ones filled, in silence.",
-        ("verl#6089", "ROLL functionals.py", "verl#7841"),
-        _CutsAndFills,
-        "complete",
-        "refuses",
+    KnownBug(
+        id="layout-misfits-cut-and-filled",
+        summary="Rows beyond the tokens are cut, and missing ones filled, in silence.",
+        refs=("verl#6089", "ROLL functionals.py", "verl#7841"),
+        kind="layouts",
+        make=_LayoutMisfitsCutAndFilled,
+        only=("complete",),
+        detected_by=("layout.refuses",),
     ),
-    layout_bug(
-        "mask-dropped",
-        "Unpadding takes the first rows of a line, and the padding is on the left.",
-        ("SkyRL#1908",),
-        _IgnoresMask,
-        "unpad",
-        "unpadding",
+    KnownBug(
+        id="layout-mask-dropped",
+        summary=("Unpadding takes the first rows of a line, and the padding is on the left."),
+        refs=("SkyRL#1908",),
+        kind="layouts",
+        make=_LayoutMaskDropped,
+        only=("unpad",),
+        detected_by=("layout.unpadding",),
     ),
-    layout_bug(
-        "padded-on-the-right",
-        "Routes are padded on the right, tokens on the left.",
-        ("slime#1052",),
-        _PadsRight,
-        "pad",
-        "padding",
+    KnownBug(
+        id="layout-padded-on-the-right",
+        summary="Routes are padded on the right, tokens on the left.",
+        refs=("slime#1052",),
+        kind="layouts",
+        make=_LayoutPaddedOnTheRight,
+        only=("pad",),
+        detected_by=("layout.padding",),
     ),
-    layout_bug(
-        "packed-without-alignment",
-        "Sequences are packed without the padding between them.",
-        ("slime#1052",),
-        _PacksTightly,
-        "pack",
-        "alignment",
+    KnownBug(
+        id="layout-packed-without-alignment",
+        summary="Sequences are packed without the padding between them.",
+        refs=("slime#1052",),
+        kind="layouts",
+        make=_LayoutPackedWithoutAlignment,
+        only=("pack",),
+        detected_by=("layout.alignment",),
     ),
-    layout_bug(
-        "padding-behind-the-last",
-        "The padding of all sequences stands behind the last one.",
-        ("slime#1052", "SkyRL#1908"),
-        _LinesWithoutPadding,
-        "pack",
-        "packing",
+    KnownBug(
+        id="layout-padding-behind-the-last",
+        summary="The padding of all sequences stands behind the last one.",
+        refs=("slime#1052", "SkyRL#1908"),
+        kind="layouts",
+        make=_LayoutPaddingBehindTheLast,
+        only=("pack",),
+        detected_by=("layout.packing",),
     ),
-    layout_bug(
-        "aligned-by-tensor-size",
-        "Sequences are aligned to the tensor-parallel size, not to 2 * cp times it.",
-        ("slime#1052", "miles#465"),
-        _AlignsByTensorSize,
-        "pack",
-        "alignment",
+    KnownBug(
+        id="layout-aligned-by-tensor-size",
+        summary=("Sequences are aligned to the tensor-parallel size, not to 2 * cp times it."),
+        refs=("slime#1052", "miles#465"),
+        kind="layouts",
+        make=_LayoutAlignedByTensorSize,
+        only=("pack",),
+        detected_by=("layout.alignment",),
     ),
-    layout_bug(
-        "aligned-by-data-size",
-        "Sequences are aligned to the data-parallel size, not to the tensor-parallel one.",
-        ("miles#496", "miles#551"),
-        _AlignsByDataSize,
-        "pack",
-        "alignment",
+    KnownBug(
+        id="layout-aligned-by-data-size",
+        summary=(
+            "Sequences are aligned to the data-parallel size, not to the tensor-parallel one."
+        ),
+        refs=("miles#496", "miles#551"),
+        kind="layouts",
+        make=_LayoutAlignedByDataSize,
+        only=("pack",),
+        detected_by=("layout.alignment",),
     ),
-    layout_bug(
-        "total-not-aligned",
-        "Each sequence is aligned for FP8, and the sum of all is not.",
-        ("cf. verl preprocess_packed_seqs", "cf. slime#1052"),
-        _ForgetsTotal,
-        "pack",
-        "alignment",
+    KnownBug(
+        id="layout-total-not-aligned",
+        summary="Each sequence is aligned for FP8, and the sum of all is not.",
+        refs=("cf. verl preprocess_packed_seqs", "cf. slime#1052"),
+        kind="layouts",
+        make=_LayoutTotalNotAligned,
+        only=("pack",),
+        detected_by=("layout.alignment",),
     ),
 )
 """Known bugs of rows."""

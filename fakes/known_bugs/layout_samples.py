@@ -8,7 +8,6 @@ from typing import Any
 import numpy as np
 
 from rollproof.core.records import IntArray, Version
-from rollproof.fakes.known_bugs._layout_runner import layout_bug
 from rollproof.fakes.known_bugs.known_bug import KnownBug
 from rollproof.fakes.trainers.reference_layouts import MegatronLike, Pair
 from rollproof.layouts.layout import Layout
@@ -19,13 +18,13 @@ __all__ = ["BUGS"]
 _PLAIN = MegatronLike.layout
 
 
-class _DropsRemainder(MegatronLike):
+class _LayoutRemainderDropped(MegatronLike):
     def microbatches(self, layout: Layout, lengths: Sequence[int], most: int) -> list[list[int]]:
         made = super().microbatches(layout, lengths, most)
         return made[:-1] if len(made) > 1 else made
 
 
-class _AppliesTwice(MegatronLike):
+class _LayoutPermutationAppliedTwice(MegatronLike):
     def restore(
         self, layout: Layout, values: Sequence[Sequence[IntArray]], indexes: Sequence[Sequence[int]]
     ) -> list[IntArray]:
@@ -33,14 +32,14 @@ class _AppliesTwice(MegatronLike):
         return [flat[i] for part in indexes for i in part]
 
 
-class _BalancesTokens(MegatronLike):
+class _LayoutBalancedWithoutRoutes(MegatronLike):
     def divide(self, layout: Layout, samples: Sequence[Pair], parts: int) -> list[list[Pair]]:
         order = sorted(range(len(samples)), key=lambda i: -len(samples[i][0]))
         mixed = [(samples[i][0], samples[place][1]) for place, i in enumerate(order)]
         return [mixed[part::parts] for part in range(parts)]
 
 
-class _PadsApart(MegatronLike):
+class _LayoutPaddingSamplesApart(MegatronLike):
     def divide(self, layout: Layout, samples: Sequence[Pair], parts: int) -> list[list[Pair]]:
         lacking = -len(samples) % parts
         padding = [
@@ -53,34 +52,34 @@ class _PadsApart(MegatronLike):
         return [whole[part::parts] for part in range(parts)]
 
 
-class _FiltersTokens(MegatronLike):
+class _LayoutFilteredWithoutRoutes(MegatronLike):
     def keep(self, layout: Layout, samples: Sequence[Pair], kept: Sequence[int]) -> list[Pair]:
         return [(samples[i][0], samples[place][1]) for place, i in enumerate(kept)]
 
 
-class _EightBits(MegatronLike):
+class _LayoutIdsInEightBits(MegatronLike):
     def compact(self, layout: Layout, ids: IntArray) -> IntArray:
         return ids.astype(np.uint8)
 
 
-class _BytesAsIds(MegatronLike):
+class _LayoutBytesTakenForIds(MegatronLike):
     def compact(self, layout: Layout, ids: IntArray) -> IntArray:
         return ids.astype(np.int16).view(np.uint8)
 
 
-class _Concatenates(MegatronLike):
+class _LayoutSegmentsConcatenated(MegatronLike):
     def join(self, layout: Layout, segments: Sequence[Segment]) -> tuple[IntArray, list[Version]]:
         return np.concatenate([segment.routes for segment in segments]), [
             s.version for s in segments for _ in s.routes
         ]
 
 
-class _KeepsLastCall(MegatronLike):
+class _LayoutSegmentsReplaced(MegatronLike):
     def join(self, layout: Layout, segments: Sequence[Segment]) -> tuple[IntArray, list[Version]]:
         return segments[-1].routes, [segments[-1].version] * len(segments[-1].routes)
 
 
-class _WritesInput(MegatronLike):
+class _LayoutWritesPayload(MegatronLike):
     def pack(self, layout: Layout, samples: Sequence[IntArray]) -> Pair:
         packed = super().pack(layout, samples)
         for sample in samples:
@@ -88,102 +87,121 @@ class _WritesInput(MegatronLike):
         return packed
 
 
-class _FloatPack(MegatronLike):
+class _LayoutRowsAsFloats(MegatronLike):
     def unpack(self, layout: Layout, rows: IntArray, lengths: Sequence[int]) -> Any:
         return [sample.astype(np.float32) for sample in super().unpack(layout, rows, lengths)]
 
 
 BUGS: tuple[KnownBug, ...] = (
-    layout_bug(
-        "remainder-dropped",
-        "Samples that do not fill a microbatch are left out.",
-        ("AReno#524",),
-        _DropsRemainder,
-        "microbatches",
-        "microbatches",
+    KnownBug(
+        id="layout-remainder-dropped",
+        summary="Samples that do not fill a microbatch are left out.",
+        refs=("AReno#524",),
+        kind="layouts",
+        make=_LayoutRemainderDropped,
+        only=("microbatches",),
+        detected_by=("layout.microbatches",),
     ),
-    layout_bug(
-        "permutation-applied-twice",
-        "Values of microbatches are put back by the permutation that divided them, not by its"
-        " inverse.",
-        ("cf. verl restore_dynamic_batch", "SkyRL#1908"),
-        _AppliesTwice,
-        "restore",
-        "restore",
+    KnownBug(
+        id="layout-permutation-applied-twice",
+        summary=(
+            "Values of microbatches are put back by the permutation that divided them, not by "
+            "its inverse."
+        ),
+        refs=("cf. verl restore_dynamic_batch", "SkyRL#1908"),
+        kind="layouts",
+        make=_LayoutPermutationAppliedTwice,
+        only=("restore",),
+        detected_by=("layout.restore",),
     ),
-    layout_bug(
-        "balanced-without-routes",
-        "Tokens are sorted by length before they are split over ranks, routes are not.",
-        ("SkyRL#1908", "AReno#524"),
-        _BalancesTokens,
-        "divide",
-        "samples",
+    KnownBug(
+        id="layout-balanced-without-routes",
+        summary=("Tokens are sorted by length before they are split over ranks, routes are not."),
+        refs=("SkyRL#1908", "AReno#524"),
+        kind="layouts",
+        make=_LayoutBalancedWithoutRoutes,
+        only=("divide",),
+        detected_by=("layout.samples",),
     ),
-    layout_bug(
-        "padding-samples-apart",
-        "Samples that do not divide over ranks are padded by the tokens of the first ones, and by"
-        " the routes of the last ones.",
-        ("cf. SkyRL#1908",),
-        _PadsApart,
-        "divide",
-        "samples",
+    KnownBug(
+        id="layout-padding-samples-apart",
+        summary=(
+            "Samples that do not divide over ranks are padded by the tokens of the first "
+            "ones, and by the routes of the last ones."
+        ),
+        refs=("cf. SkyRL#1908",),
+        kind="layouts",
+        make=_LayoutPaddingSamplesApart,
+        only=("divide",),
+        detected_by=("layout.samples",),
     ),
-    layout_bug(
-        "filtered-without-routes",
-        "A filter drops samples from the tokens, and not from the routes.",
-        ("SkyRL#1908", "verl#6089"),
-        _FiltersTokens,
-        "keep",
-        "samples",
+    KnownBug(
+        id="layout-filtered-without-routes",
+        summary="A filter drops samples from the tokens, and not from the routes.",
+        refs=("SkyRL#1908", "verl#6089"),
+        kind="layouts",
+        make=_LayoutFilteredWithoutRoutes,
+        only=("keep",),
+        detected_by=("layout.samples",),
     ),
-    layout_bug(
-        "ids-in-eight-bits",
-        "Expert ids are kept in eight bits, with 257 experts and more.",
-        ("verl#7407", "ms-swift#9981", "prime-rl#3051"),
-        _EightBits,
-        "compact",
-        "expert-ids",
+    KnownBug(
+        id="layout-ids-in-eight-bits",
+        summary="Expert ids are kept in eight bits, with 257 experts and more.",
+        refs=("verl#7407", "ms-swift#9981", "prime-rl#3051"),
+        kind="layouts",
+        make=_LayoutIdsInEightBits,
+        only=("compact",),
+        detected_by=("layout.expert-ids",),
     ),
-    layout_bug(
-        "bytes-taken-for-ids",
-        "The bytes in which 16-bit ids travel are taken for ids.",
-        ("cf. verl merge_router_topk_indices",),
-        _BytesAsIds,
-        "compact",
-        "expert-ids",
+    KnownBug(
+        id="layout-bytes-taken-for-ids",
+        summary="The bytes in which 16-bit ids travel are taken for ids.",
+        refs=("cf. verl merge_router_topk_indices",),
+        kind="layouts",
+        make=_LayoutBytesTakenForIds,
+        only=("compact",),
+        detected_by=("layout.expert-ids",),
     ),
-    layout_bug(
-        "segments-concatenated",
-        "Each call of a resumed sample returns all rows so far, and they are put behind each"
-        " other.",
-        ("verl#6029", "AReaL remote_inf_engine.py"),
-        _Concatenates,
-        "join",
-        "segments",
+    KnownBug(
+        id="layout-segments-concatenated",
+        summary=(
+            "Each call of a resumed sample returns all rows so far, and they are put behind "
+            "each other."
+        ),
+        refs=("verl#6029", "AReaL remote_inf_engine.py"),
+        kind="layouts",
+        make=_LayoutSegmentsConcatenated,
+        only=("join",),
+        detected_by=("layout.segments",),
     ),
-    layout_bug(
-        "segments-replaced",
-        "The rows of the last call replace all earlier ones, which other weights sampled.",
-        ("verl#6046", "miles#3277"),
-        _KeepsLastCall,
-        "join",
-        "segments",
+    KnownBug(
+        id="layout-segments-replaced",
+        summary=(
+            "The rows of the last call replace all earlier ones, which other weights sampled."
+        ),
+        refs=("verl#6046", "miles#3277"),
+        kind="layouts",
+        make=_LayoutSegmentsReplaced,
+        only=("join",),
+        detected_by=("layout.segments",),
     ),
-    layout_bug(
-        "writes-payload",
-        "Packing changes the payload, which other ranks and passes use again.",
-        ("verl#5519",),
-        _WritesInput,
-        "pack",
-        "input",
+    KnownBug(
+        id="layout-writes-payload",
+        summary="Packing changes the payload, which other ranks and passes use again.",
+        refs=("verl#5519",),
+        kind="layouts",
+        make=_LayoutWritesPayload,
+        only=("pack",),
+        detected_by=("layout.input",),
     ),
-    layout_bug(
-        "rows-as-floats",
-        "Unpacked ids are floats.",
-        ("cf. verl#7158",),
-        _FloatPack,
-        "unpack",
-        "returns",
+    KnownBug(
+        id="layout-rows-as-floats",
+        summary="Unpacked ids are floats.",
+        refs=("cf. verl#7158",),
+        kind="layouts",
+        make=_LayoutRowsAsFloats,
+        only=("unpack",),
+        detected_by=("layout.returns",),
     ),
 )
 """Known bugs of samples."""

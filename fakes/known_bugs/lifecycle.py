@@ -30,12 +30,11 @@ from rollproof.fakes.known_bugs._planting import (
     request,
 )
 from rollproof.fakes.known_bugs.known_bug import KnownBug
-from rollproof.verification.runner import run_case
 
 __all__ = ["BUGS"]
 
 
-class _LeaksSlot(AsSampled):
+class _SlotLeaksOnAbort(AsSampled):
     """A slot is given back where a rollout ends at once, and forgotten where it was aborted first."""
 
     async def rollout(self, request: Request) -> Rollout | None:
@@ -47,7 +46,7 @@ class _LeaksSlot(AsSampled):
         return rollout
 
 
-class _LeaksCount(AsSampled):
+class _CounterLeaksOnAbort(AsSampled):
     """The balancer is not told when a call was aborted."""
 
     async def call(
@@ -62,7 +61,7 @@ class _LeaksCount(AsSampled):
             super().release(server_id)
 
 
-class _ForgetsOnDeath(AsSampled):
+class _ProgressLostOnDeath(AsSampled):
     """A dead server makes the sample start again, though earlier calls had delivered tokens."""
 
     async def attempt(
@@ -99,14 +98,14 @@ class _VanishesOnDeath(AsSampled):
             return None
 
 
-class _NeverResumes(AsSampled):
+class _SyncDropsRequests(AsSampled):
     """The client without a resume loop, where partial rollout is on."""
 
     def resumes(self, sample: Sample) -> bool:
         return False
 
 
-class _Surfaces(_NeverResumes):
+class _ClientWithoutResume(_SyncDropsRequests):
     """As above, and what was aborted is handed over."""
 
     async def run(self, sample: Sample) -> bool:
@@ -114,14 +113,14 @@ class _Surfaces(_NeverResumes):
         return True
 
 
-class _AlwaysResumes(AsSampled):
+class _PartialFlagIgnored(AsSampled):
     """Does not look at the flag."""
 
     def resumes(self, sample: Sample) -> bool:
         return True
 
 
-class _Hedges(AsSampled):
+class _HedgeLeftRunning(AsSampled):
     """Sends slow calls a second time, and forgets the one that loses."""
 
     async def call(
@@ -139,7 +138,7 @@ class _Hedges(AsSampled):
             await super().call(server_id, sample, sent, budget)
 
 
-class _RetryOutlives(AsSampled):
+class _RetryOutlivesRequest(AsSampled):
     """A timer that retries a call is not cancelled when the request ends."""
 
     async def rollout(self, request: Request) -> Rollout | None:
@@ -154,7 +153,7 @@ class _RetryOutlives(AsSampled):
             await self.call("s0", sample, sample.ids, 2)
 
 
-class _AsksForNothing(AsSampled):
+class _ResumesWithNothingLeft(AsSampled):
     """An abort on the last token is resumed, with the budget that is left: none."""
 
     def finish_reason(self, sample: Sample, output: EngineOutput) -> FinishReason:
@@ -171,7 +170,7 @@ _DRAINED = case(
 """A server that turns calls away for as long as it drains."""
 
 
-class _BusyLoop(AsSampled):
+class _BusyLoopWhilePaused(AsSampled):
     """Retries at once while the server turns calls away."""
 
     options = Options(back_off=0.002)
@@ -186,7 +185,7 @@ class _BareIds(FakeEngine):
         )
 
 
-class _AbortsById(AsSampled):
+class _AbortByPrefix(AsSampled):
     """Aborts one stale request before it updates the weights."""
 
     def start(self, fleet: Fleet) -> None:
@@ -209,7 +208,7 @@ class _RetractsThenAborts(AsSampled):
             await server.resume()
 
 
-class _LosesQueued(FakeEngine):
+class _QueuedAbortLosesTokens(FakeEngine):
     """An abort in the queue answers with nothing, also for calls that had tokens before they were
     sent back.
     """
@@ -224,7 +223,7 @@ class _LosesQueued(FakeEngine):
         await super()._end_all(calls)
 
 
-class _SweepsAtEnd(AsSampled):
+class _AbortOfEverything(AsSampled):
     """Cleans up behind each rollout with the abort that it has: that of everything."""
 
     async def rollout(self, request: Request) -> Rollout | None:
@@ -235,7 +234,7 @@ class _SweepsAtEnd(AsSampled):
                 await server.abort()
 
 
-class _DropsAborted(FakeEngine):
+class _AbortNeverAnswered(FakeEngine):
     """Aborted calls leave the batch, and nobody answers them."""
 
     async def _end_all(self, calls: Iterable[InflightCall]) -> None:
@@ -243,7 +242,7 @@ class _DropsAborted(FakeEngine):
             self._scheduler.drop(call)
 
 
-class _TakesDuplicates(AsSampled):
+class _DuplicateUsedTwice(AsSampled):
     """Whatever arrives is appended, also when it arrives again."""
 
     def absorb(self, sample: Sample, sent: int, output: EngineOutput) -> None:
@@ -255,7 +254,7 @@ class _TakesDuplicates(AsSampled):
             self.merge_versions(sample, output)
 
 
-class _KeepsOrphan(AsSampled):
+class _OrphanKept(AsSampled):
     """A call that took too long is made again, and both answers are kept."""
 
     async def attempt(
@@ -270,9 +269,8 @@ class _KeepsOrphan(AsSampled):
         return second
 
 
-def _handed_over_twice() -> Trace:
-    """The completion of a call that was given up is handed over as a sample of its own."""
-    trace = run_case(AsSampled, CLEAN, name="handed-over-twice")
+def _handed_over_twice(trace: Trace) -> Trace:
+    """Deliver the completion of a call that was given up as a second sample of its own."""
     results = [event for event in trace if isinstance(event, Result)]
     return trace.with_events(
         [*trace, *(replace(event, time=event.time + 1.0) for event in results)]
@@ -290,25 +288,25 @@ BUGS: tuple[KnownBug, ...] = (
             "A slot is not given back after an abort, and the next request waits for it for ever."
         ),
         refs=("cf. prime-rl#3050",),
-        make=_LeaksSlot,
+        make=_SlotLeaksOnAbort,
         cases=(case(_ABORT, requests=_LONG),),
-        kills=("lifecycle.no-hang",),
+        detected_by=("lifecycle.no-hang",),
     ),
     KnownBug(
         id="counter-leaks-on-abort",
         summary="The balancer goes on counting calls that were aborted.",
         refs=("cf. AReaL#1345", "cf. AReaL#1388"),
-        make=_LeaksCount,
+        make=_CounterLeaksOnAbort,
         cases=(ABORTED,),
-        kills=("lifecycle.counters-return",),
+        detected_by=("lifecycle.counters-return",),
     ),
     KnownBug(
         id="progress-lost-on-death",
         summary="When a server dies, what earlier calls had delivered is thrown away with it.",
         refs=("cf. SkyRL#656", "cf. xtuner#1917"),
-        make=_ForgetsOnDeath,
+        make=_ProgressLostOnDeath,
         cases=(case(_ABORT, _KILL, servers=2),),
-        kills=("lifecycle.survives-death",),
+        detected_by=("lifecycle.survives-death",),
     ),
     KnownBug(
         id="vanishes-on-death",
@@ -316,15 +314,15 @@ BUGS: tuple[KnownBug, ...] = (
         refs=("verl#7611",),
         make=_VanishesOnDeath,
         cases=(case(_KILL),),
-        kills=("lifecycle.survives-death", "lifecycle.drops-only-as-declared"),
+        detected_by=("lifecycle.survives-death", "lifecycle.drops-only-as-declared"),
     ),
     KnownBug(
         id="sync-drops-requests",
         summary="A weight update cancels what is in flight, and the samples are lost.",
         refs=("verl#7611", "verl#5698"),
-        make=_NeverResumes,
+        make=_SyncDropsRequests,
         cases=(SYNCED,),
-        kills=("lifecycle.drops-only-as-declared",),
+        detected_by=("lifecycle.drops-only-as-declared",),
     ),
     KnownBug(
         id="client-without-resume",
@@ -332,33 +330,33 @@ BUGS: tuple[KnownBug, ...] = (
             "The asynchronous trainer uses a client that does not resume, and gets aborted samples."
         ),
         refs=("verl#6716",),
-        make=_Surfaces,
+        make=_ClientWithoutResume,
         cases=(SYNCED,),
-        kills=("lifecycle.aborts-do-not-surface",),
+        detected_by=("lifecycle.aborts-do-not-surface",),
     ),
     KnownBug(
         id="partial-flag-ignored",
         summary="Partial rollout is off, and aborted samples are resumed all the same.",
         refs=("verl#6882", "slime#2092"),
-        make=_AlwaysResumes,
+        make=_PartialFlagIgnored,
         cases=(case(act(ActionKind.ABORT, 3), partial=False),),
-        kills=("lifecycle.partial-off-honoured",),
+        detected_by=("lifecycle.partial-off-honoured",),
     ),
     KnownBug(
         id="hedge-left-running",
         summary="A call that was sent twice goes on running after its twin has answered.",
         refs=("AReaL#1498", "sglang#5963"),
-        make=_Hedges,
+        make=_HedgeLeftRunning,
         cases=(case(requests=_LONG),),
-        kills=("lifecycle.no-orphan-calls",),
+        detected_by=("lifecycle.no-orphan-calls",),
     ),
     KnownBug(
         id="retry-outlives-request",
         summary="A retry is sent for a request that has ended.",
         refs=("AReaL#1498",),
-        make=_RetryOutlives,
+        make=_RetryOutlivesRequest,
         cases=(case(requests=_LONG),),
-        kills=("lifecycle.no-call-after-end",),
+        detected_by=("lifecycle.no-call-after-end",),
     ),
     KnownBug(
         id="resumes-with-nothing-left",
@@ -366,27 +364,27 @@ BUGS: tuple[KnownBug, ...] = (
             "An abort on the last token is resumed with a budget of zero, which engines refuse."
         ),
         refs=("slime#2260",),
-        make=_AsksForNothing,
+        make=_ResumesWithNothingLeft,
         cases=(LAST,),
-        kills=("lifecycle.no-empty-grant",),
-        also=("lifecycle.no-error-without-fault",),
+        detected_by=("lifecycle.no-empty-grant",),
+        may_fail=("lifecycle.no-error-without-fault",),
     ),
     KnownBug(
         id="busy-loop-while-paused",
         summary="A server that turns calls away while it is paused is asked again without a wait.",
         refs=("verl checkpoint_engine/base.py", "verl llm_server.py"),
-        make=_BusyLoop,
+        make=_BusyLoopWhilePaused,
         cases=(_DRAINED,),
-        kills=("lifecycle.bounded-attempts",),
+        detected_by=("lifecycle.bounded-attempts",),
     ),
     KnownBug(
         id="abort-by-prefix",
         summary="An abort of r1 also ends r10: ids are matched by their beginning.",
         refs=("sglang#25561", "sglang#30912"),
-        make=_AbortsById,
+        make=_AbortByPrefix,
         cases=(case(act(ActionKind.SYNC, 3, "r1"), requests=_ALIKE, flavour="sglang"),),
-        kills=("lifecycle.abort-hits-target",),
-        also=(
+        detected_by=("lifecycle.abort-hits-target",),
+        may_fail=(
             "weights.update-loads",
         ),  # what stands for the update here aborts one request and loads nothing
     ),
@@ -397,7 +395,7 @@ BUGS: tuple[KnownBug, ...] = (
             " anew."
         ),
         refs=("cf. verl#6866",),
-        make=_SweepsAtEnd,
+        make=_AbortOfEverything,
         cases=(
             case(
                 requests=(
@@ -408,7 +406,7 @@ BUGS: tuple[KnownBug, ...] = (
                 servers=2,
             ),
         ),
-        kills=("lifecycle.end-spares-others",),
+        detected_by=("lifecycle.end-spares-others",),
     ),
     KnownBug(
         id="queued-abort-loses-tokens",
@@ -417,43 +415,45 @@ BUGS: tuple[KnownBug, ...] = (
             " had sampled."
         ),
         refs=("sglang#11673", "vllm#22197"),
-        make=on_engine(_LosesQueued, _RetractsThenAborts),
+        make=on_engine(_QueuedAbortLosesTokens, _RetractsThenAborts),
         cases=(SYNCED,),
-        kills=("lifecycle.abort-keeps-tokens",),
+        detected_by=("lifecycle.abort-keeps-tokens",),
     ),
     KnownBug(
         id="abort-never-answered",
         summary="The engine drops an aborted call without an answer, and its caller waits.",
         refs=("tpu-inference#3362", "vllm#22197"),
-        make=on_engine(_DropsAborted),
+        make=on_engine(_AbortNeverAnswered),
         cases=(ABORTED,),
-        kills=("lifecycle.abort-ends-call",),
-        also=("lifecycle.no-hang",),
+        detected_by=("lifecycle.abort-ends-call",),
+        may_fail=("lifecycle.no-hang",),
     ),
     KnownBug(
         id="duplicate-used-twice",
         summary="A reply that is delivered twice is appended twice.",
         refs=("AReaL#1498",),
-        make=_TakesDuplicates,
+        make=_DuplicateUsedTwice,
         cases=(case(act(ActionKind.DUPLICATE_REPLY, 2), act(ActionKind.ABORT, 3)),),
-        kills=("lifecycle.duplicate-consumed-once",),
-        also=("stitch.tokens", "lifecycle.aborts-do-not-surface"),
+        detected_by=("lifecycle.duplicate-consumed-once",),
+        may_fail=("stitch.tokens", "lifecycle.aborts-do-not-surface"),
     ),
     KnownBug(
         id="orphan-kept",
         summary="A call that timed out is made again, and both answers stand in the sample.",
         refs=("AReaL#1498",),
-        make=_KeepsOrphan,
+        make=_OrphanKept,
         cases=(case(act(ActionKind.LATE_REPLY, 3)),),
-        kills=("lifecycle.one-reply-per-retry",),
-        also=("stitch.tokens",),
+        detected_by=("lifecycle.one-reply-per-retry",),
+        may_fail=("stitch.tokens",),
     ),
     KnownBug(
         id="handed-over-twice",
         summary="One request ends twice, with a sample each time.",
         refs=("AReaL#1498",),
-        record=_handed_over_twice,
-        kills=("lifecycle.ends-once",),
+        make=AsSampled,
+        cases=(CLEAN,),
+        edit=_handed_over_twice,
+        detected_by=("lifecycle.ends-once",),
     ),
 )
 """Known bugs of the lifecycle."""

@@ -18,12 +18,12 @@ from rollproof.fakes.known_bugs.known_bug import KnownBug
 __all__ = ["BUGS"]
 
 
-class _DropsLogprobs(AsSampled):
+class _LogprobsDropped(AsSampled):
     def finished(self, sample: Sample) -> Rollout:
         return replace(super().finished(sample), logprobs=None)
 
 
-class _ForgetsLogprobsFlag(AsSampled):
+class _LogprobsNotAskedFor(AsSampled):
     async def call(
         self, server_id: str, sample: Sample, sent: tuple[int, ...], budget: int | None
     ) -> EngineOutput:
@@ -36,7 +36,7 @@ class _ForgetsLogprobsFlag(AsSampled):
         return super().finished(sample)
 
 
-class _SharesLogprobs(AsSampled):
+class _LogprobsShared(AsSampled):
     """All samples are views of one list, which every rollout begins anew."""
 
     def __init__(self, options: Options | None = None) -> None:
@@ -51,13 +51,13 @@ class _SharesLogprobs(AsSampled):
         return replace(rollout, logprobs=view)
 
 
-class _SkipsAbortedLogprobs(AsSampled):
+class _LogprobsSegmentMissing(AsSampled):
     def merge_logprobs(self, sample: Sample, output: EngineOutput) -> None:
         if output.finish_reason is not FinishReason.ABORT:
             super().merge_logprobs(sample, output)
 
 
-class _PadsLogprobs(AsSampled):
+class _LogprobsPadded(AsSampled):
     def finished(self, sample: Sample) -> Rollout:
         rollout = super().finished(sample)
         assert rollout.logprobs is not None
@@ -70,28 +70,28 @@ class _PadsLogprobs(AsSampled):
         self._kept = len(output.token_ids)
 
 
-class _SentinelLogprob(AsSampled):
+class _LogprobSentinel(AsSampled):
     def merge_logprobs(self, sample: Sample, output: EngineOutput) -> None:
         super().merge_logprobs(sample, output)
         if len(sample.logprobs) > len(output.token_ids):
             sample.logprobs[-len(output.token_ids)] = float("-inf")
 
 
-class _Probabilities(AsSampled):
+class _ProbabilitiesForLogprobs(AsSampled):
     def finished(self, sample: Sample) -> Rollout:
         rollout = super().finished(sample)
         assert rollout.logprobs is not None
         return replace(rollout, logprobs=np.exp(rollout.logprobs))
 
 
-class _ShiftedLogprobs(AsSampled):
+class _LogprobsShifted(AsSampled):
     def finished(self, sample: Sample) -> Rollout:
         rollout = super().finished(sample)
         assert rollout.logprobs is not None
         return replace(rollout, logprobs=np.roll(rollout.logprobs, 1))
 
 
-class _KeepsOldLogprobs(AsSampled):
+class _LogprobsOfFirstTry(AsSampled):
     """After a retry, the first values of the list are those of the attempt that was given up."""
 
     def absorb(self, sample: Sample, sent: int, output: EngineOutput) -> None:
@@ -104,7 +104,7 @@ class _KeepsOldLogprobs(AsSampled):
             sample.logprobs[: len(self._stale)] = self._stale
 
 
-class _Bfloat16(AsSampled):
+class _LogprobsInBfloat16(AsSampled):
     def merge_logprobs(self, sample: Sample, output: EngineOutput) -> None:
         super().merge_logprobs(sample, output)
         bits = np.array(sample.logprobs, dtype=np.float32).view(np.uint32)
@@ -119,7 +119,7 @@ class _SilentOnAbort(FakeEngine):
         return await super()._answer(call)
 
 
-class _ZeroForMissing(AsSampled):
+class _ZeroForMissingLogprob(AsSampled):
     def start(self, fleet: Fleet) -> None:
         for server in fleet.servers.values():
             server.__class__ = _SilentOnAbort
@@ -148,7 +148,7 @@ class _MaskOfFirstSegment(AsSampled):
         return mask if mask is None else mask[: self._cut]
 
 
-class _AttentionMask(AsSampled):
+class _AttentionMaskAsLossMask(AsSampled):
     def loss_mask(self, sample: Sample) -> IntArray | None:
         mask = super().loss_mask(sample)
         return mask if mask is None else np.ones_like(mask)
@@ -161,17 +161,17 @@ BUGS: tuple[KnownBug, ...] = (
         id="logprobs-dropped",
         summary="The rollout's logprobs are not carried into the sample.",
         refs=("slime#1995", "slime#2124"),
-        make=_DropsLogprobs,
+        make=_LogprobsDropped,
         cases=(CLEAN,),
-        kills=("stitch.logprobs-present",),
+        detected_by=("stitch.logprobs-present",),
     ),
     KnownBug(
         id="logprobs-not-asked-for",
         summary="The resuming call does not ask for logprobs.",
         refs=("slime#1995",),
-        make=_ForgetsLogprobsFlag,
+        make=_LogprobsNotAskedFor,
         cases=(ABORTED,),
-        kills=("stitch.logprobs-present",),
+        detected_by=("stitch.logprobs-present",),
     ),
     KnownBug(
         id="logprobs-padded",
@@ -180,17 +180,17 @@ BUGS: tuple[KnownBug, ...] = (
             " response's length."
         ),
         refs=("slime#1861",),
-        make=_PadsLogprobs,
+        make=_LogprobsPadded,
         cases=(ABORTED,),
-        kills=("stitch.logprobs-present", "stitch.logprobs-paired"),
+        detected_by=("stitch.logprobs-present", "stitch.logprobs-paired"),
     ),
     KnownBug(
         id="logprobs-segment-missing",
         summary="A segment without logprobs adds none, so the values of later tokens move up.",
         refs=("verl llm_server.py (0.9.1)", "AReaL#1554"),
-        make=_SkipsAbortedLogprobs,
+        make=_LogprobsSegmentMissing,
         cases=(ABORTED,),
-        kills=("stitch.logprobs-length",),
+        detected_by=("stitch.logprobs-length",),
     ),
     KnownBug(
         id="logprobs-shared",
@@ -199,58 +199,58 @@ BUGS: tuple[KnownBug, ...] = (
             " before."
         ),
         refs=("cf. slime#1861",),
-        make=_SharesLogprobs,
+        make=_LogprobsShared,
         cases=(case(requests=(request(), request("r1", (31, 32, 33))), arrivals=(0.0, 20.0)),),
-        kills=("stitch.handed-over",),
+        detected_by=("stitch.handed-over",),
     ),
     KnownBug(
         id="logprob-sentinel",
         summary="The first token of a resumed segment gets a sentinel in place of its logprob.",
         refs=("AReaL#1554",),
-        make=_SentinelLogprob,
+        make=_LogprobSentinel,
         cases=(ABORTED,),
-        kills=("stitch.logprobs-valid",),
+        detected_by=("stitch.logprobs-valid",),
     ),
     KnownBug(
         id="probabilities-for-logprobs",
         summary="Probabilities are stored where logprobs are meant.",
         refs=("verl debug/metrics.py",),
-        make=_Probabilities,
+        make=_ProbabilitiesForLogprobs,
         cases=(CLEAN,),
-        kills=("stitch.logprobs-valid",),
+        detected_by=("stitch.logprobs-valid",),
     ),
     KnownBug(
         id="logprobs-shifted",
         summary="Logprobs stand one token too late.",
         refs=("ms-swift#8196", "prime-rl#1525"),
-        make=_ShiftedLogprobs,
+        make=_LogprobsShifted,
         cases=(CLEAN, SYNCED),
-        kills=_VALUES,
+        detected_by=_VALUES,
     ),
     KnownBug(
         id="logprobs-of-first-try",
         summary="A retried sample keeps the logprobs of the attempt that was given up.",
         refs=("slime#1861",),
-        make=_KeepsOldLogprobs,
+        make=_LogprobsOfFirstTry,
         cases=(SYNCED,),
-        kills=_VALUES,
-        also=("stitch.resume-prompt",),
+        detected_by=_VALUES,
+        may_fail=("stitch.resume-prompt",),
     ),
     KnownBug(
         id="logprobs-in-bfloat16",
         summary="Logprobs are rounded to bfloat16 on their way.",
         refs=("slime#245",),
-        make=_Bfloat16,
+        make=_LogprobsInBfloat16,
         cases=(CLEAN,),
-        kills=_VALUES,
+        detected_by=_VALUES,
     ),
     KnownBug(
         id="zero-for-missing-logprob",
         summary="A logprob that the engine did not return becomes 0.0: probability one.",
         refs=("OpenRLHF agent.py", "vime#70", "SkyRL#758"),
-        make=_ZeroForMissing,
+        make=_ZeroForMissingLogprob,
         cases=(ABORTED,),
-        kills=("stitch.logprobs-missing",),
+        detected_by=("stitch.logprobs-missing",),
     ),
     KnownBug(
         id="mask-of-first-segment",
@@ -258,7 +258,7 @@ BUGS: tuple[KnownBug, ...] = (
         refs=("slime#1440", "slime#1445", "miles#556"),
         make=_MaskOfFirstSegment,
         cases=(ABORTED,),
-        kills=("stitch.mask-shape",),
+        detected_by=("stitch.mask-shape",),
     ),
     KnownBug(
         id="attention-mask-as-loss-mask",
@@ -266,9 +266,9 @@ BUGS: tuple[KnownBug, ...] = (
             "The attention mask is used as loss mask, so the environment's tokens are trained on."
         ),
         refs=("verl#2543", "rllm#503"),
-        make=_AttentionMask,
+        make=_AttentionMaskAsLossMask,
         cases=(TURNS,),
-        kills=("stitch.mask-environment",),
+        detected_by=("stitch.mask-environment",),
     ),
 )
 """Known bugs of logprobs and masks."""

@@ -14,7 +14,7 @@ from rollproof.fakes.known_bugs.known_bug import KnownBug
 __all__ = ["BUGS"]
 
 
-class _PausesOutsideOfTry(AsSampled):
+class _PauseOutsideOfTry(AsSampled):
     """The procedure resumes whatever happens after the pause, and nothing where the pause itself
     fails.
     """
@@ -43,7 +43,7 @@ class _VanishesWhenEmpty(AsSampled):
         return rollout if rollout is not None and rollout.response_ids else None
 
 
-class _AppendsEnd(AsSampled):
+class _EndAppended(AsSampled):
     """An end of sequence is appended where the model wrote none, as if it had been sampled."""
 
     def finished(self, sample: Sample) -> Rollout:
@@ -54,7 +54,7 @@ class _AppendsEnd(AsSampled):
         return super().finished(sample)
 
 
-class _SkipsEmptyTurns(AsSampled):
+class _LogprobsOfAnswerForgotten(AsSampled):
     """The logprobs of a turn and of the answer to it are added together, and not at all where the
     turn has none of its own.
     """
@@ -85,10 +85,10 @@ BUGS: tuple[KnownBug, ...] = (
             " are."
         ),
         refs=("SkyRL worker_dispatch.py (0.3.0, 0.4.0)",),
-        make=_PausesOutsideOfTry,
+        make=_PauseOutsideOfTry,
         cases=(_DEAD,),
-        kills=("weights.failed-update-resumes",),
-        also=("lifecycle.no-hang",),
+        detected_by=("weights.failed-update-resumes",),
+        may_fail=("lifecycle.no-hang",),
     ),
     KnownBug(
         id="vanishes-when-empty",
@@ -99,7 +99,7 @@ BUGS: tuple[KnownBug, ...] = (
         refs=("TRL async_rollout_worker.py (1.16.0)",),
         make=_VanishesWhenEmpty,
         cases=(EMPTY,),
-        kills=("lifecycle.drops-only-as-declared",),
+        detected_by=("lifecycle.drops-only-as-declared",),
     ),
     KnownBug(
         id="end-appended",
@@ -108,9 +108,9 @@ BUGS: tuple[KnownBug, ...] = (
             " trained on."
         ),
         refs=("SkyRL skyrl_gym_generator.py (use_conversation_multi_turn=False)", "cf. SkyRL#2078"),
-        make=_AppendsEnd,
+        make=_EndAppended,
         cases=(case(),),
-        kills=("stitch.tokens",),
+        detected_by=("stitch.tokens",),
     ),
     KnownBug(
         id="logprobs-of-answer-forgotten",
@@ -119,9 +119,9 @@ BUGS: tuple[KnownBug, ...] = (
             " stand by other tokens."
         ),
         refs=("cf. SkyRL skyrl_gym_generator.py (TurnOutput.get_turn_rollout_logprobs)",),
-        make=_SkipsEmptyTurns,
+        make=_LogprobsOfAnswerForgotten,
         cases=(_ANSWERED,),
-        kills=("stitch.logprobs-length",),
+        detected_by=("stitch.logprobs-length",),
     ),
 )
 """Known bugs of released stacks."""

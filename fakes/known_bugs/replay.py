@@ -13,7 +13,7 @@ import numpy.typing as npt
 from rollproof.core.events.replay import Step
 from rollproof.core.records import FloatArray, IntArray, Rollout
 from rollproof.fakes.known_bugs import replay_gates, replay_models, replay_passes
-from rollproof.fakes.known_bugs._replay_planting import WRONG_ROWS, FallsBack, bug, routers
+from rollproof.fakes.known_bugs._replay_planting import WRONG_ROWS, FallsBack, routers
 from rollproof.fakes.known_bugs.known_bug import KnownBug
 from rollproof.fakes.trainers.moe_model import chosen
 from rollproof.fakes.trainers.reference_trainers import (
@@ -29,12 +29,12 @@ from rollproof.layouts import Alignment, Rank, Source
 __all__ = ["BUGS"]
 
 
-class _Shifted(ReplayTrainer):
+class _ReplayShifted(ReplayTrainer):
     def payload(self, sample: Rollout) -> IntArray:
         return np.roll(super().payload(sample), 1, axis=0)
 
 
-class _LayersShifted(DenseFirst):
+class _ReplayDenseLayerCounted(DenseFirst):
     """Routers count MoE layers; the payload has a column for the dense layer, too."""
 
     def targets(
@@ -46,7 +46,7 @@ class _LayersShifted(DenseFirst):
         }
 
 
-class _ZeroPadded(DenseFirst):
+class _ReplayZeroPadding(DenseFirst):
     """Padding is replayed: expert 0, top_k times."""
 
     def targets(
@@ -58,14 +58,14 @@ class _ZeroPadded(DenseFirst):
         }
 
 
-class _MaskDropped(CapturedPrefix):
+class _ReplayMaskDropped(CapturedPrefix):
     """What was not captured is filled with experts 0 to k - 1, and replayed."""
 
     def captured(self, microbatch: Microbatch, source: Source) -> npt.NDArray[np.bool_]:
         return source.filled
 
 
-class _FirstMicrobatchAlone(ReplayTrainer):
+class _ReplayFallsBack(ReplayTrainer):
     """Targets are given for the first microbatch only; the others fall back to native routing."""
 
     def arm(self, run: Pass, microbatch: Microbatch, rank: int, chunk: int) -> None:
@@ -76,7 +76,7 @@ class _FirstMicrobatchAlone(ReplayTrainer):
         return routers(self, layers, FallsBack)
 
 
-class _Orphans(ReplayTrainer):
+class _ReplayOrphanRouters(ReplayTrainer):
     """The model was built twice: targets go to the routers of the first one."""
 
     def replayed(self) -> list[Router]:
@@ -96,7 +96,7 @@ class _Orphans(ReplayTrainer):
         self.orphans[layer, number].install(target, keep=keep)
 
 
-class _NobodyReads(ReplayTrainer):
+class _ReplayFlagUnread(ReplayTrainer):
     """The option is accepted, and no router looks at its target."""
 
     def begin(self, step: Step) -> None:
@@ -108,7 +108,7 @@ class _NobodyReads(ReplayTrainer):
         """Nothing is installed."""
 
 
-class _ComputesNative(ReplayTrainer):
+class _ReplayDispatchNative(ReplayTrainer):
     """The routing map is replaced, and the dispatcher goes on with the ids of the live top-k."""
 
     def experts(
@@ -129,12 +129,12 @@ class _ComputesNative(ReplayTrainer):
         )
 
 
-class _EightBits(ManyExperts):
+class _ReplayIdsInEightBits(ManyExperts):
     def payload(self, sample: Rollout) -> IntArray:
         return super().payload(sample).astype(np.uint8)
 
 
-class _AlignedOtherwise(DenseFirst):
+class _ReplayAlignedOtherwise(DenseFirst):
     """Routes are padded as if there were no tensor parallelism: ranks behind the first get the rows
     before theirs.
     """
@@ -152,7 +152,7 @@ class _AlignedOtherwise(DenseFirst):
         }
 
 
-class _RemainderDropped(ReplayTrainer):
+class _ReplayRemainderDropped(ReplayTrainer):
     """Rows that do not divide over four sequence-parallel ranks are given to none."""
 
     def microbatch(self, number: int, samples: tuple[Rollout, ...], first: int) -> Microbatch:
@@ -170,7 +170,7 @@ class _RemainderDropped(ReplayTrainer):
         }
 
 
-class _SortedByLength(ReplayTrainer):
+class _ReplaySamplesSorted(ReplayTrainer):
     """Samples are balanced by length, their routes are not."""
 
     def targets(
@@ -192,7 +192,7 @@ class _SortedByLength(ReplayTrainer):
         return super().targets(step, moved, rank, source, chunk)
 
 
-class _SecondStageUnarmed(Interleaved):
+class _ReplaySecondChunkUnarmed(Interleaved):
     """Only the first chunk of each pipeline rank is given its targets."""
 
     def arm(self, run: Pass, microbatch: Microbatch, rank: int, chunk: int) -> None:
@@ -208,126 +208,150 @@ def _fitted(rows: IntArray, most: int) -> IntArray:
 
 
 BUGS: tuple[KnownBug, ...] = (
-    bug(
-        "replay-shifted",
-        "The routes of every sample stand one position behind their tokens.",
-        ("slime#1045", "slime#1052"),
-        _Shifted,
-        "replay.forward",
-        "replay.self-loss",
-        also=WRONG_ROWS,
+    KnownBug(
+        id="replay-shifted",
+        summary="The routes of every sample stand one position behind their tokens.",
+        refs=("slime#1045", "slime#1052"),
+        kind="replay",
+        make=_ReplayShifted,
+        only=("self-replay",),
+        detected_by=("replay.forward", "replay.self-loss"),
+        may_fail=WRONG_ROWS,
     ),
-    bug(
-        "replay-dense-layer-counted",
-        "Routers count MoE layers, and read a payload that has a column for the dense layer too:"
-        " every layer gets its neighbour's routes.",
-        ("verl#5037", "slime#819"),
-        _LayersShifted,
-        "replay.forward",
-        "replay.self-loss",
-        also=WRONG_ROWS,
+    KnownBug(
+        id="replay-dense-layer-counted",
+        summary=(
+            "Routers count MoE layers, and read a payload that has a column for the dense "
+            "layer too: every layer gets its neighbour's routes."
+        ),
+        refs=("verl#5037", "slime#819"),
+        kind="replay",
+        make=_ReplayDenseLayerCounted,
+        only=("self-replay",),
+        detected_by=("replay.forward", "replay.self-loss"),
+        may_fail=WRONG_ROWS,
     ),
-    bug(
-        "replay-zero-padding",
-        "Rows of padding are replayed as expert 0, top_k times.",
-        ("verl#4986", "verl#7524", "slime#822", "miles#1002"),
-        _ZeroPadded,
-        "replay.assignments",
+    KnownBug(
+        id="replay-zero-padding",
+        summary="Rows of padding are replayed as expert 0, top_k times.",
+        refs=("verl#4986", "verl#7524", "slime#822", "miles#1002"),
+        kind="replay",
+        make=_ReplayZeroPadding,
+        only=("self-replay",),
+        detected_by=("replay.assignments",),
     ),
-    bug(
-        "replay-mask-dropped",
-        "Rows that were not captured are filled with experts 0 to k - 1, and replayed as if they"
-        " were routes.",
-        ("SkyRL#1908", "cf. verl#6473"),
-        _MaskDropped,
-        "replay.free-rows",
-        episodes=("placement",),
+    KnownBug(
+        id="replay-mask-dropped",
+        summary=(
+            "Rows that were not captured are filled with experts 0 to k - 1, and replayed as "
+            "if they were routes."
+        ),
+        refs=("SkyRL#1908", "cf. verl#6473"),
+        kind="replay",
+        make=_ReplayMaskDropped,
+        only=("placement",),
+        detected_by=("replay.free-rows",),
     ),
-    bug(
-        "replay-falls-back",
-        "Only the first microbatch is given targets; the routers of the others fall back to native"
-        " routing without a word.",
-        ("verl router_replay_patch.py (0.9.1)",),
-        _FirstMicrobatchAlone,
-        "replay.forward",
-        "replay.installs",
-        also=("replay.reference",),
-        episodes=("drift", "placement"),
+    KnownBug(
+        id="replay-falls-back",
+        summary=(
+            "Only the first microbatch is given targets; the routers of the others fall back "
+            "to native routing without a word."
+        ),
+        refs=("verl router_replay_patch.py (0.9.1)",),
+        kind="replay",
+        make=_ReplayFallsBack,
+        only=("drift", "placement"),
+        detected_by=("replay.forward", "replay.installs"),
+        may_fail=("replay.reference",),
     ),
-    bug(
-        "replay-orphan-routers",
-        "The model was built twice, and targets go to the routers of the first one.",
-        ("verl#7340", "verl#4567", "miles#2570"),
-        _Orphans,
-        "replay.forward",
-        "replay.installs",
-        "replay.drift",
-        also=("replay.reference",),
-        episodes=("drift", "placement"),
+    KnownBug(
+        id="replay-orphan-routers",
+        summary=("The model was built twice, and targets go to the routers of the first one."),
+        refs=("verl#7340", "verl#4567", "miles#2570"),
+        kind="replay",
+        make=_ReplayOrphanRouters,
+        only=("drift", "placement"),
+        detected_by=("replay.forward", "replay.installs", "replay.drift"),
+        may_fail=("replay.reference",),
     ),
-    bug(
-        "replay-flag-unread",
-        "The option is accepted, and no router looks at a target.",
-        ("cf. verl#4567",),
-        _NobodyReads,
-        "replay.forward",
-        "replay.drift",
-        also=("replay.installs", "replay.reference"),
-        episodes=("drift", "placement"),
+    KnownBug(
+        id="replay-flag-unread",
+        summary="The option is accepted, and no router looks at a target.",
+        refs=("cf. verl#4567",),
+        kind="replay",
+        make=_ReplayFlagUnread,
+        only=("drift", "placement"),
+        detected_by=("replay.forward", "replay.drift"),
+        may_fail=("replay.installs", "replay.reference"),
     ),
-    bug(
-        "replay-dispatch-native",
-        "The routing map is replaced, and the tokens are dispatched by the ids of the live top-k.",
-        ("cf. ISEEKYAN/Megatron-LM#49",),
-        _ComputesNative,
-        "replay.drift",
-        "replay.reference",
-        episodes=("drift",),
+    KnownBug(
+        id="replay-dispatch-native",
+        summary=(
+            "The routing map is replaced, and the tokens are dispatched by the ids of the "
+            "live top-k."
+        ),
+        refs=("cf. ISEEKYAN/Megatron-LM#49",),
+        kind="replay",
+        make=_ReplayDispatchNative,
+        only=("drift",),
+        detected_by=("replay.drift", "replay.reference"),
     ),
-    bug(
-        "replay-ids-in-eight-bits",
-        "Expert ids are kept in eight bits, with 300 experts.",
-        ("verl#7407", "verl#5240", "ms-swift#9981"),
-        _EightBits,
-        "replay.forward",
-        "replay.self-loss",
-        also=WRONG_ROWS,
+    KnownBug(
+        id="replay-ids-in-eight-bits",
+        summary="Expert ids are kept in eight bits, with 300 experts.",
+        refs=("verl#7407", "verl#5240", "ms-swift#9981"),
+        kind="replay",
+        make=_ReplayIdsInEightBits,
+        only=("self-replay",),
+        detected_by=("replay.forward", "replay.self-loss"),
+        may_fail=WRONG_ROWS,
     ),
-    bug(
-        "replay-aligned-otherwise",
-        "Routes are padded to another multiple than the tokens: each rank gets rows of other"
-        " places.",
-        ("slime#1052",),
-        _AlignedOtherwise,
-        "replay.forward",
-        "replay.self-loss",
-        also=WRONG_ROWS,
+    KnownBug(
+        id="replay-aligned-otherwise",
+        summary=(
+            "Routes are padded to another multiple than the tokens: each rank gets rows of "
+            "other places."
+        ),
+        refs=("slime#1052",),
+        kind="replay",
+        make=_ReplayAlignedOtherwise,
+        only=("self-replay",),
+        detected_by=("replay.forward", "replay.self-loss"),
+        may_fail=WRONG_ROWS,
     ),
-    bug(
-        "replay-remainder-dropped",
-        "Rows that do not divide over the sequence-parallel ranks are given to none of them.",
-        ("cf. slime#1052",),
-        _RemainderDropped,
-        "replay.coverage",
+    KnownBug(
+        id="replay-remainder-dropped",
+        summary=(
+            "Rows that do not divide over the sequence-parallel ranks are given to none of them."
+        ),
+        refs=("cf. slime#1052",),
+        kind="replay",
+        make=_ReplayRemainderDropped,
+        only=("self-replay",),
+        detected_by=("replay.coverage",),
     ),
-    bug(
-        "replay-samples-sorted",
-        "Samples are balanced by length, and their routes stay where they were.",
-        ("SkyRL#1908",),
-        _SortedByLength,
-        "replay.forward",
-        "replay.self-loss",
-        also=WRONG_ROWS,
+    KnownBug(
+        id="replay-samples-sorted",
+        summary="Samples are balanced by length, and their routes stay where they were.",
+        refs=("SkyRL#1908",),
+        kind="replay",
+        make=_ReplaySamplesSorted,
+        only=("self-replay",),
+        detected_by=("replay.forward", "replay.self-loss"),
+        may_fail=WRONG_ROWS,
     ),
-    bug(
-        "replay-second-chunk-unarmed",
-        "With virtual stages, only the first chunk of each pipeline rank is given targets.",
-        ("cf. NeMo-RL#2740", "cf. SkyRL#2078"),
-        _SecondStageUnarmed,
-        "replay.forward",
-        "replay.installs",
-        also=("replay.reference",),
-        episodes=("drift", "placement"),
+    KnownBug(
+        id="replay-second-chunk-unarmed",
+        summary=(
+            "With virtual stages, only the first chunk of each pipeline rank is given targets."
+        ),
+        refs=("cf. NeMo-RL#2740", "cf. SkyRL#2078"),
+        kind="replay",
+        make=_ReplaySecondChunkUnarmed,
+        only=("drift", "placement"),
+        detected_by=("replay.forward", "replay.installs"),
+        may_fail=("replay.reference",),
     ),
     *replay_passes.BUGS,
     *replay_gates.BUGS,

@@ -8,7 +8,6 @@ import numpy as np
 
 from rollproof.core.events.replay import Action, Step
 from rollproof.core.records import FloatArray, IntArray
-from rollproof.fakes.known_bugs._replay_planting import bug
 from rollproof.fakes.known_bugs.known_bug import KnownBug
 from rollproof.fakes.trainers.moe_model import MoeModel, chosen
 from rollproof.fakes.trainers.replay_trainer import ReplayTrainer
@@ -46,7 +45,7 @@ class _AfterTopK(MoeModel):
         return kept
 
 
-class _ZeroedScores(_OwnModel):
+class _ReplayScoresAfterTopK(_OwnModel):
     kind = _AfterTopK
 
 
@@ -94,15 +93,15 @@ class _Told(_OwnModel):
             self.model.replaying = step.action is Action.REPLAY and step.model == "policy"
 
 
-class _NoGraph(_Told):
+class _ReplayGatesDetached(_Told):
     kind = _Detached
 
 
-class _UniformGates(_Told):
+class _ReplayGatesUniform(_Told):
     kind = _Uniform
 
 
-class _HalfTheGraph(_Told):
+class _ReplayGatesHalfTheGraph(_Told):
     kind = _HalfGraph
 
 
@@ -114,56 +113,59 @@ class _OverNative(MoeModel):
         return np.asarray(np.take_along_axis(scores, ids, axis=1) / own.sum(axis=1, keepdims=True))
 
 
-class _NormalisedOverNative(_OwnModel):
+class _ReplayNormalisedOverNative(_OwnModel):
     kind = _OverNative
     normalised = True
 
 
 BUGS: tuple[KnownBug, ...] = (
-    bug(
-        "replay-scores-after-top-k",
-        "Gates are gathered from scores of which only the native top-k is kept: what drifted apart"
-        " has zero gates and no gradient.",
-        ("ISEEKYAN/Megatron-LM#79", "ISEEKYAN/Megatron-LM#49"),
-        _ZeroedScores,
-        "replay.gate-gradients",
-        episodes=("drift",),
+    KnownBug(
+        id="replay-scores-after-top-k",
+        summary=(
+            "Gates are gathered from scores of which only the native top-k is kept: what "
+            "drifted apart has zero gates and no gradient."
+        ),
+        refs=("ISEEKYAN/Megatron-LM#79", "ISEEKYAN/Megatron-LM#49"),
+        kind="replay",
+        make=_ReplayScoresAfterTopK,
+        only=("drift",),
+        detected_by=("replay.gate-gradients",),
     ),
-    bug(
-        "replay-gates-detached",
-        "The gate values of replayed experts have no graph.",
-        ("cf. ISEEKYAN/Megatron-LM#79",),
-        _NoGraph,
-        "replay.gate-gradients",
-        "replay.gate-slope",
-        "replay.self-gradients",
-        episodes=("drift",),
+    KnownBug(
+        id="replay-gates-detached",
+        summary="The gate values of replayed experts have no graph.",
+        refs=("cf. ISEEKYAN/Megatron-LM#79",),
+        kind="replay",
+        make=_ReplayGatesDetached,
+        only=("drift",),
+        detected_by=("replay.gate-gradients", "replay.gate-slope", "replay.self-gradients"),
     ),
-    bug(
-        "replay-gates-uniform",
-        "Replayed experts all have the weight 1 / top_k.",
-        ("cf. miles#2722",),
-        _UniformGates,
-        "replay.self-loss",
-        "replay.self-gradients",
-        "replay.gate-gradients",
+    KnownBug(
+        id="replay-gates-uniform",
+        summary="Replayed experts all have the weight 1 / top_k.",
+        refs=("cf. miles#2722",),
+        kind="replay",
+        make=_ReplayGatesUniform,
+        only=("self-replay",),
+        detected_by=("replay.self-loss", "replay.self-gradients", "replay.gate-gradients"),
     ),
-    bug(
-        "replay-gates-half-the-graph",
-        "The gradient of replayed gates leaves out the normalisation of the scores.",
-        ("cf. ISEEKYAN/Megatron-LM#79",),
-        _HalfTheGraph,
-        "replay.gate-slope",
-        "replay.self-gradients",
-        episodes=("drift",),
+    KnownBug(
+        id="replay-gates-half-the-graph",
+        summary=("The gradient of replayed gates leaves out the normalisation of the scores."),
+        refs=("cf. ISEEKYAN/Megatron-LM#79",),
+        kind="replay",
+        make=_ReplayGatesHalfTheGraph,
+        only=("drift",),
+        detected_by=("replay.gate-slope", "replay.self-gradients"),
     ),
-    bug(
-        "replay-normalised-over-native",
-        "Replayed gates are divided by the sum over the native top-k, as a constant.",
-        ("cf. ISEEKYAN/Megatron-LM#49",),
-        _NormalisedOverNative,
-        "replay.gate-slope",
-        episodes=("drift",),
+    KnownBug(
+        id="replay-normalised-over-native",
+        summary=("Replayed gates are divided by the sum over the native top-k, as a constant."),
+        refs=("cf. ISEEKYAN/Megatron-LM#49",),
+        kind="replay",
+        make=_ReplayNormalisedOverNative,
+        only=("drift",),
+        detected_by=("replay.gate-slope",),
     ),
 )
 """Known bugs of gates."""

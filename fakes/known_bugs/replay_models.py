@@ -10,7 +10,6 @@ import numpy as np
 
 from rollproof.core.events.replay import Action, Phase, Step
 from rollproof.core.records import FloatArray, IntArray, Rollout
-from rollproof.fakes.known_bugs._replay_planting import bug
 from rollproof.fakes.known_bugs.known_bug import KnownBug
 from rollproof.fakes.trainers.reference_trainers import (
     CapturedPrefix,
@@ -26,7 +25,7 @@ from rollproof.layouts import Rank, Source
 __all__ = ["BUGS"]
 
 
-class _CriticReplayed(ReplayTrainer):
+class _ReplayCritic(ReplayTrainer):
     """Replay is registered for the routers of every model; the critic has the policy's sizes."""
 
     role = "critic"
@@ -55,11 +54,11 @@ class _CriticReplayed(ReplayTrainer):
             router.clear()
 
 
-class _TeacherReplayed(_CriticReplayed, CapturedPrefix):
+class _ReplayTeacher(_ReplayCritic, CapturedPrefix):
     role = "teacher"
 
 
-class _MtpAliased(ManyExperts):
+class _ReplayMtpAliased(ManyExperts):
     """MTP layers count from 0 again, so they are given the targets of the first layer."""
 
     def replayed(self) -> list[Router]:
@@ -72,7 +71,7 @@ class _MtpAliased(ManyExperts):
         return {**right, self.layout.num_layers: right[0]}
 
 
-class _FirstRankRecorded(Pipelined):
+class _ReplayRecordingNotGathered(Pipelined):
     """Recordings of sequence-parallel ranks are not gathered: the first rank's rows stand for all."""
 
     def recorded(self, run: Pass) -> dict[str, IntArray]:
@@ -82,7 +81,7 @@ class _FirstRankRecorded(Pipelined):
         return super().recorded(run)
 
 
-class _ChunksSwapped(Pipelined):
+class _ReplayRecordingChunks(Pipelined):
     """Stages are put together rank by rank, as if there were no chunks."""
 
     def recorded(self, run: Pass) -> dict[str, IntArray]:
@@ -93,7 +92,7 @@ class _ChunksSwapped(Pipelined):
         return {name: rows[:, by_rank] for name, rows in right.items()}
 
 
-class _MicrobatchesReversed(Recording):
+class _ReplayRecordingMicrobatches(Recording):
     """Recordings are taken off a stack: the last microbatch comes first."""
 
     def recorded(self, run: Pass) -> dict[str, IntArray]:
@@ -109,7 +108,7 @@ class _MicrobatchesReversed(Recording):
         return dict(zip(names, values, strict=True))
 
 
-class _AsksRegistryWhenOff(ReplayTrainer):
+class _ReplayOffAsksRegistry(ReplayTrainer):
     """Replay code runs although the option is off, and finds no router registered."""
 
     def begin(self, step: Step) -> None:
@@ -118,7 +117,7 @@ class _AsksRegistryWhenOff(ReplayTrainer):
         super().begin(step)
 
 
-class _RoutesDecide(ReplayTrainer):
+class _ReplayOffByPresence(ReplayTrainer):
     """A step replays where its samples have routes, whatever was configured."""
 
     def begin(self, step: Step) -> None:
@@ -131,7 +130,7 @@ class _RoutesDecide(ReplayTrainer):
         return super().work(replace(step, action=Action.REPLAY) if self._replays else step, spy)  # type: ignore[arg-type]
 
 
-class _FusedAccepted(ReplayTrainer):
+class _ReplayFusedRouter(ReplayTrainer):
     """A fused router returns before it looks at its target."""
 
     def variant(self, name: str) -> ReplayTrainer:
@@ -143,7 +142,7 @@ class _Ignoring(ReplayTrainer):
         """Nothing is refused, and no router replays."""
 
 
-class _TakesAnything(ReplayTrainer):
+class _ReplayTakesAnything(ReplayTrainer):
     """Routes are cut and padded with zeros until they fit."""
 
     def check(self, step: Step) -> None:
@@ -159,7 +158,7 @@ class _TakesAnything(ReplayTrainer):
         return fitted % self.layout.num_experts
 
 
-class _TargetsInPlace(ReplayTrainer):
+class _ReplayWritesTargets(ReplayTrainer):
     """Filler is written into the routes of the sample."""
 
     def payload(self, sample: Rollout) -> IntArray:
@@ -169,7 +168,7 @@ class _TargetsInPlace(ReplayTrainer):
         return routes
 
 
-class _EmptySkipped(ReplayTrainer):
+class _ReplayEmptyMicrobatch(ReplayTrainer):
     """Targets are listed for microbatches with samples, and taken by number: after an empty one
     each gets the next one's.
     """
@@ -186,7 +185,7 @@ class _EmptySkipped(ReplayTrainer):
         )
 
 
-class _ScoresDecideNaN(ReplayTrainer):
+class _ReplayNanScores(ReplayTrainer):
     """Targets whose scores are NaN are dropped in favour of expert 0."""
 
     def route(
@@ -204,7 +203,7 @@ class _ScoresDecideNaN(ReplayTrainer):
         return {layer: target * 0 for layer, target in right.items()} if step.weights < 0 else right
 
 
-class _NarrowBuffer(DenseFirst):
+class _ReplayNarrowTarget(DenseFirst):
     """The target buffer has a column less than top_k; the last expert of a row stands in it twice."""
 
     def targets(
@@ -217,121 +216,147 @@ class _NarrowBuffer(DenseFirst):
 
 
 BUGS: tuple[KnownBug, ...] = (
-    bug(
-        "replay-critic",
-        "Replay is registered for every model: the critic executes the policy's routes.",
-        ("slime#1187",),
-        _CriticReplayed,
-        "replay.models",
-        episodes=("model critic",),
+    KnownBug(
+        id="replay-critic",
+        summary=("Replay is registered for every model: the critic executes the policy's routes."),
+        refs=("slime#1187",),
+        kind="replay",
+        make=_ReplayCritic,
+        only=("model critic",),
+        detected_by=("replay.models",),
     ),
-    bug(
-        "replay-teacher",
-        "The teacher of a distillation executes the student's routes.",
-        ("NeMo-RL#4083",),
-        _TeacherReplayed,
-        "replay.models",
-        episodes=("model teacher",),
+    KnownBug(
+        id="replay-teacher",
+        summary="The teacher of a distillation executes the student's routes.",
+        refs=("NeMo-RL#4083",),
+        kind="replay",
+        make=_ReplayTeacher,
+        only=("model teacher",),
+        detected_by=("replay.models",),
     ),
-    bug(
-        "replay-mtp-aliased",
-        "MTP layers count from 0 again, and execute the targets of the first layer.",
-        ("NeMo-RL#3903",),
-        _MtpAliased,
-        "replay.models",
-        also=("replay.installs", "replay.self-loss", "replay.self-gradients"),
+    KnownBug(
+        id="replay-mtp-aliased",
+        summary=("MTP layers count from 0 again, and execute the targets of the first layer."),
+        refs=("NeMo-RL#3903",),
+        kind="replay",
+        make=_ReplayMtpAliased,
+        only=("self-replay",),
+        detected_by=("replay.models",),
+        may_fail=("replay.installs", "replay.self-loss", "replay.self-gradients"),
     ),
-    bug(
-        "replay-recording-not-gathered",
-        "Recordings of sequence-parallel ranks are not gathered: the rows of the first one stand"
-        " for all.",
-        ("verl#7106",),
-        _FirstRankRecorded,
-        "replay.recorded",
-        also=("replay.self-loss", "replay.self-gradients"),
+    KnownBug(
+        id="replay-recording-not-gathered",
+        summary=(
+            "Recordings of sequence-parallel ranks are not gathered: the rows of the first "
+            "one stand for all."
+        ),
+        refs=("verl#7106",),
+        kind="replay",
+        make=_ReplayRecordingNotGathered,
+        only=("self-replay",),
+        detected_by=("replay.recorded",),
+        may_fail=("replay.self-loss", "replay.self-gradients"),
     ),
-    bug(
-        "replay-recording-chunks",
-        "Recordings of pipeline ranks are put together rank by rank, as if there were no chunks.",
-        ("verl#7106", "verl#7805"),
-        _ChunksSwapped,
-        "replay.recorded",
-        episodes=("switching",),
+    KnownBug(
+        id="replay-recording-chunks",
+        summary=(
+            "Recordings of pipeline ranks are put together rank by rank, as if there were no "
+            "chunks."
+        ),
+        refs=("verl#7106", "verl#7805"),
+        kind="replay",
+        make=_ReplayRecordingChunks,
+        only=("switching",),
+        detected_by=("replay.recorded",),
     ),
-    bug(
-        "replay-recording-microbatches",
-        "Recordings are taken off a stack: the last microbatch comes first.",
-        ("cf. verl#7805",),
-        _MicrobatchesReversed,
-        "replay.recorded",
-        episodes=("switching",),
+    KnownBug(
+        id="replay-recording-microbatches",
+        summary="Recordings are taken off a stack: the last microbatch comes first.",
+        refs=("cf. verl#7805",),
+        kind="replay",
+        make=_ReplayRecordingMicrobatches,
+        only=("switching",),
+        detected_by=("replay.recorded",),
     ),
-    bug(
-        "replay-off-asks-registry",
-        "Replay code runs although the option is off, and finds no router registered.",
-        ("verl#7106", "verl#7786"),
-        _AsksRegistryWhenOff,
-        "replay.runs",
-        episodes=("switching",),
+    KnownBug(
+        id="replay-off-asks-registry",
+        summary=("Replay code runs although the option is off, and finds no router registered."),
+        refs=("verl#7106", "verl#7786"),
+        kind="replay",
+        make=_ReplayOffAsksRegistry,
+        only=("switching",),
+        detected_by=("replay.runs",),
     ),
-    bug(
-        "replay-off-by-presence",
-        "Whether a step replays is read off its samples: routes are replayed although the option is"
-        " off.",
-        ("cf. verl#4973",),
-        _RoutesDecide,
-        "replay.off",
-        also=("replay.installs",),
-        episodes=("switching",),
+    KnownBug(
+        id="replay-off-by-presence",
+        summary=(
+            "Whether a step replays is read off its samples: routes are replayed although the "
+            "option is off."
+        ),
+        refs=("cf. verl#4973",),
+        kind="replay",
+        make=_ReplayOffByPresence,
+        only=("switching",),
+        detected_by=("replay.off",),
+        may_fail=("replay.installs",),
     ),
-    bug(
-        "replay-fused-router",
-        "A fused router is accepted, and returns before it looks at its target.",
-        ("cf. Megatron-LM moe_utils.py (moe_router_fusion)",),
-        _FusedAccepted,
-        "replay.routers",
-        episodes=("router fused",),
+    KnownBug(
+        id="replay-fused-router",
+        summary="A fused router is accepted, and returns before it looks at its target.",
+        refs=("cf. Megatron-LM moe_utils.py (moe_router_fusion)",),
+        kind="replay",
+        make=_ReplayFusedRouter,
+        only=("router fused",),
+        detected_by=("replay.routers",),
     ),
-    bug(
-        "replay-takes-anything",
-        "Routes are cut, padded with zeros and wrapped until they fit.",
-        ("Megatron-LM router_replay.py (0.16.1)", "verl agent_loop.py (0.9.1)"),
-        _TakesAnything,
-        "replay.targets",
-        episodes=("bad routes",),
+    KnownBug(
+        id="replay-takes-anything",
+        summary="Routes are cut, padded with zeros and wrapped until they fit.",
+        refs=("Megatron-LM router_replay.py (0.16.1)", "verl agent_loop.py (0.9.1)"),
+        kind="replay",
+        make=_ReplayTakesAnything,
+        only=("bad routes",),
+        detected_by=("replay.targets",),
     ),
-    bug(
-        "replay-writes-targets",
-        "Routes are rearranged in the arrays of the samples.",
-        ("cf. verl#5519",),
-        _TargetsInPlace,
-        "replay.input",
+    KnownBug(
+        id="replay-writes-targets",
+        summary="Routes are rearranged in the arrays of the samples.",
+        refs=("cf. verl#5519",),
+        kind="replay",
+        make=_ReplayWritesTargets,
+        only=("self-replay",),
+        detected_by=("replay.input",),
     ),
-    bug(
-        "replay-empty-microbatch",
-        "After an empty microbatch, each of the others gets targets that are displaced.",
-        ("cf. verl#6675",),
-        _EmptySkipped,
-        "replay.edges",
-        episodes=("edges",),
+    KnownBug(
+        id="replay-empty-microbatch",
+        summary=("After an empty microbatch, each of the others gets targets that are displaced."),
+        refs=("cf. verl#6675",),
+        kind="replay",
+        make=_ReplayEmptyMicrobatch,
+        only=("edges",),
+        detected_by=("replay.edges",),
     ),
-    bug(
-        "replay-nan-scores",
-        "Where scores are NaN, targets are dropped in favour of expert 0.",
-        ("cf. verl#7841",),
-        _ScoresDecideNaN,
-        "replay.edges",
-        episodes=("edges",),
+    KnownBug(
+        id="replay-nan-scores",
+        summary="Where scores are NaN, targets are dropped in favour of expert 0.",
+        refs=("cf. verl#7841",),
+        kind="replay",
+        make=_ReplayNanScores,
+        only=("edges",),
+        detected_by=("replay.edges",),
     ),
-    bug(
-        "replay-narrow-target",
-        "The buffer of targets has a column less than top_k, and an expert stands in each row"
-        " twice.",
-        ("Megatron-LM router_replay.py (0.16.1)",),
-        _NarrowBuffer,
-        "replay.assignments",
-        "replay.forward",
-        also=("replay.self-loss", "replay.self-gradients"),
+    KnownBug(
+        id="replay-narrow-target",
+        summary=(
+            "The buffer of targets has a column less than top_k, and an expert stands in each "
+            "row twice."
+        ),
+        refs=("Megatron-LM router_replay.py (0.16.1)",),
+        kind="replay",
+        make=_ReplayNarrowTarget,
+        only=("self-replay",),
+        detected_by=("replay.assignments", "replay.forward"),
+        may_fail=("replay.self-loss", "replay.self-gradients"),
     ),
 )
 """Known bugs of other models, recordings, modes and refusals."""

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from rollproof.core.events.replay import Action, Outcome, Phase, Purpose, Step
 from rollproof.core.records import FloatArray, IntArray
 from rollproof.core.router_spy import Spy
-from rollproof.fakes.known_bugs._replay_planting import RECOMPUTED, FallsBack, bug, routers
+from rollproof.fakes.known_bugs._replay_planting import RECOMPUTED, FallsBack, routers
 from rollproof.fakes.known_bugs.known_bug import KnownBug
 from rollproof.fakes.trainers.moe_model import chosen
 from rollproof.fakes.trainers.reference_trainers import Interleaved, Recording
@@ -20,7 +20,7 @@ from rollproof.fakes.trainers.trainer_parts import Microbatch, Pass, Router
 __all__ = ["BUGS"]
 
 
-class _QueuesKept(ReplayTrainer):
+class _ReplayStaleQueue(ReplayTrainer):
     """Forward-only passes fill the queue of the backward pass, and nobody empties it."""
 
     def install(
@@ -40,7 +40,7 @@ class _QueuesKept(ReplayTrainer):
             router.action, router.target = None, None
 
 
-class _ForgetsBeforeBackward(ReplayTrainer):
+class _ReplayClearedBeforeBackward(ReplayTrainer):
     """The context of the replay closes after the forward pass; a recompute then chooses for itself."""
 
     def head(self, run: Pass, microbatch: Microbatch) -> None:
@@ -59,7 +59,7 @@ class _LastQueued(Router):
         return self.queue.pop() if phase is Phase.RECOMPUTE and self.queue else super().take(phase)
 
 
-class _RecomputesTheNewest(Recording):
+class _ReplayNewestRecomputed(Recording):
     def make_routers(self, layers: Sequence[int]) -> dict[tuple[int, int], Router]:
         return routers(self, layers, _LastQueued)
 
@@ -71,12 +71,12 @@ class _OneSlot(Router):
         self.target, self.queue = target, deque([target] * 9 if keep else [])
 
 
-class _Overwritten(Interleaved):
+class _ReplayOneSlot(Interleaved):
     def make_routers(self, layers: Sequence[int]) -> dict[tuple[int, int], Router]:
         return routers(self, layers, _OneSlot)
 
 
-class _RecomputesNative(ReplayTrainer):
+class _ReplayRecomputeNative(ReplayTrainer):
     """Only the forward pass is replayed."""
 
     def route(
@@ -90,7 +90,7 @@ class _RecomputesNative(ReplayTrainer):
         return super().route(run, microbatch, layer, x, phase)
 
 
-class _GivenTwice(ReplayTrainer):
+class _ReplayGivenTwice(ReplayTrainer):
     """Targets are installed when the step begins, and again per microbatch: the queue holds each of
     them twice.
     """
@@ -109,7 +109,7 @@ class _GivenTwice(ReplayTrainer):
             super().install(run, microbatch, layer, number, target, keep=keep)
 
 
-class _OldLogprobsNative(ReplayTrainer):
+class _ReplayOldLogprobsNative(ReplayTrainer):
     """Old logprobs are computed without the rollout's routes."""
 
     def begin(self, step: Step) -> None:
@@ -122,7 +122,7 @@ class _OldLogprobsNative(ReplayTrainer):
         super().end(step)
 
 
-class _NoFinally(ReplayTrainer):
+class _ReplayNoFinally(ReplayTrainer):
     """What a step leaves is only cleared where it succeeds."""
 
     def run(self, step: Step, spy: Spy) -> Outcome:
@@ -132,7 +132,7 @@ class _NoFinally(ReplayTrainer):
         return outcome
 
 
-class _StaysArmed(ReplayTrainer):
+class _ReplayStaysArmed(ReplayTrainer):
     """The mode is set where a step replays, and never taken back; targets of the last microbatch
     stay.
     """
@@ -165,7 +165,7 @@ class _KeepsTarget(Router):
         return ids
 
 
-class _EvaluationStays(ReplayTrainer):
+class _ReplayEvaluationStays(ReplayTrainer):
     """An evaluation that replays leaves its mode and targets behind."""
 
     def end(self, step: Step) -> None:
@@ -173,7 +173,7 @@ class _EvaluationStays(ReplayTrainer):
             super().end(step)
 
 
-class _Swallows(ReplayTrainer):
+class _ReplayFailureSwallowed(ReplayTrainer):
     """A failed step is told as a step without loss."""
 
     def work(self, step: Step, spy: Spy) -> Outcome:
@@ -184,109 +184,126 @@ class _Swallows(ReplayTrainer):
 
 
 BUGS: tuple[KnownBug, ...] = (
-    bug(
-        "replay-stale-queue",
-        "A forward-only pass fills the queue of the backward pass, and the next recompute takes"
-        " what it left.",
-        ("SkyRL#1908",),
-        _QueuesKept,
-        "replay.recompute",
-        "replay.residue",
-        also=("replay.runs", "replay.recompute-results"),
-        episodes=RECOMPUTED,
+    KnownBug(
+        id="replay-stale-queue",
+        summary=(
+            "A forward-only pass fills the queue of the backward pass, and the next recompute "
+            "takes what it left."
+        ),
+        refs=("SkyRL#1908",),
+        kind="replay",
+        make=_ReplayStaleQueue,
+        only=RECOMPUTED,
+        detected_by=("replay.recompute", "replay.residue"),
+        may_fail=("replay.runs", "replay.recompute-results"),
     ),
-    bug(
-        "replay-cleared-before-backward",
-        "Targets are cleared after the forward pass, and the recompute chooses for itself without a"
-        " word.",
-        ("cf. SkyRL#1772",),
-        _ForgetsBeforeBackward,
-        "replay.recompute",
-        "replay.recompute-results",
-        episodes=RECOMPUTED,
+    KnownBug(
+        id="replay-cleared-before-backward",
+        summary=(
+            "Targets are cleared after the forward pass, and the recompute chooses for itself "
+            "without a word."
+        ),
+        refs=("cf. SkyRL#1772",),
+        kind="replay",
+        make=_ReplayClearedBeforeBackward,
+        only=RECOMPUTED,
+        detected_by=("replay.recompute", "replay.recompute-results"),
     ),
-    bug(
-        "replay-newest-recomputed",
-        "The recompute takes the target that was queued last, while a pipeline has several"
-        " microbatches under way.",
-        ("cf. AReaL#1166",),
-        _RecomputesTheNewest,
-        "replay.recompute",
-        "replay.recompute-results",
-        episodes=RECOMPUTED,
+    KnownBug(
+        id="replay-newest-recomputed",
+        summary=(
+            "The recompute takes the target that was queued last, while a pipeline has "
+            "several microbatches under way."
+        ),
+        refs=("cf. AReaL#1166",),
+        kind="replay",
+        make=_ReplayNewestRecomputed,
+        only=RECOMPUTED,
+        detected_by=("replay.recompute", "replay.recompute-results"),
     ),
-    bug(
-        "replay-one-slot",
-        "A router holds one target, and the next microbatch overwrites it before the backward pass"
-        " of this one.",
-        ("cf. AReaL#1166",),
-        _Overwritten,
-        "replay.recompute",
-        "replay.recompute-results",
-        episodes=RECOMPUTED,
+    KnownBug(
+        id="replay-one-slot",
+        summary=(
+            "A router holds one target, and the next microbatch overwrites it before the "
+            "backward pass of this one."
+        ),
+        refs=("cf. AReaL#1166",),
+        kind="replay",
+        make=_ReplayOneSlot,
+        only=RECOMPUTED,
+        detected_by=("replay.recompute", "replay.recompute-results"),
     ),
-    bug(
-        "replay-recompute-native",
-        "The forward pass is replayed, its recompute is not.",
-        ("cf. verl#4101",),
-        _RecomputesNative,
-        "replay.recompute",
-        "replay.recompute-results",
-        episodes=RECOMPUTED,
+    KnownBug(
+        id="replay-recompute-native",
+        summary="The forward pass is replayed, its recompute is not.",
+        refs=("cf. verl#4101",),
+        kind="replay",
+        make=_ReplayRecomputeNative,
+        only=RECOMPUTED,
+        detected_by=("replay.recompute", "replay.recompute-results"),
     ),
-    bug(
-        "replay-given-twice",
-        "Targets are installed when a step begins and again per microbatch, so that the queue holds"
-        " each twice.",
-        ("cf. verl#7106",),
-        _GivenTwice,
-        "replay.recompute",
-        "replay.installs",
-        also=("replay.recompute-results",),
-        episodes=RECOMPUTED,
+    KnownBug(
+        id="replay-given-twice",
+        summary=(
+            "Targets are installed when a step begins and again per microbatch, so that the "
+            "queue holds each twice."
+        ),
+        refs=("cf. verl#7106",),
+        kind="replay",
+        make=_ReplayGivenTwice,
+        only=RECOMPUTED,
+        detected_by=("replay.recompute", "replay.installs"),
+        may_fail=("replay.recompute-results",),
     ),
-    bug(
-        "replay-old-logprobs-native",
-        "Old logprobs are computed without the rollout's routes, which the update then replays.",
-        ("cf. miles#3277",),
-        _OldLogprobsNative,
-        "replay.old-logprob",
-        episodes=("old logprobs",),
+    KnownBug(
+        id="replay-old-logprobs-native",
+        summary=(
+            "Old logprobs are computed without the rollout's routes, which the update then replays."
+        ),
+        refs=("cf. miles#3277",),
+        kind="replay",
+        make=_ReplayOldLogprobsNative,
+        only=("old logprobs",),
+        detected_by=("replay.old-logprob",),
     ),
-    bug(
-        "replay-no-finally",
-        "Targets and modes are cleared only where a step succeeds.",
-        ("cf. SkyRL#1908",),
-        _NoFinally,
-        "replay.residue",
-        episodes=("failure in forward", "failure in recompute"),
+    KnownBug(
+        id="replay-no-finally",
+        summary="Targets and modes are cleared only where a step succeeds.",
+        refs=("cf. SkyRL#1908",),
+        kind="replay",
+        make=_ReplayNoFinally,
+        only=("failure in forward", "failure in recompute"),
+        detected_by=("replay.residue",),
     ),
-    bug(
-        "replay-stays-armed",
-        "The mode is set by a step that replays and never taken back: native steps go on with the"
-        " last target.",
-        ("cf. SkyRL#1908", "cf. OpenPipe/ART#709"),
-        _StaysArmed,
-        "replay.aftermath",
-        "replay.residue",
-        "replay.off",
-        episodes=("evaluation", "switching"),
+    KnownBug(
+        id="replay-stays-armed",
+        summary=(
+            "The mode is set by a step that replays and never taken back: native steps go on "
+            "with the last target."
+        ),
+        refs=("cf. SkyRL#1908", "cf. OpenPipe/ART#709"),
+        kind="replay",
+        make=_ReplayStaysArmed,
+        only=("evaluation", "switching"),
+        detected_by=("replay.aftermath", "replay.residue", "replay.off"),
     ),
-    bug(
-        "replay-evaluation-stays",
-        "An evaluation leaves its mode and its targets behind.",
-        ("cf. SkyRL#1908",),
-        _EvaluationStays,
-        "replay.residue",
-        episodes=("evaluation",),
+    KnownBug(
+        id="replay-evaluation-stays",
+        summary="An evaluation leaves its mode and its targets behind.",
+        refs=("cf. SkyRL#1908",),
+        kind="replay",
+        make=_ReplayEvaluationStays,
+        only=("evaluation",),
+        detected_by=("replay.residue",),
     ),
-    bug(
-        "replay-failure-swallowed",
-        "A step that failed in the middle is told as a step without loss.",
-        ("cf. Helsinki-NLP/mammoth#78", "cf. OpenNMT-py#2195"),
-        _Swallows,
-        "replay.failures",
-        episodes=("failure in forward", "failure in recompute"),
+    KnownBug(
+        id="replay-failure-swallowed",
+        summary="A step that failed in the middle is told as a step without loss.",
+        refs=("cf. Helsinki-NLP/mammoth#78", "cf. OpenNMT-py#2195"),
+        kind="replay",
+        make=_ReplayFailureSwallowed,
+        only=("failure in forward", "failure in recompute"),
+        detected_by=("replay.failures",),
     ),
 )
 """Known bugs of replay: what is kept too long, or not long enough."""

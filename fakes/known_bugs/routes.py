@@ -38,7 +38,7 @@ class _AllRows(AsSampled):
         return 0
 
 
-class _Concatenates(_AllRows):
+class _ConcatOnResume(_AllRows):
     def merge_routes(self, sample: Sample, sent: int, output: EngineOutput) -> None:
         if output.routes is not None:
             sample.rows = (
@@ -48,13 +48,13 @@ class _Concatenates(_AllRows):
             )
 
 
-class _Replaces(_AllRows):
+class _ReplaceOnResume(_AllRows):
     def merge_routes(self, sample: Sample, sent: int, output: EngineOutput) -> None:
         if output.routes is not None:
             sample.rows = output.routes[: sent + len(output.token_ids) - 1].copy()
 
 
-class _AppendsTail(_AllRows):
+class _SegmentFillerKept(_AllRows):
     """Right by number: where the engine returns a row for the last token too, each segment brings
     its filler along.
     """
@@ -71,21 +71,21 @@ class _AppendsTail(_AllRows):
         return super().final_routes(sample)
 
 
-class _TorchCat(_AllRows):
+class _TorchCatOnNumpy(_AllRows):
     def merge_routes(self, sample: Sample, sent: int, output: EngineOutput) -> None:
         if sample.rows is not None:
             raise TypeError("expected Tensor as element 0 in argument 0, but got numpy.ndarray")
         super().merge_routes(sample, sent, output)
 
 
-class _FailsOnEmpty(AsSampled):
+class _FailsOnEmptyAbort(AsSampled):
     def absorb(self, sample: Sample, sent: int, output: EngineOutput) -> None:
         if not output.token_ids:
             raise ValueError("not enough values to unpack (expected 2, got 0)")
         super().absorb(sample, sent, output)
 
 
-class _LastTurnOnly(_AllRows):
+class _LaterTurnReplaces(_AllRows):
     def merge_routes(self, sample: Sample, sent: int, output: EngineOutput) -> None:
         if sample.turn and output.routes is not None:
             sample.rows = output.routes[: sent + len(output.token_ids) - 1].copy()
@@ -93,7 +93,7 @@ class _LastTurnOnly(_AllRows):
             super().merge_routes(sample, sent, output)
 
 
-class _CutsTokensOnly(AsSampled):
+class _TokensCutRowsNot(AsSampled):
     def finished(self, sample: Sample) -> Rollout:
         rollout = super().finished(sample)
         assert rollout.logprobs is not None
@@ -108,7 +108,7 @@ class _OneTokenLate(AsSampled):
         return rows if rows is None else np.concatenate([rows[:1], rows[:-1]])
 
 
-class _SharedResult(AsSampled):
+class _RowsOfAnotherRequest(AsSampled):
     """Fills each sample from the result slot of whichever request ended last."""
 
     def __init__(self, options: Options | None = None) -> None:
@@ -134,7 +134,7 @@ class _ZeroPadded(AsSampled):
         return out
 
 
-class _ZerosForLast(AsSampledTokens):
+class _ZerosForMissing(AsSampledTokens):
     def final_routes(self, sample: Sample) -> IntArray | None:
         rows = super().final_routes(sample)
         if rows is not None:
@@ -159,7 +159,7 @@ class _SurplusRow(AsSampled):
         return rows if rows is None else np.concatenate([rows, rows[-1:]])
 
 
-class _Recycled(AsSampled):
+class _BufferRecycled(AsSampled):
     """Hands over a view of a buffer that the next request writes into."""
 
     def __init__(self, options: Options | None = None) -> None:
@@ -176,7 +176,7 @@ class _Recycled(AsSampled):
         return self._buffer[: len(rows)]
 
 
-class _WritesIntoReply(AsSampled):
+class _WritesToReadOnly(AsSampled):
     """Marks the last row of the engine's own array before it is copied."""
 
     def merge_routes(self, sample: Sample, sent: int, output: EngineOutput) -> None:
@@ -184,6 +184,10 @@ class _WritesIntoReply(AsSampled):
             routes = lend("routes", output.routes)
             super().merge_routes(sample, sent, output)
             routes[-1] = 0
+
+
+class _ReplyWrittenTo(_WritesToReadOnly):
+    """The same client; the engine's array is writable, so nothing stops it."""
 
 
 _TWO = (request(), request("r1", (31, 32, 33)))
@@ -196,9 +200,9 @@ BUGS: tuple[KnownBug, ...] = (
             "Each resume appends the routes of the whole sequence to those of the calls before."
         ),
         refs=("verl#6029", "AReaL inf_bridge.py"),
-        make=_Concatenates,
+        make=_ConcatOnResume,
         cases=(ABORTED, SYNCED),
-        kills=("routes.rows",),
+        detected_by=("routes.rows",),
     ),
     KnownBug(
         id="replace-on-resume",
@@ -207,9 +211,9 @@ BUGS: tuple[KnownBug, ...] = (
             " ones."
         ),
         refs=("verl#6046", "verl#6029"),
-        make=_Replaces,
+        make=_ReplaceOnResume,
         cases=(SYNCED,),
-        kills=("routes.provenance",),
+        detected_by=("routes.provenance",),
     ),
     KnownBug(
         id="segment-filler-kept",
@@ -218,15 +222,15 @@ BUGS: tuple[KnownBug, ...] = (
             " row that the next call computes."
         ),
         refs=("verl#7158",),
-        make=_AppendsTail,
+        make=_SegmentFillerKept,
         cases=(case(act(ActionKind.ABORT, 3), flavour="rows-T"),),
-        kills=("routes.captured",),
+        detected_by=("routes.captured",),
     ),
     KnownBug(
         id="later-turn-replaces",
         summary="In a conversation, the routes of each turn replace those of all turns before.",
         refs=("verl#6054", "verl#5825", "verl#7222"),
-        make=_LastTurnOnly,
+        make=_LaterTurnReplaces,
         cases=(
             case(
                 act(ActionKind.SYNC, 3),
@@ -235,48 +239,48 @@ BUGS: tuple[KnownBug, ...] = (
                 seed=1,
             ),
         ),
-        kills=("routes.provenance",),
+        detected_by=("routes.provenance",),
     ),
     KnownBug(
         id="torch-cat-on-numpy",
         summary="Resumed routes are concatenated with torch.cat, and numpy arrays make it raise.",
         refs=("verl#7158", "ROLL user_defined_rollout_loop.py"),
-        make=_TorchCat,
+        make=_TorchCatOnNumpy,
         cases=(ABORTED,),
-        kills=("lifecycle.no-error-without-fault",),
+        detected_by=("lifecycle.no-error-without-fault",),
     ),
     KnownBug(
         id="fails-on-empty-abort",
         summary="An abort before the first token makes the client raise.",
         refs=("verl#5936", "vime#49"),
-        make=_FailsOnEmpty,
+        make=_FailsOnEmptyAbort,
         cases=(EMPTY,),
-        kills=("lifecycle.no-error-without-fault",),
+        detected_by=("lifecycle.no-error-without-fault",),
     ),
     KnownBug(
         id="writes-to-read-only",
         summary="The client writes into the engine's array, which is read-only.",
         refs=("verl#5519",),
-        make=_WritesIntoReply,
+        make=_WritesToReadOnly,
         cases=(case(flavour="sglang"),),
-        kills=("lifecycle.no-error-without-fault",),
+        detected_by=("lifecycle.no-error-without-fault",),
     ),
     KnownBug(
         id="reply-written-to",
         summary="The client writes into the engine's array, which nothing forbids here.",
         refs=("verl#5519",),
-        make=_WritesIntoReply,
+        make=_ReplyWrittenTo,
         cases=(CLEAN,),
-        kills=("routes.reply-untouched",),
+        detected_by=("routes.reply-untouched",),
     ),
     KnownBug(
         id="tokens-cut-rows-not",
         summary="The response is cut to its length, its routes are not.",
         refs=("verl#6027", "verl#6089", "miles#1069"),
-        make=_CutsTokensOnly,
+        make=_TokensCutRowsNot,
         cases=(ABORTED,),
-        kills=("routes.rows",),
-        also=("stitch.tokens",),
+        detected_by=("routes.rows",),
+        may_fail=("stitch.tokens",),
     ),
     KnownBug(
         id="surplus-row",
@@ -287,7 +291,7 @@ BUGS: tuple[KnownBug, ...] = (
         refs=("slime#1045", "miles sglang_rollout.py"),
         make=_SurplusRow,
         cases=(CLEAN,),
-        kills=("routes.rows",),
+        detected_by=("routes.rows",),
     ),
     KnownBug(
         id="one-token-late",
@@ -295,15 +299,15 @@ BUGS: tuple[KnownBug, ...] = (
         refs=("verl#6473", "verl#7075"),
         make=_OneTokenLate,
         cases=(CLEAN, ABORTED),
-        kills=("routes.position",),
+        detected_by=("routes.position",),
     ),
     KnownBug(
         id="rows-of-another-request",
         summary="A result slot is read after another request has written it.",
         refs=("sglang#34319",),
-        make=_SharedResult,
+        make=_RowsOfAnotherRequest,
         cases=(_BY_TURNS,),
-        kills=("routes.isolation",),
+        detected_by=("routes.isolation",),
     ),
     KnownBug(
         id="zero-padded",
@@ -311,15 +315,15 @@ BUGS: tuple[KnownBug, ...] = (
         refs=("verl agent_loop.py (0.9.1)", "ROLL functionals.py", "slime#941"),
         make=_ZeroPadded,
         cases=(ABORTED,),
-        kills=("routes.captured",),
+        detected_by=("routes.captured",),
     ),
     KnownBug(
         id="zeros-for-missing",
         summary="The row of the token that was never forwarded is zeros, not the declared mark.",
         refs=("verl#7841", "prime-rl _pad_routed_experts"),
-        make=_ZerosForLast,
+        make=_ZerosForMissing,
         cases=(CLEAN,),
-        kills=("routes.filler",),
+        detected_by=("routes.filler",),
     ),
     KnownBug(
         id="uncaptured-suffix",
@@ -327,15 +331,15 @@ BUGS: tuple[KnownBug, ...] = (
         refs=("SkyRL#1908",),
         make=_UncapturedSuffix,
         cases=(CLEAN,),
-        kills=("routes.filler",),
+        detected_by=("routes.filler",),
     ),
     KnownBug(
         id="buffer-recycled",
         summary="The sample holds a view of a buffer that the next request writes into.",
         refs=("sglang#34319",),
-        make=_Recycled,
+        make=_BufferRecycled,
         cases=(_BY_TURNS,),
-        kills=("routes.handed-over",),
+        detected_by=("routes.handed-over",),
     ),
 )
 """Known bugs of the rows of a sample."""

@@ -29,7 +29,7 @@ from rollproof.fakes.known_bugs.known_bug import KnownBug
 __all__ = ["BUGS"]
 
 
-class _Retokenised(AsSampled):
+class _PromptRetokenised(AsSampled):
     def finished(self, sample: Sample) -> Rollout:
         rollout = super().finished(sample)
         *head, last = rollout.prompt_ids
@@ -95,22 +95,22 @@ class _ContextOffByOne(FakeEngine):
         return queued
 
 
-class _RetokenisesTools(AsSampled):
+class _ToolOutputRetokenised(AsSampled):
     def observe(self, sample: Sample, answer: tuple[int, ...]) -> None:
         super().observe(sample, (*answer[:-1], answer[-1] + 1))
 
 
-class _ForgetsTemperature(AsSampled):
+class _TemperatureForgotten(AsSampled):
     def sampling_for(self, sample: Sample) -> dict[str, Scalar]:
         return super().sampling_for(sample) if sample.attempts <= 1 else {}
 
 
-class _DropsSampling(AsSampled):
+class _SamplingDropped(AsSampled):
     def sampling_for(self, sample: Sample) -> dict[str, Scalar]:
         return {}
 
 
-class _IdOfTheLast(AsSampled):
+class _IdOfAnotherRequest(AsSampled):
     """The id is read from a variable that every rollout writes as it begins."""
 
     async def rollout(self, request: Request) -> Rollout | None:
@@ -119,13 +119,13 @@ class _IdOfTheLast(AsSampled):
         return None if rollout is None else replace(rollout, request_id=self._id)
 
 
-class _OneTooFew(AsSampled):
+class _OneTokenTooFew(AsSampled):
     def next_budget(self, sample: Sample) -> int | None:
         left = super().next_budget(sample)
         return left if left is None else left - 1
 
 
-class _ForgetsMedia(AsSampled):
+class _MediaForgotten(AsSampled):
     async def call(
         self, server_id: str, sample: Sample, sent: tuple[int, ...], budget: int | None
     ) -> EngineOutput:
@@ -134,31 +134,31 @@ class _ForgetsMedia(AsSampled):
         return await super().call(server_id, sample, sent, budget)
 
 
-class _WritesBudgetToCaller(AsSampled):
+class _CallerParametersMutated(AsSampled):
     def sampling_for(self, sample: Sample) -> dict[str, Scalar]:
         caller: dict[str, Any] = sample.request.sampling  # type: ignore[assignment]
         caller["max_tokens"] = self.next_budget(sample)
         return caller
 
 
-class _FullBudgetAgain(AsSampled):
+class _BudgetGrantedAgain(AsSampled):
     def next_budget(self, sample: Sample) -> int | None:
         return sample.request.budget
 
 
-class _NoBudget(AsSampled):
+class _BudgetUnstated(AsSampled):
     def next_budget(self, sample: Sample) -> int | None:
         return sample.request.max_tokens
 
 
-class _Overshoots(FakeEngine):
+class _EngineOvershoots(FakeEngine):
     def _enqueue(self, call: Call, rid: str | None) -> InflightCall:
         queued = super()._enqueue(call, rid)
         queued.limit += 2
         return queued
 
 
-class _IgnoresReason(AsSampled):
+class _ReasonIgnored(AsSampled):
     def finish_reason(self, sample: Sample, output: EngineOutput) -> FinishReason:
         return FinishReason.STOP
 
@@ -172,7 +172,7 @@ class _LengthBeforeStop(AsSampled):
         )
 
 
-class _CompletedForStop(AsSampled):
+class _CutShownAsStop(AsSampled):
     def finish_reason(self, sample: Sample, output: EngineOutput) -> FinishReason:
         reason = super().finish_reason(sample, output)
         return FinishReason.STOP if reason is FinishReason.LENGTH else reason
@@ -185,7 +185,7 @@ class _GivesUpAsLength(AsSampled):
         )
 
 
-class _NeverAsks(AsSampled):
+class _NeverAsked(AsSampled):
     async def run(self, sample: Sample) -> bool:
         sample.finish = FinishReason.LENGTH
         return self._open > 1 or await super().run(sample)
@@ -222,9 +222,9 @@ BUGS: tuple[KnownBug, ...] = (
         id="prompt-retokenised",
         summary="A retry renders the prompt anew from text, and one token comes out different.",
         refs=("slime#1861",),
-        make=_Retokenised,
+        make=_PromptRetokenised,
         cases=(CLEAN,),
-        kills=("stitch.prompt",),
+        detected_by=("stitch.prompt",),
     ),
     KnownBug(
         id="last-segment-only",
@@ -234,7 +234,7 @@ BUGS: tuple[KnownBug, ...] = (
         refs=("ROLL user_defined_rollout_loop.py", "xtuner#1917"),
         make=_LastSegmentOnly,
         cases=(ABORTED,),
-        kills=("stitch.tokens",),
+        detected_by=("stitch.tokens",),
     ),
     KnownBug(
         id="chunk-merged-twice",
@@ -245,7 +245,7 @@ BUGS: tuple[KnownBug, ...] = (
         refs=("sglang#34488",),
         make=_ChunkMergedTwice,
         cases=(ABORTED,),
-        kills=("stitch.tokens",),
+        detected_by=("stitch.tokens",),
     ),
     KnownBug(
         id="restarts-from-prompt",
@@ -256,7 +256,7 @@ BUGS: tuple[KnownBug, ...] = (
         refs=("slime#2128",),
         make=_RestartsFromPrompt,
         cases=(ABORTED,),
-        kills=("stitch.resume-prompt", "stitch.tokens"),
+        detected_by=("stitch.resume-prompt", "stitch.tokens"),
     ),
     KnownBug(
         id="resumes-retokenised",
@@ -267,7 +267,7 @@ BUGS: tuple[KnownBug, ...] = (
         refs=("slime#1861",),
         make=_ResumesRetokenised,
         cases=(ABORTED,),
-        kills=("stitch.resume-prompt",),
+        detected_by=("stitch.resume-prompt",),
     ),
     KnownBug(
         id="asks-after-stop",
@@ -278,7 +278,7 @@ BUGS: tuple[KnownBug, ...] = (
         refs=("cf. AReaL#858",),
         make=_AsksAfterStop,
         cases=(case(model=ENDING, seed=1, requests=(request(max_tokens=7),)),),
-        kills=("stitch.no-call-after-end",),
+        detected_by=("stitch.no-call-after-end",),
     ),
     KnownBug(
         id="context-off-by-one",
@@ -286,7 +286,7 @@ BUGS: tuple[KnownBug, ...] = (
         refs=("vllm#39568",),
         make=on_engine(_ContextOffByOne),
         cases=(ABORTED,),
-        kills=("stitch.matches-unbroken",),
+        detected_by=("stitch.matches-unbroken",),
     ),
     KnownBug(
         id="tool-output-retokenised",
@@ -294,17 +294,17 @@ BUGS: tuple[KnownBug, ...] = (
             "A tool's output goes through text, and comes back as other tokens than the tool's."
         ),
         refs=("slime#1861", "SkyRL#2078"),
-        make=_RetokenisesTools,
+        make=_ToolOutputRetokenised,
         cases=(TURNS,),
-        kills=("stitch.environment-tokens",),
+        detected_by=("stitch.environment-tokens",),
     ),
     KnownBug(
         id="temperature-forgotten",
         summary="The resuming call is made with default sampling parameters.",
         refs=("cf. TRL#6947",),
-        make=_ForgetsTemperature,
+        make=_TemperatureForgotten,
         cases=(_aborted(_WARM),),
-        kills=("stitch.sampling-params",),
+        detected_by=("stitch.sampling-params",),
     ),
     KnownBug(
         id="sampling-dropped",
@@ -313,17 +313,17 @@ BUGS: tuple[KnownBug, ...] = (
             " defaults."
         ),
         refs=("NeMo-RL#3776", "cf. NeMo-RL#3497"),
-        make=_DropsSampling,
+        make=_SamplingDropped,
         cases=(_aborted(_WARM),),
-        kills=("stitch.sampling-forwarded",),
+        detected_by=("stitch.sampling-forwarded",),
     ),
     KnownBug(
         id="id-of-another-request",
         summary="Samples are labelled with the id of the request that began last.",
         refs=("cf. vllm#394",),
-        make=_IdOfTheLast,
+        make=_IdOfAnotherRequest,
         cases=(case(requests=(request(), request("r1", (31, 32, 33)))),),
-        kills=("stitch.request-id",),
+        detected_by=("stitch.request-id",),
     ),
     KnownBug(
         id="one-token-too-few",
@@ -332,33 +332,33 @@ BUGS: tuple[KnownBug, ...] = (
             " its length."
         ),
         refs=("cf. AReaL#858",),
-        make=_OneTooFew,
+        make=_OneTokenTooFew,
         cases=(case(requests=(request(max_tokens=2), request("r1", (31, 32, 33), max_tokens=8))),),
-        kills=("stitch.budget-used",),
+        detected_by=("stitch.budget-used",),
     ),
     KnownBug(
         id="media-forgotten",
         summary="The resuming call carries no images.",
         refs=("verl#4842", "verl#5160"),
-        make=_ForgetsMedia,
+        make=_MediaForgotten,
         cases=(_aborted(_SEEN),),
-        kills=("stitch.media",),
+        detected_by=("stitch.media",),
     ),
     KnownBug(
         id="caller-parameters-mutated",
         summary="What is left of the budget is written into the caller's own sampling parameters.",
         refs=("verl#7207",),
-        make=_WritesBudgetToCaller,
+        make=_CallerParametersMutated,
         cases=(ABORTED,),
-        kills=("stitch.caller-objects",),
+        detected_by=("stitch.caller-objects",),
     ),
     KnownBug(
         id="budget-granted-again",
         summary="Every resume grants the whole budget again.",
         refs=("verl#7207", "slime#2260", "slime#2122"),
-        make=_FullBudgetAgain,
+        make=_BudgetGrantedAgain,
         cases=(ABORTED,),
-        kills=("stitch.budget-granted",),
+        detected_by=("stitch.budget-granted",),
     ),
     KnownBug(
         id="budget-unstated",
@@ -367,9 +367,9 @@ BUGS: tuple[KnownBug, ...] = (
             " configured."
         ),
         refs=("verl#7207",),
-        make=_NoBudget,
+        make=_BudgetUnstated,
         cases=(case(requests=(_LIMITED,), model=ENDING, seed=1),),
-        kills=("stitch.budget-granted",),
+        detected_by=("stitch.budget-granted",),
     ),
     KnownBug(
         id="engine-overshoots",
@@ -378,9 +378,9 @@ BUGS: tuple[KnownBug, ...] = (
             " granted."
         ),
         refs=("sglang#39826",),
-        make=on_engine(_Overshoots),
+        make=on_engine(_EngineOvershoots),
         cases=(CLEAN,),
-        kills=("stitch.budget-total",),
+        detected_by=("stitch.budget-total",),
     ),
     KnownBug(
         id="reason-ignored",
@@ -389,9 +389,9 @@ BUGS: tuple[KnownBug, ...] = (
             " finished turn."
         ),
         refs=("TRL async_rollout_worker.py", "whitecircle/halo#8"),
-        make=_IgnoresReason,
+        make=_ReasonIgnored,
         cases=(ABORTED,),
-        kills=("stitch.finish-reason", "lifecycle.aborts-do-not-surface"),
+        detected_by=("stitch.finish-reason", "lifecycle.aborts-do-not-surface"),
     ),
     KnownBug(
         id="length-before-stop",
@@ -402,15 +402,15 @@ BUGS: tuple[KnownBug, ...] = (
         refs=("cf. verl#7207",),
         make=_LengthBeforeStop,
         cases=(_EXACT_STOP,),
-        kills=("stitch.finish-reason",),
+        detected_by=("stitch.finish-reason",),
     ),
     KnownBug(
         id="cut-shown-as-stop",
         summary="A response that was cut by its budget is handed over as stopped.",
         refs=("verl vllm_async_server.py",),
-        make=_CompletedForStop,
+        make=_CutShownAsStop,
         cases=(CLEAN,),
-        kills=("stitch.finish-reason",),
+        detected_by=("stitch.finish-reason",),
     ),
     KnownBug(
         id="gives-up-as-length",
@@ -421,7 +421,7 @@ BUGS: tuple[KnownBug, ...] = (
         refs=("AReaL inf_bridge.py",),
         make=_GivesUpAsLength,
         cases=(case(act(_ABORT, 2), act(_ABORT, 3)),),
-        kills=("stitch.finish-length", "lifecycle.aborts-do-not-surface"),
+        detected_by=("stitch.finish-length", "lifecycle.aborts-do-not-surface"),
     ),
     KnownBug(
         id="never-asked",
@@ -430,9 +430,9 @@ BUGS: tuple[KnownBug, ...] = (
             " answer that reached its length."
         ),
         refs=("cf. AReaL#858",),
-        make=_NeverAsks,
+        make=_NeverAsked,
         cases=(case(requests=(request(), request("r1", (31, 32)))),),
-        kills=("stitch.finish-reason",),
+        detected_by=("stitch.finish-reason",),
     ),
     KnownBug(
         id="shrinking-limit",
@@ -443,7 +443,7 @@ BUGS: tuple[KnownBug, ...] = (
         refs=("AReaL#858",),
         make=_ShrinkingLimit,
         cases=(ABORTED,),
-        kills=("stitch.finish-length", "lifecycle.aborts-do-not-surface"),
+        detected_by=("stitch.finish-length", "lifecycle.aborts-do-not-surface"),
     ),
     KnownBug(
         id="empty-abort-costs",
@@ -451,7 +451,7 @@ BUGS: tuple[KnownBug, ...] = (
         refs=("cf. verl#5936",),
         make=_EmptyAbortCosts,
         cases=(EMPTY,),
-        kills=("stitch.zero-token-segments",),
+        detected_by=("stitch.zero-token-segments",),
     ),
 )
 """Known bugs of tokens, calls, budgets and ends."""

@@ -42,7 +42,7 @@ class _SampleTag(AsSampled):
     options = Options(versions=Versions.SAMPLE)
 
 
-class _ReadAfterReply(_SampleTag):
+class _TagReadAfterReply(_SampleTag):
     """Reads the server's label when the reply has been worked through, not with it."""
 
     async def attempt(
@@ -69,7 +69,7 @@ class _TagOfSubmission(_SampleTag):
         return {"version": self._stamp}
 
 
-class _FalseVersion(AsSampled):
+class _VersionZeroIsFalse(AsSampled):
     """``if version:`` where ``is not None`` is meant."""
 
     def version_tags(self, sample: Sample) -> dict[str, Any]:
@@ -83,7 +83,7 @@ class _CounterAhead(AsSampled):
         return {name: tag + 1 for name, tag in super().version_tags(sample).items()}
 
 
-class _EmptyCallsCount(AsSampled):
+class _EmptyCallSetsMinimum(AsSampled):
     """The first reply sets the minimum, with tokens or without."""
 
     def absorb(self, sample: Sample, sent: int, output: EngineOutput) -> None:
@@ -97,7 +97,7 @@ class _EmptyCallsCount(AsSampled):
         return {**super().version_tags(sample), "min_version": self._first}
 
 
-class _BoundsBeforeThePause(AsSampled):
+class _BoundsRaisedBeforeThePause(AsSampled):
     """Bounds are read from a counter when a rollout begins and when it ends; an update raises it
     while the engines still sample.
     """
@@ -130,7 +130,7 @@ class _FirstVersionOnly(AsSampled):
         return {"min_version": sample.labels[0], "max_version": sample.labels[0]}
 
 
-class _ComparedAsText(AsSampled):
+class _VersionsComparedAsText(AsSampled):
     def version_tags(self, sample: Sample) -> dict[str, Any]:
         labels = [str(label) for label in sample.labels if label is not None]
         return {"min_version": min(labels), "max_version": max(labels)}
@@ -166,7 +166,7 @@ class _SpanBorderLate(AsSampledSpans):
         }
 
 
-class _TagsOfSampledOnly(AsSampledTokens):
+class _EnvironmentUntagged(AsSampledTokens):
     """The environment's tokens get no tag, so the tags behind them move up."""
 
     def version_tags(self, sample: Sample) -> dict[str, Any]:
@@ -195,7 +195,7 @@ class _NewestForUnknown(AsSampledTokens):
             sample.labels[i] = newest
 
 
-class _LabelAtEnd(FakeEngine):
+class _LabelReadAtEmission(FakeEngine):
     """An update changes the label of all tokens of the calls that it overtakes."""
 
     def _publish(self, label: Version, *, loaded: bool, identity: bool = False) -> None:
@@ -212,7 +212,7 @@ class _FirstOnly(list[tuple[int, Version]]):
             super().append(mark)
 
 
-class _LabelOfAdmission(FakeEngine):
+class _LabelReadAtAdmission(FakeEngine):
     """Tokens keep the label under which their call was admitted, whatever is loaded meanwhile."""
 
     def _enqueue(self, call: Call, rid: str | None) -> InflightCall:
@@ -221,7 +221,7 @@ class _LabelOfAdmission(FakeEngine):
         return queued
 
 
-class _KeepsOldLabel(FakeEngine):
+class _NoneKeepsOldLabel(FakeEngine):
     """An update without a label leaves the old one on the new weights."""
 
     async def load(self, version: int, label: Version = None, *, identity: bool = False) -> None:
@@ -253,9 +253,9 @@ BUGS: tuple[KnownBug, ...] = (
             "The version is read after the reply was awaited: tokens of version n are tagged n + 1."
         ),
         refs=("AReaL#1569", "verl vllm_async_server.py"),
-        make=_ReadAfterReply,
+        make=_TagReadAfterReply,
         cases=(_DRAINED,),
-        kills=("versions.sample-tag",),
+        detected_by=("versions.sample-tag",),
     ),
     KnownBug(
         id="tag-of-submission",
@@ -266,15 +266,15 @@ BUGS: tuple[KnownBug, ...] = (
         refs=("TRL async_rollout_worker.py", "vllm#54443"),
         make=_TagOfSubmission,
         cases=(_SYNC_AT_START,),
-        kills=("versions.sample-tag",),
+        detected_by=("versions.sample-tag",),
     ),
     KnownBug(
         id="version-zero-is-false",
         summary="Version 0 is dropped by a condition that asks whether the tag is true.",
         refs=("verl tool_agent_loop.py",),
-        make=_FalseVersion,
+        make=_VersionZeroIsFalse,
         cases=(CLEAN,),
-        kills=("versions.present",),
+        detected_by=("versions.present",),
     ),
     KnownBug(
         id="counter-ahead",
@@ -285,15 +285,15 @@ BUGS: tuple[KnownBug, ...] = (
         refs=("prime-rl#1764", "prime-rl#2937"),
         make=_CounterAhead,
         cases=(CLEAN,),
-        kills=("versions.published",),
+        detected_by=("versions.published",),
     ),
     KnownBug(
         id="empty-call-sets-minimum",
         summary="A call that was aborted before its first token sets the minimum.",
         refs=("verl llm_server.py (0.9.1)",),
-        make=_EmptyCallsCount,
+        make=_EmptyCallSetsMinimum,
         cases=(_SYNC_AT_START,),
-        kills=("versions.min-max",),
+        detected_by=("versions.min-max",),
     ),
     KnownBug(
         id="last-version-only",
@@ -301,7 +301,7 @@ BUGS: tuple[KnownBug, ...] = (
         refs=("verl#7569",),
         make=_LastVersionOnly,
         cases=(SYNCED,),
-        kills=("versions.min-max",),
+        detected_by=("versions.min-max",),
     ),
     KnownBug(
         id="first-version-only",
@@ -312,15 +312,15 @@ BUGS: tuple[KnownBug, ...] = (
         refs=("verl tool_agent_loop.py",),
         make=_FirstVersionOnly,
         cases=(SYNCED,),
-        kills=("versions.min-max",),
+        detected_by=("versions.min-max",),
     ),
     KnownBug(
         id="versions-compared-as-text",
         summary="Versions are compared as text, in which 10 comes before 9.",
         refs=("sglang meta_info weight_version", "slime types.py"),
-        make=_ComparedAsText,
+        make=_VersionsComparedAsText,
         cases=(_TO_TEN,),
-        kills=("versions.min-max",),
+        detected_by=("versions.min-max",),
     ),
     KnownBug(
         id="bounds-raised-before-the-pause",
@@ -329,9 +329,9 @@ BUGS: tuple[KnownBug, ...] = (
             " under the old weights."
         ),
         refs=("prime-rl watcher.py (559b44772)", "prime-rl#1764"),
-        make=_BoundsBeforeThePause,
+        make=_BoundsRaisedBeforeThePause,
         cases=(_BEGUN_BEFORE_THE_PAUSE,),
-        kills=("versions.bounds",),
+        detected_by=("versions.bounds",),
     ),
     KnownBug(
         id="aborted-calls-untagged",
@@ -339,7 +339,7 @@ BUGS: tuple[KnownBug, ...] = (
         refs=("slime#327",),
         make=_AbortedCallsUntagged,
         cases=(SYNCED,),
-        kills=("versions.call-tags",),
+        detected_by=("versions.call-tags",),
     ),
     KnownBug(
         id="spans-with-gap",
@@ -347,7 +347,7 @@ BUGS: tuple[KnownBug, ...] = (
         refs=("vllm#54443",),
         make=_SpansWithGap,
         cases=(SYNCED,),
-        kills=("versions.spans-cover",),
+        detected_by=("versions.spans-cover",),
     ),
     KnownBug(
         id="span-border-late",
@@ -355,15 +355,15 @@ BUGS: tuple[KnownBug, ...] = (
         refs=("vllm#49040",),
         make=_SpanBorderLate,
         cases=(SYNCED,),
-        kills=("versions.span-tags",),
+        detected_by=("versions.span-tags",),
     ),
     KnownBug(
         id="environment-untagged",
         summary="Tokens of the environment have no entry in the list of token versions.",
         refs=("AReaL io_struct.py",),
-        make=_TagsOfSampledOnly,
+        make=_EnvironmentUntagged,
         cases=(_CONVERSATION,),
-        kills=("versions.one-tag-per-token",),
+        detected_by=("versions.one-tag-per-token",),
     ),
     KnownBug(
         id="one-tag-for-all-tokens",
@@ -371,7 +371,7 @@ BUGS: tuple[KnownBug, ...] = (
         refs=("AReaL#1569",),
         make=_OneTagForAllTokens,
         cases=(SYNCED,),
-        kills=("versions.token-tags",),
+        detected_by=("versions.token-tags",),
     ),
     KnownBug(
         id="label-read-at-emission",
@@ -380,9 +380,9 @@ BUGS: tuple[KnownBug, ...] = (
             " sampled."
         ),
         refs=("sglang#35926", "vllm#54443"),
-        make=on_engine(_LabelAtEnd, EngineKeep),
+        make=on_engine(_LabelReadAtEmission, EngineKeep),
         cases=(_OVERTAKEN,),
-        kills=("versions.engine-tags",),
+        detected_by=("versions.engine-tags",),
     ),
     KnownBug(
         id="label-read-at-admission",
@@ -391,17 +391,17 @@ BUGS: tuple[KnownBug, ...] = (
             " sampled."
         ),
         refs=("vllm#48306", "vllm#54443"),
-        make=on_engine(_LabelOfAdmission, EngineKeep),
+        make=on_engine(_LabelReadAtAdmission, EngineKeep),
         cases=(_OVERTAKEN,),
-        kills=("versions.engine-tags",),
+        detected_by=("versions.engine-tags",),
     ),
     KnownBug(
         id="none-keeps-old-label",
         summary="An update without a version serves new weights under the old label.",
         refs=("verl checkpoint_engine/base.py",),
-        make=on_engine(_KeepsOldLabel),
+        make=on_engine(_NoneKeepsOldLabel),
         cases=(_UNLABELLED,),
-        kills=("versions.unlabelled-update",),
+        detected_by=("versions.unlabelled-update",),
     ),
     KnownBug(
         id="newest-for-unknown",
@@ -409,7 +409,7 @@ BUGS: tuple[KnownBug, ...] = (
         refs=("slime#327", "verl tool_agent_loop.py"),
         make=_NewestForUnknown,
         cases=(_UNLABELLED,),
-        kills=("versions.unknown-stays-unknown",),
+        detected_by=("versions.unknown-stays-unknown",),
     ),
 )
 """Known bugs of version tags."""

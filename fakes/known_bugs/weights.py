@@ -21,7 +21,7 @@ from rollproof.fakes.known_bugs.known_bug import KnownBug
 __all__ = ["BUGS"]
 
 
-class _Procedure(AsSampled):
+class _NoResumeAfterFailure(AsSampled):
     """A weight update step by step, without the lock and the ``finally`` of the fleet's own."""
 
     def replicas(self) -> list[FakeEngine]:
@@ -54,34 +54,34 @@ _FOLLOWED = case(
 """An update, and a request that comes after it."""
 
 
-class _OnlyTheLabel(_Procedure):
+class _LabelWithoutWeights(_NoResumeAfterFailure):
     async def load(self, server: FakeEngine, version: int | None) -> None:
         server.relabel(version)
 
 
-class _CountsFromOne(AsSampled):
+class _UpdateRaises(AsSampled):
     async def update_weights(self, version: int | None) -> None:
         """The server's groups were never made, and the list of them is asked for its first."""
         groups: list[int] = []
         await self.fleet.sync(version if version is None else version + groups[0])
 
 
-class _SkipsTheSync(AsSampled):
+class _SyncSkipped(AsSampled):
     async def update_weights(self, version: int | None) -> None:
         """The flag that frees the cache is off, so nothing is done."""
 
 
-class _FirstReplicaOnly(_Procedure):
+class _OneReplicaUpdated(_NoResumeAfterFailure):
     def replicas(self) -> list[FakeEngine]:
         return super().replicas()[:1]
 
 
-class _FirstResumed(_Procedure):
+class _ReplicaNotResumed(_NoResumeAfterFailure):
     def resumed(self) -> list[FakeEngine]:
         return self.replicas()[:1]
 
 
-class _SlowFirst(_Procedure):
+class _UpdatesInterleave(_NoResumeAfterFailure):
     """The older of two transfers takes longer, and lands on top of the newer one."""
 
     async def load(self, server: FakeEngine, version: int | None) -> None:
@@ -89,26 +89,26 @@ class _SlowFirst(_Procedure):
         await super().load(server, version)
 
 
-class _UpdatesTwice(AsSampled):
+class _UpdateRunsTwice(AsSampled):
     async def update_weights(self, version: int | None) -> None:
         await self.fleet.sync(version)
         await self.fleet.sync(version)
 
 
-class _AwaitsNobody(AsSampled):
+class _UpdateNeverEnds(AsSampled):
     async def update_weights(self, version: int | None) -> None:
         await self.fleet.sync(version)
         await asyncio.get_running_loop().create_future()
 
 
-class _Unbounded(AsSampled):
+class _StalenessOfLastCall(AsSampled):
     """Promises a bound on staleness, and counts from the version of the last call."""
 
     def declared(self, fleet: Fleet) -> Contract:
         return replace(super().declared(fleet), max_staleness=1)
 
 
-class _NoDrain(AsSampled):
+class _InFlightAcrossRefit(AsSampled):
     """Loads without a pause: whoever is in flight goes on under the new weights."""
 
     async def update_weights(self, version: int | None) -> None:
@@ -116,7 +116,7 @@ class _NoDrain(AsSampled):
             await server.load(self.fleet.weights_of(version), version)
 
 
-class _Ungated(FakeEngine):
+class _AdmitsWhilePaused(FakeEngine):
     """Acknowledges a pause and still admits what comes next."""
 
     async def pause(self, mode: PauseMode = PauseMode.ABORT, clear_cache: bool = True) -> None:
@@ -124,7 +124,7 @@ class _Ungated(FakeEngine):
         self._pause = None
 
 
-class _WorkersGoOn(FakeEngine):
+class _SamplesWhilePaused(FakeEngine):
     """The pause does not reach the worker that holds the calls."""
 
     def _has_work(self) -> bool:
@@ -135,7 +135,7 @@ class _WorkersGoOn(FakeEngine):
         await super().load(version, label, identity=identity)
 
 
-class _OldAdapter(FakeEngine):
+class _OldAdapterServed(FakeEngine):
     """The new weights are registered, and the name that calls use still leads to the old ones."""
 
     async def load(self, version: int, label: Version = None, *, identity: bool = False) -> None:
@@ -144,7 +144,7 @@ class _OldAdapter(FakeEngine):
         self._scheduler.reweigh(old)
 
 
-class _LosesWeights(FakeEngine):
+class _WeightsLostOnWake(FakeEngine):
     """Waking up after the update brings back memory that nobody filled."""
 
     async def resume(self) -> None:
@@ -153,7 +153,7 @@ class _LosesWeights(FakeEngine):
             self._scheduler.reweigh(-1)
 
 
-class _ResetRefused(FakeEngine):
+class _CacheResetRefused(FakeEngine):
     """The cache reset is skipped while calls run, and reports success."""
 
     async def pause(self, mode: PauseMode = PauseMode.ABORT, clear_cache: bool = True) -> None:
@@ -162,7 +162,7 @@ class _ResetRefused(FakeEngine):
         self._scheduler.running = running
 
 
-class _LabelAborts(FakeEngine):
+class _LabelAbortsCalls(FakeEngine):
     """The end point that publishes a label aborts everything by default."""
 
     def relabel(self, label: Version) -> None:
@@ -177,7 +177,7 @@ class _LabelAborts(FakeEngine):
             self._scheduler.end(call, FinishReason.ABORT)
 
 
-class _ReloadDiffers(FakeEngine):
+class _ReloadNotRepeatable(FakeEngine):
     """Loading the same weights again permutes what was permuted before."""
 
     async def load(self, version: int, label: Version = None, *, identity: bool = False) -> None:
@@ -197,26 +197,26 @@ BUGS: tuple[KnownBug, ...] = (
         id="admits-while-paused",
         summary="Calls that come through another door are admitted while the server is paused.",
         refs=("AReaL#1618",),
-        make=on_engine(_Ungated),
+        make=on_engine(_AdmitsWhilePaused),
         cases=(_LATE_ARRIVAL,),
-        kills=("weights.no-admission-while-paused",),
+        detected_by=("weights.no-admission-while-paused",),
     ),
     KnownBug(
         id="samples-while-paused",
         summary="The pause is acknowledged, and the worker goes on sampling.",
         refs=("sglang#24445",),
-        make=on_engine(_WorkersGoOn, EngineKeep),
+        make=on_engine(_SamplesWhilePaused, EngineKeep),
         cases=(case(_SYNC_AT_3, pause_mode=PauseMode.IN_PLACE, clear_cache=False),),
-        kills=("weights.no-token-while-paused",),
+        detected_by=("weights.no-token-while-paused",),
     ),
     KnownBug(
         id="old-adapter-served",
         summary="The update is acknowledged, and the old weights go on serving.",
         refs=("AReaL#1021", "NeMo-RL#2895", "vllm#48312"),
-        make=on_engine(_OldAdapter),
+        make=on_engine(_OldAdapterServed),
         cases=(SYNCED,),
-        kills=("weights.served-after-update",),
-        also=("versions.engine-tags",),
+        detected_by=("weights.served-after-update",),
+        may_fail=("versions.engine-tags",),
     ),
     KnownBug(
         id="weights-lost-on-wake",
@@ -224,9 +224,9 @@ BUGS: tuple[KnownBug, ...] = (
             "The server sleeps for the update and wakes up with memory that is not the weights."
         ),
         refs=("TRL#5312", "TRL#5313"),
-        make=on_engine(_LosesWeights),
+        make=on_engine(_WeightsLostOnWake),
         cases=(SYNCED,),
-        kills=("weights.served-after-update",),
+        detected_by=("weights.served-after-update",),
     ),
     KnownBug(
         id="cache-reset-refused",
@@ -235,26 +235,26 @@ BUGS: tuple[KnownBug, ...] = (
             " weights."
         ),
         refs=("NeMo-RL#3929",),
-        make=on_engine(_ResetRefused, EngineKeep),
+        make=on_engine(_CacheResetRefused, EngineKeep),
         cases=(case(_SYNC_AT_3, pause_mode=PauseMode.KEEP),),
-        kills=("weights.no-stale-cache",),
+        detected_by=("weights.no-stale-cache",),
     ),
     KnownBug(
         id="label-aborts-calls",
         summary="Publishing a version label aborts every call in flight.",
         refs=("miles#2372", "miles#2589", "miles#2296"),
-        make=on_engine(_LabelAborts),
+        make=on_engine(_LabelAbortsCalls),
         cases=(case(act(ActionKind.RELABEL, 3)),),
-        kills=("weights.label-only-keeps-calls",),
+        detected_by=("weights.label-only-keeps-calls",),
     ),
     KnownBug(
         id="reload-not-repeatable",
         summary="Loading equal weights again changes what the engine computes.",
         refs=("sglang#14178", "SkyRL#1680", "SkyRL#1737"),
-        make=on_engine(_ReloadDiffers),
+        make=on_engine(_ReloadNotRepeatable),
         cases=(case(act(ActionKind.SYNC_IDENTITY, 3)),),
-        kills=("weights.identity-update-changes-nothing",),
-        also=("weights.served-after-update",),
+        detected_by=("weights.identity-update-changes-nothing",),
+        may_fail=("weights.served-after-update",),
     ),
     KnownBug(
         id="staleness-of-last-call",
@@ -263,9 +263,9 @@ BUGS: tuple[KnownBug, ...] = (
             " delivered."
         ),
         refs=("verl#7569", "prime-rl#1764", "AReaL#1345"),
-        make=_Unbounded,
+        make=_StalenessOfLastCall,
         cases=(case(act(ActionKind.SYNC, 1), act(ActionKind.SYNC, 2), _SYNC_AT_3),),
-        kills=("weights.staleness-bound",),
+        detected_by=("weights.staleness-bound",),
     ),
     KnownBug(
         id="in-flight-across-refit",
@@ -274,42 +274,42 @@ BUGS: tuple[KnownBug, ...] = (
             " update."
         ),
         refs=("labs-molt#124",),
-        make=_NoDrain,
+        make=_InFlightAcrossRefit,
         cases=(case(_SYNC_AT_3, partial=False),),
-        kills=("weights.one-version-per-sample",),
-        also=("weights.no-stale-cache",),
+        detected_by=("weights.one-version-per-sample",),
+        may_fail=("weights.no-stale-cache",),
     ),
     KnownBug(
         id="update-raises",
         summary="Every update ends in an error of the stack's own, which nobody looks at.",
         refs=("cf. verl#7611",),
-        make=_CountsFromOne,
+        make=_UpdateRaises,
         cases=(_FOLLOWED,),
-        kills=("weights.no-failure-without-fault",),
+        detected_by=("weights.no-failure-without-fault",),
     ),
     KnownBug(
         id="sync-skipped",
         summary="Under one flag combination the update returns without doing anything.",
         refs=("verl#4248",),
-        make=_SkipsTheSync,
+        make=_SyncSkipped,
         cases=(_FOLLOWED,),
-        kills=("weights.update-loads",),
+        detected_by=("weights.update-loads",),
     ),
     KnownBug(
         id="label-without-weights",
         summary="The update publishes the new label and loads nothing.",
         refs=("cf. verl#4248",),
-        make=_OnlyTheLabel,
+        make=_LabelWithoutWeights,
         cases=(SYNCED,),
-        kills=("weights.update-loads",),
+        detected_by=("weights.update-loads",),
     ),
     KnownBug(
         id="one-replica-updated",
         summary="The update reaches the first replica only.",
         refs=("verl#6109", "verl checkpoint_engine/base.py"),
-        make=_FirstReplicaOnly,
+        make=_OneReplicaUpdated,
         cases=(_TWO_SERVERS,),
-        kills=("weights.every-replica-updated",),
+        detected_by=("weights.every-replica-updated",),
     ),
     KnownBug(
         id="replica-not-resumed",
@@ -317,18 +317,18 @@ BUGS: tuple[KnownBug, ...] = (
             "The resume reaches the first replica only; requests on the other one wait for ever."
         ),
         refs=("prime-rl#2099", "vllm#39366"),
-        make=_FirstResumed,
+        make=_ReplicaNotResumed,
         cases=(_TWO_SERVERS,),
-        kills=("weights.every-pause-resumes",),
-        also=("lifecycle.no-hang",),
+        detected_by=("weights.every-pause-resumes",),
+        may_fail=("lifecycle.no-hang",),
     ),
     KnownBug(
         id="no-resume-after-failure",
         summary="The transfer fails, and nobody resumes the replicas.",
         refs=("verl checkpoint_engine/base.py",),
-        make=_Procedure,
+        make=_NoResumeAfterFailure,
         cases=(case(act(ActionKind.SYNC_FAILS, 3)),),
-        kills=("weights.failed-update-resumes",),
+        detected_by=("weights.failed-update-resumes",),
     ),
     KnownBug(
         id="updates-interleave",
@@ -336,26 +336,26 @@ BUGS: tuple[KnownBug, ...] = (
             "Two updates run at once, and the first one to end resumes the servers under the other."
         ),
         refs=("prime-rl#2004", "prime-rl#1296"),
-        make=_SlowFirst,
+        make=_UpdatesInterleave,
         cases=(_TWICE,),
-        kills=("weights.updates-do-not-interleave", "weights.newest-update-stays"),
-        also=("weights.no-stale-cache",),
+        detected_by=("weights.updates-do-not-interleave", "weights.newest-update-stays"),
+        may_fail=("weights.no-stale-cache",),
     ),
     KnownBug(
         id="update-runs-twice",
         summary="An update that was done is run again.",
         refs=("prime-rl#2004",),
-        make=_UpdatesTwice,
+        make=_UpdateRunsTwice,
         cases=(SYNCED,),
-        kills=("weights.one-load-per-version",),
+        detected_by=("weights.one-load-per-version",),
     ),
     KnownBug(
         id="update-never-ends",
         summary="The update waits for an acknowledgement that nobody sends.",
         refs=("vllm#39366", "prime-rl#2325", "verl#7846"),
-        make=_AwaitsNobody,
+        make=_UpdateNeverEnds,
         cases=(SYNCED,),
-        kills=("weights.updates-end",),
+        detected_by=("weights.updates-end",),
     ),
 )
 """Known bugs of weight updates."""

@@ -47,7 +47,7 @@ def _bugs() -> tuple[KnownBug, ...]:
 
 
 def _killed_by(check: Check, bugs: Iterable[KnownBug]) -> list[str]:
-    return [bug.id for bug in bugs if check.id in bug.kills]
+    return [bug.id for bug in bugs if check.id in bug.detected_by]
 
 
 def _dict(check: Check, bugs: Iterable[KnownBug]) -> dict[str, Any]:

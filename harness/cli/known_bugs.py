@@ -57,7 +57,7 @@ def _table(results: tuple[KillResult, ...]) -> Table:
     table.add_column("cases", justify="right")
     for result in results:
         bug = result.bug
-        told = [*(f"? {check_id}" for check_id in bug.kills if check_id not in result.failed)]
+        told = [*(f"? {check_id}" for check_id in bug.detected_by if check_id not in result.failed)]
         told += [
             f"! {check_id}" if check_id in result.blamed_wrongly else check_id
             for check_id in result.failed

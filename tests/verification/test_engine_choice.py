@@ -82,10 +82,10 @@ def test_a_target_of_ones_own_is_a_subject(pytester: pytest.Pytester) -> None:
         test_engine="""
         import rollproof
         from rollproof.engines.engine_targets import fake_target
-        from rollproof.fakes.known_bugs.engines import _SortedById
+        from rollproof.fakes.known_bugs.engines import _ExpertsSortedById
 
         def faulty():
-            return fake_target("vllm", make=lambda settings: _SortedById(settings, "vllm"))
+            return fake_target("vllm", make=lambda settings: _ExpertsSortedById(settings, "vllm"))
 
         class TestEngine(rollproof.EngineConformance):
             subject = faulty

@@ -14,6 +14,7 @@ from rollproof.core.records import IntArray, Rollout
 from rollproof.core.trace import Header, Recorder
 from rollproof.errors import UsageError
 from rollproof.fakes.known_bugs import KNOWN_BUGS
+from rollproof.fakes.known_bugs.known_bug import KnownBug
 from rollproof.fakes.trainers.reference_trainers import REFERENCES
 from rollproof.fakes.trainers.replay_trainer import ReplayTrainer
 from rollproof.fakes.trainers.trainer_parts import Microbatch, Pass
@@ -23,6 +24,7 @@ from rollproof.judging.judge import Tally
 from rollproof.replay.driver import drive_episode, record_replay
 from rollproof.replay.plans import random_episode
 from rollproof.store import dump_trace, load_trace
+from rollproof.verification.kill_matrix import record_traces
 from rollproof.verification.replay import PLANTS, judge_replay
 from rollproof.verification.canary import try_canary
 from rollproof.verification.traces import judge, judge_events
@@ -180,7 +182,7 @@ def test_a_canary_that_nothing_can_see_is_told() -> None:
 @pytest.mark.parametrize(
     "bug", [bug for bug in KNOWN_BUGS if bug.id.startswith("replay-")][::8], ids=lambda bug: bug.id
 )
-def test_a_known_bug_gives_the_same_trace_each_time(bug: object) -> None:
+def test_a_known_bug_gives_the_same_trace_each_time(bug: KnownBug) -> None:
     """Known bugs are as repeatable as references."""
-    first, second = ([repr(trace.events) for trace in bug.traces()] for _ in range(2))  # type: ignore[attr-defined]
+    first, second = ([repr(trace.events) for trace in record_traces(bug)] for _ in range(2))
     assert first == second

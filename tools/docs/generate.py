@@ -58,7 +58,7 @@ def checks_page() -> Iterator[str]:
             if check.family != family:
                 continue
             killed = [
-                f"[{bug.id}](known-bugs.md#{bug.id})" for bug in KNOWN_BUGS if check.id in bug.kills
+                f"[{bug.id}](known-bugs.md#{bug.id})" for bug in KNOWN_BUGS if check.id in bug.detected_by
             ]
             yield f"\n### {check.id}\n\n{check.promise}\n"
             yield f"- needs: {check.needs}"
@@ -85,9 +85,9 @@ def bugs_page() -> Iterator[str]:
     for bug in KNOWN_BUGS:
         yield f"\n## {bug.id}\n\n{bug.summary}\n"
         yield f"- upstream: {', '.join(bug.refs)}"
-        yield f"- killed by: {', '.join(f'`{check}`' for check in bug.kills)}"
-        if bug.also:
-            yield f"- also seen by: {', '.join(f'`{check}`' for check in bug.also)}"
+        yield f"- killed by: {', '.join(f'`{check}`' for check in bug.detected_by)}"
+        if bug.may_fail:
+            yield f"- also seen by: {', '.join(f'`{check}`' for check in bug.may_fail)}"
 
 
 def contract_page() -> Iterator[str]:

@@ -59,15 +59,14 @@ def test_a_planted_bug_is_found_and_its_case_replays() -> None:
     """
     bug = next(bug for bug in KNOWN_BUGS if bug.id == "concat-on-resume")
     make = bug.make
-    assert make is not None
     machine = machine_for(
         make, limits=SMALL, kinds=(ActionKind.ABORT, ActionKind.SYNC), only=("routes",)
     )
     text, case = failing_case(machine)
-    assert any(check_id in text for check_id in bug.kills)
+    assert any(check_id in text for check_id in bug.detected_by)
 
     def shows(candidate: Case) -> bool:
-        return bool(set(judge(run_case(make, candidate)).failed) & set(bug.kills))
+        return bool(set(judge(run_case(make, candidate)).failed) & set(bug.detected_by))
 
     assert shows(case)
     smallest = shrink(case, shows)
