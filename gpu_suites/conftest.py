@@ -23,7 +23,7 @@ from rollproof.gpu_suites.report.run_report import RunReport
 from rollproof.gpu_suites.requirements import MARKERS, needs_of, unmet
 from rollproof.gpu_suites.timing import Part, Spending
 from rollproof.gpu_suites.user_options import check_given
-from rollproof.plugin import STATE
+from rollproof.plugin import state_of
 
 _BEGAN = time.perf_counter()
 _RUN: set[str] = set()
@@ -77,11 +77,11 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     ``UsageError`` for options that name nothing.
     """
     try:
-        check_given(config.stash[STATE].settings)
+        check_given(state_of(config).settings)
     except RollproofError as error:
         raise pytest.UsageError(str(error)) from error
     config.stash[_TOLD] = False
-    if config.stash[STATE].settings.full or any("::" in argument for argument in config.args):
+    if state_of(config).settings.full or any("::" in argument for argument in config.args):
         return
     out = [item for item in items if item.get_closest_marker("full")]
     if out:
@@ -92,7 +92,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 def pytest_runtest_setup(item: pytest.Item) -> None:
     """Skip before any fixture: an engine that cannot run is not even started."""
     settings, found, claim = (
-        item.config.stash[STATE].settings,
+        state_of(item.config).settings,
         find_gpus(),
         item.config.stash[_CLAIM],
     )
@@ -136,7 +136,7 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
     """Where a GPU was required, a session that ran nothing is not green; a report that was asked
     for is written in any case.
     """
-    folder = session.config.stash[STATE].settings.gpu_report
+    folder = state_of(session.config).settings.gpu_report
     if (
         folder is not None
         and not session.config.option.collectonly
@@ -145,7 +145,7 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
         nothing = RunReport(described(), Path(folder), Spending(_BEGAN))
         nothing.note("Nothing was measured: no test that measures could be run.")
     required = (
-        session.config.stash[STATE].settings.require_gpu and not session.config.option.collectonly
+        state_of(session.config).settings.require_gpu and not session.config.option.collectonly
     )
     if (
         required
@@ -172,7 +172,7 @@ def rollproof_run(rollproof_gpus: GpuFindings, pytestconfig: pytest.Config) -> I
     with spending.on(Part.LIBRARIES), contextlib.suppress(ImportError):
         importlib.import_module("torch")
         _ = importlib.import_module("transformers").AutoModelForCausalLM
-    folder = pytestconfig.stash[STATE].settings.gpu_report
+    folder = state_of(pytestconfig).settings.gpu_report
     pytestconfig.stash[_TOLD] = True
     run = RunReport(described(rollproof_gpus), Path(folder) if folder else None, spending)
     for why in pytestconfig.stash[_CLAIM].left:

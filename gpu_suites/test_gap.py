@@ -22,7 +22,7 @@ from rollproof.gpu_suites.report.run_report import RunReport
 from rollproof.gpu_suites.requirements import free_gpus, needs_of, unmet
 from rollproof.gpu_suites.timing import Part
 from rollproof.gpu_suites.trainer_setups import GAP_MEGATRON, GAP_RANKED, GAP_TRAINERS
-from rollproof.plugin import STATE
+from rollproof.plugin import state_of
 
 LIMITS: dict[str, dict[Routed, str]] = {
     "bfloat16": {Routed.NATIVE: "moe-bf16", Routed.R2: "moe-bf16", Routed.R3: "moe-bf16-r3"},
@@ -73,7 +73,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     """
     if not {"engine", "dtype", "trainer"} <= set(metafunc.fixturenames):
         return
-    given = metafunc.config.stash[STATE].settings.trainer
+    given = state_of(metafunc.config).settings.trainer
     if given is None or given in GAP_TRAINERS:
         cells = [
             _cell(*one, asked=given is not None)
@@ -103,7 +103,7 @@ def rollouts(
     """Models and samples of this module: of a generated model, or of the one that
     ``--rollproof-model`` names.
     """
-    folder, own = tmp_path_factory.mktemp("models"), request.config.stash[STATE].settings.model
+    folder, own = tmp_path_factory.mktemp("models"), state_of(request.config).settings.model
     if own is None:
         with rollproof_run.spending.on(Part.MODELS):
             checkpoints = make_models("tiny", folder)
@@ -114,7 +114,7 @@ def rollouts(
         )
     free = min((gpu.free for gpu in free_gpus(rollproof_gpus) if gpu.free is not None), default=0)
     reason = fits(Path(own), free)
-    if reason is not None and request.config.stash[STATE].settings.require_gpu:
+    if reason is not None and state_of(request.config).settings.require_gpu:
         pytest.fail(f"{reason}; a GPU was required (--rollproof-require-gpu)", pytrace=False)
     if reason is not None:
         pytest.skip(reason)

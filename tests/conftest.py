@@ -32,7 +32,7 @@ def fake_runs(monkeypatch: pytest.MonkeyPatch, pytester: pytest.Pytester) -> pyt
     for module in (
         "pytest_plugin.decorators",
         "pytest_plugin.items",
-        "judging.checks",
+        "pytest_plugin.session_state",
         "verification.expected_failures",
     ):
         monkeypatch.setattr(f"rollproof.{module}.default_registry", lambda: fake_campaign.REGISTRY)

@@ -1,7 +1,6 @@
-"""Suites: what users write to have a subject judged in pytest, a decorated function or a subclass;
-``items`` runs them.
+"""Decorator and base classes with which users have a subject judged in pytest.
 
-The same checks without pytest: ``run_conformance``.
+``items`` runs them. ``run_conformance`` runs the same checks without pytest.
 """
 
 from __future__ import annotations
@@ -17,10 +16,10 @@ from rollproof.core.subjects import SubjectFactory
 from rollproof.errors import UsageError
 from rollproof.invariants import default_registry
 from rollproof.judging.checks import CheckResult
-from rollproof.plugin import PROFILES
 from rollproof.pytest_plugin.suite_spec import Suite
 from rollproof.verification.argument_checks import as_expected, as_names, as_seed
 from rollproof.verification.options import ROLLOUTS
+from rollproof.verification.schedules import PROFILES
 from rollproof.verification.subject_kinds import KINDS, kind_of
 
 __all__ = [
@@ -48,24 +47,31 @@ def conformance(
 ) -> Callable[[_F], _F]:
     """Decorate a test function that takes ``check``: it becomes one pytest item per check.
 
-    ``factory`` makes a fresh subject: a class, or a function without arguments (of a
-    ``BatchSubject``: its class). The subject is run once per session; each item fails, is skipped
-    or goes on by the verdict of its check. The body runs after that, with the ``CheckResult`` as
-    ``check``, and may be a docstring alone; other fixtures may be asked for as usual::
+    The subject is run once per session; each item fails, is skipped or goes on by the verdict of
+    its check. The body runs after that, with the ``CheckResult`` as ``check``, and may be a
+    docstring alone; it may use other fixtures as usual::
 
         @rollproof.conformance(MyStack)
         def test_rollouts(check):
             "Rollouts keep every promise of the contract."
 
-    ``profile``, ``seed`` and ``only`` win over the session's options; ``expected`` maps ids of
-    checks that are known to fail to the reason. ``about`` names the kind of subject where its class
-    does not tell it: ``rollouts``, ``batches``, ``replay``, ``layouts``. Raises ``UsageError`` for
-    a profile, check or kind that does not exist and for an async function.
+    Args:
+        factory: makes a fresh subject: a class, or a function without arguments (for a
+            ``BatchSubject``, its class).
+        name: the subject's name in reports.
+        profile: how much is run; wins over the session's option.
+        seed: wins over the session's option.
+        only: ids or families of checks; wins over the session's option.
+        flavours: the engine flavours to run on; default: all that fit the contract.
+        expected: ids of checks that are known to fail, with the reason.
+        about: the kind of subject if its class does not show it: ``rollouts``, ``batches``,
+            ``replay``, ``layouts`` or ``engines``.
+
+    Raises ``UsageError`` for a profile, check or kind that does not exist, and for an async
+    function.
     """
     if about is not None and about not in KINDS:
-        raise UsageError(
-            f"No kind of subject is named {about!r}; choose one of {list(KINDS)}."
-        )
+        raise UsageError(f"No kind of subject is named {about!r}; choose one of {list(KINDS)}.")
     suite = Suite(
         factory=factory,
         name=name,
@@ -97,7 +103,7 @@ def conformance(
                 " check."
             )
         function._rollproof_suite = replace(
-            suite, asked_by=f"{function.__module__}.{function.__qualname__}"
+            suite, declared_by=f"{function.__module__}.{function.__qualname__}"
         )  # type: ignore[attr-defined]  # read by the plugin
         return function
 
@@ -105,22 +111,23 @@ def conformance(
 
 
 def check_profile(profile: str | None) -> None:
+    """Raise ``UsageError`` for a profile that does not exist."""
     if profile is not None and profile not in PROFILES:
         raise UsageError(f"No profile is named {profile!r}; choose one of {list(PROFILES)}.")
 
 
 def _checked(names: tuple[str, ...]) -> tuple[str, ...]:
-    """The names of checks (and families), unless one does not exist."""
+    """Return the names. Raises ``UsageError`` for a check or family that does not exist."""
     if names:
         registry = default_registry()
-        for name in names:
+        for name in names:  # one at a time, so that the error names the wrong one
             _ = registry.select([name])
     return names
 
 
 class Conformance:
-    """What the bases of test classes share. Their attributes mean what the arguments of
-    ``conformance`` mean.
+    """Base of the base classes below. The attributes mean what the arguments of ``conformance``
+    mean.
     """
 
     subject: ClassVar[Any] = None

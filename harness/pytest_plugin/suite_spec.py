@@ -1,4 +1,4 @@
-"""Suite: a subject that pytest items are about, how it is run, and what tells its runs from others."""
+"""``Suite``: a subject to be judged in pytest, how it is run, and the keys of its runs."""
 
 from __future__ import annotations
 
@@ -16,11 +16,12 @@ __all__ = ["Suite"]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Suite:
-    """A subject and how to run it; ``None`` means: as the session's options say.
+    """A subject and how to run it; ``None`` takes the session's option.
 
-    ``module`` is where the subject, or the class that makes it, is defined: others may define one
-    of the same name. ``about`` is the kind of subject (``rollproof.verification.subject_kinds``).
-    ``owner`` is the class that makes it, if any, and ``asked_by`` the decorated function.
+    ``module`` is where the subject is defined, because another module may define one of the same
+    name. ``about`` is the kind of subject (``rollproof.verification.subject_kinds``). ``owner`` is
+    the test class that makes the subject, if any, and ``declared_by`` that class or the decorated
+    function.
     """
 
     factory: SubjectFactory | None = None
@@ -33,17 +34,18 @@ class Suite:
     about: str = ROLLOUTS
     module: str = ""
     owner: type[Any] | None = None
-    asked_by: str = ""
+    declared_by: str = ""
 
     @property
     def title(self) -> str:
-        """What reports call the subject."""
+        """The name of the subject in reports."""
         return self.name or str(getattr(self.factory, "__qualname__", type(self.factory).__name__))
 
     @property
     def plain(self) -> bool:
-        """Whether module and title say all: a class or a function by its own name, run as the
-        session's options say.
+        """Whether module and title identify the run.
+
+        That is a class or a function under its own name, run as the session's options say.
         """
         own = self.owner is not None or self.title == getattr(self.factory, "__qualname__", None)
         return (
@@ -54,17 +56,17 @@ class Suite:
 
     @property
     def folder(self) -> str:
-        """The folder of its counterexamples: two suites of one title, or one subject run in several
-        ways, have one each.
+        """The folder of its counterexamples.
+
+        Two suites of one title, or one subject that is run with different options, have one each.
         """
         base = folder_name(f"{self.module}.{self.title}")
-        ways = f"{self.asked_by} {self.profile} {self.seed} {self.only} {self.flavours}"
-        return base if self.plain else f"{base}-{zlib.crc32(ways.encode()):08x}"
+        options = f"{self.declared_by} {self.profile} {self.seed} {self.only} {self.flavours}"
+        return base if self.plain else f"{base}-{zlib.crc32(options.encode()):08x}"
 
     def run_key(self, profile: str, seed: int) -> str:
-        """What makes two runs the same in this process. Factories are told apart by identity: every
-        lambda has the same name.
-        """
+        """Return the key of a run within this process."""
+        # By identity, because every lambda has the same name.
         subject = id(self.factory) if self.owner is None else id(self.owner)
         return repr(
             (
@@ -80,6 +82,8 @@ class Suite:
         )
 
     def report_key(self, profile: str, seed: int) -> str:
-        """What makes two reports the same in all processes of a session."""
-        named = "" if self.plain else self.asked_by
-        return f"{self.module}:{self.title}:{named}:{profile}:{seed}:{self.only}:{self.flavours}"
+        """Return the key of a report over all processes of a session."""
+        declared_by = "" if self.plain else self.declared_by
+        return (
+            f"{self.module}:{self.title}:{declared_by}:{profile}:{seed}:{self.only}:{self.flavours}"
+        )

@@ -196,7 +196,7 @@ def test_the_marker_overrides_the_options(fake_runs: pytest.Pytester) -> None:
 def test_the_markers_values_are_checked(fake_runs: pytest.Pytester) -> None:
     """A seed or a profile that cannot be is told in one line, without a traceback."""
     for given, told in (
-        ("seed='a'", "seed='a' must be a whole number >= 0"),
+        ("seed='a'", "seed='a' must be an integer >= 0"),
         ("profile='nosuch'", "No profile is named 'nosuch'; choose"),
     ):
         fake_runs.makepyfile(
@@ -267,7 +267,7 @@ def test_subjects_of_one_name_are_told_apart(fake_runs: pytest.Pytester) -> None
 
 
 def test_a_root_folder_that_is_not_ours_costs_no_verdict(fake_runs: pytest.Pytester) -> None:
-    """Where nothing can be written below the root folder, counterexamples are not kept, and the
+    """Where nothing can be written below the root folder, counterexamples are not written, and the
     report says so.
     """
     fake_runs.makepyfile(suite())
@@ -275,7 +275,7 @@ def test_a_root_folder_that_is_not_ours_costs_no_verdict(fake_runs: pytest.Pytes
     result = fake_runs.runpytest_inprocess()
 
     result.assert_outcomes(passed=4)
-    assert "note: counterexamples are not kept. Cannot write into " in str(result.stdout)
+    assert "note: counterexamples are not written. Cannot write into " in str(result.stdout)
 
 
 def test_the_marker_takes_nothing_else(fake_runs: pytest.Pytester) -> None:
@@ -309,7 +309,7 @@ def test_the_marker_takes_nothing_else(fake_runs: pytest.Pytester) -> None:
             ["--rollproof-only=stich.a"],
             "No check or family is named 'stich.a'. Did you mean stitch.a",
         ),
-        (["--rollproof-accept"], "say which one with --rollproof-expected=FILE."),
+        (["--rollproof-accept"], "name the file with --rollproof-expected=FILE."),
         (["--rollproof-expected=no.toml"], "There is no file of expected failures at "),
     ],
 )

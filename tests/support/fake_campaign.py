@@ -14,7 +14,7 @@ from rollproof.errors import SubjectError
 from rollproof.judging.checks import CheckResult, Finding, Verdict, request_check
 from rollproof.judging.registry import Registry
 from rollproof.judging.report import Canary, Report
-from rollproof.pytest_plugin import decorators, items
+from rollproof.pytest_plugin import decorators, items, session_state
 from rollproof.verification.options import Options
 
 __all__ = ["REGISTRY", "install", "run"]
@@ -91,9 +91,8 @@ def _result(check: Any, verdict: Verdict) -> CheckResult:
 
 def install() -> None:
     """Take the place of ``run`` and of the registry, for the whole process."""
-    from rollproof.judging import checks
     from rollproof.verification import expected_failures
 
     items.run = run
-    for module in (decorators, items, checks, expected_failures):
+    for module in (decorators, items, session_state, expected_failures):
         module.default_registry = lambda: REGISTRY

@@ -1,0 +1,218 @@
+"""State of a pytest session: the settings in force, and what its items have found so far."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+
+from rollproof.core.files import check_target, write_or_keep
+from rollproof.errors import RollproofError
+from rollproof.invariants import default_registry
+from rollproof.verification.expected_failures import ExpectedFailures, Outcome
+from rollproof.verification.schedules import PROFILES, profile_named
+
+__all__ = ["Settings", "State", "read_settings"]
+
+_UNKNOWN = ("fail", "skip")
+
+
+class Settings(NamedTuple):
+    """The values in force: command line before ini file before default. Paths are absolute."""
+
+    profile: str
+    seed: int | None
+    only: tuple[str, ...]
+    report: str | None
+    expected: str | None
+    accept: bool
+    unknown: str
+    require_gpu: bool
+    gpus: int | None
+    full: bool
+    gpu_report: str | None
+    model: str | None
+    trainer: str | None
+
+
+class State:
+    """What a session gathers.
+
+    ``settings`` are the options. ``fresh_seed`` is the seed of profiles that have none of their
+    own. ``reports`` are JSON reports by key, ``runs`` the report of each subject, or the error that
+    kept it from running, ``raised`` the keys of those errors that an item has shown already, and
+    ``summary`` the lines that end the closing summary.
+    """
+
+    def __init__(self, *, settings: Settings, fresh_seed: int) -> None:
+        self.settings = settings
+        self.fresh_seed = fresh_seed
+        # By key, because two xdist workers that ran the same subject deliver the same report.
+        self.reports: dict[str, dict[str, Any]] = {}
+        self.runs: dict[str, Any] = {}
+        self.raised: set[str] = set()
+        self.summary: list[str] = []
+
+    def seed_of(self, profile: str) -> int:
+        """Return the seed for ``profile``: the option, else the profile's own, else a fresh one."""
+        if self.settings.seed is not None:
+            return self.settings.seed
+        own = profile_named(profile).seed
+        return self.fresh_seed if own is None else own
+
+    def only_of(self, about: str) -> tuple[str, ...]:
+        """Return the checks of ``--rollproof-only`` that judge one kind of subject.
+
+        Skips the calling test if the option leaves none of them; ``()`` without the option.
+        """
+        if not self.settings.only:
+            return ()
+        selected = default_registry().select(self.settings.only)
+        ids = tuple(check.id for check in selected if check.judges(about))
+        if not ids:
+            pytest.skip(
+                f"no check of {about} is among those that --rollproof-only names:"
+                f" {', '.join(self.settings.only)}"
+            )
+        return ids
+
+    def add_report(self, key: str, report: Mapping[str, Any]) -> None:
+        """Add a report to the summary. A key that another suite of the session has is numbered."""
+        taken = sum(known.partition("#")[0] == key for known in self.reports)
+        self.reports[f"{key}#{taken + 1}" if taken else key] = dict(report)
+
+    def check_settings(self, *, writes: bool) -> None:
+        """Refuse unknown checks, a bad file of expected failures, and files that cannot be written.
+
+        ``writes``: whether this process writes the files. Raises ``pytest.UsageError``.
+        """
+        settings = self.settings
+        if settings.expected is None and settings.accept:
+            raise pytest.UsageError(
+                "--rollproof-accept rewrites the file of expected failures: name the file with"
+                " --rollproof-expected=FILE."
+            )
+        try:
+            if settings.only:
+                _ = default_registry().select(settings.only)
+            if settings.expected is not None:
+                ExpectedFailures.read(settings.expected, missing_ok=settings.accept)
+            if writes:
+                for place in (settings.report, settings.expected if settings.accept else None):
+                    if place is not None:
+                        check_target(Path(place))
+        except RollproofError as error:
+            raise pytest.UsageError(str(error)) from None
+
+    def write_files(self) -> bool:
+        """Write the JSON report and the file of expected failures, if the options ask for them.
+
+        What was written goes into the closing summary. Returns whether all of it could be.
+        """
+        settings = self.settings
+        reports = list(self.reports.values())
+        complete = True
+        if settings.report is not None and not reports:
+            self.summary.append(f"report: nothing was judged, {settings.report} was not written")
+        elif settings.report is not None:
+            text = json.dumps(_merged(reports), indent=2, ensure_ascii=False) + "\n"
+            trouble = write_or_keep(Path(settings.report), text)
+            self.summary.append(f"report: {trouble or settings.report}")
+            complete = trouble is None
+        if settings.accept and settings.expected is not None:
+            try:
+                expected = ExpectedFailures.read(settings.expected, missing_ok=True)
+                self.summary += expected.accept(Outcome.of_report(report) for report in reports)
+            except RollproofError as error:
+                self.summary.append(f"expected failures: {error}")
+                complete = False
+        return complete
+
+
+def read_settings(config: pytest.Config, values: Mapping[str, Any]) -> Settings:
+    """Make settings of the values of all options, by name. Raises ``pytest.UsageError``."""
+    _check_choice("--rollproof-profile", values["profile"], tuple(PROFILES))
+    _check_choice("--rollproof-unknown", values["unknown"], _UNKNOWN)
+    seed, gpus = values["seed"], values["gpus"]
+    if seed is not None and not (seed.isascii() and seed.isdigit()):
+        raise pytest.UsageError(
+            f"--rollproof-seed={seed!r} is not a whole number >= 0, such as 0 or 12345."
+        )
+    if gpus is not None and not (gpus.isascii() and gpus.isdigit() and int(gpus)):
+        raise pytest.UsageError(
+            f"--rollproof-gpus={gpus!r} is not a number of GPUs, such as 1 or 4."
+        )
+    return Settings(
+        profile=values["profile"],
+        seed=None if seed is None else int(seed),
+        only=tuple(values["only"]),
+        report=_absolute(config, "rollproof_report"),
+        expected=_absolute(config, "rollproof_expected"),
+        accept=bool(values["accept"]),
+        unknown=values["unknown"],
+        require_gpu=bool(values["require-gpu"]),
+        gpus=None if gpus is None else int(gpus),
+        full=bool(values["full"]),
+        gpu_report=_absolute(config, "rollproof_gpu_report"),
+        model=_absolute(config, "rollproof_model"),
+        trainer=values["trainer"],
+    )
+
+
+def _check_choice(flag: str, value: str, valid: tuple[str, ...]) -> None:
+    if value not in valid:
+        raise pytest.UsageError(f"{flag}={value!r} is not one of: {', '.join(valid)}.")
+
+
+def _absolute(config: pytest.Config, dest: str) -> str | None:
+    """Return the path of an option.
+
+    A path of the command line starts from the folder in which pytest was called, a path of the ini
+    file from the root folder.
+    """
+    option, setting = config.getoption(dest), config.getini(dest)
+    if option:
+        return str(config.invocation_params.dir / str(option))
+    return str(config.rootpath / setting) if setting else None
+
+
+def _merged(reports: list[dict[str, Any]]) -> dict[str, Any]:
+    """Return one JSON report.
+
+    It is the only subject's, or has the worst verdict of each check over all subjects, with each
+    subject's own report below ``reports``.
+    """
+    if len(reports) == 1:
+        return reports[0]
+    order = ("fail", "unknown", "expected fail", "pass", "not applicable")
+    checks: dict[str, dict[str, Any]] = {}
+    for report in reports:
+        for check in report["checks"]:
+            worst = checks.setdefault(check["id"], check)
+            if order.index(check["verdict"]) < order.index(worst["verdict"]):
+                checks[check["id"]] = check
+    exercised: dict[str, int] = {}
+    for report in reports:
+        for name, count in report["exercised"].items():
+            exercised[name] = exercised.get(name, 0) + count
+    return {
+        **reports[0],
+        "subject": ", ".join(report["subject"] for report in reports),
+        "summary": {
+            verdict.replace(" ", "_"): sum(check["verdict"] == verdict for check in checks.values())
+            for verdict in order
+        },
+        "checks": list(checks.values()),
+        "exercised": exercised,
+        "canary": min(
+            (report["canary"] for report in reports if report["canary"]),
+            key=lambda canary: canary["red"],
+            default={},
+        ),
+        "cases": sum(report.get("cases", 0) for report in reports),
+        "seconds": sum(report.get("seconds", 0) for report in reports),
+        "reports": reports,
+    }
