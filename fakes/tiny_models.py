@@ -21,7 +21,14 @@ from typing import Any
 
 from rollproof.errors import UsageError
 
-__all__ = ["FAMILIES", "Family", "family_named", "make_checkpoint", "make_pair", "second_version"]
+__all__ = [
+    "FAMILIES",
+    "TinyFamily",
+    "family_named",
+    "make_checkpoint",
+    "make_pair",
+    "second_version",
+]
 
 _SIZES: Mapping[str, Any] = MappingProxyType(
     {
@@ -52,7 +59,7 @@ _PROBE_LENGTH = 24
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Family:
+class TinyFamily:
     """An architecture of transformers at a tiny size. ``moe_layers`` are global layer indexes;
     empty for a dense model.
     """
@@ -127,21 +134,21 @@ _MELLUM = {
     },
 }
 
-FAMILIES: Mapping[str, Family] = MappingProxyType(
+FAMILIES: Mapping[str, TinyFamily] = MappingProxyType(
     {
         family.name: family
         for family in (
-            Family(
+            TinyFamily(
                 name="qwen3_moe",
                 about="Qwen3-MoE: every layer is MoE, softmax router",
                 sizes=_QWEN_MOE,
             ),
-            Family(
+            TinyFamily(
                 name="olmoe",
                 about="OLMoE: every layer is MoE, weights not renormalised",
                 sizes={"num_experts": 8, "num_experts_per_tok": 2},
             ),
-            Family(
+            TinyFamily(
                 name="deepseek_v3",
                 about=(
                     "DeepSeek-V3: the first layer is dense, sigmoid router with bias and groups,"
@@ -150,12 +157,12 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
                 sizes=_DEEPSEEK,
                 moe_layers=(1, 2, 3),
             ),
-            Family(
+            TinyFamily(
                 name="mixtral",
                 about="Mixtral: every layer is MoE",
                 sizes={"num_local_experts": 8, "num_experts_per_tok": 2},
             ),
-            Family(
+            TinyFamily(
                 name="qwen3_next",
                 about=(
                     "Qwen3-Next: linear and full attention take turns, so there are several groups"
@@ -164,7 +171,7 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
                 sizes=_QWEN_NEXT,
                 hybrid=True,
             ),
-            Family(
+            TinyFamily(
                 name="afmoe",
                 about=(
                     "AFMoE: sliding and full attention take turns, so there are several groups of"
@@ -174,7 +181,7 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
                 moe_layers=(1, 2, 3),
                 hybrid=True,
             ),
-            Family(
+            TinyFamily(
                 name="mellum",
                 about=(
                     "Mellum 2: Qwen3-MoE whose sliding and full attention take turns, with a KV"
@@ -184,14 +191,14 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
                 moe_layers=(1, 2, 3),
                 hybrid=True,
             ),
-            Family(name="qwen3", about="Qwen3: dense, no router", moe_layers=()),
+            TinyFamily(name="qwen3", about="Qwen3: dense, no router", moe_layers=()),
         )
     }
 )
 """Every family by its name, which is the ``model_type`` of its config."""
 
 
-def family_named(name: str) -> Family:
+def family_named(name: str) -> TinyFamily:
     """The family of that name. Raises ``UsageError`` listing the names where there is none."""
     try:
         return FAMILIES[name]
@@ -311,7 +318,7 @@ def _seeded(torch: Any, seed: int) -> Iterator[None]:
         yield
 
 
-def _random_model(family: Family, sizes: Mapping[str, Any]) -> Any:
+def _random_model(family: TinyFamily, sizes: Mapping[str, Any]) -> Any:
     """The family's model with weights of our own choosing, float32, in evaluation mode."""
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM

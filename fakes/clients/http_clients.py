@@ -12,7 +12,7 @@ from typing import Any, ClassVar
 import numpy as np
 
 from rollproof.core.records import EngineOutput, FinishReason, IntArray, LogprobArray, Span, Version
-from rollproof.fakes.clients.resuming import AsSampled, Sample
+from rollproof.fakes.clients.resuming import AsSampled, PartialSample
 from rollproof.fakes.engine.fleet import Fleet
 from rollproof.fakes.http.asgi import Face
 from rollproof.fakes.http.engine_backend import Backing, RoutesForm, ServeOptions
@@ -68,7 +68,7 @@ class HttpManager(AsSampled):
         raise NotImplementedError(f"{type(self).__name__} must say whose face it speaks to")
 
     async def call(
-        self, server_id: str, sample: Sample, sent: tuple[int, ...], budget: int | None
+        self, server_id: str, sample: PartialSample, sent: tuple[int, ...], budget: int | None
     ) -> EngineOutput:
         """One call. What is no answer is a broken connection: the same call is made again."""
         sample.attempts += 1
@@ -79,15 +79,17 @@ class HttpManager(AsSampled):
             raise ValueError(heard.body.decode(errors="replace"))
         return self.read(sample, heard, len(sent))
 
-    def handle(self, sample: Sample) -> str:
+    def handle(self, sample: PartialSample) -> str:
         """Each call has a handle of its own, of which none is the beginning of another."""
         return f"{sample.request.request_id}#{sample.attempts}#"
 
-    def asked(self, sample: Sample, sent: tuple[int, ...], budget: int | None) -> dict[str, Any]:
+    def asked(
+        self, sample: PartialSample, sent: tuple[int, ...], budget: int | None
+    ) -> dict[str, Any]:
         """The body of a call."""
         raise NotImplementedError(f"{type(self).__name__} must say what it sends")
 
-    def read(self, sample: Sample, heard: Heard, sent: int) -> EngineOutput:
+    def read(self, sample: PartialSample, heard: Heard, sent: int) -> EngineOutput:
         """The reply to a call of ``sent`` prompt tokens. A body that breaks off is a broken
         connection.
         """
@@ -101,7 +103,7 @@ class HttpManager(AsSampled):
         """The JSON of a reply."""
         return heard.json()
 
-    def output(self, sample: Sample, reply: Any) -> EngineOutput:
+    def output(self, sample: PartialSample, reply: Any) -> EngineOutput:
         """The reply as a record."""
         raise NotImplementedError(f"{type(self).__name__} must say how a reply is read")
 
@@ -115,7 +117,9 @@ class SglangManager(HttpManager):
     def face(self, backing: Backing) -> Face:
         return sglang_app(backing)
 
-    def asked(self, sample: Sample, sent: tuple[int, ...], budget: int | None) -> dict[str, Any]:
+    def asked(
+        self, sample: PartialSample, sent: tuple[int, ...], budget: int | None
+    ) -> dict[str, Any]:
         request = sample.request
         return {
             "rid": self.handle(sample),
@@ -126,7 +130,7 @@ class SglangManager(HttpManager):
             "routed_experts_start_len": self.routes_start(sample),
         }
 
-    def output(self, sample: Sample, reply: Any) -> EngineOutput:
+    def output(self, sample: PartialSample, reply: Any) -> EngineOutput:
         meta = reply["meta_info"]
         return EngineOutput(
             token_ids=self.tokens(reply),
@@ -179,7 +183,9 @@ class SglangManager(HttpManager):
 class SglangStreamer(SglangManager):
     """The same over a stream, each of whose events holds all tokens so far."""
 
-    def asked(self, sample: Sample, sent: tuple[int, ...], budget: int | None) -> dict[str, Any]:
+    def asked(
+        self, sample: PartialSample, sent: tuple[int, ...], budget: int | None
+    ) -> dict[str, Any]:
         return {**super().asked(sample, sent, budget), "stream": True}
 
     def reply(self, heard: Heard) -> Any:
@@ -200,7 +206,9 @@ class VllmManager(HttpManager):
     def face(self, backing: Backing) -> Face:
         return vllm_app(backing)
 
-    def asked(self, sample: Sample, sent: tuple[int, ...], budget: int | None) -> dict[str, Any]:
+    def asked(
+        self, sample: PartialSample, sent: tuple[int, ...], budget: int | None
+    ) -> dict[str, Any]:
         sampling: dict[str, Any] = {
             **self.sampling_for(sample),
             "routed_experts_prompt_start": self.routes_start(sample),
@@ -215,7 +223,7 @@ class VllmManager(HttpManager):
             "sampling_params": sampling,
         }
 
-    def output(self, sample: Sample, reply: Any) -> EngineOutput:
+    def output(self, sample: PartialSample, reply: Any) -> EngineOutput:
         (choice,) = reply["choices"]
         routes, spans = choice["routed_experts"], choice["weight_versions"] or ()
         return EngineOutput(
@@ -247,7 +255,9 @@ class VllmManager(HttpManager):
 class VllmStreamer(VllmManager):
     """The same over a stream, each of whose events holds what is new."""
 
-    def asked(self, sample: Sample, sent: tuple[int, ...], budget: int | None) -> dict[str, Any]:
+    def asked(
+        self, sample: PartialSample, sent: tuple[int, ...], budget: int | None
+    ) -> dict[str, Any]:
         return {**super().asked(sample, sent, budget), "stream": True}
 
     def reply(self, heard: Heard) -> Any:
@@ -275,7 +285,7 @@ class Keeping(HttpManager):
     unfinished: ClassVar[bool] = True
 
     async def call(
-        self, server_id: str, sample: Sample, sent: tuple[int, ...], budget: int | None
+        self, server_id: str, sample: PartialSample, sent: tuple[int, ...], budget: int | None
     ) -> EngineOutput:
         try:
             return await super().call(server_id, sample, sent, budget)

@@ -22,8 +22,8 @@ from rollproof.core.contract import (
 from rollproof.core.engine_contract import PauseMode
 from rollproof.core.records import EngineOutput, Version
 from rollproof.core.subjects import RolloutSubject
-from rollproof.fakes.clients.resuming import FROZEN, AsSampled, Options, Sample
-from rollproof.fakes.engine.flavours import Recompute
+from rollproof.fakes.clients.resuming import FROZEN, AsSampled, ClientOptions, PartialSample
+from rollproof.fakes.engine.flavours import ReprefillRows
 from rollproof.fakes.engine.fleet import Fleet
 
 __all__ = [
@@ -35,13 +35,13 @@ __all__ = [
     "AsSampledTokens",
     "AsSampledTurns",
     "AsSampledUntagged",
+    "ClientOptions",
     "EngineKeep",
     "LatestPrefill",
     "LatestPrefillRows",
-    "Options",
     "PartialOffManager",
     "PartialOffSurfaced",
-    "Sample",
+    "PartialSample",
 ]
 
 
@@ -53,7 +53,7 @@ class LatestPrefill(AsSampled):
     def pause_mode(self, fleet: Fleet) -> PauseMode:
         """Frozen calls keep their first rows, unless the engine overwrites them after a retraction."""
         fits = (
-            fleet.flavour.recompute is Recompute.OVERWRITTEN
+            fleet.flavour.recompute is ReprefillRows.OVERWRITTEN
             and fleet.pause_mode is PauseMode.RETRACT
         )
         return PauseMode.ABORT if fleet.pause_mode in FROZEN and not fits else fleet.pause_mode
@@ -62,11 +62,11 @@ class LatestPrefill(AsSampled):
         """Which forward a row of a resumed sample comes from."""
         return Provenance.LATEST_PREFILL
 
-    def routes_start(self, sample: Sample) -> int:
+    def routes_start(self, sample: PartialSample) -> int:
         """Every call returns all rows."""
         return 0
 
-    def merge_routes(self, sample: Sample, sent: int, output: EngineOutput) -> None:
+    def merge_routes(self, sample: PartialSample, sent: int, output: EngineOutput) -> None:
         """The new rows replace the old ones; where none came, the old ones stay."""
         if output.routes is not None:
             sample.rows = output.routes[: sent + len(output.token_ids) - 1].copy()
@@ -77,7 +77,7 @@ class EngineKeep(AsSampled):
     abort surfaces.
     """
 
-    options: ClassVar[Options] = Options(partial_off=PartialOff.SURFACED)
+    options: ClassVar[ClientOptions] = ClientOptions(partial_off=PartialOff.SURFACED)
     resume: ClassVar[ResumeBy] = ResumeBy.ENGINE
 
     def pause_mode(self, fleet: Fleet) -> PauseMode:
@@ -89,14 +89,14 @@ class EngineKeep(AsSampled):
         again = fleet.pause_mode is PauseMode.RETRACT or (
             fleet.pause_mode is PauseMode.KEEP and fleet.clear_cache
         )
-        overwritten = fleet.flavour.recompute is Recompute.OVERWRITTEN
+        overwritten = fleet.flavour.recompute is ReprefillRows.OVERWRITTEN
         return Provenance.LATEST_PREFILL if overwritten and again else Provenance.AS_SAMPLED
 
     def aborts_surface(self, fleet: Fleet) -> bool:
         """Nobody resumes an aborted call."""
         return True
 
-    def resumes(self, sample: Sample) -> bool:
+    def resumes(self, sample: PartialSample) -> bool:
         """Nobody resumes an aborted call."""
         return False
 
@@ -110,7 +110,7 @@ class PartialOffManager(AsSampled):
         """Whether a caller may be handed an aborted sample."""
         return self.chosen.partial_off is PartialOff.SURFACED
 
-    def resumes(self, sample: Sample) -> bool:
+    def resumes(self, sample: PartialSample) -> bool:
         """Never."""
         return False
 
@@ -118,13 +118,13 @@ class PartialOffManager(AsSampled):
 class AsSampledTokens(AsSampled):
     """One row a token, the last one marked -1; a tag on every token."""
 
-    options: ClassVar[Options] = Options(versions=Versions.TOKEN, rows=Rows.ALL)
+    options: ClassVar[ClientOptions] = ClientOptions(versions=Versions.TOKEN, rows=Rows.ALL)
 
 
 class AsSampledSpans(AsSampled):
     """Spans as the finest tag; the last row holds the experts 0 to k - 1."""
 
-    options: ClassVar[Options] = Options(
+    options: ClassVar[ClientOptions] = ClientOptions(
         versions=Versions.SPAN, rows=Rows.ALL, final_row=Filler.ARANGE
     )
 
@@ -134,7 +134,7 @@ class AsSampledBounds(AsSampled):
     what the engines showed.
     """
 
-    options: ClassVar[Options] = Options(versions=Versions.BOUNDS)
+    options: ClassVar[ClientOptions] = ClientOptions(versions=Versions.BOUNDS)
 
     def start(self, fleet: Fleet) -> None:
         """Count from the first version on."""
@@ -147,12 +147,12 @@ class AsSampledBounds(AsSampled):
         await super().update_weights(version)
         self._ended = version
 
-    async def run(self, sample: Sample) -> bool:
+    async def run(self, sample: PartialSample) -> bool:
         """What had ended before the first call is the lower bound."""
         self._begun[sample.request.request_id] = self._ended
         return await super().run(sample)
 
-    def version_tags(self, sample: Sample) -> dict[str, Any]:
+    def version_tags(self, sample: PartialSample) -> dict[str, Any]:
         """Both bounds, where the engines showed any version."""
         shown = super().version_tags(sample)
         if not shown or shown["min_version"] is None:
@@ -171,37 +171,39 @@ class AsSampledBounds(AsSampled):
 class AsSampledCalls(AsSampled):
     """A tag for each call."""
 
-    options: ClassVar[Options] = Options(versions=Versions.CALL)
+    options: ClassVar[ClientOptions] = ClientOptions(versions=Versions.CALL)
 
 
 class AsSampledMoe(AsSampled):
     """MoE layers only; one tag for the sample."""
 
-    options: ClassVar[Options] = Options(versions=Versions.SAMPLE, layer_axis=LayerAxis.MOE)
+    options: ClassVar[ClientOptions] = ClientOptions(
+        versions=Versions.SAMPLE, layer_axis=LayerAxis.MOE
+    )
 
 
 class AsSampledUntagged(AsSampled):
     """No version tag."""
 
-    options: ClassVar[Options] = Options(versions=Versions.NONE)
+    options: ClassVar[ClientOptions] = ClientOptions(versions=Versions.NONE)
 
 
 class AsSampledTurns(AsSampled):
     """Multi-turn rollouts: the environment's tokens stand in the response, masked out."""
 
-    options: ClassVar[Options] = Options(multi_turn=True)
+    options: ClassVar[ClientOptions] = ClientOptions(multi_turn=True)
 
 
 class LatestPrefillRows(LatestPrefill):
     """One row a token, the last one zeros: legal, and flagged."""
 
-    options: ClassVar[Options] = Options(rows=Rows.ALL, final_row=Filler.ZEROS)
+    options: ClassVar[ClientOptions] = ClientOptions(rows=Rows.ALL, final_row=Filler.ZEROS)
 
 
 class PartialOffSurfaced(PartialOffManager):
     """Aborted samples are handed over, with finish reason ``abort``."""
 
-    options: ClassVar[Options] = Options(partial_off=PartialOff.SURFACED)
+    options: ClassVar[ClientOptions] = ClientOptions(partial_off=PartialOff.SURFACED)
 
 
 REFERENCES: Mapping[str, Callable[[], RolloutSubject]] = MappingProxyType(

@@ -42,18 +42,18 @@ from rollproof.core.records import (
 )
 from rollproof.fakes.clients.version_tags import finest_tag, tags
 from rollproof.fakes.engine.exceptions import EnginePaused
-from rollproof.fakes.engine.flavours import Recompute
+from rollproof.fakes.engine.flavours import ReprefillRows
 from rollproof.fakes.engine.fleet import Fleet
 from rollproof.fakes.engine.replies import filler_rows
 
-__all__ = ["FROZEN", "AsSampled", "Options", "Sample"]
+__all__ = ["FROZEN", "AsSampled", "ClientOptions", "PartialSample"]
 
 FROZEN = (PauseMode.KEEP, PauseMode.RETRACT, PauseMode.IN_PLACE)
 """Pauses after which the engine goes on with the calls that it ran."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Options:
+class ClientOptions:
     """What a manager declares of its samples.
 
     ``versions`` is the finest tag that it gives where the engine's own tags allow it;
@@ -74,7 +74,7 @@ class Options:
 
 
 @dataclass(slots=True, eq=False)
-class Sample:
+class PartialSample:
     """A rollout in the making. Lists are over response tokens; ``rows`` ``(captured, layers,
     top_k)`` from position 0.
 
@@ -106,13 +106,13 @@ class AsSampled:
     says.
     """
 
-    options: ClassVar[Options] = Options()
+    options: ClassVar[ClientOptions] = ClientOptions()
     resume: ClassVar[ResumeBy] = ResumeBy.CLIENT
     contract: Contract
     fleet: Fleet
 
-    def __init__(self, options: Options | None = None) -> None:
-        self.chosen: Options = options if options is not None else type(self).options
+    def __init__(self, options: ClientOptions | None = None) -> None:
+        self.chosen: ClientOptions = options if options is not None else type(self).options
         self._open = 0
 
     # The protocol of a rollout subject
@@ -127,7 +127,7 @@ class AsSampled:
         """One sample; ``None`` where it was dropped."""
         self._open += 1
         try:
-            sample = Sample(request=request)
+            sample = PartialSample(request=request)
             return self.finished(sample) if await self.run(sample) else None
         finally:
             self._open -= 1
@@ -153,7 +153,7 @@ class AsSampled:
         """How weight updates pause the servers: as the case says, where the provenance of the rows
         survives that.
         """
-        overwritten = fleet.flavour.recompute is Recompute.OVERWRITTEN
+        overwritten = fleet.flavour.recompute is ReprefillRows.OVERWRITTEN
         return PauseMode.ABORT if overwritten and fleet.pause_mode in FROZEN else fleet.pause_mode
 
     def provenance(self, fleet: Fleet) -> Provenance:
@@ -194,7 +194,7 @@ class AsSampled:
 
     # How a sample comes about
 
-    async def run(self, sample: Sample) -> bool:
+    async def run(self, sample: PartialSample) -> bool:
         """Call engines until the sample has ended. False: it is to be dropped. Raises
         ``RuntimeError`` out of patience.
         """
@@ -215,7 +215,7 @@ class AsSampled:
         raise RuntimeError(f"{sample.request.request_id} brought no token in {idle} attempts.")
 
     async def attempt(
-        self, sample: Sample, sent: tuple[int, ...], budget: int | None
+        self, sample: PartialSample, sent: tuple[int, ...], budget: int | None
     ) -> EngineOutput:
         """One reply. A server that died, lost the reply or is paused is tried again, elsewhere
         where there is another.
@@ -235,7 +235,7 @@ class AsSampled:
         raise RuntimeError(f"{sample.request.request_id} was given no patience.")
 
     async def call(
-        self, server_id: str, sample: Sample, sent: tuple[int, ...], budget: int | None
+        self, server_id: str, sample: PartialSample, sent: tuple[int, ...], budget: int | None
     ) -> EngineOutput:
         """One call to one server. Each has a handle of its own, of which none is the beginning of
         another.
@@ -253,7 +253,7 @@ class AsSampled:
             routes_start=self.routes_start(sample),
         )
 
-    def acquire(self, sample: Sample, avoid: list[str]) -> str:
+    def acquire(self, sample: PartialSample, avoid: list[str]) -> str:
         """The server for the next call."""
         return self.fleet.balancer.acquire(avoid)
 
@@ -265,32 +265,32 @@ class AsSampled:
         """Between two attempts."""
         await asyncio.sleep(self.chosen.back_off)
 
-    def resumes(self, sample: Sample) -> bool:
+    def resumes(self, sample: PartialSample) -> bool:
         """Whether an aborted sample goes on."""
         return self.fleet.case.partial
 
     # What a call is sent
 
-    def resume_prompt(self, sample: Sample) -> tuple[int, ...]:
+    def resume_prompt(self, sample: PartialSample) -> tuple[int, ...]:
         """The prompt and everything after it so far."""
         return sample.ids
 
-    def next_budget(self, sample: Sample) -> int | None:
+    def next_budget(self, sample: PartialSample) -> int | None:
         """What is left of the caller's budget, in tokens."""
         budget = sample.request.budget
         return None if budget is None else budget - len(sample.response)
 
-    def sampling_for(self, sample: Sample) -> dict[str, Scalar]:
+    def sampling_for(self, sample: PartialSample) -> dict[str, Scalar]:
         """The caller's sampling parameters, in a dictionary of our own."""
         return dict(sample.request.sampling)
 
-    def routes_start(self, sample: Sample) -> int:
+    def routes_start(self, sample: PartialSample) -> int:
         """The first row that is missing; engines that do not know the option return all of them."""
         return 0 if sample.rows is None else len(sample.rows)
 
     # What a reply adds
 
-    def absorb(self, sample: Sample, sent: int, output: EngineOutput) -> None:
+    def absorb(self, sample: PartialSample, sent: int, output: EngineOutput) -> None:
         """Add a reply to a call of ``sent`` prompt tokens. One without tokens adds nothing."""
         if not output.token_ids:
             return
@@ -299,26 +299,26 @@ class AsSampled:
         self.merge_logprobs(sample, output)
         self.merge_versions(sample, output)
 
-    def merge_tokens(self, sample: Sample, output: EngineOutput) -> None:
+    def merge_tokens(self, sample: PartialSample, output: EngineOutput) -> None:
         """The reply's tokens continue the response."""
         sample.response.extend(output.token_ids)
         sample.mask.extend([1] * len(output.token_ids))
 
-    def merge_logprobs(self, sample: Sample, output: EngineOutput) -> None:
+    def merge_logprobs(self, sample: PartialSample, output: EngineOutput) -> None:
         """One per token, missing ones marked."""
         count = len(output.token_ids)
         sample.logprobs.extend(
             [float("nan")] * count if output.logprobs is None else output.logprobs.tolist()
         )
 
-    def merge_versions(self, sample: Sample, output: EngineOutput) -> None:
+    def merge_versions(self, sample: PartialSample, output: EngineOutput) -> None:
         """One tag per token, and one for the call: that of its last token."""
         count = len(output.token_ids)
         labels = spread(output.spans, count) if output.spans else [output.version] * count
         sample.labels.extend(labels)
         sample.calls.append(labels[-1])
 
-    def merge_routes(self, sample: Sample, sent: int, output: EngineOutput) -> None:
+    def merge_routes(self, sample: PartialSample, sent: int, output: EngineOutput) -> None:
         """Append the rows that are missing. The row of the reply's last token is none: that token
         was not forwarded.
         """
@@ -330,7 +330,7 @@ class AsSampled:
         ]
         sample.rows = new.copy() if sample.rows is None else np.concatenate([sample.rows, new])
 
-    def finish_reason(self, sample: Sample, output: EngineOutput) -> FinishReason:
+    def finish_reason(self, sample: PartialSample, output: EngineOutput) -> FinishReason:
         """The engine's own, except that an abort after the last token cut nothing off."""
         if output.finish_reason is not FinishReason.ABORT:
             return output.finish_reason
@@ -343,7 +343,7 @@ class AsSampled:
             return FinishReason.STOP
         return FinishReason.LENGTH if self.next_budget(sample) == 0 else FinishReason.ABORT
 
-    def next_turn(self, sample: Sample) -> bool:
+    def next_turn(self, sample: PartialSample) -> bool:
         """Append the environment's answer, if there is one and room for a token after it."""
         turns = sample.request.turns
         if sample.turn >= len(turns):
@@ -355,7 +355,7 @@ class AsSampled:
         self.observe(sample, answer)
         return True
 
-    def observe(self, sample: Sample, answer: tuple[int, ...]) -> None:
+    def observe(self, sample: PartialSample, answer: tuple[int, ...]) -> None:
         """Add tokens that the policy did not sample; they are not trained on."""
         self.fleet.recorder.record(
             Observation(request_id=sample.request.request_id, token_ids=answer)
@@ -367,7 +367,7 @@ class AsSampled:
 
     # What is handed over
 
-    def finished(self, sample: Sample) -> Rollout:
+    def finished(self, sample: PartialSample) -> Rollout:
         """The sample as it is handed over."""
         return Rollout(
             request_id=sample.request.request_id,
@@ -385,15 +385,15 @@ class AsSampled:
             **self.version_tags(sample),
         )
 
-    def loss_mask(self, sample: Sample) -> IntArray | None:
+    def loss_mask(self, sample: PartialSample) -> IntArray | None:
         """1 for sampled tokens, 0 for the environment's, where the contract declares a mask."""
         return np.array(sample.mask, dtype=np.int64) if self.contract.loss_mask else None
 
-    def version_tags(self, sample: Sample) -> dict[str, Any]:
+    def version_tags(self, sample: PartialSample) -> dict[str, Any]:
         """The fields of the tag that the contract declares."""
         return tags(self.contract.versions, sample.labels, sample.mask, sample.calls)
 
-    def final_routes(self, sample: Sample) -> IntArray | None:
+    def final_routes(self, sample: PartialSample) -> IntArray | None:
         """``(rows, layers, top_k)`` in the declared layout; ``None`` where an abort that nobody
         resumes came without them.
         """
@@ -406,7 +406,7 @@ class AsSampled:
             [rows, filler_rows(self.contract.final_row, len(sample.ids) - len(rows), rows)]
         )
 
-    def lacks_rows(self, sample: Sample) -> bool:
+    def lacks_rows(self, sample: PartialSample) -> bool:
         """Whether an aborted sample has tokens that were forwarded and no row: too few rows would
         be taken for all of them.
 

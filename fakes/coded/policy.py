@@ -50,9 +50,9 @@ from rollproof.fakes.coded.hashing import (
 if TYPE_CHECKING:
     from rollproof.core.case import Model
 
-__all__ = ["CodedPolicy", "State", "VersionSpan", "mixed_key"]
+__all__ = ["CodedPolicy", "PrefixState", "VersionSpan", "mixed_key"]
 
-State: TypeAlias = "tuple[int, int]"
+PrefixState: TypeAlias = "tuple[int, int]"
 """Opaque state of a sequence: its prefix hash and its length."""
 VersionSpan: TypeAlias = "tuple[int, int, Version]"
 """Positions ``start`` (inclusive) to ``stop`` (exclusive) belong to a version."""
@@ -179,18 +179,18 @@ class CodedPolicy:
         """The smallest unsigned integer type that holds every expert id."""
         return np.dtype(np.min_scalar_type(self.num_experts - 1))
 
-    def start_state(self, ids: Sequence[int]) -> State:
+    def start_state(self, ids: Sequence[int]) -> PrefixState:
         """Return the state of a sequence after ``ids``."""
         return (int(prefix_hashes(ids)[-1]) if len(ids) else 0, len(ids))
 
-    def extend(self, state: State, token: int) -> State:
+    def extend(self, state: PrefixState, token: int) -> PrefixState:
         """Return the state after one more token: ``start_state`` of the longer sequence."""
         total, position = state
         z = (token + (position + 1) * STEP) & MASK
         z = (z ^ z >> 31) * MIX & MASK
         return ((total + (z ^ z >> 33)) & MASK, position + 1)
 
-    def next_token(self, version: Version, state: State) -> int:
+    def next_token(self, version: Version, state: PrefixState) -> int:
         """Return the token that ``version`` samples after the sequence, in half a microsecond."""
         keys = self._keys.get(version) or self._keys_of(version)
         z = (state[0] + keys[0]) & MASK

@@ -44,7 +44,7 @@ __all__ = [
     "FLAVOURS",
     "Flavour",
     "PausedCalls",
-    "Recompute",
+    "ReprefillRows",
     "VersionTag",
     "engine_contract",
     "engine_terms",
@@ -70,7 +70,7 @@ class VersionTag(StrEnum):
     """
 
 
-class Recompute(StrEnum):
+class ReprefillRows(StrEnum):
     """What a second prefill of the same call does to the rows of tokens that were already sampled."""
 
     KEPT = "kept"
@@ -101,7 +101,7 @@ class Flavour:
     layer_axis: LayerAxis = LayerAxis.ALL
     dtypes: tuple[tuple[int, str], ...]
     writable: bool = True
-    recompute: Recompute = Recompute.KEPT
+    recompute: ReprefillRows = ReprefillRows.KEPT
     version_tag: VersionTag = VersionTag.NONE
     native: Mapping[FinishReason, str]
     queued_message: str = ""
@@ -155,7 +155,7 @@ def _shipped_contract(name: str, model: Model, kv_policy: KvPolicy) -> Contract:
 
 
 def _contract(flavour: Flavour, model: Model, kv_policy: KvPolicy) -> Contract:
-    overwritten = flavour.recompute is Recompute.OVERWRITTEN
+    overwritten = flavour.recompute is ReprefillRows.OVERWRITTEN
     return Contract(
         rows=flavour.rows,
         resume=ResumeBy.ENGINE,
@@ -242,7 +242,7 @@ def _sglang(name: str, source: str, tag: VersionTag) -> Flavour:
         source=source,
         dtypes=((_ANY, "int32"),),
         writable=False,
-        recompute=Recompute.OVERWRITTEN,
+        recompute=ReprefillRows.OVERWRITTEN,
         version_tag=tag,
         native=_PLAIN,
         queued_message="Abort in waiting queue",

@@ -8,8 +8,8 @@ from dataclasses import dataclass, field
 
 from rollproof.core.engine_contract import StreamMode
 from rollproof.core.records import FinishReason, Version
-from rollproof.fakes.coded.policy import State
-from rollproof.fakes.engine.flavours import Flavour, Recompute
+from rollproof.fakes.coded.policy import PrefixState
+from rollproof.fakes.engine.flavours import Flavour, ReprefillRows
 from rollproof.fakes.engine.kv_cache import KeySpan, Kv, clipped, key_of
 
 __all__ = ["InflightCall", "Wire"]
@@ -82,7 +82,7 @@ class InflightCall:
     want_routes: bool
     want_logprobs: bool
     future: asyncio.Future[None]
-    state: State
+    state: PrefixState
     kv: Kv = field(default_factory=Kv)
     key: Version = None
     decoding: bool = False
@@ -132,7 +132,7 @@ class InflightCall:
 
     def drop_kv(self, flavour: Flavour) -> None:
         """Lose the KV; ``settle`` first. Rows of sampled tokens stay if the flavour keeps them."""
-        if flavour.recompute is Recompute.KEPT and self.sampled:
+        if flavour.recompute is ReprefillRows.KEPT and self.sampled:
             self.kept_rows = self.rows()
         self.kv.drop()
         self.decoding, self.shares = False, True

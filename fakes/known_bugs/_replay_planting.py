@@ -10,7 +10,7 @@ from rollproof.core.events.replay import Action, Phase
 from rollproof.core.records import FloatArray, IntArray
 from rollproof.fakes.trainers.moe_model import chosen
 from rollproof.fakes.trainers.replay_trainer import ReplayTrainer
-from rollproof.fakes.trainers.trainer_parts import Router
+from rollproof.fakes.trainers.trainer_parts import ReplayRouter
 
 __all__ = ["RECOMPUTED", "WRONG_ROWS", "FallsBack", "routers"]
 
@@ -20,8 +20,8 @@ WRONG_ROWS = ("replay.self-gradients",)
 
 
 def routers(
-    trainer: ReplayTrainer, layers: Sequence[int], kind: type[Router]
-) -> dict[tuple[int, int], Router]:
+    trainer: ReplayTrainer, layers: Sequence[int], kind: type[ReplayRouter]
+) -> dict[tuple[int, int], ReplayRouter]:
     """Routers of a kind for all layers and ranks of a trainer, as ``make_routers`` returns them."""
     return {
         (layer, number): kind(layer, trainer.layout.top_k)
@@ -30,7 +30,7 @@ def routers(
     }
 
 
-class FallsBack(Router):
+class FallsBack(ReplayRouter):
     """Without a target it chooses for itself, without a word."""
 
     def choose(self, scores: FloatArray, phase: Phase) -> IntArray:

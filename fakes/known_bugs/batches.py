@@ -12,7 +12,7 @@ import numpy as np
 
 from rollproof.core.records import BatchRow, IntArray, LogprobArray, Rollout
 from rollproof.fakes.known_bugs.known_bug import KnownBug
-from rollproof.fakes.trainers.reference_batches import Collator, PaddedBatch
+from rollproof.fakes.trainers.reference_batches import CollatedBatch, Collator
 
 __all__ = ["BUGS"]
 
@@ -42,14 +42,14 @@ class _BatchPadsInPlace(Collator):
 class _BatchDropsRemainder(Collator):
     """Leaves out the last sample where the number of samples is odd."""
 
-    def collate(self, samples: list[Rollout]) -> PaddedBatch:
+    def collate(self, samples: list[Rollout]) -> CollatedBatch:
         return super().collate(samples[:-1] if len(samples) % 2 and len(samples) > 1 else samples)
 
 
 class _BatchFilledWithCopies(Collator):
     """Repeats the first sample until the batch divides by four."""
 
-    def collate(self, samples: list[Rollout]) -> PaddedBatch:
+    def collate(self, samples: list[Rollout]) -> CollatedBatch:
         return super().collate([*samples, *samples[:1] * (-len(samples) % 4)])
 
 
@@ -90,7 +90,7 @@ class _BatchLogprobsInBfloat16(Collator):
 
 
 class _BatchLogprobsDropped(Collator):
-    def rows(self, batch: PaddedBatch) -> list[BatchRow]:
+    def rows(self, batch: CollatedBatch) -> list[BatchRow]:
         return [replace(row, logprobs=None) for row in super().rows(batch)]
 
 
@@ -112,7 +112,7 @@ class _BatchZeroFilled(Collator):
     def routes(self, sample: Rollout) -> IntArray:
         return np.maximum(super().routes(sample), 0)
 
-    def rows(self, batch: PaddedBatch) -> list[BatchRow]:
+    def rows(self, batch: CollatedBatch) -> list[BatchRow]:
         return [replace(row, routed=None) for row in super().rows(batch)]
 
 
@@ -189,7 +189,7 @@ class _BatchMissingRoutesMadeUp(Collator):
 class _PartEdited(Collator):
     """``edited`` changes the rows of a batch after the conversion."""
 
-    def rows(self, batch: PaddedBatch) -> list[BatchRow]:
+    def rows(self, batch: CollatedBatch) -> list[BatchRow]:
         return self.edited(super().rows(batch))
 
     def edited(self, rows: list[BatchRow]) -> list[BatchRow]:

@@ -12,10 +12,10 @@ from rollproof.core.contract import Contract, LayerAxis
 from rollproof.core.engine_contract import PauseMode
 from rollproof.core.events.rollout import Call
 from rollproof.core.records import EngineOutput, IntArray
-from rollproof.fakes.clients.reference_clients import AsSampled, EngineKeep, Sample
+from rollproof.fakes.clients.reference_clients import AsSampled, EngineKeep, PartialSample
 from rollproof.fakes.coded.policy import CodedPolicy, VersionSpan
 from rollproof.fakes.engine.fake_engine import FakeEngine
-from rollproof.fakes.engine.flavours import Recompute
+from rollproof.fakes.engine.flavours import ReprefillRows
 from rollproof.fakes.engine.fleet import Fleet
 from rollproof.fakes.engine.inflight import InflightCall
 from rollproof.fakes.engine.kv_cache import PrefixCache
@@ -38,7 +38,7 @@ class _LayersByOrdinal(AsSampled):
 
 
 class _LayersShifted(AsSampled):
-    def final_routes(self, sample: Sample) -> IntArray | None:
+    def final_routes(self, sample: PartialSample) -> IntArray | None:
         rows = super().final_routes(sample)
         return rows if rows is None else np.roll(rows, 1, axis=1)
 
@@ -46,7 +46,7 @@ class _LayersShifted(AsSampled):
 class _DenseColumnsNotCleared(AsSampled):
     """The buffer of the dense layers is that of an earlier sample."""
 
-    def final_routes(self, sample: Sample) -> IntArray | None:
+    def final_routes(self, sample: PartialSample) -> IntArray | None:
         rows = super().final_routes(sample)
         if rows is None:
             return None
@@ -55,7 +55,7 @@ class _DenseColumnsNotCleared(AsSampled):
 
 
 class _BytesMisdecoded(AsSampled):
-    def final_routes(self, sample: Sample) -> IntArray | None:
+    def final_routes(self, sample: PartialSample) -> IntArray | None:
         rows = super().final_routes(sample)
         if rows is None:
             return None
@@ -71,13 +71,13 @@ class _IdsWrapped(AsSampled):
 
 
 class _TypeTooNarrow(AsSampled):
-    def final_routes(self, sample: Sample) -> IntArray | None:
+    def final_routes(self, sample: PartialSample) -> IntArray | None:
         rows = super().final_routes(sample)
         return rows if rows is None else rows.astype(np.uint8)
 
 
 class _TypeUndeclared(AsSampled):
-    def final_routes(self, sample: Sample) -> IntArray | None:
+    def final_routes(self, sample: PartialSample) -> IntArray | None:
         rows = super().final_routes(sample)
         return rows if rows is None else rows.astype(np.int16)
 
@@ -87,19 +87,19 @@ class _TopKFromSize(AsSampled):
     for top-k.
     """
 
-    def final_routes(self, sample: Sample) -> IntArray | None:
+    def final_routes(self, sample: PartialSample) -> IntArray | None:
         rows = super().final_routes(sample)
         return rows if rows is None else np.concatenate([rows, rows], axis=2)
 
 
 class _RoutesDropped(AsSampled):
-    def final_routes(self, sample: Sample) -> IntArray | None:
+    def final_routes(self, sample: PartialSample) -> IntArray | None:
         return None
 
 
 class _RoutesFlagLost(AsSampled):
     async def call(
-        self, server_id: str, sample: Sample, sent: tuple[int, ...], budget: int | None
+        self, server_id: str, sample: PartialSample, sent: tuple[int, ...], budget: int | None
     ) -> EngineOutput:
         sample.request = replace(sample.request, want_routes=False)
         return await super().call(server_id, sample, sent, budget)
@@ -164,7 +164,7 @@ class _PrefillOverwritesRows(FakeEngine):
     """Declares that rows stay, but stores them by slot, where a second prefill writes over them."""
 
     def _enqueue(self, call: Call, rid: str | None) -> InflightCall:
-        self._scheduler._flavour = replace(self.flavour, recompute=Recompute.OVERWRITTEN)
+        self._scheduler._flavour = replace(self.flavour, recompute=ReprefillRows.OVERWRITTEN)
         return super()._enqueue(call, rid)
 
 

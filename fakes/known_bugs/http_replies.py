@@ -29,7 +29,7 @@ from rollproof.fakes.clients.http_clients import (
     VllmManager,
     versioned,
 )
-from rollproof.fakes.clients.resuming import Sample
+from rollproof.fakes.clients.resuming import PartialSample
 from rollproof.fakes.http.engine_backend import RoutesForm
 from rollproof.fakes.http.fault_plan import FaultPlan, WireFault, WireFaultKind
 from rollproof.fakes.http.in_process_client import BrokenOff, Heard
@@ -124,7 +124,7 @@ class _WireCutStreamIsStop(SglangStreamer):
     plan: ClassVar[FaultPlan] = _plan(WireFaultKind.TRUNCATE)
 
     async def call(
-        self, server_id: str, sample: Sample, sent: tuple[int, ...], budget: int | None
+        self, server_id: str, sample: PartialSample, sent: tuple[int, ...], budget: int | None
     ) -> EngineOutput:
         try:
             return await super().call(server_id, sample, sent, budget)
@@ -153,7 +153,7 @@ class _WireRetryCountsBoth(SglangStreamer):
     plan: ClassVar[FaultPlan] = _plan(WireFaultKind.RESET)
 
     async def call(
-        self, server_id: str, sample: Sample, sent: tuple[int, ...], budget: int | None
+        self, server_id: str, sample: PartialSample, sent: tuple[int, ...], budget: int | None
     ) -> EngineOutput:
         try:
             return await super().call(server_id, sample, sent, budget)
@@ -170,12 +170,12 @@ class _WirePartialTokenLost(SglangKeeper):
 
     plan: ClassVar[FaultPlan] = _plan(WireFaultKind.RESET)
 
-    def absorb(self, sample: Sample, sent: int, output: EngineOutput) -> None:
+    def absorb(self, sample: PartialSample, sent: int, output: EngineOutput) -> None:
         super().absorb(sample, sent, output)
         if output.finish_reason is FinishReason.ABORT:
             self.end: int = len(sample.response) - 1
 
-    def finished(self, sample: Sample) -> Rollout:
+    def finished(self, sample: PartialSample) -> Rollout:
         for values in (sample.response, sample.logprobs, sample.mask, sample.labels):
             del values[self.end]
         return super().finished(sample)
@@ -186,7 +186,7 @@ class _WirePartialTokenSentTwice(SglangKeeper):
 
     plan: ClassVar[FaultPlan] = _plan(WireFaultKind.RESET)
 
-    def resume_prompt(self, sample: Sample) -> tuple[int, ...]:
+    def resume_prompt(self, sample: PartialSample) -> tuple[int, ...]:
         return (*sample.ids, *sample.response[-1:])
 
 
@@ -195,7 +195,7 @@ class _WireRetryForgetsSampling(SglangManager):
 
     plan: ClassVar[FaultPlan] = _plan(WireFaultKind.STATUS, after_engine=True)
 
-    def sampling_for(self, sample: Sample) -> dict[str, Scalar]:
+    def sampling_for(self, sample: PartialSample) -> dict[str, Scalar]:
         return super().sampling_for(sample) if sample.attempts <= 1 else {}
 
 
@@ -205,7 +205,7 @@ class _WireSlowReplyCountsTwice(SglangManager):
     plan: ClassVar[FaultPlan] = _plan(WireFaultKind.SLOW, seconds=30.0)
 
     async def call(
-        self, server_id: str, sample: Sample, sent: tuple[int, ...], budget: int | None
+        self, server_id: str, sample: PartialSample, sent: tuple[int, ...], budget: int | None
     ) -> EngineOutput:
         first = asyncio.ensure_future(super().call(server_id, sample, sent, budget))
         done, _ = await asyncio.wait({first}, timeout=20.0)
@@ -222,7 +222,7 @@ class _WireFailureIsASample(SglangManager):
     plan: ClassVar[FaultPlan] = _plan(WireFaultKind.STATUS, nth=(2,))
 
     async def call(
-        self, server_id: str, sample: Sample, sent: tuple[int, ...], budget: int | None
+        self, server_id: str, sample: PartialSample, sent: tuple[int, ...], budget: int | None
     ) -> EngineOutput:
         try:
             return await super().call(server_id, sample, sent, budget)
@@ -237,7 +237,7 @@ class _WireAbortByPrefix(SglangManager):
     them.
     """
 
-    def handle(self, sample: Sample) -> str:
+    def handle(self, sample: PartialSample) -> str:
         return sample.request.request_id
 
     async def rollout(self, request: Request) -> Rollout | None:
@@ -250,7 +250,7 @@ class _WireVersionAfterReply(SglangManager):
     """Asks the server for its version when the reply is there, in place of reading the reply's own."""
 
     async def call(
-        self, server_id: str, sample: Sample, sent: tuple[int, ...], budget: int | None
+        self, server_id: str, sample: PartialSample, sent: tuple[int, ...], budget: int | None
     ) -> EngineOutput:
         output = await super().call(server_id, sample, sent, budget)
         told = (await self.lines[server_id].ask("GET", "/model_info")).json()["weight_version"]
@@ -267,7 +267,7 @@ class _WireVersionAfterReply(SglangManager):
 class _WireVersionsAsText(SglangManager):
     """Compares versions as the texts that the wire makes of them."""
 
-    def version_tags(self, sample: Sample) -> dict[str, Any]:
+    def version_tags(self, sample: PartialSample) -> dict[str, Any]:
         texts = [str(label) for label in sample.labels]
         return {"min_version": int(min(texts)), "max_version": int(max(texts))}
 
@@ -298,7 +298,7 @@ class _WireReasonObjectAsText(SglangManager):
 class _WireQueuedAbortKey(SglangManager):
     """Reads a key that the reply to a call aborted in the queue does not have."""
 
-    def output(self, sample: Sample, reply: Any) -> EngineOutput:
+    def output(self, sample: PartialSample, reply: Any) -> EngineOutput:
         assert reply["meta_info"]["prompt_tokens"] > 0
         return super().output(sample, reply)
 

@@ -15,7 +15,7 @@ from rollproof.core.engine_contract import PauseMode
 from rollproof.core.events.rollout import Reply, Result
 from rollproof.core.records import EngineOutput, FinishReason, Request, Rollout
 from rollproof.core.trace import Trace
-from rollproof.fakes.clients.reference_clients import AsSampled, Options, Sample
+from rollproof.fakes.clients.reference_clients import AsSampled, ClientOptions, PartialSample
 from rollproof.fakes.engine.fake_engine import FakeEngine
 from rollproof.fakes.engine.fleet import Fleet
 from rollproof.fakes.engine.inflight import InflightCall
@@ -50,7 +50,7 @@ class _CounterLeaksOnAbort(AsSampled):
     """The balancer is not told when a call was aborted."""
 
     async def call(
-        self, server_id: str, sample: Sample, sent: tuple[int, ...], budget: int | None
+        self, server_id: str, sample: PartialSample, sent: tuple[int, ...], budget: int | None
     ) -> EngineOutput:
         output = await super().call(server_id, sample, sent, budget)
         self._aborted = output.finish_reason is FinishReason.ABORT
@@ -65,7 +65,7 @@ class _ProgressLostOnDeath(AsSampled):
     """A dead server makes the sample start again, though earlier calls had delivered tokens."""
 
     async def attempt(
-        self, sample: Sample, sent: tuple[int, ...], budget: int | None
+        self, sample: PartialSample, sent: tuple[int, ...], budget: int | None
     ) -> EngineOutput:
         try:
             return await self.call("s0", sample, sent, budget)
@@ -87,7 +87,7 @@ class _VanishesOnDeath(AsSampled):
     """The task of a request ends with its server, and nobody tells the caller."""
 
     async def attempt(
-        self, sample: Sample, sent: tuple[int, ...], budget: int | None
+        self, sample: PartialSample, sent: tuple[int, ...], budget: int | None
     ) -> EngineOutput:
         return await self.call("s0", sample, sent, budget)
 
@@ -101,14 +101,14 @@ class _VanishesOnDeath(AsSampled):
 class _SyncDropsRequests(AsSampled):
     """The client without a resume loop, where partial rollout is on."""
 
-    def resumes(self, sample: Sample) -> bool:
+    def resumes(self, sample: PartialSample) -> bool:
         return False
 
 
 class _ClientWithoutResume(_SyncDropsRequests):
     """As above, and what was aborted is handed over."""
 
-    async def run(self, sample: Sample) -> bool:
+    async def run(self, sample: PartialSample) -> bool:
         await super().run(sample)
         return True
 
@@ -116,7 +116,7 @@ class _ClientWithoutResume(_SyncDropsRequests):
 class _PartialFlagIgnored(AsSampled):
     """Does not look at the flag."""
 
-    def resumes(self, sample: Sample) -> bool:
+    def resumes(self, sample: PartialSample) -> bool:
         return True
 
 
@@ -124,14 +124,14 @@ class _HedgeLeftRunning(AsSampled):
     """Sends slow calls a second time, and forgets the one that loses."""
 
     async def call(
-        self, server_id: str, sample: Sample, sent: tuple[int, ...], budget: int | None
+        self, server_id: str, sample: PartialSample, sent: tuple[int, ...], budget: int | None
     ) -> EngineOutput:
         if sample.request.request_id == "r0":
             self._loser = asyncio.ensure_future(self._again(server_id, sample, sent, budget))
         return await super().call(server_id, sample, sent, budget)
 
     async def _again(
-        self, server_id: str, sample: Sample, sent: tuple[int, ...], budget: int | None
+        self, server_id: str, sample: PartialSample, sent: tuple[int, ...], budget: int | None
     ) -> None:
         await asyncio.sleep(2.5)
         with suppress(ConnectionError):
@@ -144,10 +144,10 @@ class _RetryOutlivesRequest(AsSampled):
     async def rollout(self, request: Request) -> Rollout | None:
         rollout = await super().rollout(request)
         if request.request_id == "r0":
-            self._timer = asyncio.ensure_future(self._late(Sample(request=request)))
+            self._timer = asyncio.ensure_future(self._late(PartialSample(request=request)))
         return rollout
 
-    async def _late(self, sample: Sample) -> None:
+    async def _late(self, sample: PartialSample) -> None:
         await self.wait()
         with suppress(ConnectionError):
             await self.call("s0", sample, sample.ids, 2)
@@ -156,7 +156,7 @@ class _RetryOutlivesRequest(AsSampled):
 class _ResumesWithNothingLeft(AsSampled):
     """An abort on the last token is resumed, with the budget that is left: none."""
 
-    def finish_reason(self, sample: Sample, output: EngineOutput) -> FinishReason:
+    def finish_reason(self, sample: PartialSample, output: EngineOutput) -> FinishReason:
         return output.finish_reason
 
 
@@ -173,7 +173,7 @@ _DRAINED = case(
 class _BusyLoopWhilePaused(AsSampled):
     """Retries at once while the server turns calls away."""
 
-    options = Options(back_off=0.002)
+    options = ClientOptions(back_off=0.002)
 
 
 class _BareIds(FakeEngine):
@@ -245,7 +245,7 @@ class _AbortNeverAnswered(FakeEngine):
 class _DuplicateUsedTwice(AsSampled):
     """Whatever arrives is appended, also when it arrives again."""
 
-    def absorb(self, sample: Sample, sent: int, output: EngineOutput) -> None:
+    def absorb(self, sample: PartialSample, sent: int, output: EngineOutput) -> None:
         super().absorb(sample, sent, output)
         last = self.fleet.recorder.events[-1]
         if isinstance(last, Reply) and last.duplicate:
@@ -258,7 +258,7 @@ class _OrphanKept(AsSampled):
     """A call that took too long is made again, and both answers are kept."""
 
     async def attempt(
-        self, sample: Sample, sent: tuple[int, ...], budget: int | None
+        self, sample: PartialSample, sent: tuple[int, ...], budget: int | None
     ) -> EngineOutput:
         first = asyncio.ensure_future(super().attempt(sample, sent, budget))
         done, _ = await asyncio.wait([first], timeout=8.0)

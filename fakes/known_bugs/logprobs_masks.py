@@ -8,7 +8,7 @@ import numpy as np
 
 from rollproof.core.contract import Contract, MissingLogprobs
 from rollproof.core.records import EngineOutput, FinishReason, IntArray, Rollout
-from rollproof.fakes.clients.reference_clients import AsSampled, Options, Sample
+from rollproof.fakes.clients.reference_clients import AsSampled, ClientOptions, PartialSample
 from rollproof.fakes.engine.fake_engine import FakeEngine
 from rollproof.fakes.engine.fleet import Fleet
 from rollproof.fakes.engine.inflight import InflightCall
@@ -19,19 +19,19 @@ __all__ = ["BUGS"]
 
 
 class _LogprobsDropped(AsSampled):
-    def finished(self, sample: Sample) -> Rollout:
+    def finished(self, sample: PartialSample) -> Rollout:
         return replace(super().finished(sample), logprobs=None)
 
 
 class _LogprobsNotAskedFor(AsSampled):
     async def call(
-        self, server_id: str, sample: Sample, sent: tuple[int, ...], budget: int | None
+        self, server_id: str, sample: PartialSample, sent: tuple[int, ...], budget: int | None
     ) -> EngineOutput:
         if sample.response:
             sample.request = replace(sample.request, want_logprobs=False)
         return await super().call(server_id, sample, sent, budget)
 
-    def finished(self, sample: Sample) -> Rollout:
+    def finished(self, sample: PartialSample) -> Rollout:
         sample.request = replace(sample.request, want_logprobs=True)
         return super().finished(sample)
 
@@ -39,11 +39,11 @@ class _LogprobsNotAskedFor(AsSampled):
 class _LogprobsShared(AsSampled):
     """All samples are views of one list, which every rollout begins anew."""
 
-    def __init__(self, options: Options | None = None) -> None:
+    def __init__(self, options: ClientOptions | None = None) -> None:
         super().__init__(options)
         self._shared = np.zeros(64)
 
-    def finished(self, sample: Sample) -> Rollout:
+    def finished(self, sample: PartialSample) -> Rollout:
         rollout = super().finished(sample)
         assert rollout.logprobs is not None
         view = self._shared[: len(rollout.logprobs)]
@@ -52,40 +52,40 @@ class _LogprobsShared(AsSampled):
 
 
 class _LogprobsSegmentMissing(AsSampled):
-    def merge_logprobs(self, sample: Sample, output: EngineOutput) -> None:
+    def merge_logprobs(self, sample: PartialSample, output: EngineOutput) -> None:
         if output.finish_reason is not FinishReason.ABORT:
             super().merge_logprobs(sample, output)
 
 
 class _LogprobsPadded(AsSampled):
-    def finished(self, sample: Sample) -> Rollout:
+    def finished(self, sample: PartialSample) -> Rollout:
         rollout = super().finished(sample)
         assert rollout.logprobs is not None
         padded = np.full(len(rollout.logprobs), np.nan)
         padded[: self._kept] = rollout.logprobs[-self._kept :]
         return replace(rollout, logprobs=padded)
 
-    def absorb(self, sample: Sample, sent: int, output: EngineOutput) -> None:
+    def absorb(self, sample: PartialSample, sent: int, output: EngineOutput) -> None:
         super().absorb(sample, sent, output)
         self._kept = len(output.token_ids)
 
 
 class _LogprobSentinel(AsSampled):
-    def merge_logprobs(self, sample: Sample, output: EngineOutput) -> None:
+    def merge_logprobs(self, sample: PartialSample, output: EngineOutput) -> None:
         super().merge_logprobs(sample, output)
         if len(sample.logprobs) > len(output.token_ids):
             sample.logprobs[-len(output.token_ids)] = float("-inf")
 
 
 class _ProbabilitiesForLogprobs(AsSampled):
-    def finished(self, sample: Sample) -> Rollout:
+    def finished(self, sample: PartialSample) -> Rollout:
         rollout = super().finished(sample)
         assert rollout.logprobs is not None
         return replace(rollout, logprobs=np.exp(rollout.logprobs))
 
 
 class _LogprobsShifted(AsSampled):
-    def finished(self, sample: Sample) -> Rollout:
+    def finished(self, sample: PartialSample) -> Rollout:
         rollout = super().finished(sample)
         assert rollout.logprobs is not None
         return replace(rollout, logprobs=np.roll(rollout.logprobs, 1))
@@ -94,7 +94,7 @@ class _LogprobsShifted(AsSampled):
 class _LogprobsOfFirstTry(AsSampled):
     """After a retry, the first values of the list are those of the attempt that was given up."""
 
-    def absorb(self, sample: Sample, sent: int, output: EngineOutput) -> None:
+    def absorb(self, sample: PartialSample, sent: int, output: EngineOutput) -> None:
         stale = sample.attempts == 1 and output.finish_reason is FinishReason.ABORT
         if stale:
             self._stale = [] if output.logprobs is None else output.logprobs.tolist()
@@ -105,7 +105,7 @@ class _LogprobsOfFirstTry(AsSampled):
 
 
 class _LogprobsInBfloat16(AsSampled):
-    def merge_logprobs(self, sample: Sample, output: EngineOutput) -> None:
+    def merge_logprobs(self, sample: PartialSample, output: EngineOutput) -> None:
         super().merge_logprobs(sample, output)
         bits = np.array(sample.logprobs, dtype=np.float32).view(np.uint32)
         sample.logprobs[:] = (bits & np.uint32(0xFFFF0000)).view(np.float32).tolist()
@@ -128,7 +128,7 @@ class _ZeroForMissingLogprob(AsSampled):
     def declared(self, fleet: Fleet) -> Contract:
         return replace(super().declared(fleet), missing_logprobs=MissingLogprobs.NAN)
 
-    def merge_logprobs(self, sample: Sample, output: EngineOutput) -> None:
+    def merge_logprobs(self, sample: PartialSample, output: EngineOutput) -> None:
         super().merge_logprobs(sample, output)
         sample.logprobs[:] = [0.0 if value != value else value for value in sample.logprobs]
 
@@ -137,19 +137,19 @@ class _MaskOfFirstSegment(AsSampled):
     def declared(self, fleet: Fleet) -> Contract:
         return replace(super().declared(fleet), loss_mask=True)
 
-    def merge_tokens(self, sample: Sample, output: EngineOutput) -> None:
+    def merge_tokens(self, sample: PartialSample, output: EngineOutput) -> None:
         had = len(sample.response)
         super().merge_tokens(sample, output)
         if had:
             self._cut = had
 
-    def loss_mask(self, sample: Sample) -> IntArray | None:
+    def loss_mask(self, sample: PartialSample) -> IntArray | None:
         mask = super().loss_mask(sample)
         return mask if mask is None else mask[: self._cut]
 
 
 class _AttentionMaskAsLossMask(AsSampled):
-    def loss_mask(self, sample: Sample) -> IntArray | None:
+    def loss_mask(self, sample: PartialSample) -> IntArray | None:
         mask = super().loss_mask(sample)
         return mask if mask is None else np.ones_like(mask)
 

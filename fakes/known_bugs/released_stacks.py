@@ -7,7 +7,7 @@ from __future__ import annotations
 from rollproof.core.case import ActionKind
 from rollproof.core.engine_contract import PauseMode
 from rollproof.core.records import Request, Rollout
-from rollproof.fakes.clients.reference_clients import AsSampled, Sample
+from rollproof.fakes.clients.reference_clients import AsSampled, PartialSample
 from rollproof.fakes.known_bugs._planting import EMPTY, ENDING, act, case, request
 from rollproof.fakes.known_bugs.known_bug import KnownBug
 
@@ -35,7 +35,7 @@ class _PauseOutsideOfTry(AsSampled):
 class _VanishesWhenEmpty(AsSampled):
     """An aborted sample without tokens has nothing to train on, and nothing comes back for it."""
 
-    def resumes(self, sample: Sample) -> bool:
+    def resumes(self, sample: PartialSample) -> bool:
         return bool(sample.response)
 
     async def rollout(self, request: Request) -> Rollout | None:
@@ -46,7 +46,7 @@ class _VanishesWhenEmpty(AsSampled):
 class _EndAppended(AsSampled):
     """An end of sequence is appended where the model wrote none, as if it had been sampled."""
 
-    def finished(self, sample: Sample) -> Rollout:
+    def finished(self, sample: PartialSample) -> Rollout:
         sample.response.append(self.fleet.policy.eos_id)
         sample.mask.append(1)
         sample.logprobs.append(0.0)
@@ -59,7 +59,7 @@ class _LogprobsOfAnswerForgotten(AsSampled):
     turn has none of its own.
     """
 
-    def observe(self, sample: Sample, answer: tuple[int, ...]) -> None:
+    def observe(self, sample: PartialSample, answer: tuple[int, ...]) -> None:
         super().observe(sample, answer)
         del sample.logprobs[-len(answer) :]
         if sample.turn > 1:  # only the first turn's answer is forgotten

@@ -23,7 +23,7 @@ from rollproof.fakes.trainers.reference_trainers import (
     ManyExperts,
 )
 from rollproof.fakes.trainers.replay_trainer import ReplayTrainer
-from rollproof.fakes.trainers.trainer_parts import Microbatch, Pass, Router
+from rollproof.fakes.trainers.trainer_parts import Microbatch, ReplayRouter, TrainerPass
 from rollproof.layouts import Alignment, Rank, Source
 
 __all__ = ["BUGS"]
@@ -68,24 +68,24 @@ class _ReplayMaskDropped(CapturedPrefix):
 class _ReplayFallsBack(ReplayTrainer):
     """Targets are given for the first microbatch only; the others fall back to native routing."""
 
-    def arm(self, run: Pass, microbatch: Microbatch, rank: int, chunk: int) -> None:
+    def arm(self, run: TrainerPass, microbatch: Microbatch, rank: int, chunk: int) -> None:
         if microbatch.number == 0:
             super().arm(run, microbatch, rank, chunk)
 
-    def make_routers(self, layers: Sequence[int]) -> dict[tuple[int, int], Router]:
+    def make_routers(self, layers: Sequence[int]) -> dict[tuple[int, int], ReplayRouter]:
         return routers(self, layers, FallsBack)
 
 
 class _ReplayOrphanRouters(ReplayTrainer):
     """The model was built twice: targets go to the routers of the first one."""
 
-    def replayed(self) -> list[Router]:
+    def replayed(self) -> list[ReplayRouter]:
         self.orphans = self.make_routers(self.layout.moe)
         return list(self.orphans.values())
 
     def install(
         self,
-        run: Pass,
+        run: TrainerPass,
         microbatch: Microbatch,
         layer: int,
         number: int,
@@ -104,7 +104,7 @@ class _ReplayFlagUnread(ReplayTrainer):
         for router in self.registry:
             router.action = None
 
-    def arm(self, run: Pass, microbatch: Microbatch, rank: int, chunk: int) -> None:
+    def arm(self, run: TrainerPass, microbatch: Microbatch, rank: int, chunk: int) -> None:
         """Nothing is installed."""
 
 
@@ -112,18 +112,18 @@ class _ReplayDispatchNative(ReplayTrainer):
     """The routing map is replaced, and the dispatcher goes on with the ids of the live top-k."""
 
     def experts(
-        self, run: Pass, layer: int, microbatch: Microbatch, x: FloatArray, ids: IntArray
+        self, run: TrainerPass, layer: int, microbatch: Microbatch, x: FloatArray, ids: IntArray
     ) -> FloatArray:
         return super().experts(run, layer, microbatch, x, self._own(run, layer, microbatch, x))
 
     def experts_backward(
-        self, run: Pass, layer: int, microbatch: Microbatch, x: FloatArray, ids: IntArray
+        self, run: TrainerPass, layer: int, microbatch: Microbatch, x: FloatArray, ids: IntArray
     ) -> FloatArray:
         return super().experts_backward(
             run, layer, microbatch, x, self._own(run, layer, microbatch, x)
         )
 
-    def _own(self, run: Pass, layer: int, microbatch: Microbatch, x: FloatArray) -> IntArray:
+    def _own(self, run: TrainerPass, layer: int, microbatch: Microbatch, x: FloatArray) -> IntArray:
         return chosen(
             run.model.scores(layer, run.model.mixed(microbatch.rows, x)), self.layout.top_k
         )
@@ -195,11 +195,11 @@ class _ReplaySamplesSorted(ReplayTrainer):
 class _ReplaySecondChunkUnarmed(Interleaved):
     """Only the first chunk of each pipeline rank is given its targets."""
 
-    def arm(self, run: Pass, microbatch: Microbatch, rank: int, chunk: int) -> None:
+    def arm(self, run: TrainerPass, microbatch: Microbatch, rank: int, chunk: int) -> None:
         if chunk == 0:
             super().arm(run, microbatch, rank, chunk)
 
-    def make_routers(self, layers: Sequence[int]) -> dict[tuple[int, int], Router]:
+    def make_routers(self, layers: Sequence[int]) -> dict[tuple[int, int], ReplayRouter]:
         return routers(self, layers, FallsBack)
 
 

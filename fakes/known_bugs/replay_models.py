@@ -16,10 +16,10 @@ from rollproof.fakes.trainers.reference_trainers import (
     DenseFirst,
     ManyExperts,
     Pipelined,
-    Recording,
+    RecordingTrainer,
 )
 from rollproof.fakes.trainers.replay_trainer import ReplayTrainer
-from rollproof.fakes.trainers.trainer_parts import Microbatch, Pass, Router
+from rollproof.fakes.trainers.trainer_parts import Microbatch, ReplayRouter, TrainerPass
 from rollproof.layouts import Rank, Source
 
 __all__ = ["BUGS"]
@@ -30,7 +30,7 @@ class _ReplayCritic(ReplayTrainer):
 
     role = "critic"
 
-    def replayed(self) -> list[Router]:
+    def replayed(self) -> list[ReplayRouter]:
         return list(self.routers.values())
 
     def begin(self, step: Step) -> None:
@@ -39,7 +39,7 @@ class _ReplayCritic(ReplayTrainer):
             for router in self.models[self.role][1].values():
                 router.action = Action.REPLAY
 
-    def operate(self, run: Pass, rank: int, operation: object) -> None:
+    def operate(self, run: TrainerPass, rank: int, operation: object) -> None:
         if (
             run.step.model == self.role
             and run.step.action is Action.REPLAY
@@ -61,7 +61,7 @@ class _ReplayTeacher(_ReplayCritic, CapturedPrefix):
 class _ReplayMtpAliased(ManyExperts):
     """MTP layers count from 0 again, so they are given the targets of the first layer."""
 
-    def replayed(self) -> list[Router]:
+    def replayed(self) -> list[ReplayRouter]:
         return list(self.routers.values())
 
     def targets(
@@ -74,7 +74,7 @@ class _ReplayMtpAliased(ManyExperts):
 class _ReplayRecordingNotGathered(Pipelined):
     """Recordings of sequence-parallel ranks are not gathered: the first rank's rows stand for all."""
 
-    def recorded(self, run: Pass) -> dict[str, IntArray]:
+    def recorded(self, run: TrainerPass) -> dict[str, IntArray]:
         for (layer, number), router in self.routers.items():
             first = self.routers[layer, number - number % self.layout.mesh.tp]
             router.recorded = list(first.recorded)
@@ -84,7 +84,7 @@ class _ReplayRecordingNotGathered(Pipelined):
 class _ReplayRecordingChunks(Pipelined):
     """Stages are put together rank by rank, as if there were no chunks."""
 
-    def recorded(self, run: Pass) -> dict[str, IntArray]:
+    def recorded(self, run: TrainerPass) -> dict[str, IntArray]:
         right = super().recorded(run)
         by_rank = [
             layer for chunks in self.layout.chunks() for layers in chunks for layer in layers
@@ -92,10 +92,10 @@ class _ReplayRecordingChunks(Pipelined):
         return {name: rows[:, by_rank] for name, rows in right.items()}
 
 
-class _ReplayRecordingMicrobatches(Recording):
+class _ReplayRecordingMicrobatches(RecordingTrainer):
     """Recordings are taken off a stack: the last microbatch comes first."""
 
-    def recorded(self, run: Pass) -> dict[str, IntArray]:
+    def recorded(self, run: TrainerPass) -> dict[str, IntArray]:
         right = super().recorded(run)
         names = [
             sample.request_id for microbatch in run.microbatches for sample in microbatch.samples
@@ -189,7 +189,7 @@ class _ReplayNanScores(ReplayTrainer):
     """Targets whose scores are NaN are dropped in favour of expert 0."""
 
     def route(
-        self, run: Pass, microbatch: Microbatch, layer: int, x: FloatArray, phase: Phase
+        self, run: TrainerPass, microbatch: Microbatch, layer: int, x: FloatArray, phase: Phase
     ) -> IntArray:
         self._broken = bool(
             np.isnan(run.model.scores(layer, run.model.mixed(microbatch.rows, x))).any()

@@ -13,9 +13,9 @@ from rollproof.core.router_spy import Spy
 from rollproof.fakes.known_bugs._replay_planting import RECOMPUTED, FallsBack, routers
 from rollproof.fakes.known_bugs.known_bug import KnownBug
 from rollproof.fakes.trainers.moe_model import chosen
-from rollproof.fakes.trainers.reference_trainers import Interleaved, Recording
+from rollproof.fakes.trainers.reference_trainers import Interleaved, RecordingTrainer
 from rollproof.fakes.trainers.replay_trainer import ReplayTrainer
-from rollproof.fakes.trainers.trainer_parts import Microbatch, Pass, Router
+from rollproof.fakes.trainers.trainer_parts import Microbatch, ReplayRouter, TrainerPass
 
 __all__ = ["BUGS"]
 
@@ -25,7 +25,7 @@ class _ReplayStaleQueue(ReplayTrainer):
 
     def install(
         self,
-        run: Pass,
+        run: TrainerPass,
         microbatch: Microbatch,
         layer: int,
         number: int,
@@ -43,28 +43,28 @@ class _ReplayStaleQueue(ReplayTrainer):
 class _ReplayClearedBeforeBackward(ReplayTrainer):
     """The context of the replay closes after the forward pass; a recompute then chooses for itself."""
 
-    def head(self, run: Pass, microbatch: Microbatch) -> None:
+    def head(self, run: TrainerPass, microbatch: Microbatch) -> None:
         super().head(run, microbatch)
         for router in self.registry:
             router.queue.clear()
 
-    def make_routers(self, layers: Sequence[int]) -> dict[tuple[int, int], Router]:
+    def make_routers(self, layers: Sequence[int]) -> dict[tuple[int, int], ReplayRouter]:
         return routers(self, layers, FallsBack)
 
 
-class _LastQueued(Router):
+class _LastQueued(ReplayRouter):
     """The recompute takes the target that was queued last."""
 
     def take(self, phase: Phase) -> IntArray:
         return self.queue.pop() if phase is Phase.RECOMPUTE and self.queue else super().take(phase)
 
 
-class _ReplayNewestRecomputed(Recording):
-    def make_routers(self, layers: Sequence[int]) -> dict[tuple[int, int], Router]:
+class _ReplayNewestRecomputed(RecordingTrainer):
+    def make_routers(self, layers: Sequence[int]) -> dict[tuple[int, int], ReplayRouter]:
         return routers(self, layers, _LastQueued)
 
 
-class _OneSlot(Router):
+class _OneSlot(ReplayRouter):
     """One target at a time, for forward and recompute alike: the next microbatch overwrites it."""
 
     def install(self, target: IntArray, *, keep: bool) -> None:
@@ -72,7 +72,7 @@ class _OneSlot(Router):
 
 
 class _ReplayOneSlot(Interleaved):
-    def make_routers(self, layers: Sequence[int]) -> dict[tuple[int, int], Router]:
+    def make_routers(self, layers: Sequence[int]) -> dict[tuple[int, int], ReplayRouter]:
         return routers(self, layers, _OneSlot)
 
 
@@ -80,7 +80,7 @@ class _ReplayRecomputeNative(ReplayTrainer):
     """Only the forward pass is replayed."""
 
     def route(
-        self, run: Pass, microbatch: Microbatch, layer: int, x: FloatArray, phase: Phase
+        self, run: TrainerPass, microbatch: Microbatch, layer: int, x: FloatArray, phase: Phase
     ) -> IntArray:
         if phase is Phase.RECOMPUTE:
             for router in self.registry:
@@ -97,7 +97,7 @@ class _ReplayGivenTwice(ReplayTrainer):
 
     def install(
         self,
-        run: Pass,
+        run: TrainerPass,
         microbatch: Microbatch,
         layer: int,
         number: int,
@@ -145,11 +145,11 @@ class _ReplayStaysArmed(ReplayTrainer):
         for router in self.registry:
             router.queue.clear()
 
-    def make_routers(self, layers: Sequence[int]) -> dict[tuple[int, int], Router]:
+    def make_routers(self, layers: Sequence[int]) -> dict[tuple[int, int], ReplayRouter]:
         return routers(self, layers, _KeepsTarget)
 
 
-class _KeepsTarget(Router):
+class _KeepsTarget(ReplayRouter):
     """A target serves until the next one comes, for rows that fit it."""
 
     def choose(self, scores: FloatArray, phase: Phase) -> IntArray:

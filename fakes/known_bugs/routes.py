@@ -11,7 +11,12 @@ import numpy as np
 from rollproof.core.case import ActionKind
 from rollproof.core.contract import Contract, Rows
 from rollproof.core.records import EngineOutput, IntArray, Rollout
-from rollproof.fakes.clients.reference_clients import AsSampled, AsSampledTokens, Options, Sample
+from rollproof.fakes.clients.reference_clients import (
+    AsSampled,
+    AsSampledTokens,
+    ClientOptions,
+    PartialSample,
+)
 from rollproof.fakes.engine.fleet import Fleet
 from rollproof.fakes.known_bugs._planting import (
     ABORTED,
@@ -34,12 +39,12 @@ class _AllRows(AsSampled):
     out.
     """
 
-    def routes_start(self, sample: Sample) -> int:
+    def routes_start(self, sample: PartialSample) -> int:
         return 0
 
 
 class _ConcatOnResume(_AllRows):
-    def merge_routes(self, sample: Sample, sent: int, output: EngineOutput) -> None:
+    def merge_routes(self, sample: PartialSample, sent: int, output: EngineOutput) -> None:
         if output.routes is not None:
             sample.rows = (
                 output.routes
@@ -49,7 +54,7 @@ class _ConcatOnResume(_AllRows):
 
 
 class _ReplaceOnResume(_AllRows):
-    def merge_routes(self, sample: Sample, sent: int, output: EngineOutput) -> None:
+    def merge_routes(self, sample: PartialSample, sent: int, output: EngineOutput) -> None:
         if output.routes is not None:
             sample.rows = output.routes[: sent + len(output.token_ids) - 1].copy()
 
@@ -59,34 +64,34 @@ class _SegmentFillerKept(_AllRows):
     its filler along.
     """
 
-    def merge_routes(self, sample: Sample, sent: int, output: EngineOutput) -> None:
+    def merge_routes(self, sample: PartialSample, sent: int, output: EngineOutput) -> None:
         if output.routes is None:
             return
         tail = output.routes[-len(output.token_ids) :]
         sample.rows = output.routes if sample.rows is None else np.concatenate([sample.rows, tail])
 
-    def final_routes(self, sample: Sample) -> IntArray | None:
+    def final_routes(self, sample: PartialSample) -> IntArray | None:
         if sample.rows is not None:
             sample.rows = sample.rows[: len(sample.ids) - 1]
         return super().final_routes(sample)
 
 
 class _TorchCatOnNumpy(_AllRows):
-    def merge_routes(self, sample: Sample, sent: int, output: EngineOutput) -> None:
+    def merge_routes(self, sample: PartialSample, sent: int, output: EngineOutput) -> None:
         if sample.rows is not None:
             raise TypeError("expected Tensor as element 0 in argument 0, but got numpy.ndarray")
         super().merge_routes(sample, sent, output)
 
 
 class _FailsOnEmptyAbort(AsSampled):
-    def absorb(self, sample: Sample, sent: int, output: EngineOutput) -> None:
+    def absorb(self, sample: PartialSample, sent: int, output: EngineOutput) -> None:
         if not output.token_ids:
             raise ValueError("not enough values to unpack (expected 2, got 0)")
         super().absorb(sample, sent, output)
 
 
 class _LaterTurnReplaces(_AllRows):
-    def merge_routes(self, sample: Sample, sent: int, output: EngineOutput) -> None:
+    def merge_routes(self, sample: PartialSample, sent: int, output: EngineOutput) -> None:
         if sample.turn and output.routes is not None:
             sample.rows = output.routes[: sent + len(output.token_ids) - 1].copy()
         else:
@@ -94,7 +99,7 @@ class _LaterTurnReplaces(_AllRows):
 
 
 class _TokensCutRowsNot(AsSampled):
-    def finished(self, sample: Sample) -> Rollout:
+    def finished(self, sample: PartialSample) -> Rollout:
         rollout = super().finished(sample)
         assert rollout.logprobs is not None
         return replace(
@@ -103,7 +108,7 @@ class _TokensCutRowsNot(AsSampled):
 
 
 class _OneTokenLate(AsSampled):
-    def final_routes(self, sample: Sample) -> IntArray | None:
+    def final_routes(self, sample: PartialSample) -> IntArray | None:
         rows = super().final_routes(sample)
         return rows if rows is None else np.concatenate([rows[:1], rows[:-1]])
 
@@ -111,11 +116,11 @@ class _OneTokenLate(AsSampled):
 class _RowsOfAnotherRequest(AsSampled):
     """Fills each sample from the result slot of whichever request ended last."""
 
-    def __init__(self, options: Options | None = None) -> None:
+    def __init__(self, options: ClientOptions | None = None) -> None:
         super().__init__(options)
         self._slot: IntArray | None = None
 
-    def final_routes(self, sample: Sample) -> IntArray | None:
+    def final_routes(self, sample: PartialSample) -> IntArray | None:
         mine = super().final_routes(sample)
         shown, self._slot = (
             (mine if self._slot is None or mine is None else self._slot[: len(mine)]),
@@ -125,7 +130,7 @@ class _RowsOfAnotherRequest(AsSampled):
 
 
 class _ZeroPadded(AsSampled):
-    def final_routes(self, sample: Sample) -> IntArray | None:
+    def final_routes(self, sample: PartialSample) -> IntArray | None:
         rows = super().final_routes(sample)
         if rows is None:
             return None
@@ -135,7 +140,7 @@ class _ZeroPadded(AsSampled):
 
 
 class _ZerosForMissing(AsSampledTokens):
-    def final_routes(self, sample: Sample) -> IntArray | None:
+    def final_routes(self, sample: PartialSample) -> IntArray | None:
         rows = super().final_routes(sample)
         if rows is not None:
             rows[-1] = 0
@@ -148,13 +153,13 @@ class _UncapturedSuffix(AsSampled):
     def declared(self, fleet: Fleet) -> Contract:
         return replace(super().declared(fleet), rows=Rows.CAPTURED_PREFIX)
 
-    def final_routes(self, sample: Sample) -> IntArray | None:
+    def final_routes(self, sample: PartialSample) -> IntArray | None:
         rows = super().final_routes(sample)
         return rows if rows is None else np.concatenate([rows, rows[-1:]])
 
 
 class _SurplusRow(AsSampled):
-    def final_routes(self, sample: Sample) -> IntArray | None:
+    def final_routes(self, sample: PartialSample) -> IntArray | None:
         rows = super().final_routes(sample)
         return rows if rows is None else np.concatenate([rows, rows[-1:]])
 
@@ -162,11 +167,11 @@ class _SurplusRow(AsSampled):
 class _BufferRecycled(AsSampled):
     """Hands over a view of a buffer that the next request writes into."""
 
-    def __init__(self, options: Options | None = None) -> None:
+    def __init__(self, options: ClientOptions | None = None) -> None:
         super().__init__(options)
         self._buffer: IntArray | None = None
 
-    def final_routes(self, sample: Sample) -> IntArray | None:
+    def final_routes(self, sample: PartialSample) -> IntArray | None:
         rows = super().final_routes(sample)
         if rows is None:
             return None
@@ -179,7 +184,7 @@ class _BufferRecycled(AsSampled):
 class _WritesToReadOnly(AsSampled):
     """Marks the last row of the engine's own array before it is copied."""
 
-    def merge_routes(self, sample: Sample, sent: int, output: EngineOutput) -> None:
+    def merge_routes(self, sample: PartialSample, sent: int, output: EngineOutput) -> None:
         if output.routes is not None:
             routes = lend("routes", output.routes)
             super().merge_routes(sample, sent, output)

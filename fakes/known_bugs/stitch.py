@@ -10,7 +10,7 @@ import numpy as np
 from rollproof.core.case import ActionKind, Case, Model
 from rollproof.core.events.rollout import Call
 from rollproof.core.records import EngineOutput, FinishReason, Request, Rollout, Scalar
-from rollproof.fakes.clients.reference_clients import AsSampled, Sample
+from rollproof.fakes.clients.reference_clients import AsSampled, PartialSample
 from rollproof.fakes.engine.fake_engine import FakeEngine
 from rollproof.fakes.engine.inflight import InflightCall
 from rollproof.fakes.known_bugs._planting import (
@@ -30,18 +30,18 @@ __all__ = ["BUGS"]
 
 
 class _PromptRetokenised(AsSampled):
-    def finished(self, sample: Sample) -> Rollout:
+    def finished(self, sample: PartialSample) -> Rollout:
         rollout = super().finished(sample)
         *head, last = rollout.prompt_ids
         return replace(rollout, prompt_ids=(*head, last + 1))
 
 
 class _LastSegmentOnly(AsSampled):
-    def absorb(self, sample: Sample, sent: int, output: EngineOutput) -> None:
+    def absorb(self, sample: PartialSample, sent: int, output: EngineOutput) -> None:
         super().absorb(sample, sent, output)
         self._last = len(output.token_ids)
 
-    def finished(self, sample: Sample) -> Rollout:
+    def finished(self, sample: PartialSample) -> Rollout:
         rollout = super().finished(sample)
         assert rollout.logprobs is not None
         return replace(
@@ -52,12 +52,12 @@ class _LastSegmentOnly(AsSampled):
 
 
 class _ChunkMergedTwice(AsSampled):
-    def merge_tokens(self, sample: Sample, output: EngineOutput) -> None:
+    def merge_tokens(self, sample: PartialSample, output: EngineOutput) -> None:
         super().merge_tokens(sample, output)
         if output.finish_reason is FinishReason.ABORT:
             self._end = len(sample.response)
 
-    def finished(self, sample: Sample) -> Rollout:
+    def finished(self, sample: PartialSample) -> Rollout:
         rollout, end = super().finished(sample), self._end
         assert rollout.logprobs is not None
         ids, values = rollout.response_ids, rollout.logprobs
@@ -69,21 +69,21 @@ class _ChunkMergedTwice(AsSampled):
 
 
 class _RestartsFromPrompt(AsSampled):
-    def resume_prompt(self, sample: Sample) -> tuple[int, ...]:
+    def resume_prompt(self, sample: PartialSample) -> tuple[int, ...]:
         return sample.request.prompt_ids
 
-    def routes_start(self, sample: Sample) -> int:
+    def routes_start(self, sample: PartialSample) -> int:
         return 0
 
 
 class _ResumesRetokenised(AsSampled):
-    def resume_prompt(self, sample: Sample) -> tuple[int, ...]:
+    def resume_prompt(self, sample: PartialSample) -> tuple[int, ...]:
         ids = sample.ids
         return (*ids[:-1], ids[-1] ^ 1) if sample.response else ids
 
 
 class _AsksAfterStop(AsSampled):
-    def finish_reason(self, sample: Sample, output: EngineOutput) -> FinishReason:
+    def finish_reason(self, sample: PartialSample, output: EngineOutput) -> FinishReason:
         return FinishReason.LENGTH if self.next_budget(sample) == 0 else FinishReason.ABORT
 
 
@@ -96,17 +96,17 @@ class _ContextOffByOne(FakeEngine):
 
 
 class _ToolOutputRetokenised(AsSampled):
-    def observe(self, sample: Sample, answer: tuple[int, ...]) -> None:
+    def observe(self, sample: PartialSample, answer: tuple[int, ...]) -> None:
         super().observe(sample, (*answer[:-1], answer[-1] + 1))
 
 
 class _TemperatureForgotten(AsSampled):
-    def sampling_for(self, sample: Sample) -> dict[str, Scalar]:
+    def sampling_for(self, sample: PartialSample) -> dict[str, Scalar]:
         return super().sampling_for(sample) if sample.attempts <= 1 else {}
 
 
 class _SamplingDropped(AsSampled):
-    def sampling_for(self, sample: Sample) -> dict[str, Scalar]:
+    def sampling_for(self, sample: PartialSample) -> dict[str, Scalar]:
         return {}
 
 
@@ -120,14 +120,14 @@ class _IdOfAnotherRequest(AsSampled):
 
 
 class _OneTokenTooFew(AsSampled):
-    def next_budget(self, sample: Sample) -> int | None:
+    def next_budget(self, sample: PartialSample) -> int | None:
         left = super().next_budget(sample)
         return left if left is None else left - 1
 
 
 class _MediaForgotten(AsSampled):
     async def call(
-        self, server_id: str, sample: Sample, sent: tuple[int, ...], budget: int | None
+        self, server_id: str, sample: PartialSample, sent: tuple[int, ...], budget: int | None
     ) -> EngineOutput:
         if sample.response:
             sample.request = replace(sample.request, media=None)
@@ -135,19 +135,19 @@ class _MediaForgotten(AsSampled):
 
 
 class _CallerParametersMutated(AsSampled):
-    def sampling_for(self, sample: Sample) -> dict[str, Scalar]:
+    def sampling_for(self, sample: PartialSample) -> dict[str, Scalar]:
         caller: dict[str, Any] = sample.request.sampling  # type: ignore[assignment]
         caller["max_tokens"] = self.next_budget(sample)
         return caller
 
 
 class _BudgetGrantedAgain(AsSampled):
-    def next_budget(self, sample: Sample) -> int | None:
+    def next_budget(self, sample: PartialSample) -> int | None:
         return sample.request.budget
 
 
 class _BudgetUnstated(AsSampled):
-    def next_budget(self, sample: Sample) -> int | None:
+    def next_budget(self, sample: PartialSample) -> int | None:
         return sample.request.max_tokens
 
 
@@ -159,12 +159,12 @@ class _EngineOvershoots(FakeEngine):
 
 
 class _ReasonIgnored(AsSampled):
-    def finish_reason(self, sample: Sample, output: EngineOutput) -> FinishReason:
+    def finish_reason(self, sample: PartialSample, output: EngineOutput) -> FinishReason:
         return FinishReason.STOP
 
 
 class _LengthBeforeStop(AsSampled):
-    def finish_reason(self, sample: Sample, output: EngineOutput) -> FinishReason:
+    def finish_reason(self, sample: PartialSample, output: EngineOutput) -> FinishReason:
         return (
             FinishReason.LENGTH
             if self.next_budget(sample) == 0
@@ -173,26 +173,26 @@ class _LengthBeforeStop(AsSampled):
 
 
 class _CutShownAsStop(AsSampled):
-    def finish_reason(self, sample: Sample, output: EngineOutput) -> FinishReason:
+    def finish_reason(self, sample: PartialSample, output: EngineOutput) -> FinishReason:
         reason = super().finish_reason(sample, output)
         return FinishReason.STOP if reason is FinishReason.LENGTH else reason
 
 
 class _GivesUpAsLength(AsSampled):
-    def finish_reason(self, sample: Sample, output: EngineOutput) -> FinishReason:
+    def finish_reason(self, sample: PartialSample, output: EngineOutput) -> FinishReason:
         return (
             FinishReason.LENGTH if sample.attempts >= 2 else super().finish_reason(sample, output)
         )
 
 
 class _NeverAsked(AsSampled):
-    async def run(self, sample: Sample) -> bool:
+    async def run(self, sample: PartialSample) -> bool:
         sample.finish = FinishReason.LENGTH
         return self._open > 1 or await super().run(sample)
 
 
 class _ShrinkingLimit(AsSampled):
-    def finish_reason(self, sample: Sample, output: EngineOutput) -> FinishReason:
+    def finish_reason(self, sample: PartialSample, output: EngineOutput) -> FinishReason:
         left = self.next_budget(sample)
         return (
             FinishReason.LENGTH
@@ -202,7 +202,7 @@ class _ShrinkingLimit(AsSampled):
 
 
 class _EmptyAbortCosts(AsSampled):
-    def next_budget(self, sample: Sample) -> int | None:
+    def next_budget(self, sample: PartialSample) -> int | None:
         left = super().next_budget(sample)
         return left if left is None or sample.response else left - sample.attempts
 

@@ -18,9 +18,9 @@ from rollproof.fakes.clients.reference_clients import (
     AsSampledCalls,
     AsSampledSpans,
     AsSampledTokens,
+    ClientOptions,
     EngineKeep,
-    Options,
-    Sample,
+    PartialSample,
 )
 from rollproof.fakes.engine.fake_engine import FakeEngine
 from rollproof.fakes.engine.inflight import InflightCall
@@ -39,14 +39,14 @@ __all__ = ["BUGS"]
 
 
 class _SampleTag(AsSampled):
-    options = Options(versions=Versions.SAMPLE)
+    options = ClientOptions(versions=Versions.SAMPLE)
 
 
 class _TagReadAfterReply(_SampleTag):
     """Reads the server's label when the reply has been worked through, not with it."""
 
     async def attempt(
-        self, sample: Sample, sent: tuple[int, ...], budget: int | None
+        self, sample: PartialSample, sent: tuple[int, ...], budget: int | None
     ) -> EngineOutput:
         output = await super().attempt(sample, sent, budget)
         for _ in range(3):
@@ -54,46 +54,46 @@ class _TagReadAfterReply(_SampleTag):
         self._now = self.fleet.servers["s0"].label
         return output
 
-    def version_tags(self, sample: Sample) -> dict[str, Any]:
+    def version_tags(self, sample: PartialSample) -> dict[str, Any]:
         return {"version": self._now}
 
 
 class _TagOfSubmission(_SampleTag):
     """Stamps the sample when it is scheduled, before it waited for a server."""
 
-    async def run(self, sample: Sample) -> bool:
+    async def run(self, sample: PartialSample) -> bool:
         self._stamp = self.fleet.servers["s0"].label
         return await super().run(sample)
 
-    def version_tags(self, sample: Sample) -> dict[str, Any]:
+    def version_tags(self, sample: PartialSample) -> dict[str, Any]:
         return {"version": self._stamp}
 
 
 class _VersionZeroIsFalse(AsSampled):
     """``if version:`` where ``is not None`` is meant."""
 
-    def version_tags(self, sample: Sample) -> dict[str, Any]:
+    def version_tags(self, sample: PartialSample) -> dict[str, Any]:
         return {name: tag or None for name, tag in super().version_tags(sample).items()}
 
 
 class _CounterAhead(AsSampled):
     """Tags with the number of the next update."""
 
-    def version_tags(self, sample: Sample) -> dict[str, Any]:
+    def version_tags(self, sample: PartialSample) -> dict[str, Any]:
         return {name: tag + 1 for name, tag in super().version_tags(sample).items()}
 
 
 class _EmptyCallSetsMinimum(AsSampled):
     """The first reply sets the minimum, with tokens or without."""
 
-    def absorb(self, sample: Sample, sent: int, output: EngineOutput) -> None:
+    def absorb(self, sample: PartialSample, sent: int, output: EngineOutput) -> None:
         if sample.attempts == 1:
             self._first = (
                 self.fleet.servers["s0"].label if output.version is None else output.version
             )
         super().absorb(sample, sent, output)
 
-    def version_tags(self, sample: Sample) -> dict[str, Any]:
+    def version_tags(self, sample: PartialSample) -> dict[str, Any]:
         return {**super().version_tags(sample), "min_version": self._first}
 
 
@@ -102,7 +102,7 @@ class _BoundsRaisedBeforeThePause(AsSampled):
     while the engines still sample.
     """
 
-    options = Options(versions=Versions.BOUNDS)
+    options = ClientOptions(versions=Versions.BOUNDS)
     _counter = 0
 
     async def update_weights(self, version: int | None) -> None:
@@ -112,26 +112,26 @@ class _BoundsRaisedBeforeThePause(AsSampled):
         )  # the trainer drains what is too stale, before the engines pause
         await super().update_weights(version)
 
-    async def run(self, sample: Sample) -> bool:
+    async def run(self, sample: PartialSample) -> bool:
         self._begun = self._counter
         return await super().run(sample)
 
-    def version_tags(self, sample: Sample) -> dict[str, Any]:
+    def version_tags(self, sample: PartialSample) -> dict[str, Any]:
         return {"min_version": self._begun, "max_version": self._counter}
 
 
 class _LastVersionOnly(AsSampled):
-    def version_tags(self, sample: Sample) -> dict[str, Any]:
+    def version_tags(self, sample: PartialSample) -> dict[str, Any]:
         return {"min_version": sample.labels[-1], "max_version": sample.labels[-1]}
 
 
 class _FirstVersionOnly(AsSampled):
-    def version_tags(self, sample: Sample) -> dict[str, Any]:
+    def version_tags(self, sample: PartialSample) -> dict[str, Any]:
         return {"min_version": sample.labels[0], "max_version": sample.labels[0]}
 
 
 class _VersionsComparedAsText(AsSampled):
-    def version_tags(self, sample: Sample) -> dict[str, Any]:
+    def version_tags(self, sample: PartialSample) -> dict[str, Any]:
         labels = [str(label) for label in sample.labels if label is not None]
         return {"min_version": min(labels), "max_version": max(labels)}
 
@@ -139,14 +139,14 @@ class _VersionsComparedAsText(AsSampled):
 class _AbortedCallsUntagged(AsSampledCalls):
     """The tag is taken from calls that ended, so a sample has fewer of them than calls with tokens."""
 
-    def version_tags(self, sample: Sample) -> dict[str, Any]:
+    def version_tags(self, sample: PartialSample) -> dict[str, Any]:
         return {"call_versions": tuple(sample.calls[-1:])}
 
 
 class _SpansWithGap(AsSampledSpans):
     """A span ends before the token that was sampled while the update was asked for."""
 
-    def version_tags(self, sample: Sample) -> dict[str, Any]:
+    def version_tags(self, sample: PartialSample) -> dict[str, Any]:
         first, *rest = super().version_tags(sample)["spans"]
         return {"spans": (replace(first, end=first.end - 1), *rest)}
 
@@ -154,7 +154,7 @@ class _SpansWithGap(AsSampledSpans):
 class _SpanBorderLate(AsSampledSpans):
     """Spans meet one token too late."""
 
-    def version_tags(self, sample: Sample) -> dict[str, Any]:
+    def version_tags(self, sample: PartialSample) -> dict[str, Any]:
         spans: tuple[Span, ...] = super().version_tags(sample)["spans"]
         first, second, *rest = spans
         return {
@@ -169,7 +169,7 @@ class _SpanBorderLate(AsSampledSpans):
 class _EnvironmentUntagged(AsSampledTokens):
     """The environment's tokens get no tag, so the tags behind them move up."""
 
-    def version_tags(self, sample: Sample) -> dict[str, Any]:
+    def version_tags(self, sample: PartialSample) -> dict[str, Any]:
         return {
             "token_versions": tuple(
                 label for label, own in zip(sample.labels, sample.mask, strict=True) if own
@@ -180,14 +180,14 @@ class _EnvironmentUntagged(AsSampledTokens):
 class _OneTagForAllTokens(AsSampledTokens):
     """The version at the end of the rollout is written to every token."""
 
-    def version_tags(self, sample: Sample) -> dict[str, Any]:
+    def version_tags(self, sample: PartialSample) -> dict[str, Any]:
         return {"token_versions": (sample.labels[-1],) * len(sample.labels)}
 
 
 class _NewestForUnknown(AsSampledTokens):
     """Where the engine shows no version, the newest known one is assumed."""
 
-    def merge_versions(self, sample: Sample, output: EngineOutput) -> None:
+    def merge_versions(self, sample: PartialSample, output: EngineOutput) -> None:
         super().merge_versions(sample, output)
         newest: Version = 0
         for i, label in enumerate(sample.labels):

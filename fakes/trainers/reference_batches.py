@@ -27,13 +27,13 @@ from rollproof.core.contract import (
 )
 from rollproof.core.records import BatchRow, IntArray, LogprobArray, Rollout
 
-__all__ = ["Collator", "PaddedBatch"]
+__all__ = ["CollatedBatch", "Collator"]
 
 _A = TypeVar("_A", bound="npt.NDArray[Any]")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
-class PaddedBatch:
+class CollatedBatch:
     """``tokens``, ``attention``, ``loss_mask`` and ``logprobs`` are ``(samples, places)``;
     ``routes`` is ``(samples, places, layers, top_k)`` and ``routed`` ``(samples, places)``, both
     ``None`` where no sample has routes.
@@ -72,14 +72,14 @@ class Collator:
         provenance=Provenance.AS_SAMPLED,
     )
 
-    def collate(self, samples: list[Rollout]) -> PaddedBatch:
+    def collate(self, samples: list[Rollout]) -> CollatedBatch:
         """Every sample becomes a row, in order."""
         for sample in samples:
             self.check(sample)
         self.left: int = max(len(sample.prompt_ids) for sample in samples)
         self.width: int = self.left + max(len(sample.response_ids) for sample in samples)
         has_routes = self.has_routes(samples)
-        return PaddedBatch(
+        return CollatedBatch(
             ids=tuple(sample.request_id for sample in samples),
             tokens=np.stack([self.tokens(sample) for sample in samples]),
             attention=np.stack([self.attention(sample) for sample in samples]),
@@ -89,7 +89,7 @@ class Collator:
             routed=np.stack([self.routed(sample) for sample in samples]) if has_routes else None,
         )
 
-    def rows(self, batch: PaddedBatch) -> list[BatchRow]:
+    def rows(self, batch: CollatedBatch) -> list[BatchRow]:
         """The rows of the batch, one per sample."""
         return [
             BatchRow(

@@ -19,7 +19,7 @@ __all__ = [
     "ManyExperts",
     "OneExpert",
     "Pipelined",
-    "Recording",
+    "RecordingTrainer",
     "Zigzag",
 ]
 
@@ -46,7 +46,7 @@ class DenseFirst(ReplayTrainer):
     parallel = "tp2 with sequence parallelism"
 
 
-class Recording(ReplayTrainer):
+class RecordingTrainer(ReplayTrainer):
     """Records its own routes (R2), a column for each MoE layer, over uneven stages one of which has
     no router.
     """
@@ -153,7 +153,7 @@ class OneExpert(ReplayTrainer):
 REFERENCES: dict[str, type[ReplayTrainer]] = {
     "replay-plain": ReplayTrainer,
     "replay-dense-first": DenseFirst,
-    "replay-recording": Recording,
+    "replay-recording": RecordingTrainer,
     "replay-zigzag": Zigzag,
     "replay-contiguous": Contiguous,
     "replay-interleaved": Interleaved,

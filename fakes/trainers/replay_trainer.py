@@ -26,8 +26,8 @@ from rollproof.core.trainer_contract import trainer_contract
 from rollproof.fakes.trainers.moe_model import MoeModel, chosen
 from rollproof.fakes.trainers.trainer_parts import (
     Microbatch,
-    Pass,
-    Router,
+    ReplayRouter,
+    TrainerPass,
     is_ready,
     outcome_of,
     plain_targets,
@@ -66,9 +66,9 @@ class ReplayTrainer:
         self.model: MoeModel = self.make_model(0, extra)
         self.ranks: list[Rank] = list(layout.mesh.row_ranks())
         layers = (*layout.moe, *range(layout.num_layers, layout.num_layers + extra))
-        self.routers: dict[tuple[int, int], Router] = self.make_routers(layers)
-        self.registry: list[Router] = self.replayed()
-        self.models: dict[str, tuple[MoeModel, dict[tuple[int, int], Router]]] = {
+        self.routers: dict[tuple[int, int], ReplayRouter] = self.make_routers(layers)
+        self.registry: list[ReplayRouter] = self.replayed()
+        self.models: dict[str, tuple[MoeModel, dict[tuple[int, int], ReplayRouter]]] = {
             name: (self.make_model(number + 1, 0), self.make_routers(layout.moe))
             for number, name in enumerate(self.others)
         }
@@ -167,15 +167,15 @@ class ReplayTrainer:
             seed=seed,
         )
 
-    def make_routers(self, layers: Sequence[int]) -> dict[tuple[int, int], Router]:
+    def make_routers(self, layers: Sequence[int]) -> dict[tuple[int, int], ReplayRouter]:
         """One router per layer and rank that sees rows, by layer and index of the rank."""
         return {
-            (layer, number): Router(layer, self.layout.top_k)
+            (layer, number): ReplayRouter(layer, self.layout.top_k)
             for layer in layers
             for number in range(len(self.ranks))
         }
 
-    def replayed(self) -> list[Router]:
+    def replayed(self) -> list[ReplayRouter]:
         """The routers that replay is for: those of the policy, without MTP layers."""
         return [
             router for (layer, _), router in self.routers.items() if layer < self.layout.num_layers
@@ -208,7 +208,7 @@ class ReplayTrainer:
             (self.model, self.routers) if step.model == "policy" else self.models[step.model]
         )
         scale = 1.0 / max(1, sum(len(sample.response_ids) for sample in step.samples))
-        run = Pass(
+        run = TrainerPass(
             step=step, spy=spy, model=model, routers=routers, scale=scale, gradients=model.zeros()
         )
         first = 0
@@ -232,7 +232,7 @@ class ReplayTrainer:
             number=number, samples=samples, first=first, rows=rows, starts=starts, sources=sources
         )
 
-    def pipeline(self, run: Pass) -> None:
+    def pipeline(self, run: TrainerPass) -> None:
         """Run all microbatches through all stages: each pipeline rank in its own order, as soon as
         what it needs is there.
         """
@@ -258,7 +258,7 @@ class ReplayTrainer:
         )
         return [Operation(microbatch=microbatch, chunk=chunk) for microbatch, chunk in table]
 
-    def operate(self, run: Pass, rank: int, operation: Operation) -> None:
+    def operate(self, run: TrainerPass, rank: int, operation: Operation) -> None:
         """One microbatch through one chunk, forward or backward."""
         microbatch, mesh = run.microbatches[operation.microbatch], self.layout.mesh
         layers = self.layout.chunks()[rank][operation.chunk]
@@ -285,7 +285,7 @@ class ReplayTrainer:
         if last:
             self.head(run, microbatch)
 
-    def arm(self, run: Pass, microbatch: Microbatch, rank: int, chunk: int) -> None:
+    def arm(self, run: TrainerPass, microbatch: Microbatch, rank: int, chunk: int) -> None:
         """Give the routers of one chunk the targets of a microbatch."""
         keep = run.step.backward and run.step.recompute is not Recompute.NONE
         for number, (place, source) in enumerate(microbatch.sources):
@@ -296,7 +296,7 @@ class ReplayTrainer:
 
     def install(
         self,
-        run: Pass,
+        run: TrainerPass,
         microbatch: Microbatch,
         layer: int,
         number: int,
@@ -334,7 +334,7 @@ class ReplayTrainer:
         assert sample.routes is not None
         return sample.routes
 
-    def layer_forward(self, run: Pass, microbatch: Microbatch, layer: int) -> None:
+    def layer_forward(self, run: TrainerPass, microbatch: Microbatch, layer: int) -> None:
         """One layer of one microbatch."""
         x = microbatch.inputs[layer] = microbatch.x
         if layer not in run.model.moe:
@@ -344,12 +344,12 @@ class ReplayTrainer:
         microbatch.x = self.experts(run, layer, microbatch, x, ids)
 
     def experts(
-        self, run: Pass, layer: int, microbatch: Microbatch, x: FloatArray, ids: IntArray
+        self, run: TrainerPass, layer: int, microbatch: Microbatch, x: FloatArray, ids: IntArray
     ) -> FloatArray:
         """The experts ``ids`` on the rows ``x``."""
         return run.model.sparse(layer, microbatch.rows, x, ids)
 
-    def layer_backward(self, run: Pass, microbatch: Microbatch, layer: int) -> None:
+    def layer_backward(self, run: TrainerPass, microbatch: Microbatch, layer: int) -> None:
         """The gradient through one layer; its router is asked again where activations are
         recomputed.
         """
@@ -363,7 +363,7 @@ class ReplayTrainer:
         microbatch.dx = self.experts_backward(run, layer, microbatch, x, ids)
 
     def experts_backward(
-        self, run: Pass, layer: int, microbatch: Microbatch, x: FloatArray, ids: IntArray
+        self, run: TrainerPass, layer: int, microbatch: Microbatch, x: FloatArray, ids: IntArray
     ) -> FloatArray:
         """The gradient of ``experts``."""
         return run.model.sparse_backward(
@@ -371,7 +371,7 @@ class ReplayTrainer:
         )
 
     def route(
-        self, run: Pass, microbatch: Microbatch, layer: int, x: FloatArray, phase: Phase
+        self, run: TrainerPass, microbatch: Microbatch, layer: int, x: FloatArray, phase: Phase
     ) -> IntArray:
         """Ask every rank's router for its rows, and put the answers together: ``(rows, top_k)``."""
         scores = run.model.scores(layer, run.model.mixed(microbatch.rows, x))
@@ -397,7 +397,7 @@ class ReplayTrainer:
             ids[places[places >= 0]] = executed[places >= 0]
         return ids
 
-    def head(self, run: Pass, microbatch: Microbatch) -> None:
+    def head(self, run: TrainerPass, microbatch: Microbatch) -> None:
         """Loss and logprobs of a microbatch."""
         loss, logprobs = run.model.loss(microbatch.rows, microbatch.x, run.scale)
         run.loss += loss
@@ -406,7 +406,7 @@ class ReplayTrainer:
             run.logprobs[sample.request_id] = logprobs[start : start + len(sample.response_ids)]
             start += len(sample.response_ids)
 
-    def recorded(self, run: Pass) -> dict[str, IntArray]:
+    def recorded(self, run: TrainerPass) -> dict[str, IntArray]:
         """What the routers recorded, put together over ranks, stages and microbatches, by request."""
         out: dict[str, IntArray] = {}
         for microbatch in run.microbatches:

@@ -22,8 +22,8 @@ from rollproof.layouts.pipeline_schedules import Operation
 
 __all__ = [
     "Microbatch",
-    "Pass",
-    "Router",
+    "ReplayRouter",
+    "TrainerPass",
     "is_ready",
     "outcome_of",
     "plain_targets",
@@ -32,7 +32,7 @@ __all__ = [
 ]
 
 
-class Router:
+class ReplayRouter:
     """The replay state of one router on one rank. ``action`` is ``None`` where it chooses by its
     own scores.
     """
@@ -115,13 +115,13 @@ class Microbatch:
 
 
 @dataclass(eq=False)
-class Pass:
+class TrainerPass:
     """A step on its way."""
 
     step: Step
     spy: Spy
     model: MoeModel
-    routers: dict[tuple[int, int], Router]
+    routers: dict[tuple[int, int], ReplayRouter]
     scale: float
     gradients: Gradients
     microbatches: list[Microbatch] = field(default_factory=list)

@@ -14,7 +14,12 @@ from rollproof.core.contract import Filler, LayerAxis, Rows, Versions
 from rollproof.core.engine_contract import PauseMode
 from rollproof.core.events.rollout import Reply, Weights
 from rollproof.core.records import FinishReason, Request
-from rollproof.fakes.clients.reference_clients import REFERENCES, AsSampled, EngineKeep, Options
+from rollproof.fakes.clients.reference_clients import (
+    REFERENCES,
+    AsSampled,
+    ClientOptions,
+    EngineKeep,
+)
 from rollproof.fakes.clients.version_tags import finest_tag, tags
 from rollproof.fakes.coded.policy import CodedPolicy
 from rollproof.fakes.engine.flavours import VersionTag
@@ -27,15 +32,15 @@ from tests.support.engine_driver import spans
 @pytest.mark.parametrize(
     ("experts", "options", "dtype"),
     [
-        (8, Options(), "uint8"),
-        (300, Options(), "uint16"),
-        (8, Options(rows=Rows.ALL), "int16"),
-        (300, Options(rows=Rows.ALL), "int32"),
-        (8, Options(rows=Rows.ALL, final_row=Filler.ARANGE), "uint8"),
+        (8, ClientOptions(), "uint8"),
+        (300, ClientOptions(), "uint16"),
+        (8, ClientOptions(rows=Rows.ALL), "int16"),
+        (300, ClientOptions(rows=Rows.ALL), "int32"),
+        (8, ClientOptions(rows=Rows.ALL, final_row=Filler.ARANGE), "uint8"),
     ],
 )
 def test_dtype_is_wide_enough_for_experts_and_filler(
-    experts: int, options: Options, dtype: str
+    experts: int, options: ClientOptions, dtype: str
 ) -> None:
     """Unsigned rows that get a -1 row are widened, never wrapped."""
     trace = ran(partial(AsSampled, options), ABORT(2), model=replace(MODEL, num_experts=experts))
@@ -53,7 +58,7 @@ def test_dtype_is_wide_enough_for_experts_and_filler(
 def test_layer_axis_is_converted(flavour: str, axis: LayerAxis | None, layers: int) -> None:
     """A declared axis that is not the engine's is made from it; dense layers hold zeros."""
     rollout = delivered(
-        ran(partial(AsSampled, Options(layer_axis=axis)), ABORT(2), flavour=flavour)
+        ran(partial(AsSampled, ClientOptions(layer_axis=axis)), ABORT(2), flavour=flavour)
     )
     assert rollout.routes is not None
     assert rollout.routes.shape[1] == layers

@@ -12,7 +12,7 @@ import pytest
 from rollproof.core.case import EngineOptions
 from rollproof.core.records import EngineOutput, IntArray, LogprobArray, Version
 from rollproof.core.trace import Recorder
-from rollproof.fakes.coded.policy import CodedPolicy, State, VersionSpan
+from rollproof.fakes.coded.policy import CodedPolicy, PrefixState, VersionSpan
 from rollproof.fakes.engine.fake_engine import FakeEngine
 from rollproof.fakes.engine.flavours import FLAVOURS
 from tests.support.engine_driver import on_clock
@@ -46,7 +46,7 @@ class Stuck(CodedPolicy):
 
 
 class Mixin:
-    def next_token(self, version: Version, state: State) -> int:
+    def next_token(self, version: Version, state: PrefixState) -> int:
         return 7
 
 
@@ -57,10 +57,10 @@ class Seven(Mixin, CodedPolicy):
 class Nines(CodedPolicy):
     """Samples 9 after each token that it extends a sequence by, and starts with a coded one."""
 
-    def extend(self, state: State, token: int) -> State:
+    def extend(self, state: PrefixState, token: int) -> PrefixState:
         return (-1, state[1] + 1)
 
-    def next_token(self, version: Version, state: State) -> int:
+    def next_token(self, version: Version, state: PrefixState) -> int:
         return 9 if state[0] == -1 else super().next_token(version, state)
 
 

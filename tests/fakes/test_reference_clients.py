@@ -30,9 +30,9 @@ from rollproof.core.trace import Recorder, Trace
 from rollproof.fakes.clients.reference_clients import (
     REFERENCES,
     AsSampled,
+    ClientOptions,
     EngineKeep,
     LatestPrefill,
-    Options,
     PartialOffManager,
     PartialOffSurfaced,
 )
@@ -354,7 +354,7 @@ def test_patience_ends() -> None:
     """
 
     class Short(AsSampled):
-        options = Options(patience=5)
+        options = ClientOptions(patience=5)
 
     async def main() -> None:
         fleet = Fleet(Case(flavour="vllm-gated", requests=(R0,)), Recorder(lambda: 0.0))

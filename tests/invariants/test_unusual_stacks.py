@@ -14,7 +14,12 @@ from rollproof.core.contract import Contract, ResumeBy
 from rollproof.core.engine_contract import PauseMode
 from rollproof.core.records import EngineOutput, Request, Rollout
 from rollproof.core.subjects import SubjectFactory
-from rollproof.fakes.clients.reference_clients import REFERENCES, AsSampled, EngineKeep, Sample
+from rollproof.fakes.clients.reference_clients import (
+    REFERENCES,
+    AsSampled,
+    EngineKeep,
+    PartialSample,
+)
 from rollproof.fakes.engine.exceptions import TransferFailed
 from rollproof.fakes.engine.fleet import Fleet
 from rollproof.fakes.known_bugs._planting import act, case, request
@@ -97,7 +102,7 @@ class _Races(AsSampled):
     """Asks every server at once, takes the first answer, and aborts the other call by its id."""
 
     async def call(
-        self, server_id: str, sample: Sample, sent: tuple[int, ...], budget: int | None
+        self, server_id: str, sample: PartialSample, sent: tuple[int, ...], budget: int | None
     ) -> EngineOutput:
         tasks = {}
         for server in self.fleet.servers.values():
@@ -138,7 +143,7 @@ class _Hedges(AsSampled):
     """Sends a slow call a second time, takes the first answer, and hangs up on the other."""
 
     async def call(
-        self, server_id: str, sample: Sample, sent: tuple[int, ...], budget: int | None
+        self, server_id: str, sample: PartialSample, sent: tuple[int, ...], budget: int | None
     ) -> EngineOutput:
         first = asyncio.ensure_future(super().call(server_id, sample, sent, budget))
         done, _ = await asyncio.wait([first], timeout=4.5)
@@ -157,7 +162,7 @@ class _StartsOver(AsSampled):
 
     resume = ResumeBy.NONE
 
-    def resumes(self, sample: Sample) -> bool:
+    def resumes(self, sample: PartialSample) -> bool:
         return False
 
     def aborts_surface(self, fleet: Fleet) -> bool:
@@ -165,7 +170,7 @@ class _StartsOver(AsSampled):
 
     async def rollout(self, request: Request) -> Rollout | None:
         while True:
-            sample = Sample(request=request)
+            sample = PartialSample(request=request)
             try:
                 output = await self.call(
                     "s0", sample, self.resume_prompt(sample), self.next_budget(sample)
@@ -182,7 +187,7 @@ class _GivesUp(AsSampled):
     """Tells its caller that the server died, instead of going on elsewhere."""
 
     async def attempt(
-        self, sample: Sample, sent: tuple[int, ...], budget: int | None
+        self, sample: PartialSample, sent: tuple[int, ...], budget: int | None
     ) -> EngineOutput:
         return await self.call("s0", sample, sent, budget)
 

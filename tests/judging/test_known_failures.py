@@ -14,7 +14,7 @@ import pytest
 import rollproof.invariants
 from rollproof.core.case import Action, ActionKind, Case, Trigger
 from rollproof.core.records import EngineOutput, Request, Rollout
-from rollproof.fakes.clients.reference_clients import AsSampled, Sample
+from rollproof.fakes.clients.reference_clients import AsSampled, PartialSample
 from rollproof.invariants import default_registry
 from rollproof.judging.checks import CheckResult, Finding, Verdict
 from rollproof.judging.known_failures import KnownFailure, apply_known_failures
@@ -41,7 +41,7 @@ class LosesARow(Concat):
     resumed is lost.
     """
 
-    def merge_routes(self, sample: Sample, sent: int, output: EngineOutput) -> None:
+    def merge_routes(self, sample: PartialSample, sent: int, output: EngineOutput) -> None:
         super().merge_routes(sample, sent, output)
         if (
             output.finish_reason is not rollproof.FinishReason.ABORT
@@ -56,7 +56,7 @@ class DoublesAlways(Concat):
     was resumed.
     """
 
-    def merge_routes(self, sample: Sample, sent: int, output: EngineOutput) -> None:
+    def merge_routes(self, sample: PartialSample, sent: int, output: EngineOutput) -> None:
         super().merge_routes(sample, sent, output)
         if sent == len(sample.request.prompt_ids) and sample.rows is not None:
             sample.rows = np.concatenate([sample.rows, sample.rows])
@@ -133,7 +133,12 @@ def test_a_report_is_held_to_kinds_alone() -> None:
         canary=False,
     )
 
-    assert () == apply_known_failures(report, {"routes.rows": (KnownFailure(reason="r", kinds=KNOWN.kinds),)}).failed
+    assert (
+        ()
+        == apply_known_failures(
+            report, {"routes.rows": (KnownFailure(reason="r", kinds=KNOWN.kinds),)}
+        ).failed
+    )
     assert ("routes.rows",) == tuple(
         result.id for result in apply_known_failures(report, {"routes.rows": (KNOWN,)}).failed
     )

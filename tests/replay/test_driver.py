@@ -17,7 +17,7 @@ from rollproof.core.replay_contract import Defect
 from rollproof.core.router_spy import Spy, UnsupportedStep
 from rollproof.core.trace import Trace
 from rollproof.errors import RoutesError, SubjectError, UsageError
-from rollproof.fakes.trainers.reference_trainers import CapturedPrefix, Recording
+from rollproof.fakes.trainers.reference_trainers import CapturedPrefix, RecordingTrainer
 from rollproof.fakes.trainers.replay_trainer import ReplayTrainer
 from rollproof.replay.driver import record_again, record_replay
 
@@ -59,7 +59,7 @@ def test_a_self_replay_replays_what_the_spy_saw() -> None:
     """The routes of a self-replay are the native choices, cut to the contract's rows; dense columns
     stay empty.
     """
-    trace = record_replay(Recording, only=["self-replay"])
+    trace = record_replay(RecordingTrainer, only=["self-replay"])
     asked = steps(trace)
     calls = [event for event in trace.events if isinstance(event, Routing)]
     first = next(call for call in calls if call.layer == 2)

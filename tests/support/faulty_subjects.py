@@ -10,7 +10,7 @@ import numpy as np
 
 from rollproof.core.case import Case
 from rollproof.core.records import EngineOutput
-from rollproof.fakes.clients.reference_clients import AsSampled, Sample
+from rollproof.fakes.clients.reference_clients import AsSampled, PartialSample
 from rollproof.fakes.known_bugs._planting import ABORTED, CLEAN, SYNCED
 
 __all__ = ["CONCAT", "CORRECT", "Concat", "Correct", "Unfinished"]
@@ -31,11 +31,11 @@ class Correct(AsSampled):
 class Concat(Correct):
     """Appends the routes of the whole sequence to those of the calls before (verl#6029)."""
 
-    def routes_start(self, sample: Sample) -> int:
+    def routes_start(self, sample: PartialSample) -> int:
         """Every call returns all rows."""
         return 0
 
-    def merge_routes(self, sample: Sample, sent: int, output: EngineOutput) -> None:
+    def merge_routes(self, sample: PartialSample, sent: int, output: EngineOutput) -> None:
         """The fault."""
         if output.routes is not None:
             sample.rows = (

@@ -17,16 +17,16 @@ from rollproof.fakes.known_bugs import KNOWN_BUGS
 from rollproof.fakes.known_bugs.known_bug import KnownBug
 from rollproof.fakes.trainers.reference_trainers import REFERENCES
 from rollproof.fakes.trainers.replay_trainer import ReplayTrainer
-from rollproof.fakes.trainers.trainer_parts import Microbatch, Pass
+from rollproof.fakes.trainers.trainer_parts import Microbatch, TrainerPass
 from rollproof.invariants import default_registry
 from rollproof.judging.checks import Verdict
 from rollproof.judging.judge import Tally
 from rollproof.replay.driver import drive_episode, record_replay
 from rollproof.replay.plans import random_episode
 from rollproof.store import dump_trace, load_trace
+from rollproof.verification.canary import try_canary
 from rollproof.verification.kill_matrix import record_traces
 from rollproof.verification.replay import PLANTS, judge_replay
-from rollproof.verification.canary import try_canary
 from rollproof.verification.traces import judge, judge_events
 
 CHECKS = default_registry().select(["replay"])
@@ -76,7 +76,7 @@ def test_random_plans_find_what_outlives_a_step() -> None:
     class Kept(ReplayTrainer):
         def install(
             self,
-            run: Pass,
+            run: TrainerPass,
             microbatch: Microbatch,
             layer: int,
             number: int,

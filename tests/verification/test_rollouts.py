@@ -21,9 +21,9 @@ from rollproof.fakes.clients.reference_clients import (
     AsSampled,
     EngineKeep,
     PartialOffSurfaced,
-    Sample,
+    PartialSample,
 )
-from rollproof.fakes.clients.resuming import Options
+from rollproof.fakes.clients.resuming import ClientOptions
 from rollproof.invariants import default_registry
 from rollproof.judging.checks import Verdict, request_check
 from rollproof.judging.registry import Registry
@@ -47,10 +47,10 @@ def _case(*tokens: int, kind: ActionKind = ActionKind.ABORT, **fields: Any) -> C
 class Concatenates(AsSampled):
     """Appends the whole array of every resumed call, as verl 0.7.1 did."""
 
-    def routes_start(self, sample: Sample) -> int:
+    def routes_start(self, sample: PartialSample) -> int:
         return 0
 
-    def merge_routes(self, sample: Sample, sent: int, output: EngineOutput) -> None:
+    def merge_routes(self, sample: PartialSample, sent: int, output: EngineOutput) -> None:
         if output.routes is not None:
             sample.rows = (
                 output.routes
@@ -159,7 +159,7 @@ def test_only_selects_and_own_checks_are_added() -> None:
         ),
         ({"only": ["routes.row"]}, "Did you mean routes.rows"),
         ({"flavours": ["llama.cpp"]}, r"No engine flavour is named \['llama.cpp'\]; choose among"),
-        ({"seed": -1}, "seed=-1 must be a whole number >= 0"),
+        ({"seed": -1}, "seed=-1 must be an integer >= 0"),
     ],
 )
 def test_arguments_that_do_not_exist_are_answered_with_those_that_do(
@@ -250,7 +250,7 @@ def test_an_option_of_a_manager_is_part_of_its_contract() -> None:
     """References declare what they do: an untagged one has no version checks to pass."""
 
     def untagged() -> AsSampled:
-        return AsSampled(Options(versions="none"))  # type: ignore[arg-type]
+        return AsSampled(ClientOptions(versions="none"))  # type: ignore[arg-type]
 
     report = run_conformance(untagged, cases=[_case(2)], only=["versions.min-max"])
 
@@ -276,10 +276,10 @@ def test_an_option_of_a_manager_is_part_of_its_contract() -> None:
         ),
         ({"progress": 5}, "progress must be a function of one Progress, not 5"),
         ({"flavours": "vllm"}, r"flavours='vllm' is one text: write flavours=\['vllm'\]"),
-        ({"seed": "a"}, "seed='a' must be a whole number >= 0, such as 0 or 12345"),
-        ({"seed": -1}, "seed=-1 must be a whole number >= 0"),
-        ({"seed": True}, "seed=True must be a whole number >= 0"),
-        ({"seed": 2**63}, r"must be a whole number >= 0, such as 0 or 12345, below 2\*\*63"),
+        ({"seed": "a"}, "seed='a' must be an integer >= 0, such as 0 or 12345"),
+        ({"seed": -1}, "seed=-1 must be an integer >= 0"),
+        ({"seed": True}, "seed=True must be an integer >= 0"),
+        ({"seed": 2**63}, r"must be an integer >= 0, such as 0 or 12345, below 2\*\*63"),
         ({"name": 5}, "name must be text, not 5"),
         ({"recipe": 5}, "recipe must be a mapping such as .*, not 5"),
         ({"cases": []}, "cases holds no case, so nothing would be judged"),

@@ -12,7 +12,7 @@ from rollproof.core.events.replay import Action, Outcome, Phase, Purpose, Step
 from rollproof.core.records import IntArray, Rollout
 from rollproof.core.replay_contract import Defect, Installs
 from rollproof.core.router_spy import InjectedFailure, Spy, UnsupportedStep
-from rollproof.fakes.trainers.reference_trainers import DenseFirst, OneExpert, Recording
+from rollproof.fakes.trainers.reference_trainers import DenseFirst, OneExpert, RecordingTrainer
 from rollproof.fakes.trainers.replay_trainer import ReplayTrainer
 from rollproof.fakes.trainers.trainer_parts import Microbatch
 from rollproof.judging.checks import Verdict
@@ -65,7 +65,7 @@ class Shifting(ReplayTrainer):
             spy.extend(narrower.events)
 
 
-class ShiftingRecorder(Shifting, Recording):
+class ShiftingRecorder(Shifting, RecordingTrainer):
     """As ``Shifting``, recording its own routes."""
 
 
@@ -130,7 +130,7 @@ class Normalised(OneExpert):
     normalised = True
 
 
-class RecordsOnly(Recording):
+class RecordsOnly(RecordingTrainer):
     """Replays in training alone: old logprobs are recorded, and evaluations native."""
 
     def work(self, step: Step, spy: Spy) -> Outcome:
@@ -260,7 +260,7 @@ class _Overflowing(Spy):
         super().routed(layer, left, **places)
 
 
-class Capacity(Recording):
+class Capacity(RecordingTrainer):
     """Experts turn tokens away in the recording pass, behind what is recorded: such rows are not
     compared.
     """
