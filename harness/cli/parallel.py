@@ -1,23 +1,27 @@
-"""Jobs: targets judged one after the other, or side by side in processes of their own.
+"""Judge several targets, one after the other or in worker processes.
 
-A worker makes its subjects from their recipes, as ``rollproof replay`` does, so nothing of a
-subject crosses a process. Workers are fresh interpreters: no state of the parent's reaches what
-they judge, and a verdict does not depend on their number.
+A worker makes its subject from the target's recipe, as ``rollproof replay`` does, so nothing of a
+subject crosses a process. Workers are fresh interpreters: they see no state of the parent, and a
+verdict does not depend on their number.
 """
 
 from __future__ import annotations
 
+import faulthandler
 import multiprocessing
 import os
 import signal
+import sys
+import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
+from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass, field, replace
-from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
+from multiprocessing.queues import SimpleQueue
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar, NamedTuple, TypeAlias
 
 from rollproof.cli.named_targets import Target, target_of_recipe
 from rollproof.core.error_text import told
@@ -26,18 +30,19 @@ from rollproof.core.progress import Progress
 from rollproof.errors import RollproofError, SubjectError
 from rollproof.invariants import default_registry
 from rollproof.judging.checks import CheckResult
-from rollproof.judging.known_failures import Ways
+from rollproof.judging.known_failures import KnownFailures
 from rollproof.judging.report import Interrupted, Report
-from rollproof.verification.options import Options
+from rollproof.simulation.watchdog import VARIABLE, limit
+from rollproof.verification.options import ROLLOUTS, Options
 from rollproof.verification.runner import name_of
 from rollproof.verification.subject_kinds import run
 
 __all__ = ["Settings", "judge_all", "processors"]
 
-_BETWEEN_REPORTS = 0.2
-"""Seconds between two messages of a worker about how far it is."""
-_PARTING = 5.0
-"""Seconds that workers get to tell what they have found when Ctrl-C ends the run."""
+_REPORT_INTERVAL = 0.2
+"""Seconds between two progress messages of a worker."""
+_SILENCE = 5
+"""A worker is ended after so many times the limit of a step without any progress."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -45,7 +50,7 @@ class Settings:
     """How every target of a run is judged.
 
     ``expected`` maps names of targets to the checks that are known to fail, with reasons, ``ways``
-    to how they are known to.
+    to the kinds of findings that those checks are known to show.
     """
 
     profile: str
@@ -53,12 +58,12 @@ class Settings:
     only: tuple[str, ...]
     flavours: tuple[str, ...] = ()
     expected: Mapping[str, Mapping[str, str]]
-    ways: Mapping[str, Ways] = field(default_factory=dict)
+    ways: Mapping[str, KnownFailures] = field(default_factory=dict)
     witness_dir: Path
 
 
 def processors() -> int:
-    """How many processors this process may use."""
+    """Return how many processors this process may use."""
     affinity = getattr(os, "sched_getaffinity", None)
     return len(affinity(0)) if affinity is not None else os.cpu_count() or 1
 
@@ -70,23 +75,17 @@ def judge_all(
     *,
     jobs: int,
 ) -> list[Report]:
-    """The reports of ``targets``, in their order, by up to ``jobs`` processes at once (1: this
-    one).
+    """Return the reports of ``targets``, in their order, judged by up to ``jobs`` processes.
 
-    Raises what judging a target raises, ``SubjectError`` where a worker dies, and ``Interrupted``
-    with what there is where Ctrl-C ends it. However it ends, no worker is left.
+    With ``jobs=1`` this process judges them. Raises what judging a target raises, ``SubjectError``
+    if a worker dies, and on Ctrl-C ``Interrupted`` with the finished reports. No worker is left.
     """
     if min(jobs, len(targets)) <= 1:
-        return _one_after_the_other(targets, settings, progress)
-    run = _SideBySide(targets, progress)
-    try:
-        run.all(settings, min(jobs, len(targets)))
-    except KeyboardInterrupt:
-        raise Interrupted(*run.found()) from None
-    return run.found()
+        return _judge_here(targets, settings, progress)
+    return _Pool(targets, settings, progress).judge(min(jobs, len(targets)))
 
 
-def _one_after_the_other(
+def _judge_here(
     targets: Sequence[Target], settings: Settings, progress: Callable[[Progress], None]
 ) -> list[Report]:
     reports: list[Report] = []
@@ -94,118 +93,133 @@ def _one_after_the_other(
         try:
             reports.append(_judge(target, settings, progress))
         except KeyboardInterrupt as interrupt:
-            raise Interrupted(
-                *reports, *(interrupt.reports if isinstance(interrupt, Interrupted) else ())
-            ) from None
+            partial = interrupt.reports if isinstance(interrupt, Interrupted) else ()
+            raise Interrupted(*reports, *partial) from None
     return reports
 
 
-class _SideBySide:
-    """Targets that are judged by workers, and the reports that have come back."""
+class _Message(NamedTuple):
+    """What a worker says while it judges: which target, in which process, and how far it is."""
 
-    def __init__(self, targets: Sequence[Target], progress: Callable[[Progress], None]) -> None:
+    number: int
+    pid: int
+    progress: Progress | None = None
+
+
+class _Outcome(NamedTuple):
+    """What a worker returns: the report without its results, and those as plain values.
+
+    A check holds functions, which cannot be pickled, so it travels as its id.
+    """
+
+    report: Report
+    results: list[dict[str, Any]]
+    interrupted: bool
+
+
+_Messages: TypeAlias = "SimpleQueue[_Message]"
+
+
+class _Pool:
+    """Targets that are judged by a pool of processes."""
+
+    def __init__(
+        self,
+        targets: Sequence[Target],
+        settings: Settings,
+        progress: Callable[[Progress], None],
+    ) -> None:
         self._targets = targets
+        self._settings = settings
         self._progress = progress
-        self._todo: Iterator[tuple[int, Target]] = iter(enumerate(targets))
-        self._busy: dict[Connection, int] = {}
         self._reports: dict[int, Report] = {}
+        self._workers: dict[int | None, BaseProcess] = {}
+        self._judging: dict[int, int] = {}
 
-    def found(self) -> list[Report]:
-        """The reports so far, in the order of the targets."""
+    def judge(self, jobs: int) -> list[Report]:
+        """Judge all of them. Ctrl-C ends the workers, and keeps the reports of finished targets."""
+        # "spawn", because a fork would copy whatever this process has imported and patched.
+        context = multiprocessing.get_context("spawn")
+        messages: _Messages = context.SimpleQueue()
+        others = set(multiprocessing.active_children())
+        pool = ProcessPoolExecutor(
+            jobs, context, initializer=_start_worker, initargs=(messages, self._settings)
+        )
+        try:
+            futures = {
+                pool.submit(_work, number, dict(target.recipe)): number
+                for number, target in enumerate(self._targets)
+            }
+            workers = set(multiprocessing.active_children()) - others
+            self._workers = {worker.pid: worker for worker in workers}
+            self._collect(futures, messages)
+        except BrokenProcessPool:
+            pool.shutdown()  # the exit codes are known once the executor has ended the others
+            raise SubjectError(self._death()) from None
+        except BaseException as error:
+            # The executor itself only waits for running tasks, which may take minutes.
+            for worker in self._workers.values():
+                worker.kill()
+            if isinstance(error, KeyboardInterrupt):
+                partial = error.reports if isinstance(error, Interrupted) else ()
+                raise Interrupted(*self._finished(), *partial) from None
+            raise
+        finally:
+            pool.shutdown(cancel_futures=True)
+            messages.close()
+        return self._finished()
+
+    def _finished(self) -> list[Report]:
         return [self._reports[number] for number in sorted(self._reports)]
 
-    def all(self, settings: Settings, count: int) -> None:
-        """Have every target judged. Ctrl-C asks each worker for what it has found so far, before it
-        goes on to the caller.
-        """
-        with _workers(count, settings) as workers:
-            for pipe in workers:
-                self._give(pipe)
-            try:
-                self._take_all()
-            except KeyboardInterrupt:
-                for process in workers.values():
-                    process.terminate()
-                self._take_rest()
-                raise
+    def _collect(self, futures: dict[Future[_Outcome], int], messages: _Messages) -> None:
+        waiting = set(futures)
+        while waiting:
+            done, waiting = wait(waiting, _REPORT_INTERVAL, FIRST_COMPLETED)
+            while not messages.empty():
+                self._show(messages.get())
+            for future in sorted(done, key=futures.__getitem__):
+                number, outcome = futures[future], future.result()
+                report = _unpacked(outcome)
+                if outcome.interrupted:
+                    raise Interrupted(report)
+                self._reports[number] = report
 
-    def _give(self, pipe: Connection) -> None:
-        """Hand a worker the next target, if one is left."""
-        number, target = next(self._todo, (None, None))
-        if target is None or number is None:
-            return
-        self._busy[pipe] = number
-        with suppress(ConnectionError):  # a worker that died is told apart when its answer is read
-            pipe.send(dict(target.recipe))
-
-    def _take_all(self) -> None:
-        """Read what the workers say until none is busy."""
-        while self._busy:
-            for pipe in wait(list(self._busy)):
-                assert isinstance(pipe, Connection)
-                if not self._take(pipe):
-                    raise KeyboardInterrupt
-
-    def _take(self, pipe: Connection) -> bool:
-        """Read one message of a worker: how far it is, its report, or why there is none; whether it
-        was not interrupted.
-        """
-        number = self._busy[pipe]
-        try:
-            message = pipe.recv()
-        except (
-            EOFError,
-            ConnectionError,
-        ):  # the latter where it died before it read what it was given
-            raise SubjectError(
-                f"The process that judged {self._targets[number].name} died (out of memory, or the"
-                " subject ended it). Run it with `--jobs 1` to see why."
-            ) from None
-        if isinstance(message, Progress):
-            share = f" ({message.done}/{message.total})" if message.total else ""
+    def _show(self, message: _Message) -> None:
+        self._judging[message.pid] = message.number
+        progress = message.progress
+        if progress is not None:
+            share = f" ({progress.done}/{progress.total})" if progress.total else ""
             self._progress(
                 Progress(
-                    done=len(self._reports), total=len(self._targets), what=message.what + share
+                    done=len(self._reports), total=len(self._targets), what=progress.what + share
                 )
             )
-        elif isinstance(message, BaseException):
-            raise message
-        else:
-            interrupted, report, results = message
-            self._reports[number] = _unpacked(report, results)
-            del self._busy[pipe]
-            self._give(pipe)
-            return not interrupted
-        return True
 
-    def _take_rest(self) -> None:
-        """What the workers have found so far, as far as they tell it soon."""
-        self._todo = iter(())
-        until = time.monotonic() + _PARTING
-        while self._busy and (ready := wait(list(self._busy), max(0.0, until - time.monotonic()))):
-            for pipe in ready:
-                assert isinstance(pipe, Connection)
-                try:
-                    self._take(pipe)
-                except Exception:  # noqa: BLE001 - it died, or cannot be run: the user wants to stop, and is not told of it now
-                    del self._busy[pipe]
+    def _death(self) -> str:
+        """Return which target ended its worker, how, and what to do about it."""
+        running = {
+            pid: number for pid, number in self._judging.items() if number not in self._reports
+        }
+        codes = {pid: self._workers[pid].exitcode for pid in running if pid in self._workers}
+        # When one worker dies, the executor ends the others with SIGTERM.
+        dead = [pid for pid in running if codes.get(pid) != -signal.SIGTERM] or list(running)
+        names = " or ".join(dict.fromkeys(self._targets[running[pid]].name for pid in dead))
+        code = codes.get(dead[0]) if dead else None
+        silence = _SILENCE * limit()
+        return (
+            f"The process that judged {names or 'a target'} died (exit code {code}): it ran out of"
+            " memory, the subject ended it"
+            f"{f', or it made no progress for {silence:g} s ({VARIABLE})' if silence else ''}."
+            " Run it with `--jobs 1` to see why."
+        )
 
 
 def _judge(target: Target, settings: Settings, progress: Callable[[Progress], None]) -> Report:
-    """The report of one target. An error names a subject as the command line does, also one that
-    was defined elsewhere.
+    """Return the report of one target.
+
+    An error names the subject as the command line does, also if it is defined in another module.
     """
-    try:
-        return _judged(target, settings, progress)
-    except SubjectError as error:
-        raise SubjectError(
-            str(error).replace(
-                name_of(target.factory), str(target.recipe.get("subject", target.name))
-            )
-        ) from error
-
-
-def _judged(target: Target, settings: Settings, progress: Callable[[Progress], None]) -> Report:
     cases = None
     if target.cases is not None and not settings.flavours:
         cases = target.cases(settings.profile, settings.seed)
@@ -222,84 +236,91 @@ def _judged(target: Target, settings: Settings, progress: Callable[[Progress], N
         flavours=settings.flavours or target.flavours,
         cases=cases,
     )
-    return run(target.about, target.factory, options)
-
-
-@contextmanager
-def _workers(count: int, settings: Settings) -> Iterator[dict[Connection, BaseProcess]]:
-    """``count`` workers by the pipes to them, which end with the context."""
-    context = multiprocessing.get_context("spawn")
-    workers: dict[Connection, BaseProcess] = {}
     try:
-        for _ in range(count):
-            here, there = context.Pipe()
-            process = context.Process(target=_work, args=(there, settings), daemon=True)
-            process.start()
-            there.close()
-            workers[here] = process
-        yield workers
+        return run(target.about, target.factory, options)
+    except SubjectError as error:
+        raise SubjectError(
+            str(error).replace(
+                name_of(target.factory), str(target.recipe.get("subject", target.name))
+            )
+        ) from error
+
+
+class _Worker:
+    """The state of a worker process, set by the pool's initializer."""
+
+    messages: ClassVar[_Messages]
+    settings: ClassVar[Settings]
+
+
+def _start_worker(messages: _Messages, settings: Settings) -> None:
+    _Worker.messages, _Worker.settings = messages, settings
+    # Ctrl-C reaches the whole process group; the parent alone decides what it means.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    # A worker holds both ends of the executor's queues, so it would wait for ever for work from a
+    # parent that was killed.
+    threading.Thread(target=_exit_with_parent, daemon=True).start()
+
+
+def _exit_with_parent() -> None:
+    parent = multiprocessing.parent_process()
+    if parent is not None:
+        parent.join()
+        os._exit(1)
+
+
+def _work(number: int, recipe: Mapping[str, Any]) -> _Outcome:
+    """Judge the target of a recipe in this worker."""
+    settings, messages, pid = _Worker.settings, _Worker.messages, os.getpid()
+    messages.put(_Message(number, pid))
+    last = 0.0
+
+    def report_progress(progress: Progress) -> None:
+        nonlocal last
+        now = time.monotonic()
+        if now - last >= _REPORT_INTERVAL:
+            last = now
+            _exit_without_progress(target.about)
+            messages.put(_Message(number, pid, progress))
+
+    try:
+        target = target_of_recipe(recipe)
+        _exit_without_progress(target.about)
+        return _packed(_judge(target, settings, report_progress), interrupted=False)
+    except Interrupted as interrupt:  # a subject raised KeyboardInterrupt
+        return _packed(interrupt.reports[0], interrupted=True)
+    except RollproofError:
+        raise
+    except Exception as error:  # noqa: BLE001 - whatever a subject raises
+        # as text, because the error itself may not be picklable
+        raise RuntimeError(told(error)) from None
     finally:
-        for running in workers.values():
-            running.kill()
-        for pipe, running in workers.items():
-            running.join()
-            pipe.close()
+        faulthandler.cancel_dump_traceback_later()
 
 
-def _work(pipe: Connection, settings: Settings) -> None:
-    """The life of a worker: recipes in, progress and reports out, until the parent is gone, or
-    wants to hear what there is.
+def _exit_without_progress(about: str) -> None:
+    """End this worker, with the place on standard error, unless this is called again in time.
+
+    Engines and trainers are left alone: they start for minutes, and have timeouts of their own.
     """
-    signal.signal(
-        signal.SIGINT, signal.SIG_IGN
-    )  # Ctrl-C reaches the parent too, which then tells its workers
-    signal.signal(signal.SIGTERM, _interrupted)
-    said = 0.0
-
-    def tell(progress: Progress) -> None:
-        nonlocal said
-        if time.monotonic() - said >= _BETWEEN_REPORTS:
-            said = time.monotonic()
-            pipe.send(progress)
-
-    # a parent that dies with messages unread resets the pipe, and does not just end it
-    with suppress(EOFError, ConnectionError, KeyboardInterrupt):
-        while True:
-            recipe = pipe.recv()
-            try:
-                pipe.send((False, *_packed(_judge(target_of_recipe(recipe), settings, tell))))
-            except (EOFError, ConnectionError):
-                raise
-            except Interrupted as interrupt:
-                pipe.send((True, *_packed(interrupt.reports[0])))
-                return
-            except RollproofError as error:
-                pipe.send(error)
-            except Exception as error:  # noqa: BLE001 - whatever it is, the parent tells it as it would tell its own
-                pipe.send(RuntimeError(told(error)))
+    seconds = _SILENCE * limit()
+    if about in (ROLLOUTS, "batches") and seconds and sys.__stderr__ is not None:
+        # A C thread, so that it also ends what never gives Python's lock back.
+        faulthandler.dump_traceback_later(seconds, exit=True, file=sys.__stderr__)
 
 
-def _interrupted(*_: object) -> None:
-    """The parent's Ctrl-C, once: what is being put together then is not interrupted again."""
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    raise KeyboardInterrupt
-
-
-def _packed(report: Report) -> tuple[Report, list[dict[str, Any]]]:
-    """A report fit for a pipe: checks hold functions, so they travel by id."""
+def _packed(report: Report, *, interrupted: bool) -> _Outcome:
     names = ("verdict", "reason", "exercised", "findings", "found", "kinds", "known", "otherwise")
     results = [
         {"check": result.id, **{name: getattr(result, name) for name in names}}
         for result in report.results
     ]
-    return replace(report, results=()), results
+    return _Outcome(replace(report, results=()), results, interrupted)
 
 
-def _unpacked(report: Report, results: list[dict[str, Any]]) -> Report:
+def _unpacked(outcome: _Outcome) -> Report:
     registry = default_registry()
-    return replace(
-        report,
-        results=tuple(
-            CheckResult(**{**result, "check": registry[result["check"]]}) for result in results
-        ),
+    results = tuple(
+        CheckResult(**{**result, "check": registry[result["check"]]}) for result in outcome.results
     )
+    return replace(outcome.report, results=results)
