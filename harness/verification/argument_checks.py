@@ -1,6 +1,4 @@
-"""Arguments: what the doors are called with from Python, refused in our words where it is of a
-wrong kind.
-"""
+"""Argument checks: refuse arguments of a wrong kind with an error that says what to write."""
 
 from __future__ import annotations
 
@@ -28,8 +26,10 @@ __all__ = [
 
 
 def as_names(value: Any, argument: str) -> tuple[str, ...]:
-    """Several names as a tuple. Raises ``UsageError`` for a bare text, whose letters would be taken
-    for names, and for what is no text.
+    """Return several names as a tuple.
+
+    Raises ``UsageError`` for one string, whose letters would count as names, and for what holds
+    anything but strings.
     """
     if isinstance(value, str):
         raise UsageError(f"{argument}={show(value)} is one text: write {argument}=[{show(value)}].")
@@ -37,29 +37,31 @@ def as_names(value: Any, argument: str) -> tuple[str, ...]:
         names = tuple(value)
     except TypeError:
         raise UsageError(f"{argument} must be a list of names, not {show(value)}.") from None
-    stray = [name for name in names if not isinstance(name, str)]
-    if stray:
-        raise UsageError(f"{argument} must hold names, not {show(stray[0])}.")
+    wrong = [name for name in names if not isinstance(name, str)]
+    if wrong:
+        raise UsageError(f"{argument} must hold names, not {show(wrong[0])}.")
     return names
 
 
 def as_seed(value: Any) -> int | None:
-    """A seed, or ``None``: what the profile says. Raises ``UsageError`` for anything but a whole
-    number >= 0 that a trace can hold.
+    """Return a seed; ``None`` means that of the profile.
+
+    Raises ``UsageError`` for anything but an integer >= 0 that a trace can hold.
     """
     if value is not None and (
         not isinstance(value, int) or isinstance(value, bool) or not 0 <= value < 2**63
     ):
         raise UsageError(
-            f"seed={show(value)} must be a whole number >= 0, such as 0 or 12345, below 2**63;"
+            f"seed={show(value)} must be an integer >= 0, such as 0 or 12345, below 2**63;"
             " a report names the seed that repeats its run."
         )
     return None if value is None else int(value)
 
 
 def as_name(value: Any) -> str | None:
-    """What a run is called, or ``None``: as its subject is. Raises ``UsageError`` for what is no
-    text.
+    """Return the name of a run; ``None`` means that of its subject.
+
+    Raises ``UsageError`` for anything but text.
     """
     if value is not None and not isinstance(value, str):
         raise UsageError(f"name must be text, not {show(value)}.")
@@ -67,8 +69,9 @@ def as_name(value: Any) -> str | None:
 
 
 def as_recipe(value: Any) -> Mapping[str, Any] | None:
-    """How a counterexample makes its subject again, or ``None``. Raises ``UsageError`` for what is
-    no mapping.
+    """Return how a counterexample makes its subject again, or ``None``.
+
+    Raises ``UsageError`` for anything but a mapping.
     """
     if value is not None and not isinstance(value, Mapping):
         raise UsageError(
@@ -78,8 +81,9 @@ def as_recipe(value: Any) -> Mapping[str, Any] | None:
 
 
 def as_cases(value: Any) -> list[Case]:
-    """Cases as a list. Raises ``UsageError`` for an empty one, which would judge nothing, and for
-    what holds anything else.
+    """Return cases as a list.
+
+    Raises ``UsageError`` for an empty list, which would judge nothing, and for other elements.
     """
     cases = _listed(value, "cases must be a list of Case")
     if not cases:
@@ -97,9 +101,7 @@ def as_cases(value: Any) -> list[Case]:
 
 
 def as_checks(value: Any) -> list[Check]:
-    """Checks as a list. Raises ``UsageError`` for what holds anything else, such as the id of a
-    check.
-    """
+    """Return checks as a list. Raises ``UsageError`` for other elements, such as a check's id."""
     checks = _listed(value, "checks must be a list of Check")
     for check in checks:
         if not isinstance(check, Check):
@@ -111,24 +113,26 @@ def as_checks(value: Any) -> list[Check]:
 
 
 def as_path(value: Any, argument: str) -> Path:
-    """A place in the file system, given as text or path. Raises ``UsageError`` for anything else."""
+    """Return text or a path as a ``Path``. Raises ``UsageError`` for anything else."""
     text = os.fspath(value) if isinstance(value, str | os.PathLike) else value
     if not isinstance(text, str) or "\0" in text:
         raise UsageError(f"{argument} must be a path, such as 'out/trace.json', not {show(text)}.")
     return Path(text)
 
 
-def _listed(value: Any, wanted: str) -> list[Any]:
+def _listed(value: Any, requirement: str) -> list[Any]:
     try:
-        given = iter(value)
+        iterator = iter(value)
     except TypeError:
-        raise UsageError(f"{wanted}, not {show(value)}.") from None
-    return list(given)  # outside: what a generator raises is its own
+        raise UsageError(f"{requirement}, not {show(value)}.") from None
+    # outside of the try: a TypeError that the user's generator raises is not about the argument
+    return list(iterator)
 
 
 def as_expected(value: Any, registry: Registry | None = None) -> dict[str, str]:
-    """Check id to reason. Raises ``UsageError`` for an id that no check has, and for a reason that
-    is no text or empty.
+    """Return check id to reason.
+
+    Raises ``UsageError`` for an id that no check has, and for a reason that is empty or no text.
     """
     if value is None:
         return {}
@@ -137,10 +141,10 @@ def as_expected(value: Any, registry: Registry | None = None) -> dict[str, str]:
             'expected must map ids of checks to reasons, such as {"routes.rows": "verl#6029"},'
             f" not be {show(value)}."
         )
-    known = default_registry() if registry is None else registry
+    registry = default_registry() if registry is None else registry
     for check_id, reason in value.items():
         as_names([check_id], "expected")
-        _ = known[check_id]
+        _ = registry[check_id]  # raises for an unknown id, with close matches
         if not isinstance(reason, str) or not reason.strip():
             raise UsageError(
                 f"expected[{check_id!r}] must say why the check is known to fail, not be"
@@ -150,7 +154,7 @@ def as_expected(value: Any, registry: Registry | None = None) -> dict[str, str]:
 
 
 def check_factory(value: Any, what: str) -> None:
-    """Raises ``UsageError`` for what cannot be called."""
+    """Raise ``UsageError`` if ``value`` cannot be called."""
     if not callable(value):
         raise UsageError(
             f"{what} takes a factory, such as the subject's class, not {show(value)}: each case"

@@ -1,8 +1,7 @@
-"""Batch cases: finished samples that a conversion into training rows must carry, and malformed ones
-that it must refuse.
+"""Batch cases: samples that a batch conversion must carry, and malformed ones that it must refuse.
 
-Values are drawn so that nothing coincides: every token id, logprob and row of a case is its own, so
-that a value that lands in the wrong place is told from the right one. One seed, one set of cases.
+No two values of a case are equal: token ids, logprobs and route rows are unique, so that a value in
+the wrong place is always noticed. One seed gives one set of cases.
 """
 
 from __future__ import annotations
@@ -22,8 +21,10 @@ _LENGTHS = ((3, 4), (1, 6), (5, 1), (4, 4))
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class BatchCase:
-    """Samples that are given together; ``defect`` says in words what is wrong with the sample
-    ``defective`` (``""``: nothing).
+    """Samples that are converted together.
+
+    defect: what is wrong with a sample, in words; ``""``: nothing.
+    defective: the request id of that sample.
     """
 
     name: str
@@ -33,9 +34,7 @@ class BatchCase:
 
 
 def batch_cases(contract: Contract, seed: int = 0) -> tuple[BatchCase, ...]:
-    """The cases that fit a contract: well-formed batches first, then one for each defect that it
-    rules out.
-    """
+    """Return the cases that fit a contract: well-formed batches, then one per defect it rules out."""
     return (*_well_formed(contract, seed), *_malformed(contract, seed))
 
 
@@ -48,8 +47,9 @@ class _Maker:
         self._made = 0
 
     def sample(self, prompt: int, response: int, *, largest: bool = False) -> Rollout:
-        """A sample of so many prompt and response tokens. ``largest`` draws experts from the upper
-        end of their range.
+        """Make a sample with this many prompt and response tokens.
+
+        ``largest`` draws experts from the upper end of their range.
         """
         contract = self._contract
         first = 10 + 32 * self._made
@@ -79,7 +79,7 @@ class _Maker:
         )
 
     def batch(self, *lengths: tuple[int, int]) -> list[Rollout]:
-        """Samples of these lengths."""
+        """Make samples of these prompt and response lengths."""
         return [self.sample(*pair) for pair in lengths]
 
     def _routes(self, total: int, largest: bool) -> IntArray:
@@ -99,9 +99,10 @@ class _Maker:
         ]
         if contract.rows is not Rows.ALL:
             return rows
-        least = np.array(-1 if contract.final_row is Filler.MINUS_ONE else 0)
-        final = np.arange(top_k) if contract.final_row is Filler.ARANGE else least
+        constant = np.array(-1 if contract.final_row is Filler.MINUS_ONE else 0)
+        final = np.arange(top_k) if contract.final_row is Filler.ARANGE else constant
         final = rows[-1:] if contract.final_row is Filler.PREVIOUS else final
+        # unsigned rows cannot hold a filler of -1
         wide = rows.astype(np.int32) if contract.final_row is Filler.MINUS_ONE else rows
         return np.concatenate(
             [wide, np.broadcast_to(final, (1, *rows.shape[1:])).astype(wide.dtype)]
@@ -122,10 +123,10 @@ def _well_formed(contract: Contract, seed: int) -> Iterator[BatchCase]:
             name="read-only arrays",
             samples=tuple(_read_only(sample) for sample in make.batch(*_LENGTHS)),
         )
-        for place, where in enumerate(("first", "in the middle", "last")):
+        for place, name in enumerate(("first", "in the middle", "last")):
             samples = make.batch((3, 4), (2, 3), (4, 2))
             samples[place] = replace(samples[place], routes=None)
-            yield BatchCase(name=f"a sample without routes {where}", samples=tuple(samples))
+            yield BatchCase(name=f"a sample without routes {name}", samples=tuple(samples))
     if contract.rows is Rows.CAPTURED_PREFIX:
         yield BatchCase(
             name="a captured prefix",
@@ -156,26 +157,24 @@ def _well_formed(contract: Contract, seed: int) -> Iterator[BatchCase]:
 
 def _malformed(contract: Contract, seed: int) -> Iterator[BatchCase]:
     """A batch of three with the defective sample in the middle, and one with it alone."""
-    for what, needed, spoil in _DEFECTS:
-        if not needed(contract):
+    for defect, ruled_out, spoil in _DEFECTS:
+        if not ruled_out(contract):
             continue
         for alone in (True, False):
             samples = _Maker(contract, seed + 1).batch((3, 5), (2, 5), (4, 3))
             samples[1] = spoil(samples[1])
             chosen = samples[1:2] if alone else samples
-            name = f"{what}{'' if alone else ', among others'}"
+            name = f"{defect}{'' if alone else ', among others'}"
             yield BatchCase(
-                name=name, samples=tuple(chosen), defect=what, defective=samples[1].request_id
+                name=name, samples=tuple(chosen), defect=defect, defective=samples[1].request_id
             )
 
 
 def _with_rows(sample: Rollout, rows: int) -> Rollout:
-    """``sample`` with its first ``rows`` rows, or with that many in all by repeating the last one."""
+    """Return the sample with ``rows`` route rows: cut, or with its last row repeated."""
     assert sample.routes is not None
-    kept = sample.routes[:rows]
-    return replace(
-        sample, routes=np.concatenate([kept, kept[-1:].repeat(rows - len(kept), axis=0)])
-    )
+    cut = sample.routes[:rows]
+    return replace(sample, routes=np.concatenate([cut, cut[-1:].repeat(rows - len(cut), axis=0)]))
 
 
 def _read_only(sample: Rollout) -> Rollout:
@@ -194,9 +193,7 @@ def _without_logprob(sample: Rollout, contract: Contract) -> Rollout:
 
 
 def _of_length(field: str, length: int) -> Callable[[Rollout], Rollout]:
-    """Make a per-token array of the response ``length`` long, by cutting it or repeating its last
-    value.
-    """
+    """Return a function that cuts or extends a per-token array of the response to ``length``."""
 
     def spoil(sample: Rollout) -> Rollout:
         array = getattr(sample, field)
@@ -238,6 +235,4 @@ _DEFECTS: tuple[tuple[str, Callable[[Contract], bool], Callable[[Rollout], Rollo
         _of_length("loss_mask", 8),
     ),
 )
-"""What is wrong, in words (samples of 2 + 5 tokens), whether a contract rules it out, and how it is
-made.
-"""
+"""Each defect in words (of a sample of 2 + 5 tokens), which contracts rule it out, how to make it."""

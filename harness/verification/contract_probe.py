@@ -1,4 +1,4 @@
-"""Probing: starts a subject on idle fleets to ask for its contract, per engine flavour."""
+"""Contract probe: start a subject on idle fleets and read its contract, per engine flavour."""
 
 from __future__ import annotations
 
@@ -15,25 +15,24 @@ from rollproof.verification.runner import idle_contracts
 __all__ = ["declares", "probe"]
 
 _ODD = Model(num_layers=5, moe_layers=(1, 3, 4), num_experts=12, top_k=3)
-"""A size that nobody declares by chance: a contract that shows it follows the fleet."""
+"""A size that no stack has by chance: a contract that declares it follows the fleet."""
 
 
 def probe(
     factory: SubjectFactory, flavours: Iterable[str] | None = None
 ) -> list[tuple[str, Contract, Model | None]]:
-    """Flavours that the subject can be run on, with its contract there and its model (``None``: it
-    follows the fleet).
+    """Return the flavours that the subject runs on, each with its contract and its model.
 
-    ``flavours`` are taken as named; without them the subject's own ``flavours`` attribute, and
-    without that every flavour whose conventions fit the contract. Raises ``UsageError`` for a name
-    that does not exist, ``SubjectError`` for a subject that does not start on a flavour it was
-    named for.
+    The model is ``None`` if the contract follows the fleet. Without ``flavours`` those of the
+    subject's attribute ``flavours`` are used, and without that all whose conventions fit the
+    contract. Raises ``UsageError`` for a name that does not exist, ``SubjectError`` for a subject
+    that does not start on a flavour that was named.
     """
     named = tuple(flavours) if flavours is not None else tuple(getattr(factory, "flavours", ()))
-    stray = sorted(set(named) - set(FLAVOURS))
-    if stray:
-        raise UsageError(f"No engine flavour is named {stray}; choose among {sorted(FLAVOURS)}.")
-    found = []
+    unknown = sorted(set(named) - set(FLAVOURS))
+    if unknown:
+        raise UsageError(f"No engine flavour is named {unknown}; choose among {sorted(FLAVOURS)}.")
+    fitting = []
     for flavour in named or tuple(FLAVOURS):
         try:
             subject, engine = idle_contracts(factory, _idle(flavour, _ODD))
@@ -45,10 +44,11 @@ def probe(
                 raise
             continue
         if named or _fits(subject, engine):
-            found.append((flavour, subject, model))
-    if not found and not named:
+            fitting.append((flavour, subject, model))
+    if not fitting and not named:
+        # nothing fits: start it once more so that its own error is raised
         idle_contracts(factory, _idle(next(iter(FLAVOURS)), Model()))
-    return found
+    return fitting
 
 
 def _idle(flavour: str, model: Model) -> Case:
@@ -60,9 +60,7 @@ def _idle(flavour: str, model: Model) -> Case:
 
 
 def declares(contract: Contract, model: Model) -> bool:
-    """Whether a contract is one for this model: a contract of a fixed size does not follow a fleet
-    of another.
-    """
+    """Whether the contract's sizes are those of the model."""
     if not contract.has_routes:
         return True
     shown = (contract.num_layers, contract.moe_layers, contract.num_experts, contract.top_k)
@@ -85,7 +83,7 @@ def _model_of(contract: Contract) -> Model:
 
 
 def _fits(subject: Contract, engine: Contract) -> bool:
-    """Whether the subject's declared conventions can come from engines of this flavour."""
+    """Whether engines of this flavour can return what the subject declares."""
     if not subject.has_routes or not engine.has_routes:
         return not subject.has_routes
     if subject.rows is Rows.FORWARDED and engine.rows is Rows.ALL:

@@ -1,17 +1,16 @@
-"""Expected failures: a TOML file in the user's repository that lists checks known to fail, each
-with its reason.
+"""Expected failures: a TOML file in the user's repository lists checks that are known to fail.
 
-Strict on purpose. An entry that names no check, one that has expired, and one whose check passes
-are errors, so that the file cannot outlive the faults that it excuses. Format::
+The file is strict on purpose: an entry that names no check, one that has expired and one for a
+check that passes are errors. So it cannot outlive the faults that it excuses. Format::
 
     [[expected]]
     check = "routes.position"
     reason = "routes are concatenated on resume"
     issue = "verl#6029"          # optional
-    shows = ["too many route rows"]  # optional: the kinds of its findings, as `kinds` of the JSON report has them
+    shows = ["too many route rows"]  # optional: kinds of findings, from `kinds` in the JSON report
     since = 2026-11-28           # optional
     expires = 2027-03-01         # optional: from that day on the entry is an error
-    subject = "MyStack"          # optional: only this subject; without it, every subject that is judged
+    subject = "MyStack"          # optional: only this subject (default: every subject)
 
 With ``shows``, a check that finds something of another kind fails all the same: a second fault of
 the same check is not excused.
@@ -31,7 +30,7 @@ from typing import Any, Self
 from rollproof.core.files import read_toml, write_atomically
 from rollproof.errors import ExpectationError
 from rollproof.invariants import default_registry
-from rollproof.judging.known_failures import Way
+from rollproof.judging.known_failures import KnownFailure
 
 __all__ = ["Expectation", "ExpectedFailures", "Outcome"]
 
@@ -41,11 +40,13 @@ _HEADER = re.compile(r"^[ \t]*\[\[[ \t]*expected[ \t]*\]\]", re.MULTILINE)
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Expectation:
-    """One entry: the check ``check`` is known to fail (for ``subject``, or for all), because of
-    ``reason``.
+    """One entry of the file.
 
-    ``shows`` are the kinds of its findings; where it is empty, whatever the check finds is taken
-    for the known fault.
+    check: the id of the check that is known to fail.
+    reason, issue: why, and where that is tracked.
+    shows: the kinds of findings of the known fault; empty: all that the check finds.
+    since, expires: when it was accepted, and from when on it is an error.
+    subject: the subject that it speaks about; ``None``: all.
     """
 
     check: str
@@ -61,18 +62,19 @@ class Expectation:
         return self.subject in (None, subject)
 
     @property
-    def told(self) -> str:
-        """The reason, with the issue where there is one."""
+    def explanation(self) -> str:
+        """The reason, with the issue if there is one."""
         return f"{self.reason} ({self.issue})" if self.issue else self.reason
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Outcome:
-    """What a run made of one subject: check id to verdict (in the words of the JSON report), and
-    the title of its first finding.
+    """What a run found out about one subject.
 
-    ``known`` are the reasons of known failures that the check showed, ``otherwise`` counts its
-    findings of kinds that none explains.
+    verdicts: by check id, as the JSON report writes them.
+    titles: the title of each failing check's first finding.
+    known: the reasons of known failures that a check showed.
+    otherwise: how many findings of each kind no known failure explains.
     """
 
     subject: str
@@ -83,7 +85,7 @@ class Outcome:
 
     @classmethod
     def of_report(cls, report: Mapping[str, Any]) -> Self:
-        """From a JSON report."""
+        """Read a JSON report."""
         return cls(
             subject=report["subject"],
             verdicts={check["id"]: check["verdict"] for check in report["checks"]},
@@ -101,7 +103,7 @@ class Outcome:
         return self.verdicts.get(check_id) in ("fail", "expected fail")
 
     def decided(self, check_id: str) -> bool:
-        """Whether the run says that the entry is wanted or not: an unknown verdict does not."""
+        """Whether the run shows if an entry is still needed: an unknown verdict does not."""
         return self.verdicts.get(check_id) in ("fail", "expected fail", "pass", "not applicable")
 
 
@@ -117,8 +119,9 @@ class ExpectedFailures:
     def read(
         cls, path: str | Path, *, missing_ok: bool = False, today: dt.date | None = None
     ) -> ExpectedFailures:
-        """Read and check a file; with ``missing_ok`` an absent one is an empty one. Raises
-        ``ExpectationError``, listing every problem.
+        """Read and check a file; with ``missing_ok`` an absent file counts as an empty one.
+
+        Raises ``ExpectationError`` with every problem of the file.
         """
         path = Path(path)
         try:
@@ -142,26 +145,25 @@ class ExpectedFailures:
         return cls(path, text, tuple(entries))
 
     def reasons(self, subject: str) -> dict[str, str]:
-        """Check id to reason, for one subject: what ``run_conformance`` takes as ``expected``."""
-        return {entry.check: entry.told for entry in self.entries if entry.covers(subject)}
+        """Return check id to reason for one subject: the ``expected`` of ``run_conformance``."""
+        return {entry.check: entry.explanation for entry in self.entries if entry.covers(subject)}
 
-    def ways(self, subject: str) -> dict[str, tuple[Way, ...]]:
+    def ways(self, subject: str) -> dict[str, tuple[KnownFailure, ...]]:
         """Check id to how it is known to fail, where the file says so: what ``run_conformance``
         takes as ``ways``.
         """
         return {
-            entry.check: (Way(reason=entry.told, kinds=entry.shows),)
+            entry.check: (KnownFailure(reason=entry.explanation, kinds=entry.shows),)
             for entry in self.entries
             if entry.covers(subject) and entry.shows
         }
 
     def stale(self, outcome: Outcome) -> list[str]:
-        """One sentence per entry that the run shows to be no longer wanted; an empty list where all
-        are.
-        """
+        """Return one sentence per entry that the run shows to be no longer needed."""
         return [
-            f"{entry.check} is listed in {self.path} as an expected failure ({entry.told}), but its"
-            f" verdict is {outcome.verdicts[entry.check]}: remove the entry, or accept."
+            f"{entry.check} is listed in {self.path} as an expected failure"
+            f" ({entry.explanation}), but its verdict is {outcome.verdicts[entry.check]}: remove"
+            " the entry, or accept."
             for entry in self.entries
             if entry.covers(outcome.subject)
             and outcome.decided(entry.check)
@@ -169,45 +171,45 @@ class ExpectedFailures:
         ]
 
     def accept(self, outcomes: Iterable[Outcome], *, today: dt.date | None = None) -> list[str]:
-        """Rewrite the file so that it says what the runs found; returns one sentence per change.
+        """Rewrite the file so that it says what the runs found, and return one sentence per change.
 
-        Entries that still fail keep their text, comments included, and so do those that no run
-        decided. Entries whose check no longer fails are taken out, and every new failure is added
-        with a reason for the user to replace.
+        Entries that still fail and those that no run decided keep their text, comments included.
+        Entries that no longer fail are removed, and every new failure is added with a reason for
+        the user to replace.
         """
         outcomes = list(outcomes)
         blocks = self._blocks()
-        named = len(outcomes) > 1 or any(entry.subject for entry in self.entries)
-        kept, said = [blocks[0]], []
+        per_subject = len(outcomes) > 1 or any(entry.subject for entry in self.entries)
+        written, changes = [blocks[0]], []
         for entry, block in zip(self.entries, blocks[1:], strict=True):
-            failing, gone = _fate(entry, outcomes)
-            if not gone:
-                kept.append(block)
+            failing, too_wide = _still_failing(entry, outcomes)
+            if not too_wide:
+                written.append(block)
             elif failing:
-                kept += [_narrowed(block, name) for name in failing]
-                said.append(
-                    f"narrowed {entry.check} to {', '.join(failing)}: elsewhere it does not fail"
+                written += [_narrowed(block, name) for name in failing]
+                changes.append(
+                    f"narrowed {entry.check} to {', '.join(failing)}: it does not fail elsewhere"
                 )
             else:
-                said.append(
+                changes.append(
                     f"removed {entry.check}: it does not fail any more (its reason was:"
-                    f" {entry.told})"
+                    f" {entry.explanation})"
                 )
         for outcome in outcomes:
             for check_id in outcome.verdicts:
                 if outcome.fails(check_id) and check_id not in self.reasons(outcome.subject):
-                    kept.append(_block(check_id, outcome, named=named, today=today or _today()))
-                    said.append(
+                    written.append(
+                        _block(check_id, outcome, named=per_subject, today=today or _today())
+                    )
+                    changes.append(
                         f"added {check_id}: replace its reason in {self.path} by the true one"
                     )
-        if said:
-            write_atomically(self.path, _glued(kept))
-        return said or [f"{self.path} already says what was found"]
+        if changes:
+            write_atomically(self.path, _joined(written))
+        return changes or [f"{self.path} already says what was found"]
 
     def _blocks(self) -> list[str]:
-        """The text before the first entry, then the text of each entry with the comment lines
-        directly above it.
-        """
+        """Return the text before the first entry, then each entry with the comments above it."""
         starts = [match.start() for match in _HEADER.finditer(self._text)]
         if len(starts) != len(self.entries):
             raise ExpectationError(
@@ -284,22 +286,19 @@ def _entry(table: Mapping[str, Any], today: dt.date) -> tuple[Expectation | None
         import difflib
 
         near = difflib.get_close_matches(table["check"], registry.ids, n=2)
-        return None, [
-            "no check has this"
-            f" id{': did you mean ' + ' or '.join(near) + '?' if near else '; `rollproof checks` lists all.'}"
-        ]
+        advice = f"did you mean {' or '.join(near)}?" if near else "`rollproof checks` lists all."
+        return None, [f"no check has this id: {advice}"]
     entry = Expectation(**{**table, "shows": tuple(table.get("shows", ()))})
     if entry.expires is not None and entry.expires <= today:
-        return None, [
-            f"expired on {entry.expires}: fix the fault, or decide anew until when it is accepted."
-            f" Its reason: {entry.told}"
-        ]
+        problem = f"expired on {entry.expires}: fix the fault, or set a later date."
+        return None, [f"{problem} Its reason: {entry.explanation}"]
     return entry, []
 
 
-def _fate(entry: Expectation, outcomes: list[Outcome]) -> tuple[list[str], bool]:
-    """Names of the subjects in which the entry's check fails, and whether some run shows that the
-    entry claims too much.
+def _still_failing(entry: Expectation, outcomes: list[Outcome]) -> tuple[list[str], bool]:
+    """Return the subjects in which the entry's check fails, and whether the entry covers too much.
+
+    It does if some run decided that the check does not fail there.
     """
     concerned = [
         outcome
@@ -307,15 +306,15 @@ def _fate(entry: Expectation, outcomes: list[Outcome]) -> tuple[list[str], bool]
         if entry.covers(outcome.subject) and entry.check in outcome.verdicts
     ]
     failing = [outcome.subject for outcome in concerned if outcome.fails(entry.check)]
-    too_much = any(
+    passes_somewhere = any(
         outcome.decided(entry.check) and not outcome.fails(entry.check) for outcome in concerned
     )
     undecided = any(not outcome.decided(entry.check) for outcome in concerned)
-    return failing, too_much and not (undecided and not failing)
+    return failing, passes_somewhere and not (undecided and not failing)
 
 
 def _narrowed(block: str, subject: str) -> str:
-    """An entry's text, for one subject only."""
+    """Return the text of an entry, limited to one subject."""
     end = _HEADER.search(block).end()  # type: ignore[union-attr]  # blocks are cut at their headers
     return f"{block[:end]}\nsubject = {_quoted(subject)}{block[end:]}"
 
@@ -336,17 +335,18 @@ def _block(check_id: str, outcome: Outcome, *, named: bool, today: dt.date) -> s
 
 
 def _quoted(text: str) -> str:
-    """A TOML basic string: JSON's, but for DEL, which TOML does not allow bare."""
+    """Return a TOML basic string."""
+    # TOML escapes as JSON does, and does not allow DEL bare either
     return json.dumps(text, ensure_ascii=False).replace("\x7f", "\\u007f")
 
 
-def _glued(blocks: list[str]) -> str:
-    """Blocks with one empty line between them."""
+def _joined(blocks: list[str]) -> str:
+    """Join blocks with one empty line between them."""
     return "\n\n".join(text for text in (block.strip("\n") for block in blocks) if text) + "\n"
 
 
 def _with_comments(text: str, start: int) -> int:
-    """Where the comment lines directly above ``start`` begin."""
+    """Return where the comment lines directly above ``start`` begin."""
     while start > 0:
         above = text.rfind("\n", 0, start - 1) + 1
         if not text[above:start].lstrip().startswith("#"):

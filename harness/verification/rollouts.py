@@ -131,6 +131,9 @@ def run_conformance(
             "flavours names no engine flavour, so nothing would be judged: leave it out for all"
             " that fit the contract."
         )
+    folder = None if witness_dir is None else as_path(witness_dir, "witness_dir")
+    if folder is not None:
+        check_folder(folder)  # before anything that takes time
     options = Options(
         name=as_name(name),
         profile=profile,
@@ -139,7 +142,7 @@ def run_conformance(
         expected=as_expected(expected, registry),
         known_failures=ways or {},
         recipe=as_recipe(recipe),
-        counterexample_dir=None if witness_dir is None else as_path(witness_dir, "witness_dir"),
+        counterexample_dir=folder,
         keep_counterexamples=frozenset(as_names(keep_witnesses, "keep_witnesses")),
         progress=progress,
         flavours=flavour_names,

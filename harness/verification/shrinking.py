@@ -1,4 +1,4 @@
-"""Shrink: makes a failing case small, so that a person can read it and mail it."""
+"""Shrinking: make a failing case small enough to be read and mailed."""
 
 from __future__ import annotations
 
@@ -13,12 +13,11 @@ __all__ = ["shrink"]
 
 
 def shrink(case: Case, fails: Callable[[Case], bool], tries: int = 150) -> Case:
-    """The smallest case reachable from ``case`` by single simplifications for which ``fails`` still
-    holds.
+    """Return the smallest case that still fails, reached from ``case`` by single simplifications.
 
-    Greedy and deterministic: simplifications are tried in order of how much they remove, each
-    accepted one starts anew. At most ``tries`` cases are run; a case that cannot be built or run
-    does not count as failing.
+    Greedy and deterministic: simplifications are tried in the order of how much they remove, and
+    the search restarts after each one that still fails. At most ``tries`` cases are run. A case
+    that cannot be built or run does not count as failing.
     """
     best = case
     seen = {repr(case)}
@@ -30,7 +29,7 @@ def shrink(case: Case, fails: Callable[[Case], bool], tries: int = 150) -> Case:
                 continue
             seen.add(repr(smaller))
             tries -= 1
-            if _holds(fails, smaller):
+            if _still_fails(fails, smaller):
                 best = smaller
                 progress = True
                 break
@@ -39,7 +38,7 @@ def shrink(case: Case, fails: Callable[[Case], bool], tries: int = 150) -> Case:
     return best
 
 
-def _holds(fails: Callable[[Case], bool], case: Case) -> bool:
+def _still_fails(fails: Callable[[Case], bool], case: Case) -> bool:
     try:
         return fails(case)
     except RollproofError:
@@ -62,9 +61,8 @@ def _simpler(case: Case) -> Iterator[Case]:
 
 
 def _rebuilt(case: Case, **changes: object) -> Iterator[Case]:
-    """The case with changes, where it is still a valid one (two requests may not come to share a
-    prompt).
-    """
+    """Yield the case with changes if it is still valid."""
+    # two requests that come to share a prompt, say, cannot be told apart: Case refuses them
     try:
         yield replace(case, **changes)  # type: ignore[arg-type]
     except RollproofError:
@@ -74,13 +72,13 @@ def _rebuilt(case: Case, **changes: object) -> Iterator[Case]:
 def _fewer_requests(case: Case) -> Iterator[Case]:
     if len(case.requests) == 1:
         return
-    for i, gone in enumerate(case.requests):
+    for i, removed in enumerate(case.requests):
         yield replace(
             case,
             requests=case.requests[:i] + case.requests[i + 1 :],
             arrivals=case.arrivals[:i] + case.arrivals[i + 1 :],
             actions=tuple(
-                action for action in case.actions if action.when.request != gone.request_id
+                action for action in case.actions if action.when.request != removed.request_id
             ),
         )
 

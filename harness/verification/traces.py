@@ -1,4 +1,4 @@
-"""Judge recorded traces with the shipped checks, and with the oracle that their header describes."""
+"""Judge traces with the shipped checks and the oracle that the trace's header describes."""
 
 from __future__ import annotations
 

@@ -130,7 +130,10 @@ subject = "A"
     assert (
         "entry 3 (stitch.tokens): since must be a date without quotes, such as 2026-11-28." in text
     )
-    assert "entry 4 (routes.position): expired on 2026-11-28: fix the fault, or decide anew" in text
+    assert (
+        "entry 4 (routes.position): expired on 2026-11-28: fix the fault, or set a later date"
+        in text
+    )
     assert "entry 6 (stitch.tokens): listed twice." in text
 
 
@@ -239,7 +242,7 @@ def test_accepting_narrows_an_entry_to_the_subject_that_fails(path: Path) -> Non
     runs = [outcome("A", routes_rows="expected_fail"), outcome("B", routes_rows="pass")]
     said = read(path).accept(runs, today=TODAY)
 
-    assert ["narrowed routes.rows to A: elsewhere it does not fail"] == said
+    assert ["narrowed routes.rows to A: it does not fail elsewhere"] == said
     assert [] == read(path).stale(runs[1])
     assert "routes.rows" in read(path).reasons("A")
 

@@ -62,10 +62,9 @@ def test_what_a_rollout_raises_is_an_outcome() -> None:
         async def rollout(self, request: Request) -> Rollout | None:
             raise KeyError("weight_version")
 
-    assert (
-        "KeyError: 'weight_version' (test_runner.py:58, in rollout)"
-        == result_of(run_case(Raises, CASE)).error
-    )
+    line = Raises.rollout.__code__.co_firstlineno + 1
+    expected = f"KeyError: 'weight_version' (test_runner.py:{line}, in rollout)"
+    assert expected == result_of(run_case(Raises, CASE)).error
 
 
 def test_a_deadlocked_rollout_is_a_hang_that_says_what_it_awaits() -> None:

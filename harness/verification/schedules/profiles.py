@@ -35,7 +35,7 @@ class Profile:
         """
         if given is not None and (isinstance(given, bool) or not 0 <= given < 2**63):
             raise UsageError(
-                f"seed={given!r} must be a whole number >= 0, below 2**63; a report names the seed"
+                f"seed={given!r} must be an integer >= 0, below 2**63; a report names the seed"
                 " that repeats its run."
             )
         if given is not None:

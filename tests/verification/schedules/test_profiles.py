@@ -56,5 +56,5 @@ def test_seed_of_a_run() -> None:
 
 def test_negative_seed_is_refused() -> None:
     """A seed below 0 is refused."""
-    with pytest.raises(UsageError, match="seed=-1 must be a whole number >= 0"):
+    with pytest.raises(UsageError, match="seed=-1 must be an integer >= 0"):
         Profile(name="x", random_cases=1, max_examples=1, steps=1).seed_for(-1)
