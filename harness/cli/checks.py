@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.table import Table
 
-from rollproof.cli.options import JsonTarget
-from rollproof.cli.output import Output
-from rollproof.fakes.known_bugs.known_bug import KnownBug
+from rollproof.cli.output import JsonTarget, Output
 from rollproof.invariants import default_registry
 from rollproof.judging.checks import Check
 from rollproof.judging.report import REPORT_SCHEMA, ExitCode
 from rollproof.reporting.text import Style
+
+if TYPE_CHECKING:
+    from rollproof.fakes.known_bugs.known_bug import KnownBug
 
 __all__ = ["checks"]
 

@@ -12,8 +12,7 @@ from collections.abc import Iterator
 from importlib import metadata
 
 from rollproof.cli.named_targets import references
-from rollproof.cli.options import JsonTarget
-from rollproof.cli.output import Output
+from rollproof.cli.output import JsonTarget, Output
 from rollproof.core.error_text import told
 from rollproof.engines.gpus import find_gpus
 from rollproof.judging.report import REPORT_SCHEMA, ExitCode

@@ -7,8 +7,7 @@ from typing import Annotated
 import typer
 from rich.table import Table
 
-from rollproof.cli.options import JsonTarget
-from rollproof.cli.output import Meter, Output
+from rollproof.cli.output import JsonTarget, Meter, Output
 from rollproof.judging.report import REPORT_SCHEMA, ExitCode
 from rollproof.reporting.text import Style
 from rollproof.verification.kill_matrix import KillResult, run_kill_matrix

@@ -10,8 +10,9 @@ import time
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self
+from typing import Annotated, Any, Self, TypeAlias
 
+import typer
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn
 from rich.progress import Progress as RichProgress
@@ -25,7 +26,28 @@ from rollproof.errors import UsageError
 from rollproof.judging.report import ExitCode
 from rollproof.reporting.text import Line
 
-__all__ = ["Meter", "Output"]
+__all__ = ["JsonTarget", "Meter", "Only", "Output", "Verbose"]
+
+JsonTarget: TypeAlias = Annotated[
+    str | None,
+    typer.Option(
+        "--json",
+        metavar="FILE|-",
+        help="Write the JSON to this file, or to standard output (-) and nothing else there.",
+    ),
+]
+Only: TypeAlias = Annotated[
+    list[str] | None,
+    typer.Option("--only", metavar="ID", help="Only this check or family; may be repeated."),
+]
+Verbose: TypeAlias = Annotated[
+    bool,
+    typer.Option(
+        "--verbose",
+        "-v",
+        help="List every check, also those that passed and those that the contract rules out.",
+    ),
+]
 
 _QUIET = 2.0
 """Seconds during which a run shows no progress."""

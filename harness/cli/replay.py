@@ -9,8 +9,7 @@ from typing import Annotated, Any
 import typer
 
 from rollproof.cli.named_targets import Target, stack_targets, subject_target, target_of_recipe
-from rollproof.cli.options import JsonTarget
-from rollproof.cli.output import Output
+from rollproof.cli.output import JsonTarget, Output
 from rollproof.core.trace import Trace
 from rollproof.errors import UsageError
 from rollproof.judging.checks import Verdict

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from rollproof.cli.check_summary import judged_lines
+from rollproof.cli.check import judged_lines
 from rollproof.verification.traces import judge
 from tests.support.scripted_rollouts import ScriptedCall, script_rollout
 

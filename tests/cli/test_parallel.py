@@ -170,7 +170,7 @@ def test_an_error_of_a_worker_is_the_error_of_the_run(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("jobs", [1, 2])
 def test_an_interrupt_of_a_subject_brings_its_report(tmp_path: Path, jobs: int) -> None:
-    """Where a subject raises KeyboardInterrupt, here or in a worker, the cases so far are reported."""
+    """Where a subject raises KeyboardInterrupt, here or in a worker, its cases so far count."""
     with pytest.raises(Interrupted) as interrupt:
         judge_all(
             [target("Concat"), target("Stopped")],

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from rollproof.cli.named_targets import Target
-from rollproof.cli.pinned_verdicts import Known
+from rollproof.cli.verify import Known
 from rollproof.errors import ExpectationError, UsageError
 from rollproof.invariants import default_registry
 from rollproof.judging.checks import CheckResult, Verdict
