@@ -24,7 +24,8 @@ nox.options.reuse_existing_virtualenvs = True
 nox.options.error_on_external_run = True
 
 ROOT = Path(__file__).parent
-GROUPS = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["dependency-groups"]
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
+GROUPS = PROJECT["dependency-groups"]
 
 
 def install(session: nox.Session, *groups: str) -> None:
@@ -146,6 +147,12 @@ def cpu(session: nox.Session) -> None:
     session.run("pytest", *(session.posargs or ["-n", "2", "--dist", "loadfile", "tests"]))
 
 
+@nox.session(python=nox.project.python_versions(PROJECT))
+def pythons(session: nox.Session) -> None:
+    """Run the tests of `cpu` on each Python that the classifiers name: for a nightly job."""
+    cpu(session)
+
+
 @nox.session
 def trainers(session: nox.Session) -> None:
     """Run the tests that drive real trainers on the CPU; `-- --table FILE [SETUP ...]` judges Megatron setups and writes the verdicts.
@@ -233,6 +240,9 @@ def lint(session: nox.Session) -> None:
     session.install(*GROUPS["lint"])
     session.run("ruff", "check", ".")
     session.run("ruff", "format", "--check", ".")
+    # Offline: the online checks ask GitHub about the actions, which a lint run must not depend on.
+    workflows = map(str, sorted((ROOT / "docs" / "ci").glob("*.yml")))
+    session.run("zizmor", "-q", "--offline", "--config=.github/zizmor.yml", ".github", *workflows)
 
 
 @nox.session

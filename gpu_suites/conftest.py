@@ -43,7 +43,7 @@ def pytest_configure(config: pytest.Config) -> None:
     if config.getoption("numprocesses", None) and not hasattr(config, "workerinput"):
         raise pytest.UsageError(
             "The GPU suites run in one process, whose cards are its own: leave -n out."
-            " docs/ci/gpu.yml has shards."
+            " .github/workflows/gpu.yml has shards."
         )
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     for text in MARKERS.values():

@@ -7,6 +7,7 @@ from __future__ import annotations
 import re
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,8 @@ yaml = pytest.importorskip("yaml", reason="PyYAML is not installed")
 
 ROOT = Path(__file__).parents[2]
 CI = ROOT / "docs" / "ci"
-WORKFLOWS = sorted(CI.glob("*.yml"))
+OURS = ROOT / ".github" / "workflows"
+WORKFLOWS = sorted([*CI.glob("*.yml"), *OURS.glob("*.yml")])
 STEP = {"name", "uses", "with", "run", "env", "if"}
 JOB = {"runs-on", "timeout-minutes", "strategy", "steps", "needs", "if"}
 
@@ -39,7 +41,7 @@ def read(path: Path) -> Any:
     return yaml.load(path.read_text(encoding="utf-8"), NoDuplicates)
 
 
-@pytest.mark.parametrize("path", WORKFLOWS, ids=lambda path: path.stem)
+@pytest.mark.parametrize("path", WORKFLOWS, ids=lambda path: f"{path.parent.name}-{path.stem}")
 def test_a_workflow_is_one(path: Path) -> None:
     """Known keys, bounded jobs, pinned actions, least permissions; each shell step is valid shell."""
     data = read(path)
@@ -61,7 +63,7 @@ def test_a_workflow_is_one(path: Path) -> None:
             subprocess.run(["bash", "-n", "-c", step.get("run", "")], check=True)
 
 
-@pytest.mark.parametrize("path", WORKFLOWS, ids=lambda path: path.stem)
+@pytest.mark.parametrize("path", WORKFLOWS, ids=lambda path: f"{path.parent.name}-{path.stem}")
 def test_what_a_workflow_names_exists(path: Path) -> None:
     """Options, suites, sessions, modules and files."""
     text = path.read_text(encoding="utf-8")
@@ -79,9 +81,20 @@ def test_what_a_workflow_names_exists(path: Path) -> None:
     assert all((ROOT / name).is_file() for name in re.findall(r"docs/ci/\w+\.py", text))
 
 
+def test_the_cpu_workflow_runs_each_python_of_the_classifiers() -> None:
+    """A Python that the package claims to support is tested, in the workflow and in nox."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    prefix = "Programming Language :: Python :: "
+    versions = [
+        name.removeprefix(prefix) for name in project["classifiers"] if name.startswith(prefix)
+    ]
+    matrix = read(OURS / "cpu.yml")["jobs"]["tests"]["strategy"]["matrix"]
+    assert versions == matrix["python"]
+
+
 def test_the_gpu_workflow_runs_every_suite_and_requires_gpus() -> None:
     """No green run is empty, and none of the suites is forgotten."""
-    job = read(CI / "gpu.yml")["jobs"]["suite"]
+    job = read(OURS / "gpu.yml")["jobs"]["suite"]
     suites = {path.name for path in (ROOT / "gpu_suites").glob("test_*.py")} - {"test_gate.py"}
     assert suites == set(job["strategy"]["matrix"]["suite"])
     assert any("--rollproof-require-gpu" in step.get("run", "") for step in job["steps"])
