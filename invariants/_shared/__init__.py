@@ -1,3 +1,3 @@
-"""Shared parts of the checks."""
+"""What the checks of several families share."""
 
 from __future__ import annotations

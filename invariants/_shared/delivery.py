@@ -1,8 +1,7 @@
-"""Delivery: a delivered sample beside the rollout that the engines' replies make, and how far the
-two line up.
+"""A delivered sample next to the rollout that the engines' replies make, and how far the two align.
 
-Checks of per-token values judge only what lines up: where tokens are lost or doubled,
-``stitch.tokens`` says so, and nobody else is blamed for values that cannot be told apart from their
+Checks of per-token values judge only what aligns. If tokens are lost or doubled, ``stitch.tokens``
+reports it, and no other check is blamed for values that cannot be told apart from their
 neighbours'.
 """
 
@@ -15,52 +14,72 @@ from rollproof.core.records import FinishReason
 
 if TYPE_CHECKING:
     from rollproof.core.records import Rollout
+    from rollproof.judging.checks import Collector
     from rollproof.judging.request_view import RequestView
     from rollproof.judging.stitching import Stitched
 
-__all__ = ["Delivery", "delivery", "missing_reason"]
+__all__ = ["Delivery", "delivery", "existing_delivery", "missing_reason", "reliable_delivery"]
 
 
 @dataclass(frozen=True, slots=True)
 class Delivery:
     """A sample and its reference.
 
-    ``known`` is whether the reference can be relied on, ``why`` else the reason. ``aligned`` is
-    whether the sample's tokens are the reference's, ``count`` then how many leading tokens of the
-    response the two share: the sample may be cut at the budget, lack tokens of the environment at
-    the end, or end with tokens that are masked out.
+    rollout: The sample.
+    reference: What the engines' replies make.
+    reliable: Whether the reference says what the sample must be.
+    aligned: Whether the sample's tokens are the reference's.
+    count: If aligned, how many leading tokens of the response the two share. The sample may be cut
+        at the budget, lack tokens of the environment at the end, or end with tokens that are masked
+        out.
+    reason: Why the reference is not reliable.
     """
 
     rollout: Rollout
     reference: Stitched
-    known: bool
+    reliable: bool
     aligned: bool
     count: int
-    why: str = ""
+    reason: str = ""
 
     def fits(self, length: int) -> bool:
-        """Whether a per-token field of ``length`` fits the response, or the reference where the
+        """Return whether a per-token field of ``length`` fits the response, or the reference if the
         response is wrong.
         """
         size = len(self.rollout.response_ids)
         return length == size or (
-            self.known and not self.aligned and length == len(self.reference.response_ids)
+            self.reliable and not self.aligned and length == len(self.reference.response_ids)
         )
 
 
 def delivery(view: RequestView) -> Delivery | None:
-    """The sample of a request beside its reference; ``None`` where no sample was handed over.
-    Worked out once.
-    """
+    """Return the sample of a request with its reference, computed once; ``None`` without a sample."""
     if "delivery" not in view.memo:
         view.memo["delivery"] = _delivery(view)
-    found: Delivery | None = view.memo["delivery"]
-    return found
+    known_delivery: Delivery | None = view.memo["delivery"]
+    return known_delivery
+
+
+def existing_delivery(view: RequestView, out: Collector) -> Delivery | None:
+    """Return the delivery of a request, or report that there is no sample."""
+    sample = delivery(view)
+    if sample is None:
+        out.absent(missing_reason(view))
+    return sample
+
+
+def reliable_delivery(view: RequestView, out: Collector) -> Delivery | None:
+    """Return the delivery of a request, or report why the sample cannot be judged."""
+    sample = existing_delivery(view, out)
+    if sample is None or sample.reliable:
+        return sample
+    out.absent(sample.reason)
+    return None
 
 
 def missing_reason(view: RequestView) -> str:
-    """Why there is no sample to judge."""
-    return "no sample was handed over" if view.results else "the request never ended"
+    """Return why there is no sample to judge."""
+    return "no sample was delivered" if view.results else "the request never ended"
 
 
 def _delivery(view: RequestView) -> Delivery | None:
@@ -68,15 +87,15 @@ def _delivery(view: RequestView) -> Delivery | None:
     if rollout is None:
         return None
     reference = view.stitched
-    ids, got = reference.response_ids, rollout.response_ids
-    why = _unreliable(view)
-    if why:
-        return Delivery(rollout, reference, False, False, 0, why)
-    if got == ids:
-        return Delivery(rollout, reference, True, True, len(ids))
-    common = min(len(ids), len(got))
-    if got[:common] == ids[:common] and (
-        _may_end(view, common) if len(got) < len(ids) else _masked_from(rollout, common)
+    sampled, response = reference.response_ids, rollout.response_ids
+    reason = _unreliable(view)
+    if reason:
+        return Delivery(rollout, reference, False, False, 0, reason)
+    if response == sampled:
+        return Delivery(rollout, reference, True, True, len(sampled))
+    common = min(len(sampled), len(response))
+    if response[:common] == sampled[:common] and (
+        _may_end(view, common) if len(response) < len(sampled) else _masked_from(rollout, common)
     ):
         return Delivery(rollout, reference, True, True, common)
     if any(not attempt.replies and not attempt.faults for attempt in view.attempts):
@@ -87,7 +106,7 @@ def _delivery(view: RequestView) -> Delivery | None:
 
 
 def _unreliable(view: RequestView) -> str:
-    """Why the reference does not tell what the sample must be; empty where it does."""
+    """Return why the reference does not say what the sample must be; empty if it does."""
     if not view.attempts:
         return "no engine call of the request was recorded"
     if view.stitched.broken is not None:
@@ -107,15 +126,17 @@ def _unreliable(view: RequestView) -> str:
 
 
 def _may_end(view: RequestView, length: int) -> bool:
-    """A response may be cut at the budget, and may leave off what the environment said last."""
+    """Return whether a response may end after ``length`` tokens: at the budget, or before the last
+    turn of the environment.
+    """
     if length in (view.request.max_tokens, view.request.limit):
         return True
     return all(run.attempt < 0 for run in view.stitched.runs if run.end > length)
 
 
 def _masked_from(rollout: Rollout, length: int) -> bool:
-    """Whether all tokens behind ``length`` are masked out: a synthetic end-of-sequence, the
-    environment's last word.
+    """Return whether all tokens after the first ``length`` are masked out: a synthetic end of
+    sequence, or the last turn of the environment.
     """
     mask = rollout.loss_mask
     return mask is not None and len(mask) == len(rollout.response_ids) and not mask[length:].any()

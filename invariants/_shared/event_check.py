@@ -1,8 +1,7 @@
-"""Fold: base of the checks that are fed every event of a trace.
+"""Base classes of the checks that read every event of a trace.
 
-A subclass names what it reads by its methods: ``on_call(event, out)`` gets every ``Call``,
-``on_reply`` every ``Reply``. About twenty folds see each event, so one dictionary look-up must be
-all that an event costs a fold that ignores it.
+A subclass names the events that it reads by its methods: ``on_call(event, out)`` gets every
+``Call``, ``on_reply`` every ``Reply``.
 """
 
 from __future__ import annotations
@@ -20,58 +19,61 @@ if TYPE_CHECKING:
     from rollproof.judging.checks import Collector
     from rollproof.judging.judge import JudgeContext
 
-__all__ = ["Ending", "Fold", "Recent", "case_actions", "case_option", "keep"]
+__all__ = ["EndAwareCheck", "EventCheck", "RecentItems", "case_actions", "case_option", "remember"]
 
 _K = TypeVar("_K")
 _V = TypeVar("_V")
-_MOST = 1 << 14
+_MAX_ENTRIES = 1 << 14
 
 
-class Fold:
+class EventCheck:
     """A ``TraceCheck`` whose methods ``on_<kind>(event, out)`` are called for the events of that
     kind.
 
-    Raises ``UsageError`` when the class is made and a method names a kind that does not exist.
+    Raises:
+        UsageError: The class has a method for a kind that does not exist.
     """
 
     handlers: ClassVar[Mapping[type[Event], Callable[..., None]]] = {}
     direct: ClassVar[Mapping[type[Event], Callable[..., None]]] = {}
-    """What the judge may call in place of ``event``: the handlers, unless a subclass has an
-    ``event`` of its own.
+    """What the judge may call in place of ``event``: the handlers, unless a subclass overrides
+    ``event``.
     """
 
     @property
     def kinds(self) -> Iterable[type[Event]]:
-        """The event classes that the fold has a method for."""
+        """The event classes that the check has a method for."""
         return self.handlers
 
+    # About twenty checks see each event: one dictionary look-up must be all that an event costs a
+    # check that ignores it.
     def __init_subclass__(cls) -> None:
         names = [name for name in dir(cls) if name.startswith("on_")]
-        stray = [name for name in names if name[3:] not in EVENT_KINDS]
-        if stray:
+        unknown = [name for name in names if name[3:] not in EVENT_KINDS]
+        if unknown:
             raise UsageError(
-                f"{cls.__name__} handles {stray}, but a trace has only events of the kinds"
+                f"{cls.__name__} handles {unknown}, but a trace has only events of the kinds"
                 f" {sorted(EVENT_KINDS)}."
             )
         cls.handlers = {EVENT_KINDS[name[3:]]: getattr(cls, name) for name in names}
-        cls.direct = cls.handlers if cls.event is Fold.event else {}
+        cls.direct = cls.handlers if cls.event is EventCheck.event else {}
 
     def __init__(self, context: JudgeContext) -> None:
         self.context = context
 
     def event(self, event: Event, out: Collector) -> None:
-        """Hand the event to the method of its kind, if there is one."""
+        """Call the method for the kind of the event, if there is one."""
         handler = self.handlers.get(type(event))
         if handler is not None:
             handler(self, event, out)
 
     def finish(self, out: Collector) -> None:
-        """The trace has ended. Nothing to conclude unless a subclass says so."""
+        """Conclude; the trace has ended. By default there is nothing to conclude."""
 
 
-class Ending(Fold):
-    """A fold that knows whether its trace ran to its end, so that "never happened" can be told from
-    "was cut off".
+class EndAwareCheck(EventCheck):
+    """A check that knows whether its trace ran to its end, to distinguish "never happened" from
+    "cut off".
 
     A trace that no case drove may have been cut anywhere (a killed writer), unless the final gauges
     were read.
@@ -85,24 +87,23 @@ class Ending(Fold):
         cls.driven = [
             kind
             for kind in cls.handlers
-            if kind is not Gauge or cls.on_gauge is not Ending.on_gauge
+            if kind is not Gauge or cls.on_gauge is not EndAwareCheck.on_gauge
         ]
 
     def __init__(self, context: JudgeContext) -> None:
         super().__init__(context)
         self.hung: list[str] = []
         self._gauged = False
-        self._stuck = False
+        self._update_hung = False
 
     @property
     def kinds(self) -> Iterable[type[Event]]:
-        """Without the gauges where a case already says that the trace ran to its end: there are
-        many of them.
-        """
+        """The event classes that the check reads."""
+        # A case already says that its trace ran to the end, and there are many gauges: skip them.
         return self.handlers if self.context.header.case is None else self.driven
 
     def on_gauge(self, event: Gauge, out: Collector) -> None:
-        """The final gauges are read when everything that was started has ended."""
+        """Note the final gauges, which are read when everything that was started has ended."""
         self._gauged = self._gauged or event.phase == "end"
 
     def on_result(self, event: Result, out: Collector) -> None:
@@ -112,73 +113,66 @@ class Ending(Fold):
 
     def on_fault(self, event: Fault, out: Collector) -> None:
         """Remember that an update hangs. A subclass that overrides this calls it."""
-        self._stuck = self._stuck or event.what == "update-hung"
+        self._update_hung = self._update_hung or event.what == "update-hung"
 
     @property
     def complete(self) -> bool:
-        """Whether every rollout and every update that was started has ended. Ask in ``finish``."""
+        """Whether every rollout and every update that was started has ended; valid in ``finish``."""
         return (
             not self.hung
-            and not self._stuck
+            and not self._update_hung
             and (self._gauged or self.context.header.case is not None)
         )
 
 
-def keep(known: dict[_K, _V], key: _K, value: _V) -> None:
-    """Remember ``value`` under ``key``; beyond 16,384 entries the oldest is forgotten.
-
-    A call whose caller gave up may have no reply for ever: without a bound, memory would grow with
-    the trace.
-    """
-    known[key] = value
-    if len(known) > _MOST:
-        del known[next(iter(known))]
+def remember(entries: dict[_K, _V], key: _K, value: _V) -> None:
+    """Store ``value`` under ``key`` and drop the oldest entry beyond 16,384."""
+    # A call whose caller gave up may never get a reply: without a bound, memory grows with the
+    # trace.
+    entries[key] = value
+    if len(entries) > _MAX_ENTRIES:
+        del entries[next(iter(entries))]
 
 
-class Recent:
-    """The last ``size`` things that were added: what a fold may remember of ended requests without
-    growing.
-    """
+class RecentItems:
+    """The last ``size`` items that were added."""
 
     def __init__(self, size: int = 4096) -> None:
         self._order: deque[Hashable] = deque()
-        self._known: set[Hashable] = set()
+        self._items: set[Hashable] = set()
         self._size = size
 
     def add(self, item: Hashable) -> None:
-        """Remember ``item``, and forget the oldest beyond ``size``."""
-        if item in self._known:
+        """Add ``item`` and drop the oldest one beyond ``size``."""
+        if item in self._items:
             return
-        self._known.add(item)
+        self._items.add(item)
         self._order.append(item)
         if len(self._order) > self._size:
-            self._known.discard(self._order.popleft())
+            self._items.discard(self._order.popleft())
 
     def discard(self, item: Hashable) -> None:
-        """Forget ``item``, if it is remembered."""
-        if item in self._known:
-            self._known.discard(item)
+        """Remove ``item`` if it is there."""
+        if item in self._items:
+            self._items.discard(item)
             self._order.remove(item)
 
     def __contains__(self, item: Hashable) -> bool:
-        return item in self._known
+        return item in self._items
 
 
 def case_option(header: Header | None, name: str) -> Any:
-    """An option of the case that was run (``"partial"``, ``"clear_cache"``); ``None`` where no case
-    drove the trace.
+    """Return an option of the case that was run (``"partial"``, ``"clear_cache"``); ``None``
+    without a case.
     """
     case = None if header is None else header.case
     return case.get(name) if isinstance(case, Mapping) else None
 
 
 def case_actions(header: Header | None, *kinds: str) -> list[Mapping[str, Any]]:
-    """The actions of the case whose ``do`` is one of ``kinds``; empty where no case drove the
-    trace.
-
-    A trace is untrusted: what does not look like an action is left out.
-    """
+    """Return the actions of the case whose ``do`` is one of ``kinds``; empty without a case."""
     actions = case_option(header, "actions")
+    # A trace is untrusted input: what does not look like an action is left out.
     if not isinstance(actions, list | tuple):
         return []
     return [

@@ -1,6 +1,4 @@
-"""Wording: the small phrases that findings are made of. They are read by people who have not read
-our documents.
-"""
+"""Phrases that findings are made of. Their readers have not read our documents."""
 
 from __future__ import annotations
 
@@ -24,26 +22,26 @@ __all__ = [
     "window",
 ]
 
-_SHOWN = 6
+_MAX_ITEMS = 6
 
 
 def count(number: int, noun: str) -> str:
-    """``1 token``, ``3 tokens``, ``no tokens``; an irregular plural is given after a bar:
+    """Return ``1 token``, ``3 tokens`` or ``no tokens``. An irregular plural follows a bar:
     ``entry|entries``.
     """
-    one, _, many = noun.partition("|")
-    return f"{number or 'no'} {one if number == 1 else many or one + 's'}"
+    singular, _, plural = noun.partition("|")
+    return f"{number or 'no'} {singular if number == 1 else plural or singular + 's'}"
 
 
-def share(part: int, whole: int, noun: str) -> str:
-    """``3 of 48 layers``, ``1 of 1 token``."""
-    one, _, many = noun.partition("|")
-    return f"{part} of {whole} {one if whole == 1 else many or one + 's'}"
+def share(part: int, total: int, noun: str) -> str:
+    """Return ``3 of 48 layers`` or ``1 of 1 token``."""
+    singular, _, plural = noun.partition("|")
+    return f"{part} of {total} {singular if total == 1 else plural or singular + 's'}"
 
 
-def ranges(indexes: Iterable[int], shown: int = _SHOWN) -> str:
-    """Indexes as ranges: ``0-2, 5``; beyond ``shown`` ranges the rest is counted: ``0, 2, 4 and 7
-    more``.
+def ranges(indexes: Iterable[int], limit: int = _MAX_ITEMS) -> str:
+    """Return indexes as ranges: ``0-2, 5``. Beyond ``limit`` ranges the rest is counted: ``0, 2, 4
+    and 7 more``.
     """
     spans: list[list[int]] = []
     for index in sorted(set(indexes)):
@@ -51,16 +49,16 @@ def ranges(indexes: Iterable[int], shown: int = _SHOWN) -> str:
             spans[-1][1] = index
         else:
             spans.append([index, index])
-    texts = [str(low) if low == high else f"{low}-{high}" for low, high in spans[:shown]]
-    rest = sum(high - low + 1 for low, high in spans[shown:])
+    texts = [str(low) if low == high else f"{low}-{high}" for low, high in spans[:limit]]
+    rest = sum(high - low + 1 for low, high in spans[limit:])
     return ", ".join(texts) + (f" and {rest} more" if rest else "")
 
 
-def window(values: Sequence[object], at: int = 0, width: int = _SHOWN) -> str:
-    """The values around index ``at``, as a list with dots where it was cut: ``[..., 5, 6, 7,
+def window(values: Sequence[object], index: int = 0, width: int = _MAX_ITEMS) -> str:
+    """Return the values around index ``index`` as a list with dots where it was cut: ``[..., 5, 6,
     ...]``.
     """
-    start = max(0, min(at - width // 2, len(values) - width))
+    start = max(0, min(index - width // 2, len(values) - width))
     texts = [_value(value) for value in values[start : start + width]]
     return (
         "["
@@ -69,13 +67,13 @@ def window(values: Sequence[object], at: int = 0, width: int = _SHOWN) -> str:
     )
 
 
-def verb(number: int, one: str, many: str) -> str:
-    """The form that agrees with a number."""
-    return one if number == 1 else many
+def verb(number: int, singular: str, plural: str) -> str:
+    """Return the form that agrees with a number."""
+    return singular if number == 1 else plural
 
 
 def listing(items: Iterable[object], last: str = "and") -> str:
-    """``1``, ``1 and 2``, ``1, 2 and 3``."""
+    """Return ``1``, ``1 and 2`` or ``1, 2 and 3``."""
     texts = [str(item) for item in items]
     if len(texts) < 2:
         return "".join(texts)
@@ -83,22 +81,22 @@ def listing(items: Iterable[object], last: str = "and") -> str:
 
 
 def version_name(label: Version) -> str:
-    """``version 3``, ``version "step-3"``, ``no version``."""
+    """Return ``version 3``, ``version "step-3"`` or ``no version``."""
     if label is None:
         return "no version"
     return f'version "{label}"' if isinstance(label, str) else f"version {label}"
 
 
 def call_name(attempt: Attempt) -> str:
-    """``call 1 (to server s0)``: calls of a request count from 0."""
+    """Return ``call 1 (to server s0)``; calls of a request count from 0."""
     return f"call {attempt.number} (to server {attempt.call.server_id})"
 
 
 def segment_name(view: RequestView, attempt: int) -> str:
-    """``segment 1`` for the attempt whose reply was the second to arrive; segments count from 0, as
-    calls do.
-    """
-    order = [one.number for one in view.segments]
+    """Return ``segment 1`` for the attempt whose reply was the second to arrive."""
+    if attempt < 0:
+        return "a turn of the environment"
+    order = [segment.number for segment in view.segments]
     return f"segment {order.index(attempt)}" if attempt in order else f"call {attempt}"
 
 

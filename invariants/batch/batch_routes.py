@@ -9,7 +9,7 @@ import numpy as np
 from rollproof.core.contract import Contract, Filler, Rows
 from rollproof.core.events.training import Batch
 from rollproof.core.records import BatchRow, IntArray
-from rollproof.invariants._shared.event_check import Fold
+from rollproof.invariants._shared.event_check import EventCheck
 from rollproof.invariants._shared.phrases import count, ranges
 from rollproof.invariants.batch.batch_rows import Conversion, Placed, Places, batch_check
 from rollproof.invariants.routes.comparison import is_filler
@@ -269,7 +269,7 @@ def _report_filler(
     )
 
 
-class BatchMixed(Fold):
+class BatchMixed(EventCheck):
     """Only a conversion that carries routes elsewhere can lose them here: one that never does is
     for ``batch.routes`` to name.
     """

@@ -15,7 +15,7 @@ import numpy.typing as npt
 from rollproof.core.contract import Contract, Rows
 from rollproof.core.events.training import Batch
 from rollproof.core.records import BatchRow, IntArray, Rollout
-from rollproof.invariants._shared.event_check import Fold
+from rollproof.invariants._shared.event_check import EventCheck
 from rollproof.judging.checks import Applies, Check, Collector, trace_check
 
 __all__ = ["Conversion", "Placed", "batch_check"]
@@ -137,7 +137,7 @@ class Conversion:
         }
 
 
-class _PerBatch(Fold):
+class _PerBatch(EventCheck):
     """Calls ``judge`` with every conversion of the trace."""
 
     judge: ClassVar[Callable[[Conversion, Collector], None]]

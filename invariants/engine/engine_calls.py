@@ -10,7 +10,7 @@ from rollproof.core.contract import Contract
 from rollproof.core.engine_contract import EngineTerms, PausedCalls, Refusal
 from rollproof.core.events.rollout import Abort, Call, Chunk, Fault, Pause, Reply, Result, Resume
 from rollproof.core.records import FinishReason
-from rollproof.invariants._shared.event_check import Fold
+from rollproof.invariants._shared.event_check import EventCheck
 from rollproof.invariants.engine.engine_replies import refusal_of
 from rollproof.judging.checks import Collector, trace_check
 
@@ -29,7 +29,7 @@ BROKEN_OFF = "broken-off"
 """What a ``Fault`` says where an experiment could not be brought to its end."""
 
 
-class _Calls(Fold):
+class _Calls(EventCheck):
     """Knows the calls, which requests they belong to, and what the engine declares of them."""
 
     def __init__(self, context: JudgeContext) -> None:

@@ -18,7 +18,7 @@ import numpy.typing as npt
 from rollproof.core.contract import Contract, KvPolicy, LayerAxis, Logprobs, Rows
 from rollproof.core.events.rollout import Call, Reference, Reply, Result, Weights
 from rollproof.core.records import EngineOutput, IntArray
-from rollproof.invariants._shared.event_check import Fold
+from rollproof.invariants._shared.event_check import EventCheck
 
 if TYPE_CHECKING:
     from rollproof.judging.checks import Collector
@@ -135,7 +135,7 @@ def _differing(
     return differs & ~close, differs & close
 
 
-class PerReply(Fold):
+class PerReply(EventCheck):
     """A fold that is shown each reply with its call and the references that follow it: ``judge``."""
 
     def __init__(self, context: JudgeContext) -> None:

@@ -37,7 +37,6 @@ CHECKS: tuple[Check, ...] = (
     layer_columns.layout_layer_map,
     layer_columns.layout_stages,
     layer_columns.layout_virtual_stages,
-    layer_columns.layout_schedule,
     layer_columns.layout_recompute,
     layer_columns.layout_chunk_order,
     layer_columns.layout_stage_gather,

@@ -14,7 +14,7 @@ import numpy.typing as npt
 
 from rollproof.core.events.layouts import Laid
 from rollproof.core.records import IntArray, Scalar
-from rollproof.invariants._shared.event_check import Fold
+from rollproof.invariants._shared.event_check import EventCheck
 from rollproof.invariants._shared.phrases import count, listing, share
 from rollproof.judging.checks import Check, Collector, trace_check
 from rollproof.layouts.layout import Layout
@@ -219,7 +219,7 @@ def compare_parts(
         )
 
 
-class _PerCall(Fold):
+class _PerCall(EventCheck):
     """Calls ``judge`` with the calls of the functions that it names."""
 
     judge: ClassVar[Callable[[LayoutCall, Collector], None]]

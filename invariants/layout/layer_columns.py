@@ -14,14 +14,13 @@ from rollproof.invariants.layout.call_check import (
 )
 from rollproof.judging.checks import Collector
 from rollproof.layouts.functions import FUNCTIONS
-from rollproof.layouts.pipeline_schedules import Operation, schedule_table, wanted_targets
+from rollproof.layouts.pipeline_schedules import Operation, wanted_targets
 from rollproof.layouts.sources import Source
 
 __all__ = [
     "layout_chunk_order",
     "layout_layer_map",
     "layout_recompute",
-    "layout_schedule",
     "layout_stage_gather",
     "layout_stages",
     "layout_virtual_stages",
@@ -170,34 +169,6 @@ def layout_virtual_stages(one: LayoutCall, out: Collector) -> None:
         )
     else:
         out.inapplicable("the subject supports no virtual stages")
-
-
-@layout_check(
-    "layout.schedule",
-    functions=("schedule",),
-    promise="Forward passes run through microbatches and chunks in the order of the schedule.",
-    exercised_by="passes compared",
-)
-def layout_schedule(one: LayoutCall, out: Collector) -> None:
-    layout, call = one.layout, one.call
-    wanted = schedule_table(call.microbatches, layout.mesh.vpp, layout.group or layout.mesh.pp)
-    got = tuple((int(m), int(c)) for m, c in one.event.out[0])
-    out.exercised("passes compared", len(wanted))
-    if got != wanted:
-        first = next(
-            (i for i, (a, b) in enumerate(zip(got, wanted, strict=False)) if a != b),
-            min(len(got), len(wanted)),
-        )
-        out.finding(
-            "passes run in another order",
-            expected=f"(microbatch, chunk) {list(wanted[first : first + 6])} from pass {first} on",
-            observed=f"{list(got[first : first + 6])}; {len(got)} of {len(wanted)} passes",
-            where=one.place(),
-            hint=(
-                "A group of microbatches runs through one chunk before the next chunk begins"
-                " (Megatron get_schedule_table)."
-            ),
-        )
 
 
 @layout_check(

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from rollproof.core.events.base import Event
 from rollproof.core.events.rollout import Abort, Call, Reply, Result, Submit, Update, UpdatePhase
-from rollproof.invariants._shared.event_check import Fold, keep
+from rollproof.invariants._shared.event_check import EventCheck, remember
 from rollproof.invariants._shared.phrases import count
 from rollproof.judging.checks import Collector, trace_check
 
@@ -27,7 +27,7 @@ _TWICE = 2
 """Once may be the end of a batch."""
 
 
-class LifecycleEndSparesOthers(Fold):
+class LifecycleEndSparesOthers(EventCheck):
     """Looks at one moment of the virtual clock at a time: who ended in it, and whose calls an abort
     of everything hit in it.
 
@@ -50,11 +50,11 @@ class LifecycleEndSparesOthers(Fold):
 
     def on_submit(self, event: Submit, out: Collector) -> None:
         self._turn(event, out)
-        keep(self._groups, event.request.request_id, event.request.group)
+        remember(self._groups, event.request.request_id, event.request.group)
 
     def on_call(self, event: Call, out: Collector) -> None:
         self._turn(event, out)
-        keep(self._flying, event.call_id, event.request_id)
+        remember(self._flying, event.call_id, event.request_id)
 
     def on_reply(self, event: Reply, out: Collector) -> None:
         self._turn(event, out)

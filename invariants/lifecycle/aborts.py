@@ -21,7 +21,12 @@ from rollproof.core.events.rollout import (
 )
 from rollproof.core.records import FinishReason
 from rollproof.core.trace import Header
-from rollproof.invariants._shared.event_check import Ending, Fold, case_option, keep
+from rollproof.invariants._shared.event_check import (
+    EndAwareCheck,
+    EventCheck,
+    case_option,
+    remember,
+)
 from rollproof.judging.checks import Collector, request_check, trace_check
 from rollproof.judging.request_view import Attempt, RequestView
 
@@ -51,7 +56,7 @@ class _Flying:
     near: Abort | None = None
 
 
-class LifecycleAbortHitsTarget(Fold):
+class LifecycleAbortHitsTarget(EventCheck):
     """An id means a request, a call or a group of requests; ids of the stack's own making must hit
     one request at most.
 
@@ -74,8 +79,8 @@ class LifecycleAbortHitsTarget(Fold):
         self._groups.pop(event.request_id, None)
 
     def on_call(self, event: Call, out: Collector) -> None:
-        keep(self._called, event.request_id, None)
-        keep(
+        remember(self._called, event.request_id, None)
+        remember(
             self._flying,
             event.call_id,
             _Flying(event.request_id, event.server_id, caused=event.server_id in self._paused),
@@ -221,7 +226,7 @@ lifecycle_abort_hits_target = trace_check(
 )(LifecycleAbortHitsTarget)
 
 
-class LifecycleAbortKeepsTokens(Fold):
+class LifecycleAbortKeepsTokens(EventCheck):
     """Compares the aborted reply with the last progress known of the call, and with what the engine
     really sampled.
     """
@@ -232,7 +237,7 @@ class LifecycleAbortKeepsTokens(Fold):
 
     def _note(self, progress: Mapping[int, int] | None) -> None:
         for call, count in (progress or {}).items():
-            keep(self._progress, call, count)
+            remember(self._progress, call, count)
 
     def on_pause(self, event: Pause, out: Collector) -> None:
         self._note(event.progress)
@@ -278,7 +283,7 @@ lifecycle_abort_keeps_tokens = trace_check(
 )(LifecycleAbortKeepsTokens)
 
 
-class LifecycleAbortEndsCall(Ending):
+class LifecycleAbortEndsCall(EndAwareCheck):
     """A call on a server that is paused, dead or concerned by a fault is excused."""
 
     def __init__(self, context: JudgeContext) -> None:
@@ -288,7 +293,7 @@ class LifecycleAbortEndsCall(Ending):
         self._paused: set[str] = set()
 
     def on_call(self, event: Call, out: Collector) -> None:
-        keep(self._flying, event.call_id, event.server_id)
+        remember(self._flying, event.call_id, event.server_id)
 
     def on_pause(self, event: Pause, out: Collector) -> None:
         self._paused.add(event.server_id)

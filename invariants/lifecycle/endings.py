@@ -13,7 +13,13 @@ from rollproof.core.contract import PartialOff, Provenance, ResumeBy
 from rollproof.core.error_text import error_kind
 from rollproof.core.events.rollout import Call, Fault, Gauge, Reply, Result, Submit
 from rollproof.core.records import FinishReason
-from rollproof.invariants._shared.event_check import Ending, Fold, Recent, case_option, keep
+from rollproof.invariants._shared.event_check import (
+    EndAwareCheck,
+    EventCheck,
+    RecentItems,
+    case_option,
+    remember,
+)
 from rollproof.invariants._shared.phrases import count
 from rollproof.judging.checks import Collector, request_check, trace_check
 from rollproof.judging.request_view import RequestView
@@ -33,13 +39,13 @@ __all__ = [
 _FLEET_FAULTS = frozenset({"death", "revive", "update-failure", "update-hung"})
 
 
-class LifecycleEndsOnce(Ending):
+class LifecycleEndsOnce(EndAwareCheck):
     """A second end of a request, an end of an unknown one, and no end at all."""
 
     def __init__(self, context: JudgeContext) -> None:
         super().__init__(context)
         self._open: dict[str, Submit] = {}
-        self._ended = Recent()
+        self._ended = RecentItems()
 
     def on_submit(self, event: Submit, out: Collector) -> None:
         self._open[event.request.request_id] = event
@@ -126,7 +132,7 @@ def lifecycle_no_hang(view: RequestView, out: Collector) -> None:
     )
 
 
-class LifecycleNoErrorWithoutFault(Fold):
+class LifecycleNoErrorWithoutFault(EventCheck):
     """Every legal engine reply (empty abort, read-only array, no logprobs) is one that the stack
     must take.
     """
@@ -144,7 +150,7 @@ class LifecycleNoErrorWithoutFault(Fold):
         )
 
     def on_call(self, event: Call, out: Collector) -> None:
-        keep(self._calls, event.call_id, (event.request_id, event.server_id))
+        remember(self._calls, event.call_id, (event.request_id, event.server_id))
 
     def on_reply(self, event: Reply, out: Collector) -> None:
         if not event.delivered:
@@ -209,7 +215,7 @@ lifecycle_no_error_without_fault = trace_check(
 )(LifecycleNoErrorWithoutFault)
 
 
-class LifecycleCountersReturn(Ending):
+class LifecycleCountersReturn(EndAwareCheck):
     """In-flight counts of load balancers, staleness managers and semaphores leak on the paths that
     nobody tests.
     """
@@ -257,7 +263,7 @@ lifecycle_counters_return = trace_check(
 )(LifecycleCountersReturn)
 
 
-class LifecycleSurvivesDeath(Fold):
+class LifecycleSurvivesDeath(EventCheck):
     """What the dead call had sampled is gone; what earlier calls had delivered is the client's, and
     must be sent on.
     """
@@ -269,7 +275,7 @@ class LifecycleSurvivesDeath(Fold):
         self._hit: dict[str, tuple[str, tuple[int, ...] | None]] = {}
 
     def on_call(self, event: Call, out: Collector) -> None:
-        keep(self._flying, event.call_id, event)
+        remember(self._flying, event.call_id, event)
         server, known = self._hit.get(event.request_id, ("", None))
         if known is None:
             return
@@ -319,7 +325,7 @@ class LifecycleSurvivesDeath(Fold):
             if view is None:
                 continue
             out.exercised("requests in flight at a server's death")
-            keep(self._struck, call.call_id, call.request_id)
+            remember(self._struck, call.call_id, call.request_id)
             known = None
             if self.context.contract.resume is ResumeBy.CLIENT:
                 stitched = view.stitched_as(Provenance.AS_SAMPLED)

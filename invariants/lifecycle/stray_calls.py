@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from rollproof.core.events.rollout import Abort, Admit, Call, Fault, Reply, Result, Submit
 from rollproof.core.records import FinishReason
-from rollproof.invariants._shared.event_check import Fold, Recent, case_option, keep
+from rollproof.invariants._shared.event_check import EventCheck, RecentItems, case_option, remember
 from rollproof.judging.checks import Collector, request_check, trace_check
 from rollproof.judging.request_view import RequestView
 
@@ -35,7 +35,7 @@ class _Sent:
     left: Result | None = None
 
 
-class LifecycleNoOrphanCalls(Fold):
+class LifecycleNoOrphanCalls(EventCheck):
     """A call whose caller gave up may end aborted, or unseen; one that runs to its natural end was
     forgotten.
     """
@@ -45,7 +45,7 @@ class LifecycleNoOrphanCalls(Fold):
         self._open: dict[int, _Sent] = {}
 
     def on_call(self, event: Call, out: Collector) -> None:
-        keep(self._open, event.call_id, _Sent(event.request_id, event.server_id))
+        remember(self._open, event.call_id, _Sent(event.request_id, event.server_id))
 
     def on_admit(self, event: Admit, out: Collector) -> None:
         call = self._open.get(event.call_id)
@@ -110,7 +110,7 @@ lifecycle_no_orphan_calls = trace_check(
 )(LifecycleNoOrphanCalls)
 
 
-class LifecycleNoCallAfterEnd(Fold):
+class LifecycleNoCallAfterEnd(EventCheck):
     """Requests of a group share their prompt, so a call may be attributed to the wrong one of them:
     they are not judged.
 
@@ -119,7 +119,7 @@ class LifecycleNoCallAfterEnd(Fold):
 
     def __init__(self, context: JudgeContext) -> None:
         super().__init__(context)
-        self._ended = Recent()
+        self._ended = RecentItems()
 
     def on_submit(self, event: Submit, out: Collector) -> None:
         self._ended.discard(event.request.request_id)

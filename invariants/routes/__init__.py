@@ -1,8 +1,5 @@
-"""Routes: the family of checks on routed experts.
-
-By subject: ``routes_shape`` (presence, counts, shape, type), ``routes_content`` (position, layer,
-segment, request, filler), ``routes_values`` (what no router chooses), ``routes_engine`` (what the
-engine returned, and whose memory it is).
+"""The family ``routes``: routed experts have the declared shape, are the engines' own, and reach
+the right positions.
 """
 
 from __future__ import annotations

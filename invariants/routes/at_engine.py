@@ -1,5 +1,5 @@
-"""Routes, at the engine: its rows are its own computation, of the weights that sampled, in memory
-that nobody else writes.
+"""Checks on the engine's rows: it computed them itself, with the weights that sampled, in memory
+that nothing else writes.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ __all__ = [
 _MIXED = "mixed"
 
 
-def _declared(view: RequestView) -> Contract:
-    """The contract of the engines: their own where the trace has it, else the subject's."""
+def _engine_contract(view: RequestView) -> Contract:
+    """Return the contract of the engines, or the subject's if the trace has none."""
     return view.engine if view.engine is not None and view.engine.has_routes else view.contract
 
 
@@ -48,8 +48,8 @@ def _replies(view: RequestView) -> Iterator[tuple[Attempt, Reply, IntArray]]:
 @request_check(
     "routes.engine",
     promise=(
-        "Every row that an engine returns is what its weights choose for that token, as an oracle"
-        " computes it."
+        "Every row that an engine returns is what its weights choose for that token, as the"
+        " coded policy computes it."
     ),
     needs="a coded trace whose replies say which weights computed the rows (true_rows)",
     exercised_by="engine rows compared",
@@ -58,7 +58,7 @@ def _replies(view: RequestView) -> Iterator[tuple[Attempt, Reply, IntArray]]:
 def routes_engine(view: RequestView, out: Collector) -> None:
     oracle = view.oracle
     if oracle is None:
-        out.absent("the trace has no oracle: only coded traces say what each row must be")
+        out.absent("the trace is not coded: it does not say what each row must be")
         return
     for attempt, reply, routes in _replies(view):
         if reply.true_rows is None or reply.duplicate:
@@ -93,37 +93,37 @@ def _compare(
     span: Span,
     rows: IntArray,
 ) -> None:
-    want = oracle.routes(span.version, ids[: span.end], span.start)
-    declared = _declared(view)
-    moe = list(declared.moe_layers or ())
-    if declared.layer_axis is LayerAxis.MOE:
-        want = want[:, moe]
-    if rows.shape == want.shape and (rows == want).all():
+    expected_rows = oracle.routes(span.version, ids[: span.end], span.start)
+    contract = _engine_contract(view)
+    moe = list(contract.moe_layers or ())
+    if contract.layer_axis is LayerAxis.MOE:
+        expected_rows = expected_rows[:, moe]
+    if rows.shape == expected_rows.shape and (rows == expected_rows).all():
         return
-    got = (
+    actual_rows = (
         rows
-        if declared.layer_axis is LayerAxis.MOE or rows.shape[1] != declared.num_layers
+        if contract.layer_axis is LayerAxis.MOE or rows.shape[1] != contract.num_layers
         else rows[:, moe]
     )
-    want = want if declared.layer_axis is LayerAxis.MOE else want[:, moe]
-    if got.shape != want.shape:
+    expected_rows = expected_rows if contract.layer_axis is LayerAxis.MOE else expected_rows[:, moe]
+    if actual_rows.shape != expected_rows.shape:
         observed, first, column = f"rows of shape {rows.shape[1:]}", span.start, 0
     else:
-        bad = (np.sort(got, axis=2) != np.sort(want, axis=2)).any(axis=2)
-        if not bad.any():
+        differs = (np.sort(actual_rows, axis=2) != np.sort(expected_rows, axis=2)).any(axis=2)
+        if not differs.any():
             return
-        wrong = span.start + np.flatnonzero(bad.any(axis=1))
-        row, column = (int(i) for i in np.argwhere(bad)[0])
+        wrong = span.start + np.flatnonzero(differs.any(axis=1))
+        row, column = (int(i) for i in np.argwhere(differs)[0])
         first = span.start + row
         observed = (
-            f"experts {got[row, column].tolist()}; wrong in {len(wrong)} of"
-            f" {count(len(bad), 'row')} (position {ranges(wrong.tolist())}), in"
-            f" {int(bad.sum(axis=1).max())} of {len(moe)} MoE layers"
+            f"experts {actual_rows[row, column].tolist()}; wrong in {len(wrong)} of"
+            f" {count(len(differs), 'row')} (position {ranges(wrong.tolist())}), in"
+            f" {int(differs.sum(axis=1).max())} of {len(moe)} MoE layers"
         )
     out.finding(
         "an engine returned rows that its weights did not choose",
         expected=(
-            f"experts {want[first - span.start, column].tolist()} at position {first}, computed by"
+            f"experts {expected_rows[first - span.start, column].tolist()} at position {first}, computed by"
             f" version {span.version}"
         ),
         observed=observed,
@@ -135,9 +135,9 @@ def _compare(
             server=attempt.call.server_id,
         ),
         hint=(
-            "The capture was read from a slot or buffer that another forward had written: views of"
-            " a reused buffer (SGLang #34319), rows not moved with the KV (SGLang #26975), padded"
-            " rows (vLLM #43737)."
+            "The capture was read from a slot or buffer that another forward pass had"
+            " written: views of a reused buffer (SGLang #34319), rows not moved with the KV"
+            " (SGLang #26975), padded rows (vLLM #43737)."
         ),
     )
 
@@ -156,10 +156,10 @@ def _compare(
     applies=has_routes,
 )
 def routes_immutable(view: RequestView, out: Collector) -> None:
-    declared = _declared(view)
-    if declared.provenance is not Provenance.AS_SAMPLED:
+    contract = _engine_contract(view)
+    if contract.provenance is not Provenance.AS_SAMPLED:
         out.inapplicable(
-            f"the {'engines declare' if declared is view.engine else 'contract declares'}"
+            f"the {'engines declare' if contract is view.engine else 'contract declares'}"
             " provenance='latest-prefill'"
         )
         out.absent(
@@ -194,9 +194,9 @@ def routes_immutable(view: RequestView, out: Collector) -> None:
                     server=attempt.call.server_id,
                 ),
                 hint=(
-                    "A retract or preemption prefilled the sequence again and wrote over the rows,"
-                    " while the logprobs stayed: old logprobs are paired with new routes. Same"
-                    " cause: miles #3277, SGLang #39633."
+                    "A retract or preemption prefilled the sequence again and overwrote the"
+                    " rows, while the logprobs stayed: old logprobs are paired with new"
+                    " routes. Same cause: miles #3277, SGLang #39633."
                 ),
             )
 
@@ -204,8 +204,8 @@ def routes_immutable(view: RequestView, out: Collector) -> None:
 def _overlaps(
     tokens: tuple[Span, ...], rows: tuple[Span, ...], offset: int
 ) -> Iterator[tuple[Span, Span]]:
-    """Spans of tokens with the spans of the rows that predicted them, both cut to what they share,
-    in absolute positions of rows.
+    """Return spans of tokens with the spans of the rows that predicted them, both cut to what they
+    share, in absolute positions of rows.
     """
     for token in tokens:
         for row in rows:
@@ -217,7 +217,7 @@ def _overlaps(
 @request_check(
     "routes.prefix-cache",
     promise=(
-        "Where an update invalidates the KV cache, no call admitted after it gets rows of older"
+        "If an update invalidates the KV cache, no call admitted after it gets rows of older"
         " weights."
     ),
     needs=(
@@ -239,20 +239,24 @@ def routes_prefix_cache(view: RequestView, out: Collector) -> None:
         if reply.true_rows is None or attempt.admit is None:
             continue
         loaded = [
-            u
-            for u in view.history.updates
-            if u.server_id == attempt.admit.server_id and u.loaded and u.index < attempt.admit.index
+            update
+            for update in view.history.updates
+            if update.server_id == attempt.admit.server_id
+            and update.loaded
+            and update.index < attempt.admit.index
         ]
         if len({update.version for update in loaded}) < 2:
             continue
         out.exercised("replies admitted after an update")
         older = {update.version for update in loaded} - {loaded[-1].version}
-        # what old weights computed beyond the cached part is weights.served-after-update's to judge
+        # weights.served-after-update judges what old weights computed after the cached part.
         end = reply.output.routes_start + len(routes)
         end = end if reply.output.cached_tokens is None else min(end, reply.output.cached_tokens)
-        stale = [span for span in reply.true_rows if span.version in older and span.start < end]
-        if stale:
-            low, high, version = _bounds(stale)
+        stale_spans = [
+            span for span in reply.true_rows if span.version in older and span.start < end
+        ]
+        if stale_spans:
+            low, high, version = _bounds(stale_spans)
             out.finding(
                 "rows of older weights came out of a prefix cache",
                 expected=(
@@ -281,10 +285,8 @@ def _bounds(spans: list[Span]) -> tuple[int, int, Version]:
 
 @request_check(
     "routes.handed-over",
-    promise=(
-        "Routes that were handed over do not change any more: they share no memory with an engine."
-    ),
-    needs="a delivered sample with routes, looked at again when the run has ended",
+    promise=("Delivered routes do not change later: they share no memory with an engine."),
+    needs="a delivered sample with routes that is compared again at the end of the run",
     exercised_by="samples looked at again",
     applies=has_routes,
 )
@@ -296,15 +298,15 @@ def routes_handed_over(view: RequestView, out: Collector) -> None:
     if any("route" in name for name in view.result.later_changed):
         out.finding(
             "routes changed after they had been handed over",
-            expected="an array of the sample's own",
+            expected="an array that only the sample holds",
             observed=(
-                "other values at the end of the run: the array is a view of memory that was written"
-                " again"
+                "other values at the end of the run: the array is a view of memory that was"
+                " overwritten"
             ),
             where=view.place(),
             hint=(
-                "Copy the rows out of the engine's buffer before they are handed over. Same cause:"
-                " SGLang #34319."
+                "Copy the rows out of the engine's buffer before you deliver them. Same"
+                " cause: SGLang #34319."
             ),
         )
 
@@ -330,7 +332,7 @@ def routes_reply_untouched(view: RequestView, out: Collector) -> None:
             observed="; ".join(changed[:4]),
             where=view.place(),
             hint=(
-                "Engines hand out read-only arrays and views of shared buffers: copy before"
-                " writing. Compare verl #5519."
+                "Engines return read-only arrays and views of shared buffers: copy them"
+                " before you write. Compare verl #5519."
             ),
         )

@@ -1,9 +1,8 @@
-"""Route evidence: one comparison of a sample's routes with the rows that the engines returned,
-shared by all route checks.
+"""The comparison of a sample's routes with the rows that the engines returned, shared by all route
+checks.
 
-Every route check reads this instead of the arrays, and reports its own class of fault only, so that
-one fault blames one check. The delivered rows are compared with views into the replies: nothing is
-copied.
+Every route check reads this instead of the arrays and reports only its own kind of fault, so that
+one fault is blamed on one check.
 """
 
 from __future__ import annotations
@@ -32,13 +31,19 @@ _MEMO = "routes"
 
 @dataclass(frozen=True, eq=False)
 class RouteEvidence:
-    """What the routes of one sample are beside what they must be.
+    """The routes of one sample and what they must be.
 
-    ``routes`` is ``(rows, layers, top_k)`` as delivered, ``None`` where there are none; its row 0
-    stands at absolute position ``start``. ``pieces`` are the captured rows by position, ``total``
-    is T in tokens. ``cut`` says that the delivered response is a proper prefix of what the engines
-    sampled. ``row_counts`` are the counts that the contract allows. ``hindrance`` says why rows
-    cannot be judged by position; ``None`` where they can.
+    contract: The contract of the subject.
+    routes: ``(rows, layers, top_k)`` as delivered, ``None`` if there are none.
+    start: The absolute position of row 0.
+    total: The number of tokens T.
+    pieces: The captured rows by position.
+    cut: Whether the delivered response is a proper prefix of what the engines sampled.
+    row_counts: The counts that the contract allows.
+    hindrance: Why rows cannot be compared by position, or ``None``.
+    shape_fits: Whether layers and top-k are as declared.
+    engine_columns: The MoE columns of the engines' rows, ``None`` for all.
+    alternatives: Rows of replies without tokens, which are right, too.
     """
 
     contract: Contract
@@ -55,12 +60,12 @@ class RouteEvidence:
 
     @property
     def rows(self) -> int:
-        """Number of delivered rows."""
+        """The number of delivered rows."""
         return 0 if self.routes is None else len(self.routes)
 
     @property
     def end(self) -> int:
-        """The position behind the last delivered row."""
+        """The position after the last delivered row."""
         return self.start + self.rows
 
     @cached_property
@@ -71,10 +76,10 @@ class RouteEvidence:
 
     @cached_property
     def captured(self) -> tuple[Interval, ...]:
-        """Positions of delivered rows that a forward captured.
+        """Positions of delivered rows that a forward pass captured.
 
-        Where the trace holds no replies with routes, all rows but the last of a contract with T
-        rows.
+        If the trace holds no replies with routes: all rows, except the last one of a contract with
+        T rows.
         """
         if self.hindrance is not None:
             end = min(self.end, self.total - 1) if self.contract.rows is Rows.ALL else self.end
@@ -90,12 +95,12 @@ class RouteEvidence:
 
     @cached_property
     def uncaptured(self) -> tuple[Interval, ...]:
-        """Positions of delivered rows that no forward captured."""
-        gaps, at = [], self.start
+        """Positions of delivered rows that no forward pass captured."""
+        gaps, position = [], self.start
         for low, high in self.captured:
-            gaps.append((at, low))
-            at = max(at, high)
-        gaps.append((at, self.end))
+            gaps.append((position, low))
+            position = max(position, high)
+        gaps.append((position, self.end))
         return tuple(gap for gap in gaps if gap[0] < gap[1])
 
     @cached_property
@@ -107,43 +112,43 @@ class RouteEvidence:
         """
         if self.hindrance is not None or self.routes is None:
             return np.zeros(0, dtype=np.int64)
-        found = []
+        parts = []
         for piece in self.pieces:
             low, high = max(piece.start, self.start), min(piece.end, self.end)
             if low >= high:
                 continue
-            got, want = (
+            actual, expected = (
                 self.routes[low - self.start : high - self.start],
                 piece.rows[low - piece.start : high - piece.start],
             )
-            if not _same(got, want):
-                found.append(low + np.flatnonzero(self._differ(got, want)))
+            if not _equal(actual, expected):
+                parts.append(low + np.flatnonzero(self._differ(actual, expected)))
         return (
-            self._without_alternatives(np.concatenate(found))
-            if found
+            self._without_alternatives(np.concatenate(parts))
+            if parts
             else np.zeros(0, dtype=np.int64)
         )
 
     @property
     def readable(self) -> bool:
-        """Whether shape and count are as the contract says, so that values can be judged even where
-        there is nothing to compare with.
+        """Whether shape and count are as declared, so that values can be judged even without
+        replies to compare with.
         """
         return self.routes is not None and self.shape_fits and self.rows in self.row_counts
 
     def delivered(self, low: int, high: int) -> IntArray:
-        """The delivered rows of positions ``low`` to ``high``, MoE columns only: ``(rows,
-        moe_layers, top_k)``.
+        """Return the delivered rows of positions ``low`` to ``high``: ``(rows, moe_layers,
+        top_k)``.
         """
         assert self.routes is not None
         return self.routes[low - self.start : high - self.start, self.columns]
 
     def cells(self, rows: IntArray) -> IntArray:
-        """The MoE columns of a reply's ``rows``, whichever layer axis the engine has."""
+        """Return the MoE columns of a reply's ``rows``, whatever layer axis the engine has."""
         return rows if self.engine_columns is None else rows[:, list(self.engine_columns)]
 
     def expected(self, positions: npt.NDArray[np.int64]) -> IntArray:
-        """What the engines returned at captured ``positions`` (ascending): ``(positions,
+        """Return what the engines returned at captured ``positions`` (ascending): ``(positions,
         moe_layers, top_k)``.
         """
         parts = []
@@ -154,50 +159,53 @@ class RouteEvidence:
         return np.concatenate(parts)
 
     def attempt_at(self, position: int) -> int | None:
-        """The attempt whose reply captured the row of ``position``."""
+        """Return the attempt whose reply captured the row of ``position``."""
         return next(
             (piece.attempt for piece in self.pieces if piece.start <= position < piece.end), None
         )
 
     def _without_alternatives(self, positions: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
-        """Drop the positions whose row is that of a reply without tokens: a forward computed it
-        too, and nothing was sampled from it.
-        """
+        """Drop the positions whose row is that of a reply without tokens."""
+        # A forward pass computed these rows as well, although nothing was sampled from it.
         for other in self.alternatives:
             inside = np.flatnonzero((positions >= other.start) & (positions < other.end))
             if len(inside):
-                at = positions[inside]
+                positions_inside = positions[inside]
                 assert self.routes is not None
-                differ = self._differ(self.routes[at - self.start], other.rows[at - other.start])
+                differ = self._differ(
+                    self.routes[positions_inside - self.start],
+                    other.rows[positions_inside - other.start],
+                )
                 positions = np.delete(positions, inside[~differ])
         return positions
 
-    def _differ(self, got: IntArray, want: IntArray) -> BoolArray:
-        left, right = got[:, self.columns], self.cells(want)
-        differ: BoolArray = (left != right).any(axis=(1, 2))
-        at = np.flatnonzero(differ)
-        differ[at] = (np.sort(left[at], axis=2) != np.sort(right[at], axis=2)).any(axis=(1, 2))
+    def _differ(self, actual: IntArray, expected: IntArray) -> BoolArray:
+        actual_ids, expected_ids = actual[:, self.columns], self.cells(expected)
+        differ: BoolArray = (actual_ids != expected_ids).any(axis=(1, 2))
+        rows_to_sort = np.flatnonzero(differ)
+        differ[rows_to_sort] = (
+            np.sort(actual_ids[rows_to_sort], axis=2) != np.sort(expected_ids[rows_to_sort], axis=2)
+        ).any(axis=(1, 2))
         return differ
 
 
 def of(view: RequestView) -> RouteEvidence:
-    """The evidence of one request, made once and shared by the checks."""
-    found = view.memo.get(_MEMO)
-    if found is None:
-        found = view.memo[_MEMO] = _gather(view)
-    assert isinstance(found, RouteEvidence)
-    return found
+    """Return the evidence of one request, computed once and shared by the checks."""
+    evidence = view.memo.get(_MEMO)
+    if evidence is None:
+        evidence = view.memo[_MEMO] = _gather(view)
+    assert isinstance(evidence, RouteEvidence)
+    return evidence
 
 
 def is_filler(
     rows: IntArray, kind: Filler, num_experts: int, before: IntArray | None = None
 ) -> BoolArray:
-    """Which rows ``(rows, layers, top_k)`` hold nothing but filler of ``kind``.
+    """Return which rows ``(rows, layers, top_k)`` hold only filler of ``kind``.
 
-    ``arange`` is 0 to k-1 in every cell (SkyRL), or a run that goes on from cell to cell, modulo
-    the number of experts (slime). An unsigned type shows ``minus-one`` as its largest value. What
-    is ``previous`` is seen beside ``before`` alone, the row ``(1, layers, top_k)`` that precedes
-    the first one.
+    ``arange`` is 0 to k-1 in every cell (SkyRL), or a run that continues from cell to cell, modulo
+    the number of experts (slime). An unsigned type shows ``minus-one`` as its largest value.
+    ``previous`` needs ``before``, the row ``(1, layers, top_k)`` that precedes the first one.
     """
     if kind is Filler.PREVIOUS and before is not None and len(before):
         return np.asarray((rows == np.concatenate([before, rows[:-1]])).all(axis=(1, 2)))
@@ -208,11 +216,11 @@ def is_filler(
             (rows == (-1 if rows.dtype.kind == "i" else np.iinfo(rows.dtype).max)).all(axis=(1, 2))
         )
     if kind is Filler.ARANGE:
-        wide = rows.astype(np.int64)
-        flat = wide.reshape(len(wide), -1)
+        ids = rows.astype(np.int64)
+        flat = ids.reshape(len(ids), -1)
         running = (np.diff(flat, axis=1) % num_experts == 1 % num_experts).all(axis=1)
-        each: BoolArray = (wide == np.arange(rows.shape[2])).all(axis=(1, 2))
-        return each | running if flat.shape[1] > 1 else each
+        per_cell: BoolArray = (ids == np.arange(rows.shape[2])).all(axis=(1, 2))
+        return per_cell | running if flat.shape[1] > 1 else per_cell
     return np.zeros(len(rows), dtype=bool)
 
 
@@ -253,7 +261,7 @@ def _gather(view: RequestView) -> RouteEvidence:
     elif len(routes) not in counts:
         hindrance = "the number of route rows is wrong (routes.rows)"
     elif not comparable:
-        hindrance = "the engine's layers cannot be brought to the sample's layers"
+        hindrance = "the engine's layers cannot be mapped to the sample's layers"
     return RouteEvidence(
         contract=contract,
         routes=routes,
@@ -270,26 +278,26 @@ def _gather(view: RequestView) -> RouteEvidence:
 
 
 def _alternatives(view: RequestView, pieces: tuple[RowPiece, ...]) -> tuple[RowPiece, ...]:
-    """Rows of received replies that sampled nothing."""
-    found = []
+    """Return the rows of received replies that sampled nothing."""
+    pieces_without_tokens = []
     for attempt in view.attempts:
         output = attempt.consumed.output if attempt.consumed is not None else None
         if output is None or output.token_ids or output.routes is None or not pieces:
             continue
         if output.routes.shape[1:] == pieces[0].rows.shape[1:]:
-            found.append(
+            pieces_without_tokens.append(
                 RowPiece(
                     output.routes_start,
                     attempt.number,
                     output.routes[: max(0, len(attempt.call.prompt_ids) - output.routes_start)],
                 )
             )
-    return tuple(found)
+    return tuple(pieces_without_tokens)
 
 
 def _unforwarded(view: RequestView, length: int) -> int:
-    """How many of the first ``length`` response tokens are the environment's at the end: no call
-    that sampled anything forwarded them.
+    """Return how many of the first ``length`` response tokens are the environment's at the end: no
+    call that sampled anything forwarded them.
     """
     count = 0
     for run in reversed(view.stitched.runs):
@@ -300,24 +308,24 @@ def _unforwarded(view: RequestView, length: int) -> int:
 
 
 def _row_counts(contract: Contract, span: int, cut: bool, unforwarded: int) -> range:
-    """Row counts that the contract allows for a sample of ``span`` tokens from its first row on,
-    the last ``unforwarded`` never run.
+    """Return the row counts that the contract allows for ``span`` tokens, of which the last
+    ``unforwarded`` were never run.
     """
     if contract.rows is Rows.CAPTURED_PREFIX:
         return range(span + 1)
     if contract.rows is Rows.ALL:
         return range(span, span + 1)
-    # a response that was cut ends in a token that was forwarded: its row is a capture, and may stay
-    # the environment's last word may have been prefilled by a call that was aborted before its
-    # first token, or by none
+    # A response that was cut ends in a token that was forwarded: its row is a capture and may stay.
+    # The last turn of the environment may have been prefilled by a call that was aborted before its
+    # first token, or by none.
     return range(max(0, span - 1 - unforwarded), span + (cut or unforwarded > 0))
 
 
 def _engine_columns(
     view: RequestView, pieces: tuple[RowPiece, ...]
 ) -> tuple[tuple[int, ...] | None, bool]:
-    """Which columns of a reply are the MoE layers (``None``: all of them), and whether there is an
-    answer.
+    """Return the MoE columns of a reply (``None``: all), and whether they can be mapped to the
+    sample's.
     """
     contract = view.contract
     if not pieces:
@@ -334,15 +342,19 @@ def _engine_columns(
     return (None if len(columns) == size else columns), (layers, top_k) == (size, contract.top_k)
 
 
-def _same(got: IntArray, want: IntArray) -> bool:
-    """Equality of all cells; by 64-bit words where both are contiguous arrays of one type."""
-    if got.shape != want.shape:
+def _equal(actual: IntArray, expected: IntArray) -> bool:
+    """Return whether all cells are equal, compared by 64-bit words if both are contiguous and of
+    one type.
+    """
+    if actual.shape != expected.shape:
         return False
     if (
-        got.dtype == want.dtype
-        and got.flags.c_contiguous
-        and want.flags.c_contiguous
-        and got.nbytes % 8 == 0
+        actual.dtype == expected.dtype
+        and actual.flags.c_contiguous
+        and expected.flags.c_contiguous
+        and actual.nbytes % 8 == 0
     ):
-        return bool((got.reshape(-1).view(np.uint64) == want.reshape(-1).view(np.uint64)).all())
-    return bool((got == want).all())
+        return bool(
+            (actual.reshape(-1).view(np.uint64) == expected.reshape(-1).view(np.uint64)).all()
+        )
+    return bool((actual == expected).all())

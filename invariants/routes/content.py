@@ -1,5 +1,5 @@
-"""Routes, by content: every row is the one that the engine computed for its position, layer,
-request and declared segment.
+"""Checks on the content of routes: every row is the engine's row of its position, layer, request
+and declared segment.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from rollproof.core.contract import Contract, Filler, LayerAxis, Provenance, Res
 from rollproof.invariants._shared.phrases import count, ranges
 from rollproof.invariants.routes import comparison
 from rollproof.invariants.routes.comparison import BoolArray, is_filler
-from rollproof.invariants.routes.origin import Stray, group_of
+from rollproof.invariants.routes.origin import RowOrigin, group_of
 from rollproof.invariants.routes.route_phrases import amount, attempt_words, has_routes, needs_rows
 from rollproof.judging.checks import Collector, request_check
 
@@ -34,12 +34,12 @@ __all__ = [
 _NEEDS = "a delivered sample with routes of the right shape and count, and the replies with routes"
 _COMPARED = "rows compared"
 _RESUMED = "rows of resumed samples"
-_WHOLE = "rows of samples that the contract lets nobody resume"
-_BESIDE = "rows compared beside other requests"
+_UNRESUMED = "rows of samples that the contract lets nobody resume"
+_WITH_OTHERS = "rows compared beside other requests"
 
 
 def _compared(view: RequestView, out: Collector, counter: str = _COMPARED) -> bool:
-    """Count the rows that are compared; false where there are none, and then the reason is told."""
+    """Count the rows that are compared; if there are none, report why and return false."""
     reason = needs_rows(view)
     if reason is not None:
         out.absent(reason)
@@ -50,13 +50,13 @@ def _compared(view: RequestView, out: Collector, counter: str = _COMPARED) -> bo
 
 @request_check(
     "routes.position",
-    promise="Every row stands at the position of the token whose forward computed it.",
+    promise="Every row is at the position of the token whose forward pass computed it.",
     needs=_NEEDS,
     exercised_by=_COMPARED,
     applies=has_routes,
 )
 def routes_position(view: RequestView, out: Collector) -> None:
-    if not _compared(view, out) or (group := group_of(view, Stray.POSITION)) is None:
+    if not _compared(view, out) or (group := group_of(view, RowOrigin.POSITION)) is None:
         return
     first = int(group.positions[0])
     observed = f"rows of other positions in {amount(view, group)}"
@@ -71,22 +71,22 @@ def routes_position(view: RequestView, out: Collector) -> None:
         observed=observed,
         where=view.place(position=first, segment=view.segment_of(first)),
         hint=(
-            "An off-by-one at a segment boundary, or rows taken by count where they should be taken"
-            " by position: the forward of token i computes row i, so segment 2 starts at the row of"
-            " segment 1's last token."
+            "An off-by-one at a segment boundary, or rows taken by count instead of by"
+            " position: the forward pass of token i computes row i, so segment 2 starts at the"
+            " row of segment 1's last token."
         ),
     )
 
 
 @request_check(
     "routes.layer",
-    promise="Every MoE layer's choice stands in that layer's column.",
+    promise="The choice of every MoE layer is in that layer's column.",
     needs=_NEEDS,
     exercised_by=_COMPARED,
     applies=has_routes,
 )
 def routes_layer(view: RequestView, out: Collector) -> None:
-    if not _compared(view, out) or (group := group_of(view, Stray.LAYER)) is None:
+    if not _compared(view, out) or (group := group_of(view, RowOrigin.LAYER)) is None:
         return
     contract = view.contract
     moe = contract.moe_layers or ()
@@ -110,8 +110,8 @@ def routes_layer(view: RequestView, out: Collector) -> None:
         where=where,
         hint=(
             "Engines differ in whether dense layers have a column (vLLM, SGLang: zeros;"
-            " TensorRT-LLM: none). A mapping by position then shifts every MoE layer behind a dense"
-            " one. Same cause: verl #5037, slime #810."
+            " TensorRT-LLM: none). A mapping by position then shifts every MoE layer after a"
+            " dense one. Same cause: verl #5037, slime #810."
         ),
     )
 
@@ -119,19 +119,19 @@ def routes_layer(view: RequestView, out: Collector) -> None:
 @request_check(
     "routes.provenance",
     promise=(
-        "Every row comes from the segment that the contract declares, boundary rows included, and"
-        " was not computed anew."
+        "Every row comes from the segment that the contract declares, boundary rows included,"
+        " and was not recomputed."
     ),
-    needs=_NEEDS + "; more than one call, where the contract lets the client resume",
-    exercised_by=(_RESUMED, _WHOLE),
+    needs=_NEEDS + "; more than one call, if the contract lets the client resume",
+    exercised_by=(_RESUMED, _UNRESUMED),
     applies=has_routes,
 )
 def routes_provenance(view: RequestView, out: Collector) -> None:
-    group = group_of(view, Stray.PROVENANCE) if needs_rows(view) is None else None
+    group = group_of(view, RowOrigin.PROVENANCE) if needs_rows(view) is None else None
     if group is None and not view.resumed and view.contract.resume is ResumeBy.CLIENT:
         out.absent("no sample was resumed")
         return
-    if not _compared(view, out, _RESUMED if view.resumed else _WHOLE):
+    if not _compared(view, out, _RESUMED if view.resumed else _UNRESUMED):
         return
     if group is None:
         return
@@ -139,8 +139,8 @@ def routes_provenance(view: RequestView, out: Collector) -> None:
     evidence = comparison.of(view)
     declared = view.contract.provenance
     owner = evidence.attempt_at(first)
-    want = "" if owner is None else attempt_words(view, owner, first)
-    got = (
+    expected = "" if owner is None else attempt_words(view, owner, first)
+    actual = (
         f"weights {group.clue.version} (no reply holds it)"
         if group.clue.attempt is None
         else attempt_words(view, group.clue.attempt, first)
@@ -168,8 +168,8 @@ def routes_provenance(view: RequestView, out: Collector) -> None:
         )
     out.finding(
         "route rows come from another segment than declared",
-        expected=f"provenance='{declared}': the row at position {first} is that of {want}",
-        observed=f"it is that of {got}; so in {amount(view, group)}",
+        expected=f"provenance='{declared}': the row at position {first} is that of {expected}",
+        observed=f"it is that of {actual}; so in {amount(view, group)}",
         where=view.place(position=first, segment=view.segment_of(last), version=group.clue.version),
         hint=hint,
     )
@@ -177,16 +177,19 @@ def routes_provenance(view: RequestView, out: Collector) -> None:
 
 @request_check(
     "routes.isolation",
-    promise="No row of a sample is another request's.",
+    promise="No row of a sample belongs to another request.",
     needs=_NEEDS + "; other requests in the same trace",
-    exercised_by=_BESIDE,
+    exercised_by=_WITH_OTHERS,
     applies=has_routes,
 )
 def routes_isolation(view: RequestView, out: Collector) -> None:
     if not view.neighbours:
-        out.absent("no other request in the trace")
+        out.absent("the trace has no other request")
         return
-    if not _compared(view, out, _BESIDE) or (group := group_of(view, Stray.REQUEST)) is None:
+    if (
+        not _compared(view, out, _WITH_OTHERS)
+        or (group := group_of(view, RowOrigin.REQUEST)) is None
+    ):
         return
     first = int(group.positions[0])
     out.finding(
@@ -198,8 +201,8 @@ def routes_isolation(view: RequestView, out: Collector) -> None:
         ),
         where=view.place(position=first),
         hint=(
-            "Results were matched by order instead of by id, or a shared buffer was read after it"
-            " had been written again (SGLang #34319: views of a reused buffer)."
+            "Results were matched by order instead of by id, or a shared buffer was read"
+            " after it had been overwritten (SGLang #34319: views of a reused buffer)."
         ),
     )
 
@@ -212,11 +215,11 @@ def routes_isolation(view: RequestView, out: Collector) -> None:
     applies=has_routes,
 )
 def routes_captured(view: RequestView, out: Collector) -> None:
-    if not _compared(view, out) or (group := group_of(view, Stray.FILLER)) is None:
+    if not _compared(view, out) or (group := group_of(view, RowOrigin.FILLER)) is None:
         return
     first = int(group.positions[0])
     owner = comparison.of(view).attempt_at(first)
-    known = "" if owner is None else f" (captured by {attempt_words(view, owner, first)})"
+    captured_by = "" if owner is None else f" (captured by {attempt_words(view, owner, first)})"
     boundary = view.segment_of(first) is not None and view.segment_of(first) != view.segment_of(
         first + 1
     )
@@ -234,7 +237,7 @@ def routes_captured(view: RequestView, out: Collector) -> None:
         )
     out.finding(
         "filler stands where a row was captured",
-        expected=f"the captured row at position {first}{known}",
+        expected=f"the captured row at position {first}{captured_by}",
         observed=f"{group.clue.source} in {amount(view, group)}",
         where=view.place(position=first, segment=view.segment_of(first)),
         hint=hint,
@@ -244,8 +247,8 @@ def routes_captured(view: RequestView, out: Collector) -> None:
 @request_check(
     "routes.filler",
     promise=(
-        "Where nothing was captured stands the declared filler and nothing else, and it is not"
-        " counted as captured."
+        "A position without a captured row holds the declared filler and nothing else, and"
+        " does not count as captured."
     ),
     needs=_NEEDS,
     exercised_by=(
@@ -272,63 +275,64 @@ def routes_filler(view: RequestView, out: Collector) -> None:
         if contract.rows is Rows.CAPTURED_PREFIX:
             kinds = [Filler.NONE] * len(rows)
         for kind in dict.fromkeys(kinds):
-            mine = np.array([one is kind for one in kinds])
+            of_kind = np.array([declared is kind for declared in kinds])
             name = (
                 "filler rows of zeros (a legal expert id: a trainer replays them)"
                 if kind is Filler.ZEROS
                 else "filler rows"
             )
-            out.exercised(name, int(mine.sum()))
-            good = is_filler(
+            out.exercised(name, int(of_kind.sum()))
+            matches = is_filler(
                 rows,
                 kind or Filler.NONE,
                 contract.num_experts or 1,
                 evidence.delivered(max(0, low - 1), low),
             )
-            if (
-                kind is Filler.PREVIOUS and evidence.attempt_at(low - 1) is not None
-            ):  # a wrong row before it is for other checks to tell
-                good |= is_filler(
+            # If the row before it is wrong, other checks report that.
+            if kind is Filler.PREVIOUS and evidence.attempt_at(low - 1) is not None:
+                matches |= is_filler(
                     rows, kind, contract.num_experts or 1, evidence.expected(np.array([low - 1]))
                 )
-            bad = low + np.flatnonzero(mine & ~good)
-            if len(bad):
-                _wrong_filler(view, out, kind, bad.tolist())
+            wrong = low + np.flatnonzero(of_kind & ~matches)
+            if len(wrong):
+                _wrong_filler(view, out, kind, wrong.tolist())
 
 
-def _wrong_filler(view: RequestView, out: Collector, kind: Filler | None, bad: list[int]) -> None:
+def _wrong_filler(view: RequestView, out: Collector, kind: Filler | None, wrong: list[int]) -> None:
     evidence, contract = comparison.of(view), view.contract
-    row = evidence.delivered(bad[0], bad[0] + 1)
-    before = evidence.delivered(max(0, bad[0] - 1), bad[0])
-    shown = next(
-        (str(one) for one in Filler if is_filler(row, one, contract.num_experts or 1, before)[0]),
+    row = evidence.delivered(wrong[0], wrong[0] + 1)
+    before = evidence.delivered(max(0, wrong[0] - 1), wrong[0])
+    description = next(
+        (
+            str(filler)
+            for filler in Filler
+            if is_filler(row, filler, contract.num_experts or 1, before)[0]
+        ),
         "ids that look like a choice",
     )
     if contract.rows is Rows.CAPTURED_PREFIX:
-        expected = (
-            f"rows up to position {bad[0] - 1}: the prefix that was captured, and nothing behind it"
-        )
+        expected = f"rows up to position {wrong[0] - 1}: the captured prefix, and nothing after it"
         hint = (
-            "An uncaptured suffix that is handed over counts as captured (SkyRL #1908): cut it, or"
-            " mask it and declare rows='T'."
+            "An uncaptured suffix that is delivered counts as captured (SkyRL #1908): cut it,"
+            " or mask it and declare rows='T'."
         )
     elif kind in (Filler.NONE, None):
         expected = "no row: the contract declares no filler"
         hint = (
-            "A row that nobody computed is replayed like any other: leave it out, or declare the"
-            " filler so that consumers can mask it."
+            "A row that no forward pass computed is replayed like any other: leave it out, or"
+            " declare the filler so that consumers can mask it."
         )
     else:
         expected = f"{kind} filler, as the contract declares"
-        hint = "A consumer masks what it recognises as filler, and replays the rest."
+        hint = "A consumer masks what it recognises as filler and replays the rest."
     out.finding(
         "a row without a capture is not the declared filler",
         expected=expected,
         observed=(
-            f"{shown} in {count(len(bad), 'row')} (position{'s' if len(bad) > 1 else ''}"
-            f" {ranges(bad)})"
+            f"{description} in {count(len(wrong), 'row')} (position{'s' if len(wrong) > 1 else ''}"
+            f" {ranges(wrong)})"
         ),
-        where=view.place(position=bad[0]),
+        where=view.place(position=wrong[0]),
         hint=hint,
     )
 
@@ -336,33 +340,38 @@ def _wrong_filler(view: RequestView, out: Collector, kind: Filler | None, bad: l
 @request_check(
     "routes.content",
     promise=(
-        "Every captured row holds the experts that the engine returned; their order within a layer"
-        " is the stack's."
+        "Every captured row holds the experts that the engine returned; their order within a"
+        " layer does not matter."
     ),
     needs=_NEEDS,
     exercised_by=_COMPARED,
     applies=has_routes,
 )
 def routes_content(view: RequestView, out: Collector) -> None:
-    if not _compared(view, out) or (group := group_of(view, Stray.UNKNOWN)) is None:
+    if not _compared(view, out) or (group := group_of(view, RowOrigin.UNKNOWN)) is None:
         return
     first = int(group.positions[0])
     evidence = comparison.of(view)
-    got, want = evidence.delivered(first, first + 1)[0], evidence.expected(group.positions[:1])[0]
-    column = int(np.flatnonzero((np.sort(got, axis=1) != np.sort(want, axis=1)).any(axis=1))[0])
+    actual, expected = (
+        evidence.delivered(first, first + 1)[0],
+        evidence.expected(group.positions[:1])[0],
+    )
+    column = int(
+        np.flatnonzero((np.sort(actual, axis=1) != np.sort(expected, axis=1)).any(axis=1))[0]
+    )
     out.finding(
         "route rows are not what the engine returned",
-        expected=f"experts {want[column].tolist()} at position {first}, as the engine returned",
-        observed=f"experts {got[column].tolist()}; wrong in {amount(view, group)}",
+        expected=f"experts {expected[column].tolist()} at position {first}, as the engine returned",
+        observed=f"experts {actual[column].tolist()}; wrong in {amount(view, group)}",
         where=view.place(
             position=first,
             layer=(view.contract.moe_layers or ())[column],
             segment=view.segment_of(first),
         ),
         hint=(
-            "The rows are of no call, position, layer or request that the trace knows: a buffer"
-            " written again before it was read, a decoder with another dtype or byte order, or"
-            " values recomputed."
+            "The rows match no call, position, layer or request of the trace: a buffer was"
+            " overwritten before it was read, a decoder used another dtype or byte order, or"
+            " the values were recomputed."
         ),
     )
 
@@ -375,22 +384,24 @@ def _has_dense_columns(contract: Contract) -> str | None:
         or len(contract.moe_layers or ()) == contract.num_layers
     ):
         return "no dense layer has a column (layer_axis, moe_layers)"
-    return "top_k is 1: one id cannot be told from a filler" if contract.top_k == 1 else None
+    return (
+        "top_k is 1: one id cannot be distinguished from a filler" if contract.top_k == 1 else None
+    )
 
 
 @request_check(
     "routes.dense-columns",
     promise=(
-        "The column of a dense layer holds no choice of experts: what the engine returned there, or"
-        " any filler."
+        "The column of a dense layer holds no choice of experts, but what the engine returned"
+        " there or any filler."
     ),
     needs=_NEEDS,
     exercised_by=_COMPARED,
     applies=_has_dense_columns,
 )
 def routes_dense_columns(view: RequestView, out: Collector) -> None:
-    """A cell of one id repeated, of ids that count up, or the same in every row is a filler,
-    declared or not.
+    """Look for cells that look like a choice. A cell of one repeated id, of ids that count up, or
+    equal in every row is a filler, declared or not.
     """
     if not _compared(view, out):
         return
@@ -408,28 +419,33 @@ def routes_dense_columns(view: RequestView, out: Collector) -> None:
         if low >= high or evidence.routes is None:
             continue
         cells = evidence.routes[low - evidence.start : high - evidence.start, dense]
-        own = (
+        engine_cells = (
             piece.rows[low - piece.start : high - piece.start, dense]
             if piece.rows.shape[1] == contract.num_layers
             else None
         )
-        if own is not None and (cells == own).all():
+        if engine_cells is not None and (cells == engine_cells).all():
             continue
-        wide = cells.astype(np.int64)
-        steps = (wide[:, :, 1:] - wide[:, :, :-1]) % (contract.num_experts or 1)
-        alien = (cells != cells[:1]).any(axis=2) & (steps > 1).any(axis=2)
-        if own is not None:
-            alien &= (cells != own).any(axis=2)
-        if alien.any():
-            _report_dense(view, out, low, cells, alien, dense)
+        ids = cells.astype(np.int64)
+        steps = (ids[:, :, 1:] - ids[:, :, :-1]) % (contract.num_experts or 1)
+        suspicious = (cells != cells[:1]).any(axis=2) & (steps > 1).any(axis=2)
+        if engine_cells is not None:
+            suspicious &= (cells != engine_cells).any(axis=2)
+        if suspicious.any():
+            _report_dense(view, out, low, cells, suspicious, dense)
             return
 
 
 def _report_dense(
-    view: RequestView, out: Collector, low: int, cells: IntArray, alien: BoolArray, dense: list[int]
+    view: RequestView,
+    out: Collector,
+    low: int,
+    cells: IntArray,
+    suspicious: BoolArray,
+    dense: list[int],
 ) -> None:
-    row, column = (int(i) for i in np.argwhere(alien)[0])
-    layers = [dense[i] for i in np.flatnonzero(alien.any(axis=0)).tolist()]
+    row, column = (int(i) for i in np.argwhere(suspicious)[0])
+    layers = [dense[i] for i in np.flatnonzero(suspicious.any(axis=0)).tolist()]
     out.finding(
         "the column of a dense layer holds what looks like a choice of experts",
         expected=(
@@ -438,7 +454,7 @@ def _report_dense(
         ),
         observed=(
             f"experts {cells[row, column].tolist()} at position {low + row} in layer"
-            f" {dense[column]}; so in {count(int(alien.any(axis=1).sum()), 'row')} (layer"
+            f" {dense[column]}; so in {count(int(suspicious.any(axis=1).sum()), 'row')} (layer"
             f" {ranges(layers)})"
         ),
         where=view.place(
@@ -446,7 +462,7 @@ def _report_dense(
         ),
         hint=(
             "A dense layer has no router: a buffer was not cleared, or columns were moved. A"
-            " trainer that maps columns by their order replays them in the MoE layer behind (verl"
-            " #5037)."
+            " trainer that maps columns by their order replays them in the next MoE layer"
+            " (verl #5037)."
         ),
     )

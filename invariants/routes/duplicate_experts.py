@@ -1,10 +1,7 @@
-"""Distinct: finds cells that name an expert twice, at the speed of a memory pass.
+"""A fast search for cells that name an expert twice, at the speed of one memory pass.
 
 A cell's k ids are compared with each other by subtracting from the flat array the same array
-displaced by 1 to k-1 places: a difference of 0 is an id that occurs again. What lies across the
-border of two cells must not count: where the integer type has a bit to spare, every other cell has
-its top bit flipped, so that ids of neighbouring cells never look equal; where it has none, those
-differences are made 1.
+shifted by 1 to k-1 places: a difference of 0 is a repeated id.
 """
 
 from __future__ import annotations
@@ -20,18 +17,17 @@ from rollproof.core.records import IntArray
 __all__ = ["has_repeats", "repeats"]
 
 _BLOCK = 1 << 18
-"""Bytes looked at in one go: small enough for the caches, large enough that the calls cost nothing."""
+"""Bytes per block: small enough for the caches, large enough that the calls cost nothing."""
 _SMALL = 1 << 11
-"""Ids up to which sorting costs less than the set-up of the other way."""
+"""The number of ids up to which sorting costs less than the setup of the fast search."""
 Mask: TypeAlias = "npt.NDArray[np.bool_]"
 Bytes: TypeAlias = "npt.NDArray[Any]"
 
 
 def has_repeats(rows: IntArray, num_experts: int) -> bool:
-    """Whether a cell of ``rows`` ``(rows, layers, top_k)`` may name an expert twice. Never misses
-    one.
+    """Return whether a cell of ``rows`` ``(rows, layers, top_k)`` may name an expert twice.
 
-    False alarms are possible where ids are out of range; ``repeats`` decides.
+    It never misses one. If ids are out of range, false alarms are possible: ``repeats`` decides.
     """
     k = rows.shape[2]
     if k == 1 or not rows.size:
@@ -40,9 +36,11 @@ def has_repeats(rows: IntArray, num_experts: int) -> bool:
         return bool(repeats(rows).any())
     flat = np.ascontiguousarray(rows).reshape(-1).view(f"u{rows.dtype.itemsize}")
     size = max(2 * k, _BLOCK // flat.itemsize // (2 * k) * 2 * k)
-    longest = min(size, len(flat))
+    largest = min(size, len(flat))
+    # Ids of two neighbouring cells must not count as equal. If the integer type has a spare bit,
+    # every other cell gets its top bit flipped; if not, the differences across a border are made 1.
     spare = num_experts <= 1 << (8 * flat.itemsize - 1)
-    marked, apart = (np.empty(longest, dtype=flat.dtype) for _ in range(2))
+    marked, buffer = (np.empty(largest, dtype=flat.dtype) for _ in range(2))
     for low in range(0, len(flat), size):
         block = flat[low : low + size]
         count = len(block)
@@ -51,7 +49,7 @@ def has_repeats(rows: IntArray, num_experts: int) -> bool:
                 block, _marks(flat.dtype.str, size, k)[:count], out=marked[:count]
             )
         for lag in range(1, k):
-            differ = np.subtract(block[lag:], block[:-lag], out=apart[: count - lag])
+            differ = np.subtract(block[lag:], block[:-lag], out=buffer[: count - lag])
             if not spare:
                 np.bitwise_or(
                     differ, _borders(flat.dtype.str, size, k, lag)[: count - lag], out=differ
@@ -62,19 +60,21 @@ def has_repeats(rows: IntArray, num_experts: int) -> bool:
 
 
 def repeats(rows: IntArray) -> Mask:
-    """Which cells of ``rows`` ``(rows, layers, top_k)`` name an expert twice: ``(rows, layers)``."""
+    """Return which cells of ``rows`` ``(rows, layers, top_k)`` name an expert twice: ``(rows,
+    layers)``.
+    """
     ordered = np.sort(rows, axis=2)
     return np.asarray((ordered[..., 1:] == ordered[..., :-1]).any(axis=2))
 
 
 @lru_cache(maxsize=8)
 def _marks(dtype: str, size: int, k: int) -> Bytes:
-    """The top bit in every other cell of k places."""
+    """Return the top bit in every other cell of k places."""
     top = np.array(1, dtype=dtype) << (8 * np.dtype(dtype).itemsize - 1)
     return np.where(np.arange(size) // k % 2, top, 0).astype(dtype)
 
 
 @lru_cache(maxsize=64)
 def _borders(dtype: str, size: int, k: int, lag: int) -> Bytes:
-    """1 in the places whose partner ``lag`` places on lies in another cell."""
+    """Return 1 at the places whose partner ``lag`` places on lies in another cell."""
     return (np.arange(size) % k >= k - lag).astype(dtype)

@@ -1,4 +1,4 @@
-"""Routes, by value: what no router can have chosen, whoever wrote it."""
+"""Checks on expert ids: values that no router can have chosen, whoever wrote them."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from rollproof.invariants._shared.phrases import count, ranges
 from rollproof.invariants.routes import comparison
 from rollproof.invariants.routes.comparison import BoolArray, RouteEvidence, is_filler
 from rollproof.invariants.routes.duplicate_experts import has_repeats, repeats
-from rollproof.invariants.routes.origin import Stray, group_of
+from rollproof.invariants.routes.origin import RowOrigin, group_of
 from rollproof.invariants.routes.route_phrases import has_routes
 from rollproof.judging.checks import Collector, request_check
 
@@ -28,21 +28,21 @@ __all__ = [
 
 _NEEDS = "a delivered sample with routes of the right shape and count"
 _ROWS = "rows read"
-_SURE_BITS = 64.0
-"""A coincidence of an indifferent router must be rarer than 2**-64 to count as a fault."""
-_FEW_TOKENS = 4
-"""A prompt of one repeated token may well choose the same experts everywhere: more different ids
-than this are asked for.
+_MIN_BITS = 64.0
+"""A coincidence of a random router must be rarer than 2**-64 to count as a fault."""
+_MIN_DISTINCT_TOKENS = 4
+"""The number of distinct token ids that must be exceeded: a prompt of one repeated token may well
+choose the same experts everywhere.
 """
 
 
-_GLANCE = 64
-"""Rows looked at in one go where the first ones nearly always decide."""
+_BLOCK_ROWS = 64
+"""The number of rows per block; the first blocks nearly always decide."""
 
 
 def _readable(view: RequestView, out: Collector) -> RouteEvidence | None:
     if view.rollout is None:
-        out.absent("no sample was handed over")
+        out.absent("no sample was delivered")
         return None
     evidence = comparison.of(view)
     if not evidence.readable:
@@ -51,26 +51,26 @@ def _readable(view: RequestView, out: Collector) -> RouteEvidence | None:
     return evidence
 
 
-def _own_rows(
+def _judged_rows(
     view: RequestView, evidence: RouteEvidence, low: int, high: int
 ) -> tuple[IntArray, BoolArray]:
-    """Delivered rows and which of them these checks answer for: captures, but for rows that another
-    check explains.
+    """Return the delivered rows and which of them these checks judge: captured ones, except for
+    rows that another check explains.
     """
     rows = evidence.delivered(low, high)
-    mine = np.ones(len(rows), dtype=bool)
+    judged = np.ones(len(rows), dtype=bool)
     wrong = evidence.mismatched
     if len(wrong):
-        values = group_of(view, Stray.VALUES)
+        values = group_of(view, RowOrigin.VALUES)
         others = np.setdiff1d(wrong, values.positions) if values is not None else wrong
-        mine[others[(others >= low) & (others < high)] - low] = False
+        judged[others[(others >= low) & (others < high)] - low] = False
     filler = view.contract.filler
     if filler not in (None, Filler.NONE):
-        # a row that an engine itself filled, or a row of a trace without replies: no capture, and
-        # declared as such
+        # A row that an engine itself filled, or a row of a trace without replies: not captured, and
+        # declared as such.
         assert filler is not None
-        mine &= ~is_filler(rows, filler, view.contract.num_experts or 1)
-    return rows, mine
+        judged &= ~is_filler(rows, filler, view.contract.num_experts or 1)
+    return rows, judged
 
 
 @request_check(
@@ -92,17 +92,17 @@ def routes_distinct(view: RequestView, out: Collector) -> None:
         out.exercised(_ROWS, high - low)
         if not has_repeats(evidence.delivered(low, high), experts):
             continue
-        rows, mine = _own_rows(view, evidence, low, high)
-        bad = repeats(rows) & mine[:, None]
+        rows, judged = _judged_rows(view, evidence, low, high)
+        wrong = repeats(rows) & judged[:, None]
         if not len(evidence.mismatched):
-            bad[:, _dead_columns(evidence)] = False
-        if bad.any():
+            wrong[:, _dead_columns(evidence)] = False
+        if wrong.any():
             _report_cells(
                 view,
                 out,
                 low,
                 rows,
-                bad,
+                wrong,
                 "a token has the same expert twice in one layer",
                 f"{rows.shape[2]} distinct experts",
             )
@@ -129,15 +129,15 @@ def routes_in_range(view: RequestView, out: Collector) -> None:
             limits.min == 0 or int(block.min()) >= 0
         ):
             continue
-        rows, mine = _own_rows(view, evidence, low, high)
-        bad = ((rows < 0) | (rows >= experts)).any(axis=2) & mine[:, None]
-        if bad.any():
+        rows, judged = _judged_rows(view, evidence, low, high)
+        wrong = ((rows < 0) | (rows >= experts)).any(axis=2) & judged[:, None]
+        if wrong.any():
             _report_cells(
                 view,
                 out,
                 low,
                 rows,
-                bad,
+                wrong,
                 "an expert id does not exist",
                 f"ids from 0 to {experts - 1}",
             )
@@ -148,21 +148,21 @@ def _report_cells(
     out: Collector,
     low: int,
     rows: IntArray,
-    bad: BoolArray,
+    wrong: BoolArray,
     title: str,
     expected: str,
 ) -> None:
-    first, column = (int(i) for i in np.argwhere(bad)[0])
-    wrong = low + np.flatnonzero(bad.any(axis=1))
+    first, column = (int(i) for i in np.argwhere(wrong)[0])
+    positions = low + np.flatnonzero(wrong.any(axis=1))
     moe = view.contract.moe_layers or ()
-    layers = int(bad.sum(axis=1).max())
+    layers = int(wrong.sum(axis=1).max())
     cell = rows[first, column].tolist()
     out.finding(
         title,
         expected=expected,
         observed=(
-            f"experts {cell} at position {low + first}; so in {count(len(wrong), 'row')} of"
-            f" {len(rows)} (position{'s' if len(wrong) > 1 else ''} {ranges(wrong.tolist())}), in"
+            f"experts {cell} at position {low + first}; so in {count(len(positions), 'row')} of"
+            f" {len(rows)} (position{'s' if len(positions) > 1 else ''} {ranges(positions.tolist())}), in"
             f" {layers} of {len(moe)} MoE layers"
         ),
         where=view.place(
@@ -176,16 +176,17 @@ def _value_hint(contract: Contract, cell: list[int]) -> str:
     experts = contract.num_experts or 1
     if not any(cell):
         return (
-            "Zeros are a buffer that nobody wrote: prompt rows that were never finalised (SGLang"
-            " #23885), padded tokens (vLLM #43737), or padding taken for a capture (slime #941). A"
-            " dropless dispatcher cannot place one expert top_k times (verl #4986)."
+            "Zeros are a buffer that was never written: prompt rows that were never finalised"
+            " (SGLang #23885), padded tokens (vLLM #43737), or padding taken for a capture"
+            " (slime #941). A dropless dispatcher cannot place one expert top_k times (verl"
+            " #4986)."
         )
-    if any(one < 0 for one in cell):
+    if any(expert < 0 for expert in cell):
         return (
-            "A negative id is a kernel's mark for a padded token (VLLM_MOE_SKIP_PADDING): declare"
+            "A kernel marks padded tokens with a negative id (VLLM_MOE_SKIP_PADDING): declare"
             " filler='minus-one', or drop the rows."
         )
-    if any(one >= experts for one in cell):
+    if any(expert >= experts for expert in cell):
         return (
             "An id beyond the last expert is a fused shared expert that was not cut off (SGLang"
             " #36515), or a misread dtype."
@@ -198,8 +199,8 @@ def _value_hint(contract: Contract, cell: list[int]) -> str:
 
 @request_check(
     "routes.live",
-    promise="No MoE layer is zero throughout, and the rows of a sample are not all equal.",
-    needs=_NEEDS + "; enough rows for chance to be ruled out",
+    promise="No MoE layer is zero in all rows, and the rows of a sample are not all equal.",
+    needs=_NEEDS + "; enough rows to rule out chance",
     exercised_by=_ROWS,
     applies=has_routes,
 )
@@ -207,26 +208,26 @@ def routes_live(view: RequestView, out: Collector) -> None:
     evidence = _readable(view, out)
     if evidence is None:
         return
-    judged = sum(high - low for low, high in evidence.captured)
-    if not judged or len(evidence.mismatched):
+    captured = sum(high - low for low, high in evidence.captured)
+    if not captured or len(evidence.mismatched):
         out.absent("no rows, or rows that another check explains")
         return
-    out.exercised(_ROWS, judged)
+    out.exercised(_ROWS, captured)
     moe = view.contract.moe_layers or ()
-    dead = _dead_columns(evidence)
-    if view.contract.top_k == 1 and not _surprising(
-        view, judged * log2(view.contract.num_experts or 1)
+    zero_layers = _dead_columns(evidence)
+    if view.contract.top_k == 1 and not _beyond_chance(
+        view, captured * log2(view.contract.num_experts or 1)
     ):
-        dead = []
-    if dead:
+        zero_layers = []
+    if zero_layers:
         out.finding(
             "MoE layers whose experts are zero throughout",
             expected=f"choices of {view.contract.top_k} experts in each of {len(moe)} MoE layers",
             observed=(
-                f"expert 0 in all {judged} rows of {len(dead)} of {len(moe)} MoE layers (layer"
-                f" {ranges(moe[c] for c in dead)})"
+                f"expert 0 in all {captured} rows of {len(zero_layers)} of {len(moe)} MoE layers (layer"
+                f" {ranges(moe[c] for c in zero_layers)})"
             ),
-            where=view.place(layer=moe[dead[0]], position=evidence.captured[0][0]),
+            where=view.place(layer=moe[zero_layers[0]], position=evidence.captured[0][0]),
             hint=(
                 "The capture never ran there: a monolithic MoE kernel bypasses it (vLLM #44116,"
                 " #54730), a pipeline stage was not gathered (slime #395), or the layer is dense"
@@ -234,31 +235,29 @@ def routes_live(view: RequestView, out: Collector) -> None:
             ),
         )
     elif (
-        judged > 1
+        captured > 1
         and _all_equal(evidence)
-        and _surprising(view, (judged - 1) * len(moe) * _choice_bits(view.contract))
+        and _beyond_chance(view, (captured - 1) * len(moe) * _choice_bits(view.contract))
     ):
         out.finding(
             "all route rows of a sample are equal",
             expected="choices that differ between tokens",
-            observed=f"one and the same row {judged} times, in all {len(moe)} MoE layers",
+            observed=f"one and the same row {captured} times, in all {len(moe)} MoE layers",
             where=view.place(position=evidence.captured[0][0]),
             hint=(
-                "The buffer was captured once, as under a CUDA graph (SGLang #12162), or one"
-                " token's row was copied to all."
+                "The buffer was captured once, for example under a CUDA graph (SGLang"
+                " #12162), or one token's row was copied to all."
             ),
         )
 
 
 def _dead_columns(evidence: RouteEvidence) -> list[int]:
-    """MoE columns whose captured cells are all zero; looks at few rows where the first ones show
-    life.
-    """
+    """Return the MoE columns whose captured cells are all zero."""
     alive: BoolArray = np.zeros(len(evidence.contract.moe_columns), dtype=bool)
     for low, high in evidence.captured:
-        for at in range(low, high, _GLANCE):
+        for start in range(low, high, _BLOCK_ROWS):
             alive |= np.bitwise_or.reduce(
-                evidence.delivered(at, min(high, at + _GLANCE)), axis=0
+                evidence.delivered(start, min(high, start + _BLOCK_ROWS)), axis=0
             ).any(axis=1)
             if alive.all():
                 return []
@@ -268,8 +267,8 @@ def _dead_columns(evidence: RouteEvidence) -> list[int]:
 def _all_equal(evidence: RouteEvidence) -> bool:
     first = evidence.delivered(evidence.captured[0][0], evidence.captured[0][0] + 1)
     for low, high in evidence.captured:
-        for at in range(low, high, _GLANCE):
-            if (evidence.delivered(at, min(high, at + _GLANCE)) != first).any():
+        for start in range(low, high, _BLOCK_ROWS):
+            if (evidence.delivered(start, min(high, start + _BLOCK_ROWS)) != first).any():
                 return False
     return True
 
@@ -278,5 +277,5 @@ def _choice_bits(contract: Contract) -> float:
     return log2(comb(contract.num_experts or 1, contract.top_k or 1))
 
 
-def _surprising(view: RequestView, bits: float) -> bool:
-    return bits >= _SURE_BITS and len(set(view.total_ids)) > _FEW_TOKENS
+def _beyond_chance(view: RequestView, bits: float) -> bool:
+    return bits >= _MIN_BITS and len(set(view.total_ids)) > _MIN_DISTINCT_TOKENS

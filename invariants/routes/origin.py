@@ -1,9 +1,9 @@
-"""Route strays: where the wrong rows of a sample come from.
+"""Finds where the wrong rows of a sample come from.
 
-The rows that are not what the engine returned are held against every other thing that they could
-be: filler, the same row cast to a narrower type, the same position in another call's reply or under
-other weights, another layer's column, another position, another request. What explains most of them
-wins, so that one fault has one name even where a few rows fit another explanation by chance.
+The rows that are not what the engine returned are compared with everything else that they could be:
+filler, the same row cast to a narrower type, the same position in another call's reply or under
+other weights, another layer's column, another position, another request. The explanation of most of
+them wins, so that one fault has one name even if a few rows fit another explanation by chance.
 """
 
 from __future__ import annotations
@@ -27,20 +27,22 @@ if TYPE_CHECKING:
     from rollproof.core.events.rollout import Reply
     from rollproof.judging.request_view import RequestView
 
-__all__ = ["Clue", "Stray", "StrayGroup", "group_of", "groups", "row_version"]
+__all__ = ["Clue", "RowOrigin", "WrongRows", "group_of", "groups", "row_version"]
 
-_MOST = 256
-"""Wrong rows of a sample that are looked at: the first ones tell what the others would."""
-_TELLING_BITS = 12.0
-"""A source is named where an indifferent router would agree with it less than once in 2**12 times;
-else the rows are just wrong.
+_MAX_ROWS = 256
+"""The number of wrong rows of a sample that are examined: the first ones show what the others
+would.
 """
-_MEMO = "route strays"
+_MIN_BITS = 12.0
+"""A source is named if a random router would agree with it less than once in 2**12 times; otherwise
+the rows are only wrong.
+"""
+_MEMO = "wrong route rows"
 Positions: TypeAlias = "npt.NDArray[np.int64]"
 
 
-class Stray(StrEnum):
-    """What a wrong row turned out to be."""
+class RowOrigin(StrEnum):
+    """Where a wrong row comes from."""
 
     FILLER = "filler"
     WRAPPED = "wrapped"
@@ -49,15 +51,19 @@ class Stray(StrEnum):
     POSITION = "position"
     REQUEST = "request"
     VALUES = "values"
-    """Nothing known, and its ids are no choice of a router (equal ones in a cell, or out of range)."""
+    """Unknown, and its ids cannot be a router's choice (repeated in a cell, or out of range)."""
     UNKNOWN = "unknown"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Clue:
-    """Where wrong rows come from: ``source`` in words, and what of it has a name or a number.
+    """The source of wrong rows.
 
-    ``attempt`` and ``version`` of the rows, ``shift`` by positions or layers, ``filler`` the kind.
+    source: The source in words.
+    attempt: The attempt that they come from.
+    version: The version that they come from.
+    shift: By how many positions or layers they are shifted.
+    filler: The kind of filler that they are.
     """
 
     source: str = ""
@@ -68,15 +74,17 @@ class Clue:
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class StrayGroup:
+class WrongRows:
     """Wrong rows with one explanation.
 
-    ``positions`` are the rows that it explains, ``others`` wrong rows of the same sample that it
-    does not. ``layers`` is the number of MoE layers in which the rows are wrong (the most of any
-    row).
+    kind: The explanation.
+    positions: The rows that it explains.
+    layers: The number of MoE layers in which the rows are wrong (the most of any row).
+    clue: The source.
+    others: Wrong rows of the same sample that it does not explain.
     """
 
-    kind: Stray
+    kind: RowOrigin
     positions: Positions
     layers: int
     clue: Clue
@@ -84,159 +92,186 @@ class StrayGroup:
 
 
 @dataclass(frozen=True, eq=False)
-class _Wrong:
-    """The wrong rows: ``(m,)`` positions, ``(m, moe_layers, top_k)`` delivered and expected, ``(m,
-    moe_layers)`` what differs.
+class _Mismatches:
+    """The wrong rows.
+
+    positions: ``(m,)``.
+    got: The delivered rows, ``(m, moe_layers, top_k)``.
+    want: The expected rows, ``(m, moe_layers, top_k)``.
+    differ: Where they differ, ``(m, moe_layers)``.
     """
 
     positions: Positions
-    got: IntArray
-    want: IntArray
-    differ: BoolArray
+    actual: IntArray
+    expected: IntArray
+    differs: BoolArray
 
     def fits(self, other: IntArray) -> BoolArray:
-        """Rows whose wrong columns are those of ``other``."""
-        return np.asarray(((self.got == other).all(axis=2) | ~self.differ).all(axis=1))
+        """Return the rows whose wrong columns are those of ``other``."""
+        return np.asarray(((self.actual == other).all(axis=2) | ~self.differs).all(axis=1))
 
-    def group(self, kind: Stray, mine: BoolArray, clue: Clue, others: Positions) -> StrayGroup:
-        """The group of the rows in ``mine``."""
-        layers = int(self.differ[mine].sum(axis=1).max())
-        return StrayGroup(
-            kind=kind, positions=self.positions[mine], layers=layers, clue=clue, others=others
+    def group(
+        self, kind: RowOrigin, explained: BoolArray, clue: Clue, others: Positions
+    ) -> WrongRows:
+        """Return the group of the rows in ``mine``."""
+        layers = int(self.differs[explained].sum(axis=1).max())
+        return WrongRows(
+            kind=kind, positions=self.positions[explained], layers=layers, clue=clue, others=others
         )
 
 
-_Guess: TypeAlias = "tuple[BoolArray, Clue]"
+_Explanation: TypeAlias = "tuple[BoolArray, Clue]"
 
 
-def groups(view: RequestView) -> tuple[StrayGroup, ...]:
-    """The wrong rows of the sample by explanation; empty where there are none."""
-    found: tuple[StrayGroup, ...] | None = view.memo.get(_MEMO)
-    if found is None:
+def groups(view: RequestView) -> tuple[WrongRows, ...]:
+    """Return the wrong rows of the sample by explanation; empty if there are none."""
+    known_groups: tuple[WrongRows, ...] | None = view.memo.get(_MEMO)
+    if known_groups is None:
         evidence = comparison.of(view)
-        found = view.memo[_MEMO] = _explain(view, evidence) if len(evidence.mismatched) else ()
-    return found
+        known_groups = view.memo[_MEMO] = (
+            _explain(view, evidence) if len(evidence.mismatched) else ()
+        )
+    return known_groups
 
 
-def group_of(view: RequestView, kind: Stray) -> StrayGroup | None:
-    """The group of one explanation, if the sample has it."""
+def group_of(view: RequestView, kind: RowOrigin) -> WrongRows | None:
+    """Return the group of one explanation, if the sample has it."""
     return next((group for group in groups(view) if group.kind is kind), None)
 
 
 def row_version(reply: Reply, position: int) -> Version:
-    """The version of the forward that computed the row of absolute ``position``: the true one, else
-    the one that the engine showed.
+    """Return the version of the forward pass that computed the row of ``position``: the true one,
+    otherwise the one that the engine showed.
     """
     if reply.true_rows is not None:
         return spread(reply.true_rows, position + 1)[position]
     return reply.output.version
 
 
-def _explain(view: RequestView, evidence: RouteEvidence) -> tuple[StrayGroup, ...]:
-    positions = evidence.mismatched[:_MOST]
+def _explain(view: RequestView, evidence: RouteEvidence) -> tuple[WrongRows, ...]:
+    positions = evidence.mismatched[:_MAX_ROWS]
     assert evidence.routes is not None
-    got = evidence.routes[positions - evidence.start][:, evidence.columns].astype(np.int64)
-    want = evidence.expected(positions).astype(np.int64)
-    wrong = _Wrong(
-        positions, got, want, (np.sort(got, axis=2) != np.sort(want, axis=2)).any(axis=2)
+    actual = evidence.routes[positions - evidence.start][:, evidence.columns].astype(np.int64)
+    expected = evidence.expected(positions).astype(np.int64)
+    wrong = _Mismatches(
+        positions,
+        actual,
+        expected,
+        (np.sort(actual, axis=2) != np.sort(expected, axis=2)).any(axis=2),
     )
-    guesses = _guesses(view, evidence, wrong)
-    left = np.ones(len(positions), dtype=bool)
-    out: list[StrayGroup] = []
-    while left.any():
-        best = max(guesses, key=lambda guess: int((guess[1] & left).sum()), default=None)
-        if best is None or not (best[1] & left).any():
-            out += _unexplained(evidence, wrong, left)
+    explanations = _explanations(view, evidence, wrong)
+    remaining = np.ones(len(positions), dtype=bool)
+    out: list[WrongRows] = []
+    while remaining.any():
+        best = max(
+            explanations, key=lambda explain: int((explain[1] & remaining).sum()), default=None
+        )
+        if best is None or not (best[1] & remaining).any():
+            out += _unexplained(evidence, wrong, remaining)
             break
         kind, fits, clue = best
-        mine = fits & left
-        left &= ~mine
+        explained = fits & remaining
+        remaining &= ~explained
         rest = (
-            left.copy()
-            if left.sum() <= mine.sum() and not _explained(guesses, left)
-            else np.zeros_like(left)
+            remaining.copy()
+            if remaining.sum() <= explained.sum() and not _has_explanation(explanations, remaining)
+            else np.zeros_like(remaining)
         )
-        left &= ~rest
-        out.append(wrong.group(kind, mine, clue, positions[rest]))
-        guesses = [guess for guess in guesses if guess[0] is not kind]
+        remaining &= ~rest
+        out.append(wrong.group(kind, explained, clue, positions[rest]))
+        explanations = [explain for explain in explanations if explain[0] is not kind]
     return tuple(out)
 
 
-def _guesses(
-    view: RequestView, evidence: RouteEvidence, wrong: _Wrong
-) -> list[tuple[Stray, BoolArray, Clue]]:
-    """Explanations with the rows that each explains, up to the first that explains all: none behind
-    it is preferred.
-    """
-    found = []
-    for kind, guess in _GUESSES:
-        for fits, clue in guess(view, evidence, wrong):
-            if _telling(evidence, wrong, fits):
-                found.append((kind, fits, clue))
+def _explanations(
+    view: RequestView, evidence: RouteEvidence, wrong: _Mismatches
+) -> list[tuple[RowOrigin, BoolArray, Clue]]:
+    """Return explanations with the rows that each explains, up to the first that explains all."""
+    results = []
+    for kind, explain in _EXPLANATIONS:
+        for fits, clue in explain(view, evidence, wrong):
+            if _significant(evidence, wrong, fits):
+                results.append((kind, fits, clue))
+                # Nothing after an explanation of all rows is preferred to it.
                 if fits.all():
-                    return found
-    return found
+                    return results
+    return results
 
 
-def _telling(evidence: RouteEvidence, wrong: _Wrong, fits: BoolArray) -> bool:
-    """Whether so many wrong cells agree that chance is ruled out, or their values are no choice at
-    all.
+def _significant(evidence: RouteEvidence, wrong: _Mismatches, fits: BoolArray) -> bool:
+    """Return whether so many wrong cells agree that chance is ruled out, or their values cannot be
+    a choice.
     """
-    cells = wrong.got[fits][wrong.differ[fits]]
+    cells = wrong.actual[fits][wrong.differs[fits]]
     if not len(cells):
         return False
     k = cells.shape[1]
     impossible = (
         k > 1
         and bool((cells[:, :1] == cells).all())
-        and (len(cells) > 1 or wrong.got.shape[1] == 1)
+        and (len(cells) > 1 or wrong.actual.shape[1] == 1)
     )
-    return impossible or len(cells) * _bits(evidence, k) >= _TELLING_BITS
+    return impossible or len(cells) * _bits(evidence, k) >= _MIN_BITS
 
 
 def _bits(evidence: RouteEvidence, k: int) -> float:
-    """What one cell that agrees tells."""
+    """Return the information in one cell that agrees."""
     return log2(perm(evidence.contract.num_experts or 1, k))
 
 
-def _explained(guesses: list[tuple[Stray, BoolArray, Clue]], left: BoolArray) -> bool:
-    """Whether another guess explains more than an edge of what is left."""
-    return any(int((fits & left).sum()) > 2 for _, fits, _ in guesses)
+def _has_explanation(
+    explanations: list[tuple[RowOrigin, BoolArray, Clue]], remaining: BoolArray
+) -> bool:
+    """Return whether another explanation covers more than an edge of what remains."""
+    return any(int((fits & remaining).sum()) > 2 for _, fits, _ in explanations)
 
 
-def _unexplained(evidence: RouteEvidence, wrong: _Wrong, left: BoolArray) -> list[StrayGroup]:
+def _unexplained(
+    evidence: RouteEvidence, wrong: _Mismatches, remaining: BoolArray
+) -> list[WrongRows]:
     """Split what nothing explains into rows whose values cannot be a choice, and the rest."""
     experts = evidence.contract.num_experts or 0
-    sorted_cells = np.sort(wrong.got, axis=2)
-    twice = (sorted_cells[..., 1:] == sorted_cells[..., :-1]).any(axis=(1, 2))
-    impossible = left & (twice | ((wrong.got < 0) | (wrong.got >= experts)).any(axis=(1, 2)))
+    sorted_cells = np.sort(wrong.actual, axis=2)
+    repeated = (sorted_cells[..., 1:] == sorted_cells[..., :-1]).any(axis=(1, 2))
+    impossible = remaining & (
+        repeated | ((wrong.actual < 0) | (wrong.actual >= experts)).any(axis=(1, 2))
+    )
     out = []
-    for kind, mine in ((Stray.VALUES, impossible), (Stray.UNKNOWN, left & ~impossible)):
-        if mine.any():
-            out.append(wrong.group(kind, mine, Clue(), wrong.positions[:0]))
+    for kind, explained in (
+        (RowOrigin.VALUES, impossible),
+        (RowOrigin.UNKNOWN, remaining & ~impossible),
+    ):
+        if explained.any():
+            out.append(wrong.group(kind, explained, Clue(), wrong.positions[:0]))
     return out
 
 
-def _filler(_view: RequestView, evidence: RouteEvidence, wrong: _Wrong) -> Iterator[_Guess]:
+def _filler(
+    _view: RequestView, evidence: RouteEvidence, wrong: _Mismatches
+) -> Iterator[_Explanation]:
     assert evidence.routes is not None
-    blank = np.where(wrong.differ[..., None], wrong.got, -2)
+    wrong_cells = np.where(wrong.differs[..., None], wrong.actual, -2)
     for kind in (Filler.ZEROS, Filler.MINUS_ONE, Filler.ARANGE):
-        fits = np.zeros(len(blank), dtype=bool)
-        for i, row in enumerate(blank):
-            cells = row[wrong.differ[i]][None].astype(evidence.routes.dtype)
+        fits = np.zeros(len(wrong_cells), dtype=bool)
+        for i, row in enumerate(wrong_cells):
+            cells = row[wrong.differs[i]][None].astype(evidence.routes.dtype)
             fits[i] = is_filler(cells, kind, evidence.contract.num_experts or 1)[0]
         yield fits, Clue(filler=kind, source=f"{kind} filler")
 
 
-def _wrapped(_view: RequestView, _evidence: RouteEvidence, wrong: _Wrong) -> Iterator[_Guess]:
+def _wrapped(
+    _view: RequestView, _evidence: RouteEvidence, wrong: _Mismatches
+) -> Iterator[_Explanation]:
     for name in ("uint8", "int8", "uint16", "int16"):
-        cast = wrong.want.astype(name).astype(np.int64)
-        if (cast != wrong.want).any():
+        cast = wrong.expected.astype(name).astype(np.int64)
+        if (cast != wrong.expected).any():
             yield wrong.fits(cast), Clue(source=name)
 
 
-def _provenance(view: RequestView, evidence: RouteEvidence, wrong: _Wrong) -> Iterator[_Guess]:
-    """The same positions in other replies, then under weights that no reply used."""
+def _provenance(
+    view: RequestView, evidence: RouteEvidence, wrong: _Mismatches
+) -> Iterator[_Explanation]:
+    """Try the same positions in other replies, then under weights that no reply used."""
     for attempt in view.attempts:
         for reply in attempt.replies:
             routes = reply.output.routes
@@ -244,7 +279,7 @@ def _provenance(view: RequestView, evidence: RouteEvidence, wrong: _Wrong) -> It
                 continue
             at = wrong.positions - reply.output.routes_start
             inside = (at >= 0) & (at < len(routes))
-            if not inside.any() or evidence.cells(routes).shape[1:] != wrong.want.shape[1:]:
+            if not inside.any() or evidence.cells(routes).shape[1:] != wrong.expected.shape[1:]:
                 continue
             fits = np.zeros(len(at), dtype=bool)
             rows = evidence.cells(routes[np.clip(at, 0, len(routes) - 1)])
@@ -259,94 +294,102 @@ def _provenance(view: RequestView, evidence: RouteEvidence, wrong: _Wrong) -> It
             yield wrong.fits(rows), Clue(version=version)
 
 
-def _layer(_view: RequestView, evidence: RouteEvidence, wrong: _Wrong) -> Iterator[_Guess]:
-    """Columns that hold another layer's choice: all shifted alike, or mapped any way."""
-    count = wrong.got.shape[1]
+def _layer(
+    _view: RequestView, evidence: RouteEvidence, wrong: _Mismatches
+) -> Iterator[_Explanation]:
+    """Try columns that hold another layer's choice: all shifted by the same amount, or mapped in
+    any way.
+    """
+    count = wrong.actual.shape[1]
     for shift in [s for d in range(1, min(count, 9)) for s in (d, -d)]:
         low, high = max(0, -shift), min(count, count - shift)
         if high - low < (count + 1) // 2:
             continue
-        same = (wrong.got[:, low:high] == wrong.want[:, low + shift : high + shift]).all(
+        equal = (wrong.actual[:, low:high] == wrong.expected[:, low + shift : high + shift]).all(
             axis=(1, 2)
         )
         yield (
-            same & wrong.differ[:, low:high].any(axis=1),
+            equal & wrong.differs[:, low:high].any(axis=1),
             Clue(shift=shift, source=f"shifted by {shift:+d}"),
         )
-    columns = [int(column) for column in np.flatnonzero(wrong.differ.any(axis=0))]
+    columns = [int(column) for column in np.flatnonzero(wrong.differs.any(axis=0))]
     pairs = [
         (column, source)
         for column in columns
         if (source := _source_column(wrong, column)) is not None
     ]
-    # each column was held against all others, so one of them agrees by chance so many times as
-    # often
-    told_bits = sum(
-        int(wrong.differ[:, column].sum()) * _bits(evidence, wrong.got.shape[2]) - log2(count)
+    # Each column is compared with all others, so that one of them agrees by chance that many times
+    # as often.
+    bits = sum(
+        int(wrong.differs[:, column].sum()) * _bits(evidence, wrong.actual.shape[2]) - log2(count)
         for column, _ in pairs
     )
-    if len(pairs) > 1 and 2 * len(pairs) >= len(columns) and told_bits >= _TELLING_BITS:
+    if len(pairs) > 1 and 2 * len(pairs) >= len(columns) and bits >= _MIN_BITS:
         moe = evidence.contract.moe_layers or ()
-        told = ", ".join(
+        mapping = ", ".join(
             f"layer {moe[column]}'s column holds layer {moe[source]}"
             for column, source in pairs[:4]
         )
-        yield np.ones(len(wrong.got), dtype=bool), Clue(source=told)
+        yield np.ones(len(wrong.actual), dtype=bool), Clue(source=mapping)
 
 
-def _source_column(wrong: _Wrong, column: int) -> int | None:
-    rows = wrong.differ[:, column]
-    same = (wrong.want[rows] == wrong.got[rows][:, column, None]).all(axis=(0, 2))
-    return int(np.flatnonzero(same)[0]) if same.any() else None
+def _source_column(wrong: _Mismatches, column: int) -> int | None:
+    rows = wrong.differs[:, column]
+    equal = (wrong.expected[rows] == wrong.actual[rows][:, column, None]).all(axis=(0, 2))
+    return int(np.flatnonzero(equal)[0]) if equal.any() else None
 
 
-def _position(view: RequestView, evidence: RouteEvidence, wrong: _Wrong) -> Iterator[_Guess]:
-    """Rows of other positions of the same request, from any of its replies."""
-    places: dict[bytes, list[int]] = {}
-    for key, place in _places(view, evidence, wrong):
-        places.setdefault(key, []).append(place)
+def _position(
+    view: RequestView, evidence: RouteEvidence, wrong: _Mismatches
+) -> Iterator[_Explanation]:
+    """Try rows of other positions of the same request, from any of its replies."""
+    candidates: dict[bytes, list[int]] = {}
+    for key, place in _candidate_rows(view, evidence, wrong):
+        candidates.setdefault(key, []).append(place)
     shifts: list[int | None] = []
-    for position, key in zip(wrong.positions, _keys(wrong.got), strict=True):
-        away = [place - int(position) for place in places.get(key, ()) if place != position]
-        shifts.append(min(away, key=abs) if away else None)
+    for position, key in zip(wrong.positions, _keys(wrong.actual), strict=True):
+        distances = [
+            place - int(position) for place in candidates.get(key, ()) if place != position
+        ]
+        shifts.append(min(distances, key=abs) if distances else None)
     fits = np.array([shift is not None for shift in shifts])
     if fits.any():
         shift, times = Counter(shift for shift in shifts if shift is not None).most_common(1)[0]
-        usual = times * 2 > int(fits.sum()) and shift == shifts[int(np.flatnonzero(fits)[0])]
-        yield fits, Clue(shift=shift if usual else None)
+        common = times * 2 > int(fits.sum()) and shift == shifts[int(np.flatnonzero(fits)[0])]
+        yield fits, Clue(shift=shift if common else None)
 
 
-def _request(view: RequestView, evidence: RouteEvidence, wrong: _Wrong) -> Iterator[_Guess]:
-    """Rows of other requests of the run, at any position."""
-    keys = _keys(wrong.got)
+def _request(
+    view: RequestView, evidence: RouteEvidence, wrong: _Mismatches
+) -> Iterator[_Explanation]:
+    """Try rows of other requests of the run, at any position."""
+    keys = _keys(wrong.actual)
     for other in view.neighbours:
-        known = dict(_places(other, evidence, wrong))
-        fits = np.array([key in known for key in keys], dtype=bool)
+        positions = dict(_candidate_rows(other, evidence, wrong))
+        fits = np.array([key in positions for key in keys], dtype=bool)
         if fits.any():
-            first = known[keys[int(np.flatnonzero(fits)[0])]]
+            first = positions[keys[int(np.flatnonzero(fits)[0])]]
             yield fits, Clue(source=f"position {first} of request {other.request.request_id}")
 
 
-def _places(
-    view: RequestView, evidence: RouteEvidence, wrong: _Wrong
+def _candidate_rows(
+    view: RequestView, evidence: RouteEvidence, wrong: _Mismatches
 ) -> Iterator[tuple[bytes, int]]:
-    """Rows that a request's replies hold, as keys, with their positions: those that may equal a
-    wrong row.
-    """
-    hints = _hints(wrong.got)
+    """Return rows in a request's replies that may equal a wrong row, as keys with their positions."""
+    fingerprints = _fingerprints(wrong.actual)
     for attempt in view.attempts:
         for reply in attempt.replies:
             routes = reply.output.routes
-            if routes is None or evidence.cells(routes[:1]).shape[1:] != wrong.want.shape[1:]:
+            if routes is None or evidence.cells(routes[:1]).shape[1:] != wrong.expected.shape[1:]:
                 continue
             cells = evidence.cells(routes)
-            near = np.flatnonzero(np.isin(_hints(cells), hints))
-            for i, key in zip(near.tolist(), _keys(cells[near]), strict=True):
+            similar = np.flatnonzero(np.isin(_fingerprints(cells), fingerprints))
+            for i, key in zip(similar.tolist(), _keys(cells[similar]), strict=True):
                 yield key, reply.output.routes_start + i
 
 
-def _hints(rows: IntArray) -> npt.NDArray[np.int64]:
-    """Two ids of each row as one number: equal rows have equal hints, and few others do."""
+def _fingerprints(rows: IntArray) -> npt.NDArray[np.int64]:
+    """Return two ids of each row as one number: equal rows have equal numbers, and few others do."""
     return rows[:, 0, 0].astype(np.int64) * (1 << 24) + rows[:, -1, -1]
 
 
@@ -354,14 +397,15 @@ def _keys(rows: IntArray) -> list[bytes]:
     return [row.tobytes() for row in np.ascontiguousarray(rows, dtype=np.int64)]
 
 
-_GUESSES: tuple[
-    tuple[Stray, Callable[[RequestView, RouteEvidence, _Wrong], Iterator[_Guess]]], ...
+_EXPLANATIONS: tuple[
+    tuple[RowOrigin, Callable[[RequestView, RouteEvidence, _Mismatches], Iterator[_Explanation]]],
+    ...,
 ] = (
-    (Stray.FILLER, _filler),
-    (Stray.WRAPPED, _wrapped),
-    (Stray.PROVENANCE, _provenance),
-    (Stray.LAYER, _layer),
-    (Stray.POSITION, _position),
-    (Stray.REQUEST, _request),
+    (RowOrigin.FILLER, _filler),
+    (RowOrigin.WRAPPED, _wrapped),
+    (RowOrigin.PROVENANCE, _provenance),
+    (RowOrigin.LAYER, _layer),
+    (RowOrigin.POSITION, _position),
+    (RowOrigin.REQUEST, _request),
 )
-"""In order of preference where two explain as many rows."""
+"""In order of preference if two explain as many rows."""

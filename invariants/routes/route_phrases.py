@@ -1,4 +1,4 @@
-"""Words of the route checks: how positions, rows and layers are told in a finding."""
+"""Phrases of the route checks: how findings name positions, rows and layers."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from rollproof.invariants.routes import comparison
 from rollproof.invariants.routes.origin import groups, row_version
 
 if TYPE_CHECKING:
-    from rollproof.invariants.routes.origin import StrayGroup
+    from rollproof.invariants.routes.origin import WrongRows
     from rollproof.judging.request_view import RequestView
 
 __all__ = ["amount", "attempt_words", "has_routes", "needs_rows"]
 
 
 def has_routes(contract: Contract) -> str | None:
-    """Why no check of routes applies: the contract declares that the subject returns none."""
+    """Return why no check of routes applies: the contract declares that the subject returns none."""
     return (
         None
         if contract.has_routes
@@ -26,44 +26,46 @@ def has_routes(contract: Contract) -> str | None:
 
 
 def needs_rows(view: RequestView) -> str | None:
-    """Why the rows of a request cannot be judged one by one; ``None`` where they can."""
+    """Return why the rows of a request cannot be compared one by one, or ``None`` if they can."""
     if view.rollout is None:
-        return "no sample was handed over"
+        return "no sample was delivered"
     return comparison.of(view).hindrance
 
 
-def amount(view: RequestView, group: StrayGroup) -> str:
-    """How much of a sample is wrong: ``"3 of 9 rows (positions 2-4), in 3 of 48 layers"``."""
+def amount(view: RequestView, group: WrongRows) -> str:
+    """Return how much of a sample is wrong: ``"3 of 9 rows (positions 2-4), in 3 of 48 layers"``."""
     evidence = comparison.of(view)
-    judged = sum(high - low for low, high in evidence.captured)
+    compared = sum(high - low for low, high in evidence.captured)
     moe = len(view.contract.moe_columns)
     wrong = len(group.positions)
-    unread = len(evidence.mismatched) - sum(
-        len(one.positions) + len(one.others) for one in groups(view)
+    unexamined = len(evidence.mismatched) - sum(
+        len(other.positions) + len(other.others) for other in groups(view)
     )
     text = (
-        f"{wrong} of {count(judged, 'row')} (position{'s' if wrong > 1 else ''}"
+        f"{wrong} of {count(compared, 'row')} (position{'s' if wrong > 1 else ''}"
         f" {ranges(group.positions.tolist())})"
     )
     if group.layers < moe:
         text += f", in {group.layers} of {moe} MoE layers"
     if len(group.others):
         text += (
-            f"; {count(len(group.others), 'more row')} (position {ranges(group.others.tolist())})"
-            " of the same sample is wrong besides"
+            f"; {count(len(group.others), 'more row')} (position"
+            f" {ranges(group.others.tolist())}) of the same sample is also wrong"
         )
-    return f"{text}; {count(unread, 'wrong row')} behind them not looked at" if unread else text
+    return (
+        f"{text}; {count(unexamined, 'wrong row')} after them not examined" if unexamined else text
+    )
 
 
 def attempt_words(view: RequestView, attempt: int, position: int) -> str:
-    """``"segment 1 (call 7, version 2)"``: a call of the request and the version of its row at
-    ``position``.
-    """
-    one = view.attempts[attempt]
+    """Return the segment of a call and the version of its row: ``"segment 1 (version 2)"``."""
+    call = view.attempts[attempt]
     order = [segment.number for segment in view.segments]
-    name = (
+    segment = (
         f"segment {order.index(attempt)}" if attempt in order else f"the unanswered call {attempt}"
     )
-    reply = one.consumed if one.consumed is not None else (one.replies[0] if one.replies else None)
+    reply = (
+        call.consumed if call.consumed is not None else (call.replies[0] if call.replies else None)
+    )
     version = None if reply is None else row_version(reply, position)
-    return name if version is None else f"{name} (version {version})"
+    return segment if version is None else f"{segment} (version {version})"

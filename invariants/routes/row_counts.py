@@ -1,4 +1,4 @@
-"""Route counts: the story behind a wrong number of route rows."""
+"""Explains a wrong number of route rows."""
 
 from __future__ import annotations
 
@@ -13,20 +13,20 @@ if TYPE_CHECKING:
     from rollproof.invariants.routes.comparison import RouteEvidence
     from rollproof.judging.request_view import RequestView
 
-__all__ = ["CountStory", "count_story", "uncut_rows", "wanted_rows"]
+__all__ = ["CountCause", "expected_count", "explain_count", "uncut_rows"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class CountStory:
-    """What was observed, in words, what it usually means, and the place."""
+class CountCause:
+    """What was observed, what it usually means, and the place."""
 
     observed: str
     hint: str
     where: Mapping[str, int] = field(default_factory=dict)
 
 
-def wanted_rows(evidence: RouteEvidence) -> str:
-    """The number of rows that the contract allows, in words."""
+def expected_count(evidence: RouteEvidence) -> str:
+    """Return the number of rows that the contract allows, in words."""
     counts = evidence.row_counts
     if evidence.contract.rows is Rows.CAPTURED_PREFIX:
         return f"at most {count(counts[-1], 'row')}"
@@ -37,23 +37,25 @@ def wanted_rows(evidence: RouteEvidence) -> str:
 
 
 def uncut_rows(view: RequestView, evidence: RouteEvidence) -> int:
-    """The rows of all tokens that the engines sampled, whatever became of the response."""
+    """Return the number of rows of all tokens that the engines sampled, even if the response was
+    cut.
+    """
     sampled = len(view.request.prompt_ids) + len(view.stitched.response_ids)
     return sampled - evidence.start - (evidence.contract.rows is not Rows.ALL)
 
 
-def count_story(view: RequestView, evidence: RouteEvidence) -> CountStory:
-    """Why a sample has the number of rows that it has, as far as the replies tell."""
-    rows, want, contract = evidence.rows, evidence.row_counts[-1], view.contract
+def explain_count(view: RequestView, evidence: RouteEvidence) -> CountCause:
+    """Return why a sample has its number of rows, as far as the replies show."""
+    rows, allowed, contract = evidence.rows, evidence.row_counts[-1], view.contract
     arrays = _arrays(view)
-    joined = _joined(rows, arrays)
-    if joined is not None:
-        return joined
-    where = {"position": evidence.start + min(rows, want)}
+    joined_cause = _joined(rows, arrays)
+    if joined_cause is not None:
+        return joined_cause
+    where = {"position": evidence.start + min(rows, allowed)}
     if evidence.cut and rows == uncut_rows(view, evidence):
-        return CountStory(
+        return CountCause(
             observed=(
-                f"{rows} rows: {count(rows - want, 'token')} of the response were cut off, and"
+                f"{rows} rows: {count(rows - allowed, 'token')} of the response were cut off, and"
                 " their rows were not"
             ),
             hint=(
@@ -62,10 +64,11 @@ def count_story(view: RequestView, evidence: RouteEvidence) -> CountStory:
             ),
             where=where,
         )
-    if rows == want + 1 and contract.rows is Rows.FORWARDED:
-        return CountStory(
+    if rows == allowed + 1 and contract.rows is Rows.FORWARDED:
+        return CountCause(
             observed=(
-                f"{rows} rows, one more than tokens were forwarded: the last row is no capture"
+                f"{rows} rows, one more than tokens were forwarded: no forward pass computed"
+                " the last row"
             ),
             hint=(
                 "Drop the row of the last token, or declare rows='T' with its final_row filler, so"
@@ -73,8 +76,8 @@ def count_story(view: RequestView, evidence: RouteEvidence) -> CountStory:
             ),
             where=where,
         )
-    if rows == want - 1 and contract.rows is Rows.ALL:
-        return CountStory(
+    if rows == allowed - 1 and contract.rows is Rows.ALL:
+        return CountCause(
             observed=f"{rows} rows: the filler row of the last token is missing",
             hint="Append the declared final_row, or declare rows='T-1'. Same cause: slime #1045.",
             where=where,
@@ -86,46 +89,46 @@ def count_story(view: RequestView, evidence: RouteEvidence) -> CountStory:
         and segment.consumed is not None
         and segment.consumed.output.token_ids
     ]
-    late = {number: begin for number in empty if (begin := _begin(view, number))}
-    if late:
-        number, begin = next(iter(late.items()))
-        return CountStory(
+    starts_too_late = {number: first for number in empty if (first := _first_row(view, number))}
+    if starts_too_late:
+        number, first = next(iter(starts_too_late.items()))
+        return CountCause(
             observed=(
-                f"{rows} rows; segment {number}'s were asked for from position {begin} on, where"
+                f"{rows} rows; segment {number}'s were requested from position {first} on, where"
                 " there are none"
             ),
             hint=(
-                "On resume ask from the first row that is lacking, whose number is that of the rows"
-                " that are there: the row of a segment's last token is computed by the next call."
+                "On resume request rows from the first missing one, which is the number of"
+                " rows that you have: the next call computes the row of a segment's last"
+                " token."
             ),
             where=where | {"segment": number},
         )
     if empty:
-        return CountStory(
+        return CountCause(
             observed=(
                 f"{rows} rows; the engine returned no routes for"
                 f" segment{'s' if len(empty) > 1 else ''} {', '.join(map(str, empty))}"
             ),
             hint=(
-                "A segment without routes leaves a hole: take its rows from the next call, which"
-                " returns the whole sequence, fill it as declared, or refuse the sample. A short"
-                " array is padded with zeros further on: expert 0, replayed."
+                "A segment without routes leaves a gap: take its rows from the next call,"
+                " which returns the entire sequence, fill them as declared, or reject the"
+                " sample. Otherwise the array is later padded with zeros, and the trainer"
+                " replays expert 0."
             ),
             where=where,
         )
-    return _partly(view, evidence, arrays, where)
+    return _partial_array(view, evidence, arrays, where)
 
 
-def _begin(view: RequestView, number: int) -> int:
-    """The position from which on a segment's reply has rows, were there any; 0 where it has no
-    array at all.
-    """
+def _first_row(view: RequestView, number: int) -> int:
+    """Return the position of the first row of a segment's reply; 0 if it has no array."""
     reply = view.segments[number].consumed
     return 0 if reply is None or reply.output.routes is None else reply.output.routes_start
 
 
 def _arrays(view: RequestView) -> dict[int, int]:
-    """Number of rows that each received segment returned, where it returned any."""
+    """Return the number of rows that each received segment returned, if it returned any."""
     return {
         number: len(segment.consumed.output.routes)
         for number, segment in enumerate(view.segments)
@@ -135,65 +138,65 @@ def _arrays(view: RequestView) -> dict[int, int]:
     }
 
 
-def _joined(rows: int, arrays: Mapping[int, int]) -> CountStory | None:
-    """The whole arrays of several segments, one behind the other."""
+def _joined(rows: int, arrays: Mapping[int, int]) -> CountCause | None:
+    """Explain the count as complete arrays of several segments, one after the other."""
     numbers = list(arrays)
-    for first in range(len(numbers)):
-        for last in range(first + 2, len(numbers) + 1):
-            used = numbers[first:last]
+    for low in range(len(numbers)):
+        for last in range(low + 2, len(numbers) + 1):
+            used = numbers[low:last]
             if sum(arrays[number] for number in used) != rows:
                 continue
             total = " + ".join(f"{arrays[number]} of segment {number}" for number in used)
             repeated = arrays[used[0]]
-            stand = "position 0 stands" if repeated == 1 else f"positions 0-{repeated - 1} stand"
-            return CountStory(
+            repeats = "position 0 is" if repeated == 1 else (f"positions 0-{repeated - 1} are")
+            return CountCause(
                 observed=(
-                    f"{rows} = {total}: segment {used[1]}'s whole array was appended behind segment"
-                    f" {used[0]}'s. A call returns rows for the whole sequence that it sends, so"
-                    f" {stand} in the sample twice, and every row from {repeated} on belongs to"
-                    " another token"
+                    f"{rows} = {total}: segment {used[1]}'s entire array was appended to"
+                    f" segment {used[0]}'s. A call returns rows for the entire sequence that it"
+                    f" sends, so {repeats} in the sample twice, and every row from {repeated}"
+                    " on belongs to another token"
                 ),
                 hint=(
-                    "On resume keep the rows that are there and append only what the new call adds,"
+                    "On resume keep the existing rows and append only what the new call adds,"
                     " `new[len(rows):]` (or ask the engine for those alone:"
-                    " routed_experts_start_len in SGLang, routed_experts_prompt_start in vLLM)."
-                    " Same cause: verl #6029 (ppo_kl spikes), AReaL's InfBridge."
+                    " routed_experts_start_len in SGLang, routed_experts_prompt_start in"
+                    " vLLM). Same cause: verl #6029 (ppo_kl spikes), AReaL's InfBridge."
                 ),
                 where={"segment": used[1], "position": repeated},
             )
     return None
 
 
-def _partly(
+def _partial_array(
     view: RequestView, evidence: RouteEvidence, arrays: Mapping[int, int], where: Mapping[str, int]
-) -> CountStory:
-    """The rows of one segment, of the response alone, or some other number."""
-    rows, want = evidence.rows, evidence.row_counts[-1]
+) -> CountCause:
+    """Explain the count as the rows of one segment, of the response alone, or some other number."""
+    rows, allowed = evidence.rows, evidence.row_counts[-1]
     for number, length in arrays.items():
         if length == rows and view.resumed:
-            return CountStory(
+            return CountCause(
                 observed=f"{rows} rows: the array of segment {number} alone",
                 hint="On resume append the rows that the new call adds, `new[len(rows):]`.",
                 where={**where, "segment": number},
             )
-    if rows < want and len(view.request.prompt_ids) == want - rows:
-        return CountStory(
+    if rows < allowed and len(view.request.prompt_ids) == allowed - rows:
+        return CountCause(
             observed=(
-                f"{rows} rows: those of the response alone; row 0 belongs to position {want - rows}"
+                f"{rows} rows: those of the response alone; row 0 belongs to position {allowed - rows}"
             ),
             hint=(
-                "Keep the rows of the prompt too, or declare where row 0 stands"
+                "Keep the rows of the prompt too, or declare the position of row 0"
                 " (Rollout.routes_start)."
             ),
-            where={"position": want - rows},
+            where={"position": allowed - rows},
         )
     change = (
-        f"{count(want - rows, 'row')} missing"
-        if rows < want
-        else f"{count(rows - want, 'row')} too many"
+        f"{count(allowed - rows, 'row')} missing"
+        if rows < allowed
+        else f"{count(rows - allowed, 'row')} too many"
     )
-    return CountStory(
+    return CountCause(
         observed=f"{rows} rows: {change}",
-        hint="Whatever is done to the tokens must be done to the rows in the same place.",
+        hint="Every change of the tokens must be made to the rows at the same position.",
         where=where,
     )

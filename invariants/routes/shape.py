@@ -1,6 +1,4 @@
-"""Routes, by shape: whether they are there, how many rows, which layers and top-k, which integer
-type.
-"""
+"""Checks on the form of routes: presence, number of rows, layers and top-k, integer type."""
 
 from __future__ import annotations
 
@@ -10,11 +8,12 @@ import numpy as np
 
 from rollproof.core.contract import Filler
 from rollproof.core.records import FinishReason
+from rollproof.invariants._shared.delivery import missing_reason
 from rollproof.invariants._shared.phrases import count
 from rollproof.invariants.routes import comparison
-from rollproof.invariants.routes.origin import Stray, group_of
+from rollproof.invariants.routes.origin import RowOrigin, group_of
 from rollproof.invariants.routes.route_phrases import amount, has_routes
-from rollproof.invariants.routes.row_counts import count_story, uncut_rows, wanted_rows
+from rollproof.invariants.routes.row_counts import expected_count, explain_count, uncut_rows
 from rollproof.judging.checks import Collector, request_check
 
 if TYPE_CHECKING:
@@ -27,44 +26,59 @@ __all__ = [
     "routes_shape",
 ]
 
-_NO_SAMPLE = "no sample was handed over"
-_NO_ROUTES = "no sample carried routes"
 _ABSENCE = {
     "dropped": (
-        "the engine returned them, and the stack dropped them on the way",
+        "the engine returned them, and the stack dropped them",
         (
             "Carry routed_experts through every copy of the sample. Same cause: verl #5368"
             " (ToolAgentLoop dropped the field)."
         ),
     ),
-    "unasked": (
-        "the caller asked for them, and the call did not",
+    "not requested": (
+        "the caller requested them, and the call did not",
         (
-            "Hand the flag on to the engine (return_routed_experts). Same cause: slime #1909, miles"
-            " #407."
+            "Pass the flag on to the engine (return_routed_experts). Same cause: slime #1909,"
+            " miles #407."
         ),
     ),
     "silent": (
-        "the engine was asked and returned none, and the sample was handed over all the same",
         (
-            "Raise where an answer lacks what was asked for: a trainer without routes uses its own"
-            " router in silence (slime #1145)."
+            "the call requested them, the engine returned none, and the sample was delivered"
+            " nevertheless"
+        ),
+        (
+            "Raise an error if a reply lacks requested routes: a trainer without routes"
+            " silently uses its own router (slime #1145)."
         ),
     ),
-    "untold": (
-        "the trace holds no call that would say where they were lost",
+    "unrecorded": (
+        "the trace holds no engine call, so it does not show where they were lost",
         (
-            "Hand over what the contract declares, or declare rows='none'; record the engine calls"
-            " to learn where the routes went."
+            "Deliver what the contract declares, or declare rows='none'; record the engine"
+            " calls to learn where the routes went."
         ),
     ),
 }
 """Why routes are absent: what was observed, what to do."""
 
 
+def _routes_of(view: RequestView, out: Collector) -> comparison.RouteEvidence | None:
+    """Return the evidence of a sample with routes, or report that there is none."""
+    if view.rollout is None:
+        out.absent(missing_reason(view))
+        return None
+    evidence = comparison.of(view)
+    if evidence.routes is None:
+        out.absent("no sample carried routes")
+        return None
+    return evidence
+
+
 @request_check(
     "routes.presence",
-    promise="A sample whose caller asked for routes carries them, or ends in an explicit error.",
+    promise=(
+        "A sample whose caller requested routes carries them, or ends with an explicit error."
+    ),
     needs="a request with want_routes and a delivered sample with response tokens",
     exercised_by="samples that asked for routes",
     applies=has_routes,
@@ -72,34 +86,41 @@ _ABSENCE = {
 def routes_presence(view: RequestView, out: Collector) -> None:
     rollout = view.rollout
     if rollout is None or not rollout.response_ids or not view.request.want_routes:
-        out.absent("no delivered sample with response tokens asked for routes")
+        out.absent("no delivered sample with response tokens requested routes")
         return
     evidence = comparison.of(view)
     returned = any(
-        a.consumed is not None and a.consumed.output.routes is not None for a in view.attempts
+        attempt.consumed is not None and attempt.consumed.output.routes is not None
+        for attempt in view.attempts
     )
-    unasked = [a.number for a in view.attempts if not a.call.want_routes]
+    calls_without = [attempt.number for attempt in view.attempts if not attempt.call.want_routes]
     aborted = rollout.finish_reason in (FinishReason.ABORT, FinishReason.ERROR)
     last = next(
         (
-            a.consumed.output
-            for a in reversed(view.segments)
-            if a.consumed is not None and a.consumed.output.token_ids
+            attempt.consumed.output
+            for attempt in reversed(view.segments)
+            if attempt.consumed is not None and attempt.consumed.output.token_ids
         ),
         None,
     )
     if evidence.routes is None and aborted and (last is None or last.routes is None):
-        # those of earlier turns alone would be too few, and be taken for all
+        # The routes of earlier turns alone would be too few and be taken for all.
         out.absent(
-            "the engine returned no routes with the last tokens of a sample that was handed over as"
-            " aborted"
+            "the engine returned no routes with the last tokens of a sample that was"
+            " delivered as aborted"
         )
         return
     out.exercised("samples that asked for routes")
     if evidence.routes is not None and (evidence.rows or 0 not in evidence.row_counts):
         return
     cause = (
-        "dropped" if returned else "unasked" if unasked else "silent" if view.attempts else "untold"
+        "dropped"
+        if returned
+        else "not requested"
+        if calls_without
+        else "silent"
+        if view.attempts
+        else "unrecorded"
     )
     observed, hint = _ABSENCE[cause]
     out.finding(
@@ -107,7 +128,11 @@ def routes_presence(view: RequestView, out: Collector) -> None:
         expected="routes, or an error",
         observed=f"routes: none; {observed}",
         where=view.place(
-            **({"call": view.attempts[unasked[0]].call.call_id} if cause == "unasked" else {})
+            **(
+                {"call": view.attempts[calls_without[0]].call.call_id}
+                if cause == "not requested"
+                else {}
+            )
         ),
         hint=hint,
     )
@@ -124,8 +149,8 @@ def routes_presence(view: RequestView, out: Collector) -> None:
     applies=has_routes,
 )
 def routes_rows(view: RequestView, out: Collector) -> None:
-    if view.rollout is None or (evidence := comparison.of(view)).routes is None:
-        out.absent(_NO_SAMPLE if view.rollout is None else _NO_ROUTES)
+    evidence = _routes_of(view, out)
+    if evidence is None or evidence.routes is None:
         return
     sampled = len(view.request.prompt_ids) + len(view.stitched.response_ids)
     if (
@@ -148,7 +173,7 @@ def routes_rows(view: RequestView, out: Collector) -> None:
     if evidence.rows in evidence.row_counts:
         return
     rollout = view.rollout
-    story = count_story(view, evidence)
+    cause_of_count = explain_count(view, evidence)
     prompt, response = len(rollout.prompt_ids), len(rollout.response_ids)
     out.finding(
         f"{count(evidence.rows, 'route row')} for a sample of {count(evidence.total, 'token')}",
@@ -158,13 +183,13 @@ def routes_rows(view: RequestView, out: Collector) -> None:
             else "too few route rows"
         ),
         expected=(
-            f"{wanted_rows(evidence)} for {count(prompt, 'prompt token')} and"
+            f"{expected_count(evidence)} for {count(prompt, 'prompt token')} and"
             f" {count(response, 'response token')}: the contract declares"
             f" rows='{view.contract.rows}'"
         ),
-        observed=story.observed,
-        where=view.place(**story.where),
-        hint=story.hint,
+        observed=cause_of_count.observed,
+        where=view.place(**cause_of_count.where),
+        hint=cause_of_count.hint,
     )
 
 
@@ -176,8 +201,8 @@ def routes_rows(view: RequestView, out: Collector) -> None:
     applies=has_routes,
 )
 def routes_shape(view: RequestView, out: Collector) -> None:
-    if view.rollout is None or (evidence := comparison.of(view)).routes is None:
-        out.absent(_NO_SAMPLE if view.rollout is None else _NO_ROUTES)
+    evidence = _routes_of(view, out)
+    if evidence is None or evidence.routes is None:
         return
     out.exercised("samples with routes")
     if evidence.shape_fits:
@@ -192,11 +217,11 @@ def routes_shape(view: RequestView, out: Collector) -> None:
             " reshape(rows, -1))."
         )
     elif layers in (moe, contract.num_layers):
-        counted = "MoE layers only" if layers == moe else "all layers"
+        axis = "MoE layers only" if layers == moe else "all layers"
         hint = (
-            f"The axis counts {counted}, and the contract declares"
-            f" layer_axis='{contract.layer_axis}': a consumer that maps by position replays the MoE"
-            " layers behind a dense one from the wrong columns (verl #5037)."
+            f"The axis counts {axis}, and the contract declares"
+            f" layer_axis='{contract.layer_axis}': a consumer that maps by position replays the"
+            " MoE layers after a dense one from the wrong columns (verl #5037)."
         )
     out.finding(
         "the routes have another shape",
@@ -214,21 +239,21 @@ def routes_shape(view: RequestView, out: Collector) -> None:
     "routes.dtype",
     promise=(
         "The integer type of routes is the declared one, holds every expert id, and no id was"
-        " wrapped on the way."
+        " wrapped by a narrower type."
     ),
     needs="a delivered sample with routes",
     exercised_by="samples with routes",
     applies=has_routes,
 )
 def routes_dtype(view: RequestView, out: Collector) -> None:
-    if view.rollout is None or (evidence := comparison.of(view)).routes is None:
-        out.absent(_NO_SAMPLE if view.rollout is None else _NO_ROUTES)
+    evidence = _routes_of(view, out)
+    if evidence is None or evidence.routes is None:
         return
     out.exercised("samples with routes")
     contract, dtype = view.contract, evidence.routes.dtype
     largest = (contract.num_experts or 1) - 1
     limit = int(np.iinfo(dtype).max)
-    wrapped = group_of(view, Stray.WRAPPED)
+    wrapped = group_of(view, RowOrigin.WRAPPED)
     if limit < largest or wrapped is not None:
         name = dtype.name if wrapped is None or limit < largest else wrapped.clue.source
         out.finding(
@@ -251,8 +276,8 @@ def routes_dtype(view: RequestView, out: Collector) -> None:
             observed=dtype.name,
             where=view.place(),
             hint=(
-                "Declare the type that is handed over: a decoder that assumes another one misreads"
-                " every id."
+                "Declare the type that is delivered: a decoder that assumes another one"
+                " misreads every id."
             ),
         )
     elif (
@@ -263,7 +288,7 @@ def routes_dtype(view: RequestView, out: Collector) -> None:
     ):
         out.finding(
             f"filler -1 does not exist in {dtype.name}",
-            expected="a signed type where rows are filled with -1",
+            expected="a signed type if rows are filled with -1",
             observed=f"{dtype.name}: -1 reads as {limit}",
             where=view.place(position=evidence.uncaptured[0][0]),
             hint="Use a signed type, or another declared filler.",

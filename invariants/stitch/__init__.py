@@ -1,4 +1,4 @@
-"""Stitch: a response is exactly what was sampled, and ends as it says."""
+"""The family ``stitch``: a sample is exactly what the engines sampled and delivered."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Stitch checks on calls: what each attempt sends, and when no further one may be made."""
+"""Checks on calls: what each attempt sends, and when no further one may be made."""
 
 from __future__ import annotations
 
@@ -47,8 +47,8 @@ _FREE_PARAMETERS = frozenset(
         *("routed_experts_start_len", "routed_experts_prompt_start"),
     }
 )
-"""Parameters that may differ from attempt to attempt: budgets shrink, seeds and labels of a call
-are its own.
+"""Parameters that may differ from attempt to attempt: budgets shrink; seeds and labels belong to
+one call.
 """
 _COMMON_PARAMETERS: Mapping[str, tuple[Scalar, ...]] = {
     "temperature": (1.0,),
@@ -60,14 +60,13 @@ _COMMON_PARAMETERS: Mapping[str, tuple[Scalar, ...]] = {
     "frequency_penalty": (0.0,),
     "ignore_eos": (False,),
 }
-"""Parameters that mean the same to every stack and engine, so that a call's can be compared with
-the request's; with the values that change nothing, which a stack may leave out as well."""
+"""Parameters with one meaning in every stack and engine, so that a call's can be compared with the
+request's; with the values that change nothing, which a stack may leave out.
+"""
 
 
 def not_resumed(contract: Contract) -> str:
-    """Why a check of calls that a client resumes is not exercised under a contract that lets no
-    client resume.
-    """
+    """Return why checks of resumed calls do not apply when no client resumes."""
     return f"no client continues an aborted call (resume={str(contract.resume)!r})"
 
 
@@ -97,14 +96,14 @@ def stitch_resume_prompt(view: RequestView, out: Collector) -> None:
                 else "resuming calls"
             )
         elif step.after_end:
-            continue  # stitch.no-call-after-end says so
-        elif _unheard(view, step):
-            out.absent("a stream broke off, and what it had brought was not recorded")
+            continue  # stitch.no-call-after-end reports it
+        elif _unrecorded_stream(view, step):
+            out.absent("a stream broke, and the trace does not say which tokens it had delivered")
             return
         elif (
             step.restarts
             and step.sent >= len(view.request.prompt_ids)
-            and (not client or _excused(view, step))
+            and (not client or _may_restart(view, step))
         ):
             out.exercised("restarts")
         else:
@@ -112,8 +111,8 @@ def stitch_resume_prompt(view: RequestView, out: Collector) -> None:
             return
 
 
-def _excused(view: RequestView, step: Step) -> bool:
-    """Whether the call before this one got no usable answer, so that the stack may have had to
+def _may_restart(view: RequestView, step: Step) -> bool:
+    """Return whether the previous call got no usable answer, so that the stack may have had to
     start again.
     """
     if step.attempt == 0:
@@ -123,8 +122,8 @@ def _excused(view: RequestView, step: Step) -> bool:
     return reply is None or late or reply.output.finish_reason is FinishReason.ERROR
 
 
-def _unheard(view: RequestView, step: Step) -> bool:
-    """Whether the call before this one was streamed, and the trace does not say what it sampled."""
+def _unrecorded_stream(view: RequestView, step: Step) -> bool:
+    """Return whether the previous call was streamed and the trace does not say what it sampled."""
     before = view.attempts[step.attempt - 1] if step.attempt else None
     return (
         before is not None
@@ -136,7 +135,7 @@ def _unheard(view: RequestView, step: Step) -> bool:
 
 def _wrong_prompt(view: RequestView, step: Step, attempt: Attempt, out: Collector) -> None:
     base = len(view.request.prompt_ids)
-    known = (view.request.prompt_ids + _known_response(view, step))[: step.known]
+    known_ids = (view.request.prompt_ids + _delivered_response(view, step))[: step.known]
     sent = attempt.call.prompt_ids
     delivered = step.known - base
     if step.attempt == 0:
@@ -161,7 +160,7 @@ def _wrong_prompt(view: RequestView, step: Step, attempt: Attempt, out: Collecto
             f"Call {step.attempt} sends {count(step.sent - step.known, 'token')} more than the"
             " prompt and what was delivered"
         )
-        hint = _extra_hint(sent, known, step)
+        hint = _extra_hint(sent, known_ids, step)
     elif step.ended:
         kind = "a turn begins on another history"
         title = (
@@ -169,9 +168,10 @@ def _wrong_prompt(view: RequestView, step: Step, attempt: Attempt, out: Collecto
             f" from position {step.agree} on"
         )
         hint = (
-            "The earlier turns were rendered anew, by a template that drops or respells tokens:"
-            " what follows was sampled in a context that the response does not show. Append the new"
-            " turn to the ids as delivered, or hand each turn over as a sample of its own."
+            "The earlier turns were rendered again by a chat template that drops or respells"
+            " tokens, so the next tokens were sampled in a context that the response does not"
+            " show. Append the new turn to the ids as delivered, or deliver each turn as its"
+            " own sample."
         )
     else:
         kind = "a call resumes from another sequence"
@@ -188,7 +188,7 @@ def _wrong_prompt(view: RequestView, step: Step, attempt: Attempt, out: Collecto
         kind=kind,
         expected=(
             f"prompt ({base}) + delivered response ({delivered}) = {step.known} tokens:"
-            f" {window(known, step.agree)}"
+            f" {window(known_ids, step.agree)}"
         ),
         observed=(
             f"{count(step.sent, 'token')} sent: {window(sent, step.agree)}; the first {step.agree}"
@@ -199,25 +199,25 @@ def _wrong_prompt(view: RequestView, step: Step, attempt: Attempt, out: Collecto
     )
 
 
-def _extra_hint(sent: Sequence[int], known: Sequence[int], step: Step) -> str:
+def _extra_hint(sent: Sequence[int], known_ids: Sequence[int], step: Step) -> str:
     extra = tuple(sent[step.known :])
-    if extra and tuple(known[-len(extra) :]) == extra:
+    if extra and tuple(known_ids[-len(extra) :]) == extra:
         return (
             "The last delivered tokens were appended twice, as when a reply is added both inside"
             " and outside the resume loop."
         )
     return (
-        "Tokens that nobody sampled now stand in the context of the rest; a tool's or user's tokens"
+        "The rest is sampled after tokens that no engine sampled; tokens of a tool or user"
         " may only follow a natural end."
     )
 
 
-def _known_response(view: RequestView, step: Step) -> tuple[int, ...]:
-    """What had been delivered when the call was made, as far as the reference goes."""
+def _delivered_response(view: RequestView, step: Step) -> tuple[int, ...]:
+    """Return what had been delivered when the call was made, as far as the reference goes."""
     ids = view.stitched.response_ids
-    want = step.known - len(view.request.prompt_ids)
-    if len(ids) >= want and view.stitched.broken in (None, step.attempt):
-        return ids[:want]
+    expected = step.known - len(view.request.prompt_ids)
+    if len(ids) >= expected and view.stitched.broken in (None, step.attempt):
+        return ids[:expected]
     earlier = [attempt for attempt in view.attempts if attempt.number < step.attempt]
     return stitch(
         view.request.prompt_ids, earlier, view.observations, Provenance.AS_SAMPLED
@@ -226,19 +226,19 @@ def _known_response(view: RequestView, step: Step) -> tuple[int, ...]:
 
 @request_check(
     "stitch.no-call-after-end",
-    promise="After an engine ended a turn naturally, nothing more is asked for that turn.",
+    promise="After an engine ended a turn naturally, no further call is made for that turn.",
     needs="the engine calls and replies of a request",
     exercised_by="natural ends",
 )
 def stitch_no_call_after_end(view: RequestView, out: Collector) -> None:
     """Look for a call that was made although the turn had ended with ``stop``."""
     reference = view.stitched
-    late = [step for step in reference.steps if step.after_end]
-    if reference.finish_reason in (FinishReason.STOP, FinishReason.COMPLETED) or late:
+    late_steps = [step for step in reference.steps if step.after_end]
+    if reference.finish_reason in (FinishReason.STOP, FinishReason.COMPLETED) or late_steps:
         out.exercised("natural ends")
-    if not late:
+    if not late_steps:
         return
-    step = late[0]
+    step = late_steps[0]
     attempt = view.attempts[step.attempt]
     out.finding(
         f"Call {step.attempt} was made after the rollout had ended",
@@ -248,13 +248,13 @@ def stitch_no_call_after_end(view: RequestView, out: Collector) -> None:
             " environment begin a new turn"
         ),
         observed=(
-            f"{call_name(attempt)} sends {step.sent} of the {step.known} known tokens and asks for"
-            " more"
+            f"{call_name(attempt)} sends {step.sent} of the {step.known} known tokens and"
+            " requests more"
         ),
         where=view.place(call=step.attempt, position=step.known, server=attempt.call.server_id),
         hint=(
-            "Tokens behind the end of a sequence are no policy sample; a resume loop must end on"
-            " every reason but an abort."
+            "Tokens after the end of a sequence are not sampled by the policy; a resume loop"
+            " must end on every finish reason except abort."
         ),
     )
 
@@ -262,14 +262,15 @@ def stitch_no_call_after_end(view: RequestView, out: Collector) -> None:
 @request_check(
     "stitch.sampling-params",
     promise=(
-        "Every attempt of a request is made with the same sampling parameters, but for the budget."
+        "Every attempt of a request uses the same sampling parameters, except for the budget."
     ),
     needs="the engine calls of a request",
     exercised_by=("first calls", "resuming calls"),
 )
 def stitch_sampling_params(view: RequestView, out: Collector) -> None:
-    """Compare each call's parameters with the first call's, and those with the request's where a
-    stack declares that it forwards them.
+    """Compare each call's parameters with the first call's.
+
+    If a stack declares that it forwards them, also compare the first call's with the request's.
     """
     if not view.attempts:
         out.absent("no engine call of the request was recorded")
@@ -284,13 +285,13 @@ def stitch_sampling_params(view: RequestView, out: Collector) -> None:
         return
     for attempt in view.attempts[1:]:
         out.exercised("resuming calls")
-        given = attempt.call.sampling
-        if given == first:
+        parameters = attempt.call.sampling
+        if parameters == first:
             continue
         changed = {
             k
-            for k in {*first, *given} - _FREE_PARAMETERS
-            if k not in first or k not in given or not _same(first[k], given[k])
+            for k in {*first, *parameters} - _FREE_PARAMETERS
+            if k not in first or k not in parameters or not _equal(first[k], parameters[k])
         }
         if changed:
             _changed_parameters(view, attempt, first, sorted(changed), "call 0", out)
@@ -300,8 +301,8 @@ def stitch_sampling_params(view: RequestView, out: Collector) -> None:
 @request_check(
     "stitch.sampling-forwarded",
     promise=(
-        "What a caller sets for sampling (temperature, top_p, ...) is carried by the calls of its"
-        " request."
+        "The calls of a request carry the sampling parameters that its caller set"
+        " (temperature, top_p, ...)."
     ),
     needs=(
         "a request with sampling parameters, its engine calls, and a contract that declares whether"
@@ -313,46 +314,47 @@ def stitch_sampling_params(view: RequestView, out: Collector) -> None:
     ),
 )
 def stitch_sampling_forwarded(view: RequestView, out: Collector) -> None:
-    """Look for parameters that no call carries. One that only some calls carry, or carry with
-    another value, is ``sampling-params``'s.
+    """Look for parameters of the request that no call carries.
 
-    A stack that carries it shows that it forwards, whatever it declares; one that does not may
-    rename or replace it, so only what is declared can be broken. Greedy sampling has many
-    spellings, and is not looked for.
+    ``stitch.sampling-params`` judges one that only some calls carry, or carry with another value.
     """
     if not view.attempts:
         out.absent("no engine call of the request was recorded")
         return
-    asked = view.request.sampling
-    named = [name for name in asked if name in _COMMON_PARAMETERS]
-    own = _replaced(view) if view.contract.sampling is None else []
+    requested = view.request.sampling
+    common = [name for name in requested if name in _COMMON_PARAMETERS]
+    replaced = _replaced(view) if view.contract.sampling is None else []
+    # A stack that carries a parameter shows that it forwards, whatever it declares. One that does
+    # not may rename or replace it, so only a declaration can be broken.
     carried = [
         name
-        for name in named
-        if name not in own and any(name in attempt.call.sampling for attempt in view.attempts)
+        for name in common
+        if name not in replaced and any(name in attempt.call.sampling for attempt in view.attempts)
     ]
     out.exercised("parameters of callers", len(carried))
-    free = {"temperature": (*_COMMON_PARAMETERS["temperature"], 0.0)}
-    gone = [
+    # Greedy sampling has many spellings (temperature 0, top_k 1), so it is not looked for.
+    defaults = {"temperature": (*_COMMON_PARAMETERS["temperature"], 0.0)}
+    missing = [
         name
-        for name in named
+        for name in common
         if name not in carried
-        and asked[name] not in (None, *free.get(name, _COMMON_PARAMETERS[name]))
+        and requested[name] not in (None, *defaults.get(name, _COMMON_PARAMETERS[name]))
     ]
-    if not gone:
+    if not missing:
         return
-    wanted = ", ".join(f"{name}={_parameter(asked, name)}" for name in gone)
+    values = ", ".join(f"{name}={_parameter(requested, name)}" for name in missing)
     if view.contract.sampling is None:
         out.absent(
-            f"the caller gave {wanted}, and no call carries it: declare sampling='forwarded' to"
-            " have that judged, or sampling='own' where the stack chooses its parameters itself"
+            f"the caller gave {values}, and no call carries it: declare sampling='forwarded'"
+            " to have that judged, or sampling='own' if the stack chooses its parameters"
+            " itself"
         )
         return
     out.finding(
-        f"No call carries {count(len(gone), 'sampling parameter')} that the caller gave:"
-        f" {listing(gone)}",
-        kind=f"no call carries {listing(sorted(gone))}",
-        expected=f"{wanted} on every call (sampling='forwarded')",
+        f"No call carries {count(len(missing), 'sampling parameter')} that the caller gave:"
+        f" {listing(missing)}",
+        kind=f"no call carries {listing(sorted(missing))}",
+        expected=f"{values} on every call (sampling='forwarded')",
         observed=(
             f"{count(len(view.attempts), 'call')} without; the first carries"
             f" {_parameters(view.attempts[0].call.sampling)}"
@@ -367,48 +369,48 @@ def stitch_sampling_forwarded(view: RequestView, out: Collector) -> None:
 
 
 def _replaced(view: RequestView) -> list[str]:
-    """The parameters that the first call carries with another value than the caller gave."""
+    """Return the parameters that the first call carries with another value than the caller gave."""
     first = view.attempts[0].call.sampling
     return [
         k
         for k, value in view.request.sampling.items()
-        if k in _COMMON_PARAMETERS and k in first and not _same(first[k], value)
+        if k in _COMMON_PARAMETERS and k in first and not _equal(first[k], value)
     ]
 
 
 def _changed_parameters(
     view: RequestView,
     attempt: Attempt,
-    want: Mapping[str, Scalar],
+    expected: Mapping[str, Scalar],
     names: Sequence[str],
     origin: str,
     out: Collector,
 ) -> None:
-    given = attempt.call.sampling
+    parameters = attempt.call.sampling
     out.finding(
         f"Call {attempt.number} changes {count(len(names), 'sampling parameter')}:"
         f" {listing(names)}",
         kind=f"a call changes {listing(names)}",
-        expected=", ".join(f"{name}={_parameter(want, name)}" for name in names)
+        expected=", ".join(f"{name}={_parameter(expected, name)}" for name in names)
         + f", as in {origin}",
-        observed=", ".join(f"{name}={_parameter(given, name)}" for name in names),
+        observed=", ".join(f"{name}={_parameter(parameters, name)}" for name in names),
         where=view.place(call=attempt.number, server=attempt.call.server_id),
         hint=(
-            "The rest of the response is sampled from another distribution than its start; the"
-            " parameters must travel with every attempt."
+            "The rest of the response is sampled from another distribution than its start;"
+            " send the same parameters with every attempt."
         ),
     )
 
 
-def _parameters(given: Mapping[str, Scalar]) -> str:
-    return ", ".join(f"{name}={value!r}" for name, value in given.items()) or "none"
+def _parameters(parameters: Mapping[str, Scalar]) -> str:
+    return ", ".join(f"{name}={value!r}" for name, value in parameters.items()) or "none"
 
 
-def _parameter(given: Mapping[str, Scalar], name: str) -> str:
-    return repr(given[name]) if name in given else "(absent)"
+def _parameter(parameters: Mapping[str, Scalar], name: str) -> str:
+    return repr(parameters[name]) if name in parameters else "(absent)"
 
 
-def _same(a: Scalar, b: Scalar) -> bool:
+def _equal(a: Scalar, b: Scalar) -> bool:
     return a == b
 
 
@@ -423,22 +425,22 @@ def _same(a: Scalar, b: Scalar) -> bool:
 )
 def stitch_media(view: RequestView, out: Collector) -> None:
     """Compare the media handle of every call with the request's."""
-    want = view.request.media
+    expected = view.request.media
     for attempt in view.attempts:
-        got = attempt.call.media
-        if want is None and got is None:
+        actual = attempt.call.media
+        if expected is None and actual is None:
             continue
         out.exercised("calls with media")
-        if got != want:
+        if actual != expected:
             out.finding(
-                f"Call {attempt.number} {'drops' if got is None else 'changes'} the request's"
+                f"Call {attempt.number} {'drops' if actual is None else 'changes'} the request's"
                 " media",
-                kind=f"a call {'drops' if got is None else 'changes'} the request's media",
-                expected=f"media {want!r} on every attempt",
-                observed=f"media {got!r} on {call_name(attempt)}",
+                kind=f"a call {'drops' if actual is None else 'changes'} the request's media",
+                expected=f"media {expected!r} on every attempt",
+                observed=f"media {actual!r} on {call_name(attempt)}",
                 where=view.place(call=attempt.number, server=attempt.call.server_id),
                 hint=(
-                    "Without its images the engine continues another conversation than the one it"
+                    "Without its images the engine continues another conversation than it"
                     " began (verl #4842, #5160)."
                 ),
             )

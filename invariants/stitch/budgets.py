@@ -1,8 +1,7 @@
-"""Stitch checks on budgets and ends: what each call may sample, and whether the sample says truly
-why it ended.
+"""Checks on budgets and ends: what each call may sample, and whether the sample says why it ended.
 
-The budget of a multi-turn request is read per turn: whether a stack's limit counts one turn or all
-of them is not declared, and the wider reading raises no false alarm.
+The budget of a multi-turn request is applied per turn. A contract does not declare whether a
+stack's limit counts one turn or all of them, and the wider reading raises no false alarm.
 """
 
 from __future__ import annotations
@@ -12,7 +11,12 @@ from typing import TYPE_CHECKING
 
 from rollproof.core.contract import Contract, ResumeBy
 from rollproof.core.records import FinishReason
-from rollproof.invariants._shared.delivery import Delivery, delivery, missing_reason
+from rollproof.invariants._shared.delivery import (
+    Delivery,
+    delivery,
+    missing_reason,
+    reliable_delivery,
+)
 from rollproof.invariants._shared.phrases import call_name, count, share
 from rollproof.invariants.stitch.attempts import not_resumed
 from rollproof.judging.checks import Collector, request_check
@@ -39,17 +43,17 @@ _NATURAL = (FinishReason.STOP, FinishReason.LENGTH, FinishReason.COMPLETED)
     exercised_by=("first calls", "resuming calls"),
 )
 def stitch_budget_granted(view: RequestView, out: Collector) -> None:
-    """Compare each call's ``max_tokens`` with the budget less what was sampled before it."""
+    """Compare each call's ``max_tokens`` with the budget minus what was sampled before it."""
     budget = view.request.budget
     if budget is None:
         out.absent("no request has a budget")
         return
-    over = _overgranted(view, budget)
+    overgranted = _overgranted(view, budget)
     out.exercised("first calls", min(1, len(view.attempts)))
     out.exercised("resuming calls", max(0, len(view.attempts) - 1))
-    if not over:
+    if not overgranted:
         return
-    step, attempt = over[0]
+    step, attempt = overgranted[0]
     left, grant = budget - step.spent, attempt.call.max_tokens
     title = (
         f"Call {step.attempt} states no budget, although {count(left, 'token')} of {budget} are"
@@ -61,13 +65,13 @@ def stitch_budget_granted(view: RequestView, out: Collector) -> None:
         )
     )
     hint = (
-        "Without a stated budget the engine samples up to its context length; pin the budget to the"
-        " configured response length on the first call, and write what is left of it into every"
-        " later one (verl #7207)."
+        "Without a stated budget the engine samples up to its context length. Set max_tokens"
+        " to the configured response length on the first call, and to what is left of it on"
+        " every later one (verl #7207)."
         if grant is None
         else (
-            "A resume must subtract what was sampled before it, else every abort lengthens the"
-            " rollout (verl #7207, slime #2260)."
+            "A resume must subtract what was sampled before it; otherwise every abort"
+            " lengthens the rollout (verl #7207, slime #2260)."
         )
     )
     out.finding(
@@ -76,7 +80,7 @@ def stitch_budget_granted(view: RequestView, out: Collector) -> None:
         expected=f"at most {budget} - {step.spent} already sampled = {left}",
         observed=(
             f"max_tokens={grant} in {call_name(attempt)}; too much in"
-            f" {share(len(over), len(view.attempts), 'call')} of the request"
+            f" {share(len(overgranted), len(view.attempts), 'call')} of the request"
         ),
         where=view.place(call=step.attempt, server=attempt.call.server_id),
         hint=hint,
@@ -88,8 +92,8 @@ def _overgranted(view: RequestView, budget: int) -> list[tuple[Step, Attempt]]:
     return [
         (step, attempt)
         for step, attempt in pairs
-        if step.agree
-        == step.sent  # else how much was spent is not known, and stitch.resume-prompt says so
+        # Otherwise it is not known how much was spent, and stitch.resume-prompt reports it.
+        if step.agree == step.sent
         and (
             attempt.call.max_tokens is None or attempt.call.max_tokens > max(0, budget - step.spent)
         )
@@ -98,7 +102,7 @@ def _overgranted(view: RequestView, budget: int) -> list[tuple[Step, Attempt]]:
 
 def _was_overgranted(view: RequestView, attempt: Attempt) -> bool:
     budget = view.request.budget
-    return budget is not None and any(one is attempt for _, one in _overgranted(view, budget))
+    return budget is not None and any(other is attempt for _, other in _overgranted(view, budget))
 
 
 @request_check(
@@ -111,9 +115,7 @@ def _was_overgranted(view: RequestView, attempt: Attempt) -> bool:
     exercised_by="replies under a budget",
 )
 def stitch_budget_total(view: RequestView, out: Collector) -> None:
-    """Count what was sampled. Where a call was granted too much, ``budget-granted`` says so and
-    this check stands back.
-    """
+    """Count the sampled tokens. ``stitch.budget-granted`` judges calls that were granted too much."""
     for attempt in view.attempts:
         reply, grant = attempt.consumed, attempt.call.max_tokens
         if reply is None or grant is None or grant < 0:
@@ -129,7 +131,7 @@ def stitch_budget_total(view: RequestView, out: Collector) -> None:
                 observed=f"{count(size, 'token')} from server {attempt.call.server_id}",
                 where=view.place(call=attempt.number, server=attempt.call.server_id),
                 hint=(
-                    "The engine did not honour its limit; speculative decoding must cut the"
+                    "The engine did not respect max_tokens; speculative decoding must cut the"
                     " accepted tokens at max_tokens."
                 ),
             )
@@ -137,25 +139,25 @@ def stitch_budget_total(view: RequestView, out: Collector) -> None:
     budget, reference = view.request.budget, view.stitched
     if budget is None or reference.broken is not None or _overgranted(view, budget):
         return
-    most = max(_turn_lengths(view), default=0)
-    if most > budget:
+    longest = max(_turn_lengths(view), default=0)
+    if longest > budget:
         out.finding(
-            f"The rollout holds {count(most, 'sampled token')}, {most - budget} more than its"
+            f"The rollout holds {count(longest, 'sampled token')}, {longest - budget} more than its"
             " budget",
             kind="a rollout holds more than its budget",
             expected=f"at most {budget}",
-            observed=f"{most} over {count(len(view.segments), 'segment')}",
+            observed=f"{longest} over {count(len(view.segments), 'segment')}",
             where=view.place(),
             hint=(
-                "No single call was granted too much: calls overlapped in time, or more replies"
-                " were kept than were asked for."
+                "No single call was granted too much: calls overlapped in time, or the stack"
+                " kept more replies than it had requested."
             ),
         )
         return
 
 
 def _turn_lengths(view: RequestView) -> list[int]:
-    """Sampled tokens per turn."""
+    """Return the number of sampled tokens per turn."""
     lengths = [0]
     for run in view.stitched.runs:
         if run.attempt < 0:
@@ -165,156 +167,170 @@ def _turn_lengths(view: RequestView) -> list[int]:
     return lengths
 
 
-def _ends_declared(contract: Contract) -> str | None:
+def _finish_reason_declared(contract: Contract) -> str | None:
     return None if contract.finish_reason else "the contract declares no finish reason"
 
 
 @request_check(
     "stitch.finish-reason",
     promise=(
-        "A sample ends for the reason that its engine gave: an abort is never shown as a natural"
-        " end, nor a stop as a cut."
+        "A sample has the finish reason that its engine returned: an abort is never shown as"
+        " a natural end, nor a stop as a truncation."
     ),
     needs="a delivered sample, its engine calls and replies",
     exercised_by=("ends by stop", "ends by length", "ends by abort"),
-    applies=_ends_declared,
+    applies=_finish_reason_declared,
 )
 def stitch_finish_reason(view: RequestView, out: Collector) -> None:
-    """Compare the sample's reason with the last delivered reply's. ``completed`` stands for
+    """Compare the sample's reason with that of the last delivered reply. ``completed`` stands for
     ``stop`` and ``length``.
     """
-    found = delivery(view)
-    if found is None or not (found.known or _never_asked(view, found)):
-        out.absent(found.why if found else missing_reason(view))
+    delivered = delivery(view)
+    if delivered is None or not (delivered.reliable or _ended_without_call(view, delivered)):
+        out.absent(delivered.reason if delivered else missing_reason(view))
         return
-    want, got = found.reference.finish_reason, found.rollout.finish_reason
-    if want is not None:
+    engine_reason, sample_reason = (
+        delivered.reference.finish_reason,
+        delivered.rollout.finish_reason,
+    )
+    if engine_reason is not None:
         out.exercised(
             "ends by abort"
-            if want is FinishReason.ABORT
+            if engine_reason is FinishReason.ABORT
             else "ends by length"
-            if want is FinishReason.LENGTH
+            if engine_reason is FinishReason.LENGTH
             else "ends by stop"
         )
-    if _reason_holds(view, found, want, got):
+    if _reason_is_right(view, delivered, engine_reason, sample_reason):
         return
-    observed = f"finish reason {got!s}" if got is not None else "no finish reason"
+    observed = (
+        f"finish reason {sample_reason!s}" if sample_reason is not None else "no finish reason"
+    )
     out.finding(
-        _reason_title(want, got),
+        _reason_title(engine_reason, sample_reason),
         expected=(
-            f"{want!s}, as the engine said"
-            if want is not None
-            else "abort or error: no engine ever answered"
+            f"{engine_reason!s}, as the engine returned"
+            if engine_reason is not None
+            else "abort or error: no engine answered"
         ),
         observed=observed
-        + (f"; the last reply is that to call {found.reference.last}" if want is not None else ""),
-        where=view.place(call=found.reference.last),
-        hint=_reason_hint(want, got),
+        + (
+            f"; the last reply is that to call {delivered.reference.last}"
+            if engine_reason is not None
+            else ""
+        ),
+        where=view.place(call=delivered.reference.last),
+        hint=_reason_hint(engine_reason, sample_reason),
     )
 
 
-def _never_asked(view: RequestView, found: Delivery) -> bool:
-    """Whether a sample without tokens ends naturally although no engine was asked, in a run whose
-    calls were all seen.
-
-    A call may have been taken for that of another request of a group, whose members share a prompt.
-    """
-    seen = view.header is not None and view.header.case is not None and view.request.group is None
+def _ended_without_call(view: RequestView, delivered: Delivery) -> bool:
+    """Return whether a sample without tokens ends naturally although no engine was called."""
+    # A call may have been attributed to another request of a group, whose members share a prompt.
+    all_calls_recorded = (
+        view.header is not None and view.header.case is not None and view.request.group is None
+    )
     return (
-        seen
+        all_calls_recorded
         and not view.attempts
-        and not found.rollout.response_ids
-        and found.rollout.finish_reason in _NATURAL
+        and not delivered.rollout.response_ids
+        and delivered.rollout.finish_reason in _NATURAL
     )
 
 
-def _reason_holds(
-    view: RequestView, found: Delivery, want: FinishReason | None, got: FinishReason | None
+def _reason_is_right(
+    view: RequestView,
+    delivered: Delivery,
+    engine_reason: FinishReason | None,
+    sample_reason: FinishReason | None,
 ) -> bool:
-    if got is not None and got == want:
+    if sample_reason is not None and sample_reason == engine_reason:
         return True
-    if got is None:
+    if sample_reason is None:
         return False
-    exhausted = _exhausted(view, found)
+    exhausted = _exhausted(view, delivered)
     unanswered = any(
-        attempt.number > (found.reference.last if found.reference.last is not None else -1)
+        attempt.number > (delivered.reference.last if delivered.reference.last is not None else -1)
         for attempt in view.attempts
     )
-    if want is None:
-        return got in (FinishReason.ABORT, FinishReason.ERROR) or exhausted
-    if got == FinishReason.LENGTH and not exhausted:
-        return True  # stitch.finish-length says so
-    cut = found.count < len(found.reference.response_ids) or any(
-        run.attempt < 0 for run in found.reference.runs
+    if engine_reason is None:
+        return sample_reason in (FinishReason.ABORT, FinishReason.ERROR) or exhausted
+    if sample_reason == FinishReason.LENGTH and not exhausted:
+        return True  # stitch.finish-length reports it
+    cut = delivered.count < len(delivered.reference.response_ids) or any(
+        run.attempt < 0 for run in delivered.reference.runs
     )
-    if got == FinishReason.LENGTH and cut:
+    if sample_reason == FinishReason.LENGTH and cut:
         return True
-    if want in (FinishReason.ABORT, FinishReason.ERROR):
-        ended = got in (FinishReason.LENGTH, FinishReason.COMPLETED) and exhausted
-        given_up = got in (FinishReason.ABORT, FinishReason.ERROR)
-        return ended or given_up or (got in _NATURAL and _ends_with_eos(view, found))
-    if got in (FinishReason.ABORT, FinishReason.ERROR):
+    if engine_reason in (FinishReason.ABORT, FinishReason.ERROR):
+        ended = sample_reason in (FinishReason.LENGTH, FinishReason.COMPLETED) and exhausted
+        given_up = sample_reason in (FinishReason.ABORT, FinishReason.ERROR)
+        return ended or given_up or (sample_reason in _NATURAL and _ends_with_eos(view, delivered))
+    if sample_reason in (FinishReason.ABORT, FinishReason.ERROR):
         return unanswered
-    return FinishReason.COMPLETED in (got, want)
+    return FinishReason.COMPLETED in (sample_reason, engine_reason)
 
 
-def _exhausted(view: RequestView, found: Delivery) -> bool:
-    """Whether the budget is used up, by the last turn, by all turns, or by the response with all
-    that the environment said.
+def _exhausted(view: RequestView, delivered: Delivery) -> bool:
+    """Return whether the budget is used up: by the last turn, by all turns, or by the response with
+    the environment's tokens.
     """
     request = view.request
     lengths = _turn_lengths(view)
-    most = max(lengths[-1], sum(lengths), len(found.rollout.response_ids))
-    return any(limit is not None and most >= limit for limit in (request.max_tokens, request.limit))
+    longest = max(lengths[-1], sum(lengths), len(delivered.rollout.response_ids))
+    return any(
+        limit is not None and longest >= limit for limit in (request.max_tokens, request.limit)
+    )
 
 
-def _ends_with_eos(view: RequestView, found: Delivery) -> bool:
-    """Whether the coded policy's end-of-sequence token stands last, so that a stack may rightly
-    call an abort a natural end.
+def _ends_with_eos(view: RequestView, delivered: Delivery) -> bool:
+    """Return whether the coded policy's end-of-sequence token comes last, so that a stack may
+    rightly call an abort a natural end.
     """
     eos = getattr(view.oracle, "eos_id", None)
-    return eos is not None and found.rollout.response_ids[-1:] == (eos,)
+    return eos is not None and delivered.rollout.response_ids[-1:] == (eos,)
 
 
-def _reason_title(want: FinishReason | None, got: FinishReason | None) -> str:
-    if got is None:
+def _reason_title(engine_reason: FinishReason | None, sample_reason: FinishReason | None) -> str:
+    if sample_reason is None:
         return "The sample carries no finish reason"
-    if want is None:
-        return f"The sample ends by {got!s}, although no engine ever answered"
-    if want in (FinishReason.ABORT, FinishReason.ERROR):
-        return f"An aborted rollout is shown as a natural end ({got!s})"
-    if got in (FinishReason.ABORT, FinishReason.ERROR):
-        return f"A rollout that ended by {want!s} is shown as {got!s}"
-    return f"A rollout that ended by {want!s} is shown as {got!s}"
+    if engine_reason is None:
+        return f"The sample ends by {sample_reason!s}, although no engine ever answered"
+    if engine_reason in (FinishReason.ABORT, FinishReason.ERROR):
+        return f"An aborted rollout is shown as a natural end ({sample_reason!s})"
+    if sample_reason in (FinishReason.ABORT, FinishReason.ERROR):
+        return f"A rollout that ended by {engine_reason!s} is shown as {sample_reason!s}"
+    return f"A rollout that ended by {engine_reason!s} is shown as {sample_reason!s}"
 
 
-def _reason_hint(want: FinishReason | None, got: FinishReason | None) -> str:
-    if want is None and got is not None:
+def _reason_hint(engine_reason: FinishReason | None, sample_reason: FinishReason | None) -> str:
+    if engine_reason is None and sample_reason is not None:
         return (
-            "Nobody sampled an end: what is rewarded and trained on as the policy's answer is none."
-            " Raise, or hand it over as aborted."
+            "No engine sampled this end: the trainer rewards an answer that the policy did"
+            " not give. Raise an error, or deliver the sample as aborted."
         )
-    if got is None:
+    if sample_reason is None:
         return (
-            "Declare finish_reason=False where samples carry none; else filters for truncated and"
-            " aborted samples see nothing."
+            "Declare finish_reason=False if samples carry none; otherwise filters for"
+            " truncated and aborted samples find nothing."
         )
-    if want in (FinishReason.ABORT, FinishReason.ERROR):
+    if engine_reason in (FinishReason.ABORT, FinishReason.ERROR):
         return (
-            "A fragment counts as a whole turn, and is rewarded and trained on as if the policy had"
-            " ended it."
+            "A fragment counts as a complete turn: it is rewarded and trained on as if the"
+            " policy had ended it."
         )
-    if want is FinishReason.STOP and got == FinishReason.LENGTH:
+    if engine_reason is FinishReason.STOP and sample_reason == FinishReason.LENGTH:
         return (
-            "The end-of-sequence token was the last one of the budget: ask for the engine's reason"
-            " before the length, else whole answers are filtered as cut."
+            "The end-of-sequence token was the last one of the budget: read the engine's"
+            " reason before you compare lengths; otherwise complete answers are filtered as"
+            " truncated."
         )
-    if want is FinishReason.LENGTH:
+    if engine_reason is FinishReason.LENGTH:
         return (
-            "A response that was cut by its budget counts as complete: overlong filters and"
-            " truncation penalties miss it."
+            "A truncated response counts as complete: overlong filters and truncation"
+            " penalties miss it."
         )
-    return "Filters for aborted samples throw away a response that is whole."
+    return "Filters for aborted samples drop a complete response."
 
 
 @request_check(
@@ -322,37 +338,36 @@ def _reason_hint(want: FinishReason | None, got: FinishReason | None) -> str:
     promise="A sample that ends by length has used up its budget.",
     needs="a delivered sample, its engine calls and replies",
     exercised_by="ends by length",
-    applies=_ends_declared,
+    applies=_finish_reason_declared,
 )
 def stitch_finish_length(view: RequestView, out: Collector) -> None:
-    """Judge the samples that say ``length``. A stack's own lower cap, granted to the first call
-    already, is as good as a budget.
-    """
-    found = delivery(view)
-    if found is None or not found.known:
-        out.absent(found.why if found else missing_reason(view))
+    """Judge the samples that say ``length``."""
+    delivered = reliable_delivery(view, out)
+    if delivered is None:
         return
-    if found.rollout.finish_reason != FinishReason.LENGTH:
+    if delivered.rollout.finish_reason != FinishReason.LENGTH:
         return
     out.exercised("ends by length")
-    budget, reference = view.request.budget, found.reference
-    if not found.aligned or reference.last is None or _exhausted(view, found):
+    budget, reference = view.request.budget, delivered.reference
+    if not delivered.aligned or reference.last is None or _exhausted(view, delivered):
         return
     last = view.attempts[reference.last]
     reply = last.consumed
     size = _turn_lengths(view)[-1]
     first = next((step for step in reversed(reference.steps) if step.spent == 0), None)
+    # A stack's own lower cap that its first call was already granted is as good as a budget.
     cap = view.attempts[first.attempt].call.max_tokens if first is not None else None
     stopped = reference.finish_reason is FinishReason.STOP
     if not stopped and cap is not None and size >= cap:
-        return  # an abort on the last token of a cap cut nothing off either
+        # An abort on the last token of a cap cut nothing off either.
+        return
     if reference.finish_reason in (FinishReason.LENGTH, FinishReason.COMPLETED):
-        short = (
+        ended_early = (
             reply is not None
             and last.call.max_tokens is not None
             and len(reply.output.token_ids) < last.call.max_tokens
         )
-        if budget is None or cap is None or short:
+        if budget is None or cap is None or ended_early:
             return
     bounds = [bound for bound in (budget, cap) if bound is not None and bound > size]
     limit = min(bounds) if bounds else None
@@ -363,7 +378,7 @@ def stitch_finish_length(view: RequestView, out: Collector) -> None:
         expected=(
             f"length only once all {limit} are sampled"
             if limit is not None
-            else f"{reference.finish_reason!s}, as the engine said"
+            else f"{reference.finish_reason!s}, as the engine returned"
         ),
         observed=(
             f"the last reply, to call {last.number}, ended by {reference.finish_reason!s}, granted"
@@ -371,8 +386,8 @@ def stitch_finish_length(view: RequestView, out: Collector) -> None:
         ),
         where=view.place(call=last.number),
         hint=(
-            "The engine ended the response itself: a whole answer counts as cut, and is filtered or"
-            " penalised as one."
+            "The engine ended the response itself: a complete answer counts as truncated, and"
+            " is filtered or penalised."
             if stopped
             else (
                 "An unfinished response counts as one that reached its limit: a cap on retries, or"
@@ -386,15 +401,15 @@ def stitch_finish_length(view: RequestView, out: Collector) -> None:
 @request_check(
     "stitch.zero-token-segments",
     promise=(
-        "A reply without tokens changes nothing: the next call asks for the same, with the same"
-        " budget."
+        "A reply without tokens changes nothing: the next call sends the same prompt with the"
+        " same budget."
     ),
     needs="the engine calls and replies of a request",
     exercised_by="calls after a reply without tokens",
 )
 def stitch_zero_token_segments(view: RequestView, out: Collector) -> None:
-    """Compare the call after an empty reply with the one that it answered. More than before is
-    ``budget-granted``'s to judge.
+    """Compare the call after an empty reply with the call that it answered.
+    ``stitch.budget-granted`` judges a larger budget.
     """
     if view.contract.resume is not ResumeBy.CLIENT:
         out.inapplicable(not_resumed(view.contract))
@@ -408,19 +423,25 @@ def stitch_zero_token_segments(view: RequestView, out: Collector) -> None:
         ):
             continue
         if before.call.prompt_ids != after.call.prompt_ids or after.call.index < reply.index:
-            continue  # another sequence, which stitch.resume-prompt judges
+            # Another sequence: stitch.resume-prompt judges it.
+            continue
         out.exercised("calls after a reply without tokens")
-        a, b = before.call.max_tokens, after.call.max_tokens
-        if a is not None and b is not None and b < a and not _was_overgranted(view, before):
+        budget_before, budget_after = before.call.max_tokens, after.call.max_tokens
+        if (
+            budget_before is not None
+            and budget_after is not None
+            and budget_after < budget_before
+            and not _was_overgranted(view, before)
+        ):
             out.finding(
-                f"A reply without tokens changed the budget from {a} to {b}",
+                f"A reply without tokens changed the budget from {budget_before} to {budget_after}",
                 kind="a reply without tokens lowered the budget",
-                expected=f"call {after.number} may sample {a}, as call {before.number} might",
-                observed=f"max_tokens={b} in {call_name(after)}",
+                expected=f"call {after.number} may sample {budget_before}, as call {before.number} might",
+                observed=f"max_tokens={budget_after} in {call_name(after)}",
                 where=view.place(call=after.number, server=after.call.server_id),
                 hint=(
-                    "An abort before the first token costs nothing: subtract the tokens that came"
-                    " back, not the attempts."
+                    "An abort before the first token costs nothing: subtract the returned"
+                    " tokens, not the attempts."
                 ),
             )
             return

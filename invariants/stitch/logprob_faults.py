@@ -1,4 +1,4 @@
-"""Logprob faults: puts into words why logprobs differ from those that the engine returned."""
+"""Describes why logprobs differ from those that the engine returned."""
 
 from __future__ import annotations
 
@@ -11,87 +11,93 @@ from rollproof.invariants._shared.phrases import count
 if TYPE_CHECKING:
     from rollproof.judging.request_view import RequestView
 
-__all__ = ["describe_wrong_logprobs"]
+__all__ = ["ABSOLUTE", "RELATIVE", "close", "describe_wrong_logprobs"]
 
-_MOST = 0.8
-"""A cause explains a fault when it explains this share of the wrong values."""
-_LOOK = 256
-"""No more wrong values than this are looked at."""
+RELATIVE, ABSOLUTE = 1e-6, 1e-6
+"""The difference of two logprobs up to which they are the same number."""
+_MIN_SHARE = 0.8
+"""The share of the wrong values that a cause must explain."""
+_MAX_EXAMINED = 256
+"""The number of wrong values that are examined at most."""
 
 
 def describe_wrong_logprobs(
-    view: RequestView, want: Sequence[float], got: Sequence[float], wrong: Sequence[int]
+    view: RequestView, expected: Sequence[float], actual: Sequence[float], wrong: Sequence[int]
 ) -> str:
-    """The likeliest cause: rounding, a shift, one constant, one factor, another version, another
-    request.
+    """Return the likeliest cause: rounding, a shift, a constant, a factor, another version or
+    another request.
     """
-    looked = list(wrong[:_LOOK])
+    examined = list(wrong[:_MAX_EXAMINED])
     return (
-        _rounded(want, got, looked)
-        or _shifted(want, got, looked)
-        or _constant(got, looked)
-        or _scaled(want, got, looked)
-        or _other_version(view, got, looked)
-        or _other_request(view, got, looked)
-        or "Tokens and logprobs must be appended together, segment by segment, and travel together through every later copy."
+        _rounded(expected, actual, examined)
+        or _shifted(expected, actual, examined)
+        or _constant(actual, examined)
+        or _scaled(expected, actual, examined)
+        or _other_version(view, actual, examined)
+        or _other_request(view, actual, examined)
+        or (
+            "Append tokens and logprobs together, segment by segment, and keep them together"
+            " in every later copy."
+        )
     )
 
 
-def _near(a: float, b: float) -> bool:
-    return abs(a - b) <= 1e-6 + 1e-6 * abs(b)
+def close(a: float, b: float) -> bool:
+    """Return whether two logprobs are the same number, at most rounded to 32 bits."""
+    return abs(a - b) <= ABSOLUTE + RELATIVE * abs(b)
 
 
-def _explains(hits: int, looked: Sequence[int]) -> bool:
-    return hits >= max(1, math.ceil(_MOST * len(looked)))
+def _explains(matches: int, examined: Sequence[int]) -> bool:
+    return matches >= max(1, math.ceil(_MIN_SHARE * len(examined)))
 
 
-def _rounded(want: Sequence[float], got: Sequence[float], looked: Sequence[int]) -> str:
-    off = max(abs(got[i] - want[i]) / max(abs(want[i]), 1e-30) for i in looked)
-    if off > 2**-8:
+def _rounded(expected: Sequence[float], actual: Sequence[float], examined: Sequence[int]) -> str:
+    error = max(abs(actual[i] - expected[i]) / max(abs(expected[i]), 1e-30) for i in examined)
+    if error > 2**-8:
         return ""
-    kind = "bfloat16" if off > 2**-11 else "float16"
+    dtype = "bfloat16" if error > 2**-11 else "float16"
     return (
-        f"They are rounded, as by a cast to {kind} (largest relative error {off:.1e}; slime #245):"
+        f"They are rounded, as by a cast to {dtype} (largest relative error {error:.1e}; slime #245):"
         " keep rollout logprobs in 32 bits."
     )
 
 
-def _shifted(want: Sequence[float], got: Sequence[float], looked: Sequence[int]) -> str:
+def _shifted(expected: Sequence[float], actual: Sequence[float], examined: Sequence[int]) -> str:
     for shift in (1, -1, 2, -2):
-        inside = [i for i in looked if 0 <= i - shift < len(want)]
-        hits = sum(_near(got[i], want[i - shift]) for i in inside)
-        if len(inside) > 1 and hits >= math.ceil(_MOST * len(inside)):
-            way = "late" if shift > 0 else "early"
+        inside = [i for i in examined if 0 <= i - shift < len(expected)]
+        matches = sum(close(actual[i], expected[i - shift]) for i in inside)
+        if len(inside) > 1 and matches >= math.ceil(_MIN_SHARE * len(inside)):
+            direction = "late" if shift > 0 else "early"
             return (
-                f"The values stand {count(abs(shift), 'token')} too {way} from response index"
-                f" {looked[0]} on: one was dropped or doubled before it, or the shift between"
-                " logits and labels was applied twice."
+                f"The values are {count(abs(shift), 'token')} too {direction} from response"
+                f" index {examined[0]} on: one was dropped or doubled before it, or the shift"
+                " between logits and labels was applied twice."
             )
     return ""
 
 
-def _constant(got: Sequence[float], looked: Sequence[int]) -> str:
-    value = got[looked[0]]
-    if len(looked) > 1 and all(got[i] == value for i in looked):
+def _constant(actual: Sequence[float], examined: Sequence[int]) -> str:
+    value = actual[examined[0]]
+    if len(examined) > 1 and all(actual[i] == value for i in examined):
         return f"All of them are {value:.6g}: a default in place of the engine's values."
     if value in (0.0, -9999.0):
         return f"{value:.6g} looks like a default in place of the engine's value."
     return ""
 
 
-def _scaled(want: Sequence[float], got: Sequence[float], looked: Sequence[int]) -> str:
-    if len(looked) < 3 or any(want[i] == 0 for i in looked):
+def _scaled(expected: Sequence[float], actual: Sequence[float], examined: Sequence[int]) -> str:
+    if len(examined) < 3 or any(expected[i] == 0 for i in examined):
         return ""
-    factor = got[looked[0]] / want[looked[0]]
-    if all(abs(got[i] / want[i] - factor) <= 1e-4 * abs(factor) for i in looked):
+    factor = actual[examined[0]] / expected[examined[0]]
+    if all(abs(actual[i] / expected[i] - factor) <= 1e-4 * abs(factor) for i in examined):
         return (
             f"They are the engine's values times {factor:.4g}: scaled by a temperature, or"
-            " converted between logarithms, on the way."
+            " converted between logarithms, between engine and sample."
         )
     return ""
 
 
-def _other_version(view: RequestView, got: Sequence[float], looked: Sequence[int]) -> str:
+def _other_version(view: RequestView, actual: Sequence[float], examined: Sequence[int]) -> str:
     if view.oracle is None:
         return ""
     base = len(view.request.prompt_ids)
@@ -99,8 +105,8 @@ def _other_version(view: RequestView, got: Sequence[float], looked: Sequence[int
     for version in dict.fromkeys(
         update.version for update in view.history.updates[-16:] if update.loaded
     ):
-        theirs = view.oracle.logprobs(version, ids, base).tolist()
-        if _explains(sum(_near(got[i], theirs[i]) for i in looked), looked):
+        candidate = view.oracle.logprobs(version, ids, base).tolist()
+        if _explains(sum(close(actual[i], candidate[i]) for i in examined), examined):
             return (
                 f"They are what weights {version} would give, which did not sample these tokens:"
                 " scored again after an update."
@@ -108,11 +114,11 @@ def _other_version(view: RequestView, got: Sequence[float], looked: Sequence[int
     return ""
 
 
-def _other_request(view: RequestView, got: Sequence[float], looked: Sequence[int]) -> str:
+def _other_request(view: RequestView, actual: Sequence[float], examined: Sequence[int]) -> str:
     for other in view.neighbours:
-        theirs = other.stitched.logprob_list
-        hits = sum(i < len(theirs) and _near(got[i], theirs[i]) for i in looked)
-        if hits and _explains(hits, looked):
+        candidate = other.stitched.logprob_list
+        matches = sum(i < len(candidate) and close(actual[i], candidate[i]) for i in examined)
+        if matches and _explains(matches, examined):
             return (
                 f"They are the values of request {other.request.request_id}: the replies of two"
                 " requests were mixed up."

@@ -1,11 +1,11 @@
-"""Stitch checks on logprobs: one per token, that of this token, missing ones marked and never made
-up.
+"""Checks on logprobs: one per token, the value of this token, with missing ones marked and never
+made up.
 
-Every position is blamed on one check: a value that is absent on ``logprobs-present``, one that no
-logarithm of a probability can have on ``logprobs-valid``, one that belongs elsewhere on
-``logprobs-paired``, and what stands where the engine gave none on ``logprobs-missing``. Where the
-lengths differ (``logprobs-length``) or the tokens are wrong (``stitch.tokens``), no position can be
-told and the others stand back.
+Every position is judged by one check: an absent value by ``logprobs-present``, one that no
+logarithm of a probability can have by ``logprobs-valid``, one that belongs elsewhere by
+``logprobs-paired``, and the value of a token for which the engine returned none by
+``logprobs-missing``. If the lengths differ (``logprobs-length``) or the tokens are wrong
+(``stitch.tokens``), positions have no meaning and the other checks do not judge.
 """
 
 from __future__ import annotations
@@ -18,17 +18,24 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from rollproof.core.contract import Contract, Logprobs, MissingLogprobs
-from rollproof.invariants._shared.delivery import Delivery, delivery, missing_reason
+from rollproof.invariants._shared.delivery import (
+    Delivery,
+    existing_delivery,
+    reliable_delivery,
+)
 from rollproof.invariants._shared.phrases import count, listing, ranges, segment_name, share, window
-from rollproof.invariants.stitch.logprob_faults import describe_wrong_logprobs
+from rollproof.invariants.stitch.logprob_faults import (
+    ABSOLUTE,
+    RELATIVE,
+    close,
+    describe_wrong_logprobs,
+)
 from rollproof.judging.checks import Collector, request_check
 
 if TYPE_CHECKING:
     from rollproof.judging.request_view import RequestView
 
 __all__ = [
-    "LIMIT",
-    "close",
     "stitch_logprobs_length",
     "stitch_logprobs_missing",
     "stitch_logprobs_paired",
@@ -36,21 +43,21 @@ __all__ = [
     "stitch_logprobs_valid",
 ]
 
-LIMIT = 1e-4
+MAX_LOGPROB = 1e-4
 """A logprob may exceed 0 by this much: log-softmax in 32 bits rounds."""
-_RELATIVE, _ABSOLUTE = 1e-6, 1e-6
 _SMALL = 64
-
-
-def close(a: float, b: float) -> bool:
-    """Whether two logprobs are the same number, at most rounded to 32 bits."""
-    return abs(a - b) <= _ABSOLUTE + _RELATIVE * abs(b)
 
 
 @dataclass(slots=True)
 class _Scan:
-    """Response indexes of sampled tokens by what is wrong with their logprob; ``absent``: the
-    engine returned none.
+    """Response indexes of sampled tokens by what is wrong with their logprob.
+
+    sampled: The number of sampled tokens.
+    absent: The engine returned no logprob.
+    filled: The engine returned none, and the sample has one.
+    lost: The engine returned one, and the sample has none.
+    invalid: Not the logarithm of a probability.
+    wrong: Not the value that the engine returned.
     """
 
     sampled: int = 0
@@ -61,67 +68,77 @@ class _Scan:
     wrong: list[int] = field(default_factory=list)
 
 
-def _declared(contract: Contract) -> str | None:
+def _logprobs_declared(contract: Contract) -> str | None:
     return "the contract declares logprobs='none'" if contract.logprobs is Logprobs.NONE else None
 
 
-def _scan(view: RequestView, found: Delivery) -> _Scan | None:
-    """Sort the positions; ``None`` where they cannot be told (no logprobs, wrong length, wrong
-    tokens).
+def _scan(view: RequestView, delivered: Delivery) -> _Scan | None:
+    """Classify the positions once; ``None`` if they have no meaning (no logprobs, wrong length,
+    wrong tokens).
     """
     if "logprob scan" not in view.memo:
-        values = found.rollout.logprobs
-        fit = (
-            values is not None and found.aligned and len(values) == len(found.rollout.response_ids)
+        values = delivered.rollout.logprobs
+        fits = (
+            values is not None
+            and delivered.aligned
+            and len(values) == len(delivered.rollout.response_ids)
         )
-        view.memo["logprob scan"] = _sorted(found) if fit else None
+        view.memo["logprob scan"] = _classified(delivered) if fits else None
     scan: _Scan | None = view.memo["logprob scan"]
     return scan
 
 
-def _sorted(found: Delivery) -> _Scan:
+def _classified(delivered: Delivery) -> _Scan:
     scan = _Scan()
-    values = found.rollout.logprobs
+    values = delivered.rollout.logprobs
     assert values is not None
-    for run in found.reference.runs:
-        end = min(run.end, found.count)
+    for run in delivered.reference.runs:
+        end = min(run.end, delivered.count)
         if run.attempt < 0 or end <= run.start:
             continue
         scan.sampled += end - run.start
-        given = None if run.reply is None else run.reply.output.logprobs
-        if end - run.start > _SMALL and given is not None and len(given) >= end - run.start:
-            _sort_array(scan, run.start, values[run.start : end], given[: end - run.start])
+        returned = None if run.reply is None else run.reply.output.logprobs
+        # numpy costs more than a loop for a few tokens.
+        if end - run.start > _SMALL and returned is not None and len(returned) >= end - run.start:
+            _classify_array(scan, run.start, values[run.start : end], returned[: end - run.start])
         else:
-            _sort_list(scan, run.start, values[run.start : end].tolist(), run.logprobs)
+            _classify_list(scan, run.start, values[run.start : end].tolist(), run.logprobs)
     return scan
 
 
-def _sort_list(scan: _Scan, start: int, got: Sequence[float], want: Sequence[float]) -> None:
-    for i, value in enumerate(got, start):
-        true = want[i - start]
-        if true != true:  # NaN, the one number that differs from itself
+def _classify_list(
+    scan: _Scan, start: int, actual: Sequence[float], expected: Sequence[float]
+) -> None:
+    for i, value in enumerate(actual, start):
+        engine_value = expected[i - start]
+        # NaN is the one number that differs from itself: much faster than math.isnan here.
+        if engine_value != engine_value:
             scan.absent.append(i)
             if value == value:
                 scan.filled.append(i)
         elif value != value:
             scan.lost.append(i)
-        elif value > LIMIT or value == -math.inf:
+        elif value > MAX_LOGPROB or value == -math.inf:
             scan.invalid.append(i)
-        elif value != true and not close(value, true):
+        elif value != engine_value and not close(value, engine_value):
             scan.wrong.append(i)
 
 
-def _sort_array(scan: _Scan, start: int, got: np.ndarray, want: np.ndarray) -> None:
-    if np.array_equal(got, want) and not (got > LIMIT).any() and not np.isneginf(got).any():
+def _classify_array(scan: _Scan, start: int, actual: np.ndarray, expected: np.ndarray) -> None:
+    if (
+        np.array_equal(actual, expected)
+        and not (actual > MAX_LOGPROB).any()
+        and not np.isneginf(actual).any()
+    ):
         return
-    absent, nan = np.isnan(want), np.isnan(got)
-    invalid = ~absent & ~nan & ((got > LIMIT) | np.isneginf(got))
+    absent, nan = np.isnan(expected), np.isnan(actual)
+    invalid = ~absent & ~nan & ((actual > MAX_LOGPROB) | np.isneginf(actual))
     with np.errstate(invalid="ignore"):
         wrong = (
             ~absent
             & ~nan
             & ~invalid
-            & ~(np.abs(got - want) <= _ABSOLUTE + _RELATIVE * np.abs(want))
+            & ~(np.abs(actual - expected) <= ABSOLUTE + RELATIVE * np.abs(expected))
         )
     for name, mask in (
         ("absent", absent),
@@ -133,72 +150,67 @@ def _sort_array(scan: _Scan, start: int, got: np.ndarray, want: np.ndarray) -> N
         getattr(scan, name).extend((np.flatnonzero(mask) + start).tolist())
 
 
-def _judged(view: RequestView, out: Collector) -> tuple[Delivery, _Scan] | None:
-    """What the position checks start from; says what is absent where they cannot."""
-    found = delivery(view)
-    if found is None:
-        out.absent(missing_reason(view))
+def _scanned(view: RequestView, out: Collector) -> tuple[Delivery, _Scan] | None:
+    """Return the delivery and its scan, or report what is missing."""
+    delivered = reliable_delivery(view, out)
+    if delivered is None:
         return None
-    if not found.known:
-        out.absent(found.why)
-        return None
-    scan = _scan(view, found)
+    scan = _scan(view, delivered)
     if scan is None:
         out.absent(
             "the sample carries no logprobs"
-            if found.rollout.logprobs is None
-            else "logprobs and tokens do not line up"
+            if delivered.rollout.logprobs is None
+            else "logprobs and tokens do not align"
         )
         return None
-    return found, scan
+    return delivered, scan
 
 
 @request_check(
     "stitch.logprobs-present",
-    promise="Logprobs that were asked for, and that the engines returned, are in the sample.",
+    promise="Logprobs that were requested and that the engines returned are in the sample.",
     needs="a request that wants logprobs, its calls and replies, a delivered sample",
     exercised_by=("sampled tokens with a logprob", "calls that ask for logprobs"),
-    applies=_declared,
+    applies=_logprobs_declared,
 )
 def stitch_logprobs_present(view: RequestView, out: Collector) -> None:
-    """Every call asks for them, and what came back is there."""
+    """Check that every call requests logprobs, and that the sample has what was returned."""
     if not view.request.want_logprobs:
         out.absent("no request wanted logprobs")
         return
-    deaf = [attempt for attempt in view.attempts if not attempt.call.want_logprobs]
-    out.exercised("calls that ask for logprobs", len(view.attempts) - len(deaf))
-    if deaf:
+    without = [attempt for attempt in view.attempts if not attempt.call.want_logprobs]
+    out.exercised("calls that ask for logprobs", len(view.attempts) - len(without))
+    if without:
         out.finding(
-            f"{share(len(deaf), len(view.attempts), 'call')} {'does' if len(deaf) == 1 else 'do'}"
+            f"{share(len(without), len(view.attempts), 'call')} {'does' if len(without) == 1 else 'do'}"
             " not ask for logprobs, although the request wants them",
             kind="calls do not ask for logprobs",
-            expected="every attempt asks the engine for logprobs",
-            observed=f"call {listing(attempt.number for attempt in deaf[:6])} does not",
-            where=view.place(call=deaf[0].number, server=deaf[0].call.server_id),
+            expected="every attempt requests logprobs from the engine",
+            observed=f"call {listing(attempt.number for attempt in without[:6])} does not",
+            where=view.place(call=without[0].number, server=without[0].call.server_id),
             hint=(
-                "The option got lost on a resume: build the parameters of each attempt from the"
-                " request's."
+                "The option was lost on a resume: build the parameters of each attempt from"
+                " the request's."
             ),
         )
         return
-    found = delivery(view)
-    if found is None or not found.known:
-        out.absent(found.why if found else missing_reason(view))
+    delivered = reliable_delivery(view, out)
+    if delivered is None:
         return
-    if found.rollout.logprobs is not None:
-        scan = _scan(view, found)
+    if delivered.rollout.logprobs is not None:
+        scan = _scan(view, delivered)
         if scan is not None:
             out.exercised("sampled tokens with a logprob", scan.sampled - len(scan.absent))
             if scan.lost:
-                _lost(view, scan, out)
+                _report_lost(view, scan, out)
         return
-    given = sum(not math.isnan(value) for value in found.reference.logprob_list)
-    out.exercised("sampled tokens with a logprob", given)
-    if not given:
+    count_returned = sum(not math.isnan(value) for value in delivered.reference.logprob_list)
+    out.exercised("sampled tokens with a logprob", count_returned)
+    if not count_returned:
         return
     out.finding(
         "The sample carries no logprobs, although the engines returned them",
-        expected=f"{count(given, 'logprob')}, as the engines returned them",
+        expected=f"{count(count_returned, 'logprob')}, as the engines returned them",
         observed="logprobs is None",
         where=view.place(),
         hint=(
@@ -208,7 +220,7 @@ def stitch_logprobs_present(view: RequestView, out: Collector) -> None:
     )
 
 
-def _lost(view: RequestView, scan: _Scan, out: Collector) -> None:
+def _report_lost(view: RequestView, scan: _Scan, out: Collector) -> None:
     first = scan.lost[0]
     out.finding(
         f"{share(len(scan.lost), scan.sampled, 'logprob')} {'is' if len(scan.lost) == 1 else 'are'}"
@@ -220,8 +232,8 @@ def _lost(view: RequestView, scan: _Scan, out: Collector) -> None:
             index=first, segment=view.segment_of(len(view.request.prompt_ids) + first)
         ),
         hint=(
-            "Values went missing between the engine's reply and the sample, as when a list is"
-            " padded to length instead of extended."
+            "Values were lost between the engine's reply and the sample, for example because"
+            " a list was padded to length instead of extended."
         ),
     )
 
@@ -231,36 +243,35 @@ def _lost(view: RequestView, scan: _Scan, out: Collector) -> None:
     promise="A sample that carries logprobs has exactly one per response token.",
     needs="a delivered sample with logprobs",
     exercised_by="samples with logprobs",
-    applies=_declared,
+    applies=_logprobs_declared,
 )
 def stitch_logprobs_length(view: RequestView, out: Collector) -> None:
     """Compare the two lengths."""
-    found = delivery(view)
-    if found is None:
-        out.absent(missing_reason(view))
+    delivered = existing_delivery(view, out)
+    if delivered is None:
         return
-    values, tokens = found.rollout.logprobs, len(found.rollout.response_ids)
+    values, tokens = delivered.rollout.logprobs, len(delivered.rollout.response_ids)
     if values is None:
         out.absent("no sample carries logprobs")
         return
     out.exercised("samples with logprobs")
-    if len(values) == tokens or found.fits(len(values)):
+    if len(values) == tokens or delivered.fits(len(values)):
         return
-    silent = [
+    runs_without = [
         run
-        for run in found.reference.runs
+        for run in delivered.reference.runs
         if run.ids and run.reply is not None and run.reply.output.logprobs is None
     ]
     hint = (
-        "Tokens and logprobs must be appended together, segment by segment; from the gap on each"
-        " value stands beside another token."
+        "Append tokens and logprobs together, segment by segment; from the gap on, each value"
+        " is paired with another token."
     )
-    if silent and tokens - len(values) == sum(len(run.ids) for run in silent):
-        names = listing(segment_name(view, run.attempt) for run in silent)
+    if runs_without and tokens - len(values) == sum(len(run.ids) for run in runs_without):
+        names = listing(segment_name(view, run.attempt) for run in runs_without)
         hint = (
-            f"The engine returned no logprobs for {names}, and the stack appended nothing in their"
-            " place: the values of later segments now stand beside the tokens of earlier ones."
-            " Append one marker per token instead."
+            f"The engine returned no logprobs for {names}, and the stack appended nothing in"
+            " their place: the values of later segments are now paired with tokens of earlier"
+            " ones. Append one marker per token instead."
         )
     out.finding(
         f"The sample has {count(len(values), 'logprob')} for {count(tokens, 'token')}",
@@ -280,42 +291,40 @@ def stitch_logprobs_length(view: RequestView, out: Collector) -> None:
     ),
     needs="a delivered sample with one logprob per token",
     exercised_by="sampled tokens with a logprob",
-    applies=_declared,
+    applies=_logprobs_declared,
 )
 def stitch_logprobs_valid(view: RequestView, out: Collector) -> None:
-    """Report infinite and positive values; missing ones are judged by ``logprobs-missing`` and
-    ``logprobs-present``.
-    """
-    judged = _judged(view, out)
-    if judged is None:
+    """Report infinite and positive values."""
+    scanned = _scanned(view, out)
+    if scanned is None:
         return
-    found, scan = judged
+    delivered, scan = scanned
     out.exercised("sampled tokens with a logprob", scan.sampled - len(scan.absent))
     if not scan.invalid:
         return
-    assert found.rollout.logprobs is not None
+    assert delivered.rollout.logprobs is not None
     first = scan.invalid[0]
-    got = found.rollout.logprobs.tolist()
-    returned = found.reference.logprob_list[first]
-    same = got[first] == returned
+    actual = delivered.rollout.logprobs.tolist()
+    returned = delivered.reference.logprob_list[first]
+    from_engine = actual[first] == returned
     out.finding(
         f"{share(len(scan.invalid), scan.sampled, 'logprob')} cannot be the logarithm of a"
         " probability",
         kind="values that are no logarithm of a probability",
         expected="finite values of at most 0",
         observed=(
-            f"{got[first]:.6g} at response index {first} (in all: {ranges(scan.invalid)}); the"
+            f"{actual[first]:.6g} at response index {first} (in all: {ranges(scan.invalid)}); the"
             f" engine returned {returned:.6g}"
         ),
         where=view.place(
             index=first, segment=view.segment_of(len(view.request.prompt_ids) + first)
         ),
         hint=(
-            "The engine itself returned it: it scored the token under another mask, or other"
-            " weights, than it sampled it with."
-            if same
+            "The engine itself returned it: it scored the token under another mask or other"
+            " weights than it sampled it with."
+            if from_engine
             else (
-                "The value was made on the way: a sign that flipped, a probability in place of its"
+                "The stack changed the value: a flipped sign, a probability in place of its"
                 " logarithm, or an overflow."
             )
         ),
@@ -324,60 +333,60 @@ def stitch_logprobs_valid(view: RequestView, out: Collector) -> None:
 
 @request_check(
     "stitch.logprobs-paired",
-    promise="Each logprob is the one that the engine returned with this very token.",
+    promise="Each logprob is the one that the engine returned with its token.",
     needs="a delivered sample with one logprob per token, and the engines' replies",
     exercised_by=("tokens of single-call samples", "tokens of resumed samples"),
-    applies=_declared,
+    applies=_logprobs_declared,
 )
 def stitch_logprobs_paired(view: RequestView, out: Collector) -> None:
     """Compare value by value with the reference stitch, up to rounding to 32 bits."""
     if view.engine is not None and view.engine.logprobs is not view.contract.logprobs:
         out.absent(
-            f"the engines return {view.engine.logprobs} logprobs, and the stack hands over"
+            f"the engines return {view.engine.logprobs} logprobs, and the stack delivers"
             f" {view.contract.logprobs} ones"
         )
         return
-    judged = _judged(view, out)
-    if judged is None:
+    scanned = _scanned(view, out)
+    if scanned is None:
         return
-    found, scan = judged
+    delivered, scan = scanned
     kind = (
         "tokens of resumed samples" if len(view.segments) > 1 else "tokens of single-call samples"
     )
     out.exercised(kind, scan.sampled - len(scan.absent) - len(scan.lost))
     if not scan.wrong:
         return
-    assert found.rollout.logprobs is not None
+    assert delivered.rollout.logprobs is not None
     first = scan.wrong[0]
-    want, got = found.reference.logprob_list, found.rollout.logprobs.tolist()
+    expected, actual = delivered.reference.logprob_list, delivered.rollout.logprobs.tolist()
     out.finding(
         f"{share(len(scan.wrong), scan.sampled, 'logprob')}"
         f" {'is' if len(scan.wrong) == 1 else 'are'} not what the engine returned with"
         f" {'its token' if len(scan.wrong) == 1 else 'their tokens'}",
         kind="logprobs are not those of their tokens",
-        expected=f"as returned: {window(want, first)}",
-        observed=f"{window(got, first)}; differs at response index {ranges(scan.wrong)}",
+        expected=f"as returned: {window(expected, first)}",
+        observed=f"{window(actual, first)}; differs at response index {ranges(scan.wrong)}",
         where=view.place(
             index=first,
             segment=view.segment_of(len(view.request.prompt_ids) + first),
-            version=view.stitched.tokens[first].true if len(want) <= _SMALL else None,
+            version=view.stitched.tokens[first].true if len(expected) <= _SMALL else None,
         ),
-        hint=describe_wrong_logprobs(view, want, got, scan.wrong),
+        hint=describe_wrong_logprobs(view, expected, actual, scan.wrong),
     )
 
 
 @request_check(
     "stitch.logprobs-missing",
     promise=(
-        "Where the engine returned no logprob, the sample says so as its contract declares; a value"
-        " is never made up."
+        "If the engine returned no logprob, the sample marks it as its contract declares; a"
+        " value is never made up."
     ),
     needs="a delivered sample with one logprob per token, and the engines' replies",
     exercised_by=("sampled tokens", "tokens that came without a logprob"),
-    applies=_declared,
+    applies=_logprobs_declared,
 )
 def stitch_logprobs_missing(view: RequestView, out: Collector) -> None:
-    """Look at the tokens for which the engine returned no logprob."""
+    """Check the tokens for which the engine returned no logprob."""
     rule, engine = view.contract.missing_logprobs, view.engine
     if (
         rule is not MissingLogprobs.NEVER
@@ -391,52 +400,51 @@ def stitch_logprobs_missing(view: RequestView, out: Collector) -> None:
         any(not attempt.call.want_logprobs for attempt in view.attempts)
         or not view.request.want_logprobs
     ):
-        out.absent("not every call asked for logprobs")
+        out.absent("not every call requested logprobs")
         return
-    found = delivery(view)
-    if found is None or not found.known:
-        out.absent(found.why if found else missing_reason(view))
+    delivered = reliable_delivery(view, out)
+    if delivered is None:
         return
-    scan = _scan(view, found)
+    scan = _scan(view, delivered)
     if scan is None:
-        if found.rollout.logprobs is not None or not found.aligned:
-            out.absent("logprobs and tokens do not line up")
+        if delivered.rollout.logprobs is not None or not delivered.aligned:
+            out.absent("logprobs and tokens do not align")
             return
-        scan = _all_absent(found)
+        scan = _all_absent(delivered)
     if rule is MissingLogprobs.NEVER:
         out.exercised("sampled tokens", scan.sampled)
     out.exercised("tokens that came without a logprob", len(scan.absent))
     if not scan.absent:
         return
-    bad = _unmarked(rule, found, scan)
-    if bad:
-        _unmarked_finding(view, found, scan, bad, out)
+    unmarked = _unmarked_tokens(rule, delivered, scan)
+    if unmarked:
+        _unmarked_finding(view, delivered, scan, unmarked, out)
 
 
-def _all_absent(found: Delivery) -> _Scan:
-    """The scan of a sample without any logprobs: the tokens for which there were none."""
+def _all_absent(delivered: Delivery) -> _Scan:
+    """Return the scan of a sample without logprobs: the tokens for which the engine returned none."""
     absent = [
         i
-        for run in found.reference.runs
+        for run in delivered.reference.runs
         if run.attempt >= 0
         for i, value in enumerate(run.logprobs, run.start)
-        if math.isnan(value) and i < found.count
+        if math.isnan(value) and i < delivered.count
     ]
     sampled = sum(
-        min(run.end, found.count) - run.start
-        for run in found.reference.runs
-        if run.attempt >= 0 and run.start < found.count
+        min(run.end, delivered.count) - run.start
+        for run in delivered.reference.runs
+        if run.attempt >= 0 and run.start < delivered.count
     )
     return _Scan(sampled=sampled, absent=absent)
 
 
-def _unmarked(rule: MissingLogprobs, found: Delivery, scan: _Scan) -> list[int]:
-    """The positions that are not marked as ``rule`` says."""
+def _unmarked_tokens(rule: MissingLogprobs, delivered: Delivery, scan: _Scan) -> list[int]:
+    """Return the positions that are not marked as ``rule`` says."""
     if rule is MissingLogprobs.NEVER:
         return scan.absent
     if rule is MissingLogprobs.NAN:
         return scan.filled
-    mask = found.rollout.loss_mask
+    mask = delivered.rollout.loss_mask
     if mask is None:
         return scan.absent
     return [i for i in scan.absent if i < len(mask) and mask[i]]
@@ -452,29 +460,31 @@ _MARKS = {
 
 
 def _unmarked_finding(
-    view: RequestView, found: Delivery, scan: _Scan, bad: list[int], out: Collector
+    view: RequestView, delivered: Delivery, scan: _Scan, unmarked: list[int], out: Collector
 ) -> None:
     rule = view.contract.missing_logprobs
-    first = bad[0]
-    values = found.rollout.logprobs
-    filled = {values[i].item() for i in bad if values is not None and not math.isnan(values[i])}
+    first = unmarked[0]
+    values = delivered.rollout.logprobs
+    filled = {
+        values[i].item() for i in unmarked if values is not None and not math.isnan(values[i])
+    }
     if filled:
         title = (
-            f"{share(len(bad), scan.sampled, 'logprob')} {'was' if len(bad) == 1 else 'were'} made"
+            f"{share(len(unmarked), scan.sampled, 'logprob')} {'was' if len(unmarked) == 1 else 'were'} made"
             " up: the engine returned none"
         )
-        shown = listing(f"{value:.6g}" for value in sorted(filled)[:3])
-        observed = f"{shown} at response index {ranges(bad)}" + (
+        values_shown = listing(f"{value:.6g}" for value in sorted(filled)[:3])
+        observed = f"{values_shown} at response index {ranges(unmarked)}" + (
             "" if rule is not MissingLogprobs.MASKED else ", with loss mask 1"
         )
         hint = (
-            "0.0 says probability 1, a large negative number says never: either poisons the"
-            " importance ratio of these tokens (OpenRLHF fills 0.0, SkyRL clamps to -9999). Mark"
-            " them as missing."
+            "0.0 means probability 1, a large negative number means never: either distorts"
+            " the importance ratio of these tokens (OpenRLHF fills 0.0, SkyRL clamps to"
+            " -9999). Mark them as missing."
         )
     else:
-        title = f"The engine returned no logprob for {share(len(bad), scan.sampled, 'token')}"
-        observed = f"none at response index {ranges(bad)}"
+        title = f"The engine returned no logprob for {share(len(unmarked), scan.sampled, 'token')}"
+        observed = f"none at response index {ranges(unmarked)}"
         hint = (
             "Either the engine dropped them, or the contract must say how samples mark them:"
             " missing_logprobs='nan' or 'masked'."

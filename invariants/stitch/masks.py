@@ -1,13 +1,14 @@
-"""Stitch checks on the loss mask: one 0 or 1 per token, and nothing trained on that the policy did
-not sample.
-"""
+"""Checks on the loss mask: one 0 or 1 per token, and no training on what the policy did not sample."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
 from rollproof.core.contract import Contract
-from rollproof.invariants._shared.delivery import delivery, missing_reason
+from rollproof.invariants._shared.delivery import (
+    existing_delivery,
+    reliable_delivery,
+)
 from rollproof.invariants._shared.phrases import count, ranges, share, window
 from rollproof.judging.checks import Collector, request_check
 
@@ -29,18 +30,17 @@ def _declared(contract: Contract) -> str | None:
 
 @request_check(
     "stitch.mask-shape",
-    promise="A declared loss mask is there, and holds one 0 or 1 per response token.",
+    promise="A declared loss mask is present and holds one 0 or 1 per response token.",
     needs="a delivered sample",
     exercised_by="samples with a loss mask",
     applies=_declared,
 )
 def stitch_mask_shape(view: RequestView, out: Collector) -> None:
-    """Presence, length and values."""
-    found = delivery(view)
-    if found is None:
-        out.absent(missing_reason(view))
+    """Check presence, length and values of the mask."""
+    delivered = existing_delivery(view, out)
+    if delivered is None:
         return
-    mask, tokens = found.rollout.loss_mask, len(found.rollout.response_ids)
+    mask, tokens = delivered.rollout.loss_mask, len(delivered.rollout.response_ids)
     if mask is None:
         if not tokens:
             return
@@ -50,13 +50,13 @@ def stitch_mask_shape(view: RequestView, out: Collector) -> None:
             observed="loss_mask is None",
             where=view.place(),
             hint=(
-                "Without a mask every token is trained on; declare loss_mask=False where that is"
-                " meant."
+                "Without a mask every token is trained on; declare loss_mask=False if that is"
+                " intended."
             ),
         )
         return
     out.exercised("samples with a loss mask")
-    if len(mask) != tokens and not found.fits(len(mask)):
+    if len(mask) != tokens and not delivered.fits(len(mask)):
         out.finding(
             f"The loss mask has {count(len(mask), 'entry|entries')} for {count(tokens, 'token')}",
             kind="a loss mask of another length than the tokens",
@@ -69,19 +69,16 @@ def stitch_mask_shape(view: RequestView, out: Collector) -> None:
             ),
         )
         return
-    stray = [i for i, value in enumerate(mask.tolist()) if value not in (0, 1)]
-    if stray:
+    invalid = [i for i, value in enumerate(mask.tolist()) if value not in (0, 1)]
+    if invalid:
         out.finding(
-            f"{share(len(stray), tokens, 'entry|entries')} of the loss mask"
-            f" {'is' if len(stray) == 1 else 'are'} neither 0 nor 1",
+            f"{share(len(invalid), tokens, 'entry|entries')} of the loss mask"
+            f" {'is' if len(invalid) == 1 else 'are'} neither 0 nor 1",
             kind="entries of the loss mask are neither 0 nor 1",
             expected="0 (not trained on) or 1 (trained on)",
-            observed=f"{window(mask.tolist(), stray[0])}, at response index {ranges(stray)}",
-            where=view.place(index=stray[0]),
-            hint=(
-                "A mask that weighs tokens is multiplied into the loss; weights belong in a field"
-                " of their own."
-            ),
+            observed=f"{window(mask.tolist(), invalid[0])}, at response index {ranges(invalid)}",
+            where=view.place(index=invalid[0]),
+            hint=("The mask is multiplied into the loss; put weights of tokens in another field."),
         )
         return
 
@@ -89,32 +86,32 @@ def stitch_mask_shape(view: RequestView, out: Collector) -> None:
 @request_check(
     "stitch.mask-environment",
     promise=(
-        "Tokens of the environment (tool output, user turns) stand in the response with loss"
-        " mask 0."
+        "Tokens of the environment (tool output, user turns) have loss mask 0 in the response."
     ),
     needs="a multi-turn sample with a loss mask",
     exercised_by="tokens of the environment",
     applies=_declared,
 )
 def stitch_mask_environment(view: RequestView, out: Collector) -> None:
-    """Look at the mask of every token that no policy sampled."""
+    """Check the mask of every token that no policy sampled."""
     if not view.contract.multi_turn:
         out.inapplicable(NO_TURNS)
-    found = delivery(view)
-    if found is None or not found.known:
-        out.absent(found.why if found else missing_reason(view))
+    delivered = reliable_delivery(view, out)
+    if delivered is None:
         return
-    runs = [run for run in found.reference.runs if run.attempt < 0]
-    mask = found.rollout.loss_mask
+    runs = [run for run in delivered.reference.runs if run.attempt < 0]
+    mask = delivered.rollout.loss_mask
     if (
         not runs
-        or not found.aligned
+        or not delivered.aligned
         or mask is None
-        or len(mask) != len(found.rollout.response_ids)
+        or len(mask) != len(delivered.rollout.response_ids)
     ):
         return
-    trained = [i for run in runs for i in range(run.start, min(run.end, found.count)) if mask[i]]
-    total = sum(max(0, min(run.end, found.count) - run.start) for run in runs)
+    trained = [
+        i for run in runs for i in range(run.start, min(run.end, delivered.count)) if mask[i]
+    ]
+    total = sum(max(0, min(run.end, delivered.count) - run.start) for run in runs)
     out.exercised("tokens of the environment", total)
     if trained:
         out.finding(
@@ -124,8 +121,8 @@ def stitch_mask_environment(view: RequestView, out: Collector) -> None:
             observed=f"1 at response index {ranges(trained)}",
             where=view.place(index=trained[0]),
             hint=(
-                "The policy is pushed towards text that it did not sample; an attention mask is no"
-                " loss mask (verl #2543), and a mask built from lengths must count the"
-                " environment's tokens."
+                "The policy is pushed towards text that it did not sample; an attention mask"
+                " is not a loss mask (verl #2543), and a mask built from lengths must count"
+                " the environment's tokens."
             ),
         )

@@ -1,6 +1,4 @@
-"""Stitch checks on samples: whether a response is exactly what was sampled, and whose objects are
-touched on the way.
-"""
+"""Checks on samples: the response is exactly what was sampled, and nobody else's objects change."""
 
 from __future__ import annotations
 
@@ -9,7 +7,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, cast
 
 from rollproof.core.contract import ResumeBy
-from rollproof.invariants._shared.delivery import delivery, missing_reason
+from rollproof.invariants._shared.delivery import delivery, missing_reason, reliable_delivery
 from rollproof.invariants._shared.phrases import count, listing, ranges, share, window
 from rollproof.invariants.stitch import attempts, masks
 from rollproof.invariants.stitch.token_faults import contains, describe_token_fault
@@ -37,26 +35,26 @@ __all__ = [
     exercised_by="samples",
 )
 def stitch_prompt(view: RequestView, out: Collector) -> None:
-    """Compare the record's prompt with the request's."""
+    """Compare the sample's prompt with the request's."""
     rollout = view.rollout
     if rollout is None:
         out.absent(missing_reason(view))
         return
     out.exercised("samples")
-    want, got = view.request.prompt_ids, rollout.prompt_ids
-    if got == want:
+    expected, actual = view.request.prompt_ids, rollout.prompt_ids
+    if actual == expected:
         return
-    at = _first_difference(want, got)
+    position = _first_difference(expected, actual)
     other = next(
-        (o.request.request_id for o in view.neighbours if o.request.prompt_ids == got), None
+        (o.request.request_id for o in view.neighbours if o.request.prompt_ids == actual), None
     )
     out.finding(
-        f"The sample carries a prompt of {count(len(got), 'token')} that is not its request's"
+        f"The sample carries a prompt of {count(len(actual), 'token')} that is not its request's"
         + (f", but that of request {other}" if other else ""),
         kind="the prompt of another request" if other else "a prompt that is no request's",
-        expected=f"the {count(len(want), 'token')} of the request's prompt: {window(want, at)}",
-        observed=f"{window(got, at)}; the first difference is at position {at}",
-        where=view.place(position=at),
+        expected=f"the {count(len(expected), 'token')} of the request's prompt: {window(expected, position)}",
+        observed=f"{window(actual, position)}; the first difference is at position {position}",
+        where=view.place(position=position),
         hint=(
             "Routes and logprobs are placed by prompt length, so a prompt that was cut, padded or"
             " retokenised shifts every one of them."
@@ -71,10 +69,10 @@ def stitch_prompt(view: RequestView, out: Collector) -> None:
     exercised_by="samples beside other requests",
 )
 def stitch_request_id(view: RequestView, out: Collector) -> None:
-    """Compare the record's id with those of the run's requests.
+    """Compare the sample's id with those of the run's requests.
 
-    Requests of a group share a prompt, and may share an id; an id that no request has is the
-    stack's own affair.
+    Requests of a group share a prompt and may share an id. An id that no request has is the stack's
+    own choice.
     """
     rollout, request = view.rollout, view.request
     if rollout is None:
@@ -84,20 +82,20 @@ def stitch_request_id(view: RequestView, out: Collector) -> None:
         other.request for other in view.neighbours if other.request.request_id != request.request_id
     ]
     out.exercised("samples beside other requests", int(bool(others)))
-    taken = next((other for other in others if other.request_id == rollout.request_id), None)
-    if taken is None or (request.group is not None and taken.group == request.group):
+    owner = next((other for other in others if other.request_id == rollout.request_id), None)
+    if owner is None or (request.group is not None and owner.group == request.group):
         return
     out.finding(
-        f"The sample of request {request.request_id} carries the id of request {taken.request_id}",
+        f"The sample of request {request.request_id} carries the id of request {owner.request_id}",
         kind="the id of another request",
         expected=f"request id {request.request_id!r}",
         observed=f"request id {rollout.request_id!r}",
         where=view.place(),
         hint=(
-            "Rewards and advantages are joined by id, so both requests get the wrong ones: results"
-            " were matched by the order of their ends, or a shared variable was read after the next"
-            " request had written it. A stack with a numbering of its own hands over the request's"
-            " id, or one that no request has."
+            "Rewards and advantages are joined by id, so both requests get the wrong ones:"
+            " results were matched in the order in which they ended, or a shared variable was"
+            " read after the next request had written it. A stack with its own numbering must"
+            " deliver the request's id, or one that no request has."
         ),
     )
 
@@ -113,23 +111,19 @@ def stitch_request_id(view: RequestView, out: Collector) -> None:
 )
 def stitch_tokens(view: RequestView, out: Collector) -> None:
     """Compare the response with the reference stitch."""
-    found = delivery(view)
-    if found is None:
-        out.absent(missing_reason(view))
-        return
-    if not found.known:
-        out.absent(found.why)
+    delivered = reliable_delivery(view, out)
+    if delivered is None:
         return
     resumed = len(view.segments) > 1
     out.exercised(
         "resumed samples"
         if resumed
         else "single-call samples"
-        if found.rollout.response_ids
+        if delivered.rollout.response_ids
         else "samples without tokens"
     )
-    if not found.aligned:
-        fault = describe_token_fault(view, found.rollout.response_ids)
+    if not delivered.aligned:
+        fault = describe_token_fault(view, delivered.rollout.response_ids)
         out.finding(
             fault.title,
             kind=fault.kind,
@@ -143,7 +137,7 @@ def stitch_tokens(view: RequestView, out: Collector) -> None:
 @request_check(
     "stitch.matches-unbroken",
     promise=(
-        "Where the weights did not change, a resumed rollout is the one that a single call would"
+        "If the weights did not change, a resumed rollout is the one that a single call would"
         " have sampled."
     ),
     needs=(
@@ -153,21 +147,21 @@ def stitch_tokens(view: RequestView, out: Collector) -> None:
     exercised_by="resumed samples under one version",
 )
 def stitch_matches_unbroken(view: RequestView, out: Collector) -> None:
-    """Compare the response with what the policy samples when nobody interrupts it."""
+    """Compare the response with what the policy samples without an interruption."""
     if view.contract.resume is not ResumeBy.CLIENT:
         out.inapplicable(attempts.not_resumed(view.contract))
-    found = delivery(view)
+    delivered = delivery(view)
     if not hasattr(view.oracle, "choices"):
-        out.absent("no policy whose next token is known")
+        out.absent("the trace has no coded policy whose next token is known")
         return
-    if found is None or not found.known:
-        out.absent(found.why if found else missing_reason(view))
+    if delivered is None or not delivered.reliable:
+        out.absent(delivered.reason if delivered else missing_reason(view))
         return
     oracle = cast("Chooser", view.oracle)
-    reference = found.reference
+    reference = delivered.reference
     stretches = reference.stretches
     if (
-        not found.aligned
+        not delivered.aligned
         or len(view.segments) < 2
         or not stretches
         or any(stretch.attempt < 0 for stretch in stretches)
@@ -180,33 +174,39 @@ def stitch_matches_unbroken(view: RequestView, out: Collector) -> None:
     ):
         return
     if any(run.ids and run.ids[-1] == oracle.eos_id for run in reference.runs[:-1]):
-        out.absent("an abort won over an end-of-sequence token, which a client cannot know")
+        out.absent(
+            "a call was aborted on its end-of-sequence token: a client cannot know that the"
+            " turn had ended"
+        )
         return
     out.exercised("resumed samples under one version")
-    total = view.request.prompt_ids + found.rollout.response_ids[: found.count]
-    want = oracle.choices(version, total, len(view.request.prompt_ids)).tolist()
-    got = list(found.rollout.response_ids[: found.count])
-    if want == got:
+    ids = view.request.prompt_ids + delivered.rollout.response_ids[: delivered.count]
+    expected = oracle.choices(version, ids, len(view.request.prompt_ids)).tolist()
+    actual = list(delivered.rollout.response_ids[: delivered.count])
+    if expected == actual:
         return
-    wrong = [i for i, (a, b) in enumerate(zip(want, got, strict=True)) if a != b]
-    segment = view.segment_of(len(view.request.prompt_ids) + wrong[0])
+    differing = [i for i, (a, b) in enumerate(zip(expected, actual, strict=True)) if a != b]
+    segment = view.segment_of(len(view.request.prompt_ids) + differing[0])
     out.finding(
-        f"{share(len(wrong), len(got), 'token')} of a resumed rollout differ from the unbroken run,"
+        f"{share(len(differing), len(actual), 'token')} of a resumed rollout differ from the unbroken run,"
         " although the weights stayed the same",
         kind="a resumed rollout differs from the unbroken run",
-        expected=f"the tokens that the policy samples in one go: {window(want, wrong[0])}",
-        observed=f"{window(got, wrong[0])}; differs at response index {ranges(wrong)}",
-        where=view.place(index=wrong[0], segment=segment, version=version),
+        expected=(
+            "the tokens that the policy samples without an interruption:"
+            f" {window(expected, differing[0])}"
+        ),
+        observed=f"{window(actual, differing[0])}; differs at response index {ranges(differing)}",
+        where=view.place(index=differing[0], segment=segment, version=version),
         hint=(
-            "The engine went on from another context than the one it was sent: KV of another"
-            " request or of older weights was reused."
+            "The engine continued from another context than it was sent: it reused the KV"
+            " cache of another request or of older weights."
         ),
     )
 
 
 @request_check(
     "stitch.caller-objects",
-    promise="What the caller hands in is the caller's: a rollout changes none of it.",
+    promise="A rollout changes none of the objects that its caller passed in.",
     needs="the end of a request, seen by the runner",
     exercised_by="ended requests",
 )
@@ -215,41 +215,44 @@ def stitch_caller_objects(view: RequestView, out: Collector) -> None:
     if view.result is None:
         out.absent("the request never ended")
         return
-    # what an engine's reply held is not the caller's: routes.reply-untouched judges it
+    # An engine's reply is not the caller's object: routes.reply-untouched judges that.
     changed = [name for name in view.result.caller_changed if "route" not in name.partition(":")[0]]
     if not changed and not _was_run(view):
-        out.absent("the trace was recorded, and nobody watched the caller's objects")
+        out.absent("a recording does not watch the caller's objects")
         return
     out.exercised("ended requests")
     if not changed:
         return
     out.finding(
         f"The stack changed {count(len(changed), 'object')} of its caller: {listing(changed)}",
-        kind=f"changed: {listing(sorted({_object(each) for each in changed}))}",
-        expected="sampling parameters, prompt ids and media as they were handed in",
+        kind=f"changed: {listing(sorted({_changed_field(change) for change in changed}))}",
+        expected="sampling parameters, prompt ids and media as the caller passed them",
         observed=f"after the rollout, these differ: {listing(changed)}",
         where=view.place(),
         hint=(
-            "A caller that reuses its sampling parameters for the next turn starts it with the"
-            " budget that was left of this one: copy them before the budget is written into them"
-            " (verl #7207)."
+            "A caller that reuses its sampling parameters for the next turn starts it with"
+            " what was left of this turn's budget: copy them before you write the budget into"
+            " them (verl #7207)."
         ),
     )
 
 
-def _object(change: str) -> str:
-    """What was changed, without the values: ``sampling_params: max_tokens``."""
-    name, _, how = change.partition(": ")
+def _changed_field(change: str) -> str:
+    """Return what was changed, without the values: ``sampling_params: max_tokens``."""
+    name, _, difference = change.partition(": ")
     return ": ".join(
         filter(
             None,
-            (name, ", ".join(re.findall(r"'([^']*)' (?:went from|was added|was removed)", how))),
+            (
+                name,
+                ", ".join(re.findall(r"'([^']*)' (?:went from|was added|was removed)", difference)),
+            ),
         )
     )
 
 
 def _was_run(view: RequestView) -> bool:
-    """Whether rollproof's runner ran the request: it looks at what was lent out and handed over, a
+    """Return whether rollproof's runner ran the request. It compares objects before and after, a
     recording does not.
     """
     return view.header is not None and view.header.case is not None
@@ -257,18 +260,18 @@ def _was_run(view: RequestView) -> bool:
 
 @request_check(
     "stitch.handed-over",
-    promise="Logprobs and loss mask of a sample do not change after it was handed over.",
-    needs="a delivered sample, looked at again when the run has ended",
+    promise="Logprobs and loss mask of a sample do not change after it was delivered.",
+    needs="a delivered sample that is compared again at the end of the run",
     exercised_by="samples looked at again",
 )
 def stitch_handed_over(view: RequestView, out: Collector) -> None:
-    """Report arrays that changed later; those of routes are ``routes.handed-over``'s."""
+    """Report arrays that changed later; ``routes.handed-over`` judges those of routes."""
     if view.rollout is None or view.result is None:
         out.absent(missing_reason(view))
         return
     changed = [name for name in view.result.later_changed if "route" not in name]
     if not changed and not _was_run(view):
-        out.absent("the trace was recorded, and nobody looked at the sample again")
+        out.absent("a recording does not compare the sample again at the end of the run")
         return
     out.exercised("samples looked at again")
     if not changed:
@@ -276,12 +279,12 @@ def stitch_handed_over(view: RequestView, out: Collector) -> None:
     out.finding(
         f"{listing(changed)} of the sample changed after it was handed over",
         kind=f"changed later: {listing(sorted(changed))}",
-        expected="lists of the sample's own",
+        expected="lists that only the sample holds",
         observed=f"other values at the end of the run in {listing(changed)}",
         where=view.place(),
         hint=(
-            "The sample shares its lists with the client, which went on appending or reused them"
-            " for the next request: copy them."
+            "The sample shares its lists with the client, which appended to them or reused"
+            " them for the next request: copy them."
         ),
     )
 
@@ -289,38 +292,40 @@ def stitch_handed_over(view: RequestView, out: Collector) -> None:
 @request_check(
     "stitch.environment-tokens",
     promise=(
-        "Between the turns of a multi-turn response stands what the environment said, whole and in"
-        " order."
+        "Between the turns of a multi-turn response are the environment's tokens, complete"
+        " and in order."
     ),
     needs="a multi-turn request whose turns are declared, its engine calls and a delivered sample",
     exercised_by="turns of the environment",
 )
 def stitch_environment_tokens(view: RequestView, out: Collector) -> None:
-    """Compare the turns that the request declares with what its calls sent; templates around them,
-    and a cut at their end, are allowed.
-    """
+    """Compare the turns that the request declares with what its calls sent."""
     if not view.contract.multi_turn:
         out.inapplicable(masks.NO_TURNS)
-    found = delivery(view)
-    if found is None or not found.known:
-        out.absent(found.why if found else missing_reason(view))
+    delivered = reliable_delivery(view, out)
+    if delivered is None:
         return
-    said = [run.ids for run in found.reference.runs if run.attempt < 0 and run.ids]
-    for number, (want, got) in enumerate(zip(view.request.turns, said, strict=False)):
+    turns = [run.ids for run in delivered.reference.runs if run.attempt < 0 and run.ids]
+    for number, (expected, actual) in enumerate(zip(view.request.turns, turns, strict=False)):
         out.exercised("turns of the environment")
-        if got != want and not contains(got, want) and want[: len(got)] != got:
-            at = _first_difference(want, got)
+        # Chat templates may surround a turn, and the budget may cut its end.
+        if (
+            actual != expected
+            and not contains(actual, expected)
+            and expected[: len(actual)] != actual
+        ):
+            position = _first_difference(expected, actual)
             out.finding(
                 f"Turn {number} of the environment is not what it said",
                 kind="a turn of the environment is not what it said",
-                expected=f"{count(len(want), 'token')}: {window(want, at)}",
-                observed=f"{count(len(got), 'token')}: {window(got, at)}",
+                expected=f"{count(len(expected), 'token')}: {window(expected, position)}",
+                observed=f"{count(len(actual), 'token')}: {window(actual, position)}",
                 where=view.place(
-                    index=next(run.start for run in found.reference.runs if run.ids is got)
+                    index=next(run.start for run in delivered.reference.runs if run.ids is actual)
                 ),
                 hint=(
-                    "Tool output was retokenised, cut in the middle, or taken from another request;"
-                    " the policy answered something else."
+                    "Tool output was retokenised, cut in the middle, or taken from another"
+                    " request; the policy answered other tokens than the environment sent."
                 ),
             )
             return

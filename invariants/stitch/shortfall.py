@@ -1,8 +1,7 @@
-"""Shortfall: samples that say ``length`` one token before their budget, whatever the budget is
-(family ``stitch``).
+"""The check on samples that end by length one token before their budget, whatever the budget is.
 
-A single one may have met a cap of the stack's own, which is as good as a budget
-(``stitch.finish-length``). A cap does not move with the budget: where requests of very different
+A single sample may have met a cap of the stack's own, which is as good as a budget
+(``stitch.finish-length``). A cap does not move with the budget: if requests of very different
 budgets all end one token early, the budget was counted wrongly.
 """
 
@@ -13,7 +12,7 @@ from typing import TYPE_CHECKING
 from rollproof.core.contract import Contract
 from rollproof.core.events.rollout import Result
 from rollproof.core.records import FinishReason
-from rollproof.invariants._shared.event_check import Fold
+from rollproof.invariants._shared.event_check import EventCheck
 from rollproof.invariants._shared.phrases import count, listing
 from rollproof.judging.checks import Collector, trace_check
 
@@ -24,15 +23,15 @@ __all__ = [
     "stitch_budget_used",
 ]
 
-_APART = 3
-"""Budgets this many times apart: a cap in proportion to the budget, rounded, falls one token short
-of both by no chance.
+_MIN_RATIO = 3
+"""The ratio of two budgets from which on a cap in proportion to the budget, rounded, does not fall
+one token short of both by chance.
 """
 
 
-class StitchBudgetUsed(Fold):
-    """Keeps the smallest and the greatest budget that was missed by one token, until one was used
-    in full or missed by more.
+class StitchBudgetUsed(EventCheck):
+    """Stores the smallest and the greatest budget that was missed by one token, until a budget was
+    used in full or missed by more.
     """
 
     def __init__(self, context: JudgeContext) -> None:
@@ -40,7 +39,7 @@ class StitchBudgetUsed(Fold):
         self._budgets: set[int] = set()
         self._missed: dict[int, tuple[str, int]] = {}
         self._samples = 0
-        self._otherwise = False
+        self._budget_met = False
 
     def on_result(self, event: Result, out: Collector) -> None:
         view, rollout = self.context.open.get(event.request_id), event.rollout
@@ -68,34 +67,35 @@ class StitchBudgetUsed(Fold):
             self._samples += 1
             self._missed.setdefault(budget, (event.request_id, len(view.request.prompt_ids)))
             self._missed = {
-                each: self._missed[each] for each in {min(self._missed), max(self._missed)}
+                budget: self._missed[budget] for budget in {min(self._missed), max(self._missed)}
             }
         else:
-            self._otherwise = True
+            self._budget_met = True
 
     def finish(self, out: Collector) -> None:
-        if not self._budgets or max(self._budgets) < _APART * min(self._budgets):
+        if not self._budgets or max(self._budgets) < _MIN_RATIO * min(self._budgets):
             out.absent("no two requests of a trace ended by length at budgets three times apart")
             return
         out.exercised("ends by length at different budgets")
-        if self._otherwise or len(self._missed) < 2:
+        if self._budget_met or len(self._missed) < 2:
             return
         low, high = sorted(self._missed)
-        (_, short), (request_id, long) = self._missed[low], self._missed[high]
-        if high < _APART * low or low + short == high + long:
-            return  # prompts and grants that add up to one sum meet the length of a context
+        (_, short_prompt), (request_id, long_prompt) = self._missed[low], self._missed[high]
+        if high < _MIN_RATIO * low or low + short_prompt == high + long_prompt:
+            # Prompts and grants with the same sum were cut at the length of the context.
+            return
         out.finding(
             f"All {count(self._samples, 'sample')} that end by length end one token before their"
             " budget",
             kind="all samples that end by length end one token before their budget",
             expected=f"{listing((low, high))} tokens, the callers' budgets",
             observed=(
-                f"{listing((low - 1, high - 1))} tokens: the first call already is granted one less"
+                f"{listing((low - 1, high - 1))} tokens: the first call is already granted one less"
             ),
             where={"request": request_id},
             hint=(
-                "The last token of every answer is cut off by a comparison with `<` in place of"
-                " `<=`, or by a place kept for a token that never comes."
+                "A comparison with `<` in place of `<=`, or a position reserved for a token"
+                " that never comes, cuts off the last token of every answer."
             ),
         )
 

@@ -251,7 +251,7 @@ def _why(view: RequestView) -> str:
     return (
         missing_reason(view)
         if found is None
-        else found.why or "the tokens are not those that were sampled (stitch.tokens)"
+        else found.reason or "the tokens are not those that were sampled (stitch.tokens)"
     )
 
 

@@ -345,7 +345,7 @@ def _min_max_hint(
             " brought tokens, also across turns." + zero
         )
     return (
-        "Fold both tags over every reply that brought tokens, whatever their order: versions go"
+        "EventCheck both tags over every reply that brought tokens, whatever their order: versions go"
         " back when a replica lags behind." + zero
     )
 

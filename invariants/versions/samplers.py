@@ -87,7 +87,7 @@ def samplers(view: RequestView) -> tuple[Sampler, ...] | None:
     line up.
     """
     found = delivery(view)
-    if found is None or not found.known or not found.aligned:
+    if found is None or not found.reliable or not found.aligned:
         return None
     parts = reply_samplers(view)
     if found.count == len(found.reference.response_ids):

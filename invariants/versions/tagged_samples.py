@@ -74,7 +74,7 @@ def judged(view: RequestView, out: Collector) -> tuple[Delivery, tuple[Sampler, 
         return None
     parts = samplers(view)
     if parts is None:
-        out.absent(found.why or "the tokens are not those that were sampled (stitch.tokens)")
+        out.absent(found.reason or "the tokens are not those that were sampled (stitch.tokens)")
         return None
     if not view.history.updates and not any(part.labels for part in parts):
         out.absent(UNPUBLISHED)

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from rollproof.core.contract import Versions
 from rollproof.core.records import Rollout, Span, Version
-from rollproof.invariants._shared.delivery import delivery, missing_reason
+from rollproof.invariants._shared.delivery import existing_delivery
 from rollproof.invariants._shared.phrases import count, ranges, share, verb, version_name
 from rollproof.invariants.versions.samplers import Sampler, key, order, samplers
 from rollproof.invariants.versions.tagged_samples import (
@@ -44,13 +44,12 @@ __all__ = [
 )
 def versions_spans_cover(view: RequestView, out: Collector) -> None:
     """Walk over the spans. Empty spans are harmless; tokens of the environment need none."""
-    found = delivery(view)
+    found = existing_delivery(view, out)
     if found is None:
-        out.absent(missing_reason(view))
         return
     spans, parts = found.rollout.spans, samplers(view)
     if parts is None:
-        out.absent(found.why or "the tokens are not those that were sampled (stitch.tokens)")
+        out.absent(found.reason or "the tokens are not those that were sampled (stitch.tokens)")
         return
     if not spans or not parts:
         return
@@ -147,9 +146,8 @@ def versions_span_tags(view: RequestView, out: Collector) -> None:
 )
 def versions_one_tag_per_token(view: RequestView, out: Collector) -> None:
     """Compare the two lengths."""
-    found = delivery(view)
+    found = existing_delivery(view, out)
     if found is None:
-        out.absent(missing_reason(view))
         return
     tags, tokens = found.rollout.token_versions, len(found.rollout.response_ids)
     if tags is None:

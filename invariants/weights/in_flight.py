@@ -24,7 +24,7 @@ from rollproof.core.events.rollout import (
     Weights,
 )
 from rollproof.core.records import FinishReason, Rollout, Version
-from rollproof.invariants._shared.event_check import Fold, keep
+from rollproof.invariants._shared.event_check import EventCheck, remember
 from rollproof.invariants.lifecycle.aborts import no_partial_flag, partial_is_off
 from rollproof.invariants.weights.serving import MIXED, NO_TRUTH
 from rollproof.judging.checks import Collector, trace_check
@@ -45,7 +45,7 @@ __all__ = [
 _FREEZING = (PauseMode.KEEP, PauseMode.RETRACT, PauseMode.IN_PLACE)
 
 
-class WeightsNoAdmissionWhilePaused(Fold):
+class WeightsNoAdmissionWhilePaused(EventCheck):
     """A call may be sent to a paused server and be parked or refused; it must not run."""
 
     def __init__(self, context: JudgeContext) -> None:
@@ -54,7 +54,7 @@ class WeightsNoAdmissionWhilePaused(Fold):
         self._queued: dict[int, str] = {}
 
     def on_call(self, event: Call, out: Collector) -> None:
-        keep(self._queued, event.call_id, event.server_id)
+        remember(self._queued, event.call_id, event.server_id)
         if event.server_id in self._paused:
             out.exercised("calls sent to a paused server")
 
@@ -105,7 +105,7 @@ weights_no_admission_while_paused = trace_check(
 )(WeightsNoAdmissionWhilePaused)
 
 
-class WeightsNoTokenWhilePaused(Fold):
+class WeightsNoTokenWhilePaused(EventCheck):
     """Compares the number of sampled tokens at the pause with that at everything until the resume."""
 
     def __init__(self, context: JudgeContext) -> None:
@@ -182,7 +182,7 @@ weights_no_token_while_paused = trace_check(
 )(WeightsNoTokenWhilePaused)
 
 
-class WeightsLabelOnlyKeepsCalls(Fold):
+class WeightsLabelOnlyKeepsCalls(EventCheck):
     """An abort of everything at the instant of the label is the label's, unless it opens a pause or
     a load.
     """
@@ -196,7 +196,7 @@ class WeightsLabelOnlyKeepsCalls(Fold):
         self._hit: dict[str, list[tuple[Reply, Weights]]] = {}
 
     def on_call(self, event: Call, out: Collector) -> None:
-        keep(self._flying, event.call_id, event.server_id)
+        remember(self._flying, event.call_id, event.server_id)
 
     def on_abort(self, event: Abort, out: Collector) -> None:
         if event.wanted == "*":
@@ -273,7 +273,7 @@ weights_label_only_keeps_calls = trace_check(
 )(WeightsLabelOnlyKeepsCalls)
 
 
-class WeightsStalenessBound(Fold):
+class WeightsStalenessBound(EventCheck):
     """Counts published updates between a sample's oldest trained token and the newest weights that
     every live server holds.
     """
@@ -350,7 +350,7 @@ weights_staleness_bound = trace_check(
 )(WeightsStalenessBound)
 
 
-class WeightsOneVersionPerSample(Fold):
+class WeightsOneVersionPerSample(EventCheck):
     """Calls that a pause froze across the update are excused: who chose that pause chose mixed
     samples.
     """

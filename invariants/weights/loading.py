@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from rollproof.core.events.rollout import Admit, Fault, Update, UpdatePhase, Weights
 from rollproof.core.records import Version
-from rollproof.invariants._shared.event_check import Ending
+from rollproof.invariants._shared.event_check import EndAwareCheck
 from rollproof.judging.checks import Collector, trace_check
 
 if TYPE_CHECKING:
@@ -18,7 +18,7 @@ __all__ = [
 ]
 
 
-class WeightsUpdateLoads(Ending):
+class WeightsUpdateLoads(EndAwareCheck):
     """Judges the latest update that ended. A stack may load lazily: only a server that served on
     without loading is blamed.
     """
@@ -104,7 +104,7 @@ class WeightsUpdateLoads(Ending):
             )
 
 
-class WeightsNoFailureWithoutFault(Ending):
+class WeightsNoFailureWithoutFault(EndAwareCheck):
     """Judges labelled updates, one at a time, in a fleet in which nothing ever broke. To refuse an
     update without a label is a choice.
     """

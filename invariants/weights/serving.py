@@ -14,7 +14,7 @@ from rollproof.core.contract import Contract, KvPolicy, Logprobs
 from rollproof.core.engine_contract import PauseMode
 from rollproof.core.events.rollout import Admit, Call, Fault, Reply, Submit, Weights
 from rollproof.core.records import Span, Version
-from rollproof.invariants._shared.event_check import Fold, case_option, keep
+from rollproof.invariants._shared.event_check import EventCheck, case_option, remember
 from rollproof.judging.checks import Collector, request_check, trace_check
 from rollproof.judging.request_view import RequestView
 
@@ -48,7 +48,7 @@ class _Running:
     admitted: bool = False
 
 
-class _Serving(Fold):
+class _Serving(EventCheck):
     """Tracks, for each call, the weights that its server held from the call's admission on.
 
     An epoch is a set of equal versions: an identity update adds its version to the epoch before.
@@ -66,7 +66,7 @@ class _Serving(Fold):
         self._started = True
 
     def on_call(self, event: Call, out: Collector) -> None:
-        keep(
+        remember(
             self._running,
             event.call_id,
             _Running(event.server_id, len(self._line(event.server_id)) - 1),

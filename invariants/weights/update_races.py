@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from rollproof.core.events.rollout import Fault, Pause, Resume, Submit, Weights
-from rollproof.invariants._shared.event_check import Fold, case_actions
+from rollproof.invariants._shared.event_check import EventCheck, case_actions
 from rollproof.judging.checks import Collector, trace_check
 
 if TYPE_CHECKING:
@@ -22,7 +22,7 @@ __all__ = [
 SKEWED = "the case updates one server on its own (skew), beside the stack's updates"
 
 
-class _AtOnce(Fold):
+class _AtOnce(EventCheck):
     """Base of the checks of two updates at once: they overlap where a paused server is paused
     again, or where the case says so.
     """
@@ -196,7 +196,7 @@ weights_newest_update_stays = trace_check(
 )(WeightsNewestUpdateStays)
 
 
-class WeightsOneLoadPerVersion(Fold):
+class WeightsOneLoadPerVersion(EventCheck):
     """The same label again is a repetition; reloads after a death or a failed update, or under a
     new label, are none.
     """

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from rollproof.core.events.rollout import Call, Fault, Pause, Resume, Submit, Weights
 from rollproof.core.records import Version
-from rollproof.invariants._shared.event_check import Ending, case_actions
+from rollproof.invariants._shared.event_check import EndAwareCheck, case_actions
 from rollproof.invariants.weights import update_races
 from rollproof.judging.checks import Collector, trace_check
 
@@ -29,7 +29,7 @@ _EXCUSES = {
 }
 
 
-class WeightsUpdatesEnd(Ending):
+class WeightsUpdatesEnd(EndAwareCheck):
     """An update that outlasts the deadline is recorded as the fault ``update-hung``."""
 
     def __init__(self, context: JudgeContext) -> None:
@@ -66,7 +66,7 @@ weights_updates_end = trace_check(
 )(WeightsUpdatesEnd)
 
 
-class WeightsEveryReplicaUpdated(Ending):
+class WeightsEveryReplicaUpdated(EndAwareCheck):
     """Replicas may differ during an update, and while a death, a failed update or a declared skew
     explains it.
     """
@@ -164,7 +164,7 @@ weights_every_replica_updated = trace_check(
 )(WeightsEveryReplicaUpdated)
 
 
-class WeightsEveryPauseResumes(Ending):
+class WeightsEveryPauseResumes(EndAwareCheck):
     """Pauses that a failed update left behind are ``failed-update-resumes``'s to judge."""
 
     def __init__(self, context: JudgeContext) -> None:
@@ -225,7 +225,7 @@ weights_every_pause_resumes = trace_check(
 )(WeightsEveryPauseResumes)
 
 
-class WeightsFailedUpdateResumes(Ending):
+class WeightsFailedUpdateResumes(EndAwareCheck):
     """Judged when the procedure has given up: an update that tries again by itself has not failed.
 
     The next update finding the server still paused is too late: in between its callers waited for

@@ -14,7 +14,7 @@ def test_what_did_not_occur_is_named_of_the_checks_that_waited_for_it_alone() ->
     trace = script_rollout(ScriptedCall(tokens=(11, 12), reason="stop"), driven=False).trace()
     results = judge(trace).results
     objects = next(one for one in results if one.id == "stitch.caller-objects")
-    assert "the trace was recorded, and nobody watched the caller's objects" == objects.reason
+    assert "the trace was recorded, and a recording does not watch the caller's objects" == objects.reason
     said = " ".join(" ".join(text.split()) for _, text in judged_lines(results, told=True))
     idle = sum(one.reason.startswith("not exercised") for one in results)
     assert f"not judged: {idle} checks (" in said

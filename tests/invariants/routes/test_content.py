@@ -180,7 +180,7 @@ def test_a_long_sample_is_looked_into_as_far_as_it_tells() -> None:
     story = RoutedRequest(segments=(Segment(300),), prompt=5)
     finding = only_finding(story.judged(np.roll(story.good(), 1, axis=1)), "routes.layer")
     assert re.search(
-        r"in 256 of 304 rows \(.*\); \d\d wrong rows behind them not looked at", finding.observed
+        r"in 256 of 304 rows \(.*\); \d\d wrong rows after them not examined", finding.observed
     )
 
 

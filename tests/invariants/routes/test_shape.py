@@ -35,9 +35,9 @@ def test_concatenation_on_resume_is_told_so_that_a_stack_developer_understands_i
     )
     assert (
         finding.observed
-        == "16 = 7 of segment 0 + 9 of segment 1: segment 1's whole array was appended behind"
-        " segment 0's. A call returns rows for the whole sequence that it sends, so positions"
-        " 0-6 stand in the sample twice, and every row from 7 on belongs to another token"
+        == "16 = 7 of segment 0 + 9 of segment 1: segment 1's entire array was appended to"
+        " segment 0's. A call returns rows for the entire sequence that it sends, so positions"
+        " 0-6 are in the sample twice, and every row from 7 on belongs to another token"
     )
     assert finding.where == {"request": "r0", "segment": 1, "position": 7}
     assert "`new[len(rows):]`" in finding.hint
@@ -51,7 +51,7 @@ def test_concatenation_of_three_segments_names_the_first_repetition() -> None:
     story = RoutedRequest(segments=(Segment(2, 1), Segment(0, 1), Segment(2, 2), Segment(1, 3)))
     finding = only_finding(story.judged(_joined(story)), "routes.rows")
     assert finding.observed.startswith(
-        "23 = 6 of segment 0 + 8 of segment 2 + 9 of segment 3: segment 2's whole array"
+        "23 = 6 of segment 0 + 8 of segment 2 + 9 of segment 3: segment 2's entire array"
     )
     assert finding.where["position"] == 6
 
@@ -217,7 +217,7 @@ def test_missing_routes_say_who_lost_them() -> None:
     dropped = only_finding(story.judged(None), "routes.presence")
     assert (
         dropped.observed
-        == "routes: none; the engine returned them, and the stack dropped them on the way"
+        == "routes: none; the engine returned them, and the stack dropped them"
     )
     for asked, words in ((False, "the call did not"), (True, "handed over all the same")):
         builder = TraceBuilder(contract()).submit()

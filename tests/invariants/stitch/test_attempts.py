@@ -60,7 +60,7 @@ class TestResumePrompt:
                 (1, 2, 11, 12, 13, 7),
                 "Call 1 sends 1 token more than the prompt and what was delivered",
                 5,
-                "Tokens that nobody sampled",
+                "tokens that no engine sampled",
             ),
             (
                 (1, 2, 11, 12, 13, 12, 13),
@@ -159,7 +159,7 @@ class TestResumePrompt:
             "Call 1 begins a turn on a history that differs from what was delivered, from position"
             " 3 on" == finding.title
         )
-        assert "rendered anew" in finding.hint
+        assert "rendered again" in finding.hint
         assert {self.ID} == blamed(story)
 
     def test_turns_are_counted_apart(self) -> None:
@@ -210,7 +210,7 @@ class TestNoCallAfterEnd:
         finding = finds(self.ID, self._again("stop"))
         assert "Call 1 was made after the rollout had ended" == finding.title
         assert (
-            "call 1 (to server s0) sends 4 of the 4 known tokens and asks for more"
+            "call 1 (to server s0) sends 4 of the 4 known tokens and requests more"
             == finding.observed
         )
         assert {"request": "r0", "call": 1, "position": 4, "server": "s0"} == finding.where

@@ -142,31 +142,31 @@ class TestFinishReason:
                 (A,),
                 "stop",
                 "An aborted rollout is shown as a natural end (stop)",
-                "A fragment counts as a whole turn",
+                "A fragment counts as a complete turn",
             ),
             (
                 (A,),
                 "completed",
                 "An aborted rollout is shown as a natural end (completed)",
-                "A fragment counts as a whole turn",
+                "A fragment counts as a complete turn",
             ),
             (
                 (A, B),
                 "stop",
                 "A rollout that ended by length is shown as stop",
-                "cut by its budget",
+                "A truncated response counts as complete",
             ),
             (
                 (A, B),
                 "abort",
                 "A rollout that ended by length is shown as abort",
-                "cut by its budget",
+                "A truncated response counts as complete",
             ),
             (
                 (ScriptedCall(tokens=(11,), reason="stop"),),
                 "abort",
                 "A rollout that ended by stop is shown as abort",
-                "whole",
+                "complete response",
             ),
             (
                 (ScriptedCall(tokens=(11,), reason="stop"),),
@@ -239,7 +239,7 @@ class TestFinishReason:
         story = script_rollout(ScriptedCall(lost=True), sample={"finish_reason": FinishReason.STOP})
         finding = finds(self.ID, story)
         assert "The sample ends by stop, although no engine ever answered" == finding.title
-        assert "abort or error: no engine ever answered" == finding.expected
+        assert "abort or error: no engine answered" == finding.expected
 
     @pytest.mark.parametrize("reason", ["length", "stop", "completed"])
     def test_nobody_was_asked(self, reason: str) -> None:
@@ -247,7 +247,7 @@ class TestFinishReason:
         story = TraceScript().submit().result((), finish_reason=FinishReason(reason))
         finding = finds(self.ID, story)
         assert f"The sample ends by {reason}, although no engine ever answered" == finding.title
-        assert "Nobody sampled an end" in finding.hint
+        assert "No engine sampled this end" in finding.hint
 
     @pytest.mark.parametrize("reason", ["abort", "error"])
     def test_giving_up_without_a_call_is_said(self, reason: str) -> None:
@@ -335,7 +335,7 @@ class TestFinishLength:
             "The sample says length after 2 tokens of 8",
             "length only once all 8 are sampled",
         ) == (finding.title, finding.expected)
-        assert "a whole answer counts as cut" in finding.hint
+        assert "a complete answer counts as truncated" in finding.hint
 
     def test_an_abort_on_the_last_token_of_a_cap_ends_nothing_early(self) -> None:
         """It cut nothing off that would have been granted."""

@@ -186,7 +186,7 @@ class TestValid:
         assert (
             "0.25 at response index 0 (in all: 0-7); the engine returned -0.25" == finding.observed
         )
-        assert "a sign that flipped" in finding.hint
+        assert "a flipped sign" in finding.hint
 
     def test_what_the_engine_itself_returned_is_said_so(self) -> None:
         """The stack only passed it on."""
@@ -221,17 +221,17 @@ class TestPaired:
             (
                 lambda v: np.roll(v, 1),
                 "8 of 8 logprobs are not what the engine returned with their tokens",
-                "stand 1 token too late",
+                "are 1 token too late",
             ),
             (
                 lambda v: np.roll(v, -1),
                 "8 of 8 logprobs are not what the engine returned with their tokens",
-                "stand 1 token too early",
+                "are 1 token too early",
             ),
             (
                 put(3, -5.0),
                 "1 of 8 logprobs is not what the engine returned with its token",
-                "appended together, segment by segment",
+                "Append tokens and logprobs together, segment by segment",
             ),
             (
                 put(slice(2, 5), 0.0),
@@ -297,7 +297,7 @@ class TestPaired:
         unknown(
             self.ID,
             story,
-            "the engines return raw logprobs, and the stack hands over temperature-scaled ones",
+            "the engines return raw logprobs, and the stack delivers temperature-scaled ones",
         )
 
     def test_the_segment_and_version_are_named(self) -> None:

@@ -185,7 +185,7 @@ class TestPrompt:
         """A dropped sample is not a passed one."""
         story = TraceScript()
         story.submit().result()
-        unknown(self.ID, story, "no sample was handed over")
+        unknown(self.ID, story, "no sample was delivered")
         story = TraceScript()
         story.submit()
         unknown(self.ID, story, "the request never ended")
@@ -286,7 +286,7 @@ class TestTokens:
                 (1, 2, *WHOLE),
                 "The response holds 2 of 2 tokens of the prompt",
                 0,
-                "`ids[-n:]` is the whole list where n is 0",
+                "`ids[-n:]` is the entire list if n is 0",
             ),
             (
                 WHOLE[3:5] + WHOLE[:3] + WHOLE[5:],
@@ -298,7 +298,7 @@ class TestTokens:
                 (11, 99, *WHOLE[2:]),
                 "1 of 8 tokens of the response is not what the engines sampled",
                 1,
-                "never taken from decoded text",
+                "never ids from decoded text",
             ),
             (
                 (11, 98, 99, *WHOLE[3:]),
@@ -555,7 +555,7 @@ class TestMatchesUnbroken:
         result = check(self.ID, story, self.POLICY)
         assert (
             Verdict.UNKNOWN,
-            "an abort won over an end-of-sequence token, which a client cannot know",
+            "a call was aborted on its end-of-sequence token: a client cannot know that the turn had ended",
         ) == (
             result.verdict,
             result.reason,
@@ -563,7 +563,7 @@ class TestMatchesUnbroken:
 
     def test_without_a_policy_nothing_is_known(self) -> None:
         """Real engines have no oracle."""
-        unknown(self.ID, script_rollout(*RESUMED), "no policy whose next token is known")
+        unknown(self.ID, script_rollout(*RESUMED), "the trace has no coded policy")
         unresumed = script_rollout(ScriptedCall(tokens=(11,), reason="stop"), resume="engine")
         inapplicable(self.ID, unresumed, "no client continues an aborted call (resume='engine')")
 
@@ -599,4 +599,4 @@ class TestObjects:
     def test_a_recording_watches_nothing(self, check_id: str) -> None:
         """Where nobody looked, silence is no pass."""
         passes(check_id, script_rollout(*RESUMED))
-        unknown(check_id, script_rollout(*RESUMED, driven=False), "the trace was recorded")
+        unknown(check_id, script_rollout(*RESUMED, driven=False), "a recording does not")
