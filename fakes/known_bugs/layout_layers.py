@@ -120,15 +120,6 @@ class _LayoutChunksInOnePiece(MegatronLike):
         return list(range(first, first + counts[rank.pp][chunk]))
 
 
-class _LayoutScheduleWithoutGroups(MegatronLike):
-    def schedule(self, layout: Layout, microbatches: int) -> list[Pass]:
-        return [
-            (microbatch, chunk)
-            for chunk in range(layout.mesh.vpp)
-            for microbatch in range(microbatches)
-        ]
-
-
 class _LayoutQueueSharedByChunks(MegatronLike):
     """Chunks share one queue."""
 
@@ -297,17 +288,6 @@ BUGS: tuple[KnownBug, ...] = (
         make=_LayoutChunksInOnePiece,
         only=("stage_layers",),
         detected_by=("layout.virtual-stages",),
-    ),
-    KnownBug(
-        id="layout-schedule-without-groups",
-        summary=(
-            "All microbatches are taken to run through one chunk before the next chunk begins."
-        ),
-        refs=("cf. verl#7805",),
-        kind="layouts",
-        make=_LayoutScheduleWithoutGroups,
-        only=("schedule",),
-        detected_by=("layout.schedule",),
     ),
     KnownBug(
         id="layout-queue-shared-by-chunks",

@@ -227,10 +227,6 @@ class MegatronLike:
             layer: rows[:, self.column(layout, layer)] for layer in self.routed(layout, rank, chunk)
         }
 
-    def schedule(self, layout: Layout, microbatches: int) -> list[Pass]:
-        """The order of forward passes."""
-        return self.passes(layout, microbatches)
-
     def passes(self, layout: Layout, microbatches: int) -> list[Pass]:
         """Groups of microbatches, each through all chunks."""
         out, size = [], layout.group or layout.mesh.pp

@@ -266,12 +266,6 @@ _TABLE = (
         returned=as_numbers,
     ),
     Function(
-        name="schedule",
-        does="a number of microbatches -> (microbatch, chunk) of each forward pass, in order",
-        arguments=lambda call: {"microbatches": call.microbatches},
-        returned=as_pairs,
-    ),
-    Function(
         name="serve",
         does=(
             "the operations (schedules.Operation) of a pipeline rank, and whether its backward"

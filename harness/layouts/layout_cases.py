@@ -376,7 +376,6 @@ _MAKERS: Mapping[str, _Maker] = {
     "select": _in_stages,
     "stage_layers": _in_stages,
     "routers": _in_stages,
-    "schedule": _schedule,
     "serve": _serve,
     "reorder": _reorder,
     "gather_stages": _gather,

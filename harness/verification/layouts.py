@@ -261,7 +261,6 @@ _CANARIES: Mapping[str, str] = {
     "merge": "layout.merge",
     "select": "layout.layer-map",
     "stage_layers": "layout.stages",
-    "schedule": "layout.schedule",
 }
 """Functions whose result the canary spoils by turning it round by one place, and the check that
 must see it.

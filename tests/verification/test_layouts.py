@@ -86,7 +86,7 @@ def test_the_reference_passes_every_check_and_exercises_it() -> None:
         ({"num_experts": 300, "top_k": 8}, "complete fill select targets compact"),
         ({"num_experts": 8}, "complete fill context select targets compact"),
         ({"num_experts": 32, "top_k": 1}, "complete fill context select targets"),
-        ({"group": 3}, "schedule serve reorder"),
+        ({"group": 3}, "serve reorder"),
     ],
     ids=str,
 )
