@@ -4,7 +4,8 @@
 # ///
 """Sessions of rollproof: `nox -s verify`, `nox -s cpu`, ... (`nox --list` says what each does).
 
-Runs by itself too: `uv run noxfile.py -s cpu`, or `python noxfile.py -s cpu` where nox is installed.
+It also runs as a program: `uv run noxfile.py -s cpu`, or `python noxfile.py -s cpu` with nox
+installed.
 """
 
 from __future__ import annotations
@@ -30,7 +31,8 @@ GROUPS = PROJECT["dependency-groups"]
 
 def install(session: nox.Session, *groups: str) -> None:
     """Install the project itself, as a wheel, and dependency groups."""
-    # setuptools builds in build/ and packs what lies there: a module deleted since the last build would be installed too.
+    # setuptools builds in build/ and packs what is there, so a module that was deleted since the last
+    # build would be installed too.
     shutil.rmtree(ROOT / "build", ignore_errors=True)
     session.install(".")
     for group in groups:
@@ -39,7 +41,7 @@ def install(session: nox.Session, *groups: str) -> None:
 
 @nox.session
 def verify(session: nox.Session) -> None:
-    """Judge the reference managers and the known bugs; with `-- --stack NAME==VERSION`, install that release and judge it."""
+    """Judge the references and the known bugs, or a release: `-- --stack NAME==VERSION`."""
     install(session)
     stack = _value(session.posargs, "--stack")
     if stack is None:
@@ -59,51 +61,54 @@ def verify(session: nox.Session) -> None:
 
 
 def _install_needs(session: nox.Session, name: str, arguments: list[str]) -> str | None:
-    """Install what a stack needs; how package indexes call the stack itself, ``None`` where a checkout of it is judged."""
+    """Install what a stack needs; returns its name on the index, ``None`` for a checkout."""
     requirements = _of_stack(session, name, "requirements.txt")
-    distribution, checked_out, *beside = _release(session, name)
-    given = _value(arguments, "--checkout")
-    if checked_out == "True" and not (given and Path(given).is_dir()):
-        # an index may well have something else of that name
+    distribution, checked_out, *companions = _release(session, name)
+    checkout = _value(arguments, "--checkout")
+    if checked_out == "True" and not (checkout and Path(checkout).is_dir()):
+        # Installing by name is no way out: an index may have something else of that name.
         session.error(
-            f"{name} is on no package index: add --checkout DIR, a folder that is there"
-            f" ({given or 'none was given'})."
+            f"{name} is on no package index: add --checkout DIR, the folder of a checkout"
+            f" ({f'{checkout} is no folder' if checkout else 'none was given'})."
         )
-    if checked_out == "False" and given:
-        session.error(f"{name} is a released package: give no --checkout.")
+    if checked_out == "False" and checkout:
+        session.error(f"{name} is a released package: leave --checkout out.")
     session.install("-r", str(requirements))
-    if beside:
-        session.install("--no-deps", *beside)
+    if companions:
+        session.install("--no-deps", *companions)
     return distribution if checked_out == "False" else None
 
 
 def _of_stack(session: nox.Session, name: str, file: str) -> Path:
-    """A file in the folder of the stack ``name``; an error that lists the stacks where there is none."""
+    """Return a file in the folder of a stack; ends the session if there is no such stack."""
     stacks = ROOT / "harness" / "stacks"
     path = stacks / name.replace("-", "_") / file
     if not path.is_file():
-        names = sorted(found.parent.name.replace("_", "-") for found in stacks.glob(f"*/{file}"))
+        names = sorted(match.parent.name.replace("_", "-") for match in stacks.glob(f"*/{file}"))
         session.error(f"No stack is named {name!r}. Stacks: {', '.join(names)}.")
     return path
 
 
 def _release(session: nox.Session, name: str) -> list[str]:
-    """How package indexes call a stack, whether it is judged from a checkout, and what is installed beside it without dependencies."""
-    asked = (
+    """Return the name of a stack on the index, whether a checkout is judged, and its companions.
+
+    Companions are packages that are installed with it, without their dependencies.
+    """
+    program = (
         f"from rollproof.stacks import release_of; r = release_of({name!r}); print(r.distribution,"
         " bool(r.repository), *r.beside)"
     )
-    return str(session.run("python", "-c", asked, silent=True)).split()
+    return str(session.run("python", "-c", program, silent=True)).split()
 
 
 @nox.session(reuse_venv=False)
 def upstream(session: nox.Session) -> None:
-    """Judge released stacks and hold the verdicts to the matrix: `nox -s upstream -- NAME[==VERSION] [--checkout DIR] [--write]`.
+    """Compare released stacks with their pinned verdicts: `-- NAME[==VERSION] [--checkout DIR]`.
 
-    Without a version, every pinned release in turn. What fails or passes unexpectedly is an error. `--write` stores the results in
-    docs/stack_results, from which docs/stacks.md is made. The environment begins empty: what another stack needed would hide what is
-    missing.
+    Without a version it judges every pinned release in turn. An unexpected failure or pass is an
+    error. `--write` stores the results in docs/stack_results, from which docs/stacks.md is made.
     """
+    # The environment starts empty: packages that another stack needs would hide what this one lacks.
     arguments = list(session.posargs)
     write = "--write" in arguments
     if write:
@@ -115,27 +120,18 @@ def upstream(session: nox.Session) -> None:
     pinned = tomllib.loads(matrix.read_text(encoding="utf-8"))["pinned"]
     if version and not _pinned(version, pinned):
         session.error(
-            f"{name}=={version} has no verdicts to be held to: pinned are {', '.join(pinned)}. `nox"
-            " -s verify` judges others."
+            f"{name}=={version} has no pinned verdicts; these releases have: {', '.join(pinned)}."
+            " `nox -s verify` judges any release."
         )
     install(session)
     distribution = _install_needs(session, name, arguments)
-    for wanted in [version] if version or distribution is None else pinned:
+    for release in [version] if version or distribution is None else pinned:
         if distribution is not None:
-            session.install("--no-deps", "--ignore-requires-python", f"{distribution}=={wanted}")
-        spec = f"{name}=={wanted}" if wanted else name
+            session.install("--no-deps", "--ignore-requires-python", f"{distribution}=={release}")
+        spec = f"{name}=={release}" if release else name
         report = Path(session.create_tmp()) / f"{name}.json"
-        done = [
-            "rollproof",
-            "verify",
-            "--stack",
-            spec,
-            "--matrix",
-            "--json",
-            str(report),
-            *arguments,
-        ]
-        session.run(*done, success_codes=[0, 1] if write else [0])
+        command = ["rollproof", "verify", "--stack", spec, "--matrix", "--json", str(report)]
+        session.run(*command, *arguments, success_codes=[0, 1] if write else [0])
         if write:
             session.run("python", "-m", "tools.docs.stacks_page", str(report))
 
@@ -155,16 +151,19 @@ def pythons(session: nox.Session) -> None:
 
 @nox.session
 def trainers(session: nox.Session) -> None:
-    """Run the tests that drive real trainers on the CPU; `-- --table FILE [SETUP ...]` judges Megatron setups and writes the verdicts.
+    """Run the tests that drive real trainers on the CPU.
 
-    On Python 3.11 the replay code of verl, SkyRL and NeMo Automodel is judged, too. `nox -s trainers --force-python 3.12` is the
-    nightly one: the newest megatron-core that the stand-in knows.
+    `-- --table FILE [SETUP ...]` judges Megatron setups and writes the verdicts. On Python 3.11 the
+    replay code of verl, SkyRL and NeMo Automodel is judged too. `nox -s trainers --force-python
+    3.12` is the nightly one: the newest megatron-core that the stand-in knows.
     """
     newer = _newer_python(session)
-    # The CPU build of torch, where one is offered: a CUDA build works too and is twenty times as large.
+    # The index decides which build of torch comes: a CUDA build works too, and is twenty times as
+    # large as the CPU build.
     session.install("torch==2.13.0", "transformers==5.24.0")
-    # Its metadata asks for torch, numpy and packaging only, but pins none: without them the torch above stays. 0.16.1 is the newest for
-    # Python 3.11; 0.19 needs 3.12 and imports triton.
+    # megatron-core's metadata asks for torch, numpy and packaging only, and pins none: without its
+    # dependencies the torch above stays. 0.16.1 is the newest for Python 3.11; 0.19 needs 3.12 and
+    # imports triton.
     session.install("packaging", *(["triton"] if newer else []))
     session.install("--no-deps", f"megatron-core=={'0.19.2' if newer else '0.16.1'}")
     if not newer:
@@ -176,22 +175,22 @@ def trainers(session: nox.Session) -> None:
             "python", "-W", "ignore", "-m", "tools.judge_megatron_trainers", *session.posargs[1:]
         )
         return
-    # One process: the ranks that the tests fork are processes of their own.
+    # Without pytest-xdist: each test starts a process per rank, which would not fit beside others.
     tests = [
         "tests/replay",
         "tests/stacks/test_replay_layouts.py",
         "tests/stacks/test_documented_commands.py",
     ]
-    session.run(
-        "pytest", "-o", "faulthandler_timeout=0", *(session.posargs or tests)
-    )  # whole families of checks run in one test
+    # No timeout for a test: some run whole families of checks.
+    session.run("pytest", "-o", "faulthandler_timeout=0", *(session.posargs or tests))
 
 
 @nox.session
 def gpu(session: nox.Session) -> None:
-    """Run the GPU suites; on a host without a GPU they say why and are skipped (`-- --rollproof-require-gpu` makes that a failure).
+    """Run the GPU suites; on a host without a GPU they are skipped with the reason.
 
-    With `--no-venv` nothing is installed and the network not needed: the host's own Python must have rollproof, and what is to be judged.
+    `-- --rollproof-require-gpu` makes that a failure. With `--no-venv` nothing is installed and no
+    network is needed: the host's own Python must have rollproof and what is to be judged.
     """
     if session.virtualenv.is_sandboxed:
         install(session, "test")
@@ -200,17 +199,20 @@ def gpu(session: nox.Session) -> None:
 
 
 ENGINES = {
-    # what comes along and is built for CUDA: transformers fails to import beside it on a torch without
-    "vllm": {"without_dependencies": (), "taken_out": ("torchvision", "torchaudio", "torchcodec")},
-    "sglang": {"without_dependencies": ("sglang==0.5.21",), "taken_out": ()},
+    # These packages are built for CUDA; with a torch for CPUs, transformers fails to import if they are
+    # there.
+    "vllm": {"without_dependencies": (), "removed": ("torchvision", "torchaudio", "torchcodec")},
+    "sglang": {"without_dependencies": ("sglang==0.5.21",), "removed": ()},
 }
-"""Engines that run on a plain CPU: what is installed without its dependencies, and what is taken out again, after their requirements."""
+"""Engines that run on a plain CPU: what is installed without its dependencies after their
+requirements, and what is removed again.
+"""
 
 
 @nox.session
 @nox.parametrize("engine", list(ENGINES), ids=list(ENGINES))
 def engines(session: nox.Session, engine: str) -> None:
-    """Judge real engines on this CPU, each in an environment of its own: `nox -s "engines(vllm)"`. Installs gigabytes, once."""
+    """Judge real engines on this CPU: `nox -s "engines(vllm)"`. Installs gigabytes, once."""
     marker = Path(session.virtualenv.location) / "installed"
     requirements = ROOT / "harness" / "engines" / "requirements" / f"{engine}.txt"
     if not marker.is_file() or marker.read_text(encoding="utf-8") != requirements.read_text(
@@ -219,24 +221,22 @@ def engines(session: nox.Session, engine: str) -> None:
         session.install("-r", str(requirements))
         for package in ENGINES[engine]["without_dependencies"]:
             session.install("--no-deps", package)
-        for package in ENGINES[engine]["taken_out"]:
-            session.run_install(
-                "python", "-m", "pip", "uninstall", "-y", package
-            )  # with --install-only, too
+        for package in ENGINES[engine]["removed"]:
+            # run_install, so that `nox --install-only` removes it too
+            session.run_install("python", "-m", "pip", "uninstall", "-y", package)
         shutil.copy(requirements, marker)
     install(session, "test")
     tests = [
         *map(str, sorted(ROOT.glob(f"tests/engines/test_{engine}*.py"))),
         "tests/fakes/test_tiny_models.py",
     ]
-    session.run(
-        "pytest", "-o", "faulthandler_timeout=0", *(session.posargs or ["-v", *tests])
-    )  # a start takes minutes
+    # No timeout for a test: an engine may take minutes to start.
+    session.run("pytest", "-o", "faulthandler_timeout=0", *(session.posargs or ["-v", *tests]))
 
 
 @nox.session
 def lint(session: nox.Session) -> None:
-    """Check style and formatting."""
+    """Check style, formatting, and the workflows."""
     session.install(*GROUPS["lint"])
     session.run("ruff", "check", ".")
     session.run("ruff", "format", "--check", ".")
@@ -251,7 +251,7 @@ def types(session: nox.Session) -> None:
     install(session, "types")
     python = str(Path(session.bin) / "python")
     with tempfile.TemporaryDirectory() as name:
-        # A folder of its own, without a dot in its path: pyright passes over everything below .nox.
+        # A folder without a dot in its path: pyright ignores everything below .nox.
         folder = Path(name)
         session.install("--no-deps", "--target", str(folder / "site"), ".")
         shutil.copy(ROOT / "tests" / "typing" / "uses.py", folder)
@@ -264,14 +264,9 @@ def types(session: nox.Session) -> None:
         }
         (folder / "pyrightconfig.json").write_text(json.dumps(settings), encoding="utf-8")
         session.chdir(folder)
-        for what in (["-p", "rollproof"], ["uses.py"]):
-            session.run(
-                "mypy",
-                "--config-file",
-                str(ROOT / "pyproject.toml"),
-                *what,
-                env={"MYPYPATH": "site"},
-            )
+        for target in (["-p", "rollproof"], ["uses.py"]):
+            command = ["mypy", "--config-file", str(ROOT / "pyproject.toml"), *target]
+            session.run(*command, env={"MYPYPATH": "site"})
         session.run("pyright", "--pythonpath", python)
         session.run(
             "pyright", "--pythonpath", python, "--ignoreexternal", "--verifytypes", "rollproof"
@@ -280,14 +275,14 @@ def types(session: nox.Session) -> None:
 
 @nox.session
 def docs(session: nox.Session) -> None:
-    """Check that the generated pages of docs/ say what the registries say; `-- --write` writes them anew."""
+    """Check that the generated pages of docs/ match the code; `-- --write` writes them."""
     install(session)
     session.run("python", "-m", "tools.docs.generate", *(session.posargs or ["--check"]))
 
 
 @nox.session
 def bench(session: nox.Session) -> None:
-    """Run the benchmarks and print their figures; they are no tests and fail nothing."""
+    """Run the benchmarks and print their figures; they never fail a build."""
     install(session)
     for program in sorted((ROOT / "benchmarks").glob("*.py")):
         session.run("python", str(program), *session.posargs)
@@ -296,21 +291,20 @@ def bench(session: nox.Session) -> None:
 def _newer_python(session: nox.Session) -> bool:
     """Whether the session's Python is 3.12 or newer."""
     code = "import sys; print(sys.version_info >= (3, 12))"
-    return "True" in str(
-        session.run_install("python", "-c", code, silent=True)
-    )  # asked before installing: with --install-only, too
+    # run_install, because `nox --install-only` needs the answer too
+    return "True" in str(session.run_install("python", "-c", code, silent=True))
 
 
 def _pinned(version: str, pinned: list[str]) -> bool:
-    """Whether a version is among the pinned ones; a commit may be abbreviated, or whole."""
+    """Whether a version is among the pinned ones; a commit may be abbreviated on either side."""
     return version in pinned or (
         len(version) >= 7
-        and any(one.startswith(version) or version.startswith(one) for one in pinned)
+        and any(pin.startswith(version) or version.startswith(pin) for pin in pinned)
     )
 
 
 def _value(arguments: list[str], option: str) -> str | None:
-    """The value of ``option`` among the arguments."""
+    """Return the value of ``option`` among the arguments."""
     for argument, following in itertools.pairwise([*arguments, ""]):
         if argument.startswith(f"{option}="):
             return argument.removeprefix(f"{option}=")
