@@ -123,8 +123,8 @@ class VirtualLoop(base_events.BaseEventLoop):
         """
         ready, scheduled = self._ready, self._scheduled
         self.turns += 1
-        if self.watchdog is not None and self.watchdog.told is not None and not self.ending:
-            raise Stuck(self.watchdog.told)
+        if self.watchdog is not None and self.watchdog.message is not None and not self.ending:
+            raise Stuck(self.watchdog.message)
         while scheduled and scheduled[0]._cancelled:
             heappop(scheduled)
         if ready or self._stopping:
@@ -334,22 +334,22 @@ def run(
             with guarded():
                 result = loop.run_until_complete(task)
         except GivenUp:
-            if loop.watchdog.told is None:  # whoever called this was given up
+            if loop.watchdog.message is None:  # whoever called this was given up
                 raise
-            raise Stuck(loop.watchdog.told) from None
+            raise Stuck(loop.watchdog.message) from None
         except RuntimeError as error:
             if isinstance(error, Stalled) or task.done():
                 raise
             raise SubjectError(_STOP_ADVICE) from error
         finally:
-            early = loop.watchdog.told
+            early = loop.watchdog.message
             _cancel_all(loop)
             if task.done() and not task.cancelled():
                 task.exception()  # known by now, also where the loop ended before
             asyncio.set_event_loop(None)
             loop.close()
-    if loop.watchdog.told is not None and early is None:  # of a task that was left over
-        raise Stuck(loop.watchdog.told)
+    if loop.watchdog.message is not None and early is None:  # of a task that was left over
+        raise Stuck(loop.watchdog.message)
     return result
 
 

@@ -178,12 +178,12 @@ def _watched(work: Callable[[], Any]) -> Any:
     made = None
     with watchdog:
         try:
-            made = watchdog.through(lambda: _settled(work()))
+            made = watchdog.run(lambda: _settled(work()))
         except (Exception, GivenUp, CancelledError):
-            if watchdog.told is None:
+            if watchdog.message is None:
                 raise
-    if watchdog.told is not None:
-        raise GivenUp(watchdog.told)
+    if watchdog.message is not None:
+        raise GivenUp(watchdog.message)
     return made
 
 

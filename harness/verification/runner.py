@@ -294,7 +294,7 @@ class _Run:
         """Why a step of this run was given up; ``None`` where none was."""
         loop = asyncio.get_running_loop()
         return (
-            loop.watchdog.told
+            loop.watchdog.message
             if isinstance(loop, virtual_loop.VirtualLoop) and loop.watchdog is not None
             else None
         )

@@ -1,17 +1,16 @@
-"""The watchdog: a step that never gives control back is ended and told, and a slow one is not."""
+"""A step that never gives control back is ended and reported, and a slow one is not."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
 import os
+import signal
 import socket
-import subprocess
 import sys
-import textwrap
 import threading
 import time
-from pathlib import Path
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -64,34 +63,6 @@ def test_a_rollout_that_never_awaits_hangs(subject: type) -> None:
     assert "(ROLLPROOF_STUCK_AFTER sets another limit)" in error
 
 
-def test_nothing_of_it_is_left_behind() -> None:
-    """CPython 3.11 hangs at the first traced call of a thread for which something was raised and
-    taken back: a debugger's, for one.
-    """
-    code = """
-        import sys
-        from rollproof.verification.runner import run_case
-        from tests.simulation.test_watchdog import Busy
-        from tests.support.runner_case import CASE, result_of
-        assert "a step did not end" in result_of(run_case(Busy, CASE)).error
-        calls = []
-        sys.settrace(lambda frame, *_: calls.append(frame.f_code.co_name))
-        (lambda: None)()
-        sys.settrace(None)
-        print(calls)
-    """
-    done = subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(code)],
-        env={**os.environ, watchdog.VARIABLE: "0.3"},
-        cwd=Path(__file__).parents[2],
-        capture_output=True,
-        text=True,
-        timeout=90,
-    )
-
-    assert "['<lambda>']\n" == done.stdout, done.stderr
-
-
 def test_a_campaign_ends_after_two_of_them() -> None:
     """Each costs minutes: what was judged until then is told, checks that saw nothing are unknown,
     and the note says where it loops.
@@ -140,7 +111,7 @@ def test_a_loop_that_handles_every_exception_is_told_on_standard_error(
 
     result_of(run_case(Stubborn, CASE))
 
-    assert "It cannot be ended from outside: end this process." in capsys.readouterr().err
+    assert "cannot be ended from outside: end this process." in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("handles", ["raises", "returns", "is cancelled"])
@@ -165,57 +136,6 @@ def test_a_rollout_that_handles_its_end_hangs_all_the_same(handles: str) -> None
     assert (result_of(trace).error or "").startswith("a step did not end within ")
     assert result_of(trace).hung
     assert 1 == sum(isinstance(event, Result) for event in trace)
-
-
-def test_what_is_not_in_the_step_is_not_interrupted() -> None:
-    """A step that ends while it is given up: nothing is raised where the run is put away, nor told."""
-    with watchdog.Watchdog(lambda: 0, 1.0) as dog:
-        dog._give_up(1.0, 1.0)
-        assert dog.told is None
-        with pytest.raises(watchdog.GivenUp):
-            dog.through(lambda: [dog._give_up(1.0, 1.0) for _ in range(2)])
-
-
-def test_what_was_raised_at_the_end_of_a_step_does_not_come_behind_it() -> None:
-    """A step that ends before CPython looks: it is given up within what runs it, not by whoever
-    goes on, or puts the run away.
-    """
-    gate = threading.Lock()
-    gate.acquire()
-
-    def ends() -> None:
-        for _ in iter(
-            gate.acquire, True
-        ):  # waits there, and CPython does not look for an exception until the next call or jump
-            pass
-
-    def give_up() -> None:
-        time.sleep(0.1)
-        dog._give_up(1.0, 1.0)
-        gate.release()
-
-    with watchdog.Watchdog(lambda: 0, 100.0) as dog:
-        thread = threading.Thread(target=give_up)
-        thread.start()
-        with pytest.raises(watchdog.GivenUp):
-            dog.through(ends)
-        thread.join()
-
-
-def test_a_step_that_waits_in_c_is_told_soon(capsys: pytest.CaptureFixture[str]) -> None:
-    """It cannot be interrupted; that is said some ticks after it was given up, not after three
-    times the time that it was given.
-    """
-
-    class Waiting(AsSampled):
-        async def rollout(self, request: Request) -> Rollout | None:
-            lock = threading.Lock()
-            lock.acquire()
-            lock.acquire(timeout=2.8)
-            return await super().rollout(request)
-
-    assert "a step did not end" in (result_of(run_case(Waiting, CASE)).error or "")
-    assert "It cannot be ended from outside: end this process." in capsys.readouterr().err
 
 
 def test_a_standard_error_that_is_closed_stops_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -275,90 +195,6 @@ def test_no_time_passes_in_a_debugger() -> None:
     assert result_of(run_case(Debugged, CASE)).error is None
 
 
-def test_runs_in_several_threads_leave_each_other_alone() -> None:
-    """One that is stuck is ended, others go on; threads that run no case may start threads,
-    meanwhile and afterwards.
-    """
-    told: dict[str, str | None] = {}
-
-    def run(name: str, subject: type) -> None:
-        told[name] = result_of(run_case(subject, CASE)).error
-
-    class Slow(AsSampled):
-        async def rollout(self, request: Request) -> Rollout | None:
-            time.sleep(0.2)  # noqa: ASYNC251 - so that the runs overlap
-            return await super().rollout(request)
-
-    start, connect = threading.Thread.start, socket.socket.connect
-    threads = [
-        threading.Thread(target=run, args=args)
-        for args in (("slow", Slow), ("stuck", Busy), ("slower", Slow))
-    ]
-    for thread in threads:
-        thread.start()
-        time.sleep(0.05)
-    for thread in threads:
-        thread.join()
-
-    assert (None, None) == (told["slow"], told["slower"])
-    assert "a step did not end" in (told["stuck"] or "")
-    assert (start, connect) == (threading.Thread.start, socket.socket.connect)
-
-
-def test_a_fork_after_a_run_is_one_of_a_single_thread() -> None:
-    """From Python 3.12 on, Python warns whoever forks a process of several: the thread that watches
-    ends before.
-    """
-    code = """
-        import os, warnings
-        from rollproof.verification.runner import run_case
-        from rollproof.fakes.clients.reference_clients import AsSampled
-        from tests.support.runner_case import CASE, result_of
-        result_of(run_case(AsSampled, CASE))
-        with warnings.catch_warnings(record=True) as told:
-            warnings.simplefilter("always")
-            child = os.fork()
-        if not child:
-            os._exit(result_of(run_case(AsSampled, CASE)).error is not None)
-        print(os.waitpid(child, 0)[1], [str(one.message) for one in told], result_of(run_case(AsSampled, CASE)).error)
-    """
-    done = subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(code)],
-        env={**os.environ, "OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1"},
-        cwd=Path(__file__).parents[2],
-        capture_output=True,
-        text=True,
-        timeout=90,
-    )
-
-    assert "0 [] None\n" == done.stdout, done.stderr
-
-
-@pytest.mark.filterwarnings(
-    "ignore:.*multi-threaded:DeprecationWarning"
-)  # so it is: what forks are several threads
-def test_several_threads_may_fork_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each lets the thread that watches end before, and none is told of an error for it."""
-    wrong: list[BaseException | None] = []
-    monkeypatch.setattr(sys, "unraisablehook", lambda told: wrong.append(told.exc_value))
-
-    def fork() -> None:
-        for _ in range(20):
-            child = os.fork()
-            if not child:
-                os._exit(0)
-            os.waitpid(child, 0)
-
-    with watchdog.Watchdog(lambda: time.monotonic_ns(), 100.0):
-        threads = [threading.Thread(target=fork) for _ in range(4)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-
-    assert [] == wrong
-
-
 def test_many_slow_steps_are_none_that_never_ends() -> None:
     """A slow machine, or a slow stack: the limit is that of one step, however many there are."""
 
@@ -400,15 +236,134 @@ def test_nothing_is_given_up_without_a_limit(monkeypatch: pytest.MonkeyPatch) ->
             run_case(AsSampled, Case(flavour="sglang", requests=CASE.requests))
 
 
-def test_no_more_threads_mean_no_watchdog(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where the system has none left the run goes on, and a later one is watched again."""
+def test_nothing_is_raised_outside_of_a_step() -> None:
+    """Neither before and after a step, nor where it is run: a run is put away in peace."""
+    waiting = time.monotonic()
+    with watchdog.Watchdog(lambda: 0, 0.1) as dog:
+        while time.monotonic() < waiting + 1.0:
+            pass
+        assert dog.message is None
+        with pytest.raises(watchdog.GivenUp, match="a step did not end"):
+            dog.run(lambda: [None for _ in iter(int, 1)])
+        assert dog.message is not None
 
-    def refuse(*_args: Any) -> None:
-        raise RuntimeError("can't start new thread")
 
-    while watchdog._watching.locked():
-        time.sleep(0.01)
-    with monkeypatch.context() as patched:
-        patched.setattr("_thread.start_new_thread", refuse)
-        assert result_of(run_case(AsSampled, CASE)).error is None
+def test_a_step_that_waits_for_a_lock_is_ended() -> None:
+    """Python lets a signal interrupt the calls of its own that wait."""
+
+    class Waiting(AsSampled):
+        async def rollout(self, request: Request) -> Rollout | None:
+            lock = threading.Lock()
+            lock.acquire()
+            lock.acquire(timeout=60)
+            return await super().rollout(request)
+
+    assert "a step did not end" in (result_of(run_case(Waiting, CASE)).error or "")
+
+
+def _signals() -> list[Any]:
+    return [
+        state
+        for which, signum in watchdog._clocks()
+        for state in (signal.getsignal(signum), signal.getitimer(which))
+    ]
+
+
+@pytest.mark.parametrize("subject", [AsSampled, Busy, Sleepy])
+def test_handlers_and_timers_are_put_back(subject: type) -> None:
+    """Whoever calls has the signals that they had before."""
+    before = _signals()
+    run_case(subject, CASE)
+    assert before == _signals()
+
+
+def test_an_alarm_of_the_caller_is_left_alone(alarms: list[int]) -> None:
+    """pytest-timeout sets one: its handler stays and is called, and loops are still ended."""
+    signal.setitimer(signal.ITIMER_REAL, 0.1)
+    handler = signal.getsignal(signal.SIGALRM)
     assert "a step did not end" in (result_of(run_case(Busy, CASE)).error or "")
+    assert [signal.SIGALRM] == alarms
+    assert handler == signal.getsignal(signal.SIGALRM)
+
+
+def test_an_alarm_of_the_code_under_test_is_left_to_it(alarms: list[int]) -> None:
+    """A stack may use the signal itself: it gets it, and its handler is not replaced afterwards."""
+    own = signal.getsignal(signal.SIGALRM)
+
+    class Alarmed(AsSampled):
+        async def rollout(self, request: Request) -> Rollout | None:
+            signal.signal(signal.SIGALRM, own)
+            signal.setitimer(signal.ITIMER_REAL, 0.01)
+            time.sleep(0.1)  # noqa: ASYNC251 - what is tested
+            return await super().rollout(request)
+
+    signal.signal(signal.SIGALRM, signal.SIG_DFL)
+    assert result_of(run_case(Alarmed, CASE)).error is None
+    assert [signal.SIGALRM] == alarms
+    assert own == signal.getsignal(signal.SIGALRM)
+
+
+@pytest.fixture
+def alarms() -> Iterator[list[int]]:
+    """A handler that notes its signals, for the time of a test."""
+    seen: list[int] = []
+    before = signal.signal(signal.SIGALRM, lambda signum, _frame: seen.append(signum))
+    yield seen
+    signal.setitimer(signal.ITIMER_REAL, 0)
+    signal.signal(signal.SIGALRM, before)
+
+
+def test_a_watchdog_within_a_step_of_another_ends_what_is_its_own() -> None:
+    """Each has its own limit, and goes on when the other has ended."""
+    with watchdog.Watchdog(lambda: 0, 60.0) as outer, watchdog.Watchdog(lambda: 0, 0.2) as inner:
+        with pytest.raises(watchdog.GivenUp):
+            outer.run(lambda: inner.run(lambda: [None for _ in iter(int, 1)]))
+        assert outer.message is None
+
+    with watchdog.Watchdog(lambda: 0, 0.2) as outer:
+        with watchdog.Watchdog(lambda: 0, 60.0) as inner, pytest.raises(watchdog.GivenUp):
+            outer.run(lambda: inner.run(lambda: [None for _ in iter(int, 1)]))
+        assert inner.message is None
+        with pytest.raises(watchdog.GivenUp):
+            outer.run(lambda: [None for _ in iter(int, 1)])
+
+
+def test_runs_in_other_threads_are_not_watched_and_left_alone() -> None:
+    """Signals come in the main thread alone: the step there is ended, those of others go on."""
+    errors: dict[str, str | None] = {}
+
+    def run(name: str, subject: type) -> None:
+        errors[name] = result_of(run_case(subject, CASE)).error
+
+    class Slow(AsSampled):
+        async def rollout(self, request: Request) -> Rollout | None:
+            time.sleep(0.6)  # noqa: ASYNC251 - so that the runs overlap
+            return await super().rollout(request)
+
+    start, connect = threading.Thread.start, socket.socket.connect
+    threads = [threading.Thread(target=run, args=(name, Slow)) for name in ("slow", "slower")]
+    for thread in threads:
+        thread.start()
+    run("stuck", Busy)
+    for thread in threads:
+        thread.join()
+
+    assert (None, None) == (errors["slow"], errors["slower"])
+    assert "a step did not end" in (errors["stuck"] or "")
+    assert (start, connect) == (threading.Thread.start, socket.socket.connect)
+
+
+def test_a_process_that_a_step_forks_is_not_interrupted() -> None:
+    """Timers are not inherited, and a run in the child has its own."""
+
+    class Forking(AsSampled):
+        async def rollout(self, request: Request) -> Rollout | None:
+            child = os.fork()
+            if not child:
+                time.sleep(0.2)  # noqa: ASYNC251 - in a process that has nothing else to do
+                os._exit(7)
+            _, status = os.waitpid(child, 0)  # noqa: ASYNC222 - what is tested
+            assert 7 == os.waitstatus_to_exitcode(status)
+            return await super().rollout(request)
+
+    assert result_of(run_case(Forking, CASE)).error is None
