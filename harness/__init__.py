@@ -49,8 +49,8 @@ if TYPE_CHECKING:
     from rollproof.judging.checks import request_check as request_check
     from rollproof.judging.checks import trace_check as trace_check
     from rollproof.judging.report import Report as Report
-    from rollproof.layouts.layout_subject import LayoutSubject as LayoutSubject
-    from rollproof.layouts.layout_subject import layout_function as layout_function
+    from rollproof.layouts.functions import LayoutSubject as LayoutSubject
+    from rollproof.layouts.functions import layout_function as layout_function
     from rollproof.pytest_plugin.decorators import BatchConformance as BatchConformance
     from rollproof.pytest_plugin.decorators import EngineConformance as EngineConformance
     from rollproof.pytest_plugin.decorators import ReplayConformance as ReplayConformance
@@ -65,6 +65,7 @@ if TYPE_CHECKING:
     from rollproof.simulation.mutation_guard import lend as lend
     from rollproof.verification.batches import judge_batches as judge_batches
     from rollproof.verification.layouts import judge_layouts as judge_layouts
+    from rollproof.verification.replay import judge_replay as judge_replay
     from rollproof.verification.rollouts import run_conformance as run_conformance
 
 # A name here must not be that of a submodule: importing the submodule would put the module in the
@@ -103,7 +104,8 @@ _HOMES = {
     "core.engine_contract": ("PauseMode",),
     "core.records": ("BatchRow", "EngineOutput", "FinishReason", "Request", "Rollout", "Span"),
     "verification.layouts": ("judge_layouts",),
-    "layouts.layout_subject": ("LayoutSubject", "layout_function"),
+    "verification.replay": ("judge_replay",),
+    "layouts.functions": ("LayoutSubject", "layout_function"),
     "judging.report": ("Report",),
     "core.subjects": ("BatchSubject", "EngineSubject", "ReplaySubject", "RolloutSubject"),
     "pytest_plugin.decorators": (
@@ -166,6 +168,7 @@ __all__ = [
     "conformance",
     "judge_batches",
     "judge_layouts",
+    "judge_replay",
     "layout_function",
     "lend",
     "record",

@@ -14,8 +14,7 @@ from rollproof.fakes.known_bugs.known_bug import KnownBug
 from rollproof.fakes.trainers.reference_layouts import Layer, MegatronLike, Pass
 from rollproof.layouts.layout import Layout
 from rollproof.layouts.mesh import Rank
-from rollproof.layouts.pipeline_schedules import Operation
-from rollproof.layouts.stages import Stages
+from rollproof.layouts.pipeline import Operation, Stages
 
 __all__ = ["BUGS"]
 

@@ -13,9 +13,9 @@ import numpy as np
 from rollproof.core.records import IntArray
 from rollproof.fakes.known_bugs.known_bug import KnownBug
 from rollproof.fakes.trainers.reference_layouts import MegatronLike
-from rollproof.layouts.context import Context
 from rollproof.layouts.layout import Layout
 from rollproof.layouts.mesh import Rank
+from rollproof.layouts.row_slices import Context
 
 __all__ = ["BUGS"]
 

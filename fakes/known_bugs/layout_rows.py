@@ -12,8 +12,7 @@ from rollproof.core.records import IntArray
 from rollproof.fakes.known_bugs.known_bug import KnownBug
 from rollproof.fakes.trainers.reference_layouts import MegatronLike, Pair
 from rollproof.layouts.layout import Layout
-from rollproof.layouts.packing import Alignment
-from rollproof.layouts.padding import Fill, Side
+from rollproof.layouts.padding import Alignment, Fill, Side
 
 __all__ = ["BUGS"]
 

@@ -14,14 +14,12 @@ import numpy as np
 
 from rollproof.core.contract import LayerAxis, Provenance, Rows
 from rollproof.core.records import IntArray, Version
-from rollproof.layouts.context import Context
 from rollproof.layouts.layout import Layout
 from rollproof.layouts.merging import Segment
 from rollproof.layouts.mesh import Mesh, Rank
-from rollproof.layouts.packing import Alignment
-from rollproof.layouts.padding import Fill, Side
-from rollproof.layouts.pipeline_schedules import Operation
-from rollproof.layouts.slicing import Order
+from rollproof.layouts.padding import Alignment, Fill, Side
+from rollproof.layouts.pipeline import Operation
+from rollproof.layouts.row_slices import Context, Order
 
 __all__ = ["Layer", "MegatronLike", "Pair", "Pass"]
 

@@ -35,7 +35,7 @@ from rollproof.fakes.trainers.trainer_parts import (
     token_rows,
 )
 from rollproof.layouts import Layout, Rank, Source
-from rollproof.layouts.pipeline_schedules import Operation, operations, schedule_table
+from rollproof.layouts.pipeline import Operation, operations, schedule_table
 
 __all__ = ["ReplayTrainer"]
 

@@ -18,7 +18,7 @@ from rollproof.core.records import FloatArray, IntArray, Rollout
 from rollproof.core.router_spy import Spy, sketch
 from rollproof.fakes.trainers.moe_model import Gradients, MoeModel, TokenRows, chosen
 from rollproof.layouts import Rank, Source
-from rollproof.layouts.pipeline_schedules import Operation
+from rollproof.layouts.pipeline import Operation
 
 __all__ = [
     "Microbatch",

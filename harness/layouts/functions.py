@@ -1,25 +1,26 @@
-"""Functions: the layout functions that a framework may have, what each is handed and what it
-returns.
+"""The layout functions that a framework may have: what each takes and what it returns.
 
 A subject (``LayoutSubject``) has a method for each of them that it wants judged, under the same
 name, called as ``method(layout, **arguments)``. Rows are ``(rows, columns, k)`` arrays of coded
-ids; numpy arrays go in, and arrays or CPU tensors come back. This table is the whole interface.
+ids; numpy arrays go in, and arrays or CPU tensors come back. The table is the whole interface.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 
 from rollproof.core.records import IntArray
+from rollproof.errors import SubjectError, UsageError
+from rollproof.layouts.layout import Layout
 from rollproof.layouts.layout_calls import Call
 from rollproof.layouts.merging import Segment
 from rollproof.layouts.mesh import Rank
-from rollproof.layouts.packing import packed
-from rollproof.layouts.pipeline_schedules import operations, schedule_table
+from rollproof.layouts.padding import packed
+from rollproof.layouts.pipeline import operations, schedule_table
 from rollproof.layouts.returned import (
     Returned,
     as_layers,
@@ -31,9 +32,16 @@ from rollproof.layouts.returned import (
     as_samples,
     as_stored,
 )
-from rollproof.layouts.sample_batches import contiguous
 
-__all__ = ["FUNCTIONS", "Function", "chunk_recordings", "stage_recordings"]
+__all__ = [
+    "FUNCTIONS",
+    "Function",
+    "LayoutSubject",
+    "chunk_recordings",
+    "functions_of",
+    "layout_function",
+    "stage_recordings",
+]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -104,7 +112,7 @@ def _recorded(call: Call) -> dict[tuple[Any, int], dict[int, IntArray]]:
 
 def _values(call: Call) -> dict[str, Any]:
     order = [*range(1, len(call.lengths)), 0]  # no permutation that is its own inverse
-    indexes = [[order[i] for i in part] for part in contiguous(len(order), call.parts)]
+    indexes = [part.tolist() for part in np.array_split(order, call.parts)]
     payloads = call.payloads()
     return {"values": [[payloads[i] for i in part] for part in indexes], "indexes": indexes}
 
@@ -391,3 +399,62 @@ _TABLE = (
 )
 FUNCTIONS: Mapping[str, Function] = {function.name: function for function in _TABLE}
 """By name, in the order of the transformations."""
+
+
+@runtime_checkable
+class LayoutSubject(Protocol):
+    """The layout functions of a framework.
+
+    ``layout`` declares its conventions: padding side, order, division over context-parallel ranks,
+    alignment, layer axis, fillers. Cases vary its sizes. Every function of
+    ``rollproof.layouts.functions`` that the subject has as a method is judged, called as
+    ``method(layout, **arguments)`` with the layout of the case. Optional are ``supports(function,
+    layout) -> str | None``, the reason why the framework does not offer that (such cases are left
+    out), and ``numbers = False`` where a payload must consist of valid expert ids. A call that
+    raises ``NotImplementedError`` is left out, too: what is refused for the lengths of its samples.
+    """
+
+    layout: Layout
+
+
+def functions_of(subject: Any, label: str) -> tuple[str, ...]:
+    """The names of the functions that a subject has. Raises ``SubjectError`` where it has none, or
+    declares no layout.
+    """
+    names = tuple(name for name in FUNCTIONS if callable(getattr(subject, name, None)))
+    if not isinstance(getattr(subject, "layout", None), Layout):
+        raise SubjectError(
+            f"{label} made a {type(subject).__name__} without a `layout` (a"
+            " rollproof.layouts.Layout): it declares the conventions that the functions are"
+            " judged by."
+        )
+    if not names:
+        raise SubjectError(
+            f"{label} made a {type(subject).__name__} with none of the layout functions"
+            f" {list(FUNCTIONS)}: nothing can be judged."
+        )
+    return names
+
+
+def layout_function(
+    name: str, function: Callable[..., Any], layout: Layout, **attributes: Any
+) -> Callable[[], LayoutSubject]:
+    """A factory of a subject with one function, such as ``layout_function("context", my_slice,
+    my_layout)``.
+
+    ``attributes`` are those of a subject (``supports``, ``numbers``). Raises ``UsageError`` for a
+    name that is no layout function, and for what cannot be called.
+    """
+    if name not in FUNCTIONS:
+        raise UsageError(f"No layout function is named {name!r}; choose one of {list(FUNCTIONS)}.")
+    if not callable(function):
+        raise UsageError(
+            f"layout_function({name!r}, ...) takes the function to be judged, not a"
+            f" {type(function).__name__}."
+        )
+    plain = {
+        key: staticmethod(value) if callable(value) else value for key, value in attributes.items()
+    }
+    made = {"layout": layout, name: staticmethod(function), **plain}
+    subject: type[LayoutSubject] = type(getattr(function, "__name__", name), (), made)
+    return subject

@@ -25,15 +25,28 @@ import numpy.typing as npt
 from rollproof.core.contract import LayerAxis, Provenance, Rows
 from rollproof.core.records import IntArray
 from rollproof.errors import LayoutError
-from rollproof.layouts.context import Context, context_rows, contiguous_rows
-from rollproof.layouts.layers import columns_of
 from rollproof.layouts.merging import scattered
 from rollproof.layouts.mesh import Mesh, Rank
-from rollproof.layouts.packing import Alignment, cumulative_lengths, packed
-from rollproof.layouts.padding import Fill, Side, completed, fill_rows, padded
-from rollproof.layouts.slicing import Order, flat_rows, padded_length
+from rollproof.layouts.padding import (
+    Alignment,
+    Fill,
+    Side,
+    completed,
+    cumulative_lengths,
+    fill_rows,
+    packed,
+    padded,
+)
+from rollproof.layouts.pipeline import Chunks, Stages, columns_of
+from rollproof.layouts.row_slices import (
+    Context,
+    Order,
+    context_rows,
+    contiguous_rows,
+    flat_rows,
+    padded_length,
+)
 from rollproof.layouts.sources import Indexes, Source, joined
-from rollproof.layouts.stages import Chunks, Stages
 
 __all__ = ["Layout"]
 

@@ -17,7 +17,7 @@ from rollproof.core.contract import Rows
 from rollproof.layouts.layout import Layout
 from rollproof.layouts.layout_calls import Call
 from rollproof.layouts.mesh import Rank
-from rollproof.layouts.packing import Alignment
+from rollproof.layouts.padding import Alignment
 from rollproof.layouts.payloads import Coding
 from rollproof.layouts.sizes import (
     LENGTHS,

@@ -17,7 +17,7 @@ from rollproof.core.records import IntArray, Version
 from rollproof.errors import LayoutError
 from rollproof.layouts.sources import Source
 
-__all__ = ["Segment", "by_microbatch", "joined_segments", "scattered"]
+__all__ = ["Segment", "joined_segments", "scattered"]
 
 
 def scattered(pieces: Iterable[tuple[Source, IntArray]], lengths: Sequence[int]) -> list[IntArray]:
@@ -55,33 +55,6 @@ def scattered(pieces: Iterable[tuple[Source, IntArray]], lengths: Sequence[int])
             f"No rank recorded the positions {lost} (by sample): a rank is missing, or the layout"
             " is not the one recorded."
         )
-    return out
-
-
-def by_microbatch(recorded: Sequence[IntArray], table: Sequence[tuple[int, int]]) -> list[IntArray]:
-    """Recordings ``(rows, layers of one chunk, k)`` in the order of ``table`` (``schedule_table``),
-    as ``(rows, layers of the rank, k)`` per microbatch, chunk behind chunk.
-
-    verl's ``reorder_and_merge_vpp_layers``. Raises ``LayoutError`` where a recording is missing or
-    its rows differ between chunks.
-    """
-    if len(recorded) != len(table):
-        raise LayoutError(
-            f"{len(recorded)} recordings for {len(table)} scheduled passes: chunks without MoE"
-            " layers record an empty one."
-        )
-    chunks: dict[int, dict[int, IntArray]] = {}
-    for (microbatch, chunk), rows in zip(table, recorded, strict=True):
-        chunks.setdefault(microbatch, {})[chunk] = rows
-    out = []
-    for microbatch in sorted(chunks):
-        parts = [chunks[microbatch][chunk] for chunk in sorted(chunks[microbatch])]
-        if len({len(part) for part in parts}) > 1:
-            raise LayoutError(
-                f"The chunks of microbatch {microbatch} recorded {[len(part) for part in parts]}"
-                " rows: they must be one pass."
-            )
-        out.append(np.concatenate(parts, axis=1))
     return out
 
 

@@ -14,10 +14,9 @@ from typing import Any
 
 import numpy as np
 
-from rollproof.layouts.layers import moe_layers
 from rollproof.layouts.layout import Layout
 from rollproof.layouts.mesh import Mesh
-from rollproof.layouts.stages import Stages
+from rollproof.layouts.pipeline import Stages, moe_layers
 
 __all__ = [
     "LENGTHS",

@@ -27,7 +27,7 @@ import numpy.typing as npt
 from rollproof.core.contract import LayerAxis, Rows
 from rollproof.layouts.layout import Layout
 from rollproof.layouts.mesh import Mesh
-from rollproof.layouts.packing import Alignment
+from rollproof.layouts.padding import Alignment
 
 __all__ = [
     "CPU_RANKS",

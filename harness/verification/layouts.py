@@ -23,10 +23,9 @@ from rollproof.errors import RollproofError, SubjectError, UsageError
 from rollproof.invariants import default_registry
 from rollproof.invariants.layout.call_check import functions_read
 from rollproof.judging.report import Canary, Report
-from rollproof.layouts.functions import FUNCTIONS
+from rollproof.layouts.functions import FUNCTIONS, functions_of
 from rollproof.layouts.layout_calls import Call
 from rollproof.layouts.layout_cases import layout_calls
-from rollproof.layouts.layout_subject import functions_of
 from rollproof.layouts.returned import Misfit
 from rollproof.verification.canary import Plant, replaced, try_canary
 from rollproof.verification.options import Options, factory_name

@@ -14,7 +14,7 @@ from rollproof.invariants.layout.call_check import (
 )
 from rollproof.judging.checks import Collector
 from rollproof.layouts.functions import FUNCTIONS
-from rollproof.layouts.pipeline_schedules import Operation, wanted_targets
+from rollproof.layouts.pipeline import Operation, wanted_targets
 from rollproof.layouts.sources import Source
 
 __all__ = [

@@ -18,9 +18,8 @@ from rollproof.invariants.layout.call_check import (
     layout_check,
 )
 from rollproof.judging.checks import Collector
-from rollproof.layouts.context import Context
 from rollproof.layouts.padding import Side
-from rollproof.layouts.slicing import Order, flat_rows
+from rollproof.layouts.row_slices import Context, Order, flat_rows
 from rollproof.layouts.sources import Source
 
 __all__ = [

@@ -15,8 +15,7 @@ from rollproof.invariants.layout.call_check import (
     layout_check,
 )
 from rollproof.judging.checks import Collector
-from rollproof.layouts.packing import packed
-from rollproof.layouts.padding import Fill, Side
+from rollproof.layouts.padding import Fill, Side, packed
 from rollproof.layouts.sources import Source
 
 __all__ = [

@@ -21,20 +21,26 @@ from rollproof.layouts import (
     Stages,
     moe_layers,
 )
-from rollproof.layouts.context import contiguous_rows, contiguous_rows_of_each, zigzag_rows
-from rollproof.layouts.dtypes import compact, compact_dtype, from_bytes, to_bytes, widened
-from rollproof.layouts.layers import columns_of
-from rollproof.layouts.merging import Segment, by_microbatch, joined_segments, scattered
-from rollproof.layouts.packing import cumulative_lengths, packed
-from rollproof.layouts.padding import completed, fill_rows, padded, unpadded
-from rollproof.layouts.pipeline_schedules import (
-    Operation,
+from rollproof.layouts.merging import Segment, joined_segments, scattered
+from rollproof.layouts.padding import (
+    completed,
+    cumulative_lengths,
+    fill_rows,
+    packed,
+    padded,
+    unpadded,
+)
+from rollproof.layouts.pipeline import (
+    columns_of,
     operations,
     schedule_table,
-    served_by_queues,
 )
-from rollproof.layouts.sample_batches import balanced, contiguous, dynamic, restored, strided
-from rollproof.layouts.slicing import flat_rows, tensor_rows, ulysses_rows
+from rollproof.layouts.row_slices import (
+    contiguous_rows,
+    contiguous_rows_of_each,
+    flat_rows,
+    zigzag_rows,
+)
 
 
 def test_final_rows_are_filled_behind_the_captured_ones() -> None:
@@ -124,12 +130,8 @@ def test_divisions_over_context_parallel_ranks() -> None:
     ]
 
 
-def test_slices_and_flat_orders() -> None:
-    """With tp 3 of 6 rows; Ulysses 3 of 7 rows pads to 9; a batch of 2 x 3 place by place, or
-    sample by sample.
-    """
-    assert [2, 3] == tensor_rows(6, 3, 1).tolist()
-    assert [6, 7, 8] == ulysses_rows(7, 3, 2).tolist()
+def test_flat_orders() -> None:
+    """A batch of 2 x 3 place by place, or sample by sample."""
     assert [0, 3, 1, 4, 2, 5] == flat_rows(Order.SEQUENCE_MAJOR, 2, 3).tolist()
     assert [0, 1, 2, 3, 4, 5] == flat_rows(Order.BATCH_MAJOR, 2, 3).tolist()
 
@@ -171,37 +173,10 @@ def test_schedules() -> None:
     assert "F0 F1 B0 F2 B1 B2" == " ".join(
         f"{'B' if one.backward else 'F'}{one.microbatch}" for one in order
     )
-    assert ([(0, 0), (1, 0), (0, 0), (2, 0), (1, 0), (2, 0)], {0: []}) == served_by_queues(
-        order, recompute=True
-    )
-    assert {0: [(0, 0), (1, 0), (2, 0)]} == served_by_queues(order, recompute=False)[1]
-
-
-def test_divisions_of_samples() -> None:
-    """In order, strided, balanced, by tokens; and back."""
-    assert [[0, 1, 2], [3, 4]] == contiguous(5, 2)
-    assert [[0, 2, 4], [1, 3]] == strided(5, 2)
-    assert [[0], [1, 2]] == balanced([9, 5, 3], 2)
-    assert [[0, 1], [2], [3, 4]] == dynamic([3, 4, 6, 2, 5], 7)
-    assert ["a", "b", "c"] == restored([["c"], ["a", "b"]], [[2], [0, 1]])
-
-
-@pytest.mark.parametrize("experts", [255, 256, 257, 384, 512])
-def test_compact_ids_come_back(experts: int) -> None:
-    """The largest id survives its compact type, the bytes of it, and the way back."""
-    ids = np.array([[0, experts - 1]])
-    small = compact(ids, compact_dtype(experts))
-    assert ids.tolist() == widened(from_bytes(to_bytes(small), small.dtype)).tolist()
-    assert (experts <= 256) == (compact_dtype(experts) == np.uint8)
-    assert np.int16 == compact_dtype(experts, sentinel=True)
 
 
 def test_recordings_are_merged() -> None:
-    """Chunks by microbatch; segments by position, the first call's row or the last one's."""
-    recorded = [np.full((1, 1, 1), number) for number in range(4)]
-    assert [[0, 2], [1, 3]] == [
-        rows.flatten().tolist() for rows in by_microbatch(recorded, schedule_table(2, 2, 2))
-    ]
+    """Segments by position: the first call's row or the last one's."""
     calls = [
         Segment(routes=np.array([[[1]], [[2]]]), start=0, version=1),
         Segment(routes=np.array([[[8]], [[9]], [[3]]]), start=0, version=2),
@@ -287,17 +262,6 @@ def test_a_padded_batch_is_flattened_after_its_slices() -> None:
             "4 rows for 3 tokens",
         ),
         (lambda: fill_rows(1, 1, 3, Fill.ARANGE, 2), "no row can hold so many distinct ids"),
-        (lambda: compact(np.array([256]), "uint8"), "do not fit uint8, which holds 0 to 255"),
-        (
-            lambda: from_bytes(np.zeros((1, 3), dtype=np.uint8), "int16"),
-            "3 bytes do not divide into ids of 2 bytes",
-        ),
-        (lambda: restored([[1, 2]], [[0, 0]]), "each sample must be named once"),
-        (lambda: dynamic([9], 8), "Sample 0 has 9 tokens, above the 8"),
-        (
-            lambda: by_microbatch([np.zeros((1, 1, 1), dtype=int)], schedule_table(2)),
-            "1 recordings for 2 scheduled passes",
-        ),
         (
             lambda: joined_segments(
                 [Segment(routes=np.zeros((1, 1, 1), dtype=int), start=2, version=1)]
@@ -313,10 +277,6 @@ def test_a_padded_batch_is_flattened_after_its_slices() -> None:
             "Two ranks disagree about rows of sample 0",
         ),
         (lambda: operations(3, pp=2, vpp=2), "no multiple of pp=2, which interleaving needs"),
-        (
-            lambda: served_by_queues([Operation(microbatch=0, backward=True)], recompute=True),
-            "finds no target",
-        ),
         (lambda: Coding(samples=9, positions=99, columns=9, experts=64), "cannot tell 9 samples"),
         (
             lambda: Layout.from_dict({"num_layers": 1}),

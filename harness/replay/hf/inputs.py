@@ -13,8 +13,7 @@ import numpy as np
 import torch
 
 from rollproof.core.records import Rollout
-from rollproof.layouts.packing import cumulative_lengths, packed
-from rollproof.layouts.padding import Side, padded
+from rollproof.layouts.padding import Side, cumulative_lengths, packed, padded
 from rollproof.layouts.sources import Source
 from rollproof.replay.hf.route_placement import batch_routes, packed_routes
 

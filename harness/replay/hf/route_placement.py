@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from rollproof.errors import RoutesError
-from rollproof.layouts.packing import packed
+from rollproof.layouts.padding import packed
 from rollproof.layouts.sources import Source
 
 __all__ = ["batch_routes", "packed_routes"]

@@ -15,9 +15,8 @@ from rollproof.core.trainer_contract import trainer_contract
 from rollproof.errors import UsageError
 from rollproof.layouts.layout import Layout
 from rollproof.layouts.mesh import Mesh
-from rollproof.layouts.packing import Alignment
-from rollproof.layouts.padding import Side
-from rollproof.layouts.stages import Stages
+from rollproof.layouts.padding import Alignment, Side
+from rollproof.layouts.pipeline import Stages
 
 __all__ = [
     "OTHERS",

@@ -21,11 +21,10 @@ from unittest import mock
 import numpy as np
 
 from rollproof.core.records import IntArray
-from rollproof.layouts.context import Context
 from rollproof.layouts.layout import Layout
 from rollproof.layouts.mesh import Mesh, Rank
-from rollproof.layouts.packing import Alignment
-from rollproof.layouts.padding import Fill, Side
+from rollproof.layouts.padding import Alignment, Fill, Side
+from rollproof.layouts.row_slices import Context
 from rollproof.stacks._support.megatron import OneOf, megatron_config, megatron_rank
 
 __all__ = ["VerlPadded", "VerlR2", "VerlR3", "VerlR3Contiguous", "VerlSamples"]

@@ -1,10 +1,10 @@
-"""Context parallelism: which packed rows a context-parallel rank holds.
+"""Which rows a rank sees: context parallelism, sequence parallelism, Ulysses.
 
 Zigzag (Megatron, Transformer Engine issue 1368): each padded sequence is cut into 2 * cp chunks,
-and rank r holds chunks r and 2 * cp - 1 - r, so that causal attention costs all ranks alike.
-Contiguous (DeepSeek-V4, slime's allgather CP): rank r holds rows ``[r * n / cp, (r + 1) * n / cp)``
-of *all* packed rows, sequences being cut wherever that falls. slime#2175 and ms-swift#9981 are the
-one taken for the other.
+and rank r has chunks r and 2 * cp - 1 - r, so that causal attention costs all ranks the same.
+Contiguous (DeepSeek-V4, slime's allgather CP): rank r has rows ``[r * n / cp, (r + 1) * n / cp)``
+of *all* packed rows, sequences being cut wherever that falls. In slime#2175 and ms-swift#9981 the
+one was taken for the other.
 """
 
 from __future__ import annotations
@@ -17,7 +17,16 @@ import numpy as np
 from rollproof.errors import LayoutError
 from rollproof.layouts.sources import Indexes
 
-__all__ = ["Context", "context_rows", "contiguous_rows", "contiguous_rows_of_each", "zigzag_rows"]
+__all__ = [
+    "Context",
+    "Order",
+    "context_rows",
+    "contiguous_rows",
+    "contiguous_rows_of_each",
+    "flat_rows",
+    "padded_length",
+    "zigzag_rows",
+]
 
 
 class Context(StrEnum):
@@ -91,3 +100,27 @@ def _divides(cumulative: Indexes, multiple: int, name: str) -> None:
 
 def _joined(pieces: list[Indexes]) -> Indexes:
     return np.concatenate(pieces).astype(np.int64) if pieces else np.zeros(0, dtype=np.int64)
+
+
+class Order(StrEnum):
+    """How a batch ``(batch, width)`` is flattened to router rows."""
+
+    SEQUENCE_MAJOR = "sequence-major"
+    """Row ``s * batch + b``: hidden states are (sequence, batch, hidden) (Megatron)."""
+    BATCH_MAJOR = "batch-major"
+    """Row ``b * width + s``: hidden states are (batch, sequence, hidden) (HF transformers)."""
+
+
+def padded_length(length: int, size: int) -> int:
+    """``length`` rounded up to a multiple of ``size``: what Ulysses pads token ids and routes to
+    (verl ``ulysses_pad``).
+    """
+    return -(-length // size) * size
+
+
+def flat_rows(order: Order, batch: int, width: int) -> Indexes:
+    """For each router row, its index in the C order of ``(batch, width)``: ``(batch * width,)``."""
+    if batch < 0 or width < 0:
+        raise LayoutError(f"A batch of {batch} x {width} does not exist.")
+    places = np.arange(batch * width, dtype=np.int64).reshape(batch, width)
+    return places.T.reshape(-1) if order is Order.SEQUENCE_MAJOR else places.reshape(-1)

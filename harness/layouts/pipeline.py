@@ -1,0 +1,227 @@
+"""Pipeline parallelism: the layers of each stage, the payload column of each MoE layer, and the order
+of microbatches.
+
+Layers count from 0 over the transformer layers of the main model; the layers of a
+multi-token-prediction head are none of them (Megatron numbers those from 1 again, so that they
+alias the first layers: NeMo-RL#3903). A payload has a column for every layer (engines: dense
+columns are filler) or for MoE layers only; indexing the first as if it were the second shifts every
+layer after a dense one (verl#5037, slime#819).
+
+With virtual stages, chunk v of rank r follows chunk v of rank r - 1, and chunk v + 1 of rank 0
+follows chunk v of the last rank: with 8 layers, pp 2 and vpp 2, rank 0 builds ``(0, 1), (4, 5)``
+(Megatron ``get_transformer_layer_offset``).
+
+Target k belongs to microbatch k in every chunk, in the forward pass and in the recompute of its
+backward pass. The order is Megatron's: ``get_schedule_table``,
+``forward_backward_pipelining_without_interleaving`` (1F1B) and ``..._with_interleaving``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+
+from rollproof.core.contract import LayerAxis
+from rollproof.errors import LayoutError
+
+__all__ = [
+    "Chunks",
+    "Operation",
+    "Stages",
+    "columns_of",
+    "moe_layers",
+    "operations",
+    "schedule_table",
+    "wanted_targets",
+]
+
+
+def moe_layers(
+    num_layers: int, frequency: int | Sequence[int] = 1, first_dense: int = 0
+) -> tuple[int, ...]:
+    """The layers that have a router.
+
+    ``frequency`` is Megatron's ``moe_layer_freq``: n for every n-th layer from layer 0 on, or one
+    0/1 per layer. The first ``first_dense`` layers are dense (DeepSeek's
+    ``first_k_dense_replace``). Raises ``LayoutError`` for a pattern of another length.
+    """
+    if isinstance(frequency, int):
+        if frequency < 1:
+            raise LayoutError(
+                f"moe_layer_freq={frequency} must be a whole number >= 1, or a list of 0 and 1."
+            )
+        pattern = [int(layer % frequency == 0) for layer in range(num_layers)]
+    else:
+        pattern = list(frequency)
+    if len(pattern) != num_layers or set(pattern) - {0, 1}:
+        raise LayoutError(
+            f"moe_layer_freq={pattern} must hold one 0 or 1 for each of {num_layers} layers."
+        )
+    return tuple(layer for layer in range(first_dense, num_layers) if pattern[layer])
+
+
+@lru_cache(maxsize=1024)
+def columns_of(moe: tuple[int, ...], axis: LayerAxis) -> Mapping[int, int]:
+    """For each MoE layer the column of the payload that holds its choices: itself, or its ordinal
+    among MoE layers.
+    """
+    return {layer: layer if axis is LayerAxis.ALL else ordinal for ordinal, layer in enumerate(moe)}
+
+
+Chunks = tuple[tuple[tuple[int, ...], ...], ...]
+"""The layers of chunk v on pipeline rank r: ``chunks[r][v]``."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Stages:
+    """How layers are divided over pipeline ranks: evenly, unless something is set.
+
+    ``first`` and ``last`` are the layers of the first and the last rank (Megatron's
+    ``num_layers_in_first_pipeline_stage``); the others share the rest. ``embedding`` and ``loss``
+    count the embedding and the loss as a layer of the first and the last chunk
+    (``account_for_embedding_in_pipeline_split``). ``custom[r][v]`` are explicit counts; a stage may
+    be empty.
+    """
+
+    first: int | None = None
+    last: int | None = None
+    embedding: bool = False
+    loss: bool = False
+    custom: tuple[tuple[int, ...], ...] | None = None
+
+    def counts(self, num_layers: int, pp: int, vpp: int = 1) -> tuple[tuple[int, ...], ...]:
+        """Layers of each chunk, ``counts[r][v]``. Raises ``LayoutError`` where they do not come
+        out.
+        """
+        if self.custom is not None:
+            return self._custom(num_layers, pp, vpp)
+        uneven = self.first is not None or self.last is not None
+        if uneven and (self.embedding or self.loss):
+            raise LayoutError(
+                "Counting the embedding or the loss as a layer cannot be combined with uneven"
+                " stages."
+            )
+        slots = num_layers + self.embedding + self.loss
+        rest = slots - (self.first or 0) - (self.last or 0)
+        others = pp - (self.first is not None) - (self.last is not None)
+        if rest < 0 or (others == 0 and rest) or (others > 0 and rest % others) or others < 0:
+            raise LayoutError(
+                f"{rest} layers do not divide over {others} of {pp} pipeline ranks ({self})."
+            )
+        share = rest // others if others else 0
+        ranks = [share] * pp
+        if self.first is not None:
+            ranks[0] = self.first
+        if self.last is not None:
+            ranks[-1] = self.last
+        if any(count % vpp for count in ranks):
+            raise LayoutError(f"Stages of {ranks} layers do not divide over {vpp} chunks each.")
+        counts = [[count // vpp] * vpp for count in ranks]
+        counts[0][0] -= self.embedding
+        counts[-1][-1] -= self.loss
+        return tuple(tuple(chunks) for chunks in counts)
+
+    def layers(self, num_layers: int, pp: int, vpp: int = 1) -> Chunks:
+        """The layers of each chunk. Raises ``LayoutError``."""
+        return _dealt(self, num_layers, pp, vpp)
+
+    def _custom(self, num_layers: int, pp: int, vpp: int) -> tuple[tuple[int, ...], ...]:
+        custom: Sequence[Sequence[int]] = self.custom or ()
+        if (
+            len(custom) != pp
+            or any(len(chunks) != vpp for chunks in custom)
+            or sum(map(sum, custom)) != num_layers
+        ):
+            raise LayoutError(
+                f"Custom stages {self.custom} must hold {pp} x {vpp} counts that add up to"
+                f" {num_layers} layers."
+            )
+        if any(count < 0 for chunks in custom for count in chunks):
+            raise LayoutError(f"Custom stages {self.custom} hold a negative count.")
+        return tuple(tuple(chunks) for chunks in custom)
+
+
+@lru_cache(maxsize=1024)
+def _dealt(stages: Stages, num_layers: int, pp: int, vpp: int) -> Chunks:
+    """Every router of every rank asks for the chunks of all: they are counted through once per
+    layout.
+    """
+    counts = stages.counts(num_layers, pp, vpp)
+    out: list[list[tuple[int, ...]]] = [[] for _ in range(pp)]
+    start = 0
+    for chunk in range(vpp):
+        for rank in range(pp):
+            out[rank].append(tuple(range(start, start + counts[rank][chunk])))
+            start += counts[rank][chunk]
+    return tuple(tuple(chunks) for chunks in out)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Operation:
+    """One pass of one microbatch through one chunk: ``backward`` runs the forward pass again where
+    activations are recomputed.
+    """
+
+    microbatch: int
+    chunk: int = 0
+    backward: bool = False
+
+
+def schedule_table(
+    microbatches: int, vpp: int = 1, group: int | None = None
+) -> tuple[tuple[int, int], ...]:
+    """``(microbatch, chunk)`` in the order of forward passes.
+
+    ``group`` microbatches run through one chunk before the next chunk begins (Megatron's
+    ``microbatch_group_size_per_vp_stage``, by default the pipeline size; without virtual stages it
+    makes no difference). Raises ``LayoutError`` for sizes below 1.
+    """
+    size = microbatches if group is None else group
+    if vpp < 1 or size < (1 if microbatches else 0) or microbatches < 0:
+        raise LayoutError(
+            f"{microbatches} microbatches in groups of {group} over {vpp} chunks cannot be"
+            " scheduled."
+        )
+    return tuple(
+        (microbatch, chunk)
+        for start in range(0, microbatches, size or 1)
+        for chunk in range(vpp)
+        for microbatch in range(start, min(start + size, microbatches))
+    )
+
+
+def operations(
+    microbatches: int, *, pp: int = 1, rank: int = 0, vpp: int = 1, group: int | None = None
+) -> tuple[Operation, ...]:
+    """What pipeline ``rank`` does in one step: warm-up, one forward then one backward in turn,
+    cool-down.
+
+    Under virtual stages the number of microbatches must be a multiple of ``pp``. Raises
+    ``LayoutError`` where it is not.
+    """
+    if vpp > 1 and microbatches % pp:
+        raise LayoutError(
+            f"{microbatches} microbatches are no multiple of pp={pp}, which interleaving needs."
+        )
+    size = group or pp
+    forward = schedule_table(microbatches, vpp, size if vpp > 1 else None)
+    backward = [(microbatch, vpp - 1 - chunk) for microbatch, chunk in forward]
+    ahead = (pp - rank - 1) if vpp == 1 else (pp - rank - 1) * 2 + (vpp - 1) * size
+    ahead = min(ahead, len(forward))
+    out = [Operation(microbatch=m, chunk=c) for m, c in forward[:ahead]]
+    for i, (m, c) in enumerate(backward):
+        if ahead + i < len(forward):
+            later = forward[ahead + i]
+            out.append(Operation(microbatch=later[0], chunk=later[1]))
+        out.append(Operation(microbatch=m, chunk=c, backward=True))
+    return tuple(out)
+
+
+def wanted_targets(order: Sequence[Operation], *, recompute: bool) -> list[tuple[int, int]]:
+    """The ``(microbatch, chunk)`` whose target each router call must use: its own."""
+    return [
+        (operation.microbatch, operation.chunk)
+        for operation in order
+        if recompute or not operation.backward
+    ]
