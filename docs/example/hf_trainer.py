@@ -7,11 +7,11 @@ from contextlib import nullcontext
 import torch
 from torch.nn.utils.rnn import pad_sequence
 
-from rollproof.core.events.replay import Action, Outcome
-from rollproof.core.router_spy import sketch
-from rollproof.core.trainer_contract import trainer_contract
+from rollproof.replay.contract import trainer_contract
+from rollproof.replay.events import Action, Outcome
 from rollproof.replay.hf import batch_routes, find_routers, hf_replay, watched
 from rollproof.replay.hf.model_families import tiny_model
+from rollproof.replay.spy import sketch
 
 torch.set_num_threads(1)  # of matrices this small more threads get nothing
 

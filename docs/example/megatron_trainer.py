@@ -10,11 +10,11 @@ from contextlib import ExitStack
 import numpy as np
 import torch
 
-from rollproof.core.events.replay import Action, Outcome, Purpose
-from rollproof.core.replay_contract import Recompute
-from rollproof.core.router_spy import direction, ids_of_map, sketch
-from rollproof.core.trainer_contract import trainer_contract
+from rollproof.replay.contract import trainer_contract
+from rollproof.replay.events import Action, Outcome, Purpose
 from rollproof.replay.megatron.cuda_stand_in import cpu_megatron
+from rollproof.replay.spy import direction, ids_of_map, sketch
+from rollproof.replay.terms import Recompute
 
 LAYERS, MOE, EXPERTS, TOP_K, VOCAB = 3, (1, 2), 8, 2, 256
 FULL = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}

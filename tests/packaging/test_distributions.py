@@ -20,15 +20,20 @@ FOLDERS = {
 }
 PROBE = """
 import importlib, importlib.metadata, importlib.util, pathlib
-import rollproof, rollproof.fakes.coded.policy, rollproof.invariants, rollproof.engines.gpus, rollproof.stacks
+import rollproof, rollproof.fakes.coded.policy, rollproof.invariants, rollproof.engines.gpus
+import rollproof.stacks
 root = pathlib.Path(rollproof.__file__).parent
 assert (root / "py.typed").is_file(), "py.typed is not shipped"
-assert pathlib.Path(rollproof.stacks.requirements_file("verl")).is_file(), "requirements of stacks are not shipped"
-stray = [name for name in ("harness", "fakes", "invariants", "gpu_suites", "tests", "docs", "benchmarks") if importlib.util.find_spec(name)]
-assert not stray, f"importable under a bare name: {stray}"
+requirements = pathlib.Path(rollproof.stacks.requirements_file("verl"))
+assert requirements.is_file(), "requirements of stacks are not shipped"
+folders = ("harness", "fakes", "invariants", "gpu_suites", "tests", "docs", "benchmarks")
+importable = [name for name in folders if importlib.util.find_spec(name)]
+assert not importable, f"importable under a bare name: {importable}"
 entries = importlib.metadata.entry_points()
-assert [e.value for e in entries.select(group="pytest11", name="rollproof")] == ["rollproof.plugin"]
-assert [e.value for e in entries.select(group="console_scripts", name="rollproof")] == ["rollproof.cli:main"]
+plugins = entries.select(group="pytest11", name="rollproof")
+assert [entry.value for entry in plugins] == ["rollproof.plugin"]
+scripts = entries.select(group="console_scripts", name="rollproof")
+assert [entry.value for entry in scripts] == ["rollproof.cli:main"]
 print("sound")
 """
 
@@ -63,7 +68,7 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def python(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A virtual environment that sees the dependencies of this one, but not this one's rollproof."""
+    """A virtual environment with the dependencies of this one, but without its rollproof."""
     folder = tmp_path_factory.mktemp("venv")
     venv.create(folder, with_pip=True)
     executable = folder / "bin" / "python"

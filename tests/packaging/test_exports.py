@@ -4,11 +4,16 @@ import ast
 import importlib
 import inspect
 import pkgutil
+import re
+from pathlib import Path
 
 import pytest
 
 import rollproof
 from rollproof.errors import StackError
+from tools.docs.api_page import PUBLIC_MODULES
+
+ROOT = Path(__file__).parents[2]
 
 PUBLIC = {
     "Action",
@@ -58,6 +63,7 @@ PUBLIC = {
     "conformance",
     "judge_batches",
     "judge_layouts",
+    "judge_replay",
     "layout_function",
     "lend",
     "record",
@@ -109,7 +115,7 @@ OPTIONAL = ("torch", "triton", "skyrl_gym")
 
 @pytest.mark.parametrize("name", modules())
 def test_every_module_lists_what_it_exports(name: str) -> None:
-    """A module's __all__ names things that it has; one that needs an optional package says which."""
+    """The names of __all__ exist; a module that needs an optional package says which."""
     try:
         module = importlib.import_module(name)
     except (StackError, ModuleNotFoundError) as error:
@@ -141,3 +147,38 @@ def test_type_checkers_are_told_the_same_names() -> None:
         for module, names in rollproof._HOMES.items()
         for name in names
     } == told
+
+
+@pytest.mark.parametrize("name", PUBLIC_MODULES)
+def test_a_public_module_lists_its_names(name: str) -> None:
+    """What may be imported from a public module is its ``__all__``, and docs/api.md names it."""
+    try:
+        module = importlib.import_module(name)
+    except ModuleNotFoundError as error:
+        if error.name not in OPTIONAL:
+            raise
+        pytest.skip(str(error))
+
+    assert module.__all__
+    assert f"| `{name}` |" in (ROOT / "docs" / "api.md").read_text(encoding="utf-8")
+
+
+def test_users_are_shown_public_modules_only() -> None:
+    """The pages, the examples and the typed uses import from no other module: those are private."""
+    files = [
+        ROOT / "README.md",
+        *(ROOT / "docs").glob("*.md"),
+        *(ROOT / "docs" / "example").glob("*.py"),
+        ROOT / "tests" / "typing" / "uses.py",
+    ]
+    pattern = re.compile(
+        r"^ *(?:from (rollproof[\w.]*) import|import (rollproof[\w.]*))", re.MULTILINE
+    )
+    private = {
+        (path.name, module)
+        for path in files
+        for match in pattern.finditer(path.read_text(encoding="utf-8"))
+        if (module := match[1] or match[2]) not in PUBLIC_MODULES
+    }
+
+    assert set() == private

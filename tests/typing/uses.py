@@ -54,6 +54,7 @@ from rollproof import (
     Verdict,
     conformance,
     judge_layouts,
+    judge_replay,
     layout_function,
     lend,
     record,
@@ -62,18 +63,51 @@ from rollproof import (
     trace_check,
 )
 from rollproof.core.engine_protocol import EngineSettings
-from rollproof.core.records import IntArray
 from rollproof.engines.vllm.vllm_engine import VllmEngine
 from rollproof.fakes.engine.engine_subject import FakeEngineSubject
 from rollproof.layouts import Layout
+from rollproof.records import IntArray
+from rollproof.replay.events import Outcome, Step
+from rollproof.replay.spy import Spy, UnsupportedStep
 
 __all__ = [
-    "Action", "ActionKind", "BatchConformance", "BatchSubject", "Case", "CaseError", "Check", "Collector", "ConformanceError",
-    "ContractError", "EngineCall", "EngineConformance", "EngineOutput", "EngineSubject", "ExpectationError", "FakeEngine", "Finding",
-    "FinishReason", "LayoutSubject", "PauseMode", "Recording", "ReplayConformance", "ReplayLayoutConformance", "ReplaySubject",
-    "RollproofError", "Span", "StackError", "SubjectError", "Trace", "TraceError", "TraceVersionError",
-    "Trigger", "UsageError", "lend", "request_check", "trace_check",
-]  # fmt: skip
+    "Action",
+    "ActionKind",
+    "BatchConformance",
+    "BatchSubject",
+    "Case",
+    "CaseError",
+    "Check",
+    "Collector",
+    "ConformanceError",
+    "ContractError",
+    "EngineCall",
+    "EngineConformance",
+    "EngineOutput",
+    "EngineSubject",
+    "ExpectationError",
+    "FakeEngine",
+    "Finding",
+    "FinishReason",
+    "LayoutSubject",
+    "PauseMode",
+    "Recording",
+    "ReplayConformance",
+    "ReplayLayoutConformance",
+    "ReplaySubject",
+    "RollproofError",
+    "Span",
+    "StackError",
+    "SubjectError",
+    "Trace",
+    "TraceError",
+    "TraceVersionError",
+    "Trigger",
+    "UsageError",
+    "lend",
+    "request_check",
+    "trace_check",
+]
 
 
 class MyStack:
@@ -108,7 +142,7 @@ class TestMyStack(RolloutConformance):
 
 
 def library(contract: Contract) -> int:
-    """Doors that need no pytest."""
+    """Entry points that need no pytest."""
     with record(contract) as trace:
         assert_type(trace.report, Report)
     assert_type(run_conformance(MyStack, profile="pr"), Report)
@@ -145,7 +179,20 @@ class TestMyLayouts(ReplayLayoutConformance):
     subject = MyLayouts
 
 
-def layout_doors() -> Report:
-    """Doors that need no pytest."""
+class MyTrainer:
+    """A trainer with routing replay."""
+
+    contract: Contract
+
+    def run(self, step: Step, spy: Spy) -> Outcome:
+        raise UnsupportedStep(step)
+
+
+trainer: ReplaySubject = MyTrainer()
+
+
+def library_of_other_kinds() -> Report:
+    """Entry points for layout functions and trainers."""
+    assert_type(judge_replay(MyTrainer), Report)
     assert_type(judge_layouts(MyLayouts), Report)
     return judge_layouts(layout_function("flatten", MyLayouts().flatten, MyLayouts.layout))

@@ -1,12 +1,13 @@
-"""Writes docs/api.md: what a subject is coded against, from docstrings and signatures, and how the
-engine flavours answer.
+"""Writes docs/api.md from docstrings and signatures: what an adapter is written against, how the
+engine flavours answer, and which modules are public.
 """
 
 from __future__ import annotations
 
+import importlib
 import inspect
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import MISSING, Field, fields, is_dataclass
 from enum import Enum
 from typing import Any
@@ -15,7 +16,38 @@ import rollproof
 from rollproof.fakes.engine import exceptions
 from rollproof.fakes.engine.flavours import FLAVOURS, Flavour, PausedCalls, VersionTag
 
-__all__ = ["api_page"]
+__all__ = ["PUBLIC_MODULES", "api_page"]
+
+PUBLIC_MODULES: Mapping[str, str] = {
+    "rollproof": "everything above, and the records, subjects, checks and errors",
+    "rollproof.errors": "all errors, also those of engines and of routing replay",
+    "rollproof.records": "records, and the array types of their fields",
+    "rollproof.trace": "the events of a trace",
+    "rollproof.store": "reading and writing trace files",
+    "rollproof.layouts": "layouts of routing replay over ranks",
+    "rollproof.replay.contract": "the contract of a trainer with routing replay",
+    "rollproof.replay.terms": "the enums of that contract",
+    "rollproof.replay.events": "what such a trainer gets and returns",
+    "rollproof.replay.spy": "the observer of its routers",
+    "rollproof.replay.layouts": "the same as `rollproof.layouts`",
+    "rollproof.replay.hf": "routing replay for models of Hugging Face transformers",
+    "rollproof.replay.hf.model_families": "tiny models of those families",
+    "rollproof.replay.megatron.cuda_stand_in": "megatron-core without CUDA",
+    "rollproof.gap": "the gap between the logprobs of a rollout and of its trainer",
+    "rollproof.gap.hf_trainer": "a scorer for checkpoints of Hugging Face models",
+    "rollproof.gap.localise.forwards": "forwards that `localise` compares",
+    "rollproof.engines": "rollout engines as subjects",
+    "rollproof.core.engine_protocol": "the records of the `EngineSubject` protocol",
+    "rollproof.stacks": "adapters of released frameworks",
+    "rollproof.fakes.engine.exceptions": "what fake servers raise",
+    "rollproof.fakes.engine.engine_subject": "the fake engine as an `EngineSubject`",
+    "rollproof.fakes.http.serving": "fake HTTP servers within a program",
+    "rollproof.fakes.http.trace_client": "reports requests and samples to a fake HTTP server",
+    "rollproof.fakes.coded.policy": "the fake policy: every token, logprob and expert",
+    "rollproof.fakes.tiny_models": "tiny random checkpoints",
+    "rollproof.fakes.trainers.replay_trainer": "the reference trainer, to derive from",
+}
+"""The modules that users may import from, and what for; all others may change in any release."""
 
 _RECORDS = (
     rollproof.Request,
@@ -78,19 +110,19 @@ _PAUSED = {
 def api_page() -> Iterator[str]:
     """docs/api.md."""
     yield (
-        "# API\n\nWhat a subject of your own is coded against. `help(rollproof.Rollout)` says the"
-        " same in a Python prompt; names without"
+        "# API\n\nWhat your adapter is written against. `help(rollproof.Rollout)` says the same in"
+        " a Python prompt; names without a"
     )
     yield (
-        "a module are those of `rollproof`. [contract.md](contract.md) has the fields of the"
-        " `Contract`.\n"
+        "module are those of `rollproof`. [contract.md](contract.md) has the fields of the"
+        " `Contract`, and the end of this page the public modules.\n"
     )
     yield "## What you write"
     yield from _class(
         rollproof.RolloutSubject, ("start", "rollout", "update_weights", "to_record", "stop")
     )
     yield from _class(rollproof.BatchSubject, ("collate", "rows"))
-    yield "\n## What it is handed, and hands over"
+    yield "\n## What it gets and returns"
     for record in _RECORDS:
         yield from _class(record, ("budget",) if record is rollproof.Request else ())
     yield "\n## The fake servers"
@@ -110,40 +142,59 @@ def api_page() -> Iterator[str]:
         yield f"- `{name}` ({bases}): {_text(error)}"
     yield from _flavours()
     yield "\n## Running it"
-    for function in (rollproof.run_conformance, rollproof.conformance, rollproof.record):
+    for function in (
+        rollproof.run_conformance,
+        rollproof.judge_batches,
+        rollproof.judge_replay,
+        rollproof.judge_layouts,
+        rollproof.conformance,
+        rollproof.record,
+    ):
         yield from _function(
             function, function.__name__, level=3, title=f"rollproof.{function.__name__}"
         )
     yield from _class(rollproof.EngineCall)
     yield from _class(rollproof.Recording, _RECORDING)
     yield from _function(rollproof.lend, "lend", level=3, title="rollproof.lend")
+    yield from _modules()
+
+
+def _modules() -> Iterator[str]:
+    yield (
+        "\n## Public modules\n\nImport from these; every other module is private, and may change in"
+        " any release.\n\n| module | for | names |\n|---|---|---|"
+    )
+    for module, purpose in PUBLIC_MODULES.items():
+        names = importlib.import_module(module).__all__
+        listed = "see its `__all__`" if len(names) > 40 else ", ".join(f"`{n}`" for n in names)
+        yield f"| `{module}` | {purpose} | {listed} |"
 
 
 def _flavours() -> Iterator[str]:
     yield (
-        "\n## Engine flavours\n\nA subject's `flavours` name those that it speaks; `out` is the"
-        " `EngineOutput` of a call.\n"
+        "\n## Engine flavours\n\nThe `flavours` of an adapter name those that it supports; `out` is"
+        " the `EngineOutput` of a call.\n"
     )
     yield (
         "| flavour | rows | layer axis | dtype | version of the weights | logprobs | an empty abort"
         " carries | a call while paused |"
     )
     yield "|---|---|---|---|---|---|---|---|"
-    for one in FLAVOURS.values():
+    for flavour in FLAVOURS.values():
         cells = (
-            f"`{one.name}`",
-            f"`{one.rows}`",
-            f"`{one.layer_axis}`",
-            _dtypes(one),
-            _SHOWN[one.version_tag],
-            f"`{one.logprobs}`",
-            _empty_abort(one),
-            _PAUSED[one.paused_calls],
+            f"`{flavour.name}`",
+            f"`{flavour.rows}`",
+            f"`{flavour.layer_axis}`",
+            _dtypes(flavour),
+            _SHOWN[flavour.version_tag],
+            f"`{flavour.logprobs}`",
+            _empty_abort(flavour),
+            _PAUSED[flavour.paused_calls],
         )
         yield f"| {' | '.join(cells)} |"
     yield ""
-    for one in FLAVOURS.values():
-        yield f"- `{one.name}`: {one.source}"
+    for flavour in FLAVOURS.values():
+        yield f"- `{flavour.name}`: {flavour.source}"
 
 
 def _dtypes(flavour: Flavour) -> str:
@@ -186,22 +237,24 @@ def _function(function: Callable[..., Any], name: str, *, level: int, title: str
 
 
 def _signature(function: Callable[..., Any], name: str) -> str:
-    """The call, without ``self``; one parameter a line where it is long."""
+    """Return the signature without ``self``, with one parameter per line if it is long."""
     signature = inspect.signature(function)
     shown = [
         (
-            one.replace(annotation=_Bare(one.annotation), default=_bare(one.default))
-            if one.annotation is not one.empty
-            else one
+            parameter.replace(
+                annotation=_Bare(parameter.annotation), default=_bare(parameter.default)
+            )
+            if parameter.annotation is not parameter.empty
+            else parameter
         )
-        for one in signature.parameters.values()
-        if one.name != "self"
+        for parameter in signature.parameters.values()
+        if parameter.name != "self"
     ]
     keyword = "async def" if inspect.iscoroutinefunction(function) else "def"
-    text = (
-        f"{keyword}"
-        f" {name}{signature.replace(parameters=shown, return_annotation=_Bare(signature.return_annotation))}"
+    plain = signature.replace(
+        parameters=shown, return_annotation=_Bare(signature.return_annotation)
     )
+    text = f"{keyword} {name}{plain}"
     if len(text) <= 120:
         return text
     head, _, rest = text.partition("(")
@@ -236,7 +289,7 @@ def _escaped(text: str) -> str:
 
 
 def _text(documented: Any) -> str:
-    """The docstring as Markdown: indented code behind ``::`` becomes a fenced block."""
+    """Return the docstring as Markdown: an indented block after ``::`` becomes a fenced one."""
     out: list[str] = []
     code = False
     for line in inspect.cleandoc(documented.__doc__ or "").split("\n"):

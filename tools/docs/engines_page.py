@@ -1,7 +1,7 @@
-"""Writes docs/engines.md: what was found on real engines, read from ``engine_results/*.json``.
+"""Writes docs/engines.md: the verdicts on real engines, read from ``engine_results/*.json``.
 
 ``python -m tools.judge_engines ENGINE FILE`` writes the verdicts and ``benchmarks/engine_gap.py
-ENGINE --json FILE`` the gap, where the engine is installed.
+ENGINE --json FILE`` the gap, on a machine that has the engine.
 """
 
 from __future__ import annotations
@@ -21,7 +21,8 @@ _SIGNS = {"pass": "✓", "fail": "✗", "unknown": "?", "not applicable": "·"}
 _INTRO = """
 Released engines on a plain CPU, each driven call by call through the same experiments: cached prefixes, chunked prefill, preemption,
 several samples, rows from a position on, every way of streaming, aborts (in the middle, before the first token, in the queue), every pause
-with and without clearing the cache and a weight update in between, resumes, temperatures, identity updates, calls that cannot be served.
+with and without clearing the cache and a weight update in between, resumes, temperatures, identity updates, and calls that cannot be
+served.
 Every value is compared with a Hugging Face forward, in float32, of the weights that sampled it. A CPU build shares the engine's scheduler,
 cache, capture and interfaces with the one for GPUs, and not its kernels.
 
@@ -41,7 +42,7 @@ def engines_page() -> Iterator[str]:
 
 
 def _verdicts(results: Mapping[str, Mapping[str, Any]]) -> Iterator[str]:
-    rows = {name: row for held in results.values() for name, row in held["runs"].items()}
+    rows = {name: row for result in results.values() for name, row in result["runs"].items()}
     judged = {name: row for name, row in rows.items() if "verdicts" in row}
     checks = [
         check
@@ -66,25 +67,25 @@ def _verdicts(results: Mapping[str, Mapping[str, Any]]) -> Iterator[str]:
             f"| {name} |"
             f" {' | '.join(_SIGNS.get(row['verdicts'].get(check.id, ''), ' ') for check in checks)} |"
         )
-    for engine, held in results.items():
+    for engine, result in results.items():
         versions = ", ".join(
-            f"{package} {version}" for package, version in held["versions"].items()
+            f"{package} {version}" for package, version in result["versions"].items()
         )
         yield f"\n{engine}: {versions}."
     yield "\n| run | what | experiments |\n|---|---|---|"
     for name, row in judged.items():
         yield f"| {name} | {row['about']} | {', '.join(row['experiments'])} |"
-    found = [
+    findings = [
         f"- **{name}**, `{check}`: {text}"
         for name, row in judged.items()
         for check, text in row["findings"].items()
     ]
-    if found:
+    if findings:
         yield (
             "\n### What fails\n\nThe first finding of each check;"
-            " [track-record.md](track-record.md) has them by hand.\n"
+            " [track-record.md](track-record.md) reproduces them by hand.\n"
         )
-        yield from found
+        yield from findings
     reasons: dict[tuple[str, str], list[str]] = {}
     for name, row in judged.items():
         for check, reason in row["reasons"].items():
@@ -102,7 +103,7 @@ def _verdicts(results: Mapping[str, Mapping[str, Any]]) -> Iterator[str]:
 
 
 def _gaps(results: Mapping[str, Mapping[str, Any]]) -> Iterator[str]:
-    rows = [row for held in results.values() for row in held["gap"]]
+    rows = [row for result in results.values() for row in result["gap"]]
     if not rows:
         return
     yield (

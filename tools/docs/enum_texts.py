@@ -1,6 +1,4 @@
-"""Texts of enums: the docstring of each enum of a module, and its values with the text below each
-in the source.
-"""
+"""The texts of enums: the docstring of each enum of a module, and the text below each value."""
 
 from __future__ import annotations
 
@@ -14,9 +12,7 @@ __all__ = ["enum_texts"]
 
 
 def enum_texts(module: ModuleType) -> dict[str, tuple[str, list[tuple[str, str]]]]:
-    """By the name of each enum that ``module`` defines: its docstring, and its values with their
-    texts.
-    """
+    """Return docstring and values of each enum that ``module`` defines, by the enum's name."""
     found = {}
     for node in ast.parse(inspect.getsource(module)).body:
         cls = getattr(module, node.name, None) if isinstance(node, ast.ClassDef) else None

@@ -1,8 +1,7 @@
-"""Writes the pages of docs/ that say what the code says: checks, contract, options, known bugs, the
-API.
+"""Writes the pages of docs/ that are generated from the code: checks, contract, options and so on.
 
-``python tools/docs/generate.py --write`` writes them; ``--check`` (the default) exits with 1 where
-a page differs from what it would write.
+``python -m tools.docs.generate --write`` writes them; ``--check`` (the default) exits with 1 if a
+page differs from what it would write.
 """
 
 from __future__ import annotations
@@ -46,24 +45,26 @@ def checks_page() -> Iterator[str]:
     families = dict.fromkeys(check.family for check in registry)
     yield (
         f"# Checks\n\n{len(registry)} checks in {len(families)} families. A check is a pure"
-        " function of a trace: `pass` only where it was"
+        " function of a trace: `pass` only if it was"
     )
     yield (
-        "exercised, `unknown` where its trigger never fired or its data is absent, `not applicable`"
-        " where the contract rules it out.\n"
+        "exercised, `unknown` if its situation never arose or its data is absent, `not applicable`"
+        " if the contract rules it out.\n"
     )
     for family in families:
         yield f"\n## {family}\n"
         for check in registry:
             if check.family != family:
                 continue
-            killed = [
-                f"[{bug.id}](known-bugs.md#{bug.id})" for bug in KNOWN_BUGS if check.id in bug.detected_by
+            detected = [
+                f"[{bug.id}](known-bugs.md#{bug.id})"
+                for bug in KNOWN_BUGS
+                if check.id in bug.detected_by
             ]
             yield f"\n### {check.id}\n\n{check.promise}\n"
             yield f"- needs: {check.needs}"
             yield f"- exercised by: {', '.join(check.exercised_by)}"
-            yield f"- kills: {', '.join(killed) or 'no known bug yet'}"
+            yield f"- detects: {', '.join(detected) or 'no known bug yet'}"
 
 
 def bugs_page() -> Iterator[str]:
@@ -78,16 +79,16 @@ def bugs_page() -> Iterator[str]:
     )
     yield "nor under `also seen by` (an honest consequence of the same fault).\n"
     yield (
-        "`upstream` names where the fault was published. A reference after `cf.` is of the same"
-        " area: what was published there is"
+        "`upstream` names where the fault was published. A reference after `cf.` is about the same"
+        " code or promise: another fault was"
     )
-    yield "another fault of the same code or promise, and the planted one is modelled on it.\n"
+    yield "published there, and the planted one is modelled on it.\n"
     for bug in KNOWN_BUGS:
         yield f"\n## {bug.id}\n\n{bug.summary}\n"
         yield f"- upstream: {', '.join(bug.refs)}"
-        yield f"- killed by: {', '.join(f'`{check}`' for check in bug.detected_by)}"
+        yield f"- detected by: {', '.join(f'`{check}`' for check in bug.detected_by)}"
         if bug.may_fail:
-            yield f"- also seen by: {', '.join(f'`{check}`' for check in bug.may_fail)}"
+            yield f"- may fail too: {', '.join(f'`{check}`' for check in bug.may_fail)}"
 
 
 def contract_page() -> Iterator[str]:
@@ -119,24 +120,24 @@ def options_page() -> Iterator[str]:
     """docs/options.md."""
     yield "# Options\n\n## pytest\n"
     yield (
-        "Command line wins over ini file, ini file over default. Paths of the ini file start from"
-        " pytest's root folder.\n"
+        "The command line wins over the ini file, the ini file over the default. Paths of the ini"
+        " file start from pytest's root folder.\n"
     )
     yield "| option | ini key | default | meaning |\n|---|---|---|---|"
     for option in OPTIONS:
         value = f"={option.metavar}".replace("|", "\\|") if option.metavar else ""
         default = "" if option.default in (None, (), False) else f"`{option.default}`"
-        key = f"`{option.dest}`" if option.ini else "none: it is a one-time act"
+        key = f"`{option.dest}`" if option.ini else "none"
         yield f"| `{option.flag}{value}` | {key} | {default} | {option.help} |"
     yield (
-        "\nFixtures: `rollproof_record`, `rollproof_replay`, `rollproof_profile`, `rollproof_seed`."
-        " Marker: `rollproof(profile=None,"
+        "\nFixtures: `rollproof_record`, `rollproof_replay`, `rollproof_gap`, `rollproof_profile`,"
+        " `rollproof_seed`. Marker: every"
     )
     yield (
-        "seed=None)`, put on every conformance item, so that `-m rollproof` selects them; on a test"
-        " of yours its arguments override the"
+        "conformance item has `rollproof(profile=None, seed=None)`, so `-m rollproof` selects them;"
+        " on a test of yours its arguments"
     )
-    yield "options."
+    yield "override the options."
     yield "\n## Command line\n"
     yield (
         "Exit codes: 0 all pass, 1 some fail, 2 unknown only, 254 bad arguments, 255 internal"
@@ -187,7 +188,7 @@ def _text(lines: Iterable[str]) -> str:
 def main(
     write: bool = typer.Option(False, "--write/--check", help="Write the pages, or compare them."),
 ) -> None:
-    """Write or compare the generated pages."""
+    """Write the generated pages, or compare them with the code."""
     stale = []
     for name, page in PAGES.items():
         path, text = HERE / name, _text(page())

@@ -36,7 +36,7 @@ Suites are not run side by side (`-n` of pytest-xdist is refused): they would ta
 Engines live in interpreters of their own (their dependencies exclude each other): `ROLLPROOF_VLLM_PYTHON` and `ROLLPROOF_SGLANG_PYTHON`
 name them, and each must be able to import rollproof too (`$ROLLPROOF_VLLM_PYTHON -m pip install --no-deps .`).
 `--rollproof-gpu-report DIR` keeps `run.json` and `run.html`;
-`python -m rollproof.gpu_suites.report.merging OUT run.json ...` makes one report of several shards. [ci/](ci) has workflows for GPU and for CPU
+`python -m rollproof.gpu_suites.report.merging OUT run.json ...` makes one report of several shards. [ci](ci/README.md) has workflows for GPU and for CPU
 runners.
 
 A session says at its start which cards it takes. Cards that other processes use, and those that another session of these suites has

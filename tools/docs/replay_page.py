@@ -1,9 +1,9 @@
-"""Writes docs/replay.md: what a trainer with routing replay declares and tells, what is asked of
-it, and what was found where.
+"""Writes docs/replay.md: what a trainer with routing replay declares and reports, which steps it
+runs, and the verdicts on real trainers.
 
-Verdicts on the reference trainers are made anew each time; those on real trainers are read from
-``replay_results/*.json``, which ``python -m tools.judge_megatron_trainers FILE`` and its like write
-where the packages are installed.
+The reference trainers are judged each time; verdicts on real trainers are read from
+``replay_results/*.json``, which ``python -m tools.judge_megatron_trainers FILE`` and similar
+programs write on machines that have the packages.
 """
 
 from __future__ import annotations
@@ -38,25 +38,26 @@ RESULTS = Path(__file__).parents[2] / "docs" / "replay_results"
 _SIGNS = {"pass": "✓", "fail": "✗", "unknown": "?", "not applicable": "·"}
 _INTRO = """
 Routing replay makes a trainer's routers execute experts that were recorded: in its own old-logprob pass (R2), or in the rollout engine
-(R3). It fails silently: a target that reaches the wrong row, layer, rank or microbatch, or none at all, gives a finite loss. So nothing
-here trusts that a target was installed. A spy sits on the *output* of every router; what each row ought to execute is derived from the
-samples' payload alone; and what a step comes to is held to one law: loss and gradients are a function of weights, samples, routes and
-action, and of nothing that ran before.
+(R3). It fails silently: a target that reaches the wrong row, layer, rank or microbatch, or none at all, still gives a finite loss. So
+no check trusts that a target was installed. A spy observes the *output* of every router, what each row should execute is derived from
+the samples' payload alone, and the result of a step must obey one law: loss and gradients are a function of weights, samples, routes
+and action, and of nothing that ran before.
 
-`rollproof verify --replay my_module:MyTrainer` judges a trainer, as `rollproof.ReplayConformance` does in pytest, and the fixture
-`rollproof_replay(MyTrainer)` within a test of your own. Transformations between payload and router rows are judged on their own, without a
-trainer, by `rollproof.ReplayLayoutConformance` ([doors.md](doors.md)).
+`rollproof verify --replay my_module:MyTrainer` judges a trainer. In pytest, `rollproof.ReplayConformance` does so, or the fixture
+`rollproof_replay(MyTrainer)` within a test of your own, and in a program `rollproof.judge_replay(MyTrainer)`. Transformations between
+payload and router rows are judged on their own, without a trainer, by `rollproof.ReplayLayoutConformance`
+([entry-points.md](entry-points.md)).
 
-One `top_k` holds for all layers: a model whose layers differ in it cannot be declared yet, and is not judged.
+All layers have the same `top_k`: a model whose layers differ in it cannot be declared yet, and is not judged.
 
-Two pages go through a whole trainer: [one of HF transformers](replay-hf.md), with replay code that you can take, and
+Two pages show a complete trainer: [one of HF transformers](replay-hf.md), with replay code that you can use, and
 [one on Megatron](replay-megatron.md); both run on a CPU.
 """
 _TRY = """
 ## Try it without torch
 
-rollproof's own trainers are numpy. The first command judges a correct one; the second one with the most frequent fault
-([example/shifted_trainer.py](example/shifted_trainer.py)): routes stand one row behind their tokens.
+rollproof's own trainers use numpy. The first command judges a correct one, the second a trainer with the most frequent fault
+([example/shifted_trainer.py](example/shifted_trainer.py)): routes are one row behind their tokens.
 
 ```
 rollproof verify --replay rollproof.fakes.trainers.replay_trainer:ReplayTrainer
@@ -64,7 +65,7 @@ cd docs/example
 rollproof verify --replay shifted_trainer:ShiftedTrainer --only replay.forward
 ```
 
-The second one ends with exit code 1 and begins so:
+The second command ends with exit code 1, and prints:
 """
 _EXAMPLES = """
 Worked examples: [a trainer of HF transformers](example/hf_trainer.py), [a Megatron trainer](example/megatron_trainer.py).
@@ -72,12 +73,12 @@ Worked examples: [a trainer of HF transformers](example/hf_trainer.py), [a Megat
 _COVERING = """
 ## Which configurations
 
-Every pair of settings that can be combined is in one of the {rows} rows of a covering array that is frozen in the package
+Every pair of settings that can be combined is in one of the {rows} rows of a covering array that is part of the package
 (`rollproof.replay.covering`): rows of the engine, mode, DP, TP, EP, PP, VPP, CP, SP, recompute, packing, a dense first layer, dispatcher.
-Each row is laid out and merged back by two implementations; {run} run on megatron-core with at most {ranks} processes
+Two implementations lay each row out and merge it back; {run} rows run on megatron-core with at most {ranks} processes
 ([replay-megatron.md](replay-megatron.md)). `python -m rollproof.replay.covering` counts:
 
-| settings at once | feasible combinations | held by the rows | held by those that run |
+| settings at once | feasible combinations | in the rows | in the rows that run |
 |---|---|---|---|"""
 
 
@@ -88,8 +89,8 @@ def replay_page() -> Iterator[str]:
     yield "\n## What you write\n"
     yield _plain(rollproof.ReplaySubject.__doc__)
     yield (
-        "\n`contract` is made by `rollproof.core.trainer_contract.trainer_contract`: the sizes of"
-        " the model, the convention of the payload"
+        "\n`contract` is made by `rollproof.replay.contract.trainer_contract`: the sizes of the model,"
+        " the convention of the payload"
     )
     yield "([contract.md](contract.md)), and these terms.\n\n| term | default |\n|---|---|"
     for field in fields(ReplayTerms):
@@ -102,8 +103,7 @@ def replay_page() -> Iterator[str]:
         yield f"\n### {name}\n\n{_plain(text)}\n"
         yield from _values(members)
     yield (
-        "\n## What it is handed, and hands over\n\nOf `rollproof.core.events.replay` and"
-        " `rollproof.core.router_spy`.\n"
+        "\n## What it gets and returns\n\nFrom `rollproof.replay.events` and `rollproof.replay.spy`.\n"
     )
     for record in (replay.Step, replay.Outcome):
         yield f"\n### {record.__name__}\n\n{_plain(record.__doc__)}"
@@ -132,7 +132,7 @@ def replay_page() -> Iterator[str]:
 
 
 def _tried() -> Iterator[str]:
-    """What the example with a fault is told."""
+    """The finding on the example with a fault."""
     yield _TRY
     example = runpy.run_path(str(RESULTS.parent / "example" / "shifted_trainer.py"))
     check = judge_replay(example["ShiftedTrainer"], only=["replay.forward"]).to_dict()["checks"][0]
@@ -140,22 +140,22 @@ def _tried() -> Iterator[str]:
 
 
 def _covering() -> Iterator[str]:
-    """How much of the settings' combinations the covering array holds."""
+    """How many combinations of settings the covering array has."""
     rows = frozen_rows()
     run = [rows[number] for number, *_ in covering_setups()]
     yield _COVERING.format(rows=len(rows), run=len(run), ranks=CPU_RANKS)
     for strength, words in ((2, "two"), (3, "three")):
-        (held, total), (ran, _) = coverage(rows, strength), coverage(run, strength)
+        (covered, total), (ran, _) = coverage(rows, strength), coverage(run, strength)
         yield (
-            f"| {words} | {total:,} | {held:,} ({held / total:.1%}) | {ran:,} ({ran / total:.1%}) |"
+            f"| {words} | {total:,} | {covered:,} ({covered / total:.1%}) | {ran:,} ({ran / total:.1%}) |"
         )
 
 
 def _episodes() -> Iterator[str]:
-    """What is asked of a trainer that offers everything."""
+    """The steps of a trainer that supports everything."""
     yield (
-        "\n## What is asked\n\nAn episode begins with a fresh subject. These are the episodes of a"
-        " trainer that offers everything (R2,"
+        "\n## Episodes\n\nAn episode begins with a fresh adapter. These are the episodes of a trainer"
+        " that supports everything (R2,"
     )
     yield (
         "one other model); `--profile nightly` and `soak` add random ones, which repeat a few steps"
@@ -171,12 +171,12 @@ def _table() -> Iterator[str]:
     checks = [check for check in default_registry() if check.about == "replay"]
     short = [check.id.partition(".")[2] for check in checks]
     yield (
-        "\n## What was found\n\nPass ✓, fail ✗, unknown ?, not applicable ·. Reference trainers are"
+        "\n## Verdicts\n\nPass ✓, fail ✗, unknown ?, not applicable ·. Reference trainers are"
         " rollproof's own, in numpy, on"
     )
     yield (
-        "simulated ranks; the rows below them are real trainers on CPU (gloo), judged where their"
-        " packages are installed.\n"
+        "simulated ranks; the rows below them are real trainers on CPU (gloo), judged on a machine"
+        " that has their packages.\n"
     )
     yield (
         f"{len(checks)} checks, by number:"
@@ -184,14 +184,14 @@ def _table() -> Iterator[str]:
     )
     yield f"| trainer | split | mode | {' | '.join(str(i + 1) for i in range(len(checks)))} |"
     yield f"|---|---|---|{'---|' * len(checks)}"
-    found: list[str] = []
+    findings: list[str] = []
     for name, row in {**_references(), **_results()}.items():
         verdicts: Mapping[str, str] = row["verdicts"]
         signs = [_SIGNS.get(verdicts.get(check.id, ""), " ") for check in checks]
         yield (
             f"| {name} | {row['parallel'] or 'one process'} | {row['mode']} | {' | '.join(signs)} |"
         )
-        found += [f"- **{name}**, `{check}`: {text}" for check, text in row["findings"].items()]
+        findings += [f"- **{name}**, `{check}`: {text}" for check, text in row["findings"].items()]
     versions = {
         f"{package} {version}"
         for row in _results().values()
@@ -199,12 +199,12 @@ def _table() -> Iterator[str]:
     }
     if versions:
         yield f"\nVersions: {', '.join(sorted(versions))}."
-    if found:
+    if findings:
         yield (
             "\n### What fails\n\nThe first finding of each check;"
-            " [track-record.md](track-record.md) has them by hand.\n"
+            " [track-record.md](track-record.md) reproduces them by hand.\n"
         )
-        yield from found
+        yield from findings
 
 
 def _references() -> dict[str, dict[str, Any]]:
