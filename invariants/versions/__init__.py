@@ -1,4 +1,4 @@
-"""Versions: every tag names the weights that sampled its tokens."""
+"""The family ``versions``: version tags name the weights that sampled the tokens."""
 
 from __future__ import annotations
 

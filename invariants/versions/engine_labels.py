@@ -1,4 +1,4 @@
-"""Version checks on what engines show, and on weights that have no label: unknown stays unknown."""
+"""Checks on the labels that engines show, and on weights without a label: unknown stays unknown."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING
 
 from rollproof.core.contract import Versions
 from rollproof.core.records import Version
-from rollproof.invariants._shared.delivery import delivery, missing_reason
 from rollproof.invariants._shared.phrases import count, ranges, share, verb, version_name
 from rollproof.invariants.versions.samplers import (
     Key,
@@ -16,10 +15,14 @@ from rollproof.invariants.versions.samplers import (
     key,
     published,
     reply_samplers,
-    samplers,
 )
-from rollproof.invariants.versions.tagged_samples import naming, tagged
-from rollproof.invariants.versions.version_phrases import sampled_by, tag_list
+from rollproof.invariants.versions.tagged_samples import (
+    aligned_samplers,
+    naming,
+    sampled_by,
+    tag_list,
+    tagged,
+)
 from rollproof.judging.checks import Collector, request_check
 
 if TYPE_CHECKING:
@@ -33,11 +36,11 @@ __all__ = [
 ]
 
 
-_MUTE = "the engines show no version (their contract declares versions='none')"
+_NO_VERSIONS = "the engines show no version (their contract declares versions='none')"
 
 
-def _mute(view: RequestView) -> bool:
-    """Whether the engines declare that they show no version."""
+def _shows_no_version(view: RequestView) -> bool:
+    """Return whether the engines declare that they show no version."""
     return view.engine is not None and view.engine.versions is Versions.NONE
 
 
@@ -51,21 +54,20 @@ def _mute(view: RequestView) -> bool:
     exercised_by=("replies under one version", "replies across versions"),
 )
 def versions_engine_tags(view: RequestView, out: Collector) -> None:
-    """Compare what the replies show with the truth. Weights without a label are
-    ``unlabelled-update``'s.
-
-    An engine that declares when it reads its one label (``tag_read``) is not held to more for a
-    call that an update overtook.
+    """Compare what the replies show with the truth; ``versions.unlabelled-update`` judges weights
+    without a label.
     """
-    if _mute(view):
-        out.inapplicable(_MUTE)
+    if _shows_no_version(view):
+        out.inapplicable(_NO_VERSIONS)
         return
     parts = reply_samplers(view)
     by_call: dict[int, list[Sampler]] = {}
     for part in parts:
         by_call.setdefault(part.attempt, []).append(part)
-    for number, own in by_call.items():
-        if any(not part.labels for part in own) or all(part.shown is None for part in own):
+    for number, parts_of_call in by_call.items():
+        if any(not part.labels for part in parts_of_call) or all(
+            part.shown is None for part in parts_of_call
+        ):
             continue
         attempt = view.attempts[number]
         reply = attempt.consumed
@@ -73,13 +75,18 @@ def versions_engine_tags(view: RequestView, out: Collector) -> None:
             continue
         out.exercised(
             "replies across versions"
-            if len({part.labels for part in own}) > 1
+            if len({part.labels for part in parts_of_call}) > 1
             else "replies under one version"
         )
-        wrong = [part for part in own if part.misled]
+        wrong = [part for part in parts_of_call if part.misled]
         if not wrong or (
             not reply.output.spans
-            and (len(wrong) < len(own) or _as_declared(view, attempt, own[0].shown))
+            # An engine that declares when it reads its one label (tag_read) is not held to more for
+            # a call that an update overtook.
+            and (
+                len(wrong) < len(parts_of_call)
+                or _read_as_declared(view, attempt, parts_of_call[0].shown)
+            )
         ):
             continue
         tokens = sum(part.end - part.start for part in wrong)
@@ -87,7 +94,7 @@ def versions_engine_tags(view: RequestView, out: Collector) -> None:
             f"The engine shows {version_name(wrong[0].shown)} for {count(tokens, 'token')} that it"
             " did not sample",
             kind="the engine shows a version for tokens that it did not sample",
-            expected=sampled_by(own),
+            expected=sampled_by(parts_of_call),
             observed=f"{sampled_by(wrong, shown=True)}, in the reply to call {number}",
             where=view.place(
                 call=number,
@@ -96,15 +103,16 @@ def versions_engine_tags(view: RequestView, out: Collector) -> None:
                 version=wrong[0].shown,
             ),
             hint=(
-                "The label was read when the reply was made, or when the call was admitted, and an"
-                " update lies in between: keep the label with each token as it is sampled."
+                "The label was read when the reply was made or when the call was admitted,"
+                " and an update came in between: store the label with each token as it is"
+                " sampled."
             ),
         )
 
 
-def _as_declared(view: RequestView, attempt: Attempt, shown: Key) -> bool:
-    """Whether the engine declares when it reads its label, and served ``shown`` at some time
-    between admission and reply.
+def _read_as_declared(view: RequestView, attempt: Attempt, shown: Key) -> bool:
+    """Return whether the engine declares when it reads its label, and served ``shown`` between
+    admission and reply.
     """
     reply = attempt.consumed
     if view.engine is None or view.engine.tag_read is None or reply is None:
@@ -130,30 +138,35 @@ def _as_declared(view: RequestView, attempt: Attempt, shown: Key) -> bool:
     applies=tagged,
 )
 def versions_unlabelled_update(view: RequestView, out: Collector) -> None:
-    """Look at what engine and sample say of tokens whose weights never had a label."""
-    parts = samplers(view)
-    if parts is None or view.rollout is None:
-        out.absent(_why(view))
+    """Check what engine and sample say about tokens whose weights never had a label."""
+    both = aligned_samplers(view, out)
+    if both is None:
         return
-    # what a sample says where an engine that shows versions showed none is unknown-stays-unknown's
-    # to judge
-    silent = (
+    rollout, parts = both[0].rollout, both[1]
+    # If an engine that shows versions showed none, versions.unknown-stays-unknown judges the sample.
+    unshown = (
         [part for part in parts if part.unlabelled and part.shown is None]
         if engines_show_versions(view)
         else []
     )
-    if not _named(view, view.rollout, parts, silent):
-        out.exercised("tokens of unlabelled weights", sum(part.end - part.start for part in silent))
-    bare = [part for part in parts if part.unlabelled and part not in silent]
-    out.exercised("tokens of unlabelled weights", sum(part.end - part.start for part in bare))
-    if not bare:
+    if not _tagged_parts(view, rollout, parts, unshown):
+        out.exercised(
+            "tokens of unlabelled weights", sum(part.end - part.start for part in unshown)
+        )
+    unlabelled_parts = [part for part in parts if part.unlabelled and part not in unshown]
+    out.exercised(
+        "tokens of unlabelled weights", sum(part.end - part.start for part in unlabelled_parts)
+    )
+    if not unlabelled_parts:
         return
-    shown = [part for part in bare if part.shown is not None]
-    named = [(part, part.shown) for part in shown] or _named(view, view.rollout, parts, bare)
-    if not named:
+    shown = [part for part in unlabelled_parts if part.shown is not None]
+    tagged_parts = [(part, part.shown) for part in shown] or _tagged_parts(
+        view, rollout, parts, unlabelled_parts
+    )
+    if not tagged_parts:
         return
-    tokens = sum(part.end - part.start for part, _ in named)
-    first, tag = named[0]
+    tokens = sum(part.end - part.start for part, _ in tagged_parts)
+    first, tag = tagged_parts[0]
     out.finding(
         f"{count(tokens, 'token')} of weights that were loaded without a label"
         f" {verb(tokens, 'is', 'are')} tagged {version_name(tag)}",
@@ -162,11 +175,14 @@ def versions_unlabelled_update(view: RequestView, out: Collector) -> None:
             if shown
             else "the sample tags tokens of unlabelled weights"
         ),
-        expected="no version: an update without a label makes the label of what is served unknown",
+        expected=(
+            "no version: after an update without a label, the label of the served weights is"
+            " unknown"
+        ),
         observed=(
             f"{version_name(tag)} {'shown by the engine' if shown else 'in the sample'}, which"
             " names other weights, at response index"
-            f" {ranges(i for part, _ in named for i in range(part.start, part.end))}"
+            f" {ranges(i for part, _ in tagged_parts for i in range(part.start, part.end))}"
         ),
         where=view.place(index=first.start, call=first.attempt, version=tag),
         hint=(
@@ -180,7 +196,7 @@ def versions_unlabelled_update(view: RequestView, out: Collector) -> None:
 @request_check(
     "versions.unknown-stays-unknown",
     promise=(
-        "Where the engine showed no version, the sample says that it is unknown, or names the true"
+        "If the engine showed no version, the sample marks it as unknown or names the true"
         " one; it does not guess."
     ),
     needs=(
@@ -191,29 +207,27 @@ def versions_unlabelled_update(view: RequestView, out: Collector) -> None:
     applies=naming,
 )
 def versions_unknown_stays_unknown(view: RequestView, out: Collector) -> None:
-    """Compare the tags of such tokens with the truth. Engines that show no versions at all leave it
-    to the stack to know.
-    """
-    if _mute(view):
-        out.inapplicable(_MUTE)
+    """Compare the tags of such tokens with the truth."""
+    if _shows_no_version(view):
+        out.inapplicable(_NO_VERSIONS)
         return
-    found, parts = delivery(view), samplers(view)
-    if found is None or parts is None:
-        out.absent(_why(view))
+    both = aligned_samplers(view, out)
+    if both is None:
         return
-    silent = (
+    rollout, parts = both[0].rollout, both[1]
+    unshown = (
         [part for part in parts if part.shown is None and part.labels is not None]
         if engines_show_versions(view)
         else []
     )
-    # the parts of a stream that broke off may have shown what its reply would have said
-    silent = [part for part in silent if view.attempts[part.attempt].partial is None]
-    out.exercised("tokens without a shown version", sum(part.end - part.start for part in silent))
-    if not silent:
+    # The parts of a stream that broke may have shown what its reply would have said.
+    unshown = [part for part in unshown if view.attempts[part.attempt].partial is None]
+    out.exercised("tokens without a shown version", sum(part.end - part.start for part in unshown))
+    if not unshown:
         return
     wrong = [
         (part, tag)
-        for part, tag in _named(view, found.rollout, parts, silent)
+        for part, tag in _tagged_parts(view, rollout, parts, unshown)
         if key(tag) not in (part.labels or ())
     ]
     if not wrong:
@@ -238,32 +252,22 @@ def versions_unknown_stays_unknown(view: RequestView, out: Collector) -> None:
             " servers). Pass the step, or tag the tokens as unknown."
             if all(part.unlabelled for part, _ in wrong)
             else (
-                "An unknown version replaced by 0, or by the newest, turns stale tokens into fresh"
-                " ones; keep None, or drop the sample."
+                "An unknown version that is replaced by 0 or by the newest turns stale tokens"
+                " into fresh ones; leave it None, or drop the sample."
             )
         ),
     )
 
 
-def _why(view: RequestView) -> str:
-    """Why the samplers of a request are not known."""
-    found = delivery(view)
-    return (
-        missing_reason(view)
-        if found is None
-        else found.reason or "the tokens are not those that were sampled (stitch.tokens)"
-    )
-
-
-def _named(
-    view: RequestView, rollout: Rollout, parts: Sequence[Sampler], own: Sequence[Sampler]
+def _tagged_parts(
+    view: RequestView, rollout: Rollout, parts: Sequence[Sampler], chosen: Sequence[Sampler]
 ) -> list[tuple[Sampler, Version]]:
-    """The published tags that the sample gives to ``own`` parts, as far as they can be told from
+    """Return the published tags that the sample gives to the chosen parts, if they can be told from
     those of other parts.
     """
     out: list[tuple[Sampler, Version]] = []
     kind = view.contract.versions
-    for part in own:
+    for part in chosen:
         tags: list[Version] = []
         if kind is Versions.TOKEN and rollout.token_versions is not None:
             tags = list(dict.fromkeys(rollout.token_versions[part.start : part.end]))
@@ -273,11 +277,11 @@ def _named(
                 for span in rollout.spans
                 if span.start < part.end and part.start < span.end
             ]
-        elif len(own) == len(parts) and kind is Versions.SAMPLE:
+        elif len(chosen) == len(parts) and kind is Versions.SAMPLE:
             tags = [rollout.version]
-        elif len(own) == len(parts) and kind is Versions.MIN_MAX:
+        elif len(chosen) == len(parts) and kind is Versions.MIN_MAX:
             tags = [rollout.min_version, rollout.max_version]
-        elif len(own) == len(parts) and kind is Versions.CALL:
+        elif len(chosen) == len(parts) and kind is Versions.CALL:
             tags = list(rollout.call_versions)
         out += [(part, tag) for tag in tags[:1] if tag is not None and published(view.history, tag)]
     return out

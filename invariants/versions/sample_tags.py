@@ -1,7 +1,7 @@
-"""Version checks on samples: every tag names the weights that sampled the tokens it speaks of.
+"""Checks on the tags of samples: every tag names the weights that sampled the tokens it stands for.
 
-A ``sample`` tag is right when it names any version that sampled a token of the sample: one label
-cannot say more, and stacks differ in which of several they keep. ``min`` and ``max`` run over
+A ``sample`` tag is right if it names any version that sampled a token of the sample: one label
+cannot say more, and stacks differ in which of several they store. ``min`` and ``max`` are over
 versions that sampled tokens, so a call without tokens counts for nothing. Labels compare as
 ``samplers.key`` says.
 """
@@ -30,9 +30,11 @@ from rollproof.invariants.versions.tagged_samples import (
     judged,
     naming,
     only,
+    sampled_by,
+    tag_list,
     tagged,
+    tags_of,
 )
-from rollproof.invariants.versions.version_phrases import sampled_by, tag_list, tags_of
 from rollproof.invariants.weights.update_races import SKEWED
 from rollproof.judging.checks import Collector, request_check
 
@@ -48,24 +50,23 @@ __all__ = [
     "versions_sample_tag",
 ]
 
-_OF_THE_SAMPLE = (Versions.SAMPLE, Versions.MIN_MAX, Versions.BOUNDS)
+_ONE_PER_SAMPLE = (Versions.SAMPLE, Versions.MIN_MAX, Versions.BOUNDS)
 """Tags of which a sample has one for all of its tokens."""
 
 
 @request_check(
     "versions.present",
     promise=(
-        "A declared version tag is there whenever the engine showed one; version 0 is a version,"
-        " not a missing value."
+        "A declared version tag is present whenever the engine showed one; version 0 is a"
+        " version, not a missing value."
     ),
     needs="a delivered sample, and engines that show versions",
     exercised_by=("tags", "tags of version 0"),
     applies=tagged,
 )
 def versions_present(view: RequestView, out: Collector) -> None:
-    """Look for tags that are ``None`` or empty although the engine told the version of the tokens.
-
-    A tag for the whole sample may be unknown as soon as one of its tokens is.
+    """Look for tags that are ``None`` or empty although the engine showed the version of the
+    tokens.
     """
     both = judged(view, out)
     if both is None:
@@ -76,42 +77,47 @@ def versions_present(view: RequestView, out: Collector) -> None:
         and rollout.min_version is not None
         and rollout.max_version is not None
     ):
-        # counters of the stack's own: whether the engines show versions does not matter
+        # The stack counts versions itself: whether the engines show them does not matter.
         out.exercised("tags of version 0", int(0 in (rollout.min_version, rollout.max_version)))
         out.exercised("tags")
         return
-    told = [part for part in parts if part.shown is not None and part.labels and not part.misled]
-    if not told or (len(told) < len(parts) and view.contract.versions in _OF_THE_SAMPLE):
+    shown_parts = [
+        part for part in parts if part.shown is not None and part.labels and not part.misled
+    ]
+    # A tag for the entire sample may be unknown as soon as one of its tokens is.
+    if not shown_parts or (
+        len(shown_parts) < len(parts) and view.contract.versions in _ONE_PER_SAMPLE
+    ):
         out.absent("the engines showed no version for some of the tokens")
         return
     out.exercised("tags")
-    out.exercised("tags of version 0", int(any(part.shown == 0 for part in told)))
-    gone = _absent_tags(view, rollout, told)
-    if gone:
+    out.exercised("tags of version 0", int(any(part.shown == 0 for part in shown_parts)))
+    missing = _absent_tags(view, rollout, shown_parts)
+    if missing:
         out.finding(
-            f"The sample carries no {listing(gone, 'or')}, although the engine showed"
-            f" {sampled_by(told, shown=True)}",
-            kind=f"no {listing(gone, 'or')}",
+            f"The sample carries no {listing(missing, 'or')}, although the engine showed"
+            f" {sampled_by(shown_parts, shown=True)}",
+            kind=f"no {listing(missing, 'or')}",
             expected=(
-                f"{listing(gone)} of the tokens, as declared by"
+                f"{listing(missing)} of the tokens, as declared by"
                 f" versions={str(view.contract.versions)!r}"
             ),
-            observed=", ".join(f"{name} is absent" for name in gone),
-            where=view.place(version=told[0].shown),
+            observed=", ".join(f"{name} is absent" for name in missing),
+            where=view.place(version=shown_parts[0].shown),
             hint=(
-                "Version 0 is false in a condition: `if version:` drops it, `if version is not"
-                " None:` keeps it."
-                if all(part.shown == 0 for part in told)
+                "Version 0 is false in a condition: `if version:` drops it, `if version is"
+                " not None:` does not."
+                if all(part.shown == 0 for part in shown_parts)
                 else (
-                    "The tag was dropped on its way; without it staleness cannot be bounded, nor"
-                    " the sample scored under its own weights."
+                    "The stack dropped the tag; without it staleness cannot be bounded, and"
+                    " the sample cannot be scored under its own weights."
                 )
             ),
         )
 
 
-def _absent_tags(view: RequestView, rollout: Rollout, told: Sequence[Sampler]) -> list[str]:
-    """Names of the declared tags that are not there."""
+def _absent_tags(view: RequestView, rollout: Rollout, shown_parts: Sequence[Sampler]) -> list[str]:
+    """Return the names of the declared tags that are missing."""
     kind = view.contract.versions
     if kind is Versions.SAMPLE:
         return ["version"] if rollout.version is None else []
@@ -132,20 +138,20 @@ def _absent_tags(view: RequestView, rollout: Rollout, told: Sequence[Sampler]) -
     return (
         []
         if tags is not None
-        and any(tag is not None for part in told for tag in tags[part.start : part.end])
+        and any(tag is not None for part in shown_parts for tag in tags[part.start : part.end])
         else ["token versions"]
     )
 
 
 @request_check(
     "versions.published",
-    promise="A tag names a version that was published, never one made up.",
+    promise="A tag names a version that was published, never a made-up one.",
     needs="a delivered sample with tags, and the weight updates of the run",
     exercised_by="tags",
     applies=naming,
 )
 def versions_published(view: RequestView, out: Collector) -> None:
-    """Look every tag of the sample up among the published labels."""
+    """Look up every tag of the sample among the published labels."""
     rollout = view.rollout
     if rollout is None:
         out.absent(missing_reason(view))
@@ -155,27 +161,27 @@ def versions_published(view: RequestView, out: Collector) -> None:
         return
     tags = tags_of(view, rollout)
     out.exercised("tags", len(tags))
-    stray = [tag for tag in tags if not published(view.history, tag)]
-    if not stray:
+    unpublished = [tag for tag in tags if not published(view.history, tag)]
+    if not unpublished:
         return
     labels = sorted(view.history.labels, key=view.history.rank_of)  # type: ignore[arg-type]  # every label has a rank
     out.finding(
-        f"The sample is tagged with {listing(version_name(tag) for tag in stray[:4])}, never"
+        f"The sample is tagged with {listing(version_name(tag) for tag in unpublished[:4])}, never"
         " published",
         kind="a tag that was never published",
         expected=f"one of the published labels: {tag_list(labels)}",
-        observed=tag_list(stray),
-        where=view.place(version=stray[0]),
+        observed=tag_list(unpublished),
+        where=view.place(version=unpublished[0]),
         hint=(
-            "A counter that runs ahead of the updates, or a default for unknown: mark what is"
-            " unknown as None."
+            "A counter runs ahead of the updates, or unknown has a default: mark unknown"
+            " versions as None."
         ),
     )
 
 
 @request_check(
     "versions.sample-tag",
-    promise="The one version of a sample is one that sampled a token of it.",
+    promise="The version of a sample is one that sampled a token of it.",
     needs="a delivered sample, and the versions that sampled its tokens",
     exercised_by=("samples under one version", "samples across versions"),
     applies=only(Versions.SAMPLE),
@@ -220,12 +226,12 @@ def _stale_hint(view: RequestView, tag: Key, parts: Sequence[Sampler]) -> str:
         ranks[label] for part in parts for label in part.labels or ()
     ):
         return (
-            "It was published after the tokens were sampled: the tag was read after the reply had"
-            " come, not with it (AReaL #1569)."
+            "It was published after the tokens were sampled: the tag was read after the"
+            " reply, not with it (AReaL #1569)."
         )
     return (
-        "It was current before the tokens were sampled: a tag of the time of scheduling bounds"
-        " staleness, but does not name the sampler. Take it from the reply, or declare"
+        "It was current before the tokens were sampled: a tag from the time of scheduling"
+        " bounds staleness, but does not name the sampler. Take it from the reply, or declare"
         " versions='none'."
     )
 
@@ -255,9 +261,9 @@ def versions_min_max(view: RequestView, out: Collector) -> None:
         out.absent("the samples carry no published min and max version")
         return
     sampled = reply_samplers(view)
-    sets = [part.accepted for part in sampled]
-    known = [labels for labels in sets if labels is not None]
-    kept = known[: len(parts)]
+    label_sets = [part.accepted for part in sampled]
+    known = [labels for labels in label_sets if labels is not None]
+    in_sample = known[: len(parts)]
     ranks = order(
         view.history,
         [
@@ -269,12 +275,17 @@ def versions_min_max(view: RequestView, out: Collector) -> None:
     if ranks is None:
         out.absent("the order of the versions is not known")
         return
-    if not count_samplers(parts, out) or len(known) < len(sets):
+    if not count_samplers(parts, out) or len(known) < len(label_sets):
         return
-    lowest, highest = _lowest(kept, ranks), _highest(kept, ranks)
-    # tokens that a limit of the sample cut off may count or not
-    right = {"min": {*lowest, *_lowest(known, ranks)}, "max": {*highest, *_highest(known, ranks)}}
-    wrong = [name for name, tag in (("min", low), ("max", high)) if key(tag) not in right[name]]
+    lowest, highest = _lowest(in_sample, ranks), _highest(in_sample, ranks)
+    # Tokens that a limit of the sample cut off may count or not.
+    accepted_tags = {
+        "min": {*lowest, *_lowest(known, ranks)},
+        "max": {*highest, *_highest(known, ranks)},
+    }
+    wrong = [
+        name for name, tag in (("min", low), ("max", high)) if key(tag) not in accepted_tags[name]
+    ]
     if not wrong:
         return
     out.finding(
@@ -290,13 +301,13 @@ def versions_min_max(view: RequestView, out: Collector) -> None:
     )
 
 
-def _lowest(sets: Sequence[frozenset[Key]], ranks: dict[Key, int]) -> list[Key]:
-    """The labels that can be the smallest when each set contributes one."""
-    bound = min(max(ranks[label] for label in labels if label is not None) for labels in sets)
+def _lowest(label_sets: Sequence[frozenset[Key]], ranks: dict[Key, int]) -> list[Key]:
+    """Return the labels that can be the smallest if each set contributes one."""
+    bound = min(max(ranks[label] for label in labels if label is not None) for labels in label_sets)
     return sorted(
         {
             label
-            for labels in sets
+            for labels in label_sets
             for label in labels
             if label is not None and ranks[label] <= bound
         },
@@ -304,13 +315,13 @@ def _lowest(sets: Sequence[frozenset[Key]], ranks: dict[Key, int]) -> list[Key]:
     )
 
 
-def _highest(sets: Sequence[frozenset[Key]], ranks: dict[Key, int]) -> list[Key]:
-    """The labels that can be the greatest when each set contributes one."""
-    bound = max(min(ranks[label] for label in labels if label is not None) for labels in sets)
+def _highest(label_sets: Sequence[frozenset[Key]], ranks: dict[Key, int]) -> list[Key]:
+    """Return the labels that can be the greatest if each set contributes one."""
+    bound = max(min(ranks[label] for label in labels if label is not None) for labels in label_sets)
     return sorted(
         {
             label
-            for labels in sets
+            for labels in label_sets
             for label in labels
             if label is not None and ranks[label] >= bound
         },
@@ -334,41 +345,41 @@ def _min_max_hint(
             " than they are (verl's FullyAsyncLLMServerClient, up to 0.9.1)."
         )
     zero = (
-        " Or version 0 was skipped by `if version:`; ask `if version is not None:` (verl's"
+        " Or version 0 was skipped by `if version:`; write `if version is not None:` (verl's"
         " ToolAgentLoop)."
         if 0 in sampled and key(low)
         else ""
     )
     if key(low) == key(high):
         return (
-            "One call's tag stands for all: keep the smallest and the greatest over all calls that"
-            " brought tokens, also across turns." + zero
+            "The tag of one call is used for all: take the smallest and the greatest over all"
+            " calls that returned tokens, also across turns." + zero
         )
     return (
-        "EventCheck both tags over every reply that brought tokens, whatever their order: versions go"
-        " back when a replica lags behind." + zero
+        "Update both tags with every reply that returned tokens, whatever their order: versions"
+        " decrease when a replica lags behind." + zero
     )
 
 
 @request_check(
     "versions.bounds",
     promise=(
-        "No token of a sample was sampled under a version older than its lower bound, or newer than"
-        " its upper one."
+        "No token of a sample was sampled by a version older than its lower bound or newer"
+        " than its upper bound."
     ),
     needs="a delivered sample, and the versions that sampled its tokens",
     exercised_by=("samples under one version", "samples across versions"),
     applies=only(Versions.BOUNDS),
 )
 def versions_bounds(view: RequestView, out: Collector) -> None:
-    """Look for tokens whose every possible version lies outside ``min_version`` to ``max_version``."""
+    """Look for tokens with no possible version between ``min_version`` and ``max_version``."""
     both = judged(view, out)
     if both is None:
         return
     rollout, parts = both[0].rollout, both[1]
     low, high = rollout.min_version, rollout.max_version
     if low is None or high is None:
-        out.absent("the samples carry no two bounds")
+        out.absent("the samples do not carry both bounds")
         return
     known = [
         (part, frozenset(label for label in part.accepted or () if label is not None))
@@ -394,9 +405,8 @@ def versions_bounds(view: RequestView, out: Collector) -> None:
         if labels and min(ranks[label] for label in labels) > ranks[key(high)]
     ]
     if newer and case_actions(view.header, "skew"):
-        out.absent(
-            SKEWED
-        )  # nobody told the stack of these weights, so no counter of its own can bound them
+        # The stack was not told of these weights, so that its counter cannot bound them.
+        out.absent(SKEWED)
         return
     if not count_samplers(parts, out) or not (older or newer):
         return
@@ -407,14 +417,14 @@ def versions_bounds(view: RequestView, out: Collector) -> None:
         observed=f"min {low}, max {high}",
         where=view.place(index=(older or newer)[0].start, version=low if older else high),
         hint=(
-            "The counter was raised while the engines still sampled under the old weights, and a"
-            " rollout that began then read it: raise what the lower bound is read from after the"
-            " update."
+            "The counter was raised while the engines still sampled under the old weights,"
+            " and a rollout that began then read it: raise the counter of the lower bound"
+            " after the update."
             if older
             else (
-                "The counter was raised when the engines already sampled under the new weights, and"
-                " a rollout that ended by then did not see it: raise what the upper bound is read"
-                " from before the update."
+                "The counter was raised when the engines already sampled under the new"
+                " weights, and a rollout that ended by then did not see it: raise the counter"
+                " of the upper bound before the update."
             )
         ),
     )
@@ -431,9 +441,7 @@ def versions_bounds(view: RequestView, out: Collector) -> None:
     applies=only(Versions.CALL),
 )
 def versions_call_tags(view: RequestView, out: Collector) -> None:
-    """Match the list of tags with the calls; calls without tokens, with tokens given up, or of a
-    broken stream may have a tag or none.
-    """
+    """Match the list of tags with the calls."""
     both = judged(view, out)
     if both is None:
         return
@@ -448,6 +456,8 @@ def versions_call_tags(view: RequestView, out: Collector) -> None:
     calls = [
         (
             attempt.number,
+            # Calls without tokens, with tokens given up, or of a broken stream may have a tag or
+            # none.
             attempt.number not in accepted or attempt.partial is not None,
             accepted.get(attempt.number),
         )
@@ -458,13 +468,13 @@ def versions_call_tags(view: RequestView, out: Collector) -> None:
 
 
 def _by_call(parts: Iterable[Sampler]) -> dict[int, frozenset[Key] | None]:
-    """What each call's tag may be; ``None``: anything."""
+    """Return what each call's tag may be (``None``: anything)."""
     out: dict[int, frozenset[Key] | None] = {}
     for part in parts:
         before = out.get(part.attempt, frozenset())
-        free = part.accepted is None or before is None
+        any_tag = part.accepted is None or before is None
         out[part.attempt] = (
-            None if free else (before or frozenset()) | (part.accepted or frozenset())
+            None if any_tag else (before or frozenset()) | (part.accepted or frozenset())
         )
     return out
 
@@ -472,16 +482,16 @@ def _by_call(parts: Iterable[Sampler]) -> dict[int, frozenset[Key] | None]:
 def _matches(
     tags: Sequence[Version], calls: Sequence[tuple[int, bool, frozenset[Key] | None]]
 ) -> bool:
-    """Whether the tags can be read off the calls in order, some optional ones left out."""
-    places = {0}
+    """Return whether the tags match the calls in order, with some optional ones left out."""
+    positions = {0}
     for _, optional, labels in calls:
-        step = {
-            place + 1
-            for place in places
-            if place < len(tags) and (labels is None or key(tags[place]) in labels)
+        reachable = {
+            position + 1
+            for position in positions
+            if position < len(tags) and (labels is None or key(tags[position]) in labels)
         }
-        places = step | places if optional else step
-    return len(tags) in places
+        positions = reachable | positions if optional else reachable
+    return len(tags) in positions
 
 
 def _call_finding(
@@ -491,28 +501,28 @@ def _call_finding(
     parts: Sequence[Sampler],
     out: Collector,
 ) -> None:
-    needed = [call for call in calls if not call[1]]
-    for row in (needed, calls):
-        if len(row) == len(tags):
+    with_tokens = [call for call in calls if not call[1]]
+    for candidates in (with_tokens, calls):
+        if len(candidates) == len(tags):
             wrong = next(
                 (
                     i
-                    for i, (_, _, labels) in enumerate(row)
+                    for i, (_, _, labels) in enumerate(candidates)
                     if labels is not None and key(tags[i]) not in labels
                 ),
                 0,
             )
             title = (
-                f"Call {row[wrong][0]} is tagged with {version_name(tags[wrong])}, which sampled"
+                f"Call {candidates[wrong][0]} is tagged with {version_name(tags[wrong])}, which sampled"
                 " none of its tokens"
             )
-            place, kind = row[wrong][0], "a call's tag sampled none of its tokens"
+            call, kind = candidates[wrong][0], "a call's tag sampled none of its tokens"
             break
     else:
-        title, place = (
+        title, call = (
             (
                 f"The sample has {count(len(tags), 'call version')} for"
-                f" {count(len(needed), 'call')} that brought tokens"
+                f" {count(len(with_tokens), 'call')} that brought tokens"
             ),
             None,
         )
@@ -522,9 +532,9 @@ def _call_finding(
         kind=kind,
         expected=f"one tag per call with tokens: {sampled_by(parts)}",
         observed=tag_list(tags),
-        where=view.place(call=place),
+        where=view.place(call=call),
         hint=(
-            "Each tag must come from its own reply; a call that was lost, or brought nothing, must"
-            " not shift the others."
+            "Each tag must come from its own reply; a call that was lost or returned no"
+            " tokens must not shift the others."
         ),
     )

@@ -1,12 +1,11 @@
-"""Samplers: which labels are right for which tokens of a delivered sample, and how far anybody can
-know.
+"""Which labels are right for which tokens of a delivered sample, and how far that is known.
 
 Ground truth is the version that the fake engine says sampled a token, under every label that those
-weights were ever published with (a retag makes two of them right). Where there is none, the spans
-that an engine shows are believed, and so is the one label of a call during which its server's
-weights and label did not change. All else is unknown, and an unknown version equals nothing. A
-stack is not blamed for what its engine showed it: where that was wrong (``versions.engine-tags``),
-or coarser than the truth, either reading is accepted.
+weights were ever published with (a retag makes two of them right). Without it, the spans that an
+engine shows are believed, and so is the single label of a call during which its server's weights
+and label did not change. All else is unknown, and an unknown version equals nothing. A stack is not
+blamed for what its engine showed it: if that was wrong (``versions.engine-tags``) or coarser than
+the truth, either reading is accepted.
 """
 
 from __future__ import annotations
@@ -43,7 +42,7 @@ strings).
 
 
 def key(label: Version) -> Key:
-    """The label for comparison: whole numbers as ints, also where an engine spells them as strings."""
+    """Return the label for comparison: integers as ints, also if an engine spells them as strings."""
     if isinstance(label, str):
         text = label.strip()
         return int(text) if text.isascii() and text.removeprefix("-").isdigit() else text
@@ -52,13 +51,18 @@ def key(label: Version) -> Key:
 
 @dataclass(frozen=True, slots=True)
 class Sampler:
-    """Response tokens ``start`` to ``end`` of ``attempt``, sampled under one version.
+    """Response tokens of one attempt that were sampled by one version.
 
-    ``labels`` are the right ones (empty: the weights never had one; ``None``: nobody knows).
-    ``accepted`` adds what a stack cannot know better, and is ``None`` where no tag can be called
-    wrong. ``unlabelled``: the weights were loaded and never published. ``exact`` is whether
-    ``accepted`` is the truth alone. ``carried`` are labels of other weights that servers still
-    showed for these, before they were published under one of their own.
+    start: The first token.
+    end: The token after the last one.
+    attempt: The index of the attempt.
+    labels: The right labels (empty: the weights never had one; ``None``: unknown).
+    shown: The label that the engine showed.
+    accepted: ``labels`` and what a stack cannot know better; ``None`` if no tag can be called
+        wrong.
+    unlabelled: Whether the weights were loaded and never published.
+    exact: Whether ``accepted`` is the truth alone.
+    carried: Labels of other weights that servers still showed for these, before they got their own.
     """
 
     start: int
@@ -83,24 +87,24 @@ class Sampler:
 
 
 def samplers(view: RequestView) -> tuple[Sampler, ...] | None:
-    """The samplers of the delivered response, in order; ``None`` where tokens and reference do not
-    line up.
+    """Return the samplers of the delivered response in order; ``None`` if tokens and reference do
+    not align.
     """
-    found = delivery(view)
-    if found is None or not found.reliable or not found.aligned:
+    delivered = delivery(view)
+    if delivered is None or not delivered.reliable or not delivered.aligned:
         return None
     parts = reply_samplers(view)
-    if found.count == len(found.reference.response_ids):
+    if delivered.count == len(delivered.reference.response_ids):
         return parts
     return tuple(
-        replace(part, end=min(part.end, found.count)) for part in parts if part.start < found.count
+        replace(part, end=min(part.end, delivered.count))
+        for part in parts
+        if part.start < delivered.count
     )
 
 
 def reply_samplers(view: RequestView) -> tuple[Sampler, ...]:
-    """The samplers of all tokens that were delivered by the engines, whatever became of them;
-    worked out once.
-    """
+    """Return the samplers of all tokens that the engines delivered, computed once."""
     if "samplers" not in view.memo:
         view.memo["samplers"] = _samplers(view)
     out: tuple[Sampler, ...] = view.memo["samplers"]
@@ -108,8 +112,8 @@ def reply_samplers(view: RequestView) -> tuple[Sampler, ...]:
 
 
 def engines_show_versions(view: RequestView) -> bool:
-    """Whether the engines show version labels at all, by contract or, where there is none, by what
-    this request was shown.
+    """Return whether the engines show version labels, by contract or by what this request was
+    shown.
     """
     if view.engine is not None:
         return view.engine.versions is not Versions.NONE
@@ -121,18 +125,18 @@ def engines_show_versions(view: RequestView) -> bool:
 
 
 def published(history: WeightHistory, label: Version) -> bool:
-    """Whether the label was ever published, in either spelling."""
+    """Return whether the label was ever published, in either spelling."""
     return _rank(history, label) is not None
 
 
 def order(history: WeightHistory, labels: Iterable[Key]) -> dict[Key, int] | None:
-    """Rank of each label: by number where all are numbers, else by first publication; ``None``
-    where one was never published.
+    """Return the rank of each label: by number if all are numbers, otherwise by first publication;
+    ``None`` if one was never published.
     """
-    found = set(labels)
-    if all(isinstance(label, int) for label in found):
-        return {label: label for label in found if isinstance(label, int)}
-    ranks = {label: _rank(history, label) for label in found}
+    names = set(labels)
+    if all(isinstance(label, int) for label in names):
+        return {label: label for label in names if isinstance(label, int)}
+    ranks = {label: _rank(history, label) for label in names}
     out = {label: rank for label, rank in ranks.items() if rank is not None}
     return out if len(out) == len(ranks) else None
 
@@ -149,24 +153,24 @@ def _samplers(view: RequestView) -> tuple[Sampler, ...]:
     for stretch in view.stitched.stretches:
         if stretch.attempt >= 0:
             by_attempt.setdefault(stretch.attempt, []).append(stretch)
-    showing = engines_show_versions(view)
+    engine_shows = engines_show_versions(view)
     return tuple(
         part
         for number, stretches in by_attempt.items()
-        for part in _of_call(view, view.attempts[number], stretches, showing)
+        for part in _call_samplers(view, view.attempts[number], stretches, engine_shows)
     )
 
 
-def _of_call(
-    view: RequestView, attempt: Attempt, stretches: Sequence[Stretch], showing: bool
+def _call_samplers(
+    view: RequestView, attempt: Attempt, stretches: Sequence[Stretch], engine_shows: bool
 ) -> list[Sampler]:
     reply = attempt.consumed
     spans = bool(reply is not None and reply.output.spans)
     truths = [_truth(view, attempt, stretch, spans) for stretch in stretches]
-    # one label for a call that several versions sampled says which of them only by convention
-    # (admission or emission)
-    blind = not spans and len({truth for truth, _ in truths}) > 1
-    everything = frozenset().union(*(truth for truth, _ in truths if truth is not None))
+    # One label for a call that several versions sampled names one of them only by convention
+    # (admission or emission).
+    ambiguous = not spans and len({truth for truth, _ in truths}) > 1
+    all_labels = frozenset().union(*(truth for truth, _ in truths if truth is not None))
     out = []
     for stretch, (labels, unlabelled) in zip(stretches, truths, strict=True):
         shown = key(stretch.shown)
@@ -176,17 +180,16 @@ def _of_call(
             else frozenset()
         )
         accepted: frozenset[Key] | None
-        if labels is None or (shown is None and (unlabelled or showing)):
-            accepted = (
-                None  # a tag where none was shown is judged by versions.unknown-stays-unknown
-            )
-        elif unlabelled or blind:
-            accepted = everything | {shown} if blind else frozenset({shown})
+        if labels is None or (shown is None and (unlabelled or engine_shows)):
+            # versions.unknown-stays-unknown judges a tag where none was shown.
+            accepted = None
+        elif unlabelled or ambiguous:
+            accepted = all_labels | {shown} if ambiguous else frozenset({shown})
         else:
-            early = shown is None or _unnamed(view, attempt, stretch.true)
+            before_own_label = shown is None or _before_own_label(view, attempt, stretch.true)
             accepted = (
                 labels
-                | (carried if early else frozenset())
+                | (carried if before_own_label else frozenset())
                 | ({shown} if shown is not None else frozenset())
             )
         out.append(
@@ -205,9 +208,9 @@ def _of_call(
     return out
 
 
-def _unnamed(view: RequestView, attempt: Attempt, version: Version) -> bool:
-    """Whether the call was made before its server had a label of their own for weights ``version``:
-    it may be told by that of then.
+def _before_own_label(view: RequestView, attempt: Attempt, version: Version) -> bool:
+    """Return whether the call was made before its server had a label of their own for weights
+    ``version``.
     """
     named = view.history.named_at(attempt.call.server_id, version)
     return named is None or attempt.call.index < named
@@ -216,8 +219,8 @@ def _unnamed(view: RequestView, attempt: Attempt, version: Version) -> bool:
 def _truth(
     view: RequestView, attempt: Attempt, stretch: Stretch, spans: bool
 ) -> tuple[frozenset[Key] | None, bool]:
-    """The labels of the weights that sampled the stretch, and whether those weights were loaded but
-    never published.
+    """Return the labels of the weights that sampled the stretch, and whether those weights were
+    loaded but never published.
     """
     history = view.history
     if stretch.true is not None:
@@ -226,15 +229,13 @@ def _truth(
             return frozenset(key(label) for label in labels), False
         if stretch.true in history.unlabelled():
             return frozenset(), True
-    if stretch.shown is not None and (spans or _untouched(view, attempt)):
+    if stretch.shown is not None and (spans or _weights_unchanged(view, attempt)):
         return frozenset({key(stretch.shown)}), False
     return None, False
 
 
-def _untouched(view: RequestView, attempt: Attempt) -> bool:
-    """Whether the server's weights and label stayed the same while it worked on the call; false
-    where no update was recorded at all.
-    """
+def _weights_unchanged(view: RequestView, attempt: Attempt) -> bool:
+    """Return whether the server's weights and label stayed the same while it worked on the call."""
     reply = attempt.consumed
     if reply is None or not view.history.updates:
         return False

@@ -1,5 +1,5 @@
-"""Version checks on spans and per-token tags: they lie where the tokens are, and each names its
-token's sampler.
+"""Checks on spans and per-token tags: they align with the tokens, and each names its token's
+sampler.
 """
 
 from __future__ import annotations
@@ -11,15 +11,17 @@ from rollproof.core.contract import Versions
 from rollproof.core.records import Rollout, Span, Version
 from rollproof.invariants._shared.delivery import existing_delivery
 from rollproof.invariants._shared.phrases import count, ranges, share, verb, version_name
-from rollproof.invariants.versions.samplers import Sampler, key, order, samplers
+from rollproof.invariants.versions.samplers import Sampler, key, order
 from rollproof.invariants.versions.tagged_samples import (
+    aligned_samplers,
     as_spans,
     count_samplers,
     judged,
-    misnamed,
+    mislabelled,
     only,
+    sampled_by,
+    tag_list,
 )
-from rollproof.invariants.versions.version_phrases import sampled_by, tag_list
 from rollproof.judging.checks import Collector, request_check
 
 if TYPE_CHECKING:
@@ -36,25 +38,25 @@ __all__ = [
 @request_check(
     "versions.spans-cover",
     promise=(
-        "Version spans lie in order, do not overlap, and cover every sampled token of the response."
+        "Version spans are in order, do not overlap, and cover every sampled token of the response."
     ),
     needs="a delivered sample with spans",
     exercised_by="spans",
     applies=only(Versions.SPAN),
 )
 def versions_spans_cover(view: RequestView, out: Collector) -> None:
-    """Walk over the spans. Empty spans are harmless; tokens of the environment need none."""
-    found = existing_delivery(view, out)
-    if found is None:
+    """Check the order and coverage of the spans. Empty spans are harmless; tokens of the
+    environment need none.
+    """
+    both = aligned_samplers(view, out)
+    if both is None:
         return
-    spans, parts = found.rollout.spans, samplers(view)
-    if parts is None:
-        out.absent(found.reason or "the tokens are not those that were sampled (stitch.tokens)")
-        return
+    delivered, parts = both
+    spans = delivered.rollout.spans
     if not spans or not parts:
         return
     out.exercised("spans", len(spans))
-    fault = _span_fault(spans, len(found.rollout.response_ids), parts)
+    fault = _span_fault(spans, len(delivered.rollout.response_ids), parts)
     if fault is None:
         return
     title, index, kind = fault
@@ -62,7 +64,7 @@ def versions_spans_cover(view: RequestView, out: Collector) -> None:
         title,
         kind=kind,
         expected=(
-            f"spans in order, from 0 to {len(found.rollout.response_ids)}, without gap or overlap"
+            f"spans in order, from 0 to {len(delivered.rollout.response_ids)}, without gap or overlap"
         ),
         observed=", ".join(
             f"{span.start}-{span.end}: {version_name(span.version)}" for span in spans[:8]
@@ -70,8 +72,8 @@ def versions_spans_cover(view: RequestView, out: Collector) -> None:
         + (", ..." if len(spans) > 8 else ""),
         where=view.place(index=index),
         hint=(
-            "Each reply's spans count from its own first token: on a resume they must be moved by"
-            " what was sampled before."
+            "Each reply's spans count from its own first token: on a resume, add the number"
+            " of tokens sampled before."
         ),
     )
 
@@ -79,8 +81,8 @@ def versions_spans_cover(view: RequestView, out: Collector) -> None:
 def _span_fault(
     spans: Sequence[Span], length: int, parts: Sequence[Sampler]
 ) -> tuple[str, int, str] | None:
-    """What is wrong, at which token, and in a few words for all places alike."""
-    at = 0
+    """Return title, token and kind of what is wrong with the spans, or ``None``."""
+    position = 0
     gaps: list[tuple[int, int]] = []
     for number, span in enumerate(spans):
         if span.end < span.start or span.start < 0 or span.end > length:
@@ -91,29 +93,27 @@ def _span_fault(
             return title, max(0, span.start), "a span does not lie in the response"
         if span.end == span.start:
             continue
-        if span.start < at:
-            title = (
-                f"Span {number} begins at {span.start}, before the one before it has ended at {at}"
-            )
+        if span.start < position:
+            title = f"Span {number} begins at {span.start}, before the one before it has ended at {position}"
             return title, span.start, "spans overlap"
-        if span.start > at:
-            gaps.append((at, span.start))
-        at = span.end
-    if at < length:
-        gaps.append((at, length))
-    bare = [
+        if span.start > position:
+            gaps.append((position, span.start))
+        position = span.end
+    if position < length:
+        gaps.append((position, length))
+    uncovered = [
         i
         for low, high in gaps
         for part in parts
         for i in range(max(low, part.start), min(high, part.end))
     ]
-    if bare:
+    if uncovered:
         sampled = sum(part.end - part.start for part in parts)
         title = (
-            f"{share(len(bare), sampled, 'sampled token')} {verb(len(bare), 'lies', 'lie')} in no"
-            f" span: {ranges(bare)}"
+            f"{share(len(uncovered), sampled, 'sampled token')} {verb(len(uncovered), 'lies', 'lie')} in no"
+            f" span: {ranges(uncovered)}"
         )
-        return title, bare[0], "tokens lie in no span"
+        return title, uncovered[0], "tokens lie in no span"
     return None
 
 
@@ -125,16 +125,16 @@ def _span_fault(
     applies=only(Versions.SPAN),
 )
 def versions_span_tags(view: RequestView, out: Collector) -> None:
-    """Compare each span with the samplers below it."""
+    """Compare each span with the samplers of its tokens."""
     both = judged(view, out)
     if both is None:
         return
-    found, parts = both
-    spans = found.rollout.spans
-    if not spans or _span_fault(spans, len(found.rollout.response_ids), parts) is not None:
+    delivered, parts = both
+    spans = delivered.rollout.spans
+    if not spans or _span_fault(spans, len(delivered.rollout.response_ids), parts) is not None:
         return
     count_samplers(parts, out, tokens="tokens in spans")
-    _wrong_tags(view, found.rollout, parts, misnamed(view, parts, spans), out)
+    _wrong_tags(view, delivered.rollout, parts, mislabelled(view, parts, spans), out)
 
 
 @request_check(
@@ -146,15 +146,15 @@ def versions_span_tags(view: RequestView, out: Collector) -> None:
 )
 def versions_one_tag_per_token(view: RequestView, out: Collector) -> None:
     """Compare the two lengths."""
-    found = existing_delivery(view, out)
-    if found is None:
+    delivered = existing_delivery(view, out)
+    if delivered is None:
         return
-    tags, tokens = found.rollout.token_versions, len(found.rollout.response_ids)
+    tags, tokens = delivered.rollout.token_versions, len(delivered.rollout.response_ids)
     if tags is None:
         out.absent("the samples carry no token versions")
         return
     out.exercised("samples with token tags")
-    if len(tags) == tokens or found.fits(len(tags)):
+    if len(tags) == tokens or delivered.fits(len(tags)):
         return
     out.finding(
         f"The sample has {count(len(tags), 'version tag')} for {count(tokens, 'token')}",
@@ -162,7 +162,7 @@ def versions_one_tag_per_token(view: RequestView, out: Collector) -> None:
         expected=f"one version per response token: {tokens}",
         observed=f"{len(tags)}: {tag_list(tags)}",
         where=view.place(),
-        hint="Tags must be appended with the tokens of each segment; prompt tokens have none.",
+        hint="Append tags with the tokens of each segment; prompt tokens have none.",
     )
 
 
@@ -178,12 +178,12 @@ def versions_token_tags(view: RequestView, out: Collector) -> None:
     both = judged(view, out)
     if both is None:
         return
-    found, parts = both
-    tags = found.rollout.token_versions
-    if tags is None or len(tags) != len(found.rollout.response_ids):
+    delivered, parts = both
+    tags = delivered.rollout.token_versions
+    if tags is None or len(tags) != len(delivered.rollout.response_ids):
         return
     count_samplers(parts, out, tokens="tokens")
-    _wrong_tags(view, found.rollout, parts, misnamed(view, parts, as_spans(tags)), out)
+    _wrong_tags(view, delivered.rollout, parts, mislabelled(view, parts, as_spans(tags)), out)
 
 
 def _wrong_tags(
@@ -193,6 +193,7 @@ def _wrong_tags(
     wrong: Sequence[tuple[int, Version]],
     out: Collector,
 ) -> None:
+    """Report the tokens whose tag names a version that did not sample them."""
     if not wrong:
         return
     indexes = [index for index, _ in wrong]
@@ -220,12 +221,11 @@ def _wrong_tags(
             version=first[1],
         ),
         hint=(
-            "The tag was published after the token was sampled: it was read after the reply had"
-            " come, not with it (AReaL #1569)."
+            "The tag was published after the token was sampled: it was read after the reply,"
+            " not with it (AReaL #1569)."
             if later
             else (
-                "An older tag was kept when the weights changed: read the version anew with every"
-                " reply."
+                "An older tag was kept when the weights changed: read the version with every reply."
             )
         ),
     )

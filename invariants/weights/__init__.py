@@ -1,4 +1,4 @@
-"""Weights: what weight updates, pauses and caches may do to the samples in flight."""
+"""The family ``weights``: updates, pauses and caches around the weights that sample."""
 
 from __future__ import annotations
 

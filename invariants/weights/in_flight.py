@@ -1,8 +1,7 @@
-"""Weights: what weight updates, pauses and caches may do to the samples in flight.
+"""Checks on what weight updates and pauses may do to calls and samples in flight.
 
-Which weights served a call is in ``serving``, the update procedure itself in ``updates``; all have
-ids ``weights.*``. Versions are those that the trace knows for true (``Weights.version``,
-``Reply.true_tokens``): labels belong to the family ``versions``.
+Versions are those that the trace knows to be true (``Weights.version``, ``Reply.true_tokens``):
+labels belong to the family ``versions``.
 """
 
 from __future__ import annotations
@@ -91,8 +90,8 @@ class WeightsNoAdmissionWhilePaused(EventCheck):
                 observed=f"call {event.call_id} was admitted at event {event.index}",
                 where={"call": event.call_id, "server": event.server_id, "index": event.index},
                 hint=(
-                    "A path around the admission gate (proxy workers not paused: AReaL #1618): the"
-                    " call runs while weights are replaced."
+                    "A path bypasses the admission gate (proxy workers not paused: AReaL"
+                    " #1618): the call runs while weights are replaced."
                 ),
             )
 
@@ -106,7 +105,7 @@ weights_no_admission_while_paused = trace_check(
 
 
 class WeightsNoTokenWhilePaused(EventCheck):
-    """Compares the number of sampled tokens at the pause with that at everything until the resume."""
+    """Compares the number of sampled tokens at the pause with that at each event until the resume."""
 
     def __init__(self, context: JudgeContext) -> None:
         super().__init__(context)
@@ -145,7 +144,7 @@ class WeightsNoTokenWhilePaused(EventCheck):
         resume = self.context.contract.resume
         if resume is not ResumeBy.ENGINE and not self._freezes:
             out.inapplicable(
-                "no pause of this stack freezes calls, which only an engine could continue"
+                "no pause of this stack freezes calls that only an engine could continue"
                 f" (resume={str(resume)!r})"
             )
 
@@ -155,17 +154,17 @@ class WeightsNoTokenWhilePaused(EventCheck):
         frozen = self._frozen.get(server)
         if not frozen:
             return
-        for call, now in progress.items():
+        for call, count in progress.items():
             before = frozen.get(call)
             if before is None:
                 continue
             out.exercised("frozen calls", int(before > 0))
-            if now > before:
-                frozen[call] = now
+            if count > before:
+                frozen[call] = count
                 out.finding(
                     "a call went on sampling while its server was paused",
                     expected=f"{before} tokens, as at the pause (mode {self._mode[server]})",
-                    observed=f"{now} tokens at event {index}, before the resume",
+                    observed=f"{count} tokens at event {index}, before the resume",
                     where={"call": call, "server": server, "index": index},
                     hint=(
                         "The pause does not reach every worker of the engine (sglang #24445), or"
@@ -183,25 +182,25 @@ weights_no_token_while_paused = trace_check(
 
 
 class WeightsLabelOnlyKeepsCalls(EventCheck):
-    """An abort of everything at the instant of the label is the label's, unless it opens a pause or
-    a load.
+    """An abort of all calls at the instant of the label belongs to the label, unless it opens a
+    pause or a load.
     """
 
     def __init__(self, context: JudgeContext) -> None:
         super().__init__(context)
-        self._flying: dict[int, str] = {}
-        self._sweep: dict[str, Abort] = {}
+        self._in_flight: dict[int, str] = {}
+        self._abort_all: dict[str, Abort] = {}
         self._label: dict[str, Weights] = {}
-        self._suspect: dict[int, Weights] = {}
-        self._hit: dict[str, list[tuple[Reply, Weights]]] = {}
+        self._suspects_by_call: dict[int, Weights] = {}
+        self._aborted: dict[str, list[tuple[Reply, Weights]]] = {}
 
     def on_call(self, event: Call, out: Collector) -> None:
-        remember(self._flying, event.call_id, event.server_id)
+        remember(self._in_flight, event.call_id, event.server_id)
 
     def on_abort(self, event: Abort, out: Collector) -> None:
         if event.wanted == "*":
-            self._sweep[event.server_id] = event
-            self._suspects(event.server_id)
+            self._abort_all[event.server_id] = event
+            self._mark_suspects(event.server_id)
 
     def on_weights(self, event: Weights, out: Collector) -> None:
         if event.loaded:
@@ -209,45 +208,49 @@ class WeightsLabelOnlyKeepsCalls(EventCheck):
             return
         out.exercised(
             "calls in flight when only a label was published",
-            sum(s == event.server_id for s in self._flying.values()),
+            sum(server == event.server_id for server in self._in_flight.values()),
         )
         self._label[event.server_id] = event
-        self._suspects(event.server_id)
+        self._mark_suspects(event.server_id)
 
-    def _suspects(self, server: str) -> None:
-        label, sweep = self._label.get(server), self._sweep.get(server)
+    def _mark_suspects(self, server: str) -> None:
+        label, sweep = self._label.get(server), self._abort_all.get(server)
         if label is not None and sweep is not None and label.time == sweep.time:
-            self._suspect.update((call, label) for call in sweep.call_ids if call in self._flying)
+            self._suspects_by_call.update(
+                (call, label) for call in sweep.call_ids if call in self._in_flight
+            )
 
     def on_pause(self, event: Pause, out: Collector) -> None:
         self._clear(event.server_id)
 
     def on_admit(self, event: Admit, out: Collector) -> None:
-        self._blame(event.server_id, out)
+        self._report(event.server_id, out)
 
     def on_reply(self, event: Reply, out: Collector) -> None:
-        server = self._flying.pop(event.call_id, None)
-        label = self._suspect.pop(event.call_id, None)
+        server = self._in_flight.pop(event.call_id, None)
+        label = self._suspects_by_call.pop(event.call_id, None)
         if (
             server is not None
             and label is not None
             and event.output.finish_reason is FinishReason.ABORT
         ):
-            self._hit.setdefault(server, []).append((event, label))
+            self._aborted.setdefault(server, []).append((event, label))
 
     def finish(self, out: Collector) -> None:
-        for server in list(self._hit):
-            self._blame(server, out)
+        for server in list(self._aborted):
+            self._report(server, out)
 
     def _clear(self, server: str) -> None:
-        self._hit.pop(server, None)
-        self._suspect = {
-            call: label for call, label in self._suspect.items() if label.server_id != server
+        self._aborted.pop(server, None)
+        self._suspects_by_call = {
+            call: label
+            for call, label in self._suspects_by_call.items()
+            if label.server_id != server
         }
-        self._sweep.pop(server, None)
+        self._abort_all.pop(server, None)
 
-    def _blame(self, server: str, out: Collector) -> None:
-        for reply, label in self._hit.pop(server, ()):
+    def _report(self, server: str, out: Collector) -> None:
+        for reply, label in self._aborted.pop(server, ()):
             out.finding(
                 "publishing a version label aborted a call",
                 expected=(
@@ -267,7 +270,7 @@ class WeightsLabelOnlyKeepsCalls(EventCheck):
 
 weights_label_only_keeps_calls = trace_check(
     "weights.label-only-keeps-calls",
-    promise="Publishing a version label alone aborts nothing that is in flight.",
+    promise="Publishing only a version label aborts no call in flight.",
     needs="Weights events with loaded=False, and the Abort events of the servers",
     exercised_by="calls in flight when only a label was published",
 )(WeightsLabelOnlyKeepsCalls)
@@ -281,29 +284,31 @@ class WeightsStalenessBound(EventCheck):
     def __init__(self, context: JudgeContext) -> None:
         super().__init__(context)
         self._rank: dict[Version, int] = {}
-        self._held: dict[str, int] = {}
+        self._loaded: dict[str, int] = {}
 
     def on_weights(self, event: Weights, out: Collector) -> None:
         if event.version is None:
             return
         if event.label is not None and event.version not in self._rank:
-            held = self._held.get(event.server_id) if event.identity else None
-            self._rank[event.version] = len(set(self._rank.values())) if held is None else held
-        # Weights without a label are not published yet: nobody can be held to them.
-        self._held[event.server_id] = self._rank.get(
-            event.version, self._held.get(event.server_id, 0)
+            held_rank = self._loaded.get(event.server_id) if event.identity else None
+            self._rank[event.version] = (
+                len(set(self._rank.values())) if held_rank is None else held_rank
+            )
+        # Weights without a label are not published yet, so that no sample can be judged by them.
+        self._loaded[event.server_id] = self._rank.get(
+            event.version, self._loaded.get(event.server_id, 0)
         )
 
     def on_fault(self, event: Fault, out: Collector) -> None:
         if event.what == "death" and event.server_id is not None:
-            self._held.pop(event.server_id, None)
+            self._loaded.pop(event.server_id, None)
 
     def on_result(self, event: Result, out: Collector) -> None:
         view = self.context.open.get(event.request_id)
         bound = self.context.contract.max_staleness
-        if view is None or event.rollout is None or bound is None or not self._held:
+        if view is None or event.rollout is None or bound is None or not self._loaded:
             return
-        newest = min(self._held.values())
+        newest = min(self._loaded.values())
         oldest = self._oldest(
             version for attempt in view.attempts for version in _sampled_by(attempt)
         )
@@ -329,7 +334,7 @@ class WeightsStalenessBound(EventCheck):
             )
 
     def _oldest(self, versions: Iterable[Version]) -> Version:
-        """The version of lowest rank; ``None`` where none of them was published."""
+        """Return the version of lowest rank, ``None`` if none of them was published."""
         return min(
             (version for version in versions if version in self._rank),
             key=self._rank.__getitem__,
@@ -351,17 +356,17 @@ weights_staleness_bound = trace_check(
 
 
 class WeightsOneVersionPerSample(EventCheck):
-    """Calls that a pause froze across the update are excused: who chose that pause chose mixed
+    """Calls that a pause froze across the update are excused: such a pause is a choice of mixed
     samples.
     """
 
     def __init__(self, context: JudgeContext) -> None:
         super().__init__(context)
-        self._off = partial_is_off(context.header, context.contract)
+        self._partial_off = partial_is_off(context.header, context.contract)
         self._freezing: set[str] = set()
         self._loaded_frozen: set[tuple[str, Version]] = set()
-        self._held: dict[str, Version] = {}
-        self._same: dict[Version, Version] = {}
+        self._loaded: dict[str, Version] = {}
+        self._equal: dict[Version, Version] = {}
 
     def on_pause(self, event: Pause, out: Collector) -> None:
         if event.mode in _FREEZING:
@@ -373,15 +378,15 @@ class WeightsOneVersionPerSample(EventCheck):
     def on_weights(self, event: Weights, out: Collector) -> None:
         if not event.loaded:
             return
-        if event.identity and event.server_id in self._held:
-            self._same.setdefault(event.version, self._held[event.server_id])
-        self._held[event.server_id] = self._class(event.version)
+        if event.identity and event.server_id in self._loaded:
+            self._equal.setdefault(event.version, self._loaded[event.server_id])
+        self._loaded[event.server_id] = self._equal_version(event.version)
         if event.server_id in self._freezing:
             self._loaded_frozen.add((event.server_id, event.version))
 
     def on_result(self, event: Result, out: Collector) -> None:
         view = self.context.open.get(event.request_id)
-        if not self._off or view is None or event.rollout is None:
+        if not self._partial_off or view is None or event.rollout is None:
             return
         if not any(
             attempt.consumed is not None and attempt.consumed.true_tokens
@@ -390,42 +395,42 @@ class WeightsOneVersionPerSample(EventCheck):
             out.absent(NO_TRUTH)
             return
         out.exercised("samples delivered with partial rollout off")
-        mixed = any(_mixes(attempt) for attempt in view.attempts)
+        mixed = any(_is_mixed(attempt) for attempt in view.attempts)
         if (
             mixed
             or len(
                 {
-                    self._class(version)
+                    self._equal_version(version)
                     for attempt in view.attempts
                     for version in _sampled_by(attempt)
                 }
             )
             > 1
         ):
-            self._walk(view, out)
+            self._report_mixed(view, out)
 
-    def _walk(self, view: RequestView, out: Collector) -> None:
-        """Go through the sample from version to version, and stop at the first change that nothing
-        excuses.
-        """
-        before: Stretch | None = None
+    def _report_mixed(self, view: RequestView, out: Collector) -> None:
+        """Report the first change of version within a turn that nothing excuses."""
+        previous: Stretch | None = None
         for stretch in view.stitched_as(Provenance.AS_SAMPLED).stretches:
             if stretch.attempt < 0:
-                before = None
+                previous = None
             if stretch.true is None or (
-                stretch.true == MIXED and (before is None or before.attempt != stretch.attempt)
+                stretch.true == MIXED and (previous is None or previous.attempt != stretch.attempt)
             ):
-                # a call that is mixed from its first token on was sampled by one version, over KV
-                # of others
+                # A call that is mixed from its first token on was sampled by one version over KV of
+                # others.
                 continue
-            if before is not None and self._class(before.true) != self._class(stretch.true):
+            if previous is not None and self._equal_version(previous.true) != self._equal_version(
+                stretch.true
+            ):
                 call = view.attempts[stretch.attempt].call
-                if before.attempt != stretch.attempt or not self._was_frozen(
+                if previous.attempt != stretch.attempt or not self._was_frozen(
                     call.server_id, stretch.true
                 ):
                     out.finding(
                         "a sample mixes weight versions although partial rollout is off",
-                        expected=f"version {before.true} for the whole turn",
+                        expected=f"version {previous.true} for the entire turn",
                         observed=(
                             f"from response token {stretch.start} on it was sampled by version"
                             f" {stretch.true}"
@@ -441,18 +446,19 @@ class WeightsOneVersionPerSample(EventCheck):
                         ),
                     )
                     return
-            before = stretch
+            previous = stretch
 
     def _was_frozen(self, server: str, version: Version) -> bool:
-        """Whether a pause froze the calls of ``server`` while ``version`` was loaded (mixed: any
-        version).
+        """Return whether a pause froze the calls of ``server`` while ``version`` was loaded (mixed:
+        any version).
         """
         return any(
-            one == server and version in (loaded, MIXED) for one, loaded in self._loaded_frozen
+            paused_server == server and version in (loaded, MIXED)
+            for paused_server, loaded in self._loaded_frozen
         )
 
-    def _class(self, version: Version) -> Version:
-        return self._same.get(version, version)
+    def _equal_version(self, version: Version) -> Version:
+        return self._equal.get(version, version)
 
 
 weights_one_version_per_sample = trace_check(
@@ -470,15 +476,15 @@ weights_one_version_per_sample = trace_check(
 )(WeightsOneVersionPerSample)
 
 
-def _mixes(attempt: Attempt) -> bool:
-    """Whether tokens of the reply that was received were sampled over KV of several versions."""
+def _is_mixed(attempt: Attempt) -> bool:
+    """Return whether tokens of the received reply were sampled over KV of several versions."""
     reply = attempt.consumed
     return reply is not None and any(span.version == MIXED for span in reply.true_tokens or ())
 
 
 def _sampled_by(attempt: Attempt) -> Iterator[Version]:
-    """The versions that sampled tokens of the reply that was received: the true ones, else those
-    shown; mixed ones left out.
+    """Return the versions that sampled tokens of the received reply: the true ones, otherwise those
+    shown, without mixed ones.
     """
     reply = attempt.consumed
     if reply is None or not reply.output.token_ids:
@@ -492,7 +498,7 @@ def _sampled_by(attempt: Attempt) -> Iterator[Version]:
 
 
 def _trained(view: RequestView, rollout: Rollout) -> Iterator[Version]:
-    """The versions of the tokens that are in the sample and that its loss mask does not leave out."""
+    """Return the versions of the tokens that are in the sample and not masked out."""
     mask, size = rollout.loss_mask, len(rollout.response_ids)
     for stretch in view.stitched_as(Provenance.AS_SAMPLED).stretches:
         if stretch.attempt < 0 or stretch.start >= size:

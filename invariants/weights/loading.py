@@ -1,4 +1,4 @@
-"""Loading: a weight update that says it is done has brought new weights (family ``weights``)."""
+"""Checks that a weight update that has ended has brought new weights."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ __all__ = [
 
 
 class WeightsUpdateLoads(EndAwareCheck):
-    """Judges the latest update that ended. A stack may load lazily: only a server that served on
+    """Judges the latest update that ended. A stack may load lazily: only a server that served
     without loading is blamed.
     """
 
     def __init__(self, context: JudgeContext) -> None:
         super().__init__(context)
-        self._held: dict[str, Version] = {}
+        self._loaded: dict[str, Version] = {}
         self._loaded_since: set[str] = set()
         self._ended: Update | None = None
         self._open = 0
@@ -33,11 +33,11 @@ class WeightsUpdateLoads(EndAwareCheck):
         self._excuse: str | None = None
 
     def on_update(self, event: Update, out: Collector) -> None:
-        """With two updates under way nobody can say whose load is whose: the loads of both count
-        for the last.
-        """
+        """Note the begin and the end of an update."""
         if event.phase is UpdatePhase.ASKED:
-            self._conclude(out)
+            self._judge_ended(out)
+            # With two updates at once a load cannot be attributed to one: the loads of both count
+            # for the last.
             if not self._open:
                 self._loaded_since.clear()
             self._open += 1
@@ -49,7 +49,7 @@ class WeightsUpdateLoads(EndAwareCheck):
 
     def on_weights(self, event: Weights, out: Collector) -> None:
         if event.loaded:
-            self._held[event.server_id] = event.version
+            self._loaded[event.server_id] = event.version
             self._loaded_since.add(event.server_id)
 
     def on_admit(self, event: Admit, out: Collector) -> None:
@@ -62,24 +62,24 @@ class WeightsUpdateLoads(EndAwareCheck):
             self._excuse = f"a fault ({event.what}) may explain weights that were not loaded"
 
     def finish(self, out: Collector) -> None:
-        self._conclude(out)
+        self._judge_ended(out)
 
-    def _conclude(self, out: Collector) -> None:
-        """Look at the servers that served after the latest update had ended."""
+    def _judge_ended(self, out: Collector) -> None:
+        """Judge the servers that served after the latest update had ended."""
         update, self._ended = self._ended, None
         if update is None:
             return
-        idle = [
+        unloaded = [
             server
             for server in sorted(self._served)
-            if server not in self._loaded_since and self._held.get(server) != update.version
+            if server not in self._loaded_since and self._loaded.get(server) != update.version
         ]
-        if not idle:
+        if not unloaded:
             out.exercised("updates that ended", int(bool(self._served) or bool(self._loaded_since)))
         elif self._excuse:
             out.absent(self._excuse)
-        elif len(idle) == len(self._served):
-            admitted = self._served[idle[0]]
+        elif len(unloaded) == len(self._served):
+            admitted = self._served[unloaded[0]]
             out.finding(
                 "an update ended, and no server was given its weights",
                 expected=(
@@ -87,27 +87,25 @@ class WeightsUpdateLoads(EndAwareCheck):
                     f" update_weights({update.label}) has returned"
                 ),
                 observed=(
-                    f"{', '.join(idle)} went on to serve version {self._held.get(idle[0])}; nothing"
+                    f"{', '.join(unloaded)} went on to serve version {self._loaded.get(unloaded[0])}; nothing"
                     " was loaded"
                 ),
                 where={
                     "version": update.version,
-                    "server": idle[0],
+                    "server": unloaded[0],
                     "call": admitted.call_id,
                     "index": admitted.index,
                 },
                 hint=(
-                    "The policy that samples stays behind the one that is trained, whatever its tag"
-                    " says: look for a condition under which the transfer is skipped (verl #4248:"
+                    "The sampling policy lags behind the trained one, whatever its tag says:"
+                    " look for a condition under which the transfer is skipped (verl #4248:"
                     " free_cache_engine=False skipped every weight sync)."
                 ),
             )
 
 
 class WeightsNoFailureWithoutFault(EndAwareCheck):
-    """Judges labelled updates, one at a time, in a fleet in which nothing ever broke. To refuse an
-    update without a label is a choice.
-    """
+    """Judges labelled updates, one at a time, in a fleet in which nothing ever broke."""
 
     def __init__(self, context: JudgeContext) -> None:
         super().__init__(context)
@@ -122,6 +120,7 @@ class WeightsNoFailureWithoutFault(EndAwareCheck):
             self._alone = self._open == 1
             return
         self._open -= 1
+        # A stack may choose to refuse an update without a label.
         if event.label is None or self._broken or not self._alone:
             return
         out.exercised("updates while nothing was broken")
@@ -129,12 +128,14 @@ class WeightsNoFailureWithoutFault(EndAwareCheck):
             out.finding(
                 f"update_weights({event.label}) raised, though nothing was broken",
                 kind="an update raised, though nothing was broken",
-                expected="an update that ends: every server was alive, and no transfer failed",
+                expected=(
+                    "an update without an error: every server was alive, and no transfer failed"
+                ),
                 observed=self._detail or "it failed",
                 where={"version": event.version, "index": event.index},
                 hint=(
-                    "The error is the stack's own. The policy that samples stays behind the one"
-                    " that is trained."
+                    "The stack itself raised the error. The sampling policy lags behind the"
+                    " trained one."
                 ),
             )
 
@@ -148,7 +149,7 @@ class WeightsNoFailureWithoutFault(EndAwareCheck):
 
 weights_no_failure_without_fault = trace_check(
     "weights.no-failure-without-fault",
-    promise="A labelled weight update fails only where a server or a transfer did.",
+    promise="A labelled weight update fails only if a server or a transfer did.",
     needs="Update and Fault events",
     exercised_by="updates while nothing was broken",
 )(WeightsNoFailureWithoutFault)

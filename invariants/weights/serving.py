@@ -1,6 +1,4 @@
-"""Serving: which weights and which KV a call may be sampled with, around a weight update (family
-``weights``).
-"""
+"""Checks on which weights and which KV cache a call may be sampled with, around a weight update."""
 
 from __future__ import annotations
 
@@ -32,15 +30,15 @@ __all__ = [
 MIXED = "mixed"
 """The version of values that were computed over KV of several versions."""
 NO_TRUTH = (
-    "the trace does not say which weights really sampled (true_tokens): only rollproof's own engine"
-    " knows"
+    "the trace does not say which weights really sampled (true_tokens): only rollproof's fake"
+    " engine knows"
 )
 
 
 @dataclass(slots=True)
 class _Running:
     """A call in flight: its server, and the epoch of that server's weights at its first admission
-    (else at its sending).
+    (before it, when it was sent).
     """
 
     server: str
@@ -49,9 +47,9 @@ class _Running:
 
 
 class _Serving(EventCheck):
-    """Tracks, for each call, the weights that its server held from the call's admission on.
+    """Tracks for each call the weights that its server held from the call's admission on.
 
-    An epoch is a set of equal versions: an identity update adds its version to the epoch before.
+    An epoch is a set of equal versions: an identity update adds its version to the previous epoch.
     Epoch 0 is what a server held before its first ``Weights`` event: unknown.
     """
 
@@ -69,24 +67,26 @@ class _Serving(EventCheck):
         remember(
             self._running,
             event.call_id,
-            _Running(event.server_id, len(self._line(event.server_id)) - 1),
+            _Running(event.server_id, len(self._epochs_of(event.server_id)) - 1),
         )
 
     def on_admit(self, event: Admit, out: Collector) -> None:
         call = self._running.get(event.call_id)
         if call is not None and not call.admitted:
             call.admitted = True
-            call.epoch = len(self._line(call.server)) - 1
+            call.epoch = len(self._epochs_of(call.server)) - 1
 
     def on_weights(self, event: Weights, out: Collector) -> None:
         if not event.loaded or event.version is None:
             return
-        line = self._line(event.server_id)
-        line.append(
-            frozenset((event.version, *line[-1])) if event.identity else frozenset((event.version,))
+        epochs = self._epochs_of(event.server_id)
+        epochs.append(
+            frozenset((event.version, *epochs[-1]))
+            if event.identity
+            else frozenset((event.version,))
         )
         if self._started and event.server_id not in self._updated:
-            self._updated[event.server_id] = len(line) - 1
+            self._updated[event.server_id] = len(epochs) - 1
 
     def on_fault(self, event: Fault, out: Collector) -> None:
         if event.what == "death":
@@ -96,16 +96,16 @@ class _Serving(EventCheck):
                 del self._running[call_id]
         elif event.what == "revive" and event.server_id is not None:
             # It may come back with whatever weights it started with: unknown until its next update.
-            self._line(event.server_id).append(frozenset())
+            self._epochs_of(event.server_id).append(frozenset())
 
     def on_reply(self, event: Reply, out: Collector) -> None:
         call = self._running.pop(event.call_id, None)
         if call is None:
             return
-        line = self._line(call.server)
-        allowed = line[call.epoch :]
+        epochs = self._epochs_of(call.server)
+        allowed = epochs[call.epoch :]
         if all(allowed):
-            first = self._updated.get(call.server, len(line))
+            first = self._updated.get(call.server, len(epochs))
             self.served(event, call, allowed, call.epoch >= first, out)
 
     def served(
@@ -116,20 +116,26 @@ class _Serving(EventCheck):
         after: bool,
         out: Collector,
     ) -> None:
-        """Judge one reply: ``allowed`` are the epochs from admission to reply, ``after`` whether an
-        update came before it.
+        """Judge one reply.
+
+        Args:
+            reply: The reply.
+            call: Its call.
+            allowed: The epochs from admission to reply.
+            after: Whether an update came before the admission.
+            out: Takes the findings.
         """
         raise NotImplementedError(f"{type(self).__name__} must judge the replies that it is shown")
 
-    def _line(self, server: str) -> list[frozenset[Version]]:
-        line = self._epochs.get(server)
-        if line is None:
-            line = self._epochs[server] = [frozenset()]
-        return line
+    def _epochs_of(self, server: str) -> list[frozenset[Version]]:
+        epochs = self._epochs.get(server)
+        if epochs is None:
+            epochs = self._epochs[server] = [frozenset()]
+        return epochs
 
 
 class WeightsServedAfterUpdate(_Serving):
-    """The versions of a call's tokens walk forward through the server's epochs, from the one at its
+    """The versions of a call's tokens go forward through the server's epochs, from the one at its
     admission.
     """
 
@@ -148,15 +154,17 @@ class WeightsServedAfterUpdate(_Serving):
             return
         if after:
             out.exercised("calls served after an update")
-        at = 0
+        position = 0
         for span in reply.true_tokens:
             if span.version is None or span.version == MIXED:
                 continue
-            found = next((i for i in range(at, len(allowed)) if span.version in allowed[i]), None)
-            if found is None:
+            epoch = next(
+                (i for i in range(position, len(allowed)) if span.version in allowed[i]), None
+            )
+            if epoch is None:
                 out.finding(
                     "tokens were sampled by weights that the server no longer had",
-                    expected=f"version {_names(allowed[at:])} on {call.server}",
+                    expected=f"version {_epoch_names(allowed[position:])} on {call.server}",
                     observed=(
                         f"tokens {span.start} to {span.end - 1} of call {reply.call_id} were"
                         f" sampled by version {span.version}"
@@ -168,12 +176,12 @@ class WeightsServedAfterUpdate(_Serving):
                         "index": reply.index,
                     },
                     hint=(
-                        "The update was acknowledged before it took effect: a stale CUDA graph, an"
-                        " old adapter name, a worker left out."
+                        "The update was acknowledged before it took effect: a stale CUDA"
+                        " graph, an old adapter name, or a worker that was left out."
                     ),
                 )
                 return
-            at = found
+            position = epoch
 
 
 weights_served_after_update = trace_check(
@@ -193,8 +201,8 @@ def _keeps_kv(contract: Contract) -> str | None:
 
 
 class WeightsNoStaleCache(_Serving):
-    """Rows and tokens come from forwards of one version each, none older than the weights at the
-    call's admission.
+    """Rows and tokens come from forward passes of one version each, none older than the weights at
+    the call's admission.
     """
 
     def served(
@@ -216,24 +224,24 @@ class WeightsNoStaleCache(_Serving):
             case_option(header, "clear_cache") is False
             or case_option(header, "pause_mode") == PauseMode.IN_PLACE
         ):
-            out.absent("the case asks its syncs not to clear the cache")
+            out.absent("the case tells its weight syncs not to clear the cache")
             return
         if after:
             out.exercised("calls admitted after an update")
         if len(allowed) > 1:
             out.exercised("calls in flight during an update")
-        good = frozenset().union(*allowed)
+        allowed_versions = frozenset().union(*allowed)
         cached = reply.output.cached_tokens
-        for what, spans in (("rows", reply.true_rows), ("tokens", reply.true_tokens)):
-            stale = _first_stale(spans or (), good, 0 if what == "tokens" else cached)
+        for kind, spans in (("rows", reply.true_rows), ("tokens", reply.true_tokens)):
+            stale = _first_stale(spans or (), allowed_versions, 0 if kind == "tokens" else cached)
             if stale is not None:
                 out.finding(
-                    f"{what} of a call were computed from KV of older weights",
+                    f"{kind} of a call were computed from KV of older weights",
                     expected=(
-                        f"every one computed by version {_names(allowed)} alone on {call.server}"
+                        f"all computed by version {_epoch_names(allowed)} alone on {call.server}"
                     ),
                     observed=(
-                        f"{what} {stale.start} to {stale.end - 1} of call {reply.call_id}: version"
+                        f"{kind} {stale.start} to {stale.end - 1} of call {reply.call_id}: version"
                         f" {stale.version}"
                     )
                     + (
@@ -248,9 +256,9 @@ class WeightsNoStaleCache(_Serving):
                         "index": reply.index,
                     },
                     hint=(
-                        "The prefix cache was not reset at the update (NeMo-RL #4018, SkyRL #2246),"
-                        " or the reset was refused while calls ran (NeMo-RL #3929). If the stack"
-                        " means to keep it, declare kv_policy='keep'."
+                        "The prefix cache was not reset at the update (NeMo-RL #4018, SkyRL"
+                        " #2246), or the reset was refused while calls ran (NeMo-RL #3929). If"
+                        " the stack keeps it on purpose, declare kv_policy='keep'."
                     ),
                 )
                 return
@@ -258,7 +266,9 @@ class WeightsNoStaleCache(_Serving):
 
 weights_no_stale_cache = trace_check(
     "weights.no-stale-cache",
-    promise="After an update no forward reads KV that older weights wrote (kv_policy=recompute).",
+    promise=(
+        "After an update no forward pass reads KV that older weights wrote (kv_policy=recompute)."
+    ),
     needs="replies that say which weights computed their rows and tokens (true_rows, true_tokens)",
     exercised_by=("calls admitted after an update", "calls in flight during an update"),
     applies=_keeps_kv,
@@ -266,23 +276,22 @@ weights_no_stale_cache = trace_check(
 
 
 def _first_stale(
-    spans: Iterable[Span], good: frozenset[Version], cached: int | None
+    spans: Iterable[Span], allowed_versions: frozenset[Version], cached: int | None
 ) -> Span | None:
-    """The first span that mixes versions or, in the ``cached`` part (``None``: anywhere), is of
-    none of the good ones.
-
-    What old weights computed without a cache is ``served-after-update``'s to judge.
+    """Return the first span that mixes versions or, in the ``cached`` part (``None``: anywhere), is
+    of none of the allowed ones.
     """
     for span in spans:
+        # weights.served-after-update judges what old weights computed without a cache.
         inside = cached is None or span.start < cached
         if span.version == MIXED or (
-            inside and span.version is not None and span.version not in good
+            inside and span.version is not None and span.version not in allowed_versions
         ):
             return span
     return None
 
 
-def _names(epochs: Iterable[frozenset[Version]]) -> str:
+def _epoch_names(epochs: Iterable[frozenset[Version]]) -> str:
     return " then ".join(
         "/".join(str(version) for version in sorted(epoch, key=str)) for epoch in epochs
     )
@@ -295,7 +304,9 @@ def _names(epochs: Iterable[frozenset[Version]]) -> str:
     exercised_by="replies after an identity update",
 )
 def weights_identity_update_changes_nothing(view: RequestView, out: Collector) -> None:
-    """Logprobs of every reply equal the oracle's under the weights from before the update."""
+    """Compare the logprobs of every reply with the oracle's under the weights from before the
+    update.
+    """
     if (
         view.oracle is None
         or not view.history.updates
@@ -305,45 +316,52 @@ def weights_identity_update_changes_nothing(view: RequestView, out: Collector) -
     for attempt in view.attempts:
         reply = attempt.consumed
         version = _unchanged(view.history.updates, view, attempt.call.server_id)
-        if reply is None or version is None or not len(reply.output.token_ids) or not _raw(view):
+        if (
+            reply is None
+            or version is None
+            or not len(reply.output.token_ids)
+            or not _unscaled(view)
+        ):
             continue
-        given = reply.output.logprobs
-        if given is None or len(given) != len(reply.output.token_ids):
+        logprobs = reply.output.logprobs
+        if logprobs is None or len(logprobs) != len(reply.output.token_ids):
             continue
         earlier = {
-            one.version for one in view.history.updates if one.server_id == attempt.call.server_id
+            update.version
+            for update in view.history.updates
+            if update.server_id == attempt.call.server_id
         } - {version}
         if any(span.version in earlier for span in reply.true_rows or ()):
             out.absent(
-                "KV of other weights was kept since before: the reply is not that of the weights"
-                " that the update loaded anew"
+                "the cache still held KV of other weights: the reply is not that of the"
+                " weights that the update reloaded"
             )
             continue
         ids = (*attempt.call.prompt_ids, *reply.output.token_ids)
-        want = view.oracle.logprobs(version, ids, len(attempt.call.prompt_ids))
+        expected = view.oracle.logprobs(version, ids, len(attempt.call.prompt_ids))
         out.exercised("replies after an identity update")
-        wrong = np.flatnonzero(~np.isnan(given) & ~np.isclose(given, want, atol=1e-4))
+        wrong = np.flatnonzero(~np.isnan(logprobs) & ~np.isclose(logprobs, expected, atol=1e-4))
         if len(wrong):
             out.finding(
                 "an update to equal weights changed what the engine returns",
-                expected=f"logprob {want[wrong[0]]:.4f}, that of version {version}",
+                expected=f"logprob {expected[wrong[0]]:.4f}, that of version {version}",
                 observed=(
-                    f"logprob {given[wrong[0]]:.4f} at token {wrong[0]} of the call ({len(wrong)}"
-                    f" of {len(given)} tokens differ)"
+                    f"logprob {logprobs[wrong[0]]:.4f} at token {wrong[0]} of the call ({len(wrong)}"
+                    f" of {len(logprobs)} tokens differ)"
                 ),
                 where=view.place(call=attempt.call.call_id, version=version),
                 hint=(
-                    "The load is not repeatable (sglang #14178, vLLM reload), or KV of before the"
-                    " update is used after it."
+                    "The load is not repeatable (sglang #14178, vLLM reload), or KV from"
+                    " before the update is used after it."
                 ),
             )
 
 
 def _unchanged(updates: Sequence[Weights], view: RequestView, server: str) -> Version:
-    """The weights that ``server`` held all through the request, with at least one identity update
-    in it; else ``None``.
+    """Return the weights that ``server`` held throughout the request with at least one identity
+    update in it, otherwise ``None``.
     """
-    seen = False
+    updated = False
     for update in reversed(updates):
         if update.server_id != server or not update.loaded:
             continue
@@ -351,13 +369,13 @@ def _unchanged(updates: Sequence[Weights], view: RequestView, server: str) -> Ve
         if inside and not update.identity:
             return None
         if not inside:
-            return update.version if seen else None
-        seen = True
+            return update.version if updated else None
+        updated = True
     return None
 
 
-def _raw(view: RequestView) -> bool:
-    """Whether logprobs are of the unscaled distribution, which is what an oracle gives."""
+def _unscaled(view: RequestView) -> bool:
+    """Return whether logprobs are of the unscaled distribution, which is what an oracle gives."""
     engine = view.engine or view.contract
     return engine.logprobs is Logprobs.RAW or view.request.sampling.get("temperature") in (
         None,

@@ -1,4 +1,4 @@
-"""Update races: two weight updates at once, and one that runs twice (family ``weights``)."""
+"""Checks on two weight updates at once, and on one that runs twice."""
 
 from __future__ import annotations
 
@@ -19,19 +19,20 @@ __all__ = [
     "weights_updates_do_not_interleave",
 ]
 
-SKEWED = "the case updates one server on its own (skew), beside the stack's updates"
+SKEWED = "the case updates one server by itself (skew), in addition to the stack's updates"
 
 
-class _AtOnce(EventCheck):
-    """Base of the checks of two updates at once: they overlap where a paused server is paused
-    again, or where the case says so.
+class _SimultaneousUpdates(EventCheck):
+    """Base of the checks of two updates at once.
+
+    They overlap if a paused server is paused again, or if the case says so.
     """
 
     def __init__(self, context: JudgeContext) -> None:
         super().__init__(context)
         self.overlapped: set[str] = set()
         self.skewed = bool(case_actions(context.header, "skew"))
-        self._twice = bool(case_actions(context.header, "sync-twice"))
+        self._synced_twice = bool(case_actions(context.header, "sync-twice"))
         self._paused: set[str] = set()
         self._loads: dict[str, int] = {}
         self._started = False
@@ -50,7 +51,7 @@ class _AtOnce(EventCheck):
     def on_weights(self, event: Weights, out: Collector) -> None:
         if event.loaded and self._started:
             loads = self._loads[event.server_id] = self._loads.get(event.server_id, 0) + 1
-            if self._twice and loads > 1:
+            if self._synced_twice and loads > 1:
                 self.overlapped.add(event.server_id)
 
     def on_fault(self, event: Fault, out: Collector) -> None:
@@ -66,19 +67,23 @@ class _AtOnce(EventCheck):
 
 @dataclass(slots=True)
 class _Session:
-    """A server's pauses that no resume has matched yet; ``cut`` is a resume among them, ``loaded``
-    a load after it.
+    """A server's pauses that no resume has matched yet.
+
+    paused: Whether the server is still paused.
+    pauses: The number of unmatched pauses.
+    cut: A resume among them.
+    loaded: A load after that resume.
     """
 
     paused: bool = True
     pauses: int = 1
-    cut: Resume | None = None
+    resumed_early: Resume | None = None
     loaded: Weights | None = None
 
 
-class WeightsUpdatesDoNotInterleave(_AtOnce):
-    """Two pauses, a resume, a load into the serving server and another resume: the first resume cut
-    into the other update.
+class WeightsUpdatesDoNotInterleave(_SimultaneousUpdates):
+    """Two pauses, a resume, a load into the serving server and another resume: the first resume
+    interrupted the other update.
     """
 
     def __init__(self, context: JudgeContext) -> None:
@@ -96,7 +101,7 @@ class WeightsUpdatesDoNotInterleave(_AtOnce):
     def on_weights(self, event: Weights, out: Collector) -> None:
         super().on_weights(event, out)
         session = self._sessions.get(event.server_id)
-        if event.loaded and session is not None and session.cut is not None:
+        if event.loaded and session is not None and session.resumed_early is not None:
             session.loaded = event
 
     def on_fault(self, event: Fault, out: Collector) -> None:
@@ -109,17 +114,17 @@ class WeightsUpdatesDoNotInterleave(_AtOnce):
         session = self._sessions.get(event.server_id)
         if session is None:
             return
-        if session.cut is not None and session.loaded is not None and not self.skewed:
+        if session.resumed_early is not None and session.loaded is not None and not self.skewed:
             out.finding(
                 "two updates at once cut into each other",
                 expected=(
                     f"{event.server_id} stays paused until both updates have loaded their weights"
                 ),
                 observed=(
-                    f"paused twice, resumed at event {session.cut.index}, loaded at event"
+                    f"paused twice, resumed at event {session.resumed_early.index}, loaded at event"
                     f" {session.loaded.index} while serving, resumed again at event {event.index}"
                 ),
-                where={"server": event.server_id, "index": session.cut.index},
+                where={"server": event.server_id, "index": session.resumed_early.index},
                 hint=(
                     "Updates need a lock or a count of pauses: the first resume served from weights"
                     " that the other was loading."
@@ -127,7 +132,7 @@ class WeightsUpdatesDoNotInterleave(_AtOnce):
             )
         session.paused = False
         session.pauses -= 1
-        session.cut, session.loaded = event, None
+        session.resumed_early, session.loaded = event, None
         if session.pauses <= 0:
             del self._sessions[event.server_id]
 
@@ -135,29 +140,27 @@ class WeightsUpdatesDoNotInterleave(_AtOnce):
 weights_updates_do_not_interleave = trace_check(
     "weights.updates-do-not-interleave",
     promise=(
-        "Of two updates at once, none resumes a server that the other has paused and not yet"
-        " loaded."
+        "Of two updates at once, neither resumes a server that the other has paused and not"
+        " yet loaded."
     ),
     needs="Pause, Weights and Resume events of two updates that overlap",
     exercised_by="updates started at once",
 )(WeightsUpdatesDoNotInterleave)
 
 
-class WeightsNewestUpdateStays(_AtOnce):
-    """Versions are compared where they are numbers; a roll-back without overlapping updates is
-    nobody's fault.
-    """
+class WeightsNewestUpdateStays(_SimultaneousUpdates):
+    """Compares versions that are numbers; a roll-back without overlapping updates is no fault."""
 
     def __init__(self, context: JudgeContext) -> None:
         super().__init__(context)
         self._newest: dict[str, Weights] = {}
-        self._held: dict[str, Weights] = {}
+        self._loaded: dict[str, Weights] = {}
 
     def on_weights(self, event: Weights, out: Collector) -> None:
         super().on_weights(event, out)
         if not event.loaded or not isinstance(event.version, int):
             return
-        self._held[event.server_id] = event
+        self._loaded[event.server_id] = event
         newest = self._newest.get(event.server_id)
         if newest is None or not isinstance(newest.version, int) or event.version >= newest.version:
             self._newest[event.server_id] = event
@@ -166,13 +169,13 @@ class WeightsNewestUpdateStays(_AtOnce):
         super().on_fault(event, out)
         if event.what == "death" and event.server_id is not None:
             self._newest.pop(event.server_id, None)
-            self._held.pop(event.server_id, None)
+            self._loaded.pop(event.server_id, None)
 
     def finish(self, out: Collector) -> None:
         super().finish(out)
         for server, newest in self._newest.items():
-            held = self._held[server]
-            if held.version == newest.version or self.skewed or server not in self.overlapped:
+            loaded = self._loaded[server]
+            if loaded.version == newest.version or self.skewed or server not in self.overlapped:
                 continue
             out.finding(
                 "an older update overwrote a newer one",
@@ -180,11 +183,13 @@ class WeightsNewestUpdateStays(_AtOnce):
                     f"version {newest.version}, loaded at event {newest.index}, stays on {server}"
                 ),
                 observed=(
-                    f"version {held.version} was loaded after it, at event {held.index}, and is"
+                    f"version {loaded.version} was loaded after it, at event {loaded.index}, and is"
                     " served to the end"
                 ),
-                where={"server": server, "version": held.version, "index": held.index},
-                hint="Two updates at once must take turns in the order in which they were started.",
+                where={"server": server, "version": loaded.version, "index": loaded.index},
+                hint=(
+                    "Updates must run one after the other, in the order in which they were started."
+                ),
             )
 
 
@@ -197,13 +202,13 @@ weights_newest_update_stays = trace_check(
 
 
 class WeightsOneLoadPerVersion(EventCheck):
-    """The same label again is a repetition; reloads after a death or a failed update, or under a
-    new label, are none.
+    """The same label again is a repetition; a reload after a death or a failed update, or under a
+    new label, is not.
     """
 
     def __init__(self, context: JudgeContext) -> None:
         super().__init__(context)
-        self._held: dict[str, Weights] = {}
+        self._loaded: dict[str, Weights] = {}
         self._started = False
 
     def on_submit(self, event: Submit, out: Collector) -> None:
@@ -211,18 +216,18 @@ class WeightsOneLoadPerVersion(EventCheck):
 
     def on_fault(self, event: Fault, out: Collector) -> None:
         if event.what in ("death", "revive", "update-failure"):
-            self._held.clear()
+            self._loaded.clear()
 
     def on_weights(self, event: Weights, out: Collector) -> None:
         if not self._started or not event.loaded:
             return
         out.exercised("loads")
-        before = self._held.get(event.server_id)
-        self._held[event.server_id] = event
+        previous = self._loaded.get(event.server_id)
+        self._loaded[event.server_id] = event
         if (
-            before is not None
+            previous is not None
             and event.label is not None
-            and (before.version, before.label) == (event.version, event.label)
+            and (previous.version, previous.label) == (event.version, event.label)
         ):
             out.finding(
                 "a server loaded the same version twice",
@@ -230,7 +235,7 @@ class WeightsOneLoadPerVersion(EventCheck):
                     f"one load of version {event.version}, published as {event.label!r}, by"
                     f" {event.server_id}"
                 ),
-                observed=f"loads at events {before.index} and {event.index}",
+                observed=f"loads at events {previous.index} and {event.index}",
                 where={"server": event.server_id, "version": event.version, "index": event.index},
                 hint=(
                     "A cancelled or retried update ran again although the first one had done its"

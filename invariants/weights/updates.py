@@ -1,6 +1,4 @@
-"""Updates: the procedure that brings new weights to the servers, judged by its pauses, loads and
-resumes (family ``weights``).
-"""
+"""Checks on the procedure that brings new weights to the servers: its pauses, loads and resumes."""
 
 from __future__ import annotations
 
@@ -52,8 +50,8 @@ class WeightsUpdatesEnd(EndAwareCheck):
                 observed=f"it did not end within the deadline ({event.detail or 'no detail'})",
                 where={"server": event.server_id, "index": event.index},
                 hint=(
-                    "It waits for calls that wait for it: a lock held across the pause, a drain of"
-                    " parked calls (sglang #25319)."
+                    "It waits for calls that wait for it: a lock is held across the pause, or"
+                    " parked calls are drained (sglang #25319)."
                 ),
             )
 
@@ -73,7 +71,7 @@ class WeightsEveryReplicaUpdated(EndAwareCheck):
 
     def __init__(self, context: JudgeContext) -> None:
         super().__init__(context)
-        self._held: dict[str, frozenset[Version]] = {}
+        self._versions: dict[str, frozenset[Version]] = {}
         self._dead: dict[str, frozenset[Version]] = {}
         self._paused: set[str] = set()
         self._started = False
@@ -86,10 +84,10 @@ class WeightsEveryReplicaUpdated(EndAwareCheck):
 
     def on_call(self, event: Call, out: Collector) -> None:
         if event.server_id not in self._dead:
-            self._held.setdefault(event.server_id, frozenset())
+            self._versions.setdefault(event.server_id, frozenset())
 
     def on_pause(self, event: Pause, out: Collector) -> None:
-        self._held.setdefault(event.server_id, frozenset())
+        self._versions.setdefault(event.server_id, frozenset())
         self._paused.add(event.server_id)
 
     def on_resume(self, event: Resume, out: Collector) -> None:
@@ -102,22 +100,22 @@ class WeightsEveryReplicaUpdated(EndAwareCheck):
                 f"{_EXCUSES[event.what]} came after the last update that reached every replica"
             )
         if event.server_id is not None and event.what == "death":
-            self._dead[event.server_id] = self._held.pop(event.server_id, frozenset())
+            self._dead[event.server_id] = self._versions.pop(event.server_id, frozenset())
             self._paused.discard(event.server_id)
         elif event.server_id is not None and event.what == "revive":
-            self._held[event.server_id] = self._dead.pop(event.server_id, frozenset())
+            self._versions[event.server_id] = self._dead.pop(event.server_id, frozenset())
 
     def on_weights(self, event: Weights, out: Collector) -> None:
         if not event.loaded or event.version is None:
             return
-        before = self._held.get(event.server_id, frozenset())
-        self._held[event.server_id] = (
+        before = self._versions.get(event.server_id, frozenset())
+        self._versions[event.server_id] = (
             before | {event.version} if event.identity else frozenset((event.version,))
         )
         self._latest = event
         if not self._behind():
             self._excuse = None
-            if self._started and len(self._held) > 1:
+            if self._started and len(self._versions) > 1:
                 out.exercised("updates of several replicas")
 
     def _behind(self) -> list[str]:
@@ -125,33 +123,39 @@ class WeightsEveryReplicaUpdated(EndAwareCheck):
         return (
             []
             if latest is None
-            else [server for server, held in self._held.items() if latest.version not in held]
+            else [
+                server
+                for server, versions in self._versions.items()
+                if latest.version not in versions
+            ]
         )
 
     def finish(self, out: Collector) -> None:
         behind = self._behind()
         if not behind or self._latest is None:
             return
-        ahead = [server for server in self._held if server not in behind]
+        ahead = [server for server in self._versions if server not in behind]
         if len(ahead) == 1 and (ahead[0] in self._skewed or None in self._skewed):
             out.absent(update_races.SKEWED)
         elif self._excuse or self._paused or not self.complete:
             out.absent(self._excuse or "the trace ends in the middle of an update")
         else:
             for server in behind:
-                held = "/".join(sorted(map(str, self._held[server]))) or "whatever it started with"
+                versions = "/".join(sorted(map(str, self._versions[server]))) or (
+                    "the weights that it started with"
+                )
                 out.finding(
                     "an update left a replica out",
-                    expected=f"version {self._latest.version} on all of {sorted(self._held)}",
-                    observed=f"{server} still holds {held}",
+                    expected=f"version {self._latest.version} on all of {sorted(self._versions)}",
+                    observed=f"{server} still holds {versions}",
                     where={
                         "server": server,
                         "version": self._latest.version,
                         "index": self._latest.index,
                     },
                     hint=(
-                        "Its samples come from older weights, whatever tag it shows: check the list"
-                        " of replicas that the update walks."
+                        "Its samples come from older weights, whatever tag it shows: check"
+                        " the list of replicas that the update covers."
                     ),
                 )
 
@@ -165,7 +169,7 @@ weights_every_replica_updated = trace_check(
 
 
 class WeightsEveryPauseResumes(EndAwareCheck):
-    """Pauses that a failed update left behind are ``failed-update-resumes``'s to judge."""
+    """``weights.failed-update-resumes`` judges pauses that a failed update left behind."""
 
     def __init__(self, context: JudgeContext) -> None:
         super().__init__(context)
@@ -188,7 +192,7 @@ class WeightsEveryPauseResumes(EndAwareCheck):
 
     def on_fault(self, event: Fault, out: Collector) -> None:
         super().on_fault(event, out)
-        if _procedure_failed(event):
+        if _update_gave_up(event):
             self._failed.update(self._paused)
         elif event.what == "death" and event.server_id is not None:
             self._paused.pop(event.server_id, None)
@@ -196,10 +200,10 @@ class WeightsEveryPauseResumes(EndAwareCheck):
 
     def finish(self, out: Collector) -> None:
         for server, pause in self._paused.items():
-            stuck = sorted(self._waiting.get(server, set()).intersection(self.hung))
+            hanging = sorted(self._waiting.get(server, set()).intersection(self.hung))
             if server in self._failed:
                 continue
-            if not self.complete and not stuck:
+            if not self.complete and not hanging:
                 out.absent("the trace ends while a server is paused, and may have been cut there")
                 continue
             out.finding(
@@ -209,10 +213,10 @@ class WeightsEveryPauseResumes(EndAwareCheck):
                     f" {pause.index}"
                 ),
                 observed="none until the end of the trace"
-                + (f"; requests {stuck} hang on it" if stuck else ""),
+                + (f"; requests {hanging} hang on it" if hanging else ""),
                 where={"server": server, "index": pause.index},
                 hint=(
-                    "Whoever pauses must resume on every path, also when nothing was to be loaded."
+                    "Code that pauses must resume on every path, even if there was nothing to load."
                 ),
             )
 
@@ -226,11 +230,7 @@ weights_every_pause_resumes = trace_check(
 
 
 class WeightsFailedUpdateResumes(EndAwareCheck):
-    """Judged when the procedure has given up: an update that tries again by itself has not failed.
-
-    The next update finding the server still paused is too late: in between its callers waited for
-    nothing.
-    """
+    """Judges an update when the procedure has given up: one that retries by itself has not failed."""
 
     def __init__(self, context: JudgeContext) -> None:
         super().__init__(context)
@@ -238,9 +238,11 @@ class WeightsFailedUpdateResumes(EndAwareCheck):
         self._failed: dict[str, Fault] = {}
 
     def on_pause(self, event: Pause, out: Collector) -> None:
+        # That the next update resumes the server is too late: in between its callers waited for
+        # nothing.
         failure = self._failed.pop(event.server_id, None)
         if failure is not None:
-            self._blame(
+            self._report(
                 event.server_id,
                 failure,
                 f"it was still paused when the next update began, at event {event.index}",
@@ -254,7 +256,7 @@ class WeightsFailedUpdateResumes(EndAwareCheck):
 
     def on_fault(self, event: Fault, out: Collector) -> None:
         super().on_fault(event, out)
-        if _procedure_failed(event):
+        if _update_gave_up(event):
             out.exercised("failed updates")
             self._failed.update(dict.fromkeys(self._paused, event))
         elif event.what == "death" and event.server_id is not None:
@@ -265,13 +267,13 @@ class WeightsFailedUpdateResumes(EndAwareCheck):
         for server, failure in self._failed.items():
             if self.complete or self.hung:
                 tail = f"; requests {sorted(self.hung)} hang" if self.hung else ""
-                self._blame(
+                self._report(
                     server, failure, f"it was still paused at the end of the trace{tail}", out
                 )
             else:
                 out.absent("the trace ends after a failed update, and may have been cut there")
 
-    def _blame(self, server: str, failure: Fault, observed: str, out: Collector) -> None:
+    def _report(self, server: str, failure: Fault, observed: str, out: Collector) -> None:
         out.finding(
             "a failed update left a replica paused",
             expected=(
@@ -281,9 +283,10 @@ class WeightsFailedUpdateResumes(EndAwareCheck):
             observed=observed,
             where={"server": server, "index": failure.index},
             hint=(
-                "Resume in a `finally` (verl CheckpointEngineManager.update_weights has none):"
-                " until then clients park or retry. If your trainer always retries a failed update"
-                " at once, list this check as an expected failure with that reason."
+                "Resume in a `finally` (verl CheckpointEngineManager.update_weights has"
+                " none): until then clients wait or retry. If your trainer always retries a"
+                " failed update at once, list this check as an expected failure with that"
+                " reason."
             ),
         )
 
@@ -296,8 +299,8 @@ weights_failed_update_resumes = trace_check(
 )(WeightsFailedUpdateResumes)
 
 
-def _procedure_failed(event: Fault) -> bool:
-    """Whether a whole update gave up; with a server, only one transfer broke, and the procedure may
-    still try again.
+def _update_gave_up(event: Fault) -> bool:
+    """Return whether an entire update gave up. With a server, only one transfer broke, and the
+    procedure may still retry.
     """
     return event.what == "update-failure" and event.server_id is None

@@ -111,7 +111,7 @@ def test_rows_that_were_asked_for_too_late_are_told_from_rows_that_an_engine_did
     builder.result(ids[5:], "r0", ids[:5], routes=story.returned(0))
     finding = only_finding(judge(builder.trace(), REGISTRY), "routes.rows")
     assert (
-        "6 rows; segment 1's were asked for from position 7 on, where there are none"
+        "6 rows; segment 1's were requested from position 7 on, where there are none"
         == finding.observed
     )
     assert 1 == finding.where["segment"]
@@ -219,12 +219,12 @@ def test_missing_routes_say_who_lost_them() -> None:
         dropped.observed
         == "routes: none; the engine returned them, and the stack dropped them"
     )
-    for asked, words in ((False, "the call did not"), (True, "handed over all the same")):
+    for asked, words in ((False, "the call did not"), (True, "delivered nevertheless")):
         builder = TraceBuilder(contract()).submit()
         builder.reply(builder.call((1, 2), want_routes=asked), (3, 4)).result((3, 4))
         assert words in only_finding(judge(builder.trace(), REGISTRY), "routes.presence").observed
     untold = judge(TraceBuilder(contract()).submit().result((3, 4)).trace(), REGISTRY)
-    assert "no call that would say" in only_finding(untold, "routes.presence").observed
+    assert "no engine call, so it does not show" in only_finding(untold, "routes.presence").observed
 
 
 @pytest.mark.parametrize("reason", [FinishReason.ABORT, FinishReason.LENGTH])

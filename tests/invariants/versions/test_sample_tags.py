@@ -160,7 +160,7 @@ class TestCorrect:
             reason = (
                 "not known"
                 if kind in ("span", "token")
-                else "the versions of some tokens cannot be known"
+                else "the versions of some tokens are not known"
             )
             unknown(f"versions.{name}", story, reason)
 
@@ -195,7 +195,7 @@ class TestPresent:
             f"The sample carries no {gone}, although the engine showed version 3 for tokens 0-1"
             == finding.title
         )
-        assert "The tag was dropped on its way" in finding.hint
+        assert "The stack dropped the tag" in finding.hint
         assert {self.ID} == blamed(story)
 
     def test_a_dropped_zero_is_explained(self) -> None:
@@ -311,7 +311,7 @@ class TestSampleTag:
     def test_a_tag_of_the_time_of_scheduling_is_found(self) -> None:
         """It was current before the first token."""
         story = script_rollout(NEW, versions="sample", sample={"version": 0}, script=warm("sample"))
-        assert "a tag of the time of scheduling bounds staleness" in finds(self.ID, story).hint
+        assert "a tag from the time of scheduling bounds staleness" in finds(self.ID, story).hint
 
     def test_a_tag_of_a_call_without_tokens_is_found(self) -> None:
         """The last call sampled nothing."""
@@ -341,7 +341,7 @@ class TestMinMax:
                 0,
                 0,
                 "The max version of the sample is not that of its tokens",
-                "One call's tag stands for all",
+                "The tag of one call is used for all",
             ),
             (
                 (OLD, NEW),
@@ -373,7 +373,7 @@ class TestMinMax:
                 2,
                 3,
                 "The min version of the sample is not that of its tokens",
-                "versions go back when a replica lags behind",
+                "versions decrease when a replica lags behind",
             ),
         ],
     )
@@ -449,7 +449,7 @@ class TestMinMax:
         story = script_rollout(
             *parts, versions="min-max", sample={"min_version": 0, "max_version": 0}
         )
-        unknown(self.ID, story, "the versions of some tokens cannot be known")
+        unknown(self.ID, story, "the versions of some tokens are not known")
 
 
 class TestCallTags:

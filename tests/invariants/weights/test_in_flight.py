@@ -242,7 +242,7 @@ class TestServedAfterUpdate:
         script = _updated()
         call = script.call((1, 2))
         script.reply(call, (3, 4), version=0, true_tokens=None)
-        unknown(self.ID, script, "only rollproof's own engine knows")
+        unknown(self.ID, script, "only rollproof's fake engine knows")
 
     def test_without_an_update_it_is_not_exercised(self) -> None:
         """The weights that a server starts with are no update."""
@@ -274,7 +274,7 @@ class TestNoStaleCache:
             "rows 0 to 0 of call 1: version 0, 1 prompt tokens from the prefix cache"
             == finding.observed
         )
-        assert "every one computed by version 1 alone on s0" == finding.expected
+        assert "all computed by version 1 alone on s0" == finding.expected
 
     def test_mixed_tokens_are_found(self) -> None:
         """A frozen call went on over KV of its old weights."""
@@ -323,7 +323,7 @@ class TestNoStaleCache:
         script = _updated(case=case)
         call = script.call((1, 2))
         script.reply(call, (3, 4), version=1, true_rows=spans((0, 3, 0)))
-        unknown(self.ID, script, "the case asks its syncs not to clear the cache")
+        unknown(self.ID, script, "the case tells its weight syncs not to clear the cache")
 
     def test_a_prefix_hit_on_the_new_weights_passes(self) -> None:
         """Sharing KV within a version is what a cache is for."""

@@ -183,7 +183,7 @@ class TestOneVersion:
     def test_a_call_that_was_not_drained_is_found(self) -> None:
         """labs-molt #124: the tail of the pool crossed the update."""
         finding = finds(self.ID, self._crossing(None))
-        assert "version 0 for the whole turn" == finding.expected
+        assert "version 0 for the entire turn" == finding.expected
         assert "from response token 2 on it was sampled by version 1" == finding.observed
         assert {"request": "r0", "position": 4, "version": 1, "call": 1} == finding.where
 

@@ -52,7 +52,7 @@ class TestEveryReplica:
         script.submit()
         script.call((1, 2), server="s1")
         script.weights(1)
-        assert "s1 still holds whatever it started with" == finds(self.ID, script).observed
+        assert "s1 still holds the weights that it started with" == finds(self.ID, script).observed
 
     def test_replicas_may_differ_during_an_update(self) -> None:
         """One after another is a way to update."""
