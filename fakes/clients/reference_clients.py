@@ -1,7 +1,6 @@
-"""Reference resume managers: what correct stacks do with aborted calls, in the four ways of the
-field.
+"""Reference resume clients: the four ways in which correct stacks treat aborted calls.
 
-``REFERENCES`` has them by name, under the conventions that stacks declare.
+``REFERENCES`` lists them by name, with the conventions that stacks declare.
 """
 
 from __future__ import annotations
@@ -39,19 +38,20 @@ __all__ = [
     "EngineKeep",
     "LatestPrefill",
     "LatestPrefillRows",
-    "PartialOffManager",
+    "PartialOffClient",
     "PartialOffSurfaced",
     "PartialSample",
 ]
 
 
 class LatestPrefill(AsSampled):
-    """Resumes on the client's side; every row comes from the last call, which prefilled the
-    sequence anew.
-    """
+    """Resumes by itself; every row comes from the last call, which prefilled the sequence again."""
 
     def pause_mode(self, fleet: Fleet) -> PauseMode:
-        """Frozen calls keep their first rows, unless the engine overwrites them after a retraction."""
+        """Return a mode after which rows come from the latest prefill.
+
+        Frozen calls keep their first rows, unless the engine overwrites them after a retraction.
+        """
         fits = (
             fleet.flavour.recompute is ReprefillRows.OVERWRITTEN
             and fleet.pause_mode is PauseMode.RETRACT
@@ -59,33 +59,33 @@ class LatestPrefill(AsSampled):
         return PauseMode.ABORT if fleet.pause_mode in FROZEN and not fits else fleet.pause_mode
 
     def provenance(self, fleet: Fleet) -> Provenance:
-        """Which forward a row of a resumed sample comes from."""
+        """Return which forward a row of a resumed sample comes from."""
         return Provenance.LATEST_PREFILL
 
     def routes_start(self, sample: PartialSample) -> int:
-        """Every call returns all rows."""
+        """Return 0: every call returns all rows."""
         return 0
 
     def merge_routes(self, sample: PartialSample, sent: int, output: EngineOutput) -> None:
-        """The new rows replace the old ones; where none came, the old ones stay."""
+        """Replace the rows by the new ones, if there are any."""
         if output.routes is not None:
             sample.rows = output.routes[: sent + len(output.token_ids) - 1].copy()
 
 
 class EngineKeep(AsSampled):
-    """Makes one call a turn; the engine freezes it during weight updates and goes on afterwards. An
-    abort surfaces.
+    """Makes one call a turn, which the engine freezes during weight updates and continues after
+    them. An abort surfaces.
     """
 
     options: ClassVar[ClientOptions] = ClientOptions(partial_off=PartialOff.SURFACED)
     resume: ClassVar[ResumeBy] = ResumeBy.ENGINE
 
     def pause_mode(self, fleet: Fleet) -> PauseMode:
-        """An update may not abort what only the engine resumes."""
+        """Return a mode without aborts: only the engine resumes these calls."""
         return PauseMode.KEEP if fleet.pause_mode is PauseMode.ABORT else fleet.pause_mode
 
     def provenance(self, fleet: Fleet) -> Provenance:
-        """As sampled, unless the engine overwrites rows and updates make it compute them again."""
+        """Return as-sampled, unless the engine overwrites rows when updates recompute them."""
         again = fleet.pause_mode is PauseMode.RETRACT or (
             fleet.pause_mode is PauseMode.KEEP and fleet.clear_cache
         )
@@ -93,36 +93,36 @@ class EngineKeep(AsSampled):
         return Provenance.LATEST_PREFILL if overwritten and again else Provenance.AS_SAMPLED
 
     def aborts_surface(self, fleet: Fleet) -> bool:
-        """Nobody resumes an aborted call."""
+        """Return True: the client does not resume an aborted call."""
         return True
 
     def resumes(self, sample: PartialSample) -> bool:
-        """Nobody resumes an aborted call."""
+        """Return False: an aborted call is the end."""
         return False
 
 
-class PartialOffManager(AsSampled):
+class PartialOffClient(AsSampled):
     """Never resumes: an aborted sample is dropped or surfaced."""
 
     resume: ClassVar[ResumeBy] = ResumeBy.NONE
 
     def aborts_surface(self, fleet: Fleet) -> bool:
-        """Whether a caller may be handed an aborted sample."""
+        """Whether a caller may get an aborted sample."""
         return self.chosen.partial_off is PartialOff.SURFACED
 
     def resumes(self, sample: PartialSample) -> bool:
-        """Never."""
+        """Return False."""
         return False
 
 
 class AsSampledTokens(AsSampled):
-    """One row a token, the last one marked -1; a tag on every token."""
+    """Returns one row a token, the last one filled with -1, and a tag on every token."""
 
     options: ClassVar[ClientOptions] = ClientOptions(versions=Versions.TOKEN, rows=Rows.ALL)
 
 
 class AsSampledSpans(AsSampled):
-    """Spans as the finest tag; the last row holds the experts 0 to k - 1."""
+    """Returns spans as the finest tag; the last row contains the experts 0 to k - 1."""
 
     options: ClassVar[ClientOptions] = ClientOptions(
         versions=Versions.SPAN, rows=Rows.ALL, final_row=Filler.ARANGE
@@ -130,38 +130,35 @@ class AsSampledSpans(AsSampled):
 
 
 class AsSampledBounds(AsSampled):
-    """Bounds: the newest update that had ended when a rollout began and when it ended, widened to
-    what the engines showed.
+    """Returns version bounds: the newest update that was complete when a rollout began and when it
+    ended, widened to the versions that the engines showed.
     """
 
     options: ClassVar[ClientOptions] = ClientOptions(versions=Versions.BOUNDS)
 
     def start(self, fleet: Fleet) -> None:
-        """Count from the first version on."""
+        """Start with the first version."""
         super().start(fleet)
         self._ended: Version = fleet.case.first_version
         self._begun: dict[str, Version] = {}
 
     async def update_weights(self, version: int | None) -> None:
-        """An update without a label has no number to count."""
+        """Update, and remember the number; an update without a label has none."""
         await super().update_weights(version)
         self._ended = version
 
     async def run(self, sample: PartialSample) -> bool:
-        """What had ended before the first call is the lower bound."""
+        """Remember the newest complete update before the first call: the lower bound."""
         self._begun[sample.request.request_id] = self._ended
         return await super().run(sample)
 
     def version_tags(self, sample: PartialSample) -> dict[str, Any]:
-        """Both bounds, where the engines showed any version."""
+        """Return both bounds if the engines showed any version."""
         shown = super().version_tags(sample)
         if not shown or shown["min_version"] is None:
             return shown
-        counted = [
-            n
-            for n in (self._begun.pop(sample.request.request_id), self._ended)
-            if isinstance(n, int)
-        ]
+        begun = self._begun.pop(sample.request.request_id)
+        counted = [number for number in (begun, self._ended) if isinstance(number, int)]
         return {
             "min_version": min([shown["min_version"], *counted]),
             "max_version": max([shown["max_version"], *counted]),
@@ -169,13 +166,13 @@ class AsSampledBounds(AsSampled):
 
 
 class AsSampledCalls(AsSampled):
-    """A tag for each call."""
+    """Returns a version tag for each call."""
 
     options: ClassVar[ClientOptions] = ClientOptions(versions=Versions.CALL)
 
 
 class AsSampledMoe(AsSampled):
-    """MoE layers only; one tag for the sample."""
+    """Returns routes of MoE layers only, and one tag for the sample."""
 
     options: ClassVar[ClientOptions] = ClientOptions(
         versions=Versions.SAMPLE, layer_axis=LayerAxis.MOE
@@ -183,25 +180,25 @@ class AsSampledMoe(AsSampled):
 
 
 class AsSampledUntagged(AsSampled):
-    """No version tag."""
+    """Returns no version tag."""
 
     options: ClassVar[ClientOptions] = ClientOptions(versions=Versions.NONE)
 
 
 class AsSampledTurns(AsSampled):
-    """Multi-turn rollouts: the environment's tokens stand in the response, masked out."""
+    """Runs multi-turn rollouts; the environment's tokens are in the response, masked out."""
 
     options: ClassVar[ClientOptions] = ClientOptions(multi_turn=True)
 
 
 class LatestPrefillRows(LatestPrefill):
-    """One row a token, the last one zeros: legal, and flagged."""
+    """Returns one row a token, the last one zeros, which the contract declares."""
 
     options: ClassVar[ClientOptions] = ClientOptions(rows=Rows.ALL, final_row=Filler.ZEROS)
 
 
-class PartialOffSurfaced(PartialOffManager):
-    """Aborted samples are handed over, with finish reason ``abort``."""
+class PartialOffSurfaced(PartialOffClient):
+    """Returns aborted samples, with finish reason ``abort``."""
 
     options: ClassVar[ClientOptions] = ClientOptions(partial_off=PartialOff.SURFACED)
 
@@ -219,7 +216,7 @@ REFERENCES: Mapping[str, Callable[[], RolloutSubject]] = MappingProxyType(
         "latest-prefill": LatestPrefill,
         "latest-prefill-rows": LatestPrefillRows,
         "engine-keep": EngineKeep,
-        "partial-off": PartialOffManager,
+        "partial-off": PartialOffClient,
         "partial-off-surfaced": PartialOffSurfaced,
     }
 )

@@ -1,15 +1,14 @@
-"""Resuming: how a correct client of rollout engines turns aborted calls into one sample.
+"""The reference resume client: how a correct client turns aborted engine calls into one sample.
 
-It is written to be read and to be broken: every step that a published fault got wrong is a method
-of its own, so that a known bug is a few lines on top of it
-(``rollproof.fakes.clients.reference_clients`` has the other ways of the field). A manager's
-``contract`` is complete after ``start``, where the flavour of the engines becomes known.
+Every step that a published fault got wrong is a method of its own, so that a known bug is a few
+lines on top of it. ``rollproof.fakes.clients.reference_clients`` has the variants that stacks use.
+A client's ``contract`` is complete after ``start``, when the flavour of the engines is known.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any, ClassVar
@@ -37,30 +36,32 @@ from rollproof.core.records import (
     Request,
     Rollout,
     Scalar,
+    Span,
     Version,
     spread,
 )
-from rollproof.fakes.clients.version_tags import finest_tag, tags
 from rollproof.fakes.engine.exceptions import EnginePaused
-from rollproof.fakes.engine.flavours import ReprefillRows
+from rollproof.fakes.engine.flavours import ReprefillRows, VersionTag
 from rollproof.fakes.engine.fleet import Fleet
 from rollproof.fakes.engine.replies import filler_rows
 
-__all__ = ["FROZEN", "AsSampled", "ClientOptions", "PartialSample"]
+__all__ = ["FROZEN", "AsSampled", "ClientOptions", "PartialSample", "finest_tag", "tag_fields"]
 
 FROZEN = (PauseMode.KEEP, PauseMode.RETRACT, PauseMode.IN_PLACE)
-"""Pauses after which the engine goes on with the calls that it ran."""
+"""Pauses after which the engine continues the calls that it ran."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ClientOptions:
-    """What a manager declares of its samples.
+    """What a resume client promises about its samples, and how patient it is.
 
-    ``versions`` is the finest tag that it gives where the engine's own tags allow it;
-    ``layer_axis`` ``None`` is that of the engine. ``patience`` bounds consecutive attempts that
-    bring no token, ``back_off`` is the pause between attempts in virtual seconds. ``multi_turn``
-    declares the turns of the environment, and a loss mask with them, also where a case has none;
-    every manager drives those that a request has.
+    versions: the finest tag that it returns if the engine's tags allow it.
+    layer_axis: the axis of its routes; ``None`` for the engine's.
+    partial_off: what happens to an aborted sample if partial rollout is off.
+    patience: consecutive attempts without a token before the client gives up.
+    back_off: virtual seconds between two attempts.
+    multi_turn: declare turns and a loss mask even if a case has no turns. Every client runs the
+        turns of its requests.
     """
 
     versions: Versions = Versions.MIN_MAX
@@ -75,11 +76,11 @@ class ClientOptions:
 
 @dataclass(slots=True, eq=False)
 class PartialSample:
-    """A rollout in the making. Lists are over response tokens; ``rows`` ``(captured, layers,
-    top_k)`` from position 0.
+    """A rollout in the making; lists are over response tokens.
 
-    ``labels`` are the version tags of the tokens as the engine showed them, ``calls`` those of the
-    replies.
+    labels: version tags of the tokens, as the engine showed them.
+    calls: version tags of the replies.
+    rows: ``(captured, layers, top_k)`` from position 0.
     """
 
     request: Request
@@ -100,10 +101,9 @@ class PartialSample:
 
 
 class AsSampled:
-    """Resumes on the client's side; a row stays that of the forward that first computed it.
+    """Resumes by itself; keeps the row of the forward that first computed it.
 
-    With partial rollout off, an aborted sample is dropped or surfaced as ``options.partial_off``
-    says.
+    With partial rollout off, an aborted sample is dropped or surfaced, see ``options.partial_off``.
     """
 
     options: ClassVar[ClientOptions] = ClientOptions()
@@ -115,16 +115,16 @@ class AsSampled:
         self.chosen: ClientOptions = options if options is not None else type(self).options
         self._open = 0
 
-    # The protocol of a rollout subject
+    # RolloutSubject
 
     def start(self, fleet: Fleet) -> None:
-        """Take the fleet, and declare the contract that holds on its flavour."""
+        """Take the fleet, and declare the contract for its flavour."""
         self.fleet = fleet
         fleet.pause_mode = self.pause_mode(fleet)
         self.contract = self.declared(fleet)
 
     async def rollout(self, request: Request) -> Rollout | None:
-        """One sample; ``None`` where it was dropped."""
+        """Return one sample; ``None`` if it was dropped."""
         self._open += 1
         try:
             sample = PartialSample(request=request)
@@ -133,35 +133,33 @@ class AsSampled:
             self._open -= 1
 
     async def update_weights(self, version: int | None) -> None:
-        """The fleet's default procedure, with this manager's way to pause."""
+        """Run the fleet's default procedure, with this client's pause mode."""
         await self.fleet.sync(version)
 
     def to_record(self, native: Rollout) -> Rollout:
-        """The native form is the record."""
+        """Return the sample: the native form is the record."""
         return native
 
     def stop(self) -> None:
-        """Nothing to free."""
+        """Do nothing: there is nothing to free."""
 
     def gauges(self) -> Mapping[str, float]:
-        """Rollouts that have not ended."""
+        """Return the number of rollouts that have not ended."""
         return {"rollouts": float(self._open)}
 
-    # What is declared
+    # The contract
 
     def pause_mode(self, fleet: Fleet) -> PauseMode:
-        """How weight updates pause the servers: as the case says, where the provenance of the rows
-        survives that.
-        """
+        """Return the pause mode of weight updates: the case's, unless rows would be recomputed."""
         overwritten = fleet.flavour.recompute is ReprefillRows.OVERWRITTEN
         return PauseMode.ABORT if overwritten and fleet.pause_mode in FROZEN else fleet.pause_mode
 
     def provenance(self, fleet: Fleet) -> Provenance:
-        """Which forward a row of a resumed sample comes from."""
+        """Return which forward a row of a resumed sample comes from."""
         return Provenance.AS_SAMPLED
 
     def declared(self, fleet: Fleet) -> Contract:
-        """The contract on this fleet."""
+        """Return the contract on this fleet."""
         engine, chosen, model = fleet.engine_contract, self.chosen, fleet.case.model
         multi_turn = chosen.multi_turn or any(request.turns for request in fleet.case.requests)
         all_rows = chosen.rows is Rows.ALL
@@ -189,14 +187,15 @@ class AsSampled:
         )
 
     def aborts_surface(self, fleet: Fleet) -> bool:
-        """Whether a caller may be handed an aborted sample."""
+        """Whether a caller may get an aborted sample."""
         return not fleet.case.partial and self.chosen.partial_off is PartialOff.SURFACED
 
-    # How a sample comes about
+    # The loop over calls
 
     async def run(self, sample: PartialSample) -> bool:
-        """Call engines until the sample has ended. False: it is to be dropped. Raises
-        ``RuntimeError`` out of patience.
+        """Call engines until the sample ends; return False if it is to be dropped.
+
+        Raises ``RuntimeError`` when out of patience.
         """
         idle = 0
         while idle < self.chosen.patience:
@@ -217,8 +216,8 @@ class AsSampled:
     async def attempt(
         self, sample: PartialSample, sent: tuple[int, ...], budget: int | None
     ) -> EngineOutput:
-        """One reply. A server that died, lost the reply or is paused is tried again, elsewhere
-        where there is another.
+        """Return one reply. After a server that died, lost the reply or is paused, try another one
+        if there is any.
         """
         avoid: list[str] = []
         for left in reversed(range(self.chosen.patience)):
@@ -237,14 +236,14 @@ class AsSampled:
     async def call(
         self, server_id: str, sample: PartialSample, sent: tuple[int, ...], budget: int | None
     ) -> EngineOutput:
-        """One call to one server. Each has a handle of its own, of which none is the beginning of
-        another.
-        """
+        """Call one server."""
         request = sample.request
         sample.attempts += 1
         return await self.fleet.servers[server_id].generate(
             prompt_ids=list(sent),
             max_tokens=budget,
+            # SGLang aborts by prefix (SGLang abort_request, startswith): no handle may be the
+            # beginning of another
             request_id=f"{request.request_id}#{sample.attempts}#",
             sampling=self.sampling_for(sample),
             media=request.media,
@@ -254,44 +253,44 @@ class AsSampled:
         )
 
     def acquire(self, sample: PartialSample, avoid: list[str]) -> str:
-        """The server for the next call."""
+        """Return the server for the next call."""
         return self.fleet.balancer.acquire(avoid)
 
     def release(self, server_id: str) -> None:
-        """The call is over, however it ended."""
+        """Tell the balancer that a call is over, however it ended."""
         self.fleet.balancer.release(server_id)
 
     async def wait(self) -> None:
-        """Between two attempts."""
+        """Wait between two attempts."""
         await asyncio.sleep(self.chosen.back_off)
 
     def resumes(self, sample: PartialSample) -> bool:
-        """Whether an aborted sample goes on."""
+        """Whether an aborted sample is resumed."""
         return self.fleet.case.partial
 
-    # What a call is sent
+    # Arguments of a call
 
     def resume_prompt(self, sample: PartialSample) -> tuple[int, ...]:
-        """The prompt and everything after it so far."""
+        """Return the prompt and the response so far."""
         return sample.ids
 
     def next_budget(self, sample: PartialSample) -> int | None:
-        """What is left of the caller's budget, in tokens."""
+        """Return how many tokens are left of the caller's budget."""
         budget = sample.request.budget
         return None if budget is None else budget - len(sample.response)
 
     def sampling_for(self, sample: PartialSample) -> dict[str, Scalar]:
-        """The caller's sampling parameters, in a dictionary of our own."""
+        """Return a copy of the caller's sampling parameters."""
         return dict(sample.request.sampling)
 
     def routes_start(self, sample: PartialSample) -> int:
-        """The first row that is missing; engines that do not know the option return all of them."""
+        """Return the first missing row; engines without that option return all rows."""
         return 0 if sample.rows is None else len(sample.rows)
 
-    # What a reply adds
+    # Merging a reply
 
     def absorb(self, sample: PartialSample, sent: int, output: EngineOutput) -> None:
-        """Add a reply to a call of ``sent`` prompt tokens. One without tokens adds nothing."""
+        """Add a reply to a call of ``sent`` prompt tokens; one without tokens adds nothing."""
         if not output.token_ids:
             return
         self.merge_routes(sample, sent, output)
@@ -300,38 +299,36 @@ class AsSampled:
         self.merge_versions(sample, output)
 
     def merge_tokens(self, sample: PartialSample, output: EngineOutput) -> None:
-        """The reply's tokens continue the response."""
+        """Append the reply's tokens."""
         sample.response.extend(output.token_ids)
         sample.mask.extend([1] * len(output.token_ids))
 
     def merge_logprobs(self, sample: PartialSample, output: EngineOutput) -> None:
-        """One per token, missing ones marked."""
+        """Append one logprob a token; NaN marks missing ones."""
         count = len(output.token_ids)
         sample.logprobs.extend(
             [float("nan")] * count if output.logprobs is None else output.logprobs.tolist()
         )
 
     def merge_versions(self, sample: PartialSample, output: EngineOutput) -> None:
-        """One tag per token, and one for the call: that of its last token."""
+        """Append one tag a token, and for the call the tag of its last token."""
         count = len(output.token_ids)
         labels = spread(output.spans, count) if output.spans else [output.version] * count
         sample.labels.extend(labels)
         sample.calls.append(labels[-1])
 
     def merge_routes(self, sample: PartialSample, sent: int, output: EngineOutput) -> None:
-        """Append the rows that are missing. The row of the reply's last token is none: that token
-        was not forwarded.
-        """
+        """Append the missing rows; the reply's last token has none, it was never forwarded."""
         if output.routes is None:
             return
-        have = 0 if sample.rows is None else len(sample.rows)
+        captured = 0 if sample.rows is None else len(sample.rows)
         new = output.routes[: sent + len(output.token_ids) - 1 - output.routes_start][
-            have - output.routes_start :
+            captured - output.routes_start :
         ]
         sample.rows = new.copy() if sample.rows is None else np.concatenate([sample.rows, new])
 
     def finish_reason(self, sample: PartialSample, output: EngineOutput) -> FinishReason:
-        """The engine's own, except that an abort after the last token cut nothing off."""
+        """Return the engine's reason, unless an abort came after the last token and cut nothing."""
         if output.finish_reason is not FinishReason.ABORT:
             return output.finish_reason
         policy = self.fleet.policy
@@ -344,7 +341,7 @@ class AsSampled:
         return FinishReason.LENGTH if self.next_budget(sample) == 0 else FinishReason.ABORT
 
     def next_turn(self, sample: PartialSample) -> bool:
-        """Append the environment's answer, if there is one and room for a token after it."""
+        """Append the environment's answer if there is one and the budget leaves room after it."""
         turns = sample.request.turns
         if sample.turn >= len(turns):
             return False
@@ -356,7 +353,7 @@ class AsSampled:
         return True
 
     def observe(self, sample: PartialSample, answer: tuple[int, ...]) -> None:
-        """Add tokens that the policy did not sample; they are not trained on."""
+        """Append tokens that the policy did not sample; they are not trained on."""
         self.fleet.recorder.record(
             Observation(request_id=sample.request.request_id, token_ids=answer)
         )
@@ -365,10 +362,10 @@ class AsSampled:
         sample.logprobs.extend([float("nan")] * len(answer))
         sample.labels.extend([None] * len(answer))
 
-    # What is handed over
+    # The finished sample
 
     def finished(self, sample: PartialSample) -> Rollout:
-        """The sample as it is handed over."""
+        """Return the sample as the trainer gets it."""
         return Rollout(
             request_id=sample.request.request_id,
             prompt_ids=sample.request.prompt_ids,
@@ -386,16 +383,16 @@ class AsSampled:
         )
 
     def loss_mask(self, sample: PartialSample) -> IntArray | None:
-        """1 for sampled tokens, 0 for the environment's, where the contract declares a mask."""
+        """Return 1 for sampled tokens and 0 for the environment's, if the contract has a mask."""
         return np.array(sample.mask, dtype=np.int64) if self.contract.loss_mask else None
 
     def version_tags(self, sample: PartialSample) -> dict[str, Any]:
-        """The fields of the tag that the contract declares."""
-        return tags(self.contract.versions, sample.labels, sample.mask, sample.calls)
+        """Return the fields of the tag that the contract declares."""
+        return tag_fields(self.contract.versions, sample.labels, sample.mask, sample.calls)
 
     def final_routes(self, sample: PartialSample) -> IntArray | None:
-        """``(rows, layers, top_k)`` in the declared layout; ``None`` where an abort that nobody
-        resumes came without them.
+        """Return ``(rows, layers, top_k)`` in the declared layout; ``None`` if an abort that is not
+        resumed came without rows.
         """
         if sample.rows is None or not sample.request.want_routes or self.lacks_rows(sample):
             return None
@@ -407,45 +404,92 @@ class AsSampled:
         )
 
     def lacks_rows(self, sample: PartialSample) -> bool:
-        """Whether an aborted sample has tokens that were forwarded and no row: too few rows would
-        be taken for all of them.
+        """Whether an aborted sample has fewer rows than forwarded tokens.
 
-        The environment's last word was never forwarded.
+        The environment's tokens at the end were never forwarded.
         """
         if sample.finish is not FinishReason.ABORT or sample.rows is None:
             return False
         forwarded = len(sample.ids) - 1
-        for own in reversed(sample.mask):
-            if own:
+        for sampled in reversed(sample.mask):
+            if sampled:
                 break
             forwarded -= 1
         return len(sample.rows) < forwarded
 
     def on_declared_layers(self, rows: IntArray) -> IntArray:
-        """Rows of the engine's layer axis, on the declared one; dense layers, which have no router,
-        hold zeros.
-        """
-        engine, own = self.fleet.flavour.layer_axis, self.contract.layer_axis
+        """Return rows on the declared layer axis; dense layers, which have no router, get zeros."""
+        engine, declared = self.fleet.flavour.layer_axis, self.contract.layer_axis
         moe = list(self.contract.moe_layers or ())
-        if engine is own:
+        if engine is declared:
             return rows
-        if own is LayerAxis.MOE:
+        if declared is LayerAxis.MOE:
             return rows[:, moe]
         out = np.zeros((len(rows), self.contract.route_layers, rows.shape[2]), dtype=rows.dtype)
         out[:, moe] = rows
         return out
 
 
+# Thousands of cases declare the same contract, and making and validating one costs a tenth of
+# running a small case.
 @lru_cache(maxsize=256)
 def _contract(**fields: Any) -> Contract:
-    """Thousands of cases declare the same: making and validating a contract costs a tenth of
-    running a small one.
-    """
     return Contract(**fields)
 
 
 def _wide_enough(dtype: np.dtype[Any], filler: Filler | None) -> np.dtype[Any]:
-    """An unsigned type cannot hold -1: the next signed one that holds every expert as well."""
+    # an unsigned type has no -1: the next signed type has it, and every expert id
     if filler is Filler.MINUS_ONE and dtype.kind == "u":
         return np.promote_types(dtype, np.int8)
     return dtype
+
+
+def finest_tag(finest: Versions, shown: VersionTag, *, overtaken: bool) -> Versions:
+    """Return the tag that a client can give truthfully, at most ``finest``.
+
+    shown: how the engines label their replies.
+    overtaken: updates may overtake running calls. One label a call then names weights that may not
+        have sampled all of its tokens, so no tag is possible.
+    """
+    spans = shown in (VersionTag.SPANS, VersionTag.SPANS_AND_LAST)
+    scalar = shown in (VersionTag.EMISSION, VersionTag.ADMISSION)
+    return finest if spans or (scalar and not overtaken) else Versions.NONE
+
+
+def tag_fields(
+    kind: Versions, labels: Sequence[Version], mask: Sequence[int], calls: Sequence[Version]
+) -> dict[str, Any]:
+    """Return the fields of a ``Rollout`` for a tag of ``kind``.
+
+    ``labels`` and ``mask`` are over response tokens, ``calls`` over the calls that sampled any.
+    Tokens of the environment (mask 0) have no version. Minimum, maximum and the one version of a
+    sample, which is that of its last token, are taken over the tokens with a version. Bounds are
+    as narrow as possible.
+    """
+    versions = [
+        label for label, sampled in zip(labels, mask, strict=True) if sampled and label is not None
+    ]
+    extremes = {
+        "min_version": min(versions, default=None),
+        "max_version": max(versions, default=None),
+    }
+    fields: Mapping[Versions, dict[str, Any]] = {
+        Versions.NONE: {},
+        Versions.SAMPLE: {"version": versions[-1] if versions else None},
+        Versions.MIN_MAX: extremes,
+        Versions.BOUNDS: extremes,
+        Versions.CALL: {"call_versions": tuple(calls)},
+        Versions.SPAN: {"spans": _spans(labels)},
+        Versions.TOKEN: {"token_versions": tuple(labels)},
+    }
+    return fields[kind]
+
+
+def _spans(labels: Sequence[Version]) -> tuple[Span, ...]:
+    spans: list[Span] = []
+    for i, label in enumerate(labels):
+        if spans and spans[-1].version == label:
+            spans[-1] = Span(start=spans[-1].start, end=i + 1, version=label)
+        else:
+            spans.append(Span(start=i, end=i + 1, version=label))
+    return tuple(spans)

@@ -6,20 +6,22 @@ position, layer and version produced it. A fault that keeps every shape right (a
 under new weights, rows swapped between two requests, an off-by-one) is seen and named.
 
 How values are coded. The ids up to position i have the 64-bit prefix hash
-``H_i = sum_j mix(ids[j], j)`` (a sum, so that ``np.cumsum`` computes a complete sequence). Version v
-draws its values there from ``h = finish(H + key(v, kind))``. The experts of layer l are line
+``H_i = sum_j mix(ids[j], j)`` (a sum, so that ``np.cumsum`` computes a complete sequence). There,
+version v draws its values from ``h = finish(H + key(v, kind))``. The experts of layer l are line
 ``(h * m_l) >> 50`` of a table of 2**14 ordered draws of k distinct experts, with ``m_l`` odd and
 random. Nothing else is looked up, so two rows share cells only by chance.
 
 How often two values coincide although they should differ:
 
-==================  =====================================================================================
+==================  ==============================================================================
 prefix hash         2**-64 per pair of different prefixes
-cell of one layer   about 1/p + 2**-14 with p = E!/(E-k)! ordered draws (E = 128, k = 8: 6e-5; E = 8, k = 2: 0.018)
-row                 that to the power of the number of MoE layers (E = 8, k = 2, three layers: 6e-6)
+cell of one layer   about 1/p + 2**-14 with p = E!/(E-k)! ordered draws
+                    (E = 128, k = 8: 6e-5; E = 8, k = 2: 0.018)
+row                 that to the power of the number of MoE layers
+                    (E = 8, k = 2, three layers: 6e-6)
 logprob             2**-23; values lie on a grid that float32 represents exactly
 token               about 1/(vocab - 1)
-==================  =====================================================================================
+==================  ==============================================================================
 """
 
 from __future__ import annotations

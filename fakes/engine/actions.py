@@ -1,9 +1,9 @@
-"""Faults and other events of a case: when each action fires, and what it does to the fleet.
+"""Actions of a case: when each one fires, and what it does to the fleet.
 
-An action fires at a moment of its request's life: in the queue, at an admission, at a token. At one
-moment at most one action of a request fires; another that is due waits for the next moment. So two
-aborts at the same token count are an abort, and another of the call that resumes, before its first
-token.
+An action fires at a moment of its request's life: in the queue, at an admission, at a token. At
+each moment at most one action of a request fires; another one that is due waits for the next. So
+two aborts at the same token count abort the call, and then the call that resumes it, before its
+first token.
 """
 
 from __future__ import annotations
@@ -22,15 +22,16 @@ if TYPE_CHECKING:
     from rollproof.fakes.engine.fake_engine import FakeEngine
     from rollproof.fakes.engine.fleet import Fleet
 
-__all__ = ["RETRY_STEPS", "Schedule", "Shot", "perform"]
+__all__ = ["RETRY_STEPS", "FiredAction", "Schedule", "perform"]
 
 RETRY_STEPS = 20
-"""Steps between a weight update that failed and the one that works."""
+"""Steps between a failed weight update and the one that succeeds."""
 
 
 class Schedule(EngineHooks):
-    """Watches the requests' tokens and fires what is due. ``attribute`` tells whose call it is from
-    its prompt.
+    """Counts the tokens of each request and fires the actions that are due.
+
+    ``attribute`` returns the request of a call, from its prompt and its handle.
     """
 
     def __init__(
@@ -52,49 +53,49 @@ class Schedule(EngineHooks):
 
     @property
     def waiting(self) -> tuple[Action, ...]:
-        """Actions that have not fired."""
+        """Return the actions that have not fired."""
         return tuple(action for actions in self._due.values() for action in actions)
 
     def reject_next(self, request_id: str) -> None:
-        """Have the next call of a request turned away."""
+        """Turn away the next call of a request."""
         self._rejects[request_id] = self._rejects.get(request_id, 0) + 1
 
     def owner(self, prompt_ids: tuple[int, ...], rid: str | None) -> str:
-        """Which request a call belongs to."""
+        """Return the request that a call belongs to."""
         return self._attribute(prompt_ids, rid)
 
     def rejects(self, request_id: str) -> bool:
-        """Whether this call is to be turned away; asked once a call."""
+        """Whether this call is turned away; called once for each call."""
         left = self._rejects.get(request_id, 0)
         if left:
             self._rejects[request_id] = left - 1
         return left > 0
 
     def watches(self, request_id: str) -> bool:
-        """Whether anything is still due for this request."""
+        """Whether any action of this request has not fired."""
         return bool(self._due.get(request_id))
 
     def queued(self, call: InflightCall) -> bool:
-        """Fire what is due while the call waits."""
+        """Fire an action that is due while the call waits."""
         self.latest[call.request_id] = call
-        return self._fire_one(call, lambda action: action.when.queued)
+        return self._fire_due(call, lambda action: action.when.queued)
 
     def admitted(self, call: InflightCall) -> None:
-        """Fire what is due before the call's next token."""
-        self._fire_one(call, lambda action: not action.when.queued)
+        """Fire an action that is due before the call's next token."""
+        self._fire_due(call, lambda action: not action.when.queued)
 
     def sampled(self, call: InflightCall) -> bool:
-        """Count the token, and fire what races with the end of the call."""
+        """Count the token, and fire an action that races with the end of the call."""
         self._count[call.request_id] = self._count.get(call.request_id, 0) + 1
-        return self._fire_one(call, lambda action: action.when.race and not action.when.queued)
+        return self._fire_due(call, lambda action: action.when.race and not action.when.queued)
 
-    def looked(self, call: InflightCall) -> None:
-        """Fire what is due after the token."""
+    def checked(self, call: InflightCall) -> None:
+        """Fire an action that is due after the token."""
         if not call.deferred:
-            self._fire_one(call, lambda action: not action.when.race and not action.when.queued)
+            self._fire_due(call, lambda action: not action.when.race and not action.when.queued)
         call.watched = self.watches(call.request_id)
 
-    def _fire_one(self, call: InflightCall, fits: Callable[[Action], bool]) -> bool:
+    def _fire_due(self, call: InflightCall, fits: Callable[[Action], bool]) -> bool:
         due = self._due.get(call.request_id, [])
         count = self._count.get(call.request_id, 0)
         for action in due:
@@ -106,8 +107,8 @@ class Schedule(EngineHooks):
 
 
 @dataclass(frozen=True, slots=True)
-class Shot:
-    """An action that fires, and the call at which it does."""
+class FiredAction:
+    """An action that fires, and the call at which it fires."""
 
     fleet: Fleet
     action: Action
@@ -115,100 +116,99 @@ class Shot:
 
     @property
     def server(self) -> FakeEngine:
-        """The server of the call."""
+        """Return the server of the call."""
         return self.fleet.servers[self.call.server_id]
 
     async def pass_steps(self, steps: int) -> None:
         """Let engine steps pass."""
         await asyncio.sleep(steps * self.fleet.case.engine.step)
 
-    def note(self, what: str) -> None:
+    def record_fault(self, kind: str) -> None:
         """Record a fault of the call."""
         self.fleet.recorder.record(
-            Fault(what=what, server_id=self.call.server_id, call_id=self.call.call_id)
+            Fault(what=kind, server_id=self.call.server_id, call_id=self.call.call_id)
         )
 
 
-def perform(shot: Shot) -> Coroutine[Any, Any, None] | None:
-    """Do what the action says. What must happen before the call's reply does so at once; the rest
-    is returned to be awaited.
-    """
-    return _DEEDS[shot.action.do](shot)
+def perform(fired: FiredAction) -> Coroutine[Any, Any, None] | None:
+    """Apply the action; return a coroutine for the part that need not precede the call's reply."""
+    return _EFFECTS[fired.action.do](fired)
 
 
-async def _abort(shot: Shot) -> None:
-    await shot.server.abort_call(shot.call.call_id)
+async def _abort(fired: FiredAction) -> None:
+    await fired.server.abort_call(fired.call.call_id)
 
 
-async def _sync(shot: Shot) -> None:
-    await shot.fleet.update(shot.fleet.train())
+async def _sync(fired: FiredAction) -> None:
+    await fired.fleet.update(fired.fleet.train())
 
 
-async def _sync_unlabelled(shot: Shot) -> None:
-    shot.fleet.train()
-    await shot.fleet.update(None)
+async def _sync_unlabelled(fired: FiredAction) -> None:
+    fired.fleet.train()
+    await fired.fleet.update(None)
 
 
-async def _sync_identity(shot: Shot) -> None:
-    await shot.fleet.update(shot.fleet.train(identity=True))
+async def _sync_identity(fired: FiredAction) -> None:
+    await fired.fleet.update(fired.fleet.train(identity=True))
 
 
-async def _sync_fails(shot: Shot) -> None:
-    fleet = shot.fleet
+async def _sync_fails(fired: FiredAction) -> None:
+    fleet = fired.fleet
     alive = [server for server in fleet.servers.values() if server.alive]
     for server in alive[-1:]:
         server.fail_next_load = True
     await fleet.update(fleet.train())
     for server in alive[-1:]:
         server.fail_next_load = False
-    await shot.pass_steps(RETRY_STEPS)
+    await fired.pass_steps(RETRY_STEPS)
     await fleet.update(fleet.train())
 
 
-async def _sync_twice(shot: Shot) -> None:
-    await asyncio.gather(_sync(shot), _sync(shot))
+async def _sync_twice(fired: FiredAction) -> None:
+    await asyncio.gather(_sync(fired), _sync(fired))
 
 
-async def _skew(shot: Shot) -> None:
-    await shot.fleet.skew(shot.fleet.train(), shot.action.server or shot.call.server_id)
+async def _skew(fired: FiredAction) -> None:
+    await fired.fleet.skew(fired.fleet.train(), fired.action.server or fired.call.server_id)
 
 
-async def _relabel(shot: Shot) -> None:
-    shot.fleet.relabel()
+async def _relabel(fired: FiredAction) -> None:
+    fired.fleet.relabel()
 
 
-async def _kill(shot: Shot) -> None:
-    server_id = shot.action.server or shot.call.server_id
-    await asyncio.sleep(0)  # replies that were given before are taken before
-    shot.fleet.servers[server_id].kill()
-    await shot.pass_steps(shot.action.steps)
-    await shot.fleet.revive(server_id)
+async def _kill(fired: FiredAction) -> None:
+    server_id = fired.action.server or fired.call.server_id
+    # callers take the replies that were sent before the death
+    await asyncio.sleep(0)
+    fired.fleet.servers[server_id].kill()
+    await fired.pass_steps(fired.action.steps)
+    await fired.fleet.revive(server_id)
 
 
-async def _evict(shot: Shot) -> None:
-    shot.server.evict(shot.call.call_id)
+async def _evict(fired: FiredAction) -> None:
+    fired.server.evict(fired.call.call_id)
 
 
-def _lose(shot: Shot) -> None:
-    shot.call.lost_after = shot.action.steps
-    shot.note("lost-reply")
+def _lose(fired: FiredAction) -> None:
+    fired.call.lost_after = fired.action.steps
+    fired.record_fault("lost-reply")
 
 
-def _duplicate(shot: Shot) -> None:
-    shot.call.duplicated = True
-    shot.note("duplicate-reply")
+def _duplicate(fired: FiredAction) -> None:
+    fired.call.duplicated = True
+    fired.record_fault("duplicate-reply")
 
 
-def _late(shot: Shot) -> None:
-    shot.call.late_by += shot.action.steps
-    shot.note("late-reply")
+def _late(fired: FiredAction) -> None:
+    fired.call.late_by += fired.action.steps
+    fired.record_fault("late-reply")
 
 
-def _reject(shot: Shot) -> None:
-    shot.fleet.schedule.reject_next(shot.call.request_id)
+def _reject(fired: FiredAction) -> None:
+    fired.fleet.schedule.reject_next(fired.call.request_id)
 
 
-_DEEDS: Mapping[ActionKind, Callable[[Shot], Coroutine[Any, Any, None] | None]] = {
+_EFFECTS: Mapping[ActionKind, Callable[[FiredAction], Coroutine[Any, Any, None] | None]] = {
     ActionKind.ABORT: _abort,
     ActionKind.SYNC: _sync,
     ActionKind.SYNC_UNLABELLED: _sync_unlabelled,

@@ -1,4 +1,4 @@
-"""Balancer: gives each call to the server with the fewest calls."""
+"""A load balancer that sends each call to the server with the fewest calls."""
 
 from __future__ import annotations
 
@@ -10,26 +10,24 @@ __all__ = ["Balancer"]
 
 
 class Balancer:
-    """Least loaded first, in the order of ``servers`` among equals."""
+    """Picks the least loaded server; among equals, the first of ``servers``."""
 
     def __init__(self, servers: Sequence[str]) -> None:
         self._load = dict.fromkeys(servers, 0)
 
     @property
     def load(self) -> dict[str, int]:
-        """Calls acquired and not released, by server."""
+        """Return the calls acquired and not released, by server."""
         return dict(self._load)
 
     def acquire(self, avoid: Collection[str] = ()) -> str:
-        """Count one call for a server and return its id; those in ``avoid`` only where no other is
-        left.
-        """
+        """Count one call for a server and return its id; avoid those in ``avoid`` if possible."""
         server = min(self._load, key=lambda name: (name in avoid, self._load[name]))
         self._load[server] += 1
         return server
 
     def release(self, server: str) -> None:
-        """Give one call back. Raises ``UsageError`` where none is out."""
+        """Release one call of a server. Raises ``UsageError`` if it has none."""
         if self._load.get(server, 0) < 1:
             raise UsageError(
                 f"Server {server!r} has no acquired call to release; acquired are {self._load}."
@@ -37,5 +35,5 @@ class Balancer:
         self._load[server] -= 1
 
     def gauges(self) -> dict[str, float]:
-        """Calls acquired and not released."""
+        """Return the calls acquired and not released, as gauges."""
         return {f"balancer/{server}": float(count) for server, count in self._load.items()}

@@ -1,8 +1,7 @@
-"""Fake engine as an ``EngineSubject``: driven by the same conformance run as real engines, on a
-virtual clock, in milliseconds.
+"""The fake engine as an ``EngineSubject``, judged by the same conformance run as real engines.
 
-It hands over what a real engine would show and nothing else: the truth that the fake records stays
-in a recorder of its own.
+It runs on a virtual clock, in milliseconds, and shows only what a real engine shows: the ground
+truth that the fake records stays in a recorder of its own.
 """
 
 from __future__ import annotations
@@ -31,16 +30,14 @@ from rollproof.fakes.engine.scheduler import EngineHooks
 __all__ = ["MODEL", "VERSIONS", "CodedReference", "FakeEngineSubject"]
 
 MODEL = Model(num_layers=5, moe_layers=(1, 2, 3, 4), num_experts=8, top_k=2)
-"""The model that fake engines stand for: its first layer is dense, so that a mistaken layer axis
-shows.
-"""
+"""The model of fake engines; its first layer is dense, so that a wrong layer axis shows."""
 VERSIONS: Mapping[str, int] = {"A": 0, "B": 1}
-"""The fake's number of the weights of each checkpoint."""
+"""The version number of each checkpoint's weights."""
 
 
 class FakeEngineSubject:
-    """The fake engine of ``flavour`` behind the interface of engine adapters. ``settings.model`` is
-    not read: the model is ``MODEL``.
+    """The fake engine of ``flavour`` as an engine adapter; its model is ``MODEL``, whatever
+    ``settings.model`` is.
     """
 
     contract: Contract
@@ -61,7 +58,7 @@ class FakeEngineSubject:
 
     @property
     def engine(self) -> FakeEngine:
-        """The fake itself, once it is started."""
+        """Return the fake engine; it exists after ``start``."""
         assert self._engine is not None
         return self._engine
 
@@ -80,7 +77,7 @@ class FakeEngineSubject:
         )
 
     def make_engine(self, options: EngineOptions, recorder: Recorder) -> FakeEngine:
-        """The engine below; known bugs put a faulty one here."""
+        """Return the fake engine; known bugs return a faulty one."""
         return FakeEngine(
             "e0",
             self.policy,
@@ -94,9 +91,9 @@ class FakeEngineSubject:
         )
 
     async def generate(self, query: Query, watch: Watch) -> Sequence[EngineOutput]:
-        """Raises ``EngineRefused`` for what the flavour refuses."""
+        """Run a call. Raises ``EngineRefused`` for what the flavour refuses."""
         self._watching[query.handle] = (query, watch)
-        empty = _as_declared(self.flavour, query)
+        empty = _empty_prompt_reply(self.flavour, query)
         if empty is not None:
             watch(Piece(token_ids=(), sampled=0, finished=True))
             return [empty]
@@ -120,11 +117,11 @@ class FakeEngineSubject:
             raise EngineRefused(str(error), kind=type(error).__name__) from error
         shown = [self.shown(output, query) for output in outputs]
         for sample, output in enumerate(shown):
-            self._tell_end(output, query, watch, sample)
+            self._stream_end(output, query, watch, sample)
         return shown
 
     def shown(self, output: EngineOutput, query: Query) -> EngineOutput:
-        """What the engine shows of a finished call; known bugs change it."""
+        """Return what the engine shows of a finished call; known bugs change it."""
         if self.flavour.logprobs is Logprobs.TEMPERATURE_SCALED and output.logprobs is not None:
             return replace(output, logprobs=scaled(output.logprobs, query.temperature))
         return output
@@ -152,24 +149,24 @@ class FakeEngineSubject:
         return {"preemptions": float(len(admitted) - len(set(admitted)))}
 
     async def stop(self) -> None:
-        """Nothing outlives the loop."""
+        """Do nothing: the engine ends with its loop."""
 
-    def tell_progress(self, call: InflightCall) -> None:
-        """A token of a running call: the piece that the engine streams of it."""
+    def stream_token(self, call: InflightCall) -> None:
+        """Stream a sampled token of a running call."""
         query, watch = self._watching[call.rid]
         if query.stream is StreamMode.FINAL or query.samples > 1:
             return
         tokens = tuple(call.ids[call.prompt_len :])
         shown = tokens if query.stream is StreamMode.CUMULATIVE else tokens[-1:]
-        # the last token of a call comes with its end
+        # the last token of a call is streamed with its end
         if call.sampled < query.max_tokens:
             watch(self.piece(Piece(token_ids=shown, sampled=len(tokens)), query))
 
     def piece(self, piece: Piece, query: Query) -> Piece:
-        """What is streamed; known bugs change it."""
+        """Return the piece as it is streamed; known bugs change it."""
         return piece
 
-    def _tell_end(self, output: EngineOutput, query: Query, watch: Watch, sample: int) -> None:
+    def _stream_end(self, output: EngineOutput, query: Query, watch: Watch, sample: int) -> None:
         tokens = output.token_ids
         if query.stream is StreamMode.DELTA and query.samples == 1:
             tokens = tokens[-1:] if output.finish_reason is not FinishReason.ABORT else ()
@@ -181,25 +178,27 @@ class FakeEngineSubject:
 
 
 class _Progress(EngineHooks):
-    """Tells the subject of every token."""
+    """Passes every token to the subject."""
 
     def __init__(self, subject: FakeEngineSubject) -> None:
         super().__init__()
         self._subject = subject
 
     def watches(self, request_id: str) -> bool:
-        """Of every call."""
+        """Watch every call."""
         return True
 
     def sampled(self, call: InflightCall) -> bool:
-        """Pass it on; the engine looks at the call's end at once."""
-        self._subject.tell_progress(call)
+        """Stream the token; the engine checks the call's end in the same step."""
+        self._subject.stream_token(call)
         return False
 
 
 class CodedReference:
-    """The coded policy as an independent forward (``rollproof.engines.reference_model.Reference``):
-    exact, so that no margin is small.
+    """The coded policy as an independent forward, a
+    ``rollproof.engines.reference_model.Reference``.
+
+    It is exact, so no margin is small.
     """
 
     def __init__(self, policy: CodedPolicy) -> None:
@@ -208,7 +207,7 @@ class CodedReference:
     def forward(
         self, version: str, ids: Sequence[int], temperature: float
     ) -> tuple[LogprobArray, LogprobArray, IntArray, LogprobArray, LogprobArray]:
-        """Logprobs at 1 and at ``temperature``, routes, margins and orders, as
+        """Return logprobs at 1 and at ``temperature``, routes, margins and orders, as
         ``rollproof.core.events.rollout.Reference`` has them.
         """
         number = VERSIONS[version]
@@ -220,18 +219,19 @@ class CodedReference:
 
 
 def scaled(logprobs: LogprobArray, temperature: float) -> LogprobArray:
-    """The stand-in for a distribution at a temperature: a coded policy has none, and any function
-    that differs will do.
+    """Return logprobs at a temperature.
+
+    The coded policy has no distribution to rescale, so this is any function that differs.
     """
     return logprobs if temperature in (0.0, 1.0) else logprobs / temperature
 
 
-def _as_declared(flavour: Flavour, query: Query) -> EngineOutput | None:
-    """The reply to a call without a prompt, where the flavour answers such calls at all."""
-    how = None if query.prompt_ids else flavour.empty_prompt
-    if how not in (Refusal.EMPTY, Refusal.ABORT):
+def _empty_prompt_reply(flavour: Flavour, query: Query) -> EngineOutput | None:
+    """Return the reply to a call without a prompt, if the flavour answers such calls."""
+    refusal = None if query.prompt_ids else flavour.empty_prompt
+    if refusal not in (Refusal.EMPTY, Refusal.ABORT):
         return None
-    reason = FinishReason.LENGTH if how is Refusal.EMPTY else FinishReason.ABORT
+    reason = FinishReason.LENGTH if refusal is Refusal.EMPTY else FinishReason.ABORT
     return EngineOutput(
         token_ids=(),
         logprobs=None,

@@ -1,6 +1,4 @@
-"""Failures that callers of a fake engine meet; each is below the builtin that a real client would
-raise.
-"""
+"""Exceptions of a fake engine's calls, each a subclass of the builtin that a real client raises."""
 
 from __future__ import annotations
 
@@ -8,28 +6,27 @@ __all__ = ["BadCall", "EngineFailure", "EnginePaused", "ReplyLost", "ServerDied"
 
 
 class EngineFailure(Exception):
-    """Base of what an engine does to its callers. Not a ``RollproofError``: a stack may let it
-    through, and is judged by it.
+    """Base class of the failures of an engine.
+
+    Not a ``RollproofError``: a stack may let it pass, and is judged by that.
     """
 
 
 class ServerDied(EngineFailure, ConnectionError):
-    """The server died with the call in it; what it had sampled is lost."""
+    """The server died during the call; the sampled tokens are lost."""
 
 
 class ReplyLost(EngineFailure, ConnectionError):
-    """The connection broke after the engine had answered; the caller cannot know what was sampled."""
+    """The connection broke before the reply arrived; the caller cannot know what was sampled."""
 
 
 class EnginePaused(EngineFailure, RuntimeError):
-    """The engine takes no calls while it is paused, and says so by raising (TensorRT-LLM)."""
+    """The engine refuses calls while it is paused, by raising (TensorRT-LLM)."""
 
 
 class TransferFailed(EngineFailure, RuntimeError):
-    """A weight transfer broke in the middle; the server still has its old weights."""
+    """A weight transfer broke; the server still has its old weights."""
 
 
 class BadCall(EngineFailure, ValueError):
-    """A call that real engines refuse: no prompt, a budget below 1, a start of routes outside the
-    prompt.
-    """
+    """A call that real engines refuse: no prompt, no budget, or routes from after the prompt."""

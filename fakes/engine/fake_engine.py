@@ -1,10 +1,10 @@
-"""Fake engine: a rollout server with continuous batching on a virtual clock, answering from the
-coded policy.
+"""A rollout server with continuous batching on a virtual clock, which samples from the coded
+policy.
 
-One task a server, alive only while there is work. A step admits calls, lets its duration pass, and
-then computes: prefill chunks, one token for every decoding call. So whatever happens in between (an
-abort, a pause, a weight update) happens before the tokens of the step. Weights change between
-steps, also while calls run.
+Each server has one task, which lives while there is work. A step admits calls, lets its duration
+pass, and then computes: prefill chunks, and one token for every decoding call. So an abort, a pause
+or a weight update during the step happens before its tokens. Weights change between steps, also
+while calls run.
 """
 
 from __future__ import annotations
@@ -36,16 +36,14 @@ from rollproof.fakes.engine.scheduler import EngineHooks, Scheduler
 __all__ = ["MAX_LENGTH", "FakeEngine"]
 
 MAX_LENGTH = 4096
-"""Tokens of prompt and response that a call may have, unless the engine was made with another
-bound.
-"""
+"""Default limit of a call's prompt and response together, in tokens."""
 
 
 class FakeEngine:
-    """A server ``server_id`` of weights ``version``, shown under ``label``.
+    """A server ``server_id`` with weights ``version``, shown under ``label``.
 
     ``hooks`` number the calls, attribute them to requests and may act at every token. Everything is
-    recorded. Methods that stand for a message to the server raise ``ServerDied`` while it is dead.
+    recorded. Methods that represent a message to the server raise ``ServerDied`` while it is dead.
     """
 
     def __init__(
@@ -80,22 +78,22 @@ class FakeEngine:
 
     @property
     def version(self) -> int:
-        """The weights that it has."""
+        """Return the version of its weights."""
         return self._scheduler.version
 
     @property
     def label(self) -> Version:
-        """The label that it shows; ``None`` after an update without one."""
+        """Return the label that it shows; ``None`` after an update without one."""
         return self._scheduler.label
 
     @property
     def paused(self) -> bool:
-        """Whether calls are kept from being admitted."""
+        """Whether calls are not admitted."""
         return self._pause is not None
 
     @property
     def in_flight(self) -> tuple[InflightCall, ...]:
-        """Calls that were not answered: those that run, then those that wait."""
+        """Return the calls without a reply: running ones, then waiting ones."""
         return tuple(self._scheduler.in_flight)
 
     async def generate(
@@ -111,13 +109,22 @@ class FakeEngine:
         routes_start: int = 0,
         wire: Wire | None = None,
     ) -> EngineOutput:
-        """One call: up to ``max_tokens`` tokens (``None``: up to the model's length) after
-        ``prompt_ids``.
+        """Sample up to ``max_tokens`` tokens after ``prompt_ids`` and return them.
 
-        ``request_id`` is the engine's own handle of the call, for ``abort``. Rows come from
-        ``routes_start`` on where the flavour knows that option; elsewhere it is ignored, and the
-        output says 0. ``wire`` is what the reply goes through to its caller. Raises ``BadCall``,
-        ``ServerDied``, ``ReplyLost``, and ``EnginePaused`` where the flavour raises while paused.
+        Args:
+            prompt_ids: tokens of the prompt.
+            max_tokens: the budget; ``None`` for the model's length.
+            request_id: the engine's own handle of the call, for ``abort``.
+            sampling: sampling parameters, recorded with the call.
+            media: images or other media, recorded with the call.
+            want_routes: return routes.
+            want_logprobs: return logprobs.
+            routes_start: first row to return, if the flavour has that option; else it is ignored,
+                and the output says 0.
+            wire: the connection to the caller; ``None`` for a call within the program.
+
+        Raises ``BadCall``, ``ServerDied``, ``ReplyLost``, and ``EnginePaused`` if the flavour
+        raises while paused.
         """
         ids = as_tokens(prompt_ids, what="prompt_ids")
         call = Call(
@@ -138,18 +145,19 @@ class FakeEngine:
             self._refuse_dead()
             refused = self._refused(call)
         except Exception:
-            await self._answer_late()
+            await self._delay_refusal()
             raise
         if refused is not None:
-            await self._answer_late()
+            await self._delay_refusal()
             return caller_copy(self._recorder.record(refused).output)
         queued = self._enqueue(call, request_id)
         queued.wire = wire
         return await self._answer(queued)
 
     async def abort(self, wanted: str = "*") -> tuple[int, ...]:
-        """End the calls whose handle is ``wanted`` (``"*"``: all), with what they have; returns
-        their call ids.
+        """End the calls with the handle ``wanted`` (``"*"``: all calls); return their call ids.
+
+        Their callers get the tokens so far.
         """
         self._refuse_dead()
         by_prefix = self.flavour.abort_by_prefix and wanted
@@ -161,19 +169,18 @@ class FakeEngine:
         return await self._abort(wanted, hit)
 
     async def abort_call(self, call_id: int) -> tuple[int, ...]:
-        """End one call, by its id in the trace; nothing where it is not in flight any more."""
+        """End one call, by its id in the trace, if it is in flight."""
         self._refuse_dead()
         hit = [call for call in self.in_flight if call.call_id == call_id]
         return await self._abort(hit[0].rid if hit else f"call-{call_id}", hit)
 
     async def pause(self, mode: PauseMode = PauseMode.ABORT, clear_cache: bool = True) -> None:
-        """Stop admitting, deal with the calls in flight as ``mode`` says, and return when that is
-        done.
+        """Stop admitting, treat the calls in flight as ``mode`` says, and return when that is done.
 
-        ``clear_cache`` also drops all KV: the prefix cache, and that of frozen calls, which prefill
-        anew after the resume. In place, nothing can be dropped. Pausing twice is allowed; one
-        resume ends both. A pause that a resume ended before it was complete returns all the same,
-        and is not recorded: the server admits, or drains for another pause.
+        ``clear_cache`` also drops all KV: the prefix cache, and the KV of frozen calls, which
+        prefill again after the resume. A pause in place drops nothing. Pausing twice is allowed;
+        one resume ends both. If a resume ends a pause before it is complete, the pause returns and
+        is not recorded.
         """
         self._refuse_dead()
         mode = PauseMode(mode)
@@ -183,7 +190,7 @@ class FakeEngine:
         elif mode is PauseMode.WAIT:
             await self._drain()
         if self._pause is not mode or self._resumes != resumes:
-            return  # somebody resumed, or paused otherwise, in the meantime
+            return  # a resume, or a pause in another mode, came first
         clear = clear_cache and mode is not PauseMode.IN_PLACE
         if mode is PauseMode.RETRACT or (mode is PauseMode.KEEP and clear):
             self._scheduler.preempt(tuple(self._scheduler.running))
@@ -194,7 +201,7 @@ class FakeEngine:
         )
 
     async def resume(self) -> None:
-        """Admit and run again. Without a pause it changes nothing."""
+        """End the pause, if there is one."""
         self._refuse_dead()
         self._pause = None
         self._resumes += 1
@@ -202,19 +209,20 @@ class FakeEngine:
         self._wake()
 
     async def load(self, version: int, label: Version = None, *, identity: bool = False) -> None:
-        """Weights become ``version`` after a transfer of one step, also while calls run; then
-        ``label`` is shown.
+        """Load weights ``version`` in a transfer of one step, also while calls run, and show
+        ``label``.
 
         Without a label the server shows ``None``: nothing was published for these weights. Raises
-        ``TransferFailed`` where ``fail_next_load`` is set; the weights then stay.
+        ``TransferFailed`` if ``fail_next_load`` is set; the weights then stay.
         """
         self._refuse_dead()
         await asyncio.sleep(self.options.step)
         self.load_now(version, label, identity=identity)
 
     def load_now(self, version: int, label: Version = None, *, identity: bool = False) -> None:
-        """As ``load``, in no time: for stacks that block while they transfer (a ``ray.get`` inside
-        of a coroutine).
+        """Load without letting time pass, for stacks that block while they transfer.
+
+        Such a stack calls ``ray.get`` inside a coroutine.
         """
         self._refuse_dead()
         if self.fail_next_load:
@@ -233,20 +241,19 @@ class FakeEngine:
         self._publish(label, loaded=False)
 
     def reset_prefix_cache(self) -> None:
-        """Forget the KV that calls share; running calls keep their own."""
+        """Clear the prefix cache; running calls keep their KV."""
         self._refuse_dead()
         self._scheduler.clear_cache()
 
     def evict(self, call_id: int) -> bool:
-        """Preempt a running call: its KV is freed, it goes to the head of the queue. False where it
-        does not run.
+        """Preempt a running call: free its KV and put it at the head of the queue.
+
+        Returns False if it does not run.
         """
         return self._scheduler.preempt((call_id,))
 
     def kill(self) -> None:
-        """Die with everything in flight: callers see ``ServerDied``. Nothing where it is dead
-        already.
-        """
+        """Die with everything in flight: callers see ``ServerDied``. A dead server stays dead."""
         if not self.alive:
             return
         self.alive = False
@@ -263,8 +270,9 @@ class FakeEngine:
             self._drained.set_exception(self._died())
 
     def revive(self, version: int | None = None, label: Version = None) -> None:
-        """Come back empty: with the weights it had, or with ``version`` under ``label``. Nothing
-        where it lives.
+        """Restart without calls, with the old weights or with ``version`` under ``label``.
+
+        A living server is left alone.
         """
         if self.alive:
             return
@@ -275,16 +283,14 @@ class FakeEngine:
             self._publish(label, loaded=True)
 
     def progress(self) -> dict[int, int]:
-        """Tokens sampled by each call in flight, by call id."""
+        """Return the tokens sampled by each call in flight, by call id."""
         return {
             call.call_id: call.sampled
             for call in sorted(self.in_flight, key=lambda call: call.call_id)
         }
 
     def gauges(self) -> dict[str, float]:
-        """Counters that return to where they started: calls that run and wait, and whether the
-        server is paused.
-        """
+        """Return gauges that are zero when idle: running calls, waiting calls, paused."""
         counts = {
             "running": len(self._scheduler.running),
             "waiting": len(self._scheduler.queue),
@@ -313,22 +319,21 @@ class FakeEngine:
             )
         )
 
-    async def _answer_late(self) -> None:
-        """A refusal takes time, too, though less than a step: a client that tries again at once
-        would never let any pass.
-        """
+    async def _delay_refusal(self) -> None:
+        # A client that retries without a pause would otherwise stop the virtual clock.
         await asyncio.sleep(self.options.step / 100)
 
     def _refused(self, call: Call) -> Reply | None:
-        """The reply to a call that is not even queued, or ``None``. Raises where the flavour
-        refuses by raising.
+        """Return the reply to a call that is turned away, or ``None`` for one that is queued.
+
+        Raises if the flavour refuses by raising.
         """
         length, tokens = len(call.prompt_ids), call.max_tokens
         if not length or length >= self.max_length:
             raise BadCall(f"A prompt must have 1 to {self.max_length - 1} tokens, not {length}.")
-        least = 0 if self.flavour.zero_budget is Refusal.EMPTY else 1
-        if tokens is not None and tokens < least:
-            raise BadCall(f"max_tokens must be at least {least}, not {tokens}.")
+        minimum = 0 if self.flavour.zero_budget is Refusal.EMPTY else 1
+        if tokens is not None and tokens < minimum:
+            raise BadCall(f"max_tokens must be at least {minimum}, not {tokens}.")
         if self.flavour.routes_start and not 0 <= call.routes_start <= length:
             raise BadCall(
                 f"routes_start must be 0 to {length}, the length of the prompt, not"
@@ -372,9 +377,7 @@ class FakeEngine:
         return queued
 
     async def _answer(self, call: InflightCall) -> EngineOutput:
-        """Wait for the reply and hand it over; the faults that were planned for it happen on the
-        way.
-        """
+        """Wait for the reply and return it, after the planned faults of its delivery."""
         wire = call.wire
         try:
             await call.future
@@ -383,7 +386,7 @@ class FakeEngine:
                 await asyncio.sleep(late)
         except asyncio.CancelledError:
             self._scheduler.drop(call)
-            self._tell_drained()
+            self._report_drained()
             if (
                 call.future.done()
                 and not call.future.cancelled()
@@ -412,9 +415,8 @@ class FakeEngine:
         )
 
     async def _abort(self, wanted: str, calls: Sequence[InflightCall]) -> tuple[int, ...]:
-        awaited = [
-            call for call in calls if not call.future.cancelled()
-        ]  # a caller that hangs up takes its call along
+        # a call with a cancelled caller is about to be dropped
+        awaited = [call for call in calls if not call.future.cancelled()]
         hit = tuple(sorted(call.call_id for call in awaited))
         self._recorder.record(Abort(server_id=self.server_id, wanted=wanted, call_ids=hit))
         await self._end_all(awaited)
@@ -424,25 +426,25 @@ class FakeEngine:
         """Abort calls, and let their callers take the replies before anything else happens."""
         for call in calls:
             self._scheduler.end(call, FinishReason.ABORT)
-        self._tell_drained()
+        self._report_drained()
         await asyncio.sleep(0)
 
     async def _drain(self) -> None:
-        """Wait until every call that has started is answered, or somebody resumes."""
+        """Wait until every started call has its reply, or until a resume."""
         if self._drained is None or self._drained.done():
             self._drained = asyncio.get_running_loop().create_future()
-        self._tell_drained()
+        self._report_drained()
         self._wake()
         await asyncio.shield(self._drained)
 
-    def _tell_drained(self) -> None:
+    def _report_drained(self) -> None:
         drains = self._pause is PauseMode.WAIT and any(call.started for call in self.in_flight)
         if self._drained is not None and not self._drained.done() and not drains:
             self._drained.set_result(None)
 
     def _wake(self) -> None:
-        """Start the task that steps, where there is work and none runs."""
-        self._tell_drained()
+        """Start the task that steps if there is work."""
+        self._report_drained()
         if self._task is None and self._has_work():
             loop, context = asyncio.get_running_loop(), self._hooks.context.copy()
             self._task = loop.create_task(
@@ -463,9 +465,9 @@ class FakeEngine:
                 await asyncio.sleep(self.options.step)
                 if self._has_work():
                     self._scheduler.step()
-                # an admission, too, may end the last call: one that was evicted on its last token
-                self._tell_drained()
-        except Exception as error:  # noqa: BLE001 - a fault of the fake must reach the callers, or they would wait for ever
+                # an admission may end the last call, too: one that was evicted on its last token
+                self._report_drained()
+        except Exception as error:  # noqa: BLE001 - must reach the callers, or they would wait forever
             for call in self._scheduler.clear():
                 if not call.future.done():
                     call.future.set_exception(error)

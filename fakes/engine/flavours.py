@@ -1,8 +1,7 @@
-"""Flavours: the conventions in which engines answer, declared as data.
+"""Flavours: the conventions of engine releases, declared as data.
 
-Each value was measured on, or read from, a release of the engine: the docstring of the field says
-where engines differ and ``FLAVOURS`` who does what. The fake engine reads these fields; it never
-asks for a name.
+Each value was measured on a release of the engine or read from its source. The fake engine reads
+these fields and never branches on a name.
 """
 
 from __future__ import annotations
@@ -53,11 +52,11 @@ __all__ = [
 
 
 class VersionTag(StrEnum):
-    """Which weight-version labels a reply shows."""
+    """Weight-version labels of a reply."""
 
     NONE = "none"
     EMISSION = "emission"
-    """One label: the server's when the reply was emitted. Wrong for a call that an update overtook."""
+    """One label: the server's when the reply was emitted; wrong after an update during the call."""
     ADMISSION = "admission"
     """One label: the server's when the call was admitted. May name weights that sampled no token
     (vLLM #54443).
@@ -65,13 +64,11 @@ class VersionTag(StrEnum):
     SPANS = "spans"
     """The label under which each token was sampled, as spans over the tokens of the call."""
     SPANS_AND_LAST = "spans-and-last"
-    """Spans, and as the one label that of the last span; a call without tokens shows one empty
-    span.
-    """
+    """Spans, and the label of the last span; a call without tokens shows one empty span."""
 
 
 class ReprefillRows(StrEnum):
-    """What a second prefill of the same call does to the rows of tokens that were already sampled."""
+    """Effect of a second prefill of a call on the rows of tokens that were already sampled."""
 
     KEPT = "kept"
     """Rows stay those of the first computation."""
@@ -81,17 +78,23 @@ class ReprefillRows(StrEnum):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Flavour:
-    """Declared conventions of an engine; ``source`` says how they are known.
+    """Declared conventions of an engine.
 
-    ``dtypes`` are pairs (largest number of experts, numpy name), ascending: the first that fits is
-    used. ``abort_by_prefix``: aborting ``"1"`` also aborts ``"10"``. ``queued_abort_keeps_keys``:
-    an abort in the waiting queue, or while the prompt is being computed, shows the keys that any
-    other reply shows; without, it has no routes and no count of cached tokens, and
-    ``queued_message`` as its message (SGLang's ``_make_abort_req``, measured on 0.5.21); an abort
-    of a call that samples has ``abort_message``. ``queued_counts``: an abort in the waiting queue
-    says that 0 tokens were cached. ``pause_modes`` are those that the engine offers; the fake
-    accepts all of them. ``routes_switch`` to ``seeded`` mean what they mean in ``EngineTerms``; the
-    fake refuses an empty prompt whatever ``empty_prompt`` says.
+    source: the releases, and how the conventions were found.
+    rows, final_row, layer_axis: the layout of routes, as in ``Contract``.
+    dtypes: pairs (largest number of experts, numpy name), ascending; the first that fits is used.
+    writable: the caller may write into the returned routes.
+    native: the engine's own finish reasons.
+    queued_abort_keeps_keys: an abort in the waiting queue, or during the prefill, has the keys of
+        any other reply. Without, it has no routes and no count of cached tokens, and
+        ``queued_message`` as its message (SGLang's ``_make_abort_req``, measured on 0.5.21).
+    abort_message: the message of an aborted call that was sampling.
+    empty_logprobs: a reply without tokens has an empty array of logprobs.
+    queued_counts: an abort in the waiting queue says that 0 tokens were cached.
+    routes_start: calls have the option to return routes from a row on.
+    abort_by_prefix: aborting ``"1"`` also aborts ``"10"``.
+    pause_modes: those that the engine offers; the fake accepts all of them.
+    routes_switch to aborts: as in ``EngineTerms``; the fake refuses every empty prompt.
     """
 
     name: str
@@ -122,7 +125,7 @@ class Flavour:
     aborts: bool = True
 
     def dtype(self, num_experts: int) -> np.dtype[np.integer]:
-        """The integer type of the rows for a model of ``num_experts``."""
+        """Return the integer type of the rows for a model of ``num_experts``."""
         for largest, name in self.dtypes:
             if num_experts <= largest:
                 return np.dtype(name)
@@ -138,19 +141,17 @@ class Flavour:
 
 
 def engine_contract(flavour: Flavour, model: Model, kv_policy: KvPolicy) -> Contract:
-    """The contract of one engine call: what ``flavour`` promises of its replies for ``model``."""
-    # a flavour holds a mapping, so its name stands for it; one that is not of FLAVOURS is
-    # somebody's own
+    """Return the contract of one engine call of ``flavour`` for ``model``."""
+    # A flavour contains a mapping, so only the name of a shipped one can be a key of the cache.
     if FLAVOURS.get(flavour.name) is flavour:
         return _shipped_contract(flavour.name, model, kv_policy)
     return _contract(flavour, model, kv_policy)
 
 
+# A run needs it three times, and a thousand cases share a model: making and validating a contract
+# costs as much as a call.
 @lru_cache(maxsize=256)
 def _shipped_contract(name: str, model: Model, kv_policy: KvPolicy) -> Contract:
-    """A run asks three times, and a thousand cases share a model: making and validating a contract
-    costs as much as a call.
-    """
     return _contract(FLAVOURS[name], model, kv_policy)
 
 
@@ -174,11 +175,11 @@ def _contract(flavour: Flavour, model: Model, kv_policy: KvPolicy) -> Contract:
 
 
 def engine_terms(flavour: Flavour, max_length: int) -> EngineTerms:
-    """How calls of ``flavour`` behave, on an engine whose calls may have ``max_length`` tokens."""
+    """Return the terms of calls of ``flavour``, of up to ``max_length`` tokens each."""
     shown = (ReplyKey.SPANS,) if flavour.shows_spans else ()
     always = (ReplyKey.SPANS,) if flavour.version_tag is VersionTag.SPANS_AND_LAST else ()
     empty = (ReplyKey.LOGPROBS,) if flavour.empty_logprobs else ()
-    whole = (ReplyKey.LOGPROBS, ReplyKey.ROUTES, *shown, ReplyKey.CACHED)
+    complete = (ReplyKey.LOGPROBS, ReplyKey.ROUTES, *shown, ReplyKey.CACHED)
     return EngineTerms(
         max_length=max_length,
         pause_modes=flavour.pause_modes,
@@ -195,8 +196,8 @@ def engine_terms(flavour: Flavour, max_length: int) -> EngineTerms:
         abort_by_prefix=flavour.abort_by_prefix,
         seeded=flavour.seeded,
         aborts=flavour.aborts,
-        keys_finished=whole,
-        keys_aborted=whole,
+        keys_finished=complete,
+        keys_aborted=complete,
         keys_early=(
             (*empty, *always, ReplyKey.CACHED)
             if flavour.queued_abort_keeps_keys
@@ -207,7 +208,7 @@ def engine_terms(flavour: Flavour, max_length: int) -> EngineTerms:
 
 
 def flavour_named(name: str) -> Flavour:
-    """The flavour of that name. Raises ``UsageError`` listing the names where there is none."""
+    """Return the flavour of that name. Raises ``UsageError`` for an unknown one."""
     try:
         return FLAVOURS[name]
     except KeyError:
@@ -332,4 +333,4 @@ FLAVOURS: Mapping[str, Flavour] = MappingProxyType(
         )
     }
 )
-"""Every flavour by name."""
+"""All flavours by name."""

@@ -1,8 +1,8 @@
-"""Fleet: the fake servers of a case, the weights that they serve, and what happens to them.
+"""The fake servers of a case, the weights that they serve, and the actions that change them.
 
-Weights are numbered by the fleet: the trainer's n-th weights are version n, and are published under
-the label n unless nothing is published, or equal weights are published again. ``true`` versions
-number weights, labels are what is shown.
+The fleet numbers weights: the trainer's n-th weights are version n. They are published under the
+label n, unless nothing is published or equal weights are published again. A ``true`` version
+numbers weights; a label is what servers show.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from rollproof.core.records import FinishReason, Version
 from rollproof.core.trace import Recorder
 from rollproof.errors import CaseError, UsageError
 from rollproof.fakes.coded.policy import CodedPolicy
-from rollproof.fakes.engine.actions import Schedule, Shot, perform
+from rollproof.fakes.engine.actions import FiredAction, Schedule, perform
 from rollproof.fakes.engine.balancer import Balancer
 from rollproof.fakes.engine.exceptions import ServerDied
 from rollproof.fakes.engine.fake_engine import MAX_LENGTH, FakeEngine
@@ -42,7 +42,7 @@ from rollproof.simulation.exception_policy import pass_on
 __all__ = ["CURRENT_REQUEST", "Fleet", "Updater"]
 
 CURRENT_REQUEST: ContextVar[str | None] = ContextVar("rollproof_current_request", default=None)
-"""The request that the running task works for; set by whoever calls ``rollout``."""
+"""The request that the running task works for; set by the caller of ``rollout``."""
 
 Updater: TypeAlias = "Callable[[int | None], Awaitable[None] | None]"
 
@@ -50,9 +50,9 @@ Updater: TypeAlias = "Callable[[int | None], Awaitable[None] | None]"
 class Fleet:
     """The servers ``s0``, ``s1``, ... of ``case``, all with the weights of ``case.first_version``.
 
-    ``pause_mode`` and ``clear_cache`` are what ``sync`` uses unless it is told otherwise; a subject
-    whose own procedure differs sets them in ``start``. Must be made inside a running event loop.
-    Raises ``CaseError`` for a case that cannot be run.
+    ``pause_mode`` and ``clear_cache`` are the defaults of ``sync``; a subject with another update
+    procedure sets them in ``start``. Make it inside a running event loop. Raises ``CaseError`` for
+    a case that cannot be run.
     """
 
     def __init__(self, case: Case, recorder: Recorder) -> None:
@@ -107,13 +107,14 @@ class Fleet:
 
     @property
     def engine_contract(self) -> Contract:
-        """What the servers promise, call by call."""
+        """Return the contract of one engine call."""
         return engine_contract(self.flavour, self.case.model, self.kv_policy)
 
     @property
     def kv_policy(self) -> KvPolicy:
-        """Whether KV of older weights is used after ``sync``: in frozen calls, or through the
-        prefix cache.
+        """Return whether KV of older weights is used after ``sync``.
+
+        It may be used by frozen calls, or through the prefix cache.
         """
         mode = PauseMode(self.pause_mode)
         frozen = mode in (PauseMode.KEEP, PauseMode.IN_PLACE)
@@ -125,18 +126,16 @@ class Fleet:
         )
 
     def ray_handles(self) -> dict[str, RayHandle]:
-        """The servers behind handles that look like those of Ray actors, by id."""
+        """Return Ray-style handles of the servers, by id."""
         return {name: RayHandle(server) for name, server in self.servers.items()}
 
     def next_version(self) -> int:
-        """A label that was not used before."""
+        """Return a new label."""
         self._labels += 1
         return self._labels
 
     def train(self, *, identity: bool = False) -> int:
-        """The trainer makes new weights; returns their label. With ``identity`` a new label for the
-        weights it has.
-        """
+        """Make new weights and return their label; with ``identity``, label the old ones again."""
         label = self.next_version()
         if identity:
             self._true[label] = self._trained
@@ -145,20 +144,20 @@ class Fleet:
         return label
 
     def weights_of(self, label: int | None) -> int:
-        """The true version of the weights that are published under ``label``; ``None``: those that
-        the trainer has now.
-        """
+        """Return the true version of the weights under ``label``; ``None`` for the newest ones."""
         return self._trained if label is None else self._true.get(label, label)
 
     def set_updater(self, updater: Updater) -> None:
-        """Have weight updates done by ``updater(label or None)``: the subject's own procedure.
-        Default: ``sync``.
+        """Run weight updates by ``updater(label or None)``, the subject's procedure.
+
+        The default is ``sync``.
         """
         self._updater = updater
 
     async def update(self, label: int | None) -> bool:
-        """One weight update by the updater; whether it worked. What it raises is recorded as a
-        fault, not raised.
+        """Run one weight update and return whether it succeeded.
+
+        An error of the updater is recorded as a fault.
         """
         if label is None:
             self._train_if_claimed()
@@ -166,34 +165,32 @@ class Fleet:
         self.recorder.record(Update(version=version, label=label, phase=UpdatePhase.ASKED))
         self._updating += 1
         try:
-            worked = await self._tried(lambda: self._updater(label))
+            succeeded = await self._succeeds(lambda: self._updater(label))
         finally:
             self._updating -= 1
-        if label is not None or not worked:
-            phase = UpdatePhase.ENDED if worked else UpdatePhase.FAILED
-        else:  # without a label it is up to the stack which weights those are
+        if label is not None or not succeeded:
+            phase = UpdatePhase.ENDED if succeeded else UpdatePhase.FAILED
+        else:  # without a label the stack chooses the weights
             version, phase = self._trained, UpdatePhase.ENDED
         self.recorder.record(Update(version=version, label=label, phase=phase))
-        return worked
+        return succeeded
 
     async def skew(self, label: int, server_id: str) -> bool:
-        """The default update of one server alone; the others follow at the next sync."""
-        return await self._tried(lambda: self.sync(label, servers=(server_id,)))
+        """Run the default update on one server only; the others follow at the next sync."""
+        return await self._succeeds(lambda: self.sync(label, servers=(server_id,)))
 
-    async def _tried(self, update: Callable[[], Awaitable[None] | None]) -> bool:
+    async def _succeeds(self, update: Callable[[], Awaitable[None] | None]) -> bool:
         try:
             done = update()
             if inspect.isawaitable(done):
                 await done
-        except (
-            BaseException
-        ) as error:  # whatever a stack's procedure raises, the run goes on and is judged
+        except BaseException as error:
+            # the run continues after any error of a stack's procedure, and is judged
             pass_on(error)
             if self._giving_up and isinstance(error, asyncio.CancelledError):
                 raise
             self.updates_failed += 1
-            # without a server: the whole procedure gave up, where the engine's own record says that
-            # one transfer broke
+            # without server_id: the procedure failed. A broken transfer is recorded by its server.
             self.recorder.record(Fault(what="update-failure", detail=told(error)))
             return False
         return True
@@ -206,20 +203,20 @@ class Fleet:
         clear_cache: bool | None = None,
         servers: Iterable[str] | None = None,
     ) -> None:
-        """The default weight update: pause, load, resume, on all living servers (or on
-        ``servers``); one at a time.
+        """Run the default weight update on all living servers, or on ``servers``: pause, load,
+        resume.
 
-        ``version`` is the label to publish (``None``: no label). Whatever fails, the servers are
-        resumed. Raises what the transfer raised; a server that dies meanwhile is left out.
+        Updates run one after the other. ``version`` is the label to publish; ``None`` for none. The
+        servers are resumed after a failure, too. Raises the error of the transfer; a server that
+        dies meanwhile is left out.
         """
         true = self._claim(version)
         async with self._lock:
             targets = [
                 server for server in map(self._server, servers or self.servers) if server.alive
             ]
-            mode = PauseMode(
-                self.pause_mode if mode is None else mode
-            )  # a subject may have set its plain name
+            # a subject may have set the plain name of the mode
+            mode = PauseMode(self.pause_mode if mode is None else mode)
             clear = self.clear_cache if clear_cache is None else clear_cache
             try:
                 await _each(server.pause(mode, clear) for server in targets)
@@ -233,16 +230,14 @@ class Fleet:
                 await _each(server.resume() for server in targets)
 
     async def revive(self, server_id: str) -> None:
-        """Bring a dead server back, with the newest weights that the fleet serves; after the sync
-        that runs, if one does.
-        """
+        """Restart a dead server with the newest weights of the fleet, after a sync that runs."""
         async with self._lock:
             alive = [server for server in self.servers.values() if server.alive]
-            known = [
+            candidates = [
                 self._synced,
                 *((server.version, server.label) for server in [*alive, self._server(server_id)]),
             ]
-            version, label = max(known, key=lambda pair: pair[0])
+            version, label = max(candidates, key=lambda pair: pair[0])
             self._server(server_id).revive(version, label)
 
     def relabel(self) -> None:
@@ -254,11 +249,10 @@ class Fleet:
                 server.relabel(label)
 
     async def settle(self) -> None:
-        """Wait until every action that fired has done its work. Raises what an action raised beyond
-        a failed update.
+        """Wait until the effects of all fired actions are complete.
 
-        An action that outlasts the case's deadline is cancelled and recorded as the fault
-        ``update-hung``.
+        Raises the error of an action, unless it is a failed update. An action that outlasts the
+        case's deadline is cancelled and recorded as the fault ``update-hung``.
         """
         while self._tasks:
             tasks = list(self._tasks.values())
@@ -273,24 +267,21 @@ class Fleet:
         self.raise_error()
 
     def raise_error(self) -> None:
-        """Raise what an action that fired has raised so far, beyond a failed update."""
+        """Raise the first error of a fired action, unless it is a failed update."""
         if self._error is not None:
             raise self._error
 
     def gauges(self) -> dict[str, float]:
-        """Counters of servers and balancer that return to where they started."""
+        """Return gauges of servers and balancer that are zero when idle."""
         out = self.balancer.gauges()
         for server in self.servers.values():
             out.update(server.gauges())
         return out
 
     def _claim(self, label: int | None) -> int:
-        """The weights that a sync will load: fixed when it is asked for, however long it then waits
-        for its turn.
-        """
-        if (
-            label is None and not self._updating
-        ):  # while an update runs, replica after replica gets the weights that it is for
+        """Return the weights that a sync loads, fixed when it is called, before it waits."""
+        # during an update, each replica in turn gets the weights of that update
+        if label is None and not self._updating:
             self._train_if_claimed()
         true = self.weights_of(label)
         self._labels = max(self._labels, label or 0)
@@ -311,18 +302,18 @@ class Fleet:
             ) from None
 
     def _fire(self, action: Action, call: InflightCall) -> None:
-        deed = perform(Shot(self, action, call))
-        if deed is not None:
+        effect = perform(FiredAction(self, action, call))
+        if effect is not None:
             self._spawn(
-                self._guarded(deed), f"{action.do} at {action.when.request}/{action.when.tokens}"
+                self._guarded(effect), f"{action.do} at {action.when.request}/{action.when.tokens}"
             )
 
-    async def _guarded(self, deed: Coroutine[Any, Any, None]) -> None:
+    async def _guarded(self, effect: Coroutine[Any, Any, None]) -> None:
         try:
-            await deed
+            await effect
         except ServerDied:
             return  # the server that an action aimed at died first
-        except Exception as error:  # noqa: BLE001 - ours, or a fault of the fake: either must end the run, in ``settle``
+        except Exception as error:  # noqa: BLE001 - a bug of ours or of the fake must end the run, in settle
             self._error = self._error or error
 
     def _spawn(self, work: Coroutine[Any, Any, None], name: str) -> None:
@@ -336,9 +327,7 @@ class Fleet:
         task.add_done_callback(lambda _: self._tasks.pop(number, None))
 
     def _owner(self, prompt_ids: tuple[int, ...], rid: str | None) -> str:
-        """Whose call this is: the task's request, or the one whose prompt is the longest that the
-        call starts with.
-        """
+        """Return the request of a call: the task's, or the one with the longest matching prompt."""
         current = CURRENT_REQUEST.get()
         if any(rid == request.request_id for request in self.case.requests):
             return rid or ""
@@ -351,8 +340,8 @@ class Fleet:
             not fitting or any(request.request_id == current for request in fitting)
         ):
             return self._beginning(current, prompt_ids) or current
-        # a worker that serves several rollouts runs in the context of the one that started it:
-        # there the prompt decides
+        # A worker that serves several rollouts runs in the context of the one that started it, so
+        # there the prompt decides.
         if not fitting:
             return ""
         longest = max(len(request.prompt_ids) for request in fitting)
@@ -360,10 +349,12 @@ class Fleet:
         return min(twins, key=lambda twin: self._unlikely(twin, prompt_ids))
 
     def _beginning(self, current: str, prompt_ids: tuple[int, ...]) -> str | None:
-        """The twin of ``current`` whose first call this is, where it cannot be ``current``'s next."""
+        """Return the request with the prompt of ``current`` that begins with this call, if the call
+        cannot continue ``current``.
+        """
         if not self._ended_by_engine(current, prompt_ids):
             return None
-        asked = {
+        prompts = {
             event.request.request_id: event.request.prompt_ids
             for event in self.recorder.events
             if isinstance(event, Submit)
@@ -371,17 +362,17 @@ class Fleet:
         ended = {event.request_id for event in self.recorder.events if isinstance(event, Result)}
         fresh = [
             twin
-            for twin, prompt in asked.items()
-            if prompt == asked.get(current) == prompt_ids and twin not in self.schedule.latest
+            for twin, prompt in prompts.items()
+            if prompt == prompts.get(current) == prompt_ids and twin not in self.schedule.latest
         ]
         return next((twin for twin in fresh if twin not in ended), None)
 
     def _ended_by_engine(self, request_id: str, prompt_ids: tuple[int, ...]) -> bool:
-        """Whether an engine ended the request's last call by itself, and a call with these ids
-        would begin anew.
+        """Whether an engine ended the request's last call, so that a call with these ids begins
+        another one.
 
-        Not so where something befell that call: who never heard its reply asks again with what he
-        had.
+        After a fault of that call it may be a retry: a client that never got the reply sends the
+        same prompt again.
         """
         last = self.schedule.latest.get(request_id)
         if (
@@ -399,12 +390,12 @@ class Fleet:
     def _unlikely(
         self, request_id: str, prompt_ids: tuple[int, ...]
     ) -> tuple[bool, bool, bool, bool, bool, int]:
-        """Of requests that share a prompt: what speaks against one, the strongest first.
+        """Return the evidence against one of several requests with the same prompt, strongest
+        first.
 
-        That it has ended; that it was not submitted yet; that it has a call out already; that an
-        engine ended its last one and this one begins anew; that what the call adds to its last one
-        is not what its environment said since; and how many tokens the call adds to its last one,
-        or leaves out.
+        It has ended; it was not submitted yet; it has a call in flight; an engine ended its last
+        call and this call starts over; the tokens added since its last call are not those of its
+        environment; the number of tokens that the call adds to its last one, or leaves out.
         """
         events = [
             event
@@ -424,7 +415,7 @@ class Fleet:
             (i for i, (a, b) in enumerate(zip(last.ids, prompt_ids, strict=False)) if a != b),
             shorter,
         )
-        said = next(
+        observed = next(
             (event.token_ids for event in reversed(events) if isinstance(event, Observation)), ()
         )
         apart = len(prompt_ids) + len(last.ids) - 2 * same
@@ -434,14 +425,14 @@ class Fleet:
             early,
             not last.future.done(),
             over,
-            prompt_ids[same:] not in ((), said),
+            prompt_ids[same:] not in ((), observed),
             apart,
         )
 
 
-async def _each(deeds: Iterable[Coroutine[Any, Any, None]]) -> None:
-    """Do all at once and wait for all; raises the first error that is not the death of a server."""
-    for outcome in await asyncio.gather(*deeds, return_exceptions=True):
+async def _each(coroutines: Iterable[Coroutine[Any, Any, None]]) -> None:
+    """Run all and wait for all; raise the first error other than the death of a server."""
+    for outcome in await asyncio.gather(*coroutines, return_exceptions=True):
         if isinstance(outcome, BaseException) and not isinstance(outcome, ServerDied):
             raise outcome
 

@@ -1,8 +1,8 @@
-"""KV cache of fake engines: which weights computed each position, and what calls share.
+"""KV cache of fake engines: which weights computed each position, and which KV calls share.
 
 A forward under weights v over KV that only v computed gives values of v. Over KV of other weights
-it gives values that no weights explain; they are coded under ``mixed_key`` of v and the weights
-that took part.
+it gives values of no single version; they are coded under ``mixed_key`` of v and the weights that
+took part.
 """
 
 from __future__ import annotations
@@ -32,9 +32,7 @@ MIXED = "mixed"
 
 
 class KeySpan(NamedTuple):
-    """Positions ``start`` to ``stop`` were computed by forwards coded under ``key``, in which
-    ``weights`` took part.
-    """
+    """Positions ``start`` to ``stop``, computed under ``key``; ``weights`` took part."""
 
     start: int
     stop: int
@@ -43,22 +41,21 @@ class KeySpan(NamedTuple):
 
 
 def key_of(version: int, weights: frozenset[int]) -> Version:
-    """The key of a forward under ``version`` in whose prefix ``weights`` took part.
+    """Return the key of a forward under ``version`` over a prefix of ``weights``.
 
-    The same for every later position of a mixed sequence, so that a mixed stretch is one span.
+    It is the same for every later position of a mixed sequence, so that a mixed stretch is one
+    span.
     """
     return version if weights <= {version} else mixed_key(version, sorted(weights | {version}))
 
 
 def label_of(key: Version) -> Version:
-    """How a key is named in the ground truth of a trace: pure weights by their version, all else
-    ``"mixed"``.
-    """
+    """Return the version of a key in the ground truth of a trace; ``"mixed"`` for mixed weights."""
     return key if isinstance(key, int) else MIXED
 
 
 def clipped(spans: Sequence[KeySpan], start: int, stop: int) -> list[KeySpan]:
-    """The parts of ``spans`` that lie in ``start`` to ``stop``."""
+    """Return the parts of ``spans`` within ``start`` to ``stop``."""
     if len(spans) == 1:
         low, high, _, _ = spans[0]
         if start <= low < high <= stop:
@@ -72,7 +69,7 @@ def clipped(spans: Sequence[KeySpan], start: int, stop: int) -> list[KeySpan]:
 
 
 def as_spans(spans: Sequence[KeySpan], start: int, stop: int) -> tuple[Span, ...]:
-    """Ground-truth spans over ``start`` to ``stop``, adjacent equal labels joined."""
+    """Return ground-truth spans over ``start`` to ``stop``, adjacent equal labels joined."""
     parts = clipped(spans, start, stop)
     if len(parts) == 1:
         return (Span(start=parts[0].start, end=parts[0].stop, version=label_of(parts[0].key)),)
@@ -95,9 +92,7 @@ class Kv:
     weights: frozenset[int] = frozenset()
 
     def forward(self, version: int, stop: int) -> Version:
-        """Compute positions up to ``stop`` under weights ``version``; returns the key of those
-        forwards.
-        """
+        """Compute positions up to ``stop`` under ``version``; return the key of those forwards."""
         key = key_of(version, self.weights)
         if self.spans and self.spans[-1].key == key:
             last = self.spans[-1]
@@ -120,36 +115,37 @@ class Kv:
 
 
 def root_of(sampling: Mapping[str, Any]) -> Hashable:
-    """Where the prefixes of a call begin in the cache: it shares none with calls of another
-    ``cache_salt`` (vLLM, SGLang) or ``extra_key`` (SGLang).
+    """Return the root of a call's prefixes in the cache.
+
+    Calls share prefixes only if their ``cache_salt`` (vLLM, SGLang) and ``extra_key`` (SGLang) are
+    equal.
     """
     return sampling.get("cache_salt"), sampling.get("extra_key")
 
 
 class PrefixCache:
-    """KV that calls of one server share, position by position, by the tokens up to it, among calls
-    of one ``root``.
+    """KV that calls of one server share: a tree of tokens below each ``root``.
 
-    What is stored first stays, as in engines. ``capacity`` bounds the positions; the oldest go
-    first.
+    A position that is stored stays as it is, as in engines. ``capacity`` bounds the positions; the
+    oldest are evicted first.
     """
 
     def __init__(self, capacity: int = 1 << 16) -> None:
         self._capacity = capacity
-        self._known: OrderedDict[tuple[Hashable, int], tuple[int, Version, frozenset[int]]] = (
+        self._entries: OrderedDict[tuple[Hashable, int], tuple[int, Version, frozenset[int]]] = (
             OrderedDict()
         )
         self._nodes = 0
 
     def __len__(self) -> int:
-        return len(self._known)
+        return len(self._entries)
 
-    def find(self, ids: Sequence[int], most: int, root: Hashable = None) -> list[KeySpan]:
-        """KV of the longest cached prefix of ``ids``, at most ``most`` positions."""
+    def find(self, ids: Sequence[int], limit: int, root: Hashable = None) -> list[KeySpan]:
+        """Return the KV of the longest cached prefix of ``ids``, at most ``limit`` positions."""
         spans: list[KeySpan] = []
         node = root
-        for position in range(most):
-            entry = self._known.get((node, ids[position]))
+        for position in range(limit):
+            entry = self._entries.get((node, ids[position]))
             if entry is None:
                 break
             node, key, weights = entry
@@ -160,21 +156,20 @@ class PrefixCache:
         return spans
 
     def store(self, ids: Sequence[int], spans: Sequence[KeySpan], root: Hashable = None) -> None:
-        """Offer the KV of a call over ``ids``; positions already cached keep what they have."""
+        """Store the KV of a call over ``ids``; positions already cached stay as they are."""
         node = root
         for span in spans:
             for position in range(span.start, span.stop):
                 edge = (node, ids[position])
-                entry = self._known.get(edge)
+                entry = self._entries.get(edge)
                 if entry is None:
                     self._nodes += 1
-                    entry = self._known[edge] = (self._nodes, span.key, span.weights)
+                    entry = self._entries[edge] = (self._nodes, span.key, span.weights)
                 node = entry[0]
-        while len(self._known) > self._capacity:
-            self._known.popitem(
-                last=False
-            )  # a plain dict looks for its first entry past all that were taken off before
+        while len(self._entries) > self._capacity:
+            # a plain dict would search its first entry past all deleted ones
+            self._entries.popitem(last=False)
 
     def clear(self) -> None:
         """Forget everything."""
-        self._known.clear()
+        self._entries.clear()

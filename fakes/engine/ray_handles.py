@@ -1,4 +1,4 @@
-"""Ray-style face: ``handle.method.remote(...)`` on an in-process object, without Ray."""
+"""Ray-style handles: ``handle.method.remote(...)`` on an in-process object, without Ray."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ __all__ = ["RayHandle"]
 
 
 class RayHandle:
-    """Looks like the handle of an actor that wraps ``obj``.
+    """Stands in for the Ray handle of an actor that wraps ``obj``.
 
-    ``handle.method.remote(*args, **kwargs)`` starts the call at once and returns a future, for
-    async and sync methods alike; what the method raises arrives when the future is awaited. Needs a
-    running event loop.
+    ``handle.method.remote(*args, **kwargs)`` starts the call and returns a future, for async and
+    for sync methods; an error of the method is raised when the future is awaited. Needs a running
+    event loop.
     """
 
     def __init__(self, obj: Any) -> None:
@@ -23,9 +23,9 @@ class RayHandle:
     def __getattr__(self, name: str) -> _RemoteMethod:
         method = getattr(self._obj, name)
         if not callable(method):
-            raise AttributeError(  # noqa: TRY004 - what getattr promises
-                f"{type(self._obj).__name__}.{name} is not a method: an actor handle has nothing"
-                " but methods."
+            raise AttributeError(  # noqa: TRY004 - getattr expects an AttributeError
+                f"{type(self._obj).__name__}.{name} is not a method: an actor handle has only"
+                " methods."
             )
         return _RemoteMethod(method)
 
@@ -38,19 +38,19 @@ class _RemoteMethod:
         self._method = method
 
     def remote(self, *args: Any, **kwargs: Any) -> asyncio.Future[Any]:
-        """Start the call."""
+        """Start the call and return its future."""
         loop = asyncio.get_running_loop()
         try:
             result = self._method(*args, **kwargs)
-        except Exception as error:  # noqa: BLE001 - it belongs to whoever awaits the future
+        except Exception as error:  # noqa: BLE001 - raised where the future is awaited
             failed: asyncio.Future[Any] = loop.create_future()
             failed.set_exception(error)
-            # a caller that fires and forgets is not warned about it, as with Ray
+            # Ray does not warn a caller that never awaits the future, so asyncio must not either
             failed.exception()
             return failed
         if inspect.isawaitable(result):
             task = asyncio.ensure_future(result)
-            task.add_done_callback(_seen)
+            task.add_done_callback(_retrieve_error)
             return task
         done: asyncio.Future[Any] = loop.create_future()
         done.set_result(result)
@@ -60,6 +60,6 @@ class _RemoteMethod:
         raise TypeError("Methods of an actor handle are called with .remote(...).")
 
 
-def _seen(future: asyncio.Future[Any]) -> None:
+def _retrieve_error(future: asyncio.Future[Any]) -> None:
     if not future.cancelled():
         future.exception()

@@ -99,7 +99,7 @@ def caller_copy(output: EngineOutput) -> EngineOutput:
 
 
 def filler_rows(filler: Filler | None, count: int, like: IntArray) -> IntArray:
-    """Return ``(count, layers, top_k)`` of a declared filler, in the layout and dtype of ``like``."""
+    """Return ``(count, layers, top_k)`` of a declared filler, in the layout of ``like``."""
     rows = np.zeros((count, *like.shape[1:]), dtype=like.dtype)
     if filler is Filler.MINUS_ONE:
         rows[:] = -1
@@ -144,7 +144,7 @@ def _shown_logprobs(
 def _shown_routes(
     call: InflightCall, rows: list[KeySpan], policy: CodedPolicy, flavour: Flavour
 ) -> IntArray | None:
-    """Return ``(rows, layers, top_k)`` as the flavour lays them out, or ``None`` if it shows none."""
+    """Return ``(rows, layers, top_k)`` in the flavour's layout; ``None`` if it shows none."""
     aborted_early = (
         call.ended is not None and call.ended[0] is FinishReason.ABORT and not call.sampled
     )

@@ -1,7 +1,6 @@
-"""Continuous batching: what a fake engine computes in a step, and which calls take part.
+"""Continuous batching: what a fake engine computes in a step, and for which calls.
 
-The order of things is fixed, so that one seed gives one trace: calls run in the order of their
-admission.
+Calls run in the order of their admission, so that one seed gives one trace.
 """
 
 from __future__ import annotations
@@ -26,55 +25,48 @@ __all__ = ["EngineHooks", "Scheduler"]
 
 
 class EngineHooks:
-    """What an engine tells its surroundings, and asks of them. This one is for an engine that
-    stands alone.
-    """
+    """Callbacks of an engine. These are the defaults, for an engine without a fleet."""
 
     def __init__(self) -> None:
         self._calls = 0
+        # Servers run in this context: they work for all callers, so the context of one caller
+        # (its current request) must not reach them.
         self.context: contextvars.Context = contextvars.copy_context()
-        """Where servers run: they work for nobody in particular, so a caller's context must not
-        reach them.
-        """
 
     def new_call(self) -> int:
-        """The id of the next call, from 1."""
+        """Return the id of the next call, from 1."""
         self._calls += 1
         return self._calls
 
     def owner(self, prompt_ids: tuple[int, ...], rid: str | None) -> str:
-        """Which request a call belongs to."""
+        """Return the request that a call belongs to."""
         return rid or ""
 
     def rejects(self, request_id: str) -> bool:
-        """Whether this call is to be turned away."""
+        """Whether this call is turned away."""
         return False
 
     def queued(self, call: InflightCall) -> bool:
-        """The call entered the queue. True: something happens to it there, so it stays for a step."""
+        """Called when a call enters the queue; return True to keep it there for a step."""
         return False
 
     def admitted(self, call: InflightCall) -> None:
-        """The call left the queue; its next token is sampled at the end of this step at the
-        earliest.
-        """
+        """Called when a call leaves the queue, before the step that samples its next token."""
 
     def watches(self, request_id: str) -> bool:
-        """Whether ``sampled`` and ``looked`` want to be called for each token of this request."""
+        """Whether ``sampled`` and ``checked`` are called for each token of this request."""
         return False
 
     def sampled(self, call: InflightCall) -> bool:
-        """A token was sampled. True: the engine looks whether the call is finished only a step
-        later.
-        """
+        """Called after a token; return True to have the end of the call checked a step later."""
         return False
 
-    def looked(self, call: InflightCall) -> None:
-        """The engine has looked whether the call is finished."""
+    def checked(self, call: InflightCall) -> None:
+        """Called after the engine has checked whether the token ends the call."""
 
 
 class Scheduler:
-    """The calls of one server, its KV, and its weights ``version``, shown under ``label``."""
+    """The calls and the KV of one server, with weights ``version`` shown under ``label``."""
 
     def __init__(
         self,
@@ -102,25 +94,23 @@ class Scheduler:
 
     @property
     def in_flight(self) -> list[InflightCall]:
-        """Calls that were not answered: those that run, then those that wait."""
+        """Return the calls without a reply: running ones, then waiting ones."""
         return [*self.running.values(), *self.queue]
 
     @property
     def holds_kv(self) -> bool:
-        """Whether any KV is there that a later forward may use."""
+        """Whether there is KV that a later forward may use."""
         return len(self.cache) > 0 or any(
             call.kv.computed and not self._is_complete(call) for call in self.running.values()
         )
 
     def add(self, call: InflightCall) -> None:
-        """Take a call into the queue."""
+        """Put a call into the queue."""
         self.queue.append(call)
         call.stays_queued = self._hooks.queued(call)
 
     def admit(self, only_started: bool) -> None:
-        """Let calls leave the queue while there is room; ``only_started`` those that ran before and
-        were preempted.
-        """
+        """Let calls leave the queue while there is room; with ``only_started``, preempted ones."""
         for call in self._eligible(only_started):
             if len(self.running) >= self._options.max_batch or not self._room_for(call):
                 return
@@ -136,23 +126,20 @@ class Scheduler:
             self._hooks.admitted(call)
 
     def step(self) -> None:
-        """One forward of the batch: chunks of prefill, and a token for each call whose KV is
-        complete.
-        """
+        """Run one forward of the batch: chunks of prefill, and a token for each decoding call."""
         policy, eos, chunk = self._policy, self._eos, self._options.prefill_chunk
         for call in tuple(self.running.values()):
             if call.deferred and self._finished(call):
                 continue
-            prompted = call.decoding
-            if not prompted:
+            was_decoding = call.decoding
+            if not was_decoding:
                 done = self._prefill(call, chunk)
                 if chunk is not None:
                     chunk -= done
             if not call.decoding:
                 continue
-            if (
-                not prompted and len(call.ids) >= call.limit
-            ):  # a budget of no tokens: the prompt was computed, and that is all
+            # a budget of no tokens: the prompt is computed, and the call ends
+            if not was_decoding and len(call.ids) >= call.limit:
                 self.end(call, FinishReason.LENGTH)
                 continue
             token = policy.next_token(call.key, call.state)
@@ -161,11 +148,11 @@ class Scheduler:
             if call.wire is not None and call.wire.on_token is not None:
                 call.wire.on_token(call)
             if call.watched or token == eos or len(call.ids) >= call.limit:
-                self._look(call)
+                self._check_end(call)
         self._make_room()
 
     def end(self, call: InflightCall, reason: FinishReason) -> None:
-        """Answer a call that is in flight; it leaves the batch."""
+        """End a call: it leaves the batch, and its caller can take the reply."""
         call.settle(self.version)
         if self.running.pop(call.call_id, None) is None:
             if call in self.queue:
@@ -177,7 +164,10 @@ class Scheduler:
             call.future.set_result(None)
 
     def reply(self, call: InflightCall) -> Reply:
-        """Return the reply of a call that ended. Raises ``SubjectError`` if the policy fails on it."""
+        """Return the reply of a call that ended.
+
+        Raises ``SubjectError`` if the policy fails on it.
+        """
         try:
             return reply_to(call, self._policy, self._flavour)
         except RollproofError:
@@ -189,22 +179,21 @@ class Scheduler:
             ) from error
 
     def drop(self, call: InflightCall) -> None:
-        """Forget a call that nobody waits for."""
+        """Forget a call after its caller has left."""
         self.running.pop(call.call_id, None)
         if call in self.queue:
             self.queue.remove(call)
 
-    def preempt(self, wanted: Container[int]) -> bool:
-        """Free the KV of running calls, by id; they go to the head of the queue, the oldest first.
-        Whether there were any.
+    def preempt(self, call_ids: Container[int]) -> bool:
+        """Free the KV of running calls and put them at the head of the queue, the oldest first.
 
-        A call that only waits for the engine to see that it is finished needs no KV any more and
-        stays, as an engine looks at the results that it has before it retracts.
+        Returns whether there were any. A call that has all its tokens stays: engines process the
+        results that they have before they retract.
         """
         calls = [
             call
             for call in self.running.values()
-            if call.call_id in wanted and not self._is_complete(call)
+            if call.call_id in call_ids and not self._is_complete(call)
         ]
         for call in reversed(calls):
             call.settle(self.version)
@@ -215,27 +204,27 @@ class Scheduler:
         return bool(calls)
 
     def reweigh(self, version: int) -> None:
-        """From the next step on, compute under weights ``version``."""
+        """Compute under weights ``version`` from the next step on."""
         for call in self.running.values():
             call.settle(self.version)
             call.rekey(version)
         self.version = version
 
     def show(self, label: Version) -> None:
-        """From the next token on, show ``label``."""
+        """Show ``label`` from the next token on."""
         self.label = label
         for call in self.in_flight:
             if call.labels:
                 call.mark_label(label)
 
     def clear_cache(self) -> None:
-        """Forget the KV that calls share; running calls keep their own, for themselves."""
+        """Clear the prefix cache; running calls keep their KV and share it no more."""
         self.cache.clear()
         for call in self.running.values():
             call.shares = False
 
     def clear(self) -> list[InflightCall]:
-        """Lose everything at once; returns the calls that were in flight."""
+        """Drop all calls and KV; return the calls that were in flight."""
         lost = self.in_flight
         self.running.clear()
         self.queue.clear()
@@ -249,12 +238,10 @@ class Scheduler:
             elif call.started or not only_started:
                 yield call
 
-    def _prefill(self, call: InflightCall, most: int | None) -> int:
-        """Compute up to ``most`` positions; returns how many. With the last one the call begins to
-        decode.
-        """
+    def _prefill(self, call: InflightCall, chunk: int | None) -> int:
+        """Compute up to ``chunk`` positions and return how many; after the last one, decode."""
         missing = len(call.ids) - call.kv.computed
-        count = missing if most is None else min(most, missing)
+        count = missing if chunk is None else min(chunk, missing)
         if not count:
             return 0
         key = call.kv.forward(self.version, call.kv.computed + count)
@@ -269,18 +256,18 @@ class Scheduler:
         if self._options.prefix_cache and call.shares:
             self.cache.store(call.ids, call.kv.spans, call.root)
 
-    def _look(self, call: InflightCall) -> None:
-        """Something may happen after this token: hooks that act on it, or the end of the call."""
+    def _check_end(self, call: InflightCall) -> None:
+        """Call the hooks after a token, and end the call if the token ends it."""
         if not call.watched:
             self._finished(call)
             return
         call.deferred = self._hooks.sampled(call)
         if not call.deferred:
             self._finished(call)
-        self._hooks.looked(call)
+        self._hooks.checked(call)
 
     def _finished(self, call: InflightCall) -> bool:
-        """End the call if its last token ends it."""
+        """End the call if its last token ends it; return whether it did."""
         call.deferred = False
         if not self._is_complete(call):
             return False
@@ -292,19 +279,20 @@ class Scheduler:
 
     def _room_for(self, call: InflightCall) -> bool:
         capacity = self._options.kv_tokens
-        return capacity is None or not self.running or self._held() + len(call.ids) < capacity
+        return (
+            capacity is None or not self.running or self._used_tokens() + len(call.ids) < capacity
+        )
 
     def _make_room(self) -> None:
-        """Preempt the youngest while the KV does not fit. One call alone may exceed the capacity,
-        or nothing would ever end.
-        """
+        """Preempt the youngest calls until the KV fits."""
         capacity = self._options.kv_tokens
         if capacity is None:
             return
+        # the oldest call may exceed the capacity alone, or no call would ever end
         for call in reversed(tuple(self.running.values())[1:]):
-            if self._held() <= capacity:
+            if self._used_tokens() <= capacity:
                 return
             self.preempt((call.call_id,))
 
-    def _held(self) -> int:
+    def _used_tokens(self) -> int:
         return sum(len(call.ids) for call in self.running.values())

@@ -20,7 +20,7 @@ from rollproof.fakes.clients.reference_clients import (
     ClientOptions,
     EngineKeep,
 )
-from rollproof.fakes.clients.version_tags import finest_tag, tags
+from rollproof.fakes.clients.resuming import finest_tag, tag_fields
 from rollproof.fakes.coded.policy import CodedPolicy
 from rollproof.fakes.engine.flavours import VersionTag
 from rollproof.verification.runner import run_case
@@ -101,14 +101,17 @@ def test_tags(kind: Versions, expected: dict[str, Any]) -> None:
     """Each kind of tag of two calls with an answer of the environment in between; versions may go
     back.
     """
-    assert tags(kind, [3, 3, None, 1, 2], [1, 1, 0, 1, 1], [3, 2]) == expected
+    assert tag_fields(kind, [3, 3, None, 1, 2], [1, 1, 0, 1, 1], [3, 2]) == expected
 
 
 def test_tags_of_nothing() -> None:
     """Without tokens there is no version to name, and version 0 is one."""
-    assert tags(Versions.MIN_MAX, [], [], []) == {"min_version": None, "max_version": None}
-    assert tags(Versions.MIN_MAX, [0, None], [1, 1], [None]) == {"min_version": 0, "max_version": 0}
-    assert tags(Versions.SAMPLE, [None], [1], [None]) == {"version": None}
+    assert tag_fields(Versions.MIN_MAX, [], [], []) == {"min_version": None, "max_version": None}
+    assert tag_fields(Versions.MIN_MAX, [0, None], [1, 1], [None]) == {
+        "min_version": 0,
+        "max_version": 0,
+    }
+    assert tag_fields(Versions.SAMPLE, [None], [1], [None]) == {"version": None}
 
 
 def test_updates_that_publish_nothing_leave_tags_unknown() -> None:

@@ -33,7 +33,7 @@ from rollproof.fakes.clients.reference_clients import (
     ClientOptions,
     EngineKeep,
     LatestPrefill,
-    PartialOffManager,
+    PartialOffClient,
     PartialOffSurfaced,
 )
 from rollproof.fakes.coded.policy import CodedPolicy
@@ -245,7 +245,7 @@ def test_no_turn_begins_that_has_no_room() -> None:
 
 
 @pytest.mark.parametrize(
-    ("factory", "reason"), [(PartialOffManager, None), (PartialOffSurfaced, FinishReason.ABORT)]
+    ("factory", "reason"), [(PartialOffClient, None), (PartialOffSurfaced, FinishReason.ABORT)]
 )
 def test_partial_off(factory: Any, reason: FinishReason | None) -> None:
     """An aborted sample is dropped, or handed over as aborted; one call is all that is made."""
