@@ -1,7 +1,7 @@
-"""Console: reports as lines of text, for the command line and for pytest's closing summary.
+"""Reports as lines of text, for the command line and for pytest's closing summary.
 
-Works on the JSON form of a report (schema 1), so that what a worker process hands over can be shown
-as it is.
+The functions take the JSON form of a report (schema 1), because that is what a worker process
+delivers.
 """
 
 from __future__ import annotations
@@ -26,15 +26,15 @@ __all__ = [
 ]
 
 NOT_EXERCISED = "not exercised"
-"""How the reason of a check begins whose situation did not occur."""
+"""The start of a check's reason if its situation did not occur."""
 _WIDTH = 118
 _NAMED = 6
-"""Checks of one line that are named there."""
+"""A line that gathers more checks than this counts them, and names none."""
 _WHERE = ("request", "call", "segment", "position", "index", "layer", "version", "server")
 
 
 class Style(Enum):
-    """How a line looks; the value is the style's name in rich."""
+    """How a line looks. The value is the name of the style in rich."""
 
     PLAIN = ""
     TITLE = "bold"
@@ -45,7 +45,7 @@ class Style(Enum):
 
     @property
     def rich(self) -> str:
-        """Style of rich."""
+        """The style for rich."""
         return self.value
 
     @property
@@ -76,12 +76,14 @@ _VERDICTS: Mapping[str, tuple[str, Style]] = {
 def report_lines(
     report: Mapping[str, Any], *, verbose: bool = False, findings: int = 3, gather: bool = False
 ) -> Iterator[Line]:
-    """The whole report: head, failing checks with their first ``findings`` findings, unknown ones,
-    what was exercised, canary.
+    """Yield the lines of a report: head, checks, situations, self-test, notes and summary.
 
-    ``gather`` tells the unknown checks that were not exercised in one line: a recorded run leaves
-    most situations out. ``verbose`` lists every check, also those that passed and those that the
-    contract rules out.
+    Args:
+        report: the JSON form of the report.
+        verbose: list every check, also those that passed and those that do not apply.
+        findings: how many findings of each failing check to show.
+        gather: count the unknown checks that were not exercised in one line, because a recorded run
+            meets few situations.
     """
     yield Style.TITLE, _head(report)
     shown = (
@@ -111,8 +113,8 @@ def report_lines(
             yield (
                 Style.DOUBT,
                 (
-                    f"  UNKNOWN  {_checks(len(idle))} not exercised: what they are about did not"
-                    " occur (-v lists them)"
+                    f"  UNKNOWN  {_checks(len(idle))} not exercised: their situations did not occur"
+                    " in this run (-v lists them)"
                 ),
             )
     yield from _exercised(report["exercised"])
@@ -123,7 +125,7 @@ def report_lines(
 
 
 def _ruled_out(checks: Sequence[Mapping[str, Any]]) -> Iterator[Line]:
-    """Checks that do not apply, those of one family that share a reason in one line."""
+    """Yield the checks that do not apply; one line for those of a family that share a reason."""
     word, style = _VERDICTS["not applicable"]
     families: dict[tuple[str, str], list[str]] = {}
     for check in checks:
@@ -132,16 +134,13 @@ def _ruled_out(checks: Sequence[Mapping[str, Any]]) -> Iterator[Line]:
         )
     for (family, reason), ids in families.items():
         name = ids[0] if len(ids) == 1 else f"{_checks(len(ids))} of {family}"
-        named = (
-            f" ({', '.join(each.partition('.')[2] for each in ids)})"
-            if 1 < len(ids) <= _NAMED
-            else ""
-        )
-        yield style, wrapped(f"  {word}  {name}{named}: {reason}", "      ")
+        short = ", ".join(check_id.partition(".")[2] for check_id in ids)
+        listed = f" ({short})" if 1 < len(ids) <= _NAMED else ""
+        yield style, wrapped(f"  {word}  {name}{listed}: {reason}", "      ")
 
 
 def summary_text(report: Mapping[str, Any]) -> str:
-    """One line: how many checks came out how."""
+    """Return one line: how many checks have each verdict."""
     summary = report["summary"]
     parts = [
         f"{summary['pass']} pass",
@@ -155,22 +154,18 @@ def summary_text(report: Mapping[str, Any]) -> str:
 
 
 def check_lines(check: Mapping[str, Any], *, findings: int = 3) -> Iterator[Line]:
-    """One check: verdict, id, reason; then its first ``findings`` findings (0: only how many there
-    are).
-    """
+    """Yield one check: verdict, id and reason, then its first ``findings`` findings."""
     word, style = _VERDICTS[check["verdict"]]
-    told = (
-        ""
-        if check["verdict"] == "pass" or (check["verdict"] == "fail" and findings)
-        else check["reason"]
-    )
+    # The reason of a failure is the number of its findings, which are shown below.
+    shows_findings = check["verdict"] == "fail" and findings
+    reason = "" if check["verdict"] == "pass" or shows_findings else check["reason"]
     if check.get("otherwise"):
-        told = "otherwise than it is known to fail" + (
-            f" ({'; '.join(check['known'])})" if check["known"] else ""
-        )
+        known = f" (known: {'; '.join(check['known'])})" if check["known"] else ""
+        reason = f"fails in a new way{known}"
     times = sum(check["exercised"].values())
-    put = f" (put to the test {times:,} times)" if check["verdict"] == "pass" else ""
-    yield style, wrapped(f"  {word}  {check['id']}{put}{': ' + told if told else ''}", "      ")
+    exercised = f" (exercised {times:,} times)" if check["verdict"] == "pass" else ""
+    detail = f": {reason}" if reason else ""
+    yield style, wrapped(f"  {word}  {check['id']}{exercised}{detail}", "      ")
     for number, finding in enumerate(check["findings"][:findings], 1):
         yield from finding_lines(finding, number, check["id"] if number == 1 else "")
     more = check.get("found", len(check["findings"])) - min(findings, len(check["findings"]))
@@ -184,8 +179,8 @@ def check_lines(check: Mapping[str, Any], *, findings: int = 3) -> Iterator[Line
 def finding_lines(
     finding: Mapping[str, Any], number: int = 1, check_id: str = ""
 ) -> Iterator[Line]:
-    """One finding: title, where, expected, observed, hint, what tells more of ``check_id``, and how
-    to run its counterexample again.
+    """Yield one finding: title, place, expected, observed, hint, and the commands that say more of
+    the check ``check_id`` and that run the counterexample again.
     """
     yield Style.TITLE, wrapped(f"  {number:>3}. {finding['title']}", " " * 7)
     rows = [
@@ -194,7 +189,10 @@ def finding_lines(
         ("observed", finding["observed"]),
         ("hint", finding["hint"]),
         ("more", f"rollproof checks {check_id}" if check_id else ""),
-        ("witness", f"rollproof replay {_near(finding['witness'])}" if finding["witness"] else ""),
+        (
+            "rerun",
+            f"rollproof replay {_relative(finding['witness'])}" if finding["witness"] else "",
+        ),
     ]
     for name, value in rows:
         if value:
@@ -202,7 +200,7 @@ def finding_lines(
 
 
 def text_of(lines: Iterator[Line] | Sequence[Line]) -> str:
-    """The lines without their styles."""
+    """Return the lines without their styles."""
     return "\n".join(text for _, text in lines)
 
 
@@ -240,14 +238,16 @@ def _canary(canary: Mapping[str, Any]) -> Iterator[Line]:
         yield (
             Style.DOUBT,
             wrapped(
-                f"  canary: not planted ({canary['reason'] or 'no trace was fit for it'})", "      "
+                "  self-test: no fault was planted"
+                f" ({canary['reason'] or 'no trace was suitable'})",
+                "      ",
             ),
         )
     elif canary["red"]:
         yield (
             Style.GOOD,
             wrapped(
-                f"  canary: {canary['planted']}: caught by {canary['expected_by']}, as it must be",
+                f"  self-test: {canary['planted']}: detected by {canary['expected_by']}, as expected",
                 "      ",
             ),
         )
@@ -255,9 +255,9 @@ def _canary(canary: Mapping[str, Any]) -> Iterator[Line]:
         yield (
             Style.BAD,
             wrapped(
-                f"  canary: {canary['planted']}: NOT caught by {canary['expected_by']}. A fault"
-                " planted into this run's own trace stayed unseen, so its other verdicts cannot be"
-                " trusted; please report this with the JSON report.",
+                f"  self-test: {canary['planted']}: NOT detected by {canary['expected_by']}. A fault"
+                " that was planted into this run's own trace went unnoticed, so its other verdicts"
+                " cannot be trusted; please report this with the JSON report.",
                 "      ",
             ),
         )
@@ -267,11 +267,10 @@ def _checks(count: int) -> str:
     return f"{count} check{'' if count == 1 else 's'}"
 
 
-def _near(path: str) -> str:
-    """The path from the current folder, where it lies below that."""
-    return (
-        str(Path(path).relative_to(Path.cwd())) if Path(path).is_relative_to(Path.cwd()) else path
-    )
+def _relative(path: str) -> str:
+    """Return the path relative to the current folder, if it is below it."""
+    folder = Path.cwd()
+    return str(Path(path).relative_to(folder)) if Path(path).is_relative_to(folder) else path
 
 
 def _where(where: Mapping[str, Any]) -> str:
@@ -280,7 +279,7 @@ def _where(where: Mapping[str, Any]) -> str:
 
 
 def wrapped(text: str, indent: str = "      ") -> str:
-    """Every line of ``text`` wrapped, continuation lines under ``indent``."""
+    """Return ``text`` with every line wrapped; continuation lines begin with ``indent``."""
     lines = text.splitlines()
     first = textwrap.fill(
         lines[0], _WIDTH, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False

@@ -67,7 +67,7 @@ def test_the_example_fails_as_the_readme_says(pytester: pytest.Pytester) -> None
     """
     result = run_example(pytester, "test_my_stack.py", "my_client.py")
     shown = blocks("console")[0].splitlines()
-    finding = shown[: next(i for i, line in enumerate(shown) if "witness" in line)]
+    finding = shown[: next(i for i, line in enumerate(shown) if "rerun" in line)]
 
     assert (
         finding[1:]

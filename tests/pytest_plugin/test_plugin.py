@@ -70,7 +70,7 @@ def test_the_summary_says_what_was_exercised(fake_runs: pytest.Pytester) -> None
 MyStack  [profile pr, seed 0, 12 cases]
   exercised
     aborts mid-decode ........................................... 7
-  canary: a row repeated: caught by routes.c, as it must be
+  self-test: a row repeated: detected by routes.c, as expected
   4 checks: 4 pass, 0 fail, 0 unknown, 0 not applicable"""
 
     assert expected in summary(fake_runs.runpytest_inprocess())

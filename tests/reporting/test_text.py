@@ -71,8 +71,8 @@ def report(**changes: Any) -> dict[str, Any]:
 
 
 def test_a_report_reads_as_this() -> None:
-    """Failing checks with where, expected, observed, hint and witness; then unknown ones, what was
-    exercised, canary, and the sum.
+    """Failing checks with where, expected, observed, hint and counterexample; then unknown ones,
+    what was exercised, the self-test, and the sum.
     """
     expected = """\
 MyStack  [profile pr, seed 0, 1,234 cases, 3.2 s]
@@ -84,30 +84,28 @@ MyStack  [profile pr, seed 0, 1,234 cases, 3.2 s]
        hint      The rows of every call were concatenated. The resumed call returns the rows of its whole prefix
                  again: keep the rows of the first call up to where the second begins, then append.
        more      rollproof checks routes.rows
-       witness   rollproof replay .rollproof/routes.rows.json
+       rerun     rollproof replay .rollproof/routes.rows.json
      ... and 4 more findings of this check
   UNKNOWN  weights.pause: not exercised: no pause occurred
   exercised
     resumes ..................................................... 1,300
     aborts mid-decode ........................................... 120
-  canary: a row repeated: caught by routes.rows, as it must be
+  self-test: a row repeated: detected by routes.rows, as expected
   4 checks: 1 pass, 1 fail, 1 unknown, 1 not applicable"""
 
     assert expected == text_of(report_lines(report()))
 
 
 def test_verbose_lists_every_check() -> None:
-    """Passing checks say how often they were put to the test, inapplicable ones why they are."""
+    """Passing checks say how often they were exercised, inapplicable ones why they are."""
     text = text_of(report_lines(report(), verbose=True))
 
-    assert "  PASS  stitch.tokens (put to the test 1,200 times)" in text
+    assert "  PASS  stitch.tokens (exercised 1,200 times)" in text
     assert "  NOT APPLICABLE  stitch.masks: the contract declares no mask" in text
 
 
-def test_checks_of_a_family_that_share_a_reason_are_told_in_one_line() -> None:
-    """A family that the contract rules out whole is one line, which names its checks while they are
-    few.
-    """
+def test_checks_of_a_family_that_share_a_reason_are_one_line() -> None:
+    """A family that the contract rules out is one line, which names its checks if they are few."""
     ruled_out = [
         {
             "id": check_id,
@@ -131,19 +129,19 @@ def test_checks_of_a_family_that_share_a_reason_are_told_in_one_line() -> None:
 
 
 def test_a_green_canary_is_bad_news() -> None:
-    """A planted fault that nobody saw is told as such, in the style of a failure."""
+    """A planted fault that no check detected is reported in the style of a failure."""
     canary = {"planted": "a row repeated", "expected_by": "routes.rows", "red": False, "reason": ""}
-    told = [
-        (style, text) for style, text in report_lines(report(canary=canary)) if "canary" in text
-    ]
+    style, text = next(
+        (style, text) for style, text in report_lines(report(canary=canary)) if "self-test" in text
+    )
 
-    assert Style.BAD == told[0][0]
-    assert "NOT caught by routes.rows" in told[0][1]
-    assert "cannot be trusted" in " ".join(told[0][1].split())
+    assert Style.BAD == style
+    assert "NOT detected by routes.rows" in text
+    assert "cannot be trusted" in " ".join(text.split())
 
 
 def test_an_unplanted_canary_says_why() -> None:
-    """Where no trace was fit for a canary, the report says so rather than nothing."""
+    """If no trace was suitable for a planted fault, the report says so."""
     canary = {
         "planted": None,
         "expected_by": None,
@@ -151,14 +149,14 @@ def test_an_unplanted_canary_says_why() -> None:
         "reason": "every trace had findings",
     }
 
-    assert "  canary: not planted (every trace had findings)" in text_of(
+    assert "  self-test: no fault was planted (every trace had findings)" in text_of(
         report_lines(report(canary=canary))
     )
 
 
 def test_what_was_not_exercised_is_gathered_in_one_line() -> None:
     """A recorded run counts the unknown checks that it did not exercise; other unknown ones, and
-    all under -v, are listed singly.
+    all under -v, are listed one by one.
     """
     idle = {
         "id": "weights.pause",
@@ -168,21 +166,21 @@ def test_what_was_not_exercised_is_gathered_in_one_line() -> None:
         "findings": [],
     }
     blind = {**idle, "id": "weights.labels", "reason": "no true versions were recorded"}
-    given = report(checks=[idle, blind, {**idle, "id": "weights.abort"}])
+    gathered = report(checks=[idle, blind, {**idle, "id": "weights.abort"}])
 
-    text = text_of(report_lines(given, gather=True))
+    text = text_of(report_lines(gathered, gather=True))
     assert (
         "  UNKNOWN  weights.labels: no true versions were recorded\n  UNKNOWN  2 checks not"
-        " exercised: what" in text
+        " exercised: their situations" in text
     )
     assert "weights.pause" not in text
     assert "  UNKNOWN  weights.pause: not exercised: no pause occurred" in text_of(
-        report_lines(given, gather=True, verbose=True)
+        report_lines(gathered, gather=True, verbose=True)
     )
 
 
 def test_an_expected_failure_takes_one_line() -> None:
-    """Its findings are known: the reason is told; -v tells the findings too."""
+    """Its findings are known, so only the reason is shown; -v shows the findings too."""
     check = {**report()["checks"][0], "verdict": "expected fail", "reason": "verl #6029"}
 
     assert "  EXPECTED FAIL  routes.rows: verl #6029\n  exercised" in text_of(
@@ -192,7 +190,7 @@ def test_an_expected_failure_takes_one_line() -> None:
 
 
 def test_one_check_is_no_checks() -> None:
-    """A sum of one says so."""
+    """One check is counted in the singular."""
     summary = {"pass": 1, "fail": 0, "unknown": 0, "not_applicable": 0, "expected_fail": 0}
 
     assert "1 check: 1 pass, 0 fail, 0 unknown, 0 not applicable" == summary_text(
@@ -201,7 +199,7 @@ def test_one_check_is_no_checks() -> None:
 
 
 def test_expected_failures_are_counted_apart() -> None:
-    """The sum names expected failures only where there are some."""
+    """The sum names expected failures only if there are some."""
     summary = {"pass": 3, "fail": 0, "unknown": 0, "not_applicable": 0, "expected_fail": 2}
 
     assert (
@@ -210,8 +208,8 @@ def test_expected_failures_are_counted_apart() -> None:
     )
 
 
-def test_without_findings_their_number_is_told() -> None:
-    """A summary behind items that have shown their findings names each failing check in one line."""
+def test_without_findings_their_number_is_shown() -> None:
+    """A summary after items that have shown their findings names each failing check in one line."""
     text = text_of(report_lines(report(), findings=0))
 
     assert "  FAIL  routes.rows: 2 findings\n" in text

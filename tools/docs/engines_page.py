@@ -1,6 +1,6 @@
 """Writes docs/engines.md: the verdicts on real engines, read from ``engine_results/*.json``.
 
-``python -m tools.judge_engines ENGINE FILE`` writes the verdicts and ``benchmarks/engine_gap.py
+``python -m tools.judge_table ENGINE FILE`` writes the verdicts and ``benchmarks/engine_gap.py
 ENGINE --json FILE`` the gap, on a machine that has the engine.
 """
 

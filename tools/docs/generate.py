@@ -70,14 +70,14 @@ def checks_page() -> Iterator[str]:
 def bugs_page() -> Iterator[str]:
     """docs/known-bugs.md."""
     yield (
-        f"# Known bugs\n\n{len(KNOWN_BUGS)} faults of the field, each planted on a reference"
-        " manager. `rollproof known-bugs`"
+        f"# Known bugs\n\n{len(KNOWN_BUGS)} published faults, each planted on a reference client."
+        " `rollproof known-bugs` runs them: each"
     )
     yield (
-        "runs them: each must be killed by the checks named here, and no check may be blamed that"
-        " is named neither under `killed by`"
+        "must be detected by the checks named here, and no check may fail that is named neither"
+        " under `detected by` nor under `may fail too`"
     )
-    yield "nor under `also seen by` (an honest consequence of the same fault).\n"
+    yield "(a real consequence of the same fault).\n"
     yield (
         "`upstream` names where the fault was published. A reference after `cf.` is about the same"
         " code or promise: another fault was"

@@ -2,7 +2,7 @@
 runs, and the verdicts on real trainers.
 
 The reference trainers are judged each time; verdicts on real trainers are read from
-``replay_results/*.json``, which ``python -m tools.judge_megatron_trainers FILE`` and similar
+``replay_results/*.json``, which ``python -m tools.judge_table KIND FILE`` and similar
 programs write on machines that have the packages.
 """
 
@@ -25,11 +25,11 @@ from rollproof.core.router_spy import Spy, direction, identify, ids_of_map, sket
 from rollproof.core.trainer_contract import terms_of
 from rollproof.fakes.trainers.reference_trainers import REFERENCES, Pipelined
 from rollproof.invariants import default_registry
-from rollproof.replay.covering import CPU_RANKS, coverage, frozen_rows
-from rollproof.replay.megatron.covered_setups import covering_setups
+from rollproof.replay.megatron.covered_setups import CPU_RANKS, covering_setups, frozen_rows
 from rollproof.replay.plans import episodes_for
 from rollproof.reporting.text import check_lines, text_of
 from rollproof.verification.replay import judge_replay
+from tools.covering_array import coverage
 from tools.docs.enum_texts import enum_texts
 
 __all__ = ["replay_page"]
@@ -74,9 +74,9 @@ _COVERING = """
 ## Which configurations
 
 Every pair of settings that can be combined is in one of the {rows} rows of a covering array that is part of the package
-(`rollproof.replay.covering`): rows of the engine, mode, DP, TP, EP, PP, VPP, CP, SP, recompute, packing, a dense first layer, dispatcher.
+(`rollproof.replay.megatron.covered_setups`): rows of the engine, mode, DP, TP, EP, PP, VPP, CP, SP, recompute, packing, a dense first layer, dispatcher.
 Two implementations lay each row out and merge it back; {run} rows run on megatron-core with at most {ranks} processes
-([replay-megatron.md](replay-megatron.md)). `python -m rollproof.replay.covering` counts:
+([replay-megatron.md](replay-megatron.md)). `python -m tools.covering_array` counts:
 
 | settings at once | feasible combinations | in the rows | in the rows that run |
 |---|---|---|---|"""
