@@ -1,4 +1,6 @@
-"""Lifecycle: every request ends once, nothing is lost or left running."""
+"""The family ``lifecycle``: every request ends once, nothing is lost or left running, and nothing
+fails without a reason.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Aborts: whom they hit, what they return, and what becomes of the sample (family ``lifecycle``)."""
+"""Checks on aborts: which calls they hit, what they return, and what becomes of the sample."""
 
 from __future__ import annotations
 
@@ -45,29 +45,30 @@ __all__ = [
 
 
 @dataclass(slots=True)
-class _Flying:
-    """A call in flight. ``caused``: something that aborts calls reached it; ``near``: an abort of
-    another call that may have.
+class _OpenCall:
+    """A call in flight.
+
+    request: Its request.
+    server: Its server.
+    caused: Whether something that aborts calls reached it.
+    near: An abort of another call that may have hit it.
     """
 
     request: str
     server: str
     caused: bool = False
-    near: Abort | None = None
+    suspect: Abort | None = None
 
 
 class LifecycleAbortHitsTarget(EventCheck):
-    """An id means a request, a call or a group of requests; ids of the stack's own making must hit
-    one request at most.
-
-    A recording is told that an abort was asked for, and not which calls it found: any call of the
-    server may be its own.
+    """An id names a request, a call or a group; ids that the stack made up must hit at most one
+    request.
     """
 
     def __init__(self, context: JudgeContext) -> None:
         super().__init__(context)
         self._groups: dict[str, str | None] = {}
-        self._flying: dict[int, _Flying] = {}
+        self._in_flight: dict[int, _OpenCall] = {}
         self._called: dict[str, None] = {}
         self._paused: set[str] = set()
         self._suspects: dict[str, list[tuple[int, Abort]]] = {}
@@ -81,9 +82,9 @@ class LifecycleAbortHitsTarget(EventCheck):
     def on_call(self, event: Call, out: Collector) -> None:
         remember(self._called, event.request_id, None)
         remember(
-            self._flying,
+            self._in_flight,
             event.call_id,
-            _Flying(event.request_id, event.server_id, caused=event.server_id in self._paused),
+            _OpenCall(event.request_id, event.server_id, caused=event.server_id in self._paused),
         )
 
     def on_pause(self, event: Pause, out: Collector) -> None:
@@ -102,34 +103,36 @@ class LifecycleAbortHitsTarget(EventCheck):
     def on_fault(self, event: Fault, out: Collector) -> None:
         if event.server_id is not None and event.what == "death":
             self._suspects.pop(event.server_id, None)
-        if event.call_id in self._flying:
-            self._flying[event.call_id].caused = True
+        if event.call_id in self._in_flight:
+            self._in_flight[event.call_id].caused = True
         elif event.server_id is not None:
             self._excuse(event.server_id)
 
     def _excuse(self, server: str) -> None:
-        for call in self._flying.values():
+        for call in self._in_flight.values():
             if call.server == server:
                 call.caused = True
 
     def on_abort(self, event: Abort, out: Collector) -> None:
-        untold = not event.call_ids and self.context.header.case is None
-        if event.wanted == "*" or untold:
+        # A recording shows that an abort was requested, and not which calls it found: any call of
+        # the server may be its own.
+        unknown_calls = not event.call_ids and self.context.header.case is None
+        if event.wanted == "*" or unknown_calls:
             self._excuse(event.server_id)
             return
-        hit = {
-            call_id: self._flying[call_id].request
+        aborted = {
+            call_id: self._in_flight[call_id].request
             for call_id in event.call_ids
-            if call_id in self._flying
+            if call_id in self._in_flight
         }
-        if hit:
+        if aborted:
             out.exercised("aborts of one id")
-        for call_id, call in self._flying.items():
-            if call_id in hit:
+        for call_id, call in self._in_flight.items():
+            if call_id in aborted:
                 call.caused = True
             elif call.server == event.server_id and not call.caused:
-                call.near = event
-        wrong = self._strangers(event.wanted, hit)
+                call.suspect = event
+        wrong = self._unrelated(event.wanted, aborted)
         if wrong:
             out.finding(
                 "an abort hit a call that it did not name",
@@ -140,10 +143,11 @@ class LifecycleAbortHitsTarget(EventCheck):
                 ),
                 observed=(
                     f"call{'s' if len(wrong) > 1 else ''}"
-                    f" {', '.join(f'{call} of request {hit[call]!r}' for call in wrong)} ended too"
+                    f" {', '.join(f'{call} of request {aborted[call]!r}' for call in wrong)} also"
+                    " ended"
                 ),
                 where={
-                    "request": hit[wrong[0]],
+                    "request": aborted[wrong[0]],
                     "call": wrong[0],
                     "server": event.server_id,
                     "index": event.index,
@@ -154,47 +158,46 @@ class LifecycleAbortHitsTarget(EventCheck):
                 ),
             )
 
-    def _strangers(self, wanted: str, hit: Mapping[int, str]) -> list[int]:
-        """The calls of ``hit`` that are not meant by ``wanted``; where nobody knows the id, those
-        beyond the first request or group.
+    def _unrelated(self, wanted: str, aborted: Mapping[int, str]) -> list[int]:
+        """Return the calls of ``hit`` that ``wanted`` does not name; if the id is unknown, those
+        after the first request or group.
         """
-        strange = [
+        unrelated = [
             call
-            for call, request in hit.items()
+            for call, request in aborted.items()
             if wanted not in (request, str(call), self._groups.get(request))
         ]
-        if not wanted or len(strange) < len(hit) or wanted in self._groups:
-            return strange
-        if self._is_prefix(wanted, hit):
+        if not wanted or len(unrelated) < len(aborted) or wanted in self._groups:
+            return unrelated
+        if self._is_prefix(wanted, aborted):
             return []
-        first = next(iter(hit.values()), "")
-        family = self._groups.get(first)
+        first = next(iter(aborted.values()), "")
+        group = self._groups.get(first)
         return [
             call
-            for call, request in hit.items()
-            if request != first and (family is None or self._groups.get(request) != family)
+            for call, request in aborted.items()
+            if request != first and (group is None or self._groups.get(request) != group)
         ]
 
-    def _is_prefix(self, wanted: str, hit: Mapping[int, str]) -> bool:
-        """Whether a caller may have meant several calls by how their ids begin, as SGLang allows:
-        nothing else was ever called so.
-
-        Where a stack tells of its requests, an id is one of its own making, and such a hit would be
-        by chance.
+    def _is_prefix(self, wanted: str, aborted: Mapping[int, str]) -> bool:
+        """Return whether a caller may have named several calls by the prefix of their ids, as
+        SGLang allows.
         """
+        # In a stack that reports its requests, an id is one that it made up, and such a hit would
+        # be by chance.
         return wanted not in self._called and not any(
-            request in self._groups for request in hit.values()
+            request in self._groups for request in aborted.values()
         )
 
     def on_reply(self, event: Reply, out: Collector) -> None:
-        call = self._flying.pop(event.call_id, None)
+        call = self._in_flight.pop(event.call_id, None)
         if (
             call is not None
-            and call.near is not None
+            and call.suspect is not None
             and not call.caused
             and event.output.finish_reason is FinishReason.ABORT
         ):
-            self._suspects.setdefault(call.server, []).append((event.call_id, call.near))
+            self._suspects.setdefault(call.server, []).append((event.call_id, call.suspect))
 
     def finish(self, out: Collector) -> None:
         """Report the collateral calls that no later pause or load of their server explains."""
@@ -212,8 +215,8 @@ class LifecycleAbortHitsTarget(EventCheck):
                     ),
                     where={"call": call_id, "server": server, "index": abort.index},
                     hint=(
-                        "Ids are matched by prefix (sglang #25561), or the abort reached the whole"
-                        " batch."
+                        "Ids are matched by prefix (sglang #25561), or the abort reached the"
+                        " entire batch."
                     ),
                 )
 
@@ -227,7 +230,7 @@ lifecycle_abort_hits_target = trace_check(
 
 
 class LifecycleAbortKeepsTokens(EventCheck):
-    """Compares the aborted reply with the last progress known of the call, and with what the engine
+    """Compares the aborted reply with the last known progress of the call, and with what the engine
     really sampled.
     """
 
@@ -249,18 +252,18 @@ class LifecycleAbortKeepsTokens(EventCheck):
         self._note(event.progress)
 
     def on_reply(self, event: Reply, out: Collector) -> None:
-        known = self._progress.pop(event.call_id, None)
+        progress = self._progress.pop(event.call_id, None)
         if event.duplicate or event.output.finish_reason is not FinishReason.ABORT:
             return
-        true = (
+        sampled_tokens = (
             max((span.end for span in event.true_tokens), default=0)
             if event.true_tokens is not None
             else None
         )
-        if known is None and true is None:
+        if progress is None and sampled_tokens is None:
             return
         out.exercised("aborted calls with known progress")
-        sampled = max(known or 0, true or 0)
+        sampled = max(progress or 0, sampled_tokens or 0)
         returned = len(event.output.token_ids)
         if returned < sampled:
             out.finding(
@@ -269,8 +272,8 @@ class LifecycleAbortKeepsTokens(EventCheck):
                 observed=f"{returned} tokens",
                 where={"call": event.call_id, "index": event.index},
                 hint=(
-                    "A call aborted in the waiting queue (after a retraction) must return what it"
-                    " had (sglang #11673, vLLM #22197)."
+                    "A call that is aborted in the waiting queue (after a retraction) must"
+                    " return what it had sampled (sglang #11673, vLLM #22197)."
                 ),
             )
 
@@ -288,12 +291,12 @@ class LifecycleAbortEndsCall(EndAwareCheck):
 
     def __init__(self, context: JudgeContext) -> None:
         super().__init__(context)
-        self._flying: dict[int, str] = {}
+        self._in_flight: dict[int, str] = {}
         self._aborted: dict[int, Abort] = {}
         self._paused: set[str] = set()
 
     def on_call(self, event: Call, out: Collector) -> None:
-        remember(self._flying, event.call_id, event.server_id)
+        remember(self._in_flight, event.call_id, event.server_id)
 
     def on_pause(self, event: Pause, out: Collector) -> None:
         self._paused.add(event.server_id)
@@ -303,19 +306,19 @@ class LifecycleAbortEndsCall(EndAwareCheck):
 
     def on_abort(self, event: Abort, out: Collector) -> None:
         self._aborted.update(
-            (call_id, event) for call_id in event.call_ids if call_id in self._flying
+            (call_id, event) for call_id in event.call_ids if call_id in self._in_flight
         )
 
     def on_reply(self, event: Reply, out: Collector) -> None:
-        self._flying.pop(event.call_id, None)
+        self._in_flight.pop(event.call_id, None)
         if self._aborted.pop(event.call_id, None) is not None:
             out.exercised("calls aborted")
 
     def on_fault(self, event: Fault, out: Collector) -> None:
         super().on_fault(event, out)
-        for call_id, server in list(self._flying.items()):
+        for call_id, server in list(self._in_flight.items()):
             if call_id == event.call_id or (event.what == "death" and server == event.server_id):
-                del self._flying[call_id]
+                del self._in_flight[call_id]
                 self._aborted.pop(call_id, None)
 
     def finish(self, out: Collector) -> None:
@@ -334,15 +337,15 @@ class LifecycleAbortEndsCall(EndAwareCheck):
                 observed="none until the end of the trace",
                 where={"call": call_id, "server": abort.server_id, "index": abort.index},
                 hint=(
-                    "The engine dropped the request without an answer (tpu-inference #3362), so its"
-                    " caller waits."
+                    "The engine dropped the request without a reply (tpu-inference #3362), so"
+                    " its caller waits."
                 ),
             )
 
 
 lifecycle_abort_ends_call = trace_check(
     "lifecycle.abort-ends-call",
-    promise="An aborted call ends: its caller gets an answer, and nothing is left running.",
+    promise="An aborted call ends: its caller gets a reply, and nothing is left running.",
     needs="Abort events that hit calls, in a trace that runs to its end or hangs",
     exercised_by="calls aborted",
 )(LifecycleAbortEndsCall)
@@ -352,7 +355,7 @@ def _surfaces(contract: Contract) -> str | None:
     if contract.abort_surfaces:
         return "the contract lets callers see aborts"
     return (
-        "nobody resumes aborted samples (resume='none')"
+        "no client resumes aborted samples (resume='none')"
         if contract.resume is ResumeBy.NONE
         else None
     )
@@ -369,7 +372,7 @@ def _surfaces(contract: Contract) -> str | None:
     applies=_surfaces,
 )
 def lifecycle_aborts_do_not_surface(view: RequestView, out: Collector) -> None:
-    """Neither as finish reason ``abort`` nor as a fragment that is handed over as finished."""
+    """Report the finish reason ``abort``, and a fragment that is delivered as finished."""
     rollout, segments = view.rollout, view.segments
     if (
         rollout is None
@@ -380,15 +383,15 @@ def lifecycle_aborts_do_not_surface(view: RequestView, out: Collector) -> None:
     out.exercised("samples that were aborted")
     last = segments[-1]
     if (
-        _used_up(view, last)
+        _budget_used(view, last)
         or _ends_with_eos(view, last)
         or any(attempt.consumed is None for attempt in view.attempts[last.number :])
     ):
         return
     if rollout.finish_reason is FinishReason.ABORT:
         title, observed = "an abort reached the caller", "finish reason abort"
-    elif _is_abort(last) and not _outrun(view, last):
-        title = "an aborted fragment was handed over as finished"
+    elif _is_abort(last) and not _hedge_won(view, last):
+        title = "an aborted fragment was delivered as finished"
         observed = (
             f"finish reason {rollout.finish_reason}, although its last call was aborted and budget"
             " is left"
@@ -401,16 +404,16 @@ def lifecycle_aborts_do_not_surface(view: RequestView, out: Collector) -> None:
         observed=f"{observed}, {len(rollout.response_ids)} tokens after {len(segments)} calls",
         where=view.place(segment=len(segments) - 1, call=last.call.call_id),
         hint=(
-            "The trainer would learn from a fragment as from a whole answer. A cap on retries must"
-            " not turn an abort into `length` (AReaL InfBridge)."
+            "The trainer would learn from a fragment as if it were a complete answer. A cap"
+            " on retries must not turn an abort into `length` (AReaL InfBridge)."
         ),
     )
 
 
 def no_partial_flag(contract: Contract) -> str | None:
-    """Why the partial-rollout flag cannot be judged under ``contract``; ``None`` where it can."""
+    """Return why the partial-rollout flag cannot be judged under ``contract``, or ``None``."""
     if contract.partial_off is None:
-        return "the contract declares no way to turn partial rollout off (partial_off)"
+        return "the contract does not declare that partial rollout can be turned off (partial_off)"
     return (
         "the engine resumes by itself, whatever the flag says (resume='engine')"
         if contract.resume is ResumeBy.ENGINE
@@ -419,8 +422,8 @@ def no_partial_flag(contract: Contract) -> str | None:
 
 
 def partial_is_off(header: Header | None, contract: Contract) -> bool:
-    """Whether aborted samples must not be resumed: nobody ever does (resume='none'), or the case
-    says so.
+    """Return whether aborted samples must not be resumed: no client ever does (resume='none'), or
+    the case says so.
     """
     return contract.resume is ResumeBy.NONE or case_option(header, "partial") is False
 
@@ -436,42 +439,42 @@ def partial_is_off(header: Header | None, contract: Contract) -> bool:
     applies=no_partial_flag,
 )
 def lifecycle_partial_off_honoured(view: RequestView, out: Collector) -> None:
-    """Sending a call again that was aborted before its first token is a retry, not a partial
-    rollout.
-    """
+    """Check that no aborted sample with tokens is resumed."""
     result = view.result
     if result is None or result.hung or not partial_is_off(view.header, view.contract):
         return
     aborted = next(
         (
-            one
-            for one in view.segments
-            if _is_abort(one) and one.consumed and one.consumed.output.token_ids
+            attempt
+            for attempt in view.segments
+            # To send a call again that was aborted before its first token is a retry, not a partial
+            # rollout.
+            if _is_abort(attempt) and attempt.consumed and attempt.consumed.output.token_ids
         ),
         None,
     )
     if (
         aborted is None
-        or _used_up(view, aborted)
+        or _budget_used(view, aborted)
         or _ends_with_eos(view, aborted)
-        or _outrun(view, aborted)
+        or _hedge_won(view, aborted)
     ):
         return
     out.exercised("samples aborted with partial rollout off")
-    again = _next_in_turn(view, aborted)
+    next_call = _next_in_turn(view, aborted)
     declared = view.contract.partial_off
-    if again is not None:
+    if next_call is not None:
         title, observed = (
             "an aborted sample was resumed although partial rollout is off",
-            f"call {again.call.call_id} continues it",
+            f"call {next_call.call.call_id} continues it",
         )
     elif declared is PartialOff.DROPPED and result.rollout is not None:
-        title = "an aborted sample was handed over although partial rollout is off"
+        title = "an aborted sample was delivered although partial rollout is off"
         observed = f"a rollout, finish reason {result.rollout.finish_reason}"
     elif declared is PartialOff.SURFACED and result.rollout is None and result.error is None:
         title, observed = (
             "an aborted sample vanished with partial rollout off",
-            "nothing was handed over",
+            "nothing was delivered",
         )
     else:
         return
@@ -490,9 +493,9 @@ def _is_abort(attempt: Attempt) -> bool:
     )
 
 
-def _outrun(view: RequestView, aborted: Attempt) -> bool:
-    """Whether the sample is what another call brought, which ran beside ``aborted`` and ended by
-    itself: the winner of a hedge.
+def _hedge_won(view: RequestView, aborted: Attempt) -> bool:
+    """Return whether the sample is the result of another call that overlapped ``aborted`` and ended
+    by itself (a hedge).
     """
     for attempt in view.segments:
         reply = attempt.consumed
@@ -508,27 +511,29 @@ def _outrun(view: RequestView, aborted: Attempt) -> bool:
     return False
 
 
-def _used_up(view: RequestView, last: Attempt) -> bool:
-    """Whether ``last`` used up its grant, or all calls the budget: then its abort ended nothing
-    early.
+def _budget_used(view: RequestView, last: Attempt) -> bool:
+    """Return whether ``last`` used up its grant, or all calls the budget: then its abort ended
+    nothing early.
     """
     tokens = len(last.consumed.output.token_ids) if last.consumed else 0
     if last.call.max_tokens is not None and tokens >= last.call.max_tokens:
         return True
     budget = view.request.budget
-    got = sum(
+    sampled = sum(
         len(attempt.consumed.output.token_ids)
         for attempt in view.attempts[: last.number + 1]
         if attempt.consumed
     )
     return (
         budget is not None
-        and got + sum(len(item.token_ids) for item in view.observations) >= budget
+        and sampled + sum(len(item.token_ids) for item in view.observations) >= budget
     )
 
 
 def _ends_with_eos(view: RequestView, attempt: Attempt) -> bool:
-    """On an abort that hit the end-of-sequence token, ending and resuming are both defensible."""
+    """Return whether an abort hit the end-of-sequence token: ending and resuming are both
+    defensible then.
+    """
     coding = view.header.coding if view.header is not None else None
     if not coding or coding.get("eos_every") is None or attempt.consumed is None:
         return False
@@ -536,12 +541,14 @@ def _ends_with_eos(view: RequestView, attempt: Attempt) -> bool:
 
 
 def _next_in_turn(view: RequestView, aborted: Attempt) -> Attempt | None:
-    """The next call of the same turn; ``None`` where there is none, or the environment spoke before
-    it.
+    """Return the next call of the same turn, ``None`` if there is none or the environment came
+    first.
     """
     reply = aborted.consumed
     for attempt in view.attempts[aborted.number + 1 :]:
         if reply is not None and attempt.call.index > reply.index:
-            spoke = any(reply.index < item.index < attempt.call.index for item in view.observations)
-            return None if spoke else attempt
+            observed = any(
+                reply.index < item.index < attempt.call.index for item in view.observations
+            )
+            return None if observed else attempt
     return None

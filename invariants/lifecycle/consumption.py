@@ -1,6 +1,4 @@
-"""Consumption: which replies a stack puts into a sample when they come twice, late, or after a
-retry (family ``lifecycle``).
-"""
+"""Checks on which replies a stack puts into a sample when they come twice, late, or after a retry."""
 
 from __future__ import annotations
 
@@ -16,19 +14,22 @@ __all__ = [
     "lifecycle_one_reply_per_retry",
 ]
 
-_STRAY = frozenset({"late-reply", "duplicate-reply", "lost-reply"})
+_LATE_FAULTS = frozenset({"late-reply", "duplicate-reply", "lost-reply"})
 
 
 @dataclass(frozen=True, slots=True)
-class _Point:
-    """A place where the sequence shows what the stack took: its next call, or the sample that it
-    hands over.
+class _Junction:
+    """A point at which the sequence shows what the stack used: its next call, or the delivered
+    sample.
 
-    ``known`` is what the call before had sent, ``added`` what follows it now, ``tail`` the
-    environment's tokens among it, ``replies`` what was delivered in between.
+    known: What the previous call had sent.
+    added: What follows it now.
+    tail: The environment's tokens at the end of ``added``.
+    replies: What was delivered in between.
+    call: The next call, ``None`` for the sample.
     """
 
-    known: tuple[int, ...]
+    sent: tuple[int, ...]
     added: tuple[int, ...]
     tail: tuple[int, ...]
     replies: tuple[tuple[Attempt, Reply], ...]
@@ -36,19 +37,19 @@ class _Point:
 
     @property
     def explained(self) -> bool:
-        """Whether one reply to a call with exactly the known prompt (or a cut of it) gives what was
-        added.
+        """Whether one reply to a call with exactly the known prompt (or a prefix of it) gives what
+        was added.
         """
         for attempt, reply in self.replies:
             tokens = (*reply.output.token_ids, *self.tail)
-            if attempt.call.prompt_ids == self.known and self.added == tokens[: len(self.added)]:
+            if attempt.call.prompt_ids == self.sent and self.added == tokens[: len(self.added)]:
                 return True
         return not self.added
 
 
-def _points(view: RequestView) -> Iterator[_Point]:
-    """The points of a request in order; those whose sequence does not continue the known one are
-    left out.
+def _junctions(view: RequestView) -> Iterator[_Junction]:
+    """Return the junctions of a request in order, without those that do not continue the known
+    sequence.
     """
     steps: list[tuple[int, object]] = [(attempt.call.index, attempt) for attempt in view.attempts]
     steps += [
@@ -58,23 +59,23 @@ def _points(view: RequestView) -> Iterator[_Point]:
     ]
     steps += [(item.index, item.token_ids) for item in view.observations]
     steps.sort(key=lambda step: step[0])
-    known = view.request.prompt_ids
+    before = view.request.prompt_ids
     replies: list[tuple[Attempt, Reply]] = []
     tail: tuple[int, ...] = ()
     for _, step in steps:
         if isinstance(step, Attempt):
             sent = step.call.prompt_ids
-            if sent[: len(known)] == known and replies:
-                yield _Point(known, sent[len(known) :], tail, tuple(replies), step.call)
-            known, replies, tail = sent, [], ()
+            if sent[: len(before)] == before and replies:
+                yield _Junction(before, sent[len(before) :], tail, tuple(replies), step.call)
+            before, replies, tail = sent, [], ()
         elif isinstance(step, tuple) and step and isinstance(step[0], Attempt):
             replies.append((step[0], step[1]))
         else:
             tail = (*tail, *step)  # type: ignore[misc]
     if view.rollout is not None and replies:
         total = view.total_ids
-        if total[: len(known)] == known:
-            yield _Point(known, total[len(known) :], tail, tuple(replies), None)
+        if total[: len(before)] == before:
+            yield _Junction(before, total[len(before) :], tail, tuple(replies), None)
 
 
 @request_check(
@@ -84,29 +85,33 @@ def _points(view: RequestView) -> Iterator[_Point]:
     exercised_by="duplicate replies",
 )
 def lifecycle_duplicate_consumed_once(view: RequestView, out: Collector) -> None:
-    """The tokens of one call must not stand twice, one after the other, where one reply was due."""
+    """Look for the tokens of one call twice in a row where one reply was due."""
     if not any(len(attempt.replies) > 1 for attempt in view.attempts):
         return
     out.exercised(
         "duplicate replies",
         sum(reply.duplicate for attempt in view.attempts for reply in attempt.replies),
     )
-    for point in _points(view):
-        for attempt, reply in point.replies:
+    for junction in _junctions(view):
+        for attempt, reply in junction.replies:
             tokens = reply.output.token_ids
-            if tokens and not point.explained and point.added == (*tokens, *tokens, *point.tail):
+            if (
+                tokens
+                and not junction.explained
+                and junction.added == (*tokens, *tokens, *junction.tail)
+            ):
                 out.finding(
                     "a duplicated reply was used twice",
                     expected=f"the {len(tokens)} tokens of call {attempt.call.call_id} once",
-                    observed=f"they stand twice in {_place(point)}",
+                    observed=f"they are twice in {_location(junction)}",
                     where=view.place(
                         call=attempt.call.call_id,
-                        position=len(point.known) + len(tokens),
+                        position=len(junction.sent) + len(tokens),
                         index=reply.index,
                     ),
                     hint=(
-                        "A reply is only to be taken by the attempt that still waits for it: key it"
-                        " by attempt, not by request."
+                        "Only the attempt that still waits for a reply may use it: key"
+                        " replies by attempt, not by request."
                     ),
                 )
                 return
@@ -115,26 +120,24 @@ def lifecycle_duplicate_consumed_once(view: RequestView, out: Collector) -> None
 @request_check(
     "lifecycle.one-reply-per-retry",
     promise=(
-        "Of a call and its retry one reply enters the sample, and no reply enters another request's"
-        " sample."
+        "Only one reply to a call and its retry enters the sample, and no reply enters"
+        " another request's sample."
     ),
-    needs="replies that arrive after the call was retried, or late and stray ones of any request",
+    needs="replies that arrive after the call was retried, or late ones of any request",
     exercised_by=("replies after a retry", "stray replies of other requests"),
 )
 def lifecycle_one_reply_per_retry(view: RequestView, out: Collector) -> None:
-    """Takes each point that no single reply explains, and looks whether two replies, or a foreign
-    one, do.
-    """
-    late = sum(_retried(view, attempt) for attempt in view.attempts)
-    strays = _strays(view)
-    out.exercised("replies after a retry", late)
-    out.exercised("stray replies of other requests", len(strays))
-    if not late and not strays:
+    """Check whether two replies, or one of another request, explain what a single reply does not."""
+    retried = sum(_retried(view, attempt) for attempt in view.attempts)
+    late_replies = _late_replies(view)
+    out.exercised("replies after a retry", retried)
+    out.exercised("stray replies of other requests", len(late_replies))
+    if not retried and not late_replies:
         return
-    for point in _points(view):
-        if point.explained:
+    for junction in _junctions(view):
+        if junction.explained:
             continue
-        pair = _pair(point)
+        pair = _pair(junction)
         if pair is not None:
             out.finding(
                 "the replies of a call and of its retry were both used",
@@ -142,25 +145,25 @@ def lifecycle_one_reply_per_retry(view: RequestView, out: Collector) -> None:
                     f"the tokens of call {pair[0].call.call_id} or of call {pair[1].call.call_id},"
                     " which answer the same prompt"
                 ),
-                observed=f"both stand in {_place(point)}",
-                where=view.place(call=pair[1].call.call_id, position=len(point.known)),
+                observed=f"both are in {_location(junction)}",
+                where=view.place(call=pair[1].call.call_id, position=len(junction.sent)),
                 hint=(
-                    "A timed-out call was retried and its orphan completion kept (AReaL #1498):"
-                    " drop what no attempt waits for."
+                    "A timed-out call was retried and its orphan completion was kept (AReaL"
+                    " #1498): drop replies that no attempt waits for."
                 ),
             )
             return
-        for owner, attempt, reply in strays:
-            if point.added == (*reply.output.token_ids, *point.tail):
+        for owner, attempt, reply in late_replies:
+            if junction.added == (*reply.output.token_ids, *junction.tail):
                 out.finding(
                     "a late reply was used for another request",
                     expected=f"tokens that were sampled for request {view.request.request_id!r}",
                     observed=(
                         f"the tokens of call {attempt.call.call_id} of request {owner!r} in"
-                        f" {_place(point)}"
+                        f" {_location(junction)}"
                     ),
                     where=view.place(
-                        call=attempt.call.call_id, position=len(point.known), index=reply.index
+                        call=attempt.call.call_id, position=len(junction.sent), index=reply.index
                     ),
                     hint=(
                         "Replies are matched by slot or by order of arrival; match them by the id"
@@ -171,39 +174,41 @@ def lifecycle_one_reply_per_retry(view: RequestView, out: Collector) -> None:
 
 
 def _retried(view: RequestView, attempt: Attempt) -> bool:
-    """Whether another call of the request was sent before this one's reply came, to a caller or to
-    nobody.
-    """
+    """Return whether the next call of the request was sent before this one's reply came."""
     later = view.attempts[attempt.number + 1 : attempt.number + 2]
     return bool(attempt.replies and later) and later[0].call.index < attempt.replies[0].index
 
 
-def _strays(view: RequestView) -> list[tuple[str, Attempt, Reply]]:
-    """Late, lost and duplicated replies with tokens of the neighbouring requests."""
+def _late_replies(view: RequestView) -> list[tuple[str, Attempt, Reply]]:
+    """Return late, lost and duplicated replies with tokens of the neighbouring requests."""
     return [
         (other.request.request_id, attempt, reply)
         for other in view.neighbours
         for attempt in other.attempts
-        if attempt.faults and any(fault.what in _STRAY for fault in attempt.faults)
+        if attempt.faults and any(fault.what in _LATE_FAULTS for fault in attempt.faults)
         for reply in attempt.replies
         if reply.output.token_ids
     ]
 
 
-def _pair(point: _Point) -> tuple[Attempt, Attempt] | None:
-    for first, one in point.replies:
-        for second, two in point.replies:
-            if first is second or not one.output.token_ids or not two.output.token_ids:
+def _pair(junction: _Junction) -> tuple[Attempt, Attempt] | None:
+    for first, first_reply in junction.replies:
+        for second, second_reply in junction.replies:
+            if (
+                first is second
+                or not first_reply.output.token_ids
+                or not second_reply.output.token_ids
+            ):
                 continue
-            chained = second.call.prompt_ids == (*point.known, *one.output.token_ids)
-            if not chained and point.added == (
-                *one.output.token_ids,
-                *two.output.token_ids,
-                *point.tail,
+            chained = second.call.prompt_ids == (*junction.sent, *first_reply.output.token_ids)
+            if not chained and junction.added == (
+                *first_reply.output.token_ids,
+                *second_reply.output.token_ids,
+                *junction.tail,
             ):
                 return first, second
     return None
 
 
-def _place(point: _Point) -> str:
-    return "the sample" if point.call is None else f"the prompt of call {point.call.call_id}"
+def _location(junction: _Junction) -> str:
+    return "the sample" if junction.call is None else f"the prompt of call {junction.call.call_id}"

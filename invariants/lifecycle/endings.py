@@ -1,9 +1,4 @@
-"""Lifecycle: every request ends once, nothing is lost or left running, and nothing fails that had
-no reason to.
-
-Which calls a stack may make is in ``calls``, what aborts may do in ``aborts`` and ``sweeps``, which
-replies a stack may use in ``consumption``; all have ids ``lifecycle.*``.
-"""
+"""Checks on how requests end: once, without a hang, and with an error only after a fault."""
 
 from __future__ import annotations
 
@@ -40,7 +35,7 @@ _FLEET_FAULTS = frozenset({"death", "revive", "update-failure", "update-hung"})
 
 
 class LifecycleEndsOnce(EndAwareCheck):
-    """A second end of a request, an end of an unknown one, and no end at all."""
+    """Looks for a second end of a request, an end of an unknown one, and no end at all."""
 
     def __init__(self, context: JudgeContext) -> None:
         super().__init__(context)
@@ -62,13 +57,13 @@ class LifecycleEndsOnce(EndAwareCheck):
                 observed=f"a second result at event {event.index}",
                 where={"request": event.request_id, "index": event.index},
                 hint=(
-                    "A retried or duplicated completion was handed over as a sample of its own"
+                    "A retried or duplicated completion was delivered as a separate sample"
                     " (AReaL #1498)."
                 ),
             )
         elif self.context.header.case is not None:
             out.finding(
-                "a result of a request that nobody submitted",
+                "a result of a request that was never submitted",
                 expected="results of submitted requests only",
                 observed=f"a result of {event.request_id!r} at event {event.index}",
                 where={"request": event.request_id, "index": event.index},
@@ -97,12 +92,12 @@ lifecycle_ends_once = trace_check(
 
 @request_check(
     "lifecycle.no-hang",
-    promise="No request waits for ever.",
+    promise="No request waits forever.",
     needs="Result events",
     exercised_by="requests that ended",
 )
 def lifecycle_no_hang(view: RequestView, out: Collector) -> None:
-    """Tells what a hung request awaited, and what became of its last call."""
+    """Report what a hung request awaited, and what became of its last call."""
     result = view.result
     if result is None:
         return
@@ -127,15 +122,13 @@ def lifecycle_no_hang(view: RequestView, out: Collector) -> None:
         where=view.place(index=result.index),
         hint=(
             "Usual causes: a server left paused by a failed update, a lost reply without a"
-            " time-out, a lock held by a cancelled task."
+            " timeout, a lock held by a cancelled task."
         ),
     )
 
 
 class LifecycleNoErrorWithoutFault(EventCheck):
-    """Every legal engine reply (empty abort, read-only array, no logprobs) is one that the stack
-    must take.
-    """
+    """A stack must accept every legal engine reply: an empty abort, a read-only array, no logprobs."""
 
     def __init__(self, context: JudgeContext) -> None:
         super().__init__(context)
@@ -216,9 +209,7 @@ lifecycle_no_error_without_fault = trace_check(
 
 
 class LifecycleCountersReturn(EndAwareCheck):
-    """In-flight counts of load balancers, staleness managers and semaphores leak on the paths that
-    nobody tests.
-    """
+    """In-flight counts of load balancers, staleness managers and semaphores leak on untested paths."""
 
     def __init__(self, context: JudgeContext) -> None:
         super().__init__(context)
@@ -234,7 +225,7 @@ class LifecycleCountersReturn(EndAwareCheck):
 
     def finish(self, out: Collector) -> None:
         if self.hung:
-            out.absent("a request hangs, so the counters have not come to rest")
+            out.absent("a request hangs, so the counters are not final")
             return
         for name, start in self._start.items():
             end = self._end.get(name)
@@ -249,52 +240,54 @@ class LifecycleCountersReturn(EndAwareCheck):
                     expected=f"{start:g}, as at the start",
                     observed=f"{end:g} when every request had ended",
                     hint=(
-                        "It is raised on every path and lowered on some: lower it in a `finally`,"
-                        " once for each time it was raised."
+                        "It is incremented on every path and decremented on some: decrement"
+                        " it in a `finally`, once per increment."
                     ),
                 )
 
 
 lifecycle_counters_return = trace_check(
     "lifecycle.counters-return",
-    promise="Every counter of the stack is at the end what it was at the start.",
+    promise="Every counter of the stack has the same value at the end as at the start.",
     needs="Gauge events at start and end",
     exercised_by="counters",
 )(LifecycleCountersReturn)
 
 
 class LifecycleSurvivesDeath(EventCheck):
-    """What the dead call had sampled is gone; what earlier calls had delivered is the client's, and
-    must be sent on.
+    """The tokens of the dead call are lost; the client has what earlier calls delivered, and must
+    send it.
     """
 
     def __init__(self, context: JudgeContext) -> None:
         super().__init__(context)
-        self._flying: dict[int, Call] = {}
-        self._struck: dict[int, str] = {}
-        self._hit: dict[str, tuple[str, tuple[int, ...] | None]] = {}
+        self._in_flight: dict[int, Call] = {}
+        self._calls_of_dead: dict[int, str] = {}
+        self._interrupted: dict[str, tuple[str, tuple[int, ...] | None]] = {}
 
     def on_call(self, event: Call, out: Collector) -> None:
-        remember(self._flying, event.call_id, event)
-        server, known = self._hit.get(event.request_id, ("", None))
-        if known is None:
+        remember(self._in_flight, event.call_id, event)
+        server, known_ids = self._interrupted.get(event.request_id, ("", None))
+        if known_ids is None:
             return
-        self._hit[event.request_id] = (server, None)
-        if event.prompt_ids[: len(known)] != known:
-            kept = next(
+        self._interrupted[event.request_id] = (server, None)
+        if event.prompt_ids[: len(known_ids)] != known_ids:
+            common = next(
                 (
                     i
-                    for i, (a, b) in enumerate(zip(event.prompt_ids, known, strict=False))
-                    if a != b
+                    for i, (sent, expected) in enumerate(
+                        zip(event.prompt_ids, known_ids, strict=False)
+                    )
+                    if sent != expected
                 ),
-                min(len(event.prompt_ids), len(known)),
+                min(len(event.prompt_ids), len(known_ids)),
             )
             out.finding(
                 "tokens were lost when a server died",
-                expected=f"the next call sends the {len(known)} tokens known before {server} died",
+                expected=f"the next call sends the {len(known_ids)} tokens known before {server} died",
                 observed=(
-                    f"call {event.call_id} sends {len(event.prompt_ids)} tokens, the first {kept}"
-                    " of them as known"
+                    f"call {event.call_id} sends {len(event.prompt_ids)} tokens, the first"
+                    f" {common} of them unchanged"
                 ),
                 where={
                     "request": event.request_id,
@@ -303,47 +296,51 @@ class LifecycleSurvivesDeath(EventCheck):
                     "index": event.index,
                 },
                 hint=(
-                    "Only the dead call's own tokens are gone: keep what earlier calls delivered"
-                    " outside the try block that is retried."
+                    "Only the dead call's own tokens are lost: store what earlier calls"
+                    " delivered outside of the try block that is retried."
                 ),
             )
 
     def on_reply(self, event: Reply, out: Collector) -> None:
-        call = self._flying.pop(event.call_id, None)
-        request_id = self._struck.pop(event.call_id, None) if call is None else call.request_id
+        call = self._in_flight.pop(event.call_id, None)
+        request_id = (
+            self._calls_of_dead.pop(event.call_id, None) if call is None else call.request_id
+        )
         if request_id is not None and event.delivered:
-            # It was answered, late or before the server died, so what becomes of it now is not the
-            # death's doing.
-            self._hit.pop(request_id, None)
+            # It was answered, late or before the server died, so the death does not explain what
+            # happens to it now.
+            self._interrupted.pop(request_id, None)
 
     def on_fault(self, event: Fault, out: Collector) -> None:
         if event.what != "death":
             return
-        for call in [call for call in self._flying.values() if call.server_id == event.server_id]:
-            del self._flying[call.call_id]
+        for call in [
+            call for call in self._in_flight.values() if call.server_id == event.server_id
+        ]:
+            del self._in_flight[call.call_id]
             view = self.context.open.get(call.request_id)
             if view is None:
                 continue
             out.exercised("requests in flight at a server's death")
-            remember(self._struck, call.call_id, call.request_id)
-            known = None
+            remember(self._calls_of_dead, call.call_id, call.request_id)
+            known_ids = None
             if self.context.contract.resume is ResumeBy.CLIENT:
                 stitched = view.stitched_as(Provenance.AS_SAMPLED)
-                known = (
+                known_ids = (
                     None
                     if stitched.broken is not None
                     else (*view.request.prompt_ids, *stitched.response_ids)
                 )
-            self._hit[call.request_id] = (str(event.server_id), known)
+            self._interrupted[call.request_id] = (str(event.server_id), known_ids)
 
     def on_result(self, event: Result, out: Collector) -> None:
-        server, _ = self._hit.pop(event.request_id, (None, None))
+        server, _ = self._interrupted.pop(event.request_id, (None, None))
         if server is None or event.error is not None or event.rollout is not None:
             return
         out.finding(
             "a request vanished when a server died",
             expected=f"a rollout or an explicit error after the death of {server}",
-            observed="nothing was handed over",
+            observed="nothing was delivered",
             where={"request": event.request_id, "server": server, "index": event.index},
         )
 
@@ -369,7 +366,7 @@ lifecycle_survives_death = trace_check(
     exercised_by="requests that ended",
 )
 def lifecycle_drops_only_as_declared(view: RequestView, out: Collector) -> None:
-    """Anything else that vanishes without an error shrinks a group or a batch unseen."""
+    """Report a sample that vanished without an error: it shrinks a group or a batch unnoticed."""
     result = view.result
     if result is None:
         return
@@ -386,12 +383,12 @@ def lifecycle_drops_only_as_declared(view: RequestView, out: Collector) -> None:
         reason = f"its last call ended with finish reason {last.output.finish_reason}"
     if reason is not None:
         out.finding(
-            "a sample was dropped without leave",
+            "a sample was dropped although the contract does not allow it",
             expected=f"a rollout or an error: {reason}",
-            observed="nothing was handed over",
+            observed="nothing was delivered",
             where=view.place(index=result.index),
             hint=(
-                "Raise, or hand over what there is: a group that loses a member unseen changes its"
-                " advantages."
+                "Raise an error, or deliver what there is: a group that loses a member"
+                " unnoticed changes its advantages."
             ),
         )

@@ -1,4 +1,4 @@
-"""Calls: which calls a stack may make, and which it may leave behind (family ``lifecycle``)."""
+"""Checks on which calls a stack may make, and which it may leave running."""
 
 from __future__ import annotations
 
@@ -26,26 +26,32 @@ _MANY_ATTEMPTS = 200
 
 
 @dataclass(slots=True)
-class _Sent:
-    """A call that was not answered; ``left``: its request ended before it did."""
+class _OpenCall:
+    """A call without a reply.
+
+    request: Its request.
+    server: Its server.
+    admitted: Whether the server admitted it.
+    left: The end of its request, if that ended before the call.
+    """
 
     request: str
     server: str
     admitted: bool = False
-    left: Result | None = None
+    outlived: Result | None = None
 
 
 class LifecycleNoOrphanCalls(EventCheck):
-    """A call whose caller gave up may end aborted, or unseen; one that runs to its natural end was
+    """A call whose caller gave up may end aborted or unseen; one that runs to its natural end was
     forgotten.
     """
 
     def __init__(self, context: JudgeContext) -> None:
         super().__init__(context)
-        self._open: dict[int, _Sent] = {}
+        self._open: dict[int, _OpenCall] = {}
 
     def on_call(self, event: Call, out: Collector) -> None:
-        remember(self._open, event.call_id, _Sent(event.request_id, event.server_id))
+        remember(self._open, event.call_id, _OpenCall(event.request_id, event.server_id))
 
     def on_admit(self, event: Admit, out: Collector) -> None:
         call = self._open.get(event.call_id)
@@ -72,18 +78,18 @@ class LifecycleNoOrphanCalls(EventCheck):
         for attempt in view.attempts if view is not None else ():
             call = self._open.get(attempt.call.call_id)
             if call is not None and call.admitted and not event.hung:
-                call.left = event
+                call.outlived = event
             elif call is not None:
                 del self._open[attempt.call.call_id]
 
     def on_reply(self, event: Reply, out: Collector) -> None:
         call = self._open.pop(event.call_id, None)
-        if call is None or call.left is None or event.output.finish_reason not in _NATURAL:
+        if call is None or call.outlived is None or event.output.finish_reason not in _NATURAL:
             return
         out.finding(
-            "an engine worked on for a request that had ended",
+            "an engine kept running a call of a request that had ended",
             expected=(
-                f"call {event.call_id} is aborted when its request ends, at event {call.left.index}"
+                f"call {event.call_id} is aborted when its request ends, at event {call.outlived.index}"
             ),
             observed=(
                 f"it ran to finish reason {event.output.finish_reason},"
@@ -96,26 +102,22 @@ class LifecycleNoOrphanCalls(EventCheck):
                 "index": event.index,
             },
             hint=(
-                "A retry left the first call running: abort it on the server, or cancel it, when"
-                " its caller gives up."
+                "A retry left the first call running: abort it on the server or cancel it"
+                " when its caller gives up."
             ),
         )
 
 
 lifecycle_no_orphan_calls = trace_check(
     "lifecycle.no-orphan-calls",
-    promise="When a request has ended, no engine works on for it.",
+    promise="When a request has ended, no engine keeps running its calls.",
     needs="Admit, Reply and Result events",
     exercised_by="requests that ended",
 )(LifecycleNoOrphanCalls)
 
 
 class LifecycleNoCallAfterEnd(EventCheck):
-    """Requests of a group share their prompt, so a call may be attributed to the wrong one of them:
-    they are not judged.
-
-    Neither is one that hung: the run gave it up, and its stack goes on.
-    """
+    """Looks for calls of requests that have ended."""
 
     def __init__(self, context: JudgeContext) -> None:
         super().__init__(context)
@@ -126,6 +128,8 @@ class LifecycleNoCallAfterEnd(EventCheck):
 
     def on_result(self, event: Result, out: Collector) -> None:
         view = self.context.open.get(event.request_id)
+        # Requests of a group share their prompt, so that a call may be attributed to the wrong one
+        # of them. A request that hung was given up by the run, and its stack continues.
         if view is not None and view.request.group is None and not event.hung:
             self._ended.add(event.request_id)
             out.exercised("requests that ended")
@@ -156,26 +160,26 @@ lifecycle_no_call_after_end = trace_check(
 
 @request_check(
     "lifecycle.no-empty-grant",
-    promise="No engine is asked for zero or fewer tokens.",
+    promise="No call requests zero or fewer tokens.",
     needs="Call events with max_tokens",
     exercised_by="calls with a budget",
 )
 def lifecycle_no_empty_grant(view: RequestView, out: Collector) -> None:
-    """A resume whose budget is used up must end instead. A caller that asks for nothing is excused."""
-    granted = [attempt.call for attempt in view.attempts if attempt.call.max_tokens is not None]
-    out.exercised("calls with a budget", len(granted))
+    """Look for calls without budget. A caller that requests no tokens is excused."""
+    calls = [attempt.call for attempt in view.attempts if attempt.call.max_tokens is not None]
+    out.exercised("calls with a budget", len(calls))
     budget = view.request.budget
     if budget is not None and budget <= 0:
         return
-    for call in granted:
+    for call in calls:
         if call.max_tokens is not None and call.max_tokens <= 0:
             out.finding(
-                "an engine was asked for no tokens",
+                "a call requests no tokens",
                 expected="a budget of at least 1 token, or no call",
                 observed=f"call {call.call_id} with max_tokens={call.max_tokens}",
                 where=view.place(call=call.call_id, server=call.server_id, index=call.index),
                 hint=(
-                    "Engines refuse it with an error (SGLang, vLLM): stop the resume loop when the"
+                    "SGLang and vLLM refuse it with an error: stop the resume loop when the"
                     " budget is used up."
                 ),
             )
@@ -183,44 +187,42 @@ def lifecycle_no_empty_grant(view: RequestView, out: Collector) -> None:
 
 @request_check(
     "lifecycle.bounded-attempts",
-    promise=(
-        "A request does not call engines again and again without a wait while they give it nothing."
-    ),
+    promise=("A request does not retry without a wait while its calls return no tokens."),
     needs="replies without tokens, with the time of each call",
     exercised_by="replies without tokens",
 )
 def lifecycle_bounded_attempts(view: RequestView, out: Collector) -> None:
-    """Polling a paused server at intervals is a design; 200 empty attempts closer together than
-    engine steps are a busy loop.
+    """Look for runs of empty attempts. Polling a paused server at intervals is a design; 200 empty
+    attempts closer together than engine steps are a busy loop.
     """
     options = case_option(view.header, "engine")
     step = float(options["step"]) if options else 1e-3
-    run = 0
+    empty_attempts = 0
     for attempt in view.attempts:
         reply = attempt.consumed
         if reply is None or reply.output.token_ids:
-            run = 0
+            empty_attempts = 0
             continue
         out.exercised("replies without tokens")
-        run += 1
-        if run <= _MANY_ATTEMPTS:
+        empty_attempts += 1
+        if empty_attempts <= _MANY_ATTEMPTS:
             continue
-        waited = attempt.call.time - view.attempts[attempt.number - run + 1].call.time
-        if waited < step * run / 2:
+        waited = attempt.call.time - view.attempts[attempt.number - empty_attempts + 1].call.time
+        if waited < step * empty_attempts / 2:
             out.finding(
                 "a request retries in a busy loop",
                 expected=(
                     f"at most {_MANY_ATTEMPTS} empty attempts in a row, or a wait between them"
                 ),
-                observed=f"{run} calls in {waited:g} s without a token",
+                observed=f"{empty_attempts} calls in {waited:g} s without a token",
                 where=view.place(
                     call=attempt.call.call_id,
                     server=attempt.call.server_id,
                     index=attempt.call.index,
                 ),
                 hint=(
-                    "The client retries at once while the server is paused: wait for the resume, or"
-                    " sleep between attempts."
+                    "The client retries immediately while the server is paused: wait for the"
+                    " resume, or sleep between attempts."
                 ),
             )
             return

@@ -64,7 +64,7 @@ def test_each_end_that_aborts_others_is_found() -> None:
     finding = finds(ID, trace)
     assert "the end of a request aborts the calls of others" == finding.title
     assert finding.observed.startswith(
-        "each of 2 requests that ended while others ran is accompanied by an abort of everything: "
+        "each of 2 requests that ended while others ran is accompanied by an abort of all calls: "
     )
     assert "at the end of r0, server s0 ended the call of r1 too" in finding.observed
     assert "r1" == finding.where["request"]
@@ -111,5 +111,5 @@ def test_a_recording_cannot_tell() -> None:
     unknown(
         ID,
         replace(trace, header=replace(trace.header, case=None)),
-        "the clock of a recording does not tell",
+        "the clock of a recording does not show",
     )

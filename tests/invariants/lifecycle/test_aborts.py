@@ -32,20 +32,20 @@ class TestHitsTarget:
         script, one, ten = self._two()
         finding = finds(self.ID, script.abort(one, ten, wanted="1"))
         assert "only calls of '1' end" == finding.expected
-        assert "call 2 of request '10' ended too" == finding.observed
+        assert "call 2 of request '10' also ended" == finding.observed
 
     def test_an_empty_id_that_hits_anything_is_found(self) -> None:
         """It is a prefix of every id."""
         script, one, ten = self._two()
         finding = finds(self.ID, script.abort(one, ten, wanted=""))
         assert "an empty id aborts nothing" == finding.expected
-        assert "calls 1 of request '1', 2 of request '10' ended too" == finding.observed
+        assert "calls 1 of request '1', 2 of request '10' also ended" == finding.observed
 
     def test_an_id_of_the_stacks_own_making_hits_one_request(self) -> None:
         """Nobody knows what 'x' means, but not two requests."""
         script, one, ten = self._two("a", "b")
         assert (
-            "call 2 of request 'b' ended too"
+            "call 2 of request 'b' also ended"
             == finds(self.ID, script.abort(one, ten, wanted="x")).observed
         )
 
@@ -258,7 +258,7 @@ class TestNotSurfaced:
     def test_a_fragment_under_another_name_is_found(self) -> None:
         """A cap on retries that turns an abort into length (AReaL InfBridge)."""
         finding = finds(self.ID, self._aborted(reason="length"))
-        assert "an aborted fragment was handed over as finished" == finding.title
+        assert "an aborted fragment was delivered as finished" == finding.title
         assert (
             "finish reason length, although its last call was aborted and budget is left, 1 tokens"
             " after 1 calls" == finding.observed
@@ -334,7 +334,7 @@ class TestNotSurfaced:
         ("changes", "words"),
         [
             ({"abort_surfaces": True}, "lets callers see aborts"),
-            ({"resume": "none"}, "nobody resumes"),
+            ({"resume": "none"}, "no client resumes"),
         ],
     )
     def test_contracts_that_surface_aborts_are_not_judged(
@@ -380,7 +380,7 @@ class TestPartialOff:
     def test_a_sample_that_should_surface_is_found(self) -> None:
         """It vanished."""
         assert (
-            "nothing was handed over" == finds(self.ID, self._off("surfaced")[0].result()).observed
+            "nothing was delivered" == finds(self.ID, self._off("surfaced")[0].result()).observed
         )
 
     @pytest.mark.parametrize("resume", ["client", "none"])

@@ -31,13 +31,13 @@ class TestDuplicates:
         script.call((1, 2, 3, 4, 3, 4))
         finding = finds(self.ID, script.result((3, 4, 3, 4, 5)))
         assert "the 2 tokens of call 1 once" == finding.expected
-        assert "they stand twice in the prompt of call 2" == finding.observed
+        assert "they are twice in the prompt of call 2" == finding.observed
         assert {"request": "r0", "call": 1, "position": 4, "index": 3} == finding.where
 
     def test_tokens_twice_in_the_sample_are_found(self) -> None:
         """After the last call."""
         assert (
-            "they stand twice in the sample"
+            "they are twice in the sample"
             == finds(self.ID, self._twice("stop").result((3, 4, 3, 4))).observed
         )
 
@@ -93,7 +93,7 @@ class TestRetries:
         for late_last in (False, True):
             finding = finds(self.ID, self._retried(late_last=late_last).result((5, 6, 3, 4)))
             assert "the replies of a call and of its retry were both used" == finding.title
-            assert "both stand in the sample" == finding.observed
+            assert "both are in the sample" == finding.observed
 
     def test_either_reply_passes(self) -> None:
         """First come, first served; or the retry's; cut to a budget or not."""

@@ -28,11 +28,11 @@ class TestSurvivesDeath:
         script.call((1, 2, 3), server="s1")
         finding = finds(self.ID, script)
         assert "the next call sends the 4 tokens known before s0 died" == finding.expected
-        assert "call 3 sends 3 tokens, the first 3 of them as known" == finding.observed
+        assert "call 3 sends 3 tokens, the first 3 of them unchanged" == finding.observed
 
     def test_a_request_that_vanishes_is_found(self) -> None:
         """Neither a rollout nor an error."""
-        assert "nothing was handed over" == finds(self.ID, self._hit().result()).observed
+        assert "nothing was delivered" == finds(self.ID, self._hit().result()).observed
 
     def test_going_on_or_giving_up_aloud_passes(self) -> None:
         """Both are answers to a death."""
