@@ -96,7 +96,7 @@ def _release(session: nox.Session, name: str) -> list[str]:
     """
     program = (
         f"from rollproof.stacks import release_of; r = release_of({name!r}); print(r.distribution,"
-        " bool(r.repository), *r.beside)"
+        " bool(r.repository), *r.no_deps)"
     )
     return str(session.run("python", "-c", program, silent=True)).split()
 
@@ -172,7 +172,7 @@ def trainers(session: nox.Session) -> None:
     install(session, "test")
     if session.posargs[:1] == ["--table"]:
         session.run(
-            "python", "-W", "ignore", "-m", "tools.judge_megatron_trainers", *session.posargs[1:]
+            "python", "-W", "ignore", "-m", "tools.judge_table", "megatron", *session.posargs[1:]
         )
         return
     # Without pytest-xdist: each test starts a process per rank, which would not fit beside others.

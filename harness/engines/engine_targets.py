@@ -76,7 +76,7 @@ class RealEngine:
 
     ``other_logprobs`` is the ``logprobs_mode`` of the crowded setting, so that one run sees both
     modes. ``extra`` are settings of the adapter that the run needs, ``crowded_extra`` more of them
-    for the crowded setting. ``families`` are further tiny models on which ``tools.judge_engines``
+    for the crowded setting. ``families`` are further tiny models on which ``tools.judge_table``
     judges it.
     """
 

@@ -38,7 +38,7 @@ pytestmark = pytest.mark.filterwarnings(
 )
 
 WHOLE = ("qwen3_moe, left-padded", "deepseek_v3, packed, reentrant, late")
-"""Judged on all episodes, and the others on these; `python -m tools.judge_hf_trainers` judges every
+"""Judged on all episodes, and the others on these; `python -m tools.judge_table hf FILE` judges every
 setup on all.
 """
 EPISODES = ("self-replay", "drift", "full recompute")

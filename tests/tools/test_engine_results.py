@@ -14,7 +14,7 @@ from rollproof.engines.engine_targets import REAL, fake_target
 from rollproof.errors import EngineStartError, UsageError
 from rollproof.fakes.engine.engine_subject import FakeEngineSubject
 from rollproof.verification.engines import judged, run_experiments
-from tools import judge_engines
+from tools import judge_table
 from tools.engine_results import load_results, row_of, save_results
 
 
@@ -52,11 +52,11 @@ def test_the_rows_of_an_engine_are_its_targets_families_and_dtypes() -> None:
     """Each target by its name, then the engine in bfloat16 and each family that a target lists; one
     that does not exist is refused.
     """
-    names = judge_engines.row_names("vllm")
+    names = judge_table.engine_rows("vllm")
     assert ["vllm", "vllm-offline", "vllm bfloat16"] == names[:3]
     assert {f"vllm-offline {family}" for family in REAL["vllm-offline"].families} == set(names[3:])
     with pytest.raises(UsageError, match="choose among"):
-        judge_engines.row_names("fake-vllm")
+        judge_table.engine_rows("fake-vllm")
 
 
 class _NoStart(FakeEngineSubject):
@@ -67,20 +67,20 @@ class _NoStart(FakeEngineSubject):
 def test_a_table_is_written_row_by_row(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """What does not start is a row with the reason; bad names and missing arguments end with 254."""
+    """What does not start is a row with the reason; bad arguments end with 254."""
     fakes = {None: fake_target("vllm"), "olmoe": fake_target("vllm", make=_NoStart)}
     monkeypatch.setattr(
-        judge_engines,
+        judge_table,
         "engine_target",
         lambda _name, family, **_: replace(fakes[family], about="a fake"),
     )
-    monkeypatch.setattr(judge_engines, "REAL", {"vllm": replace(REAL["vllm"], packages=("numpy",))})
+    monkeypatch.setattr(judge_table, "REAL", {"vllm": replace(REAL["vllm"], packages=("numpy",))})
     file = tmp_path / "results.json"
-    assert 0 == judge_engines.main(["vllm", str(file), "vllm", "vllm olmoe"])
+    assert 0 == judge_table.main(["vllm", str(file), "vllm", "vllm olmoe"])
     runs = load_results(file)["runs"]
     assert "pass" == runs["vllm"]["verdicts"]["engine.routes"]
     assert {"about": "a fake", "not_started": "no room"} == runs["vllm olmoe"]
     assert "vllm: no check fails" in capsys.readouterr().out
-    assert 254 == judge_engines.main(["vllm"])
-    assert 254 == judge_engines.main(["nothing", str(file)])
+    assert 254 == judge_table.main(["vllm"])
+    assert 254 == judge_table.main(["nothing", str(file)])
     assert "choose among" in capsys.readouterr().err

@@ -1,30 +1,85 @@
-"""Covering: the rows of the covering array that run on megatron-core with CPU ranks, as setups."""
+"""Setups from a covering array: every feasible pair of settings is in one of its rows.
+
+The rows are frozen in ``covering.csv``, so that a failing row keeps its number;
+``tools.covering_array`` generated them, and counts what they cover. Those that fit the CPU ranks
+of megatron-core become setups.
+"""
 
 from __future__ import annotations
 
+import csv
+import io
 from collections.abc import Iterator, Mapping
+from importlib import resources
+from typing import TypeAlias
 
 from rollproof.core.contract import LayerAxis, Rows
 from rollproof.core.replay_contract import Recompute, ReplayMode
-from rollproof.replay.covering import CPU_RANKS, frozen_rows, world_size
 from rollproof.replay.megatron.megatron_setups import Dispatcher, Setup
 
-__all__ = ["covering_setups", "unfit"]
+__all__ = [
+    "CPU_RANKS",
+    "FACTORS",
+    "CoveringRow",
+    "covering_setups",
+    "frozen_rows",
+    "unfit",
+    "world_size",
+]
 
+CoveringRow: TypeAlias = "Mapping[str, int | str]"
+"""The value of each factor."""
+
+FACTORS: Mapping[str, tuple[int | str, ...]] = {
+    "rows": ("T-1", "T", "captured-prefix"),
+    "mode": ("R2", "R3"),
+    "dp": (1, 2),
+    "tp": (1, 2, 4),
+    "ep": (1, 2, 4),
+    "pp": (1, 2, 4),
+    "vpp": (1, 2, 3),
+    "cp": (1, 2, 4),
+    "sp": (0, 1),
+    "recompute": ("none", "selective", "full"),
+    "packing": (0, 1),
+    "dense_first": (0, 1),
+    "dispatcher": ("allgather", "alltoall"),
+}
+"""Route rows of the engine (R3) or of the recording pass (R2), mode, parallel sizes, sequence
+parallelism, recompute, packed or padded, a dense first layer, token dispatcher.
+"""
+CPU_RANKS = 4
+"""Most processes of a CPU run on gloo."""
 _ROWS = {"T-1": Rows.FORWARDED, "T": Rows.ALL, "captured-prefix": Rows.CAPTURED_PREFIX}
 
 
-def covering_setups() -> Iterator[tuple[int, Setup, Recompute]]:
-    """``(row number, setup, recompute)`` for each row that is not ``unfit``.
+def frozen_rows() -> tuple[dict[str, int | str], ...]:
+    """Return the rows of ``covering.csv``, in order."""
+    text = resources.files("rollproof.replay").joinpath("covering.csv").read_text(encoding="utf-8")
+    types = {name: type(values[0]) for name, values in FACTORS.items()}
+    return tuple(
+        {name: types[name](value) for name, value in row.items()}
+        for row in csv.DictReader(io.StringIO(text))
+    )
 
-    A packed row has one sequence to a microbatch of a rank: without Transformer Engine no attention
-    keeps several apart. Its length is its own, except with the allgather dispatcher, for which
-    Megatron refuses that. Layers are as many as chunks, at least four. In mode R2 payloads have
-    columns for MoE layers only, as the trainer records them.
+
+def world_size(row: CoveringRow) -> int:
+    """Return the number of ranks that a row takes: ``dp * tp * pp * cp``."""
+    return int(row["dp"]) * int(row["tp"]) * int(row["pp"]) * int(row["cp"])
+
+
+def covering_setups() -> Iterator[tuple[int, Setup, Recompute]]:
+    """Yield ``(row number, setup, recompute)`` for each row that is not ``unfit``.
+
+    There are as many layers as chunks, at least four. In mode R2 payloads have columns for MoE
+    layers only, as the trainer records them.
     """
     for number, row in enumerate(frozen_rows()):
         if unfit(row):
             continue
+        # a packed row has one sequence to a microbatch of a rank: without Transformer Engine no
+        # attention keeps several apart. Its length is its own, except with the allgather
+        # dispatcher, for which Megatron refuses that
         dp, packed, stages = int(row["dp"]), bool(row["packing"]), int(row["pp"]) * int(row["vpp"])
         layers = -(-4 // stages) * stages
         dispatcher = Dispatcher(str(row["dispatcher"]))
@@ -49,8 +104,8 @@ def covering_setups() -> Iterator[tuple[int, Setup, Recompute]]:
         yield number, setup, Recompute(str(row["recompute"]))
 
 
-def unfit(row: Mapping[str, int | str]) -> str:
-    """Why a row is not run on CPU ranks; empty where it is."""
+def unfit(row: CoveringRow) -> str:
+    """Return why a row does not run on CPU ranks; empty if it does."""
     if world_size(row) > CPU_RANKS:
         return f"needs {world_size(row)} processes, above {CPU_RANKS}"
     if int(row["tp"]) > 1 and not row["sp"]:

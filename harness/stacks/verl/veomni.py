@@ -5,16 +5,11 @@ VeOmni's own models call the controller in each router with its scores and its c
 what it returns; so does this one. One process, a packed sequence of one sample to a microbatch,
 activations recomputed layer by layer where a step asks for it. The order of calls is that of
 ``VeOmniEngineWithLMHead`` (verl 0.9.1, workers/engine/veomni/transformer_impl.py).
-
-`python -m rollproof.stacks.verl.veomni FILE` judges it and keeps the verdicts in a file
-(``verdict_table``).
 """
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -28,12 +23,11 @@ from rollproof.core.trainer_contract import trainer_contract
 from rollproof.replay.megatron.megatron_setups import Setup
 from rollproof.replay.megatron.model_weights import gate_name
 from rollproof.replay.megatron.plain_model import Whole, reference_losses
-from rollproof.verification.replay import judge_replay
-from tools.verdict_table import judge_into, told_row
 
-__all__ = ["VeOmniTrainer"]
+__all__ = ["SETUP", "VeOmniTrainer"]
 
-_SETUP = Setup(name="veomni", microbatches=4, microbatch_size=1)
+SETUP = Setup(name="veomni", microbatches=4, microbatch_size=1)
+"""The model and the batch of ``VeOmniTrainer``."""
 
 
 class VeOmniTrainer:
@@ -43,18 +37,18 @@ class VeOmniTrainer:
         from verl.utils.veomni.router_replay import VeOmniRouterReplay
 
         self.contract: Contract = trainer_contract(
-            num_layers=_SETUP.num_layers,
-            moe_layers=_SETUP.moe_layers,
-            num_experts=_SETUP.num_experts,
-            top_k=_SETUP.top_k,
+            num_layers=SETUP.num_layers,
+            moe_layers=SETUP.moe_layers,
+            num_experts=SETUP.num_experts,
+            top_k=SETUP.top_k,
             mode="R3",
             free_rows="native",
-            vocab=_SETUP.vocab,
+            vocab=SETUP.vocab,
             recompute=("none", "full"),
             # A row that names an expert twice was never captured: routed natively, on purpose.
             tolerates=("zero-rows",),
-            microbatches=_SETUP.microbatches,
-            microbatch_size=_SETUP.microbatch_size,
+            microbatches=SETUP.microbatches,
+            microbatch_size=SETUP.microbatch_size,
             parallel="verl VeOmni controller, one process",
         )
         self._controller = VeOmniRouterReplay()
@@ -63,7 +57,7 @@ class VeOmniTrainer:
 
     def run(self, step: Step, spy: Spy) -> Outcome:
         """One step: begin, arm for each microbatch, clear."""
-        model = _Hooked(_SETUP, self._number, self._nudges, self._controller, spy, step)
+        model = _Hooked(SETUP, self._number, self._nudges, self._controller, spy, step)
         logprobs: dict[str, FloatArray] = {}
         if step.action is Action.REPLAY:
             self._controller.begin_replay()
@@ -84,7 +78,7 @@ class VeOmniTrainer:
             gradients={name: sketch(one) for name, one in gradients.items()},
             gates={
                 layer: sketch(gradients[name])
-                for layer in _SETUP.moe_layers
+                for layer in SETUP.moe_layers
                 if (name := gate_name(layer)) in gradients
             },
         )
@@ -93,13 +87,13 @@ class VeOmniTrainer:
         """The same model with the routes as its argument."""
         if step.action is not Action.REPLAY or not step.backward or self._number < 0:
             raise UnsupportedStep("the reference trains on the routes that it is given")
-        logprobs, gradients = reference_losses(_SETUP, step.samples, self._number, self._nudges)
+        logprobs, gradients = reference_losses(SETUP, step.samples, self._number, self._nudges)
         return Outcome(
             step=step.name,
             loss=-sum(float(one.sum()) for one in logprobs.values()),
             logprobs=logprobs,
             gradients={name: sketch(one) for name, one in gradients.items()},
-            gates={layer: sketch(gradients[gate_name(layer)]) for layer in _SETUP.moe_layers},
+            gates={layer: sketch(gradients[gate_name(layer)]) for layer in SETUP.moe_layers},
         )
 
     def set_weights(self, number: int) -> None:
@@ -108,7 +102,7 @@ class VeOmniTrainer:
 
     def nudge(self, layer: int, size: float) -> None:
         """See ``ReplaySubject``."""
-        self._nudges.append((layer, size * direction((_SETUP.num_experts, 32))))
+        self._nudges.append((layer, size * direction((SETUP.num_experts, 32))))
 
     def residue(self) -> Mapping[str, int]:
         """Targets, and whether the controller still acts."""
@@ -185,18 +179,3 @@ class _Hooked(Whole):
         executed = self.controller.on_router_forward(self.routers[layer], scores, chosen)
         self.spy.routed(layer, executed.numpy(), tokens=self.tokens)
         return executed
-
-
-def _row(name: str) -> dict[str, Any]:
-    report = judge_replay(VeOmniTrainer, name=name)
-    model = (
-        f"{_SETUP.router} routers in layers {', '.join(map(str, _SETUP.moe_layers))} of"
-        f" {_SETUP.num_layers}, packed"
-    )
-    return told_row(
-        report, packages=("verl", "torch"), code="verl", parallel="", model=model, mode="R3"
-    )
-
-
-if __name__ == "__main__":
-    judge_into(Path(sys.argv[1]), ["verl-veomni"], _row)

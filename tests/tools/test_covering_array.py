@@ -1,4 +1,4 @@
-"""The covering array: frozen, sound, complete for pairs, and laid out by two implementations alike."""
+"""The covering array: frozen, sound, complete for pairs, laid out alike by two implementations."""
 
 from __future__ import annotations
 
@@ -7,16 +7,8 @@ import pytest
 
 from rollproof.fakes.trainers.reference_layouts import MegatronLike
 from rollproof.layouts import Coding
-from rollproof.replay import covering
-from rollproof.replay.covering import (
-    CPU_RANKS,
-    FACTORS,
-    coverage,
-    frozen_rows,
-    layout_of,
-    violated,
-    world_size,
-)
+from rollproof.replay.megatron.covered_setups import CPU_RANKS, FACTORS, frozen_rows, world_size
+from tools.covering_array import coverage, generated, layout_of, violated
 
 ROWS = frozen_rows()
 
@@ -32,10 +24,10 @@ def test_rows_are_sound_and_most_fit_a_cpu() -> None:
     assert sum(world_size(row) <= CPU_RANKS for row in ROWS) >= 20
 
 
-def test_every_feasible_pair_is_held() -> None:
+def test_every_feasible_pair_is_covered() -> None:
     """2-way coverage is complete, and 3-way coverage is what the page says or more."""
-    held, total = coverage(ROWS, 2)
-    assert (492, 492) == (held, total)
+    covered, total = coverage(ROWS, 2)
+    assert (492, 492) == (covered, total)
     triples, all_triples = coverage(ROWS, 3)
     assert triples / all_triples > 0.85
 
@@ -52,7 +44,7 @@ def test_a_row_less_does_not_cover() -> None:
 
 def test_the_frozen_rows_are_those_that_are_generated() -> None:
     """The command writes what is frozen: nobody edits the file by hand."""
-    assert list(ROWS) == covering.generated()
+    assert list(ROWS) == generated()
 
 
 @pytest.mark.parametrize("number", range(len(ROWS)))

@@ -11,7 +11,7 @@ import pytest
 
 from rollproof.fakes.trainers.reference_trainers import OneExpert
 from rollproof.verification.replay import judge_replay
-from tools.verdict_table import judge_into, told_row
+from tools.judge_table import trainer_row, write_trainer_rows
 
 
 class _Native(OneExpert):
@@ -33,13 +33,13 @@ def test_a_row_is_written_as_soon_as_it_is_known(
 
     def row(name: str) -> dict[str, Any]:
         report = judge_replay(factories[name], name=name, only=["replay.forward", "replay.models"])
-        return told_row(
+        return trainer_row(
             report, packages=["numpy"], code="rollproof", parallel="", model="tiny", mode="R3"
         )
 
-    judge_into(file, ["right"], row)
+    write_trainer_rows(file, ["right"], row)
     with pytest.raises(KeyError):
-        judge_into(file, ["native", "missing"], row)
+        write_trainer_rows(file, ["native", "missing"], row)
     rows = json.loads(file.read_text(encoding="utf-8"))
     assert {"right": "pass", "native": "fail"} == {
         name: one["verdicts"]["replay.forward"] for name, one in rows.items()

@@ -1,70 +1,38 @@
-"""Covering: configurations of a replaying trainer in which every pair of settings that can be
-combined is.
+"""Generate the covering array of ``rollproof.replay.megatron.covered_setups``, and count its pairs.
 
-The rows are frozen in ``covering.csv``, so that a failing row has a number for good; tests take
-them from there. As all configurations can be enumerated (some 10**5), what is feasible is known
-exactly, and a greedy choice among them covers it.
-
-``python -m rollproof.replay.covering`` prints what the frozen rows cover; with ``--write`` it makes
-them anew.
+``python -m tools.covering_array`` prints what the frozen rows cover; with ``--write`` it generates
+them again. All configurations can be enumerated (some 10**5), so what is feasible is known exactly,
+and a greedy choice among them covers it.
 """
 
 from __future__ import annotations
 
 import csv
-import io
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cache
-from importlib import resources
 from itertools import combinations, product
 from pathlib import Path
-from typing import TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 
+import rollproof.replay
 from rollproof.core.contract import LayerAxis, Rows
-from rollproof.layouts.layout import Layout
-from rollproof.layouts.mesh import Mesh
-from rollproof.layouts.padding import Alignment
+from rollproof.layouts import Alignment, Layout, Mesh
+from rollproof.replay.megatron.covered_setups import (
+    CPU_RANKS,
+    FACTORS,
+    CoveringRow,
+    frozen_rows,
+    world_size,
+)
 
-__all__ = [
-    "CPU_RANKS",
-    "FACTORS",
-    "coverage",
-    "feasible",
-    "frozen_rows",
-    "generated",
-    "layout_of",
-    "violated",
-    "world_size",
-]
+__all__ = ["coverage", "feasible", "generated", "layout_of", "violated"]
 
-Config: TypeAlias = "Mapping[str, int | str]"
-
-FACTORS: Mapping[str, tuple[int | str, ...]] = {
-    "rows": ("T-1", "T", "captured-prefix"),
-    "mode": ("R2", "R3"),
-    "dp": (1, 2),
-    "tp": (1, 2, 4),
-    "ep": (1, 2, 4),
-    "pp": (1, 2, 4),
-    "vpp": (1, 2, 3),
-    "cp": (1, 2, 4),
-    "sp": (0, 1),
-    "recompute": ("none", "selective", "full"),
-    "packing": (0, 1),
-    "dense_first": (0, 1),
-    "dispatcher": ("allgather", "alltoall"),
-}
-"""Rows of the engine (R3) or of the recording pass (R2), mode, sizes, sequence parallelism,
-recompute, packed or padded, a dense first layer, token dispatcher."""
-CPU_RANKS = 4
-"""Processes that a CPU run on gloo may have."""
 _MOST_RANKS = 8
 
-_RULES: Mapping[str, Callable[[Config], bool]] = {
+_RULES: Mapping[str, Callable[[CoveringRow], bool]] = {
     "the trainer itself records one row per token (R2 with rows T)": lambda c: (
         c["mode"] == "R3" or c["rows"] == "T"
     ),
@@ -82,53 +50,37 @@ _RULES: Mapping[str, Callable[[Config], bool]] = {
     ),
     f"at most {_MOST_RANKS} ranks": lambda c: world_size(c) <= _MOST_RANKS,
 }
-"""What cannot be combined, and why."""
+"""What cannot be combined, with the reason as the key."""
 
 
-def _size(config: Config, name: str) -> int:
+def _size(config: CoveringRow, name: str) -> int:
     return int(config[name])
 
 
-def world_size(config: Config) -> int:
-    """Ranks that a configuration takes: ``dp * tp * pp * cp``."""
-    return _size(config, "dp") * _size(config, "tp") * _size(config, "pp") * _size(config, "cp")
-
-
-def violated(config: Config) -> tuple[str, ...]:
-    """The rules that a configuration breaks."""
+def violated(config: CoveringRow) -> tuple[str, ...]:
+    """Return the rules that a configuration breaks."""
     return tuple(why for why, holds in _RULES.items() if not holds(config))
-
-
-def frozen_rows() -> tuple[dict[str, int | str], ...]:
-    """The rows of ``covering.csv``, in order. Those with ``world_size(row) <= CPU_RANKS`` fit a CPU
-    run.
-    """
-    text = resources.files("rollproof.replay").joinpath("covering.csv").read_text(encoding="utf-8")
-    types = {name: type(values[0]) for name, values in FACTORS.items()}
-    return tuple(
-        {name: types[name](value) for name, value in row.items()}
-        for row in csv.DictReader(io.StringIO(text))
-    )
 
 
 @cache
 def feasible() -> npt.NDArray[np.int8]:
-    """``(configurations, factors)``: the index of each factor's value, for every configuration that
-    breaks no rule.
+    """Return the index of each factor's value for every configuration that breaks no rule:
+    ``(configurations, factors)``.
     """
     names = list(FACTORS)
     sizes = product(*(range(len(values)) for values in FACTORS.values()))
-    kept = [
+    sound = [
         row
         for row in sizes
         if not violated({name: FACTORS[name][i] for name, i in zip(names, row, strict=True)})
     ]
-    return np.array(kept, dtype=np.int8)
+    return np.array(sound, dtype=np.int8)
 
 
-def layout_of(row: Config, *, num_experts: int = 64, top_k: int = 2) -> Layout:
-    """The layout of a row in Megatron's conventions: two layers for each model chunk, of which the
-    first is dense where the row says so.
+def layout_of(row: CoveringRow, *, num_experts: int = 64, top_k: int = 2) -> Layout:
+    """Return the layout of a row in Megatron's conventions.
+
+    It has two layers for each model chunk; the first one is dense if the row says so.
     """
     layers = 2 * _size(row, "pp") * _size(row, "vpp")
     sizes = {name: _size(row, name) for name in ("dp", "tp", "pp", "vpp", "cp")}
@@ -145,19 +97,19 @@ def layout_of(row: Config, *, num_experts: int = 64, top_k: int = 2) -> Layout:
     )
 
 
-def coverage(rows: Iterable[Config], strength: int) -> tuple[int, int]:
-    """How many of the feasible combinations of ``strength`` settings the rows hold, and how many
-    there are.
-    """
-    held, all_of = (np.unique(_numbers(table, strength)) for table in (_indexes(rows), feasible()))
-    return len(np.intersect1d(held, all_of)), len(all_of)
+def coverage(rows: Iterable[CoveringRow], strength: int) -> tuple[int, int]:
+    """Count the feasible combinations of ``strength`` settings: those in the rows, and all."""
+    covered, every = (
+        np.unique(_numbers(table, strength)) for table in (_indexes(rows), feasible())
+    )
+    return len(np.intersect1d(covered, every)), len(every)
 
 
 def generated() -> list[dict[str, int | str]]:
-    """Rows that hold every feasible pair: first those that fit a CPU, greedily, then larger ones
-    for what is left.
+    """Return rows that cover every feasible pair, by a greedy choice.
 
-    Among the configurations with most new pairs, the one with most new triples is taken.
+    Rows that fit a CPU come first, then larger ones for what is left. Among the configurations with
+    most new pairs, the one with most new triples is taken.
     """
     table = feasible()
     ranks = np.array([world_size(_config(row)) for row in table])
@@ -179,15 +131,16 @@ def _config(row: npt.NDArray[np.int8]) -> dict[str, int | str]:
     return {name: FACTORS[name][int(i)] for name, i in zip(FACTORS, row, strict=True)}
 
 
-def _indexes(rows: Iterable[Config]) -> npt.NDArray[np.int8]:
+def _indexes(rows: Iterable[CoveringRow]) -> npt.NDArray[np.int8]:
     return np.array(
         [[FACTORS[name].index(row[name]) for name in FACTORS] for row in rows], dtype=np.int8
     ).reshape(-1, len(FACTORS))
 
 
 def _numbers(table: npt.NDArray[np.int8], strength: int) -> npt.NDArray[np.int64]:
-    """``(configurations, combinations of factors)``: a number for each combination of values; no
-    factor has more than eight.
+    """Return a number for each combination of values: ``(configurations, combinations)``.
+
+    No factor has more than eight values.
     """
     out = []
     for i, columns in enumerate(combinations(range(table.shape[1]), strength)):
@@ -199,14 +152,14 @@ def _numbers(table: npt.NDArray[np.int8], strength: int) -> npt.NDArray[np.int64
 
 
 def _main(arguments: Sequence[str]) -> int:
-    path = Path(__file__).with_name("covering.csv")
     if list(arguments) == ["--write"]:
+        path = Path(*rollproof.replay.__path__) / "covering.csv"
         with path.open("w", encoding="utf-8", newline="") as file:
             writer = csv.DictWriter(file, list(FACTORS), lineterminator="\n")
             writer.writeheader()
             writer.writerows(generated())
     elif arguments:
-        sys.stderr.write("usage: python -m rollproof.replay.covering [--write]\n")
+        sys.stderr.write("usage: python -m tools.covering_array [--write]\n")
         return 254
     rows = frozen_rows()
     fit = sum(world_size(row) <= CPU_RANKS for row in rows)
@@ -215,9 +168,9 @@ def _main(arguments: Sequence[str]) -> int:
         " configurations are feasible\n"
     )
     for strength in (2, 3):
-        held, total = coverage(rows, strength)
+        covered, total = coverage(rows, strength)
         sys.stdout.write(
-            f"{strength}-way: {held:,} of {total:,} combinations, {100 * held / total:.1f} %\n"
+            f"{strength}-way: {covered:,} of {total:,} combinations, {covered / total:.1%}\n"
         )
     return 0 if coverage(rows, 2)[0] == coverage(rows, 2)[1] else 1
 
