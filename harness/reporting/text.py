@@ -30,7 +30,12 @@ NOT_EXERCISED = "not exercised"
 _WIDTH = 118
 _NAMED = 6
 """A line that gathers more checks than this counts them, and names none."""
-_WHERE = ("request", "call", "segment", "position", "index", "layer", "version", "server")
+_PLACE_KEYS = {
+    key: rank
+    for rank, key in enumerate(
+        ("request", "call", "segment", "position", "index", "layer", "version", "server")
+    )
+}
 
 
 class Style(Enum):
@@ -184,7 +189,7 @@ def finding_lines(
     """
     yield Style.TITLE, wrapped(f"  {number:>3}. {finding['title']}", " " * 7)
     rows = [
-        ("where", _where(finding["where"])),
+        ("where", _place(finding["where"])),
         ("expected", finding["expected"]),
         ("observed", finding["observed"]),
         ("hint", finding["hint"]),
@@ -247,7 +252,8 @@ def _canary(canary: Mapping[str, Any]) -> Iterator[Line]:
         yield (
             Style.GOOD,
             wrapped(
-                f"  self-test: {canary['planted']}: detected by {canary['expected_by']}, as expected",
+                f"  self-test: {canary['planted']}: detected by {canary['expected_by']}, as"
+                " expected",
                 "      ",
             ),
         )
@@ -255,8 +261,8 @@ def _canary(canary: Mapping[str, Any]) -> Iterator[Line]:
         yield (
             Style.BAD,
             wrapped(
-                f"  self-test: {canary['planted']}: NOT detected by {canary['expected_by']}. A fault"
-                " that was planted into this run's own trace went unnoticed, so its other verdicts"
+                f"  self-test: {canary['planted']}: NOT detected by {canary['expected_by']}. A"
+                " fault that was planted into this run's own trace went unnoticed, so its other verdicts"
                 " cannot be trusted; please report this with the JSON report.",
                 "      ",
             ),
@@ -273,11 +279,13 @@ def _relative(path: str) -> str:
     return str(Path(path).relative_to(folder)) if Path(path).is_relative_to(folder) else path
 
 
-def _where(where: Mapping[str, Any]) -> str:
-    order = [*(key for key in _WHERE if key in where), *(key for key in where if key not in _WHERE)]
-    return ", ".join(f"{key} {where[key]}" for key in order)
+def _place(keys: Mapping[str, Any]) -> str:
+    # From the outside in, whatever order the check gave; keys of its own come last.
+    order = sorted(keys, key=lambda key: _PLACE_KEYS.get(key, len(_PLACE_KEYS)))
+    return ", ".join(f"{key} {keys[key]}" for key in order)
 
 
+# Paths and ids stay whole, so that they can be copied: no line is broken inside a word.
 def wrapped(text: str, indent: str = "      ") -> str:
     """Return ``text`` with every line wrapped; continuation lines begin with ``indent``."""
     lines = text.splitlines()
