@@ -7,15 +7,14 @@ so that a case means the same for a stack that sleeps between attempts and for o
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import MISSING, dataclass, field, fields, is_dataclass
+from dataclasses import dataclass, field
 from enum import StrEnum
-from functools import lru_cache
 from typing import Any, Self
 
 from rollproof.core.engine_contract import PauseMode
+from rollproof.core.json_codec import Misfit, from_json, to_json
 from rollproof.core.records import Request
 from rollproof.errors import CaseError
-from rollproof.store.codec import misfit_of
 
 __all__ = ["Action", "ActionKind", "Case", "EngineOptions", "Model", "Trigger"]
 
@@ -207,34 +206,24 @@ class Case:
             )
 
     def to_dict(self) -> dict[str, Any]:
-        """JSON-ready form; ``from_dict`` is its inverse."""
-        return {item: _plain(getattr(self, item)) for item in _names(type(self))}  # type: ignore[arg-type]  # a class is hashable, whatever its records are
+        """Return the JSON-ready form; ``from_dict`` is its inverse."""
+        data: dict[str, Any] = to_json(self, sparse=False)
+        return data
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> Self:
-        """Read what ``to_dict`` wrote. Raises ``CaseError`` on unknown, missing or ill-typed
-        fields.
+        """Read what ``to_dict`` wrote.
+
+        Raises:
+            CaseError: a field is unknown, missing or of a wrong type, or fields contradict each
+                other.
         """
         try:
-            values = dict(data)
-            for name in ("requests", "actions"):
-                values[name] = tuple(_read(_PARTS[name], item) for item in values.get(name, ()))
-            for name in ("model", "engine"):
-                if name in values:
-                    values[name] = _read(_PARTS[name], values[name])
-            if "arrivals" in values:
-                values["arrivals"] = tuple(float(time) for time in values["arrivals"])
-            if "pause_mode" in values:
-                values["pause_mode"] = PauseMode(values["pause_mode"])
-            case = cls(**values)
-        except (TypeError, ValueError, KeyError, AttributeError) as error:
-            if isinstance(error, CaseError):
-                raise
-            raise CaseError(f"This is not a case: {error}.") from error
-        misfit = misfit_of(case)
-        if misfit is not None:
-            raise CaseError(f"This is not a case: {misfit}.")
-        return case
+            return from_json(cls, to_json(data))
+        except Misfit as misfit:
+            if isinstance(misfit.__cause__, CaseError):
+                raise misfit.__cause__ from None
+            raise CaseError(f"This is not a case: {misfit}.") from misfit
 
 
 def _seconds(value: object) -> bool:
@@ -245,62 +234,6 @@ def _whole(value: object, low: int, high: int) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and low <= value <= high
 
 
-@lru_cache(maxsize=16)
-def _names(kind: type[Any]) -> tuple[str, ...]:
-    return tuple(item.name for item in fields(kind))
-
-
-def _plain(value: Any) -> Any:
-    """JSON-ready form of a field. ``dataclasses.asdict`` copies every leaf, which costs more than
-    running a small case.
-    """
-    kind = type(value)
-    if kind in _LEAVES:
-        return value
-    if kind is tuple:
-        return (
-            [_plain(item) for item in value]
-            if value and not isinstance(value[0], int | float)
-            else list(value)
-        )
-    if kind in _RECORDS:
-        return {item: _plain(getattr(value, item)) for item in _names(kind)}  # type: ignore[arg-type]  # as above
-    return dict(value) if isinstance(value, Mapping) else value
-
-
 _LONGEST = 1e7
 """Virtual seconds that a case may last: four months."""
 _MOST_TOKENS = 1 << 20
-_LEAVES = frozenset({int, str, float, bool, type(None), ActionKind, PauseMode})
-_RECORDS = frozenset({Request, Action, Trigger, Model, EngineOptions})
-_PARTS: Mapping[str, type[Any]] = {
-    "requests": Request,
-    "actions": Action,
-    "model": Model,
-    "engine": EngineOptions,
-}
-
-
-def _read(kind: type[Any], data: Mapping[str, Any]) -> Any:
-    """Build a flat record from its JSON form; lists become tuples, nested records are read by name."""
-    assert is_dataclass(kind)
-    known = {item.name for item in fields(kind)}
-    stray = sorted(set(data) - known)
-    if stray:
-        raise CaseError(f"{kind.__name__} has no fields {stray}; it has {sorted(known)}.")
-    missing = [
-        item.name
-        for item in fields(kind)
-        if item.name not in data and item.default is MISSING and item.default_factory is MISSING
-    ]
-    if missing:
-        raise CaseError(f"{kind.__name__} lacks {missing}.")
-    values: dict[str, Any] = {name: _tuples(value) for name, value in data.items()}
-    if kind is Action:
-        values["when"] = _read(Trigger, data["when"])
-        values["do"] = ActionKind(data["do"])
-    return kind(**values)
-
-
-def _tuples(value: Any) -> Any:
-    return tuple(_tuples(item) for item in value) if isinstance(value, list) else value

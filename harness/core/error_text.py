@@ -1,13 +1,14 @@
-"""Telling: somebody else's exception as one line of our own texts."""
+"""Exceptions and values of somebody else's code as one line of our own texts."""
 
 from __future__ import annotations
 
 import re
 import sys
 import traceback
+from collections.abc import Mapping
 from pathlib import Path
 
-__all__ = ["error_kind", "one_line", "told", "told_with_place"]
+__all__ = ["error_kind", "one_line", "show", "told", "told_with_place"]
 
 _LONGEST = 2000
 """Characters of an exception's text that are told; some hold whole tensors."""
@@ -62,3 +63,13 @@ def one_line(text: str) -> str:
         if len(joined) <= _LONGEST
         else f"{joined[:_LONGEST]}... ({len(joined):,} characters)"
     )
+
+
+def show(value: object) -> str:
+    """Return a value for an error's text: short, ASCII, whatever it is."""
+    if isinstance(value, int) and value.bit_length() > 256:
+        return f"a whole number of {value.bit_length()} bits"
+    if isinstance(value, Mapping | list | tuple | set):
+        return f"a {type(value).__name__} of {len(value)}"
+    text = ascii(value)
+    return text if len(text) <= 80 else f"{text[:77]}..."

@@ -15,10 +15,10 @@ from typing import Any, TypeVar
 
 import numpy as np
 
+from rollproof.core.error_text import show
+from rollproof.core.json_codec import misfit_of
 from rollproof.core.records import EngineOutput, FinishReason, Request, Rollout
 from rollproof.errors import SubjectError
-from rollproof.store.codec import misfit_of
-from rollproof.store.values import show
 
 __all__ = ["ARRAYS", "sound_output", "sound_request", "sound_rollout"]
 

@@ -35,14 +35,14 @@ __all__ = [
     "spread",
 ]
 
-Scalar: TypeAlias = "int | float | str | bool | None"
-Version: TypeAlias = "int | str | None"
+Scalar: TypeAlias = int | float | str | bool | None
+Version: TypeAlias = int | str | None
 """Label of the policy weights. ``None`` is *unknown*: it equals no version, not even another
 unknown one.
 """
-IntArray: TypeAlias = "npt.NDArray[np.integer[Any]]"
-LogprobArray: TypeAlias = "npt.NDArray[np.float64]"
-FloatArray: TypeAlias = "npt.NDArray[np.float64]"
+IntArray: TypeAlias = npt.NDArray[np.integer[Any]]
+LogprobArray: TypeAlias = npt.NDArray[np.float64]
+FloatArray: TypeAlias = npt.NDArray[np.float64]
 
 
 class FinishReason(StrEnum):

@@ -19,7 +19,7 @@ from typing import Any, Self
 from rollproof.core.call_ownership import Owners
 from rollproof.core.contract import Contract
 from rollproof.core.engine_contract import PauseMode
-from rollproof.core.error_text import told, told_with_place
+from rollproof.core.error_text import show, told, told_with_place
 from rollproof.core.events.base import Event
 from rollproof.core.events.rollout import (
     Abort,
@@ -34,6 +34,7 @@ from rollproof.core.events.rollout import (
     Weights,
 )
 from rollproof.core.files import check_target
+from rollproof.core.json_codec import misfit_of
 from rollproof.core.record_validation import sound_output, sound_request, sound_rollout
 from rollproof.core.records import EngineOutput, Request, Rollout, Scalar, Version, as_tokens
 from rollproof.core.trace import Header, Recorder, Trace
@@ -52,8 +53,6 @@ from rollproof.judging.report import Report
 from rollproof.judging.situations import SituationCounter
 from rollproof.recording.wrapping import Watched, check_wrapping, wrapped
 from rollproof.reporting.text import check_lines, summary_text, text_of
-from rollproof.store.codec import misfit_of
-from rollproof.store.values import show
 from rollproof.verification.argument_checks import as_expected, as_names, as_path
 from rollproof.verification.canary import SAMPLE_PLANTS, try_canary
 from rollproof.verification.options import ROLLOUTS

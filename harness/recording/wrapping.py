@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from rollproof.core.call_ownership import CURRENT, Running, here
+from rollproof.core.error_text import show
 from rollproof.errors import UsageError
-from rollproof.store.values import show
 
 __all__ = ["Watched", "check_wrapping", "wrapped"]
 

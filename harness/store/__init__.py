@@ -16,9 +16,8 @@ from rollproof.core.events.base import Event
 from rollproof.core.trace import Header
 from rollproof.errors import TraceError
 from rollproof.store.arrow_format import TraceReader, TraceWriter
-from rollproof.store.frames import CONTINUATION
 from rollproof.store.json_format import JsonTrace, dump_trace, load_trace
-from rollproof.store.stream import Ending, open_file
+from rollproof.store.stream import CONTINUATION, Ending, open_file
 
 __all__ = [
     "Ending",

@@ -1,28 +1,26 @@
-"""Arrow store: traces of any length in one file, appended to as they happen and read as a stream.
+"""Traces of any length in one Arrow file, appended to as they happen and read as a stream.
 
-The file is one Arrow IPC stream that any Arrow library reads. Each batch is followed by a one-row
-batch, its *seal*, with a checksum of the bytes before it. A killed writer leaves an unsealed tail,
-which is told apart from damage: every sealed batch is read, and ``ending`` says how many bytes were
-lost. Appending cuts that tail off and goes on.
+Any Arrow library reads the file. A killed writer leaves an unsealed tail
+(``rollproof.store.stream``), which is told apart from damage: every sealed batch is read, and
+``ending`` says how many bytes were lost. Appending cuts that tail off and goes on.
 """
 
 from __future__ import annotations
 
 import os
+import zlib
 from collections.abc import Generator, Iterator
 from contextlib import suppress
 from itertools import islice
 from pathlib import Path
 from types import TracebackType
-from typing import ClassVar, Literal, Self
+from typing import Literal, Self
 
 from rollproof.core.events.base import Event
 from rollproof.core.trace import Header, Trace
 from rollproof.errors import TraceError, UsageError
-from rollproof.store.columns import read_rows
-from rollproof.store.frames import END
-from rollproof.store.rows import Rows
-from rollproof.store.stream import Ending, State, Stream, open_file, schema_frame
+from rollproof.store.columns import Rows, read_rows
+from rollproof.store.stream import END, Ending, State, Stream, open_file, schema_message
 
 __all__ = ["TraceReader", "TraceWriter"]
 
@@ -39,9 +37,6 @@ class TraceWriter:
     was flushed survives the process. One file has one writer. Raises ``UsageError`` on wrong use,
     ``TraceError`` where the file is no trace, is damaged, locked, or cannot be written.
     """
-
-    takes_narrow: ClassVar[bool] = True
-    """Arrays may be ``rollproof.store.packed_dtype.Narrow``."""
 
     def __init__(
         self,
@@ -107,9 +102,10 @@ class TraceWriter:
         if not len(self._rows):
             return
         self._batches += 1
-        frame = self._rows.frame()
-        self._rows.add_seal(State(self._batches, self._episode, self._events).seal(frame))
-        self._put(frame, self._rows.frame())
+        batch = self._rows.message()
+        state = State(self._batches, self._episode, self._events)
+        self._rows.add_seal(state.seal(zlib.crc32(batch)))
+        self._put(batch, self._rows.message())
 
     def close(self) -> None:
         """Flush, mark the end, and close. Closing twice is harmless."""
@@ -134,17 +130,18 @@ class TraceWriter:
 
     def _prepare(self) -> State:
         """Put the file's end where the next batch goes: behind the schema, or behind the last
-        sealed batch.
+        sealed batch. All of them are verified before.
         """
         self._end = 0
         if self._file.seek(0, os.SEEK_END) == 0:
-            self._put(schema_frame())
+            self._put(schema_message())
             return State()
         stream = Stream(self.path, self._file)
-        state = stream.last_state()
+        for _ in stream.batches():
+            pass
         self._end = stream.offset
         self._file.truncate(self._end)
-        return state
+        return stream.state
 
     def _begin(self, header: Header | None) -> None:
         if header is not None:

@@ -1,10 +1,9 @@
-"""Columns: the Arrow table whose rows are events, and how it is read; ``rollproof.store.rows``
-writes it.
+"""The Arrow table whose rows are events: how rows are written and read.
 
-One row an event: its episode, kind, index and time, the small fields as JSON (``body``), integer
-lists and arrays aside. Bytes of arrays are little-endian, C order; on reading they are views of the
-batch, not copies, and read-only. Integers that a narrower type holds are stored in that
-(``int32/uint8``), and read back as copies in their own.
+One row an event: its episode, kind, index and time, the other fields as JSON (``body``), arrays in
+a column of their own. Bytes of arrays are little-endian, in C order; on reading they are views of
+the batch, not copies, and read-only. The column ``integers`` is read for files of older versions,
+which kept lists of integers there; now they are in the body.
 """
 
 from __future__ import annotations
@@ -13,166 +12,195 @@ from collections.abc import Iterator, Sequence
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
-import numpy.typing as npt
+import msgspec
 
+from rollproof.core.error_text import show
 from rollproof.core.events.base import Event
+from rollproof.core.json_codec import AnyArray, parse_json
 from rollproof.core.trace import Header
 from rollproof.errors import TraceError
-from rollproof.store.arrays import AnyArray, as_array, stored_as
-from rollproof.store.codec import decode_event, decode_header
-from rollproof.store.values import parse_json, show
+from rollproof.store.arrays import array_of, stored_bytes, stored_dtypes
+from rollproof.store.codec import decode_event, decode_header, encode_event, encode_header
 
 if TYPE_CHECKING:
     import pyarrow as pa
 
-__all__ = ["HEADER", "SEAL", "read_rows", "read_seal", "schema", "validate"]
+__all__ = ["HEADER", "SEAL", "Rows", "read_rows", "read_seal", "schema", "validate"]
 
 HEADER = "header"
 """Kind of the row that begins an episode; its body is the trace's header."""
 SEAL = "seal"
 """Kind of the only row of the batch that follows each batch and vouches for it."""
+_INDEXES = range(-(2**63), 2**63)
 
 
 @cache
 def schema() -> pa.Schema:
-    """The schema of the table; no column holds nulls."""
+    """Return the schema of the table; no column holds nulls."""
+    # imported here, and wherever it is used: it takes a tenth of a second, which whoever reads
+    # JSON need not wait for
     import pyarrow as pa
 
-    def must(name: str, kind: pa.DataType) -> pa.Field[Any]:
+    def column(name: str, kind: pa.DataType) -> pa.Field[Any]:
         return pa.field(name, kind, nullable=False)
 
-    integers = pa.list_(must("item", pa.list_(must("item", pa.int64()))))
+    integers = pa.list_(column("item", pa.list_(column("item", pa.int64()))))
     array = pa.struct(
         [
-            must("dtype", pa.string()),
-            must("shape", pa.list_(must("item", pa.int64()))),
-            must("data", pa.large_binary()),
+            column("dtype", pa.string()),
+            column("shape", pa.list_(column("item", pa.int64()))),
+            column("data", pa.large_binary()),
         ]
     )
     return pa.schema(
         [
-            must("episode", pa.int64()),
-            must("kind", pa.string()),
-            must("index", pa.int64()),
-            must("time", pa.float64()),
-            must("body", pa.string()),
-            must("integers", integers),
-            must("arrays", pa.list_(must("item", array))),
+            column("episode", pa.int64()),
+            column("kind", pa.string()),
+            column("index", pa.int64()),
+            column("time", pa.float64()),
+            column("body", pa.string()),
+            column("integers", integers),
+            column("arrays", pa.list_(column("item", array))),
         ]
     )
 
 
-class _Given:
-    """The ``Parts`` of a row that is being read. Each part is taken once, in the order in which it
-    was put there.
+class Rows:
+    """Rows that wait to be written. Arrays are copied: what a stack later does to its buffer does
+    not reach the trace.
     """
 
-    def __init__(self, batch: _Batch) -> None:
-        self._batch = batch
-        self._row = 0
-        self._lists = self._arrays = 0
+    def __init__(self) -> None:
+        self._rows: list[dict[str, Any]] = []
+        self.size: int = 0
+        """About the bytes of all rows."""
 
-    def move_to(self, row: int) -> None:
-        """Read another row."""
-        self._row = row
-        self._lists = self._arrays = 0
+    def __len__(self) -> int:
+        return len(self._rows)
 
-    def put_array(self, array: AnyArray) -> Any:
-        """A row that is being read is not written."""
-        raise NotImplementedError("this side of the codec only reads")
+    def add_header(self, episode: int, header: Header) -> None:
+        """Begin an episode. Raises ``TraceError``, and adds nothing, if the header cannot be
+        stored.
+        """
+        self._add(episode, HEADER, encode_header(header))
 
-    def put_integers(self, values: Sequence[int]) -> Any:
-        """A row that is being read is not written."""
-        raise NotImplementedError("this side of the codec only reads")
+    def add_event(self, episode: int, event: Event) -> None:
+        """Add an event. Raises ``TraceError``, and adds nothing, if it cannot be stored."""
+        fields = encode_event(event)
+        kind = fields.pop("kind")
+        index, time = fields.pop("index", -1), fields.pop("time", 0.0)
+        if isinstance(time, dict):
+            raise TraceError(f"The {kind} event cannot be stored: its time is {time['$float']}.")
+        if index not in _INDEXES:
+            raise TraceError(f"The {kind} event cannot be stored: its index is {index}.")
+        self._add(episode, kind, fields, index, time)
 
-    def integers(self, wire: Any) -> tuple[int, ...] | None:
-        """The integers that ``{"$integers": i}`` stands for."""
-        if isinstance(wire, list):
-            return None
-        place = self._place(wire, "$integers", self._lists, self._batch.row_lists)
-        self._lists += 1
-        start, end = self._batch.list_offsets[place : place + 2]
-        return tuple(self._batch.numbers[start:end].tolist())
+    def add_seal(self, body: str) -> None:
+        """Add the row of a seal."""
+        self._rows.append(_row(-1, SEAL, -1, 0.0, body, []))
 
-    def array(self, wire: Any) -> AnyArray:
-        """The array that ``{"$array": i}`` stands for: a read-only view."""
-        place = self._place(wire, "$array", self._arrays, self._batch.row_arrays)
-        self._arrays += 1
-        return self._batch.array_at(place)
+    def message(self) -> memoryview:
+        """Return the rows as one message of an Arrow stream, and forget them."""
+        import pyarrow as pa
 
-    def _place(self, wire: Any, key: str, number: int, offsets: npt.NDArray[Any]) -> int:
-        start, end = int(offsets[self._row]), int(offsets[self._row + 1])
-        if (
-            not isinstance(wire, dict)
-            or wire.keys() != {key}
-            or wire[key] != number
-            or type(wire[key]) is not int
-            or start + number >= end
-        ):
-            raise TraceError(
-                "A row of the trace refers to"
-                f" {show(wire.get(key) if isinstance(wire, dict) else wire)} among its"
-                f" {end - start} parts."
-            )
-        return start + number
+        batch = pa.RecordBatch.from_pylist(self._rows, schema=schema())
+        self._rows, self.size = [], 0
+        return memoryview(batch.serialize())
+
+    def _add(
+        self, episode: int, kind: str, fields: dict[str, Any], index: int = -1, time: float = 0.0
+    ) -> None:
+        arrays: list[dict[str, Any]] = []
+
+        def put(array: AnyArray) -> Any:
+            dtype, data = stored_bytes(array)
+            arrays.append({"dtype": dtype, "shape": list(array.shape), "data": data})
+            self.size += len(data)
+            return {"$array": len(arrays) - 1}
+
+        body = msgspec.json.encode(fields, enc_hook=put).decode()
+        self._rows.append(_row(episode, kind, index, time, body, arrays))
+        self.size += len(body) + 64
 
 
-class _Batch:
-    """The columns of a validated batch, as numpy views and lists."""
+def _row(
+    episode: int, kind: str, index: int, time: float, body: str, arrays: list[dict[str, Any]]
+) -> dict[str, Any]:
+    return {
+        "episode": episode,
+        "kind": kind,
+        "index": index,
+        "time": time,
+        "body": body,
+        "integers": [],
+        "arrays": arrays,
+    }
 
-    def __init__(self, batch: pa.RecordBatch) -> None:
-        integers: Any = batch.column(5)
-        arrays: Any = batch.column(6)
-        self.row_lists = _view(integers.offsets)
-        self.list_offsets = _view(integers.values.offsets)
-        self.numbers = _view(integers.values.values)
-        self.row_arrays = _view(arrays.offsets)
-        dtypes, shapes, self._data = (arrays.values.field(i) for i in range(3))
-        self._dtypes = dtypes.to_pylist()
-        self._shape_offsets, self._shapes = _view(shapes.offsets), _view(shapes.values)
-        _, starts, self._bytes = self._data.buffers()
-        self._starts = (
-            np.frombuffer(starts, np.int64, len(self._data) + 1)
-            if len(self._data)
-            else np.zeros(1, np.int64)
-        )
 
-    def array_at(self, place: int) -> AnyArray:
-        """The array of that number, counted over the batch."""
-        dtype, small = stored_as(self._dtypes[place])
-        start, end = int(self._starts[place]), int(self._starts[place + 1])
-        lengths = self._shapes[self._shape_offsets[place] : self._shape_offsets[place + 1]].tolist()
-        array = as_array(self._bytes, small, lengths, start, end - start)
-        if small is not dtype:
+def read_rows(batch: pa.RecordBatch) -> Iterator[Header | Event]:
+    """Yield headers and events of a batch, in order.
+
+    Raises:
+        TraceError: the batch or a row of it is not what a trace holds.
+    """
+    validate(batch)
+    kinds, indexes, times, bodies, integers = (batch.column(i).to_pylist() for i in range(1, 6))
+    arrays: Any = batch.column(6)
+    ends = arrays.offsets.to_pylist()
+    for row, body in enumerate(bodies):
+        fields = parse_json(body)
+        parts = _Parts(integers[row], arrays.values, range(ends[row], ends[row + 1]))
+        if kinds[row] == HEADER:
+            yield decode_header(fields, parts.array, parts.integers)
+        elif not isinstance(fields, dict):
+            raise TraceError(f"The body of a row must be an object, not {show(fields)}.")
+        else:
+            fields |= {"kind": kinds[row], "index": indexes[row], "time": times[row]}
+            yield decode_event(fields, parts.array, parts.integers)
+
+
+class _Parts:
+    """The arrays and lists of integers of one row. Each is taken once, in the order in which the
+    row has them.
+    """
+
+    def __init__(self, integers: Sequence[list[int]], arrays: Any, places: range) -> None:
+        self._integers = integers
+        self._arrays = arrays
+        self._places = places
+        self._integers_taken = self._arrays_taken = 0
+
+    def integers(self, reference: Any) -> list[int]:
+        """Return the integers that ``{"$integers": i}`` refers to."""
+        number = _number(reference, "$integers", self._integers_taken, len(self._integers))
+        self._integers_taken += 1
+        return self._integers[number]
+
+    def array(self, reference: Any) -> AnyArray:
+        """Return the array that ``{"$array": i}`` refers to: a read-only view if it is stored in
+        its own type.
+        """
+        number = _number(reference, "$array", self._arrays_taken, len(self._places))
+        self._arrays_taken += 1
+        place = self._places[number]
+        name, shape, data = (self._arrays.field(i)[place] for i in range(3))
+        dtype, stored = stored_dtypes(name.as_py())
+        array = array_of(data.as_buffer(), stored, shape.as_py())
+        if stored != dtype:
             array = array.astype(dtype)
             array.flags.writeable = False
         return array
 
 
-def _view(array: pa.Array[Any]) -> npt.NDArray[Any]:
-    return array.to_numpy(zero_copy_only=True)
-
-
-def read_rows(batch: pa.RecordBatch) -> Iterator[Header | Event]:
-    """Headers and events of a batch, in order. The batch is validated first; raises ``TraceError``."""
-    validate(batch)
-    columns = _Batch(batch)
-    parts = _Given(columns)
-    heads = zip(*(batch.column(i).to_pylist() for i in range(1, 5)), strict=True)
-    for row, (kind, index, time, body) in enumerate(heads):
-        wire = parse_json(body)
-        parts.move_to(row)
-        if kind == HEADER:
-            yield decode_header(wire, parts)
-        elif not isinstance(wire, dict):
-            raise TraceError(f"The body of a row must be an object, not {show(wire)}.")
-        else:
-            yield decode_event({**wire, "kind": kind, "index": index, "time": time}, parts)
+def _number(reference: Any, key: str, expected: int, count: int) -> int:
+    number = reference.get(key) if isinstance(reference, dict) else reference
+    if type(number) is not int or number != expected or number >= count or len(reference) != 1:
+        raise TraceError(f"A row of the trace refers to {show(number)} among its {count} parts.")
+    return number
 
 
 def read_seal(batch: pa.RecordBatch) -> str | None:
-    """The body of a seal; ``None`` where the batch is none. Raises ``TraceError``."""
+    """Return the body of a seal, or ``None`` if the batch is none. Raises ``TraceError``."""
     validate(batch)
     if batch.num_rows != 1 or batch.column(1)[0].as_py() != SEAL:
         return None
@@ -181,8 +209,8 @@ def read_seal(batch: pa.RecordBatch) -> str | None:
 
 
 def validate(batch: pa.RecordBatch) -> None:
-    """Offsets ascending and within their buffers, text valid UTF-8, no nulls: numpy views rely on
-    it.
+    """Raise ``TraceError`` unless offsets ascend within their buffers, text is valid UTF-8, and
+    there are no nulls.
     """
     import pyarrow as pa
 

@@ -12,18 +12,20 @@ import base64
 import binascii
 import json
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from rollproof.core.error_text import show
 from rollproof.core.events.base import Event
 from rollproof.core.files import is_special, target_of
+from rollproof.core.json_codec import DTYPES, AnyArray, parse_json
 from rollproof.core.trace import SCHEMA, Header, Trace
 from rollproof.errors import TraceError, TraceVersionError, UsageError
-from rollproof.store.arrays import DTYPES, AnyArray, as_array, name_of
+from rollproof.store.arrays import array_of
 from rollproof.store.codec import (
     decode_event,
     decode_header,
@@ -32,7 +34,6 @@ from rollproof.store.codec import (
     newer_schema,
 )
 from rollproof.store.stream import FORMAT, Ending, made_by
-from rollproof.store.values import parse_json, show
 
 __all__ = ["MAX_BYTES", "JsonTrace", "dump_trace", "event_of", "load_trace", "wire_of"]
 
@@ -45,14 +46,13 @@ def dump_trace(trace: Trace, path: str | os.PathLike[str]) -> None:
     """Write ``trace`` to ``path``, whole or not at all. Raises ``TraceError`` above 64 MB, and for
     values that no trace can hold.
     """
-    parts = _Inline()
     marks = json.dumps({"format": FORMAT, "schema": SCHEMA, "made_by": made_by()})
     header = ",\n ".join(
         f"{json.dumps(key)}: {json.dumps(value, allow_nan=False)}"
-        for key, value in encode_header(trace.header, parts).items()
+        for key, value in encode_header(trace.header).items()
     )
     events = ",\n ".join(
-        json.dumps(encode_event(event, parts), allow_nan=False) for event in trace.events
+        json.dumps(encode_event(event), default=_stored, allow_nan=False) for event in trace.events
     )
     text = f'{marks[:-1]},\n"header": {{\n {header}\n}},\n"events": [\n {events}\n]}}\n'
     if len(text) > MAX_BYTES:
@@ -80,13 +80,15 @@ def load_trace(path: str | os.PathLike[str]) -> Trace:
 
 
 def wire_of(event: Event) -> dict[str, Any]:
-    """One event in JSON form. Raises ``TraceError`` for values that no trace can hold."""
-    return encode_event(event, _Inline())
+    """Return one event in JSON form. Raises ``TraceError`` for values that no trace can hold."""
+    text = json.dumps(encode_event(event), default=_stored, allow_nan=False)
+    wire: dict[str, Any] = json.loads(text)
+    return wire
 
 
 def event_of(wire: Mapping[str, Any]) -> Event:
-    """What ``wire_of`` wrote, or a stranger did. Raises ``TraceError``."""
-    return decode_event(dict(wire), _Inline())
+    """Read what ``wire_of`` wrote, or a stranger. Raises ``TraceError``."""
+    return decode_event(dict(wire), _array)
 
 
 class JsonTrace:
@@ -115,52 +117,34 @@ class JsonTrace:
         self.ending = Ending(episodes=1, events=len(self._trace.events), closed=True)
 
 
-class _Inline:
-    """The ``Parts`` of the JSON form: everything stands where it belongs."""
+def _stored(array: AnyArray) -> dict[str, Any]:
+    """Return an array as JSON values."""
+    name = array.dtype.name
+    stored: dict[str, Any] = {"dtype": name, "shape": list(array.shape)}
+    if array.size > _LISTED:
+        data = array.astype(DTYPES[name], order="C").tobytes()
+        return {**stored, "base64": base64.b64encode(data).decode("ascii")}
+    if array.dtype.kind != "f" or np.isfinite(array).all():
+        return {**stored, "data": array.tolist()}
+    spelt = array.astype(object)
+    spelt[np.isnan(array)] = None
+    spelt[np.isposinf(array)], spelt[np.isneginf(array)] = "inf", "-inf"
+    return {**stored, "nan": "null", "data": spelt.tolist()}
 
-    def put_array(self, array: AnyArray) -> Any:
-        """An array as an object."""
-        wire: dict[str, Any] = {"dtype": name_of(array.dtype), "shape": list(array.shape)}
-        if array.size > _LISTED:
-            return {
-                **wire,
-                "base64": (
-                    base64.b64encode(
-                        np.array(array, DTYPES[name_of(array.dtype)], order="C").tobytes()
-                    ).decode("ascii")
-                ),
-            }
-        if array.dtype.kind != "f" or np.isfinite(array).all():
-            return {**wire, "data": array.tolist()}
-        spelt = array.astype(object)
-        spelt[np.isnan(array)] = None
-        spelt[np.isposinf(array)], spelt[np.isneginf(array)] = "inf", "-inf"
-        return {**wire, "nan": "null", "data": spelt.tolist()}
 
-    def put_integers(self, values: Sequence[int]) -> Any:
-        """A list."""
-        return list(values)
-
-    def integers(self, wire: Any) -> tuple[int, ...] | None:
-        """Lists are read item by item, whatever they hold."""
-        return None
-
-    def array(self, wire: Any) -> AnyArray:
-        """Raises ``TraceError``."""
-        held = (
-            wire.keys() - {"dtype", "shape"}
-            if isinstance(wire, dict) and {"dtype", "shape"} <= wire.keys()
-            else set()
+def _array(stored: Any) -> AnyArray:
+    """Read what ``_stored`` wrote. Raises ``TraceError``."""
+    keys = stored.keys() - {"dtype", "shape"} if isinstance(stored, dict) else set()
+    name = stored.get("dtype") if isinstance(stored, dict) else None
+    dtype = DTYPES.get(name) if isinstance(name, str) and "shape" in stored else None
+    if dtype is None or keys not in ({"data"}, {"data", "nan"}, {"base64"}):
+        raise TraceError(
+            "An array must be an object with dtype, shape, and data or base64, its dtype one"
+            f" of {list(DTYPES)}: {show(stored)}."
         )
-        dtype = DTYPES.get(wire["dtype"]) if held and isinstance(wire["dtype"], str) else None
-        if dtype is None or held not in ({"data"}, {"data", "nan"}, {"base64"}):
-            raise TraceError(
-                "An array must be an object with dtype, shape, and data or base64, its dtype one"
-                f" of {list(DTYPES)}: {show(wire)}."
-            )
-        if "base64" in held:
-            return _from_base64(wire["base64"], dtype, wire["shape"])
-        return _from_lists(wire["data"], dtype, wire["shape"], marked="nan" in held)
+    if "base64" in keys:
+        return _from_base64(stored["base64"], dtype, stored["shape"])
+    return _from_lists(stored["data"], dtype, stored["shape"], marked="nan" in keys)
 
 
 def _from_base64(text: Any, dtype: np.dtype[Any], shape: Any) -> AnyArray:
@@ -168,7 +152,7 @@ def _from_base64(text: Any, dtype: np.dtype[Any], shape: Any) -> AnyArray:
         data = base64.b64decode(text.encode("ascii"), validate=True)
     except (AttributeError, UnicodeEncodeError, binascii.Error):
         raise TraceError(f"The base64 of an array is damaged: {show(text)}.") from None
-    return as_array(data, dtype, shape)
+    return array_of(data, dtype, shape)
 
 
 def _from_lists(data: Any, dtype: np.dtype[Any], shape: Any, *, marked: bool) -> AnyArray:
@@ -186,7 +170,7 @@ def _from_lists(data: Any, dtype: np.dtype[Any], shape: Any, *, marked: bool) ->
     strays = [item for item in level if type(item) not in wanted or not _fits(item, dtype)]
     if strays:
         raise TraceError(f"An array of {dtype.name} cannot hold {show(strays[0])}.")
-    return as_array(np.array(level, dtype=dtype).tobytes(), dtype, shape)
+    return array_of(np.array(level, dtype=dtype).tobytes(), dtype, shape)
 
 
 _ELEMENTS: Mapping[str, tuple[type, ...]] = {"b": (bool,), "f": (int, float)}
@@ -222,16 +206,15 @@ def _trace_of(data: Any) -> Trace:
             "it must have a header, a list of events, and nothing else; stray are"
             f" {[show(key) for key in stray][:9]}."
         )
-    parts = _Inline()
     return Trace(
-        header=decode_header(data["header"], parts),
-        events=tuple(_event(i, wire, parts) for i, wire in enumerate(data["events"])),
+        header=decode_header(data["header"], _array),
+        events=tuple(_event(i, wire) for i, wire in enumerate(data["events"])),
     )
 
 
-def _event(number: int, wire: Any, parts: _Inline) -> Event:
+def _event(number: int, wire: Any) -> Event:
     try:
-        return decode_event(wire, parts)
+        return decode_event(wire, _array)
     except TraceVersionError:
         raise
     except TraceError as error:

@@ -1,8 +1,13 @@
-"""Stream: the sealed batches of a trace file, one after the other, each checked before it is given."""
+"""The batches of an Arrow trace file, each checked against its seal before it is given.
+
+The file is one Arrow IPC stream, read message by message with pyarrow. Each batch is followed by a
+batch of one row, its *seal*, with a checksum of the bytes before it.
+"""
 
 from __future__ import annotations
 
 import os
+import struct
 import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -11,21 +16,37 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import TYPE_CHECKING, BinaryIO, Literal
 
+from rollproof.core.error_text import show
 from rollproof.core.trace import SCHEMA
 from rollproof.errors import TraceError, TraceVersionError, UsageError
 from rollproof.store.codec import newer_schema
 from rollproof.store.columns import read_seal, schema
-from rollproof.store.frames import END, Cut, Frame, read_frame
-from rollproof.store.values import show
 
 if TYPE_CHECKING:
     import pyarrow as pa
 
-__all__ = ["FORMAT", "Ending", "State", "Stream", "made_by", "open_file", "schema_frame"]
+__all__ = [
+    "CONTINUATION",
+    "END",
+    "FORMAT",
+    "Ending",
+    "State",
+    "Stream",
+    "made_by",
+    "open_file",
+    "schema_message",
+]
 
 FORMAT = "rollproof-trace"
 """What both trace forms call themselves."""
-_MAX_SEAL = 1 << 14
+CONTINUATION = b"\xff\xff\xff\xff"
+"""What every message of an Arrow stream begins with."""
+_END_MARK = CONTINUATION + bytes(4)
+_TRAILER = b"rollproof closed"
+END = _END_MARK + _TRAILER
+"""What a closed file ends with. Arrow reads nothing behind its end mark; the text tells the mark
+from cut-off payload.
+"""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -63,71 +84,103 @@ class State:
     episode: int = -1
     events: int = 0
 
-    def seal(self, frame: bytes | memoryview) -> str:
-        """The body of the seal behind ``frame``: a CRC-32 over the frame and what the seal says,
-        and what it says.
+    def seal(self, checksum: int) -> str:
+        """Return the body of the seal of a batch: a CRC-32 over the bytes of the batch and what the
+        seal says, and what it says.
+
+        Args:
+            checksum: The CRC-32 of the batch.
         """
         text = f"{self.batches} {self.episode} {self.events}"
-        return f"{zlib.crc32(text.encode(), zlib.crc32(frame)):08x} {text}"
+        return f"{zlib.crc32(text.encode(), checksum):08x} {text}"
 
     @classmethod
-    def read(cls, body: str, frame: bytes) -> State:
-        """Raises ``TraceError`` where the seal does not belong to ``frame``."""
+    def read(cls, body: str, checksum: int) -> State:
+        """Read a seal. Raises ``TraceError`` if it does not belong to the batch."""
         try:
             state = cls(*map(int, body.split(" ")[1:]))
         except (ValueError, TypeError):
             state = cls()
-        if state.seal(frame) != body:
+        if state.seal(checksum) != body:
             raise TraceError("the checksum of a batch does not match its bytes")
         return state
 
 
-class Stream:
-    """Walks a file. ``offset`` is the end of the last sealed batch; ``episodes`` and ``events``
-    count what the reader gave on.
+class _CutError(Exception):
+    """The file ends inside a message: its writer was killed, or is still at work."""
 
-    Raises ``TraceError`` where the file is no trace, and ``TraceVersionError`` where it is one of a
+
+class _Source:
+    """A file as pyarrow reads it, with a checksum of what was read of the current message."""
+
+    closed = False
+
+    def __init__(self, file: BinaryIO) -> None:
+        self._file = file
+        self._file.seek(0)
+        self.end: int = os.fstat(file.fileno()).st_size
+        self.begin_message()
+
+    def begin_message(self) -> None:
+        """Forget what was read."""
+        self.checksum: int = 0
+        self.cut: bool = False
+
+    def read(self, size: int) -> bytes:
+        """Read up to ``size`` bytes."""
+        # a hostile length must not allocate what it claims
+        left = max(0, self.end - self._file.tell())
+        data = self._file.read(min(size, left))
+        self.cut = self.cut or len(data) < size
+        self.checksum = zlib.crc32(data, self.checksum)
+        return data
+
+    def tell(self) -> int:
+        """Return the offset in the file."""
+        return self._file.tell()
+
+    def bytes_at(self, offset: int, size: int) -> bytes:
+        """Read from somewhere, and stay there."""
+        self._file.seek(offset)
+        return self._file.read(size)
+
+
+class Stream:
+    """Walks a file.
+
+    ``offset`` is the end of the last sealed batch and ``state`` what its seal says; ``episodes``
+    and ``events`` are counted by whoever reads the batches.
+
+    Raises ``TraceError`` if the file is no trace, and ``TraceVersionError`` if it is one of a
     newer schema.
     """
 
     def __init__(self, path: Path, file: BinaryIO) -> None:
         self.episodes = self.events = 0
+        self.state = State()
         self._path = path
-        self._file = file
-        self._end = os.fstat(file.fileno()).st_size
+        self._source = _Source(file)
         self._closed = False
-        self.offset: int = self._read_schema()
+        self._read_schema()
+        self.offset: int = self._source.tell()
 
     @property
     def ending(self) -> Ending:
         """How the file ended, once ``batches`` is exhausted."""
-        lost = 0 if self._closed else self._end - self.offset
+        lost = 0 if self._closed else self._source.end - self.offset
         return Ending(episodes=self.episodes, events=self.events, closed=self._closed, lost=lost)
 
     def batches(self) -> Iterator[pa.RecordBatch]:
-        """Every sealed batch. Ends quietly at an unfinished tail; raises ``TraceError`` at damage."""
-        number = 0
-        while (pair := self._pair()) is not None:
-            number += 1
-            with self.located():
-                batch = self._numbered(pair, number)
+        """Yield every sealed batch. Ends quietly at an unfinished tail; raises ``TraceError`` at
+        damage.
+        """
+        while (batch := self._sealed_batch()) is not None:
             yield batch
-            self.offset = pair[1].offset + pair[1].size
-
-    def last_state(self) -> State:
-        """Hop over the batches; the state after the last sealed one. Raises as ``batches``."""
-        last = None
-        while (pair := self._pair()) is not None:
-            last = pair
-            self.offset = pair[1].offset + pair[1].size
-        if last is None:
-            return State()
-        with self.located():
-            return self._checked(*last)[1]
+            self.offset = self._source.tell()
 
     @contextmanager
     def located(self) -> Iterator[None]:
-        """Within, a ``TraceError`` says in which file and where it is, and how much before it was
+        """Let a ``TraceError`` say in which file and where it is, and how much before it was
         read.
         """
         try:
@@ -136,82 +189,90 @@ class Stream:
             raise TraceVersionError(f"{self._path}: {error}") from error
         except TraceError as error:
             raise TraceError(
-                f"{self._path} is damaged behind byte {self.offset} of {self._end}:"
+                f"{self._path} is damaged behind byte {self.offset} of {self._source.end}:"
                 f" {str(error).rstrip('.')}. The {self.events} events in {self.episodes} episodes"
                 " before it were read and are sound."
             ) from error
 
-    def _pair(self) -> tuple[Frame, Frame] | None:
-        """The next batch and its seal; ``None`` at the end, or at an unfinished tail of a file that
+    def _sealed_batch(self) -> pa.RecordBatch | None:
+        """Return the next batch, or ``None`` at the end, or at an unfinished tail of a file that
         was not closed.
         """
         with self.located():
             try:
-                return self._frames()
-            except Cut:
-                if ends_closed(self._file, self._end):
+                message = self._message()
+                if message is None:
+                    return None
+                checksum = self._source.checksum
+                seal = self._message()
+                if seal is None:
+                    raise _CutError
+            except _CutError:
+                if self._source.bytes_at(max(0, self._source.end - len(END)), len(END)) == END:
                     raise TraceError(
                         "a batch claims more bytes than there are up to the end mark"
                     ) from None
                 return None
+            body = read_seal(_batch(seal))
+            if body is None:
+                raise TraceError("a batch is not followed by its seal")
+            state = State.read(body, checksum)
+            if state.batches != self.state.batches + 1:
+                raise TraceError(
+                    f"batch {state.batches} stands where batch {self.state.batches + 1} should:"
+                    " batches were cut out, doubled or moved"
+                )
+            self.state = state
+            return _batch(message)
 
-    def _frames(self) -> tuple[Frame, Frame] | None:
-        frame = read_frame(self._file, self.offset, self._end)
-        if frame is None:
-            self._closed = self.offset < self._end
-            return None
-        seal = read_frame(self._file, frame.offset + frame.size, self._end)
-        if seal is None:
-            raise Cut
-        if frame.schema or seal.schema or seal.size > _MAX_SEAL:
-            raise TraceError("a batch and its seal should stand here")
-        return frame, seal
-
-    def _checked(self, frame: Frame, seal: Frame) -> tuple[bytes, State]:
-        data = self._bytes(frame)
-        body = read_seal(_batch(self._bytes(seal)))
-        if body is None:
-            raise TraceError("a batch is not followed by its seal")
-        return data, State.read(body, data)
-
-    def _numbered(self, pair: tuple[Frame, Frame], number: int) -> pa.RecordBatch:
-        data, state = self._checked(*pair)
-        if state.batches != number:
-            raise TraceError(
-                f"batch {state.batches} stands where batch {number} should: batches were cut out,"
-                " doubled or moved"
-            )
-        return _batch(data)
-
-    def _bytes(self, frame: Frame) -> bytes:
-        self._file.seek(frame.offset)
-        data = self._file.read(frame.size)
-        if len(data) < frame.size:
-            raise TraceError("the file became shorter while it was read")
-        return data
-
-    def _read_schema(self) -> int:
-        """Check that the file is a trace that this version reads; the end of its schema."""
+    def _message(self) -> pa.Message | None:
+        """Return the next message, or ``None`` at the end of the file."""
         import pyarrow as pa
 
-        frame, found = None, None
+        start = self._source.tell()
+        self._source.begin_message()
         try:
-            frame = read_frame(self._file, 0, self._end)
-            found = (
-                pa.ipc.read_schema(pa.py_buffer(self._bytes(frame)))
-                if frame is not None and frame.schema
-                else None
-            )
-        except Cut:
-            frame = None
+            return pa.ipc.read_message(pa.PythonFile(self._source, mode="r"))
+        except EOFError:
+            return self._end(start)
+        except (pa.ArrowException, OSError, ValueError, MemoryError) as error:
+            if self._source.cut:
+                raise _CutError from error
+            raise TraceError(f"there is no Arrow message ({str(error)[:200]})") from error
+
+    def _end(self, start: int) -> None:
+        """Look at what pyarrow takes for the end of a stream: its end mark, zeros, or nothing."""
+        found = self._source.bytes_at(start, len(END) + 1)
+        if found == END:
+            self._closed = True
+        elif not found.startswith(_END_MARK):
+            # a file system may have grown the file before the bytes were written
+            if found:
+                raise _CutError
+        elif END.startswith(found):
+            raise _CutError
+        else:
+            raise TraceError("an end mark stands in the middle (were two files joined?)")
+
+    def _read_schema(self) -> None:
+        """Check that the file is a trace that this version reads."""
+        import pyarrow as pa
+
+        found: pa.Schema | None = None
+        try:
+            message = self._message()
+            if message is not None and message.type == "schema":
+                found = pa.ipc.read_schema(message)
+        except _CutError:
+            message = None
         except (TraceError, pa.ArrowException, OSError, ValueError) as error:
             raise TraceError(
                 f"{self._path} is not a rollproof trace: {str(error)[:200]}."
             ) from error
-        if frame is None:
+        if message is None:
             raise TraceError(
-                f"{self._path} ends within its first {self._end} bytes, before its first header:"
-                " nothing can be read."
+                f"{self._path} ends within its first {self._source.end} bytes, before its first"
+                " header: nothing can be read."
             )
         if found is None:
             raise TraceError(
@@ -237,40 +298,72 @@ class Stream:
                 f"{self._path} has other columns than a trace of schema {SCHEMA}: it is damaged, or"
                 " no rollproof wrote it."
             )
-        return frame.size
 
 
-def schema_frame() -> bytes:
-    """The message that a trace file begins with."""
+def _batch(message: pa.Message) -> pa.RecordBatch:
+    import pyarrow as pa
+
+    if message.type != "record batch":
+        raise TraceError(f"a batch and its seal should stand here, not a {message.type}")
+    if _is_compressed(message.metadata.to_pybytes()):
+        raise TraceError("a batch is compressed, which no rollproof writes: it is not unfolded")
+    try:
+        return pa.ipc.read_record_batch(message, schema())
+    except (pa.ArrowException, OSError, ValueError) as error:
+        raise TraceError(f"Arrow cannot read a batch ({str(error)[:200]})") from error
+
+
+def _is_compressed(metadata: bytes) -> bool:
+    """Say whether the body of a batch is compressed.
+
+    pyarrow does not tell before it unfolds a body, to whatever size it claims. So this looks into
+    the flatbuffer, which Arrow has verified: ``Message.header`` is field 2 of the root table, and
+    ``RecordBatch.compression`` field 3 of the header
+    (https://github.com/apache/arrow/blob/main/format/Message.fbs).
+    """
+
+    def slot(table: int, field: int) -> int:
+        vtable = table - int(struct.unpack_from("<i", metadata, table)[0])
+        (size,) = struct.unpack_from("<H", metadata, vtable)
+        place = 4 + 2 * field
+        return int(struct.unpack_from("<H", metadata, vtable + place)[0]) if place < size else 0
+
+    def target(place: int) -> int:
+        return place + int(struct.unpack_from("<I", metadata, place)[0])
+
+    message = target(0)
+    header = target(message + slot(message, 2))
+    return slot(header, 3) != 0
+
+
+def schema_message() -> bytes:
+    """Return the message that a trace file begins with."""
     marks = {"format": FORMAT, "schema": str(SCHEMA), "made_by": made_by()}
     return bytes(schema().with_metadata(marks).serialize().to_pybytes())
 
 
 def made_by() -> str:
-    """Name and version of this rollproof, for readers of a trace."""
+    """Return the name and version of this rollproof, for readers of a trace."""
     try:
         return f"rollproof {version('rollproof')}"
     except PackageNotFoundError:
         return "rollproof"
 
 
-def ends_closed(file: BinaryIO, end: int) -> bool:
-    """Whether a file of ``end`` bytes was closed by its writer."""
-    file.seek(max(0, end - len(END)))
-    return file.read(len(END)) == END
-
-
 def open_file(path: Path, mode: Literal["r", "x", "w", "a"]) -> BinaryIO:
-    """Open a trace; for writing, take its lock first. Raises ``UsageError`` on wrong paths,
-    ``TraceError`` on all other failures.
+    """Open a trace; for writing, take its lock first.
+
+    Raises:
+        UsageError: the path is wrong.
+        TraceError: the file cannot be opened, or has another writer.
     """
     try:
         if mode == "r":
             return path.open("rb")
         file = path.open("xb" if mode == "x" else "r+b" if path.exists() else "x+b")
     except FileNotFoundError:
-        what = "There is no trace" if mode == "r" else "There is no folder for a trace"
-        raise UsageError(f"{what} at {path}: check the path.") from None
+        missing = "There is no trace" if mode == "r" else "There is no folder for a trace"
+        raise UsageError(f"{missing} at {path}: check the path.") from None
     except FileExistsError:
         raise UsageError(
             f"{path} exists: pass mode='a' to append to it, mode='w' to overwrite it, or another"
@@ -292,7 +385,7 @@ def open_file(path: Path, mode: Literal["r", "x", "w", "a"]) -> BinaryIO:
 
 
 def _lock(file: BinaryIO) -> bool:
-    """Take the file for this process until it is closed; true also where the system has no such
+    """Take the file for this process until it is closed; true also if the system has no such
     locks.
     """
     try:
@@ -303,15 +396,7 @@ def _lock(file: BinaryIO) -> bool:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         return False
-    except OSError:  # a file system without locks
+    except OSError:
+        # a file system without locks
         return True
     return True
-
-
-def _batch(frame: bytes) -> pa.RecordBatch:
-    import pyarrow as pa
-
-    try:
-        return pa.ipc.read_record_batch(pa.py_buffer(frame), schema())
-    except (pa.ArrowException, OSError, ValueError) as error:
-        raise TraceError(f"Arrow cannot read a batch ({str(error)[:200]})") from error

@@ -8,11 +8,11 @@ from pathlib import Path
 from typing import Any
 
 from rollproof.core.case import Case
+from rollproof.core.error_text import show
 from rollproof.errors import UsageError
 from rollproof.invariants import default_registry
 from rollproof.judging.checks import Check
 from rollproof.judging.registry import Registry
-from rollproof.store.values import show
 
 __all__ = [
     "as_cases",

@@ -19,7 +19,7 @@ from typing import Any
 from rollproof.core.case import Case
 from rollproof.core.contract import Contract, KvPolicy
 from rollproof.core.engine_contract import PauseMode
-from rollproof.core.error_text import told
+from rollproof.core.error_text import show, told
 from rollproof.core.events.base import Event
 from rollproof.core.events.rollout import Result
 from rollproof.core.files import check_folder
@@ -35,7 +35,6 @@ from rollproof.judging.registry import Registry
 from rollproof.judging.report import Interrupted, Report
 from rollproof.simulation.virtual_loop import DEADLOCK
 from rollproof.simulation.watchdog import STUCK
-from rollproof.store.values import show
 from rollproof.verification.argument_checks import (
     as_cases,
     as_checks,

@@ -14,7 +14,7 @@ import numpy as np
 
 from rollproof.core.case import Case
 from rollproof.core.contract import Contract
-from rollproof.core.error_text import told, told_with_place
+from rollproof.core.error_text import show, told, told_with_place
 from rollproof.core.events.base import Event
 from rollproof.core.events.rollout import Gauge, Result, Submit
 from rollproof.core.record_validation import ARRAYS, sound_rollout
@@ -27,7 +27,6 @@ from rollproof.simulation import virtual_loop
 from rollproof.simulation.exception_policy import blame, pass_on
 from rollproof.simulation.mutation_guard import WATCH, Watch
 from rollproof.simulation.watchdog import limit
-from rollproof.store.values import show
 
 __all__ = ["idle_contracts", "name_of", "run_case"]
 

@@ -22,7 +22,7 @@ from rollproof.core.events.rollout import Admit, Fault, Gauge, Reply, Submit
 from rollproof.core.records import EngineOutput, FinishReason, Request
 from rollproof.core.trace import EVENT_KINDS, Header, Trace
 from rollproof.errors import TraceError, UsageError
-from rollproof.store import TraceReader, TraceWriter
+from rollproof.store import TraceReader, TraceWriter, open_trace
 from tests.support.random_records import alike, any_event, any_header
 from tests.support.trace_builder import TraceBuilder, contract
 
@@ -271,6 +271,15 @@ def test_layout_of_an_array_does_not_matter(tmp_path: Path, order: str) -> None:
     assert alike(base, event.output.routes)
 
 
+def test_a_file_of_an_older_version_is_read() -> None:
+    """Schema 1 is read as it was written before lists of integers moved into the body of a row."""
+    stories = [(trace.header, list(trace.events)) for trace in (story(0), story(1))]
+    folder = Path(__file__).parent / "schema_1"
+    assert b"$integers" in (folder / "story.arrow").read_bytes()
+    assert alike([(HEADER, []), *stories], read(folder / "story.arrow"))
+    assert alike(stories[0][1], list(open_trace(folder / "story.json")))
+
+
 def test_any_arrow_library_reads_the_file(tmp_path: Path) -> None:
     """The file is one plain Arrow IPC stream: pyarrow alone reads it, also after appending; seals
     are rows of their own kind.
@@ -337,7 +346,7 @@ class Stray(Admit):
         ),
         (
             Submit(request=Request(request_id="r", prompt_ids=(1,), sampling={"a": object()})),  # type: ignore[dict-item]
-            r"request.sampling\[a\] must be bool or float or int or null or str, not <object",
+            r"request.sampling\[a\] must be bool or int or float or str or null, not <object",
         ),
         (
             Reply(

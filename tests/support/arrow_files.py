@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import io
-from collections.abc import Callable
+import zlib
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,11 +16,11 @@ from rollproof.core.events.base import Event
 from rollproof.core.trace import Header
 from rollproof.errors import TraceError
 from rollproof.store import TraceReader, TraceWriter, columns, stream
-from rollproof.store.frames import END, read_frame
-from rollproof.store.rows import Rows
+from rollproof.store.columns import Rows
+from rollproof.store.stream import END
 from tests.store.test_arrow_format import HEADER
 
-__all__ = ["Episodes", "flat", "forge", "pairs_of", "take"]
+__all__ = ["Episodes", "flat", "forge", "messages_of", "pairs_of", "take"]
 
 Episodes = list[tuple[Header, list[Event]]]
 
@@ -49,14 +50,21 @@ def take(path: Path) -> tuple[list[Header | Event], TraceReader | None, TraceErr
 
 def pairs_of(path: Path) -> tuple[bytes, list[bytes]]:
     """The schema of a trace file, and its batches each with its seal."""
-    data = path.read_bytes()
-    with path.open("rb") as file:
-        walk = stream.Stream(path, file)
-        head, pairs = data[: walk.offset], []
-        while (pair := walk._pair()) is not None:
-            pairs.append(data[walk.offset : pair[1].offset + pair[1].size])
-            walk.offset = pair[1].offset + pair[1].size
-    return head, pairs
+    messages = list(messages_of(path.read_bytes()))
+    pairs = zip(messages[1::2], messages[2::2], strict=True)
+    return messages[0], [batch + seal for batch, seal in pairs]
+
+
+def messages_of(data: bytes) -> Iterator[bytes]:
+    """The messages of an Arrow stream, as bytes."""
+    file = io.BytesIO(data)
+    while True:
+        start = file.tell()
+        try:
+            pa.ipc.read_message(pa.PythonFile(file, mode="r"))
+        except EOFError:
+            return
+        yield data[start : file.tell()]
 
 
 def forge(
@@ -107,11 +115,8 @@ def forge(
         sink = pa.BufferOutputStream()
         with pa.ipc.new_stream(sink, batch.schema, options=options) as out:
             out.write_batch(batch)
-        whole = io.BytesIO(sink.getvalue().to_pybytes())
-        first = read_frame(whole, 0, 1 << 20)
-        assert first is not None
-        frame = whole.getvalue()[first.size : -8]
+        _, frame = messages_of(sink.getvalue().to_pybytes())
     frame = patch(frame)
     seal = Rows()
-    seal.add_seal(stream.State(2, 0, 1).seal(frame))
-    path.write_bytes(head + pairs[0] + frame + bytes(seal.frame()) + END)
+    seal.add_seal(stream.State(2, 0, 1).seal(zlib.crc32(frame)))
+    path.write_bytes(head + pairs[0] + frame + bytes(seal.message()) + END)
