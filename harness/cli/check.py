@@ -33,7 +33,7 @@ _OF_SAMPLES = ("Submit", "Result", "samples")
 _NEXT = (
     "  next: have your stack tell them. `rollproof serve --contract FILE` takes what it promises,"
     " and the running server each request and sample (rollproof.fakes.http.trace_client.Teller, or"
-    " POST /rollproof/submit and /rollproof/result: docs/doors.md, A fake engine behind HTTP). A"
+    " POST /rollproof/submit and /rollproof/result: docs/entry-points.md, A fake engine behind HTTP). A"
     " stack in Python needs no server: rollproof.record(...) or @rollproof.conformance."
 )
 

@@ -262,8 +262,8 @@ def _canary(canary: Mapping[str, Any]) -> Iterator[Line]:
             Style.BAD,
             wrapped(
                 f"  self-test: {canary['planted']}: NOT detected by {canary['expected_by']}. A"
-                " fault that was planted into this run's own trace went unnoticed, so its other verdicts"
-                " cannot be trusted; please report this with the JSON report.",
+                " fault that was planted into this run's own trace went unnoticed, so its other"
+                " verdicts cannot be trusted; please report this with the JSON report.",
                 "      ",
             ),
         )

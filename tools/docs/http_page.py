@@ -54,7 +54,7 @@ def http_page() -> Iterator[str]:
     """The lines of the page."""
     yield "# The HTTP faces\n"
     yield (
-        "`rollproof serve` (see [doors](doors.md)) answers as these servers do. The faces are"
+        "`rollproof serve` (see [entry points](entry-points.md)) answers as these servers do. The faces are"
         " compared with recordings of the real"
     )
     yield (
@@ -117,7 +117,7 @@ the transcripts have `w0`.
 - `temperature`, `top_p` and their like are checked and change nothing, stop strings and stop tokens are taken and never met: what a call
   samples follows from its prompt, the weights and `--seed` alone, so that the samples of `n > 1` are equal.
 - A request that is wrong has the status and the form that the real server gives it; an endpoint that is none is a 404.
-- `/rollproof/submit` and `/rollproof/result` are rollproof's own: by them a stack tells of its samples ([doors](doors.md))."""
+- `/rollproof/submit` and `/rollproof/result` are rollproof's own: by them a stack tells of its samples ([entry points](entry-points.md))."""
 
 
 def _judged() -> Iterator[str]:

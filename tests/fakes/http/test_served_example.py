@@ -1,4 +1,4 @@
-"""The served example of the pages: what docs/http.md and docs/doors.md show is what its client and
+"""The served example of the pages: what docs/http.md and docs/entry-points.md show is what its client and
 its trace say.
 """
 
@@ -84,5 +84,5 @@ def test_both_pages_show_the_plan_that_is_run() -> None:
     """As it stands in the file, which is read."""
     plan = (EXAMPLE / "served_plan.toml").read_text(encoding="utf-8")
     assert f"```toml\n{plan}```" in PAGE
-    assert f"```toml\n{plan}```" in (DOCS / "doors.md").read_text(encoding="utf-8")
+    assert f"```toml\n{plan}```" in (DOCS / "entry-points.md").read_text(encoding="utf-8")
     assert "r1" == FaultPlan.from_file(EXAMPLE / "served_plan.toml").faults[0].request_id
