@@ -1,4 +1,6 @@
-"""Batch: a conversion of finished samples carries every per-token field to its place."""
+"""The family ``batch``: the conversion of finished samples into training rows carries every
+per-token field to its place.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Batch routes: what routes become in a batch, and what becomes of samples that must be refused."""
+"""Checks on the routes in a batch, and on samples that must be refused."""
 
 from __future__ import annotations
 
@@ -36,130 +36,129 @@ def _moe(contract: Contract, routes: IntArray) -> IntArray:
 
 
 def _judged(batch: Conversion) -> tuple[Placed, ...]:
-    """Sound samples with routes whose row has routes of the right shape."""
+    """Return the sound samples with routes if their row has routes of the right shape."""
     contract = batch.contract
     shape = (contract.route_layers, contract.top_k)
     return tuple(
-        one
-        for one in batch.sound
-        if one.sample.routes is not None
-        and one.row.routes is not None
-        and one.row.routes.shape[1:] == shape
+        placed
+        for placed in batch.sound
+        if placed.sample.routes is not None
+        and placed.row.routes is not None
+        and placed.row.routes.shape[1:] == shape
     )
 
 
 @batch_check(
     "batch.routes",
-    promise="Every captured row stands at its token's place, in the sample's own row of the batch.",
+    promise=("Every captured row is at its token's place, in the sample's own row of the batch."),
     needs=_NEEDS,
     exercised_by="rows compared",
     applies=has_routes,
 )
 def batch_routes(batch: Conversion, out: Collector) -> None:
-    for one in batch.sound:
-        if one.sample.routes is None:
+    for placed in batch.sound:
+        if placed.sample.routes is None:
             continue
-        if one.row.routes is None:
+        if placed.row.routes is None:
             if not batch.mixed:
                 out.finding(
                     "the routes of a sample are gone",
-                    expected=f"{count(one.captured, 'captured row')}",
+                    expected=f"{count(placed.captured, 'captured row')}",
                     observed="none",
-                    where=batch.place(one.sample),
+                    where=batch.place(placed.sample),
                     hint=(
                         "The conversion must carry routed_experts like any per-token field (verl"
                         " #5368, AReno #524)."
                     ),
                 )
             continue
-        want = _moe(batch.contract, one.sample.routes[: one.captured])
-        if one.row.routes.shape[1:] != one.sample.routes.shape[1:]:
+        expected = _moe(batch.contract, placed.sample.routes[: placed.captured])
+        if placed.row.routes.shape[1:] != placed.sample.routes.shape[1:]:
             out.finding(
                 "the routes have another shape",
-                expected=f"(places, {one.sample.routes.shape[1]}, {one.sample.routes.shape[2]})",
-                observed=f"{one.row.routes.shape}",
-                where=batch.place(one.sample),
+                expected=f"(places, {placed.sample.routes.shape[1]}, {placed.sample.routes.shape[2]})",
+                observed=f"{placed.row.routes.shape}",
+                where=batch.place(placed.sample),
                 hint="Layers and top_k come from the model config.",
             )
             continue
-        out.exercised("rows compared", one.captured)
-        bad = _wrong_rows(one, want)
-        if len(bad) and _wrapped(batch.contract, one, want) is None:
-            _report_rows(batch, out, one, want, bad)
+        out.exercised("rows compared", placed.captured)
+        wrong = _wrong_rows(placed, expected)
+        if len(wrong) and _wrapped(batch.contract, placed, expected) is None:
+            _report_rows(batch, out, placed, expected, wrong)
 
 
-def _wrong_rows(one: Placed, want: IntArray) -> Places:
-    """Tokens whose captured row does not stand at their place; the order within a cell does not
+def _wrong_rows(placed: Placed, expected: IntArray) -> Places:
+    """Return the tokens whose captured row is not at their place; the order within a cell does not
     count.
     """
-    got = one.rows_at(np.arange(len(want)))
-    bad = (np.sort(got, axis=2) != np.sort(want[: len(got)], axis=2)).any(axis=(1, 2))
-    return np.concatenate([np.flatnonzero(bad), np.arange(len(got), len(want))])
+    actual = placed.rows_at(np.arange(len(expected)))
+    wrong = (np.sort(actual, axis=2) != np.sort(expected[: len(actual)], axis=2)).any(axis=(1, 2))
+    return np.concatenate([np.flatnonzero(wrong), np.arange(len(actual), len(expected))])
 
 
-def _wrapped(contract: Contract, one: Placed, want: IntArray) -> str | None:
-    """The narrow type through which the ids went, if that explains every row."""
-    got = one.rows_at(np.arange(len(want))).astype(np.int64)
-    if len(got) < len(want) or (contract.num_experts or 0) < 128:
+def _wrapped(contract: Contract, placed: Placed, expected: IntArray) -> str | None:
+    """Return the narrow type to which the ids were cast, if that explains every row."""
+    actual = placed.rows_at(np.arange(len(expected))).astype(np.int64)
+    if len(actual) < len(expected) or (contract.num_experts or 0) < 128:
         return None
     for name in ("uint8", "int8", "int16", "uint16"):
-        cast = want.astype(name).astype(np.int64)
-        if (cast != want).any() and (np.sort(cast, axis=2) == np.sort(got, axis=2)).all():
+        cast = expected.astype(name).astype(np.int64)
+        if (cast != expected).any() and (np.sort(cast, axis=2) == np.sort(actual, axis=2)).all():
             return name
     return None
 
 
 def _report_rows(
-    batch: Conversion, out: Collector, one: Placed, want: IntArray, bad: Places
+    batch: Conversion, out: Collector, placed: Placed, expected: IntArray, wrong: Places
 ) -> None:
-    assert one.row.routes is not None
-    routes = _moe(batch.contract, one.row.routes)
-    first = int(bad[0])
-    place = int(one.places[first])
-    found = [
+    assert placed.row.routes is not None
+    routes = _moe(batch.contract, placed.row.routes)
+    first = int(wrong[0])
+    place = int(placed.places[first])
+    elsewhere = [
         i
         for i, row in enumerate(routes)
-        if (np.sort(row, axis=1) == np.sort(want[first], axis=1)).all()
+        if (np.sort(row, axis=1) == np.sort(expected[first], axis=1)).all()
     ]
     cell = None if place >= len(routes) else routes[place]
-    whose = None if cell is None else _owner(batch, one, cell)
-    if whose is not None:
-        observed = f"the row at place {place} is that of token {whose[1]} of {whose[0]}"
+    owner = None if cell is None else _owner(batch, placed, cell)
+    if owner is not None:
+        observed = f"the row at place {place} is that of token {owner[1]} of {owner[0]}"
     elif cell is None:
         observed = f"no row at place {place}: the batch has {len(routes)}"
     else:
         observed = (
-            f"experts {cell[0].tolist()} at place {place} instead of {want[first][0].tolist()}"
+            f"experts {cell[0].tolist()} at place {place} instead of {expected[first][0].tolist()}"
         )
-        if found:
+        if elsewhere:
             observed += (
-                f"; token {first}'s row stands at place {found[0]}, {abs(found[0] - place)}"
-                " places off"
+                f"; token {first}'s row is at place {elsewhere[0]},"
+                f" {abs(elsewhere[0] - place)} places away"
             )
     out.finding(
         "route rows do not stand at their tokens",
-        expected=f"the row of token {first} at place {place}, where the token stands",
+        expected=f"the row of token {first} at place {place}, where the token is",
         observed=(
-            f"{observed}; so for {len(bad)} of {count(len(want), 'captured row')} (token"
-            f" {ranges(bad.tolist())})"
+            f"{observed}; so for {len(wrong)} of {count(len(expected), 'captured row')} (token"
+            f" {ranges(wrong.tolist())})"
         ),
-        where=batch.place(one.sample, position=first),
+        where=batch.place(placed.sample, position=first),
         hint=(
-            "Routes must be shifted by the same padding as the tokens, on the same side (slime"
-            " #1052, #2175)."
+            "Shift routes by the same padding as the tokens, on the same side (slime #1052, #2175)."
         ),
     )
 
 
-def _owner(batch: Conversion, one: Placed, cell: IntArray) -> tuple[str, int] | None:
-    """Another sample of the batch that has this row, and its token."""
+def _owner(batch: Conversion, placed: Placed, cell: IntArray) -> tuple[str, int] | None:
+    """Return another sample of the batch that has this row, and its token."""
     for other in batch.event.samples:
-        if other.request_id == one.sample.request_id or other.routes is None:
+        if other.request_id == placed.sample.request_id or other.routes is None:
             continue
         rows = _moe(batch.contract, other.routes)
-        same = np.flatnonzero((np.sort(rows, axis=2) == np.sort(cell, axis=1)).all(axis=(1, 2)))
-        if len(same):
-            return other.request_id, int(same[0])
+        equal = np.flatnonzero((np.sort(rows, axis=2) == np.sort(cell, axis=1)).all(axis=(1, 2)))
+        if len(equal):
+            return other.request_id, int(equal[0])
     return None
 
 
@@ -172,12 +171,12 @@ def _owner(batch: Conversion, one: Placed, cell: IntArray) -> tuple[str, int] | 
 )
 def batch_expert_ids(batch: Conversion, out: Collector) -> None:
     largest = (batch.contract.num_experts or 1) - 1
-    for one in _judged(batch):
-        assert one.row.routes is not None and one.sample.routes is not None
+    for placed in _judged(batch):
+        assert placed.row.routes is not None and placed.sample.routes is not None
         out.exercised("rows with routes")
-        dtype = one.row.routes.dtype
+        dtype = placed.row.routes.dtype
         wrapped = _wrapped(
-            batch.contract, one, _moe(batch.contract, one.sample.routes[: one.captured])
+            batch.contract, placed, _moe(batch.contract, placed.sample.routes[: placed.captured])
         )
         if wrapped is None and np.iinfo(dtype).max >= largest:
             continue
@@ -186,8 +185,8 @@ def batch_expert_ids(batch: Conversion, out: Collector) -> None:
             f"{name} does not hold every expert id",
             expected=f"a type that holds ids up to {largest}",
             observed=f"{name} holds at most {np.iinfo(name).max}"
-            + ("; ids came out as others" if wrapped is not None else ""),
-            where=batch.place(one.sample),
+            + ("; ids were changed" if wrapped is not None else ""),
+            where=batch.place(placed.sample),
             hint="Same cause: verl #5240 (uint8), #7407 (int16 wraps above 32767).",
         )
 
@@ -195,8 +194,8 @@ def batch_expert_ids(batch: Conversion, out: Collector) -> None:
 @batch_check(
     "batch.filler",
     promise=(
-        "Where no row was captured stands the declared filler, or a row that the batch marks as"
-        " none."
+        "A place without a captured row holds the declared filler, or a row that the batch"
+        " marks as uncaptured."
     ),
     needs=_NEEDS,
     exercised_by=(
@@ -209,70 +208,73 @@ def batch_expert_ids(batch: Conversion, out: Collector) -> None:
 )
 def batch_filler(batch: Conversion, out: Collector) -> None:
     contract = batch.contract
-    for one in _judged(batch):
-        assert one.row.routes is not None and one.sample.routes is not None
-        if len(_wrong_rows(one, _moe(contract, one.sample.routes[: one.captured]))):
+    for placed in _judged(batch):
+        assert placed.row.routes is not None and placed.sample.routes is not None
+        if len(_wrong_rows(placed, _moe(contract, placed.sample.routes[: placed.captured]))):
             out.absent(
-                "rows that stand in the wrong place (batch.routes) or were wrapped"
-                " (batch.expert-ids) leave filler nowhere certain"
+                "rows are at the wrong place (batch.routes) or were wrapped"
+                " (batch.expert-ids), so filler cannot be located"
             )
             continue
-        empty = np.ones(len(one.row.routes), dtype=bool)
-        inside = one.places[: one.captured]
-        empty[inside[inside < len(empty)]] = False
-        if not empty.any():
+        uncaptured = np.ones(len(placed.row.routes), dtype=bool)
+        inside = placed.places[: placed.captured]
+        uncaptured[inside[inside < len(uncaptured)]] = False
+        if not uncaptured.any():
             out.exercised("batches without such places")
             continue
-        marked = np.zeros(len(empty), dtype=bool) if one.row.routed is None else one.row.routed == 0
-        out.exercised("places marked as no capture", int((empty & marked).sum()))
+        marked = (
+            np.zeros(len(uncaptured), dtype=bool)
+            if placed.row.routed is None
+            else placed.row.routed == 0
+        )
+        out.exercised("places marked as no capture", int((uncaptured & marked).sum()))
         allowed = (
             {contract.filler}
             if contract.rows is not Rows.ALL
             else {contract.filler, contract.final_row}
         )
-        good, rows = marked.copy(), _moe(contract, one.row.routes)
+        allowed_rows, rows = marked.copy(), _moe(contract, placed.row.routes)
         for kind in allowed - {None, Filler.NONE}:
             fits = (
                 is_filler(rows, kind, contract.num_experts or 1, before=rows[:1])
                 if kind is not None
                 else marked
             )
-            if kind is Filler.PREVIOUS:  # which rows of other places may look like by chance
-                fits = fits & np.isin(np.arange(len(rows)), one.places[one.captured :])
+            if kind is Filler.PREVIOUS:
+                # Rows of other places may look like it by chance.
+                fits = fits & np.isin(np.arange(len(rows)), placed.places[placed.captured :])
             out.exercised(
                 _ZEROS if kind is Filler.ZEROS else "places without a capture",
-                int((empty & fits & ~marked).sum()),
+                int((uncaptured & fits & ~marked).sum()),
             )
-            good |= fits
-        bad = np.flatnonzero(empty & ~good)
-        if len(bad):
-            _report_filler(batch, out, one, rows[bad[0]], bad.tolist())
+            allowed_rows |= fits
+        wrong = np.flatnonzero(uncaptured & ~allowed_rows)
+        if len(wrong):
+            _report_filler(batch, out, placed, rows[wrong[0]], wrong.tolist())
 
 
 def _report_filler(
-    batch: Conversion, out: Collector, one: Placed, row: IntArray, bad: list[int]
+    batch: Conversion, out: Collector, placed: Placed, row: IntArray, wrong: list[int]
 ) -> None:
     contract = batch.contract
-    shown = next(
+    description = next(
         (str(kind) for kind in Filler if is_filler(row[None], kind, contract.num_experts or 1)[0]),
         f"experts {row[0].tolist()}",
     )
     out.finding(
         "a place without a capture is not the declared filler",
         expected=f"{contract.filler} filler, or rows marked as no capture",
-        observed=f"{shown} at {count(len(bad), 'place')} ({ranges(bad)})",
-        where=batch.place(one.sample, position=bad[0]),
+        observed=f"{description} at {count(len(wrong), 'place')} ({ranges(wrong)})",
+        where=batch.place(placed.sample, position=wrong[0]),
         hint=(
-            "What stands there is replayed unless it is masked: declare the filler, or mark the"
-            " rows (SkyRL: router_padding_mask)."
+            "The row is replayed unless it is masked: declare the filler, or mark the rows"
+            " (SkyRL: router_padding_mask)."
         ),
     )
 
 
 class BatchMixed(EventCheck):
-    """Only a conversion that carries routes elsewhere can lose them here: one that never does is
-    for ``batch.routes`` to name.
-    """
+    """Judges only conversions that carry routes at all: ``batch.routes`` judges the others."""
 
     def __init__(self, context: JudgeContext) -> None:
         super().__init__(context)
@@ -288,32 +290,41 @@ class BatchMixed(EventCheck):
             out.exercised("mixed batches refused")
             return
         out.exercised("mixed batches")
-        losers = [
-            one.sample.request_id
-            for one in batch.sound
-            if one.sample.routes is not None and one.row.routes is None
+        without_routes = [
+            placed.sample.request_id
+            for placed in batch.sound
+            if placed.sample.routes is not None and placed.row.routes is None
         ]
-        if losers:
+        if without_routes:
             out.finding(
                 "one sample without routes cost others theirs",
                 expected="routes for every sample that has them, or an error",
-                observed=f"no routes for {', '.join(losers[:6])}",
+                observed=f"no routes for {', '.join(without_routes[:6])}",
                 where=batch.place(),
                 hint=(
-                    "Whether the batch has a field was decided by one sample (verl: inputs[0])."
-                    " Decide by all; mark or refuse that one."
+                    "Whether the batch has a field was decided by one sample (verl:"
+                    " inputs[0]). Decide by all samples; mark or refuse the one without."
                 ),
             )
-        for one in batch.sound:
-            if one.sample.routes is None and one.row.routes is not None and one.sample.response_ids:
-                _report_gift(batch, out, one, _legal(batch.contract, one.row, one.places[:-1]))
+        for placed in batch.sound:
+            if (
+                placed.sample.routes is None
+                and placed.row.routes is not None
+                and placed.sample.response_ids
+            ):
+                _report_invented(
+                    batch,
+                    out,
+                    placed,
+                    _legal_places(batch.contract, placed.row, placed.places[:-1]),
+                )
 
 
 batch_mixed = trace_check(
     "batch.mixed",
     promise=(
-        "A sample without routes costs no other sample theirs, and is given none; or the batch is"
-        " refused."
+        "A sample without routes does not remove the routes of others and gets none; or the"
+        " batch is refused."
     ),
     needs="Batch events with samples with and without routes",
     exercised_by=("mixed batches", "mixed batches refused"),
@@ -322,16 +333,18 @@ batch_mixed = trace_check(
 )(BatchMixed)
 
 
-def _report_gift(batch: Conversion, out: Collector, one: Placed, legal: Places) -> None:
-    if len(legal):
+def _report_invented(
+    batch: Conversion, out: Collector, placed: Placed, legal_places: Places
+) -> None:
+    if len(legal_places):
         out.finding(
             "a sample without routes was given some",
-            expected="no routes, rows marked as none, or -1",
+            expected="no routes, rows marked as uncaptured, or -1",
             observed=(
-                f"{_told(batch.contract, one.row, legal)} for {count(len(legal), 'token')} that no"
+                f"{_describe(batch.contract, placed.row, legal_places)} for {count(len(legal_places), 'token')} that no"
                 " router chose"
             ),
-            where=batch.place(one.sample),
+            where=batch.place(placed.sample),
             hint=(
                 "A legal expert id is replayed: the sample is trained on routes that no model"
                 " chose."
@@ -339,8 +352,8 @@ def _report_gift(batch: Conversion, out: Collector, one: Placed, legal: Places) 
         )
 
 
-def _legal(contract: Contract, row: BatchRow, places: Places) -> Places:
-    """Those of ``places`` that hold ids of experts and are not marked as no capture."""
+def _legal_places(contract: Contract, row: BatchRow, places: Places) -> Places:
+    """Return those of ``places`` that hold ids of experts and are not marked as uncaptured."""
     assert row.routes is not None
     places = places[places < len(row.routes)]
     if row.routed is not None:
@@ -349,7 +362,7 @@ def _legal(contract: Contract, row: BatchRow, places: Places) -> Places:
     return places[((rows >= 0) & (rows < (contract.num_experts or 1))).all(axis=(1, 2))]
 
 
-def _told(contract: Contract, row: BatchRow, places: Places) -> str:
+def _describe(contract: Contract, row: BatchRow, places: Places) -> str:
     assert row.routes is not None
     cells = _moe(contract, row.routes[places])
     return (
@@ -362,8 +375,8 @@ def _told(contract: Contract, row: BatchRow, places: Places) -> str:
 @batch_check(
     "batch.refuses",
     promise=(
-        "A sample whose per-token fields have the wrong length is refused, not padded or cut in"
-        " silence."
+        "A sample whose per-token fields have the wrong length is refused, not silently"
+        " padded or cut."
     ),
     needs="Batch events with a malformed sample",
     exercised_by=("malformed samples", "malformed samples refused"),
@@ -378,77 +391,81 @@ def batch_refuses(batch: Conversion, out: Collector) -> None:
         return
     out.exercised("malformed samples")
     sample = next(sample for sample in event.samples if sample.request_id == event.defective)
-    one = Placed(sample, row, batch.contract)
-    made = _made_of(one)
-    if made:
+    placed = Placed(sample, row, batch.contract)
+    outcome = _outcome(placed)
+    if outcome:
         out.finding(
             f"{event.defect}: accepted",
             expected="an error that names the sample and both lengths",
-            observed=made,
+            observed=outcome,
             where=batch.place(sample),
             hint=(
-                "Lengths that disagree mean that a field belongs to other tokens: a silent pad or"
-                " cut trains on that. zip and padding hide it (verl as_dict; verl #6027, ROLL: only"
-                " logged)."
+                "Lengths that disagree mean that a field belongs to other tokens: silent"
+                " padding or cutting trains on them. zip and padding hide it (verl as_dict;"
+                " verl #6027, ROLL: only logged)."
             ),
         )
 
 
-def _made_of(one: Placed) -> str:
-    """What became of a malformed sample that was accepted; empty where nothing false can be trained
-    on.
+def _outcome(placed: Placed) -> str:
+    """Return what became of a malformed sample that was accepted; empty if nothing false can be
+    trained on.
     """
-    sample, total = one.sample, len(one.tokens)
+    sample, total = placed.sample, len(placed.tokens)
     if sample.routes is not None and len(sample.routes) > total:
         return (
             f"{len(sample.routes)} rows were cut to the tokens"
-            if one.row.routes is not None
+            if placed.row.routes is not None
             else ""
         )
     if sample.routes is not None and len(sample.routes) < total - 1:
-        return _made_of_short_routes(one)
+        return _outcome_of_short_routes(placed)
     for field in ("logprobs", "loss_mask"):
-        given = getattr(sample, field)
-        if given is not None and len(given) != len(sample.response_ids):
-            return _made_of_field(one, field, len(given))
+        sample_values = getattr(sample, field)
+        if sample_values is not None and len(sample_values) != len(sample.response_ids):
+            return _outcome_of_field(placed, field, len(sample_values))
     return ""
 
 
-def _made_of_short_routes(one: Placed) -> str:
-    assert one.sample.routes is not None
-    if one.row.routes is None or not one.sound:
+def _outcome_of_short_routes(placed: Placed) -> str:
+    assert placed.sample.routes is not None
+    if placed.row.routes is None or not placed.sound:
         return ""
-    legal = _legal(one.contract, one.row, one.places[len(one.sample.routes) : len(one.tokens) - 1])
+    legal_places = _legal_places(
+        placed.contract,
+        placed.row,
+        placed.places[len(placed.sample.routes) : len(placed.tokens) - 1],
+    )
     return (
-        f"{_told(one.contract, one.row, legal)} stands at {count(len(legal), 'token')} that have no"
-        " row, and is replayed"
-        if len(legal)
+        f"{_describe(placed.contract, placed.row, legal_places)} is at"
+        f" {count(len(legal_places), 'token')} that have no row, and is replayed"
+        if len(legal_places)
         else ""
     )
 
 
-def _made_of_field(one: Placed, field: str, given: int) -> str:
-    array = getattr(one.row, field)
-    response = len(one.sample.response_ids)
+def _outcome_of_field(placed: Placed, field: str, length: int) -> str:
+    array = getattr(placed.row, field)
+    response = len(placed.sample.response_ids)
     if array is None:
         return ""
-    if one.misfit(field) is not None:
-        return f"{given} went into the batch beside {count(response, 'token')}"
-    if given > response:
-        return f"{given} were cut to {count(response, 'token')}"
-    if field == "loss_mask" or not one.sound:
-        return f"the mask of {given} was taken for {count(response, 'token')}"
-    rest = one.response_places[given:]
-    masked = one.row.loss_mask is not None and one.misfit("loss_mask") is None
-    counts = (
-        one.row.loss_mask[rest] != 0
-        if masked and one.row.loss_mask is not None
-        else np.ones(len(rest), dtype=bool)
+    if placed.misfit(field) is not None:
+        return f"{length} were put into the batch with {count(response, 'token')}"
+    if length > response:
+        return f"{length} were cut to {count(response, 'token')}"
+    if field == "loss_mask" or not placed.sound:
+        return f"the mask of {length} was used for {count(response, 'token')}"
+    remaining = placed.response_places[length:]
+    masked = placed.row.loss_mask is not None and placed.misfit("loss_mask") is None
+    counted = (
+        placed.row.loss_mask[remaining] != 0
+        if masked and placed.row.loss_mask is not None
+        else np.ones(len(remaining), dtype=bool)
     )
-    filled = counts & ~np.isnan(array[rest])
+    filled = counted & ~np.isnan(array[remaining])
     return (
-        f"{array[rest][filled][0]:g} stands for {count(int(filled.sum()), 'logprob')} that nobody"
-        " returned"
+        f"{array[remaining][filled][0]:g} is the value of"
+        f" {count(int(filled.sum()), 'logprob')} that no engine returned"
         if filled.any()
         else ""
     )

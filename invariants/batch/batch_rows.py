@@ -1,6 +1,4 @@
-"""Batch rows: samples beside what they became in a batch, place by place; and how a check is made
-of that.
-"""
+"""Samples and their rows in a batch, position by position; and the decorator for checks of batches."""
 
 from __future__ import annotations
 
@@ -33,7 +31,7 @@ class Placed:
 
     @cached_property
     def places(self) -> Places:
-        """``(tokens,)``: where the tokens of the sample stand."""
+        """``(tokens,)``: the positions of the sample's tokens in the row."""
         return np.flatnonzero(self.row.attention)
 
     @property
@@ -43,19 +41,20 @@ class Placed:
 
     @cached_property
     def sound(self) -> bool:
-        """Whether the attended places hold the sample's tokens, in order: only then do places tell
-        which token is which.
+        """Whether the attended places hold the sample's tokens in order.
+
+        Only then do places show which token is which.
         """
         return tuple(self.row.token_ids[self.places].tolist()) == self.tokens
 
     @property
     def response_places(self) -> Places:
-        """``(response,)``: where the response tokens stand."""
+        """``(response,)``: the places of the response tokens."""
         return self.places[len(self.sample.prompt_ids) :]
 
     @property
     def trained(self) -> npt.NDArray[np.bool_]:
-        """``(response,)``: the response tokens that the sample lets the loss count."""
+        """``(response,)``: the response tokens that count in the sample's loss."""
         mask = self.sample.loss_mask
         return (
             np.ones(len(self.sample.response_ids), dtype=bool)
@@ -65,8 +64,8 @@ class Placed:
 
     @property
     def captured(self) -> int:
-        """How many of the first tokens have a captured row: all rows of the sample but the filler
-        of the last token.
+        """The number of leading tokens with a captured row: all rows of the sample except the
+        filler of the last token.
         """
         if self.sample.routes is None:
             return 0
@@ -74,15 +73,15 @@ class Placed:
         return min(len(self.sample.routes), len(self.tokens)) - final
 
     def misfit(self, field: str) -> int | None:
-        """The length of a per-place field that is not the number of places; ``None`` where it fits
-        or is absent.
+        """Return the length of a per-place field if it is not the number of places, otherwise
+        ``None``.
         """
         array = getattr(self.row, field)
         return None if array is None or len(array) == len(self.row.token_ids) else len(array)
 
     def rows_at(self, tokens: Places) -> IntArray:
-        """The routes of the row at the places of ``tokens`` (indexes), those that it has, MoE
-        columns only.
+        """Return the MoE columns of the row's routes at the places of ``tokens`` (indexes), as far
+        as the row has them.
         """
         assert self.row.routes is not None
         places = self.places[tokens]
@@ -93,8 +92,8 @@ class Placed:
 
 @dataclass(frozen=True, eq=False)
 class Conversion:
-    """A batch under a contract: its well-formed samples that came out as exactly one row each, with
-    that row.
+    """A batch under a contract: its well-formed samples that became exactly one row each, with that
+    row.
     """
 
     event: Batch
@@ -102,9 +101,7 @@ class Conversion:
 
     @cached_property
     def placed(self) -> tuple[Placed, ...]:
-        """Well-formed samples with their rows; what is missing or doubled is for ``batch.complete``
-        to say.
-        """
+        """Well-formed samples with their rows; ``batch.complete`` judges missing and doubled ones."""
         rows: dict[str, list[BatchRow]] = {}
         for row in self.event.rows:
             rows.setdefault(row.request_id, []).append(row)
@@ -117,8 +114,8 @@ class Conversion:
 
     @property
     def sound(self) -> tuple[Placed, ...]:
-        """Those whose tokens are right: the others cannot be judged place by place."""
-        return tuple(one for one in self.placed if one.sound)
+        """Those with the right tokens: the others cannot be judged place by place."""
+        return tuple(placed for placed in self.placed if placed.sound)
 
     @property
     def mixed(self) -> bool:
@@ -129,7 +126,7 @@ class Conversion:
         )
 
     def place(self, sample: Rollout | None = None, **more: Any) -> dict[str, Any]:
-        """A finding's place: the batch, the sample, and more."""
+        """Return the place of a finding: the batch, the sample, and more."""
         return {
             "batch": self.event.name,
             **({} if sample is None else {"request": sample.request_id}),

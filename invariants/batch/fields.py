@@ -1,7 +1,5 @@
-"""Batch: a conversion of finished samples into training rows carries every per-token field,
-together and to its place.
-
-What the routes became is in ``batch_routes``.
+"""Checks on the fields of a batch: the conversion carries every per-token field, together and to
+its place.
 """
 
 from __future__ import annotations
@@ -39,15 +37,18 @@ def batch_accepts(batch: Conversion, out: Collector) -> None:
         return
     out.exercised("well-formed batches")
     if event.refused is not None:
-        lengths = ", ".join(f"{len(s.prompt_ids)}+{len(s.response_ids)}" for s in event.samples)
+        lengths = ", ".join(
+            f"{len(sample.prompt_ids)}+{len(sample.response_ids)}" for sample in event.samples
+        )
         out.finding(
             "a well-formed batch was refused",
             expected=f"rows for {count(len(event.samples), 'sample')} of {lengths} tokens",
             observed=event.refused,
             where=batch.place(),
             hint=(
-                "A conversion must be total over what rollouts hand over: samples without response"
-                " tokens (verl #6675), read-only arrays (verl #5519), one sample or many."
+                "A conversion must accept everything that rollouts deliver: samples without"
+                " response tokens (verl #6675), read-only arrays (verl #5519), one sample or"
+                " many."
             ),
         )
 
@@ -63,36 +64,36 @@ def batch_complete(batch: Conversion, out: Collector) -> None:
     if event.refused is not None:
         out.absent("every batch was refused")
         return
-    came = [row.request_id for row in event.rows]
-    wanted = {sample.request_id for sample in event.samples}
+    row_ids = [row.request_id for row in event.rows]
+    sample_ids = {sample.request_id for sample in event.samples}
     for sample in event.samples:
         if sample.request_id == event.defective:
             continue
         out.exercised("samples converted")
-        times = came.count(sample.request_id)
+        times = row_ids.count(sample.request_id)
         if times > 1 or (times == 0 and sample.response_ids):
             out.finding(
                 "a sample was lost" if not times else "a sample became several rows",
-                expected=f"one row for each of {count(len(wanted), 'sample')}",
+                expected=f"one row for each of {count(len(sample_ids), 'sample')}",
                 observed=(
-                    f"{count(times, 'row')} for {sample.request_id}; the batch holds {came[:8]}"
+                    f"{count(times, 'row')} for {sample.request_id}; the batch holds {row_ids[:8]}"
                 ),
                 where=batch.place(sample),
                 hint=(
-                    "Filters and splits must drop or copy a sample whole, and say so: a lost one"
-                    " shifts every list that is kept beside."
+                    "Filters and splits must drop or copy complete samples and report it: a"
+                    " lost one shifts every parallel list."
                 ),
             )
-    strays = [name for name in came if name not in wanted]
-    if strays:
+    unknown_ids = [name for name in row_ids if name not in sample_ids]
+    if unknown_ids:
         out.finding(
             "rows of no sample",
-            expected=f"rows of {sorted(wanted)[:8]}",
-            observed=f"rows of {strays[:8]}",
+            expected=f"rows of {sorted(sample_ids)[:8]}",
+            observed=f"rows of {unknown_ids[:8]}",
             where=batch.place(),
             hint=(
-                "Rows that fill a batch up must not pass for samples: leave them out of what is"
-                " handed back, or mask them wholly."
+                "Rows that pad a batch must not look like samples: leave them out of the"
+                " result, or mask them completely."
             ),
         )
 
@@ -106,42 +107,46 @@ def batch_complete(batch: Conversion, out: Collector) -> None:
 def batch_tokens(batch: Conversion, out: Collector) -> None:
     if not batch.placed:
         out.absent("no well-formed sample was converted")
-    for one in batch.placed:
+    for placed in batch.placed:
         out.exercised("rows compared")
-        if one.sound:
+        if placed.sound:
             continue
-        got = one.row.token_ids[one.places].tolist()
-        whose = next(
+        row_tokens = placed.row.token_ids[placed.places].tolist()
+        owner = next(
             (
                 other
                 for other in batch.event.samples
-                if list(other.prompt_ids + other.response_ids) == got
+                if list(other.prompt_ids + other.response_ids) == row_tokens
             ),
             None,
         )
-        if whose is not None:
-            observed = f"the tokens of {whose.request_id}"
-        elif got == list(one.tokens[: len(got)]):
-            observed = f"the first {len(got)} of {count(len(one.tokens), 'token')}"
+        if owner is not None:
+            observed = f"the tokens of {owner.request_id}"
+        elif row_tokens == list(placed.tokens[: len(row_tokens)]):
+            observed = f"the first {len(row_tokens)} of {count(len(placed.tokens), 'token')}"
         else:
             first = next(
-                (i for i, (a, b) in enumerate(zip(got, one.tokens, strict=False)) if a != b),
-                min(len(got), len(one.tokens)),
+                (
+                    i
+                    for i, (a, b) in enumerate(zip(row_tokens, placed.tokens, strict=False))
+                    if a != b
+                ),
+                min(len(row_tokens), len(placed.tokens)),
             )
             observed = (
-                f"{count(len(got), 'token')}, other ones from number {first} on:"
-                f" {got[first : first + 4]}"
+                f"{count(len(row_tokens), 'token')}, other ones from number {first} on:"
+                f" {row_tokens[first : first + 4]}"
             )
         out.finding(
             "a row holds other tokens than its sample",
             expected=(
-                f"the {count(len(one.tokens), 'token')} of {one.sample.request_id} where attention"
+                f"the {count(len(placed.tokens), 'token')} of {placed.sample.request_id} where attention"
                 " is 1"
             ),
             observed=observed,
-            where=batch.place(one.sample),
+            where=batch.place(placed.sample),
             hint=(
-                "Padding side, attention mask and tokens must come from one place; rows must not be"
+                "Padding side, attention mask and tokens must agree; rows must not be"
                 " exchanged between samples."
             ),
         )
@@ -149,30 +154,30 @@ def batch_tokens(batch: Conversion, out: Collector) -> None:
 
 @batch_check(
     "batch.padding",
-    promise="Padding is attended nowhere and counts in no loss.",
+    promise="Padding is not attended and does not count in the loss.",
     needs=_NEEDS + "; rows with a loss mask",
     exercised_by=("padded places", "rows without padding"),
 )
 def batch_padding(batch: Conversion, out: Collector) -> None:
-    for one in batch.placed:
-        mask = one.row.loss_mask
-        padded = np.flatnonzero(one.row.attention == 0)
-        if mask is None or one.misfit("loss_mask") is not None:
+    for placed in batch.placed:
+        mask = placed.row.loss_mask
+        padded = np.flatnonzero(placed.row.attention == 0)
+        if mask is None or placed.misfit("loss_mask") is not None:
             out.absent("no row has a loss mask of its length")
             continue
         if not len(padded):
             out.exercised("rows without padding")
             continue
         out.exercised("padded places", len(padded))
-        bad = padded[mask[padded] != 0]
-        if len(bad):
+        wrong = padded[mask[padded] != 0]
+        if len(wrong):
             out.finding(
                 "padding counts in the loss",
                 expected="loss mask 0 where attention is 0",
                 observed=(
-                    f"loss mask 1 at {count(len(bad), 'padded place')} ({ranges(bad.tolist())})"
+                    f"loss mask 1 at {count(len(wrong), 'padded place')} ({ranges(wrong.tolist())})"
                 ),
-                where=batch.place(one.sample, position=int(bad[0])),
+                where=batch.place(placed.sample, position=int(wrong[0])),
                 hint=(
                     "The loss mask must be padded with 0 on the side on which the tokens are"
                     " padded."
@@ -182,65 +187,66 @@ def batch_padding(batch: Conversion, out: Collector) -> None:
 
 @batch_check(
     "batch.loss-mask",
-    promise="The loss counts at the sample's own trained tokens, and nowhere else.",
+    promise="The loss counts the sample's trained tokens and no others.",
     needs=_NEEDS + "; rows with a loss mask",
     exercised_by="tokens compared",
 )
 def batch_loss_mask(batch: Conversion, out: Collector) -> None:
-    for one in batch.sound:
-        if one.row.loss_mask is None:
+    for placed in batch.sound:
+        if placed.row.loss_mask is None:
             out.absent("the batch carries no loss mask")
             continue
-        out.exercised("tokens compared", len(one.places))
-        if _misfit(batch, out, one, "loss_mask"):
+        out.exercised("tokens compared", len(placed.places))
+        if _misfit(batch, out, placed, "loss_mask"):
             continue
-        mask = one.row.loss_mask != 0
-        wanted = np.zeros(len(one.tokens), dtype=bool)
-        wanted[len(one.sample.prompt_ids) :] = one.trained
-        got = mask[one.places]
-        surplus = np.flatnonzero(got & ~wanted)
-        lost = np.flatnonzero(wanted & ~got & ~_excusable(one))
-        if one.sample.finish_reason in (FinishReason.ABORT, FinishReason.ERROR):
-            lost = lost[:0]
-        if len(surplus) or len(lost):
-            bad, what = (surplus, "counts at") if len(surplus) else (lost, "leaves out")
+        mask = placed.row.loss_mask != 0
+        expected = np.zeros(len(placed.tokens), dtype=bool)
+        expected[len(placed.sample.prompt_ids) :] = placed.trained
+        actual = mask[placed.places]
+        surplus = np.flatnonzero(actual & ~expected)
+        left_out = np.flatnonzero(expected & ~actual & ~_may_be_masked(placed))
+        if placed.sample.finish_reason in (FinishReason.ABORT, FinishReason.ERROR):
+            left_out = left_out[:0]
+        if len(surplus) or len(left_out):
+            tokens, action = (surplus, "counts at") if len(surplus) else (left_out, "leaves out")
             kind = "prompt or environment tokens" if len(surplus) else "trained tokens"
             out.finding(
-                f"the loss {what} {kind}",
+                f"the loss {action} {kind}",
                 expected=(
-                    f"loss mask 1 at the {count(int(wanted.sum()), 'trained token')} of"
-                    f" {one.sample.request_id}, 0 elsewhere"
+                    f"loss mask 1 at the {count(int(expected.sum()), 'trained token')} of"
+                    f" {placed.sample.request_id}, 0 elsewhere"
                 ),
-                observed=f"it {what} {count(len(bad), 'token')} (position {ranges(bad.tolist())})",
-                where=batch.place(one.sample, position=int(bad[0])),
+                observed=f"it {action} {count(len(tokens), 'token')} (position {ranges(tokens.tolist())})",
+                where=batch.place(placed.sample, position=int(tokens[0])),
                 hint=(
-                    "The response mask is not the attention mask: tool and user tokens are attended"
-                    " and not trained (verl #2543). Both must be shifted and padded alike."
+                    "The response mask is not the attention mask: tool and user tokens are"
+                    " attended and not trained (verl #2543). Shift and pad both in the same"
+                    " way."
                 ),
             )
 
 
-def _misfit(batch: Conversion, out: Collector, one: Placed, field: str) -> bool:
-    """Report a per-place field of another length than the row."""
-    length = one.misfit(field)
+def _misfit(batch: Conversion, out: Collector, placed: Placed, field: str) -> bool:
+    """Report a per-place field with another length than the row."""
+    length = placed.misfit(field)
     if length is not None:
         out.finding(
             f"a {field} of another length than its row",
-            expected=f"{count(len(one.row.token_ids), 'place')}",
+            expected=f"{count(len(placed.row.token_ids), 'place')}",
             observed=f"{length}",
-            where=batch.place(one.sample),
-            hint="Per-token fields are padded, cut and stacked together or not at all.",
+            where=batch.place(placed.sample),
+            hint="Pad, cut and stack all per-token fields together.",
         )
     return length is not None
 
 
-def _excusable(one: Placed) -> np.ndarray[tuple[int], np.dtype[np.bool_]]:
-    """Tokens ``(tokens,)`` that may be masked although the sample trains them: those without a
-    logprob.
+def _may_be_masked(placed: Placed) -> np.ndarray[tuple[int], np.dtype[np.bool_]]:
+    """Return the tokens ``(tokens,)`` that may be masked although the sample trains them: those
+    without a logprob.
     """
-    excused = np.zeros(len(one.tokens), dtype=bool)
-    logprobs = one.sample.logprobs
-    excused[len(one.sample.prompt_ids) :] = True if logprobs is None else np.isnan(logprobs)
+    excused = np.zeros(len(placed.tokens), dtype=bool)
+    logprobs = placed.sample.logprobs
+    excused[len(placed.sample.prompt_ids) :] = True if logprobs is None else np.isnan(logprobs)
     return excused
 
 
@@ -259,89 +265,93 @@ def _has_logprobs(contract: Contract) -> str | None:
     applies=_has_logprobs,
 )
 def batch_logprobs(batch: Conversion, out: Collector) -> None:
-    for one in batch.sound:
-        given = one.sample.logprobs
-        if given is None or not len(given):
+    for placed in batch.sound:
+        sample_values = placed.sample.logprobs
+        if sample_values is None or not len(sample_values):
             continue
-        if one.row.logprobs is None:
+        if placed.row.logprobs is None:
             out.finding(
                 "the logprobs of a sample are gone",
-                expected=f"{count(len(given), 'logprob')}",
+                expected=f"{count(len(sample_values), 'logprob')}",
                 observed="none",
-                where=batch.place(one.sample),
+                where=batch.place(placed.sample),
                 hint=(
-                    "A field that one sample lacks must not be dropped for all: pad it and mask it."
+                    "A field that one sample lacks must not be dropped for all of them: pad"
+                    " it and mask it."
                 ),
             )
             continue
-        if _misfit(batch, out, one, "logprobs"):
+        if _misfit(batch, out, placed, "logprobs"):
             continue
-        got = one.row.logprobs[one.response_places]
-        masked = one.row.loss_mask is not None and one.misfit("loss_mask") is None
-        counts = (
-            one.row.loss_mask[one.response_places] != 0
-            if masked and one.row.loss_mask is not None
-            else one.trained
+        actual = placed.row.logprobs[placed.response_places]
+        masked = placed.row.loss_mask is not None and placed.misfit("loss_mask") is None
+        counted = (
+            placed.row.loss_mask[placed.response_places] != 0
+            if masked and placed.row.loss_mask is not None
+            else placed.trained
         )
-        out.exercised("logprobs compared", int(counts.sum()))
-        missing = np.isnan(given)
-        invented = np.flatnonzero(missing & counts & ~np.isnan(got))
-        wrong = np.flatnonzero(~missing & counts & ~np.isclose(got, given, rtol=2e-6, atol=1e-6))
+        out.exercised("logprobs compared", int(counted.sum()))
+        missing = np.isnan(sample_values)
+        invented = np.flatnonzero(missing & counted & ~np.isnan(actual))
+        wrong = np.flatnonzero(
+            ~missing & counted & ~np.isclose(actual, sample_values, rtol=2e-6, atol=1e-6)
+        )
         if len(invented):
             _report_logprob(
                 batch,
                 out,
-                one,
+                placed,
                 invented,
                 "a missing logprob became a number",
                 "NaN, or loss mask 0",
-                float(got[invented[0]]),
+                float(actual[invented[0]]),
             )
         elif len(wrong):
-            wanted = f"{given[wrong[0]]:.6f}"
+            value = f"{sample_values[wrong[0]]:.6f}"
             _report_logprob(
                 batch,
                 out,
-                one,
+                placed,
                 wrong,
                 "logprobs do not stand at their tokens",
-                wanted,
-                float(got[wrong[0]]),
+                value,
+                float(actual[wrong[0]]),
             )
 
 
 def _report_logprob(
     batch: Conversion,
     out: Collector,
-    one: Placed,
-    bad: np.ndarray[tuple[int], np.dtype[np.intp]],
+    placed: Placed,
+    wrong: np.ndarray[tuple[int], np.dtype[np.intp]],
     title: str,
     expected: str,
-    got: float,
+    actual: float,
 ) -> None:
-    given = one.sample.logprobs
-    assert given is not None
-    position = len(one.sample.prompt_ids) + int(bad[0])
-    near = np.flatnonzero(np.isclose(given, got, rtol=2e-6, atol=1e-6))
-    if len(near):
-        cause = f", which is that of token {len(one.sample.prompt_ids) + int(near[0])}"
+    sample_values = placed.sample.logprobs
+    assert sample_values is not None
+    position = len(placed.sample.prompt_ids) + int(wrong[0])
+    matching = np.flatnonzero(np.isclose(sample_values, actual, rtol=2e-6, atol=1e-6))
+    if len(matching):
+        cause = f", which is that of token {len(placed.sample.prompt_ids) + int(matching[0])}"
     else:
-        cause = ", rounded" if np.isclose(given[bad[0]], got, rtol=1e-2) else ""
+        cause = ", rounded" if np.isclose(sample_values[wrong[0]], actual, rtol=1e-2) else ""
     out.finding(
         title,
         expected=f"{expected} at position {position}",
-        observed=f"{got:.6f}{cause}; so at {count(len(bad), 'token')} of {len(given)}",
-        where=batch.place(one.sample, position=position),
+        observed=f"{actual:.6f}{cause}; so at {count(len(wrong), 'token')} of {len(sample_values)}",
+        where=batch.place(placed.sample, position=position),
         hint=(
-            "0.0 is the logprob of certainty, not of absence. Cast to float32, not to bfloat16"
-            " (slime #245), and pad logprobs where the response is padded."
+            "0.0 is the logprob of a certain token, not of a missing value. Cast to float32,"
+            " not to bfloat16 (slime #245), and pad logprobs on the side on which the response"
+            " is padded."
         ),
     )
 
 
 @batch_check(
     "batch.input",
-    promise="The samples that were handed in are left as they were.",
+    promise="The conversion does not change its samples.",
     needs=_NEEDS,
     exercised_by="batches",
 )
@@ -350,11 +360,11 @@ def batch_input(batch: Conversion, out: Collector) -> None:
     if batch.event.changed:
         out.finding(
             "the conversion wrote into the samples",
-            expected="arrays as they were handed in",
+            expected="arrays as they were passed in",
             observed=f"changed: {', '.join(batch.event.changed[:6])}",
             where=batch.place(),
             hint=(
-                "A sample is used again: in a replay buffer, in a second epoch, by a logger. Copy"
-                " before padding in place."
+                "Samples are used again: in a replay buffer, in a second epoch, by a logger."
+                " Copy them before you pad in place."
             ),
         )

@@ -1,5 +1,5 @@
-"""Engines: the family ``engine``, and which checks of other families judge an engine that is driven
-directly, too.
+"""The family ``engine``, and the checks of other families that also judge an engine that is driven
+directly.
 """
 
 from __future__ import annotations
@@ -37,28 +37,28 @@ def _always(_contract: Contract) -> str | None:
 
 
 def _aborts(contract: Contract) -> str | None:
-    none = contract.engine is not None and not contract.engine.aborts
-    return "the engine declares that its calls cannot be aborted" if none else None
+    no_aborts = contract.engine is not None and not contract.engine.aborts
+    return "the engine declares that its calls cannot be aborted" if no_aborts else None
 
 
-def _seen(contract: Contract) -> str | None:
-    """Why nobody sees how far a call has come while it runs."""
-    blind = contract.engine is not None and not set(contract.engine.stream_modes) - {
+def _progress_visible(contract: Contract) -> str | None:
+    """Return why the progress of a running call is not visible."""
+    hidden = contract.engine is not None and not set(contract.engine.stream_modes) - {
         StreamMode.FINAL
     }
     return (
-        "the engine declares that it streams nothing: how far a call has come is not seen"
-        if blind
+        "the engine declares no streaming: the progress of a call is not visible"
+        if hidden
         else None
     )
 
 
-def _told(contract: Contract) -> str | None:
-    """Why nothing tells which weights an engine sampled a token from."""
-    mute = contract.engine is not None and contract.logprobs is Logprobs.NONE
+def _sampler_known(contract: Contract) -> str | None:
+    """Return why nothing shows which weights sampled a token."""
+    silent = contract.engine is not None and contract.logprobs is Logprobs.NONE
     return (
-        "the engine returns no logprobs: nothing tells which weights sampled a token"
-        if mute
+        "the engine returns no logprobs: nothing shows which weights sampled a token"
+        if silent
         else None
     )
 
@@ -73,37 +73,39 @@ SHARED: Mapping[str, Applies] = {
     "routes.distinct": _always,
     "routes.in-range": _always,
     "routes.live": _always,
-    "routes.immutable": _told,
+    "routes.immutable": _sampler_known,
     "routes.prefix-cache": _always,
     "versions.published": _always,
-    "versions.engine-tags": _told,
+    "versions.engine-tags": _sampler_known,
     "weights.no-admission-while-paused": engine_calls.pauses,
     "weights.no-token-while-paused": lambda contract: (
-        engine_calls.pauses(contract) or _seen(contract)
+        engine_calls.pauses(contract) or _progress_visible(contract)
     ),
-    "weights.served-after-update": _told,
-    "weights.no-stale-cache": lambda contract: None if contract.has_routes else _told(contract),
+    "weights.served-after-update": _sampler_known,
+    "weights.no-stale-cache": lambda contract: (
+        None if contract.has_routes else _sampler_known(contract)
+    ),
     "lifecycle.ends-once": _always,
     "lifecycle.no-hang": _always,
     "lifecycle.abort-hits-target": _aborts,
     "lifecycle.abort-keeps-tokens": lambda contract: (
-        _aborts(contract) or _seen(contract) or _told(contract)
+        _aborts(contract) or _progress_visible(contract) or _sampler_known(contract)
     ),
 }
-"""Checks that judge what an engine does, whoever asked it, and what an engine's own terms rule out
-of them.
+"""The checks that judge what an engine does, whatever client calls it, with what the engine's terms
+rule out of them.
 
-With a client of rollproof's own, nobody but the engine can be at fault.
+With rollproof's own client, only the engine can be at fault.
 """
 
 
 def shared(check: Check) -> Check:
-    """The check, judging engines too where it is one of ``SHARED``."""
+    """Return the check; if it is one of ``SHARED``, let it judge engines as well."""
     if check.id not in SHARED:
         return check
-    own, terms = check.applies, SHARED[check.id]
+    own, engine_rule = check.applies, SHARED[check.id]
 
     def applies(contract: Contract) -> str | None:
-        return terms(contract) or (own(contract) if own is not None else None)
+        return engine_rule(contract) or (own(contract) if own is not None else None)
 
     return replace(check, also=(*check.also, "engines"), applies=applies)

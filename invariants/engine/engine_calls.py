@@ -1,6 +1,4 @@
-"""Engine calls: every one is answered, or refused as declared, and a pause holds them back (ids
-``engine.*``).
-"""
+"""Checks on calls: every one is answered, or refused as declared, and a pause holds them back."""
 
 from __future__ import annotations
 
@@ -26,11 +24,11 @@ __all__ = [
 ]
 
 BROKEN_OFF = "broken-off"
-"""What a ``Fault`` says where an experiment could not be brought to its end."""
+"""The ``Fault.what`` of an experiment that could not be completed."""
 
 
 class _Calls(EventCheck):
-    """Knows the calls, which requests they belong to, and what the engine declares of them."""
+    """Tracks the calls, their requests, and what the engine declares about them."""
 
     def __init__(self, context: JudgeContext) -> None:
         super().__init__(context)
@@ -53,15 +51,15 @@ class _Calls(EventCheck):
         self.paused = None
 
     def latest_of(self, request_id: str) -> Call | None:
-        """The call that a request made last."""
+        """Return the last call of a request."""
         return next(
             (call for call in reversed(self.calls.values()) if call.request_id == request_id), None
         )
 
 
 class EngineAnswers(_Calls):
-    """Every call has one reply, unless the engine refused it; an experiment that broke off is the
-    engine's fault, too.
+    """Every call has one reply, unless the engine refused it. A broken-off experiment is also the
+    engine's fault.
     """
 
     def __init__(self, context: JudgeContext) -> None:
@@ -71,27 +69,27 @@ class EngineAnswers(_Calls):
 
     def on_reply(self, event: Reply, out: Collector) -> None:
         self._replies[event.call_id] = self._replies.get(event.call_id, 0) + 1
-        call, got = self.calls.get(event.call_id), len(event.output.token_ids)
+        call, sampled = self.calls.get(event.call_id), len(event.output.token_ids)
         if (
             call is None
             or event.output.finish_reason is not FinishReason.LENGTH
             or refusal_of(self.terms, call) is not None
         ):
             return
-        # the last place of the context is not used by every engine
+        # Not every engine uses the last position of the context.
         room = self.terms.max_length - 1 - len(call.prompt_ids)
-        if got < min(room, room if call.max_tokens is None else call.max_tokens):
+        if sampled < min(room, room if call.max_tokens is None else call.max_tokens):
             out.finding(
                 "a call ended by length before it had the length",
                 expected=f"{call.max_tokens} tokens, or another finish reason",
                 observed=(
-                    f"{got} tokens after a prompt of {len(call.prompt_ids)}; the engine takes"
-                    f" {self.terms.max_length} in all"
+                    f"{sampled} tokens after a prompt of {len(call.prompt_ids)}; the engine"
+                    f" takes {self.terms.max_length} in total"
                 ),
                 where={"call": event.call_id, "server": call.server_id, "request": call.request_id},
                 hint=(
-                    "The budget is counted from another place, or what was sampled last was"
-                    " dropped: a client takes the sample for whole."
+                    "The budget is counted from another position, or the last tokens were"
+                    " dropped: a client takes the sample for complete."
                 ),
             )
 
@@ -103,7 +101,7 @@ class EngineAnswers(_Calls):
     def on_fault(self, event: Fault, out: Collector) -> None:
         if event.what == BROKEN_OFF:
             out.finding(
-                "an experiment could not be brought to its end",
+                "an experiment could not be completed",
                 expected="an engine that does what its contract offers",
                 observed=event.detail,
                 where={"server": event.server_id, "index": event.index},
@@ -126,7 +124,7 @@ class EngineAnswers(_Calls):
                         if not replies
                         else "a call was answered more than once"
                     ),
-                    expected="one reply to each call, also to an aborted one",
+                    expected="one reply to each call, even to an aborted one",
                     observed=(
                         f"{replies} replies to call {number} ({len(call.prompt_ids)} prompt tokens,"
                         f" budget {call.max_tokens})"
@@ -140,7 +138,7 @@ class EngineAnswers(_Calls):
 
 
 class EngineRefusals(_Calls):
-    """Calls that cannot be served, and whether those that can are."""
+    """Judges calls that cannot be served, and whether the others are served."""
 
     def __init__(self, context: JudgeContext) -> None:
         super().__init__(context)
@@ -157,40 +155,38 @@ class EngineRefusals(_Calls):
 
     def finish(self, out: Collector) -> None:
         for number, call in self.calls.items():
-            wanted = refusal_of(self.terms, call)
+            declared = refusal_of(self.terms, call)
             if (
-                wanted is None
+                declared is None
                 and number in self.sent_paused
                 and self.terms.paused_calls is PausedCalls.RAISE
             ):
                 continue
-            got = self._outcome(number)
-            if got is None:
+            outcome = self._outcome(number)
+            if outcome is None:
                 continue
-            if wanted is not None:
+            if declared is not None:
                 out.exercised("calls that cannot be served")
-            if not _agrees(wanted, got):
+            if not _as_declared(declared, outcome):
                 out.finding(
                     (
                         "a call that can be served was refused"
-                        if wanted is None
-                        else "a call that cannot be served is answered otherwise than declared"
+                        if declared is None
+                        else "a call that cannot be served is not answered as declared"
                     ),
-                    expected="a reply" if wanted is None else _words(wanted),
-                    observed=self._errors.get(number) or _words(got),
+                    expected="a reply" if declared is None else _describe(declared),
+                    observed=self._errors.get(number) or _describe(outcome),
                     where={"call": number, "server": call.server_id, "request": call.request_id},
                     hint=(
                         f"The call has {len(call.prompt_ids)} prompt tokens, a budget of"
-                        f" {call.max_tokens}, and asks for rows from {call.routes_start} on; the"
-                        f" engine takes {self.terms.max_length} tokens. A client that expects the"
-                        " other way crashes, or trains on an empty sample."
+                        f" {call.max_tokens}, and requests rows from {call.routes_start} on;"
+                        f" the engine takes {self.terms.max_length} tokens. A client that"
+                        " expects the declared answer crashes, or trains on an empty sample."
                     ),
                 )
 
     def _outcome(self, number: int) -> Refusal | None:
-        """How a call ended: ``IGNORED`` where it was served. ``None`` where it was not answered at
-        all.
-        """
+        """Return how a call ended: ``IGNORED`` if it was served, ``None`` if it was not answered."""
         reply = self._replies.get(number)
         if number in self._errors:
             return Refusal.ERROR
@@ -201,22 +197,22 @@ class EngineRefusals(_Calls):
         return Refusal.ABORT if reply.output.finish_reason is FinishReason.ABORT else Refusal.EMPTY
 
 
-def _agrees(wanted: Refusal | None, got: Refusal) -> bool:
-    # an abort without tokens is also how a call ends that somebody aborted
-    return got in (Refusal.IGNORED, Refusal.ABORT) if wanted is None else got is wanted
+def _as_declared(declared: Refusal | None, outcome: Refusal) -> bool:
+    # An abort without tokens is also the end of a call that was aborted.
+    return outcome in (Refusal.IGNORED, Refusal.ABORT) if declared is None else outcome is declared
 
 
-def _words(how: Refusal) -> str:
+def _describe(refusal: Refusal) -> str:
     return {
         Refusal.ERROR: "an error",
         Refusal.ABORT: "an abort without tokens",
         Refusal.EMPTY: "a reply without tokens that ended by length",
         Refusal.IGNORED: "a reply with tokens",
-    }[how]
+    }[refusal]
 
 
 class EnginePausedCalls(_Calls):
-    """A call that is sent to a paused engine is parked, turned away or refused, as declared."""
+    """A call that is sent to a paused engine is parked, rejected or refused, as declared."""
 
     def __init__(self, context: JudgeContext) -> None:
         super().__init__(context)
@@ -226,17 +222,17 @@ class EnginePausedCalls(_Calls):
         self._aborted.update(number for number in event.call_ids if number in self.sent_paused)
 
     def on_chunk(self, event: Chunk, out: Collector) -> None:
-        self._look(event.call_id, len(event.token_ids), out)
+        self._check_paused(event.call_id, len(event.token_ids), out)
 
     def on_reply(self, event: Reply, out: Collector) -> None:
-        self._look(event.call_id, len(event.output.token_ids), out)
+        self._check_paused(event.call_id, len(event.output.token_ids), out)
         call = self.sent_paused.pop(event.call_id, None)
         if call is None:
             return
         out.exercised("calls sent to a paused engine")
         rejected = event.output.finish_reason is FinishReason.ABORT and not event.output.token_ids
         if self.terms.paused_calls is not PausedCalls.PARK and not rejected:
-            self._blame(
+            self._report(
                 event.call_id, call, f"a reply of {len(event.output.token_ids)} tokens", out
             )
         if (
@@ -244,9 +240,9 @@ class EnginePausedCalls(_Calls):
             and rejected
             and event.call_id not in self._aborted
         ):
-            self._blame(event.call_id, call, "an abort without tokens", out)
+            self._report(event.call_id, call, "an abort without tokens", out)
         if event.call_id in self._aborted and event.output.finish_reason is not FinishReason.ABORT:
-            self._forgotten(event, call, out)
+            self._report_forgotten(event, call, out)
 
     def on_result(self, event: Result, out: Collector) -> None:
         call = self.latest_of(event.request_id)
@@ -260,15 +256,15 @@ class EnginePausedCalls(_Calls):
         del self.sent_paused[call.call_id]
         out.exercised("calls sent to a paused engine")
         if self.terms.paused_calls is not PausedCalls.RAISE:
-            self._blame(call.call_id, call, event.error, out)
+            self._report(call.call_id, call, event.error, out)
 
-    def _look(self, number: int, tokens: int, out: Collector) -> None:
+    def _check_paused(self, number: int, tokens: int, out: Collector) -> None:
         if tokens and self.paused is not None and number in self.sent_paused:
-            self._blame(
+            self._report(
                 number, self.sent_paused.pop(number), f"{tokens} tokens before the resume", out
             )
 
-    def _forgotten(self, event: Reply, call: Call, out: Collector) -> None:
+    def _report_forgotten(self, event: Reply, call: Call, out: Collector) -> None:
         out.finding(
             "the abort of a call that waited for the end of a pause was forgotten",
             expected="an abort: the call had not begun when it was aborted",
@@ -278,22 +274,22 @@ class EnginePausedCalls(_Calls):
             ),
             where={"call": event.call_id, "server": call.server_id, "request": call.request_id},
             hint=(
-                "Calls that come during a pause are held back before the engine knows them, and an"
-                " abort looks only among those. A caller that has given the request up, or sent it"
-                " elsewhere, now has it sampled twice."
+                "Calls that arrive during a pause are held back before the engine registers"
+                " them, and an abort searches only registered calls. A caller that gave up the"
+                " request, or sent it elsewhere, now has it sampled twice."
             ),
         )
 
-    def _blame(self, number: int, call: Call, observed: str, out: Collector) -> None:
-        wanted = {
+    def _report(self, number: int, call: Call, observed: str, out: Collector) -> None:
+        declared = {
             PausedCalls.PARK: "it waits for the resume",
             PausedCalls.REJECT: "an abort without tokens",
             PausedCalls.RAISE: "an error",
         }
         out.finding(
-            "a call sent to a paused engine is treated otherwise than declared",
+            "a call sent to a paused engine is not treated as declared",
             expected=(
-                f"{wanted[self.terms.paused_calls]} (paused_calls='{self.terms.paused_calls}')"
+                f"{declared[self.terms.paused_calls]} (paused_calls='{self.terms.paused_calls}')"
             ),
             observed=observed,
             where={"call": number, "server": call.server_id, "request": call.request_id},
@@ -305,9 +301,7 @@ class EnginePausedCalls(_Calls):
 
 
 def pauses(contract: Contract) -> str | None:
-    """Why there is nothing to judge where an engine has no pauses; ``None`` where it has, or says
-    nothing.
-    """
+    """Return why pauses cannot be judged: the engine declares none."""
     return (
         "the engine declares no pause modes"
         if contract.engine is not None and not contract.engine.pause_modes
@@ -318,8 +312,8 @@ def pauses(contract: Contract) -> str | None:
 engine_answers = trace_check(
     "engine.answers",
     promise=(
-        "Every call gets one reply, also an aborted one, none ends by length before its budget,"
-        " and the engine does all that its contract offers."
+        "Every call, even an aborted one, gets one reply; none ends by length before its"
+        " budget; and the engine does everything that its contract offers."
     ),
     needs="Call, Reply and Result events of an experiment",
     exercised_by="calls",
@@ -338,8 +332,8 @@ engine_refusals = trace_check(
 engine_paused_calls = trace_check(
     "engine.paused-calls",
     promise=(
-        "A call sent to a paused engine is parked, turned away or refused, as declared; aborted"
-        " meanwhile, it does not run."
+        "A call sent to a paused engine is parked, rejected or refused, as declared; if it is"
+        " aborted meanwhile, it does not run."
     ),
     needs="calls between a Pause and its Resume",
     exercised_by="calls sent to a paused engine",

@@ -1,4 +1,4 @@
-"""Engine replies: their parts are as declared, however a call ends (ids ``engine.*``)."""
+"""Checks on the parts of replies: they are as declared, however a call ends."""
 
 from __future__ import annotations
 
@@ -39,8 +39,8 @@ __all__ = [
 
 
 def refusal_of(terms: EngineTerms, call: Call) -> Refusal | None:
-    """How an engine of these terms answers a call that it cannot serve; ``None`` for one that it
-    must serve.
+    """Return how an engine of these terms answers a call that it cannot serve; ``None`` if it must
+    serve it.
     """
     if not call.prompt_ids:
         return terms.empty_prompt
@@ -52,7 +52,7 @@ def refusal_of(terms: EngineTerms, call: Call) -> Refusal | None:
 
 
 class _Served(PerReply):
-    """Shows the replies to calls that can be served."""
+    """Passes on the replies to calls that can be served."""
 
     def __init__(self, context: JudgeContext) -> None:
         super().__init__(context)
@@ -63,9 +63,9 @@ class _Served(PerReply):
         self, call: Call, reply: Reply, references: Sequence[Reference], out: Collector
     ) -> None:
         if refusal_of(self.terms, call) in (None, Refusal.IGNORED):
-            self.look(call, reply, out)
+            self.judge_served(call, reply, out)
 
-    def look(self, call: Call, reply: Reply, out: Collector) -> None:
+    def judge_served(self, call: Call, reply: Reply, out: Collector) -> None:
         """Judge one reply."""
         raise NotImplementedError(
             f"{type(self).__name__} must look at the replies that it is shown"
@@ -75,21 +75,22 @@ class _Served(PerReply):
 class EngineRows(_Served):
     """Of N tokens of prompt and response the last was never forwarded, however the call ended."""
 
-    def look(self, call: Call, reply: Reply, out: Collector) -> None:
+    def judge_served(self, call: Call, reply: Reply, out: Collector) -> None:
         output = reply.output
         if output.routes is None or not output.token_ids:
             return
         aborted = output.finish_reason is FinishReason.ABORT
         out.exercised("rows of aborted calls" if aborted else "rows of finished calls")
         total = len(call.prompt_ids) + len(output.token_ids) - output.routes_start
-        want = total if self.contract.rows is Rows.ALL else total - 1
-        if len(output.routes) != want:
+        expected = total if self.contract.rows is Rows.ALL else total - 1
+        if len(output.routes) != expected:
             out.finding(
                 "a reply has another number of rows than tokens were forwarded",
                 expected=(
-                    f"{count(want, 'row')}: {len(call.prompt_ids)} prompt + {len(output.token_ids)}"
+                    f"{count(expected, 'row')}: {len(call.prompt_ids)} prompt + {len(output.token_ids)}"
                     " sampled tokens"
-                    f"{'' if self.contract.rows is Rows.ALL else ' - 1'}{f' - {output.routes_start} (offset)' if output.routes_start else ''}"
+                    f"{'' if self.contract.rows is Rows.ALL else ' - 1'}"
+                    f"{f' - {output.routes_start} (offset)' if output.routes_start else ''}"
                 ),
                 observed=(
                     f"{count(len(output.routes), 'row')}, in a reply that ended by"
@@ -97,17 +98,17 @@ class EngineRows(_Served):
                 ),
                 where={"call": reply.call_id, "server": call.server_id},
                 hint=(
-                    "Rows of a step that was thrown away were kept, or those of the last step were"
-                    " dropped: an abort between forward and sampling, async scheduling (vLLM"
-                    " #39917), or an offset that the engine ignores."
+                    "Rows of a discarded step were kept, or those of the last step were"
+                    " dropped: an abort between forward pass and sampling, async scheduling"
+                    " (vLLM #39917), or an offset that the engine ignores."
                 ),
             )
 
 
 class EngineParts(_Served):
-    """Which parts a reply has depends on how far its call had come."""
+    """The parts of a reply depend on how far its call had come."""
 
-    def look(self, call: Call, reply: Reply, out: Collector) -> None:
+    def judge_served(self, call: Call, reply: Reply, out: Collector) -> None:
         output = reply.output
         aborted = output.finish_reason is FinishReason.ABORT
         allowed = [self.terms.keys_aborted if aborted else self.terms.keys_finished]
@@ -126,26 +127,26 @@ class EngineParts(_Served):
             ReplyKey.SPANS: bool(output.spans),
             ReplyKey.CACHED: output.cached_tokens is not None,
         }
-        judged = set(ReplyKey)
-        judged -= set() if call.want_logprobs else {ReplyKey.LOGPROBS}
-        asked = self.contract.has_routes and (
+        compared = set(ReplyKey)
+        compared -= set() if call.want_logprobs else {ReplyKey.LOGPROBS}
+        requested = self.contract.has_routes and (
             call.want_routes or self.terms.routes_switch is RoutesSwitch.ENGINE
         )
-        judged -= set() if asked else {ReplyKey.ROUTES}
-        has = {key for key in judged if shown[key]}
-        if not any(has == judged & set(keys) for keys in allowed):
-            wanted = " or ".join(
-                sorted({", ".join(sorted(judged & set(keys))) or "nothing" for keys in allowed})
+        compared -= set() if requested else {ReplyKey.ROUTES}
+        present = {key for key in compared if shown[key]}
+        if not any(present == compared & set(keys) for keys in allowed):
+            expected = " or ".join(
+                sorted({", ".join(sorted(compared & set(keys))) or "nothing" for keys in allowed})
             )
             out.finding(
                 "a reply has other parts than the engine declares",
-                expected=f"{wanted}, of a call that {stage if not aborted else f'was {stage}'}",
-                observed=", ".join(sorted(has)) or "nothing",
+                expected=f"{expected}, of a call that {stage if not aborted else f'was {stage}'}",
+                observed=", ".join(sorted(present)) or "nothing",
                 where={"call": reply.call_id, "server": call.server_id},
                 hint=(
-                    "Engines end calls in several places (running, preempted, queued), and each"
-                    " builds its reply anew: a consumer that reads a part unconditionally breaks on"
-                    " the other path (SGLang #11673, #11093; vime#49)."
+                    "Engines end calls in several places (running, preempted, queued), and"
+                    " each builds its own reply: a consumer that reads a part unconditionally"
+                    " fails on the other paths (SGLang #11673, #11093; vime#49)."
                 ),
             )
 
@@ -153,7 +154,7 @@ class EngineParts(_Served):
 class EngineSpans(_Served):
     """Spans are contiguous from 0, differ from one to the next, and cover the tokens."""
 
-    def look(self, call: Call, reply: Reply, out: Collector) -> None:
+    def judge_served(self, call: Call, reply: Reply, out: Collector) -> None:
         spans, length = reply.output.spans, len(reply.output.token_ids)
         if not spans or not length:
             return
@@ -163,45 +164,47 @@ class EngineSpans(_Served):
             any(span.start != start for span, start in zip(spans, starts, strict=False))
             or starts[-1] != length
         )
-        twice = any(a.version == b.version for a, b in pairwise(spans))
-        if broken or twice or any(span.end <= span.start for span in spans):
+        repeated = any(span.version == following.version for span, following in pairwise(spans))
+        if broken or repeated or any(span.end <= span.start for span in spans):
             out.finding(
                 "version spans do not cover the tokens one after the other",
                 expected=(
-                    f"spans from 0 to {length}, each beginning where the one before ends, under"
-                    " another version"
+                    f"spans from 0 to {length}, each beginning where the previous one ends,"
+                    " under another version"
                 ),
                 observed=", ".join(f"{span.version}: {span.start}-{span.end}" for span in spans),
                 where={"call": reply.call_id, "server": call.server_id},
                 hint=(
-                    "Spans are built from positions noted at updates: an update between two, a"
-                    " retraction, tokens cut at a stop."
+                    "Spans are built from positions noted at updates: check an update between"
+                    " two, a retraction, and tokens cut at a stop."
                 ),
             )
 
 
 class EngineOptIn(_Served):
-    """Routes are large: who did not ask must not pay, unless the engine is all or nothing."""
+    """Routes are large: a call that did not request them must not get them, unless the engine has
+    only one switch.
+    """
 
-    def look(self, call: Call, reply: Reply, out: Collector) -> None:
+    def judge_served(self, call: Call, reply: Reply, out: Collector) -> None:
         if not reply.output.token_ids:
             return
         out.exercised("calls that ask" if call.want_routes else "calls that do not ask")
-        wanted = call.want_routes or self.terms.routes_switch is RoutesSwitch.ENGINE
-        if (reply.output.routes is not None) != wanted:
+        expected = call.want_routes or self.terms.routes_switch is RoutesSwitch.ENGINE
+        if (reply.output.routes is not None) != expected:
             out.finding(
                 (
-                    "routes were returned to a call that did not ask"
-                    if not wanted
-                    else "a call that asked for routes got none"
+                    "routes were returned to a call that did not request them"
+                    if not expected
+                    else "a call that requested routes got none"
                 ),
                 expected=(
-                    f"{'routes' if wanted else 'no routes'}: the engine declares"
+                    f"{'routes' if expected else 'no routes'}: the engine declares"
                     f" routes_switch='{self.terms.routes_switch}'"
                 ),
                 observed=(
                     "no routes"
-                    if wanted
+                    if expected
                     else (
                         "rows of shape"
                         f" {reply.output.routes.shape if reply.output.routes is not None else ()}"
@@ -216,17 +219,17 @@ class EngineOptIn(_Served):
 
 
 class EngineStream(_Served):
-    """What a caller puts together of the pieces is the reply."""
+    """The pieces that a caller puts together are the reply."""
 
     def __init__(self, context: JudgeContext) -> None:
         super().__init__(context)
         self._chunks: dict[int, list[Chunk]] = {}
 
     def on_chunk(self, event: Chunk, out: Collector) -> None:
-        """Keep the pieces until the reply is there."""
+        """Store the pieces until the reply comes."""
         self._chunks.setdefault(event.call_id, []).append(event)
 
-    def look(self, call: Call, reply: Reply, out: Collector) -> None:
+    def judge_served(self, call: Call, reply: Reply, out: Collector) -> None:
         chunks = self._chunks.pop(reply.call_id, [])
         if not chunks or call.stream in (None, StreamMode.FINAL):
             return
@@ -235,7 +238,7 @@ class EngineStream(_Served):
         problem = ""
         for chunk in chunks:
             if call.stream is StreamMode.CUMULATIVE and chunk.token_ids[: len(tokens)] != tokens:
-                problem = problem or "a chunk does not continue the one before it"
+                problem = problem or "a chunk does not continue the previous one"
             tokens = (
                 chunk.token_ids
                 if call.stream is StreamMode.CUMULATIVE
@@ -248,7 +251,7 @@ class EngineStream(_Served):
                 or f"the chunks make {count(len(tokens), 'token')}: {list(tokens[-4:])} at the end"
             )
         if ends != 1 or not chunks[-1].finished:
-            problem = problem or f"{ends} chunks say that they are the last"
+            problem = problem or f"{ends} chunks are marked as the last"
         if any(chunk.rows is not None for chunk in chunks[:-1]):
             problem = problem or "a chunk before the last one has routes"
         rows = None if reply.output.routes is None else len(reply.output.routes)
@@ -256,7 +259,7 @@ class EngineStream(_Served):
             problem = problem or f"the last chunk has {chunks[-1].rows} rows"
         if problem:
             out.finding(
-                "the chunks of a stream do not make the reply",
+                "the chunks of a stream do not make up the reply",
                 expected=(
                     f"{count(len(reply.output.token_ids), 'token')},"
                     f" {list(reply.output.token_ids[-4:])} at the end, and {rows} rows on the last"
@@ -275,28 +278,26 @@ class EngineStream(_Served):
 
 
 class EngineIdentity(PerReply):
-    """Two calls alike, an identity update between them: the later one is compared with the earlier
-    one, layer by layer.
-    """
+    """Compares a call with an equal one before an identity update, layer by layer."""
 
     def __init__(self, context: JudgeContext) -> None:
         super().__init__(context)
-        self._before: list[tuple[Call, Reply]] = []
-        self._crossed: list[tuple[Call, Reply]] = []
+        self._since_update: list[tuple[Call, Reply]] = []
+        self._before_update: list[tuple[Call, Reply]] = []
 
     def on_weights(self, event: Weights, out: Collector) -> None:
         super().on_weights(event, out)
         if event.identity:
-            self._crossed += self._before
+            self._before_update += self._since_update
         elif event.index > 0:
-            self._crossed = []
-        self._before = []
+            self._before_update = []
+        self._since_update = []
 
     def judge(
         self, call: Call, reply: Reply, references: Sequence[Reference], out: Collector
     ) -> None:
-        self._before.append((call, reply))
-        for other, earlier in self._crossed:
+        self._since_update.append((call, reply))
+        for other, earlier in self._before_update:
             if (
                 other.prompt_ids == call.prompt_ids
                 and other.sampling == call.sampling
@@ -314,33 +315,41 @@ class EngineIdentity(PerReply):
         out: Collector,
     ) -> None:
         terms = self.contract.engine
-        a, b = before.output, after.output
-        same = next(
-            (i for i, (x, y) in enumerate(zip(a.token_ids, b.token_ids, strict=False)) if x != y),
-            min(len(a.token_ids), len(b.token_ids)),
+        first, second = before.output, after.output
+        shared = next(
+            (
+                i
+                for i, (x, y) in enumerate(zip(first.token_ids, second.token_ids, strict=False))
+                if x != y
+            ),
+            min(len(first.token_ids), len(second.token_ids)),
         )
         out.exercised("calls repeated after an identity update")
-        said = []
-        if terms is not None and terms.seeded and a.token_ids != b.token_ids:
-            said.append(f"token {same} of {len(a.token_ids)} is another one")
-        if a.logprobs is not None and b.logprobs is not None:
-            gap = np.abs(a.logprobs[:same] - b.logprobs[:same])
+        changes = []
+        if terms is not None and terms.seeded and first.token_ids != second.token_ids:
+            changes.append(f"token {shared} of {len(first.token_ids)} is different")
+        if first.logprobs is not None and second.logprobs is not None:
+            gap = np.abs(first.logprobs[:shared] - second.logprobs[:shared])
             if len(gap) and gap.max() > TOLERANCE:
-                said.append(f"logprobs differ by up to {gap.max():.3g} nats")
-        layers = self._changed_layers(a.routes, b.routes, len(call.prompt_ids) + same - 1)
+                changes.append(f"logprobs differ by up to {gap.max():.3g} nats")
+        layers = self._changed_layers(
+            first.routes, second.routes, len(call.prompt_ids) + shared - 1
+        )
         if layers:
-            said.append(
-                f"rows differ in {len(layers)} of {len(self.contract.moe_layers or ())} MoE layers"
+            changes.append(
+                f"rows differ in {len(layers)} of {self.contract.route_layers} layers"
                 f" (layers {layers})"
             )
-        moved = self._reordered_layers(a, b, len(call.prompt_ids) + same - 1, references)
-        if moved and not layers:
-            said.append(f"the experts of a row stand in another order, in layers {moved}")
-        if said:
+        reordered = self._reordered_layers(
+            first, second, len(call.prompt_ids) + shared - 1, references
+        )
+        if reordered and not layers:
+            changes.append(f"the experts of a row are in another order, in layers {reordered}")
+        if changes:
             out.finding(
                 "an update to equal weights changed what the engine returns",
                 expected="the same tokens, logprobs and rows for the same call, before and after",
-                observed="; ".join(said),
+                observed="; ".join(changes),
                 where={
                     "call": after.call_id,
                     "server": call.server_id,
@@ -348,54 +357,60 @@ class EngineIdentity(PerReply):
                     **({"layer": layers[0]} if layers else {}),
                 },
                 hint=(
-                    "The load is not repeatable: weights that were packed, transposed or fused"
-                    " after the first load are loaded again into buffers that are no longer used,"
-                    " or a second time (SGLang #14178, #15246; vLLM #48312)."
+                    "The load is not repeatable: weights that were packed, transposed or"
+                    " fused after the first load are loaded again into unused buffers, or"
+                    " loaded twice (SGLang #14178, #15246; vLLM #48312)."
                 ),
             )
 
-    def _changed_layers(self, a: IntArray | None, b: IntArray | None, stop: int) -> list[int]:
-        if a is None or b is None:
+    def _changed_layers(
+        self, first: IntArray | None, second: IntArray | None, stop: int
+    ) -> list[int]:
+        if first is None or second is None:
             return []
-        size = min(len(a), len(b), max(stop, 0))
-        differs = (np.sort(a[:size], axis=2) != np.sort(b[:size], axis=2)).any(axis=(0, 2))
+        size = min(len(first), len(second), max(stop, 0))
+        differs = (np.sort(first[:size], axis=2) != np.sort(second[:size], axis=2)).any(axis=(0, 2))
         return [self.contract.layer_of_column(int(column)) for column in np.flatnonzero(differs)]
 
     def _reordered_layers(
-        self, a: EngineOutput, b: EngineOutput, stop: int, references: Sequence[Reference]
+        self, before: EngineOutput, after: EngineOutput, stop: int, references: Sequence[Reference]
     ) -> list[int]:
-        """Layers in which the same experts stand in another order, and rounding is no reason for
-        it: an independent forward says so.
+        """Return the layers in which the same experts are in another order and rounding does not
+        explain it.
         """
         if (
             not references
-            or not (readable(self.contract, a) and readable(self.contract, b))
-            or a.routes_start != b.routes_start
+            or not (readable(self.contract, before) and readable(self.contract, after))
+            or before.routes_start != after.routes_start
         ):
             return []
-        first, second = (
-            captured_rows(self.contract, output)[: max(stop - a.routes_start, 0)]
-            for output in (a, b)
+        rows_before, rows_after = (
+            captured_rows(self.contract, output)[: max(stop - before.routes_start, 0)]
+            for output in (before, after)
         )
-        size = min(len(first), len(second))
+        size = min(len(rows_before), len(rows_after))
         differs = (
-            moe_rows(self.contract, first[:size]) != moe_rows(self.contract, second[:size])
+            moe_rows(self.contract, rows_before[:size])
+            != moe_rows(self.contract, rows_after[:size])
         ).any(axis=2)
-        moe, at = list(self.contract.moe_layers or ()), slice(a.routes_start, a.routes_start + size)
+        moe, positions = (
+            list(self.contract.moe_layers or ()),
+            slice(before.routes_start, before.routes_start + size),
+        )
         for reference in references:
-            clear = (reference.orders[at][:, moe] >= NEAR_TIE) & (
-                reference.margins[at][:, moe] >= NEAR_TIE
+            decided = (reference.orders[positions][:, moe] >= NEAR_TIE) & (
+                reference.margins[positions][:, moe] >= NEAR_TIE
             )
-            differs[: len(clear)] &= clear
+            differs[: len(decided)] &= decided
         return [moe[int(column)] for column in np.flatnonzero(differs.any(axis=0))]
 
 
 def _streams(contract: Contract) -> str | None:
     offered = contract.engine is not None and set(contract.engine.stream_modes) - {StreamMode.FINAL}
-    return None if offered else "the engine declares that it streams nothing but the whole reply"
+    return None if offered else "the engine declares that it streams only the complete reply"
 
 
-def _tagged(contract: Contract) -> str | None:
+def _has_spans(contract: Contract) -> str | None:
     return (
         None
         if contract.versions is Versions.SPAN
@@ -414,7 +429,7 @@ engine_rows = trace_check(
 )(EngineRows)
 engine_parts = trace_check(
     "engine.parts",
-    promise=("A reply has the parts that the engine declares for the way in which its call ended."),
+    promise=("A reply has the parts that the engine declares for the end of its call."),
     needs=_REPLIES,
     exercised_by=(
         "replies that ended by itself",
@@ -428,12 +443,12 @@ engine_spans = trace_check(
     promise="The version spans of a reply follow one another from its first token to its last.",
     needs=_REPLIES + " with spans",
     exercised_by="replies with spans",
-    applies=_tagged,
+    applies=_has_spans,
     about="engines",
 )(EngineSpans)
 engine_opt_in = trace_check(
     "engine.opt-in",
-    promise=("Routes are in the replies of the calls that asked for them, as the engine declares."),
+    promise=("Routes are in the replies to the calls that requested them, as the engine declares."),
     needs=_REPLIES,
     exercised_by=("calls that ask", "calls that do not ask"),
     applies=has_routes,
@@ -442,8 +457,8 @@ engine_opt_in = trace_check(
 engine_stream = trace_check(
     "engine.stream",
     promise=(
-        "The chunks of a stream make the reply: every token once, one end, the routes on the"
-        " last chunk."
+        "The chunks of a stream make up the reply: every token once, one end, the routes on"
+        " the last chunk."
     ),
     needs="Chunk events and the reply of a streamed call",
     exercised_by=("cumulative streams", "delta streams"),

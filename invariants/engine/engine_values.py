@@ -1,5 +1,5 @@
-"""Engine values: rows and logprobs of a real engine are those that an independent forward of its
-weights gives (ids ``engine.*``).
+"""Checks on the values of a real engine: its rows and logprobs are those of an independent forward
+pass of its weights.
 """
 
 from __future__ import annotations
@@ -36,12 +36,12 @@ __all__ = [
     "engine_routes",
 ]
 
-_NO_REFERENCE = "the trace holds no independent forward (Reference events)"
+_NO_REFERENCE = "the trace holds no independent forward pass (Reference events)"
 
 
-class _Values(PerReply):
-    """Shows each reply that one served version must explain. What follows an identity update is
-    ``engine.identity``'s to judge.
+class _ValueCheck(PerReply):
+    """Passes on each reply that one served version must explain; ``engine.identity`` judges what
+    follows an identity update.
     """
 
     def __init__(self, context: JudgeContext) -> None:
@@ -59,7 +59,7 @@ class _Values(PerReply):
             if reply.output.token_ids:
                 out.absent(_NO_REFERENCE)
             return
-        if self.over_kept_kv or self._after_identity:
+        if self.kv_outlives_weights or self._after_identity:
             return
         fits = [
             fit_of(self.contract, len(call.prompt_ids), reply.output, reference)
@@ -81,10 +81,8 @@ class _Values(PerReply):
         )
 
 
-class EngineRoutes(_Values):
-    """A row must be the choice of some served version: which one it ought to be is told by the
-    version checks.
-    """
+class EngineRoutes(_ValueCheck):
+    """A row must be the choice of some served version; the version checks judge which one."""
 
     def compare(
         self,
@@ -97,39 +95,44 @@ class EngineRoutes(_Values):
         output = reply.output
         if not len(fits[0].rows) or output.routes is None:
             return
-        good, doubtful = _any(fit.rows for fit in fits), _any(fit.doubtful_rows for fit in fits)
+        matching, doubtful = (
+            _any_fit(fit.rows for fit in fits),
+            _any_fit(fit.doubtful_rows for fit in fits),
+        )
         cached = max(0, (output.cached_tokens or 0) - output.routes_start)
         out.exercised("rows compared", int((~doubtful).sum()))
         out.exercised("rows of cached tokens", int((~doubtful)[:cached].sum()))
-        wrong = np.flatnonzero(~good & ~doubtful)
+        wrong = np.flatnonzero(~matching & ~doubtful)
         if not len(wrong):
             return
         first = int(wrong[0])
         best = max(zip(references, fits, strict=True), key=lambda pair: int(pair[1].rows.sum()))[0]
-        got = moe_rows(self.contract, output.routes)[first]
+        actual = moe_rows(self.contract, output.routes)[first]
         moe = list(self.contract.moe_layers or ())
-        want = (
+        expected = (
             best.routes[output.routes_start + first, moe]
             if output.routes_start + first < len(best.routes)
             else None
         )
-        bad = (
+        columns = (
             []
-            if want is None
-            else [i for i in range(len(moe)) if set(got[i].tolist()) != set(want[i].tolist())]
+            if expected is None
+            else [
+                i for i in range(len(moe)) if set(actual[i].tolist()) != set(expected[i].tolist())
+            ]
         )
-        column = bad[0] if bad else 0
+        column = columns[0] if columns else 0
         out.finding(
             "an engine's rows are not what its weights choose",
             expected=(
                 "nothing: no token was forwarded there"
-                if want is None
-                else f"experts {want[column].tolist()}, by weights {best.version}"
+                if expected is None
+                else f"experts {expected[column].tolist()}, by weights {best.version}"
             ),
             observed=(
-                f"experts {got[column].tolist()}; {count(len(wrong), 'row')} of {len(good)}"
+                f"experts {actual[column].tolist()}; {count(len(wrong), 'row')} of {len(matching)}"
                 f" (position {ranges((wrong + output.routes_start).tolist())}) fit no weights that"
-                f" were served; here in {len(bad)} of {len(moe)} layers"
+                f" were served; here in {len(columns)} of {len(moe)} layers"
             ),
             where={
                 "call": reply.call_id,
@@ -138,16 +141,16 @@ class EngineRoutes(_Values):
                 "server": call.server_id,
             },
             hint=(
-                "Rows of another token, layer or request: a slot read too late, a prefix whose rows"
-                " were not kept with its KV (SGLang #26975), padded rows (vLLM #43737), a capture"
-                " that a kernel bypasses (vLLM #44116)."
+                "Rows of another token, layer or request: a slot was read too late, a prefix"
+                " lost its rows but not its KV (SGLang #26975), padded rows (vLLM #43737), a"
+                " capture that a kernel bypasses (vLLM #44116)."
             ),
         )
 
 
-class EngineLogprobs(_Values):
-    """A logprob must be that of some served version, in the declared mode; the other mode is told
-    by ``engine.logprob-mode``.
+class EngineLogprobs(_ValueCheck):
+    """A logprob must be that of some served version in the declared mode; ``engine.logprob-mode``
+    judges the other mode.
     """
 
     def compare(
@@ -160,27 +163,30 @@ class EngineLogprobs(_Values):
     ) -> None:
         if not len(fits[0].tokens) or reply.output.logprobs is None:
             return
-        good, doubtful = _any(fit.tokens for fit in fits), _any(fit.doubtful_tokens for fit in fits)
-        if not good.all() and any(fit.other_mode.all() for fit in fits):
+        matching, doubtful = (
+            _any_fit(fit.tokens for fit in fits),
+            _any_fit(fit.doubtful_tokens for fit in fits),
+        )
+        if not matching.all() and any(fit.other_mode.all() for fit in fits):
             return
         out.exercised("logprobs compared", int((~doubtful).sum()))
-        wrong = np.flatnonzero(~good & ~doubtful)
+        wrong = np.flatnonzero(~matching & ~doubtful)
         if len(wrong):
             first = int(wrong[0])
             sent = len(call.prompt_ids)
-            wanted = {
-                str(reference.version): _declared(self.contract, reference)[sent + first]
+            values = {
+                str(reference.version): _in_declared_mode(self.contract, reference)[sent + first]
                 for reference in references
             }
             out.finding(
                 "an engine's logprobs are not those of its weights",
                 expected=" or ".join(
-                    f"{value:.5f} by weights {version}" for version, value in wanted.items()
+                    f"{value:.5f} by weights {version}" for version, value in values.items()
                 )
                 + f", within {TOLERANCE:g}",
                 observed=(
                     f"{reply.output.logprobs[first]:.5f}; so for {len(wrong)} of"
-                    f" {count(len(good), 'token')} (token {ranges(wrong.tolist())})"
+                    f" {count(len(matching), 'token')} (token {ranges(wrong.tolist())})"
                 ),
                 where={"call": reply.call_id, "index": first, "server": call.server_id},
                 hint=(
@@ -190,7 +196,7 @@ class EngineLogprobs(_Values):
             )
 
 
-class EngineLogprobMode(_Values):
+class EngineLogprobMode(_ValueCheck):
     """At a temperature the two modes differ at nearly every token."""
 
     def compare(
@@ -209,9 +215,9 @@ class EngineLogprobMode(_Values):
                 out.exercised("replies at a temperature other than 1")
                 return
             if fit.other_mode.all():
-                declared, other = "raw", "temperature-scaled"
+                declared, other_mode = "raw", "temperature-scaled"
                 if self.contract.logprobs is not Logprobs.RAW:
-                    declared, other = other, declared
+                    declared, other_mode = other_mode, declared
                 out.finding(
                     "logprobs are of another mode than the declared one",
                     expected=(
@@ -219,7 +225,7 @@ class EngineLogprobMode(_Values):
                         f" logprobs='{self.contract.logprobs}')"
                     ),
                     observed=(
-                        f"{other} ones for all {count(len(fit.tokens), 'token')} of a call at"
+                        f"{other_mode} ones for all {count(len(fit.tokens), 'token')} of a call at"
                         f" temperature {temperature}"
                     ),
                     where={"call": reply.call_id, "server": call.server_id, "version": fit.version},
@@ -233,8 +239,8 @@ class EngineLogprobMode(_Values):
                 return
 
 
-class EngineOrder(_Values):
-    """The order counts where a consumer weights experts by their place."""
+class EngineOrder(_ValueCheck):
+    """The order matters if a consumer weights experts by their position."""
 
     def compare(
         self,
@@ -252,46 +258,47 @@ class EngineOrder(_Values):
             rows = np.flatnonzero(fit.rows & ~fit.doubtful_rows)
             if not len(rows):
                 continue
-            at = rows + output.routes_start
-            clear = (reference.orders[at][:, moe] >= NEAR_TIE) & (
-                reference.margins[at][:, moe] >= NEAR_TIE
+            positions = rows + output.routes_start
+            decided = (reference.orders[positions][:, moe] >= NEAR_TIE) & (
+                reference.margins[positions][:, moe] >= NEAR_TIE
             )
             differs = (
-                moe_rows(self.contract, output.routes)[rows] != reference.routes[at][:, moe]
-            ).any(axis=2) & clear
-            out.exercised("choices compared in order", int(clear.sum()))
-            # a row that another version explains as well is in that version's order
+                moe_rows(self.contract, output.routes)[rows] != reference.routes[positions][:, moe]
+            ).any(axis=2) & decided
+            out.exercised("choices compared in order", int(decided.sum()))
+            # A row that another version explains as well is in that version's order.
             if differs.any() and all(
-                one is fit or not (one.rows[rows][differs.any(axis=1)]).any() for one in fits
+                other_fit is fit or not (other_fit.rows[rows][differs.any(axis=1)]).any()
+                for other_fit in fits
             ):
                 row, column = (int(i) for i in np.argwhere(differs)[0])
                 out.finding(
                     "the chosen experts are not in the order of their scores",
-                    expected=f"experts {reference.routes[at[row], moe[column]].tolist()}",
+                    expected=f"experts {reference.routes[positions[row], moe[column]].tolist()}",
                     observed=(
                         f"{moe_rows(self.contract, output.routes)[rows[row], column].tolist()}; so"
-                        f" in {int(differs.sum())} of {int(clear.sum())} choices"
+                        f" in {int(differs.sum())} of {int(decided.sum())} choices"
                     ),
                     where={
                         "call": reply.call_id,
-                        "position": int(at[row]),
+                        "position": int(positions[row]),
                         "layer": moe[column],
                         "version": str(reference.version),
                     },
                     hint=(
-                        "Sorted by id, or by a kernel that returns its top-k unordered: pair each"
-                        " weight with its expert by id."
+                        "They are sorted by id, or a kernel returns its top-k unordered: pair"
+                        " each weight with its expert by id."
                     ),
                 )
                 return
 
 
-def _any(masks: Iterable[Mask]) -> Mask:
-    some: Mask = np.any(list(masks), axis=0)
-    return some
+def _any_fit(masks: Iterable[Mask]) -> Mask:
+    combined: Mask = np.any(list(masks), axis=0)
+    return combined
 
 
-def _declared(contract: Contract, reference: Reference) -> LogprobArray:
+def _in_declared_mode(contract: Contract, reference: Reference) -> LogprobArray:
     return reference.logprobs if contract.logprobs is Logprobs.RAW else reference.scaled
 
 
@@ -299,12 +306,14 @@ def _has_logprobs(contract: Contract) -> str | None:
     return "the contract declares logprobs='none'" if contract.logprobs is Logprobs.NONE else None
 
 
-_NEEDS = "replies, and the independent forward of each version that was served (Reference events)"
+_NEEDS = (
+    "replies, and the independent forward pass of each version that was served (Reference events)"
+)
 engine_routes = trace_check(
     "engine.routes",
     promise=(
         "Every row that an engine returns is the choice of its weights for that token, as an"
-        " independent forward computes it."
+        " independent forward pass computes it."
     ),
     needs=_NEEDS,
     exercised_by=("rows compared", "rows of cached tokens"),
@@ -313,7 +322,7 @@ engine_routes = trace_check(
 )(EngineRoutes)
 engine_order = trace_check(
     "engine.order",
-    promise="The experts of a row stand in the order of their scores.",
+    promise="The experts of a row are in the order of their scores.",
     needs=_NEEDS,
     exercised_by="choices compared in order",
     applies=has_routes,
@@ -323,7 +332,7 @@ engine_logprobs = trace_check(
     "engine.logprobs",
     promise=(
         "Every logprob that an engine returns is that of its weights for that token, as an"
-        " independent forward computes it."
+        " independent forward pass computes it."
     ),
     needs=_NEEDS,
     exercised_by="logprobs compared",

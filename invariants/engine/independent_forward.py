@@ -1,9 +1,8 @@
-"""Engine evidence: what an engine returned beside what an independent forward of each served
-version makes of the same tokens.
+"""Compares what an engine returned with an independent forward pass of each served version.
 
-Two forwards in float32 agree but for rounding. Where two experts' scores are so close that rounding
-decides, a row may differ for that reason alone, and so may everything behind it: those values are
-*doubtful*, and nobody is blamed for them.
+Two forward passes in float32 agree except for rounding. If two experts' scores are so close that
+rounding decides, a row may differ for that reason alone, and so may everything after it: those
+values are *doubtful* and never reported.
 """
 
 from __future__ import annotations
@@ -37,24 +36,25 @@ __all__ = [
 ]
 
 TOLERANCE = 1e-4
-"""Nats within which two float32 forwards agree; measured between vLLM and transformers on one
-machine: 1e-5 at most.
+"""Nats within which two float32 forward passes agree; measured between vLLM and transformers on one
+machine: at most 1e-5.
 """
 NEAR_TIE = 2e-4
-"""Part of itself by which a score must exceed another one for rounding in float32 not to decide
-between them.
-"""
+"""The relative difference of two scores below which rounding in float32 may decide between them."""
 Mask: TypeAlias = "npt.NDArray[np.bool_]"
 
 
 @dataclass(frozen=True, slots=True)
 class Fit:
-    """How one reply fits the reference of one version.
+    """How one reply fits the reference of one version. Arrays are empty if the reply has no
+    logprobs or no readable routes.
 
-    ``tokens`` ``(tokens,)`` and ``rows`` ``(rows,)`` say where the value is the reference's,
-    ``doubtful_tokens`` and ``doubtful_rows`` where a near-tie at or before it leaves that open.
-    Empty where the reply has no logprobs or no readable routes. ``other_mode`` is as ``tokens``,
-    for logprobs in the mode that the engine does not declare.
+    version: The version.
+    tokens: ``(tokens,)``: the logprob is the reference's.
+    doubtful_tokens: ``(tokens,)``: a near-tie before it leaves that open.
+    rows: ``(rows,)``: the row is the reference's.
+    doubtful_rows: ``(rows,)``: a near-tie at or before it leaves that open.
+    other_mode: As ``tokens``, in the mode that the engine does not declare.
     """
 
     version: str
@@ -66,33 +66,33 @@ class Fit:
 
 
 def fit_of(contract: Contract, sent: int, output: EngineOutput, reference: Reference) -> Fit:
-    """Compare a reply to a call of ``sent`` prompt tokens with a reference, under the engine's
+    """Compare a reply to a call of ``sent`` prompt tokens with a reference under the engine's
     contract.
     """
     count = len(output.token_ids)
     rows = doubtful_rows = np.zeros(0, dtype=bool)
-    tie = np.inf
+    first_tie = np.inf
     if readable(contract, output):
         captured = captured_rows(contract, output)
-        wrong, close = _differing(contract, captured, output.routes_start, reference)
+        wrong, near_ties = _differences(contract, captured, output.routes_start, reference)
         rows = np.zeros(len(captured), dtype=bool)
         rows[: len(wrong)] = ~wrong.any(axis=1)
-        flips = np.flatnonzero(close.any(axis=1))
-        tie = output.routes_start + int(flips[0]) if len(flips) else np.inf
-        doubtful_rows = np.arange(len(rows)) + output.routes_start >= tie
+        flips = np.flatnonzero(near_ties.any(axis=1))
+        first_tie = output.routes_start + int(flips[0]) if len(flips) else np.inf
+        doubtful_rows = np.arange(len(rows)) + output.routes_start >= first_tie
     tokens = doubtful_tokens = other = np.zeros(0, dtype=bool)
     if output.logprobs is not None and len(output.logprobs) == count:
         modes = (reference.logprobs[sent:], reference.scaled[sent:])
-        mine, others = modes if contract.logprobs is Logprobs.RAW else modes[::-1]
-        tokens = np.abs(output.logprobs - mine) <= TOLERANCE
-        other = np.abs(output.logprobs - others) <= TOLERANCE
-        doubtful_tokens = np.arange(count) + sent > tie
+        declared, undeclared = modes if contract.logprobs is Logprobs.RAW else modes[::-1]
+        tokens = np.abs(output.logprobs - declared) <= TOLERANCE
+        other = np.abs(output.logprobs - undeclared) <= TOLERANCE
+        doubtful_tokens = np.arange(count) + sent > first_tie
     return Fit(str(reference.version), tokens, doubtful_tokens, rows, doubtful_rows, other)
 
 
 def readable(contract: Contract, output: EngineOutput) -> bool:
-    """Whether the reply has routes of the declared layers and top-k, so that they can be compared
-    at all.
+    """Return whether the reply has routes of the declared layers and top-k, so that they can be
+    compared.
     """
     routes = output.routes
     return (
@@ -104,13 +104,13 @@ def readable(contract: Contract, output: EngineOutput) -> bool:
 
 
 def captured_rows(contract: Contract, output: EngineOutput) -> IntArray:
-    """The rows that a forward computed: all, or all but the filler at the end."""
+    """Return the rows that a forward pass computed: all, or all except the filler at the end."""
     assert output.routes is not None
     return output.routes[:-1] if contract.rows is Rows.ALL else output.routes
 
 
 def moe_rows(contract: Contract, routes: IntArray) -> IntArray:
-    """An engine's rows on the MoE layers only: ``(rows, moe layers, top_k)``."""
+    """Return an engine's rows of the MoE layers: ``(rows, moe layers, top_k)``."""
     return (
         routes
         if contract.layer_axis is LayerAxis.MOE
@@ -118,25 +118,23 @@ def moe_rows(contract: Contract, routes: IntArray) -> IntArray:
     )
 
 
-def _differing(
+def _differences(
     contract: Contract, captured: IntArray, start: int, reference: Reference
 ) -> tuple[Mask, Mask]:
-    """Cells whose sets of experts differ: where rounding is no reason, and where a near-tie may be
-    one; ``(rows, moe layers)`` each.
-
-    Compares as many rows as the reference has; what an engine returned beyond that was never
-    forwarded.
+    """Return the cells whose sets of experts differ, ``(rows, moe layers)`` each: those that
+    rounding cannot explain, and near-ties.
     """
     moe = list(contract.moe_layers or ())
-    want = reference.routes[start : start + len(captured), moe].astype(np.int64)
-    got = moe_rows(contract, captured)[: len(want)].astype(np.int64)
-    close = reference.margins[start : start + len(captured), moe] < NEAR_TIE
-    differs = (np.sort(got, axis=2) != np.sort(want, axis=2)).any(axis=2)
-    return differs & ~close, differs & close
+    # Rows beyond those of the reference were never forwarded.
+    expected = reference.routes[start : start + len(captured), moe].astype(np.int64)
+    actual = moe_rows(contract, captured)[: len(expected)].astype(np.int64)
+    near_ties = reference.margins[start : start + len(captured), moe] < NEAR_TIE
+    differs = (np.sort(actual, axis=2) != np.sort(expected, axis=2)).any(axis=2)
+    return differs & ~near_ties, differs & near_ties
 
 
 class PerReply(EventCheck):
-    """A fold that is shown each reply with its call and the references that follow it: ``judge``."""
+    """A check that gets each reply with its call and the references that follow it (``judge``)."""
 
     def __init__(self, context: JudgeContext) -> None:
         super().__init__(context)
@@ -147,16 +145,16 @@ class PerReply(EventCheck):
         self._references: list[Reference] = []
 
     @property
-    def over_kept_kv(self) -> bool:
-        """Whether KV of older weights may serve by declaration: then no single version explains
-        what is returned.
+    def kv_outlives_weights(self) -> bool:
+        """Whether the engine declares that KV of older weights may be used: then no single version
+        explains its values.
         """
         return self.updates > 0 and self.contract.kv_policy is KvPolicy.KEEP
 
     def judge(
         self, call: Call, reply: Reply, references: Sequence[Reference], out: Collector
     ) -> None:
-        """Judge one reply. ``references`` is empty where there is no independent forward."""
+        """Judge one reply; ``references`` is empty without an independent forward pass."""
         raise NotImplementedError(f"{type(self).__name__} must judge the replies that it is shown")
 
     def on_call(self, event: Call, out: Collector) -> None:

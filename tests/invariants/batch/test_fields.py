@@ -248,15 +248,15 @@ _FAULTS: list[tuple[Callable[[], Padder], str, str]] = [
     (
         _Shifted,
         "batch.routes",
-        "token 0's row stands at place 6, 1 places off; so for 6 of 6 captured rows (token 0-5)",
+        "token 0's row is at place 6, 1 place away; so for 6 of 6 captured rows (token 0-5)",
     ),
-    (_RightPadded, "batch.routes", "token 0's row stands at place 0, 5 places off"),
+    (_RightPadded, "batch.routes", "token 0's row is at place 0, 5 places away"),
     (_Exchanged, "batch.routes", "so for 6 of 6 captured rows"),
     (_NoRoutes, "batch.routes", "none"),
     (
         lambda: _Narrow(_MANY, mark=True),
         "batch.expert-ids",
-        "uint8 holds at most 255; ids came out as others",
+        "uint8 holds at most 255; ids were changed",
     ),
     (_FirstDecides, "batch.mixed", "no routes for r"),
     (_Rounded, "batch.logprobs", ", rounded; so at"),
@@ -318,7 +318,7 @@ def test_malformed_samples_that_are_padded_or_cut_are_found() -> None:
     told = {finding.title: finding.observed for finding in result.findings}
     assert (
         told["2 route rows for 7 tokens: accepted"]
-        == "expert 0, 2 times, stands at 4 tokens that have no row, and is replayed"
+        == "expert 0, 2 times, is at 4 tokens that have no row, and is replayed"
     )
     assert told["9 route rows for 7 tokens: accepted"] == "9 rows were cut to the tokens"
     assert (
@@ -366,7 +366,7 @@ def test_lengths_that_disagree_within_a_row_are_found() -> None:
     report = judge_batches(
         lambda: PassesOn(padded_contract(rows="captured-prefix")), name="passes on"
     )
-    assert "2 went into the batch beside 5 tokens" in {
+    assert "2 were put into the batch with 5 tokens" in {
         finding.observed for finding in _findings(report, "batch.refuses")
     }
 
