@@ -32,7 +32,7 @@ def stored_bytes(array: AnyArray) -> tuple[str, bytes]:
         if narrowest.kind in "iu" and narrowest.itemsize < array.dtype.itemsize:
             stored = narrowest.name
             name = f"{name}/{stored}"
-    return name, array.astype(DTYPES[stored], order="C").tobytes()
+    return name, array.astype(DTYPES[stored], order="C", copy=False).tobytes()
 
 
 def stored_dtypes(name: str) -> tuple[np.dtype[Any], np.dtype[Any]]:
