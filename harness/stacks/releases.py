@@ -1,4 +1,4 @@
-"""Releases: what must be there for a stack to be judged, and what was found on this machine."""
+"""What must be installed for a stack to be judged, and what is installed on this machine."""
 
 from __future__ import annotations
 
@@ -41,82 +41,94 @@ STACKS: Mapping[str, str] = {
     "roll": "rollproof.stacks.roll",
     "miles": "rollproof.stacks.miles",
 }
-"""Name of each stack, and its package: ``RELEASE``, ``load(found) -> Stack``, the verdicts that it
-is known for, and its pinned dependencies.
+"""Package of each stack by its name: it has ``RELEASE``, ``load(found) -> Stack``, the file of the
+verdicts that the stack is known for, and that of its pinned dependencies.
 """
 
 _CHANGED = "+changed"
-"""Ends the version of a checkout whose files are not those of its commit."""
+"""Suffix of the version of a checkout that differs from its commit."""
 _ABBREVIATED = 7
-"""Digits by which git names a commit, at least."""
+"""Least digits of an abbreviated commit, as git writes it."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Release:
-    """What must be installed for ``stack``: its distribution, the versions that the adapters know
-    (oldest first), and what ``requirements_file`` lists.
+    """What must be installed for a stack.
 
-    A stack that no package index has is judged from a checkout of ``repository`` (an address that
-    git can clone): its versions are commits, ``package`` is a file of its own that every checkout
-    has, relative to its root, and ``roots`` are the folders from which its modules are imported.
-    ``beside`` are further distributions that are installed without their dependencies.
+    Fields:
+        stack: Its name in ``STACKS``.
+        distribution: Its name on a package index.
+        versions: The versions that the adapters know, oldest first. Those of a stack that is on no
+            package index are commits.
+        repository: Address to clone, for a stack that is judged from a checkout.
+        module_file: A file of the framework, relative to the root of a checkout, by which a
+            checkout is recognised.
+        roots: Folders of a checkout from which its modules are imported.
+        no_deps: Further distributions to install without their dependencies.
     """
 
+    stack: str
     distribution: str
     versions: tuple[str, ...]
-    stack: str
     repository: str | None = None
-    package: str = ""
+    module_file: str = ""
     roots: tuple[str, ...] = (".",)
-    beside: tuple[str, ...] = ()
+    no_deps: tuple[str, ...] = ()
+
+    @property
+    def installed(self) -> str:
+        """How messages say that it is there: ``installed`` or ``checked out``."""
+        return "installed" if self.repository is None else "checked out"
 
     @property
     def module(self) -> str:
-        """The dotted name of ``package``: ``src/prime_rl/of.py`` below the root ``src`` is
+        """Dotted name of ``module_file``: ``src/prime_rl/of.py`` below the root ``src`` is
         ``prime_rl.of``.
         """
-        path = PurePosixPath(self.package)
+        path = PurePosixPath(self.module_file)
         root = next((root for root in self.roots if path.is_relative_to(root)), ".")
         return ".".join(path.relative_to(root).with_suffix("").parts)
 
     def known_as(self, version: str) -> str:
-        """``version`` as the table writes it: of a commit, any abbreviation from seven digits on,
-        or all of it.
-        """
+        """``version`` as ``versions`` has it: a commit may be abbreviated from seven digits on."""
         return next(
             (known for known in self.versions if self.repository and _same_commit(known, version)),
             version,
         )
 
     def install(self, version: str | None = None) -> str:
-        """The commands that install ``version`` (default: the newest known) beside rollproof."""
-        # a package index has versions that the adapters do not know: who forces one wants that one
-        wanted = (
-            version
-            if version in self.versions or (version and self.repository is None)
-            else self.versions[-1]
-        )
-        first = f"python -m pip install -r {requirements_file(self.stack)}"
-        if self.beside:
-            first += f" && python -m pip install --no-deps {' '.join(self.beside)}"
+        """The commands that install ``version`` (default: the newest known) next to rollproof."""
+        # A package index has versions that the adapters do not know, and --force wants that one;
+        # of a checkout only the known commits are sure to exist.
+        if version in self.versions or (version and self.repository is None):
+            target = version
+        else:
+            target = self.versions[-1]
+        commands = [f"python -m pip install -r {requirements_file(self.stack)}"]
+        if self.no_deps:
+            commands.append(f"python -m pip install --no-deps {' '.join(self.no_deps)}")
         if self.repository is None:
-            # some of them ask for a newer Python than their rollout code needs (SkyRL 0.4.0: 3.12)
-            return (
-                f"{first} && python -m pip install --no-deps --ignore-requires-python"
-                f" {self.distribution}=={wanted}"
+            # Some ask for a newer Python than their rollout code needs (SkyRL 0.4.0: 3.12).
+            commands.append(
+                "python -m pip install --no-deps --ignore-requires-python"
+                f" {self.distribution}=={target}"
             )
-        folder = self.distribution
-        return (
-            f"{first} && git clone {self.repository} {folder} && git -C {folder} checkout {wanted}"
-        )
+        else:
+            folder = self.distribution
+            commands.append(f"git clone {self.repository} {folder}")
+            commands.append(f"git -C {folder} checkout {target}")
+        return " && ".join(commands)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Found:
-    """What was found: the installed ``version``, the ``line`` of the adapter's table by which it is
-    driven, the ``checkout`` if it is one.
+    """What is installed.
 
-    ``version`` and ``line`` differ where ``--force`` drives a version that nobody tested.
+    Fields:
+        version: The installed version.
+        line: The version of the adapter's table by which it is driven. It differs from ``version``
+            if ``--force`` drives one that nobody tested.
+        checkout: Its folder, if it is a checkout.
     """
 
     version: str
@@ -130,32 +142,32 @@ class Found:
 
 
 def installed_version(distribution: str) -> str | None:
-    """The version of an installed distribution (the one that an import would find first), without
-    importing it.
-    """
+    """The version of an installed distribution, without importing it; None if there is none."""
     try:
         return metadata.version(distribution)
     except metadata.PackageNotFoundError:
         return None
 
 
-def checked_out(folder: Path, release: Release, name: str) -> str:
-    """The version of a checkout: its commit, as the adapters' table writes it where it is there;
-    puts it first on the import path.
+def checked_out(folder: Path, release: Release) -> str:
+    """Put a checkout first on the import path, and return its version.
 
-    A folder without git's data (an unpacked archive) is ``unversioned``; one with changes to its
-    Python files is ``<commit>+changed``. Raises ``StackError`` for what is no checkout of
-    ``release``.
+    The version is its commit, as ``release.versions`` has it. A folder without git's data (an
+    unpacked archive) is ``unversioned``; one with changes to its Python files is
+    ``<commit>+changed``.
+
+    Raises:
+        StackError: The folder is no checkout of ``release``.
     """
     if not folder.is_dir():
         raise StackError(
-            f"--checkout {folder}: there is no such folder. {name} is judged from a checkout of"
-            f" {release.repository}."
+            f"--checkout {folder}: there is no such folder. {release.stack} is judged from a"
+            f" checkout of {release.repository}."
         )
-    if not (folder / release.package).is_file():
+    if not (folder / release.module_file).is_file():
         raise StackError(
-            f"--checkout {folder} is no checkout of {name}: it has no {release.package}. "
-            f"Name the folder that git made from {release.repository}."
+            f"--checkout {folder} is no checkout of {release.stack}: it has no"
+            f" {release.module_file}. Name the folder that git made from {release.repository}."
         )
     roots = [str((folder / root).resolve()) for root in release.roots]
     if sys.path[: len(roots)] != roots:
@@ -169,37 +181,36 @@ def checked_out(folder: Path, release: Release, name: str) -> str:
 
 
 def changed_files(folder: Path, release: Release) -> tuple[str, ...]:
-    """Python files of the commit, below the roots, that are there with other content; one that is
-    gone is missed when it is imported.
+    """Python files below the roots whose content differs from the commit's.
 
-    The index is not asked: a part of a repository, checked out without it, is a checkout too.
+    Deleted files do not count: an import reports them.
     """
     if not _commit(folder):
         return ()
+    # Not `git status`: the index may be empty, as in a part of a repository that was checked out
+    # without it.
     entries = (
         entry.partition("\t")
         for entry in _git(folder, "ls-tree", "-r", "-z", "HEAD", *release.roots).split("\0")
     )
     files = {
-        path: about.split()
-        for about, _, path in entries
-        if about.startswith("100") and path.endswith(".py")
+        path: fields.split()
+        for fields, _, path in entries
+        if fields.startswith("100") and path.endswith(".py")
     }
-    there = [path for path in files if (folder / path).is_file()]
-    now = _git(folder, "hash-object", "--stdin-paths", given="\n".join(there)).split()
-    return tuple(path for path, is_now in zip(there, now, strict=False) if files[path][2] != is_now)
+    present = [path for path in files if (folder / path).is_file()]
+    hashes = _git(folder, "hash-object", "--stdin-paths", stdin="\n".join(present)).split()
+    return tuple(
+        path for path, content in zip(present, hashes, strict=False) if files[path][2] != content
+    )
 
 
 def imported_from(folder: Path, release: Release) -> str | None:
-    """The file that ``release.module`` was imported from, where that is another than the one in
-    ``folder``.
-    """
+    """The file that ``release.module`` was imported from, if it is not the one in ``folder``."""
     file = getattr(sys.modules.get(release.module), "__file__", None)
-    return (
-        None
-        if file is None or Path(file).resolve() == (folder / release.package).resolve()
-        else file
-    )
+    if file is None or Path(file).resolve() == (folder / release.module_file).resolve():
+        return None
+    return str(file)
 
 
 def _same_commit(known: str, version: str) -> bool:
@@ -207,22 +218,22 @@ def _same_commit(known: str, version: str) -> bool:
 
 
 def _commit(folder: Path) -> str:
-    """The commit that is checked out, or nothing: without git, or where the folder is within a
+    """The commit that is checked out; empty without git, or if ``folder`` is only a part of the
     repository of something else.
     """
     return _git(folder, "rev-parse", "HEAD").strip() if (folder / ".git").exists() else ""
 
 
-def _git(folder: Path, *asked: str, given: str = "") -> str:
-    """What git says of ``folder``, or nothing where it says nothing."""
+def _git(folder: Path, *arguments: str, stdin: str = "") -> str:
+    """The output of a git command in ``folder``; empty if it fails or there is no git."""
     git = shutil.which("git")
     if git is None:
         return ""
-    # within a hook git names its own repository by these, whatever -C says
+    # Within a hook git names its own repository by these variables, which take precedence over -C.
     environment = {name: value for name, value in os.environ.items() if not name.startswith("GIT_")}
-    done = subprocess.run(  # noqa: S603 - git itself, on the folder that the user names
-        [git, "-C", str(folder), *asked],
-        input=given,
+    finished = subprocess.run(  # noqa: S603 - git itself, on the folder that the user names
+        [git, "-C", str(folder), *arguments],
+        input=stdin,
         capture_output=True,
         encoding="utf-8",
         errors="surrogateescape",
@@ -230,14 +241,14 @@ def _git(folder: Path, *asked: str, given: str = "") -> str:
         timeout=60,
         env=environment,
     )
-    return done.stdout if done.returncode == 0 else ""
+    return finished.stdout if finished.returncode == 0 else ""
 
 
 def requirements_file(stack: str) -> str:
-    """Path of the pinned list of what ``stack`` needs, which is shipped with rollproof."""
+    """Path of the pinned dependencies of ``stack``, which are shipped with rollproof."""
     return str(resources.files(STACKS[stack]) / "requirements.txt")
 
 
 def verdicts_file(stack: str) -> Traversable:
-    """The matrix of known verdicts of ``stack``, which is shipped with rollproof."""
+    """The file of the known verdicts of ``stack``, which is shipped with rollproof."""
     return resources.files(STACKS[stack]) / "verdicts.toml"

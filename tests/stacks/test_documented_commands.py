@@ -105,7 +105,7 @@ def _exit_codes(words: list[str]) -> tuple[int, ...]:
                     f"{name} is installed in another version than {', '.join(release.versions)}"
                 )
         case _:
-            _needed(REAL[name].module, f"see harness/engines/requirements/{name}.txt")
+            _needed(REAL[name].module, f"see harness/engines/{REAL[name].module}/requirements.txt")
             return (0, 1)  # what fails differs between a CPU and a GPU
     return (0,) if "--matrix" in words else (1,)
 

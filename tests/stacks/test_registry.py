@@ -22,8 +22,9 @@ from rollproof.stacks import (
     release_of,
     requirements_file,
 )
+from rollproof.stacks._support.upstream import imported, missing_dependency
 from rollproof.stacks.releases import changed_files, checked_out
-from rollproof.stacks.verl.upstream import RELEASE, VERSIONS, import_verl
+from rollproof.stacks.verl.release import RELEASE, VERSIONS
 
 
 def test_a_spec_is_a_name_or_a_name_and_a_version() -> None:
@@ -82,7 +83,8 @@ def test_a_missing_stack_names_the_commands_that_install_it(
     with pytest.raises(
         StackError,
         match=(
-            r"verl is not installed here.*\n.*pip install -r .*verl\.txt && .*python verl==0\.8\.0$"
+            r"verl is not installed here.*\n.*pip install -r .*verl/requirements\.txt && .*"
+            r"python verl==0\.8\.0$"
         ),
     ):
         load_stack("verl==0.8.0")
@@ -117,16 +119,14 @@ def test_a_version_that_the_table_does_not_know_is_refused(monkeypatch: pytest.M
         ),
     ):
         load_stack("verl==0.7.1")
-    with pytest.raises(StackError, match=r"verl 0\.10\.0 is not in the table of known releases"):
-        import_verl("0.10.0")
 
 
 def test_a_missing_dependency_names_the_package() -> None:
     """Where an import inside of it fails, the error says which, and what to run (verl's own
     requirements lack orjson).
     """
-    error = stacks.missing_dependency(
-        "verl", "0.9.1", ModuleNotFoundError("No module named 'orjson'", name="orjson"), RELEASE
+    error = missing_dependency(
+        RELEASE, "0.9.1", ModuleNotFoundError("No module named 'orjson'", name="orjson")
     )
     assert (
         "verl 0.9.1 is installed, but the package 'orjson' that it needs is missing. Run:\n"
@@ -140,13 +140,13 @@ def test_a_name_that_is_not_there_is_no_missing_package() -> None:
     """
     words = "cannot import name 'Strategy' from 'ray.util'"
     moved = ImportError(words, name="ray.util")
-    told = str(stacks.missing_dependency("verl", "0.9.1", moved, RELEASE))
+    told = str(missing_dependency(RELEASE, "0.9.1", moved))
     assert f"verl 0.9.1 is installed, but importing it fails: {words}. Run:\n" in told
     for error in (
         moved,
         ModuleNotFoundError("No module named 'verl.workers.rollout'", name="verl.workers.rollout"),
     ):
-        told = str(stacks.missing_dependency("verl", "0.10.0", error, RELEASE))
+        told = str(missing_dependency(RELEASE, "0.10.0", error))
         assert (
             f"but importing it fails: {error}. The adapters know 0.8.0, 0.9.0, 0.9.1, and --force"
             " drives it as the newest" in told
@@ -190,11 +190,11 @@ def test_an_untested_version_is_driven_as_the_newest_one_where_that_is_forced(
 
 
 SOURCE = Release(
+    stack="slime",
     distribution="slime",
     versions=("abc123",),
-    requirements="slime.txt",
     repository="https://x/slime",
-    package="slime/__init__.py",
+    module_file="slime/__init__.py",
 )
 
 
@@ -207,12 +207,12 @@ def test_a_checkout_is_one_of_the_stack(tmp_path: Path, monkeypatch: pytest.Monk
         StackError,
         match=r"there is no such folder\. slime is judged from a checkout of https://x/slime",
     ):
-        checked_out(tmp_path / "nosuch", SOURCE, "slime")
+        checked_out(tmp_path / "nosuch", SOURCE)
     with pytest.raises(StackError, match=r"is no checkout of slime: it has no slime/__init__\.py"):
-        checked_out(tmp_path, SOURCE, "slime")
+        checked_out(tmp_path, SOURCE)
     (tmp_path / "slime").mkdir()
     (tmp_path / "slime" / "__init__.py").touch()
-    assert "unversioned" == checked_out(tmp_path, SOURCE, "slime")
+    assert "unversioned" == checked_out(tmp_path, SOURCE)
     assert "git clone https://x/slime slime && git -C slime checkout abc123" in SOURCE.install()
 
 
@@ -248,8 +248,8 @@ def test_the_version_of_a_checkout_is_its_commit(
     """
     commit = _git(repository, "rev-parse", "HEAD")
     monkeypatch.setenv("GIT_DIR", str(repository.parent / "nosuch"))
-    assert commit[:9] == checked_out(repository, SOURCE, "slime")
-    assert commit[:8] == checked_out(repository, replace(SOURCE, versions=(commit[:8],)), "slime")
+    assert commit[:9] == checked_out(repository, SOURCE)
+    assert commit[:8] == checked_out(repository, replace(SOURCE, versions=(commit[:8],)))
 
 
 def test_a_checkout_with_other_code_than_its_commit_is_told(repository: Path) -> None:
@@ -264,7 +264,7 @@ def test_a_checkout_with_other_code_than_its_commit_is_told(repository: Path) ->
     assert () == changed_files(repository, SOURCE)
     (repository / "slime" / "__init__.py").write_text("x = 2\n", encoding="utf-8")
     assert ("slime/__init__.py",) == changed_files(repository, SOURCE)
-    assert f"{commit[:9]}+changed" == checked_out(repository, SOURCE, "slime")
+    assert f"{commit[:9]}+changed" == checked_out(repository, SOURCE)
     (repository / "größe.py").write_text("x = 2\n", encoding="utf-8")
     assert 2 == len(changed_files(repository, SOURCE))
 
@@ -276,7 +276,7 @@ def test_changed_code_is_judged_where_that_is_forced(
     title.
     """
     commit = _git(repository, "rev-parse", "HEAD")
-    source = replace(SOURCE, versions=(commit[:9],), package="slime/__init__.py")
+    source = replace(SOURCE, versions=(commit[:9],), module_file="slime/__init__.py")
     monkeypatch.setattr("rollproof.stacks.slime.RELEASE", source)
     monkeypatch.setattr(
         "rollproof.stacks.slime.load",
@@ -312,7 +312,7 @@ def test_a_counterexample_of_a_checkout_is_run_on_what_is_there_now(
     commit = _git(repository, "rev-parse", "HEAD")
     monkeypatch.setattr(
         "rollproof.stacks.slime.RELEASE",
-        replace(SOURCE, versions=(commit[:9],), package="slime/__init__.py"),
+        replace(SOURCE, versions=(commit[:9],), module_file="slime/__init__.py"),
     )
     monkeypatch.setattr(
         "rollproof.stacks.slime.load",
@@ -338,7 +338,7 @@ def test_another_checkout_is_not_judged_in_the_place_of_one(
 ) -> None:
     """What was imported stays imported: a second checkout of a stack in one process is refused."""
     monkeypatch.setattr(
-        "rollproof.stacks.slime.RELEASE", replace(SOURCE, package="slime/__init__.py")
+        "rollproof.stacks.slime.RELEASE", replace(SOURCE, module_file="slime/__init__.py")
     )
     monkeypatch.setattr(
         "rollproof.stacks.slime.load",
@@ -373,7 +373,7 @@ def test_what_a_framework_raises_while_it_is_imported_is_no_fault_of_ours(
     (tmp_path / "slime").mkdir()
     (tmp_path / "slime" / "__init__.py").touch()
     monkeypatch.setattr(
-        "rollproof.stacks.slime.RELEASE", replace(SOURCE, package="slime/__init__.py")
+        "rollproof.stacks.slime.RELEASE", replace(SOURCE, module_file="slime/__init__.py")
     )
     monkeypatch.setattr("rollproof.stacks.slime.load", load)
     with pytest.raises(
@@ -388,12 +388,12 @@ def test_what_a_framework_raises_while_it_is_imported_is_no_fault_of_ours(
 def test_a_checkout_that_lacks_a_module_of_its_own_is_told_apart_from_a_missing_package() -> None:
     """No installation would mend it."""
     error = ModuleNotFoundError("No module named 'slime.rollout'", name="slime.rollout")
-    assert "but not whole: its module slime.rollout is not there" in str(
-        stacks.missing_dependency("slime", "abc123", error, SOURCE)
+    assert "but incomplete: its module slime.rollout is missing" in str(
+        missing_dependency(SOURCE, "abc123", error)
     )
     other = ModuleNotFoundError("No module named 'ray'", name="ray")
     assert "but the package 'ray' that it needs is missing" in str(
-        stacks.missing_dependency("slime", "abc123", other, SOURCE)
+        missing_dependency(SOURCE, "abc123", other)
     )
 
 
@@ -407,13 +407,13 @@ def test_a_checkout_may_have_several_roots_and_need_a_package_beside_it(
     (tmp_path / "src").mkdir()
     (tmp_path / "src" / "of.py").touch()
     source = replace(
-        SOURCE, package="src/of.py", roots=("src", "lib/src"), beside=("verifiers==9.9",)
+        SOURCE, module_file="src/of.py", roots=("src", "lib/src"), no_deps=("verifiers==9.9",)
     )
     for _ in range(2):
-        assert "unversioned" == checked_out(tmp_path, source, "slime")
+        assert "unversioned" == checked_out(tmp_path, source)
     assert [str(tmp_path / "src"), str(tmp_path / "lib" / "src"), str(tmp_path)] == sys.path[:3]
     assert (
-        "slime.txt && python -m pip install --no-deps verifiers==9.9 && git clone"
+        "slime/requirements.txt && python -m pip install --no-deps verifiers==9.9 && git clone"
         in source.install()
     )
 
@@ -452,6 +452,7 @@ def test_attributes_that_moved_are_an_import_error() -> None:
     """A class that is no longer where the table says counts as a failed import, which names the
     module.
     """
-    with pytest.raises(ImportError, match=r"rollproof\.core\.records has no \['Nothing'\]"):
-        stacks.attributes("rollproof.core.records", "Request", "Nothing")
-    assert Release is stacks.attributes("rollproof.stacks", "Release")[0]
+    with pytest.raises(ImportError, match=r"rollproof\.core\.records has no Nothing"):
+        imported("rollproof.core.records:Nothing")
+    assert Release is imported("rollproof.stacks:Release")
+    assert stacks is imported("rollproof.stacks")

@@ -20,7 +20,7 @@ from rollproof.judging.known_failures import apply_known_failures
 from rollproof.judging.report import Report
 from rollproof.stacks import Stack, load_stack
 from rollproof.stacks.matrix import Matrix
-from rollproof.stacks.verl.upstream import VERSIONS
+from rollproof.stacks.verl.release import VERSIONS
 from rollproof.verification.batches import judge_batches
 from rollproof.verification.expected_failures import Outcome
 from rollproof.verification.rollouts import run_conformance

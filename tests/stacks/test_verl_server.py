@@ -16,6 +16,8 @@ from rollproof.core.trace import Recorder
 from rollproof.fakes.engine.fleet import Fleet
 from rollproof.simulation import virtual_loop
 from rollproof.stacks._support.tokenizer import PAD_ID, IdTokenizer, spell
+from rollproof.stacks.verl.configuration import lengths_of, verl_contract
+from rollproof.stacks.verl.release import VERSIONS, RouteArray
 from rollproof.stacks.verl.rollout_servers import (
     CONVENTIONS,
     Lengths,
@@ -25,8 +27,7 @@ from rollproof.stacks.verl.rollout_servers import (
     token_output_fields,
 )
 from rollproof.stacks.verl.tool_dialogue import IdTool, parser_of
-from rollproof.stacks.verl.upstream import VERSIONS, RouteArray, Verl
-from rollproof.stacks.verl.verl_settings import client_contract, lengths_of
+from rollproof.stacks.verl.upstream import Verl
 
 
 def _output(
@@ -244,7 +245,7 @@ def test_the_client_contract_is_as_sampled_min_max_and_surfaces_aborts_when_part
 
     async def main() -> list[Any]:
         return [
-            client_contract(Fleet(_case(partial=partial), Recorder(lambda: 0.0)))
+            verl_contract(Fleet(_case(partial=partial), Recorder(lambda: 0.0)))
             for partial in (True, False)
         ]
 

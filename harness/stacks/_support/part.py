@@ -1,4 +1,4 @@
-"""Parts of stacks, as factories of subjects, each with the schedules that fit it."""
+"""Parts of stacks: factories of subjects, each with the schedules that fit it."""
 
 from __future__ import annotations
 
@@ -10,19 +10,23 @@ from typing import Any
 from rollproof.core.case import Case
 from rollproof.verification.schedules import Limits, profile_named, random_cases
 
-__all__ = ["Part"]
+__all__ = ["Part", "by_name"]
 
 _TURN_TOKENS = 4
-"""On average a turn ends after so many tokens: without natural ends there is one turn only."""
+"""Average length of a turn, in tokens: without natural ends there is one turn only."""
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class Part:
     """A factory of subjects.
 
-    ``turns``: requests get up to so many answers of the environment. ``thin``: under the profile
-    ``pr``, one case in so many is run (all with a later request): for parts whose cases take long,
-    such as those that speak HTTP.
+    Fields:
+        name: Name of the part in reports and matrices.
+        make: Returns a subject.
+        flavours: Engine flavours that the part speaks.
+        turns: Most answers of the environment in a request; 0 for a part without turns.
+        thin: Under the profile ``pr``, run one case in so many: for parts that take long, such as
+            those that speak HTTP.
     """
 
     name: str
@@ -32,13 +36,11 @@ class Part:
     thin: int = 1
 
     def __call__(self) -> Any:
-        """A fresh subject."""
+        """Return a fresh subject."""
         return self.make()
 
     def cases(self, profile: str, seed: int | None = None) -> Iterator[Case]:
-        """The profile's schedules, restricted to what the part can be asked for, and multi-turn
-        ones where it has turns.
-        """
+        """The profile's schedules that fit the part, and multi-turn ones if it has turns."""
         from rollproof.verification.contract_probe import probe
         from rollproof.verification.rollouts import cases_for
 
@@ -60,3 +62,8 @@ class Part:
             )
             for case in islice(drawn, 0, None, thin):
                 yield replace(case, model=replace(case.model, eos_every=_TURN_TOKENS))
+
+
+def by_name(*parts: Part) -> dict[str, Part]:
+    """The parts, by name."""
+    return {part.name: part for part in parts}

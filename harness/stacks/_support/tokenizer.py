@@ -42,7 +42,9 @@ class IdTokenizer:
     def apply_chat_template(
         self, messages: Sequence[Mapping[str, Any]], **_options: Any
     ) -> list[int]:
-        """The ids of all messages in order; roles, tools and the generation prompt add no tokens."""
+        """The ids of all messages in order; roles, tools and the generation prompt add no
+        tokens.
+        """
         return [
             int(word)
             for message in messages

@@ -1,17 +1,40 @@
 """AReaL, released and unmodified: its inference engine client and the bridge of its inference
-service, with their loops of resuming.
+service, with their resume loops.
 """
 
 from __future__ import annotations
 
 from rollproof.stacks import Found, Stack
-from rollproof.stacks.areal.upstream import RELEASE, import_areal
+from rollproof.stacks.areal.release import RELEASE
 
 __all__ = ["RELEASE", "load"]
 
 
 def load(found: Found) -> Stack:
-    """Import AReaL and give its parts. Raises ``StackError`` where it cannot be imported."""
-    from rollproof.stacks.areal.areal_parts import parts_of
+    """Import AReaL and return its parts. Raises ``StackError`` if it cannot be imported."""
+    from rollproof.stacks._support.part import by_name
+    from rollproof.stacks.areal.bridge import BridgeSubject
+    from rollproof.stacks.areal.inference_engine import EngineSubject
+    from rollproof.stacks.areal.schedules import ArealPart
+    from rollproof.stacks.areal.upstream import import_areal
 
-    return Stack(name="areal", version=found.version, parts=parts_of(import_areal(found.version)))
+    areal = import_areal(found.version)
+    flavours = ("sglang", "vllm")
+    return Stack(
+        name=RELEASE.stack,
+        version=found.version,
+        parts=by_name(
+            ArealPart(
+                name="remote-engine",
+                make=lambda: EngineSubject(areal),
+                flavours=flavours,
+                thin=12,
+            ),
+            ArealPart(
+                name="inference-bridge",
+                make=lambda: BridgeSubject(areal),
+                flavours=flavours,
+                thin=12,
+            ),
+        ),
+    )

@@ -7,18 +7,18 @@ from collections.abc import Coroutine, Sequence
 from itertools import count
 from typing import TYPE_CHECKING, Any
 
-from rollproof.core.contract import Contract
 from rollproof.core.engine_contract import PauseMode
 from rollproof.core.records import Request, Rollout
+from rollproof.stacks._support.http_fleet import HttpFleet
 from rollproof.stacks._support.httpx_client import without_certificates
-from rollproof.stacks.areal.areal_settings import (
+from rollproof.stacks._support.subjects import StackOutput, StackSubject
+from rollproof.stacks.areal.conversions import (
     contract_of,
     disk_requests,
     engine_of,
     model_request,
     rollout_of,
 )
-from rollproof.stacks.areal.inference_engine import Answer
 from rollproof.stacks.areal.upstream import AReaL
 
 if TYPE_CHECKING:
@@ -26,26 +26,21 @@ if TYPE_CHECKING:
 
 __all__ = ["BridgeSubject"]
 
-_PATIENCE = 3600.0
-"""Seconds that a call may take: the service's default of 120 is less than a step of 1 s a token
-leaves room for.
+_TIMEOUT = 3600.0
+"""Limit of a call in seconds. The service's default of 120 is too short for engines of 1 s a token.
 """
 
 
-class BridgeSubject:
-    """One request is one ``agenerate`` of the bridge whose turn it is. Updates pause and resume
-    through the bridges themselves.
+class BridgeSubject(StackSubject):
+    """One request is one ``agenerate`` of the next bridge in turn. Updates pause and resume through
+    the bridges themselves.
     """
-
-    contract: Contract
 
     def __init__(self, areal: AReaL) -> None:
         self._areal = areal
 
     def start(self, fleet: Fleet) -> None:
-        """A bridge before each server."""
-        from rollproof.stacks._support.http_fleet import HttpFleet
-
+        """Put a bridge in front of each server."""
         fleet.pause_mode = PauseMode.ABORT
         fleet.clear_cache = True
         self.contract = contract_of(fleet)
@@ -58,27 +53,25 @@ class BridgeSubject:
                     backend(),
                     url,
                     self._areal.pause_state(),
-                    request_timeout=_PATIENCE,
+                    request_timeout=_TIMEOUT,
                     version=fleet.case.first_version,
                 )
                 for url in self._http.urls.values()
             ]
         self._turns = count()
-        self._trainer = asyncio.Lock()
+        self._update_lock = asyncio.Lock()
 
-    async def rollout(self, request: Request) -> Answer:
-        """Raises what ``agenerate`` raises."""
+    async def rollout(self, request: Request) -> StackOutput:
+        """Call ``agenerate``. Raises what it raises."""
         bridge = self._bridges[next(self._turns) % len(self._bridges)]
-        return Answer(
-            request=request,
-            response=await bridge.agenerate(model_request(self._areal, self._fleet, request)),
-        )
+        response = await bridge.agenerate(model_request(self._areal, self._fleet, request))
+        return StackOutput(request=request, output=response)
 
     async def update_weights(self, version: int | None) -> None:
-        """Pause, load, resume, and the version last, as AReaL's trainer has it done; one update at
-        a time.
+        """Pause, load, resume, and set the version last, as AReaL's trainer does; one update at a
+        time.
         """
-        async with self._trainer:
+        async with self._update_lock:
             self._http.about(version)
             await self._everywhere([bridge.pause() for bridge in self._bridges])
             await self._load(version)
@@ -88,22 +81,18 @@ class BridgeSubject:
                     bridge.set_version(version)
 
     async def _everywhere(self, calls: Sequence[Coroutine[Any, Any, None]]) -> None:
-        """What fails is passed over unless all fail
+        """Run ``calls``, and ignore failures unless all fail
         (``inference_service/controller/controller.py:1419``).
         """
-        failed = [
-            one
-            for one in await asyncio.gather(*calls, return_exceptions=True)
-            if isinstance(one, Exception)
-        ]
-        if len(failed) == len(calls):
-            raise failed[0]
+        outcomes = await asyncio.gather(*calls, return_exceptions=True)
+        errors = [outcome for outcome in outcomes if isinstance(outcome, Exception)]
+        if len(errors) == len(calls):
+            raise errors[0]
 
     async def _load(self, version: int | None) -> None:
-        """The gateway of weight updates answers a transfer that broke with a status, which its
-        caller logs and passes over.
-
-        ``weight_update/gateway/app.py:683`` and ``training_service/controller/controller.py:1012``.
+        """Load on every server, and ignore failures: the gateway of weight updates answers a failed
+        transfer with a status (``weight_update/gateway/app.py:683``), which its caller only logs
+        (``training_service/controller/controller.py:1012``).
         """
         requests = disk_requests(
             self._areal, self._areal.backends[engine_of(self._fleet)](), version
@@ -113,8 +102,8 @@ class BridgeSubject:
                 *(bridge._send_request(request) for bridge in self._bridges), return_exceptions=True
             )
 
-    def to_record(self, native: Answer) -> Rollout:
-        return rollout_of(native.request, native.response, self._fleet.case.model)
+    def to_record(self, native: StackOutput) -> Rollout:
+        return rollout_of(native.request, native.output, self._fleet.case.model)
 
     async def stop(self) -> None:
         """Close the bridges."""

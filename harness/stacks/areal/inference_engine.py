@@ -1,41 +1,35 @@
-"""AReaL's ``RemoteInfEngine.agenerate``: the client that its trainers roll out with."""
+"""AReaL's ``RemoteInfEngine.agenerate``, the client that its trainers roll out with, as a
+subject.
+"""
 
 from __future__ import annotations
 
 import asyncio
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from rollproof.core.contract import Contract
 from rollproof.core.engine_contract import PauseMode
 from rollproof.core.records import Request, Rollout
-from rollproof.stacks.areal.areal_settings import (
+from rollproof.stacks._support.http_fleet import HttpFleet
+from rollproof.stacks._support.subjects import StackOutput, StackSubject
+from rollproof.stacks.areal.conversions import (
     contract_of,
     disk_requests,
     engine_of,
     model_request,
+    returns_routes,
     rollout_of,
-    wants_routes,
 )
 from rollproof.stacks.areal.upstream import AReaL
 
 if TYPE_CHECKING:
     from rollproof.fakes.engine.fleet import Fleet
 
-__all__ = ["Answer", "EngineSubject"]
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Answer:
-    """What AReaL handed over for a request."""
-
-    request: Request
-    response: Any
+__all__ = ["EngineSubject"]
 
 
 class _Executor:
-    """What ``agenerate`` asks of AReaL's ``WorkflowExecutor``, which runs episodes in threads of
-    its own: whether it is paused.
+    """AReaL's ``WorkflowExecutor``, which runs episodes in threads of its own, as far as
+    ``agenerate`` calls it.
     """
 
     paused = False
@@ -44,27 +38,23 @@ class _Executor:
         return self.paused
 
 
-class EngineSubject:
+class EngineSubject(StackSubject):
     """One request is one ``agenerate``.
 
     AReaL runs the calls of a weight update in a loop, a thread and a process of their own, where no
-    virtual time passes. Here its backend makes the same requests, its ``arequest_with_retry`` sends
-    them, in the order of its trainer, which does one update at a time: rollouts paused, servers
-    paused (which ends what runs), weights loaded, servers resumed, the version set, rollouts
-    resumed (``trainer/rl_trainer.py:754``, ``engine/fsdp_engine.py:1665``).
+    virtual time passes. Here its backend makes the same requests and its ``arequest_with_retry``
+    sends them, in the order of its trainer, which does one update at a time: rollouts paused,
+    servers paused (which aborts what runs), weights loaded, servers resumed, the version set,
+    rollouts resumed (``trainer/rl_trainer.py:754``, ``engine/fsdp_engine.py:1665``).
     """
-
-    contract: Contract
 
     def __init__(self, areal: AReaL) -> None:
         self._areal = areal
 
     def start(self, fleet: Fleet) -> None:
-        """The servers, and an engine that knows their addresses; its health polls and executor are
-        left out.
+        """Make the servers, and an engine that knows their addresses, without its health polls and
+        its executor.
         """
-        from rollproof.stacks._support.http_fleet import HttpFleet
-
         fleet.pause_mode = PauseMode.ABORT
         fleet.clear_cache = True
         self.contract = contract_of(fleet)
@@ -72,28 +62,26 @@ class EngineSubject:
         self._http = HttpFleet(fleet)
         backend = self._areal.backends[engine_of(fleet)]()
         config = self._areal.config(
-            backend=f"{engine_of(fleet)}:d1", return_routed_experts=wants_routes(fleet)
+            backend=f"{engine_of(fleet)}:d1", return_routed_experts=returns_routes(fleet)
         )
         self._executor = _Executor()
-        self._trainer = asyncio.Lock()
+        self._update_lock = asyncio.Lock()
         self._engine = self._areal.engine(config, backend)
         self._engine.addresses = [url.removeprefix("http://") for url in self._http.urls.values()]
         self._engine._workflow_executor = self._executor
         self._engine._initialized = True
         self._engine.set_version(fleet.case.first_version)
 
-    async def rollout(self, request: Request) -> Answer:
-        """Raises what ``agenerate`` raises."""
-        return Answer(
-            request=request,
-            response=await self._engine.agenerate(model_request(self._areal, self._fleet, request)),
-        )
+    async def rollout(self, request: Request) -> StackOutput:
+        """Call ``agenerate``. Raises what it raises."""
+        response = await self._engine.agenerate(model_request(self._areal, self._fleet, request))
+        return StackOutput(request=request, output=response)
 
     async def update_weights(self, version: int | None) -> None:
-        """The order of AReaL's trainer. Raises what a server says; nothing is undone then, as
-        there.
+        """Update in the order of AReaL's trainer. Raises what a server reports; nothing is undone
+        then, as in AReaL.
         """
-        async with self._trainer:
+        async with self._update_lock:
             self._http.about(version)
             backend = self._engine.backend
             self._executor.paused = True
@@ -105,11 +93,8 @@ class EngineSubject:
                 self._engine.set_version(version)
             self._executor.paused = False
 
-    def to_record(self, native: Answer) -> Rollout:
-        return rollout_of(native.request, native.response, self._fleet.case.model)
-
-    def stop(self) -> None:
-        """AReaL closes its HTTP session when the loop is closed."""
+    def to_record(self, native: StackOutput) -> Rollout:
+        return rollout_of(native.request, native.output, self._fleet.case.model)
 
     async def _everywhere(self, request: Any) -> None:
         calls = (

@@ -1,23 +1,21 @@
-"""AReaL's classes that the adapters drive, as the package index has them."""
+"""The classes of AReaL that the adapters drive, as the package index has them."""
 
 from __future__ import annotations
 
-import importlib
 import logging
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from rollproof.stacks import Release, attributes, missing_dependency
+from rollproof.stacks._support.upstream import imported, upstream
+from rollproof.stacks.areal.release import RELEASE
 
-__all__ = ["RELEASE", "AReaL", "import_areal"]
-
-RELEASE = Release(distribution="areal", versions=("1.0.4",), stack="areal")
+__all__ = ["AReaL", "import_areal"]
 
 _ENGINE = "areal.infra.remote_inf_engine"
 _HTTP = "areal.infra.utils.http"
 _SERVICE = "areal.experimental.inference_service."
-"""Where 1.0.4 has what its repository calls ``areal/v2/inference_service`` since then;
+"""Package of 1.0.4 that its repository has since moved to ``areal/v2/inference_service``;
 ``InfBridge`` differs by that import only.
 """
 
@@ -41,40 +39,30 @@ class AReaL:
 
 
 def import_areal(version: str) -> AReaL:
-    """Import what the adapters drive (10 to 40 s). Raises ``StackError`` where something that it
-    imports is missing.
-    """
-    try:
-        (engine,) = attributes(_ENGINE, "RemoteInfEngine")
-        (request,) = attributes(_HTTP, "arequest_with_retry")
-        (sglang,) = attributes("areal.engine.sglang_remote", "SGLangBackend")
-        (vllm,) = attributes("areal.engine.vllm_remote", "VLLMBackend")
-        config, hyperparameters = attributes(
-            "areal.api.cli_args", "InferenceEngineConfig", "GenerationHyperparameters"
-        )
-        model_request, update_meta = attributes(
-            "areal.api.io_struct", "ModelRequest", "WeightUpdateMeta"
-        )
-        (bridge,) = attributes(_SERVICE + "inf_bridge", "InfBridge")
-        (pause_state,) = attributes(_SERVICE + "data_proxy.pause", "PauseState")
-        (sglang_bridge,) = attributes(_SERVICE + "sglang.bridge", "SGLangBridgeBackend")
-        (vllm_bridge,) = attributes(_SERVICE + "vllm.bridge", "VLLMBridgeBackend")
-    except ImportError as error:
-        raise missing_dependency("areal", version, error, RELEASE) from error
-    for name in (_ENGINE, _HTTP, _SERVICE + "inf_bridge", "areal.infra.workflow_context"):
-        # retries, pauses and loops that change are what a case is about; AReaL's loggers are not
-        # those of the logging module
-        importlib.import_module(name).logger.setLevel(logging.CRITICAL)
-    logging.getLogger("httpx").setLevel(logging.WARNING)
-    return AReaL(
-        engine=engine,
-        config=config,
-        backends={"sglang": sglang, "vllm": vllm},
-        bridge=bridge,
-        bridge_backends={"sglang": sglang_bridge, "vllm": vllm_bridge},
-        pause_state=pause_state,
-        model_request=model_request,
-        hyperparameters=hyperparameters,
-        update_meta=update_meta,
-        request=request,
+    """Import what the adapters drive (10 to 40 s). Raises ``StackError`` for a missing package."""
+    names = upstream(
+        RELEASE,
+        version,
+        {
+            "engine": _ENGINE + ":RemoteInfEngine",
+            "request": _HTTP + ":arequest_with_retry",
+            "sglang": "areal.engine.sglang_remote:SGLangBackend",
+            "vllm": "areal.engine.vllm_remote:VLLMBackend",
+            "config": "areal.api.cli_args:InferenceEngineConfig",
+            "hyperparameters": "areal.api.cli_args:GenerationHyperparameters",
+            "model_request": "areal.api.io_struct:ModelRequest",
+            "update_meta": "areal.api.io_struct:WeightUpdateMeta",
+            "bridge": _SERVICE + "inf_bridge:InfBridge",
+            "pause_state": _SERVICE + "data_proxy.pause:PauseState",
+            "sglang_bridge": _SERVICE + "sglang.bridge:SGLangBridgeBackend",
+            "vllm_bridge": _SERVICE + "vllm.bridge:VLLMBridgeBackend",
+        },
     )
+    # Retries, pauses and changing loops are what a case is about. AReaL's loggers are not those of
+    # the logging module.
+    for module in (_ENGINE, _HTTP, _SERVICE + "inf_bridge", "areal.infra.workflow_context"):
+        imported(module).logger.setLevel(logging.CRITICAL)
+    logging.getLogger("httpx").setLevel(logging.WARNING)
+    backends = {"sglang": names.pop("sglang"), "vllm": names.pop("vllm")}
+    bridge_backends = {"sglang": names.pop("sglang_bridge"), "vllm": names.pop("vllm_bridge")}
+    return AReaL(backends=backends, bridge_backends=bridge_backends, **names)

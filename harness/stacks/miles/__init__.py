@@ -1,45 +1,41 @@
 """miles, released and unmodified: its rollout with abort and resume, by both of its generate
-functions, and its way to the ranks.
+functions, and its conversion of samples for the ranks.
 
 miles grew out of slime, and is driven as slime is.
 """
 
 from __future__ import annotations
 
-from rollproof.stacks import Found, Release, Stack
+from rollproof.stacks import Found, Stack
+from rollproof.stacks.miles.release import RELEASE
 
 __all__ = ["RELEASE", "load"]
 
-RELEASE = Release(distribution="miles-rl", versions=("0.0.2",), stack="miles")
-_FLAVOURS = ("sglang", "sglang-0.5.17")
-_THIN = 10
-
 
 def load(found: Found) -> Stack:
-    """Import miles and give its parts. Raises ``StackError`` where it cannot be imported."""
-    from rollproof.stacks._support.part import Part
+    """Import miles and return its parts. Raises ``StackError`` if it cannot be imported."""
+    from rollproof.stacks._support.part import Part, by_name
     from rollproof.stacks.miles.rollout import SINGLE_TURN, MilesRankData, miles_arguments
     from rollproof.stacks.miles.upstream import import_miles
-    from rollproof.stacks.slime.rollout import PartialRollout
+    from rollproof.stacks.slime.rollout import FLAVOURS, PartialRollout
 
     miles = import_miles(found.version)
-    parts = (
-        Part(
-            name="partial-rollout",
-            make=lambda: PartialRollout(miles, miles_arguments()),
-            flavours=_FLAVOURS,
-            thin=_THIN,
-        ),
-        Part(
-            name="single-turn",
-            make=lambda: PartialRollout(miles, miles_arguments(SINGLE_TURN)),
-            flavours=_FLAVOURS,
-            thin=_THIN,
-        ),
-    )
     return Stack(
-        name="miles",
+        name=RELEASE.stack,
         version=found.version,
-        parts={part.name: part for part in parts},
+        parts=by_name(
+            Part(
+                name="partial-rollout",
+                make=lambda: PartialRollout(miles, miles_arguments()),
+                flavours=FLAVOURS,
+                thin=10,
+            ),
+            Part(
+                name="single-turn",
+                make=lambda: PartialRollout(miles, miles_arguments(SINGLE_TURN)),
+                flavours=FLAVOURS,
+                thin=10,
+            ),
+        ),
         batches={"rank-data": lambda: MilesRankData(miles)},
     )

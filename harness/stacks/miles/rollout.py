@@ -1,4 +1,4 @@
-"""What miles has otherwise than slime: its command line, and how it splits samples over the ranks."""
+"""What miles does differently from slime: its command line, and its split of samples over ranks."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ SINGLE_TURN = "miles.rollout.generate_hub.single_turn.generate"
 
 
 def miles_arguments(generate: str | None = None) -> Callable[[Fleet, str], Any]:
-    """What miles' rollout reads of its command line, with ``generate`` as
+    """The command line that miles' rollout reads, with ``generate`` as
     ``--custom-generate-function-path``.
     """
 
@@ -44,7 +44,7 @@ def miles_arguments(generate: str | None = None) -> Callable[[Fleet, str], Any]:
 
 
 class MilesRankData(RankData):
-    """As slime's, told how many ranks there are."""
+    """slime's conversion, whose split takes the number of ranks in miles."""
 
-    def split(self, manager: Any, made: Any, ranks: int) -> Any:
-        return manager._split_train_data_by_dp(made, ranks)
+    def split(self, manager: Any, data: Any, ranks: int) -> Any:
+        return manager._split_train_data_by_dp(data, ranks)

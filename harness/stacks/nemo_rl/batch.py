@@ -1,4 +1,4 @@
-"""NeMo-RL's ways from finished rollouts to what the data-parallel ranks train on, as batch
+"""NeMo-RL's conversions of finished rollouts into what the data-parallel ranks train on, as batch
 subjects.
 
 ``ShardedBatch`` is the SingleController's: a record, its payload, the data plane, and the columns
@@ -20,8 +20,6 @@ from rollproof.core.contract import (
     Contract,
     Filler,
     KvPolicy,
-    LayerAxis,
-    Logprobs,
     MissingLogprobs,
     Provenance,
     ResumeBy,
@@ -29,35 +27,27 @@ from rollproof.core.contract import (
     Versions,
 )
 from rollproof.core.records import BatchRow, Rollout
+from rollproof.stacks._support.batches import batch_contract, mask_of
 from rollproof.stacks._support.tokenizer import PAD_ID, spell
-from rollproof.stacks.nemo_rl.collector import message_rows
+from rollproof.stacks.nemo_rl.rows import message_rows
 from rollproof.stacks.nemo_rl.upstream import NemoRl
 
 __all__ = ["AsyncBatch", "ShardedBatch"]
 
 _RANKS = 2
-_EXPERTS = 300
 _PARTITION = "train"
 _PACKED = 64
 """Tokens in a micro-batch of packed sequences."""
 
-_CONTRACT = Contract(
+_CONTRACT = batch_contract(
     rows=Rows.ALL,
     final_row=Filler.ARANGE,
     resume=ResumeBy.ENGINE,
     versions=Versions.BOUNDS,
-    logprobs=Logprobs.RAW,
-    abort_surfaces=False,
     kv_policy=KvPolicy.KEEP,
     missing_logprobs=MissingLogprobs.MASKED,
     loss_mask=True,
     finish_reason=False,
-    layer_axis=LayerAxis.ALL,
-    num_layers=4,
-    moe_layers=(1, 2, 3),
-    num_experts=_EXPERTS,
-    top_k=3,
-    filler=Filler.ZEROS,
     dtype="int16",
     provenance=Provenance.LATEST_PREFILL,
 )
@@ -84,19 +74,19 @@ class ShardedBatch:
             pad_value_dict={"token_ids": PAD_ID},
             require_routed_experts=any(s.routes is not None for s in samples),
         )
-        metas = []
+        committed = []
         for sample in samples:
             group = buffer.reserve(weight_version=1, group_id=sample.request_id)
-            metas.append(
+            committed.append(
                 asyncio.run(
                     buffer.commit(
                         group, self._record(sample), start_weight_version=1, end_weight_version=1
                     )
                 )
             )
-        together = metas[0].concat(*metas[1:])
+        meta = committed[0].concat(*committed[1:])
         shards, _ = nemo.preshard.shard_meta_for_dp(
-            together, dp_world=_ranks(len(samples)), batch_size=len(samples)
+            meta, dp_world=_ranks(len(samples)), batch_size=len(samples)
         )
         return [
             (
@@ -132,8 +122,8 @@ class ShardedBatch:
 
 
 class AsyncBatch:
-    """Each sample is a group of one in the replay buffer; ``async_grpo_train`` takes them out, and
-    the ranks have them in micro-batches.
+    """Each sample is a group of one in the replay buffer. ``async_grpo_train`` takes them out, and
+    the ranks get them in micro-batches.
     """
 
     contract: Contract = replace(_CONTRACT, versions=Versions.SAMPLE)
@@ -147,16 +137,16 @@ class AsyncBatch:
         buffer = nemo.buffers.ReplayBufferImpl(
             max_size=count, drop_incomplete_targets_on_restore=True
         )
-        for place, sample in enumerate(samples):
-            buffer.add({"batch": self._group(sample, place)}, 1, 1)
-        found = buffer.sample(num_prompt_groups=count, current_weight_version=1, max_age_steps=1)[
+        for index, sample in enumerate(samples):
+            buffer.add({"batch": self._group(sample, index)}, 1, 1)
+        groups = buffer.sample(num_prompt_groups=count, current_weight_version=1, max_age_steps=1)[
             "trajectories"
         ]
-        together = nemo.batched.BatchedDataDict.from_batches([group["batch"] for group in found])
+        batch = nemo.batched.BatchedDataDict.from_batches([group["batch"] for group in groups])
         train, _ = message_rows(
-            nemo, together, routes=any(sample.routes is not None for sample in samples)
+            nemo, batch, routes=any(sample.routes is not None for sample in samples)
         )
-        train["place"] = together["place"]
+        train["place"] = batch["place"]
         longest = int(train["input_ids"].shape[1])
         shards, _ = train.shard_by_batch_size(
             _ranks(count),
@@ -169,48 +159,47 @@ class AsyncBatch:
                 "sequence_length_pad_multiple": 8,
             },
         )
-        held = pickle.loads(pickle.dumps(shards))  # noqa: S301 - what was pickled in the same line
-        batches = [
-            batch
-            for shard in held
-            for batch in shard.make_microbatch_iterator_for_packable_sequences()
+        received = pickle.loads(pickle.dumps(shards))  # noqa: S301 - pickled in the same line
+        micro_batches = [
+            micro_batch
+            for shard in received
+            for micro_batch in shard.make_microbatch_iterator_for_packable_sequences()
         ]
-        return batches, [sample.request_id for sample in samples]
+        return micro_batches, [sample.request_id for sample in samples]
 
     def rows(self, batch: Any) -> list[BatchRow]:
-        """One row a sample, in the order in which they were given."""
-        batches, names = batch
-        found = {
-            int(place): _row({key: columns[key][i] for key in columns}, names[int(place)])
-            for columns in batches
-            for i, place in enumerate(columns["place"])
+        """One row a sample, in their order."""
+        micro_batches, names = batch
+        rows = {
+            int(index): _row({key: columns[key][i] for key in columns}, names[int(index)])
+            for columns in micro_batches
+            for i, index in enumerate(columns["place"])
         }
-        return [found[place] for place in sorted(found)]
+        return [rows[index] for index in sorted(rows)]
 
-    def _group(self, sample: Rollout, place: int) -> Any:
+    def _group(self, sample: Rollout, index: int) -> Any:
         import torch
 
-        one = {
-            "message_log": [message_log(sample)],
-            "loss_multiplier": torch.ones(1),
-            "place": torch.tensor([place]),
-        }
-        return self._nemo.batched.BatchedDataDict(one)
+        return self._nemo.batched.BatchedDataDict(
+            {
+                "message_log": [message_log(sample)],
+                "loss_multiplier": torch.ones(1),
+                "place": torch.tensor([index]),
+            }
+        )
 
 
 def message_log(sample: Rollout) -> list[dict[str, Any]]:
-    """The messages that a rollout of NeMo-RL's would have made of the sample: tokens that it
-    sampled are the assistant's.
+    """The messages that a rollout of NeMo-RL's would have made of the sample: sampled tokens are
+    the assistant's.
 
-    It has no mask but the roles. Raises ``ValueError`` for a mask that no roles could be.
+    Raises:
+        ValueError: The mask has another length: NeMo-RL has no mask but the roles of its messages.
     """
     import torch
 
     ids = [*sample.prompt_ids, *sample.response_ids]
-    prompt, mask = (
-        len(sample.prompt_ids),
-        sample.loss_mask if sample.loss_mask is not None else np.ones(len(sample.response_ids)),
-    )
+    prompt, mask = len(sample.prompt_ids), mask_of(sample)
     if len(mask) != len(sample.response_ids):
         raise ValueError(
             f"A mask of {len(mask)} for {len(sample.response_ids)} tokens: NeMo-RL has none but the"
@@ -229,7 +218,7 @@ def message_log(sample: Rollout) -> list[dict[str, Any]]:
             "content": spell(ids[start:end]),
             "token_ids": torch.tensor(ids[start:end], dtype=torch.long),
         }
-        last = end == len(ids)  # what is too long is so at the end
+        last = end == len(ids)  # surplus values belong to the last message
         if sampled[start] and sample.logprobs is not None:
             values = sample.logprobs[start - prompt : None if last else end - prompt]
             message["generation_logprobs"] = torch.tensor(values, dtype=torch.float32)
@@ -242,7 +231,7 @@ def message_log(sample: Rollout) -> list[dict[str, Any]]:
 
 
 def _ranks(count: int) -> int:
-    """As many as divide the batch evenly, which NeMo-RL asks for."""
+    """The number of ranks: NeMo-RL asks for one that divides the batch evenly."""
     return _RANKS if count % _RANKS == 0 else 1
 
 

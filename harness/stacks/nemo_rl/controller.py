@@ -12,24 +12,22 @@ from io import StringIO
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
-
 from rollproof.core.contract import (
     Contract,
     Filler,
     KvPolicy,
-    LayerAxis,
     MissingLogprobs,
     Provenance,
     ResumeBy,
     Rows,
-    Sampling,
     Versions,
 )
-from rollproof.core.records import FinishReason, Request, Rollout, as_logprobs, as_routes, as_tokens
-from rollproof.stacks._support.ray_actors import taken
+from rollproof.core.records import Request, Rollout
+from rollproof.stacks._support.subjects import StackOutput, StackSubject, client_contract
 from rollproof.stacks._support.tokenizer import PAD_ID
+from rollproof.stacks._support.upstream import undecorated_class
 from rollproof.stacks.nemo_rl.environment import datum, environment
+from rollproof.stacks.nemo_rl.rows import rollout_of
 from rollproof.stacks.nemo_rl.upstream import NemoRl
 from rollproof.stacks.nemo_rl.vllm_generation import Tokenizer, limits, updatable, vllm_generation
 
@@ -40,25 +38,23 @@ if TYPE_CHECKING:
 __all__ = ["ControllerSubject", "Transfer", "rollout_contract"]
 
 _PARTITION = "train"
-_ENDLESS = 10**6
+_UNLIMITED = 10**6
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Answer:
+class CommittedGroup(StackOutput):
     """A committed prompt group of one: the trainer's columns of it, its slot's two weight versions,
     and whether it was truncated.
     """
 
-    request: Request
-    columns: Any
     start: int
     end: int
     truncated: bool
 
 
 class Threads:
-    """``asyncio`` for the SingleController: what it gives to a thread takes an engine's step before
-    it, and one after it.
+    """``asyncio`` for the SingleController: work for a thread takes an engine's step before and one
+    after it.
     """
 
     def __init__(self, step: float) -> None:
@@ -68,16 +64,16 @@ class Threads:
         return getattr(asyncio, name)
 
     async def to_thread(self, work: Callable[..., Any], *arguments: Any, **named: Any) -> Any:
-        """``work``, in no time, in the middle of the time that it takes."""
+        """Do ``work`` at once, in the middle of the time that it takes."""
         await asyncio.sleep(self._step)
-        with redirect_stderr(StringIO()):  # a worker prints the trace of a transfer that broke
-            done = work(*arguments, **named)
+        with redirect_stderr(StringIO()):  # a worker prints the traceback of a failed transfer
+            result = work(*arguments, **named)
         await asyncio.sleep(self._step)
-        return done
+        return result
 
 
 class Transfer:
-    """A weight transfer to the engines of a fleet, of the update that is about to be done. NeMo-RL
+    """A weight transfer to the engines of a fleet. ``label`` is that of the running update: NeMo-RL
     numbers each, so all have labels.
     """
 
@@ -85,38 +81,36 @@ class Transfer:
         self._fleet = fleet
         self.label: int = fleet.case.first_version
 
-    def meant(self, version: int | None) -> int:
-        """The label of the weights of an update that is asked for now."""
+    def label_of(self, version: int | None) -> int:
+        """The label of the weights of an update that is requested now."""
         return self._fleet.weights_of(None) if version is None else version
 
     def load(self, engine: FakeEngine) -> None:
-        """What one engine receives, in no time."""
-        true = self._fleet.weights_of(self.label)
-        engine.load_now(true, self.label, identity=true == engine.version)
+        """Load the weights on an engine, in no time."""
+        version = self._fleet.weights_of(self.label)
+        engine.load_now(version, self.label, identity=version == engine.version)
 
 
-class ControllerSubject:
+class ControllerSubject(StackSubject):
     """One request is one prompt group of one generation, as ``_rollout_pump`` dispatches it.
 
-    A run of NeMo-RL has one configuration, and no bound on a single request: each has a rollout
-    manager of its own. They share the replay buffer and the data plane, which is NeMo-RL's
+    A run of NeMo-RL has one configuration, and no limit for a single request, so each request has a
+    rollout manager of its own. They share the replay buffer and the data plane, which is NeMo-RL's
     reference implementation in memory.
     """
-
-    contract: Contract
 
     def __init__(self, nemo: NemoRl) -> None:
         self._nemo = nemo
 
     def start(self, fleet: Fleet) -> None:
-        """A controller without its Ray actors: its gate, its buffer, its counter of versions, and
-        its synchronizer.
+        """Make a controller without its Ray actors: its gate, its buffer, its counter of versions,
+        and its synchronizer.
         """
         nemo = self._nemo
         self._fleet = fleet
         self._transfer = Transfer(fleet)
         self._plane = nemo.plane.NoOpDataPlaneClient()
-        self._plane.register_partition(_PARTITION, [], _ENDLESS, ["train"])
+        self._plane.register_partition(_PARTITION, [], _UNLIMITED, ["train"])
         self._buffer = nemo.buffers.TQReplayBuffer(
             self._plane, _PARTITION, pad_value_dict={"token_ids": PAD_ID}
         )
@@ -125,7 +119,7 @@ class ControllerSubject:
         settings = SimpleNamespace(recompute_kv_cache_after_weight_updates=False)
         generation = updatable(nemo, fleet, self._transfer.load)
         policy = SimpleNamespace(broadcast_weights_for_collective=lambda **_: [])
-        self._controller = object.__new__(taken(nemo.controller.SingleControllerActor))
+        self._controller = object.__new__(undecorated_class(nemo.controller.SingleControllerActor))
         self._controller.__dict__.update(
             _rollout_permitted=asyncio.Event(),
             _inflight_by_group_id={},
@@ -137,18 +131,19 @@ class ControllerSubject:
             _weight_synchronizer=nemo.collective.CollectiveWeightSynchronizer(
                 policy, generation, None, None
             ),
-            _rollout_manager=SimpleNamespace(set_weight_version=self._published),
+            _rollout_manager=SimpleNamespace(set_weight_version=self._publish),
         )
         self._controller._rollout_permitted.set()
         nemo.controller.asyncio = Threads(fleet.case.engine.step)
         self._labels: dict[int, int] = {0: fleet.case.first_version}
         self._version = 0
-        self._one_update = asyncio.Lock()
+        self._update_lock = asyncio.Lock()
         self.contract = rollout_contract(fleet)
 
-    async def rollout(self, request: Request) -> Answer | None:
-        """``generate_and_push`` once the gate is open, and the group as the trainer fetches it.
-        ``None``: given up within a budget.
+    async def rollout(self, request: Request) -> CommittedGroup | None:
+        """Run ``generate_and_push`` once the gate is open, and fetch the group as the trainer does.
+
+        ``None`` if NeMo-RL gave the prompt up, within its budget of failures.
         """
         await self._controller._rollout_permitted.wait()
         slot = _Slot(self._buffer)
@@ -162,56 +157,45 @@ class ControllerSubject:
             self._managers.remove(manager)
         if outcome is not self._nemo.manager.RolloutOutcome.COMMITTED:
             return None
-        place = self._buffer._group_ids.index(slot.group)
         buffer = self._buffer
+        index = buffer._group_ids.index(slot.group)
         meta, start, end = (
-            buffer.meta_list[place],
-            buffer.start_weight_list[place],
-            buffer.end_weight_list[place],
+            buffer.meta_list[index],
+            buffer.start_weight_list[index],
+            buffer.end_weight_list[index],
         )
         columns = self._nemo.columns.read_columns(
             self._plane, meta, meta.fields, pad_value_dict={"input_ids": PAD_ID}
         )
-        await self._buffer.remove([place], remove_in_dp=True)
-        return Answer(
-            request=request, columns=columns, start=start, end=end, truncated=slot.truncated
+        await buffer.remove([index], remove_in_dp=True)
+        return CommittedGroup(
+            request=request, output=columns, start=start, end=end, truncated=slot.truncated
         )
 
     async def update_weights(self, version: int | None) -> None:
-        """``_sync_weights``, after the trainer's count went up; one after the other, as the train
-        pump does them.
+        """Call ``_sync_weights`` after the trainer's count went up, one update after the other, as
+        the train pump does.
         """
-        label = self._transfer.meant(version)
-        async with self._one_update:
+        label = self._transfer.label_of(version)
+        async with self._update_lock:
             self._transfer.label = label
             self._controller._trainer_version += 1
             self._labels[self._controller._trainer_version] = label
             await self._controller._sync_weights()
 
-    def to_record(self, native: Answer) -> Rollout:
-        """The one row, without padding."""
-        columns, request = native.columns, native.request
-        length, prompt = int(columns["input_lengths"][0]), len(request.prompt_ids)
-        tokens = as_tokens(columns["input_ids"][0, :length].tolist(), what="input_ids")
-        routes = (
-            columns["routed_experts"][0, :length].numpy() if "routed_experts" in columns else None
-        )
-        return Rollout(
-            request_id=request.request_id,
-            prompt_ids=tokens[:prompt],
-            response_ids=tokens[prompt:],
-            finish_reason=FinishReason.LENGTH if native.truncated else FinishReason.STOP,
-            logprobs=as_logprobs(
-                columns["generation_logprobs"][0, prompt:length].numpy().astype(np.float64)
-            ),
-            loss_mask=columns["token_mask"][0, prompt:length].numpy().astype(np.int64),
-            routes=as_routes(routes),
+    def to_record(self, native: CommittedGroup) -> Rollout:
+        """The only row, without padding."""
+        return rollout_of(
+            native.request,
+            native.output,
+            int(native.output["input_lengths"][0]),
+            truncated=native.truncated,
             min_version=self._labels[native.start],
             max_version=self._labels[native.end],
         )
 
     def stop(self) -> None:
-        """The controller's module has its ``asyncio`` back."""
+        """Give the controller's module its ``asyncio`` back."""
         self._nemo.controller.asyncio = asyncio
 
     def gauges(self) -> Mapping[str, float]:
@@ -221,7 +205,7 @@ class ControllerSubject:
             "nemo-rl in flight": float(len(self._controller._inflight_by_group_id)),
         }
 
-    def _published(self, version: int) -> None:
+    def _publish(self, version: int) -> None:
         self._version = version
         for manager in self._managers:
             manager.set_weight_version(version)
@@ -233,7 +217,7 @@ class ControllerSubject:
             task_to_env=environment(self._nemo, self._fleet, request),
             num_generations_per_prompt=1,
             max_seq_len=limits(request)[1],
-            max_rollout_turns=_ENDLESS,
+            max_rollout_turns=_UNLIMITED,
             policy_generation=vllm_generation(self._nemo, self._fleet, request),
             tq_buffer=slot,
             retry_policy=self._nemo.manager.RolloutRetryPolicy(
@@ -249,8 +233,8 @@ class ControllerSubject:
 
 
 class _Slot:
-    """The replay buffer, for one request: which group was reserved last, and what was committed to
-    it.
+    """The replay buffer for one request: the group that was reserved last, and whether its sample
+    was truncated.
     """
 
     def __init__(self, buffer: Any) -> None:
@@ -271,31 +255,24 @@ class _Slot:
         return removed
 
 
-def rollout_contract(fleet: Fleet) -> Contract:
-    """What a committed row holds: a row of routes for each token, that of the last one arange; two
-    versions that enclose its samplers.
+def rollout_contract(fleet: Fleet, **differs: Any) -> Contract:
+    """What a committed row holds: a row of routes for each token, that of the last one arange, and
+    two versions that enclose its samplers.
 
     Updates are done in flight, and calls keep their KV (the default). Turns before the last get
-    their routes from the last call; what the environment said last has arange, as have tokens
-    before it whose forward no call did. (Rows that an engine did not return are -1, for which the
+    their routes from the last call. The environment's last turn has arange, and so do the tokens
+    before it that no call forwarded. (Rows that an engine did not return are -1, for which the
     trainer uses its own router: the fake engines return all.)
     """
-    model = fleet.case.model
-    return Contract(
-        rows=Rows.ALL,
-        final_row=Filler.ARANGE,
-        resume=ResumeBy.ENGINE,
-        versions=Versions.BOUNDS,
-        logprobs=fleet.flavour.logprobs,
-        abort_surfaces=False,
-        sampling=Sampling.OWN,
-        kv_policy=KvPolicy.KEEP,
-        missing_logprobs=MissingLogprobs.MASKED,
-        loss_mask=True,
-        multi_turn=True,
-        layer_axis=LayerAxis.ALL,
-        **model.sizes,
-        filler=Filler.ARANGE,
-        dtype="int8|int16|int32",
-        provenance=Provenance.LATEST_PREFILL,
-    )
+    fields: dict[str, Any] = {
+        "final_row": Filler.ARANGE,
+        "versions": Versions.BOUNDS,
+        "kv_policy": KvPolicy.KEEP,
+        "missing_logprobs": MissingLogprobs.MASKED,
+        "loss_mask": True,
+        "multi_turn": True,
+        "filler": Filler.ARANGE,
+        "dtype": "int8|int16|int32",
+        "provenance": Provenance.LATEST_PREFILL,
+    }
+    return client_contract(fleet, rows=Rows.ALL, resume=ResumeBy.ENGINE, **{**fields, **differs})

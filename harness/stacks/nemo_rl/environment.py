@@ -1,5 +1,5 @@
-"""An environment for NeMo-RL's rollouts: the turns of a request, after turns of the model that end
-by themselves.
+"""An environment for NeMo-RL's rollouts: it gives the turns of a request, each after a turn of the
+model that ended by itself.
 """
 
 from __future__ import annotations
@@ -8,8 +8,8 @@ from collections.abc import Mapping
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
-from rollproof.core.events.rollout import Observation
 from rollproof.core.records import Request
+from rollproof.stacks._support.subjects import record_turn
 from rollproof.stacks._support.tokenizer import spell
 from rollproof.stacks.nemo_rl.upstream import NemoRl, Ref
 from rollproof.stacks.nemo_rl.vllm_generation import limits
@@ -23,7 +23,7 @@ TASK = "rollproof"
 
 
 def datum(request: Request) -> dict[str, Any]:
-    """A ``DatumSpec``. What the environment has still to say travels as its ``extra_env_info``."""
+    """A ``DatumSpec``. The environment's turns travel as its ``extra_env_info``."""
     import torch
 
     ids = torch.tensor(request.prompt_ids, dtype=torch.long)
@@ -39,30 +39,30 @@ def datum(request: Request) -> dict[str, Any]:
 
 
 def environment(nemo: NemoRl, fleet: Fleet, request: Request) -> Mapping[str, Any]:
-    """``task_to_env``. A turn is only given where room is left for an answer to it: NeMo-RL would
-    cut it off otherwise.
+    """``task_to_env``. The environment ends early if a turn would leave no room for a reply,
+    because NeMo-RL would cut the turn.
     """
     import torch
 
     _, total = limits(request)
 
-    def answered(
+    def reply(
         messages: list[Mapping[str, str]], info: dict[str, Any]
     ) -> tuple[str, dict[str, Any], bool]:
-        said = [word for message in messages for word in message["content"].split()]
+        words = [word for message in messages for word in message["content"].split()]
         turns = info["turns"]
         if (
             not turns
-            or not said
-            or int(said[-1]) != fleet.policy.eos_id
-            or len(said) + len(turns[0]) >= total
+            or not words
+            or int(words[-1]) != fleet.policy.eos_id
+            or len(words) + len(turns[0]) >= total
         ):
             return "", info, True
-        fleet.recorder.record(Observation(request_id=request.request_id, token_ids=tuple(turns[0])))
+        record_turn(fleet, request, tuple(turns[0]))
         return spell(turns[0]), {"turns": turns[1:]}, False
 
     def step(logs: list[list[Mapping[str, str]]], infos: list[dict[str, Any]]) -> Any:
-        texts, left, ended = zip(*map(answered, logs, infos), strict=True)
+        texts, left, ended = zip(*map(reply, logs, infos), strict=True)
         returned = nemo.environments.EnvironmentReturn(
             observations=[{"role": "environment", "content": text} for text in texts],
             metadata=list(left),

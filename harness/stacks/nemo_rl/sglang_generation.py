@@ -1,29 +1,21 @@
-"""NeMo-RL's ``SGLangGeneration`` and its rollouts, as a subject, on SGLang's HTTP server in memory."""
+"""NeMo-RL's ``SGLangGeneration`` and its rollouts, as a subject, on SGLang's HTTP server in
+memory.
+"""
 
 from __future__ import annotations
 
 import asyncio
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
-
-from rollproof.core.contract import (
-    Contract,
-    KvPolicy,
-    MissingLogprobs,
-    ResumeBy,
-    Rows,
-    Sampling,
-    Versions,
-)
+from rollproof.core.contract import MissingLogprobs, ResumeBy, Rows, Versions
 from rollproof.core.engine_contract import PauseMode
-from rollproof.core.records import FinishReason, Request, Rollout, as_logprobs, as_tokens
+from rollproof.core.records import Request, Rollout
 from rollproof.stacks._support.http_fleet import HttpFleet
 from rollproof.stacks._support.httpx_client import without_certificates
+from rollproof.stacks._support.subjects import StackOutput, StackSubject, client_contract
 from rollproof.stacks._support.tokenizer import PAD_ID
-from rollproof.stacks.nemo_rl.collector import message_rows
 from rollproof.stacks.nemo_rl.environment import datum, environment
+from rollproof.stacks.nemo_rl.rows import message_rows, rollout_of
 from rollproof.stacks.nemo_rl.upstream import NemoRl
 from rollproof.stacks.nemo_rl.vllm_generation import Tokenizer, limits
 
@@ -32,56 +24,45 @@ if TYPE_CHECKING:
 
 __all__ = ["SglangSubject"]
 
-_ENDLESS = 10**6
-_MANY = 512
+_UNLIMITED = 10**6
+"""Turns of a rollout: the environment ends it."""
+_CONCURRENCY = 512
+"""Calls at once: no request waits in NeMo-RL."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Answer:
-    """The finished batch of one."""
-
-    request: Request
-    batch: Any
-
-
-class SglangSubject:
+class SglangSubject(StackSubject):
     """One request is a batch of one, rolled out as ``run_async_multi_turn_rollout`` does it;
     weights are updated between rollouts.
 
     That is how NeMo-RL runs SGLang: its engines are colocated, and asleep while the trainer works.
     """
 
-    contract: Contract
-
     def __init__(self, nemo: NemoRl) -> None:
         self._nemo = nemo
 
     def start(self, fleet: Fleet) -> None:
-        """SGLang's servers behind their router, and NeMo-RL's HTTP client."""
+        """Make SGLang's servers with their router, and NeMo-RL's HTTP client."""
         fleet.pause_mode = PauseMode.WAIT
         fleet.clear_cache = True
         self._fleet = fleet
         self._http = HttpFleet(fleet)
         self._client = self._nemo.sglang.HttpClient(None)
-        self._rolling = 0
-        self._turn = asyncio.Condition()
-        self.contract = Contract(
+        self._running = 0
+        self._idle = asyncio.Condition()
+        self.contract = client_contract(
+            fleet,
             rows=Rows.NONE,
             resume=ResumeBy.NONE,
             versions=Versions.NONE,
-            logprobs=fleet.flavour.logprobs,
-            abort_surfaces=False,
-            sampling=Sampling.OWN,
-            kv_policy=KvPolicy.RECOMPUTE,
             missing_logprobs=MissingLogprobs.MASKED,
             loss_mask=True,
             multi_turn=True,
         )
 
-    async def rollout(self, request: Request) -> Answer:
-        """Between two updates. Raises what NeMo-RL raises."""
-        async with self._turn:
-            self._rolling += 1
+    async def rollout(self, request: Request) -> StackOutput:
+        """Roll out between two updates. Raises what NeMo-RL raises."""
+        async with self._idle:
+            self._running += 1
         try:
             batch, _ = await self._nemo.rollouts._run_multi_turn_rollout_async(
                 policy_generation=self._generation(request),
@@ -91,38 +72,29 @@ class SglangSubject:
                 tokenizer=Tokenizer(eos_token_id=self._fleet.policy.eos_id),
                 task_to_env=environment(self._nemo, self._fleet, request),
                 max_seq_len=limits(request)[1] + 1,
-                max_rollout_turns=_ENDLESS,
+                max_rollout_turns=_UNLIMITED,
             )
         finally:
-            async with self._turn:
-                self._rolling -= 1
-                self._turn.notify_all()
-        return Answer(request=request, batch=batch)
+            async with self._idle:
+                self._running -= 1
+                self._idle.notify_all()
+        return StackOutput(request=request, output=batch)
 
     async def update_weights(self, version: int | None) -> None:
-        """Once no rollout runs: nothing of NeMo-RL's is asked for tokens meanwhile."""
-        async with self._turn:
-            await self._turn.wait_for(lambda: not self._rolling)
+        """Update once no rollout runs."""
+        async with self._idle:
+            await self._idle.wait_for(lambda: not self._running)
             await self._fleet.sync(version)
 
-    def to_record(self, native: Answer) -> Rollout:
-        """The one row of the training batch, without padding."""
-        request, batch = native.request, native.batch
+    def to_record(self, native: StackOutput) -> Rollout:
+        """The only row of the training batch, without padding."""
         import torch
 
+        batch = native.output
         batch["loss_multiplier"] = torch.tensor([1.0])
         rows, lengths = message_rows(self._nemo, batch, routes=False)
-        length, prompt = int(lengths[0]), len(request.prompt_ids)
-        tokens = as_tokens(rows["input_ids"][0, :length].tolist(), what="input_ids")
-        return Rollout(
-            request_id=request.request_id,
-            prompt_ids=tokens[:prompt],
-            response_ids=tokens[prompt:],
-            finish_reason=FinishReason.LENGTH if bool(batch["truncated"][0]) else FinishReason.STOP,
-            logprobs=as_logprobs(
-                rows["generation_logprobs"][0, prompt:length].numpy().astype(np.float64)
-            ),
-            loss_mask=rows["token_mask"][0, prompt:length].numpy().astype(np.int64),
+        return rollout_of(
+            native.request, rows, int(lengths[0]), truncated=bool(batch["truncated"][0])
         )
 
     async def stop(self) -> None:
@@ -130,9 +102,7 @@ class SglangSubject:
         await self._client.aclose()
 
     def _generation(self, request: Request) -> Any:
-        """A generation with the configuration of this request; ``context_length`` leaves room for
-        one token that SGLang keeps free.
-        """
+        """A generation with the configuration of this request."""
         budget, total = limits(request)
         host, _, port = self._http.router.removeprefix("http://").partition(":")
         with without_certificates():
@@ -147,13 +117,13 @@ class SglangSubject:
                 "top_p": request.sampling.get("top_p", 1.0),
                 "_pad_token_id": PAD_ID,
                 "sglang_cfg": {
-                    "context_length": total + 1,
-                    "sglang_server_config": {"sglang_server_concurrency": _MANY},
+                    "context_length": total + 1,  # SGLang keeps one token free
+                    "sglang_server_config": {"sglang_server_concurrency": _CONCURRENCY},
                 },
             },
             router_ip=host,
             router_port=int(port),
             _http_client=self._client,
         )
-        generation.shutdown = lambda: True  # asked for when it is collected
+        generation.shutdown = lambda: True  # called by __del__
         return generation

@@ -1,8 +1,7 @@
-"""What the adapters import of NeMo-RL."""
+"""The modules of NeMo-RL that the adapters drive."""
 
 from __future__ import annotations
 
-import importlib
 import logging
 import typing
 from collections.abc import Generator, Iterator
@@ -12,15 +11,26 @@ from types import SimpleNamespace
 from typing import Any
 
 from rollproof.fakes.engine.exceptions import EngineFailure
-from rollproof.stacks import missing_dependency
-from rollproof.stacks._support.stand_ins import stood_in
+from rollproof.stacks._support.stand_ins import stub_packages
+from rollproof.stacks._support.upstream import upstream
+from rollproof.stacks.nemo_rl.release import RELEASE
 
 __all__ = ["NemoRl", "Ref", "import_nemo_rl"]
 
-_ABSENT = (
-    "absl", "hydra", "matplotlib", "mlflow", "nemo_automodel", "prometheus_client", "pynvml", "soundfile", "swanlab", "tensorboard",
-    "wandb", "zmq",
-)  # fmt: skip
+_STUBBED = (
+    "absl",
+    "hydra",
+    "matplotlib",
+    "mlflow",
+    "nemo_automodel",
+    "prometheus_client",
+    "pynvml",
+    "soundfile",
+    "swanlab",
+    "tensorboard",
+    "wandb",
+    "zmq",
+)
 """Packages that NeMo-RL's modules import at their head: loggers, a trainer, audio. Nothing of them
 is used here.
 """
@@ -53,7 +63,7 @@ _WITH_RAY = ("rollouts", "collector", "grpo", "vllm", "collective")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class NemoRl:
-    """The modules of one checkout."""
+    """The modules of a checkout."""
 
     version: str
     batched: Any
@@ -81,41 +91,35 @@ class NemoRl:
 
 
 def import_nemo_rl(version: str) -> NemoRl:
-    """Import what the adapters drive (20 to 40 s). Raises ``StackError`` for a missing dependency."""
-    from rollproof.stacks.nemo_rl import RELEASE
-
-    try:
-        with _of_python_312(), stood_in(_ABSENT, values={"tensorboard": {"__version__": "2.20.0"}}):
-            found: dict[str, Any] = {
-                name: importlib.import_module(module) for name, module in _MODULES.items()
-            }
-    except ImportError as error:
-        raise missing_dependency("nemo-rl", version, error, RELEASE) from error
+    """Import what the adapters drive (20 to 40 s). Raises ``StackError`` for a missing package."""
+    values = {"tensorboard": {"__version__": "2.20.0"}}
+    with _typed_dict_of_python_312(), stub_packages(_STUBBED, values=values):
+        modules = upstream(RELEASE, version, _MODULES)
     for name in ("nemo_rl", "httpx", "httpcore"):
         logging.getLogger(name).setLevel(logging.CRITICAL)
-    for module in found.values():
-        module.print = _silent  # it says much on every rollout
+    for module in modules.values():
+        module.print = _silent  # it prints much on every rollout
     for name in _WITH_RAY:
-        found[name].ray = RayCalls(found[name].ray)
+        modules[name].ray = RayCalls(modules[name].ray)
     # it collects garbage at every update, which takes longer than a case
-    found["vllm_worker"].gc = SimpleNamespace(collect=lambda: 0)
-    return NemoRl(version=version, **found)
+    modules["vllm_worker"].gc = SimpleNamespace(collect=lambda: 0)
+    return NemoRl(version=version, **modules)
 
 
 @dataclass(frozen=True, eq=False, slots=True)
 class Ref:
-    """A reference to a value that is at hand; it can be awaited."""
+    """A reference to a value that is there already; it can be awaited."""
 
     value: Any
 
     def __await__(self) -> Generator[None, None, Any]:
-        yield from ()  # what makes it a generator, and waits for nothing
+        yield from ()  # makes it a generator, and waits for nothing
         return self.value
 
 
 class RayCalls:
-    """Ray, where what a remote call returned is at hand: a value, a reference to one, or a
-    coroutine that waits for nothing.
+    """Ray for remote calls that return at once: a value, a reference to one, or a coroutine that
+    waits for nothing.
     """
 
     def __init__(self, ray: Any) -> None:
@@ -125,14 +129,16 @@ class RayCalls:
         return getattr(self._ray, name)
 
     def get(self, refs: Any) -> Any:
-        """The value, or the values of a list. Raises what the remote call raised, as Ray wraps it."""
+        """The value, or the values of a list. Raises what the call raised, as Ray wraps it."""
         return [self._value(ref) for ref in refs] if isinstance(refs, list) else self._value(refs)
 
     def cancel(self, _call: Any) -> None:
-        """Nothing: a remote call here runs in the task that waits for it, and is cancelled with it."""
+        """Do nothing: a remote call runs in the task that waits for it, and is cancelled with
+        it.
+        """
 
     def wrapped(self, name: str, error: EngineFailure) -> BaseException:
-        """How a caller sees what a method of an actor raised."""
+        """The error of an actor's method as its caller sees it."""
         raised: BaseException = self._ray.exceptions.RayTaskError(
             name, str(error), error, "rollproof", 0, "127.0.0.1"
         )
@@ -152,17 +158,19 @@ class RayCalls:
 
 
 @contextmanager
-def _of_python_312() -> Iterator[None]:
-    """NeMo-RL asks for Python 3.13; of what is new since 3.11 it uses this one, for pydantic."""
+def _typed_dict_of_python_312() -> Iterator[None]:
+    """Replace ``typing.TypedDict``: NeMo-RL asks for Python 3.13, and pydantic refuses the one of
+    3.11. It uses nothing else that is newer.
+    """
     import typing_extensions
 
     before = typing.TypedDict
-    setattr(typing, "TypedDict", typing_extensions.TypedDict)  # noqa: B010 - pydantic refuses that of 3.11
+    setattr(typing, "TypedDict", typing_extensions.TypedDict)  # noqa: B010 - mypy refuses the assignment
     try:
         yield
     finally:
-        setattr(typing, "TypedDict", before)  # noqa: B010
+        setattr(typing, "TypedDict", before)  # noqa: B010 - as above
 
 
-def _silent(*_said: Any, **_how: Any) -> None:
-    """In place of ``print``."""
+def _silent(*_objects: Any, **_options: Any) -> None:
+    """Print nothing."""

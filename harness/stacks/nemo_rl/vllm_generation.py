@@ -1,9 +1,8 @@
-"""NeMo-RL's ``VllmGeneration`` over its asynchronous vLLM worker, on engines that stand for vLLM's
-``AsyncLLM``.
+"""NeMo-RL's ``VllmGeneration`` over its asynchronous vLLM worker, on fakes of vLLM's ``AsyncLLM``.
 
-Generation and workers are NeMo-RL's; between them is a worker group without Ray, and below the
-workers the one class of vLLM's that they call. A worker's limits are its configuration: there is
-one generation for each request.
+Generation and workers are NeMo-RL's. Between them is a worker group without Ray, and below the
+workers the only class of vLLM's that they call. A worker's limits are its configuration, so there
+is one generation for each request.
 """
 
 from __future__ import annotations
@@ -14,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from rollproof.core.records import Request
 from rollproof.fakes.engine.exceptions import EngineFailure
+from rollproof.stacks._support.subjects import budget_of, token_logprobs
 from rollproof.stacks._support.tokenizer import PAD_ID, IdTokenizer
 from rollproof.stacks.nemo_rl.upstream import NemoRl
 
@@ -23,8 +23,6 @@ if TYPE_CHECKING:
 
 __all__ = ["Tokenizer", "generation_config", "limits", "updatable", "vllm_generation"]
 
-_ROOM = 1024
-"""``max_new_tokens`` for requests that state no limit, in tokens."""
 _SAMPLING = {"temperature": 1.0, "top_p": 1.0, "top_k": None}
 
 
@@ -39,35 +37,32 @@ class Tokenizer(IdTokenizer):
 
 
 class AsyncLLM:
-    """One engine of a fleet, as far as NeMo-RL's worker calls vLLM's ``AsyncLLM``. ``loads`` does
-    what the update that runs is about.
+    """An engine of a fleet, as far as NeMo-RL's worker calls vLLM's ``AsyncLLM``. ``load`` loads
+    the weights of the running update on an engine.
     """
 
-    def __init__(self, engine: FakeEngine, *, routes: bool, loads: Any = None) -> None:
-        self._engine, self._routes, self._loads = engine, routes, loads
+    def __init__(self, engine: FakeEngine, *, routes: bool, load: Any = None) -> None:
+        self._engine, self._routes, self._load = engine, routes, load
 
     async def generate(
         self, *, prompt: Mapping[str, Any], sampling_params: Any, request_id: str
     ) -> AsyncIterator[Any]:
-        """One ``RequestOutput``, the final one. ``request_id`` is drawn, and nobody aborts by it: a
-        trace goes without.
+        """One ``RequestOutput``, the final one.
+
+        The trace does not get ``request_id``, which is random; no abort uses it.
         """
         sampling = dict(vars(sampling_params))
-        limit, wanted = sampling.pop("max_tokens"), sampling.pop("logprobs")
+        max_tokens, logprobs = sampling.pop("max_tokens"), sampling.pop("logprobs")
         output = await self._engine.generate(
             prompt_ids=prompt["prompt_token_ids"],
-            max_tokens=limit,
+            max_tokens=max_tokens,
             sampling=sampling,
-            want_logprobs=wanted is not None,
+            want_logprobs=logprobs is not None,
             want_routes=self._routes,
         )
-        values = [] if output.logprobs is None else output.logprobs.tolist()
         completion = SimpleNamespace(
             token_ids=list(output.token_ids),
-            logprobs=[
-                {token: SimpleNamespace(logprob=value)}
-                for token, value in zip(output.token_ids, values, strict=False)
-            ],
+            logprobs=token_logprobs(output),
             finish_reason=str(output.finish_reason),
             routed_experts=output.routes,
         )
@@ -76,15 +71,15 @@ class AsyncLLM:
         )
 
     async def collective_rpc(self, method: str, args: tuple[Any, ...] = ()) -> list[bool]:
-        """Receive weights, in no time, as a step of vLLM's engine core does it. Other methods have
-        nothing to do.
+        """Load weights, in no time, as a step of vLLM's engine core does it. Ignore other
+        methods.
         """
         if method == "update_weights_from_collective":
-            self._loads(self._engine)
+            self._load(self._engine)
         return [True]
 
     async def reset_prefix_cache(self) -> bool:
-        """As vLLM's block pool: nothing is forgotten while a call holds blocks
+        """Clear the cache unless a call holds blocks, as vLLM's block pool does
         (vllm/v1/core/block_pool.py).
         """
         if self._engine.in_flight:
@@ -94,7 +89,7 @@ class AsyncLLM:
 
 
 class WorkerGroup:
-    """NeMo-RL's worker group without Ray: one worker for each server, whose methods run in the task
+    """NeMo-RL's worker group without Ray: one worker for each server. Its methods run in the task
     that waits for them.
     """
 
@@ -104,13 +99,13 @@ class WorkerGroup:
         self._nemo = nemo
 
     def get_dp_leader_worker_idx(self, shard: int) -> int:
-        """Each shard is one worker."""
+        """The worker of a shard: each shard is one worker."""
         return shard
 
     def run_single_worker_single_data(
         self, *, method_name: str, worker_idx: int, **arguments: Any
     ) -> Any:
-        """What a generator of references to a worker's results looks like."""
+        """An asynchronous generator of references to a worker's results."""
         return self._streamed(
             getattr(self.workers[worker_idx], method_name)(**arguments), method_name
         )
@@ -135,18 +130,17 @@ async def _ready(value: Any) -> Any:
 
 def limits(request: Request) -> tuple[int, int]:
     """``max_new_tokens`` and the length of the whole sequence, in tokens."""
-    budget = _ROOM if request.budget is None else request.budget
+    budget = budget_of(request)
     return budget, len(request.prompt_ids) + budget
 
 
 def generation_config(request: Request) -> dict[str, Any]:
-    """``policy.generation`` of a run that has this one request. Sampling parameters of NeMo-RL's
-    configuration are its own.
+    """``policy.generation`` of a run with only this request. NeMo-RL takes sampling parameters from
+    its configuration.
     """
     budget, total = limits(request)
-    own = {name: request.sampling.get(name, default) for name, default in _SAMPLING.items()}
     return {
-        **own,
+        **{name: request.sampling.get(name, default) for name, default in _SAMPLING.items()},
         "backend": "vllm",
         "max_new_tokens": budget,
         "stop_token_ids": None,
@@ -168,19 +162,14 @@ def vllm_generation(nemo: NemoRl, fleet: Fleet, request: Request) -> Any:
     return _generation(nemo, cfg, workers)
 
 
-def updatable(nemo: NemoRl, fleet: Fleet, loads: Any) -> Any:
-    """A ``VllmGeneration`` whose weights are updated: ``loads(engine)`` is what a transfer does to
-    an engine.
-    """
+def updatable(nemo: NemoRl, fleet: Fleet, load: Any) -> Any:
+    """A ``VllmGeneration`` for weight updates: ``load(engine)`` is the transfer to an engine."""
     cfg = generation_config(fleet.case.requests[0])
-    return _generation(
-        nemo,
-        cfg,
-        [
-            _worker(nemo, cfg, AsyncLLM(e, routes=False, loads=loads), fleet)
-            for e in fleet.servers.values()
-        ],
-    )
+    workers = [
+        _worker(nemo, cfg, AsyncLLM(engine, routes=False, load=load), fleet)
+        for engine in fleet.servers.values()
+    ]
+    return _generation(nemo, cfg, workers)
 
 
 def _generation(nemo: NemoRl, cfg: dict[str, Any], workers: list[Any]) -> Any:
@@ -192,7 +181,7 @@ def _generation(nemo: NemoRl, cfg: dict[str, Any], workers: list[Any]) -> Any:
         fleet_selector=None,
         fleet_monitor=None,
     )
-    generation.shutdown = lambda: True  # asked for when it is collected
+    generation.shutdown = lambda: True  # called by __del__
     return generation
 
 

@@ -1,4 +1,4 @@
-"""prime-rl's way from samples to what its data-parallel ranks train on, as a batch subject.
+"""prime-rl's conversion of samples into what its data-parallel ranks train on, as a batch subject.
 
 That is ``prepare_batch`` (packed, padded, balanced; no sample is so long that it is cut), msgpack,
 and ``DataLoader``'s tensors.
@@ -14,48 +14,36 @@ from rollproof.core.contract import (
     Contract,
     Filler,
     KvPolicy,
-    LayerAxis,
-    Logprobs,
     MissingLogprobs,
-    Provenance,
     ResumeBy,
     Rows,
     Versions,
 )
 from rollproof.core.records import BatchRow, Rollout
+from rollproof.stacks._support.batches import batch_contract, logprobs_or_zero, mask_of
 from rollproof.stacks.prime_rl.upstream import PrimeRl
 
 __all__ = ["MicroBatches"]
 
 _RANKS = 2
-_LAYERS, _TOP_K = 4, 3
 _LONGEST, _MULTIPLE = 64, 8
 
 
 class MicroBatches:
-    """Samples are packed into micro-batches; one is read back by its advantage, which is its place
-    in the order, counted from 1.
+    """Samples are packed into micro-batches. A sample is recognised by its advantage, which is its
+    index counted from 1.
     """
 
-    contract: Contract = Contract(
+    contract: Contract = batch_contract(
         rows=Rows.ALL,
         final_row=Filler.PREVIOUS,
         resume=ResumeBy.ENGINE,
         versions=Versions.NONE,
-        logprobs=Logprobs.RAW,
         abort_surfaces=True,
         kv_policy=KvPolicy.KEEP,
         missing_logprobs=MissingLogprobs.MASKED,
         loss_mask=True,
         finish_reason=False,
-        layer_axis=LayerAxis.ALL,
-        num_layers=_LAYERS,
-        moe_layers=(1, 2, 3),
-        num_experts=300,
-        top_k=_TOP_K,
-        filler=Filler.ZEROS,
-        dtype="uint16|int16|int32|int64",
-        provenance=Provenance.AS_SAMPLED,
     )
 
     def __init__(self, prime: PrimeRl) -> None:
@@ -66,8 +54,8 @@ class MicroBatches:
         import msgspec
 
         batch, transport = self._prime.batch, self._prime.transport
-        made = batch.prepare_batch(
-            [self._sample(sample, place) for place, sample in enumerate(samples)],
+        by_rank = batch.prepare_batch(
+            [self._sample(sample, index) for index, sample in enumerate(samples)],
             seq_len=_LONGEST,
             num_train_workers=_RANKS,
             bin_cost=batch.build_bin_cost(None),
@@ -75,55 +63,47 @@ class MicroBatches:
         )
         loader = object.__new__(self._prime.data.DataLoader)
         decode = msgspec.msgpack.Decoder(transport.MicroBatch).decode
-        held = [
-            loader._micro_batch_to_tensor(decode(msgspec.msgpack.encode(one)))
-            for rank in made
-            for one in rank
+        tensors = [
+            loader._micro_batch_to_tensor(decode(msgspec.msgpack.encode(micro_batch)))
+            for micro_batches in by_rank
+            for micro_batch in micro_batches
         ]
-        return held, [sample.request_id for sample in samples]
+        return tensors, [sample.request_id for sample in samples]
 
     def rows(self, batch: Any) -> list[BatchRow]:
-        """The samples of all micro-batches that are trained on, in the order in which they were
-        given.
-        """
-        held, names = batch
-        found: dict[int, BatchRow] = {}
-        for tensors in held:
+        """The samples of all micro-batches that are trained on, in their order."""
+        micro_batches, names = batch
+        rows: dict[int, BatchRow] = {}
+        for tensors in micro_batches:
             start = 0
             for length in tensors["seq_lens"].tolist():
                 piece = slice(start, start + length)
                 start += length
-                places = {
-                    int(place) for place in tensors["advantages"][0, piece].tolist() if place > 0
+                indexes = {
+                    int(index) for index in tensors["advantages"][0, piece].tolist() if index > 0
                 }
-                if len(places) == 1:
-                    (place,) = places
-                    found[place] = _row(tensors, piece, names[place - 1])
-        return [found[place] for place in sorted(found)]
+                # none in padding; two would be a sequence of two samples
+                if len(indexes) == 1:
+                    (index,) = indexes
+                    rows[index] = _row(tensors, piece, names[index - 1])
+        return [rows[index] for index in sorted(rows)]
 
-    def _sample(self, sample: Rollout, place: int) -> Any:
+    def _sample(self, sample: Rollout, index: int) -> Any:
         """A ``TrainingSample`` of a branch of one turn, as ``trace_to_samples`` and the sink leave
         it.
         """
         ids = [*sample.prompt_ids, *sample.response_ids]
         prompt = len(sample.prompt_ids)
-        mask = (
-            [1] * len(sample.response_ids)
-            if sample.loss_mask is None
-            else sample.loss_mask.tolist()
-        )
-        logprobs = (
-            [0.0] * len(sample.response_ids)
-            if sample.logprobs is None
-            else np.nan_to_num(sample.logprobs).tolist()
-        )
+        logprobs = logprobs_or_zero(sample)
+        if logprobs is None:
+            logprobs = [0.0] * len(sample.response_ids)
         return self._prime.transport.TrainingSample(
             token_ids=ids,
-            mask=[False] * prompt + [bool(flag) for flag in mask],
+            mask=[False] * prompt + [bool(flag) for flag in mask_of(sample)],
             logprobs=[0.0] * prompt + logprobs,
             temperatures=[1.0] * len(ids),
             env_name="rollproof",
-            advantages=[float(place + 1)] * len(ids),
+            advantages=[float(index + 1)] * len(ids),
             routed_experts=self._prime.trajectories._encode_routed_experts(sample.routes, len(ids)),
         )
 

@@ -8,60 +8,57 @@ import asyncio
 import shutil
 import tempfile
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from rollproof.core.contract import Contract, PartialOff, Versions
+from rollproof.core.contract import PartialOff, Versions
 from rollproof.core.engine_contract import PauseMode
 from rollproof.core.records import FinishReason, Request, Rollout, as_logprobs, as_routes, as_tokens
 from rollproof.fakes.http.engine_backend import RoutesForm
 from rollproof.stacks._support.http_fleet import HttpFleet
 from rollproof.stacks._support.httpx_client import without_certificates
+from rollproof.stacks._support.subjects import StackOutput, StackSubject
 from rollproof.stacks.prime_rl.upstream import PrimeRl
-from rollproof.stacks.verifiers.rollout import MODEL, Player, branch_contract, reason_of
+from rollproof.stacks.verifiers.rollout import MODEL, TrainRollout, branch_contract, reason_of
 
 if TYPE_CHECKING:
     from rollproof.fakes.engine.fleet import Fleet
 
-__all__ = ["Orchestrated", "Sampled"]
+__all__ = ["OrchestratorSubject"]
 
 _ENV = "rollproof"
-_MANY = 10_000
+_UNLIMITED = 10_000
 """Episodes in flight, and steps off policy: nothing is held back or dropped for either."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Sampled:
+class Sampled(StackOutput):
     """The training sample of an episode, its policy span, and the reason that verifiers gave for
     the end of its last turn.
     """
 
-    request: Request
-    sample: Any
     policy: Any
     finish: str | None
 
 
-class Orchestrated:
+class OrchestratorSubject(StackSubject):
     """One request is a group of one episode, which the dispatcher sends to an environment, and
     which comes back over its wire.
 
-    The environment is ours, and plays with verifiers' ``TrainClient``. Updates go the way of the
-    watcher: a directory that the trainer has finished, then ``apply_policy_update`` with the
+    The environment is ours, and rolls out with verifiers' ``TrainClient``. Updates go the way of
+    the watcher: a directory that the trainer has finished, then ``apply_policy_update`` with the
     requests of ``InferencePool.update_weights`` to every server.
     """
-
-    contract: Contract
 
     def __init__(self, prime: PrimeRl) -> None:
         self._prime = prime
 
     def start(self, fleet: Fleet) -> None:
-        """The servers, dispatcher and watcher."""
+        """Make the servers, the dispatcher and the watcher."""
         prime = self._prime
         fleet.pause_mode = PauseMode.KEEP
         fleet.clear_cache = False
@@ -75,22 +72,22 @@ class Orchestrated:
         with without_certificates():
             pool = prime.client.InferencePool(config, MODEL, train_client_type="renderer")
         policy = prime.types.Policy(version=fleet.case.first_version, model_name=MODEL)
-        self._tasks = _Tasks(prime)
-        self._episodes = _Episodes(
-            prime, Player(prime.verifiers, fleet, pool.train_client), self._tasks
+        self._tasks = _TaskSource(prime)
+        self._server = _EnvironmentServer(
+            prime, TrainRollout(prime.verifiers, fleet, pool.train_client), self._tasks
         )
         self._dispatcher = prime.dispatcher.Dispatcher(
-            train_envs=_Environments(prime, pool, self._episodes),
+            train_envs=_Environments(prime, pool, self._server),
             eval_envs=None,
             train_source=self._tasks,
             eval_source=None,
             policy_pool=pool,
             policy=policy,
             progress=prime.types.Progress(),
-            initial_max_inflight=_MANY,
+            initial_max_inflight=_UNLIMITED,
             max_inflight_ceiling=None,
             tasks_per_minute=None,
-            max_off_policy_steps=_MANY,
+            max_off_policy_steps=_UNLIMITED,
             run_id=_ENV,
             run_name=None,
         )
@@ -108,32 +105,34 @@ class Orchestrated:
             asyncio.ensure_future(self._collect()),
         ]
         for task in self._running:
-            task.add_done_callback(self._tasks.ended)
+            task.add_done_callback(self._tasks.dispatcher_ended)
         # a branch of no tokens is no sample: the sink drops it
-        self.contract = replace(
-            branch_contract(fleet), versions=Versions.BOUNDS, partial_off=PartialOff.DROPPED
+        self.contract = branch_contract(
+            fleet, versions=Versions.BOUNDS, partial_off=PartialOff.DROPPED
         )
 
     async def rollout(self, request: Request) -> Sampled | None:
-        """The sample; ``None`` where the episode has none to train on. Raises what the environment
+        """The sample; ``None`` if the episode has none to train on. Raises what the environment
         raised.
         """
         episode = await self._tasks.put(request)
-        failed = self._episodes.failed.pop(request.request_id, None)
-        if failed is not None:
-            raise failed
+        error = self._server.failed.pop(request.request_id, None)
+        if error is not None:
+            raise error
         (trace,) = episode.traces
         samples = self._prime.trajectories.trace_to_samples(trace, env_name=_ENV)
         if not samples:
             return None
-        finish = self._episodes.finished.pop(request.request_id)
         return Sampled(
-            request=request, sample=samples[-1], policy=episode.run.work.policy, finish=finish
+            request=request,
+            output=samples[-1],
+            policy=episode.run.work.policy,
+            finish=self._server.finished.pop(request.request_id),
         )
 
     async def update_weights(self, version: int | None) -> None:
-        """The trainer numbers every update, and the watcher sees a directory that is marked as
-        stable. Raises what a server says.
+        """Update as the watcher does when it sees a directory that is marked as stable. Raises what
+        a server reports. The trainer numbers every update.
         """
         label = self._fleet.weights_of(None) if version is None else version
         step = self._folder / "broadcasts" / f"step_{label}"
@@ -143,8 +142,8 @@ class Orchestrated:
         await self._watcher.apply_policy_update(label)
 
     def to_record(self, native: Sampled) -> Rollout:
-        """A ``TrainingSample``."""
-        sample, prompt = native.sample, len(native.request.prompt_ids)
+        """A ``TrainingSample`` as a rollout."""
+        sample, prompt = native.output, len(native.request.prompt_ids)
         ids, routes = as_tokens(sample.token_ids), sample.routed_experts
         return Rollout(
             request_id=native.request.request_id,
@@ -168,7 +167,7 @@ class Orchestrated:
         for task in self._running:
             task.cancel()
         await asyncio.gather(*self._running, return_exceptions=True)
-        await self._episodes.player.close()
+        await self._server.rollouts.close()
         for client in [*self._pool.admin_clients, *self._pool._router_clients]:
             await client.aclose()
         shutil.rmtree(self._folder, ignore_errors=True)
@@ -181,13 +180,13 @@ class Orchestrated:
         }
 
     async def _collect(self) -> None:
-        """Hand every episode to whoever waits for it, in place of prime-rl's sink."""
+        """Return every episode to the rollout that waits for it, in place of prime-rl's sink."""
         while True:
-            self._tasks.done(await self._dispatcher.out_q.get())
+            self._tasks.finish(await self._dispatcher.out_q.get())
 
 
-class _Tasks:
-    """The source of tasks, and who waits for what becomes of each."""
+class _TaskSource:
+    """The dispatcher's source of tasks, and the rollouts that wait for their episodes."""
 
     def __init__(self, prime: PrimeRl) -> None:
         self._prime = prime
@@ -196,7 +195,7 @@ class _Tasks:
         self.requests: dict[str, Request] = {}
 
     def put(self, request: Request) -> asyncio.Future[Any]:
-        """Queue a request; the episode that it becomes."""
+        """Queue a request; return the future of its episode."""
         v1 = self._prime.v1
         task = v1.Task(v1.TaskData(name=request.request_id))
         self.requests[request.request_id] = request
@@ -205,11 +204,11 @@ class _Tasks:
         return self._waiting[task.hash]
 
     def next_task(self, *, step: int) -> Any:
-        """What the dispatcher asks for."""
+        """The next task, which the dispatcher asks for."""
         return self._queue.pop(0) if self._queue else None
 
-    def ended(self, task: asyncio.Task[None]) -> None:
-        """The dispatcher ended: with an error, nobody need wait any more."""
+    def dispatcher_ended(self, task: asyncio.Task[None]) -> None:
+        """Raise the dispatcher's error in all rollouts that wait."""
         error = None if task.cancelled() else task.exception()
         if error is None:
             return
@@ -217,15 +216,15 @@ class _Tasks:
             if not waiting.done():
                 waiting.set_exception(error)
 
-    def done(self, episode: Any) -> None:
-        """An episode came out of the dispatcher; nobody waits for one whose request was cancelled."""
+    def finish(self, episode: Any) -> None:
+        """Return an episode to its rollout, unless the rollout was cancelled."""
         waiting = self._waiting.pop(episode.task.hash)
         if not waiting.done():
             waiting.set_result(episode)
 
 
 class _Environments:
-    """``TrainEnvs`` with one environment: prime-rl's ``TrainEnv``, whose client is ours."""
+    """``TrainEnvs`` with one environment: prime-rl's ``TrainEnv``, with a client of ours."""
 
     def __init__(self, prime: PrimeRl, pool: Any, client: Any) -> None:
         env = object.__new__(prime.envs.TrainEnv)
@@ -243,42 +242,42 @@ class _Environments:
         return self._env
 
 
-class _Episodes:
-    """An ``EnvClient`` whose server is in this process: an episode is packed as the server does it,
+class _EnvironmentServer:
+    """An ``EnvClient`` with its server in this process: an episode is packed as the server does it,
     and unpacked as the client does.
     """
 
-    def __init__(self, prime: PrimeRl, player: Player, tasks: _Tasks) -> None:
+    def __init__(self, prime: PrimeRl, rollouts: TrainRollout, tasks: _TaskSource) -> None:
         self._prime, self._tasks = prime, tasks
-        self.player = player
+        self.rollouts = rollouts
         self.failed: dict[str, Exception] = {}
         self.finished: dict[str, str | None] = {}
 
     async def run(
         self, *, task_data: Mapping[str, Any], client: Any, model: str, sampling: Any
     ) -> Any:
-        """One episode; a rollout that fails is one with an error."""
+        """One episode; it has an error if the rollout fails."""
         import msgpack
 
         prime, request = self._prime, self._tasks.requests[task_data["name"]]
         v1, wire = prime.v1, prime.wire
         task = v1.Task(v1.TaskData.model_validate(task_data))
-        about = v1.TraceTask(type="Task", data=task.data, key=task.key, hash=task.hash)
-        trace = prime.verifiers.trace(task=about, agent=prime.verifiers.agent(config={}))
+        trace_task = v1.TraceTask(type="Task", data=task.data, key=task.key, hash=task.hash)
+        trace = prime.verifiers.trace(task=trace_task, agent=prime.verifiers.agent(config={}))
         try:
             fields = sampling.model_dump(exclude_none=True)
-            self.finished[request.request_id] = await self.player.play(trace, request, **fields)
+            self.finished[request.request_id] = await self.rollouts.run(trace, request, **fields)
             trace.ok = True
         except Exception as error:  # noqa: BLE001 - an environment server answers with the traces of failed rollouts, whatever failed
             self.failed[request.request_id] = error
             trace.errors.append(v1.Error(type=type(error).__name__, message=str(error)))
         trace.is_completed = True
-        said = wire.RunResponse.model_construct(
-            episode=v1.Episode(task=about, ok=trace.ok, traces=[trace])
+        response = wire.RunResponse.model_construct(
+            episode=v1.Episode(task=trace_task, ok=trace.ok, traces=[trace])
         )
-        sent = msgpack.packb(
-            said.model_dump(mode="python"),
+        packed = msgpack.packb(
+            response.model_dump(mode="python"),
             default=prime.encoding.msgpack_encoder,
             use_bin_type=True,
         )
-        return wire.RunResponse.model_validate(msgpack.unpackb(sent, raw=False)).episode
+        return wire.RunResponse.model_validate(msgpack.unpackb(packed, raw=False)).episode

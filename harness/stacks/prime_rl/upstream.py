@@ -1,18 +1,19 @@
-"""What the adapters import of prime-rl, and of the verifiers below it."""
+"""The modules of prime-rl, and of the verifiers below it, that the adapters drive."""
 
 from __future__ import annotations
 
-import importlib
 from dataclasses import dataclass
 from typing import Any
 
-from rollproof.stacks import installed_version, missing_dependency
-from rollproof.stacks._support.stand_ins import stood_in
+from rollproof.stacks import installed_version
+from rollproof.stacks._support.stand_ins import stub_packages
+from rollproof.stacks._support.upstream import upstream
+from rollproof.stacks.prime_rl.release import RELEASE
 from rollproof.stacks.verifiers.upstream import Verifiers, import_verifiers
 
 __all__ = ["PrimeRl", "import_prime_rl"]
 
-_ABSENT = ("vllm", "modelexpress", "grpc", "wandb", "datasets", "torchtitan", "torchdata")
+_STUBBED = ("vllm", "modelexpress", "grpc", "wandb", "datasets", "torchtitan", "torchdata")
 """Packages that prime-rl's modules import at their head: engines, trainers, and loggers, which are
 not run here.
 """
@@ -24,7 +25,7 @@ models.
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PrimeRl:
-    """The modules of one checkout, and of the verifiers below it. ``wire`` and ``encoding``: how an
+    """The modules of a checkout, and of the verifiers below it. ``wire`` and ``encoding``: how an
     environment server sends an episode.
     """
 
@@ -46,29 +47,28 @@ class PrimeRl:
 
 
 def import_prime_rl(version: str) -> PrimeRl:
-    """Import what the adapters drive (15 to 50 s). Raises ``StackError`` for a missing dependency."""
-    from rollproof.stacks.prime_rl import RELEASE
-
-    modules = {
-        "v1": "verifiers.v1",
-        "wire": "verifiers.v1.serve.types",
-        "encoding": "verifiers.v1.serve.encoding",
-        "dispatcher": "prime_rl.orchestrator.dispatcher",
-        "envs": "prime_rl.orchestrator.envs",
-        "types": "prime_rl.orchestrator.types",
-        "client": "prime_rl.utils.client",
-        "shared": "prime_rl.configs.shared",
-        "trajectories": "prime_rl.orchestrator.trajectories",
-        "transport": "prime_rl.transports.rollouts.types",
-        "batch": "prime_rl.trainer.batch",
-        "data": "prime_rl.trainer.rl.data",
-        "watcher": "prime_rl.orchestrator.watcher",
-    }
+    """Import what the adapters drive (15 to 50 s). Raises ``StackError`` for a missing package."""
     verifiers = import_verifiers(installed_version("verifiers") or "")
-    try:
-        with stood_in(_ABSENT), stood_in(_TRANSFERS, instead=True):
-            found = {name: importlib.import_module(module) for name, module in modules.items()}
-            importlib.import_module("prime_rl.utils.logger").setup_logger("critical")
-    except ImportError as error:
-        raise missing_dependency("prime-rl", version, error, RELEASE) from error
-    return PrimeRl(version=version, verifiers=verifiers, **found)
+    with stub_packages(_STUBBED), stub_packages(_TRANSFERS, even_if_installed=True):
+        modules = upstream(
+            RELEASE,
+            version,
+            {
+                "v1": "verifiers.v1",
+                "wire": "verifiers.v1.serve.types",
+                "encoding": "verifiers.v1.serve.encoding",
+                "dispatcher": "prime_rl.orchestrator.dispatcher",
+                "envs": "prime_rl.orchestrator.envs",
+                "types": "prime_rl.orchestrator.types",
+                "client": "prime_rl.utils.client",
+                "shared": "prime_rl.configs.shared",
+                "trajectories": "prime_rl.orchestrator.trajectories",
+                "transport": "prime_rl.transports.rollouts.types",
+                "batch": "prime_rl.trainer.batch",
+                "data": "prime_rl.trainer.rl.data",
+                "watcher": "prime_rl.orchestrator.watcher",
+                "setup_logger": "prime_rl.utils.logger:setup_logger",
+            },
+        )
+        modules.pop("setup_logger")("critical")
+    return PrimeRl(version=version, verifiers=verifiers, **modules)

@@ -1,25 +1,23 @@
-"""RLinf's classes, and stand-ins for what its SGLang worker imports of SGLang: the engine is the
-fleet's, and the rest is never called.
+"""RLinf's classes, and stubs for what its SGLang worker imports of SGLang.
 
 RLinf refuses SGLang beyond 0.5.4, which in turn needs a GPU to be imported. So ``sglang`` and the
 package of the worker, whose ``__init__`` looks for that release, are replaced by modules with the
-names that the worker imports; the worker itself is RLinf's own file.
+names that the worker imports; the worker itself is RLinf's own file. The engine is the fleet's, and
+nothing else of SGLang is called.
 """
 
 from __future__ import annotations
 
-import importlib
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from rollproof.stacks import Release, attributes, missing_dependency
-from rollproof.stacks._support.importing import standing_in
+from rollproof.stacks._support.stand_ins import stub_modules
+from rollproof.stacks._support.upstream import upstream
+from rollproof.stacks.rlinf.release import RELEASE
 
-__all__ = ["RELEASE", "RLinf", "import_rlinf"]
-
-RELEASE = Release(distribution="rlinf", versions=("0.3.0",), stack="rlinf")
+__all__ = ["RLinf", "import_rlinf"]
 
 _PACKAGE = "rlinf.workers.rollout.sglang"
 _NAMES = {
@@ -45,21 +43,23 @@ class RLinf:
 
 
 def import_rlinf(version: str) -> RLinf:
-    """Import what the adapter drives (5 to 15 s). Raises ``StackError`` where something that it
-    imports is missing.
-    """
-    try:
-        group, result = attributes("rlinf.data.io_struct", "SeqGroupInfo", "RolloutResult")
-        with standing_in(_stand_ins()):
-            (worker,) = attributes(_PACKAGE + ".sglang_worker", "SGLangWorker")
-    except ImportError as error:
-        raise missing_dependency("rlinf", version, error, RELEASE) from error
-    return RLinf(worker=worker, group=group, result=result)
+    """Import what the adapter drives (5 to 15 s). Raises ``StackError`` for a missing package."""
+    classes = upstream(
+        RELEASE,
+        version,
+        {
+            "group": "rlinf.data.io_struct:SeqGroupInfo",
+            "result": "rlinf.data.io_struct:RolloutResult",
+            "rollout": "rlinf.workers.rollout",
+        },
+    )
+    with stub_modules(_stubs(classes.pop("rollout"))):
+        worker = upstream(RELEASE, version, {"worker": f"{_PACKAGE}.sglang_worker:SGLangWorker"})
+    return RLinf(**classes, **worker)
 
 
-def _stand_ins() -> dict[str, ModuleType]:
-    """Modules with the names of ``_NAMES``."""
-    rollout: Any = importlib.import_module("rlinf.workers.rollout")
+def _stubs(rollout: Any) -> dict[str, ModuleType]:
+    """Modules with the names of ``_NAMES``; ``rollout`` is the package around the worker's."""
     modules: dict[str, ModuleType] = {}
     for name, members in _NAMES.items():
         modules[name] = module = ModuleType(name)

@@ -6,18 +6,17 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from rollproof.core.contract import Contract, KvPolicy, ResumeBy, Rows, Sampling, Versions
+from rollproof.core.contract import ResumeBy, Rows, Versions
 from rollproof.core.engine_contract import PauseMode
-from rollproof.core.records import (
-    EngineOutput,
-    FinishReason,
-    Request,
-    Rollout,
-    as_logprobs,
-    as_tokens,
+from rollproof.core.records import FinishReason, Request, Rollout, as_logprobs, as_tokens
+from rollproof.stacks._support.subjects import (
+    StackOutput,
+    StackSubject,
+    budget_of,
+    client_contract,
+    sglang_meta_info,
 )
 from rollproof.stacks.rlinf.upstream import RLinf
 
@@ -25,18 +24,7 @@ if TYPE_CHECKING:
     from rollproof.fakes.engine.fake_engine import FakeEngine
     from rollproof.fakes.engine.fleet import Fleet
 
-__all__ = ["Answer", "WorkerSubject"]
-
-_ROOM = 1024
-"""The response length of requests that state none, in tokens."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Answer:
-    """A request and its finished ``RolloutResult``."""
-
-    request: Request
-    result: Any
+__all__ = ["WorkerSubject"]
 
 
 class _Engine:
@@ -65,50 +53,34 @@ class _Engine:
             want_routes=False,
             want_logprobs=return_logprob,
         )
-        return {"output_ids": list(output.token_ids), "meta_info": _meta(output)}
+        return {"output_ids": list(output.token_ids), "meta_info": sglang_meta_info(output)}
 
 
-def _meta(output: EngineOutput) -> dict[str, Any]:
-    meta: dict[str, Any] = {"finish_reason": {"type": str(output.finish_reason)}}
-    if output.logprobs is not None:
-        meta["output_token_logprobs"] = [
-            [float(p), t, None] for p, t in zip(output.logprobs, output.token_ids, strict=True)
-        ]
-    return meta
-
-
-class WorkerSubject:
-    """One request is a group of one, which goes on with the next worker whenever it comes back
-    aborted, as RLinf's scheduler migrates it.
+class WorkerSubject(StackSubject):
+    """One request is a group of one. A group that comes back aborted continues on the next worker,
+    as RLinf's scheduler migrates it.
 
     The worker's constructor starts an engine, and its ``rollout`` reads Ray channels: both are left
     out.
     """
 
-    contract: Contract
-
     def __init__(self, rlinf: RLinf) -> None:
         self._rlinf = rlinf
 
     def start(self, fleet: Fleet) -> None:
-        """A worker before each engine. RLinf updates weights between rollouts; here updates abort
-        what runs, which then migrates.
+        """Declare the contract; a worker is made for each call.
+
+        RLinf updates weights between rollouts; here updates abort what runs, which then migrates.
         """
         fleet.pause_mode = PauseMode.ABORT
         fleet.clear_cache = True
         self._fleet = fleet
-        self.contract = Contract(
-            rows=Rows.NONE,
-            resume=ResumeBy.CLIENT,
-            versions=Versions.NONE,
-            logprobs=fleet.flavour.logprobs,
-            abort_surfaces=False,
-            kv_policy=KvPolicy.RECOMPUTE,
-            sampling=Sampling.OWN,
+        self.contract = client_contract(
+            fleet, rows=Rows.NONE, resume=ResumeBy.CLIENT, versions=Versions.NONE
         )
 
-    async def rollout(self, request: Request) -> Answer:
-        """Until the group is complete. Raises what RLinf raises."""
+    async def rollout(self, request: Request) -> StackOutput:
+        """Generate until the group is complete. Raises what RLinf raises."""
         group = self._rlinf.group(id=0, input_ids=list(request.prompt_ids), answer=[], group_size=1)
         while not group.all_completed:
             server = self._fleet.balancer.acquire()
@@ -118,18 +90,18 @@ class WorkerSubject:
                 self._fleet.balancer.release(server)
             if not group.all_completed:
                 await asyncio.sleep(self._fleet.case.engine.step)
-        return Answer(
-            request=request,
-            result=self._rlinf.result.from_sglang_seq_group(group, request.want_logprobs),
-        )
+        result = self._rlinf.result.from_sglang_seq_group(group, request.want_logprobs)
+        return StackOutput(request=request, output=result)
 
     async def update_weights(self, version: int | None) -> None:
-        """RLinf's own goes from trainer to scheduler by its collectives."""
+        """Update the fleet: RLinf's own updates go from trainer to scheduler by its collectives."""
         await self._fleet.sync(version)
 
-    def to_record(self, native: Answer) -> Rollout:
-        """The one sample of a ``RolloutResult``, which says of its end only whether it was a stop."""
-        result = native.result
+    def to_record(self, native: StackOutput) -> Rollout:
+        """The one sample of a ``RolloutResult``, which says of its end only whether it was a
+        stop.
+        """
+        result = native.output
         return Rollout(
             request_id=native.request.request_id,
             prompt_ids=as_tokens(result.prompt_ids[0]),
@@ -140,16 +112,10 @@ class WorkerSubject:
             ),
         )
 
-    def stop(self) -> None:
-        """Nothing to free."""
-
     def _worker(self, server: str, request: Request) -> Any:
         worker = object.__new__(self._rlinf.worker)
         worker._engine = _Engine(self._fleet.servers[server])
-        worker._sampling_params = {
-            **request.sampling,
-            "max_new_tokens": _ROOM if request.budget is None else request.budget,
-        }
+        worker._sampling_params = {**request.sampling, "max_new_tokens": budget_of(request)}
         worker._return_logprobs = request.want_logprobs
         worker._logger = None
         worker.log_warning = lambda _text: None

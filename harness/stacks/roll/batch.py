@@ -1,5 +1,5 @@
-"""ROLL's way from engine outputs to the ranks, as a batch subject: ``postprocess_output_data``,
-``DataProto.concat``, and its chunks.
+"""ROLL's conversion of engine outputs for the ranks, as a batch subject:
+``postprocess_output_data``, ``DataProto.concat``, and its chunks.
 """
 
 from __future__ import annotations
@@ -9,19 +9,9 @@ from typing import Any
 
 import numpy as np
 
-from rollproof.core.contract import (
-    Contract,
-    Filler,
-    KvPolicy,
-    LayerAxis,
-    Logprobs,
-    MissingLogprobs,
-    Provenance,
-    ResumeBy,
-    Rows,
-    Versions,
-)
+from rollproof.core.contract import Contract, Filler, Provenance, ResumeBy, Rows, Versions
 from rollproof.core.records import BatchRow, Rollout
+from rollproof.stacks._support.batches import batch_contract
 from rollproof.stacks._support.tokenizer import PAD_ID
 from rollproof.stacks.roll.upstream import Roll
 
@@ -34,27 +24,16 @@ _EOS = 1
 
 
 class OutputBatch:
-    """Each sample is the one output of a request of its own; two ranks have a chunk each, after a
-    journey by pickle.
+    """Each sample is the only output of a request of its own. Two ranks get a chunk each, pickled
+    and unpickled.
     """
 
-    contract: Contract = Contract(
+    contract: Contract = batch_contract(
         rows=Rows.ALL,
         final_row=Filler.ZEROS,
         resume=ResumeBy.CLIENT,
         versions=Versions.NONE,
-        logprobs=Logprobs.RAW,
-        abort_surfaces=False,
-        kv_policy=KvPolicy.RECOMPUTE,
-        missing_logprobs=MissingLogprobs.NEVER,
-        loss_mask=False,
         finish_reason=False,
-        layer_axis=LayerAxis.ALL,
-        num_layers=4,
-        moe_layers=(1, 2, 3),
-        num_experts=300,
-        top_k=3,
-        filler=Filler.ZEROS,
         dtype="uint8|int16",
         provenance=Provenance.LATEST_PREFILL,
     )
@@ -64,24 +43,24 @@ class OutputBatch:
 
     def collate(self, samples: list[Rollout]) -> Any:
         """The chunks of both ranks, and the names of the samples."""
-        made = [self._output(sample, place) for place, sample in enumerate(samples)]
-        together = self._roll.protocol.DataProto.concat(made)
+        outputs = [self._output(sample, index) for index, sample in enumerate(samples)]
+        data = self._roll.protocol.DataProto.concat(outputs)
         ranks = _RANKS if len(samples) % _RANKS == 0 else 1
-        chunks = [pickle.loads(pickle.dumps(chunk)) for chunk in together.chunk(chunks=ranks)]  # noqa: S301 - what was pickled just now
+        chunks = [pickle.loads(pickle.dumps(chunk)) for chunk in data.chunk(chunks=ranks)]  # noqa: S301 - pickled by the same expression
         return chunks, [sample.request_id for sample in samples]
 
     def rows(self, batch: Any) -> list[BatchRow]:
-        """One row a sample, in the order in which they were given."""
+        """One row a sample, in the order of the samples."""
         chunks, names = batch
-        found = {}
+        rows = {}
         for chunk in chunks:
-            for i, place in enumerate(chunk.non_tensor_batch["place"]):
-                found[place] = _row(
-                    {name: chunk.batch[name][i] for name in list(chunk.batch.keys())}, names[place]
+            for i, index in enumerate(chunk.non_tensor_batch["place"]):
+                rows[index] = _row(
+                    {name: chunk.batch[name][i] for name in list(chunk.batch.keys())}, names[index]
                 )
-        return [found[place] for place in sorted(found)]
+        return [rows[index] for index in sorted(rows)]
 
-    def _output(self, sample: Rollout, place: int) -> Any:
+    def _output(self, sample: Rollout, index: int) -> Any:
         import torch
 
         pad = _PROMPT - len(sample.prompt_ids)
@@ -91,22 +70,22 @@ class OutputBatch:
                 "input_ids": torch.tensor([[PAD_ID] * pad + list(sample.prompt_ids)]),
                 "attention_mask": mask,
                 "position_ids": torch.clip(torch.cumsum(mask, dim=-1) - 1, min=0),
-                "place": np.array([place], dtype=object),
+                "place": np.array([index], dtype=object),
             }
         )
-        said: dict[str, Any] = {
+        meta_info: dict[str, Any] = {
             "output_token_ids": [list(sample.response_ids)],
             "eos_token_id": [_EOS, PAD_ID],
             "pad_token_id": PAD_ID,
         }
         if sample.logprobs is not None:
-            said["output_logprobs"] = [sample.logprobs.tolist()]
+            meta_info["output_logprobs"] = [sample.logprobs.tolist()]
         if sample.routes is not None:
             # an engine returns T-1 rows
-            said["routed_experts"] = [
+            meta_info["routed_experts"] = [
                 torch.tensor(sample.routes[: len(sample.routes) - 1].astype(np.int32))
             ]
-        data = self._roll.protocol.DataProto(meta_info=said)
+        data = self._roll.protocol.DataProto(meta_info=meta_info)
         return self._roll.loop.postprocess_output_data(request, data, _SEQUENCE)
 
 

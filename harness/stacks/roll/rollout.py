@@ -1,5 +1,5 @@
-"""ROLL's ``UserDefinedRolloutLoop``, router and SGLang worker, as a subject: aborts keep what there
-is, and requests go on from there.
+"""ROLL's ``UserDefinedRolloutLoop``, router and SGLang worker, as a subject: an abort keeps the
+tokens so far, and the request continues from there.
 """
 
 from __future__ import annotations
@@ -7,7 +7,6 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Iterator, Mapping
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
 from itertools import count
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
@@ -17,59 +16,53 @@ import numpy as np
 from rollproof.core.contract import (
     Contract,
     Filler,
-    KvPolicy,
-    LayerAxis,
-    MissingLogprobs,
     PartialOff,
     Provenance,
     ResumeBy,
     Rows,
-    Sampling,
     Versions,
 )
-from rollproof.core.records import EngineOutput, Request, Rollout, as_logprobs, as_routes, as_tokens
+from rollproof.core.records import Request, Rollout, as_logprobs, as_routes, as_tokens
 from rollproof.fakes.engine.exceptions import EngineFailure, ServerDied
-from rollproof.stacks._support.ray_actors import taken
+from rollproof.stacks._support.subjects import (
+    StackOutput,
+    StackSubject,
+    budget_of,
+    client_contract,
+    sglang_meta_info,
+    wants_routes,
+)
 from rollproof.stacks._support.tokenizer import PAD_ID
+from rollproof.stacks._support.upstream import undecorated_class
 from rollproof.stacks.roll.upstream import Roll
 
 if TYPE_CHECKING:
+    from rollproof.core.records import EngineOutput
     from rollproof.fakes.engine.fake_engine import FakeEngine
     from rollproof.fakes.engine.fleet import Fleet
 
 __all__ = ["LoopSubject", "TokenizerManager"]
 
-_ROOM = 1024
-"""``response_length`` for requests that state no limit, in tokens."""
 _PADDED = 3
-"""Tokens of padding before each prompt: ROLL pads prompts on the left, and answers on the right."""
+"""Padding before each prompt, in tokens: ROLL pads prompts on the left, and responses on the right.
+"""
 _DOMAIN = "rollproof"
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Answer:
-    """The one sample of a prompt."""
-
-    request: Request
-    sample: Any
-
-
-class LoopSubject:
-    """One request is one prompt with one answer; an update lies between two steps: sampling is
-    paused, weights are loaded, it goes on.
+class LoopSubject(StackSubject):
+    """One request is one prompt with one response. An update lies between two steps: sampling is
+    paused, weights are loaded, sampling resumes.
 
     Partial rollout is ROLL's asynchronous pipeline (``collect_unfinished``): without it an aborted
     prompt is dropped.
     """
 
-    contract: Contract
-
     def __init__(self, roll: Roll) -> None:
         self._roll = roll
 
     async def start(self, fleet: Fleet) -> None:
-        """ROLL's router before one worker a server; a scheduler that has what the rollout's context
-        asks of it.
+        """Make ROLL's router over one worker a server, and a scheduler with the fields that the
+        rollout's context reads.
         """
         roll = self._roll
         self._fleet = fleet
@@ -95,11 +88,11 @@ class LoopSubject:
         await manager.initialize()
         self._manager = manager
         self._client = await roll.router.RouterManager.create_client(manager)
-        self._scheduler = object.__new__(taken(roll.scheduler.DynamicSamplingScheduler))
+        self._scheduler = object.__new__(undecorated_class(roll.scheduler.DynamicSamplingScheduler))
         self._scheduler.__dict__.update(
             router_manager=manager,
             router_client=self._client,
-            replay_buffer=SimpleNamespace(gc=list, begin=_begun, info=lambda: ""),
+            replay_buffer=SimpleNamespace(gc=list, begin=_begin, info=lambda: ""),
             running_tasks={},
             generate_timer={_DOMAIN: _Timer()},
             reward_timer={_DOMAIN: _Timer()},
@@ -108,13 +101,13 @@ class LoopSubject:
             request_counter=0,
         )
         self._prompts = count()
-        self._one_update = asyncio.Lock()
+        self._update_lock = asyncio.Lock()
         self.contract = loop_contract(fleet)
 
-    async def rollout(self, request: Request) -> Answer | None:
+    async def rollout(self, request: Request) -> StackOutput | None:
         """``_generate_and_reward`` in a context of the prompt. ``None``: the prompt was dropped."""
         roll = self._roll
-        budget = _ROOM if request.budget is None else request.budget
+        budget = budget_of(request)
         length = len(request.prompt_ids) + _PADDED
         context = object.__new__(roll.scheduler.RolloutContext)
         context.__dict__.update(
@@ -131,29 +124,28 @@ class LoopSubject:
         loop = roll.loop.UserDefinedRolloutLoop()
         async with context.do_generate_and_reward(max_concurrency=1):
             samples = await loop._generate_and_reward_impl(
-                context=context, req=self._asked(request, length, budget), domain=_DOMAIN
+                context=context, req=self._data(request, length, budget), domain=_DOMAIN
             )
-        return Answer(request=request, sample=samples[0]) if samples else None
+        return StackOutput(request=request, output=samples[0]) if samples else None
 
     async def update_weights(self, version: int | None) -> None:
-        """As the pipeline does it between two steps: ``pause_sampling``, the model update, and the
-        ``resume`` of the next batch.
+        """Update as the pipeline does between two steps: ``pause_sampling``, the model update, and
+        the ``resume`` of the next batch.
 
         Only ``pause_sampling`` keeps calls away from weights that change: SGLang itself is not
         paused.
         """
-        label = (
-            self._fleet.weights_of(None) if version is None else version
-        )  # ROLL's updates are those of its steps: all are numbered
-        async with self._one_update:
+        # ROLL's updates are those of its steps: all are numbered
+        label = self._fleet.weights_of(None) if version is None else version
+        async with self._update_lock:
             await self._scheduler.pause_sampling()
             try:
                 await self._model_update(label)
-            finally:  # where it fails ROLL's driver ends, and there is no next step
+            finally:  # if it fails ROLL's driver ends, and there is no next step
                 self._manager.resume()
 
     async def _model_update(self, label: int) -> None:
-        """Every worker receives the weights, and then forgets its cache
+        """Load the weights on every worker, which then clears its cache
         (``process_weights_after_loading``).
         """
         true = self._fleet.weights_of(label)
@@ -166,9 +158,9 @@ class LoopSubject:
             if engine.alive:
                 engine.reset_prefix_cache()
 
-    def to_record(self, native: Answer) -> Rollout:
+    def to_record(self, native: StackOutput) -> Rollout:
         """The row of the batch, without its padding."""
-        batch, request = native.sample.batch, native.request
+        batch, request = native.output.batch, native.request
         valid = batch["attention_mask"][0].bool().numpy()
         length, prompt = int(valid.sum()), len(request.prompt_ids)
         tokens = as_tokens(batch["input_ids"][0, :length].tolist(), what="input_ids")
@@ -189,9 +181,6 @@ class LoopSubject:
             routes=as_routes(routes),
         )
 
-    def stop(self) -> None:
-        """Nothing to free."""
-
     def gauges(self) -> Mapping[str, float]:
         """Requests as ROLL's router counts them."""
         return {
@@ -199,7 +188,7 @@ class LoopSubject:
             "roll load": float(self._manager.router.size()),
         }
 
-    def _asked(self, request: Request, length: int, budget: int) -> Any:
+    def _data(self, request: Request, length: int, budget: int) -> Any:
         import torch
 
         ids = torch.tensor([[PAD_ID] * _PADDED + list(request.prompt_ids)])
@@ -238,31 +227,31 @@ class TokenizerManager:
 
     def __init__(self, engine: FakeEngine) -> None:
         self._engine = engine
-        self._deeds: set[asyncio.Task[Any]] = set()
+        self._aborts: set[asyncio.Task[Any]] = set()
         self.rid_to_state: dict[str, None] = {}
 
-    async def generate_request(self, asked: Any, _request: None) -> AsyncIterator[dict[str, Any]]:
-        """One answer, the final one; as the engine within the process has it, routes are a tensor."""
+    async def generate_request(self, request: Any, _request: None) -> AsyncIterator[dict[str, Any]]:
+        """One reply, the final one. Routes are a tensor, as in-process engines return them."""
         sampling = {
             name: value
-            for name, value in asked.sampling_params.items()
+            for name, value in request.sampling_params.items()
             if name not in ("max_new_tokens", "n")
         }
         output = await self._engine.generate(
-            prompt_ids=asked.input_ids,
-            max_tokens=asked.sampling_params["max_new_tokens"],
-            request_id=asked.rid,
+            prompt_ids=request.input_ids,
+            max_tokens=request.sampling_params["max_new_tokens"],
+            request_id=request.rid,
             sampling=sampling,
-            want_logprobs=asked.return_logprob,
-            want_routes=asked.return_routed_experts,
+            want_logprobs=request.return_logprob,
+            want_routes=request.return_routed_experts,
         )
         yield {"output_ids": list(output.token_ids), "meta_info": _meta(output)}
 
     def abort_request(self, rid: str) -> None:
-        """Sent, and not waited for."""
+        """Send an abort without waiting for it."""
         task = asyncio.ensure_future(self._abort(rid))
-        self._deeds.add(task)
-        task.add_done_callback(self._deeds.discard)
+        self._aborts.add(task)
+        task.add_done_callback(self._aborts.discard)
 
     async def _abort(self, rid: str) -> None:
         with suppress(EngineFailure):
@@ -270,11 +259,7 @@ class TokenizerManager:
 
 
 def _meta(output: EngineOutput) -> dict[str, Any]:
-    meta: dict[str, Any] = {"finish_reason": {"type": str(output.finish_reason)}}
-    if output.logprobs is not None:
-        meta["output_token_logprobs"] = [
-            (float(p), t, None) for p, t in zip(output.logprobs, output.token_ids, strict=True)
-        ]
+    meta = sglang_meta_info(output)
     if output.routes is not None:
         import torch
 
@@ -283,21 +268,19 @@ def _meta(output: EngineOutput) -> dict[str, Any]:
 
 
 def _worker(roll: Roll, fleet: Fleet, engine: FakeEngine) -> Any:
-    """A worker behind a handle of Ray's, with ROLL's strategy for SGLang."""
+    """The Ray handle of a worker with ROLL's strategy for SGLang."""
     strategy = object.__new__(roll.strategy.SgLangStrategy)
     strategy.model = SimpleNamespace(
         engine=SimpleNamespace(tokenizer_manager=TokenizerManager(engine))
     )
-    strategy.enable_rollout_routing_replay = any(
-        request.want_routes for request in fleet.case.requests
-    )
+    strategy.enable_rollout_routing_replay = wants_routes(fleet)
     return SimpleNamespace(
         generate_request=SimpleNamespace(remote=strategy.generate_request),
         abort_requests=SimpleNamespace(remote=strategy.abort_requests),
     )
 
 
-async def _begun(**_prompt: int) -> int:
+async def _begin(**_prompt: int) -> int:
     return 0
 
 
@@ -313,28 +296,21 @@ def _no_rewards(roll: Roll) -> Any:
 
 
 def loop_contract(fleet: Fleet) -> Contract:
-    """What ROLL promises: a sample that goes on keeps its tokens and logprobs, and has a row of
-    routes for each token, the last one zero.
+    """What ROLL promises: a sample that is continued keeps its tokens and logprobs, and has a row
+    of routes for each token, the last one zero.
 
-    Versions are counted a prompt, by the step in which it began, and are not in a sample; nor is
-    why it ended. Without partial rollout an aborted prompt is dropped.
+    Versions are counted per prompt, by the step in which it began, and are not in a sample; nor is
+    the reason of its end. Without partial rollout an aborted prompt is dropped.
     """
-    model = fleet.case.model
-    return Contract(
+    return client_contract(
+        fleet,
         rows=Rows.ALL,
         final_row=Filler.ZEROS,
         resume=ResumeBy.CLIENT,
         versions=Versions.NONE,
-        logprobs=fleet.flavour.logprobs,
-        abort_surfaces=False,
         finish_reason=False,
-        sampling=Sampling.OWN,
-        kv_policy=KvPolicy.RECOMPUTE,
-        missing_logprobs=MissingLogprobs.NEVER,
         loss_mask=True,
         partial_off=PartialOff.DROPPED,
-        layer_axis=LayerAxis.ALL,
-        **model.sizes,
         filler=Filler.ZEROS,
         dtype="uint8|int16",
         provenance=Provenance.LATEST_PREFILL,

@@ -1,8 +1,7 @@
-"""What the adapters import of ROLL."""
+"""The modules of ROLL that the adapters drive."""
 
 from __future__ import annotations
 
-import importlib
 import logging
 import os
 import tempfile
@@ -13,12 +12,13 @@ from io import StringIO
 from types import SimpleNamespace
 from typing import Any
 
-from rollproof.stacks import missing_dependency
-from rollproof.stacks._support.stand_ins import stood_in
+from rollproof.stacks._support.stand_ins import stub_packages
+from rollproof.stacks._support.upstream import upstream
+from rollproof.stacks.roll.release import RELEASE
 
 __all__ = ["Roll", "import_roll"]
 
-_ABSENT = (
+_STUBBED = (
     "codetiming",
     "grpc",
     "mcore_adapter",
@@ -34,19 +34,11 @@ them is run here.
 """
 _SGLANG = "0.5.7"
 """The newest SGLang that ROLL has a patch for: it refuses others."""
-_MODULES = {
-    "protocol": "roll.distributed.scheduler.protocol",
-    "router": "roll.distributed.scheduler.router",
-    "strategy": "roll.distributed.strategy.sglang_strategy",
-    "scheduler": "roll.distributed.scheduler.generate_scheduler",
-    "loop": "roll.distributed.scheduler.user_defined_rollout_loop",
-    "replay": "roll.third_party.megatron.router_replay_utils",
-}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Roll:
-    """The modules of one checkout."""
+    """The modules of a checkout."""
 
     version: str
     protocol: Any
@@ -58,26 +50,30 @@ class Roll:
 
 
 def import_roll(version: str) -> Roll:
-    """Import what the adapter drives (15 to 40 s). Raises ``StackError`` for a missing dependency."""
-    from rollproof.stacks.roll import RELEASE
-
-    try:
-        with _quietly(), stood_in(_ABSENT, values={"sglang": {"__version__": _SGLANG}}):
-            found: dict[str, Any] = {
-                name: importlib.import_module(module) for name, module in _MODULES.items()
-            }
-    except ImportError as error:
-        raise missing_dependency("roll", version, error, RELEASE) from error
-    found["router"].logger.setLevel(logging.CRITICAL)
-    # the one class of SGLang's that its strategy makes something of
-    found["strategy"].GenerateReqInput = SimpleNamespace
-    return Roll(version=version, **found)
+    """Import what the adapters drive (15 to 40 s). Raises ``StackError`` for a missing package."""
+    with _quiet(), stub_packages(_STUBBED, values={"sglang": {"__version__": _SGLANG}}):
+        modules = upstream(
+            RELEASE,
+            version,
+            {
+                "protocol": "roll.distributed.scheduler.protocol",
+                "router": "roll.distributed.scheduler.router",
+                "strategy": "roll.distributed.strategy.sglang_strategy",
+                "scheduler": "roll.distributed.scheduler.generate_scheduler",
+                "loop": "roll.distributed.scheduler.user_defined_rollout_loop",
+                "replay": "roll.third_party.megatron.router_replay_utils",
+            },
+        )
+    modules["router"].logger.setLevel(logging.CRITICAL)
+    # the only class of SGLang's that its strategy makes an instance of
+    modules["strategy"].GenerateReqInput = SimpleNamespace
+    return Roll(version=version, **modules)
 
 
 @contextmanager
-def _quietly() -> Iterator[None]:
-    """While it is imported ROLL makes a folder for its log where one works, tells of it, and takes
-    over the root logger.
+def _quiet() -> Iterator[None]:
+    """Undo what ROLL does when it is imported: it makes a folder for its log in the working
+    directory, prints where, and takes over the root logger.
     """
     root = logging.getLogger()
     handlers, level = list(root.handlers), root.level

@@ -5,40 +5,35 @@ batches, its layouts for routing replay.
 from __future__ import annotations
 
 from rollproof.stacks import Found, Stack
-from rollproof.stacks.skyrl.upstream import RELEASE
+from rollproof.stacks.skyrl.release import RELEASE
 
 __all__ = ["RELEASE", "load"]
 
-_TURNS = 3
-_THIN = 6
-
 
 def load(found: Found) -> Stack:
-    """Import SkyRL and give its parts. Raises ``StackError`` where it cannot be imported."""
-    from rollproof.stacks._support.part import Part
+    """Import SkyRL and return its parts. Raises ``StackError`` if it cannot be imported."""
+    from rollproof.stacks._support.part import Part, by_name
     from rollproof.stacks.skyrl.batch import BatchTensors, TrainingInput
     from rollproof.stacks.skyrl.generator import GeneratorSubject
     from rollproof.stacks.skyrl.inference_client import ClientSubject
     from rollproof.stacks.skyrl.upstream import import_skyrl
 
-    skyrl = import_skyrl(found.version, found.line)
-    parts = (
-        Part(name="client", make=lambda: ClientSubject(skyrl), flavours=("vllm",), thin=_THIN),
-        Part(
-            name="generator",
-            make=lambda: GeneratorSubject(skyrl),
-            flavours=("vllm",),
-            turns=_TURNS,
-            thin=_THIN,
-        ),
-    )
-    batches = {
-        "batch-tensors": lambda: BatchTensors(skyrl),
-        "training-input": lambda: TrainingInput(skyrl),
-    }
+    skyrl = import_skyrl(found)
     return Stack(
-        name="skyrl",
+        name=RELEASE.stack,
         version=found.version,
-        parts={part.name: part for part in parts},
-        batches=batches,
+        parts=by_name(
+            Part(name="client", make=lambda: ClientSubject(skyrl), flavours=("vllm",), thin=6),
+            Part(
+                name="generator",
+                make=lambda: GeneratorSubject(skyrl),
+                flavours=("vllm",),
+                turns=3,
+                thin=6,
+            ),
+        ),
+        batches={
+            "batch-tensors": lambda: BatchTensors(skyrl),
+            "training-input": lambda: TrainingInput(skyrl),
+        },
     )

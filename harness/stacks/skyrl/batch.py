@@ -1,8 +1,8 @@
 """SkyRL's conversions of finished samples into training batches, as batch subjects.
 
-``convert_prompts_responses_to_batch_tensors`` pads and stacks; the trainer's
-``convert_to_training_input`` stands above it, and its batches are padded to a multiple of the
-data-parallel ranks, chunked, pickled to the workers and put together again.
+``convert_prompts_responses_to_batch_tensors`` pads and stacks. The trainer's
+``convert_to_training_input`` calls it, and its batches are padded to a multiple of the
+data-parallel ranks, chunked, pickled to the workers and concatenated again.
 """
 
 from __future__ import annotations
@@ -18,18 +18,23 @@ from rollproof.core.contract import (
     Contract,
     Filler,
     KvPolicy,
-    LayerAxis,
-    Logprobs,
     MissingLogprobs,
-    Provenance,
     ResumeBy,
     Rows,
     Versions,
 )
 from rollproof.core.records import BatchRow, IntArray, Rollout
-from rollproof.stacks import attributes
+from rollproof.stacks._support.batches import (
+    array_of,
+    batch_contract,
+    logprobs_or_zero,
+    mask_of,
+    prefixed,
+)
 from rollproof.stacks._support.tokenizer import IdTokenizer
-from rollproof.stacks.skyrl.upstream import RouteForm, SkyRL
+from rollproof.stacks._support.upstream import imported
+from rollproof.stacks.skyrl.release import RouteForm
+from rollproof.stacks.skyrl.upstream import SkyRL
 
 __all__ = ["BatchTensors", "TrainingInput"]
 
@@ -46,31 +51,23 @@ _FIELDS = (
 _RANKS = 2
 
 
-def batch_contract(skyrl: SkyRL) -> Contract:
-    """Samples as SkyRL's generator hands them over; more experts than a byte can count, a dense
-    layer before the MoE layers.
+def skyrl_batch_contract(skyrl: SkyRL) -> Contract:
+    """Samples as SkyRL's generator returns them.
 
-    Since 0.4.0 a sample without tokens does not get so far: the client refuses it where routes are
-    wanted.
+    Since 0.4.0 a sample without tokens does not get so far: the client refuses it if routes are
+    requested.
     """
     arrays = skyrl.facts.routes is RouteForm.ARRAYS
-    return Contract(
+    return batch_contract(
         rows=Rows.CAPTURED_PREFIX,
         resume=ResumeBy.ENGINE,
         versions=Versions.NONE,
-        logprobs=Logprobs.RAW,
         abort_surfaces=not arrays,
         kv_policy=KvPolicy.KEEP,
         missing_logprobs=MissingLogprobs.MASKED,
         loss_mask=True,
-        layer_axis=LayerAxis.ALL,
-        num_layers=4,
-        moe_layers=(1, 2, 3),
-        num_experts=300,
-        top_k=3,
         filler=Filler.ARANGE if arrays else Filler.ZEROS,
         dtype=skyrl.facts.batch_dtype,
-        provenance=Provenance.AS_SAMPLED,
     )
 
 
@@ -83,10 +80,10 @@ class BatchTensors:
 
     def __init__(self, skyrl: SkyRL) -> None:
         self._skyrl = skyrl
-        self.contract = batch_contract(skyrl)
+        self.contract = skyrl_batch_contract(skyrl)
 
     def collate(self, samples: list[Rollout]) -> Any:
-        """The tensors by name, and the names of the samples, which are in order."""
+        """The tensors by name, and the names of the samples in their order."""
         output = generator_output(samples, self._skyrl)
         tokenizer = IdTokenizer()
         converted = self._skyrl.convert(
@@ -108,32 +105,32 @@ class BatchTensors:
         return [self._row(tensors, i, name) for i, name in enumerate(names)]
 
     def _row(self, tensors: Any, i: int, name: str) -> BatchRow:
-        ids, attention = _array(tensors["sequences"][i]), _array(tensors["attention_mask"][i])
+        ids, attention = array_of(tensors["sequences"][i]), array_of(tensors["attention_mask"][i])
         before = len(ids) - tensors["loss_mask"].shape[1]
         logprobs, padding = tensors.get("rollout_logprobs"), tensors.get("router_padding_mask")
         return BatchRow(
             request_id=name,
             token_ids=ids,
             attention=attention,
-            loss_mask=_after(before, _array(tensors["loss_mask"][i]).astype(np.int64), 0),
+            loss_mask=prefixed(before, array_of(tensors["loss_mask"][i]).astype(np.int64), 0),
             logprobs=(
                 None
                 if logprobs is None
-                else _after(before, _array(logprobs[i]).astype(np.float64), np.nan)
+                else prefixed(before, array_of(logprobs[i]).astype(np.float64), np.nan)
             ),
             routes=self._routes(
                 tensors.get("rollout_expert_indices"), i, int(len(ids) - attention.sum())
             ),
-            routed=None if padding is None else 1 - _array(padding[i]).astype(np.int64),
+            routed=None if padding is None else 1 - array_of(padding[i]).astype(np.int64),
         )
 
     def _routes(self, routes: Any, i: int, pad: int) -> IntArray | None:
-        """Rows at their places; packed ones have none for the padding before a sample."""
+        """Rows at their positions. Packed routes have none for the padding before a sample."""
         if routes is None:
             return None
         if not hasattr(routes, "segment"):
-            return _array(routes[i])  # type: ignore[no-any-return]  # numpy's own
-        rows = _array(routes.segment(i))
+            return array_of(routes[i])  # type: ignore[no-any-return]  # a numpy array
+        rows = array_of(routes.segment(i))
         return np.concatenate(
             [
                 np.broadcast_to(np.arange(rows.shape[2]), (pad, *rows.shape[1:])).astype(
@@ -145,38 +142,33 @@ class BatchTensors:
 
 
 class TrainingInput(BatchTensors):
-    """``convert_to_training_input``, ``stage_chunks`` over two ranks, a journey by pickle, and
-    ``cat``.
-    """
+    """``convert_to_training_input``, ``stage_chunks`` over two ranks, pickle, and ``cat``."""
 
     def __init__(self, skyrl: SkyRL) -> None:
         super().__init__(skyrl)
-        (self._trainer,) = attributes("skyrl.train.trainer", "RayPPOTrainer")
-        (self._batch,) = attributes(
-            "skyrl.backends.skyrl_train.training_batch", "TrainingInputBatch"
-        )
-        (self._dispatch,) = attributes(
-            "skyrl.backends.skyrl_train.distributed.dispatch", "MeshDispatch"
-        )
+        package = "skyrl.backends.skyrl_train."
+        self._trainer = imported("skyrl.train.trainer:RayPPOTrainer")
+        self._batch = imported(package + "training_batch:TrainingInputBatch")
+        self._dispatch = imported(package + "distributed.dispatch:MeshDispatch")
 
     def collate(self, samples: list[Rollout]) -> Any:
-        """The batch as the workers have it together, dummy rows at its end left out, and the names
-        of the samples.
+        """The batch that the workers have together, without the dummy rows at its end, and the
+        names of the samples.
         """
         names = [sample.request_id for sample in samples]
-        made = self._trainer.convert_to_training_input(
+        batch = self._trainer.convert_to_training_input(
             _trainer(len(samples)), generator_output(samples, self._skyrl), names
         )
         module = self._dispatch.__module__
         with mock.patch(f"{module}.ray", SimpleNamespace(put=lambda chunk: pickle.dumps(chunk))):
-            staged = self._dispatch.stage_chunks(_RANKS, made, [(0, len(samples))])
-        chunks = [pickle.loads(chunk) for chunk in staged[0]]  # noqa: S301 - what was pickled two lines above
+            staged = self._dispatch.stage_chunks(_RANKS, batch, [(0, len(samples))])
+        chunks = [pickle.loads(chunk) for chunk in staged[0]]  # noqa: S301 - pickled two lines above
         return self._batch.cat(chunks), names
 
 
 def _trainer(size: int) -> Any:
-    """What ``convert_to_training_input`` reads of the trainer: one mini-batch of all samples, each
-    of a prompt of its own.
+    """The fields of the trainer that ``convert_to_training_input`` reads: one mini-batch of all
+    samples, each of a prompt of its own.
     """
     correction = SimpleNamespace(tis_ratio_type=None, sequence_mask_metric=None)
     trainer = SimpleNamespace(
@@ -200,54 +192,26 @@ def generator_output(samples: list[Rollout], skyrl: SkyRL) -> dict[str, Any]:
     """A ``GeneratorOutput`` of finished samples, as the generator writes it: 0.0 on masked tokens
     without a logprob.
     """
-    masks = [
-        (
-            [1] * len(sample.response_ids)
-            if sample.loss_mask is None
-            else [int(flag) for flag in sample.loss_mask]
-        )
-        for sample in samples
-    ]
     routes = [_route(sample, skyrl) for sample in samples]
-    logprobs = [_filled(sample) for sample in samples]
+    logprobs = [logprobs_or_zero(sample) for sample in samples]
     return {
         "prompt_token_ids": [list(sample.prompt_ids) for sample in samples],
         "response_ids": [list(sample.response_ids) for sample in samples],
         "rewards": [[0.0] * len(sample.response_ids) for sample in samples],
-        "loss_masks": masks,
+        "loss_masks": [mask_of(sample) for sample in samples],
         "stop_reasons": ["stop" for _ in samples],
-        "rollout_logprobs": None if all(one is None for one in logprobs) else logprobs,
-        "rollout_expert_indices": None if all(one is None for one in routes) else routes,
+        "rollout_logprobs": None if all(values is None for values in logprobs) else logprobs,
+        "rollout_expert_indices": None if all(rows is None for rows in routes) else routes,
     }
 
 
 def _route(sample: Rollout, skyrl: SkyRL) -> Any:
-    """Routes in the form of the release; the generator makes arrays of the smallest of its three
-    types.
+    """Routes in the type of the release; the generator makes arrays of the smallest of its three
+    dtypes.
     """
     if sample.routes is None:
         return None
     if skyrl.facts.routes is RouteForm.LISTS:
         return sample.routes.tolist()
-    (compact,) = attributes(
-        "skyrl.backends.skyrl_train.utils.routed_experts", "compact_routed_expert_indices"
-    )
-    return compact(sample.routes)
-
-
-def _filled(sample: Rollout) -> list[float] | None:
-    return (
-        None
-        if sample.logprobs is None
-        else [0.0 if np.isnan(value) else float(value) for value in sample.logprobs]
-    )
-
-
-def _array(tensor: Any) -> Any:
-    """A numpy copy of a CPU tensor."""
-    return tensor.detach().cpu().numpy().copy()
-
-
-def _after(count: int, values: Any, before: float) -> Any:
-    """``values`` behind ``count`` places that hold ``before``."""
-    return np.concatenate([np.full(count, before, dtype=values.dtype), values])
+    module = "skyrl.backends.skyrl_train.utils.routed_experts"
+    return imported(module + ":compact_routed_expert_indices")(sample.routes)

@@ -1,5 +1,6 @@
-"""An environment of SkyRL-Gym that answers with the turns of a request. Registering it imports this
-module again, by its name.
+"""An environment of SkyRL-Gym that gives the turns of a request.
+
+SkyRL-Gym imports this module again, by its name, so it is a module of its own.
 """
 
 from __future__ import annotations
@@ -17,23 +18,23 @@ ENTRY = "rollproof.stacks.skyrl.environment:_TurnEnvironment"
 
 
 class _TurnEnvironment(BaseTextEnv):  # type: ignore[misc]  # the base is SkyRL's, known at run time only
-    """Gives the next answer after each turn that ended by itself (on ``eos``); a turn that was cut
-    off ends the episode.
+    """Gives the next turn after each turn of the model that ended by itself (on ``eos``); one that
+    was cut off ends the episode.
     """
 
     def __init__(self, env_config: Any = None, extras: Any = None) -> None:
         super().__init__()
-        told: dict[str, Any] = dict(extras or {})
-        self._turns: list[tuple[int, ...]] = list(told["turns"])
-        self._eos = str(told["eos"])
-        self._note = told["note"]
+        options: dict[str, Any] = dict(extras or {})
+        self._turns: list[tuple[int, ...]] = list(options["turns"])
+        self._eos = str(options["eos"])
+        self._record = options["record"]
 
     def step(self, action: str) -> BaseTextEnvStepOutput:
-        """One answer of the model."""
+        """Answer a turn of the model."""
         if not self._turns or action.split()[-1:] != [self._eos]:
             return BaseTextEnvStepOutput(observations=[], reward=0.0, done=True, metadata={})
         turn = self._turns.pop(0)
-        self._note(turn)
+        self._record(turn)
         return BaseTextEnvStepOutput(
             observations=[{"role": "user", "content": spell(turn)}],
             reward=0.0,

@@ -1,5 +1,5 @@
-"""SkyRL's ``SkyRLGymGenerator``, on SkyRL's own client, as a subject: rollouts of several turns
-with an environment.
+"""SkyRL's ``SkyRLGymGenerator`` on SkyRL's own client, as a subject: rollouts of several turns with
+an environment.
 """
 
 from __future__ import annotations
@@ -10,37 +10,37 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from rollproof.core.contract import Contract, MissingLogprobs, Provenance, Rows
-from rollproof.core.events.rollout import Observation
 from rollproof.core.records import Request, Rollout, as_logprobs, as_routes, as_tokens
 from rollproof.simulation.mutation_guard import lend
+from rollproof.stacks._support.subjects import (
+    StackOutput,
+    StackSubject,
+    record_turn,
+    wants_routes,
+)
 from rollproof.stacks._support.tokenizer import spell
 from rollproof.stacks.skyrl.inference_client import (
-    Answer,
     SkyRLHost,
-    client_contract,
     reason_of,
     sampling_of,
-    wants_routes,
+    skyrl_contract,
 )
 from rollproof.stacks.skyrl.upstream import SkyRL
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
-
     from rollproof.fakes.engine.fleet import Fleet
 
 __all__ = ["GeneratorSubject"]
 
-_TURNS = 64
-_ROOM = 1 << 16
+_MOST_TURNS = 64
+_LONGEST = 1 << 16
+"""Limits of the configuration that no case reaches: turns, and tokens of an input."""
 
 
-class GeneratorSubject:
+class GeneratorSubject(StackSubject):
     """One request is one ``generate`` of a batch of one. SkyRL's limit holds for each turn: the
     request's budget.
     """
-
-    contract: Contract
 
     def __init__(self, skyrl: SkyRL) -> None:
         self._skyrl = skyrl
@@ -51,37 +51,36 @@ class GeneratorSubject:
             skyrl.gym.register(environment.NAME, entry_point=environment.ENTRY)
 
     def start(self, fleet: Fleet) -> None:
-        """Put the client before the fleet's servers, and the generator before the client."""
+        """Make the client of the fleet's servers, and the generator on it."""
         self._fleet = fleet
         self._host = SkyRLHost(fleet, self._skyrl)
         self._generator = self._make()
         self.contract = generator_contract(fleet, self._skyrl)
 
-    async def rollout(self, request: Request) -> Answer:
-        """The environment is told the request's turns; what it answers is recorded."""
+    async def rollout(self, request: Request) -> StackOutput:
+        """Generate with an environment that gives the request's turns, and records them."""
 
-        def note(turn: tuple[int, ...]) -> None:
-            self._fleet.recorder.record(Observation(request_id=request.request_id, token_ids=turn))
+        def record(turn: tuple[int, ...]) -> None:
+            record_turn(self._fleet, request, turn)
 
         batch = {
             "prompts": [lend("prompt", [{"role": "user", "content": spell(request.prompt_ids)}])],
             "env_classes": [self._environment],
             "env_extras": [
-                {"turns": request.turns, "eos": self._fleet.policy.eos_id, "note": note}
+                {"turns": request.turns, "eos": self._fleet.policy.eos_id, "record": record}
             ],
             "sampling_params": lend("sampling_params", sampling_of(request)),
             "trajectory_ids": None,
             "batch_metadata": None,
         }
-        return Answer(
-            request=request, output=await self._generator.generate(batch, disable_tqdm=True)
-        )
+        output = await self._generator.generate(batch, disable_tqdm=True)
+        return StackOutput(request=request, output=output)
 
     async def update_weights(self, version: int | None) -> None:
-        """SkyRL's own procedure."""
+        """Update by SkyRL's own procedure."""
         await self._host.update_weights(version)
 
-    def to_record(self, native: Answer) -> Rollout:
+    def to_record(self, native: StackOutput) -> Rollout:
         """A ``GeneratorOutput`` of one as a rollout."""
         output = native.output
         logprobs, routes = output["rollout_logprobs"], output["rollout_expert_indices"]
@@ -99,16 +98,12 @@ class GeneratorSubject:
         """Close the session."""
         await self._host.close()
 
-    def gauges(self) -> Mapping[str, float]:
-        """SkyRL counts nothing that would have to return."""
-        return {}
-
     def _make(self) -> Any:
         config = self._skyrl.config
-        longest = max(request.budget or _ROOM for request in self._fleet.case.requests)
+        longest = max(request.budget or _LONGEST for request in self._fleet.case.requests)
         generator = config.GeneratorConfig(
-            max_turns=_TURNS,
-            max_input_length=_ROOM,
+            max_turns=_MOST_TURNS,
+            max_input_length=_LONGEST,
             sampling_params=config.SamplingParams(max_generate_length=longest, logprobs=0),
             inference_engine=config.InferenceEngineConfig(
                 enable_return_routed_experts=wants_routes(self._fleet)
@@ -127,7 +122,7 @@ def generator_contract(fleet: Fleet, skyrl: SkyRL) -> Contract:
     come from a prefill of everything.
     """
     return replace(
-        client_contract(fleet, skyrl),
+        skyrl_contract(fleet, skyrl),
         rows=Rows.CAPTURED_PREFIX,
         loss_mask=True,
         multi_turn=True,

@@ -1,52 +1,40 @@
-"""SkyRL's ``RemoteInferenceClient`` and its weight update, as a subject, on HTTP servers in memory."""
+"""SkyRL's ``RemoteInferenceClient`` and its weight update, as a subject, on HTTP servers in
+memory.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from contextvars import ContextVar
-from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
-from rollproof.core.contract import (
-    Contract,
-    Filler,
-    KvPolicy,
-    LayerAxis,
-    MissingLogprobs,
-    Provenance,
-    ResumeBy,
-    Rows,
-    Sampling,
-    Versions,
-)
+from rollproof.core.contract import Contract, KvPolicy, ResumeBy, Rows, Sampling, Versions
 from rollproof.core.engine_contract import PauseMode
 from rollproof.core.records import FinishReason, Request, Rollout, as_logprobs, as_routes, as_tokens
-from rollproof.fakes.engine.exceptions import EngineFailure
 from rollproof.simulation.mutation_guard import lend
 from rollproof.stacks._support.http_fleet import HttpFleet
+from rollproof.stacks._support.subjects import (
+    StackOutput,
+    StackSubject,
+    client_contract,
+    load_on_every_engine,
+    wants_routes,
+)
 from rollproof.stacks._support.tokenizer import IdTokenizer
-from rollproof.stacks.skyrl.upstream import RouteForm, SkyRL
+from rollproof.stacks.skyrl.release import RouteForm
+from rollproof.stacks.skyrl.upstream import SkyRL
 
 if TYPE_CHECKING:
     from rollproof.fakes.engine.fleet import Fleet
 
-__all__ = ["Answer", "ClientSubject", "SkyRLHost", "client_contract", "reason_of", "sampling_of"]
+__all__ = ["ClientSubject", "SkyRLHost", "reason_of", "sampling_of", "skyrl_contract"]
 
 _LABEL: ContextVar[int | None] = ContextVar("rollproof_skyrl_label", default=None)
-"""The label of the update that the running task does."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Answer:
-    """What SkyRL handed over for a request."""
-
-    request: Request
-    output: Any
+"""Label of the update that the running task does."""
 
 
 class SkyRLHost:
-    """SkyRL's client before a fleet, and its procedure of weight updates."""
+    """SkyRL's client of a fleet, and its procedure of weight updates."""
 
     def __init__(self, fleet: Fleet, skyrl: SkyRL) -> None:
         self.fleet = fleet
@@ -65,43 +53,23 @@ class SkyRLHost:
         self._dispatch = _dispatch(skyrl.dispatch, self)
 
     async def update_weights(self, version: int | None) -> None:
-        """``WorkerDispatch.save_weights_for_sampler``: pause in mode keep, broadcast, resume.
+        """Call ``WorkerDispatch.save_weights_for_sampler``: pause in mode keep, broadcast, resume.
         Raises what it raises.
         """
         _LABEL.set(version)
         await self._dispatch.save_weights_for_sampler()
 
     def broadcast(self, *_workers: Any, **_options: Any) -> None:
-        """The transfer, which blocks SkyRL's loop: every engine loads; raises what the first one
-        raises, after all had their turn.
-        """
-        errors: list[EngineFailure] = []
-        label = _LABEL.get()
-        true = self.fleet.weights_of(label)
-        for engine in self.fleet.servers.values():
-            try:
-                engine.load_now(true, label, identity=true == engine.version)
-            except EngineFailure as error:  # engines are processes of their own: one that fails does not stop the others
-                errors.append(error)
-        if errors:
-            raise errors[0]
+        """The transfer, which blocks SkyRL's loop. Raises what the first engine raises."""
+        load_on_every_engine(self.fleet, _LABEL.get())
 
     async def close(self) -> None:
         """Close the client's session."""
         await self.client.teardown()
 
 
-def wants_routes(fleet: Fleet) -> bool:
-    """Routes are on for all calls where any request wants them: SkyRL configures them, a caller
-    does not.
-    """
-    return any(request.want_routes for request in fleet.case.requests)
-
-
 def sampling_of(request: Request) -> dict[str, Any]:
-    """VLLM's sampling parameters for ``request``; the logprobs of the sampled tokens are asked for
-    by 0.
-    """
+    """Sampling parameters of vLLM for ``request``; 0 logprobs are those of the sampled tokens."""
     sampling: dict[str, Any] = dict(request.sampling)
     if request.want_logprobs:
         sampling["logprobs"] = 0
@@ -111,7 +79,7 @@ def sampling_of(request: Request) -> dict[str, Any]:
 
 
 def reason_of(stop_reason: str | None) -> FinishReason | None:
-    """``stop_reason`` is vLLM's word."""
+    """The finish reason for ``stop_reason``, vLLM's word."""
     known = {
         str(reason): reason
         for reason in (FinishReason.STOP, FinishReason.LENGTH, FinishReason.ABORT)
@@ -119,36 +87,33 @@ def reason_of(stop_reason: str | None) -> FinishReason | None:
     return None if stop_reason is None else known.get(stop_reason, FinishReason.ERROR)
 
 
-class ClientSubject:
+class ClientSubject(StackSubject):
     """One request is one ``generate`` of the client."""
-
-    contract: Contract
 
     def __init__(self, skyrl: SkyRL) -> None:
         self._skyrl = skyrl
 
     def start(self, fleet: Fleet) -> None:
-        """Put the client before the fleet's servers."""
+        """Make the client of the fleet's servers."""
         self._host = SkyRLHost(fleet, self._skyrl)
-        self.contract = client_contract(fleet, self._skyrl)
+        self.contract = skyrl_contract(fleet, self._skyrl)
 
-    async def rollout(self, request: Request) -> Answer:
-        """``generate`` of a batch of one; what the caller hands in is lent, so that a change to it
-        is noticed.
-        """
+    async def rollout(self, request: Request) -> StackOutput:
+        """``generate`` of a batch of one, with arguments in which changes are noticed."""
         sampling = lend("sampling_params", sampling_of(request))
         batch = {
             "prompt_token_ids": [lend("prompt_token_ids", list(request.prompt_ids))],
             "sampling_params": sampling,
             "session_ids": [request.request_id],
         }
-        return Answer(request=request, output=await self._host.client.generate(batch))
+        output = await self._host.client.generate(batch)
+        return StackOutput(request=request, output=output)
 
     async def update_weights(self, version: int | None) -> None:
-        """SkyRL's own procedure."""
+        """Update by SkyRL's own procedure."""
         await self._host.update_weights(version)
 
-    def to_record(self, native: Answer) -> Rollout:
+    def to_record(self, native: StackOutput) -> Rollout:
         """An ``InferenceEngineOutput`` of one as a rollout."""
         output = native.output
         logprobs, routes = output["response_logprobs"], output["rollout_expert_indices"]
@@ -165,39 +130,29 @@ class ClientSubject:
         """Close the session."""
         await self._host.close()
 
-    def gauges(self) -> Mapping[str, float]:
-        """SkyRL counts nothing that would have to return."""
-        return {}
 
-
-def client_contract(fleet: Fleet, skyrl: SkyRL) -> Contract:
+def skyrl_contract(fleet: Fleet, skyrl: SkyRL) -> Contract:
     """What SkyRL's client promises.
 
     It never resumes: a weight update freezes requests in the engine (mode keep, no cache cleared),
     and a request that is aborted otherwise comes out with the word ``abort``. Samples carry no
     version. Routes are the engine's, and optional by configuration.
     """
-    model = fleet.case.model
-    return Contract(
+    return client_contract(
+        fleet,
         rows=Rows.FORWARDED,
         resume=ResumeBy.ENGINE,
         versions=Versions.NONE,
-        logprobs=fleet.flavour.logprobs,
         abort_surfaces=True,
         sampling=Sampling.FORWARDED,
         kv_policy=KvPolicy.KEEP,
-        missing_logprobs=MissingLogprobs.NEVER,
-        layer_axis=LayerAxis.ALL,
-        **model.sizes,
-        filler=Filler.NONE,
         dtype="int64" if skyrl.facts.routes is RouteForm.LISTS else "uint8|int16|int32",
-        provenance=Provenance.AS_SAMPLED,
     )
 
 
 def _dispatch(base: Any, host: SkyRLHost) -> Any:
-    """A ``WorkerDispatch`` without workers: its ``save_weights_for_sampler`` is SkyRL's, the
-    transfer below it is ours.
+    """A ``WorkerDispatch`` without workers: ``save_weights_for_sampler`` is SkyRL's, the transfer
+    below it is ours.
     """
 
     class Dispatch(base):  # type: ignore[misc]  # the base is SkyRL's, known at run time only

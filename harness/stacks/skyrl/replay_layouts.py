@@ -8,13 +8,9 @@ and megatron-core, both ``--no-deps``, and torch; no device and no process group
 
 from __future__ import annotations
 
-import importlib.util
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from functools import cache
-from pathlib import Path
-from types import ModuleType
 from typing import Any, ClassVar
 from unittest import mock
 
@@ -22,16 +18,14 @@ import numpy as np
 
 from rollproof.core.contract import Rows
 from rollproof.core.records import IntArray
-from rollproof.errors import StackError
 from rollproof.layouts.layout import Layout
 from rollproof.layouts.mesh import Mesh, Rank
-from rollproof.layouts.packing import Alignment
-from rollproof.layouts.padding import Fill, Side
-from rollproof.layouts.slicing import Order
-from rollproof.stacks._support.importing import standing_in
+from rollproof.layouts.padding import Alignment, Fill, Side
+from rollproof.layouts.row_slices import Order
 from rollproof.stacks._support.megatron import megatron_config, megatron_rank
+from rollproof.stacks.skyrl.upstream import replay_utils
 
-__all__ = ["SkyRLPacked", "SkyRLPadded", "replay_utils"]
+__all__ = ["SkyRLPacked", "SkyRLPadded"]
 
 _PACKED = Layout(
     num_layers=4,
@@ -47,13 +41,13 @@ _PACKED = Layout(
 
 
 class SkyRLPacked:
-    """Microbatches whose padding is removed: sequences are packed and divided in zigzag."""
+    """Microbatches without padding: sequences are packed and divided in zigzag."""
 
     layout: ClassVar[Layout] = _PACKED
     packs: ClassVar[bool] = True
 
     def supports(self, function: str, layout: Layout) -> str | None:
-        """SkyRL has no virtual stages; that its replay refuses them is not in this release."""
+        """Say why SkyRL does not support a layout. This release does not refuse virtual stages."""
         if layout.mesh.vpp > 1:
             return "SkyRL has no virtual stages"
         if layout.stages.custom is not None and layout.mesh.pp == 1:
@@ -67,9 +61,7 @@ class SkyRLPacked:
             return replay_utils()._pack_replay_indices(batch, mask)[0]
 
     def select(self, layout: Layout, rows: IntArray, rank: Rank, chunk: int) -> dict[int, Any]:
-        """``setup_per_microbatch_replay_forward`` on one sequence, which needs no packing to keep
-        its order.
-        """
+        """``setup_per_microbatch_replay_forward`` on one sequence, whose order packing keeps."""
         return self.targets(layout, [rows], [len(rows)], rank, chunk)
 
     def targets(
@@ -96,8 +88,8 @@ class SkyRLPacked:
 
 
 class SkyRLPadded(SkyRLPacked):
-    """Microbatches whose padding on the left is moved to the right: a batch of lines, which
-    Megatron flattens place by place.
+    """Microbatches that are padded on the right instead of the left: Megatron flattens such a batch
+    position by position.
     """
 
     layout: ClassVar[Layout] = replace(
@@ -120,42 +112,9 @@ class SkyRLPadded(SkyRLPacked):
         )
 
 
-@cache
-def replay_utils() -> Any:
-    """SkyRL's module of replay functions, loaded without the packages around it, which import the
-    whole trainer.
-
-    Raises ``StackError`` where SkyRL is not installed.
-    """
-    found = importlib.util.find_spec("skyrl")
-    if found is None or not found.submodule_search_locations:
-        raise StackError(
-            "SkyRL is not installed: python -m pip install --no-deps skyrl megatron-core"
-        )
-    root, base = Path(found.submodule_search_locations[0]), "skyrl.backends.skyrl_train"
-    packing = _loaded(
-        f"{base}.distributed.megatron.packing_utils",
-        root / "backends/skyrl_train/distributed/megatron/packing_utils.py",
-    )
-    around = {".".join(packing.__name__.split(".")[:n]): ModuleType("skyrl") for n in range(1, 6)}
-    with standing_in({**around, packing.__name__: packing}):
-        return _loaded(
-            f"{base}.utils.replay_utils", root / "backends/skyrl_train/utils/replay_utils.py"
-        )
-
-
-def _loaded(name: str, path: Path) -> ModuleType:
-    spec = importlib.util.spec_from_file_location(name, path)
-    if spec is None or spec.loader is None or not path.exists():
-        raise StackError(f"This release of SkyRL has no {path.name}: the adapter knows 0.3.0.")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
 def _left_padded(samples: Sequence[IntArray]) -> tuple[Any, Any]:
-    """A batch ``(samples, width, columns, k)`` padded on the left by two places and more, and its
-    attention mask, as tensors.
+    """A batch ``(samples, width, columns, k)``, padded on the left by at least two positions, and
+    its attention mask, as tensors.
     """
     import torch
 
@@ -170,8 +129,8 @@ def _left_padded(samples: Sequence[IntArray]) -> tuple[Any, Any]:
 
 @contextmanager
 def _routers(layers: Sequence[int]) -> Iterator[list[Any]]:
-    """Megatron's ``RouterReplay`` of these layers as the whole registry, numbered as SkyRL's patch
-    of ``TopKRouter`` numbers them.
+    """Megatron's registry with a ``RouterReplay`` for each of these layers, numbered as SkyRL's
+    patch of ``TopKRouter`` does.
     """
     from megatron.core.transformer.moe.router_replay import RouterReplay
 

@@ -1,62 +1,31 @@
-"""What differs between the releases of SkyRL, as data, and what the adapters import of one."""
+"""The classes of SkyRL that the adapters drive, and its module of router replay."""
 
 from __future__ import annotations
 
 import importlib
+import importlib.util
 import logging
+import sys
 import typing
-from collections.abc import Mapping
 from dataclasses import dataclass
-from enum import StrEnum
+from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 from rollproof.errors import StackError
-from rollproof.stacks import Release, attributes, missing_dependency
+from rollproof.stacks import Found
+from rollproof.stacks._support.stand_ins import stub_modules
+from rollproof.stacks._support.upstream import upstream
+from rollproof.stacks.skyrl.release import RELEASE, VERSIONS, SkyRLVersion
 
-__all__ = ["RELEASE", "VERSIONS", "RouteForm", "SkyRL", "SkyRLVersion", "import_skyrl"]
+__all__ = ["SkyRL", "import_skyrl", "replay_utils"]
 
-
-class RouteForm(StrEnum):
-    """What routes are between SkyRL's client and its batch."""
-
-    LISTS = "lists"
-    """Nested lists, as its server's JSON has them."""
-    ARRAYS = "arrays"
-    """Numpy arrays of the smallest of uint8, int16 and int32 that fits, from bytes with shape and
-    dtype.
-    """
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class SkyRLVersion:
-    """One release.
-
-    ``routes`` is their form. ``keeps_rows``: on a later turn the generator asks for new rows only,
-    and keeps those that it has (before, the last turn's rows replace all). ``takes_pad_id``: the
-    batch conversion takes the pad id, not a tokenizer. ``batch_filler`` is what a batch holds where
-    nothing was captured, ``batch_dtype`` the numpy types of its routes.
-    """
-
-    routes: RouteForm
-    keeps_rows: bool
-    takes_pad_id: bool
-    batch_dtype: str
-
-
-VERSIONS: Mapping[str, SkyRLVersion] = {
-    "0.3.0": SkyRLVersion(
-        routes=RouteForm.LISTS, keeps_rows=False, takes_pad_id=False, batch_dtype="uint8|int16"
-    ),
-    "0.4.0": SkyRLVersion(
-        routes=RouteForm.ARRAYS, keeps_rows=True, takes_pad_id=True, batch_dtype="uint8|int16|int32"
-    ),
-}
-RELEASE = Release(distribution="skyrl", versions=tuple(VERSIONS), stack="skyrl")
+_REPLAY = "skyrl.backends.skyrl_train.utils.replay_utils"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SkyRL:
-    """The imported classes of one installed release, and its line of the table."""
+    """The imported classes of the installed release, and its line of the table."""
 
     version: str
     facts: SkyRLVersion
@@ -68,59 +37,74 @@ class SkyRL:
     gym: Any
 
 
-def import_skyrl(version: str, line: str | None = None) -> SkyRL:
-    """Import what the adapters drive (5 to 15 s), by ``line`` of the table (default: its own).
-
-    Raises ``StackError`` for an unknown version or a missing dependency.
-    """
-    facts = VERSIONS.get(line or version)
-    if facts is None:
-        raise StackError(
-            f"skyrl {version} is not in the table of known releases ({', '.join(VERSIONS)}). Run:\n"
-            f"  {RELEASE.install()}"
-        )
+def import_skyrl(found: Found) -> SkyRL:
+    """Import what the adapters drive (5 to 15 s). Raises ``StackError`` for a missing package."""
     _quiet()
-    try:
-        (client,) = attributes(
-            "skyrl.backends.skyrl_train.inference_servers.remote_inference_client",
-            "RemoteInferenceClient",
-        )
-        (dispatch,) = attributes(
-            "skyrl.backends.skyrl_train.workers.worker_dispatch", "WorkerDispatch"
-        )
-        (generator,) = attributes("skyrl.train.generators.skyrl_gym_generator", "SkyRLGymGenerator")
-        (convert,) = attributes(
-            "skyrl.train.dataset.preprocess", "convert_prompts_responses_to_batch_tensors"
-        )
-        _quiet()  # some of its modules configure logging when they are imported
-        return SkyRL(
-            version=version,
-            facts=facts,
-            client=client,
-            dispatch=dispatch,
-            generator=generator,
-            config=importlib.import_module("skyrl.train.config"),
-            convert=convert,
-            gym=importlib.import_module("skyrl_gym"),
-        )
-    except ImportError as error:
-        raise missing_dependency("skyrl", version, error, RELEASE) from error
+    inference_servers = "skyrl.backends.skyrl_train.inference_servers."
+    names = upstream(
+        RELEASE,
+        found.version,
+        {
+            "client": inference_servers + "remote_inference_client:RemoteInferenceClient",
+            "dispatch": "skyrl.backends.skyrl_train.workers.worker_dispatch:WorkerDispatch",
+            "generator": "skyrl.train.generators.skyrl_gym_generator:SkyRLGymGenerator",
+            "convert": "skyrl.train.dataset.preprocess:convert_prompts_responses_to_batch_tensors",
+            "config": "skyrl.train.config",
+            "gym": "skyrl_gym",
+        },
+    )
+    _quiet()  # some of its modules configure logging when they are imported
+    return SkyRL(version=found.version, facts=VERSIONS[found.line], **names)
 
 
 def _quiet() -> None:
-    """Before the first import: SkyRL asks for Python 3.12 for one class (skyrl/tinker/types.py),
-    and says much on every rollout.
-    """
+    """Silence SkyRL, which logs much on every rollout, and let it be imported on Python 3.11."""
     import typing_extensions
 
-    setattr(typing, "TypedDict", typing_extensions.TypedDict)  # noqa: B010 - pydantic refuses that of 3.11
-    for name in (
-        "skyrl",
-        *(name for name in logging.root.manager.loggerDict if name.startswith("skyrl.")),
-    ):
+    # SkyRL asks for Python 3.12 for one class (skyrl/tinker/types.py): pydantic refuses the
+    # TypedDict of 3.11.
+    setattr(typing, "TypedDict", typing_extensions.TypedDict)  # noqa: B010 - mypy refuses the assignment
+    loggers = [name for name in logging.root.manager.loggerDict if name.startswith("skyrl.")]
+    for name in ("skyrl", *loggers):
         logging.getLogger(name).setLevel(logging.CRITICAL)
     try:
         from loguru import logger
     except ImportError:
         return
     logger.disable("skyrl")
+
+
+def replay_utils() -> ModuleType:
+    """SkyRL's functions of router replay, without the packages around them: those import the whole
+    trainer.
+
+    Raises:
+        StackError: SkyRL is not installed, or this release has no such module.
+    """
+    if _REPLAY in sys.modules:
+        return sys.modules[_REPLAY]
+    spec = importlib.util.find_spec("skyrl")
+    if spec is None or not spec.submodule_search_locations:
+        raise StackError(
+            "SkyRL is not installed. Run:\n"
+            "  python -m pip install --no-deps skyrl==0.3.0 megatron-core"
+        )
+    folder = Path(next(iter(spec.submodule_search_locations)))
+    if not (folder / "backends" / "skyrl_train" / "utils" / "replay_utils.py").is_file():
+        raise StackError(
+            "The installed SkyRL has no backends/skyrl_train/utils/replay_utils.py; 0.3.0 has it."
+        )
+    # Empty packages that only know their folder: what their __init__ imports is left out.
+    packages: dict[str, ModuleType] = {}
+    for name in (
+        "skyrl",
+        "skyrl.backends",
+        "skyrl.backends.skyrl_train",
+        "skyrl.backends.skyrl_train.utils",
+        "skyrl.backends.skyrl_train.distributed",
+        "skyrl.backends.skyrl_train.distributed.megatron",
+    ):
+        packages[name] = package = ModuleType(name)
+        package.__path__ = [str(folder.joinpath(*name.split(".")[1:]))]
+    with stub_modules(packages):
+        return importlib.import_module(_REPLAY)

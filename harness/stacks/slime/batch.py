@@ -1,4 +1,4 @@
-"""slime's way from samples to the ranks, as a batch subject.
+"""slime's conversion of samples into what the ranks train on, as a batch subject.
 
 That is ``_convert_samples_to_train_data``, ``_split_train_data_by_dp`` and
 ``process_rollout_data``.
@@ -16,57 +16,44 @@ import numpy as np
 from rollproof.core.contract import (
     Contract,
     Filler,
-    KvPolicy,
-    LayerAxis,
     Logprobs,
-    MissingLogprobs,
     Provenance,
     ResumeBy,
     Rows,
     Versions,
 )
 from rollproof.core.records import BatchRow, Rollout
-from rollproof.stacks._support.ray_actors import taken
+from rollproof.stacks._support.batches import LAYERS, TOP_K, batch_contract, prefixed
+from rollproof.stacks._support.upstream import undecorated_class
 from rollproof.stacks.slime.upstream import Slime
 
 __all__ = ["RankData"]
 
 _RANKS = 2
-_LAYERS, _TOP_K = 4, 3
 
 
 class RankData:
-    """Samples go in as a list, and come out as what the data-parallel ranks hold, without padding;
-    one sample goes to one rank.
+    """Samples go in as a list and come out as what the data-parallel ranks hold, without padding.
+
+    Each rank gets its share; a single sample goes to a single rank.
     """
 
-    contract: Contract = Contract(
+    contract: Contract = batch_contract(
         rows=Rows.FORWARDED,
         resume=ResumeBy.CLIENT,
         versions=Versions.CALL,
         logprobs=Logprobs.TEMPERATURE_SCALED,
-        abort_surfaces=False,
-        kv_policy=KvPolicy.RECOMPUTE,
-        missing_logprobs=MissingLogprobs.NEVER,
         loss_mask=True,
-        layer_axis=LayerAxis.ALL,
-        num_layers=_LAYERS,
-        moe_layers=(1, 2, 3),
-        num_experts=300,
-        top_k=_TOP_K,
         filler=Filler.NONE,
-        dtype="uint16|int16|int32|int64",
         provenance=Provenance.LATEST_PREFILL,
     )
 
     def __init__(self, slime: Slime) -> None:
         self._slime = slime
-        manager = slime.manager.RolloutManager
-        # Ray wraps the class; what is inside is slime's
-        self._manager = taken(manager)
+        self._manager = undecorated_class(slime.manager.RolloutManager)
 
     def collate(self, samples: list[Rollout]) -> Any:
-        """What each rank holds, after a journey by pickle, and the names of the samples."""
+        """What each rank holds after a journey by pickle, and the names of the samples."""
         ranks = min(_RANKS, len(samples))
         manager = object.__new__(self._manager)
         manager.args = self.arguments(len(samples))
@@ -83,18 +70,18 @@ class RankData:
             mock.patch.object(self._slime.manager, "ray", ray),
             mock.patch.object(self._slime.data, "ray", ray),
         ):
-            made = manager._convert_samples_to_train_data(
-                [self._sample(sample, place) for place, sample in enumerate(samples)]
+            data = manager._convert_samples_to_train_data(
+                [self._sample(sample, index) for index, sample in enumerate(samples)]
             )
-            staged = self.split(manager, made, ranks)
-            held = [
+            staged = self.split(manager, data, ranks)
+            by_rank = [
                 self._slime.data.process_rollout_data(manager.args, staged, rank, ranks)
                 for rank in range(ranks)
             ]
-        return held, [sample.request_id for sample in samples]
+        return by_rank, [sample.request_id for sample in samples]
 
     def arguments(self, size: int) -> Any:
-        """What the methods read of the command line."""
+        """The command line that the methods read."""
         return SimpleNamespace(
             advantage_estimator="none",
             rewards_normalization=False,
@@ -109,25 +96,25 @@ class RankData:
             balance_data=False,
             balance_by_flops=False,
             use_rollout_routing_replay=True,
-            num_layers=_LAYERS,
-            moe_router_topk=_TOP_K,
+            num_layers=LAYERS,
+            moe_router_topk=TOP_K,
             moe_layer_freq=[0, 1, 1, 1],
             rollout_top_p=1.0,
         )
 
-    def split(self, manager: Any, made: Any, ranks: int) -> Any:
-        """What is put aside for each rank."""
-        return manager._split_train_data_by_dp(made)
+    def split(self, manager: Any, data: Any, ranks: int) -> Any:
+        """Put the share of each rank into Ray's store."""
+        return manager._split_train_data_by_dp(data)
 
     def rows(self, batch: Any) -> list[BatchRow]:
-        """One row a sample, in the order in which they were given (``sample_indices``)."""
-        held, names = batch
-        found = {
+        """One row a sample, in the order of the samples (``sample_indices``)."""
+        by_rank, names = batch
+        rows = {
             int(index): self._row(data, i, names[int(index)])
-            for data in held
+            for data in by_rank
             for i, index in enumerate(data["sample_indices"])
         }
-        return [found[index] for index in sorted(found)]
+        return [rows[index] for index in sorted(rows)]
 
     def _row(self, data: dict[str, Any], i: int, name: str) -> BatchRow:
         ids = np.asarray(data["tokens"][i])
@@ -140,28 +127,22 @@ class RankData:
             request_id=name,
             token_ids=ids,
             attention=np.ones(len(ids), dtype=np.int64),
-            loss_mask=np.concatenate(
-                [
-                    np.zeros(prompt, dtype=np.int64),
-                    np.asarray(data["loss_masks"][i]).astype(np.int64),
-                ]
-            ),
+            loss_mask=prefixed(prompt, np.asarray(data["loss_masks"][i]).astype(np.int64), 0),
             logprobs=(
                 None
                 if logprobs is None
-                else np.concatenate(
-                    [np.full(prompt, np.nan), np.asarray(logprobs, dtype=np.float64)]
-                )
+                else prefixed(prompt, np.asarray(logprobs, dtype=np.float64), np.nan)
             ),
             routes=None if routes is None else np.asarray(routes),
         )
 
-    def _sample(self, sample: Rollout, place: int) -> Any:
+    def _sample(self, sample: Rollout, index: int) -> Any:
         """A finished ``Sample``."""
         types = self._slime.types
-        fields = {"rollout_id": place} if "rollout_id" in types.Sample.__dataclass_fields__ else {}
+        # miles has no such field
+        fields = {"rollout_id": index} if "rollout_id" in types.Sample.__dataclass_fields__ else {}
         return types.Sample(
-            index=place,
+            index=index,
             **fields,
             tokens=[*sample.prompt_ids, *sample.response_ids],
             response_length=len(sample.response_ids),

@@ -1,67 +1,67 @@
-"""slime's rollout: ``generate_and_rm_group``, aborts that keep what there is, and samples that are
-generated further later.
+"""slime's rollout, as a subject: ``generate_and_rm_group``, aborts that keep the tokens so far, and
+samples that a later rollout continues.
 """
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 from unittest import mock
 
 import numpy as np
 
-from rollproof.core.contract import (
-    Contract,
-    Filler,
-    KvPolicy,
-    LayerAxis,
-    MissingLogprobs,
-    PartialOff,
-    Provenance,
-    ResumeBy,
-    Rows,
-    Sampling,
-    Versions,
-)
+from rollproof.core.contract import PartialOff, Provenance, ResumeBy, Rows, Versions
 from rollproof.core.engine_contract import PauseMode
 from rollproof.core.records import FinishReason, Request, Rollout, as_logprobs, as_routes, as_tokens
 from rollproof.stacks._support.http_fleet import HttpFleet
+from rollproof.stacks._support.subjects import (
+    ROOM,
+    StackOutput,
+    StackSubject,
+    budget_of,
+    client_contract,
+    wants_routes,
+)
 from rollproof.stacks._support.tokenizer import IdTokenizer, spell
 from rollproof.stacks.slime.upstream import Slime
 
 if TYPE_CHECKING:
     from rollproof.fakes.engine.fleet import Fleet
 
-__all__ = ["PartialRollout", "slime_arguments"]
+__all__ = ["FLAVOURS", "PartialRollout", "slime_arguments"]
 
-_ROOM = 1024
-"""``rollout_max_response_len`` for requests that state no limit, in tokens."""
-_MANY = 512
+FLAVOURS = ("sglang", "sglang-0.5.17")
+_CONCURRENCY = 512
+"""Calls at once: no request waits in slime."""
+_REASONS = {
+    "completed": FinishReason.STOP,
+    "truncated": FinishReason.LENGTH,
+    "aborted": FinishReason.ABORT,
+}
 
 
 def slime_arguments(fleet: Fleet, router: str) -> Any:
-    """What slime's rollout reads of its command line."""
+    """The command line that slime's rollout reads."""
     host, _, port = router.removeprefix("http://").partition(":")
     model = fleet.case.model
     return SimpleNamespace(
         ci_test=False,
         sglang_router_ip=host,
         sglang_router_port=int(port),
-        sglang_server_concurrency=_MANY,
+        sglang_server_concurrency=_CONCURRENCY,
         sglang_dp_size=None,
         rollout_num_engines=len(fleet.servers),
         hf_checkpoint="",
         rollout_temperature=1.0,
         rollout_top_p=1.0,
         rollout_top_k=-1,
-        rollout_max_response_len=_ROOM,
+        rollout_max_response_len=ROOM,
         rollout_stop=None,
         rollout_stop_token_ids=None,
         rollout_skip_special_tokens=False,
-        use_rollout_routing_replay=any(request.want_routes for request in fleet.case.requests),
+        use_rollout_routing_replay=wants_routes(fleet),
         num_layers=model.num_layers,
         moe_router_topk=model.top_k,
         partial_rollout=fleet.case.partial,
@@ -71,23 +71,17 @@ def slime_arguments(fleet: Fleet, router: str) -> Any:
     )
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Answer:
-    """The sample that a request became."""
+class PartialRollout(StackSubject):
+    """One request is one sample, a group of its own. An aborted sample goes back to the data
+    buffer, and from there into the next rollout.
 
-    request: Request
-    sample: Any
+    A weight update lies between two rollouts: slime's ``abort`` ends the one, the weights are
+    loaded, and the other begins.
 
-
-class PartialRollout:
-    """One request is one sample, a group of its own; an aborted one goes back to the data buffer,
-    and from there into the next rollout.
-
-    A weight update is what lies between two rollouts: slime's ``abort`` ends the one, the weights
-    are loaded, and the other begins.
+    A sample keeps its tokens and logprobs when it is continued, and gets the routes of its last
+    call. It has one weight version per HTTP call, without the calls' lengths. Without partial
+    rollout an aborted sample is dropped.
     """
-
-    contract: Contract
 
     def __init__(
         self, slime: Slime, arguments: Callable[[Fleet, str], Any] = slime_arguments
@@ -95,7 +89,7 @@ class PartialRollout:
         self._slime, self._arguments = slime, arguments
 
     def start(self, fleet: Fleet) -> None:
-        """A fresh state and a fresh HTTP client: slime keeps one of each per process."""
+        """Make a fresh state and a fresh HTTP client: slime keeps one of each per process."""
         import httpx
 
         self._fleet = fleet
@@ -104,10 +98,12 @@ class PartialRollout:
         self._http = HttpFleet(fleet)
         self._args = self._arguments(fleet, self._http.router)
         self._slime.misc.SingletonMeta._instances.pop(self._slime.rollout.GenerateState, None)
-        # as init_http_client makes it; without certificates, which take longer to load than a case
-        # takes to run
+        # As init_http_client makes it, but without certificates: loading them takes longer than a
+        # case.
         self._slime.http._http_client = httpx.AsyncClient(
-            timeout=None, trust_env=False, verify=False
+            timeout=None,  # noqa: S113 - as in slime
+            trust_env=False,
+            verify=False,  # noqa: S501 - nothing is encrypted here
         )
         tokenizer = IdTokenizer(eos_token_id=fleet.policy.eos_id)
         with (
@@ -115,59 +111,61 @@ class PartialRollout:
             mock.patch.object(self._slime.rollout, "load_processor", return_value=None),
         ):
             self._state = self._slime.rollout.GenerateState(self._args)
-        self._between = asyncio.Lock()
-        self.contract = rollout_contract(fleet)
+        self._between_rollouts = asyncio.Lock()
+        self.contract = client_contract(
+            fleet,
+            rows=Rows.FORWARDED,
+            resume=ResumeBy.CLIENT,
+            versions=Versions.CALL,
+            loss_mask=True,
+            partial_off=PartialOff.DROPPED,
+            dtype="int32",
+            provenance=Provenance.LATEST_PREFILL,
+        )
 
-    async def rollout(self, request: Request) -> Answer | None:
-        """Generate; a sample that comes back aborted is generated further in the next rollout, or
-        dropped where partial rollout is off.
+    async def rollout(self, request: Request) -> StackOutput | None:
+        """Generate. An aborted sample is continued in the next rollout, or dropped without partial
+        rollout.
         """
         types = self._slime.types
         sample = types.Sample(prompt=spell(request.prompt_ids), index=0, reward=0.0)
         while True:
-            async with self._between:
+            async with self._between_rollouts:
                 task = asyncio.ensure_future(self._generate(sample, request))
                 self._state.pendings.add(task)
             (sample,) = await task
             self._state.pendings.discard(task)
             if sample.status is not types.Sample.Status.ABORTED:
-                return Answer(request=request, sample=sample)
+                return StackOutput(request=request, output=sample)
             if not self._args.partial_rollout:
                 return None
 
     async def update_weights(self, version: int | None) -> None:
-        """Between two rollouts; slime's trainer does one update after the other, and numbers each
-        of them.
+        """Update between two rollouts. slime's trainer does one update after the other, and numbers
+        each of them.
         """
-        label = (
-            self._fleet.weights_of(None) if version is None else version
-        )  # before it waits: another may be asked for meanwhile
-        async with self._between:
+        # Before it waits: another update may be requested meanwhile.
+        label = self._fleet.weights_of(None) if version is None else version
+        async with self._between_rollouts:
             await self._slime.rollout.abort(self._args, 0)
             try:
                 await self._fleet.sync(label, mode=PauseMode.ABORT, clear_cache=True)
             finally:
                 self._state.reset()
 
-    def to_record(self, native: Answer) -> Rollout:
+    def to_record(self, native: StackOutput) -> Rollout:
         """A ``Sample`` as a rollout; weight versions are text on the wire."""
-        sample, prompt = native.sample, len(native.request.prompt_ids)
+        sample, prompt = native.output, len(native.request.prompt_ids)
         tokens = as_tokens(sample.tokens, what="tokens")
-        routes = as_routes(sample.rollout_routed_experts)
         mask = sample.loss_mask if sample.loss_mask is not None else [1] * sample.response_length
-        reasons = {
-            "completed": FinishReason.STOP,
-            "truncated": FinishReason.LENGTH,
-            "aborted": FinishReason.ABORT,
-        }
         return Rollout(
             request_id=native.request.request_id,
             prompt_ids=tokens[:prompt],
             response_ids=tokens[prompt:],
-            finish_reason=reasons.get(sample.status.value, FinishReason.ERROR),
+            finish_reason=_REASONS.get(sample.status.value, FinishReason.ERROR),
             logprobs=as_logprobs(sample.rollout_log_probs or []),
             loss_mask=np.array(mask, dtype=np.int64),
-            routes=routes,
+            routes=as_routes(sample.rollout_routed_experts),
             call_versions=tuple(
                 int(version) if version.isdecimal() else None for version in sample.weight_versions
             ),
@@ -183,34 +181,7 @@ class PartialRollout:
 
     async def _generate(self, sample: Any, request: Request) -> Any:
         params = {**self._state.sampling_params, **request.sampling}
-        params["max_new_tokens"] = _ROOM if request.budget is None else request.budget
+        params["max_new_tokens"] = budget_of(request)
         return await self._slime.rollout.generate_and_rm_group(
             self._args, [sample], sampling_params=params, evaluation=False
         )
-
-
-def rollout_contract(fleet: Fleet) -> Contract:
-    """What slime promises: a sample that is generated further keeps its tokens and logprobs, and
-    gets the routes of its last call.
-
-    One weight version per HTTP call, without the calls' lengths. Without partial rollout an aborted
-    sample is dropped.
-    """
-    model = fleet.case.model
-    return Contract(
-        rows=Rows.FORWARDED,
-        resume=ResumeBy.CLIENT,
-        versions=Versions.CALL,
-        logprobs=fleet.flavour.logprobs,
-        abort_surfaces=False,
-        sampling=Sampling.OWN,
-        kv_policy=KvPolicy.RECOMPUTE,
-        missing_logprobs=MissingLogprobs.NEVER,
-        loss_mask=True,
-        partial_off=PartialOff.DROPPED,
-        layer_axis=LayerAxis.ALL,
-        **model.sizes,
-        filler=Filler.NONE,
-        dtype="int32",
-        provenance=Provenance.LATEST_PREFILL,
-    )

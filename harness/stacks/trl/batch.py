@@ -1,4 +1,4 @@
-"""TRL's way from scored samples to packed rows, as batch subjects: queue, planner, and
+"""TRL's packing of scored samples into rows, as batch subjects: queue, planner, and
 ``DataCollatorForRollout``.
 
 Rows are prefix tries: what samples share is forwarded once. A sample is read back as the path from
@@ -15,16 +15,9 @@ from typing import Any
 
 import numpy as np
 
-from rollproof.core.contract import (
-    Contract,
-    KvPolicy,
-    Logprobs,
-    MissingLogprobs,
-    ResumeBy,
-    Rows,
-    Versions,
-)
+from rollproof.core.contract import Contract, MissingLogprobs, ResumeBy, Rows, Versions
 from rollproof.core.records import BatchRow, Rollout
+from rollproof.stacks._support.batches import batch_contract, logprobs_or_zero
 from rollproof.stacks._support.tokenizer import PAD_ID
 from rollproof.stacks.trl.upstream import Trl
 
@@ -40,13 +33,10 @@ class PackedRows:
     Both planners leave no rank without a sample; where there is one sample only, there is one rank.
     """
 
-    contract: Contract = Contract(
+    contract: Contract = batch_contract(
         rows=Rows.NONE,
         resume=ResumeBy.ENGINE,
         versions=Versions.SAMPLE,
-        logprobs=Logprobs.RAW,
-        abort_surfaces=False,
-        kv_policy=KvPolicy.RECOMPUTE,
         missing_logprobs=MissingLogprobs.MASKED,
         loss_mask=True,
         finish_reason=False,
@@ -57,17 +47,15 @@ class PackedRows:
         self._budget = budget
 
     def collate(self, samples: list[Rollout]) -> Any:
-        """All micro-batches, and the names of the samples; a sample's advantage is its place in the
-        order.
-        """
+        """All micro-batches, and the names of the samples; a sample's advantage is its index."""
         trainer, ranks = self._trl.trainer, min(_RANKS, len(samples))
         source = _Source(
-            trainer, [self._sample(sample, place) for place, sample in enumerate(samples)]
+            trainer, [self._sample(sample, index) for index, sample in enumerate(samples)]
         )
         metrics: dict[str, list[float]] = defaultdict(list)
         if self._budget:
-            # a planner closes a micro-batch when the next sample does not fit: the last one stays
-            # open until something comes
+            # A planner closes a micro-batch when the next sample does not fit: without more samples
+            # the last one would stay open.
             filler = [
                 self._sample(_filler(self._budget), len(samples) + i) for i in range(ranks + 1)
             ]
@@ -81,26 +69,24 @@ class PackedRows:
         batches = []
         with suppress(_Drained):
             for rows in planner:
-                batches.append(collator([rows]))  # noqa: PERF401 - what there is when the queue is drained counts
+                batches.append(collator([rows]))  # noqa: PERF401 - the batches before the queue was empty count
         return batches, [sample.request_id for sample in samples]
 
     def rows(self, batch: Any) -> list[BatchRow]:
-        """The samples of all rows of all micro-batches, in the order in which they were given."""
+        """The samples of all rows of all micro-batches, in their order."""
         batches, names = batch
         found: dict[int, BatchRow] = {}
         for tensors in batches:
             for rank in range(len(tensors["input_ids"])):
                 found.update(_samples({key: value[rank] for key, value in tensors.items()}, names))
-        return [found[place] for place in sorted(found)]
+        return [found[index] for index in sorted(found)]
 
-    def _sample(self, sample: Rollout, place: int) -> Any:
+    def _sample(self, sample: Rollout, index: int) -> Any:
         """A ``RolloutSample`` as the loop makes it of a conversation of one turn."""
         worker = self._trl.worker
-        logprobs = (
-            [0.0] * len(sample.response_ids)
-            if sample.logprobs is None
-            else np.nan_to_num(sample.logprobs).tolist()
-        )
+        logprobs = logprobs_or_zero(sample)
+        if logprobs is None:
+            logprobs = [0.0] * len(sample.response_ids)
         mask = None if sample.loss_mask is None else [int(flag) for flag in sample.loss_mask]
         turn = worker.TurnRecord(list(sample.prompt_ids), list(sample.response_ids), logprobs, mask)
         (sequence,), _ = worker._chain_to_sequences([turn], sample.request_id, 1024)
@@ -110,15 +96,15 @@ class PackedRows:
             input_ids=np.asarray(sequence.input_ids, dtype=np.int64),
             completion_mask=np.asarray(sequence.completion_mask, dtype=np.int64),
             old_log_probs=np.asarray(sequence.old_log_probs, dtype=np.float32),
-            advantage=float(place),
+            advantage=float(index),
             model_version=1,
-            group_id=place,
+            group_id=index,
             metrics={},
         )
 
 
 class _Drained(Exception):
-    """The queue is empty: TRL would wait."""
+    """The queue is empty, where TRL would wait."""
 
 
 class _Source:
@@ -166,31 +152,31 @@ def _filler(length: int) -> Rollout:
 
 
 def _samples(row: dict[str, Any], names: list[str]) -> dict[int, BatchRow]:
-    """The samples of one rank's row, by their advantage."""
+    """The samples of a rank's row, by their advantage."""
     ids = row["input_ids"].numpy()
-    terms = row["token_index"].numpy()
-    kept = terms >= 0
-    terms, segments = terms[kept], row["segment_id"].numpy()[kept]
-    logprobs, advantages = row["old_log_probs"].numpy()[kept], row["advantages"].numpy()[kept]
+    positions = row["token_index"].numpy()
+    trained = positions >= 0
+    positions, segments = positions[trained], row["segment_id"].numpy()[trained]
+    logprobs = row["old_log_probs"].numpy()[trained]
+    advantages = row["advantages"].numpy()[trained]
     paths = _paths(row)
     found = {}
     for segment in dict.fromkeys(segments.tolist()):
-        mine = segments == segment
-        (place,) = (
-            set(advantages[mine].tolist()) if len(set(advantages[mine].tolist())) == 1 else (-1.0,)
-        )
-        if not 0 <= place < len(names):
+        in_segment = segments == segment
+        indexes = set(advantages[in_segment].tolist())
+        index = int(indexes.pop()) if len(indexes) == 1 else -1
+        if not 0 <= index < len(names):
             continue
-        path = next(path for path in paths if set(terms[mine].tolist()) < set(path))
-        where = {position: i for i, position in enumerate(path)}
+        terms = positions[in_segment].tolist()
+        path = next(path for path in paths if set(terms) < set(path))
+        place_in_path = {position: i for i, position in enumerate(path)}
         mask, values = np.zeros(len(path), dtype=np.int64), np.full(len(path), np.nan)
-        for term, value in zip(terms[mine].tolist(), logprobs[mine].tolist(), strict=True):
-            mask[where[term] + 1], values[where[term] + 1] = (
-                1,
-                value,
-            )  # a term stands where its token is predicted
-        found[int(place)] = BatchRow(
-            request_id=names[int(place)],
+        for term, value in zip(terms, logprobs[in_segment].tolist(), strict=True):
+            # the loss term of a token is at the position that predicts it
+            place = place_in_path[term] + 1
+            mask[place], values[place] = 1, value
+        found[index] = BatchRow(
+            request_id=names[index],
             token_ids=ids[path].copy(),
             attention=row["attention_mask"].numpy()[path].copy(),
             loss_mask=mask,

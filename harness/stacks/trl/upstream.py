@@ -1,20 +1,20 @@
-"""What the adapters import of TRL."""
+"""The modules of TRL that the adapters drive."""
 
 from __future__ import annotations
 
-import importlib
 import logging
 from dataclasses import dataclass
 from typing import Any
 
-from rollproof.stacks import missing_dependency
+from rollproof.stacks._support.upstream import upstream
+from rollproof.stacks.trl.release import RELEASE
 
 __all__ = ["Trl", "import_trl"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Trl:
-    """The modules of one installed release."""
+    """The modules of an installed release."""
 
     version: str
     worker: Any
@@ -22,18 +22,19 @@ class Trl:
 
 
 def import_trl(version: str) -> Trl:
-    """Import TRL's asynchronous GRPO (10 s). Raises ``StackError`` for a missing dependency."""
-    from rollproof.stacks.trl import RELEASE
-
+    """Import TRL's asynchronous GRPO (10 s). Raises ``StackError`` for a missing package."""
     package = "trl.experimental.async_grpo."
-    try:
-        worker = importlib.import_module(package + "async_rollout_worker")
-        trainer = importlib.import_module(package + "async_grpo_trainer")
-        # its loggers refuse to say anything before
-        importlib.import_module("accelerate").PartialState()
-    except ImportError as error:
-        raise missing_dependency("trl", version, error, RELEASE) from error
+    modules = upstream(
+        RELEASE,
+        version,
+        {
+            "worker": package + "async_rollout_worker",
+            "trainer": package + "async_grpo_trainer",
+            "partial_state": "accelerate:PartialState",
+        },
+    )
+    modules.pop("partial_state")()  # accelerate's loggers raise until there is one
     logging.getLogger("trl").setLevel(logging.CRITICAL)
-    for module in (worker, trainer):
+    for module in modules.values():
         module.logger.logger.setLevel(logging.CRITICAL)
-    return Trl(version=version, worker=worker, trainer=trainer)
+    return Trl(version=version, **modules)

@@ -5,25 +5,23 @@ graph that attributes tokens and routes.
 from __future__ import annotations
 
 from rollproof.stacks import Found, Stack
-from rollproof.stacks.verifiers.upstream import RELEASE, import_verifiers
+from rollproof.stacks.verifiers.release import RELEASE
 
 __all__ = ["RELEASE", "load"]
 
-_THIN = 5
-_TURNS = 3
-
 
 def load(found: Found) -> Stack:
-    """Import verifiers and give its part. Raises ``StackError`` where it cannot be imported."""
-    from rollproof.stacks._support.part import Part
+    """Import verifiers and return its part. Raises ``StackError`` if it cannot be imported."""
+    from rollproof.stacks._support.part import Part, by_name
     from rollproof.stacks.verifiers.rollout import RolloutSubject
+    from rollproof.stacks.verifiers.upstream import import_verifiers
 
     verifiers = import_verifiers(found.version)
     part = Part(
         name="train-client",
         make=lambda: RolloutSubject(verifiers),
         flavours=("vllm-0.26",),
-        turns=_TURNS,
-        thin=_THIN,
+        turns=3,
+        thin=5,
     )
-    return Stack(name="verifiers", version=found.version, parts={part.name: part})
+    return Stack(name=RELEASE.stack, version=found.version, parts=by_name(part))

@@ -1,4 +1,4 @@
-"""A renderer without a language: what verifiers asks of its ``Renderer`` protocol, over texts made
+"""A renderer without a language: the methods of verifiers' ``Renderer`` protocol, over texts made
 by ``spell``.
 """
 
@@ -28,7 +28,7 @@ class IdRenderer:
         self._parsed = verifiers.parsed
 
     def render(self, messages: Sequence[Mapping[str, Any]], **_options: Any) -> Any:
-        """The ids of all messages, each charged to its own."""
+        """The ids of all messages, each attributed to its own message."""
         return self._attributed([], messages)
 
     def bridge_to_next_turn(
@@ -38,7 +38,7 @@ class IdRenderer:
         new_messages: Sequence[Mapping[str, Any]],
         **_options: Any,
     ) -> Any:
-        """The ids so far, charged to nobody, and those of the new messages."""
+        """The ids so far, attributed to no message, and those of the new messages."""
         return self._attributed([*previous_prompt_ids, *previous_completion_ids], new_messages)
 
     def parse_response(self, token_ids: Sequence[int], **_options: Any) -> Any:
@@ -52,13 +52,12 @@ class IdRenderer:
     def _attributed(self, before: list[int], messages: Sequence[Mapping[str, Any]]) -> Any:
         ids, owners = list(before), [-1] * len(before)
         for i, message in enumerate(messages):
-            own = [int(word) for word in str(message.get("content") or "").split()]
-            ids += own
-            owners += [i] * len(own)
-        body = [owner >= 0 for owner in owners]
+            message_ids = [int(word) for word in str(message.get("content") or "").split()]
+            ids += message_ids
+            owners += [i] * len(message_ids)
         return self._rendered(
             token_ids=ids,
             message_indices=owners,
-            is_content=body,
+            is_content=[owner >= 0 for owner in owners],
             message_roles=[str(message["role"]) for message in messages],
         )

@@ -13,22 +13,25 @@ from rollproof.core.contract import (
     Contract,
     Filler,
     KvPolicy,
-    LayerAxis,
     Logprobs,
     MissingLogprobs,
     PartialOff,
-    Provenance,
     ResumeBy,
     Rows,
-    Sampling,
     Versions,
 )
 from rollproof.core.engine_contract import PauseMode
-from rollproof.core.events.rollout import Observation
 from rollproof.core.records import FinishReason, Request, Rollout, as_logprobs, as_routes, as_tokens
 from rollproof.fakes.http.engine_backend import RoutesForm
 from rollproof.stacks._support.http_fleet import HttpFleet
 from rollproof.stacks._support.httpx_client import without_certificates
+from rollproof.stacks._support.subjects import (
+    ROOM,
+    StackOutput,
+    StackSubject,
+    client_contract,
+    record_turn,
+)
 from rollproof.stacks._support.tokenizer import spell
 from rollproof.stacks.verifiers.renderer import IdRenderer
 from rollproof.stacks.verifiers.upstream import Verifiers
@@ -36,13 +39,12 @@ from rollproof.stacks.verifiers.upstream import Verifiers
 if TYPE_CHECKING:
     from rollproof.fakes.engine.fleet import Fleet
 
-__all__ = ["MODEL", "Played", "Player", "RolloutSubject", "branch_contract", "reason_of"]
+__all__ = ["MODEL", "RolloutSubject", "TrainRollout", "branch_contract", "reason_of"]
 
 MODEL = "policy"
-"""Not the name of what the servers serve: verifiers would keep the longest prompt of the first
-case's server for all others.
+"""Not the name of the model that the servers serve: verifiers would keep the longest prompt of the
+first case's server for all others.
 """
-_ROOM = 1024
 _REASONS = {
     "stop": FinishReason.STOP,
     "tool_calls": FinishReason.STOP,
@@ -51,18 +53,14 @@ _REASONS = {
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Played:
-    """A rollout that was played: its trace, and the reason that verifiers gave for the end of its
-    last turn.
-    """
+class FinishedTrace(StackOutput):
+    """The trace of a rollout, and the reason that verifiers gave for the end of its last turn."""
 
-    request: Request
-    trace: Any
     finish: str | None
 
 
-class Player:
-    """Plays a request with a ``TrainClient``: a turn is ``prepare_turn``, ``get_response``,
+class TrainRollout:
+    """Rolls out requests with a ``TrainClient``: a turn is ``prepare_turn``, ``get_response`` and
     ``commit``, as in the interception server.
     """
 
@@ -74,53 +72,51 @@ class Player:
         with without_certificates():
             self._client = verifiers.client(config)
 
-    async def play(self, trace: Any, request: Request, **sampling: Any) -> str | None:
-        """All turns, into ``trace``; the reason that verifiers gives for the end of the last one.
-        Raises what verifiers raises.
+    async def run(self, trace: Any, request: Request, **sampling: Any) -> str | None:
+        """Commit all turns to ``trace``. Raises what verifiers raises.
 
-        ``sampling`` are fields of a ``SamplingConfig`` beside those of the request.
+        ``sampling`` are fields of a ``SamplingConfig`` in addition to those of the request.
+
+        Returns:
+            The reason that verifiers gives for the end of the last turn.
         """
         verifiers = self._verifiers
         messages = [verifiers.user(content=spell(request.prompt_ids))]
-        left, waiting = request.budget or _ROOM, list(request.turns)
+        budget, turns = request.budget or ROOM, list(request.turns)
         while True:
             turn = verifiers.prepare_turn(trace, messages)
-            asked = verifiers.sampling(**{**sampling, **request.sampling, "max_tokens": left})
-            said = await self._client.get_response(
-                verifiers.chat(), {"model": MODEL}, asked, session_id=request.request_id, turn=turn
+            config = verifiers.sampling(**{**sampling, **request.sampling, "max_tokens": budget})
+            response = await self._client.get_response(
+                verifiers.chat(), {"model": MODEL}, config, session_id=request.request_id, turn=turn
             )
-            turn.commit(said)
-            left -= len(said.tokens.completion_ids)
-            shown = said.raw["choices"][0]["finish_reason"]
-            if shown != "stop" or not waiting or left - len(waiting[0]) < 1:
-                finish: str | None = said.finish_reason
+            turn.commit(response)
+            budget -= len(response.tokens.completion_ids)
+            shown = response.raw["choices"][0]["finish_reason"]
+            if shown != "stop" or not turns or budget - len(turns[0]) < 1:
+                finish: str | None = response.finish_reason
                 return finish
-            answer = waiting.pop(0)
-            left -= len(answer)
-            self._fleet.recorder.record(
-                Observation(request_id=request.request_id, token_ids=answer)
-            )
-            messages = [*messages, said.message, verifiers.user(content=spell(answer))]
+            observation = turns.pop(0)
+            budget -= len(observation)
+            record_turn(self._fleet, request, observation)
+            messages = [*messages, response.message, verifiers.user(content=spell(observation))]
 
     async def close(self) -> None:
         """Close the client."""
         await self._client.close()
 
 
-class RolloutSubject:
+class RolloutSubject(StackSubject):
     """One request is a conversation.
 
     Weights are updated as prime-rl does it: the servers keep what runs, and their prefix cache too,
     which a salt isolates.
     """
 
-    contract: Contract
-
     def __init__(self, verifiers: Verifiers) -> None:
         self._verifiers = verifiers
 
     def start(self, fleet: Fleet) -> None:
-        """The servers, which answer as prime-rl's do, and a client before their router."""
+        """Make servers that answer as prime-rl's do, and a client of their router."""
         fleet.pause_mode = PauseMode.KEEP
         fleet.clear_cache = False
         self._fleet = fleet
@@ -128,24 +124,25 @@ class RolloutSubject:
         config = self._verifiers.client_config(
             base_url=http.router + "/v1", api_key_var="ROLLPROOF_NO_KEY", renderer_model_name=MODEL
         )
-        self._player = Player(self._verifiers, fleet, config)
+        self._rollouts = TrainRollout(self._verifiers, fleet, config)
         self.contract = branch_contract(fleet)
 
-    async def rollout(self, request: Request) -> Played:
+    async def rollout(self, request: Request) -> FinishedTrace:
         """All turns. Raises what verifiers raises."""
         verifiers = self._verifiers
         trace = verifiers.trace(
             task=verifiers.task(type="rollproof", data={}), agent=verifiers.agent(config={})
         )
-        return Played(request=request, trace=trace, finish=await self._player.play(trace, request))
+        finish = await self._rollouts.run(trace, request)
+        return FinishedTrace(request=request, output=trace, finish=finish)
 
     async def update_weights(self, version: int | None) -> None:
-        """prime-rl's orchestrator does this; verifiers has no part in it."""
+        """Update the fleet: prime-rl's orchestrator does this, verifiers has no part in it."""
         await self._fleet.sync(version)
 
-    def to_record(self, native: Played) -> Rollout:
+    def to_record(self, native: FinishedTrace) -> Rollout:
         """The last branch, which is the training sample."""
-        branch = native.trace.branches[-1]
+        branch = native.output.branches[-1]
         ids, prompt = as_tokens(branch.token_ids), len(native.request.prompt_ids)
         mask = np.array(branch.sampled_mask, dtype=np.int64)
         return Rollout(
@@ -160,37 +157,30 @@ class RolloutSubject:
 
     async def stop(self) -> None:
         """Close the client."""
-        await self._player.close()
+        await self._rollouts.close()
 
 
 def reason_of(finish: str | None) -> FinishReason | None:
-    """``finish`` is verifiers' word."""
+    """The finish reason for ``finish``, verifiers' word."""
     return None if finish is None else _REASONS.get(finish, FinishReason.ERROR)
 
 
-def branch_contract(fleet: Fleet) -> Contract:
-    """What verifiers promises: one row a token, the last one a repetition of the row before, until
+def branch_contract(fleet: Fleet, **differs: Any) -> Contract:
+    """What verifiers promises: one route row a token. The last row repeats the one before it, until
     a further turn computes it.
 
-    There is no tag of versions in a trace: prime-rl keeps the span of its policies beside it.
+    A trace has no tag of versions: prime-rl keeps the span of its policies separately.
     """
-    model = fleet.case.model
-    return Contract(
-        rows=Rows.ALL,
-        final_row=Filler.PREVIOUS,
-        resume=ResumeBy.ENGINE,
-        versions=Versions.NONE,
-        logprobs=Logprobs.RAW,
-        abort_surfaces=True,
-        partial_off=PartialOff.SURFACED,
-        loss_mask=True,
-        multi_turn=True,
-        missing_logprobs=MissingLogprobs.MASKED,
-        sampling=Sampling.OWN,
-        kv_policy=KvPolicy.KEEP,
-        layer_axis=LayerAxis.ALL,
-        **model.sizes,
-        filler=Filler.NONE,
-        dtype="uint8|uint16",
-        provenance=Provenance.AS_SAMPLED,
-    )
+    fields: dict[str, Any] = {
+        "final_row": Filler.PREVIOUS,
+        "versions": Versions.NONE,
+        "logprobs": Logprobs.RAW,
+        "abort_surfaces": True,
+        "partial_off": PartialOff.SURFACED,
+        "loss_mask": True,
+        "multi_turn": True,
+        "missing_logprobs": MissingLogprobs.MASKED,
+        "kv_policy": KvPolicy.KEEP,
+        "dtype": "uint8|uint16",
+    }
+    return client_contract(fleet, rows=Rows.ALL, resume=ResumeBy.ENGINE, **{**fields, **differs})

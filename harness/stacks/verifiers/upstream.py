@@ -1,4 +1,4 @@
-"""What the adapter drives of verifiers, and of its renderers."""
+"""The classes of verifiers, and of its renderers, that the adapter drives."""
 
 from __future__ import annotations
 
@@ -6,11 +6,10 @@ import logging
 from dataclasses import dataclass
 from typing import Any
 
-from rollproof.stacks import Release, attributes, missing_dependency
+from rollproof.stacks._support.upstream import upstream
+from rollproof.stacks.verifiers.release import RELEASE
 
-__all__ = ["RELEASE", "Verifiers", "import_verifiers"]
-
-RELEASE = Release(distribution="verifiers", versions=("0.4.0",), stack="verifiers")
+__all__ = ["Verifiers", "import_verifiers"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -33,34 +32,25 @@ class Verifiers:
 
 
 def import_verifiers(version: str) -> Verifiers:
-    """Import what the adapter drives (7 to 25 s). Raises ``StackError`` where something that it
-    imports is missing.
-    """
-    try:
-        client, pool, slot = attributes(
-            "verifiers.v1.clients.train", "TrainClient", "ElasticRendererPool", "RendererSlot"
-        )
-        (client_config,) = attributes("verifiers.v1.configs.client", "TrainClientConfig")
-        (chat,) = attributes("verifiers.v1.dialects", "ChatDialect")
-        (prepare_turn,) = attributes("verifiers.v1.graph", "prepare_turn")
-        trace, task, agent = attributes("verifiers.v1.trace", "Trace", "TraceTask", "AgentInfo")
-        user, sampling = attributes("verifiers.v1.types", "UserMessage", "SamplingConfig")
-        rendered, parsed = attributes("renderers.base", "RenderedTokens", "ParsedResponse")
-    except ImportError as error:
-        raise missing_dependency("verifiers", version, error, RELEASE) from error
-    logging.getLogger("httpx").setLevel(logging.WARNING)  # a line a request
-    return Verifiers(
-        client=client,
-        client_config=client_config,
-        pool=pool,
-        slot=slot,
-        chat=chat,
-        prepare_turn=prepare_turn,
-        trace=trace,
-        task=task,
-        agent=agent,
-        user=user,
-        sampling=sampling,
-        rendered=rendered,
-        parsed=parsed,
+    """Import what the adapter drives (7 to 25 s). Raises ``StackError`` for a missing package."""
+    classes = upstream(
+        RELEASE,
+        version,
+        {
+            "client": "verifiers.v1.clients.train:TrainClient",
+            "pool": "verifiers.v1.clients.train:ElasticRendererPool",
+            "slot": "verifiers.v1.clients.train:RendererSlot",
+            "client_config": "verifiers.v1.configs.client:TrainClientConfig",
+            "chat": "verifiers.v1.dialects:ChatDialect",
+            "prepare_turn": "verifiers.v1.graph:prepare_turn",
+            "trace": "verifiers.v1.trace:Trace",
+            "task": "verifiers.v1.trace:TraceTask",
+            "agent": "verifiers.v1.trace:AgentInfo",
+            "user": "verifiers.v1.types:UserMessage",
+            "sampling": "verifiers.v1.types:SamplingConfig",
+            "rendered": "renderers.base:RenderedTokens",
+            "parsed": "renderers.base:ParsedResponse",
+        },
     )
+    logging.getLogger("httpx").setLevel(logging.WARNING)  # it logs a line a request
+    return Verifiers(**classes)

@@ -6,21 +6,20 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Mapping
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from rollproof.core.contract import Contract, MissingLogprobs, PartialOff, Rows
 from rollproof.core.engine_contract import PauseMode
-from rollproof.core.events.rollout import Observation
 from rollproof.core.records import Request, Rollout, as_logprobs, as_routes, as_tokens
 from rollproof.simulation.mutation_guard import lend
+from rollproof.stacks._support.subjects import StackOutput, StackSubject, record_turn
 from rollproof.stacks._support.tokenizer import IdTokenizer, spell
-from rollproof.stacks.verl.resume_client import Answer, VerlHost
+from rollproof.stacks.verl.configuration import PARSER, verl_contract
+from rollproof.stacks.verl.resume_client import VerlHost
 from rollproof.stacks.verl.tool_dialogue import IdTool, parser_of
 from rollproof.stacks.verl.upstream import Verl
-from rollproof.stacks.verl.verl_settings import PARSER, client_contract
 
 if TYPE_CHECKING:
     from rollproof.fakes.engine.fleet import Fleet
@@ -28,14 +27,12 @@ if TYPE_CHECKING:
 __all__ = ["AgentLoopSubject"]
 
 
-class AgentLoopSubject:
-    """One request is one ``run`` of an agent loop. ``multi_turn`` chooses ``ToolAgentLoop``, which
-    answers ``request.turns``.
+class AgentLoopSubject(StackSubject):
+    """One request is one ``run`` of an agent loop. ``multi_turn`` chooses ``ToolAgentLoop``, whose
+    tool gives ``request.turns``.
 
     verl configures one length for the whole response, tools included: the request's budget.
     """
-
-    contract: Contract
 
     def __init__(self, verl: Verl, *, multi_turn: bool) -> None:
         self._verl = verl
@@ -43,7 +40,7 @@ class AgentLoopSubject:
         self._multi_turn = multi_turn
 
     def start(self, fleet: Fleet) -> None:
-        """Put verl's servers before the fleet's engines, and make the tool parser known to verl."""
+        """Put verl's servers in front of the fleet's engines, and register the tool parser."""
         fleet.pause_mode = PauseMode.ABORT
         fleet.clear_cache = True
         self._fleet = fleet
@@ -51,8 +48,8 @@ class AgentLoopSubject:
         parser_of(self._verl.tool_parser, self._verl.function_call, PARSER)
         self.contract = loop_contract(fleet, multi_turn=self._multi_turn)
 
-    async def rollout(self, request: Request) -> Answer:
-        """Run the loop over the request's prompt; its output has no reason for its end."""
+    async def rollout(self, request: Request) -> StackOutput:
+        """Run the loop over the request's prompt."""
         tokenizer = IdTokenizer(
             request.turns if self._multi_turn else (), self._fleet.policy.eos_id
         )
@@ -60,7 +57,7 @@ class AgentLoopSubject:
         loops = self._verl.agent_loop
         loop = self._loop_class(
             trainer_config=loops.DictConfigWrap(config),
-            server_manager=_Witness(self._host.client(request), request, self._fleet),
+            server_manager=_ObservingClient(self._host.client(request), request, self._fleet),
             tokenizer=tokenizer,
             processor=None,
             dataset_cls=object,
@@ -70,16 +67,16 @@ class AgentLoopSubject:
         loop.loop = asyncio.get_running_loop()
         sampling = lend("sampling_params", {**request.sampling, "logprobs": request.want_logprobs})
         messages = lend("raw_prompt", [{"role": "user", "content": spell(request.prompt_ids)}])
-        return Answer(request=request, output=await loop.run(sampling, raw_prompt=messages))
+        return StackOutput(request=request, output=await loop.run(sampling, raw_prompt=messages))
 
     async def update_weights(self, version: int | None) -> None:
-        """As verl's checkpoint engine does it, without its worker groups (the checkpoint-manager
-        part has them).
+        """Update as verl's checkpoint engine does, without its worker groups: the part
+        checkpoint-manager has them.
         """
         await self._host.sync(version)
 
-    def to_record(self, native: Answer) -> Rollout:
-        """An ``AgentLoopOutput`` as a rollout."""
+    def to_record(self, native: StackOutput) -> Rollout:
+        """An ``AgentLoopOutput``, which has no reason of its end, as a rollout."""
         output = native.output
         return Rollout(
             request_id=native.request.request_id,
@@ -93,25 +90,22 @@ class AgentLoopSubject:
             max_version=output.extra_fields.get("max_global_steps"),
         )
 
-    def stop(self) -> None:
-        """Nothing to free."""
-
     def gauges(self) -> Mapping[str, float]:
-        """As the host counts."""
+        """Requests in flight, as the balancer counts them."""
         return self._host.gauges()
 
 
 def loop_contract(fleet: Fleet, *, multi_turn: bool) -> Contract:
-    """What an agent loop promises: what its client does, and a loss mask that is 0 on the
+    """What an agent loop promises: what its client does, and a loss mask that is 0 for the
     environment's tokens.
 
     A multi-turn loop records no rows after the last turn of the model, by design
     (``AgentLoopOutput.as_dict`` says so). With partial rollout off, verl's client says that
-    "aborted samples will be dropped" (llm_server.py); the loop's output has no field that could say
-    that one was cut, so dropping is what is left.
+    "aborted samples will be dropped" (llm_server.py). The loop's output has no field that could say
+    that one was cut, so dropping is all that it can do.
     """
-    return replace(
-        client_contract(fleet),
+    return verl_contract(
+        fleet,
         rows=Rows.CAPTURED_PREFIX if multi_turn else Rows.FORWARDED,
         abort_surfaces=False,
         finish_reason=False,
@@ -123,25 +117,22 @@ def loop_contract(fleet: Fleet, *, multi_turn: bool) -> Contract:
     )
 
 
-class _Witness:
-    """Stands between a loop and verl's client, and records what the loop added to the sequence
-    since the last answer.
+class _ObservingClient:
+    """verl's client as a loop sees it. It records the tokens that the loop added to the sequence
+    since the last reply.
     """
 
     def __init__(self, client: Any, request: Request, fleet: Fleet) -> None:
         self._client = client
         self._request = request
         self._fleet = fleet
-        self._known: list[int] | None = None
+        self._sequence: list[int] | None = None
 
     async def generate(self, request_id: str, *, prompt_ids: list[int], **call: Any) -> Any:
-        """``generate`` of verl's client."""
-        known = self._known
-        if known is not None and prompt_ids[: len(known)] == known and len(prompt_ids) > len(known):
-            added = tuple(prompt_ids[len(known) :])
-            self._fleet.recorder.record(
-                Observation(request_id=self._request.request_id, token_ids=added)
-            )
+        """Call ``generate`` of verl's client."""
+        before = self._sequence
+        if before is not None and prompt_ids[: len(before)] == before != prompt_ids:
+            record_turn(self._fleet, self._request, tuple(prompt_ids[len(before) :]))
         output = await self._client.generate(request_id, prompt_ids=prompt_ids, **call)
-        self._known = [*prompt_ids, *output.token_ids]
+        self._sequence = [*prompt_ids, *output.token_ids]
         return output

@@ -1,7 +1,7 @@
 """verl's conversions of finished samples into training batches, as batch subjects.
 
-There are two paths: ``AgentLoopOutput.as_dict`` (trainers with ``use_v1``) makes unpadded tensors
-of each sample; ``AgentLoopWorker._agent_loop_postprocess`` and ``_postprocess`` pad and stack them.
+There are two: ``AgentLoopOutput.as_dict`` (trainers with ``use_v1``) makes unpadded tensors of each
+sample; ``AgentLoopWorker._agent_loop_postprocess`` and ``_postprocess`` pad and stack them.
 """
 
 from __future__ import annotations
@@ -12,65 +12,39 @@ from typing import Any
 
 import numpy as np
 
-from rollproof.core.contract import (
-    Contract,
-    Filler,
-    KvPolicy,
-    LayerAxis,
-    Logprobs,
-    MissingLogprobs,
-    Provenance,
-    ResumeBy,
-    Rows,
-    Versions,
-)
-from rollproof.core.records import BatchRow, IntArray, LogprobArray, Rollout
-from rollproof.stacks import attributes
+from rollproof.core.contract import Contract, MissingLogprobs, ResumeBy, Rows, Versions
+from rollproof.core.records import BatchRow, LogprobArray, Rollout
+from rollproof.stacks._support.batches import array_of, batch_contract, mask_of, prefixed
 from rollproof.stacks._support.tokenizer import IdTokenizer
+from rollproof.stacks._support.upstream import imported
 from rollproof.stacks.verl.upstream import Verl
 
 __all__ = ["PaddedBatch", "SampleDicts", "UnpaddedBatch"]
 
 _SLACK = 3
-"""Places by which the configured lengths exceed the longest sample, so that every sample is padded."""
+"""Tokens by which the configured lengths exceed the longest sample: every sample is padded."""
 _NAME = "rollproof_request"
 
 
-def _contract(dtype: str) -> Contract:
-    """Samples as verl's agent loops hand them over; more experts than a byte can count, a dense
-    layer before the MoE layers.
+def verl_batch_contract(dtype: str) -> Contract:
+    """Samples as verl's agent loops return them.
 
-    Where no route was captured verl's batches hold zeros: expert 0, ``top_k`` times.
+    For tokens without a captured route verl's batches hold zeros: expert 0, ``top_k`` times.
     """
-    return Contract(
+    return batch_contract(
         rows=Rows.CAPTURED_PREFIX,
         resume=ResumeBy.CLIENT,
         versions=Versions.MIN_MAX,
-        logprobs=Logprobs.RAW,
-        abort_surfaces=False,
-        kv_policy=KvPolicy.RECOMPUTE,
         missing_logprobs=MissingLogprobs.MASKED,
         loss_mask=True,
         finish_reason=False,
-        layer_axis=LayerAxis.ALL,
-        num_layers=4,
-        moe_layers=(1, 2, 3),
-        num_experts=300,
-        top_k=3,
-        filler=Filler.ZEROS,
         dtype=dtype,
-        provenance=Provenance.AS_SAMPLED,
     )
 
 
 def _output_of(sample: Rollout, verl: Verl) -> Any:
-    """An ``AgentLoopOutput``. On masked tokens without a logprob verl's loops write 0.0."""
-    loops = verl.agent_loop
-    mask = (
-        [1] * len(sample.response_ids)
-        if sample.loss_mask is None
-        else [int(flag) for flag in sample.loss_mask]
-    )
+    """An ``AgentLoopOutput``."""
+    loops, mask = verl.agent_loop, mask_of(sample)
     return loops.AgentLoopOutput(
         prompt_ids=list(sample.prompt_ids),
         response_ids=list(sample.response_ids),
@@ -88,6 +62,7 @@ def _output_of(sample: Rollout, verl: Verl) -> Any:
 
 
 def _filled(logprobs: LogprobArray, mask: list[int]) -> list[float]:
+    """Logprobs with 0.0 for masked tokens that have none, as verl's loops write it."""
     flags = [*mask, *[1] * (len(logprobs) - len(mask))]
     return [
         0.0 if np.isnan(value) and not flag else float(value)
@@ -102,7 +77,7 @@ class SampleDicts:
 
     def __init__(self, verl: Verl) -> None:
         self._verl = verl
-        self.contract = _contract(verl.facts.dict_routes)
+        self.contract = verl_batch_contract(verl.facts.dict_routes)
 
     def collate(self, samples: list[Rollout]) -> list[Mapping[str, Any]]:
         """``as_dict`` of each."""
@@ -113,20 +88,20 @@ class SampleDicts:
         return [self._row(sample) for sample in batch]
 
     def _row(self, sample: Mapping[str, Any]) -> BatchRow:
-        prompt, response = _array(sample["prompts"]), _array(sample["responses"])
+        prompt, response = array_of(sample["prompts"]), array_of(sample["responses"])
         logprobs, routes = sample.get("rollout_log_probs"), sample.get("routed_experts")
         ids = np.concatenate([prompt, response])
         return BatchRow(
             request_id=sample["extra_fields"][_NAME],
             token_ids=ids,
             attention=np.ones(len(ids), dtype=np.int64),
-            loss_mask=_after(len(prompt), _array(sample["response_mask"]), 0),
+            loss_mask=prefixed(len(prompt), array_of(sample["response_mask"]), 0),
             logprobs=(
                 None
                 if logprobs is None
-                else _after(len(prompt), _array(logprobs).astype(np.float64), np.nan)
+                else prefixed(len(prompt), array_of(logprobs).astype(np.float64), np.nan)
             ),
-            routes=None if routes is None else _array(routes),
+            routes=None if routes is None else array_of(routes),
         )
 
 
@@ -134,7 +109,7 @@ class PaddedBatch:
     """``_agent_loop_postprocess`` of each sample, then ``_postprocess``: prompts padded on the
     left, responses on the right.
 
-    The worker is made without its constructor, which loads a model's tokenizer; it has the fields
+    The worker is made without its constructor, which loads a model's tokenizer, and has the fields
     that the two methods read.
     """
 
@@ -142,7 +117,7 @@ class PaddedBatch:
 
     def __init__(self, verl: Verl) -> None:
         self._verl = verl
-        self.contract = _contract(verl.facts.padded_routes)
+        self.contract = verl_batch_contract(verl.facts.padded_routes)
 
     async def collate(self, samples: list[Rollout]) -> Any:
         """The ``DataProto`` of verl."""
@@ -170,7 +145,7 @@ class PaddedBatch:
 
     def rows(self, batch: Any) -> list[BatchRow]:
         """One row a sample, padding included."""
-        tensors = {name: _array(batch.batch[name]) for name in batch.batch.keys()}  # noqa: SIM118 - a TensorDict iterates over its rows
+        tensors = {name: array_of(batch.batch[name]) for name in batch.batch.keys()}  # noqa: SIM118 - a TensorDict iterates over its rows
         names = batch.non_tensor_batch[_NAME]
         width = tensors["prompts"].shape[1]
         logprobs, routes = tensors.get("rollout_log_probs"), tensors.get("routed_experts")
@@ -179,11 +154,11 @@ class PaddedBatch:
                 request_id=str(names[i]),
                 token_ids=tensors["input_ids"][i],
                 attention=tensors["attention_mask"][i],
-                loss_mask=_after(width, tensors["response_mask"][i], 0),
+                loss_mask=prefixed(width, tensors["response_mask"][i], 0),
                 logprobs=(
                     None
                     if logprobs is None
-                    else _after(width, logprobs[i].astype(np.float64), np.nan)
+                    else prefixed(width, logprobs[i].astype(np.float64), np.nan)
                 ),
                 routes=None if routes is None else routes[i],
             )
@@ -192,13 +167,13 @@ class PaddedBatch:
 
 
 class UnpaddedBatch(PaddedBatch):
-    """``left_right_2_no_padding`` behind ``_postprocess``, as trainers do it: ids and routes
-    without padding, the rest padded still.
+    """``left_right_2_no_padding`` after ``_postprocess``, as trainers call it: ids and routes lose
+    their padding, other fields keep it.
     """
 
     def __init__(self, verl: Verl) -> None:
         super().__init__(verl)
-        (self._unpad,) = attributes("verl.workers.utils.padding", "left_right_2_no_padding")
+        self._unpad = imported("verl.workers.utils.padding:left_right_2_no_padding")
 
     async def collate(self, samples: list[Rollout]) -> Any:
         """A ``TensorDict`` with nested tensors, and the names of the samples in it."""
@@ -208,39 +183,28 @@ class UnpaddedBatch(PaddedBatch):
     def rows(self, batch: Any) -> list[BatchRow]:
         """One row a sample; the response's fields are cut to its length."""
         tensors, names = batch
-        ids = [_array(one) for one in tensors["input_ids"].unbind()]
+        ids = [array_of(sequence) for sequence in tensors["input_ids"].unbind()]
         routes = tensors["routed_experts"].unbind() if "routed_experts" in tensors.keys() else None  # noqa: SIM118 - as above
         logprobs = tensors["rollout_log_probs"] if "rollout_log_probs" in tensors.keys() else None  # noqa: SIM118 - as above
         width = tensors["prompts"].shape[1]
-        out = []
+        rows = []
         for i, sequence in enumerate(ids):
             response = int(tensors["attention_mask"][i, width:].sum())
             prompt = len(sequence) - response
-            out.append(
+            rows.append(
                 BatchRow(
                     request_id=str(names[i]),
                     token_ids=sequence,
                     attention=np.ones(len(sequence), dtype=np.int64),
-                    loss_mask=_after(prompt, _array(tensors["loss_mask"][i, :response]), 0),
+                    loss_mask=prefixed(prompt, array_of(tensors["loss_mask"][i, :response]), 0),
                     logprobs=(
                         None
                         if logprobs is None
-                        else _after(
-                            prompt, _array(logprobs[i, :response]).astype(np.float64), np.nan
+                        else prefixed(
+                            prompt, array_of(logprobs[i, :response]).astype(np.float64), np.nan
                         )
                     ),
-                    routes=None if routes is None else _array(routes[i]),
+                    routes=None if routes is None else array_of(routes[i]),
                 )
             )
-        return out
-
-
-def _array(tensor: Any) -> Any:
-    """A numpy copy of a CPU tensor."""
-    return tensor.detach().cpu().numpy().copy()
-
-
-def _after(count: int, values: Any, before: float) -> Any:
-    """``values`` behind ``count`` places that hold ``before``."""
-    head: IntArray | LogprobArray = np.full(count, before, dtype=values.dtype)
-    return np.concatenate([head, values])
+        return rows

@@ -1,41 +1,34 @@
-"""verl's resume client, ``FullyAsyncLLMServerClient``, with verl's own load balancer, as a subject."""
+"""verl's resume client, ``FullyAsyncLLMServerClient`` with verl's own load balancer, as a
+subject.
+"""
 
 from __future__ import annotations
 
 import random
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from rollproof.core.contract import Contract
 from rollproof.core.engine_contract import PauseMode
 from rollproof.core.records import Request, Rollout, as_logprobs, as_routes, as_tokens
 from rollproof.fakes.engine.fleet import CURRENT_REQUEST
 from rollproof.fakes.engine.ray_handles import RayHandle
 from rollproof.simulation.mutation_guard import lend
+from rollproof.stacks._support.subjects import StackOutput, StackSubject
+from rollproof.stacks.verl.configuration import config_of, lengths_of, verl_contract
 from rollproof.stacks.verl.rollout_servers import Lengths, VerlServer, finish_reason_of, servers_of
 from rollproof.stacks.verl.upstream import Verl
-from rollproof.stacks.verl.verl_settings import client_contract, config_of, lengths_of
 
 if TYPE_CHECKING:
     from rollproof.fakes.engine.fleet import Fleet
 
-__all__ = ["Answer", "ClientSubject", "VerlHost", "sampling_of"]
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Answer:
-    """What verl handed over for a request."""
-
-    request: Request
-    output: Any
+__all__ = ["ClientSubject", "VerlHost", "sampling_of"]
 
 
 class VerlHost:
-    """verl's servers, load balancer and clients over a fleet: what every part of verl stands on.
+    """verl's servers, load balancer and clients over a fleet, which every part of verl uses.
 
-    ``response_of`` gives the configured response length for a request. There is one client per
-    length: a client has one configuration, the requests of a case may differ.
+    ``response_of`` returns the configured response length for a request. There is one client per
+    length: a client has one configuration, while the requests of a case may differ.
     """
 
     def __init__(
@@ -54,8 +47,8 @@ class VerlHost:
         self._handle = RayHandle(self.balancer)
         self._clients: dict[int | None, Any] = {}
         self._configs: dict[int | None, Any] = {}
-        # since 0.9.1 the balancer draws among equals from the global generator: seeded here so that
-        # a case has one trace
+        # Since 0.9.1 the balancer draws among equals from the global generator: without this seed a
+        # case would not have one trace.
         random.seed(fleet.case.seed)
 
     def config(self, request: Request) -> Any:
@@ -77,7 +70,7 @@ class VerlHost:
         return self._clients[response]
 
     async def sync(self, version: int | None) -> None:
-        """The order of verl's weight update: abort, load, and the step only where there is one."""
+        """Update in verl's order: abort, load, and publish the step if there is one."""
         for server in self.servers.values():
             server.note_steps()
         await self.fleet.sync(version, mode=PauseMode.ABORT, clear_cache=True)
@@ -91,11 +84,10 @@ class VerlHost:
 
 
 def sampling_of(request: Request) -> dict[str, Any]:
-    """The sampling parameters that a caller hands to verl for ``request``: its own, the wish for
-    logprobs, its limit.
+    """The sampling parameters that a caller passes to verl for ``request``.
 
-    A caller that states a limit states the tighter one; verl reads the configured response length
-    only where none is stated.
+    A caller that states a limit states the tighter one: verl reads the configured response length
+    only if none is stated.
     """
     sampling: dict[str, Any] = {**request.sampling, "logprobs": request.want_logprobs}
     if request.max_tokens is not None:
@@ -103,43 +95,40 @@ def sampling_of(request: Request) -> dict[str, Any]:
     return sampling
 
 
-class ClientSubject:
+class ClientSubject(StackSubject):
     """One request is one ``generate`` of the client."""
-
-    contract: Contract
 
     def __init__(self, verl: Verl) -> None:
         self._verl = verl
 
     def start(self, fleet: Fleet) -> None:
-        """Put verl's servers before the fleet's engines."""
+        """Put verl's servers in front of the fleet's engines."""
         fleet.pause_mode = PauseMode.ABORT
         fleet.clear_cache = True
         self._host = VerlHost(fleet, self._verl, lambda request: request.limit)
-        self.contract = client_contract(fleet)
+        self.contract = verl_contract(fleet)
 
-    async def rollout(self, request: Request) -> Answer:
-        """``generate``; what the caller hands in is lent, so that a change to it is noticed."""
+    async def rollout(self, request: Request) -> StackOutput:
+        """``generate``, with arguments in which changes are noticed."""
         output = await self._host.client(request).generate(
             request_id=request.request_id,
             prompt_ids=lend("prompt_ids", list(request.prompt_ids)),
             sampling_params=lend("sampling_params", sampling_of(request)),
             image_data=None if request.media is None else lend("image_data", [request.media]),
         )
-        return Answer(request=request, output=output)
+        return StackOutput(request=request, output=output)
 
     async def update_weights(self, version: int | None) -> None:
-        """As verl's checkpoint engine does it, without its worker groups (the checkpoint-manager
-        part has them).
+        """Update as verl's checkpoint engine does, without its worker groups: the part
+        checkpoint-manager has them.
         """
         await self._host.sync(version)
 
-    def to_record(self, native: Answer) -> Rollout:
-        """A ``TokenOutput`` as a rollout. No logprobs asked for: verl's list is empty, and says
-        nothing.
-        """
+    def to_record(self, native: StackOutput) -> Rollout:
+        """A ``TokenOutput`` as a rollout."""
         output = native.output
         tokens = as_tokens(output.token_ids)
+        # without the wish for logprobs verl's list is empty, which is no statement about them
         silent = not native.request.want_logprobs and not output.log_probs
         return Rollout(
             request_id=native.request.request_id,
@@ -152,9 +141,6 @@ class ClientSubject:
             max_version=output.extra_fields.get("max_global_steps"),
         )
 
-    def stop(self) -> None:
-        """Nothing to free."""
-
     def gauges(self) -> Mapping[str, float]:
-        """As the host counts."""
+        """Requests in flight, as the balancer counts them."""
         return self._host.gauges()

@@ -1,9 +1,9 @@
 """verl's rollout servers, on fake engines: the method names, the defaults and the conventions of
 its vLLM and SGLang servers.
 
-verl's own server classes import the engines and cannot be loaded without them, so this is the one
-part of verl that is written anew here, from ``vllm_async_server.py`` and
-``async_sglang_server.py``: everything above it is verl's own code.
+verl's own server classes import the engines and cannot be loaded without them. So this is the only
+part of verl that is reimplemented here, after ``vllm_async_server.py`` and
+``async_sglang_server.py``; everything above it is verl's own code.
 """
 
 from __future__ import annotations
@@ -15,7 +15,9 @@ from typing import TYPE_CHECKING, Any
 
 from rollproof.core.engine_contract import PauseMode
 from rollproof.core.records import EngineOutput, FinishReason, Version
-from rollproof.stacks.verl.upstream import RouteArray, Verl, VerlVersion
+from rollproof.stacks._support.subjects import wants_routes
+from rollproof.stacks.verl.release import RouteArray, VerlVersion
+from rollproof.stacks.verl.upstream import Verl
 
 if TYPE_CHECKING:
     from rollproof.fakes.engine.fake_engine import FakeEngine
@@ -34,13 +36,16 @@ __all__ = [
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ServerConvention:
-    """How one of verl's servers answers. ``name`` is its ``rollout.name``; ``least`` the smallest
-    budget that it grants.
+    """How one of verl's servers replies.
 
-    An abort before the first token carries an empty list of logprobs (``empty_logprobs``) or none,
-    and its routes where ``keeps_routes`` says so. ``engine_tensors``: routes come out of the engine
-    as tensors. ``counts_cached``: answers can say how much of the prompt was found in the prefix
-    cache.
+    Fields:
+        name: Its ``rollout.name``.
+        stop_reason: Its word for each finish reason.
+        least: The smallest budget that it grants, in tokens.
+        empty_logprobs: An abort before the first token has an empty list of logprobs, not None.
+        keeps_routes: Such an abort has its routes.
+        engine_tensors: The engine returns routes as tensors.
+        counts_cached: Replies can say how much of the prompt was in the prefix cache.
     """
 
     name: str
@@ -91,7 +96,7 @@ _REASONS: Mapping[str, FinishReason] = {
 
 
 def finish_reason_of(stop_reason: str | None) -> FinishReason | None:
-    """``stop_reason`` of verl as a finish reason; one that verl's servers do not use is an error."""
+    """The finish reason for verl's ``stop_reason``; an unknown one is an error."""
     return None if stop_reason is None else _REASONS.get(stop_reason, FinishReason.ERROR)
 
 
@@ -106,13 +111,15 @@ class Lengths:
     model: int
 
     def budget(self, stated: int | None, sent: int, least: int) -> int:
-        """What a server grants to a call of ``sent`` tokens whose sampling parameters state
-        ``stated``.
+        """The budget that a server grants to a call of ``sent`` tokens.
+
+        Args:
+            stated: The limit in the call's sampling parameters, if any.
+            sent: Tokens of the prompt.
+            least: The smallest budget that the server grants.
         """
-        wanted = (
-            min(self.response, self.prompt + self.response - sent) if stated is None else stated
-        )
-        return max(least, min(wanted, self.model - sent))
+        limit = min(self.response, self.prompt + self.response - sent) if stated is None else stated
+        return max(least, min(limit, self.model - sent))
 
 
 def token_output_fields(
@@ -123,7 +130,7 @@ def token_output_fields(
     tag: Version,
     want_logprobs: bool,
 ) -> dict[str, Any]:
-    """The fields of the ``TokenOutput`` that verl's server makes of an engine's answer."""
+    """The fields of the ``TokenOutput`` that verl's server makes of an engine's reply."""
     reason = convention.stop_reason.get(output.finish_reason, str(output.finish_reason))
     extra: dict[str, Any] = {"global_steps": tag}
     if not output.token_ids:
@@ -167,10 +174,10 @@ def _routes(output: EngineOutput, convention: ServerConvention, facts: VerlVersi
 
 
 class VerlServer:
-    """The actor that verl's client calls, over one fake engine. Its methods are those of verl's
-    server classes.
+    """The actor that verl's client calls, over a fake engine, with the methods of verl's server
+    classes.
 
-    ``lengths`` gives the configured lengths for the request that the running task works for.
+    ``lengths`` returns the configured lengths for the request of the running task.
     ``global_steps`` is the last label that was published here: an update without a step leaves it
     as it is.
     """
@@ -193,12 +200,12 @@ class VerlServer:
 
     @property
     def global_steps(self) -> Version:
-        """The tag of everything that is generated from now on."""
+        """The tag of all tokens that are sampled from now on."""
         self.note_steps()
         return self._steps
 
     def note_steps(self) -> None:
-        """Remember the engine's label: due before every update, which may take it away."""
+        """Remember the engine's label. Call it before every update, which may remove the label."""
         if self.engine.label is not None:
             self._steps = self.engine.label
 
@@ -213,10 +220,9 @@ class VerlServer:
         mm_processor_kwargs: Mapping[str, Any] | None = None,
         priority: int = 0,
     ) -> Any:
-        """One call: verl's ``TokenOutput``. The random ``request_id`` stays here: a trace repeats
-        byte for byte.
-        """
-        sampling = dict(sampling_params)  # Ray hands the actor a copy
+        """Return verl's ``TokenOutput`` of a call."""
+        # the engine does not get request_id, which is random: one case has one trace
+        sampling = dict(sampling_params)  # Ray passes a copy to the actor
         limits = [sampling.pop(key) for key in ("max_tokens", "max_new_tokens") if key in sampling]
         want_logprobs = bool(sampling.pop("logprobs", False))
         budget = self._lengths().budget(
@@ -242,7 +248,7 @@ class VerlServer:
         return self._verl.token_output(**fields)
 
     def _nothing(self, *, want_logprobs: bool) -> Any:
-        """The answer where nothing may be generated: SGLang takes a budget of 0, and verl's server
+        """The reply if nothing may be generated: SGLang takes a budget of 0, and verl's server
         empties what it returns.
         """
         return self._verl.token_output(
@@ -253,12 +259,12 @@ class VerlServer:
         )
 
     async def set_global_steps(self, global_steps: int) -> None:
-        """Nothing is left to do: the engine was told its label together with the weights."""
+        """Do nothing: the engine has got its label together with the weights."""
 
     async def abort_all_requests(
         self, reset_prefix_cache: bool = True, reject_request: bool = False
     ) -> dict[str, Any]:
-        """Pause in mode abort; later calls wait until the resume."""
+        """Pause in mode abort; later calls wait for the resume."""
         running = [call.rid for call in self.engine.in_flight]
         await self.engine.pause(PauseMode.ABORT, reset_prefix_cache)
         return {"aborted_count": len(running), "request_ids": running}
@@ -268,39 +274,32 @@ class VerlServer:
         await self.engine.resume()
 
     async def clear_kv_cache(self) -> None:
-        """Forget the prefix cache."""
+        """Clear the prefix cache."""
         self.engine.reset_prefix_cache()
 
     async def release_kv_cache(self) -> None:
-        """Give the memory of the cache back, which takes one step; the pause has emptied it
-        already.
-        """
+        """Free the memory of the cache, which takes a step; the pause has emptied it already."""
         await asyncio.sleep(self.engine.options.step)
 
     async def resume_kv_cache(self) -> None:
-        """The memory comes back, in one step, and is empty."""
+        """Allocate the memory again, which takes a step; it is empty."""
         await asyncio.sleep(self.engine.options.step)
         self.engine.reset_prefix_cache()
 
     def _tag(self, output: EngineOutput) -> Version:
-        """The step that verl's server reads when the engine has answered: the label of its last
+        """The step that verl's server reads when the engine has replied: the label of its last
         token.
-
-        Taken from the engine's answer where it says so, because a reply that the case delays was
-        tagged before its journey.
         """
-        now = self.global_steps
+        # The engine's reply names it: a reply that the case delays was tagged before its delay.
+        current = self.global_steps
         shown = output.spans[-1].version if output.spans else output.version
-        return now if shown is None or not output.token_ids else shown
+        return current if shown is None or not output.token_ids else shown
 
 
 def servers_of(fleet: Fleet, verl: Verl, lengths: Callable[[], Lengths]) -> dict[str, VerlServer]:
-    """A server of verl's over each engine of the fleet, by id. Routes are on for all calls where
-    any request wants them.
-    """
+    """A server of verl's over each engine of the fleet, by id."""
     convention = CONVENTIONS[fleet.flavour.name]
-    wanted = any(request.want_routes for request in fleet.case.requests)
     return {
-        name: VerlServer(engine, verl, convention, lengths, want_routes=wanted)
+        name: VerlServer(engine, verl, convention, lengths, want_routes=wants_routes(fleet))
         for name, engine in fleet.servers.items()
     }

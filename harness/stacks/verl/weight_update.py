@@ -26,9 +26,9 @@ class CheckpointSubject(ClientSubject):
     """The client part, with weights that arrive through verl's own checkpoint engine manager and
     its ``RolloutReplica``.
 
-    What stands below them is ours: a trainer and rollout workers without processes. ``ray.get``
-    blocks the trainer's loop in verl, so the transfer takes no time here. As verl's adapters do, a
-    worker tells its server the step only where there is one.
+    The trainer and the rollout workers below are ours, without processes. ``ray.get`` blocks the
+    trainer's loop in verl, so the transfer takes no time here. As verl's adapters do, a worker
+    publishes the step to its server only if there is one.
     """
 
     def __init__(self, verl: Verl) -> None:
@@ -36,7 +36,7 @@ class CheckpointSubject(ClientSubject):
         _without_ray(verl.checkpoint)
 
     def start(self, fleet: Fleet) -> None:
-        """The servers, and a manager over one replica of each."""
+        """Make the servers, and a manager with a replica of each."""
         super().start(fleet)
         base = self._verl.checkpoint
         replicas = [
@@ -46,27 +46,27 @@ class CheckpointSubject(ClientSubject):
         self._manager = base.CheckpointEngineManager(config, _WorkerGroup(), replicas)
 
     async def update_weights(self, version: int | None) -> None:
-        """The procedure of verl. Raises what it raises."""
+        """Update by verl's procedure. Raises what it raises."""
         for server in self._host.servers.values():
             server.note_steps()
         await self._manager.update_weights(version)
 
 
 class _Worker:
-    """The rollout side of a transfer into one engine."""
+    """The rollout side of a transfer to an engine."""
 
     def __init__(self, server: VerlServer, fleet: Fleet) -> None:
         self._engine = server.engine
         self._fleet = fleet
 
     def load(self, step: int | None) -> None:
-        """Take the trainer's weights; publish their step where there is one."""
+        """Load the trainer's weights, and publish their step if there is one."""
         version = self._fleet.weights_of(step)
         self._engine.load_now(version, step, identity=version == self._engine.version)
 
 
 class _WorkerGroup:
-    """What the manager asks of verl's ``RayWorkerGroup``; without workers it is the trainer's."""
+    """verl's ``RayWorkerGroup``, as far as the manager calls it; without workers, the trainer's."""
 
     def __init__(self, workers: Sequence[_Worker] = ()) -> None:
         self._workers = tuple(workers)
@@ -75,18 +75,19 @@ class _WorkerGroup:
     def execute_checkpoint_engine(
         self, method: Sequence[str], **_arguments: Any
     ) -> list[dict[str, Any]]:
-        """Prepare, build the process group, finalize: nothing to do."""
+        """Do nothing to prepare, to build the process group, and to finalize."""
         return [{} for _ in method]
 
     def update_weights(
         self, global_steps: int | None = None, mode: str | None = None
     ) -> list[dict[str, Any]]:
-        """Every worker loads; raises what the first one raises, after all had their turn."""
+        """Load on every worker. Raises what the first one raised, after all had their turn."""
         errors: list[EngineFailure] = []
         for worker in self._workers:
+            # workers are processes of their own: one that fails does not stop the others
             try:
                 worker.load(global_steps)
-            except EngineFailure as error:  # workers are processes of their own: one that fails does not stop the others
+            except EngineFailure as error:
                 errors.append(error)
         if errors:
             raise errors[0]
@@ -94,9 +95,7 @@ class _WorkerGroup:
 
 
 def _replica(base: Any, server: VerlServer, fleet: Fleet) -> Any:
-    """A ``RolloutReplica`` of verl's around one server, with the fields that its control methods
-    use.
-    """
+    """A ``RolloutReplica`` of a server, with the fields that its control methods read."""
 
     class Replica(base):  # type: ignore[misc]  # the base is verl's, known at run time only
         def __init__(self) -> None:
@@ -110,8 +109,8 @@ def _replica(base: Any, server: VerlServer, fleet: Fleet) -> Any:
 
 
 def _without_ray(base: Any) -> None:
-    """Put in-process stand-ins for Ray into verl's module, once per process: it gets its results
-    and makes its worker groups with them.
+    """Replace Ray in verl's module, which gets results and makes worker groups with it. The
+    replacements stay for the process.
     """
 
     def group(*, worker_handles: Sequence[_Worker], **_options: Any) -> _WorkerGroup:
@@ -124,9 +123,9 @@ def _without_ray(base: Any) -> None:
 
 
 class _Topology:
-    """A checkpoint engine's process group: none is needed."""
+    """The process group of a checkpoint engine, which is not needed."""
 
     @classmethod
     def build_topology(cls, *_sizes: Any) -> tuple[dict[str, list[Any]], dict[str, list[Any]]]:
-        """No arguments for either side."""
+        """Return no arguments for either side."""
         return {}, {}

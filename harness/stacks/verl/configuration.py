@@ -1,4 +1,4 @@
-"""verl's configuration for a case, and the contract that its client keeps."""
+"""verl's configuration for a case, and the contract of its client."""
 
 from __future__ import annotations
 
@@ -6,20 +6,9 @@ from collections.abc import Iterable
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
-from rollproof.core.contract import (
-    Contract,
-    Filler,
-    KvPolicy,
-    LayerAxis,
-    MissingLogprobs,
-    PartialOff,
-    Provenance,
-    ResumeBy,
-    Rows,
-    Sampling,
-    Versions,
-)
+from rollproof.core.contract import Contract, PartialOff, ResumeBy, Rows, Sampling, Versions
 from rollproof.core.records import Request
+from rollproof.stacks._support.subjects import ROOM, client_contract
 from rollproof.stacks.verl.rollout_servers import CONVENTIONS, Lengths
 from rollproof.stacks.verl.upstream import Verl
 
@@ -27,24 +16,22 @@ if TYPE_CHECKING:
     from rollproof.core.case import Case
     from rollproof.fakes.engine.fleet import Fleet
 
-__all__ = ["PARSER", "client_contract", "config_of", "lengths_of"]
+__all__ = ["PARSER", "config_of", "lengths_of", "verl_contract"]
 
 PARSER = "rollproof-ids"
 """The tool format that the agent loops are configured with."""
-_ROOM = 1024
-"""A response length for requests that state none, in tokens."""
 
 
 def lengths_of(case: Case, response: int | None) -> Lengths:
     """Lengths for requests whose configured response length is ``response`` (``None``: roomy).
 
-    The prompt length also bounds what a tool may answer (agent loops of 0.8.0 cut both to it), so
-    it is that of the longest of either.
+    The prompt length also limits the answer of a tool (agent loops of 0.8.0 cut both to it), so it
+    is that of the longest of either.
     """
     prompt = max(
         len(ids) for request in case.requests for ids in (request.prompt_ids, *request.turns)
     )
-    length = _ROOM if response is None else response
+    length = ROOM if response is None else response
     environment = max(sum(map(len, request.turns)) for request in case.requests)
     return Lengths(
         prompt=prompt,
@@ -65,7 +52,8 @@ def config_of(case: Case, verl: Verl, lengths: Lengths) -> Any:
 
 @lru_cache(maxsize=256)
 def _config(name: str, lengths: Lengths, partial: bool | None) -> Any:
-    """Read-only, and made once: OmegaConf takes longer to make one than a short case takes to run."""
+    """The configuration, read-only."""
+    # cached: OmegaConf takes longer to make one than a short case takes to run
     from omegaconf import OmegaConf
 
     turns = {
@@ -94,35 +82,27 @@ def _config(name: str, lengths: Lengths, partial: bool | None) -> Any:
     }
     if partial is not None:
         config["async_training"] = {"partial_rollout": partial}
-    made = OmegaConf.create(config)
-    OmegaConf.set_readonly(made, True)
-    return made
+    frozen = OmegaConf.create(config)
+    OmegaConf.set_readonly(frozen, True)
+    return frozen
 
 
-def client_contract(fleet: Fleet) -> Contract:
+def verl_contract(fleet: Fleet, **differs: Any) -> Contract:
     """What verl's client promises on the fleet's flavour.
 
     A resumed sample keeps each segment's own routes (verl#6046). Tags are ``min_global_steps`` and
     ``max_global_steps``. With partial rollout off an aborted sample comes out with its
     ``stop_reason``. Logprobs are the engine's.
     """
-    model = fleet.case.model
-    return Contract(
-        rows=Rows.FORWARDED,
-        resume=ResumeBy.CLIENT,
-        versions=Versions.MIN_MAX,
-        logprobs=fleet.flavour.logprobs,
-        abort_surfaces=not fleet.case.partial,
-        multimodal=True,
-        sampling=Sampling.FORWARDED,
-        kv_policy=KvPolicy.RECOMPUTE,
-        missing_logprobs=MissingLogprobs.NEVER,
-        partial_off=PartialOff.SURFACED,
-        layer_axis=LayerAxis.ALL,
-        **model.sizes,
-        filler=Filler.NONE,
-        dtype=fleet.flavour.dtype(model.num_experts).name,
-        provenance=Provenance.AS_SAMPLED,
+    fields: dict[str, Any] = {
+        "rows": Rows.FORWARDED,
+        "abort_surfaces": not fleet.case.partial,
+        "multimodal": True,
+        "sampling": Sampling.FORWARDED,
+        "partial_off": PartialOff.SURFACED,
+    }
+    return client_contract(
+        fleet, resume=ResumeBy.CLIENT, versions=Versions.MIN_MAX, **{**fields, **differs}
     )
 
 

@@ -1,22 +1,10 @@
-"""What AReaL's two clients have in common: a case's request as one of AReaL's, its answer as a
-rollout, and the contract.
-"""
+"""Conversions between a case and AReaL's records, and the contract of its two clients."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from rollproof.core.contract import (
-    Contract,
-    Filler,
-    KvPolicy,
-    LayerAxis,
-    Provenance,
-    ResumeBy,
-    Rows,
-    Sampling,
-    Versions,
-)
+from rollproof.core.contract import Contract, ResumeBy, Rows, Versions
 from rollproof.core.records import (
     FinishReason,
     IntArray,
@@ -27,6 +15,7 @@ from rollproof.core.records import (
     as_tokens,
 )
 from rollproof.errors import SubjectError
+from rollproof.stacks._support.subjects import budget_of, client_contract, wants_routes
 from rollproof.stacks.areal.upstream import AReaL
 
 if TYPE_CHECKING:
@@ -38,12 +27,10 @@ __all__ = [
     "disk_requests",
     "engine_of",
     "model_request",
+    "returns_routes",
     "rollout_of",
-    "wants_routes",
 ]
 
-_ROOM = 1024
-"""The response length of requests that state none, in tokens."""
 _REASONS = {
     "stop": FinishReason.STOP,
     "tool_calls": FinishReason.STOP,
@@ -57,62 +44,48 @@ def engine_of(fleet: Fleet) -> str:
     return fleet.case.flavour.partition("-")[0]
 
 
-def wants_routes(fleet: Fleet) -> bool:
-    """Whether AReaL is configured with ``return_routed_experts``: one switch for all requests,
-    which its vLLM backends do not know.
+def returns_routes(fleet: Fleet) -> bool:
+    """Whether AReaL is configured with ``return_routed_experts``, a switch for all requests that
+    its vLLM backends do not know.
     """
-    return engine_of(fleet) == "sglang" and any(
-        request.want_routes for request in fleet.case.requests
-    )
+    return engine_of(fleet) == "sglang" and wants_routes(fleet)
 
 
 def contract_of(fleet: Fleet) -> Contract:
     """What AReaL's clients promise: aborts are resumed out of sight, and every token is tagged.
 
-    Each segment's routes are kept beside its tokens, so a row is the one of its own segment. The
-    vLLM backends read no routes.
+    A row of routes is that of its own segment. The vLLM backends read no routes.
     """
-    fields: dict[str, Any] = {"rows": Rows.NONE}
-    if engine_of(fleet) == "sglang":
-        model = fleet.case.model
-        fields = {
-            "rows": Rows.FORWARDED,
-            "layer_axis": LayerAxis.ALL,
-            "num_layers": model.num_layers,
-            "moe_layers": model.moe_layers,
-            "num_experts": model.num_experts,
-            "top_k": model.top_k,
-            "filler": Filler.NONE,
-            "dtype": "int32",
-            "provenance": Provenance.AS_SAMPLED,
-        }
-    return Contract(
+    sglang = engine_of(fleet) == "sglang"
+    return client_contract(
+        fleet,
+        rows=Rows.FORWARDED if sglang else Rows.NONE,
         resume=ResumeBy.CLIENT,
         versions=Versions.TOKEN,
-        logprobs=fleet.flavour.logprobs,
-        abort_surfaces=False,
-        sampling=Sampling.OWN,
-        kv_policy=KvPolicy.RECOMPUTE,
-        **fields,
+        **({"dtype": "int32"} if sglang else {}),
     )
 
 
 def model_request(areal: AReaL, fleet: Fleet, request: Request) -> Any:
-    """A ``ModelRequest``. Its sampling parameters have AReaL's names; those that it does not have
-    stay out.
-    """
-    budget = _ROOM if request.budget is None else request.budget
-    known = {
+    """A ``ModelRequest``, with the sampling parameters that AReaL has."""
+    budget = budget_of(request)
+    sampling = {
         name: request.sampling[name]
         for name in ("temperature", "top_p", "top_k")
         if name in request.sampling
     }
-    asked = areal.hyperparameters(
-        n_samples=1, max_new_tokens=budget, max_tokens=len(request.prompt_ids) + 2 * budget, **known
+    config = areal.hyperparameters(
+        n_samples=1,
+        max_new_tokens=budget,
+        max_tokens=len(request.prompt_ids) + 2 * budget,
+        **sampling,
     )
-    metadata = {"return_routed_experts": True} if wants_routes(fleet) else {}
+    metadata = {"return_routed_experts": True} if returns_routes(fleet) else {}
     return areal.model_request(
-        rid=request.request_id, input_ids=list(request.prompt_ids), gconfig=asked, metadata=metadata
+        rid=request.request_id,
+        input_ids=list(request.prompt_ids),
+        gconfig=config,
+        metadata=metadata,
     )
 
 
@@ -143,6 +116,6 @@ def _by_layer(routes: IntArray, model: Model) -> IntArray:
     cells = model.num_layers * model.top_k
     if routes.ndim != 2 or routes.shape[1] != cells:
         raise SubjectError(
-            f"AReaL handed over routes of shape {routes.shape}: the model has {cells} cells a row."
+            f"AReaL returned routes of shape {routes.shape}: the model has {cells} cells a row."
         )
     return routes.reshape(len(routes), model.num_layers, model.top_k)

@@ -12,7 +12,7 @@ from types import ModuleType
 
 import pytest
 
-from rollproof.stacks._support.importing import standing_in
+from rollproof.stacks._support.stand_ins import stub_modules
 
 HARNESS = Path(__file__).parents[2] / "harness"
 COMPILED = """
@@ -51,13 +51,13 @@ def test_what_is_imported_beside_a_stand_in_stays_and_is_executed_once(folder: P
     """
     (folder / "compiled_package.py").write_text(COMPILED, encoding="utf-8")
     engine = ModuleType("framework_engine")
-    with pytest.raises(ZeroDivisionError), standing_in({"framework_engine": engine}):
+    with pytest.raises(ZeroDivisionError), stub_modules({"framework_engine": engine}):
         within = importlib.import_module("compiled_package")
         assert engine is within.framework_engine
         raise ZeroDivisionError
 
     assert within is importlib.import_module("compiled_package")
-    with standing_in({"framework_engine": ModuleType("framework_engine")}):
+    with stub_modules({"framework_engine": ModuleType("framework_engine")}):
         assert within is importlib.import_module("compiled_package")
 
 
@@ -65,26 +65,26 @@ def test_stand_ins_leave_what_they_replaced(folder: Path) -> None:
     """A name that was imported before is that module again, and one that was not is to be imported."""
     (folder / "framework_engine.py").write_text("real = True\n", encoding="utf-8")
     names = {name: ModuleType(name) for name in ("framework_engine", "framework_engine.part")}
-    with standing_in(names):
+    with stub_modules(names):
         assert names["framework_engine"] is importlib.import_module("framework_engine")
-        with standing_in({"framework_engine": ModuleType("another")}):
+        with stub_modules({"framework_engine": ModuleType("another")}):
             assert "another" == importlib.import_module("framework_engine").__name__
         assert names["framework_engine"] is importlib.import_module("framework_engine")
 
     real = importlib.import_module("framework_engine")
     assert real.real
     assert "framework_engine.part" not in sys.modules
-    with standing_in(names):
+    with stub_modules(names):
         assert real is not importlib.import_module("framework_engine")
     assert real is importlib.import_module("framework_engine")
 
 
 def test_no_file_changes_the_modules_in_another_way() -> None:
-    """Only ``rollproof.stacks._support.importing`` writes to ``sys.modules``."""
+    """Only ``rollproof.stacks._support.stand_ins`` writes to ``sys.modules``."""
     files = [
         path
         for path in HARNESS.rglob("*.py")
-        if path != HARNESS / "stacks" / "_support" / "importing.py"
+        if path != HARNESS / "stacks" / "_support" / "stand_ins.py"
     ]
     assert [] == [
         str(path.relative_to(HARNESS))
@@ -92,7 +92,7 @@ def test_no_file_changes_the_modules_in_another_way() -> None:
         if PATCHES.search(path.read_text(encoding="utf-8"))
     ]
     assert PATCHES.search(
-        (HARNESS / "stacks" / "_support" / "importing.py").read_text(encoding="utf-8")
+        (HARNESS / "stacks" / "_support" / "stand_ins.py").read_text(encoding="utf-8")
     )
 
 

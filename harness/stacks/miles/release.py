@@ -1,0 +1,9 @@
+"""The releases of miles that the adapters know."""
+
+from __future__ import annotations
+
+from rollproof.stacks.releases import Release
+
+__all__ = ["RELEASE"]
+
+RELEASE = Release(stack="miles", distribution="miles-rl", versions=("0.0.2",))

@@ -1,0 +1,9 @@
+"""The releases of RLinf that the adapters know."""
+
+from __future__ import annotations
+
+from rollproof.stacks.releases import Release
+
+__all__ = ["RELEASE"]
+
+RELEASE = Release(stack="rlinf", distribution="rlinf", versions=("0.3.0",))
