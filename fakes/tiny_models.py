@@ -1,5 +1,5 @@
-"""Tiny models: random checkpoints of released MoE families, small enough that real engines and
-trainers run them on a CPU in seconds.
+"""Random checkpoints of released MoE families, small enough that real engines and trainers run them
+on a CPU in seconds.
 
 Random weights as a library initialises them make useless tests: the next token is uniform over the
 vocabulary, and every token goes to almost the same experts. Here the head is sharpened until the
@@ -51,8 +51,8 @@ _ENTROPY = 1.1
 _ROUTER_SPREAD = 1.5
 """Standard deviation of a router's logits."""
 _GAIN = 1.3
-"""Matrices are drawn from N(0, (gain / sqrt(inputs))^2): large enough that what a token is routed
-to depends on those before it.
+"""Matrices are drawn from N(0, (gain / sqrt(inputs))^2): large enough that the experts of a token
+depend on the tokens before it.
 """
 _PROBES = 8
 _PROBE_LENGTH = 24
@@ -60,8 +60,9 @@ _PROBE_LENGTH = 24
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TinyFamily:
-    """An architecture of transformers at a tiny size. ``moe_layers`` are global layer indexes;
-    empty for a dense model.
+    """An architecture of transformers at a tiny size.
+
+    ``moe_layers`` are global layer indexes; empty for a dense model.
     """
 
     name: str
@@ -199,7 +200,7 @@ FAMILIES: Mapping[str, TinyFamily] = MappingProxyType(
 
 
 def family_named(name: str) -> TinyFamily:
-    """The family of that name. Raises ``UsageError`` listing the names where there is none."""
+    """Return the family of that name. Raises ``UsageError`` for an unknown one."""
     try:
         return FAMILIES[name]
     except KeyError:
@@ -219,11 +220,10 @@ def make_checkpoint(
 ) -> Path:
     """Write a checkpoint of ``family`` to ``folder`` and return it.
 
-    ``near_ties`` plants a pair of experts in every router whose scores differ by about this part of
-    themselves: wherever the two stand at the border of the top-k, rounding coarser than that
-    decides (bfloat16: about 4e-3). ``sizes`` are fields of the config, in place of the family's
-    own. Raises ``UsageError`` for a family that does not exist or a folder that holds something
-    else.
+    ``near_ties`` plants a pair of experts in every router with scores that differ by about this
+    fraction: if the two are at the border of the top-k, coarser rounding decides (bfloat16: about
+    4e-3). ``sizes`` are fields of the config, in place of the family's. Raises ``UsageError`` for
+    an unknown family, or a folder with other files.
     """
     import torch
 
@@ -246,23 +246,19 @@ def make_pair(
     dtype: str = "float32",
     near_ties: float = 0.0,
 ) -> tuple[Path, Path]:
-    """Two checkpoints of one policy, ``folder/A`` and ``folder/B``: B is A after an update
-    (``second_version``).
-    """
+    """Write two checkpoints of one policy: ``folder/B`` is ``folder/A`` after an update."""
     base = Path(folder)
     first = make_checkpoint(base / "A", family, seed=seed, dtype=dtype, near_ties=near_ties)
     return first, second_version(first, base / "B", seed=seed + 1)
 
 
 def second_version(first: str | Path, folder: str | Path, *, seed: int = 1) -> Path:
-    """A checkpoint of other weights for the model in ``first``, written to ``folder``: the same but
-    for embeddings and norms.
+    """Write a checkpoint with other embeddings and norms than the model in ``first``.
 
-    Those are the parameters that engines keep as they are loaded, where they pack, transpose or
-    fuse matrices: they can be changed in place on any device. Embeddings get noise of half their
-    own spread, norms of a fifth of their size, so that values of the one version are told from
-    those of the other at nearly every token. Tied embeddings are refused (``UsageError``): the head
-    would change with them.
+    Engines pack, transpose or fuse matrices, but keep embeddings and norms as loaded, so those can
+    be changed in place on any device. Embeddings get noise of half their spread, norms of a fifth
+    of their size, so that nearly every token has other values under the second version. Raises
+    ``UsageError`` for tied embeddings: the head would change with them.
     """
     import torch
     from transformers import AutoModelForCausalLM
@@ -293,17 +289,18 @@ def second_version(first: str | Path, folder: str | Path, *, seed: int = 1) -> P
 
 
 def _empty_folder(path: Path) -> Path:
-    """The folder, made anew where it holds a checkpoint of ours or nothing. Raises ``UsageError``
-    where it holds anything else.
+    """Create the folder, or replace an earlier checkpoint of ours.
+
+    Raises ``UsageError`` for a folder with other files.
     """
     if path.exists():
-        strangers = sorted(
+        other_files = sorted(
             entry.name for entry in path.iterdir() if entry.suffix not in (".json", ".safetensors")
         )
-        if strangers:
+        if other_files:
             raise UsageError(
-                f"{path} holds {strangers[:3]}, which no tiny model has: name a folder that is"
-                " empty or does not exist."
+                f"{path} contains {other_files[:3]}, which are not parts of a tiny model. Name a"
+                " folder that is empty or does not exist."
             )
         shutil.rmtree(path)
     path.mkdir(parents=True)
@@ -312,14 +309,14 @@ def _empty_folder(path: Path) -> Path:
 
 @contextmanager
 def _seeded(torch: Any, seed: int) -> Iterator[None]:
-    """Random numbers of torch from ``seed`` inside; the caller's go on undisturbed after it."""
+    """Seed torch's random numbers inside, and restore the caller's state afterwards."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         yield
 
 
 def _random_model(family: TinyFamily, sizes: Mapping[str, Any]) -> Any:
-    """The family's model with weights of our own choosing, float32, in evaluation mode."""
+    """Return the family's model with random weights, in float32 and evaluation mode."""
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -330,8 +327,7 @@ def _random_model(family: TinyFamily, sizes: Mapping[str, Any]) -> Any:
         for name, parameter in model.named_parameters():
             if parameter.dim() < 2:
                 continue
-            # of experts stacked in one tensor, (experts, outputs, inputs), and of plain matrices
-            # alike, inputs come last
+            # inputs are the last dimension, of plain matrices and of stacked experts
             scale = (
                 1.0
                 if "embed" in name
@@ -346,8 +342,8 @@ def _random_model(family: TinyFamily, sizes: Mapping[str, Any]) -> Any:
 
 
 def _routers(model: Any) -> dict[int, Any]:
-    """The weight ``(experts, hidden)`` of each MoE layer's router, by layer."""
-    found = {}
+    """Return the weight ``(experts, hidden)`` of each MoE layer's router, by layer."""
+    routers = {}
     for layer, block in enumerate(model.model.layers):
         for name, parameter in block.named_parameters():
             if (
@@ -355,21 +351,21 @@ def _routers(model: Any) -> dict[int, Any]:
                 and parameter.dim() == 2
                 and parameter.shape[0] > 1
             ):
-                found[layer] = parameter
-    return found
+                routers[layer] = parameter
+    return routers
 
 
 def _sharpen_head(model: Any) -> None:
-    """Scale the head until the mean entropy of the next token, over sequences that the model
-    sampled itself, is ``_ENTROPY``.
+    """Scale the head until the mean entropy of the next token is ``_ENTROPY``.
+
+    The mean is over sequences that the model itself samples.
     """
     import torch
 
     head = model.lm_head.weight
     with torch.no_grad():
-        for _ in range(
-            2
-        ):  # the second round sees contexts of the model's own, which the first round's head made
+        # the second round samples its sequences with the head of the first
+        for _ in range(2):
             logits = model(_sampled(model)).logits.flatten(0, 1).float()
             scale, low, high = 1.0, 1e-3, 1e3
             for _ in range(40):
@@ -380,7 +376,7 @@ def _sharpen_head(model: Any) -> None:
 
 
 def _sampled(model: Any) -> Any:
-    """``(probes, length)`` ids: random beginnings, each continued by the model itself."""
+    """Return ids ``(probes, length)``: random prompts, continued by the model."""
     import torch
 
     ids = torch.randint(3, model.config.vocab_size, (_PROBES, 8))
@@ -391,9 +387,7 @@ def _sampled(model: Any) -> Any:
 
 
 def _plant_near_ties(model: Any, size: float) -> None:
-    """Make expert 1 of every router all but expert 0: their logits differ by ``size`` of
-    themselves.
-    """
+    """Give experts 0 and 1 of every router logits that differ by the fraction ``size``."""
     import torch
 
     with torch.no_grad():

@@ -1,11 +1,9 @@
-"""A small mixture-of-experts language model in numpy, with gradients worked out by hand, exact in
-float64.
+"""A small mixture-of-experts language model in numpy, with gradients derived by hand, in float64.
 
-A layer mixes each token with the one before it, ``m = x + x_prev / 2``, and adds what its experts
-make of that: ``x + sum_k w_k tanh(m U_k)``. A router's scores are ``softmax(m G^T)``, and the
-weights ``w`` of the experts that it executes are their scores, divided by their sum where
-``normalised``. Which experts that are is the caller's: the model is told their ids, as a routing
-replay would have it.
+A layer mixes each token with the one before it, ``m = x + x_prev / 2``, and adds the output of its
+experts: ``x + sum_k w_k tanh(m U_k)``. A router's scores are ``softmax(m G^T)``, and the weights
+``w`` of the executed experts are their scores, divided by their sum if ``normalised``. The caller
+chooses the experts and passes their ids, as routing replay does.
 """
 
 from __future__ import annotations
@@ -26,11 +24,12 @@ Gradients: TypeAlias = "dict[str, FloatArray]"
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class TokenRows:
-    """The tokens of a microbatch in one line, sample after sample: ``tokens`` and ``before`` are
-    ``(rows,)``.
+    """The tokens of a microbatch in one line, sample after sample.
 
-    ``before`` is the row of the token before, -1 at a sample's begin. ``predicted`` are the rows
-    that predict a trained token, ``labels`` those tokens.
+    tokens: ``(rows,)``.
+    before: ``(rows,)``, the row of the previous token; -1 at the start of a sample.
+    predicted: the rows that predict a trained token.
+    labels: those tokens.
     """
 
     tokens: IntArray
@@ -41,9 +40,7 @@ class TokenRows:
 
 @dataclass
 class MoeModel:
-    """Layers of which those in ``moe`` have a router. ``nan`` in a gate is what weights number -1
-    are for.
-    """
+    """A stack of layers; those in ``moe`` have a router, the others are dense."""
 
     layers: int
     moe: tuple[int, ...]
@@ -59,8 +56,8 @@ class MoeModel:
         self.set_weights(0)
 
     def set_weights(self, number: int) -> None:
-        """The first weights (0), those plus noise (n > 0), or those with NaN in the first gate
-        (-1).
+        """Set the first weights (0), those plus noise (n > 0), or those with a NaN in the first
+        gate (-1).
         """
         random = np.random.default_rng(self.seed)
         noise = np.random.default_rng([self.seed, max(number, 0)])
@@ -77,47 +74,44 @@ class MoeModel:
         gate += size * direction(gate.shape)
 
     def zeros(self) -> Gradients:
-        """Gradients to add to."""
+        """Return gradients of zero."""
         return {name: np.zeros_like(value) for name, value in self.weights.items()}
 
     # Forward
 
     def embed(self, rows: TokenRows) -> FloatArray:
-        """``(rows, width)``."""
+        """Return the embeddings, ``(rows, width)``."""
         return self.weights["embed"][rows.tokens]
 
     def mixed(self, rows: TokenRows, x: FloatArray) -> FloatArray:
-        """Each token's row with half of the row before."""
+        """Return each token's row plus half of the previous row."""
         return x + 0.5 * np.where(rows.before[:, None] >= 0, x[rows.before], 0.0)
 
     def scores(self, layer: int, mixed: FloatArray) -> FloatArray:
-        """``(rows, experts)``: what a router chooses by."""
+        """Return a router's scores, ``(rows, experts)``."""
         logits = mixed @ self.weights[f"layers.{layer}.gate"].T
         shifted = np.exp(logits - logits.max(axis=1, keepdims=True, initial=-np.inf))
         return np.asarray(shifted / shifted.sum(axis=1, keepdims=True))
 
     def gates(self, scores: FloatArray, ids: IntArray) -> FloatArray:
-        """``(rows, top_k)``: the weights of the experts that are executed."""
-        taken = np.take_along_axis(scores, ids, axis=1)
-        return taken / taken.sum(axis=1, keepdims=True) if self.normalised else taken
+        """Return the weights of the executed experts, ``(rows, top_k)``."""
+        weights = np.take_along_axis(scores, ids, axis=1)
+        return weights / weights.sum(axis=1, keepdims=True) if self.normalised else weights
 
     def dense(self, layer: int, rows: TokenRows, x: FloatArray) -> FloatArray:
-        """A layer without router."""
+        """Run a layer without a router."""
         return x + np.tanh(self.mixed(rows, x) @ self.weights[f"layers.{layer}.dense"])
 
     def sparse(self, layer: int, rows: TokenRows, x: FloatArray, ids: IntArray) -> FloatArray:
-        """A layer whose router executes ``ids`` ``(rows, top_k)``; their order within a row makes
-        no difference.
-        """
+        """Run a layer with the experts ``ids``, ``(rows, top_k)``; their order does not matter."""
+        # the order of a sum changes its last bits: equal sets of experts must give equal results
         ids = np.sort(ids, axis=1)
         mixed = self.mixed(rows, x)
         weights = self.gates(self.scores(layer, mixed), ids)
         return np.asarray(x + (weights[:, :, None] * self._experts(layer, mixed, ids)).sum(axis=1))
 
     def loss(self, rows: TokenRows, x: FloatArray, scale: float) -> tuple[float, FloatArray]:
-        """The summed negative logprob of the labels times ``scale``, and the logprobs
-        ``(labels,)``.
-        """
+        """Return the sum of negative logprobs times ``scale``, and the logprobs ``(labels,)``."""
         logits = x[rows.predicted] @ self.weights["head"]
         shifted = logits - logits.max(axis=1, keepdims=True, initial=-np.inf)
         logprobs = shifted[np.arange(len(logits)), rows.labels] - np.log(
@@ -125,12 +119,12 @@ class MoeModel:
         )
         return float(-logprobs.sum() * scale), logprobs
 
-    # Backward: each adds to ``out`` and returns the gradient of its input
+    # Backward: each method adds to ``out`` and returns the gradient of its input
 
     def loss_backward(
         self, rows: TokenRows, x: FloatArray, scale: float, out: Gradients
     ) -> FloatArray:
-        """Of ``loss``."""
+        """Compute the gradient of ``loss``."""
         used = x[rows.predicted]
         logits = used @ self.weights["head"]
         shifted = np.exp(logits - logits.max(axis=1, keepdims=True, initial=-np.inf))
@@ -145,7 +139,7 @@ class MoeModel:
     def dense_backward(
         self, layer: int, rows: TokenRows, x: FloatArray, dy: FloatArray, out: Gradients
     ) -> FloatArray:
-        """Of ``dense``."""
+        """Compute the gradient of ``dense``."""
         mixed, weight = self.mixed(rows, x), self.weights[f"layers.{layer}.dense"]
         d_pre = dy * (1.0 - np.tanh(mixed @ weight) ** 2)
         out[f"layers.{layer}.dense"] += mixed.T @ d_pre
@@ -160,7 +154,7 @@ class MoeModel:
         dy: FloatArray,
         out: Gradients,
     ) -> FloatArray:
-        """Of ``sparse``."""
+        """Compute the gradient of ``sparse``."""
         ids = np.sort(ids, axis=1)
         mixed = self.mixed(rows, x)
         scores = self.scores(layer, mixed)
@@ -176,13 +170,13 @@ class MoeModel:
         return dy + self._unmixed(rows, d_mixed + d_logits @ self.weights[f"layers.{layer}.gate"])
 
     def embed_backward(self, rows: TokenRows, dx: FloatArray, out: Gradients) -> None:
-        """Of ``embed``."""
+        """Compute the gradient of ``embed``."""
         np.add.at(out["embed"], rows.tokens, dx)
 
     def logits_backward(
         self, scores: FloatArray, ids: IntArray, weights: FloatArray, d_weights: FloatArray
     ) -> FloatArray:
-        """``(rows, experts)``: the gradient of a router's logits from that of its weights."""
+        """Return the gradient of a router's logits, ``(rows, experts)``."""
         if self.normalised:
             total = np.take_along_axis(scores, ids, axis=1).sum(axis=1, keepdims=True)
             d_weights = (d_weights - (d_weights * weights).sum(axis=1, keepdims=True)) / total
@@ -191,7 +185,7 @@ class MoeModel:
         return np.asarray(scores * (d_scores - (d_scores * scores).sum(axis=1, keepdims=True)))
 
     def _experts(self, layer: int, mixed: FloatArray, ids: IntArray) -> FloatArray:
-        """``(rows, top_k, width)``: what each executed expert makes of its row."""
+        """Return the output of each executed expert, ``(rows, top_k, width)``."""
         return np.asarray(
             np.tanh(np.einsum("nd,nkde->nke", mixed, self.weights[f"layers.{layer}.experts"][ids]))
         )
@@ -199,7 +193,8 @@ class MoeModel:
     def _unmixed(self, rows: TokenRows, d_mixed: FloatArray) -> FloatArray:
         dx = d_mixed.copy()
         later = np.flatnonzero(rows.before >= 0)
-        dx[rows.before[later]] += 0.5 * d_mixed[later]  # a row is the row before of one row at most
+        # a row precedes at most one row, so the indexes are unique
+        dx[rows.before[later]] += 0.5 * d_mixed[later]
         return dx
 
     def _shapes(self) -> list[tuple[str, tuple[int, ...]]]:
@@ -217,5 +212,5 @@ class MoeModel:
 
 
 def chosen(scores: FloatArray, top_k: int) -> npt.NDArray[np.int64]:
-    """``(rows, top_k)``: a router's own choice, the best first, the lower id where scores tie."""
+    """Return a router's own choice, ``(rows, top_k)``: best first, lower id first in a tie."""
     return np.argsort(-scores, axis=1, kind="stable")[:, :top_k].astype(np.int64)

@@ -1,8 +1,7 @@
-"""Collating: a correct conversion of finished samples into a padded training batch, with one small
-step per field.
+"""A correct conversion of finished samples into a padded training batch, one method a field.
 
-Prompts are padded on the left and responses on the right, as verl and SkyRL do, so that all
-responses begin at one place. Like ``resuming``, it is written to be read and to be broken.
+Prompts are padded on the left and responses on the right, as in verl and SkyRL, so that all
+responses begin at the same place. Known bugs override its methods.
 """
 
 from __future__ import annotations
@@ -34,9 +33,11 @@ _A = TypeVar("_A", bound="npt.NDArray[Any]")
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class CollatedBatch:
-    """``tokens``, ``attention``, ``loss_mask`` and ``logprobs`` are ``(samples, places)``;
-    ``routes`` is ``(samples, places, layers, top_k)`` and ``routed`` ``(samples, places)``, both
-    ``None`` where no sample has routes.
+    """A padded batch.
+
+    tokens, attention, loss_mask, logprobs: ``(samples, places)``.
+    routes: ``(samples, places, layers, top_k)``; ``None`` if no sample has routes.
+    routed: ``(samples, places)``, 1 at captured rows; ``None`` if no sample has routes.
     """
 
     ids: tuple[str, ...]
@@ -49,9 +50,7 @@ class CollatedBatch:
 
 
 class Collator:
-    """A ``BatchSubject``. Raises ``ValueError`` for samples whose fields have lengths that do not
-    fit each other.
-    """
+    """A ``BatchSubject``; raises ``ValueError`` if the fields of a sample do not fit its tokens."""
 
     contract: Contract = Contract(
         rows=Rows.FORWARDED,
@@ -73,7 +72,7 @@ class Collator:
     )
 
     def collate(self, samples: list[Rollout]) -> CollatedBatch:
-        """Every sample becomes a row, in order."""
+        """Return a batch with one row for each sample, in order."""
         for sample in samples:
             self.check(sample)
         self.left: int = max(len(sample.prompt_ids) for sample in samples)
@@ -90,7 +89,7 @@ class Collator:
         )
 
     def rows(self, batch: CollatedBatch) -> list[BatchRow]:
-        """The rows of the batch, one per sample."""
+        """Return the rows of the batch, one for each sample."""
         return [
             BatchRow(
                 request_id=name,
@@ -104,13 +103,13 @@ class Collator:
             for i, name in enumerate(batch.ids)
         ]
 
-    # Each field of one sample
+    # Fields of one sample
 
     def check(self, sample: Rollout) -> None:
-        """Refuse a sample whose fields do not fit its tokens."""
+        """Raise ``ValueError`` if the fields of a sample do not fit its tokens."""
         response = len(sample.response_ids)
-        wanted = {"logprobs": {response}, "loss_mask": {response}, "routes": {sample.total - 1}}
-        for name, lengths in wanted.items():
+        expected = {"logprobs": {response}, "loss_mask": {response}, "routes": {sample.total - 1}}
+        for name, lengths in expected.items():
             value = getattr(sample, name)
             if value is not None and len(value) not in lengths and response:
                 raise ValueError(
@@ -119,11 +118,11 @@ class Collator:
                 )
 
     def start(self, sample: Rollout) -> int:
-        """The place of the sample's first token."""
+        """Return the place of the sample's first token."""
         return self.left - len(sample.prompt_ids)
 
     def tokens(self, sample: Rollout) -> IntArray:
-        """``(places,)``: padding is token 0."""
+        """Return ``(places,)``; padding is token 0."""
         return _place(
             np.zeros(self.width, dtype=np.int64),
             self.start(sample),
@@ -131,18 +130,18 @@ class Collator:
         )
 
     def attention(self, sample: Rollout) -> IntArray:
-        """``(places,)``: 1 where a token of the sample stands."""
+        """Return ``(places,)``: 1 at the tokens of the sample."""
         return _place(
             np.zeros(self.width, dtype=np.int64), self.start(sample), np.ones(sample.total)
         )
 
     def loss_mask(self, sample: Rollout) -> IntArray:
-        """``(places,)``: 1 where the loss counts."""
+        """Return ``(places,)``: 1 at trained tokens."""
         mask = np.ones(len(sample.response_ids)) if sample.loss_mask is None else sample.loss_mask
         return _place(np.zeros(self.width, dtype=np.int64), self.left, mask)
 
     def logprobs(self, sample: Rollout) -> LogprobArray:
-        """``(places,)``: NaN where there is none."""
+        """Return ``(places,)``; NaN for a missing logprob."""
         values = (
             np.full(len(sample.response_ids), np.nan)
             if sample.logprobs is None
@@ -155,19 +154,19 @@ class Collator:
         return any(sample.routes is not None for sample in samples)
 
     def routes(self, sample: Rollout) -> IntArray:
-        """``(places, layers, top_k)``: -1 where no row was captured."""
+        """Return ``(places, layers, top_k)``; -1 for a row that was not captured."""
         empty = np.full(
             (self.width, self.contract.route_layers, self.contract.top_k or 1), -1, dtype=np.int16
         )
         return empty if sample.routes is None else _place(empty, self.start(sample), sample.routes)
 
     def routed(self, sample: Rollout) -> IntArray:
-        """``(places,)``: 1 where a row was captured."""
+        """Return ``(places,)``: 1 at captured rows."""
         count = 0 if sample.routes is None else len(sample.routes)
         return _place(np.zeros(self.width, dtype=np.int64), self.start(sample), np.ones(count))
 
 
 def _place(row: _A, start: int, values: npt.ArrayLike) -> _A:
-    """Write ``values`` into ``row`` from ``start`` on; returns ``row``."""
+    """Write ``values`` into ``row`` from ``start`` on, and return it."""
     row[start : start + len(np.asarray(values))] = values
     return row

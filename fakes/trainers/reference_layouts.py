@@ -1,8 +1,7 @@
-"""Laying: correct layout functions, written row by row, so that they owe nothing to the reference
-that judges them.
+"""Correct layout functions, written row by row, independent of the reference that judges them.
 
-Where ``rollproof.layouts`` computes index arrays and composes them, this walks over tokens and asks
-for each where it goes. Like ``collating``, it is written to be read and to be broken.
+``rollproof.layouts`` computes index arrays and composes them; this module walks over tokens and
+places each one. Known bugs override its methods.
 """
 
 from __future__ import annotations
@@ -44,14 +43,14 @@ class MegatronLike:
     # Tokens
 
     def complete(self, layout: Layout, routes: IntArray, tokens: int) -> IntArray:
-        """The captured rows, and filler behind them."""
-        least = {Rows.ALL: tokens, Rows.FORWARDED: tokens - 1}.get(layout.held, 0)
-        if not least <= len(routes) <= tokens:
+        """Return the captured rows, followed by filler."""
+        minimum = {Rows.ALL: tokens, Rows.FORWARDED: tokens - 1}.get(layout.held, 0)
+        if not minimum <= len(routes) <= tokens:
             raise ValueError(f"{len(routes)} rows for {tokens} tokens")
         return np.concatenate([routes, self.filler(layout, tokens - len(routes), routes.shape[1:])])
 
     def filler(self, layout: Layout, rows: int, shape: tuple[int, ...]) -> IntArray:
-        """``(rows, *shape)``: k distinct experts a row, or what the layout declares."""
+        """Return ``(rows, *shape)``: k distinct experts a row, or the declared fill."""
         out = np.zeros((rows, *shape), dtype=np.int64)
         if layout.fill is Fill.SENTINEL:
             out -= 1
@@ -62,13 +61,13 @@ class MegatronLike:
         return out
 
     def pair(self, layout: Layout, tokens: IntArray, routes: IntArray) -> Pair:
-        """The model is fed all tokens."""
+        """Return the tokens that the model gets (all), and one row for each."""
         return tokens, np.concatenate(
             [routes, self.filler(layout, len(tokens) - len(routes), routes.shape[1:])]
         )
 
     def pad(self, layout: Layout, samples: Sequence[IntArray], prompts: Sequence[int]) -> Pair:
-        """One line a sample, and the attention mask."""
+        """Return one line a sample, and the attention mask."""
         left = max(prompts)
         width = self.width(layout, samples, prompts)
         batch = np.zeros((len(samples), width, *samples[0].shape[1:]), dtype=samples[0].dtype)
@@ -83,8 +82,8 @@ class MegatronLike:
         return batch, attention
 
     def width(self, layout: Layout, samples: Sequence[IntArray], prompts: Sequence[int]) -> int:
-        """Places of a line: enough for the longest sample, or for the longest prompt and the
-        longest response.
+        """Return the places of a line: enough for the longest sample, or for the longest prompt and
+        the longest response.
         """
         longest = max(len(sample) for sample in samples)
         if layout.side is Side.BOTH:
@@ -94,14 +93,14 @@ class MegatronLike:
         return longest + -longest % layout.alignment.multiple(layout.mesh)
 
     def unpad(self, layout: Layout, batch: IntArray, attention: IntArray) -> list[IntArray]:
-        """The attended rows of each line."""
+        """Return the attended rows of each line."""
         return [
-            np.array([row for row, kept in zip(line, mask, strict=True) if kept])
+            np.array([row for row, attended in zip(line, mask, strict=True) if attended])
             for line, mask in zip(batch, attention, strict=True)
         ]
 
     def padded_lengths(self, layout: Layout, lengths: Sequence[int]) -> list[int]:
-        """Each length rounded up; the last one takes what the sum lacks."""
+        """Return each length rounded up; the last one takes the padding of the sum."""
         multiple, total = (
             layout.alignment.multiple(layout.mesh),
             layout.alignment.total_multiple(layout.mesh),
@@ -111,7 +110,7 @@ class MegatronLike:
         return out
 
     def lines(self, layout: Layout, samples: Sequence[IntArray]) -> list[IntArray]:
-        """Each sample with the padding behind it."""
+        """Return each sample, followed by its padding."""
         room = self.padded_lengths(layout, [len(sample) for sample in samples])
         return [
             np.concatenate([s, self.filler(layout, n - len(s), s.shape[1:])])
@@ -119,12 +118,12 @@ class MegatronLike:
         ]
 
     def pack(self, layout: Layout, samples: Sequence[IntArray]) -> Pair:
-        """All lines behind each other, and where each begins."""
+        """Return all lines, one after the other, and where each begins."""
         lines = self.lines(layout, samples)
         return np.concatenate(lines), np.cumsum([0, *(len(line) for line in lines)])
 
     def unpack(self, layout: Layout, rows: IntArray, lengths: Sequence[int]) -> list[IntArray]:
-        """The first rows of each line."""
+        """Return the rows of each sample, without padding."""
         out, start = [], 0
         for length, room in zip(lengths, self.padded_lengths(layout, lengths), strict=True):
             out.append(rows[start : start + length])
@@ -134,8 +133,9 @@ class MegatronLike:
     # Ranks
 
     def owner(self, layout: Layout, place: int, room: int, start: int, total: int) -> int:
-        """The context-parallel rank of place ``place`` of a line of ``room`` rows, which begins at
-        ``start`` of ``total`` rows.
+        """Return the context-parallel rank of a place in a line.
+
+        The line has ``room`` rows and begins at row ``start`` of ``total`` rows.
         """
         size = layout.mesh.cp
         if layout.context is Context.CONTIGUOUS:
@@ -146,7 +146,7 @@ class MegatronLike:
         return min(chunk, 2 * size - 1 - chunk)
 
     def context(self, layout: Layout, samples: Sequence[IntArray], rank: Rank) -> IntArray:
-        """The rows whose owner is the rank, in packed order."""
+        """Return the rows that belong to the rank, in packed order."""
         lines = self.lines(layout, samples)
         total, start, out = sum(len(line) for line in lines), 0, [lines[0][:0]]
         for line in lines:
@@ -161,7 +161,7 @@ class MegatronLike:
     def context_merge(
         self, layout: Layout, pieces: Sequence[IntArray], lengths: Sequence[int]
     ) -> list[IntArray]:
-        """Each place of each sample from the next unread row of its owner."""
+        """Fill each place of each sample from the next unread row of its owner."""
         rooms, out, start = self.padded_lengths(layout, lengths), [], 0
         read = [iter(piece) for piece in pieces]
         for length, room in zip(lengths, rooms, strict=True):
@@ -171,17 +171,17 @@ class MegatronLike:
         return out
 
     def tensor_slice(self, layout: Layout, rows: IntArray, rank: Rank) -> IntArray:
-        """One piece a rank."""
+        """Return the rank's piece of the rows."""
         return np.split(rows, layout.mesh.tp)[rank.tp]
 
     def ulysses(self, layout: Layout, rows: IntArray, rank: Rank) -> IntArray:
-        """One piece a rank, of rows that were padded to divide."""
+        """Return the rank's piece of the rows, padded to divide evenly."""
         size = layout.mesh.ulysses
         more = self.filler(layout, -len(rows) % size, rows.shape[1:])
         return np.split(np.concatenate([rows, more]), size)[rank.ulysses]
 
     def flatten(self, layout: Layout, batch: IntArray) -> IntArray:
-        """Router rows in the model's order."""
+        """Return router rows in the model's order."""
         samples, width = batch.shape[:2]
         if layout.order is Order.BATCH_MAJOR:
             return np.array([batch[b, s] for b in range(samples) for s in range(width)])
@@ -190,21 +190,21 @@ class MegatronLike:
     # Layers
 
     def column(self, layout: Layout, layer: Layer) -> int:
-        """The payload's column of a MoE layer."""
+        """Return the payload's column of a MoE layer."""
         return (
-            layer if layout.layer_axis is LayerAxis.ALL else sum(one < layer for one in layout.moe)
+            layer if layout.layer_axis is LayerAxis.ALL else sum(moe < layer for moe in layout.moe)
         )
 
     def stage_layers(self, layout: Layout, rank: Rank, chunk: int) -> list[Layer]:
-        """The layers of a chunk."""
+        """Return the layers of a chunk."""
         return self.built(layout, rank, chunk)
 
     def routers(self, layout: Layout, rank: Rank, chunk: int) -> list[Layer]:
-        """The MoE layers of a chunk."""
+        """Return the MoE layers of a chunk."""
         return self.routed(layout, rank, chunk)
 
     def built(self, layout: Layout, rank: Rank, chunk: int) -> list[Layer]:
-        """Layers are dealt out chunk by chunk, rank by rank."""
+        """Return the layers of a chunk; they are dealt out chunk by chunk, rank by rank."""
         counts, layer = layout.stages.counts(layout.num_layers, layout.mesh.pp, layout.mesh.vpp), 0
         for v in range(layout.mesh.vpp):
             for pp in range(layout.mesh.pp):
@@ -214,19 +214,19 @@ class MegatronLike:
         raise ValueError(f"there is no chunk {chunk} on {rank}")
 
     def routed(self, layout: Layout, rank: Rank, chunk: int) -> list[Layer]:
-        """The MoE layers among them."""
+        """Return the MoE layers among ``built``."""
         return [layer for layer in self.built(layout, rank, chunk) if layer in layout.moe]
 
     def select(
         self, layout: Layout, rows: IntArray, rank: Rank, chunk: int
     ) -> dict[Layer, IntArray]:
-        """Each router's column."""
+        """Return the column of each router."""
         return {
             layer: rows[:, self.column(layout, layer)] for layer in self.routed(layout, rank, chunk)
         }
 
     def passes(self, layout: Layout, microbatches: int) -> list[Pass]:
-        """Groups of microbatches, each through all chunks."""
+        """Return the forward passes: groups of microbatches, each through all chunks."""
         out, size = [], layout.group or layout.mesh.pp
         for start in range(0, microbatches, size):
             group = range(start, min(start + size, microbatches))
@@ -237,7 +237,9 @@ class MegatronLike:
     def serve(
         self, layout: Layout, operations: Sequence[Operation], recompute: bool
     ) -> tuple[list[Pass], int]:
-        """One queue per chunk; what recompute does not take is dropped at the end."""
+        """Return the targets in the order of their use, and how many are left in the chunks'
+        queues.
+        """
         queues: dict[int, list[Pass]] = {chunk: [] for chunk in range(layout.mesh.vpp)}
         used = []
         for operation in operations:
@@ -251,7 +253,7 @@ class MegatronLike:
     def reorder(
         self, layout: Layout, recorded: Sequence[IntArray], microbatches: int, rank: Rank
     ) -> list[IntArray]:
-        """The chunks of each microbatch side by side."""
+        """Return the chunks of each microbatch, next to each other."""
         parts: dict[Pass, IntArray] = dict(
             zip(self.passes(layout, microbatches), recorded, strict=True)
         )
@@ -261,9 +263,13 @@ class MegatronLike:
         ]
 
     def gather_stages(self, layout: Layout, stages: Sequence[IntArray]) -> IntArray:
-        """Layer by layer from the rank that has it."""
+        """Return all layers, each from the rank that has it."""
         owned = [
-            [one for v in range(layout.mesh.vpp) for one in self.routed(layout, Rank(pp=pp), v)]
+            [
+                layer
+                for chunk in range(layout.mesh.vpp)
+                for layer in self.routed(layout, Rank(pp=pp), chunk)
+            ]
             for pp in range(layout.mesh.pp)
         ]
         columns = []
@@ -273,7 +279,7 @@ class MegatronLike:
         return np.stack(columns, axis=1)
 
     def merge(self, layout: Layout, recorded: Any, lengths: Sequence[int]) -> list[IntArray]:
-        """Tensor-parallel pieces behind each other, then context-parallel ranks, layer by layer."""
+        """Join tensor-parallel pieces, then context-parallel ranks, layer by layer."""
         mesh = layout.mesh
         out: list[IntArray] = []
         for layer in layout.moe:
@@ -287,12 +293,12 @@ class MegatronLike:
             out = out or [
                 np.zeros((len(s), layout.columns, s.shape[-1]), dtype=np.int64) for s in samples
             ]
-            for whole, rows in zip(out, samples, strict=True):
-                whole[:, self.column(layout, layer)] = rows
+            for merged, rows in zip(out, samples, strict=True):
+                merged[:, self.column(layout, layer)] = rows
         return out
 
     def stage(self, layout: Layout, layer: Layer) -> tuple[int, int]:
-        """The pipeline rank and chunk that build a layer."""
+        """Return the pipeline rank and the chunk of a layer."""
         places = [(pp, v) for pp in range(layout.mesh.pp) for v in range(layout.mesh.vpp)]
         return next((pp, v) for pp, v in places if layer in self.built(layout, Rank(pp=pp), v))
 
@@ -304,12 +310,12 @@ class MegatronLike:
         rank: Rank,
         chunk: int,
     ) -> dict[Layer, IntArray]:
-        """Final rows, then packing, context and tensor slices, then the layer map."""
-        whole = [
+        """Return each router's target: final rows, packing, context and tensor slices, layers."""
+        complete = [
             self.complete(layout, payload, length)
             for payload, length in zip(payloads, lengths, strict=True)
         ]
-        rows = self.context(layout, whole, rank)
+        rows = self.context(layout, complete, rank)
         if layout.mesh.sequence_parallel:
             rows = self.tensor_slice(layout, rows, rank)
         return self.select(layout, rows, rank, chunk)
@@ -317,7 +323,7 @@ class MegatronLike:
     # Samples
 
     def microbatches(self, layout: Layout, lengths: Sequence[int], most: int) -> list[list[int]]:
-        """Filled in order."""
+        """Return the samples of each microbatch, filled in order."""
         out: list[list[int]] = [[]]
         for i, length in enumerate(lengths):
             if sum(lengths[j] for j in out[-1]) + length > most:
@@ -328,7 +334,7 @@ class MegatronLike:
     def restore(
         self, layout: Layout, values: Sequence[Sequence[IntArray]], indexes: Sequence[Sequence[int]]
     ) -> list[IntArray]:
-        """Each value to its sample's place."""
+        """Return the values in the order of the samples."""
         placed = {
             i: value
             for part, order in zip(values, indexes, strict=True)
@@ -337,26 +343,26 @@ class MegatronLike:
         return [placed[i] for i in range(len(placed))]
 
     def divide(self, layout: Layout, samples: Sequence[Pair], parts: int) -> list[list[Pair]]:
-        """Longest sample first, to the part with the fewest tokens."""
+        """Give the longest sample first, each to the part with the fewest tokens."""
         out: list[list[Pair]] = [[] for _ in range(parts)]
         for sample in sorted(samples, key=lambda pair: -len(pair[0])):
             min(out, key=lambda part: sum(len(tokens) for tokens, _ in part)).append(sample)
         return out
 
     def keep(self, layout: Layout, samples: Sequence[Pair], kept: Sequence[int]) -> list[Pair]:
-        """The samples named."""
+        """Return the samples with the indexes ``kept``."""
         return [samples[i] for i in kept]
 
     def compact(self, layout: Layout, ids: IntArray) -> IntArray:
-        """uint8 for up to 256 experts, int16 beyond."""
+        """Return uint8 for up to 256 experts, int16 beyond."""
         return ids.astype(np.uint8 if layout.num_experts <= 256 else np.int16)
 
     def fill(self, layout: Layout, rows: int) -> IntArray:
-        """Padding rows."""
+        """Return padding rows."""
         return self.filler(layout, rows, (layout.columns, layout.top_k))
 
     def join(self, layout: Layout, segments: Sequence[Segment]) -> tuple[IntArray, list[Version]]:
-        """Each position from the first call that returned it, or from the last one."""
+        """Return each position from the first call that returned it, or from the last one."""
         rows: dict[int, IntArray] = {}
         versions: dict[int, Version] = {}
         for segment in segments:

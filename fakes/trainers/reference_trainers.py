@@ -1,6 +1,4 @@
-"""Replay references: correct trainers of different conventions and meshes, on which every check
-must be clean.
-"""
+"""Correct replaying trainers with different conventions and meshes; no check may fail on them."""
 
 from __future__ import annotations
 
@@ -27,8 +25,9 @@ _BOTH = Alignment(by=("tp", "2cp"))
 
 
 class DenseFirst(ReplayTrainer):
-    """A dense first layer, payloads with a column for it, padded on the left, rows in the order of
-    places; sequence parallel.
+    """Has a dense first layer, and a payload column for it; sequence parallel.
+
+    Batches are padded on the left, rows are sequence-major.
     """
 
     layout: ClassVar[Layout] = Layout(
@@ -47,8 +46,9 @@ class DenseFirst(ReplayTrainer):
 
 
 class RecordingTrainer(ReplayTrainer):
-    """Records its own routes (R2), a column for each MoE layer, over uneven stages one of which has
-    no router.
+    """Records its own routes (R2), with columns of MoE layers only, over uneven pipeline stages.
+
+    The first stage has no router.
     """
 
     layout: ClassVar[Layout] = Layout(
@@ -67,7 +67,7 @@ class RecordingTrainer(ReplayTrainer):
 
 
 class Zigzag(ReplayTrainer):
-    """Packed sequences, zigzag context parallel and sequence parallel, of sizes that differ."""
+    """Packs sequences; zigzag context parallel and sequence parallel, of different sizes."""
 
     layout: ClassVar[Layout] = Layout(
         num_layers=3,
@@ -80,8 +80,9 @@ class Zigzag(ReplayTrainer):
 
 
 class Contiguous(ReplayTrainer):
-    """Contiguous context parallel over all packed rows; rows without a target execute distinct
-    dummies.
+    """Contiguous context parallel over all packed rows.
+
+    Rows without a target execute distinct dummy experts.
     """
 
     layout: ClassVar[Layout] = Layout(
@@ -99,7 +100,7 @@ class Contiguous(ReplayTrainer):
 
 
 class Interleaved(ReplayTrainer):
-    """Two pipeline ranks with two chunks each: rank 0 holds layers 0 and 2."""
+    """Two pipeline ranks with two chunks each: rank 0 has layers 0 and 2."""
 
     layout: ClassVar[Layout] = Layout(num_layers=4, num_experts=8, top_k=2, mesh=Mesh(pp=2, vpp=2))
     microbatches = 4
@@ -126,7 +127,7 @@ class Pipelined(ReplayTrainer):
 
 
 class ManyExperts(ReplayTrainer):
-    """More experts than a byte counts, weights that are normalised, and an MTP layer behind."""
+    """More experts than a byte can number, normalised weights, and an MTP layer."""
 
     layout: ClassVar[Layout] = Layout(num_layers=2, num_experts=300, top_k=2)
     normalised = True
@@ -135,7 +136,7 @@ class ManyExperts(ReplayTrainer):
 
 
 class CapturedPrefix(ReplayTrainer):
-    """Payloads may end early: what was not captured is left to the router."""
+    """Payloads may end early; the router chooses for rows that were not captured."""
 
     layout: ClassVar[Layout] = Layout(
         num_layers=3, num_experts=8, top_k=2, held="captured-prefix", packed=False

@@ -1,10 +1,9 @@
-"""Replaying: a trainer with routing replay that is right, in small steps that known bugs make
-wrong.
+"""A correct trainer with routing replay, in small methods that known bugs override.
 
-The ranks of its mesh live in one process: the model is computed once, on all rows of a microbatch,
-and every rank's router is asked for the rows that it would see. Each router holds one target and a
-queue of targets for the backward pass, as Megatron's ``RouterReplay`` does; microbatches run
-through pipeline stages and chunks in the order of 1F1B, interleaved where there are chunks.
+All ranks of its mesh run in one process: the model is computed once, on all rows of a microbatch,
+and the router of each rank chooses for the rows that the rank would see. A router has one target
+and a queue of targets for the recompute, like Megatron's ``RouterReplay``; microbatches run through
+pipeline stages and chunks in the order of 1F1B, interleaved if there are chunks.
 """
 
 from __future__ import annotations
@@ -41,8 +40,17 @@ __all__ = ["ReplayTrainer"]
 
 
 class ReplayTrainer:
-    """A ``ReplaySubject``. Subclasses set what is declared below; ``others`` are models of other
-    roles that live beside the policy.
+    """A ``ReplaySubject``; subclasses override the class attributes.
+
+    layout: the model and the layout of its rows.
+    mode: replay of a rollout's routes (R3) or of the trainer's own (R2).
+    free_rows: what rows without a target execute.
+    others: the models of other roles, next to the policy.
+    normalised: divide the weights of a token's experts by their sum.
+    mtp: the policy has a multi-token prediction layer.
+    microbatches: microbatches of a step.
+    width: the hidden size.
+    parallel: the parallelism in words, for reports.
     """
 
     layout: ClassVar[Layout] = Layout(num_layers=3, num_experts=8, top_k=2)
@@ -74,11 +82,11 @@ class ReplayTrainer:
         }
         self.ended: bool = True
 
-    # What a ReplaySubject offers
+    # ReplaySubject
 
     def run(self, step: Step, spy: Spy) -> Outcome:
-        """One step: targets are installed as microbatches come, and everything is forgotten at the
-        end, however it ends.
+        """Run one step: install targets microbatch by microbatch, and clear everything at the end,
+        also after a failure.
         """
         self.begin(step)
         try:
@@ -87,15 +95,15 @@ class ReplayTrainer:
             self.end(step)
 
     def set_weights(self, number: int) -> None:
-        """As the protocol says."""
+        """Set the weights numbered ``number``."""
         self.model.set_weights(number)
 
     def nudge(self, layer: int, size: float) -> None:
-        """As the protocol says."""
+        """Move the gate of a layer by ``size``."""
         self.model.nudge(layer, size)
 
     def residue(self) -> Mapping[str, int]:
-        """What of replay is left."""
+        """Return what replay has left behind in the routers, by kind."""
         routers = [
             *self.routers.values(),
             *(router for _, routers in self.models.values() for router in routers.values()),
@@ -108,7 +116,7 @@ class ReplayTrainer:
         }
 
     def variant(self, name: str) -> ReplayTrainer:
-        """As the protocol says. Raises ``UnsupportedStep`` for other names."""
+        """Return a variant of the trainer. Raises ``UnsupportedStep`` for an unknown name."""
         if name == "no-moe-layers":
             return _Dense(type(self))()
         if name == "fused":
@@ -116,45 +124,45 @@ class ReplayTrainer:
         raise UnsupportedStep(f"there is no variant {name!r} of this trainer")
 
     def reference(self, step: Step) -> Outcome:
-        """The step sample by sample, without layout, microbatches, routers or queues."""
+        """Compute the step sample by sample, without layout, microbatches, routers or queues."""
         scale = 1.0 / max(1, sum(len(sample.response_ids) for sample in step.samples))
         loss, gradients = 0.0, self.model.zeros()
         for sample in step.samples:
-            wanted = plain_targets(self.contract, sample)
+            targets = plain_targets(self.contract, sample)
             rows = token_rows((sample,))[0]
             inputs = [self.model.embed(rows)]
-            taken: list[IntArray | None] = []
+            executed: list[IntArray | None] = []
             for layer in range(self.model.layers):
                 x = inputs[-1]
                 if layer not in self.model.moe:
                     inputs.append(self.model.dense(layer, rows, x))
-                    taken.append(None)
+                    executed.append(None)
                     continue
                 own = chosen(self.model.scores(layer, self.model.mixed(rows, x)), self.layout.top_k)
                 ids = (
                     own
-                    if layer not in wanted
-                    else np.where(wanted[layer][:, :1] < 0, own, wanted[layer])
+                    if layer not in targets
+                    else np.where(targets[layer][:, :1] < 0, own, targets[layer])
                 )
                 inputs.append(self.model.sparse(layer, rows, x, ids))
-                taken.append(ids)
+                executed.append(ids)
             loss += self.model.loss(rows, inputs[-1], scale)[0]
             dx = self.model.loss_backward(rows, inputs[-1], scale, gradients)
             for layer in reversed(range(self.model.layers)):
-                executed = taken[layer]
-                if executed is None:
+                chosen_ids = executed[layer]
+                if chosen_ids is None:
                     dx = self.model.dense_backward(layer, rows, inputs[layer], dx, gradients)
                 else:
                     dx = self.model.sparse_backward(
-                        layer, rows, inputs[layer], executed, dx, gradients
+                        layer, rows, inputs[layer], chosen_ids, dx, gradients
                     )
             self.model.embed_backward(rows, dx, gradients)
         return outcome_of(step, self.layout.moe, loss, {}, gradients)
 
-    # What it is made of
+    # Models and routers
 
     def make_model(self, seed: int, extra: int) -> MoeModel:
-        """A model of the layout's sizes, with ``extra`` MTP layers behind."""
+        """Return a model of the layout's sizes, with ``extra`` MTP layers at the end."""
         layout = self.layout
         return MoeModel(
             layers=layout.num_layers + extra,
@@ -168,7 +176,7 @@ class ReplayTrainer:
         )
 
     def make_routers(self, layers: Sequence[int]) -> dict[tuple[int, int], ReplayRouter]:
-        """One router per layer and rank that sees rows, by layer and index of the rank."""
+        """Return one router for each layer and rank with rows, by layer and index of the rank."""
         return {
             (layer, number): ReplayRouter(layer, self.layout.top_k)
             for layer in layers
@@ -176,7 +184,7 @@ class ReplayTrainer:
         }
 
     def replayed(self) -> list[ReplayRouter]:
-        """The routers that replay is for: those of the policy, without MTP layers."""
+        """Return the replayed routers: those of the policy without its MTP layers."""
         return [
             router for (layer, _), router in self.routers.items() if layer < self.layout.num_layers
         ]
@@ -184,14 +192,14 @@ class ReplayTrainer:
     # A step
 
     def begin(self, step: Step) -> None:
-        """Look at what was given, and tell the routers what to do."""
+        """Check the routes, and set the action of the routers."""
         if step.action is Action.REPLAY:
             self.check(step)
         for router in self.registry:
             router.action = step.action if step.action in (Action.REPLAY, Action.RECORD) else None
 
     def end(self, step: Step) -> None:
-        """Forget targets, queues and recordings."""
+        """Clear targets, queues and recordings."""
         for router in self.registry:
             router.clear()
 
@@ -203,7 +211,7 @@ class ReplayTrainer:
                 raise ValueError(f"{sample.request_id}: {problem}.")
 
     def work(self, step: Step, spy: Spy) -> Outcome:
-        """The passes of a step, on the model that it is for."""
+        """Run the passes of a step on its model."""
         model, routers = (
             (self.model, self.routers) if step.model == "policy" else self.models[step.model]
         )
@@ -223,7 +231,7 @@ class ReplayTrainer:
         )
 
     def microbatch(self, number: int, samples: tuple[Rollout, ...], first: int) -> Microbatch:
-        """The rows of a microbatch, and which of them each rank holds."""
+        """Return the rows of a microbatch, and which of them are on each rank."""
         rows, starts = token_rows(samples)
         lengths = [sample.total for sample in samples]
         prompts = [len(sample.prompt_ids) for sample in samples]
@@ -234,7 +242,7 @@ class ReplayTrainer:
 
     def pipeline(self, run: TrainerPass) -> None:
         """Run all microbatches through all stages: each pipeline rank in its own order, as soon as
-        what it needs is there.
+        the inputs of an operation are ready.
         """
         mesh, count = self.layout.mesh, len(run.microbatches)
         todo = {rank: deque(self.order(run.step, rank, count)) for rank in range(mesh.pp)}
@@ -249,7 +257,7 @@ class ReplayTrainer:
                     )
 
     def order(self, step: Step, rank: int, count: int) -> Sequence[Operation]:
-        """What a pipeline rank does, in order."""
+        """Return the operations of a pipeline rank, in order."""
         mesh = self.layout.mesh
         if step.backward:
             return operations(count, pp=mesh.pp, rank=rank, vpp=mesh.vpp, group=self.layout.group)
@@ -259,7 +267,7 @@ class ReplayTrainer:
         return [Operation(microbatch=microbatch, chunk=chunk) for microbatch, chunk in table]
 
     def operate(self, run: TrainerPass, rank: int, operation: Operation) -> None:
-        """One microbatch through one chunk, forward or backward."""
+        """Run one microbatch through one chunk, forward or backward."""
         microbatch, mesh = run.microbatches[operation.microbatch], self.layout.mesh
         layers = self.layout.chunks()[rank][operation.chunk]
         last = rank == mesh.pp - 1 and operation.chunk == mesh.vpp - 1
@@ -286,7 +294,7 @@ class ReplayTrainer:
             self.head(run, microbatch)
 
     def arm(self, run: TrainerPass, microbatch: Microbatch, rank: int, chunk: int) -> None:
-        """Give the routers of one chunk the targets of a microbatch."""
+        """Install the targets of a microbatch in the routers of one chunk."""
         keep = run.step.backward and run.step.recompute is not Recompute.NONE
         for number, (place, source) in enumerate(microbatch.sources):
             for layer, target in self.targets(
@@ -304,7 +312,7 @@ class ReplayTrainer:
         *,
         keep: bool,
     ) -> None:
-        """Give one router its target."""
+        """Install a target in one router."""
         run.routers[layer, number].install(target, keep=keep)
         run.spy.rank = number
         run.spy.installed(layer, microbatch=microbatch.number)
@@ -312,30 +320,28 @@ class ReplayTrainer:
     def targets(
         self, step: Step, microbatch: Microbatch, rank: Rank, source: Source, chunk: int
     ) -> dict[int, IntArray]:
-        """What the routers of a chunk must execute, by layer: ``(rows, top_k)``, -1 in the rows
-        that are left to the router.
-        """
+        """Return the targets of a chunk's routers, by layer: ``(rows, top_k)``, -1 in free rows."""
         payloads = [self.payload(sample) for sample in microbatch.samples]
-        whole: dict[int, IntArray] = {
+        targets: dict[int, IntArray] = {
             **self.layout.targets(payloads, rank, chunk, lengths=microbatch.lengths)
         }
         if self.free_rows is FreeRows.DUMMY:
-            return whole
+            return targets
         captured = self.captured(microbatch, source)
-        return {layer: np.where(captured[:, None], target, -1) for layer, target in whole.items()}
+        return {layer: np.where(captured[:, None], target, -1) for layer, target in targets.items()}
 
     def captured(self, microbatch: Microbatch, source: Source) -> npt.NDArray[np.bool_]:
-        """``(rows,)``: which rows of a rank have a target."""
-        held = [len(self.payload(sample)) for sample in microbatch.samples]
-        return self.layout.captured(source, held) if held else np.zeros(len(source), dtype=bool)
+        """Return ``(rows,)``: whether a row of a rank has a target."""
+        counts = [len(self.payload(sample)) for sample in microbatch.samples]
+        return self.layout.captured(source, counts) if counts else np.zeros(len(source), dtype=bool)
 
     def payload(self, sample: Rollout) -> IntArray:
-        """The captured rows ``(rows, layers, top_k)`` of a sample."""
+        """Return the captured rows of a sample, ``(rows, layers, top_k)``."""
         assert sample.routes is not None
         return sample.routes
 
     def layer_forward(self, run: TrainerPass, microbatch: Microbatch, layer: int) -> None:
-        """One layer of one microbatch."""
+        """Run one layer on one microbatch."""
         x = microbatch.inputs[layer] = microbatch.x
         if layer not in run.model.moe:
             microbatch.x = run.model.dense(layer, microbatch.rows, x)
@@ -346,13 +352,11 @@ class ReplayTrainer:
     def experts(
         self, run: TrainerPass, layer: int, microbatch: Microbatch, x: FloatArray, ids: IntArray
     ) -> FloatArray:
-        """The experts ``ids`` on the rows ``x``."""
+        """Run the experts ``ids`` on the rows ``x``."""
         return run.model.sparse(layer, microbatch.rows, x, ids)
 
     def layer_backward(self, run: TrainerPass, microbatch: Microbatch, layer: int) -> None:
-        """The gradient through one layer; its router is asked again where activations are
-        recomputed.
-        """
+        """Compute the gradient through one layer; with recompute, its router chooses again."""
         x, rows = microbatch.inputs[layer], microbatch.rows
         if layer not in run.model.moe:
             microbatch.dx = run.model.dense_backward(layer, rows, x, microbatch.dx, run.gradients)
@@ -365,7 +369,7 @@ class ReplayTrainer:
     def experts_backward(
         self, run: TrainerPass, layer: int, microbatch: Microbatch, x: FloatArray, ids: IntArray
     ) -> FloatArray:
-        """The gradient of ``experts``."""
+        """Compute the gradient of ``experts``."""
         return run.model.sparse_backward(
             layer, microbatch.rows, x, ids, microbatch.dx, run.gradients
         )
@@ -373,7 +377,7 @@ class ReplayTrainer:
     def route(
         self, run: TrainerPass, microbatch: Microbatch, layer: int, x: FloatArray, phase: Phase
     ) -> IntArray:
-        """Ask every rank's router for its rows, and put the answers together: ``(rows, top_k)``."""
+        """Return the choices of all ranks' routers, put together: ``(rows, top_k)``."""
         scores = run.model.scores(layer, run.model.mixed(microbatch.rows, x))
         ids = np.zeros((len(scores), self.layout.top_k), dtype=np.int64)
         for number, (_, source) in enumerate(microbatch.sources):
@@ -398,7 +402,7 @@ class ReplayTrainer:
         return ids
 
     def head(self, run: TrainerPass, microbatch: Microbatch) -> None:
-        """Loss and logprobs of a microbatch."""
+        """Compute loss and logprobs of a microbatch."""
         loss, logprobs = run.model.loss(microbatch.rows, microbatch.x, run.scale)
         run.loss += loss
         start = 0
@@ -407,16 +411,16 @@ class ReplayTrainer:
             start += len(sample.response_ids)
 
     def recorded(self, run: TrainerPass) -> dict[str, IntArray]:
-        """What the routers recorded, put together over ranks, stages and microbatches, by request."""
+        """Return the recordings, merged over ranks, stages and microbatches, by request."""
         out: dict[str, IntArray] = {}
         for microbatch in run.microbatches:
-            held: dict[tuple[Rank, int], dict[int, IntArray]] = {}
+            pieces: dict[tuple[Rank, int], dict[int, IntArray]] = {}
             for layer in self.layout.moe:
                 pp, chunk, _ = self.layout.stage_of(layer)
                 for number, (rank, _) in enumerate(microbatch.sources):
                     piece = run.routers[layer, number].recorded[microbatch.number]
-                    held.setdefault((replace(rank, pp=pp), chunk), {})[layer] = piece
-            merged = self.layout.merge(held, microbatch.lengths)
+                    pieces.setdefault((replace(rank, pp=pp), chunk), {})[layer] = piece
+            merged = self.layout.merge(pieces, microbatch.lengths)
             out |= {
                 sample.request_id: rows.astype(np.int16)
                 for sample, rows in zip(microbatch.samples, merged, strict=True)
@@ -453,7 +457,7 @@ ReplayTrainer.contract = _contract(ReplayTrainer)
 
 
 def _Dense(base: type[ReplayTrainer]) -> type[ReplayTrainer]:  # noqa: N802 - it makes a class
-    """The trainer on a model without MoE layers: there is nothing to replay, and it says so."""
+    """Return the trainer on a model without MoE layers, which refuses to replay."""
 
     class Dense(base):  # type: ignore[misc, valid-type]
         def begin(self, step: Step) -> None:
@@ -464,7 +468,7 @@ def _Dense(base: type[ReplayTrainer]) -> type[ReplayTrainer]:  # noqa: N802 - it
 
 
 def _Fused(base: type[ReplayTrainer]) -> type[ReplayTrainer]:  # noqa: N802 - as above
-    """The trainer with a fused router, which replay cannot reach."""
+    """Return the trainer with a fused router, which replay cannot reach."""
 
     class Fused(base):  # type: ignore[misc, valid-type]
         def begin(self, step: Step) -> None:

@@ -1,6 +1,4 @@
-"""Replay parts: what the replaying trainer is made of: routers, microbatches on their way, and what
-it looks at.
-"""
+"""Parts of the replaying trainer: routers, microbatches and passes in progress, and its inputs."""
 
 from __future__ import annotations
 
@@ -33,8 +31,9 @@ __all__ = [
 
 
 class ReplayRouter:
-    """The replay state of one router on one rank. ``action`` is ``None`` where it chooses by its
-    own scores.
+    """The replay state of one router on one rank.
+
+    ``action`` is ``None`` while it chooses by its own scores.
     """
 
     def __init__(self, layer: int, top_k: int) -> None:
@@ -46,15 +45,16 @@ class ReplayRouter:
         self.recorded: list[IntArray] = []
 
     def install(self, target: IntArray, *, keep: bool) -> None:
-        """Take the target ``(rows, top_k)`` of the next forward pass, -1 in rows that are free;
-        ``keep`` it for the recompute, too.
+        """Set the target of the next forward pass, and of the recompute with ``keep``.
+
+        The target is ``(rows, top_k)``, -1 in free rows.
         """
         self.target = target
         if keep:
             self.queue.append(target)
 
     def choose(self, scores: FloatArray, phase: Phase) -> IntArray:
-        """``(rows, top_k)``: the experts to execute for rows of ``scores`` ``(rows, experts)``."""
+        """Return the experts to execute, ``(rows, top_k)``, for scores ``(rows, experts)``."""
         if self.action is not Action.REPLAY:
             own = chosen(scores, self.top_k)
             if self.action is Action.RECORD and phase is Phase.FORWARD:
@@ -65,7 +65,7 @@ class ReplayRouter:
         return np.where(free, chosen(scores, self.top_k), target) if free.any() else target
 
     def take(self, phase: Phase) -> IntArray:
-        """The target of a pass. Raises ``RuntimeError`` where there is none."""
+        """Remove and return the target of a pass. Raises ``RuntimeError`` if there is none."""
         if phase is Phase.RECOMPUTE:
             if not self.queue:
                 raise RuntimeError(
@@ -78,7 +78,7 @@ class ReplayRouter:
         return target
 
     def clear(self) -> None:
-        """Forget everything."""
+        """Clear action, target, queue and recordings."""
         self.action, self.target = None, None
         self.queue.clear()
         self.recorded.clear()
@@ -86,8 +86,13 @@ class ReplayRouter:
 
 @dataclass(eq=False)
 class Microbatch:
-    """One microbatch on its way: its samples, where its rows are on each rank, and the activations
-    so far.
+    """A microbatch in progress.
+
+    first: index of its first sample in the step.
+    starts: first row of each sample, and the number of rows.
+    sources: the rows of each rank.
+    inputs, executed: inputs and experts of each layer.
+    x, dx: the current activations and their gradient.
     """
 
     number: int
@@ -103,11 +108,11 @@ class Microbatch:
 
     @property
     def lengths(self) -> list[int]:
-        """Tokens of each sample."""
+        """Return the number of tokens of each sample."""
         return [sample.total for sample in self.samples]
 
     def places(self, source: Source) -> npt.NDArray[np.int64]:
-        """``(rows,)``: which of the microbatch's rows a rank's row is; -1 for padding."""
+        """Return ``(rows,)``: the microbatch's row of each row of a rank; -1 for padding."""
         filled = np.where(source.filled, source.sample, 0)
         return np.where(
             source.filled, self.starts[filled] + source.position if len(self.samples) else -1, -1
@@ -116,7 +121,7 @@ class Microbatch:
 
 @dataclass(eq=False)
 class TrainerPass:
-    """A step on its way."""
+    """A step in progress."""
 
     step: Step
     spy: Spy
@@ -132,7 +137,7 @@ class TrainerPass:
 def is_ready(
     operation: Operation, rank: int, pp: int, vpp: int, done: set[tuple[int, int, bool]]
 ) -> bool:
-    """Whether what an operation needs of its neighbour stages is there."""
+    """Whether the neighbour stages have produced the inputs of an operation."""
     stage = operation.chunk * pp + rank
     if not operation.backward:
         return stage == 0 or (operation.microbatch, stage - 1, False) in done
@@ -142,7 +147,7 @@ def is_ready(
 
 
 def token_rows(samples: Sequence[Rollout]) -> tuple[TokenRows, npt.NDArray[np.int64]]:
-    """The tokens of samples in one line, and where each sample begins."""
+    """Return the tokens of all samples in one line, and the first row of each sample."""
     tokens = [sample.prompt_ids + sample.response_ids for sample in samples]
     starts = np.cumsum([0, *map(len, tokens)], dtype=np.int64)
     before = np.arange(-1, starts[-1] - 1)
@@ -169,16 +174,16 @@ def outcome_of(
     logprobs: dict[str, FloatArray],
     gradients: Gradients,
 ) -> Outcome:
-    """The results of a step, gradients as sketches; those of forward-only steps have none."""
+    """Return the results of a step, gradients as sketches; a forward-only step has none."""
     if not step.backward:
         return Outcome(step=step.name, loss=loss, logprobs=logprobs)
-    told = {name: sketch(value) for name, value in gradients.items()}
-    gates = {layer: told[f"layers.{layer}.gate"] for layer in moe}
-    return Outcome(step=step.name, loss=loss, logprobs=logprobs, gradients=told, gates=gates)
+    sketches = {name: sketch(value) for name, value in gradients.items()}
+    gates = {layer: sketches[f"layers.{layer}.gate"] for layer in moe}
+    return Outcome(step=step.name, loss=loss, logprobs=logprobs, gradients=sketches, gates=gates)
 
 
 def plain_targets(contract: Contract, sample: Rollout) -> dict[int, IntArray]:
-    """By layer: the target of each token, -1 where there is none."""
+    """Return the target of each token, by layer; -1 for a token without one."""
     if sample.routes is None:
         return {}
     out: dict[int, IntArray] = {}
@@ -190,7 +195,7 @@ def plain_targets(contract: Contract, sample: Rollout) -> dict[int, IntArray]:
 
 
 def problem_of(contract: Contract, sample: Rollout) -> str | None:
-    """What is wrong with the routes of a sample."""
+    """Return what is wrong with the routes of a sample, if anything is."""
     routes: Any = sample.routes
     if routes is None:
         return "it has no routes"
@@ -201,13 +206,13 @@ def problem_of(contract: Contract, sample: Rollout) -> str | None:
             f"its routes have the shape {routes.shape}, not (rows, {contract.route_layers},"
             f" {contract.top_k})"
         )
-    least = 0 if contract.rows is Rows.CAPTURED_PREFIX else sample.total - 1
-    most = sample.total if contract.rows is Rows.CAPTURED_PREFIX else sample.total - 1
-    if not least <= len(routes) <= most:
+    shortest = 0 if contract.rows is Rows.CAPTURED_PREFIX else sample.total - 1
+    longest = sample.total if contract.rows is Rows.CAPTURED_PREFIX else sample.total - 1
+    if not shortest <= len(routes) <= longest:
         return f"it has {len(routes)} rows for {sample.total} tokens"
     moe = np.sort(routes[:, list(contract.moe_columns)].astype(np.int64), axis=2)
     if moe.size and (moe.min() < 0 or moe.max() >= (contract.num_experts or 1)):
-        return "its routes hold ids that are no experts"
+        return "its routes contain ids of no expert"
     if (moe[:, :, 1:] == moe[:, :, :-1]).any():
-        return "a row of its routes holds an expert twice"
+        return "a row of its routes contains an expert twice"
     return None
