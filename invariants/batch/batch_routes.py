@@ -134,7 +134,7 @@ def _report_rows(
         if elsewhere:
             observed += (
                 f"; token {first}'s row is at place {elsewhere[0]},"
-                f" {abs(elsewhere[0] - place)} places away"
+                f" {count(abs(elsewhere[0] - place), 'place')} away"
             )
     out.finding(
         "route rows do not stand at their tokens",

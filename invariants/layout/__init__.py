@@ -1,8 +1,8 @@
-"""Layout: rows and layers reach the ranks, microbatches and routers that they belong to, and come
-back from there.
+"""The family ``layout``: rows and layers reach the ranks, microbatches and routers that they belong
+to, and come back.
 
-One check for each transformation between a payload and router rows; subjects are layout functions
-(``rollproof.layouts``).
+There is one check for each transformation between a payload and router rows; subjects are layout
+functions (``rollproof.layouts``).
 """
 
 from __future__ import annotations

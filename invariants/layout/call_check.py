@@ -1,5 +1,5 @@
-"""Layout calls: what a subject's layout function returned beside what the reference gives, decoded;
-and how a check is made of that.
+"""Calls of a subject's layout functions with their reference, decoded; and the decorators for
+checks of layouts.
 """
 
 from __future__ import annotations
@@ -33,13 +33,13 @@ __all__ = [
 
 @dataclass(frozen=True, eq=False)
 class LayoutCall:
-    """One call of a trace, with its inputs and reference made again from its numbers."""
+    """One call of a trace, with its inputs and its reference computed again from its numbers."""
 
     event: Laid
 
     @cached_property
     def call(self) -> Call:
-        """The numbers of the call. Raises ``LayoutError`` where a trace holds none."""
+        """The numbers of the call. Raises ``LayoutError`` if a trace holds none."""
         return Call.from_dict(self.event.given)
 
     @property
@@ -53,7 +53,7 @@ class LayoutCall:
         return self.event.refused is None and self.event.misfit is None and not self.call.defect
 
     def before_tensor_slice(self, cp: int | None = None) -> Source:
-        """The rows of a context-parallel rank (default: that of the call) before any slice over
+        """Return the rows of a context-parallel rank (default: the call's) before any slice over
         tensor-parallel ranks.
         """
         layout = replace(self.layout, mesh=replace(self.layout.mesh, sequence_parallel=False))
@@ -62,7 +62,7 @@ class LayoutCall:
         )
 
     def place(self, **more: Scalar) -> dict[str, Scalar]:
-        """A finding's place: the function, the sizes, the samples and the rank."""
+        """Return the place of a finding: the function, the sizes, the samples and the rank."""
         call, mesh = self.call, self.layout.mesh
         sizes = {
             name: getattr(mesh, name)
@@ -83,8 +83,8 @@ class LayoutCall:
         return {**place, **more}
 
     def cells(self, source: Source, columns: list[int] | None = None) -> npt.NDArray[np.int64]:
-        """The coded number of each row of ``source`` and column: ``(*shape, columns)``; -1 in
-        padding.
+        """Return the coded number of each row of ``source`` and column: ``(*shape, columns)``; -1
+        in padding.
         """
         coding = self.call.coding
         chosen = (
@@ -95,9 +95,9 @@ class LayoutCall:
         ] * coding.columns + chosen
         return np.where(source.filled[..., None], cells, -1)
 
-    def told(self, row: IntArray, cells: IntArray) -> str:
-        """What a row ``(columns, width)`` holds, whose decoded numbers are ``cells``: whose it is,
-        or the ids as they are.
+    def describe(self, row: IntArray, cells: IntArray) -> str:
+        """Describe what a row ``(columns, width)`` with decoded numbers ``cells`` holds: its owner,
+        or the ids.
         """
         if not len(cells):
             return "no columns"
@@ -105,21 +105,21 @@ class LayoutCall:
             ids = row[int(np.flatnonzero(cells < 0)[0])].tolist()
             return f"ids {ids[:8]}, which no position has"
         places = [self.call.coding.place(int(cell)) for cell in cells]
-        whose = listing(
+        owner = listing(
             dict.fromkeys(
                 f"position {position} of sample {sample}" for sample, position, _ in places
             )
         )
         columns = [column for _, _, column in places]
-        return whose if columns == list(range(len(columns))) else f"{whose}, columns {columns}"
+        return owner if columns == list(range(len(columns))) else f"{owner}, columns {columns}"
 
 
 def compare_rows(
-    one: LayoutCall,
+    record: LayoutCall,
     out: Collector,
     counter: str,
     rows: IntArray,
-    wanted: Source,
+    expected: Source,
     *,
     title: str,
     hint: str,
@@ -127,95 +127,103 @@ def compare_rows(
     columns: list[int] | None = None,
     **place: Scalar,
 ) -> None:
-    """Compare rows ``(*wanted.shape, columns, width)`` with the reference, padding aside; one
-    finding says what stands where.
+    """Compare rows ``(*expected.shape, columns, width)`` with the reference, except for padding.
 
-    ``others`` are layouts that could have been meant, by name: the finding names the one that fits.
-    ``columns`` are the payload's columns that the rows should hold (default: all). Shapes must have
-    been compared before.
+    Shapes must have been compared before.
+
+    Args:
+        record: The call.
+        out: Takes the finding.
+        counter: Counts the compared rows.
+        rows: The rows that the function returned.
+        expected: Where each row comes from.
+        title: The title of the finding.
+        hint: The hint of the finding.
+        others: Layouts that could have been meant, by name: the finding names the one that fits.
+        columns: The payload's columns that the rows should hold (default: all).
+        **place: More keys for the place of the finding.
     """
-    cells = one.call.coding.decode(rows) if rows.shape[-1] == one.call.coding.width else None
-    goal = one.cells(wanted, columns)
-    out.exercised(counter, int(wanted.filled.sum()))
-    if cells is None or cells.shape != goal.shape:
+    cells = record.call.coding.decode(rows) if rows.shape[-1] == record.call.coding.width else None
+    expected_cells = record.cells(expected, columns)
+    out.exercised(counter, int(expected.filled.sum()))
+    if cells is None or cells.shape != expected_cells.shape:
         out.finding(
             f"{title}: another shape",
-            expected=f"rows {(*goal.shape, one.call.coding.width)}",
+            expected=f"rows {(*expected_cells.shape, record.call.coding.width)}",
             observed=f"{rows.shape}",
-            where=one.place(**place),
+            where=record.place(**place),
             hint=(
-                "Rows keep their columns and their top_k: what is flattened must be unfolded again."
+                "Rows keep their columns and their top_k: what is flattened must be"
+                " unflattened again."
             ),
         )
         return
-    wrong = (cells != goal).any(axis=-1) & wanted.filled
+    wrong = (cells != expected_cells).any(axis=-1) & expected.filled
     if not wrong.any():
         return
     first = tuple(int(i) for i in np.argwhere(wrong)[0])
-    meant = next(
+    fitting = next(
         (
             name
             for name, other in (others or {}).items()
-            if _fits(one, cells, wanted.filled, other, columns)
+            if _fits(record, cells, expected.filled, other, columns)
         ),
         None,
     )
     row = " of sample ".join(str(i) for i in reversed(first))
     out.finding(
         title,
-        expected=f"row {row}: {one.told(rows[first], goal[first])}",
+        expected=f"row {row}: {record.describe(rows[first], expected_cells[first])}",
         observed=(
-            f"row {row} holds {one.told(rows[first], cells[first])}; so for"
-            f" {share(int(wrong.sum()), int(wanted.filled.sum()), 'row')}"
+            f"row {row} holds {record.describe(rows[first], cells[first])}; so for"
+            f" {share(int(wrong.sum()), int(expected.filled.sum()), 'row')}"
         )
-        + (f": this is {meant}" if meant else ""),
-        where=one.place(**place),
+        + (f": this is {fitting}" if fitting else ""),
+        where=record.place(**place),
         hint=hint,
     )
 
 
 def _fits(
-    one: LayoutCall,
+    record: LayoutCall,
     cells: IntArray,
-    where: npt.NDArray[np.bool_],
+    mask: npt.NDArray[np.bool_],
     other: Callable[[], Source],
     columns: list[int] | None,
 ) -> bool:
-    """Whether another layout, if it can be made at all, holds just these rows at the places that
-    count.
-    """
+    """Return whether another layout, if it exists, holds exactly these rows where ``mask`` is true."""
     try:
         source = other()
     except ValueError:
         return False
-    goal = one.cells(source, columns)
-    return goal.shape == cells.shape and bool((goal == cells)[where].all())
+    expected_cells = record.cells(source, columns)
+    return expected_cells.shape == cells.shape and bool((expected_cells == cells)[mask].all())
 
 
 def compare_parts(
-    one: LayoutCall,
+    record: LayoutCall,
     out: Collector,
     counter: str,
-    wanted: list[Source],
+    expected: list[Source],
     *,
     title: str,
     hint: str,
     columns: list[int] | None = None,
 ) -> None:
-    """Compare the arrays that a function returned, sample by sample, with the whole samples."""
-    parts = one.event.out
-    if [len(part) for part in parts] != [len(source) for source in wanted]:
+    """Compare the arrays that a function returned, one per sample, with the samples."""
+    parts = record.event.out
+    if [len(part) for part in parts] != [len(source) for source in expected]:
         out.finding(
             f"{title}: other lengths",
-            expected=f"{count(len(wanted), 'sample')} of {[len(source) for source in wanted]} rows",
+            expected=f"{count(len(expected), 'sample')} of {[len(source) for source in expected]} rows",
             observed=f"{count(len(parts), 'array')} of {[len(part) for part in parts]} rows",
-            where=one.place(),
+            where=record.place(),
             hint=hint,
         )
         return
-    for i, (part, source) in enumerate(zip(parts, wanted, strict=True)):
+    for i, (part, source) in enumerate(zip(parts, expected, strict=True)):
         compare_rows(
-            one, out, counter, part, source, title=title, hint=hint, columns=columns, sample=i
+            record, out, counter, part, source, title=title, hint=hint, columns=columns, sample=i
         )
 
 
@@ -235,16 +243,16 @@ class _PerCall(EventCheck):
         if self.functions and event.function not in self.functions:
             return
         self._called = True
-        one = LayoutCall(event)
-        if self.settled and not one.settled:
+        record = LayoutCall(event)
+        if self.settled and not record.settled:
             out.absent(
                 "every call raised, or returned something else (layout.accepts, layout.returns)"
             )
             return
-        type(self).judge(one, out)
+        type(self).judge(record, out)
 
     def finish(self, out: Collector) -> None:
-        """Say which functions the subject does not have."""
+        """Report which functions the subject does not have."""
         if not self._called:
             out.inapplicable(
                 f"the subject has no function {listing(self.functions, 'or')} that takes such a"
@@ -253,7 +261,9 @@ class _PerCall(EventCheck):
 
 
 def functions_read(checks: Iterable[Check]) -> frozenset[str] | None:
-    """The functions whose calls some checks of layouts read; ``None`` where one of them reads all."""
+    """Return the functions whose calls some checks of layouts read; ``None`` if one of them reads
+    all.
+    """
     read = [getattr(check.trace, "functions", ()) for check in checks if check.about == "layouts"]
     return None if not all(read) else frozenset(name for names in read for name in names)
 
@@ -264,17 +274,17 @@ def layout_check(
     """Make a ``Check`` of a function ``(call, out)`` that gets what the named functions returned on
     sound input.
     """
-    return _made(id, functions, promise, exercised_by, settled=True)
+    return _make_check(id, functions, promise, exercised_by, settled=True)
 
 
 def outcome_check(
     id: str, *, promise: str, exercised_by: str | tuple[str, ...]
 ) -> Callable[[Callable[[LayoutCall, Collector], None]], Check]:
-    """As ``layout_check``, for all functions and whatever became of the call."""
-    return _made(id, (), promise, exercised_by, settled=False)
+    """As ``layout_check``, for all functions and every outcome of a call."""
+    return _make_check(id, (), promise, exercised_by, settled=False)
 
 
-def _made(
+def _make_check(
     id: str,
     functions: tuple[str, ...],
     promise: str,
@@ -290,13 +300,13 @@ def _made(
             (_PerCall,),
             {"judge": staticmethod(judge), "functions": functions, "settled": settled},
         )
-        made = trace_check(
+        make_trace_check = trace_check(
             id,
             promise=promise,
             needs=f"{needs} (rollproof.layouts)",
             exercised_by=exercised_by,
             about="layouts",
         )
-        return made(fold)
+        return make_trace_check(fold)
 
     return make

@@ -1,4 +1,4 @@
-"""Layout of layers: which router reads which column, which rank builds which layer, and in which
+"""Checks on layers: which router reads which column, which rank builds which layer, and in which
 order microbatches run.
 """
 
@@ -31,15 +31,15 @@ __all__ = [
     "layout.layer-map",
     functions=("select",),
     promise=(
-        "The router of a layer reads the payload's column of that layer: dense layers, stages and"
-        " heads shift nothing."
+        "The router of a layer reads the payload's column of that layer; dense layers, stages"
+        " and heads do not shift it."
     ),
     exercised_by=("routers compared", "stages without MoE layers"),
 )
-def layout_layer_map(one: LayoutCall, out: Collector) -> None:
-    call, layout = one.call, one.layout
+def layout_layer_map(record: LayoutCall, out: Collector) -> None:
+    call, layout = record.call, record.layout
     routers = layout.routers(call.rank.pp, call.chunk)
-    layers = one.event.out[0].reshape(-1).tolist()
+    layers = record.event.out[0].reshape(-1).tolist()
     out.exercised("routers compared", len(routers))
     out.exercised("stages without MoE layers", int(not routers))
     if sorted(layers) != sorted(routers):
@@ -47,7 +47,7 @@ def layout_layer_map(one: LayoutCall, out: Collector) -> None:
             "columns for other layers than the chunk's routers",
             expected=f"layers {list(routers)}",
             observed=f"layers {sorted(layers)}",
-            where=one.place(),
+            where=record.place(),
             hint=(
                 "The routers of a chunk are the MoE layers that it builds: dense layers have none,"
                 " and a chunk may have none at all."
@@ -55,20 +55,20 @@ def layout_layer_map(one: LayoutCall, out: Collector) -> None:
         )
         return
     wrong = []
-    for layer, value in zip(layers, one.event.out[1:], strict=True):
-        column = _column(one, value)
+    for layer, value in zip(layers, record.event.out[1:], strict=True):
+        column = _column(record, value)
         if column != layout.column[layer]:
             wrong.append((layer, column))
     if wrong:
         layer, column = wrong[0]
-        whose = {held: of for of, held in layout.column.items()}
+        layer_of = {captured_count: of for of, captured_count in layout.column.items()}
         owner = (
-            f"that of layer {whose[column]}"
-            if column in whose
+            f"that of layer {layer_of[column]}"
+            if column in layer_of
             else (
                 "of no MoE layer"
                 if column is not None
-                else "or rows of several, or in another order"
+                else "or rows of several layers, or in another order"
             )
         )
         out.finding(
@@ -80,53 +80,59 @@ def layout_layer_map(one: LayoutCall, out: Collector) -> None:
             observed=(
                 f"column {column}, {owner}; so for {share(len(wrong), len(routers), 'router')}"
             ),
-            where=one.place(layer=layer),
+            where=record.place(layer=layer),
             hint=(
-                "Index by the global layer where the payload has all layers, by the ordinal among"
-                " MoE layers where it has only those; a multi-token-prediction layer is neither"
-                " (verl#5037, NeMo-RL#3903)."
+                "Index by the global layer if the payload has all layers, and by the ordinal"
+                " among MoE layers if it has only those; a multi-token-prediction layer is"
+                " neither (verl#5037, NeMo-RL#3903)."
             ),
         )
 
 
-def _column(one: LayoutCall, value: IntArray) -> int | None:
-    """The payload column that a router reads; ``None`` where its rows come from none or several, or
-    not in order.
+def _column(record: LayoutCall, value: IntArray) -> int | None:
+    """Return the payload column that a router reads; ``None`` if its rows come from none or
+    several, or are not in order.
     """
     if value.ndim == 0:
         return int(value)
-    if value.ndim != 2 or value.shape[-1] != one.call.coding.width:
+    if value.ndim != 2 or value.shape[-1] != record.call.coding.width:
         return None
-    places = [one.call.coding.place(int(cell)) for cell in one.call.coding.decode(value)]
+    places = [record.call.coding.place(int(cell)) for cell in record.call.coding.decode(value)]
     column = places[0][2] if places else -1
     return (
         column
-        if places == [(0, position, column) for position in range(one.call.lengths[0])]
+        if places == [(0, position, column) for position in range(record.call.lengths[0])]
         else None
     )
 
 
-def _chunk_layers(one: LayoutCall, out: Collector, hint: str) -> None:
+def _chunk_layers(record: LayoutCall, out: Collector, hint: str) -> None:
     """Compare the layers, or the routers, of a chunk."""
-    call, layout, got = one.call, one.layout, one.event.out[0]
-    moe = one.event.function == "routers"
-    wanted = (
+    call, layout, actual = record.call, record.layout, record.event.out[0]
+    moe = record.event.function == "routers"
+    expected = (
         layout.routers(call.rank.pp, call.chunk)
         if moe
         else layout.chunks()[call.rank.pp][call.chunk]
     )
     out.exercised("chunks compared")
-    out.exercised("chunks without layers", int(not wanted))
-    same = int(got) == len(wanted) if got.ndim == 0 else got.reshape(-1).tolist() == list(wanted)
-    if not same:
+    out.exercised("chunks without layers", int(not expected))
+    equal = (
+        int(actual) == len(expected)
+        if actual.ndim == 0
+        else actual.reshape(-1).tolist() == list(expected)
+    )
+    if not equal:
         out.finding(
             f"a chunk has other {'routers' if moe else 'layers'}",
             expected=(
-                f"{list(wanted)} (chunks of all ranks:"
+                f"{list(expected)} (chunks of all ranks:"
                 f" {[list(map(list, chunks)) for chunks in layout.chunks()]})"
             ),
-            observed=count(int(got), "layer") if got.ndim == 0 else str(got.reshape(-1).tolist()),
-            where=one.place(),
+            observed=count(int(actual), "layer")
+            if actual.ndim == 0
+            else str(actual.reshape(-1).tolist()),
+            where=record.place(),
             hint=hint,
         )
 
@@ -135,15 +141,15 @@ def _chunk_layers(one: LayoutCall, out: Collector, hint: str) -> None:
     "layout.stages",
     functions=("stage_layers", "routers"),
     promise=(
-        "Each layer is built by the pipeline rank that the division says: even, uneven, with"
-        " embedding or loss counted, custom."
+        "Each layer is built by the pipeline rank of the declared division: even, uneven,"
+        " with embedding or loss counted, custom."
     ),
     exercised_by=("chunks compared", "chunks without layers"),
 )
-def layout_stages(one: LayoutCall, out: Collector) -> None:
-    if one.layout.mesh.vpp == 1:
+def layout_stages(record: LayoutCall, out: Collector) -> None:
+    if record.layout.mesh.vpp == 1:
         _chunk_layers(
-            one,
+            record,
             out,
             "Uneven first and last stages and custom layouts shift the offset of every later"
             " stage.",
@@ -154,15 +160,15 @@ def layout_stages(one: LayoutCall, out: Collector) -> None:
     "layout.virtual-stages",
     functions=("stage_layers", "routers"),
     promise=(
-        "Chunk v of a pipeline rank follows chunk v of the rank before it, and chunk v - 1 of the"
-        " last rank."
+        "Chunk v of a pipeline rank follows chunk v of the previous rank, and chunk v - 1 of"
+        " the last rank."
     ),
     exercised_by=("chunks compared", "chunks without layers"),
 )
-def layout_virtual_stages(one: LayoutCall, out: Collector) -> None:
-    if one.layout.mesh.vpp > 1:
+def layout_virtual_stages(record: LayoutCall, out: Collector) -> None:
+    if record.layout.mesh.vpp > 1:
         _chunk_layers(
-            one,
+            record,
             out,
             "With 8 layers, pp 2 and vpp 2, rank 0 builds layers 0, 1, 4, 5: chunks alternate"
             " between ranks.",
@@ -180,71 +186,70 @@ def layout_virtual_stages(one: LayoutCall, out: Collector) -> None:
     ),
     exercised_by=("router calls compared", "recomputes compared"),
 )
-def layout_recompute(one: LayoutCall, out: Collector) -> None:
-    order = FUNCTIONS["serve"].arguments(one.call)["operations"]
-    wanted = wanted_targets(order, recompute=one.call.recompute)
-    used = [(int(microbatch), int(chunk)) for microbatch, chunk in one.event.out[0]]
-    done = [operation for operation in order if one.call.recompute or not operation.backward]
-    out.exercised("router calls compared", len(wanted))
-    out.exercised("recomputes compared", sum(operation.backward for operation in done))
-    if used != wanted:
+def layout_recompute(record: LayoutCall, out: Collector) -> None:
+    order = FUNCTIONS["serve"].arguments(record.call)["operations"]
+    expected = wanted_targets(order, recompute=record.call.recompute)
+    actual = [(int(microbatch), int(chunk)) for microbatch, chunk in record.event.out[0]]
+    passes = [operation for operation in order if record.call.recompute or not operation.backward]
+    out.exercised("router calls compared", len(expected))
+    out.exercised("recomputes compared", sum(operation.backward for operation in passes))
+    if actual != expected:
         first = next(
-            (i for i, (a, b) in enumerate(zip(used, wanted, strict=False)) if a != b),
-            min(len(used), len(wanted)),
+            (i for i, (x, y) in enumerate(zip(actual, expected, strict=False)) if x != y),
+            min(len(actual), len(expected)),
         )
         out.finding(
             "a pass uses another pass's target",
             expected=(
                 f"call {first}:"
-                f" {_pass_name(done[first]) if first < len(done) else 'none, the step has ended'}"
+                f" {_pass_name(passes[first]) if first < len(passes) else 'none, the step has ended'}"
             ),
             observed=(
-                f"the target of microbatch {used[first][0]}, chunk {used[first][1]}"
-                if first < len(used)
+                f"the target of microbatch {actual[first][0]}, chunk {actual[first][1]}"
+                if first < len(actual)
                 else "no call"
             )
-            + f"; {count(len(used), 'call')} of {len(wanted)}",
-            where=one.place(),
+            + f"; {count(len(actual), 'call')} of {len(expected)}",
+            where=record.place(),
             hint=(
-                "One queue per router, filled in forward order and emptied in backward order; a"
-                " queue shared by chunks mixes them."
+                "Use one queue per router, filled in forward order and emptied in backward"
+                " order; a queue shared by chunks mixes them."
             ),
         )
-    elif len(one.event.out) > 1 and int(one.event.out[1]):
+    elif len(record.event.out) > 1 and int(record.event.out[1]):
         out.finding(
             "targets are left when the step ends",
             expected="no target left",
-            observed=f"{int(one.event.out[1])} left",
-            where=one.place(),
+            observed=f"{int(record.event.out[1])} left",
+            where=record.place(),
             hint=(
-                "What a step leaves is replayed by the next one (SkyRL#1908): empty the queues at"
-                " the end of every step."
+                "The next step replays what is left (SkyRL#1908): empty the queues at the end"
+                " of every step."
             ),
         )
 
 
 def _pass_name(operation: Operation) -> str:
-    what = "the recompute" if operation.backward else "the forward pass"
-    return f"{what} of microbatch {operation.microbatch}, chunk {operation.chunk}"
+    kind = "the recompute" if operation.backward else "the forward pass"
+    return f"{kind} of microbatch {operation.microbatch}, chunk {operation.chunk}"
 
 
 @layout_check(
     "layout.chunk-order",
     functions=("reorder",),
     promise=(
-        "Recordings in schedule order come out by microbatch, the chunks of a rank behind each"
-        " other."
+        "Recordings in schedule order are sorted by microbatch, with the chunks of a rank in order."
     ),
     exercised_by="rows compared",
 )
-def layout_chunk_order(one: LayoutCall, out: Collector) -> None:
-    layout, call = one.layout, one.call
+def layout_chunk_order(record: LayoutCall, out: Collector) -> None:
+    layout, call = record.layout, record.call
     chunks = range(layout.mesh.vpp)
     columns = [
         layout.column[layer] for chunk in chunks for layer in layout.routers(call.rank.pp, chunk)
     ]
     compare_parts(
-        one,
+        record,
         out,
         "rows compared",
         [Source.whole(i, call.lengths[i]) for i in range(call.microbatches)],
@@ -263,19 +268,19 @@ def layout_chunk_order(one: LayoutCall, out: Collector) -> None:
     promise="The layers that pipeline ranks recorded come together in the order of the model.",
     exercised_by="rows compared",
 )
-def layout_stage_gather(one: LayoutCall, out: Collector) -> None:
-    layout, rows = one.layout, one.event.out[0]
-    if len(rows) != one.call.lengths[0]:
+def layout_stage_gather(record: LayoutCall, out: Collector) -> None:
+    layout, rows = record.layout, record.event.out[0]
+    if len(rows) != record.call.lengths[0]:
         out.finding(
             "gathering stages changed the number of rows",
-            expected=count(one.call.lengths[0], "row"),
+            expected=count(record.call.lengths[0], "row"),
             observed=str(rows.shape),
-            where=one.place(),
+            where=record.place(),
             hint="Stages are joined along the layer axis.",
         )
         return
     compare_rows(
-        one,
+        record,
         out,
         "rows compared",
         rows,

@@ -1,5 +1,5 @@
-"""Layout of samples: microbatches, data-parallel ranks, filters and compact ids: what is moved or
-stored stays what it was.
+"""Checks on samples: microbatches, data-parallel ranks, filters and compact ids move or store them
+unchanged.
 """
 
 from __future__ import annotations
@@ -35,31 +35,31 @@ __all__ = [
     promise="Every sample is in exactly one microbatch, and none has more tokens than allowed.",
     exercised_by="samples divided",
 )
-def layout_microbatches(one: LayoutCall, out: Collector) -> None:
-    parts, lengths = [part.reshape(-1).tolist() for part in one.event.out], one.call.lengths
+def layout_microbatches(record: LayoutCall, out: Collector) -> None:
+    parts, lengths = [part.reshape(-1).tolist() for part in record.event.out], record.call.lengths
     out.exercised("samples divided", len(lengths))
-    named = sorted(i for part in parts for i in part)
-    if named != list(range(len(lengths))):
+    indexes = sorted(i for part in parts for i in part)
+    if indexes != list(range(len(lengths))):
         out.finding(
             "a sample is in no microbatch, or in two",
             expected=f"each of {count(len(lengths), 'sample')} once",
             observed=str(parts),
-            where=one.place(),
+            where=record.place(),
             hint=(
-                "A division is a permutation: what it loses or doubles trains on other samples'"
-                " routes."
+                "A division must be a permutation: if it loses or doubles a sample, others"
+                " train on the wrong routes."
             ),
         )
         return
     for part in parts:
         tokens = sum(lengths[i] for i in part)
-        if tokens > one.call.most:
+        if tokens > record.call.most:
             out.finding(
                 "a microbatch has more tokens than allowed",
-                expected=f"at most {one.call.most}",
+                expected=f"at most {record.call.most}",
                 observed=f"{tokens} in samples {part}",
-                where=one.place(),
-                hint="The bound is what the rank's memory holds.",
+                where=record.place(),
+                hint="The limit is what fits into the rank's memory.",
             )
             return
 
@@ -70,12 +70,12 @@ def layout_microbatches(one: LayoutCall, out: Collector) -> None:
     promise="Values of microbatches go back to the order of the samples.",
     exercised_by="rows compared",
 )
-def layout_restore(one: LayoutCall, out: Collector) -> None:
+def layout_restore(record: LayoutCall, out: Collector) -> None:
     compare_parts(
-        one,
+        record,
         out,
         "rows compared",
-        [Source.whole(i, length) for i, length in enumerate(one.call.lengths)],
+        [Source.whole(i, length) for i, length in enumerate(record.call.lengths)],
         title="values come back in another order than the samples",
         hint=(
             "Undo the division by its inverse permutation, not by applying it again (verl"
@@ -88,13 +88,13 @@ def layout_restore(one: LayoutCall, out: Collector) -> None:
     "layout.samples",
     functions=("divide", "keep"),
     promise=(
-        "Splitting, balancing and filtering move a sample's tokens and routes together, and keep"
-        " every sample that is to be kept."
+        "Splitting, balancing and filtering move a sample's tokens and routes together, and"
+        " drop no sample that should stay."
     ),
     exercised_by="samples followed",
 )
-def layout_samples(one: LayoutCall, out: Collector) -> None:
-    call, arrays = one.call, one.event.out[1:]
+def layout_samples(record: LayoutCall, out: Collector) -> None:
+    call, arrays = record.call, record.event.out[1:]
     tokens, payloads = call.tokens(), call.payloads()
     owners = []
     for number in range(len(arrays) // 2):
@@ -102,8 +102,8 @@ def layout_samples(one: LayoutCall, out: Collector) -> None:
         owner = next(
             (
                 i
-                for i, one_tokens in enumerate(tokens)
-                if np.array_equal(one_tokens, ids.reshape(-1))
+                for i, sample_tokens in enumerate(tokens)
+                if np.array_equal(sample_tokens, ids.reshape(-1))
             ),
             None,
         )
@@ -113,8 +113,8 @@ def layout_samples(one: LayoutCall, out: Collector) -> None:
                 "tokens of no sample",
                 expected=f"the tokens of one of {count(len(tokens), 'sample')}",
                 observed=f"{ids.reshape(-1)[:6].tolist()}",
-                where=one.place(index=number),
-                hint="Splits and filters move samples whole.",
+                where=record.place(index=number),
+                hint="Splits and filters must move complete samples.",
             )
             return
         out.exercised("samples followed")
@@ -125,7 +125,7 @@ def layout_samples(one: LayoutCall, out: Collector) -> None:
             out.finding(
                 "a sample is given another's routes",
                 expected=(
-                    f"beside the tokens of sample {owner}, its own"
+                    f"with the tokens of sample {owner}, its own"
                     f" {count(len(payloads[owner]), 'row')}"
                 ),
                 observed=(
@@ -133,106 +133,106 @@ def layout_samples(one: LayoutCall, out: Collector) -> None:
                     if other is not None
                     else f"routes {routes.shape} of no sample"
                 ),
-                where=one.place(index=number),
+                where=record.place(index=number),
                 hint=(
                     "A permutation or a filter must reach every per-sample field (SkyRL#1908,"
                     " AReno#524)."
                 ),
             )
             return
-    _complete(one, out, owners)
+    _check_completeness(record, out, owners)
 
 
-def _uneven(one: LayoutCall) -> bool:
-    """Whether samples are to be divided over ranks that they are no multiple of: a framework may
-    want a multiple.
+def _is_uneven(record: LayoutCall) -> bool:
+    """Return whether samples are to be divided over ranks that they are not a multiple of: a
+    framework may need a multiple.
     """
-    return one.event.function == "divide" and len(one.call.lengths) % one.call.parts != 0
+    return record.event.function == "divide" and len(record.call.lengths) % record.call.parts != 0
 
 
-def _complete(one: LayoutCall, out: Collector, owners: list[int | None]) -> None:
-    """Every sample is there that should be, once; a filter also keeps the order that it is given.
+def _check_completeness(record: LayoutCall, out: Collector, owners: list[int | None]) -> None:
+    """Check that every sample is there once; a filter also keeps the order of its indexes.
 
-    Where samples do not divide, ranks of equal size may repeat some, or drop fewer than one for
+    If samples do not divide evenly, ranks of equal size may repeat some, or drop fewer than one for
     each rank.
     """
-    keeps = one.event.function == "keep"
-    wanted = list(one.call.kept) if keeps else list(range(len(one.call.lengths)))
-    got = owners if keeps else sorted(owner for owner in owners if owner is not None)
-    if got == wanted:
+    filtering = record.event.function == "keep"
+    expected = list(record.call.kept) if filtering else list(range(len(record.call.lengths)))
+    actual = owners if filtering else sorted(owner for owner in owners if owner is not None)
+    if actual == expected:
         return
-    sizes = set(one.event.out[0].reshape(-1).tolist())
-    if _uneven(one) and len(sizes) == 1:
-        size, parts = sizes.pop(), one.call.parts
-        repeated = size == -(-len(wanted) // parts) and set(got) == set(wanted)
-        dropped = size == len(wanted) // parts and len(set(got)) == len(got)
+    sizes = set(record.event.out[0].reshape(-1).tolist())
+    if _is_uneven(record) and len(sizes) == 1:
+        size, parts = sizes.pop(), record.call.parts
+        repeated = size == -(-len(expected) // parts) and set(actual) == set(expected)
+        dropped = size == len(expected) // parts and len(set(actual)) == len(actual)
         if repeated or dropped:
             return
     out.finding(
         "samples are lost, doubled or in another order",
-        expected=f"samples {wanted}",
-        observed=f"samples {got}",
-        where=one.place(),
-        hint="A list beside the samples (advantages, uids) is matched by position.",
+        expected=f"samples {expected}",
+        observed=f"samples {actual}",
+        where=record.place(),
+        hint="Parallel lists (advantages, uids) are matched by position.",
     )
 
 
 @layout_check(
     "layout.expert-ids",
     functions=("compact",),
-    promise="Ids come out of their compact type as they went in, for every number of experts.",
+    promise="Ids are the same after a compact type, for every number of experts.",
     exercised_by="ids compared",
 )
-def layout_expert_ids(one: LayoutCall, out: Collector) -> None:
-    wanted = FUNCTIONS["compact"].arguments(one.call)["ids"].reshape(-1)
-    stored = one.event.out[0]
-    got = stored.reshape(-1).astype(np.int64)
-    out.exercised("ids compared", len(wanted))
-    if len(got) != len(wanted):
+def layout_expert_ids(record: LayoutCall, out: Collector) -> None:
+    expected = FUNCTIONS["compact"].arguments(record.call)["ids"].reshape(-1)
+    stored = record.event.out[0]
+    actual = stored.reshape(-1).astype(np.int64)
+    out.exercised("ids compared", len(expected))
+    if len(actual) != len(expected):
         out.finding(
             "other ids than were stored",
-            expected=count(len(wanted), "id"),
+            expected=count(len(expected), "id"),
             observed=f"an array of {stored.dtype} {stored.shape}",
-            where=one.place(),
-            hint="A view of bytes is undone by the type that was viewed.",
+            where=record.place(),
+            hint="View the bytes again as the type that was stored.",
         )
         return
-    wrong = np.flatnonzero(got != wanted)
+    wrong = np.flatnonzero(actual != expected)
     if len(wrong):
         first = int(wrong[0])
         out.finding(
             "expert ids wrap in their compact type",
-            expected=f"id {wanted[first]} of {one.layout.num_experts} experts",
+            expected=f"id {expected[first]} of {record.layout.num_experts} experts",
             observed=(
-                f"{got[first]} in {stored.dtype}; so for {share(len(wrong), len(wanted), 'id')}"
+                f"{actual[first]} in {stored.dtype}; so for {share(len(wrong), len(expected), 'id')}"
             ),
-            where=one.place(),
+            where=record.place(),
             hint=(
-                "uint8 holds the ids of 256 experts and no more (verl#7407, prime-rl#3051): choose"
-                " the type by the number of experts."
+                "uint8 holds the ids of at most 256 experts (verl#7407, prime-rl#3051):"
+                " choose the type by the number of experts."
             ),
         )
 
 
 @outcome_check(
     "layout.accepts",
-    promise="Sound input is laid out, whatever its lengths and sizes.",
+    promise="Sound input is accepted, whatever its lengths and sizes.",
     exercised_by="sound calls",
 )
-def layout_accepts(one: LayoutCall, out: Collector) -> None:
-    if one.call.defect or (_uneven(one) and one.event.refused is not None):
+def layout_accepts(record: LayoutCall, out: Collector) -> None:
+    if record.call.defect or (_is_uneven(record) and record.event.refused is not None):
         return
     out.exercised("sound calls")
-    if one.event.refused is not None:
+    if record.event.refused is not None:
         out.finding(
             "sound input was refused",
-            expected=f"{one.event.function} of {one.call.case or 'sound input'}",
-            observed=one.event.refused,
-            where=one.place(),
+            expected=f"{record.event.function} of {record.call.case or 'sound input'}",
+            observed=record.event.refused,
+            where=record.place(),
             hint=(
-                "One token, a sequence shorter than 2 * cp, an empty response, a stage without MoE"
-                " layers are sound. What a framework does not support, its adapter says in"
-                " `supports`, or by raising NotImplementedError in the call."
+                "One token, a sequence shorter than 2 * cp, an empty response, a stage"
+                " without MoE layers are sound. If a framework does not support a case, its"
+                " adapter says so in `supports`, or raises NotImplementedError in the call."
             ),
         )
 
@@ -242,41 +242,43 @@ def layout_accepts(one: LayoutCall, out: Collector) -> None:
     promise="A function returns arrays of the declared kind and rank.",
     exercised_by="returned values",
 )
-def layout_returns(one: LayoutCall, out: Collector) -> None:
-    if one.event.refused is not None:
+def layout_returns(record: LayoutCall, out: Collector) -> None:
+    if record.event.refused is not None:
         out.absent("every call raised (layout.accepts)")
         return
     out.exercised("returned values")
-    if one.event.misfit is not None:
+    if record.event.misfit is not None:
         out.finding(
             "a function returned something else",
             expected=(
-                FUNCTIONS[one.event.function].does
-                if one.event.function in FUNCTIONS
+                FUNCTIONS[record.event.function].does
+                if record.event.function in FUNCTIONS
                 else "a function that exists"
             ),
-            observed=one.event.misfit,
-            where=one.place(),
-            hint="The adapter turns what the framework's function returns into these arrays.",
+            observed=record.event.misfit,
+            where=record.place(),
+            hint=(
+                "The adapter must convert what the framework's function returns into these arrays."
+            ),
         )
 
 
 @outcome_check(
     "layout.input",
-    promise="A function leaves the arrays alone that it is handed.",
+    promise="A function does not change the arrays that it gets.",
     exercised_by="calls watched",
 )
-def layout_input(one: LayoutCall, out: Collector) -> None:
+def layout_input(record: LayoutCall, out: Collector) -> None:
     out.exercised("calls watched")
-    if one.event.changed:
+    if record.event.changed:
         out.finding(
             "a function changed its input",
             expected="the arguments as they were",
-            observed=f"changed: {', '.join(one.event.changed)}",
-            where=one.place(),
+            observed=f"changed: {', '.join(record.event.changed)}",
+            where=record.place(),
             hint=(
-                "A payload is used again for other ranks, microbatches and passes: copy before"
-                " writing."
+                "A payload is used again for other ranks, microbatches and passes: copy it"
+                " before you write."
             ),
         )
 
@@ -289,60 +291,60 @@ def layout_input(one: LayoutCall, out: Collector) -> None:
     ),
     exercised_by="malformed calls",
 )
-def layout_refuses(one: LayoutCall, out: Collector) -> None:
-    if not one.call.defect:
+def layout_refuses(record: LayoutCall, out: Collector) -> None:
+    if not record.call.defect:
         out.inapplicable(
-            "the subject has no function that malformed input is made for (complete, targets)"
+            "the subject has no function for which malformed input exists (complete, targets)"
         )
         return
     out.exercised("malformed calls")
-    if one.event.refused is not None or one.event.misfit is not None:
+    if record.event.refused is not None or record.event.misfit is not None:
         return
-    if one.event.function == "targets":
-        columns, wanted = one.call.coding.columns, one.layout.columns
+    if record.event.function == "targets":
+        columns, declared = record.call.coding.columns, record.layout.columns
         fault, expected = (
-            f"targets for layers {one.event.out[0].tolist()} of {columns} columns",
-            f"an error for {columns} columns of {wanted}",
+            f"targets for layers {record.event.out[0].tolist()} of {columns} columns",
+            f"an error for {columns} columns of {declared}",
         )
     else:
         fault, expected = (
-            _accepted(one),
+            _accepted(record),
             (
-                f"an error for {one.call.held[0]} rows and {one.call.lengths[0]} tokens, or a mask"
+                f"an error for {record.call.held[0]} rows and {record.call.lengths[0]} tokens, or a mask"
                 " for the router"
             ),
         )
     if fault:
         out.finding(
-            f"{one.call.defect}: accepted",
+            f"{record.call.defect}: accepted",
             expected=expected,
             observed=fault,
-            where=one.place(),
+            where=record.place(),
             hint=(
-                "What does not fit is another sample's or model's, or was lost on the way: refuse"
-                " it where it can still be named."
+                "Rows that do not fit belong to another sample or model, or some were lost:"
+                " refuse them while the sample can still be named."
             ),
         )
 
 
-def _accepted(one: LayoutCall) -> str:
-    """What became of rows that do not fit; ``""`` where it is harmless."""
-    held, tokens = one.call.held[0], one.call.lengths[0]
-    rows = one.event.out[0]
-    if held > tokens:
+def _accepted(record: LayoutCall) -> str:
+    """Return what became of rows that do not fit; empty if it is harmless."""
+    captured_count, tokens = record.call.held[0], record.call.lengths[0]
+    rows = record.event.out[0]
+    if captured_count > tokens:
         return (
-            f"{held} rows were cut to {tokens}"
+            f"{captured_count} rows were cut to {tokens}"
             if len(rows) == tokens
             else f"{len(rows)} rows for {tokens} tokens"
         )
     if len(rows) != tokens:
         return f"{len(rows)} rows for {tokens} tokens"
-    mask = one.event.out[1] if len(one.event.out) > 1 else None
-    if (mask is not None and len(mask) == tokens and not mask[held:].any()) or (
-        rows[held:] == -1
+    mask = record.event.out[1] if len(record.event.out) > 1 else None
+    if (mask is not None and len(mask) == tokens and not mask[captured_count:].any()) or (
+        rows[captured_count:] == -1
     ).all():
         return ""
     return (
-        f"positions {held} to {tokens - 1} were filled with {rows[held].reshape(-1)[:4].tolist()},"
+        f"positions {captured_count} to {tokens - 1} were filled with {rows[captured_count].reshape(-1)[:4].tolist()},"
         " and are replayed"
     )

@@ -1,5 +1,5 @@
-"""Layout of ranks: which rows a context-parallel, tensor-parallel or Ulysses rank holds, in which
-order, and how they are merged again.
+"""Checks on ranks: which rows a context-parallel, tensor-parallel or Ulysses rank holds, in which
+order, and how they are merged.
 """
 
 from __future__ import annotations
@@ -42,33 +42,33 @@ __all__ = [
     ),
     exercised_by=("rows compared", "sequences shorter than 2 * cp"),
 )
-def layout_context(one: LayoutCall, out: Collector) -> None:
-    wanted = one.before_tensor_slice()
-    if len(one.event.out[0]) != len(wanted):
-        out.absent("the rows of a rank are not as many as its layout says (layout.alignment)")
+def layout_context(record: LayoutCall, out: Collector) -> None:
+    expected = record.before_tensor_slice()
+    if len(record.event.out[0]) != len(expected):
+        out.absent("the number of rows of a rank is not that of its layout (layout.alignment)")
         return
     out.exercised(
         "sequences shorter than 2 * cp",
-        sum(length < 2 * one.layout.mesh.cp for length in one.call.lengths),
+        sum(length < 2 * record.layout.mesh.cp for length in record.call.lengths),
     )
     compare_rows(
-        one,
+        record,
         out,
         "rows compared",
-        one.event.out[0],
-        wanted,
-        title=f"a rank holds other rows than {one.layout.context} gives it",
+        record.event.out[0],
+        expected,
+        title=f"a rank holds other rows than {record.layout.context} gives it",
         hint=(
-            "Routes are divided like token ids: zigzag by sequence, or one contiguous piece of all"
+            "Divide routes like token ids: zigzag by sequence, or one contiguous piece of all"
             " rows (slime#2175, ms-swift#9981)."
         ),
-        others=_other_ranks(one) | _other_divisions(one),
+        others=_other_ranks(record) | _other_divisions(record),
     )
 
 
-def _other_divisions(one: LayoutCall) -> dict[str, Callable[[], Source]]:
-    """What the rank would hold under the other divisions."""
-    layout, call = one.layout, one.call
+def _other_divisions(record: LayoutCall) -> dict[str, Callable[[], Source]]:
+    """Return what the rank would hold under the other divisions."""
+    layout, call = record.layout, record.call
     plain = replace(layout.mesh, sequence_parallel=False)
     kinds = {
         kind: replace(layout, context=kind, mesh=plain)
@@ -83,10 +83,10 @@ def _other_divisions(one: LayoutCall) -> dict[str, Callable[[], Source]]:
     }
 
 
-def _other_ranks(one: LayoutCall) -> dict[str, Callable[[], Source]]:
-    """What the other context-parallel ranks hold."""
-    ranks = [cp for cp in range(one.layout.mesh.cp) if cp != one.call.rank.cp]
-    return {f"what rank {cp} should hold": partial(one.before_tensor_slice, cp) for cp in ranks}
+def _other_ranks(record: LayoutCall) -> dict[str, Callable[[], Source]]:
+    """Return what the other context-parallel ranks hold."""
+    ranks = [cp for cp in range(record.layout.mesh.cp) if cp != record.call.rank.cp]
+    return {f"what rank {cp} should hold": partial(record.before_tensor_slice, cp) for cp in ranks}
 
 
 @layout_check(
@@ -95,16 +95,16 @@ def _other_ranks(one: LayoutCall) -> dict[str, Callable[[], Source]]:
     promise="The rows of all context-parallel ranks come back to each sample in its own order.",
     exercised_by="rows compared",
 )
-def layout_context_merge(one: LayoutCall, out: Collector) -> None:
+def layout_context_merge(record: LayoutCall, out: Collector) -> None:
     compare_parts(
-        one,
+        record,
         out,
         "rows compared",
-        [Source.whole(i, length) for i, length in enumerate(one.call.lengths)],
+        [Source.whole(i, length) for i, length in enumerate(record.call.lengths)],
         title="rows of context-parallel ranks are merged in another order than they were divided",
         hint=(
-            "Ranks laid one behind the other undo a contiguous division; a zigzag needs the two"
-            " chunks of each rank put back."
+            "Concatenating the ranks undoes a contiguous division; after a zigzag the two"
+            " chunks of each rank must be put back."
         ),
     )
 
@@ -118,10 +118,10 @@ def layout_context_merge(one: LayoutCall, out: Collector) -> None:
     ),
     exercised_by="rows compared",
 )
-def layout_tensor_slice(one: LayoutCall, out: Collector) -> None:
-    size, rank, total = one.layout.mesh.tp, one.call.rank.tp, one.call.lengths[0]
+def layout_tensor_slice(record: LayoutCall, out: Collector) -> None:
+    size, rank, total = record.layout.mesh.tp, record.call.rank.tp, record.call.lengths[0]
     _slice(
-        one,
+        record,
         out,
         size,
         rank,
@@ -140,14 +140,17 @@ def layout_tensor_slice(one: LayoutCall, out: Collector) -> None:
     ),
     exercised_by="rows compared",
 )
-def layout_ulysses_slice(one: LayoutCall, out: Collector) -> None:
-    size, rank = one.layout.mesh.ulysses, one.call.rank.ulysses
-    total = -(-one.call.lengths[0] // size) * size
-    if len(one.event.out[0]) != total // size and len(one.event.out[0]) != one.call.lengths[0]:
-        out.absent("the rows of a rank are not as many as its layout says (layout.alignment)")
+def layout_ulysses_slice(record: LayoutCall, out: Collector) -> None:
+    size, rank = record.layout.mesh.ulysses, record.call.rank.ulysses
+    total = -(-record.call.lengths[0] // size) * size
+    if (
+        len(record.event.out[0]) != total // size
+        and len(record.event.out[0]) != record.call.lengths[0]
+    ):
+        out.absent("the number of rows of a rank is not that of its layout (layout.alignment)")
         return
     _slice(
-        one,
+        record,
         out,
         size,
         rank,
@@ -157,36 +160,36 @@ def layout_ulysses_slice(one: LayoutCall, out: Collector) -> None:
     )
 
 
-def _slice(one: LayoutCall, out: Collector, size: int, rank: int, total: int, hint: str) -> None:
-    """Compare a piece of ``total`` rows, of which those beyond the sample's are padding."""
-    length = one.call.lengths[0]
-    whole = Source.padding(total)
-    whole.sample[:length], whole.position[:length] = 0, np.arange(length)
+def _slice(record: LayoutCall, out: Collector, size: int, rank: int, total: int, hint: str) -> None:
+    """Compare a piece of ``total`` rows, of which those after the sample's are padding."""
+    length = record.call.lengths[0]
+    source = Source.padding(total)
+    source.sample[:length], source.position[:length] = 0, np.arange(length)
     part = total // size
-    rows = one.event.out[0]
+    rows = record.event.out[0]
     if len(rows) != part:
         out.finding(
             "a slice of another length",
             expected=count(part, "row"),
             observed=f"{len(rows)}" + (": all rows, not a slice" if len(rows) >= length else ""),
-            where=one.place(),
+            where=record.place(),
             hint=hint,
         )
         return
     others: dict[str, Callable[[], Source]] = {
-        "every n-th row, not one piece": lambda: whole[rank::size]
+        "every n-th row, not one piece": lambda: source[rank::size]
     }
     others |= {
-        f"the piece of rank {n}": partial(whole.__getitem__, slice(n * part, (n + 1) * part))
+        f"the piece of rank {n}": partial(source.__getitem__, slice(n * part, (n + 1) * part))
         for n in range(size)
         if n != rank
     }
     compare_rows(
-        one,
+        record,
         out,
         "rows compared",
         rows,
-        whole[rank * part : (rank + 1) * part],
+        source[rank * part : (rank + 1) * part],
         title="a rank gets another piece of the rows",
         hint=hint,
         others=others,
@@ -199,28 +202,28 @@ def _slice(one: LayoutCall, out: Collector, size: int, rank: int, total: int, hi
     promise="A batch is flattened in the order in which the model flattens its hidden states.",
     exercised_by=("rows compared", "batches of more than one sample"),
 )
-def layout_flatten_order(one: LayoutCall, out: Collector) -> None:
-    lengths, layout = one.call.lengths, one.layout
+def layout_flatten_order(record: LayoutCall, out: Collector) -> None:
+    lengths, layout = record.call.lengths, record.layout
     batch = Source(
         sample=np.repeat(np.arange(len(lengths))[:, None], lengths[0], axis=1),
         position=np.repeat(np.arange(lengths[0])[None], len(lengths), axis=0),
     ).flat()
     other = Order.BATCH_MAJOR if layout.order is Order.SEQUENCE_MAJOR else Order.SEQUENCE_MAJOR
     out.exercised("batches of more than one sample", int(len(lengths) > 1))
-    if len(one.event.out[0]) != len(batch):
+    if len(record.event.out[0]) != len(batch):
         out.finding(
             "flattening changed the number of rows",
             expected=count(len(batch), "row"),
-            observed=str(one.event.out[0].shape),
-            where=one.place(),
-            hint="Every place of the batch is a router row, padding too.",
+            observed=str(record.event.out[0].shape),
+            where=record.place(),
+            hint="Every place of the batch is a router row, including padding.",
         )
         return
     compare_rows(
-        one,
+        record,
         out,
         "rows compared",
-        one.event.out[0],
+        record.event.out[0],
         batch[flat_rows(layout.order, len(lengths), lengths[0])],
         title=f"rows are not in {layout.order} order",
         hint=(
@@ -240,9 +243,9 @@ def layout_flatten_order(one: LayoutCall, out: Collector) -> None:
     ),
     exercised_by=("rows compared", "routers compared"),
 )
-def layout_targets(one: LayoutCall, out: Collector) -> None:
-    call, layout = one.call, one.layout
-    tables = dict(zip(one.event.out[0].tolist(), one.event.out[1:], strict=True))
+def layout_targets(record: LayoutCall, out: Collector) -> None:
+    call, layout = record.call, record.layout
+    tables = dict(zip(record.event.out[0].tolist(), record.event.out[1:], strict=True))
     routers = layout.routers(call.rank.pp, call.chunk)
     out.exercised("routers compared", len(routers))
     if sorted(tables) != sorted(routers):
@@ -250,7 +253,7 @@ def layout_targets(one: LayoutCall, out: Collector) -> None:
             "targets for other layers than the rank's routers",
             expected=f"layers {list(routers)}",
             observed=f"layers {sorted(tables)}",
-            where=one.place(),
+            where=record.place(),
             hint=(
                 "A stage's routers are the MoE layers that it builds; dense ones have none"
                 " (verl#5037, slime#819)."
@@ -259,7 +262,7 @@ def layout_targets(one: LayoutCall, out: Collector) -> None:
         return
     source = layout.rows(call.lengths, call.rank)
     free = ~layout.captured(source, call.held or call.lengths)
-    wanted = Source(
+    expected = Source(
         sample=np.where(free, -1, source.sample), position=np.where(free, -1, source.position)
     )
     for layer in routers:
@@ -269,34 +272,34 @@ def layout_targets(one: LayoutCall, out: Collector) -> None:
                 "targets of another length than the rows that the router sees",
                 expected=f"({len(source)}, k) for layer {layer}",
                 observed=str(rows.shape),
-                where=one.place(layer=layer),
+                where=record.place(layer=layer),
                 hint=(
-                    "Targets are padded, sliced and scattered as the hidden states are; a short one"
-                    " is accepted in silence by gather."
+                    "Targets are padded, sliced and scattered as the hidden states are;"
+                    " gather silently accepts a short one."
                 ),
             )
             return
         compare_rows(
-            one,
+            record,
             out,
             "rows compared",
             rows[:, None],
-            wanted,
+            expected,
             title="a router is given another row's or layer's choice",
             hint=(
-                "Compose padding, packing, context and tensor slices, and the layer map, in the"
-                " order in which the model does."
+                "Apply padding, packing, context and tensor slices, and the layer map in the"
+                " model's order."
             ),
-            others=_with_free(free, _other_batches(one) | _other_divisions(one)),
+            others=_without_free(free, _other_batches(record) | _other_divisions(record)),
             columns=[layout.column[layer]],
             layer=layer,
         )
 
 
-def _with_free(
+def _without_free(
     free: np.ndarray[tuple[int], np.dtype[np.bool_]], others: dict[str, Callable[[], Source]]
 ) -> dict[str, Callable[[], Source]]:
-    """Alternatives are compared where rows are captured."""
+    """Return the alternatives without the rows that no forward pass captured."""
 
     def masked(make: Callable[[], Source]) -> Source:
         source = make()
@@ -307,15 +310,16 @@ def _with_free(
     return {name: partial(masked, make) for name, make in others.items()}
 
 
-def _other_batches(one: LayoutCall) -> dict[str, Callable[[], Source]]:
-    """A pack read as a padded batch or the reverse, a batch in the other order, or with the padding
-    on the other side.
+def _other_batches(record: LayoutCall) -> dict[str, Callable[[], Source]]:
+    """Return a pack read as a padded batch or the reverse, a batch in the other order, or with
+    padding on the other side.
     """
-    layout = one.layout
+    layout = record.layout
     order = Order.BATCH_MAJOR if layout.order is Order.SEQUENCE_MAJOR else Order.SEQUENCE_MAJOR
     side = Side.RIGHT if layout.side is Side.LEFT else Side.LEFT
+    names = {True: "pack", False: "padded batch"}
     others = {
-        f"a {'padded batch' if layout.packed else 'pack'}, where a {'pack' if layout.packed else 'padded batch'} is declared": replace(
+        f"a {names[not layout.packed]}, where a {names[layout.packed]} is declared": replace(
             layout, packed=not layout.packed
         )
     }
@@ -326,7 +330,8 @@ def _other_batches(one: LayoutCall) -> dict[str, Callable[[], Source]]:
                 replace(layout, side=side)
             )
     return {
-        name: partial(other.rows, one.call.lengths, one.call.rank) for name, other in others.items()
+        name: partial(other.rows, record.call.lengths, record.call.rank)
+        for name, other in others.items()
     }
 
 
@@ -334,28 +339,28 @@ def _other_batches(one: LayoutCall) -> dict[str, Callable[[], Source]]:
     "layout.merge",
     functions=("merge",),
     promise=(
-        "What all ranks and chunks recorded comes together to the payload that one rank would have"
-        " recorded."
+        "The recordings of all ranks and chunks are merged to the payload that one rank would"
+        " have recorded."
     ),
     exercised_by=("rows compared", "ranks merged"),
 )
-def layout_merge(one: LayoutCall, out: Collector) -> None:
-    layout = one.layout
+def layout_merge(record: LayoutCall, out: Collector) -> None:
+    layout = record.layout
     out.exercised("ranks merged", layout.mesh.shares * layout.mesh.pp)
     columns = [layout.column[layer] for layer in layout.moe]
-    wanted = [Source.whole(i, length) for i, length in enumerate(one.call.lengths)]
+    expected = [Source.whole(i, length) for i, length in enumerate(record.call.lengths)]
     moe = replace(
-        one.event,
+        record.event,
         out=tuple(
             part[:, columns] if part.ndim == 3 and part.shape[1] == layout.columns else part
-            for part in one.event.out
+            for part in record.event.out
         ),
     )
     compare_parts(
         LayoutCall(moe),
         out,
         "rows compared",
-        wanted,
+        expected,
         title="merged recordings are not the samples' rows",
         hint=(
             "Gather tensor-parallel slices, undo the context division, put pipeline ranks and"

@@ -1,4 +1,4 @@
-"""Layout of segments: the calls of a resumed sample, joined by position."""
+"""The check on segments: the calls of a resumed sample are joined by position."""
 
 from __future__ import annotations
 
@@ -24,34 +24,34 @@ __all__ = [
     ),
     exercised_by="rows compared",
 )
-def layout_segments(one: LayoutCall, out: Collector) -> None:
+def layout_segments(record: LayoutCall, out: Collector) -> None:
     from rollproof.layouts.functions import FUNCTIONS
 
-    segments = FUNCTIONS["join"].arguments(one.call)["segments"]
-    goal, versions = joined_segments(
-        segments, latest=one.layout.provenance is Provenance.LATEST_PREFILL
+    segments = FUNCTIONS["join"].arguments(record.call)["segments"]
+    expected, versions = joined_segments(
+        segments, latest=record.layout.provenance is Provenance.LATEST_PREFILL
     )
-    rows = one.event.out[0]
-    out.exercised("rows compared", len(goal))
-    if len(rows) != len(goal):
+    rows = record.event.out[0]
+    out.exercised("rows compared", len(expected))
+    if len(rows) != len(expected):
         out.finding(
             "a resumed sample has other rows than positions",
-            expected=f"{len(goal)} rows, each position once",
+            expected=f"{len(expected)} rows, each position once",
             observed=(
                 f"{len(rows)} rows from calls that returned"
                 f" {[len(segment.routes) for segment in segments]}"
             ),
-            where=one.place(),
+            where=record.place(),
             hint=(
-                "Each call returns the rows of the whole sequence so far: they are merged by"
-                " position, not concatenated (verl#6029)."
+                "Each call returns the rows of the entire sequence so far: merge them by"
+                " position, do not concatenate them (verl#6029)."
             ),
         )
         return
     wrong = (
-        np.flatnonzero((rows != goal).any(axis=(1, 2)))
-        if rows.shape == goal.shape
-        else np.arange(len(goal))
+        np.flatnonzero((rows != expected).any(axis=(1, 2)))
+        if rows.shape == expected.shape
+        else np.arange(len(expected))
     )
     if len(wrong):
         out.finding(
@@ -60,18 +60,18 @@ def layout_segments(one: LayoutCall, out: Collector) -> None:
                 f"position {int(wrong[0])} as the call of version {versions[int(wrong[0])]}"
                 " routed it"
             ),
-            observed=f"another call's row at {share(len(wrong), len(goal), 'position')}",
-            where=one.place(position=int(wrong[0])),
+            observed=f"another call's row at {share(len(wrong), len(expected), 'position')}",
+            where=record.place(position=int(wrong[0])),
             hint=(
-                "A call that resumes recomputes earlier positions under its own weights"
-                " (verl#6046); the contract says whose rows count."
+                "A resuming call recomputes earlier positions with its own weights"
+                " (verl#6046); the contract says which rows count."
             ),
         )
-    elif len(one.event.out) > 1 and one.event.out[1].tolist() != versions:
+    elif len(record.event.out) > 1 and record.event.out[1].tolist() != versions:
         out.finding(
             "the versions of rows are wrong",
             expected=str(versions),
-            observed=str(one.event.out[1].tolist()),
-            where=one.place(),
-            hint="The version of row p is that of the weights whose forward pass made it.",
+            observed=str(record.event.out[1].tolist()),
+            where=record.place(),
+            hint="The version of row p is that of the weights that computed it.",
         )

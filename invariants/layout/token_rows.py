@@ -1,4 +1,6 @@
-"""Layout of tokens: final rows, padding, packing, alignment: each row beside its own token."""
+"""Checks on rows and tokens: final rows, padding, packing and alignment keep each row with its
+token.
+"""
 
 from __future__ import annotations
 
@@ -33,20 +35,20 @@ __all__ = [
     "layout.final-row",
     functions=("complete",),
     promise=(
-        "A sample's rows stand at their own positions, and a token that was never captured is left"
-        " to the router or gets filler."
+        "A sample's rows are at their own positions, and a token without a captured row is"
+        " left to the router or gets filler."
     ),
     exercised_by=("rows compared", "tokens without a row"),
 )
-def layout_final_row(one: LayoutCall, out: Collector) -> None:
-    tokens, held = one.call.lengths[0], (one.call.held or one.call.lengths)[0]
-    rows = one.event.out[0]
+def layout_final_row(record: LayoutCall, out: Collector) -> None:
+    tokens, captured_count = record.call.lengths[0], (record.call.held or record.call.lengths)[0]
+    rows = record.event.out[0]
     if len(rows) != tokens:
         out.finding(
             "a sample has other rows than tokens",
             expected=count(tokens, "row"),
-            observed=f"{len(rows)}, from {held} captured ones",
-            where=one.place(),
+            observed=f"{len(rows)}, from {captured_count} captured ones",
+            where=record.place(),
             hint=(
                 "Engines return one row less than tokens: the last sampled token was never"
                 " forwarded (slime#1045)."
@@ -54,66 +56,66 @@ def layout_final_row(one: LayoutCall, out: Collector) -> None:
         )
         return
     captured = Source.whole(0, tokens)
-    captured.sample[held:] = captured.position[held:] = -1
+    captured.sample[captured_count:] = captured.position[captured_count:] = -1
     compare_rows(
-        one,
+        record,
         out,
         "rows compared",
         rows,
         captured,
         title="rows moved while the missing ones were added",
-        hint="Filler goes behind the captured rows (slime#1045, slime#1052).",
+        hint="Filler goes after the captured rows (slime#1045, slime#1052).",
         others={
-            "a shift by one row": lambda: _rolled(captured, 1),
-            "a shift by one row to the front": lambda: _rolled(captured, -1),
+            "a shift by one row": lambda: _shifted(captured, 1),
+            "a shift by one row to the front": lambda: _shifted(captured, -1),
         },
     )
-    mask = one.event.out[1] if len(one.event.out) > 1 else None
-    out.exercised("tokens without a row", tokens - held)
-    for position in range(held, tokens):
+    mask = record.event.out[1] if len(record.event.out) > 1 else None
+    out.exercised("tokens without a row", tokens - captured_count)
+    for position in range(captured_count, tokens):
         if mask is None:
-            _filler(one, out, rows[position], position)
+            _filler(record, out, rows[position], position)
         elif mask[position]:
             out.finding(
                 "a token without a row is marked as captured",
                 expected=f"the mask is 0 at position {position}",
-                observed=f"1, with {_words(one, rows[position])}",
-                where=one.place(position=position),
+                observed=f"1, with {_describe_row(record, rows[position])}",
+                where=record.place(position=position),
                 hint=(
-                    "What no engine captured is left to the router: replaying filler routes a token"
-                    " by nobody's choice."
+                    "Rows that no engine captured are left to the router: replayed filler"
+                    " routes a token by a choice that no router made."
                 ),
             )
             return
-    if mask is not None and not mask[:held].all():
+    if mask is not None and not mask[:captured_count].all():
         out.finding(
             "captured rows are marked as free",
-            expected=f"the mask is 1 at {count(held, 'captured position')}",
-            observed=f"0 at {share(int((mask[:held] == 0).sum()), held, 'position')}",
-            where=one.place(),
+            expected=f"the mask is 1 at {count(captured_count, 'captured position')}",
+            observed=f"0 at {share(int((mask[:captured_count] == 0).sum()), captured_count, 'position')}",
+            where=record.place(),
             hint=(
-                "A mask that is one row short, or moved, lets the router choose where a recorded"
-                " choice exists."
+                "A mask that is one row short or shifted lets the router choose although a"
+                " recorded choice exists."
             ),
         )
 
 
-def _filler(one: LayoutCall, out: Collector, row: IntArray, position: int) -> None:
-    """A row of no token, which nothing marks: it must be -1, or k distinct experts, and no other
+def _filler(record: LayoutCall, out: Collector, row: IntArray, position: int) -> None:
+    """Judge a row of no token that nothing marks: it must be -1 or k distinct experts, and no other
     token's row.
     """
-    cells = one.call.coding.decode(row)
-    if one.layout.final is Fill.SENTINEL and (row == -1).all():
+    cells = record.call.coding.decode(row)
+    if record.layout.final is Fill.SENTINEL and (row == -1).all():
         return
-    fault = _fault_of_filler(one, row)
-    if (cells >= 0).all() and one.layout.final is not Fill.SPREAD:
-        fault = f"it repeats {one.told(row, cells)}"
+    fault = _fault_of_filler(record, row)
+    if (cells >= 0).all() and record.layout.final is not Fill.SPREAD:
+        fault = f"it repeats {record.describe(row, cells)}"
     if fault:
         out.finding(
             "a token without a row is routed by another's, or by none",
-            expected="a row that the router is free to ignore, or k distinct experts",
+            expected="a row that the router may ignore, or k distinct experts",
             observed=f"position {position}: {fault}",
-            where=one.place(position=position),
+            where=record.place(position=position),
             hint=(
                 "The filler of a final row is not the row before it, and zeros are expert 0, k"
                 " times (slime#941, SkyRL#1908)."
@@ -121,26 +123,28 @@ def _filler(one: LayoutCall, out: Collector, row: IntArray, position: int) -> No
         )
 
 
-def _fault_of_filler(one: LayoutCall, row: IntArray) -> str:
-    """Why a filler row ``(columns, width)`` cannot be routed; side tensors of numbers show none."""
-    ids, layout = row.astype(np.int64), one.layout
-    if not one.call.coding.experts or not ids.size:
+def _fault_of_filler(record: LayoutCall, row: IntArray) -> str:
+    """Return why a filler row ``(columns, width)`` cannot be routed; side tensors of numbers show
+    nothing.
+    """
+    ids, layout = row.astype(np.int64), record.layout
+    if not record.call.coding.experts or not ids.size:
         return ""
     if layout.fill is Fill.SENTINEL and (ids == -1).all():
         return ""
     if (ids < 0).any() or (ids >= layout.num_experts).any():
         return f"ids {ids[0].tolist()} for {layout.num_experts} experts"
-    same = (np.diff(np.sort(ids, axis=-1), axis=-1) == 0).any(axis=-1)
-    if not same.any():
+    repeated = (np.diff(np.sort(ids, axis=-1), axis=-1) == 0).any(axis=-1)
+    if not repeated.any():
         return ""
-    return f"experts {ids[int(np.flatnonzero(same)[0])].tolist()}, which are not distinct"
+    return f"experts {ids[int(np.flatnonzero(repeated)[0])].tolist()}, which are not distinct"
 
 
-def _words(one: LayoutCall, row: IntArray) -> str:
-    return one.told(row, one.call.coding.decode(row))
+def _describe_row(record: LayoutCall, row: IntArray) -> str:
+    return record.describe(row, record.call.coding.decode(row))
 
 
-def _rolled(source: Source, by: int) -> Source:
+def _shifted(source: Source, by: int) -> Source:
     return Source(sample=np.roll(source.sample, by), position=np.roll(source.position, by))
 
 
@@ -148,45 +152,46 @@ def _rolled(source: Source, by: int) -> Source:
     "layout.no-shift",
     functions=("pair",),
     promise=(
-        "The route row of position p stands beside the model row whose input is token p: logprobs"
-        " are shifted, routes are not."
+        "The route row of position p is paired with the model row whose input is token p:"
+        " logprobs are shifted, routes are not."
     ),
     exercised_by="pairs compared",
 )
-def layout_no_shift(one: LayoutCall, out: Collector) -> None:
-    tokens, routes = one.event.out[0].reshape(-1), one.event.out[1]
-    held = (one.call.held or one.call.lengths)[0]
-    if len(tokens) != len(routes) or len(tokens) < one.call.lengths[0] - 1:
+def layout_no_shift(record: LayoutCall, out: Collector) -> None:
+    tokens, routes = record.event.out[0].reshape(-1), record.event.out[1]
+    captured_count = (record.call.held or record.call.lengths)[0]
+    if len(tokens) != len(routes) or len(tokens) < record.call.lengths[0] - 1:
         out.finding(
             "the model is fed other tokens than there are rows",
-            expected=f"at least {one.call.lengths[0] - 1} tokens with a row each",
+            expected=f"at least {record.call.lengths[0] - 1} tokens with a row each",
             observed=f"{count(len(tokens), 'token')} and {count(len(routes), 'row')}",
-            where=one.place(),
-            hint="Tokens and routes are cut, padded and shifted together.",
+            where=record.place(),
+            hint="Cut, pad and shift tokens and routes together.",
         )
         return
     positions = tokens - 1
-    wanted = Source(
-        sample=np.where(positions < held, 0, -1), position=np.where(positions < held, positions, -1)
+    expected = Source(
+        sample=np.where(positions < captured_count, 0, -1),
+        position=np.where(positions < captured_count, positions, -1),
     )
-    later = Source(
-        sample=np.where(positions + 1 < held, 0, -1),
-        position=np.where(positions + 1 < held, positions + 1, -1),
+    shifted = Source(
+        sample=np.where(positions + 1 < captured_count, 0, -1),
+        position=np.where(positions + 1 < captured_count, positions + 1, -1),
     )
     compare_rows(
-        one,
+        record,
         out,
         "pairs compared",
         routes,
-        wanted,
+        expected,
         title="routes are shifted against the tokens that they route",
         hint=(
             "Labels and logprobs move by one place, routes do not: row p is the forward pass of"
             " token p (slime#1045)."
         ),
         others={
-            "the shift of labels, applied to routes": lambda: later,
-            "a shift by one to the back": lambda: _rolled(wanted, 1),
+            "the shift of labels, applied to routes": lambda: shifted,
+            "a shift by one to the back": lambda: _shifted(expected, 1),
         },
     )
 
@@ -194,69 +199,69 @@ def layout_no_shift(one: LayoutCall, out: Collector) -> None:
 @layout_check(
     "layout.padding",
     functions=("pad",),
-    promise="Padding puts the rows of a sample where its tokens stand, on the declared side.",
+    promise="Padding puts the rows of a sample where its tokens are, on the declared side.",
     exercised_by="rows compared",
 )
-def layout_padding(one: LayoutCall, out: Collector) -> None:
-    batch, call, layout = one.event.out[0], one.call, one.layout
+def layout_padding(record: LayoutCall, out: Collector) -> None:
+    batch, call, layout = record.event.out[0], record.call, record.layout
     if batch.ndim < 3 or len(batch) != len(call.lengths) or batch.shape[1] < max(call.lengths):
         out.finding(
             "a batch of another shape",
             expected=f"({len(call.lengths)}, at least {max(call.lengths)}, columns, k)",
             observed=str(batch.shape),
-            where=one.place(),
-            hint="One line a sample, wide enough for the longest.",
+            where=record.place(),
+            hint="One row of the batch per sample, long enough for the longest.",
         )
         return
-    starts = _starts(one, batch.shape[1])
+    starts = _starts(record, batch.shape[1])
     if starts is None:
         out.absent(
             "padding on both sides can only be judged with the attention mask: return (batch,"
             " attention)"
         )
         return
-    placed = {
-        side: _placed(call.lengths, _sided(one, side, batch.shape[1]), batch.shape[1])
+    sources = {
+        side: _padded_source(call.lengths, _starts_on(record, side, batch.shape[1]), batch.shape[1])
         for side in (Side.LEFT, Side.RIGHT)
     }
     compare_rows(
-        one,
+        record,
         out,
         "rows compared",
         batch,
-        _placed(call.lengths, starts, batch.shape[1]),
+        _padded_source(call.lengths, starts, batch.shape[1]),
         title="padded rows do not stand where their tokens do",
         hint=(
-            "One padding side for tokens, masks and routes (slime#1052); a mask must be applied to"
-            " routes too (SkyRL#1908)."
+            "Use one padding side for tokens, masks and routes (slime#1052); a mask must be"
+            " applied to routes too (SkyRL#1908)."
         ),
         others={
-            f"padding on the {side}, where padding on the {layout.side} is declared": _constant(
-                placed[side]
+            f"padding on the {side}, where padding on the {layout.side} is declared": _returning(
+                sources[side]
             )
-            for side in placed
+            for side in sources
         },
     )
 
 
-def _constant(source: Source) -> Callable[[], Source]:
+def _returning(source: Source) -> Callable[[], Source]:
     return lambda: source
 
 
-def _starts(one: LayoutCall, width: int) -> list[int] | None:
-    """The place of each sample's first token, under the declared side."""
-    if one.layout.side is not Side.BOTH:
-        return _sided(one, one.layout.side, width)
-    if len(one.event.out) < 2 or one.event.out[1].shape != (len(one.call.lengths), width):
+def _starts(record: LayoutCall, width: int) -> list[int] | None:
+    """Return the place of each sample's first token under the declared side."""
+    if record.layout.side is not Side.BOTH:
+        return _starts_on(record, record.layout.side, width)
+    if len(record.event.out) < 2 or record.event.out[1].shape != (len(record.call.lengths), width):
         return None
-    return [int(np.argmax(row != 0)) for row in one.event.out[1]]
+    return [int(np.argmax(row != 0)) for row in record.event.out[1]]
 
 
-def _sided(one: LayoutCall, side: Side, width: int) -> list[int]:
-    return [width - length if side is Side.LEFT else 0 for length in one.call.lengths]
+def _starts_on(record: LayoutCall, side: Side, width: int) -> list[int]:
+    return [width - length if side is Side.LEFT else 0 for length in record.call.lengths]
 
 
-def _placed(lengths: tuple[int, ...], starts: list[int], width: int) -> Source:
+def _padded_source(lengths: tuple[int, ...], starts: list[int], width: int) -> Source:
     out = Source.padding(len(lengths), width)
     for i, (length, start) in enumerate(zip(lengths, starts, strict=True)):
         room = min(length, width - start)
@@ -268,15 +273,15 @@ def _placed(lengths: tuple[int, ...], starts: list[int], width: int) -> Source:
 @layout_check(
     "layout.unpadding",
     functions=("unpad",),
-    promise="Unpadding gives back the rows of each sample, all of them and nothing else.",
+    promise="Unpadding returns all rows of each sample and nothing else.",
     exercised_by="rows compared",
 )
-def layout_unpadding(one: LayoutCall, out: Collector) -> None:
+def layout_unpadding(record: LayoutCall, out: Collector) -> None:
     compare_parts(
-        one,
+        record,
         out,
         "rows compared",
-        [Source.whole(i, length) for i, length in enumerate(one.call.lengths)],
+        [Source.whole(i, length) for i, length in enumerate(record.call.lengths)],
         title="unpadded rows are not those of the sample",
         hint=(
             "The attention mask says which rows are a sample's; padding may be on the left"
@@ -289,27 +294,27 @@ def layout_unpadding(one: LayoutCall, out: Collector) -> None:
     "layout.packing",
     functions=("pack", "unpack"),
     promise=(
-        "Packed rows stand at the cumulative lengths of their sequences, in order, and come back"
-        " from there."
+        "Packed rows are at the cumulative lengths of their sequences, in order, and are"
+        " unpacked from there."
     ),
     exercised_by="rows compared",
 )
-def layout_packing(one: LayoutCall, out: Collector) -> None:
-    call, title = one.call, "packed rows do not stand where their sequence begins"
-    hint = "Row p of sequence i stands at cumulative[i] + p (verl preprocess_thd_engine)."
-    if one.event.function == "unpack":
-        whole = [Source.whole(i, length) for i, length in enumerate(call.lengths)]
-        compare_parts(one, out, "rows compared", whole, title=title, hint=hint)
+def layout_packing(record: LayoutCall, out: Collector) -> None:
+    call, title = record.call, "packed rows do not stand where their sequence begins"
+    hint = "Row p of sequence i is at cumulative[i] + p (verl preprocess_thd_engine)."
+    if record.event.function == "unpack":
+        samples = [Source.whole(i, length) for i, length in enumerate(call.lengths)]
+        compare_parts(record, out, "rows compared", samples, title=title, hint=hint)
         return
-    rows, cumulative = one.event.out[0], one.layout.cumulative(call.lengths)
-    if len(one.event.out) > 1 and len(one.event.out[1]) == len(cumulative):
-        cumulative = one.event.out[1].astype(np.int64)
+    rows, cumulative = record.event.out[0], record.layout.cumulative(call.lengths)
+    if len(record.event.out) > 1 and len(record.event.out[1]) == len(cumulative):
+        cumulative = record.event.out[1].astype(np.int64)
     if len(rows) != cumulative[-1]:
-        out.absent("the packed rows are not as many as their layout says (layout.alignment)")
+        out.absent("the number of packed rows is not that of their layout (layout.alignment)")
         return
-    tight = np.cumsum([0, *call.lengths])
+    unpadded = np.cumsum([0, *call.lengths])
     compare_rows(
-        one,
+        record,
         out,
         "rows compared",
         rows,
@@ -318,7 +323,7 @@ def layout_packing(one: LayoutCall, out: Collector) -> None:
         hint=hint,
         others={
             "packing without the padding between sequences": lambda: _extended(
-                packed(call.lengths, tight), len(rows)
+                packed(call.lengths, unpadded), len(rows)
             ),
             "packing with the last sequence first": lambda: packed(call.lengths[::-1], cumulative)[
                 ::-1
@@ -337,59 +342,59 @@ def _extended(source: Source, rows: int) -> Source:
     "layout.alignment",
     functions=("pack", "context", "ulysses"),
     promise=(
-        "Lengths are rounded up to what the parallel sizes ask for, by the rule that token ids"
-        " follow too."
+        "Lengths are rounded up to the multiple that the parallel sizes need, by the rule for"
+        " token ids."
     ),
     exercised_by="lengths compared",
 )
-def layout_alignment(one: LayoutCall, out: Collector) -> None:
-    call, layout, mesh = one.call, one.layout, one.layout.mesh
+def layout_alignment(record: LayoutCall, out: Collector) -> None:
+    call, layout, mesh = record.call, record.layout, record.layout.mesh
     out.exercised("lengths compared")
-    rows = len(one.event.out[0])
-    if one.event.function == "ulysses":
-        wanted = len(layout.rows(call.lengths, call.rank))
+    rows = len(record.event.out[0])
+    if record.event.function == "ulysses":
+        expected = len(layout.rows(call.lengths, call.rank))
         rule = f"{call.lengths[0]} rows padded to a multiple of {mesh.ulysses}"
     else:
         cumulative = layout.cumulative(call.lengths)
-        share_of = mesh.cp if one.event.function == "context" else 1
-        wanted = int(cumulative[-1]) // share_of
+        share_of = mesh.cp if record.event.function == "context" else 1
+        expected = int(cumulative[-1]) // share_of
         rule = (
             f"sequences padded to multiples of {layout.alignment.multiple(mesh)} (cumulative"
             f" lengths {cumulative.tolist()})"
         )
         if (
-            len(one.event.out) > 1
-            and one.event.function == "pack"
-            and one.event.out[1].tolist() != cumulative.tolist()
+            len(record.event.out) > 1
+            and record.event.function == "pack"
+            and record.event.out[1].tolist() != cumulative.tolist()
         ):
             out.finding(
                 "other cumulative lengths",
                 expected=str(cumulative.tolist()),
-                observed=str(one.event.out[1].tolist()),
-                where=one.place(),
+                observed=str(record.event.out[1].tolist()),
+                where=record.place(),
                 hint=(
                     "Routes are padded by the same lcm as token ids: by tp, 2 * cp, FP8's multiple,"
                     " the bucket (slime#1052)."
                 ),
             )
             return
-    if rows != wanted:
+    if rows != expected:
         out.finding(
             "another number of rows than the tokens have",
-            expected=f"{wanted} rows: {rule}",
-            observed=f"{rows} rows{_multiple(one, rows)}",
-            where=one.place(),
+            expected=f"{expected} rows: {rule}",
+            observed=f"{rows} rows{_multiple(record, rows)}",
+            where=record.place(),
             hint=(
-                "Routes are padded by the same lcm as token ids; the wrong parallel size passes"
-                " while the sizes are equal (miles#496)."
+                "Routes are padded by the same lcm as token ids; a wrong parallel size goes"
+                " unnoticed while the sizes are equal (miles#496)."
             ),
         )
 
 
-def _multiple(one: LayoutCall, rows: int) -> str:
-    """Which other multiple would give so many rows, in words."""
-    mesh = one.layout.mesh
-    parts = mesh.cp if one.event.function == "context" else 1
+def _multiple(record: LayoutCall, rows: int) -> str:
+    """Return which other multiple would give this number of rows, in words."""
+    mesh = record.layout.mesh
+    parts = mesh.cp if record.event.function == "context" else 1
     choices = {
         "1": 1,
         "tp": mesh.tp,
@@ -399,7 +404,7 @@ def _multiple(one: LayoutCall, rows: int) -> str:
         "dp": mesh.dp,
     }
     for name, multiple in choices.items():
-        if rows * parts == sum(-(-length // multiple) * multiple for length in one.call.lengths):
+        if rows * parts == sum(-(-length // multiple) * multiple for length in record.call.lengths):
             return f", as multiples of {name} = {multiple} give"
     return ""
 
@@ -408,36 +413,36 @@ def _multiple(one: LayoutCall, rows: int) -> str:
     "layout.padding-rows",
     functions=("fill", "pack", "context", "ulysses", "targets"),
     promise=(
-        "A row of no token holds k distinct experts, or -1 where the router is to choose: never one"
-        " expert k times."
+        "A row of no token holds k distinct experts, or -1 if the router is to choose: never"
+        " one expert k times."
     ),
     exercised_by="padding rows",
 )
-def layout_padding_rows(one: LayoutCall, out: Collector) -> None:
-    layout = one.layout
+def layout_padding_rows(record: LayoutCall, out: Collector) -> None:
+    layout = record.layout
     if layout.fill is Fill.ZEROS:
         out.inapplicable(
-            "padding rows are declared to be zeros, which only a replay mask makes sound"
+            "padding rows are declared to be zeros, which is sound only with a replay mask"
         )
         return
-    if not one.call.coding.experts:
+    if not record.call.coding.experts:
         return
-    rows = _rows_of_padding(one)
+    rows = _rows_of_padding(record)
     out.exercised("padding rows", len(rows))
-    faults = [(i, fault) for i, row in enumerate(rows) if (fault := _fault_of_filler(one, row))]
+    faults = [(i, fault) for i, row in enumerate(rows) if (fault := _fault_of_filler(record, row))]
     if faults:
         out.finding(
             "padding rows cannot be routed",
             expected=f"{layout.top_k} distinct experts in every row",
             observed=f"{faults[0][1]}; so in {share(len(faults), len(rows), 'padding row')}",
-            where=one.place(),
+            where=record.place(),
             hint=(
                 "Equal ids collapse in the routing map, and a dispatcher that counts tokens * k"
                 " fails or drops (slime#941, verl#4986)."
             ),
         )
     elif (
-        one.event.function == "fill"
+        record.event.function == "fill"
         and layout.fill is Fill.SPREAD
         and len(rows) >= layout.num_experts
     ):
@@ -450,7 +455,7 @@ def layout_padding_rows(one: LayoutCall, out: Collector) -> None:
                     f"expert {int(loads.argmax())} {int(loads.max())} times, expert"
                     f" {int(loads.argmin())} {int(loads.min())} times"
                 ),
-                where=one.place(),
+                where=record.place(),
                 hint=(
                     "Padding that always goes to the same experts skews their load (verl#7524,"
                     " prime-rl#3350)."
@@ -458,25 +463,25 @@ def layout_padding_rows(one: LayoutCall, out: Collector) -> None:
             )
 
 
-def _rows_of_padding(one: LayoutCall) -> list[IntArray]:
-    """The rows ``(columns, k)`` of what was returned that hold no captured row."""
-    call, event = one.call, one.event
+def _rows_of_padding(record: LayoutCall) -> list[IntArray]:
+    """Return the returned rows ``(columns, k)`` that hold no captured row."""
+    call, event = record.call, record.event
     if event.function == "fill":
         return list(event.out[0])
     if event.function == "targets":
         source, tables = (
-            one.layout.rows(call.lengths, call.rank),
+            record.layout.rows(call.lengths, call.rank),
             [rows for rows in event.out[1:] if rows.ndim == 2],
         )
-        free = ~one.layout.captured(source, call.held or call.lengths)
+        free = ~record.layout.captured(source, call.held or call.lengths)
         return [row[None] for rows in tables if len(rows) == len(source) for row in rows[free]]
-    mesh = one.layout.mesh
+    mesh = record.layout.mesh
     if event.function == "pack":
-        source = packed(call.lengths, one.layout.cumulative(call.lengths))
+        source = packed(call.lengths, record.layout.cumulative(call.lengths))
     else:
         source = (
-            one.layout.rows(call.lengths, call.rank)
+            record.layout.rows(call.lengths, call.rank)
             if not mesh.sequence_parallel
-            else one.before_tensor_slice()
+            else record.before_tensor_slice()
         )
     return list(event.out[0][~source.filled]) if len(event.out[0]) == len(source) else []

@@ -323,7 +323,7 @@ def test_malformed_samples_that_are_padded_or_cut_are_found() -> None:
     assert told["9 route rows for 7 tokens: accepted"] == "9 rows were cut to the tokens"
     assert (
         told["2 logprobs for 5 response tokens: accepted"]
-        == "0 stands for 3 logprobs that nobody returned"
+        == "0 is the value of 3 logprobs that no engine returned"
     )
     assert told["8 logprobs for 5 response tokens: accepted"] == "8 were cut to 5 tokens"
 
