@@ -214,7 +214,7 @@ requirements, and what is removed again.
 def engines(session: nox.Session, engine: str) -> None:
     """Judge real engines on this CPU: `nox -s "engines(vllm)"`. Installs gigabytes, once."""
     marker = Path(session.virtualenv.location) / "installed"
-    requirements = ROOT / "harness" / "engines" / "requirements" / f"{engine}.txt"
+    requirements = ROOT / "harness" / "engines" / engine / "requirements.txt"
     if not marker.is_file() or marker.read_text(encoding="utf-8") != requirements.read_text(
         encoding="utf-8"
     ):

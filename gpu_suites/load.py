@@ -13,7 +13,7 @@ from rollproof.core.records import FinishReason
 from rollproof.core.trace import Trace
 from rollproof.engines.engine_targets import EngineTarget
 from rollproof.engines.experiments import Setting
-from rollproof.engines.session import Asked, Bench, Serving
+from rollproof.engines.session import SentCall, Serving, Session
 from rollproof.engines.version_attribution import attributed
 from rollproof.errors import EngineError
 from rollproof.judging.report import Report
@@ -65,7 +65,7 @@ def judge_load(
                 label=settings.label,
                 checkpoints=target.checkpoints[Setting.MAIN],
             )
-            bench = Bench(
+            session = Session(
                 engine,
                 "load",
                 serving,
@@ -75,16 +75,16 @@ def judge_load(
                 max_batch=settings.max_batch,
             )
             try:
-                await run_load(bench, asked)
+                await run_load(session, asked)
             except EngineError as error:
-                bench.broken_off(f"load: {type(error).__name__}: {error}")
+                session.record_failure(f"load: {type(error).__name__}: {error}")
                 run.notes.append(f"load broke off: {str(error).splitlines()[0]}")
             finally:
-                await bench.close()
+                await session.close()
             run.seconds["load"] = time.perf_counter() - start
             oracle = target.oracle(engine, target.checkpoints[Setting.MAIN])
             with run.spending("reference"):
-                return attributed(bench.trace(target.name), oracle)
+                return attributed(session.trace(target.name), oracle)
         finally:
             with run.spending("stopping"):
                 await engine.stop()
@@ -104,32 +104,32 @@ def judge_load(
     )
 
 
-async def run_load(bench: Bench, load: Load | None = None) -> None:
+async def run_load(session: Session, load: Load | None = None) -> None:
     """The experiment: clients that send, abort and resume; a trainer that pauses, updates and
     resumes the engine.
     """
     asked = load or Load()
-    bench.kv_policy = KvPolicy.RECOMPUTE
-    bench.provenance = Provenance.LATEST_PREFILL
+    session.kv_policy = KvPolicy.RECOMPUTE
+    session.provenance = Provenance.LATEST_PREFILL
     done = 0
     moved = asyncio.Event()
 
     async def client() -> None:
         nonlocal done
-        prompt = bench.prompt(int(bench.draw.integers(1, asked.longest_prompt)))
-        budget = int(bench.draw.integers(1, asked.longest_response))
-        call = bench.ask(prompt, budget)
+        prompt = session.prompt(int(session.draw.integers(1, asked.longest_prompt)))
+        budget = int(session.draw.integers(1, asked.longest_response))
+        call = session.send(prompt, budget)
         while True:
-            if bench.draw.random() < asked.aborted:
-                await call.sampled(int(bench.draw.integers(0, budget + 1)))
+            if session.draw.random() < asked.aborted:
+                await call.wait_for_tokens(int(session.draw.integers(0, budget + 1)))
                 if not call.done:
-                    await bench.abort(call)
-            await bench.ended(call)
+                    await session.abort(call)
+            await session.wait_for(call)
             left = _left(call)
             if not left:
                 break
-            call = bench.go_on(call, left, offset=False)
-        await bench.finish(call)
+            call = session.continue_call(call, left, offset=False)
+        await session.finish(call)
         done += 1
         moved.set()
 
@@ -138,14 +138,14 @@ async def run_load(bench: Bench, load: Load | None = None) -> None:
             while done < asked.requests * (number + 1) // (asked.updates + 2):
                 moved.clear()
                 await moved.wait()
-            await bench.pause(PauseMode.ABORT, clear_cache=True)
-            await bench.update(bench.serving.other(), clear_cache=True)
-            await bench.resume()
+            await session.pause(PauseMode.ABORT, clear_cache=True)
+            await session.update(session.serving.other(), clear_cache=True)
+            await session.resume()
 
     await asyncio.gather(trainer(), *(client() for _ in range(asked.requests)))
 
 
-def _left(call: Asked) -> int:
+def _left(call: SentCall) -> int:
     """Tokens that are left of an aborted call's budget; 0 where it ended by itself."""
     if (
         call.refused is not None

@@ -1,6 +1,4 @@
-"""Guard: nothing that an adapter raises, forgets or makes up ends a run in any other way than by an
-error of our own.
-"""
+"""Turn whatever an engine adapter raises, or returns of a wrong type, into errors of rollproof."""
 
 from __future__ import annotations
 
@@ -28,54 +26,51 @@ from rollproof.errors import (
     SubjectError,
 )
 
-__all__ = ["answers", "guarded"]
+__all__ = ["checked_outputs", "guarded"]
 
 _T = TypeVar("_T")
 
 
-async def guarded(ask: Callable[[], Awaitable[_T]], what: str, deadline: float | None) -> _T:
-    """What ``ask()`` comes to, within ``deadline`` seconds (``None``: any time). ``what`` names the
-    method that it calls.
+async def guarded(operation: Callable[[], Awaitable[_T]], name: str, deadline: float | None) -> _T:
+    """Return the result of ``operation()``, within ``deadline`` seconds (``None``: no limit).
 
-    Raises ``EngineHung`` past the deadline, ``EngineDied`` where the engine wants to end the
-    program, and ``EngineError`` for every other error of the engine's own, a cancellation that
-    nobody asked for among them.
+    ``name`` is the adapter's method, for messages. Raises ``EngineHung`` past the deadline,
+    ``EngineDied`` if the engine raises ``SystemExit``, and ``EngineError`` for every other error of
+    the engine.
     """
     limit = asyncio.timeout(deadline)
     try:
         async with limit:
-            return await ask()
+            return await operation()
     except RollproofError:
         raise
     except SystemExit as error:
         raise EngineDied(
-            f"The engine's {what} raised SystemExit({error.code!r}): it would have ended the"
+            f"The engine's {name} raised SystemExit({error.code!r}): it would have ended the"
             " program."
         ) from error
     except (Exception, asyncio.CancelledError) as error:
         if limit.expired():
-            raise EngineHung(f"The engine's {what} did not return within {deadline:g} s.") from None
+            raise EngineHung(f"The engine's {name} did not return within {deadline:g} s.") from None
+        # an engine may let a CancelledError of its own escape, though nobody cancelled this task
         if isinstance(error, asyncio.CancelledError) and _cancelled():
             raise
-        raise EngineError(f"The engine's {what} raised {type(error).__name__}: {error}") from error
+        raise EngineError(f"The engine's {name} raised {type(error).__name__}: {error}") from error
 
 
 def _cancelled() -> bool:
-    """Whether somebody cancelled the current task; an engine may let a ``CancelledError`` of its
-    own escape.
-    """
+    """Whether the current task is being cancelled."""
     task = asyncio.current_task()
     return task is not None and task.cancelling() > 0
 
 
-async def answers(
+async def checked_outputs(
     generate: Callable[[], Awaitable[Sequence[EngineOutput]]],
 ) -> tuple[EngineOutput, ...]:
-    """What ``generate()`` returns, of the types that checks count on; arrays that have them are not
-    copied.
+    """Return what ``generate()`` returns, in the types that checks rely on.
 
-    Raises ``EngineRefused`` for any error of the engine's own, and ``SubjectError`` for other
-    types.
+    Arrays that have them are not copied. Raises ``EngineRefused`` for any error of the engine, and
+    ``SubjectError`` for other types.
     """
     try:
         outputs: object = await guarded(generate, "generate()", None)
@@ -113,12 +108,12 @@ def _checked(output: EngineOutput) -> EngineOutput:
         raise SubjectError(
             f"EngineOutput.finish_reason is {output.finish_reason!r}; choose among {valid}."
         ) from None
-    if not _whole(output.routes_start) or output.routes_start < 0:
+    if not _is_integer(output.routes_start) or output.routes_start < 0:
         raise SubjectError(
             "EngineOutput.routes_start must be a whole number, 0 or more, not"
             f" {_short(output.routes_start)}."
         )
-    if not (output.cached_tokens is None or _whole(output.cached_tokens)):
+    if not (output.cached_tokens is None or _is_integer(output.cached_tokens)):
         raise SubjectError(
             "EngineOutput.cached_tokens must be a whole number or None, not"
             f" {_short(output.cached_tokens)}."
@@ -139,7 +134,7 @@ def _checked(output: EngineOutput) -> EngineOutput:
     return replace(output, token_ids=tokens, logprobs=logprobs, routes=routes, finish_reason=reason)
 
 
-def _whole(value: Any) -> bool:
+def _is_integer(value: Any) -> bool:
     return isinstance(value, int | np.integer) and not isinstance(value, bool)
 
 

@@ -166,7 +166,7 @@ def require_installed(name: str) -> None:
     if name not in REAL or importlib.util.find_spec(REAL[name].module) is not None:
         return
     engine = REAL[name].module
-    requirements = Path(__file__).parent / "requirements" / f"{engine}.txt"
+    requirements = Path(__file__).parent / engine / "requirements.txt"
     raise EngineStartError(
         f"{engine} is not installed in {sys.prefix}. What runs on a CPU, and how to install it, is"
         f" in {requirements}; from a checkout,"

@@ -1,7 +1,7 @@
-"""Bench: one experiment on an engine, recorded as a trace.
+"""Run one experiment on an engine, and record what the engine shows as a trace.
 
-An experiment asks, aborts, pauses and updates through the bench, which stamps everything that the
-engine shows. What is true is not known here: it is found afterwards, by an independent reference
+An experiment sends calls, aborts, pauses and updates through a ``Session``. What is true is not
+known here: an independent reference finds it afterwards
 (``rollproof.engines.version_attribution``).
 """
 
@@ -35,11 +35,11 @@ from rollproof.core.events.rollout import (
 from rollproof.core.records import EngineOutput, IntArray, Request, Rollout, Scalar, Span, as_tokens
 from rollproof.core.subjects import EngineSubject
 from rollproof.core.trace import Header, Recorder, Trace
-from rollproof.engines.adapter_guard import answers, guarded
+from rollproof.engines.adapter_guard import checked_outputs, guarded
 from rollproof.errors import EngineHung, EngineRefused, SubjectError
 from rollproof.invariants.engine.engine_calls import BROKEN_OFF
 
-__all__ = ["SERVER", "Asked", "Bench", "Serving"]
+__all__ = ["SERVER", "SentCall", "Serving", "Session"]
 
 SERVER = "e0"
 """The id of the engine in a trace."""
@@ -48,10 +48,13 @@ _T = TypeVar("_T")
 
 @dataclass(slots=True)
 class Serving:
-    """What an engine serves as it goes from one experiment to the next: weights ``version`` under
-    ``label``, the n-th of its labels.
+    """The weights that an engine serves, carried from one experiment to the next.
 
-    ``checkpoints`` are the folders of the versions that it may be given.
+    Attributes:
+        version: the version of the weights.
+        label: what the engine calls it.
+        checkpoints: the folders of the versions that an update can load.
+        labels: how many labels were used so far.
     """
 
     version: str
@@ -60,12 +63,12 @@ class Serving:
     labels: int = 0
 
     def next_label(self) -> str:
-        """A label that this engine has not shown."""
+        """Return a label that this engine has not shown."""
         self.labels += 1
         return f"w{self.labels}"
 
     def other(self) -> str:
-        """A version that it does not serve. Raises ``SubjectError`` where there is none."""
+        """Return a version that it does not serve. Raises ``SubjectError`` if there is none."""
         for name in self.checkpoints:
             if name != self.version:
                 return name
@@ -76,11 +79,18 @@ class Serving:
 
 
 @dataclass(eq=False)
-class Asked:
-    """A call that was sent: one request per sample (``requests``), each with its own ``calls``
-    entry in the trace.
+class SentCall:
+    """A call that was sent: one request per sample, each with a call of its own in the trace.
 
-    ``outputs`` are there once ``task`` is done; ``refused`` is the engine's error where it refused.
+    Attributes:
+        query: what the adapter got.
+        requests: the request of each sample.
+        calls: the call of each sample in the trace.
+        before: replies to the earlier calls of a request that this one continues.
+        seen: sampled tokens of each sample so far.
+        outputs: the replies, once ``task`` is done.
+        refused: the engine's error if it refused.
+        deadline: seconds that a wait for tokens may take.
     """
 
     query: Query
@@ -96,12 +106,13 @@ class Asked:
 
     @property
     def done(self) -> bool:
-        """Whether the engine has answered, or refused."""
+        """Whether the engine has replied, or refused."""
         return self.task is not None and self.task.done()
 
-    async def sampled(self, tokens: int) -> None:
-        """Wait until every sample has so many tokens, or the call has ended. Raises ``EngineHung``
-        past ``deadline`` (seconds).
+    async def wait_for_tokens(self, tokens: int) -> None:
+        """Wait until every sample has so many tokens, or the call has ended.
+
+        Raises ``EngineHung`` after ``deadline`` seconds.
         """
         try:
             async with asyncio.timeout(self.deadline):
@@ -114,20 +125,28 @@ class Asked:
                 f" {self.deadline:g} s."
             ) from None
 
-    async def ended(self) -> None:
-        """Wait until the engine has answered."""
+    async def wait(self) -> None:
+        """Wait until the engine has replied."""
         assert self.task is not None
         await self.task
 
 
-class Bench:
-    """Drives ``engine`` in one experiment of ``name``. ``deadline`` bounds the seconds that a wait
-    may take, ``lull`` is waited after a pause before the tokens are counted, so that those that are
-    on their way arrive.
+class Session:
+    """Drives ``engine`` in the experiment ``name``.
 
-    ``kv_policy`` and ``provenance`` are the conventions of this experiment: whether its updates let
-    KV be computed anew, and whether its client keeps rows (and asks for the missing ones) or takes
-    those of the last call.
+    Args:
+        engine: the adapter.
+        name: name of the experiment; it seeds the prompts, too.
+        serving: the weights that the engine has.
+        seed: seed of the prompts and of the calls.
+        deadline: seconds that a wait may take.
+        lull: seconds to wait after a pause before tokens are counted, so that those in transit
+            arrive.
+        vocab: prompts have token ids below this.
+        max_batch: how many calls the engine runs at once.
+
+    An experiment sets ``kv_policy`` (whether its updates recompute KV) and ``provenance`` (whether
+    its client retains rows and requests the missing ones, or takes those of the last call).
     """
 
     def __init__(
@@ -154,7 +173,7 @@ class Bench:
         loop = asyncio.get_running_loop()
         start = loop.time()
         self._recorder = Recorder(lambda: round(loop.time() - start, 6))
-        self._asked: list[Asked] = []
+        self._sent: list[SentCall] = []
         self._finished: set[str] = set()
         self._recorder.record(
             Weights(server_id=SERVER, version=serving.version, label=serving.label, flushed=False)
@@ -166,13 +185,14 @@ class Bench:
         return self.engine.contract
 
     def prompt(self, length: int, *, shared: int | None = None) -> tuple[int, ...]:
-        """A random prompt, ids from 3: of this experiment's own, or number ``shared`` of those that
-        all experiments have.
+        """Return a random prompt with token ids from 3 on.
+
+        ``shared`` is the number of a prompt that all experiments have.
         """
         draw = self.draw if shared is None else np.random.default_rng([shared, length])
         return tuple(int(token) for token in draw.integers(3, self._vocab, length))
 
-    def ask(
+    def send(
         self,
         prompt: Sequence[int],
         tokens: int,
@@ -184,12 +204,13 @@ class Bench:
         want_logprobs: bool = True,
         routes_start: int | None = None,
         stream: StreamMode | None = None,
-        after: Asked | None = None,
-    ) -> Asked:
-        """Send a call. It gets a seed of its own unless one is given. ``after`` is the call of the
-        same request that it continues.
+        after: SentCall | None = None,
+    ) -> SentCall:
+        """Send a call; without ``seed`` it gets one of its own.
+
+        ``after`` is the call of the same request that it continues.
         """
-        number = len(self._asked)
+        number = len(self._sent)
         requests = (
             after.requests
             if after is not None
@@ -209,7 +230,7 @@ class Bench:
         )
         calls = tuple(1000 * number + i + 1 for i in range(samples))
         before = (*after.before, *after.outputs) if after is not None else ()
-        asked = Asked(
+        sent = SentCall(
             query=query,
             requests=requests,
             calls=calls,
@@ -221,15 +242,13 @@ class Bench:
             if after is None:
                 self._recorder.record(Submit(request=_request(request, query, requests)))
             self._recorder.record(_call(call, request, query))
-        self._asked.append(asked)
-        asked.task = asyncio.get_running_loop().create_task(
-            self._generate(asked), name=query.handle
-        )
-        return asked
+        self._sent.append(sent)
+        sent.task = asyncio.get_running_loop().create_task(self._generate(sent), name=query.handle)
+        return sent
 
     @property
     def stream(self) -> StreamMode:
-        """The mode in which progress is seen: cumulative chunks, where the engine has them."""
+        """The mode that shows progress: cumulative chunks if the engine has them."""
         modes = self.terms.stream_modes
         return next(
             (mode for mode in (StreamMode.CUMULATIVE, StreamMode.DELTA) if mode in modes),
@@ -238,9 +257,7 @@ class Bench:
 
     @property
     def terms(self) -> EngineTerms:
-        """What the engine declares about its calls. Raises ``SubjectError`` where it declares
-        nothing.
-        """
+        """What the engine declares about its calls. Raises ``SubjectError`` without terms."""
         terms = self.contract.engine
         if terms is None:
             raise SubjectError(
@@ -249,35 +266,34 @@ class Bench:
             )
         return terms
 
-    def go_on(self, asked: Asked, tokens: int, *, offset: bool) -> Asked:
-        """Continue a request as a client does: prompt and what was sampled as the new prompt,
-        ``tokens`` more to sample.
+    def continue_call(self, call: SentCall, tokens: int, *, offset: bool) -> SentCall:
+        """Continue a request as a client does, for ``tokens`` more tokens.
 
-        With ``offset`` only the rows that are missing are asked for, else all of them.
+        The prompt is that of ``call`` and what was sampled. With ``offset`` only the missing rows
+        are requested, else all of them.
         """
-        (last,) = asked.outputs
-        prompt = asked.query.prompt_ids + last.token_ids
-        start = (
-            sum(len(one.routes) for one in (*asked.before, last) if one.routes is not None)
-            if offset
-            else None
-        )
-        return self.ask(
-            prompt, tokens, routes_start=start, after=asked, temperature=asked.query.temperature
+        (last,) = call.outputs
+        prompt = call.query.prompt_ids + last.token_ids
+        start = None
+        if offset:
+            outputs = (*call.before, last)
+            start = sum(len(output.routes) for output in outputs if output.routes is not None)
+        return self.send(
+            prompt, tokens, routes_start=start, after=call, temperature=call.query.temperature
         )
 
-    async def abort(self, asked: Asked, *, wait: bool = True) -> None:
-        """Abort a call, and wait for its reply unless told not to."""
+    async def abort(self, call: SentCall, *, wait: bool = True) -> None:
+        """Abort a call, and ``wait`` for its reply."""
         self._recorder.record(
             Abort(
                 server_id=SERVER,
-                wanted=asked.query.handle,
-                call_ids=() if asked.done else asked.calls,
+                wanted=call.query.handle,
+                call_ids=() if call.done else call.calls,
             )
         )
-        await self._guarded(lambda: self.engine.abort(asked.query.handle), "abort()")
+        await self._guarded(lambda: self.engine.abort(call.query.handle), "abort()")
         if wait:
-            await self.ended(asked)
+            await self.wait_for(call)
 
     async def pause(self, mode: PauseMode, *, clear_cache: bool) -> None:
         """Pause the engine."""
@@ -294,8 +310,9 @@ class Bench:
         await self._guarded(self.engine.resume, "resume()")
 
     async def update(self, version: str, *, clear_cache: bool) -> None:
-        """Give the engine the weights ``version``, those that it has already being an identity
-        update, under a new label.
+        """Give the engine the weights ``version`` under a new label.
+
+        It is an identity update if the engine has those weights already.
         """
         identity = version == self.serving.version
         label = self.serving.next_label()
@@ -325,25 +342,23 @@ class Bench:
         """Give the engine time to do what it should not do now."""
         await asyncio.sleep(10 * self._lull)
 
-    def missed(self, what: str) -> None:
-        """Note that the experiment did not bring about what it is for."""
-        self.misses.append(f"{self.name}: {what}")
+    def record_miss(self, situation: str) -> None:
+        """Note that the experiment did not reach the situation that it is for."""
+        self.misses.append(f"{self.name}: {situation}")
 
-    def broken_off(self, why: str) -> None:
-        """Note that the experiment could not be brought to its end."""
-        self._recorder.record(Fault(what=BROKEN_OFF, server_id=SERVER, detail=why))
+    def record_failure(self, reason: str) -> None:
+        """Record that the experiment could not be finished."""
+        self._recorder.record(Fault(what=BROKEN_OFF, server_id=SERVER, detail=reason))
 
     async def close(self) -> None:
-        """Give up what is still in flight; its callers are gone. What other calls came to has been
-        recorded, or is told by one of them.
-        """
-        tasks = [one.task for one in self._asked if one.task is not None]
+        """Cancel the calls that are still in flight; nobody waits for them any more."""
+        tasks = [call.task for call in self._sent if call.task is not None]
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
 
     async def clear_cache(self) -> None:
-        """Have the engine forget what calls share."""
+        """Clear the engine's prefix cache."""
         await self._guarded(self.engine.clear_cache, "clear_cache()")
 
     async def count(self, phase: str) -> Mapping[str, float]:
@@ -358,14 +373,16 @@ class Bench:
             self._recorder.record(Gauge(name=f"{SERVER}/{name}", value=value, phase=phase))
         return counts
 
-    async def ended(self, *asked: Asked) -> None:
-        """Wait until calls are answered. What outlasts the deadline is recorded as hanging."""
-        for one in asked:
+    async def wait_for(self, *calls: SentCall) -> None:
+        """Wait until calls are answered. One that outlasts the deadline is recorded as hanging, and
+        raises ``EngineHung``.
+        """
+        for call in calls:
             try:
                 async with asyncio.timeout(self._deadline):
-                    await asyncio.shield(one.ended())
+                    await asyncio.shield(call.wait())
             except TimeoutError:
-                for request in one.requests:
+                for request in call.requests:
                     self._result(
                         request,
                         Result(
@@ -375,26 +392,26 @@ class Bench:
                         ),
                     )
                 raise EngineHung(
-                    f"The engine did not answer the call {one.query.handle!r} of experiment"
+                    f"The engine did not answer the call {call.query.handle!r} of experiment"
                     f" {self.name!r} within {self._deadline:g} s."
                 ) from None
 
-    async def finish(self, *asked: Asked) -> None:
-        """Wait until calls are answered, and hand their requests' samples over."""
-        await self.ended(*asked)
-        for one in asked:
-            for place, request in enumerate(one.requests):
-                if one.refused is not None:
-                    self._result(request, Result(request_id=request, error=one.refused))
-                elif place < len(one.outputs):
+    async def finish(self, *calls: SentCall) -> None:
+        """Wait until calls are answered, and record the samples of their requests."""
+        await self.wait_for(*calls)
+        for call in calls:
+            for place, request in enumerate(call.requests):
+                if call.refused is not None:
+                    self._result(request, Result(request_id=request, error=call.refused))
+                elif place < len(call.outputs):
                     self._result(
                         request,
-                        Result(request_id=request, rollout=self._rollout(one, request, place)),
+                        Result(request_id=request, rollout=self._rollout(call, request, place)),
                     )
 
     def header(self, subject: str) -> Header:
-        """The header of this experiment's trace: the client resumes, by the conventions of the
-        experiment.
+        """Return the header of this experiment's trace: the client resumes, by the conventions of
+        the experiment.
         """
         engine = replace(self.contract, kv_policy=self.kv_policy)
         provenance = self.provenance or Provenance.AS_SAMPLED
@@ -406,48 +423,48 @@ class Bench:
         )
 
     def trace(self, subject: str) -> Trace:
-        """What was recorded."""
+        """Return what was recorded."""
         return self._recorder.trace(self.header(subject))
 
-    async def _guarded(self, ask: Callable[[], Awaitable[_T]], what: str) -> _T:
-        return await guarded(ask, what, self._deadline)
+    async def _guarded(self, operation: Callable[[], Awaitable[_T]], name: str) -> _T:
+        return await guarded(operation, name, self._deadline)
 
-    async def _generate(self, asked: Asked) -> None:
+    async def _generate(self, call: SentCall) -> None:
         def watch(piece: Piece) -> None:
-            if piece.sampled and not asked.seen[piece.sample]:
-                self._recorder.record(Admit(call_id=asked.calls[piece.sample], server_id=SERVER))
-            asked.seen[piece.sample] = max(piece.sampled, asked.seen[piece.sample])
-            if asked.query.stream is not StreamMode.FINAL:
+            if piece.sampled and not call.seen[piece.sample]:
+                self._recorder.record(Admit(call_id=call.calls[piece.sample], server_id=SERVER))
+            call.seen[piece.sample] = max(piece.sampled, call.seen[piece.sample])
+            if call.query.stream is not StreamMode.FINAL:
                 tokens = as_tokens(piece.token_ids, what="Piece.token_ids")
                 self._recorder.record(
                     Chunk(
-                        call_id=asked.calls[piece.sample],
+                        call_id=call.calls[piece.sample],
                         token_ids=tokens,
                         rows=piece.rows,
                         finished=piece.finished,
                     )
                 )
-            asked.moved.set()
+            call.moved.set()
 
         try:
-            outputs = await answers(lambda: self.engine.generate(asked.query, watch))
+            outputs = await checked_outputs(lambda: self.engine.generate(call.query, watch))
         except EngineRefused as error:
-            asked.refused = f"{error.kind or type(error).__name__}: {error}"
+            call.refused = f"{error.kind or type(error).__name__}: {error}"
             return
         finally:
-            asked.moved.set()
-        asked.outputs = outputs[: asked.query.samples]
+            call.moved.set()
+        call.outputs = outputs[: call.query.samples]
         for place, output in enumerate(outputs):
             self._recorder.record(
-                Reply(call_id=asked.calls[min(place, len(asked.calls) - 1)], output=output)
+                Reply(call_id=call.calls[min(place, len(call.calls) - 1)], output=output)
             )
 
     def _progress(self) -> dict[int, int]:
         return {
-            call: seen
-            for one in self._asked
-            if not one.done
-            for call, seen in zip(one.calls, one.seen, strict=True)
+            number: seen
+            for call in self._sent
+            if not call.done
+            for number, seen in zip(call.calls, call.seen, strict=True)
         }
 
     def _result(self, request: str, result: Result) -> None:
@@ -455,16 +472,13 @@ class Bench:
             self._finished.add(request)
             self._recorder.record(result)
 
-    def _rollout(self, asked: Asked, request: str, place: int) -> Rollout:
-        """The sample as a client makes it of the replies: as the engine gave them, neither cut nor
-        padded.
-        """
-        outputs = (*asked.before, asked.outputs[place])
-        tokens = tuple(token for one in outputs for token in one.token_ids)
-        prompt = asked.query.prompt_ids[
-            : len(asked.query.prompt_ids) - sum(len(one.token_ids) for one in asked.before)
-        ]
-        logprobs = [one.logprobs for one in outputs if one.logprobs is not None]
+    def _rollout(self, call: SentCall, request: str, place: int) -> Rollout:
+        """Join the replies to a sample as a client does: neither cut nor padded."""
+        outputs = (*call.before, call.outputs[place])
+        tokens = tuple(token for output in outputs for token in output.token_ids)
+        earlier = sum(len(output.token_ids) for output in call.before)
+        prompt = call.query.prompt_ids[: len(call.query.prompt_ids) - earlier]
+        logprobs = [output.logprobs for output in outputs if output.logprobs is not None]
         return Rollout(
             request_id=request,
             prompt_ids=prompt,
@@ -478,7 +492,9 @@ class Bench:
         )
 
     def _routes(self, outputs: Sequence[EngineOutput]) -> IntArray | None:
-        arrays = [one.routes for one in outputs if one.routes is not None and one.token_ids]
+        arrays = [
+            output.routes for output in outputs if output.routes is not None and output.token_ids
+        ]
         if not arrays:
             return None
         return np.concatenate(arrays) if self.provenance is Provenance.AS_SAMPLED else arrays[-1]
@@ -518,11 +534,11 @@ def _sampling(query: Query) -> dict[str, Scalar]:
 def _spans(outputs: Sequence[EngineOutput]) -> tuple[Span, ...]:
     spans: list[Span] = []
     start = 0
-    for one in outputs:
+    for output in outputs:
         spans += [
-            Span(start=start + s.start, end=start + s.end, version=s.version)
-            for s in one.spans
-            if s.end > s.start
+            Span(start=start + span.start, end=start + span.end, version=span.version)
+            for span in output.spans
+            if span.end > span.start
         ]
-        start += len(one.token_ids)
+        start += len(output.token_ids)
     return tuple(spans)

@@ -33,7 +33,7 @@ from rollproof.engines.engine_targets import (
     require_installed,
 )
 from rollproof.engines.experiments import Experiment, Setting, experiments_for
-from rollproof.engines.session import SERVER, Bench, Serving
+from rollproof.engines.session import SERVER, Serving, Session
 from rollproof.engines.version_attribution import attributed
 from rollproof.errors import EngineDied, EngineError, EngineStartError, SubjectError, UsageError
 from rollproof.invariants import default_registry
@@ -177,8 +177,8 @@ def engine_registry(only: Iterable[str] = ()) -> Registry:
     """The checks that judge engines, or those of them that are named. Raises ``UsageError`` for a
     name that matches none.
     """
-    whole = Registry([check for check in default_registry() if check.judges("engines")])
-    return whole.select(only) if (only := tuple(only)) else whole
+    registry = Registry([check for check in default_registry() if check.judges("engines")])
+    return registry.select(only) if (only := tuple(only)) else registry
 
 
 def run_experiments(
@@ -278,8 +278,9 @@ class _Main:
     def _fault(
         self, engine: EngineSubject, setting: Setting, what: str, error: EngineError
     ) -> None:
-        """What was recorded is judged all the same; that an engine did not start, or did not stop,
-        is a finding beside it.
+        """Record that an engine did not start or stop: a finding of its own.
+
+        What was recorded before is judged all the same.
         """
         self._run.notes.append(
             f"the {setting} setting did not {what}: {str(error).splitlines()[0]}"
@@ -291,14 +292,14 @@ class _Main:
             profile=str(setting),
             about="engines",
         )
-        told = Fault(index=0, what=BROKEN_OFF, server_id=SERVER, detail=str(error))
-        self._run.traces.append(Trace(header=header, events=(told,)))
+        fault = Fault(index=0, what=BROKEN_OFF, server_id=SERVER, detail=str(error))
+        self._run.traces.append(Trace(header=header, events=(fault,)))
 
     def _all(self) -> list[Experiment]:
         return [
-            one
+            experiment
             for settings in self._target.settings.values()
-            for one in experiments_for(self._made(settings).contract)
+            for experiment in experiments_for(self._made(settings).contract)
         ]
 
     def _made(self, settings: EngineSettings) -> EngineSubject:
@@ -313,10 +314,14 @@ class _Main:
         return engine
 
     def _chosen(self, engine: EngineSubject, setting: Setting) -> list[Experiment]:
-        known = [one for one in experiments_for(engine.contract) if one.setting is setting]
+        known = [
+            experiment
+            for experiment in experiments_for(engine.contract)
+            if experiment.setting is setting
+        ]
         chosen = sorted(
-            (one for one in known if not self._only or one.name in self._only),
-            key=lambda one: one.name in self._last,
+            (experiment for experiment in known if not self._only or experiment.name in self._only),
+            key=lambda experiment: experiment.name in self._last,
         )
         self._total += len(chosen)
         return chosen
@@ -330,7 +335,7 @@ class _Main:
         for experiment in chosen:
             self._say(f"{self._target.name}: {experiment.about}")
             start = time.perf_counter()
-            trace, alive = await self._one(engine, settings, serving, experiment)
+            trace, alive = await self._run_experiment(engine, settings, serving, experiment)
             self._run.seconds[experiment.name] = time.perf_counter() - start
             self._done += 1
             recorded.append(trace)
@@ -343,7 +348,7 @@ class _Main:
             with self._run.spending("reference"):
                 self._run.traces.append(attributed(trace, oracle))
 
-    async def _one(
+    async def _run_experiment(
         self,
         engine: EngineSubject,
         settings: EngineSettings,
@@ -351,7 +356,7 @@ class _Main:
         experiment: Experiment,
     ) -> tuple[Trace, bool]:
         """Run one experiment; the trace, and whether the engine can go on to the next."""
-        bench = Bench(
+        session = Session(
             engine,
             experiment.name,
             serving,
@@ -362,15 +367,15 @@ class _Main:
         )
         alive = True
         try:
-            await experiment.run(bench)
+            await experiment.run(session)
         except EngineError as error:
-            bench.broken_off(f"{experiment.name}: {type(error).__name__}: {error}")
+            session.record_failure(f"{experiment.name}: {type(error).__name__}: {error}")
             self._run.notes.append(f"{experiment.name} broke off: {str(error).splitlines()[0]}")
             alive = not isinstance(error, EngineDied) and await _recovered(engine)
         finally:
-            await bench.close()
-        self._run.notes += [f"not brought about in {miss}" for miss in bench.misses]
-        return bench.trace(self._target.name), alive
+            await session.close()
+        self._run.notes += [f"not brought about in {miss}" for miss in session.misses]
+        return session.trace(self._target.name), alive
 
     def _say(self, what: str) -> None:
         if self._progress is not None:

@@ -13,7 +13,6 @@ from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 
-import numpy as np
 import pytest
 
 pytest.importorskip(
@@ -25,24 +24,29 @@ pytest.importorskip(
 from rollproof.core.contract import Logprobs
 from rollproof.core.engine_contract import PauseMode, StreamMode
 from rollproof.core.engine_protocol import EngineSettings, Query, WeightUpdate
-from rollproof.core.events.rollout import Call, Reference, Reply
+from rollproof.core.events.rollout import Reference
 from rollproof.core.records import EngineOutput, FinishReason, LogprobArray
 from rollproof.core.trace import Trace
 from rollproof.engines.calibration import differences
-from rollproof.engines.engine_targets import engine_target, fake_target
+from rollproof.engines.engine_targets import fake_target
 from rollproof.engines.reference_model import ReferenceModel
-from rollproof.engines.session import Bench, Serving
+from rollproof.engines.session import Serving, Session
 from rollproof.engines.sglang.sglang_engine import SglangEngine, incremental
 from rollproof.engines.version_attribution import attributed
 from rollproof.errors import EngineDied, EngineRefused, EngineStartError, UsageError
 from rollproof.fakes.engine.engine_subject import FakeEngineSubject
 from rollproof.fakes.engine.flavours import FLAVOURS
 from rollproof.fakes.tiny_models import make_pair
-from rollproof.judging.checks import Verdict
 from rollproof.judging.report import Report
 from rollproof.verification.engines import EngineRun, judged, run_experiments
 from tests.support.engine_leftovers import leftovers
-from tests.support.terminal_progress import shown
+from tests.support.real_engine import (
+    STALE,
+    assert_only_expected_failures,
+    assert_rounding,
+    assert_situations,
+    run_everything,
+)
 
 EXPECTED = {
     "engine.paused-calls": (
@@ -56,24 +60,13 @@ EXPECTED = {
 }
 FAULTY = {"parked", "refusals"}
 """The experiments in which they show."""
-STALE = {"weights.no-stale-cache", "routes.prefix-cache", "engine.routes", "engine.logprobs"}
-"""What a stale prefix cache breaks."""
 pytestmark = pytest.mark.filterwarnings("ignore")  # what SGLang and its parts warn of is not ours
 
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory, pytestconfig: pytest.Config) -> EngineRun:
     """Every experiment on the real engine, once; nothing of it is left."""
-    before = leftovers("sglang")
-    tell = shown(pytestconfig)
-    done = run_experiments(
-        engine_target(
-            "sglang", model=None, folder=tmp_path_factory.mktemp("models"), progress=tell
-        ),
-        progress=tell,
-    )
-    assert set() == leftovers("sglang") - before
-    return done
+    return run_everything("sglang", tmp_path_factory, pytestconfig)
 
 
 @pytest.fixture(scope="module")
@@ -86,28 +79,14 @@ def test_every_check_passes_but_for_what_is_known(report: Report) -> None:
     """Rows, logprobs, versions and replies are as declared and as an independent forward has them;
     what fails is on record.
     """
-    assert {} == {
-        result.id: [finding.observed for finding in result.findings] for result in report.failed
-    }
-    assert set(EXPECTED) == {
-        result.id for result in report.results if result.verdict is Verdict.FAIL
-    }
-    assert [] == [
-        (result.id, result.reason) for result in report.results if result.verdict is Verdict.UNKNOWN
-    ]
-    assert report.canary is not None
-    assert report.canary.red
+    assert_only_expected_failures(report, EXPECTED)
 
 
-def test_what_the_run_is_for_came_about(report: Report) -> None:
+def test_the_run_reaches_its_situations(report: Report) -> None:
     """Calls were retracted, prefixes cached, calls aborted before and after their first token,
     weights changed under running calls.
     """
-    assert () == report.notes
-    exercised = {result.id: result.exercised for result in report.results}
-    assert exercised["engine.routes"]["rows of cached tokens"] > 100
-    assert exercised["engine.parts"]["replies aborted before the first token"] >= 2
-    assert exercised["versions.engine-tags"]["replies across versions"] >= 2
+    assert_situations(report)
 
 
 def test_the_fake_does_what_the_real_engine_does(run: EngineRun) -> None:
@@ -119,40 +98,16 @@ def test_the_fake_does_what_the_real_engine_does(run: EngineRun) -> None:
     def fake(settings: EngineSettings) -> FakeEngineSubject:
         return FakeEngineSubject(settings, crowded if settings.kv_tokens else "sglang")
 
-    found = differences(run_experiments(fake_target("sglang", make=fake)).traces, run.traces)
-    assert {} == {name: told for name, told in found.items() if name not in FAULTY}
+    facts = differences(run_experiments(fake_target("sglang", make=fake)).traces, run.traces)
+    assert {} == {name: differing for name, differing in facts.items() if name not in FAULTY}
 
 
 def test_the_gap_in_float32_is_rounding(run: EngineRun) -> None:
     """Under one version, no logprob is 1e-4 from that of the independent forward at the call's
     temperature.
     """
-    gaps = []
-    for trace in run.traces:
-        if trace.header.profile not in (
-            "plain",
-            "cached",
-            "temperature",
-            "resent",
-            "resumed",
-            "crowded",
-        ):
-            continue
-        calls = {event.call_id: event for event in trace.events if isinstance(event, Call)}
-        replies = {event.call_id: event for event in trace.events if isinstance(event, Reply)}
-        for event in trace.events:
-            if isinstance(event, Reference):
-                output = replies[event.call_id].output
-                if output.logprobs is not None and len(output.logprobs):
-                    gaps.append(
-                        np.abs(
-                            output.logprobs
-                            - _declared(trace, event)[len(calls[event.call_id].prompt_ids) :]
-                        )
-                    )
-    together = np.concatenate(gaps)
-    assert len(together) > 200
-    assert float(together.max()) < 1e-4
+    profiles = {"plain", "cached", "temperature", "resent", "resumed", "crowded"}
+    assert_rounding(run, profiles, _declared)
 
 
 class Forgetful(SglangEngine):
@@ -213,12 +168,12 @@ async def stale_cache(engine: SglangEngine, checkpoints: Mapping[str, Path]) -> 
     """The checks that fail where a prefix of the old weights is served after an update that cleared
     the cache, as it says.
     """
-    bench = Bench(engine, "stale", Serving(version="A", label="w0", checkpoints=checkpoints))
-    prompt = bench.prompt(60)
-    await bench.finish(bench.ask(prompt, 4))
-    await bench.update("B", clear_cache=True)
-    await bench.finish(bench.ask(prompt, 4))
-    trace = attributed(bench.trace("sglang"), ReferenceModel(checkpoints, engine.contract))
+    session = Session(engine, "stale", Serving(version="A", label="w0", checkpoints=checkpoints))
+    prompt = session.prompt(60)
+    await session.finish(session.send(prompt, 4))
+    await session.update("B", clear_cache=True)
+    await session.finish(session.send(prompt, 4))
+    trace = attributed(session.trace("sglang"), ReferenceModel(checkpoints, engine.contract))
     return {result.id for result in judged("sglang", EngineRun(traces=[trace])).failed}
 
 

@@ -7,13 +7,10 @@ from __future__ import annotations
 import asyncio
 import os
 import shutil
-import signal
 import socket
 import subprocess
 import sys
-import time
 from collections.abc import Mapping
-from functools import partial
 from pathlib import Path
 
 import pytest
@@ -30,6 +27,11 @@ from rollproof.engines.sglang.sglang_engine import SglangEngine
 from rollproof.errors import EngineStartError
 from rollproof.fakes.tiny_models import make_checkpoint
 from tests.support.engine_leftovers import leftovers
+from tests.support.real_engine import (
+    assert_interrupted_start_leaves_nothing,
+    changed_checkpoint,
+    failed_start,
+)
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # what SGLang and its parts warn of is not ours
 
@@ -40,16 +42,9 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_checkpoint(tmp_path_factory.mktemp("model") / "A", "qwen3_moe")
 
 
-async def _told(model: Path, extra: Mapping[str, Scalar]) -> str:
-    """What a start says that must not succeed."""
-    engine = SglangEngine(EngineSettings(model=model, extra=extra))
-    try:
-        await engine.start()
-    except EngineStartError as error:
-        return str(error)
-    finally:
-        await engine.stop()
-    return "it started"
+async def _failure(model: Path, extra: Mapping[str, Scalar]) -> str:
+    """Return the text of a start that must not succeed."""
+    return await failed_start(SglangEngine(EngineSettings(model=model, extra=extra)))
 
 
 def test_a_start_that_hangs_is_ended(model: Path) -> None:
@@ -57,8 +52,8 @@ def test_a_start_that_hangs_is_ended(model: Path) -> None:
     log's end is.
     """
     before = leftovers("sglang")
-    told = asyncio.run(_told(model, {"deadline": 3.0}))
-    assert told.startswith(
+    text = asyncio.run(_failure(model, {"deadline": 3.0}))
+    assert text.startswith(
         "sglang was not ready after 3 s. Its start hangs, or needs longer. The end of its log:"
     )
     assert set() == leftovers("sglang") - before
@@ -69,17 +64,14 @@ def test_a_port_that_is_taken_and_weights_that_cannot_be_read(model: Path, tmp_p
     died.
     """
     before = leftovers("sglang")
-    broken = tmp_path / "broken"
-    shutil.copytree(model, broken)
-    weights = next(broken.glob("*.safetensors"))
-    weights.write_bytes(weights.read_bytes()[:1000])
+    broken = changed_checkpoint(model, tmp_path / "broken", cut_weights=True)
 
     async def both() -> tuple[str, str]:
         with socket.socket() as taken:
             taken.bind(("127.0.0.1", 0))
             taken.listen()
             port: int = taken.getsockname()[1]
-            return await asyncio.gather(_told(model, {"nccl_port": port}), _told(broken, {}))
+            return await asyncio.gather(_failure(model, {"nccl_port": port}), _failure(broken, {}))
 
     port, read = asyncio.run(both())
     assert port.startswith(("sglang died while it started", "sglang cannot be started"))
@@ -93,35 +85,7 @@ def test_ctrl_c_leaves_nothing(model: Path) -> None:
     """A run from the command line that is interrupted while SGLang's processes start ends with code
     130 and leaves nothing.
     """
-    before = leftovers("sglang")
-    command = [
-        sys.executable,
-        "-m",
-        "rollproof",
-        "verify",
-        "--engine",
-        "sglang",
-        "--model",
-        str(model),
-    ]
-    heed = partial(
-        signal.signal, signal.SIGINT, signal.SIG_DFL
-    )  # a runner in the background hands on an ignored SIGINT
-    run = subprocess.Popen(
-        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, preexec_fn=heed
-    )
-    try:
-        end = time.monotonic() + 240
-        while not any("sglang::scheduler" in one for one in leftovers("sglang") - before):
-            assert run.poll() is None, run.communicate()[0]
-            assert time.monotonic() < end
-            time.sleep(0.2)
-        run.send_signal(signal.SIGINT)
-        said, _ = run.communicate(timeout=60)
-    finally:
-        run.kill()
-    assert (130, False) == (run.returncode, "Traceback" in said), said
-    assert set() == leftovers("sglang") - before
+    assert_interrupted_start_leaves_nothing("sglang", model, "sglang::scheduler")
 
 
 @pytest.mark.skipif(

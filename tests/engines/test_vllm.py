@@ -10,24 +10,27 @@ import importlib.util
 from dataclasses import replace
 from importlib import metadata
 
-import numpy as np
 import pytest
 
 from rollproof.core.contract import KvPolicy
 from rollproof.core.engine_protocol import EngineSettings
-from rollproof.core.events.rollout import Call, Reference, Reply, Weights
+from rollproof.core.events.rollout import Weights
 from rollproof.core.trace import Trace
 from rollproof.engines.calibration import differences
-from rollproof.engines.engine_targets import engine_target, fake_target
+from rollproof.engines.engine_targets import fake_target
 from rollproof.engines.vllm import vllm_cpu
 from rollproof.engines.vllm.vllm_engine import offline
 from rollproof.fakes.engine.engine_subject import FakeEngineSubject
 from rollproof.fakes.engine.flavours import FLAVOURS
-from rollproof.judging.checks import Verdict
 from rollproof.judging.report import Report
 from rollproof.verification.engines import EngineRun, judged, run_experiments
-from tests.support.engine_leftovers import leftovers
-from tests.support.terminal_progress import shown
+from tests.support.real_engine import (
+    STALE,
+    assert_only_expected_failures,
+    assert_rounding,
+    assert_situations,
+    run_everything,
+)
 
 INSTALLED = all(
     importlib.util.find_spec(name) is not None for name in ("vllm", "torch", "transformers")
@@ -47,8 +50,6 @@ RELOAD = (
     "vLLM 0.32 on a CPU: weights that are loaded a second time compute something else"
     " (docs/track-record.md)"
 )
-STALE = {"weights.no-stale-cache", "routes.prefix-cache", "engine.routes", "engine.logprobs"}
-"""What a stale prefix cache breaks."""
 EXPECTED = (
     {"engine.identity": RELOAD}
     if vllm_cpu.is_cpu_build() and metadata.version(vllm_cpu.PACKAGE) == "0.32.0"
@@ -59,14 +60,7 @@ EXPECTED = (
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory, pytestconfig: pytest.Config) -> EngineRun:
     """Every experiment on the real engine, once; nothing of it is left."""
-    before = leftovers("vllm")
-    tell = shown(pytestconfig)
-    done = run_experiments(
-        engine_target("vllm", model=None, folder=tmp_path_factory.mktemp("models"), progress=tell),
-        progress=tell,
-    )
-    assert set() == leftovers("vllm") - before
-    return done
+    return run_everything("vllm", tmp_path_factory, pytestconfig)
 
 
 @pytest.fixture(scope="module")
@@ -79,28 +73,14 @@ def test_every_check_passes_but_for_what_is_known(report: Report) -> None:
     """Rows, logprobs, versions and replies are as declared and as an independent forward has them;
     what fails is on record.
     """
-    assert {} == {
-        result.id: [finding.observed for finding in result.findings] for result in report.failed
-    }
-    assert set(EXPECTED) == {
-        result.id for result in report.results if result.verdict is Verdict.FAIL
-    }
-    assert [] == [
-        (result.id, result.reason) for result in report.results if result.verdict is Verdict.UNKNOWN
-    ]
-    assert report.canary is not None
-    assert report.canary.red
+    assert_only_expected_failures(report, EXPECTED)
 
 
-def test_what_the_run_is_for_came_about(run: EngineRun, report: Report) -> None:
+def test_the_run_reaches_its_situations(report: Report) -> None:
     """Calls were preempted, prefixes cached, calls aborted before and after their first token,
     weights changed under running calls.
     """
-    assert () == report.notes
-    exercised = {result.id: result.exercised for result in report.results}
-    assert exercised["engine.routes"]["rows of cached tokens"] > 100
-    assert exercised["engine.parts"]["replies aborted before the first token"] >= 2
-    assert exercised["versions.engine-tags"]["replies across versions"] >= 2
+    assert_situations(report)
 
 
 def test_the_fake_does_what_the_real_engine_does(run: EngineRun) -> None:
@@ -113,52 +93,44 @@ def test_the_fake_does_what_the_real_engine_does(run: EngineRun) -> None:
             settings, offline(FLAVOURS["vllm"]) if settings.kv_tokens else "vllm"
         )
 
-    found = differences(run_experiments(fake_target("vllm", make=fake)).traces, run.traces)
+    facts = differences(run_experiments(fake_target("vllm", make=fake)).traces, run.traces)
     assert {} == {
-        name: told for name, told in found.items() if not (EXPECTED and name == "identity")
+        name: differing
+        for name, differing in facts.items()
+        if not (EXPECTED and name == "identity")
     }
 
 
 def test_a_stale_cache_is_seen(run: EngineRun) -> None:
-    """KV that was kept over an update, as was asked, is a stale cache where the update says that it
-    cleared it: the values tell.
+    """KV that an update retains, as requested, is a stale cache if the update claims that it
+    cleared it: the values show it.
     """
-    (kept,) = [trace for trace in run.traces if trace.header.profile == "update-abort"]
-    claims = [
-        replace(one, kv_policy=KvPolicy.RECOMPUTE)
-        for one in (kept.header.contract, kept.header.engine or kept.header.contract)
-    ]
-    header = replace(kept.header, contract=claims[0], engine=claims[1])
-    told = [
+    (retained,) = [trace for trace in run.traces if trace.header.profile == "update-abort"]
+    client, engine = (
+        replace(contract, kv_policy=KvPolicy.RECOMPUTE)
+        for contract in (
+            retained.header.contract,
+            retained.header.engine or retained.header.contract,
+        )
+    )
+    header = replace(retained.header, contract=client, engine=engine)
+    events = [
         replace(event, flushed=True) if isinstance(event, Weights) else event
-        for event in kept.events
+        for event in retained.events
     ]
     failed = {
         result.id
         for result in judged(
-            "vllm", EngineRun(traces=[Trace(header=header, events=tuple(told))])
+            "vllm", EngineRun(traces=[Trace(header=header, events=tuple(events))])
         ).failed
     }
     assert {"weights.no-stale-cache", "routes.prefix-cache"} <= failed <= STALE
-    assert not {result.id for result in judged("vllm", EngineRun(traces=[kept])).failed}
+    assert not {result.id for result in judged("vllm", EngineRun(traces=[retained])).failed}
 
 
 def test_the_gap_in_float32_is_rounding(run: EngineRun) -> None:
     """At temperature 1 and under one version, no logprob is 1e-4 from that of the independent
     forward.
     """
-    gaps = []
-    for trace in run.traces:
-        if trace.header.profile not in ("plain", "cached", "resent", "resumed", "crowded"):
-            continue
-        calls = {event.call_id: event for event in trace.events if isinstance(event, Call)}
-        replies = {event.call_id: event for event in trace.events if isinstance(event, Reply)}
-        for event in trace.events:
-            if isinstance(event, Reference):
-                output = replies[event.call_id].output
-                sent = len(calls[event.call_id].prompt_ids)
-                if output.logprobs is not None and len(output.logprobs):
-                    gaps.append(np.abs(output.logprobs - event.logprobs[sent:]))
-    together = np.concatenate(gaps)
-    assert len(together) > 200
-    assert float(together.max()) < 1e-4
+    profiles = {"plain", "cached", "resent", "resumed", "crowded"}
+    assert_rounding(run, profiles, lambda _, reference: reference.logprobs)

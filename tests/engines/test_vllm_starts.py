@@ -5,14 +5,8 @@ nothing of it is left.
 from __future__ import annotations
 
 import asyncio
-import json
-import shutil
-import signal
-import subprocess
+import importlib.util
 import sys
-import time
-from collections.abc import Mapping
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,8 +14,17 @@ import pytest
 
 from rollproof.core.engine_protocol import EngineSettings
 from rollproof.engines.vllm.vllm_engine import VllmEngine
-from rollproof.errors import EngineStartError
 from tests.support.engine_leftovers import leftovers
+from tests.support.real_engine import (
+    assert_interrupted_start_leaves_nothing,
+    changed_checkpoint,
+    failed_start,
+)
+
+pytestmark = pytest.mark.skipif(
+    any(importlib.util.find_spec(name) is None for name in ("vllm", "torch", "transformers")),
+    reason="vLLM is not installed here (`nox -s engines` installs it)",
+)
 
 
 @pytest.fixture(scope="module")
@@ -32,24 +35,11 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_checkpoint(tmp_path_factory.mktemp("model") / "A", "qwen3_moe")
 
 
-async def _told(model: Path, **extra: Any) -> str:
-    """What a start says that must not succeed."""
-    engine = VllmEngine(EngineSettings(model=model, extra={"offline": True, **extra}))
-    try:
-        await engine.start()
-    except EngineStartError as error:
-        return str(error)
-    finally:
-        await engine.stop()
-    return "it started"
-
-
-def _changed(model: Path, folder: Path, **config: Any) -> Path:
-    """A copy of a checkpoint with other values in its config."""
-    shutil.copytree(model, folder)
-    held: Mapping[str, Any] = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps({**held, **config}))
-    return folder
+async def _failure(model: Path, **extra: Any) -> str:
+    """Return the text of a start that must not succeed."""
+    return await failed_start(
+        VllmEngine(EngineSettings(model=model, extra={"offline": True, **extra}))
+    )
 
 
 def test_a_start_that_hangs_is_ended(model: Path) -> None:
@@ -57,8 +47,8 @@ def test_a_start_that_hangs_is_ended(model: Path) -> None:
     log's end is.
     """
     before = leftovers("vllm")
-    told = asyncio.run(_told(model, deadline=2.0, offline=False))
-    assert told.startswith(
+    text = asyncio.run(_failure(model, deadline=2.0, offline=False))
+    assert text.startswith(
         "vllm was not ready after 2 s. Its start hangs, or needs longer. The end of its log:"
     )
     assert set() == leftovers("vllm") - before
@@ -70,35 +60,33 @@ def test_starts_that_cannot_succeed(model: Path, tmp_path: Path) -> None:
     with that.
     """
     before = leftovers("vllm")
-    foreign = _changed(
+    foreign = changed_checkpoint(
         model, tmp_path / "foreign", architectures=["NobodysModel"], model_type="qwen3_moe"
     )
-    broken = _changed(model, tmp_path / "broken")
-    weights = next(broken.glob("*.safetensors"))
-    weights.write_bytes(weights.read_bytes()[:1000])
+    broken = changed_checkpoint(model, tmp_path / "broken", cut_weights=True)
     few = tmp_path / "python"
     few.write_text(f'#!/bin/sh\nulimit -n 12\nexec {sys.executable} "$@"\n')
     few.chmod(0o755)
 
     async def all_of_them() -> list[str]:
         return await asyncio.gather(
-            _told(foreign),
-            _told(broken),
-            _told(model, no_such_argument=1),
-            _told(model, python=str(few)),
+            _failure(foreign),
+            _failure(broken),
+            _failure(model, no_such_argument=1),
+            _failure(model, python=str(few)),
         )
 
-    told = dict(
+    texts = dict(
         zip(("foreign", "broken", "argument", "files"), asyncio.run(all_of_them()), strict=True)
     )
     assert all(
-        one.startswith(("vllm cannot be started", "vllm died while it started"))
-        for one in told.values()
-    ), told
-    assert "NobodysModel" in told["foreign"]
-    assert "safetensors" in told["broken"].lower()
-    assert "no_such_argument" in told["argument"]
-    assert "raise the limit (`ulimit -n`)" in told["files"]
+        text.startswith(("vllm cannot be started", "vllm died while it started"))
+        for text in texts.values()
+    ), texts
+    assert "NobodysModel" in texts["foreign"]
+    assert "safetensors" in texts["broken"].lower()
+    assert "no_such_argument" in texts["argument"]
+    assert "raise the limit (`ulimit -n`)" in texts["files"]
     assert set() == leftovers("vllm") - before
 
 
@@ -106,32 +94,4 @@ def test_ctrl_c_leaves_nothing(model: Path) -> None:
     """A run from the command line that is interrupted while vLLM's processes start ends with code
     130 and leaves nothing.
     """
-    before = leftovers("vllm")
-    command = [
-        sys.executable,
-        "-m",
-        "rollproof",
-        "verify",
-        "--engine",
-        "vllm",
-        "--model",
-        str(model),
-    ]
-    heed = partial(
-        signal.signal, signal.SIGINT, signal.SIG_DFL
-    )  # a runner in the background hands on an ignored SIGINT
-    with subprocess.Popen(
-        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, preexec_fn=heed
-    ) as run:
-        try:
-            end = time.monotonic() + 240
-            while not any("VLLM::" in one for one in leftovers("vllm") - before):
-                assert run.poll() is None, run.communicate()[0]
-                assert time.monotonic() < end
-                time.sleep(0.2)
-            run.send_signal(signal.SIGINT)
-            said, _ = run.communicate(timeout=60)
-        finally:
-            run.kill()
-    assert (130, False) == (run.returncode, "Traceback" in said), said
-    assert set() == leftovers("vllm") - before
+    assert_interrupted_start_leaves_nothing("vllm", model, "VLLM::")
