@@ -153,10 +153,10 @@ def as_expected(value: Any, registry: Registry | None = None) -> dict[str, str]:
     return dict(value)
 
 
-def check_factory(value: Any, what: str) -> None:
+def check_factory(value: Any, function: str) -> None:
     """Raise ``UsageError`` if ``value`` cannot be called."""
     if not callable(value):
         raise UsageError(
-            f"{what} takes a factory, such as the subject's class, not {show(value)}: each case"
+            f"{function} takes a factory, such as the subject's class, not {show(value)}: each case"
             " starts from a fresh subject."
         )

@@ -34,7 +34,7 @@ class BatchCase:
 
 
 def batch_cases(contract: Contract, seed: int = 0) -> tuple[BatchCase, ...]:
-    """Return the cases that fit a contract: well-formed batches, then one per defect it rules out."""
+    """Return the cases that fit a contract: well-formed batches, then one per ruled-out defect."""
     return (*_well_formed(contract, seed), *_malformed(contract, seed))
 
 
@@ -235,4 +235,4 @@ _DEFECTS: tuple[tuple[str, Callable[[Contract], bool], Callable[[Rollout], Rollo
         _of_length("loss_mask", 8),
     ),
 )
-"""Each defect in words (of a sample of 2 + 5 tokens), which contracts rule it out, how to make it."""
+"""Each defect of a sample of 2 + 5 tokens: in words, which contracts rule it out, how to make it."""

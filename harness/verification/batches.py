@@ -135,18 +135,18 @@ def _make(factory: SubjectFactory, label: str) -> Any:
 
 def _convert(subject: Any, case: BatchCase, label: str) -> Batch:
     """Hand one case to the stack. What its conversion raises is a refusal, to be judged."""
-    given = [_copy(sample) for sample in case.samples]
+    handed_in = [_copy(sample) for sample in case.samples]
     event = Batch(
         name=case.name, samples=case.samples, defect=case.defect, defective=case.defective
     )
     try:
-        batch = _watched(lambda: subject.collate(given))
+        batch = _watched(lambda: subject.collate(handed_in))
     except RollproofError:
         raise
     except GivenUp as error:
         return replace(event, refused=str(error))
     except Exception as error:  # noqa: BLE001 - a refusal is an outcome
-        return replace(event, refused=told(error), changed=_changed(case.samples, given))
+        return replace(event, refused=told(error), changed=_changed(case.samples, handed_in))
     try:
         rows = _watched(lambda: subject.rows(batch))
     except RollproofError:
@@ -166,7 +166,9 @@ def _convert(subject: Any, case: BatchCase, label: str) -> Batch:
             f"{label}.rows must return a list of BatchRow, not {type(rows).__name__}."
         )
     return replace(
-        event, rows=tuple(_sound(row, label) for row in rows), changed=_changed(case.samples, given)
+        event,
+        rows=tuple(_sound(row, label) for row in rows),
+        changed=_changed(case.samples, handed_in),
     )
 
 
@@ -219,11 +221,11 @@ def _own(array: Any) -> Any:
     return copy
 
 
-def _changed(samples: tuple[Rollout, ...], given: list[Rollout]) -> tuple[str, ...]:
+def _changed(samples: tuple[Rollout, ...], handed_in: list[Rollout]) -> tuple[str, ...]:
     """Names of the arrays that no longer are what was handed in."""
     return tuple(
         f"{name} of {sample.request_id}"
-        for sample, now in zip(samples, given, strict=False)
+        for sample, now in zip(samples, handed_in, strict=False)
         for name in _ARRAYS
         if getattr(sample, name) is not None
         and not np.array_equal(

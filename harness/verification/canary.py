@@ -33,7 +33,7 @@ class Plant:
     ``spoil`` yields copies of a trace with the fault in one place each, none where it fits nowhere.
     """
 
-    what: str
+    fault: str
     check_id: str
     spoil: Callable[[Trace], Iterator[Trace]]
 
@@ -58,12 +58,12 @@ def try_canary(traces: Iterable[Trace], registry: Registry, plants: Iterable[Pla
             for spoiled in plant.spoil(trace):
                 planted = True
                 if _verdict(spoiled, alone) is Verdict.FAIL:
-                    return Canary(planted=plant.what, expected_by=plant.check_id, red=True)
+                    return Canary(planted=plant.fault, expected_by=plant.check_id, red=True)
         if planted:
             reason = (
                 f"{plant.check_id} did not see it: this run cannot be trusted; please report it"
             )
-            return Canary(planted=plant.what, expected_by=plant.check_id, red=False, reason=reason)
+            return Canary(planted=plant.fault, expected_by=plant.check_id, red=False, reason=reason)
     if not clean:
         reason = NONE_CLEAN
     elif not usable:

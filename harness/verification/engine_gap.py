@@ -74,12 +74,14 @@ def measure_rollout_gap(
     model = ReferenceModel(target.checkpoints[Setting.MAIN], contract, dtype)
     native: list[tuple[np.ndarray, IntArray]] = []
     replayed: list[tuple[np.ndarray, IntArray]] = []
-    for number, one in enumerate(sampled):
+    for number, sample in enumerate(sampled):
         if progress is not None:
             progress(f"forward {number + 1} of {len(sampled)}, {dtype}")
-        raw, _, routes, _, _ = model.forward(settings.version, one.ids, 1.0)
+        raw, _, routes, _, _ = model.forward(settings.version, sample.ids, 1.0)
         native.append((raw, routes))
-        replayed.append((model.replayed(settings.version, one.ids, _whole(contract, one)), routes))
+        replayed.append(
+            (model.replayed(settings.version, sample.ids, _complete_rows(contract, sample)), routes)
+        )
     return RolloutGap(
         engine=target.name,
         dtype=dtype,
@@ -122,13 +124,13 @@ async def sample_rollouts(
     ]
 
 
-def _whole(contract: Contract, one: Sampled) -> IntArray:
+def _complete_rows(contract: Contract, sample: Sampled) -> IntArray:
     """``(T, moe layers, top_k)``: the engine's rows, and -1 where it returned none, so that the
     model routes by itself there.
     """
-    assert one.output.routes is not None
-    rows = moe_rows(contract, one.output.routes).astype(np.int64)
-    missing = len(one.ids) - len(rows)
+    assert sample.output.routes is not None
+    rows = moe_rows(contract, sample.output.routes).astype(np.int64)
+    missing = len(sample.ids) - len(rows)
     return np.concatenate([rows, np.full((missing, *rows.shape[1:]), -1)])
 
 
@@ -139,15 +141,17 @@ def _measured(
         name: [] for name in ("rollout", "trainer", "sequence", "token", "engine", "model")
     }
     moe = list(contract.moe_layers or ())
-    for number, (one, (logprobs, routes)) in enumerate(zip(sampled, forwards, strict=True)):
-        assert one.output.logprobs is not None and one.output.routes is not None
-        sent, count = len(one.prompt_ids), len(one.output.token_ids)
+    for number, (sample, (logprobs, routes)) in enumerate(zip(sampled, forwards, strict=True)):
+        assert sample.output.logprobs is not None and sample.output.routes is not None
+        sent, count = len(sample.prompt_ids), len(sample.output.token_ids)
         predicting = slice(sent - 1, sent - 1 + count)  # row i predicts token i + 1
-        columns["rollout"].append(one.output.logprobs)
+        columns["rollout"].append(sample.output.logprobs)
         columns["trainer"].append(logprobs[sent:])
         columns["sequence"].append(np.full(count, number))
-        columns["token"].append(np.array(one.output.token_ids))
-        columns["engine"].append(moe_rows(contract, one.output.routes)[predicting].astype(np.int64))
+        columns["token"].append(np.array(sample.output.token_ids))
+        columns["engine"].append(
+            moe_rows(contract, sample.output.routes)[predicting].astype(np.int64)
+        )
         columns["model"].append(routes[predicting][:, moe])
     joined: Mapping[str, np.ndarray] = {
         name: np.concatenate(parts) for name, parts in columns.items()

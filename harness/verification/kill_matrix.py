@@ -58,7 +58,7 @@ class KillResult:
 
 
 def known_bugs(only: Iterable[str] = ()) -> tuple[KnownBug, ...]:
-    """The shipped known bugs, or those named. Raises ``UsageError`` for an id that does not exist."""
+    """Return the shipped known bugs, or those named. Raises ``UsageError`` for an unknown id."""
     from rollproof.fakes.known_bugs import KNOWN_BUGS
 
     ids = tuple(only)

@@ -135,15 +135,17 @@ def record_layouts(
     if profile not in _DRAWS:
         raise UsageError(f"No profile is named {profile!r}; choose one of {list(_DRAWS)}.")
     subject = _make(factory, label)
-    names = [one for one in functions_of(subject, label) if functions is None or one in functions]
+    names = [
+        name for name in functions_of(subject, label) if functions is None or name in functions
+    ]
     draws, numbers = _DRAWS[profile], bool(getattr(subject, "numbers", True))
     made = (
         calls
         if calls is not None
         else (
-            (one, call)
-            for one in names
-            for call in layout_calls(one, subject.layout, seed=seed, draws=draws, numbers=numbers)
+            (name, call)
+            for name in names
+            for call in layout_calls(name, subject.layout, seed=seed, draws=draws, numbers=numbers)
         )
     )
     recorder = Recorder(lambda: 0.0)
@@ -234,18 +236,20 @@ def _changed(used: Mapping[str, Any], fresh: Mapping[str, Any]) -> tuple[str, ..
     return tuple(name for name, value in used.items() if not _same(value, fresh[name]))
 
 
-def _same(one: Any, other: Any) -> bool:
-    if isinstance(one, np.ndarray) or isinstance(other, np.ndarray):
-        return isinstance(one, type(other)) and np.array_equal(one, other)
-    if isinstance(one, list | tuple):
-        return len(one) == len(other) and all(_same(a, b) for a, b in zip(one, other, strict=True))
-    if isinstance(one, Mapping):
-        return list(one) == list(other) and all(
-            _same(value, other[key]) for key, value in one.items()
+def _same(left: Any, right: Any) -> bool:
+    if isinstance(left, np.ndarray) or isinstance(right, np.ndarray):
+        return isinstance(left, type(right)) and np.array_equal(left, right)
+    if isinstance(left, list | tuple):
+        return len(left) == len(right) and all(
+            _same(a, b) for a, b in zip(left, right, strict=True)
         )
-    if hasattr(one, "routes"):
-        return _same(one.routes, other.routes)
-    return bool(one == other)
+    if isinstance(left, Mapping):
+        return list(left) == list(right) and all(
+            _same(value, right[key]) for key, value in left.items()
+        )
+    if hasattr(left, "routes"):
+        return _same(left.routes, right.routes)
+    return bool(left == right)
 
 
 _CANARIES: Mapping[str, str] = {

@@ -1,6 +1,4 @@
-"""Runner: runs one case against a fresh subject on the virtual clock, and gives the trace of what
-happened.
-"""
+"""Runner: run one case against a fresh subject on the virtual clock and record its trace."""
 
 from __future__ import annotations
 
@@ -47,10 +45,10 @@ def run_case(
 ) -> Trace:
     """Run ``case`` against ``factory()`` and return its trace.
 
-    What the subject raises in ``rollout`` becomes a ``Result`` with an error, a rollout that never
-    ends one that hung. Raises ``SubjectError`` where the subject does not implement its protocol,
-    fails to start, hands ``to_record`` something it does not turn into a ``Rollout``, or needs
-    threads, sockets or an event loop of its own.
+    An exception from ``rollout`` becomes a ``Result`` with an error, a rollout that never ends a
+    ``Result`` that hung. Raises ``SubjectError`` if the subject does not implement its protocol,
+    does not start, does not return a ``Rollout`` from ``to_record``, or needs threads, sockets or
+    an event loop of its own.
     """
     run = _Run(factory, case)
     run.through(run.main, _JUMPS)
@@ -68,9 +66,7 @@ def run_case(
 
 
 def idle_contracts(factory: SubjectFactory, case: Case) -> tuple[Contract, Contract]:
-    """Start and stop a fresh subject without asking anything of it: its contract, and that of the
-    engines it was given.
-    """
+    """Start and stop a fresh subject; return its contract, and that of its engines."""
     run = _Run(factory, case)
     run.through(run.idle)
     return run.contract, run.fleet.engine_contract
@@ -78,9 +74,7 @@ def idle_contracts(factory: SubjectFactory, case: Case) -> tuple[Contract, Contr
 
 @dataclass(slots=True)
 class _Ended:
-    """A request's end, kept so that its arrays can be compared with what they were when the run is
-    over.
-    """
+    """A delivered sample: at the end of the run its arrays are compared with what they were."""
 
     index: int
     native: Any
@@ -122,8 +116,10 @@ class _Run:
     def through(
         self, work: Callable[[], Coroutine[Any, Any, None]], jumps: int | None = None
     ) -> None:
-        """Run ``work`` on a virtual clock. What reaches its end without passing through a method
-        was raised in a task of the subject's.
+        """Run ``work`` on a virtual clock.
+
+        An exception that did not come through one of the subject's methods was raised in a task or
+        a callback that the subject started.
         """
         try:
             virtual_loop.run(work, jumps, seconds=limit())
@@ -138,7 +134,10 @@ class _Run:
             ) from error
 
     async def start(self) -> None:
-        """Make fleet and subject. An ill-typed contract is refused before anything runs."""
+        """Make the fleet and the subject, and start it.
+
+        An ill-typed contract is refused before anything runs.
+        """
         self.recorder = Recorder(asyncio.get_running_loop().time)
         self.fleet = Fleet(self.case, self.recorder)
         self.subject = self._make()
@@ -153,7 +152,7 @@ class _Run:
         await self._bounded("stop")
 
     async def _bounded(self, method: str, *args: Any) -> None:
-        """``start`` or ``stop``, up to the case's deadline."""
+        """Call ``start`` or ``stop`` and wait up to the case's deadline."""
         where = f"{self.name}.{method}"
         limit = asyncio.timeout(self.case.deadline)
         try:
@@ -169,7 +168,7 @@ class _Run:
             raise SubjectError(f"{where} raised {told(error)}.") from error
 
     async def main(self) -> None:
-        """The whole run."""
+        """Run the case."""
         await self.start()
         loop = asyncio.get_running_loop()
         assert isinstance(loop, virtual_loop.VirtualLoop)
@@ -177,14 +176,13 @@ class _Run:
         tasks = []
         for i, request in enumerate(self.case.requests):
             task = loop.create_task(
-                self._one(request, self.case.arrivals[i] if self.case.arrivals else 0.0)
+                self._run_request(request, self.case.arrivals[i] if self.case.arrivals else 0.0)
             )
             self.pending[request.request_id] = task
             tasks.append(task)
         done, hung = await asyncio.wait(tasks, timeout=self.case.deadline)
-        # where the deadline was the last timer, no polling was cut short: time passed in a single
-        # jump
-        why = (
+        # An idle loop at the deadline means that nothing polled: all rollouts wait for one another.
+        reason = (
             virtual_loop.DEADLOCK
             if loop.idle
             else f"the virtual deadline of {self.case.deadline:g} s passed"
@@ -194,31 +192,31 @@ class _Run:
                 task.result()
         for request_id in list(self.pending):
             self.fleet.raise_error()
-            self._hung(request_id, why)
+            self._hung(request_id, reason)
         if not hung:
             await self._wind_down()
         await self._look_again()
 
     def stalled(self, stall: virtual_loop.Stalled) -> None:
-        """The loop cannot go on: every rollout that has not ended hangs."""
-        why = str(stall)
+        """Record that every rollout hangs that has not ended: the loop cannot go on."""
+        reason = str(stall)
         if not self.started:
-            raise SubjectError(f"{self.name}: `start` never ended: {why}.")
+            raise SubjectError(f"{self.name}: `start` never ended: {reason}.")
         told = any(
-            isinstance(event, Result) and event.hung and event.error == why
+            isinstance(event, Result) and event.hung and event.error == reason
             for event in self.recorder.events
         )
         if isinstance(stall, virtual_loop.Stuck) and not self.pending and not told:
-            raise SubjectError(f"{self.name}, when its rollouts had ended: {why}.")
+            raise SubjectError(f"{self.name}, when its rollouts had ended: {reason}.")
         self.fleet.raise_error()  # it may be why nothing goes on
         submitted = {
             event.request.request_id for event in self.recorder.events if isinstance(event, Submit)
         }
         for request_id in [name for name in self.pending if name in submitted]:
-            self._hung(request_id, why, awaits=not isinstance(stall, virtual_loop.Stuck))
+            self._hung(request_id, reason, awaits=not isinstance(stall, virtual_loop.Stuck))
 
     def finished_events(self) -> tuple[Event, ...]:
-        """All events; results whose arrays changed after they were handed over say so."""
+        """Return all events; results whose arrays changed after delivery say so."""
         events = list(self.recorder.events)
         for index, names in self.later.items():
             event = events[index]
@@ -229,7 +227,7 @@ class _Run:
     def _make(self) -> Any:
         try:
             subject = self.factory()
-        except BaseException as error:  # whatever a user's constructor raises, told in our words
+        except BaseException as error:
             blame(error, f"The constructor of {self.name}")
             raise SubjectError(f"{self.name} could not be made: {told(error)}.") from error
         missing = [name for name in _METHODS if not callable(getattr(subject, name, None))]
@@ -240,16 +238,16 @@ class _Run:
             )
         return subject
 
-    async def _one(self, request: Request, arrival: float) -> None:
+    async def _run_request(self, request: Request, arrival: float) -> None:
         await asyncio.sleep(arrival)
         watch = Watch()
         WATCH.set(watch)
         CURRENT_REQUEST.set(request.request_id)
         self.recorder.record(Submit(request=request))
         given = watch.lend("request", {"sampling": dict(request.sampling)})
-        asked = replace(request, sampling=given["sampling"])
+        own_request = replace(request, sampling=given["sampling"])
         try:
-            native = await _maybe(self.subject.rollout(asked))
+            native = await _maybe(self.subject.rollout(own_request))
         except BaseException as error:  # noqa: BLE001 - what the stack raises is an outcome to be judged
             blame(error, f"{self.name}.rollout")
             self._end(request, error=told_with_place(error), watch=watch)
@@ -271,11 +269,10 @@ class _Run:
         native: Any = None,
     ) -> None:
         self.pending.pop(request.request_id, None)
-        why = self._given_up()
-        if (
-            why is not None
-        ):  # it handled the exception that ended its step: what it did then is no outcome of its own
-            self.recorder.record(Result(request_id=request.request_id, hung=True, error=why))
+        reason = self._reason_given_up()
+        if reason is not None:
+            # The subject handled the exception that ended its step; what it did then is no outcome.
+            self.recorder.record(Result(request_id=request.request_id, hung=True, error=reason))
             return
         event = self.recorder.record(
             Result(
@@ -289,8 +286,8 @@ class _Run:
             self.ended.append(_Ended(event.index, native, rollout))
 
     @staticmethod
-    def _given_up() -> str | None:
-        """Why a step of this run was given up; ``None`` where none was."""
+    def _reason_given_up() -> str | None:
+        """Return why a step of this run was ended; ``None`` if none was."""
         loop = asyncio.get_running_loop()
         return (
             loop.watchdog.message
@@ -304,18 +301,18 @@ class _Run:
             rollout = await _maybe(self.subject.to_record(native))
         except SubjectError as error:  # of the helpers in ``rollproof.core.records``
             raise SubjectError(f"{where}: {error}") from error
-        except (
-            BaseException
-        ) as error:  # the adapter is the user's own code: tell which method failed on what
+        except BaseException as error:
             blame(error, where)
             raise SubjectError(
                 f"{where} raised {told(error)} on {type(native).__name__}."
             ) from error
         rollout = sound_rollout(rollout, where)
-        # an id that no request has is the stack's own affair; that of another one is kept, for
-        # stitch.request-id to judge
-        theirs = any(other.request_id == rollout.request_id for other in self.case.requests)
-        return rollout if theirs else replace(rollout, request_id=request.request_id)
+        # A stack may name its samples as it likes. The id of another request of this case stays,
+        # for stitch.request-id to find.
+        names_a_request = any(
+            other.request_id == rollout.request_id for other in self.case.requests
+        )
+        return rollout if names_a_request else replace(rollout, request_id=request.request_id)
 
     async def _update(self, version: int | None) -> None:
         try:
@@ -324,12 +321,12 @@ class _Run:
             blame(error, f"{self.name}.update_weights")
             raise
 
-    def _hung(self, request_id: str, why: str, *, awaits: bool = True) -> None:
+    def _hung(self, request_id: str, reason: str, *, awaits: bool = True) -> None:
         task = self.pending.pop(request_id)
         if task.done() and not task.cancelled():
             task.exception()  # that of a step that was given up, which `why` tells
         place = f"; it awaits {virtual_loop.describe_wait(task)}" if awaits else ""
-        self.recorder.record(Result(request_id=request_id, hung=True, error=f"{why}{place}"))
+        self.recorder.record(Result(request_id=request_id, hung=True, error=f"{reason}{place}"))
 
     async def _wind_down(self) -> None:
         await self.fleet.settle()
@@ -339,8 +336,9 @@ class _Run:
         await self._gauge("end")
 
     async def _look_again(self) -> None:
-        """Compare what was handed over with what it is now: arrays that alias an engine's memory
-        have changed.
+        """Compare delivered samples with what they are now.
+
+        Arrays that share an engine's memory have changed by then.
         """
         for ended in self.ended:
             try:
@@ -382,13 +380,13 @@ async def _maybe(value: Any) -> Any:
 def _equal(a: Any, b: Any) -> bool:
     if a is None or b is None:
         return a is b
-    if not isinstance(b, np.ndarray):  # no array any more: nothing that could be compared
-        return True
+    if not isinstance(b, np.ndarray):
+        return True  # freed meanwhile: nothing to compare
     return a.shape == b.shape and bool(np.array_equal(a, b, equal_nan=a.dtype.kind == "f"))
 
 
 def name_of(factory: SubjectFactory) -> str:
-    """How errors call a subject: ``module:name`` of where its factory was defined."""
+    """Return what errors call a subject: ``module:name`` of its factory."""
     module = inspect.getmodule(factory)
     name = getattr(factory, "__qualname__", type(factory).__name__)
     return f"{module.__name__}:{name}" if module is not None else name

@@ -106,6 +106,6 @@ def test_an_engine_that_is_not_installed_is_told_at_once(monkeypatch: pytest.Mon
         lambda name, *rest: None if name == "vllm" else found(name, *rest),
     )
     with pytest.raises(
-        EngineStartError, match=r"^vllm is not installed in .*vllm\.txt; from a checkout, `nox -s "
+        EngineStartError, match=r"^vllm is not installed in .*requirements\.txt; from a checkout, `nox -s "
     ):
         engines.run(EngineChoice(engine="vllm-offline"), Options(name="engine"))

@@ -23,7 +23,7 @@ from rollproof.judging.report import Report
 from rollproof.layouts import Alignment, Context, Fill, Layout, Mesh, Order, Rank, Side
 from rollproof.layouts.functions import FUNCTIONS
 from rollproof.layouts.layout_cases import layout_calls
-from rollproof.layouts.layout_subject import layout_function
+from rollproof.layouts.functions import layout_function
 from rollproof.store import dump_trace, load_trace
 from rollproof.verification.layouts import judge_layouts, record_layouts
 from rollproof.verification.traces import judge

@@ -224,7 +224,7 @@ def test_every_canary_is_red_on_its_own(plant: Any) -> None:
     trace = run_case(AsSampled, _case(2))
     canary = try_canary([trace], Registry([default_registry()[plant.check_id]]), SAMPLE_PLANTS)
 
-    assert (True, plant.what) == (canary.red, canary.planted)
+    assert (True, plant.fault) == (canary.red, canary.planted)
 
 
 def test_a_canary_that_nobody_sees_is_told() -> None:

@@ -94,7 +94,7 @@ def test_a_polling_rollout_is_bounded_by_the_virtual_deadline() -> None:
     result = result_of(run_case(Polls, CASE))
 
     assert result.hung
-    assert "the virtual deadline of 500 s passed; it awaits _one (runner.py" in str(result.error)
+    assert "the virtual deadline of 500 s passed; it awaits _run_request (runner.py" in str(result.error)
 
 
 def test_a_busy_rollout_is_a_hang() -> None:

@@ -97,9 +97,9 @@ class Limits:
             "turns": 0,
         }
         wrong = [
-            f"{name}={getattr(self, name)!r} must be at least {least}"
-            for name, least in low.items()
-            if getattr(self, name) < least
+            f"{name}={getattr(self, name)!r} must be at least {minimum}"
+            for name, minimum in low.items()
+            if getattr(self, name) < minimum
         ]
         if wrong:
             raise UsageError(f"These limits describe no case: {'; '.join(wrong)}.")

@@ -165,10 +165,8 @@ def modes_for(flavour: str, contract: Contract) -> tuple[PauseMode, ...]:
     Where the engine offers none of them, the first of ``PAUSE_MODES``, which the fake engine has
     all the same.
     """
-    wanted = PAUSE_MODES[contract.resume]
-    return (
-        tuple(mode for mode in wanted if mode in flavour_named(flavour).pause_modes) or wanted[:1]
-    )
+    modes = PAUSE_MODES[contract.resume]
+    return tuple(mode for mode in modes if mode in flavour_named(flavour).pause_modes) or modes[:1]
 
 
 def small_scope(
@@ -245,7 +243,7 @@ def scope_size(
     return {**counts, "total": counts.total()}
 
 
-def _schedules(budget: int, most: int, syncs: int, ends: _Ends) -> Iterator[tuple[Action, ...]]:
+def _schedules(budget: int, longest: int, syncs: int, ends: _Ends) -> Iterator[tuple[Action, ...]]:
     """Every sequence of at most ``most`` aborts and syncs within ``budget`` tokens, by length, then
     by place.
     """
@@ -254,7 +252,7 @@ def _schedules(budget: int, most: int, syncs: int, ends: _Ends) -> Iterator[tupl
         for race in (True, False)
         for kind in (ActionKind.ABORT, ActionKind.SYNC)
     ]
-    for count in range(most + 1):
+    for count in range(longest + 1):
         for head in _heads(budget, count, syncs, ends):
             yield head
         if count:
@@ -337,14 +335,14 @@ def _early_end(plan: _Plan) -> Iterator[Case]:
     prompt, budget = plan.side
     ending = replace(plan.model, eos_every=2)
     kinds = (ActionKind.ABORT, ActionKind.SYNC)
-    one = [
+    actions_once = [
         (_act(kind, tokens, race=race),)
         for tokens in range(1, budget)
         for race in (True, False)
         for kind in kinds
     ]
     for seed in range(8):
-        for actions in [(), *one]:
+        for actions in [(), *actions_once]:
             yield plan.case(
                 prompt, budget, actions, plan.modes[0], model=ending, seed=plan.seed + seed
             )
@@ -422,11 +420,11 @@ def _later_request(plan: _Plan) -> Iterator[Case]:
     prompt, budget = plan.side
     first = Request(request_id=_REQUEST, prompt_ids=_PROMPT[:prompt], max_tokens=budget)
     requests = (first, Request(request_id="r1", prompt_ids=(_LATER, *_PROMPT), max_tokens=budget))
-    one = EngineOptions(max_batch=1)
+    narrow_engine = EngineOptions(max_batch=1)
     for mode in plan.modes[:2]:
         for kind, tokens in product(_UPDATES, range(budget)):
             arrival = tokens + 0.5 if mode is PauseMode.ABORT else 0.0
-            changes = {"requests": requests, "arrivals": (0.0, arrival), "engine": one}
+            changes = {"requests": requests, "arrivals": (0.0, arrival), "engine": narrow_engine}
             yield plan.case(prompt, budget, (_act(kind, tokens),), mode, **changes)
 
 
@@ -444,9 +442,11 @@ def _turns(plan: _Plan) -> Iterator[Case]:
     ending = replace(plan.model, eos_every=2)
     kinds = (ActionKind.ABORT, ActionKind.SYNC)
     hits = product(kinds, range(1, budget + 1), ((False, False), (True, False), (False, True)))
-    one = [(_act(kind, tokens, race=race, queued=queued),) for kind, tokens, (race, queued) in hits]
+    actions_once = [
+        (_act(kind, tokens, race=race, queued=queued),) for kind, tokens, (race, queued) in hits
+    ]
     for seed in range(8):
-        for actions in [(), *one]:
+        for actions in [(), *actions_once]:
             yield plan.case(
                 prompt,
                 room,

@@ -16,10 +16,11 @@ __all__ = ["PROFILES", "Profile", "profile_named"]
 class Profile:
     """How much of each kind of schedule a run tries.
 
-    ``scope`` bounds the exhaustive part, ``random_cases`` counts the seeded random cases behind it;
-    ``max_examples`` and ``steps`` are those of Hypothesis tests and state machines. ``seed`` is
-    that of a run which is given none; ``None`` draws a fresh one each time, which the report then
-    names.
+    scope: bounds of the exhaustive part.
+    random_cases: how many seeded random cases follow it.
+    max_examples, steps: those of Hypothesis tests and state machines.
+    seed: the seed of a run without one of its own; ``None`` draws a fresh one each time, which the
+        report names.
     """
 
     name: str
@@ -29,17 +30,18 @@ class Profile:
     steps: int
     seed: int | None = None
 
-    def seed_for(self, given: int | None) -> int:
-        """``given``, else the seed of this profile, else a fresh one in 0 .. 2**31 - 1. Raises
-        ``UsageError`` outside 0 .. 2**63 - 1.
+    def seed_for(self, seed: int | None) -> int:
+        """Return ``seed`` if there is one, else that of this profile, else a fresh one.
+
+        A fresh one is in 0 .. 2**31 - 1. Raises ``UsageError`` outside 0 .. 2**63 - 1.
         """
-        if given is not None and (isinstance(given, bool) or not 0 <= given < 2**63):
+        if seed is not None and (isinstance(seed, bool) or not 0 <= seed < 2**63):
             raise UsageError(
-                f"seed={given!r} must be an integer >= 0, below 2**63; a report names the seed"
+                f"seed={seed!r} must be an integer >= 0, below 2**63; a report names the seed"
                 " that repeats its run."
             )
-        if given is not None:
-            return given
+        if seed is not None:
+            return seed
         return secrets.randbelow(2**31) if self.seed is None else self.seed
 
 
@@ -64,18 +66,17 @@ PROFILES: Mapping[str, Profile] = {
         ),
     )
 }
-"""``pr``: seconds, the same cases every time. ``nightly``: the whole small scope, fresh seeds.
+"""``pr``: seconds, the same cases every time. ``nightly``: the complete small scope, fresh seeds.
 ``soak``: hours.
 
-What ``pr`` covers of a subject: on every flavour up to two aborts and syncs within four tokens, up
-to one in the side families, each of them once where several become equal under the contract; and a
-hundred random cases over all flavours. ``rollproof verify`` without a subject runs so the
-references on one flavour each, in turn, and one case in 25 on the others.
+``pr`` covers, on every flavour, up to two aborts and syncs within four tokens, up to one in the
+side families, and a hundred random cases over all flavours. ``rollproof verify`` without a subject runs
+each reference so on one flavour, and one case in 25 on the others.
 """
 
 
 def profile_named(name: str) -> Profile:
-    """The profile called ``name``. Raises ``UsageError``, which lists the valid ones."""
+    """Return the profile called ``name``. Raises ``UsageError`` with the valid names."""
     try:
         return PROFILES[name]
     except (KeyError, TypeError):
