@@ -16,7 +16,7 @@ from rollproof.core.contract import Contract
 from rollproof.core.events.replay import Action, Install, Outcome, Phase, Residue, Routing, Step
 from rollproof.core.records import Rollout, Scalar
 from rollproof.core.replay_contract import ReplayTerms
-from rollproof.invariants._shared.event_check import Fold
+from rollproof.invariants._shared.event_check import EventCheck
 from rollproof.judging.checks import Applies, Check, Collector, trace_check
 from rollproof.judging.expected_rows import ExpectedRows
 from rollproof.judging.judge import JudgeContext
@@ -167,7 +167,7 @@ class Assembly:
             self.ended += 1
 
 
-class _PerStep(Fold):
+class _PerStep(EventCheck):
     """Calls ``judge`` with every step of the trace, in order."""
 
     judge: ClassVar[Callable[[StepView, Collector], None]]
