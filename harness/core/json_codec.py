@@ -1,4 +1,4 @@
-"""Records as JSON values: written from their dataclass fields, and read strictly by ``msgspec``.
+"""Convert records to JSON values and back: their dataclass fields say how, ``msgspec`` checks.
 
 Both forms of a trace file and ``rollproof.core.case`` use it. A field that equals its default is
 left out, and a missing field takes its default: records can gain fields without a new schema, and
@@ -69,10 +69,10 @@ class UnknownFieldError(Misfit):
 
 
 def parse_json(text: str | bytes) -> Any:
-    """Parse strict JSON: no NaN literals, no key twice, no bottomless nesting.
+    """Parse JSON strictly: no NaN literals, no duplicate keys, no bottomless nesting.
 
     Raises:
-        TraceError: the text is anything else.
+        TraceError: The text is anything else.
     """
     try:
         return _DECODER.decode(text if isinstance(text, str) else text.decode())
@@ -89,7 +89,7 @@ def to_json(value: Any, *, sparse: bool = True) -> Any:
         value: A record, or a value of a free-form mapping.
         sparse: Leave out fields that equal their default.
 
-    What no JSON can spell stays as it is: ``from_json`` refuses it, with its path.
+    A value that JSON cannot spell stays as it is: ``from_json`` refuses it, and names its path.
     """
     kind = type(value)
     if kind is int or kind is bool or value is None:
@@ -127,13 +127,13 @@ def from_json(
 
     Args:
         cls: The dataclass.
-        value: What ``to_json`` wrote, or a stranger.
+        value: What ``to_json`` returned, or what anybody else wrote.
         arrays: Gives the array that a JSON value stands for, or raises ``TraceError``. Without it
             only arrays are taken.
         integers: Gives the list of integers that ``{"$integers": ...}`` refers to, likewise.
 
     Raises:
-        Misfit: a value does not fit its field (``UnknownFieldError``: there is no such field).
+        Misfit: A value does not fit its field (``UnknownFieldError``: there is no such field).
     """
 
     def read(hint: Any, stored: Any) -> AnyArray:
@@ -167,8 +167,8 @@ _JSON_NAMES = {list: "array", dict: "object", type(None): "null"}
 
 
 def _explained(text: str, cls: type[Any], value: Any) -> str:
-    """Say what msgspec's message says with the path first, the value that it refuses, the key of a
-    mapping, and the values that an enum has.
+    """Reword a message of msgspec: the path first, with the key of a mapping, then the refused
+    value and the values that an enum has.
     """
     message, _, path = text.partition(" - at `")
     of_key = path.startswith("key` in")
@@ -199,7 +199,7 @@ def _explained(text: str, cls: type[Any], value: Any) -> str:
     if message.startswith("Invalid enum value"):
         return f"{path} must be one of {list(values)}, not {show(value)}"
     if expected is not None:
-        names = {"array": "a list", "object": "an object"}
+        names = {"array": "a list or tuple", "object": "a mapping"}
         if record is not None:
             names["object"] = f"an object with the fields of {record.__name__}"
         kinds = " or ".join(names.get(kind, kind) for kind in expected[1].split(" | "))
@@ -210,9 +210,7 @@ def _explained(text: str, cls: type[Any], value: Any) -> str:
 
 
 def misfit_of(record: Any) -> str | None:
-    """Say why a record (or an event) cannot be stored: the reason and the field; ``None`` if it
-    can.
-    """
+    """Return why a record (or an event) cannot be stored, with the field; ``None`` if it can."""
     try:
         from_json(type(record), to_json(record))
     except Misfit as misfit:
@@ -234,6 +232,8 @@ class _Field:
     """Whether any JSON may be in it."""
     keys: type[Any] | None
     """The type of its keys, of a mapping that is not free-form."""
+    tuples: bool
+    """Whether it holds tuples."""
     values: tuple[str, ...]
     """The values of the enum that it holds."""
 
@@ -257,6 +257,7 @@ def _plan(cls: type[Any]) -> Mapping[str, _Field]:
                 ),
                 None,
             ),
+            tuples=any(get_origin(hint) is tuple for hint in named),
             values=tuple(
                 member.value
                 for kind in named
@@ -277,13 +278,13 @@ def _types_in(hint: Any) -> Iterator[Any]:
 
 
 def _fields_of(record: Any, *, sparse: bool) -> dict[str, Any]:
-    out: dict[str, Any] = {}
+    fields_by_name: dict[str, Any] = {}
     for name, field in _plan(type(record)).items():
         value, default = getattr(record, name), field.default
         if sparse and (value is default or _same(value, default)):
             continue
         # what reading would turn into something else would not come back as it was
-        if type(value) is list and not field.free:
+        if type(value) is list and field.tuples:
             value = _Instead.of(f"must be a tuple, not {show(value)}")
         elif (
             field.keys is not None
@@ -291,8 +292,8 @@ def _fields_of(record: Any, *, sparse: bool) -> dict[str, Any]:
             and any(type(key) is not field.keys for key in value)
         ):
             value = _Instead.of(f"must be a mapping with keys of {field.keys.__name__}")
-        out[name] = to_json(value, sparse=sparse)
-    return out
+        fields_by_name[name] = to_json(value, sparse=sparse)
+    return fields_by_name
 
 
 def _same(value: Any, default: Any) -> bool:

@@ -42,7 +42,7 @@ def test_the_json_form_is_read_back() -> None:
         (
             ("requests", 0, "sampling"),
             [1],
-            r"requests\[0\]\.sampling must be an object, not a list of 1",
+            r"requests\[0\]\.sampling must be a mapping, not a list of 1",
         ),
         (("requests", 0, "turns"), [["x"]], r"requests\[0\]\.turns\[0\]\[0\] must be int, not 'x'"),
         (("actions", 0, "steps"), 1e308, r"actions\[0\]\.steps must be int"),

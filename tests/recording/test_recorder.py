@@ -268,7 +268,7 @@ def _answered(trace: Recording, **fields: Any) -> None:
         (
             lambda trace: trace.weights(1.5),
             UsageError,
-            r"weights\(\) was called with a value .*: version must be int or null or str",
+            r"weights\(\) was called with a value .*: version must be int or str or null",
         ),
         (
             lambda trace: trace.abort(None),
