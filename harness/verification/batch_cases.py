@@ -235,4 +235,4 @@ _DEFECTS: tuple[tuple[str, Callable[[Contract], bool], Callable[[Rollout], Rollo
         _of_length("loss_mask", 8),
     ),
 )
-"""Each defect of a sample of 2 + 5 tokens: in words, which contracts rule it out, how to make it."""
+"""Each defect of a sample of 2 + 5 tokens: in words, who rules it out, how to make it."""

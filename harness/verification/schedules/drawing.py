@@ -18,47 +18,43 @@ __all__ = ["Draws", "Limits", "SeededDraws", "draw_case", "draw_model", "random_
 
 _T = TypeVar("_T")
 _EXPERTS = (8, 2, 4, 16, 64, 128, 256, 512, 1024)
-"""Sizes around the borders of one byte, and those of published models; the first is what shrinking
-aims at.
-"""
+"""Sizes around the limits of one byte and those of published models; shrinking aims at the first."""
 
 
 class Draws(Protocol):
     """A source of choices. Earlier and smaller choices are the simpler ones, and ``False``."""
 
     def integer(self, low: int, high: int) -> int:
-        """A whole number in ``low`` .. ``high``, both included."""
+        """Draw an integer in ``low`` .. ``high``, both included."""
         ...
 
     def pick(self, options: Sequence[_T]) -> _T:
-        """One of ``options``, which are not empty."""
+        """Draw one of ``options``, which are not empty."""
         ...
 
     def chance(self, percent: int) -> bool:
-        """True in about ``percent`` of 100 draws."""
+        """Return ``True`` in about ``percent`` of 100 draws."""
         ...
 
     def several(self, low: int, high: int, item: Callable[[Draws], _T]) -> list[_T]:
-        """``low`` to ``high`` items, each drawn by ``item`` from this source, independently of the
-        others.
-        """
+        """Draw ``low`` to ``high`` items, each by ``item`` from this source."""
         ...
 
 
 class SeededDraws:
-    """Choices from a seed. Only ``random()`` of the generator is used: of it alone Python promises
-    that it never changes.
-    """
+    """Choices from a seed, the same on every version of Python."""
+
+    # Only ``random()`` is used: Python promises for it alone that a seed gives the same sequence.
 
     def __init__(self, seed: int) -> None:
         self._random = random.Random(seed)
 
     def integer(self, low: int, high: int) -> int:
-        """A whole number in ``low`` .. ``high``, both included."""
+        """Draw an integer in ``low`` .. ``high``, both included."""
         return low + int(self._random.random() * (high - low + 1))
 
     def pick(self, options: Sequence[_T]) -> _T:
-        """One of ``options``."""
+        """Draw one of ``options``."""
         return options[self.integer(0, len(options) - 1)]
 
     def chance(self, percent: int) -> bool:
@@ -66,7 +62,7 @@ class SeededDraws:
         return self._random.random() * 100 < percent
 
     def several(self, low: int, high: int, item: Callable[[Draws], _T]) -> list[_T]:
-        """``low`` to ``high`` items."""
+        """Draw ``low`` to ``high`` items."""
         return [item(self) for _ in range(self.integer(low, high))]
 
 
@@ -116,8 +112,7 @@ def random_cases(
     modes: Sequence[PauseMode] | None = None,
     limits: Limits | None = None,
 ) -> Iterator[Case]:
-    """``count`` cases drawn from ``seed``; case i depends on ``seed`` and i alone, on every version
-    of Python.
+    """Draw ``count`` cases; case i depends on ``seed`` and i alone, on every version of Python.
 
     Same distribution as ``rollproof.verification.schedules.strategies.cases``, without Hypothesis:
     for speed, and to name a case by two numbers. ``kinds`` are the kinds of action that may occur
@@ -188,9 +183,7 @@ def draw_case(
 
 
 def draw_model(draws: Draws, layers: int = 6) -> Model:
-    """A model of up to ``layers`` layers, the first ones dense or not, 2 to 1024 experts, top-k 1
-    to 16.
-    """
+    """Draw a model: up to ``layers`` layers, some leading dense ones, 2 to 1024 experts, top-k 1 to 16."""
     experts = draws.pick(_EXPERTS) if draws.chance(70) else draws.integer(2, 1024)
     depth = draws.integer(1, layers)
     dense = draws.integer(0, depth - 1) if draws.chance(40) else 0
@@ -203,22 +196,20 @@ def draw_model(draws: Draws, layers: int = 6) -> Model:
 
 
 def _with_ends(draws: Draws, model: Model, percent: int) -> Model:
-    """The model, in ``percent`` of the cases with natural ends: without one, no turn of the
-    environment comes.
-    """
+    """Return the model, in ``percent`` of the cases with ends of sequence."""
+    # without a natural end the environment never gets its turn
     return replace(model, eos_every=draws.integer(2, 20)) if draws.chance(percent) else model
 
 
 def _subset(draws: Draws, options: Sequence[_T]) -> list[_T]:
-    """Each option with probability one half, in one draw."""
+    """Draw each option with probability one half, in one draw."""
     bits = draws.integer(0, 2 ** len(options) - 1)
     return [option for i, option in enumerate(options) if bits >> i & 1]
 
 
 def _requests(draws: Draws, limits: Limits) -> tuple[Request, ...]:
-    """Prompts start alike or not, and then differ in one token: none is a prefix of another, so a
-    call tells its request.
-    """
+    """Draw requests whose prompts share a beginning or not, and then differ in one token."""
+    # No prompt is a prefix of another, so that an engine call can be attributed to its request.
     shared = draws.integer(1, limits.prompt - 1) if limits.prompt > 1 and draws.chance(40) else 0
     requests: list[Request] = []
     for i, (request, tail, twin) in enumerate(
@@ -243,16 +234,12 @@ def _requests(draws: Draws, limits: Limits) -> tuple[Request, ...]:
 
 
 def _token(prompt: int, place: int) -> int:
-    """Any token that is neither the end of a sequence (0) nor one that tells prompts apart; the
-    coded policy hashes them all.
-    """
+    """Return a token that is neither the end of sequence (0) nor one that distinguishes prompts."""
     return 100 + (prompt * 131 + place * 17) % 300
 
 
 def _request(draws: Draws, limits: Limits) -> tuple[Request, int, int | None]:
-    """A request without id and prompt, the tokens of its prompt behind the one that tells it apart,
-    the request that it is a twin of.
-    """
+    """Draw a request without id and prompt, its prompt's length, and which one it is a twin of."""
     budget = draws.integer(1, limits.response)
     stated = not draws.chance(20)
     limit = budget + draws.integer(0, 3) if stated and draws.chance(20) else None

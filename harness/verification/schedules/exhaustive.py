@@ -1,4 +1,4 @@
-"""Exhaustive schedules: every abort and weight sync that can befall one short request, enumerated.
+"""Exhaustive schedules: every abort and weight sync that can hit one short request.
 
 Faults of resuming are faults of small numbers: an abort before the first token, on the last one,
 twice at the same place, across a weight version. So the small scope is exhausted first, and only
@@ -91,9 +91,7 @@ class Scope:
 
 @dataclass(frozen=True, slots=True)
 class _Ends:
-    """Which actions end a request for good under a contract and a pause mode, so that nothing can
-    follow them.
-    """
+    """Which actions end a request for good under a contract and a pause mode."""
 
     abort: bool
     sync: bool
@@ -107,7 +105,7 @@ Family: TypeAlias = "Callable[[_Plan], Iterator[Case]]"
 
 @dataclass(frozen=True, slots=True)
 class _Plan:
-    """What every family of the scope builds from."""
+    """The inputs of every family of the scope."""
 
     flavour: str
     contract: Contract
@@ -159,11 +157,10 @@ class _Plan:
 
 
 def modes_for(flavour: str, contract: Contract) -> tuple[PauseMode, ...]:
-    """The pause modes to try: those of ``PAUSE_MODES`` that the engine offers; the first is
-    enumerated in full.
+    """Return the pause modes to try: those of ``PAUSE_MODES`` that the engine offers.
 
-    Where the engine offers none of them, the first of ``PAUSE_MODES``, which the fake engine has
-    all the same.
+    The first is enumerated in full. If the engine offers none, it is the first of ``PAUSE_MODES``,
+    which the fake engine has all the same.
     """
     modes = PAUSE_MODES[contract.resume]
     return tuple(mode for mode in modes if mode in flavour_named(flavour).pause_modes) or modes[:1]
@@ -178,24 +175,20 @@ def small_scope(
     seed: int = 0,
     modes: tuple[PauseMode, ...] | None = None,
 ) -> Iterator[Case]:
-    """Every schedule of the small scope for one request under ``contract``, without repetition,
-    small ones first.
+    """Yield every schedule of the small scope for one request, small ones first, each once.
 
-    Complete for the first pause mode (of ``modes``, by default ``modes_for``): prompts of 1 to
-    ``scope.prompt`` tokens, budgets of 1 to ``scope.response``, and every *sequence* of up to
-    ``scope.actions`` aborts and weight syncs (at most ``scope.versions`` - 1 of them) at every
-    multiset of token counts from 0 (before the first token) to the budget, on the last token both
-    before the engine ends the call (race) and after. For each further mode the same, with at least
-    one sync and at most ``scope.side_actions`` actions. Two schedules count as one only where
-    nothing can tell them apart: after an action on the last token no call remains for another to
-    hit, and after an action that ends the request for good (an abort where nobody resumes) nothing
-    does.
+    The scope is complete for the first pause mode (of ``modes``, by default ``modes_for``): prompts
+    of 1 to ``scope.prompt`` tokens, budgets of 1 to ``scope.response``, and every *sequence* of up
+    to ``scope.actions`` aborts and weight syncs (at most ``scope.versions`` - 1 syncs) at every
+    multiset of token counts from 0 (before the first token) to the budget; on the last token both
+    before the engine ends the call (a race) and after. Each further mode gets the same with at
+    least one sync and at most ``scope.side_actions`` actions.
 
-    Around it, with up to ``scope.side_actions`` actions and one budget, side families: prefix
-    cache, chunked prefill, an end of sequence before the budget, the budget given as a limit,
-    several servers, actions on queued calls, every other kind of action at every token, partial
-    rollout off, a later request that an update finds waiting and, where the contract is multi-turn,
-    turns of the environment. ``scope_size`` tells how many cases each holds.
+    Side families follow, with up to ``scope.side_actions`` actions and one budget: prefix cache,
+    chunked prefill, an end of sequence before the budget, the budget as a limit, several servers,
+    actions on queued calls, every other kind of action at every token, partial rollout off, a later
+    request that waits during an update and, for multi-turn contracts, turns of the environment.
+    ``scope_size`` counts the cases of each family.
     """
     for _, cases in scope_families(
         flavour, contract, scope=scope, model=model, seed=seed, modes=modes
@@ -212,8 +205,9 @@ def scope_families(
     seed: int = 0,
     modes: tuple[PauseMode, ...] | None = None,
 ) -> Iterator[tuple[str, Iterator[Case]]]:
-    """The families of ``small_scope`` by name, each with its cases. Raises ``UsageError`` where no
-    pause mode is left.
+    """Yield the families of ``small_scope`` by name, each with its cases.
+
+    Raises ``UsageError`` without a pause mode.
     """
     chosen = modes_for(flavour, contract) if modes is None else modes
     if not chosen:
@@ -233,7 +227,7 @@ def scope_size(
     scope: Scope | None = None,
     modes: tuple[PauseMode, ...] | None = None,
 ) -> dict[str, int]:
-    """How many cases each family of ``small_scope`` holds, by name, and their ``total``."""
+    """Return how many cases each family of ``small_scope`` holds, and their ``total``."""
     counts = Counter(
         {
             name: sum(1 for _ in cases)
@@ -244,9 +238,12 @@ def scope_size(
 
 
 def _schedules(budget: int, longest: int, syncs: int, ends: _Ends) -> Iterator[tuple[Action, ...]]:
-    """Every sequence of at most ``most`` aborts and syncs within ``budget`` tokens, by length, then
-    by place.
+    """Yield every sequence of at most ``longest`` aborts and syncs within ``budget`` tokens.
+
+    Shorter sequences come first, then those with earlier places.
     """
+    # At most one action is on the last token: after it no call remains for another to hit. Whether
+    # it arrives before or after the engine ends the call is a race, and both orders are tried.
     last = [
         _act(kind, budget, race=race)
         for race in (True, False)
@@ -257,6 +254,8 @@ def _schedules(budget: int, longest: int, syncs: int, ends: _Ends) -> Iterator[t
             yield head
         if count:
             for head in _heads(budget, count - 1, syncs, ends):
+                # an action that ends the request for good (an abort that no client resumes) is
+                # followed by nothing that another action could hit
                 if head and ends.last_only(head[-1].do):
                     continue
                 yield from (
@@ -267,7 +266,7 @@ def _schedules(budget: int, longest: int, syncs: int, ends: _Ends) -> Iterator[t
 
 
 def _heads(budget: int, count: int, syncs: int, ends: _Ends) -> Iterator[tuple[Action, ...]]:
-    """Sequences of exactly ``count`` actions, all before the last token."""
+    """Yield sequences of exactly ``count`` actions, all before the last token."""
     for places in combinations_with_replacement(range(budget), count):
         for kinds in product((ActionKind.ABORT, ActionKind.SYNC), repeat=count):
             if kinds.count(ActionKind.SYNC) <= syncs and not any(
@@ -306,6 +305,7 @@ def _core(plan: _Plan) -> Iterator[Case]:
 
 
 def _other_modes(plan: _Plan) -> Iterator[Case]:
+    # a pause mode only shows in a sync: schedules without one are those of the first mode
     for mode in plan.modes[1:]:
         for budget in range(1, plan.scope.response + 1):
             for prompt in range(1, plan.scope.prompt + 1):
@@ -316,6 +316,7 @@ def _other_modes(plan: _Plan) -> Iterator[Case]:
 
 def _prefix_cache(plan: _Plan) -> Iterator[Case]:
     prompt, budget = plan.side
+    # without a flush, KV of older weights stays in the cache and serves later calls
     cached = EngineOptions(prefix_cache=True)
     for mode in plan.modes:
         for clear in (True, False):
@@ -326,6 +327,7 @@ def _prefix_cache(plan: _Plan) -> Iterator[Case]:
 
 def _chunked(plan: _Plan) -> Iterator[Case]:
     prompt, budget = plan.side
+    # a resumed prompt is prefilled in pieces, and an abort can hit between two of them
     chunked = EngineOptions(prefill_chunk=1)
     for actions in plan.side_schedules(budget, plan.modes[0]):
         yield plan.case(prompt, budget, actions, plan.modes[0], engine=chunked)
@@ -341,6 +343,7 @@ def _early_end(plan: _Plan) -> Iterator[Case]:
         for race in (True, False)
         for kind in kinds
     ]
+    # where the policy ends depends on the seed: eight of them end a response at every place
     for seed in range(8):
         for actions in [(), *actions_once]:
             yield plan.case(
@@ -350,6 +353,8 @@ def _early_end(plan: _Plan) -> Iterator[Case]:
 
 def _limited(plan: _Plan) -> Iterator[Case]:
     prompt, budget = plan.side
+    # a stack may limit the response by its configuration: the request then has no max_tokens of
+    # its own, or a larger one
     for stated in (None, budget + 3):
         request = Request(
             request_id=_REQUEST, prompt_ids=_PROMPT[:prompt], max_tokens=stated, limit=budget
@@ -367,9 +372,7 @@ def _servers(plan: _Plan) -> Iterator[Case]:
 
 
 def _queued(plan: _Plan) -> Iterator[Case]:
-    """The first call is hit while it queues, or a call is aborted and its successor is hit while it
-    queues.
-    """
+    """Hit the first call while it queues, or abort a call and hit the next one while it queues."""
     prompt, budget = plan.side
     mode = plan.modes[0]
     for kind in (ActionKind.ABORT, ActionKind.SYNC):
@@ -389,6 +392,7 @@ def _kinds(plan: _Plan) -> Iterator[Case]:
     for kind in ActionKind:
         if kind in (ActionKind.ABORT, ActionKind.SYNC):
             continue
+        # which server lags matters only for a skew: each server in turn
         servers = _SERVERS if kind is ActionKind.SKEW else (None,)
         for server, tokens in product(servers, range(budget)):
             yield plan.case(
@@ -411,11 +415,11 @@ def _partial_off(plan: _Plan) -> Iterator[Case]:
 
 
 def _later_request(plan: _Plan) -> Iterator[Case]:
-    """A second request waits while the weights change, so that even a stack which resumes nothing
-    is served by the new ones.
+    """Let a second request wait while the weights change.
 
-    It queues behind the first where the pause drains; where the pause aborts what queues, it
-    arrives during the update.
+    So even a stack that resumes nothing is served by the new weights. The second request queues
+    after the first if the pause drains; if the pause aborts what queues, it arrives during the
+    update.
     """
     prompt, budget = plan.side
     first = Request(request_id=_REQUEST, prompt_ids=_PROMPT[:prompt], max_tokens=budget)
@@ -429,8 +433,9 @@ def _later_request(plan: _Plan) -> Iterator[Case]:
 
 
 def _turns(plan: _Plan) -> Iterator[Case]:
-    """The policy ends its turns early, the environment answers twice, and one abort or sync hits
-    any turn, running or queued.
+    """Let the policy end its turns early and the environment answer twice.
+
+    One abort or sync hits any turn, running or queued.
     """
     if not plan.contract.multi_turn:
         return

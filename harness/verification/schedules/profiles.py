@@ -70,8 +70,8 @@ PROFILES: Mapping[str, Profile] = {
 ``soak``: hours.
 
 ``pr`` covers, on every flavour, up to two aborts and syncs within four tokens, up to one in the
-side families, and a hundred random cases over all flavours. ``rollproof verify`` without a subject runs
-each reference so on one flavour, and one case in 25 on the others.
+side families, and a hundred random cases over all flavours. ``rollproof verify`` without a subject
+runs each reference so on one flavour, and one case in 25 on the others.
 """
 
 
