@@ -18,7 +18,7 @@ __all__ = ["Draws", "Limits", "SeededDraws", "draw_case", "draw_model", "random_
 
 _T = TypeVar("_T")
 _EXPERTS = (8, 2, 4, 16, 64, 128, 256, 512, 1024)
-"""Sizes around the limits of one byte and those of published models; shrinking aims at the first."""
+"""Sizes around the limit of one byte and of published models; shrinking aims at the first."""
 
 
 class Draws(Protocol):
@@ -183,7 +183,7 @@ def draw_case(
 
 
 def draw_model(draws: Draws, layers: int = 6) -> Model:
-    """Draw a model: up to ``layers`` layers, some leading dense ones, 2 to 1024 experts, top-k 1 to 16."""
+    """Draw a model of up to ``layers`` layers, 2 to 1024 experts and top-k 1 to 16."""
     experts = draws.pick(_EXPERTS) if draws.chance(70) else draws.integer(2, 1024)
     depth = draws.integer(1, layers)
     dense = draws.integer(0, depth - 1) if draws.chance(40) else 0
