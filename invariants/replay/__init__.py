@@ -1,4 +1,6 @@
-"""Replay: what a trainer's routers execute is what the samples' routes say."""
+"""The family ``replay``: a trainer's routers execute what the samples' routes say, and nothing else
+changes.
+"""
 
 from __future__ import annotations
 

@@ -1,7 +1,5 @@
-"""Replay: what a trainer's routers execute is what the samples' routes say, row by row, in every
-pass.
-
-What steps come to is in ``replay_results``, what a trainer must refuse in ``replay_refusals``.
+"""Checks on the experts that a trainer's routers execute: those of the samples' routes, row by row,
+in every pass.
 """
 
 from __future__ import annotations
@@ -52,7 +50,7 @@ def replay_forward(view: StepView, out: Collector) -> None:
         view.replays
         and view.regular
         and view.step.purpose is Purpose.TRAIN
-        and not _skipped(view, out)
+        and not _shows_nothing(view, out)
     ):
         judge_rows(view, Phase.FORWARD, "rows compared", out)
 
@@ -74,7 +72,7 @@ def replay_recompute(view: StepView, out: Collector) -> None:
         view.replays
         and view.regular
         and view.step.recompute is not Recompute.NONE
-        and not _skipped(view, out)
+        and not _shows_nothing(view, out)
     ):
         judge_rows(view, Phase.RECOMPUTE, "rows recomputed", out)
 
@@ -95,44 +93,44 @@ def replay_old_logprob(view: StepView, out: Collector) -> None:
             "in mode R2 old logprobs are recorded, and no forward-only pass replays:"
             f" {view.hindrance}"
         )
-    elif not _skipped(view, out):
+    elif not _shows_nothing(view, out):
         judge_rows(view, Phase.FORWARD, "rows compared", out)
 
 
 @replay_check(
     "replay.assignments",
-    promise="Every row of a replayed pass, padding too, executes top_k distinct experts.",
+    promise=("Every row of a replayed pass, including padding, executes top_k distinct experts."),
     exercised_by="rows counted",
 )
 def replay_assignments(view: StepView, out: Collector) -> None:
     drops = drops_padding(view)
-    if not view.replays or not view.regular or _skipped(view, out):
+    if not view.replays or not view.regular or _shows_nothing(view, out):
         return
     top_k, experts = view.contract.top_k or 1, view.contract.num_experts or 1
     for call in view.calls_of("policy"):
         ordered = np.sort(call.experts, axis=1)
-        nowhere = (call.samples < 0) & (ordered < 0).all(axis=1)
-        whole = ordered.shape[1] == top_k
-        good = (
+        dropped = (call.samples < 0) & (ordered < 0).all(axis=1)
+        complete = ordered.shape[1] == top_k
+        right = (
             ((ordered >= 0) & (ordered < experts)).all(axis=1)
             & (ordered[:, 1:] != ordered[:, :-1]).all(axis=1)
-            & whole
+            & complete
         )
-        out.exercised("rows counted", len(good))
-        bad = np.flatnonzero(~good & ~nowhere if drops else ~good)
-        if not len(bad):
+        out.exercised("rows counted", len(right))
+        wrong = np.flatnonzero(~right & ~dropped if drops else ~right)
+        if not len(wrong):
             continue
-        padding = int((call.samples[bad] < 0).sum())
+        padding = int((call.samples[wrong] < 0).sum())
         out.finding(
             "rows with fewer experts than top_k",
             expected=(
-                f"{len(good) * top_k} assignments of {count(len(good), 'row')} to {top_k} distinct"
+                f"{len(right) * top_k} assignments of {count(len(right), 'row')} to {top_k} distinct"
                 " experts each"
             ),
             observed=(
-                f"{share(len(bad), len(good), 'row')} with other choices,"
-                f" {count(padding, 'padding row')} among them: row {bad[0]} executes"
-                f" {call.experts[bad[0]].tolist()}"
+                f"{share(len(wrong), len(right), 'row')} with other choices,"
+                f" {count(padding, 'padding row')} among them: row {wrong[0]} executes"
+                f" {call.experts[wrong[0]].tolist()}"
             ),
             where=view.place(
                 layer=call.layer, rank=call.rank, microbatch=call.microbatch, phase=str(call.phase)
@@ -162,38 +160,40 @@ def replay_coverage(view: StepView, out: Collector) -> None:
     for phase in phases:
         rows = Executed.of(view, phase)
         for column, layer in enumerate(view.targets.layers):
-            here = (rows.column == column) & (rows.place >= 0)
-            seen = np.zeros(len(view.targets.experts), dtype=bool)
-            seen[rows.place[here]] = True
+            in_layer = (rows.column == column) & (rows.place >= 0)
+            routed_tokens = np.zeros(len(view.targets.experts), dtype=bool)
+            routed_tokens[rows.place[in_layer]] = True
             out.exercised("layers counted")
-            routed = int(seen.sum())
-            seen[view.targets.finals] = True  # it predicts nothing: a trainer need not forward it
-            missing = np.flatnonzero(~seen)
-            twice = [
+            routed = int(routed_tokens.sum())
+            # The final token predicts nothing: a trainer need not forward it.
+            routed_tokens[view.targets.finals] = True
+            missing = np.flatnonzero(~routed_tokens)
+            # Nested checkpoints recompute a layer more than once, so only forward passes are
+            # counted.
+            repeated = [
                 place
                 for (_, place), times in Counter(
-                    zip(rows.rank[here].tolist(), rows.place[here].tolist(), strict=True)
+                    zip(rows.rank[in_layer].tolist(), rows.place[in_layer].tolist(), strict=True)
                 ).items()
-                if times > 1
-                and phase is Phase.FORWARD  # nested checkpoints recompute a layer more than once
+                if times > 1 and phase is Phase.FORWARD
             ]
-            if not len(missing) and not twice:
+            if not len(missing) and not repeated:
                 continue
-            place = int(missing[0]) if len(missing) else twice[0]
+            place = int(missing[0]) if len(missing) else repeated[0]
             sample, position = view.sample(place)
-            how = "never routed" if len(missing) else "routed twice on one rank"
+            fault = "never routed" if len(missing) else "routed twice on one rank"
             out.finding(
-                f"tokens that a layer {how}",
+                f"tokens that a layer {fault}",
                 expected=(
-                    f"{count(len(seen), 'token')} routed once by layer {layer} in the {phase} pass"
+                    f"{count(len(routed_tokens), 'token')} routed once by layer {layer} in the {phase} pass"
                 ),
-                observed=f"{share(routed, len(seen), 'token')} routed"
-                + (f", {count(len(set(twice)), 'token')} more than once" if twice else ""),
+                observed=f"{share(routed, len(routed_tokens), 'token')} routed"
+                + (f", {count(len(set(repeated)), 'token')} more than once" if repeated else ""),
                 where=view.place(request=sample.request_id, position=position, layer=layer),
                 hint=(
-                    "Either a router is not the one that the spy sits on (a model that was built"
-                    " twice: verl#7340), or rows are dropped, or sliced for a rank that does not"
-                    " see them."
+                    "Either the spy watches another router (a model that was built twice:"
+                    " verl#7340), or rows are dropped, or sliced for a rank that does not see"
+                    " them."
                 ),
             )
 
@@ -213,7 +213,7 @@ def _is_native(contract: Contract) -> str | None:
 @replay_check(
     "replay.free-rows",
     promise=(
-        "A row without a target (the final token, what was not captured) is left to the router's"
+        "A row without a target (the final token, uncaptured rows) is left to the router's"
         " own choice."
     ),
     exercised_by="free rows compared",
@@ -232,12 +232,15 @@ def replay_free_rows(view: StepView, out: Collector) -> None:
     targets = view.targets
     own = np.sort(native, axis=2)
     if (np.sort(targets.experts, axis=2) != own)[targets.known].any():
-        return  # other experts were replayed upstream, so the router's own choice is not known
+        # Other experts were replayed upstream, so the router's own choice is not known.
+        return
     rows = Executed.of(view, Phase.FORWARD)
-    # behind the first MoE layer the own choice is only known where the layers before gave what they
-    # give in the native pass
-    deep = view.same_as is not None and same_loss(view, view.same_as)
-    free = np.flatnonzero((rows.place >= 0) & ~rows.held & (deep | (rows.column == 0)))
+    # After the first MoE layer the own choice is known only if the layers before it gave what they
+    # give in the native pass.
+    inputs_unchanged = view.same_as is not None and same_loss(view, view.same_as)
+    free = np.flatnonzero(
+        (rows.place >= 0) & ~rows.with_target & (inputs_unchanged | (rows.column == 0))
+    )
     free = free[(own[rows.place[free], rows.column[free]] >= 0).all(axis=1)]
     if not len(free):
         if (own[targets.finals] < 0).any():
@@ -259,7 +262,7 @@ def replay_free_rows(view: StepView, out: Collector) -> None:
             ),
             observed=(
                 f"experts {rows.ordered[wrong[0]].tolist()};"
-                f" {share(len(wrong), len(free), 'free row')} like that"
+                f" {share(len(wrong), len(free), 'free row')} are like that"
             ),
             where=view.place(
                 request=sample.request_id,
@@ -267,9 +270,9 @@ def replay_free_rows(view: StepView, out: Collector) -> None:
                 layer=targets.layers[int(rows.column[wrong[0]])],
             ),
             hint=(
-                "The final token was never forwarded by the engine, and has no route; filler is no"
-                " target. Mask such rows (verl#6473, SkyRL#1908), or declare free_rows='dummy'"
-                " where they execute a filler by design."
+                "The engine never forwarded the final token, so it has no route; filler is"
+                " not a target. Mask such rows (verl#6473, SkyRL#1908), or declare"
+                " free_rows='dummy' if they execute a filler by design."
             ),
         )
 
@@ -285,7 +288,7 @@ def _records(contract: Contract) -> str | None:
 @replay_check(
     "replay.recorded",
     promise=(
-        "What a trainer records in a pass is what its routers chose there, put together over ranks,"
+        "What a trainer records in a pass is what its routers chose, merged over ranks,"
         " stages and microbatches."
     ),
     exercised_by="samples compared",
@@ -295,7 +298,7 @@ def replay_recorded(view: StepView, out: Collector) -> None:
     if (
         view.step.action is not Action.RECORD
         or not view.ordinary
-        or _skipped(view, out)
+        or _shows_nothing(view, out)
         or view.outcome is None
         or not view.done
     ):
@@ -310,8 +313,8 @@ def replay_recorded(view: StepView, out: Collector) -> None:
         start = int(view.targets.starts[number])
         if not (chosen[start : start + sample.total] >= 0).all(axis=2).any():
             out.absent(
-                "routers gave every token to fewer than top_k experts, and such a row cannot be"
-                " replayed: record without a capacity"
+                "routers gave every token to fewer than top_k experts, and such a row cannot"
+                " be replayed: record without a capacity limit"
             )
             continue
         out.exercised("samples compared")
@@ -338,8 +341,8 @@ def replay_recorded(view: StepView, out: Collector) -> None:
 
 
 def _misrecorded(contract: Contract, recorded: IntArray | None, chosen: IntArray) -> str | None:
-    """What is wrong with the recording of a sample whose routers chose ``chosen`` ``(tokens, MoE
-    layers, top_k)``.
+    """Return what is wrong with the recording of a sample whose routers chose ``chosen`` ``(tokens,
+    MoE layers, top_k)``.
     """
     if recorded is None:
         return "nothing"
@@ -354,82 +357,83 @@ def _misrecorded(contract: Contract, recorded: IntArray | None, chosen: IntArray
         )
     if len(recorded) not in (len(chosen), len(chosen) - 1):
         return f"{count(len(recorded), 'row')}"
-    got = np.sort(recorded[:, list(contract.moe_columns)].astype(np.int64), axis=2)
-    # A final token that was not forwarded may have any filler, and so may the place of an expert
-    # that was dropped.
-    seen = (chosen[: len(got)] >= 0).all(axis=2)
-    wrong = seen & (got != np.sort(chosen[: len(got)], axis=2)).any(axis=2)
+    recorded_ids = np.sort(recorded[:, list(contract.moe_columns)].astype(np.int64), axis=2)
+    # A final token that was not forwarded may have any filler, and so may the place of a dropped
+    # expert.
+    routed_tokens = (chosen[: len(recorded_ids)] >= 0).all(axis=2)
+    wrong = routed_tokens & (recorded_ids != np.sort(chosen[: len(recorded_ids)], axis=2)).any(
+        axis=2
+    )
     if not wrong.any():
         return None
     row, column = (int(index) for index in np.argwhere(wrong)[0])
-    layers = [(contract.moe_layers or ())[int(one)] for one in np.flatnonzero(wrong.any(axis=0))]
+    layers = [
+        (contract.moe_layers or ())[int(column)] for column in np.flatnonzero(wrong.any(axis=0))
+    ]
     return (
-        f"other experts in {share(int(wrong.any(axis=1).sum()), len(got), 'row')}, layers"
-        f" {ranges(layers)}: row {row} holds {got[row, column].tolist()} where the router chose"
+        f"other experts in {share(int(wrong.any(axis=1).sum()), len(recorded_ids), 'row')}, layers"
+        f" {ranges(layers)}: row {row} holds {recorded_ids[row, column].tolist()} where the router chose"
         f" {np.sort(chosen[row, column]).tolist()}"
     )
 
 
-def _tells_installs(contract: Contract) -> str | None:
+def _reports_installs(contract: Contract) -> str | None:
     return (
         None
         if terms_of(contract).installs is not None
-        else "the contract declares no installs: the adapter does not tell of them"
+        else "the contract declares no installs: the adapter does not report them"
     )
 
 
 @replay_check(
     "replay.installs",
-    promise=(
-        "A router is given as many targets as it takes, and none in a step that replays nothing."
-    ),
+    promise=("A router gets as many targets as it needs, and none in a step that replays nothing."),
     exercised_by=("routers given targets", "steps without targets"),
-    applies=_tells_installs,
+    applies=_reports_installs,
 )
 def replay_installs(view: StepView, out: Collector) -> None:
     if not view.ordinary or not view.done or view.step.model != "policy":
         return
-    given = Counter((install.rank, install.layer) for install in view.installs)
+    installed = Counter((install.rank, install.layer) for install in view.installs)
     if not view.replays:
         out.exercised("steps without targets")
-        if given:
+        if installed:
             out.finding(
                 "targets were given in a step that replays nothing",
                 expected=f"no target in a step of action {view.step.action}",
                 observed=(
-                    f"{count(sum(given.values()), 'target')} for layers"
-                    f" {ranges(layer for _, layer in given)}"
+                    f"{count(sum(installed.values()), 'target')} for layers"
+                    f" {ranges(layer for _, layer in installed)}"
                 ),
                 where=view.place(),
                 hint=(
-                    "Whether a step replays is decided per step, and not by whether its samples"
-                    " have routes."
+                    "Decide per step whether it replays, not by whether its samples have routes."
                 ),
             )
         return
     calls = Counter((call.rank, call.layer) for call in view.calls_of("policy", Phase.FORWARD))
     per_step = view.terms.installs is Installs.PER_STEP
-    for key in sorted({*given, *calls}):
-        wanted = min(1, calls[key]) if per_step else calls[key]
+    for key in sorted({*installed, *calls}):
+        expected = min(1, calls[key]) if per_step else calls[key]
         out.exercised("routers given targets")
-        if given[key] != wanted:
+        if installed[key] != expected:
             out.finding(
-                "a router is given other than the targets that it takes",
+                "a router does not get the targets that it needs",
                 expected=(
-                    f"{count(wanted, 'target')} for {count(calls[key], 'forward call')}"
+                    f"{count(expected, 'target')} for {count(calls[key], 'forward call')}"
                     f" ({view.terms.installs})"
                 ),
-                observed=count(given[key], "target"),
+                observed=count(installed[key], "target"),
                 where=view.place(layer=key[1], rank=key[0]),
                 hint=(
-                    "Targets for routers that are never called went to a model that is not in use"
-                    " (verl#7340); too few leave calls native."
+                    "Targets of routers that are never called went to an unused model"
+                    " (verl#7340); with too few targets, calls route natively."
                 ),
             )
 
 
-def _skipped(view: StepView, out: Collector) -> bool:
-    """Whether the step says nothing, which is told."""
+def _shows_nothing(view: StepView, out: Collector) -> bool:
+    """Return whether the step shows nothing, and report why."""
     reason = view.hindrance
     if reason is not None:
         out.absent(reason)

@@ -1,6 +1,4 @@
-"""Replay rows: what the routers executed beside what they ought to have, and where rows that are
-wrong came from.
-"""
+"""The experts that the routers of a step executed, compared with their targets."""
 
 from __future__ import annotations
 
@@ -14,7 +12,7 @@ import numpy.typing as npt
 from rollproof.core.events.replay import Action, Phase
 from rollproof.core.records import IntArray
 from rollproof.invariants._shared.phrases import count, ranges, share
-from rollproof.invariants.replay.row_origins import Strays, told_origin
+from rollproof.invariants.replay.row_origins import Mismatches, explain_mismatches
 from rollproof.invariants.replay.steps import StepView
 from rollproof.judging.checks import Collector
 from rollproof.judging.expected_rows import chosen_routes
@@ -30,16 +28,18 @@ __all__ = [
 
 _Places: TypeAlias = "npt.NDArray[np.int64]"
 _TOO_MANY = -2
-"""Stands in a row that executed more than top_k experts; equals no target."""
+"""Marks a row that executed more than top_k experts; equals no target."""
 
 
 @dataclass(frozen=True, eq=False)
 class Executed:
     """All rows that the policy's routers saw in one phase of a step.
 
-    ``place``, ``column`` and ``rank`` are ``(rows,)``, ``experts`` is ``(rows, top_k)``. ``place``
-    is the index of the token among all tokens of the step (-1: padding), ``column`` the number of
-    the MoE layer.
+    view: The step.
+    place: ``(rows,)``: the index of the token among all tokens of the step, -1 for padding.
+    column: ``(rows,)``: the number of the MoE layer.
+    rank: ``(rows,)``: the rank.
+    experts: ``(rows, top_k)``: the executed ids.
     """
 
     view: StepView
@@ -50,13 +50,14 @@ class Executed:
 
     @classmethod
     def of(cls, view: StepView, phase: Phase) -> Executed:
-        """The rows of a phase, computed once; rows wider than top_k keep their first ids and a mark
-        that equals no target.
+        """Return the rows of a phase, computed once.
+
+        A row with more than top_k experts keeps the first ones and a mark that equals no target.
         """
-        found: Executed | None = view.kept.get(phase)
-        if found is None:
-            found = view.kept[phase] = cls._of(view, phase)
-        return found
+        rows: Executed | None = view.cache.get(phase)
+        if rows is None:
+            rows = view.cache[phase] = cls._of(view, phase)
+        return rows
 
     @classmethod
     def _of(cls, view: StepView, phase: Phase) -> Executed:
@@ -72,7 +73,7 @@ class Executed:
                     place,
                     np.full(len(place), column),
                     np.full(len(place), call.rank),
-                    _of_width(call.experts, top_k),
+                    _resized(call.experts, top_k),
                 )
             )
         if not pieces:
@@ -83,15 +84,15 @@ class Executed:
         )
         return cls(view, place, column_of, rank, experts)
 
-    def strays(self, wrong: _Places) -> Strays:
-        """The wrong rows, and what may explain them."""
+    def mismatches(self, wrong: _Places) -> Mismatches:
+        """Return the wrong rows with what may explain them."""
         view = self.view
         earlier = [
             (other.step.name, other.targets)
             for other in view.before.values()
             if other is not view and other.replays and other.regular
         ]
-        return Strays(
+        return Mismatches(
             self.ordered[wrong],
             self.place[wrong],
             self.column[wrong],
@@ -102,12 +103,12 @@ class Executed:
 
     @cached_property
     def ordered(self) -> IntArray:
-        """The executed ids of each row, ascending: their order is no promise."""
+        """The executed ids of each row, ascending: their order is not a promise."""
         return np.sort(self.experts, axis=1)
 
     @cached_property
     def distinct(self) -> npt.NDArray[np.bool_]:
-        """``(rows,)``: which rows executed top_k distinct experts in range."""
+        """``(rows,)``: whether the row executed top_k distinct experts in range."""
         inside = (self.ordered >= 0) & (self.ordered < (self.view.contract.num_experts or 1))
         return np.asarray(
             inside.all(axis=1) & (self.ordered[:, 1:] != self.ordered[:, :-1]).all(axis=1)
@@ -115,12 +116,12 @@ class Executed:
 
     @cached_property
     def dropped(self) -> npt.NDArray[np.bool_]:
-        """``(rows,)``: which rows are padding that executed nothing."""
+        """``(rows,)``: whether the row is padding that executed nothing."""
         return np.asarray((self.place < 0) & (self.ordered < 0).all(axis=1))
 
     @cached_property
-    def held(self) -> npt.NDArray[np.bool_]:
-        """``(rows,)``: which rows have a target."""
+    def with_target(self) -> npt.NDArray[np.bool_]:
+        """``(rows,)``: whether the row has a target."""
         inside = self.place >= 0
         return (
             inside & self.view.targets.known[np.where(inside, self.place, 0), self.column]
@@ -130,35 +131,36 @@ class Executed:
 
     @cached_property
     def wrong(self) -> npt.NDArray[np.bool_]:
-        """``(rows,)``: which rows with a target executed something else."""
+        """``(rows,)``: whether the row has a target and executed something else."""
         target = (
             np.sort(
-                self.view.targets.experts[np.where(self.held, self.place, 0), self.column], axis=1
+                self.view.targets.experts[np.where(self.with_target, self.place, 0), self.column],
+                axis=1,
             )
             if len(self.place)
             else self.ordered
         )
-        return np.asarray(self.held & (self.ordered != target).any(axis=1))
+        return np.asarray(self.with_target & (self.ordered != target).any(axis=1))
 
 
 def judge_rows(view: StepView, phase: Phase, counter: str, out: Collector) -> None:
-    """Compare the rows of a phase with their targets: counts those compared, and tells of all wrong
-    ones together.
-    """
+    """Compare the rows of a phase with their targets, and report all wrong ones together."""
     rows = Executed.of(view, phase)
-    held = int(rows.held.sum())
-    if not held:
+    with_target = int(rows.with_target.sum())
+    if not with_target:
         out.absent(f"no row with a target was seen in a {phase} pass")
         return
-    out.exercised(counter, held)
+    out.exercised(counter, with_target)
     wrong = np.flatnonzero(rows.wrong)
     if not len(wrong):
         return
     first = wrong[0]
     place, column = int(rows.place[first]), int(rows.column[first])
     sample, position = view.sample(place)
-    layers = sorted({view.targets.layers[int(one)] for one in rows.column[wrong]})
-    words, hint = told_origin(rows.strays(wrong))
+    layers = sorted(
+        {view.targets.layers[int(column_of_row)] for column_of_row in rows.column[wrong]}
+    )
+    origin, hint = explain_mismatches(rows.mismatches(wrong))
     target = sorted(view.targets.experts[place, column].tolist())
     out.finding(
         "routers executed other experts than their target",
@@ -167,8 +169,8 @@ def judge_rows(view: StepView, phase: Phase, counter: str, out: Collector) -> No
             f" {view.targets.layers[column]}"
         ),
         observed=(
-            f"{_told_ids(rows.ordered[first])}; {share(len(wrong), held, 'row')} wrong, in"
-            f" {count(len(layers), 'layer')} ({ranges(layers)}){words}"
+            f"{_describe_ids(rows.ordered[first])}; {share(len(wrong), with_target, 'row')} wrong, in"
+            f" {count(len(layers), 'layer')} ({ranges(layers)}){origin}"
         ),
         where=view.place(
             request=sample.request_id,
@@ -182,7 +184,7 @@ def judge_rows(view: StepView, phase: Phase, counter: str, out: Collector) -> No
 
 
 def _hint(view: StepView, phase: Phase) -> str:
-    """What to look at where nothing tells where the rows come from."""
+    """Return what to examine if nothing shows where the rows come from."""
     if phase is Phase.RECOMPUTE and sound_rows(view):
         return _GONE
     if not view.step.backward:
@@ -191,42 +193,44 @@ def _hint(view: StepView, phase: Phase) -> str:
 
 
 _GONE = (
-    "The forward pass executed the targets: they were cleared, or those of another microbatch were"
-    " installed, before the backward pass came to this layer; or what recomputes calls another"
-    " router. Keep them until the backward pass has ended (SkyRL#1908)."
+    "The forward pass executed the targets: they were cleared, or those of another microbatch"
+    " were installed, before the backward pass reached this layer; or the recompute calls"
+    " another router. Keep them until the backward pass has ended (SkyRL#1908)."
 )
 _FORWARD_ONLY = (
-    "Where replay.forward passes, training steps execute their targets: passes without a backward"
-    " (old logprobs, evaluation) go another way, on which none is installed, or are served another"
-    " batch's."
+    "Where replay.forward passes, training steps execute their targets: passes without a"
+    " backward (old logprobs, evaluation) use another code path, which installs no targets or"
+    " those of another batch."
 )
 _FOLLOW = (
-    "Follow one row: what was installed, in which layer, for which microbatch, and whether the"
-    " router read it. How routes are padded, packed and divided over ranks can be judged on its"
-    " own, and is then named: rollproof.ReplayLayoutConformance."
+    "Follow one row: what was installed, in which layer, for which microbatch, and whether"
+    " the router read it. rollproof.ReplayLayoutConformance judges padding, packing and"
+    " division over ranks separately and names what is wrong."
 )
 
 
 def sound_rows(view: StepView) -> bool:
-    """Whether the forward pass of a step executed its targets: only then do its results, or what it
-    does beside, mean anything.
+    """Return whether the forward pass of a step executed its targets: only then do its results mean
+    anything.
     """
     rows = Executed.of(view, Phase.FORWARD)
     return bool((rows.distinct | rows.dropped).all()) and not rows.wrong.any()
 
 
 def drops_padding(view: StepView) -> bool:
-    """Whether padding executes no experts in native steps, too: then it is masked by design. Once
-    learned, it holds for the trace.
+    """Return whether padding executes no experts in native steps either: then it is masked by
+    design.
+
+    Once learned, it holds for the trace.
     """
     if "padding" not in view.learned:
         native = (
-            one
-            for one in (*view.before.values(), view)
-            if one.step.action is Action.NATIVE and one.ordinary
+            step
+            for step in (*view.before.values(), view)
+            if step.step.action is Action.NATIVE and step.ordinary
         )
         padding = [
-            call.experts[call.samples < 0] for one in native for call in one.calls_of("policy")
+            call.experts[call.samples < 0] for step in native for call in step.calls_of("policy")
         ]
         if any(len(rows) for rows in padding):
             view.learned["padding"] = (
@@ -236,20 +240,20 @@ def drops_padding(view: StepView) -> bool:
 
 
 def unsound_before(view: StepView) -> str | None:
-    """The name of an ordinary step before that replayed other experts than its targets; ``None``
-    where there is none.
+    """Return the name of an earlier ordinary step that replayed other experts than its targets, or
+    ``None``.
     """
-    before = (
+    earlier = (
         other
         for other in view.before.values()
         if other is not view and other.replays and other.ordinary
     )
-    return next((other.step.name for other in before if not sound_rows(other)), None)
+    return next((other.step.name for other in earlier if not sound_rows(other)), None)
 
 
 def native_choice(view: StepView) -> IntArray | None:
-    """What the policy chose by itself for the same samples under the same weights, in an earlier
-    step; ``None`` where there is none.
+    """Return what the policy chose by itself for the same samples under the same weights in an
+    earlier step, or ``None``.
     """
     for other in view.before.values():
         if (
@@ -266,24 +270,24 @@ def native_choice(view: StepView) -> IntArray | None:
             and not view.step.nudge
             and _same_tokens(other, view)
         ):
-            if "chosen" not in other.kept:
-                other.kept["chosen"] = chosen_routes(
+            if "chosen" not in other.cache:
+                other.cache["chosen"] = chosen_routes(
                     view.contract, other.step, list(other.calls_of("policy", Phase.FORWARD))
                 )
-            found: IntArray | None = other.kept["chosen"]
-            if found is not None:
-                return found
+            chosen: IntArray | None = other.cache["chosen"]
+            if chosen is not None:
+                return chosen
     return None
 
 
-def _same_tokens(one: StepView, other: StepView) -> bool:
-    return [sample.prompt_ids + sample.response_ids for sample in one.step.samples] == [
+def _same_tokens(first: StepView, other: StepView) -> bool:
+    return [sample.prompt_ids + sample.response_ids for sample in first.step.samples] == [
         sample.prompt_ids + sample.response_ids for sample in other.step.samples
     ]
 
 
-def _told_ids(executed: IntArray) -> str:
-    """The executed ids ``(top_k,)`` of a row in words."""
+def _describe_ids(executed: IntArray) -> str:
+    """Return the executed ids ``(top_k,)`` of a row in words."""
     return (
         f"more than {len(executed)} experts"
         if _TOO_MANY in executed
@@ -291,7 +295,7 @@ def _told_ids(executed: IntArray) -> str:
     )
 
 
-def _of_width(experts: IntArray, width: int) -> IntArray:
+def _resized(experts: IntArray, width: int) -> IntArray:
     if experts.shape[1] == width:
         return experts
     if experts.shape[1] > width:

@@ -1,5 +1,5 @@
-"""Replay gates: under replay the experts are given, and their weights are still the live router's,
-with a gradient.
+"""Checks on gates: under replay the experts are fixed, and their weights are still the live
+router's, with a gradient.
 """
 
 from __future__ import annotations
@@ -33,16 +33,16 @@ __all__ = [
     "replay_reference",
 ]
 
-_LIKE_A_REFERENCE = 1e-3
-"""The largest relative difference to a path that computes in another order."""
-_SLOPE = 0.05
+_REFERENCE_TOLERANCE = 1e-3
+"""The largest relative difference to a code path that computes in another order."""
+_SLOPE_TOLERANCE = 0.05
 """The largest relative difference of a gradient to a finite difference."""
 _NO_GRADIENT = (
-    "no native step shows that the gates have gradients at all: where they are not trained, the"
-    " contract declares trains_gates=False"
+    "no native step shows that the gates have gradients: if they are not trained, declare"
+    " trains_gates=False"
 )
-_FEW_DIGITS = 4
-"""A loss of at most so many digits (bfloat16 has 2) resolves no slope."""
+_MIN_DIGITS = 4
+"""A loss of at most this number of digits (bfloat16 has 2) resolves no slope."""
 
 
 def _trains_gates(contract: Contract) -> str | None:
@@ -53,7 +53,7 @@ def _trains_gates(contract: Contract) -> str | None:
     )
 
 
-def _chooses(contract: Contract) -> str | None:
+def _has_choice(contract: Contract) -> str | None:
     return (
         "every row executes all experts: there is no other choice"
         if contract.top_k == contract.num_experts
@@ -63,35 +63,35 @@ def _chooses(contract: Contract) -> str | None:
 
 @replay_check(
     "replay.drift",
-    promise="Under weights that route otherwise, replay changes the results.",
+    promise="Under weights that choose other experts, replay changes the results.",
     exercised_by="drifted replays",
-    applies=_chooses,
+    applies=_has_choice,
 )
 def replay_drift(view: StepView, out: Collector) -> None:
     other = view.differs_from
     if other is None or not view.regular:
         return
-    for one in (view, other):
-        if not one.done:
-            out.absent(one.hindrance or f"step {one.step.name!r} ended with an error")
+    for step in (view, other):
+        if not step.done:
+            out.absent(step.hindrance or f"step {step.step.name!r} ended with an error")
             return
     if not comparable(view, other, out):
         return
     native = native_choice(view)
     if native is None:
-        out.absent("what the routers choose by themselves is not known")
+        out.absent("the routers' own choice is not known")
         return
     targets = view.targets
-    moved = (
+    rerouted = (
         (np.sort(targets.experts, axis=2) != np.sort(native, axis=2)).any(axis=2)
         & targets.known
         & (native >= 0).all(axis=2)
     )
-    # a row of the final token reaches no loss, so rerouting it alone need not show
-    if moved.sum() < 0.05 * targets.known.sum():
+    # A row of the final token reaches no loss, so rerouting only that need not show.
+    if rerouted.sum() < 0.05 * targets.known.sum():
         out.absent(
-            f"only {share(int(moved.sum()), int(targets.known.sum()), 'row')} would route"
-            " otherwise: the weights drift too little"
+            f"only {share(int(rerouted.sum()), int(targets.known.sum()), 'row')} would choose"
+            " other experts: the weights drift too little"
         )
         return
     out.exercised("drifted replays")
@@ -100,15 +100,15 @@ def replay_drift(view: StepView, out: Collector) -> None:
             "replay changes nothing",
             expected=(
                 f"other results than those of step {other.step.name!r}:"
-                f" {share(int(moved.sum()), int(targets.known.sum()), 'row')} have a target that is"
+                f" {share(int(rerouted.sum()), int(targets.known.sum()), 'row')} have a target that is"
                 " not the router's own choice"
             ),
             observed="the same loss, logprobs and gradients, bit for bit",
             where=view.place(),
             hint=(
-                "Replay is a silent no-op: a flag that nobody reads, targets for routers that are"
-                " not in use (verl#4567, verl#7340), or a fused router that returns before it looks"
-                " at its target."
+                "Replay is a silent no-op: an unread flag, targets for unused routers"
+                " (verl#4567, verl#7340), or a fused router that returns before it reads its"
+                " target."
             ),
         )
 
@@ -129,18 +129,18 @@ def replay_gate_gradients(view: StepView, out: Collector) -> None:
     ):
         return
     if not view.outcome.gates:
-        out.absent("the subject tells no gradients of its gates")
+        out.absent("the subject reports no gradients of its gates")
         return
-    alive = _living(view)
+    norms = _native_norms(view)
     for layer, sketch in sorted(view.outcome.gates.items()):
-        if layer not in alive:
+        if layer not in norms:
             out.absent(_NO_GRADIENT)
             continue
         out.exercised("gates")
         if not sketch[0] > 0:
             out.finding(
                 "the gradient of a gate is dead",
-                expected=f"a gradient, as in native steps (norm {alive[layer]:.3g})",
+                expected=f"a gradient, as in native steps (norm {norms[layer]:.3g})",
                 observed=f"norm {sketch[0]:.3g}",
                 where=view.place(layer=layer),
                 hint=(
@@ -151,9 +151,9 @@ def replay_gate_gradients(view: StepView, out: Collector) -> None:
             )
 
 
-def _living(view: StepView) -> dict[int, float]:
-    """The norm of each gate's gradient in the native steps before, where there is one."""
-    alive: dict[int, float] = {}
+def _native_norms(view: StepView) -> dict[int, float]:
+    """Return the norm of each gate's gradient in earlier native steps, if there is one."""
+    norms: dict[int, float] = {}
     for other in view.before.values():
         if (
             other.done
@@ -161,12 +161,12 @@ def _living(view: StepView) -> dict[int, float]:
             and other.step.action is Action.NATIVE
             and other.step.model == "policy"
         ):
-            alive |= {
+            norms |= {
                 layer: float(sketch[0])
                 for layer, sketch in other.outcome.gates.items()
                 if sketch[0] > 0
             }
-    return alive
+    return norms
 
 
 @replay_check(
@@ -183,22 +183,22 @@ def replay_gate_slope(view: StepView, out: Collector) -> None:
         _excuse(view, out, "nudge")
         return
     layer, size = step.nudge_layer, -step.nudge
-    if reason is not None or layer not in _living(view):
+    if reason is not None or layer not in _native_norms(view):
         out.absent(reason or _NO_GRADIENT)
         return
     up = next(
         (
-            one
-            for one in view.before.values()
-            if one.step.nudge == size and one.step.nudge_layer == layer and one.done
+            other
+            for other in view.before.values()
+            if other.step.nudge == size and other.step.nudge_layer == layer and other.done
         ),
         None,
     )
     base = next(
         (
-            one
-            for one in view.before.values()
-            if one.done and one.step.backward and _same_ask(one, view)
+            other
+            for other in view.before.values()
+            if other.done and other.step.backward and _same_request(other, view)
         ),
         None,
     )
@@ -211,42 +211,44 @@ def replay_gate_slope(view: StepView, out: Collector) -> None:
     ):
         out.absent("a step that the finite difference needs has no results")
         return
-    if not all(sound_rows(one) for one in (up, base, view)):
+    if not all(sound_rows(other) for other in (up, base, view)):
         out.absent("the steps of the finite difference executed other experts than their targets")
         return
     sketch, high, low = base.outcome.gates.get(layer), up.outcome.loss, view.outcome.loss
     if sketch is None or high is None or low is None:
-        out.absent("the subject tells no loss, or no gradients of its gates")
+        out.absent("the subject reports no loss, or no gradients of its gates")
         return
-    told, bend = _averaged(sketch, up.outcome.gates.get(layer), view.outcome.gates.get(layer))
+    reported, bend = _averaged(sketch, up.outcome.gates.get(layer), view.outcome.gates.get(layer))
     slope = (high - low) / (2 * size)
     rounding = 2 * max(abs(high), abs(low)) * 10.0**-view.terms.float_digits / size
     allowed = (
-        max(_SLOPE, view.terms.tolerance) * max(float(sketch[0]), abs(slope)) + rounding + bend / 4
+        max(_SLOPE_TOLERANCE, view.terms.tolerance) * max(float(sketch[0]), abs(slope))
+        + rounding
+        + bend / 4
     )
     if rounding > 0.3 * max(float(sketch[0]), abs(slope)):
-        few = (
+        reason = (
             f"a loss of {view.terms.float_digits} digits (float_digits) has too few for a finite"
             " difference"
         )
-        (out.inapplicable if view.terms.float_digits <= _FEW_DIGITS else out.absent)(few)
+        (out.inapplicable if view.terms.float_digits <= _MIN_DIGITS else out.absent)(reason)
         return
     out.exercised("finite differences")
-    if not abs(slope - told) <= allowed:
+    if not abs(slope - reported) <= allowed:
         out.finding(
             "the gradient of a gate is not the slope of the loss",
             expected=(
                 f"{slope:.6g} along the nudge of the gate (a central difference of the replayed"
                 f" loss, +- {allowed:.2g})"
             ),
-            observed=f"{told:.6g}, on average over the nudge",
+            observed=f"{reported:.6g}, on average over the nudge",
             where={**base.place(layer=layer)},
             hint=(
-                "Gate values must keep their graph from live scores to output; recorded or detached"
-                " scores, and a normalisation over other experts than those that are executed,"
-                " break it. A loss that acts in the backward pass alone (Megatron's auxiliary and"
-                " z-losses) belongs into the loss that is told, or is switched off for this;"
-                " gradients are told unclipped and unscaled."
+                "Gate values must keep their graph from live scores to output; recorded or"
+                " detached scores, and a normalisation over other experts than the executed"
+                " ones, break it. A loss that acts only in the backward pass (Megatron's"
+                " auxiliary and z-losses) belongs into the reported loss, or must be off for"
+                " this check; report gradients unclipped and unscaled."
             ),
         )
 
@@ -256,37 +258,35 @@ def _averaged(
     up: npt.NDArray[np.float64] | None,
     down: npt.NDArray[np.float64] | None,
 ) -> tuple[float, float]:
-    """The gradient along the nudge, averaged over it by Simpson's rule, and how far it bends.
-
-    A loss is not straight within a nudge that its digits can resolve: on a small Megatron model the
-    gradient went from -17 to 58.
-    """
+    """Return the gradient along the nudge, averaged by Simpson's rule, and its curvature."""
     if up is None or down is None:
         return float(middle[1]), 0.0
+    # A loss is not straight within a nudge that its digits can resolve: on a small Megatron model
+    # the gradient went from -17 to 58.
     ends = float(up[1]) + float(down[1])
     return (ends + 4 * float(middle[1])) / 6, abs(ends - 2 * float(middle[1])) / 6
 
 
-def _same_ask(one: StepView, view: StepView) -> bool:
-    """Whether a step replays the same routes of the same samples under the same weights, without a
-    nudge.
+def _same_request(base: StepView, view: StepView) -> bool:
+    """Return whether a step replays the same routes of the same samples under the same weights,
+    without a nudge.
     """
     if (
-        not one.replays
-        or not one.regular
-        or one.step.nudge
-        or one.step.weights != view.step.weights
+        not base.replays
+        or not base.regular
+        or base.step.nudge
+        or base.step.weights != view.step.weights
     ):
         return False
-    mine, theirs = view.targets, one.targets
-    return mine.lengths == theirs.lengths and np.array_equal(mine.experts, theirs.experts)
+    own, others = view.targets, base.targets
+    return own.lengths == others.lengths and np.array_equal(own.experts, others.experts)
 
 
 @replay_check(
     "replay.reference",
     promise=(
-        "A replayed step under drifted weights gives what a path gives that shares nothing with the"
-        " replay code."
+        "A replayed step under drifted weights gives the results of a code path that shares"
+        " nothing with the replay code."
     ),
     exercised_by="steps compared",
 )
@@ -299,29 +299,29 @@ def replay_reference(view: StepView, out: Collector) -> None:
         return
     assert view.outcome is not None and other.outcome is not None
     out.exercised("steps compared")
-    # A reference may tell more: who tells of gates alone is compared by gates.
+    # A reference may report more than the trainer: one that reports only gates is compared by gates.
     reference = view.outcome if other.outcome.gradients else replace(view.outcome, gradients={})
-    tolerance = max(_LIKE_A_REFERENCE, view.terms.tolerance)
-    found = [
+    tolerance = max(_REFERENCE_TOLERANCE, view.terms.tolerance)
+    changes = [
         *loss_differences(other.outcome, reference, tolerance),
         *gradient_differences(other.outcome, reference, tolerance),
     ]
     compare(
         other,
         view,
-        found,
+        changes,
         out,
         title="replay gives other results than the reference",
         hint=(
-            "The right experts are executed with the wrong gates, or on the wrong rows: look at the"
-            " normalisation, at biases, at scaling factors."
+            "The right experts are executed with the wrong gates or on the wrong rows: check"
+            " normalisation, biases and scaling factors."
         ),
     )
 
 
 def _excuse(view: StepView, out: Collector, method: str) -> None:
-    """A step that an optional method is needed for was skipped: where the subject has none, there
-    is nothing to decide.
+    """Report why a step that needs an optional method was skipped: without the method there is
+    nothing to judge.
     """
     reason = view.hindrance or "it ended with an error"
     if "the subject has no" in reason:

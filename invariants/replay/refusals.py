@@ -1,6 +1,4 @@
-"""Replay refusals: what a trainer must run, what it must refuse, and what must not be left when a
-step has ended.
-"""
+"""Checks on what a trainer must run, what it must refuse, and what must not be left after a step."""
 
 from __future__ import annotations
 
@@ -34,7 +32,9 @@ __all__ = [
 ]
 
 _STRUCTURAL = frozenset({Defect.SHORT, Defect.LONG, Defect.NARROW, Defect.WIDE, Defect.FEW_LAYERS})
-"""Defects after which nobody can say which row or layer is whose: executing some of it is a guess."""
+"""Defects that leave open which row or layer belongs to what: executing some of the routes is a
+guess.
+"""
 
 
 @replay_check(
@@ -42,8 +42,10 @@ _STRUCTURAL = frozenset({Defect.SHORT, Defect.LONG, Defect.NARROW, Defect.WIDE, 
     promise="A well-formed step runs to its end.",
     exercised_by="steps run",
 )
-def replay_runs(view: StepView, out: Collector) -> None:  # noqa: N802 - the decorator makes a check of it
-    """The first check of the family: where steps fail, the others have nothing to say."""
+def replay_runs(view: StepView, out: Collector) -> None:
+    """Report a well-formed step that failed. It is the first check of the family: if steps fail,
+    the others cannot judge.
+    """
     if not view.ordinary or view.outcome is None:
         return
     if view.outcome.skipped:
@@ -60,9 +62,9 @@ def replay_runs(view: StepView, out: Collector) -> None:  # noqa: N802 - the dec
             observed=view.outcome.error,
             where=view.place(),
             hint=(
-                "A trainer must take every payload of the convention that it declares, in any order"
-                " of modes. If the convention is another one, declare that; what is not offered at"
-                " all is told by raising UnsupportedStep."
+                "A trainer must accept every payload of the convention that it declares, in"
+                " any order of modes. If it has another convention, declare that; raise"
+                " UnsupportedStep for a step that it does not support."
             ),
         )
 
@@ -87,7 +89,7 @@ def replay_failures(view: StepView, out: Collector) -> None:
         )
         return
     if view.outcome.error is None and _ran_again(view):
-        out.absent("the trainer ran the step once more after the failure")
+        out.absent("the trainer ran the step again after the failure")
         return
     out.exercised("failures raised")
     if view.outcome.error is None:
@@ -100,13 +102,13 @@ def replay_failures(view: StepView, out: Collector) -> None:
             where=view.place(),
             hint=(
                 "A step that failed in the middle must not update weights: let the exception"
-                " through, and clean up in a `finally`."
+                " propagate, and clean up in a `finally`."
             ),
         )
 
 
 def _ran_again(view: StepView) -> bool:
-    """Whether the router call in which the failure was raised came once more."""
+    """Return whether the router call in which the failure was raised came once more."""
     step = view.step
     for rank in {call.rank for call in view.calls}:
         calls = [call for call in view.calls if call.rank == rank and call.phase is step.fail_in][
@@ -117,9 +119,9 @@ def _ran_again(view: StepView) -> bool:
     return False
 
 
-def _same_rows(one: Routing, other: Routing) -> bool:
-    same = one.layer == other.layer and np.array_equal(one.samples, other.samples)
-    return same and np.array_equal(one.positions, other.positions)
+def _same_rows(first: Routing, other: Routing) -> bool:
+    equal = first.layer == other.layer and np.array_equal(first.samples, other.samples)
+    return equal and np.array_equal(first.positions, other.positions)
 
 
 @replay_check(
@@ -133,8 +135,7 @@ def replay_residue(view: StepView, out: Collector) -> None:
         return
     if view.residue is None:
         out.inapplicable(
-            "the subject has no `residue` method: replay.aftermath judges by what the next step"
-            " does"
+            "the subject has no `residue` method: replay.aftermath judges by the next step"
         )
         return
     kind = (
@@ -145,8 +146,8 @@ def replay_residue(view: StepView, out: Collector) -> None:
         else "steps"
     )
     out.exercised(kind)
-    left = {name: number for name, number in view.residue.left.items() if number}
-    if left:
+    remaining = {name: number for name, number in view.residue.left.items() if number}
+    if remaining:
         after = {
             "failed steps": "a step that failed",
             "evaluations": "an evaluation",
@@ -155,18 +156,18 @@ def replay_residue(view: StepView, out: Collector) -> None:
         out.finding(
             f"state of replay is left after {after}",
             expected="nothing: every count is 0",
-            observed=listing(f"{number} {name}" for name, number in sorted(left.items())),
+            observed=listing(f"{number} {name}" for name, number in sorted(remaining.items())),
             where=view.place(),
             hint=(
-                "What is left acts in the next step: a queue that a forward-only pass filled feeds"
-                " the next recompute (SkyRL#1908). Clear in a `finally` around the step."
+                "It changes the next step: a queue that a forward-only pass filled feeds the"
+                " next recompute (SkyRL#1908). Clear it in a `finally` around the step."
             ),
         )
 
 
 @replay_check(
     "replay.input",
-    promise="A step leaves the samples that it is given as they were.",
+    promise="A step does not change its samples.",
     exercised_by="steps",
 )
 def replay_input(view: StepView, out: Collector) -> None:
@@ -175,13 +176,13 @@ def replay_input(view: StepView, out: Collector) -> None:
     out.exercised("steps")
     if view.outcome.changed:
         out.finding(
-            "a step changes the samples that it is given",
-            expected="arrays as they were handed in",
+            "a step changes its samples",
+            expected="arrays as they were passed in",
             observed=f"changed: {listing(view.outcome.changed[:6])}",
             where=view.place(),
             hint=(
-                "The same samples serve the old-logprob pass and several epochs of updates: pad,"
-                " cast and mask copies."
+                "The same samples are used for the old-logprob pass and several epochs of"
+                " updates: pad, cast and mask copies."
             ),
         )
 
@@ -196,7 +197,7 @@ def _has_unsupported(contract: Contract) -> str | None:
 
 @replay_check(
     "replay.routers",
-    promise="A router that replay cannot reach is refused, or is replayed after all.",
+    promise="A router that replay cannot reach is refused, or replayed nevertheless.",
     exercised_by="unsupported routers",
     applies=_has_unsupported,
 )
@@ -211,21 +212,20 @@ def replay_routers(view: StepView, out: Collector) -> None:
         return
     rows = Executed.of(view, Phase.FORWARD)
     wrong = int(rows.wrong.sum())
-    if wrong or not rows.held.any():
-        held = int(rows.held.sum())
+    if wrong or not rows.with_target.any():
+        with_target = int(rows.with_target.sum())
         out.finding(
             "an unsupported router is accepted",
             expected=f"an error for the router {view.step.variant!r}, or the targets executed",
             observed=(
-                f"results; {share(wrong, held, 'row')} executed other experts"
-                if held
-                else "results; no router was seen at work"
+                f"results; {share(wrong, with_target, 'row')} executed other experts"
+                if with_target
+                else "results; no router was seen"
             ),
             where=view.place(),
             hint=(
-                "Fused, Sinkhorn, capacity and hash routers return before they look at a target"
-                " (Megatron moe_router_fusion): assert such options off where replay is"
-                " switched on."
+                "Fused, Sinkhorn, capacity and hash routers return before they read a target"
+                " (Megatron moe_router_fusion): refuse such options if replay is on."
             ),
         )
 
@@ -233,7 +233,8 @@ def replay_routers(view: StepView, out: Collector) -> None:
 @replay_check(
     "replay.targets",
     promise=(
-        "Routes that are no targets are refused; what the contract tolerates is handled row by row."
+        "Routes that cannot be targets are refused; what the contract tolerates is handled"
+        " row by row."
     ),
     exercised_by=("bad routes refused", "bad routes handled"),
 )
@@ -247,14 +248,14 @@ def replay_targets(view: StepView, out: Collector) -> None:
     if view.outcome.error is not None:
         out.exercised("bad routes refused")
         return
-    if _unsound(view, out):
+    if _was_unsound(view, out):
         return
     out.exercised("bad routes handled")
     problem = _mishandled(view)
     if defect not in _STRUCTURAL:
-        problem = problem or _replaced(view)
+        problem = problem or _other_choice(view)
     elif defect not in view.terms.tolerates:
-        problem = problem or "results, without a word"
+        problem = problem or "results without an error"
     if problem is not None:
         out.finding(
             f"routes that are {defect} are accepted",
@@ -263,16 +264,16 @@ def replay_targets(view: StepView, out: Collector) -> None:
             observed=problem,
             where=view.place(request=view.step.defective),
             hint=(
-                "Shapes, types and ids must be looked at before anything is installed: torch.gather"
-                " takes a smaller index without a word, and then rows have no experts (Megatron"
-                " get_replay_topk). What is accepted by design is declared in `tolerates`."
+                "Check shapes, types and ids before anything is installed: torch.gather"
+                " silently accepts a smaller index, and then rows have no experts (Megatron"
+                " get_replay_topk). Declare in `tolerates` what is accepted by design."
             ),
         )
 
 
-def _unsound(view: StepView, out: Collector) -> bool:
-    """Whether ordinary steps are wrong already, which is told: then an unusual one says nothing
-    about what is unusual.
+def _was_unsound(view: StepView, out: Collector) -> bool:
+    """Return whether ordinary steps are already wrong, and report it: then an unusual step shows
+    nothing about what is unusual.
     """
     name = unsound_before(view)
     if name is not None:
@@ -281,31 +282,35 @@ def _unsound(view: StepView, out: Collector) -> bool:
 
 
 def _mishandled(view: StepView) -> str | None:
-    """What is wrong with how a step with bad routes, or another oddity, was executed."""
+    """Return what is wrong with the execution of a step with bad routes or another oddity."""
     rows = Executed.of(view, Phase.FORWARD)
-    short = ~rows.distinct
+    incomplete = ~rows.distinct
     if drops_padding(view):
-        short &= ~rows.dropped
-    if short.any():
-        bad = int(np.flatnonzero(short)[0])
-        amount = share(int(short.sum()), len(rows.distinct), "row")
-        return f"{amount} without top_k distinct experts, such as {rows.experts[bad].tolist()}"
-    # nothing of a sample without a response enters the loss: its rows may be replayed or left
-    # native (verl's R3 mask leaves them)
+        incomplete &= ~rows.dropped
+    if incomplete.any():
+        row = int(np.flatnonzero(incomplete)[0])
+        affected = share(int(incomplete.sum()), len(rows.distinct), "row")
+        return f"{affected} without top_k distinct experts, such as {rows.experts[row].tolist()}"
+    # Nothing of a sample without a response enters the loss: its rows may be replayed or left
+    # native (verl's R3 mask leaves them).
     counted = np.repeat(
         [bool(sample.response_ids) for sample in view.step.samples], view.targets.lengths
     )
-    held = rows.held & counted[np.where(rows.held, rows.place, 0)] if len(counted) else rows.held
-    wrong = int((rows.wrong & held).sum())
+    with_target = (
+        rows.with_target & counted[np.where(rows.with_target, rows.place, 0)]
+        if len(counted)
+        else rows.with_target
+    )
+    wrong = int((rows.wrong & with_target).sum())
     return (
-        f"{share(wrong, int(held.sum()), 'row')} with a valid target executed other experts"
+        f"{share(wrong, int(with_target.sum()), 'row')} with a valid target executed other experts"
         if wrong
         else None
     )
 
 
-def _replaced(view: StepView) -> str | None:
-    """What a row whose ids are no target executed in the first MoE layer, where that is not the
+def _other_choice(view: StepView) -> str | None:
+    """Return what a row without a target executed in the first MoE layer, if that is not the
     router's own choice.
     """
     native = native_choice(view)
@@ -318,7 +323,7 @@ def _replaced(view: StepView) -> str | None:
         return None
     rows = Executed.of(view, Phase.FORWARD)
     own = np.sort(native[rows.place, 0], axis=1)
-    free = (rows.place >= 0) & ~rows.held & (rows.column == 0) & (own >= 0).all(axis=1)
+    free = (rows.place >= 0) & ~rows.with_target & (rows.column == 0) & (own >= 0).all(axis=1)
     wrong = np.flatnonzero(free & (rows.ordered != own).any(axis=1))
     if not len(wrong):
         return None
@@ -349,7 +354,7 @@ def replay_edges(view: StepView, out: Collector) -> None:
     if view.outcome.error is not None:
         out.exercised("edges refused")
         return
-    if _unsound(view, out):
+    if _was_unsound(view, out):
         return
     out.exercised("edges handled")
     problem = _mishandled(view)
@@ -360,7 +365,7 @@ def replay_edges(view: StepView, out: Collector) -> None:
             observed=f"{problem} ({count(len(view.calls), 'router call')})",
             where=view.place(),
             hint=(
-                "Totals over samples, cumulative lengths and cursors must hold for zero tokens,"
-                " too; replayed ids do not depend on scores."
+                "Totals over samples, cumulative lengths and cursors must also be right for"
+                " zero tokens; replayed ids do not depend on scores."
             ),
         )

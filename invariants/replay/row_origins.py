@@ -1,6 +1,4 @@
-"""Replay origins: where the ids come from that a router executed in place of its target, in words,
-and what it usually means.
-"""
+"""Finds out where the ids come from that a router executed in place of its target."""
 
 from __future__ import annotations
 
@@ -14,20 +12,23 @@ from rollproof.core.records import IntArray
 from rollproof.invariants._shared.phrases import verb
 from rollproof.judging.expected_rows import ExpectedRows
 
-__all__ = ["Origin", "Strays", "told_origin"]
+__all__ = ["Mismatches", "Origin", "explain_mismatches"]
 
 _Places: TypeAlias = "npt.NDArray[np.int64]"
-_NOWHERE = -3
+_NO_EXPERT = -3
 """An id that no router executes."""
-_SHOWN = 4
+_MAX_LAYERS = 4
 
 
-class Strays(NamedTuple):
-    """Rows that are wrong: ``executed`` ``(rows, top_k)`` ascending, ``place`` and ``column``
-    ``(rows,)``; the step's ``targets``.
+class Mismatches(NamedTuple):
+    """Rows that executed other experts than their target.
 
-    ``native`` is what the routers would choose by themselves, where that is known, ``earlier`` the
-    targets of steps before, by name.
+    executed: ``(rows, top_k)``, ascending ids.
+    place: ``(rows,)``: the index of the token among all tokens of the step.
+    column: ``(rows,)``: the number of the MoE layer.
+    targets: The targets of the step.
+    native: What the routers would choose by themselves, if that is known.
+    earlier: The targets of earlier steps, by name.
     """
 
     executed: IntArray
@@ -39,18 +40,21 @@ class Strays(NamedTuple):
 
     @property
     def sample(self) -> _Places:
-        """``(rows,)``: which sample a row is of."""
+        """``(rows,)``: the index of the row's sample."""
         return np.searchsorted(self.targets.starts, self.place, side="right") - 1
 
     @property
     def position(self) -> _Places:
-        """``(rows,)``: its position in that sample."""
+        """``(rows,)``: the position in that sample."""
         return self.place - self.targets.starts[self.sample]
 
 
 class Origin(NamedTuple):
-    """What the rows would hold if they came from somewhere ``(rows, top_k)``, that place in words,
-    and what it usually means.
+    """A possible source of the rows.
+
+    values: What the rows would hold, ``(rows, top_k)``.
+    words: The source in words.
+    hint: What it usually means.
     """
 
     values: IntArray
@@ -58,124 +62,144 @@ class Origin(NamedTuple):
     hint: str
 
 
-def told_origin(strays: Strays) -> tuple[str, str]:
-    """The origin that explains most of the rows, in words, and a hint; no words and no hint where
-    none explains more than half of them.
+def explain_mismatches(mismatches: Mismatches) -> tuple[str, str]:
+    """Return the source that explains more than half of the rows, in words, and its hint; otherwise
+    two empty strings.
     """
-    total = len(strays.executed)
-    most, found = 0.5 * total, ("", "")
+    total = len(mismatches.executed)
+    best, explanation = 0.5 * total, ("", "")
     for make in _ORIGINS:
-        for origin in make(strays):
-            hits = int((np.sort(origin.values, axis=1) == strays.executed).all(axis=1).sum())
-            if hits > most:
-                most, found = (
-                    hits,
+        for origin in make(mismatches):
+            matches = int((np.sort(origin.values, axis=1) == mismatches.executed).all(axis=1).sum())
+            if matches > best:
+                best, explanation = (
+                    matches,
                     (
-                        f"; {hits} of these {total} {verb(hits, 'is', 'are')} {origin.words}",
+                        f"; {matches} of these {total} {verb(matches, 'is', 'are')} {origin.words}",
                         origin.hint,
                     ),
                 )
-    return found
+    return explanation
 
 
-def _at(targets: ExpectedRows, sample: _Places, position: _Places, column: _Places) -> IntArray:
-    """The targets of places that may not exist."""
+def _targets_at(
+    targets: ExpectedRows, sample: _Places, position: _Places, column: _Places
+) -> IntArray:
+    """Return the targets of places that may not exist."""
     if not len(targets.experts):
-        return np.full((len(sample), targets.experts.shape[2]), _NOWHERE)
+        return np.full((len(sample), targets.experts.shape[2]), _NO_EXPERT)
     inside = (sample >= 0) & (sample < len(targets.lengths)) & (position >= 0)
     inside &= position < np.array([*targets.lengths, 0])[np.where(inside, sample, -1)]
     inside &= (column >= 0) & (column < len(targets.layers))
     place = np.where(inside, targets.starts[np.where(inside, sample, 0)] + position, 0)
-    return np.where(inside[:, None], targets.experts[place, np.where(inside, column, 0)], _NOWHERE)
+    return np.where(
+        inside[:, None], targets.experts[place, np.where(inside, column, 0)], _NO_EXPERT
+    )
 
 
-def _narrowed(strays: Strays) -> Iterator[Origin]:
-    target = strays.targets.experts[strays.place, strays.column]
+def _narrowed(mismatches: Mismatches) -> Iterator[Origin]:
+    target = mismatches.targets.experts[mismatches.place, mismatches.column]
     for name in ("uint8", "int8"):
         values = target.astype(name).astype(np.int32)
         if (values != target).any():
             yield Origin(values, f"the target wrapped into {name}", _TOO_NARROW)
 
 
-def _zeros(strays: Strays) -> Iterator[Origin]:
-    alone = np.asarray((strays.executed <= 0).all(axis=1))
+def _zeros(mismatches: Mismatches) -> Iterator[Origin]:
+    only_zero = np.asarray((mismatches.executed <= 0).all(axis=1))
     yield Origin(
-        np.where(alone[:, None], strays.executed, _NOWHERE), "rows of expert 0 alone", _PADDING
+        np.where(only_zero[:, None], mismatches.executed, _NO_EXPERT),
+        "rows of only expert 0",
+        _PADDING,
     )
 
 
-def _shifted(strays: Strays) -> Iterator[Origin]:
-    for by in (-1, 1, -2, 2):
-        values = _at(strays.targets, strays.sample, strays.position + by, strays.column)
-        yield Origin(values, f"the target of the position {_away(by)}", _SHIFT)
+def _shifted(mismatches: Mismatches) -> Iterator[Origin]:
+    for offset in (-1, 1, -2, 2):
+        values = _targets_at(
+            mismatches.targets, mismatches.sample, mismatches.position + offset, mismatches.column
+        )
+        yield Origin(values, f"the target of the position {_away(offset)}", _SHIFT)
 
 
-def _of_other_layers(strays: Strays) -> Iterator[Origin]:
-    for by in _steps(len(strays.targets.layers)):
-        values = _at(strays.targets, strays.sample, strays.position, strays.column + by)
-        yield Origin(values, f"the target of the MoE layer {_away(by)}", _LAYER)
+def _of_other_layers(mismatches: Mismatches) -> Iterator[Origin]:
+    for offset in _steps(len(mismatches.targets.layers)):
+        values = _targets_at(
+            mismatches.targets, mismatches.sample, mismatches.position, mismatches.column + offset
+        )
+        yield Origin(values, f"the target of the MoE layer {_away(offset)}", _LAYER)
 
 
-def _of_layers_in_another_order(strays: Strays) -> Iterator[Origin]:
-    """Each layer on its own: which other one's targets most of its rows executed."""
-    of = np.full(len(strays.targets.layers), _NOWHERE)
-    for column in np.unique(strays.column).tolist():
-        rows = strays.column == column
-        for other in range(len(of)):
-            values = np.sort(strays.targets.experts[strays.place[rows], other], axis=1)
-            if other != column and (values == strays.executed[rows]).all(axis=1).mean() > 0.5:
-                of[column] = other
-    if (of >= 0).any():
-        layers = strays.targets.layers
-        told = [
-            f"layer {layers[int(mine)]} executes that of layer {layers[int(of[mine])]}"
-            for mine in np.flatnonzero(of >= 0)
+def _of_layers_in_another_order(mismatches: Mismatches) -> Iterator[Origin]:
+    """Find for each layer the other one whose targets most of its rows executed."""
+    source_of = np.full(len(mismatches.targets.layers), _NO_EXPERT)
+    for column in np.unique(mismatches.column).tolist():
+        rows = mismatches.column == column
+        for other in range(len(source_of)):
+            values = np.sort(mismatches.targets.experts[mismatches.place[rows], other], axis=1)
+            if other != column and (values == mismatches.executed[rows]).all(axis=1).mean() > 0.5:
+                source_of[column] = other
+    if (source_of >= 0).any():
+        layers = mismatches.targets.layers
+        texts = [
+            f"layer {layers[int(layer_index)]} executes that of layer {layers[int(source_of[layer_index])]}"
+            for layer_index in np.flatnonzero(source_of >= 0)
         ]
-        rest = f" and {len(told) - _SHOWN} more" if len(told) > _SHOWN else ""
-        values = _at(strays.targets, strays.sample, strays.position, of[strays.column])
+        rest = f" and {len(texts) - _MAX_LAYERS} more" if len(texts) > _MAX_LAYERS else ""
+        values = _targets_at(
+            mismatches.targets, mismatches.sample, mismatches.position, source_of[mismatches.column]
+        )
         yield Origin(
-            values, f"the target of another MoE layer ({', '.join(told[:_SHOWN])}{rest})", _LAYER
+            values,
+            f"the target of another MoE layer ({', '.join(texts[:_MAX_LAYERS])}{rest})",
+            _LAYER,
         )
 
 
-def _own(strays: Strays) -> Iterator[Origin]:
-    if strays.native is not None:
+def _own_choice(mismatches: Mismatches) -> Iterator[Origin]:
+    if mismatches.native is not None:
         yield Origin(
-            strays.native[strays.place, strays.column], "what the router chooses by itself", _NATIVE
+            mismatches.native[mismatches.place, mismatches.column],
+            "what the router chooses by itself",
+            _NATIVE,
         )
 
 
-def _of_other_samples(strays: Strays) -> Iterator[Origin]:
-    for by in _steps(len(strays.targets.lengths)):
-        values = _at(strays.targets, strays.sample + by, strays.position, strays.column)
-        yield Origin(values, f"the target of the same position in the sample {_away(by)}", _SAMPLE)
-
-
-def _stale(strays: Strays) -> Iterator[Origin]:
-    for name, targets in strays.earlier:
+def _of_other_samples(mismatches: Mismatches) -> Iterator[Origin]:
+    for offset in _steps(len(mismatches.targets.lengths)):
+        values = _targets_at(
+            mismatches.targets, mismatches.sample + offset, mismatches.position, mismatches.column
+        )
         yield Origin(
-            _at(targets, strays.sample, strays.position, strays.column),
+            values, f"the target of the same position in the sample {_away(offset)}", _SAMPLE
+        )
+
+
+def _stale(mismatches: Mismatches) -> Iterator[Origin]:
+    for name, targets in mismatches.earlier:
+        yield Origin(
+            _targets_at(targets, mismatches.sample, mismatches.position, mismatches.column),
             f"the target of step {name!r}",
             _STALE,
         )
 
 
 def _steps(size: int) -> list[int]:
-    return [step for far in range(1, size) for step in (-far, far)]
+    return [step for distance in range(1, size) for step in (-distance, distance)]
 
 
-def _away(by: int) -> str:
-    way = "before" if by < 0 else "after"
-    return way if abs(by) == 1 else f"{abs(by)} {way}"
+def _away(offset: int) -> str:
+    direction = "before" if offset < 0 else "after"
+    return direction if abs(offset) == 1 else f"{abs(offset)} {direction}"
 
 
-_ORIGINS: tuple[Callable[[Strays], Iterator[Origin]], ...] = (
+_ORIGINS: tuple[Callable[[Mismatches], Iterator[Origin]], ...] = (
     _narrowed,
     _zeros,
     _shifted,
     _of_other_layers,
     _of_layers_in_another_order,
-    _own,
+    _own_choice,
     _of_other_samples,
     _stale,
 )
@@ -191,19 +215,19 @@ _SHIFT = (
     " routes do not (slime#1045, slime#1052)."
 )
 _LAYER = (
-    "Map payload columns to routers by global layer: dense layers, pipeline offsets, chunks and MTP"
-    " layers shift a count (verl#5037, slime#819, NeMo-RL#3903)."
+    "Map payload columns to routers by global layer: dense layers, pipeline offsets, chunks"
+    " and MTP layers shift any count (verl#5037, slime#819, NeMo-RL#3903)."
 )
 _NATIVE = (
-    "No target reached the router: replay is off there, targets went to routers that are not in use"
-    " (verl#7340), or an empty queue falls back to native routing without a word (verl"
+    "No target reached the router: replay is off there, targets went to unused routers"
+    " (verl#7340), or an empty queue silently falls back to native routing (verl"
     " router_replay_patch.py)."
 )
 _SAMPLE = (
-    "Routes must go with their sample through splitting, balancing and reordering, and to their own"
-    " microbatch in every chunk."
+    "Routes must stay with their sample through splitting, balancing and reordering, and"
+    " reach its microbatch in every chunk."
 )
 _STALE = (
-    "A target outlived its step: targets and queues must be cleared after every step, a"
-    " forward-only one too (SkyRL#1908)."
+    "A target outlived its step: clear targets and queues after every step, even a"
+    " forward-only one (SkyRL#1908)."
 )

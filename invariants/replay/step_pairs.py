@@ -1,4 +1,4 @@
-"""Replay laws: which earlier step a step must repeat, and how their results are compared."""
+"""Pairs of steps: which earlier step a step must repeat, and how their results are compared."""
 
 from __future__ import annotations
 
@@ -32,109 +32,111 @@ __all__ = [
 def differences(
     view: StepView, other: StepView, tolerance: float
 ) -> Iterator[tuple[str, str, str]]:
-    """What of two results is not alike: its name, what was expected, what was observed."""
-    one, two = view.outcome, other.outcome
-    assert one is not None and two is not None
-    yield from loss_differences(one, two, tolerance)
-    yield from gradient_differences(one, two, tolerance)
+    """Yield the differences of two results: name, expected, observed."""
+    first, second = view.outcome, other.outcome
+    assert first is not None and second is not None
+    yield from loss_differences(first, second, tolerance)
+    yield from gradient_differences(first, second, tolerance)
 
 
 def same_loss(view: StepView, other: StepView) -> bool:
-    """Whether two steps told a loss, and the same one."""
-    one, two = view.outcome, other.outcome
-    if one is None or two is None or one.loss is None or two.loss is None:
+    """Return whether two steps reported a loss, and the same one."""
+    first, second = view.outcome, other.outcome
+    if first is None or second is None or first.loss is None or second.loss is None:
         return False
-    return not list(loss_differences(one, two, view.terms.tolerance))
+    return not list(loss_differences(first, second, view.terms.tolerance))
 
 
 def loss_differences(
-    one: Outcome, two: Outcome, tolerance: float
+    first: Outcome, second: Outcome, tolerance: float
 ) -> Iterator[tuple[str, str, str]]:
-    """As ``differences``, of loss and logprobs."""
+    """Yield the ``differences`` of loss and logprobs."""
     if (
-        one.loss is not None
-        and two.loss is not None
-        and not _alike(np.array([one.loss]), np.array([two.loss]), tolerance)
+        first.loss is not None
+        and second.loss is not None
+        and not _equal_within(np.array([first.loss]), np.array([second.loss]), tolerance)
     ):
-        yield "loss", repr(two.loss), repr(one.loss)
-    for name in sorted(one.logprobs.keys() & two.logprobs.keys()):
-        mine, theirs = one.logprobs[name], two.logprobs[name]
-        if mine.shape != theirs.shape:
-            yield f"logprobs of {name}", count(len(theirs), "logprob"), count(len(mine), "logprob")
-        elif not _alike(mine, theirs, tolerance):
+        yield "loss", repr(second.loss), repr(first.loss)
+    for name in sorted(first.logprobs.keys() & second.logprobs.keys()):
+        own, others = first.logprobs[name], second.logprobs[name]
+        if own.shape != others.shape:
+            yield f"logprobs of {name}", count(len(others), "logprob"), count(len(own), "logprob")
+        elif not _equal_within(own, others, tolerance):
             worst = (
-                int(np.nanargmax(np.abs(mine - theirs))) if np.isfinite(mine - theirs).any() else 0
+                int(np.nanargmax(np.abs(own - others))) if np.isfinite(own - others).any() else 0
             )
             yield (
                 f"logprobs of {name}",
-                f"{float(theirs[worst])!r} for response token {worst}",
-                f"{float(mine[worst])!r}",
+                f"{float(others[worst])!r} for response token {worst}",
+                f"{float(own[worst])!r}",
             )
 
 
 def gradient_differences(
-    one: Outcome, two: Outcome, tolerance: float
+    first: Outcome, second: Outcome, tolerance: float
 ) -> Iterator[tuple[str, str, str]]:
-    """As ``differences``, of gradients: by the distance of their sketches, relative to their norms."""
-    mine, theirs = sketches(one), sketches(two)
-    if not mine or not theirs:
+    """Yield the ``differences`` of gradients: by the distance of their sketches, relative to their
+    norms.
+    """
+    own, others = sketches(first), sketches(second)
+    if not own or not others:
         return
     scale = max(
-        (float(sketch[0]) for sketch in theirs.values() if np.isfinite(sketch[0])), default=0.0
+        (float(sketch[0]) for sketch in others.values() if np.isfinite(sketch[0])), default=0.0
     )
-    for name in sorted({*mine, *theirs}):
-        if name not in mine or name not in theirs:
-            if float((mine if name in mine else theirs)[name][0]) == 0.0:
-                # no gradient, and one of zeros: an expert that ran, for rows without a loss
+    for name in sorted({*own, *others}):
+        if name not in own or name not in others:
+            if float((own if name in own else others)[name][0]) == 0.0:
+                # No gradient, or one of zeros: an expert that ran only for rows without a loss.
                 continue
             yield (
                 f"gradient of {name}",
-                "a gradient" if name in theirs else "none",
-                "none" if name in theirs else "a gradient",
+                "a gradient" if name in others else "none",
+                "none" if name in others else "a gradient",
             )
             continue
-        a, b = mine[name], theirs[name]
-        if np.array_equal(a, b, equal_nan=True):
+        x, y = own[name], others[name]
+        if np.array_equal(x, y, equal_nan=True):
             continue
-        away = _distance(a, b) / max(float(a[0]), float(b[0]), 1e-3 * scale, 1e-300)
-        if not away <= tolerance:
+        distance = _distance(x, y) / max(float(x[0]), float(y[0]), 1e-3 * scale, 1e-300)
+        if not distance <= tolerance:
             yield (
                 f"gradient of {name}",
-                f"norm {b[0]:.9g}",
-                f"norm {a[0]:.9g}, at a relative distance of {away:.2g}",
+                f"norm {y[0]:.9g}",
+                f"norm {x[0]:.9g}, at a relative distance of {distance:.2g}",
             )
 
 
 def sketches(outcome: Outcome) -> dict[str, FloatArray]:
-    """All sketches that a step told, by name."""
+    """Return all sketches that a step reported, by name."""
     return {
         **outcome.gradients,
         **{f"the gate of layer {layer}": sketch for layer, sketch in outcome.gates.items()},
     }
 
 
-def _distance(a: FloatArray, b: FloatArray) -> float:
-    """An estimate of the norm of the difference of two gradients from their sketches."""
-    return float(np.sqrt(np.mean((a[1:] - b[1:]) ** 2)))
+def _distance(x: FloatArray, y: FloatArray) -> float:
+    """Estimate the norm of the difference of two gradients from their sketches."""
+    return float(np.sqrt(np.mean((x[1:] - y[1:]) ** 2)))
 
 
-def _alike(a: FloatArray, b: FloatArray, tolerance: float) -> bool:
+def _equal_within(x: FloatArray, y: FloatArray, tolerance: float) -> bool:
     if tolerance == 0:
-        return np.array_equal(a, b, equal_nan=True)
-    return bool(np.allclose(a, b, rtol=tolerance, atol=tolerance, equal_nan=True))
+        return np.array_equal(x, y, equal_nan=True)
+    return bool(np.allclose(x, y, rtol=tolerance, atol=tolerance, equal_nan=True))
 
 
 def unrepeated(view: StepView) -> str | None:
-    """Why results of this trainer cannot be compared: two native steps differ, before which it did
-    nothing but native ones.
+    """Return why results of this trainer cannot be compared: two native steps differ although only
+    native ones came before.
 
-    Looked at in every step; once learned, it holds for the rest of the trace.
+    It is checked in every step; once learned, it holds for the rest of the trace.
     """
-    other, before = view.same_as, takewhile(lambda one: one is not view, view.before.values())
+    other, before = view.same_as, takewhile(lambda step: step is not view, view.before.values())
     if (
         other is not None
         and "unrepeated" not in view.learned
-        and all(_is_native(one) for one in (view, *before))
+        and all(_is_native(step) for step in (view, *before))
     ):
         found = (
             next(differences(view, other, view.terms.tolerance), None)
@@ -143,9 +145,9 @@ def unrepeated(view: StepView) -> str | None:
         )
         if found is not None:
             view.learned["unrepeated"] = (
-                f"step {view.step.name!r} repeats {other.step.name!r} with nothing of replay"
-                f" before, and its {found[0]} is {found[2]}, not {found[1]}: seed what is drawn at"
-                " random, keep state that a step updates, or declare a tolerance"
+                f"step {view.step.name!r} repeats {other.step.name!r} without any replay"
+                f" before it, and its {found[0]} is {found[2]}, not {found[1]}: seed random"
+                " numbers, restore state that a step updates, or declare a tolerance"
             )
     return view.learned.get("unrepeated")
 
@@ -161,9 +163,7 @@ def _is_native(view: StepView) -> bool:
 
 
 def kind_of(view: StepView) -> str | None:
-    """Which promise it is that a step gives what an earlier one gave; ``None`` where it is held to
-    none.
-    """
+    """Return which promise requires a step to repeat an earlier one, or ``None``."""
     other = view.same_as
     if other is None:
         return None
@@ -186,8 +186,8 @@ def kind_of(view: StepView) -> str | None:
 
 
 def pair_of(view: StepView, kind: str, out: Collector) -> StepView | None:
-    """The step that a step of ``kind`` is held to; ``None``, which is told, where one of them has
-    no results.
+    """Return the step that a step of ``kind`` must repeat; if one of them has no results, report it
+    and return ``None``.
     """
     reason, other = unrepeated(view), view.same_as
     if other is None or kind_of(view) != kind:
@@ -195,21 +195,25 @@ def pair_of(view: StepView, kind: str, out: Collector) -> StepView | None:
     if reason is not None:
         out.absent(reason)
         return None
-    for one in (view, other):
-        if not one.done:
-            out.absent(one.hindrance or f"step {one.step.name!r} ended with an error")
+    for step in (view, other):
+        if not step.done:
+            out.absent(step.hindrance or f"step {step.step.name!r} ended with an error")
             return None
     return other
 
 
 def comparable(view: StepView, other: StepView, out: Collector) -> bool:
-    """Whether two steps told something that can be compared; where not, that is told."""
-    one, two = view.outcome, other.outcome
-    assert one is not None and two is not None
-    losses = one.loss is not None and two.loss is not None
-    if losses or one.logprobs.keys() & two.logprobs.keys() or (sketches(one) and sketches(two)):
+    """Return whether two steps reported something that can be compared; if not, report it."""
+    first, second = view.outcome, other.outcome
+    assert first is not None and second is not None
+    losses = first.loss is not None and second.loss is not None
+    if (
+        losses
+        or first.logprobs.keys() & second.logprobs.keys()
+        or (sketches(first) and sketches(second))
+    ):
         return True
-    out.absent("the subject tells neither loss, logprobs nor gradients of such steps")
+    out.absent("the subject reports neither loss nor logprobs nor gradients of such steps")
     return False
 
 
@@ -222,16 +226,16 @@ def compare(
     title: str,
     hint: str,
 ) -> None:
-    """Tell of the differences of two steps together, the first one in full; ``hint`` is for steps
-    whose rows are right.
+    """Report the differences of two steps together, the first one in full; ``hint`` is for steps
+    with right rows.
     """
     if found:
-        what, expected, observed = found[0]
-        misled = next(
+        name, expected, observed = found[0]
+        wrong_step = next(
             (
-                one.step.name
-                for one in (view, other)
-                if one.replays and one.regular and not sound_rows(one)
+                step.step.name
+                for step in (view, other)
+                if step.replays and step.regular and not sound_rows(step)
             ),
             None,
         )
@@ -242,15 +246,16 @@ def compare(
         )
         out.finding(
             title,
-            expected=f"the {what} of step {other.step.name!r}: {expected}",
+            expected=f"the {name} of step {other.step.name!r}: {expected}",
             observed=f"{observed}{more}",
             where=view.place(),
             hint=(
                 hint
-                if misled is None
+                if wrong_step is None
                 else (
-                    f"Routers of step {misled!r} executed other experts than their targets: this"
-                    " follows from it, see replay.forward and replay.assignments."
+                    f"Routers of step {wrong_step!r} executed other experts than their"
+                    " targets, and this follows from it: see replay.forward and"
+                    " replay.assignments."
                 )
             ),
         )

@@ -1,5 +1,5 @@
-"""Replay results: loss and gradients are a function of weights, samples, routes and action, and of
-nothing else.
+"""Checks on results: loss and gradients are a function of weights, samples, routes and action, and
+of nothing else.
 """
 
 from __future__ import annotations
@@ -48,21 +48,21 @@ def replay_self_loss(view: StepView, out: Collector) -> None:
     if other is None or view.outcome is None or other.outcome is None:
         return
     if view.outcome.loss is None or other.outcome.loss is None:
-        out.absent("the subject tells no loss")
+        out.absent("the subject reports no loss")
         return
     out.exercised("self-replays")
-    found = list(loss_differences(view.outcome, other.outcome, view.terms.tolerance))
+    changes = list(loss_differences(view.outcome, other.outcome, view.terms.tolerance))
     compare(
         view,
         other,
-        found,
+        changes,
         out,
         title="self-replay changes the loss",
         hint=(
-            "The same experts are executed, so gates, order of accumulation or dispatch differ: the"
-            " gate values must be read from live scores, unbiased where a bias only serves"
-            " selection, and normalised as in native routing. Where kernels are not deterministic,"
-            " declare a tolerance."
+            "The same experts are executed, so gates, order of accumulation or dispatch"
+            " differ: the gate values must be read from live scores, without a bias that only"
+            " serves selection, and normalised as in native routing. If kernels are not"
+            " deterministic, declare a tolerance."
         ),
     )
 
@@ -80,14 +80,14 @@ def replay_self_gradients(view: StepView, out: Collector) -> None:
     if other is None or view.outcome is None or other.outcome is None or not view.step.backward:
         return
     if not sketches(view.outcome) or not sketches(other.outcome):
-        out.absent("the subject tells no gradients")
+        out.absent("the subject reports no gradients")
         return
     out.exercised("self-replays")
-    found = list(gradient_differences(view.outcome, other.outcome, view.terms.tolerance))
+    changes = list(gradient_differences(view.outcome, other.outcome, view.terms.tolerance))
     compare(
         view,
         other,
-        found,
+        changes,
         out,
         title="self-replay changes gradients",
         hint=(
@@ -131,9 +131,10 @@ def replay_recompute_results(view: StepView, out: Collector) -> None:
         "recomputed steps",
         title="recompute changes the results",
         hint=(
-            "The recompute must execute what the forward pass did: a target that was cleared or"
-            " overwritten before the backward pass, or one left by an earlier step, gives wrong"
-            " gradients without an error where checkpoints are reentrant (SkyRL#1908, verl#4101)."
+            "The recompute must execute what the forward pass did: a target that was cleared"
+            " or overwritten before the backward pass, or one left by an earlier step, gives"
+            " wrong gradients without an error if checkpoints are reentrant (SkyRL#1908,"
+            " verl#4101)."
         ),
     )
 
@@ -163,8 +164,8 @@ def replay_aftermath(view: StepView, out: Collector) -> None:
 @replay_check(
     "replay.off",
     promise=(
-        "With replay switched off a step gives what it gives without it, whether or not its samples"
-        " have routes."
+        "With replay switched off a step gives the same results as without it, whether or not"
+        " its samples have routes."
     ),
     exercised_by="steps with replay off",
 )
@@ -176,8 +177,8 @@ def replay_off(view: StepView, out: Collector) -> None:
         "steps with replay off",
         title="replay acts although it is switched off",
         hint=(
-            "Nothing of replay may be read or registered when the option is off: verl#7106 was reverted"
-            " because it asked an empty registry in jobs without replay."
+            "Nothing of replay may be read or registered when the option is off: verl#7106"
+            " was reverted because it read an empty registry in jobs without replay."
         ),
     )
 
@@ -187,7 +188,7 @@ def _has_models(contract: Contract) -> str | None:
     return (
         None
         if terms.models or terms.mtp
-        else "the contract names no models beside the policy, and no MTP layers"
+        else "the contract names no models other than the policy, and no MTP layers"
     )
 
 
@@ -206,32 +207,32 @@ def replay_models(view: StepView, out: Collector) -> None:
     if other is None or not comparable(view, other, out):
         return
     out.exercised("passes of other models")
-    found = list(differences(view, other, view.terms.tolerance))
+    changes = list(differences(view, other, view.terms.tolerance))
     model = view.step.model
-    mine, theirs = ([call.experts for call in one.calls_of(model)] for one in (view, other))
-    wrong = sum(not np.array_equal(a, b) for a, b in zip(mine, theirs, strict=False)) + abs(
-        len(mine) - len(theirs)
+    own, others = ([call.experts for call in step.calls_of(model)] for step in (view, other))
+    wrong = sum(not np.array_equal(a, b) for a, b in zip(own, others, strict=False)) + abs(
+        len(own) - len(others)
     )
     if wrong and view.terms.tolerance == 0:
-        found.append(
+        changes.append(
             (
                 "choice of its routers",
-                count(len(theirs), "call"),
-                f"{share(wrong, max(len(mine), len(theirs)), 'call')} differ",
+                count(len(others), "call"),
+                f"{share(wrong, max(len(own), len(others)), 'call')} differ",
             )
         )
     compare(
         view,
         other,
-        found,
+        changes,
         out,
         title=f"the {model} is replayed with the policy's routes",
-        hint=_OTHERS,
+        hint=_OTHER_MODELS,
     )
 
 
 def _mtp(view: StepView, out: Collector) -> None:
-    """MTP layers of a self-replay choose what they choose in the native pass: their input is the
+    """Compare the MTP layers of a self-replay with those of the native pass: their input is the
     same.
     """
     other = view.same_as
@@ -254,29 +255,29 @@ def _mtp(view: StepView, out: Collector) -> None:
     if not sound_rows(view):
         out.absent("the layers below executed other experts than in the native pass")
         return
-    mine, theirs = (
+    own, others = (
         {
             (call.rank, call.microbatch, call.layer, call.phase): call.experts
-            for call in one.calls_of("mtp")
+            for call in step.calls_of("mtp")
         }
-        for one in (view, other)
+        for step in (view, other)
     )
-    if not theirs:
-        out.absent("the contract declares MTP layers, and no call of one was told")
+    if not others:
+        out.absent("the contract declares MTP layers, and no call of one was reported")
         return
-    out.exercised("calls of MTP layers", len(theirs))
-    wrong = [key for key in theirs if key not in mine or not np.array_equal(mine[key], theirs[key])]
+    out.exercised("calls of MTP layers", len(others))
+    wrong = [key for key in others if key not in own or not np.array_equal(own[key], others[key])]
     if wrong:
         out.finding(
             "MTP layers are replayed with the policy's routes",
             expected="the routers' own choice, as in the native pass",
-            observed=f"{share(len(wrong), len(theirs), 'call')} choose otherwise",
+            observed=f"{share(len(wrong), len(others), 'call')} choose other experts",
             where=view.place(layer=wrong[0][2], rank=wrong[0][0]),
-            hint=_OTHERS,
+            hint=_OTHER_MODELS,
         )
 
 
-_OTHERS = (
+_OTHER_MODELS = (
     "Replay must be bound to the policy's routers: a global list holds those of every model that"
     " was built, and MTP layers count from 1 again (slime#1187, NeMo-RL#4083, NeMo-RL#3903)."
 )

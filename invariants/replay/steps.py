@@ -1,8 +1,8 @@
-"""Replay steps: the steps of a trainer with all that belongs to them, and how a check is made of
-that.
+"""The steps of a trainer with everything that belongs to them; and the decorator for checks of
+steps.
 
-One assembly serves all checks of a trace. Memory holds the steps of an episode, which are a dozen
-small ones.
+All checks of a trace share one assembly. Its memory holds the steps of an episode, which are a
+dozen small ones.
 """
 
 from __future__ import annotations
@@ -29,7 +29,19 @@ REFERENCE = "reference"
 
 @dataclass(eq=False)
 class StepView:
-    """One step: what was asked, what its routers did, what came out, what was left."""
+    """One step: its options, what its routers did, its results, and what was left.
+
+    step: The step.
+    contract: The contract of the trainer.
+    terms: Its replay terms.
+    before: The steps of the episode by name.
+    calls: The router calls.
+    installs: The targets that were installed.
+    outcome: The results.
+    residue: What was left after the step.
+    cache: Values that checks computed for the step and others use.
+    learned: What checks learned about the trainer; all steps of a trace share it.
+    """
 
     step: Step
     contract: Contract
@@ -39,10 +51,8 @@ class StepView:
     installs: list[Install] = field(default_factory=list)
     outcome: Outcome | None = None
     residue: Residue | None = None
-    kept: dict[Any, Any] = field(default_factory=dict)
-    """What checks computed of the step and others ask for, too."""
+    cache: dict[Any, Any] = field(default_factory=dict)
     learned: dict[str, str] = field(default_factory=dict)
-    """What checks learned about the trainer; all steps of a trace share it."""
 
     @property
     def done(self) -> bool:
@@ -51,14 +61,14 @@ class StepView:
 
     @property
     def hindrance(self) -> str | None:
-        """Why the step says nothing: it was skipped, or the trace ends in it."""
+        """Why the step shows nothing: it was skipped, or the trace ends within it."""
         if self.outcome is None:
             return "the trace ends within a step"
         return self.outcome.skipped or None
 
     @property
     def ordinary(self) -> bool:
-        """Whether it is a well-formed step of the subject itself, which nothing was done to."""
+        """Whether it is a well-formed step of the subject itself, without a raised failure."""
         return self.regular and self.step.fail_at is None
 
     @property
@@ -86,11 +96,11 @@ class StepView:
 
     @cached_property
     def targets(self) -> ExpectedRows:
-        """Where each row ought to go."""
+        """The experts that each row must execute."""
         return ExpectedRows(self.contract, self.step.samples)
 
     def calls_of(self, model: str, phase: Phase | None = None) -> Iterator[Routing]:
-        """The router calls of a model, in one phase or in all."""
+        """Return the router calls of a model, in one phase or in all."""
         return (
             call
             for call in self.calls
@@ -98,19 +108,20 @@ class StepView:
         )
 
     def place(self, **more: Scalar) -> dict[str, Scalar]:
-        """A finding's place."""
+        """Return the place of a finding."""
         return {"episode": self.step.episode, "step": self.step.name, **more}
 
     def sample(self, place: int) -> tuple[Rollout, int]:
-        """The sample and the position of a token, by its index among all tokens."""
+        """Return the sample and the position of a token, by its index among all tokens."""
         starts = self.targets.starts
         number = int((starts[1:] <= place).sum())
         return self.step.samples[number], place - int(starts[number])
 
 
 class Assembly:
-    """Puts the events of a trace together to steps; ``ended`` counts those to which nothing more
-    can come, of which ``last`` is one.
+    """Assembles the events of a trace to steps.
+
+    ``ended`` counts the steps that are complete; ``last`` is the latest of them.
     """
 
     def __init__(self, context: JudgeContext) -> None:
@@ -125,15 +136,15 @@ class Assembly:
 
     @classmethod
     def of(cls, context: JudgeContext) -> Assembly:
-        """The assembly that all checks of a trace share."""
-        found = context.shared.get(cls)
-        if found is None:
-            found = context.shared[cls] = cls(context)
-        assert isinstance(found, Assembly)
-        return found
+        """Return the assembly that all checks of a trace share."""
+        assembly = context.shared.get(cls)
+        if assembly is None:
+            assembly = context.shared[cls] = cls(context)
+        assert isinstance(assembly, Assembly)
+        return assembly
 
     def take(self, event: Any) -> None:
-        """Take an event, once, however many checks hand it over."""
+        """Take an event once, however many checks pass it on."""
         if event.index <= self._taken:
             return
         self._taken = event.index
@@ -161,7 +172,7 @@ class Assembly:
             view.residue = event
 
     def close(self) -> None:
-        """Nothing more comes to the open step."""
+        """End the open step."""
         if self._open is not None:
             self.last, self._open = self._open, None
             self.ended += 1
@@ -178,28 +189,28 @@ class _PerStep(EventCheck):
         self._judged = 0
 
     def on_step(self, event: Step, out: Collector) -> None:
-        """The step before has ended."""
+        """Judge the previous step."""
         self._assembly.take(event)
         self._judge(out)
 
     def on_routing(self, event: Routing, out: Collector) -> None:
-        """Part of the open step."""
+        """Add it to the open step."""
         self._assembly.take(event)
 
     def on_install(self, event: Install, out: Collector) -> None:
-        """Part of the open step."""
+        """Add it to the open step."""
         self._assembly.take(event)
 
     def on_outcome(self, event: Outcome, out: Collector) -> None:
-        """Part of the open step."""
+        """Add it to the open step."""
         self._assembly.take(event)
 
     def on_residue(self, event: Residue, out: Collector) -> None:
-        """Part of the open step."""
+        """Add it to the open step."""
         self._assembly.take(event)
 
     def finish(self, out: Collector) -> None:
-        """The last step has ended."""
+        """Judge the last step."""
         self._assembly.close()
         self._judge(out)
 

@@ -161,7 +161,7 @@ class Zeros(CapturedPrefix):
             OtherSamples,
             "placement",
             "are the target of the same position in the sample after",
-            "to their own microbatch",
+            "reach its microbatch",
         ),
         (Stale, "placement", "are the target of step 'first batch'", "SkyRL#1908"),
         (Native, "switching", "are what the router chooses by itself", "verl#7340"),

@@ -461,10 +461,10 @@ def test_what_does_not_repeat_is_named() -> None:
     found = results(Dropping, "self-replay")["self-loss"]
 
     assert found.reason.startswith(
-        "step 'native repeated' repeats 'native' with nothing of replay before, and its loss is "
+        "step 'native repeated' repeats 'native' without any replay before it, and its loss is "
     )
     assert found.reason.endswith(
-        "seed what is drawn at random, keep state that a step updates, or declare a tolerance"
+        "seed random numbers, restore state that a step updates, or declare a tolerance"
     )
 
 
