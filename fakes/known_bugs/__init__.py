@@ -1,7 +1,7 @@
 """Known bugs: published faults of the field, each planted on a correct fake, which named checks
-must kill.
+must detect.
 
-One module per subject; ``rollproof known-bugs`` runs them all and prints who saw what.
+Each module has one subject. ``rollproof known-bugs`` runs all bugs and prints which checks failed.
 """
 
 from __future__ import annotations
@@ -46,4 +46,4 @@ KNOWN_BUGS: tuple[KnownBug, ...] = (
     *engines.BUGS,
     *replay.BUGS,
 )
-"""All of them, family by family."""
+"""All known bugs, module by module."""

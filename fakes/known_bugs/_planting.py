@@ -1,5 +1,5 @@
-"""Planting: the small cases in which known bugs show, and how a faulty engine is put below a
-correct client.
+"""Small cases in which known bugs show, and helpers that put a faulty engine under a correct
+client.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def request(
     max_tokens: int | None = 6,
     **fields: object,
 ) -> Request:
-    """A small request; ``fields`` are others of ``Request``."""
+    """Return a small request; ``fields`` are other fields of ``Request``."""
     return Request(request_id=name, prompt_ids=prompt, max_tokens=max_tokens, **fields)  # type: ignore[arg-type]
 
 
@@ -50,7 +50,9 @@ def act(
     queued: bool = False,
     **fields: object,
 ) -> Action:
-    """``kind`` once ``request`` has sampled ``tokens`` tokens; ``fields`` are others of ``Action``."""
+    """Return ``kind`` once ``request`` has sampled ``tokens`` tokens; ``fields`` are others of
+    ``Action``.
+    """
     return Action(
         when=Trigger(request=request, tokens=tokens, race=race, queued=queued), do=kind, **fields
     )  # type: ignore[arg-type]
@@ -62,7 +64,7 @@ def case(
     flavour: str = "vllm",
     **fields: object,
 ) -> Case:
-    """A case of ``requests`` under ``actions``; ``fields`` are others of ``Case``."""
+    """Return a case of ``requests`` under ``actions``; ``fields`` are other fields of ``Case``."""
     return Case(flavour=flavour, requests=requests, actions=actions, **fields)  # type: ignore[arg-type]
 
 
@@ -81,7 +83,7 @@ TURNS = case(model=ENDING, requests=(request(max_tokens=24, turns=((21, 22), (23
 
 
 def on_engine(engine: type[FakeEngine], client: type[AsSampled] = AsSampled) -> SubjectFactory:
-    """``client``, correct as it is, on servers that are ``engine``."""
+    """Return ``client``, unchanged, on servers of the class ``engine``."""
 
     class Client(client):  # type: ignore[misc, valid-type]
         def start(self, fleet: Fleet) -> None:
@@ -94,8 +96,8 @@ def on_engine(engine: type[FakeEngine], client: type[AsSampled] = AsSampled) -> 
 
 
 def on_policy(policy: type[CodedPolicy], client: type[AsSampled] = AsSampled) -> SubjectFactory:
-    """``client``, correct as it is, on servers whose capture or arithmetic is ``policy``'s; the
-    oracle stays the true one.
+    """Return ``client``, unchanged, on servers that sample from ``policy``; the oracle stays
+    correct.
     """
 
     class Client(client):  # type: ignore[misc, valid-type]

@@ -1,5 +1,5 @@
-"""Planting replay bugs: a faulty trainer, the episodes in which it shows, what its wrong rows do to
-results, and routers that fall back.
+"""Parts of replay bugs: episodes, the checks that wrong rows also break, and routers that fall
+back.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ WRONG_ROWS = ("replay.self-gradients",)
 def routers(
     trainer: ReplayTrainer, layers: Sequence[int], kind: type[ReplayRouter]
 ) -> dict[tuple[int, int], ReplayRouter]:
-    """Routers of a kind for all layers and ranks of a trainer, as ``make_routers`` returns them."""
+    """Return routers of a class for all layers and ranks of a trainer, like ``make_routers``."""
     return {
         (layer, number): kind(layer, trainer.layout.top_k)
         for layer in layers
@@ -31,7 +31,7 @@ def routers(
 
 
 class FallsBack(ReplayRouter):
-    """Without a target it chooses for itself, without a word."""
+    """Chooses by itself, silently, if it has no target."""
 
     def choose(self, scores: FloatArray, phase: Phase) -> IntArray:
         nothing = not self.queue if phase is Phase.RECOMPUTE else self.target is None

@@ -20,6 +20,7 @@ __all__ = ["BUGS"]
 class _BatchFailsOnEmpty(Collator):
     def check(self, sample: Rollout) -> None:
         if not sample.response_ids:
+            # a mean over the response tokens
             raise ZeroDivisionError("float division by zero")
         super().check(sample)
 
@@ -27,6 +28,7 @@ class _BatchFailsOnEmpty(Collator):
 class _BatchWritesReadOnly(Collator):
     def routes(self, sample: Rollout) -> IntArray:
         if sample.routes is not None:
+            # the values stay: the write itself raises on a read-only array
             sample.routes[...] = sample.routes
         return super().routes(sample)
 
@@ -35,12 +37,13 @@ class _BatchPadsInPlace(Collator):
     def logprobs(self, sample: Rollout) -> LogprobArray:
         row = super().logprobs(sample)
         if sample.logprobs is not None and sample.logprobs.flags.writeable:
+            # the caller sees its own sample change
             sample.logprobs[:] = np.nan_to_num(sample.logprobs) - 1.0
         return row
 
 
 class _BatchDropsRemainder(Collator):
-    """Leaves out the last sample where the number of samples is odd."""
+    """Leaves out the last one of an odd number of samples."""
 
     def collate(self, samples: list[Rollout]) -> CollatedBatch:
         return super().collate(samples[:-1] if len(samples) % 2 and len(samples) > 1 else samples)
@@ -63,20 +66,22 @@ class _BatchWrongPrefix(Collator):
 class _BatchMaskPaddedWithOnes(Collator):
     def loss_mask(self, sample: Rollout) -> IntArray:
         mask = super().loss_mask(sample)
+        # padding after the response is trained on
         mask[self.left + len(sample.response_ids) :] = 1
         return mask
 
 
 class _BatchAttentionAsLossMask(Collator):
     def loss_mask(self, sample: Rollout) -> IntArray:
+        # tool output is attended to, but must not be trained on
         mask = self.attention(sample)
         mask[: self.left] = 0
         return mask
 
 
 class _BatchLogprobsShifted(Collator):
-    """Pads the logprobs as if every prompt were as long as the longest, less one: the shift of
-    labels, done twice.
+    """Pads the logprobs as if every prompt had the greatest length less one: the shift of labels,
+    done twice.
     """
 
     def logprobs(self, sample: Rollout) -> LogprobArray:
@@ -85,6 +90,7 @@ class _BatchLogprobsShifted(Collator):
 
 class _BatchLogprobsInBfloat16(Collator):
     def logprobs(self, sample: Rollout) -> LogprobArray:
+        # bfloat16 is the upper half of float32
         bits = super().logprobs(sample).astype(np.float32).view(np.uint32)
         return (bits & np.uint32(0xFFFF0000)).view(np.float32).astype(np.float64)
 
@@ -107,7 +113,7 @@ class _BatchIdsInEightBits(Collator):
 
 
 class _BatchZeroFilled(Collator):
-    """Zeros where nothing was captured, and nothing that marks them."""
+    """Fills places without a captured row with zeros, and does not mark them."""
 
     def routes(self, sample: Rollout) -> IntArray:
         return np.maximum(super().routes(sample), 0)
@@ -118,19 +124,20 @@ class _BatchZeroFilled(Collator):
 
 class _BatchFirstSampleDecides(Collator):
     def has_routes(self, samples: list[Rollout]) -> bool:
+        # a first sample without routes, e.g. an aborted one, hides all others
         return samples[0].routes is not None
 
 
 class _BatchTakesAnything(Collator):
     def check(self, sample: Rollout) -> None:
-        """Lengths that do not fit are padded."""
+        """Check nothing: other lengths are padded."""
 
 
 class _BatchAlignedWithEnd(Collator):
-    """Fields of the response stand at its end, whatever their length."""
+    """Aligns fields of the response with its end, whatever their length."""
 
     def check(self, sample: Rollout) -> None:
-        """None is looked at."""
+        """Check nothing."""
 
     def logprobs(self, sample: Rollout) -> LogprobArray:
         values, count = sample.logprobs, len(sample.response_ids)
@@ -171,7 +178,7 @@ class _BatchAlignedWithEnd(Collator):
 
 
 class _BatchMissingRoutesMadeUp(Collator):
-    """A sample without routes gets rows of zeros, which count as captured."""
+    """Gives a sample without routes rows of zeros, which count as captured."""
 
     def routes(self, sample: Rollout) -> IntArray:
         return super().routes(self._made_up(sample))
@@ -187,19 +194,17 @@ class _BatchMissingRoutesMadeUp(Collator):
 
 
 class _PartEdited(Collator):
-    """``edited`` changes the rows of a batch after the conversion."""
+    """Changes the rows of a batch after the conversion, by ``edited``."""
 
     def rows(self, batch: CollatedBatch) -> list[BatchRow]:
         return self.edited(super().rows(batch))
 
     def edited(self, rows: list[BatchRow]) -> list[BatchRow]:
-        raise NotImplementedError(f"{type(self).__name__} must say what it does to the rows")
+        raise NotImplementedError(f"{type(self).__name__} must override ``edited``")
 
 
 class _BatchMergeLosesRoutes(_PartEdited):
-    """Two shards are merged by the fields of the first; the routes of the second are lost on the
-    way.
-    """
+    """Merges two shards by the fields of the first, and loses the routes of the second."""
 
     def edited(self, rows: list[BatchRow]) -> list[BatchRow]:
         half = (len(rows) + 1) // 2
@@ -207,13 +212,13 @@ class _BatchMergeLosesRoutes(_PartEdited):
 
 
 def _by_length(rows: Iterable[BatchRow]) -> list[int]:
-    """The order in which a balancer takes rows: the longest first."""
+    """Return the order in which a balancer takes rows: the longest first."""
     lengths = [int(np.sum(row.attention)) for row in rows]
     return sorted(range(len(lengths)), key=lambda i: -lengths[i])
 
 
 class _BatchLogprobsBalancedApart(_PartEdited):
-    """Rows are balanced over the ranks by length, and ``field`` stays in the order of the samples."""
+    """Balances rows over ranks by length, but leaves ``field`` in the order of the samples."""
 
     field = "logprobs"
 
@@ -231,7 +236,7 @@ class _BatchRoutesBalancedApart(_BatchLogprobsBalancedApart):
 
 
 class _BatchFilterHitsNeighbour(_PartEdited):
-    """A filter zeroes the mask of the sample beside the one that it means."""
+    """Zeroes the mask of the sample next to the filtered one."""
 
     def edited(self, rows: list[BatchRow]) -> list[BatchRow]:
         if len(rows) < 2 or rows[1].loss_mask is None:
@@ -240,7 +245,7 @@ class _BatchFilterHitsNeighbour(_PartEdited):
 
 
 class _BatchZigzagNotUndone(Collator):
-    """Rows were divided in zigzag over two context ranks, and put together as if each rank had one
+    """Divides rows in zigzag over two context ranks, and joins them as if each rank had one
     stretch.
     """
 
@@ -255,7 +260,7 @@ class _BatchZigzagNotUndone(Collator):
 
 
 class _BatchMissingLogprobTrained(Collator):
-    """A logprob that is missing becomes 0.0, and its token is trained on."""
+    """Replaces a missing logprob by 0.0, and trains on its token."""
 
     def logprobs(self, sample: Rollout) -> LogprobArray:
         return super().logprobs(
@@ -273,7 +278,7 @@ class _BatchMissingLogprobTrained(Collator):
 
 
 class _BatchPromptTrained(Collator):
-    """The mask begins at the last prompt token: labels and tokens are mixed up."""
+    """Begins the mask at the last prompt token: labels and tokens are confused."""
 
     def loss_mask(self, sample: Rollout) -> IntArray:
         mask = super().loss_mask(sample)
@@ -310,7 +315,7 @@ BUGS: tuple[KnownBug, ...] = (
     ),
     KnownBug(
         id="batch-drops-remainder",
-        summary="Samples that do not fill a micro-batch are left out.",
+        summary="Samples that do not fill a microbatch are left out.",
         refs=("AReno#524",),
         kind="batches",
         make=_BatchDropsRemainder,
@@ -327,8 +332,7 @@ BUGS: tuple[KnownBug, ...] = (
     KnownBug(
         id="batch-wrong-prefix",
         summary=(
-            "Tokens are placed by a prompt length that is off by one, beside an attention "
-            "mask that is not."
+            "Tokens are placed by a prompt length that is off by one; the attention mask is not."
         ),
         refs=("AReno#524",),
         kind="batches",
@@ -345,7 +349,7 @@ BUGS: tuple[KnownBug, ...] = (
     ),
     KnownBug(
         id="batch-attention-as-loss-mask",
-        summary="The attention mask is used as loss mask: tool output is trained on.",
+        summary="The attention mask is used as the loss mask: tool output is trained on.",
         refs=("verl#2543",),
         kind="batches",
         make=_BatchAttentionAsLossMask,
@@ -353,7 +357,7 @@ BUGS: tuple[KnownBug, ...] = (
     ),
     KnownBug(
         id="batch-logprobs-shifted",
-        summary="Logprobs stand one place before their tokens.",
+        summary="Logprobs are one place before their tokens.",
         refs=("SkyRL#1304", "prime-rl#1525"),
         kind="batches",
         make=_BatchLogprobsShifted,
@@ -369,7 +373,7 @@ BUGS: tuple[KnownBug, ...] = (
     ),
     KnownBug(
         id="batch-logprobs-dropped",
-        summary="The batch carries no logprobs.",
+        summary="The batch has no logprobs.",
         refs=("slime#1995", "SkyRL#1815"),
         kind="batches",
         make=_BatchLogprobsDropped,
@@ -393,7 +397,7 @@ BUGS: tuple[KnownBug, ...] = (
     ),
     KnownBug(
         id="batch-zero-filled",
-        summary=("Places without a row hold zeros: expert 0, top_k times, for every one of them."),
+        summary="Places without a row contain zeros: expert 0, top_k times.",
         refs=("verl agent_loop.py (0.9.1)", "slime#941", "verl#7841"),
         kind="batches",
         make=_BatchZeroFilled,
@@ -402,7 +406,7 @@ BUGS: tuple[KnownBug, ...] = (
     ),
     KnownBug(
         id="batch-first-sample-decides",
-        summary="Whether the batch has routes is read off its first sample.",
+        summary="Whether the batch has routes is decided by its first sample.",
         refs=("verl agent_loop.py (0.9.1)",),
         kind="batches",
         make=_BatchFirstSampleDecides,
@@ -410,7 +414,7 @@ BUGS: tuple[KnownBug, ...] = (
     ),
     KnownBug(
         id="batch-takes-anything",
-        summary="Fields whose lengths do not fit the tokens are padded without a word.",
+        summary="Fields with lengths that do not fit the tokens are padded silently.",
         refs=("verl agent_loop.py (0.9.1)", "ROLL functionals.py", "verl#6027", "vime#70"),
         kind="batches",
         make=_BatchTakesAnything,
@@ -466,7 +470,7 @@ BUGS: tuple[KnownBug, ...] = (
     ),
     KnownBug(
         id="batch-filter-hits-neighbour",
-        summary=("A filter zeroes the loss mask of the sample beside the one that it means."),
+        summary="A filter zeroes the loss mask of the sample next to the intended one.",
         refs=("cf. slime#2124", "cf. SkyRL generators/utils.py (apply_overlong_filtering)"),
         kind="batches",
         make=_BatchFilterHitsNeighbour,
@@ -475,8 +479,8 @@ BUGS: tuple[KnownBug, ...] = (
     KnownBug(
         id="batch-zigzag-not-undone",
         summary=(
-            "Rows that were divided in zigzag over context ranks are put together one rank "
-            "after the other."
+            "Rows that were divided in zigzag over context ranks are joined one rank after the"
+            " other."
         ),
         refs=("slime#2175",),
         kind="batches",
@@ -485,10 +489,7 @@ BUGS: tuple[KnownBug, ...] = (
     ),
     KnownBug(
         id="batch-missing-logprob-trained",
-        summary=(
-            "A logprob that is missing becomes 0.0, a probability of 1, and its token is "
-            "trained on."
-        ),
+        summary="A missing logprob becomes 0.0, a probability of 1, and its token is trained on.",
         refs=("OpenRLHF agent.py (0.11.2)", "vime#70"),
         kind="batches",
         make=_BatchMissingLogprobTrained,

@@ -1,4 +1,4 @@
-"""Known bugs of routing, at its source: what engines capture, and how it is encoded on its way."""
+"""Known bugs of routes in an engine: what it captures, and how it encodes it."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ __all__ = ["BUGS"]
 
 
 class _LayersByOrdinal(AsSampled):
-    """Maps the columns of MoE layers by their ordinal although the engine's columns count every
+    """Maps the columns of MoE layers by their ordinal, although the engine's columns count every
     layer.
     """
 
@@ -44,7 +44,7 @@ class _LayersShifted(AsSampled):
 
 
 class _DenseColumnsNotCleared(AsSampled):
-    """The buffer of the dense layers is that of an earlier sample."""
+    """Leaves an earlier sample's values in the buffer of the dense layers."""
 
     def final_routes(self, sample: PartialSample) -> IntArray | None:
         rows = super().final_routes(sample)
@@ -60,6 +60,7 @@ class _BytesMisdecoded(AsSampled):
         if rows is None:
             return None
         experts = self.contract.num_experts or 1
+        # any permutation of the ids shows the fault: every id stays legal
         return ((rows.astype(np.int64) + 3) % experts).astype(rows.dtype)
 
 
@@ -73,19 +74,19 @@ class _IdsWrapped(AsSampled):
 class _TypeTooNarrow(AsSampled):
     def final_routes(self, sample: PartialSample) -> IntArray | None:
         rows = super().final_routes(sample)
+        # the model of the case has more than 256 experts
         return rows if rows is None else rows.astype(np.uint8)
 
 
 class _TypeUndeclared(AsSampled):
     def final_routes(self, sample: PartialSample) -> IntArray | None:
         rows = super().final_routes(sample)
+        # the values are right; a reader of raw bytes expects the declared type
         return rows if rows is None else rows.astype(np.int16)
 
 
 class _TopKFromSize(AsSampled):
-    """Divides the size of a buffer that is too long by rows and layers, and takes what comes out
-    for top-k.
-    """
+    """Divides the size of a buffer that is too long by rows and layers to get top-k."""
 
     def final_routes(self, sample: PartialSample) -> IntArray | None:
         rows = super().final_routes(sample)
@@ -101,6 +102,7 @@ class _RoutesFlagLost(AsSampled):
     async def call(
         self, server_id: str, sample: PartialSample, sent: tuple[int, ...], budget: int | None
     ) -> EngineOutput:
+        # the caller's flag is lost before the call
         sample.request = replace(sample.request, want_routes=False)
         return await super().call(server_id, sample, sent, budget)
 
@@ -117,7 +119,7 @@ class _PipelineStageMissing(CodedPolicy):
 
 
 class _PromptRowsMissing(CodedPolicy):
-    """The rows of the first two tokens were not written when they were read."""
+    """Reads the rows of the first two tokens before they are written."""
 
     def routes_spans(
         self, spans: Iterable[VersionSpan], ids: Sequence[int], start: int, stop: int
@@ -128,7 +130,7 @@ class _PromptRowsMissing(CodedPolicy):
 
 
 class _CapturedOnce(CodedPolicy):
-    """A CUDA graph replays the forward, and the capture still shows the one that was recorded."""
+    """A CUDA graph replays the forward, but the capture still shows the recorded one."""
 
     def routes_spans(
         self, spans: Iterable[VersionSpan], ids: Sequence[int], start: int, stop: int
@@ -139,7 +141,7 @@ class _CapturedOnce(CodedPolicy):
 
 
 class _SharedExpertKept(CodedPolicy):
-    """The fused shared expert stands behind the last routed one, and is not cut off."""
+    """Does not cut off the fused shared expert, which follows the last routed one."""
 
     def routes_spans(
         self, spans: Iterable[VersionSpan], ids: Sequence[int], start: int, stop: int
@@ -150,7 +152,7 @@ class _SharedExpertKept(CodedPolicy):
 
 
 class _StaleSlots(CodedPolicy):
-    """Slots that were given to this call still hold the rows of the one before."""
+    """Returns rows that the previous call left in its slots."""
 
     def routes_spans(
         self, spans: Iterable[VersionSpan], ids: Sequence[int], start: int, stop: int
@@ -161,7 +163,7 @@ class _StaleSlots(CodedPolicy):
 
 
 class _PrefillOverwritesRows(FakeEngine):
-    """Declares that rows stay, but stores them by slot, where a second prefill writes over them."""
+    """Declares that rows stay, but stores them by slot, so a second prefill overwrites them."""
 
     def _enqueue(self, call: Call, rid: str | None) -> InflightCall:
         self._scheduler._flavour = replace(self.flavour, recompute=ReprefillRows.OVERWRITTEN)
@@ -169,12 +171,12 @@ class _PrefillOverwritesRows(FakeEngine):
 
 
 class _PrefixCacheOutlivesWeights(FakeEngine):
-    """Says that it dropped its prefix cache at the pause, and serves from it afterwards."""
+    """Reports its prefix cache as dropped at the pause, and uses it afterwards."""
 
     async def pause(self, mode: PauseMode = PauseMode.ABORT, clear_cache: bool = True) -> None:
-        kept, self._scheduler.cache = self._scheduler.cache, PrefixCache()
+        cache, self._scheduler.cache = self._scheduler.cache, PrefixCache()
         await super().pause(mode, clear_cache)
-        self._scheduler.cache = kept
+        self._scheduler.cache = cache
 
 
 _WIDE = case(model=Model(num_experts=300))
@@ -186,7 +188,7 @@ BUGS: tuple[KnownBug, ...] = (
     KnownBug(
         id="dense-columns-not-cleared",
         summary=(
-            "The columns of dense layers hold what was left in the buffer, and it looks like a"
+            "The columns of dense layers contain leftovers of the buffer, which look like a"
             " choice of experts."
         ),
         refs=("cf. sglang#23885", "cf. sglang#34319"),
@@ -197,8 +199,7 @@ BUGS: tuple[KnownBug, ...] = (
     KnownBug(
         id="layers-by-ordinal",
         summary=(
-            "Columns are taken for MoE layers in order, although the engine counts dense layers"
-            " too."
+            "Columns are read as MoE layers in order, although the engine counts dense layers too."
         ),
         refs=("verl#5037", "slime#810"),
         make=_LayersByOrdinal,
@@ -207,7 +208,7 @@ BUGS: tuple[KnownBug, ...] = (
     ),
     KnownBug(
         id="layers-shifted",
-        summary="The choice of layer l stands in the column of layer l + 1.",
+        summary="The choice of layer l is in the column of layer l + 1.",
         refs=("NeMo-RL#3903",),
         make=_LayersShifted,
         cases=(CLEAN,),
@@ -216,8 +217,8 @@ BUGS: tuple[KnownBug, ...] = (
     KnownBug(
         id="bytes-misdecoded",
         summary=(
-            "The receiver decodes the bytes otherwise than the sender encoded them; every id is"
-            " legal, and wrong."
+            "The receiver decodes the bytes in another way than the sender encoded them; every id"
+            " is legal, and wrong."
         ),
         refs=("prime-rl#2813",),
         make=_BytesMisdecoded,
@@ -226,7 +227,7 @@ BUGS: tuple[KnownBug, ...] = (
     ),
     KnownBug(
         id="ids-wrapped",
-        summary="Ids pass through eight bits, and those above 255 come out as others.",
+        summary="Ids are stored in eight bits on the way, and ids above 255 become other ids.",
         refs=("verl#5240", "prime-rl#3051"),
         make=_IdsWrapped,
         cases=(_WIDE,),
@@ -234,7 +235,7 @@ BUGS: tuple[KnownBug, ...] = (
     ),
     KnownBug(
         id="type-too-narrow",
-        summary="Routes are handed over in eight bits, which do not hold every expert.",
+        summary="Routes are returned in eight bits, which cannot represent every expert.",
         refs=("verl#5240", "verl#7407"),
         make=_TypeTooNarrow,
         cases=(_WIDE,),
@@ -243,7 +244,7 @@ BUGS: tuple[KnownBug, ...] = (
     KnownBug(
         id="type-undeclared",
         summary=(
-            "Routes come in another integer type than declared, which a decoder of bytes misreads."
+            "Routes have another integer type than declared, which a decoder of bytes misreads."
         ),
         refs=("SkyRL#1378",),
         make=_TypeUndeclared,
@@ -260,7 +261,7 @@ BUGS: tuple[KnownBug, ...] = (
     ),
     KnownBug(
         id="routes-dropped",
-        summary="The engine returned routes, and the agent loop leaves them out of its output.",
+        summary="The engine returned routes, and the agent loop omits them from its output.",
         refs=("verl#5368",),
         make=_RoutesDropped,
         cases=(CLEAN,),
@@ -276,7 +277,7 @@ BUGS: tuple[KnownBug, ...] = (
     ),
     KnownBug(
         id="pipeline-stage-missing",
-        summary="The layers of a pipeline stage are zeros: nobody gathered them.",
+        summary="The layers of a pipeline stage are zeros: they were not gathered.",
         refs=("slime#395", "slime#2175", "vllm#44116"),
         make=on_policy(_PipelineStageMissing),
         cases=(CLEAN,),
@@ -285,8 +286,8 @@ BUGS: tuple[KnownBug, ...] = (
     KnownBug(
         id="prompt-rows-missing",
         summary=(
-            "Rows of the prompt are zeros: the copy from the prefill was not finished when they"
-            " were read."
+            "Rows of the prompt are zeros: they were read before the copy from the prefill was"
+            " complete."
         ),
         refs=("sglang#23885", "llm-d-router#1473"),
         make=on_policy(_PromptRowsMissing),
@@ -312,7 +313,7 @@ BUGS: tuple[KnownBug, ...] = (
     KnownBug(
         id="stale-slots",
         summary=(
-            "KV moved to new slots without its rows: they are those of the slots' former owner."
+            "KV moved to new slots without its rows: the rows are those of the slots' former owner."
         ),
         refs=("sglang#26975", "vllm#39568"),
         make=on_policy(_StaleSlots),
@@ -322,8 +323,8 @@ BUGS: tuple[KnownBug, ...] = (
     KnownBug(
         id="prefill-overwrites-rows",
         summary=(
-            "A retracted call is prefilled anew under new weights, and its rows are overwritten;"
-            " its logprobs stay."
+            "A retracted call is prefilled again under new weights, which overwrites its rows but"
+            " not its logprobs."
         ),
         refs=("miles#3277", "sglang#39633", "miles#3307"),
         make=on_engine(_PrefillOverwritesRows, EngineKeep),

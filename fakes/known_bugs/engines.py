@@ -1,6 +1,4 @@
-"""Known bugs of engines that are driven directly: each on the fake engine, in the experiment that
-shows it.
-"""
+"""Known bugs of engines, each on the fake engine, in the experiment that shows it."""
 
 from __future__ import annotations
 
@@ -19,7 +17,7 @@ __all__ = ["BUGS"]
 
 
 class _CachedRowsMoved(FakeEngineSubject):
-    """Keeps the rows of cached blocks under the wrong slots: each is that of its neighbour."""
+    """Returns the rows of each cached slot's neighbour."""
 
     def shown(self, output: EngineOutput, query: Query) -> EngineOutput:
         if output.routes is None or not output.cached_tokens:
@@ -39,7 +37,7 @@ class _ExpertsSortedById(FakeEngineSubject):
 
 
 class _LogprobsOfTheNextToken(FakeEngineSubject):
-    """Pairs each token with the logprob of the one after it."""
+    """Pairs each token with the logprob of the next one."""
 
     def shown(self, output: EngineOutput, query: Query) -> EngineOutput:
         return (
@@ -50,7 +48,7 @@ class _LogprobsOfTheNextToken(FakeEngineSubject):
 
 
 class _LogprobsOfTheOtherMode(FakeEngineSubject):
-    """Returns logprobs after the temperature, and says raw."""
+    """Returns logprobs after the temperature, although it declares raw ones."""
 
     def shown(self, output: EngineOutput, query: Query) -> EngineOutput:
         return (
@@ -61,9 +59,7 @@ class _LogprobsOfTheOtherMode(FakeEngineSubject):
 
 
 class _RowOfAStepThrownAway(FakeEngineSubject):
-    """On an abort the step in flight is not taken back: its row comes along, and its token does
-    not.
-    """
+    """Returns the row of the step in flight at an abort, but not its token."""
 
     def shown(self, output: EngineOutput, query: Query) -> EngineOutput:
         if (
@@ -78,9 +74,7 @@ class _RowOfAStepThrownAway(FakeEngineSubject):
 
 
 class _AbortWithoutCounts(FakeEngineSubject):
-    """The reply to an aborted call is built in another place, which forgets the count of cached
-    tokens.
-    """
+    """Builds the reply to an aborted call in another place, which forgets the cached tokens."""
 
     def shown(self, output: EngineOutput, query: Query) -> EngineOutput:
         return (
@@ -91,7 +85,7 @@ class _AbortWithoutCounts(FakeEngineSubject):
 
 
 class _SpansSplitWithoutCause(FakeEngineSubject):
-    """Begins a span at every step that it looks at the version, also where it is the same."""
+    """Begins a span whenever it reads the version, also if the version is the same."""
 
     def shown(self, output: EngineOutput, query: Query) -> EngineOutput:
         if len(output.token_ids) < 2 or len(output.spans) != 1:
@@ -105,7 +99,7 @@ class _SpansSplitWithoutCause(FakeEngineSubject):
 
 
 class _RoutesForTheWholeBatch(FakeEngineSubject):
-    """One call of the batch asks for routes, and all get them."""
+    """Returns routes to all calls of a batch in which one requests them."""
 
     async def generate(self, query: Query, watch: Watch) -> Sequence[EngineOutput]:
         return await super().generate(replace(query, want_routes=True), watch)
@@ -129,9 +123,7 @@ class _AbortRepeatsTheLastToken(FakeEngineSubject):
 
 
 class _ReloadBreaksWeights(FakeEngineSubject):
-    """Weights that are loaded a second time end up in buffers that the forward does not read as it
-    did.
-    """
+    """The second load puts weights into buffers that the forward reads in another way."""
 
     async def update_weights(self, update: WeightUpdate) -> None:
         await super().update_weights(update)
@@ -140,7 +132,7 @@ class _ReloadBreaksWeights(FakeEngineSubject):
 
 
 class _SampleLost(FakeEngineSubject):
-    """Of several samples the last is not returned."""
+    """Returns all but the last of several samples."""
 
     async def generate(self, query: Query, watch: Watch) -> Sequence[EngineOutput]:
         outputs = await super().generate(query, watch)
@@ -148,7 +140,7 @@ class _SampleLost(FakeEngineSubject):
 
 
 class _BadOffsetIgnored(FakeEngineSubject):
-    """An offset beyond the prompt is not refused, and all rows are returned."""
+    """Accepts an offset beyond the prompt, and returns all rows."""
 
     async def generate(self, query: Query, watch: Watch) -> Sequence[EngineOutput]:
         bad = query.routes_start is not None and query.routes_start > len(query.prompt_ids)
@@ -156,7 +148,7 @@ class _BadOffsetIgnored(FakeEngineSubject):
 
 
 class _ParkedAbortForgotten(FakeEngineSubject):
-    """Calls that come during a pause wait outside the engine, where an abort does not look."""
+    """Parks calls outside the engine during a pause, and does not abort them there."""
 
     _closed = False
 
@@ -174,7 +166,7 @@ class _ParkedAbortForgotten(FakeEngineSubject):
 
 
 class _PausedCallTurnedAway(FakeEngineSubject):
-    """A gate in front of the engine answers calls during a pause with an empty abort."""
+    """A gate in front of the engine returns an empty abort during a pause."""
 
     _closed = False
 
@@ -207,8 +199,8 @@ BUGS: tuple[KnownBug, ...] = (
     KnownBug(
         id="cached-rows-moved",
         summary=(
-            "The rows of a cached prefix are those of other slots: the KV was moved and they "
-            "were not."
+            "The rows of a cached prefix are those of other slots: the KV was moved without its"
+            " rows."
         ),
         refs=("SGLang#26975", "cf. SGLang#39027"),
         kind="engines",
@@ -219,7 +211,8 @@ BUGS: tuple[KnownBug, ...] = (
     KnownBug(
         id="experts-sorted-by-id",
         summary=(
-            "The experts of a row are sorted by id, so that their weights cannot be told by place."
+            "The experts of a row are sorted by id, so that their order no longer gives their"
+            " weights."
         ),
         refs=("cf. vLLM#37605",),
         kind="engines",
@@ -229,7 +222,7 @@ BUGS: tuple[KnownBug, ...] = (
     ),
     KnownBug(
         id="logprobs-of-the-next-token",
-        summary="Each token comes with the logprob of the token after it.",
+        summary="Each token comes with the logprob of the next one.",
         refs=("cf. SGLang#34627", "cf. SGLang#14046"),
         kind="engines",
         make=_LogprobsOfTheNextToken,
@@ -239,8 +232,8 @@ BUGS: tuple[KnownBug, ...] = (
     KnownBug(
         id="logprobs-of-the-other-mode",
         summary=(
-            "Logprobs are taken after the temperature where the engine says before it, or the "
-            "other way round."
+            "Logprobs are taken after the temperature although the engine declares before it, or"
+            " the reverse."
         ),
         refs=("trl#4159", "vime#64"),
         kind="engines",
@@ -250,7 +243,7 @@ BUGS: tuple[KnownBug, ...] = (
     ),
     KnownBug(
         id="row-of-a-step-thrown-away",
-        summary="An aborted call returns the row of a step whose token was thrown away.",
+        summary="An aborted call returns the row of a step whose token was discarded.",
         refs=("cf. vLLM#39917",),
         kind="engines",
         make=_RowOfAStepThrownAway,
@@ -277,7 +270,7 @@ BUGS: tuple[KnownBug, ...] = (
     ),
     KnownBug(
         id="routes-for-the-whole-batch",
-        summary="One call of a batch asks for routes, and every call gets them.",
+        summary="One call of a batch requests routes, and every call gets them.",
         refs=("cf. slime#1909",),
         kind="engines",
         make=_RoutesForTheWholeBatch,
@@ -315,8 +308,8 @@ BUGS: tuple[KnownBug, ...] = (
     KnownBug(
         id="bad-offset-ignored",
         summary=(
-            "An offset beyond the prompt is ignored, and all rows come back where the caller "
-            "counts on fewer."
+            "An offset beyond the prompt is ignored, and all rows come back although the caller"
+            " expects fewer."
         ),
         refs=("strands-sglang#72",),
         kind="engines",
@@ -327,8 +320,8 @@ BUGS: tuple[KnownBug, ...] = (
     KnownBug(
         id="parked-abort-forgotten",
         summary=(
-            "A call that waits for the end of a pause is aborted, and runs to its end after "
-            "the resume."
+            "A call that waits for the end of a pause is aborted, and runs to its end after the"
+            " resume."
         ),
         refs=("SGLang 0.5.21 (docs/track-record.md)",),
         kind="engines",
@@ -339,8 +332,8 @@ BUGS: tuple[KnownBug, ...] = (
     KnownBug(
         id="paused-call-turned-away",
         summary=(
-            "A call sent to a paused engine is answered with an empty abort where the engine "
-            "says that it waits."
+            "A call sent to a paused engine gets an empty abort, although the engine declares"
+            " that it waits."
         ),
         refs=("cf. TensorRT-LLM#12272",),
         kind="engines",

@@ -1,5 +1,5 @@
-"""Known bugs of the wire: replies over HTTP that are read wrongly, retried wrongly, or taken for
-whole when they are not.
+"""Known bugs of HTTP clients: replies that are misread, retried wrongly, or used although they are
+incomplete.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ from rollproof.fakes.clients.http_clients import (
     SglangManager,
     SglangStreamer,
     VllmManager,
-    versioned,
+    parse_version,
 )
 from rollproof.fakes.clients.resuming import PartialSample
+from rollproof.fakes.http.client import BrokenReply, HttpReply
 from rollproof.fakes.http.engine_backend import RoutesForm
 from rollproof.fakes.http.fault_plan import FaultPlan, WireFault, WireFaultKind
-from rollproof.fakes.http.in_process_client import BrokenOff, Heard
 from rollproof.fakes.http.request_body import words_of
 from rollproof.fakes.known_bugs._planting import ENDING, act, case, request
 from rollproof.fakes.known_bugs.known_bug import KnownBug
@@ -44,12 +44,12 @@ def _plan(kind: WireFaultKind, **fields: Any) -> FaultPlan:
     return FaultPlan(faults=(WireFault(do=kind, path="/generate", **{"nth": (1,), **fields}),))
 
 
-def _events(error: BrokenOff) -> list[Any]:
-    return [] if error.heard is None else error.heard.events()
+def _events(error: BrokenReply) -> list[Any]:
+    return [] if error.partial is None else error.partial.events()
 
 
 class _WireDtypeKeyIgnored(SglangManager):
-    """Takes the bytes for int32, whatever the server says that they are."""
+    """Reads the bytes as int32, whatever type the server names."""
 
     served: ClassVar[Mapping[str, Any]] = {"routes": RoutesForm.COMPACT}
 
@@ -58,7 +58,7 @@ class _WireDtypeKeyIgnored(SglangManager):
 
 
 class _WireBigEndian(SglangManager):
-    """Takes the bytes for those of the network."""
+    """Reads the bytes in network order."""
 
     def rows(self, meta: Mapping[str, Any]) -> IntArray | None:
         rows = super().rows(meta)
@@ -66,7 +66,7 @@ class _WireBigEndian(SglangManager):
 
 
 class _WireInt32AsBytes(SglangManager):
-    """Reads the int32 as bytes, and as many rows of them as are expected."""
+    """Reads the int32 array as bytes, as many as the rows that it expects."""
 
     def rows(self, meta: Mapping[str, Any]) -> IntArray | None:
         rows = super().rows(meta)
@@ -78,7 +78,7 @@ class _WireInt32AsBytes(SglangManager):
 
 
 class _WireLayersFirst(SglangManager):
-    """Lays the buffer out as (layers, rows, top_k)."""
+    """Reads the buffer as (layers, rows, top_k)."""
 
     def rows(self, meta: Mapping[str, Any]) -> IntArray | None:
         rows = super().rows(meta)
@@ -89,8 +89,8 @@ class _WireLayersFirst(SglangManager):
 
 
 class _WireTopKFromBuffer(SglangManager):
-    """Reckons from the length of the buffer how many experts a row has; the rows are as many as it
-    thinks that it asked for.
+    """Computes top-k from the length of the buffer and the number of rows that it believes to have
+    requested.
     """
 
     def rows(self, meta: Mapping[str, Any]) -> IntArray | None:
@@ -101,25 +101,27 @@ class _WireTopKFromBuffer(SglangManager):
 
 
 class _WireCumulativeAsDelta(SglangStreamer):
-    """Joins the tokens of events each of which holds all of them."""
+    """Joins the tokens of events that each contain all of them."""
 
-    def reply(self, heard: Heard) -> Any:
-        last = super().reply(heard)
-        last["output_ids"] = [token for event in heard.events() for token in event["output_ids"]]
+    def decode(self, reply: HttpReply) -> Any:
+        last = super().decode(reply)
+        last["output_ids"] = [token for event in reply.events() for token in event["output_ids"]]
         last["meta_info"]["output_token_logprobs"] = [
-            one for event in heard.events() for one in event["meta_info"]["output_token_logprobs"]
+            logprob
+            for event in reply.events()
+            for logprob in event["meta_info"]["output_token_logprobs"]
         ]
         return last
 
 
 class _WireDeltaAsCumulative(SglangStreamer):
-    """Takes the last event for the whole, where the server streams only what is new."""
+    """Takes the last event for the reply, although the server streams deltas."""
 
     served: ClassVar[Mapping[str, Any]] = {"incremental": True}
 
 
 class _WireCutStreamIsStop(SglangStreamer):
-    """A stream that breaks off is handed over as if the model had stopped."""
+    """Returns a broken stream as if the model had stopped."""
 
     plan: ClassVar[FaultPlan] = _plan(WireFaultKind.TRUNCATE)
 
@@ -128,19 +130,19 @@ class _WireCutStreamIsStop(SglangStreamer):
     ) -> EngineOutput:
         try:
             return await super().call(server_id, sample, sent, budget)
-        except BrokenOff as error:
+        except BrokenReply as error:
             last = _events(error)[-1]
             last["meta_info"]["finish_reason"] = {"type": "stop"}
             return self.output(sample, last)
 
 
 class _WireShortStreamIsLength(SglangStreamer):
-    """A stream that ends early, and in order, is handed over as if its budget were used up."""
+    """Returns a stream that ends early, in order, as if its budget were used up."""
 
     plan: ClassVar[FaultPlan] = _plan(WireFaultKind.WRONG_LENGTH)
 
-    def reply(self, heard: Heard) -> Any:
-        last = heard.events()[-1]
+    def decode(self, reply: HttpReply) -> Any:
+        last = reply.events()[-1]
         last["meta_info"]["finish_reason"] = last["meta_info"]["finish_reason"] or {
             "type": "length"
         }
@@ -148,7 +150,7 @@ class _WireShortStreamIsLength(SglangStreamer):
 
 
 class _WireRetryCountsBoth(SglangStreamer):
-    """Keeps what a broken stream had brought, and makes the whole call again."""
+    """Keeps the tokens of a broken stream, and makes the whole call again."""
 
     plan: ClassVar[FaultPlan] = _plan(WireFaultKind.RESET)
 
@@ -157,7 +159,7 @@ class _WireRetryCountsBoth(SglangStreamer):
     ) -> EngineOutput:
         try:
             return await super().call(server_id, sample, sent, budget)
-        except BrokenOff as error:
+        except BrokenReply as error:
             partial = self.output(sample, {**_events(error)[-1]})
             self.merge_tokens(sample, partial)
             self.merge_logprobs(sample, partial)
@@ -166,7 +168,7 @@ class _WireRetryCountsBoth(SglangStreamer):
 
 
 class _WirePartialTokenLost(SglangKeeper):
-    """Goes on from what a broken stream had brought, and hands over all but its last token."""
+    """Continues from the tokens of a broken stream, and returns all but the last of them."""
 
     plan: ClassVar[FaultPlan] = _plan(WireFaultKind.RESET)
 
@@ -182,7 +184,7 @@ class _WirePartialTokenLost(SglangKeeper):
 
 
 class _WirePartialTokenSentTwice(SglangKeeper):
-    """Goes on from what a broken stream had brought, and sends its last token twice."""
+    """Continues from the tokens of a broken stream, and sends the last one twice."""
 
     plan: ClassVar[FaultPlan] = _plan(WireFaultKind.RESET)
 
@@ -191,7 +193,7 @@ class _WirePartialTokenSentTwice(SglangKeeper):
 
 
 class _WireRetryForgetsSampling(SglangManager):
-    """A status 503 is answered by another call with the server's own sampling parameters."""
+    """Answers a status 503 by another call with the server's own sampling parameters."""
 
     plan: ClassVar[FaultPlan] = _plan(WireFaultKind.STATUS, after_engine=True)
 
@@ -200,7 +202,7 @@ class _WireRetryForgetsSampling(SglangManager):
 
 
 class _WireSlowReplyCountsTwice(SglangManager):
-    """Makes a call again that takes long, takes what comes first, and adds the other when it comes."""
+    """Makes a slow call again, uses the first reply, and adds the other one later."""
 
     plan: ClassVar[FaultPlan] = _plan(WireFaultKind.SLOW, seconds=30.0)
 
@@ -217,7 +219,7 @@ class _WireSlowReplyCountsTwice(SglangManager):
 
 
 class _WireFailureIsASample(SglangManager):
-    """A status 503 is the end of the sample, whatever it has."""
+    """Ends the sample at a status 503, with the tokens so far."""
 
     plan: ClassVar[FaultPlan] = _plan(WireFaultKind.STATUS, nth=(2,))
 
@@ -233,39 +235,43 @@ class _WireFailureIsASample(SglangManager):
 
 
 class _WireAbortByPrefix(SglangManager):
-    """Names its calls as the request is named, and when it has ended aborts what may be left of
-    them.
-    """
+    """Names calls like their request, and aborts that name once more after the request's end."""
 
     def handle(self, sample: PartialSample) -> str:
         return sample.request.request_id
 
     async def rollout(self, request: Request) -> Rollout | None:
         rollout = await super().rollout(request)
-        await self.lines["s0"].ask("POST", "/abort_request", {"rid": request.request_id})
+        await self.clients["s0"].request("POST", "/abort_request", {"rid": request.request_id})
         return rollout
 
 
 class _WireVersionAfterReply(SglangManager):
-    """Asks the server for its version when the reply is there, in place of reading the reply's own."""
+    """Asks the server for its version after the reply, instead of reading the reply's own."""
 
     async def call(
         self, server_id: str, sample: PartialSample, sent: tuple[int, ...], budget: int | None
     ) -> EngineOutput:
         output = await super().call(server_id, sample, sent, budget)
-        told = (await self.lines[server_id].ask("GET", "/model_info")).json()["weight_version"]
-        span = Span(start=0, end=len(output.token_ids), version=versioned(told))
+        reply = await self.clients[server_id].request("GET", "/model_info")
+        version = parse_version(reply.json()["weight_version"])
+        span = Span(start=0, end=len(output.token_ids), version=version)
         return EngineOutput(
-            token_ids=output.token_ids, logprobs=output.logprobs, routes=output.routes, routes_start=output.routes_start,
-            finish_reason=output.finish_reason, version=versioned(told), spans=(span,) if output.token_ids else (),
-        )  # fmt: skip
+            token_ids=output.token_ids,
+            logprobs=output.logprobs,
+            routes=output.routes,
+            routes_start=output.routes_start,
+            finish_reason=output.finish_reason,
+            version=version,
+            spans=(span,) if output.token_ids else (),
+        )
 
     def pause_mode(self, fleet: Any) -> PauseMode:
         return PauseMode(fleet.pause_mode)
 
 
 class _WireVersionsAsText(SglangManager):
-    """Compares versions as the texts that the wire makes of them."""
+    """Compares versions as the texts that HTTP transports."""
 
     def version_tags(self, sample: PartialSample) -> dict[str, Any]:
         texts = [str(label) for label in sample.labels]
@@ -273,7 +279,7 @@ class _WireVersionsAsText(SglangManager):
 
 
 class _WireTokensFromText(SglangManager):
-    """Makes the ids anew from the text, out of which the end of the sequence was taken."""
+    """Tokenises the text again, which lacks the end of the sequence."""
 
     def tokens(self, reply: Mapping[str, Any]) -> tuple[int, ...]:
         end = f"w{self.fleet.policy.eos_id}"
@@ -289,10 +295,10 @@ class _WireTokensFromText(SglangManager):
 
 
 class _WireReasonObjectAsText(SglangManager):
-    """Looks for the word ``abort`` where SGLang has an object."""
+    """Compares SGLang's finish reason, an object, with the word ``abort``."""
 
-    def reason(self, told: Any) -> FinishReason:
-        return FinishReason.ABORT if told == "abort" else FinishReason.STOP
+    def reason(self, native: Any) -> FinishReason:
+        return FinishReason.ABORT if native == "abort" else FinishReason.STOP
 
 
 class _WireQueuedAbortKey(SglangManager):
@@ -304,13 +310,13 @@ class _WireQueuedAbortKey(SglangManager):
 
 
 class _WireFirstRowCut(VllmManager):
-    """Cuts the first row off, as if it were the header of the file."""
+    """Cuts off the first row, as if it were the header of the file."""
 
     def rows(self, text: str) -> IntArray:
         return super().rows(text)[1:]
 
 
-_ONE = case(flavour="sglang")
+_PLAIN = case(flavour="sglang")
 _WARM = case(flavour="sglang", requests=(request(sampling={"temperature": 0.7}),))
 _CUT = case(act(ActionKind.ABORT, 3), flavour="sglang")
 _QUEUED = case(act(ActionKind.ABORT, 0, queued=True), flavour="sglang")
@@ -327,119 +333,115 @@ BUGS = (
     KnownBug(
         id="wire-dtype-key-ignored",
         summary=(
-            "Routes that a server sends in a compact type, with its name beside them, are read as"
-            " int32: a quarter of the rows."
+            "Routes that a server sends in a compact type, with its name next to them, are read"
+            " as int32: a quarter of the rows."
         ),
         refs=("cf. SkyRL#1378", "cf. prime-rl#3051"),
         make=_WireDtypeKeyIgnored,
-        cases=(_ONE,),
+        cases=(_PLAIN,),
         detected_by=("routes.rows",),
     ),
     KnownBug(
         id="wire-big-endian",
         summary=(
-            "Routes are read in the byte order of the network, which SGLang does not use: expert 3"
-            " becomes 50,331,648."
+            "Routes are read in network byte order, which SGLang does not use: expert 3 becomes"
+            " 50,331,648."
         ),
         refs=("cf. prime-rl#2813",),
         make=_WireBigEndian,
-        cases=(_ONE,),
+        cases=(_PLAIN,),
         detected_by=("routes.in-range",),
     ),
     KnownBug(
         id="wire-int32-as-bytes",
         summary=(
-            "Routes in int32 are read byte by byte, and as many of them taken as are expected:"
-            " three of four are expert 0."
+            "Routes in int32 are read byte by byte, up to the expected number: three of four are"
+            " expert 0."
         ),
         refs=("cf. prime-rl#3051",),
         make=_WireInt32AsBytes,
-        cases=(_ONE,),
+        cases=(_PLAIN,),
         detected_by=("routes.distinct",),
         may_fail=("routes.captured",),
     ),
     KnownBug(
         id="wire-layers-first",
         summary=(
-            "A buffer without a shape is laid out as (layers, rows, top_k): every shape is right,"
-            " every row another token's."
+            "A buffer without a shape is read as (layers, rows, top_k): every shape is right,"
+            " every row is another token's."
         ),
         refs=("cf. prime-rl#2813",),
         make=_WireLayersFirst,
-        cases=(_ONE,),
+        cases=(_PLAIN,),
         detected_by=("routes.content",),
     ),
     KnownBug(
         id="wire-top-k-from-buffer",
         summary=(
-            "How many experts a row has is reckoned from the length of the buffer, in place of"
-            " being taken from the model."
+            "The number of experts in a row is computed from the length of the buffer instead of"
+            " the model's config."
         ),
         refs=("miles sglang_rollout.py::_decode_topk_buffer",),
         make=_WireTopKFromBuffer,
-        cases=(_ONE,),
+        cases=(_PLAIN,),
         detected_by=("routes.shape",),
         may_fail=("routes.rows",),
     ),
     KnownBug(
         id="wire-cumulative-as-delta",
         summary=(
-            "Events of a stream that each hold all tokens so far are joined as if each held the new"
-            " ones."
+            "Stream events that each contain all tokens so far are joined as if each contained"
+            " only the new ones."
         ),
         refs=("cf. vllm#37094",),
         make=_WireCumulativeAsDelta,
-        cases=(_ONE,),
+        cases=(_PLAIN,),
         detected_by=("stitch.tokens",),
     ),
     KnownBug(
         id="wire-delta-as-cumulative",
-        summary="Of a stream that tells only what is new, the last event is taken for the whole.",
+        summary="The last event of a stream of deltas is taken for the complete reply.",
         refs=("cf. sglang#34488",),
         make=_WireDeltaAsCumulative,
-        cases=(_ONE,),
+        cases=(_PLAIN,),
         detected_by=("stitch.tokens",),
     ),
     KnownBug(
         id="wire-cut-stream-is-stop",
-        summary=(
-            "A stream whose connection breaks is handed over as a finished sample, with finish"
-            " reason stop."
-        ),
+        summary="A stream that breaks is returned as a finished sample, with finish reason stop.",
         refs=("cf. vllm#47933",),
         make=_WireCutStreamIsStop,
-        cases=(_ONE,),
+        cases=(_PLAIN,),
         detected_by=("stitch.finish-reason",),
         may_fail=("routes.presence",),
     ),
     KnownBug(
         id="wire-short-stream-is-length",
         summary=(
-            "A stream that ends early and in order, without a reason, is handed over as if the"
+            "A stream that ends early and in order, without a reason, is returned as if the"
             " budget were used up."
         ),
         refs=("cf. AReaL#858",),
         make=_WireShortStreamIsLength,
-        cases=(_ONE,),
+        cases=(_PLAIN,),
         detected_by=("stitch.finish-length",),
         may_fail=("routes.presence",),
     ),
     KnownBug(
         id="wire-retry-counts-both",
         summary=(
-            "What a broken stream had brought is kept, the whole call is made again, and its tokens"
-            " are added: the beginning twice."
+            "The tokens of a broken stream are kept, the whole call is repeated, and its tokens"
+            " are added: the beginning appears twice."
         ),
         refs=("cf. AReaL#1498",),
         make=_WireRetryCountsBoth,
-        cases=(_ONE,),
+        cases=(_PLAIN,),
         detected_by=("stitch.tokens",),
     ),
     KnownBug(
         id="wire-partial-token-lost",
         summary=(
-            "A stack goes on from what a broken stream had brought, and hands over all of it but"
-            " the last token."
+            "A stack continues from the tokens of a broken stream, and loses the last one of them."
         ),
         refs=("cf. sglang#34488",),
         make=_WirePartialTokenLost,
@@ -449,7 +451,7 @@ BUGS = (
     KnownBug(
         id="wire-partial-token-sent-twice",
         summary=(
-            "A stack goes on from what a broken stream had brought, and sends the last token of it"
+            "A stack continues from the tokens of a broken stream, and sends the last one of them"
             " twice."
         ),
         refs=("cf. vllm#22283",),
@@ -460,19 +462,15 @@ BUGS = (
     ),
     KnownBug(
         id="wire-slow-reply-counts-twice",
-        summary=(
-            "A call that takes long is made again, and when both replies have come both are added."
-        ),
+        summary="A slow call is made again, and the tokens of both replies are added.",
         refs=("cf. AReaL#1498",),
         make=_WireSlowReplyCountsTwice,
-        cases=(_ONE,),
+        cases=(_PLAIN,),
         detected_by=("lifecycle.one-reply-per-retry",),
     ),
     KnownBug(
         id="wire-retry-forgets-sampling",
-        summary=(
-            "The call that follows a status 503 is made with the server's own sampling parameters."
-        ),
+        summary="The call after a status 503 uses the server's own sampling parameters.",
         refs=("cf. AReaL#1498",),
         make=_WireRetryForgetsSampling,
         cases=(_WARM,),
@@ -481,8 +479,8 @@ BUGS = (
     KnownBug(
         id="wire-failure-is-a-sample",
         summary=(
-            "A status 503 to the call that resumes makes a finished sample of what there is, which"
-            " is trained on."
+            "A status 503 to the resuming call turns the tokens so far into a finished sample,"
+            " which is trained on."
         ),
         refs=("cf. slime#2124",),
         make=_WireFailureIsASample,
@@ -494,7 +492,7 @@ BUGS = (
         id="wire-abort-by-prefix",
         summary=(
             "When a request has ended, its id is aborted once more to be sure; SGLang ends all"
-            " calls whose ids begin with it."
+            " calls with ids that begin with it."
         ),
         refs=("sglang#25561",),
         make=_WireAbortByPrefix,
@@ -504,8 +502,8 @@ BUGS = (
     KnownBug(
         id="wire-version-after-reply",
         summary=(
-            "The server is asked for its version when the reply has come: tokens sampled before an"
-            " update are tagged with the new one."
+            "The server's version is read after the reply: tokens sampled before an update are"
+            " tagged with the new version."
         ),
         refs=("AReaL#1569",),
         make=_WireVersionAfterReply,
@@ -515,8 +513,7 @@ BUGS = (
     KnownBug(
         id="wire-versions-as-text",
         summary=(
-            "Versions are compared as the texts that the wire makes of them, so that 10 comes"
-            " before 9."
+            "Versions are compared as the texts that HTTP transports, so that 10 comes before 9."
         ),
         refs=("cf. slime#2260",),
         make=_WireVersionsAsText,
@@ -526,8 +523,8 @@ BUGS = (
     KnownBug(
         id="wire-tokens-from-text",
         summary=(
-            "Ids are made anew from the text of the reply, out of which the end of the sequence was"
-            " taken."
+            "Ids are tokenised again from the text of the reply, which lacks the end of the"
+            " sequence."
         ),
         refs=("slime#1861",),
         make=_WireTokensFromText,
@@ -538,7 +535,7 @@ BUGS = (
         id="wire-reason-object-as-text",
         summary=(
             "SGLang's reason is an object, and is compared with the word abort: a sample that was"
-            " cut off is handed over as finished."
+            " cut off is returned as finished."
         ),
         refs=("cf. slime#327",),
         make=_WireReasonObjectAsText,
@@ -549,8 +546,8 @@ BUGS = (
     KnownBug(
         id="wire-queued-abort-key",
         summary=(
-            "A key is read that the reply to a call aborted in the queue does not have: the rollout"
-            " fails."
+            "The client reads a key that the reply to a call aborted in the queue does not have,"
+            " and the rollout fails."
         ),
         refs=("slime#327",),
         make=_WireQueuedAbortKey,

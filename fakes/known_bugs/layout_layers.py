@@ -1,4 +1,4 @@
-"""Known bugs of layouts, layers: columns, pipeline stages, virtual stages, schedules, recompute."""
+"""Known bugs of layouts: columns, pipeline stages, virtual stages, schedules, recompute."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ class _LayoutColumnCountsRouters(MegatronLike):
 
 
 class _LayoutColumnCountsLayers(MegatronLike):
-    """Layer n reads column n of a payload that has columns for MoE layers only, counted from the
-    end where there are fewer.
+    """Layer n reads column n of a payload with columns for MoE layers only, counted from the end if
+    there are fewer.
     """
 
     layout: ClassVar[Layout] = replace(MegatronLike.layout, layer_axis=LayerAxis.MOE)
@@ -38,9 +38,7 @@ class _LayoutColumnCountsLayers(MegatronLike):
 
 
 class _LayoutOffsetCountsDense(MegatronLike):
-    """The offset of a stage counts layers, dense ones too; the routers behind it count on from
-    there.
-    """
+    """The offset of a stage counts dense layers, too; its routers count on from there."""
 
     layout: ClassVar[Layout] = replace(MegatronLike.layout, layer_axis=LayerAxis.MOE)
 
@@ -53,7 +51,7 @@ class _LayoutOffsetCountsDense(MegatronLike):
 
 
 class _LayoutMissingColumnsMadeUp(MegatronLike):
-    """A column that is not there is replaced by the last one that is."""
+    """Replaces a missing column by the last one."""
 
     def select(
         self, layout: Layout, rows: IntArray, rank: Rank, chunk: int
@@ -70,11 +68,12 @@ class _LayoutLayersSwapped(MegatronLike):
         self, layout: Layout, rows: IntArray, rank: Rank, chunk: int
     ) -> dict[Layer, IntArray]:
         chosen = super().select(layout, rows, rank, chunk)
+        # the stage is right, the order within it is reversed
         return dict(zip(chosen, reversed(chosen.values()), strict=True))
 
 
 class _LayoutMtpAliasesALayer(MegatronLike):
-    """The head behind the last layer numbers its own layers from 0 again, and takes their column."""
+    """The MTP head numbers its own layers from 0 again, and takes the columns of those layers."""
 
     def select(
         self, layout: Layout, rows: IntArray, rank: Rank, chunk: int
@@ -91,7 +90,7 @@ class _LayoutRoutersOfDenseLayers(MegatronLike):
 
 
 class _LayoutStagesTakenForEven(MegatronLike):
-    """Layers are dealt out as if all stages held as many as the first one."""
+    """Assumes that all stages have as many layers as the first one."""
 
     def stage_layers(self, layout: Layout, rank: Rank, chunk: int) -> list[Layer]:
         built = super().stage_layers(layout, rank, chunk)
@@ -104,12 +103,13 @@ class _LayoutStagesTakenForEven(MegatronLike):
 class _LayoutEmbeddingNotCounted(MegatronLike):
     def stage_layers(self, layout: Layout, rank: Rank, chunk: int) -> list[Layer]:
         built = super().stage_layers(layout, rank, chunk)
+        # one side divides layers plus embedding, the other side layers only
         counted = layout.stages.embedding and (rank.pp, chunk) > (0, 0) and layout.mesh.vpp == 1
         return [layer + 1 for layer in built] if counted else built
 
 
 class _LayoutChunksInOnePiece(MegatronLike):
-    """A rank builds one run of layers, cut into chunks, where chunks alternate between ranks."""
+    """A rank builds one run of layers, cut into chunks, although chunks alternate between ranks."""
 
     def stage_layers(self, layout: Layout, rank: Rank, chunk: int) -> list[Layer]:
         if layout.mesh.vpp == 1:
@@ -137,7 +137,7 @@ class _LayoutQueueSharedByChunks(MegatronLike):
 
 
 class _LayoutRecomputeUsesNewestTarget(MegatronLike):
-    """A recompute uses the target that was installed last, whichever microbatch it was of."""
+    """A recompute uses the newest target, of whichever microbatch."""
 
     def serve(
         self, layout: Layout, operations: Sequence[Operation], recompute: bool
@@ -153,7 +153,7 @@ class _LayoutRecomputeUsesNewestTarget(MegatronLike):
 
 
 class _LayoutTargetsLeft(MegatronLike):
-    """Nothing empties the queues where no recompute does."""
+    """Does not empty the queues if there is no recompute."""
 
     def serve(
         self, layout: Layout, operations: Sequence[Operation], recompute: bool
@@ -163,7 +163,7 @@ class _LayoutTargetsLeft(MegatronLike):
 
 
 class _LayoutChunksNotReordered(MegatronLike):
-    """Recordings are taken microbatch by microbatch, although they were made chunk by chunk."""
+    """Reads recordings microbatch by microbatch, although they were made chunk by chunk."""
 
     def reorder(
         self, layout: Layout, recorded: Sequence[IntArray], microbatches: int, rank: Rank
@@ -176,6 +176,7 @@ class _LayoutChunksNotReordered(MegatronLike):
 
 class _LayoutStagesInRankOrder(MegatronLike):
     def gather_stages(self, layout: Layout, stages: Sequence[IntArray]) -> IntArray:
+        # with virtual stages a rank has layers of several places
         return np.concatenate(stages, axis=1)
 
 
@@ -323,7 +324,9 @@ BUGS: tuple[KnownBug, ...] = (
     ),
     KnownBug(
         id="layout-chunks-not-reordered",
-        summary=("Recordings are taken to come microbatch by microbatch, and come chunk by chunk."),
+        summary=(
+            "Recordings are read as microbatch by microbatch, although they come chunk by chunk."
+        ),
         refs=("verl#7106", "verl#7805"),
         kind="layouts",
         make=_LayoutChunksNotReordered,
@@ -333,8 +336,8 @@ BUGS: tuple[KnownBug, ...] = (
     KnownBug(
         id="layout-stages-in-rank-order",
         summary=(
-            "The layers of pipeline ranks are put behind each other, although each rank holds "
-            "several chunks."
+            "The layers of pipeline ranks are joined in rank order, although each rank has"
+            " several chunks."
         ),
         refs=("verl#7106", "cf. verl pp_gather"),
         kind="layouts",

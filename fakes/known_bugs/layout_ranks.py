@@ -1,5 +1,5 @@
-"""Known bugs of layouts, ranks: divisions over context-parallel, tensor-parallel and Ulysses ranks,
-and merging.
+"""Known bugs of layouts: divisions over context-parallel, tensor-parallel and Ulysses ranks, and
+merging.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class _LayoutEachSequenceDivided(_LayoutZigzagForContiguous):
 
 
 class _LayoutZigzagOverAll(MegatronLike):
-    """Cuts the whole pack into chunks, not each sequence."""
+    """Cuts the whole pack into chunks instead of each sequence."""
 
     def context(self, layout: Layout, samples: Sequence[IntArray], rank: Rank) -> IntArray:
         rows = np.concatenate(self.lines(layout, samples))
@@ -56,11 +56,13 @@ class _LayoutRanksConcatenated(MegatronLike):
     def context_merge(
         self, layout: Layout, pieces: Sequence[IntArray], lengths: Sequence[int]
     ) -> list[IntArray]:
+        # pieces must be interleaved first: rank r has chunks r and 2 * cp - 1 - r
         return self.unpack(layout, np.concatenate(pieces), lengths)
 
 
 class _LayoutTensorSliceMissing(MegatronLike):
     def tensor_slice(self, layout: Layout, rows: IntArray, rank: Rank) -> IntArray:
+        # the router sees 1 / tp of the rows under sequence parallelism
         return rows
 
 
@@ -73,6 +75,7 @@ class _LayoutUlyssesPaddedInFront(MegatronLike):
     def ulysses(self, layout: Layout, rows: IntArray, rank: Rank) -> IntArray:
         size = layout.mesh.ulysses
         more = self.filler(layout, -len(rows) % size, rows.shape[1:])
+        # token ids are padded at the end, so every row is displaced
         return np.split(np.concatenate([more, rows]), size)[rank.ulysses]
 
 
@@ -83,11 +86,12 @@ class _LayoutUlyssesNotPadded(MegatronLike):
 
 class _LayoutBatchMajorForSequenceMajor(MegatronLike):
     def flatten(self, layout: Layout, batch: IntArray) -> IntArray:
+        # Megatron works on (sequence, batch, hidden)
         return batch.reshape(-1, *batch.shape[2:])
 
 
 class _LayoutMergedFromOneTensorRank(MegatronLike):
-    """The piece of tensor-parallel rank 0 stands for that of all."""
+    """Uses the piece of tensor-parallel rank 0 for all ranks."""
 
     def merge(self, layout: Layout, recorded: Any, lengths: Sequence[int]) -> list[IntArray]:
         return super().merge(
@@ -99,6 +103,7 @@ class _LayoutFailsWhenShort(MegatronLike):
     def context_merge(
         self, layout: Layout, pieces: Sequence[IntArray], lengths: Sequence[int]
     ) -> list[IntArray]:
+        # a chunk of such a sequence is padding only
         if min(lengths) < 2 * layout.mesh.cp:
             raise IndexError("index out of range in a chunk")
         return super().context_merge(layout, pieces, lengths)
@@ -108,8 +113,8 @@ BUGS: tuple[KnownBug, ...] = (
     KnownBug(
         id="layout-contiguous-for-zigzag",
         summary=(
-            "A context-parallel rank takes one piece of all rows, where the model divides in "
-            "zigzag."
+            "A context-parallel rank takes one piece of all rows, although the model divides in"
+            " zigzag."
         ),
         refs=("cf. slime#2175", "ms-swift#9981"),
         kind="layouts",
@@ -120,8 +125,8 @@ BUGS: tuple[KnownBug, ...] = (
     KnownBug(
         id="layout-zigzag-for-contiguous",
         summary=(
-            "A context-parallel rank takes zigzag chunks, where the model divides all rows in "
-            "one piece each."
+            "A context-parallel rank takes zigzag chunks, although the model gives each rank one"
+            " piece."
         ),
         refs=("slime#2175", "verl#7297"),
         kind="layouts",
@@ -132,8 +137,8 @@ BUGS: tuple[KnownBug, ...] = (
     KnownBug(
         id="layout-each-sequence-divided",
         summary=(
-            "A context-parallel rank takes a piece of every sequence, where the model divides "
-            "all rows in one piece each."
+            "A context-parallel rank takes a piece of every sequence, although the model gives"
+            " each rank one piece of all rows."
         ),
         refs=("cf. verl preprocess_thd_engine", "cf. slime#2175"),
         kind="layouts",
@@ -153,8 +158,8 @@ BUGS: tuple[KnownBug, ...] = (
     KnownBug(
         id="layout-ranks-concatenated",
         summary=(
-            "Recordings of context-parallel ranks are put behind each other in rank order, "
-            "although they were divided in zigzag."
+            "Recordings of context-parallel ranks are joined in rank order, although they were"
+            " divided in zigzag."
         ),
         refs=("verl#7106", "verl#7805"),
         kind="layouts",
@@ -182,7 +187,7 @@ BUGS: tuple[KnownBug, ...] = (
     ),
     KnownBug(
         id="layout-ulysses-padded-in-front",
-        summary="Rows are padded in front before the Ulysses slice, token ids behind.",
+        summary="Rows are padded in front before the Ulysses slice, token ids at the end.",
         refs=("cf. SkyRL#1772",),
         kind="layouts",
         make=_LayoutUlyssesPaddedInFront,
@@ -202,7 +207,9 @@ BUGS: tuple[KnownBug, ...] = (
     ),
     KnownBug(
         id="layout-batch-major-for-sequence-major",
-        summary=("A batch is flattened sample by sample, where the model flattens place by place."),
+        summary=(
+            "A batch is flattened sample by sample, although the model flattens place by place."
+        ),
         refs=("miles#3146", "SkyRL#1908", "NeMo-RL router_replay.py"),
         kind="layouts",
         make=_LayoutBatchMajorForSequenceMajor,
@@ -211,7 +218,7 @@ BUGS: tuple[KnownBug, ...] = (
     ),
     KnownBug(
         id="layout-merged-from-one-tensor-rank",
-        summary=("The recording of tensor-parallel rank 0 is taken for that of all ranks."),
+        summary="The recording of tensor-parallel rank 0 is used for all ranks.",
         refs=("verl#7106", "cf. miles#496"),
         kind="layouts",
         make=_LayoutMergedFromOneTensorRank,
@@ -220,7 +227,7 @@ BUGS: tuple[KnownBug, ...] = (
     ),
     KnownBug(
         id="layout-fails-when-short",
-        summary="A sequence shorter than 2 * cp cannot be put together again.",
+        summary="A sequence shorter than 2 * cp cannot be joined again.",
         refs=("cf. verl preprocess_thd_engine",),
         kind="layouts",
         make=_LayoutFailsWhenShort,

@@ -1,4 +1,4 @@
-"""Known bugs of layouts, rows: final rows, padding, packing, alignment."""
+"""Known bugs of layouts: final rows, padding, packing, alignment."""
 
 from __future__ import annotations
 
@@ -22,25 +22,28 @@ _PLAIN = MegatronLike.layout
 class _LayoutRoutesShifted(MegatronLike):
     def pair(self, layout: Layout, tokens: IntArray, routes: IntArray) -> Pair:
         fed, rows = super().pair(layout, tokens, routes)
+        # labels and logprobs belong to the next token, routes to the token itself
         return fed, np.roll(rows, -1, axis=0)
 
 
 class _LayoutFinalRowRepeated(MegatronLike):
     def complete(self, layout: Layout, routes: IntArray, tokens: int) -> IntArray:
-        whole = super().complete(layout, routes, tokens)
+        completed = super().complete(layout, routes, tokens)
         if len(routes):
-            whole[len(routes) :] = routes[-1]
-        return whole
+            # the filler looks like a captured row
+            completed[len(routes) :] = routes[-1]
+        return completed
 
 
 class _LayoutFinalRowInFront(MegatronLike):
     def complete(self, layout: Layout, routes: IntArray, tokens: int) -> IntArray:
-        whole = super().complete(layout, routes, tokens)
-        return np.roll(whole, tokens - len(routes), axis=0)
+        completed = super().complete(layout, routes, tokens)
+        return np.roll(completed, tokens - len(routes), axis=0)
 
 
 class _LayoutZeroPadding(MegatronLike):
     def filler(self, layout: Layout, rows: int, shape: tuple[int, ...]) -> IntArray:
+        # all padding goes to expert 0, which overloads it
         return np.zeros((rows, *shape), dtype=np.int64)
 
 
@@ -61,6 +64,7 @@ class _LayoutMaskDropped(MegatronLike):
     layout: ClassVar[Layout] = replace(_PLAIN, packed=False, side=Side.LEFT)
 
     def unpad(self, layout: Layout, batch: IntArray, attention: IntArray) -> list[IntArray]:
+        # the first rows of a line are padding
         return [line[: int(mask.sum())] for line, mask in zip(batch, attention, strict=True)]
 
 
@@ -73,6 +77,7 @@ class _LayoutPaddedOnTheRight(MegatronLike):
 
 class _LayoutPackedWithoutAlignment(MegatronLike):
     def pack(self, layout: Layout, samples: Sequence[IntArray]) -> Pair:
+        # context parallelism needs sequences that divide by 2 * cp
         return super().pack(replace(layout, alignment=Alignment()), samples)
 
 
@@ -100,7 +105,7 @@ class _LayoutTotalNotAligned(MegatronLike):
 
 
 class _LayoutPaddingBehindTheLast(MegatronLike):
-    """All padding stands behind the last sequence, beside cumulative lengths that say otherwise."""
+    """Puts all padding after the last sequence, against the cumulative lengths."""
 
     def pack(self, layout: Layout, samples: Sequence[IntArray]) -> Pair:
         rows, cumulative = super().pack(layout, samples)
@@ -123,7 +128,7 @@ BUGS: tuple[KnownBug, ...] = (
     ),
     KnownBug(
         id="layout-final-row-repeated",
-        summary="The last token is given the row of the token before it.",
+        summary="The last token gets the row of the token before it.",
         refs=("slime#1045", "cf. verl#6473"),
         kind="layouts",
         make=_LayoutFinalRowRepeated,
@@ -141,7 +146,7 @@ BUGS: tuple[KnownBug, ...] = (
     ),
     KnownBug(
         id="layout-zero-padding",
-        summary="Rows of no token hold zeros: expert 0, k times.",
+        summary="Padding rows contain zeros: expert 0, k times.",
         refs=("slime#941", "verl#4986", "SkyRL#1908", "verl#7524"),
         kind="layouts",
         make=_LayoutZeroPadding,
@@ -150,7 +155,7 @@ BUGS: tuple[KnownBug, ...] = (
     ),
     KnownBug(
         id="layout-padding-on-few-experts",
-        summary=("Padding rows are declared to be spread, and all go to the first experts."),
+        summary="Padding rows are declared to be spread, but all go to the first experts.",
         refs=("verl#7524", "prime-rl#3350"),
         kind="layouts",
         make=_LayoutPaddingOnFewExperts,
@@ -159,7 +164,7 @@ BUGS: tuple[KnownBug, ...] = (
     ),
     KnownBug(
         id="layout-misfits-cut-and-filled",
-        summary="Rows beyond the tokens are cut, and missing ones filled, in silence.",
+        summary="Rows beyond the tokens are cut and missing ones are filled, silently.",
         refs=("verl#6089", "ROLL functionals.py", "verl#7841"),
         kind="layouts",
         make=_LayoutMisfitsCutAndFilled,
@@ -168,7 +173,7 @@ BUGS: tuple[KnownBug, ...] = (
     ),
     KnownBug(
         id="layout-mask-dropped",
-        summary=("Unpadding takes the first rows of a line, and the padding is on the left."),
+        summary="Unpadding takes the first rows of a line, although the padding is on the left.",
         refs=("SkyRL#1908",),
         kind="layouts",
         make=_LayoutMaskDropped,
@@ -195,7 +200,7 @@ BUGS: tuple[KnownBug, ...] = (
     ),
     KnownBug(
         id="layout-padding-behind-the-last",
-        summary="The padding of all sequences stands behind the last one.",
+        summary="The padding of all sequences is after the last one.",
         refs=("slime#1052", "SkyRL#1908"),
         kind="layouts",
         make=_LayoutPaddingBehindTheLast,
@@ -224,7 +229,7 @@ BUGS: tuple[KnownBug, ...] = (
     ),
     KnownBug(
         id="layout-total-not-aligned",
-        summary="Each sequence is aligned for FP8, and the sum of all is not.",
+        summary="Each sequence is aligned for FP8, but the sum of all is not.",
         refs=("cf. verl preprocess_packed_seqs", "cf. slime#1052"),
         kind="layouts",
         make=_LayoutTotalNotAligned,

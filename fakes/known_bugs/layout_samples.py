@@ -1,4 +1,4 @@
-"""Known bugs of layouts, samples: microbatches, splits, filters, resumed samples, ids."""
+"""Known bugs of layouts: microbatches, splits, filters, resumed samples, ids."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ _PLAIN = MegatronLike.layout
 
 class _LayoutRemainderDropped(MegatronLike):
     def microbatches(self, layout: Layout, lengths: Sequence[int], most: int) -> list[list[int]]:
-        made = super().microbatches(layout, lengths, most)
-        return made[:-1] if len(made) > 1 else made
+        microbatches = super().microbatches(layout, lengths, most)
+        return microbatches[:-1] if len(microbatches) > 1 else microbatches
 
 
 class _LayoutPermutationAppliedTwice(MegatronLike):
@@ -29,6 +29,7 @@ class _LayoutPermutationAppliedTwice(MegatronLike):
         self, layout: Layout, values: Sequence[Sequence[IntArray]], indexes: Sequence[Sequence[int]]
     ) -> list[IntArray]:
         flat = [value for part in values for value in part]
+        # the inverse places value k at indexes[k]; this reads from there
         return [flat[i] for part in indexes for i in part]
 
 
@@ -48,12 +49,13 @@ class _LayoutPaddingSamplesApart(MegatronLike):
                 samples[:lacking], samples[len(samples) - lacking :], strict=True
             )
         ]
-        whole = [*samples, *padding]
-        return [whole[part::parts] for part in range(parts)]
+        padded = [*samples, *padding]
+        return [padded[part::parts] for part in range(parts)]
 
 
 class _LayoutFilteredWithoutRoutes(MegatronLike):
     def keep(self, layout: Layout, samples: Sequence[Pair], kept: Sequence[int]) -> list[Pair]:
+        # token i meets the routes at its place after the filter
         return [(samples[i][0], samples[place][1]) for place, i in enumerate(kept)]
 
 
@@ -64,6 +66,7 @@ class _LayoutIdsInEightBits(MegatronLike):
 
 class _LayoutBytesTakenForIds(MegatronLike):
     def compact(self, layout: Layout, ids: IntArray) -> IntArray:
+        # each id becomes two: its low and its high byte
         return ids.astype(np.int16).view(np.uint8)
 
 
@@ -83,6 +86,7 @@ class _LayoutWritesPayload(MegatronLike):
     def pack(self, layout: Layout, samples: Sequence[IntArray]) -> Pair:
         packed = super().pack(layout, samples)
         for sample in samples:
+            # another microbatch or rank packs the same arrays again
             sample -= 1
         return packed
 
@@ -105,8 +109,8 @@ BUGS: tuple[KnownBug, ...] = (
     KnownBug(
         id="layout-permutation-applied-twice",
         summary=(
-            "Values of microbatches are put back by the permutation that divided them, not by "
-            "its inverse."
+            "Values of microbatches are restored by the permutation that divided them instead of"
+            " its inverse."
         ),
         refs=("cf. verl restore_dynamic_batch", "SkyRL#1908"),
         kind="layouts",
@@ -116,7 +120,7 @@ BUGS: tuple[KnownBug, ...] = (
     ),
     KnownBug(
         id="layout-balanced-without-routes",
-        summary=("Tokens are sorted by length before they are split over ranks, routes are not."),
+        summary="Tokens are sorted by length before they are split over ranks; routes are not.",
         refs=("SkyRL#1908", "AReno#524"),
         kind="layouts",
         make=_LayoutBalancedWithoutRoutes,
@@ -126,8 +130,8 @@ BUGS: tuple[KnownBug, ...] = (
     KnownBug(
         id="layout-padding-samples-apart",
         summary=(
-            "Samples that do not divide over ranks are padded by the tokens of the first "
-            "ones, and by the routes of the last ones."
+            "Samples that do not divide over ranks are padded by the tokens of the first ones,"
+            " and by the routes of the last ones."
         ),
         refs=("cf. SkyRL#1908",),
         kind="layouts",
@@ -146,7 +150,7 @@ BUGS: tuple[KnownBug, ...] = (
     ),
     KnownBug(
         id="layout-ids-in-eight-bits",
-        summary="Expert ids are kept in eight bits, with 257 experts and more.",
+        summary="Expert ids are stored in eight bits, with 257 experts and more.",
         refs=("verl#7407", "ms-swift#9981", "prime-rl#3051"),
         kind="layouts",
         make=_LayoutIdsInEightBits,
@@ -155,7 +159,7 @@ BUGS: tuple[KnownBug, ...] = (
     ),
     KnownBug(
         id="layout-bytes-taken-for-ids",
-        summary="The bytes in which 16-bit ids travel are taken for ids.",
+        summary="The bytes of 16-bit ids are read as ids.",
         refs=("cf. verl merge_router_topk_indices",),
         kind="layouts",
         make=_LayoutBytesTakenForIds,
@@ -165,8 +169,8 @@ BUGS: tuple[KnownBug, ...] = (
     KnownBug(
         id="layout-segments-concatenated",
         summary=(
-            "Each call of a resumed sample returns all rows so far, and they are put behind "
-            "each other."
+            "Each call of a resumed sample returns all rows so far, and the arrays are"
+            " concatenated."
         ),
         refs=("verl#6029", "AReaL remote_inf_engine.py"),
         kind="layouts",

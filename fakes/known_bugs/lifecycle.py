@@ -1,5 +1,5 @@
-"""Known bugs of the lifecycle: requests that hang, vanish, double or outlive themselves, and aborts
-that go astray.
+"""Known bugs of the life of requests: they hang, vanish, end twice or run on, and aborts miss their
+target.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ __all__ = ["BUGS"]
 
 
 class _SlotLeaksOnAbort(AsSampled):
-    """A slot is given back where a rollout ends at once, and forgotten where it was aborted first."""
+    """Releases the slot of a rollout without aborts only."""
 
     async def rollout(self, request: Request) -> Rollout | None:
         slots: asyncio.Semaphore = self.__dict__.setdefault("_slots", asyncio.Semaphore(1))
@@ -47,7 +47,7 @@ class _SlotLeaksOnAbort(AsSampled):
 
 
 class _CounterLeaksOnAbort(AsSampled):
-    """The balancer is not told when a call was aborted."""
+    """Does not tell the balancer about aborted calls."""
 
     async def call(
         self, server_id: str, sample: PartialSample, sent: tuple[int, ...], budget: int | None
@@ -62,7 +62,7 @@ class _CounterLeaksOnAbort(AsSampled):
 
 
 class _ProgressLostOnDeath(AsSampled):
-    """A dead server makes the sample start again, though earlier calls had delivered tokens."""
+    """Restarts the sample when a server dies, although earlier calls had returned tokens."""
 
     async def attempt(
         self, sample: PartialSample, sent: tuple[int, ...], budget: int | None
@@ -84,7 +84,7 @@ class _ProgressLostOnDeath(AsSampled):
 
 
 class _VanishesOnDeath(AsSampled):
-    """The task of a request ends with its server, and nobody tells the caller."""
+    """The task of a request ends with its server, without an error for the caller."""
 
     async def attempt(
         self, sample: PartialSample, sent: tuple[int, ...], budget: int | None
@@ -99,14 +99,14 @@ class _VanishesOnDeath(AsSampled):
 
 
 class _SyncDropsRequests(AsSampled):
-    """The client without a resume loop, where partial rollout is on."""
+    """The client has no resume loop, although partial rollout is on."""
 
     def resumes(self, sample: PartialSample) -> bool:
         return False
 
 
 class _ClientWithoutResume(_SyncDropsRequests):
-    """As above, and what was aborted is handed over."""
+    """The same client, which returns aborted samples."""
 
     async def run(self, sample: PartialSample) -> bool:
         await super().run(sample)
@@ -114,14 +114,14 @@ class _ClientWithoutResume(_SyncDropsRequests):
 
 
 class _PartialFlagIgnored(AsSampled):
-    """Does not look at the flag."""
+    """Ignores the flag."""
 
     def resumes(self, sample: PartialSample) -> bool:
         return True
 
 
 class _HedgeLeftRunning(AsSampled):
-    """Sends slow calls a second time, and forgets the one that loses."""
+    """Sends slow calls a second time, and forgets the slower one."""
 
     async def call(
         self, server_id: str, sample: PartialSample, sent: tuple[int, ...], budget: int | None
@@ -139,7 +139,7 @@ class _HedgeLeftRunning(AsSampled):
 
 
 class _RetryOutlivesRequest(AsSampled):
-    """A timer that retries a call is not cancelled when the request ends."""
+    """Does not cancel the timer that retries a call when the request ends."""
 
     async def rollout(self, request: Request) -> Rollout | None:
         rollout = await super().rollout(request)
@@ -154,7 +154,7 @@ class _RetryOutlivesRequest(AsSampled):
 
 
 class _ResumesWithNothingLeft(AsSampled):
-    """An abort on the last token is resumed, with the budget that is left: none."""
+    """Resumes after an abort on the last token, with a budget of zero."""
 
     def finish_reason(self, sample: PartialSample, output: EngineOutput) -> FinishReason:
         return output.finish_reason
@@ -177,11 +177,11 @@ class _BusyLoopWhilePaused(AsSampled):
 
 
 class _BareIds(FakeEngine):
-    """Calls carry their request's id as it is, and one id may be the beginning of another."""
+    """Uses the id of a request for its calls; one id may be the beginning of another."""
 
-    async def generate(self, **given: Any) -> EngineOutput:
+    async def generate(self, **options: Any) -> EngineOutput:
         return await super().generate(
-            **{**given, "request_id": given["request_id"].partition("#")[0]}
+            **{**options, "request_id": options["request_id"].partition("#")[0]}
         )
 
 
@@ -209,9 +209,7 @@ class _RetractsThenAborts(AsSampled):
 
 
 class _QueuedAbortLosesTokens(FakeEngine):
-    """An abort in the queue answers with nothing, also for calls that had tokens before they were
-    sent back.
-    """
+    """An abort in the queue returns nothing, also for preempted calls that had tokens."""
 
     async def _end_all(self, calls: Iterable[InflightCall]) -> None:
         calls = list(calls)
@@ -224,7 +222,7 @@ class _QueuedAbortLosesTokens(FakeEngine):
 
 
 class _AbortOfEverything(AsSampled):
-    """Cleans up behind each rollout with the abort that it has: that of everything."""
+    """Cleans up after each rollout by aborting everything."""
 
     async def rollout(self, request: Request) -> Rollout | None:
         try:
@@ -235,7 +233,7 @@ class _AbortOfEverything(AsSampled):
 
 
 class _AbortNeverAnswered(FakeEngine):
-    """Aborted calls leave the batch, and nobody answers them."""
+    """Drops aborted calls from the batch without a reply."""
 
     async def _end_all(self, calls: Iterable[InflightCall]) -> None:
         for call in list(calls):
@@ -243,7 +241,7 @@ class _AbortNeverAnswered(FakeEngine):
 
 
 class _DuplicateUsedTwice(AsSampled):
-    """Whatever arrives is appended, also when it arrives again."""
+    """Appends every reply that arrives, also a second copy."""
 
     def absorb(self, sample: PartialSample, sent: int, output: EngineOutput) -> None:
         super().absorb(sample, sent, output)
@@ -255,7 +253,7 @@ class _DuplicateUsedTwice(AsSampled):
 
 
 class _OrphanKept(AsSampled):
-    """A call that took too long is made again, and both answers are kept."""
+    """Makes a slow call again, and keeps both replies."""
 
     async def attempt(
         self, sample: PartialSample, sent: tuple[int, ...], budget: int | None
@@ -270,7 +268,7 @@ class _OrphanKept(AsSampled):
 
 
 def _handed_over_twice(trace: Trace) -> Trace:
-    """Deliver the completion of a call that was given up as a second sample of its own."""
+    """Return a trace in which the completion of an abandoned call is a second sample."""
     results = [event for event in trace if isinstance(event, Result)]
     return trace.with_events(
         [*trace, *(replace(event, time=event.time + 1.0) for event in results)]
@@ -284,9 +282,7 @@ _ABORT, _KILL = act(ActionKind.ABORT, 2), act(ActionKind.KILL, 4)
 BUGS: tuple[KnownBug, ...] = (
     KnownBug(
         id="slot-leaks-on-abort",
-        summary=(
-            "A slot is not given back after an abort, and the next request waits for it for ever."
-        ),
+        summary="A slot is not released after an abort, and the next request waits for it forever.",
         refs=("cf. prime-rl#3050",),
         make=_SlotLeaksOnAbort,
         cases=(case(_ABORT, requests=_LONG),),
@@ -294,7 +290,7 @@ BUGS: tuple[KnownBug, ...] = (
     ),
     KnownBug(
         id="counter-leaks-on-abort",
-        summary="The balancer goes on counting calls that were aborted.",
+        summary="The balancer still counts calls that were aborted.",
         refs=("cf. AReaL#1345", "cf. AReaL#1388"),
         make=_CounterLeaksOnAbort,
         cases=(ABORTED,),
@@ -302,7 +298,7 @@ BUGS: tuple[KnownBug, ...] = (
     ),
     KnownBug(
         id="progress-lost-on-death",
-        summary="When a server dies, what earlier calls had delivered is thrown away with it.",
+        summary="When a server dies, the tokens of earlier calls are lost with it.",
         refs=("cf. SkyRL#656", "cf. xtuner#1917"),
         make=_ProgressLostOnDeath,
         cases=(case(_ABORT, _KILL, servers=2),),
@@ -318,7 +314,7 @@ BUGS: tuple[KnownBug, ...] = (
     ),
     KnownBug(
         id="sync-drops-requests",
-        summary="A weight update cancels what is in flight, and the samples are lost.",
+        summary="A weight update cancels the calls in flight, and their samples are lost.",
         refs=("verl#7611", "verl#5698"),
         make=_SyncDropsRequests,
         cases=(SYNCED,),
@@ -336,7 +332,7 @@ BUGS: tuple[KnownBug, ...] = (
     ),
     KnownBug(
         id="partial-flag-ignored",
-        summary="Partial rollout is off, and aborted samples are resumed all the same.",
+        summary="Partial rollout is off, but aborted samples are resumed.",
         refs=("verl#6882", "slime#2092"),
         make=_PartialFlagIgnored,
         cases=(case(act(ActionKind.ABORT, 3), partial=False),),
@@ -344,7 +340,7 @@ BUGS: tuple[KnownBug, ...] = (
     ),
     KnownBug(
         id="hedge-left-running",
-        summary="A call that was sent twice goes on running after its twin has answered.",
+        summary="A call that was sent twice continues to run after its twin has returned.",
         refs=("AReaL#1498", "sglang#5963"),
         make=_HedgeLeftRunning,
         cases=(case(requests=_LONG),),
@@ -371,7 +367,7 @@ BUGS: tuple[KnownBug, ...] = (
     ),
     KnownBug(
         id="busy-loop-while-paused",
-        summary="A server that turns calls away while it is paused is asked again without a wait.",
+        summary="A server that turns calls away while it is paused is called again without a wait.",
         refs=("verl checkpoint_engine/base.py", "verl llm_server.py"),
         make=_BusyLoopWhilePaused,
         cases=(_DRAINED,),
@@ -379,7 +375,7 @@ BUGS: tuple[KnownBug, ...] = (
     ),
     KnownBug(
         id="abort-by-prefix",
-        summary="An abort of r1 also ends r10: ids are matched by their beginning.",
+        summary="An abort of r1 also ends r10: ids are compared by prefix.",
         refs=("sglang#25561", "sglang#30912"),
         make=_AbortByPrefix,
         cases=(case(act(ActionKind.SYNC, 3, "r1"), requests=_ALIKE, flavour="sglang"),),
@@ -391,8 +387,8 @@ BUGS: tuple[KnownBug, ...] = (
     KnownBug(
         id="abort-of-everything",
         summary=(
-            "Each rollout aborts everything on every server when it ends, and the others prefill"
-            " anew."
+            "Each rollout aborts everything on every server when it ends, and the other rollouts"
+            " prefill again."
         ),
         refs=("cf. verl#6866",),
         make=_AbortOfEverything,
@@ -411,7 +407,7 @@ BUGS: tuple[KnownBug, ...] = (
     KnownBug(
         id="queued-abort-loses-tokens",
         summary=(
-            "A call that was sent back to the queue and aborted there returns nothing of what it"
+            "A call that was sent back to the queue and aborted there loses the tokens that it"
             " had sampled."
         ),
         refs=("sglang#11673", "vllm#22197"),
@@ -421,7 +417,7 @@ BUGS: tuple[KnownBug, ...] = (
     ),
     KnownBug(
         id="abort-never-answered",
-        summary="The engine drops an aborted call without an answer, and its caller waits.",
+        summary="The engine drops an aborted call without a reply, and its caller waits.",
         refs=("tpu-inference#3362", "vllm#22197"),
         make=on_engine(_AbortNeverAnswered),
         cases=(ABORTED,),
@@ -439,7 +435,9 @@ BUGS: tuple[KnownBug, ...] = (
     ),
     KnownBug(
         id="orphan-kept",
-        summary="A call that timed out is made again, and both answers stand in the sample.",
+        summary=(
+            "A call that timed out is made again, and the tokens of both replies are in the sample."
+        ),
         refs=("AReaL#1498",),
         make=_OrphanKept,
         cases=(case(act(ActionKind.LATE_REPLY, 3)),),

@@ -1,4 +1,4 @@
-"""Known bugs of what stands beside each token: its logprob and its loss mask."""
+"""Known bugs of logprobs and loss masks."""
 
 from __future__ import annotations
 
@@ -27,6 +27,7 @@ class _LogprobsNotAskedFor(AsSampled):
     async def call(
         self, server_id: str, sample: PartialSample, sent: tuple[int, ...], budget: int | None
     ) -> EngineOutput:
+        # only the first call sets the option
         if sample.response:
             sample.request = replace(sample.request, want_logprobs=False)
         return await super().call(server_id, sample, sent, budget)
@@ -37,7 +38,7 @@ class _LogprobsNotAskedFor(AsSampled):
 
 
 class _LogprobsShared(AsSampled):
-    """All samples are views of one list, which every rollout begins anew."""
+    """Samples are views of one list, which every rollout starts again."""
 
     def __init__(self, options: ClientOptions | None = None) -> None:
         super().__init__(options)
@@ -53,6 +54,7 @@ class _LogprobsShared(AsSampled):
 
 class _LogprobsSegmentMissing(AsSampled):
     def merge_logprobs(self, sample: PartialSample, output: EngineOutput) -> None:
+        # as if an aborted reply had no logprobs, and its tokens got no placeholder
         if output.finish_reason is not FinishReason.ABORT:
             super().merge_logprobs(sample, output)
 
@@ -62,18 +64,20 @@ class _LogprobsPadded(AsSampled):
         rollout = super().finished(sample)
         assert rollout.logprobs is not None
         padded = np.full(len(rollout.logprobs), np.nan)
-        padded[: self._kept] = rollout.logprobs[-self._kept :]
+        # values of the last segment at the places of the first
+        padded[: self._last] = rollout.logprobs[-self._last :]
         return replace(rollout, logprobs=padded)
 
     def absorb(self, sample: PartialSample, sent: int, output: EngineOutput) -> None:
         super().absorb(sample, sent, output)
-        self._kept = len(output.token_ids)
+        self._last = len(output.token_ids)
 
 
 class _LogprobSentinel(AsSampled):
     def merge_logprobs(self, sample: PartialSample, output: EngineOutput) -> None:
         super().merge_logprobs(sample, output)
         if len(sample.logprobs) > len(output.token_ids):
+            # as if it were the first token of a prompt, which has no logprob
             sample.logprobs[-len(output.token_ids)] = float("-inf")
 
 
@@ -92,7 +96,7 @@ class _LogprobsShifted(AsSampled):
 
 
 class _LogprobsOfFirstTry(AsSampled):
-    """After a retry, the first values of the list are those of the attempt that was given up."""
+    """After a retry, the first values of the list are those of the abandoned attempt."""
 
     def absorb(self, sample: PartialSample, sent: int, output: EngineOutput) -> None:
         stale = sample.attempts == 1 and output.finish_reason is FinishReason.ABORT
@@ -107,6 +111,7 @@ class _LogprobsOfFirstTry(AsSampled):
 class _LogprobsInBfloat16(AsSampled):
     def merge_logprobs(self, sample: PartialSample, output: EngineOutput) -> None:
         super().merge_logprobs(sample, output)
+        # bfloat16 is the upper half of float32
         bits = np.array(sample.logprobs, dtype=np.float32).view(np.uint32)
         sample.logprobs[:] = (bits & np.uint32(0xFFFF0000)).view(np.float32).tolist()
 
@@ -138,19 +143,21 @@ class _MaskOfFirstSegment(AsSampled):
         return replace(super().declared(fleet), loss_mask=True)
 
     def merge_tokens(self, sample: PartialSample, output: EngineOutput) -> None:
-        had = len(sample.response)
+        before = len(sample.response)
         super().merge_tokens(sample, output)
-        if had:
-            self._cut = had
+        if before:
+            self._cut = before
 
     def loss_mask(self, sample: PartialSample) -> IntArray | None:
         mask = super().loss_mask(sample)
+        # the mask ends where the second segment begins
         return mask if mask is None else mask[: self._cut]
 
 
 class _AttentionMaskAsLossMask(AsSampled):
     def loss_mask(self, sample: PartialSample) -> IntArray | None:
         mask = super().loss_mask(sample)
+        # every token is attended to, also those of the environment
         return mask if mask is None else np.ones_like(mask)
 
 
@@ -159,7 +166,7 @@ _VALUES = ("stitch.logprobs-paired",)
 BUGS: tuple[KnownBug, ...] = (
     KnownBug(
         id="logprobs-dropped",
-        summary="The rollout's logprobs are not carried into the sample.",
+        summary="The rollout's logprobs are not copied into the sample.",
         refs=("slime#1995", "slime#2124"),
         make=_LogprobsDropped,
         cases=(CLEAN,),
@@ -167,7 +174,7 @@ BUGS: tuple[KnownBug, ...] = (
     ),
     KnownBug(
         id="logprobs-not-asked-for",
-        summary="The resuming call does not ask for logprobs.",
+        summary="The resuming call does not request logprobs.",
         refs=("slime#1995",),
         make=_LogprobsNotAskedFor,
         cases=(ABORTED,),
@@ -176,7 +183,7 @@ BUGS: tuple[KnownBug, ...] = (
     KnownBug(
         id="logprobs-padded",
         summary=(
-            "After a resume the list holds the last segment's logprobs and is filled up to the"
+            "After a resume the list contains only the last segment's logprobs, padded to the"
             " response's length."
         ),
         refs=("slime#1861",),
@@ -213,7 +220,7 @@ BUGS: tuple[KnownBug, ...] = (
     ),
     KnownBug(
         id="probabilities-for-logprobs",
-        summary="Probabilities are stored where logprobs are meant.",
+        summary="Probabilities are stored in place of logprobs.",
         refs=("verl debug/metrics.py",),
         make=_ProbabilitiesForLogprobs,
         cases=(CLEAN,),
@@ -221,7 +228,7 @@ BUGS: tuple[KnownBug, ...] = (
     ),
     KnownBug(
         id="logprobs-shifted",
-        summary="Logprobs stand one token too late.",
+        summary="Logprobs are shifted by one token: each one belongs to the token before.",
         refs=("ms-swift#8196", "prime-rl#1525"),
         make=_LogprobsShifted,
         cases=(CLEAN, SYNCED),
@@ -238,7 +245,7 @@ BUGS: tuple[KnownBug, ...] = (
     ),
     KnownBug(
         id="logprobs-in-bfloat16",
-        summary="Logprobs are rounded to bfloat16 on their way.",
+        summary="Logprobs are rounded to bfloat16.",
         refs=("slime#245",),
         make=_LogprobsInBfloat16,
         cases=(CLEAN,),
@@ -246,7 +253,7 @@ BUGS: tuple[KnownBug, ...] = (
     ),
     KnownBug(
         id="zero-for-missing-logprob",
-        summary="A logprob that the engine did not return becomes 0.0: probability one.",
+        summary="A logprob that the engine did not return becomes 0.0, which is probability one.",
         refs=("OpenRLHF agent.py", "vime#70", "SkyRL#758"),
         make=_ZeroForMissingLogprob,
         cases=(ABORTED,),
@@ -254,7 +261,7 @@ BUGS: tuple[KnownBug, ...] = (
     ),
     KnownBug(
         id="mask-of-first-segment",
-        summary="The loss mask is built before the resume and not extended by it.",
+        summary="The loss mask is built before the resume and not extended after it.",
         refs=("slime#1440", "slime#1445", "miles#556"),
         make=_MaskOfFirstSegment,
         cases=(ABORTED,),
@@ -263,7 +270,8 @@ BUGS: tuple[KnownBug, ...] = (
     KnownBug(
         id="attention-mask-as-loss-mask",
         summary=(
-            "The attention mask is used as loss mask, so the environment's tokens are trained on."
+            "The attention mask is used as the loss mask, so the environment's tokens are trained"
+            " on."
         ),
         refs=("verl#2543", "rllm#503"),
         make=_AttentionMaskAsLossMask,

@@ -1,5 +1,5 @@
-"""Known bugs of released stacks, found by judging them: updates that strand servers, turns without
-tokens, tokens nobody sampled.
+"""Known bugs of released stacks, found by judging them: stranded servers, turns without tokens,
+tokens that were not sampled.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ __all__ = ["BUGS"]
 
 
 class _PauseOutsideOfTry(AsSampled):
-    """The procedure resumes whatever happens after the pause, and nothing where the pause itself
-    fails.
+    """Resumes after any failure that follows the pause, but not after a failure of the pause
+    itself.
     """
 
     async def update_weights(self, version: int | None) -> None:
@@ -33,7 +33,7 @@ class _PauseOutsideOfTry(AsSampled):
 
 
 class _VanishesWhenEmpty(AsSampled):
-    """An aborted sample without tokens has nothing to train on, and nothing comes back for it."""
+    """Returns nothing for an aborted sample without tokens: it has nothing to train on."""
 
     def resumes(self, sample: PartialSample) -> bool:
         return bool(sample.response)
@@ -44,7 +44,7 @@ class _VanishesWhenEmpty(AsSampled):
 
 
 class _EndAppended(AsSampled):
-    """An end of sequence is appended where the model wrote none, as if it had been sampled."""
+    """Appends an end of sequence that the model did not sample."""
 
     def finished(self, sample: PartialSample) -> Rollout:
         sample.response.append(self.fleet.policy.eos_id)
@@ -55,8 +55,8 @@ class _EndAppended(AsSampled):
 
 
 class _LogprobsOfAnswerForgotten(AsSampled):
-    """The logprobs of a turn and of the answer to it are added together, and not at all where the
-    turn has none of its own.
+    """Adds the logprobs of a turn together with those of its answer, and none of both if the turn
+    has none.
     """
 
     def observe(self, sample: PartialSample, answer: tuple[int, ...]) -> None:
@@ -81,8 +81,8 @@ BUGS: tuple[KnownBug, ...] = (
     KnownBug(
         id="pause-outside-of-try",
         summary=(
-            "An update whose pause fails on one server leaves those that were paused before as they"
-            " are."
+            "If the pause fails on one server during an update, the servers that were paused"
+            " before stay paused."
         ),
         refs=("SkyRL worker_dispatch.py (0.3.0, 0.4.0)",),
         make=_PauseOutsideOfTry,
@@ -104,8 +104,8 @@ BUGS: tuple[KnownBug, ...] = (
     KnownBug(
         id="end-appended",
         summary=(
-            "An end of sequence that nobody sampled is appended, with a logprob of 0.0, and"
-            " trained on."
+            "An end of sequence that the model did not sample is appended, with a logprob of 0.0,"
+            " and trained on."
         ),
         refs=("SkyRL skyrl_gym_generator.py (use_conversation_multi_turn=False)", "cf. SkyRL#2078"),
         make=_EndAppended,
@@ -115,8 +115,8 @@ BUGS: tuple[KnownBug, ...] = (
     KnownBug(
         id="logprobs-of-answer-forgotten",
         summary=(
-            "The places of the environment's answer are missing among the logprobs: later turns'"
-            " stand by other tokens."
+            "The environment's answer has no places among the logprobs: those of later turns"
+            " belong to other tokens."
         ),
         refs=("cf. SkyRL skyrl_gym_generator.py (TurnOutput.get_turn_rollout_logprobs)",),
         make=_LogprobsOfAnswerForgotten,

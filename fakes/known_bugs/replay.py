@@ -1,6 +1,4 @@
-"""Known bugs of replay, rows: targets that reach the wrong row, layer, rank or sample, or that
-nobody reads.
-"""
+"""Known bugs of replay: targets that reach the wrong row, layer, rank or sample, or no router."""
 
 from __future__ import annotations
 
@@ -47,7 +45,7 @@ class _ReplayDenseLayerCounted(DenseFirst):
 
 
 class _ReplayZeroPadding(DenseFirst):
-    """Padding is replayed: expert 0, top_k times."""
+    """Replays padding: expert 0, top_k times."""
 
     def targets(
         self, step: Step, microbatch: Microbatch, rank: Rank, source: Source, chunk: int
@@ -59,14 +57,14 @@ class _ReplayZeroPadding(DenseFirst):
 
 
 class _ReplayMaskDropped(CapturedPrefix):
-    """What was not captured is filled with experts 0 to k - 1, and replayed."""
+    """Fills rows that were not captured with experts 0 to k - 1, and replays them."""
 
     def captured(self, microbatch: Microbatch, source: Source) -> npt.NDArray[np.bool_]:
         return source.filled
 
 
 class _ReplayFallsBack(ReplayTrainer):
-    """Targets are given for the first microbatch only; the others fall back to native routing."""
+    """Installs targets for the first microbatch only; the others fall back to native routing."""
 
     def arm(self, run: TrainerPass, microbatch: Microbatch, rank: int, chunk: int) -> None:
         if microbatch.number == 0:
@@ -77,7 +75,7 @@ class _ReplayFallsBack(ReplayTrainer):
 
 
 class _ReplayOrphanRouters(ReplayTrainer):
-    """The model was built twice: targets go to the routers of the first one."""
+    """Builds the model twice, and installs targets in the routers of the first one."""
 
     def replayed(self) -> list[ReplayRouter]:
         self.orphans = self.make_routers(self.layout.moe)
@@ -97,7 +95,7 @@ class _ReplayOrphanRouters(ReplayTrainer):
 
 
 class _ReplayFlagUnread(ReplayTrainer):
-    """The option is accepted, and no router looks at its target."""
+    """Accepts the option, but no router reads its target."""
 
     def begin(self, step: Step) -> None:
         super().begin(step)
@@ -105,11 +103,11 @@ class _ReplayFlagUnread(ReplayTrainer):
             router.action = None
 
     def arm(self, run: TrainerPass, microbatch: Microbatch, rank: int, chunk: int) -> None:
-        """Nothing is installed."""
+        """Install nothing."""
 
 
 class _ReplayDispatchNative(ReplayTrainer):
-    """The routing map is replaced, and the dispatcher goes on with the ids of the live top-k."""
+    """Replaces the routing map, but dispatches by the ids of the live top-k."""
 
     def experts(
         self, run: TrainerPass, layer: int, microbatch: Microbatch, x: FloatArray, ids: IntArray
@@ -135,16 +133,14 @@ class _ReplayIdsInEightBits(ManyExperts):
 
 
 class _ReplayAlignedOtherwise(DenseFirst):
-    """Routes are padded as if there were no tensor parallelism: ranks behind the first get the rows
-    before theirs.
-    """
+    """Pads routes as without tensor parallelism: later ranks get the rows before theirs."""
 
     def targets(
         self, step: Step, microbatch: Microbatch, rank: Rank, source: Source, chunk: int
     ) -> dict[int, IntArray]:
-        whole = replace(self.layout, alignment=Alignment(by=("tp",), constant=16))
+        other = replace(self.layout, alignment=Alignment(by=("tp",), constant=16))
         payloads = [self.payload(sample) for sample in microbatch.samples]
-        rows = whole.targets(payloads, rank, chunk, lengths=microbatch.lengths)
+        rows = other.targets(payloads, rank, chunk, lengths=microbatch.lengths)
         captured = self.captured(microbatch, source)
         return {
             layer: np.where(captured[:, None], target[: len(source)], -1)
@@ -153,7 +149,7 @@ class _ReplayAlignedOtherwise(DenseFirst):
 
 
 class _ReplayRemainderDropped(ReplayTrainer):
-    """Rows that do not divide over four sequence-parallel ranks are given to none."""
+    """Assigns rows that do not divide over four sequence-parallel ranks to none."""
 
     def microbatch(self, number: int, samples: tuple[Rollout, ...], first: int) -> Microbatch:
         right = super().microbatch(number, samples, first)
@@ -163,37 +159,37 @@ class _ReplayRemainderDropped(ReplayTrainer):
     def targets(
         self, step: Step, microbatch: Microbatch, rank: Rank, source: Source, chunk: int
     ) -> dict[int, IntArray]:
-        whole = self.layout.rows(microbatch.lengths, rank)
+        unsliced = self.layout.rows(microbatch.lengths, rank)
         return {
             layer: target[: len(source)]
-            for layer, target in super().targets(step, microbatch, rank, whole, chunk).items()
+            for layer, target in super().targets(step, microbatch, rank, unsliced, chunk).items()
         }
 
 
 class _ReplaySamplesSorted(ReplayTrainer):
-    """Samples are balanced by length, their routes are not."""
+    """Balances samples by length, but not their routes."""
 
     def targets(
         self, step: Step, microbatch: Microbatch, rank: Rank, source: Source, chunk: int
     ) -> dict[int, IntArray]:
         order = sorted(microbatch.samples, key=lambda sample: -sample.total)
-        routes = [one.routes for one in order]
+        routes = [sample.routes for sample in order]
         width = [sample.total - 1 for sample in microbatch.samples]
         fitted = [
-            _fitted(rows, most)
-            for rows, most in zip(routes, width, strict=True)
+            _fitted(rows, count)
+            for rows, count in zip(routes, width, strict=True)
             if rows is not None
         ]
-        given = [
+        displaced = [
             replace(sample, routes=rows)
             for sample, rows in zip(microbatch.samples, fitted, strict=False)
         ]
-        moved = self.microbatch(microbatch.number, tuple(given), microbatch.first)
+        moved = self.microbatch(microbatch.number, tuple(displaced), microbatch.first)
         return super().targets(step, moved, rank, source, chunk)
 
 
 class _ReplaySecondChunkUnarmed(Interleaved):
-    """Only the first chunk of each pipeline rank is given its targets."""
+    """Installs targets for the first chunk of each pipeline rank only."""
 
     def arm(self, run: TrainerPass, microbatch: Microbatch, rank: int, chunk: int) -> None:
         if chunk == 0:
@@ -203,14 +199,14 @@ class _ReplaySecondChunkUnarmed(Interleaved):
         return routers(self, layers, FallsBack)
 
 
-def _fitted(rows: IntArray, most: int) -> IntArray:
-    return np.concatenate([rows, rows[-1:].repeat(max(0, most - len(rows)), axis=0)])[:most]
+def _fitted(rows: IntArray, count: int) -> IntArray:
+    return np.concatenate([rows, rows[-1:].repeat(max(0, count - len(rows)), axis=0)])[:count]
 
 
 BUGS: tuple[KnownBug, ...] = (
     KnownBug(
         id="replay-shifted",
-        summary="The routes of every sample stand one position behind their tokens.",
+        summary="The routes of every sample are one position late.",
         refs=("slime#1045", "slime#1052"),
         kind="replay",
         make=_ReplayShifted,
@@ -255,8 +251,8 @@ BUGS: tuple[KnownBug, ...] = (
     KnownBug(
         id="replay-falls-back",
         summary=(
-            "Only the first microbatch is given targets; the routers of the others fall back "
-            "to native routing without a word."
+            "Only the first microbatch gets targets; the routers of the others silently fall back"
+            " to native routing."
         ),
         refs=("verl router_replay_patch.py (0.9.1)",),
         kind="replay",
@@ -277,7 +273,7 @@ BUGS: tuple[KnownBug, ...] = (
     ),
     KnownBug(
         id="replay-flag-unread",
-        summary="The option is accepted, and no router looks at a target.",
+        summary="The option is accepted, but no router uses a target.",
         refs=("cf. verl#4567",),
         kind="replay",
         make=_ReplayFlagUnread,
@@ -299,7 +295,7 @@ BUGS: tuple[KnownBug, ...] = (
     ),
     KnownBug(
         id="replay-ids-in-eight-bits",
-        summary="Expert ids are kept in eight bits, with 300 experts.",
+        summary="Expert ids are stored in eight bits, with 300 experts.",
         refs=("verl#7407", "verl#5240", "ms-swift#9981"),
         kind="replay",
         make=_ReplayIdsInEightBits,
@@ -323,7 +319,7 @@ BUGS: tuple[KnownBug, ...] = (
     KnownBug(
         id="replay-remainder-dropped",
         summary=(
-            "Rows that do not divide over the sequence-parallel ranks are given to none of them."
+            "Rows that do not divide over the sequence-parallel ranks are assigned to none of them."
         ),
         refs=("cf. slime#1052",),
         kind="replay",
@@ -333,7 +329,7 @@ BUGS: tuple[KnownBug, ...] = (
     ),
     KnownBug(
         id="replay-samples-sorted",
-        summary="Samples are balanced by length, and their routes stay where they were.",
+        summary="Samples are balanced by length, but their routes keep the old order.",
         refs=("SkyRL#1908",),
         kind="replay",
         make=_ReplaySamplesSorted,
@@ -343,9 +339,7 @@ BUGS: tuple[KnownBug, ...] = (
     ),
     KnownBug(
         id="replay-second-chunk-unarmed",
-        summary=(
-            "With virtual stages, only the first chunk of each pipeline rank is given targets."
-        ),
+        summary="With virtual stages, only the first chunk of each pipeline rank gets targets.",
         refs=("cf. NeMo-RL#2740", "cf. SkyRL#2078"),
         kind="replay",
         make=_ReplaySecondChunkUnarmed,

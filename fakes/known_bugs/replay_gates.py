@@ -1,5 +1,5 @@
-"""Known bugs of replay, gates: weights of replayed experts that are wrong, or that have no gradient
-or half of it.
+"""Known bugs of replay: weights of replayed experts that are wrong, or lack a gradient or half of
+it.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ __all__ = ["BUGS"]
 
 
 class _OwnModel(ReplayTrainer):
-    """A trainer whose models compute gates in a way of their own."""
+    """A trainer whose models compute gates in their own way."""
 
     kind: type[MoeModel] = MoeModel
 
@@ -27,22 +27,25 @@ class _OwnModel(ReplayTrainer):
 
 
 class _AfterTopK(MoeModel):
-    """Scores that are no part of the native top-k are zero when gates are gathered."""
+    """Zeroes scores outside the native top-k before it gathers gates."""
 
     def gates(self, scores: FloatArray, ids: IntArray) -> FloatArray:
-        return np.take_along_axis(scores * self._kept(scores), ids, axis=1)
+        return np.take_along_axis(scores * self._native_mask(scores), ids, axis=1)
 
     def logits_backward(
         self, scores: FloatArray, ids: IntArray, weights: FloatArray, d_weights: FloatArray
     ) -> FloatArray:
         return super().logits_backward(
-            scores, ids, weights, d_weights * np.take_along_axis(self._kept(scores), ids, axis=1)
+            scores,
+            ids,
+            weights,
+            d_weights * np.take_along_axis(self._native_mask(scores), ids, axis=1),
         )
 
-    def _kept(self, scores: FloatArray) -> FloatArray:
-        kept = np.zeros_like(scores)
-        np.put_along_axis(kept, chosen(scores, self.top_k), 1.0, axis=1)
-        return kept
+    def _native_mask(self, scores: FloatArray) -> FloatArray:
+        mask = np.zeros_like(scores)
+        np.put_along_axis(mask, chosen(scores, self.top_k), 1.0, axis=1)
+        return mask
 
 
 class _ReplayScoresAfterTopK(_OwnModel):
@@ -72,7 +75,7 @@ class _Uniform(_Detached):
 
 
 class _HalfGraph(_Detached):
-    """The gradient through the normalisation of scores is lost."""
+    """Loses the gradient through the normalisation of scores."""
 
     def logits_backward(
         self, scores: FloatArray, ids: IntArray, weights: FloatArray, d_weights: FloatArray
@@ -84,8 +87,8 @@ class _HalfGraph(_Detached):
         return scores * d_scores
 
 
-class _Told(_OwnModel):
-    """Its model knows whether a step replays."""
+class _ReplayAware(_OwnModel):
+    """Tells its model whether a step replays."""
 
     def begin(self, step: Step) -> None:
         super().begin(step)
@@ -93,20 +96,20 @@ class _Told(_OwnModel):
             self.model.replaying = step.action is Action.REPLAY and step.model == "policy"
 
 
-class _ReplayGatesDetached(_Told):
+class _ReplayGatesDetached(_ReplayAware):
     kind = _Detached
 
 
-class _ReplayGatesUniform(_Told):
+class _ReplayGatesUniform(_ReplayAware):
     kind = _Uniform
 
 
-class _ReplayGatesHalfTheGraph(_Told):
+class _ReplayGatesHalfTheGraph(_ReplayAware):
     kind = _HalfGraph
 
 
 class _OverNative(MoeModel):
-    """Weights are divided by the sum over the native top-k, whatever is executed."""
+    """Divides weights by the sum over the native top-k, whatever is executed."""
 
     def gates(self, scores: FloatArray, ids: IntArray) -> FloatArray:
         own = np.take_along_axis(scores, np.sort(chosen(scores, self.top_k), axis=1), axis=1)
@@ -122,8 +125,8 @@ BUGS: tuple[KnownBug, ...] = (
     KnownBug(
         id="replay-scores-after-top-k",
         summary=(
-            "Gates are gathered from scores of which only the native top-k is kept: what "
-            "drifted apart has zero gates and no gradient."
+            "Gates are gathered from scores that are zero outside the native top-k: experts that"
+            " differ have zero gates and no gradient."
         ),
         refs=("ISEEKYAN/Megatron-LM#79", "ISEEKYAN/Megatron-LM#49"),
         kind="replay",
@@ -160,7 +163,7 @@ BUGS: tuple[KnownBug, ...] = (
     ),
     KnownBug(
         id="replay-normalised-over-native",
-        summary=("Replayed gates are divided by the sum over the native top-k, as a constant."),
+        summary="Replayed gates are divided by the sum over the native top-k, as a constant.",
         refs=("cf. ISEEKYAN/Megatron-LM#49",),
         kind="replay",
         make=_ReplayNormalisedOverNative,

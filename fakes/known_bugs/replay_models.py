@@ -1,6 +1,4 @@
-"""Known bugs of replay besides rows and gates: other models, recordings, what is switched off, and
-what ought to be refused.
-"""
+"""Known bugs of replay: other models, recordings, switches, and routes that must be refused."""
 
 from __future__ import annotations
 
@@ -26,7 +24,7 @@ __all__ = ["BUGS"]
 
 
 class _ReplayCritic(ReplayTrainer):
-    """Replay is registered for the routers of every model; the critic has the policy's sizes."""
+    """Registers replay for the routers of every model; the critic has the policy's sizes."""
 
     role = "critic"
 
@@ -59,7 +57,7 @@ class _ReplayTeacher(_ReplayCritic, CapturedPrefix):
 
 
 class _ReplayMtpAliased(ManyExperts):
-    """MTP layers count from 0 again, so they are given the targets of the first layer."""
+    """MTP layers count from 0 again, so they get the targets of the first layer."""
 
     def replayed(self) -> list[ReplayRouter]:
         return list(self.routers.values())
@@ -72,7 +70,7 @@ class _ReplayMtpAliased(ManyExperts):
 
 
 class _ReplayRecordingNotGathered(Pipelined):
-    """Recordings of sequence-parallel ranks are not gathered: the first rank's rows stand for all."""
+    """Uses the first sequence-parallel rank's recording for all, without a gather."""
 
     def recorded(self, run: TrainerPass) -> dict[str, IntArray]:
         for (layer, number), router in self.routers.items():
@@ -82,7 +80,7 @@ class _ReplayRecordingNotGathered(Pipelined):
 
 
 class _ReplayRecordingChunks(Pipelined):
-    """Stages are put together rank by rank, as if there were no chunks."""
+    """Joins stages rank by rank, as if there were no chunks."""
 
     def recorded(self, run: TrainerPass) -> dict[str, IntArray]:
         right = super().recorded(run)
@@ -93,7 +91,7 @@ class _ReplayRecordingChunks(Pipelined):
 
 
 class _ReplayRecordingMicrobatches(RecordingTrainer):
-    """Recordings are taken off a stack: the last microbatch comes first."""
+    """Takes recordings from a stack: the last microbatch comes first."""
 
     def recorded(self, run: TrainerPass) -> dict[str, IntArray]:
         right = super().recorded(run)
@@ -109,7 +107,7 @@ class _ReplayRecordingMicrobatches(RecordingTrainer):
 
 
 class _ReplayOffAsksRegistry(ReplayTrainer):
-    """Replay code runs although the option is off, and finds no router registered."""
+    """Runs replay code although the option is off, and finds no registered router."""
 
     def begin(self, step: Step) -> None:
         if step.action is Action.OFF:
@@ -118,7 +116,7 @@ class _ReplayOffAsksRegistry(ReplayTrainer):
 
 
 class _ReplayOffByPresence(ReplayTrainer):
-    """A step replays where its samples have routes, whatever was configured."""
+    """Replays a step if its samples have routes, whatever is configured."""
 
     def begin(self, step: Step) -> None:
         self._replays = (
@@ -131,7 +129,7 @@ class _ReplayOffByPresence(ReplayTrainer):
 
 
 class _ReplayFusedRouter(ReplayTrainer):
-    """A fused router returns before it looks at its target."""
+    """A fused router returns before it reads its target."""
 
     def variant(self, name: str) -> ReplayTrainer:
         return super().variant(name) if name != "fused" else _Ignoring()
@@ -139,14 +137,14 @@ class _ReplayFusedRouter(ReplayTrainer):
 
 class _Ignoring(ReplayTrainer):
     def begin(self, step: Step) -> None:
-        """Nothing is refused, and no router replays."""
+        """Refuse nothing, and leave all routers native."""
 
 
 class _ReplayTakesAnything(ReplayTrainer):
-    """Routes are cut and padded with zeros until they fit."""
+    """Cuts and pads routes with zeros until they fit."""
 
     def check(self, step: Step) -> None:
-        """Nothing is looked at."""
+        """Check nothing."""
 
     def payload(self, sample: Rollout) -> IntArray:
         contract, routes = self.contract, super().payload(sample).astype(np.int64)
@@ -159,7 +157,7 @@ class _ReplayTakesAnything(ReplayTrainer):
 
 
 class _ReplayWritesTargets(ReplayTrainer):
-    """Filler is written into the routes of the sample."""
+    """Writes filler into the routes of the sample."""
 
     def payload(self, sample: Rollout) -> IntArray:
         routes = super().payload(sample)
@@ -169,8 +167,8 @@ class _ReplayWritesTargets(ReplayTrainer):
 
 
 class _ReplayEmptyMicrobatch(ReplayTrainer):
-    """Targets are listed for microbatches with samples, and taken by number: after an empty one
-    each gets the next one's.
+    """Lists targets for microbatches with samples only, and takes them by number: after an empty
+    one, each gets the next one's.
     """
 
     def targets(
@@ -186,7 +184,7 @@ class _ReplayEmptyMicrobatch(ReplayTrainer):
 
 
 class _ReplayNanScores(ReplayTrainer):
-    """Targets whose scores are NaN are dropped in favour of expert 0."""
+    """Drops targets with NaN scores in favour of expert 0."""
 
     def route(
         self, run: TrainerPass, microbatch: Microbatch, layer: int, x: FloatArray, phase: Phase
@@ -204,7 +202,7 @@ class _ReplayNanScores(ReplayTrainer):
 
 
 class _ReplayNarrowTarget(DenseFirst):
-    """The target buffer has a column less than top_k; the last expert of a row stands in it twice."""
+    """The target buffer has a column less than top_k, so the last expert of a row is repeated."""
 
     def targets(
         self, step: Step, microbatch: Microbatch, rank: Rank, source: Source, chunk: int
@@ -247,8 +245,8 @@ BUGS: tuple[KnownBug, ...] = (
     KnownBug(
         id="replay-recording-not-gathered",
         summary=(
-            "Recordings of sequence-parallel ranks are not gathered: the rows of the first "
-            "one stand for all."
+            "Recordings of sequence-parallel ranks are not gathered: the rows of the first rank"
+            " are used for all."
         ),
         refs=("verl#7106",),
         kind="replay",
@@ -259,10 +257,7 @@ BUGS: tuple[KnownBug, ...] = (
     ),
     KnownBug(
         id="replay-recording-chunks",
-        summary=(
-            "Recordings of pipeline ranks are put together rank by rank, as if there were no "
-            "chunks."
-        ),
+        summary="Recordings of pipeline ranks are joined rank by rank, as if there were no chunks.",
         refs=("verl#7106", "verl#7805"),
         kind="replay",
         make=_ReplayRecordingChunks,
@@ -271,7 +266,7 @@ BUGS: tuple[KnownBug, ...] = (
     ),
     KnownBug(
         id="replay-recording-microbatches",
-        summary="Recordings are taken off a stack: the last microbatch comes first.",
+        summary="Recordings are taken from a stack: the last microbatch comes first.",
         refs=("cf. verl#7805",),
         kind="replay",
         make=_ReplayRecordingMicrobatches,
@@ -290,8 +285,8 @@ BUGS: tuple[KnownBug, ...] = (
     KnownBug(
         id="replay-off-by-presence",
         summary=(
-            "Whether a step replays is read off its samples: routes are replayed although the "
-            "option is off."
+            "Whether a step replays is decided by its samples: routes are replayed although the"
+            " option is off."
         ),
         refs=("cf. verl#4973",),
         kind="replay",
@@ -302,7 +297,7 @@ BUGS: tuple[KnownBug, ...] = (
     ),
     KnownBug(
         id="replay-fused-router",
-        summary="A fused router is accepted, and returns before it looks at its target.",
+        summary="A fused router is accepted, and returns before it reads its target.",
         refs=("cf. Megatron-LM moe_utils.py (moe_router_fusion)",),
         kind="replay",
         make=_ReplayFusedRouter,
@@ -329,7 +324,7 @@ BUGS: tuple[KnownBug, ...] = (
     ),
     KnownBug(
         id="replay-empty-microbatch",
-        summary=("After an empty microbatch, each of the others gets targets that are displaced."),
+        summary="After an empty microbatch, each of the others gets the targets of the next one.",
         refs=("cf. verl#6675",),
         kind="replay",
         make=_ReplayEmptyMicrobatch,
@@ -338,7 +333,7 @@ BUGS: tuple[KnownBug, ...] = (
     ),
     KnownBug(
         id="replay-nan-scores",
-        summary="Where scores are NaN, targets are dropped in favour of expert 0.",
+        summary="If scores are NaN, targets are dropped in favour of expert 0.",
         refs=("cf. verl#7841",),
         kind="replay",
         make=_ReplayNanScores,
@@ -348,8 +343,8 @@ BUGS: tuple[KnownBug, ...] = (
     KnownBug(
         id="replay-narrow-target",
         summary=(
-            "The buffer of targets has a column less than top_k, and an expert stands in each "
-            "row twice."
+            "The buffer of targets has a column less than top_k, so that each row has an expert"
+            " twice."
         ),
         refs=("Megatron-LM router_replay.py (0.16.1)",),
         kind="replay",

@@ -1,6 +1,4 @@
-"""Known bugs of replay, passes and steps: targets that a recompute, a later step or another mode
-finds, or misses.
-"""
+"""Known bugs of replay: targets that a recompute, a later step or another mode finds or misses."""
 
 from __future__ import annotations
 
@@ -21,7 +19,7 @@ __all__ = ["BUGS"]
 
 
 class _ReplayStaleQueue(ReplayTrainer):
-    """Forward-only passes fill the queue of the backward pass, and nobody empties it."""
+    """Forward-only passes fill the queue of the backward pass, and do not empty it."""
 
     def install(
         self,
@@ -41,7 +39,7 @@ class _ReplayStaleQueue(ReplayTrainer):
 
 
 class _ReplayClearedBeforeBackward(ReplayTrainer):
-    """The context of the replay closes after the forward pass; a recompute then chooses for itself."""
+    """The context of the replay ends after the forward pass; a recompute then chooses by itself."""
 
     def head(self, run: TrainerPass, microbatch: Microbatch) -> None:
         super().head(run, microbatch)
@@ -53,7 +51,7 @@ class _ReplayClearedBeforeBackward(ReplayTrainer):
 
 
 class _LastQueued(ReplayRouter):
-    """The recompute takes the target that was queued last."""
+    """A router that recomputes with the newest target of its queue."""
 
     def take(self, phase: Phase) -> IntArray:
         return self.queue.pop() if phase is Phase.RECOMPUTE and self.queue else super().take(phase)
@@ -65,7 +63,7 @@ class _ReplayNewestRecomputed(RecordingTrainer):
 
 
 class _OneSlot(ReplayRouter):
-    """One target at a time, for forward and recompute alike: the next microbatch overwrites it."""
+    """A router with one target for forward and recompute: the next microbatch overwrites it."""
 
     def install(self, target: IntArray, *, keep: bool) -> None:
         self.target, self.queue = target, deque([target] * 9 if keep else [])
@@ -77,7 +75,7 @@ class _ReplayOneSlot(Interleaved):
 
 
 class _ReplayRecomputeNative(ReplayTrainer):
-    """Only the forward pass is replayed."""
+    """Replays the forward pass only."""
 
     def route(
         self, run: TrainerPass, microbatch: Microbatch, layer: int, x: FloatArray, phase: Phase
@@ -91,8 +89,8 @@ class _ReplayRecomputeNative(ReplayTrainer):
 
 
 class _ReplayGivenTwice(ReplayTrainer):
-    """Targets are installed when the step begins, and again per microbatch: the queue holds each of
-    them twice.
+    """Installs targets when the step begins and again for each microbatch: the queue has each
+    twice.
     """
 
     def install(
@@ -110,7 +108,7 @@ class _ReplayGivenTwice(ReplayTrainer):
 
 
 class _ReplayOldLogprobsNative(ReplayTrainer):
-    """Old logprobs are computed without the rollout's routes."""
+    """Computes old logprobs without the rollout's routes."""
 
     def begin(self, step: Step) -> None:
         super().begin(step)
@@ -123,7 +121,7 @@ class _ReplayOldLogprobsNative(ReplayTrainer):
 
 
 class _ReplayNoFinally(ReplayTrainer):
-    """What a step leaves is only cleared where it succeeds."""
+    """Clears the state of a step only if the step succeeds."""
 
     def run(self, step: Step, spy: Spy) -> Outcome:
         self.begin(step)
@@ -133,9 +131,7 @@ class _ReplayNoFinally(ReplayTrainer):
 
 
 class _ReplayStaysArmed(ReplayTrainer):
-    """The mode is set where a step replays, and never taken back; targets of the last microbatch
-    stay.
-    """
+    """Sets the mode for a replayed step and never resets it; the last targets stay, too."""
 
     def begin(self, step: Step) -> None:
         if step.action is Action.REPLAY:
@@ -150,23 +146,23 @@ class _ReplayStaysArmed(ReplayTrainer):
 
 
 class _KeepsTarget(ReplayRouter):
-    """A target serves until the next one comes, for rows that fit it."""
+    """A router that uses a target until the next one comes, for rows that fit it."""
 
     def choose(self, scores: FloatArray, phase: Phase) -> IntArray:
-        held = self.target
+        previous = self.target
         if (
             self.action is Action.REPLAY
             and phase is Phase.FORWARD
-            and (held is None or len(held) != len(scores))
+            and (previous is None or len(previous) != len(scores))
         ):
             return chosen(scores, self.top_k)
         ids = super().choose(scores, phase)
-        self.target = held
+        self.target = previous
         return ids
 
 
 class _ReplayEvaluationStays(ReplayTrainer):
-    """An evaluation that replays leaves its mode and targets behind."""
+    """Leaves mode and targets of a replayed evaluation behind in the routers."""
 
     def end(self, step: Step) -> None:
         if step.purpose is not Purpose.EVAL:
@@ -174,7 +170,7 @@ class _ReplayEvaluationStays(ReplayTrainer):
 
 
 class _ReplayFailureSwallowed(ReplayTrainer):
-    """A failed step is told as a step without loss."""
+    """Reports a failed step as a step without loss."""
 
     def work(self, step: Step, spy: Spy) -> Outcome:
         try:
@@ -187,8 +183,8 @@ BUGS: tuple[KnownBug, ...] = (
     KnownBug(
         id="replay-stale-queue",
         summary=(
-            "A forward-only pass fills the queue of the backward pass, and the next recompute "
-            "takes what it left."
+            "A forward-only pass fills the queue of the backward pass, and the next recompute"
+            " takes its targets."
         ),
         refs=("SkyRL#1908",),
         kind="replay",
@@ -200,8 +196,8 @@ BUGS: tuple[KnownBug, ...] = (
     KnownBug(
         id="replay-cleared-before-backward",
         summary=(
-            "Targets are cleared after the forward pass, and the recompute chooses for itself "
-            "without a word."
+            "Targets are cleared after the forward pass, and the recompute silently chooses by"
+            " itself."
         ),
         refs=("cf. SkyRL#1772",),
         kind="replay",
@@ -212,8 +208,8 @@ BUGS: tuple[KnownBug, ...] = (
     KnownBug(
         id="replay-newest-recomputed",
         summary=(
-            "The recompute takes the target that was queued last, while a pipeline has "
-            "several microbatches under way."
+            "The recompute takes the newest target of the queue, although a pipeline has several"
+            " microbatches in flight."
         ),
         refs=("cf. AReaL#1166",),
         kind="replay",
@@ -224,8 +220,8 @@ BUGS: tuple[KnownBug, ...] = (
     KnownBug(
         id="replay-one-slot",
         summary=(
-            "A router holds one target, and the next microbatch overwrites it before the "
-            "backward pass of this one."
+            "A router stores one target, and the next microbatch overwrites it before the"
+            " backward pass of this one."
         ),
         refs=("cf. AReaL#1166",),
         kind="replay",
@@ -235,7 +231,7 @@ BUGS: tuple[KnownBug, ...] = (
     ),
     KnownBug(
         id="replay-recompute-native",
-        summary="The forward pass is replayed, its recompute is not.",
+        summary="The forward pass is replayed, but its recompute is not.",
         refs=("cf. verl#4101",),
         kind="replay",
         make=_ReplayRecomputeNative,
@@ -245,8 +241,8 @@ BUGS: tuple[KnownBug, ...] = (
     KnownBug(
         id="replay-given-twice",
         summary=(
-            "Targets are installed when a step begins and again per microbatch, so that the "
-            "queue holds each twice."
+            "Targets are installed when a step begins and again for each microbatch, so that the"
+            " queue has each twice."
         ),
         refs=("cf. verl#7106",),
         kind="replay",
@@ -268,7 +264,7 @@ BUGS: tuple[KnownBug, ...] = (
     ),
     KnownBug(
         id="replay-no-finally",
-        summary="Targets and modes are cleared only where a step succeeds.",
+        summary="Targets and modes are cleared only after a step that succeeds.",
         refs=("cf. SkyRL#1908",),
         kind="replay",
         make=_ReplayNoFinally,
@@ -278,8 +274,7 @@ BUGS: tuple[KnownBug, ...] = (
     KnownBug(
         id="replay-stays-armed",
         summary=(
-            "The mode is set by a step that replays and never taken back: native steps go on "
-            "with the last target."
+            "The mode is set by a replayed step and never reset: native steps use the last target."
         ),
         refs=("cf. SkyRL#1908", "cf. OpenPipe/ART#709"),
         kind="replay",
@@ -298,7 +293,7 @@ BUGS: tuple[KnownBug, ...] = (
     ),
     KnownBug(
         id="replay-failure-swallowed",
-        summary="A step that failed in the middle is told as a step without loss.",
+        summary="A step that failed in the middle is reported as a step without loss.",
         refs=("cf. Helsinki-NLP/mammoth#78", "cf. OpenNMT-py#2195"),
         kind="replay",
         make=_ReplayFailureSwallowed,

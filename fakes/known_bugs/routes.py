@@ -1,5 +1,5 @@
-"""Known bugs of routing, in the stack: rows that are lost, doubled, displaced, filled or another
-request's.
+"""Known bugs of routes in a stack: rows that are lost, repeated, displaced, filled, or of another
+request.
 """
 
 from __future__ import annotations
@@ -35,9 +35,7 @@ __all__ = ["BUGS"]
 
 
 class _AllRows(AsSampled):
-    """Asks for all rows on every call, as clients did before engines could leave the known ones
-    out.
-    """
+    """Requests all rows on every call, like clients before engines could omit the known ones."""
 
     def routes_start(self, sample: PartialSample) -> int:
         return 0
@@ -46,6 +44,7 @@ class _AllRows(AsSampled):
 class _ConcatOnResume(_AllRows):
     def merge_routes(self, sample: PartialSample, sent: int, output: EngineOutput) -> None:
         if output.routes is not None:
+            # each reply has the rows of the whole sequence, not only of its own tokens
             sample.rows = (
                 output.routes
                 if sample.rows is None
@@ -56,12 +55,14 @@ class _ConcatOnResume(_AllRows):
 class _ReplaceOnResume(_AllRows):
     def merge_routes(self, sample: PartialSample, sent: int, output: EngineOutput) -> None:
         if output.routes is not None:
+            # a later prefill computed these rows, with the weights of that moment
             sample.rows = output.routes[: sent + len(output.token_ids) - 1].copy()
 
 
 class _SegmentFillerKept(_AllRows):
-    """Right by number: where the engine returns a row for the last token too, each segment brings
-    its filler along.
+    """Has the right number of rows, but keeps the filler of each segment.
+
+    It occurs if the engine returns a row for the last token, too.
     """
 
     def merge_routes(self, sample: PartialSample, sent: int, output: EngineOutput) -> None:
@@ -79,6 +80,7 @@ class _SegmentFillerKept(_AllRows):
 class _TorchCatOnNumpy(_AllRows):
     def merge_routes(self, sample: PartialSample, sent: int, output: EngineOutput) -> None:
         if sample.rows is not None:
+            # the message of torch.cat
             raise TypeError("expected Tensor as element 0 in argument 0, but got numpy.ndarray")
         super().merge_routes(sample, sent, output)
 
@@ -86,12 +88,14 @@ class _TorchCatOnNumpy(_AllRows):
 class _FailsOnEmptyAbort(AsSampled):
     def absorb(self, sample: PartialSample, sent: int, output: EngineOutput) -> None:
         if not output.token_ids:
+            # the message of unpacking an empty list of tokens and logprobs
             raise ValueError("not enough values to unpack (expected 2, got 0)")
         super().absorb(sample, sent, output)
 
 
 class _LaterTurnReplaces(_AllRows):
     def merge_routes(self, sample: PartialSample, sent: int, output: EngineOutput) -> None:
+        # within a turn rows are appended, at a new turn they are replaced
         if sample.turn and output.routes is not None:
             sample.rows = output.routes[: sent + len(output.token_ids) - 1].copy()
         else:
@@ -102,6 +106,7 @@ class _TokensCutRowsNot(AsSampled):
     def finished(self, sample: PartialSample) -> Rollout:
         rollout = super().finished(sample)
         assert rollout.logprobs is not None
+        # routes keep their length
         return replace(
             rollout, response_ids=rollout.response_ids[:-2], logprobs=rollout.logprobs[:-2]
         )
@@ -110,11 +115,12 @@ class _TokensCutRowsNot(AsSampled):
 class _OneTokenLate(AsSampled):
     def final_routes(self, sample: PartialSample) -> IntArray | None:
         rows = super().final_routes(sample)
+        # row i is that of token i - 1
         return rows if rows is None else np.concatenate([rows[:1], rows[:-1]])
 
 
 class _RowsOfAnotherRequest(AsSampled):
-    """Fills each sample from the result slot of whichever request ended last."""
+    """Fills each sample from the result slot of the request that ended last."""
 
     def __init__(self, options: ClientOptions | None = None) -> None:
         super().__init__(options)
@@ -135,6 +141,7 @@ class _ZeroPadded(AsSampled):
         if rows is None:
             return None
         out = np.zeros_like(rows)
+        # as if the last two rows had not arrived
         out[:-2] = rows[:-2]
         return out
 
@@ -143,12 +150,13 @@ class _ZerosForMissing(AsSampledTokens):
     def final_routes(self, sample: PartialSample) -> IntArray | None:
         rows = super().final_routes(sample)
         if rows is not None:
+            # a zero is expert 0, not a mark
             rows[-1] = 0
         return rows
 
 
 class _UncapturedSuffix(AsSampled):
-    """Declares a captured prefix, and hands over a guess for the token that was never forwarded."""
+    """Declares a captured prefix, and returns a guess for the token that was never forwarded."""
 
     def declared(self, fleet: Fleet) -> Contract:
         return replace(super().declared(fleet), rows=Rows.CAPTURED_PREFIX)
@@ -161,11 +169,12 @@ class _UncapturedSuffix(AsSampled):
 class _SurplusRow(AsSampled):
     def final_routes(self, sample: PartialSample) -> IntArray | None:
         rows = super().final_routes(sample)
+        # the contract declares T-1 rows, so nobody expects a filler
         return rows if rows is None else np.concatenate([rows, rows[-1:]])
 
 
 class _BufferRecycled(AsSampled):
-    """Hands over a view of a buffer that the next request writes into."""
+    """Returns a view of a buffer that the next request writes into."""
 
     def __init__(self, options: ClientOptions | None = None) -> None:
         super().__init__(options)
@@ -182,7 +191,7 @@ class _BufferRecycled(AsSampled):
 
 
 class _WritesToReadOnly(AsSampled):
-    """Marks the last row of the engine's own array before it is copied."""
+    """Marks the last row in the engine's own array before it copies the array."""
 
     def merge_routes(self, sample: PartialSample, sent: int, output: EngineOutput) -> None:
         if output.routes is not None:
@@ -213,7 +222,7 @@ BUGS: tuple[KnownBug, ...] = (
         id="replace-on-resume",
         summary=(
             "Each resume replaces the routes: tokens sampled by old weights get rows of the new"
-            " ones."
+            " weights."
         ),
         refs=("verl#6046", "verl#6029"),
         make=_ReplaceOnResume,
@@ -248,7 +257,7 @@ BUGS: tuple[KnownBug, ...] = (
     ),
     KnownBug(
         id="torch-cat-on-numpy",
-        summary="Resumed routes are concatenated with torch.cat, and numpy arrays make it raise.",
+        summary="Resumed routes are concatenated with torch.cat, which raises on numpy arrays.",
         refs=("verl#7158", "ROLL user_defined_rollout_loop.py"),
         make=_TorchCatOnNumpy,
         cases=(ABORTED,),
@@ -256,7 +265,7 @@ BUGS: tuple[KnownBug, ...] = (
     ),
     KnownBug(
         id="fails-on-empty-abort",
-        summary="An abort before the first token makes the client raise.",
+        summary="An abort before the first token makes the client raise an error.",
         refs=("verl#5936", "vime#49"),
         make=_FailsOnEmptyAbort,
         cases=(EMPTY,),
@@ -272,7 +281,7 @@ BUGS: tuple[KnownBug, ...] = (
     ),
     KnownBug(
         id="reply-written-to",
-        summary="The client writes into the engine's array, which nothing forbids here.",
+        summary="The client writes into the engine's array, which is writable here.",
         refs=("verl#5519",),
         make=_ReplyWrittenTo,
         cases=(CLEAN,),
@@ -280,7 +289,7 @@ BUGS: tuple[KnownBug, ...] = (
     ),
     KnownBug(
         id="tokens-cut-rows-not",
-        summary="The response is cut to its length, its routes are not.",
+        summary="The response is cut to its length, but its routes are not.",
         refs=("verl#6027", "verl#6089", "miles#1069"),
         make=_TokensCutRowsNot,
         cases=(ABORTED,),
@@ -290,8 +299,8 @@ BUGS: tuple[KnownBug, ...] = (
     KnownBug(
         id="surplus-row",
         summary=(
-            "A row is repeated at the end for the token that was never forwarded, although none is"
-            " declared."
+            "A row is repeated at the end for the token that was never forwarded, although the"
+            " contract declares none."
         ),
         refs=("slime#1045", "miles sglang_rollout.py"),
         make=_SurplusRow,
@@ -300,7 +309,7 @@ BUGS: tuple[KnownBug, ...] = (
     ),
     KnownBug(
         id="one-token-late",
-        summary="Every row stands at the next token's position.",
+        summary="Every row is at the position of the next token.",
         refs=("verl#6473", "verl#7075"),
         make=_OneTokenLate,
         cases=(CLEAN, ABORTED),
@@ -316,7 +325,7 @@ BUGS: tuple[KnownBug, ...] = (
     ),
     KnownBug(
         id="zero-padded",
-        summary="Routes that come up short are filled with zeros: expert 0, top_k times.",
+        summary="Missing route rows are filled with zeros: expert 0, top_k times.",
         refs=("verl agent_loop.py (0.9.1)", "ROLL functionals.py", "slime#941"),
         make=_ZeroPadded,
         cases=(ABORTED,),
@@ -324,7 +333,7 @@ BUGS: tuple[KnownBug, ...] = (
     ),
     KnownBug(
         id="zeros-for-missing",
-        summary="The row of the token that was never forwarded is zeros, not the declared mark.",
+        summary="The row of the token that was never forwarded is zeros, not the declared filler.",
         refs=("verl#7841", "prime-rl _pad_routed_experts"),
         make=_ZerosForMissing,
         cases=(CLEAN,),
@@ -332,7 +341,7 @@ BUGS: tuple[KnownBug, ...] = (
     ),
     KnownBug(
         id="uncaptured-suffix",
-        summary="A row that nobody captured is handed over as part of the captured prefix.",
+        summary="A row that was never captured is returned as part of the captured prefix.",
         refs=("SkyRL#1908",),
         make=_UncapturedSuffix,
         cases=(CLEAN,),
@@ -340,7 +349,7 @@ BUGS: tuple[KnownBug, ...] = (
     ),
     KnownBug(
         id="buffer-recycled",
-        summary="The sample holds a view of a buffer that the next request writes into.",
+        summary="The sample contains a view of a buffer that the next request overwrites.",
         refs=("sglang#34319",),
         make=_BufferRecycled,
         cases=(_BY_TURNS,),

@@ -32,6 +32,7 @@ __all__ = ["BUGS"]
 class _PromptRetokenised(AsSampled):
     def finished(self, sample: PartialSample) -> Rollout:
         rollout = super().finished(sample)
+        # tokenise(detokenise(ids)) is not ids: a merge across the border gives another id
         *head, last = rollout.prompt_ids
         return replace(rollout, prompt_ids=(*head, last + 1))
 
@@ -44,6 +45,7 @@ class _LastSegmentOnly(AsSampled):
     def finished(self, sample: PartialSample) -> Rollout:
         rollout = super().finished(sample)
         assert rollout.logprobs is not None
+        # the segments before the last call are lost
         return replace(
             rollout,
             response_ids=rollout.response_ids[-self._last :],
@@ -61,6 +63,7 @@ class _ChunkMergedTwice(AsSampled):
         rollout, end = super().finished(sample), self._end
         assert rollout.logprobs is not None
         ids, values = rollout.response_ids, rollout.logprobs
+        # ids[end - 1] appears at the end of the aborted chunk and again at the start of the next
         return replace(
             rollout,
             response_ids=(*ids[:end], *ids[end - 1 :]),
@@ -70,6 +73,7 @@ class _ChunkMergedTwice(AsSampled):
 
 class _RestartsFromPrompt(AsSampled):
     def resume_prompt(self, sample: PartialSample) -> tuple[int, ...]:
+        # the response so far is missing
         return sample.request.prompt_ids
 
     def routes_start(self, sample: PartialSample) -> int:
@@ -79,11 +83,13 @@ class _RestartsFromPrompt(AsSampled):
 class _ResumesRetokenised(AsSampled):
     def resume_prompt(self, sample: PartialSample) -> tuple[int, ...]:
         ids = sample.ids
+        # as if the last token came back from text as another one
         return (*ids[:-1], ids[-1] ^ 1) if sample.response else ids
 
 
 class _AsksAfterStop(AsSampled):
     def finish_reason(self, sample: PartialSample, output: EngineOutput) -> FinishReason:
+        # a stop of the engine counts as an abort
         return FinishReason.LENGTH if self.next_budget(sample) == 0 else FinishReason.ABORT
 
 
@@ -91,17 +97,20 @@ class _ContextOffByOne(FakeEngine):
     def _enqueue(self, call: Call, rid: str | None) -> InflightCall:
         queued = super()._enqueue(call, rid)
         if len(call.prompt_ids) > 3:
+            # the first call has three prompt tokens: only later calls lose their last one
             queued.state = self.policy.start_state(call.prompt_ids[:-1])
         return queued
 
 
 class _ToolOutputRetokenised(AsSampled):
     def observe(self, sample: PartialSample, answer: tuple[int, ...]) -> None:
+        # as if the last token came back from text as another one
         super().observe(sample, (*answer[:-1], answer[-1] + 1))
 
 
 class _TemperatureForgotten(AsSampled):
     def sampling_for(self, sample: PartialSample) -> dict[str, Scalar]:
+        # only the first attempt passes them on
         return super().sampling_for(sample) if sample.attempts <= 1 else {}
 
 
@@ -111,7 +120,7 @@ class _SamplingDropped(AsSampled):
 
 
 class _IdOfAnotherRequest(AsSampled):
-    """The id is read from a variable that every rollout writes as it begins."""
+    """Reads the id from a variable that every rollout overwrites when it begins."""
 
     async def rollout(self, request: Request) -> Rollout | None:
         self._id = request.request_id
@@ -130,6 +139,7 @@ class _MediaForgotten(AsSampled):
         self, server_id: str, sample: PartialSample, sent: tuple[int, ...], budget: int | None
     ) -> EngineOutput:
         if sample.response:
+            # only calls that resume lose their images
             sample.request = replace(sample.request, media=None)
         return await super().call(server_id, sample, sent, budget)
 
@@ -137,23 +147,27 @@ class _MediaForgotten(AsSampled):
 class _CallerParametersMutated(AsSampled):
     def sampling_for(self, sample: PartialSample) -> dict[str, Scalar]:
         caller: dict[str, Any] = sample.request.sampling  # type: ignore[assignment]
+        # the caller's own dictionary, not a copy of it
         caller["max_tokens"] = self.next_budget(sample)
         return caller
 
 
 class _BudgetGrantedAgain(AsSampled):
     def next_budget(self, sample: PartialSample) -> int | None:
+        # the response so far is not subtracted
         return sample.request.budget
 
 
 class _BudgetUnstated(AsSampled):
     def next_budget(self, sample: PartialSample) -> int | None:
+        # ``budget`` also knows the configured response length
         return sample.request.max_tokens
 
 
 class _EngineOvershoots(FakeEngine):
     def _enqueue(self, call: Call, rid: str | None) -> InflightCall:
         queued = super()._enqueue(call, rid)
+        # as if two draft tokens were accepted beyond the limit
         queued.limit += 2
         return queued
 
@@ -165,6 +179,7 @@ class _ReasonIgnored(AsSampled):
 
 class _LengthBeforeStop(AsSampled):
     def finish_reason(self, sample: PartialSample, output: EngineOutput) -> FinishReason:
+        # the budget is compared first: a stop on the last token becomes a length
         return (
             FinishReason.LENGTH
             if self.next_budget(sample) == 0
@@ -175,6 +190,7 @@ class _LengthBeforeStop(AsSampled):
 class _CutShownAsStop(AsSampled):
     def finish_reason(self, sample: PartialSample, output: EngineOutput) -> FinishReason:
         reason = super().finish_reason(sample, output)
+        # trainers mask or penalise cut answers, so the difference matters
         return FinishReason.STOP if reason is FinishReason.LENGTH else reason
 
 
@@ -188,11 +204,13 @@ class _GivesUpAsLength(AsSampled):
 class _NeverAsked(AsSampled):
     async def run(self, sample: PartialSample) -> bool:
         sample.finish = FinishReason.LENGTH
+        # with another rollout open there is no free slot
         return self._open > 1 or await super().run(sample)
 
 
 class _ShrinkingLimit(AsSampled):
     def finish_reason(self, sample: PartialSample, output: EngineOutput) -> FinishReason:
+        # the budget shrinks while the response grows: they meet in the middle
         left = self.next_budget(sample)
         return (
             FinishReason.LENGTH
@@ -220,7 +238,7 @@ _EXACT_STOP = case(requests=(request(max_tokens=2),), model=Model(eos_every=3), 
 BUGS: tuple[KnownBug, ...] = (
     KnownBug(
         id="prompt-retokenised",
-        summary="A retry renders the prompt anew from text, and one token comes out different.",
+        summary="A retry tokenises the prompt again from text, and one token comes out different.",
         refs=("slime#1861",),
         make=_PromptRetokenised,
         cases=(CLEAN,),
@@ -229,7 +247,8 @@ BUGS: tuple[KnownBug, ...] = (
     KnownBug(
         id="last-segment-only",
         summary=(
-            "Only what the last call returned is handed over; what the abort had returned is gone."
+            "The sample contains only the tokens of the last call; those of the aborted call are"
+            " lost."
         ),
         refs=("ROLL user_defined_rollout_loop.py", "xtuner#1917"),
         make=_LastSegmentOnly,
@@ -239,8 +258,8 @@ BUGS: tuple[KnownBug, ...] = (
     KnownBug(
         id="chunk-merged-twice",
         summary=(
-            "The last chunk of an aborted stream repeats its last token, and the client appends it"
-            " again."
+            "The last chunk of an aborted stream repeats its last token, and the client appends"
+            " it again."
         ),
         refs=("sglang#34488",),
         make=_ChunkMergedTwice,
@@ -250,7 +269,7 @@ BUGS: tuple[KnownBug, ...] = (
     KnownBug(
         id="restarts-from-prompt",
         summary=(
-            "After an abort the client sends the bare prompt again instead of what was sampled so"
+            "After an abort the client sends the bare prompt again, without the tokens sampled so"
             " far."
         ),
         refs=("slime#2128",),
@@ -261,8 +280,8 @@ BUGS: tuple[KnownBug, ...] = (
     KnownBug(
         id="resumes-retokenised",
         summary=(
-            "The response so far goes through text before it is sent on, and its last token comes"
-            " back as another."
+            "The response so far is detokenised and tokenised again for the resuming call, and"
+            " its last token changes."
         ),
         refs=("slime#1861",),
         make=_ResumesRetokenised,
@@ -272,7 +291,7 @@ BUGS: tuple[KnownBug, ...] = (
     KnownBug(
         id="asks-after-stop",
         summary=(
-            "The resume loop ends on the budget alone, so it asks for more behind an"
+            "The resume loop checks only the budget, so it calls the engine again after an"
             " end-of-sequence token."
         ),
         refs=("cf. AReaL#858",),
@@ -290,9 +309,7 @@ BUGS: tuple[KnownBug, ...] = (
     ),
     KnownBug(
         id="tool-output-retokenised",
-        summary=(
-            "A tool's output goes through text, and comes back as other tokens than the tool's."
-        ),
+        summary="A tool's output is detokenised and tokenised again, which changes its tokens.",
         refs=("slime#1861", "SkyRL#2078"),
         make=_ToolOutputRetokenised,
         cases=(TURNS,),
@@ -300,7 +317,7 @@ BUGS: tuple[KnownBug, ...] = (
     ),
     KnownBug(
         id="temperature-forgotten",
-        summary="The resuming call is made with default sampling parameters.",
+        summary="The resuming call uses default sampling parameters.",
         refs=("cf. TRL#6947",),
         make=_TemperatureForgotten,
         cases=(_aborted(_WARM),),
@@ -309,7 +326,7 @@ BUGS: tuple[KnownBug, ...] = (
     KnownBug(
         id="sampling-dropped",
         summary=(
-            "No call carries the caller's sampling parameters, so the engine samples with its own"
+            "No call has the caller's sampling parameters, so the engine samples with its own"
             " defaults."
         ),
         refs=("NeMo-RL#3776", "cf. NeMo-RL#3497"),
@@ -319,7 +336,7 @@ BUGS: tuple[KnownBug, ...] = (
     ),
     KnownBug(
         id="id-of-another-request",
-        summary="Samples are labelled with the id of the request that began last.",
+        summary="Samples get the id of the request that began last.",
         refs=("cf. vllm#394",),
         make=_IdOfAnotherRequest,
         cases=(case(requests=(request(), request("r1", (31, 32, 33)))),),
@@ -328,8 +345,8 @@ BUGS: tuple[KnownBug, ...] = (
     KnownBug(
         id="one-token-too-few",
         summary=(
-            "Every call is granted one token less than is left, and the sample says that it reached"
-            " its length."
+            "Every call gets one token less than the rest of the budget, and the sample claims to"
+            " have reached its length."
         ),
         refs=("cf. AReaL#858",),
         make=_OneTokenTooFew,
@@ -338,7 +355,7 @@ BUGS: tuple[KnownBug, ...] = (
     ),
     KnownBug(
         id="media-forgotten",
-        summary="The resuming call carries no images.",
+        summary="The resuming call has no images.",
         refs=("verl#4842", "verl#5160"),
         make=_MediaForgotten,
         cases=(_aborted(_SEEN),),
@@ -346,7 +363,7 @@ BUGS: tuple[KnownBug, ...] = (
     ),
     KnownBug(
         id="caller-parameters-mutated",
-        summary="What is left of the budget is written into the caller's own sampling parameters.",
+        summary="The rest of the budget is written into the caller's own sampling parameters.",
         refs=("verl#7207",),
         make=_CallerParametersMutated,
         cases=(ABORTED,),
@@ -354,7 +371,7 @@ BUGS: tuple[KnownBug, ...] = (
     ),
     KnownBug(
         id="budget-granted-again",
-        summary="Every resume grants the whole budget again.",
+        summary="Every resume gets the full budget again.",
         refs=("verl#7207", "slime#2260", "slime#2122"),
         make=_BudgetGrantedAgain,
         cases=(ABORTED,),
@@ -374,8 +391,8 @@ BUGS: tuple[KnownBug, ...] = (
     KnownBug(
         id="engine-overshoots",
         summary=(
-            "Accepted draft tokens are not cut at the end, so a reply holds more tokens than it was"
-            " granted."
+            "Accepted draft tokens are not cut at the end, so a reply has more tokens than its"
+            " budget."
         ),
         refs=("sglang#39826",),
         make=on_engine(_EngineOvershoots),
@@ -385,8 +402,7 @@ BUGS: tuple[KnownBug, ...] = (
     KnownBug(
         id="reason-ignored",
         summary=(
-            "The client does not look at the finish reason, so an aborted fragment becomes a"
-            " finished turn."
+            "The client ignores the finish reason, so an aborted fragment becomes a finished turn."
         ),
         refs=("TRL async_rollout_worker.py", "whitecircle/halo#8"),
         make=_ReasonIgnored,
@@ -396,7 +412,7 @@ BUGS: tuple[KnownBug, ...] = (
     KnownBug(
         id="length-before-stop",
         summary=(
-            "The length is asked for before the engine's reason: an answer that ends on the last"
+            "The length is checked before the engine's reason: an answer that ends on the last"
             " token counts as cut."
         ),
         refs=("cf. verl#7207",),
@@ -406,7 +422,7 @@ BUGS: tuple[KnownBug, ...] = (
     ),
     KnownBug(
         id="cut-shown-as-stop",
-        summary="A response that was cut by its budget is handed over as stopped.",
+        summary="A response that was cut by its budget is returned as stopped.",
         refs=("verl vllm_async_server.py",),
         make=_CutShownAsStop,
         cases=(CLEAN,),
@@ -415,7 +431,7 @@ BUGS: tuple[KnownBug, ...] = (
     KnownBug(
         id="gives-up-as-length",
         summary=(
-            "After too many aborts the client gives up, and says that the sample reached its"
+            "After too many aborts the client gives up and claims that the sample reached its"
             " length."
         ),
         refs=("AReaL inf_bridge.py",),
@@ -426,8 +442,8 @@ BUGS: tuple[KnownBug, ...] = (
     KnownBug(
         id="never-asked",
         summary=(
-            "A request that finds no free place makes no call, and is handed over as an empty"
-            " answer that reached its length."
+            "A request that finds no free slot makes no call, and comes back as an empty answer"
+            " that reached its length."
         ),
         refs=("cf. AReaL#858",),
         make=_NeverAsked,
@@ -437,7 +453,7 @@ BUGS: tuple[KnownBug, ...] = (
     KnownBug(
         id="shrinking-limit",
         summary=(
-            "The loop compares the length so far with a budget that it shrinks itself, and ends"
+            "The loop compares the length so far with a budget that it reduces itself, and ends"
             " early."
         ),
         refs=("AReaL#858",),
@@ -447,7 +463,7 @@ BUGS: tuple[KnownBug, ...] = (
     ),
     KnownBug(
         id="empty-abort-costs",
-        summary="An abort before the first token takes a token off the budget.",
+        summary="An abort before the first token reduces the budget by one token.",
         refs=("cf. verl#5936",),
         make=_EmptyAbortCosts,
         cases=(EMPTY,),

@@ -1,5 +1,5 @@
-"""Known bugs of version tags: read too late, made up, folded wrongly, or of weights that never had
-one.
+"""Known bugs of version tags: read too late, invented, folded wrongly, or of weights that were
+never published.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class _SampleTag(AsSampled):
 
 
 class _TagReadAfterReply(_SampleTag):
-    """Reads the server's label when the reply has been worked through, not with it."""
+    """Reads the server's label after it has processed the reply."""
 
     async def attempt(
         self, sample: PartialSample, sent: tuple[int, ...], budget: int | None
@@ -59,7 +59,7 @@ class _TagReadAfterReply(_SampleTag):
 
 
 class _TagOfSubmission(_SampleTag):
-    """Stamps the sample when it is scheduled, before it waited for a server."""
+    """Tags the sample when it is scheduled, before it waits for a server."""
 
     async def run(self, sample: PartialSample) -> bool:
         self._stamp = self.fleet.servers["s0"].label
@@ -70,7 +70,7 @@ class _TagOfSubmission(_SampleTag):
 
 
 class _VersionZeroIsFalse(AsSampled):
-    """``if version:`` where ``is not None`` is meant."""
+    """Writes ``if version:`` in place of ``if version is not None:``."""
 
     def version_tags(self, sample: PartialSample) -> dict[str, Any]:
         return {name: tag or None for name, tag in super().version_tags(sample).items()}
@@ -84,7 +84,7 @@ class _CounterAhead(AsSampled):
 
 
 class _EmptyCallSetsMinimum(AsSampled):
-    """The first reply sets the minimum, with tokens or without."""
+    """The first reply sets the minimum, with or without tokens."""
 
     def absorb(self, sample: PartialSample, sent: int, output: EngineOutput) -> None:
         if sample.attempts == 1:
@@ -98,7 +98,7 @@ class _EmptyCallSetsMinimum(AsSampled):
 
 
 class _BoundsRaisedBeforeThePause(AsSampled):
-    """Bounds are read from a counter when a rollout begins and when it ends; an update raises it
+    """Reads bounds from a counter when a rollout begins and ends; an update raises the counter
     while the engines still sample.
     """
 
@@ -133,18 +133,19 @@ class _FirstVersionOnly(AsSampled):
 class _VersionsComparedAsText(AsSampled):
     def version_tags(self, sample: PartialSample) -> dict[str, Any]:
         labels = [str(label) for label in sample.labels if label is not None]
+        # "10" < "9"
         return {"min_version": min(labels), "max_version": max(labels)}
 
 
 class _AbortedCallsUntagged(AsSampledCalls):
-    """The tag is taken from calls that ended, so a sample has fewer of them than calls with tokens."""
+    """Takes the tags of calls that ended, so a sample has fewer tags than calls with tokens."""
 
     def version_tags(self, sample: PartialSample) -> dict[str, Any]:
         return {"call_versions": tuple(sample.calls[-1:])}
 
 
 class _SpansWithGap(AsSampledSpans):
-    """A span ends before the token that was sampled while the update was asked for."""
+    """Ends a span before the token that was sampled while the update was requested."""
 
     def version_tags(self, sample: PartialSample) -> dict[str, Any]:
         first, *rest = super().version_tags(sample)["spans"]
@@ -167,7 +168,7 @@ class _SpanBorderLate(AsSampledSpans):
 
 
 class _EnvironmentUntagged(AsSampledTokens):
-    """The environment's tokens get no tag, so the tags behind them move up."""
+    """Gives the environment's tokens no tag, so that later tags move up."""
 
     def version_tags(self, sample: PartialSample) -> dict[str, Any]:
         return {
@@ -178,14 +179,14 @@ class _EnvironmentUntagged(AsSampledTokens):
 
 
 class _OneTagForAllTokens(AsSampledTokens):
-    """The version at the end of the rollout is written to every token."""
+    """Writes the version at the end of the rollout to every token."""
 
     def version_tags(self, sample: PartialSample) -> dict[str, Any]:
         return {"token_versions": (sample.labels[-1],) * len(sample.labels)}
 
 
 class _NewestForUnknown(AsSampledTokens):
-    """Where the engine shows no version, the newest known one is assumed."""
+    """Assumes the newest version if the engine shows none."""
 
     def merge_versions(self, sample: PartialSample, output: EngineOutput) -> None:
         super().merge_versions(sample, output)
@@ -196,7 +197,7 @@ class _NewestForUnknown(AsSampledTokens):
 
 
 class _LabelReadAtEmission(FakeEngine):
-    """An update changes the label of all tokens of the calls that it overtakes."""
+    """An update changes the label of all tokens of running calls."""
 
     def _publish(self, label: Version, *, loaded: bool, identity: bool = False) -> None:
         super()._publish(label, loaded=loaded, identity=identity)
@@ -205,7 +206,7 @@ class _LabelReadAtEmission(FakeEngine):
 
 
 class _FirstOnly(list[tuple[int, Version]]):
-    """Marks of which only the first is taken."""
+    """Marks that keep only the first entry."""
 
     def append(self, mark: tuple[int, Version]) -> None:
         if not self:
@@ -222,16 +223,16 @@ class _LabelReadAtAdmission(FakeEngine):
 
 
 class _NoneKeepsOldLabel(FakeEngine):
-    """An update without a label leaves the old one on the new weights."""
+    """An update without a label leaves the old label on the new weights."""
 
     async def load(self, version: int, label: Version = None, *, identity: bool = False) -> None:
-        self._kept = self.label if label is None else label
+        self._old_label = self.label if label is None else label
         await super().load(version, label, identity=identity)
 
     def _publish(self, label: Version, *, loaded: bool, identity: bool = False) -> None:
         super()._publish(label, loaded=loaded, identity=identity)
         if label is None:
-            self._scheduler.show(self._kept)
+            self._scheduler.show(self._old_label)
 
 
 _SYNC_AT_START = case(act(ActionKind.SYNC, 0))
@@ -250,7 +251,7 @@ BUGS: tuple[KnownBug, ...] = (
     KnownBug(
         id="tag-read-after-reply",
         summary=(
-            "The version is read after the reply was awaited: tokens of version n are tagged n + 1."
+            "The version is read after the reply arrived: tokens of version n are tagged n + 1."
         ),
         refs=("AReaL#1569", "verl vllm_async_server.py"),
         make=_TagReadAfterReply,
@@ -270,7 +271,7 @@ BUGS: tuple[KnownBug, ...] = (
     ),
     KnownBug(
         id="version-zero-is-false",
-        summary="Version 0 is dropped by a condition that asks whether the tag is true.",
+        summary="Version 0 is dropped by a condition on the truth of the tag.",
         refs=("verl tool_agent_loop.py",),
         make=_VersionZeroIsFalse,
         cases=(CLEAN,),
@@ -279,7 +280,7 @@ BUGS: tuple[KnownBug, ...] = (
     KnownBug(
         id="counter-ahead",
         summary=(
-            "The tag is a counter that was raised before the update, and names weights that were"
+            "The tag is a counter that is raised before the update, and names weights that were"
             " never published."
         ),
         refs=("prime-rl#1764", "prime-rl#2937"),
@@ -297,7 +298,7 @@ BUGS: tuple[KnownBug, ...] = (
     ),
     KnownBug(
         id="last-version-only",
-        summary="Only the last version counts: a sample whose start is stale looks fresh.",
+        summary="Only the last version counts: a sample with a stale start looks fresh.",
         refs=("verl#7569",),
         make=_LastVersionOnly,
         cases=(SYNCED,),
@@ -306,7 +307,7 @@ BUGS: tuple[KnownBug, ...] = (
     KnownBug(
         id="first-version-only",
         summary=(
-            "The first reply's version stands for the whole sample; later ones do not raise the"
+            "The first reply's version is used for the whole sample; later ones do not raise the"
             " maximum."
         ),
         refs=("verl tool_agent_loop.py",),
@@ -335,7 +336,7 @@ BUGS: tuple[KnownBug, ...] = (
     ),
     KnownBug(
         id="aborted-calls-untagged",
-        summary="The list of versions has no entry for calls that were aborted.",
+        summary="The list of versions has no entry for aborted calls.",
         refs=("slime#327",),
         make=_AbortedCallsUntagged,
         cases=(SYNCED,),
@@ -351,7 +352,7 @@ BUGS: tuple[KnownBug, ...] = (
     ),
     KnownBug(
         id="span-border-late",
-        summary="The border of two spans lies one token behind the update.",
+        summary="The border of two spans is one token after the update.",
         refs=("vllm#49040",),
         make=_SpanBorderLate,
         cases=(SYNCED,),
@@ -376,7 +377,7 @@ BUGS: tuple[KnownBug, ...] = (
     KnownBug(
         id="label-read-at-emission",
         summary=(
-            "The engine shows the label of the moment of the reply for tokens that older weights"
+            "The engine shows the label at the time of the reply for tokens that older weights"
             " sampled."
         ),
         refs=("sglang#35926", "vllm#54443"),
@@ -405,7 +406,7 @@ BUGS: tuple[KnownBug, ...] = (
     ),
     KnownBug(
         id="newest-for-unknown",
-        summary="Tokens of unknown version are tagged with the newest known one.",
+        summary="Tokens of unknown version are tagged with the newest version.",
         refs=("slime#327", "verl tool_agent_loop.py"),
         make=_NewestForUnknown,
         cases=(_UNLABELLED,),

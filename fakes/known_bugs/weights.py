@@ -1,5 +1,5 @@
-"""Known bugs of weight updates: gates that leak, caches that outlive their weights, updates that
-cut into each other.
+"""Known bugs of weight updates: leaking gates, caches that outlive their weights, updates that
+interleave.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ class _NoResumeAfterFailure(AsSampled):
     """A weight update step by step, without the lock and the ``finally`` of the fleet's own."""
 
     def replicas(self) -> list[FakeEngine]:
-        """The servers that are updated."""
+        """Return the servers that are updated."""
         return list(self.fleet.servers.values())
 
     async def update_weights(self, version: int | None) -> None:
@@ -40,11 +40,11 @@ class _NoResumeAfterFailure(AsSampled):
             await server.resume()
 
     async def load(self, server: FakeEngine, version: int | None) -> None:
-        """Bring the weights to one server."""
+        """Load the weights on one server."""
         await server.load(self.fleet.weights_of(version), version)
 
     def resumed(self) -> list[FakeEngine]:
-        """The servers that are resumed."""
+        """Return the servers that are resumed."""
         return self.replicas()
 
 
@@ -61,14 +61,14 @@ class _LabelWithoutWeights(_NoResumeAfterFailure):
 
 class _UpdateRaises(AsSampled):
     async def update_weights(self, version: int | None) -> None:
-        """The server's groups were never made, and the list of them is asked for its first."""
+        # the process groups of the server were never made
         groups: list[int] = []
         await self.fleet.sync(version if version is None else version + groups[0])
 
 
 class _SyncSkipped(AsSampled):
     async def update_weights(self, version: int | None) -> None:
-        """The flag that frees the cache is off, so nothing is done."""
+        """Do nothing: the flag that frees the cache is off."""
 
 
 class _OneReplicaUpdated(_NoResumeAfterFailure):
@@ -82,7 +82,7 @@ class _ReplicaNotResumed(_NoResumeAfterFailure):
 
 
 class _UpdatesInterleave(_NoResumeAfterFailure):
-    """The older of two transfers takes longer, and lands on top of the newer one."""
+    """The older of two transfers takes longer, and overwrites the newer one."""
 
     async def load(self, server: FakeEngine, version: int | None) -> None:
         await asyncio.sleep(3.0 if version == 1 else 0.0)
@@ -98,6 +98,7 @@ class _UpdateRunsTwice(AsSampled):
 class _UpdateNeverEnds(AsSampled):
     async def update_weights(self, version: int | None) -> None:
         await self.fleet.sync(version)
+        # no acknowledgement resolves this future
         await asyncio.get_running_loop().create_future()
 
 
@@ -109,7 +110,7 @@ class _StalenessOfLastCall(AsSampled):
 
 
 class _InFlightAcrossRefit(AsSampled):
-    """Loads without a pause: whoever is in flight goes on under the new weights."""
+    """Loads without a pause: calls in flight continue under the new weights."""
 
     async def update_weights(self, version: int | None) -> None:
         for server in self.fleet.servers.values():
@@ -117,7 +118,7 @@ class _InFlightAcrossRefit(AsSampled):
 
 
 class _AdmitsWhilePaused(FakeEngine):
-    """Acknowledges a pause and still admits what comes next."""
+    """Acknowledges a pause but admits new calls."""
 
     async def pause(self, mode: PauseMode = PauseMode.ABORT, clear_cache: bool = True) -> None:
         await super().pause(mode, clear_cache)
@@ -125,7 +126,7 @@ class _AdmitsWhilePaused(FakeEngine):
 
 
 class _SamplesWhilePaused(FakeEngine):
-    """The pause does not reach the worker that holds the calls."""
+    """The pause does not reach the worker that runs the calls."""
 
     def _has_work(self) -> bool:
         return self.alive and bool(self.in_flight)
@@ -136,7 +137,7 @@ class _SamplesWhilePaused(FakeEngine):
 
 
 class _OldAdapterServed(FakeEngine):
-    """The new weights are registered, and the name that calls use still leads to the old ones."""
+    """Registers the new weights, but the name that calls use still points to the old ones."""
 
     async def load(self, version: int, label: Version = None, *, identity: bool = False) -> None:
         old = self.version
@@ -145,7 +146,7 @@ class _OldAdapterServed(FakeEngine):
 
 
 class _WeightsLostOnWake(FakeEngine):
-    """Waking up after the update brings back memory that nobody filled."""
+    """Waking up after the update restores memory that was not filled."""
 
     async def resume(self) -> None:
         await super().resume()
@@ -154,7 +155,7 @@ class _WeightsLostOnWake(FakeEngine):
 
 
 class _CacheResetRefused(FakeEngine):
-    """The cache reset is skipped while calls run, and reports success."""
+    """Skips the cache reset while calls run, and reports success."""
 
     async def pause(self, mode: PauseMode = PauseMode.ABORT, clear_cache: bool = True) -> None:
         running, self._scheduler.running = self._scheduler.running, {}
@@ -163,7 +164,7 @@ class _CacheResetRefused(FakeEngine):
 
 
 class _LabelAbortsCalls(FakeEngine):
-    """The end point that publishes a label aborts everything by default."""
+    """The endpoint that publishes a label aborts everything by default."""
 
     def relabel(self, label: Version) -> None:
         calls = self.in_flight
@@ -178,7 +179,7 @@ class _LabelAbortsCalls(FakeEngine):
 
 
 class _ReloadNotRepeatable(FakeEngine):
-    """Loading the same weights again permutes what was permuted before."""
+    """Loading the same weights again permutes them again."""
 
     async def load(self, version: int, label: Version = None, *, identity: bool = False) -> None:
         await super().load(version, label, identity=identity)
@@ -195,7 +196,9 @@ _TWICE = case(act(ActionKind.SYNC_TWICE, 3))
 BUGS: tuple[KnownBug, ...] = (
     KnownBug(
         id="admits-while-paused",
-        summary="Calls that come through another door are admitted while the server is paused.",
+        summary=(
+            "Calls that come through another entry point are admitted while the server is paused."
+        ),
         refs=("AReaL#1618",),
         make=on_engine(_AdmitsWhilePaused),
         cases=(_LATE_ARRIVAL,),
@@ -203,7 +206,7 @@ BUGS: tuple[KnownBug, ...] = (
     ),
     KnownBug(
         id="samples-while-paused",
-        summary="The pause is acknowledged, and the worker goes on sampling.",
+        summary="The pause is acknowledged, but the worker continues to sample.",
         refs=("sglang#24445",),
         make=on_engine(_SamplesWhilePaused, EngineKeep),
         cases=(case(_SYNC_AT_3, pause_mode=PauseMode.IN_PLACE, clear_cache=False),),
@@ -211,7 +214,7 @@ BUGS: tuple[KnownBug, ...] = (
     ),
     KnownBug(
         id="old-adapter-served",
-        summary="The update is acknowledged, and the old weights go on serving.",
+        summary="The update is acknowledged, but the old weights are still served.",
         refs=("AReaL#1021", "NeMo-RL#2895", "vllm#48312"),
         make=on_engine(_OldAdapterServed),
         cases=(SYNCED,),
@@ -221,7 +224,8 @@ BUGS: tuple[KnownBug, ...] = (
     KnownBug(
         id="weights-lost-on-wake",
         summary=(
-            "The server sleeps for the update and wakes up with memory that is not the weights."
+            "The server sleeps during the update and wakes up with memory that does not contain"
+            " the weights."
         ),
         refs=("TRL#5312", "TRL#5313"),
         make=on_engine(_WeightsLostOnWake),
@@ -231,8 +235,8 @@ BUGS: tuple[KnownBug, ...] = (
     KnownBug(
         id="cache-reset-refused",
         summary=(
-            "The KV cache is said to be reset while calls run on in it: they read KV of older"
-            " weights."
+            "The KV cache is reported as reset while running calls still use it: they read KV of"
+            " older weights."
         ),
         refs=("NeMo-RL#3929",),
         make=on_engine(_CacheResetRefused, EngineKeep),
@@ -249,7 +253,7 @@ BUGS: tuple[KnownBug, ...] = (
     ),
     KnownBug(
         id="reload-not-repeatable",
-        summary="Loading equal weights again changes what the engine computes.",
+        summary="Loading equal weights again changes the engine's values.",
         refs=("sglang#14178", "SkyRL#1680", "SkyRL#1737"),
         make=on_engine(_ReloadNotRepeatable),
         cases=(case(act(ActionKind.SYNC_IDENTITY, 3)),),
@@ -281,7 +285,7 @@ BUGS: tuple[KnownBug, ...] = (
     ),
     KnownBug(
         id="update-raises",
-        summary="Every update ends in an error of the stack's own, which nobody looks at.",
+        summary="Every update ends in an error of the stack's own, which is ignored.",
         refs=("cf. verl#7611",),
         make=_UpdateRaises,
         cases=(_FOLLOWED,),
@@ -289,7 +293,7 @@ BUGS: tuple[KnownBug, ...] = (
     ),
     KnownBug(
         id="sync-skipped",
-        summary="Under one flag combination the update returns without doing anything.",
+        summary="With one combination of flags the update returns without doing anything.",
         refs=("verl#4248",),
         make=_SyncSkipped,
         cases=(_FOLLOWED,),
@@ -297,7 +301,7 @@ BUGS: tuple[KnownBug, ...] = (
     ),
     KnownBug(
         id="label-without-weights",
-        summary="The update publishes the new label and loads nothing.",
+        summary="The update publishes the new label but loads no weights.",
         refs=("cf. verl#4248",),
         make=_LabelWithoutWeights,
         cases=(SYNCED,),
@@ -314,7 +318,7 @@ BUGS: tuple[KnownBug, ...] = (
     KnownBug(
         id="replica-not-resumed",
         summary=(
-            "The resume reaches the first replica only; requests on the other one wait for ever."
+            "The resume reaches the first replica only; requests on the other one wait forever."
         ),
         refs=("prime-rl#2099", "vllm#39366"),
         make=_ReplicaNotResumed,
@@ -324,7 +328,7 @@ BUGS: tuple[KnownBug, ...] = (
     ),
     KnownBug(
         id="no-resume-after-failure",
-        summary="The transfer fails, and nobody resumes the replicas.",
+        summary="The transfer fails, and the replicas are not resumed.",
         refs=("verl checkpoint_engine/base.py",),
         make=_NoResumeAfterFailure,
         cases=(case(act(ActionKind.SYNC_FAILS, 3)),),
@@ -333,7 +337,8 @@ BUGS: tuple[KnownBug, ...] = (
     KnownBug(
         id="updates-interleave",
         summary=(
-            "Two updates run at once, and the first one to end resumes the servers under the other."
+            "Two updates run at once, and the first one to end resumes the servers during the"
+            " other."
         ),
         refs=("prime-rl#2004", "prime-rl#1296"),
         make=_UpdatesInterleave,
@@ -343,7 +348,7 @@ BUGS: tuple[KnownBug, ...] = (
     ),
     KnownBug(
         id="update-runs-twice",
-        summary="An update that was done is run again.",
+        summary="An update that is complete is run again.",
         refs=("prime-rl#2004",),
         make=_UpdateRunsTwice,
         cases=(SYNCED,),
@@ -351,7 +356,7 @@ BUGS: tuple[KnownBug, ...] = (
     ),
     KnownBug(
         id="update-never-ends",
-        summary="The update waits for an acknowledgement that nobody sends.",
+        summary="The update waits for an acknowledgement that never comes.",
         refs=("vllm#39366", "prime-rl#2325", "verl#7846"),
         make=_UpdateNeverEnds,
         cases=(SYNCED,),
