@@ -46,10 +46,13 @@ __all__ = [
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Function:
-    """``arguments`` makes the keyword arguments of a call, ``returned`` turns what came back into
-    arrays, or raises ``Misfit``.
+    """A layout function.
 
-    ``does`` says what the function is for, with what it takes and gives.
+    Attributes:
+        name: name of the method of a subject.
+        does: what it takes and returns.
+        arguments: makes the keyword arguments of a call.
+        returned: turns the returned value into arrays, or raises ``Misfit``.
     """
 
     name: str
@@ -59,8 +62,8 @@ class Function:
 
 
 def chunk_recordings(call: Call) -> list[IntArray]:
-    """What pipeline rank ``call.rank.pp`` recorded, in schedule order: ``(rows, MoE layers of the
-    chunk, k)`` a pass.
+    """Return what pipeline rank ``call.rank.pp`` recorded, in schedule order: one ``(rows, MoE
+    layers of the chunk, k)`` per pass.
     """
     layout, payloads = call.layout, call.payloads()
     table = schedule_table(call.microbatches, layout.mesh.vpp, layout.group or layout.mesh.pp)
@@ -72,8 +75,8 @@ def chunk_recordings(call: Call) -> list[IntArray]:
 
 
 def stage_recordings(call: Call) -> list[IntArray]:
-    """What each pipeline rank recorded of one microbatch: ``(rows, MoE layers of the rank, k)``,
-    chunk behind chunk.
+    """Return what each pipeline rank recorded of one microbatch: ``(rows, MoE layers of the rank,
+    k)``, chunk after chunk.
     """
     layout, payload = call.layout, call.payloads()[0]
     chunks = range(layout.mesh.vpp)
@@ -120,9 +123,8 @@ def _values(call: Call) -> dict[str, Any]:
 def _segments(call: Call) -> dict[str, Any]:
     total = max((start + rows for start, rows, _ in call.segments), default=0)
     payload = call.coding.payload(0, total)
-    later = call.coding.payload(
-        1, total
-    )  # what the same positions come out as under the weights of a later call
+    # the rows of the same positions under the weights of a later call
+    later = call.coding.payload(1, total)
     return {
         "segments": [
             Segment(
@@ -136,21 +138,24 @@ def _segments(call: Call) -> dict[str, Any]:
 
 
 def _with_fresh(segments: tuple[tuple[int, int, int], ...]) -> list[tuple[int, int, int, int]]:
-    """Each segment with the first position that no earlier one holds."""
-    out, known = [], 0
+    """Return each segment with the first position that no earlier segment has."""
+    out, end = [], 0
     for start, rows, version in segments:
-        out.append((start, rows, version, min(max(known, start), start + rows)))
-        known = max(known, start + rows)
+        out.append((start, rows, version, min(max(end, start), start + rows)))
+        end = max(end, start + rows)
     return out
 
 
 def _wide(call: Call) -> IntArray:
-    """Ids from the upper end: every id from ``num_experts - 512`` on, ``(ids, 1, 1)``."""
+    """Return the 512 largest expert ids, ``(ids, 1, 1)``."""
+    # the largest ids overflow first: uint8 holds those of 256 experts (verl#5240, verl#7407,
+    # prime-rl#3051)
     experts = call.layout.num_experts
     return np.arange(max(0, experts - 512), experts, dtype=np.int64)[:, None, None]
 
 
 def _pieces(call: Call) -> list[IntArray]:
+    # context parallelism alone: tensor-parallel slices have a function of their own
     layout = replace(call.layout, mesh=replace(call.layout.mesh, sequence_parallel=False))
     return [
         layout.rows(call.lengths, Rank(cp=cp)).take(call.payloads()) for cp in range(layout.mesh.cp)
@@ -161,7 +166,7 @@ _TABLE = (
     Function(
         name="complete",
         does=(
-            "routes (held, columns, k) of one sample, and its number of tokens -> rows (tokens,"
+            "routes (rows, columns, k) of one sample, and its number of tokens -> rows (tokens,"
             " columns, k); or those with a mask (tokens,) that is 0 where the router is free to"
             " choose"
         ),
@@ -171,7 +176,7 @@ _TABLE = (
     Function(
         name="pair",
         does=(
-            "tokens (n,) and routes (held, columns, k) of one sample -> what the model is fed (m,),"
+            "tokens (n,) and routes (rows, columns, k) of one sample -> what the model is fed (m,),"
             " and the row (m, columns, k) for each"
         ),
         arguments=lambda call: {"tokens": call.tokens()[0], "routes": call.payloads()[0]},
@@ -297,7 +302,7 @@ _TABLE = (
         does=(
             "recordings (rows, layers of the chunk, k) of a pipeline rank in schedule order, and"
             " the number of microbatches -> one (rows, layers of the rank, k) per microbatch, chunk"
-            " behind chunk"
+            " after chunk"
         ),
         arguments=lambda call: {
             "recorded": chunk_recordings(call),
@@ -385,7 +390,7 @@ _TABLE = (
     Function(
         name="targets",
         does=(
-            "payloads (held, columns, k) of one microbatch, the samples' lengths, a rank and a"
+            "payloads (rows, columns, k) of one microbatch, the samples' lengths, a rank and a"
             " chunk -> {layer: (rows, k)}: what each router must select"
         ),
         arguments=lambda call: {
@@ -408,18 +413,21 @@ class LayoutSubject(Protocol):
     ``layout`` declares its conventions: padding side, order, division over context-parallel ranks,
     alignment, layer axis, fillers. Cases vary its sizes. Every function of
     ``rollproof.layouts.functions`` that the subject has as a method is judged, called as
-    ``method(layout, **arguments)`` with the layout of the case. Optional are ``supports(function,
-    layout) -> str | None``, the reason why the framework does not offer that (such cases are left
-    out), and ``numbers = False`` where a payload must consist of valid expert ids. A call that
-    raises ``NotImplementedError`` is left out, too: what is refused for the lengths of its samples.
+    ``method(layout, **arguments)`` with the layout of the case.
+
+    Optional: ``supports(function, layout) -> str | None`` returns the reason why the framework does
+    not offer that, and such cases are skipped. ``numbers = False`` says that a payload must consist
+    of valid expert ids. A call that raises ``NotImplementedError``, because of the lengths of its
+    samples, is skipped, too.
     """
 
     layout: Layout
 
 
 def functions_of(subject: Any, label: str) -> tuple[str, ...]:
-    """The names of the functions that a subject has. Raises ``SubjectError`` where it has none, or
-    declares no layout.
+    """Return the names of the functions that a subject has.
+
+    Raises ``SubjectError`` if it has none, or declares no layout.
     """
     names = tuple(name for name in FUNCTIONS if callable(getattr(subject, name, None)))
     if not isinstance(getattr(subject, "layout", None), Layout):
@@ -439,11 +447,11 @@ def functions_of(subject: Any, label: str) -> tuple[str, ...]:
 def layout_function(
     name: str, function: Callable[..., Any], layout: Layout, **attributes: Any
 ) -> Callable[[], LayoutSubject]:
-    """A factory of a subject with one function, such as ``layout_function("context", my_slice,
-    my_layout)``.
+    """Return a factory of a subject with one function.
 
-    ``attributes`` are those of a subject (``supports``, ``numbers``). Raises ``UsageError`` for a
-    name that is no layout function, and for what cannot be called.
+    Example: ``layout_function("context", my_slice, my_layout)``. ``attributes`` are those of a
+    subject (``supports``, ``numbers``). Raises ``UsageError`` for an unknown name, and for a
+    ``function`` that is not callable.
     """
     if name not in FUNCTIONS:
         raise UsageError(f"No layout function is named {name!r}; choose one of {list(FUNCTIONS)}.")

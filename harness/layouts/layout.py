@@ -1,13 +1,20 @@
-"""Layout: one declaration of how a trainer lays out rows and layers, and where each of them goes.
+"""Declare how a trainer lays out rows and layers, and compute where each of them goes.
 
-A ``Layout`` is what a framework's conventions and a run's parallel sizes say. It answers both ways:
-which rows and layers a rank holds (``rows``, ``routers``, ``targets``), and where a row or a layer
+A ``Layout`` combines a framework's conventions and a run's parallel sizes. It answers both ways:
+which rows and layers a rank has (``rows``, ``routers``, ``targets``), and where a row or a layer
 went (``places``, ``stage_of``, ``merge``)::
 
-    layout = Layout(num_layers=4, num_experts=64, top_k=2, mesh=Mesh(tp=2, cp=3, sequence_parallel=True),
-                    alignment=Alignment(by=("tp", "2cp")))
-    layout.rows([10, 7], Rank(cp=1, tp=0))              # Source: sample and position of each local row
-    layout.targets(payloads, Rank(cp=1), chunk=0)       # {layer: (rows, top_k)} for the routers of that rank
+    layout = Layout(
+        num_layers=4,
+        num_experts=64,
+        top_k=2,
+        mesh=Mesh(tp=2, cp=3, sequence_parallel=True),
+        alignment=Alignment(by=("tp", "2cp")),
+    )
+    # Source: sample and position of each local row
+    layout.rows([10, 7], Rank(cp=1, tp=0))
+    # {layer: (rows, top_k)} for the routers of that rank
+    layout.targets(payloads, Rank(cp=1), chunk=0)
 
 Rows and layers are independent: ``cp``, ``tp`` and ``ulysses`` of a rank decide its rows, ``pp``
 and the chunk its layers.
@@ -65,16 +72,29 @@ _RECORDS: Mapping[str, Any] = {"mesh": Mesh, "stages": Stages, "alignment": Alig
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Layout:
-    """A trainer's conventions and sizes. Plain strings are accepted for enum members. Raises
-    ``LayoutError``.
+    """A trainer's conventions and sizes.
 
-    ``moe_layers`` are the layers with a router (default: all), ``layer_axis`` says whether a
-    payload has a column for each layer or for MoE layers only, ``held`` how many rows a sample of T
-    tokens brings, ``provenance`` which call's row a resumed sample keeps, ``dtype`` what ids are
-    kept in. A batch is ``packed`` into one row of sequences, or padded on a ``side`` and flattened
-    in an ``order``. ``fill`` stands in padding rows, ``final`` in rows of tokens that were never
-    captured; ``group`` is the microbatch group of an interleaved schedule (default: the pipeline
-    size).
+    Plain strings are accepted for enum members. Raises ``LayoutError``.
+
+    Attributes:
+        num_layers: transformer layers of the main model.
+        num_experts: experts of a MoE layer.
+        top_k: experts per token.
+        moe_layers: the layers with a router (default: all).
+        layer_axis: whether a payload has a column for each layer, or for MoE layers only.
+        held: how many rows a sample of T tokens has.
+        provenance: which call's row a resumed sample retains.
+        dtype: type in which ids are stored.
+        mesh: parallel sizes.
+        stages: how layers are divided over pipeline ranks.
+        packed: a batch is one row of sequences; else it is padded and flattened.
+        side: side of the padding.
+        order: order in which a padded batch is flattened.
+        alignment: what lengths are rounded up to.
+        context: how rows are divided over context-parallel ranks.
+        fill: contents of padding rows.
+        final: contents of rows of tokens that were never captured.
+        group: microbatch group of an interleaved schedule (default: the pipeline size).
     """
 
     num_layers: int
@@ -103,7 +123,7 @@ class Layout:
             except ValueError:
                 raise LayoutError(
                     f"{name}={getattr(self, name)!r} is not valid; choose one of"
-                    f" {[str(one) for one in kind]}."
+                    f" {[str(member) for member in kind]}."
                 ) from None
         moe = tuple(range(self.num_layers)) if self.moe_layers is None else tuple(self.moe_layers)
         object.__setattr__(self, "moe_layers", moe)
@@ -136,33 +156,34 @@ class Layout:
         return columns_of(self.moe, self.layer_axis)
 
     def chunks(self) -> Chunks:
-        """The layers of chunk v on pipeline rank r, dense ones too: ``chunks()[r][v]``."""
+        """Return the layers of chunk v on pipeline rank r, dense ones too: ``chunks()[r][v]``."""
         return self.stages.layers(self.num_layers, self.mesh.pp, self.mesh.vpp)
 
     def routers(self, pp: int = 0, chunk: int = 0) -> tuple[int, ...]:
-        """The MoE layers of one chunk, in the order in which its routers are built; may be empty."""
+        """Return the MoE layers of one chunk, in the order in which its routers are built."""
         return tuple(layer for layer in self.chunks()[pp][chunk] if layer in self.moe)
 
     def stage_of(self, layer: int) -> tuple[int, int, int]:
-        """``(pipeline rank, chunk, which router of the chunk)`` of a MoE layer. Raises
-        ``LayoutError`` for a layer without a router.
+        """Return ``(pipeline rank, chunk, index of the router in the chunk)`` of a MoE layer.
+
+        Raises ``LayoutError`` for a layer without a router.
         """
         for pp, chunks in enumerate(self.chunks()):
             for chunk in range(len(chunks)):
                 if layer in (routers := self.routers(pp, chunk)):
                     return pp, chunk, routers.index(layer)
-        raise LayoutError(f"Layer {layer} has no router; those that have are {self.moe}.")
+        raise LayoutError(f"Layer {layer} has no router; the layers with one are {self.moe}.")
 
     # Rows
 
     def cumulative(self, lengths: Sequence[int]) -> Indexes:
-        """``(sequences + 1,)``: where packed sequences begin, padding included."""
+        """Return where packed sequences begin, padding included: ``(sequences + 1,)``."""
         return cumulative_lengths(
             lengths, self.alignment.multiple(self.mesh), self.alignment.total_multiple(self.mesh)
         )
 
     def batch(self, prompts: Sequence[int], responses: Sequence[int]) -> Source:
-        """The places ``(batch, width)`` of a padded batch."""
+        """Return the source ``(batch, width)`` of a padded batch."""
         return padded(prompts, responses, self.side, self.alignment.multiple(self.mesh))
 
     def rows(
@@ -172,11 +193,10 @@ class Layout:
         *,
         prompts: Sequence[int] | None = None,
     ) -> Source:
-        """What each row ``(rows,)`` holds that a router of ``rank`` sees, for one microbatch of
-        samples with ``lengths`` tokens.
+        """Return the source ``(rows,)`` of the rows that a router of ``rank`` sees.
 
-        ``prompts`` are the prompt lengths, which padding on both sides needs. Raises
-        ``LayoutError`` where rows do not divide.
+        It is that of one microbatch of samples with ``lengths`` tokens. ``prompts`` are the prompt
+        lengths, which padding on both sides needs. Raises ``LayoutError`` if rows do not divide.
         """
         rank = rank or Rank()
         if not self.packed:
@@ -190,23 +210,24 @@ class Layout:
         return self._sliced(source, rank)
 
     def captured(self, source: Source, held: Sequence[int]) -> npt.NDArray[np.bool_]:
-        """``(rows,)``: whether a row of ``source`` has a row in payloads of ``held`` rows each;
-        false in padding.
+        """Return which rows of ``source`` are in payloads of ``held`` rows each, ``(rows,)``.
+
+        It is false in padding.
         """
         return np.asarray(
             source.filled & (source.position < np.asarray(held, dtype=np.int64)[source.sample])
         )
 
     def places(self, lengths: Sequence[int], sample: int, position: int) -> list[tuple[Rank, int]]:
-        """Every rank of one replica and stage, and its local row, that holds a position of a
-        sample.
+        """Return every rank of one replica and stage that has a position of a sample, with its
+        local row.
         """
-        found = []
+        places = []
         for rank in self.mesh.row_ranks():
             source = self.rows(lengths, rank)
             here = np.flatnonzero((source.sample == sample) & (source.position == position))
-            found += [(rank, int(row)) for row in here]
-        return found
+            places += [(rank, int(row)) for row in here]
+        return places
 
     # Both
 
@@ -218,29 +239,28 @@ class Layout:
         *,
         lengths: Sequence[int] | None = None,
     ) -> dict[int, npt.NDArray[np.int64]]:
-        """What the routers of one chunk must select, ``{layer: (rows, top_k)}``, for one microbatch
-        of ``payloads``.
+        """Return what the routers of one chunk must select: ``{layer: (rows, top_k)}``.
 
-        A payload is ``(rows, columns, top_k)``; ``lengths`` are the samples' tokens (default: the
-        payloads' rows), of which the last ones may have no row. Raises ``LayoutError`` for more
-        rows than tokens, or other columns.
+        It is that of one microbatch of ``payloads``, each ``(rows, columns, top_k)``. ``lengths``
+        are the samples' tokens (default: the payloads' rows); the last tokens may have no row.
+        Raises ``LayoutError`` for more rows than tokens, or other columns.
         """
         rank = rank or Rank()
-        wanted = [len(payload) for payload in payloads] if lengths is None else list(lengths)
+        tokens = [len(payload) for payload in payloads] if lengths is None else list(lengths)
         for i, payload in enumerate(payloads):
             if payload.ndim != 3 or payload.shape[1] != self.columns:
                 raise LayoutError(
-                    f"Payload {i} has the shape {payload.shape}, and the layout {self.columns}"
-                    " columns."
+                    f"Payload {i} has the shape {payload.shape}, but the layout has"
+                    f" {self.columns} columns."
                 )
-        whole = [
+        rows_of = [
             completed(p, n, self.final, self.num_experts)[0]
-            for p, n in zip(payloads, wanted, strict=True)
+            for p, n in zip(payloads, tokens, strict=True)
         ]
-        source = self.rows(wanted, rank)
+        source = self.rows(tokens, rank)
         rows = (
-            source.take(whole).astype(np.int64)
-            if whole
+            source.take(rows_of).astype(np.int64)
+            if rows_of
             else np.zeros((len(source), self.columns, self.top_k), dtype=np.int64)
         )
         padding = ~source.filled
@@ -256,11 +276,11 @@ class Layout:
         *,
         dp: int = 0,
     ) -> list[npt.NDArray[np.int64]]:
-        """One payload ``(tokens, columns, top_k)`` per sample from what all routers of a replica
-        recorded for one microbatch.
+        """Merge what all routers of a replica recorded for one microbatch.
 
-        ``recorded[rank, chunk]`` is ``{layer: (rows, top_k)}``; columns of dense layers are 0.
-        Raises ``LayoutError`` where a rank or layer is missing, or ranks disagree.
+        ``recorded[rank, chunk]`` is ``{layer: (rows, top_k)}``. Returns one payload ``(tokens,
+        columns, top_k)`` per sample; columns of dense layers are 0. Raises ``LayoutError`` if a
+        rank or a layer is missing, or if ranks disagree.
         """
         out = [np.zeros((length, self.columns, self.top_k), dtype=np.int64) for length in lengths]
         for layer in self.moe:
@@ -279,17 +299,17 @@ class Layout:
     # Plain form
 
     def to_dict(self) -> dict[str, Any]:
-        """JSON-ready form; ``from_dict`` is its inverse."""
+        """Return a JSON-ready form; ``from_dict`` is its inverse."""
         return {key: _plain(value) for key, value in asdict(self).items()}
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> Self:
         """Read what ``to_dict`` wrote. Raises ``LayoutError`` for unknown or missing fields."""
-        known = {one.name for one in fields(cls)}
-        if set(data) - known or {"num_layers", "num_experts", "top_k"} - set(data):
+        names = {entry.name for entry in fields(cls)}
+        if set(data) - names or {"num_layers", "num_experts", "top_k"} - set(data):
             raise LayoutError(
-                "A layout needs num_layers, num_experts and top_k, and has no fields beside"
-                f" {sorted(known)}: {sorted(data)}."
+                "A layout needs num_layers, num_experts and top_k, and its fields are among"
+                f" {sorted(names)}; these are {sorted(data)}."
             )
         values = {key: _tuples(value) for key, value in data.items()}
         try:
@@ -300,24 +320,23 @@ class Layout:
                     )
             return cls(**values)
         except TypeError as error:
-            raise LayoutError(f"This is no layout: {error}.") from error
+            raise LayoutError(f"This is not a layout: {error}.") from error
 
     def _batch_rows(self, lengths: Sequence[int], rank: Rank, prompts: Sequence[int]) -> Source:
         responses = [length - prompt for length, prompt in zip(lengths, prompts, strict=True)]
         batch = self.batch(prompts, responses)
         width = batch.shape[1]
-        kept = context_rows(
+        local = context_rows(
             self.context, np.array([0, width], dtype=np.int64), self.mesh.cp, rank.cp
         )
         rows = joined(
-            [self._sliced(row, rank) for row in (batch[i][kept] for i in range(len(lengths)))]
+            [self._sliced(row, rank) for row in (batch[i][local] for i in range(len(lengths)))]
         )
         return rows[flat_rows(self.order, len(lengths), len(rows) // max(1, len(lengths)))]
 
     def _sliced(self, source: Source, rank: Rank) -> Source:
-        """The part of one line of rows that a Ulysses rank, then a tensor-parallel one under
-        sequence parallelism, holds.
-        """
+        """Return the part of a line of rows that a rank has within its context-parallel rank."""
+        # Ulysses first: under sequence parallelism a tensor-parallel rank slices what is left
         mesh = self.mesh
         if mesh.ulysses > 1:
             source = joined(
@@ -329,7 +348,7 @@ class Layout:
         return source
 
     def all_rows(self, lengths: Sequence[int]) -> Iterator[tuple[Rank, Source]]:
-        """Every rank of one replica and stage with its rows."""
+        """Yield every rank of one replica and stage with its rows."""
         for rank in self.mesh.row_ranks():
             yield rank, self.rows(lengths, rank)
 

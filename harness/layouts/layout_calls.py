@@ -1,5 +1,6 @@
-"""Calls: one call of a layout function, as plain numbers from which its inputs are made, and made
-again when it is judged.
+"""One call of a layout function, as plain numbers.
+
+Its inputs are made from them for the call, and again when the call is judged.
 """
 
 from __future__ import annotations
@@ -22,14 +23,24 @@ __all__ = ["Call"]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Call:
-    """What a function is handed: which of the fields it reads is the function's (``functions``).
+    """The inputs of a call; each function of ``functions`` reads some of these fields.
 
-    ``lengths`` are tokens of the samples, ``prompts`` those of their prompts, ``held`` the rows of
-    their payloads. ``rank`` and ``chunk`` say who asks, ``microbatches`` how many there are,
-    ``parts`` over how many samples are divided, ``most`` how many tokens a microbatch may have;
-    ``kept`` are the samples that a filter keeps, ``segments`` the ``(start, rows, version)`` of the
-    calls of one sample. ``case`` says what it was chosen for, ``defect`` what is wrong with it
-    (``""``: nothing).
+    Attributes:
+        layout: the conventions and sizes.
+        coding: how payloads are written.
+        case: the situation that the call was chosen for.
+        lengths: tokens of each sample.
+        prompts: tokens of each sample's prompt.
+        held: rows of each sample's payload.
+        rank: the rank that calls.
+        chunk: its model chunk.
+        microbatches: how many microbatches there are.
+        parts: over how many parts samples are divided.
+        most: how many tokens a microbatch may have.
+        recompute: whether backward passes recompute.
+        kept: the samples that a filter retains.
+        segments: ``(start, rows, version)`` of each engine call of one sample.
+        defect: what is wrong with the inputs; ``""`` if they are sound.
     """
 
     layout: Layout
@@ -56,23 +67,23 @@ class Call:
         )
 
     def payloads(self) -> list[IntArray]:
-        """One coded payload ``(held, columns, width)`` per sample."""
+        """Return one coded payload ``(held, columns, width)`` per sample."""
         return [self.coding.payload(i, rows) for i, rows in enumerate(self.held or self.lengths)]
 
     def tokens(self) -> list[IntArray]:
-        """One ``(tokens,)`` per sample: ids that say sample and position, none of them 0."""
+        """Return one ``(tokens,)`` per sample: ids that encode sample and position, never 0."""
         return [
             np.arange(length, dtype=np.int64) + 1 + i * self.coding.positions
             for i, length in enumerate(self.lengths)
         ]
 
     def to_dict(self) -> dict[str, Any]:
-        """JSON-ready form, without what equals its default; ``from_dict`` is its inverse."""
+        """Return a JSON-ready form without default values; ``from_dict`` is its inverse."""
         plain = {
-            one.name: getattr(self, one.name)
-            for one in fields(self)
-            if one.name not in ("layout", "coding", "rank")
-            and getattr(self, one.name) != one.default
+            entry.name: getattr(self, entry.name)
+            for entry in fields(self)
+            if entry.name not in ("layout", "coding", "rank")
+            and getattr(self, entry.name) != entry.default
         }
         listed = {key: _lists(value) for key, value in plain.items()}
         rank = {key: value for key, value in asdict(self.rank).items() if value}
@@ -91,7 +102,7 @@ class Call:
             values.get("coding"), Mapping
         ):
             raise LayoutError(
-                f"A call names a layout and a coding, and these are {sorted(values)}."
+                f"A call needs a layout and a coding; its fields are {sorted(values)}."
             )
         try:
             values["layout"] = _layout(_hashed(values["layout"]))
@@ -99,12 +110,12 @@ class Call:
             values["rank"] = Rank(**values.get("rank", {}))
             return cls(**values)
         except TypeError as error:
-            raise LayoutError(f"This is no call of a layout function: {error}.") from error
+            raise LayoutError(f"This is not a call of a layout function: {error}.") from error
 
 
 @lru_cache(maxsize=256)
 def _layout(items: tuple[Any, ...]) -> Layout:
-    """Thousands of calls share a layout; reading it takes ten times as long as judging one."""
+    # thousands of calls share a layout, and reading it takes ten times as long as judging a call
     return Layout.from_dict(_mapped(items))
 
 

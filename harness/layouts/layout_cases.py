@@ -1,4 +1,4 @@
-"""Cases: the calls that a subject's layout functions are put to.
+"""The calls on which a subject's layout functions are judged.
 
 The small scope is exhausted first, smallest calls first, so that the first finding is a small one;
 seeded random calls follow.
@@ -32,7 +32,7 @@ from rollproof.layouts.sizes import (
 __all__ = ["FEW_COLUMNS", "coding_for", "layout_calls"]
 
 FEW_COLUMNS = "two layers fewer than declared"
-"""Defect of payloads: one fewer could be a payload of MoE layers where the first layer is dense."""
+"""A defect of payloads. One layer fewer could be a payload of MoE layers after a dense layer."""
 
 _Maker: TypeAlias = "Callable[[Layout, np.random.Generator | None], Iterator[Call]]"
 """Calls for one function: all of the small scope without a generator, or those of one random draw
@@ -43,11 +43,12 @@ with it.
 def layout_calls(
     name: str, layout: Layout, *, seed: int = 0, draws: int = 40, numbers: bool = True
 ) -> Iterator[Call]:
-    """Calls of the function ``name`` under the conventions of ``layout``: the small scope, then
-    ``draws`` random ones.
+    """Yield calls of the function ``name``: the small scope, then ``draws`` random ones.
 
-    Payloads are expert ids, and with ``numbers`` every second one is a side tensor of int64.
+    ``layout`` gives the conventions. Payloads are expert ids; with ``numbers`` every second one is
+    a side tensor of int64.
     """
+    # seeded by the name, too: the calls of a function do not depend on which others are judged
     random = np.random.default_rng([seed, *name.encode()])
     made = _MAKERS[name]
     for i, call in enumerate(made(layout, None)):
@@ -60,7 +61,9 @@ def layout_calls(
 def coding_for(
     layout: Layout, samples: int, positions: int, *, numbers: bool, columns: int | None = None
 ) -> Coding:
-    """Expert ids where they can tell the cells apart and are wanted, a side tensor otherwise;
+    """Return a coding by expert ids, or by a side tensor.
+
+    It is a side tensor with ``numbers``, and if the expert ids are too few to identify all cells.
     ``columns`` are the layout's by default.
     """
     columns = max(1, layout.columns) if columns is None else columns
@@ -89,10 +92,8 @@ def _call(layout: Layout, **fields: object) -> Call:
     return Call(layout=layout, coding=_UNCODED, **fields)  # type: ignore[arg-type]
 
 
-def _held(layout: Layout, lengths: Sequence[int]) -> tuple[int, ...]:
-    """The rows of payloads under the declared convention; a captured prefix is cut short by a
-    third.
-    """
+def _payload_rows(layout: Layout, lengths: Sequence[int]) -> tuple[int, ...]:
+    """Return the rows of each payload by convention; a captured prefix lacks a third."""
     less = {
         length: (
             -(-length // 3)
@@ -115,15 +116,18 @@ def _in_rows(
             yield sized, lengths
 
 
-def _one_sample(layout: Layout, random: np.random.Generator | None) -> Iterator[tuple[Layout, int]]:
+def _single_samples(
+    layout: Layout, random: np.random.Generator | None
+) -> Iterator[tuple[Layout, int]]:
     lengths = range(1, 7) if random is None else [int(random.integers(1, 32))]
     for length in lengths:
         yield with_model(layout, 2, {}), length
 
 
 def _complete(layout: Layout, random: np.random.Generator | None) -> Iterator[Call]:
-    for sized, length in _one_sample(layout, random):
-        yield _call(sized, lengths=(length,), held=_held(sized, [length]))
+    for sized, length in _single_samples(layout, random):
+        yield _call(sized, lengths=(length,), held=_payload_rows(sized, [length]))
+        # a captured prefix may be any number of rows shorter, but never longer
         if random is None and length > 3:
             yield _call(
                 sized, lengths=(length,), held=(length + 1,), defect="more rows than tokens"
@@ -135,12 +139,11 @@ def _complete(layout: Layout, random: np.random.Generator | None) -> Iterator[Ca
 
 
 def _pair(layout: Layout, random: np.random.Generator | None) -> Iterator[Call]:
-    for sized, length in _one_sample(layout, random):
-        yield _call(sized, lengths=(length,), held=_held(sized, [length]))
+    for sized, length in _single_samples(layout, random):
+        yield _call(sized, lengths=(length,), held=_payload_rows(sized, [length]))
 
 
 def _padded(layout: Layout, random: np.random.Generator | None) -> Iterator[Call]:
-    """Batches: prompts of one token and more, responses of none and more."""
     if random is not None:
         drawn = draw_lengths(random)
         yield _call(
@@ -193,6 +196,7 @@ def _ulysses(layout: Layout, random: np.random.Generator | None) -> Iterator[Cal
         else [(int(random.integers(2, 7)), int(random.integers(1, 32)))]
     )
     for size, rows in sizes:
+        # without alignment, or there would be nothing left to pad
         sized = replace(with_model(layout, 2, {"ulysses": size}), alignment=Alignment())
         for rank in range(size):
             yield _call(sized, lengths=(rows,), rank=Rank(ulysses=rank))
@@ -229,7 +233,7 @@ def _schedule(layout: Layout, random: np.random.Generator | None) -> Iterator[Ca
     )
     for pp, vpp, times in sizes:
         if vpp > 1 and pp == 1:
-            continue
+            continue  # chunks alternate between pipeline ranks
         yield _call(with_model(layout, pp * vpp, {"pp": pp, "vpp": vpp}), microbatches=times * pp)
 
 
@@ -246,8 +250,8 @@ def _reorder(layout: Layout, random: np.random.Generator | None) -> Iterator[Cal
             yield _call(sized, lengths=(3,) * count, microbatches=count, rank=Rank(pp=pp))
 
 
-def _whole(layout: Layout, random: np.random.Generator | None) -> Iterator[Call]:
-    """Rows and stages at once, with sizes that differ from each other."""
+def _all_axes(layout: Layout, random: np.random.Generator | None) -> Iterator[Call]:
+    """Yield calls with rows and stages divided at once, by sizes that differ from each other."""
     if random is None:
         meshes = (
             {"tp": 2, "cp": 3},
@@ -271,17 +275,16 @@ def _whole(layout: Layout, random: np.random.Generator | None) -> Iterator[Call]
 
 
 def _targets(layout: Layout, random: np.random.Generator | None) -> Iterator[Call]:
-    for call in _whole(layout, random):
-        held = _held(call.layout, call.lengths)
+    for call in _all_axes(layout, random):
+        held = _payload_rows(call.layout, call.lengths)
         ranks = list(call.layout.mesh.row_ranks())
         for i, pp in enumerate(range(call.layout.mesh.pp)):
             for rank in ranks if i == 0 else ranks[-1:]:
                 yield replace(
                     call, rank=replace(rank, pp=pp), chunk=call.layout.mesh.vpp - 1, held=held
                 )
-        if (
-            random is None and call.layout.num_layers >= 4
-        ):  # seen on the last stage, which needs the last column
+        # only the last stage notices, which needs the last column
+        if random is None and call.layout.num_layers >= 4:
             last = replace(ranks[0], pp=call.layout.mesh.pp - 1)
             yield replace(
                 call, rank=last, chunk=call.layout.mesh.vpp - 1, held=held, defect=FEW_COLUMNS
@@ -347,9 +350,7 @@ def _fill(layout: Layout, random: np.random.Generator | None) -> Iterator[Call]:
 
 
 def _join(layout: Layout, random: np.random.Generator | None) -> Iterator[Call]:
-    """Two and three calls: each returns rows from position 0 or from where it went on, up to the
-    token before its last.
-    """
+    """Yield samples of two calls and more, each of which returns all rows so far."""
     sized = with_model(layout, 2, {})
     ends = (
         [(3, 6), (2, 5), (4, 5, 9)]
@@ -357,8 +358,8 @@ def _join(layout: Layout, random: np.random.Generator | None) -> Iterator[Call]:
         else [tuple(np.cumsum(random.integers(1, 6, random.integers(2, 5))).tolist())]
     )
     for stops in ends:
-        whole = tuple((0, stop, number + 1) for number, stop in enumerate(stops))
-        yield _call(sized, segments=whole, case="every call returns all rows")
+        segments = tuple((0, stop, number + 1) for number, stop in enumerate(stops))
+        yield _call(sized, segments=segments, case="every call returns all rows")
 
 
 _MAKERS: Mapping[str, _Maker] = {
@@ -379,7 +380,7 @@ _MAKERS: Mapping[str, _Maker] = {
     "serve": _serve,
     "reorder": _reorder,
     "gather_stages": _gather,
-    "merge": _whole,
+    "merge": _all_axes,
     "microbatches": _microbatches,
     "restore": _parts,
     "divide": _parts,

@@ -1,4 +1,4 @@
-"""Merging: what ranks, chunks and calls recorded, put together to one payload per sample.
+"""Merge what ranks, chunks and engine calls recorded into one payload per sample.
 
 R2 records in the trainer's own forward pass: rows come from sequence-parallel and context-parallel
 ranks, layers from pipeline ranks and chunks, microbatches in schedule order. R3 records in the
@@ -21,34 +21,34 @@ __all__ = ["Segment", "joined_segments", "scattered"]
 
 
 def scattered(pieces: Iterable[tuple[Source, IntArray]], lengths: Sequence[int]) -> list[IntArray]:
-    """The rows ``(length, ...)`` of each sample, from pieces whose rows ``(rows, ...)`` came from
-    these places.
+    """Return the rows ``(length, ...)`` of each sample, from pieces with rows ``(rows, ...)``.
 
-    Rows in padding are dropped. Raises ``LayoutError`` for pieces of other lengths than their
-    source, for rows that no piece holds, and for two pieces that disagree about one.
+    Rows in padding are dropped. Raises ``LayoutError`` for a piece of another length than its
+    source, for rows that are in no piece, and for two pieces that disagree about a row.
     """
     pieces = list(pieces)
     for source, rows in pieces:
         if len(source) != len(rows):
-            raise LayoutError(f"A piece has {len(rows)} rows, and its layout {len(source)}.")
+            raise LayoutError(f"A piece has {len(rows)} rows, but its layout has {len(source)}.")
     inner = pieces[0][1].shape[1:] if pieces else ()
     kind: Any = np.result_type(*(rows.dtype for _, rows in pieces)) if pieces else np.int64
     out: list[IntArray] = [np.zeros((length, *inner), dtype=kind) for length in lengths]
-    held = [np.zeros(length, dtype=bool) for length in lengths]
+    present = [np.zeros(length, dtype=bool) for length in lengths]
     for source, rows in pieces:
         for sample in np.unique(source.sample[source.filled]):
             chosen = source.sample == sample
             position, values = source.position[chosen], rows[chosen]
-            known = held[sample][position]
-            if not np.array_equal(out[sample][position[known]], values[known]):
+            again = present[sample][position]
+            # tensor-parallel ranks without sequence parallelism record the same rows
+            if not np.array_equal(out[sample][position[again]], values[again]):
                 raise LayoutError(
                     f"Two ranks disagree about rows of sample {sample}: they recorded different"
                     " passes, or one layout is wrong."
                 )
             out[sample][position] = values
-            held[sample][position] = True
+            present[sample][position] = True
     lost = {
-        i: np.flatnonzero(~there).tolist()[:8] for i, there in enumerate(held) if not there.all()
+        i: np.flatnonzero(~rows).tolist()[:8] for i, rows in enumerate(present) if not rows.all()
     }
     if lost:
         raise LayoutError(
@@ -60,8 +60,9 @@ def scattered(pieces: Iterable[tuple[Source, IntArray]], lengths: Sequence[int])
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Segment:
-    """What one engine call returned: ``routes`` ``(rows, columns, k)`` with row 0 at position
-    ``start``, by weights ``version``.
+    """The routes that one engine call returned: ``(rows, columns, k)``.
+
+    Row 0 is that of position ``start``; weights ``version`` computed them.
     """
 
     routes: IntArray
@@ -72,10 +73,10 @@ class Segment:
 def joined_segments(
     segments: Sequence[Segment], *, latest: bool = False
 ) -> tuple[IntArray, list[Version]]:
-    """The rows of a resumed sample and the version that computed each: every position once.
+    """Return the rows of a resumed sample, each position once, and the version that computed each.
 
-    A position that several calls computed keeps the row of the first (verl#6046), or of the last
-    one where ``latest``. Raises ``LayoutError`` where a position is left out.
+    If several calls computed a position, the row of the first counts (verl#6046), or with
+    ``latest`` that of the last. Raises ``LayoutError`` if a position is missing.
     """
     rows: dict[int, tuple[Any, Version]] = {}
     for segment in segments:
@@ -84,8 +85,8 @@ def joined_segments(
                 rows[segment.start + i] = (row, segment.version)
     if sorted(rows) != list(range(len(rows))):
         raise LayoutError(
-            f"The segments hold positions {sorted(rows)[:8]}...: a call's rows are missing, and"
-            " must not be closed up."
+            f"The segments have positions {sorted(rows)[:8]}...: a call's rows are missing. Do not"
+            " close the gap."
         )
     ordered = [rows[position] for position in range(len(rows))]
     empty = segments[0].routes[:0] if segments else np.zeros((0, 0, 0), dtype=np.int64)

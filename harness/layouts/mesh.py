@@ -1,4 +1,4 @@
-"""Mesh: the sizes of a parallel layout, and one rank of it."""
+"""The sizes of a parallel layout, and the ranks of it."""
 
 from __future__ import annotations
 
@@ -13,9 +13,7 @@ __all__ = ["Mesh", "Rank"]
 
 @dataclass(frozen=True, kw_only=True, slots=True, order=True)
 class Rank:
-    """One place of a mesh, by its index on each axis. ``ulysses`` is the rank within a Ulysses
-    group.
-    """
+    """A rank, by its index on each axis of the mesh."""
 
     dp: int = 0
     pp: int = 0
@@ -34,12 +32,11 @@ class Rank:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Mesh:
-    """Sizes: data, context, tensor, pipeline and Ulysses parallel; ``vpp`` is the number of model
-    chunks on a pipeline rank.
+    """Sizes of data, context, tensor, pipeline and Ulysses parallelism.
 
-    ``sequence_parallel`` says that rows are sliced over the tensor-parallel ranks where a router
-    sees them (Megatron's SP). Expert parallelism moves no rows before the router, so it is no part
-    of a layout.
+    ``vpp`` is the number of model chunks on a pipeline rank. With ``sequence_parallel`` a router
+    sees rows that are sliced over the tensor-parallel ranks (Megatron's SP). Expert parallelism
+    moves no rows before the router, so it is no part of a layout.
     """
 
     dp: int = 1
@@ -70,7 +67,7 @@ class Mesh:
             )
 
     def factor(self, name: str) -> int:
-        """The size that an ``Alignment`` names."""
+        """Return the size that an ``Alignment`` names."""
         if name == "2cp":
             return 2 * self.cp if self.cp > 1 else 1
         size: int = getattr(self, name)
@@ -78,15 +75,15 @@ class Mesh:
 
     @property
     def shares(self) -> int:
-        """Over how many ranks the rows of one microbatch are divided."""
+        """The number of ranks over which the rows of a microbatch are divided."""
         return self.cp * self.ulysses * (self.tp if self.sequence_parallel else 1)
 
     def row_ranks(self, dp: int = 0, pp: int = 0) -> Iterator[Rank]:
-        """The ranks of one replica and pipeline stage that see rows, context-parallel rank first."""
+        """Yield the ranks of one replica and pipeline stage, context-parallel rank first."""
         for cp, tp, ulysses in product(range(self.cp), range(self.tp), range(self.ulysses)):
             yield Rank(dp=dp, pp=pp, cp=cp, tp=tp, ulysses=ulysses)
 
     def ranks(self) -> Iterator[Rank]:
-        """All ranks."""
+        """Yield all ranks."""
         for dp, pp in product(range(self.dp), range(self.pp)):
             yield from self.row_ranks(dp, pp)

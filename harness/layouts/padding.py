@@ -1,4 +1,4 @@
-"""Padded and packed rows: final rows, batches of one width, packed sequences, what padding contains.
+"""Padded and packed rows: final rows, batches of one width, packed sequences, contents of padding.
 
 An engine returns n - 1 rows for n tokens: the last sampled token was never forwarded (slime#1045,
 verl ``align_r3_router_replay_data``, SkyRL's captured prefix). Row p belongs to the model row whose
@@ -42,18 +42,20 @@ __all__ = [
 
 
 class Side(StrEnum):
-    """Where the tokens of a padded batch stand."""
+    """Which side of a padded batch is padding."""
 
     LEFT = "left"
     """Padding on the left: all sequences end at the last place (SkyRL)."""
     RIGHT = "right"
     """Padding on the right: all sequences begin at place 0."""
     BOTH = "both"
-    """Prompts padded on the left, responses on the right: all responses begin at one place (verl)."""
+    """Prompts are padded on the left, responses on the right: all responses begin at one place
+    (verl).
+    """
 
 
 class Fill(StrEnum):
-    """What stands in rows that belong to no captured token."""
+    """Contents of rows that belong to no captured token."""
 
     ARANGE = "arange"
     """Experts 0 to k - 1 (SkyRL, NeMo-RL)."""
@@ -64,7 +66,7 @@ class Fill(StrEnum):
     SENTINEL = "minus-one"
     """-1: the router's own choice is used (NeMo-RL)."""
     ZEROS = "zeros"
-    """Expert 0, k times: only sound where such rows are masked out of replay (verl with its replay
+    """Expert 0, k times: only sound if such rows are masked out of replay (verl with its replay
     mask).
     """
 
@@ -72,17 +74,17 @@ class Fill(StrEnum):
 def completed(
     routes: IntArray, tokens: int, fill: Fill, experts: int
 ) -> tuple[IntArray, npt.NDArray[np.bool_]]:
-    """Rows ``(tokens, columns, k)`` for a sample of ``tokens`` tokens, and ``(tokens,)`` true where
-    the row was captured.
+    """Append filler to ``routes`` ``(c, columns, k)`` until there are as many rows as tokens.
 
-    ``routes`` is ``(c, columns, k)`` with c <= tokens. Raises ``LayoutError`` for more rows than
-    tokens.
+    Returns ``(tokens, columns, k)``, and ``(tokens,)``: whether the row was captured. Raises
+    ``LayoutError`` for more rows than tokens.
     """
     if len(routes) > tokens:
         raise LayoutError(
             f"There are {len(routes)} rows for {tokens} tokens: cut the sample and its routes"
             " together."
         )
+    # behind the captured rows: the last sampled token was never forwarded, so it has none
     missing = tokens - len(routes)
     filler = fill_rows(missing, routes.shape[1], routes.shape[2], fill, experts)
     return np.concatenate(
@@ -91,14 +93,16 @@ def completed(
 
 
 def fill_rows(rows: int, columns: int, top_k: int, fill: Fill, experts: int) -> IntArray:
-    """``(rows, columns, top_k)`` of what ``fill`` says, in the smallest signed type. Raises
-    ``LayoutError`` where k ids do not exist.
+    """Return filler ``(rows, columns, top_k)`` in int16, or int32 for more experts.
+
+    Raises ``LayoutError`` for fewer than ``top_k`` experts.
     """
     if top_k > experts:
         raise LayoutError(
             f"top_k={top_k} exceeds the {experts} experts: no row can hold so many distinct ids."
         )
     shape = (rows, columns, top_k)
+    # padding rows that all name the first experts overload them (verl#7524, prime-rl#3350)
     if fill is Fill.SPREAD:
         values: IntArray = (
             np.arange(rows * columns * top_k, dtype=np.int64).reshape(shape) % experts
@@ -113,16 +117,15 @@ def fill_rows(rows: int, columns: int, top_k: int, fill: Fill, experts: int) -> 
 def padded(
     prompts: Sequence[int], responses: Sequence[int], side: Side, multiple: int = 1
 ) -> Source:
-    """The places ``(batch, width)`` of a padded batch of samples with so many prompt and response
-    tokens.
+    """Return the source ``(batch, width)`` of a padded batch, from prompt and response lengths.
 
-    The width is the least that holds all samples, rounded up to ``multiple``; what is rounded up is
-    padding on the right, or on the left under ``Side.LEFT``.
+    The width is the smallest that fits all samples, rounded up to ``multiple``. What is rounded up
+    is padding on the right, or on the left under ``Side.LEFT``.
     """
     lengths = [prompt + response for prompt, response in zip(prompts, responses, strict=True)]
     left = max(prompts, default=0)
-    least = left + max(responses, default=0) if side is Side.BOTH else max(lengths, default=0)
-    width = -(-least // multiple) * multiple
+    fitting = left + max(responses, default=0) if side is Side.BOTH else max(lengths, default=0)
+    width = -(-fitting // multiple) * multiple
     out = Source.padding(len(lengths), width)
     for i, length in enumerate(lengths):
         start = {Side.LEFT: width - length, Side.RIGHT: 0, Side.BOTH: left - prompts[i]}[side]
@@ -132,28 +135,29 @@ def padded(
 
 
 def unpadded(batch: IntArray, attention: IntArray) -> list[IntArray]:
-    """The rows ``(tokens, ...)`` of each sample of a batch ``(samples, width, ...)`` where
-    ``attention (samples, width)`` is not 0.
+    """Return the rows ``(tokens, ...)`` of each sample of a batch ``(samples, width, ...)``.
+
+    They are those at which ``attention`` ``(samples, width)`` is not 0.
     """
     if batch.shape[:2] != attention.shape:
         raise LayoutError(
-            f"The batch has the places {batch.shape[:2]}, the attention mask {attention.shape}: pad"
-            " them alike."
+            f"The batch has the shape {batch.shape[:2]}, the attention mask {attention.shape}: pad"
+            " both in the same way."
         )
     return [row[mask != 0] for row, mask in zip(batch, attention, strict=True)]
 
 
 FACTORS = ("tp", "cp", "2cp", "ulysses")
-"""What an alignment may name: parallel sizes of a ``Mesh``; ``2cp`` is 2 * cp, and 1 where cp is 1."""
+"""What an alignment may name: sizes of a ``Mesh``; ``2cp`` is 2 * cp, or 1 if cp is 1."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Alignment:
     """What lengths are rounded up to.
 
-    A sequence's length becomes a multiple of ``lcm(constant, product of the sizes in by)``, and the
-    sum of all lengths a multiple of ``lcm(total, product of the sizes in by)``, or of ``total``
-    times that product where ``total_scales``; the last sequence takes the difference. verl:
+    A sequence's length becomes a multiple of ``lcm(constant, product of the sizes in by)``. The sum
+    of all lengths becomes a multiple of ``lcm(total, product of the sizes in by)``, or with
+    ``total_scales`` of ``total`` times that product; the last sequence takes the difference. verl:
     ``by=("tp", "2cp")``; for FP8 also ``constant=16, total=128, total_scales=True``; slime:
     ``by=("2cp",), total=128``.
     """
@@ -164,23 +168,23 @@ class Alignment:
     total_scales: bool = False
 
     def __post_init__(self) -> None:
-        stray = sorted(set(self.by) - set(FACTORS))
-        if stray or self.constant < 1 or self.total < 1:
+        unknown = sorted(set(self.by) - set(FACTORS))
+        if unknown or self.constant < 1 or self.total < 1:
             raise LayoutError(
                 f"An alignment is by sizes among {list(FACTORS)} and to numbers >= 1, "
                 f"not by {list(self.by)} to {self.constant} and {self.total}."
             )
 
     def sizes(self, mesh: Mesh) -> int:
-        """The product of the parallel sizes that it names."""
+        """Return the product of the parallel sizes that it names."""
         return math.prod(mesh.factor(name) for name in self.by)
 
     def multiple(self, mesh: Mesh) -> int:
-        """What the length of each sequence is a multiple of, in rows."""
+        """Return what the length of each sequence is a multiple of, in rows."""
         return math.lcm(self.constant, self.sizes(mesh))
 
     def total_multiple(self, mesh: Mesh) -> int:
-        """What the sum of all lengths is a multiple of, in rows."""
+        """Return what the sum of all lengths is a multiple of, in rows."""
         if self.total_scales:
             return self.total * self.sizes(mesh)
         return math.lcm(self.total, self.sizes(mesh))
@@ -189,8 +193,9 @@ class Alignment:
 def cumulative_lengths(
     lengths: Sequence[int], multiple: int = 1, total_multiple: int = 1
 ) -> Indexes:
-    """``(sequences + 1,)``: where each padded sequence begins; the last entry is the number of
-    packed rows.
+    """Return where each padded sequence begins, ``(sequences + 1,)``.
+
+    The last entry is the number of packed rows.
     """
     ends = np.cumsum([0, *(-(-length // multiple) * multiple for length in lengths)])
     if len(lengths):
@@ -199,8 +204,9 @@ def cumulative_lengths(
 
 
 def packed(lengths: Sequence[int], cumulative: Indexes) -> Source:
-    """The packed rows ``(rows,)``. Raises ``LayoutError`` where a sequence does not fit between its
-    cumulative lengths.
+    """Return the source ``(rows,)`` of packed rows.
+
+    Raises ``LayoutError`` if a sequence does not fit between its cumulative lengths.
     """
     room = np.diff(cumulative)
     if len(room) != len(lengths) or np.any(room < np.asarray(lengths, dtype=np.int64)):

@@ -1,10 +1,9 @@
-"""Payloads: rows that carry their own identity, so that a row in a wrong place says where it
-belongs.
+"""Payloads of which every row encodes its own identity, so that a misplaced row can be named.
 
 The cell of layer l at position p of sample s is the number ``(s * positions + p) * columns + l``,
-written as an int64 side tensor or as k distinct expert ids, of which the first two spell it: a
-framework cannot tell such a payload from real routes. Numbers are written so that the usual fillers
-(zeros, -1, experts 0 to k - 1) are none of them.
+written as an int64 side tensor or as k distinct expert ids, of which the first two encode it: to a
+framework such a payload looks like real routes. The usual fillers (zeros, -1, experts 0 to k - 1)
+encode no cell.
 """
 
 from __future__ import annotations
@@ -22,10 +21,10 @@ __all__ = ["Coding"]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Coding:
-    """Sizes of a coded payload: ``experts=0`` makes it a side tensor with one number a cell.
+    """Sizes of a coded payload: ``experts=0`` makes it a side tensor with one number per cell.
 
-    Raises ``LayoutError`` where the experts are too few to tell all cells apart: there are
-    ``(experts - 1) ** 2`` pairs whose first id is not 0.
+    Raises ``LayoutError`` for too few experts to encode all cells: there are
+    ``(experts - 1) ** 2`` pairs with a first id other than 0.
     """
 
     samples: int
@@ -41,7 +40,7 @@ class Coding:
         ):
             raise LayoutError(
                 f"{self.experts} experts with top_k={self.top_k} cannot tell {self.samples} samples"
-                f" x {self.positions} positions x {self.columns} columns apart: take more experts,"
+                f" x {self.positions} positions x {self.columns} columns apart: use more experts,"
                 " fewer cells, or a side tensor (experts=0)."
             )
 
@@ -51,14 +50,14 @@ class Coding:
         return self.top_k if self.experts else 1
 
     def payload(self, sample: int, rows: int) -> IntArray:
-        """``(rows, columns, width)`` int64: rows 0 to ``rows`` of one sample."""
+        """Return rows 0 to ``rows`` of one sample, ``(rows, columns, width)`` int64."""
         cells = (sample * self.positions + np.arange(rows)[:, None]) * self.columns + np.arange(
             self.columns
         )
         return self.encode(cells.astype(np.int64))
 
     def encode(self, cells: npt.NDArray[np.int64]) -> IntArray:
-        """``(..., width)`` for numbers ``(...)``."""
+        """Write numbers ``(...)`` as cells ``(..., width)``."""
         if not self.experts:
             return cells[..., None] + 1
         first, second = np.divmod(cells + self.experts - 1, self.experts - 1)
@@ -69,7 +68,7 @@ class Coding:
         return np.concatenate([first[..., None], second[..., None], order], axis=-1)
 
     def decode(self, rows: IntArray) -> npt.NDArray[np.int64]:
-        """The numbers ``(...)`` of ``(..., width)``; -1 where no cell is written that way."""
+        """Read cells ``(..., width)`` as numbers ``(...)``; -1 for anything that encodes none."""
         ids = rows.astype(np.int64)
         if not self.experts:
             cells = ids[..., 0] - 1
@@ -81,6 +80,6 @@ class Coding:
         return np.where((self.encode(np.maximum(cells, 0)) == ids).all(axis=-1), cells, -1)
 
     def place(self, cell: int) -> tuple[int, int, int]:
-        """``(sample, position, column)`` of a number."""
+        """Return ``(sample, position, column)`` of a number."""
         row, column = divmod(int(cell), self.columns)
         return (*divmod(row, self.positions), column)

@@ -1,5 +1,4 @@
-"""Pipeline parallelism: the layers of each stage, the payload column of each MoE layer, and the order
-of microbatches.
+"""Pipeline parallelism: layers of each stage, columns of MoE layers, order of microbatches.
 
 Layers count from 0 over the transformer layers of the main model; the layers of a
 multi-token-prediction head are none of them (Megatron numbers those from 1 again, so that they
@@ -30,17 +29,17 @@ __all__ = [
     "Operation",
     "Stages",
     "columns_of",
+    "expected_targets",
     "moe_layers",
     "operations",
     "schedule_table",
-    "wanted_targets",
 ]
 
 
 def moe_layers(
     num_layers: int, frequency: int | Sequence[int] = 1, first_dense: int = 0
 ) -> tuple[int, ...]:
-    """The layers that have a router.
+    """Return the layers with a router.
 
     ``frequency`` is Megatron's ``moe_layer_freq``: n for every n-th layer from layer 0 on, or one
     0/1 per layer. The first ``first_dense`` layers are dense (DeepSeek's
@@ -49,23 +48,21 @@ def moe_layers(
     if isinstance(frequency, int):
         if frequency < 1:
             raise LayoutError(
-                f"moe_layer_freq={frequency} must be a whole number >= 1, or a list of 0 and 1."
+                f"moe_layer_freq={frequency} must be an integer >= 1, or a list of 0 and 1."
             )
         pattern = [int(layer % frequency == 0) for layer in range(num_layers)]
     else:
         pattern = list(frequency)
     if len(pattern) != num_layers or set(pattern) - {0, 1}:
         raise LayoutError(
-            f"moe_layer_freq={pattern} must hold one 0 or 1 for each of {num_layers} layers."
+            f"moe_layer_freq={pattern} must have one 0 or 1 for each of {num_layers} layers."
         )
     return tuple(layer for layer in range(first_dense, num_layers) if pattern[layer])
 
 
 @lru_cache(maxsize=1024)
 def columns_of(moe: tuple[int, ...], axis: LayerAxis) -> Mapping[int, int]:
-    """For each MoE layer the column of the payload that holds its choices: itself, or its ordinal
-    among MoE layers.
-    """
+    """Return the payload column of each MoE layer: its number, or its index among MoE layers."""
     return {layer: layer if axis is LayerAxis.ALL else ordinal for ordinal, layer in enumerate(moe)}
 
 
@@ -91,8 +88,9 @@ class Stages:
     custom: tuple[tuple[int, ...], ...] | None = None
 
     def counts(self, num_layers: int, pp: int, vpp: int = 1) -> tuple[tuple[int, ...], ...]:
-        """Layers of each chunk, ``counts[r][v]``. Raises ``LayoutError`` where they do not come
-        out.
+        """Return the number of layers of each chunk, ``counts[r][v]``.
+
+        Raises ``LayoutError`` if they do not divide.
         """
         if self.custom is not None:
             return self._custom(num_layers, pp, vpp)
@@ -117,13 +115,15 @@ class Stages:
             ranks[-1] = self.last
         if any(count % vpp for count in ranks):
             raise LayoutError(f"Stages of {ranks} layers do not divide over {vpp} chunks each.")
+        # Megatron counts the embedding and the loss as a layer of the first and the last chunk, and
+        # builds one layer less there (account_for_embedding_in_pipeline_split)
         counts = [[count // vpp] * vpp for count in ranks]
         counts[0][0] -= self.embedding
         counts[-1][-1] -= self.loss
         return tuple(tuple(chunks) for chunks in counts)
 
     def layers(self, num_layers: int, pp: int, vpp: int = 1) -> Chunks:
-        """The layers of each chunk. Raises ``LayoutError``."""
+        """Return the layers of each chunk. Raises ``LayoutError``."""
         return _dealt(self, num_layers, pp, vpp)
 
     def _custom(self, num_layers: int, pp: int, vpp: int) -> tuple[tuple[int, ...], ...]:
@@ -134,22 +134,21 @@ class Stages:
             or sum(map(sum, custom)) != num_layers
         ):
             raise LayoutError(
-                f"Custom stages {self.custom} must hold {pp} x {vpp} counts that add up to"
+                f"Custom stages {self.custom} must have {pp} x {vpp} counts that add up to"
                 f" {num_layers} layers."
             )
         if any(count < 0 for chunks in custom for count in chunks):
-            raise LayoutError(f"Custom stages {self.custom} hold a negative count.")
+            raise LayoutError(f"Custom stages {self.custom} have a negative count.")
         return tuple(tuple(chunks) for chunks in custom)
 
 
 @lru_cache(maxsize=1024)
 def _dealt(stages: Stages, num_layers: int, pp: int, vpp: int) -> Chunks:
-    """Every router of every rank asks for the chunks of all: they are counted through once per
-    layout.
-    """
+    # cached: every router of every rank needs the chunks of all ranks
     counts = stages.counts(num_layers, pp, vpp)
     out: list[list[tuple[int, ...]]] = [[] for _ in range(pp)]
     start = 0
+    # chunk by chunk over all ranks: a rank's layers are not contiguous (verl#7106, NeMo-RL#2740)
     for chunk in range(vpp):
         for rank in range(pp):
             out[rank].append(tuple(range(start, start + counts[rank][chunk])))
@@ -159,8 +158,9 @@ def _dealt(stages: Stages, num_layers: int, pp: int, vpp: int) -> Chunks:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Operation:
-    """One pass of one microbatch through one chunk: ``backward`` runs the forward pass again where
-    activations are recomputed.
+    """One pass of one microbatch through one chunk.
+
+    A ``backward`` pass runs the forward pass again if activations are recomputed.
     """
 
     microbatch: int
@@ -171,7 +171,7 @@ class Operation:
 def schedule_table(
     microbatches: int, vpp: int = 1, group: int | None = None
 ) -> tuple[tuple[int, int], ...]:
-    """``(microbatch, chunk)`` in the order of forward passes.
+    """Return ``(microbatch, chunk)`` in the order of forward passes.
 
     ``group`` microbatches run through one chunk before the next chunk begins (Megatron's
     ``microbatch_group_size_per_vp_stage``, by default the pipeline size; without virtual stages it
@@ -194,11 +194,11 @@ def schedule_table(
 def operations(
     microbatches: int, *, pp: int = 1, rank: int = 0, vpp: int = 1, group: int | None = None
 ) -> tuple[Operation, ...]:
-    """What pipeline ``rank`` does in one step: warm-up, one forward then one backward in turn,
+    """Return what pipeline ``rank`` does in one step: warm-up, forward and backward passes in turn,
     cool-down.
 
-    Under virtual stages the number of microbatches must be a multiple of ``pp``. Raises
-    ``LayoutError`` where it is not.
+    Raises ``LayoutError`` if, with virtual stages, the number of microbatches is no multiple of
+    ``pp``.
     """
     if vpp > 1 and microbatches % pp:
         raise LayoutError(
@@ -207,6 +207,7 @@ def operations(
     size = group or pp
     forward = schedule_table(microbatches, vpp, size if vpp > 1 else None)
     backward = [(microbatch, vpp - 1 - chunk) for microbatch, chunk in forward]
+    # passes of the warm-up, as in Megatron's get_pp_rank_microbatches
     ahead = (pp - rank - 1) if vpp == 1 else (pp - rank - 1) * 2 + (vpp - 1) * size
     ahead = min(ahead, len(forward))
     out = [Operation(microbatch=m, chunk=c) for m, c in forward[:ahead]]
@@ -218,8 +219,8 @@ def operations(
     return tuple(out)
 
 
-def wanted_targets(order: Sequence[Operation], *, recompute: bool) -> list[tuple[int, int]]:
-    """The ``(microbatch, chunk)`` whose target each router call must use: its own."""
+def expected_targets(order: Sequence[Operation], *, recompute: bool) -> list[tuple[int, int]]:
+    """Return the ``(microbatch, chunk)`` of the target of each router call: its own."""
     return [
         (operation.microbatch, operation.chunk)
         for operation in order

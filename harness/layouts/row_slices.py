@@ -40,16 +40,17 @@ class Context(StrEnum):
 
 
 def zigzag_rows(cumulative: Indexes, size: int, rank: int) -> Indexes:
-    """Indexes of the packed rows that ``rank`` of ``size`` holds, ``(packed / size,)``; all rows
-    where ``size`` is 1.
+    """Return the indexes of the packed rows of ``rank`` of ``size``, ``(packed / size,)``.
 
-    Raises ``LayoutError`` where a padded sequence is no multiple of ``2 * size``.
+    With ``size`` 1 they are all rows. Raises ``LayoutError`` if a padded sequence is no multiple of
+    ``2 * size``.
     """
     if size == 1:
         return np.arange(cumulative[-1], dtype=np.int64)
     _divides(cumulative, 2 * size, "2 * cp")
     pieces: list[Indexes] = []
     for start, stop in pairwise(cumulative.tolist()):
+        # an early and a late chunk: causal attention costs all ranks the same
         chunk = (stop - start) // (2 * size)
         pieces += [
             np.arange(start + n * chunk, start + (n + 1) * chunk)
@@ -59,8 +60,9 @@ def zigzag_rows(cumulative: Indexes, size: int, rank: int) -> Indexes:
 
 
 def contiguous_rows(total: int, size: int, rank: int) -> Indexes:
-    """Indexes of the packed rows that ``rank`` of ``size`` holds, ``(total / size,)``. Raises
-    ``LayoutError`` where they do not divide.
+    """Return one contiguous piece of the indexes of ``total`` rows, ``(total / size,)``.
+
+    Raises ``LayoutError`` if they do not divide.
     """
     if total % size:
         raise LayoutError(
@@ -72,7 +74,7 @@ def contiguous_rows(total: int, size: int, rank: int) -> Indexes:
 
 
 def contiguous_rows_of_each(cumulative: Indexes, size: int, rank: int) -> Indexes:
-    """As ``contiguous_rows``, for each sequence on its own."""
+    """Return the indexes of one contiguous piece of each sequence."""
     _divides(cumulative, size, "cp")
     starts = zip(cumulative[:-1], np.diff(cumulative) // size, strict=True)
     return _joined(
@@ -81,7 +83,7 @@ def contiguous_rows_of_each(cumulative: Indexes, size: int, rank: int) -> Indexe
 
 
 def context_rows(kind: Context, cumulative: Indexes, size: int, rank: int) -> Indexes:
-    """The rows of a rank under ``kind``."""
+    """Return the indexes of the rows of a context-parallel rank under ``kind``."""
     if kind is Context.ZIGZAG:
         return zigzag_rows(cumulative, size, rank)
     if kind is Context.CONTIGUOUS:
@@ -112,15 +114,17 @@ class Order(StrEnum):
 
 
 def padded_length(length: int, size: int) -> int:
-    """``length`` rounded up to a multiple of ``size``: what Ulysses pads token ids and routes to
-    (verl ``ulysses_pad``).
+    """Round up to a multiple of ``size``, as Ulysses pads token ids and routes (verl
+    ``ulysses_pad``).
     """
     return -(-length // size) * size
 
 
 def flat_rows(order: Order, batch: int, width: int) -> Indexes:
-    """For each router row, its index in the C order of ``(batch, width)``: ``(batch * width,)``."""
+    """Return the index of each router row in the C order of ``(batch, width)``: ``(batch *
+    width,)``.
+    """
     if batch < 0 or width < 0:
-        raise LayoutError(f"A batch of {batch} x {width} does not exist.")
+        raise LayoutError(f"A batch cannot have {batch} x {width} places.")
     places = np.arange(batch * width, dtype=np.int64).reshape(batch, width)
     return places.T.reshape(-1) if order is Order.SEQUENCE_MAJOR else places.reshape(-1)

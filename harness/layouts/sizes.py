@@ -1,7 +1,7 @@
-"""Sizes: the parallel sizes, models and sequence lengths that cases of layouts are made of.
+"""The parallel sizes, models and sequence lengths of layout cases.
 
-Sizes that stand side by side are pairwise distinct (miles#496 padded by the wrong one, and no test
-could tell), lengths straddle every multiple, and the least ones are there: one token, fewer tokens
+The sizes of a case are pairwise distinct (miles#496 padded by the wrong one, and no test could tell
+them apart), lengths straddle every multiple, and the smallest ones occur: one token, fewer tokens
 than chunks, a stage without layers.
 """
 
@@ -54,8 +54,8 @@ loss, custom, empty.
 
 
 def small_rows(layout: Layout) -> Iterator[Layout]:
-    """The layout under every pair of tensor and context-parallel sizes of the small scope, on a
-    model of two layers.
+    """Yield the layout under every pair of tensor and context-parallel sizes of the small scope, on
+    a model of two layers.
     """
     for tp, cp in _PAIRS:
         yield with_model(
@@ -71,8 +71,9 @@ def small_rows(layout: Layout) -> Iterator[Layout]:
 
 
 def small_stages(layout: Layout) -> Iterator[Layout]:
-    """The layout over pipelines of the small scope, with all layers, every second one, and those
-    behind dense ones as MoE layers.
+    """Yield the layout over pipelines of the small scope.
+
+    MoE layers are all layers, every second one, and those after dense ones.
     """
     for (layers, pp, vpp, stages), pattern in product(_STAGES, (1, 2, 0)):
         moe = moe_layers(layers, pattern) if pattern else moe_layers(layers, 1, min(2, layers - 1))
@@ -80,7 +81,7 @@ def small_stages(layout: Layout) -> Iterator[Layout]:
 
 
 def draw_rows(layout: Layout, random: np.random.Generator) -> Layout:
-    """As ``small_rows``, with sizes up to 5 that differ from each other unless they are 1."""
+    """Draw tensor and context-parallel sizes up to 5 that differ from each other."""
     dp, tp, cp = (int(size) for size in random.choice([1, 2, 3, 4, 5], 3, replace=False))
     sizes = {
         "dp": dp,
@@ -92,9 +93,7 @@ def draw_rows(layout: Layout, random: np.random.Generator) -> Layout:
 
 
 def draw_stages(layout: Layout, random: np.random.Generator) -> Layout:
-    """A pipeline of up to 5 ranks and 3 chunks over up to 24 layers, with layers and MoE layers at
-    will.
-    """
+    """Draw a pipeline of up to 5 ranks and 3 chunks over up to 24 layers, some of them MoE."""
     pp, vpp = int(random.integers(1, 6)), int(random.integers(1, 4))
     vpp = 1 if pp == 1 else vpp
     kind = random.choice(["even", "first", "both", "embedding", "custom"])
@@ -115,13 +114,13 @@ def draw_stages(layout: Layout, random: np.random.Generator) -> Layout:
         stages, layers = Stages(embedding=True, loss=True), share * pp - 2
     else:
         stages, layers = Stages(), share * pp
-    pattern = [int(one) for one in random.random(layers) < random.choice([0.5, 0.8, 1.0])]
+    pattern = (random.random(layers) < random.choice([0.5, 0.8, 1.0])).astype(int).tolist()
     pattern[int(random.integers(layers))] = 1
     return with_model(layout, layers, {"pp": pp, "vpp": vpp}, stages, moe_layers(layers, pattern))
 
 
 def draw_lengths(random: np.random.Generator, most: int = 24) -> tuple[int, ...]:
-    """Tokens of one to four samples."""
+    """Draw the lengths of one to four samples, in tokens."""
     return tuple(int(length) for length in random.integers(1, most + 1, random.integers(1, 5)))
 
 
@@ -132,7 +131,8 @@ def with_model(
     stages: Stages = _PLAIN,
     moe: tuple[int, ...] | None = None,
 ) -> Layout:
-    """The same conventions over another number of layers (all of them MoE, unless ``moe`` says
-    which) and other sizes (1 if not named).
+    """Return the conventions with other layers and sizes.
+
+    All layers are MoE layers, unless ``moe`` names them; sizes that are not named are 1.
     """
     return replace(layout, num_layers=layers, moe_layers=moe, stages=stages, mesh=Mesh(**sizes))

@@ -1,9 +1,9 @@
-"""Sources: where the rows of an array come from, as two arrays of indexes.
+"""Where the rows of an array come from, as two arrays of indexes.
 
-Every transformation of the row axis (padding, packing, slicing, flattening) is described by what
-its result holds: row i is position ``position[i]`` of sample ``sample[i]``, or padding. So
-transformations compose by indexing, the payload is moved once at the end, and two layouts are
-compared without any payload at all.
+Every transformation of the row axis (padding, packing, slicing, flattening) is described by its
+result: row i is position ``position[i]`` of sample ``sample[i]``, or padding. So transformations
+compose by indexing, the payload is moved once at the end, and two layouts can be compared without a
+payload.
 """
 
 from __future__ import annotations
@@ -25,8 +25,9 @@ Indexes: TypeAlias = "npt.NDArray[np.int64]"
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Source:
-    """``sample`` and ``position`` have one shape, that of the rows: ``(rows,)``, or ``(batch,
-    width)``; both are -1 in padding.
+    """The sample and the position of every row.
+
+    Both arrays have the shape of the rows, ``(rows,)`` or ``(batch, width)``. Padding is -1.
     """
 
     sample: Indexes
@@ -34,14 +35,14 @@ class Source:
 
     @classmethod
     def padding(cls, *shape: int) -> Source:
-        """Nothing but padding."""
+        """Return rows of padding."""
         return cls(
             sample=np.full(shape, -1, dtype=np.int64), position=np.full(shape, -1, dtype=np.int64)
         )
 
     @classmethod
     def whole(cls, sample: int, length: int) -> Source:
-        """All ``length`` positions of one sample."""
+        """Return all ``length`` positions of one sample."""
         return cls(
             sample=np.full(length, sample, dtype=np.int64),
             position=np.arange(length, dtype=np.int64),
@@ -54,38 +55,37 @@ class Source:
 
     @property
     def filled(self) -> npt.NDArray[np.bool_]:
-        """Where a row of a sample stands, and no padding."""
+        """Which rows are no padding."""
         return self.sample >= 0
 
     def __len__(self) -> int:
         return len(self.sample)
 
     def __getitem__(self, index: Any) -> Source:
-        """The rows at ``index`` (anything that numpy indexes with)."""
+        """Return the rows at ``index`` (any numpy index)."""
         return Source(sample=self.sample[index], position=self.position[index])
 
     def flat(self) -> Source:
-        """The rows in C order on one axis."""
+        """Return the rows in C order on one axis."""
         return Source(sample=self.sample.reshape(-1), position=self.position.reshape(-1))
 
     def same(self, other: Source) -> bool:
-        """Whether the same rows stand at the same places."""
+        """Whether both have the same rows at the same places."""
         return bool(
             np.array_equal(self.sample, other.sample)
             and np.array_equal(self.position, other.position)
         )
 
     def take(self, payloads: Sequence[IntArray], fill: IntArray | int = 0) -> IntArray:
-        """The rows of ``payloads`` (one ``(positions, ...)`` per sample) at these places:
-        ``(*shape, ...)``.
+        """Return the rows of ``payloads``, one ``(positions, ...)`` per sample: ``(*shape, ...)``.
 
-        Padding, and positions beyond the rows that a sample has, get ``fill`` (one row, or a
-        number). Raises ``LayoutError`` where a sample is asked for that is not there, or where
-        payloads differ in their other axes.
+        Padding, and positions beyond the rows of a sample, get ``fill`` (one row, or a number).
+        Raises ``LayoutError`` for a sample without a payload, and for payloads that differ in their
+        other axes.
         """
         if not payloads or int(self.sample.max(initial=-1)) >= len(payloads):
             raise LayoutError(
-                f"The layout places sample {int(self.sample.max(initial=-1))}, and there are"
+                f"The layout has sample {int(self.sample.max(initial=-1))}, but there are only"
                 f" {len(payloads)} payloads."
             )
         if len({payload.shape[1:] for payload in payloads}) > 1:
@@ -94,20 +94,21 @@ class Source:
                 f" {sorted({payload.shape[1:] for payload in payloads})}."
             )
         starts = np.cumsum([0, *(len(payload) for payload in payloads)])
-        held = np.diff(starts)[self.sample]
-        there = self.filled & (self.position < held)
+        rows = np.diff(starts)[self.sample]
+        captured = self.filled & (self.position < rows)
         table = np.concatenate(payloads)
+        # a filler of -1 does not fit the unsigned ids of a payload
         out = np.empty(
             (*self.shape, *table.shape[1:]),
             dtype=np.result_type(table.dtype, np.min_scalar_type(np.min(fill))),
         )
         out[...] = fill
-        out[there] = table[starts[self.sample[there]] + self.position[there]]
+        out[captured] = table[starts[self.sample[captured]] + self.position[captured]]
         return out
 
 
 def joined(parts: Sequence[Source]) -> Source:
-    """The rows of ``parts``, one part behind the other."""
+    """Concatenate the rows of ``parts``."""
     if not parts:
         return Source.padding(0)
     return Source(

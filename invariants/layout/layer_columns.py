@@ -14,7 +14,7 @@ from rollproof.invariants.layout.call_check import (
 )
 from rollproof.judging.checks import Collector
 from rollproof.layouts.functions import FUNCTIONS
-from rollproof.layouts.pipeline import Operation, wanted_targets
+from rollproof.layouts.pipeline import Operation, expected_targets
 from rollproof.layouts.sources import Source
 
 __all__ = [
@@ -188,7 +188,7 @@ def layout_virtual_stages(record: LayoutCall, out: Collector) -> None:
 )
 def layout_recompute(record: LayoutCall, out: Collector) -> None:
     order = FUNCTIONS["serve"].arguments(record.call)["operations"]
-    expected = wanted_targets(order, recompute=record.call.recompute)
+    expected = expected_targets(order, recompute=record.call.recompute)
     actual = [(int(microbatch), int(chunk)) for microbatch, chunk in record.event.out[0]]
     passes = [operation for operation in order if record.call.recompute or not operation.backward]
     out.exercised("router calls compared", len(expected))

@@ -244,13 +244,13 @@ def test_a_padded_batch_is_flattened_after_its_slices() -> None:
         ),
         (
             lambda: Stages(custom=((1,), (1,))).counts(3, 2),
-            "must hold 2 x 1 counts that add up to 3 layers",
+            "must have 2 x 1 counts that add up to 3 layers",
         ),
         (
             lambda: Stages(embedding=True).counts(2, 2),
             "3 layers do not divide over 2 of 2 pipeline ranks",
         ),
-        (lambda: moe_layers(3, [1, 0]), "must hold one 0 or 1 for each of 3 layers"),
+        (lambda: moe_layers(3, [1, 0]), "must have one 0 or 1 for each of 3 layers"),
         (
             lambda: zigzag_rows(np.array([0, 6]), 2, 0),
             r"Padded sequences of \[6\] rows are no multiples of 2 \* cp = 4",
@@ -284,7 +284,7 @@ def test_a_padded_batch_is_flattened_after_its_slices() -> None:
         ),
         (
             lambda: _layout().targets([np.zeros((2, 3, 2), dtype=int)]),
-            r"has the shape \(2, 3, 2\), and the layout 2 columns",
+            r"has the shape \(2, 3, 2\), but the layout has 2 columns",
         ),
         (
             lambda: _layout().targets([np.zeros((3, 2, 2), dtype=int)], lengths=[2]),

@@ -26,8 +26,8 @@ from rollproof.layouts.merging import Segment, joined_segments
 from rollproof.layouts.padding import completed, cumulative_lengths, packed, padded, unpadded
 from rollproof.layouts.pipeline import (
     columns_of,
+    expected_targets,
     operations,
-    wanted_targets,
 )
 from rollproof.layouts.row_slices import Context, context_rows, flat_rows
 from rollproof.layouts.sizes import draw_stages
@@ -42,7 +42,7 @@ _PLAIN = Layout(num_layers=1, num_experts=64, top_k=2)
 @examples
 @given(st.integers(0, 2**20), st.sampled_from([0, 64, 97, 257]), st.integers(2, 8))
 def test_a_coded_cell_is_decoded(cell: int, experts: int, top_k: int) -> None:
-    """Cells are written as distinct experts, or a number, and read back; usual fillers are no cell."""
+    """Cells are written as distinct experts, or a number, and read back; fillers are no cell."""
     coding = Coding(samples=3, positions=40, columns=11, experts=experts, top_k=top_k)
     cells = np.array([cell % (3 * 40 * 11)])
     row = coding.encode(cells)
@@ -184,7 +184,7 @@ def test_schedules(pp: int, vpp: int, times: int, group: int, recompute: bool) -
         for one in order:
             assert one.backward == bool(seen[one.microbatch, one.chunk])
             seen[one.microbatch, one.chunk] += 1
-        targets = Counter(wanted_targets(order, recompute=recompute))
+        targets = Counter(expected_targets(order, recompute=recompute))
         assert dict.fromkeys(seen, 1 + recompute) == targets
 
 

@@ -235,7 +235,7 @@ class _Ragged(MegatronLike):
             _Floats,
             "flatten",
             "layout.returns",
-            "an array of float64 (4, 2, 2) for rows, where whole numbers are wanted",
+            "an array of float64 (4, 2, 2) for rows: expected whole numbers",
         ),
         (_Narrow, "flatten", "layout.flatten-order", "(4, 1, 2)"),
         (_Short, "flatten", "layout.flatten-order", "(3, 2, 2)"),
@@ -249,7 +249,7 @@ class _Ragged(MegatronLike):
             _Ragged,
             "select",
             "layout.returns",
-            "a list, where a mapping from layers to rows is wanted",
+            "a list: expected a mapping from layers to rows",
         ),
     ],
 )
