@@ -28,7 +28,9 @@ def streamed(attempt: Attempt) -> bool:
 
 
 def assign_partial_replies(view: RequestView) -> None:
-    """Set ``Attempt.partial`` to what the stack kept of broken streams, as far as it shows by now."""
+    """Set ``Attempt.partial`` to what the stack kept of broken streams, as far as it shows by
+    now.
+    """
     for attempt in view.attempts:
         if (
             not (streamed(attempt) or attempt.broke)

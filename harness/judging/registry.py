@@ -99,6 +99,6 @@ class Registry:
         similar = difflib.get_close_matches(name, [*self.ids, *families], n=3, cutoff=0.5)
         suggestion = f" Did you mean {' or '.join(similar)}?" if similar else ""
         return (
-            f"No check or family is named {name!r}.{suggestion} `rollproof checks` lists all; families"
-            f" are {', '.join(families)}."
+            f"No check or family is named {name!r}.{suggestion} `rollproof checks` lists all;"
+            f" families are {', '.join(families)}."
         )

@@ -181,7 +181,9 @@ class RequestView:
         return self.request.prompt_ids + (rollout.response_ids if rollout else ())
 
     def place(self, **more: Scalar) -> Mapping[str, Scalar]:
-        """Return the place of a finding: this request, and those of ``more`` that are not ``None``."""
+        """Return the place of a finding: this request, and those of ``more`` that are not
+        ``None``.
+        """
         return {
             "request": self.request.request_id,
             **{name: value for name, value in more.items() if value is not None},

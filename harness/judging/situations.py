@@ -43,15 +43,89 @@ _FAULTS = {
 }
 SITUATIONS = frozenset(
     (
-        "requests", "requests in parallel with others", "requests aborted twice or more", "requests dropped", "requests that hung",
-        "requests that ended with an error", "multi-turn rollouts", "rollouts across two or more updates",
-        "engine calls", "calls across a weight version", "calls frozen by a pause", "calls lost with their server",
-        "calls while replicas were out of step", "preemptions", "prefills anew after a pause", "prefix-cache hits",
-        "tokens sampled", "route rows", "zero-token segments", "resumes", "resumes across a weight version",
-        "aborts before the first token", "aborts while queued", "aborts on the last token", "aborts mid-decode",
-        "aborts of nothing in flight", "ends of sequence on the last token", "ends of sequence before the budget", "budgets exhausted",
-        "natural ends", "labels published without weights", "weight updates while idle", "weight updates while calls ran",
-        "weight updates between calls", "weight updates without a label", "identity updates", "failed weight updates",
+        (
+            "requests"
+        ), (
+            "requests in parallel with others"
+        ), (
+            "requests aborted twice or more"
+        ), (
+            "requests dropped"
+        ), (
+            "requests that hung"
+        ),
+        (
+            "requests that ended with an error"
+        ), (
+            "multi-turn rollouts"
+        ), (
+            "rollouts across two or more updates"
+        ),
+        (
+            "engine calls"
+        ), (
+            "calls across a weight version"
+        ), (
+            "calls frozen by a pause"
+        ), (
+            "calls lost with their server"
+        ),
+        (
+            "calls while replicas were out of step"
+        ), (
+            "preemptions"
+        ), (
+            "prefills anew after a pause"
+        ), (
+            "prefix-cache hits"
+        ),
+        (
+            "tokens sampled"
+        ), (
+            "route rows"
+        ), (
+            "zero-token segments"
+        ), (
+            "resumes"
+        ), (
+            "resumes across a weight version"
+        ),
+        (
+            "aborts before the first token"
+        ), (
+            "aborts while queued"
+        ), (
+            "aborts on the last token"
+        ), (
+            "aborts mid-decode"
+        ),
+        (
+            "aborts of nothing in flight"
+        ), (
+            "ends of sequence on the last token"
+        ), (
+            "ends of sequence before the budget"
+        ), (
+            "budgets exhausted"
+        ),
+        (
+            "natural ends"
+        ), (
+            "labels published without weights"
+        ), (
+            "weight updates while idle"
+        ), (
+            "weight updates while calls ran"
+        ),
+        (
+            "weight updates between calls"
+        ), (
+            "weight updates without a label"
+        ), (
+            "identity updates"
+        ), (
+            "failed weight updates"
+        ),
         "broken weight transfers", *_FAULTS.values(),
         *(f"pauses, mode {mode}" for mode in PauseMode),
     )

@@ -53,7 +53,9 @@ class Delivery:
 
 
 def delivery(view: RequestView) -> Delivery | None:
-    """Return the sample of a request with its reference, computed once; ``None`` without a sample."""
+    """Return the sample of a request with its reference, computed once; ``None`` without a
+    sample.
+    """
     if "delivery" not in view.memo:
         view.memo["delivery"] = _delivery(view)
     known_delivery: Delivery | None = view.memo["delivery"]

@@ -117,7 +117,9 @@ class EndAwareCheck(EventCheck):
 
     @property
     def complete(self) -> bool:
-        """Whether every rollout and every update that was started has ended; valid in ``finish``."""
+        """Whether every rollout and every update that was started has ended; valid in
+        ``finish``.
+        """
         return (
             not self.hung
             and not self._update_hung

@@ -56,6 +56,7 @@ def _judged(batch: Conversion) -> tuple[Placed, ...]:
     applies=has_routes,
 )
 def batch_routes(batch: Conversion, out: Collector) -> None:
+    """Compare the captured rows of each sample with those at its tokens' places."""
     for placed in batch.sound:
         if placed.sample.routes is None:
             continue
@@ -76,7 +77,9 @@ def batch_routes(batch: Conversion, out: Collector) -> None:
         if placed.row.routes.shape[1:] != placed.sample.routes.shape[1:]:
             out.finding(
                 "the routes have another shape",
-                expected=f"(places, {placed.sample.routes.shape[1]}, {placed.sample.routes.shape[2]})",
+                expected=(
+                    f"(places, {placed.sample.routes.shape[1]}, {placed.sample.routes.shape[2]})"
+                ),
                 observed=f"{placed.row.routes.shape}",
                 where=batch.place(placed.sample),
                 hint="Layers and top_k come from the model config.",
@@ -170,6 +173,7 @@ def _owner(batch: Conversion, placed: Placed, cell: IntArray) -> tuple[str, int]
     applies=has_routes,
 )
 def batch_expert_ids(batch: Conversion, out: Collector) -> None:
+    """Check that the integer type of the batch holds every expert id."""
     largest = (batch.contract.num_experts or 1) - 1
     for placed in _judged(batch):
         assert placed.row.routes is not None and placed.sample.routes is not None
@@ -207,6 +211,7 @@ def batch_expert_ids(batch: Conversion, out: Collector) -> None:
     applies=has_routes,
 )
 def batch_filler(batch: Conversion, out: Collector) -> None:
+    """Check what is at places without a captured row."""
     contract = batch.contract
     for placed in _judged(batch):
         assert placed.row.routes is not None and placed.sample.routes is not None
@@ -341,8 +346,8 @@ def _report_invented(
             "a sample without routes was given some",
             expected="no routes, rows marked as uncaptured, or -1",
             observed=(
-                f"{_describe(batch.contract, placed.row, legal_places)} for {count(len(legal_places), 'token')} that no"
-                " router chose"
+                f"{_describe(batch.contract, placed.row, legal_places)} for"
+                f" {count(len(legal_places), 'token')} that no router chose"
             ),
             where=batch.place(placed.sample),
             hint=(
@@ -382,6 +387,7 @@ def _describe(contract: Contract, row: BatchRow, places: Places) -> str:
     exercised_by=("malformed samples", "malformed samples refused"),
 )
 def batch_refuses(batch: Conversion, out: Collector) -> None:
+    """Check that malformed samples are refused."""
     event = batch.event
     if not event.defect:
         return

@@ -1,4 +1,6 @@
-"""Samples and their rows in a batch, position by position; and the decorator for checks of batches."""
+"""Samples and their rows in a batch, position by position; and the decorator for checks of
+batches.
+"""
 
 from __future__ import annotations
 
@@ -101,7 +103,9 @@ class Conversion:
 
     @cached_property
     def placed(self) -> tuple[Placed, ...]:
-        """Well-formed samples with their rows; ``batch.complete`` judges missing and doubled ones."""
+        """Well-formed samples with their rows; ``batch.complete`` judges missing and doubled
+        ones.
+        """
         rows: dict[str, list[BatchRow]] = {}
         for row in self.event.rows:
             rows.setdefault(row.request_id, []).append(row)

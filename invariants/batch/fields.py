@@ -32,6 +32,7 @@ _NEEDS = "Batch events (a BatchSubject, judged by rollproof.verification.batches
     exercised_by="well-formed batches",
 )
 def batch_accepts(batch: Conversion, out: Collector) -> None:
+    """Report a well-formed batch that was refused."""
     event = batch.event
     if event.defect or batch.mixed:
         return
@@ -60,6 +61,7 @@ def batch_accepts(batch: Conversion, out: Collector) -> None:
     exercised_by="samples converted",
 )
 def batch_complete(batch: Conversion, out: Collector) -> None:
+    """Count the rows of each sample."""
     event = batch.event
     if event.refused is not None:
         out.absent("every batch was refused")
@@ -105,6 +107,7 @@ def batch_complete(batch: Conversion, out: Collector) -> None:
     exercised_by="rows compared",
 )
 def batch_tokens(batch: Conversion, out: Collector) -> None:
+    """Compare the attended tokens of each row with the sample's."""
     if not batch.placed:
         out.absent("no well-formed sample was converted")
     for placed in batch.placed:
@@ -140,8 +143,8 @@ def batch_tokens(batch: Conversion, out: Collector) -> None:
         out.finding(
             "a row holds other tokens than its sample",
             expected=(
-                f"the {count(len(placed.tokens), 'token')} of {placed.sample.request_id} where attention"
-                " is 1"
+                f"the {count(len(placed.tokens), 'token')} of {placed.sample.request_id} where"
+                " attention is 1"
             ),
             observed=observed,
             where=batch.place(placed.sample),
@@ -159,6 +162,7 @@ def batch_tokens(batch: Conversion, out: Collector) -> None:
     exercised_by=("padded places", "rows without padding"),
 )
 def batch_padding(batch: Conversion, out: Collector) -> None:
+    """Check the loss mask at padded places."""
     for placed in batch.placed:
         mask = placed.row.loss_mask
         padded = np.flatnonzero(placed.row.attention == 0)
@@ -192,6 +196,7 @@ def batch_padding(batch: Conversion, out: Collector) -> None:
     exercised_by="tokens compared",
 )
 def batch_loss_mask(batch: Conversion, out: Collector) -> None:
+    """Compare the loss mask with the tokens that the sample trains."""
     for placed in batch.sound:
         if placed.row.loss_mask is None:
             out.absent("the batch carries no loss mask")
@@ -216,7 +221,10 @@ def batch_loss_mask(batch: Conversion, out: Collector) -> None:
                     f"loss mask 1 at the {count(int(expected.sum()), 'trained token')} of"
                     f" {placed.sample.request_id}, 0 elsewhere"
                 ),
-                observed=f"it {action} {count(len(tokens), 'token')} (position {ranges(tokens.tolist())})",
+                observed=(
+                    f"it {action} {count(len(tokens), 'token')} (position"
+                    f" {ranges(tokens.tolist())})"
+                ),
                 where=batch.place(placed.sample, position=int(tokens[0])),
                 hint=(
                     "The response mask is not the attention mask: tool and user tokens are"
@@ -265,6 +273,7 @@ def _has_logprobs(contract: Contract) -> str | None:
     applies=_has_logprobs,
 )
 def batch_logprobs(batch: Conversion, out: Collector) -> None:
+    """Compare the logprobs of trained tokens with the sample's."""
     for placed in batch.sound:
         sample_values = placed.sample.logprobs
         if sample_values is None or not len(sample_values):
@@ -356,6 +365,7 @@ def _report_logprob(
     exercised_by="batches",
 )
 def batch_input(batch: Conversion, out: Collector) -> None:
+    """Report samples that the conversion changed."""
     out.exercised("batches")
     if batch.event.changed:
         out.finding(

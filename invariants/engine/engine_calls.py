@@ -186,7 +186,9 @@ class EngineRefusals(_Calls):
                 )
 
     def _outcome(self, number: int) -> Refusal | None:
-        """Return how a call ended: ``IGNORED`` if it was served, ``None`` if it was not answered."""
+        """Return how a call ended: ``IGNORED`` if it was served, ``None`` if it was not
+        answered.
+        """
         reply = self._replies.get(number)
         if number in self._errors:
             return Refusal.ERROR

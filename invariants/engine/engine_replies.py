@@ -87,8 +87,8 @@ class EngineRows(_Served):
             out.finding(
                 "a reply has another number of rows than tokens were forwarded",
                 expected=(
-                    f"{count(expected, 'row')}: {len(call.prompt_ids)} prompt + {len(output.token_ids)}"
-                    " sampled tokens"
+                    f"{count(expected, 'row')}: {len(call.prompt_ids)} prompt +"
+                    f" {len(output.token_ids)} sampled tokens"
                     f"{'' if self.contract.rows is Rows.ALL else ' - 1'}"
                     f"{f' - {output.routes_start} (offset)' if output.routes_start else ''}"
                 ),

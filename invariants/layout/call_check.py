@@ -191,7 +191,9 @@ def _fits(
     other: Callable[[], Source],
     columns: list[int] | None,
 ) -> bool:
-    """Return whether another layout, if it exists, holds exactly these rows where ``mask`` is true."""
+    """Return whether another layout, if it exists, holds exactly these rows where ``mask`` is
+    true.
+    """
     try:
         source = other()
     except ValueError:
@@ -215,7 +217,9 @@ def compare_parts(
     if [len(part) for part in parts] != [len(source) for source in expected]:
         out.finding(
             f"{title}: other lengths",
-            expected=f"{count(len(expected), 'sample')} of {[len(source) for source in expected]} rows",
+            expected=(
+                f"{count(len(expected), 'sample')} of {[len(source) for source in expected]} rows"
+            ),
             observed=f"{count(len(parts), 'array')} of {[len(part) for part in parts]} rows",
             where=record.place(),
             hint=hint,

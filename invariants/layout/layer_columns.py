@@ -37,6 +37,7 @@ __all__ = [
     exercised_by=("routers compared", "stages without MoE layers"),
 )
 def layout_layer_map(record: LayoutCall, out: Collector) -> None:
+    """Compare the columns that the routers of a chunk read with the layers' own."""
     call, layout = record.call, record.layout
     routers = layout.routers(call.rank.pp, call.chunk)
     layers = record.event.out[0].reshape(-1).tolist()
@@ -147,6 +148,7 @@ def _chunk_layers(record: LayoutCall, out: Collector, hint: str) -> None:
     exercised_by=("chunks compared", "chunks without layers"),
 )
 def layout_stages(record: LayoutCall, out: Collector) -> None:
+    """Compare the layers of each stage without virtual stages."""
     if record.layout.mesh.vpp == 1:
         _chunk_layers(
             record,
@@ -166,6 +168,7 @@ def layout_stages(record: LayoutCall, out: Collector) -> None:
     exercised_by=("chunks compared", "chunks without layers"),
 )
 def layout_virtual_stages(record: LayoutCall, out: Collector) -> None:
+    """Compare the layers of each chunk with virtual stages."""
     if record.layout.mesh.vpp > 1:
         _chunk_layers(
             record,
@@ -187,6 +190,7 @@ def layout_virtual_stages(record: LayoutCall, out: Collector) -> None:
     exercised_by=("router calls compared", "recomputes compared"),
 )
 def layout_recompute(record: LayoutCall, out: Collector) -> None:
+    """Compare the target of every pass with that of its microbatch."""
     order = FUNCTIONS["serve"].arguments(record.call)["operations"]
     expected = expected_targets(order, recompute=record.call.recompute)
     actual = [(int(microbatch), int(chunk)) for microbatch, chunk in record.event.out[0]]
@@ -243,6 +247,7 @@ def _pass_name(operation: Operation) -> str:
     exercised_by="rows compared",
 )
 def layout_chunk_order(record: LayoutCall, out: Collector) -> None:
+    """Compare reordered recordings with the samples."""
     layout, call = record.layout, record.call
     chunks = range(layout.mesh.vpp)
     columns = [
@@ -269,6 +274,7 @@ def layout_chunk_order(record: LayoutCall, out: Collector) -> None:
     exercised_by="rows compared",
 )
 def layout_stage_gather(record: LayoutCall, out: Collector) -> None:
+    """Compare gathered layers with the order of the model."""
     layout, rows = record.layout, record.event.out[0]
     if len(rows) != record.call.lengths[0]:
         out.finding(

@@ -36,6 +36,7 @@ __all__ = [
     exercised_by="samples divided",
 )
 def layout_microbatches(record: LayoutCall, out: Collector) -> None:
+    """Check that the microbatches are a permutation within the token limit."""
     parts, lengths = [part.reshape(-1).tolist() for part in record.event.out], record.call.lengths
     out.exercised("samples divided", len(lengths))
     indexes = sorted(i for part in parts for i in part)
@@ -71,6 +72,7 @@ def layout_microbatches(record: LayoutCall, out: Collector) -> None:
     exercised_by="rows compared",
 )
 def layout_restore(record: LayoutCall, out: Collector) -> None:
+    """Compare the restored order with that of the samples."""
     compare_parts(
         record,
         out,
@@ -94,6 +96,7 @@ def layout_restore(record: LayoutCall, out: Collector) -> None:
     exercised_by="samples followed",
 )
 def layout_samples(record: LayoutCall, out: Collector) -> None:
+    """Follow tokens and routes of every sample through a split or filter."""
     call, arrays = record.call, record.event.out[1:]
     tokens, payloads = call.tokens(), call.payloads()
     owners = []
@@ -184,6 +187,7 @@ def _check_completeness(record: LayoutCall, out: Collector, owners: list[int | N
     exercised_by="ids compared",
 )
 def layout_expert_ids(record: LayoutCall, out: Collector) -> None:
+    """Compare ids before and after a compact type."""
     expected = FUNCTIONS["compact"].arguments(record.call)["ids"].reshape(-1)
     stored = record.event.out[0]
     actual = stored.reshape(-1).astype(np.int64)
@@ -204,7 +208,8 @@ def layout_expert_ids(record: LayoutCall, out: Collector) -> None:
             "expert ids wrap in their compact type",
             expected=f"id {expected[first]} of {record.layout.num_experts} experts",
             observed=(
-                f"{actual[first]} in {stored.dtype}; so for {share(len(wrong), len(expected), 'id')}"
+                f"{actual[first]} in {stored.dtype}; so for"
+                f" {share(len(wrong), len(expected), 'id')}"
             ),
             where=record.place(),
             hint=(
@@ -220,6 +225,7 @@ def layout_expert_ids(record: LayoutCall, out: Collector) -> None:
     exercised_by="sound calls",
 )
 def layout_accepts(record: LayoutCall, out: Collector) -> None:
+    """Report sound input that was refused."""
     if record.call.defect or (_is_uneven(record) and record.event.refused is not None):
         return
     out.exercised("sound calls")
@@ -243,6 +249,7 @@ def layout_accepts(record: LayoutCall, out: Collector) -> None:
     exercised_by="returned values",
 )
 def layout_returns(record: LayoutCall, out: Collector) -> None:
+    """Report results of another kind or rank."""
     if record.event.refused is not None:
         out.absent("every call raised (layout.accepts)")
         return
@@ -269,6 +276,7 @@ def layout_returns(record: LayoutCall, out: Collector) -> None:
     exercised_by="calls watched",
 )
 def layout_input(record: LayoutCall, out: Collector) -> None:
+    """Report arguments that a function changed."""
     out.exercised("calls watched")
     if record.event.changed:
         out.finding(
@@ -292,6 +300,7 @@ def layout_input(record: LayoutCall, out: Collector) -> None:
     exercised_by="malformed calls",
 )
 def layout_refuses(record: LayoutCall, out: Collector) -> None:
+    """Check what becomes of rows that do not fit."""
     if not record.call.defect:
         out.inapplicable(
             "the subject has no function for which malformed input exists (complete, targets)"
@@ -310,8 +319,8 @@ def layout_refuses(record: LayoutCall, out: Collector) -> None:
         fault, expected = (
             _accepted(record),
             (
-                f"an error for {record.call.held[0]} rows and {record.call.lengths[0]} tokens, or a mask"
-                " for the router"
+                f"an error for {record.call.held[0]} rows and {record.call.lengths[0]} tokens,"
+                " or a mask for the router"
             ),
         )
     if fault:
@@ -345,6 +354,6 @@ def _accepted(record: LayoutCall) -> str:
     ).all():
         return ""
     return (
-        f"positions {captured_count} to {tokens - 1} were filled with {rows[captured_count].reshape(-1)[:4].tolist()},"
-        " and are replayed"
+        f"positions {captured_count} to {tokens - 1} were filled with"
+        f" {rows[captured_count].reshape(-1)[:4].tolist()}, and are replayed"
     )

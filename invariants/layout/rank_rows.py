@@ -43,6 +43,7 @@ __all__ = [
     exercised_by=("rows compared", "sequences shorter than 2 * cp"),
 )
 def layout_context(record: LayoutCall, out: Collector) -> None:
+    """Compare the rows of a context-parallel rank with the declared division."""
     expected = record.before_tensor_slice()
     if len(record.event.out[0]) != len(expected):
         out.absent("the number of rows of a rank is not that of its layout (layout.alignment)")
@@ -96,6 +97,7 @@ def _other_ranks(record: LayoutCall) -> dict[str, Callable[[], Source]]:
     exercised_by="rows compared",
 )
 def layout_context_merge(record: LayoutCall, out: Collector) -> None:
+    """Compare merged rows with each sample's own order."""
     compare_parts(
         record,
         out,
@@ -119,6 +121,7 @@ def layout_context_merge(record: LayoutCall, out: Collector) -> None:
     exercised_by="rows compared",
 )
 def layout_tensor_slice(record: LayoutCall, out: Collector) -> None:
+    """Compare the rows of a tensor-parallel rank with its piece."""
     size, rank, total = record.layout.mesh.tp, record.call.rank.tp, record.call.lengths[0]
     _slice(
         record,
@@ -141,6 +144,7 @@ def layout_tensor_slice(record: LayoutCall, out: Collector) -> None:
     exercised_by="rows compared",
 )
 def layout_ulysses_slice(record: LayoutCall, out: Collector) -> None:
+    """Compare the rows of a Ulysses rank with its piece."""
     size, rank = record.layout.mesh.ulysses, record.call.rank.ulysses
     total = -(-record.call.lengths[0] // size) * size
     if (
@@ -203,6 +207,7 @@ def _slice(record: LayoutCall, out: Collector, size: int, rank: int, total: int,
     exercised_by=("rows compared", "batches of more than one sample"),
 )
 def layout_flatten_order(record: LayoutCall, out: Collector) -> None:
+    """Compare the order of flattened rows with the declared one."""
     lengths, layout = record.call.lengths, record.layout
     batch = Source(
         sample=np.repeat(np.arange(len(lengths))[:, None], lengths[0], axis=1),
@@ -244,6 +249,7 @@ def layout_flatten_order(record: LayoutCall, out: Collector) -> None:
     exercised_by=("rows compared", "routers compared"),
 )
 def layout_targets(record: LayoutCall, out: Collector) -> None:
+    """Compare the targets of each router with the recorded choices."""
     call, layout = record.call, record.layout
     tables = dict(zip(record.event.out[0].tolist(), record.event.out[1:], strict=True))
     routers = layout.routers(call.rank.pp, call.chunk)
@@ -345,6 +351,7 @@ def _other_batches(record: LayoutCall) -> dict[str, Callable[[], Source]]:
     exercised_by=("rows compared", "ranks merged"),
 )
 def layout_merge(record: LayoutCall, out: Collector) -> None:
+    """Compare merged recordings with the samples."""
     layout = record.layout
     out.exercised("ranks merged", layout.mesh.shares * layout.mesh.pp)
     columns = [layout.column[layer] for layer in layout.moe]

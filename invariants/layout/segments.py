@@ -25,6 +25,7 @@ __all__ = [
     exercised_by="rows compared",
 )
 def layout_segments(record: LayoutCall, out: Collector) -> None:
+    """Compare joined rows with the calls whose rows count."""
     from rollproof.layouts.functions import FUNCTIONS
 
     segments = FUNCTIONS["join"].arguments(record.call)["segments"]

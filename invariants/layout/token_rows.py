@@ -41,6 +41,7 @@ __all__ = [
     exercised_by=("rows compared", "tokens without a row"),
 )
 def layout_final_row(record: LayoutCall, out: Collector) -> None:
+    """Check the rows of a sample and what its last tokens get."""
     tokens, captured_count = record.call.lengths[0], (record.call.held or record.call.lengths)[0]
     rows = record.event.out[0]
     if len(rows) != tokens:
@@ -91,7 +92,9 @@ def layout_final_row(record: LayoutCall, out: Collector) -> None:
         out.finding(
             "captured rows are marked as free",
             expected=f"the mask is 1 at {count(captured_count, 'captured position')}",
-            observed=f"0 at {share(int((mask[:captured_count] == 0).sum()), captured_count, 'position')}",
+            observed=(
+                f"0 at {share(int((mask[:captured_count] == 0).sum()), captured_count, 'position')}"
+            ),
             where=record.place(),
             hint=(
                 "A mask that is one row short or shifted lets the router choose although a"
@@ -158,6 +161,7 @@ def _shifted(source: Source, by: int) -> Source:
     exercised_by="pairs compared",
 )
 def layout_no_shift(record: LayoutCall, out: Collector) -> None:
+    """Compare the position of each row with that of its token."""
     tokens, routes = record.event.out[0].reshape(-1), record.event.out[1]
     captured_count = (record.call.held or record.call.lengths)[0]
     if len(tokens) != len(routes) or len(tokens) < record.call.lengths[0] - 1:
@@ -203,6 +207,7 @@ def layout_no_shift(record: LayoutCall, out: Collector) -> None:
     exercised_by="rows compared",
 )
 def layout_padding(record: LayoutCall, out: Collector) -> None:
+    """Compare the rows of a padded batch with the tokens' places."""
     batch, call, layout = record.event.out[0], record.call, record.layout
     if batch.ndim < 3 or len(batch) != len(call.lengths) or batch.shape[1] < max(call.lengths):
         out.finding(
@@ -277,6 +282,7 @@ def _padded_source(lengths: tuple[int, ...], starts: list[int], width: int) -> S
     exercised_by="rows compared",
 )
 def layout_unpadding(record: LayoutCall, out: Collector) -> None:
+    """Compare unpadded rows with the samples."""
     compare_parts(
         record,
         out,
@@ -300,6 +306,7 @@ def layout_unpadding(record: LayoutCall, out: Collector) -> None:
     exercised_by="rows compared",
 )
 def layout_packing(record: LayoutCall, out: Collector) -> None:
+    """Compare packed and unpacked rows with the cumulative lengths."""
     call, title = record.call, "packed rows do not stand where their sequence begins"
     hint = "Row p of sequence i is at cumulative[i] + p (verl preprocess_thd_engine)."
     if record.event.function == "unpack":
@@ -348,6 +355,7 @@ def _extended(source: Source, rows: int) -> Source:
     exercised_by="lengths compared",
 )
 def layout_alignment(record: LayoutCall, out: Collector) -> None:
+    """Compare the number of rows with the rounded lengths."""
     call, layout, mesh = record.call, record.layout, record.layout.mesh
     out.exercised("lengths compared")
     rows = len(record.event.out[0])
@@ -419,6 +427,7 @@ def _multiple(record: LayoutCall, rows: int) -> str:
     exercised_by="padding rows",
 )
 def layout_padding_rows(record: LayoutCall, out: Collector) -> None:
+    """Check that rows of padding can be routed."""
     layout = record.layout
     if layout.fill is Fill.ZEROS:
         out.inapplicable(

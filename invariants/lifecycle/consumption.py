@@ -1,4 +1,6 @@
-"""Checks on which replies a stack puts into a sample when they come twice, late, or after a retry."""
+"""Checks on which replies a stack puts into a sample when they come twice, late, or after a
+retry.
+"""
 
 from __future__ import annotations
 
@@ -127,7 +129,9 @@ def lifecycle_duplicate_consumed_once(view: RequestView, out: Collector) -> None
     exercised_by=("replies after a retry", "stray replies of other requests"),
 )
 def lifecycle_one_reply_per_retry(view: RequestView, out: Collector) -> None:
-    """Check whether two replies, or one of another request, explain what a single reply does not."""
+    """Check whether two replies, or one of another request, explain what a single reply does
+    not.
+    """
     retried = sum(_retried(view, attempt) for attempt in view.attempts)
     late_replies = _late_replies(view)
     out.exercised("replies after a retry", retried)

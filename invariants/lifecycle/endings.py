@@ -128,7 +128,9 @@ def lifecycle_no_hang(view: RequestView, out: Collector) -> None:
 
 
 class LifecycleNoErrorWithoutFault(EventCheck):
-    """A stack must accept every legal engine reply: an empty abort, a read-only array, no logprobs."""
+    """A stack must accept every legal engine reply: an empty abort, a read-only array, no
+    logprobs.
+    """
 
     def __init__(self, context: JudgeContext) -> None:
         super().__init__(context)
@@ -209,7 +211,9 @@ lifecycle_no_error_without_fault = trace_check(
 
 
 class LifecycleCountersReturn(EndAwareCheck):
-    """In-flight counts of load balancers, staleness managers and semaphores leak on untested paths."""
+    """In-flight counts of load balancers, staleness managers and semaphores leak on untested
+    paths.
+    """
 
     def __init__(self, context: JudgeContext) -> None:
         super().__init__(context)
@@ -284,7 +288,9 @@ class LifecycleSurvivesDeath(EventCheck):
             )
             out.finding(
                 "tokens were lost when a server died",
-                expected=f"the next call sends the {len(known_ids)} tokens known before {server} died",
+                expected=(
+                    f"the next call sends the {len(known_ids)} tokens known before {server} died"
+                ),
                 observed=(
                     f"call {event.call_id} sends {len(event.prompt_ids)} tokens, the first"
                     f" {common} of them unchanged"

@@ -89,7 +89,8 @@ class LifecycleNoOrphanCalls(EventCheck):
         out.finding(
             "an engine kept running a call of a request that had ended",
             expected=(
-                f"call {event.call_id} is aborted when its request ends, at event {call.outlived.index}"
+                f"call {event.call_id} is aborted when its request ends, at event"
+                f" {call.outlived.index}"
             ),
             observed=(
                 f"it ran to finish reason {event.output.finish_reason},"

@@ -46,6 +46,7 @@ __all__ = [
     exercised_by="rows compared",
 )
 def replay_forward(view: StepView, out: Collector) -> None:
+    """Compare the rows of training forward passes with their targets."""
     if (
         view.replays
         and view.regular
@@ -68,6 +69,7 @@ def _recomputes(contract: Contract) -> str | None:
     applies=_recomputes,
 )
 def replay_recompute(view: StepView, out: Collector) -> None:
+    """Compare the rows of recomputes with their targets."""
     if (
         view.replays
         and view.regular
@@ -86,6 +88,7 @@ def replay_recompute(view: StepView, out: Collector) -> None:
     exercised_by="rows compared",
 )
 def replay_old_logprob(view: StepView, out: Collector) -> None:
+    """Compare the rows of forward-only passes with their targets."""
     if not view.replays or not view.regular or view.step.backward:
         return
     if view.hindrance is not None and view.terms.mode is ReplayMode.R2:
@@ -103,6 +106,7 @@ def replay_old_logprob(view: StepView, out: Collector) -> None:
     exercised_by="rows counted",
 )
 def replay_assignments(view: StepView, out: Collector) -> None:
+    """Count the distinct experts of every row."""
     drops = drops_padding(view)
     if not view.replays or not view.regular or _shows_nothing(view, out):
         return
@@ -124,8 +128,8 @@ def replay_assignments(view: StepView, out: Collector) -> None:
         out.finding(
             "rows with fewer experts than top_k",
             expected=(
-                f"{len(right) * top_k} assignments of {count(len(right), 'row')} to {top_k} distinct"
-                " experts each"
+                f"{len(right) * top_k} assignments of {count(len(right), 'row')} to {top_k}"
+                " distinct experts each"
             ),
             observed=(
                 f"{share(len(wrong), len(right), 'row')} with other choices,"
@@ -152,6 +156,7 @@ def replay_assignments(view: StepView, out: Collector) -> None:
     exercised_by="layers counted",
 )
 def replay_coverage(view: StepView, out: Collector) -> None:
+    """Count how often each layer routes each token."""
     if view.step.model != "policy" or not view.ordinary or not view.done:
         return
     phases = [Phase.FORWARD]
@@ -185,7 +190,8 @@ def replay_coverage(view: StepView, out: Collector) -> None:
             out.finding(
                 f"tokens that a layer {fault}",
                 expected=(
-                    f"{count(len(routed_tokens), 'token')} routed once by layer {layer} in the {phase} pass"
+                    f"{count(len(routed_tokens), 'token')} routed once by layer {layer} in the"
+                    f" {phase} pass"
                 ),
                 observed=f"{share(routed, len(routed_tokens), 'token')} routed"
                 + (f", {count(len(set(repeated)), 'token')} more than once" if repeated else ""),
@@ -220,6 +226,7 @@ def _is_native(contract: Contract) -> str | None:
     applies=_is_native,
 )
 def replay_free_rows(view: StepView, out: Collector) -> None:
+    """Compare rows without a target with the native choice."""
     if not view.replays or not view.regular or not view.done:
         return
     reason = unrepeated(view)
@@ -295,6 +302,7 @@ def _records(contract: Contract) -> str | None:
     applies=_records,
 )
 def replay_recorded(view: StepView, out: Collector) -> None:
+    """Compare recordings with the choices that the spy saw."""
     if (
         view.step.action is not Action.RECORD
         or not view.ordinary
@@ -371,9 +379,9 @@ def _misrecorded(contract: Contract, recorded: IntArray | None, chosen: IntArray
         (contract.moe_layers or ())[int(column)] for column in np.flatnonzero(wrong.any(axis=0))
     ]
     return (
-        f"other experts in {share(int(wrong.any(axis=1).sum()), len(recorded_ids), 'row')}, layers"
-        f" {ranges(layers)}: row {row} holds {recorded_ids[row, column].tolist()} where the router chose"
-        f" {np.sort(chosen[row, column]).tolist()}"
+        f"other experts in {share(int(wrong.any(axis=1).sum()), len(recorded_ids), 'row')},"
+        f" layers {ranges(layers)}: row {row} holds {recorded_ids[row, column].tolist()} where"
+        f" the router chose {np.sort(chosen[row, column]).tolist()}"
     )
 
 
@@ -392,6 +400,7 @@ def _reports_installs(contract: Contract) -> str | None:
     applies=_reports_installs,
 )
 def replay_installs(view: StepView, out: Collector) -> None:
+    """Count the targets of each router and its calls."""
     if not view.ordinary or not view.done or view.step.model != "policy":
         return
     installed = Counter((install.rank, install.layer) for install in view.installs)

@@ -169,8 +169,8 @@ def judge_rows(view: StepView, phase: Phase, counter: str, out: Collector) -> No
             f" {view.targets.layers[column]}"
         ),
         observed=(
-            f"{_describe_ids(rows.ordered[first])}; {share(len(wrong), with_target, 'row')} wrong, in"
-            f" {count(len(layers), 'layer')} ({ranges(layers)}){origin}"
+            f"{_describe_ids(rows.ordered[first])}; {share(len(wrong), with_target, 'row')}"
+            f" wrong, in {count(len(layers), 'layer')} ({ranges(layers)}){origin}"
         ),
         where=view.place(
             request=sample.request_id,

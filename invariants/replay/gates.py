@@ -68,6 +68,7 @@ def _has_choice(contract: Contract) -> str | None:
     applies=_has_choice,
 )
 def replay_drift(view: StepView, out: Collector) -> None:
+    """Compare a replay under drifted weights with a native step."""
     other = view.differs_from
     if other is None or not view.regular:
         return
@@ -100,8 +101,8 @@ def replay_drift(view: StepView, out: Collector) -> None:
             "replay changes nothing",
             expected=(
                 f"other results than those of step {other.step.name!r}:"
-                f" {share(int(rerouted.sum()), int(targets.known.sum()), 'row')} have a target that is"
-                " not the router's own choice"
+                f" {share(int(rerouted.sum()), int(targets.known.sum()), 'row')} have a target"
+                " that is not the router's own choice"
             ),
             observed="the same loss, logprobs and gradients, bit for bit",
             where=view.place(),
@@ -120,6 +121,7 @@ def replay_drift(view: StepView, out: Collector) -> None:
     applies=_trains_gates,
 )
 def replay_gate_gradients(view: StepView, out: Collector) -> None:
+    """Check that the gradient of every gate is not zero."""
     if (
         not view.replays
         or not view.ordinary
@@ -176,6 +178,7 @@ def _native_norms(view: StepView) -> dict[int, float]:
     applies=_trains_gates,
 )
 def replay_gate_slope(view: StepView, out: Collector) -> None:
+    """Compare the gradient of a gate with a finite difference of the loss."""
     step, reason = view.step, unrepeated(view)
     if step.nudge >= 0 or not view.replays or step.nudge_layer is None:
         return
@@ -291,6 +294,7 @@ def _same_request(base: StepView, view: StepView) -> bool:
     exercised_by="steps compared",
 )
 def replay_reference(view: StepView, out: Collector) -> None:
+    """Compare a replayed step with the subject's reference path."""
     if view.step.variant == REFERENCE and view.outcome is not None and view.outcome.skipped:
         _excuse(view, out, "reference")
         return

@@ -1,4 +1,6 @@
-"""Checks on what a trainer must run, what it must refuse, and what must not be left after a step."""
+"""Checks on what a trainer must run, what it must refuse, and what must not be left after a
+step.
+"""
 
 from __future__ import annotations
 
@@ -75,6 +77,7 @@ def replay_runs(view: StepView, out: Collector) -> None:
     exercised_by="failures raised",
 )
 def replay_failures(view: StepView, out: Collector) -> None:
+    """Check that a raised failure reaches the caller."""
     step = view.step
     if step.fail_at is None or view.outcome is None:
         return
@@ -131,6 +134,7 @@ def _same_rows(first: Routing, other: Routing) -> bool:
     exercised_by=("steps", "failed steps", "evaluations"),
 )
 def replay_residue(view: StepView, out: Collector) -> None:
+    """Report state that is left after a step."""
     if view.outcome is None or view.outcome.skipped or view.step.variant:
         return
     if view.residue is None:
@@ -171,6 +175,7 @@ def replay_residue(view: StepView, out: Collector) -> None:
     exercised_by="steps",
 )
 def replay_input(view: StepView, out: Collector) -> None:
+    """Report samples that a step changed."""
     if view.outcome is None or view.outcome.skipped:
         return
     out.exercised("steps")
@@ -202,6 +207,7 @@ def _has_unsupported(contract: Contract) -> str | None:
     applies=_has_unsupported,
 )
 def replay_routers(view: StepView, out: Collector) -> None:
+    """Check that an unsupported router is refused or replayed."""
     if view.step.variant not in view.terms.unsupported or view.outcome is None:
         return
     if view.outcome.skipped:
@@ -239,6 +245,7 @@ def replay_routers(view: StepView, out: Collector) -> None:
     exercised_by=("bad routes refused", "bad routes handled"),
 )
 def replay_targets(view: StepView, out: Collector) -> None:
+    """Check what becomes of routes that cannot be targets."""
     defect = view.step.defect
     if defect is None or view.outcome is None:
         return
@@ -343,6 +350,7 @@ def _other_choice(view: StepView) -> str | None:
     exercised_by=("edges refused", "edges handled"),
 )
 def replay_edges(view: StepView, out: Collector) -> None:
+    """Check what becomes of unusual steps."""
     if not view.step.edge or view.outcome is None:
         return
     if view.outcome.skipped:

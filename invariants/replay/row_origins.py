@@ -142,7 +142,10 @@ def _of_layers_in_another_order(mismatches: Mismatches) -> Iterator[Origin]:
     if (source_of >= 0).any():
         layers = mismatches.targets.layers
         texts = [
-            f"layer {layers[int(layer_index)]} executes that of layer {layers[int(source_of[layer_index])]}"
+            (
+                f"layer {layers[int(layer_index)]} executes that of layer"
+                f" {layers[int(source_of[layer_index])]}"
+            )
             for layer_index in np.flatnonzero(source_of >= 0)
         ]
         rest = f" and {len(texts) - _MAX_LAYERS} more" if len(texts) > _MAX_LAYERS else ""

@@ -44,6 +44,7 @@ __all__ = [
     exercised_by="self-replays",
 )
 def replay_self_loss(view: StepView, out: Collector) -> None:
+    """Compare the loss of a self-replay with that of the native step."""
     other = pair_of(view, "self", out)
     if other is None or view.outcome is None or other.outcome is None:
         return
@@ -76,6 +77,7 @@ def replay_self_loss(view: StepView, out: Collector) -> None:
     exercised_by="self-replays",
 )
 def replay_self_gradients(view: StepView, out: Collector) -> None:
+    """Compare the gradients of a self-replay with those of the native step."""
     other = pair_of(view, "self", out)
     if other is None or view.outcome is None or other.outcome is None or not view.step.backward:
         return
@@ -124,6 +126,7 @@ def _must_repeat(
     applies=_recomputes,
 )
 def replay_recompute_results(view: StepView, out: Collector) -> None:
+    """Compare a step with recompute with one without."""
     _must_repeat(
         view,
         out,
@@ -148,6 +151,7 @@ def replay_recompute_results(view: StepView, out: Collector) -> None:
     exercised_by="steps repeated",
 )
 def replay_aftermath(view: StepView, out: Collector) -> None:
+    """Compare a step with an equal earlier one."""
     _must_repeat(
         view,
         out,
@@ -155,8 +159,8 @@ def replay_aftermath(view: StepView, out: Collector) -> None:
         "steps repeated",
         title="a step gives other results than it did before",
         hint=(
-            "Something of replay outlived a step: clear targets, queues and modes in a `finally`, after"
-            " forward-only passes and evaluations too."
+            "Something of replay outlived a step: clear targets, queues and modes in a"
+            " `finally`, after forward-only passes and evaluations too."
         ),
     )
 
@@ -170,6 +174,7 @@ def replay_aftermath(view: StepView, out: Collector) -> None:
     exercised_by="steps with replay off",
 )
 def replay_off(view: StepView, out: Collector) -> None:
+    """Compare a step with replay off with a native one."""
     _must_repeat(
         view,
         out,
@@ -202,6 +207,7 @@ def _has_models(contract: Contract) -> str | None:
     applies=_has_models,
 )
 def replay_models(view: StepView, out: Collector) -> None:
+    """Compare passes of other models, and MTP layers, with native ones."""
     _mtp(view, out)
     other = pair_of(view, "models", out)
     if other is None or not comparable(view, other, out):

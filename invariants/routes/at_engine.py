@@ -56,6 +56,7 @@ def _replies(view: RequestView) -> Iterator[tuple[Attempt, Reply, IntArray]]:
     applies=has_routes,
 )
 def routes_engine(view: RequestView, out: Collector) -> None:
+    """Compare the rows of every reply with the coded policy's."""
     oracle = view.oracle
     if oracle is None:
         out.absent("the trace is not coded: it does not say what each row must be")
@@ -123,8 +124,8 @@ def _compare(
     out.finding(
         "an engine returned rows that its weights did not choose",
         expected=(
-            f"experts {expected_rows[first - span.start, column].tolist()} at position {first}, computed by"
-            f" version {span.version}"
+            f"experts {expected_rows[first - span.start, column].tolist()} at position"
+            f" {first}, computed by version {span.version}"
         ),
         observed=observed,
         where=view.place(
@@ -156,6 +157,7 @@ def _compare(
     applies=has_routes,
 )
 def routes_immutable(view: RequestView, out: Collector) -> None:
+    """Compare the versions of rows with those that sampled the next token."""
     contract = _engine_contract(view)
     if contract.provenance is not Provenance.AS_SAMPLED:
         out.inapplicable(
@@ -235,6 +237,7 @@ def _overlaps(
     ),
 )
 def routes_prefix_cache(view: RequestView, out: Collector) -> None:
+    """Look for rows of older weights in replies admitted after an update."""
     for attempt, reply, routes in _replies(view):
         if reply.true_rows is None or attempt.admit is None:
             continue
@@ -291,6 +294,7 @@ def _bounds(spans: list[Span]) -> tuple[int, int, Version]:
     applies=has_routes,
 )
 def routes_handed_over(view: RequestView, out: Collector) -> None:
+    """Report routes that changed after delivery."""
     if view.rollout is None or view.rollout.routes is None or view.result is None:
         out.absent("no sample carried routes")
         return
@@ -319,6 +323,7 @@ def routes_handed_over(view: RequestView, out: Collector) -> None:
     applies=has_routes,
 )
 def routes_reply_untouched(view: RequestView, out: Collector) -> None:
+    """Report routes of replies that the stack changed."""
     replies = sum(1 for _ in _replies(view))
     if view.result is None or not replies:
         out.absent("no reply with routes")

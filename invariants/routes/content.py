@@ -56,6 +56,7 @@ def _compared(view: RequestView, out: Collector, counter: str = _COMPARED) -> bo
     applies=has_routes,
 )
 def routes_position(view: RequestView, out: Collector) -> None:
+    """Report rows of other positions."""
     if not _compared(view, out) or (group := group_of(view, RowOrigin.POSITION)) is None:
         return
     first = int(group.positions[0])
@@ -86,6 +87,7 @@ def routes_position(view: RequestView, out: Collector) -> None:
     applies=has_routes,
 )
 def routes_layer(view: RequestView, out: Collector) -> None:
+    """Report rows with the choice of other layers."""
     if not _compared(view, out) or (group := group_of(view, RowOrigin.LAYER)) is None:
         return
     contract = view.contract
@@ -127,6 +129,7 @@ def routes_layer(view: RequestView, out: Collector) -> None:
     applies=has_routes,
 )
 def routes_provenance(view: RequestView, out: Collector) -> None:
+    """Report rows of another segment, or of weights that no reply used."""
     group = group_of(view, RowOrigin.PROVENANCE) if needs_rows(view) is None else None
     if group is None and not view.resumed and view.contract.resume is ResumeBy.CLIENT:
         out.absent("no sample was resumed")
@@ -183,6 +186,7 @@ def routes_provenance(view: RequestView, out: Collector) -> None:
     applies=has_routes,
 )
 def routes_isolation(view: RequestView, out: Collector) -> None:
+    """Report rows of other requests."""
     if not view.neighbours:
         out.absent("the trace has no other request")
         return
@@ -215,6 +219,7 @@ def routes_isolation(view: RequestView, out: Collector) -> None:
     applies=has_routes,
 )
 def routes_captured(view: RequestView, out: Collector) -> None:
+    """Report filler at positions with a captured row."""
     if not _compared(view, out) or (group := group_of(view, RowOrigin.FILLER)) is None:
         return
     first = int(group.positions[0])
@@ -259,6 +264,7 @@ def routes_captured(view: RequestView, out: Collector) -> None:
     applies=has_routes,
 )
 def routes_filler(view: RequestView, out: Collector) -> None:
+    """Check what is at positions without a captured row."""
     reason = needs_rows(view)
     if reason is not None:
         out.absent(reason)
@@ -348,6 +354,7 @@ def _wrong_filler(view: RequestView, out: Collector, kind: Filler | None, wrong:
     applies=has_routes,
 )
 def routes_content(view: RequestView, out: Collector) -> None:
+    """Report rows of unknown origin."""
     if not _compared(view, out) or (group := group_of(view, RowOrigin.UNKNOWN)) is None:
         return
     first = int(group.positions[0])

@@ -84,6 +84,7 @@ def _judged_rows(
     ),
 )
 def routes_distinct(view: RequestView, out: Collector) -> None:
+    """Look for cells that name an expert twice."""
     evidence = _readable(view, out)
     if evidence is None:
         return
@@ -116,6 +117,7 @@ def routes_distinct(view: RequestView, out: Collector) -> None:
     applies=has_routes,
 )
 def routes_in_range(view: RequestView, out: Collector) -> None:
+    """Look for ids of experts that do not exist."""
     evidence = _readable(view, out)
     if evidence is None:
         return
@@ -161,9 +163,9 @@ def _report_cells(
         title,
         expected=expected,
         observed=(
-            f"experts {cell} at position {low + first}; so in {count(len(positions), 'row')} of"
-            f" {len(rows)} (position{'s' if len(positions) > 1 else ''} {ranges(positions.tolist())}), in"
-            f" {layers} of {len(moe)} MoE layers"
+            f"experts {cell} at position {low + first}; so in {count(len(positions), 'row')}"
+            f" of {len(rows)} (position{'s' if len(positions) > 1 else ''}"
+            f" {ranges(positions.tolist())}), in {layers} of {len(moe)} MoE layers"
         ),
         where=view.place(
             position=low + first, layer=moe[column], segment=view.segment_of(low + first)
@@ -205,6 +207,7 @@ def _value_hint(contract: Contract, cell: list[int]) -> str:
     applies=has_routes,
 )
 def routes_live(view: RequestView, out: Collector) -> None:
+    """Look for layers of zeros, and for samples with one row for all tokens."""
     evidence = _readable(view, out)
     if evidence is None:
         return
@@ -224,8 +227,8 @@ def routes_live(view: RequestView, out: Collector) -> None:
             "MoE layers whose experts are zero throughout",
             expected=f"choices of {view.contract.top_k} experts in each of {len(moe)} MoE layers",
             observed=(
-                f"expert 0 in all {captured} rows of {len(zero_layers)} of {len(moe)} MoE layers (layer"
-                f" {ranges(moe[c] for c in zero_layers)})"
+                f"expert 0 in all {captured} rows of {len(zero_layers)} of {len(moe)} MoE"
+                f" layers (layer {ranges(moe[c] for c in zero_layers)})"
             ),
             where=view.place(layer=moe[zero_layers[0]], position=evidence.captured[0][0]),
             hint=(

@@ -375,7 +375,9 @@ def _request(
 def _candidate_rows(
     view: RequestView, evidence: RouteEvidence, wrong: _Mismatches
 ) -> Iterator[tuple[bytes, int]]:
-    """Return rows in a request's replies that may equal a wrong row, as keys with their positions."""
+    """Return rows in a request's replies that may equal a wrong row, as keys with their
+    positions.
+    """
     fingerprints = _fingerprints(wrong.actual)
     for attempt in view.attempts:
         for reply in attempt.replies:
@@ -389,7 +391,9 @@ def _candidate_rows(
 
 
 def _fingerprints(rows: IntArray) -> npt.NDArray[np.int64]:
-    """Return two ids of each row as one number: equal rows have equal numbers, and few others do."""
+    """Return two ids of each row as one number: equal rows have equal numbers, and few others
+    do.
+    """
     return rows[:, 0, 0].astype(np.int64) * (1 << 24) + rows[:, -1, -1]
 
 

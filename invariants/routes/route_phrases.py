@@ -17,7 +17,9 @@ __all__ = ["amount", "attempt_words", "has_routes", "needs_rows"]
 
 
 def has_routes(contract: Contract) -> str | None:
-    """Return why no check of routes applies: the contract declares that the subject returns none."""
+    """Return why no check of routes applies: the contract declares that the subject returns
+    none.
+    """
     return (
         None
         if contract.has_routes
@@ -33,7 +35,9 @@ def needs_rows(view: RequestView) -> str | None:
 
 
 def amount(view: RequestView, group: WrongRows) -> str:
-    """Return how much of a sample is wrong: ``"3 of 9 rows (positions 2-4), in 3 of 48 layers"``."""
+    """Return how much of a sample is wrong: ``"3 of 9 rows (positions 2-4), in 3 of 48
+    layers"``.
+    """
     evidence = comparison.of(view)
     compared = sum(high - low for low, high in evidence.captured)
     moe = len(view.contract.moe_columns)

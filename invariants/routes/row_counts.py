@@ -182,7 +182,8 @@ def _partial_array(
     if rows < allowed and len(view.request.prompt_ids) == allowed - rows:
         return CountCause(
             observed=(
-                f"{rows} rows: those of the response alone; row 0 belongs to position {allowed - rows}"
+                f"{rows} rows: those of the response alone; row 0 belongs to position"
+                f" {allowed - rows}"
             ),
             hint=(
                 "Keep the rows of the prompt too, or declare the position of row 0"

@@ -84,6 +84,7 @@ def _routes_of(view: RequestView, out: Collector) -> comparison.RouteEvidence | 
     applies=has_routes,
 )
 def routes_presence(view: RequestView, out: Collector) -> None:
+    """Report samples without the requested routes."""
     rollout = view.rollout
     if rollout is None or not rollout.response_ids or not view.request.want_routes:
         out.absent("no delivered sample with response tokens requested routes")
@@ -149,6 +150,7 @@ def routes_presence(view: RequestView, out: Collector) -> None:
     applies=has_routes,
 )
 def routes_rows(view: RequestView, out: Collector) -> None:
+    """Compare the number of rows with the contract."""
     evidence = _routes_of(view, out)
     if evidence is None or evidence.routes is None:
         return
@@ -201,6 +203,7 @@ def routes_rows(view: RequestView, out: Collector) -> None:
     applies=has_routes,
 )
 def routes_shape(view: RequestView, out: Collector) -> None:
+    """Compare layers and top-k with the contract."""
     evidence = _routes_of(view, out)
     if evidence is None or evidence.routes is None:
         return
@@ -246,6 +249,7 @@ def routes_shape(view: RequestView, out: Collector) -> None:
     applies=has_routes,
 )
 def routes_dtype(view: RequestView, out: Collector) -> None:
+    """Check the integer type of the routes."""
     evidence = _routes_of(view, out)
     if evidence is None or evidence.routes is None:
         return

@@ -115,7 +115,9 @@ def _was_overgranted(view: RequestView, attempt: Attempt) -> bool:
     exercised_by="replies under a budget",
 )
 def stitch_budget_total(view: RequestView, out: Collector) -> None:
-    """Count the sampled tokens. ``stitch.budget-granted`` judges calls that were granted too much."""
+    """Count the sampled tokens. ``stitch.budget-granted`` judges calls that were granted too
+    much.
+    """
     for attempt in view.attempts:
         reply, grant = attempt.consumed, attempt.call.max_tokens
         if reply is None or grant is None or grant < 0:
@@ -436,7 +438,9 @@ def stitch_zero_token_segments(view: RequestView, out: Collector) -> None:
             out.finding(
                 f"A reply without tokens changed the budget from {budget_before} to {budget_after}",
                 kind="a reply without tokens lowered the budget",
-                expected=f"call {after.number} may sample {budget_before}, as call {before.number} might",
+                expected=(
+                    f"call {after.number} may sample {budget_before}, as call {before.number} might"
+                ),
                 observed=f"max_tokens={budget_after} in {call_name(after)}",
                 where=view.place(call=after.number, server=after.call.server_id),
                 hint=(

@@ -57,8 +57,8 @@ def _rounded(expected: Sequence[float], actual: Sequence[float], examined: Seque
         return ""
     dtype = "bfloat16" if error > 2**-11 else "float16"
     return (
-        f"They are rounded, as by a cast to {dtype} (largest relative error {error:.1e}; slime #245):"
-        " keep rollout logprobs in 32 bits."
+        f"They are rounded, as by a cast to {dtype} (largest relative error {error:.1e}; slime"
+        " #245): keep rollout logprobs in 32 bits."
     )
 
 

@@ -182,8 +182,9 @@ def stitch_logprobs_present(view: RequestView, out: Collector) -> None:
     out.exercised("calls that ask for logprobs", len(view.attempts) - len(without))
     if without:
         out.finding(
-            f"{share(len(without), len(view.attempts), 'call')} {'does' if len(without) == 1 else 'do'}"
-            " not ask for logprobs, although the request wants them",
+            f"{share(len(without), len(view.attempts), 'call')}"
+            f" {'does' if len(without) == 1 else 'do'} not ask for logprobs, although the"
+            " request wants them",
             kind="calls do not ask for logprobs",
             expected="every attempt requests logprobs from the engine",
             observed=f"call {listing(attempt.number for attempt in without[:6])} does not",
@@ -422,7 +423,9 @@ def stitch_logprobs_missing(view: RequestView, out: Collector) -> None:
 
 
 def _all_absent(delivered: Delivery) -> _Scan:
-    """Return the scan of a sample without logprobs: the tokens for which the engine returned none."""
+    """Return the scan of a sample without logprobs: the tokens for which the engine returned
+    none.
+    """
     absent = [
         i
         for run in delivered.reference.runs
@@ -470,8 +473,8 @@ def _unmarked_finding(
     }
     if filled:
         title = (
-            f"{share(len(unmarked), scan.sampled, 'logprob')} {'was' if len(unmarked) == 1 else 'were'} made"
-            " up: the engine returned none"
+            f"{share(len(unmarked), scan.sampled, 'logprob')}"
+            f" {'was' if len(unmarked) == 1 else 'were'} made up: the engine returned none"
         )
         values_shown = listing(f"{value:.6g}" for value in sorted(filled)[:3])
         observed = f"{values_shown} at response index {ranges(unmarked)}" + (

@@ -1,4 +1,6 @@
-"""Checks on the loss mask: one 0 or 1 per token, and no training on what the policy did not sample."""
+"""Checks on the loss mask: one 0 or 1 per token, and no training on what the policy did not
+sample.
+"""
 
 from __future__ import annotations
 

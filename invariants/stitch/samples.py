@@ -52,7 +52,10 @@ def stitch_prompt(view: RequestView, out: Collector) -> None:
         f"The sample carries a prompt of {count(len(actual), 'token')} that is not its request's"
         + (f", but that of request {other}" if other else ""),
         kind="the prompt of another request" if other else "a prompt that is no request's",
-        expected=f"the {count(len(expected), 'token')} of the request's prompt: {window(expected, position)}",
+        expected=(
+            f"the {count(len(expected), 'token')} of the request's prompt:"
+            f" {window(expected, position)}"
+        ),
         observed=f"{window(actual, position)}; the first difference is at position {position}",
         where=view.place(position=position),
         hint=(
@@ -188,8 +191,8 @@ def stitch_matches_unbroken(view: RequestView, out: Collector) -> None:
     differing = [i for i, (a, b) in enumerate(zip(expected, actual, strict=True)) if a != b]
     segment = view.segment_of(len(view.request.prompt_ids) + differing[0])
     out.finding(
-        f"{share(len(differing), len(actual), 'token')} of a resumed rollout differ from the unbroken run,"
-        " although the weights stayed the same",
+        f"{share(len(differing), len(actual), 'token')} of a resumed rollout differ from the"
+        " unbroken run, although the weights stayed the same",
         kind="a resumed rollout differs from the unbroken run",
         expected=(
             "the tokens that the policy samples without an interruption:"

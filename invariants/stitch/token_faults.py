@@ -53,8 +53,8 @@ def describe_token_fault(view: RequestView, response: Sequence[int]) -> TokenFau
         segment_lost = _is_segment(view, start, len(missing))
         kind = "sampled tokens are missing"
         title = (
-            f"{share(len(missing), len(sampled), 'sampled token')} {'is' if len(missing) == 1 else 'are'}"
-            " missing from the response"
+            f"{share(len(missing), len(sampled), 'sampled token')}"
+            f" {'is' if len(missing) == 1 else 'are'} missing from the response"
         )
         hint = (
             f"All that {segment} sampled is gone: a resume must append each reply, also the last"
@@ -69,7 +69,10 @@ def describe_token_fault(view: RequestView, response: Sequence[int]) -> TokenFau
         title, kind, hint = _added(view, sampled, start, extra, segment)
     elif sorted(missing) == sorted(extra):
         kind = "tokens stand in another order"
-        title = f"{share(len(missing), len(sampled), 'token')} stand in another order than they were sampled"
+        title = (
+            f"{share(len(missing), len(sampled), 'token')} stand in another order than they"
+            " were sampled"
+        )
         hint = "Append replies in the order of their calls, even if one arrives late or twice."
     else:
         kind = "tokens that the engines did not sample"
@@ -85,8 +88,8 @@ def describe_token_fault(view: RequestView, response: Sequence[int]) -> TokenFau
         kind=kind,
         expected=f"{count(len(sampled), 'token')} as sampled: {window(sampled, start)}",
         observed=(
-            f"{count(len(response), 'token')}: {window(response, start)}; the first difference is at response"
-            f" index {start}"
+            f"{count(len(response), 'token')}: {window(response, start)}; the first difference"
+            f" is at response index {start}"
         ),
         where=view.place(
             index=start, segment=view.segment_of(len(view.request.prompt_ids) + start)
@@ -96,7 +99,9 @@ def describe_token_fault(view: RequestView, response: Sequence[int]) -> TokenFau
 
 
 def _restart_before(view: RequestView, response: tuple[int, ...]) -> Step | None:
-    """Return the call that started again, if the response still holds what was sampled before it."""
+    """Return the call that started again, if the response still holds what was sampled before
+    it.
+    """
     sources = {run.attempt for run in view.stitched.runs}
     for step in view.stitched.steps:
         for attempt in view.attempts[: step.attempt] if step.restarts else ():
@@ -143,9 +148,9 @@ def _added(
     title = (
         f"The response holds {count(size, 'token')} that no engine call of this request returned"
     )
-    hint = (
-        _origin(view, extra)
-        or "An end-of-sequence or padding token that the stack adds itself must be masked out (loss mask 0)."
+    hint = _origin(view, extra) or (
+        "An end-of-sequence or padding token that the stack adds itself must be masked"
+        " out (loss mask 0)."
     )
     return title, "tokens that no call returned", hint
 

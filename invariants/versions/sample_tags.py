@@ -513,8 +513,8 @@ def _call_finding(
                 0,
             )
             title = (
-                f"Call {candidates[wrong][0]} is tagged with {version_name(tags[wrong])}, which sampled"
-                " none of its tokens"
+                f"Call {candidates[wrong][0]} is tagged with {version_name(tags[wrong])},"
+                " which sampled none of its tokens"
             )
             call, kind = candidates[wrong][0], "a call's tag sampled none of its tokens"
             break

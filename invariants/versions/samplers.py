@@ -42,7 +42,9 @@ strings).
 
 
 def key(label: Version) -> Key:
-    """Return the label for comparison: integers as ints, also if an engine spells them as strings."""
+    """Return the label for comparison: integers as ints, also if an engine spells them as
+    strings.
+    """
     if isinstance(label, str):
         text = label.strip()
         return int(text) if text.isascii() and text.removeprefix("-").isdigit() else text

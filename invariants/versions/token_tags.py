@@ -64,7 +64,8 @@ def versions_spans_cover(view: RequestView, out: Collector) -> None:
         title,
         kind=kind,
         expected=(
-            f"spans in order, from 0 to {len(delivered.rollout.response_ids)}, without gap or overlap"
+            f"spans in order, from 0 to {len(delivered.rollout.response_ids)}, without gap or"
+            " overlap"
         ),
         observed=", ".join(
             f"{span.start}-{span.end}: {version_name(span.version)}" for span in spans[:8]
@@ -94,7 +95,10 @@ def _span_fault(
         if span.end == span.start:
             continue
         if span.start < position:
-            title = f"Span {number} begins at {span.start}, before the one before it has ended at {position}"
+            title = (
+                f"Span {number} begins at {span.start}, before the one before it has ended at"
+                f" {position}"
+            )
             return title, span.start, "spans overlap"
         if span.start > position:
             gaps.append((position, span.start))
@@ -110,8 +114,8 @@ def _span_fault(
     if uncovered:
         sampled = sum(part.end - part.start for part in parts)
         title = (
-            f"{share(len(uncovered), sampled, 'sampled token')} {verb(len(uncovered), 'lies', 'lie')} in no"
-            f" span: {ranges(uncovered)}"
+            f"{share(len(uncovered), sampled, 'sampled token')}"
+            f" {verb(len(uncovered), 'lies', 'lie')} in no span: {ranges(uncovered)}"
         )
         return title, uncovered[0], "tokens lie in no span"
     return None

@@ -105,7 +105,9 @@ weights_no_admission_while_paused = trace_check(
 
 
 class WeightsNoTokenWhilePaused(EventCheck):
-    """Compares the number of sampled tokens at the pause with that at each event until the resume."""
+    """Compares the number of sampled tokens at the pause with that at each event until the
+    resume.
+    """
 
     def __init__(self, context: JudgeContext) -> None:
         super().__init__(context)

@@ -87,8 +87,8 @@ class WeightsUpdateLoads(EndAwareCheck):
                     f" update_weights({update.label}) has returned"
                 ),
                 observed=(
-                    f"{', '.join(unloaded)} went on to serve version {self._loaded.get(unloaded[0])}; nothing"
-                    " was loaded"
+                    f"{', '.join(unloaded)} went on to serve version"
+                    f" {self._loaded.get(unloaded[0])}; nothing was loaded"
                 ),
                 where={
                     "version": update.version,

@@ -346,8 +346,8 @@ def weights_identity_update_changes_nothing(view: RequestView, out: Collector) -
                 "an update to equal weights changed what the engine returns",
                 expected=f"logprob {expected[wrong[0]]:.4f}, that of version {version}",
                 observed=(
-                    f"logprob {logprobs[wrong[0]]:.4f} at token {wrong[0]} of the call ({len(wrong)}"
-                    f" of {len(logprobs)} tokens differ)"
+                    f"logprob {logprobs[wrong[0]]:.4f} at token {wrong[0]} of the call"
+                    f" ({len(wrong)} of {len(logprobs)} tokens differ)"
                 ),
                 where=view.place(call=attempt.call.call_id, version=version),
                 hint=(

@@ -230,7 +230,9 @@ weights_every_pause_resumes = trace_check(
 
 
 class WeightsFailedUpdateResumes(EndAwareCheck):
-    """Judges an update when the procedure has given up: one that retries by itself has not failed."""
+    """Judges an update when the procedure has given up: one that retries by itself has not
+    failed.
+    """
 
     def __init__(self, context: JudgeContext) -> None:
         super().__init__(context)

@@ -1,4 +1,6 @@
-"""The name of a check's function or class is its id, so that a search for either finds the other."""
+"""The name of a check's function or class is its id, so that a search for either finds the
+other.
+"""
 
 from __future__ import annotations
 

@@ -66,7 +66,7 @@ def _preempted() -> TraceScript:
 def _cached() -> TraceScript:
     script = _teller()
     call = script.call((1, 2))
-    return script.reply(call, (3, 4, 5, 6), prompt_len=2, output={"cached_tokens": 1})  # type: ignore[return-value]
+    return script.reply(call, (3, 4, 5, 6), prompt_len=2, output={("cached_tokens"): 1})  # type: ignore[return-value]
 
 
 def _ended(reason: str, tokens: tuple[int, ...]) -> TraceScript:

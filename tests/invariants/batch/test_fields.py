@@ -146,7 +146,9 @@ class _NoRoutes(Padder):
 
 
 class _FirstDecides(Padder):
-    """Whether the batch has routes is read off its first sample, as verl's ``_postprocess`` does."""
+    """Whether the batch has routes is read off its first sample, as verl's ``_postprocess``
+    does.
+    """
 
     def collate(self, samples: list[Rollout]) -> list[BatchRow]:
         rows = super().collate(samples)
@@ -310,7 +312,9 @@ class _Careless(Padder):
 
 
 def test_malformed_samples_that_are_padded_or_cut_are_found() -> None:
-    """Short and long routes, logprobs and masks, alone and among others: what each became is told."""
+    """Short and long routes, logprobs and masks, alone and among others: what each became is
+    told.
+    """
     report = judge_batches(_Careless)
     assert _failing(report) == {"batch.refuses"}
     result = next(result for result in report.results if result.id == "batch.refuses")
@@ -329,7 +333,9 @@ def test_malformed_samples_that_are_padded_or_cut_are_found() -> None:
 
 
 def test_a_short_sample_may_be_kept_where_its_missing_rows_are_marked() -> None:
-    """-1, or marks, keep a trainer from replaying what is not there; then no refusal is asked for."""
+    """-1, or marks, keep a trainer from replaying what is not there; then no refusal is asked
+    for.
+    """
 
     class Marks(Padder):
         def check(self, sample: Rollout) -> None:
@@ -344,7 +350,9 @@ def test_a_short_sample_may_be_kept_where_its_missing_rows_are_marked() -> None:
 
 
 def test_lengths_that_disagree_within_a_row_are_found() -> None:
-    """Malformed fields that are passed on as they came, and well-formed ones that come out shorter."""
+    """Malformed fields that are passed on as they came, and well-formed ones that come out
+    shorter.
+    """
 
     class PassesOn(Padder):
         def check(self, sample: Rollout) -> None:
@@ -384,7 +392,9 @@ def test_lengths_that_disagree_within_a_row_are_found() -> None:
 
 
 def test_an_empty_response_must_not_stop_a_batch() -> None:
-    """An aborted sample without tokens may be dropped or kept; refusing the whole batch is found."""
+    """An aborted sample without tokens may be dropped or kept; refusing the whole batch is
+    found.
+    """
 
     class Total(Padder):
         def collate(self, samples: list[Rollout]) -> list[BatchRow]:

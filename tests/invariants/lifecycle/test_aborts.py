@@ -379,9 +379,7 @@ class TestPartialOff:
 
     def test_a_sample_that_should_surface_is_found(self) -> None:
         """It vanished."""
-        assert (
-            "nothing was delivered" == finds(self.ID, self._off("surfaced")[0].result()).observed
-        )
+        assert "nothing was delivered" == finds(self.ID, self._off("surfaced")[0].result()).observed
 
     @pytest.mark.parametrize("resume", ["client", "none"])
     def test_what_was_declared_passes(self, resume: str) -> None:

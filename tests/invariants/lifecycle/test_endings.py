@@ -1,4 +1,6 @@
-"""Lifecycle checks: ends, hangs, errors, counters, deaths, drops, and the calls that a stack makes."""
+"""Lifecycle checks: ends, hangs, errors, counters, deaths, drops, and the calls that a stack
+makes.
+"""
 
 from __future__ import annotations
 
@@ -222,7 +224,9 @@ class TestDrops:
     )
     def test_a_drop_without_leave_is_found(self, story: dict[str, object], words: str) -> None:
         """A group that loses a member unseen."""
-        assert f"a rollout or an error: {words}" == finds(self.ID, self._dropped(**story)).expected  # type: ignore[arg-type]
+        assert (f"a rollout or an error: {words}") == finds(
+            self.ID, self._dropped(**story)
+        ).expected  # type: ignore[arg-type]
 
     def test_a_declared_drop_passes(self) -> None:
         """Aborted, partial rollout off, declared; also where nobody ever resumes, and where no case
@@ -257,7 +261,9 @@ class TestNoOrphans:
         assert "it ran to finish reason length, 4 tokens, at event 7" == finding.observed
 
     def test_a_call_that_is_aborted_or_dropped_passes(self) -> None:
-        """A hedged call whose loser is aborted, before or after the end, or whose caller hung up."""
+        """A hedged call whose loser is aborted, before or after the end, or whose caller hung
+        up.
+        """
         passes(self.ID, self._left()[0], requests_that_ended=1)
         script, first = self._left()
         passes(self.ID, script.reply(first, (3,), reason="abort"))

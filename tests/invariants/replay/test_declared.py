@@ -51,7 +51,9 @@ FrozenGates.contract = declaring(FrozenGates, trains_gates=False)
 
 
 class Normalised(OneExpert):
-    """One expert per token, with the weight 1: its gates get no gradient, and the contract says so."""
+    """One expert per token, with the weight 1: its gates get no gradient, and the contract says
+    so.
+    """
 
     normalised = True
 

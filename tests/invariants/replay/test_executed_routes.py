@@ -171,7 +171,7 @@ class Zeros(CapturedPrefix):
             "are the target wrapped into uint8",
             "verl#7407",
         ),
-        (Zeros, "placement", "are rows of expert 0 alone", "verl#4986"),
+        (Zeros, "placement", "are rows of only expert 0", "verl#4986"),
     ],
     ids=lambda value: value.__name__ if isinstance(value, type) else "",
 )
@@ -379,7 +379,9 @@ class OneMore(ReplayTrainer):
 
 
 def test_rows_with_an_expert_too_many_say_so() -> None:
-    """What is told of a row are its experts, or that there are too many: never a mark of our own."""
+    """What is told of a row are its experts, or that there are too many: never a mark of our
+    own.
+    """
     found = results(OneMore, "placement")
 
     assert found["forward"].findings[0].observed.startswith("more than 2 experts; ")

@@ -63,7 +63,9 @@ def test_every_row_that_an_engine_returned_is_compared_with_the_oracle() -> None
 
 
 def test_a_stale_slot_is_the_engines_fault_alone() -> None:
-    """Rows of another forward in the engine's buffer: the stack that hands them over is not blamed."""
+    """Rows of another forward in the engine's buffer: the stack that hands them over is not
+    blamed.
+    """
     story = RoutedRequest(segments=(Segment(5),))
     rows = story.good().copy()
     rows[3:5] = RoutedRequest(request_id="r7").rows(3, 5, 1)

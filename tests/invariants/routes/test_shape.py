@@ -215,10 +215,7 @@ def test_missing_routes_say_who_lost_them() -> None:
     """
     story = RoutedRequest()
     dropped = only_finding(story.judged(None), "routes.presence")
-    assert (
-        dropped.observed
-        == "routes: none; the engine returned them, and the stack dropped them"
-    )
+    assert dropped.observed == "routes: none; the engine returned them, and the stack dropped them"
     for asked, words in ((False, "the call did not"), (True, "delivered nevertheless")):
         builder = TraceBuilder(contract()).submit()
         builder.reply(builder.call((1, 2), want_routes=asked), (3, 4)).result((3, 4))

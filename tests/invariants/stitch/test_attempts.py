@@ -1,4 +1,6 @@
-"""Stitch checks on calls: what a resume sends, when nothing more may be asked, what stays the same."""
+"""Stitch checks on calls: what a resume sends, when nothing more may be asked, what stays the
+same.
+"""
 
 from __future__ import annotations
 
@@ -122,7 +124,9 @@ class TestResumePrompt:
         assert 3 == finds(self.ID, script_rollout(*later)).where["call"]
 
     def test_a_restart_is_the_engines_way_where_it_resumes(self) -> None:
-        """A contract that does not resume on the client's side promises nothing about continuing."""
+        """A contract that does not resume on the client's side promises nothing about
+        continuing.
+        """
         story = self._resume(1, 2, resume="engine")
         assert Verdict.PASS == check(self.ID, story).verdict
         assert Verdict.FAIL == check(self.ID, self._resume(1, 3, resume="engine")).verdict
@@ -326,7 +330,9 @@ class TestParameters:
         assert {self.ID} == blamed(lost)
 
     def test_what_a_stack_may_change_is_not_judged(self) -> None:
-        """Budgets shrink, seeds differ per call, and a stack spells its own options in its own way."""
+        """Budgets shrink, seeds differ per call, and a stack spells its own options in its own
+        way.
+        """
         first = self._call(max_tokens=8, seed=1, logprobs=0, cache_salt="0", temperature=1)
         second = self._call(max_tokens=7, seed=2, logprobs=0, cache_salt="1", temperature=1.0)
         story = script_rollout(

@@ -243,7 +243,9 @@ class TestFinishReason:
 
     @pytest.mark.parametrize("reason", ["length", "stop", "completed"])
     def test_nobody_was_asked(self, reason: str) -> None:
-        """An empty sample that ends naturally without any call, in a run whose calls were all seen."""
+        """An empty sample that ends naturally without any call, in a run whose calls were all
+        seen.
+        """
         story = TraceScript().submit().result((), finish_reason=FinishReason(reason))
         finding = finds(self.ID, story)
         assert f"The sample ends by {reason}, although no engine ever answered" == finding.title

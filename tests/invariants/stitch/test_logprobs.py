@@ -1,4 +1,6 @@
-"""Stitch checks on logprobs: every position is blamed on the one check that its fault belongs to."""
+"""Stitch checks on logprobs: every position is blamed on the one check that its fault belongs
+to.
+"""
 
 from __future__ import annotations
 
@@ -38,7 +40,9 @@ def put(index: int | slice, value: float) -> Callable[[np.ndarray], np.ndarray]:
 
 
 def test_the_told_values_are_these() -> None:
-    """The helper's formula and the table above agree, so that the tests below spoil what they say."""
+    """The helper's formula and the table above agree, so that the tests below spoil what they
+    say.
+    """
     passes("stitch.logprobs-paired", spoiled(lambda values: values), tokens_of_resumed_samples=8)
 
 

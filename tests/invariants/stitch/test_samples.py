@@ -311,7 +311,9 @@ class TestTokens:
     def test_each_kind_of_fault_is_named(
         self, response: tuple[int, ...], title: str, index: int, hint: str
     ) -> None:
-        """Lost, repeated, added, reordered, replaced: the finding says which, how many and where."""
+        """Lost, repeated, added, reordered, replaced: the finding says which, how many and
+        where.
+        """
         finding = finds(self.ID, script_rollout(*RESUMED, sample={"response": response}))
         assert title == finding.title
         assert ("r0", index) == (finding.where["request"], finding.where["index"])
@@ -330,7 +332,9 @@ class TestTokens:
         "response", [WHOLE[3:], WHOLE[:-1], (*WHOLE, 33), (11, 99, *WHOLE[2:])]
     )
     def test_only_the_tokens_are_blamed(self, response: tuple[int, ...]) -> None:
-        """Logprobs, masks and tags that fit what was sampled are not to blame for a wrong response."""
+        """Logprobs, masks and tags that fit what was sampled are not to blame for a wrong
+        response.
+        """
         for kind in ("sample", "min-max", "call", "span", "token"):
             assert {self.ID} == blamed(
                 script_rollout(
@@ -555,7 +559,10 @@ class TestMatchesUnbroken:
         result = check(self.ID, story, self.POLICY)
         assert (
             Verdict.UNKNOWN,
-            "a call was aborted on its end-of-sequence token: a client cannot know that the turn had ended",
+            (
+                "a call was aborted on its end-of-sequence token: a client cannot know that"
+                " the turn had ended"
+            ),
         ) == (
             result.verdict,
             result.reason,

@@ -78,7 +78,9 @@ class TestSpansCover:
     def test_each_fault_is_named(
         self, parts: tuple[tuple[int, int, int], ...], title: str, index: int
     ) -> None:
-        """Gap, end, start, overlap, order, not moved by what came before, out of bounds, backwards."""
+        """Gap, end, start, overlap, order, not moved by what came before, out of bounds,
+        backwards.
+        """
         story = script_rollout(OLD, NEW, versions="span", sample=spans(*parts))
         finding = finds(self.ID, story)
         assert (title, index) == (finding.title, finding.where["index"])

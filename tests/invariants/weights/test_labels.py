@@ -251,7 +251,7 @@ class TestIdentityUpdate:
     def _story(self, logprobs: list[float], **update: object) -> TraceScript:
         script = TraceScript()
         script.weights(0).submit()
-        script.weights(**{"version": 0, "label": 1, "identity": True, **update})  # type: ignore[arg-type]
+        script.weights(**{("version"): 0, ("label"): 1, ("identity"): True, **update})  # type: ignore[arg-type]
         call = script.call((1, 2))
         script.reply(call, (3, 4), output={"logprobs": np.array(logprobs)}).result((3, 4))
         return script
