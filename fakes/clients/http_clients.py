@@ -1,11 +1,12 @@
-"""Managers that speak HTTP: the reference of ``fakes.resuming`` before the faces of SGLang and
-vLLM, in virtual time.
+"""Reference resume clients that speak HTTP to fake SGLang and vLLM servers, in virtual time.
 
-Written to be broken, as that one is: each step of reading a reply is a method of its own.
+Each step of reading a reply is a method of its own, so that a known bug is a few lines on top of
+it.
 """
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
@@ -14,13 +15,13 @@ import numpy as np
 from rollproof.core.records import EngineOutput, FinishReason, IntArray, LogprobArray, Span, Version
 from rollproof.fakes.clients.resuming import AsSampled, PartialSample
 from rollproof.fakes.engine.fleet import Fleet
-from rollproof.fakes.http.asgi import Face
-from rollproof.fakes.http.engine_backend import Backing, RoutesForm, ServeOptions
+from rollproof.fakes.http.client import BrokenReply, HttpClient, HttpReply
+from rollproof.fakes.http.engine_backend import EngineBackend, RoutesForm, ServeOptions
 from rollproof.fakes.http.fault_plan import FaultPlan
-from rollproof.fakes.http.in_process_client import BrokenOff, Heard, Line
 from rollproof.fakes.http.routes_encoding import from_flat, from_npy
-from rollproof.fakes.http.sglang.server import sglang_app
-from rollproof.fakes.http.vllm.server import vllm_app
+from rollproof.fakes.http.serving import SERVERS, serve_in_memory
+from rollproof.simulation.memory_network import Network
+from rollproof.simulation.virtual_loop import VirtualLoop
 
 __all__ = [
     "HttpManager",
@@ -31,24 +32,33 @@ __all__ = [
     "VllmKeeper",
     "VllmManager",
     "VllmStreamer",
-    "versioned",
+    "parse_version",
 ]
+
+_FIRST_PORT = 30_000
 
 
 class HttpManager(AsSampled):
-    """Calls its engines over HTTP. ``plan`` are faults of the wire, ``served`` options of the
-    faces.
+    """Calls its engines over HTTP.
+
+    Attributes:
+        server: the fake server before each engine, a key of ``SERVERS``.
+        path: the endpoint that samples.
+        served: options of the servers.
+        plan: faults of the wire.
+        unfinished: a stream that ended without a finish reason counts as an aborted call.
+        clients: a client for each server of the fleet.
     """
 
-    plan: ClassVar[FaultPlan] = FaultPlan()
-    served: ClassVar[Mapping[str, Any]] = {}
+    server: ClassVar[str] = ""
     path: ClassVar[str] = ""
+    served: ClassVar[Mapping[str, Any]] = {}
+    plan: ClassVar[FaultPlan] = FaultPlan()
     unfinished: ClassVar[bool] = False
-    """Whether a stream that ended without a reason is taken for a call that was cut off."""
-    lines: Mapping[str, Line]
+    clients: Mapping[str, HttpClient]
 
     def start(self, fleet: Fleet) -> None:
-        """A line to each server of the fleet."""
+        """Serve each engine of the fleet on the network of the virtual loop."""
         super().start(fleet)
         case = fleet.case
         options = ServeOptions(
@@ -58,66 +68,70 @@ class HttpManager(AsSampled):
             seed=case.seed,
             **self.served,
         )
-        self.lines = {
-            name: Line(self.face(Backing(options, behind=(engine, fleet.recorder), plan=self.plan)))
-            for name, engine in fleet.servers.items()
+        make_app, _ = SERVERS[self.server]
+        ports = {server_id: _FIRST_PORT + number for number, server_id in enumerate(fleet.servers)}
+        apps = {
+            ports[server_id]: make_app(
+                EngineBackend(options, existing=(engine, fleet.recorder), plan=self.plan)
+            )
+            for server_id, engine in fleet.servers.items()
         }
-
-    def face(self, backing: Backing) -> Face:
-        """The face that its engines have."""
-        raise NotImplementedError(f"{type(self).__name__} must say whose face it speaks to")
+        loop = asyncio.get_running_loop()
+        assert isinstance(loop, VirtualLoop), "reference clients are run on the virtual clock"
+        loop.network = Network(loop)
+        serve_in_memory(loop.network, apps)
+        self.clients = {server_id: HttpClient(port) for server_id, port in ports.items()}
 
     async def call(
         self, server_id: str, sample: PartialSample, sent: tuple[int, ...], budget: int | None
     ) -> EngineOutput:
-        """One call. What is no answer is a broken connection: the same call is made again."""
+        """Make one call. What is no answer counts as a broken connection: the call is repeated."""
         sample.attempts += 1
-        heard = await self.lines[server_id].ask("POST", self.path, self.asked(sample, sent, budget))
-        if heard.status >= 500:
-            raise ConnectionError(f"status {heard.status}")
-        if heard.status >= 400:
-            raise ValueError(heard.body.decode(errors="replace"))
-        return self.read(sample, heard, len(sent))
+        body = self.request_body(sample, sent, budget)
+        reply = await self.clients[server_id].request("POST", self.path, body)
+        if reply.status >= 500:
+            raise ConnectionError(f"status {reply.status}")
+        if reply.status >= 400:
+            raise ValueError(reply.body.decode(errors="replace"))
+        return self.read(sample, reply, len(sent))
 
     def handle(self, sample: PartialSample) -> str:
-        """Each call has a handle of its own, of which none is the beginning of another."""
+        """Return the handle of a call; no handle is the beginning of another."""
         return f"{sample.request.request_id}#{sample.attempts}#"
 
-    def asked(
+    def request_body(
         self, sample: PartialSample, sent: tuple[int, ...], budget: int | None
     ) -> dict[str, Any]:
-        """The body of a call."""
-        raise NotImplementedError(f"{type(self).__name__} must say what it sends")
+        """Return the body of a call."""
+        raise NotImplementedError(f"{type(self).__name__} must implement request_body")
 
-    def read(self, sample: PartialSample, heard: Heard, sent: int) -> EngineOutput:
-        """The reply to a call of ``sent`` prompt tokens. A body that breaks off is a broken
-        connection.
+    def read(self, sample: PartialSample, reply: HttpReply, sent: int) -> EngineOutput:
+        """Read the reply to a call of ``sent`` prompt tokens. A body that breaks off counts as a
+        broken connection.
         """
         try:
-            reply = self.reply(heard)
+            decoded = self.decode(reply)
         except ValueError as error:
             raise ConnectionError(f"the body is no JSON: {error}") from error
-        return self.output(sample, reply)
+        return self.output(sample, decoded)
 
-    def reply(self, heard: Heard) -> Any:
-        """The JSON of a reply."""
-        return heard.json()
+    def decode(self, reply: HttpReply) -> Any:
+        """Return the JSON of a reply."""
+        return reply.json()
 
-    def output(self, sample: PartialSample, reply: Any) -> EngineOutput:
-        """The reply as a record."""
-        raise NotImplementedError(f"{type(self).__name__} must say how a reply is read")
+    def output(self, sample: PartialSample, decoded: Any) -> EngineOutput:
+        """Return the reply as a record."""
+        raise NotImplementedError(f"{type(self).__name__} must implement output")
 
 
 class SglangManager(HttpManager):
-    """Before SGLang's ``/generate``."""
+    """Speaks to SGLang's ``/generate``."""
 
     flavours: ClassVar[tuple[str, ...]] = ("sglang", "sglang-0.5.17")
+    server: ClassVar[str] = "sglang"
     path: ClassVar[str] = "/generate"
 
-    def face(self, backing: Backing) -> Face:
-        return sglang_app(backing)
-
-    def asked(
+    def request_body(
         self, sample: PartialSample, sent: tuple[int, ...], budget: int | None
     ) -> dict[str, Any]:
         request = sample.request
@@ -130,34 +144,32 @@ class SglangManager(HttpManager):
             "routed_experts_start_len": self.routes_start(sample),
         }
 
-    def output(self, sample: PartialSample, reply: Any) -> EngineOutput:
-        meta = reply["meta_info"]
+    def output(self, sample: PartialSample, decoded: Any) -> EngineOutput:
+        meta = decoded["meta_info"]
         return EngineOutput(
-            token_ids=self.tokens(reply),
+            token_ids=self.tokens(decoded),
             logprobs=self.logprobs(meta),
             routes=self.rows(meta),
             routes_start=self.routes_start(sample),
             finish_reason=self.reason(meta["finish_reason"]),
-            version=versioned(meta.get("weight_version")),
+            version=parse_version(meta.get("weight_version")),
             spans=self.spans(meta),
         )
 
-    def tokens(self, reply: Mapping[str, Any]) -> tuple[int, ...]:
-        """The ids, never the text."""
-        return tuple(reply["output_ids"])
+    def tokens(self, decoded: Mapping[str, Any]) -> tuple[int, ...]:
+        """Return the ids; the text is not read."""
+        return tuple(decoded["output_ids"])
 
     def logprobs(self, meta: Mapping[str, Any]) -> LogprobArray | None:
-        """One for each token."""
-        given = meta.get("output_token_logprobs")
-        return (
-            None
-            if given is None
-            else np.array([logprob for logprob, _, _ in given], dtype=np.float64)
-        )
+        """Return one logprob for each token."""
+        entries = meta.get("output_token_logprobs")
+        if entries is None:
+            return None
+        return np.array([logprob for logprob, _, _ in entries], dtype=np.float64)
 
     def rows(self, meta: Mapping[str, Any]) -> IntArray | None:
-        """The rows, whose type is named where it is not int32; the model says how many layers and
-        experts a row has.
+        """Return the rows: the reply names their type unless it is int32, and the model says how
+        many layers and experts a row has.
         """
         text = meta.get("routed_experts")
         if text is None:
@@ -167,46 +179,40 @@ class SglangManager(HttpManager):
             text, model.num_layers, model.top_k, meta.get("routed_experts_dtype", "int32")
         )
 
-    def reason(self, told: Mapping[str, Any] | None) -> FinishReason:
-        """The type of the reason; a reply without one is not finished."""
-        return FinishReason(told["type"]) if told is not None else FinishReason.ABORT
+    def reason(self, reason: Mapping[str, Any] | None) -> FinishReason:
+        """Return the finish reason; a reply without one is not finished."""
+        return FinishReason(reason["type"]) if reason is not None else FinishReason.ABORT
 
     def spans(self, meta: Mapping[str, Any]) -> tuple[Span, ...]:
-        """Versions by token, where the release has them."""
-        told = meta.get("weight_versions", ())
-        return tuple(
-            Span(start=one["start"], end=one["end"], version=versioned(one["version"]))
-            for one in told
-        )
+        """Return which weights sampled which tokens, if the release says it."""
+        return _spans(meta.get("weight_versions", ()))
 
 
 class SglangStreamer(SglangManager):
-    """The same over a stream, each of whose events holds all tokens so far."""
+    """Reads a stream, each of whose events has all tokens so far."""
 
-    def asked(
+    def request_body(
         self, sample: PartialSample, sent: tuple[int, ...], budget: int | None
     ) -> dict[str, Any]:
-        return {**super().asked(sample, sent, budget), "stream": True}
+        return {**super().request_body(sample, sent, budget), "stream": True}
 
-    def reply(self, heard: Heard) -> Any:
-        """The last event, if it says how the call ended. Raises ``ValueError`` where none does."""
-        events = heard.events()
+    def decode(self, reply: HttpReply) -> Any:
+        """Return the last event if it has a finish reason. Raise ``ValueError`` if none has."""
+        events = reply.events()
         if not events or (events[-1]["meta_info"]["finish_reason"] is None and not self.unfinished):
             raise ValueError("the stream ended without a reason")
         return events[-1]
 
 
 class VllmManager(HttpManager):
-    """Before vLLM's ``/inference/v1/generate``."""
+    """Speaks to vLLM's ``/inference/v1/generate``."""
 
     flavours: ClassVar[tuple[str, ...]] = ("vllm", "vllm-0.26")
+    server: ClassVar[str] = "vllm"
     path: ClassVar[str] = "/inference/v1/generate"
     served: ClassVar[Mapping[str, Any]] = {"routes": RoutesForm.NPY}
 
-    def face(self, backing: Backing) -> Face:
-        return vllm_app(backing)
-
-    def asked(
+    def request_body(
         self, sample: PartialSample, sent: tuple[int, ...], budget: int | None
     ) -> dict[str, Any]:
         sampling: dict[str, Any] = {
@@ -223,63 +229,57 @@ class VllmManager(HttpManager):
             "sampling_params": sampling,
         }
 
-    def output(self, sample: PartialSample, reply: Any) -> EngineOutput:
-        (choice,) = reply["choices"]
-        routes, spans = choice["routed_experts"], choice["weight_versions"] or ()
+    def output(self, sample: PartialSample, decoded: Any) -> EngineOutput:
+        (choice,) = decoded["choices"]
+        routes = choice["routed_experts"]
         return EngineOutput(
             token_ids=tuple(choice["token_ids"]),
             logprobs=self.logprobs(choice),
             routes=None if routes is None else self.rows(routes),
             routes_start=self.routes_start(sample),
             finish_reason=FinishReason(choice["finish_reason"]),
-            spans=tuple(
-                Span(start=one["start"], end=one["end"], version=versioned(one["version"]))
-                for one in spans
-            ),
+            spans=_spans(choice["weight_versions"] or ()),
         )
 
     def logprobs(self, choice: Mapping[str, Any]) -> LogprobArray | None:
-        """One for each token."""
-        told = choice["logprobs"]
-        return (
-            None
-            if told is None
-            else np.array([one["logprob"] for one in told["content"]], dtype=np.float64)
-        )
+        """Return one logprob for each token."""
+        if choice["logprobs"] is None:
+            return None
+        entries = choice["logprobs"]["content"]
+        return np.array([entry["logprob"] for entry in entries], dtype=np.float64)
 
     def rows(self, text: str) -> IntArray:
-        """The rows."""
+        """Return the rows."""
         return from_npy(text)
 
 
 class VllmStreamer(VllmManager):
-    """The same over a stream, each of whose events holds what is new."""
+    """Reads a stream, each of whose events has what is new."""
 
-    def asked(
+    def request_body(
         self, sample: PartialSample, sent: tuple[int, ...], budget: int | None
     ) -> dict[str, Any]:
-        return {**super().asked(sample, sent, budget), "stream": True}
+        return {**super().request_body(sample, sent, budget), "stream": True}
 
-    def reply(self, heard: Heard) -> Any:
-        """All events as one reply. Raises ``ValueError`` where none says how the call ended."""
-        choices = [choice for event in heard.events() for choice in event["choices"]]
+    def decode(self, reply: HttpReply) -> Any:
+        """Join all events into one reply. Raise ``ValueError`` if none has a finish reason."""
+        choices = [choice for event in reply.events() for choice in event["choices"]]
         if not choices or (choices[-1]["finish_reason"] is None and not self.unfinished):
             raise ValueError("the stream ended without a reason")
-        told = [choice["logprobs"] for choice in choices if choice["logprobs"] is not None]
+        parts = [choice["logprobs"] for choice in choices if choice["logprobs"] is not None]
+        content = [entry for part in parts for entry in part["content"]]
         joined = {
             **choices[-1],
             "finish_reason": choices[-1]["finish_reason"] or "abort",
             "token_ids": [token for choice in choices for token in choice["token_ids"]],
-            "logprobs": (
-                {"content": [one for part in told for one in part["content"]]} if told else None
-            ),
+            "logprobs": {"content": content} if parts else None,
         }
         return {"choices": [joined]}
 
 
 class Keeping(HttpManager):
-    """Keeps what a stream has brought that breaks off, and goes on from there as from an abort,
-    where partial rollout is on.
+    """Resumes a stream that breaks off from what it has brought, as after an abort, if partial
+    rollout is on.
     """
 
     unfinished: ClassVar[bool] = True
@@ -289,20 +289,27 @@ class Keeping(HttpManager):
     ) -> EngineOutput:
         try:
             return await super().call(server_id, sample, sent, budget)
-        except BrokenOff as error:
-            if error.heard is None or not self.fleet.case.partial:
+        except BrokenReply as error:
+            if error.partial is None or not self.fleet.case.partial:
                 raise
-            return self.read(sample, error.heard, len(sent))
+            return self.read(sample, error.partial, len(sent))
 
 
 class SglangKeeper(Keeping, SglangStreamer):
-    """Before SGLang's ``/generate``."""
+    """Speaks to SGLang's ``/generate``."""
 
 
 class VllmKeeper(Keeping, VllmStreamer):
-    """Before vLLM's ``/inference/v1/generate``."""
+    """Speaks to vLLM's ``/inference/v1/generate``."""
 
 
-def versioned(label: str | None) -> Version:
-    """A fleet numbers its labels, and HTTP makes text of them."""
+def _spans(entries: Any) -> tuple[Span, ...]:
+    return tuple(
+        Span(start=entry["start"], end=entry["end"], version=parse_version(entry["version"]))
+        for entry in entries
+    )
+
+
+def parse_version(label: str | None) -> Version:
+    """Return the number of a label: a fleet numbers its labels, and HTTP makes text of them."""
     return int(label) if label is not None and label.isdecimal() else None

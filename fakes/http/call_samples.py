@@ -1,8 +1,8 @@
-"""Samples: what a server can tell of the requests behind its calls, and what a client tells it.
+"""Requests and samples that clients report to a fake server, and which request a call belongs to.
 
-A server sees calls. Whose a call is, a client may say (the header ``x-rollproof-request``), or tell
-by its handle, or the tokens tell it: a call that begins with the prompt of an open request, or goes
-on exactly where an earlier call was cut off.
+A server sees calls. A client may name the request of a call (header ``x-rollproof-request``), or
+use the request's id as the call's handle. Otherwise the tokens decide: a call belongs to an open
+request if it begins with its prompt, or if it continues exactly where an earlier call was aborted.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from rollproof.core.record_validation import sound_request, sound_rollout
 from rollproof.core.records import EngineOutput, FinishReason, Request, Rollout
 from rollproof.core.trace import Recorder
 from rollproof.errors import UsageError
-from rollproof.fakes.engine.actions import Schedule, Shot, perform
+from rollproof.fakes.engine.actions import FiredAction, Schedule, perform
 from rollproof.fakes.engine.exceptions import ServerDied
 from rollproof.fakes.engine.fleet import CURRENT_REQUEST
 from rollproof.fakes.engine.inflight import InflightCall
@@ -29,26 +29,29 @@ if TYPE_CHECKING:
     from rollproof.fakes.engine.fake_engine import FakeEngine
     from rollproof.fakes.http.engine_backend import ServeOptions
 
-__all__ = ["Attributing", "Samples"]
+__all__ = ["CallAttribution", "Samples"]
 
-_REMEMBERED = 4096
-"""Sequences that were cut off and may be resumed."""
+_MAX_ABORTED = 4096
+"""Aborted sequences that are remembered because they may be resumed."""
 
 
 class Samples:
-    """Requests that clients said they have, and the sequences that were cut off."""
+    """Requests that clients have submitted, and sequences that were aborted."""
 
     def __init__(self, recorder: Recorder) -> None:
         self._recorder = recorder
         self._owners = Owners()
         self._ended: set[str] = set()
-        self._cut: OrderedDict[tuple[int, int], str] = OrderedDict()
-        self._asked: dict[str, tuple[int, str]] = {}
+        self._aborted: OrderedDict[tuple[int, int], str] = OrderedDict()
+        self._calls: dict[str, tuple[int, str]] = {}
         self._count = 0
 
     def submit(self, request: Request) -> None:
-        """A client was handed ``request``. Raises ``UsageError`` where it was handed it before,
-        ``SubjectError`` where it is none.
+        """Record that a client was handed ``request``.
+
+        Raises:
+            UsageError: it was submitted before.
+            SubjectError: its fields do not make a request.
         """
         request = sound_request(request, "The caller of /rollproof/submit")
         if request.request_id in self._owners or request.request_id in self._ended:
@@ -60,12 +63,15 @@ class Samples:
         self._recorder.record(Submit(request=request))
 
     def result(self, request_id: str, rollout: Rollout | None, error: str | None) -> None:
-        """A request has ended: with a sample, an error, or dropped. Raises ``UsageError`` where it
-        was never submitted.
+        """Record that a request ended: with a sample, an error, or neither.
+
+        Raises:
+            UsageError: the request is not open.
+            SubjectError: the fields of ``rollout`` do not make a sample.
         """
         if request_id not in self._owners:
             raise UsageError(
-                f"Request {request_id!r} ends and is not open: submit it first, and end it once."
+                f"Request {request_id!r} is not open: submit it first, and end it once."
             )
         if rollout is not None:
             rollout = sound_rollout(rollout, "The caller of /rollproof/result")
@@ -74,48 +80,48 @@ class Samples:
         self._recorder.record(Result(request_id=request_id, rollout=rollout, error=error))
 
     def owner(self, prompt_ids: tuple[int, ...], rid: str | None) -> str:
-        """Whose call this is; the call's own handle where nobody knows better."""
-        found = self._found(prompt_ids, rid or "")
+        """Return the request of a new call, or the call's own handle if it cannot be told."""
+        request_id = self._request_of(prompt_ids, rid or "")
         self._count += 1
-        self._owners.asks(self._count, found)
-        self._asked[rid or ""] = (self._count, found)
-        return found
+        self._owners.asks(self._count, request_id)
+        self._calls[rid or ""] = (self._count, request_id)
+        return request_id
 
     def answered(self, rid: str, prompt_ids: tuple[int, ...], output: EngineOutput | None) -> None:
-        """The call ``rid`` has ended; where it was cut off, the next one may go on from there."""
-        number, request_id = self._asked.pop(rid, (0, rid))
+        """Note that the call ``rid`` has ended; if it was aborted, the next call may resume it."""
+        number, request_id = self._calls.pop(rid, (0, rid))
         self._owners.answered(number, () if output is None else output.token_ids)
         if output is not None and output.finish_reason is FinishReason.ABORT and output.token_ids:
-            self._cut[_mark((*prompt_ids, *output.token_ids))] = request_id
-            if len(self._cut) > _REMEMBERED:
-                self._cut.popitem(last=False)
+            self._aborted[_fingerprint((*prompt_ids, *output.token_ids))] = request_id
+            if len(self._aborted) > _MAX_ABORTED:
+                self._aborted.popitem(last=False)
 
-    def _found(self, prompt_ids: tuple[int, ...], rid: str) -> str:
-        named = CURRENT_REQUEST.get()
-        if named is not None:
-            return named
+    def _request_of(self, prompt_ids: tuple[int, ...], rid: str) -> str:
+        by_header = CURRENT_REQUEST.get()
+        if by_header is not None:
+            return by_header
         if rid in self._owners:
             return rid
         if self._owners.ids:
             try:
-                found = self._owners.of(prompt_ids)
+                candidates = self._owners.of(prompt_ids)
             except UsageError:
-                found = ()
-            if len(found) == 1:
-                return found[0]
-        return self._cut.pop(_mark(prompt_ids), rid) if self._cut else rid
+                candidates = ()
+            if len(candidates) == 1:
+                return candidates[0]
+        return self._aborted.pop(_fingerprint(prompt_ids), rid) if self._aborted else rid
 
 
-def _mark(ids: tuple[int, ...]) -> tuple[int, int]:
-    """What a sequence is known by again: thousands that may have thousands of tokens are too much
-    to keep.
-    """
+def _fingerprint(ids: tuple[int, ...]) -> tuple[int, int]:
+    # thousands of aborted sequences of thousands of tokens each would take gigabytes
     return len(ids), hash(ids)
 
 
-class Attributing(Schedule):
-    """Tells the engines whose their calls are, and carries out the actions of a plan on
-    ``servers``.
+class CallAttribution(Schedule):
+    """Tells the engines which request a call belongs to, and carries out the actions of a plan.
+
+    Attributes:
+        servers: the engines, by their ids in the trace.
     """
 
     def __init__(
@@ -123,29 +129,32 @@ class Attributing(Schedule):
     ) -> None:
         super().__init__(actions, samples.owner, self._perform)
         self.servers: dict[str, FakeEngine] = {}
-        self._together = _Together(self, recorder, options)
-        self._doing: set[asyncio.Task[None]] = set()
+        self._fleet = _ServedFleet(self, recorder, options)
+        self._running: set[asyncio.Task[None]] = set()
 
     def queued(self, call: InflightCall) -> bool:
-        """As a schedule, without keeping each request's last call: a server has no end of requests."""
-        queued = super().queued(call)
+        """Fire what is due while the call waits."""
+        fired = super().queued(call)
+        # a schedule keeps the last call of each request; a server has no end of requests
         del self.latest[call.request_id]
-        return queued
+        return fired
 
     def _perform(self, action: Action, call: InflightCall) -> None:
-        deed = perform(Shot(cast("Any", self._together), action, call))
-        if deed is not None:
+        effect = perform(FiredAction(cast("Any", self._fleet), action, call))
+        if effect is not None:
             task = asyncio.get_running_loop().create_task(
-                _unless_dead(deed), context=self.context.copy()
+                _unless_dead(effect), context=self.context.copy()
             )
-            self._doing.add(task)
-            task.add_done_callback(self._doing.discard)
+            self._running.add(task)
+            task.add_done_callback(self._running.discard)
 
 
-class _Together:
+class _ServedFleet:
     """The part of a fleet that the actions of a plan need."""
 
-    def __init__(self, schedule: Attributing, recorder: Recorder, options: ServeOptions) -> None:
+    def __init__(
+        self, schedule: CallAttribution, recorder: Recorder, options: ServeOptions
+    ) -> None:
         self.recorder, self.schedule, self.case = recorder, schedule, options
         self.servers = schedule.servers
 
@@ -153,6 +162,6 @@ class _Together:
         self.servers[server_id].revive()
 
 
-async def _unless_dead(deed: Coroutine[Any, Any, None]) -> None:
+async def _unless_dead(effect: Coroutine[Any, Any, None]) -> None:
     with suppress(ServerDied):
-        await deed
+        await effect

@@ -1,6 +1,4 @@
-"""Backing: the fake engine behind an HTTP face, its weights by name, and the trace of what it was
-asked.
-"""
+"""The engine of a fake server: its options, its weights by name, and the trace of its calls."""
 
 from __future__ import annotations
 
@@ -11,6 +9,8 @@ from enum import StrEnum
 from functools import partial
 from random import getrandbits
 from typing import Any
+
+from starlette.requests import Request
 
 from rollproof.core.case import EngineOptions, Model
 from rollproof.core.contract import Contract, KvPolicy
@@ -24,12 +24,15 @@ from rollproof.fakes.engine.fake_engine import MAX_LENGTH, FakeEngine
 from rollproof.fakes.engine.flavours import Flavour, engine_contract, flavour_named
 from rollproof.fakes.engine.fleet import CURRENT_REQUEST
 from rollproof.fakes.engine.inflight import InflightCall, Wire
-from rollproof.fakes.http.asgi import OWNER_HEADER, Asked
-from rollproof.fakes.http.call_samples import Attributing, Samples
-from rollproof.fakes.http.fault_plan import FaultPlan, Faults, WireFault, WireFaultKind
+from rollproof.fakes.http.call_samples import CallAttribution, Samples
+from rollproof.fakes.http.connections import delivery_of
+from rollproof.fakes.http.fault_plan import FaultPlan, PlanProgress, WireFault, WireFaultKind
 from rollproof.fakes.http.request_body import BadRequest
 
-__all__ = ["Backing", "RoutesForm", "ServeOptions", "Wanted"]
+__all__ = ["OWNER_HEADER", "CallSpec", "EngineBackend", "RoutesForm", "ServeOptions"]
+
+OWNER_HEADER = "x-rollproof-request"
+"""The header by which a client may say which of its requests a call belongs to."""
 
 
 class RoutesForm(StrEnum):
@@ -38,27 +41,32 @@ class RoutesForm(StrEnum):
     INT32 = "int32"
     """Base64 of int32, without a shape: SGLang."""
     COMPACT = "compact"
-    """Base64 of the smallest type, whose name stands in ``routed_experts_dtype``: SGLang with
+    """Base64 of the smallest type, named in ``routed_experts_dtype``: SGLang with
     SGLANG_ROUTED_EXPERTS_DTYPE.
     """
     NPY = "npy"
     """Base64 of a ``.npy`` file: vLLM."""
     DESCRIBED = "described"
-    """Base64 with shape, dtype and the position of the first row: prime-rl, which has it in place
-    of vLLM's own.
-    """
+    """Base64 with shape, dtype and the position of the first row: prime-rl, instead of vLLM's."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ServeOptions:
-    """What a served engine is: ``flavour``, the ``model`` it stands for, ``engine`` options (times
-    in real seconds), the first ``label``.
+    """Options of a fake server.
 
-    ``max_length`` bounds prompt and response, ``max_body`` a request's bytes. ``incremental``
-    streams only what is new in each event; without a ``tokenizer`` (SGLang's skip_tokenizer_init)
-    replies have no text. ``routes`` is the form of routes where it is not the server's own;
-    ``nested_routes``: SkyRL's endpoint sends lists in lists, as 0.3 did. ``contract`` is what the
-    stack promises.
+    Attributes:
+        flavour: the release whose conventions the engine has.
+        model: sizes of the model that the coded policy stands for.
+        engine: options of the fake engine; times in real seconds.
+        label: the first weight label.
+        seed: seed of the coded policy.
+        max_length: most tokens of prompt and response together.
+        max_body: most bytes of a request's body.
+        incremental: SGLang sends only new tokens in each event of a stream.
+        tokenizer: replies have text; without it SGLang runs with skip_tokenizer_init.
+        routes: the form of routes, if not the server's own.
+        nested_routes: SkyRL's endpoint sends routes as nested lists, as its release 0.3 did.
+        contract: what the stack promises; needed for samples to be judged.
     """
 
     flavour: str
@@ -78,9 +86,19 @@ class ServeOptions:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Wanted:
-    """One call that a client asks for. ``prompt_logprobs``: from which token of the prompt on (-1:
-    none); ``top``: how many a token.
+class CallSpec:
+    """One engine call of a client's request.
+
+    Attributes:
+        prompt: token ids.
+        rid: the handle by which the client may abort the call.
+        max_tokens: most tokens to sample; ``None``: as many as fit.
+        sampling: sampling parameters.
+        routes: whether routes are returned.
+        logprobs: whether logprobs of sampled tokens are returned.
+        routes_start: position of the first row of routes.
+        prompt_logprobs: first token of the prompt whose logprob is returned; -1: none.
+        top_logprobs: alternatives for each token.
     """
 
     prompt: tuple[int, ...]
@@ -91,16 +109,21 @@ class Wanted:
     logprobs: bool = True
     routes_start: int = 0
     prompt_logprobs: int = -1
-    top: int = 0
+    top_logprobs: int = 0
 
 
-class Backing:
-    """One engine, made inside a running event loop. ``sinks`` are handed every event as it happens;
-    ``keep`` holds them in memory, too.
+class EngineBackend:
+    """The engine of one fake server, made inside a running event loop.
 
-    ``behind`` is an engine that is there already, with its recorder (one of a fleet, whose schedule
-    of faults holds). ``beside`` is the first of several that are served together, as ``server_id``:
-    they share a trace.
+    Args:
+        options: what the server is.
+        sinks: take every event as it is recorded.
+        keep: keep events in memory, too.
+        plan: faults of the wire, and actions of the engine.
+        existing: an engine and its recorder that are there already, such as one of a fleet, whose
+            own schedule of actions holds.
+        first: the first of several servers that share one trace.
+        server_id: the id of the server in the trace.
     """
 
     def __init__(
@@ -110,39 +133,34 @@ class Backing:
         *,
         keep: bool = True,
         plan: FaultPlan | None = None,
-        behind: tuple[FakeEngine, Recorder] | None = None,
-        beside: Backing | None = None,
+        existing: tuple[FakeEngine, Recorder] | None = None,
+        first: EngineBackend | None = None,
         server_id: str = "s0",
     ) -> None:
         self.options: ServeOptions = options
         self.plan: FaultPlan = plan or FaultPlan()
-        self.faults: Faults | None = Faults(self.plan, self._befell) if self.plan.faults else None
-        sinks = tuple(sinks)
-        self._names: dict[str, int] = {} if beside is None else beside._names
-        self._rids: set[str] = set()
+        self.faults: PlanProgress | None = (
+            PlanProgress(self.plan, self._record_fault) if self.plan.faults else None
+        )
         self.samples: Samples | None = None
-        self.hooks: Attributing | None = None
-        if behind is not None:
-            self.engine: FakeEngine = behind[0]
-            self.recorder: Recorder = behind[1]
+        self.attribution: CallAttribution | None = None
+        self._rids: set[str] = set()
+        self._versions: dict[str, int] = {} if first is None else first._versions
+        if existing is not None:
+            self.engine: FakeEngine
+            self.recorder: Recorder
+            self.engine, self.recorder = existing
         else:
-            self.recorder = (
-                Recorder(asyncio.get_running_loop().time, sinks, keep=keep)
-                if beside is None
-                else beside.recorder
-            )
-            samples = (
-                Samples(self.recorder)
-                if beside is None or beside.samples is None
-                else beside.samples
-            )
-            hooks = (
-                Attributing(samples, self.plan.actions, self.recorder, options)
-                if beside is None
-                else beside.hooks
-            )
-            assert hooks is not None, "an engine of a fleet has none beside it"
-            self.samples, self.hooks = samples, hooks
+            if first is None:
+                self.recorder = Recorder(asyncio.get_running_loop().time, sinks, keep=keep)
+                self.samples = Samples(self.recorder)
+                self.attribution = CallAttribution(
+                    self.samples, self.plan.actions, self.recorder, options
+                )
+            else:
+                self.recorder, self.samples = first.recorder, first.samples
+                self.attribution = first.attribution
+            assert self.attribution is not None, "an engine of a fleet shares no trace this way"
             self.engine = FakeEngine(
                 server_id,
                 CodedPolicy.from_model(options.model, options.seed),
@@ -151,10 +169,10 @@ class Backing:
                 self.recorder,
                 version=0,
                 label=options.label,
-                hooks=hooks,
+                hooks=self.attribution,
                 max_length=options.max_length,
             )
-            hooks.servers[server_id] = self.engine
+            self.attribution.servers[server_id] = self.engine
             self.recorder.record(
                 Weights(server_id=server_id, version=0, label=options.label, flushed=True)
             )
@@ -163,8 +181,8 @@ class Backing:
 
     @staticmethod
     def header(options: ServeOptions) -> Header:
-        """What the trace of such an engine says about itself; the stack's contract is the engine's
-        where none was declared.
+        """Return the trace header of such an engine; without a declared contract the engine's own
+        is the stack's.
         """
         engine = engine_contract(flavour_named(options.flavour), options.model, KvPolicy.KEEP)
         policy = CodedPolicy.from_model(options.model, options.seed)
@@ -183,82 +201,98 @@ class Backing:
 
     @property
     def max_length(self) -> int:
-        """Tokens that a call may have."""
+        """Most tokens of prompt and response together."""
         return self.engine.max_length
 
     @property
     def label(self) -> str | None:
-        """The label that the engine shows, as text."""
+        """The weight label that the engine shows, as text."""
         return None if self.engine.label is None else str(self.engine.label)
 
     async def generate(
         self,
-        asked: Asked,
-        wanted: Wanted,
+        request: Request,
+        spec: CallSpec,
         *,
         stream: StreamMode | None = None,
-        heard: Callable[[InflightCall], None] | None = None,
+        on_token: Callable[[InflightCall], None] | None = None,
         unique: bool = False,
     ) -> EngineOutput:
-        """Have the engine run one call; of a ``stream``, ``heard`` is told of each token. With
-        ``unique`` a handle that a call in flight has is refused.
+        """Run one engine call of a client's ``request``.
+
+        Args:
+            request: the HTTP request; its delivery says whether the reply arrives.
+            spec: the call.
+            stream: how the reply is streamed; ``None`` for one reply at the end.
+            on_token: called after each sampled token of a stream.
+            unique: refuse a handle that a call in flight has, as SGLang does.
+
+        Raises:
+            BadRequest: the handle is in use.
         """
         if unique:
-            if wanted.rid in self._rids:
-                raise BadRequest(f"Duplicate request ID detected: {wanted.rid}", param="rid")
-            self._rids.add(wanted.rid)
-        owner = asked.header(OWNER_HEADER)
+            if spec.rid in self._rids:
+                raise BadRequest(f"Duplicate request ID detected: {spec.rid}", param="rid")
+            self._rids.add(spec.rid)
+        owner = request.headers.get(OWNER_HEADER)
         token = None if owner is None else CURRENT_REQUEST.set(owner)
+        delivery = delivery_of(request.scope)
         wire = Wire(
             stream,
-            heard,
-            delivered=not asked.lost,
-            late=asked.late,
-            caller_left=asked.left,
+            on_token,
+            delivered=not delivery.lost,
+            late=delivery.delay,
+            caller_left=delivery.is_disconnected,
         )
-        asked.late = 0.0
-        asked.broken.append(partial(self._broke, wire))
+        delivery.delay = 0.0
+        delivery.on_uncertain.append(partial(self._record_uncertain_reply, wire))
         output = None
         try:
             output = await self.engine.generate(
-                prompt_ids=wanted.prompt,
-                max_tokens=wanted.max_tokens,
-                request_id=wanted.rid,
-                sampling=wanted.sampling,
-                want_routes=wanted.routes,
-                want_logprobs=wanted.logprobs,
-                routes_start=wanted.routes_start,
+                prompt_ids=spec.prompt,
+                max_tokens=spec.max_tokens,
+                request_id=spec.rid,
+                sampling=spec.sampling,
+                want_routes=spec.routes,
+                want_logprobs=spec.logprobs,
+                routes_start=spec.routes_start,
                 wire=wire,
             )
             return output
         finally:
             if self.samples is not None:
-                self.samples.answered(wanted.rid, wanted.prompt, output if wire.open else None)
-            wire.caller_left = None  # which refers to the request, and the request to the wire
+                self.samples.answered(spec.rid, spec.prompt, output if wire.open else None)
+            # the delivery refers to the wire: together they would wait for the garbage collector
+            wire.caller_left = None
             if token is not None:
                 CURRENT_REQUEST.reset(token)
             if unique:
-                self._rids.discard(wanted.rid)
+                self._rids.discard(spec.rid)
 
     def version_of(self, name: str | None) -> int:
-        """The weights that ``name`` (a path) stands for: the same name is the same weights; without
-        one, the next of this engine.
+        """Return the version of the weights ``name`` (a path): the same name is the same weights.
+        Without a name they are the next version of this engine.
         """
         if name is None:
             return self.engine.version + 1
-        if name not in self._names:
-            self._names[name] = max(self._names.values(), default=0) + 1
-        return self._names[name]
+        if name not in self._versions:
+            self._versions[name] = max(self._versions.values(), default=0) + 1
+        return self._versions[name]
 
     def new_id(self) -> str:
-        """The handle of a call that its client gave none: random, as servers draw it."""
+        """Return a random handle for a call that its client gave none."""
         return f"{getrandbits(128):032x}"
 
     async def load(self, name: str | None, label: Version, *, flush: bool) -> None:
-        """Take the weights ``name`` under ``label`` (``None``: the label stays as it was), and drop
-        shared KV where ``flush`` says so.
+        """Load the weights ``name`` under ``label``.
 
-        Raises ``TransferFailed``.
+        Args:
+            name: a path, or ``None`` for the next version.
+            label: ``None`` leaves the label as it is.
+            flush: drop the prefix cache.
+
+        Raises:
+            TransferFailed: the schedule of faults says so.
         """
         version = self.version_of(name)
         await self.engine.load(
@@ -270,7 +304,7 @@ class Backing:
             self.engine.reset_prefix_cache()
 
     async def load_or_refuse(self, name: str | None, label: Version, *, flush: bool) -> None:
-        """The same, with a failed transfer as a refusal with status 500."""
+        """Do the same; a failed transfer is a refusal with status 500."""
         try:
             await self.load(name, label, flush=flush)
         except TransferFailed as error:
@@ -280,31 +314,8 @@ class Backing:
         """Publish ``label``; the weights stay."""
         self.engine.relabel(label)
 
-    def _broke(self, wire: Wire) -> None:
-        """Record that a reply which was taken for delivered may have come in part, or not at all:
-        its client left before it had read it.
-        """
-        if wire.sent_call is not None:
-            self.recorder.record(
-                Fault(what="broken-stream", server_id=self.engine.server_id, call_id=wire.sent_call)
-            )
-            wire.sent_call = None
-
-    def _befell(self, fault: WireFault, path: str) -> None:
-        """Record what the engine knows nothing of; a reply that is lost or cut short it records
-        itself, with its call.
-        """
-        what = {WireFaultKind.SLOW: "late-reply", WireFaultKind.STATUS: "reject"}.get(fault.do)
-        if what is not None and not fault.after_engine:
-            detail = (
-                f"planned: {fault.status} of {path}"
-                if what == "reject"
-                else f"planned: {fault.seconds:g} s, {path}"
-            )
-            self.recorder.record(Fault(what=what, server_id=self.engine.server_id, detail=detail))
-
     def loads(self) -> Mapping[str, int]:
-        """Calls that run and that wait, and tokens in use."""
+        """Return the calls that run and that wait, and their tokens."""
         calls = self.engine.in_flight
         running = sum(call.running for call in calls)
         return {
@@ -312,3 +323,27 @@ class Backing:
             "waiting": len(calls) - running,
             "tokens": sum(len(call.ids) for call in calls),
         }
+
+    def _record_uncertain_reply(self, wire: Wire) -> None:
+        """Record that a reply which was counted as delivered may have arrived in part, or not at
+        all: its client closed the connection before it can be known to have read it.
+        """
+        if wire.sent_call is not None:
+            self.recorder.record(
+                Fault(what="broken-stream", server_id=self.engine.server_id, call_id=wire.sent_call)
+            )
+            wire.sent_call = None
+
+    def _record_fault(self, fault: WireFault, path: str) -> None:
+        """Record a planned fault that concerns no engine call. A reply that is lost or cut short is
+        recorded by the engine, with its call.
+        """
+        kind = {WireFaultKind.SLOW: "late-reply", WireFaultKind.STATUS: "reject"}.get(fault.do)
+        if kind is None or fault.after_engine:
+            return
+        detail = (
+            f"planned: {fault.status} of {path}"
+            if kind == "reject"
+            else f"planned: {fault.seconds:g} s, {path}"
+        )
+        self.recorder.record(Fault(what=kind, server_id=self.engine.server_id, detail=detail))

@@ -1,4 +1,4 @@
-"""Fault plan: what goes wrong on the wire, and with which requests. It is read from TOML or JSON.
+"""Plans of faults: what goes wrong on the wire, and with which requests. TOML or JSON.
 
 For instance::
 
@@ -6,13 +6,13 @@ For instance::
 
     [[faults]]
     do = "reset"            # or slow, status, truncate, wrong-length
-    path = "/generate"      # "/v1/*" is all below; default: everything
+    path = "/generate"      # "/v1/*" is all paths below; default: every path
     request_id = "r1"       # calls of this rid, request_id or x-rollproof-request; default: all
-    nth = [2, 5]            # the second and the fifth of those that fit; or
+    nth = [2, 5]            # the second and the fifth matching request; or
     probability = 0.1       # one in ten of them, drawn from the seed
 
-The engine's own schedule (aborts, evictions, lost replies at a token count) stands under
-``[[actions]]``, in the form of a case.
+Actions of the engine (aborts, evictions, lost replies at a token count) are under ``[[actions]]``,
+in the form of a case.
 """
 
 from __future__ import annotations
@@ -31,7 +31,14 @@ from typing import Any, Self
 from rollproof.core.case import Action, ActionKind, Trigger
 from rollproof.errors import UsageError
 
-__all__ = ["ENGINE_ACTIONS", "FaultPlan", "Faults", "WireFault", "WireFaultKind", "happened"]
+__all__ = [
+    "ENGINE_ACTIONS",
+    "FaultPlan",
+    "PlanProgress",
+    "WireFault",
+    "WireFaultKind",
+    "plan_summary",
+]
 
 
 class WireFaultKind(StrEnum):
@@ -46,10 +53,10 @@ class WireFaultKind(StrEnum):
     after it had sampled.
     """
     TRUNCATE = "truncate"
-    """The connection is closed after a part of the answer, whose length was declared right."""
+    """The connection is closed after a part of the answer; the declared length is that of all."""
     WRONG_LENGTH = "wrong-length"
-    """The answer stops early, and its declared length (of a stream: its last chunk) says that this
-    is all.
+    """The answer stops early, and its declared length (or the last chunk of a stream) says that
+    this is all.
     """
 
 
@@ -61,18 +68,29 @@ ENGINE_ACTIONS = (
     ActionKind.REJECT,
     ActionKind.KILL,
 )
-"""What a plan may have the engine itself do; the others concern a trainer's weight updates, which
-its clients ask for.
+"""Actions that a plan may contain; the others are weight updates, which the clients of a server
+request themselves.
 """
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class WireFault:
-    """One fault, and the requests that it befalls: of those of ``path`` and of ``request_id`` the
-    ``nth``, or drawn ones, or all.
+    """One fault, and the requests that it is applied to.
 
-    ``times`` bounds how often it happens. ``keep`` is the share of the answer's bytes (of a stream:
-    its events) that still goes out. Raises ``UsageError`` where the fields do not make sense.
+    Attributes:
+        do: what happens.
+        path: requests to this path match; ``/v1/*`` is all paths below.
+        nth: of the matching requests, only these; counted from 1.
+        request_id: only requests with this id match.
+        probability: of the matching requests, this share, drawn from the plan's seed.
+        times: the most requests that it is applied to.
+        seconds: how late a slow answer is.
+        status: the status that replaces the answer.
+        after_engine: the status comes after the engine has sampled.
+        keep: the share of the answer's bytes, or of a stream's events, that is still sent.
+
+    Raises:
+        UsageError: a value is wrong, or two exclude each other.
     """
 
     do: WireFaultKind
@@ -89,16 +107,16 @@ class WireFault:
     def __post_init__(self) -> None:
         problems = []
         if self.do not in list(WireFaultKind):
-            problems.append(_no_kind(self.do, WireFaultKind))
+            problems.append(_unknown_kind(self.do, WireFaultKind))
         if not (self.path == "*" or str(self.path).startswith("/")):
             problems.append(
                 f"path={self.path!r} must be a path such as '/generate', '/v1/*', or '*'."
             )
-        if any(not _whole(number, 1) for number in self.nth):
+        if any(not _is_integer(number, 1) for number in self.nth):
             problems.append(f"nth={list(self.nth)!r} must be whole numbers from 1.")
-        if self.times is not None and not _whole(self.times, 1):
+        if self.times is not None and not _is_integer(self.times, 1):
             problems.append(f"times={self.times!r} must be a whole number from 1.")
-        if self.probability is not None and not _number(self.probability, 0.0, 1.0):
+        if self.probability is not None and not _is_number(self.probability, 0.0, 1.0):
             problems.append(f"probability={self.probability!r} must be a number from 0 to 1.")
         if self.nth and self.probability is not None:
             problems.append("nth and probability exclude each other: write a fault for each.")
@@ -106,11 +124,11 @@ class WireFault:
             self.request_id and str(self.request_id) == self.request_id
         ):
             problems.append(f"request_id={self.request_id!r} must be a text.")
-        if not _number(self.seconds, 0.0, 3600.0):
+        if not _is_number(self.seconds, 0.0, 3600.0):
             problems.append(f"seconds={self.seconds!r} must be a number from 0 to 3600.")
-        if not _whole(self.status, 400) or self.status > 599:
+        if not _is_integer(self.status, 400) or self.status > 599:
             problems.append(f"status={self.status!r} must be a status from 400 to 599.")
-        if not _number(self.keep, 0.0, 1.0) or self.keep == 1.0:
+        if not _is_number(self.keep, 0.0, 1.0) or self.keep == 1.0:
             problems.append(f"keep={self.keep!r} must be a share from 0 to below 1.")
         if self.after_engine not in (True, False):
             problems.append(f"after_engine={self.after_engine!r} must be true or false.")
@@ -118,9 +136,7 @@ class WireFault:
             raise UsageError("This fault cannot be planned:\n  - " + "\n  - ".join(problems))
 
     def concerns(self, path: str) -> bool:
-        """Whether requests of this path can be befallen; by what rollproof's own client tells, none
-        can.
-        """
+        """Return whether a request to ``path`` matches; those of ``Teller`` never do."""
         if path.startswith("/rollproof/"):
             return False
         return self.path in ("*", path) or (
@@ -130,8 +146,8 @@ class WireFault:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class FaultPlan:
-    """Faults of the wire, and actions of the engine. Of several faults that are due at once, the
-    first happens.
+    """Faults of the wire, and actions of the engine. Of several faults that are due at the same
+    request, the first is applied.
     """
 
     faults: tuple[WireFault, ...] = ()
@@ -140,11 +156,13 @@ class FaultPlan:
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> Self:
-        """Read the form of the file. Raises ``UsageError`` that names what is wrong."""
-        stray = sorted(set(data) - {"faults", "actions", "seed"})
-        if stray:
-            raise UsageError(f"A fault plan has no {stray}; it has 'faults', 'actions' and 'seed'.")
-        if not _whole(data.get("seed", 0), 0):
+        """Read the content of a plan's file. Raise ``UsageError`` that names what is wrong."""
+        unknown = sorted(set(data) - {"faults", "actions", "seed"})
+        if unknown:
+            raise UsageError(
+                f"A fault plan has no {unknown}; it has 'faults', 'actions' and 'seed'."
+            )
+        if not _is_integer(data.get("seed", 0), 0):
             raise UsageError(f"seed={data['seed']!r} must be a whole number from 0.")
         faults = tuple(
             _wire_fault(number, item) for number, item in enumerate(_listed(data, "faults"))
@@ -156,7 +174,7 @@ class FaultPlan:
 
     @classmethod
     def from_file(cls, path: Path) -> Self:
-        """Read a file in TOML, or in JSON where its name ends so. Raises ``UsageError``."""
+        """Read a file in TOML, or in JSON if its name ends in ``.json``. Raise ``UsageError``."""
         try:
             text = path.read_text(encoding="utf-8")
             data = json.loads(text) if path.suffix == ".json" else tomllib.loads(text)
@@ -171,22 +189,29 @@ class FaultPlan:
 
 
 @dataclass(slots=True)
-class Faults:
-    """A plan being carried out by one server: it counts requests and draws, and tells what happens
-    to whom it may concern.
+class PlanProgress:
+    """How far one server has carried out a plan: it counts requests, and draws.
+
+    Attributes:
+        plan: the plan.
+        on_fault: called with each fault that is applied, and the path of its request.
     """
 
     plan: FaultPlan
-    told: Callable[[WireFault, str], None]
+    on_fault: Callable[[WireFault, str], None]
     _seen: dict[int, int] = field(default_factory=dict)
     _done: dict[int, int] = field(default_factory=dict)
     _draws: dict[int, random.Random] = field(default_factory=dict)
 
     def due(self, path: str, body: bytes, owner: str | None = None) -> WireFault | None:
-        """The fault that befalls this request; every request must be told, once. ``owner`` is whose
-        it says to be, beside its body.
+        """Count one request, and return the fault to apply to it.
+
+        Args:
+            path: its path.
+            body: its body, which may name its id.
+            owner: the id in its headers.
         """
-        found = None
+        due = None
         for number, fault in enumerate(self.plan.faults):
             if not fault.concerns(path) or not (
                 fault.request_id is None
@@ -196,17 +221,17 @@ class Faults:
                 continue
             self._seen[number] = self._seen.get(number, 0) + 1
             spent = fault.times is not None and self._done.get(number, 0) >= fault.times
-            if self._befalls(number, fault) and not spent and found is None:
+            if self._is_due(number, fault) and not spent and due is None:
                 self._done[number] = self._done.get(number, 0) + 1
-                found = fault
-                self.told(fault, path)
-        return found
+                due = fault
+                self.on_fault(fault, path)
+        return due
 
     def count(self, number: int) -> tuple[int, int]:
-        """How many requests the fault befell so far, and how many there were that it could have."""
+        """Return to how many requests the fault was applied so far, and how many matched."""
         return self._done.get(number, 0), self._seen.get(number, 0)
 
-    def _befalls(self, number: int, fault: WireFault) -> bool:
+    def _is_due(self, number: int, fault: WireFault) -> bool:
         if fault.nth:
             return self._seen[number] in fault.nth
         if fault.probability is not None:
@@ -215,28 +240,36 @@ class Faults:
         return True
 
 
-def happened(
-    plan: FaultPlan, carried: Iterable[Faults | None], waiting: Iterable[Action]
+def plan_summary(
+    plan: FaultPlan, progress: Iterable[PlanProgress | None], waiting: Iterable[Action]
 ) -> Iterator[str]:
-    """A line for each fault and action: how often it happened on all servers. ``waiting`` are the
-    actions that did not.
+    """Yield a line for each fault and action: how often it happened.
+
+    Args:
+        plan: the plan.
+        progress: that of each server.
+        waiting: actions that did not happen.
     """
-    servers = [faults for faults in carried if faults is not None]
+    servers = [faults for faults in progress if faults is not None]
     for number, fault in enumerate(plan.faults):
         counts = [faults.count(number) for faults in servers]
-        befell, fitted = sum(one for one, _ in counts), sum(one for _, one in counts)
+        applied = sum(applied for applied, _ in counts)
+        matching = sum(matching for _, matching in counts)
         place = "" if fault.path == "*" else f" to {fault.path}"
-        whose = "" if fault.request_id is None else f" with the id {fault.request_id!r}"
-        yield f"fault {number + 1} ({fault.do}): befell {befell} of {fitted} requests{place}{whose}"
-    happened_of = Counter(plan.actions) - Counter(waiting)
+        owner = "" if fault.request_id is None else f" with the id {fault.request_id!r}"
+        yield (
+            f"fault {number + 1} ({fault.do}): applied to {applied} of {matching}"
+            f" requests{place}{owner}"
+        )
+    done = Counter(plan.actions) - Counter(waiting)
     for number, action in enumerate(plan.actions):
         when = action.when
         word = (
             "happened"
-            if happened_of[action] > 0
-            else f"did not happen: {when.request!r} did not come so far"
+            if done[action] > 0
+            else f"did not happen: {when.request!r} did not get that far"
         )
-        happened_of[action] -= 1  # of two alike the first
+        done[action] -= 1  # of two equal actions the first is the one that happened
         yield (
             f"action {number + 1} ({action.do} of {when.request!r} at {when.tokens} tokens): {word}"
         )
@@ -261,123 +294,111 @@ _ONLY_OF: Mapping[str, tuple[WireFaultKind, ...]] = {
     "after_engine": (WireFaultKind.STATUS,),
     "keep": _KEEPING,
 }
-"""Fields that say something of these faults alone: with another, they would be passed over in
-silence.
-"""
+"""Fields that only these faults have: with another they would be ignored in silence."""
 
 
 def _listed(data: Mapping[str, Any], name: str) -> Iterable[Any]:
-    found = data.get(name, [])
-    if not isinstance(found, list) or any(not isinstance(item, dict) for item in found):
+    tables = data.get(name, [])
+    if not isinstance(tables, list) or any(not isinstance(item, dict) for item in tables):
         raise UsageError(
             f"{name} must be a list of tables: in TOML one [[{name}]] for each, in JSON a list of"
             " objects."
         )
-    return found
+    return tables
 
 
-def _no_kind(given: object, kinds: Iterable[StrEnum]) -> str:
-    """The words for a ``do`` that names nothing, with the one that may be meant."""
-    known = [str(kind) for kind in kinds]
-    close = get_close_matches(str(given), known, 1)
-    meant = f" Did you mean {close[0]!r}?" if close else ""
-    return f"do={given!r} must be one of {known}.{meant}"
+def _unknown_kind(name: object, kinds: Iterable[StrEnum]) -> str:
+    """Return the message for a ``do`` that does not exist, with the closest that does."""
+    names = [str(kind) for kind in kinds]
+    close = get_close_matches(str(name), names, 1)
+    suggestion = f" Did you mean {close[0]!r}?" if close else ""
+    return f"do={name!r} must be one of {names}.{suggestion}"
 
 
-def _fields_of(
-    what: str, item: Mapping[str, Any], known: Iterable[str], needed: Iterable[str]
+def _check_names(
+    table: str, item: Mapping[str, Any], names: Iterable[str], required: Iterable[str]
 ) -> None:
-    """Refuse a table that lacks a field, or has one that there is not."""
-    stray = sorted(set(item) - set(known))
-    if stray:
+    """Refuse a table that lacks a required field, or has an unknown one."""
+    unknown = sorted(set(item) - set(names))
+    if unknown:
         raise UsageError(
-            f"{what} has no field {', '.join(map(repr, stray))}; its fields are {sorted(known)}."
+            f"{table} has no field {', '.join(map(repr, unknown))}; its fields are {sorted(names)}."
         )
-    missing = [name for name in needed if name not in item]
+    missing = [name for name in required if name not in item]
     if missing:
         raise UsageError(
-            f"{what} needs {' and '.join(map(repr, missing))}; its fields are {sorted(known)}."
+            f"{table} needs {' and '.join(map(repr, missing))}; its fields are {sorted(names)}."
         )
 
 
 def _wire_fault(number: int, item: Mapping[str, Any]) -> WireFault:
-    what = f"Fault {number + 1}"
-    _fields_of(what, item, [one.name for one in fields(WireFault)], ["do"])
+    title = f"Fault {number + 1}"
+    _check_names(title, item, [attribute.name for attribute in fields(WireFault)], ["do"])
     if item["do"] not in list(WireFaultKind):
-        raise UsageError(f"{what}: {_no_kind(item['do'], WireFaultKind)}")
+        raise UsageError(f"{title}: {_unknown_kind(item['do'], WireFaultKind)}")
     values = dict(item)
-    idle = sorted(
+    misplaced = sorted(
         name for name, kinds in _ONLY_OF.items() if name in values and values["do"] not in kinds
     )
-    if idle:
-        raise UsageError(
-            f"{what} ({values['do']}): "
-            + "; ".join(
-                f"{name} says something of {' and '.join(_ONLY_OF[name])} alone" for name in idle
-            )
-            + "."
-        )
+    if misplaced:
+        reasons = [f"{name} is only for {' and '.join(_ONLY_OF[name])}" for name in misplaced]
+        raise UsageError(f"{title} ({values['do']}): {'; '.join(reasons)}.")
     if item.get("nth") == []:
         raise UsageError(
-            f"{what}: nth=[] names no call. Leave it out where each that fits is to be befallen."
+            f"{title}: nth=[] names no request. Leave it out to apply the fault to all that match."
         )
     values["do"] = WireFaultKind(values["do"])
-    values["nth"] = (
-        tuple(item["nth"])
-        if isinstance(item.get("nth"), list)
-        else (item["nth"],)
-        if "nth" in item
-        else ()
-    )
+    nth = item.get("nth", [])
+    values["nth"] = tuple(nth) if isinstance(nth, list) else (nth,)
     try:
         return WireFault(**values)
     except (TypeError, ValueError) as error:
-        raise UsageError(str(error).replace("This fault", what, 1)) from error
+        raise UsageError(str(error).replace("This fault", title, 1)) from error
 
 
 def _action(number: int, item: Mapping[str, Any]) -> Action:
-    what = f"Action {number + 1}"
-    _fields_of(what, item, [one.name for one in fields(Action)], ["do", "when"])
+    title = f"Action {number + 1}"
+    _check_names(title, item, [attribute.name for attribute in fields(Action)], ["do", "when"])
     if item["do"] not in ENGINE_ACTIONS:
-        other = (
+        note = (
             ""
             if item["do"] not in list(ActionKind)
-            else " A served engine does no other by itself: the rest is up to its clients."
+            else " A server does no other by itself: weight updates come from its clients."
         )
-        raise UsageError(f"{what}: {_no_kind(item['do'], ENGINE_ACTIONS)}{other}")
+        raise UsageError(f"{title}: {_unknown_kind(item['do'], ENGINE_ACTIONS)}{note}")
     if not isinstance(item["when"], dict):
         raise UsageError(
-            f"{what}: when={item['when']!r} must be a table, such as {{ request = 'r1', tokens ="
+            f"{title}: when={item['when']!r} must be a table, such as {{ request = 'r1', tokens ="
             " 2 }."
         )
-    _fields_of(
-        f"'when' of {what.lower()}",
+    _check_names(
+        f"'when' of {title.lower()}",
         item["when"],
-        [one.name for one in fields(Trigger)],
+        [attribute.name for attribute in fields(Trigger)],
         ["request", "tokens"],
     )
-    given = {**{f"when.{name}": value for name, value in item["when"].items()}, **item}
-    wanted: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
+    values = {**{f"when.{name}": value for name, value in item["when"].items()}, **item}
+    rules: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
         ("when.request", lambda value: isinstance(value, str), "a text"),
-        ("when.tokens", lambda value: _whole(value, 0), "a whole number from 0"),
+        ("when.tokens", lambda value: _is_integer(value, 0), "a whole number from 0"),
         ("when.queued", lambda value: isinstance(value, bool), "true or false"),
         ("when.race", lambda value: isinstance(value, bool), "true or false"),
-        ("steps", lambda value: _whole(value, 0), "a whole number from 0"),
+        ("steps", lambda value: _is_integer(value, 0), "a whole number from 0"),
         ("server", lambda value: isinstance(value, str), "a text"),
     )
     problems = [
-        f"{name}={given[name]!r} must be {words}."
-        for name, fits, words in wanted
-        if name in given and not fits(given[name])
+        f"{name}={values[name]!r} must be {words}."
+        for name, fits, words in rules
+        if name in values and not fits(values[name])
     ]
     if problems:
-        raise UsageError(f"{what} cannot be planned:\n  - " + "\n  - ".join(problems))
+        raise UsageError(f"{title} cannot be planned:\n  - " + "\n  - ".join(problems))
     return Action(**{**item, "when": Trigger(**item["when"]), "do": ActionKind(item["do"])})
 
 
-def _whole(value: object, low: int) -> bool:
+def _is_integer(value: object, low: int) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and value >= low
 
 
-def _number(value: object, low: float, high: float) -> bool:
+def _is_number(value: object, low: float, high: float) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool) and low <= value <= high

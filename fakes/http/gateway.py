@@ -1,27 +1,28 @@
-"""Router: one address before several servers, as SGLang's gateway (sglang-router) and slime's own
-router offer it.
+"""Routers: one address before several fake servers.
 
-Workers are servers of this process: a request is handed to the chosen one's application. A session
-(header ``X-SMG-Routing-Key`` or ``X-Session-ID``) stays with its worker; other calls go to the one
-with the fewest. The gateway is held to what sglang-router 0.3.2 answered (tests/http/recorded),
-slime's was read in its slime/router/router.py.
+Workers are servers of this process: a request is handed to the application of the chosen one. A
+session stays with its worker; other calls go to the worker with the fewest. ``Gateway`` is held to
+what sglang-router 0.3.2 answered (tests/fakes/http/recorded), ``SlimeRouter`` to slime's
+slime/router/router.py.
 """
 
 from __future__ import annotations
 
 import uuid
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any
-from urllib.parse import parse_qs, unquote
 
+from starlette.requests import Request
 from starlette.responses import JSONResponse, PlainTextResponse, Response
+from starlette.routing import Route, Router
+from starlette.types import Receive, Scope, Send
 
-from rollproof.fakes.http.asgi import Face, Message, Receive, Scope, Send
+from rollproof.fakes.http.fake_server import FakeServer, get, post, read_body, replay
 from rollproof.fakes.http.request_body import BadRequest, json_object
 
-__all__ = ["Router", "RouterKind"]
+__all__ = ["Gateway", "RouterKind", "SessionRouter", "SlimeRouter", "Worker", "make_router"]
 
 _METADATA = {
     "model_path": "fake",
@@ -31,32 +32,28 @@ _METADATA = {
     "model_type": "fake_moe",
     "architectures": '["FakeMoeForCausalLM"]',
 }
-_SESSIONS = (b"x-smg-routing-key", b"x-session-id")
+_SESSION_HEADERS = ("x-smg-routing-key", "x-session-id")
+_MAX_BODY = 1 << 20
+"""Most bytes of a request to the router itself."""
 
 
 @dataclass(slots=True, eq=False)
-class _Worker:
+class Worker:
+    """A server behind a router.
+
+    Attributes:
+        url: its address.
+        app: its application.
+        id: the id that a gateway lists it under.
+        load: calls in flight.
+        calls: calls since the beginning.
+    """
+
     url: str
-    app: Face
+    app: FakeServer
     id: str = field(default_factory=lambda: str(uuid.uuid4()))
     load: int = 0
-    given: int = 0
-
-    def told(self) -> dict[str, Any]:
-        """As the gateway lists it."""
-        return {
-            "id": self.id,
-            "url": self.url,
-            "model_id": "fake",
-            "priority": 50,
-            "cost": 1.0,
-            "worker_type": "regular",
-            "is_healthy": self.app.alive,
-            "load": self.load,
-            "connection_mode": "HTTP",
-            "metadata": _METADATA,
-            "disable_health_check": False,
-        }
+    calls: int = 0
 
 
 class RouterKind(StrEnum):
@@ -70,218 +67,262 @@ class RouterKind(StrEnum):
     """Slime's: ``/add_worker`` and ``/list_workers``; it forwards everything else to one worker."""
 
 
-class Router:
-    """An ASGI application before ``servers``, by their addresses; all are workers at first, or none
-    (``empty``).
+class SessionRouter:
+    """An ASGI application before ``servers``: it answers ``routes`` itself, and forwards the rest.
+
+    Args:
+        servers: applications by address; all are workers at first.
+        routes: the router's own endpoints.
     """
 
-    def __init__(
-        self,
-        servers: Mapping[str, Face],
-        kind: RouterKind = RouterKind.GATEWAY,
-        *,
-        empty: bool = False,
-    ) -> None:
-        self._servers, self._kind = servers, kind
-        self._workers: dict[str, _Worker] = (
-            {} if empty else {url: _Worker(url, app) for url, app in servers.items()}
-        )
-        self._sessions: dict[bytes, str] = {}
+    def __init__(self, servers: Mapping[str, FakeServer], routes: Sequence[Route]) -> None:
+        self.servers: Mapping[str, FakeServer] = servers
+        self.workers: dict[str, Worker] = {url: Worker(url, app) for url, app in servers.items()}
+        self._sessions: dict[str, str] = {}
+        self._router = Router(routes, redirect_slashes=False, default=self.other)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer one request."""
-        if scope["type"] != "http":
-            return
-        method, path = scope["method"], scope["path"]
-        if path.startswith(
-            "/rollproof/"
-        ):  # what a stack tells of its samples: the servers share a trace, and each takes it for all
-            servers = list(self._servers.values())
+        if scope["type"] == "http":
+            await self._router(scope, receive, send)
+
+    async def broadcast(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Have every living worker answer, and pass on the answer of the last."""
+        body = await read_body(Request(scope, receive), _MAX_BODY)
+        *others, last = self.living()
+        for worker in others:
+            await worker.app(scope, replay(body, receive), _discard)
+        await last.app(scope, replay(body, receive), send)
+
+    async def other(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answer a request that is for none of the router's own endpoints."""
+        # What a stack reports of its samples: the servers share a trace, and each takes it for all.
+        if scope["path"].startswith("/rollproof/"):
+            servers = list(self.servers.values())
             await next((app for app in servers if app.alive), servers[0])(scope, receive, send)
-            return
-        if self._kind is RouterKind.SLIME:
-            answer = self._slime(scope, await _whole(receive)) if path == "/add_worker" else None
-            if path == "/list_workers" and method == "GET":
-                answer = JSONResponse({"urls": list(self._workers)})
         else:
-            answer = await self._gateway(scope, receive, method, path)
-        if answer is not None:
-            await answer(scope, receive, send)
-        else:
-            await self._forward(scope, receive, send)
+            await self.forward(scope, receive, send)
 
-    async def _gateway(
-        self, scope: Scope, receive: Receive, method: str, path: str
-    ) -> Response | None:
-        """Its own endpoints; ``None`` for what is forwarded."""
-        if path.startswith("/workers/"):
-            return self._one(method, unquote(path.removeprefix("/workers/")))
-        living = sum(worker.app.alive for worker in self._workers.values())
-        match method, path:
-            case "GET", "/health" | "/liveness":
-                return PlainTextResponse("OK")
-            case "GET", "/readiness":
-                told = {
-                    "status": "ready" if living else "not ready",
-                    "healthy_workers": living,
-                    "total_workers": len(self._workers),
-                }
-                return JSONResponse(told, 200 if living else 503)
-            case "GET", "/workers":
-                return JSONResponse(self._listed())
-            case "POST", "/workers":
-                return self._add(await _whole(receive))
-            case "POST", "/flush_cache":
-                return await self._flush(scope)
-        forwarded = path == "/generate" or path.startswith("/v1/")
-        return None if forwarded else Response(status_code=404)
-
-    async def _flush(self, scope: Scope) -> Response:
-        async def nothing() -> Message:
-            return {"type": "http.request", "body": b"", "more_body": False}
-
-        async def unheard(_message: Message) -> None:
-            """What the workers say is summed up."""
-
-        workers = [worker for worker in self._workers.values() if worker.app.alive]
-        for worker in workers:
-            await worker.app(dict(scope), nothing, unheard)
-        count = len(workers)
-        message = f"Successfully flushed cache on all {count} HTTP workers"
-        told = {
-            "status": "success",
-            "message": message,
-            "workers_flushed": count,
-            "total_http_workers": count,
-            "total_workers": count,
-        }
-        return JSONResponse(told)
-
-    def _listed(self) -> dict[str, Any]:
-        workers = [worker.told() for worker in self._workers.values()]
-        return {
-            "workers": workers,
-            "total": len(workers),
-            "stats": {"prefill_count": 0, "decode_count": 0, "regular_count": len(workers)},
-        }
-
-    def _add(self, body: bytes) -> Response:
-        url = _read(body).get("url")
-        if not isinstance(url, str):
-            return PlainTextResponse(
-                "Failed to deserialize the JSON body into the target type: missing field `url`", 422
-            )
-        worker = self._joined(url)
+    async def forward(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Have one worker answer."""
+        worker = self.choose(session_of(scope))
         if worker is None:
-            return JSONResponse(
-                {
-                    "error": f"Worker {url} is not one of the servers of this process.",
-                    "code": "BAD_REQUEST",
-                },
-                400,
-            )
-        told = {
-            "status": "accepted",
-            "worker_id": worker.id,
-            "url": worker.url,
-            "location": f"/workers/{worker.id}",
-        }
-        told["message"] = "Worker addition queued for background processing"
-        return JSONResponse(told, 202, {"location": told["location"]})
-
-    def _slime(self, scope: Scope, body: bytes) -> Response:
-        asked = parse_qs(scope.get("query_string", b"").decode("latin-1"))
-        given = _read(body)
-        url = next(
-            (asked[name][-1] for name in ("url", "worker_url") if name in asked),
-            given.get("url") or given.get("worker_url"),
-        )
-        if not isinstance(url, str):
-            return JSONResponse(
-                {"error": "worker_url is required (use query ?url=... or JSON body)"}, 400
-            )
-        if self._joined(url) is None:
-            return JSONResponse({"error": f"{url} is not one of the servers of this process"}, 400)
-        return JSONResponse(
-            {
-                "status": "success",
-                "worker_urls": {one.url: one.load for one in self._workers.values()},
-            }
-        )
-
-    def _joined(self, url: str) -> _Worker | None:
-        url = url.rstrip("/")
-        app = self._servers.get(url)
-        if app is None or not app.alive:
-            return None
-        return self._workers.setdefault(url, _Worker(url, app))
-
-    def _one(self, method: str, name: str) -> Response:
-        worker = next((one for one in self._workers.values() if name in (one.id, one.url)), None)
-        if worker is None:
-            if len(name) != 36:
-                return JSONResponse(
-                    {
-                        "error": f"Invalid worker_id '{name}' (expected UUID).",
-                        "code": "BAD_REQUEST",
-                    },
-                    400,
-                )
-            return JSONResponse(
-                {"error": f"Worker {name} not found", "code": "WORKER_NOT_FOUND"}, 404
-            )
-        if method == "GET":
-            return JSONResponse(worker.told())
-        if method != "DELETE":
-            return JSONResponse({"detail": "Method Not Allowed"}, 405)
-        del self._workers[worker.url]
-        told = {
-            "status": "accepted",
-            "worker_id": worker.id,
-            "message": "Worker removal queued for background processing",
-        }
-        return JSONResponse(told, 202)
-
-    async def _forward(self, scope: Scope, receive: Receive, send: Send) -> None:
-        worker = self._choose(scope)
-        if worker is None:
-            await JSONResponse({"error": {"message": "No workers available", "code": 503}}, 503)(
-                scope, receive, send
-            )
+            refusal = JSONResponse({"error": {"message": "No workers available", "code": 503}}, 503)
+            await refusal(scope, receive, send)
             return
-        worker.load += 1
-        worker.given += 1
+        self.begin(worker)
         try:
             await worker.app(scope, receive, send)
         finally:
-            worker.load -= 1
+            self.end(worker)
 
-    def _choose(self, scope: Scope) -> _Worker | None:
-        living = [worker for worker in self._workers.values() if worker.app.alive]
+    def begin(self, worker: Worker) -> None:
+        """Count a call that begins."""
+        worker.load += 1
+        worker.calls += 1
+
+    def end(self, worker: Worker) -> None:
+        """Count a call that has ended."""
+        worker.load -= 1
+
+    def choose(self, session: str | None) -> Worker | None:
+        """Return the living worker of the session, or else the one with the fewest calls."""
+        living = self.living()
         if not living:
             return None
-        session = next((value for name, value in scope["headers"] if name in _SESSIONS), None)
-        kept = None if session is None else self._sessions.get(session)
-        worker = next((one for one in living if one.url == kept), None) or min(
-            living, key=lambda one: (one.load, one.given)
-        )
+        url = None if session is None else self._sessions.get(session)
+        worker = next((worker for worker in living if worker.url == url), None)
+        if worker is None:
+            worker = min(living, key=self.rank)
         if session is not None:
             self._sessions[session] = worker.url
         return worker
 
+    def rank(self, worker: Worker) -> tuple[int, ...]:
+        """Return what a new call goes to the worker with the least of."""
+        return worker.load, worker.calls
 
-async def _whole(receive: Receive) -> bytes:
-    parts = []
-    while (message := await receive())["type"] == "http.request":
-        parts.append(message.get("body", b""))
-        if not message.get("more_body"):
-            break
-    return b"".join(parts)
+    def end_session(self, session: str) -> None:
+        """Forget which worker a session has."""
+        self._sessions.pop(session, None)
+
+    def living(self) -> list[Worker]:
+        """Return the workers that are alive."""
+        return [worker for worker in self.workers.values() if worker.app.alive]
+
+    def join(self, url: str) -> Worker | None:
+        """Make the living server at ``url`` a worker; ``None`` if there is none in this process."""
+        url = url.rstrip("/")
+        app = self.servers.get(url)
+        if app is None or not app.alive:
+            return None
+        return self.workers.setdefault(url, Worker(url, app))
 
 
-def _read(body: bytes) -> dict[str, Any]:
-    """What a body says; nothing where it cannot be read."""
+def session_of(scope: Scope) -> str | None:
+    """Return the session that a request names in its headers."""
+    headers = Request(scope).headers
+    return next((headers[name] for name in _SESSION_HEADERS if name in headers), None)
+
+
+class Gateway(SessionRouter):
+    """SGLang's gateway."""
+
+    def __init__(self, servers: Mapping[str, FakeServer]) -> None:
+        super().__init__(
+            servers,
+            [
+                get("/health", self._health),
+                get("/liveness", self._health),
+                get("/readiness", self._readiness),
+                Route("/workers", self._workers, methods=["GET", "POST"]),
+                Route("/workers/{name:path}", self._worker, methods=["GET", "DELETE"]),
+                post("/flush_cache", self._flush),
+            ],
+        )
+
+    async def other(self, scope: Scope, receive: Receive, send: Send) -> None:
+        path = scope["path"]
+        if path == "/generate" or path.startswith(("/v1/", "/rollproof/")):
+            await super().other(scope, receive, send)
+        else:
+            await Response(status_code=404)(scope, receive, send)
+
+    async def _health(self, _request: Request) -> Response:
+        return PlainTextResponse("OK")
+
+    async def _readiness(self, _request: Request) -> Response:
+        living = len(self.living())
+        body = {
+            "status": "ready" if living else "not ready",
+            "healthy_workers": living,
+            "total_workers": len(self.workers),
+        }
+        return JSONResponse(body, 200 if living else 503)
+
+    async def _workers(self, request: Request) -> Response:
+        if request.method == "POST":
+            return await self._add(request)
+        workers = [_listed(worker) for worker in self.workers.values()]
+        stats = {"prefill_count": 0, "decode_count": 0, "regular_count": len(workers)}
+        return JSONResponse({"workers": workers, "total": len(workers), "stats": stats})
+
+    async def _add(self, request: Request) -> Response:
+        url = (await _object_in(request)).get("url")
+        if not isinstance(url, str):
+            return PlainTextResponse(
+                "Failed to deserialize the JSON body into the target type: missing field `url`", 422
+            )
+        worker = self.join(url)
+        if worker is None:
+            message = f"Worker {url} is not one of the servers of this process."
+            return JSONResponse({"error": message, "code": "BAD_REQUEST"}, 400)
+        location = f"/workers/{worker.id}"
+        body = {
+            "status": "accepted",
+            "worker_id": worker.id,
+            "url": worker.url,
+            "location": location,
+            "message": "Worker addition queued for background processing",
+        }
+        return JSONResponse(body, 202, {"location": location})
+
+    async def _worker(self, request: Request) -> Response:
+        name = request.path_params["name"]
+        worker = next(
+            (worker for worker in self.workers.values() if name in (worker.id, worker.url)), None
+        )
+        if worker is None and len(name) != 36:
+            message = f"Invalid worker_id '{name}' (expected UUID)."
+            return JSONResponse({"error": message, "code": "BAD_REQUEST"}, 400)
+        if worker is None:
+            message = f"Worker {name} not found"
+            return JSONResponse({"error": message, "code": "WORKER_NOT_FOUND"}, 404)
+        if request.method != "DELETE":
+            return JSONResponse(_listed(worker))
+        del self.workers[worker.url]
+        body = {
+            "status": "accepted",
+            "worker_id": worker.id,
+            "message": "Worker removal queued for background processing",
+        }
+        return JSONResponse(body, 202)
+
+    async def _flush(self, request: Request) -> Response:
+        workers = self.living()
+        for worker in workers:
+            await worker.app(request.scope, replay(b"", request.receive), _discard)
+        count = len(workers)
+        return JSONResponse(
+            {
+                "status": "success",
+                "message": f"Successfully flushed cache on all {count} HTTP workers",
+                "workers_flushed": count,
+                "total_http_workers": count,
+                "total_workers": count,
+            }
+        )
+
+
+class SlimeRouter(SessionRouter):
+    """Slime's own router."""
+
+    def __init__(self, servers: Mapping[str, FakeServer]) -> None:
+        super().__init__(
+            servers,
+            [
+                Route("/add_worker", self._add, methods=["GET", "POST"]),
+                get("/list_workers", self._list),
+            ],
+        )
+
+    async def _add(self, request: Request) -> Response:
+        query, body = request.query_params, await _object_in(request)
+        url = next(
+            (query[name] for name in ("url", "worker_url") if name in query),
+            body.get("url") or body.get("worker_url"),
+        )
+        if not isinstance(url, str):
+            message = "worker_url is required (use query ?url=... or JSON body)"
+            return JSONResponse({"error": message}, 400)
+        if self.join(url) is None:
+            return JSONResponse({"error": f"{url} is not one of the servers of this process"}, 400)
+        loads = {worker.url: worker.load for worker in self.workers.values()}
+        return JSONResponse({"status": "success", "worker_urls": loads})
+
+    async def _list(self, _request: Request) -> Response:
+        return JSONResponse({"urls": list(self.workers)})
+
+
+async def _discard(_message: Any) -> None:
+    """Do not pass on what a worker answers."""
+
+
+def make_router(kind: RouterKind, servers: Mapping[str, FakeServer]) -> SessionRouter:
+    """Return a router of ``kind`` before ``servers``."""
+    return Gateway(servers) if kind is RouterKind.GATEWAY else SlimeRouter(servers)
+
+
+def _listed(worker: Worker) -> dict[str, Any]:
+    """Return a worker as SGLang's gateway lists it."""
+    return {
+        "id": worker.id,
+        "url": worker.url,
+        "model_id": "fake",
+        "priority": 50,
+        "cost": 1.0,
+        "worker_type": "regular",
+        "is_healthy": worker.app.alive,
+        "load": worker.load,
+        "connection_mode": "HTTP",
+        "metadata": _METADATA,
+        "disable_health_check": False,
+    }
+
+
+async def _object_in(request: Request) -> dict[str, Any]:
+    """Return the JSON object of a request's body; an empty one if it cannot be read."""
     try:
-        return json_object(body)
+        return json_object(await read_body(request, _MAX_BODY))
     except BadRequest:
         return {}

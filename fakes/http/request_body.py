@@ -1,4 +1,4 @@
-"""Bodies: JSON that a stranger sent, read and checked field by field."""
+"""JSON bodies of requests, read and checked field by field: a server is sent anything."""
 
 from __future__ import annotations
 
@@ -7,31 +7,42 @@ from typing import Any
 
 import numpy as np
 import orjson
+from starlette.requests import Request
 
 __all__ = [
     "BadRequest",
-    "Uncaught",
-    "dumped",
+    "UncaughtError",
+    "encode_json",
     "field",
+    "json_body",
     "json_object",
     "text_of",
     "token_ids",
     "words_of",
 ]
 
+_MAX_DEPTH = 200
+"""How deep a body may be nested. What is deeper cannot be shown in an error, written into a trace
+or compared within Python's limit of recursion.
+"""
 
-def dumped(value: Any) -> bytes:
-    """Compact JSON, as the real servers send it: SkyRL looks for bytes in it. NaN becomes null, as
-    with SGLang's encoder.
+
+def encode_json(value: Any) -> bytes:
+    """Return compact JSON as the real servers send it: SkyRL looks for bytes in it.
+
+    NaN becomes null, as with SGLang's encoder.
     """
     return orjson.dumps(value)
 
 
 class BadRequest(Exception):
-    """The client is at fault: ``status`` is what the server answers, the text what it says.
+    """The client is at fault.
 
-    ``malformed`` says that the body has not the form of a request at all: servers word that
-    otherwise than a wrong value. ``param`` is the field that is at fault.
+    Attributes:
+        status: the status of the answer.
+        malformed: the body does not have the form of a request at all; servers word that
+            differently from a wrong value.
+        param: the field at fault.
     """
 
     def __init__(
@@ -43,16 +54,24 @@ class BadRequest(Exception):
         self.param: str | None = param
 
 
-class Uncaught(Exception):
+class UncaughtError(Exception):
     """The request makes the real server fail in a way that it does not catch: a bare 500."""
 
 
-def json_object(text: bytes, *, empty: bool = True) -> dict[str, Any]:
-    """The JSON object that ``text`` is; nothing is an empty object where ``empty`` allows it.
-    Raises ``BadRequest``.
+async def json_body(request: Request, *, allow_empty: bool = True) -> dict[str, Any]:
+    """Return the JSON object in the body of ``request``; see ``json_object``."""
+    return json_object(await request.body(), allow_empty=allow_empty)
+
+
+def json_object(text: bytes, *, allow_empty: bool = True) -> dict[str, Any]:
+    """Return the JSON object that ``text`` is; an empty text is an empty object if
+    ``allow_empty``.
+
+    Raises:
+        BadRequest: the text is no JSON object, or is nested too deep.
     """
     if not text.strip():
-        if empty:
+        if allow_empty:
             return {}
         raise BadRequest("The body is empty.", malformed=True)
     try:
@@ -61,25 +80,19 @@ def json_object(text: bytes, *, empty: bool = True) -> dict[str, Any]:
         raise BadRequest(f"The body is no JSON: {error}.", malformed=True) from None
     if not isinstance(body, dict):
         raise BadRequest("The body must be a JSON object.", malformed=True)
-    if text.count(b"[") + text.count(b"{") > _DEEPEST and _is_deep(body):
-        raise BadRequest(f"The body is nested more than {_DEEPEST} deep.", malformed=True)
+    if text.count(b"[") + text.count(b"{") > _MAX_DEPTH and _is_too_deep(body):
+        raise BadRequest(f"The body is nested more than {_MAX_DEPTH} deep.", malformed=True)
     return body
 
 
-_DEEPEST = 200
-"""How deep a body may be nested: what is deeper cannot be shown, written into a trace or compared
-within Python's own limit.
-"""
-
-
-def _is_deep(value: Any) -> bool:
+def _is_too_deep(value: Any) -> bool:
     level = [value]
-    for _ in range(_DEEPEST):
+    for _ in range(_MAX_DEPTH):
         level = [
-            part
-            for one in level
-            for part in (one.values() if isinstance(one, dict) else one)
-            if type(part) is list or type(part) is dict
+            child
+            for parent in level
+            for child in (parent.values() if isinstance(parent, dict) else parent)
+            if type(child) is list or type(child) is dict
         ]
         if not level:
             return False
@@ -87,8 +100,10 @@ def _is_deep(value: Any) -> bool:
 
 
 def field(body: Mapping[str, Any], name: str, kind: type | tuple[type, ...], default: Any) -> Any:
-    """The value of ``name``, of one of ``kind`` (a bool is no number); ``default`` where it is
-    absent or null.
+    """Return the value of ``name``, or ``default`` if it is absent or null.
+
+    Raises:
+        BadRequest: the value is of another kind; a bool is no number.
     """
     value = body.get(name)
     if value is None:
@@ -97,50 +112,39 @@ def field(body: Mapping[str, Any], name: str, kind: type | tuple[type, ...], def
         return value
     kinds = kind if isinstance(kind, tuple) else (kind,)
     if not isinstance(value, kinds) or (isinstance(value, bool) and bool not in kinds):
-        wanted = " or ".join(one.__name__ for one in kinds)
+        expected = " or ".join(kind.__name__ for kind in kinds)
         raise BadRequest(
-            f"{name} must be {wanted}, not {type(value).__name__}.", malformed=True, param=name
+            f"{name} must be {expected}, not {type(value).__name__}.", malformed=True, param=name
         )
     return value
 
 
-_INTEGERS = frozenset({int})
-
-
 def token_ids(value: Any, name: str, vocab: int) -> tuple[int, ...]:
-    """Token ids of a request, each of the vocabulary."""
-    if not isinstance(value, list) or not _INTEGERS.issuperset(map(type, value)):
+    """Return the token ids in ``value``, the field ``name`` of a request.
+
+    Raises:
+        BadRequest: it is no list of ids of the vocabulary.
+    """
+    if not isinstance(value, list) or any(type(token) is not int for token in value):
         raise BadRequest(f"{name} must be a list of token ids.", malformed=True, param=name)
     if value and not (min(value) >= 0 and max(value) < vocab):
         raise BadRequest(f"{name} holds ids outside of the vocabulary of {vocab}.")
     return tuple(value)
 
 
-class _Words(dict[int, str]):
-    """The word of each token, made once: there are as many as the vocabulary has."""
-
-    def __missing__(self, token: int) -> str:
-        word = self[token] = f"w{token}"
-        return word
-
-
-_WORDS = _Words()
-
-
 def text_of(tokens: Sequence[int]) -> str:
-    """The fake's words for tokens: ``w5 w6``."""
-    return " ".join(map(_WORDS.__getitem__, tokens))
+    """Return the fake's words for tokens: ``w5 w6``."""
+    return " ".join([f"w{token}" for token in tokens])
 
 
 def words_of(text: str, vocab: int) -> tuple[int, ...]:
-    """Token ids of words ``w5``; any other word is a token made of its bytes."""
+    """Return the token ids of words ``w5``; any other word is a token made of its bytes."""
     ids = []
     for word in text.split():
         number = word.removeprefix("w")
-        plain = number.isascii() and number.isdigit() and len(number) < 12
-        ids.append(
-            int(number) % vocab
-            if plain
-            else int(np.frombuffer(word.encode().ljust(8, b"\0")[:8], "<u8")[0] % vocab)
-        )
+        if number.isascii() and number.isdigit() and len(number) < 12:
+            token = int(number)
+        else:
+            token = int(np.frombuffer(word.encode().ljust(8, b"\0")[:8], "<u8")[0])
+        ids.append(token % vocab)
     return tuple(ids)

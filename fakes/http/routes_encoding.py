@@ -1,7 +1,7 @@
-"""Wire: how routes are written into JSON by those who send them, and read by those who get them.
+"""How servers write routes into JSON, and how clients read them.
 
-SGLang sends base64 of raw int32 without a shape, newer ones a compact type with its name beside it;
-vLLM's own endpoint sends a NumPy file in base64; others a mapping with shape and dtype.
+SGLang sends base64 of raw int32 without a shape, newer releases a compact type with its name next
+to it; vLLM's own endpoint sends a NumPy file in base64; others send a mapping with shape and dtype.
 """
 
 from __future__ import annotations
@@ -26,45 +26,47 @@ __all__ = [
 ]
 
 
-def as_int32(routes: IntArray) -> bytes:
-    """Base64 of the rows as little-endian int32 in C order, without a shape: SGLang's
+def as_int32(routes: IntArray) -> str:
+    """Return base64 of the rows as little-endian int32 in C order, without a shape: SGLang's
     ``meta_info["routed_experts"]``.
     """
-    return pybase64.b64encode(np.ascontiguousarray(routes, dtype="<i4").data)
+    return pybase64.b64encode_as_string(np.ascontiguousarray(routes, dtype="<i4").data)
 
 
-def compact(routes: IntArray) -> tuple[bytes, str]:
-    """The rows in the smallest unsigned type that holds them, and its name; int32 where an id is
-    negative or too large.
+def compact(routes: IntArray) -> tuple[str, str]:
+    """Return base64 of the rows in the smallest unsigned type that holds them, and its name; int32
+    if an id is negative or too large.
     """
     low, high = (int(routes.min()), int(routes.max())) if routes.size else (0, 0)
     name = "int32" if low < 0 or high > 65_535 else "uint8" if high <= 255 else "uint16"
-    kind = np.dtype(name).newbyteorder("<")
-    return pybase64.b64encode(np.ascontiguousarray(routes, dtype=kind).data), name
+    dtype = np.dtype(name).newbyteorder("<")
+    return pybase64.b64encode_as_string(np.ascontiguousarray(routes, dtype=dtype).data), name
 
 
 def as_npy(routes: IntArray) -> str:
-    """Base64 of a ``.npy`` file of the array as it is."""
+    """Return base64 of a ``.npy`` file of the array as it is."""
     file = io.BytesIO()
     np.save(file, np.ascontiguousarray(routes), allow_pickle=False)
     return pybase64.b64encode_as_string(file.getvalue())
 
 
-def as_described(routes: IntArray, **more: Any) -> dict[str, Any]:
-    """Base64 of the raw bytes, with shape and dtype beside them, ``data`` first; ``more`` is what a
-    sender adds (prime-rl's ``start``).
+def as_described(routes: IntArray, **extra: Any) -> dict[str, Any]:
+    """Return base64 of the raw bytes, ``data`` first, with shape and dtype; ``extra`` is what a
+    sender adds, such as prime-rl's ``start``.
     """
     return {
         "data": pybase64.b64encode_as_string(np.ascontiguousarray(routes).data),
         "shape": list(routes.shape),
         "dtype": str(routes.dtype),
-        **more,
+        **extra,
     }
 
 
 def from_flat(text: str, layers: int, top_k: int, dtype: str = "int32") -> IntArray:
-    """Read ``as_int32`` or ``compact``: ``(rows, layers, top_k)``. Raises ``ValueError`` where the
-    bytes do not fit.
+    """Read ``as_int32`` or ``compact`` as an array of (rows, layers, top_k).
+
+    Raises:
+        ValueError: the bytes do not fit.
     """
     return np.frombuffer(
         pybase64.b64decode(text, validate=True), dtype=np.dtype(dtype).newbyteorder("<")
@@ -72,18 +74,25 @@ def from_flat(text: str, layers: int, top_k: int, dtype: str = "int32") -> IntAr
 
 
 def from_npy(text: str) -> IntArray:
-    """Read ``as_npy``. Raises ``ValueError`` where it is none."""
+    """Read ``as_npy``.
+
+    Raises:
+        ValueError: it is no ``.npy`` file.
+    """
     array: IntArray = np.load(
         io.BytesIO(pybase64.b64decode(text, validate=True)), allow_pickle=False
     )
     return array
 
 
-def from_described(wire: Mapping[str, Any]) -> IntArray:
-    """Read ``as_described``. Raises ``ValueError`` where the bytes do not fit, ``KeyError`` where a
-    key is missing.
+def from_described(encoded: Mapping[str, Any]) -> IntArray:
+    """Read ``as_described``.
+
+    Raises:
+        KeyError: a key is missing.
+        ValueError: the bytes do not fit the shape.
     """
-    kind = np.dtype(wire["dtype"]).newbyteorder("<")
-    return np.frombuffer(pybase64.b64decode(wire["data"], validate=True), dtype=kind).reshape(
-        wire["shape"]
+    dtype = np.dtype(encoded["dtype"]).newbyteorder("<")
+    return np.frombuffer(pybase64.b64decode(encoded["data"], validate=True), dtype=dtype).reshape(
+        encoded["shape"]
     )

@@ -1,5 +1,6 @@
-"""Sampling rules: which sampling parameters the real servers take, and in which ranges. The fake
-samples the same whatever they say.
+"""Which sampling parameters the real servers take, and in which ranges.
+
+The fake samples the same whatever they are.
 """
 
 from __future__ import annotations
@@ -8,14 +9,14 @@ from collections.abc import Callable, Mapping
 from math import isfinite
 from typing import Any
 
-from rollproof.fakes.http.request_body import BadRequest, Uncaught, field
-from rollproof.fakes.http.supported_fields import FIELDS, refuse_unanswered
+from rollproof.fakes.http.request_body import BadRequest, UncaughtError, field
+from rollproof.fakes.http.supported_fields import refuse_unsupported
 
 __all__ = ["check_sglang", "check_vllm", "check_vllm_request", "vllm_salt"]
 
 _NUMBER = (int, float)
 Rule = tuple[type | tuple[type, ...], Callable[[Any], bool], str]
-"""What a value is, whether it may be, and how the server says what it must be."""
+"""The type of a value, whether it is in range, and the server's words for the range."""
 
 _PENALTY: Rule = (_NUMBER, lambda value: -2.0 <= value <= 2.0, "in [-2, 2]")
 _TOP_P: Rule = (_NUMBER, lambda value: 0.0 < value <= 1.0, "in (0, 1]")
@@ -60,8 +61,8 @@ _SGLANG: Mapping[str, Rule | None] = {
         )
     ),
 }
-"""The fields of SamplingParams of SGLang 0.5.21 (srt/sampling/sampling_params.py), and what its
-``verify`` asks of them.
+"""The fields of SamplingParams of SGLang 0.5.21 (srt/sampling/sampling_params.py), and the rules of
+its ``verify``.
 """
 _VLLM: Mapping[str, Rule] = {
     "temperature": (_NUMBER, lambda value: value >= 0, "non-negative"),
@@ -73,47 +74,52 @@ _VLLM: Mapping[str, Rule] = {
     "repetition_penalty": (_NUMBER, lambda value: value > 0.0, "greater than zero"),
     "min_tokens": (int, lambda value: value >= 0, "greater than or equal to 0"),
 }
-"""What SamplingParams of vLLM 0.32 (sampling_params.py, ``_verify_args``) asks of its fields;
-others are taken and not looked at.
+"""The rules of SamplingParams of vLLM 0.32 (sampling_params.py, ``_verify_args``); other fields are
+not checked.
 """
-_TOLD = ("temperature", "top_p")
-"""Fields that vLLM names in its error."""
-
-_SGLANG_FIELDS = FIELDS["sglang sampling_params"]
-_NOT_IN_SALTS = frozenset("@/\\\0")
+_NAMED_BY_VLLM = ("temperature", "top_p")
+"""Fields that vLLM names in ``param`` of its error."""
+_FORBIDDEN_IN_SALTS = frozenset("@/\\\0")
 
 
 def check_sglang(sampling: Mapping[str, Any]) -> None:
-    """Raise ``BadRequest`` for a value out of range, and ``Uncaught`` for a name that is none:
-    SGLang does not catch the TypeError.
+    """Check the sampling parameters of one prompt.
+
+    Raises:
+        BadRequest: a value is out of range.
+        UncaughtError: a name is unknown; SGLang does not catch the TypeError.
     """
     if not sampling.keys() <= _SGLANG.keys():
-        raise Uncaught(f"sampling_params has {sorted(sampling.keys() - _SGLANG.keys())}")
-    refuse_unanswered(sampling, _SGLANG_FIELDS)
+        raise UncaughtError(f"sampling_params has {sorted(sampling.keys() - _SGLANG.keys())}")
+    refuse_unsupported(sampling, "sglang sampling_params")
     for name in sampling:
         rule = _SGLANG[name]
         if rule is not None:
             _check(sampling, name, rule)
-    most = sampling.get("max_new_tokens")
-    if most is not None and (sampling.get("min_new_tokens") or 0) > most:
+    maximum = sampling.get("max_new_tokens")
+    if maximum is not None and (sampling.get("min_new_tokens") or 0) > maximum:
         raise BadRequest(
-            f"min_new_tokens must be in [0, max_new_tokens({most})], got"
+            f"min_new_tokens must be in [0, max_new_tokens({maximum})], got"
             f" {sampling['min_new_tokens']}."
         )
 
 
 def check_vllm(sampling: Mapping[str, Any], samples: int, budget: int | None) -> None:
-    """Raise ``BadRequest`` for a value out of range, several samples where the best is taken, and
-    ``min_tokens`` above ``budget``.
+    """Check sampling parameters of ``samples`` samples with at most ``budget`` tokens each.
+
+    Raises:
+        BadRequest: a value is out of range, greedy sampling of several samples, or ``min_tokens``
+            above the budget.
     """
     for name in _VLLM.keys() & sampling.keys():
         _check(sampling, name, _VLLM[name])
     if samples > 1 and sampling.get("temperature") == 0:
         raise BadRequest(f"n must be 1 when using greedy sampling, got {samples}.")
-    least = sampling.get("min_tokens") or 0
-    if budget is not None and 0 < budget < least:  # a budget of none is refused for itself
+    minimum = sampling.get("min_tokens") or 0
+    # a budget of 0 has a refusal of its own
+    if budget is not None and 0 < budget < minimum:
         raise BadRequest(
-            f"min_tokens must be less than or equal to max_tokens={budget}, got {least}."
+            f"min_tokens must be less than or equal to max_tokens={budget}, got {minimum}."
         )
 
 
@@ -137,8 +143,10 @@ def check_vllm_request(body: Mapping[str, Any]) -> None:
 
 
 def vllm_salt(body: Mapping[str, Any]) -> dict[str, str]:
-    """The request's ``cache_salt`` as a parameter of its calls, where it has one. Raises
-    ``BadRequest`` where vLLM refuses it.
+    """Return the request's ``cache_salt``, if it has one, as a parameter of its calls.
+
+    Raises:
+        BadRequest: vLLM refuses it.
     """
     salt = body.get("cache_salt")
     if salt is None:
@@ -147,7 +155,7 @@ def vllm_salt(body: Mapping[str, Any]) -> dict[str, str]:
         raise BadRequest(
             "Parameter 'cache_salt' must be a non-empty string if provided.", param="cache_salt"
         )
-    if len(salt) > 128 or not _NOT_IN_SALTS.isdisjoint(salt):
+    if len(salt) > 128 or not _FORBIDDEN_IN_SALTS.isdisjoint(salt):
         raise BadRequest(
             "Parameter 'cache_salt' must be at most 128 characters, without '@', '/', '\\\\' and"
             " NUL.",
@@ -157,9 +165,10 @@ def vllm_salt(body: Mapping[str, Any]) -> dict[str, str]:
 
 
 def _check(sampling: Mapping[str, Any], name: str, rule: Rule) -> None:
-    kind, allowed, wanted = rule
+    kind, in_range, words = rule
     value = field(sampling, name, kind, None)
-    if value is not None and not allowed(value):
+    if value is not None and not in_range(value):
         raise BadRequest(
-            f"{name} must be {wanted}, got {value}.", param=name if name in _TOLD else None
+            f"{name} must be {words}, got {value}.",
+            param=name if name in _NAMED_BY_VLLM else None,
         )

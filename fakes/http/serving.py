@@ -1,314 +1,320 @@
-"""Serving: an HTTP face on a port of this machine, in the running loop or until a signal."""
+"""Serve fake servers: on ports of this machine, or on the in-memory network of a virtual loop."""
 
 from __future__ import annotations
 
 import asyncio
-import ctypes
-import gc
-import importlib
 import signal
 import socket
-import sys
-from collections import deque
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AsyncExitStack, asynccontextmanager, contextmanager, suppress
+from contextlib import asynccontextmanager, contextmanager, suppress
 from typing import Any
 
 import uvicorn
+from starlette.types import ASGIApp, Receive, Scope, Send
+from uvicorn.server import ServerState
 
+from rollproof.core.events.base import Event
 from rollproof.core.trace import TraceSink
-from rollproof.errors import UsageError
-from rollproof.fakes.http.asgi import Face
-from rollproof.fakes.http.at_once import offering
-from rollproof.fakes.http.engine_backend import Backing, ServeOptions
-from rollproof.fakes.http.fault_plan import FaultPlan, happened
-from rollproof.fakes.http.flushing_sink import Kept
-from rollproof.fakes.http.gateway import Router, RouterKind
+from rollproof.errors import RollproofError, UsageError
+from rollproof.fakes.http.connections import Connection
+from rollproof.fakes.http.engine_backend import EngineBackend, ServeOptions
+from rollproof.fakes.http.fake_server import FakeServer
+from rollproof.fakes.http.fault_plan import FaultPlan, plan_summary
+from rollproof.fakes.http.gateway import RouterKind, make_router
 from rollproof.fakes.http.sglang.server import sglang_app
 from rollproof.fakes.http.vllm.server import vllm_app
+from rollproof.simulation.memory_network import Network
 
-__all__ = ["FACES", "bound_socket", "routing", "serve_forever", "serving"]
+__all__ = [
+    "SERVERS",
+    "FlushingSink",
+    "bound_socket",
+    "routing",
+    "serve_forever",
+    "serve_in_memory",
+    "serving",
+]
 
-_TRIM_THRESHOLD, _KEPT = -1, 256 << 20
-"""``M_TRIM_THRESHOLD`` of glibc's malloc.h, and the bytes that may lie idle at the top of the heap."""
-_HURRIED = 1024
-"""Requests of a connection that are remembered because the next one came before they were answered."""
-FACES: Mapping[str, tuple[Callable[[Backing], Face], str]] = {
+SERVERS: Mapping[str, tuple[Callable[[EngineBackend], FakeServer], str]] = {
     "sglang": (sglang_app, "sglang"),
     "vllm": (vllm_app, "vllm"),
 }
-"""Faces by name: the application, and the flavour of engine that it stands in front of."""
+"""Fake servers by name: the application, and the flavour of its engine."""
+_FLUSH_SECONDS = 1.0
+"""A server that is killed loses the events of at most this time."""
+_KEEP_ALIVE_IN_MEMORY = 75
+"""Seconds for which an idle connection stays open: longer than any client keeps its own, so that no
+client meets a server that hangs up.
+"""
 
 
 def bound_socket(port: int = 0) -> socket.socket:
-    """A socket on loopback (``port`` 0: chosen by the system). Raises ``UsageError`` where the port
-    is taken.
+    """Return a socket bound to ``port`` on 127.0.0.1 (0: any free one).
+
+    Raises:
+        UsageError: the port is in use.
     """
     if not 0 <= port <= 65_535:
         raise UsageError(f"--port must be 0 to 65535, not {port}.")
-    # asyncio sends small pieces at once on sockets that name their protocol alone; the events of a
-    # stream waited 40 ms for each other
-    found = socket.socket(socket.AF_INET, socket.SOCK_STREAM, socket.IPPROTO_TCP)
-    found.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    # asyncio sets TCP_NODELAY only on sockets that name their protocol; without it the events of a
+    # stream wait 40 ms for each other
+    bound = socket.socket(socket.AF_INET, socket.SOCK_STREAM, socket.IPPROTO_TCP)
+    bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
-        found.bind(("127.0.0.1", port))
+        bound.bind(("127.0.0.1", port))
     except OSError as error:
-        found.close()
+        bound.close()
         raise UsageError(
-            f"Port {port} of 127.0.0.1 cannot be had: {error.strerror}. Choose another, or 0 for a"
+            f"Port {port} on 127.0.0.1 is in use ({error.strerror}): choose another, or 0 for a"
             " free one."
         ) from error
-    return found
+    return bound
 
 
 @asynccontextmanager
 async def serving(
-    face: str,
+    server: str,
     options: ServeOptions | None = None,
     *,
     sinks: Iterable[TraceSink] = (),
     port: int = 0,
     plan: FaultPlan | None = None,
-) -> AsyncIterator[tuple[str, Backing]]:
-    """Serve ``face`` in the running loop; gives its address ``http://127.0.0.1:port`` and the
-    engine behind it.
+) -> AsyncIterator[tuple[str, EngineBackend]]:
+    """Serve one fake server in the running loop; yields its address and its engine.
+
+    Args:
+        server: a key of ``SERVERS``.
+        options: what the server is; by default a small model of its newest release.
+        sinks: take every event of the trace as it is recorded.
+        port: the port; 0 for a free one.
+        plan: what goes wrong.
     """
-    make, flavour = _face(face)
-    backing = Backing(options or ServeOptions(flavour=flavour), sinks, plan=plan)
-    async with _listening(make(backing), bound_socket(port)) as url:
-        yield url, backing
+    make_app, flavour = _server(server)
+    backend = EngineBackend(options or ServeOptions(flavour=flavour), sinks, plan=plan)
+    with bound_socket(port) as bound:
+        async with _listening([(bound, make_app(backend))]):
+            yield _url(bound), backend
 
 
 @asynccontextmanager
 async def routing(
-    face: str,
+    server: str,
     options: ServeOptions,
     workers: int,
     kind: RouterKind = RouterKind.GATEWAY,
     *,
     sinks: Iterable[TraceSink] = (),
     plan: FaultPlan | None = None,
-) -> AsyncIterator[tuple[str, Mapping[str, Backing]]]:
-    """Serve ``workers`` engines and a router before them; gives the router's address, and the
-    engines by theirs.
+) -> AsyncIterator[tuple[str, Mapping[str, EngineBackend]]]:
+    """Serve ``workers`` fake servers and a router before them; yields the router's address, and the
+    engines by the addresses of their servers.
     """
-    make, _ = _face(face)
-    backings = _together(options, workers, sinks, keep=True, plan=plan)
-    async with AsyncExitStack() as stack:
-        apps: dict[str, Face] = {}
-        by_url: dict[str, Backing] = {}
-        for backing in backings:
-            app = make(backing)
-            url = await stack.enter_async_context(_listening(app, bound_socket()))
-            apps[url], by_url[url] = app, backing
-        yield (
-            await stack.enter_async_context(_listening(Router(apps, kind), bound_socket())),
-            by_url,
-        )
-
-
-@asynccontextmanager
-async def _listening(app: Face | Router, listening: socket.socket) -> AsyncIterator[str]:
-    server = _Server(_config(app, access_log=False))
-    task = asyncio.ensure_future(server.serve(sockets=[listening]))
-    while not server.started and not task.done():  # noqa: ASYNC110 - uvicorn tells it by this flag alone
-        await asyncio.sleep(0.005)
+    backends = _sharing_a_trace(options, workers, sinks, keep=True, plan=plan)
+    sockets = [bound_socket() for _ in range(workers + 1)]
     try:
-        yield _url(listening)
+        async with _listening(_with_router(server, backends, sockets, kind)):
+            yield _url(sockets[0]), dict(zip(map(_url, sockets[1:]), backends, strict=True))
     finally:
-        server.should_exit = True
-        await task
-        listening.close()
+        for bound in sockets:
+            bound.close()
 
 
 def serve_forever(
-    face: str,
+    server: str,
     options: ServeOptions,
-    listening: Sequence[socket.socket],
+    sockets: Sequence[socket.socket],
     *,
     sinks: Iterable[TraceSink] = (),
     access_log: bool = True,
     plan: FaultPlan | None = None,
     kind: RouterKind = RouterKind.GATEWAY,
 ) -> list[str]:
-    """Serve until SIGINT or SIGTERM; requests in flight are given a moment to end. Of several
-    sockets the first is the router's.
+    """Serve until SIGINT or SIGTERM; requests in flight are aborted and answered.
 
-    Sinks that can flush do so every second. One that fails ends the server, and what it raised is
-    raised here. Returns what became of the ``plan``, a line for each fault and action.
+    Args:
+        server: a key of ``SERVERS``.
+        options: what each server is.
+        sockets: one for a single server; of several the first is the router's.
+        sinks: take every event; they are flushed every second if they can be.
+        access_log: log each request.
+        plan: what goes wrong.
+        kind: whose router it is.
+
+    Returns:
+        What became of the plan: a line for each fault and action.
+
+    Raises:
+        RollproofError: a sink failed; the server has stopped for that.
     """
-    make, _ = _face(face)
-    sockets = listening[1:] or listening
 
     async def run() -> list[str]:
-        stopping: list[Callable[[], None]] = []
-        kept = [Kept(sink, lambda: stopping[0]()) for sink in sinks]
-        backings = _together(options, len(sockets), kept, keep=False, plan=plan)
-        apps: list[tuple[Face | Router, socket.socket]] = [
-            (make(one), sock) for one, sock in zip(backings, sockets, strict=True)
-        ]
-        if len(sockets) > 1:
-            apps.insert(
-                0,
-                (
-                    Router({_url(sock): app for app, sock in apps if isinstance(app, Face)}, kind),
-                    listening[0],
-                ),
-            )
-        servers = [(_Server(_config(app, access_log=access_log)), sock) for app, sock in apps]
+        stopping = asyncio.Event()
+        flushing = [FlushingSink(sink, stopping.set) for sink in sinks]
+        count = max(1, len(sockets) - 1)
+        backends = _sharing_a_trace(options, count, flushing, keep=False, plan=plan)
         loop = asyncio.get_running_loop()
-        ending: list[asyncio.Task[Any]] = []
-
-        def stop() -> None:
-            for server, _ in servers:
-                server.should_exit = True
-            # streams end, and whoever waits is answered
-            ending.extend(loop.create_task(backing.engine.abort("*")) for backing in backings)
-
-        stopping.append(stop)
         for number in (signal.SIGINT, signal.SIGTERM):
-            with suppress(
-                NotImplementedError, ValueError, RuntimeError
-            ):  # elsewhere than in a main thread, or on Windows
-                loop.add_signal_handler(number, stop)
-        await asyncio.gather(*(server.serve(sockets=[sock]) for server, sock in servers))
-        for one in kept:
-            one.end()
-        waiting = () if backings[0].hooks is None else backings[0].hooks.waiting
-        return (
-            []
-            if plan is None
-            else list(happened(plan, (backing.faults for backing in backings), waiting))
-        )
+            # not possible outside of a main thread, nor on Windows
+            with suppress(NotImplementedError, ValueError, RuntimeError):
+                loop.add_signal_handler(number, stopping.set)
+        async with _listening(_with_router(server, backends, sockets, kind), access_log=access_log):
+            await stopping.wait()
+            for backend in backends:
+                await backend.engine.abort("*")
+        for sink in flushing:
+            sink.close()
+        if plan is None:
+            return []
+        attribution = backends[0].attribution
+        waiting = () if attribution is None else attribution.waiting
+        return list(plan_summary(plan, (backend.faults for backend in backends), waiting))
 
-    _keep_memory()
-    with _rare_collections(), asyncio.Runner(loop_factory=_fast_loop()) as runner:
-        return runner.run(run())
+    return asyncio.run(run())
+
+
+def serve_in_memory(network: Network, apps: Mapping[int, ASGIApp]) -> None:
+    """Serve applications by port on ``network``, in the running loop."""
+    config = uvicorn.Config(
+        _ByPort(apps),
+        http=Connection,
+        lifespan="off",
+        ws="none",
+        log_config=None,
+        access_log=False,
+        date_header=False,
+        timeout_keep_alive=_KEEP_ALIVE_IN_MEMORY,
+    )
+    config.load()
+    state = ServerState()
+    for port in apps:
+        network.listen(port, lambda: Connection(config, state, {}))
+
+
+class FlushingSink:
+    """Hands events on to ``sink``, and flushes it every second while there are new ones.
+
+    Where the sink fails (a full disk), ``on_failure`` is called, no more events are taken, and
+    ``close`` raises what it failed with.
+    """
+
+    def __init__(self, sink: TraceSink, on_failure: Callable[[], None]) -> None:
+        self._sink = sink
+        self._on_failure = on_failure
+        self._error: RollproofError | None = None
+        self._flush_sink: Callable[[], Any] = getattr(sink, "flush", lambda: None)
+        self._timer: asyncio.TimerHandle | None = None
+
+    def append(self, event: Event) -> None:
+        """Take one event."""
+        self._try(lambda: self._sink.append(event))
+        if self._timer is None:
+            self._timer = asyncio.get_running_loop().call_later(_FLUSH_SECONDS, self._flush)
+
+    def close(self) -> None:
+        """Raise what the sink failed with, if it did."""
+        if self._timer is not None:
+            self._timer.cancel()
+        if self._error is not None:
+            raise self._error
+
+    def _flush(self) -> None:
+        self._timer = None
+        self._try(self._flush_sink)
+
+    def _try(self, step: Callable[[], Any]) -> None:
+        if self._error is not None:
+            return
+        try:
+            step()
+        except RollproofError as error:
+            self._error = error
+            self._on_failure()
+
+
+class _ByPort:
+    """An ASGI application for several sockets of one server: it forwards by the port."""
+
+    def __init__(self, apps: Mapping[int, ASGIApp]) -> None:
+        self._apps = apps
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        await self._apps[scope["server"][1]](scope, receive, send)
 
 
 class _Server(uvicorn.Server):
-    """Signals are ours: uvicorn would raise them again when it is done, which ends a process before
-    its trace is written.
+    """A server that leaves signals alone: uvicorn raises them again when it is done, which would
+    end the process before its trace is written.
     """
 
     @contextmanager
     def capture_signals(self) -> Iterator[None]:
-        """Leave them alone."""
         yield
 
 
-@contextmanager
-def _rare_collections() -> Iterator[None]:
-    """What a call leaves behind has no cycles: looking for some at every few hundred objects is a
-    tenth of a request's time.
-    """
-    before = gc.get_threshold()
-    gc.freeze()
-    gc.set_threshold(50_000, 20, 50)
+@asynccontextmanager
+async def _listening(
+    apps: Sequence[tuple[socket.socket, ASGIApp]], *, access_log: bool = False
+) -> AsyncIterator[None]:
+    """Serve each application on its socket."""
+    config = uvicorn.Config(
+        _ByPort({bound.getsockname()[1]: app for bound, app in apps}),
+        http=Connection,
+        access_log=access_log,
+        log_level="info" if access_log else "warning",
+        timeout_graceful_shutdown=3,
+        lifespan="off",
+        ws="none",
+        proxy_headers=False,
+    )
+    server = _Server(config)
+    serve = asyncio.gather(server.serve(sockets=[bound for bound, _ in apps]))
+    while not server.started:
+        if serve.done():
+            serve.result()
+        await asyncio.sleep(0.005)
     try:
         yield
     finally:
-        gc.set_threshold(*before)
-        gc.unfreeze()
+        server.should_exit = True
+        await serve
 
 
-def _keep_memory() -> None:
-    """Have glibc, where it is that, keep what it freed: it gives the top of the heap back after a
-    large reply, and takes it anew, page by page, for the next, which is a tenth of a request's
-    time.
-    """
-    mallopt = getattr(ctypes.CDLL(None), "mallopt", None) if sys.platform == "linux" else None
-    if mallopt is not None:
-        mallopt(_TRIM_THRESHOLD, _KEPT)
+def _with_router(
+    server: str,
+    backends: Sequence[EngineBackend],
+    sockets: Sequence[socket.socket],
+    kind: RouterKind,
+) -> list[tuple[socket.socket, ASGIApp]]:
+    """Return each socket with its application; one more socket than engines is a router's."""
+    make_app, _ = _server(server)
+    servers = [make_app(backend) for backend in backends]
+    if len(sockets) == len(servers):
+        return list(zip(sockets, servers, strict=True))
+    by_url = {_url(bound): app for bound, app in zip(sockets[1:], servers, strict=True)}
+    return [(sockets[0], make_router(kind, by_url)), *zip(sockets[1:], servers, strict=True)]
 
 
-def _fast_loop() -> Callable[[], asyncio.AbstractEventLoop] | None:
-    """The loop of uvloop, where it is installed."""
-    try:
-        uvloop = importlib.import_module("uvloop")
-    except ImportError:
-        return None
-    factory: Callable[[], asyncio.AbstractEventLoop] = uvloop.new_event_loop
-    return factory
-
-
-def _together(
+def _sharing_a_trace(
     options: ServeOptions,
     count: int,
     sinks: Iterable[TraceSink],
     *,
     keep: bool,
     plan: FaultPlan | None,
-) -> list[Backing]:
-    """Engines that share a trace."""
-    first = Backing(options, sinks, keep=keep, plan=plan)
-    return [
-        first,
-        *(Backing(options, plan=plan, beside=first, server_id=f"s{i}") for i in range(1, count)),
-    ]
-
-
-def _url(listening: socket.socket) -> str:
-    return f"http://127.0.0.1:{listening.getsockname()[1]}"
-
-
-def _face(name: str) -> tuple[Any, str]:
-    if name not in FACES:
-        raise UsageError(f"No face is named {name!r}; choose one of {list(FACES)}.")
-    return FACES[name]
-
-
-def _config(app: Face | Router, *, access_log: bool) -> uvicorn.Config:
-    config = uvicorn.Config(
-        app,
-        access_log=access_log,
-        log_level="info" if access_log else "warning",
-        timeout_graceful_shutdown=3,
-        lifespan="off",
-        proxy_headers=False,
+) -> list[EngineBackend]:
+    first = EngineBackend(options, sinks, keep=keep, plan=plan)
+    others = (
+        EngineBackend(options, plan=plan, first=first, server_id=f"s{number}")
+        for number in range(1, count)
     )
-    config.load()
-    config.http_protocol_class = _noticing(config.http_protocol_class)
-    config.loaded_app = offering(config.loaded_app, config.http_protocol_class)
-    return config
+    return [first, *others]
 
 
-def _noticing(protocol: Any) -> Any:
-    """``protocol``, which tells where a client closed a connection, and may not have read its last
-    answer.
+def _url(bound: socket.socket) -> str:
+    return f"http://127.0.0.1:{bound.getsockname()[1]}"
 
-    One that leaves bytes unread resets the connection. Of a stream a client's library may have read
-    more than the client was told before it left; one that has all of it keeps the connection for
-    its next request.
-    """
 
-    class Noticing(protocol):  # type: ignore[misc]
-        def connection_made(self, transport: Any) -> None:
-            super().connection_made(transport)
-            self._hurried: deque[Any] = deque(maxlen=_HURRIED)
-
-        def on_headers_complete(self) -> None:
-            """A request came, over httptools: after all answers were read, or before, of which
-            uvicorn forgets the requests.
-            """
-            if self.cycle is not None and not self.cycle.response_complete:
-                self._hurried.append(self.cycle)
-            else:
-                self._hurried.clear()
-            super().on_headers_complete()
-
-        def connection_lost(self, exc: Exception | None) -> None:
-            for cycle in (*self._hurried, self.cycle):
-                asked = getattr(cycle, "asked", None)
-                if (
-                    asked is not None
-                    and cycle.response_complete
-                    and (exc is not None or asked.streamed)
-                ):
-                    asked.tell_broken()
-            super().connection_lost(exc)
-            for cycle in self._hurried:
-                cycle.disconnected = not cycle.response_complete
-                cycle.message_event.set()
-
-    return Noticing
+def _server(name: str) -> tuple[Callable[[EngineBackend], FakeServer], str]:
+    if name not in SERVERS:
+        raise UsageError(f"There is no fake server {name!r}; choose one of {list(SERVERS)}.")
+    return SERVERS[name]

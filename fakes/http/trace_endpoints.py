@@ -1,47 +1,49 @@
-"""Telling: the endpoints by which a client tells a served engine what it was asked for, and what it
-made of the replies.
+"""Endpoints by which a client reports its requests and samples to a fake server.
 
 ``POST /rollproof/submit`` takes a request, ``POST /rollproof/result`` a sample, both in the JSON
-form of a trace's events. With them a trace that a server wrote has what the checks of samples need.
-``rollproof.fakes.http.trace_client.Teller`` sends them.
+form of the trace's events. The checks of samples need them in the server's trace.
+``rollproof.fakes.http.trace_client.Teller`` is a client.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
-from starlette.responses import JSONResponse
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+from starlette.routing import Route
 
 from rollproof.core.events.rollout import Result, Submit
 from rollproof.errors import RollproofError, TraceError
-from rollproof.fakes.http.asgi import Answer, Asked, Handler
-from rollproof.fakes.http.request_body import BadRequest
+from rollproof.fakes.http.fake_server import post
+from rollproof.fakes.http.request_body import BadRequest, json_body
 from rollproof.store.json_format import event_of
 
 if TYPE_CHECKING:
     from rollproof.fakes.http.call_samples import Samples
-    from rollproof.fakes.http.engine_backend import Backing
+    from rollproof.fakes.http.engine_backend import EngineBackend
 
-__all__ = ["told_endpoints"]
-
-
-def told_endpoints(backing: Backing) -> Mapping[str, Handler]:
-    """The endpoints, where the engine stands alone (one of a fleet is told otherwise)."""
-    samples = backing.samples
-    if samples is None:
-        return {}
-    told = _Told(samples, declared=backing.options.contract is not None)
-    return {"/rollproof/submit": told.submit, "/rollproof/result": told.result}
+__all__ = ["trace_routes"]
 
 
-class _Told:
-    def __init__(self, samples: Samples, *, declared: bool) -> None:
+def trace_routes(backend: EngineBackend) -> list[Route]:
+    """Return the two endpoints; none for an engine of a fleet, whose recorder has its samples."""
+    if backend.samples is None:
+        return []
+    endpoints = _TraceEndpoints(backend.samples, has_contract=backend.options.contract is not None)
+    return [
+        post("/rollproof/submit", endpoints.submit),
+        post("/rollproof/result", endpoints.result),
+    ]
+
+
+class _TraceEndpoints:
+    def __init__(self, samples: Samples, *, has_contract: bool) -> None:
         self._samples = samples
-        self._declared = declared
+        self._has_contract = has_contract
 
-    async def submit(self, asked: Asked) -> Answer:
-        event = self._event(asked, "submit")
+    async def submit(self, request: Request) -> Response:
+        event = await self._event(request, "submit")
         assert isinstance(event, Submit)
         try:
             self._samples.submit(event.request)
@@ -49,8 +51,8 @@ class _Told:
             raise BadRequest(str(error), 409) from error
         return JSONResponse({"submitted": event.request.request_id})
 
-    async def result(self, asked: Asked) -> Answer:
-        event = self._event(asked, "result")
+    async def result(self, request: Request) -> Response:
+        event = await self._event(request, "result")
         assert isinstance(event, Result)
         try:
             self._samples.result(event.request_id, event.rollout, event.error)
@@ -58,14 +60,14 @@ class _Told:
             raise BadRequest(str(error), 409) from error
         return JSONResponse({"ended": event.request_id})
 
-    def _event(self, asked: Asked, kind: str) -> object:
-        if not self._declared:
+    async def _event(self, request: Request, kind: str) -> object:
+        if not self._has_contract:
             raise BadRequest(
                 "Samples can only be judged against what the stack promises: start the server with"
                 " --contract FILE (ServeOptions.contract).",
                 409,
             )
-        body = asked.body()
+        body = await json_body(request)
         try:
             return event_of({"index": -1, "time": 0.0, **body, "kind": kind})
         except TraceError as error:

@@ -1,4 +1,4 @@
-"""serve: a fake engine behind the HTTP face of a real one."""
+"""The command ``serve``: a fake SGLang or vLLM server."""
 
 from __future__ import annotations
 
@@ -24,24 +24,22 @@ _ROUTES: Mapping[str, Sequence[str]] = {
     "sglang": ("int32", "compact"),
     "vllm": ("npy", "described"),
 }
-"""The forms in which each server writes routes."""
+"""The forms in which each server can write routes."""
 
 
 def serve(
-    face: Annotated[
-        str, typer.Option("--as", metavar="sglang|vllm", help="Whose HTTP face the server has.")
+    server: Annotated[
+        str, typer.Option("--as", metavar="sglang|vllm", help="The server to emulate.")
     ],
     port: Annotated[
         int,
         typer.Option(
-            "--port", metavar="N", help="Port on 127.0.0.1; 0: a free one, which is told."
+            "--port", metavar="N", help="Port on 127.0.0.1; 0: a free one, which is printed."
         ),
     ] = 0,
     flavour: Annotated[
         str | None,
-        typer.Option(
-            "--flavour", metavar="NAME", help="Release whose conventions hold; default: the newest."
-        ),
+        typer.Option("--flavour", metavar="NAME", help="Release to emulate; default: the newest."),
     ] = None,
     layers: Annotated[
         int,
@@ -63,7 +61,7 @@ def serve(
             "--workers",
             min=1,
             max=64,
-            help="With more than one: as many servers, and a router before.",
+            help="With more than one: that many servers, and a router before them.",
         ),
     ] = 1,
     router: Annotated[
@@ -71,7 +69,7 @@ def serve(
         typer.Option(
             "--router",
             metavar="gateway|slime",
-            help="Whose router stands before several; default: gateway.",
+            help="The router to emulate before several servers; default: gateway.",
         ),
     ] = None,
     incremental: Annotated[
@@ -87,14 +85,14 @@ def serve(
     ] = None,
     fault_plan: Annotated[
         Path | None,
-        typer.Option("--fault-plan", metavar="FILE", help="What goes wrong: TOML or JSON."),
+        typer.Option("--fault-plan", metavar="FILE", help="Plan of faults: TOML or JSON."),
     ] = None,
     contract: Annotated[
         Path | None,
         typer.Option(
             "--contract",
             metavar="FILE",
-            help="What the stack promises (TOML or JSON), so that samples can be told.",
+            help="What the stack promises (TOML or JSON); needed to judge its samples.",
         ),
     ] = None,
     trace: Annotated[
@@ -105,36 +103,35 @@ def serve(
     ] = None,
     quiet: Annotated[bool, typer.Option("--quiet", help="No access log.")] = False,
 ) -> int:
-    """Serve a fake engine on loopback until Ctrl-C: coded values, and the endpoints that
-    reinforcement-learning stacks use.
+    """Serve a fake engine on 127.0.0.1 until Ctrl-C, with the endpoints that reinforcement-learning
+    stacks use.
     """
     from rollproof.fakes.engine.flavours import FLAVOURS
-    from rollproof.fakes.http.engine_backend import Backing, RoutesForm, ServeOptions
+    from rollproof.fakes.http.engine_backend import EngineBackend, RoutesForm, ServeOptions
     from rollproof.fakes.http.fault_plan import FaultPlan
     from rollproof.fakes.http.gateway import RouterKind
-    from rollproof.fakes.http.serving import FACES, bound_socket, serve_forever
+    from rollproof.fakes.http.serving import SERVERS, bound_socket, serve_forever
     from rollproof.store import TraceWriter
 
-    if face not in FACES:
-        raise UsageError(f"No face is named {face!r}; choose one of {list(FACES)}.")
+    if server not in SERVERS:
+        raise UsageError(f"--as {server}: choose one of {list(SERVERS)}.")
     if top_k > experts:
         raise UsageError(f"--top-k {top_k} exceeds --experts {experts}.")
-    _one_of(
-        "--flavour", flavour, [name for name in FLAVOURS if name.partition("-")[0] == face], face
-    )
-    _one_of("--routes", routes, _ROUTES[face], face)
-    _one_of("--router", router, list(RouterKind), face)
+    flavours = [name for name in FLAVOURS if name.partition("-")[0] == server]
+    _require_choice("--flavour", flavour, flavours, server)
+    _require_choice("--routes", routes, _ROUTES[server], server)
+    _require_choice("--router", router, list(RouterKind), server)
     if router is not None and workers == 1:
         raise UsageError(
-            "--router needs --workers N with more than one: a router stands before several servers."
+            "--router needs --workers N with more than one: a router is for several servers."
         )
-    if incremental and face != "sglang":
+    if incremental and server != "sglang":
         raise UsageError(
-            "--incremental is SGLang's (incremental_streaming_output): vLLM streams only what is"
-            " new anyway."
+            "--incremental is an option of SGLang (incremental_streaming_output): vLLM always"
+            " streams only what is new."
         )
     if trace is not None and trace.exists():
-        raise UsageError(f"--trace {trace} exists: name a new file, or remove it before.")
+        raise UsageError(f"--trace {trace} exists: name a new file, or remove it first.")
     model = Model(
         num_layers=layers,
         moe_layers=tuple(range(layers)),
@@ -143,7 +140,7 @@ def serve(
         vocab=vocab,
     )
     options = ServeOptions(
-        flavour=flavour or FACES[face][1],
+        flavour=flavour or SERVERS[server][1],
         model=model,
         engine=EngineOptions(max_batch=256, step=step, prefix_cache=True),
         seed=seed,
@@ -154,47 +151,46 @@ def serve(
     plan = None if fault_plan is None else FaultPlan.from_file(fault_plan)
     for action in () if plan is None else plan.actions:
         if action.server is not None:
-            _one_of(
+            _require_choice(
                 f"{fault_plan}: server",
                 action.server,
                 [f"s{number}" for number in range(workers)],
-                f"{face} --workers {workers}",
+                f"{server} --workers {workers}",
             )
-    header = Backing.header(options)
-    listening = [bound_socket(port)]
+    header = EngineBackend.header(options)
+    sockets = [bound_socket(port)]
     with nullcontext() if trace is None else TraceWriter(trace, header) as writer:
         if workers > 1:
-            listening += [bound_socket() for _ in range(workers)]
-        for number, sock in enumerate(listening):
-            what = (
-                f"{face}" if workers == 1 else "router" if not number else f"{face} s{number - 1}"
-            )
-            typer.echo(f"{what} on http://127.0.0.1:{sock.getsockname()[1]}", err=True)
-        done = serve_forever(
-            face,
+            sockets += [bound_socket() for _ in range(workers)]
+        for number, bound in enumerate(sockets):
+            worker = f"{server} s{number - 1}" if number else "router"
+            name = server if workers == 1 else worker
+            typer.echo(f"{name} on http://127.0.0.1:{bound.getsockname()[1]}", err=True)
+        summary = serve_forever(
+            server,
             options,
-            listening,
+            sockets,
             sinks=[] if writer is None else [writer],
             access_log=not quiet,
             plan=plan,
             kind=RouterKind(router or "gateway"),
         )
-    for line in done:
+    for line in summary:
         typer.echo(line, err=True)
     return ExitCode.PASS
 
 
-def _one_of(option: str, given: str | None, known: Sequence[str], face: str) -> None:
-    if given is not None and given not in known:
+def _require_choice(option: str, value: str | None, choices: Sequence[str], server: str) -> None:
+    if value is not None and value not in choices:
         raise UsageError(
-            f"{option} {given} cannot be had with --as {face}: choose one of"
-            f" {[str(one) for one in known]}."
+            f"{option} {value} does not go with --as {server}: choose one of"
+            f" {[str(choice) for choice in choices]}."
         )
 
 
 def _contract(path: Path, model: Model) -> Contract:
-    """The contract of the file, which must be about the served ``model``: else every sample would
-    be blamed for its sizes.
+    """Return the contract in a file. It must have the sizes of the served ``model``, or all samples
+    would be found wrong.
     """
     from rollproof.core.contract import Contract
 
@@ -217,15 +213,15 @@ def _contract(path: Path, model: Model) -> Contract:
         raise ContractError(f"{path}: {error}") from error
     except (TypeError, ValueError) as error:
         raise UsageError(f"The contract {path} cannot be read: {error}.") from error
-    other = [
-        f"{name} is {given!r} there, and {size!r} of the served model"
+    differences = [
+        f"{name} is {getattr(promised, name)!r} there, and {size!r} of the served model"
         for name, size in model.sizes.items()
-        if (given := getattr(promised, name)) is not None and given != size
+        if getattr(promised, name) not in (None, size)
     ]
-    if other:
+    if differences:
         raise UsageError(
-            f"The contract {path} is about another model: {'; '.join(other)}. Start the server with"
-            " the --layers, --experts and --top-k of the contract, or change it: all layers of a"
-            " served model are mixtures of experts."
+            f"The contract {path} is about another model: {'; '.join(differences)}. Start the"
+            " server with the --layers, --experts and --top-k of the contract, or change it: all"
+            " layers of a served model are mixtures of experts."
         )
     return promised

@@ -120,13 +120,13 @@ def test_the_router_tells_its_workers_and_finishes_sessions() -> None:
     talk(what, flavour="sglang")
 
 
-def test_a_flavour_without_a_face_is_refused() -> None:
+def test_a_flavour_without_a_fake_server_is_refused() -> None:
     """TensorRT-LLM has none."""
 
     async def what(_http: HttpFleet, _fleet: Fleet, _client: httpx.AsyncClient) -> None:
         raise AssertionError("unreachable")
 
     with pytest.raises(
-        UsageError, match=r"Flavour 'trtllm' has no HTTP face: faces are \['sglang', 'vllm'\]"
+        UsageError, match=r"Flavour 'trtllm' has no fake HTTP server: there are \['sglang', 'vllm'\]"
     ):
         talk(what, flavour="trtllm")

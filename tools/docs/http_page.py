@@ -1,9 +1,10 @@
-"""docs/http.md: the faces' endpoints, and transcripts of ten kinds of requests beside what the real
-servers answered.
+"""docs/http.md: the fake servers' endpoints, and transcripts of ten kinds of requests with the
+answers of the real servers and of the fakes.
 """
 
 from __future__ import annotations
 
+import asyncio
 import json
 import shlex
 import textwrap
@@ -12,11 +13,13 @@ from pathlib import Path
 from typing import Any
 
 from rollproof.core.case import EngineOptions, Model
-from rollproof.fakes.http.engine_backend import Backing, ServeOptions
-from rollproof.fakes.http.in_process_client import Line
-from rollproof.fakes.http.serving import FACES
-from rollproof.fakes.http.supported_fields import FIELDS
+from rollproof.fakes.http.client import HttpClient
+from rollproof.fakes.http.engine_backend import EngineBackend, ServeOptions
+from rollproof.fakes.http.fake_server import FakeServer
+from rollproof.fakes.http.serving import SERVERS, serve_in_memory
+from rollproof.fakes.http.supported_fields import ANSWERED, IGNORED, REFUSED
 from rollproof.simulation import virtual_loop
+from rollproof.simulation.memory_network import Network
 
 RECORDED = Path(__file__).parents[2] / "tests" / "fakes" / "http" / "recorded"
 EXAMPLE = Path(__file__).parents[2] / "docs" / "example"
@@ -46,44 +49,43 @@ SHOWN: Mapping[str, tuple[tuple[str, str, int], ...]] = {
         ("a start of routes that cannot be", "generate", 4),
     ),
 }
-"""Kinds of requests by face: a title, and which recorded exchange."""
+"""Kinds of requests by server: a title, and which recorded exchange."""
 _CLOCKS = ("created", "timestamp", "response_sent_to_client_ts", "e2e_latency")
 
 
 def http_page() -> Iterator[str]:
-    """The lines of the page."""
-    yield "# The HTTP faces\n"
+    """Yield the lines of the page."""
+    yield "# The fake HTTP servers\n"
     yield (
-        "`rollproof serve` (see [entry points](entry-points.md)) answers as these servers do. The faces are"
-        " compared with recordings of the real"
+        "`rollproof serve` ([entry points](entry-points.md)) answers as SGLang and vLLM do. Its"
+        " answers are compared with"
     )
     yield (
-        "servers (tests/http/recorded): status, media type, keys and kinds of values. What differs,"
-        " and why: tests/fakes/http/unlike.py.\n"
+        "recordings of the real servers (tests/fakes/http/recorded): status, media type, keys and"
+        " kinds of values. What differs, and why:"
     )
+    yield "tests/fakes/http/known_differences.py.\n"
     yield from _start()
     yield from _judged()
     yield from _fields()
     for name, shown in SHOWN.items():
-        yield (
-            f"\n## {name}\n\nEndpoints:"
-            f" {', '.join(f'`{path}`' for path in virtual_loop.run(lambda name=name: _paths(name)))}.\n"
-        )
+        paths = virtual_loop.run(lambda name=name: _paths(name))
+        yield f"\n## {name}\n\nEndpoints: {', '.join(f'`{path}`' for path in paths)}.\n"
         yield (
             f"Below, {len(shown)} kinds of requests: what {_server(name)} answered, and what the"
-            " face answers. The status stands"
+            " fake answers. The status comes"
         )
         yield (
-            "before the body (`curl -i` shows it), and events of a stream without their `data:`."
-            " The face was fresh each time: one that"
+            "before the body (`curl -i` shows it), and events of a stream are without their"
+            " `data:`. The fake was new each time: one that"
         )
         yield (
             "has served the prompt before counts its tokens as cached, and after a pause it answers"
             " no call. Long texts and lists are"
         )
         yield (
-            "cut: the recordings keep three of a list, of the face's it is told how many more there"
-            " are. Times are 0.\n"
+            "cut: the recordings have three items of a list; for the fake the number of further"
+            " items is shown. Times are 0.\n"
         )
         for title, kind, number in shown:
             data = json.loads((RECORDED / f"{name}_{kind}.json").read_text(encoding="utf-8"))
@@ -92,9 +94,9 @@ def http_page() -> Iterator[str]:
             real = exchange["response"]
             yield f"{data['server']}:\n\n```\n{real['status']}\n{_text(real['body'])}\n```\n"
             status, body = virtual_loop.run(
-                lambda name=name, exchange=exchange: _asked(name, exchange["request"])
+                lambda name=name, exchange=exchange: _reply(name, exchange["request"])
             )
-            yield f"the face:\n\n```\n{status}\n{_text(body)}\n```"
+            yield f"the fake:\n\n```\n{status}\n{_text(body)}\n```"
 
 
 def _start() -> Iterator[str]:
@@ -104,24 +106,26 @@ $ rollproof serve --as sglang --port 30000 --trace served.arrow
 sglang on http://127.0.0.1:30000
 ```
 
-It serves until Ctrl-C, which ends it with exit code 0 and a whole trace; then `rollproof check served.arrow`. What was recorded goes to
-the file every second: a server that was killed loses no more than the last one, and one that cannot write any more (a full disk) ends with
-254 and says so. A trace that exists is never overwritten. The commands below run against such a server in another terminal (`--as vllm` for
-those of vLLM): `"model"` may be anything, tokens are the coded policy's (words `w5`, one a token), and the first label is `default` where
-the transcripts have `w0`.
+It serves until Ctrl-C, which ends it with exit code 0 and a complete trace; then `rollproof check served.arrow`. Events go to the file
+every second: a server that is killed loses those of the last second, and one that cannot write (a full disk) ends with 254 and an error. A
+trace that exists is never overwritten. The commands below run against such a server in another terminal (`--as vllm` for those of vLLM):
+`"model"` may be anything, tokens are the coded policy's (words `w5`, one for each token), and the first label is `default` instead of the
+`w0` of the transcripts.
 
-- A pause holds until it is ended: after `/pause_generation` or `/pause`, calls wait for `/continue_generation` or `/resume`; after `/sleep`
+- A pause lasts until it is ended: after `/pause_generation` or `/pause`, calls wait for `/continue_generation` or `/resume`; after `/sleep`
   for `/wake_up`.
-- Weights are known by the path (or the like) that an update names: the same name is the same weights again, an update without one brings
-  the next. Nothing is read from it.
-- `temperature`, `top_p` and their like are checked and change nothing, stop strings and stop tokens are taken and never met: what a call
-  samples follows from its prompt, the weights and `--seed` alone, so that the samples of `n > 1` are equal.
-- A request that is wrong has the status and the form that the real server gives it; an endpoint that is none is a 404.
-- `/rollproof/submit` and `/rollproof/result` are rollproof's own: by them a stack tells of its samples ([entry points](entry-points.md))."""
+- Weights are identified by the path (or a similar name) in an update: the same name is the same weights again, an update without a name
+  brings the next weights. Nothing is read from the path.
+- `temperature`, `top_p` and similar parameters are checked and change nothing, stop strings and stop tokens are accepted and never met: what
+  a call samples depends on its prompt, the weights and `--seed` alone, so that the samples of `n > 1` are equal.
+- A wrong request gets the status and the form that the real server gives it; an unknown endpoint is a 404.
+- `/rollproof/submit` and `/rollproof/result` are rollproof's own: by them a stack reports its requests and samples
+  ([entry points](entry-points.md))."""
 
 
 def _judged() -> Iterator[str]:
-    """A client that is judged through the face, with the files of docs/example;
+    """Yield the example of a client that is judged over HTTP, with the files of docs/example.
+
     tests/fakes/http/test_served_example.py runs it.
     """
     yield "\n## A client, aborted and cut off on purpose\n"
@@ -133,10 +137,10 @@ def _judged() -> Iterator[str]:
     yield f"```toml\n{(EXAMPLE / 'served_plan.toml').read_text(encoding='utf-8')}```\n"
     yield (
         "[served_client.py](example/served_client.py) resumes by sending prompt and tokens again,"
-        " asks again where a reply broke off, and"
+        " repeats a call whose reply broke off, and"
     )
     yield (
-        "tells the server of its request and sample;"
+        "reports its request and sample to the server;"
         " [served_contract.toml](example/served_contract.toml) is what it promises.\n"
     )
     yield """```console
@@ -147,7 +151,7 @@ r1: 6 tokens, length
 $ rollproof serve --as sglang --port 30000 --contract served_contract.toml --fault-plan served_plan.toml --trace served.arrow
 sglang on http://127.0.0.1:30000
 ^C
-fault 1 (truncate): befell 1 of 3 requests to /generate with the id 'r1'
+fault 1 (truncate): applied to 1 of 3 requests to /generate with the id 'r1'
 action 1 (abort of 'r1' at 2 tokens): happened
 $ rollproof check served.arrow
   ...
@@ -176,32 +180,22 @@ Without its line `routed_experts_start_len` the client has the most frequent fau
 
 
 def _fields() -> Iterator[str]:
-    """What of each request model is answered, refused, and taken without effect."""
+    """Yield what of each request model is answered, refused and ignored."""
     yield "\n## Fields of a request\n"
     yield (
-        "Every field of the real servers' request models is answered, or refused with 400 where it"
-        " asks for something (one that is null,"
+        "A field of the real servers' request models (SGLang 0.5.21, vLLM 0.32.0) is answered,"
+        " ignored because it changes nothing of a"
     )
     yield (
-        "false, 0 or empty does not), or changes nothing of an answer of the fake. A name that no"
-        " model has is passed over. The models"
+        "fake's answer (a correct client may send it), or refused with 400. A refused field that is"
+        " null, false, 0 or empty is no"
     )
-    yield (
-        "are those of SGLang 0.5.21 and vLLM 0.32.0. Those of SGLang 0.5.17 and vLLM 0.26.0 were"
-        " compared: a name that only the newer"
-    )
-    yield (
-        "have is taken as the newer do, and what the real servers take without effect, whatever its"
-        " value, is not refused."
-    )
-    for model, fields in FIELDS.items():
-        yield f"\n**{model}**\n\n- answered: {_names(sorted(fields.answered))}"
-        for word, table in ("refused", fields.refused), ("without effect", fields.idle):
-            for reason in dict.fromkeys(table.values()):
-                yield (
-                    f"- {word}, for {reason}:"
-                    f" {_names(sorted(name for name in table if table[name] == reason))}"
-                )
+    yield "request for anything, and passes. A name that no model has is ignored, as the real servers do."
+    for model, names in ANSWERED.items():
+        yield f"\n**{model}** answers {_names(sorted(names))}."
+    for server, title in (("sglang", "SGLang"), ("vllm", "vLLM")):
+        yield f"\n{title}, ignored: {_names(sorted(IGNORED[server]))}."
+        yield f"\n{title}, refused where not answered: {_names(sorted(REFUSED[server]))}."
 
 
 def _names(names: list[str]) -> str:
@@ -215,29 +209,29 @@ def _server(name: str) -> str:
     return server
 
 
-def _line(name: str) -> tuple[Any, Line]:
+def _app(name: str) -> FakeServer:
+    """Return a new fake server."""
     model = Model(num_layers=3, moe_layers=(0, 1, 2), num_experts=8, top_k=2, vocab=512)
     options = ServeOptions(
         flavour=name, model=model, engine=EngineOptions(step=1.0), max_length=512, label="w0"
     )
-    face = FACES[name][0](Backing(options))
-    return face, Line(face)
+    return SERVERS[name][0](EngineBackend(options))
 
 
 async def _paths(name: str) -> list[str]:
-    return sorted(path for path in _line(name)[0].paths if not path.startswith("/rollproof"))
+    paths = {route.path for route in _app(name).routes}
+    return sorted(path for path in paths if not path.startswith("/rollproof"))
 
 
-async def _asked(name: str, request: Mapping[str, Any]) -> tuple[int, Any]:
-    heard = await _line(name)[1].ask(request["method"], request["path"], request.get("body"))
-    if heard.headers.get("content-type", "").startswith("text/event-stream"):
-        return heard.status, [*heard.events(), "[DONE]"]
-    text = heard.body.decode()
-    return heard.status, (
-        json.loads(text)
-        if heard.headers.get("content-type", "").startswith("application/json")
-        else text
-    )
+async def _reply(name: str, request: Mapping[str, Any]) -> tuple[int, Any]:
+    loop: Any = asyncio.get_running_loop()
+    loop.network = Network(loop)
+    serve_in_memory(loop.network, {80: _app(name)})
+    reply = await HttpClient(80).request(request["method"], request["path"], request.get("body"))
+    media = reply.headers.get("content-type", "")
+    if media.startswith("text/event-stream"):
+        return reply.status, [*reply.events(), "[DONE]"]
+    return reply.status, reply.json() if media == "application/json" else reply.body.decode()
 
 
 def _curl(request: Mapping[str, Any]) -> str:

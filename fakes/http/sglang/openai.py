@@ -1,43 +1,45 @@
-"""SGLang's OpenAI endpoints: completions and chats over the same calls.
+"""SGLang's OpenAI endpoints: completions and chats.
 
-Routes stand where SGLang puts them: in ``sglext`` of the reply, or in ``meta_info`` of the choice.
+Routes are where SGLang has them: in ``sglext`` of the reply, or in ``meta_info`` of the choice.
 """
 
 from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncGenerator, Iterable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Iterable, Mapping, Sequence
+from contextlib import aclosing
 from typing import Any
 
-from starlette.responses import JSONResponse
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
 
-from rollproof.core.engine_contract import StreamMode
 from rollproof.core.records import EngineOutput
 from rollproof.fakes.engine.exceptions import BadCall
-from rollproof.fakes.engine.inflight import InflightCall
-from rollproof.fakes.http.asgi import Answer, Asked, Ending, Events, Whole
-from rollproof.fakes.http.engine_backend import Backing, Wanted
+from rollproof.fakes.http.engine_backend import CallSpec, EngineBackend
+from rollproof.fakes.http.fake_server import EventStream, FinalEvent, OrjsonResponse
 from rollproof.fakes.http.request_body import (
     BadRequest,
-    dumped,
+    encode_json,
     field,
+    json_body,
     text_of,
     token_ids,
     words_of,
 )
 from rollproof.fakes.http.routes_encoding import as_int32
 from rollproof.fakes.http.sglang.sglang_calls import (
-    UNLIMITED,
-    SglangCall,
+    DEFAULT_MAX_TOKENS,
+    SglangRequest,
     finish_of,
-    last_logprob,
     meta_of,
     shown_version,
+    version_spans,
 )
-from rollproof.fakes.http.supported_fields import FIELDS, refuse_unanswered
+from rollproof.fakes.http.streams import EndedCall, SampledToken, stream_calls
+from rollproof.fakes.http.supported_fields import refuse_unsupported
 
-__all__ = ["OpenAI", "messages_text"]
+__all__ = ["OpenAI"]
 
 _SAMPLING = (
     "temperature",
@@ -54,95 +56,76 @@ _ROLES = ("system", "developer", "user", "assistant", "tool", "function")
 
 
 class OpenAI:
-    """The two endpoints of ``backing``."""
+    """The two endpoints on the engine of ``backend``."""
 
-    def __init__(self, backing: Backing) -> None:
-        self._backing = backing
+    def __init__(self, backend: EngineBackend) -> None:
+        self._backend = backend
 
-    async def completions(self, asked: Asked) -> Answer:
-        return await self._guarded(self._completions(asked))
+    async def completions(self, request: Request) -> Response:
+        return await self._guarded(self._completions(request))
 
-    async def chat(self, asked: Asked) -> Answer:
-        return await self._guarded(self._chat(asked))
+    async def chat(self, request: Request) -> Response:
+        return await self._guarded(self._chat(request))
 
-    async def _guarded(self, work: Any) -> Answer:
-        """SGLang words refusals here otherwise than for its own endpoints."""
+    async def _guarded(self, answer: Awaitable[Response]) -> Response:
+        """Refuse in the words of these endpoints: they differ from those of SGLang's own."""
         try:
-            answer: Answer = await work
+            return await answer
         except (BadRequest, BadCall) as error:
             malformed = isinstance(error, BadRequest) and error.malformed
             status = error.status if isinstance(error, BadRequest) else 400
             kind = "Bad Request" if malformed else "BadRequestError"
-            return JSONResponse(
-                {
-                    "object": "error",
-                    "message": str(error),
-                    "type": kind,
-                    "param": None,
-                    "code": status,
-                },
-                status,
-            )
-        return answer
+            return JSONResponse(_error(str(error), kind, status), status)
 
-    async def _completions(self, asked: Asked) -> Answer:
-        body = _body(asked)
-        refuse_unanswered(body, FIELDS["sglang /v1/completions"])
+    async def _completions(self, request: Request) -> Response:
+        body = await _read(request)
+        refuse_unsupported(body, "sglang /v1/completions")
         prompts, listed = self._prompts(body)
         if body.get("max_tokens") == 0:
             raise BadRequest("1 validation error: max_tokens must be at least 1.", malformed=True)
-        asks = field(body, "logprobs", (int, bool), None) is not None
-        call = self._call(body, prompts, logprobs=asks, default=16, listed=listed)
-        if call.stream:
-            return Events(self._stream(asked, body, call, _Completion()))
-        return await self._whole(asked, body, call, _Completion())
+        logprobs = field(body, "logprobs", (int, bool), None) is not None
+        call = self._sampling_request(body, prompts, logprobs=logprobs, default=16, listed=listed)
+        return await self._answer(request, call, _Completion(body))
 
-    async def _chat(self, asked: Asked) -> Answer:
-        body = _body(asked)
-        refuse_unanswered(body, FIELDS["sglang /v1/chat/completions"])
-        text = messages_text(body)
-        given = body.get("input_ids")
-        prompt = (
-            words_of(text, self._backing.vocab)
-            if given is None
-            else token_ids(given, "input_ids", self._backing.vocab)
-        )
+    async def _chat(self, request: Request) -> Response:
+        body = await _read(request)
+        refuse_unsupported(body, "sglang /v1/chat/completions")
+        text, ids = _messages_text(body), body.get("input_ids")
+        vocab = self._backend.vocab
+        prompt = words_of(text, vocab) if ids is None else token_ids(ids, "input_ids", vocab)
         for name in ("return_meta_info", "return_token_ids", "return_prompt_token_ids"):
             if body.get(name) and body.get("stream"):
                 raise BadRequest(f"{name} is not supported with streaming.")
-        call = self._call(
+        room = max(1, self._backend.max_length - len(prompt))
+        call = self._sampling_request(
             body,
             [prompt],
             logprobs=field(body, "logprobs", bool, False),
-            default=self._room(prompt),
+            default=min(DEFAULT_MAX_TOKENS, room),
             listed=False,
         )
-        if len(prompt) + call.max_tokens > self._backing.max_length:
+        if len(prompt) + call.max_tokens > self._backend.max_length:
             raise BadRequest(f"max_completion_tokens is too large: {call.max_tokens}.")
-        if call.stream:
-            return Events(self._stream(asked, body, call, _Chat()))
-        return await self._whole(asked, body, call, _Chat())
-
-    def _room(self, prompt: Sequence[int]) -> int:
-        return min(UNLIMITED, max(1, self._backing.max_length - len(prompt)))
+        return await self._answer(request, call, _Chat(body))
 
     def _prompts(self, body: Mapping[str, Any]) -> tuple[list[tuple[int, ...]], bool]:
+        """Return the token ids of each prompt, and whether there is a list of prompts."""
         prompt = body.get("prompt")
         if prompt is None:
             raise BadRequest("1 validation error: prompt is required.", malformed=True)
         if not prompt or not isinstance(prompt, str | list):
             raise BadRequest("Prompt cannot be empty")
-        vocab = self._backing.vocab
+        vocab = self._backend.vocab
         if isinstance(prompt, str):
             return [words_of(prompt, vocab)], False
         if isinstance(prompt[0], str | list):
             return [
-                words_of(one, vocab) if isinstance(one, str) else token_ids(one, "prompt", vocab)
-                for one in prompt
+                words_of(text, vocab) if isinstance(text, str) else token_ids(text, "prompt", vocab)
+                for text in prompt
             ], True
         return [token_ids(prompt, "prompt", vocab)], False
 
-    def _call(
+    def _sampling_request(
         self,
         body: Mapping[str, Any],
         prompts: list[tuple[int, ...]],
@@ -150,204 +133,167 @@ class OpenAI:
         logprobs: bool,
         default: int,
         listed: bool,
-    ) -> SglangCall:
+    ) -> SglangRequest:
+        """Return the request as SGLang's own endpoint would be sent it."""
+        budget = field(body, "max_completion_tokens", int, field(body, "max_tokens", int, default))
         sampling = {name: body[name] for name in _SAMPLING if body.get(name) is not None}
         if body.get("seed") is not None:
             sampling["sampling_seed"] = body["seed"]
-        budget = field(body, "max_completion_tokens", int, field(body, "max_tokens", int, default))
-        native = {**body, "return_logprob": logprobs}
-        asked = {**sampling, "max_new_tokens": budget, "n": field(body, "n", int, 1)}
-        return SglangCall(native, prompts, [asked] * len(prompts), self._backing, listed=listed)
+        sampling |= {"max_new_tokens": budget, "n": field(body, "n", int, 1)}
+        return SglangRequest(
+            {**body, "return_logprob": logprobs},
+            prompts,
+            [sampling] * len(prompts),
+            self._backend,
+            listed=listed,
+        )
 
-    async def _one(self, asked: Asked, wanted: Wanted) -> tuple[Wanted, EngineOutput, float]:
-        begun = time.perf_counter()
-        output = await self._backing.generate(asked, wanted, unique=True)
-        return wanted, output, time.perf_counter() - begun
-
-    async def _whole(
-        self, asked: Asked, body: Mapping[str, Any], call: SglangCall, form: _Completion
-    ) -> Answer:
-        ended = await asyncio.gather(*(self._one(asked, wanted) for wanted in call.wanted()))
-        choices = [form.choice(body, i, *one, self._backing) for i, one in enumerate(ended)]
-        first, output, _ = ended[0]
-        prompts = sum(len(prompt) for prompt in call.prompts)
+    async def _answer(self, request: Request, call: SglangRequest, form: _Completion) -> Response:
+        if call.stream:
+            return EventStream(self._stream(request, call, form))
+        timed = await asyncio.gather(*(self._timed(request, spec) for spec in call.specs()))
+        choices = [
+            form.choice(index, spec, output, seconds, self._backend)
+            for index, (spec, output, seconds) in enumerate(timed)
+        ]
+        first, output, _ = timed[0]
+        sampled = sum(len(output.token_ids) for _, output, _ in timed)
         reply = {
-            **form.envelope(body, first.rid),
+            **form.envelope(first.rid),
             "choices": choices,
-            "usage": _usage(prompts, sum(len(one[1].token_ids) for one in ended)),
-            "metadata": _metadata(output, self._backing),
+            "usage": _usage(sum(map(len, call.prompts)), sampled),
+            "metadata": _metadata(output, self._backend),
         }
-        if output.routes is not None and not (form.meta and body.get("return_meta_info")):
-            extension: dict[str, Any] = {"routed_experts": as_int32(output.routes).decode("ascii")}
+        if output.routes is not None and not form.has_meta_info:
+            extension: dict[str, Any] = {"routed_experts": as_int32(output.routes)}
             if call.samples > 1:
                 extension["spec_tokens_details"] = []
             reply["sglext"] = extension
-        return Whole(dumped(reply))
+        return OrjsonResponse(reply)
+
+    async def _timed(
+        self, request: Request, spec: CallSpec
+    ) -> tuple[CallSpec, EngineOutput, float]:
+        started = time.perf_counter()
+        output = await self._backend.generate(request, spec, unique=True)
+        return spec, output, time.perf_counter() - started
 
     async def _stream(
-        self, asked: Asked, body: Mapping[str, Any], call: SglangCall, form: _Completion
+        self, request: Request, call: SglangRequest, form: _Completion
     ) -> AsyncGenerator[bytes]:
-        """Deltas; the reason comes with the last one, or in a chunk of its own, then routes, usage
-        where asked, and the end mark.
-        """
-        ready: asyncio.Queue[tuple[int, Wanted, list[int], list[float]] | None] = asyncio.Queue()
-        wanted_calls = list(call.wanted())
-        told = [0] * len(wanted_calls)
-
-        def hearing(number: int, wanted: Wanted) -> Any:
-            def heard(running: InflightCall) -> None:
-                if form.holds_last and len(running.ids) >= running.limit:
-                    return
-                told[number] = running.sampled
-                logprob = [last_logprob(running, self._backing)] if wanted.logprobs else []
-                ready.put_nowait((number, wanted, [running.ids[-1]], logprob))
-
-            return heard
-
-        tasks = [
-            asyncio.ensure_future(
-                self._backing.generate(
-                    asked, wanted, stream=StreamMode.DELTA, heard=hearing(i, wanted), unique=True
-                )
-            )
-            for i, wanted in enumerate(wanted_calls)
-        ]
-        everything = asyncio.ensure_future(asyncio.wait(tasks))
-        everything.add_done_callback(lambda _: ready.put_nowait(None))
+        """Yield deltas, the ends of all calls, routes, usage if requested, and the end mark."""
+        specs = call.specs()
+        opened: set[int] = set()
+        ends: list[EndedCall] = []
+        events = stream_calls(request, specs, self._backend, unique=True, hold_last=form.holds_last)
         try:
-            begun: set[int] = set()
-            while (heard := await ready.get()) is not None:
-                number, wanted, tokens, logprobs = heard
-                if number not in begun:
-                    begun.add(number)
-                    for chunk in form.opening(body, wanted, number):
-                        yield _event(chunk)
-                yield _event(form.delta(body, wanted, number, tokens, logprobs))
-            outputs = [task.result() for task in tasks]
-            for i, (wanted, output) in enumerate(zip(wanted_calls, outputs, strict=True)):
-                yield Ending(_event(form.closing(body, wanted, i, output, told[i])))
-            first = wanted_calls[0]
-            if outputs[0].routes is not None:
-                routes = {"routed_experts": as_int32(outputs[0].routes).decode("ascii")}
-                yield _event(
-                    {**form.chunk(body, first), "choices": [], "usage": None, "sglext": routes}
-                )
-            if (body.get("stream_options") or {}).get("include_usage"):
-                usage = _usage(
-                    sum(map(len, call.prompts)), sum(len(output.token_ids) for output in outputs)
-                )
-                if not form.meta:
+            async with aclosing(events):
+                async for event in events:
+                    if isinstance(event, SampledToken):
+                        spec = specs[event.index]
+                        if event.index not in opened:
+                            opened.add(event.index)
+                            for chunk in form.opening(spec, event.index):
+                                yield _event(chunk)
+                        yield _event(form.delta(spec, event.index, [event.token], event.logprobs))
+                    else:
+                        ends.append(event)
+            ends.sort(key=lambda end: end.index)
+            for end in ends:
+                yield FinalEvent(_event(form.closing(specs[end.index], end)))
+            chunk = form.chunk(specs[0])
+            if ends[0].output.routes is not None:
+                routes = {"routed_experts": as_int32(ends[0].output.routes)}
+                yield _event({**chunk, "choices": [], "usage": None, "sglext": routes})
+            if (form.body.get("stream_options") or {}).get("include_usage"):
+                sampled = sum(len(end.output.token_ids) for end in ends)
+                usage = _usage(sum(map(len, call.prompts)), sampled)
+                if not form.is_chat:
                     del usage["prompt_tokens_details"]
-                yield _event({**form.chunk(body, first), "choices": [], "usage": usage})
+                yield _event({**chunk, "choices": [], "usage": usage})
         except (BadCall, BadRequest) as error:
-            told_error = {
-                "object": "error",
-                "message": str(error),
-                "type": "BadRequestError",
-                "param": None,
-                "code": 400,
-            }
-            yield _event({"error": told_error})
-        except GeneratorExit:  # the client went away
-            asked.abandoned = True
-            raise
-        finally:
-            for wanted, task in zip(wanted_calls, tasks, strict=True):
-                if not task.done():
-                    await self._backing.engine.abort(wanted.rid)
-            await asyncio.gather(*tasks, return_exceptions=True)
-            await everything
+            yield _event({"error": _error(str(error), "BadRequestError", 400)})
         yield b"data: [DONE]\n\n"
 
 
 class _Completion:
-    """How a completion is written."""
+    """How a completion is written; ``body`` is the request."""
 
     kind, part = "text_completion", "text_completion"
-    meta = False
+    is_chat = False
     holds_last = True
-    """Whether the last token comes with the reason."""
+    """Whether the last token comes with the finish reason."""
 
-    def envelope(self, body: Mapping[str, Any], rid: str) -> dict[str, Any]:
+    def __init__(self, body: Mapping[str, Any]) -> None:
+        self.body = body
+
+    @property
+    def has_meta_info(self) -> bool:
+        """Whether a choice has ``meta_info``, with its routes."""
+        return self.is_chat and bool(self.body.get("return_meta_info"))
+
+    def envelope(self, rid: str) -> dict[str, Any]:
         return {
             "id": rid,
             "object": self.kind,
             "created": int(time.time()),
-            "model": field(body, "model", str, "default"),
+            "model": field(self.body, "model", str, "default"),
         }
 
-    def chunk(self, body: Mapping[str, Any], wanted: Wanted) -> dict[str, Any]:
-        return {**self.envelope(body, wanted.rid), "object": self.part}
+    def chunk(self, spec: CallSpec) -> dict[str, Any]:
+        return {**self.envelope(spec.rid), "object": self.part}
 
     def choice(
         self,
-        body: Mapping[str, Any],
         index: int,
-        wanted: Wanted,
+        spec: CallSpec,
         output: EngineOutput,
-        taken: float,
-        backing: Backing,
+        seconds: float,
+        backend: EngineBackend,
     ) -> dict[str, Any]:
-        logprobs = (
-            None if output.logprobs is None or not wanted.logprobs else output.logprobs.tolist()
-        )
-        echo = text_of(wanted.prompt) + " " if body.get("echo") else ""
+        echo = text_of(spec.prompt) + " " if self.body.get("echo") else ""
         choice: dict[str, Any] = {
             "index": index,
             "text": echo + text_of(output.token_ids),
-            "logprobs": self._logprobs(body, output.token_ids, logprobs),
+            "logprobs": self._logprobs(output.token_ids, _logprobs_of(spec, output)),
         }
         choice |= _ending(output)
-        if body.get("return_token_ids"):
-            choice |= {"token_ids": list(output.token_ids), "prompt_token_ids": list(wanted.prompt)}
+        if self.body.get("return_token_ids"):
+            choice["token_ids"] = list(output.token_ids)
+            choice["prompt_token_ids"] = list(spec.prompt)
         return choice
 
-    def opening(
-        self, body: Mapping[str, Any], wanted: Wanted, index: int
-    ) -> Iterable[dict[str, Any]]:
+    def opening(self, spec: CallSpec, index: int) -> Iterable[dict[str, Any]]:
         return ()
 
     def delta(
-        self,
-        body: Mapping[str, Any],
-        wanted: Wanted,
-        index: int,
-        tokens: Sequence[int],
-        logprobs: Sequence[float],
+        self, spec: CallSpec, index: int, tokens: Sequence[int], logprobs: Sequence[float]
     ) -> dict[str, Any]:
         choice: dict[str, Any] = {
             "index": index,
             "text": text_of(tokens) + " ",
-            "logprobs": None,
+            "logprobs": self._logprobs(tokens, logprobs) if spec.logprobs else None,
             "finish_reason": None,
             "matched_stop": None,
         }
-        if wanted.logprobs:
-            choice["logprobs"] = self._logprobs(body, tokens, logprobs)
-        if body.get("return_token_ids"):
+        if self.body.get("return_token_ids"):
             choice["token_ids"] = list(tokens)
-        return {**self.chunk(body, wanted), "choices": [choice], "usage": None}
+        return {**self.chunk(spec), "choices": [choice], "usage": None}
 
-    def closing(
-        self, body: Mapping[str, Any], wanted: Wanted, index: int, output: EngineOutput, told: int
-    ) -> dict[str, Any]:
-        tokens = output.token_ids[told:]
-        logprobs = [] if output.logprobs is None else output.logprobs.tolist()[told:]
-        chunk = self.delta(body, wanted, index, tokens, logprobs)
-        chunk["choices"][0] |= _ending(output)
+    def closing(self, spec: CallSpec, end: EndedCall) -> dict[str, Any]:
+        chunk = self.delta(spec, end.index, end.unsent_tokens, end.unsent_logprobs)
+        chunk["choices"][0] |= _ending(end.output)
         return chunk
 
     def _logprobs(
-        self, body: Mapping[str, Any], tokens: Sequence[int], logprobs: Sequence[float] | None
+        self, tokens: Sequence[int], logprobs: Sequence[float] | None
     ) -> dict[str, Any] | None:
         if logprobs is None:
             return None
         words = [f"w{token}" for token in tokens]
-        top = (
-            [{word: value} for word, value in zip(words, logprobs, strict=True)]
-            if (body.get("logprobs") or 0) > 0
-            else []
-        )
+        top = []
+        if (self.body.get("logprobs") or 0) > 0:
+            top = [{word: value} for word, value in zip(words, logprobs, strict=True)]
         return {
             "text_offset": [-1] * len(words),
             "token_logprobs": list(logprobs),
@@ -360,80 +306,56 @@ class _Chat(_Completion):
     """How a chat is written."""
 
     kind, part = "chat.completion", "chat.completion.chunk"
-    meta = True
+    is_chat = True
     holds_last = False
 
     def choice(
         self,
-        body: Mapping[str, Any],
         index: int,
-        wanted: Wanted,
+        spec: CallSpec,
         output: EngineOutput,
-        taken: float,
-        backing: Backing,
+        seconds: float,
+        backend: EngineBackend,
     ) -> dict[str, Any]:
-        message = {
-            "role": "assistant",
-            "content": text_of(output.token_ids),
-            "reasoning_content": None,
-            "tool_calls": None,
+        body, logprobs = self.body, _logprobs_of(spec, output)
+        choice: dict[str, Any] = {
+            "index": index,
+            "message": {
+                "role": "assistant",
+                "content": text_of(output.token_ids),
+                "reasoning_content": None,
+                "tool_calls": None,
+            },
+            "logprobs": None if logprobs is None else self._content(output.token_ids, logprobs),
+            **_ending(output),
         }
-        asked = output.logprobs is not None and wanted.logprobs
-        logprobs = (
-            _content(body, output.token_ids, output.logprobs.tolist())
-            if asked and output.logprobs is not None
-            else None
-        )
-        choice = {"index": index, "message": message, "logprobs": logprobs, **_ending(output)}
         if body.get("return_prompt_token_ids") or body.get("return_token_ids"):
-            choice["prompt_token_ids"] = list(wanted.prompt)
+            choice["prompt_token_ids"] = list(spec.prompt)
         if body.get("return_token_ids"):
             choice["response_token_ids"] = list(output.token_ids)
-        if body.get("return_meta_info"):
-            meta = meta_of(wanted, output, taken, backing)
+        if self.has_meta_info:
+            meta = meta_of(spec, output, seconds, backend)
             if output.routes is not None:
-                meta["routed_experts"] = as_int32(output.routes).decode("ascii")
+                meta["routed_experts"] = as_int32(output.routes)
             choice["meta_info"] = meta
         return choice
 
-    def opening(
-        self, body: Mapping[str, Any], wanted: Wanted, index: int
-    ) -> Iterable[dict[str, Any]]:
-        return (
-            self._part(
-                body, wanted, index, {"reasoning_content": None, "role": "assistant", "content": ""}
-            ),
-        )
+    def opening(self, spec: CallSpec, index: int) -> Iterable[dict[str, Any]]:
+        delta = {"reasoning_content": None, "role": "assistant", "content": ""}
+        return (self._part(spec, index, delta),)
 
     def delta(
-        self,
-        body: Mapping[str, Any],
-        wanted: Wanted,
-        index: int,
-        tokens: Sequence[int],
-        logprobs: Sequence[float],
+        self, spec: CallSpec, index: int, tokens: Sequence[int], logprobs: Sequence[float]
     ) -> dict[str, Any]:
-        content = _content(body, tokens, logprobs) if wanted.logprobs else None
-        return self._part(
-            body,
-            wanted,
-            index,
-            {"reasoning_content": None, "content": text_of(tokens) + " "},
-            logprobs=content,
-        )
+        content = self._content(tokens, logprobs) if spec.logprobs else None
+        delta = {"reasoning_content": None, "content": text_of(tokens) + " "}
+        return self._part(spec, index, delta, logprobs=content)
 
-    def closing(
-        self, body: Mapping[str, Any], wanted: Wanted, index: int, output: EngineOutput, told: int
-    ) -> dict[str, Any]:
-        return self._part(body, wanted, index, {"reasoning_content": None}, **_ending(output))
+    def closing(self, spec: CallSpec, end: EndedCall) -> dict[str, Any]:
+        return self._part(spec, end.index, {"reasoning_content": None}, **_ending(end.output))
 
     def _part(
-        self,
-        body: Mapping[str, Any],
-        wanted: Wanted,
-        index: int,
-        delta: Mapping[str, Any],
-        **more: Any,
+        self, spec: CallSpec, index: int, delta: Mapping[str, Any], **fields: Any
     ) -> dict[str, Any]:
         choice = {
             "index": index,
@@ -441,13 +363,24 @@ class _Chat(_Completion):
             "logprobs": None,
             "finish_reason": None,
             "matched_stop": None,
-            **more,
+            **fields,
         }
-        return {**self.chunk(body, wanted), "choices": [choice]}
+        return {**self.chunk(spec), "choices": [choice]}
+
+    def _content(self, tokens: Sequence[int], logprobs: Sequence[float]) -> dict[str, Any]:
+        """Return the logprobs; of the best alternatives the fake has the sampled token alone."""
+        entries = [
+            {"token": f"w{token}", "bytes": list(f"w{token}".encode()), "logprob": logprob}
+            for token, logprob in zip(tokens, logprobs, strict=True)
+        ]
+        has_top = bool(self.body.get("top_logprobs"))
+        return {
+            "content": [{**entry, "top_logprobs": [entry] if has_top else []} for entry in entries]
+        }
 
 
-def messages_text(body: Mapping[str, Any]) -> str:
-    """The words of a chat's messages. Raises ``BadRequest``."""
+def _messages_text(body: Mapping[str, Any]) -> str:
+    """Return the words of a chat's messages."""
     messages = body.get("messages")
     if not isinstance(messages, list):
         raise BadRequest(
@@ -464,7 +397,7 @@ def messages_text(body: Mapping[str, Any]) -> str:
             param="messages",
         )
     contents = [message.get("content") for message in messages]
-    if not all(one is None or isinstance(one, str | list) for one in contents):
+    if not all(content is None or isinstance(content, str | list) for content in contents):
         raise BadRequest(
             "2 validation errors: content must be text, or a list of parts.",
             malformed=True,
@@ -474,22 +407,26 @@ def messages_text(body: Mapping[str, Any]) -> str:
 
 
 def _words(content: Any) -> str:
-    if isinstance(content, list):  # parts of a multimodal message: their texts count
+    if isinstance(content, list):  # a multimodal message: only the texts of its parts count
         return " ".join(str(part.get("text") or "") for part in content if isinstance(part, dict))
     return content or ""
 
 
-def _body(asked: Asked) -> dict[str, Any]:
-    media = (asked.header("content-type") or "").partition(";")[0].strip().lower()
+async def _read(request: Request) -> dict[str, Any]:
+    media = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     if media != "application/json":
         raise BadRequest(
             "1 validation error: Unsupported Media Type: Only 'application/json' is allowed",
             malformed=True,
         )
-    body = asked.body(empty=False)
+    body = await json_body(request, allow_empty=False)
     for name, kind in (("model", str), ("stream_options", dict)):
         field(body, name, kind, None)
     return body
+
+
+def _error(message: str, kind: str, status: int) -> dict[str, Any]:
+    return {"object": "error", "message": message, "type": kind, "param": None, "code": status}
 
 
 def _ending(output: EngineOutput) -> dict[str, Any]:
@@ -497,40 +434,26 @@ def _ending(output: EngineOutput) -> dict[str, Any]:
     return {"finish_reason": finish["type"], "matched_stop": finish.get("matched")}
 
 
-def _content(
-    body: Mapping[str, Any], tokens: Sequence[int], logprobs: Sequence[float]
-) -> dict[str, Any]:
-    """The logprobs of a chat; where the best of each token are asked for, that of the sampled one."""
-    own = [
-        {"token": f"w{token}", "bytes": list(f"w{token}".encode()), "logprob": logprob}
-        for token, logprob in zip(tokens, logprobs, strict=True)
-    ]
-    return {
-        "content": [
-            {**one, "top_logprobs": [one] if body.get("top_logprobs") else []} for one in own
-        ]
-    }
+def _logprobs_of(spec: CallSpec, output: EngineOutput) -> list[float] | None:
+    return None if output.logprobs is None or not spec.logprobs else output.logprobs.tolist()
 
 
 def _usage(prompt: int, sampled: int) -> dict[str, Any]:
-    usage = {
+    return {
         "prompt_tokens": prompt,
         "total_tokens": prompt + sampled,
         "completion_tokens": sampled,
+        "prompt_tokens_details": None,
+        "reasoning_tokens": 0,
     }
-    return {**usage, "prompt_tokens_details": None, "reasoning_tokens": 0}
 
 
-def _metadata(output: EngineOutput, backing: Backing) -> dict[str, Any]:
+def _metadata(output: EngineOutput, backend: EngineBackend) -> dict[str, Any]:
     metadata: dict[str, Any] = {"weight_version": shown_version(output.version)}
-    if backing.flavour.shows_spans:
-        spans = [
-            {"version": shown_version(span.version), "start": span.start, "end": span.end}
-            for span in output.spans
-        ]
-        metadata["weight_versions"] = spans
+    if backend.flavour.shows_spans:
+        metadata["weight_versions"] = version_spans(output)
     return metadata
 
 
 def _event(chunk: Mapping[str, Any]) -> bytes:
-    return b"data: " + dumped(chunk) + b"\n\n"
+    return b"data: " + encode_json(chunk) + b"\n\n"

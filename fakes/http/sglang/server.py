@@ -1,38 +1,45 @@
-"""SGLang's server: the endpoints that reinforcement learning uses, with the fields and statuses of
-SGLang 0.5.21 to 0.5.23.
+"""The fake SGLang server: the endpoints that reinforcement learning uses, with the fields and
+statuses of SGLang 0.5.21 to 0.5.23.
 
 What differs between its releases (weight-version spans, compact routes) follows the flavour and the
-options. The fake has no tokenizer: ``text`` is words ``w5 w6``, one a token.
+options. The fake has no tokenizer: ``text`` is words ``w5 w6``, one for each token.
 """
 
 from __future__ import annotations
 
 import asyncio
-import json
 import time
-from collections.abc import AsyncGenerator, Mapping
+from collections import deque
+from collections.abc import AsyncGenerator, Mapping, Sequence
 from datetime import UTC, datetime
 from typing import Any
 
+from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
+from starlette.routing import Route
 
 from rollproof.core.engine_contract import PauseMode, StreamMode
 from rollproof.fakes.engine.exceptions import BadCall, EnginePaused, TransferFailed
 from rollproof.fakes.engine.inflight import InflightCall
-from rollproof.fakes.http.asgi import Answer, Asked, Ending, Endpoints, Events, Face, Handler, Whole
-from rollproof.fakes.http.engine_backend import Backing, Wanted
-from rollproof.fakes.http.request_body import BadRequest, field
+from rollproof.fakes.http.engine_backend import CallSpec, EngineBackend
+from rollproof.fakes.http.fake_server import (
+    EventStream,
+    FakeServer,
+    FinalEvent,
+    OrjsonResponse,
+    get,
+    post,
+)
+from rollproof.fakes.http.request_body import BadRequest, encode_json, field, json_body
 from rollproof.fakes.http.sglang.openai import OpenAI
 from rollproof.fakes.http.sglang.sglang_calls import (
-    SglangCall,
-    indexed,
-    last_logprob,
+    SglangRequest,
     native_chunk,
     native_reply,
     shown_version,
 )
-from rollproof.fakes.http.sglang.unread import Unread
-from rollproof.fakes.http.trace_endpoints import told_endpoints
+from rollproof.fakes.http.streams import abort_unfinished, last_logprob
+from rollproof.fakes.http.trace_endpoints import trace_routes
 
 __all__ = ["sglang_app"]
 
@@ -43,63 +50,52 @@ _UPDATES: Mapping[str, tuple[str, ...]] = {
     "/update_weights_from_distributed": ("names", "dtypes", "shapes"),
     "/update_weights_from_ipc": ("zmq_handles",),
 }
-"""Endpoints that load weights, and the fields without which they refuse."""
+"""Endpoints that load weights, and the fields that they require."""
 _GROUP = ("master_address", "master_port", "rank_offset", "world_size")
 
 
-def sglang_app(backing: Backing) -> Face:
-    """The application; ``backing`` is its engine."""
-    face, openai = _Native(backing), OpenAI(backing)
-    endpoints: Endpoints = {
-        "/generate": {"POST": face.generate, "PUT": face.generate},
-        "/v1/completions": openai.completions,
-        "/v1/chat/completions": openai.chat,
-        "/abort_request": face.abort,
-        "/pause_generation": face.pause,
-        "/continue_generation": face.resume,
-        **dict.fromkeys(_UPDATES, face.update),
-        "/update_weight_version": face.relabel,
-        "/begin_weight_update": face.done,
-        "/end_weight_update": face.done,
-        "/init_weights_update_group": face.join_group,
-        "/destroy_weights_update_group": face.done,
-        "/get_weights_by_name": _either(face.no_weights),
-        "/weights_checker": _either(face.done),
-        "/release_memory_occupation": _either(face.release),
-        "/resume_memory_occupation": _either(face.nothing),
-        "/flush_cache": _either(face.flush),
-        "/health": {"GET": face.health},
-        "/health_generate": {"GET": face.health},
-        "/ping": {"GET": face.health},
-        "/v1/loads": {"GET": face.loads},
-        "/get_model_info": {"GET": face.model_info},
-        "/model_info": {"GET": face.model_info},
-        "/get_server_info": {"GET": face.server_info},
-        "/server_info": {"GET": face.server_info},
-        "/v1/models": {"GET": face.models},
-        "/v1/models/*": {"GET": face.model},
-        **told_endpoints(backing),
-    }
-    if not backing.flavour.shows_spans:  # releases up to 0.5.18 had them; later ones answer 404
-        endpoints = {
-            **endpoints,
-            "/get_weight_version": {"GET": face.weight_version},
-            "/weight_version": {"GET": face.weight_version},
-        }
-    return Face(
-        endpoints,
-        wrong=_wrong,
-        most=backing.options.max_body,
-        faults=backing.faults,
-        alive=lambda: backing.engine.alive,
-    )
+def sglang_app(backend: EngineBackend) -> FakeServer:
+    """Return the application before the engine of ``backend``."""
+    native, openai = _Native(backend), OpenAI(backend)
+    routes = [
+        Route("/generate", native.generate, methods=["POST", "PUT"]),
+        post("/v1/completions", openai.completions),
+        post("/v1/chat/completions", openai.chat),
+        post("/abort_request", native.abort),
+        post("/pause_generation", native.pause),
+        post("/continue_generation", native.resume),
+        *(post(path, native.update) for path in _UPDATES),
+        post("/update_weight_version", native.relabel),
+        post("/begin_weight_update", native.done),
+        post("/end_weight_update", native.done),
+        post("/init_weights_update_group", native.join_group),
+        post("/destroy_weights_update_group", native.done),
+        Route("/get_weights_by_name", native.no_weights, methods=["GET", "POST"]),
+        Route("/weights_checker", native.done, methods=["GET", "POST"]),
+        Route("/release_memory_occupation", native.release, methods=["GET", "POST"]),
+        Route("/resume_memory_occupation", native.nothing, methods=["GET", "POST"]),
+        Route("/flush_cache", native.flush, methods=["GET", "POST"]),
+        get("/health", native.health),
+        get("/health_generate", native.health),
+        get("/ping", native.health),
+        get("/v1/loads", native.loads),
+        get("/get_model_info", native.model_info),
+        get("/model_info", native.model_info),
+        get("/get_server_info", native.server_info),
+        get("/server_info", native.server_info),
+        get("/v1/models", native.models),
+        get("/v1/models/{name:path}", native.model),
+        *trace_routes(backend),
+    ]
+    if not backend.flavour.shows_spans:  # releases up to 0.5.18 had them; later ones answer 404
+        routes += [
+            get("/get_weight_version", native.weight_version),
+            get("/weight_version", native.weight_version),
+        ]
+    return FakeServer(routes, backend=backend, error_body=_error_body)
 
 
-def _either(handler: Handler) -> Mapping[str, Handler]:
-    return {"GET": handler, "POST": handler}
-
-
-def _wrong(error: BadRequest) -> Mapping[str, Any]:
+def _error_body(error: BadRequest) -> Mapping[str, Any]:
     if error.malformed:
         return {
             "object": "error",
@@ -111,7 +107,7 @@ def _wrong(error: BadRequest) -> Mapping[str, Any]:
     return {"error": {"message": str(error)}}
 
 
-def _required(body: Mapping[str, Any], names: tuple[str, ...]) -> None:
+def _require(body: Mapping[str, Any], names: tuple[str, ...]) -> None:
     missing = [name for name in names if body.get(name) is None]
     if missing:
         raise BadRequest(
@@ -122,36 +118,36 @@ def _required(body: Mapping[str, Any], names: tuple[str, ...]) -> None:
 class _Native:
     """SGLang's own endpoints."""
 
-    def __init__(self, backing: Backing) -> None:
-        self._backing = backing
-        self._engine = backing.engine
+    def __init__(self, backend: EngineBackend) -> None:
+        self._backend = backend
+        self._engine = backend.engine
         self._started = time.time()
 
-    async def generate(self, asked: Asked) -> Answer:
-        body = asked.body(empty=False)
+    async def generate(self, request: Request) -> Response:
+        body = await json_body(request, allow_empty=False)
         try:
-            call = SglangCall.read(body, self._backing)
+            call = SglangRequest.read(body, self._backend)
         except BadRequest as error:
             if body.get("stream") is True and not error.malformed and error.status == 400:
-                return Events(_refused(error))
+                return EventStream(_refused(error))
             raise
-        calls = list(call.wanted())
+        specs = call.specs()
         if call.stream:
-            return Events(self._stream(asked, calls, listed=call.listed))
+            return EventStream(self._stream(request, specs, listed=call.listed))
         if not call.listed:
-            return Whole(*await self._reply(asked, calls[0]))
-        replies = await asyncio.gather(*(self._reply(asked, wanted) for wanted in calls))
-        return Whole(b"[" + b",".join([b"".join(reply) for reply in replies]) + b"]")
+            return OrjsonResponse(await self._reply(request, specs[0]))
+        replies = await asyncio.gather(*(self._reply(request, spec) for spec in specs))
+        return OrjsonResponse(replies)
 
-    async def abort(self, asked: Asked) -> Answer:
-        body = asked.body()
-        rid, everything = field(body, "rid", str, ""), field(body, "abort_all", bool, False)
-        if everything or rid:
-            await self._engine.abort("*" if everything else rid)
+    async def abort(self, request: Request) -> Response:
+        body = await json_body(request)
+        rid, abort_all = field(body, "rid", str, ""), field(body, "abort_all", bool, False)
+        if abort_all or rid:
+            await self._engine.abort("*" if abort_all else rid)
         return Response(status_code=200)
 
-    async def pause(self, asked: Asked) -> Answer:
-        mode = field(asked.body(), "mode", str, "abort")
+    async def pause(self, request: Request) -> Response:
+        mode = field(await json_body(request), "mode", str, "abort")
         if mode not in _MODES:
             raise BadRequest(
                 f"2 validation errors: mode must be one of {list(_MODES)}, not {mode!r}.",
@@ -160,32 +156,32 @@ class _Native:
         await self._engine.pause(_MODES[mode], clear_cache=False)
         return JSONResponse({"message": "Generation paused successfully.", "status": "ok"})
 
-    async def resume(self, asked: Asked) -> Answer:
-        asked.body()
+    async def resume(self, request: Request) -> Response:
+        await json_body(request)
         await self._engine.resume()
         return JSONResponse({"message": "Generation continued successfully.", "status": "ok"})
 
-    async def flush(self, asked: Asked) -> Answer:
+    async def flush(self, request: Request) -> Response:
         # calls that were retracted hold no KV: then the cache can be flushed
         if any(call.running for call in self._engine.in_flight):
             return Response("Flush cache failed.\n", 400)
         self._engine.reset_prefix_cache()
         return Response("Cache flushed.\nPlease check backend logs for more details.\n")
 
-    async def update(self, asked: Asked) -> Answer:
-        body = asked.body()
-        _required(body, _UPDATES[asked.path])
+    async def update(self, request: Request) -> Response:
+        body = await json_body(request)
+        _require(body, _UPDATES[request.scope["path"]])
         if field(body, "abort_all_requests", bool, False):
             await self._engine.abort("*")
         flush, label = (
             field(body, "flush_cache", bool, True),
             field(body, "weight_version", str, None),
         )
-        disk = asked.path.endswith("disk")
-        more = {"num_paused_requests": 0} if disk else {}
+        from_disk = request.scope["path"].endswith("disk")
+        more = {"num_paused_requests": 0} if from_disk else {}
         try:
-            await self._backing.load(
-                field(body, "model_path", str, None) if disk else None, label, flush=flush
+            await self._backend.load(
+                field(body, "model_path", str, None) if from_disk else None, label, flush=flush
             )
         except TransferFailed as error:
             return JSONResponse({"success": False, "message": str(error), **more}, 400)
@@ -194,51 +190,51 @@ class _Native:
             {"success": True, "message": f"Succeeded to update model weights.{version}", **more}
         )
 
-    async def relabel(self, asked: Asked) -> Answer:
-        body = asked.body()
+    async def relabel(self, request: Request) -> Response:
+        body = await json_body(request)
         label = field(body, "new_version", str, None)
         if label is None:
             raise BadRequest("2 validation errors: new_version is required.", malformed=True)
         # SGLang's default: publishing a label ends every request in flight
         if field(body, "abort_all_requests", bool, True):
             await self._engine.abort("*")
-        self._backing.relabel(label)
+        self._backend.relabel(label)
         return JSONResponse(
             {"success": True, "message": f"Weight version updated to {label}", "new_version": label}
         )
 
-    async def join_group(self, asked: Asked) -> Answer:
-        _required(asked.body(), _GROUP)
+    async def join_group(self, request: Request) -> Response:
+        _require(await json_body(request), _GROUP)
         return JSONResponse({"success": True, "message": "Success"})
 
-    async def no_weights(self, asked: Asked) -> Answer:
-        """The fake has no tensors, and answers as SGLang does for a name that it cannot give."""
+    async def no_weights(self, request: Request) -> Response:
+        """Answer as SGLang does for an unknown name: the fake has no tensors."""
         raise BadRequest("Get parameter by name failed")
 
-    async def release(self, asked: Asked) -> Answer:
-        asked.body()
+    async def release(self, request: Request) -> Response:
+        await json_body(request)
         self._engine.reset_prefix_cache()
         return JSONResponse(None)
 
-    async def nothing(self, asked: Asked) -> Answer:
-        asked.body()
+    async def nothing(self, request: Request) -> Response:
+        await json_body(request)
         return JSONResponse(None)
 
-    async def done(self, asked: Asked) -> Answer:
-        asked.body()
+    async def done(self, request: Request) -> Response:
+        await json_body(request)
         return JSONResponse({"success": True, "message": "Success"})
 
-    async def health(self, asked: Asked) -> Answer:
+    async def health(self, request: Request) -> Response:
         return Response(status_code=200)
 
-    async def weight_version(self, asked: Asked) -> Answer:
+    async def weight_version(self, request: Request) -> Response:
         return JSONResponse({"weight_version": shown_version(self._engine.label)})
 
-    async def loads(self, asked: Asked) -> Answer:
-        loads, options = self._backing.loads(), self._backing.options
+    async def loads(self, request: Request) -> Response:
+        loads, options = self._backend.loads(), self._backend.options
         now = time.time()
         capacity = options.engine.kv_tokens or options.max_length * options.engine.max_batch
-        one = {
+        load = {
             "timestamp": now,
             "dp_rank": 0,
             "num_running_reqs": loads["running"],
@@ -262,11 +258,11 @@ class _Native:
                 "version": "fake",
                 "accelerator": None,
                 "num_accelerators": 1,
-                "loads": [one],
+                "loads": [load],
             }
         )
 
-    async def model_info(self, asked: Asked) -> Answer:
+    async def model_info(self, request: Request) -> Response:
         info = {
             "model_path": "fake",
             "served_model_name": "fake",
@@ -285,13 +281,13 @@ class _Native:
         }
         return JSONResponse(info)
 
-    async def server_info(self, asked: Asked) -> Answer:
-        options = self._backing.options
+    async def server_info(self, request: Request) -> Response:
+        options = self._backend.options
         info = {
             "model_path": "fake",
             "tokenizer_path": "fake",
             "skip_tokenizer_init": not options.tokenizer,
-            "context_length": self._backing.max_length,
+            "context_length": self._backend.max_length,
             "max_running_requests": options.engine.max_batch,
             "max_total_tokens": options.engine.kv_tokens,
             "served_model_name": "fake",
@@ -305,11 +301,11 @@ class _Native:
             {**info, "version": "fake", "internal_states": [{"last_gen_throughput": 0.0}]}
         )
 
-    async def models(self, asked: Asked) -> Answer:
+    async def models(self, request: Request) -> Response:
         return JSONResponse({"object": "list", "data": [self._card()]})
 
-    async def model(self, asked: Asked) -> Answer:
-        name = asked.path.removeprefix("/v1/models/")
+    async def model(self, request: Request) -> Response:
+        name = request.path_params["name"]
         if name == "fake":
             return JSONResponse(self._card())
         error = {
@@ -328,90 +324,117 @@ class _Native:
             "root": "fake",
             "parent": None,
         }
-        return {**card, "max_model_len": self._backing.max_length}
+        return {**card, "max_model_len": self._backend.max_length}
 
-    async def _reply(self, asked: Asked, wanted: Wanted) -> tuple[bytes, ...]:
-        begun = time.perf_counter()
-        output = await self._backing.generate(asked, wanted, unique=True)
-        return native_reply(wanted, output, time.perf_counter() - begun, self._backing)
+    async def _reply(self, request: Request, spec: CallSpec) -> dict[str, Any]:
+        started = time.perf_counter()
+        output = await self._backend.generate(request, spec, unique=True)
+        return native_reply(spec, output, time.perf_counter() - started, self._backend)
 
     async def _stream(
-        self, asked: Asked, calls: list[Wanted], *, listed: bool
+        self, request: Request, specs: Sequence[CallSpec], *, listed: bool
     ) -> AsyncGenerator[bytes]:
-        """All tokens so far in each event (or the new ones, where the server streams so); with the
-        last come routes and the reason.
+        """Yield an event for each token, with all tokens so far (or the new ones, if the server
+        streams so); the last event of a call has its reason and routes.
         """
-        incremental = self._backing.options.incremental
-        ready: asyncio.Queue[Unread | None] = asyncio.Queue()
+        newest_only = not self._backend.options.incremental
+        ready: asyncio.Queue[PendingEvents | None] = asyncio.Queue()
         tasks = [
-            asyncio.ensure_future(
-                self._streamed(
-                    asked, one, number if listed else None, Unread(ready, newest=not incremental)
+            asyncio.create_task(
+                self._stream_sample(
+                    request,
+                    spec,
+                    index if listed else None,
+                    PendingEvents(ready, newest_only=newest_only),
                 )
             )
-            for number, one in enumerate(calls)
+            for index, spec in enumerate(specs)
         ]
-        everything = asyncio.ensure_future(asyncio.wait(tasks))
-        everything.add_done_callback(lambda _: ready.put_nowait(None))
+        all_ended = asyncio.gather(*tasks, return_exceptions=True)
+        all_ended.add_done_callback(lambda _: ready.put_nowait(None))
         try:
-            while (unread := await ready.get()) is not None:
-                yield unread.take()
+            while (pending := await ready.get()) is not None:
+                yield pending.take()
             for task in tasks:
                 task.result()
         finally:
-            # the client went away: SGLang ends its requests
-            for wanted, task in zip(calls, tasks, strict=True):
-                if not task.done():
-                    asked.abandoned = True
-                    await self._engine.abort(wanted.rid)
-            await asyncio.gather(*tasks, return_exceptions=True)
-            await everything
+            await abort_unfinished(specs, tasks, self._backend)
         yield b"data: [DONE]\n\n"
 
-    async def _streamed(
-        self, asked: Asked, wanted: Wanted, index: int | None, unread: Unread
+    async def _stream_sample(
+        self, request: Request, spec: CallSpec, index: int | None, pending: PendingEvents
     ) -> None:
-        """The events of one sample."""
-        begun = time.perf_counter()
-        incremental = self._backing.options.incremental
+        """Run one call and put its events into ``pending``; events of several samples say whose
+        they are by ``index``.
+        """
+        started = time.perf_counter()
+        incremental = self._backend.options.incremental
         logprobs: list[float] = []
         sent = 0
 
-        def event(data: bytes) -> bytes:
-            return _event(data if index is None else indexed(data, index))
+        def event(reply: dict[str, Any]) -> bytes:
+            return _event(reply if index is None else {**reply, "index": index})
 
-        def heard(call: InflightCall) -> None:
+        def on_token(call: InflightCall) -> None:
             nonlocal sent
-            if wanted.logprobs:
-                logprobs.append(last_logprob(call, self._backing))
+            if spec.logprobs:
+                logprobs.append(last_logprob(call, self._backend))
             if len(call.ids) < call.limit:  # the last token comes with the reply
-                unread.put(
-                    event(
-                        native_chunk(
-                            wanted, call, logprobs, sent, self._backing, stamped=unread.fresh
-                        )
-                    )
+                chunk = native_chunk(
+                    spec, call, logprobs, sent, self._backend, stamped=pending.next_is_first
                 )
+                pending.put(event(chunk))
                 sent = call.sampled
 
+        stream = StreamMode.DELTA if incremental else StreamMode.CUMULATIVE
         try:
-            stream = StreamMode.DELTA if incremental else StreamMode.CUMULATIVE
-            output = await self._backing.generate(
-                asked, wanted, stream=stream, heard=heard, unique=True
+            output = await self._backend.generate(
+                request, spec, stream=stream, on_token=on_token, unique=True
             )
         except (BadCall, BadRequest, EnginePaused) as error:
-            unread.put(_refusal(str(error)))
+            pending.put(_refusal(str(error)))
             return
-        taken = time.perf_counter() - begun
-        parts = native_reply(
-            wanted,
+        reply = native_reply(
+            spec,
             output,
-            taken,
-            self._backing,
+            time.perf_counter() - started,
+            self._backend,
             sent=sent if incremental else 0,
-            stamped=unread.fresh,
+            stamped=pending.next_is_first,
         )
-        unread.put(Ending(event(b"".join(parts))))
+        pending.put(FinalEvent(event(reply)))
+
+
+class PendingEvents:
+    """Events of one streamed sample that its client has not read yet.
+
+    Args:
+        ready: gets this object once for each event.
+        newest_only: an event replaces one that waits. SGLang does so where each event has all
+            tokens so far (``_wait_one_response`` of its tokenizer_manager.py): thousands that wait
+            for a slow reader would take hundreds of megabytes.
+    """
+
+    def __init__(self, ready: asyncio.Queue[PendingEvents | None], *, newest_only: bool) -> None:
+        self.next_is_first: bool = True
+        """Whether the next event will be the first that is read."""
+        self._ready = ready
+        self._newest_only = newest_only
+        self._events: deque[bytes] = deque()
+
+    def put(self, event: bytes) -> None:
+        """Add an event."""
+        if self._newest_only and self._events:
+            self._events[0] = event
+            return
+        self._events.append(event)
+        self.next_is_first = self.next_is_first and self._newest_only
+        self._ready.put_nowait(self)
+
+    def take(self) -> bytes:
+        """Remove and return the oldest event."""
+        self.next_is_first = False
+        return self._events.popleft()
 
 
 async def _refused(error: BadRequest) -> AsyncGenerator[bytes]:
@@ -420,19 +443,14 @@ async def _refused(error: BadRequest) -> AsyncGenerator[bytes]:
 
 
 def _refusal(text: str) -> bytes:
-    return _event(
-        json.dumps(
-            {
-                "error": {
-                    "message": text,
-                    "type": "invalid_request_error",
-                    "code": 400,
-                    "retryable": False,
-                }
-            }
-        ).encode()
-    )
+    error = {
+        "message": text,
+        "type": "invalid_request_error",
+        "code": 400,
+        "retryable": False,
+    }
+    return _event({"error": error})
 
 
-def _event(data: bytes) -> bytes:
-    return b"data: " + data + b"\n\n"
+def _event(reply: Mapping[str, Any]) -> bytes:
+    return b"data: " + encode_json(reply) + b"\n\n"

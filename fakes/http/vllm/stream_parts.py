@@ -1,5 +1,6 @@
-"""vLLM's streams: how the parts of a streamed reply are written. Keys that were not set are left
-out, as vLLM does.
+"""How the fake vLLM server writes the chunks of a streamed reply.
+
+Keys that were not set are left out, as vLLM does.
 """
 
 from __future__ import annotations
@@ -8,23 +9,23 @@ from collections.abc import Mapping
 from typing import Any, ClassVar
 
 from rollproof.core.records import EngineOutput
-from rollproof.fakes.http.engine_backend import Backing
+from rollproof.fakes.http.engine_backend import EngineBackend
 from rollproof.fakes.http.request_body import text_of
-from rollproof.fakes.http.vllm import vllm_calls as written
-from rollproof.fakes.http.vllm.vllm_calls import VllmCall
+from rollproof.fakes.http.vllm import vllm_calls as replies
+from rollproof.fakes.http.vllm.vllm_calls import VllmRequest
 
 __all__ = ["ChatPart", "CompletionPart", "Part", "TokensPart"]
 
 
 class Part:
-    """A part; ``kind`` is what it calls itself."""
+    """A chunk of a stream; ``kind`` is its ``object``."""
 
     kind: ClassVar[str] = ""
 
-    def __init__(self, backing: Backing, call: VllmCall) -> None:
-        self.backing: Backing = backing
-        self.call: VllmCall = call
-        self._begun: set[int] = set()
+    def __init__(self, backend: EngineBackend, call: VllmRequest) -> None:
+        self.backend: EngineBackend = backend
+        self.call: VllmRequest = call
+        self._opened: set[int] = set()
         self._offsets: dict[int, int] = {}
 
     def opening(self, index: int) -> list[dict[str, Any]]:
@@ -34,65 +35,67 @@ class Part:
         self, index: int, tokens: Any, logprobs: list[float], output: EngineOutput | None
     ) -> dict[str, Any]:
         chunk = {
-            **written.envelope(self.call, self.kind),
+            **replies.envelope(self.call, self.kind),
             "choices": [self.choice(index, tokens, logprobs, output)],
         }
         if output is not None and not self.call.options.get("include_usage"):
-            chunk["system_fingerprint"] = written.FINGERPRINT
+            chunk["system_fingerprint"] = replies.FINGERPRINT
         return chunk
 
     def choice(
         self, index: int, tokens: Any, logprobs: list[float], output: EngineOutput | None
     ) -> dict[str, Any]:
-        raise NotImplementedError(f"{type(self).__name__} must say how it is written")
+        raise NotImplementedError(f"{type(self).__name__} must implement choice")
 
     def usage(self, counts: Mapping[str, Any]) -> dict[str, Any]:
-        head = written.envelope(self.call, self.kind)
+        head = replies.envelope(self.call, self.kind)
         return {
             **head,
             "choices": [],
             "usage": _without_nulls(counts),
-            "system_fingerprint": written.FINGERPRINT,
+            "system_fingerprint": replies.FINGERPRINT,
         }
 
 
 class CompletionPart(Part):
-    """A part of ``/v1/completions``."""
+    """A chunk of ``/v1/completions``."""
 
     kind: ClassVar[str] = "text_completion"
 
     def choice(
         self, index: int, tokens: Any, logprobs: list[float], output: EngineOutput | None
     ) -> dict[str, Any]:
-        call, first = self.call, index not in self._begun
-        self._begun.add(index)
-        prompt = call.wanted()[index].prompt if first and (call.token_ids or call.echo) else None
-        shown = [] if call.echo_alone else list(tokens)
+        call, first = self.call, index not in self._opened
+        self._opened.add(index)
+        prompt = (
+            call.specs()[index].prompt if first and (call.return_token_ids or call.echo) else None
+        )
+        shown = [] if call.only_echo else list(tokens)
         flat = None
-        if call.top is not None:
+        if call.top_logprobs is not None:
             offset = self._offsets.get(index, 0)
             before = prompt if call.echo and prompt is not None else ()
-            flat = written.echoed_logprobs(
-                call, before, shown, logprobs[: len(shown)], self.backing, offset
+            flat = replies.echoed_logprobs(
+                call, before, shown, logprobs[: len(shown)], self.backend, offset
             )
             self._offsets[index] = offset + sum(map(len, flat["tokens"]))
-        # where ids are returned, too, the prompt is not repeated as text
-        words = [*(prompt or ()), *shown] if call.echo and not call.token_ids else shown
+        # if ids are returned, too, the prompt is not repeated as text
+        words = [*(prompt or ()), *shown] if call.echo and not call.return_token_ids else shown
         text = text_of(words) if output is not None else text_of(words) + " "
         choice = {"index": index, "text": text, "logprobs": flat}
         choice |= {
-            "finish_reason": None if output is None else written.finish_of(output),
+            "finish_reason": None if output is None else replies.finish_of(output),
             "stop_reason": None,
         }
         choice |= {
             "prompt_token_ids": None if prompt is None else list(prompt),
-            "token_ids": list(tokens) if call.token_ids else None,
+            "token_ids": list(tokens) if call.return_token_ids else None,
         }
         return choice
 
 
 class ChatPart(Part):
-    """A part of ``/v1/chat/completions``."""
+    """A chunk of ``/v1/chat/completions``."""
 
     kind: ClassVar[str] = "chat.completion.chunk"
 
@@ -104,18 +107,20 @@ class ChatPart(Part):
             "finish_reason": None,
         }
         prompt = {
-            "prompt_token_ids": list(self.call.prompts[0]) if self.call.token_ids else None,
+            "prompt_token_ids": list(self.call.prompts[0]) if self.call.return_token_ids else None,
             "prompt_text": None,
         }
-        return [{**written.envelope(self.call, self.kind), "choices": [choice], **prompt}]
+        return [{**replies.envelope(self.call, self.kind), "choices": [choice], **prompt}]
 
     def choice(
         self, index: int, tokens: Any, logprobs: list[float], output: EngineOutput | None
     ) -> dict[str, Any]:
         call = self.call
-        content = None if call.top is None else written.chat_logprobs(call, tokens, logprobs)
+        content = (
+            None if call.top_logprobs is None else replies.chat_logprobs(call, tokens, logprobs)
+        )
         text = text_of(tokens) if output is not None else text_of(tokens) + " "
-        reason = None if output is None else written.finish_of(output)
+        reason = None if output is None else replies.finish_of(output)
         choice = {
             "index": index,
             "delta": {"content": text},
@@ -124,19 +129,19 @@ class ChatPart(Part):
         }
         if output is not None:
             choice["stop_reason"] = None
-        return {**choice, "token_ids": list(tokens) if call.token_ids else None}
+        return {**choice, "token_ids": list(tokens) if call.return_token_ids else None}
 
 
 class TokensPart(Part):
-    """A part of ``/inference/v1/generate``."""
+    """A chunk of ``/inference/v1/generate``."""
 
     def chunk(
         self, index: int, tokens: Any, logprobs: list[float], output: EngineOutput | None
     ) -> dict[str, Any]:
         head: dict[str, Any] = {"request_id": self.call.id, "usage": None}
-        if self.call.token_ids and index not in self._begun:
+        if self.call.return_token_ids and index not in self._opened:
             head["prompt_token_ids"] = list(self.call.prompts[0])
-        self._begun.add(index)
+        self._opened.add(index)
         return {
             **head,
             "output_mode": "tokens",
@@ -146,20 +151,21 @@ class TokensPart(Part):
     def choice(
         self, index: int, tokens: Any, logprobs: list[float], output: EngineOutput | None
     ) -> dict[str, Any]:
-        ended = output is not None
         return {
             "index": index,
-            "finish_reason": written.finish_of(output) if output is not None else None,
+            "finish_reason": replies.finish_of(output) if output is not None else None,
             "stop_reason": None,
             "token_ids": list(tokens),
             "routed_experts": (
-                written.routes_of(output, self.backing) if output is not None else None
+                replies.routes_of(output, self.backend) if output is not None else None
             ),
             "sampling_mask": None,
             "weight_versions": (
-                written.spans_of(output, self.backing) if output is not None and ended else None
+                replies.spans_of(output, self.backend) if output is not None else None
             ),
-            "logprobs": None if self.call.top is None else written.token_logprobs(tokens, logprobs),
+            "logprobs": None
+            if self.call.top_logprobs is None
+            else replies.token_logprobs(tokens, logprobs),
         }
 
     def usage(self, counts: Mapping[str, Any]) -> dict[str, Any]:

@@ -62,8 +62,8 @@ def _whole(server: Server) -> list[dict[str, Any]]:
 
 async def main() -> None:
     """Serve, start the gateway, ask, write."""
-    async with routing("sglang", ServeOptions(flavour="sglang"), 2) as (_, backings):
-        urls, port = list(backings), _free_port()
+    async with routing("sglang", ServeOptions(flavour="sglang"), 2) as (_, backends):
+        urls, port = list(backends), _free_port()
         command = [
             sys.executable,
             "-m",

@@ -12,7 +12,7 @@ from typing import Any
 
 import httpx
 
-from rollproof.fakes.http.engine_backend import Backing, ServeOptions
+from rollproof.fakes.http.engine_backend import EngineBackend, ServeOptions
 from rollproof.fakes.http.fault_plan import FaultPlan
 from rollproof.fakes.http.serving import serving
 
@@ -22,8 +22,8 @@ __all__ = ["Served", "served"]
 class Served:
     """A running server: ``client`` asks it, ``do`` runs something in its loop."""
 
-    def __init__(self, url: str, backing: Any, loop: asyncio.AbstractEventLoop) -> None:
-        self.url, self.backing, self._loop = url, backing, loop
+    def __init__(self, url: str, backend: Any, loop: asyncio.AbstractEventLoop) -> None:
+        self.url, self.backend, self._loop = url, backend, loop
         self.client = httpx.Client(base_url=url, timeout=30)
 
     def do(self, what: Callable[[], Any]) -> Any:
@@ -46,7 +46,7 @@ def served(
 
 @contextmanager
 def running(
-    make: Callable[[], AbstractAsyncContextManager[tuple[str, Backing | Any]]],
+    make: Callable[[], AbstractAsyncContextManager[tuple[str, EngineBackend | Any]]],
 ) -> Iterator[Served]:
     """Whatever ``make`` makes, in a thread of its own."""
     ready: list[Served | BaseException] = []
@@ -54,8 +54,8 @@ def running(
 
     async def main() -> None:
         try:
-            async with make() as (url, backing):
-                ready.append(Served(url, backing, asyncio.get_running_loop()))
+            async with make() as (url, backend):
+                ready.append(Served(url, backend, asyncio.get_running_loop()))
                 told.set()
                 await asyncio.to_thread(end.wait)
         except BaseException as error:

@@ -59,11 +59,11 @@ def until(happened: Callable[[], bool]) -> None:
 
 
 def idle(server: Served) -> bool:
-    return not server.do(lambda: server.backing.engine.in_flight)
+    return not server.do(lambda: server.backend.engine.in_flight)
 
 
 def runs(server: Served) -> bool:
-    return bool(server.do(lambda: sum(server.backing.engine.progress().values())))
+    return bool(server.do(lambda: sum(server.backend.engine.progress().values())))
 
 
 def answers(server: Served, face: str) -> int:
@@ -264,7 +264,7 @@ def test_many_clients_that_vanish_at_once_leave_nothing(
         one = {**body, "rid": f"gone-{number}", "request_id": f"gone-{number}"}
         connection.request("POST", path, json.dumps(one), {"content-type": "application/json"})
         connections.append(connection)
-    until(lambda: server.do(lambda: len(server.backing.engine.in_flight)) == 12)
+    until(lambda: server.do(lambda: len(server.backend.engine.in_flight)) == 12)
     for connection in connections:
         connection.close()
     until(lambda: idle(server))

@@ -17,13 +17,13 @@ from rollproof.core.case import EngineOptions
 from rollproof.core.contract import Contract
 from rollproof.core.events.rollout import Fault, Reply
 from rollproof.core.records import FinishReason, Request, Rollout
-from rollproof.fakes.http.engine_backend import Backing, ServeOptions
+from rollproof.fakes.http.engine_backend import EngineBackend, ServeOptions
 from rollproof.fakes.http.fault_plan import FaultPlan
 from rollproof.fakes.http.trace_client import Teller
 from rollproof.judging.judge import Judgement
 from rollproof.verification.traces import judge
 from tests.fakes.http.served import Served, served
-from tests.fakes.http.test_telling import CONTRACT, OPTIONS
+from tests.fakes.http.test_trace_endpoints import CONTRACT, OPTIONS
 
 BUDGET = 40
 ENGINE = EngineOptions(step=0.001, prefix_cache=True)
@@ -115,7 +115,7 @@ def _events(reply: httpx.Response) -> Iterator[Any]:
 
 
 def judged(server: Served, options: ServeOptions) -> tuple[Judgement, list[Any]]:
-    trace = server.do(lambda: server.backing.recorder.trace(Backing.header(options)))
+    trace = server.do(lambda: server.backend.recorder.trace(EngineBackend.header(options)))
     return judge(trace), list(trace.events)
 
 

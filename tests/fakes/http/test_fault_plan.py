@@ -12,7 +12,13 @@ import pytest
 from rollproof.core.case import ActionKind
 from rollproof.core.events.rollout import Fault, Reply
 from rollproof.errors import UsageError
-from rollproof.fakes.http.fault_plan import FaultPlan, Faults, WireFault, WireFaultKind, happened
+from rollproof.fakes.http.fault_plan import (
+    FaultPlan,
+    PlanProgress,
+    WireFault,
+    WireFaultKind,
+    plan_summary,
+)
 from tests.fakes.http.served import served
 
 ASK = {"input_ids": [5, 6, 7], "sampling_params": {"max_new_tokens": 4}}
@@ -58,18 +64,18 @@ def test_a_plan_is_read_from_toml_and_json(tmp_path: Path) -> None:
             {"faults": [{"do": "reset", "nth": [0]}]},
             "Fault 1 cannot be planned:\n  - nth=\\[0\\] must be whole numbers from 1",
         ),
-        ({"faults": [{"do": "reset", "nth": []}]}, "Fault 1: nth=\\[\\] names no call"),
+        ({"faults": [{"do": "reset", "nth": []}]}, "Fault 1: nth=\\[\\] names no request"),
         (
             {"faults": [{"do": "reset", "nth": [1], "probability": 0.5}]},
             "nth and probability exclude each other",
         ),
         (
             {"faults": [{"do": "reset", "seconds": 2}]},
-            r"Fault 1 \(reset\): seconds says something of slow alone",
+            r"Fault 1 \(reset\): seconds is only for slow",
         ),
         (
             {"faults": [{"do": "slow", "keep": 0.1}]},
-            "keep says something of reset and truncate and wrong-length alone",
+            "keep is only for reset and truncate and wrong-length",
         ),
         ({"faults": [{"do": "reset", "probability": 2}]}, "a number from 0 to 1"),
         ({"faults": [{"do": "status", "status": 200}]}, "a status from 400 to 599"),
@@ -78,7 +84,7 @@ def test_a_plan_is_read_from_toml_and_json(tmp_path: Path) -> None:
         ({"faults": [{"do": "reset", "path": "generate"}]}, "must be a path"),
         (
             {"actions": [{"do": "sync", "when": {"request": "r", "tokens": 1}}]},
-            "must be one of .*A served engine does no other by itself",
+            "must be one of .*A server does no other by itself",
         ),
         ({"actions": [{"do": "abort"}]}, "Action 1 needs 'when'; its fields are"),
         ({"actions": [{"do": "abort", "when": 3}]}, "when=3 must be a table, such as"),
@@ -123,7 +129,7 @@ def test_a_plan_that_cannot_be_read_is_told(tmp_path: Path) -> None:
 
 
 def befallen(one: FaultPlan, requests: list[tuple[str, bytes]]) -> list[int]:
-    faults = Faults(one, lambda _fault, _path: None)
+    faults = PlanProgress(one, lambda _fault, _path: None)
     return [
         number
         for number, (path, body) in enumerate(requests, 1)
@@ -168,17 +174,17 @@ def test_what_became_of_a_plan_is_told() -> None:
             ],
         }
     )
-    servers = [Faults(whole, lambda _fault, _path: None) for _ in range(2)]
+    servers = [PlanProgress(whole, lambda _fault, _path: None) for _ in range(2)]
     for server in servers:
         for _ in range(3):
             server.due("/generate", b"{}")
     assert [
-        "fault 1 (reset): befell 2 of 6 requests to /generate",
-        "fault 2 (slow): befell 0 of 0 requests with the id 'nobody'",
+        "fault 1 (reset): applied to 2 of 6 requests to /generate",
+        "fault 2 (slow): applied to 0 of 0 requests with the id 'nobody'",
         "action 1 (abort of 'r1' at 2 tokens): happened",
-        "action 2 (abort of 'r1' at 2 tokens): did not happen: 'r1' did not come so far",
+        "action 2 (abort of 'r1' at 2 tokens): did not happen: 'r1' did not get that far",
         "action 3 (abort of 'r2' at 2 tokens): happened",
-    ] == list(happened(whole, [*servers, None], whole.actions[:1]))
+    ] == list(plan_summary(whole, [*servers, None], whole.actions[:1]))
 
 
 @pytest.mark.parametrize(
@@ -201,7 +207,7 @@ def test_a_broken_connection_is_an_error_of_the_client(
         with pytest.raises(error):
             server.client.post("/generate", json={**ASK, "stream": stream})
         assert 200 == server.client.post("/generate", json=ASK).status_code
-        events = server.do(lambda: server.backing.recorder.events)
+        events = server.do(lambda: server.backend.recorder.events)
     assert [False, True] == [event.delivered for event in events if isinstance(event, Reply)]
     assert ["lost-reply"] == [event.what for event in events if isinstance(event, Fault)]
 
@@ -221,7 +227,7 @@ def test_a_status_comes_before_the_engine_or_after_it(after: bool, calls: int) -
     """After the engine it has sampled tokens that nobody gets; before, it knows nothing."""
     with served("vllm", plan=plan(do="status", status=502, nth=[1], after_engine=after)) as server:
         reply = server.client.post("/v1/completions", json={"prompt": [5, 6], "max_tokens": 2})
-        events = server.do(lambda: server.backing.recorder.events)
+        events = server.do(lambda: server.backend.recorder.events)
     assert 502 == reply.status_code
     assert calls == sum(isinstance(event, Reply) for event in events)
     assert ["lost-reply" if after else "reject"] == [
@@ -235,7 +241,7 @@ def test_a_slow_reply_is_late_and_one_that_nobody_waits_for_was_not_delivered() 
         with pytest.raises(httpx.ReadTimeout):
             server.client.post("/generate", json=ASK, timeout=0.2)
         reply = server.client.post("/generate", json=ASK)
-        events = server.do(lambda: server.backing.recorder.events)
+        events = server.do(lambda: server.backend.recorder.events)
     assert reply.elapsed.total_seconds() >= 0.5
     assert [False, True] == [event.delivered for event in events if isinstance(event, Reply)]
 

@@ -10,14 +10,14 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
+from starlette.requests import Request
 
 from rollproof.core.case import EngineOptions
 from rollproof.core.records import EngineOutput, FinishReason
 from rollproof.core.trace import Recorder
 from rollproof.fakes.engine.inflight import InflightCall
-from rollproof.fakes.http.asgi import Asked
 from rollproof.fakes.http.call_samples import Samples
-from rollproof.fakes.http.disconnects import Watch
+from rollproof.fakes.http.connections import Delivery
 from rollproof.fakes.http.engine_backend import ServeOptions
 from tests.fakes.http.served import Served, served
 
@@ -35,7 +35,7 @@ def server() -> Iterator[Served]:
         yield found
 
 
-KINDS = (Asked, InflightCall, Watch)
+KINDS = (Request, Delivery, InflightCall)
 
 
 @pytest.mark.parametrize(
@@ -48,28 +48,26 @@ def test_a_request_leaves_no_circle_behind(server: Served, more: dict[str, Any])
     client was watched meanwhile.
     """
     gc.collect()
-    before = {
-        id(one): one for one in gc.get_objects() if type(one) in KINDS
-    }  # what other tests of this process still hold
+    # what other tests of this process still refer to
+    before = {id(item): item for item in gc.get_objects() if type(item) in KINDS}
     gc.disable()
     try:
         for _ in range(4):
             server.client.post("/generate", json=CALL | more).raise_for_status()
         server.client.get("/health")
-        for _ in range(
-            100
-        ):  # the server's thread may still be at the end of an answer that has arrived here
+        # the server's thread may still be at the end of an answer that has arrived here
+        for _ in range(100):
             left = Counter(
-                type(one)
-                for one in gc.get_objects()
-                if type(one) in KINDS and id(one) not in before
+                type(item)
+                for item in gc.get_objects()
+                if type(item) in KINDS and id(item) not in before
             )
-            if not left[InflightCall] and not left[Watch]:
+            if not left[InflightCall] and not left[Request]:
                 break
             time.sleep(0.05)
-        # the last request of a connection is looked at when that is lost
-        assert left[Asked] <= 1
-        assert (left[InflightCall], left[Watch]) == (0, 0)
+        # the last delivery of a connection is looked at when that is lost
+        assert left[Delivery] <= 1
+        assert (left[InflightCall], left[Request]) == (0, 0)
     finally:
         gc.enable()
 

@@ -38,7 +38,7 @@ def _cached(server: Served) -> list[int | None]:
     """Of each reply, in order."""
     return [
         event.output.cached_tokens
-        for event in server.backing.recorder.events
+        for event in server.backend.recorder.events
         if isinstance(event, Reply)
     ]
 
@@ -73,7 +73,7 @@ def test_a_salt_parts_the_prefix_cache_of_vllm(vllm: Served, path: str) -> None:
     assert again == one_again
     calls = [
         event.sampling.get("cache_salt")
-        for event in vllm.backing.recorder.events
+        for event in vllm.backend.recorder.events
         if isinstance(event, Call)
     ]
     assert [None, None, "1", "2", "1"] == calls
@@ -86,10 +86,10 @@ def test_a_salt_of_each_version_keeps_stale_kv_out(vllm: Served) -> None:
     for salt in ("0", "1"):
         body = {"token_ids": [5, 6, 7, 8], "sampling_params": {"max_tokens": 1}, "cache_salt": salt}
         assert 200 == vllm.client.post("/inference/v1/generate", json=body).status_code
-        vllm.do(lambda: vllm.backing.engine.load_now(1, "w1"))
+        vllm.do(lambda: vllm.backend.engine.load_now(1, "w1"))
     body["cache_salt"] = "0"
     assert 200 == vllm.client.post("/inference/v1/generate", json=body).status_code
-    rows = [event.true_rows for event in vllm.backing.recorder.events if isinstance(event, Reply)]
+    rows = [event.true_rows for event in vllm.backend.recorder.events if isinstance(event, Reply)]
     assert [[0], [1], [0, "mixed"]] == [[span.version for span in spans or ()] for spans in rows]
 
 

@@ -17,9 +17,17 @@ import pytest
 from rollproof.core.case import EngineOptions, Model
 from rollproof.fakes.http.engine_backend import ServeOptions
 from rollproof.fakes.http.serving import routing
+from tests.fakes.http.known_differences import (
+    CHANCE,
+    DISABLED,
+    EXTRA,
+    MISSING,
+    SKIPPED,
+    STATUS_ONLY,
+    UNSTEADY,
+)
 from tests.fakes.http.recording import KEPT_ITEMS, ends
 from tests.fakes.http.served import Served, running, served
-from tests.fakes.http.unlike import CHANCE, DISABLED, EXTRA, MISSING, SKIPPED, STATUS_ONLY, UNSTEADY
 
 RECORDED = Path(__file__).parent / "recorded"
 MODEL = Model(num_layers=3, moe_layers=(0, 1, 2), num_experts=8, top_k=2, vocab=512)
@@ -157,7 +165,7 @@ def begin(server: Served, name: str, exchange: Mapping[str, Any]) -> Any:
     thread.start()
     end = time.monotonic() + 20
     while (
-        not (server.do(lambda: sum(server.backing.engine.progress().values())) or got)
+        not (server.do(lambda: sum(server.backend.engine.progress().values())) or got)
         and time.monotonic() < end
     ):
         time.sleep(0.002)
@@ -200,7 +208,7 @@ def adapted(kind: str, body: Any, server: Served) -> Any:
     worker has another address.
     """
     if kind == "router_workers" and isinstance(body, dict) and "url" in body:
-        return {"url": next(iter(server.backing))}
+        return {"url": next(iter(server.backend))}
     return body
 
 

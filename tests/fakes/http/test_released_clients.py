@@ -13,11 +13,11 @@ import pytest
 
 from rollproof.core.contract import Contract
 from rollproof.core.records import FinishReason, Request, Rollout
-from rollproof.fakes.http.engine_backend import Backing, ServeOptions
+from rollproof.fakes.http.engine_backend import EngineBackend, ServeOptions
 from rollproof.fakes.http.trace_client import Teller
 from rollproof.verification.traces import judge
 from tests.fakes.http.served import Served, served
-from tests.fakes.http.test_telling import OPTIONS
+from tests.fakes.http.test_trace_endpoints import OPTIONS
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # a framework's own warnings are not ours to fix
 PROMISED = Contract(
@@ -62,7 +62,7 @@ def told(server: Served, requests: list[Request], answer: Any) -> Any:
             logprobs=np.array(logprobs),
         )
         teller.result(rollout)
-    return judge(server.do(lambda: server.backing.recorder.trace(Backing.header(VLLM))))
+    return judge(server.do(lambda: server.backend.recorder.trace(EngineBackend.header(VLLM))))
 
 
 @pytest.mark.parametrize("chat", [False, True])
@@ -115,7 +115,7 @@ def test_the_other_requests_of_trls_client_are_answered() -> None:
         several = client.generate([[5, 6, 7]], n=3, max_tokens=4)
         assert {"backend": "nccl"} == client.get_server_info()["weight_transfer_config"]
         assert 1 == client.get_world_size()
-        policy = server.backing.policy
+        policy = server.backend.policy
     assert policy.logprobs(0, [5, 6, 7, 8], 2).tolist() == [
         values[0] for values in scored["actual_logprobs"][0]
     ]

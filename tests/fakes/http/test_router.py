@@ -37,7 +37,7 @@ def router(request: pytest.FixtureRequest) -> Iterator[Served]:
 
 
 def asked(router: Served) -> list[str]:
-    first = next(iter(router.backing.values()))
+    first = next(iter(router.backend.values()))
     return [
         event.server_id
         for event in router.do(lambda: first.recorder.events)
@@ -53,7 +53,7 @@ def test_calls_are_spread_and_sessions_stay(router: Served) -> None:
     for _ in range(3):
         router.client.post("/generate", json=ASK, headers={"x-smg-routing-key": "mine"})
     assert 1 == len(set(asked(router)[6:]))
-    first = next(iter(router.backing.values()))
+    first = next(iter(router.backend.values()))
     assert ["s0", "s1", "s2"] == [
         event.server_id
         for event in router.do(lambda: first.recorder.events)
@@ -65,7 +65,7 @@ def test_a_dead_worker_is_left_out_and_its_connections_break(router: Served) -> 
     """Calls go to those that live; asked itself, the dead server resets the connection, as a
     process that is gone does.
     """
-    url, dead = next(iter(router.backing.items()))
+    url, dead = next(iter(router.backend.items()))
     router.do(dead.engine.kill)
     for _ in range(4):
         assert 200 == router.client.post("/generate", json=ASK).status_code
@@ -76,7 +76,7 @@ def test_a_dead_worker_is_left_out_and_its_connections_break(router: Served) -> 
 
 def test_what_goes_to_workers_themselves_reaches_each_of_them(router: Served) -> None:
     """Slime lists the workers and aborts on each; an update on one leaves the others as they were."""
-    urls: list[Any] = list(router.backing)
+    urls: list[Any] = list(router.backend)
     for url in urls:
         assert (
             200 == router.client.post(f"{url}/abort_request", json={"abort_all": True}).status_code
@@ -95,7 +95,7 @@ def test_samples_are_told_to_the_router(kind: RouterKind) -> None:
     """
     options = ServeOptions(flavour="sglang", contract=Contract(rows="none", **PROMISED))
     with running(lambda: routing("sglang", options, 2, kind)) as router:
-        first = next(iter(router.backing.values()))
+        first = next(iter(router.backend.values()))
         teller = Teller(router.url)
         teller.submit(Request(request_id="r0", prompt_ids=(5, 6, 7), max_tokens=2))
         assert 200 == router.client.post("/generate", json=ASK).status_code
@@ -129,7 +129,7 @@ def test_slimes_router_lists_adds_and_forwards_everything() -> None:
     with running(
         lambda: routing("sglang", ServeOptions(flavour="sglang"), 2, RouterKind.SLIME)
     ) as router:
-        urls = list(router.backing)
+        urls = list(router.backend)
         assert {"urls": urls} == router.client.get("/list_workers").json()
         assert (
             "success" == router.client.post("/add_worker", params={"url": urls[0]}).json()["status"]

@@ -26,7 +26,7 @@ def options(face: str, experts: int, **others: Any) -> ServeOptions:
 def expected(server: Served, tokens: list[int], start: int) -> Any:
     ids = [*PROMPT, *tokens]
     return server.do(
-        lambda: server.backing.policy.routes_spans([(0, len(ids) - 1, 0)], ids, start, len(ids) - 1)
+        lambda: server.backend.policy.routes_spans([(0, len(ids) - 1, 0)], ids, start, len(ids) - 1)
     )
 
 
@@ -132,7 +132,7 @@ def test_prime_rls_update_names_a_folder() -> None:
         assert {"status": "ok"} == server.client.post(
             "/update_weights", json={"weight_dir": "step-1"}
         ).json()
-        assert 1 == server.do(lambda: server.backing.engine.version)
+        assert 1 == server.do(lambda: server.backend.engine.version)
         server.client.post("/update_weights", json={"weight_dir": "step-2"})
         server.client.post("/update_weights", json={"weight_dir": "step-1"})
-        assert 1 == server.do(lambda: server.backing.engine.version)
+        assert 1 == server.do(lambda: server.backend.engine.version)

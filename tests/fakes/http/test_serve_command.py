@@ -88,23 +88,23 @@ def until(happened: Callable[[], bool]) -> None:
         (
             "--flavour vllm",
             (
-                "--flavour vllm cannot be had with --as sglang: choose one of ['sglang',"
+                "--flavour vllm does not go with --as sglang: choose one of ['sglang',"
                 " 'sglang-0.5.17']."
             ),
         ),
         (
             "--routes npy",
-            "--routes npy cannot be had with --as sglang: choose one of ['int32', 'compact'].",
+            "--routes npy does not go with --as sglang: choose one of ['int32', 'compact'].",
         ),
         ("--router slime", "--router needs --workers N with more than one"),
         (
             "--router nosuch --workers 2",
-            "--router nosuch cannot be had with --as sglang: choose one of ['gateway', 'slime'].",
+            "--router nosuch does not go with --as sglang: choose one of ['gateway', 'slime'].",
         ),
         ("--step inf", "Invalid value for '--step'"),
-        ("--trace .", "--trace . exists: name a new file, or remove it before."),
+        ("--trace .", "--trace . exists: name a new file, or remove it first."),
         ("--port 70000", "--port must be 0 to 65535, not 70000."),
-        ("--as vllm --incremental", "--incremental is SGLang's"),
+        ("--as vllm --incremental", "--incremental is an option of SGLang"),
     ],
 )
 def test_options_that_do_not_go_together_are_refused_in_one_line(
@@ -152,7 +152,7 @@ def test_options_that_do_not_go_together_are_refused_in_one_line(
             "plan.toml",
             '[[actions]]\ndo = "kill"\nserver = "s1"\nwhen = { request = "r", tokens = 1 }',
             (
-                "plan.toml: server s1 cannot be had with --as sglang --workers 1: choose one of"
+                "plan.toml: server s1 does not go with --as sglang --workers 1: choose one of"
                 " ['s0']."
             ),
         ),

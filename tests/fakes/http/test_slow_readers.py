@@ -20,7 +20,7 @@ import httpx
 import pytest
 
 from rollproof.core.events.rollout import Fault, Reply
-from rollproof.fakes.http.sglang.unread import Unread
+from rollproof.fakes.http.sglang.server import PendingEvents
 from rollproof.store import TraceReader
 from tests.fakes.http.test_serve_command import started, until
 
@@ -191,15 +191,15 @@ def test_a_long_stream_that_nobody_reads_takes_little() -> None:
 )
 def test_the_first_event_that_is_read_is_told_from_others(newest: bool, read: list[bytes]) -> None:
     """It alone says when it was sent, also where it took the place of events that nobody read."""
-    ready: asyncio.Queue[Unread | None] = asyncio.Queue()
-    unread = Unread(ready, newest=newest)
+    ready: asyncio.Queue[PendingEvents | None] = asyncio.Queue()
+    pending = PendingEvents(ready, newest_only=newest)
     fresh, taken = [], []
     for event, reads in ((b"1", False), (b"2", True), (b"3", False), (b"4", True)):
-        fresh.append(unread.fresh)
-        unread.put(event)
+        fresh.append(pending.next_is_first)
+        pending.put(event)
         while reads and not ready.empty():
             waiting = ready.get_nowait()
-            assert waiting is unread
+            assert waiting is pending
             taken.append(waiting.take())
 
     assert read == taken

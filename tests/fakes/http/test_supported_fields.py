@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 import rollproof.fakes.http
-from rollproof.fakes.http.supported_fields import FIELDS
+from rollproof.fakes.http.supported_fields import ANSWERED, IGNORED, REFUSED
 from tests.fakes.http.served import Served, served
 
 MODELS = {
@@ -92,40 +92,35 @@ def test_every_field_of_the_real_model_is_in_one_table(model: str) -> None:
         for item in made.body
         if isinstance(item, ast.AnnAssign) and isinstance(item.target, ast.Name)
     }
-    fields = FIELDS[model]
-
-    assert {
-        one for one in real if not one.startswith("_")
-    } - DERIVED == fields.answered | fields.refused.keys() | fields.idle.keys()
+    names = {name for name in real if not name.startswith("_")} - DERIVED
+    assert set() == names - (ANSWERED[model] | IGNORED[package] | REFUSED[package])
 
 
-@pytest.mark.parametrize("model", list(FIELDS))
-def test_no_field_is_in_two_tables(model: str) -> None:
-    """And each has a reason."""
-    fields = FIELDS[model]
+@pytest.mark.parametrize("model", list(ANSWERED))
+def test_no_field_is_in_two_lists(model: str) -> None:
+    """A field is answered or ignored, and refused only where it is neither."""
+    server = model.partition(" ")[0]
 
-    assert 0 == len(fields.answered & fields.refused.keys()) + len(
-        fields.answered & fields.idle.keys()
-    )
-    assert 0 == len(fields.refused.keys() & fields.idle.keys())
-    assert all(fields.refused.values())
-    assert all(fields.idle.values())
+    assert set() == IGNORED[server] & (ANSWERED[model] | REFUSED[server])
 
 
 @pytest.mark.parametrize(
     ("model", "name"),
-    [(model, name) for model, fields in FIELDS.items() for name in sorted(fields.refused)],
+    [
+        (model, name)
+        for model, answered in ANSWERED.items()
+        for name in sorted(REFUSED[model.partition(" ")[0]] - answered)
+        # SGLang answers 500 to any name that its sampling parameters do not have
+        if model != "sglang sampling_params" or name == "beam_width"
+    ],
 )
-def test_what_is_not_answered_is_refused(servers: dict[str, Served], model: str, name: str) -> None:
-    """400 with the field's name and the reason; where it is off, it asks for nothing."""
+def test_unsupported_fields_are_refused(servers: dict[str, Served], model: str, name: str) -> None:
+    """400 with the field's name; a field that is off asks for nothing."""
     refusal = _asked(servers, model, {name: "x"})
 
     assert 400 == refusal.status_code
-    assert (
-        f"{name} is not answered by rollproof's fake: {FIELDS[model].refused[name]}."
-        in refusal.text
-    )
-    if model.endswith("sampling_params") and model.startswith("sglang"):
+    assert f"{name} is not supported by rollproof's fake server: leave it out." in refusal.text
+    if model == "sglang sampling_params":
         return
     assert {200} == {_asked(servers, model, {name: off}).status_code for off in (None, False)}
 
@@ -177,7 +172,9 @@ def test_a_chat_whose_prompt_comes_beside_its_messages_is_refused(
     )
 
     assert 400 == refusal.status_code
-    assert "kv_transfer_params.prompt_token_ids is not answered by rollproof's fake" in refusal.text
+    assert (
+        "kv_transfer_params.prompt_token_ids is not supported by rollproof's fake" in refusal.text
+    )
 
 
 @pytest.mark.parametrize(
@@ -304,8 +301,8 @@ def test_what_is_answered_is_read() -> None:
     }
     unread = [
         f"{model}: {name}"
-        for model, fields in FIELDS.items()
-        for name in fields.answered
+        for model, answered in ANSWERED.items()
+        for name in answered
         if not any(
             f'"{name}"' in text
             for file, text in code.items()

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from rollproof.core.case import EngineOptions, Model
-from rollproof.fakes.http.engine_backend import Backing, ServeOptions
+from rollproof.fakes.http.engine_backend import EngineBackend, ServeOptions
 from rollproof.fakes.http.serving import serving
 
 MODEL = Model(num_layers=4, moe_layers=(1, 2, 3), num_experts=300, top_k=3, vocab=1000)
@@ -24,7 +24,7 @@ OPTIONS = ServeOptions(
 PROMPT = [5, 6, 7, 8]
 ASK = {"model": "m", "token_ids": PROMPT, "sampling_params": {"max_tokens": 6, "logprobs": 0}}
 
-Talk = Callable[[httpx.AsyncClient, Backing], Awaitable[Any]]
+Talk = Callable[[httpx.AsyncClient, EngineBackend], Awaitable[Any]]
 
 
 def talk(what: Talk) -> Any:
@@ -32,16 +32,16 @@ def talk(what: Talk) -> Any:
 
     async def run() -> Any:
         async with (
-            serving("vllm", OPTIONS) as (url, backing),
+            serving("vllm", OPTIONS) as (url, backend),
             httpx.AsyncClient(base_url=url, timeout=20) as client,
         ):
-            return await what(client, backing)
+            return await what(client, backend)
 
     return asyncio.run(run())
 
 
-def _expected(backing: Backing, ids: list[int]) -> Any:
-    return backing.policy.routes_spans([(0, len(ids) - 1, 0)], ids, 0, len(ids) - 1)
+def _expected(backend: EngineBackend, ids: list[int]) -> Any:
+    return backend.policy.routes_spans([(0, len(ids) - 1, 0)], ids, 0, len(ids) - 1)
 
 
 def test_tokens_in_tokens_out() -> None:
@@ -49,10 +49,10 @@ def test_tokens_in_tokens_out() -> None:
     same rows with shape and dtype.
     """
 
-    async def ask(client: httpx.AsyncClient, backing: Backing) -> Any:
+    async def ask(client: httpx.AsyncClient, backend: EngineBackend) -> Any:
         own = (await client.post("/inference/v1/generate", json=ASK)).json()["choices"][0]
         skyrl = (await client.post("/skyrl/v1/generate", json=ASK)).json()["choices"][0]
-        return own, skyrl, _expected(backing, [*PROMPT, *own["token_ids"]])
+        return own, skyrl, _expected(backend, [*PROMPT, *own["token_ids"]])
 
     own, skyrl, expected = talk(ask)
     np.testing.assert_array_equal(
@@ -71,7 +71,7 @@ def test_tokens_in_tokens_out() -> None:
 def test_completions_and_chats_are_the_same_calls() -> None:
     """The OpenAI endpoints answer with the fake's words, usage and, where asked, token ids."""
 
-    async def ask(client: httpx.AsyncClient, _: Backing) -> Any:
+    async def ask(client: httpx.AsyncClient, _: EngineBackend) -> Any:
         plain = await client.post(
             "/v1/completions",
             json={"model": "m", "prompt": PROMPT, "max_tokens": 3, "return_token_ids": True},
@@ -108,11 +108,11 @@ def test_pause_modes_do_what_they_say(mode: str, reason: str) -> None:
     waits for the resume.
     """
 
-    async def ask(client: httpx.AsyncClient, backing: Backing) -> Any:
+    async def ask(client: httpx.AsyncClient, backend: EngineBackend) -> Any:
         long = {**ASK, "sampling_params": {"max_tokens": 200}}
         call = asyncio.ensure_future(client.post("/inference/v1/generate", json=long))
         for _ in range(2000):
-            if backing.engine.progress() and max(backing.engine.progress().values()):
+            if backend.engine.progress() and max(backend.engine.progress().values()):
                 break
             await asyncio.sleep(0.005)
         await client.post("/pause", params={"mode": mode, "clear_cache": "false"})
@@ -127,7 +127,7 @@ def test_pause_modes_do_what_they_say(mode: str, reason: str) -> None:
         return (
             first.json()["choices"][0]["finish_reason"],
             second.json()["choices"][0]["finish_reason"],
-            backing.engine.paused,
+            backend.engine.paused,
         )
 
     assert (reason, "length", False) == talk(ask)
@@ -138,7 +138,7 @@ def test_an_update_changes_the_weights_that_answer() -> None:
     again is the same weights.
     """
 
-    async def ask(client: httpx.AsyncClient, backing: Backing) -> Any:
+    async def ask(client: httpx.AsyncClient, backend: EngineBackend) -> Any:
         answers = []
         for folder in (None, "step1", "step2", "step1"):
             if folder is not None:
@@ -151,7 +151,7 @@ def test_an_update_changes_the_weights_that_answer() -> None:
                     "token_ids"
                 ]
             )
-        return answers, backing.engine.version, (await client.get("/weight_info")).json()
+        return answers, backend.engine.version, (await client.get("/weight_info")).json()
 
     (zero, one, two, again), version, info = talk(ask)
     assert len({tuple(zero), tuple(one), tuple(two)}) == 3
@@ -162,7 +162,7 @@ def test_an_update_changes_the_weights_that_answer() -> None:
 def test_a_stream_ends_with_the_reason_and_the_mark() -> None:
     """Every token comes once, the reason with the last ones, then the end mark."""
 
-    async def ask(client: httpx.AsyncClient, _: Backing) -> Any:
+    async def ask(client: httpx.AsyncClient, _: EngineBackend) -> Any:
         body = {
             "model": "m",
             "prompt": PROMPT,
@@ -201,7 +201,7 @@ def test_a_stream_ends_with_the_reason_and_the_mark() -> None:
 def test_what_is_wrong_is_refused(path: str, body: dict[str, Any], status: int, words: str) -> None:
     """Wrong bodies, values and paths get the status of their kind and a text that says what it is."""
 
-    async def ask(client: httpx.AsyncClient, _: Backing) -> Any:
+    async def ask(client: httpx.AsyncClient, _: EngineBackend) -> Any:
         reply = await client.post(path, json=body)
         return reply.status_code, reply.text
 

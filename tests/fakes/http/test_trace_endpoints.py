@@ -26,7 +26,7 @@ from rollproof.core.contract import Contract
 from rollproof.core.events.rollout import Call, Result, Submit
 from rollproof.core.records import FinishReason, Request, Rollout
 from rollproof.errors import UsageError
-from rollproof.fakes.http.engine_backend import Backing, ServeOptions
+from rollproof.fakes.http.engine_backend import EngineBackend, ServeOptions
 from rollproof.fakes.http.trace_client import Teller
 from rollproof.verification.traces import judge
 from tests.fakes.http.served import Served, served
@@ -103,7 +103,7 @@ def _aborted(server: Served, body: dict[str, Any], least: int) -> Any:
         target=lambda: got.append(server.client.post("/generate", json=body).json())
     )
     thread.start()
-    while not server.do(lambda: max(server.backing.engine.progress().values(), default=0)) >= least:
+    while not server.do(lambda: max(server.backend.engine.progress().values(), default=0)) >= least:
         time.sleep(0.001)
     server.client.post("/abort_request", json={"rid": body["rid"]})
     thread.join()
@@ -111,7 +111,7 @@ def _aborted(server: Served, body: dict[str, Any], least: int) -> Any:
 
 
 def judged(server: Served) -> Any:
-    events = server.do(lambda: server.backing.recorder.trace(Backing.header(OPTIONS)))
+    events = server.do(lambda: server.backend.recorder.trace(EngineBackend.header(OPTIONS)))
     return judge(events)
 
 
@@ -130,7 +130,7 @@ def test_samples_that_are_told_are_judged() -> None:
             teller.submit(request)
             teller.result(rolled(server, request, cut=cut))
         found = judged(server)
-        events = server.do(lambda: server.backing.recorder.events)
+        events = server.do(lambda: server.backend.recorder.events)
     passed = {result.id for result in found.results if result.verdict == "pass"}
     assert {"r0", "r1"} == {event.request_id for event in events if isinstance(event, Call)}
     assert {
@@ -173,7 +173,7 @@ def test_calls_are_attributed_by_header_by_handle_and_by_tokens() -> None:
         server.client.post(
             "/generate", json={**ask, "rid": "c2", "input_ids": [5, 6, 7, *cut["output_ids"]]}
         )
-        events = server.do(lambda: server.backing.recorder.events)
+        events = server.do(lambda: server.backend.recorder.events)
     assert ["stray", "b", "a", "a", "c1", "c1"] == [
         event.request_id for event in events if isinstance(event, Call)
     ]
@@ -207,7 +207,7 @@ def test_what_cannot_be_told_is_refused_with_the_reason() -> None:
             teller.ended("b")
         reply = server.client.post("/rollproof/result", json={"request_id": "a", "rollout": 3})
         assert (400, True) == (reply.status_code, "This is no result" in reply.text)
-    with pytest.raises(UsageError, match="cannot be told"):
+    with pytest.raises(UsageError, match="cannot be reached"):
         Teller("http://127.0.0.1:1").submit(one)
 
 

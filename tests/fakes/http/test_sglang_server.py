@@ -20,10 +20,12 @@ from rollproof.core.events.rollout import Abort, Call, Pause, Reply, Resume, Wei
 from rollproof.core.trace import Trace
 from rollproof.errors import UsageError
 from rollproof.fakes.engine.inflight import InflightCall
-from rollproof.fakes.http.engine_backend import Backing, ServeOptions
-from rollproof.fakes.http.in_process_client import Line
-from rollproof.fakes.http.serving import bound_socket, serving
+from rollproof.fakes.http.client import HttpClient
+from rollproof.fakes.http.engine_backend import EngineBackend, ServeOptions
+from rollproof.fakes.http.serving import bound_socket, serve_in_memory, serving
 from rollproof.fakes.http.sglang.server import sglang_app
+from rollproof.simulation import virtual_loop
+from rollproof.simulation.memory_network import Network
 from rollproof.store import TraceWriter, open_trace
 from rollproof.verification.traces import judge
 
@@ -42,7 +44,7 @@ ASK = {
     "return_routed_experts": True,
 }
 
-Talk = Callable[[httpx.AsyncClient, Backing], Awaitable[Any]]
+Talk = Callable[[httpx.AsyncClient, EngineBackend], Awaitable[Any]]
 
 
 async def until(happened: Callable[[], bool]) -> None:
@@ -59,10 +61,10 @@ def talk(what: Talk, options: ServeOptions = OPTIONS) -> Any:
 
     async def run() -> Any:
         async with (
-            serving("sglang", options) as (url, backing),
+            serving("sglang", options) as (url, backend),
             httpx.AsyncClient(base_url=url, timeout=20) as client,
         ):
-            return await what(client, backing)
+            return await what(client, backend)
 
     return asyncio.run(run())
 
@@ -72,8 +74,8 @@ def test_a_call_is_answered_with_what_the_engine_computed() -> None:
     layers.
     """
 
-    async def ask(client: httpx.AsyncClient, backing: Backing) -> Any:
-        return (await client.post("/generate", json={**ASK, "rid": "a"})).json(), backing.policy
+    async def ask(client: httpx.AsyncClient, backend: EngineBackend) -> Any:
+        return (await client.post("/generate", json={**ASK, "rid": "a"})).json(), backend.policy
 
     body, policy = talk(ask)
     meta, ids = body["meta_info"], [*PROMPT, *body["output_ids"]]
@@ -96,7 +98,7 @@ def test_a_call_is_answered_with_what_the_engine_computed() -> None:
 def test_what_is_not_asked_for_is_not_there() -> None:
     """Without the switches there are no logprobs and no routes; with a start, rows begin there."""
 
-    async def ask(client: httpx.AsyncClient, _: Backing) -> Any:
+    async def ask(client: httpx.AsyncClient, _: EngineBackend) -> Any:
         bare = await client.post(
             "/generate", json={"input_ids": PROMPT, "sampling_params": {"max_new_tokens": 2}}
         )
@@ -115,7 +117,7 @@ def test_an_abort_by_prefix_ends_running_and_queued_calls_with_different_keys() 
     counts, as SGLang's.
     """
 
-    async def ask(client: httpx.AsyncClient, backing: Backing) -> Any:
+    async def ask(client: httpx.AsyncClient, backend: EngineBackend) -> Any:
         long = {**ASK, "sampling_params": {"max_new_tokens": 4000}}
         calls = [
             asyncio.ensure_future(
@@ -125,11 +127,11 @@ def test_an_abort_by_prefix_ends_running_and_queued_calls_with_different_keys() 
         ]
         await until(
             lambda: (
-                (backing.loads()["running"], backing.loads()["waiting"]) == (4, 2)
-                and min(backing.engine.progress().values()) == 0
+                (backend.loads()["running"], backend.loads()["waiting"]) == (4, 2)
+                and min(backend.engine.progress().values()) == 0
             )
         )
-        await until(lambda: sorted(backing.engine.progress().values())[2] > 0)
+        await until(lambda: sorted(backend.engine.progress().values())[2] > 0)
         status = (await client.post("/abort_request", json={"rid": "x"})).status_code
         await client.post("/abort_request", json={"rid": "nobody"})
         return status, [reply.json()["meta_info"] for reply in await asyncio.gather(*calls)]
@@ -148,17 +150,17 @@ def test_an_update_is_paused_around_and_shown_in_spans() -> None:
     calls do not run while paused.
     """
 
-    async def ask(client: httpx.AsyncClient, backing: Backing) -> Any:
+    async def ask(client: httpx.AsyncClient, backend: EngineBackend) -> Any:
         call = asyncio.ensure_future(
             client.post("/generate", json={**ASK, "sampling_params": {"max_new_tokens": 60}})
         )
         await until(
-            lambda: bool(backing.engine.progress()) and max(backing.engine.progress().values()) > 2
+            lambda: bool(backend.engine.progress()) and max(backend.engine.progress().values()) > 2
         )
         await client.post("/pause_generation", json={"mode": "in_place"})
-        before = backing.engine.progress()
+        before = backend.engine.progress()
         await asyncio.sleep(0.05)
-        assert before == backing.engine.progress()
+        assert before == backend.engine.progress()
         reply = await client.post(
             "/update_weights_from_disk",
             json={"model_path": "new", "weight_version": "w1", "flush_cache": False},
@@ -167,7 +169,7 @@ def test_an_update_is_paused_around_and_shown_in_spans() -> None:
         await client.post("/continue_generation", json={})
         return (
             (await call).json()["meta_info"],
-            backing.recorder.events,
+            backend.recorder.events,
             (await client.get("/model_info")).json()["weight_version"],
         )
 
@@ -189,14 +191,14 @@ def test_publishing_a_label_ends_all_requests_unless_told_otherwise(
 ) -> None:
     """The default of ``/update_weight_version`` ends what is in flight (miles #2372)."""
 
-    async def ask(client: httpx.AsyncClient, backing: Backing) -> Any:
+    async def ask(client: httpx.AsyncClient, backend: EngineBackend) -> Any:
         call = asyncio.ensure_future(
             client.post("/generate", json={**ASK, "sampling_params": {"max_new_tokens": 400}})
         )
-        await until(lambda: bool(backing.engine.progress()))
+        await until(lambda: bool(backend.engine.progress()))
         await client.post("/update_weight_version", json=body)
         return (await call).json()["meta_info"]["finish_reason"]["type"], sum(
-            isinstance(event, Abort) for event in backing.recorder.events
+            isinstance(event, Abort) for event in backend.recorder.events
         )
 
     assert ("abort" if aborted else "length", int(aborted)) == talk(ask)
@@ -208,7 +210,7 @@ def test_a_stream_tells_every_token(incremental: bool) -> None:
     last has routes; then the end mark.
     """
 
-    async def ask(client: httpx.AsyncClient, _: Backing) -> Any:
+    async def ask(client: httpx.AsyncClient, _: EngineBackend) -> Any:
         async with client.stream("POST", "/generate", json={**ASK, "stream": True}) as reply:
             return [line.removeprefix("data: ") async for line in reply.aiter_lines() if line]
 
@@ -232,7 +234,7 @@ def test_a_stream_tells_every_token(incremental: bool) -> None:
 def test_a_client_that_vanishes_from_a_stream_ends_its_call() -> None:
     """Nothing goes on running for somebody who went away."""
 
-    async def ask(client: httpx.AsyncClient, backing: Backing) -> Any:
+    async def ask(client: httpx.AsyncClient, backend: EngineBackend) -> Any:
         async with client.stream(
             "POST",
             "/generate",
@@ -240,7 +242,7 @@ def test_a_client_that_vanishes_from_a_stream_ends_its_call() -> None:
         ) as reply:
             async for _ in reply.aiter_lines():
                 break
-        await until(lambda: not backing.engine.in_flight)
+        await until(lambda: not backend.engine.in_flight)
 
     talk(ask)
 
@@ -255,8 +257,6 @@ def test_steps_that_take_no_time_change_nothing_but_the_time() -> None:
         options = replace(
             OPTIONS, engine=engine, max_length=1_000_000
         )  # long enough for the abort to come in time
-        backing = Backing(options)
-        line = Line(sglang_app(backing))
         bodies = [
             {
                 **ASK,
@@ -266,21 +266,20 @@ def test_steps_that_take_no_time_change_nothing_but_the_time() -> None:
             }
             for i in range(6)
         ]
-        replies = await asyncio.gather(*(line.ask("POST", "/generate", body) for body in bodies))
-        long = asyncio.ensure_future(
-            line.ask(
-                "POST",
-                "/generate",
-                {**ASK, "rid": "x", "sampling_params": {"max_new_tokens": 900_000}},
+        endless = {**ASK, "rid": "x", "sampling_params": {"max_new_tokens": 900_000}}
+        async with serving("sglang", options) as (url, backend):
+            client = HttpClient(int(url.rpartition(":")[2]))
+            replies = await asyncio.gather(
+                *(client.request("POST", "/generate", body) for body in bodies)
             )
-        )
-        await until(lambda: any(call.sampled for call in backing.engine.in_flight))
-        await line.ask("POST", "/abort_request", {"rid": "x"})
-        shown = [
-            (reply.json()["output_ids"], reply.json()["meta_info"]["routed_experts"])
-            for reply in replies
-        ]
-        return shown, (await long).json()["meta_info"]["finish_reason"]["type"]
+            long = asyncio.ensure_future(client.request("POST", "/generate", endless))
+            await until(lambda: any(call.sampled for call in backend.engine.in_flight))
+            await client.request("POST", "/abort_request", {"rid": "x"})
+            shown = [
+                (reply.json()["output_ids"], reply.json()["meta_info"]["routed_experts"])
+                for reply in replies
+            ]
+            return shown, (await long).json()["meta_info"]["finish_reason"]["type"]
 
     assert asyncio.run(ask(0.001)) == asyncio.run(ask(0.0))
 
@@ -296,8 +295,11 @@ def test_a_server_keeps_nothing_of_calls_that_have_ended() -> None:
 
     async def ask() -> tuple[int, int]:
         before = held()  # of other tests
-        backing = Backing(ServeOptions(flavour="sglang"), keep=False)
-        line = Line(sglang_app(backing))
+        backend = EngineBackend(ServeOptions(flavour="sglang"), keep=False)
+        loop: Any = asyncio.get_running_loop()
+        loop.network = Network(loop)
+        serve_in_memory(loop.network, {80: sglang_app(backend)})
+        client = HttpClient(80)
         for number in range(20):
             body = {
                 "input_ids": [5, 6, number],
@@ -305,11 +307,12 @@ def test_a_server_keeps_nothing_of_calls_that_have_ended() -> None:
                 "stream": number % 2 == 0,
                 "sampling_params": {"max_new_tokens": 3},
             }
-            await line.ask("POST", "/generate", body)
-        assert backing.hooks is not None
-        return held() - before, len(backing.hooks.latest) + len(backing.hooks._rejects)
+            await client.request("POST", "/generate", body)
+        schedule = backend.attribution
+        assert schedule is not None
+        return held() - before, len(schedule.latest) + len(schedule._rejects)
 
-    kept, counted = asyncio.run(ask())
+    kept, counted = virtual_loop.run(ask)
     assert kept <= 2  # the last call's, of which its future is not collected yet
     assert 0 == counted
 
@@ -339,7 +342,7 @@ def test_a_server_keeps_nothing_of_calls_that_have_ended() -> None:
 def test_what_is_wrong_is_refused(path: str, body: dict[str, Any], status: int, words: str) -> None:
     """Wrong bodies, values and paths get the status of their kind and a text that says what it is."""
 
-    async def ask(client: httpx.AsyncClient, _: Backing) -> Any:
+    async def ask(client: httpx.AsyncClient, _: EngineBackend) -> Any:
         reply = await client.post(path, json=body)
         return reply.status_code, reply.text
 
@@ -350,7 +353,7 @@ def test_what_is_wrong_is_refused(path: str, body: dict[str, Any], status: int, 
 def test_a_body_that_is_no_object_is_refused(content: bytes) -> None:
     """Malformed JSON is a 400, never a 500."""
 
-    async def ask(client: httpx.AsyncClient, _: Backing) -> Any:
+    async def ask(client: httpx.AsyncClient, _: EngineBackend) -> Any:
         return (await client.post("/generate", content=content)).status_code
 
     assert 400 == talk(ask)
@@ -361,7 +364,7 @@ def test_a_served_run_is_judged(tmp_path: Path) -> None:
     path = tmp_path / "served.arrow"
 
     async def run() -> None:
-        with TraceWriter(path, Backing.header(OPTIONS)) as writer:
+        with TraceWriter(path, EngineBackend.header(OPTIONS)) as writer:
             async with (
                 serving("sglang", OPTIONS, sinks=[writer]) as (url, _),
                 httpx.AsyncClient(base_url=url) as client,
@@ -391,7 +394,7 @@ def test_a_port_that_is_taken_is_told() -> None:
     first = bound_socket()
     port = first.getsockname()[1]
     first.listen()
-    with pytest.raises(UsageError, match=f"Port {port} of 127.0.0.1 cannot be had"):
+    with pytest.raises(UsageError, match=f"Port {port} on 127.0.0.1 is in use"):
         bound_socket(port)
     with pytest.raises(UsageError, match="must be 0 to 65535"):
         bound_socket(70_000)

@@ -1,0 +1,157 @@
+"""Connections of the fake servers: uvicorn's protocol, which can be broken on purpose, and which
+knows what its client may not have read.
+
+ASGI has no word for either. This is a protocol class for uvicorn's option ``http``; it adds to the
+methods of ``asyncio.Protocol`` and hands itself to the application as ``request.state.connection``.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+import struct
+from collections import deque
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from typing import Any
+
+from uvicorn.protocols.http.auto import AutoHTTPProtocol
+
+__all__ = ["Connection", "Delivery", "connection_of", "delivery_of"]
+
+_MAX_UNREAD = 1024
+"""Answers of one connection that are remembered because its client may not have read them."""
+_CLOSE_TIMEOUT = 1.0
+"""Seconds for which a connection that is being closed may take to send what was written."""
+
+
+class Delivery:
+    """How the answer to one request reaches its client.
+
+    Attributes:
+        lost: a planned fault keeps the answer from arriving whole.
+        delay: seconds by which the engine answers late, as a planned fault.
+        streamed: the answer is a stream of events.
+        complete: the answer was written to the end.
+        disconnected: the client went away before that.
+        on_uncertain: called where the client may not have received the whole answer.
+    """
+
+    __slots__ = ("complete", "delay", "disconnected", "lost", "on_uncertain", "streamed", "task")
+
+    def __init__(self) -> None:
+        self.lost: bool = False
+        self.delay: float = 0.0
+        self.streamed: bool = False
+        self.complete: bool = False
+        self.disconnected: bool = False
+        self.on_uncertain: list[Callable[[], None]] = []
+        self.task: asyncio.Task[Any] | None = asyncio.current_task()
+
+    def is_disconnected(self) -> bool:
+        """Return whether the client has gone away, as far as the server has noticed."""
+        return self.disconnected
+
+    def report_uncertain(self) -> None:
+        """Say that the client may have received a part of the answer, or nothing."""
+        for callback in self.on_uncertain:
+            callback()
+
+
+class Connection(AutoHTTPProtocol):  # type: ignore[misc, valid-type]  # h11 or httptools, a variable
+    """One connection of a client."""
+
+    def __init__(self, config: Any, server_state: Any, app_state: Any, _loop: Any = None) -> None:
+        super().__init__(config, server_state, {**app_state, "connection": self}, _loop)
+        self._pipe: asyncio.Transport | None = None
+        self._closed = asyncio.Event()
+        self._client_closed = False
+        self._breaking = False
+        self._open = 0
+        self._unread: deque[Delivery] = deque(maxlen=_MAX_UNREAD)
+
+    def connection_made(self, transport: Any) -> None:
+        self._pipe = transport
+        super().connection_made(transport)
+
+    def data_received(self, data: bytes) -> None:
+        # A client that sends its next request after an answer has read that answer. One that sends
+        # several requests at once says nothing by it.
+        if not self._open:
+            self._unread.clear()
+        super().data_received(data)
+
+    def eof_received(self) -> None:
+        self._client_closed = True
+        super().eof_received()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        super().connection_lost(exc)
+        self._closed.set()
+        for delivery in self._unread:
+            if not delivery.complete:
+                delivery.disconnected = True
+                delivery.report_uncertain()
+                if delivery.task is not None and not self._breaking:
+                    delivery.task.cancel()
+            # A client that closes with unread bytes in its buffer resets the connection. One that
+            # leaves a stream may have been handed less than arrived at its machine.
+            elif exc is not None or (self._client_closed and delivery.streamed):
+                delivery.report_uncertain()
+
+    @contextmanager
+    def answering(self, delivery: Delivery) -> Iterator[None]:
+        """Watch over the answer to one request, in whose task this is called: where the client
+        disconnects, the task is cancelled.
+        """
+        self._unread.append(delivery)
+        self._open += 1
+        try:
+            yield
+        finally:
+            self._open -= 1
+            delivery.complete = not delivery.disconnected
+            delivery.task = None
+
+    async def break_off(self, *, reset: bool = True) -> None:
+        """End the connection in the middle of an answer: with a reset, or in order after what was
+        written.
+        """
+        assert self._pipe is not None
+        self._breaking = True
+        if reset:
+            # abort() drops what waits in asyncio's buffer: give it a turn to be sent
+            await asyncio.sleep(0)
+            sock = self._pipe.get_extra_info("socket")
+            if sock is not None:
+                # with a linger time of zero, closing sends RST and not FIN
+                sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+            self._pipe.abort()
+        else:
+            self._pipe.close()
+        # uvicorn logs an error if an application returns without an answer before it has noticed
+        with suppress(TimeoutError):
+            async with asyncio.timeout(_CLOSE_TIMEOUT):
+                await self._closed.wait()
+
+
+def connection_of(scope: Any) -> Connection:
+    """Return the connection that a request came over.
+
+    Raises:
+        TypeError: another server than that of ``rollproof.fakes.http.serving`` runs the
+            application.
+    """
+    connection = scope.get("state", {}).get("connection")
+    if not isinstance(connection, Connection):
+        raise TypeError(
+            "A fake server must be run by rollproof.fakes.http.serving: planned faults break the"
+            " connection, which other ASGI servers do not offer."
+        )
+    return connection
+
+
+def delivery_of(scope: Any) -> Delivery:
+    """Return how the answer to this request is delivered."""
+    delivery: Delivery = scope["state"]["delivery"]
+    return delivery

@@ -1,0 +1,293 @@
+"""The fake servers as ASGI applications: Starlette's routes, with a bounded body before them and
+the planned faults of the wire around them.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
+from contextlib import aclosing, suppress
+from typing import Any, TypeAlias
+
+from starlette.exceptions import HTTPException
+from starlette.middleware.exceptions import ExceptionMiddleware
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import JSONResponse, PlainTextResponse, Response, StreamingResponse
+from starlette.routing import Route, Router
+from starlette.types import Message, Receive, Scope, Send
+
+from rollproof.fakes.engine.exceptions import BadCall, ReplyLost, ServerDied
+from rollproof.fakes.http.connections import Delivery, connection_of, delivery_of
+from rollproof.fakes.http.engine_backend import OWNER_HEADER, EngineBackend
+from rollproof.fakes.http.fault_plan import WireFault, WireFaultKind
+from rollproof.fakes.http.request_body import BadRequest, UncaughtError, encode_json
+
+__all__ = [
+    "ErrorBody",
+    "EventStream",
+    "FakeServer",
+    "FinalEvent",
+    "OrjsonResponse",
+    "get",
+    "post",
+    "read_body",
+    "replay",
+]
+
+ErrorBody: TypeAlias = "Callable[[BadRequest], Mapping[str, Any]]"
+"""How a server words a refusal: the JSON object that it sends."""
+
+
+def post(path: str, handler: Callable[[Request], Any]) -> Route:
+    """Return the route of an endpoint for POST."""
+    return Route(path, handler, methods=["POST"])
+
+
+def get(path: str, handler: Callable[[Request], Any]) -> Route:
+    """Return the route of an endpoint for GET."""
+    return Route(path, handler, methods=["GET"])
+
+
+class OrjsonResponse(JSONResponse):
+    """A reply with logprobs and routes: NaN becomes null, where ``JSONResponse`` fails."""
+
+    def render(self, content: Any) -> bytes:
+        return encode_json(content)
+
+
+class FinalEvent(bytes):
+    """An event of a stream that ends a call: it carries the finish reason, routes and versions.
+
+    A planned fault that cuts a stream short never sends it.
+    """
+
+    __slots__ = ()
+
+
+class EventStream(StreamingResponse):
+    """Server-sent events; ``events`` are whole events with their ``data:``."""
+
+    body_iterator: AsyncGenerator[bytes]
+
+    def __init__(self, events: AsyncGenerator[bytes]) -> None:
+        super().__init__(
+            events, headers={"cache-control": "no-cache"}, media_type="text/event-stream"
+        )
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        # Starlette runs two more tasks for each stream, to notice a client that leaves; here the
+        # connection cancels the request's task.
+        delivery_of(scope).streamed = True
+        await self.stream_response(send)
+
+    async def stream_response(self, send: Send) -> None:
+        # A generator that is left while it waits at a `yield` (its reader is slow, and goes away)
+        # would only be closed by the garbage collector, and its engine calls go on until then.
+        async with aclosing(self.body_iterator):
+            await super().stream_response(send)
+
+
+class FakeServer:
+    """A fake server before the engine of ``backend``; refusals are worded by ``error_body``."""
+
+    def __init__(
+        self, routes: Sequence[Route], *, backend: EngineBackend, error_body: ErrorBody
+    ) -> None:
+        self.routes: Sequence[Route] = routes
+        self._backend = backend
+        self._error_body = error_body
+        # Not `Starlette`: its ServerErrorMiddleware would answer with 500 where an engine has died
+        # and the connection has to break.
+        self._app = ExceptionMiddleware(
+            Router(routes),
+            {
+                HTTPException: self._http_error,
+                BadRequest: self._refuse,
+                BadCall: self._refuse,
+                UncaughtError: self._internal_error,
+            },
+        )
+
+    @property
+    def alive(self) -> bool:
+        """Whether the engine is alive; a dead server resets every connection."""
+        return self._backend.engine.alive
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answer one request."""
+        if scope["type"] != "http":
+            return
+        connection, delivery = connection_of(scope), Delivery()
+        scope = {
+            **scope,
+            "app": self,  # Router raises its 404 and 405 as HTTPException only within an app
+            "state": {**scope["state"], "delivery": delivery},
+        }
+
+        started = False
+
+        async def send_if_alive(message: Message) -> None:
+            nonlocal started
+            if not self.alive:
+                raise ServerDied
+            started = True
+            await send(message)
+
+        with connection.answering(delivery):
+            try:
+                if self.alive:
+                    await self._answer(scope, receive, send_if_alive, delivery)
+                else:
+                    await connection.break_off()
+            except (ServerDied, ReplyLost):
+                await connection.break_off()
+            except ClientDisconnect:
+                return
+            except asyncio.CancelledError:
+                task = asyncio.current_task()
+                if delivery.disconnected and task is not None:
+                    task.uncancel()
+                    await _complete(started, scope, receive, send)
+                    return
+                # The server stops, and uvicorn would log a traceback for each request that it
+                # cancels. The loop may end meanwhile, and cancel once more.
+                with suppress(asyncio.CancelledError):
+                    await connection.break_off()
+
+    async def _answer(self, scope: Scope, receive: Receive, send: Send, delivery: Delivery) -> None:
+        request = Request(scope, receive)
+
+        try:
+            body = await read_body(request, self._backend.options.max_body)
+        except BadRequest as error:
+            await JSONResponse(self._error_body(error), error.status)(scope, receive, send)
+            return
+        receive = replay(body, receive)
+        faults = self._backend.faults
+        fault = (
+            None
+            if faults is None
+            else faults.due(scope["path"], body, request.headers.get(OWNER_HEADER))
+        )
+        if fault is None:
+            await self._app(scope, receive, send)
+        elif fault.do is WireFaultKind.SLOW:
+            delivery.delay = fault.seconds
+            await self._app(scope, receive, _delayed(send, delivery))
+        elif fault.do is WireFaultKind.STATUS and not fault.after_engine:
+            await _planned_status(fault)(scope, receive, send)
+        else:
+            # the engine knows, so that the trace says that nobody received its reply
+            delivery.lost = True
+            messages: list[Message] = []
+            await self._app(scope, receive, _collect(messages))
+            if fault.do is WireFaultKind.STATUS:
+                await _planned_status(fault)(scope, receive, send)
+            else:
+                await _cut_short(messages, scope, send, fault)
+
+    async def _http_error(self, _request: Request, error: Exception) -> Response:
+        assert isinstance(error, HTTPException)
+        return JSONResponse({"detail": error.detail}, error.status_code, error.headers)
+
+    async def _refuse(self, _request: Request, error: Exception) -> Response:
+        refusal = error if isinstance(error, BadRequest) else BadRequest(str(error))
+        return JSONResponse(self._error_body(refusal), refusal.status)
+
+    async def _internal_error(self, _request: Request, _error: Exception) -> Response:
+        return PlainTextResponse("Internal Server Error", 500)
+
+
+async def _complete(started: bool, scope: Scope, receive: Receive, send: Send) -> None:
+    """Complete the answer to a client that has gone.
+
+    Where several requests came at once, uvicorn notices that of the last one only, and would log an
+    error for an answer that is not complete.
+    """
+    if started:
+        with suppress(RuntimeError):  # less than the declared length
+            await send({"type": "http.response.body", "body": b""})
+    else:
+        await Response(status_code=503)(scope, receive, send)
+
+
+async def read_body(request: Request, max_bytes: int) -> bytes:
+    """Return the body. Raise ``BadRequest`` with status 413 if it is larger than ``max_bytes``."""
+    declared = request.headers.get("content-length", "")
+    if declared.isdecimal() and int(declared) > max_bytes:
+        raise BadRequest(f"The body has {declared} bytes; the limit is {max_bytes}.", 413)
+    body = bytearray()
+    async for part in request.stream():
+        body += part
+        if len(body) > max_bytes:
+            raise BadRequest(f"The body has more than {max_bytes} bytes.", 413)
+    return bytes(body)
+
+
+def replay(body: bytes, receive: Receive) -> Receive:
+    """Return ``receive`` for an application that has not read the body yet."""
+    unread: list[Message] = [{"type": "http.request", "body": body, "more_body": False}]
+
+    async def replayed() -> Message:
+        return unread.pop() if unread else await receive()
+
+    return replayed
+
+
+def _delayed(send: Send, delivery: Delivery) -> Send:
+    """Return ``send`` for an answer that comes late although no engine call took the time."""
+
+    async def delayed(message: Message) -> None:
+        if message["type"] == "http.response.start" and not _is_event_stream(message):
+            await asyncio.sleep(delivery.delay)
+        await send(message)
+
+    return delayed
+
+
+def _collect(messages: list[Message]) -> Send:
+    async def collected(message: Message) -> None:
+        messages.append(message)
+
+    return collected
+
+
+def _is_event_stream(start: Message) -> bool:
+    return dict(start["headers"]).get(b"content-type", b"").startswith(b"text/event-stream")
+
+
+def _planned_status(fault: WireFault) -> Response:
+    return JSONResponse({"detail": f"planned fault: status {fault.status}"}, fault.status)
+
+
+async def _cut_short(
+    messages: Sequence[Message], scope: Scope, send: Send, fault: WireFault
+) -> None:
+    """Send the beginning of an answer: ``fault.keep`` of its bytes, or of the events of a stream
+    that come before the end of any call.
+    """
+    start, parts = messages[0], [message.get("body", b"") for message in messages[1:]]
+    declared_short = fault.do is WireFaultKind.WRONG_LENGTH
+    if _is_event_stream(start):
+        await send(start)
+        events = [part for part in parts if part]
+        before_end = next(
+            (number for number, event in enumerate(events) if isinstance(event, FinalEvent)),
+            len(events),
+        )
+        for event in events[: min(before_end, max(1, int(len(events) * fault.keep)))]:
+            await send({"type": "http.response.body", "body": event, "more_body": True})
+        if declared_short:
+            await send({"type": "http.response.body", "body": b""})
+    else:
+        body = b"".join(parts)
+        beginning = body[: int(len(body) * fault.keep)]
+        length = len(beginning) if declared_short else len(body)
+        headers = [header for header in start["headers"] if header[0] != b"content-length"]
+        headers.append((b"content-length", b"%d" % length))
+        await send({**start, "headers": headers})
+        await send(
+            {"type": "http.response.body", "body": beginning, "more_body": not declared_short}
+        )
+    if not declared_short:
+        await connection_of(scope).break_off(reset=fault.do is WireFaultKind.RESET)
