@@ -1,5 +1,5 @@
-"""Errors of rollproof: one class per kind of misuse, each below the builtin that a caller would
-catch.
+"""The exceptions of rollproof: one class per kind of misuse, each derived from the builtin that a
+caller would catch.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ class RollproofError(Exception):
 
 
 class UsageError(RollproofError, ValueError):
-    """A door was called with an argument, option, id or profile that does not exist; the text lists
-    the valid ones.
+    """A function or command was given an argument, option, id or profile that does not exist; the
+    text lists the valid ones.
     """
 
 
@@ -56,7 +56,7 @@ class ConformanceError(RollproofError, AssertionError):
 
 
 class SubjectError(RollproofError, TypeError):
-    """A subject does not implement its protocol: a method is missing, or returned something of the
+    """A subject does not implement its protocol: a method is missing, or returned a value of the
     wrong type or shape.
     """
 
@@ -66,19 +66,17 @@ class StackError(RollproofError, ImportError):
 
 
 class ExpectationError(RollproofError, ValueError):
-    """A file of expected failures is malformed, names an unknown check, or lists one that passes."""
+    """A file of expected failures is malformed, or lists a check that is unknown or passes."""
 
 
 class ExtraError(RollproofError, ImportError):
-    """Something was asked for whose packages are not installed; the text names the extra that
-    brings them.
+    """The packages that a feature needs are not installed; the text names the extra that brings
+    them.
     """
 
 
 class GapError(RollproofError, ValueError):
-    """Two columns of logprobs cannot be compared as given: lengths, signs, masks, token ids or
-    columns do not fit.
-    """
+    """Two columns of logprobs cannot be compared: lengths, signs, masks or token ids do not fit."""
 
 
 class TraceError(RollproofError, ValueError):
@@ -92,7 +90,7 @@ class TraceVersionError(TraceError):
 
 
 class EngineError(RollproofError, RuntimeError):
-    """A real engine cannot be started, has gone, or did not do what it was asked for."""
+    """A real engine cannot be started, is gone, or did not do what was requested."""
 
 
 class EngineStartError(EngineError):
@@ -120,8 +118,8 @@ class EngineRefused(EngineError):
 
 
 class ReplayError(RollproofError, RuntimeError):
-    """A pass did not replay what it was given: a router was not reached, saw other rows, or
-    executed other experts.
+    """A pass did not replay its routes: a router was not reached, saw other rows, or executed other
+    experts.
     """
 
 

@@ -1,8 +1,8 @@
-"""Attribution: whose an engine call is that a recording sees.
+"""Attribute the engine calls that a recording sees to its open requests.
 
-A call belongs to the rollout in whose context it is made. Threads of an executor have no context,
-and a worker that serves several rollouts has that of the one that started it: there the tokens
-decide. Requests that share a prompt cannot always be told apart; then nothing is guessed.
+A call belongs to the rollout in which context it is made. Threads of an executor have no context,
+and a worker that serves several rollouts has the context of the rollout that started it: then the
+tokens decide. Requests that share a prompt cannot always be distinguished; then nothing is guessed.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ __all__ = ["CURRENT", "Owners", "Running", "here"]
 
 
 def here() -> tuple[int, int]:
-    """The thread and the task (0: none) in which this is called."""
+    """Return the thread and the task (0: none) of the caller."""
     try:
         task = asyncio.current_task()
     except RuntimeError:
@@ -42,22 +42,23 @@ CURRENT: ContextVar[Running | None] = ContextVar("rollproof_recorded_request", d
 
 @dataclass(slots=True)
 class _Open:
-    """An open request: what of its sequence is known to have been delivered, and its calls that
-    have no answer yet.
-    """
+    """An open request."""
 
     request: Request
-    known: list[int] = field(default_factory=list)
-    asked: set[int] = field(default_factory=set)
+    delivered: list[int] = field(default_factory=list)
+    """Tokens of its sequence that have certainly reached the stack, the prompt first."""
+    pending_calls: set[int] = field(default_factory=set)
+    """Its calls that have no reply yet."""
 
-    def fits(self, prompt_ids: Sequence[int]) -> bool:
+    def begins(self, prompt_ids: Sequence[int]) -> bool:
+        """Return whether these ids begin with the prompt of the request."""
         return tuple(prompt_ids[: len(self.request.prompt_ids)]) == self.request.prompt_ids
 
     def sends(self, prompt_ids: Sequence[int]) -> bool:
-        """Whether these are the ids that a call of this request sends next, if it sends everything
-        delivered.
+        """Return whether a call of this request sends these ids next, if it sends everything that
+        was delivered.
         """
-        return list(prompt_ids) == self.known
+        return list(prompt_ids) == self.delivered
 
 
 class Owners:
@@ -72,41 +73,44 @@ class Owners:
 
     @property
     def ids(self) -> tuple[str, ...]:
-        """The requests that are open, in the order in which they were submitted."""
+        """Ids of the open requests, in the order in which they were submitted."""
         return tuple(self._open)
 
     def begin(self, request: Request) -> None:
-        """A request was submitted."""
+        """Add a request that was submitted."""
         self._open[request.request_id] = _Open(request, list(request.prompt_ids))
 
     def end(self, request_id: str) -> None:
-        """A request has ended."""
+        """Remove a request that has ended."""
         self._open.pop(request_id, None)
 
     def extend(self, request_id: str, token_ids: Sequence[int]) -> None:
-        """The environment appended tokens to a request's sequence."""
+        """Append tokens of the environment to a request's sequence."""
         if request_id in self._open:
-            self._open[request_id].known += token_ids
+            self._open[request_id].delivered += token_ids
 
     def asks(self, call_id: int, request_id: str) -> None:
-        """A call was made for a request."""
+        """Note that a call was made for a request."""
         if request_id in self._open:
             self._calls[call_id] = request_id
-            self._open[request_id].asked.add(call_id)
+            self._open[request_id].pending_calls.add(call_id)
 
     def answered(self, call_id: int, token_ids: Sequence[int] = ()) -> None:
-        """A call has ended, and brought tokens."""
-        held = self._open.get(self._calls.pop(call_id, ""))
-        if held is not None:
-            held.asked.discard(call_id)
-            held.known += token_ids
+        """Note that a call has ended, and which tokens it brought."""
+        request = self._open.get(self._calls.pop(call_id, ""))
+        if request is not None:
+            request.pending_calls.discard(call_id)
+            request.delivered += token_ids
 
     def of(self, prompt_ids: Sequence[int]) -> tuple[str, ...]:
-        """The request that a call with these ids is of; several where that cannot be told. Raises
-        ``UsageError`` where none fits.
+        """Return the request to which a call with these ids belongs, or several if that cannot be
+        decided.
+
+        Raises:
+            UsageError: No open request fits.
         """
-        sending = [name for name, held in self._open.items() if held.sends(prompt_ids)]
-        fitting = [name for name, held in self._open.items() if held.fits(prompt_ids)]
+        sending = [name for name, request in self._open.items() if request.sends(prompt_ids)]
+        fitting = [name for name, request in self._open.items() if request.begins(prompt_ids)]
         running = CURRENT.get()
         current = (
             running.request_id if running is not None and running.request_id in self._open else None
@@ -115,14 +119,14 @@ class Owners:
             return (current,)
         if current is not None and current in fitting:
             rivals = [name for name in sending if name != current]
-            # a task of its own begins with its rollout's first call; later ones may be a twin's, in
-            # a context that it inherited
-            alone = not rivals or (current in sending and not self._open[current].asked)
+            # a task that a rollout starts makes that rollout's call first; later calls may be those
+            # of a request with the same prompt, which inherited the context
+            alone = not rivals or (current in sending and not self._open[current].pending_calls)
             return (current,) if alone else (current, *rivals)
         if not fitting:
             raise UsageError(
                 "An engine call cannot be attributed: no open request's prompt begins its"
-                " prompt_ids. Record the request first (submit or rollout), or give `request_id` in"
+                " prompt_ids. Record the request first (submit or rollout), or set `request_id` on"
                 " the EngineCall."
             )
         if sending:

@@ -1,4 +1,4 @@
-"""Contract: what a subject declares about the samples that it hands over.
+"""The contract of a subject: what it declares about the samples that it returns.
 
 Engines and stacks differ legitimately. A check never guesses a convention from the data (top-k
 comes from the model config, never from a buffer's size): it reads it here, and a check that a
@@ -50,7 +50,7 @@ class Rows(StrEnum):
 
 
 class Filler(StrEnum):
-    """What stands in a row that no forward captured."""
+    """The content of a row that no forward captured."""
 
     NONE = "none"
     MINUS_ONE = "minus-one"
@@ -86,7 +86,7 @@ class Provenance(StrEnum):
     the last token of a segment is computed by the next segment: row version = version of the token
     that the row's forward predicted."""
     LATEST_PREFILL = "latest-prefill"
-    """All rows come from the last call, which prefilled the whole sequence anew."""
+    """All rows come from the last call, which prefilled the complete sequence again."""
 
 
 class Versions(StrEnum):
@@ -110,7 +110,7 @@ class TagRead(StrEnum):
     ADMISSION = "admission"
     """When the call was admitted (vLLM): it may name weights that sampled no token."""
     EMISSION = "emission"
-    """When the reply was made (SGLang, verl's servers): wrong for a call that an update overtook."""
+    """When the reply was made (SGLang, verl's servers): wrong if an update came in between."""
 
 
 class Logprobs(StrEnum):
@@ -134,7 +134,7 @@ class MissingLogprobs(StrEnum):
 
 
 class Sampling(StrEnum):
-    """Whose sampling parameters (temperature, top_p, ...) the engines are called with."""
+    """The sampling parameters (temperature, top_p, ...) with which the engines are called."""
 
     FORWARDED = "forwarded"
     """The caller's, ``Request.sampling``, under the names that the caller gave."""
@@ -153,9 +153,9 @@ class PartialOff(StrEnum):
     """What happens to an aborted sample when partial rollout is off."""
 
     DROPPED = "dropped"
-    """It is not handed over at all (the rollout returns nothing)."""
+    """The rollout returns nothing."""
     SURFACED = "surfaced"
-    """It is handed over with finish reason ``abort``."""
+    """The rollout returns it with finish reason ``abort``."""
 
 
 _ROUTE_FIELDS = (
@@ -179,20 +179,22 @@ class Contract:
     every problem at once, when a required field is missing, a value is not one of the valid ones,
     or two fields contradict each other.
 
-    ``moe_layers`` are global layer indexes, ascending; ``dtype`` is a numpy name such as
-    ``"uint8"``, or several joined by ``|`` where the engine chooses by expert count. One that is
-    too narrow for ``num_experts`` may be declared: it holds some ids, and is what a faulty stack
-    hands over (verl #5240), which ``routes.dtype`` then reports of its samples; a refused contract
-    would hide the fault behind a misuse. A filler that no value of the type can be is refused.
-    ``multi_turn`` says that the subject drives ``Request.turns``: it appends the environment's
-    tokens after each natural end of the model's turn; ``multimodal`` that it hands
-    ``Request.media`` on to the engines; ``sampling`` whether it does so with ``Request.sampling``
-    (``None``: not declared, so that a parameter which reaches no engine is unknown).
-    ``max_staleness`` bounds the versions between the newest published weights and those that
-    sampled a delivered token (``None``: no promise). ``tag_read`` is declared by engines whose one
-    label a reply need not name weights that sampled a token of it (``None``: it must). ``engine``
-    holds the terms of an engine's calls where the subject is one, ``replay`` those of a trainer
-    with routing replay (``rollproof.core.trainer_contract`` makes the contract of one).
+    Attributes:
+        multi_turn: Whether the subject drives ``Request.turns``: it appends the environment's
+            tokens after each natural end of the model's turn.
+        multimodal: Whether the subject passes ``Request.media`` to the engines.
+        sampling: Whether the subject passes ``Request.sampling`` to the engines. ``None``: not
+            declared, so the verdict on a parameter that reaches no engine is unknown.
+        max_staleness: The largest number of versions between the newest published weights and those
+            that sampled a delivered token; ``None``: no promise.
+        tag_read: Set this if the engine's per-reply version may name weights that sampled none of
+            its tokens. ``None``: it must name weights that sampled one.
+        moe_layers: Global layer indexes, ascending.
+        dtype: A numpy name such as ``"uint8"``, or several joined by ``|`` if the engine chooses by
+            the number of experts.
+        engine: The terms of an engine's calls, if the subject is an engine.
+        replay: The terms of a trainer with routing replay. ``rollproof.core.trainer_contract``
+            makes the contract of one.
     """
 
     rows: Rows
@@ -261,23 +263,23 @@ class Contract:
         return tuple(self.dtype.split("|")) if self.dtype else ()
 
     def to_dict(self) -> dict[str, Any]:
-        """JSON-ready form; ``from_dict`` is its inverse."""
-        out: dict[str, Any] = {}
+        """Return the JSON-ready form; ``from_dict`` is its inverse."""
+        data: dict[str, Any] = {}
         for field in fields(self):
             value = getattr(self, field.name)
             if isinstance(value, EngineTerms | ReplayTerms):
                 value = value.to_dict()
-            out[field.name] = list(value) if isinstance(value, tuple) else value
-        return out
+            data[field.name] = list(value) if isinstance(value, tuple) else value
+        return data
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> Self:
         """Read what ``to_dict`` wrote. Raises ``ContractError`` on unknown or missing keys."""
-        known = {field.name for field in fields(cls)}
-        unknown = sorted(set(data) - known)
+        valid = {field.name for field in fields(cls)}
+        unknown = sorted(set(data) - valid)
         if unknown:
             raise ContractError(
-                f"Unknown contract fields {unknown}; valid fields are {sorted(known)}."
+                f"Unknown contract fields {unknown}; valid fields are {sorted(valid)}."
             )
         values = dict(data)
         if isinstance(values.get("moe_layers"), list):
@@ -295,7 +297,7 @@ class Contract:
             ) from error
 
     def _coerce(self) -> list[str]:
-        """Accept the plain strings of the design document in place of enum members."""
+        """Accept plain strings in place of enum members."""
         problems = []
         for name, kind in _ENUMS.items():
             value = getattr(self, name)
@@ -316,7 +318,8 @@ class Contract:
             for name in ("abort_surfaces", "loss_mask", "finish_reason", "multi_turn", "multimodal")
             if not isinstance(getattr(self, name), bool)
         ]
-        dtype: object = self.dtype  # what a caller without a type checker may have passed
+        # a caller without a type checker may have passed anything
+        dtype: object = self.dtype
         layers: object = self.moe_layers
         if dtype is not None and not isinstance(dtype, str):
             problems.append(f"dtype={self.dtype!r} must be a numpy name such as 'uint8'.")
@@ -347,17 +350,12 @@ class Contract:
             )
         if not self.has_routes:
             declared = [name for name in _ROUTE_FIELDS if getattr(self, name) is not None]
-            return [
-                *problems,
-                *(
-                    [
-                        f"rows='none' contradicts the declared {declared}: drop them, or declare"
-                        " the rows."
-                    ]
-                    if declared
-                    else []
-                ),
-            ]
+            if declared:
+                problems.append(
+                    f"rows='none' contradicts the declared {declared}: drop them, or declare the"
+                    " rows."
+                )
+            return problems
         problems += [
             f"{name}={getattr(self, name)!r} must be a whole number >= 1."
             for name in ("num_layers", "num_experts", "top_k")
@@ -395,6 +393,9 @@ class Contract:
                 f"final_row={self.final_row!s} contradicts rows={self.rows!s}: only rows='T' has a"
                 " final filler row."
             )
+        # A type too narrow for num_experts is no contradiction: it holds some ids, and is what a
+        # faulty stack returns (verl #5240). `routes.dtype` reports it of the samples; a refused
+        # contract would hide the fault behind a misuse.
         unknown = sorted(set(self.dtypes) - set(_INT_DTYPES))
         if unknown:
             problems.append(
@@ -404,7 +405,7 @@ class Contract:
         elif all(name.startswith("u") for name in self.dtypes):
             problems += [
                 f"{name}='minus-one' contradicts dtype={self.dtype!r}: no unsigned type holds -1."
-                " Declare what really stands there."
+                " Declare the value that is really there."
                 for name in ("filler", "final_row")
                 if getattr(self, name) is Filler.MINUS_ONE
             ]
@@ -412,19 +413,19 @@ class Contract:
 
 
 def _complete(init: Callable[..., None]) -> Callable[..., None]:
-    """A constructor that names every missing and unknown field in our own words, where Python stops
-    at the first.
+    """Return a constructor that names every missing and unknown field; Python's own stops at the
+    first.
     """
-    known = [field.name for field in fields(Contract)]
+    valid = [field.name for field in fields(Contract)]
     required = [field.name for field in fields(Contract) if field.default is MISSING]
 
     @wraps(init)
     def checked(self: Contract, **values: Any) -> None:
         missing = [name for name in required if name not in values]
-        unknown = sorted(values.keys() - known)
+        unknown = sorted(values.keys() - set(valid))
         if missing or unknown:
             problems = [f"{name} must be declared." for name in missing]
-            problems += [f"{name} is no field; the fields are {known}." for name in unknown]
+            problems += [f"{name} is no field; the fields are {valid}." for name in unknown]
             raise ContractError("The contract cannot be used:\n  - " + "\n  - ".join(problems))
         init(self, **values)
 
@@ -434,8 +435,8 @@ def _complete(init: Callable[..., None]) -> Callable[..., None]:
 Contract.__init__ = _complete(Contract.__init__)  # type: ignore[method-assign]
 
 
-def _is_int(value: object, least: int) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and value >= least
+def _is_int(value: object, minimum: int) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= minimum
 
 
 _INT_DTYPES = ("uint8", "int8", "uint16", "int16", "uint32", "int32", "int64")

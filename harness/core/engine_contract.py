@@ -1,8 +1,8 @@
-"""Engine terms: what an engine declares about its calls beyond what the samples show.
+"""The part of a contract that an engine declares about its calls.
 
 Engines differ legitimately in how they pause, abort, stream and refuse. Each difference is a field
-here, and part of the engine's ``Contract``: checks and the conformance driver read it and never ask
-for an engine's name.
+here, and part of the engine's ``Contract``: checks and the conformance driver read it, and never
+look at an engine's name.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class PauseMode(StrEnum):
     KEEP = "keep"
     """They freeze, KV kept, and go on after the resume."""
     RETRACT = "retract"
-    """They freeze and lose their KV; after the resume their whole sequence is prefilled anew."""
+    """They freeze and lose their KV; after the resume all their tokens are prefilled again."""
     IN_PLACE = "in-place"
     """As ``keep``, and nothing invalidates the prefix cache."""
 
@@ -55,7 +55,7 @@ class StreamMode(StrEnum):
     """What the chunks of a streamed reply hold."""
 
     FINAL = "final"
-    """There is one chunk: the whole reply."""
+    """There is one chunk: the complete reply."""
     CUMULATIVE = "cumulative"
     """Each chunk holds every token so far."""
     DELTA = "delta"
@@ -66,9 +66,9 @@ class RoutesSwitch(StrEnum):
     """Where the return of routes is switched on."""
 
     ENGINE = "engine"
-    """At the engine's start: every reply carries them, asked for or not (vLLM)."""
+    """At the engine's start: every reply carries them, requested or not (vLLM)."""
     REQUEST = "request"
-    """By each call: only calls that ask get them (SGLang)."""
+    """By each call: only calls that request them get them (SGLang)."""
 
 
 class Refusal(StrEnum):
@@ -95,17 +95,26 @@ class ReplyKey(StrEnum):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class EngineTerms:
-    """How an engine's calls behave.
+    """How an engine's calls behave. Raises ``ContractError`` for a value that is not valid.
 
-    ``max_length``: tokens of prompt and response that a call may have. ``aborts``: calls can be
-    aborted. ``recomputing``: pause modes after which a frozen call's KV is computed anew where the
-    cache was cleared. ``routes_start``: a call may ask for rows from a position on; ``bad_start``:
-    what becomes of a position beyond the prompt. ``zero_budget`` and ``empty_prompt``: what becomes
-    of ``max_tokens=0`` and of a prompt without tokens. ``abort_by_prefix``: aborting ``"1"`` also
-    aborts ``"10"``. ``samples``: one call may sample several times (n > 1). ``seeded``: a call with
-    a seed samples the same tokens again. ``keys_finished``, ``keys_aborted``, ``keys_early`` and
-    ``keys_queued`` are the parts of replies that ended by themselves, were aborted after a token,
-    before the first one, and in the waiting queue: of a call that asked for logprobs and routes.
+    The ``keys_*`` fields are about a call that requests logprobs and routes.
+
+    Attributes:
+        max_length: Tokens of prompt and response that a call may have.
+        recomputing: Pause modes after which a frozen call's KV is computed again if the cache was
+            cleared.
+        routes_start: Whether a call may request the rows from a position on.
+        bad_start: How a ``routes_start`` beyond the prompt is answered.
+        zero_budget: How ``max_tokens=0`` is answered.
+        empty_prompt: How a prompt without tokens is answered.
+        abort_by_prefix: Whether aborting ``"1"`` also aborts ``"10"``.
+        samples: Whether one call may sample several continuations (n > 1).
+        seeded: Whether a call with a seed samples the same tokens again.
+        aborts: Whether calls can be aborted.
+        keys_finished: Parts of a reply that ended by itself.
+        keys_aborted: Parts of a reply that was aborted after a token.
+        keys_early: Parts of a reply that was aborted before the first token.
+        keys_queued: Parts of a reply that was aborted in the waiting queue.
     """
 
     max_length: int
@@ -142,20 +151,19 @@ class EngineTerms:
             )
         for name, kind in _SINGLES.items():
             object.__setattr__(self, name, _member(kind, name, getattr(self, name)))
-        stray = set(self.recomputing) - set(self.pause_modes)
-        if stray:
+        unknown = set(self.recomputing) - set(self.pause_modes)
+        if unknown:
             raise ContractError(
-                f"recomputing names {sorted(stray)}, which are no pause modes of the engine:"
+                f"recomputing names {sorted(unknown)}, which are no pause modes of the engine:"
                 f" {list(self.pause_modes)}."
             )
 
     def to_dict(self) -> dict[str, Any]:
-        """JSON-ready form: the fields, tuples as lists; ``EngineTerms(**...)`` reads it."""
+        """Return the JSON-ready form, with lists for tuples; ``EngineTerms(**...)`` reads it."""
+        values = {field.name: getattr(self, field.name) for field in fields(self)}
         return {
-            field.name: (
-                list(value) if isinstance(value := getattr(self, field.name), tuple) else value
-            )
-            for field in fields(self)
+            name: list(value) if isinstance(value, tuple) else value
+            for name, value in values.items()
         }
 
 

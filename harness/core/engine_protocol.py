@@ -1,4 +1,4 @@
-"""Asks: what the conformance driver asks of an engine, as records that can cross a process."""
+"""Records of what the conformance driver requests from an engine. They can cross a process."""
 
 from __future__ import annotations
 
@@ -15,85 +15,86 @@ __all__ = ["EngineSettings", "Piece", "Query", "Watch", "WeightUpdate"]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class EngineSettings:
-    """How an engine is started; ``None`` means: as the engine does by itself.
-
-    ``model`` is the folder of a checkpoint, ``version`` the name of its weights and ``label`` the
-    label that the engine shows for them at first. ``dtype`` is that of the forward, ``max_length``
-    the tokens of prompt and response that a call may have, ``max_batch`` the calls that run at
-    once, ``prefill_chunk`` the tokens of prompt computed in one step, ``kv_tokens`` the capacity of
-    the KV cache (of each kind of attention, where layers have several). ``routes`` and
-    ``logprobs_mode`` are engine options; ``extra`` holds others by the engine's own names.
-    """
+    """How an engine is started; ``None`` leaves an option to the engine."""
 
     model: Path
+    """The folder of a checkpoint."""
     version: str = "A"
+    """The name of its weights."""
     label: str = "w0"
+    """The label that the engine shows for them at first."""
     dtype: str = "float32"
+    """Element type of the forward."""
     max_length: int = 256
+    """Tokens of prompt and response that a call may have."""
     max_batch: int = 8
+    """Calls that run at the same time."""
     prefill_chunk: int | None = 32
+    """Tokens of prompt that one step computes."""
     kv_tokens: int | None = None
+    """Capacity of the KV cache, of each kind of attention if layers have several."""
     prefix_cache: bool = True
     routes: bool = True
     logprobs_mode: str | None = None
     seed: int = 0
     extra: Mapping[str, Scalar] = field(default_factory=dict)
+    """Other options, by the engine's own names."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Query:
-    """One call of an engine. ``handle`` is the engine's own name of it, for ``abort``; no handle is
-    the beginning of another.
+    """One call of an engine.
 
-    ``temperature`` 0 is greedy. ``samples`` asks for n continuations; ``seed`` is the request's own
-    (``None``: the engine's). ``routes_start`` asks for rows from that position on, ``None`` asks
-    for nothing of the kind. The model's end-of-sequence token is ignored: a call ends by its
-    budget.
+    The model's end-of-sequence token is ignored: a call ends when its budget is used up.
     """
 
     handle: str
+    """The engine's own name of the call, for ``abort``. No handle is a prefix of another."""
     prompt_ids: tuple[int, ...]
     max_tokens: int
     temperature: float = 1.0
+    """0 is greedy."""
     seed: int | None = None
+    """Seed of this call; ``None``: the engine's."""
     samples: int = 1
+    """Number of continuations."""
     want_routes: bool = True
     want_logprobs: bool = True
     routes_start: int | None = None
+    """Request only rows from that position on; ``None``: all."""
     stream: StreamMode = StreamMode.CUMULATIVE
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Piece:
-    """A part of a streamed reply as the engine sent it.
-
-    ``token_ids`` are those of the chunk (all so far, or the new ones: as its mode says),
-    ``sampled`` counts all tokens so far, ``rows`` the route rows that came with it (``None``:
-    none). ``sample`` is the index of the continuation.
-    """
+    """A part of a streamed reply as the engine sent it."""
 
     token_ids: tuple[int, ...]
+    """Those of the chunk: all so far, or the new ones, depending on the stream's mode."""
     sampled: int
+    """All tokens so far."""
     rows: int | None = None
+    """Route rows that came with it; ``None``: none."""
     finished: bool = False
     sample: int = 0
+    """Index of the continuation."""
 
 
 Watch: TypeAlias = "Callable[[Piece], None]"
-"""Called for every piece of a reply, as soon as the engine sent it."""
+"""Called with every piece of a reply, as soon as the engine has sent it."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class WeightUpdate:
-    """The weights become those of the checkpoint folder ``path``, named ``version``, shown as
-    ``label``.
-
-    ``identity`` says that the engine has these weights already. ``clear_cache`` asks that no KV of
-    older weights is used after it.
-    """
+    """New weights for an engine."""
 
     path: Path
+    """The folder of their checkpoint."""
     version: str
+    """The name of the weights."""
     label: str
+    """The label that the engine shows for them."""
     identity: bool = False
+    """Whether the engine has these weights already."""
     clear_cache: bool = True
+    """Whether no KV of older weights may be used afterwards."""

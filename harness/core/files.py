@@ -1,5 +1,5 @@
-"""Files: text that is written whole or not at all, tried before a run, and kept elsewhere where its
-place broke meanwhile.
+"""Write text files completely or not at all, try their place before a run, and save the text
+elsewhere if that place has become unwritable.
 """
 
 from __future__ import annotations
@@ -28,20 +28,19 @@ __all__ = [
 
 
 def folder_name(name: str) -> str:
-    """``name`` as the name of a folder: letters, digits, ``-_.`` stay, anything else becomes ``_``."""
+    """Return a folder's name: letters, digits and ``-_.`` stay, anything else becomes ``_``."""
     return "".join(char if char.isalnum() or char in "-_." else "_" for char in name)
 
 
 def text_bytes(text: str) -> bytes:
-    """``text`` in UTF-8; a lone surrogate, which an error's text may hold, as the escape that
-    Python and JSON write for it.
-    """
+    """Encode ``text`` in UTF-8, and a lone surrogate as Python and JSON escape it."""
+    # the text of an error may hold undecodable bytes of a file name
     return text.encode("utf-8", "backslashreplace")
 
 
 def read_toml(text: str) -> dict[str, Any]:
-    """What a TOML file says. Raises ``ValueError`` whatever is wrong with it, also a nesting or a
-    number that Python cannot read.
+    """Parse TOML. Raises ``ValueError`` for any fault, also for a nesting or a number that Python
+    cannot read.
     """
     try:
         return tomllib.loads(text)
@@ -50,8 +49,8 @@ def read_toml(text: str) -> dict[str, Any]:
 
 
 def check_target(path: Path) -> None:
-    """Try, before a long run, whether a file could be written to ``path``. Raises ``UsageError``;
-    nothing is left there.
+    """Raise ``UsageError`` if no file could be written to ``path``, before a long run. Leaves
+    nothing there.
     """
     try:
         target = target_of(path)
@@ -66,8 +65,8 @@ def check_target(path: Path) -> None:
 
 
 def check_folder(path: Path) -> None:
-    """Try, before a long run, whether files could be written into ``path``, made if need be. Raises
-    ``UsageError``; leaves nothing.
+    """Raise ``UsageError`` if no files could be written into ``path``, which need not exist, before
+    a long run. Leaves nothing there.
     """
     try:
         _try(path)
@@ -82,13 +81,13 @@ def write_atomically(path: Path, text: str) -> None:
     """Write ``text`` (UTF-8) so that a reader, or a killed run, sees the old content or the new,
     never a part.
 
-    Missing folders are made, and a link stays one. What is no ordinary file (a pipe, a terminal,
-    ``/dev/stdout``) is written to as it is: replacing it would put a file in the place of a device.
-    Raises ``UsageError`` where the place cannot be written to.
+    Missing folders are made, and a link stays a link. Raises ``UsageError`` if the file cannot be
+    written.
     """
     try:
         target = target_of(path)
         if is_special(target):
+            # replacing a pipe, a terminal or /dev/stdout would put a file in the place of a device
             target.write_bytes(text_bytes(text))
             return
         target.parent.mkdir(parents=True, exist_ok=True)
@@ -109,8 +108,8 @@ def write_atomically(path: Path, text: str) -> None:
 
 
 def write_or_keep(path: Path, text: str) -> str | None:
-    """Write as ``write_atomically`` does. Where that fails, ``keep_text``, and return what
-    happened; ``None`` where all is well.
+    """Write as ``write_atomically`` does. If that fails, call ``keep_text``, and return what
+    happened; else ``None``.
     """
     try:
         write_atomically(path, text)
@@ -120,32 +119,33 @@ def write_or_keep(path: Path, text: str) -> str | None:
 
 
 def keep_text(text: str, name: str) -> str:
-    """Keep ``text`` in the folder for temporary files, in a file called ``name``; returns a
-    sentence that says where.
+    """Save ``text`` in the folder for temporary files, in a file called ``name``; return a sentence
+    that says where.
     """
     try:
-        kept = Path(tempfile.mkdtemp(prefix="rollproof-")) / name
-        kept.write_bytes(text_bytes(text))
+        path = Path(tempfile.mkdtemp(prefix="rollproof-")) / name
+        path.write_bytes(text_bytes(text))
     except OSError as error:
         return (
             "It could not be kept in the folder for temporary files either:"
             f" {error.strerror or error}."
         )
-    return f"It was kept as {kept}."
+    return f"It was kept as {path}."
 
 
 def target_of(path: Path) -> Path:
-    """Where a link to a file leads, also one into nothing; links to pipes lead to no name. Raises
+    """Follow a link to a file, also to a missing one; links to pipes lead to no name. Raises
     ``OSError``.
     """
     try:
         return path if is_special(path) else path.resolve()
-    except RuntimeError as error:  # how Python 3.11 and 3.12 tell a link that leads to itself
+    except RuntimeError as error:
+        # raised by Python 3.11 and 3.12 for a link that leads to itself
         raise OSError(errno.ELOOP, os.strerror(errno.ELOOP)) from error
 
 
 def is_special(target: Path) -> bool:
-    """Whether something stands there that is neither file nor folder."""
+    """Return whether there is something that is neither file nor folder."""
     return target.exists() and not target.is_file() and not target.is_dir()
 
 
@@ -153,18 +153,19 @@ def _try(folder: Path) -> None:
     """Make and drop a nameless file in ``folder``, or in the nearest of its parents that exists.
     Raises ``OSError``.
     """
-    place = folder
-    while not place.exists() and place != place.parent:
-        place = place.parent
-    if not place.is_dir():
+    existing = folder
+    while not existing.exists() and existing != existing.parent:
+        existing = existing.parent
+    if not existing.is_dir():
         raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR))
-    with tempfile.TemporaryFile(dir=place):
+    with tempfile.TemporaryFile(dir=existing):
         pass
 
 
 def _unwritable(path: Path, error: OSError) -> UsageError:
-    in_the_way = error.errno == errno.EEXIST  # a file where a folder was to be made
-    why = os.strerror(errno.ENOTDIR) if in_the_way else error.strerror or error
+    # EEXIST: there is a file where a folder should be made
+    exists = error.errno == errno.EEXIST
+    reason = os.strerror(errno.ENOTDIR) if exists else error.strerror or error
     return UsageError(
-        f"Cannot write {path}: {why}. Choose a file in a folder that you may write to."
+        f"Cannot write {path}: {reason}. Choose a file in a folder that you may write to."
     )

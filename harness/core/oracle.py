@@ -1,7 +1,8 @@
-"""Oracle: what a policy of a given weight version would have answered, independent of any engine.
+"""Protocols of an oracle, which computes what a policy would have answered, independent of any
+engine.
 
-Rollproof's coded policy is one (``rollproof.fakes.coded.policy``); a forward of a Hugging Face
-model is another.
+Rollproof's coded policy is an oracle (``rollproof.fakes.coded.policy``), and so is a forward of a
+Hugging Face model.
 """
 
 from __future__ import annotations
@@ -20,28 +21,28 @@ class Oracle(Protocol):
     """
 
     def logprobs(self, version: Version, ids: Sequence[int], start: int) -> LogprobArray:
-        """Log-probability of ``ids[i]`` given ``ids[:i]`` for ``i >= start``: ``(len(ids) -
-        start,)`` float64, T = 1.
+        """Return the log-probability of ``ids[i]`` given ``ids[:i]`` for ``i >= start``:
+        ``(len(ids) - start,)`` float64, at temperature 1.
         """
         ...
 
     def routes(self, version: Version, ids: Sequence[int], start: int = 0) -> IntArray:
-        """Experts chosen by the forward of each token from ``start`` on: ``(len(ids) - start,
-        num_layers, top_k)``.
+        """Return the experts that the forward of each token from ``start`` on chooses: ``(len(ids)
+        - start, num_layers, top_k)``.
         """
         ...
 
 
 class Chooser(Oracle, Protocol):
-    """An oracle that also knows the next token, as the coded policy does: then a resumed rollout
-    has an unbroken twin.
+    """An oracle that also knows the next token, as the coded policy does. With it a resumed rollout
+    can be compared with an uninterrupted one.
     """
 
     eos_id: int
     """The token after which nothing is sampled."""
 
     def choices(self, version: Version, ids: Sequence[int], start: int = 0) -> IntArray:
-        """The token that ``version`` samples after ``ids[:i]`` for ``i >= start``: ``(len(ids) -
-        start,)``.
+        """Return the token that ``version`` samples after ``ids[:i]`` for ``i >= start``:
+        ``(len(ids) - start,)``.
         """
         ...

@@ -1,4 +1,4 @@
-"""Progress: how far a long run has come, for a door to show."""
+"""The progress of a long run, for whoever shows it."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ __all__ = ["Progress"]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Progress:
-    """``done`` of ``total`` steps are finished (``total`` 0: not known); ``what`` is being worked
-    on.
-    """
+    """How many steps of a run are done."""
 
     done: int
     total: int
+    """0: not known."""
     what: str
+    """What is being worked on."""

@@ -1,9 +1,8 @@
-"""Soundness: whether a record that a user's code made can be judged and stored, told field by
-field.
+"""Validate the records that a user's code made, field by field.
 
-Types, ranks and ranges are refused here, where the method that made the record can be named:
-beyond, a check would crash on them, or the trace could not be written. Lengths that disagree are
-the stack's, and for the checks to find.
+Wrong types, ranks and ranges are refused here, while the method that made the record can be named:
+later a check would crash on them, or the trace could not be written. Lengths that disagree are
+faults of the stack, which the checks find.
 """
 
 from __future__ import annotations
@@ -29,26 +28,32 @@ _SHAPES: Mapping[str, tuple[int, str, str]] = {
     "loss_mask": (1, "iub", "0 and 1"),
     "routes": (3, "iu", "integers"),
 }
-"""Field, rank, kinds of dtype, and how those are called."""
+"""For each array field its rank, the kinds of its dtype, and their name in a message."""
 _LISTS = ("prompt_ids", "response_ids", "token_ids")
 _REASONS = frozenset(FinishReason)
 _T = TypeVar("_T", bound=Any)
 
 
 def sound_rollout(value: object, where: str) -> Rollout:
-    """The record with arrays of its own: views of a stack's buffers would change with them. Raises
-    ``SubjectError``.
+    """Return a rollout with arrays of its own.
+
+    Args:
+        value: What a method of the user's returned.
+        where: The name of that method.
+
+    Raises:
+        SubjectError: It is no rollout, or no trace can hold it.
     """
     return _sound(value, Rollout, where)
 
 
 def sound_output(value: object, where: str) -> EngineOutput:
-    """As ``sound_rollout``, for what an engine answered."""
+    """As ``sound_rollout``, for the output of an engine."""
     return _sound(value, EngineOutput, where)
 
 
 def sound_request(value: object, where: str) -> Request:
-    """As ``sound_rollout``, for what a caller asked for."""
+    """As ``sound_rollout``, for a request of a caller."""
     return _sound(value, Request, where)
 
 
@@ -61,18 +66,18 @@ def _sound(value: object, kind: type[_T], where: str) -> _T:
     values: dict[str, Any] = {}
     problems: list[str] = []
     for name in _names(kind):  # type: ignore[arg-type]  # a class is hashable
-        given = values[name] = getattr(value, name)
-        if name in _SHAPES and given is not None:
-            values[name] = _own(name, given, problems)
-        elif name in _LISTS and not _are_tokens(given):
+        item = values[name] = getattr(value, name)
+        if name in _SHAPES and item is not None:
+            values[name] = _copied(name, item, problems)
+        elif name in _LISTS and not _are_tokens(item):
             problems.append(
                 f"{name} must be a tuple of ints of 64 bits (rollproof.core.records.as_tokens makes"
-                f" one), not {_described(given)}"
+                f" one), not {_described(item)}"
             )
-        elif name == "routes_start" and type(given) is int and given < 0:
-            problems.append(f"{name} must be a position >= 0, not {show(given)}")
-        elif name == "finish_reason" and isinstance(given, str) and given in _REASONS:
-            values[name] = FinishReason(given)
+        elif name == "routes_start" and type(item) is int and item < 0:
+            problems.append(f"{name} must be a position >= 0, not {show(item)}")
+        elif name == "finish_reason" and isinstance(item, str) and item in _REASONS:
+            values[name] = FinishReason(item)
     record: _T = kind(**values)
     if not problems and (misfit := misfit_of(record)) is not None:
         problems.append(misfit)
@@ -86,12 +91,13 @@ def _names(kind: type[Any]) -> tuple[str, ...]:
     return tuple(field.name for field in fields(kind))
 
 
-def _own(name: str, value: Any, problems: list[str]) -> Any:
-    """A copy of an array in the type that records hold it in."""
-    rank, kinds, called = _SHAPES[name]
+def _copied(name: str, value: Any, problems: list[str]) -> Any:
+    """Return a copy of an array, in the type that records have."""
+    # a view of a stack's buffer would change with it
+    rank, kinds, elements = _SHAPES[name]
     if not isinstance(value, np.ndarray) or value.ndim != rank or value.dtype.kind not in kinds:
         problems.append(
-            f"{name} must be an array of rank {rank} of {called}, not {_described(value)}"
+            f"{name} must be an array of rank {rank} of {elements}, not {_described(value)}"
         )
         return value
     if name == "logprobs":

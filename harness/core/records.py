@@ -1,4 +1,4 @@
-"""Records of a rollout: what was asked, what an engine answered, what a stack handed over.
+"""Records of a rollout: the request, the outputs of engines, the sample that a stack returns.
 
 Arrays are numpy, indexes count from 0. Absolute positions count over prompt + response; *response
 indexes* over the response alone. All records are frozen and keyword-only, so that fields can be
@@ -66,24 +66,26 @@ class Span:
 
 
 def spread(spans: Sequence[Span], length: int) -> list[Version]:
-    """The version of each of ``length`` tokens; tokens that no span covers are ``None`` (unknown)."""
-    out: list[Version] = [None] * length
+    """Return the version of each of ``length`` tokens: ``None`` (unknown) where no span is."""
+    versions: list[Version] = [None] * length
     for span in spans:
         for i in range(max(span.start, 0), min(span.end, length)):
-            out[i] = span.version
-    return out
+            versions[i] = span.version
+    return versions
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Request:
-    """What a caller asks of a stack: one rollout.
+    """A request of a caller to a stack, for one rollout.
 
-    ``max_tokens`` is the budget that the caller states; ``limit`` the one that holds even where the
-    caller states none (the configured response length). ``sampling`` are the other sampling
-    parameters, ``media`` an opaque handle of multimodal input: every attempt must carry both
-    unchanged. ``group`` names requests that share a prompt (n > 1). ``turns`` are the tokens that
-    the environment appends after each natural end of the model's turn, one tuple a turn: a rollout
-    of n + 1 model turns has n of them.
+    Attributes:
+        max_tokens: The budget that the caller states.
+        limit: The budget that holds even if the caller states none: the configured response length.
+        sampling: The other sampling parameters. Every attempt must carry them unchanged.
+        media: An opaque handle of multimodal input. Every attempt must carry it unchanged.
+        group: The name of requests that share a prompt (n > 1).
+        turns: The tokens that the environment appends after each natural end of the model's turn,
+            one tuple a turn: a rollout of n + 1 model turns has n of them.
     """
 
     request_id: str
@@ -106,12 +108,15 @@ class Request:
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class EngineOutput:
-    """What an engine returned for one call, as it showed it.
+    """The reply of an engine to one call, right or wrong.
 
-    ``logprobs`` is ``(tokens,)`` float64 or ``None``; NaN marks a missing one. ``routes`` is
-    ``(rows, layers, top_k)`` or ``None``; its row 0 belongs to absolute position ``routes_start``.
-    ``version`` and ``spans`` (over the tokens of this call) are the tags that the engine showed,
-    right or wrong. ``native`` keeps the engine's own spelling of the finish reason.
+    Attributes:
+        logprobs: ``(tokens,)`` float64, with NaN for a missing one.
+        routes: ``(rows, layers, top_k)``.
+        routes_start: The absolute position of row 0 of ``routes``.
+        version: The tag that the engine showed.
+        spans: Tags that the engine showed, over the tokens of this call.
+        native: The finish reason in the engine's own spelling.
     """
 
     token_ids: tuple[int, ...]
@@ -128,16 +133,22 @@ class EngineOutput:
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Rollout:
-    """A finished sample as the stack hands it to its trainer.
+    """A finished sample as the stack gives it to its trainer.
 
-    ``response_ids`` holds sampled tokens and, in multi-turn rollouts, tokens of the environment
-    (``loss_mask`` 0). ``logprobs`` is ``(response,)`` float64 with NaN where missing, or ``None``;
-    ``loss_mask`` is ``(response,)`` of 0/1, or ``None`` for "every token"; ``routes`` is ``(rows,
-    layers, top_k)``, row 0 at absolute position ``routes_start``. Of the version tags, those that
-    the contract declares are filled: ``version`` (one per sample), ``min_version`` /
-    ``max_version``, ``call_versions`` (one per engine call), ``spans`` (over response indexes),
-    ``token_versions`` (one per response token). ``extra`` is for the reader of a report, never
-    judged.
+    Of the version tags, those that the contract declares are filled.
+
+    Attributes:
+        response_ids: Sampled tokens and, in multi-turn rollouts, tokens of the environment
+            (``loss_mask`` 0).
+        logprobs: ``(response,)`` float64, with NaN for a missing one.
+        loss_mask: ``(response,)`` of 0 and 1; ``None`` means every token.
+        routes: ``(rows, layers, top_k)``.
+        routes_start: The absolute position of row 0 of ``routes``.
+        version: The tag of the sample.
+        call_versions: One tag per engine call.
+        spans: Tags over response indexes.
+        token_versions: One tag per response token.
+        extra: Anything for the reader of a report. It is never judged.
     """
 
     request_id: str
@@ -164,16 +175,20 @@ class Rollout:
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class BatchRow:
-    """What one sample became in a training batch, flattened to one axis of ``places`` (prompt,
-    response, padding).
+    """One sample in a training batch, flattened to one axis of ``places`` (prompt, response,
+    padding). A packed batch has one ``BatchRow`` per sample.
 
-    ``token_ids`` is ``(places,)``, ``attention`` ``(places,)`` with 1 where a token of the sample
-    stands and 0 where padding does. ``loss_mask`` is ``(places,)`` with 1 where the loss counts,
-    ``logprobs`` ``(places,)`` float64; ``None`` where the batch carries none. ``routes`` is
-    ``(rows, layers, top_k)`` with row i at place i; ``routed`` is ``(rows,)`` with 0 where the
-    batch marks a row as no capture, ``None`` where it marks nothing. Of ``token_ids`` and
-    ``attention`` the lengths agree; those of the others are what the stack made of them. A packed
-    batch is one ``BatchRow`` per sample.
+    ``token_ids`` and ``attention`` are of equal length; the lengths of the others are what the
+    stack made of them.
+
+    Attributes:
+        token_ids: ``(places,)``.
+        attention: ``(places,)`` with 1 at a token of the sample and 0 at padding.
+        loss_mask: ``(places,)`` with 1 where the loss counts; ``None`` if the batch carries none.
+        logprobs: ``(places,)`` float64; ``None`` if the batch carries none.
+        routes: ``(rows, layers, top_k)`` with row i at place i.
+        routed: ``(rows,)`` with 0 where the batch marks a row as no capture; ``None`` if it marks
+            none.
     """
 
     request_id: str
@@ -189,8 +204,10 @@ _INTEGERS = frozenset({int})
 
 
 def as_tokens(value: Any, *, what: str = "token_ids") -> tuple[int, ...]:
-    """A tuple of ints from a list, tuple or 1-D integer array or tensor. Raises ``SubjectError``
-    for anything else.
+    """Return a tuple of ints, of a list, tuple or 1-D integer array or tensor.
+
+    Raises:
+        SubjectError: ``value`` is anything else; the text calls it ``what``.
     """
     if hasattr(value, "tolist"):
         value = value.tolist()
@@ -204,10 +221,13 @@ def as_tokens(value: Any, *, what: str = "token_ids") -> tuple[int, ...]:
 
 
 def as_logprobs(value: Any, *, what: str = "logprobs") -> LogprobArray | None:
-    """``(tokens,)`` float64 with NaN for ``None`` entries; ``None`` stays ``None``. Raises
-    ``SubjectError``.
+    """Return logprobs as ``(tokens,)`` float64 with NaN for ``None`` entries; ``None`` stays
+    ``None``.
 
-    The result is a copy: what the stack later does to its own list does not reach the record.
+    The result is a copy: later changes of the stack's own list do not reach the record.
+
+    Raises:
+        SubjectError: ``value`` holds no numbers; the text calls it ``what``.
     """
     if value is None:
         return None
@@ -224,8 +244,11 @@ def as_logprobs(value: Any, *, what: str = "logprobs") -> LogprobArray | None:
 
 
 def as_routes(value: Any, *, what: str = "routes") -> IntArray | None:
-    """``(rows, layers, top_k)`` integer copy of an array or CPU tensor; ``None`` stays ``None``.
-    Raises ``SubjectError``.
+    """Return an integer copy ``(rows, layers, top_k)`` of an array or tensor; ``None`` stays
+    ``None``.
+
+    Raises:
+        SubjectError: ``value`` has another rank or type; the text calls it ``what``.
     """
     if value is None:
         return None

@@ -1,4 +1,4 @@
-"""Terms: what a trainer with routing replay declares beside the convention of its payload.
+"""The part of a contract that a trainer with routing replay declares about the replay.
 
 The payload (rows, layer axis, layers, experts, top-k, dtype, filler) is declared by the
 ``Contract`` that holds the terms.
@@ -37,13 +37,13 @@ class FreeRows(StrEnum):
 
 
 class Recompute(StrEnum):
-    """What is computed anew in the backward pass (activation checkpointing)."""
+    """What is computed again in the backward pass (activation checkpointing)."""
 
     NONE = "none"
     SELECTIVE = "selective"
-    """Parts of a layer; whether its router is among them is not said."""
+    """Parts of a layer, with its router or without it."""
     FULL = "full"
-    """Whole layers: every router is called a second time."""
+    """Complete layers: every router is called a second time."""
 
 
 class Installs(StrEnum):
@@ -56,7 +56,7 @@ class Installs(StrEnum):
 
 
 class Defect(StrEnum):
-    """What may be wrong with the routes that a trainer is given."""
+    """What may be wrong with the routes that a trainer gets."""
 
     SHORT = "short"
     """Fewer rows than forwarded tokens."""
@@ -82,21 +82,29 @@ class Defect(StrEnum):
 class ReplayTerms:
     """How a trainer replays; frozen, and complete or refused.
 
-    ``vocab`` is the number of token ids that its model knows. ``recompute`` are the ways that it
-    offers, ``records`` whether it can record in a pass of its own, ``installs`` how often targets
-    are given to routers (``None``: the adapter does not tell). ``models`` names models of other
-    roles that live beside the policy and must never be replayed (``critic``, ``reference``,
-    ``teacher``); ``mtp`` says that the policy has MTP layers with routers, which are told under the
-    model ``mtp``. ``unsupported`` names kinds of routers that it must refuse, made by
-    ``variant(name)``. ``tolerates`` are defects of routes that it accepts by design: what has no
-    valid target is then a free row. ``trains_gates`` is ``False`` where gates get no gradient: they
-    are frozen, or ``top_k=1`` with normalised weights leaves them none. A step has ``microbatches``
-    of ``microbatch_size`` samples. ``tolerance`` is the largest relative difference of loss and
-    gradients between two runs that ought to agree (0: bit for bit; what ``torch.compile`` makes
-    anew for another width may then sum the first one otherwise), ``float_digits`` how many decimal
-    digits its loss carries. ``parallel`` says in words how the model is split.
-
     Raises ``ContractError``, listing every problem at once.
+
+    Attributes:
+        vocab: The number of token ids that its model knows.
+        recompute: The kinds of activation checkpointing that it offers.
+        records: Whether it can record routes in a pass of its own.
+        installs: How often targets are given to routers; ``None``: the adapter does not report it.
+        models: Names of models of other roles in the same process, which must never be replayed
+            (``critic``, ``reference``, ``teacher``).
+        mtp: Whether the policy has MTP layers with routers; those are reported as of the model
+            ``mtp``.
+        unsupported: Kinds of routers that it must refuse, made by ``variant(name)``.
+        tolerates: Defects of routes that it accepts by design: a row without a valid target is a
+            free row.
+        trains_gates: ``False`` if gates get no gradient: they are frozen, or ``top_k=1`` with
+            normalised weights leaves them none.
+        microbatches: Microbatches of a step.
+        microbatch_size: Samples of a microbatch.
+        tolerance: The largest relative difference of loss and gradients between two runs that
+            should agree. 0: bit for bit; then a model that ``torch.compile`` compiles again for
+            another width may sum in another order.
+        float_digits: Decimal digits that its loss carries.
+        parallel: How the model is split, in words.
     """
 
     mode: ReplayMode
@@ -122,16 +130,16 @@ class ReplayTerms:
             raise ContractError("The replay terms cannot be used:\n  - " + "\n  - ".join(problems))
 
     def to_dict(self) -> dict[str, Any]:
-        """JSON-ready form; ``from_dict`` is its inverse."""
+        """Return the JSON-ready form; ``from_dict`` is its inverse."""
         return {field.name: _plain(getattr(self, field.name)) for field in fields(self)}
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> Self:
         """Read what ``to_dict`` wrote. Raises ``ContractError`` on unknown or missing keys."""
-        known = {field.name for field in fields(cls)}
-        unknown = sorted(set(data) - known)
+        valid = {field.name for field in fields(cls)}
+        unknown = sorted(set(data) - valid)
         if unknown:
-            raise ContractError(f"Unknown replay terms {unknown}; valid terms are {sorted(known)}.")
+            raise ContractError(f"Unknown replay terms {unknown}; valid terms are {sorted(valid)}.")
         values: dict[str, Any] = {
             name: tuple(value) if isinstance(value, list) else value for name, value in data.items()
         }
@@ -147,28 +155,24 @@ class ReplayTerms:
         problems = []
         for name, kind in _ENUMS.items():
             value: Any = getattr(self, name)
-            many = name in _MANY
+            if value is None and name == "installs":
+                continue
+            several = name in _TUPLES
             try:
-                made = (
-                    tuple(kind(one) for one in value)
-                    if many
-                    else None
-                    if value is None and name == "installs"
-                    else kind(value)
-                )
+                members = tuple(map(kind, value)) if several else kind(value)
             except (ValueError, TypeError):
                 problems.append(
-                    f"{name}={value!r} is not valid; choose {'some' if many else 'one'} of"
-                    f" {[str(one) for one in kind]}."
+                    f"{name}={value!r} is not valid; choose {'some' if several else 'one'} of"
+                    f" {[str(member) for member in kind]}."
                 )
                 continue
-            object.__setattr__(self, name, made)
+            object.__setattr__(self, name, members)
         return problems
 
     def _problems(self) -> list[str]:
         problems = [
-            f"{name}={getattr(self, name)!r} must be a whole number >= {least}."
-            for name, least in (
+            f"{name}={getattr(self, name)!r} must be a whole number >= {minimum}."
+            for name, minimum in (
                 ("vocab", 2),
                 ("microbatches", 1),
                 ("microbatch_size", 1),
@@ -176,13 +180,13 @@ class ReplayTerms:
             )
             if not isinstance(getattr(self, name), int)
             or isinstance(getattr(self, name), bool)
-            or getattr(self, name) < least
+            or getattr(self, name) < minimum
         ]
         problems += [
             f"{name}={getattr(self, name)!r} must be a tuple of names."
             for name in ("models", "unsupported")
             if not isinstance(getattr(self, name), tuple)
-            or not all(isinstance(one, str) and one for one in getattr(self, name))
+            or not all(isinstance(item, str) and item for item in getattr(self, name))
         ]
         flags = {name: getattr(self, name) for name in ("records", "mtp", "trains_gates")}
         problems += [
@@ -212,13 +216,9 @@ class ReplayTerms:
 
 
 def _plain(value: Any) -> Any:
-    return (
-        [_plain(one) for one in value]
-        if isinstance(value, tuple)
-        else str(value)
-        if isinstance(value, StrEnum)
-        else value
-    )
+    if isinstance(value, tuple):
+        return [_plain(item) for item in value]
+    return str(value) if isinstance(value, StrEnum) else value
 
 
 _ENUMS: Mapping[str, type[StrEnum]] = {
@@ -228,4 +228,4 @@ _ENUMS: Mapping[str, type[StrEnum]] = {
     "installs": Installs,
     "tolerates": Defect,
 }
-_MANY = ("recompute", "tolerates")
+_TUPLES = ("recompute", "tolerates")

@@ -1,7 +1,7 @@
-"""Spy: what an adapter tells of a step while it runs, and the sketches in which it tells gradients.
+"""The spy to which an adapter reports the router calls of a step, and sketches of gradients.
 
 A spy is placed on the *output* of every router, never on what was installed. It is plain data: a
-worker process has one of its own, and the adapter hands its ``events`` to the parent, which adds
+worker process has one of its own, and the adapter sends its ``events`` to the parent, which adds
 them with ``extend``, rank after rank.
 """
 
@@ -41,14 +41,14 @@ class InjectedFailure(RuntimeError):
 
 
 class UnsupportedStep(RollproofError, NotImplementedError):
-    """A subject does not offer what a step asks for (a variant, weights, a way to switch replay
-    off); the text says why.
+    """A subject does not offer what a step requests (a variant, weights, switching replay off); the
+    text says why.
     """
 
 
 class Spy:
-    """Takes the router calls and the installs of one step on one rank. Raises ``InjectedFailure``
-    where the step says so.
+    """Records the router calls and the installs of one step on one rank. Raises
+    ``InjectedFailure`` in the call in which the step plans it.
     """
 
     def __init__(self, step: Step, rank: int = 0) -> None:
@@ -61,7 +61,7 @@ class Spy:
 
     @contextmanager
     def recomputing(self) -> Iterator[None]:
-        """Around a backward pass: router calls in it are recomputes."""
+        """Wrap a backward pass: router calls in it are recomputes."""
         before, self._phase = self._phase, Phase.RECOMPUTE
         try:
             yield
@@ -79,40 +79,53 @@ class Spy:
         model: str = "policy",
         microbatch: int | None = None,
     ) -> None:
-        """The router of global index ``layer`` has chosen ``experts`` ``(rows, top_k)``
-        (``ids_of_map`` makes them of a routing map).
+        """Report the choices of a router.
 
-        Which row is which is told by ``samples`` and ``positions``, as in ``Routing``, or by the
-        rows' input ``tokens``, which are unique over the step (any id that is no sample's is
-        padding). Raises ``SubjectError`` for arrays that do not fit each other.
+        Give the rows' ``tokens``, or their ``samples`` and ``positions``.
+
+        Args:
+            layer: Global index of the router's layer.
+            experts: The chosen experts ``(rows, top_k)``; ``ids_of_map`` converts a routing map.
+            tokens: The input token of each row. Tokens are unique over the step; an id of no
+                sample is padding.
+            samples: The sample of each row, as in ``Routing``.
+            positions: The position of each row in its sample, as in ``Routing``.
+            model: The role of the model.
+            microbatch: Its number; the spy's own count if left out.
+
+        Raises:
+            SubjectError: The arrays do not fit each other.
+            InjectedFailure: The step plans a failure of this call.
         """
         chosen = np.array(experts)
         count = self.microbatch if microbatch is None else microbatch
         if not is_whole(layer) or not is_whole(count) or not isinstance(model, str):
             raise SubjectError(
                 "Spy.routed needs whole numbers for layer and microbatch and a name for model; it"
-                f" was given layer {layer!r}, microbatch {count!r}, model {model!r}."
+                f" got layer {layer!r}, microbatch {count!r}, model {model!r}."
             )
         if tokens is not None:
             samples, positions = identify(tokens, self.step.samples)
         if samples is None or positions is None:
             raise SubjectError("Spy.routed needs the rows' tokens, or their samples and positions.")
-        who, where = np.array(samples), np.array(positions)
-        fit = chosen.ndim == 2 and who.shape == (len(chosen),) == where.shape
-        if not fit or not all(_is_int32(array) for array in (chosen, who, where)):
+        row_samples, row_positions = np.array(samples), np.array(positions)
+        rows = (len(chosen),) if chosen.ndim == 2 else None
+        if not rows == row_samples.shape == row_positions.shape or not all(
+            _is_int32(array) for array in (chosen, row_samples, row_positions)
+        ):
             raise SubjectError(
                 "Spy.routed needs integer experts (rows, top_k), and a sample and a position for"
-                f" each row, in the range of int32; it was given experts {chosen.dtype}"
-                f" {chosen.shape}, samples {who.dtype} {who.shape}, positions {where.dtype}"
-                f" {where.shape}."
+                f" each row, in the range of int32; it got experts {chosen.dtype} {chosen.shape},"
+                f" samples {row_samples.dtype} {row_samples.shape}, positions"
+                f" {row_positions.dtype} {row_positions.shape}."
             )
         self.events.append(
             Routing(
                 layer=int(layer),
                 phase=self._phase,
                 experts=chosen.astype(np.int32),
-                samples=who.astype(np.int32),
-                positions=where.astype(np.int32),
+                samples=row_samples.astype(np.int32),
+                positions=row_positions.astype(np.int32),
                 microbatch=int(count),
                 rank=self.rank,
                 model=model,
@@ -121,7 +134,7 @@ class Spy:
         self._fail()
 
     def installed(self, layer: int, *, microbatch: int | None = None) -> None:
-        """A target was given to the router of global index ``layer``."""
+        """Report that a target was given to the router of global index ``layer``."""
         self.events.append(
             Install(
                 layer=layer,
@@ -131,7 +144,7 @@ class Spy:
         )
 
     def extend(self, events: Iterable[Event]) -> None:
-        """Add what the spy of another process took."""
+        """Add what the spy of another process recorded."""
         self.events.extend(events)
 
     def _fail(self) -> None:
@@ -145,12 +158,12 @@ class Spy:
 
 
 def is_whole(value: object) -> bool:
-    """Whether a value is a whole number, of Python or numpy, and no boolean."""
+    """Return whether a value is an integer, of Python or numpy, and no boolean."""
     return isinstance(value, int | np.integer) and not isinstance(value, bool)
 
 
 def _is_int32(array: npt.NDArray[Any]) -> bool:
-    """Whether an array holds whole numbers that an int32 holds; an empty one may be of any type."""
+    """Return whether an int32 holds all values of an array; an empty array may be of any type."""
     if not array.size:
         return True
     bounds = np.iinfo(np.int32)
@@ -162,22 +175,22 @@ def _is_int32(array: npt.NDArray[Any]) -> bool:
 
 
 def identify(tokens: npt.ArrayLike, samples: Sequence[Rollout]) -> tuple[IntArray, IntArray]:
-    """The sample and the position of each row by its input token ``(rows,)``; -1 and -1 for a token
-    of no sample.
+    """Return the sample and the position of each row, by its input token ``(rows,)``; -1 and -1 for
+    a token of no sample.
     """
     places = {
-        token: (i, p)
-        for i, one in enumerate(samples)
-        for p, token in enumerate(one.prompt_ids + one.response_ids)
+        token: (i, position)
+        for i, sample in enumerate(samples)
+        for position, token in enumerate(sample.prompt_ids + sample.response_ids)
     }
-    found = [places.get(int(token), (-1, -1)) for token in np.asarray(tokens).ravel()]
-    pairs = np.array(found, dtype=np.int32).reshape(-1, 2)
+    rows = [places.get(int(token), (-1, -1)) for token in np.asarray(tokens).ravel()]
+    pairs = np.array(rows, dtype=np.int32).reshape(-1, 2)
     return pairs[:, 0], pairs[:, 1]
 
 
 def ids_of_map(routing_map: npt.ArrayLike, top_k: int) -> IntArray:
-    """Expert ids ``(rows, top_k)``, ascending, of a routing map ``(rows, experts)`` of booleans; -1
-    where a row has fewer.
+    """Convert a routing map ``(rows, experts)`` of booleans to expert ids ``(rows, top_k)``,
+    ascending, with -1 in rows that have fewer.
 
     A row with more than ``top_k`` experts makes all rows as wide as it is.
     """
@@ -192,20 +205,20 @@ def ids_of_map(routing_map: npt.ArrayLike, top_k: int) -> IntArray:
 
 @lru_cache(maxsize=64)
 def _signs(size: int) -> FloatArray:
-    """``(8, size)`` of +1 and -1."""
+    """Return ``(8, size)`` of +1 and -1."""
     return np.random.default_rng(size).integers(0, 2, (_PROBES, size)).astype(np.float64) * 2 - 1
 
 
 def direction(shape: tuple[int, ...]) -> FloatArray:
-    """The direction of +1 and -1 along which gate weights of ``shape`` are nudged; always the same
-    one.
+    """Return the direction of +1 and -1 along which gate weights of ``shape`` are nudged; it is
+    always the same.
     """
     return np.array(_signs(int(np.prod(shape, dtype=np.int64)))[0]).reshape(shape)
 
 
 def sketch(gradient: Any) -> FloatArray:
-    """``(9,)``: the norm of a gradient and its products with eight fixed sign vectors, the first of
-    which is ``direction``.
+    """Return ``(9,)``: the norm of a gradient and its products with eight fixed sign vectors, of
+    which the first is ``direction``.
 
     Sketches of equal arrays are equal bit for bit; the mean squared difference of the products of
     two arrays of one shape estimates the squared norm of their difference (Johnson and

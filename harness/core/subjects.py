@@ -1,7 +1,7 @@
-"""Subjects: what a user implements so that rollproof can run their code.
+"""The protocols that a user implements so that rollproof can run their code.
 
-Every method may be sync or async, but for those of an ``EngineSubject``, which are async. Subjects
-are given as factories (a class, or a function without arguments), so that each case starts from a
+Every method may be sync or async, except those of an ``EngineSubject``, which are async. Subjects
+are passed as factories (a class, or a function without arguments), so that each case starts with a
 fresh one. Nothing here needs pytest.
 """
 
@@ -27,87 +27,122 @@ __all__ = ["BatchSubject", "EngineSubject", "ReplaySubject", "RolloutSubject", "
 class RolloutSubject(Protocol):
     """A stack's rollout code: its client, its resume loop, its agent loop.
 
-    ``fleet`` gives fake servers in the face that the stack speaks (``fleet.ray_handles()``,
-    ``fleet.servers``). ``rollout`` returns whatever the stack hands over; ``None`` means that the
-    sample was dropped. ``to_record`` turns that into a ``Rollout``. ``update_weights`` runs the
-    stack's own procedure for weights ``version`` (``None``: without a label), or ``await
-    fleet.sync(version)`` where the stack leaves it to its caller. A subject may also have
-    ``gauges() -> Mapping[str, float]``: counters that must return to where they started.
+    A subject may also have ``gauges() -> Mapping[str, float]``: counters that must return to where
+    they started.
     """
 
     contract: Contract
 
-    def start(self, fleet: Fleet) -> Awaitable[None] | None: ...
-    def rollout(self, request: Request) -> Any: ...
-    def update_weights(self, version: int | None) -> Awaitable[None] | None: ...
-    def to_record(self, native: Any) -> Rollout | Awaitable[Rollout]: ...
-    def stop(self) -> Awaitable[None] | None: ...
+    def start(self, fleet: Fleet) -> Awaitable[None] | None:
+        """Start the stack on fake servers, in the form that it calls: ``fleet.ray_handles()``,
+        ``fleet.servers``.
+        """
+
+    def rollout(self, request: Request) -> Any:
+        """Return whatever the stack returns; ``None`` if it dropped the sample."""
+
+    def update_weights(self, version: int | None) -> Awaitable[None] | None:
+        """Run the stack's own procedure for weights ``version`` (``None``: without a label), or
+        ``await fleet.sync(version)`` if the stack leaves it to its caller.
+        """
+
+    def to_record(self, native: Any) -> Rollout | Awaitable[Rollout]:
+        """Convert what ``rollout`` returned."""
+        ...
+
+    def stop(self) -> Awaitable[None] | None:
+        """Stop the stack."""
 
 
 @runtime_checkable
 class EngineSubject(Protocol):
-    """A rollout engine, real or fake, driven call by call (``rollproof.engines``); resuming is
-    rollproof's part.
+    """A rollout engine, real or fake, driven call by call (``rollproof.engines``). rollproof does
+    the resuming.
 
-    ``contract`` declares the engine's conventions, with its ``engine`` terms; it is read before
-    ``start``, too. ``generate`` returns one output per sample, in order, and tells ``watch`` of
-    every piece that the engine streams; calls run at the same time. A call that the engine refuses
-    raises. ``abort`` ends the calls whose handle is given, ``pause`` and ``resume`` act on the
-    whole engine: after ``pause`` has returned, it is in force. ``update_weights`` returns when the
-    new weights serve. ``clear_cache`` forgets KV that calls share. ``counters`` are the engine's
-    own, among them ``preemptions`` (since its start) where it counts them. ``stop`` leaves nothing
-    running; it is called after a failed ``start``, too.
+    ``contract`` declares the engine's conventions, with its ``engine`` terms; it is also read
+    before ``start``.
     """
 
     contract: Contract
 
-    async def start(self) -> None: ...
-    async def generate(self, query: Query, watch: Watch) -> Sequence[EngineOutput]: ...
-    async def abort(self, handle: str) -> None: ...
-    async def pause(self, mode: PauseMode, clear_cache: bool) -> None: ...
-    async def resume(self) -> None: ...
-    async def update_weights(self, update: WeightUpdate) -> None: ...
-    async def clear_cache(self) -> None: ...
-    async def counters(self) -> Mapping[str, float]: ...
-    async def stop(self) -> None: ...
+    async def start(self) -> None:
+        """Start the engine."""
+
+    async def generate(self, query: Query, watch: Watch) -> Sequence[EngineOutput]:
+        """Return one output per sample, in order, and call ``watch`` with every piece that the
+        engine streams. Calls run at the same time. Raise for a call that the engine refuses.
+        """
+        ...
+
+    async def abort(self, handle: str) -> None:
+        """End the calls that have this handle."""
+
+    async def pause(self, mode: PauseMode, clear_cache: bool) -> None:
+        """Pause the engine. When this returns, the pause is in force."""
+
+    async def resume(self) -> None:
+        """Resume the engine."""
+
+    async def update_weights(self, update: WeightUpdate) -> None:
+        """Return when the new weights serve."""
+
+    async def clear_cache(self) -> None:
+        """Forget the KV that calls share."""
+
+    async def counters(self) -> Mapping[str, float]:
+        """Return the engine's own counters, among them ``preemptions`` (since its start) if it
+        counts them.
+        """
+        ...
+
+    async def stop(self) -> None:
+        """Leave nothing running. Also called after a failed ``start``."""
 
 
 @runtime_checkable
 class ReplaySubject(Protocol):
     """A trainer with routing replay, driven step by step (``rollproof.replay``).
 
-    ``contract`` is one with ``replay`` terms. ``run`` does one step the trainer's own way, from
-    installing targets to its own cleaning up, and tells the spy of every call of a router and of
-    every target that is installed. What it raises is judged.
+    ``contract`` has ``replay`` terms. Other methods are optional, each for the checks that need it:
 
-    Optional, each for the checks that need it: ``set_weights(number)`` (0: the first weights; n >
-    0: those plus noise, seeded by n, so large that routing changes; -1: the first ones with NaN in
-    the first gate), ``nudge(layer, size)`` (adds ``size`` times ``spy.direction`` to the gate
-    weight of a layer until the next ``set_weights``), ``residue() -> Mapping[str, int]`` (what is
-    left of replay, each of which ought to be 0), ``variant(name)`` (another subject: with a router
-    that must be refused, or ``no-moe-layers``), ``reference(step) -> Outcome`` (the step by a path
-    that shares nothing with the replay code), ``stop()``.
+    - ``set_weights(number)``: 0 are the first weights; n > 0 those plus noise, seeded by n and so
+      large that routing changes; -1 the first ones with NaN in the first gate.
+    - ``nudge(layer, size)``: add ``size`` times ``spy.direction`` to the gate weight of a layer
+      until the next ``set_weights``.
+    - ``residue() -> Mapping[str, int]``: what is left of replay, each of which should be 0.
+    - ``variant(name)``: another subject, with a router that must be refused, or ``no-moe-layers``.
+    - ``reference(step) -> Outcome``: the step by a path that shares nothing with the replay code.
+    - ``stop()``.
     """
 
     contract: Contract
 
-    def run(self, step: Step, spy: Spy) -> Outcome | Awaitable[Outcome]: ...
+    def run(self, step: Step, spy: Spy) -> Outcome | Awaitable[Outcome]:
+        """Do one step the trainer's own way, from installing targets to its own cleaning up, and
+        report every call of a router and every installed target to the spy. What it raises is
+        judged.
+        """
+        ...
 
 
 @runtime_checkable
 class BatchSubject(Protocol):
     """A function from finished samples to a training batch (padding, packing, splitting), and back.
 
-    ``collate`` hands the samples to the stack's own conversion, in order, and returns what that
-    returns; what it raises counts as a refusal. ``rows`` tells what each sample became.
     ``contract`` declares the samples' convention of rows, and what the *batch* holds: its dtype,
-    and the filler where nothing was captured.
+    and the filler of what was not captured.
     """
 
     contract: Contract
 
-    def collate(self, samples: list[Rollout]) -> Any: ...
-    def rows(self, batch: Any) -> list[BatchRow]: ...
+    def collate(self, samples: list[Rollout]) -> Any:
+        """Pass the samples to the stack's own conversion, in order, and return its result. What it
+        raises counts as a refusal.
+        """
+
+    def rows(self, batch: Any) -> list[BatchRow]:
+        """Return what each sample became."""
+        ...
 
 
 SubjectFactory: TypeAlias = "Callable[[], Any]"

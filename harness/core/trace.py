@@ -73,15 +73,18 @@ EVENT_KINDS: Mapping[str, type[Event]] = {cls.kind: cls for cls in _KINDS}
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Header:
-    """What a trace says about itself: who was run, under which contract, from which seed.
+    """The header of a trace: the subject, its contract, the seed.
 
-    ``contract`` is the subject's, ``engine`` that of the engines below it where they are known.
-    ``coding`` holds the parameters of the coded policy (``rollproof.fakes.coded.policy``) where one
-    answered, so that a reader can rebuild the oracle; ``case`` the JSON form of the case that was
-    run, so that it can be run again. ``recipe`` says how to make the subject again (``{"subject":
-    "module:factory"}``, ``{"stack": "verl", "version": "0.9.1"}``). ``about`` is what the trace
-    tells of: ``rollouts``, ``batches`` (``rollproof.verification.batches``), ``replay``
-    (``rollproof.replay``) or ``layouts`` (``rollproof.layouts``).
+    Attributes:
+        contract: The contract of the subject.
+        engine: The contract of its engines, if they are known.
+        coding: Parameters of the coded policy (``rollproof.fakes.coded.policy``) if one answered,
+            so that a reader can rebuild the oracle.
+        case: The JSON form of the case, so that it can be run again.
+        recipe: How to make the subject again: ``{"subject": "module:factory"}``, or ``{"stack":
+            "verl", "version": "0.9.1"}``.
+        about: The kind of subject: ``rollouts``, ``batches`` (``rollproof.verification.batches``),
+            ``replay`` (``rollproof.replay``) or ``layouts`` (``rollproof.layouts``).
     """
 
     subject: str
@@ -108,14 +111,14 @@ class Trace:
         return iter(self.events)
 
     def with_events(self, events: Iterable[Event]) -> Trace:
-        """The same header over other events, re-stamped with consecutive indexes."""
+        """Return a trace with this header and other events, re-stamped with consecutive indexes."""
         return replace(
             self, events=tuple(replace(event, index=i) for i, event in enumerate(events))
         )
 
 
 class TraceSink(Protocol):
-    """Something that events can be appended to as they happen (a trace store)."""
+    """A store to which events are appended as they happen."""
 
     def append(self, event: Event) -> None:
         """Take one stamped event."""
@@ -125,10 +128,10 @@ _E = TypeVar("_E", bound=Event)
 
 
 class Recorder:
-    """Stamps events with index and time, keeps them, and hands them on to sinks. Not thread-safe:
-    one run, one recorder.
+    """Stamps events with index and time, stores them, and passes them to sinks. Not thread-safe:
+    each run has a recorder of its own.
 
-    With ``keep=False`` only the sinks have them: for a server that runs for days.
+    With ``keep=False`` only the sinks get them, as in a server that runs for days.
     """
 
     def __init__(
@@ -141,12 +144,12 @@ class Recorder:
         self._keep = keep
 
     def record(self, event: _E) -> _E:
-        """Stamp and keep ``event``; returns the stamped one. A fresh event is stamped in place, one
-        of another trace is copied.
+        """Stamp and store ``event``; return the stamped one. A fresh event is stamped in place, an
+        event of another trace is copied.
         """
         stamped = event if event.index < 0 else replace(event)
-        # a recorder owns what it is handed: copying every event would cost as much as all else that
-        # a run records
+        # a recorder owns the events that it gets: copying each would cost as much as all other work
+        # of recording
         object.__setattr__(stamped, "index", self._count)
         object.__setattr__(stamped, "time", self._clock())
         self._count += 1
@@ -158,9 +161,9 @@ class Recorder:
 
     @property
     def events(self) -> tuple[Event, ...]:
-        """Everything recorded so far, where it is kept."""
+        """Everything recorded so far, unless ``keep=False``."""
         return tuple(self._events)
 
     def trace(self, header: Header) -> Trace:
-        """The finished trace."""
+        """Return the finished trace."""
         return Trace(header=header, events=self.events)

@@ -1,5 +1,7 @@
-"""Contract of a trainer: how it takes its payload, with its replay terms; what only rollouts
-declare is filled in.
+"""Make the contract of a trainer with routing replay.
+
+It declares the convention of the trainer's payload and its replay terms; the fields that concern
+rollouts alone are filled in.
 """
 
 from __future__ import annotations
@@ -37,11 +39,23 @@ def trainer_contract(
     final_row: Filler | str | None = None,
     **declared: Any,
 ) -> Contract:
-    """The contract of a trainer that is given routes of this convention.
+    """Return the contract of a trainer that takes routes of this convention.
 
-    ``rows`` says how many rows a sample of T tokens brings (T-1: what vLLM and SGLang return),
-    ``filler`` what stands in rows that were not captured, ``dtype`` the integer types that it
-    takes. ``declared`` are the terms, where no ``terms`` are given. Raises ``ContractError``.
+    Args:
+        num_layers: All layers of the model, dense ones included.
+        moe_layers: Global indexes of the layers that have experts.
+        num_experts: Experts of a layer.
+        top_k: Experts of a token.
+        terms: How it replays.
+        rows: How many rows a sample of T tokens brings (T-1: what vLLM and SGLang return).
+        layer_axis: Which layers the second axis of the rows counts.
+        dtype: The integer types that it takes.
+        filler: The content of rows that were not captured.
+        final_row: The content of the row of the last token, if ``rows`` has one.
+        declared: The fields of ``terms``, if there are none.
+
+    Raises:
+        ContractError: A declaration is missing, unknown, or contradicts another.
     """
     if terms is not None and declared:
         raise ContractError(f"Give the terms or their fields, not both: {sorted(declared)}.")
@@ -72,7 +86,7 @@ def trainer_contract(
 
 
 def terms_of(contract: Contract) -> ReplayTerms:
-    """The replay terms of a contract. Raises ``ContractError`` where it has none."""
+    """Return the replay terms of a contract. Raises ``ContractError`` if it has none."""
     if contract.replay is None:
         raise ContractError(
             "The contract declares no replay terms: make it with"

@@ -136,8 +136,8 @@ def test_the_distance_of_sketches_estimates_the_distance_of_arrays() -> None:
 @pytest.mark.parametrize(
     ("told", "message"),
     [
-        ({"layer": "x"}, "was given layer 'x', microbatch 0, model 'policy'"),
-        ({"layer": 1.5}, "was given layer 1.5"),
+        ({"layer": "x"}, "got layer 'x', microbatch 0, model 'policy'"),
+        ({"layer": 1.5}, "got layer 1.5"),
         ({"microbatch": None, "model": 5}, "model 5"),
         ({"samples": [2**40]}, "in the range of int32"),
         ({"experts": [[2**40, 1]]}, "in the range of int32"),
