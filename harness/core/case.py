@@ -1,4 +1,4 @@
-"""Case: one schedule that a fleet of fake engines runs against a subject; JSON in, JSON out.
+"""A case: one schedule that a fleet of fake engines runs against a subject. It is JSON.
 
 Actions are triggered by token counts rather than by time ("when request r0 has sampled 3 tokens"),
 so that a case means the same for a stack that sleeps between attempts and for one that does not.
@@ -45,23 +45,24 @@ class ActionKind(StrEnum):
     ``steps``.
     """
     DUPLICATE_REPLY = "duplicate-reply"
-    """The reply of the triggering call is delivered twice (the second to whoever listens)."""
+    """The reply of the triggering call is delivered twice (the second to any listener)."""
     LATE_REPLY = "late-reply"
     """The reply of the triggering call arrives ``steps`` later."""
     REJECT = "reject"
     """The server answers the next call of the triggering request with an abort of zero tokens."""
     EVICT = "evict"
-    """The triggering request is preempted: its KV is freed, and prefilled anew."""
+    """The triggering request is preempted: its KV is freed, and prefilled again."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Trigger:
     """When an action fires: once ``request`` has sampled ``tokens`` tokens over all its calls.
 
-    0 means at its next admission, before that call's first token. ``queued=True`` fires while the
-    call waits in the queue, before admission. ``race=True`` fires after the token was sampled but
-    before the engine looked whether the call is finished: on the last token, the action wins over
-    the natural end.
+    Attributes:
+        tokens: 0 means at its next admission, before that call's first token.
+        queued: Fire while the call waits in the queue, before admission.
+        race: Fire after the token was sampled but before the engine checks whether the call is
+            finished: on the last token, the action precedes the natural end.
     """
 
     request: str
@@ -82,8 +83,8 @@ class Action:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Model:
-    """Size of the model that the coded policy stands for; the source of the contract's route
-    fields.
+    """The sizes of the model that the coded policy imitates; the contract's route fields follow
+    from them.
     """
 
     num_layers: int = 3
@@ -96,9 +97,7 @@ class Model:
 
     @property
     def sizes(self) -> Mapping[str, Any]:
-        """The fields of a ``Contract`` that follow from the model: ``Contract(**model.sizes,
-        ...)``.
-        """
+        """The fields of a ``Contract`` that follow: ``Contract(**model.sizes, ...)``."""
         return {
             "num_layers": self.num_layers,
             "moe_layers": self.moe_layers,
@@ -124,11 +123,16 @@ class EngineOptions:
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Case:
     """Requests, actions, engine options and a seed: everything that determines a run, byte for
-    byte.
+    byte. Raises ``CaseError`` on contradictions.
 
-    ``arrivals`` are virtual seconds, one per request. ``pause_mode`` and ``clear_cache`` are what
-    the default weight sync uses; ``partial`` says whether partial rollout is on. Raises
-    ``CaseError`` on contradictions.
+    Attributes:
+        flavour: The conventions of the engines.
+        requests: With distinct ids.
+        arrivals: Virtual seconds, one per request; empty: all at 0.
+        pause_mode: How the default weight sync pauses the engines.
+        clear_cache: Whether the default weight sync clears their prefix caches.
+        partial: Whether partial rollout is on.
+        deadline: Virtual seconds after which a rollout that has not ended is reported as hung.
     """
 
     flavour: str
@@ -144,19 +148,14 @@ class Case:
     model: Model = field(default_factory=Model)
     engine: EngineOptions = field(default_factory=EngineOptions)
     deadline: float = 10_000.0
-    """Virtual seconds after which a rollout that has not ended is reported as hung."""
 
     def __post_init__(self) -> None:
         names = [request.request_id for request in self.requests]
         if not names or len(set(names)) != len(names):
             raise CaseError(f"A case needs requests with distinct ids, not {names}.")
-        if len(
-            {
-                (request.prompt_ids, request.group)
-                for request in self.requests
-                if request.group is None
-            }
-        ) < sum(r.group is None for r in self.requests):
+        # calls are attributed to requests by their prompts
+        alone = [request.prompt_ids for request in self.requests if request.group is None]
+        if len(set(alone)) < len(alone):
             raise CaseError(
                 "Two requests of a case share a prompt: give them the same group, or different"
                 " prompts."
@@ -165,44 +164,44 @@ class Case:
             raise CaseError(
                 f"{len(names)} requests need {len(names)} arrivals, not {len(self.arrivals)}."
             )
-        late = [time for time in (self.deadline, *self.arrivals) if not _seconds(time)]
+        late = [time for time in (self.deadline, *self.arrivals) if not _is_time(time)]
         if late or not self.deadline > 0:
             raise CaseError(
                 f"deadline={self.deadline!r} and arrivals={list(self.arrivals)[:9]!r} must be"
-                f" virtual seconds from 0 to {_LONGEST:g}, the deadline above 0: beyond, a correct"
+                f" virtual seconds from 0 to {_MAX_TIME:g}, the deadline above 0: beyond, a correct"
                 " subject would seem to hang."
             )
         budgets = [
             (request.request_id, request.max_tokens)
             for request in self.requests
-            if (request.max_tokens or 0) > _MOST_TOKENS
+            if (request.max_tokens or 0) > _MAX_TOKENS
         ]
         if budgets:
             raise CaseError(
                 f"Request {budgets[0][0]!r} asks for {budgets[0][1]} tokens; a case holds at most"
-                f" {_MOST_TOKENS:,} a request."
+                f" {_MAX_TOKENS:,} a request."
             )
-        if not _whole(self.servers, 1, 256):
+        if not _is_integer(self.servers, 1, 256):
             raise CaseError(f"servers={self.servers!r} must be a whole number from 1 to 256.")
         sizes = {
             "max_batch": self.engine.max_batch,
             "prefill_chunk": self.engine.prefill_chunk,
             "kv_tokens": self.engine.kv_tokens,
         }
-        wrong = [
+        invalid = [
             f"engine.{name}={value!r}"
             for name, value in sizes.items()
-            if value is not None and not _whole(value, 1, 1 << 31)
+            if value is not None and not _is_integer(value, 1, 1 << 31)
         ]
-        if wrong or not isinstance(self.engine.step, int | float):
+        if invalid or not isinstance(self.engine.step, int | float):
             raise CaseError(
-                f"{', '.join(wrong) or f'engine.step={self.engine.step!r}'} must be a whole number"
+                f"{', '.join(invalid) or f'engine.step={self.engine.step!r}'} must be a whole number"
                 " of at least 1."
             )
-        stray = sorted({action.when.request for action in self.actions} - set(names))
-        if stray:
+        unknown = sorted({action.when.request for action in self.actions} - set(names))
+        if unknown:
             raise CaseError(
-                f"Actions are triggered by requests {stray} that the case does not have."
+                f"Actions are triggered by requests {unknown} that the case does not have."
             )
 
     def to_dict(self) -> dict[str, Any]:
@@ -215,7 +214,7 @@ class Case:
         """Read what ``to_dict`` wrote.
 
         Raises:
-            CaseError: a field is unknown, missing or of a wrong type, or fields contradict each
+            CaseError: A field is unknown, missing or of a wrong type, or fields contradict each
                 other.
         """
         try:
@@ -226,14 +225,16 @@ class Case:
             raise CaseError(f"This is not a case: {misfit}.") from misfit
 
 
-def _seconds(value: object) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and 0 <= value <= _LONGEST
+def _is_time(value: object) -> bool:
+    return (
+        isinstance(value, int | float) and not isinstance(value, bool) and 0 <= value <= _MAX_TIME
+    )
 
 
-def _whole(value: object, low: int, high: int) -> bool:
+def _is_integer(value: object, low: int, high: int) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and low <= value <= high
 
 
-_LONGEST = 1e7
+_MAX_TIME = 1e7
 """Virtual seconds that a case may last: four months."""
-_MOST_TOKENS = 1 << 20
+_MAX_TOKENS = 1 << 20

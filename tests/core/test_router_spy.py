@@ -80,13 +80,13 @@ def test_calls_are_told_with_phase_rank_and_microbatch() -> None:
 
 
 def test_arrays_that_do_not_fit_are_refused() -> None:
-    """A call is refused where its rows are not told, or are not as many as its experts."""
+    """A call is refused if its rows are not identified, or are not as many as its experts."""
     spy = Spy(STEP)
     with pytest.raises(
         SubjectError, match="needs the rows' tokens, or their samples and positions"
     ):
         spy.routed(0, [[0, 1]])
-    with pytest.raises(SubjectError, match=r"given experts int64 \(1, 2\), samples int64 \(2,\)"):
+    with pytest.raises(SubjectError, match=r"got experts int64 \(1, 2\), samples int64 \(2,\)"):
         spy.routed(0, [[0, 1]], samples=[0, 1], positions=[0, 1])
     with pytest.raises(SubjectError, match="integer experts"):
         spy.routed(0, [[0.0, 1.0]], samples=[0], positions=[0])

@@ -1,3 +1,3 @@
-"""Events: what a trace is made of, one module for each kind of subject."""
+"""The events of a trace, one module for each kind of subject."""
 
 from __future__ import annotations

@@ -1,6 +1,4 @@
-"""Laid: the event of a trace about layouts: one call of one layout function of a subject, and what
-it returned.
-"""
+"""The event of a trace about layouts: a call of a layout function of a subject, and its result."""
 
 from __future__ import annotations
 
@@ -18,11 +16,14 @@ __all__ = ["Laid"]
 class Laid(Event):
     """A layout function was called.
 
-    ``function`` is its name among ``rollproof.layouts.functions``, ``given`` the plain form of the
-    ``Call`` that it was handed (from which inputs and reference are computed again), ``out`` what
-    it returned, as arrays. ``refused`` is the error (class and text) where it raised, ``misfit``
-    says why what it returned is not what such a function returns. ``changed`` names the arguments
-    that the call changed.
+    Attributes:
+        function: Its name among ``rollproof.layouts.functions``.
+        given: The JSON form of the ``Call`` that it got, from which inputs and reference are
+            computed again.
+        out: What it returned, as arrays.
+        refused: The error (class and text) if it raised.
+        misfit: Why its result is not what such a function returns.
+        changed: Names of the arguments that the call changed.
     """
 
     kind: ClassVar[str] = "laid"

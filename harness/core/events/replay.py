@@ -1,5 +1,5 @@
-"""Events of a trainer: what a step was asked to do, what its routers chose, what came out, and what
-was left behind.
+"""Events of a trainer: the steps that are requested, the choices of its routers, the results of a
+step, and what is left of replay afterwards.
 """
 
 from __future__ import annotations
@@ -17,12 +17,10 @@ __all__ = ["Action", "Install", "Outcome", "Phase", "Purpose", "Residue", "Routi
 
 
 class Action(StrEnum):
-    """What a step asks of the routers."""
+    """What the routers do in a step."""
 
     OFF = "off"
-    """Replay is switched off as a user would switch it off: in the configuration. Nothing of it may
-    act.
-    """
+    """Replay is switched off as a user would do it: in the configuration. No part of it may act."""
     NATIVE = "native"
     """Replay is available and not used in this step: every router chooses by its own scores."""
     RECORD = "record"
@@ -47,27 +45,39 @@ class Phase(StrEnum):
 
     FORWARD = "forward"
     RECOMPUTE = "recompute"
-    """Once more, within the backward pass."""
+    """A second time, within the backward pass."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Step(Event):
-    """The harness asks a trainer for one step.
+    """The harness requests one step of a trainer.
 
-    ``name`` is unique in its ``episode``, which begins with a fresh subject. A step has
-    ``microbatches`` of samples, in the order in which they are to run; a sample has ``routes``
-    where ``action`` is ``replay``, and may have where it is ``off``. Token ids are unique over the
-    step, so that a row's input token says which sample and position it is. ``weights`` numbers the
-    weights (0: the first ones, others: the first ones plus noise, -1: the first ones with NaN in
-    the first gate); ``nudge`` times ``rollproof.core.router_spy.direction`` is added to the gate
-    weight of ``nudge_layer``. ``model`` is who runs: the policy, or a model of another role while
-    the step is armed for the policy. ``variant`` names the variant of the subject that runs
-    (``reference``: its independent path).
+    Token ids are unique over the step, so that a row's input token says which sample and position
+    it is.
 
-    Router call number ``fail_at`` of the pass ``fail_in`` raises ``InjectedFailure``, counted from
-    0 by each rank's spy. ``same_as`` and ``differs_from`` name earlier steps of the episode whose
-    loss and gradients this one must, or must not, repeat. ``defect`` is what is wrong with the
-    routes of ``defective``, ``edge`` what else is unusual about the step.
+    Attributes:
+        episode: Episodes begin with a fresh subject.
+        name: Unique in its episode.
+        action: What the routers do.
+        purpose: The kind of pass.
+        microbatches: Samples, in the order in which they run. A sample has ``routes`` if ``action``
+            is ``replay``, and may have them if it is ``off``.
+        recompute: The activation checkpointing.
+        weights: 0: the first weights; others: those plus noise; -1: those with NaN in the first
+            gate.
+        nudge: Factor of ``rollproof.core.router_spy.direction``, which is added to the gate weight
+            of ``nudge_layer``.
+        nudge_layer: The layer of ``nudge``.
+        model: The model that runs: the policy, or one of another role while replay is set up for
+            the policy.
+        variant: The variant of the subject that runs (``reference``: its independent path).
+        fail_at: The router call that raises ``InjectedFailure``, counted from 0 by each rank's spy.
+        fail_in: The pass of ``fail_at``.
+        same_as: An earlier step of the episode; loss and gradients must be the same.
+        differs_from: An earlier step of the episode; loss and gradients must differ.
+        defect: The defect of the routes of ``defective``.
+        defective: The request id of the sample with the defect.
+        edge: What else is unusual about the step.
     """
 
     kind: ClassVar[str] = "step"
@@ -92,7 +102,7 @@ class Step(Event):
 
     @property
     def samples(self) -> tuple[Rollout, ...]:
-        """The samples of all microbatches, in order: what ``Routing.samples`` counts."""
+        """The samples of all microbatches, in order; ``Routing.samples`` are indexes into it."""
         return tuple(sample for microbatch in self.microbatches for sample in microbatch)
 
     @property
@@ -105,11 +115,15 @@ class Step(Event):
 class Routing(Event):
     """One call of one router, as a spy on the router's *output* saw it.
 
-    ``layer`` is the global index of the layer. ``experts`` is ``(rows, top_k)``: the ids that were
-    executed, -1 where a row has fewer than top_k. ``samples`` ``(rows,)`` counts over
-    ``Step.samples`` and is -1 for padding; ``positions`` ``(rows,)`` counts over prompt and
-    response. ``rank`` is the process, ``microbatch`` its own count of microbatches. ``model`` as in
-    ``Step``, or ``mtp`` for a router of an MTP layer.
+    Attributes:
+        layer: The global index of the layer.
+        phase: The pass.
+        experts: ``(rows, top_k)``: the ids that were executed, -1 in rows with fewer than top_k.
+        samples: ``(rows,)``: indexes into ``Step.samples``, -1 for padding.
+        positions: ``(rows,)``: positions in prompt and response.
+        microbatch: The process's own count of microbatches.
+        rank: The process.
+        model: As in ``Step``, or ``mtp`` for a router of an MTP layer.
     """
 
     kind: ClassVar[str] = "routing"
@@ -135,14 +149,20 @@ class Install(Event):
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Outcome(Event):
-    """What a step came to: results, an ``error`` (class and text), or why it was ``skipped``.
+    """The outcome of a step: results, an error, or why it was skipped.
 
-    ``loss`` is the number whose gradient was taken; ``logprobs`` ``(response,)`` by request.
-    ``gradients`` are sketches (``rollproof.core.router_spy.sketch``) by the trainer's own names,
-    ``gates`` those of the gate weights by global layer. ``recorded`` are the routes ``(rows,
-    layers, top_k)`` that the trainer recorded, by request, as it would hand them on; ``changed``
-    names what it changed in the samples that it was given. ``injected`` says that the error is the
-    one that the harness raised.
+    Attributes:
+        step: The name of the step.
+        loss: The number of which the gradient was taken.
+        logprobs: ``(response,)`` by request.
+        gradients: Sketches (``rollproof.core.router_spy.sketch``) by the trainer's own names.
+        gates: Sketches of the gradients of gate weights, by global layer.
+        recorded: The routes ``(rows, layers, top_k)`` that the trainer recorded, by request, in the
+            form in which it passes them on.
+        error: Class and text of an error.
+        injected: Whether the error is the one that the harness raised.
+        skipped: Why the step was skipped.
+        changed: Names of what it changed in its samples.
     """
 
     kind: ClassVar[str] = "outcome"
@@ -165,9 +185,11 @@ class Outcome(Event):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Residue(Event):
-    """What of replay was left when a step had ended: counts by name, each of which ought to be 0.
+    """What was left of replay after a step.
 
-    ``after`` is the name of the step.
+    Attributes:
+        after: The name of the step.
+        left: Counts by name, each of which should be 0.
     """
 
     kind: ClassVar[str] = "residue"

@@ -56,12 +56,14 @@ class Submit(Event):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Call(Event):
-    """The stack is about to call an engine. ``request_id`` is the caller's request, ``max_tokens``
-    the granted budget.
+    """The stack is about to call an engine.
 
-    ``stream`` is how the reply was asked to be streamed, where it was. Where a recorder cannot tell
-    whose call it is, ``request_id`` is ``""`` and ``candidates`` names the requests that it may be
-    of: nothing is then known of what those were given.
+    Attributes:
+        request_id: The caller's request; ``""`` if the recorder cannot attribute the call.
+        max_tokens: The granted budget.
+        stream: How the reply is streamed, if it is.
+        candidates: The requests to one of which an unattributed call belongs. What those received
+            is then not known.
     """
 
     kind: ClassVar[str] = "call"
@@ -92,11 +94,15 @@ class Admit(Event):
 class Reply(Event):
     """An engine answered a call.
 
-    ``true_tokens`` are the versions that sampled the tokens (spans over this call's tokens),
-    ``true_rows`` the versions of the forwards that computed the rows that the engine holds (spans
-    over absolute positions). A version in ``true_rows`` or ``true_tokens`` that mixes KV of several
-    versions is labelled ``"mixed"``. A call may be answered twice (``duplicate``); a reply that its
-    caller did not receive has ``delivered=False``.
+    A version in ``true_rows`` or ``true_tokens`` that mixes KV of several versions is labelled
+    ``"mixed"``.
+
+    Attributes:
+        delivered: Whether the caller received it.
+        duplicate: Whether the call was answered before.
+        true_tokens: The versions that sampled the tokens, as spans over this call's tokens.
+        true_rows: The versions of the forwards that computed the engine's rows, as spans over
+            absolute positions.
     """
 
     kind: ClassVar[str] = "reply"
@@ -110,8 +116,10 @@ class Reply(Event):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Chunk(Event):
-    """A part of a streamed reply, as the engine sent it: its tokens, and how many route rows came
-    with it (``None``: none).
+    """A part of a streamed reply, as the engine sent it.
+
+    Attributes:
+        rows: The number of route rows that came with it; ``None``: none.
     """
 
     kind: ClassVar[str] = "chunk"
@@ -123,15 +131,17 @@ class Chunk(Event):
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Reference(Event):
-    """What an independent forward under weights ``version`` makes of a call's prompt and the tokens
-    that it returned.
+    """The result of an independent forward under weights ``version`` over the T tokens of a call:
+    its prompt and its reply.
 
-    With T tokens in all: ``logprobs`` and ``scaled`` are ``(T,)``, the log-probability of token i
-    given those before it, at temperature 1 and at the call's (NaN at 0); ``routes`` is ``(T,
-    num_layers, top_k)`` in the router's order; ``margins`` is ``(T, num_layers)``, by which part of
-    itself the score of the last chosen expert exceeds the best one left out, and ``orders`` the
-    same for the closest two of the chosen: where they are small, rounding decides. Dense layers
-    hold 0 and infinity.
+    Attributes:
+        logprobs: ``(T,)``: the log-probability of token i given those before it, at temperature 1.
+        scaled: ``(T,)``: the same at the temperature of the call; NaN at temperature 0.
+        routes: ``(T, num_layers, top_k)`` in the router's order; 0 in dense layers.
+        margins: ``(T, num_layers)``: the relative difference between the scores of the last chosen
+            expert and of the best one that was not chosen. If it is small, rounding decides.
+            Infinity in dense layers.
+        orders: ``(T, num_layers)``: the same for the closest two of the chosen experts.
     """
 
     kind: ClassVar[str] = "reference"
@@ -146,8 +156,11 @@ class Reference(Event):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Abort(Event):
-    """Somebody asked a server to abort ``call_ids`` (those that were in flight); ``wanted`` is the
-    id or ``"*"`` asked for.
+    """A server was requested to abort calls.
+
+    Attributes:
+        wanted: The id of the request, or ``"*"``.
+        call_ids: The calls that were in flight.
     """
 
     kind: ClassVar[str] = "abort"
@@ -158,10 +171,10 @@ class Abort(Event):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Pause(Event):
-    """A server acknowledged a pause: from here to its ``Resume`` nothing may be admitted.
+    """A server acknowledged a pause: until its ``Resume`` nothing may be admitted.
 
-    ``progress`` maps each call in flight to the number of tokens it has sampled, ``None`` where not
-    known.
+    Attributes:
+        progress: The number of tokens that each call in flight has sampled; ``None``: not known.
     """
 
     kind: ClassVar[str] = "pause"
@@ -182,11 +195,13 @@ class Resume(Event):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Weights(Event):
-    """A server's weights became ``version``, published under ``label`` (``None``: no new label was
-    published).
+    """A server's weights became ``version``.
 
-    With ``loaded=False`` only the label changed. ``identity`` marks an update to equal weights.
-    ``progress`` as in ``Pause``.
+    Attributes:
+        label: The label under which they were published; ``None``: no new label was published.
+        loaded: ``False`` if only the label changed.
+        identity: Whether the new weights equal the old ones.
+        progress: As in ``Pause``.
     """
 
     kind: ClassVar[str] = "weights"
@@ -200,7 +215,7 @@ class Weights(Event):
 
 
 class UpdatePhase(StrEnum):
-    """How far a weight update has come at the trainer that asked for it."""
+    """How far a weight update has come at the trainer that requested it."""
 
     ASKED = "asked"
     ENDED = "ended"
@@ -209,10 +224,10 @@ class UpdatePhase(StrEnum):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Update(Event):
-    """A trainer asked the stack to publish weights ``version`` under ``label``, and was told that
-    it is done, or failed.
+    """A trainer requested that the stack publish weights ``version`` under ``label``, or learned
+    that it is done, or failed.
 
-    What the servers then hold is in their ``Weights`` events.
+    The weights of the servers are in their ``Weights`` events.
     """
 
     kind: ClassVar[str] = "update"
@@ -234,12 +249,12 @@ class Observation(Event):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Fault(Event):
-    """The harness or the network did harm.
+    """A fault that the harness or the network caused.
 
-    ``what`` is ``death``, ``revive``, ``lost-reply``, ``broken-stream`` (a reply that was sent, and
-    of which nobody knows how much its caller received), ``duplicate-reply``, ``late-reply``,
-    ``reject``, ``update-failure``, ``update-hung`` (an update that outlasted the deadline),
-    ``retag``.
+    Attributes:
+        what: ``death``, ``revive``, ``lost-reply``, ``broken-stream`` (only the client knows how
+            much of the reply it received), ``duplicate-reply``, ``late-reply``, ``reject``,
+            ``update-failure``, ``update-hung`` (an update that outlasted the deadline), ``retag``.
     """
 
     kind: ClassVar[str] = "fault"
@@ -254,10 +269,11 @@ class Result(Event):
     """A request ended at the caller: with a ``rollout``, with an ``error`` (class and text), or
     dropped (both ``None``).
 
-    ``caller_changed`` names what the stack changed in the objects that the caller had handed in;
-    ``later_changed`` names arrays of the rollout that changed after it was handed over. ``hung``
-    marks a rollout that never ended within the virtual deadline; ``error`` then says what it
-    awaited.
+    Attributes:
+        hung: Whether it did not end within the virtual deadline; ``error`` then says what it
+            awaited.
+        caller_changed: Names of what the stack changed in the objects that the caller had passed.
+        later_changed: Names of arrays of the rollout that changed after it was returned.
     """
 
     kind: ClassVar[str] = "result"
@@ -271,8 +287,10 @@ class Result(Event):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Gauge(Event):
-    """A counter of the stack (in-flight requests, queue length) at some moment; ``phase`` is
-    ``start`` or ``end``.
+    """The value of a counter of the stack (in-flight requests, queue length).
+
+    Attributes:
+        phase: ``start`` or ``end`` of the run.
     """
 
     kind: ClassVar[str] = "gauge"

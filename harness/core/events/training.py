@@ -28,12 +28,16 @@ class Score(Event):
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Batch(Event):
-    """Finished samples were turned into rows of a training batch.
+    """Finished samples were converted to rows of a training batch.
 
-    ``samples`` were given, in order, and ``rows`` came out; ``refused`` is the error (class and
-    text) where the conversion raised. ``name`` says what the samples were chosen for. ``defect``
-    says what is wrong with the sample ``defective`` (both ``""``: all are well-formed). ``changed``
-    names what the conversion changed in the samples that it was given.
+    Attributes:
+        name: The purpose for which the samples were chosen.
+        samples: The input, in order.
+        rows: The output.
+        refused: The error (class and text) if the conversion raised.
+        defect: The fault of the sample ``defective``; both are ``""`` if all are well-formed.
+        defective: The request id of the malformed sample.
+        changed: Names of what the conversion changed in its input.
     """
 
     kind: ClassVar[str] = "batch"
