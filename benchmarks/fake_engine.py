@@ -18,10 +18,10 @@ from rollproof.fakes.engine.flavours import FLAVOURS
 from rollproof.simulation import virtual_loop
 
 
-async def measured(
+async def measure(
     calls: int, prompt: int, response: int, batch: int, update: bool
 ) -> tuple[int, float]:
-    """Tokens sampled, and the processor seconds that it took."""
+    """Return the tokens sampled, and the processor seconds."""
     model = Model(
         num_layers=48, moe_layers=tuple(range(48)), num_experts=128, top_k=8, vocab=150_000
     )
@@ -34,11 +34,11 @@ async def measured(
         recorder,
     )
     began = time.process_time()
-    asks = [
+    calls_to_make = [
         engine.generate(prompt_ids=[i, *range(prompt - 1)], max_tokens=response)
         for i in range(calls)
     ]
-    tasks = [asyncio.ensure_future(ask) for ask in asks]
+    tasks = [asyncio.ensure_future(call) for call in calls_to_make]
     if update:
         await asyncio.sleep(response / 2)
         await engine.load(1, 1)
@@ -63,7 +63,7 @@ def main() -> None:
     best = 0.0
     for _ in range(3):
         tokens, seconds = virtual_loop.run(
-            lambda: measured(args.calls, args.prompt, args.response, args.batch, args.update)
+            lambda: measure(args.calls, args.prompt, args.response, args.batch, args.update)
         )
         best = max(best, tokens / seconds)
         print(f"{tokens} tokens in {seconds:.2f} s: {tokens / seconds:,.0f} tokens/s")

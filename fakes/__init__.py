@@ -1,3 +1,3 @@
-"""Fakes: a coded policy, an engine that answers from it, faces, reference resume managers, known
-bugs.
+"""Test doubles: a coded policy, engines and servers that sample from it, reference clients and
+trainers, and known bugs.
 """

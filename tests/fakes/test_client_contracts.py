@@ -1,4 +1,4 @@
-"""What the reference managers declare: dtypes, layers and tags as their engines and options allow."""
+"""Contracts of the reference clients: dtypes, layers and tags that engines and options allow."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def test_dtype_is_wide_enough_for_experts_and_filler(
     [("trtllm", LayerAxis.ALL, 4), ("vllm", LayerAxis.MOE, 3), ("trtllm", None, 3)],
 )
 def test_layer_axis_is_converted(flavour: str, axis: LayerAxis | None, layers: int) -> None:
-    """A declared axis that is not the engine's is made from it; dense layers hold zeros."""
+    """A declared axis other than the engine's is computed from it; dense layers contain zeros."""
     rollout = delivered(
         ran(partial(AsSampled, ClientOptions(layer_axis=axis)), ABORT(2), flavour=flavour)
     )
@@ -82,7 +82,7 @@ def test_layer_axis_is_converted(flavour: str, axis: LayerAxis | None, layers: i
 def test_no_tag_is_declared_that_the_engine_cannot_back(
     shown: VersionTag, overtaken: bool, finest: Versions
 ) -> None:
-    """One label a call is no truth about calls that an update overtakes."""
+    """One label a call is not enough if updates overtake calls."""
     assert finest_tag(Versions.TOKEN, shown, overtaken=overtaken) is finest
 
 
@@ -98,7 +98,7 @@ def test_no_tag_is_declared_that_the_engine_cannot_back(
     ],
 )
 def test_tags(kind: Versions, expected: dict[str, Any]) -> None:
-    """Each kind of tag of two calls with an answer of the environment in between; versions may go
+    """Each kind of tag of two calls with an answer of the environment between them; versions may go
     back.
     """
     assert tag_fields(kind, [3, 3, None, 1, 2], [1, 1, 0, 1, 1], [3, 2]) == expected
@@ -122,8 +122,8 @@ def test_updates_that_publish_nothing_leave_tags_unknown() -> None:
 
 
 def test_an_abort_that_keeps_its_rows_back_leaves_no_rows_of_earlier_turns() -> None:
-    """Prefilled anew after a pause, and aborted before its first step: SGLang returns the tokens,
-    and no routes.
+    """A call that is prefilled again after a pause and aborted before its first step: SGLang
+    returns tokens without routes.
     """
     request = Request(
         request_id="r0", prompt_ids=(2, 100, 117, 134), max_tokens=11, turns=((117, 134),)

@@ -1,5 +1,5 @@
-"""The coded policy is a pure function, its increments agree with its arrays, and its values tell
-where they come from.
+"""The coded policy is a pure function, its increments agree with its arrays, and its values
+identify their source.
 """
 
 from __future__ import annotations
@@ -42,14 +42,16 @@ def policy(**changes: Any) -> CodedPolicy:
 
 @given(IDS, VERSIONS, st.integers(0, 2**63))
 def test_equal_policies_give_equal_values(ids: list[int], version: int | str, seed: int) -> None:
-    """Two policies of equal fields agree on every value, whatever either was asked before."""
-    one, other = policy(seed=seed), policy(seed=seed)
-    one.routes("something else", ids)
-    assert one == other
-    assert one.routes(version, ids).tobytes() == other.routes(version, tuple(ids)).tobytes()
-    assert one.logprobs(version, ids, 0).tolist() == other.logprobs(version, tuple(ids), 0).tolist()
-    assert one.next_token(version, one.start_state(ids)) == other.next_token(
-        version, other.start_state(ids)
+    """Two policies with equal fields agree on every value, whatever was computed before."""
+    first, second = policy(seed=seed), policy(seed=seed)
+    first.routes("something else", ids)
+    assert first == second
+    assert first.routes(version, ids).tobytes() == second.routes(version, tuple(ids)).tobytes()
+    assert (
+        first.logprobs(version, ids, 0).tolist() == second.logprobs(version, tuple(ids), 0).tolist()
+    )
+    assert first.next_token(version, first.start_state(ids)) == second.next_token(
+        version, second.start_state(ids)
     )
 
 
@@ -120,7 +122,7 @@ def test_spans_are_pieces_of_pure_versions(ids: list[int], data: st.DataObject) 
 def test_cells_are_distinct_in_range_and_of_the_smallest_type(
     experts: int, top_k: int, dense: int
 ) -> None:
-    """No cell holds an expert twice or out of range; dense layers are zeros; the type is the
+    """No cell contains an expert twice or out of range; dense layers are zeros; the type is the
     smallest that fits.
     """
     coded = policy(
@@ -139,7 +141,7 @@ def test_cells_are_distinct_in_range_and_of_the_smallest_type(
     ("experts", "top_k"), [(2, 1), (2, 2), (8, 2), (64, 6), (128, 8), (1024, 16)]
 )
 def test_every_slot_uses_every_expert_evenly(experts: int, top_k: int) -> None:
-    """Each slot of a cell draws the experts evenly: chi-square within five deviations of its mean."""
+    """Each slot of a cell draws experts evenly: chi-square within five deviations of its mean."""
     rows = policy(num_experts=experts, top_k=top_k).routes(0, list(range(40_000)))[:, 1:]
     for slot in range(top_k):
         counts = np.bincount(rows[..., slot].ravel().astype(np.int64), minlength=experts)
@@ -192,7 +194,7 @@ def test_rows_coincide_as_rarely_as_documented() -> None:
 
 
 def test_logprobs_are_negative_finite_and_survive_float32() -> None:
-    """Logprobs lie in [-8, 0), hold in float32 exactly, and seldom coincide (2**-23 per pair)."""
+    """Logprobs lie in [-8, 0), are exact in float32, and seldom coincide (2**-23 per pair)."""
     values = policy().logprobs(0, list(range(3000)), 0)
     assert np.isfinite(values).all() and values.max() < 0 and values.min() >= -8
     assert values.astype(np.float32).astype(np.float64).tolist() == values.tolist()
@@ -200,8 +202,8 @@ def test_logprobs_are_negative_finite_and_survive_float32() -> None:
 
 
 @pytest.mark.parametrize("every", [2, 10, 200])
-def test_eos_comes_about_as_often_as_asked(every: int) -> None:
-    """One token in ``eos_every`` ends the sequence, within five deviations; without it, none does."""
+def test_eos_comes_about_as_often_as_configured(every: int) -> None:
+    """One token in ``eos_every`` ends the sequence, within five deviations; without it, none."""
     ids = list(range(50_000))
     count = int((policy(eos_every=every, eos_id=3).choices(0, ids) == 3).sum())
     assert abs(count - 50_000 / every) < 5 * (50_000 / every) ** 0.5
@@ -217,8 +219,8 @@ def test_versions_of_other_types_are_other_versions() -> None:
 
 
 def test_mixed_kv_is_explained_by_no_pure_version() -> None:
-    """A forward over KV of other weights gives values of its own; over KV of its own weights, the
-    pure ones.
+    """A forward over KV of other weights gives its own values; over KV of its own weights, the pure
+    ones.
     """
     ids = list(range(50))
     key = mixed_key(6, [5, 5, 6, 6])
@@ -310,15 +312,15 @@ def test_the_dict_form_is_json_and_makes_the_same_policy(model: Model, seed: int
     ],
 )
 def test_hostile_codings_are_refused(change: dict[str, Any], message: str) -> None:
-    """A coding with numbers or keys that cannot be is refused with our own error, before anything
-    is allocated.
+    """A coding with impossible numbers or keys raises our own error, before anything is
+    allocated.
     """
     with pytest.raises(CaseError, match=message):
         CodedPolicy.from_dict({**policy().to_dict(), **change})
 
 
 def test_a_coding_that_lacks_a_key_or_is_no_mapping_is_refused() -> None:
-    """A coding without a seed, or that is a list, is refused with our own error."""
+    """A coding without a seed, or a list, raises our own error."""
     coding = policy().to_dict()
     coding.pop("seed")
     with pytest.raises(CaseError, match=r"lacks \['seed'\]"):
@@ -329,8 +331,8 @@ def test_a_coding_that_lacks_a_key_or_is_no_mapping_is_refused() -> None:
 
 @given(st.lists(st.integers(0, 40), min_size=2, max_size=30), st.data())
 def test_order_and_place_of_tokens_matter(ids: list[int], data: st.DataObject) -> None:
-    """Two different tokens that change places change the state: the prefix hash is no bag of
-    tokens.
+    """Two different tokens that change places change the state: the prefix hash depends on the
+    order.
     """
     i = data.draw(st.integers(0, len(ids) - 1))
     j = data.draw(st.integers(0, len(ids) - 1))
@@ -340,9 +342,9 @@ def test_order_and_place_of_tokens_matter(ids: list[int], data: st.DataObject) -
     assert policy().start_state(ids) != policy().start_state(swapped)
 
 
-def test_misuse_is_told() -> None:
-    """Positions outside the sequence, positions without a version, ids beyond 64 bits and rows of
-    another shape are told.
+def test_misuse_raises() -> None:
+    """Positions outside the sequence, positions without a version and ids beyond 64 bits raise
+    ``UsageError``.
     """
     coded = policy()
     with pytest.raises(UsageError, match="Position 4 does not lie in a sequence of 3 tokens"):

@@ -63,8 +63,8 @@ def test_a_call_ends_at_the_end_of_sequence() -> None:
 @pytest.mark.parametrize("kv_tokens", [None, 400])
 @pytest.mark.parametrize("every", [None, 9])
 def test_steps_that_take_no_time_sample_the_same(every: int | None, kv_tokens: int | None) -> None:
-    """Many calls at once, on an engine that does many steps in a turn, get what each gets alone,
-    step by step; also across an update.
+    """Many calls on an engine with steps of no time get the values that each gets alone, also
+    across an update.
     """
     model, limits = (
         Model(num_layers=2, moe_layers=(0, 1), num_experts=64, top_k=4, eos_every=every),
@@ -130,7 +130,9 @@ def test_without_a_budget_a_call_runs_to_the_length_of_the_model() -> None:
 def test_calls_that_real_engines_refuse(
     prompt: tuple[int, ...], tokens: int, start: int, message: str
 ) -> None:
-    """Such a call raises a ``ValueError`` that says why; it is on record, and nothing stays behind."""
+    """Such a call raises a ``ValueError`` with the reason; it is recorded, and nothing is left of
+    it.
+    """
 
     async def main() -> None:
         bench = EngineDriver()
@@ -181,7 +183,9 @@ def test_chunked_prefill_delays_the_first_token_and_changes_nothing_else(
 
 
 def test_chunked_prefill_shares_a_step_among_calls() -> None:
-    """A chunk is the budget of a step, not of a call: two prompts of four take twice as long."""
+    """A chunk is the budget of a step, not of a call: two prompts of four tokens take twice as
+    long.
+    """
 
     async def main() -> None:
         bench = EngineDriver(prefill_chunk=4)
@@ -192,8 +196,8 @@ def test_chunked_prefill_shares_a_step_among_calls() -> None:
 
 
 def test_weights_that_change_during_prefill_mix() -> None:
-    """A prompt prefilled half under A and half under B has mixed KV, so its first token is
-    nobody's.
+    """A prompt prefilled half under A and half under B has mixed KV, so neither explains its first
+    token.
     """
 
     async def main() -> None:
@@ -210,7 +214,7 @@ def test_weights_that_change_during_prefill_mix() -> None:
 
 
 def test_weights_change_while_a_call_runs() -> None:
-    """An update without a pause is seen by the next token; KV of the old weights stays, so later
+    """After an update without a pause the next token uses the new weights; old KV stays, so later
     values are mixed.
     """
 
@@ -234,7 +238,7 @@ def test_weights_change_while_a_call_runs() -> None:
 
 
 def test_a_failed_transfer_leaves_the_old_weights() -> None:
-    """``fail_next_load`` breaks one transfer, in the middle; the next one works."""
+    """``fail_next_load`` breaks one transfer; the next one succeeds."""
 
     async def main() -> None:
         bench = EngineDriver()
@@ -256,9 +260,7 @@ def test_a_failed_transfer_leaves_the_old_weights() -> None:
 
 
 def test_a_new_label_changes_nothing_but_the_label() -> None:
-    """Publishing a label does not end, delay or change any call; tokens after it are shown under
-    it.
-    """
+    """Publishing a label does not end, delay or change a call; later tokens show it."""
 
     async def main() -> None:
         bench = EngineDriver()
@@ -291,7 +293,7 @@ def test_equal_weights_change_nothing() -> None:
     on_clock(main)
 
 
-def test_what_a_caller_does_to_its_arrays_does_not_reach_the_trace() -> None:
+def test_a_callers_changes_to_its_arrays_do_not_reach_the_trace() -> None:
     """The caller gets arrays of its own."""
 
     async def main() -> None:
@@ -313,7 +315,7 @@ def test_what_a_caller_does_to_its_arrays_does_not_reach_the_trace() -> None:
     on_clock(main)
 
 
-def test_values_that_were_not_asked_for_are_not_there() -> None:
+def test_values_that_were_not_requested_are_absent() -> None:
     """``want_routes`` and ``want_logprobs`` are honoured; the tokens are the same."""
 
     async def main() -> None:
@@ -327,8 +329,8 @@ def test_values_that_were_not_asked_for_are_not_there() -> None:
     on_clock(main)
 
 
-def test_a_call_says_what_it_was_asked() -> None:
-    """The record of a call has its parameters; values that are no scalars are kept as text."""
+def test_a_call_event_has_its_parameters() -> None:
+    """The record of a call has its parameters; values that are not scalars are stored as text."""
 
     async def main() -> None:
         bench = EngineDriver()
@@ -345,7 +347,7 @@ def test_a_call_says_what_it_was_asked() -> None:
     on_clock(main)
 
 
-def _told(event: Event) -> str:
+def _text_of(event: Event) -> str:
     return json.dumps(repr(event))
 
 
@@ -362,13 +364,13 @@ def test_equal_schedules_give_equal_traces() -> None:
         await bench.steps(1)
         await bench.engine.abort("call-2")
         await asyncio.gather(*calls)
-        return [_told(event) for event in bench.recorder.events]
+        return [_text_of(event) for event in bench.recorder.events]
 
     assert on_clock(main) == on_clock(main)
 
 
 def test_an_engine_without_work_has_no_task() -> None:
-    """An idle engine keeps nothing alive: the loop can end."""
+    """An idle engine has no task, so the loop can end."""
 
     async def main() -> None:
         bench = EngineDriver()
@@ -382,7 +384,7 @@ def test_an_engine_without_work_has_no_task() -> None:
 
 
 def test_a_fault_of_the_fake_reaches_its_callers() -> None:
-    """Where computing a step raises, callers get the error instead of waiting for ever."""
+    """If computing a step raises, callers get the error instead of waiting forever."""
 
     async def main() -> None:
         bench = EngineDriver()
@@ -399,17 +401,17 @@ def test_a_fault_of_the_fake_reaches_its_callers() -> None:
 
 @pytest.mark.parametrize("flavour", ["vllm", "sglang"])
 def test_a_finished_call_is_not_retracted(flavour: str) -> None:
-    """An engine looks at the results that it has before it takes KV away: a call on its last token
-    keeps its rows.
+    """Engines process their results before they take KV away: a call on its last token keeps its
+    rows.
     """
 
     class Slow(EngineHooks):
         def watches(self, request_id: str) -> bool:
-            """Every token."""
+            """Watch every token."""
             return True
 
         def sampled(self, call: InflightCall) -> bool:
-            """Look a step later."""
+            """Check the end a step later."""
             return True
 
     async def main() -> None:

@@ -1,4 +1,4 @@
-"""The fake engine under control: aborts, callers that give up, pauses, deaths."""
+"""Control of the fake engine: aborts, callers that leave, pauses, deaths."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def test_abort_mid_decode_returns_what_there_is() -> None:
 
 @pytest.mark.parametrize("queued", [False, True])
 def test_abort_before_the_first_token(queued: bool) -> None:
-    """A call that has sampled nothing is answered with no tokens, running or waiting."""
+    """A call without sampled tokens, running or waiting, returns no tokens."""
 
     async def main() -> None:
         bench = EngineDriver(max_batch=1)
@@ -54,7 +54,7 @@ def test_abort_before_the_first_token(queued: bool) -> None:
 
 
 def test_abort_after_the_last_token_finds_nothing() -> None:
-    """A call that has ended is not in flight any more: an abort changes nothing and says so."""
+    """A call that has ended is not in flight: an abort changes nothing and returns no call."""
 
     async def main() -> None:
         bench = EngineDriver()
@@ -68,7 +68,7 @@ def test_abort_after_the_last_token_finds_nothing() -> None:
 
 
 def test_abort_of_one_call_leaves_the_others() -> None:
-    """Only the call whose handle is named ends."""
+    """Only the call with the given handle ends."""
 
     async def main() -> None:
         bench = EngineDriver()
@@ -86,9 +86,7 @@ def test_abort_of_one_call_leaves_the_others() -> None:
 
 
 def test_a_caller_that_gives_up_frees_its_place() -> None:
-    """A cancelled call leaves the batch without a reply: its outcome is unknown to the trace, and
-    nothing is left of it.
-    """
+    """A cancelled call leaves the batch without a reply: the trace does not know its outcome."""
 
     async def main() -> None:
         bench = EngineDriver()
@@ -105,9 +103,7 @@ def test_a_caller_that_gives_up_frees_its_place() -> None:
 
 
 def test_an_abort_finds_no_call_whose_caller_hangs_up() -> None:
-    """Also in the same moment: a client that times out cancels its wait and aborts the call at
-    once.
-    """
+    """A client that times out cancels its wait and aborts the call in the same moment."""
 
     async def main() -> None:
         bench = EngineDriver()
@@ -125,9 +121,9 @@ def test_an_abort_finds_no_call_whose_caller_hangs_up() -> None:
     on_clock(main)
 
 
-def test_pause_abort_ends_everything_and_parks_what_comes() -> None:
-    """Running and waiting calls are answered before the pause is acknowledged; a new one runs only
-    after the resume.
+def test_pause_abort_ends_everything_and_parks_new_calls() -> None:
+    """Running and waiting calls return before the pause is acknowledged; a new call runs only after
+    the resume.
     """
 
     async def main() -> None:
@@ -160,7 +156,7 @@ def test_pause_abort_ends_everything_and_parks_what_comes() -> None:
 
 
 def test_pause_wait_drains() -> None:
-    """Calls that run reach their end before the pause is acknowledged; calls that wait do not
+    """Running calls reach their end before the pause is acknowledged; waiting calls do not
     start.
     """
 
@@ -182,7 +178,7 @@ def test_pause_wait_drains() -> None:
 
 
 def test_pause_wait_ends_with_the_resume_that_overtakes_it() -> None:
-    """A drain that somebody cuts short by resuming is not acknowledged: the server is not paused."""
+    """A drain that a resume cuts short is not acknowledged: the server is not paused."""
 
     async def main() -> None:
         bench = EngineDriver()
@@ -200,7 +196,7 @@ def test_pause_wait_ends_with_the_resume_that_overtakes_it() -> None:
 
 def test_a_drain_that_was_cut_short_is_not_acknowledged_for_the_pause_behind_it() -> None:
     """Two updates without a lock: the resume of one ends the drain of the other, and a third pause
-    at the same instant drains anew.
+    at the same instant drains again.
     """
 
     async def main() -> None:
@@ -222,7 +218,7 @@ def test_a_drain_that_was_cut_short_is_not_acknowledged_for_the_pause_behind_it(
 
 @pytest.mark.parametrize("mode", [PauseMode.KEEP, PauseMode.RETRACT, PauseMode.IN_PLACE])
 def test_frozen_calls_go_on_after_the_resume(mode: PauseMode) -> None:
-    """Such a pause samples nothing while it lasts, and the call ends as if there had been none."""
+    """Such a pause samples nothing, and the call ends as if there had been none."""
 
     async def main() -> None:
         bench = EngineDriver()
@@ -261,8 +257,8 @@ def test_two_pauses_end_with_one_resume() -> None:
 
 
 def test_a_dead_server_answers_nobody() -> None:
-    """Calls in flight and new ones see ``ServerDied``, a ``ConnectionError``; after the revival the
-    server is empty and works.
+    """Calls in flight and new ones raise ``ServerDied``, a ``ConnectionError``; after the revival
+    the server is empty and works.
     """
 
     async def main() -> None:
@@ -286,7 +282,7 @@ def test_a_dead_server_answers_nobody() -> None:
 
 
 def test_a_drain_ends_with_the_server() -> None:
-    """Whoever waits for a pause of a server that dies learns that it died."""
+    """A caller that waits for a pause of a server that dies gets ``ServerDied``."""
 
     async def main() -> None:
         bench = EngineDriver()

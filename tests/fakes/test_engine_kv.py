@@ -1,4 +1,4 @@
-"""What a fake engine's replies hold when KV is kept, shared, flushed or computed anew."""
+"""Replies of a fake engine when KV is kept, shared, flushed or computed again."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ A, B = 0, 1
 
 
 async def _across(bench: EngineDriver, mode: PauseMode, clear: bool) -> Reply:
-    """One call of 6 tokens; after two of them the weights change."""
+    """Run one call of 6 tokens; after two of them the weights change."""
     call = bench.call(6)
     await bench.steps(2)
     await bench.engine.pause(mode, clear)
@@ -121,9 +121,9 @@ def test_rows_of_a_call_sent_again_after_an_update(cache: bool, clear: bool, row
     on_clock(main)
 
 
-def test_rows_from_the_start_that_is_asked_for() -> None:
-    """Resuming with ``routes_start`` = rows so far yields exactly those that are missing, the
-    boundary row among them.
+def test_rows_from_a_requested_start() -> None:
+    """Resuming with ``routes_start`` = rows so far returns exactly the missing rows, with the
+    boundary row.
     """
 
     async def main() -> None:
@@ -136,8 +136,8 @@ def test_rows_from_the_start_that_is_asked_for() -> None:
         second = await bench.call(4, ids, routes_start=len(ids) - 1)
         assert first.routes is not None
         assert second.routes is not None
-        whole = bench.rows(A, [*ids, *second.token_ids])
-        np.testing.assert_array_equal(np.concatenate([first.routes, second.routes]), whole)
+        rows = bench.rows(A, [*ids, *second.token_ids])
+        np.testing.assert_array_equal(np.concatenate([first.routes, second.routes]), rows)
 
     on_clock(main)
 
@@ -146,8 +146,8 @@ def test_rows_from_the_start_that_is_asked_for() -> None:
 
 
 def test_prefix_cache_shares_kv_of_the_same_prefix() -> None:
-    """A second call with the same prompt is served all of it but its last token, with rows equal to
-    the first's.
+    """A second call with the same prompt gets all of it but the last token from the cache, with the
+    first call's rows.
     """
 
     async def main() -> None:
@@ -164,7 +164,7 @@ def test_prefix_cache_shares_kv_of_the_same_prefix() -> None:
 
 @pytest.mark.parametrize("finished", [False, True])
 def test_kv_that_outlives_a_flush_is_not_shared(finished: bool) -> None:
-    """A call that ran when the prefix cache was cleared does not put its older KV back at its end."""
+    """A call that ran when the prefix cache was cleared does not store its older KV at its end."""
 
     async def main() -> None:
         bench = EngineDriver(prefix_cache=True)
@@ -181,9 +181,9 @@ def test_kv_that_outlives_a_flush_is_not_shared(finished: bool) -> None:
     on_clock(main)
 
 
-@pytest.mark.parametrize(("flavour", "kept"), [("vllm", A), ("sglang", B)])
-def test_rows_after_an_eviction_across_an_update(flavour: str, kept: int) -> None:
-    """A preempted call prefills anew: its old rows stay on vLLM and are overwritten on SGLang; its
+@pytest.mark.parametrize(("flavour", "old_rows"), [("vllm", A), ("sglang", B)])
+def test_rows_after_an_eviction_across_an_update(flavour: str, old_rows: int) -> None:
+    """A preempted call prefills again: its old rows stay on vLLM and are overwritten on SGLang; its
     tokens stay those of A.
     """
 
@@ -196,7 +196,9 @@ def test_rows_after_an_eviction_across_an_update(flavour: str, kept: int) -> Non
         await call
         reply = bench.reply()
         assert reply.true_tokens == spans((0, 2, A), (2, 5, B))
-        assert reply.true_rows == (spans((0, 5, A), (5, 8, B)) if kept == A else spans((0, 8, B)))
+        assert reply.true_rows == (
+            spans((0, 5, A), (5, 8, B)) if old_rows == A else spans((0, 8, B))
+        )
         assert not bench.engine.evict(1)
 
     on_clock(main)
@@ -228,7 +230,7 @@ def test_preemption_takes_the_youngest_and_loses_nothing() -> None:
 
 
 def test_one_call_may_exceed_the_capacity() -> None:
-    """A call that does not fit even alone still ends: the fake never deadlocks."""
+    """A call that does not fit even alone still ends: the fake does not deadlock."""
 
     async def main() -> None:
         bench = EngineDriver(kv_tokens=2)

@@ -1,6 +1,4 @@
-"""Each flavour answers as its engine was measured to, or reads in source; the docstrings name
-where.
-"""
+"""Each flavour behaves as measured on its engine or as read from its source, as docstrings say."""
 
 from __future__ import annotations
 
@@ -36,7 +34,9 @@ def _answer(flavour: str, tokens: int = 3, **more: Any) -> EngineOutput:
 async def _aborted(
     bench: EngineDriver, *, queued: bool = False, steps: float = 0.5
 ) -> EngineOutput:
-    """One call, aborted after ``steps`` while it runs, or while it waits behind another."""
+    """Return the output of one call, aborted after ``steps`` while it runs, or while it waits in
+    the queue.
+    """
     other = bench.call(9, (1, 1), request_id="other") if queued else None
     call = bench.call(6, request_id="mine")
     await asyncio.sleep(steps)
@@ -48,7 +48,7 @@ async def _aborted(
 
 @pytest.mark.parametrize("name", NAMES)
 def test_rows_layers_and_dtype_are_those_of_the_contract(name: str) -> None:
-    """The declared contract describes the array that comes back: rows, layer axis, dtype."""
+    """The declared contract describes the returned array: rows, layer axis, dtype."""
     model = Model(num_layers=5, moe_layers=(1, 3, 4), num_experts=300, top_k=3)
     contract = engine_contract(FLAVOURS[name], model, KvPolicy.RECOMPUTE)
     output = _answer(name, model=model)
@@ -112,8 +112,8 @@ def test_trtllm_has_moe_layers_only() -> None:
 
 
 def test_rows_t_ends_in_filler() -> None:
-    """The CPU fixtures of verl return N rows: the last one stands for a token that was never
-    forwarded, here marked -1.
+    """The CPU fixtures of verl return N rows: the last one is filler for the token that was never
+    forwarded, here -1.
     """
 
     async def main() -> None:
@@ -178,8 +178,8 @@ def test_empty_abort_of_a_running_call(name: str) -> None:
 
 @pytest.mark.parametrize("name", NAMES)
 def test_abort_in_the_queue(name: str) -> None:
-    """SGLang answers it on another path: no routed_experts, no cached_tokens, and a message (run).
-    vLLM says that 0 were cached (run).
+    """SGLang builds this reply in another place: no routed_experts, no cached_tokens, and a message
+    (run). vLLM says that 0 were cached (run).
     """
 
     async def main() -> None:
@@ -220,7 +220,7 @@ def test_abort_in_the_queue_after_a_retraction(name: str) -> None:
 
 
 async def _overtaken(name: str | Any) -> EngineOutput:
-    """A call that an update without a pause overtakes after two tokens."""
+    """Return the output of a call during which the weights change, after two tokens."""
     bench = EngineDriver(name)
     call = bench.call(4)
     await bench.steps(1)
@@ -241,7 +241,7 @@ async def _overtaken(name: str | Any) -> EngineOutput:
 def test_version_tags_of_a_call_that_an_update_overtakes(
     name: str, version: Any, shown: Any
 ) -> None:
-    """Since vLLM 0.32 and SGLang 0.5.19 spans over tokens; older SGLang: the label at emission,
+    """Since vLLM 0.32 and SGLang 0.5.19: spans over tokens. Older SGLang: the label at emission,
     wrong for the first tokens.
     """
 
@@ -279,7 +279,9 @@ def test_version_tags_of_an_empty_abort(name: str, version: Any, shown: Any) -> 
 
 
 def test_an_update_without_a_label_leaves_the_version_unknown() -> None:
-    """Nothing was published for these weights: what is shown is ``None``, which equals no version."""
+    """Nothing was published for these weights: what is shown is ``None``, which equals no
+    version.
+    """
 
     async def main() -> None:
         bench = EngineDriver()
@@ -297,12 +299,12 @@ def test_routes_start(name: str) -> None:
     option and say so.
     """
     output = _answer(name, 3, routes_start=2)
-    whole = _answer(name, 3)
+    complete = _answer(name, 3)
     assert output.routes is not None
-    assert whole.routes is not None
+    assert complete.routes is not None
     knows = name in VLLM + SGLANG
     assert output.routes_start == (2 if knows else 0)
-    np.testing.assert_array_equal(output.routes, whole.routes[2:] if knows else whole.routes)
+    np.testing.assert_array_equal(output.routes, complete.routes[2:] if knows else complete.routes)
 
 
 @pytest.mark.parametrize("name", ["vllm", *SGLANG])
@@ -314,8 +316,8 @@ def test_routes_start_outside_the_prompt(name: str) -> None:
 
 @pytest.mark.parametrize("name", NAMES)
 def test_calls_while_paused(name: str) -> None:
-    """Both vLLM and SGLang let them wait; behind a gate they are rejected with an empty abort;
-    TensorRT-LLM raises (#12272).
+    """Both vLLM and SGLang let them wait; a gate rejects them with an empty abort; TensorRT-LLM
+    raises (#12272).
     """
 
     async def main() -> None:
@@ -384,7 +386,7 @@ def test_pause_modes_are_those_of_the_engine(name: str) -> None:
     ],
 )
 def test_engine_contract(name: str, provenance: Provenance, versions: Versions) -> None:
-    """The contract of a call says whose rows it has after a recompute, and which tags."""
+    """The contract of a call declares the provenance of recomputed rows, and the tags."""
     contract = engine_contract(FLAVOURS[name], Model(), KvPolicy.KEEP)
     assert (contract.provenance, contract.versions, contract.kv_policy) == (
         provenance,
@@ -394,7 +396,7 @@ def test_engine_contract(name: str, provenance: Provenance, versions: Versions) 
 
 
 def test_an_unknown_flavour_is_refused() -> None:
-    """The error lists what exists."""
+    """The error lists the flavours."""
     with pytest.raises(
         UsageError, match=r"No engine flavour is named 'vlm'; choose among .*'vllm'"
     ):

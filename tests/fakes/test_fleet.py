@@ -1,4 +1,4 @@
-"""The fleet attributes calls, and makes every action of a case happen where its trigger says."""
+"""The fleet attributes calls to requests, and applies each action of a case at its trigger."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ from tests.support.fleet_cases import R0, R1, act, case, fleet_of, lengths, ran,
 
 
 def test_at_a_token() -> None:
-    """An action fires when its request has sampled so many tokens, over all its calls."""
+    """An action fires when its request has sampled that many tokens, over all its calls."""
     trace = ran(act(ActionKind.ABORT, 1), act(ActionKind.ABORT, 3))
     assert lengths(trace) == [1, 2, 1]
 
@@ -58,9 +58,7 @@ def test_in_the_queue() -> None:
 
 @pytest.mark.parametrize("arrival", [0.0, 1.0, 2.0, 2.5])
 def test_in_the_queue_of_a_server_that_is_busy(arrival: float) -> None:
-    """Whenever the call comes, also at the very moment of a step, the action is there before it is
-    admitted.
-    """
+    """The action fires before the admission, also if the call comes at the moment of a step."""
     trace = ran(
         act(ActionKind.ABORT, 0, queued=True, request="r1"),
         requests=(R0, R1),
@@ -72,13 +70,13 @@ def test_in_the_queue_of_a_server_that_is_busy(arrival: float) -> None:
 
 
 def test_in_the_queue_of_a_resume() -> None:
-    """With a token count, a queued trigger waits for a call that comes after so many tokens."""
+    """With a token count, a queued trigger waits for a call after that many tokens."""
     trace = ran(act(ActionKind.ABORT, 2), act(ActionKind.ABORT, 1, queued=True))
     assert lengths(trace) == [2, 0, 2]
 
 
 def test_one_action_a_moment() -> None:
-    """Two aborts at the same token are an abort, and one of the resumed call before its first
+    """Two aborts at the same token abort the call, and then the resumed call before its first
     token.
     """
     trace = ran(act(ActionKind.ABORT, 2), act(ActionKind.ABORT, 2), act(ActionKind.ABORT, 2))
@@ -109,7 +107,7 @@ def test_a_race_with_a_pause_that_keeps_the_call(mode: PauseMode) -> None:
 
 
 def test_a_trigger_fires_once() -> None:
-    """Nothing fires twice, and what never came due is still waiting."""
+    """Nothing fires twice, and actions that never came due are still waiting."""
 
     async def main() -> None:
         fleet = fleet_of(act(ActionKind.EVICT, 1), act(ActionKind.EVICT, 9))
@@ -126,7 +124,7 @@ def test_a_trigger_fires_once() -> None:
 
 def test_kill() -> None:
     """The server dies with its calls and comes back after ``steps``; the client starts over from
-    what it has.
+    its tokens.
     """
     trace = ran(act(ActionKind.KILL, steps=6))
     assert [(fault.what, fault.time) for fault in seen(trace, Fault)] == [
@@ -140,7 +138,7 @@ def test_kill() -> None:
 
 
 def test_a_server_that_missed_an_update_comes_back_with_it() -> None:
-    """After a revival nobody is served by weights that were replaced while the server was dead."""
+    """After a revival no call is served by weights that were replaced while the server was dead."""
     trace = ran(
         act(ActionKind.KILL, 1, server="s1", steps=9),
         act(ActionKind.SYNC, 2),
@@ -154,7 +152,9 @@ def test_a_server_that_missed_an_update_comes_back_with_it() -> None:
 
 
 def test_lose_reply() -> None:
-    """The engine answered and nobody got it; the caller sees a broken connection ``steps`` later."""
+    """The engine replied but the reply was lost; the caller sees a broken connection ``steps``
+    later.
+    """
     trace = ran(act(ActionKind.LOSE_REPLY, steps=3))
     first, second = seen(trace, Reply)
     assert (first.delivered, second.delivered) == (False, True)
@@ -163,7 +163,7 @@ def test_lose_reply() -> None:
 
 
 def test_duplicate_reply() -> None:
-    """The second copy is on record, and nobody took it."""
+    """The second copy is recorded as not delivered."""
     trace = ran(act(ActionKind.DUPLICATE_REPLY))
     assert [(reply.delivered, reply.duplicate) for reply in seen(trace, Reply)] == [
         (True, False),
@@ -172,13 +172,15 @@ def test_duplicate_reply() -> None:
 
 
 def test_late_reply() -> None:
-    """The reply arrives ``steps`` after the engine made it; the action may fire on the last token."""
+    """The reply arrives ``steps`` after the engine made it; the action may fire on the last
+    token.
+    """
     trace = ran(act(ActionKind.LATE_REPLY, 4, steps=5))
     assert [reply.time for reply in seen(trace, Reply)] == [9.0]
 
 
 def test_reject() -> None:
-    """The next call of the request is answered with nothing, and not admitted."""
+    """The next call of the request gets an empty reply, and is not admitted."""
     trace = ran(act(ActionKind.REJECT, 1), act(ActionKind.ABORT, 2))
     assert lengths(trace) == [2, 0, 2]
     assert [event.call_id for event in seen(trace, Admit)] == [1, 3]
@@ -186,7 +188,7 @@ def test_reject() -> None:
 
 
 def test_evict() -> None:
-    """The call prefills anew, and ends as if nothing had happened."""
+    """The call prefills again, and ends as if nothing had happened."""
     trace = ran(act(ActionKind.EVICT), engine=EngineOptions(prefill_chunk=1))
     assert [event.call_id for event in seen(trace, Admit)] == [1, 1]
     assert seen(trace, Reply)[0].output.token_ids == seen(ran(), Reply)[0].output.token_ids
@@ -195,7 +197,9 @@ def test_evict() -> None:
 @pytest.mark.parametrize("kind", list(ActionKind))
 @pytest.mark.parametrize("tokens", [0, 2, 4])
 def test_every_action_leaves_every_counter_where_it_was(kind: ActionKind, tokens: int) -> None:
-    """Whatever happens, the request ends, and servers, balancer and client are as they were."""
+    """The request ends after every action, and gauges of servers, balancer and client are zero
+    again.
+    """
     trace = ran(act(kind, tokens), requests=(R0, R1), servers=2)
     assert all(
         result.rollout is not None and len(result.rollout.response_ids) == 4
@@ -208,13 +212,13 @@ def test_every_action_leaves_every_counter_where_it_was(kind: ActionKind, tokens
 @pytest.mark.parametrize("kind", list(ActionKind))
 def test_one_case_one_trace(kind: ActionKind) -> None:
     """The same case twice gives equal traces, byte for byte."""
-    one, other = (
+    first, second = (
         repr(
             ran(act(kind, 2), requests=(R0, R1), servers=2, engine=EngineOptions(prefix_cache=True))
         )
         for _ in range(2)
     )
-    assert one == other
+    assert first == second
 
 
 # Whose call it is
@@ -232,7 +236,9 @@ def test_one_case_one_trace(kind: ActionKind) -> None:
     ],
 )
 def test_calls_are_attributed_by_their_prompt(prompt: tuple[int, ...], owner: str) -> None:
-    """Where no task says so, the request whose prompt is the longest that the call starts with."""
+    """Without a task, a call belongs to the request with the longest prompt that the call starts
+    with.
+    """
 
     async def main() -> None:
         fleet = fleet_of(requests=(R0, R1, Request(request_id="r2", prompt_ids=(11, 12, 13))))
@@ -243,16 +249,15 @@ def test_calls_are_attributed_by_their_prompt(prompt: tuple[int, ...], owner: st
 
 
 def test_calls_are_attributed_by_their_task() -> None:
-    """``CURRENT_REQUEST`` reaches calls made through handles, where the prompt does not say
-    otherwise; actions run for nobody.
-
-    A worker that serves several rollouts runs in the context of the one that started it.
+    """``CURRENT_REQUEST`` reaches calls made through handles, unless the prompt contradicts it;
+    actions have no request. A worker that serves several rollouts runs in the context of the one
+    that started it.
     """
     current: list[str | None] = []
 
     class Nosy(AsSampled):
         async def update_weights(self, version: int | None) -> None:
-            """Note for whom this runs."""
+            """Record the request that this runs for."""
             current.append(CURRENT_REQUEST.get())
 
     async def main() -> None:
@@ -268,9 +273,9 @@ def test_calls_are_attributed_by_their_task() -> None:
     assert current == [None]
 
 
-def test_twins_are_told_apart_by_what_they_sampled() -> None:
-    """Of requests with equal prompts, a call belongs to the one that has none out, then to the one
-    that it continues.
+def test_twins_differ_by_their_tokens() -> None:
+    """Of requests with equal prompts, a call belongs to the one without a call in flight, then to
+    the one that it continues.
     """
 
     async def main() -> None:
@@ -280,16 +285,16 @@ def test_twins_are_told_apart_by_what_they_sampled() -> None:
         first = asyncio.ensure_future(server.generate(prompt_ids=(11, 12), max_tokens=2))
         await asyncio.sleep(0.5)
         await server.generate(prompt_ids=(11, 12), max_tokens=1)
-        one = await first
-        await server.generate(prompt_ids=(11, 12, *one.token_ids), max_tokens=1)
+        output = await first
+        await server.generate(prompt_ids=(11, 12, *output.token_ids), max_tokens=1)
         assert [call.request_id for call in seen(fleet, Call)] == ["a", "b", "a"]
 
     on_clock(main)
 
 
-def test_a_twin_whose_reply_was_lost_asks_again() -> None:
-    """Its engine ended that call by itself, but it never heard so: of two that seem to begin anew,
-    it is the one that does.
+def test_a_twin_whose_reply_was_lost_calls_again() -> None:
+    """Its engine ended that call, but the reply was lost: of two requests that may start over, it
+    is this one.
     """
 
     async def main() -> None:
@@ -307,9 +312,9 @@ def test_a_twin_whose_reply_was_lost_asks_again() -> None:
     on_clock(main)
 
 
-def test_twins_that_sampled_the_same_are_told_apart_by_what_they_heard() -> None:
-    """A call that goes on after a turn of the environment belongs to the one that had that turn,
-    and to none that has ended.
+def test_twins_with_equal_tokens_differ_by_their_turns() -> None:
+    """A call after a turn of the environment belongs to the request that had that turn, and not to
+    one that has ended.
     """
 
     async def main() -> None:
@@ -331,7 +336,7 @@ def test_twins_that_sampled_the_same_are_told_apart_by_what_they_heard() -> None
 
 
 def test_a_call_belongs_to_no_twin_that_comes_later() -> None:
-    """Of requests with equal prompts, one that nobody submitted yet makes no calls."""
+    """Of requests with equal prompts, one that was not submitted yet has no calls."""
 
     async def main() -> None:
         twins = tuple(replace(R0, request_id=name, group="g") for name in ("a", "b"))
@@ -350,8 +355,8 @@ def test_a_call_belongs_to_no_twin_that_comes_later() -> None:
 
 
 def test_balancer_gives_to_the_least_loaded() -> None:
-    """Ties go in order; servers to avoid are used where no other is left; a release without an
-    acquire is refused.
+    """Ties go in order; servers to avoid are used if no other is left; a release without an acquire
+    raises.
     """
     balancer = Balancer(("s0", "s1", "s2"))
     assert [
@@ -388,7 +393,7 @@ def test_balancer_gives_to_the_least_loaded() -> None:
     ],
 )
 def test_a_case_that_cannot_be_run_is_refused(changes: dict[str, Any], message: str) -> None:
-    """The error says which value of the case is wrong."""
+    """The error names the wrong value of the case."""
 
     async def main() -> None:
         with pytest.raises(CaseError, match=message):
@@ -398,8 +403,8 @@ def test_a_case_that_cannot_be_run_is_refused(changes: dict[str, Any], message: 
 
 
 def test_failures_are_what_a_real_client_would_catch() -> None:
-    """They stand below the builtins, and are not rollproof's own errors: a stack that lets them
-    through is judged, not excused.
+    """They are subclasses of builtins and not rollproof's own errors: a stack that lets them pass
+    is judged, not excused.
     """
     assert issubclass(ServerDied, ConnectionError)
     assert issubclass(ReplyLost, ConnectionError)

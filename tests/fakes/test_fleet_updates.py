@@ -1,4 +1,6 @@
-"""Weight updates of the fleet: whole, identical, unlabelled, failing, waiting, past the dead."""
+"""Weight updates of the fleet: complete, identical, unlabelled, failing, waiting, with dead
+servers.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,7 @@ from tests.support.fleet_cases import R0, R1, act, case, fleet_of, lengths, ran,
 
 
 def test_sync() -> None:
-    """A weight update in full: pause, load, resume; the call resumes under the new weights."""
+    """A complete weight update: pause, load, resume; the call resumes under the new weights."""
     trace = ran(act(ActionKind.SYNC))
     kinds = [event.kind for event in trace if event.kind in ("pause", "weights", "resume")]
     assert kinds == ["weights", "pause", "weights", "resume"]
@@ -31,13 +33,13 @@ def test_sync() -> None:
 
 
 def test_sync_goes_through_the_subject() -> None:
-    """The update is the subject's: ``update_weights`` gets the label."""
-    asked: list[int | None] = []
+    """The subject's ``update_weights`` gets the label."""
+    labels: list[int | None] = []
 
     class Own(AsSampled):
         async def update_weights(self, version: int | None) -> None:
             """Remember what was asked."""
-            asked.append(version)
+            labels.append(version)
 
     run_case(
         Own,
@@ -47,7 +49,7 @@ def test_sync_goes_through_the_subject() -> None:
             act(ActionKind.SYNC_IDENTITY, 3),
         ),
     )
-    assert asked == [1, None, 3]
+    assert labels == [1, None, 3]
 
 
 def test_sync_unlabelled() -> None:
@@ -58,16 +60,16 @@ def test_sync_unlabelled() -> None:
 
 
 def test_an_unlabelled_update_may_reach_one_server_after_the_other() -> None:
-    """While it runs, ``None`` means the weights that it is for; the next one brings new ones."""
+    """During an update ``None`` means its weights; the next update brings new ones."""
 
     async def main() -> None:
         fleet = fleet_of(servers=2)
 
-        async def one_by_one(label: int | None) -> None:
+        async def replica_by_replica(label: int | None) -> None:
             for name in fleet.servers:
                 await fleet.sync(label, servers=(name,))
 
-        fleet.set_updater(one_by_one)
+        fleet.set_updater(replica_by_replica)
         for version in (1, 2):
             assert await fleet.update(None)
             assert [version, version] == [server.version for server in fleet.servers.values()]
@@ -85,8 +87,8 @@ def test_sync_identity() -> None:
 
 
 def test_sync_fails_and_a_later_one_works() -> None:
-    """The transfer raises in the middle; the servers run on with what they have, and 20 steps later
-    an update works.
+    """The transfer raises; the servers keep their weights, and 20 steps later an update
+    succeeds.
     """
     trace = ran(act(ActionKind.SYNC_FAILS), requests=(replace(R0, max_tokens=40),), servers=2)
     faults, weights = seen(trace, Fault), seen(trace, Weights)
@@ -141,8 +143,8 @@ def test_relabel() -> None:
 
 
 def test_sync_resumes_whatever_fails() -> None:
-    """After a transfer that raises, no server stays paused, and the error reaches whoever asked for
-    the update.
+    """After a transfer that raises, no server stays paused, and the caller of the update gets the
+    error.
     """
 
     async def main() -> None:
@@ -155,9 +157,9 @@ def test_sync_resumes_whatever_fails() -> None:
     on_clock(main)
 
 
-def test_updates_that_wait_for_their_turn_load_what_they_were_asked_to() -> None:
-    """Several updates at once, with and without a label, load each weights once, in the order in
-    which they were asked for.
+def test_waiting_updates_load_the_weights_they_were_called_with() -> None:
+    """Several updates at once, with and without a label, load each weights once, in the order of
+    the calls.
     """
     trace = ran(
         *(
@@ -204,7 +206,7 @@ def test_sync_leaves_out_the_dead() -> None:
 
 
 def test_an_update_that_raises_is_a_fault_of_the_run() -> None:
-    """What a subject's procedure raises is recorded and does not end the run."""
+    """An error of a subject's procedure is recorded and does not end the run."""
 
     class Broken(AsSampled):
         async def update_weights(self, version: int | None) -> None:
@@ -218,7 +220,7 @@ def test_an_update_that_raises_is_a_fault_of_the_run() -> None:
     assert seen(trace, Result)[0].rollout is not None
 
 
-def test_an_update_that_never_ends_is_told() -> None:
+def test_an_update_that_never_ends_is_recorded() -> None:
     """It is cancelled at the deadline and recorded; the run ends."""
 
     class Stuck(AsSampled):
@@ -245,9 +247,7 @@ def test_an_update_that_never_ends_is_told() -> None:
     ],
 )
 def test_kv_policy(mode: PauseMode, clear: bool, cache: bool, policy: KvPolicy) -> None:
-    """KV of older weights is used where calls stay frozen with it, or a prefix cache outlives the
-    update.
-    """
+    """KV of older weights is used by frozen calls, or if a prefix cache outlives the update."""
 
     async def main() -> None:
         fleet = fleet_of(

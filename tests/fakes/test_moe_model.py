@@ -1,5 +1,5 @@
-"""The numpy model: its gradients are the slopes of its loss, and its results do not depend on how
-rows or experts are ordered.
+"""The numpy model: its gradients are the slopes of its loss, and the order of rows and experts does
+not matter.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ SAMPLES = make_samples(ReplayTrainer.contract, 0)
 def passed(
     model: MoeModel, rows: TokenRows, routes: dict[int, IntArray]
 ) -> tuple[float, Gradients]:
-    """Loss and gradients of a whole pass that executes ``routes``."""
+    """Return loss and gradients of a pass that executes ``routes``."""
     inputs = [model.embed(rows)]
     for layer in range(model.layers):
         x = inputs[-1]
@@ -55,12 +55,12 @@ def test_every_gradient_is_a_slope(normalised: bool) -> None:
 
     for name, gradient in gradients.items():
         step = random.standard_normal(gradient.shape) * 1e-5
-        kept = model.weights[name]
-        model.weights[name] = kept + step
+        original = model.weights[name]
+        model.weights[name] = original + step
         high, _ = passed(model, rows, routes)
-        model.weights[name] = kept - step
+        model.weights[name] = original - step
         low, _ = passed(model, rows, routes)
-        model.weights[name] = kept
+        model.weights[name] = original
         assert (high - low) / 2 == pytest.approx(
             float((gradient * step).sum()), rel=1e-5, abs=1e-12
         ), name
@@ -82,7 +82,7 @@ def test_the_order_of_experts_within_a_row_makes_no_difference() -> None:
 
 
 def test_samples_do_not_see_each_other() -> None:
-    """The first row of a sample mixes with nothing, whichever sample stands before it."""
+    """The first row of a sample mixes with nothing, whichever sample precedes it."""
     rows, starts = token_rows(SAMPLES)
 
     assert [-1] * len(SAMPLES) == rows.before[starts[:-1]].tolist()
@@ -94,7 +94,7 @@ def test_samples_do_not_see_each_other() -> None:
 
 
 def test_weights_are_numbered() -> None:
-    """Number 0 is always the same, others differ from it and repeat, -1 holds NaN in the first
+    """Number 0 is always the same, others differ from it and repeat, -1 has NaN in the first
     gate.
     """
     model = MoeModel(layers=2, moe=(1,), experts=6, top_k=2, vocab=96)

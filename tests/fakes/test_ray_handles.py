@@ -1,4 +1,4 @@
-"""The Ray-style face calls methods as an actor handle does: at once, with results and errors in a
+"""Ray-style handles call methods like an actor handle: at once, with results and errors in a
 future.
 """
 
@@ -21,22 +21,22 @@ class _Actor:
         self.seen: list[str] = []
 
     def add(self, a: int, b: int = 1) -> int:
-        """Sync."""
+        """Sync method."""
         self.seen.append("add")
         return a + b
 
     async def slow(self, value: int) -> int:
-        """Async."""
+        """Async method."""
         self.seen.append("slow")
         await asyncio.sleep(1)
         return value
 
     def broken(self) -> None:
-        """Raises at once."""
+        """Raise at once."""
         raise KeyError("sync")
 
     async def broken_later(self) -> None:
-        """Raises in its coroutine."""
+        """Raise in the coroutine."""
         raise KeyError("async")
 
 
@@ -44,8 +44,8 @@ def _check(main: Coroutine[Any, Any, None]) -> None:
     on_clock(lambda: main)
 
 
-def test_sync_and_async_methods_alike() -> None:
-    """Both give something to await, and take positional and keyword arguments."""
+def test_sync_and_async_methods() -> None:
+    """Both return an awaitable, and take positional and keyword arguments."""
 
     async def main() -> None:
         handle = RayHandle(_Actor())
@@ -56,8 +56,8 @@ def test_sync_and_async_methods_alike() -> None:
 
 
 def test_a_call_starts_without_being_awaited() -> None:
-    """Fire and forget works: the method runs although nobody awaits it, and an error of it warns
-    nobody.
+    """Fire and forget works: the method runs although its future is dropped, and its error causes
+    no warning.
     """
 
     async def main() -> None:
@@ -97,8 +97,10 @@ def test_calls_run_together() -> None:
     _check(main())
 
 
-def test_misuse_is_told() -> None:
-    """Calling a method directly, asking for an attribute, or for a method that is not there."""
+def test_misuse_raises() -> None:
+    """Calling a method directly, reading an attribute, or naming a method that does not exist
+    raises.
+    """
 
     async def main() -> None:
         handle = RayHandle(_Actor())

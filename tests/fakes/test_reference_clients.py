@@ -1,5 +1,5 @@
-"""The reference managers hand over what their contracts declare, on every flavour, through every
-kind of interruption.
+"""The reference clients return what their contracts declare, on every flavour, through every
+interruption.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ from tests.support.engine_driver import on_clock
 
 
 def samplers(trace: Trace) -> list[Version]:
-    """The true version of every delivered token, in order."""
+    """Return the true version of every delivered token, in order."""
     out: list[Version] = []
     for event in trace:
         if isinstance(event, Reply) and event.delivered:
@@ -59,8 +59,8 @@ def samplers(trace: Trace) -> list[Version]:
 
 
 def expected_rows(trace: Trace, rollout: Rollout, *, latest: bool) -> IntArray:
-    """Rows by the rule of the contract alone: row i is computed by whoever sampled token i + 1, or
-    all by the last call.
+    """Return rows by the contract alone: row i is computed by the sampler of token i + 1, or all
+    rows by the last call.
     """
     policy = CodedPolicy.from_model(MODEL, 0)
     ids = (*rollout.prompt_ids, *rollout.response_ids)
@@ -72,7 +72,7 @@ def expected_rows(trace: Trace, rollout: Rollout, *, latest: bool) -> IntArray:
 
 
 def columns(contract: Contract, rows: IntArray) -> IntArray:
-    """The declared layers of ``rows``."""
+    """Return the declared layers of ``rows``."""
     return rows[:, list(MODEL.moe_layers)] if contract.layer_axis is LayerAxis.MOE else rows
 
 
@@ -137,9 +137,7 @@ def test_a_resumed_sample_is_what_the_contract_says(name: str, flavour: str) -> 
     ids=lambda changes: "-".join(changes) + str(changes.get("pause_mode", "")) or "plain",
 )
 def test_no_check_finds_anything(name: str, flavour: str, changes: dict[str, Any]) -> None:
-    """Under every way to pause, cache, chunk and limit, each reference passes or is not judged, and
-    never fails.
-    """
+    """No check fails on a reference, for every way to pause, cache, chunk and limit."""
     judgement = judge(ran(REFERENCES[name], SYNC(1), ABORT(3), SYNC(4), flavour=flavour, **changes))
     assert judgement.failed == ()
     assert [result.reason for result in judgement.results if "crashed" in result.reason] == []
@@ -148,14 +146,14 @@ def test_no_check_finds_anything(name: str, flavour: str, changes: dict[str, Any
 @pytest.mark.parametrize("kind", list(ActionKind))
 @pytest.mark.parametrize("name", REFERENCES)
 def test_no_check_finds_anything_whatever_happens(name: str, kind: ActionKind) -> None:
-    """Nor does any under each kind of action, on two servers."""
+    """No check fails under each kind of action, on two servers."""
     for flavour in ("vllm", "sglang"):
         judgement = judge(ran(REFERENCES[name], act(kind, 2), ABORT(4), flavour=flavour, servers=2))
         assert judgement.failed == ()
 
 
 def test_references_are_rollout_subjects_made_without_arguments() -> None:
-    """Each factory makes a fresh subject of the protocol."""
+    """Each factory makes a new subject of the protocol."""
     for make in REFERENCES.values():
         assert isinstance(make(), AsSampled)
         assert all(
@@ -168,8 +166,8 @@ def test_references_are_rollout_subjects_made_without_arguments() -> None:
 # Budgets, reasons, turns
 
 
-def test_what_is_left_of_the_budget_is_asked_for() -> None:
-    """Every call is granted what the caller's budget leaves, and the prompt is everything so far."""
+def test_each_call_gets_the_rest_of_the_budget() -> None:
+    """Every call gets the rest of the caller's budget, and everything so far as its prompt."""
     trace = ran(AsSampled, ABORT(2), ABORT(2), ABORT(5))
     calls = [event for event in trace if isinstance(event, Call)]
     assert [call.max_tokens for call in calls] == [6, 4, 4, 1]
@@ -179,7 +177,7 @@ def test_what_is_left_of_the_budget_is_asked_for() -> None:
 
 
 def test_an_abort_on_the_last_token_needs_no_further_call() -> None:
-    """The budget is used up: the sample ends with ``length``, and nobody is asked for zero tokens."""
+    """The budget is used up: the sample ends with ``length``, without a call for zero tokens."""
     trace = ran(AsSampled, ABORT(6, race=True))
     assert delivered(trace).finish_reason is FinishReason.LENGTH
     assert sum(isinstance(event, Call) for event in trace) == 1
@@ -204,7 +202,9 @@ def test_an_abort_on_the_end_of_sequence_ends_the_sample() -> None:
 
 
 def test_turns() -> None:
-    """After a natural end the environment's tokens follow, masked out; budget and rows count them."""
+    """After a natural end the environment's tokens follow, masked out; budget and rows count
+    them.
+    """
     request = replace(R0, turns=((7, 8), (9,)), max_tokens=30)
     for seed in range(40):
         trace = ran(
@@ -217,7 +217,7 @@ def test_turns() -> None:
     assert observed == [(7, 8), (9,)]
     assert rollout.loss_mask is not None
     assert rollout.logprobs is not None
-    own = [int(one) for one in rollout.loss_mask]
+    own = [int(bit) for bit in rollout.loss_mask]
     assert [token for token, mine in zip(rollout.response_ids, own, strict=True) if not mine] == [
         7,
         8,
@@ -248,7 +248,7 @@ def test_no_turn_begins_that_has_no_room() -> None:
     ("factory", "reason"), [(PartialOffClient, None), (PartialOffSurfaced, FinishReason.ABORT)]
 )
 def test_partial_off(factory: Any, reason: FinishReason | None) -> None:
-    """An aborted sample is dropped, or handed over as aborted; one call is all that is made."""
+    """An aborted sample is dropped or returned as aborted, after one call."""
     trace = ran(factory, ABORT(2))
     rollout = rollout_of(trace)
     assert (rollout and rollout.finish_reason) == reason
@@ -259,7 +259,7 @@ def test_partial_off(factory: Any, reason: FinishReason | None) -> None:
 
 
 def test_partial_rollout_switched_off() -> None:
-    """The flag of the case turns a manager that resumes into one that does not."""
+    """The flag of the case turns a client that resumes into one that does not."""
     assert rollout_of(ran(AsSampled, ABORT(2), partial=False)) is None
     assert rollout_of(ran(AsSampled, ABORT(2), partial=True)) is not None
 
@@ -269,7 +269,9 @@ def test_partial_rollout_switched_off() -> None:
 )
 @pytest.mark.parametrize("flavour", ["vllm", "sglang"])
 def test_engine_keep_makes_one_call(mode: PauseMode, flavour: str) -> None:
-    """The engine carries the call over the update, and the declared provenance is that of its rows."""
+    """The engine carries the call over the update, and the declared provenance is that of its
+    rows.
+    """
     trace = ran(
         EngineKeep,
         SYNC(2),
@@ -289,7 +291,7 @@ def test_engine_keep_makes_one_call(mode: PauseMode, flavour: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("factory", "flavour", "given", "used"),
+    ("factory", "flavour", "configured", "used"),
     [
         (AsSampled, "vllm", PauseMode.KEEP, PauseMode.KEEP),
         (AsSampled, "sglang", PauseMode.RETRACT, PauseMode.ABORT),
@@ -300,15 +302,15 @@ def test_engine_keep_makes_one_call(mode: PauseMode, flavour: str) -> None:
     ],
 )
 def test_updates_pause_in_a_way_that_the_contract_survives(
-    factory: Any, flavour: str, given: PauseMode, used: PauseMode
+    factory: Any, flavour: str, configured: PauseMode, used: PauseMode
 ) -> None:
-    """Where the asked-for pause would change whose rows a sample has, a manager's own procedure
-    takes another.
+    """If the configured pause would change the provenance of rows, the client's own procedure uses
+    another.
     """
 
     async def main() -> None:
         fleet = Fleet(
-            Case(flavour=flavour, requests=(R0,), pause_mode=given), Recorder(lambda: 0.0)
+            Case(flavour=flavour, requests=(R0,), pause_mode=configured), Recorder(lambda: 0.0)
         )
         factory().start(fleet)
         assert fleet.pause_mode is used
@@ -320,7 +322,7 @@ def test_updates_pause_in_a_way_that_the_contract_survives(
 
 
 def test_a_dead_server_is_left_for_another() -> None:
-    """What had been delivered before stays; the call is made again elsewhere."""
+    """Delivered tokens stay; the call is made again on another server."""
     trace = ran(AsSampled, ABORT(2), act(ActionKind.KILL, 4, steps=50), servers=2)
     calls = [event for event in trace if isinstance(event, Call)]
     assert [call.server_id for call in calls] == ["s0", "s0", "s1"]
@@ -328,9 +330,9 @@ def test_a_dead_server_is_left_for_another() -> None:
     assert len(delivered(trace).response_ids) == 6
 
 
-def test_a_lost_reply_is_asked_for_again() -> None:
-    """From the same prefix, with the same budget: whatever the lost call sampled counts for
-    nothing.
+def test_a_lost_reply_is_requested_again() -> None:
+    """The call is repeated from the same prefix with the same budget: tokens of the lost reply do
+    not count.
     """
     calls = [
         event for event in ran(AsSampled, act(ActionKind.LOSE_REPLY, 3)) if isinstance(event, Call)
@@ -350,7 +352,7 @@ def test_a_paused_server_is_tried_again(flavour: str) -> None:
 
 def test_patience_ends() -> None:
     """A server that never comes back ends the rollout with its error, one that always rejects with
-    ours; nothing is called ``length``.
+    ours; no sample is called ``length``.
     """
 
     class Short(AsSampled):
@@ -358,15 +360,15 @@ def test_patience_ends() -> None:
 
     async def main() -> None:
         fleet = Fleet(Case(flavour="vllm-gated", requests=(R0,)), Recorder(lambda: 0.0))
-        manager = Short()
-        manager.start(fleet)
+        client = Short()
+        client.start(fleet)
         await fleet.servers["s0"].pause()
         with pytest.raises(RuntimeError, match="r0 brought no token in 5 attempts"):
-            await manager.rollout(R0)
+            await client.rollout(R0)
         fleet.servers["s0"].kill()
         with pytest.raises(ServerDied):
-            await manager.rollout(R0)
-        assert (manager.gauges(), set(fleet.balancer.load.values())) == ({"rollouts": 0.0}, {0})
+            await client.rollout(R0)
+        assert (client.gauges(), set(fleet.balancer.load.values())) == ({"rollouts": 0.0}, {0})
 
     on_clock(main)
 
@@ -376,16 +378,16 @@ def test_a_cancelled_rollout_leaves_nothing_behind() -> None:
 
     async def main() -> None:
         fleet = Fleet(Case(flavour="vllm", requests=(R0,)), Recorder(lambda: 0.0))
-        manager = AsSampled()
-        manager.start(fleet)
-        task = asyncio.ensure_future(manager.rollout(R0))
+        client = AsSampled()
+        client.start(fleet)
+        task = asyncio.ensure_future(client.rollout(R0))
         await asyncio.sleep(2.5)
         assert sum(fleet.gauges().values()) > 0
         task.cancel()
         with pytest.raises(asyncio.CancelledError):
             await task
-        assert {**manager.gauges(), **fleet.gauges()} == dict.fromkeys(
-            {**manager.gauges(), **fleet.gauges()}, 0.0
+        assert {**client.gauges(), **fleet.gauges()} == dict.fromkeys(
+            {**client.gauges(), **fleet.gauges()}, 0.0
         )
 
     on_clock(main)

@@ -1,6 +1,4 @@
-"""Tiny models: their next token, their routing and their repeatability are those of a model that is
-worth testing with.
-"""
+"""Next tokens, routing and repeatability of tiny models are those of a useful test model."""
 
 from __future__ import annotations
 
@@ -23,13 +21,13 @@ from rollproof.fakes.tiny_models import FAMILIES, make_checkpoint, make_pair  # 
 torch.set_num_threads(1)
 pytestmark = pytest.mark.filterwarnings(
     "ignore"
-)  # transformers and torch warn of what newer ones will do
+)  # transformers and torch warn about changes in their next releases
 MOE = [name for name, family in FAMILIES.items() if family.moe_layers]
 
 
 @pytest.fixture(scope="module")
 def pairs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Path, Path]]:
-    """A pair of every family, made once."""
+    """Return a pair of every family, made once."""
     folder = tmp_path_factory.mktemp("models")
     return {name: make_pair(folder / name, name) for name in FAMILIES}
 
@@ -43,7 +41,7 @@ def _reference(pair: tuple[Path, Path]) -> ReferenceModel:
 
 
 def _sampled(path: Path, count: int = 6, length: int = 40) -> list[list[int]]:
-    """Sequences that the model samples itself, behind eight random tokens."""
+    """Return sequences that the model samples itself, after eight random tokens."""
     model = transformers.AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
     torch.manual_seed(5)
     ids = torch.randint(3, 512, (count, 8))
@@ -65,8 +63,8 @@ def _sampled(path: Path, count: int = 6, length: int = 40) -> list[list[int]]:
 def test_the_next_token_is_as_uncertain_as_that_of_a_real_policy(
     family: str, pairs: dict[str, tuple[Path, Path]]
 ) -> None:
-    """The mean negative log-likelihood of what the model samples lies between 0.3 and 2 nats, for
-    both versions.
+    """The mean negative log-likelihood of sampled tokens lies between 0.3 and 2 nats, for both
+    versions.
     """
     reference = _reference(pairs[family])
     for version, path in zip("AB", pairs[family], strict=True):
@@ -78,8 +76,8 @@ def test_the_next_token_is_as_uncertain_as_that_of_a_real_policy(
 def test_routing_is_spread_and_depends_on_what_came_before(
     family: str, pairs: dict[str, tuple[Path, Path]]
 ) -> None:
-    """Every expert of every MoE layer is used, none by nearly every token, and the same token is
-    routed differently in other places.
+    """Every expert of every MoE layer is used, none by nearly every token, and a token has other
+    routes in other places.
     """
     reference = _reference(pairs[family])
     routes = np.concatenate(
@@ -97,11 +95,11 @@ def test_routing_is_spread_and_depends_on_what_came_before(
 
 
 @pytest.mark.parametrize("family", MOE)
-def test_the_two_versions_are_told_apart_at_nearly_every_token(
+def test_the_two_versions_differ_at_nearly_every_token(
     family: str, pairs: dict[str, tuple[Path, Path]]
 ) -> None:
-    """Logprobs of A and B differ by more than a forward's noise at all but a few tokens, and rows
-    at most of them.
+    """Logprobs of A and B differ by more than a forward's noise at nearly every token, and rows at
+    most of them.
     """
     reference = _reference(pairs[family])
     a, b = [], []
@@ -134,7 +132,9 @@ def test_one_seed_gives_one_checkpoint(tmp_path: Path) -> None:
 
 
 def test_near_ties_are_there_where_they_are_planted(tmp_path: Path) -> None:
-    """With near-ties many more choices hang on less than half a percent of a score than without."""
+    """With near-ties many more choices depend on less than half a percent of a score than
+    without.
+    """
     close = []
     for ties in (0.0, 2e-3):
         path = make_checkpoint(tmp_path / str(ties), "qwen3_moe", near_ties=ties)
@@ -165,7 +165,7 @@ def test_dense_layers_and_models_are_told_from_the_config(
 
 
 def test_misuse_is_refused_before_anything_is_written(tmp_path: Path) -> None:
-    """A family that does not exist and a folder with other things in it are left alone."""
+    """An unknown family raises, and a folder with other files is left alone."""
     with pytest.raises(UsageError, match="choose among"):
         make_checkpoint(tmp_path / "x", "gpt5")
     (tmp_path / "notes.txt").write_text("mine")
