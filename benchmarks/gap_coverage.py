@@ -19,7 +19,7 @@ from typing import Any
 
 import numpy as np
 
-from rollproof.gap.buckets import bucketed
+from rollproof.gap.buckets import bucket_pairs
 from rollproof.gap.intervals import Interval, Resampler, metric_interval
 from rollproof.gap.metrics import METRICS, PLACE, Scale, sequence_sums
 from rollproof.gap.panel import MEDIAN, QUANTILES, batch_median, quantile_intervals
@@ -150,7 +150,7 @@ def held(options: argparse.Namespace, truth: dict[str, float], number: int) -> d
         for effect in compare(second, first, seed=number).effects
     }
     bucket = next(
-        bucket for bucket in bucketed(first, seed=number)["since_resume"] if bucket.label == "0"
+        bucket for bucket in bucket_pairs(first, seed=number)["since_resume"] if bucket.label == "0"
     )
     numbers = {
         "kl_mu_pi_k3": bucket.k3,

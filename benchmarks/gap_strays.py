@@ -16,8 +16,8 @@ from typing import Any
 import numpy as np
 from gap_coverage import pool
 
-from rollproof.gap.diagnosis.outliers import other_versions, tilted, torn
-from rollproof.gap.diagnosis.rules_columns import beside_usual
+from rollproof.gap.diagnosis.outliers import find_mistagged, find_tilted, find_mismatched
+from rollproof.gap.diagnosis.rules_columns import diff_and_usual
 from rollproof.gap.token_pairs import TokenPairs
 from tests.support.gap_faults import GapWorld, gap_columns
 from tests.support.gap_profiles import PROFILES, closed_form, noise_scale
@@ -41,9 +41,9 @@ def told(columns: dict[str, Any]) -> set[int]:
     """Indexes of the sequences that stand apart."""
     pairs = TokenPairs.of(**columns)
     found = (
-        *tilted(pairs),
-        *torn(pairs),
-        *(other_versions(pairs, beside_usual(pairs)[1]) if pairs.by_version else ()),
+        *find_tilted(pairs),
+        *find_mismatched(pairs),
+        *(find_mistagged(pairs, diff_and_usual(pairs)[1]) if pairs.by_version else ()),
     )
     return {stray.sequence for stray in found}
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -16,7 +16,6 @@ from rollproof.errors import RollproofError, SubjectError, UsageError
 from rollproof.judging.report import ExitCode
 
 if TYPE_CHECKING:
-    from rollproof.gap.gap_report import GapReport
     from rollproof.gap.localise.localisation import Localisation
     from rollproof.gap.token_pairs import TokenPairs
 
@@ -219,8 +218,13 @@ def gap(
             else read_pairs(against, renamed=renamed)
         )
         meter(Progress(done=1, total=4, what=f"measuring {pairs.n_tokens:,} tokens"))
-        report = sides.noted(
-            measure_pairs(pairs, limits=chosen, subject=sides.name, resamples=resamples, seed=seed)
+        report = measure_pairs(
+            pairs,
+            limits=chosen,
+            subject=sides.name,
+            resamples=resamples,
+            seed=seed,
+            notes=sides.notes,
         )
         name = "no replay" if replay else str(against)
         comparison = (
@@ -352,11 +356,10 @@ class Sides:
         assert self.rollout is not None
         return score_rollouts(self.rollout, self.trainer)
 
-    def noted(self, report: GapReport) -> GapReport:
-        """The report with the trainer's notes."""
-        from rollproof.gap.measure import noted
-
-        return noted(report, self.trainer)
+    @property
+    def notes(self) -> Sequence[str]:
+        """The trainer's notes on its scores."""
+        return tuple(getattr(self.trainer, "notes", ()))
 
     def require_model(self, flag: str) -> None:
         """Raise ``UsageError`` unless the trainer is a model that can be listened to."""
@@ -408,11 +411,11 @@ def localised(sides: Sides, spec: str) -> Localisation:
     from rollproof.gap.hf_trainer import HfTrainer
     from rollproof.gap.localise.forwards import hf_forward
     from rollproof.gap.localise.localise import localise
-    from rollproof.gap.scored_rollouts import samples_of
+    from rollproof.gap.scored_rollouts import read_samples
     from rollproof.replay.hf.inputs import Layout, lay_out
 
     assert sides.rollout is not None
-    samples = list(samples_of(sides.rollout, None).values())
+    samples = list(read_samples(sides.rollout).values())
     version = (samples[0].versions or [None])[0]
     same = [sample.rollout for sample in samples if (sample.versions or [None])[0] == version]
     batch = [

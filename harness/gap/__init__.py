@@ -1,9 +1,9 @@
-"""Gap: how far the trainer's logprobs of a rollout are from those of the engine that sampled it.
+"""The gap: how far a trainer's logprobs of a rollout are from those of the engine that sampled it.
 
-``measure(rollout_logprob, trainer_logprob, sequence_id=..., mask=...)`` gives the whole panel with
-intervals over sequences, a verdict against limits that quote their source, and what kind of cause
-the pattern points to. ``measure_rollouts(rollouts, trainer)`` scores them first, each token under
-the weights that sampled it; ``localise(first, second, input_ids)`` names the module where two
+``measure(rollout_logprob, trainer_logprob, sequence_id=..., mask=...)`` gives every metric with
+intervals over sequences, a verdict against limits that quote their source, and the kind of cause
+that the pattern points to. ``measure_rollouts(rollouts, trainer)`` scores them first, each token
+under the weights that sampled it; ``localise(first, second, input_ids)`` names the module where two
 models part.
 """
 

@@ -1,4 +1,4 @@
-"""Report: the panel against its limits, in words and as JSON."""
+"""The report of a gap: the panel against its limits, as JSON and as text lines."""
 
 from __future__ import annotations
 
@@ -16,27 +16,58 @@ from rollproof.gap.intervals import Interval
 from rollproof.gap.limits import GapVerdict, Limit, Limits, Side
 from rollproof.gap.localise.localisation import Localisation
 from rollproof.gap.metrics import METRICS, Scale
-from rollproof.gap.panel import Panel
+from rollproof.gap.panel import Panel, metric_aliases
 from rollproof.gap.token_pairs import TokenPairs
 from rollproof.gap.trainer_comparison import Comparison
 from rollproof.reporting.text import Line, Style, text_of
 
-__all__ = ["GAP_SCHEMA", "GapReport", "comparison_lines", "gap_lines", "overall", "rounded"]
+__all__ = ["FEW_SEQUENCES", "GapReport", "comparison_lines", "gap_lines", "overall", "rounded"]
 
 GAP_SCHEMA = 1
-_WIDTH = 118
 FEW_SEQUENCES = 16
-"""Below this many sequences intervals over sequences cannot be trusted, whatever they say."""
+"""With fewer sequences, intervals over sequences cannot be trusted."""
+
+_WIDTH = 118
+_VERDICTS: Mapping[GapVerdict, tuple[str, Style]] = {
+    GapVerdict.PASS: ("PASS", Style.GOOD),
+    GapVerdict.FAIL: ("FAIL", Style.BAD),
+    GapVerdict.INCONCLUSIVE: ("INCONCLUSIVE", Style.DOUBT),
+}
+_UNLIMITED = (
+    "k1",
+    "k3_winsorised",
+    "abs_diff_p99",
+    "abs_diff_p999",
+    "abs_diff_max",
+    "variance_rate",
+)
+"""Metrics that are shown even without a limit; ``--json`` has all of them."""
+_SIGNS: Mapping[Side, str] = {Side.ABOVE: "<=", Side.BELOW: ">=", Side.BOTH: "+-"}
+_ROW = "  {:<12} {:<28} {:>10}  {:<24} {:>9}  {:<10}"
+"""Verdict, metric, value, interval, healthy value, limit: 100 columns."""
+_COMPARISON_ROW = "  {:<12} {:<40} {:>10} {:>10} {:>8}  {:<22}"
+_PARTS_ROW = "  {:<20} {:>12} {:>20} {:>14} {:>14}  {:<20}"
+_INDENT = " " * 15
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class GapReport:
-    """A panel, its limits, and what follows. ``verdicts`` has an entry for each metric with a limit
-    that could be measured.
+    """A measured gap with its verdict.
 
-    ``decomposition`` tells the engine's mismatch from the policy's change where tokens have a
-    ``current_logprob``. ``pairs`` are the tokens themselves, for pictures of them: keep a report
-    only as long as you would keep those.
+    The report holds the tokens themselves, for plots of them: drop it as soon as you would drop
+    those.
+
+    Attributes:
+        subject: the title.
+        panel: every metric.
+        limits: the profile that it was judged by.
+        verdicts: one for each metric with a limit that could be measured.
+        causes: likely causes, the decisive one first.
+        buckets: the gap of parts of the tokens.
+        notes: remarks for the reader.
+        pairs: the tokens.
+        decomposition: the engine's mismatch and the policy's change, if tokens have a
+            ``current_logprob``.
     """
 
     subject: str
@@ -51,73 +82,66 @@ class GapReport:
 
     @property
     def verdict(self) -> GapVerdict:
-        """Fail where a limit is broken, a logprob not finite, or a cause found that is wrong at any
-        size; else inconclusive, else pass.
+        """The verdict of the report.
+
+        Fail if a limit is broken, a logprob is not finite, or a cause is wrong at any size; else
+        inconclusive if a limit is, if nothing was judged or if the sequences are few; else pass.
         """
-        if (
-            self.panel.n_nonfinite
-            or GapVerdict.FAIL in self.verdicts.values()
-            or any(cause.fault for cause in self.causes)
-        ):
+        verdicts = self.verdicts.values()
+        if self.panel.n_nonfinite or GapVerdict.FAIL in verdicts:
             return GapVerdict.FAIL
-        if (
-            not self.verdicts
-            or GapVerdict.INCONCLUSIVE in self.verdicts.values()
-            or self.panel.n_sequences < FEW_SEQUENCES
-        ):
+        if any(cause.fault for cause in self.causes):
+            return GapVerdict.FAIL
+        if not verdicts or GapVerdict.INCONCLUSIVE in verdicts:
+            return GapVerdict.INCONCLUSIVE
+        if self.panel.n_sequences < FEW_SEQUENCES:
             return GapVerdict.INCONCLUSIVE
         return GapVerdict.PASS
 
     @property
     def required_n(self) -> int | None:
-        """Tokens, of sequences like these, that would decide every limit; ``None`` where that
-        cannot be said.
-        """
+        """Tokens, in sequences like these, that would decide every limit; ``None`` if unknown."""
+        panel = self.panel
         needed = [
-            self.limits.limits[name].tokens_needed(self.panel.metrics[name], self.panel.n_tokens)
+            self.limits.limits[name].tokens_needed(panel.metrics[name], panel.n_tokens)
             for name in self.verdicts
         ]
-        if (
-            not needed
-            or any(tokens is None for tokens in needed)
-            or any(self._excused(name) for name in self.verdicts)
-        ):
+        known = [tokens for tokens in needed if tokens is not None]
+        if not needed or len(known) < len(needed):
             return None
-        few = self.panel.n_tokens * FEW_SEQUENCES / max(self.panel.n_sequences, 1)
-        return max(
-            [tokens for tokens in needed if tokens is not None]
-            + [math.ceil(few)] * (self.panel.n_sequences < FEW_SEQUENCES)
-        )
+        if any(self._undecidable(name) for name in self.verdicts):
+            return None
+        if panel.n_sequences < FEW_SEQUENCES:
+            known.append(math.ceil(panel.n_tokens * FEW_SEQUENCES / max(panel.n_sequences, 1)))
+        return max(known)
 
-    def _excused(self, name: str) -> bool:
-        """Whether a limit is broken and decides nothing all the same: no number of tokens would
-        change that.
-        """
+    def _undecidable(self, name: str) -> bool:
+        """Whether a limit is broken but decides nothing, and more tokens would not change that."""
         return (
             self.verdicts[name] is GapVerdict.INCONCLUSIVE
             and self.limits.limits[name].judge(self.panel.metrics[name]) is GapVerdict.FAIL
         )
 
     def within_limits(self, cause: Cause) -> bool:
-        """Whether a cause other than numerics is told of a gap that passes: it may be meant, and
-        asks for nothing.
+        """Whether a cause other than numerics explains a gap that passes.
+
+        It may be intended, and nothing needs to be done about it.
         """
         return self.verdict is GapVerdict.PASS and not cause.harmless
 
     def aliased(self) -> dict[str, float]:
-        """The numbers under the names that verl, NeMo-RL, slime, prime-rl, TRL, SkyRL and others
-        log; NaN where nothing was measured.
-        """
-        from rollproof.gap.panel import aliased
+        """Return the numbers under the names that other projects log.
 
-        return aliased(self)
+        The projects are verl, NeMo-RL, slime, miles, prime-rl, TRL, SkyRL, AReaL and TorchTitan. A
+        value is NaN if nothing was measured.
+        """
+        return metric_aliases(self.panel, self.pairs)
 
     def require(self, *, inconclusive: str = "fail") -> None:
-        """Raise ``ConformanceError`` (an ``AssertionError``) with the report's lines unless the
-        verdict is pass.
+        """Raise ``ConformanceError`` (an ``AssertionError``) unless the verdict is pass.
 
-        ``inconclusive="allow"`` lets a measurement through that decided nothing: an undecided one
-        never counts as passed otherwise.
+        Its message is the report. ``inconclusive="allow"`` accepts a measurement that decided
+        nothing; otherwise an undecided one never counts as passed.
         """
         if inconclusive not in ("fail", "allow"):
             raise UsageError(f"inconclusive={inconclusive!r} is not one of: fail, allow.")
@@ -126,7 +150,9 @@ class GapReport:
             raise ConformanceError(text_of(gap_lines(self)))
 
     def to_dict(self) -> dict[str, Any]:
-        """JSON report, schema 1: keys may be added."""
+        """Return the JSON report, schema 1: keys may be added."""
+        agreement = self.panel.agreement
+        layers = [] if agreement is None else agreement.per_layer.tolist()
         return {
             "schema": GAP_SCHEMA,
             "subject": self.subject,
@@ -147,14 +173,7 @@ class GapReport:
             "aliases": {name: _number(value) for name, value in self.aliased().items()},
             "decomposition": [] if self.decomposition is None else self.decomposition.to_dict(),
             "worst": [dict(token) for token in self.panel.worst],
-            "per_layer": (
-                []
-                if self.panel.agreement is None
-                else [
-                    [_number(value) for value in layer]
-                    for layer in self.panel.agreement.per_layer.tolist()
-                ]
-            ),
+            "per_layer": [[_number(value) for value in layer] for layer in layers],
             "notes": list(self.notes),
         }
 
@@ -170,11 +189,11 @@ class GapReport:
             "side": str(limit.side) if limit else None,
             "source": limit.source if limit else None,
             "verdict": str(self.verdicts[name]) if name in self.verdicts else None,
-            "no_interval": Scale.BARE.value if _bare(name) else None,
+            "no_interval": Scale.BARE.value if _is_bare(name) else None,
         }
 
 
-def _bare(name: str) -> bool:
+def _is_bare(name: str) -> bool:
     """Whether a metric has no interval whatever the data."""
     return name in METRICS and METRICS[name].scale is Scale.BARE
 
@@ -184,17 +203,17 @@ def overall(
     comparison: Comparison | None = None,
     localisation: Localisation | None = None,
 ) -> GapVerdict:
-    """The worst of what was asked for: a comparison's verdict counts, and a place where two
-    forwards part fails.
+    """Return the worst verdict of the results.
+
+    A localisation fails if it found a place where two forwards part.
     """
-    verdicts = {report.verdict} | ({comparison.verdict} if comparison is not None else set())
+    verdicts = {report.verdict}
+    if comparison is not None:
+        verdicts.add(comparison.verdict)
     if localisation is not None and localisation.found is not None:
         verdicts.add(GapVerdict.FAIL)
-    return next(
-        verdict
-        for verdict in (GapVerdict.FAIL, GapVerdict.INCONCLUSIVE, GapVerdict.PASS)
-        if verdict in verdicts
-    )
+    worst_first = (GapVerdict.FAIL, GapVerdict.INCONCLUSIVE, GapVerdict.PASS)
+    return next(verdict for verdict in worst_first if verdict in verdicts)
 
 
 def _number(value: float) -> float | None:
@@ -202,204 +221,140 @@ def _number(value: float) -> float | None:
     return value if math.isfinite(value) else None
 
 
-_WORDS = {
-    GapVerdict.PASS: ("PASS", Style.GOOD),
-    GapVerdict.FAIL: ("FAIL", Style.BAD),
-    GapVerdict.INCONCLUSIVE: ("INCONCLUSIVE", Style.DOUBT),
-}
-_SHOWN = ("k1", "k3_winsorised", "abs_diff_p99", "abs_diff_p999", "abs_diff_max", "variance_rate")
-"""Metrics without a limit that are told all the same; ``--json`` has all of them."""
-
-
 def gap_lines(report: GapReport) -> Iterator[Line]:
-    """The report for a person, within 120 columns: verdict, metrics with limits and their sources,
-    the others, causes, worst token.
+    """Yield the report as text, within 120 columns.
+
+    Title, metrics with limits and their sources, other metrics, causes, worst token, notes and the
+    verdict.
     """
     panel = report.panel
-    yield (
-        Style.TITLE,
-        _wrapped(
-            f"{report.subject}  [{_size(panel.n_tokens, panel.n_sequences)}, limits"
-            f" {report.limits.profile}]",
-            "    ",
-        ),
-    )
+    size = _size(panel.n_tokens, panel.n_sequences)
+    title = f"{report.subject}  [{size}, limits {report.limits.profile}]"
+    yield Style.TITLE, _wrap(title, "    ")
     if panel.n_nonfinite:
+        nonfinite = counted(panel.n_nonfinite, "token", "have")
         yield (
             Style.BAD,
-            (
-                f"  FAIL  {counted(panel.n_nonfinite, 'token', 'have')} a logprob that is not"
-                " finite; no metric includes such"
-            ),
+            f"  FAIL  {nonfinite} a logprob that is not finite; no metric includes such",
         )
-    yield (
-        Style.FAINT,
-        _ROW.format("", "metric", "value", "95 % interval", "healthy", "limit").rstrip(),
-    )
+    header = _ROW.format("", "metric", "value", "95 % interval", "healthy", "limit")
+    yield Style.FAINT, header.rstrip()
     for name, verdict in report.verdicts.items():
-        yield from _limited(
-            panel.metrics[name], report.limits.limits[name], verdict, panel.n_tokens
-        )
-    for name in _SHOWN:
+        limit = report.limits.limits[name]
+        yield from _limit_lines(panel.metrics[name], limit, verdict, panel.n_tokens)
+    for name in _UNLIMITED:
         if name not in report.verdicts:
-            value, ends = _told(panel.metrics[name])
-            yield (
-                Style.FAINT,
-                _ROW.format(
-                    "", name, value, "none: few tokens decide" if _bare(name) else ends, "", ""
-                ).rstrip(),
-            )
+            value, ends = _value_and_interval(panel.metrics[name])
+            ends = "none: few tokens decide" if _is_bare(name) else ends
+            yield Style.FAINT, _ROW.format("", name, value, ends, "", "").rstrip()
     for cause in report.causes:
-        style = (
-            Style.GOOD
-            if cause.harmless
-            else Style.BAD
-            if report.verdict is GapVerdict.FAIL
-            else Style.DOUBT
-        )
-        sure = f"confidence {cause.confidence:.2f}" + (
-            "; every limit holds" if report.within_limits(cause) else ""
-        )
-        yield style, _wrapped(f"  diagnosis: {cause.name} ({sure}): {cause.because}", " " * 13)
-        if cause.advice:
-            yield Style.PLAIN, _wrapped(f"{' ' * 13}{cause.advice}", " " * 13)
+        yield from _cause_lines(report, cause)
     if report.decomposition is not None:
-        yield from _parts_told(report.decomposition)
+        yield from _decomposition_lines(report.decomposition)
     if panel.worst:
-        token = panel.worst[0]
-        yield (
-            Style.PLAIN,
-            _wrapped(
-                "  worst token: "
-                + ", ".join(f"{key} {_short(value)}" for key, value in token.items()),
-                " " * 15,
-            ),
-        )
+        token = ", ".join(f"{key} {_short(value)}" for key, value in panel.worst[0].items())
+        yield Style.PLAIN, _wrap(f"  worst token: {token}", _INDENT)
     for note in report.notes:
-        yield Style.DOUBT, _wrapped(f"  note: {note}", " " * 8)
-    word, style = _WORDS[report.verdict]
-    more = (
-        f", about {rounded(report.required_n)} tokens of such sequences would decide"
-        if report.verdict is GapVerdict.INCONCLUSIVE and report.required_n
-        else ""
-    )
-    yield style, f"  {word}{more}"
+        yield Style.DOUBT, _wrap(f"  note: {note}", " " * 8)
+    word, style = _VERDICTS[report.verdict]
+    needed = report.required_n if report.verdict is GapVerdict.INCONCLUSIVE else None
+    hint = f", about {rounded(needed)} tokens of such sequences would decide" if needed else ""
+    yield style, f"  {word}{hint}"
+
+
+def _cause_lines(report: GapReport, cause: Cause) -> Iterator[Line]:
+    if cause.harmless:
+        style = Style.GOOD
+    else:
+        style = Style.BAD if report.verdict is GapVerdict.FAIL else Style.DOUBT
+    confidence = f"confidence {cause.confidence:.2f}"
+    if report.within_limits(cause):
+        confidence += "; every limit holds"
+    yield style, _wrap(f"  diagnosis: {cause.name} ({confidence}): {cause.because}", " " * 13)
+    if cause.advice:
+        yield Style.PLAIN, _wrap(f"{' ' * 13}{cause.advice}", " " * 13)
 
 
 def _size(tokens: int, sequences: int) -> str:
     return f"{counted(tokens, 'token')} in {counted(sequences, 'sequence')}"
 
 
-def _parts_told(found: Decomposition) -> Iterator[Line]:
-    """Mean |d| to the current weights, of all tokens and of each age, in its two parts."""
-    yield (
-        Style.FAINT,
-        _PARTS.format(
-            "age of the weights",
-            "tokens",
-            "mean |d| to current",
-            "engine's part",
-            "policy's part",
-            "engine's share",
-        ).rstrip(),
+def _decomposition_lines(decomposition: Decomposition) -> Iterator[Line]:
+    """Yield mean |d| to the current weights and its two parts, of all tokens and of each age."""
+    header = (
+        "age of the weights",
+        "tokens",
+        "mean |d| to current",
+        "engine's part",
+        "policy's part",
+        "engine's share",
     )
-    for row in found.rows:
+    yield Style.FAINT, _PARTS_ROW.format(*header).rstrip()
+    for row in decomposition.rows:
         sizes = [
             f"{part['abs_diff_mean'].value:.3g}" for part in (row.total, row.engine, row.policy)
         ]
-        share = row.share
-        told = "-" if math.isnan(share.value) else f"{share.value:.0%}"
-        told += "" if math.isnan(share.low) else f" [{share.low:.0%}, {share.high:.0%}]"
-        yield Style.PLAIN, _PARTS.format(row.label, f"{row.tokens:,}", *sizes, told).rstrip()
+        share = "-" if math.isnan(row.share.value) else f"{row.share.value:.0%}"
+        if not math.isnan(row.share.low):
+            share += f" [{row.share.low:.0%}, {row.share.high:.0%}]"
+        yield Style.PLAIN, _PARTS_ROW.format(row.label, f"{row.tokens:,}", *sizes, share).rstrip()
 
 
 def comparison_lines(comparison: Comparison) -> Iterator[Line]:
-    """The comparison for a person: each metric on both sides, their ratio with its interval, and
-    what it is to be.
-    """
-    yield (
-        Style.TITLE,
-        _wrapped(
-            f"against {comparison.against}  [{_size(comparison.tokens, comparison.sequences)},"
-            " paired; wanted: below 1, and above 1 for controls]",
-            "    ",
-        ),
-    )
-    yield (
-        Style.FAINT,
-        _COMPARED.format("", "metric", "value", "against", "ratio", "95 % interval").rstrip(),
-    )
-    for name, row in {"": comparison.effects, **comparison.controls}.items():
-        for effect in row:
-            word, style = _WORDS[effect.verdict]
-            told = f"{effect.metric} ({name})" if name else effect.metric
-            yield (
-                style,
-                _COMPARED.format(
-                    word, told, f"{effect.value:.3g}", f"{effect.against:.3g}", *_told(effect.ratio)
-                ).rstrip(),
-            )
+    """Yield a comparison as text: each metric on both sides, and their ratio with its interval."""
+    size = _size(comparison.tokens, comparison.sequences)
+    expected = "expected: below 1, and above 1 for controls"
+    yield Style.TITLE, _wrap(f"against {comparison.against}  [{size}, paired; {expected}]", "    ")
+    header = _COMPARISON_ROW.format("", "metric", "value", "against", "ratio", "95 % interval")
+    yield Style.FAINT, header.rstrip()
+    for name, effects in {"": comparison.effects, **comparison.controls}.items():
+        for effect in effects:
+            word, style = _VERDICTS[effect.verdict]
+            metric = f"{effect.metric} ({name})" if name else effect.metric
+            values = f"{effect.value:.3g}", f"{effect.against:.3g}"
+            ratio = _value_and_interval(effect.ratio)
+            yield style, _COMPARISON_ROW.format(word, metric, *values, *ratio).rstrip()
     for note in comparison.notes:
-        yield Style.DOUBT, _wrapped(f"  note: {note}", " " * 8)
-    word, style = _WORDS[comparison.verdict]
+        yield Style.DOUBT, _wrap(f"  note: {note}", " " * 8)
+    word, style = _VERDICTS[comparison.verdict]
     yield style, f"  {word}"
 
 
-_COMPARED = "  {:<12} {:<40} {:>10} {:>10} {:>8}  {:<22}"
-_PARTS = "  {:<20} {:>12} {:>20} {:>14} {:>14}  {:<20}"
-_ROW = "  {:<12} {:<28} {:>10}  {:<24} {:>9}  {:<10}"
-"""Verdict, metric, value, interval, what is healthy, limit: 100 columns."""
-_SIGNS: Mapping[Side, str] = {Side.ABOVE: "<=", Side.BELOW: ">=", Side.BOTH: "+-"}
-_INDENT = " " * 15
-
-
-def _limited(interval: Interval, limit: Limit, verdict: GapVerdict, tokens: int) -> Iterator[Line]:
-    word, style = _WORDS[verdict]
-    yield (
-        style,
-        _ROW.format(
-            word,
-            limit.metric,
-            *_told(interval),
-            f"{limit.target:.3g}",
-            f"{_SIGNS[limit.side]} {limit.fail:.3g}",
-        ).rstrip(),
-    )
+def _limit_lines(
+    interval: Interval, limit: Limit, verdict: GapVerdict, tokens: int
+) -> Iterator[Line]:
+    word, style = _VERDICTS[verdict]
+    value, ends = _value_and_interval(interval)
+    bound = f"{_SIGNS[limit.side]} {limit.fail:.3g}"
+    row = _ROW.format(word, limit.metric, value, ends, f"{limit.target:.3g}", bound)
+    yield style, row.rstrip()
     if verdict is GapVerdict.INCONCLUSIVE:
-        own = limit.judge(interval)
-        needed = limit.tokens_needed(interval, tokens) if own is GapVerdict.INCONCLUSIVE else None
-        if own is GapVerdict.FAIL:
-            yield style, f"{_INDENT}beyond the limit, which decides nothing at this temperature"
-        else:
-            yield (
-                style,
-                (
-                    f"{_INDENT}about {rounded(needed)} tokens would decide"
-                    if needed
-                    else f"{_INDENT}more sequences are needed"
-                ),
-            )
-    yield (
-        Style.FAINT,
-        _INDENT + textwrap.shorten(limit.source, _WIDTH - len(_INDENT), placeholder=" ..."),
-    )
+        yield style, f"{_INDENT}{_undecided_reason(interval, limit, tokens)}"
+    source = textwrap.shorten(limit.source, _WIDTH - len(_INDENT), placeholder=" ...")
+    yield Style.FAINT, f"{_INDENT}{source}"
+
+
+def _undecided_reason(interval: Interval, limit: Limit, tokens: int) -> str:
+    own = limit.judge(interval)
+    if own is GapVerdict.FAIL:
+        return "beyond the limit, which decides nothing at this temperature"
+    needed = limit.tokens_needed(interval, tokens) if own is GapVerdict.INCONCLUSIVE else None
+    return f"about {rounded(needed)} tokens would decide" if needed else "more sequences are needed"
 
 
 def rounded(tokens: int) -> str:
-    """A number of tokens that is an estimate, to two digits."""
+    """Return a number of tokens that is an estimate, to two digits."""
     return f"{float(f'{tokens:.2g}'):,.0f}"
 
 
-def _told(interval: Interval) -> tuple[str, str]:
-    """Value and interval in words."""
+def _value_and_interval(interval: Interval) -> tuple[str, str]:
     if math.isnan(interval.value):
         return "-", "not measured"
-    return f"{interval.value:.3g}", (
-        "" if math.isnan(interval.low) else f"[{interval.low:.3g}, {interval.high:.3g}]"
-    )
+    ends = "" if math.isnan(interval.low) else f"[{interval.low:.3g}, {interval.high:.3g}]"
+    return f"{interval.value:.3g}", ends
 
 
-def _wrapped(text: str, indent: str) -> str:
+def _wrap(text: str, indent: str) -> str:
     return textwrap.fill(
         text, _WIDTH, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False
     )

@@ -1,5 +1,6 @@
-"""HF trainer: scores rollouts with a causal model of HF transformers, natively or with its routes.
-Needs torch and transformers.
+"""``HfTrainer``, which scores rollouts with a causal model of HF transformers.
+
+It routes natively or with the rollout's routes. Needs torch and transformers.
 """
 
 from __future__ import annotations
@@ -26,13 +27,16 @@ _MIXED = (
 
 
 class HfTrainer:
-    """Scores under checkpoints of HF transformers, a folder for each version of the weights; one is
-    in memory at a time.
+    """Scores under checkpoints of HF transformers, a folder for each version of the weights.
 
-    ``paths`` maps versions (as text) to folders; one path alone is for all, and may hold
-    ``{version}``. ``dtype`` is that of torch, by name (default: the checkpoint's); ``temperature``
-    the one that was sampled with (default: what the trace's calls declare, else 1); ``rows`` bounds
-    a microbatch, in tokens with padding.
+    One model is in memory at a time.
+
+    Args:
+        paths: folders by version (as text); or one path for all, which may contain ``{version}``.
+        dtype: torch's name of the dtype (default: the checkpoint's).
+        temperature: the sampling temperature (default: that of the trace's calls, else 1).
+        device: where to run (default: cuda if available).
+        rows: bound of a microbatch, in tokens with padding.
     """
 
     def __init__(
@@ -56,7 +60,7 @@ class HfTrainer:
 
     @classmethod
     def of(cls, spec: str, **options: Any) -> HfTrainer:
-        """Of ``PATH``, ``PATH/{version}`` or ``VERSION=PATH,VERSION=PATH``."""
+        """Parse ``PATH``, ``PATH/{version}`` or ``VERSION=PATH,VERSION=PATH``."""
         if "=" not in spec:
             return cls(spec, **options)
         paths = {}
@@ -71,28 +75,31 @@ class HfTrainer:
         return cls(paths, **options)
 
     def sampled_at(self, temperatures: Collection[float]) -> None:
-        """Takes the temperature that the trace's calls declare. Raises ``GapError`` where that is
-        several, or another than was given.
+        """Use the temperature of the trace's calls.
+
+        Raises ``GapError`` if they have several, or another than the one to score at.
         """
-        warm = sorted({one for one in temperatures if one > 0})
-        told = " and ".join(f"{one:g}" for one in warm)
+        # greedy calls have no distribution of their own
+        warm = sorted({temperature for temperature in temperatures if temperature > 0})
+        listed = " and ".join(f"{temperature:g}" for temperature in warm)
         if len(warm) > 1:
             raise GapError(
-                f"The trace's calls were sampled at temperatures {told}: score the rollouts of one"
-                " temperature at a time."
+                f"The trace's calls were sampled at temperatures {listed}: score the rollouts of"
+                " one temperature at a time."
             )
         if warm and self.temperature not in (None, warm[0]):
             raise GapError(
-                f"The trace's calls were sampled at temperature {told}, and are to be scored at"
-                f" {self.temperature:g}: those are different laws. Leave the temperature out to"
-                " score at the calls' own."
+                f"The trace's calls were sampled at temperature {listed}, and are to be scored at"
+                f" {self.temperature:g}: those are different distributions. Leave the temperature"
+                " out to score at the calls' own."
             )
         if self.temperature is None:
             self._temperature = warm[0] if warm else 1.0
 
     def score(self, rollouts: Sequence[Rollout], *, version: Version, replay: bool) -> list[Scored]:
-        """See ``GapTrainer``. Raises ``GapError`` for a version without a checkpoint, and where a
-        checkpoint cannot be read.
+        """See ``GapTrainer``.
+
+        Raises ``GapError`` if a version has no checkpoint, or its checkpoint cannot be read.
         """
         model = self.model(version)
         out: list[Scored | None] = [None] * len(rollouts)
@@ -103,7 +110,7 @@ class HfTrainer:
         return [scored for scored in out if scored is not None]
 
     def model(self, version: Version) -> Any:
-        """The model of that version, in evaluation mode."""
+        """Return the model of a version, in evaluation mode."""
         path = self._path(version)
         if self._loaded is None or self._loaded[0] != path:
             self._loaded = None  # the old one goes before the new one comes
@@ -115,14 +122,14 @@ class HfTrainer:
             if _PLACE in self.paths:
                 if version is None:
                     raise GapError(
-                        f"{self.paths} needs a version, and the rollouts do not tell which weights"
+                        f"{self.paths} needs a version, and the rollouts do not say which weights"
                         " sampled them."
                     )
                 return self.paths.replace(_PLACE, str(version))
             self._scored.add(str(version))
             if len(self._scored) > 1:
-                told = ", ".join(sorted(self._scored))
-                self.notes[:] = [_MIXED.format(path=self.paths, versions=told)]
+                versions = ", ".join(sorted(self._scored))
+                self.notes[:] = [_MIXED.format(path=self.paths, versions=versions)]
             return self.paths
         if str(version) not in self.paths:
             raise GapError(
@@ -142,7 +149,7 @@ class HfTrainer:
             ) from error
         if self.dtype != "auto" and not isinstance(getattr(torch, self.dtype, None), torch.dtype):
             raise UsageError(
-                f"dtype={self.dtype!r} is none of torch's: auto, float32, bfloat16, float16,"
+                f"dtype={self.dtype!r} is not a dtype of torch: auto, float32, bfloat16, float16,"
                 " float64."
             )
         if not Path(path).is_dir():
@@ -161,8 +168,9 @@ class HfTrainer:
         return model.to(device).eval()
 
     def _microbatches(self, rollouts: Sequence[Rollout]) -> Iterator[list[int]]:
-        """Numbers of rollouts, alike in length, whose padded batch has at most ``rows`` tokens (or
-        holds one rollout).
+        """Yield indexes of rollouts of similar length, at most ``rows`` tokens with padding.
+
+        A longer rollout is a batch by itself.
         """
         batch: list[int] = []
         for number in sorted(range(len(rollouts)), key=lambda i: rollouts[i].total):
@@ -189,42 +197,35 @@ class HfTrainer:
         }
         moe = _has_routers(model)
 
-        def rule() -> Any:
-            return (
-                hf_replay(model, inputs.routes())
-                if replay
-                else hf_record(model)
-                if moe
-                else nullcontext()
-            )
+        def routing() -> Any:
+            if replay:
+                return hf_replay(model, inputs.routes())
+            return hf_record(model) if moe else nullcontext()
 
         with torch.no_grad():
-            with rule() as passed:
+            with routing() as routed:
                 states, head = _hidden(model, call)
             if head is None:
-                with rule() as passed:
+                with routing() as routed:
                     states = model(**call).logits
-        recorded = None if replay or not moe else passed
+        recorded = None if replay or not moe else routed
         width = call["input_ids"].shape[1]
         out = []
         for line, rollout in enumerate(batch):
             first, last = len(rollout.prompt_ids) - 1, rollout.total - 1
             ids = torch.tensor(rollout.response_ids, device=model.device)
             logprobs = _logprobs(states[line, first:last], head, ids, self._temperature)
-            if replay:
-                routes = None if rollout.routes is None else rollout.routes[first:last]
-            else:
-                routes = (
-                    None
-                    if recorded is None
-                    else _on_axis(recorded, rollout, line * width + np.arange(first, last))
-                )
+            routes = None
+            if replay and rollout.routes is not None:
+                routes = rollout.routes[first:last]
+            elif recorded is not None:
+                routes = _on_axis(recorded, rollout, line * width + np.arange(first, last))
             out.append(Scored(logprobs=logprobs.double().cpu().numpy(), routes=routes))
         return out
 
 
 def _has_routers(model: Any) -> bool:
-    """Whether routes can be taken down; a replay says itself why it cannot be done."""
+    """Whether routes can be recorded. A replay that cannot be done raises an error by itself."""
     from rollproof.errors import RouterError
     from rollproof.replay.hf import find_routers
 
@@ -236,8 +237,9 @@ def _has_routers(model: Any) -> bool:
 
 
 def _hidden(model: Any, call: Mapping[str, Any]) -> tuple[Any, Any]:
-    """What the head is given ``(batch, width, hidden)``, and the head's matrix; ``None`` twice
-    where the model makes other logits of it than the product (a bias, a scale, a cap).
+    """Return the input of the head ``(batch, width, hidden)``, and the head's matrix.
+
+    ``None`` twice if the model's logits are not their product (a bias, a scale, a cap).
     """
     import torch
 
@@ -245,8 +247,8 @@ def _hidden(model: Any, call: Mapping[str, Any]) -> tuple[Any, Any]:
     caught = []
 
     def first_only(module: Any, args: tuple[Any, ...]) -> tuple[Any, ...]:
-        """Logits of all tokens are the largest thing that a forward makes, and are not needed."""
         del module
+        # logits of all tokens are the largest tensor of a forward, and are not needed
         caught.append(args[0])
         return (args[0][:, :1], *args[1:])
 
@@ -276,14 +278,16 @@ def _logprobs(states: Any, head: Any, ids: Any, temperature: float) -> Any:
 
 
 def _on_axis(recorded: Any, rollout: Rollout, rows: Any) -> Any:
-    """The recorded rows on the rollout's own layer axis: layers without a router hold -1 where that
-    axis counts them.
+    """Return the recorded rows on the rollout's layer axis.
+
+    Layers without a router hold -1 if that axis counts them.
     """
     routes = recorded.routes[rows].numpy()
     if rollout.routes is None or rollout.routes.shape[1] == routes.shape[1]:
         return routes
     if rollout.routes.shape[1] != recorded.routers.num_layers:
         return None
-    whole = np.full((len(routes), recorded.routers.num_layers, routes.shape[2]), -1, dtype=np.int64)
-    whole[:, list(recorded.layers)] = routes
-    return whole
+    shape = (len(routes), recorded.routers.num_layers, routes.shape[2])
+    on_axis = np.full(shape, -1, dtype=np.int64)
+    on_axis[:, list(recorded.layers)] = routes
+    return on_axis

@@ -1,11 +1,11 @@
-"""Intervals: what a number could have been, had other sequences been sampled.
+"""Intervals: what a number could have been if other sequences had been sampled.
 
-Tokens of one sequence err together, so that only sequences are resampled: an interval that takes
-tokens for independent covers 71 to 82 % where it claims 95 %. The kinds, by ``Scale``:
+Tokens of one sequence err together, so only sequences are resampled: an interval that takes tokens
+for independent covers 71 to 82 % instead of 95 %. The kinds, by ``Scale``:
 
 - means: t intervals over sequences, studentised by the bootstrap (Efron & Tibshirani 1993, 12.5)
-  and never narrower than Student's, on the log scale where the values are never negative (gaps have
-  heavy tails to the right). No resample holds a token that was not sampled: where rare ones carry
+  and never narrower than Student's, on the log scale if the values are never negative (gaps have
+  heavy tails to the right). No resample holds a token that was not sampled: if rare tokens carry
   the mean, the upper end has room for them, by the rule of three (Hanley & Lippman-Hand 1983);
 - shares: Clopper-Pearson at the effective number of tokens, n over the design effect (Korn &
   Graubard 1998), so that no event among n tokens still has an upper bound of about 3 / n;
@@ -14,20 +14,22 @@ tokens for independent covers 71 to 82 % where it claims 95 %. The kinds, by ``S
 - ratios of two scores of one rollout: studentised on the log scale, symmetric (Hall 1992, 3.5);
 - what rare tokens decide (chi2, the effective sample size, the variance of sequences' sums): none.
   Studentised, BCa and jackknife intervals on any scale hold the true value in 62 to 88 % of
-  clustered data sets, and say nothing of when they do not.
+  clustered data sets, and do not show when they fail.
 """
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 from scipy import stats
 
-from rollproof.core.records import IntArray
+from rollproof.gap.column_checks import FloatArray, IntArray
 from rollproof.gap.metrics import METRICS, PLACE, Metric, Scale, Statistic
-from rollproof.gap.token_pairs import FloatArray
 
 __all__ = [
     "FEW_TOKENS",
@@ -39,39 +41,57 @@ __all__ = [
 ]
 
 FEW_TOKENS = 2_000
-"""Tokens below which the interval of k3 holds less often than it claims: of 640 in 90 %, of 1,920
-in 95 % (docs/benchmarks.md).
+"""Tokens below which the interval of k3 holds less often than it claims: with 640 tokens in 90 %,
+with 1,920 in 95 % of data sets (docs/benchmarks.md).
 """
 _TAIL = 0.025
-"""What a 95 % interval leaves out on either side."""
-_UNITS = 20_000
-"""More sequences than this are resampled in random groups of sequences: as exact, and the counts
-stay small.
-"""
+"""What a 95 % interval leaves out at either end."""
+_MAX_UNITS = 20_000
+"""More sequences than this are resampled in random groups: as exact, with smaller arrays."""
+_MAX_JACKKNIFE = 1_000
+"""Groups that the acceleration of a BCa interval is estimated from."""
 _BATCH = 100
 _MEANS = list(
     dict.fromkeys(
-        (m.above, m.below) for m in METRICS.values() if m.scale in (Scale.SIGNED, Scale.POSITIVE)
+        (metric.above, metric.below)
+        for metric in METRICS.values()
+        if metric.scale in (Scale.SIGNED, Scale.POSITIVE)
     )
 )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Interval:
-    """A value and the bounds of its 95 % interval; NaN where it cannot be known (one sequence,
-    nothing to divide by).
+    """A value and its 95 % interval; NaN if that is unknown (one sequence, nothing to divide by).
+
+    Attributes:
+        value: the number.
+        low: lower end.
+        high: upper end.
     """
 
     value: float
     low: float
     high: float
 
+    @classmethod
+    def unbounded(cls, value: float = np.nan) -> Interval:
+        """A value with no interval."""
+        return cls(value=value, low=np.nan, high=np.nan)
+
+    def to_list(self) -> list[float | None]:
+        """JSON form of value, low and high; JSON has no NaN."""
+        numbers = (self.value, self.low, self.high)
+        return [number if np.isfinite(number) else None for number in numbers]
+
 
 class Resampler:
-    """Bootstrap resamples of sequences: ``resamples`` draws with replacement, the same for every
-    metric and every run of ``seed``.
+    """Bootstrap resamples of sequences, the same for every metric and every run of one seed.
 
-    ``sums`` is ``(sequences, columns)``, one row a sequence.
+    Args:
+        sums: ``(sequences, columns)``, one row a sequence.
+        resamples: number of draws with replacement.
+        seed: seed of the draws.
     """
 
     def __init__(self, sums: FloatArray, *, resamples: int = 1000, seed: int = 0) -> None:
@@ -79,25 +99,16 @@ class Resampler:
         self.total: FloatArray = sums.sum(axis=0)
         self.resamples: int = resamples
         self.seed: int = seed
-        self.group: IntArray | None = None
-        if len(sums) > _UNITS:
-            self.group = np.random.default_rng(seed + 1).permutation(len(sums)) % _UNITS
-        self.units: FloatArray = self.grouped(sums)
+        self.units: FloatArray = sums
+        if len(sums) > _MAX_UNITS:
+            order = np.random.default_rng(seed + 1).permutation(len(sums))
+            self.units = _grouped(sums, order % _MAX_UNITS)
         self._drawn: FloatArray | None = None
 
-    def grouped(self, columns: FloatArray) -> FloatArray:
-        """``(units, columns)`` of what is ``(sequences, columns)``: the rows that are resampled."""
-        if self.group is None:
-            return columns
-        out = [
-            np.bincount(self.group, weights=columns[:, i], minlength=_UNITS)
-            for i in range(columns.shape[1])
-        ]
-        return np.stack(out, axis=1).astype(np.float64, copy=False)
-
     def counts(self) -> Iterator[FloatArray]:
-        """Batches ``(b, units)``: how often each unit was drawn in each of ``b`` resamples; the
-        same batches each time.
+        """Yield batches ``(b, units)``: how often each of ``b`` resamples drew each unit.
+
+        The batches are the same on every call.
         """
         rng = np.random.default_rng(self.seed)
         n = len(self.units)
@@ -108,64 +119,66 @@ class Resampler:
 
     @property
     def drawn(self) -> FloatArray:
-        """``(resamples, columns)``: the sums of each resample, and behind them those of the means'
-        products.
-        """
+        """``(resamples, columns)``: sums of each resample, then those of the means' products."""
         if self._drawn is None:
-            self._drawn = np.concatenate(
-                [counts @ np.hstack([self.units, self._squares()]) for counts in self.counts()]
-            )
+            columns = np.hstack([self.units, self._products()])
+            self._drawn = np.concatenate([counts @ columns for counts in self.counts()])
         return self._drawn
 
-    def _squares(self) -> FloatArray:
-        """Products of a mean's columns, per unit: what the spread within a resample needs."""
-        columns = []
+    def _products(self) -> FloatArray:
+        """Products of each mean's columns, per unit: they give the spread within a resample."""
+        products = []
         for above, below in _MEANS:
             y, n = self.units[:, PLACE[above]], self.units[:, PLACE[below]]
-            columns += [y * y, y * n, n * n]
-        return np.stack(columns, axis=1)
+            products += [y * y, y * n, n * n]
+        return np.stack(products, axis=1)
 
     def mean(self, metric: Metric) -> Interval:
         """Studentised interval of a mean."""
         value = float(metric.statistic(self.total))
         n = len(self.units)
-        y, size = self.units[:, PLACE[metric.above]], self.units[:, PLACE[metric.below]]
         if n < 2 or not np.isfinite(value):
-            return Interval(value=value, low=np.nan, high=np.nan)
+            return Interval.unbounded(value)
+        y, size = self.units[:, PLACE[metric.above]], self.units[:, PLACE[metric.below]]
         plain = y.sum() / size.sum()
         error = np.sqrt(((y - plain * size) ** 2).sum() * n / (n - 1)) / size.sum()
-        least = metric.healthy - metric.shift if metric.scale is Scale.POSITIVE else None
-        if error == 0 or (least is not None and plain * metric.factor <= least):
+        logarithmic = metric.scale is Scale.POSITIVE
+        floor = (metric.healthy - metric.shift) / metric.factor if logarithmic else 0.0
+        if error == 0 or (logarithmic and plain <= floor):
             return Interval(value=value, low=value, high=value)
+        means, errors = self._resampled_means(metric)
+        with np.errstate(invalid="ignore", divide="ignore"):
+            if logarithmic:
+                ratio = np.log(means - floor) - np.log(plain - floor)
+                pivots = ratio * (means - floor) / errors
+            else:
+                pivots = (means - plain) / errors
+        left, right = _pivot_ends(pivots, n)
+        if logarithmic:
+            reach = error / (plain - floor)
+            with np.errstate(over="ignore"):  # few sequences may give no upper bound
+                factors = np.exp(-right * reach), np.exp(-left * reach)
+            ends = [floor + (plain - floor) * factor for factor in factors]
+        else:
+            ends = [plain - right * error, plain - left * error]
+        low, high = sorted(metric.factor * end + metric.shift for end in ends)
+        return Interval(value=value, low=float(low), high=float(high + self._unseen(metric)))
+
+    def _resampled_means(self, metric: Metric) -> tuple[FloatArray, FloatArray]:
+        """``(resamples,)`` twice: a mean in each resample, and its standard error there."""
+        n = len(self.units)
         first = self.units.shape[1] + 3 * _MEANS.index((metric.above, metric.below))
         above, below = self.drawn[:, PLACE[metric.above]], self.drawn[:, PLACE[metric.below]]
         yy, yn, nn = (self.drawn[:, first + i] for i in range(3))
         with np.errstate(invalid="ignore", divide="ignore"):
             means = above / below
-            errors = (
-                np.sqrt(np.maximum(yy - 2 * means * yn + means**2 * nn, 0.0) * n / (n - 1)) / below
-            )
-            lift = (least or 0.0) / metric.factor
-            if least is not None:
-                pivots = (np.log(means - lift) - np.log(plain - lift)) * (means - lift) / errors
-            else:
-                pivots = (means - plain) / errors
-        left, right = _pivot_ends(pivots, n)
-        if least is not None:
-            reach = error / (plain - lift)
-            with np.errstate(over="ignore"):  # of few sequences nothing is known above
-                ends = (
-                    lift + (plain - lift) * np.exp(-right * reach),
-                    lift + (plain - lift) * np.exp(-left * reach),
-                )
-        else:
-            ends = (plain - right * error, plain - left * error)
-        low, high = sorted(metric.factor * end + metric.shift for end in ends)
-        return Interval(value=value, low=float(low), high=float(high + self._unseen(metric)))
+            squares = np.maximum(yy - 2 * means * yn + means**2 * nn, 0.0)
+            return means, np.sqrt(squares * n / (n - 1)) / below
 
     def _unseen(self, metric: Metric) -> float:
-        """What a kind of token would add that none of n sampled ones was of: up to 3 in n may be,
-        and of the largest's size.
+        """What a kind of token could add that is rare and was not sampled.
+
+        Up to 3 in n tokens may be of it (rule of three); its size is taken to be the largest seen.
         """
         if not metric.top:
             return 0.0
@@ -173,21 +186,20 @@ class Resampler:
         return 3 * max(largest, 0.0) / float(self.total[PLACE["finite"]])
 
     def ratio(self, above: int, below: int) -> Interval:
-        """Studentised interval of the total of column ``above`` over that of ``below``, both never
-        negative, on the log scale.
+        """Studentised interval, on the log scale, of one column's total over another's.
 
-        Where the two err on the same tokens (one rollout scored twice) the ratio is far better
-        known than either total.
+        Neither is ever negative. If both err on the same tokens (one rollout scored twice), the
+        ratio is far more certain than either total.
         """
         a, b = self.units[:, above], self.units[:, below]
         n = len(a)
         if not b.sum() > 0:
-            return Interval(value=np.nan, low=np.nan, high=np.nan)
+            return Interval.unbounded()
         value = float(a.sum() / b.sum())
         if n < 2 or value == 0:
-            return Interval(value=value, low=np.nan, high=np.nan)
+            return Interval.unbounded(value)
         error = float(np.sqrt(((a / a.sum() - b / b.sum()) ** 2).sum() * n / (n - 1)))
-        if error < 1e-12:  # one side is a multiple of the other, up to rounding
+        if error < 1e-12:  # one column is a multiple of the other, up to rounding
             return Interval(value=value, low=value, high=value)
         columns = np.stack([a, b, a * a, a * b, b * b], axis=1)
         top, bottom, aa, ab, bb = np.concatenate([counts @ columns for counts in self.counts()]).T
@@ -195,39 +207,59 @@ class Resampler:
             spread = aa / top**2 - 2 * ab / (top * bottom) + bb / bottom**2
             pivots = np.log(top / bottom / value) / np.sqrt(np.maximum(spread, 0.0) * n / (n - 1))
         reach = _symmetric_end(pivots, n) * error
-        with np.errstate(over="ignore"):  # of few sequences nothing is known above
-            return Interval(
-                value=value, low=float(value * np.exp(-reach)), high=float(value * np.exp(reach))
-            )
+        with np.errstate(over="ignore"):  # few sequences may give no upper bound
+            low, high = value * np.exp(-reach), value * np.exp(reach)
+        return Interval(value=value, low=float(low), high=float(high))
 
     def bca(self, statistic: Statistic) -> Interval:
         """BCa interval of a function of the sums."""
         value = float(statistic(self.total))
-        if len(self.units) < 2 or not np.isfinite(value):
-            return Interval(value=value, low=np.nan, high=np.nan)
+        n = len(self.units)
+        if n < 2 or not np.isfinite(value):
+            return Interval.unbounded(value)
         draws = statistic(self.drawn[:, : self.units.shape[1]])
         draws = draws[np.isfinite(draws)]
         if len(draws) < 2:
-            return Interval(value=value, low=np.nan, high=np.nan)
-        rank = np.clip((np.mean(draws < value) + np.mean(draws <= value)) / 2, 1e-4, 1 - 1e-4)
-        left_out = statistic(self.total - self.units)
-        left_out = left_out[np.isfinite(left_out)]
-        pull = left_out.mean() - left_out if len(left_out) else left_out
-        spread = float((pull**2).sum())
-        skew = float((pull**3).sum()) / (6 * spread**1.5) if spread > 0 else 0.0
-        n = len(self.units)
-        reach = np.sqrt(n / (n - 1)) * stats.t.ppf(1 - _TAIL, n - 1)
-        ends = np.array([-reach, reach])
-        bias = stats.norm.ppf(rank)
-        orders = np.asarray(stats.norm.cdf(bias + (bias + ends) / (1 - skew * (bias + ends))))
-        low, high = (float(np.quantile(draws, order)) for order in orders)
-        return Interval(value=value, low=min(low, value), high=max(high, value))
+            return Interval.unbounded(value)
+        if np.ptp(draws) == 0:
+            return Interval(value=value, low=value, high=value)
+
+        def of_units(units: Any, axis: int) -> Any:
+            return statistic(np.moveaxis(units.sum(axis=axis), 0, -1))
+
+        # scipy's jackknife is quadratic in the units; a thousand groups give the same acceleration
+        units = self.units
+        if n > _MAX_JACKKNIFE:
+            units = _grouped(units, np.arange(n) % _MAX_JACKKNIFE)
+        reach = np.sqrt(n / (n - 1)) * _student(n)
+        with warnings.catch_warnings(), np.errstate(invalid="ignore", divide="ignore"):
+            # degenerate draws have an interval of NaN, which is how unknown ends are written
+            warnings.simplefilter("ignore", stats.DegenerateDataWarning)
+            ends = stats.bootstrap(
+                (units.T,),
+                of_units,
+                method="BCa",
+                confidence_level=1 - 2 * float(stats.norm.sf(reach)),
+                # the draws that the other metrics have too, so scipy draws none
+                n_resamples=0,
+                bootstrap_result=SimpleNamespace(bootstrap_distribution=draws),
+                vectorized=True,
+                batch=_BATCH,
+                axis=-1,
+            ).confidence_interval
+        return Interval(value=value, low=min(ends.low, value), high=max(ends.high, value))
+
+
+def _grouped(rows: FloatArray, group: IntArray) -> FloatArray:
+    """``(groups, columns)``: sums of the rows of each group."""
+    columns = [np.bincount(group, weights=rows[:, i]) for i in range(rows.shape[1])]
+    return np.stack(columns, axis=1).astype(np.float64, copy=False)
 
 
 def share_interval(events: FloatArray, tokens: FloatArray) -> Interval:
     """Korn-Graubard interval of ``sum(events) / sum(tokens)``, both ``(sequences,)``."""
     if not tokens.sum() > 0:
-        return Interval(value=np.nan, low=np.nan, high=np.nan)
+        return Interval.unbounded()
     share, low, high = share_bounds(events[:, None], tokens)
     return Interval(value=float(share[0]), low=float(low[0]), high=float(high[0]))
 
@@ -235,8 +267,9 @@ def share_interval(events: FloatArray, tokens: FloatArray) -> Interval:
 def share_bounds(
     events: FloatArray, tokens: FloatArray
 ) -> tuple[FloatArray, FloatArray, FloatArray]:
-    """As ``share_interval`` of each column of ``events`` ``(sequences, columns)``: the shares and
-    the two ends, ``(columns,)``.
+    """Korn-Graubard intervals of each column of ``events`` ``(sequences, columns)``.
+
+    Returns the shares, the lower and the upper ends, each ``(columns,)``.
     """
     n, units = float(tokens.sum()), int((tokens > 0).sum())
     share = events.sum(axis=0) / n
@@ -249,55 +282,56 @@ def share_bounds(
         )
         variance = np.maximum(squares, 0.0) * units / (units - 1) / n**2
         inner = (share > 0) & (share < 1)
-        student = (stats.t.ppf(1 - _TAIL, units - 1) / stats.norm.ppf(1 - _TAIL)) ** 2
-        effect[inner] = (
-            np.maximum(1.0, variance[inner] * n / (share * (1 - share))[inner]) * student
-        )
+        student = (_student(units) / stats.norm.ppf(1 - _TAIL)) ** 2
+        binomial = (share * (1 - share))[inner] / n
+        effect[inner] = np.maximum(1.0, variance[inner] / binomial * student)
+    # scipy's binomtest takes whole numbers of events, and effective numbers are not whole
     size = n / effect
     hits = share * size
+    misses = np.maximum(size - hits, 1e-12)
     with np.errstate(invalid="ignore"):
-        low = np.where(share > 0, stats.beta.ppf(_TAIL, hits, size - hits + 1), 0.0)
-        high = np.where(
-            share < 1, stats.beta.ppf(1 - _TAIL, hits + 1, np.maximum(size - hits, 1e-12)), 1.0
-        )
+        low = np.where(share > 0, stats.beta.ppf(_TAIL, hits, misses + 1), 0.0)
+        high = np.where(share < 1, stats.beta.ppf(1 - _TAIL, hits + 1, misses), 1.0)
     return share, low, high
 
 
 def metric_interval(metric: Metric, resampler: Resampler) -> Interval:
-    """The metric over all sequences, with its interval."""
-    return _KINDS[metric.scale](metric, resampler)
+    """Return the metric over all sequences, with its interval."""
+    return _INTERVALS[metric.scale](metric, resampler)
 
 
-def _share(metric: Metric, resampler: Resampler) -> Interval:
-    return share_interval(
-        resampler.sums[:, PLACE[metric.above]], resampler.sums[:, PLACE[metric.below]]
-    )
+def _metric_share(metric: Metric, resampler: Resampler) -> Interval:
+    sums = resampler.sums
+    return share_interval(sums[:, PLACE[metric.above]], sums[:, PLACE[metric.below]])
+
+
+def _student(n: int) -> float:
+    """Student's quantile for ``n`` sequences."""
+    return float(stats.t.ppf(1 - _TAIL, n - 1))
 
 
 def _pivot_ends(pivots: FloatArray, n: int) -> tuple[float, float]:
-    student = float(stats.t.ppf(1 - _TAIL, n - 1))
-    known = pivots[np.isfinite(pivots)]
-    if not len(known):
+    student = _student(n)
+    finite = pivots[np.isfinite(pivots)]
+    if not len(finite):
         return -student, student
-    low, high = np.quantile(known, [_TAIL, 1 - _TAIL])
+    low, high = np.quantile(finite, [_TAIL, 1 - _TAIL])
     return min(float(low), -student), max(float(high), student)
 
 
 def _symmetric_end(pivots: FloatArray, n: int) -> float:
-    """As ``_pivot_ends``, one number for both sides: of the size of a pivot, which is known better
-    than either of its tails.
-    """
-    known = np.abs(pivots[np.isfinite(pivots)])
-    student = float(stats.t.ppf(1 - _TAIL, n - 1))
-    return max(float(np.quantile(known, 1 - 2 * _TAIL)), student) if len(known) else student
+    """One end for both directions: the size of a pivot is more certain than either of its tails."""
+    sizes = np.abs(pivots[np.isfinite(pivots)])
+    student = _student(n)
+    return max(float(np.quantile(sizes, 1 - 2 * _TAIL)), student) if len(sizes) else student
 
 
-_KINDS: Mapping[Scale, Callable[[Metric, Resampler], Interval]] = {
+_INTERVALS: Mapping[Scale, Callable[[Metric, Resampler], Interval]] = {
     Scale.SIGNED: lambda metric, resampler: resampler.mean(metric),
     Scale.POSITIVE: lambda metric, resampler: resampler.mean(metric),
-    Scale.SHARE: _share,
+    Scale.SHARE: _metric_share,
     Scale.OTHER: lambda metric, resampler: resampler.bca(metric.statistic),
-    Scale.BARE: lambda metric, resampler: Interval(
-        value=float(metric.statistic(resampler.total)), low=np.nan, high=np.nan
+    Scale.BARE: lambda metric, resampler: Interval.unbounded(
+        float(metric.statistic(resampler.total))
     ),
 }

@@ -1,6 +1,4 @@
-"""Limits: what a metric may be, by class of model and precision, each with its source; and the
-verdict that follows.
-"""
+"""Limits of the metrics, by class of model and precision, with their sources; and the verdicts."""
 
 from __future__ import annotations
 
@@ -17,8 +15,9 @@ from rollproof.core.files import read_toml
 from rollproof.errors import GapError, UsageError
 from rollproof.gap.intervals import Interval
 from rollproof.gap.metrics import METRICS, Scale
+from rollproof.gap.panel import GATED
 
-__all__ = ["GapVerdict", "Limit", "Limits", "Side", "limits_named", "limits_of"]
+__all__ = ["GapVerdict", "Limit", "Limits", "Side", "limits_named", "resolve_limits"]
 
 DEFAULT = "moe-bf16"
 """The loosest class in common use: a run that fails here is wrong in every class but quantised
@@ -42,16 +41,23 @@ class Side(StrEnum):
     BOTH = "both"
 
 
-_HOPELESS = 1e5
-"""Times an interval must become sharper, from which no number of tokens is told: that takes the
-square of it as many.
+_MAX_SHARPER = 1e5
+"""How many times narrower an interval may have to become. Beyond that no number of tokens is given:
+it grows with the square.
 """
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Limit:
-    """``target`` is what a healthy run of this class shows, ``warn`` what deserves a look, ``fail``
-    what decides the verdict.
+    """The limit of one metric.
+
+    Attributes:
+        metric: its name.
+        target: what a healthy run of this class shows.
+        warn: what deserves a look.
+        fail: what decides the verdict.
+        source: where the numbers come from.
+        side: on which side of the limit the metric is wrong.
     """
 
     metric: str
@@ -62,10 +68,10 @@ class Limit:
     side: Side = Side.ABOVE
 
     def judge(self, interval: Interval) -> GapVerdict:
-        """Fail where the whole interval lies beyond the limit, pass where none of it does,
-        inconclusive where the limit lies within.
+        """Compare an interval with the limit.
 
-        A limit of exactly 0 tells exact from inexact: any value but 0 is beyond it.
+        Fail if all of it lies beyond the limit, pass if none of it does, else inconclusive. A limit
+        of exactly 0 demands exactness: any value but 0 is beyond it.
         """
         if math.isnan(interval.value):
             return GapVerdict.INCONCLUSIVE
@@ -74,49 +80,43 @@ class Limit:
         if math.isnan(interval.low) or math.isnan(interval.high):
             return GapVerdict.INCONCLUSIVE
         low, high = self._badness(interval)
-        if low > self.fail if self.side is not Side.BELOW else low > -self.fail:
+        bound = -self.fail if self.side is Side.BELOW else self.fail
+        if low > bound:
             return GapVerdict.FAIL
-        return (
-            GapVerdict.PASS
-            if (high <= self.fail if self.side is not Side.BELOW else high <= -self.fail)
-            else GapVerdict.INCONCLUSIVE
-        )
+        return GapVerdict.PASS if high <= bound else GapVerdict.INCONCLUSIVE
 
     def _badness(self, interval: Interval) -> tuple[float, float]:
-        """The interval turned so that larger is worse."""
+        """The ends of the interval, turned so that larger is worse."""
         if self.side is Side.ABOVE:
             return interval.low, interval.high
         if self.side is Side.BELOW:
             return -interval.high, -interval.low
-        inside = interval.low <= 0.0 <= interval.high
-        return 0.0 if inside else min(abs(interval.low), abs(interval.high)), max(
-            abs(interval.low), abs(interval.high)
-        )
+        sizes = abs(interval.low), abs(interval.high)
+        contains_zero = interval.low <= 0.0 <= interval.high
+        return 0.0 if contains_zero else min(sizes), max(sizes)
 
     def tokens_needed(self, interval: Interval, tokens: int) -> int | None:
-        """About how many tokens, of sequences like these, would decide it; ``None`` where more
-        tokens of the same kind would not.
+        """Estimate how many tokens, in sequences like these, would decide it.
+
+        ``None`` if more tokens of the same kind would not.
         """
         if self.judge(interval) is not GapVerdict.INCONCLUSIVE:
             return tokens
         if math.isnan(interval.low) or math.isnan(interval.value):
             return None
         low, high = self._badness(interval)
-        value = (
-            -interval.value
-            if self.side is Side.BELOW
-            else abs(interval.value)
-            if self.side is Side.BOTH
-            else interval.value
-        )
-        bound = -self.fail if self.side is Side.BELOW else self.fail
+        value, bound = interval.value, self.fail
+        if self.side is Side.BELOW:
+            value, bound = -value, -bound
+        elif self.side is Side.BOTH:
+            value = abs(value)
         room = bound - value
         reach = (high - value) if room > 0 else (value - low)
         sharper = reach / room if room else math.inf
-        return math.ceil(tokens * sharper**2) if sharper < _HOPELESS else None
+        return math.ceil(tokens * sharper**2) if sharper < _MAX_SHARPER else None
 
     def to_dict(self) -> dict[str, Any]:
-        """JSON-ready form."""
+        """Return the JSON form."""
         return {
             "target": self.target,
             "warn": self.warn,
@@ -128,8 +128,13 @@ class Limit:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Limits:
-    """Limits of one class of model, by metric; ``temperature`` is that of the sampling which their
-    sizes are for, ``None`` for any.
+    """Limits of one class of model.
+
+    Attributes:
+        profile: the name of the class.
+        about: what the class is.
+        limits: the limits, by metric.
+        temperature: the sampling temperature that they are for; ``None`` for any.
     """
 
     profile: str
@@ -140,38 +145,37 @@ class Limits:
     def judge(
         self, metric: str, interval: Interval, temperatures: Collection[float] = ()
     ) -> GapVerdict:
-        """The verdict of a metric's limit, where tokens were sampled at ``temperatures``, as far as
-        declared.
-
-        A limit that is broken decides nothing where they are far colder than it is for, since 1 / T
-        multiplies what numerics do to a logit; nor does that of E[rho] where tokens were chosen
-        greedily, which is no draw. Exactness is exactness at any temperature.
-        """
+        """Judge a metric of tokens that were sampled at ``temperatures``, as far as declared."""
         limit = self.limits[metric]
         verdict = limit.judge(interval)
         if verdict is not GapVerdict.FAIL or limit.fail == 0.0:
             return verdict
-        greedy = metric == "rho_mean_minus_1" and any(one == 0 for one in temperatures)
+        # 1 / T multiplies what numerics do to a logit, so a limit that is broken by far colder
+        # tokens decides nothing; nor does E[rho] of greedy tokens, which are no draws. Exactness
+        # (above) does not depend on the temperature.
+        greedy = metric == "rho_mean_minus_1" and 0 in temperatures
         return GapVerdict.INCONCLUSIVE if greedy or self.too_cold(temperatures) else verdict
 
     def too_cold(self, temperatures: Collection[float]) -> bool:
-        """Whether tokens were sampled at less than half of the temperature that these limits are
-        for; greedy ones do not count.
+        """Whether tokens were sampled at less than half of the limits' temperature.
+
+        Greedy tokens do not count.
         """
         return self.temperature is not None and any(
-            0 < one < self.temperature / 2 for one in temperatures
+            0 < temperature < self.temperature / 2 for temperature in temperatures
         )
 
 
-def limits_of(limits: Any, *, override: Any = None) -> Limits:
-    """The argument ``limits`` of a call, which names a profile or is one. Raises as
-    ``limits_named`` does.
+def resolve_limits(limits: Any, *, override: Any = None) -> Limits:
+    """Return the profile that the argument ``limits`` of a call names, or is.
+
+    Raises as ``limits_named`` does.
     """
     if isinstance(limits, Limits):
         if override is not None:
             raise UsageError(
-                "limits is a profile already, which no limits_file adds to: give its name, or leave"
-                " the file out."
+                "limits is a profile, so limits_file cannot add to it: give the profile's name, or"
+                " leave the file out."
             )
         return limits
     return limits_named(limits, override=override)
@@ -180,13 +184,15 @@ def limits_of(limits: Any, *, override: Any = None) -> Limits:
 def limits_named(
     name: str | None = None, *, override: str | os.PathLike[str] | None = None
 ) -> Limits:
-    """The profile ``name`` of the shipped limits (default ``moe-bf16``), or of the file
-    ``override``.
+    """Return a profile of the shipped limits, or of a file.
 
-    The file's limits replace those of the same profile and metric.
+    Args:
+        name: the profile (default ``moe-bf16``).
+        override: a TOML file; its limits replace those of the same profile and metric.
 
-    Raises ``UsageError`` for a name that neither has, ``GapError`` for a file that cannot be read
-    as limits.
+    Raises:
+        UsageError: no profile has that name.
+        GapError: the file cannot be read as limits.
     """
     if not isinstance(name, str | None):
         raise UsageError(f"limits={name!r} must be the name of a profile (moe-bf16), or a Limits.")
@@ -204,66 +210,67 @@ def limits_named(
             if isinstance(error, GapError):
                 raise
             raise GapError(f"The limits in {override} cannot be read: {error}.") from error
-    known = shipped | own
+    profiles = shipped | own
     name = name or (next(iter(own)) if len(own) == 1 else DEFAULT)
-    if name not in known:
-        raise UsageError(f"No limits are named {name!r}. Choose one of {', '.join(known)}.")
-    base = shipped.get(name)
-    chosen = known[name]
-    merged = {**(base.limits if base else {}), **chosen.limits}
-    temperature = (
-        chosen.temperature if chosen.temperature is not None or base is None else base.temperature
+    if name not in profiles:
+        raise UsageError(f"No limits are named {name!r}. Choose one of {', '.join(profiles)}.")
+    profile, base = profiles[name], shipped.get(name)
+    if base is None:
+        return profile
+    temperature = base.temperature if profile.temperature is None else profile.temperature
+    return Limits(
+        profile=name,
+        about=profile.about,
+        limits={**base.limits, **profile.limits},
+        temperature=temperature,
     )
-    return Limits(profile=name, about=chosen.about, limits=merged, temperature=temperature)
 
 
-def _read(text: str, where: str) -> dict[str, Limits]:
+def _read(text: str, source: str) -> dict[str, Limits]:
     try:
         data = read_toml(text)
     except ValueError as error:
-        raise GapError(f"{where} is no TOML: {error}.") from error
+        raise GapError(f"{source} is not TOML: {error}.") from error
     out = {}
     profiles = data.get("profile", {})
     for name, profile in profiles.items() if isinstance(profiles, dict) else ():
         if not isinstance(profile, dict) or not isinstance(profile.get("limits", {}), dict):
-            raise GapError(f"{where}: write profile {name} as a [profile.{name}.limits] table.")
+            raise GapError(f"{source}: write profile {name} as a [profile.{name}.limits] table.")
         limits = {
-            metric: _limit(metric, entry, f"{where}, profile {name}")
+            metric: _limit(metric, entry, f"{source}, profile {name}")
             for metric, entry in profile.get("limits", {}).items()
         }
         out[name] = Limits(
             profile=name,
             about=str(profile.get("about", "")),
             limits=limits,
-            temperature=_temperature(profile.get("temperature"), f"{where}, profile {name}"),
+            temperature=_temperature(profile.get("temperature"), f"{source}, profile {name}"),
         )
     if not out:
-        raise GapError(f"{where} holds no [profile.NAME.limits] table.")
+        raise GapError(f"{source} holds no [profile.NAME.limits] table.")
     return out
 
 
-def _temperature(value: Any, where: str) -> float | None:
+def _temperature(value: Any, source: str) -> float | None:
     if value is None:
         return None
     if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf:
         raise GapError(
-            f"{where}: temperature must be a finite number above 0, not {value!r}; leave it out"
-            " where the limits hold at any."
+            f"{source}: temperature must be a finite number above 0, not {value!r}; leave it out if"
+            " the limits hold at any."
         )
     return float(value)
 
 
-def _limit(metric: str, entry: Any, where: str) -> Limit:
-    from rollproof.gap.panel import GATED
-
+def _limit(metric: str, entry: Any, source: str) -> Limit:
     if metric not in GATED:
         raise GapError(
-            f"{where}: no metric is named {metric!r}. Limits can be set for {', '.join(GATED)}."
+            f"{source}: no metric is named {metric!r}. Limits can be set for {', '.join(GATED)}."
         )
     if metric in METRICS and METRICS[metric].scale is Scale.BARE:
         raise GapError(
-            f"{where}: {metric} takes no limit: a handful of tokens decides it, and no interval"
-            " tells how well it is known."
+            f"{source}: {metric} takes no limit: a handful of tokens decides it, and no interval"
+            " says how certain it is."
         )
     if (
         not isinstance(entry, dict)
@@ -271,14 +278,14 @@ def _limit(metric: str, entry: Any, where: str) -> Limit:
         or not entry["source"]
     ):
         raise GapError(
-            f"{where}: {metric} needs target, warn, fail and a source that says where they come"
+            f"{source}: {metric} needs target, warn, fail and a source that says where they come"
             " from."
         )
-    stray = sorted(set(entry) - {"target", "warn", "fail", "source", "side"})
-    if stray:
+    unknown = sorted(set(entry) - {"target", "warn", "fail", "source", "side"})
+    if unknown:
         raise GapError(
-            f"{where}: {metric} has no {', '.join(stray)}; a limit has target, warn, fail, side and"
-            " source."
+            f"{source}: {metric} has no {', '.join(unknown)}; a limit has target, warn, fail, side"
+            " and source."
         )
     numbers = {}
     for key in ("target", "warn", "fail"):
@@ -288,13 +295,13 @@ def _limit(metric: str, entry: Any, where: str) -> Limit:
             or not isinstance(value, int | float)
             or not math.isfinite(value)
         ):
-            raise GapError(f"{where}: {metric}.{key} must be a finite number, not {value!r}.")
+            raise GapError(f"{source}: {metric}.{key} must be a finite number, not {value!r}.")
         numbers[key] = float(value)
     try:
         side = Side(entry.get("side", "above"))
     except ValueError:
         raise GapError(
-            f"{where}: {metric}.side must be one of {[str(side) for side in Side]}, not"
+            f"{source}: {metric}.side must be one of {[str(side) for side in Side]}, not"
             f" {entry['side']!r}."
         ) from None
     return Limit(metric=metric, source=entry["source"], side=side, **numbers)

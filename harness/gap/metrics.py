@@ -1,22 +1,23 @@
-"""Metrics: the sampled-token panel, each a function of the sums over sequences.
+"""The metrics of the panel, and the sums over sequences that they are functions of.
 
 Tokens are sampled by the rollout engine (mu) and scored by the trainer (pi): d = log pi - log mu,
-rho = exp(d). Names and formulas are those of the field; a name that another project logs is listed
-as an alias where its formula is the same.
+rho = exp(d). One pass over the tokens leaves one row of sums for each sequence; every metric and
+every resample is a function of those rows. Names and formulas are those of the field; a name that
+another project logs is listed as an alias if its formula is the same.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from enum import Enum
 from typing import TypeAlias
 
 import numpy as np
 
-from rollproof.core.records import IntArray
-from rollproof.gap.token_pairs import FloatArray, TokenPairs
+from rollproof.gap.column_checks import FloatArray, IntArray
+from rollproof.gap.token_pairs import TokenPairs
 
 __all__ = [
     "FRACTIONS",
@@ -27,19 +28,126 @@ __all__ = [
     "Metric",
     "Scale",
     "Statistic",
+    "sequence_chunks",
     "sequence_sums",
 ]
 
-Statistic: TypeAlias = "Callable[[FloatArray], FloatArray]"
-"""From sums ``(..., len(NAMES))`` to values ``(...)``; NaN where there is nothing to divide by."""
-
-
+FRACTIONS: Mapping[str, float] = {"F2": math.log(2), "F5": math.log(5), "F10": math.log(10)}
+"""Bounds on |d| of the R3 paper's F(tau) = P(max(rho, 1/rho) > tau)."""
+WINSOR = 2.0
+"""|d| at which the winsorised k3 is cut."""
+_DIFFERENT = 1e-6
+"""|d| from which two logprobs count as different (TorchTitan's ratio_tokens_different)."""
+_CAP = 80.0
+"""Larger exponents are cut: their exp leaves float64's useful range, and F10 counts such tokens."""
+_CHUNK = 1 << 19
 _ROUNDING = 1e-11
-"""Parts of a sum of squares that rounding may leave of a variance of 0."""
+"""Part of a sum of squares that rounding may leave of a variance of 0."""
+
+NAMES: tuple[str, ...] = (
+    "sequences", "tokens", "finite",
+    "d", "d2", "abs", "k3", "k3_winsor", "rho", "rho2", "mult",
+    "diff_prob", "diff_prob2", "p", "q", "pp", "qq", "pq",
+    "F2", "F5", "F10", "different",
+    "seq_k1", "seq_abs_k1", "seq_k3", "seq_abs", "seq_geo", "seq_d", "seq_d2", "seq_n",
+    "top_d2", "top_k3", "top_k3_winsor", "top_mult",
+)  # fmt: skip
+"""Columns of the sums, in order.
+
+``seq_*`` are one value a sequence, of its mean (or sum), ``top_*`` that of its largest token; the
+others add up over tokens.
+"""
+PLACE: Mapping[str, int] = {name: i for i, name in enumerate(NAMES)}
+"""Index of each column of the sums."""
+
+Statistic: TypeAlias = "Callable[[FloatArray], FloatArray]"
+"""From sums ``(..., len(NAMES))`` to values ``(...)``; NaN if it would divide by 0."""
+
+
+def sequence_chunks(pairs: TokenPairs, size: int) -> Iterator[tuple[int, int, slice]]:
+    """Yield whole sequences of about ``size`` tokens together.
+
+    Each item is the first token, the token after the last, and which sequences those are.
+    """
+    bounds = np.append(pairs.starts, pairs.n_tokens)
+    first = 0
+    while first < pairs.n_sequences:
+        end = int(np.searchsorted(bounds, bounds[first] + size, side="right")) - 1
+        last = max(first + 1, end)
+        yield int(bounds[first]), int(bounds[last]), slice(first, last)
+        first = last
+
+
+def sequence_sums(pairs: TokenPairs) -> FloatArray:
+    """``(sequences, len(NAMES))``: sums over each sequence's tokens with two finite logprobs."""
+    out = np.zeros((pairs.n_sequences, len(NAMES)))
+    # in chunks, because the intermediate columns of ten million tokens need gigabytes
+    for begin, end, rows in sequence_chunks(pairs, _CHUNK):
+        starts = pairs.starts[rows] - begin
+        _fill(out[rows], pairs.rollout[begin:end], pairs.trainer[begin:end], starts)
+    return out
+
+
+def _fill(out: FloatArray, rollout: FloatArray, trainer: FloatArray, starts: IntArray) -> None:
+    """Fill the rows ``out`` with the sums of the sequences that begin at ``starts``."""
+    finite = np.isfinite(rollout) & np.isfinite(trainer)
+    with np.errstate(invalid="ignore"):
+        d = np.where(finite, trainer - rollout, 0.0)
+    abs_d = np.abs(d)
+    rho = np.exp(np.clip(d, -_CAP, _CAP))
+    p, q = np.exp(np.where(finite, trainer, -np.inf)), np.exp(np.where(finite, rollout, -np.inf))
+    diff_prob = np.abs(p - q)
+    clipped = np.clip(d, -WINSOR, WINSOR)
+    with np.errstate(over="ignore"):
+        columns = {
+            "finite": finite,
+            "d": d,
+            "d2": d * d,
+            "abs": abs_d,
+            # expm1 keeps the digits that rho - 1 - d loses for small d
+            "k3": np.where(finite, np.expm1(np.clip(d, -_CAP, _CAP)) - d, 0.0),
+            "k3_winsor": np.expm1(clipped) - clipped,
+            "rho": np.where(finite, rho, 0.0),
+            "rho2": np.where(finite, rho * rho, 0.0),
+            "mult": np.where(finite, np.exp(np.minimum(abs_d, _CAP)), 0.0),
+            "diff_prob": diff_prob,
+            "diff_prob2": diff_prob * diff_prob,
+            "p": p,
+            "q": q,
+            "pp": p * p,
+            "qq": q * q,
+            "pq": p * q,
+            **{name: abs_d > bound for name, bound in FRACTIONS.items()},
+            "different": abs_d > _DIFFERENT,
+        }
+    for name, column in columns.items():
+        out[:, PLACE[name]] = np.add.reduceat(column, starts, dtype=np.float64)
+    for name in ("d2", "k3", "k3_winsor", "mult"):
+        out[:, PLACE[f"top_{name}"]] = np.maximum.reduceat(columns[name], starts)
+    out[:, PLACE["sequences"]] = 1.0
+    out[:, PLACE["tokens"]] = np.diff(np.append(starts, len(d)))
+    _sequence_values(out)
+
+
+def _sequence_values(out: FloatArray) -> None:
+    """Fill the columns with one value a sequence; 0 for a sequence without a finite token."""
+    n = out[:, PLACE["finite"]]
+    mean = {
+        name: np.divide(out[:, PLACE[name]], n, out=np.zeros(len(n)), where=n > 0)
+        for name in ("d", "k3", "abs")
+    }
+    out[:, PLACE["seq_k1"]] = -mean["d"]
+    out[:, PLACE["seq_abs_k1"]] = np.abs(mean["d"])
+    out[:, PLACE["seq_k3"]] = mean["k3"]
+    out[:, PLACE["seq_abs"]] = mean["abs"]
+    out[:, PLACE["seq_geo"]] = np.where(n > 0, np.exp(np.clip(mean["d"], -_CAP, _CAP)), 0.0)
+    out[:, PLACE["seq_d"]] = out[:, PLACE["d"]]
+    out[:, PLACE["seq_d2"]] = out[:, PLACE["d"]] ** 2
+    out[:, PLACE["seq_n"]] = n > 0
 
 
 class Scale(Enum):
-    """What kind of number a metric is, and so which interval is right for it."""
+    """What kind of number a metric is, which decides the kind of interval."""
 
     SIGNED = "mean of values of either sign"
     POSITIVE = "mean of values that are never negative: its interval is taken on the log scale"
@@ -55,10 +163,20 @@ class Scale(Enum):
 class Metric:
     """One number of the panel.
 
-    A mean is the quotient of the columns ``above`` and ``below`` of the sums, times ``factor``,
-    plus ``shift``; a metric of scale ``OTHER`` has a ``function`` of the sums in their place.
-    ``healthy`` is its value where the two sides are equal. ``top`` is the column of the largest
-    token, of a mean that rare tokens carry.
+    A mean is ``factor`` * (column ``above`` / column ``below``) + ``shift`` of the sums.
+
+    Attributes:
+        name: its name in reports and limits.
+        formula: what it is, in words.
+        scale: what kind of number it is.
+        above: the column of the sums that is divided.
+        below: the column of the sums that it is divided by.
+        factor: times this.
+        shift: plus this.
+        function: the metric as a function of the sums, in place of the quotient.
+        healthy: its value if rollout and trainer agree exactly.
+        top: the column of the largest token, if rare tokens carry the mean.
+        aliases: names under which other projects log the same formula.
     """
 
     name: str
@@ -96,7 +214,7 @@ def _pearson(sums: FloatArray) -> FloatArray:
         sums[..., PLACE[name]] for name in ("finite", "p", "q", "pp", "qq", "pq")
     )
     first, second = n * pp - p * p, n * qq - q * q
-    # of equal values rounding is left, whose correlation is noise
+    # equal values leave rounding errors, and their correlation is noise
     varied = (first > _ROUNDING * n * pp) & (second > _ROUNDING * n * qq)
     return _ratio(n * pq - p * q, np.where(varied, np.sqrt(np.maximum(first * second, 0.0)), 0.0))
 
@@ -108,8 +226,9 @@ def _ess(sums: FloatArray) -> FloatArray:
 
 
 def _deviation(sums: FloatArray, first: str, second: str) -> FloatArray:
-    """Standard deviation of what adds up to ``first``, and its square to ``second``; with n - 1, as
-    torch.std has it.
+    """Standard deviation of a value, from the columns of its sum and of its squares' sum.
+
+    It divides by n - 1, as torch.std does.
     """
     n = sums[..., PLACE["finite"]]
     variance = _ratio(sums[..., PLACE[second]], n) - _ratio(sums[..., PLACE[first]], n) ** 2
@@ -304,109 +423,9 @@ _LIST = (
     ),
 )
 
+
 METRICS: Mapping[str, Metric] = {metric.name: metric for metric in _LIST}
-"""The panel, by name. Quantiles of |d| are in ``rollproof.gap.panel``, router agreement in
-``rollproof.gap.agreement``.
+"""The metrics that are functions of the sums, by name.
+
+``rollproof.gap.panel`` adds the quantiles of |d|, ``rollproof.gap.agreement`` the routers'.
 """
-
-
-FRACTIONS: Mapping[str, float] = {"F2": math.log(2), "F5": math.log(5), "F10": math.log(10)}
-"""Bounds on |d| of the R3 paper's F(tau) = P(max(rho, 1/rho) > tau)."""
-WINSOR = 2.0
-"""|d| beyond which the winsorised k3 counts no more."""
-DIFFERENT = 1e-6
-"""|d| from which two logprobs count as different (TorchTitan's ratio_tokens_different)."""
-_CAP = 80.0
-"""exp of more would leave float64's useful range; such tokens are already counted by F10."""
-_CHUNK = 1 << 19
-
-NAMES: tuple[str, ...] = (
-    "sequences", "tokens", "finite",
-    "d", "d2", "abs", "k3", "k3_winsor", "rho", "rho2", "mult",
-    "diff_prob", "diff_prob2", "p", "q", "pp", "qq", "pq",
-    "F2", "F5", "F10", "different",
-    "seq_k1", "seq_abs_k1", "seq_k3", "seq_abs", "seq_geo", "seq_d", "seq_d2", "seq_n",
-    "top_d2", "top_k3", "top_k3_winsor", "top_mult",
-)  # fmt: skip
-"""Columns of the sums, in order. ``seq_*`` are one value a sequence, of its mean (or sum),
-``top_*`` that of its largest token; the others add up over tokens."""
-PLACE: Mapping[str, int] = {name: i for i, name in enumerate(NAMES)}
-
-
-def sequence_sums(pairs: TokenPairs) -> FloatArray:
-    """``(sequences, len(NAMES))`` float64: per sequence, sums over its tokens whose two logprobs
-    are finite.
-    """
-    out = np.zeros((pairs.n_sequences, len(NAMES)))
-    bounds = np.append(pairs.starts, pairs.n_tokens)
-    first = 0
-    while first < pairs.n_sequences:
-        last = max(
-            first + 1, int(np.searchsorted(bounds, bounds[first] + _CHUNK, side="right")) - 1
-        )
-        begin, end = int(bounds[first]), int(bounds[last])
-        _fill(
-            out[first:last],
-            pairs.rollout[begin:end],
-            pairs.trainer[begin:end],
-            bounds[first:last] - begin,
-        )
-        first = last
-    return out
-
-
-def _fill(out: FloatArray, rollout: FloatArray, trainer: FloatArray, starts: IntArray) -> None:
-    finite = np.isfinite(rollout) & np.isfinite(trainer)
-    with np.errstate(invalid="ignore"):
-        d = np.where(finite, trainer - rollout, 0.0)
-    size = np.abs(d)
-    rho = np.exp(np.clip(d, -_CAP, _CAP))
-    p, q = np.exp(np.where(finite, trainer, -np.inf)), np.exp(np.where(finite, rollout, -np.inf))
-    apart = np.abs(p - q)
-    small = np.clip(d, -WINSOR, WINSOR)
-    with np.errstate(over="ignore"):
-        columns = {
-            "finite": finite,
-            "d": d,
-            "d2": d * d,
-            "abs": size,
-            # expm1 keeps the digits that rho - 1 - d loses for small d
-            "k3": np.where(finite, np.expm1(np.clip(d, -_CAP, _CAP)) - d, 0.0),
-            "k3_winsor": np.expm1(small) - small,
-            "rho": np.where(finite, rho, 0.0),
-            "rho2": np.where(finite, rho * rho, 0.0),
-            "mult": np.where(finite, np.exp(np.minimum(size, _CAP)), 0.0),
-            "diff_prob": apart,
-            "diff_prob2": apart * apart,
-            "p": p,
-            "q": q,
-            "pp": p * p,
-            "qq": q * q,
-            "pq": p * q,
-            **{name: size > bound for name, bound in FRACTIONS.items()},
-            "different": size > DIFFERENT,
-        }
-    for name, column in columns.items():
-        out[:, PLACE[name]] = np.add.reduceat(column, starts, dtype=np.float64)
-    for name in ("d2", "k3", "k3_winsor", "mult"):
-        out[:, PLACE[f"top_{name}"]] = np.maximum.reduceat(columns[name], starts)
-    out[:, PLACE["sequences"]] = 1.0
-    out[:, PLACE["tokens"]] = np.diff(np.append(starts, len(d)))
-    _sequence_values(out)
-
-
-def _sequence_values(out: FloatArray) -> None:
-    """The columns that are one value a sequence; 0 for a sequence without a finite token."""
-    n = out[:, PLACE["finite"]]
-    mean = {
-        name: np.divide(out[:, PLACE[name]], n, out=np.zeros(len(n)), where=n > 0)
-        for name in ("d", "k3", "abs")
-    }
-    out[:, PLACE["seq_k1"]] = -mean["d"]
-    out[:, PLACE["seq_abs_k1"]] = np.abs(mean["d"])
-    out[:, PLACE["seq_k3"]] = mean["k3"]
-    out[:, PLACE["seq_abs"]] = mean["abs"]
-    out[:, PLACE["seq_geo"]] = np.where(n > 0, np.exp(np.clip(mean["d"], -_CAP, _CAP)), 0.0)
-    out[:, PLACE["seq_d"]] = out[:, PLACE["d"]]
-    out[:, PLACE["seq_d2"]] = out[:, PLACE["d"]] ** 2
-    out[:, PLACE["seq_n"]] = n > 0

@@ -1,7 +1,7 @@
-"""Table: pairs of logprobs out of a Parquet or Arrow file.
+"""Reading token pairs out of a Parquet or Arrow file.
 
-One row a token (``sequence_id``, ``rollout_logprob``, ``trainer_logprob``, ``mask``, and what else
-``COLUMNS`` lists), or one row a sequence, whose per-token columns are lists.
+One row a token (``sequence_id``, ``rollout_logprob``, ``trainer_logprob``, ``mask``, and the others
+of ``COLUMNS``), or one row a sequence with lists in the columns that differ between its tokens.
 ``trainer_logprob@VERSION`` holds the trainer's logprobs under another version.
 """
 
@@ -21,10 +21,10 @@ from rollproof.gap.token_pairs import COLUMNS, TokenPairs
 
 __all__ = ["read_columns", "read_pairs"]
 
-REQUIRED = ("sequence_id", "rollout_logprob", "trainer_logprob", "mask")
+_REQUIRED = ("sequence_id", "rollout_logprob", "trainer_logprob", "mask")
 _BY_VERSION = "trainer_logprob@"
 _ROUTES = ("rollout_routes", "trainer_routes")
-_MAY_MISS = (
+_INCOMPLETE = (
     "rollout_logprob",
     "trainer_logprob",
     "current_logprob",
@@ -33,40 +33,45 @@ _MAY_MISS = (
     "replica",
     "part",
 )
-"""Columns that need not have a value for every token: what a missing one means is theirs to say."""
+"""Columns that need not have a value for every token; ``TokenPairs`` says what that means."""
 
 
 def read_pairs(path: Path, *, renamed: Mapping[str, str] | None = None) -> TokenPairs:
-    """The pairs of a Parquet file (or of an Arrow IPC file or stream).
+    """Return the pairs of a Parquet file (or of an Arrow IPC file or stream).
 
-    ``renamed`` maps names of ``COLUMNS`` to the file's own names for them. Raises ``GapError`` for
-    a file that cannot be read, lacks a column, or holds something else in one; columns that are not
-    known are left alone.
+    Columns that are not in ``COLUMNS`` are ignored.
+
+    Args:
+        path: the file.
+        renamed: names of ``COLUMNS`` to the file's own names for them.
+
+    Raises:
+        GapError: the file cannot be read, lacks a column, or a column holds wrong values.
     """
-    values, by_version = read_columns(path, required=REQUIRED, renamed=renamed)
+    values, by_version = read_columns(path, required=_REQUIRED, renamed=renamed)
     return TokenPairs.of(by_version=by_version, **values)
 
 
 def read_columns(
     path: Path, *, required: Sequence[str], renamed: Mapping[str, str] | None = None
 ) -> tuple[dict[str, npt.NDArray[Any]], dict[int | str, npt.NDArray[Any]]]:
-    """The known columns of a file, one entry a token: by name, and those of
-    ``trainer_logprob@VERSION`` by version.
+    """Return the columns of a file, one entry a token.
 
-    Raises as ``read_pairs`` does where one of ``required`` is not there.
+    The columns of ``COLUMNS`` are by name, those of ``trainer_logprob@VERSION`` by version. Raises
+    as ``read_pairs`` does, also if one of ``required`` is missing.
     """
     import pyarrow as pa
 
     table = _load(path, dict(renamed or {}), required)
     try:
         columns = {name: _plain(table.column(name)) for name in table.column_names}
-        listed = {
+        lists = {
             name
             for name, column in columns.items()
             if _depth(column.type) > (2 if name in _ROUTES else 0)
         }
-        if listed:
-            columns = _flattened(columns, listed, path)
+        if lists:
+            columns = _flattened(columns, lists, path)
         values = {name: _numpy(name, column) for name, column in columns.items()}
     except pa.ArrowNotImplementedError as error:
         kinds = ", ".join(f"{name} {table.column(name).type}" for name in table.column_names)
@@ -75,9 +80,8 @@ def read_columns(
             " numbers, text or lists."
         ) from error
     tags = values.get("version")
-    number = (
-        int if tags is None or tags.dtype.kind not in "OUS" else str
-    )  # a tag "0" is that of trainer_logprob@0
+    # a tag "0" is the version of trainer_logprob@0
+    number = int if tags is None or tags.dtype.kind not in "OUS" else str
     by_version = {
         _version(name, number, path): values.pop(name)
         for name in list(values)
@@ -90,18 +94,19 @@ def _load(path: Path, renamed: dict[str, str], required: Sequence[str]) -> Any:
     import pyarrow as pa
     import pyarrow.parquet as pq
 
-    stray = sorted(set(renamed) - set(COLUMNS))
-    if stray:
+    unknown = sorted(set(renamed) - set(COLUMNS))
+    if unknown:
         raise GapError(
-            f"No column is named {', '.join(stray)}; the names that a file's columns can stand for"
-            f" are {', '.join(COLUMNS)}."
+            f"No column is named {', '.join(unknown)}; the names that a file's columns can stand"
+            f" for are {', '.join(COLUMNS)}."
         )
     mark = _mark(path)
     try:
         if mark == _PARQUET:
             names = pq.read_schema(path).names
             return _named(
-                pq.read_table(path, columns=_wanted(names, renamed, required, path)), renamed
+                pq.read_table(path, columns=_columns_to_read(names, renamed, required, path)),
+                renamed,
             )
         with pa.memory_map(str(path)) as source:
             opened = pa.ipc.open_file(source) if mark == _ARROW else pa.ipc.open_stream(source)
@@ -112,16 +117,18 @@ def _load(path: Path, renamed: dict[str, str], required: Sequence[str]) -> Any:
         kind = "Parquet" if mark == _PARQUET else "Arrow"
         raise GapError(
             f"{path} begins as {kind} does and cannot be read to its end: it is damaged, or was cut"
-            " short. Write it anew."
+            " short. Write it again."
         ) from error
-    return _named(table.select(_wanted(table.column_names, renamed, required, path)), renamed)
+    return _named(
+        table.select(_columns_to_read(table.column_names, renamed, required, path)), renamed
+    )
 
 
 _PARQUET, _ARROW, _STREAM = b"PAR1", b"ARRO", b"\xff\xff\xff\xff"
 
 
 def _mark(path: Path) -> bytes:
-    """How the file begins. Raises ``GapError`` where it is none, or neither Parquet nor Arrow."""
+    """Return the first bytes of the file. Raises ``GapError`` if it is not Parquet or Arrow."""
     if path.is_dir():
         raise GapError(f"{path} is a folder: name the file in it.")
     if not path.exists():
@@ -142,49 +149,52 @@ def _mark(path: Path) -> bytes:
     except OSError as error:
         raise GapError(f"{path} cannot be opened: {error.strerror}.") from error
     if mark not in (_PARQUET, _ARROW, _STREAM):
-        what = "is empty" if not mark else "is neither Parquet nor Arrow"
+        problem = "is empty" if not mark else "is neither Parquet nor Arrow"
         raise GapError(
-            f"{path} {what}: records are written by pyarrow.parquet.write_table (docs/gap.md); a"
+            f"{path} {problem}: records are written by pyarrow.parquet.write_table (docs/gap.md); a"
             " trace goes with --rollout."
         )
     return mark
 
 
-def _wanted(
+def _columns_to_read(
     names: list[str], renamed: Mapping[str, str], required: Sequence[str], path: Path
 ) -> list[str]:
-    """The file's own names of the columns that are read."""
-    lacking = [f"{ours} (given as {theirs!r})" if ours != theirs else ours for ours, theirs in
-               ((name, renamed.get(name, name)) for name in {**dict.fromkeys(required), **renamed}) if theirs not in names]  # fmt: skip
+    """Return the file's own names of the columns that are read."""
+    lacking = []
+    for ours in {**dict.fromkeys(required), **renamed}:
+        theirs = renamed.get(ours, ours)
+        if theirs not in names:
+            lacking.append(ours if ours == theirs else f"{ours} (given as {theirs!r})")
     if lacking:
         near = {
             name: difflib.get_close_matches(name.split(" ")[0], names, n=1, cutoff=0.5)
             for name in lacking
         }
         guess = "; ".join(
-            f"--column {name.split(' ')[0]}={found[0]}" for name, found in near.items() if found
+            f"--column {name.split(' ')[0]}={match[0]}" for name, match in near.items() if match
         )
         raise GapError(
             f"{path} has no column {', '.join(lacking)}. It has {', '.join(names) or 'none'}. Say"
             " which of them it is with --column"
             f" NAME=THEIRS{f' (perhaps {guess})' if guess else ''}, or add it (docs/gap.md)."
         )
-    known = [renamed.get(name, name) for name in COLUMNS if renamed.get(name, name) in names]
-    twice = [name for name, count in Counter(known).items() if count > 1]
+    read = [renamed.get(name, name) for name in COLUMNS if renamed.get(name, name) in names]
+    twice = [name for name, count in Counter(read).items() if count > 1]
     if twice:
         ours = [name for name in COLUMNS if renamed.get(name, name) == twice[0]]
         raise GapError(
             f"{path}: the column {twice[0]} cannot be {' and '.join(ours)} at once; name another"
             " with --column NAME=THEIRS."
         )
-    wanted = known + [name for name in names if name.startswith(_BY_VERSION)]
-    doubled = [name for name in wanted if names.count(name) > 1]
-    if doubled:
+    read += [name for name in names if name.startswith(_BY_VERSION)]
+    repeated = [name for name in read if names.count(name) > 1]
+    if repeated:
         raise GapError(
-            f"{path} has {names.count(doubled[0])} columns named {doubled[0]}: which of them is"
-            " meant cannot be told."
+            f"{path} has {names.count(repeated[0])} columns named {repeated[0]}: give each its own"
+            " name."
         )
-    return wanted
+    return read
 
 
 def _named(table: Any, renamed: Mapping[str, str]) -> Any:
@@ -193,9 +203,7 @@ def _named(table: Any, renamed: Mapping[str, str]) -> Any:
 
 
 def _plain(column: Any) -> Any:
-    """A column of views (of lists, text or bytes) or of runs as one of plain values, which every
-    function of Arrow takes.
-    """
+    """Return a column of views or of runs as one of plain values, which all of Arrow supports."""
     import pyarrow as pa
 
     if not any(kind in str(column.type) for kind in ("_view", "run_end_encoded")):
@@ -206,9 +214,7 @@ def _plain(column: Any) -> Any:
 
 
 def _without_views(array: Any) -> Any:
-    """Lists are put together anew: of views that were read from a file, pyarrow casts the last one
-    wrongly (26.0.1).
-    """
+    """Return an array of lists, text or bytes without views."""
     import pyarrow as pa
     import pyarrow.compute as pc
 
@@ -219,6 +225,7 @@ def _without_views(array: Any) -> Any:
         return array.cast(pa.string() if kind == "string_view" else pa.binary())
     if "_view" not in str(array.type) or "list" not in kind:
         return array
+    # lists are built again, since pyarrow 26.0.1 casts the last view that a file holds wrongly
     lengths: Any = array.sizes if kind.endswith("_view") else pc.list_value_length(array)
     lengths = lengths.fill_null(0).to_numpy(zero_copy_only=False)
     absent = array.is_null()
@@ -240,13 +247,14 @@ def _depth(kind: Any) -> int:
     return depth
 
 
-def _flattened(columns: Mapping[str, Any], listed: set[str], path: Path) -> dict[str, Any]:
-    """One row a token, from one row a sequence: lists are laid end to end, and what is no list
-    holds for all its sequence's tokens.
+def _flattened(columns: Mapping[str, Any], lists: set[str], path: Path) -> dict[str, Any]:
+    """Turn one row a sequence into one row a token.
+
+    Lists are laid end to end; a value that is no list holds for all tokens of its sequence.
     """
     import pyarrow.compute as pc
 
-    for name in sorted(listed):
+    for name in sorted(lists):
         if columns[name].null_count:
             row = int(np.argmax(columns[name].is_null().to_numpy(zero_copy_only=False)))
             raise GapError(
@@ -254,41 +262,36 @@ def _flattened(columns: Mapping[str, Any], listed: set[str], path: Path) -> dict
                 " without tokens."
             )
     lengths = {
-        name: pc.list_value_length(columns[name]).to_numpy(zero_copy_only=False) for name in listed
+        name: pc.list_value_length(columns[name]).to_numpy(zero_copy_only=False) for name in lists
     }
     first = next(iter(lengths))
-    for name, found in lengths.items():
-        if not np.array_equal(found, lengths[first]):
-            row = (
-                int(np.flatnonzero(found != lengths[first])[0])
-                if len(found) == len(lengths[first])
-                else 0
-            )
+    for name, own in lengths.items():
+        if not np.array_equal(own, lengths[first]):
+            comparable = len(own) == len(lengths[first])
+            row = int(np.flatnonzero(own != lengths[first])[0]) if comparable else 0
             raise GapError(
                 f"{path}: {name} and {first} differ in length in row {row}: each list needs one"
                 " entry per token."
             )
-    if "sequence_id" in columns and "sequence_id" not in listed and "position" not in listed:
-        _one_row_each(columns["sequence_id"], path)
+    if "sequence_id" in columns and "sequence_id" not in lists and "position" not in lists:
+        _require_distinct_ids(columns["sequence_id"], path)
     parents = pc.list_parent_indices(columns[first])
     return {
-        name: pc.list_flatten(column) if name in listed else column.take(parents)
+        name: pc.list_flatten(column) if name in lists else column.take(parents)
         for name, column in columns.items()
     }
 
 
-def _one_row_each(column: Any, path: Path) -> None:
-    """Raise ``GapError`` where two rows have one sequence_id: which of them a position is in could
-    not be told.
-    """
+def _require_distinct_ids(column: Any, path: Path) -> None:
+    """Raise ``GapError`` if two rows share a sequence_id: their positions would be ambiguous."""
     ids = [str(name) for name in column.to_pylist()]
     twice = next((name for name, count in Counter(ids).items() if count > 1), None)
     if twice is not None:
         rows = [row for row, name in enumerate(ids) if name == twice][:2]
         raise GapError(
             f"{path}: rows {rows[0]} and {rows[1]} both have the sequence_id {twice}: a row is a"
-            " sequence, so give each sample one of its own, such as prompt and number of the"
-            " sample (or add position, where rows are parts of one sequence)."
+            " sequence, so give each sample its own id, such as prompt and number of the sample"
+            " (or add position, if rows are parts of one sequence)."
         )
 
 
@@ -296,7 +299,7 @@ def _numpy(name: str, column: Any) -> npt.NDArray[Any]:
     if name in _ROUTES:
         return _route_array(name, column)
     if _depth(column.type):
-        raise GapError(f"{name} holds lists where the other columns hold one value a token.")
+        raise GapError(f"{name} holds lists, but the other columns hold one value a token.")
     kind = str(column.type)
     if kind in ("string", "large_string") or kind.startswith("dictionary"):
         # codes instead of ten million Python strings
@@ -305,18 +308,17 @@ def _numpy(name: str, column: Any) -> npt.NDArray[Any]:
             if not kind.startswith("dictionary")
             else column.combine_chunks()
         )
-        if encoded.null_count and name not in _MAY_MISS:
+        if encoded.null_count and name not in _INCOMPLETE:
             raise GapError(
                 f"{name} holds {encoded.null_count:,} missing values: every token must have one."
             )
         if name == "sequence_id":
             words = np.asarray(encoded.dictionary.to_pylist())
             return np.asarray(words[encoded.indices.to_numpy()])
-        words = np.asarray(
-            [*encoded.dictionary.to_pylist(), None], dtype=object
-        )  # the last is that of -1
+        # the last one is that of code -1
+        words = np.asarray([*encoded.dictionary.to_pylist(), None], dtype=object)
         return np.asarray(words[encoded.indices.fill_null(-1).to_numpy()])
-    if column.null_count and name not in _MAY_MISS and not name.startswith(_BY_VERSION):
+    if column.null_count and name not in _INCOMPLETE and not name.startswith(_BY_VERSION):
         raise GapError(
             f"{name} holds {column.null_count:,} missing values: every token must have one."
         )
@@ -348,6 +350,6 @@ def _version(name: str, number: type[int | str], path: Path) -> int | str:
     text = name.removeprefix(_BY_VERSION)
     if not text:
         raise GapError(
-            f"{path}: the column {name} names no version behind its sign: trainer_logprob@VERSION."
+            f"{path}: the column {name} names no version after its sign: trainer_logprob@VERSION."
         )
     return number(text) if text.lstrip("-").isdigit() else text

@@ -1,5 +1,4 @@
-"""Scoring: logprobs and entropies out of hidden states and a head, without ever holding the logits
-of all tokens.
+"""Logprobs and entropies from hidden states and a head, without the logits of all tokens.
 
 Logits are made for a block of tokens and a block of the vocabulary at a time, in float32 whatever
 the precision of the operands (bf16 logits alone cost up to 2e-4 of KL), and folded into running
@@ -28,8 +27,11 @@ _CPU_TOKENS, _CPU_VOCAB = 256, 8192
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Scores:
-    """``logprob`` and ``entropy``: ``(tokens,)`` float32, in nats, of the law softmax(logits /
-    temperature).
+    """Scores under the distribution softmax(logits / temperature).
+
+    Attributes:
+        logprob: ``(tokens,)`` float32, in nats.
+        entropy: ``(tokens,)`` float32, in nats.
     """
 
     logprob: torch.Tensor
@@ -49,7 +51,7 @@ def score(
     width)``, both of one floating dtype.
 
     Row i of ``hidden`` predicts ``tokens[i]``. With ``group`` (a process group) ``head`` is this
-    rank's shard, whose first row is token ``first``; every rank gets the same result. Raises
+    rank's shard, with token ``first`` in its first row; every rank gets the same result. Raises
     ``GapError`` for shapes, dtypes, ids or temperatures that do not fit.
     """
     import torch
@@ -75,8 +77,7 @@ def score(
 def head_kl(
     hidden: Any, head: Any, other_hidden: Any, other_head: Any, *, temperature: float = 1.0
 ) -> torch.Tensor:
-    """``(n,)`` float32: KL(p || q) in nats, over the whole vocabulary, of the laws of two heads on
-    the same tokens.
+    """``(n,)`` float32: KL(p || q) in nats of two heads' distributions on the same tokens.
 
     ``hidden`` ``(n, width)`` and ``head`` ``(vocabulary, width)`` give p, the others q; the widths
     may differ. Raises ``GapError``.
@@ -154,47 +155,48 @@ def _check(
     if tokens.is_floating_point() or tokens.dtype == torch.bool:
         raise GapError(f"tokens must be integer ids, not {tokens.dtype}.")
     if not sharded and len(tokens):
-        least, most = torch.stack(torch.aminmax(tokens)).tolist()  # one wait for a GPU, not two
-        if least < first or most >= first + head.shape[0]:
+        low, high = torch.stack(torch.aminmax(tokens)).tolist()  # one wait for a GPU, not two
+        if low < first or high >= first + head.shape[0]:
             raise GapError(
-                f"tokens hold ids from {least} to {most}, outside of a head of {head.shape[0]}"
+                f"tokens hold ids from {low} to {high}, outside of a head of {head.shape[0]}"
                 " entries."
             )
 
 
 def _blocks(hidden: Any, head: Any, scale: float) -> Iterator[tuple[slice, slice, Any]]:
-    """Logits in float32, already divided by the temperature, of blocks of tokens and vocabulary."""
+    """Yield logits of blocks of tokens and vocabulary, in float32, divided by the temperature."""
     import torch
 
     on_gpu = hidden.is_cuda
-    high, wide = (_TOKENS, _VOCAB) if on_gpu else (_CPU_TOKENS, _CPU_VOCAB)
+    block_tokens, block_vocab = (_TOKENS, _VOCAB) if on_gpu else (_CPU_TOKENS, _CPU_VOCAB)
     half = hidden.dtype in (torch.bfloat16, torch.float16)
-    for begin in range(0, hidden.shape[0], high):
-        rows = slice(begin, min(begin + high, hidden.shape[0]))
+    for begin in range(0, hidden.shape[0], block_tokens):
+        rows = slice(begin, min(begin + block_tokens, hidden.shape[0]))
         states = hidden[rows] if on_gpu and half else hidden[rows].float()
-        for left in range(0, head.shape[0], wide):
-            columns = slice(left, min(left + wide, head.shape[0]))
+        for left in range(0, head.shape[0], block_vocab):
+            columns = slice(left, min(left + block_vocab, head.shape[0]))
             weights = head[columns]
-            fits = on_gpu and half
-            logits = (
-                torch.mm(states, weights.t(), out_dtype=torch.float32)
-                if fits
-                else states @ weights.float().t()
-            )
+            # float32 results of half-precision operands exist on GPUs alone
+            if on_gpu and half:
+                logits = torch.mm(states, weights.t(), out_dtype=torch.float32)
+            else:
+                logits = states @ weights.float().t()
             yield rows, columns, logits if scale == 1.0 else logits.mul_(scale)
 
 
 def _fold(state: Any, logits: Any, own: Any) -> None:
-    """Take a block into ``state`` ``(4, rows)``: maximum, sum of exp, sum of logit x exp, the logit
-    of the row's own token.
+    """Add a block to ``state`` ``(4, rows)``.
+
+    The rows of the state are the maximum, the sum of exp, the sum of logit x exp, and the logit of
+    each token itself.
     """
     import torch
 
     top = torch.maximum(state[0], logits.max(dim=1).values)
     chances = (logits - top[:, None]).exp_()
-    keep = (state[0] - top).exp_()
-    state[1].mul_(keep).add_(chances.sum(dim=1))
-    state[2].mul_(keep).add_(torch.nan_to_num_(chances.mul_(logits), nan=0.0).sum(dim=1))
+    rescale = (state[0] - top).exp_()
+    state[1].mul_(rescale).add_(chances.sum(dim=1))
+    state[2].mul_(rescale).add_(torch.nan_to_num_(chances.mul_(logits), nan=0.0).sum(dim=1))
     state[0].copy_(top)
     here = (own >= 0) & (own < logits.shape[1])
     picked = logits.gather(1, own.clamp(0, logits.shape[1] - 1)[:, None])[:, 0]
@@ -202,7 +204,7 @@ def _fold(state: Any, logits: Any, own: Any) -> None:
 
 
 def _fold_pair(state: Any, p: Any, q: Any) -> None:
-    """As ``_fold`` for two laws: maximum and sum of exp of either, and the sum of exp(p) x (p - q)."""
+    """Add a block of two heads: maximum and sum of exp of each, and sum of exp(p) x (p - q)."""
     import torch
 
     top, other = (
@@ -210,31 +212,30 @@ def _fold_pair(state: Any, p: Any, q: Any) -> None:
         torch.maximum(state[2], q.max(dim=1).values),
     )
     chances = (p - top[:, None]).exp_()
-    keep = (state[0] - top).exp_()
-    state[1].mul_(keep).add_(chances.sum(dim=1))
-    state[4].mul_(keep).add_((chances * (p - q)).sum(dim=1))
+    rescale = (state[0] - top).exp_()
+    state[1].mul_(rescale).add_(chances.sum(dim=1))
+    state[4].mul_(rescale).add_((chances * (p - q)).sum(dim=1))
     state[3].mul_((state[2] - other).exp_()).add_((q - other[:, None]).exp_().sum(dim=1))
     state[0].copy_(top)
     state[2].copy_(other)
 
 
 def _merged(state: Any, group: Any) -> Any:
-    """The state over all shards of the vocabulary; a token's own logit is on one rank only."""
+    """Return the state over all shards of the vocabulary."""
     import torch
     import torch.distributed as dist
 
     top = state[0].clone()
     dist.all_reduce(top, op=dist.ReduceOp.MAX, group=group)
-    keep = (state[0] - top).exp()
-    sums = torch.stack([state[1] * keep, state[2] * keep, state[3]])
+    rescale = (state[0] - top).exp()
+    # a token's own logit is on one rank, and 0 on the others
+    sums = torch.stack([state[1] * rescale, state[2] * rescale, state[3]])
     dist.all_reduce(sums, group=group)
     return torch.stack([top, *sums])
 
 
 def _kernels(*operands: Any) -> Any:
-    """The fused kernels, where these operands are such that they take them; ``None``: blocks by
-    torch's own operations.
-    """
+    """Return the fused kernels if they take these operands, else ``None`` (torch, in blocks)."""
     if not operands[0].is_cuda or not len(operands[0]):
         return None
     try:

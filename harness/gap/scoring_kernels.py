@@ -1,11 +1,16 @@
-"""Scoring kernels: the product of hidden states and head, and the softmax's sums, in one pass. For
-Hopper GPUs; needs triton.
+"""Kernels that compute the product of hidden states and head, and the softmax's sums, in one pass.
+
+For Hopper GPUs; needs triton.
 
 A tile of 128 tokens and 256 entries of the vocabulary is multiplied in registers and folded there,
 so that logits never reach memory. The product is summed over pieces of 1,024 of the width: the
 matrix unit's own accumulation loses digits over longer ones (a KL, a difference of logits, does not
-show it). What a tile leaves of each row (maximum, sums) is put together afterwards, in float32.
+show it). The maximum and the sums of each tile are merged afterwards, in float32.
 """
+
+# triton compiles the functions below, and has no types for what they take
+# ruff: noqa: ANN001, ANN202
+# mypy: disable-error-code="no-untyped-def"
 
 from __future__ import annotations
 
@@ -21,10 +26,10 @@ __all__ = ["fits", "head_kl", "states"]
 
 _ROWS, _COLUMNS, _DEPTH = 128, 256, 64
 _NARROW = 128
-"""Columns of a tile where two products are held at once."""
+"""Columns of a tile when two products are in registers at once."""
 _PIECE = 1024
 _FOLDED = 32
-"""Rows, and tiles at a time, of the kernel that folds what the tiles left."""
+"""Rows, and tiles at a time, of the kernel that merges the tiles."""
 
 
 @triton.jit
@@ -38,7 +43,7 @@ def _product(
     BM: tl.constexpr,
     BN: tl.constexpr,
     BK: tl.constexpr,
-):  # type: ignore[no-untyped-def]
+):
     total = tl.zeros((BM, BN), dtype=tl.float32)
     for piece in range(0, WIDTH, PIECE):
         part = tl.zeros((BM, BN), dtype=tl.float32)
@@ -49,7 +54,7 @@ def _product(
 
 
 @triton.jit
-def _place(tile, row_tiles, column_tiles, GROUP: tl.constexpr):  # type: ignore[no-untyped-def]  # noqa: ANN001, ANN202
+def _place(tile, row_tiles, column_tiles, GROUP: tl.constexpr):
     first = tile // (GROUP * column_tiles) * GROUP
     size = min(row_tiles - first, GROUP)
     inside = tile % (GROUP * column_tiles)
@@ -57,8 +62,23 @@ def _place(tile, row_tiles, column_tiles, GROUP: tl.constexpr):  # type: ignore[
 
 
 @triton.jit
-def _states(a, b, own, out, picked, n, entries, scale, WIDTH: tl.constexpr, PIECE: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,  # type: ignore[no-untyped-def]  # noqa: ANN001, ANN202
-            BK: tl.constexpr, GROUP: tl.constexpr, PROGRAMS: tl.constexpr):  # fmt: skip
+def _states(
+    a,
+    b,
+    own,
+    out,
+    picked,
+    n,
+    entries,
+    scale,
+    WIDTH: tl.constexpr,
+    PIECE: tl.constexpr,
+    BM: tl.constexpr,
+    BN: tl.constexpr,
+    BK: tl.constexpr,
+    GROUP: tl.constexpr,
+    PROGRAMS: tl.constexpr,
+):
     row_tiles, column_tiles = tl.cdiv(n, BM), tl.cdiv(entries, BN)
     for tile in tl.range(tl.program_id(0), row_tiles * column_tiles, PROGRAMS):
         row, column = _place(tile, row_tiles, column_tiles, GROUP)
@@ -82,7 +102,7 @@ def _states(a, b, own, out, picked, n, entries, scale, WIDTH: tl.constexpr, PIEC
 
 
 @triton.jit
-def _fold(out, result, n, tiles, BR: tl.constexpr, BT: tl.constexpr):  # type: ignore[no-untyped-def]  # noqa: ANN001, ANN202
+def _fold(out, result, n, tiles, BR: tl.constexpr, BT: tl.constexpr):
     rows = tl.program_id(0) * BR + tl.arange(0, BR)
     top = tl.full((BR,), -float("inf"), tl.float32)
     total, weighted = tl.zeros((BR,), tl.float32), tl.zeros((BR,), tl.float32)
@@ -104,8 +124,23 @@ def _fold(out, result, n, tiles, BR: tl.constexpr, BT: tl.constexpr):  # type: i
 
 
 @triton.jit
-def _kl(a, b, other_a, other_b, out, n, entries, scale, WIDTH: tl.constexpr, OTHER: tl.constexpr,  # type: ignore[no-untyped-def]  # noqa: ANN001, ANN202
-        BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP: tl.constexpr, PROGRAMS: tl.constexpr):  # fmt: skip
+def _kl(
+    a,
+    b,
+    other_a,
+    other_b,
+    out,
+    n,
+    entries,
+    scale,
+    WIDTH: tl.constexpr,
+    OTHER: tl.constexpr,
+    BM: tl.constexpr,
+    BN: tl.constexpr,
+    BK: tl.constexpr,
+    GROUP: tl.constexpr,
+    PROGRAMS: tl.constexpr,
+):
     row_tiles, column_tiles = tl.cdiv(n, BM), tl.cdiv(entries, BN)
     for tile in tl.range(tl.program_id(0), row_tiles * column_tiles, PROGRAMS):
         row, column = _place(tile, row_tiles, column_tiles, GROUP)
@@ -126,8 +161,10 @@ def _kl(a, b, other_a, other_b, out, n, entries, scale, WIDTH: tl.constexpr, OTH
 
 
 def fits(*operands: Any) -> bool:
-    """Whether these matrices can be read in tiles: half precision, on a GPU of capability 9 or
-    newer, rows contiguous and aligned.
+    """Whether the kernels can read these matrices.
+
+    They must be in half precision, on a GPU of capability 9 or newer, with contiguous and aligned
+    rows.
     """
     return all(
         item.is_cuda
@@ -141,8 +178,9 @@ def fits(*operands: Any) -> bool:
 
 
 def states(hidden: Any, head: Any, own: Any, scale: float) -> Any:
-    """``(4, n)`` float32: maximum, sum of exp, sum of logit x exp, and the own token's logit (0
-    where it is not in this head).
+    """``(4, n)`` float32: maximum, sum of exp, sum of logit x exp, and the logit of each own token.
+
+    That logit is 0 if the token is not in this head.
     """
     n, entries, tiles = hidden.shape[0], head.shape[0], triton.cdiv(head.shape[0], _COLUMNS)
     out = torch.empty((tiles, 3, n), dtype=torch.float32, device=hidden.device)
@@ -163,7 +201,7 @@ def states(hidden: Any, head: Any, own: Any, scale: float) -> Any:
 
 
 def head_kl(hidden: Any, head: Any, other_hidden: Any, other_head: Any, scale: float) -> Any:
-    """``(n,)`` float32: KL of the first law from the second."""
+    """``(n,)`` float32: KL of the first distribution from the second."""
     n, entries, tiles = hidden.shape[0], head.shape[0], triton.cdiv(head.shape[0], _NARROW)
     out = torch.empty((tiles, 5, n), dtype=torch.float32, device=hidden.device)
     operands = (
@@ -189,9 +227,8 @@ def head_kl(hidden: Any, head: Any, other_hidden: Any, other_head: Any, scale: f
 def _launch(
     kernel: Any, operands: tuple[Any, ...], *, PROGRAMS: int, num_stages: int, **sizes: Any
 ) -> None:
-    """Launch with as many stages as fit: for a width of one step the compiler buffers more than the
-    multiprocessor's memory holds.
-    """
+    """Launch with as many stages as fit."""
+    # for a width of one step the compiler buffers more than a multiprocessor's memory holds
     for stages in range(num_stages, 0, -1):
         try:
             kernel[(PROGRAMS,)](*operands, PROGRAMS=PROGRAMS, num_stages=stages, **sizes)
@@ -207,9 +244,9 @@ def _tiles(matrix: Any, rows: int) -> Any:
 
 
 def _sizes(tensor: Any, *, columns: int, group: int, stages: int) -> dict[str, int]:
-    """Sizes of a launch: one program a multiprocessor. ``group`` row tiles walk the vocabulary
-    together, so that a tile of the head is read from memory once for all of them.
-    """
+    """Return the sizes of a launch: one program a multiprocessor."""
+    # `group` row tiles go through the vocabulary together, so that a tile of the head is read from
+    # memory once for all of them
     programs = int(torch.cuda.get_device_properties(tensor.device).multi_processor_count)
     fixed = {"BM": _ROWS, "BK": _DEPTH, "num_warps": 8}
     return {**fixed, "BN": columns, "GROUP": group, "PROGRAMS": programs, "num_stages": stages}

@@ -1,4 +1,4 @@
-"""Pairs: the logprobs that two sides gave to the same tokens, checked and laid out by sequence."""
+"""Token pairs: the logprobs that rollout and trainer gave to the same tokens, in sequence order."""
 
 from __future__ import annotations
 
@@ -9,19 +9,19 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from rollproof.core.records import IntArray
 from rollproof.errors import GapError
 from rollproof.gap.column_checks import (
     BoolArray,
     FloatArray,
+    IntArray,
+    check_optional,
     counted,
-    labels,
-    logprobs,
-    mask_column,
-    never_positive,
-    same_length,
-    same_tokens,
-    side_column,
+    require_not_positive,
+    require_same_length,
+    require_same_tokens,
+    to_labels,
+    to_logprobs,
+    to_mask,
 )
 
 __all__ = ["COLUMNS", "BoolArray", "FloatArray", "TokenPairs"]
@@ -55,9 +55,9 @@ COLUMNS: Mapping[str, str] = {
     "rollout_routes": "experts that the engine used, one list a layer",
     "trainer_routes": "experts that the trainer used, one list a layer",
 }
-"""Columns that a table of pairs may have; the first four must be there."""
+"""Columns that a table of pairs may have; the first four are required."""
 
-_SIDES = (
+_OPTIONAL = (
     "token_id",
     "trainer_token_id",
     "position",
@@ -67,29 +67,35 @@ _SIDES = (
     "batch",
     "replica",
     "part",
+    "current_logprob",
+    "temperature",
 )
+_ROUTES = ("rollout_routes", "trainer_routes")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class TokenPairs:
-    """Loss-masked tokens with the logprob of either side; tokens of one sequence stand together, in
-    order.
+    """Loss-masked tokens with two logprobs; tokens of one sequence are adjacent and in order.
 
-    ``rollout`` and ``trainer`` are ``(n,)`` float64 (natural log), ``starts`` is ``(sequences,)``
-    with the first token of each sequence, ``sequences`` their names. ``sides`` holds optional
-    ``(n,)`` columns by name (``COLUMNS``); ``routes`` the optional ``(n, layers, top_k)`` arrays
-    ``rollout_routes`` and ``trainer_routes``; ``by_version`` the trainer's logprobs ``(n,)`` under
-    each of several weight versions; ``masked`` counts the tokens that the mask left out,
-    ``scattered`` the sequences whose rows stood in several places with no position to tell their
-    order. Logprobs that are not finite are kept: the panel counts them, and nothing averages over
-    them.
+    Logprobs that are not finite stay in: the panel counts them, and no average includes them.
+
+    Attributes:
+        rollout: ``(n,)`` float64, in nats.
+        trainer: ``(n,)`` float64, in nats.
+        starts: ``(sequences,)``: the first token of each sequence.
+        sequences: the names of the sequences.
+        columns: optional ``(n,)`` columns by name (``COLUMNS``).
+        routes: ``rollout_routes`` and ``trainer_routes``, ``(n, layers, top_k)``, if recorded.
+        by_version: the trainer's logprobs ``(n,)`` under each of several weight versions.
+        masked: tokens that the mask left out.
+        scattered: sequences whose rows were in several places, with no position to order them.
     """
 
     rollout: FloatArray
     trainer: FloatArray
     starts: IntArray
     sequences: Sequence[Any]
-    sides: Mapping[str, npt.NDArray[Any]] = field(default_factory=dict)
+    columns: Mapping[str, npt.NDArray[Any]] = field(default_factory=dict)
     routes: Mapping[str, IntArray] = field(default_factory=dict)
     by_version: Mapping[Any, FloatArray] = field(default_factory=dict)
     masked: int = 0
@@ -115,35 +121,53 @@ class TokenPairs:
         """``(n,)``: index of each token's sequence."""
         return np.repeat(np.arange(self.n_sequences), self.lengths)
 
-    def where(self, token: int) -> dict[str, Any]:
-        """Sequence, position and logprobs of one token, for a report."""
+    @property
+    def index_in_sequence(self) -> IntArray:
+        """``(n,)``: number of each token in its sequence, from 0."""
+        return np.arange(self.n_tokens) - np.repeat(self.starts, self.lengths)
+
+    @property
+    def finite(self) -> BoolArray:
+        """``(n,)``: whether both logprobs are finite."""
+        return np.isfinite(self.rollout) & np.isfinite(self.trainer)
+
+    @property
+    def abs_diff(self) -> FloatArray:
+        """``(n,)``: |d|; NaN if a logprob is not finite."""
+        with np.errstate(invalid="ignore"):
+            size = np.abs(self.trainer - self.rollout)
+        size[~np.isfinite(size)] = np.nan
+        return size
+
+    def describe(self, token: int) -> dict[str, Any]:
+        """Return sequence, position and logprobs of one token, for a report."""
         sequence = int(np.searchsorted(self.starts, token, side="right")) - 1
-        place = (
-            self.sides["position"][token]
-            if "position" in self.sides
+        position = (
+            self.columns["position"][token]
+            if "position" in self.columns
             else token - int(self.starts[sequence])
         )
-        out = {"sequence": _plain(self.sequences[sequence]), "position": int(place)}
-        if "token_id" in self.sides:
-            out["token_id"] = _plain(self.sides["token_id"][token])
+        out = {"sequence": _to_json(self.sequences[sequence]), "position": int(position)}
+        if "token_id" in self.columns:
+            out["token_id"] = _to_json(self.columns["token_id"][token])
         return out | {
             "rollout_logprob": float(self.rollout[token]),
             "trainer_logprob": float(self.trainer[token]),
         }
 
-    def chosen(self, keep: BoolArray) -> TokenPairs:
-        """The pairs of the tokens where ``keep`` ``(n,)`` holds."""
-        owner = self.owner[keep]
+    def select(self, mask: BoolArray) -> TokenPairs:
+        """Return the pairs of the tokens in ``mask`` ``(n,)``."""
+        owner = self.owner[mask]
         first = np.flatnonzero(np.diff(owner, prepend=-1))
         return TokenPairs(
-            rollout=self.rollout[keep],
-            trainer=self.trainer[keep],
+            rollout=self.rollout[mask],
+            trainer=self.trainer[mask],
             starts=first,
             sequences=[self.sequences[i] for i in owner[first]],
-            sides={name: column[keep] for name, column in self.sides.items()},
-            routes={name: array[keep] for name, array in self.routes.items()},
-            by_version={version: array[keep] for version, array in self.by_version.items()},
-            masked=self.masked + int(len(keep) - keep.sum()),
+            columns={name: column[mask] for name, column in self.columns.items()},
+            routes={name: array[mask] for name, array in self.routes.items()},
+            by_version={version: array[mask] for version, array in self.by_version.items()},
+            masked=self.masked + int(len(mask) - mask.sum()),
             scattered=self.scattered,
         )
 
@@ -158,101 +182,98 @@ class TokenPairs:
         by_version: Mapping[Any, Any] | None = None,
         **columns: Any,
     ) -> TokenPairs:
-        """Check the columns (``COLUMNS``), each ``(n,)``, and lay them out. Raises ``GapError``
-        with every problem's next step.
+        """Check the columns (``COLUMNS``), each ``(n,)``, and lay them out by sequence.
 
-        The tokens of a sequence keep their order; ``position``, where it is given, decides it.
+        The tokens of a sequence keep their order, unless ``position`` is given and decides it.
         ``rollout_routes`` and ``trainer_routes`` are ``(n, layers, top_k)``. ``by_version`` maps
-        weight versions to the trainer's logprobs under them.
+        weight versions to the trainer's logprobs under them. Raises ``GapError`` that says what to
+        change.
         """
-        if not isinstance(by_version, Mapping | None):
-            raise GapError(
-                "by_version must map each weight version to a column of logprobs, not be a"
-                f" {type(by_version).__name__}."
-            )
-        strange = [
-            version
-            for version in by_version or {}
-            if isinstance(version, bool) or not isinstance(version, int | str | np.integer)
-        ]
-        if strange:
-            raise GapError(
-                f"by_version has the version {strange[0]!r}: versions are whole numbers or text."
-            )
-        unknown = sorted(set(columns) - set(COLUMNS))
-        if unknown:
-            raise GapError(
-                f"No column is named {', '.join(unknown)}. A table of pairs may have:"
-                f" {', '.join(COLUMNS)}."
-            )
-        rollout, trainer = (
-            logprobs(rollout_logprob, "rollout_logprob"),
-            logprobs(trainer_logprob, "trainer_logprob"),
-        )
-        given = {
-            name: side_column(column, name)
+        _check_names(columns, by_version)
+        rollout = to_logprobs(rollout_logprob, "rollout_logprob")
+        trainer = to_logprobs(trainer_logprob, "trainer_logprob")
+        optional = {
+            name: check_optional(column, name)
             for name, column in columns.items()
             if column is not None
         }
-        names, codes = np.unique(
-            labels(sequence_id, "sequence_id", missing=False), return_inverse=True
-        )
-        counted = mask_column(mask)
+        labels = to_labels(sequence_id, "sequence_id", missing=False)
+        names, codes = np.unique(labels, return_inverse=True)
+        counts = to_mask(mask)
         versions = {
-            version: logprobs(column, f"trainer_logprob@{version}")
+            version: to_logprobs(column, f"trainer_logprob@{version}")
             for version, column in (by_version or {}).items()
         }
         scores = {"rollout_logprob": rollout, "trainer_logprob": trainer}
         scores |= {f"trainer_logprob@{version}": column for version, column in versions.items()}
-        if "current_logprob" in given:
-            scores["current_logprob"] = given["current_logprob"]
-        same_length(scores | {"sequence_id": codes, "mask": counted} | given)
+        if "current_logprob" in optional:
+            scores["current_logprob"] = optional["current_logprob"]
+        require_same_length(scores | {"sequence_id": codes, "mask": counts} | optional)
         for name, column in scores.items():
-            never_positive(column, counted, name)
-        same_tokens(given, counted)
-        order, codes_as_given = _order(codes, given.get("position")), codes
-        pick = (
-            order[counted[order]]
-            if order is not None
-            else (None if counted.all() else np.flatnonzero(counted))
-        )
+            require_not_positive(column, counts, name)
+        require_same_tokens(optional, counts)
+
+        position = optional.get("position")
+        order = _row_order(codes, position)
+        scattered = 0 if position is not None or order is None else _count_scattered(codes)
+        if order is not None:
+            rows: IntArray | None = order[counts[order]]
+        else:
+            # ten million rows that are in order already are not copied
+            rows = None if counts.all() else np.flatnonzero(counts)
 
         def take(array: npt.NDArray[Any]) -> npt.NDArray[Any]:
-            return array if pick is None else array[pick]
+            return array if rows is None else array[rows]
 
-        rollout, trainer, codes = take(rollout), take(trainer), take(codes)
-        if "position" in given:
-            _once(names, codes, take(given["position"]))
+        codes = take(codes)
+        if position is not None:
+            _require_distinct(names, codes, take(position))
         starts = np.flatnonzero(np.diff(codes, prepend=-1))
         return cls(
-            rollout=rollout,
-            trainer=trainer,
+            rollout=take(rollout),
+            trainer=take(trainer),
             starts=starts,
             sequences=[names[i] for i in codes[starts]],
-            sides={
-                name: take(given[name])
-                for name in (*_SIDES, "current_logprob", "temperature")
-                if name in given
-            },
-            routes={
-                name: take(given[name])
-                for name in ("rollout_routes", "trainer_routes")
-                if name in given
-            },
+            columns={name: take(optional[name]) for name in _OPTIONAL if name in optional},
+            routes={name: take(optional[name]) for name in _ROUTES if name in optional},
             by_version={version: take(column) for version, column in versions.items()},
-            masked=int(len(counted) - counted.sum()),
-            scattered=0 if "position" in given or order is None else _scattered(codes_as_given),
+            masked=int(len(counts) - counts.sum()),
+            scattered=scattered,
         )
 
 
-def _plain(value: Any) -> Any:
-    """A label as JSON has it; ``None`` for one that is missing."""
+def _check_names(columns: Mapping[str, Any], by_version: Any) -> None:
+    """Raise ``GapError`` for columns that do not exist and versions that are no labels."""
+    if not isinstance(by_version, Mapping | None):
+        raise GapError(
+            "by_version must map each weight version to a column of logprobs, not be a"
+            f" {type(by_version).__name__}."
+        )
+    wrong = [
+        version
+        for version in by_version or {}
+        if isinstance(version, bool) or not isinstance(version, int | str | np.integer)
+    ]
+    if wrong:
+        raise GapError(
+            f"by_version has the version {wrong[0]!r}: versions are whole numbers or text."
+        )
+    unknown = sorted(set(columns) - set(COLUMNS))
+    if unknown:
+        raise GapError(
+            f"No column is named {', '.join(unknown)}. A table of pairs may have:"
+            f" {', '.join(COLUMNS)}."
+        )
+
+
+def _to_json(value: Any) -> Any:
+    """A label as JSON has it; ``None`` if it is missing."""
     value = value.item() if isinstance(value, np.generic) else value
     return None if value != value else value
 
 
-def _order(codes: IntArray, position: npt.NDArray[Any] | None) -> IntArray | None:
-    """Row order that brings sequences together; ``None`` where they already are."""
+def _row_order(codes: IntArray, position: npt.NDArray[Any] | None) -> IntArray | None:
+    """Row order that brings sequences together; ``None`` if they already are."""
     if position is not None:
         steps = np.diff(codes)
         if bool((steps > 0).any() or (steps < 0).any()) or bool((np.diff(position) < 0).any()):
@@ -261,19 +282,19 @@ def _order(codes: IntArray, position: npt.NDArray[Any] | None) -> IntArray | Non
     return None if bool((np.diff(codes) >= 0).all()) else np.argsort(codes, kind="stable")
 
 
-def _scattered(codes: IntArray) -> int:
-    """Sequences whose rows stand in several places."""
+def _count_scattered(codes: IntArray) -> int:
+    """Count the sequences with rows in several places."""
     begins = np.flatnonzero(np.diff(codes, prepend=-1))
     return int((np.bincount(codes[begins]) > 1).sum())
 
 
-def _once(names: npt.NDArray[Any], codes: IntArray, position: npt.NDArray[Any]) -> None:
-    """Tokens are in order of sequence and position."""
-    twice = np.flatnonzero((np.diff(codes) == 0) & (np.diff(position) == 0))
-    if len(twice):
-        at = int(twice[0])
+def _require_distinct(names: npt.NDArray[Any], codes: IntArray, position: npt.NDArray[Any]) -> None:
+    """Raise ``GapError`` if two tokens, sorted by sequence and position, share both."""
+    repeated = np.flatnonzero((np.diff(codes) == 0) & (np.diff(position) == 0))
+    if len(repeated):
+        at = int(repeated[0])
         raise GapError(
-            f"{counted(len(twice), 'token', 'have')} the sequence_id and the position of another"
+            f"{counted(len(repeated), 'token', 'have')} the sequence_id and the position of another"
             f" (the first: sequence {names[codes[at]]}, position {position[at]}): give each sample"
-            " a sequence_id of its own, such as prompt and number of the sample."
+            " its own sequence_id, such as prompt and number of the sample."
         )

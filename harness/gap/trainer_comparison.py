@@ -1,9 +1,8 @@
-"""Comparison: two trainers' scores of one rollout, such as with and without routing replay, token
-by token.
+"""Comparison of two trainers' scores of one rollout, such as with and without routing replay.
 
-Both sides err on the same tokens, so that the ratio of their gaps is known far better than either
-gap: mean |d| needs 3,000 paired tokens where two independent measurements need 7,000. Resamples
-draw the same sequences for both.
+Both err on the same tokens, so the ratio of their gaps is far more certain than either gap: mean
+|d| needs 3,000 paired tokens where two independent measurements need 7,000. Resamples draw the same
+sequences for both.
 """
 
 from __future__ import annotations
@@ -15,27 +14,32 @@ from typing import Any
 import numpy as np
 
 from rollproof.errors import GapError
-from rollproof.gap.column_checks import counted
+from rollproof.gap.column_checks import BoolArray, FloatArray, counted
 from rollproof.gap.intervals import Interval, Resampler
 from rollproof.gap.limits import GapVerdict
 from rollproof.gap.metrics import NAMES, PLACE, sequence_sums
-from rollproof.gap.token_pairs import BoolArray, FloatArray, TokenPairs
+from rollproof.gap.token_pairs import TokenPairs
 
 __all__ = ["COMPARED", "Comparison", "Effect", "compare"]
 
 COMPARED: Mapping[str, str] = {"kl_mu_pi_k3": "k3", "abs_diff_mean": "abs"}
 """Metrics that are compared, and their columns in the sums."""
-_SAME = 1e-6
+_TOLERANCE = 1e-6
 """Two recordings of one rollout may differ by a float32's rounding, and no more."""
+_COMPARED_NAME = "the compared records"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Effect:
-    """A metric of one side and of the other on the same tokens; ``ratio`` is the first over the
-    second.
+    """A metric of two scores of the same tokens.
 
-    ``smaller`` says whether the ratio is to be below 1 (replay) or above it (a control that must do
-    harm).
+    Attributes:
+        metric: its name.
+        value: of the compared score.
+        against: of the score that it is compared with.
+        ratio: ``value`` over ``against``.
+        smaller: whether the ratio should be below 1 (replay) or above it (a control that must do
+            harm).
     """
 
     metric: str
@@ -46,29 +50,26 @@ class Effect:
 
     @property
     def verdict(self) -> GapVerdict:
-        """Pass or fail where the ratio's whole interval lies on one side of 1; pass where neither
-        side has a gap.
-        """
+        """Pass or fail if the whole interval lies on one side of 1; pass if there is no gap."""
         if self.smaller and self.value == 0:
             return GapVerdict.PASS
-        low, high = (
-            (self.ratio.low, self.ratio.high)
-            if self.smaller
-            else (-self.ratio.high, -self.ratio.low)
-        )
-        bound = 1.0 if self.smaller else -1.0
-        if high < bound:
+        below, above = self.ratio.high < 1.0, self.ratio.low > 1.0
+        if below if self.smaller else above:
             return GapVerdict.PASS
-        return GapVerdict.FAIL if low > bound else GapVerdict.INCONCLUSIVE
+        if above if self.smaller else below:
+            return GapVerdict.FAIL
+        return GapVerdict.INCONCLUSIVE
 
     def to_dict(self) -> dict[str, Any]:
-        """JSON-ready form."""
-        ends = {"ratio": self.ratio.value, "low": self.ratio.low, "high": self.ratio.high}
+        """Return the JSON form."""
+        ratio, low, high = self.ratio.to_list()
         return {
             "metric": self.metric,
             "value": self.value,
             "against": self.against,
-            **{name: end if np.isfinite(end) else None for name, end in ends.items()},
+            "ratio": ratio,
+            "low": low,
+            "high": high,
             "wanted": "below 1" if self.smaller else "above 1",
             "verdict": str(self.verdict),
         }
@@ -76,12 +77,16 @@ class Effect:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Comparison:
-    """Effects on ``tokens`` tokens of ``sequences`` sequences that all sides score.
+    """Effects on the tokens that all scores have.
 
-    ``effects`` are those of the compared scores over those of ``against``; ``controls`` those of
-    each negative control (routes shifted by a token, by a layer, permuted) over those of
-    ``against``, which must come out above 1: replay that does no harm with wrong routes does no
-    good with the right ones.
+    Attributes:
+        against: the name of the score that is compared with.
+        tokens: the common tokens.
+        sequences: the common sequences.
+        effects: those of the compared scores.
+        controls: those of each negative control (routes shifted by a token, by a layer, permuted),
+            which must come out above 1: if wrong routes do no harm, right ones do no good.
+        notes: what was left out.
     """
 
     against: str
@@ -93,21 +98,16 @@ class Comparison:
 
     @property
     def verdict(self) -> GapVerdict:
-        """Fail where one effect fails, else inconclusive where one is, else pass."""
-        found = [
-            effect.verdict
-            for effect in (
-                *self.effects,
-                *(effect for row in self.controls.values() for effect in row),
-            )
-        ]
+        """Fail if one effect fails, else inconclusive if one is, else pass."""
+        controls = [effect for effects in self.controls.values() for effect in effects]
+        verdicts = {effect.verdict for effect in (*self.effects, *controls)}
         for verdict in (GapVerdict.FAIL, GapVerdict.INCONCLUSIVE):
-            if verdict in found:
+            if verdict in verdicts:
                 return verdict
         return GapVerdict.PASS
 
     def to_dict(self) -> dict[str, Any]:
-        """JSON-ready form."""
+        """Return the JSON form."""
         return {
             "against": self.against,
             "verdict": str(self.verdict),
@@ -115,7 +115,8 @@ class Comparison:
             "n_sequences": self.sequences,
             "effects": [effect.to_dict() for effect in self.effects],
             "controls": {
-                name: [effect.to_dict() for effect in row] for name, row in self.controls.items()
+                name: [effect.to_dict() for effect in effects]
+                for name, effects in self.controls.items()
             },
             "notes": list(self.notes),
         }
@@ -130,110 +131,110 @@ def compare(
     resamples: int = 1000,
     seed: int = 0,
 ) -> Comparison:
-    """``pairs`` over ``against``, and each of ``controls`` over ``against``: the same rollout,
-    scored otherwise.
+    """Compare ``pairs`` and each of ``controls`` with ``against``: one rollout, scored differently.
 
-    Sequences are matched by name; those that a side lacks are left out, and so are tokens without a
-    finite logprob on every side. Raises ``GapError`` where nothing matches, or where the matched
-    tokens are not of one rollout.
+    Sequences are matched by name. Sequences that one of them lacks are left out, and so are tokens
+    without a finite logprob in one of them. Raises ``GapError`` if nothing matches, or if the
+    matched tokens are not of one rollout.
     """
-    everyone = {"the compared records": pairs, name: against, **(controls or {})}
-    sides, common, left_out = _matched(everyone)
-    finite = np.logical_and.reduce(
-        [np.isfinite(side.rollout) & np.isfinite(side.trainer) for side in sides.values()]
-    )
-    lost = int((~finite).sum())
+    scores = {_COMPARED_NAME: pairs, name: against, **(controls or {})}
+    matched, sequences, unmatched = _match_sequences(scores)
+    finite = np.logical_and.reduce([own.finite for own in matched.values()])
+    nonfinite = int((~finite).sum())
     if not finite.any():
         raise GapError(
             "No token has a finite logprob on every side, so there is nothing to compare."
         )
-    sums = {side: sequence_sums(found.chosen(finite)) for side, found in sides.items()}
-    first, base = sums.pop("the compared records"), sums.pop(name)
-    notes = [f"{counted(left_out, 'sequence')} not on every side: left out."] if left_out else []
-    notes += (
-        [f"{counted(lost, 'token')} without a finite logprob on every side: left out."]
-        if lost
-        else []
-    )
+    sums = {score: sequence_sums(own.select(finite)) for score, own in matched.items()}
+    compared, base = sums.pop(_COMPARED_NAME), sums.pop(name)
+    notes = []
+    if unmatched:
+        notes.append(f"{counted(unmatched, 'sequence')} not on every side: left out.")
+    if nonfinite:
+        notes.append(
+            f"{counted(nonfinite, 'token')} without a finite logprob on every side: left out."
+        )
     return Comparison(
         against=name,
         tokens=int(finite.sum()),
-        sequences=common,
-        effects=_effects(first, base, resamples=resamples, seed=seed),
+        sequences=sequences,
+        effects=_effects(compared, base, resamples=resamples, seed=seed),
         controls={
-            side: _effects(own, base, resamples=resamples, seed=seed, smaller=False)
-            for side, own in sums.items()
+            control: _effects(own, base, resamples=resamples, seed=seed, smaller=False)
+            for control, own in sums.items()
         },
         notes=tuple(notes),
     )
 
 
 def _effects(
-    first: FloatArray, base: FloatArray, *, resamples: int, seed: int, smaller: bool = True
+    compared: FloatArray, base: FloatArray, *, resamples: int, seed: int, smaller: bool = True
 ) -> tuple[Effect, ...]:
-    both = np.hstack([first, base])
-    resampler = Resampler(both, resamples=resamples, seed=seed)
-    out = []
+    resampler = Resampler(np.hstack([compared, base]), resamples=resamples, seed=seed)
+    tokens = resampler.total[PLACE["finite"]]
+    effects = []
     for metric, column in COMPARED.items():
-        here, there = PLACE[column], len(NAMES) + PLACE[column]
-        tokens = resampler.total[PLACE["finite"]]
-        value, other = float(resampler.total[here] / tokens), float(resampler.total[there] / tokens)
-        out.append(
+        above, below = PLACE[column], len(NAMES) + PLACE[column]
+        effects.append(
             Effect(
                 metric=metric,
-                value=value,
-                against=other,
-                ratio=resampler.ratio(here, there),
+                value=float(resampler.total[above] / tokens),
+                against=float(resampler.total[below] / tokens),
+                ratio=resampler.ratio(above, below),
                 smaller=smaller,
             )
         )
-    return tuple(out)
+    return tuple(effects)
 
 
-def _matched(everyone: Mapping[str, TokenPairs]) -> tuple[dict[str, TokenPairs], int, int]:
-    """Each side's pairs of the sequences that all have, in one order; how many those are, and how
-    many some side lacks.
+def _match_sequences(
+    scores: Mapping[str, TokenPairs],
+) -> tuple[dict[str, TokenPairs], int, int]:
+    """Return the pairs of the sequences that all scores have, in one order.
+
+    Also how many sequences those are, and how many some score lacks.
     """
-    names = {
-        side: {str(sequence): i for i, sequence in enumerate(pairs.sequences)}
-        for side, pairs in everyone.items()
+    indexes = {
+        score: {str(sequence): i for i, sequence in enumerate(pairs.sequences)}
+        for score, pairs in scores.items()
     }
-    common = set.intersection(*(set(own) for own in names.values()))
+    common = set.intersection(*(set(names) for names in indexes.values()))
     if not common:
-        told = "; ".join(
-            f"{side}: {', '.join(list(own)[:3]) or 'none'}" for side, own in names.items()
+        samples = "; ".join(
+            f"{score}: {', '.join(list(names)[:3]) or 'none'}" for score, names in indexes.items()
         )
         raise GapError(
-            f"No sequence_id is on every side ({told}): a comparison needs the same rollout, scored"
-            " twice."
+            f"No sequence_id is on every side ({samples}): a comparison needs the same rollout,"
+            " scored twice."
         )
     order = sorted(common)
-    sides = {
-        side: _ordered(pairs, [names[side][sequence] for sequence in order])
-        for side, pairs in everyone.items()
+    matched = {
+        score: _reordered(pairs, [indexes[score][sequence] for sequence in order])
+        for score, pairs in scores.items()
     }
-    first_name, first = next(iter(sides.items()))
-    for side, pairs in sides.items():
-        _same_rollout(first, pairs, order, first_name, side)
-    return sides, len(order), len(set.union(*(set(own) for own in names.values()))) - len(order)
+    first_name, first = next(iter(matched.items()))
+    for score, pairs in matched.items():
+        _require_same_rollout(first, pairs, order, first_name, score)
+    everything = set.union(*(set(names) for names in indexes.values()))
+    return matched, len(order), len(everything) - len(order)
 
 
-def _ordered(pairs: TokenPairs, sequences: list[int]) -> TokenPairs:
-    """Only the columns that a comparison needs, the sequences in the order given."""
+def _reordered(pairs: TokenPairs, sequences: list[int]) -> TokenPairs:
+    """Return the columns that a comparison needs, with the sequences in the given order."""
     lengths = pairs.lengths[sequences]
     starts = np.cumsum(lengths) - lengths
     rows = np.repeat(pairs.starts[sequences] - starts, lengths) + np.arange(int(lengths.sum()))
-    ids = {"token_id": pairs.sides["token_id"][rows]} if "token_id" in pairs.sides else {}
+    columns = pairs.columns
     return TokenPairs(
         rollout=pairs.rollout[rows],
         trainer=pairs.trainer[rows],
         starts=starts,
         sequences=[pairs.sequences[i] for i in sequences],
-        sides=ids,
+        columns={"token_id": columns["token_id"][rows]} if "token_id" in columns else {},
     )
 
 
-def _same_rollout(
+def _require_same_rollout(
     first: TokenPairs, other: TokenPairs, order: list[str], first_name: str, name: str
 ) -> None:
     if not np.array_equal(first.lengths, other.lengths):
@@ -243,16 +244,15 @@ def _same_rollout(
             f" {first_name} and {other.lengths[at]:,} in {name}: a comparison needs the same tokens"
             " under the same mask, scored twice."
         )
-    with np.errstate(invalid="ignore"):  # what is not finite is left out later, and told
-        wrong: BoolArray = np.abs(first.rollout - other.rollout) > _SAME * np.maximum(
-            1.0, np.abs(first.rollout)
-        )
-    if "token_id" in first.sides and "token_id" in other.sides:
-        wrong |= first.sides["token_id"] != other.sides["token_id"]
+    tolerance = _TOLERANCE * np.maximum(1.0, np.abs(first.rollout))
+    with np.errstate(invalid="ignore"):  # tokens that are not finite are left out later
+        wrong: BoolArray = np.abs(first.rollout - other.rollout) > tolerance
+    if "token_id" in first.columns and "token_id" in other.columns:
+        wrong |= first.columns["token_id"] != other.columns["token_id"]
     if wrong.any():
         at = int(np.flatnonzero(wrong)[0])
         raise GapError(
             f"{first_name} and {name} hold different rollouts: {counted(int(wrong.sum()), 'token')}"
             " with another token_id or rollout_logprob, the first in sequence"
-            f" {first.where(at)['sequence']}. Score the tokens of one rollout on both sides."
+            f" {first.describe(at)['sequence']}. Score the tokens of one rollout on both sides."
         )

@@ -65,7 +65,7 @@ class Scorer:
         ({"limits_file": 3}, UsageError, "limits_file=3 must be a path"),
         ({"limits_file": "nowhere.toml"}, GapError, "limits in nowhere.toml cannot be read"),
         ({"limits_file": "a\0b"}, GapError, "cannot be read: embedded null"),
-        ({"limits": limits_named(), "limits_file": "mine.toml"}, UsageError, "limits is a profile already"),
+        ({"limits": limits_named(), "limits_file": "mine.toml"}, UsageError, "limits is a profile, so limits_file cannot add to it"),
         ({"by_version": [ROLLOUT]}, GapError, "by_version must map each weight version to a column of logprobs, not be a list"),
         ({"by_version": {1.5: ROLLOUT}}, GapError, "by_version has the version 1.5"),
         ({"by_version": {1: "x"}}, GapError, "trainer_logprob@1 must"),

@@ -72,8 +72,8 @@ BROKEN = [
     ("no row", NONE, "open", "the mask excludes all 0"),
     ("one token", FIRST, "open", "1 sequence is too few"),
     ("one sequence", records(sequence_id=np.zeros(N, int)), "open", "1 sequence is too few"),
-    ("a vocabulary of one", records(rollout_logprob=np.zeros(N), trainer_logprob=np.zeros(N)), "open", "pearson cannot be known"),
-    ("a uniform law", records(rollout_logprob=np.full(N, -1.0), trainer_logprob=np.full(N, -1.0)), "open", "pearson cannot be known"),
+    ("a vocabulary of one", records(rollout_logprob=np.zeros(N), trainer_logprob=np.zeros(N)), "open", "pearson cannot be computed"),
+    ("a uniform law", records(rollout_logprob=np.full(N, -1.0), trainer_logprob=np.full(N, -1.0)), "open", "pearson cannot be computed"),
     ("other tokens", records(token_id=np.arange(N), trainer_token_id=np.arange(N) // 2), "error", "different tokens in 399 rows"),
     ("a sequence twice", records(position=np.arange(N) % 10), "error", r"200 tokens have the sequence_id and the position of another"),
     ("routes without layers", records(rollout_routes=ROUTES[:, 0]), "error", "must (be an integer array|hold a list of layers)"),
@@ -320,7 +320,7 @@ def test_the_temperature_of_the_calls_is_that_of_the_scoring(tmp_path: Path) -> 
     for declared, used in (((0.7, 0.7), -0.7), ((None,), -1.0), ((0.0, 0.0), -1.0)):
         pairs = score_rollouts(_called(tmp_path, *declared), Told("nowhere"))
         assert {used} == set(pairs.trainer.tolist())
-    assert {0.0} == set(pairs.sides["temperature"].tolist())
+    assert {0.0} == set(pairs.columns["temperature"].tolist())
     assert (
         -0.7 == score_rollouts(_called(tmp_path, 0.7), Told("nowhere", temperature=0.7)).trainer[0]
     )

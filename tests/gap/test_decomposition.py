@@ -102,6 +102,6 @@ def test_scores_of_a_trace_are_parted(tmp_path: Path) -> None:
         for version in (1, 2, 5)
     ]
     dump_trace(resumed(*scores), tmp_path / "trace.json")
-    sides = join_trace(tmp_path / "trace.json", "score:fsdp").sides
+    sides = join_trace(tmp_path / "trace.json", "score:fsdp").columns
     assert [-5.0] * 4 == sides["current_logprob"].tolist()
     assert [5] * 4 == sides["current_version"].tolist()

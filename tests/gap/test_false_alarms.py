@@ -292,5 +292,5 @@ def test_of_a_token_little_is_told_of_numerics() -> None:
         assert (
             few
             == (cause.confidence == 0.5)
-            == ("of 1 token no other sign could show" in cause.because)
+            == ("1 token cannot show other signs" in cause.because)
         )

@@ -62,15 +62,15 @@ def test_each_segment_is_scored_by_its_own_version(kept: Callable[..., Path]) ->
     assert {1: [-1.1, -1.2, -1.3, -1.4], 2: [-2.1, -2.2, -2.3, -2.4]} == {
         v: column.tolist() for v, column in pairs.by_version.items()
     }
-    assert [3, 4, 5, 6] == pairs.sides["position"].tolist()
-    assert [1, 1, 2, 2] == pairs.sides["version"].tolist()
-    assert [-1, -1, 0, 1] == pairs.sides["since_resume"].tolist()
+    assert [3, 4, 5, 6] == pairs.columns["position"].tolist()
+    assert [1, 1, 2, 2] == pairs.columns["version"].tolist()
+    assert [-1, -1, 0, 1] == pairs.columns["since_resume"].tolist()
 
 
 def test_one_score_is_of_current_weights(kept: Callable[..., Path]) -> None:
     """A single score under newer weights scores all tokens, and its version makes their age known."""
     pairs = join_trace(kept(resumed(_score(5, -1.0, -1.0, -1.0, -1.0))), "score:fsdp")
-    assert [5, 5, 5, 5] == pairs.sides["current_version"].tolist()
+    assert [5, 5, 5, 5] == pairs.columns["current_version"].tolist()
     assert {} == pairs.by_version
 
 
@@ -95,7 +95,7 @@ def test_a_parquet_file_is_joined_by_request(kept: Callable[..., Path], tmp_path
         trainer_logprob=-np.arange(8.0),
         token_id=[4, 5, 6, 8] * 2,
     )
-    with pytest.raises(GapError, match="The two sides hold different tokens in 2 rows"):
+    with pytest.raises(GapError, match="Rollout and trainer hold different tokens in 2 rows"):
         join_trace(trace, wrong)
 
 
@@ -115,11 +115,11 @@ def test_what_is_not_told_is_left_out(kept: Callable[..., Path]) -> None:
     are not there.
     """
     score = _score(1, -1.0, -1.0, -1.0, -1.0)
-    assert "version" not in join_trace(kept(resumed(score, spans=())), "score:fsdp").sides
+    assert "version" not in join_trace(kept(resumed(score, spans=())), "score:fsdp").columns
     builder = TraceBuilder(contract()).weights(1).submit(prompt=(1, 2, 3))
     builder.reply(builder.call((1, 2, 3)), (4, 5, 9, 9), prompt_len=3)
     builder.result((4, 5, 6, 7), prompt=(1, 2, 3), logprobs=ROLLOUT)
-    assert "since_resume" not in join_trace(kept(builder.add(score).trace()), "score:fsdp").sides
+    assert "since_resume" not in join_trace(kept(builder.add(score).trace()), "score:fsdp").columns
 
 
 @pytest.mark.parametrize(

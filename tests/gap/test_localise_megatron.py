@@ -173,5 +173,5 @@ def test_padding_on_the_left_is_refused(sides: tuple[Any, Any]) -> None:
     """Tokens behind left padding would see it: that is said."""
     mask = torch.ones_like(IDS)
     mask[0, :3] = 0
-    with pytest.raises(GapError, match="Padding must stand on the right"):
+    with pytest.raises(GapError, match="Padding must be on the right"):
         megatron_forward(sides[1], IDS, mask)

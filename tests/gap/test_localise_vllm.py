@@ -118,5 +118,5 @@ def test_what_cannot_be_heard_is_refused(sides: tuple[Any, Any]) -> None:
     long = np.tile(np.arange(3, 63), (16, 1))
     with pytest.raises(GapError, match="do not fit into one step of vLLM"):
         vllm_forward(sides[1], long)
-    with pytest.raises(GapError, match="Padding must stand on the right"):
+    with pytest.raises(GapError, match="Padding must be on the right"):
         vllm_forward(sides[1], IDS, np.tile(np.arange(40) > 2, (6, 1)))

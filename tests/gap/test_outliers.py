@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from rollproof.gap import GapVerdict, measure
-from rollproof.gap.diagnosis.outliers import other_versions, tilted, torn
+from rollproof.gap.diagnosis.outliers import find_mistagged, find_tilted, find_mismatched
 from rollproof.gap.token_pairs import TokenPairs
 from tests.support.gap_faults import GapWorld, gap_columns
 from tests.support.gap_profiles import PROFILES, closed_form, noise_scale
@@ -118,14 +118,14 @@ def test_healthy_sequences_never_stand_apart(profile: str, cluster: float) -> No
             sequence_id=names,
             mask=np.ones(len(names)),
         )
-        assert ((), ()) == (tilted(pairs), torn(pairs))
+        assert ((), ()) == (find_tilted(pairs), find_mismatched(pairs))
 
 
 def test_an_offset_that_all_share_is_no_strays() -> None:
     """Nor is a fault of all sequences, or of half of them, which the causes tell."""
     for fault in ("trainer temperature, T=0.7", "lost weights", "off by one, late", "top-p 0.90"):
         whole = fake(fault, 22)
-        assert ((), ()) == (tilted(TokenPairs.of(**whole)), torn(TokenPairs.of(**whole)))
+        assert ((), ()) == (find_tilted(TokenPairs.of(**whole)), find_mismatched(TokenPairs.of(**whole)))
 
 
 def test_versions_that_part_by_less_than_the_noise_are_not_told_apart() -> None:
@@ -135,7 +135,7 @@ def test_versions_that_part_by_less_than_the_noise_are_not_told_apart() -> None:
     trainer = columns["trainer_logprob"]
     scores = {1: np.minimum(trainer + 1e-4 * rng.standard_normal(len(trainer)), 0), 2: trainer}
     pairs = TokenPairs.of(**columns, version=np.full(len(trainer), 2), by_version=scores)
-    assert () == other_versions(pairs, np.full(len(trainer), 0.01))
+    assert () == find_mistagged(pairs, np.full(len(trainer), 0.01))
 
 
 def lost(columns: dict[str, Any], rows: Any) -> dict[str, Any]:

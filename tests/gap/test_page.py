@@ -174,7 +174,7 @@ def test_nothing_to_draw() -> None:
         text = page_text(report)
         assert "<svg" not in text
         assert "every plot needs finite logprobs" in text
-        assert "not known" in text
+        assert "unknown" in text
 
 
 def test_equal_logprobs_are_drawn() -> None:

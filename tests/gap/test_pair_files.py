@@ -55,8 +55,8 @@ def test_two_rows_of_one_name_are_no_sequence(tmp_path: Path) -> None:
     with pytest.raises(
         GapError,
         match=(
-            "rows 0 and 1 both have the sequence_id 0: a row is a sequence, so give each sample one"
-            " of its own"
+            "rows 0 and 1 both have the sequence_id 0: a row is a sequence, so give each sample its"
+            " own id"
         ),
     ):
         read_pairs(write(tmp_path, {**ROWS, "sequence_id": ids}))
@@ -150,7 +150,7 @@ def test_scores_of_versions_that_no_token_has_are_told(tags: Any, told: str | No
     ]
     assert (told is None) == (not notes)
     if told is not None:
-        assert notes[0].endswith(": whether another version sampled was not looked at.")
+        assert notes[0].endswith(": whether another version sampled was not checked.")
         assert re.search(told, notes[0])
 
 
@@ -161,7 +161,7 @@ def test_sequences_in_pieces_are_told() -> None:
     order = np.argsort(np.arange(N) % LENGTH, kind="stable")
     mixed = {name: column[order] for name, column in TOKENS.items()}
     assert any(
-        note.startswith("The rows of 20 sequences stand in several places")
+        note.startswith("The rows of 20 sequences are in several places")
         for note in measure(**mixed, resamples=100).notes
     )
     for whole in (

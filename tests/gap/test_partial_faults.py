@@ -188,7 +188,7 @@ def test_one_polluted_sequence_of_many_is_seen() -> None:
 
 
 @pytest.mark.parametrize(
-    ("alone", "where"), [(False, "; before a resume alone"), (True, "; behind a resume alone")]
+    ("alone", "where"), [(False, "; before a resume alone"), (True, "; after a resume alone")]
 )
 def test_a_version_that_is_wrong_on_one_side_of_a_resume(alone: bool, where: str) -> None:
     """A sample with one tag for all its segments: the tokens of the other segments are of another
@@ -344,7 +344,7 @@ def test_one_stale_replica_of_twenty(alone: bool) -> None:
         []
         if alone
         else [
-            "2 replicas sampled fewer than 5 sequences (18, 19): of so few it cannot be told"
-            " whether a replica is stale."
+            "2 replicas sampled fewer than 5 sequences (18, 19): too few to detect a stale"
+            " replica."
         ]
     ) == told

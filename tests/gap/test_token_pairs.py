@@ -79,7 +79,7 @@ def test_rows_in_any_order_come_together_by_sequence_and_position() -> None:
         "position": 1,
         "rollout_logprob": -0.4,
         "trainer_logprob": -1.4,
-    } == pairs.where(3)
+    } == pairs.describe(3)
 
 
 def test_rounding_just_above_zero_is_accepted() -> None:
@@ -110,7 +110,7 @@ def test_a_file_of_tokens_and_one_of_sequences_hold_the_same_pairs(tmp_path: Pat
         )
     )
     assert flat.rollout.tolist() == nested.rollout.tolist()
-    assert [3, 3, 4, 4] == nested.sides["version"].tolist() == flat.sides["version"].tolist()
+    assert [3, 3, 4, 4] == nested.columns["version"].tolist() == flat.columns["version"].tolist()
 
 
 def test_an_arrow_file_is_read_like_a_parquet_file(tmp_path: Path) -> None:

@@ -67,7 +67,7 @@ def test_smaller_larger_and_alike_are_told_apart() -> None:
     assert GapVerdict.FAIL is comparison.verdict
     assert (
         GapVerdict.PASS
-        is compare(on, on.chosen(np.ones(on.n_tokens, bool)), controls={"harmful": _worse(on)})
+        is compare(on, on.select(np.ones(on.n_tokens, bool)), controls={"harmful": _worse(on)})
         .controls["harmful"][1]
         .verdict
     )
@@ -130,7 +130,7 @@ def test_order_and_names_of_sequences_do_not_matter() -> None:
 def test_what_is_on_one_side_only_is_left_out_and_told() -> None:
     """Sequences and tokens that a side lacks count on no side."""
     on, off = _sides(0, 2.0)
-    part = off.chosen(np.repeat(np.arange(40) < 30, 100))
+    part = off.select(np.repeat(np.arange(40) < 30, 100))
     part.trainer[7] = np.nan
     comparison = compare(on, part)
     assert (2999, 30) == (comparison.tokens, comparison.sequences)

@@ -1,3 +1,3 @@
-"""Diagnosis: which kind of cause the pattern of a gap points to."""
+"""The diagnosis of a gap: which kind of cause its pattern points to."""
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Causes: what a diagnosis may name, and what its rules look at."""
+"""The causes that a diagnosis may name, and the input of its rules."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ from rollproof.gap.buckets import Bucket
 from rollproof.gap.diagnosis.evidence import Evidence
 from rollproof.gap.token_pairs import TokenPairs
 
-__all__ = ["ROUNDING", "Cause", "CauseName", "Rule", "Scene", "beyond"]
+__all__ = ["ROUNDING", "Cause", "CauseName", "Rule", "Scene", "confidence_beyond"]
 
 ROUNDING = 1e-5
-"""What float32 does to a logprob, in nats: a mean |d| below it has no cause that is worth a name,
-whatever its pattern.
-"""
+"""What float32 does to a logprob, in nats: a mean |d| below it needs no explanation."""
+_SURE = 0.7
+"""Confidence from which a cause that is always wrong fails the report."""
 
 
 class CauseName(StrEnum):
-    """Every kind of cause, by the name that a report tells."""
+    """Every kind of cause, by its name in reports."""
 
     NUMERICS = "numerics only"
     NOT_FINITE = "not finite"
@@ -42,8 +42,10 @@ class CauseName(StrEnum):
 
     @property
     def always_wrong(self) -> bool:
-        """Whether it is wrong at any size. Others may be meant: whoever samples with top-p, or
-        scores older tokens under newer weights, may know it.
+        """Whether it is wrong at any size.
+
+        Others may be intended: a user who samples with top-p, or scores older tokens under newer
+        weights, may know it.
         """
         return self in _ALWAYS_WRONG
 
@@ -64,8 +66,13 @@ _ALWAYS_WRONG = frozenset(
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Cause:
-    """A likely kind of cause: its name, how far the sign is beyond what numerics give (0.5 to 1),
-    the sign in words, and what to do.
+    """A likely kind of cause.
+
+    Attributes:
+        name: the kind.
+        confidence: how far the sign is beyond what numerics give, 0.5 to 1.
+        because: the sign, in words.
+        advice: what to do.
     """
 
     name: CauseName
@@ -80,13 +87,11 @@ class Cause:
 
     @property
     def fault(self) -> bool:
-        """Whether it is wrong at any size, so that a gap within its limits excuses it no more than
-        one beyond them.
-        """
-        return self.name.always_wrong and self.confidence >= 0.7
+        """Whether it is surely wrong at any size: the report fails even within its limits."""
+        return self.name.always_wrong and self.confidence >= _SURE
 
     def to_dict(self) -> dict[str, Any]:
-        """JSON-ready form."""
+        """Return the JSON form."""
         return {
             "class": str(self.name),
             "confidence": round(self.confidence, 3),
@@ -97,7 +102,13 @@ class Cause:
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Scene:
-    """The tokens, the evidence that was measured on them, and their buckets."""
+    """The input of a rule.
+
+    Attributes:
+        pairs: the tokens.
+        signs: the evidence that was measured on them.
+        buckets: their buckets.
+    """
 
     pairs: TokenPairs
     signs: Evidence
@@ -107,8 +118,8 @@ class Scene:
 Rule: TypeAlias = "Callable[[Scene], Cause | None]"
 
 
-def beyond(value: float, bound: float) -> float:
-    """0.5 at the bound, towards 1 beyond it."""
+def confidence_beyond(value: float, bound: float) -> float:
+    """Return a confidence: 0.5 at the bound, towards 1 beyond it."""
     if bound <= 0 or not math.isfinite(value):
         return 0.5
     return float(min(0.99, max(0.5, 1 - 0.5 * bound / value)))

@@ -1,9 +1,9 @@
-"""Diagnosis: which kind of cause the pattern of a gap points to.
+"""The diagnosis: which kind of cause the pattern of a gap points to.
 
 Each kind has a sign that numerics alone do not give: a temperature mismatch makes d a function of
 the logprob, a truncated support pulls E[rho] below 1, an off-by-one moves the correlation to the
-next token, a route shift vanishes when the rows are moved back. Numerics alone are told as such and
-never as a fault; a gap that no sign explains is told as unexplained.
+next token, a route shift vanishes when the rows are moved back. A gap with the pattern of numerics
+is named so and is no fault; a gap that no sign explains is named unexplained.
 """
 
 from __future__ import annotations
@@ -12,9 +12,9 @@ from collections.abc import Mapping, Sequence
 
 from rollproof.gap.buckets import Bucket
 from rollproof.gap.column_checks import counted
-from rollproof.gap.diagnosis.causes import Cause, CauseName, Rule, Scene, beyond
-from rollproof.gap.diagnosis.evidence import gather
-from rollproof.gap.diagnosis.rules import ALIGNMENT_RULES, DISTRIBUTION_RULES
+from rollproof.gap.diagnosis.causes import Cause, CauseName, Rule, Scene, confidence_beyond
+from rollproof.gap.diagnosis.evidence import Evidence, gather_evidence
+from rollproof.gap.diagnosis.rules import ALIGNMENT_RULES, DISTRIBUTION_RULES, EXPLAINED
 from rollproof.gap.diagnosis.rules_columns import boundary, lag, replica, versions
 from rollproof.gap.diagnosis.shifts import ENOUGH
 from rollproof.gap.token_pairs import TokenPairs
@@ -25,50 +25,50 @@ __all__ = ["diagnose"]
 def diagnose(
     pairs: TokenPairs, buckets: Mapping[str, tuple[Bucket, ...]], *, failing: bool
 ) -> tuple[Cause, ...]:
-    """Causes, the decisive one first. ``failing`` says whether a limit was broken: then numerics
-    alone are no answer.
+    """Return the likely causes, the decisive one first.
+
+    ``failing`` says whether a limit is broken: then numerics alone are no explanation.
     """
-    scene = Scene(pairs=pairs, signs=gather(pairs), buckets=buckets)
-    found: list[Cause] = []
+    scene = Scene(pairs=pairs, signs=gather_evidence(pairs), buckets=buckets)
+    causes: dict[CauseName, Cause] = {}
     for rule in _RULES:
-        if (cause := rule(scene)) is not None and cause.name not in {one.name for one in found}:
-            found.append(cause)
-    for name, hides in _HIDES.items():
-        if any(cause.name == name for cause in found):
-            found = [cause for cause in found if cause.name not in hides]
-    if found or not scene.signs.tokens:
-        return tuple(found)
-    if failing:
-        return (
-            Cause(
-                name=CauseName.UNEXPLAINED,
-                confidence=0.5,
-                because=(
-                    "the gap is beyond its limit, and bears no sign of temperature, truncation,"
-                    " misalignment, routes or versions"
-                ),
-                advice=(
-                    "Compare the two sides layer by layer, and check kernels, dtypes and the"
-                    " sharding of the weights. A model whose own floor is higher (few layers, a"
-                    " flat law, MLA, hybrid attention, fp8 on one side) needs limits of its own."
-                ),
-            ),
-        )
-    signs = scene.signs
-    return (
-        Cause(
-            name=CauseName.NUMERICS,
-            confidence=beyond(0.12, signs.explained + 0.01) if signs.tokens >= ENOUGH else 0.5,
-            because=(
-                f"E[rho] - 1 = {signs.rho_excess:+.2g} ({signs.rho_z:+.1f} standard errors), k1 ="
-                f" {signs.k1:.2g} beside k3 = {signs.k3:.2g}, and the logprob explains"
-                f" {signs.explained:.1%} of d"
-            )
-            + (
-                ""
-                if signs.tokens >= ENOUGH
-                else f"; of {counted(signs.tokens, 'token')} no other sign could show"
-            ),
+        cause = rule(scene)
+        if cause is not None:
+            causes.setdefault(cause.name, cause)
+    for name, hidden in _HIDES.items():
+        if name in causes:
+            causes = {other: cause for other, cause in causes.items() if other not in hidden}
+    if causes or not scene.signs.tokens:
+        return tuple(causes.values())
+    return (_unexplained(),) if failing else (_numerics(scene.signs),)
+
+
+def _unexplained() -> Cause:
+    return Cause(
+        name=CauseName.UNEXPLAINED,
+        confidence=0.5,
+        because=(
+            "the gap is beyond its limit, and bears no sign of temperature, truncation,"
+            " misalignment, routes or versions"
+        ),
+        advice=(
+            "Compare the two sides layer by layer, and check kernels, dtypes and the sharding of"
+            " the weights. A model with a higher floor (few layers, a flat distribution, MLA,"
+            " hybrid attention, fp8 on one side) needs its own limits."
+        ),
+    )
+
+
+def _numerics(signs: Evidence) -> Cause:
+    enough = signs.tokens >= ENOUGH
+    few = "" if enough else f"; {counted(signs.tokens, 'token')} cannot show other signs"
+    return Cause(
+        name=CauseName.NUMERICS,
+        confidence=confidence_beyond(EXPLAINED, signs.explained + 0.01) if enough else 0.5,
+        because=(
+            f"E[rho] - 1 = {signs.rho_excess:+.2g} ({signs.rho_z:+.1f} standard errors), k1 ="
+            f" {signs.k1:.2g} with k3 = {signs.k3:.2g}, and the logprob explains"
+            f" {signs.explained:.1%} of d{few}"
         ),
     )
 
@@ -81,6 +81,7 @@ _RULES: Sequence[Rule] = (
     replica,
     lag,
 )
+"""In order: tokens or rows at the wrong place explain all that comes after."""
 _BLURRED = frozenset(
     {
         CauseName.TEMPERATURE,
@@ -91,9 +92,7 @@ _BLURRED = frozenset(
         CauseName.REPLICA,
     }
 )
-"""Signs that a large difference of any origin may bear: beside a cause that explains it they are no
-second one.
-"""
+"""Signs that any large difference may bear: a cause that explains it explains them."""
 _HIDES: Mapping[CauseName, frozenset[CauseName]] = {
     CauseName.OFF_BY_ONE: _BLURRED,
     CauseName.TOKEN_SHIFT: _BLURRED | {CauseName.POLLUTED},

@@ -1,77 +1,82 @@
-"""Strays: single sequences that stand apart from all others, where a few in a hundred move no mean.
+"""Outliers: single sequences unlike all others, when they are too few to move a mean.
 
-Each sequence is tested by itself, on bounded terms: what counts is which way a token differs, and
-never how much, so that neither heavy tails nor noise that is a sequence's own can accuse one. A
-sequence is told where its mean is so far above what numerics may bring about (``_Test``) that
-chance gives that to no sequence of a million measurements (Hoeffding 1963). Tokens are taken for
-independent given their context: a repetition loop whose tokens are uncertain would count as often
-as it repeats.
+Each sequence is tested by itself, on bounded terms: the terms count which way a token differs, and
+never how much, so that neither heavy tails nor noise of one sequence can accuse it. A sequence is
+reported if its mean is so far above what numerics may cause (``_Test``) that chance gives that to
+no sequence in a million measurements (Hoeffding 1963). Tokens are taken for independent given their
+context: a repetition loop with uncertain tokens would count as often as it repeats.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
-from rollproof.gap.column_checks import BoolArray, FloatArray, known
+from rollproof.gap.column_checks import BoolArray, FloatArray, is_present
+from rollproof.gap.metrics import sequence_chunks
 from rollproof.gap.token_pairs import TokenPairs
 
-__all__ = ["Stray", "other_versions", "tilted", "torn"]
+__all__ = ["Outlier", "find_mismatched", "find_mistagged", "find_tilted"]
 
 _CHANCE = 1e-6
 _LIKELY, _UNLIKELY = (-0.6, -0.02), -1.5
-"""Rollout logprobs of tokens that another temperature makes more likely, and below which it makes
-them less likely (or the reverse).
+"""Rollout logprobs of tokens that another temperature makes more likely, and the logprob below
+which it makes them less likely (or the reverse).
 """
 _CHUNK = 1 << 20
+_MIN_PARTED = 0.5
+"""Times the usual |d| that two versions must differ by, for a token to distinguish them."""
+_MAX_SHARE = 0.25
+"""With more than this share of the sequences found, it is unclear which are the outliers."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Test:
-    """The mean of terms within an interval of length ``width``: ``healthy`` where numerics make
-    them lean, told from ``least`` on.
+    """A test of the mean of bounded terms.
+
+    Attributes:
+        width: length of the interval that the terms are in.
+        healthy: the largest mean that numerics cause.
+        threshold: the mean from which a sequence is reported.
     """
 
     width: float
     healthy: float
-    least: float
+    threshold: float
 
-    def surely(self, mean: FloatArray, counts: FloatArray, tests: int) -> BoolArray:
-        """Where the mean of ``counts`` terms is what chance gives to none of ``tests`` sequences,
-        but once in a million times.
+    def rejects(self, mean: FloatArray, counts: FloatArray, tests: int) -> BoolArray:
+        """Whether chance gives the mean of ``counts`` terms to none of ``tests`` sequences.
+
+        The exception is once in a million times.
         """
-        reach = self.width * np.sqrt(
-            math.log(max(tests, 1) / _CHANCE) / (2 * np.maximum(counts, 1))
-        )
-        return np.asarray((mean >= self.least) & (mean - self.healthy >= reach))
+        log_tests = math.log(max(tests, 1) / _CHANCE)
+        reach = self.width * np.sqrt(log_tests / (2 * np.maximum(counts, 1)))
+        return np.asarray((mean >= self.threshold) & (mean - self.healthy >= reach))
 
 
-_WAYS = _Test(width=2.0, healthy=0.2, least=0.5)
-"""Signs: three quarters of the tokens go one way. Those of healthy sequences lean by 0.08 in 4,000
-tokens, and by 0.3 in 500.
-"""
-_STRANGE = _Test(width=2.0, healthy=-0.6, least=-0.4)
-"""Less the agreement about which tokens are likely: -0.8 or less of a healthy sequence, and about 0
-of two that are not of one text.
-"""
-_NEARER = _Test(width=2.0, healthy=0.1, least=0.3)
-"""How much nearer another version is, between -1 and 1: -0.3 to -0.7 of a healthy sequence, and
-near 0 of one whose noise is large.
-"""
-_PARTED = 0.5
-"""Times the usual |d| that two versions must part by, for a token to tell them apart."""
-_RARE = 0.25
-"""Share of the sequences above which none stands apart."""
+# Three quarters of the tokens differ one way. The mean of healthy sequences is 0.08 with 4,000
+# tokens, and 0.3 with 500.
+_TILTED = _Test(width=2.0, healthy=0.2, threshold=0.5)
+# Minus the agreement about which tokens are likely: -0.8 or less in a healthy sequence, and about 0
+# if the two logprobs are not of one text.
+_MISMATCHED = _Test(width=2.0, healthy=-0.6, threshold=-0.4)
+# How much nearer another version is, between -1 and 1: -0.3 to -0.7 in a healthy sequence, and near
+# 0 in a noisy one.
+_MISTAGGED = _Test(width=2.0, healthy=0.1, threshold=0.3)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Stray:
-    """The index in ``pairs.sequences`` of one that stands apart, and the mean of its terms; ``tag``
-    and ``version`` where those tell.
+class Outlier:
+    """A sequence unlike all others.
+
+    Attributes:
+        sequence: its index in ``pairs.sequences``.
+        lean: the mean of its terms.
+        tag: its version tag, if another version fits better.
+        version: the version that fits.
     """
 
     sequence: int
@@ -80,124 +85,105 @@ class Stray:
     version: Any = None
 
 
-def tilted(pairs: TokenPairs) -> tuple[Stray, ...]:
-    """Sequences whose likely tokens differ one way and whose unlikely ones the other, as under
-    another temperature.
+def find_tilted(pairs: TokenPairs) -> tuple[Outlier, ...]:
+    """Return sequences with likely tokens that differ one way and unlikely ones the other way.
 
-    ``lean`` is above 0 where the trainer's law is the sharper one. What all sequences share is no
-    stray's: the median of d is taken off.
+    Another temperature does that. ``lean`` is above 0 if the trainer's distribution is the sharper
+    one.
     """
     rollout, trainer = _thinned(pairs)
     d = trainer - rollout
-    usual = [
-        float(np.median(d[part])) if part.any() else 0.0 for part in _parts(rollout, np.isfinite(d))
+    # what all sequences share is no outlier's: the median of d is subtracted
+    medians = [
+        float(np.median(d[part])) if part.any() else 0.0
+        for part in _likely_and_unlikely(rollout, np.isfinite(d))
     ]
     sums, counts = np.zeros(pairs.n_sequences), np.zeros(pairs.n_sequences)
-    for begin, end, rows in _chunks(pairs):
+    for begin, end, rows in sequence_chunks(pairs, _CHUNK):
         rollout = pairs.rollout[begin:end]
         with np.errstate(invalid="ignore"):
             d = pairs.trainer[begin:end] - rollout
-        likely, unlikely = _parts(rollout, np.isfinite(d))
-        terms = np.where(likely, np.sign(d - usual[0]), 0.0) - np.where(
-            unlikely, np.sign(d - usual[1]), 0.0
-        )
+        likely, unlikely = _likely_and_unlikely(rollout, np.isfinite(d))
+        rising = np.where(likely, np.sign(d - medians[0]), 0.0)
+        terms = rising - np.where(unlikely, np.sign(d - medians[1]), 0.0)
         starts = pairs.starts[rows] - begin
         sums[rows] = np.add.reduceat(terms, starts)
         counts[rows] = np.add.reduceat(likely | unlikely, starts, dtype=np.float64)
     lean = sums / np.maximum(counts, 1)
-    return _few(lean, _WAYS.surely(np.abs(lean), counts, 2 * pairs.n_sequences))
+    return _outliers(lean, _TILTED.rejects(np.abs(lean), counts, 2 * pairs.n_sequences))
 
 
-def _parts(rollout: FloatArray, finite: BoolArray) -> tuple[BoolArray, BoolArray]:
-    return finite & (rollout > _LIKELY[0]) & (rollout < _LIKELY[1]), finite & (rollout < _UNLIKELY)
+def _likely_and_unlikely(rollout: FloatArray, finite: BoolArray) -> tuple[BoolArray, BoolArray]:
+    likely = (rollout > _LIKELY[0]) & (rollout < _LIKELY[1])
+    return finite & likely, finite & (rollout < _UNLIKELY)
 
 
-def torn(pairs: TokenPairs) -> tuple[Stray, ...]:
-    """Sequences whose two sides do not agree which tokens are likely, as those of swapped samples
-    or of lost weights.
+def find_mismatched(pairs: TokenPairs) -> tuple[Outlier, ...]:
+    """Return sequences in which rollout and trainer disagree about which tokens are likely.
 
-    ``lean`` is the share of tokens that are likely on both sides or on neither, less the share of
-    the others.
+    Swapped samples or lost weights do that. ``lean`` is the share of tokens that are likely on both
+    sides or on neither, minus the share of the others.
     """
     rollout, _ = _thinned(pairs)
     bound = min(float(np.median(rollout)), _LIKELY[1]) if len(rollout) else 0.0
     sums, counts = np.zeros(pairs.n_sequences), np.zeros(pairs.n_sequences)
-    for begin, end, rows in _chunks(pairs):
+    for begin, end, rows in sequence_chunks(pairs, _CHUNK):
         rollout, trainer = pairs.rollout[begin:end], pairs.trainer[begin:end]
         finite = np.isfinite(rollout) & np.isfinite(trainer)
+        agree = (rollout > bound) == (trainer > bound)
         starts = pairs.starts[rows] - begin
-        sums[rows] = np.add.reduceat(
-            np.where((rollout > bound) == (trainer > bound), 1.0, -1.0) * finite, starts
-        )
+        sums[rows] = np.add.reduceat(np.where(agree, 1.0, -1.0) * finite, starts)
         counts[rows] = np.add.reduceat(finite, starts, dtype=np.float64)
-    if -sums.sum() > _STRANGE.healthy * counts.sum():
-        return ()  # of all sequences together: none of them is what is usual
+    if -sums.sum() > _MISMATCHED.healthy * counts.sum():
+        return ()  # all sequences together disagree, so none is an outlier
     lean = sums / np.maximum(counts, 1)
-    return _few(lean, _STRANGE.surely(-lean, counts, pairs.n_sequences))
+    return _outliers(lean, _MISMATCHED.rejects(-lean, counts, pairs.n_sequences))
 
 
 def _thinned(pairs: TokenPairs) -> tuple[FloatArray, FloatArray]:
-    """Rollout and trainer logprobs of finite tokens, every so many of them."""
-    every = max(1, pairs.n_tokens // _CHUNK)
-    rollout, trainer = pairs.rollout[::every], pairs.trainer[::every]
+    """Return both logprobs of a regular sample of the finite tokens."""
+    step = max(1, pairs.n_tokens // _CHUNK)
+    rollout, trainer = pairs.rollout[::step], pairs.trainer[::step]
     finite = np.isfinite(rollout) & np.isfinite(trainer)
     return rollout[finite], trainer[finite]
 
 
-def _few(lean: FloatArray, found: BoolArray) -> tuple[Stray, ...]:
-    """Those that are found, unless they are so many that it is not clear which stand apart."""
-    few = found.sum() <= _RARE * len(found)
-    return (
-        tuple(Stray(sequence=int(at), lean=float(lean[at])) for at in np.flatnonzero(found))
-        if few
-        else ()
-    )
+def _outliers(lean: FloatArray, rejected: BoolArray) -> tuple[Outlier, ...]:
+    if rejected.sum() > _MAX_SHARE * len(rejected):
+        return ()
+    return tuple(Outlier(sequence=int(at), lean=float(lean[at])) for at in np.flatnonzero(rejected))
 
 
-def _chunks(pairs: TokenPairs) -> Iterator[tuple[int, int, slice]]:
-    """First and last token of whole sequences of about ``_CHUNK`` tokens, and which sequences those
-    are.
+def find_mistagged(pairs: TokenPairs, usual: FloatArray) -> tuple[Outlier, ...]:
+    """Return sequences that another version fits better than the tagged one.
+
+    Only tokens count at which the two versions differ by half of ``usual`` ``(n,)`` or more.
     """
-    bounds = np.append(pairs.starts, pairs.n_tokens)
-    first = 0
-    while first < pairs.n_sequences:
-        last = max(
-            first + 1, int(np.searchsorted(bounds, bounds[first] + _CHUNK, side="right")) - 1
-        )
-        yield int(bounds[first]), int(bounds[last]), slice(first, last)
-        first = last
-
-
-def other_versions(pairs: TokenPairs, usual: FloatArray) -> tuple[Stray, ...]:
-    """Sequences that another version than the tagged one fits, over tokens where the two part by as
-    much as half of ``usual`` ``(n,)``.
-
-    A term is how much nearer the other version is, in parts of what the two versions differ by. Of
-    a rollout that the tagged weights sampled its expectation is below 0 for every noise that leans
-    no way, since the distance is convex.
-    """
-    tags = pairs.sides.get("version")
+    tags = pairs.columns.get("version")
     if tags is None or len(pairs.by_version) < 2:
         return ()
-    found: dict[tuple[int, Any], Stray] = {}
-    owner, told = pairs.owner, known(tags)
-    names = [tag for tag in np.unique(tags[told]).tolist() if tag in pairs.by_version]
+    outliers: dict[tuple[int, Any], Outlier] = {}
+    owner, tagged = pairs.owner, is_present(tags)
+    names = [tag for tag in np.unique(tags[tagged]).tolist() if tag in pairs.by_version]
     tests = pairs.n_sequences * len(names) * (len(pairs.by_version) - 1)
     for tag in names:
-        rows = np.flatnonzero(told & (tags == tag))
+        rows = np.flatnonzero(tagged & (tags == tag))
         for version, scores in pairs.by_version.items():
+            # How much nearer the other version is, relative to the difference of the two versions.
+            # If the tagged weights sampled, its expectation is below 0 for every symmetric noise,
+            # since the distance is convex.
             with np.errstate(invalid="ignore", divide="ignore"):
                 own = np.abs(pairs.by_version[tag][rows] - pairs.rollout[rows])
                 parted = np.abs(scores[rows] - pairs.by_version[tag][rows])
                 term = (own - np.abs(scores[rows] - pairs.rollout[rows])) / parted
-            seen = np.isfinite(term) & (parted > _PARTED * usual[rows])
-            counts = np.bincount(owner[rows][seen], minlength=pairs.n_sequences).astype(np.float64)
-            lean = np.bincount(
-                owner[rows][seen], weights=term[seen], minlength=pairs.n_sequences
-            ) / np.maximum(counts, 1)
-            for at in np.flatnonzero(_NEARER.surely(lean, counts, tests)).tolist():
-                if (at, tag) not in found or lean[at] > found[at, tag].lean:
-                    found[at, tag] = Stray(
+            counting = np.isfinite(term) & (parted > _MIN_PARTED * usual[rows])
+            sequence = owner[rows][counting]
+            counts = np.bincount(sequence, minlength=pairs.n_sequences).astype(np.float64)
+            sums = np.bincount(sequence, weights=term[counting], minlength=pairs.n_sequences)
+            lean = sums / np.maximum(counts, 1)
+            for at in np.flatnonzero(_MISTAGGED.rejects(lean, counts, tests)).tolist():
+                if (at, tag) not in outliers or lean[at] > outliers[at, tag].lean:
+                    outliers[at, tag] = Outlier(
                         sequence=at, lean=float(lean[at]), tag=tag, version=version
                     )
-    return tuple(sorted(found.values(), key=lambda stray: stray.sequence))
+    return tuple(sorted(outliers.values(), key=lambda outlier: outlier.sequence))

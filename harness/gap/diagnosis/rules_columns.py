@@ -1,6 +1,4 @@
-"""Column causes: the rules of a diagnosis that need a column to tell: versions, resumes, replicas,
-the age of the weights.
-"""
+"""Rules of the diagnosis that need an optional column: versions, resumes, replicas, ages."""
 
 from __future__ import annotations
 
@@ -14,291 +12,282 @@ import numpy.typing as npt
 from scipy import stats
 
 from rollproof.gap.buckets import NEAR, bucket_codes, resume_parts, staleness
-from rollproof.gap.column_checks import BoolArray, FloatArray, known, some_of
-from rollproof.gap.diagnosis.causes import ROUNDING, Cause, CauseName, Scene, beyond
-from rollproof.gap.diagnosis.evidence import gather
-from rollproof.gap.diagnosis.outliers import other_versions
+from rollproof.gap.column_checks import BoolArray, FloatArray, is_present, some_of
+from rollproof.gap.diagnosis.causes import ROUNDING, Cause, CauseName, Scene, confidence_beyond
+from rollproof.gap.diagnosis.evidence import gather_evidence
+from rollproof.gap.diagnosis.outliers import find_mistagged
 from rollproof.gap.diagnosis.rules import DISTRIBUTION_RULES
 from rollproof.gap.intervals import Interval, Resampler
-from rollproof.gap.panel import abs_diff
 from rollproof.gap.token_pairs import TokenPairs
 
-__all__ = ["FEW", "beside_usual", "boundary", "few_sequences", "lag", "replica", "versions"]
+__all__ = [
+    "MIN_SEQUENCES",
+    "boundary",
+    "diff_and_usual",
+    "lag",
+    "replica",
+    "undersampled_replicas",
+    "versions",
+]
 
-FEW = 5
+MIN_SEQUENCES = 5
 """Sequences of a replica below which it is not judged."""
 _PER_PART = 25
 _NEAR = ("0", "1", "2-7")
 _RISING = 0.75
-"""Correlation of age and size from which the size rises with age: one age of five or more that is
-apart gives 0.71 at most.
+"""Correlation of age and size from which the size rises with age: one age of five or more that
+differs from the others gives 0.71 at most.
 """
+_MAX_LISTED = 4
+_MAX_CHANCE = 1e-3
+_BETTER_VERSION = 1.15
+_STALE_RATIO = 1.3
+_TAG_ADVICE = (
+    "The tag is published before or after the weights: read it from the weights that sampled, and"
+    " score under that version."
+)
+_STUCK_ADVICE = (
+    "The engine keeps answering from old weights: the update did not reach it, or is smaller than"
+    " its precision resolves."
+)
 
 
-def _better_version(pairs: TokenPairs, own: BoolArray, tag: Any) -> Any:
-    """The version that fits the tokens of a tag better than the tag's own, sequence by sequence;
-    ``None`` where none surely does.
-    """
+def _better_version(pairs: TokenPairs, tokens: BoolArray, tag: Any) -> Any:
+    """Return the version that surely fits the ``tokens`` of a tag better, or ``None``."""
     with np.errstate(invalid="ignore"):
-        apart = {
-            version: np.abs(scores[own] - pairs.rollout[own])
+        distance = {
+            version: np.abs(scores[tokens] - pairs.rollout[tokens])
             for version, scores in pairs.by_version.items()
         }
-    apart = {version: size for version, size in apart.items() if np.isfinite(size).any()}
-    if tag not in apart:
+    distance = {version: size for version, size in distance.items() if np.isfinite(size).any()}
+    if tag not in distance:
         return None
-    mean = {version: float(size[np.isfinite(size)].mean()) for version, size in apart.items()}
+    mean = {version: float(size[np.isfinite(size)].mean()) for version, size in distance.items()}
     best = min(mean, key=lambda version: mean[version])
-    both = np.isfinite(apart[best]) & np.isfinite(apart[tag])
-    if best == tag or not both.any() or apart[tag][both].mean() <= 1.15 * apart[best][both].mean():
+    both = np.isfinite(distance[best]) & np.isfinite(distance[tag])
+    if best == tag or not both.any():
         return None
-    # most of the sequences must say so: a heavy token of one of them must not
-    gain = np.bincount(pairs.owner[own][both], weights=(apart[tag] - apart[best])[both])
+    if distance[tag][both].mean() <= _BETTER_VERSION * distance[best][both].mean():
+        return None
+    # most of the sequences must agree: a heavy token of one of them must not decide
+    gain = np.bincount(pairs.owner[tokens][both], weights=(distance[tag] - distance[best])[both])
     gain = gain[gain != 0]
-    return (
-        best
-        if len(gain) and float(stats.wilcoxon(gain, alternative="greater").pvalue) < 1e-3
-        else None
-    )
+    if not len(gain):
+        return None
+    chance = float(stats.wilcoxon(gain, alternative="greater").pvalue)
+    return best if chance < _MAX_CHANCE else None
 
 
-def _fits(pairs: TokenPairs, tags: npt.NDArray[Any], part: BoolArray) -> dict[Any, Any]:
-    """The tags of the tokens ``part`` that another version fits, and that version."""
-    fits = {}
-    for tag in np.unique(tags[known(tags) & part]):
-        if (best := _better_version(pairs, part & (tags == tag), tag)) is not None:
-            fits[tag.item() if isinstance(tag, np.generic) else tag] = best
-    return fits
+def _better_versions(pairs: TokenPairs, tags: npt.NDArray[Any], part: BoolArray) -> dict[Any, Any]:
+    """Return the tags in ``part`` that another version fits better, with that version."""
+    better = {}
+    for tag in np.unique(tags[is_present(tags) & part]):
+        best = _better_version(pairs, part & (tags == tag), tag)
+        if best is not None:
+            better[tag.item() if isinstance(tag, np.generic) else tag] = best
+    return better
 
 
-def _sides_of_a_resume(pairs: TokenPairs) -> Iterator[tuple[str, BoolArray]]:
-    """All tokens, then those before and behind a resume: a sample with one tag, or with that of its
-    last call, is wrong on one side.
+def _parts_around_a_resume(pairs: TokenPairs) -> Iterator[tuple[str, BoolArray]]:
+    """Yield all tokens, then those before and those after a resume.
+
+    A sample with one tag, or with that of its last call, is wrong in one of them.
     """
     yield "", np.ones(pairs.n_tokens, bool)
-    since = pairs.sides.get("since_resume")
+    since = pairs.columns.get("since_resume")
     if since is not None:
         yield "; before a resume alone", since < 0
-        yield "; behind a resume alone", since >= 0
+        yield "; after a resume alone", since >= 0
 
 
 def versions(scene: Scene) -> Cause | None:
-    """Tags that another version fits better: scores under several versions tell."""
+    """Find tags that another version fits better; this needs scores under several versions."""
     pairs = scene.pairs
-    tags = pairs.sides.get("version")
+    tags = pairs.columns.get("version")
     if tags is None or len(pairs.by_version) < 2:
         return None
-    where, fits = next(
-        (
-            (where, fits)
-            for where, part in _sides_of_a_resume(pairs)
-            if (fits := _fits(pairs, tags, part))
-        ),
-        ("", {}),
-    )
-    if not fits:
-        return _some_sequences(pairs)
-    told = ", ".join(f"tag {tag}: version {best}" for tag, best in list(fits.items())[:4]) + where
-    stuck = len(fits) > 1 and len(set(fits.values())) == 1
+    for place, part in _parts_around_a_resume(pairs):
+        better = _better_versions(pairs, tags, part)
+        if better:
+            return _mistagged(better, place)
+    return _mistagged_sequences(pairs)
+
+
+def _mistagged(better: dict[Any, Any], place: str) -> Cause:
+    fits = list(better.items())[:_MAX_LISTED]
+    listed = ", ".join(f"tag {tag}: version {version}" for tag, version in fits)
+    # one version that fits all tags means that the engine stopped updating
+    stuck = len(better) > 1 and len(set(better.values())) == 1
     return Cause(
         name=CauseName.STUCK if stuck else CauseName.WRONG_VERSION,
         confidence=0.9,
         because=(
             "the rollout's logprobs fit another version than the one that they are tagged with"
-            f" ({told})"
+            f" ({listed}{place})"
         ),
-        advice=(
-            "The engine keeps answering from old weights: the update did not reach it, or is"
-            " smaller than its precision resolves."
-            if stuck
-            else _TAG
-        ),
+        advice=_STUCK_ADVICE if stuck else _TAG_ADVICE,
     )
 
 
-_TAG = (
-    "The tag is published before or after the weights: read it from the weights that sampled, and"
-    " score under that version."
-)
-
-
-def _some_sequences(pairs: TokenPairs) -> Cause | None:
-    """Sequences that another version fits, where most are tagged rightly."""
-    found = other_versions(pairs, beside_usual(pairs)[1])
-    if not found:
+def _mistagged_sequences(pairs: TokenPairs) -> Cause | None:
+    """Find sequences that another version fits when most are tagged correctly."""
+    outliers = find_mistagged(pairs, diff_and_usual(pairs)[1])
+    if not outliers:
         return None
-    fits = {(stray.tag, stray.version): None for stray in found}
-    told = ", ".join(f"tag {tag}: version {version}" for tag, version in list(fits)[:4])
+    fits = list(dict.fromkeys((outlier.tag, outlier.version) for outlier in outliers))
+    listed = ", ".join(f"tag {tag}: version {version}" for tag, version in fits[:_MAX_LISTED])
+    sequences = some_of([outlier.sequence for outlier in outliers], pairs.sequences)
     return Cause(
         name=CauseName.WRONG_VERSION,
         confidence=0.9,
         because=(
-            f"in {some_of([stray.sequence for stray in found], pairs.sequences)} the rollout's"
-            f" logprobs fit another version than the one that they are tagged with ({told})"
+            f"in {sequences} the rollout's logprobs fit another version than the one that they are"
+            f" tagged with ({listed})"
         ),
-        advice=_TAG,
+        advice=_TAG_ADVICE,
     )
 
 
 def boundary(scene: Scene) -> Cause | None:
-    """Tokens just behind a resume that differ more than those away from one, beside what tokens of
-    their logprobs do there.
-    """
+    """Find tokens right after a resume that differ more than similar tokens away from one."""
     pairs = scene.pairs
-    since = pairs.sides.get("since_resume")
-    row = {bucket.label: bucket for bucket in scene.buckets.get("since_resume", ())}
+    since = pairs.columns.get("since_resume")
+    buckets = {bucket.label: bucket for bucket in scene.buckets.get("since_resume", ())}
     if since is None or not scene.signs.tokens:
         return None
     away = (since < 0) | (since >= NEAR)
-    size, usual = beside_usual(pairs, away)
+    diff, usual = diff_and_usual(pairs, away)
     usual = np.maximum(usual, ROUNDING)
-    inside = _times_usual(pairs, away, size, usual)
-    typical = 0.0 if inside.value == 0 else inside.high
-    found = {
-        label: _times_usual(pairs, codes, size, usual)
-        for label, codes in resume_parts(since).items()
+    elsewhere = _times_usual(pairs, away, diff, usual)
+    typical = 0.0 if elsewhere.value == 0 else elsewhere.high
+    near = {
+        label: _times_usual(pairs, part, diff, usual)
+        for label, part in resume_parts(since).items()
         if label in _NEAR
     }
-    worst = max(found, key=lambda label: np.nan_to_num(found[label].value, nan=-1.0))
-    times = found[worst]
-    if (
-        worst not in row
-        or row[worst].abs_diff.value < ROUNDING
-        or not (times.value > 2 * inside.value and times.low > typical)
-    ):
+    worst = max(near, key=lambda label: np.nan_to_num(near[label].value, nan=-1.0))
+    times = near[worst]
+    if worst not in buckets or buckets[worst].abs_diff.value < ROUNDING:
         return None
-    where = (
-        "at the first token"
-        if worst == "0"
-        else f"at {worst} tokens"
-        if worst != "1"
-        else "at the second token"
-    )
+    if not (times.value > 2 * elsewhere.value and times.low > typical):
+        return None
+    place = {"0": "at the first token", "1": "at the second token"}.get(worst, f"at {worst} tokens")
+    ratio = times.value / elsewhere.value if elsewhere.value > 0 else math.inf
     return Cause(
         name=CauseName.BOUNDARY,
-        confidence=beyond(times.value / inside.value if inside.value > 0 else math.inf, 2),
+        confidence=confidence_beyond(ratio, 2),
         because=(
-            f"mean |d| is {row[worst].abs_diff.value:.2g} {where} after a resume, {times.value:.2g}"
-            " times what tokens of such logprobs have away from one"
+            f"mean |d| is {buckets[worst].abs_diff.value:.2g} {place} after a resume,"
+            f" {times.value:.2g} times the average for tokens of similar logprob elsewhere"
         ),
         advice=(
             "The resumed call saw another context or other weights than the trainer scores: check"
-            " the resume prompt, the kept KV cache and the segment's version."
+            " the resume prompt, the retained KV cache and the segment's version."
         ),
     )
 
 
 def _times_usual(
-    pairs: TokenPairs, own: BoolArray, size: FloatArray, usual: FloatArray
+    pairs: TokenPairs, tokens: BoolArray, diff: FloatArray, usual: FloatArray
 ) -> Interval:
-    """Over the tokens ``own``: their |d| over the usual one, with an interval over sequences."""
-    owner, count = pairs.owner[own], pairs.n_sequences
+    """Return the |d| of ``tokens`` over the usual one, with an interval over sequences."""
+    owner, count = pairs.owner[tokens], pairs.n_sequences
     sums = [
-        np.bincount(owner, weights=column[own], minlength=count).astype(np.float64)
-        for column in (size, usual)
+        np.bincount(owner, weights=column[tokens], minlength=count).astype(np.float64)
+        for column in (diff, usual)
     ]
-    return Resampler(
-        np.stack(sums, axis=1)[np.bincount(owner, minlength=count) > 0], resamples=200
-    ).ratio(0, 1)
+    present = np.bincount(owner, minlength=count) > 0
+    return Resampler(np.stack(sums, axis=1)[present], resamples=200).ratio(0, 1)
 
 
-def beside_usual(
-    pairs: TokenPairs, among: BoolArray | None = None
+def diff_and_usual(
+    pairs: TokenPairs, reference: BoolArray | None = None
 ) -> tuple[FloatArray, FloatArray]:
-    """``(n,)`` |d| of each token (0 where not finite), and the mean of tokens (of all, or those
-    ``among``) of about its rollout logprob.
+    """Return the |d| of each token, and the mean |d| of tokens of about its rollout logprob.
 
-    Some prompts are harder than others, and their tokens less certain: only what is beside that is
-    of a replica, or of a version.
+    Some prompts are harder than others, and their tokens less certain: only what exceeds that is
+    due to a replica, or to a version.
+
+    Args:
+        pairs: the tokens; a |d| that is not finite is 0.
+        reference: the tokens that the mean is of (default: all).
     """
-    size = abs_diff(pairs)
-    finite = np.isfinite(size)
-    learnt = finite if among is None else finite & among
-    size = np.nan_to_num(size)
-    # the few least certain tokens have a difference of their own
+    diff = pairs.abs_diff
+    finite = np.isfinite(diff)
+    learnt = finite if reference is None else finite & reference
+    diff = np.nan_to_num(diff)
+    # the few least certain tokens have a difference of their own, so the bins are finer there
     orders = np.sort(np.concatenate([np.linspace(0, 1, 21), [0.002, 0.005, 0.01, 0.02]]))
-    known = int(learnt.sum())
-    orders = orders[(orders * known >= _PER_PART) | (orders == 0)]
-    edges = np.unique(np.quantile(pairs.rollout[learnt], orders)) if known else np.zeros(1)
-    place = np.clip(
-        np.searchsorted(edges, pairs.rollout, side="right") - 1, 0, max(len(edges) - 2, 0)
-    )
-    count = np.bincount(place[learnt], minlength=len(edges))
-    mean = np.bincount(place[learnt], weights=size[learnt], minlength=len(edges)) / np.maximum(
-        count, 1
-    )
-    return size, np.where(finite, mean[place], 0.0)
+    count = int(learnt.sum())
+    orders = orders[(orders * count >= _PER_PART) | (orders == 0)]
+    edges = np.unique(np.quantile(pairs.rollout[learnt], orders)) if count else np.zeros(1)
+    bins = np.searchsorted(edges, pairs.rollout, side="right") - 1
+    bins = np.clip(bins, 0, max(len(edges) - 2, 0))
+    counts = np.bincount(bins[learnt], minlength=len(edges))
+    sums = np.bincount(bins[learnt], weights=diff[learnt], minlength=len(edges))
+    mean = sums / np.maximum(counts, 1)
+    return diff, np.where(finite, mean[bins], 0.0)
 
 
-def few_sequences(pairs: TokenPairs) -> list[Any]:
-    """Replicas with so few sequences that nothing can be told of them, where there are several."""
-    side = pairs.sides.get("replica")
-    if side is None or not known(side).any():
+def undersampled_replicas(pairs: TokenPairs) -> list[Any]:
+    """Return the replicas with too few sequences to judge, if there are several replicas."""
+    column = pairs.columns.get("replica")
+    if column is None or not is_present(column).any():
         return []
-    told = known(side)
-    names, codes = np.unique(side[told], return_inverse=True)
-    count = np.bincount(
-        np.unique(codes * pairs.n_sequences + pairs.owner[told]) // pairs.n_sequences,
-        minlength=len(names),
-    )
-    return (
-        [name.item() if isinstance(name, np.generic) else name for name in names[count < FEW]]
-        if len(names) > 1
-        else []
-    )
+    present = is_present(column)
+    names, codes = np.unique(column[present], return_inverse=True)
+    if len(names) < 2:
+        return []
+    replica_sequences = np.unique(codes * pairs.n_sequences + pairs.owner[present])
+    count = np.bincount(replica_sequences // pairs.n_sequences, minlength=len(names))
+    few = names[count < MIN_SEQUENCES]
+    return [name.item() if isinstance(name, np.generic) else name for name in few]
 
 
 def replica(scene: Scene) -> Cause | None:
-    """One replica whose sequences differ more than the others', beside what tokens of their
-    logprobs do.
-    """
+    """Find one replica with sequences that differ more than similar ones of the others."""
     pairs = scene.pairs
-    if "replica" not in pairs.sides or not scene.signs.tokens:
+    if "replica" not in pairs.columns or not scene.signs.tokens:
         return None
-    size, usual = beside_usual(pairs)
-    side = pairs.sides["replica"]
-    told = known(side)
-    names, codes = np.unique(side[told], return_inverse=True)
+    diff, usual = diff_and_usual(pairs)
+    column = pairs.columns["replica"]
+    present = is_present(column)
+    names, codes = np.unique(column[present], return_inverse=True)
     if len(names) < 2:
         return None
     # a sequence that several replicas sampled counts for each of them with its own tokens
-    parts = pairs.owner[told] * len(names) + codes
-    count, own_size, own_usual = (
-        np.bincount(parts, weights=one) for one in (None, size[told], usual[told])
-    )
-    held = np.flatnonzero(count)
-    means, owner = own_size[held] / np.maximum(own_usual[held], 1e-300), names[held % len(names)]
+    parts = pairs.owner[present] * len(names) + codes
+    filled = np.flatnonzero(np.bincount(parts))
+    part_diff = np.bincount(parts, weights=diff[present])[filled]
+    part_usual = np.bincount(parts, weights=usual[present])[filled]
+    times, owner = part_diff / np.maximum(part_usual, 1e-300), names[filled % len(names)]
     typical = {
-        name: float(np.median(means[owner == name]))
+        name: float(np.median(times[owner == name]))
         for name in names
-        if (owner == name).sum() >= FEW
+        if (owner == name).sum() >= MIN_SEQUENCES
     }
     if not typical:
         return None
     worst = max(typical, key=lambda name: typical[name])
-    own, others = means[owner == worst], means[owner != worst]
-    if len(others) < FEW or float(size.sum()) < ROUNDING * len(size):
+    own, others = times[owner == worst], times[owner != worst]
+    if len(others) < MIN_SEQUENCES or float(diff.sum()) < ROUNDING * len(diff):
         return None
     # ranks, not means: one heavy token must not accuse a replica
     chance = float(stats.mannwhitneyu(own, others, alternative="greater").pvalue) * len(names)
     ratio = typical[worst] / max(float(np.median(others)), 1e-300)
-    if chance > 1e-3 or ratio < 1.3:
+    if chance > _MAX_CHANCE or ratio < _STALE_RATIO:
         return None
-    alone = pairs.chosen(told & (side == worst))
-    here = Scene(pairs=alone, signs=gather(alone), buckets={})
-    if (
-        law := next(
-            (cause for rule in DISTRIBUTION_RULES if (cause := rule(here)) is not None), None
-        )
-    ) is not None:
-        return dataclasses.replace(law, because=f"at replica {worst} alone: {law.because}")
+    specific = _distribution_cause(pairs.select(present & (column == worst)))
+    if specific is not None:
+        because = f"at replica {worst} alone: {specific.because}"
+        return dataclasses.replace(specific, because=because)
     return Cause(
         name=CauseName.REPLICA,
         confidence=1 - max(0.01, chance),
         because=(
             f"sequences of replica {worst} have {typical[worst]:.2g} times the usual |d| of tokens"
-            f" of their logprobs, on the median, {ratio:.1f} times what the others have (rank test,"
-            f" p = {chance:.1g})"
+            f" of similar logprob, on the median, {ratio:.1f} times what the others have (rank"
+            f" test, p = {chance:.1g})"
         ),
         advice=(
             "That replica missed a weight update, or runs another configuration: compare its"
@@ -307,35 +296,43 @@ def replica(scene: Scene) -> Cause | None:
     )
 
 
+def _distribution_cause(pairs: TokenPairs) -> Cause | None:
+    """Return the first cause that the distribution of some tokens has."""
+    scene = Scene(pairs=pairs, signs=gather_evidence(pairs), buckets={})
+    causes = (rule(scene) for rule in DISTRIBUTION_RULES)
+    return next((cause for cause in causes if cause is not None), None)
+
+
 def lag(scene: Scene) -> Cause | None:
-    """A |d| that rises with the age of the weights, beside what tokens of such logprobs have."""
-    row = scene.buckets.get("staleness", ())
+    """Find a |d| that rises with the age of the weights, relative to tokens of similar logprob."""
+    buckets = scene.buckets.get("staleness", ())
     age = staleness(scene.pairs)
-    if len(row) < 2 or age is None:
+    if len(buckets) < 2 or age is None:
         return None
     codes, labels = bucket_codes(age)
-    size, usual = beside_usual(scene.pairs)
-    found = [_times_usual(scene.pairs, codes == code, size, usual) for code in range(len(labels))]
-    fresh, oldest = found[0], found[-1]
-    if float(size.sum()) < ROUNDING * len(size):
+    diff, usual = diff_and_usual(scene.pairs)
+    if float(diff.sum()) < ROUNDING * len(diff):
         return None
-    means = [interval.value for interval in found]
+    times = [_times_usual(scene.pairs, codes == code, diff, usual) for code in range(len(labels))]
+    fresh, oldest = times[0], times[-1]
+    means = [interval.value for interval in times]
     rising = np.corrcoef(np.arange(len(means)), means)[0, 1] if np.ptp(means) > 0 else 0.0
     if not (oldest.low > fresh.high and rising > _RISING):
         return None
+    scored_then = "current_logprob" in scene.pairs.columns or len(scene.pairs.by_version) > 1
     return Cause(
         name=CauseName.STALENESS,
-        confidence=beyond(oldest.value / max(fresh.value, 1e-12), 1),
+        confidence=confidence_beyond(oldest.value / max(fresh.value, 1e-12), 1),
         because=(
-            f"mean |d| rises from {row[0].abs_diff.value:.2g} at {labels[0]} versions of age to"
-            f" {row[-1].abs_diff.value:.2g} at {labels[-1]}: from {fresh.value:.2g} to"
-            f" {oldest.value:.2g} times what tokens of such logprobs have"
+            f"mean |d| rises from {buckets[0].abs_diff.value:.2g} at {labels[0]} versions of age to"
+            f" {buckets[-1].abs_diff.value:.2g} at {labels[-1]}: from {fresh.value:.2g} to"
+            f" {oldest.value:.2g} times the average for tokens of similar logprob"
         ),
         advice=(
-            "The scores are of the weights that sampled, so that this is no change of the policy:"
-            " look at what was different when the old tokens were sampled (kept KV cache,"
-            " precision), and whether their versions are tagged rightly."
-            if "current_logprob" in scene.pairs.sides or len(scene.pairs.by_version) > 1
+            "The scores are of the weights that sampled, so this is no change of the policy: look"
+            " at what was different when the old tokens were sampled (retained KV cache,"
+            " precision), and check their version tags."
+            if scored_then
             else (
                 "Score each token under the weights that sampled it to see the engine mismatch"
                 " alone; what rises with age is the policy's own change."

@@ -1,3 +1,3 @@
-"""HTML: the page and the plots of a gap report."""
+"""The HTML page of a gap's report, and its plots (extra ``report``)."""
 
 from __future__ import annotations

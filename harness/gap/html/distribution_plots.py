@@ -1,4 +1,7 @@
-"""Pictures: the numbers behind each plot of a gap, small whatever the number of tokens."""
+"""Plots of the tokens' distribution: logprobs, tail of |d|, routers by layer, timelines.
+
+Each is drawn from a summary of bounded size, whatever the number of tokens.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +31,6 @@ from rollproof.gap.html.plot_parts import (
     new_figure,
     shortened,
 )
-from rollproof.gap.panel import abs_diff
 from rollproof.gap.token_pairs import FloatArray, TokenPairs
 
 if TYPE_CHECKING:
@@ -52,24 +54,24 @@ __all__ = [
 
 _CELLS = 48
 _LOWEST = -16.0
-"""Logprobs below this share the lowest cells: one token at -60 must not squeeze all others into a
-corner.
-"""
+"""Logprobs below this share the lowest cells: one token at -60 must not squeeze all others."""
 _POINTS = 240
 _COLUMNS = 10
 _TIMELINES = 8
 _MARKS = 40
-"""Worst tokens that a timeline marks; more would be a smear."""
+"""Worst tokens that a timeline marks; more would merge."""
 LARGE = 0.5
 """|d| from which a timeline marks a token: rho beyond 1.6."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Density:
-    """``counts`` ``(cells, cells)`` of tokens: rows the trainer's logprob, columns the rollout's,
-    both by ``edges`` ``(cells + 1,)``.
+    """Tokens by their two logprobs.
 
-    ``cut`` tokens lie below the lowest edge on either axis and are counted in its cells.
+    Attributes:
+        edges: ``(cells + 1,)``: the logprobs between cells.
+        counts: ``(cells, cells)``: rows are the trainer's logprob, columns the rollout's.
+        cut: tokens below the lowest edge on either axis; they are counted in its cells.
     """
 
     edges: FloatArray
@@ -79,8 +81,12 @@ class Density:
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Tail:
-    """``share`` ``(points,)`` of the tokens have a |d| above ``size`` ``(points,)``, ascending;
-    ``zero`` is the share with |d| = 0.
+    """How many tokens have how large a |d|.
+
+    Attributes:
+        size: ``(points,)``, ascending: |d|.
+        share: ``(points,)``: share of the tokens with a larger |d|.
+        zero: share of the tokens with |d| = 0.
     """
 
     size: FloatArray
@@ -90,8 +96,11 @@ class Tail:
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class LayerMap:
-    """Slot mismatch ``(layers, columns)`` by layer of the routes' axis and by tenth of the
-    sequence; NaN where nothing was captured.
+    """Where the experts differ.
+
+    Attributes:
+        mismatch: ``(layers, columns)``: slot mismatch by layer of the routes' axis and by tenth of
+            the sequence; NaN if nothing was captured.
     """
 
     mismatch: FloatArray
@@ -99,8 +108,12 @@ class LayerMap:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Run:
-    """Positions ``first`` up to ``last`` (excluded) that one ``version`` sampled, ``None`` where
-    versions are not told.
+    """Positions that one version sampled.
+
+    Attributes:
+        first: the first position.
+        last: the position after the last.
+        version: the version; ``None`` if it is unknown.
     """
 
     first: int
@@ -110,8 +123,13 @@ class Run:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Timeline:
-    """Tokens of one sequence: what sampled them, where it was resumed, and where the two sides part
-    most.
+    """The history of one sequence.
+
+    Attributes:
+        sequence: its name.
+        runs: which versions sampled it.
+        resumes: positions at which it was resumed.
+        worst: positions and sizes of the largest |d|.
     """
 
     sequence: str
@@ -121,11 +139,11 @@ class Timeline:
 
 
 def density(pairs: TokenPairs) -> Density | None:
-    """How many tokens have which pair of logprobs; ``None`` without a finite pair."""
-    known = np.isfinite(pairs.rollout) & np.isfinite(pairs.trainer)
-    if not known.any():
+    """Count tokens by their two logprobs; ``None`` without a finite pair."""
+    finite = pairs.finite
+    if not finite.any():
         return None
-    left, right = pairs.rollout[known], pairs.trainer[known]
+    left, right = pairs.rollout[finite], pairs.trainer[finite]
     lowest = max(_LOWEST, float(min(left.min(), right.min(), -1e-3)))
     edges = np.linspace(lowest, 0.0, _CELLS + 1)
     column, row = (
@@ -137,15 +155,13 @@ def density(pairs: TokenPairs) -> Density | None:
 
 
 def tail(pairs: TokenPairs) -> Tail | None:
-    """The share of tokens beyond each size of |d|, down to the largest; ``None`` where no |d| is
-    above 0.
-    """
-    size = abs_diff(pairs)
+    """Return the share of tokens beyond each size of |d|; ``None`` if no |d| is above 0."""
+    size = pairs.abs_diff
     size = size[np.isfinite(size)]
     above = np.sort(size[size > 0])
     if not len(above):
         return None
-    # steps even on the log scale of the share, so that the last tokens have points of their own
+    # even steps on the log scale of the share, so that each of the last tokens has a point
     rank = np.unique(np.round(len(above) - np.geomspace(1, len(above), _POINTS)).astype(np.int64))
     return Tail(
         size=above[rank], share=(len(above) - rank) / len(size), zero=1 - len(above) / len(size)
@@ -153,33 +169,35 @@ def tail(pairs: TokenPairs) -> Tail | None:
 
 
 def layer_map(pairs: TokenPairs) -> LayerMap | None:
-    """Where in depth and sequence the experts differ; ``None`` where a side has no routes."""
+    """Return where in depth and sequence the experts differ; ``None`` without two routes."""
     left, right = pairs.routes.get("rollout_routes"), pairs.routes.get("trainer_routes")
     if left is None or right is None or not len(left):
         return None
     tokens, layers, top_k = left.shape
-    within = np.arange(tokens) - np.repeat(pairs.starts, pairs.lengths)
-    column = np.minimum(within * _COLUMNS // np.repeat(pairs.lengths, pairs.lengths), _COLUMNS - 1)
+    column = np.minimum(
+        pairs.index_in_sequence * _COLUMNS // np.repeat(pairs.lengths, pairs.lengths), _COLUMNS - 1
+    )
     missed, seen = np.zeros((_COLUMNS, layers)), np.zeros((_COLUMNS, layers))
     step = 1 << 16
     for begin in range(0, tokens, step):
-        common, whole = overlap(left[begin : begin + step], right[begin : begin + step])
+        common, complete = overlap(left[begin : begin + step], right[begin : begin + step])
         place = column[begin : begin + step]
-        np.add.at(missed, place, np.where(whole, (top_k - common) / top_k, 0.0))
-        np.add.at(seen, place, whole)
+        np.add.at(missed, place, np.where(complete, (top_k - common) / top_k, 0.0))
+        np.add.at(seen, place, complete)
     return LayerMap(
         mismatch=np.divide(missed, seen, out=np.full_like(missed, np.nan), where=seen > 0).T
     )
 
 
-def timelines(pairs: TokenPairs, *, most: int = _TIMELINES) -> tuple[Timeline, ...]:
-    """The ``most`` sequences with the most versions and resumes, then the largest mean |d|; none
-    where neither column is there.
+def timelines(pairs: TokenPairs, *, count: int = _TIMELINES) -> tuple[Timeline, ...]:
+    """Return the ``count`` sequences with most versions and resumes, then largest mean |d|.
+
+    There are none if neither column exists.
     """
-    version, since = pairs.sides.get("version"), pairs.sides.get("since_resume")
+    version, since = pairs.columns.get("version"), pairs.columns.get("since_resume")
     if (version is None and since is None) or not pairs.n_tokens:
         return ()
-    size = np.nan_to_num(abs_diff(pairs))
+    size = np.nan_to_num(pairs.abs_diff)
     inside = np.ones(pairs.n_tokens, bool)
     inside[pairs.starts] = False
     turns = np.zeros(pairs.n_tokens)
@@ -193,7 +211,7 @@ def timelines(pairs: TokenPairs, *, most: int = _TIMELINES) -> tuple[Timeline, .
             -np.add.reduceat(turns, pairs.starts),
         )
     )
-    return tuple(_timeline(pairs, int(sequence), size) for sequence in rank[:most])
+    return tuple(_timeline(pairs, int(sequence), size) for sequence in rank[:count])
 
 
 def _timeline(pairs: TokenPairs, sequence: int, size: FloatArray) -> Timeline:
@@ -201,23 +219,25 @@ def _timeline(pairs: TokenPairs, sequence: int, size: FloatArray) -> Timeline:
     own = slice(begin, begin + int(pairs.lengths[sequence]))
     count = own.stop - own.start
     place = (
-        np.asarray(pairs.sides["position"][own], dtype=np.int64)
-        if "position" in pairs.sides
+        np.asarray(pairs.columns["position"][own], dtype=np.int64)
+        if "position" in pairs.columns
         else np.arange(count)
     )
     version = (
-        pairs.sides["version"][own]
-        if "version" in pairs.sides
+        pairs.columns["version"][own]
+        if "version" in pairs.columns
         else np.full(count, None, dtype=object)
     )
-    # a gap in the positions (tokens that the loss leaves out) ends a run too
+    # a gap in the positions (tokens that the mask leaves out) ends a run too
     turns = np.flatnonzero((version[1:] != version[:-1]) | (np.diff(place) != 1)) + 1
     runs = [
         Run(first=int(place[first]), last=int(place[last - 1]) + 1, version=_plain(version[first]))
         for first, last in zip([0, *turns], [*turns, count], strict=True)
     ]
     since = (
-        pairs.sides["since_resume"][own] if "since_resume" in pairs.sides else np.full(count, -1)
+        pairs.columns["since_resume"][own]
+        if "since_resume" in pairs.columns
+        else np.full(count, -1)
     )
     large = np.flatnonzero(size[own] > LARGE)
     large = np.sort(large[np.argsort(-size[own][large], kind="stable")[:_MARKS]])
@@ -229,9 +249,9 @@ def _timeline(pairs: TokenPairs, sequence: int, size: FloatArray) -> Timeline:
     )
 
 
-def _joined(runs: Sequence[Run], most: int = 200) -> Sequence[Run]:
-    """Neighbours of one version as one run where there are too many to be told apart."""
-    if len(runs) <= most:
+def _joined(runs: Sequence[Run], max_runs: int = 200) -> Sequence[Run]:
+    """Join adjacent runs of one version if there are too many to be distinguished."""
+    if len(runs) <= max_runs:
         return runs
     out = [runs[0]]
     for run in runs[1:]:
@@ -239,7 +259,7 @@ def _joined(runs: Sequence[Run], most: int = 200) -> Sequence[Run]:
             out[-1] = Run(first=out[-1].first, last=run.last, version=run.version)
         else:
             out.append(run)
-    return out[:most]
+    return out[:max_runs]
 
 
 def _plain(value: Any) -> Any:
@@ -254,21 +274,24 @@ _SHADES = 6
 
 
 _MISMATCH = (0.0, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0)
-"""Bounds of the heat map's shades: the same for every report, so that a healthy one looks pale."""
+"""Bounds of the heat map's shades: equal for every report, so that a healthy one looks pale."""
 
 
 _TAUS = (2, 10)
 
 
 def draw_scatter(report: GapReport) -> Plot | None:
-    found = density(report.pairs)
-    if found is None:
+    """Draw the tokens by their two logprobs."""
+    cells = density(report.pairs)
+    if cells is None:
         return None
     figure, axes = new_figure(3.2)
-    counts = found.counts.astype(float)
-    most = max(float(counts.max()), 2.0)
-    shades = _shaded(axes, found.edges, found.edges, counts, np.geomspace(1.0, most, _SHADES + 1))
-    low = float(found.edges[0])
+    counts = cells.counts.astype(float)
+    highest = max(float(counts.max()), 2.0)
+    shades = _shaded(
+        axes, cells.edges, cells.edges, counts, np.geomspace(1.0, highest, _SHADES + 1)
+    )
+    low = float(cells.edges[0])
     for axis in (axes.xaxis, axes.yaxis):
         axis.set_major_locator(MaxNLocator(5))
     axes.plot([low, 0], [low, 0], color=RED, lw=1, ls=(0, (4, 3)))
@@ -280,8 +303,8 @@ def draw_scatter(report: GapReport) -> Plot | None:
     )
     _legend(axes, shades, "tokens")
     cut = (
-        f" Tokens below {low:.0f} nats ({found.cut:,}) are counted in the outermost cells."
-        if found.cut
+        f" Tokens below {low:.0f} nats ({cells.cut:,}) are counted in the outermost cells."
+        if cells.cut
         else ""
     )
     return Plot(
@@ -297,15 +320,17 @@ def draw_scatter(report: GapReport) -> Plot | None:
 
 
 def draw_tail(report: GapReport) -> Plot | None:
-    found = tail(report.pairs)
-    if found is None:
+    """Draw the share of tokens beyond each |d|."""
+    curve = tail(report.pairs)
+    if curve is None:
         return None
     figure, axes = new_figure(3.3)
-    axes.plot(found.size, found.share, color=BLUE, lw=1.8, drawstyle="steps-post")
+    axes.plot(curve.size, curve.share, color=BLUE, lw=1.8, drawstyle="steps-post")
     axes.set(xlabel="|d| (nats)", ylabel="share of tokens beyond")
-    least, most = max(float(found.size[-1]) * 1e-6, float(found.size[0])), float(found.size[-1]) * 3
-    axes.set_xlim(least, most)
-    axes.set_ylim(float(found.share.min()) / 2, 1.3)
+    left = max(float(curve.size[-1]) * 1e-6, float(curve.size[0]))
+    right = float(curve.size[-1]) * 3
+    axes.set_xlim(left, right)
+    axes.set_ylim(float(curve.share.min()) / 2, 1.3)
     log_scale(axes, "x")
     log_scale(axes, "y")
     for name, label, place in (
@@ -314,9 +339,9 @@ def draw_tail(report: GapReport) -> Plot | None:
         ("abs_diff_p999", "p99.9", 0.001),
     ):
         value = report.panel.metrics[name].value
-        if value > least:
+        if value > left:
             axes.plot(value, place, "o", color=RED, ms=5)
-            # on the free side of the curve, and away from the lines
+            # on the free side of the curve, away from the lines
             apart = (
                 {"xytext": (-6, -3), "ha": "right", "va": "top"}
                 if value < math.log(_TAUS[0])
@@ -324,15 +349,22 @@ def draw_tail(report: GapReport) -> Plot | None:
             )
             axes.annotate(label, (value, place), textcoords="offset points", **apart)
     for tau in _TAUS:
-        if least < math.log(tau) < most:
+        if left < math.log(tau) < right:
             axes.axvline(math.log(tau), color=MUTED, lw=0.8, ls=":")
             side = (-3, "right") if tau == _TAUS[0] else (3, "left")
             axes.annotate(
-                f"F({tau})", (math.log(tau), 1.0), xycoords=("data", "axes fraction"), xytext=(side[0], 2), ha=side[1], va="bottom",
-                textcoords="offset points", color=MUTED, annotation_clip=False,
-            )  # fmt: skip
+                f"F({tau})",
+                (math.log(tau), 1.0),
+                xycoords=("data", "axes fraction"),
+                xytext=(side[0], 2),
+                ha=side[1],
+                va="bottom",
+                textcoords="offset points",
+                color=MUTED,
+                annotation_clip=False,
+            )
     axes.grid()
-    zero = f" {found.zero:.1%} of the tokens have equal logprobs." if found.zero else ""
+    zero = f" {curve.zero:.1%} of the tokens have equal logprobs." if curve.zero else ""
     return Plot(
         name="tail",
         title="How large |d| gets",
@@ -345,10 +377,11 @@ def draw_tail(report: GapReport) -> Plot | None:
 
 
 def draw_layers(report: GapReport) -> Plot | None:
-    found = layer_map(report.pairs)
-    if found is None:
+    """Draw the mismatch of the routers by layer and place in the sequence."""
+    layer_mismatch = layer_map(report.pairs)
+    if layer_mismatch is None:
         return None
-    mismatch = found.mismatch
+    mismatch = layer_mismatch.mismatch
     layers, columns = mismatch.shape
     figure, axes = new_figure(min(1.5 + 0.24 * layers, 5.5))
     if layers > _LAYERS:
@@ -378,6 +411,7 @@ def draw_layers(report: GapReport) -> Plot | None:
 
 
 def draw_timelines(report: GapReport) -> Plot | None:
+    """Draw the sequences with most versions and resumes."""
     rows = timelines(report.pairs)
     if not rows:
         return None
@@ -439,11 +473,11 @@ def draw_timelines(report: GapReport) -> Plot | None:
 def _shaded(
     axes: Axes, across: Any, down: Any, values: Any, ends: Any
 ) -> list[tuple[float, float, float]]:
-    """Cells of ``values`` ``(rows, columns)`` as one outline a shade (small, and readable on any
-    ground), by the shades' ``ends``.
+    """Draw cells of ``values`` ``(rows, columns)``, by the shades' ``ends``.
 
-    Returns ``(from, to, alpha)`` of each; nothing where no value is above 0.
+    Returns ``(from, to, alpha)`` of each shade; nothing if no value is above 0.
     """
+    # one outline a shade: small, and readable on any background
     if not (np.isfinite(values) & (values > 0)).any():
         return []
     shade = np.clip(np.searchsorted(ends, values, side="right") - 1, 0, _SHADES - 1)

@@ -1,7 +1,6 @@
-"""Page: a gap's report as one HTML file that needs nothing else, and its plots as files.
+"""A gap's report as one self-contained HTML file, and its plots as files.
 
-The page and the plots need the packages of the extra ``report`` (jinja2, matplotlib); this module
-does not, until it is asked.
+Both need the packages of the extra ``report`` (jinja2, matplotlib), which are imported on use.
 """
 
 from __future__ import annotations
@@ -21,7 +20,6 @@ from rollproof.gap.column_checks import counted
 from rollproof.gap.gap_report import overall, rounded
 from rollproof.gap.limits import GapVerdict, Side
 from rollproof.gap.metrics import METRICS, Scale
-from rollproof.gap.panel import aliased
 
 if TYPE_CHECKING:
     from rollproof.gap.gap_report import GapReport
@@ -53,10 +51,9 @@ _SIGNS: Mapping[Side, str] = {
 
 
 def check_report_target(report: Path | None, plots: Path | None) -> None:
-    """Try, before a long measurement, whether a page and plots can be made and written.
+    """Check, before a long measurement, that a page and plots can be made and written.
 
-    Raises ``ExtraError`` where packages are missing, ``UsageError`` where a place cannot be written
-    to.
+    Raises ``ExtraError`` if packages are missing, ``UsageError`` if a path cannot be written to.
     """
     if report is None and plots is None:
         return
@@ -80,11 +77,10 @@ def write_report(
     comparison: Comparison | None = None,
     localisation: Localisation | None = None,
 ) -> None:
-    """Write the report to ``path`` as one HTML file below 5 MB that opens from disk, in light and
-    dark, on a phone too.
+    """Write the report to ``path`` as one HTML file below 5 MB.
 
-    Raises ``ExtraError`` without the extra ``report``, ``UsageError`` where ``path`` cannot be
-    written to.
+    It opens from disk, in light and dark mode, on a phone too. Raises ``ExtraError`` without the
+    extra ``report``, ``UsageError`` if ``path`` cannot be written to.
     """
     check_report_target(Path(path), None)
     write_atomically(
@@ -99,8 +95,9 @@ def write_plots(
     comparison: Comparison | None = None,
     localisation: Localisation | None = None,
 ) -> list[Path]:
-    """Write each plot into ``folder`` as PNG and as SVG, on white; returns the files. Raises as
-    ``write_report`` does.
+    """Write each plot into ``folder`` as PNG and as SVG, on white; return the files.
+
+    Raises as ``write_report`` does.
     """
     from rollproof.gap.html.plots import draw_plots, style
 
@@ -129,7 +126,7 @@ def page_text(
     comparison: Comparison | None = None,
     localisation: Localisation | None = None,
 ) -> str:
-    """The HTML of ``write_report``."""
+    """Return the HTML of ``write_report``."""
     from jinja2 import Environment, StrictUndefined
 
     from rollproof.gap.html.plots import COLOURS, draw_plots
@@ -148,20 +145,19 @@ def page_text(
     text = template.render(
         report=report,
         verdict=str(overall(report, comparison, localisation)),
-        told=_everything_told(report, comparison, localisation),
+        summaries=_summaries(report, comparison, localisation),
         gated=[_row(report, name) for name in report.verdicts],
         others=[_row(report, name) for name in report.panel.metrics if name not in report.verdicts],
         unmeasured=[name for name in report.limits.limits if name not in report.verdicts],
         plots=plots,
         missing=_missing({plot["name"] for plot in plots}),
         buckets=report.buckets,
-        aliases=aliased(report),
+        aliases=report.aliased(),
         comparison=comparison,
         localisation=localisation,
     )
-    text = text.encode(
-        "utf-8", "backslashreplace"
-    ).decode()  # a file's name may hold bytes that are no text
+    # the name of a file may contain bytes that are not text
+    text = text.encode("utf-8", "backslashreplace").decode()
     if len(text.encode()) > _MOST_BYTES:
         raise AssertionError(
             f"the page has {len(text.encode()):,} bytes, beyond the {_MOST_BYTES:,} that it"
@@ -170,47 +166,34 @@ def page_text(
     return text
 
 
-def _everything_told(
+def _summaries(
     report: GapReport, comparison: Comparison | None, localisation: Localisation | None
 ) -> list[tuple[str, str]]:
-    """What led to the verdict: one sentence for each thing that was asked for, with its own verdict
-    where there are several.
-    """
-    out = [(str(report.verdict), _told(report))]
+    """Return verdict and summary of the gap, of the comparison and of the localisation."""
+    out = [(str(report.verdict), _summary(report))]
     if comparison is not None:
         effect = comparison.effects[0]
-        told = (
-            f"{effect.metric} is {_number(effect.ratio.value)} times that of {comparison.against}"
-            f" ({_interval(effect.ratio)})."
-        )
-        out.append((str(comparison.verdict), told))
+        ratio = f"{_number(effect.ratio.value)} times that of {comparison.against}"
+        text = f"{effect.metric} is {ratio} ({_interval(effect.ratio)})."
+        out.append((str(comparison.verdict), text))
     if localisation is not None:
-        places = len(localisation.partings)
-        found = localisation.found
-        told = (
-            ""
-            if found is None
-            else (
-                "The forwards part at"
-                f" {found.module}{f' and {places - 1} more places' if places > 1 else ''}."
-            )
-        )
-        out.append(
-            ("fail", told)
-            if found
-            else ("pass", "Nowhere do the forwards part by more than rounding.")
-        )
+        parting, places = localisation.found, len(localisation.partings)
+        if parting is None:
+            out.append(("pass", "Nowhere do the forwards part by more than rounding."))
+        else:
+            others = f" and {places - 1} more places" if places > 1 else ""
+            out.append(("fail", f"The forwards part at {parting.module}{others}."))
     return out
 
 
-def _told(report: GapReport) -> str:
-    """The gap's verdict in a sentence."""
+def _summary(report: GapReport) -> str:
+    """Return the gap's verdict in a sentence."""
     failing = [name for name, verdict in report.verdicts.items() if verdict is GapVerdict.FAIL]
-    open_ = [
+    undecided = [
         name for name, verdict in report.verdicts.items() if verdict is GapVerdict.INCONCLUSIVE
     ]
     if report.verdict is GapVerdict.PASS:
-        return f"All {len(report.verdicts)} limits hold, with their whole 95 % intervals."
+        return f"All {len(report.verdicts)} limits hold, with complete 95 % intervals."
     if report.verdict is GapVerdict.FAIL:
         reasons = [f"beyond the limit: {', '.join(failing)}"] if failing else []
         reasons += (
@@ -229,10 +212,8 @@ def _told(report: GapReport) -> str:
         if report.required_n
         else ""
     )
-    return (
-        "Not decided:"
-        f" {', '.join(open_) or 'too few sequences, or nothing with a limit was measured'}.{needed}"
-    )
+    names = ", ".join(undecided) or "too few sequences, or nothing with a limit was measured"
+    return f"Not decided: {names}.{needed}"
 
 
 def _row(report: GapReport, name: str) -> dict[str, Any]:
@@ -251,8 +232,8 @@ def _row(report: GapReport, name: str) -> dict[str, Any]:
     }
 
 
-def _missing(there: set[str]) -> list[str]:
-    """Plots that the data do not allow, and what they need."""
+def _missing(drawn: set[str]) -> list[str]:
+    """Return the plots that the data do not allow, and what they need."""
     needs = {
         "routers": "the map of the routers needs rollout_routes and trainer_routes",
         "timeline": "token timelines need version or since_resume",
@@ -264,13 +245,11 @@ def _missing(there: set[str]) -> list[str]:
         "growth": "the place where two forwards part needs a model that can be run (--localise)",
         "scatter": "every plot needs finite logprobs",
     }
-    return [text for name, text in needs.items() if name not in there]
+    return [text for name, text in needs.items() if name not in drawn]
 
 
 def _svg(plot: Plot, colours: Mapping[str, str]) -> str:
-    """The figure as SVG to stand within a page: its colours are the page's variables, its ids its
-    own.
-    """
+    """Return the figure as SVG for a page: with the page's colours, and ids that are unique."""
     from rollproof.gap.html.plots import style
 
     stream = io.StringIO()
@@ -283,9 +262,8 @@ def _svg(plot: Plot, colours: Mapping[str, str]) -> str:
         )
     text = stream.getvalue()
     text = text[text.index("<svg") :]
-    text = re.sub(
-        r"<style type=\"text/css\">.*?</style>", "", text, flags=re.DOTALL
-    )  # it would style the whole page
+    # its style element would apply to the entire page
+    text = re.sub(r"<style type=\"text/css\">.*?</style>", "", text, flags=re.DOTALL)
     text = re.sub(r"<metadata>.*?</metadata>", "", text, flags=re.DOTALL)
     text = re.sub(r'\bid="([^"]+)"', rf'id="{plot.name}-\1"', text)
     text = re.sub(r'(url\(|href=")#', rf"\1#{plot.name}-", text)
@@ -293,9 +271,8 @@ def _svg(plot: Plot, colours: Mapping[str, str]) -> str:
         text = text.replace(value, f"var(--{name})")
     text = re.sub(r"'DejaVu Sans',[^;\"]*|sans-serif", "var(--font)", text, count=0)
     head = re.match(r"<svg[^>]*>", text)
-    if (
-        head is None
-    ):  # what matplotlib writes begins with the element, or it is no matplotlib that we know
+    if head is None:
+        # every known matplotlib writes the element first
         raise AssertionError(f"matplotlib's SVG begins with {text[:60]!r}")
     box = re.search(r'viewBox="[^"]*"', head.group())
     label = (
@@ -306,7 +283,7 @@ def _svg(plot: Plot, colours: Mapping[str, str]) -> str:
 
 
 def _number(value: float | None) -> str:
-    return "not known" if value is None or not math.isfinite(value) else f"{value:.3g}"
+    return "unknown" if value is None or not math.isfinite(value) else f"{value:.3g}"
 
 
 def _interval(interval: Any) -> str:

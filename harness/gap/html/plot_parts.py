@@ -1,5 +1,6 @@
-"""Plot parts: colours, style, axes and scales that all pictures of a gap share. Imports matplotlib
-(the extra ``report``).
+"""Colours, style, axes and scales of all plots of a gap.
+
+Imports matplotlib (the extra ``report``).
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ COLOURS: Mapping[str, str] = {
     "sky": "#56b4e9",
     "purple": "#cc79a7",
 }
-"""Names and light colours; the page puts its variables of these names in their place."""
+"""Names and light colours; the page replaces them by its variables of these names."""
 INK: str = COLOURS["ink"]
 MUTED: str = COLOURS["muted"]
 GRID: str = COLOURS["grid"]
@@ -50,7 +51,7 @@ BLUE: str = COLOURS["blue"]
 RED: str = COLOURS["vermilion"]
 CYCLE: tuple[str, ...] = ("blue", "orange", "green", "purple", "sky", "vermilion")
 WIDTH: float = 4.4
-"""Inches. A phone shows such a figure at about its own size, so that its text stays readable."""
+"""Inches. A phone shows such a figure at about its real size, so its text stays readable."""
 _STYLE: Mapping[str, Any] = {
     "font.size": 9,
     "font.family": "sans-serif",
@@ -76,7 +77,14 @@ Axes: TypeAlias = Any
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Plot:
-    """A ``figure`` (of matplotlib) with its file name, title and what to see in it."""
+    """A plot.
+
+    Attributes:
+        name: its file name.
+        title: its title.
+        about: how to read it.
+        figure: the figure of matplotlib.
+    """
 
     name: str
     title: str
@@ -85,26 +93,28 @@ class Plot:
 
 
 def style(*, salt: str = "rollproof") -> AbstractContextManager[None]:
-    """The style that plots are drawn and saved in; ``salt`` makes the ids in an SVG its own, and
-    the same each time.
+    """Return the style that plots are drawn and saved in, as a context.
+
+    ``salt`` makes the ids in an SVG unique, and the same each time.
     """
     settings: Any = {**_STYLE, "svg.hashsalt": salt}
     return rc_context(settings)
 
 
 def new_figure(height: float) -> tuple[Any, Axes]:
-    """A figure of the common width, ``height`` inches high, and its axes."""
+    """Return a figure of the common width, ``height`` inches high, and its axes."""
     figure = Figure(figsize=(WIDTH, height))
     return figure, figure.subplots()
 
 
 _LETTERS = 4
-"""Letters of a tick's label for which an axis has room as often as it may have ticks."""
+"""Letters of a tick's label that an axis has room for at each of its ticks."""
 
 
-def log_scale(axes: Axes, which: str, *, most: int = 6) -> None:
-    """A log scale with at most ``most`` ticks in plain numbers, at 1, 2 and 5 where the axis spans
-    less than two decades.
+def log_scale(axes: Axes, which: str, *, max_ticks: int = 6) -> None:
+    """Set a log scale with at most ``max_ticks`` ticks in plain numbers.
+
+    They are at 1, 2 and 5 if the axis spans less than two decades.
     """
     axis = getattr(axes, f"{which}axis")
     getattr(axes, f"set_{which}scale")("log")
@@ -116,25 +126,23 @@ def log_scale(axes: Axes, which: str, *, most: int = 6) -> None:
         for step in steps
         if low <= (tick := step * 10.0**power) <= high
     ]
-    if (
-        which == "x"
-    ):  # labels of many letters stand side by side: 0.0005, 0.001 and 0.002 touch where 0.005, 0.02 and 0.1 do not
-        most = max(
-            2, min(most, most * _LETTERS // max((len(f"{tick:g}") for tick in ticks), default=1))
-        )
-    ticks = ticks[:: -(-len(ticks) // most)] if ticks else [low, high]
+    if which == "x":
+        # long labels touch: 0.0005, 0.001 and 0.002 do where 0.005, 0.02 and 0.1 do not
+        longest = max((len(f"{tick:g}") for tick in ticks), default=1)
+        max_ticks = max(2, min(max_ticks, max_ticks * _LETTERS // longest))
+    ticks = ticks[:: -(-len(ticks) // max_ticks)] if ticks else [low, high]
     axis.set_major_locator(FixedLocator(ticks))
     axis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
     axis.set_minor_locator(NullLocator())
 
 
-def shortened(text: str, most: int, *, end: bool = False) -> str:
-    """At most that many characters: the first, or of a path the last."""
+def shortened(text: str, length: int, *, end: bool = False) -> str:
+    """Return the first ``length`` characters of a text, or with ``end`` the last ones."""
     clean = "".join(char if char.isprintable() else "?" for char in text)
-    if len(clean) <= most:
+    if len(clean) <= length:
         return clean
     return (
-        f"\N{HORIZONTAL ELLIPSIS}{clean[1 - most :]}"
+        f"\N{HORIZONTAL ELLIPSIS}{clean[1 - length :]}"
         if end
-        else f"{clean[: most - 1]}\N{HORIZONTAL ELLIPSIS}"
+        else f"{clean[: length - 1]}\N{HORIZONTAL ELLIPSIS}"
     )

@@ -1,8 +1,7 @@
-"""Plots: the pictures of a gap as figures, narrow enough for a phone, each with what it shows in
-words.
+"""The plots of a gap as figures that are narrow enough for a phone, each with an explanation.
 
 Imports matplotlib, which comes with the extra ``report``. Colours are Okabe and Ito's, which
-colour-blind people tell apart; no picture depends on colour alone.
+colour-blind people can distinguish; no plot depends on colour alone.
 """
 
 from __future__ import annotations
@@ -43,8 +42,8 @@ if TYPE_CHECKING:
 
 __all__ = ["COLOURS", "Plot", "draw_localisation", "draw_plots", "style"]
 
-_NOTHING = 1e-12
-"""A mean |d| or k3 below this is rounding, and would stretch a log scale over decades of nothing."""
+_NEGLIGIBLE = 1e-12
+"""A mean |d| or k3 below this is rounding, and would stretch a log scale over empty decades."""
 _NAMES: Mapping[str, str] = {
     "staleness": "age of the weights, in versions",
     "since_resume": "tokens since a resume",
@@ -55,7 +54,7 @@ _NAMES: Mapping[str, str] = {
     "rollout_logprob_decile": "rollout logprob, in nats",
     "temperature": "sampling temperature",
 }
-"""What a row of buckets is by."""
+"""What the buckets of each name are by."""
 
 
 def draw_plots(
@@ -63,21 +62,21 @@ def draw_plots(
     comparison: Comparison | None = None,
     localisation: Localisation | None = None,
 ) -> Iterator[Plot]:
-    """Every plot that the report's data allow, in the order of the page."""
+    """Yield every plot that the report's data allow, in the order of the page."""
     with style():
-        for maker in _MAKERS:
-            plot = maker(report)
+        for draw in _PLOTS:
+            plot = draw(report)
             if plot is not None:
                 yield plot
         for row, buckets in report.buckets.items():
-            yield _drift(row, buckets)
+            yield _draw_buckets(row, buckets)
         if comparison is not None:
-            yield _effects(comparison)
+            yield _draw_effects(comparison)
         if localisation is not None:
             yield from draw_localisation(localisation)
 
 
-def _limits(report: GapReport) -> Plot | None:
+def _draw_limits(report: GapReport) -> Plot | None:
     rows = [
         (name, report.panel.metrics[name], report.limits.limits[name]) for name in report.verdicts
     ]
@@ -127,7 +126,7 @@ def _limits(report: GapReport) -> Plot | None:
 
 
 def _badness(value: float, limit: Limit) -> float:
-    """The distance from a perfect match: 1 for a correlation and for a ratio, else 0."""
+    """Return the distance from a perfect match, which is 1 for a correlation or a ratio, else 0."""
     if limit.side is Side.BELOW:
         return max(1.0 - value, 0.0)
     ideal = 1.0 if limit.metric.startswith("token_mult_prob_error") else 0.0
@@ -148,14 +147,14 @@ def _against_limit(interval: Interval, limit: Limit) -> tuple[float, float, floa
     return value / room, low / room, high / room
 
 
-def _drift(row: str, buckets: Sequence[Bucket]) -> Plot:
+def _draw_buckets(row: str, buckets: Sequence[Bucket]) -> Plot:
     figure = Figure(figsize=(WIDTH, 1.1 + 0.26 * len(buckets)))
     left, right = figure.subplots(1, 2, sharey=True, gridspec_kw={"wspace": 0.12})
     for axes, label, name in ((left, "k3 (nats)", "k3"), (right, "mean |d| (nats)", "abs_diff")):
         values = [getattr(bucket, name) for bucket in buckets]
-        shown = [interval.value for interval in values if interval.value > _NOTHING]
-        # whiskers of a part with a handful of uneven sequences may span twenty decades: they leave
-        # the axis
+        shown = [interval.value for interval in values if interval.value > _NEGLIGIBLE]
+        # whiskers of a part with a handful of uneven sequences may span twenty decades: the axis
+        # cuts them
         floor, top = min(shown, default=1.0) / 20, max(shown, default=1.0) * 20
         ends = [
             min(max(end, floor), top)
@@ -177,9 +176,9 @@ def _drift(row: str, buckets: Sequence[Bucket]) -> Plot:
         if ends and max(ends) > 8 * min(ends):
             room = max(1.3, (max(ends) / min(ends)) ** 0.05)
             axes.set_xlim(min(ends) / room, max(ends) * room)
-            log_scale(axes, "x", most=3)
+            log_scale(axes, "x", max_ticks=3)
         else:
-            # points without whiskers would stand on the frame
+            # without room, points without whiskers would be on the frame
             axes.set_xlim(0.0, 1.12 * max(ends) if ends and max(ends) > 0 else None)
             axes.locator_params(axis="x", nbins=3)
         axes.set_xlabel(label)
@@ -193,13 +192,13 @@ def _drift(row: str, buckets: Sequence[Bucket]) -> Plot:
         title=f"By {_NAMES.get(row, row)}",
         about=(
             "Each part of the tokens alone, with its 95 % interval (k3 of few tokens has none);"
-            " parts whose intervals of mean |d| do not overlap differ by more than chance."
+            " parts differ by more than chance if their intervals of mean |d| do not overlap."
         ),
         figure=figure,
     )
 
 
-def _effects(comparison: Comparison) -> Plot:
+def _draw_effects(comparison: Comparison) -> Plot:
     rows = [("this", effect) for effect in comparison.effects]
     rows += [
         (f"control: {name}", effect) for name, row in comparison.controls.items() for effect in row
@@ -240,8 +239,8 @@ def _effects(comparison: Comparison) -> Plot:
     )
 
 
-_MAKERS: Sequence[Callable[[GapReport], Plot | None]] = (
-    _limits,
+_PLOTS: Sequence[Callable[[GapReport], Plot | None]] = (
+    _draw_limits,
     draw_scatter,
     draw_tail,
     draw_layers,
@@ -249,31 +248,30 @@ _MAKERS: Sequence[Callable[[GapReport], Plot | None]] = (
 )
 
 
-_LEAST = 1e-9
-"""Exact agreement, on a log scale."""
+_FLOOR = 1e-9
+"""Where a log scale shows exact agreement."""
 _TICKS = 12
 
 
 def draw_localisation(localisation: Localisation) -> Iterator[Plot]:
-    """The places, and the growth where the model has layers."""
-    yield _places(localisation)
+    """Yield the places, and the growth if the model has layers."""
+    yield _draw_places(localisation)
     if len(localisation.growth) > 1:
-        yield _growth(localisation)
+        yield _draw_growth(localisation)
 
 
-def _places(localisation: Localisation) -> Plot:
+def _draw_places(localisation: Localisation) -> Plot:
     sites = [gap for gap in localisation.sites if gap.site.role != "selection"]
     figure, axes = new_figure(3.0)
     steps = range(len(sites))
-    known = [
+    sizes = [
         value
         for gap in sites
         for value in (gap.alone, gap.rounding)
-        if math.isfinite(value) and value > _LEAST
+        if math.isfinite(value) and value > _FLOOR
     ]
-    low, high = (
-        (min(known) / 20, max(known) * 30) if known else (_LEAST, 1.0)
-    )  # room for the legend
+    # the axis has room for the legend
+    low, high = (min(sizes) / 20, max(sizes) * 30) if sizes else (_FLOOR, 1.0)
     axes.fill_between(
         steps,
         low,
@@ -304,8 +302,15 @@ def _places(localisation: Localisation) -> Plot:
         )
         place, first = beyond[0]
         right = place > len(sites) / 2
-        axes.annotate(str(first.site), (place, max(first.alone, low)), xytext=(-9 if right else 9, 3), textcoords="offset points",
-                      ha="right" if right else "left", color=RED, fontsize=8)  # fmt: skip
+        axes.annotate(
+            str(first.site),
+            (place, max(first.alone, low)),
+            xytext=(-9 if right else 9, 3),
+            textcoords="offset points",
+            ha="right" if right else "left",
+            color=RED,
+            fontsize=8,
+        )
     axes.set_ylim(low, high)
     log_scale(axes, "y")
     marks = _layer_starts(sites)
@@ -325,7 +330,7 @@ def _places(localisation: Localisation) -> Plot:
     )
 
 
-def _growth(localisation: Localisation) -> Plot:
+def _draw_growth(localisation: Localisation) -> Plot:
     rows = localisation.growth
     figure, axes = new_figure(2.8)
     lines = [
@@ -341,7 +346,7 @@ def _growth(localisation: Localisation) -> Plot:
         if points:
             axes.plot(
                 [i for i, _ in points],
-                [max(v, _LEAST) for _, v in points],
+                [max(v, _FLOOR) for _, v in points],
                 mark,
                 color=colour,
                 lw=1.6,
@@ -350,7 +355,7 @@ def _growth(localisation: Localisation) -> Plot:
             )
     axes.plot(
         range(len(rows)),
-        [max(gap.carried_rounding, _LEAST) for gap in rows],
+        [max(gap.carried_rounding, _FLOOR) for gap in rows],
         ":",
         color=MUTED,
         lw=1.8,
@@ -376,11 +381,11 @@ def _growth(localisation: Localisation) -> Plot:
 
 
 def _layer_starts(sites: list[SiteGap]) -> list[tuple[int, str]]:
-    found: list[tuple[int, str]] = []
+    starts: list[tuple[int, str]] = []
     last = None
     for i, gap in enumerate(sites):
         layer = gap.site.layer
         if layer != last and 0 <= layer < 1 << 30:
-            found.append((i, str(layer)))
+            starts.append((i, str(layer)))
         last = layer
-    return found[:: -(-len(found) // _TICKS) or 1]
+    return starts[:: -(-len(starts) // _TICKS) or 1]

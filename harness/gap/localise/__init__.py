@@ -1,3 +1,3 @@
-"""Localisation: the module at which two forwards of the same tokens part."""
+"""The module at which two forwards of the same tokens part by more than rounding."""
 
 from __future__ import annotations

@@ -1,5 +1,6 @@
-"""Forwards: a model's run over given tokens, heard module by module, and led on where its outputs
-are to be replaced. Needs torch.
+"""A model's forward over given tokens, with a hook at every site that may replace its output.
+
+For models of HF transformers, of megatron-core and of vLLM. Needs torch.
 """
 
 from __future__ import annotations
@@ -17,23 +18,26 @@ from rollproof.core.records import IntArray
 from rollproof.errors import GapError
 from rollproof.gap.localise.sites import Site, Tap, find_taps
 
-__all__ = ["Forward", "Visit", "heard", "hf_forward", "megatron_forward", "vllm_forward"]
+__all__ = ["Forward", "Visit", "hf_forward", "megatron_forward", "visit_sites", "vllm_forward"]
 
 Visit = Callable[[Site, Any], Any]
-"""Called with a site and its values ``(tokens, width)``; what it returns, if anything, stands in
-their place from there on.
-"""
+"""Called with a site and its values ``(tokens, width)``; a result replaces them from there on."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Forward:
     """A model and how it is run over the compared tokens.
 
-    ``run`` is called with ``model`` and runs one forward of ``size`` rows (batch x width with
-    padding, or the packed length); ``rows`` ``(tokens,)`` says which row of the flattened
-    activations each compared token is, in the order that both sides share: so a sequence-first side
-    (Megatron), a packed one and one with padding are told. ``replay`` makes a context in which the
-    routers execute given ids ``(size, MoE layers, top_k)``, where that can be done.
+    Attributes:
+        model: the model.
+        run: called with ``model``, runs one forward.
+        size: rows of that forward (batch x width with padding, or the packed length).
+        rows: ``(tokens,)``: the row of the flattened activations of each compared token, in the
+            order that both sides share. That describes a sequence-first side (Megatron), a packed
+            one and one with padding.
+        name: the name of the side.
+        replay: makes a context in which the routers execute given ids
+            ``(size, MoE layers, top_k)``, if that is possible.
     """
 
     model: Any
@@ -45,9 +49,7 @@ class Forward:
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of the model's parameters: the first that is a matrix, since engines keep norms and
-        biases wider.
-        """
+        """The dtype of the model's first matrix; engines store norms and biases wider."""
         kinds = [
             parameter.dtype
             for parameter in self.model.parameters()
@@ -60,7 +62,7 @@ class Forward:
         return kinds[0]
 
     def recast(self, dtype: torch.dtype) -> Forward:
-        """The same with a copy of the model in ``dtype``: the arithmetic alone is another."""
+        """Return the forward with a copy of the model in ``dtype``."""
         model = copy.deepcopy(self.model).to(dtype)
         if dtype is torch.float64 and hasattr(model, "set_experts_implementation"):
             model.set_experts_implementation("eager")  # grouped products of float64 do not exist
@@ -72,11 +74,18 @@ class Forward:
 def hf_forward(
     model: Any, input_ids: Any, attention_mask: Any = None, *, name: str = "HF", order: Any = None
 ) -> Forward:
-    """A forward of a causal model of HF transformers over ``input_ids`` ``(batch, width)``.
+    """Return a forward of a causal model of HF transformers.
 
-    Rows that ``attention_mask`` ``(batch, width)`` leaves out are not compared. ``order``
-    ``(tokens,)`` is for a batch that holds the tokens of the other side in another order: which of
-    this side's filled rows each compared token is. Raises ``GapError``.
+    Args:
+        model: the model.
+        input_ids: ``(batch, width)``.
+        attention_mask: ``(batch, width)``: rows that it leaves out are not compared.
+        name: the name of the side.
+        order: ``(tokens,)``, for a batch with the tokens in another order than the other side's:
+            the filled row of each compared token.
+
+    Raises:
+        GapError: shapes that do not fit.
     """
     ids = torch.as_tensor(input_ids)
     if ids.ndim != 2:
@@ -93,11 +102,11 @@ def hf_forward(
         )
     filled = np.flatnonzero(mask.numpy().reshape(-1))
     rows = filled if order is None else filled[np.asarray(order)]
-    where = next(model.parameters()).device
+    device = next(model.parameters()).device
     call = {
-        "input_ids": ids.to(where),
-        "attention_mask": mask.to(where),
-        "position_ids": (mask.cumsum(1) - 1).clamp(min=0).to(where),
+        "input_ids": ids.to(device),
+        "attention_mask": mask.to(device),
+        "position_ids": (mask.cumsum(1) - 1).clamp(min=0).to(device),
         "use_cache": False,
     }
     return Forward(
@@ -117,17 +126,17 @@ def _hf_replay(model: Any, routes: Any) -> AbstractContextManager[Any]:
 
 
 @contextmanager
-def heard(forward: Forward, visit: Visit) -> Iterator[dict[str, Tap]]:
-    """Inside, ``visit`` is called at every site that the model passes with rows of the compared
-    tokens; once a site.
-    """
+def visit_sites(forward: Forward, visit: Visit) -> Iterator[dict[str, Tap]]:
+    """While the context is open, call ``visit`` once at every site that the model passes."""
     taps = find_taps(forward.model)
-    ear = _Ear(forward, visit)
+    hooks = _Hooks(forward, visit)
     handles = []
     for tap in taps.values():
         if tap.before is not None:
-            handles.append(tap.module.register_forward_pre_hook(ear.before(tap), with_kwargs=True))
-        handles.append(tap.module.register_forward_hook(ear.after(tap), with_kwargs=True))
+            handles.append(
+                tap.module.register_forward_pre_hook(hooks.before(tap), with_kwargs=True)
+            )
+        handles.append(tap.module.register_forward_hook(hooks.after(tap), with_kwargs=True))
     try:
         yield taps
     finally:
@@ -135,7 +144,7 @@ def heard(forward: Forward, visit: Visit) -> Iterator[dict[str, Tap]]:
             handle.remove()
 
 
-class _Ear:
+class _Hooks:
     """The hooks of one run."""
 
     def __init__(self, forward: Forward, visit: Visit) -> None:
@@ -147,16 +156,14 @@ class _Ear:
     def before(self, tap: Tap) -> Callable[..., None]:
         def hook(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
             del module
-            given = [item for item in (*args, *kwargs.values()) if _float(item)]
-            if not given or tap.before is None:
+            inputs = [item for item in (*args, *kwargs.values()) if _is_float(item)]
+            if not inputs or tap.before is None:
                 return
-            # a norm that is fused with the addition gets both terms of it
-            whole = (
-                given[0] + given[1]
-                if len(given) > 1 and given[1].shape == given[0].shape and "norm" in tap.site.role
-                else given[0]
-            )
-            values = self._flat(whole)
+            total = inputs[0]
+            if len(inputs) > 1 and inputs[1].shape == total.shape and "norm" in tap.site.role:
+                # a norm that is fused with the addition gets both terms of it
+                total = total + inputs[1]
+            values = self._flat(total)
             if values is not None and tap.before not in self._done:
                 self._done.add(tap.before)
                 instead = self.visit(tap.before, values)
@@ -176,7 +183,7 @@ class _Ear:
 
     def _plain(self, tap: Tap, output: Any) -> Any:
         first = output[0] if isinstance(output, tuple) else output
-        values = self._flat(first) if _float(first) else None
+        values = self._flat(first) if _is_float(first) else None
         if values is None:
             return None
         changed = None
@@ -192,13 +199,20 @@ class _Ear:
         if not isinstance(output, tuple):
             return led
         rest = output[1:]
-        if rest and _float(rest[0]) and rest[0].shape == first.shape and tap.site in self._residual:
+        if (
+            rest
+            and _is_float(rest[0])
+            and rest[0].shape == first.shape
+            and tap.site in self._residual
+        ):
             rest = (self._back(rest[0], self._residual[tap.site]), *rest[1:])
         return (led, *rest)
 
     def _routed(self, tap: Tap, output: Any) -> Any:
-        """A router's outputs: logits ``(rows, experts)``; the chosen, as ids ``(rows, top_k)`` or
-        as a map; their weights, alike.
+        """Visit the outputs of a router.
+
+        They are logits ``(rows, experts)``; the selected experts, as ids ``(rows, top_k)`` or as a
+        map; and their weights, in the same form.
         """
         items = list(output) if isinstance(output, tuple) else [output]
         layer = tap.site.layer
@@ -213,28 +227,28 @@ class _Ear:
             ),
             None,
         )
-        chosen = next(
+        selected = next(
             (i for i, v in enumerate(flat) if v is not None and v.dtype is torch.bool), None
         )
         wide = [i for i, v in enumerate(flat) if v is not None and v.is_floating_point()]
         weights = None
         if ids is not None:
             weights = next((i for i in wide if flat[i].shape == flat[ids].shape), None)
-        elif chosen is not None:
-            weights = next((i for i in wide if flat[i].shape == flat[chosen].shape), None)
+        elif selected is not None:
+            weights = next((i for i in wide if flat[i].shape == flat[selected].shape), None)
         logits = next((i for i in wide if i != weights), None)
         changed: dict[Any, Any] = {}
         if logits is not None:
             changed[logits] = self.visit(Site(layer=layer, role="router"), flat[logits])
         if weights is not None:
             experts = flat[logits].shape[1] if logits is not None else None
-            which, gates = _dense(flat, ids, chosen, weights, experts)
-            if which is not None:
-                led = self.visit(Site(layer=layer, role="selection"), which)
+            selection, gates = _dense(flat, ids, selected, weights, experts)
+            if selection is not None:
+                led = self.visit(Site(layer=layer, role="selection"), selection)
                 own = self.visit(Site(layer=layer, role="gates"), gates)
                 if led is not None and own is not None:
                     picked = led if ids is None else _ids_of(led, flat[ids].shape[1])
-                    changed[chosen if ids is None else ids] = picked
+                    changed[selected if ids is None else ids] = picked
                     changed[weights] = own if ids is None else own.gather(1, picked)
         if all(value is None for value in changed.values()):
             return None
@@ -244,7 +258,7 @@ class _Ear:
         return tuple(items) if isinstance(output, tuple) else items[0]
 
     def _flat(self, tensor: Any) -> Any:
-        """``(tokens, width)`` of the compared tokens; ``None`` where the tensor has other rows."""
+        """``(tokens, width)`` of the compared tokens; ``None`` if the tensor has other rows."""
         if tensor.ndim == 0 or tensor.numel() % self.size:
             return None
         rows = 1
@@ -261,11 +275,11 @@ class _Ear:
 
 
 def _dense(
-    flat: list[Any], ids: int | None, chosen: int | None, weights: int, experts: int | None
+    flat: list[Any], ids: int | None, selected: int | None, weights: int, experts: int | None
 ) -> tuple[Any, Any]:
-    """Which experts each token has, ``(tokens, experts)``, and with what weight."""
+    """Return the experts of each token, ``(tokens, experts)``, and their weights."""
     if ids is None:
-        return (None, None) if chosen is None else (flat[chosen], flat[weights])
+        return (None, None) if selected is None else (flat[selected], flat[weights])
     index = flat[ids].to(torch.int64)
     width = experts or int(index.max()) + 1
     gates = torch.zeros((len(index), width), dtype=flat[weights].dtype, device=index.device)
@@ -274,14 +288,12 @@ def _dense(
     )
 
 
-def _ids_of(chosen: Any, top_k: int) -> Any:
-    """``(tokens, top_k)`` ids of a map; where it has fewer, the last ones are of experts without
-    weight.
-    """
-    return torch.argsort(chosen.to(torch.int8), dim=1, descending=True, stable=True)[:, :top_k]
+def _ids_of(selection: Any, top_k: int) -> Any:
+    """``(tokens, top_k)`` ids of a map; if it has fewer, the last ones have no weight."""
+    return torch.argsort(selection.to(torch.int8), dim=1, descending=True, stable=True)[:, :top_k]
 
 
-def _float(item: Any) -> bool:
+def _is_float(item: Any) -> bool:
     return isinstance(item, torch.Tensor) and item.is_floating_point()
 
 
@@ -294,19 +306,19 @@ _IN_PROCESS = (
 def megatron_forward(
     model: Any, input_ids: Any, attention_mask: Any = None, *, name: str = "Megatron"
 ) -> Forward:
-    """A forward of a ``GPTModel`` of megatron-core on one rank over ``input_ids`` ``(batch,
-    width)``, padded on the right.
+    """Return a forward of a ``GPTModel`` of megatron-core on one rank.
 
-    Activations are sequence-first: token s of sample b is row s x batch + b. Where the
-    configuration has ``moe_enable_routing_replay``, the routers can be replayed. Raises
-    ``GapError`` for padding on the left, which a causal mask alone does not hide.
+    ``input_ids`` ``(batch, width)`` is padded on the right. Activations are sequence-first: token s
+    of sample b is row s x batch + b. With ``moe_enable_routing_replay`` in the configuration, the
+    routers can be replayed. Raises ``GapError`` for padding on the left, which a causal mask alone
+    does not hide.
     """
     ids, mask = _padded(input_ids, attention_mask)
     batch, width = ids.shape
     sample, place = np.nonzero(mask)
-    where = next(model.parameters()).device
-    tokens = torch.from_numpy(ids).to(where)
-    positions = torch.arange(width, device=where)[None].expand(batch, width)
+    device = next(model.parameters()).device
+    tokens = torch.from_numpy(ids).to(device)
+    positions = torch.arange(width, device=device)[None].expand(batch, width)
     return Forward(
         model=model,
         run=lambda own: own(tokens, positions, None),
@@ -318,17 +330,15 @@ def megatron_forward(
 
 
 def _replaying_routers(model: Any) -> list[Any]:
-    found = [
+    routers = [
         module for module in model.modules() if getattr(module, "router_replay", None) is not None
     ]
-    return sorted(found, key=lambda router: int(router.layer_number))
+    return sorted(routers, key=lambda router: int(router.layer_number))
 
 
 @contextmanager
 def _megatron_replay(model: Any, routes: Any) -> Iterator[None]:
-    """megatron-core's own ``RouterReplay`` with ``routes`` ``(size, MoE layers, top_k)``; a free
-    row (-1) gets any distinct experts.
-    """
+    """Replay ``routes`` ``(size, MoE layers, top_k)`` with megatron-core's ``RouterReplay``."""
     from megatron.core.transformer.moe.router_replay import RouterReplay, RouterReplayAction
 
     routers = _replaying_routers(model)
@@ -337,6 +347,7 @@ def _megatron_replay(model: Any, routes: Any) -> Iterator[None]:
             f"The routes have {routes.shape[1]} layers, and the model {len(routers)} routers that"
             " can be replayed."
         )
+    # a free row (-1) gets any distinct experts
     filler = torch.arange(routes.shape[2])
     try:
         for router, target in zip(routers, routes.unbind(1), strict=True):
@@ -352,11 +363,10 @@ def _megatron_replay(model: Any, routes: Any) -> Iterator[None]:
 def vllm_forward(
     llm: Any, input_ids: Any, attention_mask: Any = None, *, name: str = "vLLM"
 ) -> Forward:
-    """A prefill of a ``vllm.LLM`` over ``input_ids`` ``(batch, width)``: its filled tokens lie
-    flat, one prompt behind the other.
+    """Return a prefill of a ``vllm.LLM`` over ``input_ids`` ``(batch, width)``.
 
-    Raises ``GapError`` where the model cannot be reached, or where the prefill would take several
-    steps.
+    Its filled tokens are flat, one prompt after the other. Raises ``GapError`` if the model cannot
+    be reached, or the prefill would take several steps.
     """
     ids, mask = _padded(input_ids, attention_mask)
     prompts = [line[: int(own.sum())].tolist() for line, own in zip(ids, mask, strict=True)]
@@ -364,7 +374,7 @@ def vllm_forward(
     config = llm.llm_engine.vllm_config
     if not config.model_config.enforce_eager or config.cache_config.enable_prefix_caching:
         raise GapError(
-            "Modules of this vLLM cannot be heard: compiled graphs call no hooks, and a cached"
+            "Modules of this vLLM cannot be observed: compiled graphs call no hooks, and a cached"
             f" prefix is not run; {_IN_PROCESS}."
         )
     room = (config.scheduler_config.max_num_batched_tokens, config.scheduler_config.max_num_seqs)
@@ -397,7 +407,7 @@ def _itself(model: Any) -> Any:
 
 
 def _padded(input_ids: Any, attention_mask: Any) -> tuple[Any, Any]:
-    """Ids and mask ``(batch, width)`` as arrays, with padding on the right only."""
+    """Return ids and mask ``(batch, width)`` as arrays, with padding on the right only."""
     ids = np.asarray(input_ids, dtype=np.int64)
     if ids.ndim != 2:
         raise GapError(f"input_ids must be (batch, width), not {ids.shape}.")
@@ -412,6 +422,6 @@ def _padded(input_ids: Any, attention_mask: Any) -> tuple[Any, Any]:
         )
     if (np.diff(mask.astype(np.int8), axis=1) > 0).any():
         raise GapError(
-            "Padding must stand on the right: behind padding on the left, tokens would see it."
+            "Padding must be on the right: tokens after padding on the left would attend to it."
         )
     return ids, mask

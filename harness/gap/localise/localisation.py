@@ -1,5 +1,6 @@
-"""Localisation: what is known of where two forwards part, as records
-(``rollproof.gap.localise.localise`` makes them).
+"""Records of where two forwards part, and their text lines.
+
+``rollproof.gap.localise.localise`` makes them.
 """
 
 from __future__ import annotations
@@ -16,21 +17,28 @@ from rollproof.gap.column_checks import counted
 from rollproof.gap.localise.sites import Site
 from rollproof.reporting.text import Line, Style
 
-__all__ = ["FEW", "Localisation", "Parting", "SiteGap", "localisation_lines"]
+__all__ = ["MIN_TOKENS", "Localisation", "Parting", "SiteGap", "localisation_lines"]
 
-FEW: int = 2
-"""Fewer tokens than this, beyond rounding at a site, are chance (a near-tie, a coincidence)."""
+MIN_TOKENS: int = 2
+"""Tokens beyond rounding from which a site parts; fewer are chance (a near-tie, a coincidence)."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class SiteGap:
-    """One site on both sides: relative to the root mean square of the first side's values.
+    """One site on both sides, relative to the root mean square of the first side's values.
 
-    ``alone`` is what this place does differently when it is given the first side's values, and
-    ``rounding`` what rounding may do to it; ``carried`` and ``carried_rounding`` are the same with
-    each side left to its own values, ``replayed`` with the first side's experts replayed as well
-    (NaN where that was not run). ``tokens`` part here by more than rounding, ``beyond`` times on
-    the median.
+    Attributes:
+        site: the place.
+        module: the first side's module.
+        other_module: the second side's module.
+        alone: the difference if this place is given the first side's values.
+        rounding: what rounding may do to it.
+        tokens: tokens that are apart here by more than rounding.
+        beyond: by how many times, on the median.
+        carried: the difference with each side's own values.
+        carried_rounding: what rounding may do to that.
+        replayed: the difference with the first side's experts replayed; NaN if that was not run.
+        experts: the experts concerned, if they are few.
     """
 
     site: Site
@@ -48,13 +56,20 @@ class SiteGap:
     @property
     def parts(self) -> bool:
         """Whether enough tokens are apart here by more than rounding."""
-        return self.tokens >= FEW
+        return self.tokens >= MIN_TOKENS
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Parting:
-    """A place where the forwards part: the module's names on either side, the experts concerned
-    where they can be told, in words.
+    """A place at which the forwards part.
+
+    Attributes:
+        layer: its layer; ``None`` outside of the layers.
+        role: what is computed there.
+        module: the first side's module.
+        other_module: the second side's module.
+        experts: the experts concerned, if they are few.
+        because: the finding in words.
     """
 
     layer: int | None
@@ -65,7 +80,7 @@ class Parting:
     because: str
 
     def to_dict(self) -> dict[str, Any]:
-        """JSON-ready form."""
+        """Return the JSON form."""
         return {
             "layer": self.layer,
             "role": self.role,
@@ -78,12 +93,18 @@ class Parting:
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Localisation:
-    """Where two forwards of ``n_tokens`` tokens part. ``sites`` are in the order of the first
-    forward.
+    """Where two forwards part.
 
-    ``unmatched`` are modules that only one side has, or whose rows could not be told: nothing is
-    known of them. ``led`` is false where the second side was not led: then only the first site of
-    ``partings`` means its own module, since all later ones inherit its difference.
+    Attributes:
+        first: name of the first side.
+        second: name of the second side.
+        n_tokens: tokens that were compared.
+        sites: the places, in the order of the first forward.
+        unmatched: modules that only one side has, or with rows that could not be matched; they were
+            not compared.
+        led: whether the second side was led. If not, later sites inherit the difference of the
+            first that parts.
+        replayed: whether the second side was also run with the first's experts.
     """
 
     first: str
@@ -96,39 +117,42 @@ class Localisation:
 
     @property
     def partings(self) -> tuple[Parting, ...]:
-        """Every place that parts by more than rounding, in order; only the first where the second
-        side was not led.
+        """The places that part by more than rounding, in order.
+
+        Only the first one if the second side was not led.
         """
         wrong = {gap.site for gap in self.sites if gap.parts}
         # other logits give other weights and other experts
-        led_to = {
+        consequences = {
             Site(layer=site.layer, role=role)
             for site in wrong
             if site.role == "router"
             for role in ("selection", "gates")
         }
-        led_to |= {
+        consequences |= {
             Site(layer=site.layer, role="gates") for site in wrong if site.role == "selection"
         }
-        found = [self._parting(gap) for gap in self.sites if gap.parts and gap.site not in led_to]
-        return tuple(found if self.led else found[:1])
+        partings = [
+            self._parting(gap) for gap in self.sites if gap.parts and gap.site not in consequences
+        ]
+        return tuple(partings if self.led else partings[:1])
 
     @property
     def found(self) -> Parting | None:
-        """The first place where they part; ``None`` where rounding explains everything."""
+        """The first place where they part; ``None`` if rounding explains everything."""
         return next(iter(self.partings), None)
 
     @property
     def growth(self) -> tuple[SiteGap, ...]:
-        """The residual stream before each layer and behind the last: how the difference grows with
-        depth.
-        """
+        """The residual stream before each layer and after the last one."""
         return tuple(gap for gap in self.sites if gap.site.role == "residual")
 
     def _parting(self, gap: SiteGap) -> Parting:
-        which = f", experts {', '.join(map(str, gap.experts))}" if len(gap.experts) > 1 else ""
-        which = f", expert {gap.experts[0]}" if len(gap.experts) == 1 else which
-        given = "given the other side's values, " if self.led else ""
+        experts = ""
+        if gap.experts:
+            plural = "s" if len(gap.experts) > 1 else ""
+            experts = f", expert{plural} {', '.join(map(str, gap.experts))}"
+        condition = "given the other side's values, " if self.led else ""
         return Parting(
             layer=gap.site.layer if 0 <= gap.site.layer < 1 << 30 else None,
             role=gap.site.role,
@@ -136,14 +160,15 @@ class Localisation:
             other_module=gap.other_module,
             experts=gap.experts,
             because=(
-                f"{gap.site}{which}: {given}{gap.tokens:,} of {counted(self.n_tokens, 'token')} are"
-                f" {gap.beyond:.3g} times as far apart as rounding puts them (relative difference"
-                f" {gap.alone:.2g}, rounding {gap.rounding:.2g})"
+                f"{gap.site}{experts}: {condition}{gap.tokens:,} of"
+                f" {counted(self.n_tokens, 'token')} are {gap.beyond:.3g} times as far apart as"
+                f" rounding puts them (relative difference {gap.alone:.2g}, rounding"
+                f" {gap.rounding:.2g})"
             ),
         )
 
     def to_dict(self) -> dict[str, Any]:
-        """JSON-ready form."""
+        """Return the JSON form."""
 
         def number(value: float) -> float | None:
             return float(value) if np.isfinite(value) else None
@@ -183,12 +208,13 @@ class Localisation:
 
 _WIDTH = 118
 _ROW = "  {:<28} {:>12} {:>12} {:>12}"
-_MOST = 8
+_MAX_PARTINGS = 8
 
 
 def localisation_lines(localisation: Localisation) -> Iterator[Line]:
-    """Where the forwards part and by how much, the growth with depth, and what could not be
-    matched; within 120 columns.
+    """Yield where the forwards part, the growth with depth, and what could not be matched.
+
+    The lines are within 120 columns.
     """
     yield (
         Style.TITLE,
@@ -201,7 +227,7 @@ def localisation_lines(localisation: Localisation) -> Iterator[Line]:
     partings = localisation.partings
     if not partings:
         yield Style.GOOD, "  nowhere do they part by more than rounding"
-    for parting in partings[:_MOST]:
+    for parting in partings[:_MAX_PARTINGS]:
         yield Style.BAD, _wrapped(f"  parts at {parting.because}", " " * 11)
         names = (
             parting.module
@@ -209,8 +235,8 @@ def localisation_lines(localisation: Localisation) -> Iterator[Line]:
             else f"{parting.module} and {parting.other_module}"
         )
         yield Style.PLAIN, _wrapped(f"{' ' * 11}{names}", " " * 11)
-    if len(partings) > _MOST:
-        yield Style.PLAIN, f"  and at {len(partings) - _MOST} further places"
+    if len(partings) > _MAX_PARTINGS:
+        yield Style.PLAIN, f"  and at {len(partings) - _MAX_PARTINGS} further places"
     yield (
         Style.FAINT,
         _ROW.format("relative difference", "own values", "replayed", "rounding").rstrip(),
@@ -219,7 +245,10 @@ def localisation_lines(localisation: Localisation) -> Iterator[Line]:
         yield (
             Style.FAINT,
             _ROW.format(
-                str(gap.site), _told(gap.carried), _told(gap.replayed), _told(gap.carried_rounding)
+                str(gap.site),
+                _short(gap.carried),
+                _short(gap.replayed),
+                _short(gap.carried_rounding),
             ).rstrip(),
         )
     if localisation.unmatched:
@@ -229,7 +258,7 @@ def localisation_lines(localisation: Localisation) -> Iterator[Line]:
         )
 
 
-def _told(value: float) -> str:
+def _short(value: float) -> str:
     return f"{value:.2g}" if math.isfinite(value) else "-"
 
 

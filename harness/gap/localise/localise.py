@@ -1,13 +1,12 @@
-"""Localising: the module at which two forwards of the same tokens part by more than rounding, and
-how the difference grows.
+"""``localise``: the module at which two forwards of the same tokens part by more than rounding.
 
-The second model is run *led*: every site's output is taken down, and then replaced by the first
-model's, so that each module gets the first model's values and shows what it alone does differently;
-what a fault does to the layers behind it is taken out, and so are the flips of routers. How far the
-two are apart without that is measured beside it, layer by layer.
+The second model is run *led*: every site's output is recorded, and then replaced by the first
+model's. So each module gets the first model's values and shows what it alone does differently; the
+effects of a fault on later layers, and the flips of routers, are removed. How far the two are apart
+without that is measured too, layer by layer.
 
-What rounding may do is measured at every site, for every token: by the first model in float64 (its
-own rounding), and by the first model in the second's precision (the other's). A site parts where
+The effect of rounding is measured at every site, for every token: by the first model in float64
+(its own rounding), and by the first model in the second's precision (the other's). A site parts if
 tokens are apart by more than ``BEYOND`` times that.
 """
 
@@ -21,7 +20,7 @@ import numpy as np
 from scipy import optimize
 
 from rollproof.errors import GapError
-from rollproof.gap.localise.localisation import FEW, Localisation, SiteGap
+from rollproof.gap.localise.localisation import MIN_TOKENS, Localisation, SiteGap
 from rollproof.gap.localise.sites import Site
 from rollproof.gap.token_pairs import BoolArray, FloatArray
 
@@ -31,9 +30,13 @@ if TYPE_CHECKING:
 __all__ = ["BEYOND", "localise"]
 
 BEYOND = 2.0
-"""Times the roundings of both sides added up. Sides that differ by rounding alone show a quarter to
-a half of that sum (six families of models, three precisions, other kernels and batches), so this is
-four to eight times what they show."""
+"""How many times the sum of both sides' rounding two values must be apart.
+
+Sides that differ by rounding alone show a quarter to a half of that sum (six families of models,
+three precisions, other kernels and batches), so this is four to eight times what they show.
+"""
+_GUILTY_SHARE = 0.8
+"""Share of an expert's tokens, by weight, that must be apart for it to be suspected."""
 
 
 def localise(
@@ -47,72 +50,78 @@ def localise(
     reruns: Sequence[Forward] = (),
     names: tuple[str, str] = ("first", "second"),
 ) -> Localisation:
-    """Where ``first`` and ``second`` part. Each is a ``Forward``, or a model of HF transformers
-    that is run over ``input_ids``.
+    """Find where two forwards part. Some hundred tokens are enough. Needs torch.
 
-    ``first`` is the side that is trusted and that can be copied: it is run in float64 and in the
-    second's precision to tell what rounding does. ``reruns`` are further forwards of it whose
-    differences count as rounding (another batch, another kernel), and the only ones where its model
-    cannot be copied. ``led=False`` is for a second side whose outputs must not be replaced (a
-    compiled graph); ``replay`` also runs the second side with the first's experts, where it can.
-    Some hundred tokens are enough. Raises ``GapError`` where the sides do not hold the same number
-    of tokens or have no site in common. Needs torch.
+    Args:
+        first: the trusted side, a ``Forward`` or a model of HF transformers. It is copied and run
+            in float64 and in the second's precision, to measure the effect of rounding.
+        second: the other side, likewise.
+        input_ids: ``(batch, width)``: the tokens, for sides that are models.
+        attention_mask: ``(batch, width)``: which tokens count.
+        led: replace the second side's outputs by the first's. Not possible in a compiled graph.
+        replay: also run the second side with the first's experts, if it can.
+        reruns: forwards of the first side with differences that count as rounding (another batch,
+            another kernel). With them its model is not copied.
+        names: the names of the sides in the result.
+
+    Raises:
+        GapError: the sides differ in their tokens, or have no site in common.
     """
     import torch
 
-    one, two = (
-        _side(side, input_ids, attention_mask, name)
+    trusted, other = (
+        _to_forward(side, input_ids, attention_mask, name)
         for side, name in zip((first, second), names, strict=True)
     )
-    if len(one.rows) != len(two.rows):
+    if len(trusted.rows) != len(other.rows):
         raise GapError(
-            f"{one.name} compares {len(one.rows)} tokens and {two.name} {len(two.rows)}: both must"
-            " run the same ones."
+            f"{trusted.name} compares {len(trusted.rows)} tokens and {other.name}"
+            f" {len(other.rows)}: both must run the same ones."
         )
-    if not len(one.rows):
+    if not len(trusted.rows):
         raise GapError("There are no tokens to compare.")
     with torch.no_grad():
-        base = _Base(one)
+        base = _Base(trusted)
         if not base.values:
             raise GapError(
-                f"No module of {one.name} has rows of the {one.size} tokens: is size the number of"
-                " rows that it runs?"
+                f"No module of {trusted.name} has rows of the {trusted.size} tokens: is size the"
+                " number of rows that it runs?"
             )
-        alone = base.errors(two, led=led)
-        strangers = tuple(base.strangers)
-        rounding = _Rounding(base, one, two, reruns, frozenset(alone))
-        carried = alone if not led else base.errors(two, led=False)
+        alone = base.errors(other, led=led)
+        unmatched = tuple(base.unmatched)
+        rounding = _Rounding(base, trusted, other, reruns, frozenset(alone))
+        carried = alone if not led else base.errors(other, led=False)
         replayed = (
-            base.errors(two, led=False, replay=True)
-            if replay and two.replay is not None and base.routes is not None
+            base.errors(other, led=False, replay=True)
+            if replay and other.replay is not None and base.routes is not None
             else {}
         )
-    unit = max(torch.finfo(kind).eps / 2 for kind in (one.dtype, two.dtype))
+    unit = max(torch.finfo(kind).eps / 2 for kind in (trusted.dtype, other.dtype))
     sites = [
-        _judged(base, site, alone[site], rounding, unit, led, carried, replayed)
+        _site_gap(base, site, alone[site], rounding, unit, led, carried, replayed)
         for site in base.values
         if site in alone
     ]
     if not sites:
         raise GapError(
-            f"{one.name} and {two.name} have no site in common; the first's are"
+            f"{trusted.name} and {other.name} have no site in common; the first's are"
             f" {', '.join(map(str, list(base.values)[:8]))}."
         )
     lacking = [str(site) for site in base.values if site not in alone]
     return Localisation(
-        first=one.name,
-        second=two.name,
-        n_tokens=len(one.rows),
+        first=trusted.name,
+        second=other.name,
+        n_tokens=len(trusted.rows),
         sites=tuple(sites),
         unmatched=tuple(
-            lacking + [f"{name} (second)" for name in strangers if name not in lacking]
+            lacking + [f"{name} (second)" for name in unmatched if name not in lacking]
         ),
         led=led,
         replayed=bool(replayed),
     )
 
 
-def _side(side: Any, input_ids: Any, attention_mask: Any, name: str) -> Forward:
+def _to_forward(side: Any, input_ids: Any, attention_mask: Any, name: str) -> Forward:
     from rollproof.gap.localise.forwards import Forward, hf_forward
 
     if isinstance(side, Forward):
@@ -129,45 +138,42 @@ def _side(side: Any, input_ids: Any, attention_mask: Any, name: str) -> Forward:
 
 
 class _Base:
-    """The first side: its values at every site, which all other runs are compared with as they go,
-    site by site.
+    """The first side with its values at every site.
+
+    Other runs are compared with them site by site, while they run.
     """
 
     def __init__(self, forward: Forward) -> None:
-        from rollproof.gap.localise.forwards import heard
+        from rollproof.gap.localise.forwards import visit_sites
 
         self.forward = forward
         self.values: dict[Site, Any] = {}
-        with heard(forward, self._keep) as taps:
+        with visit_sites(forward, self._store) as taps:
             forward.run(forward.model)
         self.modules = _modules(taps)
-        self.other: dict[Site, str] = {}
-        self.strangers: list[str] = []
+        self.other_modules: dict[Site, str] = {}
+        self.unmatched: list[str] = []
         self.routes = self._routes()
 
-    def _keep(self, site: Site, values: Any) -> None:
+    def _store(self, site: Site, values: Any) -> None:
         self.values[site] = values.clone()
 
     def _routes(self) -> Any:
-        """``(size, MoE layers, top_k)`` ids of the first side; ``None`` without routers. Rows that
-        are not compared are free (-1).
-        """
+        """``(tokens, MoE layers, top_k)`` ids of the first side; ``None`` without routers."""
         import torch
 
-        chosen = [self.values[site] for site in self.values if site.role == "selection"]
-        if not chosen:
+        selected = [self.values[site] for site in self.values if site.role == "selection"]
+        if not selected:
             return None
-        top_k = int(chosen[0].sum(dim=1).max())
-        return torch.stack(
-            [
-                torch.argsort(c.to(torch.int8), dim=1, descending=True, stable=True)[:, :top_k]
-                for c in chosen
-            ],
-            dim=1,
-        )
+        top_k = int(selected[0].sum(dim=1).max())
+        layers = [
+            torch.argsort(layer.to(torch.int8), dim=1, descending=True, stable=True)[:, :top_k]
+            for layer in selected
+        ]
+        return torch.stack(layers, dim=1)
 
     def size_of(self, site: Site) -> float:
-        """Root mean square over tokens of the norm of the site's values."""
+        """Return the root mean square over tokens of the norm of the site's values."""
         return float(self.values[site].double().pow(2).sum(dim=1).mean().sqrt())
 
     def norms(self, site: Site) -> FloatArray:
@@ -181,54 +187,62 @@ class _Base:
         replay: bool = False,
         only: frozenset[Site] | None = None,
     ) -> dict[Site, FloatArray]:
-        """``(tokens,)`` at each common site: the norm of what ``forward`` has there less what the
-        first side has.
+        """``(tokens,)`` at each common site: the norm of the difference to the first side.
 
-        ``only`` are the sites that are led and compared (default: all): where the second side lacks
-        one, its block rounds as a whole.
+        Args:
+            forward: the side to run.
+            led: replace its outputs by the first side's.
+            replay: let it execute the first side's experts.
+            only: the sites that are led and compared (default: all). If the second side lacks one,
+                its block rounds as a unit.
         """
-        from rollproof.gap.localise.forwards import heard
+        from rollproof.gap.localise.forwards import visit_sites
 
-        found: dict[Site, FloatArray] = {}
-        self.strangers = []
+        errors: dict[Site, FloatArray] = {}
+        self.unmatched = []
 
         def visit(site: Site, values: Any) -> Any:
             mine = self.values.get(site)
             if mine is None or mine.shape != values.shape:
-                self.strangers.append(str(site))
+                self.unmatched.append(str(site))
                 return None
             if only is not None and site not in only:
                 return None
             mine = mine.to(values.device)
             if site.role == "selection":
-                found[site] = np.asarray((mine != values).any(dim=1).double().cpu().numpy())
+                errors[site] = np.asarray((mine != values).any(dim=1).double().cpu().numpy())
                 return mine if led else None
             apart = (values.double() - mine.double()).norm(dim=1)
-            if site.role == "gates":  # where other experts were chosen, weights are not comparable
-                apart = apart * _same(found, site, apart)
-            found[site] = np.asarray(apart.cpu().numpy())
+            if site.role == "gates":
+                # weights of different experts are not comparable
+                apart = apart * _same_experts(errors, site, apart)
+            errors[site] = np.asarray(apart.cpu().numpy())
             return mine if led else None
 
-        with self._replaying(forward) if replay else nullcontext(), heard(forward, visit) as taps:
+        with (
+            self._replaying(forward) if replay else nullcontext(),
+            visit_sites(forward, visit) as taps,
+        ):
             forward.run(forward.model)
         names = _modules(taps)
-        if not self.other or forward.model is not self.forward.model:
-            self.other = names
-        return found
+        if not self.other_modules or forward.model is not self.forward.model:
+            self.other_modules = names
+        return errors
 
     def _replaying(self, forward: Forward) -> Any:
         import torch
 
         if forward.replay is None or self.routes is None:
             return nullcontext()
+        # rows that are not compared are free (-1)
         routes = torch.full((forward.size, *self.routes.shape[1:]), -1, dtype=torch.int64)
         routes[torch.from_numpy(np.ascontiguousarray(forward.rows))] = self.routes.cpu()
         return forward.replay(forward.model, routes)
 
 
-def _same(found: Mapping[Site, FloatArray], site: Site, like: Any) -> Any:
-    """1 for tokens whose experts are the same on both sides."""
-    flipped = found.get(Site(layer=site.layer, role="selection"))
+def _same_experts(errors: Mapping[Site, FloatArray], site: Site, like: Any) -> Any:
+    """1 for tokens with the same experts on both sides, else 0."""
+    flipped = errors.get(Site(layer=site.layer, role="selection"))
     return 1.0 if flipped is None else like.new_tensor(1.0 - flipped)
 
 
@@ -246,13 +260,13 @@ def _modules(taps: Mapping[str, Any]) -> dict[Site, str]:
 
 
 class _Rounding:
-    """What rounding does at each site to each token: led, and carried."""
+    """The effect of rounding at each site on each token: led, and carried."""
 
     def __init__(
         self,
         base: _Base,
-        one: Forward,
-        two: Forward,
+        trusted: Forward,
+        other: Forward,
         reruns: Sequence[Forward],
         shared: frozenset[Site],
     ) -> None:
@@ -260,23 +274,23 @@ class _Rounding:
 
         self.led: list[dict[Site, FloatArray]] = []
         self.carried: list[dict[Site, FloatArray]] = []
-        others = list(reruns)
-        if not others:
-            kinds = [torch.float64] + [two.dtype] * (two.dtype is not one.dtype)
-            others = [one.recast(kind) for kind in kinds]
-        for other in others:
-            self.led.append(base.errors(other, led=True, only=shared))
-            self.carried.append(base.errors(other, led=False, only=shared))
-        if len(others) == 1 and not reruns:  # both sides round alike
+        copies = list(reruns)
+        if not copies:
+            kinds = [torch.float64] + [other.dtype] * (other.dtype is not trusted.dtype)
+            copies = [trusted.recast(kind) for kind in kinds]
+        for copy in copies:
+            self.led.append(base.errors(copy, led=True, only=shared))
+            self.carried.append(base.errors(copy, led=False, only=shared))
+        if len(copies) == 1 and not reruns:  # both sides have one precision and round the same way
             self.led *= 2
             self.carried *= 2
 
     def of(self, runs: Sequence[Mapping[Site, FloatArray]], site: Site, tokens: int) -> FloatArray:
-        """``(tokens,)``: the sum over the runs, since each side rounds on its own."""
+        """``(tokens,)``: the sum over the runs, since each side rounds by itself."""
         return np.asarray(sum((run[site] for run in runs if site in run), np.zeros(tokens)))
 
 
-def _judged(
+def _site_gap(
     base: _Base,
     site: Site,
     apart: FloatArray,
@@ -295,20 +309,17 @@ def _judged(
         count, beyond = (flips if flips > allowed else 0), flips / allowed
         scale, noise = 1.0, floor
     else:
-        # a token whose own rounding happened to be small has that of its neighbours
+        # a token's own rounding may be small by chance, so it is at least that of its neighbours
         noise = np.maximum(floor, np.quantile(floor, 0.9)) + unit * base.norms(site)
-        out: BoolArray = ~(apart <= BEYOND * noise)  # NaN is beyond
-        count = int(out.sum())
+        parted: BoolArray = ~(apart <= BEYOND * noise)  # NaN is beyond
+        count = int(parted.sum())
         with np.errstate(invalid="ignore", divide="ignore"):
-            beyond = (
-                float(np.median(apart[out] / noise[out]))
-                if count
-                else float(np.median(apart / noise))
-            )
-        if site.role in ("experts", "mlp") and count >= FEW:
+            times = apart / noise
+        beyond = float(np.median(times[parted] if count else times))
+        if site.role in ("experts", "mlp") and count >= MIN_TOKENS:
             experts = _experts(base, site.layer, apart, noise)
 
-    def size(errors: Mapping[Site, FloatArray]) -> float:
+    def relative_size(errors: Mapping[Site, FloatArray]) -> float:
         return (
             float(np.sqrt(np.mean(errors[site] ** 2)) / scale) if site in errors else float("nan")
         )
@@ -317,34 +328,33 @@ def _judged(
     return SiteGap(
         site=site,
         module=base.modules.get(site, str(site)),
-        other_module=base.other.get(site, str(site)),
+        other_module=base.other_modules.get(site, str(site)),
         alone=float(np.sqrt(np.mean(apart**2)) / scale),
         rounding=float(np.sqrt(np.mean(noise**2)) / scale),
         tokens=count,
         beyond=beyond,
-        carried=size(carried),
+        carried=relative_size(carried),
         carried_rounding=float(np.sqrt(np.mean(natural**2)) / scale),
-        replayed=size(replayed),
+        replayed=relative_size(replayed),
         experts=experts,
     )
 
 
 def _experts(base: _Base, layer: int, apart: FloatArray, noise: FloatArray) -> tuple[int, ...]:
-    """Which experts explain the difference: the square of each token's is the sum over its experts
-    of (weight x the expert's own)^2.
+    """Return the experts that explain the difference, if they are few.
+
+    The square of a token's difference is the sum over its experts of (weight x the expert's)^2.
     """
     gates = base.values.get(Site(layer=layer, role="gates"))
     if gates is None:
         return ()
     weights = np.square(gates.double().cpu().numpy())
-    known = np.isfinite(apart)
-    weights, apart, noise = weights[known], apart[known], noise[known]
-    # an expert whose tokens are mostly well is not to blame for those that it shares with one that
-    # is
-    share = (weights * (apart > BEYOND * noise)[:, None]).sum(axis=0) / np.maximum(
-        weights.sum(axis=0), 1e-300
-    )
-    suspects = np.flatnonzero(share > 0.8)
+    finite = np.isfinite(apart)
+    weights, apart, noise = weights[finite], apart[finite], noise[finite]
+    # an expert with mostly good tokens is not to blame for those that it shares with a bad one
+    parted = (weights * (apart > BEYOND * noise)[:, None]).sum(axis=0)
+    share = parted / np.maximum(weights.sum(axis=0), 1e-300)
+    suspects = np.flatnonzero(share > _GUILTY_SHARE)
     if not len(suspects):
         return ()
     own, _ = optimize.nnls(weights[:, suspects], np.square(apart))

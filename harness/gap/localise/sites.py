@@ -1,9 +1,8 @@
-"""Sites: the places of a model where two forwards are compared, and what modules are called that
-stand for them.
+"""The sites of a model at which two forwards are compared, and the names of their modules.
 
 One table of roles matches the module names of HF transformers, Megatron-core and vLLM (SGLang's are
-those of vLLM). A module whose name the table does not know is a site of its own name, so that two
-models of one framework are compared throughout.
+those of vLLM). A module with another name is a site of that name, so that two models of one
+framework are compared throughout.
 """
 
 from __future__ import annotations
@@ -47,8 +46,8 @@ ROLES: Mapping[str, str] = MappingProxyType(
 """Roles, in the order in which a forward reaches them, and the names (within the layer, or within
 the model) of their modules.
 
-``qkv`` and ``gate_up`` are fused modules, whose columns are those of ``q``, ``k``, ``v`` and of
-``gate``, ``up``.
+``qkv`` and ``gate_up`` are fused modules with the columns of ``q``, ``k``, ``v`` and of ``gate``,
+``up``.
 """
 
 GLUE: Mapping[str, str] = MappingProxyType(
@@ -60,7 +59,7 @@ GLUE: Mapping[str, str] = MappingProxyType(
         "final_norm": "residual",
     }
 )
-"""What stands in front of a module without being one: it is seen at that module's input."""
+"""Sites without a module of their own: they are read at the input of the module after them."""
 
 _LAYER = re.compile(r"^(?:.*\.)?layers?\.(\d+)\.(.+)$")
 _OUTSIDE = ("embed", "final_norm", "head")
@@ -69,8 +68,11 @@ _LAST = 1 << 30
 
 @dataclass(frozen=True, kw_only=True, slots=True, order=True)
 class Site:
-    """A place: the ``layer`` (-1 before the first one, 2^30 behind the last) and the role of what
-    is computed there.
+    """A place in a model.
+
+    Attributes:
+        layer: its layer: -1 before the first one, 2^30 after the last.
+        role: what is computed there.
     """
 
     layer: int
@@ -82,9 +84,14 @@ class Site:
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Tap:
-    """A module that is listened to: its ``name``, the ``columns`` of its output that are each of
-    its sites (``None``: all of them), the site of its input where that is one, and whether it is a
-    ``router``, whose outputs are told apart by their kinds.
+    """A module with hooks.
+
+    Attributes:
+        name: its name.
+        module: the module.
+        columns: its sites, with the columns of its output that are theirs (``None``: all).
+        before: the site of its input, if that is one.
+        router: whether it is a router, with outputs that are distinguished by their kinds.
     """
 
     name: str
@@ -100,8 +107,8 @@ class Tap:
 
 
 def find_taps(model: Any) -> dict[str, Tap]:
-    """Every module of ``model`` (torch) that is a site, by its name."""
-    found = {}
+    """Return the modules of ``model`` (torch) that are sites, by name."""
+    taps = {}
     inside: list[str] = []
     for name, module in model.named_modules():
         if (
@@ -112,10 +119,10 @@ def find_taps(model: Any) -> dict[str, Tap]:
             continue
         tap = _tap(model, name, module)
         if tap is not None:
-            found[name] = tap
+            taps[name] = tap
             if tap.site.role in ("experts", "router"):
                 inside.append(name)  # what is within has rows of its own
-    return found
+    return taps
 
 
 def _tap(model: Any, name: str, module: Any) -> Tap | None:
@@ -141,7 +148,7 @@ def _tap(model: Any, name: str, module: Any) -> Tap | None:
             next(module.children(), None) is not None
             or next(module.parameters(recurse=False), None) is None
         ):
-            # a block, whose leaves are sites, or one without weights, which shows at the next
+            # a block, with sites for leaves, or a module without weights, which shows at the next
             # module's input
             return None
         role = inner
@@ -174,19 +181,20 @@ def _config(model: Any, *names: str) -> int | None:
 
 
 def _width(module: Any) -> int | None:
-    """Columns of a projection's output; vLLM packs some weights away, and says the number beside
-    them.
-    """
+    """Return the number of columns of a projection's output."""
     weight = getattr(module, "weight", None)
     if weight is not None and weight.ndim == 2:
         return int(weight.shape[0])
-    told = getattr(module, "output_size_per_partition", None)
-    return told if isinstance(told, int) else None
+    # vLLM packs some weights, and has the number as an attribute
+    size = getattr(module, "output_size_per_partition", None)
+    return size if isinstance(size, int) else None
 
 
 def _qkv(model: Any, module: Any, name: str) -> Iterator[tuple[str, IntArray]]:
-    """Columns of a fused projection: one behind the other (vLLM), or group by group (Megatron: the
-    group's queries, its key, its value).
+    """Yield the columns of q, k and v in a fused projection.
+
+    vLLM has them one after the other, Megatron group by group (the group's queries, its key, its
+    value).
     """
     heads = _config(model, "num_attention_heads")
     groups = _config(model, "num_query_groups", "num_key_value_heads") or heads
