@@ -16,7 +16,7 @@ from typing import Any, TypeAlias
 from rollproof.core.case import Action, Case
 from rollproof.core.contract import Contract, KvPolicy
 from rollproof.core.engine_contract import PauseMode
-from rollproof.core.error_text import told
+from rollproof.core.error_text import describe_error
 from rollproof.core.events.rollout import (
     Fault,
     Observation,
@@ -37,7 +37,7 @@ from rollproof.fakes.engine.fake_engine import MAX_LENGTH, FakeEngine
 from rollproof.fakes.engine.flavours import Flavour, engine_contract, flavour_named
 from rollproof.fakes.engine.inflight import InflightCall
 from rollproof.fakes.engine.ray_handles import RayHandle
-from rollproof.simulation.exception_policy import pass_on
+from rollproof.simulation.exception_policy import reraise_foreign
 
 __all__ = ["CURRENT_REQUEST", "Fleet", "Updater"]
 
@@ -186,12 +186,12 @@ class Fleet:
                 await done
         except BaseException as error:
             # the run continues after any error of a stack's procedure, and is judged
-            pass_on(error)
+            reraise_foreign(error)
             if self._giving_up and isinstance(error, asyncio.CancelledError):
                 raise
             self.updates_failed += 1
             # without server_id: the procedure failed. A broken transfer is recorded by its server.
-            self.recorder.record(Fault(what="update-failure", detail=told(error)))
+            self.recorder.record(Fault(what="update-failure", detail=describe_error(error)))
             return False
         return True
 

@@ -10,7 +10,7 @@ from collections import deque
 from collections.abc import Container, Iterator
 
 from rollproof.core.case import EngineOptions
-from rollproof.core.error_text import told_with_place
+from rollproof.core.error_text import describe_error_with_place
 from rollproof.core.events.rollout import Admit, Reply
 from rollproof.core.records import FinishReason, Version
 from rollproof.core.trace import Recorder

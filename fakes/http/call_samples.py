@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, cast
 from rollproof.core.call_ownership import Owners
 from rollproof.core.case import Action
 from rollproof.core.events.rollout import Result, Submit
-from rollproof.core.record_validation import sound_request, sound_rollout
+from rollproof.core.record_validation import validate_request, validate_rollout
 from rollproof.core.records import EngineOutput, FinishReason, Request, Rollout
 from rollproof.core.trace import Recorder
 from rollproof.errors import UsageError
@@ -53,7 +53,7 @@ class Samples:
             UsageError: it was submitted before.
             SubjectError: its fields do not make a request.
         """
-        request = sound_request(request, "The caller of /rollproof/submit")
+        request = validate_request(request, "The caller of /rollproof/submit")
         if request.request_id in self._owners or request.request_id in self._ended:
             raise UsageError(
                 f"Request {request.request_id!r} was submitted before: give each rollout an id of"
@@ -74,7 +74,7 @@ class Samples:
                 f"Request {request_id!r} is not open: submit it first, and end it once."
             )
         if rollout is not None:
-            rollout = sound_rollout(rollout, "The caller of /rollproof/result")
+            rollout = validate_rollout(rollout, "The caller of /rollproof/result")
         self._owners.end(request_id)
         self._ended.add(request_id)
         self._recorder.record(Result(request_id=request_id, rollout=rollout, error=error))

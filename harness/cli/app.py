@@ -20,7 +20,7 @@ from rollproof.cli.replay import replay
 from rollproof.cli.safe_stdio import stdout_failure
 from rollproof.cli.serve import serve
 from rollproof.cli.verify import verify
-from rollproof.core.error_text import one_line, told
+from rollproof.core.error_text import describe_error, one_line
 from rollproof.errors import ConformanceError, RollproofError
 from rollproof.judging.report import ExitCode
 

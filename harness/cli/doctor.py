@@ -13,7 +13,7 @@ from importlib import metadata
 
 from rollproof.cli.named_targets import references
 from rollproof.cli.output import JsonTarget, Output
-from rollproof.core.error_text import told
+from rollproof.core.error_text import describe_error
 from rollproof.engines.gpus import find_gpus
 from rollproof.judging.report import REPORT_SCHEMA, ExitCode
 from rollproof.reporting.text import Line, Style

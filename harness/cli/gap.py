@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from rollproof.cli.output import JsonTarget, Meter, Output
-from rollproof.core.error_text import told_with_place
+from rollproof.core.error_text import describe_error_with_place
 from rollproof.core.progress import Progress
 from rollproof.errors import RollproofError, SubjectError, UsageError
 from rollproof.judging.report import ExitCode

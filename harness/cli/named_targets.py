@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from rollproof.core.case import Case
-from rollproof.core.error_text import told
+from rollproof.core.error_text import describe_error
 from rollproof.core.subjects import SubjectFactory
 from rollproof.errors import UsageError
 from rollproof.verification.options import ROLLOUTS

@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any, ClassVar, NamedTuple, TypeAlias
 
 from rollproof.cli.named_targets import Target, target_of_recipe
-from rollproof.core.error_text import told
+from rollproof.core.error_text import describe_error
 from rollproof.core.files import folder_name
 from rollproof.core.progress import Progress
 from rollproof.errors import RollproofError, SubjectError
@@ -293,7 +293,7 @@ def _work(number: int, recipe: Mapping[str, Any]) -> _Outcome:
         raise
     except Exception as error:  # noqa: BLE001 - whatever a subject raises
         # as text, because the error itself may not be picklable
-        raise RuntimeError(told(error)) from None
+        raise RuntimeError(describe_error(error)) from None
     finally:
         faulthandler.cancel_dump_traceback_later()
 

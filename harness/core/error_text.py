@@ -8,13 +8,13 @@ import traceback
 from collections.abc import Mapping
 from pathlib import Path
 
-__all__ = ["error_kind", "one_line", "show", "told", "told_with_place"]
+__all__ = ["error_kind", "one_line", "show", "describe_error", "describe_error_with_place"]
 
 _LONGEST = 2000
 """Characters of an exception's text that are told; some hold whole tensors."""
 
 
-def told(error: BaseException) -> str:
+def describe_error(error: BaseException) -> str:
     """``Class: text``, in one line, without a closing period; the class alone where there is no
     text or it cannot be made.
     """
@@ -28,8 +28,8 @@ def told(error: BaseException) -> str:
     return f"{name}: {text.removesuffix('.')}" if text else name
 
 
-def told_with_place(error: BaseException) -> str:
-    """As ``told``, with the last line of somebody's own code that the exception came through, such
+def describe_error_with_place(error: BaseException) -> str:
+    """As ``describe_error``, with the last line of somebody's own code that the exception came through, such
     as ``(client.py:31, in generate)``.
     """
     for frame, line in reversed(list(traceback.walk_tb(error.__traceback__))):
@@ -39,14 +39,14 @@ def told_with_place(error: BaseException) -> str:
                 f"{told(error)} ({Path(frame.f_code.co_filename).name}:{line}, in"
                 f" {frame.f_code.co_name})"
             )
-    return told(error)
+    return describe_error(error)
 
 
 _PLACED = re.compile(r"\(([^():]+):\d+, in ([^()]+)\)$")
 
 
 def error_kind(text: str) -> str:
-    """What ``told_with_place`` said, without the words and numbers of this very error: ``TypeError
+    """What ``describe_error_with_place`` said, without the words and numbers of this very error: ``TypeError
     (client.py, in generate)``.
     """
     place = _PLACED.search(text)

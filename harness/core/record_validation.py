@@ -19,7 +19,7 @@ from rollproof.core.json_codec import misfit_of
 from rollproof.core.records import EngineOutput, FinishReason, Request, Rollout
 from rollproof.errors import SubjectError
 
-__all__ = ["ARRAYS", "sound_output", "sound_request", "sound_rollout"]
+__all__ = ["ARRAYS", "validate_output", "validate_request", "validate_rollout"]
 
 ARRAYS = ("logprobs", "loss_mask", "routes")
 """The fields of a ``Rollout`` that are arrays."""
@@ -34,7 +34,7 @@ _REASONS = frozenset(FinishReason)
 _T = TypeVar("_T", bound=Any)
 
 
-def sound_rollout(value: object, where: str) -> Rollout:
+def validate_rollout(value: object, where: str) -> Rollout:
     """Return a rollout with arrays of its own.
 
     Args:
@@ -47,13 +47,13 @@ def sound_rollout(value: object, where: str) -> Rollout:
     return _sound(value, Rollout, where)
 
 
-def sound_output(value: object, where: str) -> EngineOutput:
-    """As ``sound_rollout``, for the output of an engine."""
+def validate_output(value: object, where: str) -> EngineOutput:
+    """As ``validate_rollout``, for the output of an engine."""
     return _sound(value, EngineOutput, where)
 
 
-def sound_request(value: object, where: str) -> Request:
-    """As ``sound_rollout``, for a request of a caller."""
+def validate_request(value: object, where: str) -> Request:
+    """As ``validate_rollout``, for a request of a caller."""
     return _sound(value, Request, where)
 
 

@@ -18,7 +18,7 @@ import numpy as np
 import numpy.typing as npt
 
 from rollproof.core.contract import Provenance
-from rollproof.core.error_text import told_with_place
+from rollproof.core.error_text import describe_error_with_place
 from rollproof.core.events.base import Event
 from rollproof.core.events.rollout import Call, Reply, Result
 from rollproof.core.events.training import Score

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
 from rollproof.core.contract import Contract
-from rollproof.core.error_text import told
+from rollproof.core.error_text import describe_error
 from rollproof.core.events.base import Event
 from rollproof.core.events.rollout import (
     Admit,
@@ -233,7 +233,7 @@ class Judge:
             try:
                 read(trace_checks[number], event, collector)
             except Exception as error:  # noqa: BLE001 - a crashing check is unknown, never a pass and never the end of the run
-                collector.crashed(told(error))
+                collector.crashed(describe_error(error))
                 self._drop(number)
         assemble = _ASSEMBLY.get(kind)
         if assemble is not None:
@@ -259,7 +259,7 @@ class Judge:
             try:
                 trace_check.finish(collector)
             except Exception as error:  # noqa: BLE001 - as above
-                collector.crashed(told(error))
+                collector.crashed(describe_error(error))
         for collector in self._plan.collectors:
             collector.close()
         self._tally.traces += 1
@@ -344,7 +344,7 @@ class Judge:
             try:
                 check(view, collector)
             except Exception as error:  # noqa: BLE001 - as above
-                collector.crashed(told(error))
+                collector.crashed(describe_error(error))
         self.context.open.pop(view.request.request_id, None)
         for attempt in view.attempts:
             self._calls.pop(attempt.call.call_id, None)

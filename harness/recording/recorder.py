@@ -19,7 +19,7 @@ from typing import Any, Self
 from rollproof.core.call_ownership import Owners
 from rollproof.core.contract import Contract
 from rollproof.core.engine_contract import PauseMode
-from rollproof.core.error_text import show, told, told_with_place
+from rollproof.core.error_text import describe_error, describe_error_with_place, show
 from rollproof.core.events.base import Event
 from rollproof.core.events.rollout import (
     Abort,
@@ -35,7 +35,7 @@ from rollproof.core.events.rollout import (
 )
 from rollproof.core.files import check_target
 from rollproof.core.json_codec import misfit_of
-from rollproof.core.record_validation import sound_output, sound_request, sound_rollout
+from rollproof.core.record_validation import validate_output, validate_request, validate_rollout
 from rollproof.core.records import EngineOutput, Request, Rollout, Scalar, Version, as_tokens
 from rollproof.core.trace import Header, Recorder, Trace
 from rollproof.errors import (
@@ -182,7 +182,7 @@ class Recording:
 
     def submit(self, request: Request) -> None:
         """A caller hands ``request`` to the stack."""
-        request = sound_request(request, "The caller of submit()")
+        request = validate_request(request, "The caller of submit()")
         with self._lock:
             if request.request_id in self._owners:
                 raise UsageError(
@@ -202,7 +202,7 @@ class Recording:
     ) -> None:
         """A request has ended: with a sample, with an error, or dropped (neither given)."""
         if rollout is not None:
-            rollout = sound_rollout(rollout, "The caller of result()")
+            rollout = validate_rollout(rollout, "The caller of result()")
         ended = rollout.request_id if rollout is not None else request_id
         if ended is None:
             raise UsageError(
@@ -235,12 +235,12 @@ class Recording:
         """
 
         def begin(*args: Any, **kwargs: Any) -> Watched:
-            request = sound_request(to_request(*args, **kwargs), "to_request")
+            request = validate_request(to_request(*args, **kwargs), "to_request")
             self.submit(request)
             return Watched(
                 take=lambda native: self._ended(request, native, to_record),
                 fail=lambda error: self.result(
-                    request_id=request.request_id, error=told_with_place(error)
+                    request_id=request.request_id, error=describe_error_with_place(error)
                 ),
                 request_id=request.request_id,
             )
@@ -267,7 +267,7 @@ class Recording:
             call_id = self._called(to_call(*args, **kwargs))
 
             def answered(native: Any) -> None:
-                output = sound_output(to_output(native), "to_output")
+                output = validate_output(to_output(native), "to_output")
                 with self._lock:
                     self._owners.answered(call_id, output.token_ids)
                     self._recorder.record(Reply(call_id=call_id, output=output))
@@ -276,7 +276,7 @@ class Recording:
                 with self._lock:
                     self._owners.answered(call_id)
                     self._recorder.record(
-                        Fault(what="lost-reply", call_id=call_id, detail=told(error))
+                        Fault(what="lost-reply", call_id=call_id, detail=describe_error(error))
                     )
 
             return Watched(take=answered, fail=failed)
@@ -394,7 +394,7 @@ class Recording:
         if native is None:
             self.result(request_id=request.request_id)
             return
-        rollout = sound_rollout(to_record(native), "to_record")
+        rollout = validate_rollout(to_record(native), "to_record")
         if rollout.request_id != request.request_id:
             raise SubjectError(
                 f"to_record returned the rollout of request {rollout.request_id!r} for request"

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from rollproof.core.contract import Contract
-from rollproof.core.error_text import told
+from rollproof.core.error_text import describe_error
 from rollproof.core.events.replay import Install, Outcome, Phase, Residue, Routing, Step
 from rollproof.core.progress import Progress
 from rollproof.core.records import IntArray, Rollout
@@ -42,7 +42,7 @@ from rollproof.replay.replay_samples import (
     without_response,
 )
 from rollproof.simulation import virtual_loop
-from rollproof.simulation.exception_policy import blame
+from rollproof.simulation.exception_policy import raise_unless_outcome
 
 __all__ = ["drive_episode", "make_subject", "record_again", "record_replay"]
 
@@ -164,7 +164,7 @@ def make_subject(factory: SubjectFactory, label: str) -> Any:
     except RollproofError:
         raise
     except BaseException as error:  # whatever a user's constructor raises, told in our words
-        blame(error, label)
+        raise_unless_outcome(error, label)
         raise SubjectError(f"{label} could not be made: {told(error)}.") from error
     contract = getattr(subject, "contract", None)
     missing = [] if callable(getattr(subject, "run", None)) else ["a method `run(step, spy)`"]
@@ -286,7 +286,7 @@ class _Drive:
             outcome = _settled(run(step, spy) if run is not None else subject.reference(step))
         except BaseException as error:  # noqa: BLE001 - what a trainer raises is judged
             _pass_on(error, f"{self.label}.run")
-            return Outcome(step=step.name, error=told(error), injected=injected(error))
+            return Outcome(step=step.name, error=describe_error(error), injected=injected(error))
         return sound_outcome(outcome, step, self.label)
 
     def _subject(self, planned: Planned) -> Any:
@@ -314,7 +314,7 @@ class _Drive:
                 BaseException
             ) as error:  # an option that replay cannot go with may be refused while a model is made
                 _pass_on(error, f"{self.label}.variant")
-                raise _Refused(told(error)) from error
+                raise _Refused(describe_error(error)) from error
             if not callable(getattr(made, "run", None)):
                 raise SubjectError(
                     f"{self.label}.variant({planned.variant!r}) must return a ReplaySubject, not"
@@ -347,7 +347,7 @@ class _Drive:
         except BaseException as error:
             _pass_on(error, f"{self.label}.set_weights")
             if step.weights < 0:  # NaN may be refused where weights are set
-                raise _Refused(told(error)) from error
+                raise _Refused(describe_error(error)) from error
             raise SubjectError(
                 f"{self.label} could not set weights number {step.weights}, nudged by {step.nudge}:"
                 f" {told(error)}. What a subject does not offer is told by raising UnsupportedStep."
@@ -451,7 +451,7 @@ def _pass_on(error: BaseException, where: str) -> None:
     if isinstance(error, UnsupportedStep | SubjectError | UsageError):
         raise error
     if not isinstance(error, RollproofError):
-        blame(error, where)
+        raise_unless_outcome(error, where)
 
 
 def _bare(planned: Planned, episode: str) -> Step:

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from rollproof.core.error_text import told
+from rollproof.core.error_text import describe_error
 from rollproof.core.events.replay import Outcome, Step
 from rollproof.core.records import FloatArray, Rollout
 from rollproof.core.router_spy import InjectedFailure, sketch

@@ -10,32 +10,32 @@ from __future__ import annotations
 import asyncio
 import inspect
 
-from rollproof.core.error_text import told
+from rollproof.core.error_text import describe_error
 from rollproof.errors import RollproofError, SubjectError
 from rollproof.simulation.watchdog import GivenUp
 
-__all__ = ["blame", "pass_on"]
+__all__ = ["raise_unless_outcome", "reraise_foreign"]
 
 
-def blame(error: BaseException, where: str) -> None:
+def raise_unless_outcome(error: BaseException, where: str) -> None:
     """Returns where ``error`` is an outcome of the subject's method ``where``, to be judged or
     told.
 
-    Raises what the subject is not to blame for (``pass_on``), and ``SubjectError`` for what a run
+    Raises what the subject is not to blame for (``reraise_foreign``), and ``SubjectError`` for what a run
     cannot go on with: a subject that ends the process, or that brings an event loop of its own.
     """
-    pass_on(error)
+    reraise_foreign(error)
     _refuse_exit(error, where)
     _refuse_own_loop(error, where)
 
 
-def pass_on(error: BaseException) -> None:
+def reraise_foreign(error: BaseException) -> None:
     """Raise ``error``, or what a group holds, where the subject is not to blame for it. Returns
     where it is.
     """
     if isinstance(error, BaseExceptionGroup):
         for part in error.exceptions:
-            pass_on(part)
+            reraise_foreign(part)
     elif isinstance(error, KeyboardInterrupt | GivenUp | RollproofError) or (
         isinstance(error, asyncio.CancelledError) and _run_is_over()
     ):

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from rollproof.core.error_text import told_with_place
+from rollproof.core.error_text import describe_error_with_place
 from rollproof.core.subjects import SubjectFactory
 from rollproof.errors import RollproofError, StackError, UsageError
 from rollproof.stacks.releases import (

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from rollproof.core.contract import Contract
-from rollproof.core.error_text import told
+from rollproof.core.error_text import describe_error
 from rollproof.core.events.training import Batch
 from rollproof.core.records import BatchRow, Rollout
 from rollproof.core.subjects import SubjectFactory
@@ -146,7 +146,7 @@ def _convert(subject: Any, case: BatchCase, label: str) -> Batch:
     except GivenUp as error:
         return replace(event, refused=str(error))
     except Exception as error:  # noqa: BLE001 - a refusal is an outcome
-        return replace(event, refused=told(error), changed=_changed(case.samples, handed_in))
+        return replace(event, refused=describe_error(error), changed=_changed(case.samples, handed_in))
     try:
         rows = _watched(lambda: subject.rows(batch))
     except RollproofError:

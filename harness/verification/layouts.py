@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from rollproof.core.contract import Contract, KvPolicy, Logprobs, ResumeBy, Rows, Versions
-from rollproof.core.error_text import told
+from rollproof.core.error_text import describe_error
 from rollproof.core.events.layouts import Laid
 from rollproof.core.progress import Progress
 from rollproof.core.subjects import SubjectFactory
@@ -214,7 +214,7 @@ def _call(subject: Any, function: str, call: Call) -> Laid | None:
     ):  # the documented way to say that a call is not offered (LayoutSubject)
         return None
     except BaseException as error:  # noqa: BLE001 - a refusal is an outcome, an exit too
-        return replace(event, refused=told(error))
+        return replace(event, refused=describe_error(error))
     if inspect.iscoroutine(value):
         value.close()
         return replace(

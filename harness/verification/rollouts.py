@@ -19,7 +19,7 @@ from typing import Any
 from rollproof.core.case import Case
 from rollproof.core.contract import Contract, KvPolicy
 from rollproof.core.engine_contract import PauseMode
-from rollproof.core.error_text import show, told
+from rollproof.core.error_text import describe_error, show
 from rollproof.core.events.base import Event
 from rollproof.core.events.rollout import Result
 from rollproof.core.files import check_folder

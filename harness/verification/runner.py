@@ -12,17 +12,17 @@ import numpy as np
 
 from rollproof.core.case import Case
 from rollproof.core.contract import Contract
-from rollproof.core.error_text import show, told, told_with_place
+from rollproof.core.error_text import describe_error, describe_error_with_place, show
 from rollproof.core.events.base import Event
 from rollproof.core.events.rollout import Gauge, Result, Submit
-from rollproof.core.record_validation import ARRAYS, sound_rollout
+from rollproof.core.record_validation import ARRAYS, validate_rollout
 from rollproof.core.records import Request, Rollout
 from rollproof.core.subjects import SubjectFactory
 from rollproof.core.trace import Header, Recorder, Trace
 from rollproof.errors import SubjectError
 from rollproof.fakes.engine.fleet import CURRENT_REQUEST, Fleet
 from rollproof.simulation import virtual_loop
-from rollproof.simulation.exception_policy import blame, pass_on
+from rollproof.simulation.exception_policy import raise_unless_outcome, reraise_foreign
 from rollproof.simulation.mutation_guard import WATCH, Watch
 from rollproof.simulation.watchdog import limit
 
@@ -104,7 +104,7 @@ class _Run:
         try:
             contract = getattr(self.subject, "contract", None)
         except BaseException as error:
-            pass_on(error)
+            reraise_foreign(error)
             raise SubjectError(f"{self.name}.contract raised {told(error)}.") from error
         if not isinstance(contract, Contract):
             raise SubjectError(
@@ -126,7 +126,7 @@ class _Run:
         except virtual_loop.Stalled as stall:
             self.stalled(stall)
         except SystemExit as error:
-            blame(error, f"A task or a callback of {self.name}")
+            raise_unless_outcome(error, f"A task or a callback of {self.name}")
         except asyncio.CancelledError as error:
             raise SubjectError(
                 f"{self.name} cancels tasks that it did not start (all those of the event loop?):"
@@ -164,7 +164,7 @@ class _Run:
                     f"{self.name}: `{method}` never ended: the virtual deadline of"
                     f" {self.case.deadline:g} s passed."
                 ) from None
-            blame(error, where)
+            raise_unless_outcome(error, where)
             raise SubjectError(f"{where} raised {told(error)}.") from error
 
     async def main(self) -> None:
@@ -228,7 +228,7 @@ class _Run:
         try:
             subject = self.factory()
         except BaseException as error:
-            blame(error, f"The constructor of {self.name}")
+            raise_unless_outcome(error, f"The constructor of {self.name}")
             raise SubjectError(f"{self.name} could not be made: {told(error)}.") from error
         missing = [name for name in _METHODS if not callable(getattr(subject, name, None))]
         if missing:
@@ -249,8 +249,8 @@ class _Run:
         try:
             native = await _maybe(self.subject.rollout(own_request))
         except BaseException as error:  # noqa: BLE001 - what the stack raises is an outcome to be judged
-            blame(error, f"{self.name}.rollout")
-            self._end(request, error=told_with_place(error), watch=watch)
+            raise_unless_outcome(error, f"{self.name}.rollout")
+            self._end(request, error=describe_error_with_place(error), watch=watch)
             return
         if native is None:
             self._end(request, watch=watch)
@@ -302,11 +302,11 @@ class _Run:
         except SubjectError as error:  # of the helpers in ``rollproof.core.records``
             raise SubjectError(f"{where}: {error}") from error
         except BaseException as error:
-            blame(error, where)
+            raise_unless_outcome(error, where)
             raise SubjectError(
                 f"{where} raised {told(error)} on {type(native).__name__}."
             ) from error
-        rollout = sound_rollout(rollout, where)
+        rollout = validate_rollout(rollout, where)
         # A stack may name its samples as it likes. The id of another request of this case stays,
         # for stitch.request-id to find.
         names_a_request = any(
@@ -318,7 +318,7 @@ class _Run:
         try:
             await _maybe(self.subject.update_weights(version))
         except BaseException as error:
-            blame(error, f"{self.name}.update_weights")
+            raise_unless_outcome(error, f"{self.name}.update_weights")
             raise
 
     def _hung(self, request_id: str, reason: str, *, awaits: bool = True) -> None:
@@ -346,7 +346,7 @@ class _Run:
             except SubjectError:
                 continue
             except BaseException as error:  # noqa: BLE001 - a stack may free what it handed over: then there is nothing to compare
-                pass_on(error)
+                reraise_foreign(error)
                 continue
             names = tuple(
                 name
@@ -364,7 +364,7 @@ class _Run:
                 gauges.update(await _maybe(own()))
             read = [(str(name), float(value)) for name, value in sorted(gauges.items())]
         except BaseException as error:
-            blame(error, f"{self.name}.gauges")
+            raise_unless_outcome(error, f"{self.name}.gauges")
             raise SubjectError(
                 f"{self.name}.gauges must return a mapping of names to numbers, and raised"
                 f" {told(error)}."

@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 
 from rollproof.core.case import Action, ActionKind, Trigger
-from rollproof.core.error_text import told
+from rollproof.core.error_text import describe_error
 from rollproof.core.events.rollout import Gauge, Result
 from rollproof.core.records import FinishReason, Request, Rollout, as_tokens
 from rollproof.core.trace import Trace
@@ -435,10 +435,10 @@ def test_an_exception_is_told_in_one_line() -> None:
         def __str__(self) -> str:
             raise ZeroDivisionError
 
-    assert "ValueError: one two" == told(ValueError("one\n  two."))
-    assert "KeyError" == told(KeyError())
-    assert "Unprintable" == told(Unprintable())
-    assert told(ValueError("x" * 9999)).endswith("... (9,999 characters)")
+    assert "ValueError: one two" == describe_error(ValueError("one\n  two."))
+    assert "KeyError" == describe_error(KeyError())
+    assert "Unprintable" == describe_error(Unprintable())
+    assert describe_error(ValueError("x" * 9999)).endswith("... (9,999 characters)")
 
 
 def test_gauges_may_be_async() -> None:
