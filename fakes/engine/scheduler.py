@@ -174,7 +174,7 @@ class Scheduler:
             raise
         except Exception as error:
             raise SubjectError(
-                f"The policy {type(self._policy).__name__} raised {told_with_place(error)} when the"
+                f"The policy {type(self._policy).__name__} raised {describe_error_with_place(error)} when the"
                 f" reply to call {call.call_id} was made."
             ) from error
 

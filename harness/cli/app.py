@@ -108,7 +108,7 @@ def run(arguments: Sequence[str]) -> int:
         if isinstance(stop.__context__, BrokenPipeError):  # rich's way to tell it
             return _unread()
         return _tell(
-            f"internal error: a command ended the process ({told(stop)})",
+            f"internal error: a command ended the process ({describe_error(stop)})",
             ExitCode.INTERNAL,
             debug=debug,
         )
@@ -120,7 +120,7 @@ def run(arguments: Sequence[str]) -> int:
         return _tell(f"error: {_clicked_text(error)}", ExitCode.USAGE, debug=debug)
     except Exception as error:  # noqa: BLE001 - the last resort: whatever it is, the user gets a line and the right exit code
         return _tell(
-            f"internal error: {told(error)}.\nThis is a fault of rollproof, not of what it judged."
+            f"internal error: {describe_error(error)}.\nThis is a fault of rollproof, not of what it judged."
             " Please report it with the command, the output of `rollproof doctor`, and the"
             " traceback that `--debug` shows.",
             ExitCode.INTERNAL,

@@ -134,5 +134,5 @@ def _one_case() -> tuple[float, str | None]:
         start = time.perf_counter()
         run_case(target.factory, case)
     except Exception as error:  # noqa: BLE001 - whatever is wrong with this installation is what doctor is asked for
-        return 0.0, f"does not run: {told(error)}"
+        return 0.0, f"does not run: {describe_error(error)}"
     return time.perf_counter() - start, None

@@ -398,7 +398,7 @@ def _made(spec: str, option: str, *arguments: Any) -> Any:
     except Exception as error:  # whatever a user's factory raises, told in our words
         called = "with input_ids and attention_mask" if arguments else "without arguments"
         raise SubjectError(
-            f"{option} {spec} was called {called} and raised {told_with_place(error)}."
+            f"{option} {spec} was called {called} and raised {describe_error_with_place(error)}."
         ) from error
 
 

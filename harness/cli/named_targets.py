@@ -255,4 +255,4 @@ def _module(name: str, option: str) -> Any:
             f"{name} cannot be imported: it needs {error.name!r}, which is not installed here."
         ) from error
     except BaseException as error:  # a script that exits where it should be imported would end the run as if all were well
-        raise UsageError(f"{name} cannot be imported: {told(error)}.") from error
+        raise UsageError(f"{name} cannot be imported: {describe_error(error)}.") from error

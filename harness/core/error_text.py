@@ -23,7 +23,7 @@ def describe_error(error: BaseException) -> str:
     except Exception:  # noqa: BLE001 - a ``__str__`` of the user's may raise whatever it likes
         text = ""
     if isinstance(error, BaseExceptionGroup) and error.exceptions:
-        text = f"{text}: {told(error.exceptions[0])}"
+        text = f"{text}: {describe_error(error.exceptions[0])}"
     name = type(error).__name__
     return f"{name}: {text.removesuffix('.')}" if text else name
 
@@ -36,7 +36,7 @@ def describe_error_with_place(error: BaseException) -> str:
         package = str(frame.f_globals.get("__name__", "")).partition(".")[0]
         if package != "rollproof" and package not in sys.stdlib_module_names:
             return (
-                f"{told(error)} ({Path(frame.f_code.co_filename).name}:{line}, in"
+                f"{describe_error(error)} ({Path(frame.f_code.co_filename).name}:{line}, in"
                 f" {frame.f_code.co_name})"
             )
     return describe_error(error)

@@ -165,7 +165,7 @@ def make_subject(factory: SubjectFactory, label: str) -> Any:
         raise
     except BaseException as error:  # whatever a user's constructor raises, told in our words
         raise_unless_outcome(error, label)
-        raise SubjectError(f"{label} could not be made: {told(error)}.") from error
+        raise SubjectError(f"{label} could not be made: {describe_error(error)}.") from error
     contract = getattr(subject, "contract", None)
     missing = [] if callable(getattr(subject, "run", None)) else ["a method `run(step, spy)`"]
     if not isinstance(contract, Contract) or contract.replay is None:
@@ -261,7 +261,7 @@ class _Drive:
             return _settled(method())
         except BaseException as error:
             _pass_on(error, f"{self.label}.{name}")
-            raise SubjectError(f"{self.label}.{name} raised {told(error)}.") from error
+            raise SubjectError(f"{self.label}.{name} raised {describe_error(error)}.") from error
 
     def _end(self, step: Step, outcome: Outcome, subject: Any = None) -> None:
         self.outcomes[step.name] = outcome
@@ -308,7 +308,7 @@ class _Drive:
                 NotImplementedError,
             ) as error:  # the ways to say that it is not offered: a table without it, or in words
                 raise UnsupportedStep(
-                    f"the subject has no variant {planned.variant!r}: {told(error)}"
+                    f"the subject has no variant {planned.variant!r}: {describe_error(error)}"
                 ) from error
             except (
                 BaseException
@@ -342,7 +342,7 @@ class _Drive:
             NotImplementedError
         ) as error:  # the way to say that a subject does not offer it (UnsupportedStep is one)
             raise UnsupportedStep(
-                f"the subject has no weights number {step.weights}: {told(error)}"
+                f"the subject has no weights number {step.weights}: {describe_error(error)}"
             ) from error
         except BaseException as error:
             _pass_on(error, f"{self.label}.set_weights")
@@ -350,7 +350,7 @@ class _Drive:
                 raise _Refused(describe_error(error)) from error
             raise SubjectError(
                 f"{self.label} could not set weights number {step.weights}, nudged by {step.nudge}:"
-                f" {told(error)}. What a subject does not offer is told by raising UnsupportedStep."
+                f" {describe_error(error)}. What a subject does not offer is told by raising UnsupportedStep."
             ) from error
         self.weights[id(subject)] = wanted
 

@@ -48,7 +48,7 @@ def _refuse_exit(error: BaseException, where: str) -> None:
     for part in parts:
         if isinstance(part, SystemExit):
             raise SubjectError(
-                f"{where} ends the process ({told(part)}): raise an exception instead, so that the"
+                f"{where} ends the process ({describe_error(part)}): raise an exception instead, so that the"
                 " run can be judged."
             ) from error
 

@@ -151,7 +151,7 @@ def load_stack(spec: str, *, checkout: str | Path | None = None, force: bool = F
     except (Exception, SystemExit) as error:
         raise StackError(
             f"{name} {version} is {release.installed}, but importing it fails:"
-            f" {told_with_place(error)}."
+            f" {describe_error_with_place(error)}."
         ) from error
     _refuse_another_checkout(name, release, folder)
     return replace(stack, found=found)

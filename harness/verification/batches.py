@@ -123,7 +123,7 @@ def _make(factory: SubjectFactory, label: str) -> Any:
     except RollproofError:
         raise
     except Exception as error:  # whatever a user's constructor raises, told in our words
-        raise SubjectError(f"{label} could not be made: {told(error)}.") from error
+        raise SubjectError(f"{label} could not be made: {describe_error(error)}.") from error
     missing = [method for method in _METHODS if not callable(getattr(subject, method, None))]
     if missing or not isinstance(getattr(subject, "contract", None), Contract):
         raise SubjectError(
@@ -159,7 +159,7 @@ def _convert(subject: Any, case: BatchCase, label: str) -> Batch:
         Exception
     ) as error:  # the adapter is the user's own code: tell which method failed on what
         raise SubjectError(
-            f"{label}.rows raised {told(error)} on the batch of {case.name!r}."
+            f"{label}.rows raised {describe_error(error)} on the batch of {case.name!r}."
         ) from error
     if not isinstance(rows, list | tuple) or not all(isinstance(row, BatchRow) for row in rows):
         raise SubjectError(

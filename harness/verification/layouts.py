@@ -175,7 +175,7 @@ def _make(factory: SubjectFactory, label: str) -> Any:
     except RollproofError:
         raise
     except Exception as error:  # whatever a user's constructor raises, told in our words
-        raise SubjectError(f"{label} could not be made: {told(error)}.") from error
+        raise SubjectError(f"{label} could not be made: {describe_error(error)}.") from error
 
 
 def _reason(subject: Any, function: str, call: Call, label: str) -> str | None:
@@ -187,7 +187,7 @@ def _reason(subject: Any, function: str, call: Call, label: str) -> str | None:
         reason = supports(function, call.layout)
     except Exception as error:  # whatever a user's method raises, told in our words
         raise SubjectError(
-            f"{label}.supports({function!r}, layout) raised {told(error)}. It returns a reason, or"
+            f"{label}.supports({function!r}, layout) raised {describe_error(error)}. It returns a reason, or"
             " None."
         ) from error
     if not isinstance(reason, str | None):

@@ -418,7 +418,7 @@ class _Campaign:
             return str(write_counterexample(folder, check_id, trace))
         except (TraceError, OSError) as error:
             trouble = f"The counterexample of {check_id} could not be kept in {folder}/"
-            trouble += f" ({told(error)})"
+            trouble += f" ({describe_error(error)})"
         try:
             path = write_counterexample(
                 Path(tempfile.mkdtemp(prefix="rollproof-")), check_id, trace

@@ -105,7 +105,7 @@ class _Run:
             contract = getattr(self.subject, "contract", None)
         except BaseException as error:
             reraise_foreign(error)
-            raise SubjectError(f"{self.name}.contract raised {told(error)}.") from error
+            raise SubjectError(f"{self.name}.contract raised {describe_error(error)}.") from error
         if not isinstance(contract, Contract):
             raise SubjectError(
                 f"{self.name} must have a `contract` of type Contract after start, not"
@@ -165,7 +165,7 @@ class _Run:
                     f" {self.case.deadline:g} s passed."
                 ) from None
             raise_unless_outcome(error, where)
-            raise SubjectError(f"{where} raised {told(error)}.") from error
+            raise SubjectError(f"{where} raised {describe_error(error)}.") from error
 
     async def main(self) -> None:
         """Run the case."""
@@ -229,7 +229,7 @@ class _Run:
             subject = self.factory()
         except BaseException as error:
             raise_unless_outcome(error, f"The constructor of {self.name}")
-            raise SubjectError(f"{self.name} could not be made: {told(error)}.") from error
+            raise SubjectError(f"{self.name} could not be made: {describe_error(error)}.") from error
         missing = [name for name in _METHODS if not callable(getattr(subject, name, None))]
         if missing:
             raise SubjectError(
@@ -304,7 +304,7 @@ class _Run:
         except BaseException as error:
             raise_unless_outcome(error, where)
             raise SubjectError(
-                f"{where} raised {told(error)} on {type(native).__name__}."
+                f"{where} raised {describe_error(error)} on {type(native).__name__}."
             ) from error
         rollout = validate_rollout(rollout, where)
         # A stack may name its samples as it likes. The id of another request of this case stays,
@@ -367,7 +367,7 @@ class _Run:
             raise_unless_outcome(error, f"{self.name}.gauges")
             raise SubjectError(
                 f"{self.name}.gauges must return a mapping of names to numbers, and raised"
-                f" {told(error)}."
+                f" {describe_error(error)}."
             ) from error
         for name, value in read:
             self.recorder.record(Gauge(name=name, value=value, phase=phase))
