@@ -527,7 +527,9 @@ def _call_trainer(
     except RollproofError:
         raise
     except Exception as error:  # a user's trainer may raise anything
-        raise SubjectError(f"The trainer's score raised {describe_error_with_place(error)}.") from error
+        raise SubjectError(
+            f"The trainer's score raised {describe_error_with_place(error)}."
+        ) from error
     if not isinstance(batch, Sequence | np.ndarray):
         raise GapError(
             f"The trainer's score returned a {type(batch).__name__}: it returns one Scored for"

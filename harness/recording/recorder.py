@@ -378,10 +378,12 @@ class Recording:
                 kept = Path(tempfile.mkdtemp(prefix="rollproof-")) / self._save.name
                 dump_trace(self.recorded, kept)
             except (TraceError, OSError):
-                return TraceError(f"The recorded trace could not be saved: {describe_error(error)}.")
+                return TraceError(
+                    f"The recorded trace could not be saved: {describe_error(error)}."
+                )
             return TraceError(
-                f"The recorded trace could not be saved in its place: {describe_error(error)}. It was kept as"
-                f" {kept}."
+                f"The recorded trace could not be saved in its place: {describe_error(error)}. It"
+                f" was kept as {kept}."
             )
         return None
 

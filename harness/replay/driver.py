@@ -350,7 +350,7 @@ class _Drive:
                 raise _Refused(describe_error(error)) from error
             raise SubjectError(
                 f"{self.label} could not set weights number {step.weights}, nudged by {step.nudge}:"
-                f" {describe_error(error)}. What a subject does not offer is told by raising UnsupportedStep."
+                f" {describe_error(error)}. Raise UnsupportedStep for what a subject does not offer."
             ) from error
         self.weights[id(subject)] = wanted
 

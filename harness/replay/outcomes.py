@@ -39,7 +39,8 @@ def sound_outcome(outcome: Any, step: Step, label: str) -> Outcome:
         )
     except (TypeError, ValueError, AttributeError) as error:
         raise SubjectError(
-            f"{label}.run returned an unusable Outcome for step {step.name!r}: {describe_error(error)}."
+            f"{label}.run returned an unusable Outcome for step {step.name!r}:"
+            f" {describe_error(error)}."
         ) from error
 
 

@@ -187,8 +187,8 @@ def _reason(subject: Any, function: str, call: Call, label: str) -> str | None:
         reason = supports(function, call.layout)
     except Exception as error:  # whatever a user's method raises, told in our words
         raise SubjectError(
-            f"{label}.supports({function!r}, layout) raised {describe_error(error)}. It returns a reason, or"
-            " None."
+            f"{label}.supports({function!r}, layout) raised {describe_error(error)}. It returns a"
+            " reason, or None."
         ) from error
     if not isinstance(reason, str | None):
         raise SubjectError(
