@@ -41,6 +41,8 @@ __all__ = [
 ]
 
 
+# A user's check may put a number into its titles. Without a bound each of them would be a kind of
+# its own, and memory would grow with the trace.
 _MAX_KINDS = 64
 """The number of kinds of findings that are counted separately; a check has a handful."""
 _OTHER_KINDS = "a kind beyond the first 64"
@@ -246,6 +248,8 @@ class Collector:
         """
         if counter in self.counters:
             self.counters[counter] += times
+        # docs/checks.md and the coverage table list the declared counters, so an undeclared one
+        # would be invisible.
         elif counter not in self.check.exercised_by:
             raise UsageError(
                 f"{self.check.id} counts {counter!r}, but declares only"
@@ -274,8 +278,11 @@ class Collector:
             hint: What usually causes it.
             kind: The title without counts and names; by default the title.
         """
+        # A finding is also exercise: a check that fails has seen the situation.
         kind = self._count(title if kind is None else kind, 1)
         self.found += 1
+        # The first finding of each kind is always stored: a known failure with a thousand findings
+        # must not hide a new one.
         if len(self.findings) < self._limit or self.kinds.get(kind) == 1:
             place = dict(where or {})
             self.findings.append(
@@ -350,6 +357,7 @@ class Collector:
         # Data that is absent from some traces only is not the reason: the others did not exercise
         # the check either.
         unexercised = f"not exercised: no {' or '.join(self.check.exercised_by)} occurred"
+        # The most frequent reason is shown, since a report has one line per check.
         reason, times = max(
             self.reasons.items(), key=lambda item: item[1], default=(unexercised, self.judged)
         )

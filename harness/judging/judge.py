@@ -42,6 +42,8 @@ from rollproof.judging.weight_history import WeightHistory
 
 __all__ = ["Judge", "JudgeContext", "Judgement", "Tally"]
 
+# Enough to find the owner of misplaced values (results matched by order hit a neighbour), and few
+# enough to search all of them for every wrong row.
 _NEIGHBOURS = 16
 _PLANS = 256
 OVERLAPPING_CALLS = (
@@ -232,6 +234,8 @@ class Judge:
         for read, number, collector in self._readers[kind]:
             try:
                 read(trace_checks[number], event, collector)
+            # A trace is untrusted input and users write checks too. One that raises must not end
+            # the run, and must not pass either.
             except Exception as error:  # noqa: BLE001 - a crashing check is unknown, never a pass and never the end of the run
                 collector.crashed(describe_error(error))
                 self._drop(number)
@@ -249,6 +253,8 @@ class Judge:
 
     def finish(self) -> None:
         """Judge the requests that are still open and let the trace checks conclude."""
+        # Requests that never ended are judged as well: a hang is a finding of its own, and what
+        # they did before it counts.
         for view in list(self.context.open.values()):
             self._close(view)
         for number, (trace_check, (_, collector)) in enumerate(
@@ -279,6 +285,8 @@ class Judge:
             self._calls[event.call_id] = (view, attempt)
             if attempt.number and (streamed(view.attempts[-2]) or view.attempts[-2].broke):
                 assign_partial_replies(view)
+        # A recorder without request ids attributes calls by prompt; requests of a group share
+        # theirs.
         for request_id in event.candidates:
             if request_id in self.context.open:
                 self.context.open[request_id].unattributed_calls = True
@@ -323,6 +331,7 @@ class Judge:
     def _close(self, view: RequestView) -> None:
         if view.attempts and (streamed(view.attempts[-1]) or view.attempts[-1].broke):
             assign_partial_replies(view)
+        # While the request was open, neighbours may have computed values from an incomplete view.
         view.settle()
         view.neighbours = [
             *self._ended,
@@ -348,7 +357,10 @@ class Judge:
         self.context.open.pop(view.request.request_id, None)
         for attempt in view.attempts:
             self._calls.pop(attempt.call.call_id, None)
+        # Neighbours refer to each other: without this the views of a whole trace would stay alive.
         view.neighbours = ()
+        # Ended requests stay neighbours for a while, since swapped results often end one after the
+        # other.
         self._ended.append(view)
 
 

@@ -82,6 +82,8 @@ class KnownFailureLedger:
                 failure.covers(kind, situations) for kind in kinds
             ):
                 seen.append(failure.reason)
+        # The same kind of finding in a case without the known cause is a new fault that only looks
+        # like the old one.
         unexplained = self.unexplained(check_id, kinds, situations)
         if unexplained:
             counts = self._unexplained.setdefault(check_id, {})
@@ -94,6 +96,7 @@ class KnownFailureLedger:
         explain, which come first.
         """
         otherwise = dict(self._unexplained.get(result.id, {}))
+        # A reader looks at the first finding, so the new ones come before the known ones.
         findings = tuple(sorted(result.findings, key=lambda finding: finding.kind not in otherwise))
         return replace(
             result,

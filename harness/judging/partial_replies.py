@@ -49,11 +49,14 @@ def assign_partial_replies(view: RequestView) -> None:
         else:
             continue
         reply, sent = attempt.replies[0], attempt.call.prompt_ids
+        # What the stack kept must be a prefix of what was sampled. Anything else leaves `partial`
+        # unset, and the checks of tokens report it.
         count = (
             _common(reply.output.token_ids, shown_ids[len(sent) :])
             if shown_ids[: len(sent)] == sent
             else 0
         )
+        # All tokens arrived: the stream broke after its last token, so the reply counts in full.
         if count == len(reply.output.token_ids) and reply.delivered:
             attempt.partial = reply
         elif count and streamed(attempt):
@@ -77,6 +80,7 @@ def _truncated(reply: Reply, count: int, index: int) -> Reply:
         delivered=True,
         duplicate=False,
         true_tokens=None if reply.true_tokens is None else tuple(spans),
+        # Engines send routes and tags with the last chunk, so a broken stream delivered none.
         true_rows=None,
         output=replace(
             output,

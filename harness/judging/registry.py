@@ -87,6 +87,8 @@ class Registry:
             matches = [check for check in self if name in (check.id, check.family)]
             if not matches:
                 raise UsageError(self._unknown(name))
+            # A dict keeps the order and drops duplicates: a check may be named by its id and by its
+            # family.
             chosen += matches
         return Registry(dict.fromkeys(chosen))
 
@@ -96,6 +98,7 @@ class Registry:
 
     def _unknown(self, name: str) -> str:
         families = sorted({check.family for check in self})
+        # Typos are the usual cause, so the nearest ids come before the list of families.
         similar = difflib.get_close_matches(name, [*self.ids, *families], n=3, cutoff=0.5)
         suggestion = f" Did you mean {' or '.join(similar)}?" if similar else ""
         return (

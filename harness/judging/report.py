@@ -104,6 +104,8 @@ class Report:
         }
 
     def _excused(self, result: CheckResult) -> bool:
+        # An expected failure excuses its check only as far as the known failures explain the
+        # findings.
         return result.id in self.expected and not result.otherwise
 
     @property
@@ -111,6 +113,8 @@ class Report:
         """0 if all pass, 1 if some fail or the canary stayed green, 2 if something is unknown and
         nothing failed.
         """
+        # A canary that stays green means that the run could not have found that fault: its passes
+        # are worth nothing.
         if self.failed or (
             self.canary is not None and self.canary.planted is not None and not self.canary.red
         ):

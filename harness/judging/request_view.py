@@ -52,6 +52,8 @@ class Attempt:
         if self.partial is not None:
             return self.partial
         for reply in self.replies:
+            # A late or duplicated reply is in `replies` too; only the first delivered one can be
+            # what the stack went on with.
             if reply.delivered and not self.broke:
                 return reply
         return None
@@ -102,6 +104,7 @@ class RequestView:
         self.observations: list[Observation] = []
         self.results: list[Result] = []
         self.neighbours: Sequence[RequestView] = ()
+        # View-level caches avoid repeated stitching: thirty checks read the same request.
         self.memo: dict[str, Any] = {}
         self.unattributed_calls: bool = False
 
@@ -165,6 +168,8 @@ class RequestView:
         for earlier, later in pairwise(unharmed):
             reply = earlier.consumed
             overlap = reply is not None and earlier.call.index < later.call.index < reply.index
+            # Overlapping calls of different prompts are a restart or a resume, which the prompts
+            # tell apart.
             if overlap and earlier.call.prompt_ids == later.call.prompt_ids:
                 return True
         return False
@@ -197,5 +202,6 @@ class RequestView:
         tokens = self.stitched.tokens
         if not 0 <= index < len(tokens) or tokens[index].attempt < 0:
             return None
+        # Segments count in order of delivery, as a user sees them, not in order of sending.
         order = [attempt.number for attempt in self.segments]
         return order.index(tokens[index].attempt)

@@ -131,6 +131,7 @@ SITUATIONS = frozenset(
     )
 )  # fmt: skip
 """The names of all situations of rollouts that are counted."""
+# Calls frozen by these pauses continue after the resume; an aborting pause ends them.
 _FREEZING = (PauseMode.KEEP, PauseMode.RETRACT, PauseMode.IN_PLACE)
 
 
@@ -240,6 +241,8 @@ class SituationCounter:
             if self._out_of_step:
                 self._add("calls while replicas were out of step")
         else:
+            # A second admission is a preemption, unless a pause froze the call and its KV was
+            # dropped.
             self._add("prefills anew after a pause" if call.frozen else "preemptions")
         call.frozen = False
 
@@ -271,6 +274,7 @@ class SituationCounter:
         request.aborted = reply.output.finish_reason is FinishReason.ABORT
         request.aborts += request.aborted
         before, sampled = len(request.versions), 0
+        # Recordings have no true versions: the shown spans are the next best.
         for span in reply.true_tokens if reply.true_tokens is not None else reply.output.spans:
             if span.end > span.start and span.version is not None:
                 sampled += 1
@@ -299,6 +303,7 @@ class SituationCounter:
         if not event.loaded:
             self._add("labels published without weights")
             return
+        # The first load before any request is the start-up, not an update.
         if server.version is not None or self._requests:
             self._update(event, server)
         server.version = event.version
@@ -322,6 +327,7 @@ class SituationCounter:
             request.turns += 1
 
     def _fault(self, event: Fault) -> None:
+        # With a server the fault is one broken transfer; without one the entire update failed.
         if event.what == "update-failure":
             self._add(
                 "failed weight updates" if event.server_id is None else "broken weight transfers"

@@ -30,6 +30,7 @@ if TYPE_CHECKING:
 
 __all__ = ["Run", "Step", "Stitched", "Stretch", "Token", "stitch"]
 
+# An abort is no end of a turn: tokens after it come from the environment only if the trace says so.
 _TURN_ENDS = (FinishReason.STOP, FinishReason.LENGTH, FinishReason.COMPLETED)
 
 
@@ -241,6 +242,7 @@ def stitch(
         reply = attempt.consumed
         if reply is not None:
             events.append((reply.index, 2, attempt))
+    # At the same index a call comes before an observation, and both before a reply.
     events.sort(key=_moment)
     fold = _Fold(prompt_ids, provenance, implicit_turns=unrecorded_turns and not observations)
     for _, kind, item in events:
@@ -288,6 +290,8 @@ class _Fold:
         """Compare what the call sends with what is known."""
         sent, known = call.prompt_ids, len(self.known)
         agree = _common_prefix(sent, self.known)
+        # Stacks that render tool output themselves record no Observation: what a call adds after a
+        # natural end is the environment's turn.
         turn = self._implicit and agree == known < len(sent) and self.finish in _TURN_ENDS
         ended = self._ended and not turn
         if turn:
@@ -316,6 +320,8 @@ class _Fold:
         if self.last is not None and number < self.last:
             return True
         sent, output = call.prompt_ids, reply.output
+        # Every later comparison would start from a wrong prefix, so the fold stops here.
+        # stitch.resume-prompt reports the call.
         if len(sent) < self.base or sent != self.known[: len(sent)]:
             self.broken = number
             return False
@@ -401,7 +407,10 @@ def _add_rows(
         or (pieces and new.shape[1:] != pieces[0].rows.shape[1:])
     ):
         return pieces
+    # A reply's row at its last token is no capture: that token was not forwarded yet.
     end = min(start + len(new), sent + len(reply.output.token_ids) - 1)
+    # An offset beyond the rows comes from a hostile or broken trace: skip it, routes.rows reports
+    # the count.
     if start < 0 or end <= start:
         return pieces
     return overlay(

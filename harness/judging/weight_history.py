@@ -69,6 +69,7 @@ class WeightHistory:
         for update in self.updates[self._read :] if self._read < len(self.updates) else ():
             before = self._serving.get(update.server_id)
             self._serving[update.server_id] = (update.version, update.label)
+            # SGLang and vLLM accept an update without a version; the old label then stays visible.
             if update.label is None:
                 if update.loaded:
                     self._unlabelled.add(update.version)
@@ -78,6 +79,8 @@ class WeightHistory:
                 update.loaded
                 and before is not None
                 and before[0] != update.version
+                # The server still showed its old label for new weights: the label belongs to the
+                # old ones.
                 and before[1] == update.label
             ):
                 self._carried.setdefault(update.version, {})[update.label] = None
@@ -85,6 +88,7 @@ class WeightHistory:
             self._named_at.setdefault((update.server_id, update.version), update.index)
             labels = self._labels.setdefault(update.version, [])
             if update.label in labels:
+                # A retag moves the label to the end: the latest one is the current one.
                 labels.remove(update.label)
             labels.append(update.label)
         self._read = len(self.updates)

@@ -93,6 +93,7 @@ def _delivery(view: RequestView) -> Delivery | None:
     reason = _unreliable(view)
     if reason:
         return Delivery(rollout, reference, False, False, 0, reason)
+    # The usual case: one comparison of tuples.
     if response == sampled:
         return Delivery(rollout, reference, True, True, len(sampled))
     common = min(len(sampled), len(response))
@@ -100,6 +101,7 @@ def _delivery(view: RequestView) -> Delivery | None:
         _may_end(view, common) if len(response) < len(sampled) else _masked_from(rollout, common)
     ):
         return Delivery(rollout, reference, True, True, common)
+    # An unrecorded reply may hold the tokens in question, so a mismatch proves nothing.
     if any(not attempt.replies and not attempt.faults for attempt in view.attempts):
         return Delivery(
             rollout, reference, False, False, 0, "the outcome of an engine call was not recorded"
@@ -131,6 +133,7 @@ def _may_end(view: RequestView, length: int) -> bool:
     """Return whether a response may end after ``length`` tokens: at the budget, or before the last
     turn of the environment.
     """
+    # Stacks cut at the caller's max_tokens or at a configured limit of their own.
     if length in (view.request.max_tokens, view.request.limit):
         return True
     return all(run.attempt < 0 for run in view.stitched.runs if run.end > length)
@@ -141,4 +144,6 @@ def _masked_from(rollout: Rollout, length: int) -> bool:
     sequence, or the last turn of the environment.
     """
     mask = rollout.loss_mask
+    # Some stacks append an end-of-sequence token that no engine sampled, which is harmless if it is
+    # masked out.
     return mask is not None and len(mask) == len(rollout.response_ids) and not mask[length:].any()

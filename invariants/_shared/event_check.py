@@ -50,12 +50,14 @@ class EventCheck:
     def __init_subclass__(cls) -> None:
         names = [name for name in dir(cls) if name.startswith("on_")]
         unknown = [name for name in names if name[3:] not in EVENT_KINDS]
+        # A misspelt on_<kind> would never be called, and its check would silently pass.
         if unknown:
             raise UsageError(
                 f"{cls.__name__} handles {unknown}, but a trace has only events of the kinds"
                 f" {sorted(EVENT_KINDS)}."
             )
         cls.handlers = {EVENT_KINDS[name[3:]]: getattr(cls, name) for name in names}
+        # The judge calls the handlers without the detour over `event`, unless a subclass needs it.
         cls.direct = cls.handlers if cls.event is EventCheck.event else {}
 
     def __init__(self, context: JudgeContext) -> None:

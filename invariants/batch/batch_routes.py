@@ -74,6 +74,7 @@ def batch_routes(batch: Conversion, out: Collector) -> None:
                 )
             continue
         expected = _moe(batch.contract, placed.sample.routes[: placed.captured])
+        # A flattened or reshaped array has no rows to compare.
         if placed.row.routes.shape[1:] != placed.sample.routes.shape[1:]:
             out.finding(
                 "the routes have another shape",
@@ -103,6 +104,7 @@ def _wrong_rows(placed: Placed, expected: IntArray) -> Places:
 def _wrapped(contract: Contract, placed: Placed, expected: IntArray) -> str | None:
     """Return the narrow type to which the ids were cast, if that explains every row."""
     actual = placed.rows_at(np.arange(len(expected))).astype(np.int64)
+    # Fewer than 128 experts fit into every integer type, so that nothing can wrap.
     if len(actual) < len(expected) or (contract.num_experts or 0) < 128:
         return None
     for name in ("uint8", "int8", "int16", "uint16"):
@@ -233,6 +235,7 @@ def batch_filler(batch: Conversion, out: Collector) -> None:
             else placed.row.routed == 0
         )
         out.exercised("places marked as no capture", int((uncaptured & marked).sum()))
+        # A contract may declare one filler for padding and another for the final token.
         allowed = (
             {contract.filler}
             if contract.rows is not Rows.ALL
@@ -288,6 +291,7 @@ class BatchMixed(EventCheck):
     def on_batch(self, event: Batch, out: Collector) -> None:
         """Judge one batch, or learn from it that routes are carried."""
         batch = Conversion(event, self.context.contract)
+        # verl decides by inputs[0] whether a batch has routes at all.
         self._carries = self._carries or any(row.routes is not None for row in event.rows)
         if not batch.mixed or event.defect or not self._carries:
             return
@@ -418,6 +422,7 @@ def _outcome(placed: Placed) -> str:
     trained on.
     """
     sample, total = placed.sample, len(placed.tokens)
+    # verl as_dict and ROLL cut silently, with a log line at best.
     if sample.routes is not None and len(sample.routes) > total:
         return (
             f"{len(sample.routes)} rows were cut to the tokens"
@@ -453,6 +458,7 @@ def _outcome_of_short_routes(placed: Placed) -> str:
 def _outcome_of_field(placed: Placed, field: str, length: int) -> str:
     array = getattr(placed.row, field)
     response = len(placed.sample.response_ids)
+    # The field was dropped, so that nothing false can be trained on.
     if array is None:
         return ""
     if placed.misfit(field) is not None:

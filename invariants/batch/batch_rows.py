@@ -71,6 +71,7 @@ class Placed:
         """
         if self.sample.routes is None:
             return 0
+        # With T rows the last one is filler: its token was never forwarded.
         final = self.contract.rows is Rows.ALL and len(self.sample.routes) >= len(self.tokens)
         return min(len(self.sample.routes), len(self.tokens)) - final
 
@@ -108,6 +109,7 @@ class Conversion:
         """
         rows: dict[str, list[BatchRow]] = {}
         for row in self.event.rows:
+            # A conversion may reorder samples, so rows are found by id.
             rows.setdefault(row.request_id, []).append(row)
         return tuple(
             Placed(sample, rows[sample.request_id][0], self.contract)

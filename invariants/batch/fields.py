@@ -34,6 +34,7 @@ _NEEDS = "Batch events (a BatchSubject, judged by rollproof.verification.batches
 def batch_accepts(batch: Conversion, out: Collector) -> None:
     """Report a well-formed batch that was refused."""
     event = batch.event
+    # Malformed and mixed batches may be refused: batch.refuses and batch.mixed judge them.
     if event.defect or batch.mixed:
         return
     out.exercised("well-formed batches")
@@ -73,6 +74,7 @@ def batch_complete(batch: Conversion, out: Collector) -> None:
             continue
         out.exercised("samples converted")
         times = row_ids.count(sample.request_id)
+        # A sample without response tokens may be dropped: it trains nothing (verl #6675).
         if times > 1 or (times == 0 and sample.response_ids):
             out.finding(
                 "a sample was lost" if not times else "a sample became several rows",
@@ -123,6 +125,7 @@ def batch_tokens(batch: Conversion, out: Collector) -> None:
             ),
             None,
         )
+        # Rows exchanged between samples are named, since both samples are then wrong.
         if owner is not None:
             observed = f"the tokens of {owner.request_id}"
         elif row_tokens == list(placed.tokens[: len(row_tokens)]):
@@ -208,9 +211,11 @@ def batch_loss_mask(batch: Conversion, out: Collector) -> None:
         expected = np.zeros(len(placed.tokens), dtype=bool)
         expected[len(placed.sample.prompt_ids) :] = placed.trained
         actual = mask[placed.places]
+        # Surplus trains on tokens that the policy did not sample, which is worse than a lost token.
         surplus = np.flatnonzero(actual & ~expected)
         left_out = np.flatnonzero(expected & ~actual & ~_may_be_masked(placed))
         if placed.sample.finish_reason in (FinishReason.ABORT, FinishReason.ERROR):
+            # Aborted samples may be masked out entirely.
             left_out = left_out[:0]
         if len(surplus) or len(left_out):
             tokens, action = (surplus, "counts at") if len(surplus) else (left_out, "leaves out")
@@ -300,6 +305,7 @@ def batch_logprobs(batch: Conversion, out: Collector) -> None:
             else placed.trained
         )
         out.exercised("logprobs compared", int(counted.sum()))
+        # NaN marks a token whose logprob the engine did not return.
         missing = np.isnan(sample_values)
         invented = np.flatnonzero(missing & counted & ~np.isnan(actual))
         wrong = np.flatnonzero(
@@ -344,6 +350,7 @@ def _report_logprob(
     if len(matching):
         cause = f", which is that of token {len(placed.sample.prompt_ids) + int(matching[0])}"
     else:
+        # bfloat16 keeps two to three digits (slime #245).
         cause = ", rounded" if np.isclose(sample_values[wrong[0]], actual, rtol=1e-2) else ""
     out.finding(
         title,

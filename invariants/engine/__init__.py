@@ -99,6 +99,8 @@ With rollproof's own client, only the engine can be at fault.
 """
 
 
+# These checks were written for rollouts. An engine that is driven directly has the same duties, but
+# its terms may rule some of them out.
 def shared(check: Check) -> Check:
     """Return the check; if it is one of ``SHARED``, let it judge engines as well."""
     if check.id not in SHARED:

@@ -99,6 +99,8 @@ class EngineAnswers(_Calls):
             self._refused.add(call.call_id)
 
     def on_fault(self, event: Fault, out: Collector) -> None:
+        # An engine that dies or hangs on a declared feature broke its contract, even if no reply
+        # was wrong.
         if event.what == BROKEN_OFF:
             out.finding(
                 "an experiment could not be completed",
@@ -113,6 +115,7 @@ class EngineAnswers(_Calls):
 
     def finish(self, out: Collector) -> None:
         for number, call in self.calls.items():
+            # Refusals are engine.refusals's to judge.
             if number in self._refused:
                 continue
             out.exercised("calls")
@@ -233,6 +236,8 @@ class EnginePausedCalls(_Calls):
             return
         out.exercised("calls sent to a paused engine")
         rejected = event.output.finish_reason is FinishReason.ABORT and not event.output.token_ids
+        # Engines differ here, by release and pause mode, so the contract says which answer is
+        # right.
         if self.terms.paused_calls is not PausedCalls.PARK and not rejected:
             self._report(
                 event.call_id, call, f"a reply of {len(event.output.token_ids)} tokens", out
@@ -243,6 +248,7 @@ class EnginePausedCalls(_Calls):
             and event.call_id not in self._aborted
         ):
             self._report(event.call_id, call, "an abort without tokens", out)
+        # A call held back by a pause may not be registered yet, so that an abort misses it.
         if event.call_id in self._aborted and event.output.finish_reason is not FinishReason.ABORT:
             self._report_forgotten(event, call, out)
 

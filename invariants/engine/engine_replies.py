@@ -80,6 +80,7 @@ class EngineRows(_Served):
         if output.routes is None or not output.token_ids:
             return
         aborted = output.finish_reason is FinishReason.ABORT
+        # vLLM #39917: an abort between forward pass and sampling left a row too many.
         out.exercised("rows of aborted calls" if aborted else "rows of finished calls")
         total = len(call.prompt_ids) + len(output.token_ids) - output.routes_start
         expected = total if self.contract.rows is Rows.ALL else total - 1
@@ -116,6 +117,8 @@ class EngineParts(_Served):
         if not output.token_ids:
             if not aborted:
                 return
+            # A call aborted in the queue never ran, and one aborted while running did: both forms
+            # are declared.
             allowed, stage = (
                 [self.terms.keys_early, self.terms.keys_queued],
                 "aborted before the first token",
@@ -127,6 +130,7 @@ class EngineParts(_Served):
             ReplyKey.SPANS: bool(output.spans),
             ReplyKey.CACHED: output.cached_tokens is not None,
         }
+        # Parts that the call did not request may be present or not.
         compared = set(ReplyKey)
         compared -= set() if call.want_logprobs else {ReplyKey.LOGPROBS}
         requested = self.contract.has_routes and (
@@ -244,6 +248,8 @@ class EngineStream(_Served):
                 if call.stream is StreamMode.CUMULATIVE
                 else tokens + chunk.token_ids
             )
+        # vLLM #22283 and #47933, SGLang #34488: the chunk that ends an aborted call repeats or
+        # loses a token.
         ends = sum(chunk.finished for chunk in chunks)
         if tokens != reply.output.token_ids:
             problem = (
@@ -289,6 +295,7 @@ class EngineIdentity(PerReply):
         super().on_weights(event, out)
         if event.identity:
             self._before_update += self._since_update
+        # A real update in between makes the two calls incomparable.
         elif event.index > 0:
             self._before_update = []
         self._since_update = []
@@ -316,6 +323,8 @@ class EngineIdentity(PerReply):
     ) -> None:
         terms = self.contract.engine
         first, second = before.output, after.output
+        # Values are compared up to the first different token: after it the two calls have different
+        # contexts.
         shared = next(
             (
                 i
@@ -326,6 +335,7 @@ class EngineIdentity(PerReply):
         )
         out.exercised("calls repeated after an identity update")
         changes = []
+        # Without a seed two calls may sample different tokens.
         if terms is not None and terms.seeded and first.token_ids != second.token_ids:
             changes.append(f"token {shared} of {len(first.token_ids)} is different")
         if first.logprobs is not None and second.logprobs is not None:

@@ -99,6 +99,7 @@ class EngineRoutes(_ValueCheck):
             _any_fit(fit.rows for fit in fits),
             _any_fit(fit.doubtful_rows for fit in fits),
         )
+        # SGLang #26975: rows of cached prefix tokens were not moved with their KV.
         cached = max(0, (output.cached_tokens or 0) - output.routes_start)
         out.exercised("rows compared", int((~doubtful).sum()))
         out.exercised("rows of cached tokens", int((~doubtful)[:cached].sum()))
@@ -106,6 +107,7 @@ class EngineRoutes(_ValueCheck):
         if not len(wrong):
             return
         first = int(wrong[0])
+        # The expected row is shown for the version that explains most of the reply.
         best = max(zip(references, fits, strict=True), key=lambda pair: int(pair[1].rows.sum()))[0]
         actual = moe_rows(self.contract, output.routes)[first]
         moe = list(self.contract.moe_layers or ())
@@ -167,6 +169,7 @@ class EngineLogprobs(_ValueCheck):
             _any_fit(fit.tokens for fit in fits),
             _any_fit(fit.doubtful_tokens for fit in fits),
         )
+        # vLLM (logprobs_mode) and SGLang (SGLANG_RETURN_ORIGINAL_LOGPROB) can return either mode.
         if not matching.all() and any(fit.other_mode.all() for fit in fits):
             return
         out.exercised("logprobs compared", int((~doubtful).sum()))
@@ -208,6 +211,7 @@ class EngineLogprobMode(_ValueCheck):
         out: Collector,
     ) -> None:
         temperature = call.sampling.get("temperature")
+        # Greedy and plain sampling do not tell the two modes apart.
         if temperature in (None, 0, 0.0, 1, 1.0) or not len(fits[0].tokens):
             return
         for fit in fits:

@@ -79,9 +79,12 @@ def fit_of(contract: Contract, sent: int, output: EngineOutput, reference: Refer
         rows[: len(wrong)] = ~wrong.any(axis=1)
         flips = np.flatnonzero(near_ties.any(axis=1))
         first_tie = output.routes_start + int(flips[0]) if len(flips) else np.inf
+        # Behind a near-tie every hidden state may differ, so later rows are doubtful as well.
         doubtful_rows = np.arange(len(rows)) + output.routes_start >= first_tie
     tokens = doubtful_tokens = other = np.zeros(0, dtype=bool)
     if output.logprobs is not None and len(output.logprobs) == count:
+        # Raw logprobs are of the model's distribution, scaled ones of the distribution at the
+        # sampling temperature.
         modes = (reference.logprobs[sent:], reference.scaled[sent:])
         declared, undeclared = modes if contract.logprobs is Logprobs.RAW else modes[::-1]
         tokens = np.abs(output.logprobs - declared) <= TOLERANCE
@@ -163,6 +166,7 @@ class PerReply(EventCheck):
 
     def on_weights(self, event: Weights, out: Collector) -> None:
         self._flush(out)
+        # The load at index 0 is the start-up.
         self.updates += event.index > 0 and event.loaded and not event.identity
 
     def on_reply(self, event: Reply, out: Collector) -> None:

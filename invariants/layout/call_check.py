@@ -143,6 +143,8 @@ def compare_rows(
         columns: The payload's columns that the rows should hold (default: all).
         **place: More keys for the place of the finding.
     """
+    # Payloads are coded: each row names its sample, position and layer, so a misplaced row says
+    # where it came from.
     cells = record.call.coding.decode(rows) if rows.shape[-1] == record.call.coding.width else None
     expected_cells = record.cells(expected, columns)
     out.exercised(counter, int(expected.filled.sum()))
@@ -158,6 +160,7 @@ def compare_rows(
             ),
         )
         return
+    # Padding may hold anything here; layout.padding-rows judges it.
     wrong = (cells != expected_cells).any(axis=-1) & expected.filled
     if not wrong.any():
         return
@@ -248,6 +251,7 @@ class _PerCall(EventCheck):
             return
         self._called = True
         record = LayoutCall(event)
+        # layout.accepts and layout.returns report such calls: the others would only repeat it.
         if self.settled and not record.settled:
             out.absent(
                 "every call raised, or returned something else (layout.accepts, layout.returns)"

@@ -43,6 +43,7 @@ def layout_layer_map(record: LayoutCall, out: Collector) -> None:
     layers = record.event.out[0].reshape(-1).tolist()
     out.exercised("routers compared", len(routers))
     out.exercised("stages without MoE layers", int(not routers))
+    # A chunk may hold no MoE layer at all: an empty answer is right then.
     if sorted(layers) != sorted(routers):
         out.finding(
             "columns for other layers than the chunk's routers",
@@ -191,6 +192,8 @@ def layout_virtual_stages(record: LayoutCall, out: Collector) -> None:
 )
 def layout_recompute(record: LayoutCall, out: Collector) -> None:
     """Compare the target of every pass with that of its microbatch."""
+    # With pipelining several microbatches are in flight, and the backward passes come in another
+    # order.
     order = FUNCTIONS["serve"].arguments(record.call)["operations"]
     expected = expected_targets(order, recompute=record.call.recompute)
     actual = [(int(microbatch), int(chunk)) for microbatch, chunk in record.event.out[0]]
@@ -206,7 +209,7 @@ def layout_recompute(record: LayoutCall, out: Collector) -> None:
             "a pass uses another pass's target",
             expected=(
                 f"call {first}:"
-                f" {_pass_name(passes[first]) if first < len(passes) else 'none, the step has ended'}"
+                f" {_pass_name(passes[first]) if first < len(passes) else 'none after the last'}"
             ),
             observed=(
                 f"the target of microbatch {actual[first][0]}, chunk {actual[first][1]}"
@@ -234,6 +237,7 @@ def layout_recompute(record: LayoutCall, out: Collector) -> None:
 
 
 def _pass_name(operation: Operation) -> str:
+    # A recompute belongs to the backward pass of its microbatch.
     kind = "the recompute" if operation.backward else "the forward pass"
     return f"{kind} of microbatch {operation.microbatch}, chunk {operation.chunk}"
 
@@ -263,6 +267,7 @@ def layout_chunk_order(record: LayoutCall, out: Collector) -> None:
             "Recordings arrive in schedule order, chunk by chunk within a group of microbatches"
             " (verl#7106)."
         ),
+        # Only the chunks of this rank were recorded.
         columns=columns,
     )
 

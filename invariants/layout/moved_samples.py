@@ -165,6 +165,8 @@ def _check_completeness(record: LayoutCall, out: Collector, owners: list[int | N
     if actual == expected:
         return
     sizes = set(record.event.out[0].reshape(-1).tolist())
+    # Ranks of equal size cannot divide these samples evenly: repeating or dropping a few is a
+    # choice.
     if _is_uneven(record) and len(sizes) == 1:
         size, parts = sizes.pop(), record.call.parts
         repeated = size == -(-len(expected) // parts) and set(actual) == set(expected)
@@ -201,6 +203,7 @@ def layout_expert_ids(record: LayoutCall, out: Collector) -> None:
             hint="View the bytes again as the type that was stored.",
         )
         return
+    # uint8 wraps at 256 experts (verl#7407, prime-rl#3051).
     wrong = np.flatnonzero(actual != expected)
     if len(wrong):
         first = int(wrong[0])

@@ -70,6 +70,7 @@ def layout_context(record: LayoutCall, out: Collector) -> None:
 def _other_divisions(record: LayoutCall) -> dict[str, Callable[[], Source]]:
     """Return what the rank would hold under the other divisions."""
     layout, call = record.layout, record.call
+    # Without sequence parallelism, so that only the context division differs.
     plain = replace(layout.mesh, sequence_parallel=False)
     kinds = {
         kind: replace(layout, context=kind, mesh=plain)
@@ -146,6 +147,7 @@ def layout_tensor_slice(record: LayoutCall, out: Collector) -> None:
 def layout_ulysses_slice(record: LayoutCall, out: Collector) -> None:
     """Compare the rows of a Ulysses rank with its piece."""
     size, rank = record.layout.mesh.ulysses, record.call.rank.ulysses
+    # Ulysses pads to a multiple of its size before it slices.
     total = -(-record.call.lengths[0] // size) * size
     if (
         len(record.event.out[0]) != total // size
@@ -181,6 +183,7 @@ def _slice(record: LayoutCall, out: Collector, size: int, rank: int, total: int,
         )
         return
     others: dict[str, Callable[[], Source]] = {
+        # The usual confusion: interleaved rows in place of one contiguous piece.
         "every n-th row, not one piece": lambda: source[rank::size]
     }
     others |= {
@@ -254,6 +257,7 @@ def layout_targets(record: LayoutCall, out: Collector) -> None:
     tables = dict(zip(record.event.out[0].tolist(), record.event.out[1:], strict=True))
     routers = layout.routers(call.rank.pp, call.chunk)
     out.exercised("routers compared", len(routers))
+    # verl#5037 and slime#819 counted dense layers as routers.
     if sorted(tables) != sorted(routers):
         out.finding(
             "targets for other layers than the rank's routers",
@@ -267,6 +271,8 @@ def layout_targets(record: LayoutCall, out: Collector) -> None:
         )
         return
     source = layout.rows(call.lengths, call.rank)
+    # Rows without a capture have no target: what the router gets there is layout.padding-rows's to
+    # judge.
     free = ~layout.captured(source, call.held or call.lengths)
     expected = Source(
         sample=np.where(free, -1, source.sample), position=np.where(free, -1, source.position)

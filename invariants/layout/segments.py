@@ -49,6 +49,7 @@ def layout_segments(record: LayoutCall, out: Collector) -> None:
             ),
         )
         return
+    # verl#6029 concatenated the arrays, verl#6046 mixed the weights of two calls.
     wrong = (
         np.flatnonzero((rows != expected).any(axis=(1, 2)))
         if rows.shape == expected.shape

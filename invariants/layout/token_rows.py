@@ -44,6 +44,8 @@ def layout_final_row(record: LayoutCall, out: Collector) -> None:
     """Check the rows of a sample and what its last tokens get."""
     tokens, captured_count = record.call.lengths[0], (record.call.held or record.call.lengths)[0]
     rows = record.event.out[0]
+    # slime#1045: engines return one row fewer than tokens, and the difference shifted every later
+    # row.
     if len(rows) != tokens:
         out.finding(
             "a sample has other rows than tokens",
@@ -57,6 +59,7 @@ def layout_final_row(record: LayoutCall, out: Collector) -> None:
         )
         return
     captured = Source.whole(0, tokens)
+    # The last rows are not captured, so any filler may be there.
     captured.sample[captured_count:] = captured.position[captured_count:] = -1
     compare_rows(
         record,
@@ -173,6 +176,7 @@ def layout_no_shift(record: LayoutCall, out: Collector) -> None:
             hint="Cut, pad and shift tokens and routes together.",
         )
         return
+    # Token ids are 1 + position in this call, so that each names its own row.
     positions = tokens - 1
     expected = Source(
         sample=np.where(positions < captured_count, 0, -1),
@@ -255,6 +259,8 @@ def _returning(source: Source) -> Callable[[], Source]:
 
 def _starts(record: LayoutCall, width: int) -> list[int] | None:
     """Return the place of each sample's first token under the declared side."""
+    # Left-padded prompts with right-padded responses need the attention mask to find the first
+    # token.
     if record.layout.side is not Side.BOTH:
         return _starts_on(record, record.layout.side, width)
     if len(record.event.out) < 2 or record.event.out[1].shape != (len(record.call.lengths), width):
@@ -315,6 +321,7 @@ def layout_packing(record: LayoutCall, out: Collector) -> None:
         return
     rows, cumulative = record.event.out[0], record.layout.cumulative(call.lengths)
     if len(record.event.out) > 1 and len(record.event.out[1]) == len(cumulative):
+        # The rows follow the function's own cumulative lengths; layout.alignment judges those.
         cumulative = record.event.out[1].astype(np.int64)
     if len(rows) != cumulative[-1]:
         out.absent("the number of packed rows is not that of their layout (layout.alignment)")
@@ -364,6 +371,7 @@ def layout_alignment(record: LayoutCall, out: Collector) -> None:
         rule = f"{call.lengths[0]} rows padded to a multiple of {mesh.ulysses}"
     else:
         cumulative = layout.cumulative(call.lengths)
+        # The function returns the rows of one context-parallel rank.
         share_of = mesh.cp if record.event.function == "context" else 1
         expected = int(cumulative[-1]) // share_of
         rule = (
@@ -456,6 +464,7 @@ def layout_padding_rows(record: LayoutCall, out: Collector) -> None:
         and len(rows) >= layout.num_experts
     ):
         loads = np.bincount(np.concatenate(rows).reshape(-1), minlength=layout.num_experts)
+        # verl#7524 and prime-rl#3350: padding that goes to the same experts unbalances them.
         if loads.max() > 2 * max(1, loads.min()):
             out.finding(
                 "padding is not spread over the experts",

@@ -59,6 +59,7 @@ class LifecycleEndSparesOthers(EventCheck):
     def on_update(self, event: Update, out: Collector) -> None:
         self._advance(event, out)
         self._updating = True
+        # Before a weight update an abort of all calls is the usual procedure.
         self._updates += 1 if event.phase is UpdatePhase.ASKED else -1
 
     def on_abort(self, event: Abort, out: Collector) -> None:
@@ -83,6 +84,8 @@ class LifecycleEndSparesOthers(EventCheck):
             )
             return
         self._judge_moment(out)
+        # A stack that spares others even once does not do it by design: then the aborts had another
+        # reason.
         if self._spared or self._example is None or self._ends_with_abort < _MIN_REPEATS:
             return
         ended, aborted, abort = self._example

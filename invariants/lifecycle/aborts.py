@@ -90,6 +90,7 @@ class LifecycleAbortHitsTarget(EventCheck):
     def on_pause(self, event: Pause, out: Collector) -> None:
         self._paused.add(event.server_id)
         self._suspects.pop(event.server_id, None)
+        # Such a pause aborts everything on its server, so that no single abort is to blame.
         if event.mode is PauseMode.ABORT:
             self._excuse(event.server_id)
 
@@ -103,6 +104,7 @@ class LifecycleAbortHitsTarget(EventCheck):
     def on_fault(self, event: Fault, out: Collector) -> None:
         if event.server_id is not None and event.what == "death":
             self._suspects.pop(event.server_id, None)
+        # A fault of a call explains its abort.
         if event.call_id in self._in_flight:
             self._in_flight[event.call_id].caused = True
         elif event.server_id is not None:
@@ -117,6 +119,7 @@ class LifecycleAbortHitsTarget(EventCheck):
         # A recording shows that an abort was requested, and not which calls it found: any call of
         # the server may be its own.
         unknown_calls = not event.call_ids and self.context.header.case is None
+        # An abort of all calls explains every aborted reply of its server.
         if event.wanted == "*" or unknown_calls:
             self._excuse(event.server_id)
             return
@@ -132,6 +135,8 @@ class LifecycleAbortHitsTarget(EventCheck):
                 call.caused = True
             elif call.server == event.server_id and not call.caused:
                 call.suspect = event
+        # SGLang matches ids by prefix: "1" aborts "10", and an empty id aborts everything (sglang
+        # #25561).
         wrong = self._unrelated(event.wanted, aborted)
         if wrong:
             out.finding(
@@ -263,6 +268,8 @@ class LifecycleAbortKeepsTokens(EventCheck):
         if progress is None and sampled_tokens is None:
             return
         out.exercised("aborted calls with known progress")
+        # The engine's own count and the progress at a pause are both lower bounds of what was
+        # sampled.
         sampled = max(progress or 0, sampled_tokens or 0)
         returned = len(event.output.token_ids)
         if returned < sampled:
@@ -323,6 +330,7 @@ class LifecycleAbortEndsCall(EndAwareCheck):
 
     def finish(self, out: Collector) -> None:
         for call_id, abort in self._aborted.items():
+            # A paused server answers after its resume.
             if abort.server_id in self._paused:
                 continue
             if not self.complete and not self.hung:
@@ -388,6 +396,7 @@ def lifecycle_aborts_do_not_surface(view: RequestView, out: Collector) -> None:
         or any(attempt.consumed is None for attempt in view.attempts[last.number :])
     ):
         return
+    # Filters downstream drop aborted samples, so an abort that surfaces shrinks the batch.
     if rollout.finish_reason is FinishReason.ABORT:
         title, observed = "an abort reached the caller", "finish reason abort"
     elif _is_abort(last) and not _hedge_won(view, last):
@@ -441,6 +450,7 @@ def partial_is_off(header: Header | None, contract: Contract) -> bool:
 def lifecycle_partial_off_honoured(view: RequestView, out: Collector) -> None:
     """Check that no aborted sample with tokens is resumed."""
     result = view.result
+    # What hangs is lifecycle.no-hang's to judge.
     if result is None or result.hung or not partial_is_off(view.header, view.contract):
         return
     aborted = next(
@@ -461,6 +471,7 @@ def lifecycle_partial_off_honoured(view: RequestView, out: Collector) -> None:
     ):
         return
     out.exercised("samples aborted with partial rollout off")
+    # verl #6882 and slime #2092 read the flag in one of two code paths.
     next_call = _next_in_turn(view, aborted)
     declared = view.contract.partial_off
     if next_call is not None:
@@ -506,6 +517,7 @@ def _hedge_won(view: RequestView, aborted: Attempt) -> bool:
             or reply.index < aborted.call.index
         ):
             continue
+        # Hedged calls: the stack used the reply of the other call, which had ended by itself.
         if (*attempt.call.prompt_ids, *reply.output.token_ids) == view.total_ids:
             return aborted.consumed is None or attempt.call.index < aborted.consumed.index
     return False

@@ -16,6 +16,7 @@ __all__ = [
     "lifecycle_one_reply_per_retry",
 ]
 
+# Replies that may be matched to the wrong request: AReaL #1498 kept orphan completions.
 _LATE_FAULTS = frozenset({"late-reply", "duplicate-reply", "lost-reply"})
 
 
@@ -44,6 +45,7 @@ class _Junction:
         """
         for attempt, reply in self.replies:
             tokens = (*reply.output.token_ids, *self.tail)
+            # A stack may cut a reply, so a prefix is explained as well.
             if attempt.call.prompt_ids == self.sent and self.added == tokens[: len(self.added)]:
                 return True
         return not self.added
@@ -76,6 +78,7 @@ def _junctions(view: RequestView) -> Iterator[_Junction]:
             tail = (*tail, *step)  # type: ignore[misc]
     if view.rollout is not None and replies:
         total = view.total_ids
+        # A sample whose prompt differs is stitch.prompt's to judge.
         if total[: len(before)] == before:
             yield _Junction(before, total[len(before) :], tail, tuple(replies), None)
 
@@ -204,6 +207,8 @@ def _pair(junction: _Junction) -> tuple[Attempt, Attempt] | None:
                 or not second_reply.output.token_ids
             ):
                 continue
+            # A call that continues the first reply is a resume, and then both replies belong into
+            # the sample.
             chained = second.call.prompt_ids == (*junction.sent, *first_reply.output.token_ids)
             if not chained and junction.added == (
                 *first_reply.output.token_ids,

@@ -31,6 +31,7 @@ __all__ = [
     "lifecycle_survives_death",
 ]
 
+# Faults of the fleet concern every open request, faults of a call only that one.
 _FLEET_FAULTS = frozenset({"death", "revive", "update-failure", "update-hung"})
 
 
@@ -50,6 +51,7 @@ class LifecycleEndsOnce(EndAwareCheck):
         if self._open.pop(event.request_id, None) is not None:
             self._ended.add(event.request_id)
             out.exercised("requests that ended")
+        # AReaL #1498: a completion of a retried call was added as a second sample.
         elif event.request_id in self._ended:
             out.finding(
                 "a request ended twice",
@@ -61,6 +63,7 @@ class LifecycleEndsOnce(EndAwareCheck):
                     " (AReaL #1498)."
                 ),
             )
+        # A recording may begin in the middle of a run, after the submission.
         elif self.context.header.case is not None:
             out.finding(
                 "a result of a request that was never submitted",
@@ -105,6 +108,7 @@ def lifecycle_no_hang(view: RequestView, out: Collector) -> None:
     if not result.hung:
         return
     last = view.attempts[-1] if view.attempts else None
+    # Whether the last call was answered separates a client that waits from an engine that does.
     state = "no call was ever made"
     if last is not None:
         answered = (
@@ -141,6 +145,7 @@ class LifecycleNoErrorWithoutFault(EventCheck):
     def on_submit(self, event: Submit, out: Collector) -> None:
         budget = event.request.budget
         self._open[event.request.request_id] = bool(self._down) or (
+            # A caller that requests no tokens may get an error.
             budget is not None and budget <= 0
         )
 
@@ -157,6 +162,7 @@ class LifecycleNoErrorWithoutFault(EventCheck):
                 self._down.add(event.server_id)
             elif event.what == "revive":
                 self._down.discard(event.server_id)
+        # Only the request of that call may fail.
         if event.call_id is not None and event.what not in _FLEET_FAULTS:
             self._excuse(event.call_id)
         elif event.what in _FLEET_FAULTS or event.server_id is None:
@@ -237,9 +243,11 @@ class LifecycleCountersReturn(EndAwareCheck):
                 out.absent(f"counter {name!r} has no value at the end")
                 continue
             out.exercised("counters")
+            # Gauges are floats: an exact comparison would report rounding.
             if abs(end - start) > 1e-9:
                 out.finding(
                     f"counter {name!r} did not return to its start",
+                    # The prefix of a gauge names an instance, which differs from run to run.
                     kind=f"counter {name.rpartition('/')[2]!r} did not return to its start",
                     expected=f"{start:g}, as at the start",
                     observed=f"{end:g} when every request had ended",
@@ -274,6 +282,7 @@ class LifecycleSurvivesDeath(EventCheck):
         server, known_ids = self._interrupted.get(event.request_id, ("", None))
         if known_ids is None:
             return
+        # Only the first call after the death shows what the client kept.
         self._interrupted[event.request_id] = (server, None)
         if event.prompt_ids[: len(known_ids)] != known_ids:
             common = next(
@@ -377,6 +386,7 @@ def lifecycle_drops_only_as_declared(view: RequestView, out: Collector) -> None:
     if result is None:
         return
     out.exercised("requests that ended")
+    # Errors and hangs are reported by other checks of the family.
     if result.rollout is not None or result.error is not None or result.hung:
         return
     last = view.segments[-1].consumed if view.segments else None

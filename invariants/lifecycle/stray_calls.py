@@ -77,6 +77,8 @@ class LifecycleNoOrphanCalls(EventCheck):
         view = self.context.open.get(event.request_id)
         for attempt in view.attempts if view is not None else ():
             call = self._open.get(attempt.call.call_id)
+            # A queued call that was never admitted costs nothing, and a hung request was given up
+            # by the run.
             if call is not None and call.admitted and not event.hung:
                 call.outlived = event
             elif call is not None:
@@ -84,6 +86,7 @@ class LifecycleNoOrphanCalls(EventCheck):
 
     def on_reply(self, event: Reply, out: Collector) -> None:
         call = self._open.pop(event.call_id, None)
+        # A call that ends by an abort was given up in time.
         if call is None or call.outlived is None or event.output.finish_reason not in _NATURAL:
             return
         out.finding(
@@ -136,6 +139,7 @@ class LifecycleNoCallAfterEnd(EventCheck):
             out.exercised("requests that ended")
 
     def on_call(self, event: Call, out: Collector) -> None:
+        # The trace attributes a call to a request by its id or its prompt.
         if event.request_id in self._ended:
             out.finding(
                 "a call was made for a request that had ended",
@@ -170,6 +174,7 @@ def lifecycle_no_empty_grant(view: RequestView, out: Collector) -> None:
     calls = [attempt.call for attempt in view.attempts if attempt.call.max_tokens is not None]
     out.exercised("calls with a budget", len(calls))
     budget = view.request.budget
+    # The caller requested nothing, so that the stack passes it on.
     if budget is not None and budget <= 0:
         return
     for call in calls:
@@ -196,6 +201,7 @@ def lifecycle_bounded_attempts(view: RequestView, out: Collector) -> None:
     """Look for runs of empty attempts. Polling a paused server at intervals is a design; 200 empty
     attempts closer together than engine steps are a busy loop.
     """
+    # A recording has no step time: a millisecond is shorter than any real engine step.
     options = case_option(view.header, "engine")
     step = float(options["step"]) if options else 1e-3
     empty_attempts = 0

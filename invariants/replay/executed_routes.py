@@ -91,6 +91,7 @@ def replay_old_logprob(view: StepView, out: Collector) -> None:
     """Compare the rows of forward-only passes with their targets."""
     if not view.replays or not view.regular or view.step.backward:
         return
+    # R2 replays the training engine's own recording; R3 replays the rollout engine's routes.
     if view.hindrance is not None and view.terms.mode is ReplayMode.R2:
         out.inapplicable(
             "in mode R2 old logprobs are recorded, and no forward-only pass replays:"
@@ -113,6 +114,7 @@ def replay_assignments(view: StepView, out: Collector) -> None:
     top_k, experts = view.contract.top_k or 1, view.contract.num_experts or 1
     for call in view.calls_of("policy"):
         ordered = np.sort(call.experts, axis=1)
+        # Padding that executes nothing in native steps either is masked by design.
         dropped = (call.samples < 0) & (ordered < 0).all(axis=1)
         complete = ordered.shape[1] == top_k
         right = (
@@ -421,6 +423,7 @@ def replay_installs(view: StepView, out: Collector) -> None:
             )
         return
     calls = Counter((call.rank, call.layer) for call in view.calls_of("policy", Phase.FORWARD))
+    # Some trainers take one target per forward call, others one per step: the contract says which.
     per_step = view.terms.installs is Installs.PER_STEP
     for key in sorted({*installed, *calls}):
         expected = min(1, calls[key]) if per_step else calls[key]

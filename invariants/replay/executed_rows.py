@@ -87,6 +87,7 @@ class Executed:
     def mismatches(self, wrong: _Places) -> Mismatches:
         """Return the wrong rows with what may explain them."""
         view = self.view
+        # Targets of earlier steps are candidates, since a queue may outlive its step.
         earlier = [
             (other.step.name, other.targets)
             for other in view.before.values()
@@ -146,6 +147,7 @@ class Executed:
 def judge_rows(view: StepView, phase: Phase, counter: str, out: Collector) -> None:
     """Compare the rows of a phase with their targets, and report all wrong ones together."""
     rows = Executed.of(view, phase)
+    # Rows without a target are free: the final token was never forwarded by the engine.
     with_target = int(rows.with_target.sum())
     if not with_target:
         out.absent(f"no row with a target was seen in a {phase} pass")
@@ -185,6 +187,7 @@ def judge_rows(view: StepView, phase: Phase, counter: str, out: Collector) -> No
 
 def _hint(view: StepView, phase: Phase) -> str:
     """Return what to examine if nothing shows where the rows come from."""
+    # The forward pass was right, so the targets existed and were gone by the recompute.
     if phase is Phase.RECOMPUTE and sound_rows(view):
         return _GONE
     if not view.step.backward:
@@ -270,6 +273,7 @@ def native_choice(view: StepView) -> IntArray | None:
             and not view.step.nudge
             and _same_tokens(other, view)
         ):
+            # Several checks need the native choice of the same step.
             if "chosen" not in other.cache:
                 other.cache["chosen"] = chosen_routes(
                     view.contract, other.step, list(other.calls_of("policy", Phase.FORWARD))
@@ -298,6 +302,7 @@ def _describe_ids(executed: IntArray) -> str:
 def _resized(experts: IntArray, width: int) -> IntArray:
     if experts.shape[1] == width:
         return experts
+    # A router with more than top_k choices executed something that no target can name.
     if experts.shape[1] > width:
         cut = experts[:, :width].copy()
         cut[:, 0] = _TOO_MANY

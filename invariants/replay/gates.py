@@ -96,6 +96,7 @@ def replay_drift(view: StepView, out: Collector) -> None:
         )
         return
     out.exercised("drifted replays")
+    # Tolerance 0: any difference shows that replay did something.
     if not list(differences(view, other, 0.0)):
         out.finding(
             "replay changes nothing",
@@ -130,6 +131,7 @@ def replay_gate_gradients(view: StepView, out: Collector) -> None:
         or view.outcome is None
     ):
         return
+    # Gradients of gates are optional in an outcome: an adapter may not reach them.
     if not view.outcome.gates:
         out.absent("the subject reports no gradients of its gates")
         return
@@ -139,6 +141,8 @@ def replay_gate_gradients(view: StepView, out: Collector) -> None:
             out.absent(_NO_GRADIENT)
             continue
         out.exercised("gates")
+        # After a native top-k the scores of other experts are zero, and so are the gates of a
+        # drifted replay (ISEEKYAN/Megatron-LM#49).
         if not sketch[0] > 0:
             out.finding(
                 "the gradient of a gate is dead",
@@ -222,7 +226,9 @@ def replay_gate_slope(view: StepView, out: Collector) -> None:
         out.absent("the subject reports no loss, or no gradients of its gates")
         return
     reported, bend = _averaged(sketch, up.outcome.gates.get(layer), view.outcome.gates.get(layer))
+    # A central difference: the error is quadratic in the nudge.
     slope = (high - low) / (2 * size)
+    # The loss of a bfloat16 trainer has two digits, which no small nudge changes.
     rounding = 2 * max(abs(high), abs(low)) * 10.0**-view.terms.float_digits / size
     allowed = (
         max(_SLOPE_TOLERANCE, view.terms.tolerance) * max(float(sketch[0]), abs(slope))
@@ -303,7 +309,7 @@ def replay_reference(view: StepView, out: Collector) -> None:
         return
     assert view.outcome is not None and other.outcome is not None
     out.exercised("steps compared")
-    # A reference may report more than the trainer: one that reports only gates is compared by gates.
+    # A reference may report more than the trainer: if it reports only gates, gates are compared.
     reference = view.outcome if other.outcome.gradients else replace(view.outcome, gradients={})
     tolerance = max(_REFERENCE_TOLERANCE, view.terms.tolerance)
     changes = [

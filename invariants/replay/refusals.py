@@ -48,6 +48,7 @@ def replay_runs(view: StepView, out: Collector) -> None:
     """Report a well-formed step that failed. It is the first check of the family: if steps fail,
     the others cannot judge.
     """
+    # Steps with bad routes, odd samples or raised failures may fail.
     if not view.ordinary or view.outcome is None:
         return
     if view.outcome.skipped:
@@ -84,6 +85,7 @@ def replay_failures(view: StepView, out: Collector) -> None:
     if view.outcome.skipped:
         out.absent(view.outcome.skipped)
         return
+    # Ranks run the same schedule, but a pipeline stage may have fewer routers than another.
     reached = Counter(call.rank for call in view.calls if call.phase is step.fail_in)
     if view.outcome.error is None and max(reached.values(), default=0) <= step.fail_at:
         out.absent(
@@ -91,6 +93,7 @@ def replay_failures(view: StepView, out: Collector) -> None:
             " was to be raised"
         )
         return
+    # A trainer may retry a failed step, and then results are right.
     if view.outcome.error is None and _ran_again(view):
         out.absent("the trainer ran the step again after the failure")
         return
@@ -150,6 +153,7 @@ def replay_residue(view: StepView, out: Collector) -> None:
         else "steps"
     )
     out.exercised(kind)
+    # Queues and modes often live in globals, which outlive a failed step (SkyRL#1908).
     remaining = {name: number for name, number in view.residue.left.items() if number}
     if remaining:
         after = {
@@ -261,6 +265,7 @@ def replay_targets(view: StepView, out: Collector) -> None:
     problem = _mishandled(view)
     if defect not in _STRUCTURAL:
         problem = problem or _other_choice(view)
+    # torch.gather accepts a smaller index without an error, so such payloads run and route wrongly.
     elif defect not in view.terms.tolerates:
         problem = problem or "results without an error"
     if problem is not None:

@@ -68,6 +68,7 @@ def explain_mismatches(mismatches: Mismatches) -> tuple[str, str]:
     """
     total = len(mismatches.executed)
     best, explanation = 0.5 * total, ("", "")
+    # The first of two equally good explanations wins, so the order is that of plausibility.
     for make in _ORIGINS:
         for origin in make(mismatches):
             matches = int((np.sort(origin.values, axis=1) == mismatches.executed).all(axis=1).sum())
@@ -99,6 +100,7 @@ def _targets_at(
 
 def _narrowed(mismatches: Mismatches) -> Iterator[Origin]:
     target = mismatches.targets.experts[mismatches.place, mismatches.column]
+    # The casts of verl#5240 and verl#7407.
     for name in ("uint8", "int8"):
         values = target.astype(name).astype(np.int32)
         if (values != target).any():
@@ -115,6 +117,7 @@ def _zeros(mismatches: Mismatches) -> Iterator[Origin]:
 
 
 def _shifted(mismatches: Mismatches) -> Iterator[Origin]:
+    # Logprobs shift by one, routes do not: the usual mistake (slime#1045, slime#1052).
     for offset in (-1, 1, -2, 2):
         values = _targets_at(
             mismatches.targets, mismatches.sample, mismatches.position + offset, mismatches.column
@@ -179,6 +182,7 @@ def _of_other_samples(mismatches: Mismatches) -> Iterator[Origin]:
 
 
 def _stale(mismatches: Mismatches) -> Iterator[Origin]:
+    # SkyRL#1908: a queue filled by one step fed the next one.
     for name, targets in mismatches.earlier:
         yield Origin(
             _targets_at(targets, mismatches.sample, mismatches.position, mismatches.column),

@@ -81,6 +81,7 @@ def gradient_differences(
     own, others = sketches(first), sketches(second)
     if not own or not others:
         return
+    # Tiny gradients are compared relative to the largest one, else rounding would count.
     scale = max(
         (float(sketch[0]) for sketch in others.values() if np.isfinite(sketch[0])), default=0.0
     )
@@ -96,6 +97,7 @@ def gradient_differences(
             )
             continue
         x, y = own[name], others[name]
+        # Bit-identical results are the rule for deterministic trainers, and need no tolerance.
         if np.array_equal(x, y, equal_nan=True):
             continue
         distance = _distance(x, y) / max(float(x[0]), float(y[0]), 1e-3 * scale, 1e-300)
@@ -168,6 +170,7 @@ def kind_of(view: StepView) -> str | None:
     if other is None:
         return None
     step = view.step
+    # The reference path shares nothing with the replay code, so it is its own kind of pair.
     if step.variant == REFERENCE:
         return "reference"
     if not view.regular or step.fail_at is not None:

@@ -268,6 +268,8 @@ def _mtp(view: StepView, out: Collector) -> None:
         }
         for step in (view, other)
     )
+    # NeMo-RL#3903 and slime#1187: MTP layers count from 1 again, and a global list of routers held
+    # them too.
     if not others:
         out.absent("the contract declares MTP layers, and no call of one was reported")
         return

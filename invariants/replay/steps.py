@@ -145,14 +145,18 @@ class Assembly:
 
     def take(self, event: Any) -> None:
         """Take an event once, however many checks pass it on."""
+        # All checks of the family pass their events to one assembly.
         if event.index <= self._taken:
             return
         self._taken = event.index
         if isinstance(event, Step):
             self.close()
             if event.episode != self._episode:
+                # Episodes are independent: a new one starts from fresh weights.
                 self._episode, self.steps = event.episode, {}
             terms = self._context.contract.replay
+            # replay_check rules out contracts without replay terms, so such steps are not
+            # assembled.
             if terms is not None:
                 self._open = StepView(
                     event, self._context.contract, terms, self.steps, learned=self._learned

@@ -62,6 +62,7 @@ def routes_engine(view: RequestView, out: Collector) -> None:
         out.absent("the trace is not coded: it does not say what each row must be")
         return
     for attempt, reply, routes in _replies(view):
+        # A duplicated reply holds the same array: one finding is enough.
         if reply.true_rows is None or reply.duplicate:
             continue
         ids = attempt.call.prompt_ids + reply.output.token_ids
@@ -70,6 +71,7 @@ def routes_engine(view: RequestView, out: Collector) -> None:
                 max(span.start, reply.output.routes_start),
                 min(span.end, reply.output.routes_start + len(routes), len(ids)),
             )
+            # Rows over KV of several versions are the choice of none of them.
             if low >= high or span.version is None or span.version == _MIXED:
                 continue
             rows = routes[low - reply.output.routes_start : high - reply.output.routes_start]
@@ -173,6 +175,7 @@ def routes_immutable(view: RequestView, out: Collector) -> None:
             continue
         sent = len(attempt.call.prompt_ids)
         end = reply.output.routes_start + len(routes)
+        # Row p predicts token p + 1, hence the offset of one.
         for token, row in _overlaps(reply.true_tokens, reply.true_rows, sent - 1):
             low, high = max(row.start, reply.output.routes_start), min(row.end, end)
             if low >= high or _MIXED in (token.version, row.version):
@@ -241,6 +244,7 @@ def routes_prefix_cache(view: RequestView, out: Collector) -> None:
     for attempt, reply, routes in _replies(view):
         if reply.true_rows is None or attempt.admit is None:
             continue
+        # Only loads count: a published label alone changes no weights.
         loaded = [
             update
             for update in view.history.updates
@@ -248,6 +252,7 @@ def routes_prefix_cache(view: RequestView, out: Collector) -> None:
             and update.loaded
             and update.index < attempt.admit.index
         ]
+        # Before the first update there is no older version that a cache could hold.
         if len({update.version for update in loaded}) < 2:
             continue
         out.exercised("replies admitted after an update")

@@ -121,6 +121,7 @@ class RouteEvidence:
                 self.routes[low - self.start : high - self.start],
                 piece.rows[low - piece.start : high - piece.start],
             )
+            # Nearly all pieces are equal: sorting is only done for rows that differ.
             if not _equal(actual, expected):
                 parts.append(low + np.flatnonzero(self._differ(actual, expected)))
         return (
@@ -229,9 +230,11 @@ def _gather(view: RequestView) -> RouteEvidence:
     assert rollout is not None
     routes = rollout.routes
     pieces = stitched.pieces
+    # Some stacks deliver an empty array for "no routes".
     if routes is not None and not len(routes) and not pieces:
         routes = None
     response, sampled = rollout.response_ids, stitched.response_ids
+    # A response may be cut at the budget; its rows must then be cut as well (verl #6027, #6089).
     cut = len(response) < len(sampled) and sampled[: len(response)] == response
     shape_fits = routes is not None and routes.shape[1:] == (contract.route_layers, contract.top_k)
     counts = _row_counts(
@@ -311,6 +314,7 @@ def _row_counts(contract: Contract, span: int, cut: bool, unforwarded: int) -> r
     """Return the row counts that the contract allows for ``span`` tokens, of which the last
     ``unforwarded`` were never run.
     """
+    # Any prefix may have been captured; routes.filler judges what follows it.
     if contract.rows is Rows.CAPTURED_PREFIX:
         return range(span + 1)
     if contract.rows is Rows.ALL:
@@ -332,6 +336,8 @@ def _engine_columns(
         return None, True
     layers, top_k = pieces[0].rows.shape[1:]
     moe = contract.moe_layers or ()
+    # The engine may return all layers while the stack delivers MoE layers only; both contracts say
+    # which.
     axis = (
         view.engine.layer_axis
         if view.engine is not None and view.engine.has_routes
@@ -355,6 +361,7 @@ def _equal(actual: IntArray, expected: IntArray) -> bool:
         and actual.nbytes % 8 == 0
     ):
         return bool(
+            # 64-bit words make the comparison of narrow ids several times cheaper.
             (actual.reshape(-1).view(np.uint64) == expected.reshape(-1).view(np.uint64)).all()
         )
     return bool((actual == expected).all())

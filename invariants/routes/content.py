@@ -101,6 +101,8 @@ def routes_layer(view: RequestView, out: Collector) -> None:
         where = view.place(position=int(group.positions[0]), layer=moe[column])
     else:
         observed, where = group.clue.source, view.place(position=int(group.positions[0]))
+    # vLLM and SGLang return zero columns for dense layers, TensorRT-LLM returns none: a mapping by
+    # position shifts every later layer.
     dense = (contract.num_layers or 0) - len(moe)
     out.finding(
         "the layers stand in the wrong columns",
@@ -149,6 +151,8 @@ def routes_provenance(view: RequestView, out: Collector) -> None:
         else attempt_words(view, group.clue.attempt, first)
     )
     last = int(group.positions[-1])
+    # The row of a segment's last token is computed by the next call, so a fault there alone is an
+    # off-by-one at the seam.
     boundary = len(group.positions) == 1 and view.segment_of(first) != view.segment_of(first + 1)
     if boundary:
         hint = (
@@ -156,6 +160,8 @@ def routes_provenance(view: RequestView, out: Collector) -> None:
             " call. Keep rows [0, prompt + tokens - 1) of a segment and let the next one start"
             " there."
         )
+    # verl #6046 and #6029 discuss both conventions: each is right if the trainer knows which one it
+    # gets.
     elif declared is Provenance.AS_SAMPLED:
         hint = (
             "The older rows were replaced by a later call's prefill: logprobs of the old weights"
@@ -269,6 +275,7 @@ def routes_filler(view: RequestView, out: Collector) -> None:
     if reason is not None:
         out.absent(reason)
         return
+    # Consumers mask filler by its declared value, so that another one is replayed as a choice.
     evidence, contract = comparison.of(view), view.contract
     if not evidence.uncaptured:
         out.exercised("samples without filler")
@@ -277,6 +284,7 @@ def routes_filler(view: RequestView, out: Collector) -> None:
         rows = evidence.delivered(low, high)
         kinds = [contract.filler] * len(rows)
         if contract.rows is Rows.ALL and high == evidence.total:
+            # With T rows the last one may have a filler of its own.
             kinds[-1] = contract.final_row
         if contract.rows is Rows.CAPTURED_PREFIX:
             kinds = [Filler.NONE] * len(rows)
@@ -363,6 +371,7 @@ def routes_content(view: RequestView, out: Collector) -> None:
         evidence.delivered(first, first + 1)[0],
         evidence.expected(group.positions[:1])[0],
     )
+    # The order within a cell does not count: a trainer gathers by id.
     column = int(
         np.flatnonzero((np.sort(actual, axis=1) != np.sort(expected, axis=1)).any(axis=1))[0]
     )
@@ -435,6 +444,8 @@ def routes_dense_columns(view: RequestView, out: Collector) -> None:
             continue
         ids = cells.astype(np.int64)
         steps = (ids[:, :, 1:] - ids[:, :, :-1]) % (contract.num_experts or 1)
+        # What differs between rows and is neither one repeated id nor counting up cannot be a
+        # filler.
         suspicious = (cells != cells[:1]).any(axis=2) & (steps > 1).any(axis=2)
         if engine_cells is not None:
             suspicious &= (cells != engine_cells).any(axis=2)

@@ -91,6 +91,7 @@ def routes_distinct(view: RequestView, out: Collector) -> None:
     experts = view.contract.num_experts or 1
     for low, high in evidence.captured:
         out.exercised(_ROWS, high - low)
+        # The exact search sorts; this one reads memory once and never misses a repetition.
         if not has_repeats(evidence.delivered(low, high), experts):
             continue
         rows, judged = _judged_rows(view, evidence, low, high)
@@ -127,6 +128,8 @@ def routes_in_range(view: RequestView, out: Collector) -> None:
     for low, high in evidence.captured:
         out.exercised(_ROWS, high - low)
         block = evidence.routes[low - evidence.start : high - evidence.start]
+        # Minimum and maximum decide without an allocation; a type too narrow for a wrong id needs
+        # no look at all.
         if (limits.max < experts or int(block.max()) < experts) and (
             limits.min == 0 or int(block.min()) >= 0
         ):
@@ -218,6 +221,8 @@ def routes_live(view: RequestView, out: Collector) -> None:
     out.exercised(_ROWS, captured)
     moe = view.contract.moe_layers or ()
     zero_layers = _dead_columns(evidence)
+    # With top_k 1 a layer of zeros is one expert that is always chosen, which a small trace can
+    # show by chance.
     if view.contract.top_k == 1 and not _beyond_chance(
         view, captured * log2(view.contract.num_experts or 1)
     ):
@@ -258,6 +263,7 @@ def _dead_columns(evidence: RouteEvidence) -> list[int]:
     """Return the MoE columns whose captured cells are all zero."""
     alive: BoolArray = np.zeros(len(evidence.contract.moe_columns), dtype=bool)
     for low, high in evidence.captured:
+        # A living layer shows within a few rows, so the rest is not read.
         for start in range(low, high, _BLOCK_ROWS):
             alive |= np.bitwise_or.reduce(
                 evidence.delivered(start, min(high, start + _BLOCK_ROWS)), axis=0

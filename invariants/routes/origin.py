@@ -33,6 +33,7 @@ _MAX_ROWS = 256
 """The number of wrong rows of a sample that are examined: the first ones show what the others
 would.
 """
+# Few experts agree by chance: with 8 experts and top-2 a cell carries less than 6 bits.
 _MIN_BITS = 12.0
 """A source is named if a random router would agree with it less than once in 2**12 times; otherwise
 the rows are only wrong.
@@ -251,6 +252,8 @@ def _filler(
 ) -> Iterator[_Explanation]:
     assert evidence.routes is not None
     wrong_cells = np.where(wrong.differs[..., None], wrong.actual, -2)
+    # The fillers of SGLang and verl (zeros), vLLM's padded tokens (-1) and SkyRL and slime
+    # (arange).
     for kind in (Filler.ZEROS, Filler.MINUS_ONE, Filler.ARANGE):
         fits = np.zeros(len(wrong_cells), dtype=bool)
         for i, row in enumerate(wrong_cells):
@@ -262,6 +265,7 @@ def _filler(
 def _wrapped(
     _view: RequestView, _evidence: RouteEvidence, wrong: _Mismatches
 ) -> Iterator[_Explanation]:
+    # The casts of verl #5240 and #7407 and prime-rl #3051.
     for name in ("uint8", "int8", "uint16", "int16"):
         cast = wrong.expected.astype(name).astype(np.int64)
         if (cast != wrong.expected).any():
@@ -289,6 +293,7 @@ def _provenance(
                 yield fits, Clue(attempt=attempt.number, version=row_version(reply, first))
     if view.oracle is not None:
         moe = list(evidence.contract.moe_layers or ())
+        # Weights that no reply used: an engine or stack recomputed the rows after the sampling.
         for version in list(dict.fromkeys(update.version for update in view.history.updates))[-8:]:
             rows = view.oracle.routes(version, view.total_ids)[wrong.positions][:, moe]
             yield wrong.fits(rows), Clue(version=version)
@@ -303,6 +308,7 @@ def _layer(
     count = wrong.actual.shape[1]
     for shift in [s for d in range(1, min(count, 9)) for s in (d, -d)]:
         low, high = max(0, -shift), min(count, count - shift)
+        # A shift that leaves less than half of the layers explains too little to be named.
         if high - low < (count + 1) // 2:
             continue
         equal = (wrong.actual[:, low:high] == wrong.expected[:, low + shift : high + shift]).all(
@@ -354,6 +360,8 @@ def _position(
         shifts.append(min(distances, key=abs) if distances else None)
     fits = np.array([shift is not None for shift in shifts])
     if fits.any():
+        # One shift for most rows is an off-by-one; many shifts are a reordering, which has no
+        # single number.
         shift, times = Counter(shift for shift in shifts if shift is not None).most_common(1)[0]
         common = times * 2 > int(fits.sum()) and shift == shifts[int(np.flatnonzero(fits)[0])]
         yield fits, Clue(shift=shift if common else None)

@@ -48,10 +48,13 @@ def explain_count(view: RequestView, evidence: RouteEvidence) -> CountCause:
     """Return why a sample has its number of rows, as far as the replies show."""
     rows, allowed, contract = evidence.rows, evidence.row_counts[-1], view.contract
     arrays = _arrays(view)
+    # The most frequent fault of the field comes first: arrays concatenated on resume (verl #6029,
+    # AReaL InfBridge).
     joined_cause = _joined(rows, arrays)
     if joined_cause is not None:
         return joined_cause
     where = {"position": evidence.start + min(rows, allowed)}
+    # verl #6089: 18057 rows for 17804 tokens, since the response was cut and its rows were not.
     if evidence.cut and rows == uncut_rows(view, evidence):
         return CountCause(
             observed=(
@@ -64,6 +67,8 @@ def explain_count(view: RequestView, evidence: RouteEvidence) -> CountCause:
             ),
             where=where,
         )
+    # Engines differ in whether they return a row for the last token, which no forward pass
+    # computed.
     if rows == allowed + 1 and contract.rows is Rows.FORWARDED:
         return CountCause(
             observed=(

@@ -112,6 +112,7 @@ def routes_presence(view: RequestView, out: Collector) -> None:
         )
         return
     out.exercised("samples that asked for routes")
+    # An empty array is routes too, if the contract allows zero rows for this sample.
     if evidence.routes is not None and (evidence.rows or 0 not in evidence.row_counts):
         return
     cause = (
@@ -214,6 +215,7 @@ def routes_shape(view: RequestView, out: Collector) -> None:
     layers, top_k = evidence.routes.shape[1:]
     moe = len(contract.moe_layers or ())
     hint = "Read layers and top_k from the model config, never from the size of a buffer."
+    # miles and AReaL infer k by reshape(rows, -1), which hides a buffer of the wrong size.
     if top_k != contract.top_k:
         hint += (
             " A buffer k times too long passes as top-k * k when k is inferred (miles, AReaL:"
@@ -273,6 +275,8 @@ def routes_dtype(view: RequestView, out: Collector) -> None:
                 " (uint8, then int16), prime-rl #3051."
             ),
         )
+    # A decoder reads raw bytes by the declared type: another one of the same width is silent
+    # nonsense.
     elif dtype.name not in contract.dtypes:
         out.finding(
             f"the routes are {dtype.name}",
@@ -285,6 +289,7 @@ def routes_dtype(view: RequestView, out: Collector) -> None:
             ),
         )
     elif (
+        # -1 in an unsigned type is the largest id, which may be a real expert.
         contract.filler is Filler.MINUS_ONE
         and dtype.kind == "u"
         and evidence.uncaptured

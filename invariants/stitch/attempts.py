@@ -86,6 +86,8 @@ def stitch_resume_prompt(view: RequestView, out: Collector) -> None:
         return
     client = view.contract.resume is ResumeBy.CLIENT
     attempts = view.attempts
+    # Steps compare what a call sent with what had been delivered before it was made, not with the
+    # final response.
     for step in view.stitched.steps:
         if step.continues:
             out.exercised(
@@ -95,6 +97,7 @@ def stitch_resume_prompt(view: RequestView, out: Collector) -> None:
                 if step.turn
                 else "resuming calls"
             )
+        # Reported once, by the check whose name says it.
         elif step.after_end:
             continue  # stitch.no-call-after-end reports it
         elif _unrecorded_stream(view, step):
@@ -118,7 +121,10 @@ def _may_restart(view: RequestView, step: Step) -> bool:
     if step.attempt == 0:
         return False
     reply = view.attempts[step.attempt - 1].consumed
+    # The reply came after the stack had made its next call, so that it could not use it.
     late = reply is not None and reply.index > view.attempts[step.attempt].call.index
+    # A timeout, a lost reply and an engine error leave the client without the tokens: starting over
+    # is right then.
     return reply is None or late or reply.output.finish_reason is FinishReason.ERROR
 
 
@@ -277,6 +283,8 @@ def stitch_sampling_params(view: RequestView, out: Collector) -> None:
         return
     first = view.attempts[0].call.sampling
     out.exercised("first calls")
+    # A stack that only passes its own parameters may differ from the request, but not from call to
+    # call.
     replaced = _replaced(view) if view.contract.sampling is Sampling.FORWARDED else []
     if replaced:
         _changed_parameters(
@@ -288,6 +296,7 @@ def stitch_sampling_params(view: RequestView, out: Collector) -> None:
         parameters = attempt.call.sampling
         if parameters == first:
             continue
+        # Budgets, seeds and request ids belong to one call.
         changed = {
             k
             for k in {*first, *parameters} - _FREE_PARAMETERS

@@ -48,6 +48,8 @@ def stitch_budget_granted(view: RequestView, out: Collector) -> None:
     if budget is None:
         out.absent("no request has a budget")
         return
+    # verl and slime had it: the resume loop passed max_tokens of the request to every call, so that
+    # each abort made the rollout longer (verl #7207, slime #2260).
     overgranted = _overgranted(view, budget)
     out.exercised("first calls", min(1, len(view.attempts)))
     out.exercised("resuming calls", max(0, len(view.attempts) - 1))
@@ -124,6 +126,7 @@ def stitch_budget_total(view: RequestView, out: Collector) -> None:
             continue
         out.exercised("replies under a budget")
         size = len(reply.output.token_ids)
+        # Speculative decoding accepts several tokens at once and must cut them at max_tokens.
         if size > grant:
             out.finding(
                 f"The reply to call {attempt.number} holds {count(size, 'token')}, {size - grant}"
@@ -250,11 +253,14 @@ def _reason_is_right(
         return True
     if sample_reason is None:
         return False
+    # Whether a limit counts one turn, all turns or the environment's tokens too is not declared:
+    # the widest reading raises no false alarm.
     exhausted = _exhausted(view, delivered)
     unanswered = any(
         attempt.number > (delivered.reference.last if delivered.reference.last is not None else -1)
         for attempt in view.attempts
     )
+    # No reply arrived: only an abort, an error or a used-up budget is a truthful reason.
     if engine_reason is None:
         return sample_reason in (FinishReason.ABORT, FinishReason.ERROR) or exhausted
     if sample_reason == FinishReason.LENGTH and not exhausted:
@@ -268,6 +274,7 @@ def _reason_is_right(
         ended = sample_reason in (FinishReason.LENGTH, FinishReason.COMPLETED) and exhausted
         given_up = sample_reason in (FinishReason.ABORT, FinishReason.ERROR)
         return ended or given_up or (sample_reason in _NATURAL and _ends_with_eos(view, delivered))
+    # The stack may have given up a later call that was never answered.
     if sample_reason in (FinishReason.ABORT, FinishReason.ERROR):
         return unanswered
     return FinishReason.COMPLETED in (sample_reason, engine_reason)
@@ -278,6 +285,7 @@ def _exhausted(view: RequestView, delivered: Delivery) -> bool:
     the environment's tokens.
     """
     request = view.request
+    # A budget may be per turn or for all turns; both are checked.
     lengths = _turn_lengths(view)
     longest = max(lengths[-1], sum(lengths), len(delivered.rollout.response_ids))
     return any(
@@ -359,6 +367,7 @@ def stitch_finish_length(view: RequestView, out: Collector) -> None:
     first = next((step for step in reversed(reference.steps) if step.spent == 0), None)
     # A stack's own lower cap that its first call was already granted is as good as a budget.
     cap = view.attempts[first.attempt].call.max_tokens if first is not None else None
+    # A stop on the last token of a cap is still a stop.
     stopped = reference.finish_reason is FinishReason.STOP
     if not stopped and cap is not None and size >= cap:
         # An abort on the last token of a cap cut nothing off either.

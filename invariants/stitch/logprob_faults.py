@@ -53,6 +53,7 @@ def _explains(matches: int, examined: Sequence[int]) -> bool:
 
 def _rounded(expected: Sequence[float], actual: Sequence[float], examined: Sequence[int]) -> str:
     error = max(abs(actual[i] - expected[i]) / max(abs(expected[i]), 1e-30) for i in examined)
+    # bfloat16 has 8 bits of precision and float16 has 11: larger errors are no rounding.
     if error > 2**-8:
         return ""
     dtype = "bfloat16" if error > 2**-11 else "float16"
@@ -63,6 +64,7 @@ def _rounded(expected: Sequence[float], actual: Sequence[float], examined: Seque
 
 
 def _shifted(expected: Sequence[float], actual: Sequence[float], examined: Sequence[int]) -> str:
+    # One is the label shift, two is the label shift applied twice.
     for shift in (1, -1, 2, -2):
         inside = [i for i in examined if 0 <= i - shift < len(expected)]
         matches = sum(close(actual[i], expected[i - shift]) for i in inside)
@@ -103,7 +105,11 @@ def _other_version(view: RequestView, actual: Sequence[float], examined: Sequenc
     base = len(view.request.prompt_ids)
     ids = view.request.prompt_ids + view.stitched.response_ids
     for version in dict.fromkeys(
-        update.version for update in view.history.updates[-16:] if update.loaded
+        # A sample is at most a few updates old; scoring under every version of a long run would be
+        # slow.
+        update.version
+        for update in view.history.updates[-16:]
+        if update.loaded
     ):
         candidate = view.oracle.logprobs(version, ids, base).tolist()
         if _explains(sum(close(actual[i], candidate[i]) for i in examined), examined):

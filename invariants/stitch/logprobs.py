@@ -126,6 +126,7 @@ def _classify_list(
 
 def _classify_array(scan: _Scan, start: int, actual: np.ndarray, expected: np.ndarray) -> None:
     if (
+        # The usual case, a copy, costs three passes over memory and builds no masks.
         np.array_equal(actual, expected)
         and not (actual > MAX_LOGPROB).any()
         and not np.isneginf(actual).any()
@@ -267,6 +268,7 @@ def stitch_logprobs_length(view: RequestView, out: Collector) -> None:
         "Append tokens and logprobs together, segment by segment; from the gap on, each value"
         " is paired with another token."
     )
+    # The engine returned none for entire segments: the exact cause can be named.
     if runs_without and tokens - len(values) == sum(len(run.ids) for run in runs_without):
         names = listing(segment_name(view, run.attempt) for run in runs_without)
         hint = (
@@ -341,6 +343,8 @@ def stitch_logprobs_valid(view: RequestView, out: Collector) -> None:
 )
 def stitch_logprobs_paired(view: RequestView, out: Collector) -> None:
     """Compare value by value with the reference stitch, up to rounding to 32 bits."""
+    # A stack that converts raw logprobs to temperature-scaled ones has every value changed by
+    # design.
     if view.engine is not None and view.engine.logprobs is not view.contract.logprobs:
         out.absent(
             f"the engines return {view.engine.logprobs} logprobs, and the stack delivers"
@@ -388,6 +392,8 @@ def stitch_logprobs_paired(view: RequestView, out: Collector) -> None:
 )
 def stitch_logprobs_missing(view: RequestView, out: Collector) -> None:
     """Check the tokens for which the engine returned no logprob."""
+    # OpenRLHF fills 0.0 and SkyRL clamps to -9999 where the engine returned nothing; both reach the
+    # importance ratio.
     rule, engine = view.contract.missing_logprobs, view.engine
     if (
         rule is not MissingLogprobs.NEVER
@@ -411,12 +417,15 @@ def stitch_logprobs_missing(view: RequestView, out: Collector) -> None:
         if delivered.rollout.logprobs is not None or not delivered.aligned:
             out.absent("logprobs and tokens do not align")
             return
+        # A sample without logprobs marks every token as missing at once.
         scan = _all_absent(delivered)
     if rule is MissingLogprobs.NEVER:
         out.exercised("sampled tokens", scan.sampled)
     out.exercised("tokens that came without a logprob", len(scan.absent))
     if not scan.absent:
         return
+    # 0.0 and -9999 look like values: only a marker that the contract declares shows that nothing
+    # was returned.
     unmarked = _unmarked_tokens(rule, delivered, scan)
     if unmarked:
         _unmarked_finding(view, delivered, scan, unmarked, out)

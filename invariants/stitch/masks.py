@@ -44,6 +44,7 @@ def stitch_mask_shape(view: RequestView, out: Collector) -> None:
         return
     mask, tokens = delivered.rollout.loss_mask, len(delivered.rollout.response_ids)
     if mask is None:
+        # A sample without response tokens trains nothing, with or without a mask.
         if not tokens:
             return
         out.finding(
@@ -101,6 +102,7 @@ def stitch_mask_environment(view: RequestView, out: Collector) -> None:
     delivered = reliable_delivery(view, out)
     if delivered is None:
         return
+    # verl #2543: the attention mask was used as loss mask, so tool output was trained on.
     runs = [run for run in delivered.reference.runs if run.attempt < 0]
     mask = delivered.rollout.loss_mask
     if (

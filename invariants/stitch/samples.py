@@ -45,6 +45,7 @@ def stitch_prompt(view: RequestView, out: Collector) -> None:
     if actual == expected:
         return
     position = _first_difference(expected, actual)
+    # Results that were matched by order carry the prompt of a neighbour.
     other = next(
         (o.request.request_id for o in view.neighbours if o.request.prompt_ids == actual), None
     )
@@ -86,6 +87,7 @@ def stitch_request_id(view: RequestView, out: Collector) -> None:
     ]
     out.exercised("samples beside other requests", int(bool(others)))
     owner = next((other for other in others if other.request_id == rollout.request_id), None)
+    # GRPO groups submit one request several times under one id.
     if owner is None or (request.group is not None and owner.group == request.group):
         return
     out.finding(
@@ -176,6 +178,8 @@ def stitch_matches_unbroken(view: RequestView, out: Collector) -> None:
         history.labels_of(version) or version in history.unlabelled()
     ):
         return
+    # The engine sampled the end of sequence, but the abort came first. The client must resume, and
+    # the unbroken run would have stopped.
     if any(run.ids and run.ids[-1] == oracle.eos_id for run in reference.runs[:-1]):
         out.absent(
             "a call was aborted on its end-of-sequence token: a client cannot know that the"
@@ -184,6 +188,8 @@ def stitch_matches_unbroken(view: RequestView, out: Collector) -> None:
         return
     out.exercised("resumed samples under one version")
     ids = view.request.prompt_ids + delivered.rollout.response_ids[: delivered.count]
+    # The coded policy is a pure function of weights and ids, so the unbroken run can be computed
+    # instead of made.
     expected = oracle.choices(version, ids, len(view.request.prompt_ids)).tolist()
     actual = list(delivered.rollout.response_ids[: delivered.count])
     if expected == actual:
@@ -272,6 +278,7 @@ def stitch_handed_over(view: RequestView, out: Collector) -> None:
     if view.rollout is None or view.result is None:
         out.absent(missing_reason(view))
         return
+    # routes.handed-over judges arrays of routes.
     changed = [name for name in view.result.later_changed if "route" not in name]
     if not changed and not _was_run(view):
         out.absent("a recording does not compare the sample again at the end of the run")

@@ -81,6 +81,7 @@ class StitchBudgetUsed(EventCheck):
             return
         low, high = sorted(self._missed)
         (_, short_prompt), (request_id, long_prompt) = self._missed[low], self._missed[high]
+        # One budget alone proves nothing: a cap of the stack may happen to lie one below it.
         if high < _MIN_RATIO * low or low + short_prompt == high + long_prompt:
             # Prompts and grants with the same sum were cut at the length of the context.
             return

@@ -36,10 +36,12 @@ def describe_token_fault(view: RequestView, response: Sequence[int]) -> TokenFau
     sampled = view.stitched.response_ids
     response = tuple(response)
     start = _common_prefix(sampled, response)
+    # Common prefix and suffix leave the smallest part that differs, which names the fault best.
     tail = _common_prefix(sampled[start:][::-1], response[start:][::-1])
     missing, extra = sampled[start : len(sampled) - tail], response[start : len(response) - tail]
     attempt = _attempt_at(view, start)
     segment = segment_name(view, attempt) if attempt is not None else "the end"
+    # Checked first: after a restart everything else would look like added or doubled tokens.
     restart = _restart_before(view, response)
     if restart is not None:
         kind = "tokens from before a restart"
@@ -136,6 +138,7 @@ def _added(
             ),
         )
     prompt = view.request.prompt_ids
+    # `ids[-n:]` with n = 0 is the entire list, so an empty response becomes the prompt.
     if extra == prompt or (size > 1 and prompt[-size:] == extra):
         return (
             f"The response holds {share(size, len(prompt), 'token')} of the prompt",

@@ -65,6 +65,7 @@ def versions_engine_tags(view: RequestView, out: Collector) -> None:
     for part in parts:
         by_call.setdefault(part.attempt, []).append(part)
     for number, parts_of_call in by_call.items():
+        # Weights without a label are unlabelled-update's to judge.
         if any(not part.labels for part in parts_of_call) or all(
             part.shown is None for part in parts_of_call
         ):
@@ -79,6 +80,7 @@ def versions_engine_tags(view: RequestView, out: Collector) -> None:
             else "replies under one version"
         )
         wrong = [part for part in parts_of_call if part.misled]
+        # One label for a call across versions is right if it names any of them.
         if not wrong or (
             not reply.output.spans
             # An engine that declares when it reads its one label (tag_read) is not held to more for
@@ -143,7 +145,7 @@ def versions_unlabelled_update(view: RequestView, out: Collector) -> None:
     if both is None:
         return
     rollout, parts = both[0].rollout, both[1]
-    # If an engine that shows versions showed none, versions.unknown-stays-unknown judges the sample.
+    # If an engine that shows versions showed none, unknown-stays-unknown judges the sample.
     unshown = (
         [part for part in parts if part.unlabelled and part.shown is None]
         if engines_show_versions(view)
@@ -165,6 +167,7 @@ def versions_unlabelled_update(view: RequestView, out: Collector) -> None:
     )
     if not tagged_parts:
         return
+    # verl's CheckpointEngineManager sets global_steps only when it is given.
     tokens = sum(part.end - part.start for part, _ in tagged_parts)
     first, tag = tagged_parts[0]
     out.finding(
@@ -277,6 +280,7 @@ def _tagged_parts(
                 for span in rollout.spans
                 if span.start < part.end and part.start < span.end
             ]
+        # A tag of the entire sample belongs to these tokens only if there are no others.
         elif len(chosen) == len(parts) and kind is Versions.SAMPLE:
             tags = [rollout.version]
         elif len(chosen) == len(parts) and kind is Versions.MIN_MAX:

@@ -92,6 +92,7 @@ def versions_present(view: RequestView, out: Collector) -> None:
         return
     out.exercised("tags")
     out.exercised("tags of version 0", int(any(part.shown == 0 for part in shown_parts)))
+    # Version 0 is falsy: `if version:` drops it, as in verl's ToolAgentLoop.
     missing = _absent_tags(view, rollout, shown_parts)
     if missing:
         out.finding(
@@ -156,6 +157,7 @@ def versions_published(view: RequestView, out: Collector) -> None:
     if rollout is None:
         out.absent(missing_reason(view))
         return
+    # Without published labels every tag would be unknown.
     if not view.history.labels:
         out.absent(UNPUBLISHED)
         return
@@ -198,6 +200,7 @@ def versions_sample_tag(view: RequestView, out: Collector) -> None:
         return
     if not count_samplers(parts, out):
         return
+    # One label cannot name several samplers, so any of them is right.
     if any(part.accepted is None or key(tag) in part.accepted for part in parts):
         return
     out.finding(
@@ -260,6 +263,8 @@ def versions_min_max(view: RequestView, out: Collector) -> None:
     ):
         out.absent("the samples carry no published min and max version")
         return
+    # verl's FullyAsyncLLMServerClient (up to 0.9.1) also counted calls that were aborted before
+    # their first token.
     sampled = reply_samplers(view)
     label_sets = [part.accepted for part in sampled]
     known = [labels for labels in label_sets if labels is not None]
@@ -272,6 +277,7 @@ def versions_min_max(view: RequestView, out: Collector) -> None:
             *(label for labels in known for label in labels if label is not None),
         ],
     )
+    # Labels without an order (strings that were never published) have no smallest or greatest.
     if ranks is None:
         out.absent("the order of the versions is not known")
         return
@@ -394,6 +400,7 @@ def versions_bounds(view: RequestView, out: Collector) -> None:
             " numbers"
         )
         return
+    # A token is outside the bounds only if every version that may have sampled it is.
     older = [
         part
         for part, labels in known

@@ -46,6 +46,8 @@ def key(label: Version) -> Key:
     strings.
     """
     if isinstance(label, str):
+        # SGLang's weight_version is a string, verl's global_steps an int: "7" and 7 are the same
+        # weights.
         text = label.strip()
         return int(text) if text.isascii() and text.removeprefix("-").isdigit() else text
     return label
@@ -136,6 +138,7 @@ def order(history: WeightHistory, labels: Iterable[Key]) -> dict[Key, int] | Non
     ``None`` if one was never published.
     """
     names = set(labels)
+    # Numbers order themselves, even if they were published out of order by a lagging replica.
     if all(isinstance(label, int) for label in names):
         return {label: label for label in names if isinstance(label, int)}
     ranks = {label: _rank(history, label) for label in names}
@@ -242,6 +245,7 @@ def _weights_unchanged(view: RequestView, attempt: Attempt) -> bool:
     if reply is None or not view.history.updates:
         return False
     server, first, last = attempt.call.server_id, attempt.call.index, reply.index
+    # Recent updates decide, and a long run has thousands.
     for update in reversed(view.history.updates):
         if update.index < first:
             return True

@@ -149,6 +149,7 @@ def mislabelled(
     for part in parts:
         while index < len(remaining) and remaining[index].end <= part.start:
             index += 1
+        # Both lists ascend, so that one pass is enough even for per-token tags of a long response.
         for number in range(index, len(remaining)):
             span = remaining[number]
             if span.start >= part.end:
@@ -173,6 +174,7 @@ def _is_wrong(view: RequestView, part: Sampler, tag: Version) -> bool:
 def tag_list(tags: Iterable[Version], last: str = "and") -> str:
     """Return ``0, 1 and "step-2"``; beyond eight the rest is counted."""
     texts = [_tag(tag) for tag in tags]
+    # Per-token tags can be thousands of different labels.
     if len(texts) > 8:
         texts = [*texts[:8], f"{len(texts) - 8} more"]
     return listing(texts, last)

@@ -92,6 +92,7 @@ def _span_fault(
                 f" {count(length, 'token')}"
             )
             return title, max(0, span.start), "a span does not lie in the response"
+        # An abort before the first token leaves an empty span, which tags nothing.
         if span.end == span.start:
             continue
         if span.start < position:
@@ -184,6 +185,7 @@ def versions_token_tags(view: RequestView, out: Collector) -> None:
         return
     delivered, parts = both
     tags = delivered.rollout.token_versions
+    # one-tag-per-token reports other lengths.
     if tags is None or len(tags) != len(delivered.rollout.response_ids):
         return
     count_samplers(parts, out, tokens="tokens")
@@ -205,6 +207,8 @@ def _wrong_tags(
     first = wrong[0]
     part = next(part for part in parts if part.start <= first[0] < part.end)
     ranks = order(view.history, [key(first[1]), *(part.labels or ())])
+    # A later version points to a tag read after the reply (AReaL #1569), an earlier one to a tag
+    # kept across an update.
     later = ranks is not None and all(
         ranks[key(first[1])] > ranks[label] for label in part.labels or ()
     )

@@ -54,6 +54,7 @@ class WeightsNoAdmissionWhilePaused(EventCheck):
 
     def on_call(self, event: Call, out: Collector) -> None:
         remember(self._queued, event.call_id, event.server_id)
+        # A parked call is fine; AReaL #1618 ran it, since proxy workers were not paused.
         if event.server_id in self._paused:
             out.exercised("calls sent to a paused server")
 
@@ -120,6 +121,7 @@ class WeightsNoTokenWhilePaused(EventCheck):
         if event.server_id in self._frozen:
             self._compare(event.server_id, event.progress or {}, event.index, out)
             return
+        # A second pause while paused must not reset the counts: it is compared with the first.
         self._mode[event.server_id] = event.mode
         self._frozen[event.server_id] = dict(event.progress or {})
 
@@ -160,6 +162,7 @@ class WeightsNoTokenWhilePaused(EventCheck):
             before = frozen.get(call)
             if before is None:
                 continue
+            # A call that had not begun cannot show that it was frozen.
             out.exercised("frozen calls", int(before > 0))
             if count > before:
                 frozen[call] = count
@@ -217,6 +220,8 @@ class WeightsLabelOnlyKeepsCalls(EventCheck):
 
     def _mark_suspects(self, server: str) -> None:
         label, sweep = self._label.get(server), self._abort_all.get(server)
+        # miles #2372: the endpoint that sets the label aborts all calls by default, at the same
+        # instant.
         if label is not None and sweep is not None and label.time == sweep.time:
             self._suspects_by_call.update(
                 (call, label) for call in sweep.call_ids if call in self._in_flight
@@ -293,6 +298,8 @@ class WeightsStalenessBound(EventCheck):
             return
         if event.label is not None and event.version not in self._rank:
             held_rank = self._loaded.get(event.server_id) if event.identity else None
+            # An identity update is no new version for staleness: it keeps the rank of the weights
+            # that it repeats.
             self._rank[event.version] = (
                 len(set(self._rank.values())) if held_rank is None else held_rank
             )
@@ -314,6 +321,7 @@ class WeightsStalenessBound(EventCheck):
         oldest = self._oldest(
             version for attempt in view.attempts for version in _sampled_by(attempt)
         )
+        # The cheap bound over all sampled tokens first; masked-out tokens only matter if it fails.
         if oldest is not None and newest - self._rank[oldest] > bound:
             oldest = self._oldest(_trained(view, event.rollout))
         if oldest is None:
@@ -397,6 +405,7 @@ class WeightsOneVersionPerSample(EventCheck):
             out.absent(NO_TRUTH)
             return
         out.exercised("samples delivered with partial rollout off")
+        # Tokens over KV of several versions have no single sampler, so they count as several.
         mixed = any(_is_mixed(attempt) for attempt in view.attempts)
         if (
             mixed
@@ -505,5 +514,6 @@ def _trained(view: RequestView, rollout: Rollout) -> Iterator[Version]:
     for stretch in view.stitched_as(Provenance.AS_SAMPLED).stretches:
         if stretch.attempt < 0 or stretch.start >= size:
             continue
+        # Tokens with loss mask 0 are not trained on, so that their age does not matter.
         if mask is None or stretch.end > len(mask) or mask[stretch.start : stretch.end].any():
             yield stretch.true if stretch.true is not None else stretch.shown

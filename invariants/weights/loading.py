@@ -50,6 +50,7 @@ class WeightsUpdateLoads(EndAwareCheck):
     def on_weights(self, event: Weights, out: Collector) -> None:
         if event.loaded:
             self._loaded[event.server_id] = event.version
+            # A stack may load lazily, after the update has returned.
             self._loaded_since.add(event.server_id)
 
     def on_admit(self, event: Admit, out: Collector) -> None:
@@ -78,6 +79,8 @@ class WeightsUpdateLoads(EndAwareCheck):
             out.exercised("updates that ended", int(bool(self._served) or bool(self._loaded_since)))
         elif self._excuse:
             out.absent(self._excuse)
+        # verl #4248: free_cache_engine=False skipped every weight sync. Some servers without a load
+        # are every-replica-updated's to judge.
         elif len(unloaded) == len(self._served):
             admitted = self._served[unloaded[0]]
             out.finding(
@@ -117,6 +120,7 @@ class WeightsNoFailureWithoutFault(EndAwareCheck):
     def on_update(self, event: Update, out: Collector) -> None:
         if event.phase is UpdatePhase.ASKED:
             self._open += 1
+            # Two updates at once may rightly make one of them fail.
             self._alone = self._open == 1
             return
         self._open -= 1

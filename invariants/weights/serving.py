@@ -74,6 +74,8 @@ class _Serving(EventCheck):
         call = self._running.get(event.call_id)
         if call is not None and not call.admitted:
             call.admitted = True
+            # The first admission counts: a preempted call is admitted again and may go on under
+            # newer weights.
             call.epoch = len(self._epochs_of(call.server)) - 1
 
     def on_weights(self, event: Weights, out: Collector) -> None:
@@ -93,6 +95,8 @@ class _Serving(EventCheck):
             for call_id in [
                 call_id for call_id, call in self._running.items() if call.server == event.server_id
             ]:
+                # The calls of a dead server get no reply, or one that says nothing about its
+                # weights.
                 del self._running[call_id]
         elif event.what == "revive" and event.server_id is not None:
             # It may come back with whatever weights it started with: unknown until its next update.
@@ -104,7 +108,9 @@ class _Serving(EventCheck):
             return
         epochs = self._epochs_of(call.server)
         allowed = epochs[call.epoch :]
+        # An empty epoch is unknown weights (start-up, revival): nothing can be said about the call.
         if all(allowed):
+            # Loads before the first request are the start-up, not an update.
             first = self._updated.get(call.server, len(epochs))
             self.served(event, call, allowed, call.epoch >= first, out)
 
@@ -155,6 +161,8 @@ class WeightsServedAfterUpdate(_Serving):
         if after:
             out.exercised("calls served after an update")
         position = 0
+        # A call may cross several updates, but never back: a stale CUDA graph or adapter shows as a
+        # step back.
         for span in reply.true_tokens:
             if span.version is None or span.version == MIXED:
                 continue
@@ -221,6 +229,7 @@ class WeightsNoStaleCache(_Serving):
             return
         header = self.context.header
         if (
+            # The case itself keeps the cache, so stale KV is what it asked for.
             case_option(header, "clear_cache") is False
             or case_option(header, "pause_mode") == PauseMode.IN_PLACE
         ):
@@ -331,6 +340,7 @@ def weights_identity_update_changes_nothing(view: RequestView, out: Collector) -
             for update in view.history.updates
             if update.server_id == attempt.call.server_id
         } - {version}
+        # Kept KV of older weights changes logprobs by design (kv_policy=keep).
         if any(span.version in earlier for span in reply.true_rows or ()):
             out.absent(
                 "the cache still held KV of other weights: the reply is not that of the"

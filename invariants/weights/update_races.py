@@ -51,6 +51,7 @@ class _SimultaneousUpdates(EventCheck):
     def on_weights(self, event: Weights, out: Collector) -> None:
         if event.loaded and self._started:
             loads = self._loads[event.server_id] = self._loads.get(event.server_id, 0) + 1
+            # Without pauses only the case shows that two updates overlapped.
             if self._synced_twice and loads > 1:
                 self.overlapped.add(event.server_id)
 
@@ -96,6 +97,7 @@ class WeightsUpdatesDoNotInterleave(_SimultaneousUpdates):
         if session is not None and session.paused:
             session.pauses += 1
         else:
+            # A pause of a running server begins a new session.
             self._sessions[event.server_id] = _Session()
 
     def on_weights(self, event: Weights, out: Collector) -> None:
@@ -114,6 +116,8 @@ class WeightsUpdatesDoNotInterleave(_SimultaneousUpdates):
         session = self._sessions.get(event.server_id)
         if session is None:
             return
+        # Two pauses and two resumes alone may be nested correctly: only a load in between shows the
+        # interleaving.
         if session.resumed_early is not None and session.loaded is not None and not self.skewed:
             out.finding(
                 "two updates at once cut into each other",
@@ -162,6 +166,7 @@ class WeightsNewestUpdateStays(_SimultaneousUpdates):
             return
         self._loaded[event.server_id] = event
         newest = self._newest.get(event.server_id)
+        # String labels have no order of their own.
         if newest is None or not isinstance(newest.version, int) or event.version >= newest.version:
             self._newest[event.server_id] = event
 
@@ -215,6 +220,7 @@ class WeightsOneLoadPerVersion(EventCheck):
         self._started = True
 
     def on_fault(self, event: Fault, out: Collector) -> None:
+        # A reload after a failure is a repair, not a repetition.
         if event.what in ("death", "revive", "update-failure"):
             self._loaded.clear()
 

@@ -20,6 +20,7 @@ __all__ = [
     "weights_updates_end",
 ]
 
+# A dead replica cannot load, and a failed update is judged by failed-update-resumes.
 _EXCUSES = {
     "death": "the death of a server",
     "revive": "the revival of a server",
@@ -110,9 +111,11 @@ class WeightsEveryReplicaUpdated(EndAwareCheck):
             return
         before = self._versions.get(event.server_id, frozenset())
         self._versions[event.server_id] = (
+            # After an identity update a server holds both versions, since they are equal.
             before | {event.version} if event.identity else frozenset((event.version,))
         )
         self._latest = event
+        # An update that reached every replica settles what came before it.
         if not self._behind():
             self._excuse = None
             if self._started and len(self._versions) > 1:
@@ -135,6 +138,7 @@ class WeightsEveryReplicaUpdated(EndAwareCheck):
         if not behind or self._latest is None:
             return
         ahead = [server for server in self._versions if server not in behind]
+        # The case itself updates one server (skew), which is no fault of the stack.
         if len(ahead) == 1 and (ahead[0] in self._skewed or None in self._skewed):
             out.absent(update_races.SKEWED)
         elif self._excuse or self._paused or not self.complete:
@@ -201,8 +205,10 @@ class WeightsEveryPauseResumes(EndAwareCheck):
     def finish(self, out: Collector) -> None:
         for server, pause in self._paused.items():
             hanging = sorted(self._waiting.get(server, set()).intersection(self.hung))
+            # failed-update-resumes judges this pause.
             if server in self._failed:
                 continue
+            # A trace that was cut in a pause looks like a server that was never resumed.
             if not self.complete and not hanging:
                 out.absent("the trace ends while a server is paused, and may have been cut there")
                 continue
