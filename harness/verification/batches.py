@@ -1,7 +1,6 @@
-"""Batching: runs a stack's conversion of finished samples into training rows, and judges what it
-carries.
+"""Batch conversions: run a stack's own on made samples, and judge what reaches the training rows.
 
-Needs no engine and no fleet: the samples are made (``rollproof.verification.batch_cases``), the
+This needs no engine and no fleet: ``rollproof.verification.batch_cases`` makes the samples, the
 stack's own code converts them, and the checks of the family ``batch`` compare.
 """
 
@@ -102,16 +101,14 @@ def record_batches(
     seed: int = 0,
     cases: Iterable[BatchCase] | None = None,
 ) -> Trace:
-    """One ``Batch`` event per case: the samples that a fresh subject was given, and the rows that
-    it made of them.
-    """
+    """Record one ``Batch`` event per case: the samples, and the rows that a fresh subject made."""
     label = name or factory_name(factory)
     contract = _make(factory, label).contract
     recorder = Recorder(lambda: 0.0)
     for case in batch_cases(contract, seed) if cases is None else cases:
         event = recorder.record(_convert(_make(factory, label), case, label))
-        if (event.refused or "").startswith(STUCK):  # so would the others, for minutes each
-            break
+        if (event.refused or "").startswith(STUCK):
+            break  # the other cases would get stuck too, for minutes each
     return recorder.trace(
         Header(subject=label, contract=contract, seed=seed, profile="batches", about="batches")
     )
@@ -122,7 +119,7 @@ def _make(factory: SubjectFactory, label: str) -> Any:
         subject = factory()
     except RollproofError:
         raise
-    except Exception as error:  # whatever a user's constructor raises, told in our words
+    except Exception as error:
         raise SubjectError(f"{label} could not be made: {describe_error(error)}.") from error
     missing = [method for method in _METHODS if not callable(getattr(subject, method, None))]
     if missing or not isinstance(getattr(subject, "contract", None), Contract):
@@ -134,7 +131,7 @@ def _make(factory: SubjectFactory, label: str) -> Any:
 
 
 def _convert(subject: Any, case: BatchCase, label: str) -> Batch:
-    """Hand one case to the stack. What its conversion raises is a refusal, to be judged."""
+    """Convert one case. What the conversion raises is a refusal, which the checks judge."""
     handed_in = [_copy(sample) for sample in case.samples]
     event = Batch(
         name=case.name, samples=case.samples, defect=case.defect, defective=case.defective
@@ -146,7 +143,9 @@ def _convert(subject: Any, case: BatchCase, label: str) -> Batch:
     except GivenUp as error:
         return replace(event, refused=str(error))
     except Exception as error:  # noqa: BLE001 - a refusal is an outcome
-        return replace(event, refused=describe_error(error), changed=_changed(case.samples, handed_in))
+        return replace(
+            event, refused=describe_error(error), changed=_changed(case.samples, handed_in)
+        )
     try:
         rows = _watched(lambda: subject.rows(batch))
     except RollproofError:
@@ -155,9 +154,7 @@ def _convert(subject: Any, case: BatchCase, label: str) -> Batch:
         raise SubjectError(
             f"{label}.rows never ended on the batch of {case.name!r}: {error}."
         ) from None
-    except (
-        Exception
-    ) as error:  # the adapter is the user's own code: tell which method failed on what
+    except Exception as error:
         raise SubjectError(
             f"{label}.rows raised {describe_error(error)} on the batch of {case.name!r}."
         ) from error
@@ -190,7 +187,7 @@ def _watched(work: Callable[[], Any]) -> Any:
 
 
 def _settled(value: Any) -> Any:
-    """What a sync or async method returned; an async one runs on the virtual clock."""
+    """Return the result of a sync or async method; an async one runs on the virtual clock."""
     if not isinstance(value, Awaitable):
         return value
 
@@ -201,9 +198,8 @@ def _settled(value: Any) -> Any:
 
 
 def _copy(sample: Rollout) -> Rollout:
-    """A sample whose arrays may be written to without reaching the trace; read-only ones stay
-    read-only.
-    """
+    """Copy a sample, so that what the stack writes does not reach the trace."""
+    # Arrays of a real engine may be read-only (numpy views of a reply's bytes); the copies are too.
     return replace(
         sample,
         logprobs=_own(sample.logprobs),
@@ -213,7 +209,7 @@ def _copy(sample: Rollout) -> Rollout:
 
 
 def _own(array: Any) -> Any:
-    """A copy that may be written to where the original may."""
+    """Return a copy, writable if the original is."""
     if array is None:
         return None
     copy = array.copy()
@@ -222,7 +218,7 @@ def _own(array: Any) -> Any:
 
 
 def _changed(samples: tuple[Rollout, ...], handed_in: list[Rollout]) -> tuple[str, ...]:
-    """Names of the arrays that no longer are what was handed in."""
+    """Return the names of the arrays that the conversion changed in place."""
     return tuple(
         f"{name} of {sample.request_id}"
         for sample, now in zip(samples, handed_in, strict=False)
@@ -235,12 +231,12 @@ def _changed(samples: tuple[Rollout, ...], handed_in: list[Rollout]) -> tuple[st
 
 
 def _sound(row: BatchRow, label: str) -> BatchRow:
-    """The row with numpy arrays of its own. Raises ``SubjectError`` for what is no array of the
-    right rank and type.
+    """Return the row with numpy arrays of its own.
 
-    Lengths that disagree are kept: they are the stack's, and for the checks to find. Only
-    ``attention`` must fit, for without it no place can be told from padding.
+    Raises ``SubjectError`` for a field that is no array of the right rank and type.
     """
+    # Lengths that disagree stay: they are the stack's fault, and the checks find them. Only
+    # ``attention`` must fit, because without it padding cannot be recognised.
     values: dict[str, Any] = {}
     problems = []
     for name, rank, kinds in _FIELDS:
@@ -258,7 +254,7 @@ def _sound(row: BatchRow, label: str) -> BatchRow:
             )
     if not problems and values["attention"].shape != values["token_ids"].shape:
         problems.append(
-            f"attention has the shape {values['attention'].shape} beside token_ids"
+            f"attention has the shape {values['attention'].shape}, and token_ids has"
             f" {values['token_ids'].shape}"
         )
     if problems:

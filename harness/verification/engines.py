@@ -1,9 +1,8 @@
-"""Engine conformance: runs the experiments on an engine, real or fake, attributes what it returned,
-and judges it.
+"""Engines: run experiments on an engine, real or fake, and judge what it returned.
 
-The same experiments, traces and checks for every engine; what differs is declared in its contract.
-A fake runs in milliseconds on a virtual clock, with the coded policy as the independent forward; a
-real engine in minutes, with a Hugging Face model.
+Every engine gets the same experiments, traces and checks; its contract declares what differs. A
+fake engine runs in milliseconds on a virtual clock, with the coded policy as the independent
+forward; a real one runs for minutes, with a Hugging Face model as the independent forward.
 """
 
 from __future__ import annotations
@@ -82,11 +81,13 @@ class EngineChoice:
 
 @dataclass
 class EngineRun:
-    """What a run recorded: attributed traces, what went wrong or was missed, and the seconds of
-    each experiment.
+    """What a run recorded.
 
-    ``spent`` are the seconds that went by until engines were ready (``"starting"``), had ended
-    (``"stopping"``), and in independent forwards (``"reference"``).
+    traces: one per experiment, with the versions that explain each value.
+    notes: what went wrong or did not come about.
+    seconds: the duration of each experiment.
+    spent: seconds until engines were ready (``"starting"``) and had ended (``"stopping"``), and in
+        independent forwards (``"reference"``).
     """
 
     traces: list[Trace] = field(default_factory=list)
@@ -96,7 +97,7 @@ class EngineRun:
 
     @contextlib.contextmanager
     def spending(self, part: str) -> Iterator[None]:
-        """What is done inside counts as ``part``."""
+        """Count the time inside as ``part``."""
         began = time.perf_counter()
         try:
             yield
@@ -150,14 +151,22 @@ def run_engine_conformance(
     progress: Callable[[Progress], None] | None = None,
     save: str | Path | None = None,
 ) -> Report:
-    """Judge an engine: ``vllm``, ``sglang``, ``fake-FLAVOUR``, or a target of your own; returns the
-    report.
+    """Judge an engine and return the report.
 
-    ``model`` is the folder of a MoE checkpoint (default: a tiny random one, made for the run).
-    ``only`` selects checks, ``experiments`` those that are run. ``expected`` maps ids of checks
-    that are known to fail to the reason. ``save`` is a folder for the traces. Raises ``UsageError``
-    for a name that does not exist and ``EngineStartError`` where the engine does not start. However
-    it ends, no process, shared memory or temporary folder is left.
+    No process, shared memory or temporary folder is left, however the run ends.
+
+    Args:
+        engine: ``vllm``, ``sglang``, ``fake-FLAVOUR``, or a target of your own.
+        model: the folder of a MoE checkpoint (default: a tiny random one, made for the run).
+        only: ids or families of checks.
+        experiments: the experiments to run (default: all).
+        seed: the seed of prompts and sampling.
+        expected: ids of checks that are known to fail, with the reason.
+        progress: called while the run goes on.
+        save: a folder for the traces.
+
+    Raises ``UsageError`` for a name that does not exist, ``EngineStartError`` if the engine does
+    not start.
     """
     began = time.perf_counter()
     registry = engine_registry(only)
@@ -174,8 +183,9 @@ def run_engine_conformance(
 
 
 def engine_registry(only: Iterable[str] = ()) -> Registry:
-    """The checks that judge engines, or those of them that are named. Raises ``UsageError`` for a
-    name that matches none.
+    """Return the checks that judge engines, or those that ``only`` names.
+
+    Raises ``UsageError`` for a name that matches none.
     """
     registry = Registry([check for check in default_registry() if check.judges("engines")])
     return registry.select(only) if (only := tuple(only)) else registry
@@ -189,11 +199,11 @@ def run_experiments(
     seed: int = 0,
     progress: Callable[[Progress], None] | None = None,
 ) -> EngineRun:
-    """Run the experiments on ``target`` and attribute what they recorded. Raises
-    ``EngineStartError`` where it does not start.
+    """Run the experiments on ``target`` and attribute each value to the weights that explain it.
 
-    ``only`` names those that are run, ``last`` those that come behind all others of their setting:
-    an engine may not survive them.
+    ``only`` names the experiments to run, ``last`` those that come after all others of their
+    setting because an engine may not survive them. Raises ``EngineStartError`` if the engine does
+    not start.
     """
     main = _Main(target, frozenset(only), frozenset(last), seed, progress)
     if target.virtual:
@@ -204,7 +214,7 @@ def run_experiments(
 
 
 class _Main:
-    """One run: settings one after the other, each on an engine of its own."""
+    """One run: one setting after another, each on an engine of its own."""
 
     def __init__(
         self,
@@ -226,7 +236,7 @@ class _Main:
         self._total = 0
 
     async def run(self) -> EngineRun:
-        """Everything, in order; engines are stopped whatever happens."""
+        """Run everything in order and stop the engines whatever happens."""
         made = [
             (setting, self._made(settings)) for setting, settings in self._target.settings.items()
         ]
@@ -240,6 +250,7 @@ class _Main:
         try:
             for place, (setting, engine, chosen) in enumerate(plan):
                 self._say(f"starting {self._target.name} ({setting})")
+                # with `ahead` the next engine starts meanwhile: a start takes as long as a setting
                 for _, later, _ in plan[len(starts) : place + 1 + self._target.ahead]:
                     starts.append(asyncio.create_task(_started(later)))
                 try:
@@ -269,7 +280,7 @@ class _Main:
         return self._run
 
     async def _stop(self, engine: EngineSubject, setting: Setting) -> None:
-        """Stop an engine; that it does not stop takes nothing from what was recorded."""
+        """Stop an engine; what was recorded is judged even if it does not stop."""
         try:
             await guarded(engine.stop, "stop()", self._target.deadline)
         except EngineError as error:
@@ -343,7 +354,7 @@ class _Main:
                 break
         oracle = self._target.oracle(engine, checkpoints)
         for trace in recorded:
-            await asyncio.sleep(0)  # the forwards block the loop: here Ctrl-C is heard
+            await asyncio.sleep(0)  # the forwards block the loop: Ctrl-C arrives here
             self._say(f"comparing {trace.header.profile} with the independent forward")
             with self._run.spending("reference"):
                 self._run.traces.append(attributed(trace, oracle))
@@ -355,7 +366,7 @@ class _Main:
         serving: Serving,
         experiment: Experiment,
     ) -> tuple[Trace, bool]:
-        """Run one experiment; the trace, and whether the engine can go on to the next."""
+        """Run one experiment; return its trace and whether the engine can run another."""
         session = Session(
             engine,
             experiment.name,
@@ -383,7 +394,7 @@ class _Main:
 
 
 async def _started(engine: EngineSubject) -> None:
-    """Start an engine. Raises ``EngineStartError`` for whatever the engine raises."""
+    """Start an engine. Raises ``EngineStartError`` for anything that the engine raises."""
     try:
         await guarded(engine.start, "start()", None)
     except EngineError as error:
@@ -393,9 +404,7 @@ async def _started(engine: EngineSubject) -> None:
 
 
 async def _recovered(engine: EngineSubject) -> bool:
-    """After an experiment broke off: lift a pause that it may have left, and see whether the engine
-    still answers.
-    """
+    """Lift the pause that a broken experiment may have left; return whether the engine answers."""
     try:
         await guarded(engine.resume, "resume()", 30)
     except EngineError:

@@ -1,4 +1,4 @@
-"""Judging: runs a framework's layout functions on coded payloads, and judges where each row went.
+"""Layout functions: run a framework's own on coded payloads, and judge where each row went.
 
 Needs no model, no device and no process group: the adapter tells the function which rank it is.
 """
@@ -44,9 +44,7 @@ _CONTRACT = Contract(
     abort_surfaces=False,
     kv_policy=KvPolicy.RECOMPUTE,
 )
-"""Layout functions promise nothing about rollouts; what they do promise stands in each call's
-layout.
-"""
+"""Layout functions promise nothing about rollouts; each call declares its layout."""
 
 
 def judge_layouts(
@@ -128,8 +126,9 @@ def record_layouts(
     recipe: Mapping[str, Any] | None = None,
     progress: Callable[[Progress], None] | None = None,
 ) -> Trace:
-    """One ``Laid`` event per call of the subject's functions (of those in ``functions``, where
-    given). Raises as ``judge_layouts``.
+    """Record one ``Laid`` event per call of the subject's functions.
+
+    ``functions`` limits which are called. Raises as ``judge_layouts``.
     """
     label = name or factory_name(factory)
     if profile not in _DRAWS:
@@ -174,18 +173,18 @@ def _make(factory: SubjectFactory, label: str) -> Any:
         return factory()
     except RollproofError:
         raise
-    except Exception as error:  # whatever a user's constructor raises, told in our words
+    except Exception as error:
         raise SubjectError(f"{label} could not be made: {describe_error(error)}.") from error
 
 
 def _reason(subject: Any, function: str, call: Call, label: str) -> str | None:
-    """Why the subject does not offer this call."""
+    """Return why the subject does not offer this call, or ``None``."""
     supports = getattr(subject, "supports", None)
     if supports is None:
         return None
     try:
         reason = supports(function, call.layout)
-    except Exception as error:  # whatever a user's method raises, told in our words
+    except Exception as error:
         raise SubjectError(
             f"{label}.supports({function!r}, layout) raised {describe_error(error)}. It returns a"
             " reason, or None."
@@ -199,8 +198,9 @@ def _reason(subject: Any, function: str, call: Call, label: str) -> str | None:
 
 
 def _call(subject: Any, function: str, call: Call) -> Laid | None:
-    """One call; ``None`` where the function does not offer it. What else it raises is a refusal, to
-    be judged.
+    """Make one call; return ``None`` if the function does not offer it.
+
+    Any other exception is a refusal, which the checks judge.
     """
     made = FUNCTIONS[function]
     arguments = made.arguments(call)
@@ -209,10 +209,8 @@ def _call(subject: Any, function: str, call: Call) -> Laid | None:
         value = getattr(subject, function)(call.layout, **arguments)
     except (KeyboardInterrupt, GeneratorExit):
         raise
-    except (
-        NotImplementedError
-    ):  # the documented way to say that a call is not offered (LayoutSubject)
-        return None
+    except NotImplementedError:
+        return None  # LayoutSubject documents it as "not offered"
     except BaseException as error:  # noqa: BLE001 - a refusal is an outcome, an exit too
         return replace(event, refused=describe_error(error))
     if inspect.iscoroutine(value):
@@ -232,7 +230,7 @@ def _call(subject: Any, function: str, call: Call) -> Laid | None:
 
 
 def _changed(used: Mapping[str, Any], fresh: Mapping[str, Any]) -> tuple[str, ...]:
-    """The names of the arguments that no longer are what was handed in."""
+    """Return the names of the arguments that the function changed."""
     return tuple(name for name, value in used.items() if not _same(value, fresh[name]))
 
 
@@ -265,13 +263,11 @@ _CANARIES: Mapping[str, str] = {
     "select": "layout.layer-map",
     "stage_layers": "layout.stages",
 }
-"""Functions whose result the canary spoils by turning it round by one place, and the check that
-must see it.
-"""
+"""Functions whose result the self-test turns by one place, and the check that must find it."""
 
 
 def _canary(trace: Trace) -> Canary:
-    """Turn the rows that one correct call returned by one place: its check must see it."""
+    """Turn the rows that one correct call returned by one place: its check must find it."""
     registry = default_registry()
     for event in trace.events:
         if not isinstance(event, Laid) or event.function not in _CANARIES:
