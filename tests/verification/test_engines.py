@@ -445,7 +445,7 @@ def test_names_that_do_not_exist_are_refused_with_the_valid_ones(tmp_path: Path)
         run_engine_conformance("fake-vllm", experiments=["nothing"])
     with pytest.raises(UsageError, match="No check or family"):
         run_engine_conformance("fake-vllm", only=["engine.nothing"])
-    with pytest.raises(UsageError, match="coded policy"):
+    with pytest.raises(UsageError, match="has no model to load"):
         engine_target("fake-vllm", model="/somewhere", folder=tmp_path)
     with pytest.raises(UsageError, match="choose among"):
         EngineChoice(engine="vlm")

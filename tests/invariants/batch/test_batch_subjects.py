@@ -58,7 +58,7 @@ class _RaisesInRows(Padder):
         (_NoMethod, r"without \['rows'\]: a BatchSubject has"),
         (_BadRows, "must return a list of BatchRow, not dict"),
         (_BadRank, r"routes must be a 3-D array of integers, not float64 \(2, 2\)"),
-        (_BadShape, r"attention has the shape \(17,\) beside token_ids \(18,\)"),
+        (_BadShape, r"attention has the shape \(17,\), and token_ids has \(18,\)"),
         (_RaisesInRows, "rows raised KeyError: 'responses' on the batch of 'one sample'"),
     ],
 )
