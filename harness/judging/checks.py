@@ -5,7 +5,7 @@ a ``Collector`` what it compared (``exercised``) and what was wrong (``finding``
 shapes: a *request check* is called once per ended request, with a ``RequestView``; a *trace check*
 is a class that receives the events in order.
 
-A check whose situation never occurred, whose data is absent, or which itself crashed is ``unknown``
+If its situation never occurred, its data is absent, or it crashed itself, a check is ``unknown``
 with a reason and never counts as passed. What a contract rules out is ``not applicable`` and listed
 separately: by ``Applies`` before any event, or by ``Collector.inapplicable`` for a trace in which
 the check was never exercised.

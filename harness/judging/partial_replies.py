@@ -1,4 +1,4 @@
-"""What a stack kept of a streamed reply whose connection broke.
+"""What a stack kept of a streamed reply when the connection broke.
 
 Only the client knows how many tokens it received before a stream broke. It may drop them and make
 the call again, or keep them and continue from there: both are correct. Its next call shows which it

@@ -77,7 +77,7 @@ class Registry:
         return tuple(self._checks)
 
     def select(self, only: Iterable[str]) -> Registry:
-        """Return the checks whose id or family is in ``only``.
+        """Return the checks with an id or family in ``only``.
 
         Raises:
             UsageError: A name matches nothing.

@@ -166,9 +166,10 @@ class Stitched:
     finish_reason: The finish reason of the last reply.
     pieces: The rows by absolute position, disjoint and ascending; what no piece covers was never
         captured.
-    broken: The attempt whose prompt did not continue the sequence. Nothing after it can be judged.
+    broken: The attempt with a prompt that did not continue the sequence. Nothing after it can be
+        judged.
     steps: How each call continued.
-    last: The attempt whose reply came last.
+    last: The attempt with the last reply.
     """
 
     prompt_ids: tuple[int, ...]
@@ -233,8 +234,13 @@ def stitch(
     """Fold the delivered replies of one request, in order of delivery, into the rollout that they
     make.
 
-    If the trace holds no ``Observation`` of the request, the tokens that a call adds after a
-    natural end are taken for the environment's, unless ``unrecorded_turns`` is false.
+    Args:
+        prompt_ids: The prompt.
+        attempts: The engine calls with their replies.
+        observations: The recorded tokens of the environment.
+        provenance: Which of two captures of a row counts.
+        unrecorded_turns: Whether tokens that a call adds after a natural end may be the
+            environment's, if no observation was recorded.
     """
     events: list[tuple[int, int, Any]] = [(item.index, 1, item) for item in observations]
     for attempt in attempts:

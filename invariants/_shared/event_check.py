@@ -27,8 +27,8 @@ _MAX_ENTRIES = 1 << 14
 
 
 class EventCheck:
-    """A ``TraceCheck`` whose methods ``on_<kind>(event, out)`` are called for the events of that
-    kind.
+    """A ``TraceCheck`` with methods ``on_<kind>(event, out)``, one for each kind of events that it
+    reads.
 
     Raises:
         UsageError: The class has a method for a kind that does not exist.
@@ -174,7 +174,7 @@ def case_option(header: Header | None, name: str) -> Any:
 
 
 def case_actions(header: Header | None, *kinds: str) -> list[Mapping[str, Any]]:
-    """Return the actions of the case whose ``do`` is one of ``kinds``; empty without a case."""
+    """Return the actions of the case with a ``do`` among ``kinds``; empty without a case."""
     actions = case_option(header, "actions")
     # A trace is untrusted input: what does not look like an action is left out.
     if not isinstance(actions, list | tuple):

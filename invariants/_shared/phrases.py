@@ -93,7 +93,7 @@ def call_name(attempt: Attempt) -> str:
 
 
 def segment_name(view: RequestView, attempt: int) -> str:
-    """Return ``segment 1`` for the attempt whose reply was the second to arrive."""
+    """Return ``segment 1`` for the attempt with the second reply to arrive."""
     # Turns of the environment have attempt -1; "call -1" would be no help to anybody.
     if attempt < 0:
         return "a turn of the environment"

@@ -93,7 +93,7 @@ def batch_routes(batch: Conversion, out: Collector) -> None:
 
 
 def _wrong_rows(placed: Placed, expected: IntArray) -> Places:
-    """Return the tokens whose captured row is not at their place; the order within a cell does not
+    """Return the tokens without their captured row at their place; the order within a cell does not
     count.
     """
     actual = placed.rows_at(np.arange(len(expected)))

@@ -124,7 +124,7 @@ def moe_rows(contract: Contract, routes: IntArray) -> IntArray:
 def _differences(
     contract: Contract, captured: IntArray, start: int, reference: Reference
 ) -> tuple[Mask, Mask]:
-    """Return the cells whose sets of experts differ, ``(rows, moe layers)`` each: those that
+    """Return the cells with different sets of experts, ``(rows, moe layers)`` each: those that
     rounding cannot explain, and near-ties.
     """
     moe = list(contract.moe_layers or ())

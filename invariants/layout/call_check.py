@@ -269,9 +269,7 @@ class _PerCall(EventCheck):
 
 
 def functions_read(checks: Iterable[Check]) -> frozenset[str] | None:
-    """Return the functions whose calls some checks of layouts read; ``None`` if one of them reads
-    all.
-    """
+    """Return the functions that some layout checks read; ``None`` if one of them reads all."""
     read = [getattr(check.trace, "functions", ()) for check in checks if check.about == "layouts"]
     return None if not all(read) else frozenset(name for names in read for name in names)
 

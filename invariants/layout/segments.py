@@ -25,7 +25,7 @@ __all__ = [
     exercised_by="rows compared",
 )
 def layout_segments(record: LayoutCall, out: Collector) -> None:
-    """Compare joined rows with the calls whose rows count."""
+    """Compare joined rows with those of the calls that count."""
     from rollproof.layouts.functions import FUNCTIONS
 
     segments = FUNCTIONS["join"].arguments(record.call)["segments"]

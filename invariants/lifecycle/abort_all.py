@@ -27,7 +27,7 @@ _MIN_REPEATS = 2
 
 
 class LifecycleEndSparesOthers(EventCheck):
-    """Compares, moment by moment of the virtual clock, which requests ended and whose calls an
+    """Compares, moment by moment of the virtual clock, which requests ended and which calls an
     abort of all calls hit.
     """
 

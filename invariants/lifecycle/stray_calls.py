@@ -42,8 +42,8 @@ class _OpenCall:
 
 
 class LifecycleNoOrphanCalls(EventCheck):
-    """A call whose caller gave up may end aborted or unseen; one that runs to its natural end was
-    forgotten.
+    """A call may end aborted or unseen after its caller gave up; one that runs to its natural end
+    was forgotten.
     """
 
     def __init__(self, context: JudgeContext) -> None:

@@ -351,8 +351,12 @@ def replay_recorded(view: StepView, out: Collector) -> None:
 
 
 def _misrecorded(contract: Contract, recorded: IntArray | None, chosen: IntArray) -> str | None:
-    """Return what is wrong with the recording of a sample whose routers chose ``chosen`` ``(tokens,
-    MoE layers, top_k)``.
+    """Return what is wrong with the recording of a sample.
+
+    Args:
+        contract: The contract of the trainer.
+        recorded: What the trainer recorded.
+        chosen: What its routers chose, ``(tokens, MoE layers, top_k)``.
     """
     if recorded is None:
         return "nothing"

@@ -134,7 +134,7 @@ def _of_other_layers(mismatches: Mismatches) -> Iterator[Origin]:
 
 
 def _of_layers_in_another_order(mismatches: Mismatches) -> Iterator[Origin]:
-    """Find for each layer the other one whose targets most of its rows executed."""
+    """Find for each layer another one, if most of its rows executed that one's targets."""
     source_of = np.full(len(mismatches.targets.layers), _NO_EXPERT)
     for column in np.unique(mismatches.column).tolist():
         rows = mismatches.column == column

@@ -108,7 +108,7 @@ def _recomputes(contract: Contract) -> str | None:
 def _must_repeat(
     view: StepView, out: Collector, kind: str, counter: str, *, title: str, hint: str
 ) -> None:
-    """Compare a step of ``kind`` with the step whose results it must repeat."""
+    """Compare a step of ``kind`` with the earlier step that it must repeat."""
     other = pair_of(view, kind, out)
     if other is None or not comparable(view, other, out):
         return

@@ -86,12 +86,12 @@ class StepView:
 
     @property
     def same_as(self) -> StepView | None:
-        """The earlier step whose results it must repeat."""
+        """The earlier step that must have had the same results."""
         return self.before.get(self.step.same_as) if self.step.same_as else None
 
     @property
     def differs_from(self) -> StepView | None:
-        """The earlier step whose results it must not repeat."""
+        """The earlier step that must have had other results."""
         return self.before.get(self.step.differs_from) if self.step.differs_from else None
 
     @cached_property

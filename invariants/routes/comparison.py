@@ -105,8 +105,7 @@ class RouteEvidence:
 
     @cached_property
     def mismatched(self) -> npt.NDArray[np.int64]:
-        """Ascending positions of captured rows whose MoE columns are not what the engine returned
-        there.
+        """Ascending positions of captured rows with other MoE columns than the engine returned.
 
         The order of the experts within a cell does not count: a trainer gathers by id.
         """
@@ -160,13 +159,13 @@ class RouteEvidence:
         return np.concatenate(parts)
 
     def attempt_at(self, position: int) -> int | None:
-        """Return the attempt whose reply captured the row of ``position``."""
+        """Return the attempt that captured the row of ``position``."""
         return next(
             (piece.attempt for piece in self.pieces if piece.start <= position < piece.end), None
         )
 
     def _without_alternatives(self, positions: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
-        """Drop the positions whose row is that of a reply without tokens."""
+        """Drop the positions with the row of a reply without tokens."""
         # A forward pass computed these rows as well, although nothing was sampled from it.
         for other in self.alternatives:
             inside = np.flatnonzero((positions >= other.start) & (positions < other.end))

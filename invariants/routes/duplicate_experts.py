@@ -76,5 +76,5 @@ def _marks(dtype: str, size: int, k: int) -> Bytes:
 
 @lru_cache(maxsize=64)
 def _borders(dtype: str, size: int, k: int, lag: int) -> Bytes:
-    """Return 1 at the places whose partner ``lag`` places on lies in another cell."""
+    """Return 1 at the places with their partner, ``lag`` places on, in another cell."""
     return (np.arange(size) % k >= k - lag).astype(dtype)

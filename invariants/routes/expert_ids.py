@@ -260,7 +260,7 @@ def routes_live(view: RequestView, out: Collector) -> None:
 
 
 def _dead_columns(evidence: RouteEvidence) -> list[int]:
-    """Return the MoE columns whose captured cells are all zero."""
+    """Return the MoE columns with zeros in all captured cells."""
     alive: BoolArray = np.zeros(len(evidence.contract.moe_columns), dtype=bool)
     for low, high in evidence.captured:
         # A living layer shows within a few rows, so the rest is not read.

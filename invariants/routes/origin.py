@@ -108,7 +108,7 @@ class _Mismatches:
     differs: BoolArray
 
     def fits(self, other: IntArray) -> BoolArray:
-        """Return the rows whose wrong columns are those of ``other``."""
+        """Return the rows that agree with ``other`` in their wrong columns."""
         return np.asarray(((self.actual == other).all(axis=2) | ~self.differs).all(axis=1))
 
     def group(
@@ -230,7 +230,7 @@ def _has_explanation(
 def _unexplained(
     evidence: RouteEvidence, wrong: _Mismatches, remaining: BoolArray
 ) -> list[WrongRows]:
-    """Split what nothing explains into rows whose values cannot be a choice, and the rest."""
+    """Split what nothing explains into rows with values that cannot be a choice, and the rest."""
     experts = evidence.contract.num_experts or 0
     sorted_cells = np.sort(wrong.actual, axis=2)
     repeated = (sorted_cells[..., 1:] == sorted_cells[..., :-1]).any(axis=(1, 2))

@@ -1,4 +1,4 @@
-"""Checks on samples: the response is exactly what was sampled, and nobody else's objects change."""
+"""Checks on samples: the response is exactly what was sampled, and no object of others changes."""
 
 from __future__ import annotations
 

@@ -140,7 +140,7 @@ def _read_as_declared(view: RequestView, attempt: Attempt, shown: Key) -> bool:
     applies=tagged,
 )
 def versions_unlabelled_update(view: RequestView, out: Collector) -> None:
-    """Check what engine and sample say about tokens whose weights never had a label."""
+    """Check what engine and sample say about tokens of weights without a label."""
     both = aligned_samplers(view, out)
     if both is None:
         return

@@ -140,8 +140,8 @@ def as_spans(tags: Sequence[Version]) -> list[Span]:
 def mislabelled(
     view: RequestView, parts: Sequence[Sampler], spans: Iterable[Span]
 ) -> list[tuple[int, Version]]:
-    """Return response index and tag of every sampled token whose tag names a version that did not
-    sample it, in order.
+    """Return response index and tag of every sampled token that is tagged with a version that did
+    not sample it, in order.
     """
     wrong: list[tuple[int, Version]] = []
     remaining = list(spans)

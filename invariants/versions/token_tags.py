@@ -199,7 +199,7 @@ def _wrong_tags(
     wrong: Sequence[tuple[int, Version]],
     out: Collector,
 ) -> None:
-    """Report the tokens whose tag names a version that did not sample them."""
+    """Report the tokens that are tagged with a version that did not sample them."""
     if not wrong:
         return
     indexes = [index for index, _ in wrong]
