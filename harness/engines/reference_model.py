@@ -1,8 +1,7 @@
-"""Reference: what a Hugging Face model of the same checkpoint makes of given tokens, as an
-independent forward.
+"""The independent forward: a Hugging Face model of the checkpoint that an engine serves.
 
-It runs in the harness's own process, in float32, one sequence at a time, without a cache: nothing
-that an engine optimises.
+It runs in the harness's own process, in float32, one sequence at a time, without a cache: without
+anything that an engine optimises.
 """
 
 from __future__ import annotations
@@ -23,11 +22,14 @@ __all__ = ["ReferenceModel"]
 
 
 class ReferenceModel:
-    """Models of ``checkpoints`` (folders by version), loaded when they are first asked for.
+    """Models of several checkpoints, loaded at their first forward.
 
-    ``contract`` names the layers and top-k whose routing is captured. ``dtype`` is that of weights
-    and forward. Raises ``EngineError`` where torch and transformers are not installed, or do not
-    know the model.
+    Args:
+        checkpoints: folders by version.
+        contract: names the MoE layers and the top-k of the routing to capture.
+        dtype: of weights and forward.
+
+    Raises ``EngineError`` if torch and transformers are not installed, or do not know the model.
     """
 
     def __init__(
@@ -41,8 +43,8 @@ class ReferenceModel:
     def forward(
         self, version: str, ids: Sequence[int], temperature: float
     ) -> tuple[LogprobArray, LogprobArray, IntArray, LogprobArray, LogprobArray]:
-        """``logprobs``, ``scaled``, ``routes``, ``margins`` and ``orders`` as
-        ``rollproof.core.events.rollout.Reference`` has them.
+        """Return ``logprobs``, ``scaled``, ``routes``, ``margins`` and ``orders`` as in
+        ``rollproof.core.events.rollout.Reference``.
         """
         import torch
 
@@ -53,27 +55,27 @@ class ReferenceModel:
                 f"The engine returned token {max(ids)}; the vocabulary of"
                 f" {self._checkpoints[version]} ends at {vocab - 1}."
             )
-        with torch.no_grad(), _one_thread(torch), self._captured(model) as scores:
+        with torch.no_grad(), _single_thread(torch), self._captured(model) as scores:
             logits = model(torch.tensor([list(ids)]), use_cache=False).logits[0].float()
-        raw = _taken(logits, ids)
-        scaled = raw if temperature in (0.0, 1.0) else _taken(logits / temperature, ids)
+        raw = _logprobs_of(logits, ids)
+        scaled = raw if temperature in (0.0, 1.0) else _logprobs_of(logits / temperature, ids)
         return raw, scaled, *self._routing(scores, len(ids))
 
     def replayed(self, version: str, ids: Sequence[int], routes: IntArray) -> LogprobArray:
-        """``(T,)``: the log-probability of each token at temperature 1 with every router executing
-        ``routes``, NaN for the first.
+        """Return the log-probability of each token at temperature 1 while routers execute
+        ``routes``: ``(T,)``, NaN for the first token.
 
-        ``routes`` is ``(T, layers, top_k)`` over all layers or the MoE ones; a row of -1 is routed
-        by the model itself.
+        ``routes`` is ``(T, layers, top_k)`` over all layers or the MoE ones; the model routes a row
+        of -1 itself.
         """
         import torch
 
         from rollproof.replay.hf.passes import hf_replay
 
         model = self._model(version)
-        with torch.no_grad(), _one_thread(torch), hf_replay(model, torch.as_tensor(routes)):
+        with torch.no_grad(), _single_thread(torch), hf_replay(model, torch.as_tensor(routes)):
             logits = model(torch.tensor([list(ids)]), use_cache=False).logits[0].float()
-        return _taken(logits, ids)
+        return _logprobs_of(logits, ids)
 
     def _model(self, version: str) -> Any:
         if version not in self._models:
@@ -82,8 +84,8 @@ class ReferenceModel:
                 from transformers import AutoModelForCausalLM
             except ImportError as error:
                 raise EngineError(
-                    "The independent forward needs torch and transformers, beside rollproof"
-                    f" ({error}): run where the engine is installed."
+                    "The independent forward needs torch and transformers in addition to"
+                    f" rollproof ({error}): run where the engine is installed."
                 ) from error
             path = self._checkpoints[version]
             try:
@@ -100,20 +102,19 @@ class ReferenceModel:
 
     @contextmanager
     def _captured(self, model: Any) -> Iterator[dict[int, Any]]:
-        """While inside, the scores among which each layer's router chooses, and what it chose:
-        ``{layer: (scores, ids)}``.
+        """Capture the scores among which each layer's router chooses, and its choice: ``{layer:
+        (scores, ids)}``.
         """
         import torch
         from torch.overrides import TorchFunctionMode
 
         experts, top_k = self._contract.num_experts, self._contract.top_k
-        found: dict[int, Any] = {}
+        choices: dict[int, Any] = {}
         current = [-1]
 
         class Watch(TorchFunctionMode):  # type: ignore[misc]  # torch is not installed where types are checked
-            """Sees every top-k: a family's router ends in one of ``top_k`` among ``num_experts``,
-            whatever comes before it.
-            """
+            # every family's router ends in a top-k of ``top_k`` among ``num_experts``, whatever
+            # comes before it
 
             def __torch_function__(
                 self, function: Any, types: Any, args: Any = (), kwargs: Any = None
@@ -122,7 +123,7 @@ class ReferenceModel:
                 if function in (torch.topk, torch.Tensor.topk):
                     k = args[1] if len(args) > 1 else (kwargs or {}).get("k")
                     if k == top_k and args[0].shape[-1] == experts:
-                        found[current[0]] = (
+                        choices[current[0]] = (
                             args[0].detach().float().reshape(-1, experts),
                             out.indices.reshape(-1, top_k),
                         )
@@ -139,7 +140,7 @@ class ReferenceModel:
                 )
         try:
             with Watch():
-                yield found
+                yield choices
         finally:
             for handle in handles:
                 handle.remove()
@@ -147,7 +148,7 @@ class ReferenceModel:
     def _routing(
         self, scores: Mapping[int, Any], length: int
     ) -> tuple[IntArray, LogprobArray, LogprobArray]:
-        """Choices, margins and orders over all layers; dense ones hold zeros, and infinity."""
+        """Return choices, margins and orders over all layers; zeros and infinity for dense ones."""
         contract = self._contract
         layers = contract.num_layers or 0
         routes: IntArray = np.zeros((length, layers, contract.top_k or 0), dtype=np.int64)
@@ -155,7 +156,7 @@ class ReferenceModel:
         missing = set(contract.moe_layers or ()) - set(scores)
         if missing:
             raise EngineError(
-                f"No choice of {contract.top_k} among {contract.num_experts} experts was seen in"
+                f"No top-{contract.top_k} among {contract.num_experts} experts was seen in"
                 f" layers {sorted(missing)} of the reference model: its config and its code"
                 " disagree about which layers are MoE."
             )
@@ -173,10 +174,10 @@ class ReferenceModel:
 
 
 @contextmanager
-def _one_thread(torch: Any) -> Iterator[None]:
-    """Compute on one thread: a tiny model gains nothing from more, and on a busy machine they wait
-    for each other, seconds a forward.
-    """
+def _single_thread(torch: Any) -> Iterator[None]:
+    """Compute on one thread."""
+    # a tiny model gains nothing from more, and on a busy machine they wait for each other: seconds
+    # per forward
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
@@ -185,8 +186,8 @@ def _one_thread(torch: Any) -> Iterator[None]:
         torch.set_num_threads(before)
 
 
-def _taken(logits: Any, ids: Sequence[int]) -> LogprobArray:
-    """``(T,)``: the log-probability of each token given those before it; NaN for the first."""
+def _logprobs_of(logits: Any, ids: Sequence[int]) -> LogprobArray:
+    """Return the log-probability of each token given the earlier ones, ``(T,)``: first NaN."""
     import torch
 
     out = np.full(len(ids), np.nan)

@@ -1,11 +1,10 @@
-"""Attribution: which weights produced each value that an engine returned, found by an independent
-forward under each of them.
+"""Find out which weights produced each value that an engine returned.
 
-A real engine does not say which weights computed a row or a logprob; the values do. Every call of a
-recorded experiment is forwarded by the reference under each version that the engine served, and
-each token and row is given to the version whose value it has. Where none has it, it is ``"mixed"``:
-computed over KV of several versions, or wrong. Where two experts' scores are so close that rounding
-decides, what follows may differ for that reason alone, and stays unknown.
+A real engine does not say which weights computed a row or a logprob; the values do. The reference
+forwards every call of a recorded experiment under each version that the engine served, and each
+token and row is attributed to the version that gives its value. If none does, it is ``"mixed"``:
+computed over KV of several versions, or wrong. If two experts' scores are so close that rounding
+decides, the values after them may differ for that reason alone, and stay unknown.
 """
 
 from __future__ import annotations
@@ -34,7 +33,7 @@ class Oracle(Protocol):
     def forward(
         self, version: str, ids: Sequence[int], temperature: float
     ) -> tuple[LogprobArray, LogprobArray, IntArray, LogprobArray, LogprobArray]:
-        """The fields ``logprobs``, ``scaled``, ``routes``, ``margins`` and ``orders`` of a
+        """Return the fields ``logprobs``, ``scaled``, ``routes``, ``margins`` and ``orders`` of a
         ``rollproof.core.events.rollout.Reference`` for ``ids``.
         """
         ...
@@ -43,15 +42,14 @@ class Oracle(Protocol):
 def attributed(
     trace: Trace, oracle: Oracle | None, progress: Callable[[str], None] | None = None
 ) -> Trace:
-    """The trace with a ``Reference`` per call and version behind each reply, and with the replies'
-    ``true_tokens`` and ``true_rows``.
+    """Add to each reply ``true_tokens``, ``true_rows`` and a ``Reference`` per version.
 
-    Without an oracle nothing is known of the values, and the trace stays as it is.
+    Without an oracle the trace is returned as it is.
     """
     if oracle is None:
         return trace
     contract = trace.header.engine or trace.header.contract
-    known = _Known(oracle, trace.header.profile, progress)
+    forwards = _Forwards(oracle, trace.header.profile, progress)
     calls: dict[int, Call] = {}
     served: dict[str, None] = {}
     labels: dict[Version, str] = {}
@@ -64,7 +62,7 @@ def attributed(
             calls[event.call_id] = event
         if isinstance(event, Reply):
             call = calls[event.call_id]
-            references = known.references(call, event.output, list(served))
+            references = forwards.references(call, event.output, list(served))
             tokens, rows = _explained(contract, call, event.output, references, labels)
             out += [replace(event, index=-1, true_tokens=tokens, true_rows=rows), *references]
         else:
@@ -72,17 +70,19 @@ def attributed(
     return trace.with_events(out)
 
 
-class _Known:
-    """The oracle, asked once for each sequence, weights and temperature."""
+class _Forwards:
+    """The values of the oracle, computed once for each sequence, weights and temperature."""
 
-    def __init__(self, oracle: Oracle, what: str, progress: Callable[[str], None] | None) -> None:
-        self._oracle, self._what, self._progress = oracle, what, progress
+    def __init__(
+        self, oracle: Oracle, experiment: str, progress: Callable[[str], None] | None
+    ) -> None:
+        self._oracle, self._experiment, self._progress = oracle, experiment, progress
         self._values: dict[tuple[str, tuple[int, ...], float], _Values] = {}
 
     def references(
         self, call: Call, output: EngineOutput, versions: Sequence[str]
     ) -> list[Reference]:
-        """What each version makes of the call's tokens; nothing where the engine returned none."""
+        """Return the reference of each version; none if the engine returned no values."""
         ids = call.prompt_ids + output.token_ids
         temperature = float(call.sampling.get("temperature") or 0.0)
         references = []
@@ -91,7 +91,8 @@ class _Known:
             if key not in self._values:
                 if self._progress is not None:
                     self._progress(
-                        f"reference forward: {self._what}, call {call.call_id}, weights {version}"
+                        f"reference forward: {self._experiment}, call {call.call_id}, weights"
+                        f" {version}"
                     )
                 self._values[key] = self._oracle.forward(version, ids, temperature)
             logprobs, scaled, routes, margins, orders = self._values[key]
@@ -116,9 +117,7 @@ def _explained(
     references: Sequence[Reference],
     labels: Mapping[Version, str],
 ) -> tuple[tuple[Span, ...] | None, tuple[Span, ...] | None]:
-    """``true_tokens`` and ``true_rows`` of a reply; ``None`` where the engine returned no values to
-    tell them by.
-    """
+    """Return ``true_tokens`` and ``true_rows`` of a reply; ``None`` without values."""
     sent, count = len(call.prompt_ids), len(output.token_ids)
     shown = [
         labels.get(label)
@@ -135,9 +134,8 @@ def _explained(
         start = output.routes_start
         first = shown[0] if shown else None
         predicted = [first] * max(0, sent - 1 - start) + shown[max(0, start - sent + 1) :]
-        late = (
-            contract.provenance is Provenance.LATEST_PREFILL
-        )  # whose forward a row is of is then not told by the token that it predicts
+        # then a row may be of a later forward than the token that it predicts
+        late = contract.provenance is Provenance.LATEST_PREFILL
         rows = _spans(
             [(fit.version, fit.rows, fit.doubtful_rows) for fit in fits],
             () if late else predicted,
@@ -149,24 +147,24 @@ def _explained(
 def _spans(
     explained: Sequence[tuple[str, Mask, Mask]], expected: Sequence[Version], start: int
 ) -> tuple[Span, ...]:
-    """The version of each value: the expected one where it fits, else one that explains the longest
-    stretch.
+    """Return the version of each value: the expected one if it fits, else the one that explains the
+    longest stretch.
 
-    What no version explains is mixed where there are several of them, and unknown where there is
-    one.
+    A value that no version explains is mixed if there are several versions, and unknown if there is
+    only one.
     """
     named: list[Version] = []
     run: set[str] = set()
     begun = 0
     for place in range(len(explained[0][1])):
-        good = {version for version, fits, _ in explained if fits[place]}
-        wanted = expected[place] if place < len(expected) else None
-        if isinstance(wanted, str) and wanted in good:
-            good = {wanted}
-        if not run & good:
-            run, begun = good, place
-        run &= good
-        if not good:
+        fitting = {version for version, fits, _ in explained if fits[place]}
+        label = expected[place] if place < len(expected) else None
+        if isinstance(label, str) and label in fitting:
+            fitting = {label}
+        if not run & fitting:
+            run, begun = fitting, place
+        run &= fitting
+        if not fitting:
             doubtful = len(explained) == 1 or any(doubts[place] for _, _, doubts in explained)
             named.append(None if doubtful else MIXED)
         else:

@@ -51,7 +51,7 @@ def _report(engine: type[FakeEngineSubject], *experiments: str) -> Report:
     )
 
 
-def _told(report: Report) -> str:
+def _texts(report: Report) -> str:
     (found,) = [result for result in report.failed if result.id == "engine.answers"]
     return found.findings[0].observed
 
@@ -72,22 +72,22 @@ def test_what_a_method_raises_is_a_finding(method: str) -> None:
     ``SystemExit``, the program.
     """
     for error in ERRORS:
-        told = _told(_report(_with(method, _raising(error)), "plain", _ASKED_IN[method]))
-        assert f"{method}(" in told
-        assert f"raised {error.__name__}" in told
-        assert "boom" in told
+        texts = _texts(_report(_with(method, _raising(error)), "plain", _ASKED_IN[method]))
+        assert f"{method}(" in texts
+        assert f"raised {error.__name__}" in texts
+        assert "boom" in texts
 
 
 @pytest.mark.parametrize("method", [*_ASKED_IN, "stop"])
 def test_a_method_that_never_returns_is_a_finding(method: str) -> None:
     """Every wait has the target's deadline."""
-    told = _told(
+    texts = _texts(
         _report(
             _with(method, _never), "plain", *([_ASKED_IN[method]] if method in _ASKED_IN else [])
         )
     )
-    assert f"{method}(" in told
-    assert "did not return within" in told
+    assert f"{method}(" in texts
+    assert "did not return within" in texts
 
 
 def test_a_call_that_raises_is_refused() -> None:
@@ -122,7 +122,7 @@ def test_a_start_that_raises_is_a_start_error(error: type[BaseException]) -> Non
 def test_a_stop_that_raises_takes_nothing_from_the_report(error: type[BaseException]) -> None:
     """Something may be left running: that is a finding beside what was recorded."""
     report = _report(_with("stop", _raising(error)), "plain")
-    assert f"raised {error.__name__}" in _told(report)
+    assert f"raised {error.__name__}" in _texts(report)
     assert {"engine.answers"} == {result.id for result in report.failed}
     assert any("main setting did not stop" in note for note in report.notes)
 

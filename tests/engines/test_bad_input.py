@@ -105,7 +105,7 @@ def test_a_processor_without_the_instructions_is_refused(monkeypatch: pytest.Mon
 
 
 def test_options_of_the_adapter_are_checked(config: Callable[..., EngineSettings]) -> None:
-    """A way of loading that does not exist; what is ours does not reach vLLM, what is vLLM's does."""
+    """An unknown way of loading; our own options do not reach vLLM, its options do."""
     settings = config(**MOE)
     with pytest.raises(UsageError, match="'reload' or 'edit'"):
         VllmEngine(EngineSettings(model=settings.model, extra={"load": "push"}))

@@ -1,9 +1,11 @@
-"""Calibration: facts of an experiment do not depend on chance, and differ where conventions differ."""
+"""Calibration: facts of an experiment differ by conventions, not by chance."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+
+import numpy as np
 
 from rollproof.core.engine_protocol import Query, Watch
 from rollproof.core.records import EngineOutput, FinishReason
@@ -32,14 +34,13 @@ def test_other_conventions_are_other_facts() -> None:
     """
     found = differences(_run("vllm"), _run("sglang"), names=("vllm", "sglang"))
     assert (
-        "sglang only: a call that asked for routes and ended by length: rows are of int32"
-        in found["plain"]
+        "sglang only: a call with routes that ended by length: rows are of int32" in found["plain"]
     )
     assert (
-        "vllm only: a call that asked for no routes and ended by length: rows are of uint8"
+        "vllm only: a call with no routes that ended by length: rows are of uint8"
         in found["opt-in"]
     )
-    assert any("cached tokens are not told" in fact for fact in found["queued"])
+    assert any("cached tokens are not reported" in fact for fact in found["queued"])
 
 
 class _Longer(FakeEngineSubject):
@@ -49,24 +50,24 @@ class _Longer(FakeEngineSubject):
         outputs = await super().generate(query, watch)
         return [
             (
-                replace(one, routes=one.routes.repeat([1] * (len(one.routes) - 1) + [2], axis=0))
-                if one.routes is not None
-                and one.token_ids
-                and one.finish_reason is FinishReason.ABORT
-                else one
+                replace(output, routes=np.concatenate([output.routes, output.routes[-1:]]))
+                if output.routes is not None
+                and output.token_ids
+                and output.finish_reason is FinishReason.ABORT
+                else output
             )
-            for one in outputs
+            for output in outputs
         ]
 
 
-def test_a_fake_that_is_wrong_is_told() -> None:
+def test_a_wrong_fake_is_noticed() -> None:
     """One row too many after an abort is a fact that the correct engine does not show."""
     wrong = run_experiments(
         fake_target("vllm", make=lambda settings: _Longer(settings, "vllm")), only=["resent"]
     ).traces
     right = run_experiments(fake_target("vllm"), only=["resent"]).traces
     assert (
-        "fake only: a call that asked for routes and aborted with tokens: +1 rows beside those that"
+        "fake only: a call with routes that aborted with tokens: +1 rows in addition to those that"
         " are due" in (differences(wrong, right)["resent"])
     )
     assert facts(right[0]) == facts(right[0])

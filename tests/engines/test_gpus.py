@@ -155,13 +155,13 @@ BUSY = Card(pids=[STRANGER], free=39 * GIB)
         (
             (BUSY,),
             Need(),
-            "needs 1 free GPU, and 0 of 1 are: GPU 0 is busy (process 1, 41.0 GiB held)",
+            "needs 1 free GPU, and 0 of 1 are: GPU 0 is busy (process 1, 41.0 GiB in use)",
         ),
         ((BUSY, Card()), Need(), None),
         (
             (Card(mig=1),),
             Need(),
-            "needs 1 free GPU, and 0 of 1 are: GPU 0 is divided by MIG, and suites need whole ones",
+            "needs 1 free GPU, and 0 of 1 are: GPU 0 is divided by MIG; suites need undivided GPUs",
         ),
         ((Card(free=3 * GIB),), Need(memory=20), "needs 20 GiB free on a GPU, and GPU 0 has 3.0"),
         (

@@ -96,7 +96,7 @@ def test_refusal() -> None:
     on_host(work)
 
 
-def test_death_is_told_with_the_log() -> None:
+def test_death_is_reported_with_the_log() -> None:
     """A call on a host that dies raises, with how it died and the end of its log; so does every
     later call.
     """
@@ -112,7 +112,7 @@ def test_death_is_told_with_the_log() -> None:
     on_host(work)
 
 
-def test_hang_is_told() -> None:
+def test_hang_is_reported() -> None:
     """A call that is not answered within its deadline raises, and says what was asked and that the
     process still runs.
     """
@@ -135,7 +135,7 @@ def test_hang_is_told() -> None:
         ("refuse", r"echo cannot be started: ValueError: no such model"),
         ("hang", r"echo was not ready after 3 s(.|\n)*loading the weights"),
         ("files", r"Too many open files(.|\n)*raise the limit \(`ulimit -n`\)"),
-        ("ports", r"Address already in use(.|\n)*A port that the engine chose is taken"),
+        ("ports", r"Address already in use(.|\n)*A port that the engine chose is in use"),
         ("full", r"No space left on device(.|\n)*df -h /dev/shm"),
     ],
 )
@@ -184,7 +184,7 @@ def test_no_interpreter() -> None:
         asyncio.run(started(python="/nowhere/python"))
 
 
-def test_progress_is_told() -> None:
+def test_progress_is_reported() -> None:
     """While the host starts, the caller is told how long it has taken and what the log says."""
     told: list[str] = []
     with pytest.raises(EngineStartError):
@@ -221,7 +221,8 @@ def test_nothing_is_left_when_the_caller_ends(how: signal.Signals, tmp_path: Pat
         import asyncio, signal
         from tests.engines.test_host import started
 
-        signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored where the tests run behind `&`
+        # it is ignored if the tests run in the background of a shell
+        signal.signal(signal.SIGINT, signal.default_int_handler)
 
         async def main():
             host = await started()

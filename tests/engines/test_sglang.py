@@ -201,7 +201,7 @@ def test_tensors_labels_refusals_and_the_death_of_a_child(tmp_path: Path) -> Non
             UsageError, match=r"SGLang has no pause keep; it has \['abort', 'retract', 'in-place'\]"
         ):
             await engine.pause(PauseMode.KEEP, clear_cache=True)
-        with pytest.raises(EngineRefused, match="holds no safetensors"):
+        with pytest.raises(EngineRefused, match="has no safetensors"):
             await engine.update_weights(
                 WeightUpdate(path=tmp_path / "nowhere", version="C", label="w3")
             )

@@ -113,7 +113,7 @@ def test_an_abort_in_the_queue() -> None:
 
 
 def test_a_logprob_of_another_token_is_missing() -> None:
-    """An entry names its token: where that is not the one returned, its number is no logprob of it."""
+    """An entry names its token; a number of another token is no logprob of the returned one."""
     output = output_of(reply(output_token_logprobs=[[-0.5, 7, None], [-1.25, 8, None]]), contract())
     assert output.logprobs is not None
     np.testing.assert_array_equal([-0.5, np.nan], output.logprobs)
@@ -171,16 +171,16 @@ def test_chunks_that_hold_what_is_new_make_the_whole_reply() -> None:
 @pytest.mark.parametrize(
     ("bad", "message"),
     [
-        ({"output_ids": [1]}, "no finished reply of SGLang"),
-        (reply(finish_reason=None), "no finished reply of SGLang"),
-        (reply(finish_reason={"type": "exploded"}), "no finished reply of SGLang"),
-        (reply(routed_experts="AAAA"), "do not make whole rows of 3 layers and 2 experts"),
-        (reply(routed_experts="not base64!"), "do not make whole rows of 3 layers and 2 experts"),
-        (reply(routed_experts_dtype="int7"), "do not make whole rows of 3 layers and 2 experts"),
+        ({"output_ids": [1]}, "not a finished reply of SGLang"),
+        (reply(finish_reason=None), "not a finished reply of SGLang"),
+        (reply(finish_reason={"type": "exploded"}), "not a finished reply of SGLang"),
+        (reply(routed_experts="AAAA"), "are no complete rows of 3 layers and 2 experts"),
+        (reply(routed_experts="not base64!"), "are no complete rows of 3 layers and 2 experts"),
+        (reply(routed_experts_dtype="int7"), "are no complete rows of 3 layers and 2 experts"),
     ],
 )
 def test_foreign_replies(bad: dict[str, Any], message: str) -> None:
-    """What is no reply of SGLang's, or does not fit the model's layers, is refused with a reason."""
+    """What is no reply of SGLang, or does not fit the model, is refused with a reason."""
     with pytest.raises(SubjectError, match=message):
         output_of(bad, contract())
 
@@ -206,7 +206,7 @@ def test_the_stand_ins_without_sglang(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(
         StandInError,
         match=(
-            rf"were run on {VERSIONS[0]}(.|\n)*and 0.4.9 is installed(.|\n)*Install"
+            rf"were tested on {VERSIONS[0]}(.|\n)*and 0.4.9 is installed(.|\n)*Install"
             rf" sglang=={VERSIONS[-1]}"
         ),
     ):
@@ -214,7 +214,7 @@ def test_the_stand_ins_without_sglang(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("platform.machine", lambda: "riscv64")
     with pytest.raises(
         StandInError,
-        match=r"SGLang's CPU engine knows the machines x86_64(.|\n)*this one is 'riscv64'",
+        match=r"SGLang's CPU engine supports the machines x86_64(.|\n)*this one is 'riscv64'",
     ):
         install()
 
@@ -264,7 +264,7 @@ def test_options_of_the_adapter_are_declared(checkpoint: Path) -> None:
     importlib.util.find_spec("sglang") is not None,
     reason="SGLang is installed here: the test is of a start without it",
 )
-def test_an_interpreter_without_sglang_is_told(checkpoint: Path) -> None:
+def test_an_interpreter_without_sglang_is_reported(checkpoint: Path) -> None:
     """The start says what is missing and how to get it, instead of the import that failed first."""
     with pytest.raises(
         EngineStartError,

@@ -115,7 +115,7 @@ def test_shared_memory_that_is_full(model: Path) -> None:
     )
     if "mount" in done.stderr or "unshare" in done.stderr:
         pytest.skip(f"no mount of one's own here: {done.stderr.strip().splitlines()[-1]}")
-    assert done.stdout.strip().splitlines()[-1] in ("length", "told"), done.stdout + done.stderr
+    assert done.stdout.strip().splitlines()[-1] in ("length", "advice"), done.stdout + done.stderr
     assert set() == leftovers("sglang") - before
 
 
@@ -128,7 +128,7 @@ async def without_memory(folder: str) -> str:
             Query(handle="one-", prompt_ids=(5, 6, 7), max_tokens=3), lambda _: None
         )
     except EngineStartError as error:
-        return "told" if "df -h /dev/shm" in str(error) else str(error)
+        return "advice" if "df -h /dev/shm" in str(error) else str(error)
     finally:
         await engine.stop()
     return "length" if output.finish_reason is FinishReason.LENGTH else str(output)

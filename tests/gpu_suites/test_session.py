@@ -100,7 +100,7 @@ def test_a_busy_card_is_left_alone(run: Runner) -> None:
     busy = Card(pids=[STRANGER], free=39 * GIB)
     outcomes, told = run((busy,))
     assert {"skipped": 2, "deselected": 2} == outcomes
-    assert "GPU 0 is busy (process 1, 41.0 GiB held)" in told
+    assert "GPU 0 is busy (process 1, 41.0 GiB in use)" in told
     outcomes, _ = run((busy,), "--rollproof-require-gpu")
     assert outcomes.get("errors", 0) + outcomes.get("failed", 0) == 1
 
@@ -136,11 +136,11 @@ def test_a_busy_card_is_hidden_from_what_needs_one(run: Runner) -> None:
     outcomes, told = run((busy, Card()), "--rollproof-require-gpu")
     assert (1, 1) == (outcomes["passed"], outcomes.get("failed", 0) + outcomes.get("errors", 0))
     assert (
-        "needs 2 free GPUs, and 1 of 1 are; GPU 0 is busy (process 1, 41.0 GiB held); a GPU was"
+        "needs 2 free GPUs, and 1 of 1 are; GPU 0 is busy (process 1, 41.0 GiB in use); a GPU was"
         " required" in told
     )
     assert (
-        "GPUs: 1 (NVIDIA H100 80GB HBM3); left alone: GPU 0 is busy (process 1, 41.0 GiB held)"
+        "GPUs: 1 (NVIDIA H100 80GB HBM3); left alone: GPU 0 is busy (process 1, 41.0 GiB in use)"
         in told
     )
     assert "CUDA_VISIBLE_DEVICES" not in os.environ
@@ -155,7 +155,7 @@ def test_a_card_that_is_taken_meanwhile_is_not_used(run: Runner) -> None:
     assert "GPUs: 0 (NVIDIA H100 80GB HBM3), 1 (NVIDIA H100 80GB HBM3)" in told
     assert 2 == outcomes.get("failed", 0) + outcomes.get("errors", 0)
     assert (
-        "GPU 0 is busy (process 1, 1.0 GiB held), and was free when this session began; a GPU was"
+        "GPU 0 is busy (process 1, 1.0 GiB in use), and was free when this session began; a GPU was"
         " required" in told
     )
 

@@ -1,3 +1,3 @@
-"""Engine hosts: the processes that hold real engines, and how they are spoken to."""
+"""Engine hosts: the processes in which real engines run, and the client that talks to them."""
 
 from __future__ import annotations

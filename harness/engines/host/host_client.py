@@ -1,11 +1,10 @@
-"""A program that holds an engine: a process group of its own, spoken to in lines of JSON, and ended
-without remains.
+"""Run an engine in a process of its own, talk to it in lines of JSON, and end it without remains.
 
 Engines start processes of their own, change signal handlers and limits of the process that they
-live in, and end it where one of their children dies (SGLang: ``kill_process_tree(os.getpid())``).
-So an engine never lives in the caller's process. The program that holds it is a *host*; it answers
-over a socket, writes its log to a file, and keeps its temporary files in a folder of its own, which
-is removed with it. It ends itself where its caller is gone.
+live in, and end it if one of their children dies (SGLang: ``kill_process_tree(os.getpid())``). So
+an engine never lives in the caller's process, but in a *host*. The host answers over a socket,
+writes its log to a file, and has a folder for temporary files, which is removed with it. It ends
+itself when its caller is gone.
 """
 
 from __future__ import annotations
@@ -36,13 +35,13 @@ __all__ = ["EngineProcess", "end_session", "shared_memory_of"]
 _LINE_LIMIT = 1 << 28
 """Bytes of the longest line: the routes of a long sequence are one line."""
 _ERROR = re.compile(r"\b\w*(Error|Exception): .*")
-"""How an exception ends its traceback in a log, whatever stands before it on the line."""
+"""How a traceback in a log ends, whatever else is on the line before it."""
 _SHARED = "/dev/shm/"  # noqa: S108 - where Linux keeps shared memory, not a place for temporary files
 _ADVICE: Mapping[str, str] = MappingProxyType(
     {
         "Too many open files": (
             "Files, sockets and pipes are counted together: raise the limit (`ulimit -n`), or end"
-            " what holds them."
+            " the processes that have them open."
         ),
         "No space left on device": (
             "Shared memory (`df -h /dev/shm`; of a container: `--shm-size`) or the folder of"
@@ -52,8 +51,8 @@ _ADVICE: Mapping[str, str] = MappingProxyType(
             "A SIGBUS: shared memory is full (`df -h /dev/shm`; of a container: `--shm-size`)."
         ),
         "Address already in use": (
-            "A port that the engine chose is taken, or none is left (`ss -s`): end what holds them,"
-            " or try again."
+            "A port that the engine chose is in use, or none is left (`ss -s`): end the processes"
+            " that use them, or try again."
         ),
         "Cannot assign requested address": (
             "No port is left (`ss -s`), or this machine has no loopback interface."
@@ -62,27 +61,23 @@ _ADVICE: Mapping[str, str] = MappingProxyType(
             "The path of a socket has no more bytes: set TMPDIR to a shorter folder, such as /tmp."
         ),
         "Cannot allocate memory": (
-            "The machine, or the limit of this container, has too little memory for the engine"
-            " beside what runs."
+            "The machine, or the limit of this container, has too little memory left for the"
+            " engine."
         ),
     }
 )
-"""What to do about a resource that is exhausted, by the text of its error."""
+"""Advice on exhausted resources, by the text of their errors."""
 
 
 class EngineProcess:
-    """A running host. Make one with ``start``; ``stop`` it, or ``kill`` it where there is no loop
-    any more.
+    """A running host. Make one with ``start``; ``stop`` it, or ``kill`` it without an event loop.
 
-    Use it from one event loop. Every method that waits raises ``EngineDied`` where the host has
-    gone, with the last lines of its log, and ``EngineHung`` where it does not answer within the
-    deadline.
+    Use it from one event loop. Every method that waits raises ``EngineDied`` if the host has ended,
+    with the last lines of its log, and ``EngineHung`` if it does not answer within the deadline.
     """
 
     fatal: tuple[str, ...] = ()
-    """Kinds of errors (names of exceptions) that an engine answers with when it is dead, while the
-    host that held it still runs.
-    """
+    """Names of exceptions that mean that the engine is dead although its host still runs."""
 
     def __init__(
         self, name: str, process: subprocess.Popen[bytes], channel: socket.socket, folder: Path
@@ -94,7 +89,7 @@ class EngineProcess:
         self._shared: set[str] = set()
         self._shared_before = _shared_names()
         self._ended = False
-        self._tail_kept = ""
+        self._last_lines = ""
         self._writer: asyncio.StreamWriter | None = None
         self._task: asyncio.Task[None] | None = None
         atexit.register(self.kill)
@@ -111,12 +106,18 @@ class EngineProcess:
         deadline: float = 300.0,
         progress: Callable[[str], None] | None = None,
     ) -> Self:
-        """Run ``python -m module`` and wait until it says that its engine is ready, ``deadline``
-        seconds at most.
+        """Run ``python -m module``, and wait until it reports that its engine is ready.
 
-        ``options`` is the host's first line of input. ``progress`` is told every few seconds how
-        long the start has taken and what the log's last line says. Raises ``EngineStartError``
-        where the host dies, refuses, or hangs; nothing is left then.
+        Args:
+            module: the program of the host.
+            options: the host's first line of input.
+            name: name of the engine, for messages.
+            environment: environment variables to add.
+            python: the interpreter.
+            deadline: seconds that the start may take.
+            progress: called every few seconds with the duration and the log's last line.
+
+        Raises ``EngineStartError`` if the host dies, refuses, or hangs; nothing is left then.
         """
         folder = _own_folder(name)
         try:
@@ -137,28 +138,29 @@ class EngineProcess:
 
     @property
     def pid(self) -> int:
-        """Process id of the host; it leads a session, whose id this is too."""
+        """Process id of the host, and of the session that it leads."""
         return self._process.pid
 
     @property
     def folder(self) -> Path:
-        """The host's own folder: its log, and its temporary files. Removed with it."""
+        """The host's folder with its log and its temporary files. It is removed with the host."""
         return self._folder
 
     def log_tail(self, lines: int = 25) -> str:
-        """The last lines of the log that are not empty."""
+        """Return the last lines of the log that are not empty."""
         try:
             text = (self._folder / "log").read_bytes()[-200_000:].decode(errors="replace")
         except OSError:
             return "(no log)"
-        kept = [line[:400] for line in text.splitlines() if line.strip()]
-        return "\n".join(kept[-lines:]) or "(an empty log)"
+        written = [line[:400] for line in text.splitlines() if line.strip()]
+        return "\n".join(written[-lines:]) or "(an empty log)"
 
     async def call(
         self, operation: str, *, deadline: float | None = 120.0, **arguments: Any
     ) -> Any:
-        """Ask for one thing and wait for the answer. Raises ``EngineRefused`` where the engine
-        answers with an error.
+        """Call an operation and return its last answer.
+
+        Raises ``EngineRefused`` if the engine answers with an error.
         """
         answers = [
             answer async for answer in self.stream(operation, deadline=deadline, **arguments)
@@ -168,8 +170,9 @@ class EngineProcess:
     async def stream(
         self, operation: str, *, deadline: float | None = 120.0, **arguments: Any
     ) -> AsyncIterator[Any]:
-        """Ask for one thing and yield the answers as they come; ``deadline`` bounds the seconds
-        between two of them.
+        """Call an operation and yield its answers as they come.
+
+        ``deadline`` limits the seconds between two of them.
         """
         if self._task is None or self._task.done() or self._writer is None:
             raise self._died()
@@ -179,9 +182,8 @@ class EngineProcess:
             self._writer.write(_line({"id": number, "op": operation, **arguments}))
             while True:
                 try:
-                    async with asyncio.timeout(
-                        deadline
-                    ):  # wait_for may lose a cancellation that comes along with the answer
+                    # wait_for may lose a cancellation that comes along with the answer
+                    async with asyncio.timeout(deadline):
                         message = await answers.get()
                 except TimeoutError:
                     raise EngineHung(
@@ -208,8 +210,9 @@ class EngineProcess:
             self._waiting.pop(number, None)
 
     async def stop(self, grace: float = 10.0) -> None:
-        """Ask the host to end, give it ``grace`` seconds, and remove what is left. May be called
-        twice.
+        """Ask the host to end, give it ``grace`` seconds, and remove what is left.
+
+        It may be called twice.
         """
         if not self._ended and self._process.poll() is None and self._writer is not None:
             with contextlib.suppress(EngineDied, EngineHung, EngineRefused, OSError):
@@ -224,9 +227,7 @@ class EngineProcess:
             await asyncio.wait([self._task])
 
     def kill(self) -> None:
-        """End the host and everything that it started, at once; remove its shared memory and its
-        folder.
-        """
+        """Kill the host and everything that it started; remove its shared memory and its folder."""
         if self._ended:
             return
         self._ended = True
@@ -241,13 +242,12 @@ class EngineProcess:
             with contextlib.suppress(RuntimeError):  # its loop may be closed already
                 self._writer.close()
         self._channel.close()
-        self._tail_kept = self._told_log()
+        self._last_lines = self._log_with_causes()
         shutil.rmtree(self._folder, ignore_errors=True)
 
     def _orphans(self) -> set[str]:
-        """Shared memory that is named after the engine, came since its start and is nobody's: of a
-        child that died before it was seen.
-        """
+        """Return shared memory named after the engine that no process uses."""
+        # of a child that died before it was seen: it came since the start of the host
         new = {
             f"{_SHARED}{name}"
             for name in _shared_names() - self._shared_before
@@ -285,12 +285,11 @@ class EngineProcess:
             line = b""
         finally:
             first.cancel()
-        message = (
-            json.loads(line) if line.endswith(b"\n") else {}
-        )  # a host that was killed may have said the half of it
+        # a host that was killed may have written half of a line
+        message = json.loads(line) if line.endswith(b"\n") else {}
         if "error" in message:
-            said = f"{self.name} cannot be started: {message['error']}"
-            raise EngineStartError(said if message.get("told") else f"{said}\n{self._tail()}")
+            text = f"{self.name} cannot be started: {message['error']}"
+            raise EngineStartError(text if message.get("complete") else f"{text}\n{self._tail()}")
         if not message.get("ready"):
             raise EngineStartError(
                 f"{self.name} died while it started ({self._exit()}). {self._tail()}"
@@ -299,9 +298,7 @@ class EngineProcess:
         self._task = asyncio.create_task(self._read(reader), name=f"answers of {self.name}")
 
     async def _read(self, reader: asyncio.StreamReader) -> None:
-        """Hand every answer to the one who waits for it, and tell all of them when the host is
-        gone.
-        """
+        """Deliver every answer to its caller, and tell all callers when the host has ended."""
         try:
             while line := await reader.readline():
                 message = json.loads(line)
@@ -309,7 +306,7 @@ class EngineProcess:
                 if answers is not None:
                     answers.put_nowait(message)
         except (ConnectionError, ValueError):
-            pass  # broken off in the middle of a line
+            pass  # the host died in the middle of a line
         finally:
             for answers in self._waiting.values():
                 answers.put_nowait({"died": True})
@@ -323,17 +320,16 @@ class EngineProcess:
         with contextlib.suppress(subprocess.TimeoutExpired):
             code = self._process.wait(5)
             return f"killed by {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
-        return "its process still runs and has closed the line"
+        return "its process still runs but closed the connection"
 
     def _tail(self) -> str:
-        log = self._tail_kept or self._told_log()
+        log = self._last_lines or self._log_with_causes()
         advice = _advice(log)
         return f"The end of its log:\n{log}" + (f"\n{advice}" if advice else "")
 
-    def _told_log(self) -> str:
-        """The last lines of the log, behind the errors that stand further up: an engine's parts
-        fail one by one, the cause first.
-        """
+    def _log_with_causes(self) -> str:
+        """Return the last lines of the log, after the errors that are further up in it."""
+        # an engine's parts fail one after the other, the cause first
         tail = self.log_tail()
         lines = [
             line
@@ -345,9 +341,7 @@ class EngineProcess:
 
 
 def _own_folder(name: str) -> Path:
-    """A folder for a host's log and temporary files. Raises ``EngineStartError`` where there can be
-    none.
-    """
+    """Make a folder for a host's log and temporary files. Raises ``EngineStartError``."""
     try:
         folder = Path(tempfile.mkdtemp(prefix=f"rollproof-{name}-"))
         (folder / "tmp").mkdir()
@@ -362,9 +356,7 @@ def _own_folder(name: str) -> Path:
 def _spawn(
     command: list[str], folder: Path, environment: Mapping[str, str]
 ) -> tuple[subprocess.Popen[bytes], socket.socket]:
-    """Start a host in a session of its own, with its log and its own folder of temporary files; the
-    process, and our end of the line.
-    """
+    """Start a host in a session of its own; return the process, and our end of the connection."""
     ours, theirs = socket.socketpair()
     try:
         with theirs, (folder / "log").open("wb") as log:
@@ -389,17 +381,14 @@ def _spawn(
 
 
 def _advice(text: str) -> str:
-    """What to do about the exhausted resources that a log or an error names."""
+    """Return advice on the exhausted resources that a log or an error names."""
     return " ".join(advice for error, advice in _ADVICE.items() if error in text)
 
 
 def end_session(leader: int, patience: float = 5.0) -> None:
-    """Kill every process of the session that ``leader`` leads, but the caller, and wait until they
-    are gone.
-
-    multiprocessing's resource tracker goes last, and by itself: it removes the shared memory of
-    those that were killed.
-    """
+    """Kill and await every process of the session that ``leader`` leads, except the caller."""
+    # multiprocessing's resource tracker ends last, and by itself: it removes the shared memory of
+    # the processes that were killed
     end = time.monotonic() + patience
     while members := _members(leader):
         trackers = {pid for pid in members if _is_tracker(pid)}
@@ -413,25 +402,24 @@ def end_session(leader: int, patience: float = 5.0) -> None:
 
 
 def shared_memory_of(leader: int) -> set[str]:
-    """Paths of the shared memory that processes of a session have mapped or open, and nobody else
-    has.
-    """
+    """Return paths of the shared memory that only processes of a session have mapped or open."""
     members = _members(leader, also_self=True)
-    mine = {path for pid in members for path in _shared_paths(pid)}
-    if not mine:
-        return mine
+    paths = {path for pid in members for path in _shared_paths(pid)}
+    if not paths:
+        return paths
     others = {
         int(entry.name) for entry in Path("/proc").iterdir() if entry.name.isdigit()
     } - members
-    return mine - {path for pid in others for path in _shared_paths(pid)}
+    return paths - {path for pid in others for path in _shared_paths(pid)}
 
 
 def _members(leader: int, *, also_self: bool = False) -> set[int]:
-    """Live processes of a session. Zombies do not count: nothing of them is left but an entry."""
+    """Return the live processes of a session."""
     found = set()
     for entry in Path("/proc").glob("[0-9]*/stat"):
         with contextlib.suppress(OSError, ValueError, IndexError):
             state, _, _, session = entry.read_text().rpartition(")")[2].split()[:4]
+            # of a zombie nothing is left but its entry
             if int(session) == leader and state not in "ZX":
                 found.add(int(entry.parent.name))
     return found if also_self else found - {os.getpid()}

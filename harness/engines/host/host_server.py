@@ -1,9 +1,9 @@
-"""Hosts: the loop of a program that holds an engine and answers the caller in lines of JSON (see
-``rollproof.engines.host.host_client``).
+"""The program that runs an engine and answers the caller in lines of JSON.
 
-A line that comes in is ``{"id", "op", ...arguments}``; the method ``do_OP`` answers it, in a task
-of its own. Each answer is ``{"id", "value"}``, the last one has ``"end"``, and what the engine
-raises is ``{"id", "error", "kind"}``.
+``rollproof.engines.host.host_client`` is the caller's side. An incoming line is ``{"id", "op",
+...arguments}``; the method ``do_OP`` answers it, in a task of its own. Each answer is ``{"id",
+"value"}``, the last one has ``"end"``, and an exception of the engine is ``{"id", "error",
+"kind"}``.
 """
 
 from __future__ import annotations
@@ -30,14 +30,15 @@ __all__ = ["Host", "run_host"]
 _LINE_LIMIT = 1 << 28
 """Bytes of the longest line, as in ``rollproof.engines.host.host_client``."""
 _REMOVALS = 20
-"""Attempts to remove the folder: an engine that still starts in another thread may make files while
-they are removed.
+"""Attempts to remove the folder: an engine that still starts in another thread may write files
+meanwhile.
 """
 
 
 class Host:
-    """Base of the programs' classes: the engine's operations are its methods ``do_NAME``,
-    coroutines or async generators.
+    """Base class of the engines' hosts.
+
+    The operations are methods ``do_NAME``, coroutines or async generators.
     """
 
     def __init__(self) -> None:
@@ -45,7 +46,7 @@ class Host:
         self._stopping = asyncio.Event()
 
     async def serve(self, channel: socket.socket) -> None:
-        """Answer until the caller goes or asks for the end."""
+        """Answer until the caller is gone or calls ``stop``."""
         reader, writer = await asyncio.open_connection(sock=channel, limit=_LINE_LIMIT)
         reading = asyncio.create_task(self._read(reader, writer))
         stopping = asyncio.create_task(self._stopping.wait())
@@ -54,7 +55,7 @@ class Host:
             await writer.drain()
 
     async def do_stop(self) -> None:
-        """End, after the answers that are under way were written."""
+        """End after the pending answers were written."""
         asyncio.get_running_loop().call_later(0.05, self._stopping.set)
 
     async def _read(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -85,14 +86,13 @@ def run_host(
     make: Callable[[Mapping[str, Any]], Host],
     run: Callable[[Host, Callable[[], Coroutine[Any, Any, None]]], None] | None = None,
 ) -> NoReturn:
-    """The life of a program: make the host from the caller's options, say that it is ready, answer,
-    leave nothing behind.
+    """Make the host from the caller's options, report that it is ready, answer, and leave nothing.
 
-    ``make`` may take minutes; where it raises, the caller is told the text. ``run`` is given the
-    host and the coroutine function to run, for engines with a loop of their own.
+    ``make`` may take minutes; if it raises, the caller gets the text. ``run`` gets the host and the
+    coroutine function to run, for engines with a loop of their own.
     """
     channel = socket.socket(fileno=int(sys.argv[1]))
-    # asyncio closes the other one with its streams, and the end of the line is looked for after
+    # asyncio closes the other one with its streams, and whether the caller is gone is checked after
     # that
     line = channel.dup()
     try:
@@ -101,8 +101,8 @@ def run_host(
         try:
             host = make(options)
         except EngineStartError as error:
-            _refuse(channel, line, str(error), told=True)
-        except Exception as error:  # noqa: BLE001 - whatever an engine raises when it starts is what the caller must read
+            _refuse(channel, line, str(error), complete=True)
+        except Exception as error:  # noqa: BLE001 - the caller must read whatever an engine raises when it starts
             traceback.print_exc()
             _refuse(channel, line, f"{type(error).__name__}: {error}")
 
@@ -115,16 +115,16 @@ def run_host(
         else:
             run(host, serve)
     finally:
-        if _has_ended(
-            line
-        ):  # a caller that went before it said what to start, or an error that only its end brought about
+        # the caller ended before it sent its options, or its end caused the error
+        if _has_ended(line):
             leave(line)
     leave(line)
 
 
 def leave(line: socket.socket) -> NoReturn:
-    """End this process and all that it started, with what they keep in shared memory and, if nobody
-    else will, in the host's folder.
+    """End this process and all that it started; remove their shared memory.
+
+    If the caller is gone, the host's folder is removed, too.
     """
     shared = shared_memory_of(os.getpid())
     end_session(os.getpid())
@@ -141,41 +141,35 @@ def leave(line: socket.socket) -> NoReturn:
 
 
 def _has_ended(line: socket.socket) -> bool:
-    """Whether the caller has closed its end of the line, as the system does for one that dies.
-
-    That alone tells it. A process that dies closes its sockets before its children get another
-    parent, so ``getppid`` may still name the caller after its end was read here; and where it dies
-    before this program has started, ``getppid`` never names it. What is left to read does not hide
-    the end from ``poll``, as it would from ``recv``.
-    """
+    """Whether the caller has closed its end of the connection, as the system does when it dies."""
+    # nothing else is reliable. A process that dies closes its sockets before its children get
+    # another parent, so getppid may still name the caller after its end was read here; and if it
+    # dies before this program has started, getppid never names it. Unread bytes do not hide the
+    # end from poll, as they would from recv
     poll = select.poll()
-    poll.register(line, 0)  # ends and errors are told always
+    poll.register(line, 0)  # ends and errors are always reported
     return bool(poll.poll(0))
 
 
 def _refuse(
-    channel: socket.socket, line: socket.socket, text: str, *, told: bool = False
+    channel: socket.socket, line: socket.socket, text: str, *, complete: bool = False
 ) -> NoReturn:
-    """Say why there is no host; ``told`` where the text tells it all, so that nobody needs the end
-    of the log.
-    """
-    with contextlib.suppress(
-        ConnectionError
-    ):  # nobody is there to be told, and what the engine started must end all the same
-        channel.sendall(_line({"error": text, "told": told}))
+    """Report why there is no host; a ``complete`` text does not need the end of the log."""
+    # without a caller, what the engine started must end all the same
+    with contextlib.suppress(ConnectionError):
+        channel.sendall(_line({"error": text, "complete": complete}))
     leave(line)
 
 
 def _watch_start(channel: socket.socket, line: socket.socket) -> None:
-    """While the engine starts, nobody reads from the caller: end everything where the caller is
-    gone.
-    """
+    """End everything if the caller dies while the engine starts."""
+    # nothing else reads from the connection yet
     try:
         if channel.recv(1, socket.MSG_PEEK):
             return
     except BlockingIOError:
-        # the engine started before this thread ran, and its loop, which made the socket so, sees
-        # the caller's end itself
+        # the engine started before this thread ran, and its loop, which made the socket
+        # non-blocking, sees the caller's end itself
         return
     except OSError:
         pass  # the connection broke: as if it had ended

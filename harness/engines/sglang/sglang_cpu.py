@@ -1,21 +1,19 @@
-"""SGLang on a CPU for which no kernel package exists: what its binary packages would give, written
-in Python.
+"""Run SGLang on a CPU without a kernel package: its missing kernels, written in Python.
 
-SGLang has a CPU engine, and its published kernels are for CUDA; the CPU ones are built from source,
+SGLang has a CPU engine, but its published kernels are for CUDA; the CPU ones are built from source,
 for AVX512 and AMX. On any other CPU its layers fall back to torch by themselves, except for the few
-things below. ``install`` puts them in place, in this process; ``python -m
-rollproof.engines.sglang.sglang_host`` calls it in each process that SGLang starts. What is not here
-and would be needed raises ``StandInError`` with the name of the missing kernel; nothing gives a
-wrong value in silence.
+parts below. ``install`` installs them in this process; ``python -m
+rollproof.engines.sglang.sglang_host`` calls it in each process that SGLang starts. Any other kernel
+that is needed raises ``StandInError`` with its name; nothing returns a wrong value silently.
 
-- ``sgl_kernel``, a module, for the wheel ``sglang-kernel``, which is for CUDA: SGLang imports it
-  everywhere; on a CPU it calls ``assign_req_to_token_pool_cpu`` only.
+- ``sgl_kernel``, a module, in place of the wheel ``sglang-kernel``, which is for CUDA: SGLang
+  imports it everywhere; on a CPU it calls ``assign_req_to_token_pool_cpu`` only.
 - ``sgl_kernel::topk_softmax_cpu`` and ``::topk_sigmoid_cpu``, torch operators of a source build:
   ``fused_topk_cpu`` (srt/layers/moe/topk.py) calls them on any CPU.
-- ``torchvision``, a module, where none is installed: SGLang names some of it at import, and
-  transformers must think that it is there; its wheels do not load beside torch's CPU build.
-- the allocator ``ALLOC_MEMORY_FUNCS["cpu"]`` (srt/mem_cache/pool_host/common.py), for one that
-  registers host memory with CUDA: the buffer of routed experts is allocated by it.
+- ``torchvision``, a module, if it is not installed: SGLang names some of it at import, and
+  transformers must find it; its wheels do not load with torch's CPU build.
+- the allocator ``ALLOC_MEMORY_FUNCS["cpu"]`` (srt/mem_cache/pool_host/common.py), in place of one
+  that registers host memory with CUDA: the buffer of routed experts is allocated by it.
 """
 
 from __future__ import annotations
@@ -35,23 +33,24 @@ from rollproof.errors import EngineStartError
 __all__ = ["VERSIONS", "StandInError", "install"]
 
 VERSIONS = ("0.5.21",)
-"""Releases of SGLang on which the stand-ins were run."""
+"""Releases of SGLang on which the stand-ins were tested."""
 _MACHINES = ("x86_64", "amd64", "aarch64", "arm64")
 _PACKAGE = "sgl_kernel"
 _VISION = "torchvision"
 
 
 class StandInError(EngineStartError):
-    """SGLang cannot run on this CPU with the stand-ins: another release, another kind of CPU, or a
-    kernel that has none.
+    """SGLang cannot run on this CPU with the stand-ins.
+
+    It is another release or another kind of CPU, or needs a kernel that has no stand-in.
     """
 
 
 def install() -> None:
-    """Put every stand-in in place. Call it before anything of SGLang is imported; twice is once.
+    """Install the stand-ins in this process, before anything of SGLang is imported.
 
-    Raises ``StandInError`` where SGLang is of a release that they were not run on, the CPU is none
-    that SGLang knows, or SGLang's own parts are not where they were.
+    A second call does nothing. Raises ``StandInError`` for a release of SGLang on which they were
+    not tested, for a CPU that SGLang does not support, and if the parts that they replace moved.
     """
     if any(isinstance(finder, _Finder) for finder in sys.meta_path):
         return
@@ -70,27 +69,29 @@ def _refuse_others() -> None:
     machine = platform.machine().lower()
     if machine not in _MACHINES:
         raise StandInError(
-            f"SGLang's CPU engine knows the machines {', '.join(_MACHINES)}; this one is"
+            f"SGLang's CPU engine supports the machines {', '.join(_MACHINES)}; this one is"
             f" {machine!r}."
         )
     try:
-        found = metadata.version("sglang")
+        installed = metadata.version("sglang")
     except metadata.PackageNotFoundError:
         raise StandInError(
             f"SGLang is not installed in {sys.prefix}. Its CPU engine needs sglang=={VERSIONS[-1]}:"
             " `nox -s engines` installs it."
         ) from None
-    if found not in VERSIONS:
+    if installed not in VERSIONS:
         raise StandInError(
-            f"The stand-ins for SGLang's CPU kernels were run on {', '.join(VERSIONS)}, and {found}"
-            f" is installed: what they replace may have moved. Install sglang=={VERSIONS[-1]}, or"
-            f" add {found} to rollproof.engines.sglang.sglang_cpu.VERSIONS and run tests/engines."
+            f"The stand-ins for SGLang's CPU kernels were tested on {', '.join(VERSIONS)}, and"
+            f" {installed} is installed: the parts that they replace may have moved. Install"
+            f" sglang=={VERSIONS[-1]}, or add {installed} to"
+            " rollproof.engines.sglang.sglang_cpu.VERSIONS and run tests/engines."
         )
 
 
 def _has_kernels() -> bool:
-    """Whether kernels for this CPU are installed. Raises ``StandInError`` for those of another
-    device.
+    """Whether kernels for this CPU are installed.
+
+    Raises ``StandInError`` for kernels of another device.
     """
     if importlib.util.find_spec(_PACKAGE) is None:
         return False
@@ -102,14 +103,14 @@ def _has_kernels() -> bool:
         if hasattr(importlib.import_module("torch").ops.sgl_kernel, "topk_softmax_cpu"):
             return True
     raise StandInError(
-        "The package sgl_kernel is installed, and is not built for a CPU. Run `python -m pip"
+        "The installed package sgl_kernel is not built for a CPU. Run `python -m pip"
         " uninstall sglang-kernel sgl-kernel` in an environment made for SGLang on a CPU"
         f" ({sys.prefix}); `nox -s engines` makes one."
     )
 
 
 class _Kernels(types.ModuleType):
-    """A package that is not installed, or a module below it: any name is there, and raises when it
+    """A package that is not installed, or a module below it: every name exists, and raises when it
     is called.
     """
 
@@ -117,12 +118,12 @@ class _Kernels(types.ModuleType):
         if name.startswith("__"):
             raise AttributeError(name)
         if name[:1].isupper():
-            return _Named(name, (), {})  # named in annotations, tables and isinstance tests only
+            return _Named(name, (), {})  # used in annotations, tables and isinstance tests only
         return _Missing(f"{self.__name__}.{name}")
 
 
 class _Named(type):
-    """The type of classes that are only named: each attribute of one is its own name
+    """The type of classes that nothing calls: the value of each attribute is its name
     (``InterpolationMode.BICUBIC``).
     """
 
@@ -133,9 +134,7 @@ class _Named(type):
 
 
 class _Missing:
-    """A name below a package that is not installed: it can be passed around, and raises when it is
-    called.
-    """
+    """A name below a package that is not installed; it raises when it is called."""
 
     def __init__(self, name: str) -> None:
         self._name = name
@@ -148,49 +147,43 @@ class _Missing:
     def __call__(self, *args: object, **kwargs: object) -> None:
         raise StandInError(
             f"SGLang called {self._name}, which has no stand-in on a CPU: this model or option"
-            " cannot be run here."
+            " does not run here."
         )
 
 
 class _Finder:
-    """Finds ``sgl_kernel``, ``torchvision`` and everything below them, after all other finders:
-    what is installed comes first.
+    """Finds ``sgl_kernel``, ``torchvision`` and everything below them.
+
+    It comes after all other finders, so that installed packages win.
     """
 
     def find_spec(
         self, name: str, path: Sequence[str] | None = None, target: object = None
     ) -> importlib.machinery.ModuleSpec | None:
-        """The module, where it is one of ours."""
+        """Return the spec of a module that this finder makes."""
         if name.partition(".")[0] not in (_PACKAGE, _VISION):
             return None
         return importlib.machinery.ModuleSpec(name, self, is_package=True)  # type: ignore[arg-type]  # duck-typed, as importlib allows
 
     def create_module(self, spec: importlib.machinery.ModuleSpec) -> types.ModuleType:
-        """An empty module whose names raise when called; the package itself holds what was written
-        for it.
-        """
+        """Make a module with names that raise when they are called, and with its stand-ins."""
         module = _Kernels(spec.name)
         module.__path__ = []
         if spec.name == _PACKAGE:
             module.__dict__["assign_req_to_token_pool_cpu"] = _assign_slots
         elif spec.name == _VISION:
-            module.__dict__[
-                "__version__"
-            ] = (  # the release for torch 2.13: transformers asks, and SGLang needs it to say yes
-                "0.28.0"
-            )
+            # the release for torch 2.13: transformers looks for it, and SGLang needs it to be there
+            module.__dict__["__version__"] = "0.28.0"
         return module
 
     def exec_module(self, module: types.ModuleType) -> None:
-        """Nothing is to be run."""
+        """Run nothing: the module is complete."""
 
 
 def _assign_slots(
     requests: Any, table: Any, starts: Any, ends: Any, slots: Any, _width: int
 ) -> None:
-    """Write each request's next KV slots into its row of the table ``(requests, width)``, from
-    ``start`` to ``end``.
-    """
+    """Write each request's next KV slots into its row of ``table`` ``(requests, width)``."""
     taken = 0
     for request, start, end in zip(requests.tolist(), starts.tolist(), ends.tolist(), strict=True):
         table[request, start:end] = slots[taken : taken + end - start].to(table.dtype)
@@ -198,7 +191,7 @@ def _assign_slots(
 
 
 def _declare_operators() -> None:
-    """The torch operators, with the signatures by which SGLang calls them."""
+    """Declare the torch operators, with the signatures by which SGLang calls them."""
     torch = importlib.import_module("torch")
     library = torch.library.Library(_PACKAGE, "DEF")
     signature = (
@@ -212,16 +205,16 @@ def _declare_operators() -> None:
     for name, score in scores.items():
         library.define(name + signature)
         library.impl(name, _router(score), "CPU")
-    _KEPT.append(library)
+    _LIBRARIES.append(library)
 
 
-_KEPT: list[Any] = []
-"""Libraries of torch: what they define goes with them."""
+_LIBRARIES: list[Any] = []
+"""Libraries of torch: their operators vanish with the object."""
 
 
 def _router(score: Any) -> Any:
-    """Top-k of the router's scores in fp32, chosen with the correction bias and weighted without,
-    as HF's routers do.
+    """Return a router in fp32 that chooses with the correction bias and weights without it, as HF's
+    routers do.
     """
 
     def route(
@@ -239,13 +232,13 @@ def _router(score: Any) -> Any:
 
 
 def _allocate_plainly() -> None:
-    """Give SGLang's buffers on the host an allocator that asks nothing of CUDA."""
+    """Give SGLang's buffers on the host an allocator that does not use CUDA."""
     name = "sglang.srt.mem_cache.pool_host.common"
     try:
         table = importlib.import_module(name).ALLOC_MEMORY_FUNCS
     except (ImportError, AttributeError) as error:
         raise StandInError(
-            f"{name}.ALLOC_MEMORY_FUNCS, where the stand-ins put a plain allocator, cannot be had:"
+            f"{name}.ALLOC_MEMORY_FUNCS, which needs a plain allocator on a CPU, is missing:"
             f" {error}"
         ) from error
     torch = importlib.import_module("torch")

@@ -1,8 +1,7 @@
-"""SGLang as an engine to be judged: ``sglang.Engine``, offline, in a process of its own; the same
-on a CPU and on a GPU.
+"""SGLang as an engine under test: ``sglang.Engine`` in a process of its own, on a CPU or a GPU.
 
-What is declared is the flavour of the fake (``rollproof.fakes.engine.flavours``): the real engine
-is judged by the conventions that the fake stands for.
+It declares a flavour of the fake engine (``rollproof.fakes.engine.flavours``): the real engine is
+judged by the conventions that the fake emulates.
 """
 
 from __future__ import annotations
@@ -30,27 +29,30 @@ __all__ = ["MODES", "SglangEngine", "engine_options", "incremental"]
 MODES: Mapping[PauseMode, str] = MappingProxyType(
     {PauseMode.ABORT: "abort", PauseMode.RETRACT: "retract", PauseMode.IN_PLACE: "in_place"}
 )
-"""SGLang's word for each pause that it has (``PauseGenerationReqInput.mode``)."""
+"""SGLang's name of each pause that it has (``PauseGenerationReqInput.mode``)."""
 _HOST = "rollproof.engines.sglang.sglang_host"
 _RAW = {Logprobs.RAW: "1", Logprobs.TEMPERATURE_SCALED: "0"}
 """``SGLANG_RETURN_ORIGINAL_LOGPROB`` for a mode of logprobs."""
-_OURS = ("device", "python", "flavour", "load", "deadline")
+_OWN_KEYS = ("device", "python", "flavour", "load", "deadline")
 """Keys of ``EngineSettings.extra`` that are not SGLang's own."""
 _SETTLING_S = 5.0
 
 
 class SglangEngine:
-    """An engine as ``rollproof.core.subjects.EngineSubject`` describes it.
+    """An ``rollproof.core.subjects.EngineSubject``.
 
-    Of ``settings.extra``, ``device`` is ``"cpu"`` or ``"cuda"`` (by itself: CUDA where there is
-    one), ``python`` an interpreter that has SGLang (by itself: this one), ``flavour`` the declared
-    conventions, ``load`` the way of new weights (``"disk"`` or ``"tensors"``), ``deadline`` the
-    seconds that a start may take; every other key is an argument of ``sglang.Engine``. With its
-    ``incremental_streaming_output`` a streamed reply comes in parts, without it each chunk repeats
-    all that was before.
+    Keys of ``settings.extra``:
 
-    Weights change while calls run only during a pause: SGLang lets an update wait for the calls in
-    flight otherwise.
+    - ``device``: ``"cpu"`` or ``"cuda"`` (default: CUDA if there is one).
+    - ``python``: an interpreter that has SGLang (default: this one).
+    - ``flavour``: the declared conventions.
+    - ``load``: how weights are updated, ``"disk"`` or ``"tensors"``.
+    - ``deadline``: seconds that a start may take.
+    - every other key is an argument of ``sglang.Engine``. With ``incremental_streaming_output`` a
+      streamed reply comes in parts; without it each chunk repeats all before it.
+
+    Weights can change under running calls only during a pause; otherwise SGLang lets an update wait
+    for the calls in flight.
     """
 
     contract: Contract
@@ -83,8 +85,9 @@ class SglangEngine:
         self._load = f"load_{load}"
 
     async def start(self) -> None:
-        """Start the engine. Raises ``EngineStartError`` where SGLang is missing, of another
-        version, dies, or is too slow.
+        """Start the engine.
+
+        Raises ``EngineStartError`` if SGLang is missing, of another version, dies, or is too slow.
         """
         options = engine_options(self.settings)
         extra = self.settings.extra
@@ -101,7 +104,7 @@ class SglangEngine:
         )
 
     async def generate(self, query: Query, watch: Watch) -> Sequence[EngineOutput]:
-        """One call. Raises ``EngineRefused`` where SGLang answers with an error."""
+        """Run one call. Raises ``EngineRefused`` if SGLang answers with an error."""
         sampling: dict[str, Any] = {
             "temperature": query.temperature,
             "max_new_tokens": query.max_tokens,
@@ -135,41 +138,40 @@ class SglangEngine:
         return [output_of(reply, self.contract, query.routes_start or 0) for reply in replies]
 
     async def abort(self, handle: str) -> None:
-        """SGLang aborts every call whose id begins with ``handle``."""
+        """Abort every call with an id that begins with ``handle``."""
         await self._running.call("abort", rid=handle)
 
     async def pause(self, mode: PauseMode, clear_cache: bool) -> None:
-        """Raises ``UsageError`` for a mode that SGLang does not have, ``EngineRefused`` where the
-        cache cannot be emptied.
+        """Pause.
+
+        Raises ``UsageError`` for a mode that SGLang does not have, and ``EngineRefused`` if the
+        cache cannot be cleared.
         """
         if mode not in MODES:
             raise UsageError(
-                f"SGLang has no pause {mode!s}; it has {[str(known) for known in MODES]}."
+                f"SGLang has no pause {mode!s}; it has {[str(name) for name in MODES]}."
             )
         await self._running.call("pause", mode=MODES[mode])
         if clear_cache:
             await self.clear_cache()
         else:
-            await self._running.call(
-                "state"
-            )  # the scheduler takes its orders one by one: when it answers this, the pause is in force
+            # the scheduler handles messages in order: when it answers, the pause is in force
+            await self._running.call("state")
 
     async def resume(self) -> None:
         await self._running.call("resume")
 
     async def update_weights(self, update: WeightUpdate) -> None:
-        """Raises ``EngineRefused`` where SGLang says that the update failed."""
+        """Update the weights. Raises ``EngineRefused`` if SGLang reports that it failed."""
         result = await self._running.call(
             self._load, path=str(update.path), label=update.label, flush=update.clear_cache
         )
         _succeeded("the weight update", result)
 
     async def clear_cache(self) -> None:
-        """Empty the radix cache. Raises ``EngineRefused`` while calls run, or are paused in place.
-
-        A call that is answered may still be in the scheduler's last batch: where SGLang holds none,
-        it is asked again for a while.
-        """
+        """Clear the radix cache. Raises ``EngineRefused`` while calls run or are paused in place."""
+        # a call that has its reply may still be in the scheduler's last batch: try again for a
+        # while if no call is open
         end = time.monotonic() + _SETTLING_S
         while not (result := await self._running.call("flush"))["success"]:
             if time.monotonic() > end or (await self._running.call("loads"))["held"]:
@@ -178,8 +180,8 @@ class SglangEngine:
         _succeeded("flush_cache", result)
 
     async def counters(self) -> Mapping[str, float]:
-        """Retractions of the calls answered so far (``meta_info["num_retractions"]``), and calls
-        that SGLang holds.
+        """Count retractions of the calls answered so far (``meta_info["num_retractions"]``), and
+        open calls.
         """
         return {"preemptions": float(self._retracted), **await self._running.call("loads")}
 
@@ -189,7 +191,7 @@ class SglangEngine:
 
     @property
     def process(self) -> EngineProcess:
-        """The process that holds the engine. Raises ``UsageError`` before ``start``."""
+        """The process of the engine. Raises ``UsageError`` before ``start``."""
         return self._running
 
     @property
@@ -200,7 +202,7 @@ class SglangEngine:
 
 
 def incremental(flavour: Flavour) -> Flavour:
-    """The conventions of an engine with ``incremental_streaming_output``."""
+    """Return the conventions of an engine with ``incremental_streaming_output``."""
     return replace(
         flavour,
         name=f"{flavour.name}-incremental",
@@ -209,8 +211,9 @@ def incremental(flavour: Flavour) -> Flavour:
 
 
 def engine_options(settings: EngineSettings) -> dict[str, Any]:
-    """What the host needs to start ``sglang.Engine``: arguments for all devices, for each kind of
-    device, and the model's classes.
+    """Return what the host needs to start ``sglang.Engine``.
+
+    These are arguments for all devices, for each kind of device, and the model's classes.
     """
     architectures = (
         json.loads((settings.model / "config.json").read_text(encoding="utf-8")).get(
@@ -218,7 +221,7 @@ def engine_options(settings: EngineSettings) -> dict[str, Any]:
         )
         or []
     )
-    extra = {name: value for name, value in settings.extra.items() if name not in _OURS}
+    extra = {name: value for name, value in settings.extra.items() if name not in _OWN_KEYS}
     engine = {
         "model_path": str(settings.model),
         "skip_tokenizer_init": True,
@@ -258,9 +261,8 @@ def engine_options(settings: EngineSettings) -> dict[str, Any]:
 
 
 def _refuse_error(reason: Mapping[str, Any]) -> None:
-    """Of a streamed call that it refuses, SGLang ends the stream with an abort that has the status
-    of an HTTP error; else it raises.
-    """
+    # SGLang refuses a streamed call by an abort with the status of an HTTP error, any other call by
+    # an exception
     if reason.get("status_code") is not None:
         raise EngineRefused(
             f"SGLang refused the call: {reason.get('message')}",
@@ -268,9 +270,9 @@ def _refuse_error(reason: Mapping[str, Any]) -> None:
         )
 
 
-def _succeeded(what: str, result: Mapping[str, Any]) -> None:
+def _succeeded(operation: str, result: Mapping[str, Any]) -> None:
     if not result["success"]:
         raise EngineRefused(
-            f"SGLang says that {what} failed:"
-            f" {result['message'] or 'it gives no reason (calls are running, usually)'}"
+            f"SGLang reports that {operation} failed:"
+            f" {result['message'] or 'without a reason (usually calls are running)'}"
         )

@@ -1,9 +1,8 @@
-"""The program that holds an SGLang engine: ``python -m rollproof.engines.sglang.sglang_host FD``
-(see ``rollproof.engines.host.host_server``).
+"""The program that runs an SGLang engine: ``python -m rollproof.engines.sglang.sglang_host FD``.
 
 SGLang spawns its scheduler and detokenizer, and multiprocessing runs the main module again in each
-of them before it unpickles their work. That is why the stand-ins are installed here, at the end of
-the module: they are in place in every process before SGLang.
+of them before it unpickles their work. So the stand-ins are installed at the end of this module:
+they are in place in every process before SGLang.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ from rollproof.errors import EngineStartError
 __all__ = ["STAND_INS", "SglangHost"]
 
 STAND_INS = "ROLLPROOF_SGLANG_STAND_INS"
-"""Environment variable by which SGLang's children know that they need the stand-ins of
+"""Environment variable that tells SGLang's children to install the stand-ins of
 ``rollproof.engines.sglang.sglang_cpu``.
 """
 
@@ -42,9 +41,7 @@ class SglangHost(Host):
         self.manager: Any = self.engine.tokenizer_manager
 
     async def do_generate(self, **arguments: Any) -> AsyncIterator[Any]:
-        """One call of ``Engine.async_generate``: its chunks where ``stream`` is set, else its one
-        reply.
-        """
+        """Run ``Engine.async_generate``; yield its chunks with ``stream``, else its one reply."""
         reply = await self.engine.async_generate(**arguments)
         if not arguments.get("stream"):
             yield reply
@@ -53,19 +50,20 @@ class SglangHost(Host):
             yield chunk
 
     async def do_abort(self, rid: str) -> None:
-        """Abort the requests whose id begins with ``rid``; all of them for ``"*"``."""
+        """Abort the requests with an id that begins with ``rid``; all of them for ``"*"``."""
         self.manager.abort_request(rid="" if rid == "*" else rid, abort_all=rid == "*")
 
     async def do_pause(self, mode: str) -> None:
-        """Pause, in SGLang's own word for the mode."""
+        """Pause; ``mode`` is SGLang's own name of it."""
         await self.manager.pause_generation(self.messages.PauseGenerationReqInput(mode=mode))
 
     async def do_resume(self) -> None:
-        """Continue; the cache of CUDA's allocator is left alone, since there may be no CUDA."""
+        """Continue."""
         request = self.messages.ContinueGenerationReqInput
-        known = "torch_empty_cache" in getattr(request, "__annotations__", {})  # since 0.5.12
+        # since 0.5.12 it empties the cache of CUDA's allocator by default, and there may be no CUDA
+        has_field = "torch_empty_cache" in getattr(request, "__annotations__", {})
         await self.manager.continue_generation(
-            request(torch_empty_cache=False) if known else request()
+            request(torch_empty_cache=False) if has_field else request()
         )
 
     async def do_flush(self) -> dict[str, Any]:
@@ -82,8 +80,9 @@ class SglangHost(Host):
         return {"success": bool(success), "message": str(message)}
 
     async def do_load_tensors(self, path: str, label: str | None, flush: bool) -> dict[str, Any]:
-        """``update_weights_from_tensor`` with all tensors of a checkpoint, inside an update session
-        where the release has them.
+        """``update_weights_from_tensor`` with all tensors of a checkpoint.
+
+        It runs inside an update session if the release has them.
         """
         request = self.messages.UpdateWeightsFromTensorReqInput(
             serialized_named_tensors=self.engine._serialize_tensors_per_rank(_tensors(path), None),
@@ -101,9 +100,8 @@ class SglangHost(Host):
         return {"success": bool(success), "message": str(message)}
 
     async def do_relabel(self, label: str, abort_all: bool) -> None:
-        """Publish a label; the weights stay. SGLang's own default of ``abort_all`` is true: it
-        would end every call.
-        """
+        """Publish a label for the same weights."""
+        # SGLang's own default of abort_all_requests is true: it would end every call
         request = self.messages.UpdateWeightVersionReqInput(
             new_version=label, abort_all_requests=abort_all
         )
@@ -112,27 +110,25 @@ class SglangHost(Host):
         await self.manager.update_weight_version(request)
 
     async def do_state(self) -> bool:
-        """An answer of the scheduler: it has done all that it was told before."""
+        """Return when the scheduler has done everything that was sent to it before."""
         return bool(await self.manager.get_internal_state())
 
     async def do_loads(self) -> dict[str, float]:
-        """Calls that have not been answered."""
+        """Count the calls that have no reply yet."""
         return {"held": float(len(self.manager.rid_to_state))}
 
     async def do_weights(self, name: str, count: int) -> Any:
-        """The first ``count`` rows of a parameter, as the scheduler holds it."""
+        """Return the first ``count`` rows of a parameter in the scheduler."""
         return await self.manager.get_weights_by_name(
             self.messages.GetWeightsByNameReqInput(name=name, truncate_size=count), None
         )
 
 
-def _device(asked: str | None) -> str:
-    """The device to run on, with the surroundings that SGLang needs for it, here and in its
-    children.
-    """
+def _device(requested: str | None) -> str:
+    """Return the device to run on, and prepare this process and its children for it."""
     import torch
 
-    device = asked or ("cuda" if torch.cuda.is_available() else "cpu")
+    device = requested or ("cuda" if torch.cuda.is_available() else "cpu")
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
     if device == "cpu":
         from rollproof.engines.sglang import sglang_cpu
@@ -148,10 +144,10 @@ def _device(asked: str | None) -> str:
 
 
 def _without_detokenizer(engine: Any) -> Any:
-    """The class, with one process less: with ``skip_tokenizer_init`` the scheduler answers the
-    caller directly (srt/managers/scheduler_components/ipc_channels.py), and the detokenizer imports
-    SGLang for nothing, a third of a start on a CPU.
-    """
+    """Return the class with one process less."""
+    # with skip_tokenizer_init the scheduler answers the caller directly
+    # (srt/managers/scheduler_components/ipc_channels.py), and the detokenizer imports SGLang for
+    # nothing: a third of a start on a CPU
 
     class Engine(engine):  # type: ignore[misc]  # SGLang is not installed where types are checked
         @classmethod
@@ -169,36 +165,33 @@ def _tensors(path: str) -> list[tuple[str, Any]]:
     files = sorted(Path(path).glob("*.safetensors"))
     if not files:
         raise FileNotFoundError(
-            f"{path} holds no safetensors: an update without tensors would succeed and change"
+            f"{path} has no safetensors: an update without tensors would succeed and change"
             " nothing."
         )
     return [item for file in files for item in load_file(file).items()]
 
 
 def _import_only(architectures: tuple[str, ...]) -> None:
-    """Let SGLang import the files of these model classes only: all of its files take half of a
-    start on a CPU.
-
-    ``SGLANG_DISABLED_MODEL_ARCHS`` names files that are passed over (srt/models/registry.py). A
-    class that no file defines leaves all in.
-    """
+    """Let SGLang import the files of these model classes only; all files if none defines them."""
+    # importing all of them takes half of a start on a CPU. SGLANG_DISABLED_MODEL_ARCHS names files
+    # to skip (srt/models/registry.py)
     package = importlib.util.find_spec("sglang")
     if package is None or not package.submodule_search_locations:
         raise EngineStartError(
-            "SGLang is not installed in the interpreter that is to run it. `nox -s engines` makes"
+            "SGLang is not installed in the interpreter that should run it. `nox -s engines` makes"
             " an environment that has it."
         )
     files = sorted(Path(package.submodule_search_locations[0], "srt", "models").glob("*.py"))
-    wanted = re.compile(rf"^class ({'|'.join(map(re.escape, architectures))})\b", re.MULTILINE)
-    kept = {
+    definition = re.compile(rf"^class ({'|'.join(map(re.escape, architectures))})\b", re.MULTILINE)
+    needed = {
         file.stem
         for file in files
-        if architectures and wanted.search(file.read_text(encoding="utf-8"))
+        if architectures and definition.search(file.read_text(encoding="utf-8"))
     }
-    if kept:
+    if needed:
         os.environ.setdefault(
             "SGLANG_DISABLED_MODEL_ARCHS",
-            ",".join(file.stem for file in files if file.stem not in kept),
+            ",".join(file.stem for file in files if file.stem not in needed),
         )
 
 

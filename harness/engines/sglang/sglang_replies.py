@@ -1,8 +1,8 @@
-"""SGLang's replies as records: what ``Engine.async_generate`` and ``POST /generate`` return, read
-by the declared contract.
+"""Convert SGLang's replies into records, by the declared contract.
 
-Facts, of releases 0.5.8 to 0.5.23: ``meta_info["routed_experts"]`` is base64 of little-endian
-integers in C order, without a shape; int32, unless ``routed_experts_dtype`` says otherwise
+Replies are those of ``Engine.async_generate`` and ``POST /generate``. In releases 0.5.8 to 0.5.23
+``meta_info["routed_experts"]`` is base64 of little-endian integers in C order, without a shape:
+int32, unless ``routed_experts_dtype`` names another type
 (srt/state_capturer/routed_experts_wire.py of newer sources).
 """
 
@@ -32,10 +32,10 @@ _DTYPE = "int32"
 
 
 def output_of(reply: Mapping[str, Any], contract: Contract, routes_start: int = 0) -> EngineOutput:
-    """What one finished reply shows. Parts that it does not have are ``None``; a logprob of another
-    token than the one returned is NaN.
+    """Convert a finished reply.
 
-    Raises ``SubjectError`` for a reply that is none of SGLang's, or whose routes do not fit the
+    Missing parts are ``None``; a logprob of another token than the returned one is NaN. Raises
+    ``SubjectError`` for anything but a reply of SGLang, and for routes that do not fit the
     contract's layers and ``top_k``.
     """
     try:
@@ -46,7 +46,7 @@ def output_of(reply: Mapping[str, Any], contract: Contract, routes_start: int = 
         finish = NATIVE_REASONS[native]
     except (KeyError, TypeError) as error:
         raise SubjectError(
-            f"This is no finished reply of SGLang ({type(error).__name__}: {error}):"
+            f"This is not a finished reply of SGLang ({type(error).__name__}: {error}):"
             f" {str(reply)[:200]}"
         ) from error
     return EngineOutput(
@@ -57,8 +57,8 @@ def output_of(reply: Mapping[str, Any], contract: Contract, routes_start: int = 
         finish_reason=finish,
         version=meta.get("weight_version"),
         spans=tuple(
-            Span(start=one["start"], end=one["end"], version=one["version"])
-            for one in meta.get("weight_versions") or ()
+            Span(start=span["start"], end=span["end"], version=span["version"])
+            for span in meta.get("weight_versions") or ()
         ),
         cached_tokens=meta.get("cached_tokens"),
         native=native,
@@ -67,12 +67,9 @@ def output_of(reply: Mapping[str, Any], contract: Contract, routes_start: int = 
 
 
 def joined(chunks: Sequence[Mapping[str, Any]]) -> Mapping[str, Any]:
-    """The whole reply of a stream whose chunks hold what is new in each
-    (``incremental_streaming_output``).
-
-    Tokens and their logprobs are cut into chunks (``_INCREMENTAL_STREAMING_META_INFO_KEYS`` of
-    srt/managers/tokenizer_manager.py); the rest is of the whole sequence, as the last chunk has it.
-    """
+    """Join the chunks of an incremental stream (``incremental_streaming_output``) to one reply."""
+    # tokens and their logprobs are cut into chunks (_INCREMENTAL_STREAMING_META_INFO_KEYS of
+    # srt/managers/tokenizer_manager.py); the rest of the last chunk is that of the whole sequence
     last = chunks[-1]
     meta = dict(last["meta_info"])
     if "output_token_logprobs" in meta:
@@ -89,16 +86,14 @@ def joined(chunks: Sequence[Mapping[str, Any]]) -> Mapping[str, Any]:
 
 
 def routes_of(meta: Mapping[str, Any], contract: Contract) -> IntArray | None:
-    """``(rows, layers, top_k)``, read-only as SGLang's own helper returns it; ``None`` where the
-    reply has no routes.
-    """
+    """Return the routes ``(rows, layers, top_k)``, read-only; ``None`` if the reply has none."""
     text = meta.get("routed_experts")
     if text is None:
         return None
     if contract.top_k is None:
         raise SubjectError(
-            "SGLang returned routes, and the contract declares none: the model's layers and top_k"
-            " are needed to read them."
+            "SGLang returned routes, but the contract declares none: reading them needs the model's"
+            " layers and top_k."
         )
     try:
         flat = np.frombuffer(
@@ -108,13 +103,13 @@ def routes_of(meta: Mapping[str, Any], contract: Contract) -> IntArray | None:
         return flat.reshape(-1, contract.route_layers, contract.top_k)
     except (binascii.Error, ValueError, TypeError) as error:
         raise SubjectError(
-            f"SGLang's routes do not make whole rows of {contract.route_layers} layers and"
+            f"SGLang's routes are no complete rows of {contract.route_layers} layers and"
             f" {contract.top_k} experts: {error}."
         ) from error
 
 
 def piece_of(chunk: Mapping[str, Any], contract: Contract) -> Piece:
-    """One chunk of a streamed reply. By default each chunk repeats all tokens so far."""
+    """Convert one chunk of a streamed reply. By default each chunk repeats all tokens so far."""
     meta = chunk["meta_info"]
     routes = routes_of(meta, contract)
     return Piece(
@@ -127,7 +122,7 @@ def piece_of(chunk: Mapping[str, Any], contract: Contract) -> Piece:
 
 
 def _logprobs(meta: Mapping[str, Any], tokens: tuple[int, ...]) -> LogprobArray | None:
-    """``(tokens,)``; entries are ``(logprob, token id, text or None)``."""
+    """Return the logprobs ``(tokens,)`` of entries ``(logprob, token id, text or None)``."""
     entries = meta.get("output_token_logprobs")
     if entries is None:
         return None

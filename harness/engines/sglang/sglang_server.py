@@ -1,9 +1,9 @@
-"""SGLang's own HTTP server, on a CPU where that is what there is: ``python -m
-rollproof.engines.sglang.sglang_server --model-path DIR ...``.
+"""SGLang's own HTTP server, on a CPU.
 
-It takes the arguments of ``python -m sglang.launch_server`` and runs that; ours are the stand-ins
-only (``rollproof.engines.sglang.sglang_cpu``), in this process and, because multiprocessing runs
-the main module again in each child, in all that it spawns.
+``python -m rollproof.engines.sglang.sglang_server --model-path DIR ...`` takes the arguments of
+``python -m sglang.launch_server`` and runs that. It adds the stand-ins of
+``rollproof.engines.sglang.sglang_cpu``, in this process and in all that it spawns: multiprocessing
+runs the main module again in each child.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ CPU_ARGUMENTS = (
     "--mem-fraction-static",
     "0.1",
 )
-"""What SGLang must be told on a CPU without its kernels; put before the caller's arguments."""
+"""Options that SGLang needs on a CPU without its kernels; the caller's arguments follow them."""
 
 
 def main() -> None:
-    """Run the server until it is ended."""
+    """Run the server."""
     from sglang.launch_server import run_server
     from sglang.srt.server_args import prepare_server_args
 

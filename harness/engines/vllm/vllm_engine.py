@@ -1,8 +1,7 @@
-"""vLLM as an engine to be judged: ``AsyncLLM`` in a process of its own; the same on a CPU and on a
-GPU.
+"""vLLM as an engine under test: ``AsyncLLM`` in a process of its own, on a CPU or a GPU.
 
-What is declared is the flavour of the fake (``rollproof.fakes.engine.flavours``): the real engine
-is judged by the conventions that the fake stands for.
+It declares a flavour of the fake engine (``rollproof.fakes.engine.flavours``): the real engine is
+judged by the conventions that the fake emulates.
 """
 
 from __future__ import annotations
@@ -29,32 +28,35 @@ __all__ = ["MODES", "VllmEngine", "engine_options", "offline", "output_of"]
 MODES: Mapping[PauseMode, str] = MappingProxyType(
     {PauseMode.ABORT: "abort", PauseMode.WAIT: "wait", PauseMode.KEEP: "keep"}
 )
-"""vLLM's word for each pause that it has (``AsyncLLM.pause_generation``)."""
+"""vLLM's name of each pause that it has (``AsyncLLM.pause_generation``)."""
 _HOST = "rollproof.engines.vllm.vllm_host"
 _REASONS = {"stop": FinishReason.STOP, "length": FinishReason.LENGTH, "abort": FinishReason.ABORT}
-_OURS = ("python", "flavour", "deadline", "load", "offline")
+_OWN_KEYS = ("python", "flavour", "deadline", "load", "offline")
 """Keys of ``EngineSettings.extra`` that are not vLLM's own."""
 _LOGPROBS = {"raw_logprobs": Logprobs.RAW, "processed_logprobs": Logprobs.PROCESSED}
-"""What each ``logprobs_mode`` of vLLM gives (vllm/config/model.py)."""
+"""The logprobs of each ``logprobs_mode`` of vLLM (vllm/config/model.py)."""
 _BLOCK = 32
-"""Tokens of a KV block: the smallest that vLLM's CPU attention takes."""
+"""Tokens of a KV block: the fewest that vLLM's CPU attention accepts."""
 
 
 class _Process(EngineProcess):
-    """A host of vLLM, which outlives the engine core that it started."""
+    """A host of vLLM. It outlives the engine core that it started."""
 
     fatal = ("EngineDeadError",)
 
 
 class VllmEngine:
-    """An engine as ``rollproof.core.subjects.EngineSubject`` describes it.
+    """An ``rollproof.core.subjects.EngineSubject``.
 
-    Of ``settings.extra``, ``offline`` asks for ``vllm.LLM``, which runs batches and does nothing
-    else meanwhile; ``python`` is an interpreter that has vLLM (by itself: this one), ``flavour``
-    the declared conventions, ``load`` the way of new weights (``"reload"``: vLLM's own; ``"edit"``:
-    what differs is written in place, and only an identity update reloads), ``deadline`` the seconds
-    that a start may take; every other key is a field of vLLM's ``AsyncEngineArgs`` (one that is a
-    mapping: as JSON).
+    Keys of ``settings.extra``:
+
+    - ``offline``: use ``vllm.LLM``, which runs batches and does nothing else meanwhile.
+    - ``python``: an interpreter that has vLLM (default: this one).
+    - ``flavour``: the declared conventions.
+    - ``load``: how weights are updated. ``"reload"`` is vLLM's own way. ``"edit"`` writes the
+      differences in place; only an identity update reloads.
+    - ``deadline``: seconds that a start may take.
+    - every other key is a field of vLLM's ``AsyncEngineArgs``; a mapping is given as JSON.
     """
 
     contract: Contract
@@ -70,7 +72,7 @@ class VllmEngine:
         mode = settings.logprobs_mode or "raw_logprobs"
         if mode not in _LOGPROBS:
             raise UsageError(
-                f"vLLM's logprobs_mode {mode!r} gives no logprobs to compare; choose among"
+                f"vLLM's logprobs_mode {mode!r} returns no logprobs to compare; choose among"
                 f" {list(_LOGPROBS)}."
             )
         self.contract = replace(contract, logprobs=_LOGPROBS[mode])
@@ -85,8 +87,9 @@ class VllmEngine:
         self._edits = load == "edit"
 
     async def start(self) -> None:
-        """Start the engine. Raises ``EngineStartError`` where vLLM is missing, of another version,
-        dies, or is too slow.
+        """Start the engine.
+
+        Raises ``EngineStartError`` if vLLM is missing, of another version, dies, or is too slow.
         """
         extra = self.settings.extra
         python = {"python": str(extra["python"])} if "python" in extra else {}
@@ -106,7 +109,7 @@ class VllmEngine:
         await self._running.call("label", label=self.settings.label)
 
     async def generate(self, query: Query, watch: Watch) -> Sequence[EngineOutput]:
-        """One call. Raises ``EngineRefused`` where vLLM answers with an error."""
+        """Run one call. Raises ``EngineRefused`` if vLLM answers with an error."""
         sampling: dict[str, Any] = {
             "temperature": query.temperature,
             "max_tokens": query.max_tokens,
@@ -129,15 +132,15 @@ class VllmEngine:
         ):
             cached = answer["cached"]
             for part in answer["outputs"]:
-                sent = _joined(
+                sample = _joined(
                     joined.get(part["index"]), part, delta=query.stream is StreamMode.DELTA
                 )
-                joined[part["index"]] = sent
+                joined[part["index"]] = sample
                 routes = part["routes"]
                 watch(
                     Piece(
                         token_ids=tuple(part["token_ids"]),
-                        sampled=len(sent["token_ids"]),
+                        sampled=len(sample["token_ids"]),
                         rows=None if routes is None else routes["shape"][0],
                         finished=part["reason"] is not None,
                         sample=part["index"],
@@ -153,16 +156,14 @@ class VllmEngine:
     async def pause(self, mode: PauseMode, clear_cache: bool) -> None:
         """Raises ``UsageError`` for a mode that vLLM does not have."""
         if mode not in MODES:
-            raise UsageError(
-                f"vLLM has no pause {mode!s}; it has {[str(known) for known in MODES]}."
-            )
+            raise UsageError(f"vLLM has no pause {mode!s}; it has {[str(name) for name in MODES]}.")
         await self._running.call("pause", mode=MODES[mode], clear_cache=clear_cache)
 
     async def resume(self) -> None:
         await self._running.call("resume")
 
     async def update_weights(self, update: WeightUpdate) -> None:
-        """Change the weights in place, forget shared KV where that is asked, and publish the label."""
+        """Change the weights in place, clear the prefix cache on request, and publish the label."""
         if self._edits and not update.identity:
             await self._running.call("edit", before=str(self._loaded), after=str(update.path))
         else:
@@ -176,8 +177,8 @@ class VllmEngine:
         await self._running.call("clear")
 
     async def counters(self) -> Mapping[str, float]:
-        found: Mapping[str, float] = await self._running.call("counters")
-        return found
+        counts: Mapping[str, float] = await self._running.call("counters")
+        return counts
 
     async def stop(self) -> None:
         if self._process is not None:
@@ -185,7 +186,7 @@ class VllmEngine:
 
     @property
     def process(self) -> EngineProcess:
-        """The process that holds the engine. Raises ``UsageError`` before ``start``."""
+        """The process of the engine. Raises ``UsageError`` before ``start``."""
         return self._running
 
     @property
@@ -196,9 +197,8 @@ class VllmEngine:
 
 
 def engine_options(settings: EngineSettings) -> dict[str, Any]:
-    """Arguments of ``AsyncEngineArgs``: for all devices, and for each kind of device."""
-    # layers of different kinds are different groups, each with blocks of its own; one block is
-    # never handed out
+    """Return arguments of ``AsyncEngineArgs``: for all devices, and for each kind of device."""
+    # each kind of layer is a group with blocks of its own; vLLM never assigns one of the blocks
     count = kv_groups_of(settings.model) * (settings.kv_tokens or 0) // _BLOCK + 1
     blocks = {"num_gpu_blocks_override": count} if settings.kv_tokens else {}
     engine = {
@@ -210,13 +210,13 @@ def engine_options(settings: EngineSettings) -> dict[str, Any]:
         "max_num_seqs": settings.max_batch,
         "enable_prefix_caching": settings.prefix_cache,
         "enable_return_routed_experts": settings.routes,
-        "disable_log_stats": False,  # its counters are how preemptions are seen
+        "disable_log_stats": False,  # its counters show preemptions
         "seed": settings.seed,
         "block_size": _BLOCK,
         **({"max_num_batched_tokens": settings.prefill_chunk} if settings.prefill_chunk else {}),
         **({"logprobs_mode": settings.logprobs_mode} if settings.logprobs_mode else {}),
         **blocks,
-        **{name: value for name, value in settings.extra.items() if name not in _OURS},
+        **{name: value for name, value in settings.extra.items() if name not in _OWN_KEYS},
     }
     return {
         "engine": engine,
@@ -227,9 +227,7 @@ def engine_options(settings: EngineSettings) -> dict[str, Any]:
 
 
 def offline(flavour: Flavour) -> Flavour:
-    """The conventions of ``vllm.LLM``: whole replies, no aborts, no pauses; all else as
-    ``flavour``.
-    """
+    """Return the conventions of ``vllm.LLM``: ``flavour`` without streams, aborts and pauses."""
     return replace(
         flavour,
         name=f"{flavour.name}-offline",
@@ -240,13 +238,11 @@ def offline(flavour: Flavour) -> Flavour:
 
 
 def output_of(part: Mapping[str, Any], cached: int | None, routes_start: int) -> EngineOutput:
-    """What the last output of a sample shows, with the tokens of those before it where they came
-    piece by piece.
-    """
+    """Convert the (joined) output of a sample."""
     native = str(part["reason"])
     if native not in _REASONS:
         raise SubjectError(
-            f"vLLM ended a call with the finish reason {native!r}; known are {list(_REASONS)}."
+            f"vLLM ended a call with the finish reason {native!r}; rollproof knows {[*_REASONS]}."
         )
     logprobs = part["logprobs"]
     return EngineOutput(
@@ -254,7 +250,7 @@ def output_of(part: Mapping[str, Any], cached: int | None, routes_start: int) ->
         logprobs=(
             None
             if logprobs is None
-            else np.array([np.nan if one is None else one for one in logprobs], dtype=np.float64)
+            else np.array([np.nan if value is None else value for value in logprobs])
         ),
         routes=_routes(part["routes"]),
         finish_reason=_REASONS[native],
@@ -281,13 +277,13 @@ def _routes(sent: Mapping[str, Any] | None) -> IntArray | None:
 def _joined(
     before: dict[str, Any] | None, part: Mapping[str, Any], *, delta: bool
 ) -> dict[str, Any]:
-    """The sample so far: a cumulative output replaces the one before it, a delta goes behind it."""
+    """Return the sample so far: a cumulative output replaces it, a delta extends it."""
     if before is None or not delta:
         return dict(part)
-    logprobs = [one for half in (before["logprobs"], part["logprobs"]) for one in half or ()]
-    known = before["logprobs"] is not None or part["logprobs"] is not None
+    logprobs = [*(before["logprobs"] or ()), *(part["logprobs"] or ())]
+    returned = before["logprobs"] is not None or part["logprobs"] is not None
     return {
         **part,
         "token_ids": [*before["token_ids"], *part["token_ids"]],
-        "logprobs": logprobs if known else None,
+        "logprobs": logprobs if returned else None,
     }

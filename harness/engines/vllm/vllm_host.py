@@ -1,5 +1,4 @@
-"""The program that holds a vLLM engine: ``python -m rollproof.engines.vllm.vllm_host FD`` (see
-``rollproof.engines.host.host_server``).
+"""The program that runs a vLLM engine: ``python -m rollproof.engines.vllm.vllm_host FD``.
 
 vLLM spawns its engine core, and multiprocessing runs the main module again in it before it
 unpickles its work: the stand-ins for a CPU are installed at the top of this module, so that they
@@ -28,9 +27,7 @@ if __name__ == "__mp_main__":  # in a process that vLLM spawned
 
 
 def main() -> None:
-    """Start the engine that the caller's options describe, and answer until the caller goes or asks
-    for the end.
-    """
+    """Start the engine that the caller's options describe, and answer until the caller ends it."""
     run_host(lambda options: (OfflineHost if options["offline"] else VllmHost)(options))
 
 
@@ -48,11 +45,11 @@ class VllmHost(Host):
     async def do_generate(
         self, request_id: str, prompt_ids: list[int], sampling: dict[str, Any], stream: str
     ) -> AsyncIterator[dict[str, Any]]:
-        """One call: every output that vLLM yields, as plain values."""
+        """Run one call; yield every output of vLLM as plain values."""
         async for output in self.engine.generate(
             {"prompt_token_ids": prompt_ids}, _sampling(sampling, stream), request_id
         ):
-            yield _told(output)
+            yield _plain_output(output)
 
     async def do_abort(self, request_id: str) -> None:
         """``AsyncLLM.abort``."""
@@ -71,16 +68,15 @@ class VllmHost(Host):
         await self.engine.collective_rpc("reload_weights", kwargs={"weights_path": path})
 
     async def do_edit(self, before: str, after: str) -> list[str]:
-        """Write what differs between two checkpoints into the model, on every worker."""
+        """Write the differences of two checkpoints into the model, on every worker."""
         names: list[str] = (await self.engine.collective_rpc("edit_weights", args=(before, after)))[
             0
         ]
         return names
 
     async def do_label(self, label: str) -> None:
-        """``AsyncLLM.update_weight_version``; releases without it (up to 0.26 at least) show no
-        labels.
-        """
+        """``AsyncLLM.update_weight_version``."""
+        # releases without it (up to 0.26 at least) show no labels
         if hasattr(self.engine, "update_weight_version"):
             await self.engine.update_weight_version(label)
 
@@ -89,7 +85,7 @@ class VllmHost(Host):
         return bool(await self.engine.reset_prefix_cache())
 
     async def do_counters(self) -> dict[str, float]:
-        """Counters of vLLM, summed over engines."""
+        """Return counters of vLLM, summed over engines."""
         from vllm.v1.metrics.reader import get_metrics_snapshot
 
         return _counted(get_metrics_snapshot())
@@ -120,7 +116,7 @@ class OfflineHost(Host):
     async def do_generate(
         self, request_id: str, prompt_ids: list[int], sampling: dict[str, Any], stream: str
     ) -> dict[str, Any]:
-        """One call, with those that arrive at the same time."""
+        """Run one call, in a batch with those that arrive at the same time."""
         done: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
         self._waiting.append((prompt_ids, _sampling(sampling, stream), done))
         await asyncio.sleep(_TOGETHER)
@@ -128,7 +124,7 @@ class OfflineHost(Host):
             batch, self._waiting = self._waiting, []
             if batch:
                 await asyncio.to_thread(self._run, batch)
-        return _told(await done)
+        return _plain_output(await done)
 
     async def do_load(self, path: str) -> None:
         """Load a checkpoint's weights in place."""
@@ -136,7 +132,7 @@ class OfflineHost(Host):
             self.llm.collective_rpc("reload_weights", kwargs={"weights_path": path})
 
     async def do_edit(self, before: str, after: str) -> list[str]:
-        """Write what differs between two checkpoints into the model."""
+        """Write the differences of two checkpoints into the model."""
         async with self._busy:
             names: list[str] = self.llm.collective_rpc("edit_weights", args=(before, after))[0]
         return names
@@ -151,13 +147,11 @@ class OfflineHost(Host):
         return bool(self.llm.reset_prefix_cache())
 
     async def do_counters(self) -> dict[str, float]:
-        """Counters of vLLM."""
+        """Return counters of vLLM."""
         return _counted(self.llm.get_metrics())
 
     def _run(self, batch: list[tuple[list[int], Any, asyncio.Future[Any]]]) -> None:
-        """One ``LLM.generate``; a batch that vLLM refuses as a whole is asked one by one, so that
-        only the culprit is refused.
-        """
+        """Run one ``LLM.generate``."""
         loop = batch[0][2].get_loop()
 
         def settle(done: asyncio.Future[Any], output: Any, error: Exception | None) -> None:
@@ -165,7 +159,7 @@ class OfflineHost(Host):
                 lambda: done.set_exception(error) if error is not None else done.set_result(output)
             )
 
-        def ask(part: list[tuple[list[int], Any, asyncio.Future[Any]]]) -> list[Any]:
+        def generate(part: list[tuple[list[int], Any, asyncio.Future[Any]]]) -> list[Any]:
             prompts = [{"prompt_token_ids": ids} for ids, _, _ in part]
             outputs: list[Any] = self.llm.generate(
                 prompts, [params for _, params, _ in part], use_tqdm=False
@@ -173,28 +167,31 @@ class OfflineHost(Host):
             return outputs
 
         try:
-            for (_, _, done), output in zip(batch, ask(batch), strict=True):
+            for (_, _, done), output in zip(batch, generate(batch), strict=True):
                 settle(done, output, None)
-        except Exception as error:  # noqa: BLE001 - whatever vLLM raises is the answer of the call that caused it
+        except Exception as error:  # noqa: BLE001 - whatever vLLM raises is the reply to the call that caused it
             if len(batch) == 1:
                 settle(batch[0][2], None, error)
                 return
-            for one in batch:
-                self._run([one])
+            # vLLM refuses a batch as a whole: run its calls one by one, so that only the culprit is
+            # refused
+            for call in batch:
+                self._run([call])
 
 
 _TOGETHER = 0.1
-"""Seconds in which calls that are sent at the same time have arrived."""
+"""Seconds within which calls that were sent at the same time arrive."""
 
 
 def _arguments(options: Mapping[str, Any]) -> dict[str, Any]:
-    """What an engine of vLLM is made with on this device. Raises ``EngineStartError`` where vLLM is
-    missing or does not fit.
+    """Return the arguments of a vLLM engine on this device.
+
+    Raises ``EngineStartError`` if vLLM is missing or does not fit.
     """
     if vllm_cpu.is_cpu_build():
         vllm_cpu.install()
-        # the worker lives in the core's process then (vllm/platforms/cpu.py): every process more
-        # imports for half a minute
+        # then the worker lives in the core's process (vllm/platforms/cpu.py): each further process
+        # would import for half a minute
         os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
     try:
         from vllm.platforms import current_platform
@@ -204,18 +201,18 @@ def _arguments(options: Mapping[str, Any]) -> dict[str, Any]:
             " environment of its own."
         ) from error
     device = "cpu" if current_platform.is_cpu() else "cuda"
-    given = {**options["engine"], **options[device]}
+    arguments = {**options["engine"], **options[device]}
     # settings are scalars; what vLLM has as a mapping (speculative_config) comes as JSON, as on its
     # command line
     engine = {
         name: json.loads(value) if isinstance(value, str) and value.startswith("{") else value
-        for name, value in given.items()
+        for name, value in arguments.items()
     }
     return {**engine, "worker_extension_cls": "rollproof.engines.vllm.vllm_worker.WeightEditor"}
 
 
 def _sampling(sampling: Mapping[str, Any], stream: str) -> Any:
-    """``SamplingParams`` of a call that ends by its budget."""
+    """Return ``SamplingParams`` of a call that ends by its budget."""
     from vllm.sampling_params import RequestOutputKind, SamplingParams
 
     kinds = {
@@ -239,17 +236,17 @@ def _counted(metrics: Any) -> dict[str, float]:
     return counts
 
 
-def _told(output: Any) -> dict[str, Any]:
-    """One ``RequestOutput`` as plain values."""
+def _plain_output(output: Any) -> dict[str, Any]:
+    """Return a ``RequestOutput`` as plain values."""
     return {
         "cached": output.num_cached_tokens,
         "finished": output.finished,
-        "outputs": [_plain(one) for one in output.outputs],
+        "outputs": [_plain_sample(sample) for sample in output.outputs],
     }
 
 
-def _plain(output: Any) -> dict[str, Any]:
-    """One ``CompletionOutput``: what a caller of vLLM sees of it."""
+def _plain_sample(output: Any) -> dict[str, Any]:
+    """Return what a caller of vLLM sees of a ``CompletionOutput``."""
     routes = output.routed_experts
     spans = getattr(output, "weight_versions", None)  # not in releases up to 0.26 at least
     return {
@@ -280,9 +277,9 @@ def _plain(output: Any) -> dict[str, Any]:
 
 
 def _of_token(entry: Any, token: int) -> float | None:
-    """The logprob of the token that was sampled; ``None`` where the entry holds others only."""
-    found = entry.get(token)
-    return None if found is None else float(found.logprob)
+    """Return the logprob of the sampled token; ``None`` if the entry has others only."""
+    logprob = entry.get(token)
+    return None if logprob is None else float(logprob.logprob)
 
 
 if __name__ == "__main__":

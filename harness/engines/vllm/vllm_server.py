@@ -1,9 +1,9 @@
-"""vLLM's own HTTP server, on a CPU where that is what there is: ``python -m
-rollproof.engines.vllm.vllm_server --model DIR ...``.
+"""vLLM's own HTTP server, on a CPU, too.
 
-It takes the arguments of ``vllm serve`` and runs that server; ours are the stand-ins only
-(``rollproof.engines.vllm.vllm_cpu``), in this process and, because multiprocessing runs the main
-module again in each child, in the engine core that it spawns.
+``python -m rollproof.engines.vllm.vllm_server --model DIR ...`` takes the arguments of ``vllm
+serve`` and runs that server. It adds the stand-ins of
+``rollproof.engines.vllm.vllm_cpu``, in this process and in the engine core that it spawns:
+multiprocessing runs the main module again in each child.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ __all__ = ["main"]
 
 
 def main() -> None:
-    """Run the server until it is ended."""
+    """Run the server."""
     from vllm.entrypoints.launchers.api_server.entry import main as serve
 
     serve()
@@ -28,7 +28,7 @@ if __name__ in ("__main__", "__mp_main__"):
     if vllm_cpu.is_cpu_build():
         os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
         os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
-        # the worker lives in the core's process then: every process more imports for half a minute
+        # then the worker lives in the core's process: each further one imports for half a minute
         os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
         vllm_cpu.install()
 

@@ -1,9 +1,8 @@
-"""What is added to a vLLM worker so that weights can be changed in place:
-``AsyncEngineArgs.worker_extension_cls``.
+"""An extension of vLLM's worker that changes weights in place.
 
-On a CPU, vLLM 0.32 packs matrices when they are loaded, and cannot load them a second time.
-Parameters that it keeps as they are (embeddings, norms) can be written to: a policy update of
-those, and a correct one.
+It is ``AsyncEngineArgs.worker_extension_cls``. On a CPU, vLLM 0.32 packs matrices when they are
+loaded, and cannot load them a second time. Parameters that it does not pack (embeddings, norms) can
+be overwritten, which is a correct policy update.
 """
 
 from __future__ import annotations
@@ -20,10 +19,9 @@ class WeightEditor:
     model_runner: Any
 
     def edit_weights(self, before: str, after: str) -> list[str]:
-        """Write the tensors by which checkpoint ``after`` differs from ``before`` into the model;
-        returns their names.
+        """Write the tensors that differ between two checkpoints into the model; return their names.
 
-        Raises ``ValueError``, and changes nothing, where one of them is not kept as it was loaded.
+        Raises ``ValueError``, and changes nothing, if vLLM packed one of them.
         """
         import torch
         from safetensors.torch import load_file
@@ -47,8 +45,8 @@ class WeightEditor:
         ]
         if packed:
             raise ValueError(
-                f"these weights differ between {before} and {after}, and vLLM does not keep them as"
-                f" they are loaded: {packed[:4]} ({len(packed)} in all). Change embeddings and"
+                f"these weights differ between {before} and {after}, but vLLM packed them when it"
+                f" loaded them: {packed[:4]} ({len(packed)} in all). Change embeddings and"
                 " norms only (rollproof.fakes.tiny_models.second_version), or reload."
             )
         with torch.no_grad():
