@@ -35,6 +35,8 @@ def probe(
     fitting = []
     for flavour in named or tuple(FLAVOURS):
         try:
+            # Started once on a model of an odd size: a contract of that size follows the fleet, any
+            # other is the stack's own, and the fleet is made to fit it.
             subject, engine = idle_contracts(factory, _idle(flavour, _ODD))
             model = None if declares(subject, _ODD) else _model_of(subject)
             if model is not None:

@@ -1,8 +1,7 @@
-"""Rollout gap: an engine's logprobs and routes beside those of a Hugging Face model, natively
-routed and with the engine's routes replayed.
+"""Engine gap: an engine's logprobs and routes against those of a Hugging Face model.
 
-The same sequences are sampled by the engine and forwarded by the model in the same dtype;
-``rollproof.gap`` measures what is between them.
+The model routes natively and with the engine's routes replayed. Both sides see the same sequences
+in the same dtype; ``rollproof.gap`` measures the difference.
 """
 
 from __future__ import annotations

@@ -217,6 +217,7 @@ def cases_for(
             "No engine flavour fits the subject's contract (rows, layer axis, dtype): name the ones"
             " that it speaks with `flavours`."
         )
+    # Random cases are divided among the flavours, so that a subject with many takes no longer.
     share = max(1, settings.random_cases // len(probed)) if settings.random_cases else 0
     for flavour, contract, model in probed:
         families = scope_families(flavour, contract, scope=settings.scope, model=model, seed=seed)
@@ -338,6 +339,7 @@ class _Campaign:
             for check_id, kinds in self.tally.kinds().items()
             if kinds != (earlier := before.get(check_id, {}))
         }
+        # Where a rollout hangs is known from what it awaits; the same place again is the same fault.
         hung = [place for event in trace.events if (place := _slow_hang(event)) is not None]
         self.hangs.update(hung)
         for check_id, kinds in failed.items():
@@ -367,6 +369,8 @@ class _Campaign:
 
     def _shrunk(self, result: CheckResult) -> CheckResult:
         """Return the result with the findings of its smallest case, and that case on disk."""
+        # One check alone judges the candidates: with all of them another fault could take over
+        # while the case shrinks, and the counterexample would show that one.
         alone = Registry([result.check])
 
         def judged(trace: Trace) -> Tally:
@@ -385,6 +389,8 @@ class _Campaign:
             if len(self.stuck) >= _STUCK:
                 return False
             trace = self._trace(case)
+            # A contract that no longer matches the case's model is not the subject's fault: a
+            # contract of a fixed size keeps it while the case shrinks to the smallest model.
             return bool(news(trace, judged(trace))) and declares(trace.header.contract, case.model)
 
         first = (self.failing_in_a_new_way if result.otherwise else self.failing)[result.id]

@@ -28,6 +28,7 @@ from rollproof.simulation.watchdog import limit
 
 __all__ = ["idle_contracts", "name_of", "run_case"]
 
+# A client that polls would otherwise run for ever on a clock that jumps.
 _JUMPS = 100_000
 """How often time may pass in one case: ten times what polling once a second up to the deadline
 needs.
@@ -191,6 +192,7 @@ class _Run:
             if not task.cancelled():  # by the subject, which then left its request open: a hang
                 task.result()
         for request_id in list(self.pending):
+            # an error of the fake engine explains a hang better than the hang itself
             self.fleet.raise_error()
             self._hung(request_id, reason)
         if not hung:
@@ -206,6 +208,8 @@ class _Run:
             isinstance(event, Result) and event.hung and event.error == reason
             for event in self.recorder.events
         )
+        # A step that got stuck in a task of the subject after its rollouts ended has no request
+        # that could carry the error.
         if isinstance(stall, virtual_loop.Stuck) and not self.pending and not told:
             raise SubjectError(f"{self.name}, when its rollouts had ended: {reason}.")
         self.fleet.raise_error()  # it may be why nothing goes on
@@ -246,6 +250,8 @@ class _Run:
         WATCH.set(watch)
         CURRENT_REQUEST.set(request.request_id)
         self.recorder.record(Submit(request=request))
+        # verl 0.8.0 wrote the remaining budget into its caller's sampling parameters: changes to
+        # objects of the caller are recorded (`stitch.caller-objects`).
         given = watch.lend("request", {"sampling": dict(request.sampling)})
         own_request = replace(request, sampling=given["sampling"])
         try:
@@ -254,7 +260,7 @@ class _Run:
             raise_unless_outcome(error, f"{self.name}.rollout")
             self._end(request, error=describe_error_with_place(error), watch=watch)
             return
-        if native is None:
+        if native is None:  # dropped: the protocol's word for a sample that is not delivered
             self._end(request, watch=watch)
             return
         self._end(
@@ -331,6 +337,8 @@ class _Run:
         self.recorder.record(Result(request_id=request_id, hung=True, error=f"{reason}{place}"))
 
     async def _wind_down(self) -> None:
+        # Calls that the stack left running end here, before and after `stop`: the gauges that
+        # follow must be back where they started.
         await self.fleet.settle()
         await self._bounded("stop")
         await asyncio.sleep(0)

@@ -133,9 +133,10 @@ class _Machine(RuleBasedStateMachine):
 
 
 def _outcomes(factory: SubjectFactory, checks: Registry) -> Callable[[Case], _Outcome]:
-    """Runs and judges a case. Remembers: Hypothesis shrinks by trying cases that begin alike, and a
-    case has one outcome.
-    """
+    """Return a function that runs and judges a case."""
+
+    # Cached, because Hypothesis shrinks by trying cases with the same beginning, and a case has
+    # one outcome.
 
     @lru_cache(maxsize=4096)
     def outcome(text: str) -> _Outcome:
