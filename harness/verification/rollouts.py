@@ -339,7 +339,7 @@ class _Campaign:
             for check_id, kinds in self.tally.kinds().items()
             if kinds != (earlier := before.get(check_id, {}))
         }
-        # Where a rollout hangs is known from what it awaits; the same place again is the same fault.
+        # What a hanging rollout awaits names the place; the same place again is the same fault.
         hung = [place for event in trace.events if (place := _slow_hang(event)) is not None]
         self.hangs.update(hung)
         for check_id, kinds in failed.items():

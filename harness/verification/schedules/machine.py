@@ -134,7 +134,6 @@ class _Machine(RuleBasedStateMachine):
 
 def _outcomes(factory: SubjectFactory, checks: Registry) -> Callable[[Case], _Outcome]:
     """Return a function that runs and judges a case."""
-
     # Cached, because Hypothesis shrinks by trying cases with the same beginning, and a case has
     # one outcome.
 
