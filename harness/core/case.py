@@ -194,10 +194,8 @@ class Case:
             if value is not None and not _is_integer(value, 1, 1 << 31)
         ]
         if invalid or not isinstance(self.engine.step, int | float):
-            raise CaseError(
-                f"{', '.join(invalid) or f'engine.step={self.engine.step!r}'} must be a whole number"
-                " of at least 1."
-            )
+            problems = ", ".join(invalid) or f"engine.step={self.engine.step!r}"
+            raise CaseError(f"{problems} must be a whole number of at least 1.")
         unknown = sorted({action.when.request for action in self.actions} - set(names))
         if unknown:
             raise CaseError(

@@ -1,4 +1,4 @@
-"""Exceptions and values of somebody else's code as one line of our own texts."""
+"""Describe exceptions and values of other people's code in one line."""
 
 from __future__ import annotations
 
@@ -8,15 +8,15 @@ import traceback
 from collections.abc import Mapping
 from pathlib import Path
 
-__all__ = ["error_kind", "one_line", "show", "describe_error", "describe_error_with_place"]
+__all__ = ["describe_error", "describe_error_with_place", "error_kind", "one_line", "show"]
 
 _LONGEST = 2000
-"""Characters of an exception's text that are told; some hold whole tensors."""
+"""Characters of an exception's text that are shown: some texts hold complete tensors."""
 
 
 def describe_error(error: BaseException) -> str:
-    """``Class: text``, in one line, without a closing period; the class alone where there is no
-    text or it cannot be made.
+    """Return ``Class: text``, in one line, without a closing period; the class alone if there is no
+    text, or making it fails.
     """
     try:
         text = one_line(str(error))
@@ -29,8 +29,8 @@ def describe_error(error: BaseException) -> str:
 
 
 def describe_error_with_place(error: BaseException) -> str:
-    """As ``describe_error``, with the last line of somebody's own code that the exception came through, such
-    as ``(client.py:31, in generate)``.
+    """Return the same with the last line of user code in the traceback: ``KeyError: 'x'
+    (client.py:31, in generate)``.
     """
     for frame, line in reversed(list(traceback.walk_tb(error.__traceback__))):
         package = str(frame.f_globals.get("__name__", "")).partition(".")[0]
@@ -46,7 +46,7 @@ _PLACED = re.compile(r"\(([^():]+):\d+, in ([^()]+)\)$")
 
 
 def error_kind(text: str) -> str:
-    """What ``describe_error_with_place`` said, without the words and numbers of this very error: ``TypeError
+    """Shorten a text of ``describe_error_with_place`` to what similar errors share: ``TypeError
     (client.py, in generate)``.
     """
     place = _PLACED.search(text)
@@ -56,7 +56,7 @@ def error_kind(text: str) -> str:
 
 
 def one_line(text: str) -> str:
-    """``text`` with its lines joined, cut where it is very long."""
+    """Join the lines of ``text``, and cut it if it is very long."""
     joined = " ".join(text.split())
     return (
         joined

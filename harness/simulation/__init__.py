@@ -1,3 +1,3 @@
-"""Simulation: the virtual clock, the network in memory, and the guards around the code under test."""
+"""The virtual clock, the network in memory, and guards for the code under test."""
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""Blame: whose doing an exception is that comes out of a subject's code.
+"""Decide which exceptions from a subject's code are outcomes, and which propagate.
 
 What a subject raises is an outcome, whatever its class: also ``CancelledError``, ``GeneratorExit``
-and what is no ``Exception``. Only these go through: the user's Ctrl-C, rollproof's own errors, the
-end of a step that never ended, and the cancellation of what is left when a run is over.
+and what is no ``Exception``. Only these propagate: the user's Ctrl-C, rollproof's own errors,
+``GivenUp``, and the cancellation of what is left when a run is over.
 """
 
 from __future__ import annotations
@@ -18,11 +18,12 @@ __all__ = ["raise_unless_outcome", "reraise_foreign"]
 
 
 def raise_unless_outcome(error: BaseException, where: str) -> None:
-    """Returns where ``error`` is an outcome of the subject's method ``where``, to be judged or
-    told.
+    """Return if ``error`` is an outcome of the subject's method ``where``, which is judged.
 
-    Raises what the subject is not to blame for (``reraise_foreign``), and ``SubjectError`` for what a run
-    cannot go on with: a subject that ends the process, or that brings an event loop of its own.
+    Raises:
+        BaseException: ``error``, if the subject did not cause it (``reraise_foreign``).
+        SubjectError: The run cannot go on: the subject ends the process, or brings an event loop of
+            its own.
     """
     reraise_foreign(error)
     _refuse_exit(error, where)
@@ -30,9 +31,7 @@ def raise_unless_outcome(error: BaseException, where: str) -> None:
 
 
 def reraise_foreign(error: BaseException) -> None:
-    """Raise ``error``, or what a group holds, where the subject is not to blame for it. Returns
-    where it is.
-    """
+    """Raise ``error``, or an exception of a group, if the subject did not cause it; else return."""
     if isinstance(error, BaseExceptionGroup):
         for part in error.exceptions:
             reraise_foreign(part)
@@ -43,26 +42,27 @@ def reraise_foreign(error: BaseException) -> None:
 
 
 def _refuse_exit(error: BaseException, where: str) -> None:
-    """A subject that ends the process would end the run as if all were well."""
+    # the run would end as if all were well
     parts = error.exceptions if isinstance(error, BaseExceptionGroup) else (error,)
     for part in parts:
         if isinstance(part, SystemExit):
             raise SubjectError(
-                f"{where} ends the process ({describe_error(part)}): raise an exception instead, so that the"
-                " run can be judged."
+                f"{where} ends the process ({describe_error(part)}): raise an exception instead, so"
+                " that the run can be judged."
             ) from error
+
+
+_LOOP_ERRORS = (
+    "cannot be called from a running event loop",
+    "already running",
+    "another loop is running",
+)
+"""What asyncio says, in its versions, of a second loop in a thread."""
 
 
 def _refuse_own_loop(error: BaseException, where: str) -> None:
     text = str(error) if isinstance(error, RuntimeError) else ""
-    if not any(
-        sign in text
-        for sign in (
-            "cannot be called from a running event loop",
-            "already running",
-            "another loop is running",
-        )
-    ):
+    if not any(phrase in text for phrase in _LOOP_ERRORS):
         return
     _close_unstarted(error)
     method = where.rpartition(".")[2]
@@ -73,9 +73,8 @@ def _refuse_own_loop(error: BaseException, where: str) -> None:
 
 
 def _close_unstarted(error: BaseException | None) -> None:
-    """Close the coroutines that the frames behind ``error`` made and never began: Python would warn
-    of each one by and by.
-    """
+    """Close the coroutines that the frames of a traceback created and never started."""
+    # Python warns of each when it is collected
     while error is not None:
         traceback = error.__traceback__
         while traceback is not None:
@@ -90,9 +89,7 @@ def _close_unstarted(error: BaseException | None) -> None:
 
 
 def _run_is_over() -> bool:
-    """Whether the running loop is a virtual one that only cancels what is left
-    (``VirtualLoop.ending``).
-    """
+    """Return whether the running loop is a ``VirtualLoop`` that is ``ending``."""
     try:
         return bool(getattr(asyncio.get_running_loop(), "ending", False))
     except RuntimeError:

@@ -1,9 +1,9 @@
-"""Network: loopback connections in memory, on the virtual clock.
+"""Loopback connections in memory, on the virtual clock.
 
-HTTP clients of real stacks (aiohttp, httpx) and a real HTTP server (uvicorn's protocols) speak over
-it, byte for byte as over a socket, while time stays virtual: what is written in one turn of the
-loop arrives in the next. A server's tasks inherit the context of the client that wrote to it, so a
-call is charged to the request that it is made for.
+HTTP clients of real stacks (aiohttp, httpx) and a real HTTP server (uvicorn's protocols) use them,
+byte for byte as a socket, while time stays virtual: what is written in one turn of the loop arrives
+in the next. A server's tasks inherit the context of the client that wrote to it, so that a call is
+attributed to its request.
 """
 
 from __future__ import annotations
@@ -20,9 +20,7 @@ _HOSTS = ("127.0.0.1", "localhost", "::1")
 
 
 class Network:
-    """Listening servers by port. ``loop`` is the virtual loop that they, and those who connect, run
-    on.
-    """
+    """Listening servers by port. They and their clients run on ``loop``, which is virtual."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self._loop = loop
@@ -31,16 +29,16 @@ class Network:
         self._ports = 50_000
 
     def listen(self, port: int, factory: Factory) -> None:
-        """Serve ``port`` of 127.0.0.1 with a fresh protocol of ``factory`` a connection."""
+        """Serve ``port`` of 127.0.0.1 with a new protocol of ``factory`` for each connection."""
         self._servers[port] = factory
 
     def close(self, port: int) -> None:
-        """Refuse further connections to ``port``; those that there are stay."""
+        """Refuse further connections to ``port``; existing ones stay."""
         self._servers.pop(port, None)
 
     def reserve(self, sock: socket.socket, address: tuple[Any, ...]) -> None:
-        """What ``sock_connect`` does: the socket stands for a connection to ``address`` from now
-        on. Raises as a socket would.
+        """Connect a socket to ``address``, as ``loop.sock_connect`` does. Raises as a socket
+        would.
         """
         host, port = str(address[0]), int(address[1])
         self._factory(host, port)
@@ -49,27 +47,28 @@ class Network:
     def connect(
         self, factory: Factory, host: str | None, port: int | None, sock: Any = None
     ) -> tuple[Any, Any]:
-        """A connection: the client's transport and protocol. Raises ``ConnectionRefusedError``
-        where nobody listens.
+        """Return the client's transport and protocol of a new connection. Raises
+        ``ConnectionRefusedError`` if there is no such server.
         """
         if sock is not None:
             host, port = self._reserved.pop(id(sock))
             sock.close()
         assert host is not None
         assert port is not None
-        served = self._factory(host, port)()
+        server_protocol = self._factory(host, port)()
         self._ports += 1
-        here, there = ("127.0.0.1", self._ports), ("127.0.0.1", port)
-        client, server = _Pipe(self._loop, here, there), _Pipe(self._loop, there, here)
+        client_address, server_address = ("127.0.0.1", self._ports), ("127.0.0.1", port)
+        client = _Pipe(self._loop, client_address, server_address)
+        server = _Pipe(self._loop, server_address, client_address)
         client.peer, server.peer = server, client
         protocol = factory()
-        server.attach(served)
+        server.attach(server_protocol)
         client.attach(protocol)
         return client, protocol
 
     def resolve(self, host: Any, port: Any) -> list[tuple[Any, ...]]:
-        """What ``getaddrinfo`` says of this machine. Raises ``socket.gaierror`` for any other:
-        there is no other.
+        """Return what ``getaddrinfo`` says of this machine. Raises ``socket.gaierror`` for any
+        other.
         """
         if str(host) not in _HOSTS:
             raise socket.gaierror(
@@ -93,14 +92,14 @@ class Network:
 
 
 class _Pipe(asyncio.Transport):
-    """One end of a connection. Nothing is ever full: writing never waits."""
+    """One end of a connection. Its buffer is never full: writing never waits."""
 
     peer: _Pipe
 
     def __init__(
-        self, loop: asyncio.AbstractEventLoop, here: tuple[str, int], there: tuple[str, int]
+        self, loop: asyncio.AbstractEventLoop, own: tuple[str, int], peer: tuple[str, int]
     ) -> None:
-        super().__init__({"sockname": here, "peername": there, "socket": _Socket(here, there)})
+        super().__init__({"sockname": own, "peername": peer, "socket": _Socket(own, peer)})
         self._loop = loop
         self._protocol: Any = None
         self._closing = False
@@ -109,7 +108,7 @@ class _Pipe(asyncio.Transport):
         self._waiting: list[bytes | None] = []
 
     def attach(self, protocol: asyncio.BaseProtocol) -> None:
-        """Begin."""
+        """Start the connection with a protocol."""
         self._protocol = protocol
         protocol.connection_made(self)
 
@@ -125,14 +124,14 @@ class _Pipe(asyncio.Transport):
         return True
 
     def close(self) -> None:
-        """What was written arrives; then the other side sees the end."""
+        """End the connection after what was written has arrived."""
         if not self._closing:
             self._closing = True
             self._loop.call_soon(self.peer.arrive, None)
             self._loop.call_soon(self.lose, None)
 
     def abort(self) -> None:
-        """The other side sees a reset."""
+        """Reset the connection."""
         if not self._lost:
             self._closing = True
             self._loop.call_soon(
@@ -141,16 +140,17 @@ class _Pipe(asyncio.Transport):
             self._loop.call_soon(self.lose, None)
 
     def arrive(self, data: bytes | None) -> None:
-        """Data of the other side, or its end (``None``)."""
+        """Take data of the other side, or its end (``None``)."""
         if self._closing:
             return
-        if self._paused or self._waiting:  # behind what waits already
+        if self._paused or self._waiting:
+            # it must not overtake what waits already
             self._waiting.append(data)
         else:
             self._deliver(data)
 
     def _drain(self) -> None:
-        """Deliver what came while reading was paused, in order, until it is paused again."""
+        """Deliver what arrived while reading was paused, in order, until it is paused again."""
         while self._waiting and not (self._paused or self._closing):
             self._deliver(self._waiting.pop(0))
 
@@ -161,7 +161,7 @@ class _Pipe(asyncio.Transport):
             self.close()
 
     def lose(self, error: Exception | None) -> None:
-        """The connection is over."""
+        """Tell the protocol that the connection is lost."""
         if not self._lost:
             self._closing = self._lost = True
             self._protocol.connection_lost(error)
@@ -187,7 +187,7 @@ class _Pipe(asyncio.Transport):
         return self._protocol  # type: ignore[no-any-return]  # any of the four kinds
 
     def set_write_buffer_limits(self, high: int | None = None, low: int | None = None) -> None:
-        """Nothing is ever full."""
+        """Accept and ignore limits: the buffer is never full."""
 
     def get_write_buffer_size(self) -> int:
         return 0
@@ -197,27 +197,28 @@ class _Pipe(asyncio.Transport):
 
 
 class _Socket:
-    """What clients and servers ask of a transport's socket."""
+    """The part of a socket that clients and servers of a transport use."""
 
     family = socket.AF_INET
     type = socket.SOCK_STREAM
     proto = socket.IPPROTO_TCP
 
-    def __init__(self, here: tuple[str, int], there: tuple[str, int]) -> None:
-        self._here, self._there = here, there
+    def __init__(self, own: tuple[str, int], peer: tuple[str, int]) -> None:
+        self._own, self._peer = own, peer
 
     def getsockname(self) -> tuple[str, int]:
-        return self._here
+        return self._own
 
     def getpeername(self) -> tuple[str, int]:
-        return self._there
+        return self._peer
 
     def setsockopt(self, *_: Any) -> None:
-        """Options say nothing to memory."""
+        """Accept and ignore options."""
 
     def getsockopt(self, *_: Any) -> int:
         return 0
 
     def fileno(self) -> int:
-        """None: whoever polls it takes the connection for used up, and opens another."""
+        """Return no descriptor."""
+        # clients that poll it believe that the connection is used up, and open another
         return -1

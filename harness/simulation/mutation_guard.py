@@ -1,6 +1,4 @@
-"""Lending: objects that a caller hands to a stack, watched for changes that the caller did not ask
-for.
-"""
+"""Detect changes that a stack makes to the objects that its caller passed to it."""
 
 from __future__ import annotations
 
@@ -16,40 +14,40 @@ _T = TypeVar("_T")
 
 
 class Watch:
-    """The objects lent out during one rollout, each with a copy of what it was."""
+    """The objects passed to a stack during one rollout, each with a copy of its first state."""
 
     def __init__(self) -> None:
-        self._lent: list[tuple[str, Any, Any]] = []
+        self._watched: list[tuple[str, Any, Any]] = []
 
     def lend(self, name: str, value: _T) -> _T:
-        """Watch ``value`` under ``name``; returns it."""
-        self._lent.append((name, value, copy.deepcopy(value)))
+        """Watch ``value`` under ``name``, and return it."""
+        self._watched.append((name, value, copy.deepcopy(value)))
         return value
 
     def changed(self) -> tuple[str, ...]:
-        """The names of the objects that no longer equal their copies, with what changed in them."""
+        """Return the names of the objects that no longer equal their copies, and the changes."""
         return tuple(
             f"{name}: {_difference(before, now)}"
-            for name, now, before in self._lent
+            for name, now, before in self._watched
             if not same(before, now)
         )
 
 
 WATCH: ContextVar[Watch | None] = ContextVar("rollproof_watch", default=None)
+"""The watch of the rollout in which context code runs."""
 
 
 def lend(name: str, value: _T) -> _T:
-    """Hand ``value`` to a stack as a caller would: the runner reports it if the stack changes it.
-    Returns ``value``.
+    """Return ``value``, and let the runner report it under ``name`` if the stack changes it.
 
-    Outside a run it does nothing but return its argument.
+    Outside of a run nothing is watched.
     """
     watch = WATCH.get()
     return value if watch is None else watch.lend(name, value)
 
 
 def same(a: Any, b: Any) -> bool:
-    """Deep equality that knows arrays (equal dtype, shape and bytes; NaN equals NaN)."""
+    """Compare deeply: arrays are equal in dtype, shape and elements, and NaN equals NaN."""
     if isinstance(a, np.ndarray) or isinstance(b, np.ndarray):
         return (
             isinstance(a, np.ndarray)
@@ -67,14 +65,14 @@ def same(a: Any, b: Any) -> bool:
 
 def _difference(before: Any, now: Any) -> str:
     if isinstance(before, dict) and isinstance(now, dict):
-        gone = [f"{key!r} was removed" for key in before if key not in now]
-        new = [f"{key!r} was added ({now[key]!r})" for key in now if key not in before]
+        removed = [f"{key!r} was removed" for key in before if key not in now]
+        added = [f"{key!r} was added ({now[key]!r})" for key in now if key not in before]
         changed = [
             f"{key!r} went from {before[key]!r} to {now[key]!r}"
             for key in before
             if key in now and not same(before[key], now[key])
         ]
-        return ", ".join(gone + new + changed)
+        return ", ".join(removed + added + changed)
     if isinstance(before, list) and isinstance(now, list) and len(before) != len(now):
         return f"went from {len(before)} to {len(now)} items"
     return "its contents changed"

@@ -1,12 +1,12 @@
-"""Virtual clock: an asyncio event loop on which time passes only when nothing else can happen.
+"""An asyncio event loop with virtual time, which passes only when nothing else can happen.
 
-Sleeping is free, one seed gives one trace byte for byte, and a hang is seen at once: when no
+Sleeping is free, one seed gives one trace byte for byte, and a hang is detected at once: when no
 callback is ready and no timer is set, nothing will ever happen again. Threads and sockets would
-bring real time back in, so they are refused with advice; work handed to an executor runs inline.
+bring real time back, so they are refused with advice; work for an executor runs inline.
 
-Why our own: looptime 0.9 gives identical traces too, at a thirtieth of the speed (it spins idle
-rounds before each jump), and lets executors run on real threads; ``benchmarks/clock.py`` shows both
-side by side.
+Why our own: looptime 0.9 also gives identical traces, at a thirtieth of the speed (it spins idle
+rounds before each jump), and lets executors run on real threads; ``benchmarks/clock.py`` compares
+them.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ __all__ = ["DEADLOCK", "Stalled", "Stuck", "VirtualLoop", "describe_wait", "guar
 _T = TypeVar("_T")
 _SPIN_LIMIT = 20_000
 DEADLOCK = "nothing is scheduled any more"
-"""Why a loop stalled that was left with nothing to do: seen at once, where other hangs are seen
-when much time has passed.
+"""Why a loop stalled that had nothing left to do. It is detected at once, other hangs only after
+much time.
 """
 
 
@@ -43,15 +43,17 @@ class Stalled(RuntimeError):
 
 
 class Stuck(Stalled):
-    """A step of the loop never ended, and was given up after much real time."""
+    """A step of the loop did not end, and was given up after much real time."""
 
 
 class VirtualLoop(base_events.BaseEventLoop):
     """An event loop whose ``time()`` starts at 0.0 and jumps from timer to timer.
 
-    ``ending`` is set while tasks that are left over are cancelled. ``turns`` counts the rounds of
-    callbacks, for ``watchdog``, who ends one that takes far too long in real time. ``network`` is
-    there where servers listen in memory: then clients connect to those, and to nothing else.
+    Attributes:
+        ending: Set while tasks that are left over are cancelled.
+        turns: The number of rounds of callbacks.
+        watchdog: Ends a round that takes far too long in real time.
+        network: Servers that listen in memory, if there are any. Clients connect to no others.
     """
 
     _ready: deque[asyncio.Handle]
@@ -70,7 +72,7 @@ class VirtualLoop(base_events.BaseEventLoop):
         self.network: Network | None = None
 
     def bound(self, jumps: int) -> None:
-        """Let time pass so many times more, and then no further."""
+        """Let time pass at most ``jumps`` times more."""
         self._jumps_left = jumps
 
     @property
@@ -83,9 +85,7 @@ class VirtualLoop(base_events.BaseEventLoop):
         return self._now
 
     def pass_time(self, timeout: float | None) -> None:
-        """Jump ahead. Raises ``Stalled`` when nothing is left to wait for, or when time never
-        passes.
-        """
+        """Jump ahead. Raises ``Stalled`` if there is nothing to wait for, or time never passes."""
         if timeout is None:
             raise Stalled(DEADLOCK)
         if timeout <= 0:
@@ -108,9 +108,8 @@ class VirtualLoop(base_events.BaseEventLoop):
     def call_soon(  # type: ignore[override]  # as for call_soon_threadsafe
         self, callback: Callable[..., Any], *args: Any, context: Any = None
     ) -> asyncio.Handle:
-        """Run ``callback`` in the next round. Leaner than the supertype's: a small case is mostly
-        rounds of the loop.
-        """
+        """Run ``callback`` in the next round."""
+        # leaner than the supertype's: the time of a small case is mostly spent in the loop
         if self.is_closed() or self.get_debug():
             return super().call_soon(callback, *args, context=context)
         handle = asyncio.Handle(callback, args, self, context)
@@ -143,7 +142,8 @@ class VirtualLoop(base_events.BaseEventLoop):
     def run_in_executor(
         self, executor: Any, func: Callable[..., Any], *args: Any
     ) -> asyncio.Future[Any]:  # type: ignore[override]
-        """Run ``func`` inline: a worker thread would make the order of events depend on real time."""
+        """Run ``func`` inline."""
+        # a worker thread would make the order of events depend on real time
         future: asyncio.Future[Any] = self.create_future()
         try:
             future.set_result(func(*args))
@@ -175,13 +175,13 @@ class VirtualLoop(base_events.BaseEventLoop):
         sock: Any = None,
         **_options: Any,
     ) -> tuple[Any, Any]:
-        """Connect to a server in memory. Raises ``SubjectError`` where there is no network, as for
+        """Connect to a server in memory. Raises ``SubjectError`` if there is no network, as for
         every other use of sockets.
         """
         return self._network("create_connection").connect(protocol_factory, host, port, sock)
 
     async def sock_connect(self, sock: socket.socket, address: Any) -> None:
-        """As ``create_connection``, of which this is the first half."""
+        """As ``create_connection``, for clients that connect a socket first."""
         self._network("sock_connect").reserve(sock, address)
 
     async def getaddrinfo(self, host: Any, port: Any, **_options: Any) -> list[tuple[Any, ...]]:
@@ -194,10 +194,10 @@ class VirtualLoop(base_events.BaseEventLoop):
         return self.network
 
     def _process_events(self, event_list: list[Any]) -> None:
-        """There are no sockets, so there are no events."""
+        """Do nothing: there are no sockets, so there are no events."""
 
     def _write_to_self(self) -> None:
-        """Nobody has to be woken up: this loop never blocks."""
+        """Do nothing: this loop never blocks, so there is nothing to wake up."""
 
 
 _THREAD_ADVICE = (
@@ -243,33 +243,33 @@ def _refusing(name: str, advice: str) -> Callable[..., Any]:
 _REFUSED: Mapping[str, tuple[str, ...]] = {
     _PROCESS_ADVICE: ("subprocess_exec", "subprocess_shell"),
     _LOOP_ADVICE: (
-        "add_reader", "add_writer", "connect_accepted_socket", "connect_read_pipe", "connect_write_pipe",
-        "create_datagram_endpoint", "create_server", "create_unix_connection", "create_unix_server", "getnameinfo",
-        "sendfile", "sock_accept", "sock_recv", "sock_recv_into", "sock_recvfrom", "sock_recvfrom_into", "sock_sendall",
+        "add_reader", "add_writer", "connect_accepted_socket", "connect_read_pipe",
+        "connect_write_pipe",
+        "create_datagram_endpoint", "create_server", "create_unix_connection", "create_unix_server",
+        "getnameinfo", "sendfile", "sock_accept", "sock_recv", "sock_recv_into", "sock_recvfrom",
+        "sock_recvfrom_into", "sock_sendall",
         "sock_sendfile", "sock_sendto", "start_tls",
     ),
 }  # fmt: skip
-"""What an event loop does in real time: the base class has no answer to it but a bare
-``NotImplementedError``.
-"""
+"""Methods that work in real time. The base class raises a bare ``NotImplementedError``."""
 for _advice, _names in _REFUSED.items():
     for _name in _names:
         setattr(VirtualLoop, _name, _refusing(_name, _advice))
 
 
 _INSIDE: Counter[int] = Counter()
-"""How often each thread is inside."""
+"""How many ``guarded`` blocks each thread is in."""
 _PATCHED: list[tuple[type, str, Any]] = []
-"""What is replaced while any thread is inside: whose, by which name, and what stood there
-(``None``: a base class's).
+"""What is replaced while any thread is in one: owner, name, and the original attribute (``None``: a
+base class has it).
 """
 _PATCHING = threading.Lock()
 
 
 @contextmanager
 def guarded() -> Iterator[None]:
-    """While inside, starting a Python thread or connecting a socket raises ``SubjectError`` with
-    advice; other threads do as they like.
+    """In this block, starting a Python thread or connecting a socket raises ``SubjectError`` with
+    advice. Other threads are not affected.
     """
     own = threading.get_ident()
     with _PATCHING:
@@ -290,11 +290,12 @@ def guarded() -> Iterator[None]:
                 if before is not None:
                     setattr(owner, name, before)
                 elif name in vars(owner):
-                    delattr(owner, name)  # the C method of the base class shows through again
+                    # the C method of the base class is visible again
+                    delattr(owner, name)
 
 
 def _guard(owner: type, name: str, advice: str) -> None:
-    """Let ``owner.name`` raise ``SubjectError`` in threads that are inside."""
+    """Let ``owner.name`` raise ``SubjectError`` in threads that are in a ``guarded`` block."""
     real = getattr(owner, name)
 
     def guard(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -309,12 +310,17 @@ def _guard(owner: type, name: str, advice: str) -> None:
 def run(
     main: Callable[[], Coroutine[Any, Any, _T]], jumps: int | None = None, *, seconds: float = 0.0
 ) -> _T:
-    """Run ``main()`` on a fresh virtual loop and return its result; tasks that are left over are
-    cancelled.
+    """Run ``main()`` on a new virtual loop and return its result; cancel tasks that are left over.
 
-    ``jumps`` bounds how often time may pass (``None``: no bound), ``seconds`` how much processor
-    time one step may take (0: no bound). Raises ``Stalled`` where ``main`` itself can never end,
-    ``Stuck`` where a step does not, and ``SubjectError`` where somebody stops the loop before.
+    Args:
+        main: Makes the coroutine.
+        jumps: How often time may pass; ``None``: without bound.
+        seconds: Processor time that one step may take; 0: without bound.
+
+    Raises:
+        Stalled: ``main`` can never end.
+        Stuck: A step does not end.
+        SubjectError: The code stops the loop, or this is called in a running loop.
     """
     try:
         asyncio.get_running_loop()
@@ -327,14 +333,15 @@ def run(
         )
     loop = VirtualLoop(jumps)
     task = loop.create_task(main())
-    early: str | None = None
+    given_up_before: str | None = None
     with Watchdog(lambda: loop.turns, seconds, VirtualLoop._run_once.__code__) as loop.watchdog:
         try:
             asyncio.set_event_loop(loop)
             with guarded():
                 result = loop.run_until_complete(task)
         except GivenUp:
-            if loop.watchdog.message is None:  # whoever called this was given up
+            if loop.watchdog.message is None:
+                # the step of a caller was given up
                 raise
             raise Stuck(loop.watchdog.message) from None
         except RuntimeError as error:
@@ -342,13 +349,15 @@ def run(
                 raise
             raise SubjectError(_STOP_ADVICE) from error
         finally:
-            early = loop.watchdog.message
+            given_up_before = loop.watchdog.message
             _cancel_all(loop)
             if task.done() and not task.cancelled():
-                task.exception()  # known by now, also where the loop ended before
+                # asyncio would log an exception that nobody retrieves
+                task.exception()
             asyncio.set_event_loop(None)
             loop.close()
-    if loop.watchdog.message is not None and early is None:  # of a task that was left over
+    if loop.watchdog.message is not None and given_up_before is None:
+        # a task that was left over did not end
         raise Stuck(loop.watchdog.message)
     return result
 
@@ -364,11 +373,12 @@ def _cancel_all(loop: VirtualLoop) -> None:
         try:
             loop.run_until_complete(asyncio.gather(*left, return_exceptions=True))
         except (Stalled, GivenUp):
-            return  # a task that ignores its cancellation: the loop is closed over it
+            # a task ignores its cancellation: the loop is closed all the same
+            return
 
 
 def describe_wait(task: asyncio.Task[Any]) -> str:
-    """Where a task waits: the chain of functions down to the innermost await, e.g. ``generate
+    """Return where a task waits: the functions down to the innermost await, as ``generate
     (llm.py:120) > sleep``.
     """
     names = []

@@ -1,7 +1,7 @@
-"""Store: traces in files. Arrow for what grows, JSON for what a person mails; both are safe to read
-from anybody.
+"""Traces in files: Arrow for long ones, JSON for those that a person mails. Both are safe to read,
+whoever wrote them.
 
-``open_trace`` recognises a file by what it holds. pyarrow is imported when an Arrow trace is opened
+``open_trace`` recognises a file by its content. pyarrow is imported when an Arrow trace is opened
 or written.
 """
 
@@ -31,7 +31,7 @@ __all__ = [
 
 
 class TraceSource(Protocol):
-    """A trace that can be read, whatever its form."""
+    """A trace that can be read, in either form."""
 
     path: Path
     ending: Ending | None
@@ -52,10 +52,12 @@ class TraceSource(Protocol):
 
 
 def open_trace(path: str | os.PathLike[str]) -> TraceSource:
-    """Open a trace in either form, told apart by content. Its name says nothing.
+    """Open a trace in either form, recognised by its content. Its name does not matter.
 
-    Raises ``UsageError`` where there is no file, ``TraceVersionError`` for a trace of a newer
-    rollproof, ``TraceError`` where it is not a trace.
+    Raises:
+        UsageError: There is no file.
+        TraceVersionError: The trace was written by a newer rollproof.
+        TraceError: It is not a trace.
     """
     source = Path(path)
     with open_file(source, "r") as file:
@@ -66,12 +68,12 @@ def open_trace(path: str | os.PathLike[str]) -> TraceSource:
         return JsonTrace(source)
     if not start:
         raise TraceError(f"{source} is empty: its writer was killed before it had begun.")
-    what = next(
+    kind = next(
         (text for magic, text in _FOREIGN.items() if start.startswith(magic)),
         "in no form that rollproof knows",
     )
     raise TraceError(
-        f"{source} is not a rollproof trace: it is {what}. Traces are Arrow streams or JSON,"
+        f"{source} is not a rollproof trace: it is {kind}. Traces are Arrow streams or JSON,"
         " written by rollproof."
     )
 

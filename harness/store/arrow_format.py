@@ -31,11 +31,16 @@ BATCH_EVENTS = 256
 class TraceWriter:
     """Writes episodes to a file; a ``TraceSink``.
 
-    ``mode`` is ``"x"`` (a new file), ``"w"`` (overwrite) or ``"a"`` (append, or a new file).
-    ``header`` begins an episode; appending without one goes on with the last episode. A batch is
-    flushed when it holds ``batch_bytes`` or ``batch_events``, by ``flush``, and at the end: what
-    was flushed survives the process. One file has one writer. Raises ``UsageError`` on wrong use,
-    ``TraceError`` where the file is no trace, is damaged, locked, or cannot be written.
+    Args:
+        path: The file. It has one writer at a time.
+        header: Begins an episode. Appending without it continues the last episode.
+        mode: ``"x"`` (a new file), ``"w"`` (overwrite) or ``"a"`` (append, or a new file).
+        batch_bytes: Size at which a batch is flushed. What was flushed survives the process.
+        batch_events: Number of events at which a batch is flushed.
+
+    Raises:
+        UsageError: The path or the mode is wrong.
+        TraceError: The file is no trace, is damaged, locked, or cannot be written.
     """
 
     def __init__(
@@ -48,7 +53,8 @@ class TraceWriter:
         batch_events: int = BATCH_EVENTS,
     ) -> None:
         self.path: Path = Path(path)
-        self._limits = (batch_bytes, batch_events)
+        self._batch_bytes = batch_bytes
+        self._batch_events = batch_events
         self._rows = Rows()
         self._file = open_file(self.path, mode)
         try:
@@ -77,27 +83,22 @@ class TraceWriter:
 
     def append(self, event: Event) -> None:
         """Take one event of the current episode. Raises ``TraceError`` for one that cannot be
-        stored; the file stays whole.
+        stored; the file stays readable.
         """
-        if self._file.closed:
-            self._ready()
-        rows = self._rows
-        rows.add_event(self._episode, event)
+        self._ready()
+        self._rows.add_event(self._episode, event)
         self._events += 1
-        most, many = self._limits
-        if rows.size >= most or len(rows) >= many:
+        if self._rows.size >= self._batch_bytes or len(self._rows) >= self._batch_events:
             self.flush()
 
     def write(self, trace: Trace) -> None:
-        """A whole trace as one episode."""
+        """Write a trace as one episode."""
         self.start(trace.header)
         for event in trace.events:
             self.append(event)
 
     def flush(self) -> None:
-        """Hand what was taken so far to the operating system: from here on a killed process does
-        not lose it.
-        """
+        """Pass what was taken so far to the operating system: a killed process does not lose it."""
         self._ready()
         if not len(self._rows):
             return
@@ -129,9 +130,7 @@ class TraceWriter:
         self.close()
 
     def _prepare(self) -> State:
-        """Put the file's end where the next batch goes: behind the schema, or behind the last
-        sealed batch. All of them are verified before.
-        """
+        """Verify the batches of the file, and cut it after the last sealed one."""
         self._end = 0
         if self._file.seek(0, os.SEEK_END) == 0:
             self._put(schema_message())
@@ -148,7 +147,7 @@ class TraceWriter:
             self.start(header)
             self.flush()
         elif self._episode < 0:
-            raise UsageError(f"{self.path} holds no episode to go on with: give a header.")
+            raise UsageError(f"{self.path} holds no episode to continue: give a header.")
 
     def _ready(self) -> None:
         if self._file.closed:
@@ -162,7 +161,8 @@ class TraceWriter:
             self._file.flush()
             self._end = self._file.tell()
         except OSError as error:
-            with suppress(OSError):  # it would try to write what is left, and fail alike
+            # closing tries to write what is left, and fails again
+            with suppress(OSError):
                 self._file.close()
             raise TraceError(
                 f"{self.path} could not be written: {error}. What was flushed before is readable."
@@ -170,12 +170,17 @@ class TraceWriter:
 
 
 class TraceReader:
-    """Reads a file of episodes as a stream: memory holds one batch. Each iteration starts anew.
+    """Reads a file of episodes as a stream: memory holds one batch. Each iteration starts again.
 
-    ``header`` is that of the first episode; ``ending`` is set when an iteration has come to the
-    end. Raises ``UsageError`` where there is no file, ``TraceVersionError`` for a trace of a newer
-    rollproof, and ``TraceError`` where the file is foreign or ends before its first header; damage
-    further on raises it from the iteration, after everything before it was given.
+    Attributes:
+        header: The header of the first episode.
+        ending: How the file ended; set when an iteration has come to the end.
+
+    Raises:
+        UsageError: There is no file.
+        TraceVersionError: A newer rollproof wrote the trace.
+        TraceError: The file is no trace, or ends before its first header. The iteration raises it
+            at damage, after everything before it was read.
     """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
@@ -190,7 +195,7 @@ class TraceReader:
                 " begun. Nothing can be read."
             )
         if not isinstance(first, Header):
-            raise TraceError(f"{self.path} does not begin with a header: it is no whole trace.")
+            raise TraceError(f"{self.path} does not begin with a header: it is incomplete.")
         self.header = first
         self.ending = None
 
@@ -216,7 +221,7 @@ class TraceReader:
         while ahead:
             header = ahead.pop()
             if not isinstance(header, Header):
-                raise TraceError(f"{self.path} does not begin with a header: it is no whole trace.")
+                raise TraceError(f"{self.path} does not begin with a header: it is incomplete.")
             own = events()
             yield header, own
             for _ in own:

@@ -1,4 +1,4 @@
-"""JSON form: one small trace as text that a person can read, mail and edit.
+"""A small trace as JSON that a person can read, mail and edit.
 
 ``{"format": "rollproof-trace", "schema": 1, "header": {...}, "events": [...]}``, one event a line.
 An array is an object with ``dtype``, ``shape`` and ``data`` (nested lists), or beyond 4,096
@@ -43,8 +43,8 @@ _LISTED = 4096
 
 
 def dump_trace(trace: Trace, path: str | os.PathLike[str]) -> None:
-    """Write ``trace`` to ``path``, whole or not at all. Raises ``TraceError`` above 64 MB, and for
-    values that no trace can hold.
+    """Write ``trace`` to ``path``, completely or not at all. Raises ``TraceError`` above 64 MB, and
+    for values that no trace can hold.
     """
     marks = json.dumps({"format": FORMAT, "schema": SCHEMA, "made_by": made_by()})
     header = ",\n ".join(
@@ -61,14 +61,16 @@ def dump_trace(trace: Trace, path: str | os.PathLike[str]) -> None:
             f" {MAX_BYTES / 1e6:.0f} MB: write it with rollproof.store.TraceWriter, or shrink it"
             " first."
         )
-    _write_whole(Path(path), text.encode("ascii"))
+    _write_completely(Path(path), text.encode("ascii"))
 
 
 def load_trace(path: str | os.PathLike[str]) -> Trace:
     """Read what ``dump_trace`` wrote, or a person edited.
 
-    Raises ``UsageError`` where there is no file, ``TraceVersionError`` for a trace of a newer
-    rollproof, ``TraceError`` for anything else that is not a trace in this form.
+    Raises:
+        UsageError: There is no file.
+        TraceVersionError: A newer rollproof wrote the trace.
+        TraceError: It is no trace in this form.
     """
     source = Path(path)
     try:
@@ -92,8 +94,8 @@ def event_of(wire: Mapping[str, Any]) -> Event:
 
 
 class JsonTrace:
-    """A trace in JSON form with the face of a ``TraceReader``: one episode, held in memory. Raises
-    as ``load_trace``.
+    """A trace in JSON form with the methods of a ``TraceReader``: one episode, in memory. Raises as
+    ``load_trace``.
     """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
@@ -166,10 +168,10 @@ def _from_lists(data: Any, dtype: np.dtype[Any], shape: Any, *, marked: bool) ->
             _SPELT.get(item, item) if item is None or isinstance(item, str) else item
             for item in level
         ]
-    wanted = _ELEMENTS.get(dtype.kind, (int,))
-    strays = [item for item in level if type(item) not in wanted or not _fits(item, dtype)]
-    if strays:
-        raise TraceError(f"An array of {dtype.name} cannot hold {show(strays[0])}.")
+    types = _ELEMENTS.get(dtype.kind, (int,))
+    for item in level:
+        if type(item) not in types or not _fits(item, dtype):
+            raise TraceError(f"An array of {dtype.name} cannot hold {show(item)}.")
     return array_of(np.array(level, dtype=dtype).tobytes(), dtype, shape)
 
 
@@ -200,11 +202,11 @@ def _trace_of(data: Any) -> Trace:
         raise TraceError(f'"schema" must be a whole number >= 1, not {show(number)}.')
     if number > SCHEMA:
         raise TraceVersionError(newer_schema(number, data.get("made_by")))
-    stray = sorted(data.keys() - {"format", "schema", "made_by", "header", "events"})
-    if stray or not isinstance(data.get("events"), list) or "header" not in data:
+    unknown = sorted(data.keys() - {"format", "schema", "made_by", "header", "events"})
+    if unknown or not isinstance(data.get("events"), list) or "header" not in data:
         raise TraceError(
-            "it must have a header, a list of events, and nothing else; stray are"
-            f" {[show(key) for key in stray][:9]}."
+            "it must have a header, a list of events, and nothing else; unknown are"
+            f" {[show(key) for key in unknown][:9]}."
         )
     return Trace(
         header=decode_header(data["header"], _array),
@@ -239,28 +241,27 @@ def _text(source: Path) -> str:
         raise TraceError(f"it is not UTF-8 text (at byte {error.start}).") from None
 
 
-def _write_whole(path: Path, data: bytes) -> None:
-    """Write beside the target, then move: whoever reads sees the old file or the new one, never a
-    part.
-    """
-    beside = None
+def _write_completely(path: Path, data: bytes) -> None:
+    """Write next to the target, then move: a reader sees the old file or the new one."""
+    temporary = None
     try:
-        target = target_of(path)  # a link stays one
+        # a link stays a link
+        target = target_of(path)
         if is_special(target):
             raise TraceError(
                 f"{path} is a device or a pipe, and a trace would replace it by a file: name"
                 " another place."
             )
-        beside = target.with_name(f".{target.name}.{os.getpid()}.part")
-        with beside.open("wb") as file:
+        temporary = target.with_name(f".{target.name}.{os.getpid()}.part")
+        with temporary.open("wb") as file:
             file.write(data)
             file.flush()
             os.fsync(file.fileno())
-        beside.replace(target)
+        temporary.replace(target)
     except OSError as error:
-        if beside is not None:
+        if temporary is not None:
             with suppress(OSError):
-                beside.unlink()
+                temporary.unlink()
         raise TraceError(
             f"{path} could not be written: {error.strerror}. Nothing was changed."
         ) from error

@@ -204,9 +204,7 @@ class Stream:
                 if message is None:
                     return None
                 checksum = self._source.checksum
-                seal = self._message()
-                if seal is None:
-                    raise _CutError
+                seal = self._message(required=True)
             except _CutError:
                 if self._source.bytes_at(max(0, self._source.end - len(END)), len(END)) == END:
                     raise TraceError(
@@ -225,8 +223,8 @@ class Stream:
             self.state = state
             return _batch(message)
 
-    def _message(self) -> pa.Message | None:
-        """Return the next message, or ``None`` at the end of the file."""
+    def _message(self, *, required: bool = False) -> pa.Message | None:
+        """Return the next message, or ``None`` at the end of the file, unless one is required."""
         import pyarrow as pa
 
         start = self._source.tell()
@@ -234,25 +232,25 @@ class Stream:
         try:
             return pa.ipc.read_message(pa.PythonFile(self._source, mode="r"))
         except EOFError:
-            return self._end(start)
+            self._check_end(start)
+            if required:
+                raise _CutError from None
+            return None
         except (pa.ArrowException, OSError, ValueError, MemoryError) as error:
             if self._source.cut:
                 raise _CutError from error
             raise TraceError(f"there is no Arrow message ({str(error)[:200]})") from error
 
-    def _end(self, start: int) -> None:
-        """Look at what pyarrow takes for the end of a stream: its end mark, zeros, or nothing."""
+    def _check_end(self, start: int) -> None:
+        """Check what pyarrow takes for the end of a stream: its end mark, zeros, or nothing."""
         found = self._source.bytes_at(start, len(END) + 1)
         if found == END:
             self._closed = True
-        elif not found.startswith(_END_MARK):
-            # a file system may have grown the file before the bytes were written
-            if found:
-                raise _CutError
-        elif END.startswith(found):
-            raise _CutError
-        else:
+        elif found.startswith(_END_MARK) and not END.startswith(found):
             raise TraceError("an end mark stands in the middle (were two files joined?)")
+        elif found:
+            # an unfinished end mark, or zeros: a file system may grow a file before it writes
+            raise _CutError
 
     def _read_schema(self) -> None:
         """Check that the file is a trace that this version reads."""

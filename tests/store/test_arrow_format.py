@@ -396,7 +396,7 @@ def test_wrong_use_of_a_writer(tmp_path: Path) -> None:
     is refused with the next step.
     """
     path = tmp_path / "trace.arrow"
-    with pytest.raises(UsageError, match="holds no episode to go on with: give a header"):
+    with pytest.raises(UsageError, match="holds no episode to continue: give a header"):
         TraceWriter(path, mode="a")
     path.unlink()
     with TraceWriter(path, HEADER) as writer:

@@ -298,7 +298,7 @@ ROUTES = (*REPLY, "routes")
         (put("schema", value="1"), '"schema" must be a whole number >= 1'),
         (put("schema", value=0), '"schema" must be a whole number >= 1'),
         (put("events", value={}), "a list of events"),
-        (put("extra", value=1), "stray are"),
+        (put("extra", value=1), "unknown are"),
         (lambda data: [data], 'does not say "format"'),
         (lambda data: {"schema": 999}, 'does not say "format": "rollproof-trace"'),
         (lambda data: {"schema": 1, "checks": []}, "looks like a report"),
