@@ -10,7 +10,7 @@ One file a stack, ``verdicts.toml`` in its folder. Format::
     kind = "fault"                          # or choice (left to the caller, who must know), or open (undecided)
     versions = ["0.3.0", "0.4.0"]
     where = "skyrl/.../remote_inference_client.py:412"   # file and line upstream
-    script = "skyrl_abort.py"               # docs/track_record/: the same by hand, without rollproof
+    script = "skyrl_faults.py empty_abort"  # in docs/track_record: the same by hand
     upstream = "SkyRL#1835"                 # optional: issue or pull request
     fails."lifecycle.flags" = ["client"]    # must fail in these parts
     may_fail."stitch.tokens" = ["client"]   # an honest consequence that some schedules show and others do not

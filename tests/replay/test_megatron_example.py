@@ -20,7 +20,7 @@ PAGE = (DOCS / "replay-megatron.md").read_text(encoding="utf-8")
 PROGRAMS = {
     "example": ("-c", "from rollproof.cli import main; main()", "verify", "--replay", "megatron_trainer:MegatronTrainer", "--json", "-"),
     "track record": (
-        str(DOCS / "track_record" / "run.py"), "megatron_short", "megatron_stale", "megatron_interleaved", "megatron_other",
+        str(DOCS / "track_record" / "megatron_faults.py"), "short_targets", "stale_queue", "interleaved_pair", "other_choosers",
     ),
 }  # fmt: skip
 

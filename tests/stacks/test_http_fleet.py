@@ -127,6 +127,7 @@ def test_a_flavour_without_a_fake_server_is_refused() -> None:
         raise AssertionError("unreachable")
 
     with pytest.raises(
-        UsageError, match=r"Flavour 'trtllm' has no fake HTTP server: there are \['sglang', 'vllm'\]"
+        UsageError,
+        match=r"Flavour 'trtllm' has no fake HTTP server: there are \['sglang', 'vllm'\]",
     ):
         talk(what, flavour="trtllm")

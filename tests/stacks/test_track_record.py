@@ -1,7 +1,8 @@
-"""docs/track-record.md says what the scripts beside it print."""
+"""docs/track-record.md says what the scripts of docs/track_record print."""
 
 from __future__ import annotations
 
+import ast
 import importlib.util
 import os
 import re
@@ -15,27 +16,44 @@ from rollproof.stacks import installed_version, release_of, requirements_file
 
 DOCS = Path(__file__).parents[2] / "docs"
 RECORD = (DOCS / "track-record.md").read_text(encoding="utf-8")
-SCRIPTS = sorted(
-    path for path in (DOCS / "track_record").glob("*_*.py") if not path.stem.endswith("stub")
-)
+SCRIPTS = sorted((DOCS / "track_record").glob("*_faults.py"))
+
+
+def faults_of(script: Path) -> list[str]:
+    """The names of the functions that a script runs, from its last call of ``run``."""
+    (call,) = (
+        node
+        for node in ast.walk(ast.parse(script.read_text(encoding="utf-8")))
+        if isinstance(node, ast.Call) and ast.unparse(node.func) == "run"
+    )
+    return [ast.unparse(argument) for argument in call.args]
 
 
 @pytest.mark.parametrize("script", SCRIPTS, ids=lambda path: path.stem)
-def test_a_script_is_listed_says_what_it_shows_and_is_short(script: Path) -> None:
-    """Each reproduction has its line in the table, a first sentence, and at most 25 lines of code
-    that know nothing of rollproof.
+def test_each_fault_is_listed_says_what_it_shows_and_is_short(script: Path) -> None:
+    """Each fault has its line in the table, a docstring, and at most 60 lines of code; scripts know
+    nothing of rollproof but how to start SGLang on a CPU.
     """
     text = script.read_text(encoding="utf-8")
-    assert f"(track_record/{script.name})" in RECORD
-    assert re.match(r'""".*[.!:]', text)
-    body = text.split('"""', 2)[2]
-    assert "rollproof" not in body
-    assert len([line for line in body.splitlines() if line.strip()]) <= 25
+    functions = {
+        node.name: node
+        for node in ast.parse(text).body
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
+    }
+    for name in faults_of(script):
+        assert f"[{script.name} {name}](track_record/{script.name})" in RECORD
+        assert ast.get_docstring(functions[name])
+        function = functions[name]
+        assert function.end_lineno - function.body[0].end_lineno <= 60, name
+    imports = [line for line in text.splitlines() if "import" in line and "rollproof" in line]
+    allowed = ["    from rollproof.engines.sglang import sglang_cpu"]
+    assert imports in ([], allowed if script.stem == "sglang_faults" else [])
 
 
-def test_every_script_that_the_record_links_to_exists() -> None:
+def test_every_fault_that_the_record_links_to_exists() -> None:
     """No dead links."""
-    assert {path.name for path in SCRIPTS} == set(re.findall(r"\(track_record/(\w+\.py)\)", RECORD))
+    linked = set(re.findall(r"\[(\w+\.py \w+)\]\(track_record/\w+\.py\)", RECORD))
+    assert {f"{path.name} {name}" for path in SCRIPTS for name in faults_of(path)} == linked
 
 
 @pytest.mark.parametrize(
@@ -54,7 +72,7 @@ def test_the_record_holds_what_the_scripts_print_on_the_installed_release(stack:
             f"{stack} {version} is installed, and the record is of {', '.join(release.versions)}"
         )
     env = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST")}
-    command = [sys.executable, str(DOCS / "track_record" / "run.py"), f"{stack}_"]
+    command = [sys.executable, str(DOCS / "track_record" / f"{stack}_faults.py")]
     done = subprocess.run(
         command, capture_output=True, text=True, env=env, timeout=300, check=False
     )

@@ -1,9 +1,9 @@
 """Writes docs/stacks.md: which releases of which stacks were judged, and what each check said of
 each.
 
-Verdicts are read from ``stack_results/NAME-VERSION.json``. ``python tools/docs/stacks_page.py
-REPORT.json`` condenses what ``rollproof verify --stack NAME --json REPORT.json`` wrote into such a
-file; ``nox -s upstream -- NAME --write`` does both.
+Verdicts are read from ``stack_results/NAME.json``, those of the newest pinned release. ``python
+tools/docs/stacks_page.py REPORT.json`` condenses what ``rollproof verify --stack NAME --json
+REPORT.json`` wrote into such a file; ``nox -s upstream -- NAME --write`` does both.
 """
 
 from __future__ import annotations
@@ -31,14 +31,21 @@ failed nowhere passes.
 UNDRIVEN = """
 ## What is not driven
 
-- TRL's `VLLMClient` makes one blocking call a batch and resumes nothing, so there is no schedule to run it through. It is run unmodified
-  over real HTTP against vLLM's face, and its samples are judged (tests/fakes/http/test_released_clients.py); its weight transfer asks for CUDA.
-- AReno's rollouts run on an engine of its own, whose workers are made for accelerators: only its merging of chunks and ranks is judged.
-- Of prime-rl, its sink (which drops what is too stale), curriculum, and concurrency controller are not run, nor its vLLM server.
-- NeMo-RL's rollouts with NeMo-Gym speak to its servers, which are another repository; its TRT-LLM, Dynamo and Megatron generations start
-  engines of their own. Read at 7ea279abf and not run: what they hand over goes through the same buffers and batches, which are judged.
-- Of ROLL, its agentic pipelines, its replay buffer of prompts and its vLLM strategy were read at 8eb27cc2 and not run: the first keep a
-  loop of their own for each environment, the second counts prompts and not tokens, the third imports vLLM's classes to call them."""
+- TRL's `VLLMClient` makes one blocking call a batch and resumes nothing, so there is no schedule to
+run it through. It is run unmodified
+  over real HTTP against vLLM's face, and its samples are judged
+  (tests/fakes/http/test_released_clients.py); its weight transfer asks for CUDA.
+- AReno's rollouts run on an engine of its own, whose workers are made for accelerators: only its
+merging of chunks and ranks is judged. - Of prime-rl, its sink (which drops what is too stale),
+curriculum, and concurrency controller are not run, nor its vLLM server. - NeMo-RL's rollouts with
+NeMo-Gym speak to its servers, which are another repository; its TRT-LLM, Dynamo and Megatron
+generations start
+  engines of their own. Read at 7ea279abf and not run: what they hand over goes through the same
+  buffers and batches, which are judged.
+- Of ROLL, its agentic pipelines, its replay buffer of prompts and its vLLM strategy were read at
+8eb27cc2 and not run: the first keep a
+  loop of their own for each environment, the second counts prompts and not tokens, the third
+  imports vLLM's classes to call them."""
 
 
 def stacks_page() -> Iterator[str]:
@@ -145,7 +152,8 @@ def _failing(results: list[dict[str, Any]]) -> Iterator[str]:
             source = ", ".join(
                 filter(None, (f"`{entry.where}`" if entry.where else "", entry.upstream))
             )
-            script = f"[{entry.script}](track_record/{entry.script})" if entry.script else ""
+            file = entry.script.partition(" ")[0]
+            script = f"[{entry.script}](track_record/{file})" if file else ""
             yield (
                 f"| {stack} {', '.join(entry.versions)} | {entry.name} | {entry.kind} | {checks} |"
                 f" {source} | {script} |"
@@ -206,7 +214,12 @@ def condense(report: Mapping[str, Any]) -> dict[str, Any]:
 
 if __name__ == "__main__":
     for name in sys.argv[1:]:
-        short = condense(json.loads(Path(name).read_text(encoding="utf-8")))
-        target = RESULTS / f"{short['stack']}-{short['version']}.json"
-        target.write_text(json.dumps(short, indent=1, sort_keys=True) + "\n", encoding="utf-8")
+        result = condense(json.loads(Path(name).read_text(encoding="utf-8")))
+        stack, version = result["stack"], result["version"]
+        newest = Matrix.read(stack).pinned[-1]
+        if version != newest:
+            sys.stdout.write(f"{stack} {version} is not stored: the page shows {newest}\n")
+            continue
+        target = RESULTS / f"{stack}.json"
+        target.write_text(json.dumps(result, indent=1, sort_keys=True) + "\n", encoding="utf-8")
         sys.stdout.write(f"wrote {target.name}\n")

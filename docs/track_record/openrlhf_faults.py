@@ -1,0 +1,72 @@
+"""Faults of OpenRLHF: `python docs/track_record/openrlhf_faults.py [NAME ...]`.
+
+Replaced is the engine, whose reply is scripted.
+"""
+
+import importlib.metadata
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from common import run
+
+from openrlhf.utils.agent import AgentInstanceBase, MultiTurnAgentExecutor, SingleTurnAgentExecutor
+
+VERSION = f"openrlhf {importlib.metadata.version('openrlhf')}:"
+
+
+class Engine:
+    """Replies with the same completion to every call."""
+
+    def __init__(self, tokens: list[int], logprobs: list[Any], finish_reason: str) -> None:
+        self.completion = SimpleNamespace(
+            token_ids=tokens,
+            text=" ".join(map(str, tokens)),
+            logprobs=logprobs,
+            finish_reason=finish_reason,
+        )
+
+    async def generate(self, ids: Any, params: Any, multi_modal_data: Any = None) -> Any:
+        return SimpleNamespace(outputs=[self.completion])
+
+
+class OneTurn(AgentInstanceBase):
+    """An environment that ends after the first turn."""
+
+    def __init__(self) -> None:
+        pass
+
+    async def step(self, states: Any, **_: Any) -> dict[str, Any]:
+        return {"rewards": torch.tensor(0.0), "environment_feedback": "", "done": True}
+
+
+def tokenizer(text: str, **_: Any) -> dict[str, Any]:
+    ids = [int(word) for word in text.split()]
+    return {"input_ids": torch.tensor([ids], dtype=torch.long)}
+
+
+async def abort() -> None:
+    """A call that was aborted is returned as one that was not truncated: only the reason ``length``
+    is read.
+    """
+    engine = Engine([7, 8], [{7: SimpleNamespace(logprob=-0.5)}, {}], "abort")
+    params = SimpleNamespace(max_tokens=8, logprobs=0)
+    output = await SingleTurnAgentExecutor().execute("5 6", None, params, 10, tokenizer, engine)
+    result = f"truncated {output['truncated']}, actions {output['action_ranges']}"
+    print(VERSION, f"aborted after 2 of 8 tokens: {result}")
+    print(VERSION, f"a logprob that is missing: {output['rollout_log_probs']}")
+
+
+async def caller_params() -> None:
+    """The multi-turn executor writes the budget of a turn into the caller's sampling parameters, in
+    place of the limit that they state.
+    """
+    engine = Engine([7], [{7: SimpleNamespace(logprob=-0.5)}], "stop")
+    params = SimpleNamespace(max_tokens=4, logprobs=0)
+    executor = MultiTurnAgentExecutor(OneTurn)
+    await executor.execute("5 6", None, params, 100, tokenizer, engine)
+    print(VERSION, f"max_tokens 4 of the caller is {params.max_tokens} afterwards")
+
+
+if __name__ == "__main__":
+    run(abort, caller_params)
