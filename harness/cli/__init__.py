@@ -1,4 +1,4 @@
-"""Command line: ``rollproof verify | check | replay | gap | serve | known-bugs | checks | doctor``."""
+"""The command line ``rollproof``; one module per command."""
 
 from __future__ import annotations
 
@@ -8,8 +8,10 @@ __all__ = ["main"]
 
 
 def main() -> None:
-    """Run the command line and exit: 0 all pass, 1 some fail, 2 unknown only, 254 bad arguments,
-    255 internal error, 130 interrupted.
+    """Run the command line and exit.
+
+    Exit codes: 0 all pass, 1 some fail, 2 unknown only, 254 bad arguments, 255 internal error, 130
+    interrupted.
     """
     from rollproof.cli.safe_stdio import open_streams
 

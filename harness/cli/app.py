@@ -1,4 +1,4 @@
-"""App: the commands, and what every error of them becomes: one line and an exit code."""
+"""The typer app of all commands, and the exit codes and messages of their errors."""
 
 from __future__ import annotations
 
@@ -27,20 +27,19 @@ from rollproof.judging.report import ExitCode
 __all__ = ["app", "run"]
 
 INTERRUPTED = 130
-"""As a shell reports a program that SIGINT ended."""
+"""The code with which a shell reports a program that SIGINT ended."""
 BROKEN_PIPE = 141
-"""As a shell reports a program whose reader went away; 1 would say that a check failed."""
+"""The code with which a shell reports SIGPIPE. 1 would say that a check failed."""
 
-_Clicked: type[Exception] = typer.BadParameter.__mro__[2]
-"""click's exception for everything that is wrong with a command line; newer typers carry a click of
-their own.
-"""
+# By its place, because newer typers bring a click of their own.
+_ClickError: type[Exception] = typer.BadParameter.__mro__[2]
+"""click's exception for a wrong command line."""
 
 app: typer.Typer = typer.Typer(
     name="rollproof",
     help=(
-        "Proves that the rollouts of an LLM reinforcement-learning stack are what its trainer"
-        " thinks they are."
+        "Tests the rollouts of LLM reinforcement-learning stacks: stitching, routes, weight"
+        " versions, logprobs."
     ),
     epilog=(
         "Exit codes: 0 all pass, 1 some fail, 2 unknown only, 254 bad arguments, 255 internal"
@@ -55,8 +54,8 @@ for _command in (verify, check, replay, gap, serve, known_bugs, checks, doctor):
     app.command(_command.__name__.replace("_", "-"))(_command)
 
 
-def _version(wanted: bool) -> None:
-    if wanted:
+def _version(requested: bool) -> None:
+    if requested:
         typer.echo(f"rollproof {metadata.version('rollproof')}")
         raise typer.Exit
 
@@ -71,18 +70,18 @@ def _options(
     ] = False,
     debug: Annotated[
         bool,
-        typer.Option(
-            "--debug", help="Show the traceback of an error (works behind a command too)."
-        ),
+        typer.Option("--debug", help="Show the traceback of an error (also after the command)."),
     ] = False,
 ) -> None:
-    """Options of all commands; ``--debug`` is taken out by ``run`` before typer sees the arguments."""
+    """Declare the options of all commands."""
 
 
 def run(arguments: Sequence[str]) -> int:
-    """Run a command line; returns the exit code. An error is told in one line, with its traceback
-    where ``--debug`` is given.
+    """Run a command line and return the exit code.
+
+    An error is one line on standard error; ``--debug`` adds its traceback.
     """
+    # Taken out here, so that it works before and after the command.
     debug = "--debug" in arguments
     try:
         code = app(
@@ -97,41 +96,42 @@ def run(arguments: Sequence[str]) -> int:
             and (failure := stdout_failure()) is not None
         ):
             sys.stderr.write(
-                f"rollproof: standard output took no more ({failure}); the exit code is the"
-                " verdict\n"
+                f"rollproof: standard output could not be written ({failure}); the exit code is"
+                " still the verdict\n"
             )
     except (KeyboardInterrupt, typer.Abort):
         code = INTERRUPTED
     except BrokenPipeError:
-        return _unread()
+        return _reader_left()
     except SystemExit as stop:
-        if isinstance(stop.__context__, BrokenPipeError):  # rich's way to tell it
-            return _unread()
-        return _tell(
+        if isinstance(stop.__context__, BrokenPipeError):  # rich exits on a broken pipe
+            return _reader_left()
+        return _fail(
             f"internal error: a command ended the process ({describe_error(stop)})",
             ExitCode.INTERNAL,
             debug=debug,
         )
     except ConformanceError as error:
-        return _tell(str(error), ExitCode.FAIL, debug=debug)
+        return _fail(str(error), ExitCode.FAIL, debug=debug)
     except RollproofError as error:
-        return _tell(f"error: {error}", ExitCode.USAGE, debug=debug)
-    except _Clicked as error:
-        return _tell(f"error: {_clicked_text(error)}", ExitCode.USAGE, debug=debug)
-    except Exception as error:  # noqa: BLE001 - the last resort: whatever it is, the user gets a line and the right exit code
-        return _tell(
-            f"internal error: {describe_error(error)}.\nThis is a fault of rollproof, not of what it judged."
-            " Please report it with the command, the output of `rollproof doctor`, and the"
-            " traceback that `--debug` shows.",
+        return _fail(f"error: {error}", ExitCode.USAGE, debug=debug)
+    except _ClickError as error:
+        return _fail(f"error: {_clicked_text(error)}", ExitCode.USAGE, debug=debug)
+    except Exception as error:  # noqa: BLE001 - the last resort
+        # Whatever it is, the user gets one line and the right exit code.
+        return _fail(
+            f"internal error: {describe_error(error)}.\nThis is a fault of rollproof, not of the"
+            " code under test. Please report it with the command, the output of `rollproof"
+            " doctor`, and the traceback that `--debug` shows.",
             ExitCode.INTERNAL,
             debug=debug,
         )
     if code == INTERRUPTED:  # newer typers return it, older ones raise
-        return _tell("interrupted", INTERRUPTED, debug=debug)
+        return _fail("interrupted", INTERRUPTED, debug=debug)
     return code if isinstance(code, int) else ExitCode.PASS
 
 
-def _tell(text: str, code: int, *, debug: bool) -> int:
+def _fail(text: str, code: int, *, debug: bool) -> int:
     if debug:
         traceback.print_exc()
     sys.stderr.write(f"rollproof: {text}\n")
@@ -139,9 +139,8 @@ def _tell(text: str, code: int, *, debug: bool) -> int:
 
 
 def _clicked_text(error: Any) -> str:
-    """What is wrong with a command line, as sentences; newer clicks end theirs without a period,
-    and say nothing of a missing command.
-    """
+    """Return what is wrong with a command line, as sentences."""
+    # Newer clicks end their messages without a period, and have none for a missing command.
     text = (
         one_line(error.format_message() if hasattr(error, "format_message") else str(error))
         or "Name a command"
@@ -151,9 +150,8 @@ def _clicked_text(error: Any) -> str:
     return f"{text} See `{context.command_path} --help`." if context is not None else text
 
 
-def _unread() -> int:
-    """The reader of our output went away: stop without a word, and keep the interpreter from
-    flushing into the closed pipe.
-    """
+def _reader_left() -> int:
+    """Return the exit code if the reader of standard output, such as ``head``, has ended."""
+    # Otherwise the interpreter flushes into the closed pipe at its end, and complains.
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     return BROKEN_PIPE

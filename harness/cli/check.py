@@ -1,4 +1,4 @@
-"""check: judge traces that were written earlier, by whoever wrote them."""
+"""The command ``check``: judge recorded traces."""
 
 from __future__ import annotations
 
@@ -24,17 +24,17 @@ from rollproof.store import open_trace
 from rollproof.verification.reports import situations_of
 from rollproof.verification.traces import oracle_of
 
-__all__ = ["check", "judged_lines"]
+__all__ = ["check", "summary_lines"]
 
 _NAMED = 10
-"""Checks or situations of one line that are named; of more checks the families are counted."""
-_OF_SAMPLES = ("Submit", "Result", "samples")
-"""One of these stands in what a check ``needs`` that judges what was asked for and what came of it."""
+"""A line names as many checks or situations; of more checks it counts the families."""
+_SAMPLE_DATA = ("Submit", "Result", "samples")
+"""Words in the ``needs`` of checks that judge requests and samples."""
 _NEXT = (
-    "  next: have your stack tell them. `rollproof serve --contract FILE` takes what it promises,"
-    " and the running server each request and sample (rollproof.fakes.http.trace_client.Teller, or"
-    " POST /rollproof/submit and /rollproof/result: docs/entry-points.md, A fake engine behind HTTP). A"
-    " stack in Python needs no server: rollproof.record(...) or @rollproof.conformance."
+    "  next: have your stack report its requests and samples. Start the server with `rollproof"
+    " serve --contract FILE`, and report to it with rollproof.fakes.http.trace_client.Teller, or"
+    " POST /rollproof/submit and /rollproof/result (docs/entry-points.md, A fake engine behind"
+    " HTTP). A stack in Python needs no server: rollproof.record(...) or @rollproof.conformance."
 )
 
 
@@ -49,54 +49,57 @@ def check(
     json_target: JsonTarget = None,
     verbose: Verbose = False,
 ) -> int:
-    """Judge recorded traces, however long: memory does not grow with them.
+    """Judge recorded traces. Memory does not grow with their length.
 
-    A file that cannot be read to its end is judged up to there and then told; requests that were
-    open at the end of an unfinished file are not blamed for not ending.
+    A damaged file is judged as far as it can be read, and reported. Requests that were open at the
+    end of an unfinished file do not count as hanging.
     """
     output = Output(json_target)
-    judged = _Judged(Tally(default_registry().select(only) if only else default_registry()))
+    traces_judged = _TraceResults(
+        Tally(default_registry().select(only) if only else default_registry())
+    )
     with Meter() as meter:
         for number, path in enumerate(traces):
             meter(Progress(done=number, total=len(traces), what=str(path)))
-            judged.take(path)
-    if not judged.headers:
-        raise judged.broken[0]
-    report = judged.report()
+            traces_judged.add(path)
+    if not traces_judged.headers:
+        raise traces_judged.errors[0]
+    report = traces_judged.report()
     output.lines(report_lines(report.to_dict(), verbose=verbose, gather=True))
     if not verbose:
-        output.lines(judged_lines(report.results, told=judged.told))
-    output.lines((Style.BAD, f"  {error}") for error in judged.broken)
+        output.lines(summary_lines(report.results, has_samples=traces_judged.has_samples))
+    output.lines((Style.BAD, f"  {error}") for error in traces_judged.errors)
     output.json(report.to_dict())
-    broken = judged.broken and report.exit_code != ExitCode.FAIL
-    return output.ended(ExitCode.USAGE if broken else report.exit_code)
+    # A failure outranks a damaged file: the part that could be read is enough to show it.
+    unreadable = traces_judged.errors and report.exit_code != ExitCode.FAIL
+    return output.ended(ExitCode.USAGE if unreadable else report.exit_code)
 
 
 @dataclass
-class _Judged:
-    """What the traces came to so far."""
+class _TraceResults:
+    """The results of the traces that have been judged."""
 
     tally: Tally
     exercised: Counter[str] = field(default_factory=Counter)
     headers: list[Header] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
-    broken: list[TraceError | UsageError] = field(default_factory=list)
-    told: bool = False
-    """Whether requests are told of, or the trace is of something else than rollouts."""
+    errors: list[TraceError | UsageError] = field(default_factory=list)
+    has_samples: bool = False
+    """Whether a trace has requests, or is not about rollouts."""
 
-    def take(self, path: Path) -> None:
-        """Judge every episode of a file, as far as it can be read."""
+    def add(self, path: Path) -> None:
+        """Judge every episode of a file, as far as the file can be read."""
         try:
             reader = open_trace(path)
             for header, events in reader.episodes():
                 self.headers.append(header)
-                self.told |= header.about != "rollouts"
+                self.has_samples |= header.about != "rollouts"
                 judge, scenarios = (
                     Judge(header, self.tally, oracle_of(header)),
                     situations_of(header.about),
                 )
                 for event in events:
-                    self.told = self.told or type(event) is Submit
+                    self.has_samples = self.has_samples or type(event) is Submit
                     judge.feed(event)
                     scenarios.event(event)
                 self.exercised.update(scenarios.counts)
@@ -105,10 +108,10 @@ class _Judged:
                 else:
                     self.notes.append(f"{path}: {reader.ending}")
         except (TraceError, UsageError) as error:
-            self.broken.append(error)
+            self.errors.append(error)
 
     def report(self) -> Report:
-        """The verdicts over all of them."""
+        """Return the verdicts over all traces."""
         first = self.headers[0]
         return Report(
             subject=", ".join(dict.fromkeys(header.subject for header in self.headers)),
@@ -121,45 +124,46 @@ class _Judged:
         )
 
 
-def judged_lines(results: Sequence[CheckResult], *, told: bool) -> Iterator[Line]:
-    """Lines behind a report whose unknown checks were gathered; ``told``: the recording knows of
-    requests that somebody had.
+def summary_lines(results: Sequence[CheckResult], *, has_samples: bool) -> Iterator[Line]:
+    """Yield lines on which checks passed, which were not judged and why, and what to do next.
+
+    ``has_samples``: whether the traces have requests. Without them no check of samples is judged.
     """
-    held = [one.check for one in results if one.verdict is Verdict.PASS]
-    if held:
-        yield Style.GOOD, wrapped(f"  held: {_named(held)}.")
-    # an unknown check with a reason of its own is told with that reason, and what it is about may
-    # well have occurred
+    passed = [result.check for result in results if result.verdict is Verdict.PASS]
+    if passed:
+        yield Style.GOOD, wrapped(f"  passed: {_listed(passed)}.")
+    # Unknown checks with a reason of their own are in the report above; their situations may well
+    # have occurred.
     idle = [
-        one.check
-        for one in results
-        if one.verdict is Verdict.UNKNOWN and one.reason.startswith(NOT_EXERCISED)
+        result.check
+        for result in results
+        if result.verdict is Verdict.UNKNOWN and result.reason.startswith(NOT_EXERCISED)
     ]
-    untold = [] if told else [check for check in idle if _of_samples(check)]
-    missed = [check for check in idle if check not in untold]
-    if untold:
-        why = (
-            "they are about requests and samples, and nobody told this recording of any: it shows"
+    without_data = [] if has_samples else [check for check in idle if _needs_samples(check)]
+    not_met = [check for check in idle if check not in without_data]
+    if without_data:
+        reason = (
+            "they need requests and samples, and none were reported to this recording: it has"
             " calls, aborts, pauses and weights"
         )
-        yield Style.DOUBT, wrapped(f"  not judged: {_named(untold)}: {why}.")
-    if missed:
-        waits = list(dict.fromkeys(name for check in missed for name in check.exercised_by))
-        more = f", and {len(waits) - _NAMED} more" if len(waits) > _NAMED else ""
+        yield Style.DOUBT, wrapped(f"  not judged: {_listed(without_data)}: {reason}.")
+    if not_met:
+        situations = list(dict.fromkeys(name for check in not_met for name in check.exercised_by))
+        more = f", and {len(situations) - _NAMED} more" if len(situations) > _NAMED else ""
         text = (
-            f"  not judged: {_named(missed)}: nothing of what they wait for occurred"
-            f" ({', '.join(waits[:_NAMED])}{more})."
+            f"  not judged: {_listed(not_met)}: none of their situations occurred"
+            f" ({', '.join(situations[:_NAMED])}{more})."
         )
         yield Style.DOUBT, wrapped(text)
-    if untold:
+    if without_data:
         yield Style.PLAIN, wrapped(_NEXT)
 
 
-def _of_samples(check: Check) -> bool:
-    return check.request is not None or any(word in check.needs for word in _OF_SAMPLES)
+def _needs_samples(check: Check) -> bool:
+    return check.request is not None or any(word in check.needs for word in _SAMPLE_DATA)
 
 
-def _named(checks: Sequence[Check]) -> str:
+def _listed(checks: Sequence[Check]) -> str:
     if len(checks) <= _NAMED:
         return ", ".join(check.id for check in checks)
     families = Counter(check.family for check in checks)

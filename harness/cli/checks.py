@@ -1,4 +1,4 @@
-"""checks: the registry, as a table or one check in full."""
+"""The command ``checks``: a table of all checks, or some checks in full."""
 
 from __future__ import annotations
 
@@ -27,13 +27,13 @@ def checks(
     ] = None,
     json_target: JsonTarget = None,
 ) -> int:
-    """List the checks: what each promises; with ids, all that is known about each."""
+    """List the checks with their promises; with ids, show each check in full."""
     output = Output(json_target)
     registry = default_registry().select(ids) if ids else default_registry()
     bugs = _bugs()
     if ids and set(ids) <= set(registry.ids):
         for check in registry:
-            _one(output, check, bugs)
+            _show_check(output, check, bugs)
     else:
         output.table(_table(registry))
         output.say(f"{len(registry)} checks; `rollproof checks ID` shows one in full.")
@@ -47,7 +47,7 @@ def _bugs() -> tuple[KnownBug, ...]:
     return tuple(KNOWN_BUGS)
 
 
-def _killed_by(check: Check, bugs: Iterable[KnownBug]) -> list[str]:
+def _detected_bugs(check: Check, bugs: Iterable[KnownBug]) -> list[str]:
     return [bug.id for bug in bugs if check.id in bug.detected_by]
 
 
@@ -58,7 +58,7 @@ def _dict(check: Check, bugs: Iterable[KnownBug]) -> dict[str, Any]:
         "promise": check.promise,
         "needs": check.needs,
         "exercised_by": list(check.exercised_by),
-        "kills": _killed_by(check, bugs),
+        "kills": _detected_bugs(check, bugs),
     }
 
 
@@ -71,12 +71,12 @@ def _table(registry: Iterable[Check]) -> Table:
     return table
 
 
-def _one(output: Output, check: Check, bugs: Iterable[KnownBug]) -> None:
+def _show_check(output: Output, check: Check, bugs: Iterable[KnownBug]) -> None:
     rows = [
         ("promise", check.promise),
         ("needs", check.needs),
         ("exercised by", ", ".join(check.exercised_by)),
-        ("kills", ", ".join(_killed_by(check, bugs)) or "no known bug"),
+        ("detects", ", ".join(_detected_bugs(check, bugs)) or "no known bug"),
     ]
     output.lines(
         [(Style.TITLE, check.id), *((Style.PLAIN, f"  {name:<13} {value}") for name, value in rows)]

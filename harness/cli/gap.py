@@ -1,4 +1,4 @@
-"""gap: measure how far a trainer's logprobs are from those of the rollout."""
+"""The command ``gap``: measure how far a trainer's logprobs are from those of the rollout."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ __all__ = ["gap"]
 _HF = "hf:"
 _SAMPLES = 8
 _TOKENS = 1024
-"""A localisation needs some hundred tokens."""
+"""Tokens of a localisation, which needs some hundred."""
 
 
 def gap(
@@ -32,7 +32,7 @@ def gap(
         Path | None,
         typer.Argument(
             metavar="RECORDS",
-            help="Parquet or Arrow file with a row a token (or a row a sequence).",
+            help="Parquet or Arrow file with one row per token (or per sequence).",
         ),
     ] = None,
     rollout: Annotated[
@@ -40,7 +40,7 @@ def gap(
         typer.Option(
             "--rollout",
             metavar="TRACE",
-            help="In RECORDS' place: a recorded trace; needs --trainer.",
+            help="A recorded trace, instead of RECORDS; needs --trainer.",
         ),
     ] = None,
     trainer: Annotated[
@@ -67,7 +67,7 @@ def gap(
         bool,
         typer.Option(
             "--every-version",
-            help="Score every rollout under every version: tells whether tags name the sampler.",
+            help="Score every rollout under every version: shows whether version tags are right.",
         ),
     ] = False,
     dtype: Annotated[
@@ -85,8 +85,8 @@ def gap(
             metavar="T",
             min=1e-6,
             help=(
-                "With hf:PATH: the temperature that the rollouts were sampled with; default: what"
-                " the trace's calls declare, else 1."
+                "With hf:PATH: the temperature of the rollouts; default: what the calls of the"
+                " trace declare, else 1."
             ),
         ),
     ] = None,
@@ -98,7 +98,7 @@ def gap(
             help=(
                 "With hf:PATH: a second forward of the same tokens, hf:PATH or module:factory;"
                 " names the"
-                " first module where the two part by more than rounding."
+                " first module where the two differ by more than rounding."
             ),
         ),
     ] = None,
@@ -107,7 +107,7 @@ def gap(
         typer.Option(
             "--limits",
             metavar="NAME",
-            help="Class of model that the limits are for; default: moe-bf16.",
+            help="Class of models whose limits apply; default: moe-bf16.",
         ),
     ] = None,
     limits_file: Annotated[
@@ -123,7 +123,7 @@ def gap(
         typer.Option(
             "--column",
             metavar="NAME=THEIRS",
-            help="The file's own name of a column; may be repeated.",
+            help="The name of a column in the file; may be repeated.",
         ),
     ] = None,
     against: Annotated[
@@ -161,11 +161,11 @@ def gap(
     ] = 0,
     json_target: JsonTarget = None,
 ) -> int:
-    """Measure the gap of two columns of logprobs: the panel with intervals, a verdict with its
-    sources, and the likely cause.
+    """Measure the gap between two columns of logprobs: metrics with intervals, a verdict with the
+    sources of its limits, and the likely cause.
 
-    The file has the columns sequence_id, rollout_logprob, trainer_logprob and mask; version,
-    position, rollout_routes and others where they are at hand (docs/gap.md).
+    The file has the columns sequence_id, rollout_logprob, trainer_logprob and mask, and if
+    available version, position, rollout_routes and others (docs/gap.md).
     """
     from rollproof.gap.gap_report import comparison_lines, gap_lines, overall
     from rollproof.gap.html.page import check_report_target, write_plots, write_report
@@ -175,24 +175,24 @@ def gap(
     from rollproof.gap.pair_files import read_pairs
     from rollproof.gap.trainer_comparison import compare
 
-    chosen = limits_named(limits, override=limits_file)
+    profile = limits_named(limits, override=limits_file)
     renamed = dict(
-        _named(text, "--column", "trainer_logprob=old_log_probs") for text in column or ()
+        _pair(text, "--column", "trainer_logprob=old_log_probs") for text in column or ()
     )
     controls = {
         name: Path(file)
         for name, file in (
-            _named(text, "--control", "shifted=shifted.parquet") for text in control or ()
+            _pair(text, "--control", "shifted=shifted.parquet") for text in control or ()
         )
     }
     if controls and against is None:
         raise UsageError(
-            "--control compares wrong routes with no replay: say with --against which file holds"
-            " the scores without replay."
+            "--control compares wrong routes with no replay: name the file of the scores without"
+            " replay with --against."
         )
     if replay and against is not None:
         raise UsageError("--replay compares with the trainer's own routing: leave --against out.")
-    sides = Sides.of(
+    inputs = GapInputs.of(
         records,
         rollout,
         trainer,
@@ -203,15 +203,15 @@ def gap(
         temperature=temperature,
     )
     if localise is not None:
-        sides.require_model("--localise")
+        inputs.require_model("--localise")
     check_report_target(page, plots)
     output = Output(json_target)
     with Meter() as meter:
         meter(Progress(done=0, total=4, what=f"reading {records or rollout}"))
-        pairs = sides.pairs()
+        pairs = inputs.pairs()
         others = {name: read_pairs(file, renamed=renamed) for name, file in controls.items()}
         base = (
-            sides.native()
+            inputs.native()
             if replay
             else None
             if against is None
@@ -220,11 +220,11 @@ def gap(
         meter(Progress(done=1, total=4, what=f"measuring {pairs.n_tokens:,} tokens"))
         report = measure_pairs(
             pairs,
-            limits=chosen,
-            subject=sides.name,
+            limits=profile,
+            subject=inputs.name,
             resamples=resamples,
             seed=seed,
-            notes=sides.notes,
+            notes=inputs.notes,
         )
         name = "no replay" if replay else str(against)
         comparison = (
@@ -233,23 +233,23 @@ def gap(
             else compare(pairs, base, controls=others, name=name, resamples=resamples, seed=seed)
         )
         meter(Progress(done=2, total=4, what="localising" if localise else "drawing"))
-        found = None if localise is None else localised(sides, localise)
+        difference = None if localise is None else _localise(inputs, localise)
         meter(Progress(done=3, total=4, what="drawing"))
         if page is not None:
-            write_report(report, page, comparison=comparison, localisation=found)
+            write_report(report, page, comparison=comparison, localisation=difference)
         if plots is not None:
-            write_plots(report, plots, comparison=comparison, localisation=found)
+            write_plots(report, plots, comparison=comparison, localisation=difference)
     output.lines(gap_lines(report))
     if comparison is not None:
         output.lines(comparison_lines(comparison))
-    if found is not None:
-        output.lines(localisation_lines(found))
+    if difference is not None:
+        output.lines(localisation_lines(difference))
     more = {} if comparison is None else {"comparison": comparison.to_dict()}
-    verdict = overall(report, comparison, found)
+    verdict = overall(report, comparison, difference)
     output.json(
         report.to_dict()
         | more
-        | ({} if found is None else {"localisation": found.to_dict()})
+        | ({} if difference is None else {"localisation": difference.to_dict()})
         | {"overall": str(verdict)}
     )
     codes = {
@@ -260,7 +260,7 @@ def gap(
     return output.ended(codes[verdict])
 
 
-def _named(text: str, flag: str, example: str) -> tuple[str, str]:
+def _pair(text: str, flag: str, example: str) -> tuple[str, str]:
     name, sign, theirs = text.partition("=")
     if not sign or not name or not theirs:
         raise UsageError(
@@ -271,9 +271,9 @@ def _named(text: str, flag: str, example: str) -> tuple[str, str]:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
-class Sides:
-    """A file of both sides (``records``), or a trace (``rollout``) and its ``trainer``: a file or
-    scores (text), or what scores it.
+class GapInputs:
+    """What is compared: a file with both columns (``records``), or a trace (``rollout``) and its
+    ``trainer``, which is the name of a file or of scores, or an object that scores rollouts.
     """
 
     records: Path | None
@@ -296,8 +296,8 @@ class Sides:
         every_version: bool,
         dtype: str,
         temperature: float | None,
-    ) -> Sides:
-        """What the options name. Raises ``UsageError`` for those that do not go together."""
+    ) -> GapInputs:
+        """Make inputs of the options. Raises ``UsageError`` for options that exclude each other."""
         if (records is None) == (rollout is None):
             raise UsageError(
                 "Give either RECORDS, a file with both columns of logprobs, or --rollout TRACE with"
@@ -305,7 +305,7 @@ class Sides:
             )
         if rollout is None and trainer is not None:
             raise UsageError(
-                "--trainer goes with --rollout TRACE: RECORDS holds the trainer's logprobs itself."
+                "--trainer goes with --rollout TRACE: RECORDS has the trainer's logprobs already."
             )
         if rollout is not None and trainer is None:
             raise UsageError(
@@ -313,14 +313,14 @@ class Sides:
                 " score:SCORER for those in the trace, or hf:PATH."
             )
         scorer = None if trainer is None else _scorer(trainer, dtype, temperature)
-        wanted = [
+        scoring = [
             flag
-            for flag, given in (("--replay", replay), ("--every-version", every_version))
-            if given
+            for flag, is_set in (("--replay", replay), ("--every-version", every_version))
+            if is_set
         ]
-        if wanted and scorer is None:
+        if scoring and scorer is None:
             raise UsageError(
-                f"{' and '.join(wanted)} needs a trainer that scores: --trainer hf:PATH or"
+                f"{' and '.join(scoring)} needs a trainer that scores: --trainer hf:PATH or"
                 " module:factory."
             )
         if scorer is None and (dtype != "auto" or temperature is not None):
@@ -336,7 +336,7 @@ class Sides:
         )
 
     def pairs(self) -> TokenPairs:
-        """The pairs that are judged."""
+        """Return the pairs of logprobs to judge."""
         from rollproof.gap.pair_files import read_pairs
         from rollproof.gap.scored_rollouts import join_trace, score_rollouts
 
@@ -350,7 +350,7 @@ class Sides:
         )
 
     def native(self) -> TokenPairs:
-        """The same rollouts scored with the trainer's own routing."""
+        """Return the same rollouts, scored with the trainer's own routing."""
         from rollproof.gap.scored_rollouts import score_rollouts
 
         assert self.rollout is not None
@@ -362,23 +362,23 @@ class Sides:
         return tuple(getattr(self.trainer, "notes", ()))
 
     def require_model(self, flag: str) -> None:
-        """Raise ``UsageError`` unless the trainer is a model that can be listened to."""
+        """Raise ``UsageError`` unless the trainer is a model with modules."""
         if not hasattr(self.trainer, "model"):
             raise UsageError(
-                f"{flag} needs a trainer whose modules can be heard: --rollout TRACE --trainer"
+                f"{flag} needs a trainer that is a model with modules: --rollout TRACE --trainer"
                 " hf:PATH."
             )
 
 
 def _scorer(spec: str, dtype: str, temperature: float | None) -> Any:
-    """What scores rollouts; ``None`` where the spec names scores that exist."""
+    """Return what scores rollouts, or ``None`` if the spec names existing scores."""
     if spec.startswith(_HF):
         from rollproof.gap.hf_trainer import HfTrainer
 
         return HfTrainer.of(spec.removeprefix(_HF), dtype=dtype, temperature=temperature)
     if spec.startswith("score:") or Path(spec).exists() or ":" not in spec:
         return None
-    trainer = _made(spec, "--trainer")
+    trainer = _make(spec, "--trainer")
     if not callable(getattr(trainer, "score", None)):
         raise UsageError(
             f"{spec} makes a {type(trainer).__name__}, which has no score(rollouts, *, version,"
@@ -387,7 +387,7 @@ def _scorer(spec: str, dtype: str, temperature: float | None) -> Any:
     return trainer
 
 
-def _made(spec: str, option: str, *arguments: Any) -> Any:
+def _make(spec: str, option: str, *arguments: Any) -> Any:
     from rollproof.cli.named_targets import named_factory
 
     factory = named_factory(spec, option)
@@ -395,16 +395,16 @@ def _made(spec: str, option: str, *arguments: Any) -> Any:
         return factory(*arguments)
     except RollproofError:
         raise
-    except Exception as error:  # whatever a user's factory raises, told in our words
+    except Exception as error:  # whatever the factory of a user raises
         called = "with input_ids and attention_mask" if arguments else "without arguments"
         raise SubjectError(
             f"{option} {spec} was called {called} and raised {describe_error_with_place(error)}."
         ) from error
 
 
-def localised(sides: Sides, spec: str) -> Localisation:
-    """Where the trainer and the forward that ``spec`` names part, over the first rollouts of one
-    version.
+def _localise(inputs: GapInputs, spec: str) -> Localisation:
+    """Return where the trainer and the forward that ``spec`` names differ, on the first rollouts
+    of one version.
     """
     import torch
 
@@ -414,8 +414,8 @@ def localised(sides: Sides, spec: str) -> Localisation:
     from rollproof.gap.scored_rollouts import read_samples
     from rollproof.replay.hf.inputs import Layout, lay_out
 
-    assert sides.rollout is not None
-    samples = list(read_samples(sides.rollout).values())
+    assert inputs.rollout is not None
+    samples = list(read_samples(inputs.rollout).values())
     version = (samples[0].versions or [None])[0]
     same = [sample.rollout for sample in samples if (sample.versions or [None])[0] == version]
     batch = [
@@ -425,13 +425,15 @@ def localised(sides: Sides, spec: str) -> Localisation:
     ]
     call = lay_out(batch, Layout.RIGHT).call
     ids, mask = call["input_ids"], call["attention_mask"]
-    first = hf_forward(sides.trainer.model(version), ids, mask, name="trainer")
+    first = hf_forward(inputs.trainer.model(version), ids, mask, name="trainer")
     if spec.startswith(_HF):
-        other = HfTrainer.of(spec.removeprefix(_HF), dtype=sides.trainer.dtype)
+        other = HfTrainer.of(spec.removeprefix(_HF), dtype=inputs.trainer.dtype)
         second = hf_forward(other.model(version), ids, mask, name=spec)
     else:
-        made = _made(spec, "--localise", ids, mask)
+        forward = _make(spec, "--localise", ids, mask)
         second = (
-            hf_forward(made, ids, mask, name=spec) if isinstance(made, torch.nn.Module) else made
+            hf_forward(forward, ids, mask, name=spec)
+            if isinstance(forward, torch.nn.Module)
+            else forward
         )
     return localise(first, second)

@@ -1,4 +1,4 @@
-"""known-bugs: the kill matrix, every planted fault of the field and the checks that saw it."""
+"""The command ``known-bugs``: plant published faults, and show which checks detect them."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ def known_bugs(
     ] = None,
     json_target: JsonTarget = None,
 ) -> int:
-    """Plant every known bug into a reference manager, and show which checks kill it.
+    """Plant every known bug into a reference client, and show which checks detect it.
 
-    Exit code 1 where one survives or a check is blamed wrongly.
+    Exit code 1 if a bug is not detected or a check fails that should not.
     """
     output = Output(json_target)
     with Meter() as meter:
@@ -38,8 +38,8 @@ def known_bugs(
             (
                 Style.GOOD if good else Style.BAD,
                 (
-                    f"{killed} of {len(results)} known bugs killed, {blamed} with a check blamed"
-                    " wrongly"
+                    f"{killed} of {len(results)} known bugs detected, {blamed} with a check that"
+                    " should not fail"
                 ),
             )
         ]
@@ -52,17 +52,19 @@ def _table(results: tuple[KillResult, ...]) -> Table:
     table = Table(title="Known bugs", title_justify="left")
     table.add_column("bug", no_wrap=True)
     table.add_column("upstream", overflow="fold")
-    table.add_column("killed by (! blamed wrongly, ? should have seen it)", overflow="fold")
+    table.add_column("detected by (! should not fail, ? should detect it)", overflow="fold")
     table.add_column("cases", justify="right")
     for result in results:
         bug = result.bug
-        told = [*(f"? {check_id}" for check_id in bug.detected_by if check_id not in result.failed)]
-        told += [
+        marked = [
+            *(f"? {check_id}" for check_id in bug.detected_by if check_id not in result.failed)
+        ]
+        marked += [
             f"! {check_id}" if check_id in result.blamed_wrongly else check_id
             for check_id in result.failed
         ]
         style = "" if result.killed and not result.blamed_wrongly else "bold red"
         table.add_row(
-            bug.id, ", ".join(bug.refs), ", ".join(told), str(result.examples), style=style
+            bug.id, ", ".join(bug.refs), ", ".join(marked), str(result.examples), style=style
         )
     return table

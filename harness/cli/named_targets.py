@@ -1,4 +1,4 @@
-"""Targets: what a command line names to be judged, as factories."""
+"""Targets of a run: the subjects that a command line names, as factories."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ __all__ = [
 
 
 _THINNED = 25
-"""One case in this many is run on the flavours that a reference does not exhaust."""
+"""On the flavours that a reference does not exhaust, one case in so many is run."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -51,14 +51,12 @@ class Target:
 
     @property
     def folder(self) -> str:
-        """What its counterexamples are kept under: with the module, where one of another module may
-        have the same name.
-        """
+        """The folder of its counterexamples, with the module: names are unique only within one."""
         return str(self.recipe.get("subject", self.name)).replace(":", ".")
 
 
 def references() -> list[Target]:
-    """The references that rollproof ships: resume managers, a conversion into batches, layout
+    """Return the references that rollproof ships: clients, a conversion into batches, layout
     functions, trainers with replay.
     """
     from rollproof.fakes.clients.reference_clients import REFERENCES
@@ -99,12 +97,9 @@ def references() -> list[Target]:
 def _reference_cases(
     factory: SubjectFactory, turn: int, profile: str, seed: int | None
 ) -> Iterator[Case]:
-    """Schedules of one reference: under ``pr`` the whole scope on one flavour and a sample on the
-    others.
-
-    The references differ little between flavours, and all of them together must fit into a minute;
-    every flavour has its turn as the one that is exhausted. The other profiles run everything.
-    """
+    """Yield the schedules of one reference; under ``pr`` all on one flavour, a sample on others."""
+    # All references together must fit into a minute, and they differ little between flavours. Each
+    # reference exhausts another flavour. The other profiles run everything.
     from rollproof.verification.contract_probe import probe
     from rollproof.verification.rollouts import cases_for
     from rollproof.verification.schedules import profile_named
@@ -112,56 +107,58 @@ def _reference_cases(
     used = profile_named(profile).seed_for(seed)
     flavours = [flavour for flavour, _, _ in probe(factory)]
     for number, flavour in enumerate(flavours):
-        whole = profile != "pr" or number == turn % len(flavours)
+        exhaust = profile != "pr" or number == turn % len(flavours)
         yield from cases_for(
-            factory, profile=profile, seed=used, flavours=[flavour], thin=1 if whole else _THINNED
+            factory, profile=profile, seed=used, flavours=[flavour], thin=1 if exhaust else _THINNED
         )
 
 
 def stack_targets(
     spec: str, parts: Iterable[str] = (), *, checkout: str | Path | None = None, force: bool = False
 ) -> tuple[str, list[Target]]:
-    """The title and the parts of a released stack, ``NAME`` or ``NAME==VERSION``. Raises
-    ``UsageError`` and ``StackError``.
+    """Return title and parts of a released stack, ``NAME`` or ``NAME==VERSION``.
+
+    Raises ``UsageError`` and ``StackError``.
     """
     from rollproof.stacks import load_stack
 
     stack = load_stack(spec, checkout=checkout, force=force)
-    named = tuple(parts)
-    stray = sorted(set(named) - {*stack.parts, *stack.batches})
-    if stray:
+    selected = tuple(parts)
+    unknown = sorted(set(selected) - {*stack.parts, *stack.batches})
+    if unknown:
         raise UsageError(
-            f"{stack.name} has no parts {stray}; choose among {[*stack.parts, *stack.batches]}."
+            f"{stack.name} has no parts {unknown}; choose among {[*stack.parts, *stack.batches]}."
         )
-    found = [
-        _with_wishes(
+    targets = [
+        _target_of(
             name=f"{stack.title} {part}",
             factory=factory,
             recipe=stack.recipe(part),
             about="batches" if part in stack.batches else ROLLOUTS,
         )
         for part, factory in {**stack.parts, **stack.batches}.items()
-        if not named or part in named
+        if not selected or part in selected
     ]
-    return stack.title, found
+    return stack.title, targets
 
 
 def subject_target(spec: str, about: str | None = None, option: str = "--subject") -> Target:
-    """``module:factory``, looked for in the current folder too. Raises ``UsageError`` saying which
-    half does not exist.
+    """Return the target of ``module:factory``; the current folder is searched too.
 
-    ``about`` is the kind of subject; where it is ``None``, the class says it.
+    ``about`` is the kind of subject (``None``: that of the class). Raises ``UsageError`` saying
+    which half does not exist.
     """
-    found = named_factory(spec, option)
+    factory = named_factory(spec, option)
     path = spec.partition(":")[2]
     recipe = {"subject": spec, **({} if about is None else {"about": about})}
-    kind = about or kind_of(found)
-    return _with_wishes(name=path, factory=found, recipe=recipe, about=kind)
+    kind = about or kind_of(factory)
+    return _target_of(name=path, factory=factory, recipe=recipe, about=kind)
 
 
 def named_factory(spec: str, option: str) -> Any:
-    """What ``module:factory`` names. Raises ``UsageError`` saying which half does not exist, or
-    that it cannot be called.
+    """Return the object that ``module:factory`` names.
+
+    Raises ``UsageError`` saying which half does not exist, or that it is not callable.
     """
     module_name, colon, path = spec.partition(":")
     if not colon or not module_name or not path:
@@ -172,23 +169,23 @@ def named_factory(spec: str, option: str) -> Any:
     if os.getcwd() not in sys.path:  # noqa: PTH109 - sys.path holds text
         sys.path.insert(0, os.getcwd())  # noqa: PTH109 - as above
     module = _module(module_name, option)
-    found: Any = module
+    factory: Any = module
     for name in path.split("."):
-        if not hasattr(found, name):
-            near = difflib.get_close_matches(name, dir(found), n=3)
+        if not hasattr(factory, name):
+            near = difflib.get_close_matches(name, dir(factory), n=3)
             guess = f" Did you mean {' or '.join(near)}?" if near else ""
             raise UsageError(f"{module_name} has no {path!r}.{guess}")
-        found = getattr(found, name)
-    if not callable(found):
+        factory = getattr(factory, name)
+    if not callable(factory):
         raise UsageError(
-            f"{spec} is a {type(found).__name__}, not a factory: name the subject's class, or a"
+            f"{spec} is a {type(factory).__name__}, not a factory: name the subject's class, or a"
             " function that makes a fresh one."
         )
-    return found
+    return factory
 
 
 def engine_target(name: str, model: str | None) -> Target:
-    """A rollout engine by name. Raises ``UsageError`` listing the names where there is none."""
+    """Return the target of a rollout engine. Raises ``UsageError`` for an unknown name."""
     from rollproof.verification.engines import EngineChoice
 
     recipe = {"engine": name, **({} if model is None else {"model": model})}
@@ -198,8 +195,9 @@ def engine_target(name: str, model: str | None) -> Target:
 
 
 def target_of_recipe(recipe: Mapping[str, Any]) -> Target:
-    """The subject that a trace's header says it was made from. Raises ``UsageError`` where the
-    recipe is of no known kind.
+    """Return the target that the recipe in a trace's header describes.
+
+    Raises ``UsageError`` for a recipe of no known kind.
     """
     if isinstance(recipe.get("subject"), str):
         about = recipe.get("about")
@@ -208,7 +206,8 @@ def target_of_recipe(recipe: Mapping[str, Any]) -> Target:
         return engine_target(recipe["engine"], recipe.get("model"))
     if isinstance(recipe.get("stack"), str):
         version, part, checkout = recipe.get("version"), recipe.get("part"), recipe.get("checkout")
-        # of a checkout, what is there now is run, whatever was: a fault is mended there
+        # A checkout is run as it is now, whatever version the trace names: the fault is being fixed
+        # there.
         spec = recipe["stack"] + (f"=={version}" if version and not checkout else "")
         parts = [part] if isinstance(part, str) else ()
         return stack_targets(
@@ -218,17 +217,15 @@ def target_of_recipe(recipe: Mapping[str, Any]) -> Target:
         if target.name == recipe.get("reference"):
             return target
     raise UsageError(
-        f"The trace's recipe {dict(recipe)!r} names no subject; say what to run with --subject"
+        f"The trace's recipe {dict(recipe)!r} names no subject: name one with --subject"
         " module:factory."
     )
 
 
-def _with_wishes(
+def _target_of(
     *, name: str, factory: SubjectFactory, recipe: Mapping[str, Any], about: str
 ) -> Target:
-    """A factory may carry the flavours that it speaks, and schedules that fit it better than a
-    profile's own.
-    """
+    """Return a target with the flavours and the schedules that its factory declares, if any."""
     flavours = getattr(factory, "flavours", None)
     return Target(
         name=name,
@@ -248,11 +245,12 @@ def _module(name: str, option: str) -> Any:
     except ModuleNotFoundError as error:
         if error.name is not None and (name == error.name or name.startswith(f"{error.name}.")):
             raise UsageError(
-                f"There is no module {error.name!r}: {option} is looked for in the current folder"
-                " and among what is installed."
+                f"There is no module {error.name!r}: {option} searches the current folder and the"
+                " installed packages."
             ) from error
         raise UsageError(
             f"{name} cannot be imported: it needs {error.name!r}, which is not installed here."
         ) from error
-    except BaseException as error:  # a script that exits where it should be imported would end the run as if all were well
+    except BaseException as error:
+        # Also SystemExit: a script that exits when imported would end the run as if all were well.
         raise UsageError(f"{name} cannot be imported: {describe_error(error)}.") from error

@@ -1,6 +1,4 @@
-"""Output: lines and tables for people, JSON for programs, and a progress bar for what takes longer
-than two seconds.
-"""
+"""What all commands share: some options, and output as lines, tables, JSON and progress."""
 
 from __future__ import annotations
 
@@ -50,19 +48,17 @@ Verbose: TypeAlias = Annotated[
 ]
 
 _QUIET = 2.0
-"""Seconds during which a run shows no progress."""
+"""Seconds before a run shows progress."""
 _WIDTH = 140
-"""Columns where there is no terminal."""
+"""Columns of output that does not go to a terminal."""
 _BETWEEN_LINES = 20.0
-"""Seconds between two progress lines where standard error is no terminal (a CI log)."""
+"""Seconds between two progress lines if standard error is no terminal, but a log of CI."""
 
 
 class Output:
-    """Where a command says what it found. With ``--json -`` standard output belongs to the JSON,
-    and people read standard error.
+    """The output of a command. With ``--json -`` the JSON alone goes to standard output.
 
-    Raises ``UsageError`` where the JSON cannot go where ``--json`` says: before the run, not after
-    it.
+    Raises ``UsageError``, before the run, if the JSON cannot be written to the target.
     """
 
     def __init__(self, json_target: str | None = None) -> None:
@@ -70,7 +66,8 @@ class Output:
         self._misplaced = False
         if json_target == "-" and (failure := stdout_failure()) is not None:
             raise UsageError(
-                f"--json - writes to standard output, which takes nothing: {failure}. Name a file"
+                f"--json - writes to standard output, which cannot be written: {failure}. Name a"
+                " file"
                 " with --json FILE."
             )
         if json_target not in (None, "-"):
@@ -95,8 +92,10 @@ class Output:
         self._console.print(table, soft_wrap=False)
 
     def json(self, data: Mapping[str, Any]) -> None:
-        """Write ``data`` where ``--json`` says, if it was given. Where that no longer works it is
-        kept elsewhere, and told.
+        """Write ``data`` to the target of ``--json``, if there is one.
+
+        If that fails after the run (a full disk), the JSON goes to a temporary file, which a
+        message names: a run may have taken hours.
         """
         if self._json_target is None:
             return
@@ -120,30 +119,31 @@ class Output:
             sys.stderr.write(f"rollproof: {trouble}\n")
 
     def ended(self, code: int) -> int:
-        """The exit code where the verdict is ``code``: a failure stays one, else JSON that is not
-        where it should be is an error.
+        """Return the exit code for the verdict ``code``.
+
+        JSON that could not be written is an error, unless a check failed.
         """
         return ExitCode.USAGE if self._misplaced and code != ExitCode.FAIL else code
 
 
 def _visible(text: str) -> str:
-    """Text without control characters: a trace is untrusted, and its names could move the cursor or
-    recolour a terminal.
-    """
+    """Return the text with control characters escaped."""
+    # A trace is untrusted: its names could move the cursor, or recolour the terminal.
     return "".join(
         char if char.isprintable() or char in "\n\t" else ascii(char)[1:-1] for char in text
     )
 
 
 class Meter:
-    """Progress of one run on standard error; call it with each ``Progress``. Silent at first, and
-    gone when the run is over.
+    """Shows the progress of a run on standard error; call it with each ``Progress``.
+
+    A terminal gets a bar, which disappears at the end; a log gets a line now and then.
     """
 
     def __init__(self) -> None:
         self._console = Console(stderr=True, highlight=False)
-        self._begun = time.monotonic()
-        self._said = self._begun - _BETWEEN_LINES
+        self._started = time.monotonic()
+        self._last_line = self._started - _BETWEEN_LINES
         self._bar: RichProgress | None = None
 
     def __enter__(self) -> Self:
@@ -160,15 +160,15 @@ class Meter:
 
     def __call__(self, progress: Progress) -> None:
         now = time.monotonic()
-        if now - self._begun < _QUIET:
+        if now - self._started < _QUIET:
             return
         if self._console.is_terminal:
             self._draw(progress)
-        elif now - self._said >= _BETWEEN_LINES:
-            self._said = now
+        elif now - self._last_line >= _BETWEEN_LINES:
+            self._last_line = now
             share = f"{progress.done}/{progress.total} " if progress.total else ""
             self._console.print(
-                f"  ... {share}{progress.what} ({now - self._begun:.0f} s)", markup=False
+                f"  ... {share}{progress.what} ({now - self._started:.0f} s)", markup=False
             )
 
     def _draw(self, progress: Progress) -> None:

@@ -49,8 +49,8 @@ _SILENCE = 5
 class Settings:
     """How every target of a run is judged.
 
-    ``expected`` maps names of targets to the checks that are known to fail, with reasons, ``ways``
-    to the kinds of findings that those checks are known to show.
+    ``expected`` maps names of targets to the checks that are known to fail, with reasons;
+    ``known_failures`` to the kinds of findings that those checks are known to show.
     """
 
     profile: str
@@ -58,7 +58,7 @@ class Settings:
     only: tuple[str, ...]
     flavours: tuple[str, ...] = ()
     expected: Mapping[str, Mapping[str, str]]
-    ways: Mapping[str, KnownFailures] = field(default_factory=dict)
+    known_failures: Mapping[str, KnownFailures] = field(default_factory=dict)
     witness_dir: Path
 
 
@@ -229,7 +229,7 @@ def _judge(target: Target, settings: Settings, progress: Callable[[Progress], No
         seed=settings.seed,
         only=settings.only,
         expected=settings.expected.get(target.name, {}),
-        known_failures=settings.ways.get(target.name, {}),
+        known_failures=settings.known_failures.get(target.name, {}),
         recipe=target.recipe,
         counterexample_dir=settings.witness_dir / folder_name(target.folder),
         progress=progress,

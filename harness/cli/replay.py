@@ -1,4 +1,4 @@
-"""replay: run a counterexample again, and say whether the fault is still there."""
+"""The command ``replay``: run a counterexample again, and say whether the fault is still there."""
 
 from __future__ import annotations
 
@@ -46,9 +46,9 @@ def replay(
 ) -> int:
     """Judge a counterexample as recorded, run its case again on the subject, and compare.
 
-    Exit code 1 where a check that failed as recorded fails again (reproduced), only others fail
-    (another fault), or nothing failed as recorded and something does now (new fault); 0 where what
-    failed passes now, 2 where that is not decided.
+    Exit code 1 if a check that failed as recorded fails again (reproduced), if only others fail
+    (another fault), or if nothing failed as recorded and something does now (new fault). 0 if what
+    failed passes now, 2 if that is not decided.
     """
     output = Output(json_target)
     trace = load_trace(file)
@@ -59,8 +59,7 @@ def replay(
     )
     if not trace.events:
         output.say(
-            "It holds no events, so nothing could be judged as recorded; what counts is the new"
-            " run."
+            "It has no events, so nothing could be judged as recorded: only the new run counts."
         )
     target = _target(trace, subject, stack, part)
     if target is None:
@@ -72,7 +71,7 @@ def replay(
     else:
         if trace.header.case is None:
             raise UsageError(
-                f"{file} holds no case, so it cannot be run again; `rollproof check {file}` judges"
+                f"{file} has no case, so it cannot be run again; `rollproof check {file}` judges"
                 " it as recorded."
             )
         again = run_again(target.factory, replace(trace.header, recipe=target.recipe))
@@ -109,9 +108,7 @@ class _Outcome:
 
     @property
     def verdict(self) -> str:
-        """``reproduced``, ``another fault``, ``new fault`` (nothing failed as recorded), ``fixed``,
-        or ``undecided``.
-        """
+        """How the new run compares with the recorded one."""
         if set(self.now.failed) & set(self.recorded.failed):
             return "reproduced"
         if self.now.failed:
@@ -141,7 +138,7 @@ class _Outcome:
         )
 
     def to_dict(self, trace: Trace) -> dict[str, Any]:
-        """The JSON report of the new run, and how it compares."""
+        """Return the JSON report of the new run, with the comparison."""
         comparison = {
             "verdict": self.verdict,
             "rerun": self.rerun,
@@ -151,14 +148,14 @@ class _Outcome:
         return {**self.report(trace).to_dict(), "replay": comparison}
 
     def lines(self) -> list[Line]:
-        """What failed, and what became of what had failed."""
-        found: list[Line] = []
+        """Return the lines on checks that fail now or failed as recorded, and the comparison."""
+        lines: list[Line] = []
         for check in self._checks():
             if check["verdict"] == "fail":
-                found += check_lines(check)
+                lines += check_lines(check)
             elif check["id"] in self.recorded.failed:
                 style = Style.GOOD if check["verdict"] == "pass" else Style.DOUBT
-                found.append(
+                lines.append(
                     (
                         style,
                         f"  {check['id']} failed as recorded; now: {check['verdict']}"
@@ -167,7 +164,7 @@ class _Outcome:
                 )
         style = {"fixed": Style.GOOD, "undecided": Style.DOUBT}.get(self.verdict, Style.BAD)
         return [
-            *found,
+            *lines,
             (
                 style,
                 f"{self.verdict}{'' if self.rerun else ' (judged as recorded, not run again)'}",

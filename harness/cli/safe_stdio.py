@@ -1,8 +1,6 @@
-"""Streams: standard output and error as a command finds them: closed, on a full disk, in an
-encoding that lacks characters.
+"""Standard streams that never raise: closed ones, a full disk, an encoding that lacks characters.
 
-None of that changes a verdict: what cannot be shown is dropped, and why is kept for whoever must
-know.
+None of that may change a verdict: what cannot be written is dropped, and the first reason is kept.
 """
 
 from __future__ import annotations
@@ -17,14 +15,15 @@ __all__ = ["open_streams", "stdout_failure"]
 
 
 class _Dropping(io.FileIO):
-    """A file that drops what it cannot write, and keeps the first reason. A reader that went away
-    is another matter.
+    """A file that drops what it cannot write, and keeps the first reason.
+
+    A broken pipe is raised: it ends the command, as users of ``head`` expect.
     """
 
     failure: str | None = None
 
     def write(self, data: Any) -> int:
-        """All of ``data``, or nothing once a write has failed."""
+        """Write ``data``, or drop it once a write has failed."""
         if self.failure is None:
             try:
                 return super().write(data)
@@ -36,13 +35,14 @@ class _Dropping(io.FileIO):
 
 
 def open_streams() -> None:
-    """Replace the standard streams by ones that never fail, but for a pipe that nobody reads.
+    """Replace the standard streams by streams that only raise for a broken pipe.
 
-    A closed one (``>&-``) gets a place to write to: a file opened later would take its number.
-    ``sys.__stdout__`` stays ``None`` then, which tells that it was closed.
+    ``sys.__stdout__`` stays ``None`` if standard output was closed (``>&-``).
     """
+    # A closed stream is opened on the null device, because a file that is opened later would get
+    # its number, and what is printed would go into that file.
     if sys.stdin is None:
-        sys.stdin = Path(os.devnull).open(encoding="utf-8")  # noqa: SIM115 - it stays open as long as the process runs
+        sys.stdin = Path(os.devnull).open(encoding="utf-8")  # noqa: SIM115 - open as long as the process runs
     for name in ("stdout", "stderr"):
         stream = getattr(sys, name)
         if stream is None:
@@ -60,7 +60,7 @@ def open_streams() -> None:
 
 
 def stdout_failure() -> str | None:
-    """Why standard output takes nothing, as far as it was flushed; ``None`` where it does."""
+    """Return why standard output could not be written, or ``None``; flush it before."""
     if sys.__stdout__ is None:
         return "it is closed"
     raw = getattr(getattr(sys.stdout, "buffer", None), "raw", None)

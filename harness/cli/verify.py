@@ -1,4 +1,4 @@
-"""verify: run subjects through schedules, judge what happened, report."""
+"""The command ``verify``: run subjects through schedules, judge the traces, and report."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from rollproof.verification.expected_failures import ExpectedFailures, Outcome
 from rollproof.verification.reports import merge_reports
 from rollproof.verification.schedules import profile_named
 
-__all__ = ["Known", "verify"]
+__all__ = ["PinnedVerdicts", "verify"]
 
 
 def verify(
@@ -59,19 +59,19 @@ def verify(
     force: Annotated[
         bool,
         typer.Option(
-            "--force", help="Judge a version of the --stack that the adapters were not tested with."
+            "--force", help="Judge a version of the --stack that the adapters were not tested on."
         ),
     ] = False,
     matrix: Annotated[
         bool,
         typer.Option(
             "--matrix",
-            help="Expect the verdicts that rollproof knows of this release of the --stack.",
+            help="Compare with the pinned verdicts of this release of the --stack.",
         ),
     ] = False,
     subject: Annotated[
         str | None,
-        typer.Option("--subject", metavar="MODULE:FACTORY", help="Judge a subject of your own."),
+        typer.Option("--subject", metavar="MODULE:FACTORY", help="Judge an adapter of your own."),
     ] = None,
     replay: Annotated[
         str | None,
@@ -111,7 +111,7 @@ def verify(
         typer.Option(
             "--seed",
             metavar="N",
-            help="Seed of everything that is drawn; default: what the profile says.",
+            help="Seed of every random choice; default: the profile's seed.",
         ),
     ] = None,
     only: Only = None,
@@ -122,7 +122,7 @@ def verify(
     accept: Annotated[
         bool,
         typer.Option(
-            "--accept", help="Rewrite the file of expected failures to say what fails now."
+            "--accept", help="Rewrite the file of expected failures to list what fails now."
         ),
     ] = False,
     json_target: JsonTarget = None,
@@ -131,7 +131,7 @@ def verify(
         typer.Option(
             "--witness-dir",
             metavar="DIR",
-            help="Where counterexamples are written, for `rollproof replay`.",
+            help="Folder for counterexamples, for `rollproof replay`.",
         ),
     ] = Path(".rollproof"),
     verbose: Verbose = False,
@@ -142,24 +142,24 @@ def verify(
             "-j",
             metavar="N",
             min=1,
-            help="Subjects judged at once; default: as many as there are processors.",
+            help="Number of worker processes; default: the number of processors.",
         ),
     ] = None,
 ) -> int:
     """Judge a stack's rollout code on fake engines: every abort, resume and weight update of a
     small scope, then random ones.
 
-    With --engine it judges a rollout engine itself: rows, logprobs and versions against an
-    independent forward. With --replay it judges a trainer: that its routers execute the routes that
-    came with the samples, in every pass and mode. Without any of them it judges the references that
-    rollproof ships (resume managers, a conversion, trainers): all must pass.
+    --engine judges a rollout engine: rows, logprobs and versions against an independent forward.
+    --replay judges a trainer: its routers must execute the routes of the samples in every pass and
+    mode. Without any of these options the references that rollproof ships are judged (clients, a
+    conversion, layouts, trainers): all must pass.
     """
     output = Output(json_target)
     check_folder(witness_dir)
     seed = profile_named(profile).seed_for(seed)
     registry = default_registry()
-    listed = _listed(expected, accept=accept)
-    _of_a_stack(
+    expected_failures = _read_expected(expected, accept=accept)
+    _require_stack(
         {"--part": part, "--checkout": checkout, "--force": force, "--matrix": matrix}, stack
     )
     title, targets = (
@@ -167,27 +167,22 @@ def verify(
         or _engine(engine, model, stack, subject, flavour)
         or _targets(stack, part, subject, checkout=checkout, force=force)
     )
-    known = Known.of(targets, whole=not part) if matrix else None
-    ids = registry.select(only).ids if only else _judging(registry, targets)
+    pinned = PinnedVerdicts.of(targets, complete=not part) if matrix else None
+    ids = registry.select(only).ids if only else _applicable(registry, targets)
+    reasons, known_failures = {}, {}
+    if pinned is not None:
+        reasons, known_failures = pinned.reasons(), pinned.known_failures()
+    elif expected_failures is not None:
+        for target in targets:
+            reasons[target.name] = expected_failures.reasons(target.name)
+            known_failures[target.name] = expected_failures.ways(target.name)
     settings = Settings(
         profile=profile,
         seed=seed,
         only=ids,
         flavours=tuple(flavour or ()),
-        expected=(
-            known.reasons()
-            if known
-            else {target.name: listed.reasons(target.name) for target in targets}
-            if listed
-            else {}
-        ),
-        ways=(
-            known.ways()
-            if known
-            else {target.name: listed.ways(target.name) for target in targets}
-            if listed
-            else {}
-        ),
+        expected=reasons,
+        known_failures=known_failures,
         witness_dir=witness_dir,
     )
     try:
@@ -197,28 +192,22 @@ def verify(
             )
     except Interrupted as interrupt:
         if interrupt.reports:
-            found = list(interrupt.reports)
-            whole = found[0] if len(found) == 1 else merge_reports(title, found)
-            _show(output, whole, found, verbose=verbose)
-            output.json(_json(whole, found, targets))
+            _show(output, title, list(interrupt.reports), targets, verbose=verbose)
         raise
-    whole = reports[0] if len(reports) == 1 else merge_reports(title, reports)
-    _show(output, whole, reports, verbose=verbose)
-    told = Known.told(targets, reports) if stack is not None and known is None else None
-    output.lines([(Style.DOUBT, f"  {told}")] if told else [])
-    output.json(_json(whole, reports, targets))
-    stale = _settle(output, listed, reports, accept=accept)
-    if known is not None:
-        news = known.deviations(reports, ids)
-        output.lines((Style.BAD, f"  {text}") for text in news)
-        return output.ended(ExitCode.FAIL if news else ExitCode.PASS)
-    return output.ended(ExitCode.FAIL if stale else whole.exit_code)
+    note = None
+    if stack is not None and pinned is None:
+        note = PinnedVerdicts.note(targets, reports)
+    merged = _show(output, title, reports, targets, note, verbose=verbose)
+    stale = _compare_expected(output, expected_failures, reports, accept=accept)
+    if pinned is not None:
+        deviations = pinned.deviations(reports, ids)
+        output.lines((Style.BAD, f"  {text}") for text in deviations)
+        return output.ended(ExitCode.FAIL if deviations else ExitCode.PASS)
+    return output.ended(ExitCode.FAIL if stale else merged.exit_code)
 
 
-def _judging(registry: Registry, targets: list[Target]) -> tuple[str, ...]:
-    """The checks that a run without --only reports: those that judge a kind of subject that is
-    among the targets.
-    """
+def _applicable(registry: Registry, targets: list[Target]) -> tuple[str, ...]:
+    """Return the checks that a run without --only reports: those for the targets' kinds."""
     kinds = {target.about for target in targets}
     return tuple(check.id for check in registry if any(check.judges(kind) for kind in kinds))
 
@@ -226,7 +215,7 @@ def _judging(registry: Registry, targets: list[Target]) -> tuple[str, ...]:
 def _trainer(
     replay: str | None, stack: str | None, subject: str | None, engine: str | None
 ) -> tuple[str, list[Target]] | None:
-    """The trainer that is named; ``None`` where none is."""
+    """Return the trainer of --replay, or ``None``."""
     if replay is None:
         return None
     if stack is not None or subject is not None or engine is not None:
@@ -244,28 +233,26 @@ def _engine(
     subject: str | None,
     flavours: list[str] | None,
 ) -> tuple[str, list[Target]] | None:
-    """The engine that is named; ``None`` where none is."""
+    """Return the engine of --engine, or ``None``."""
     if engine is None:
         if model is not None:
-            raise UsageError(
-                "--model is the checkpoint that an engine is judged on: give --engine too."
-            )
+            raise UsageError("--model is the checkpoint of an engine: give --engine too.")
         return None
     if stack is not None or subject is not None:
         raise UsageError("Give --engine, --stack or --subject: one run judges one of them.")
     if flavours:
         raise UsageError(
-            "--flavour chooses fake engines below a stack: an engine's own flavour is fixed"
-            " (--engine fake-FLAVOUR is a fake)."
+            "--flavour selects the fake engines of a stack; an engine has one flavour"
+            " (--engine fake-FLAVOUR is a fake engine)."
         )
     return engine, [engine_target(engine, None if model is None else str(model))]
 
 
-def _of_a_stack(options: Mapping[str, object], stack: str | None) -> None:
-    """Refuse options of a stack where none is named."""
+def _require_stack(options: Mapping[str, object], stack: str | None) -> None:
+    """Refuse options of a stack without --stack."""
     for option, value in options.items():
         if value and stack is None:
-            raise UsageError(f"{option} says something about a stack: give --stack too.")
+            raise UsageError(f"{option} is an option of --stack: give --stack too.")
 
 
 def _targets(
@@ -286,11 +273,11 @@ def _targets(
     return "references", references()
 
 
-def _listed(expected: Path | None, *, accept: bool) -> ExpectedFailures | None:
+def _read_expected(expected: Path | None, *, accept: bool) -> ExpectedFailures | None:
     if expected is None:
         if accept:
             raise UsageError(
-                "--accept rewrites the file of expected failures: say which one with --expected"
+                "--accept rewrites the file of expected failures: name the file with --expected"
                 " FILE."
             )
         return None
@@ -299,12 +286,29 @@ def _listed(expected: Path | None, *, accept: bool) -> ExpectedFailures | None:
     return ExpectedFailures.read(expected, missing_ok=accept)
 
 
-def _show(output: Output, whole: Report, reports: list[Report], *, verbose: bool) -> None:
+def _show(
+    output: Output,
+    title: str,
+    reports: list[Report],
+    targets: list[Target],
+    note: str | None = None,
+    *,
+    verbose: bool,
+) -> Report:
+    """Print the reports and write the JSON; returns the one report, or all of them merged."""
+    merged = reports[0] if len(reports) == 1 else merge_reports(title, reports)
     if len(reports) == 1:
-        output.lines(report_lines(whole.to_dict(), verbose=verbose))
-        return
-    # Parts tell what is wrong with them; what stayed unknown in all of them, what was exercised and
-    # the canary are told once.
+        output.lines(report_lines(merged.to_dict(), verbose=verbose))
+    else:
+        _show_parts(output, merged, reports, verbose=verbose)
+    output.lines([(Style.DOUBT, f"  {note}")] if note else [])
+    output.json(_json(merged, reports, targets))
+    return merged
+
+
+def _show_parts(output: Output, merged: Report, reports: list[Report], *, verbose: bool) -> None:
+    # Each part shows its failures. What is unknown in all of them, what was exercised, and the
+    # self-test come once, from the merged report.
     for report in reports:
         data = report.to_dict()
         if verbose or report.summary["fail"] or report.summary["expected_fail"]:
@@ -320,7 +324,7 @@ def _show(output: Output, whole: Report, reports: list[Report], *, verbose: bool
             )
         else:
             output.lines([(Style.PLAIN, f"{report.subject}: {summary_text(data)}")])
-    data = whole.to_dict()
+    data = merged.to_dict()
     output.lines(
         report_lines(
             {**data, "checks": [check for check in data["checks"] if check["verdict"] == "unknown"]}
@@ -328,95 +332,102 @@ def _show(output: Output, whole: Report, reports: list[Report], *, verbose: bool
     )
 
 
-def _json(whole: Report, reports: list[Report], targets: list[Target]) -> dict[str, Any]:
+def _json(merged: Report, reports: list[Report], targets: list[Target]) -> dict[str, Any]:
     recipes = {target.name: dict(target.recipe) for target in targets}
     each = [{**report.to_dict(), "recipe": recipes.get(report.subject, {})} for report in reports]
-    return each[0] if len(each) == 1 else {**whole.to_dict(), "reports": each}
+    return each[0] if len(each) == 1 else {**merged.to_dict(), "reports": each}
 
 
-def _settle(
-    output: Output, listed: ExpectedFailures | None, reports: list[Report], *, accept: bool
+def _compare_expected(
+    output: Output, expected: ExpectedFailures | None, reports: list[Report], *, accept: bool
 ) -> bool:
-    """Compare with the file of expected failures, or rewrite it; returns whether it lists what does
-    not fail.
+    """Compare with the file of expected failures, or rewrite it.
+
+    Returns whether an entry is stale: its check does not fail any more.
     """
-    if listed is None:
+    if expected is None:
         return False
     outcomes = [Outcome.of_report(report.to_dict()) for report in reports]
     if accept:
         output.lines(
-            (Style.PLAIN, f"  expected failures: {text}") for text in listed.accept(outcomes)
+            (Style.PLAIN, f"  expected failures: {text}") for text in expected.accept(outcomes)
         )
         return False
-    stale = [text for outcome in outcomes for text in listed.stale(outcome)]
+    stale = [text for outcome in outcomes for text in expected.stale(outcome)]
     output.lines((Style.BAD, f"  {text}") for text in stale)
     return bool(stale)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Known:
-    """The matrix of one release; ``parts`` maps names of targets to the parts of the stack."""
+class PinnedVerdicts:
+    """The pinned verdicts of one release of a stack.
+
+    ``parts`` maps the names of targets to parts of the stack; ``complete`` says that these are all
+    its parts, so that an entry may name no other.
+    """
 
     matrix: Matrix
     version: str
     parts: Mapping[str, str]
-    whole: bool = False
+    complete: bool = False
 
     @classmethod
-    def of(cls, targets: Iterable[Target], *, whole: bool = False) -> Self:
-        """Of the parts of one stack. Raises ``UsageError`` where its version is not pinned.
+    def of(cls, targets: Iterable[Target], *, complete: bool = False) -> Self:
+        """Return those of the parts of one stack.
 
-        ``whole``: these are all its parts, so that the matrix may name no other.
+        Raises ``UsageError`` for a release without pinned verdicts.
         """
         recipes = {target.name: target.recipe for target in targets}
         first = next(iter(recipes.values()))
         matrix, version = Matrix.read(first["stack"]), str(first["version"])
         if version not in matrix.pinned:
             raise UsageError(
-                f"--matrix has no verdicts of {matrix.stack} {version}: pinned are"
+                f"--matrix has no verdicts of {matrix.stack} {version}; pinned releases are"
                 f" {', '.join(matrix.pinned)}. Judge it without --matrix."
             )
         parts = {name: str(recipe["part"]) for name, recipe in recipes.items()}
-        return cls(matrix=matrix, version=version, parts=parts, whole=whole)
+        return cls(matrix=matrix, version=version, parts=parts, complete=complete)
 
     @classmethod
-    def told(cls, targets: Iterable[Target], reports: Iterable[Report]) -> str | None:
-        """How many of the checks that fail in a run without --matrix are known to, and where that
-        is written; ``None`` where none is.
+    def note(cls, targets: Iterable[Target], reports: Iterable[Report]) -> str | None:
+        """Return a note on a run without --matrix: how many of its failing checks are known to
+        fail. ``None`` if there are none.
         """
         try:
-            known = cls.of(targets).reasons()
+            reasons = cls.of(targets).reasons()
         except UsageError:
             return None
         count = sum(
-            result.id in known[report.subject] for report in reports for result in report.failed
+            result.id in reasons[report.subject] for report in reports for result in report.failed
         )
         if not count:
             return None
-        which = "1 of these checks is" if count == 1 else f"{count} of these checks are"
+        checks = "1 of these checks is" if count == 1 else f"{count} of these checks are"
         return (
-            f"note: {which} known to fail in this release (docs/stacks.md); --matrix says which"
-            " fail otherwise than that"
+            f"note: {checks} known to fail in this release (docs/stacks.md); --matrix shows what"
+            " differs from that"
         )
 
     def reasons(self) -> dict[str, dict[str, str]]:
-        """By target: the checks that are known to fail, with the reason."""
-        return {name: self.matrix.known(self.version, part) for name, part in self.parts.items()}
+        """Return the checks that are known to fail, with the reason, by target."""
+        return {name: self.matrix.reasons(self.version, part) for name, part in self.parts.items()}
 
-    def ways(self) -> dict[str, KnownFailures]:
-        """By target: how those checks are known to fail."""
-        return {name: self.matrix.ways(self.version, part) for name, part in self.parts.items()}
+    def known_failures(self) -> dict[str, KnownFailures]:
+        """Return the kinds of findings that those checks are known to show, by target."""
+        return {name: self.matrix.known_failures(self.version, part) for name, part in self.parts.items()}
 
     def deviations(self, reports: Iterable[Report], judged: Collection[str]) -> list[str]:
-        """What the reports say otherwise, of the checks that were ``judged``."""
-        said = self.matrix.stray_parts(self.version, set(self.parts.values())) if self.whole else []
+        """Return how the reports differ from the pinned verdicts on the ``judged`` checks."""
+        texts = (
+            self.matrix.unknown_parts(self.version, set(self.parts.values())) if self.complete else []
+        )
         for report in reports:
             outcome, part = Outcome.of_report(report.to_dict()), self.parts[report.subject]
-            said += self.matrix.deviations(self.version, part, outcome, judged)
+            texts += self.matrix.deviations(self.version, part, outcome, judged)
             canary = report.canary
             if canary is not None and canary.planted is not None and not canary.red:
-                said.append(
-                    f"{report.subject}: the canary stayed green ({canary.planted}): its other"
-                    " verdicts cannot be trusted."
+                texts.append(
+                    f"{report.subject}: no check detected the self-test ({canary.planted}): its"
+                    " other verdicts cannot be trusted."
                 )
-        return said
+        return texts

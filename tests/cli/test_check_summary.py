@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from rollproof.cli.check import judged_lines
+from rollproof.cli.check import summary_lines
 from rollproof.verification.traces import judge
 from tests.support.scripted_rollouts import ScriptedCall, script_rollout
 
@@ -13,10 +13,10 @@ def test_what_did_not_occur_is_named_of_the_checks_that_waited_for_it_alone() ->
     """
     trace = script_rollout(ScriptedCall(tokens=(11, 12), reason="stop"), driven=False).trace()
     results = judge(trace).results
-    objects = next(one for one in results if one.id == "stitch.caller-objects")
-    assert "the trace was recorded, and a recording does not watch the caller's objects" == objects.reason
-    said = " ".join(" ".join(text.split()) for _, text in judged_lines(results, told=True))
-    idle = sum(one.reason.startswith("not exercised") for one in results)
+    objects = next(result for result in results if result.id == "stitch.caller-objects")
+    assert "a recording does not watch the caller's objects" == objects.reason
+    said = " ".join(" ".join(text.split()) for _, text in summary_lines(results, has_samples=True))
+    idle = sum(result.reason.startswith("not exercised") for result in results)
     assert f"not judged: {idle} checks (" in said
     assert "ended requests" not in said
     assert "calls sent to a paused server" in said

@@ -113,7 +113,7 @@ def test_an_edited_file_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
     [
         (
             ["--replay", "nosuch:thing"],
-            "There is no module 'nosuch': --replay is looked for in the current folder",
+            "There is no module 'nosuch': --replay searches the current folder",
         ),
         (["--replay", "my_trainers"], "--replay 'my_trainers' must be written module:factory"),
         (["--replay", "my_trainers:Min"], "my_trainers has no 'Min'. Did you mean Mine"),
@@ -126,7 +126,7 @@ def test_an_edited_file_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
         (["--replay", GOOD, "--only", "replay.foward"], "Did you mean replay.forward"),
     ],
 )
-def test_bad_arguments_are_told(
+def test_bad_arguments_are_refused(
     capsys: pytest.CaptureFixture[str], arguments: list[str], text: str
 ) -> None:
     """What cannot be judged is refused with the next step, and never with a traceback."""
@@ -134,7 +134,7 @@ def test_bad_arguments_are_told(
 
 
 def test_a_trainer_is_a_suite(pytester: pytest.Pytester) -> None:
-    """One item a check, as decorated class, as decorated function of a named kind, and as subclass."""
+    """One item per check: of a decorated class, of a function with a kind, and of a subclass."""
     pytester.makepyfile("""
         import rollproof
         from rollproof.fakes.trainers.replay_trainer import ReplayTrainer
@@ -197,7 +197,8 @@ def test_the_fixture_judges_within_a_test(pytester: pytest.Pytester) -> None:
         from rollproof.fakes.trainers.replay_trainer import ReplayTrainer
 
         def test_good(rollproof_replay):
-            assert rollproof_replay(ReplayTrainer, only=["replay.forward", "replay.drift"]).exit_code == 0
+            only = ["replay.forward", "replay.drift"]
+            assert rollproof_replay(ReplayTrainer, only=only).exit_code == 0
 
         def test_bad(rollproof_replay):
             rollproof_replay(Mine, only=["replay.forward"])

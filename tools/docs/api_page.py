@@ -32,6 +32,8 @@ PUBLIC_MODULES: Mapping[str, str] = {
     "rollproof.replay.layouts": "the same as `rollproof.layouts`",
     "rollproof.replay.hf": "routing replay for models of Hugging Face transformers",
     "rollproof.replay.hf.model_families": "tiny models of those families",
+    "rollproof.replay.hf.hf_setups": "the ways to lay samples out for such a model",
+    "rollproof.replay.hf.hf_replay_trainer": "a trainer around a model, to have it judged",
     "rollproof.replay.megatron.cuda_stand_in": "megatron-core without CUDA",
     "rollproof.gap": "the gap between the logprobs of a rollout and of its trainer",
     "rollproof.gap.hf_trainer": "a scorer for checkpoints of Hugging Face models",
