@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from rollproof.cli.named_targets import Target
-from rollproof.cli.verify import Known
+from rollproof.cli.verify import PinnedVerdicts
 from rollproof.errors import ExpectationError, UsageError
 from rollproof.invariants import default_registry
 from rollproof.judging.checks import CheckResult, Verdict
@@ -45,15 +45,15 @@ unknown."routes.presence" = ["client"]
 """
 
 
-def test_a_known_check_is_told_with_its_reason() -> None:
+def test_a_known_check_has_its_reason() -> None:
     """``fails`` and ``may_fail`` of a part of a release; not those of another part or release."""
     matrix = Matrix.parse("x", TEXT)
-    told = "rows are doubled (fault, x#1)"
-    assert {"routes.rows": told, "routes.position": told} == matrix.known("1.0", "client")
-    assert {} == matrix.known("1.0", "batch") == matrix.known("2.0", "client")
+    reason = "rows are doubled (fault, x#1)"
+    assert {"routes.rows": reason, "routes.position": reason} == matrix.reasons("1.0", "client")
+    assert {} == matrix.reasons("1.0", "batch") == matrix.reasons("2.0", "client")
 
 
-TOLD = "rows are doubled (fault, x#1)"
+REASON = "rows are doubled (fault, x#1)"
 
 
 def outcome(
@@ -63,7 +63,7 @@ def outcome(
     findings of other kinds of ``routes.rows``.
     """
     failed = [check for check, verdict in verdicts.items() if verdict in ("fail", "expected fail")]
-    seen = dict.fromkeys(failed, (TOLD,)) if known else {}
+    seen = dict.fromkeys(failed, (REASON,)) if known else {}
     return Outcome(
         subject="x", verdicts=verdicts, known=seen, otherwise={"routes.rows": otherwise or {}}
     )
@@ -123,7 +123,7 @@ def test_a_known_failure_that_finds_something_else_is_a_deviation() -> None:
     ] == (matrix.deviations("1.0", "client", more))
     other = outcome({"routes.rows": "fail"}, known=False, otherwise={"too few route rows": 3})
     assert (
-        f"x 1.0 client: routes.rows fails, but shows nothing of what is listed: {TOLD}."
+        f"x 1.0 client: routes.rows fails, but shows nothing of what is listed: {REASON}."
         == matrix.deviations("1.0", "client", other)[1]
     )
 
@@ -285,10 +285,10 @@ def test_entries_that_are_no_tables_are_refused(value: str) -> None:
         Matrix.parse("x", f'pinned = ["1.0"]\nentry = {value}')
 
 
-def test_two_entries_of_a_release_that_are_told_alike_are_refused() -> None:
+def test_two_entries_of_a_release_with_the_same_reason_are_refused() -> None:
     """What a run shows of one of them would be taken for the other."""
     with pytest.raises(
-        ExpectationError, match=re.escape(f"two entries of 1.0 are told alike: {TOLD}")
+        ExpectationError, match=re.escape(f"two entries of 1.0 have the same reason: {REASON}")
     ):
         Matrix.parse("x", TEXT + TEXT[TEXT.index("[[entry]]") : TEXT.rindex("[[entry]]")])
 
@@ -299,10 +299,10 @@ def test_a_part_that_the_stack_does_not_have_is_a_deviation() -> None:
     """
     matrix = Matrix.parse("x", TEXT)
 
-    assert [] == matrix.stray_parts("1.0", {"client", "batch"}) == matrix.stray_parts("3.0", ())
-    assert [f"x 1.0 has no part client, which the matrix names ({TOLD})."] == matrix.stray_parts(
-        "1.0", {"clients"}
-    )
+    assert [] == matrix.unknown_parts("1.0", {"client", "batch"}) == matrix.unknown_parts("3.0", ())
+    assert [
+        f"x 1.0 has no part client, which the matrix names ({REASON})."
+    ] == matrix.unknown_parts("1.0", {"clients"})
 
 
 @pytest.mark.parametrize("stack", list(STACKS))
@@ -324,7 +324,7 @@ def test_what_holds_after_a_situation_is_said_of_rollouts(stack: str) -> None:
     assert set() == stray
 
 
-def test_a_stack_without_a_matrix_is_told() -> None:
+def test_a_stack_without_a_matrix_is_refused() -> None:
     """``--matrix`` needs one."""
     with pytest.raises(UsageError, match="ships no matrix of known verdicts for nosuch"):
         Matrix.read("nosuch")
@@ -341,8 +341,10 @@ def test_every_stack_has_a_matrix_of_releases_that_its_adapters_know(stack: str)
     )
     assert set(matrix.pinned) <= set(release_of(stack).versions)
     for script in {entry.script for entry in matrix.entries if entry.script}:
-        assert (ROOT / "docs" / "track_record" / script).is_file(), script
-        assert f"(track_record/{script})" in record
+        file, _, fault = script.partition(" ")
+        text = (ROOT / "docs" / "track_record" / file).read_text(encoding="utf-8")
+        assert f"def {fault}(" in text, script
+        assert f"[{script}](track_record/{file})" in record
 
 
 def test_every_matrix_is_that_of_a_stack() -> None:
@@ -363,18 +365,20 @@ def test_a_run_without_the_matrix_says_what_is_known() -> None:
         recipe={"stack": "areno", "version": "0.10.0", "part": "merged-rollouts"},
     )
 
-    def told(version: str, *failing: str) -> str | None:
+    def note_of(version: str, *failing: str) -> str | None:
         results = tuple(
             CheckResult(check=default_registry()[check], verdict=Verdict.FAIL, reason="1 finding")
             for check in failing
         )
         report = Report(subject=target.name, profile="batches", seed=0, results=results)
-        return Known.told([replace(target, recipe={**target.recipe, "version": version})], [report])
+        return PinnedVerdicts.note(
+            [replace(target, recipe={**target.recipe, "version": version})], [report]
+        )
 
     note = (
         "note: 1 of these checks is known to fail in this release (docs/stacks.md); --matrix says"
         " which fail otherwise than that"
     )
-    assert note == told("0.10.0", "batch.refuses", "batch.tokens")
-    assert None is told("0.10.0", "batch.tokens")
-    assert None is told("0.9.0", "batch.refuses")
+    assert note == note_of("0.10.0", "batch.refuses", "batch.tokens")
+    assert None is note_of("0.10.0", "batch.tokens")
+    assert None is note_of("0.9.0", "batch.refuses")
