@@ -176,6 +176,7 @@ def routes_rows(view: RequestView, out: Collector) -> None:
     if evidence.rows in evidence.row_counts:
         return
     rollout = view.rollout
+    assert rollout is not None
     cause_of_count = explain_count(view, evidence)
     prompt, response = len(rollout.prompt_ids), len(rollout.response_ids)
     out.finding(

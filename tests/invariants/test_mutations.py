@@ -1,5 +1,5 @@
-"""Every small fault in a sample is seen, and by one check: all single changes of told rollouts,
-exhaustively.
+"""Every small fault in a sample is found, and by one check: all single changes of scripted
+rollouts, exhaustively.
 """
 
 from __future__ import annotations
@@ -226,7 +226,7 @@ def tag_changes(sample: Rollout, kind: str) -> Iterator[Change]:
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("name", STORIES)
 def test_every_single_change_of_a_sample_is_blamed_on_one_check(name: str, kind: str) -> None:
-    """Nothing is missed, nobody else is blamed."""
+    """No change is missed, and no other check is blamed."""
     trace = story(name, kind)
     assert set() == blamed(trace)
     sample = sample_of(trace)

@@ -1,5 +1,5 @@
-"""Correct stacks that do things in an unusual way: the families weights and lifecycle find nothing,
-and some checks can tell so.
+"""Correct stacks that work in an unusual way: the families weights and lifecycle find nothing, and
+some checks still have a verdict.
 """
 
 from __future__ import annotations
@@ -99,7 +99,7 @@ class _OneByOne(AsSampled):
 
 
 class _Races(AsSampled):
-    """Asks every server at once, takes the first answer, and aborts the other call by its id."""
+    """Calls every server at once, takes the first answer, and aborts the other call by its id."""
 
     async def call(
         self, server_id: str, sample: PartialSample, sent: tuple[int, ...], budget: int | None
@@ -158,7 +158,7 @@ class _Hedges(AsSampled):
 
 
 class _StartsOver(AsSampled):
-    """Promises no resume: a sample whose server died begins anew."""
+    """Promises no resume: a sample starts again when its server dies."""
 
     resume = ResumeBy.NONE
 
@@ -184,7 +184,7 @@ class _StartsOver(AsSampled):
 
 
 class _GivesUp(AsSampled):
-    """Tells its caller that the server died, instead of going on elsewhere."""
+    """Reports to its caller that the server died, instead of continuing elsewhere."""
 
     async def attempt(
         self, sample: PartialSample, sent: tuple[int, ...], budget: int | None
@@ -193,7 +193,7 @@ class _GivesUp(AsSampled):
 
 
 class _Polls(AsSampled):
-    """Asks a gated server again every two steps, for as long as the update takes."""
+    """Calls a gated server again every two steps, as long as the update takes."""
 
     async def update_weights(self, version: int | None) -> None:
         for server in self.fleet.servers.values():

@@ -18,10 +18,10 @@ from rollproof.verification.traces import judge, judge_events
 from tests.support.trace_builder import TraceBuilder, contract
 
 
-def _check(judge_one: Any, **fields: Any) -> Check:
+def _check(judge_single: Any, **fields: Any) -> Check:
     return request_check(
         fields.pop("id", "test.one"), promise="p", needs="n", exercised_by="things", **fields
-    )(judge_one)
+    )(judge_single)
 
 
 def _trace(requests: int = 1) -> Any:
@@ -50,7 +50,7 @@ def test_never_exercised_is_unknown() -> None:
 
 
 def test_absent_data_is_unknown_with_its_reason() -> None:
-    """A check whose data is not in the trace says which."""
+    """A check without its data in the trace says what is missing."""
     result = judge(
         _trace(), Registry([_check(lambda view, out: out.absent("no versions were shown"))])
     ).results[0]
@@ -59,15 +59,15 @@ def test_absent_data_is_unknown_with_its_reason() -> None:
 
 
 def test_what_is_absent_from_a_few_traces_is_not_why_a_check_is_unknown() -> None:
-    """Of many whose data was there none gave rise to it; that is why, and the absence stands beside
-    it.
+    """None of many traces with the data exercised the check: that is the reason, and the absence is
+    mentioned.
     """
 
-    def judge_one(view: RequestView, out: Collector) -> None:
+    def judge_single(view: RequestView, out: Collector) -> None:
         if view.request.request_id == "r0":
             out.absent("no logprobs")
 
-    tally = Tally(Registry([_check(judge_one)]))
+    tally = Tally(Registry([_check(judge_single)]))
     for number in range(3):
         built = TraceBuilder(contract())
         built.submit(f"r{number}", prompt=(1, 2))
@@ -127,18 +127,18 @@ def _soft(*, of: str = "", then: Callable[[Collector], None] = lambda out: None)
     the others.
     """
 
-    def one(view: RequestView, out: Collector) -> None:
+    def judge_request(view: RequestView, out: Collector) -> None:
         if of in ("", view.request.request_id):
             out.inapplicable("the engine shows no tag")
         else:
             then(out)
 
-    return _check(one)
+    return _check(judge_request)
 
 
 def test_a_check_that_calls_every_trace_inapplicable_is_not_applicable() -> None:
-    """Where it was never exercised, what it says of the traces is the verdict; data that was absent
-    besides changes nothing.
+    """If it was never exercised, its own reason is the verdict; data that was also absent changes
+    nothing.
     """
     soft = _soft(of="r0", then=lambda out: out.absent("no sample"))
     result = judge(_trace(2), Registry([soft])).results[0]

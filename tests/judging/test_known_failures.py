@@ -1,4 +1,4 @@
-"""KnownFailures: a check that is known to fail in one way fails otherwise all the same."""
+"""A check that is known to fail in one way still fails if it fails in a new way."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ RESUMED = Case(
     requests=(REQUEST,),
     actions=(Action(when=Trigger(request="r0", tokens=2), do=ActionKind.ABORT),),
 )
-KNOWN = KnownFailure(reason="verl#6029", kinds=("too many route rows",), after=("resumes",))
+KNOWN_FAILURE = KnownFailure(reason="verl#6029", kinds=("too many route rows",), after=("resumes",))
 
 
 class LosesARow(Concat):
@@ -62,7 +62,9 @@ class DoublesAlways(Concat):
             sample.rows = np.concatenate([sample.rows, sample.rows])
 
 
-def _judged(subject: type, witness_dir: Path | None = None, way: KnownFailure = KNOWN) -> Report:
+def _judged(
+    subject: type, witness_dir: Path | None = None, way: KnownFailure = KNOWN_FAILURE
+) -> Report:
     return run_conformance(
         subject,
         cases=[RESUMED, PLAIN],
@@ -75,8 +77,8 @@ def _judged(subject: type, witness_dir: Path | None = None, way: KnownFailure = 
 
 
 def test_the_known_fault_alone_is_expected() -> None:
-    """Findings of the known kind, each in a case in which the known situation arose, fail nothing;
-    their reason is told.
+    """Findings of the known kind, each in a case with the known situation, fail nothing; their
+    reason is reported.
     """
     report = _judged(Concat)
     (result,) = report.results
@@ -136,11 +138,12 @@ def test_a_report_is_held_to_kinds_alone() -> None:
     assert (
         ()
         == apply_known_failures(
-            report, {"routes.rows": (KnownFailure(reason="r", kinds=KNOWN.kinds),)}
+            report, {"routes.rows": (KnownFailure(reason="r", kinds=KNOWN_FAILURE.kinds),)}
         ).failed
     )
     assert ("routes.rows",) == tuple(
-        result.id for result in apply_known_failures(report, {"routes.rows": (KNOWN,)}).failed
+        result.id
+        for result in apply_known_failures(report, {"routes.rows": (KNOWN_FAILURE,)}).failed
     )
 
 
@@ -235,9 +238,9 @@ def test_what_is_not_known_is_told_first() -> None:
         check_id="routes.rows", title="other", expected="", observed="", kind="too few route rows"
     )
     kinds = {"too many route rows": 8, "too few route rows": 1}
-    ways = {"routes.rows": (KnownFailure(reason="r", kinds=KNOWN.kinds),)}
+    failures = {"routes.rows": (KnownFailure(reason="r", kinds=KNOWN_FAILURE.kinds),)}
 
-    def held(findings: Sequence[Finding]) -> Report:
+    def compared(findings: Sequence[Finding]) -> Report:
         taken = {
             kind: count
             for kind, count in kinds.items()
@@ -255,12 +258,13 @@ def test_what_is_not_known_is_told_first() -> None:
             Report(
                 subject="x", profile="pr", seed=0, results=(result,), expected={"routes.rows": "r"}
             ),
-            ways,
+            failures,
         )
 
-    assert "other" == held([*known, other]).results[0].findings[0].title
+    assert "other" == compared([*known, other]).results[0].findings[0].title
     assert (
-        "other" == merge_reports("both", [held(known), held([other])]).results[0].findings[0].title
+        "other"
+        == merge_reports("both", [compared(known), compared([other])]).results[0].findings[0].title
     )
 
 

@@ -45,13 +45,13 @@ class TestHistory:
         for version in range(5):
             theirs = [
                 label
-                for (one, label, _), kept in zip(updates, carried, strict=True)
-                if one == version and label is not None and not kept
+                for (weights, label, _), carries in zip(updates, carried, strict=True)
+                if weights == version and label is not None and not carries
             ]
             shown = [
                 label
-                for (one, label, _), kept in zip(updates, carried, strict=True)
-                if one == version and label is not None and kept
+                for (weights, label, _), carries in zip(updates, carried, strict=True)
+                if weights == version and label is not None and carries
             ]
             assert set(theirs or shown) == set(history.labels_of(version))
             assert set(shown) - set(theirs or shown) == history.carried_of(version)
@@ -104,7 +104,7 @@ def test_a_neighbour_looked_at_early_is_complete_when_it_is_judged() -> None:
 
 @pytest.mark.parametrize(("position", "segment"), [(1, None), (2, 0), (3, 1), (4, None)])
 def test_segments_are_found_by_position(position: int, segment: int | None) -> None:
-    """Prompt tokens, and places behind the end, belong to none."""
+    """Prompt tokens, and positions after the end, belong to none."""
     found: list[int | None] = []
 
     @request_check("test.segment", promise="", needs="", exercised_by="looks")

@@ -49,7 +49,7 @@ def _three_versions() -> TraceScript:
     return script.reply(call, (5, 6), version=2).result((3, 4, 5, 6))  # type: ignore[return-value]
 
 
-def _in_one_call() -> TraceScript:
+def _in_single_call() -> TraceScript:
     script = _teller()
     call = script.call((1, 2))
     script.pause(PauseMode.RETRACT, progress={call: 1}).weights(1).resume()
@@ -121,10 +121,10 @@ def _running() -> TraceScript:
         (_two_versions, "resumes across a weight version", 1),
         (_three_versions, "rollouts across two or more updates", 1),
         (_three_versions, "requests aborted twice or more", 1),
-        (_in_one_call, "calls across a weight version", 1),
-        (_in_one_call, "calls frozen by a pause", 1),
-        (_in_one_call, "prefills anew after a pause", 1),
-        (_in_one_call, "pauses, mode retract", 1),
+        (_in_single_call, "calls across a weight version", 1),
+        (_in_single_call, "calls frozen by a pause", 1),
+        (_in_single_call, "prefills anew after a pause", 1),
+        (_in_single_call, "pauses, mode retract", 1),
         (_preempted, "preemptions", 1),
         (_cached, "prefix-cache hits", 1),
         (_cached, "route rows", 5),

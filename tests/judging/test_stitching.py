@@ -90,7 +90,7 @@ class TestExamples:
         assert [0, 1, 2, 3, 1004] == stitched.rows[:, 0, 0].tolist()  # type: ignore[index]
 
     def test_a_call_that_was_given_up_does_not_overtake(self) -> None:
-        """Its reply arrives behind that of its successor."""
+        """Its reply arrives after that of its successor."""
         history = History()
         first, second = history.call(PROMPT), history.call(PROMPT)
         history.reply(second, (21,), "stop")
@@ -108,7 +108,7 @@ class TestExamples:
         assert [True, True] == [step.continues for step in stitched.steps]
 
     def test_turns(self) -> None:
-        """Tokens of the environment stand between, sampled by nobody."""
+        """Tokens of the environment are in between, sampled by no policy."""
         history = History()
         history.reply(history.call(PROMPT), (11,), "stop")
         history.observe(91, 92)
@@ -137,7 +137,7 @@ class TestExamples:
             assert (broken is None) == stitched.steps[1].turn
 
     def test_a_call_that_does_not_continue_breaks_the_fold(self) -> None:
-        """Nothing behind it can be judged; what came before stands."""
+        """Nothing after it can be judged; what came before stays."""
         history = resumed_history((11, 12))
         history.reply(history.call((*PROMPT, 11, 99)), (13,))
         history.reply(history.call((*PROMPT, 11, 99, 13)), (14,), "stop")
@@ -150,7 +150,7 @@ class TestExamples:
         )
 
     def test_a_wrong_call_without_a_reply_breaks_nothing(self) -> None:
-        """Its step tells of it; no token came of it."""
+        """Its step shows it; it brought no token."""
         history = resumed_history((11,))
         history.call((*PROMPT, 99))
         history.reply(history.call((*PROMPT, 11)), (12,), "stop")
@@ -174,7 +174,7 @@ class TestExamples:
         ]
 
     def test_logprobs_may_be_short_long_or_absent(self) -> None:
-        """What the engine did not return is NaN; what is beyond its tokens is nobody's."""
+        """What the engine did not return is NaN; values beyond its tokens are dropped."""
         for values, want in (
             (None, [True, True]),
             (np.array([-1.0]), [False, True]),

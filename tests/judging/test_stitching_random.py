@@ -1,9 +1,9 @@
-"""The reference stitch against a second formulation that knows no fold.
+"""The reference stitch against a second formulation that is no fold.
 
-The fold walks over events and keeps a growing sequence. The second formulation asks of each
-position by itself: among the replies that count, the last one whose call had sent no more than this
-position owns it. Both are compared on random histories with restarts, lost, late and duplicate
-replies, empty replies and turns; and mutants of the fold must differ.
+The fold walks over events and grows a sequence. The second formulation decides for each position by
+itself: among the replies that count, the last one with a call that had sent at most this position
+owns it. Both are compared on random histories with restarts, lost, late and duplicate replies,
+empty replies and turns; and mutants of the fold must differ.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ def by_position(history: History, provenance: Provenance) -> Owned:
 
 def _counted(history: History) -> list[tuple[int, int, Reply | None, tuple[int, ...]]]:
     """(attempt, length sent, reply, tokens) of what counts, in order of arrival; an observation
-    stands behind what came before it.
+    comes after what came before it.
     """
     arrivals: list[tuple[int, Any]] = [(item.index, item) for item in history.observations]
     arrivals += [
@@ -90,8 +90,8 @@ def _row(
     position: int,
     provenance: Provenance,
 ) -> int | None:
-    """The cell that stands at a position: of those who captured it and were not given up since, the
-    first or the last.
+    """The cell at a position: of those who captured it and were not given up since, the first or
+    the last.
     """
     found = []
     for i, (_, sent, reply, tokens) in enumerate(counted):
@@ -99,13 +99,13 @@ def _row(
             continue
         # a call that sent less than was known gave up the rows from the one that had predicted the
         # first token given up
-        given_up = any(
+        abandoned = any(
             later_sent < counted[i + k][1] + len(counted[i + k][3])
             and position >= (0 if later_sent == len(PROMPT) else later_sent - 1)
             for k, (number, later_sent, *_) in enumerate(counted[i + 1 :])
             if number >= 0
         )
-        if not given_up:
+        if not abandoned:
             found.append(int(reply.output.routes[position, 0, 0]))  # type: ignore[index]
     if not found:
         return None

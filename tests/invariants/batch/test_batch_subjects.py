@@ -63,7 +63,7 @@ class _RaisesInRows(Padder):
     ],
 )
 def test_an_unusable_subject_gets_one_clear_error(factory: Callable[[], Any], message: str) -> None:
-    """What the adapter does wrong is told apart from what the stack does wrong."""
+    """Faults of the adapter are distinguished from faults of the stack."""
     with pytest.raises(SubjectError, match=message):
         judge_batches(factory)
 

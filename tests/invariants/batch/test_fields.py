@@ -313,28 +313,28 @@ class _Careless(Padder):
 
 def test_malformed_samples_that_are_padded_or_cut_are_found() -> None:
     """Short and long routes, logprobs and masks, alone and among others: what each became is
-    told.
+    outcome.
     """
     report = judge_batches(_Careless)
     assert _failing(report) == {"batch.refuses"}
     result = next(result for result in report.results if result.id == "batch.refuses")
     assert result.found == 12
-    told = {finding.title: finding.observed for finding in result.findings}
+    outcome = {finding.title: finding.observed for finding in result.findings}
     assert (
-        told["2 route rows for 7 tokens: accepted"]
+        outcome["2 route rows for 7 tokens: accepted"]
         == "expert 0, 2 times, is at 4 tokens that have no row, and is replayed"
     )
-    assert told["9 route rows for 7 tokens: accepted"] == "9 rows were cut to the tokens"
+    assert outcome["9 route rows for 7 tokens: accepted"] == "9 rows were cut to the tokens"
     assert (
-        told["2 logprobs for 5 response tokens: accepted"]
+        outcome["2 logprobs for 5 response tokens: accepted"]
         == "0 is the value of 3 logprobs that no engine returned"
     )
-    assert told["8 logprobs for 5 response tokens: accepted"] == "8 were cut to 5 tokens"
+    assert outcome["8 logprobs for 5 response tokens: accepted"] == "8 were cut to 5 tokens"
 
 
 def test_a_short_sample_may_be_kept_where_its_missing_rows_are_marked() -> None:
-    """-1, or marks, keep a trainer from replaying what is not there; then no refusal is asked
-    for.
+    """-1, or marks, keep a trainer from replaying missing rows; then the sample need not be
+    refused.
     """
 
     class Marks(Padder):

@@ -1,5 +1,5 @@
-"""The family ``engine``: rounding is no fault, kept KV is judged by nobody, and what an engine
-cannot have is told.
+"""The family ``engine``: rounding is no fault, kept KV is not judged, and what an engine cannot
+have is reported.
 """
 
 from __future__ import annotations
@@ -94,7 +94,7 @@ def test_one_wrong_expert_is_a_fault(plain: Trace) -> None:
 
 
 def test_a_flip_within_rounding_is_none_and_what_follows_is_not_judged(plain: Trace) -> None:
-    """At a near-tie either expert is right, and rows and logprobs behind it may differ for that
+    """At a near-tie either expert is right, and later rows and logprobs may differ for that
     reason.
     """
     call = _call_with_rows(plain)
@@ -107,7 +107,7 @@ def test_a_flip_within_rounding_is_none_and_what_follows_is_not_judged(plain: Tr
 
 
 def test_a_fault_before_a_near_tie_is_still_one(plain: Trace) -> None:
-    """Only what stands behind the flip is in doubt."""
+    """Only values after the flip are in doubt."""
     call = _call_with_rows(plain)
     tied = _near_tie(_other_expert(plain, call, 3, 2), call, 3, 2)
     assert Verdict.FAIL is _judged(_other_expert(tied, call, 1, 1), "engine.routes").verdict
@@ -140,7 +140,7 @@ def test_logprobs_within_tolerance_are_right_and_beyond_it_wrong(plain: Trace) -
 
 
 def test_order_is_not_judged_where_scores_are_close(plain: Trace) -> None:
-    """The order of two experts whose scores are all but equal is nobody's fault."""
+    """The order of two experts with nearly equal scores is no fault."""
     call = _call_with_rows(plain)
 
     def turned(event: Event) -> Event:
@@ -183,9 +183,7 @@ def test_values_over_kept_kv_are_nobodys() -> None:
 
 
 def test_the_other_mode_is_one_finding_not_two() -> None:
-    """Logprobs of the undeclared mode are told by the check of modes; that of values stays out of
-    it.
-    """
+    """The check of modes reports logprobs of the undeclared mode; that of values does not."""
     trace = run_experiments(fake_target("vllm"), only=["temperature"]).traces[0]
     assert trace.header.engine is not None
     other = replace(trace.header.engine, logprobs=Logprobs.TEMPERATURE_SCALED)

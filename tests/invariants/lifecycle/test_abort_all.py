@@ -28,7 +28,7 @@ async def sweep(fleet: Fleet) -> None:
 
 
 class Sweeps(AsSampled):
-    """Aborts everything when ``due`` says so, asked with how many rollouts have ended."""
+    """Aborts all calls when ``due``, called with the number of ended rollouts, says so."""
 
     due: Callable[[int], bool] = staticmethod(lambda ended: True)
 
@@ -82,7 +82,7 @@ def test_aborts_of_everything_in_their_place_pass(trace: Trace) -> None:
 
 
 def test_what_happens_during_an_update_is_the_updates() -> None:
-    """Two updates, each beside the end of a request."""
+    """Two updates, each at the end of a request."""
     actions = (act(ActionKind.SYNC, 3), act(ActionKind.SYNC, 6, "r1"))
     trace = run_case(BeforeUpdates, case(*actions, requests=THREE))
     assert 0 == check(ID, trace).found
@@ -101,12 +101,12 @@ def test_members_of_a_group_may_end_each_other() -> None:
 
 
 def test_once_may_be_the_end_of_a_batch() -> None:
-    """Two requests: one end beside another."""
+    """Two requests: one ends while the other runs."""
     assert 0 == check(ID, run_case(Sweeps, case(requests=THREE[:2]))).found
 
 
 def test_a_recording_cannot_tell() -> None:
-    """Its clock never stands still."""
+    """The clock of a recording always moves."""
     trace = run_case(Sweeps, case(requests=THREE))
     unknown(
         ID,

@@ -29,33 +29,33 @@ class TestHitsTarget:
 
     def test_a_prefix_match_is_found(self) -> None:
         """'1' aborts '10' (sglang #25561)."""
-        script, one, ten = self._two()
-        finding = finds(self.ID, script.abort(one, ten, wanted="1"))
+        script, first, tenth = self._two()
+        finding = finds(self.ID, script.abort(first, tenth, wanted="1"))
         assert "only calls of '1' end" == finding.expected
         assert "call 2 of request '10' also ended" == finding.observed
 
     def test_an_empty_id_that_hits_anything_is_found(self) -> None:
         """It is a prefix of every id."""
-        script, one, ten = self._two()
-        finding = finds(self.ID, script.abort(one, ten, wanted=""))
+        script, first, tenth = self._two()
+        finding = finds(self.ID, script.abort(first, tenth, wanted=""))
         assert "an empty id aborts nothing" == finding.expected
         assert "calls 1 of request '1', 2 of request '10' also ended" == finding.observed
 
     def test_an_id_of_the_stacks_own_making_hits_one_request(self) -> None:
-        """Nobody knows what 'x' means, but not two requests."""
-        script, one, ten = self._two("a", "b")
+        """The meaning of 'x' is unknown, but it cannot mean two requests."""
+        script, first, tenth = self._two("a", "b")
         assert (
             "call 2 of request 'b' also ended"
-            == finds(self.ID, script.abort(one, ten, wanted="x")).observed
+            == finds(self.ID, script.abort(first, tenth, wanted="x")).observed
         )
 
     @pytest.mark.parametrize("wanted", ["1", "7f3a", "10", "call-2"])
     def test_an_abort_of_one_request_passes(self, wanted: str) -> None:
         """By the request's id, by one of the stack's own, or by that of the call."""
-        script, one, ten = self._two()
+        script, first, tenth = self._two()
         passes(
             self.ID,
-            script.abort(ten if wanted in ("10", "call-2") else one, wanted=wanted),
+            script.abort(tenth if wanted in ("10", "call-2") else first, wanted=wanted),
             aborts_of_one_id=1,
         )
 
@@ -66,8 +66,8 @@ class TestHitsTarget:
     def test_several_may_be_meant_by_how_their_ids_begin(
         self, called: bool, wanted: str, meant: bool
     ) -> None:
-        """As SGLang allows, where no requests are told of; calls may have other names than handles.
-        Not where one had that very id.
+        """SGLang allows it, if no requests are reported; calls may have other names than handles.
+        It is a fault if a call had exactly that id.
         """
         script = TraceScript()
         if called:
@@ -90,15 +90,15 @@ class TestHitsTarget:
     def test_a_group_may_be_aborted_as_one(self) -> None:
         """By its name, or by an id of the stack's own."""
         for wanted in ("g", "batch-7"):
-            script, one, two = self._two("a", "b", group="g")
-            passes(self.ID, script.abort(one, two, wanted=wanted))
+            script, first, second = self._two("a", "b", group="g")
+            passes(self.ID, script.abort(first, second, wanted=wanted))
 
     def test_aborting_everything_or_nothing_names_nobody(self) -> None:
         """A star, and an id that has ended already."""
-        script, one, two = self._two()
+        script, first, second = self._two()
         unknown(
             self.ID,
-            script.abort(one, two).abort(wanted="1").abort(99, wanted="gone"),
+            script.abort(first, second).abort(wanted="1").abort(99, wanted="gone"),
             "not exercised",
         )
 
@@ -106,9 +106,9 @@ class TestHitsTarget:
         """The engine says that it hit one call, and another one ends as aborted with no cause of
         its own.
         """
-        script, one, ten = self._two()
-        script.abort(one, wanted="1").reply(one, (3,), reason="abort").reply(
-            ten, (4,), reason="abort"
+        script, first, tenth = self._two()
+        script.abort(first, wanted="1").reply(first, (3,), reason="abort").reply(
+            tenth, (4,), reason="abort"
         )
         finding = finds(self.ID, script)
         assert "a call ended as aborted although only another one was" == finding.title
@@ -119,19 +119,19 @@ class TestHitsTarget:
     )
     def test_another_cause_explains_an_abort(self, cause: str) -> None:
         """Aborts of pauses come before the pause is acknowledged."""
-        script, one, ten = self._two()
-        script.abort(one, wanted="1", server="s1" if cause == "other server" else "s0")
+        script, first, tenth = self._two()
+        script.abort(first, wanted="1", server="s1" if cause == "other server" else "s0")
         if cause == "own":
-            script.abort(ten, wanted="10")
+            script.abort(tenth, wanted="10")
         elif cause == "all":
-            script.abort(ten)
+            script.abort(tenth)
         elif cause == "pause":
             script.pause()
         elif cause == "weights":
             script.weights(1)
         elif cause == "reject":
-            script.fault("reject", "s0", ten)
-        script.reply(ten, (4,), reason="abort")
+            script.fault("reject", "s0", tenth)
+        script.reply(tenth, (4,), reason="abort")
         if cause == "late pause":
             script.pause().resume()
         elif cause == "death":
@@ -140,10 +140,10 @@ class TestHitsTarget:
 
     def test_a_call_to_a_paused_server_may_be_turned_away(self) -> None:
         """Some engines answer with an empty abort while paused."""
-        script, one, _ = self._two()
+        script, first, _ = self._two()
         script.pause(PauseMode.KEEP)
         late = script.send((5, 6, 7), "10")
-        passes(self.ID, script.abort(one, wanted="1").reply(late, (), reason="abort"))
+        passes(self.ID, script.abort(first, wanted="1").reply(late, (), reason="abort"))
 
 
 class TestKeepsTokens:
@@ -186,7 +186,7 @@ class TestKeepsTokens:
         )
 
     def test_unknown_progress_is_no_verdict(self) -> None:
-        """A real engine that tells nothing but its reply."""
+        """A real engine that shows only its reply."""
         script = opened()
         call = script.call((1, 2))
         unknown(
@@ -347,7 +347,7 @@ class TestNotSurfaced:
 
 
 class _NoOracle:
-    """Stands for an oracle that no check here asks."""
+    """An oracle that no check here uses."""
 
 
 class TestPartialOff:
@@ -383,7 +383,7 @@ class TestPartialOff:
 
     @pytest.mark.parametrize("resume", ["client", "none"])
     def test_what_was_declared_passes(self, resume: str) -> None:
-        """Dropped, or surfaced; also where nobody ever resumes, whatever the case says."""
+        """Dropped, or surfaced; also if no client ever resumes, whatever the case says."""
         case = {"partial": resume == "none"}
         passes(
             self.ID,
@@ -427,7 +427,7 @@ class TestPartialOff:
         passes(self.ID, script.reply(call, (4,), reason="stop").result((3, 9, 4)))
 
     def test_with_the_flag_on_or_unknown_it_is_not_exercised(self) -> None:
-        """A trace that nobody drove does not tell the flag."""
+        """A trace without a case does not show the flag."""
         for story in ({"case": {"partial": True}}, {"driven": False}):
             script, _ = self._off(**story)  # type: ignore[arg-type]
             unknown(self.ID, script.result((3,)), "not exercised")

@@ -80,10 +80,12 @@ class TestRetries:
     ) -> TraceScript:
         """A call times out and is sent again; both replies arrive."""
         script = _open()
-        one = script.call((1, 2))
-        two = script.call((1, 2), server="s1")
+        first_call = script.call((1, 2))
+        second_call = script.call((1, 2), server="s1")
         for call, tokens in (
-            ((two, second), (one, first)) if late_last else ((one, first), (two, second))
+            ((second_call, second), (first_call, first))
+            if late_last
+            else ((first_call, first), (second_call, second))
         ):
             script.reply(call, tokens, reason="stop")
         return script

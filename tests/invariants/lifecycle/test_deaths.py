@@ -1,4 +1,4 @@
-"""Lifecycle checks: what becomes of a request whose server dies."""
+"""Lifecycle checks: requests in flight when their server dies."""
 
 from __future__ import annotations
 

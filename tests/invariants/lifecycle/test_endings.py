@@ -61,15 +61,15 @@ class TestEndsOnce:
         unknown(self.ID, opened(driven=False), "may have been cut there")
 
     def test_final_gauges_say_that_it_was_not_cut(self) -> None:
-        """Whoever reads them at the end has seen the end."""
+        """Gauges are read at the end, so the trace has one."""
         finds(self.ID, opened(driven=False).gauges())
 
     def test_results_of_a_trace_that_began_late_are_not_judged(self) -> None:
-        """Requests may have been submitted before somebody began to record."""
+        """Requests may have been submitted before the recording began."""
         passes(self.ID, opened(driven=False).result((3,), request_id="r9").result((3,)))
 
     def test_one_hang_does_not_make_two_findings(self) -> None:
-        """What hangs is told by no-hang; the others cannot be known to have ended."""
+        """no-hang reports what hangs; whether the others ended is not known."""
         unknown_or_pass = (
             opened()
             .submit("r1", (5, 6))
@@ -229,8 +229,8 @@ class TestDrops:
         ).expected  # type: ignore[arg-type]
 
     def test_a_declared_drop_passes(self) -> None:
-        """Aborted, partial rollout off, declared; also where nobody ever resumes, and where no case
-        tells the flag.
+        """Aborted, partial rollout off, declared; also if no client ever resumes, and if no case
+        shows the flag.
         """
         passes(self.ID, self._dropped())
         passes(self.ID, self._dropped(resume="none", case={"partial": True}))
@@ -254,16 +254,14 @@ class TestNoOrphans:
         return script, first
 
     def test_a_call_that_runs_on_to_its_end_is_found(self) -> None:
-        """Nobody waits for it, and nobody aborted it."""
+        """No request waits for it, and it was not aborted."""
         script, first = self._left()
         finding = finds(self.ID, script.reply(first, (3, 4, 5, 6)))
         assert "call 1 is aborted when its request ends, at event 6" == finding.expected
         assert "it ran to finish reason length, 4 tokens, at event 7" == finding.observed
 
     def test_a_call_that_is_aborted_or_dropped_passes(self) -> None:
-        """A hedged call whose loser is aborted, before or after the end, or whose caller hung
-        up.
-        """
+        """The loser of hedged calls is aborted, before or after the end, or its caller hung up."""
         passes(self.ID, self._left()[0], requests_that_ended=1)
         script, first = self._left()
         passes(self.ID, script.reply(first, (3,), reason="abort"))

@@ -1,5 +1,5 @@
-"""Replay checks on trainers whose contract, or way to forward, leaves a check nothing to judge: it
-is not applicable, never undecided.
+"""Replay checks on trainers that leave a check nothing to judge, by contract or by their forward
+pass: it is not applicable, never undecided.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ from rollproof.layouts import Source
 from tests.support.replay_verdicts import declaring, results
 
 
-class _Told(ReplayTrainer):
+class _Reported(ReplayTrainer):
     """Hands over its results otherwise; so does its reference."""
 
-    def told(self, outcome: Outcome) -> Outcome:
+    def reported(self, outcome: Outcome) -> Outcome:
         return outcome
 
     def run(self, step: Step, spy: Spy) -> Outcome:
@@ -34,15 +34,17 @@ class _Told(ReplayTrainer):
         return self.told(super().reference(step))
 
 
-class FrozenGates(_Told):
+class FrozenGates(_Reported):
     """Gates are not trained, and have no gradients."""
 
-    def told(self, outcome: Outcome) -> Outcome:
+    def reported(self, outcome: Outcome) -> Outcome:
         return replace(
             outcome,
             gates={},
             gradients={
-                name: one for name, one in outcome.gradients.items() if not name.endswith("gate")
+                name: value
+                for name, value in outcome.gradients.items()
+                if not name.endswith("gate")
             },
         )
 
@@ -61,17 +63,17 @@ class Normalised(OneExpert):
 Normalised.contract = declaring(Normalised, trains_gates=False)
 
 
-class FewDigits(_Told):
+class FewDigits(_Reported):
     """Results in the digits that bfloat16 has."""
 
-    def told(self, outcome: Outcome) -> Outcome:
+    def reported(self, outcome: Outcome) -> Outcome:
         assert outcome.loss is not None
         return replace(
             outcome,
             loss=float(_coarse(np.array(outcome.loss))),
-            logprobs={name: _coarse(one) for name, one in outcome.logprobs.items()},
-            gradients={name: _coarse(one) for name, one in outcome.gradients.items()},
-            gates={layer: _coarse(one) for layer, one in outcome.gates.items()},
+            logprobs={name: _coarse(value) for name, value in outcome.logprobs.items()},
+            gradients={name: _coarse(value) for name, value in outcome.gradients.items()},
+            gates={layer: _coarse(value) for layer, value in outcome.gates.items()},
         )
 
 
@@ -88,14 +90,14 @@ class _WithoutFinals(Spy):
 
     def routed(self, layer: int, experts: Any, **places: Any) -> None:
         totals = np.array([*(sample.total for sample in self.step.samples), 0])
-        kept = places["positions"] != totals[places["samples"]] - 1
+        stored = places["positions"] != totals[places["samples"]] - 1
         super().routed(
             layer,
-            experts[kept],
+            experts[stored],
             **{
                 **places,
-                "samples": places["samples"][kept],
-                "positions": places["positions"][kept],
+                "samples": places["samples"][stored],
+                "positions": places["positions"][stored],
             },
         )
 
@@ -112,7 +114,7 @@ class ShiftingPrefix(CapturedPrefix):
 
 
 class _LastRowRepeated(ShiftingPrefix):
-    """Tokens behind the captured prefix execute what was captured last."""
+    """Tokens after the captured prefix execute what was captured last."""
 
     def captured(self, microbatch: Microbatch, source: Source) -> Any:
         return source.filled
@@ -144,12 +146,12 @@ def test_what_cannot_arise_is_not_applicable(
     """
     found = results(made)
     assert [] == [
-        (name, str(one.verdict), one.reason)
-        for name, one in found.items()
-        if one.verdict not in ("pass", "not applicable")
+        (name, str(result.verdict), result.reason)
+        for name, result in found.items()
+        if result.verdict not in ("pass", "not applicable")
     ]
     assert ruled_out | {"recorded"} == {
-        name for name, one in found.items() if one.verdict == "not applicable"
+        name for name, result in found.items() if result.verdict == "not applicable"
     }
 
 

@@ -1,5 +1,5 @@
-"""Replay checks: what is wrong is told with where it comes from, and what cannot be judged is told
-as that.
+"""Replay checks: findings name the origin of wrong rows, and what cannot be judged is reported as
+such.
 """
 
 from __future__ import annotations
@@ -73,25 +73,25 @@ class Backwards(DenseFirst):
 
 
 class OtherSamples(ReplayTrainer):
-    """Samples get the routes of the sample behind."""
+    """Samples get the routes of the next sample."""
 
     def targets(
         self, step: Step, microbatch: Microbatch, rank: Rank, source: Source, chunk: int
     ) -> dict[int, IntArray]:
         samples = [
-            replace(one, routes=other.routes)
-            for one, other in zip(microbatch.samples, step.samples[1:], strict=False)
+            replace(sample, routes=other.routes)
+            for sample, other in zip(microbatch.samples, step.samples[1:], strict=False)
         ]
         fitted = [
             replace(
-                one,
+                sample,
                 routes=(
                     None
-                    if one.routes is None
-                    else np.resize(one.routes, (one.total - 1, *one.routes.shape[1:]))
+                    if sample.routes is None
+                    else np.resize(sample.routes, (sample.total - 1, *sample.routes.shape[1:]))
                 ),
             )
-            for one in samples
+            for sample in samples
         ]
         return super().targets(
             step,
@@ -113,15 +113,15 @@ class Stale(ReplayTrainer):
                 self.kept.setdefault((sample.request_id, sample.total), sample.routes)
 
     def payload(self, sample: Rollout) -> IntArray:
-        kept: IntArray = self.kept[sample.request_id, sample.total]
-        return kept
+        events: IntArray = self.kept[sample.request_id, sample.total]
+        return events
 
 
 class Native(ReplayTrainer):
     """Routers choose for themselves."""
 
     def begin(self, step: Step) -> None:
-        """No router is told to replay."""
+        """No router replays."""
 
 
 class Zeros(CapturedPrefix):
@@ -180,13 +180,13 @@ def test_a_finding_says_where_wrong_rows_come_from(
 ) -> None:
     """The place, the amount and the origin of what was executed are in the finding."""
     findings = results(made, episode)["forward"].findings
-    told = next(finding for finding in findings if origin in finding.observed)
+    wrong_rows = next(finding for finding in findings if origin in finding.observed)
 
-    assert hint in told.hint
+    assert hint in wrong_rows.hint
     assert {"episode", "step", "request", "position", "layer", "rank", "recompute"} == set(
-        told.where
+        wrong_rows.where
     )
-    assert "wrong, in" in told.observed
+    assert "wrong, in" in wrong_rows.observed
 
 
 def test_wrong_rows_without_an_origin_say_so() -> None:
@@ -267,8 +267,8 @@ def test_a_trace_of_rollouts_is_not_judged_by_replay_checks() -> None:
 
 
 def test_a_contract_without_terms_rules_the_family_out() -> None:
-    """A trace that says it is of a trainer, and whose contract has no replay terms, is judged by
-    nothing, and crashes nothing.
+    """A trace of a trainer with a contract without replay terms is not judged, and crashes
+    nothing.
     """
     trace = record_replay(ReplayTrainer, only=["edges"])
     bare = replace(
@@ -281,12 +281,12 @@ def test_a_contract_without_terms_rules_the_family_out() -> None:
 
 
 def test_coverage_names_what_was_never_routed() -> None:
-    """A layer whose calls are not seen is told with its tokens."""
+    """A layer without visible calls is reported with its tokens."""
     trace = record_replay(DenseFirst, only=["self-replay"])
-    kept = [
+    events = [
         event for event in trace.events if not (isinstance(event, Routing) and event.layer == 2)
     ]
-    finding = judge(trace.with_events(kept), CHECKS)["replay.coverage"].findings[0]
+    finding = judge(trace.with_events(events), CHECKS)["replay.coverage"].findings[0]
 
     assert ("tokens that a layer never routed", 2) == (finding.title, finding.where["layer"])
     assert "0 of 30 tokens routed" == finding.observed
@@ -340,7 +340,7 @@ class Clipping(ReplayTrainer):
         if step.defect not in (Defect.TOO_LARGE, Defect.NEGATIVE):
             return super().run(step, spy)
         fitted = tuple(
-            tuple(replace(one, routes=np.clip(one.routes, 0, 7)) for one in part)
+            tuple(replace(sample, routes=np.clip(sample.routes, 0, 7)) for sample in part)
             for part in step.microbatches
         )
         return super().run(replace(step, microbatches=fitted), spy)
@@ -357,7 +357,7 @@ def test_ids_that_are_made_to_fit_are_found() -> None:
 
 
 class OneMore(ReplayTrainer):
-    """Executes an expert beside the target's in replayed steps."""
+    """Executes one expert in addition to the target's in replayed steps."""
 
     def work(self, step: Step, spy: Spy) -> Outcome:
         own = Spy(step)
@@ -368,19 +368,20 @@ class OneMore(ReplayTrainer):
             calls = [
                 (
                     replace(
-                        one, experts=np.concatenate([one.experts, 7 - one.experts[:, :1]], axis=1)
+                        sample,
+                        experts=np.concatenate([sample.experts, 7 - sample.experts[:, :1]], axis=1),
                     )
-                    if more and isinstance(one, Routing)
-                    else one
+                    if more and isinstance(sample, Routing)
+                    else sample
                 )
-                for one in own.events
+                for sample in own.events
             ]
             spy.extend(calls)
 
 
 def test_rows_with_an_expert_too_many_say_so() -> None:
-    """What is told of a row are its experts, or that there are too many: never a mark of our
-    own.
+    """The finding shows the experts of a row, or that there are too many: never an internal
+    mark.
     """
     found = results(OneMore, "placement")
 

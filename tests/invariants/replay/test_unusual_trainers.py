@@ -22,7 +22,7 @@ from tests.support.replay_verdicts import declaring, results
 
 
 class Silent(ReplayTrainer):
-    """Tells neither gradients nor logprobs."""
+    """Reports neither gradients nor logprobs."""
 
     def work(self, step: Step, spy: Spy) -> Outcome:
         outcome = super().work(step, spy)
@@ -30,7 +30,7 @@ class Silent(ReplayTrainer):
 
 
 class Mute(ReplayTrainer):
-    """Tells nothing at all."""
+    """Reports nothing."""
 
     def work(self, step: Step, spy: Spy) -> Outcome:
         super().work(step, spy)
@@ -42,14 +42,14 @@ class _WithoutFinals(Spy):
 
     def routed(self, layer: int, experts: Any, **places: Any) -> None:
         totals = np.array([*(sample.total for sample in self.step.samples), 0])
-        kept = places["positions"] != totals[places["samples"]] - 1
+        stored = places["positions"] != totals[places["samples"]] - 1
         super().routed(
             layer,
-            experts[kept],
+            experts[stored],
             **{
                 **places,
-                "samples": places["samples"][kept],
-                "positions": places["positions"][kept],
+                "samples": places["samples"][stored],
+                "positions": places["positions"][stored],
             },
         )
 
@@ -180,7 +180,7 @@ class Refusing(ReplayTrainer):
 
 
 class RecomputesTwice(ReplayTrainer):
-    """Nested checkpoints: a router is asked twice in the backward pass."""
+    """Nested checkpoints: a router is called twice in the backward pass."""
 
     def route(self, run: Any, microbatch: Microbatch, layer: int, x: Any, phase: Phase) -> IntArray:
         if phase is Phase.RECOMPUTE:
@@ -192,7 +192,7 @@ class RecomputesTwice(ReplayTrainer):
 
 
 class Frozen(ReplayTrainer):
-    """Trains all but its routers, and tells zeros for them."""
+    """Trains everything except its routers, and reports zeros for them."""
 
     def work(self, step: Step, spy: Spy) -> Outcome:
         outcome = super().work(step, spy)
@@ -200,7 +200,9 @@ class Frozen(ReplayTrainer):
         return replace(
             outcome,
             gates=gates,
-            gradients={name: one for name, one in outcome.gradients.items() if "gate" not in name},
+            gradients={
+                name: sketch for name, sketch in outcome.gradients.items() if "gate" not in name
+            },
         )
 
     def reference(self, step: Step) -> Outcome:
@@ -261,7 +263,7 @@ class _Overflowing(Spy):
 
 
 class Capacity(RecordingTrainer):
-    """Experts turn tokens away in the recording pass, behind what is recorded: such rows are not
+    """Experts reject tokens in the recording pass, after the recording: such rows are not
     compared.
     """
 
@@ -295,8 +297,8 @@ class RefusesNaN(ReplayTrainer):
 
 
 class NoneForZeros(ReplayTrainer):
-    """Tells no gradient of an expert that did not run; one that ran for rows without a loss has one
-    of zeros.
+    """Reports no gradient of an expert that did not run; one that ran for rows without a loss has a
+    gradient of zeros.
     """
 
     def work(self, step: Step, spy: Spy) -> Outcome:
@@ -313,7 +315,7 @@ class Fusing(ReplayTrainer):
 
 
 class _InPieces(Spy):
-    """Is told the rows of a call five at a time."""
+    """Gets the rows of a call five at a time."""
 
     def routed(self, layer: int, experts: Any, **places: Any) -> None:
         for i in range(0, len(experts), 5):
@@ -325,9 +327,7 @@ class _InPieces(Spy):
 
 
 class InPieces(ReplayTrainer):
-    """Calls its routers for a few rows at a time; how often they are given targets it does not
-    tell.
-    """
+    """Calls its routers for a few rows at a time; it does not report how often they get targets."""
 
     def run(self, step: Step, spy: Spy) -> Outcome:
         pieces = _InPieces(step)
@@ -341,14 +341,14 @@ InPieces.contract = declaring(InPieces, installs=None)
 
 
 class GatesAlone(ReplayTrainer):
-    """Tells of the gradients of gates alone; its reference tells of all."""
+    """Reports only gradients of gates; its reference reports all."""
 
     def work(self, step: Step, spy: Spy) -> Outcome:
         return replace(super().work(step, spy), gradients={})
 
 
 class EveryExpert(ReplayTrainer):
-    """top_k is the number of experts: all rows are alike."""
+    """top_k is the number of experts: all rows are equal."""
 
     layout = Layout(num_layers=3, num_experts=2, top_k=2)
 
@@ -457,7 +457,9 @@ def test_a_correct_but_unusual_trainer_is_not_blamed(
 
 
 def test_what_does_not_repeat_is_named() -> None:
-    """A trainer that does not repeat a native step is told which result differs, and what to do."""
+    """If a trainer does not repeat a native step, the reason names the result that differs and what
+    to do.
+    """
     found = results(Dropping, "self-replay")["self-loss"]
 
     assert found.reason.startswith(

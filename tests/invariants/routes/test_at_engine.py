@@ -1,6 +1,4 @@
-"""Route checks at the engine: its rows against an oracle, the weights behind them, and whose memory
-they are.
-"""
+"""Route checks at the engine: its rows against an oracle, their weights, and their memory."""
 
 from __future__ import annotations
 
@@ -88,7 +86,7 @@ def test_a_stale_slot_is_the_engines_fault_alone() -> None:
 
 
 def test_rows_over_a_mixed_cache_have_no_oracle() -> None:
-    """KV of two versions: no single version explains the row, and none is asked for."""
+    """KV of two versions: no single version explains the row, so none is expected."""
     story = RoutedRequest(segments=(Segment(5),))
     trace = _with_reply(
         story.trace(story.good()), 0, true_rows=(Span(start=0, end=9, version="mixed"),)
@@ -186,7 +184,7 @@ def test_writing_into_a_reply_is_found() -> None:
 
 
 def test_a_duplicate_or_lost_reply_changes_nothing() -> None:
-    """A reply that nobody received, and one that came twice."""
+    """A reply that was not received, and one that came twice."""
     story = RoutedRequest()
     trace = story.trace(story.good())
     first = next(e for e in trace.events if isinstance(e, Reply))

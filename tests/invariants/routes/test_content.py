@@ -174,9 +174,7 @@ def test_a_shift_names_the_row_that_stands_there() -> None:
 
 
 def test_a_long_sample_is_looked_into_as_far_as_it_tells() -> None:
-    """Of many wrong rows the first 256 are explained, and the message says how many there are
-    besides.
-    """
+    """Of many wrong rows the first 256 are explained, and the message counts the others."""
     story = RoutedRequest(segments=(Segment(300),), prompt=5)
     finding = only_finding(story.judged(np.roll(story.good(), 1, axis=1)), "routes.layer")
     assert re.search(
@@ -198,7 +196,7 @@ def test_a_layer_shift_names_the_layers_of_the_model() -> None:
 
 
 def test_two_exchanged_layers_are_named() -> None:
-    """Only two of many layers are exchanged: both are told, and how many are wrong."""
+    """Only two of many layers are exchanged: the finding names both and counts the wrong rows."""
     story = RoutedRequest(changes=_MODELS["wide"])
     rows = story.good().copy()
     rows[:, [1, 4]] = rows[:, [4, 1]]
@@ -264,9 +262,7 @@ def test_rows_of_weights_that_no_reply_holds_are_named_by_the_oracle() -> None:
 
 
 def test_filler_over_a_capture_at_a_boundary_says_where_the_row_is() -> None:
-    """An engine with T rows, merged by tail: its filler stands where the next segment's row
-    belongs.
-    """
+    """An engine with T rows, merged by tail: its filler is where the next segment's row belongs."""
     story = RoutedRequest(engine_rows="minus-one", changes={"dtype": "int32"})
     first, second = story.returned(0), story.returned(1)
     assert first is not None and second is not None
@@ -302,7 +298,7 @@ def test_the_wrong_filler_is_told_from_the_declared_one() -> None:
 
 
 def test_a_repeated_row_is_filler_where_it_is_declared_and_only_of_its_neighbour() -> None:
-    """The row above once more passes; a row of elsewhere does not, and arange is told as such."""
+    """The previous row again passes; a row from elsewhere does not, and arange is named as such."""
     story = RoutedRequest(changes=_CONVENTIONS["T, previous"])
     assert failing(story.judged(story.good())) == set()
     other = only_finding(story.judged(_edit(story, -1, story.good()[3])), "routes.filler")
@@ -455,8 +451,8 @@ def test_a_trace_without_replies_is_judged_by_what_it_has() -> None:
 
 
 def test_rows_of_other_tokens_are_not_compared() -> None:
-    """Where the tokens are wrong the family stitch speaks; rows that fit the sampled tokens are not
-    blamed besides.
+    """If the tokens are wrong the family stitch reports it; rows that fit the sampled tokens are
+    not blamed as well.
     """
     story = RoutedRequest()
     builder = TraceBuilder(story.contract)

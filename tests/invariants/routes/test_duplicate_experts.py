@@ -23,7 +23,7 @@ from rollproof.invariants.routes.duplicate_experts import has_repeats, repeats
 def test_a_repetition_is_never_missed_nor_invented(
     dtype: str, k: int, layers: int, rows: int, experts: int, planted: bool, seed: int
 ) -> None:
-    """For ids in range the fast answer is the exact one, wherever the repetition stands."""
+    """For ids in range the fast answer is the exact one, at every place of the repetition."""
     experts = min(experts, np.iinfo(dtype).max + 1)
     rng = np.random.default_rng(seed)
     array = rng.random((rows, layers, experts)).argsort(axis=2)[:, :, :k].astype(dtype)

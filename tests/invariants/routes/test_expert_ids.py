@@ -1,6 +1,4 @@
-"""Route checks of values: what no router can have chosen is found whoever wrote it, and chance is
-never blamed.
-"""
+"""Route checks of values: what no router can have chosen is found, and chance is never blamed."""
 
 from __future__ import annotations
 
@@ -27,7 +25,7 @@ def _by_engine(story: RoutedRequest, rows: np.ndarray) -> Judgement:
     return judge(replace(trace, events=tuple(events)), REGISTRY)
 
 
-def _one_call(**changes: Any) -> RoutedRequest:
+def _single_call(**changes: Any) -> RoutedRequest:
     return RoutedRequest(segments=(Segment(5),), changes=changes, with_truth=False)
 
 
@@ -35,7 +33,7 @@ def test_a_layer_that_was_never_captured_is_found() -> None:
     """Zeros in every row of one layer: the layer is named, and the check of distinct experts stays
     silent.
     """
-    story = _one_call(num_layers=6, moe_layers=(1, 2, 3, 4, 5))
+    story = _single_call(num_layers=6, moe_layers=(1, 2, 3, 4, 5))
     rows = story.good().copy()
     rows[:, [2, 4]] = 0
     finding = only_finding(_by_engine(story, rows), "routes.live")
@@ -45,7 +43,7 @@ def test_a_layer_that_was_never_captured_is_found() -> None:
 
 def test_rows_that_are_all_zero_are_found() -> None:
     """The monolithic kernel: right shape, nothing captured anywhere."""
-    story = _one_call()
+    story = _single_call()
     assert only_finding(_by_engine(story, story.good() * 0), "routes.live").observed.startswith(
         "expert 0 in all 9 rows of 3 of 3 MoE layers"
     )
@@ -53,7 +51,7 @@ def test_rows_that_are_all_zero_are_found() -> None:
 
 def test_one_row_copied_to_all_tokens_is_found() -> None:
     """Distinct experts in every cell, and no token differs from another."""
-    story = _one_call(num_layers=4, moe_layers=(0, 1, 2, 3))
+    story = _single_call(num_layers=4, moe_layers=(0, 1, 2, 3))
     finding = only_finding(_by_engine(story, story.good()[:1].repeat(9, axis=0)), "routes.live")
     assert finding.observed == "one and the same row 9 times, in all 4 MoE layers"
 
@@ -61,8 +59,8 @@ def test_one_row_copied_to_all_tokens_is_found() -> None:
 @pytest.mark.parametrize(
     "story",
     [
-        _one_call(num_experts=2, top_k=2),
-        _one_call(num_experts=2, top_k=1, num_layers=1, moe_layers=(0,)),
+        _single_call(num_experts=2, top_k=2),
+        _single_call(num_experts=2, top_k=1, num_layers=1, moe_layers=(0,)),
         RoutedRequest(segments=(Segment(1),), prompt=2, with_truth=False),
         RoutedRequest(
             segments=(Segment(1),),
@@ -88,14 +86,14 @@ def test_a_collapsed_router_of_one_expert_is_no_dead_layer_in_a_short_sample() -
 
 def test_equal_rows_of_a_repeated_token_are_no_fault() -> None:
     """A sequence of one token over and over may choose the same experts everywhere."""
-    story = _one_call(num_layers=4, moe_layers=(0, 1, 2, 3))
+    story = _single_call(num_layers=4, moe_layers=(0, 1, 2, 3))
     story.ids = (7,) * 10
     assert failing(_by_engine(story, story.good()[:1].repeat(9, axis=0))) == set()
 
 
 def test_prompt_rows_of_zeros_are_repetitions_of_expert_0() -> None:
     """Rows that an engine never finalised: some rows zero, no layer dead."""
-    story = _one_call()
+    story = _single_call()
     rows = story.good().copy()
     rows[:4] = 0
     finding = only_finding(_by_engine(story, rows), "routes.distinct")
@@ -109,7 +107,7 @@ def test_prompt_rows_of_zeros_are_repetitions_of_expert_0() -> None:
 
 def test_an_engine_that_repeats_an_expert_is_found_in_the_sample() -> None:
     """The stack is faithful, the engine is not: position, layer, and how many layers."""
-    story = _one_call()
+    story = _single_call()
     rows = story.good().copy()
     rows[6, 1] = 5
     finding = only_finding(_by_engine(story, rows), "routes.distinct")
@@ -123,7 +121,7 @@ def test_an_engine_that_repeats_an_expert_is_found_in_the_sample() -> None:
 @pytest.mark.parametrize(("value", "words"), [(8, "fused shared expert"), (-1, "padded token")])
 def test_ids_out_of_range_are_found(value: int, words: str) -> None:
     """Beyond the last expert, and a kernel's mark for padding."""
-    story = _one_call(dtype="int32")
+    story = _single_call(dtype="int32")
     rows = story.good().copy()
     rows[3, 2, 0] = value
     finding = only_finding(_by_engine(story, rows), "routes.in-range")
@@ -135,7 +133,7 @@ def test_rows_that_the_engine_filled_as_declared_are_no_choice() -> None:
     """An engine that marks tokens without a capture by -1, under a contract that declares it:
     neither range nor repetition.
     """
-    story = _one_call(dtype="int32", filler="minus-one")
+    story = _single_call(dtype="int32", filler="minus-one")
     rows = story.good().copy()
     rows[2] = -1
     assert failing(_by_engine(story, rows)) == set()
@@ -143,7 +141,7 @@ def test_rows_that_the_engine_filled_as_declared_are_no_choice() -> None:
 
 def test_top_1_has_nothing_to_repeat() -> None:
     """The check of distinct experts does not apply to top_k = 1, and says why."""
-    story = _one_call(top_k=1)
+    story = _single_call(top_k=1)
     result = _by_engine(story, story.good())["routes.distinct"]
     assert (result.verdict, result.reason) == (
         Verdict.NOT_APPLICABLE,

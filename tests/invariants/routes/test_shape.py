@@ -66,7 +66,7 @@ def test_concatenation_of_three_segments_names_the_first_repetition() -> None:
     ],
 )
 def test_a_wrong_count_is_explained(changes: dict[str, str], delta: int, words: str) -> None:
-    """T against T-1 is told apart from rows that are missing or too many."""
+    """T against T-1 is distinguished from missing or surplus rows."""
     story = RoutedRequest(changes=changes)
     rows = story.good()
     wrong = rows[:delta] if delta < 0 else np.concatenate([rows, rows[-1:].repeat(delta, axis=0)])
@@ -87,7 +87,7 @@ def test_a_hole_that_shifts_later_rows_is_a_wrong_count() -> None:
 def test_rows_that_were_asked_for_too_late_are_told_from_rows_that_an_engine_did_not_return() -> (
     None
 ):
-    """A resume that asks from the first token to be sampled on: the row of the token before is
+    """A resume requests rows from the first token to be sampled: the row of the token before it is
     lost.
     """
     story = RoutedRequest(segments=(Segment(2, 1), Segment(1, 1)))
@@ -118,8 +118,8 @@ def test_rows_that_were_asked_for_too_late_are_told_from_rows_that_an_engine_did
 
 
 def test_rows_of_the_first_segment_or_of_the_response_alone_are_recognised() -> None:
-    """A resume that forgets the new rows, and a stack that drops the prompt's rows without saying
-    where row 0 stands.
+    """A resume that forgets the new rows, and a stack that drops the prompt's rows without
+    declaring the position of row 0.
     """
     story = RoutedRequest()
     assert (
@@ -150,7 +150,7 @@ def test_rows_must_be_cut_with_the_response() -> None:
 
 
 def _last_word(rows: int, declared: str = "T-1") -> Judgement:
-    """A turn of one token behind a prompt of two, the environment's two tokens, and a call that was
+    """A turn of one token after a prompt of two, the environment's two tokens, and a call that was
     aborted before its first one.
     """
     builder = TraceBuilder(
@@ -189,7 +189,7 @@ def test_the_environments_last_word_needs_no_rows() -> None:
 
 
 def test_a_sample_with_an_offset_is_counted_from_there() -> None:
-    """``routes_start`` says where row 0 stands: the rows before it are not missing, and the others
+    """``routes_start`` is the position of row 0: the rows before it are not missing, and the others
     are compared in place.
     """
     story = RoutedRequest()
@@ -210,15 +210,15 @@ def test_a_captured_prefix_may_end_anywhere() -> None:
 
 
 def test_missing_routes_say_who_lost_them() -> None:
-    """Dropped by the stack, never asked for, or silently absent from the engine: three causes,
+    """Dropped by the stack, never requested, or silently missing from the engine: three causes,
     three messages.
     """
     story = RoutedRequest()
     dropped = only_finding(story.judged(None), "routes.presence")
     assert dropped.observed == "routes: none; the engine returned them, and the stack dropped them"
-    for asked, words in ((False, "the call did not"), (True, "delivered nevertheless")):
+    for requested, words in ((False, "the call did not"), (True, "delivered nevertheless")):
         builder = TraceBuilder(contract()).submit()
-        builder.reply(builder.call((1, 2), want_routes=asked), (3, 4)).result((3, 4))
+        builder.reply(builder.call((1, 2), want_routes=requested), (3, 4)).result((3, 4))
         assert words in only_finding(judge(builder.trace(), REGISTRY), "routes.presence").observed
     untold = judge(TraceBuilder(contract()).submit().result((3, 4)).trace(), REGISTRY)
     assert "no engine call, so it does not show" in only_finding(untold, "routes.presence").observed
@@ -257,7 +257,9 @@ def test_no_check_of_routes_applies_to_a_stack_without_routes() -> None:
 
 
 def test_a_wrong_shape_is_explained_by_axis_or_top_k() -> None:
-    """A missing dense column is told from a top-k that was inferred from the size of a buffer."""
+    """A missing dense column is distinguished from a top-k that was inferred from the size of a
+    buffer.
+    """
     story = RoutedRequest(changes={"num_layers": 4, "moe_layers": (1, 2, 3)})
     axis = only_finding(story.judged(story.good()[:, 1:]), "routes.shape")
     assert (axis.expected, axis.observed) == (

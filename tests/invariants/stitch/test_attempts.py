@@ -1,4 +1,4 @@
-"""Stitch checks on calls: what a resume sends, when nothing more may be asked, what stays the
+"""Stitch checks on calls: what a resume sends, when no further call may be made, what stays the
 same.
 """
 
@@ -103,7 +103,7 @@ class TestResumePrompt:
         assert "2 tokens sent: [1, 3]; the first 1 agree" == finding.observed
 
     def test_only_the_call_is_blamed(self) -> None:
-        """Behind a wrong context nothing can be judged, so no other check adds its own finding."""
+        """After a wrong context nothing can be judged, so no other check adds its own finding."""
         story = self._resume(1, 2, 11, 13)
         story.result((11, 12, 13, 21))
         assert {self.ID} == blamed(story)
@@ -181,7 +181,7 @@ class TestResumePrompt:
         passes(self.ID, script_rollout(*parts), first_calls=1, resuming_calls=1)
 
     def test_a_driven_request_without_turns_has_no_environment(self) -> None:
-        """Tokens behind a natural end are nobody's where the case has no turns: the call should not
+        """Tokens after a natural end have no source if the case has no turns: the call should not
         have been made.
         """
         parts = (
@@ -234,7 +234,7 @@ class TestNoCallAfterEnd:
         assert set() == blamed(story)
 
     def test_a_turn_of_the_environment_begins_anew(self) -> None:
-        """After its words the policy may be asked again."""
+        """After the environment's tokens the policy may be called again."""
         passes(
             self.ID,
             script_rollout(
@@ -293,23 +293,26 @@ class TestParameters:
         """Where both name a parameter that means the same everywhere, and the stack declares that
         it forwards.
         """
-        asked = {"sampling": {"temperature": 0.7}}
+        requested = {"sampling": {"temperature": 0.7}}
         story = script_rollout(
-            self._call(temperature=1.0), request=asked, abort_surfaces=True, sampling="forwarded"
+            self._call(temperature=1.0),
+            request=requested,
+            abort_surfaces=True,
+            sampling="forwarded",
         )
         assert "temperature=0.7, as in the request" == finds(self.ID, story).expected
         assert {self.ID} == blamed(story)
 
     @pytest.mark.parametrize("sampling", [None, "own"])
     def test_a_stack_may_choose_its_own(self, sampling: str | None) -> None:
-        """A temperature of the stack's configuration is no fault, as long as every call has it;
-        undeclared, it is asked.
+        """A temperature of the stack's configuration is no fault if every call has it; undeclared,
+        the reason says what to declare.
         """
-        asked = {"sampling": {"temperature": 0.7}}
+        requested = {"sampling": {"temperature": 0.7}}
         story = script_rollout(
             self._call(temperature=1.0),
             self._call(temperature=1.0),
-            request=asked,
+            request=requested,
             abort_surfaces=True,
             sampling=sampling,
         )
@@ -323,7 +326,7 @@ class TestParameters:
         lost = script_rollout(
             self._call(temperature=1.0),
             self._call(),
-            request=asked,
+            request=requested,
             abort_surfaces=True,
             sampling=sampling,
         )
@@ -347,11 +350,11 @@ class TestParameters:
         """The whole rollout is sampled with the engine's defaults; a value that changes nothing may
         be left out.
         """
-        asked = {"sampling": {"temperature": 0.7, "top_p": 1.0, "top_k": 20, "seed": 3}}
+        requested = {"sampling": {"temperature": 0.7, "top_p": 1.0, "top_k": 20, "seed": 3}}
         story = script_rollout(
             self._call(stop="x"),
             self._call(stop="x"),
-            request=asked,
+            request=requested,
             abort_surfaces=True,
             sampling="forwarded",
         )
@@ -369,11 +372,11 @@ class TestParameters:
         """A stack shows it, whatever it declares; one that is lost on the way is another check's
         subject.
         """
-        asked = {"sampling": {"temperature": 0.7}}
+        requested = {"sampling": {"temperature": 0.7}}
         both = script_rollout(
             self._call(temperature=0.7),
             self._call(temperature=0.7),
-            request=asked,
+            request=requested,
             abort_surfaces=True,
             sampling=sampling,
         )
@@ -381,35 +384,37 @@ class TestParameters:
         lost = script_rollout(
             self._call(temperature=0.7),
             self._call(),
-            request=asked,
+            request=requested,
             abort_surfaces=True,
             sampling=sampling,
         )
         assert {self.ID} == blamed(lost)
 
     def test_an_undeclared_stack_is_asked(self) -> None:
-        """It may rename the parameter, or choose its own: nobody is blamed, and the reason says
+        """It may rename the parameter, or choose its own: there is no finding, and the reason says
         what to declare.
         """
-        asked = {"sampling": {"temperature": 0.7}}
-        story = script_rollout(self._call(t=0.7), request=asked, abort_surfaces=True)
+        requested = {"sampling": {"temperature": 0.7}}
+        story = script_rollout(self._call(t=0.7), request=requested, abort_surfaces=True)
         unknown(
             "stitch.sampling-forwarded",
             story,
             "declare sampling='forwarded' to have that judged, or sampling='own'",
         )
-        own = script_rollout(self._call(t=0.7), request=asked, abort_surfaces=True, sampling="own")
+        own = script_rollout(
+            self._call(t=0.7), request=requested, abort_surfaces=True, sampling="own"
+        )
         inapplicable("stitch.sampling-forwarded", own, "the contract declares sampling='own'")
 
     @pytest.mark.parametrize(
-        "asked", [{}, {"temperature": 0}, {"temperature": None}, {"max_new_tokens": 4}]
+        "requested", [{}, {"temperature": 0}, {"temperature": None}, {"max_new_tokens": 4}]
     )
     def test_what_can_be_spelled_in_many_ways_is_not_looked_for(
-        self, asked: dict[str, object]
+        self, requested: dict[str, object]
     ) -> None:
         """Greedy sampling, nothing at all, and budgets."""
         story = script_rollout(
-            self._call(), request={"sampling": asked}, abort_surfaces=True, sampling="forwarded"
+            self._call(), request={"sampling": requested}, abort_surfaces=True, sampling="forwarded"
         )
         unknown("stitch.sampling-forwarded", story, "not exercised")
 

@@ -243,8 +243,8 @@ class TestFinishReason:
 
     @pytest.mark.parametrize("reason", ["length", "stop", "completed"])
     def test_nobody_was_asked(self, reason: str) -> None:
-        """An empty sample that ends naturally without any call, in a run whose calls were all
-        seen.
+        """An empty sample that ends naturally without any call, in a run with all calls
+        recorded.
         """
         story = TraceScript().submit().result((), finish_reason=FinishReason(reason))
         finding = finds(self.ID, story)

@@ -140,7 +140,7 @@ class TestLength:
         assert {self.ID} == blamed(spoiled(lambda values: values[:-1]))
 
     def test_a_segment_without_logprobs_explains_the_gap(self) -> None:
-        """verl: tokens of a reply without logprobs are appended, and nothing beside them."""
+        """verl: tokens of a reply without logprobs are appended, and no logprobs with them."""
         parts = (PARTS[0], ScriptedCall(tokens=(21, 22), logprobs=False, version=1), PARTS[2])
         story = script_rollout(
             *parts, sample={"logprobs": np.delete(TRUE, [3, 4])}, missing_logprobs="nan"
@@ -204,7 +204,7 @@ class TestValid:
         assert set() == blamed(script_rollout(part, sample={"logprobs": np.array([1e-6])}))
 
     def test_tokens_of_the_environment_may_hold_anything(self) -> None:
-        """Nobody sampled them."""
+        """No policy sampled them."""
         parts = (
             ScriptedCall(tokens=(11,), reason="stop"),
             ScriptedCall(observed=(91, 92), tokens=(12,), reason="stop"),

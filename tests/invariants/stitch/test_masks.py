@@ -81,7 +81,7 @@ class TestEnvironment:
     def test_trained_words_of_the_environment_are_found(
         self, mask: tuple[int, ...], wrong: int, observed: str
     ) -> None:
-        """An attention mask, or one that stands one token beside."""
+        """An attention mask, or one that is shifted by one token."""
         finding = finds(self.ID, masked(mask))
         assert f"{wrong} of 3 tokens of the environment would be trained on" == finding.title
         assert f"1 at response index {observed}" == finding.observed

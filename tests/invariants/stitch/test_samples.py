@@ -1,4 +1,4 @@
-"""Stitch checks on samples: prompt, tokens, turns, the unbroken twin, whose objects are touched."""
+"""Stitch checks on samples: prompt, tokens, turns, the unbroken twin, and objects of others."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ RESUMED = (
     ScriptedCall(tokens=(21, 22), version=1),
     ScriptedCall(tokens=(31, 32, 33), version=1, reason="length"),
 )
-WHOLE = (11, 12, 13, 21, 22, 31, 32, 33)
+SAMPLED = (11, 12, 13, 21, 22, 31, 32, 33)
 
 CORRECT: dict[str, TraceScript] = {
     "one call": script_rollout(ScriptedCall(tokens=(11, 12), reason="stop")),
@@ -196,10 +196,10 @@ class TestRequestId:
 
     ID = "stitch.request-id"
 
-    def _beside(
+    def _with_neighbour(
         self, label: str, *, other: dict[str, Any] | None = None, mine: dict[str, Any] | None = None
     ) -> TraceScript:
-        """A request r0 whose sample carries ``label``, beside a request r1."""
+        """A request r0 with a sample that carries ``label``, and a request r1."""
         part = ScriptedCall(tokens=(11,), reason="stop")
         story = script_rollout(part, request_id="r1", prompt=(3, 4), request=other)
         trace = script_rollout(part, script=story, request=mine).trace()
@@ -207,7 +207,7 @@ class TestRequestId:
 
     def test_the_id_of_another_request_is_found(self) -> None:
         """Everything else in the sample is right."""
-        story = self._beside("r1")
+        story = self._with_neighbour("r1")
         finding = finds(self.ID, story)
         assert "The sample of request r0 carries the id of request r1" == finding.title
         assert ("request id 'r0'", "request id 'r1'") == (finding.expected, finding.observed)
@@ -216,12 +216,12 @@ class TestRequestId:
     @pytest.mark.parametrize("label", ["r0", "7c1e", ""])
     def test_ids_of_the_stacks_own_making_pass(self, label: str) -> None:
         """Its own, and one that no request has."""
-        passes(self.ID, self._beside(label), samples_beside_other_requests=1)
+        passes(self.ID, self._with_neighbour(label), samples_beside_other_requests=1)
 
     def test_members_of_a_group_may_share_an_id(self) -> None:
-        """Stacks label the samples of one prompt alike."""
-        passes(self.ID, self._beside("r1", other={"group": "g"}, mine={"group": "g"}))
-        finds(self.ID, self._beside("r1", other={"group": "g"}, mine={"group": "h"}))
+        """Stacks give the samples of one prompt the same label."""
+        passes(self.ID, self._with_neighbour("r1", other={"group": "g"}, mine={"group": "g"}))
+        finds(self.ID, self._with_neighbour("r1", other={"group": "g"}, mine={"group": "h"}))
 
     def test_a_request_alone_cannot_be_mistaken(self) -> None:
         """No other request, no other id."""
@@ -241,19 +241,19 @@ class TestTokens:
         ("response", "title", "index", "hint"),
         [
             (
-                WHOLE[3:],
+                SAMPLED[3:],
                 "3 of 8 sampled tokens are missing from the response",
                 0,
                 "All that segment 0 sampled is gone",
             ),
             (
-                WHOLE[:3] + WHOLE[5:],
+                SAMPLED[:3] + SAMPLED[5:],
                 "2 of 8 sampled tokens are missing from the response",
                 3,
                 "All that segment 1 sampled is gone",
             ),
             (
-                WHOLE[:-1],
+                SAMPLED[:-1],
                 "1 of 8 sampled tokens is missing from the response",
                 7,
                 "The loss begins in segment 2",
@@ -265,43 +265,43 @@ class TestTokens:
                 "The loss begins in segment 0",
             ),
             (
-                WHOLE[:5] + WHOLE[3:],
+                SAMPLED[:5] + SAMPLED[3:],
                 "The response repeats 2 tokens that were sampled once",
                 5,
                 "appended twice",
             ),
             (
-                (*WHOLE, 33),
+                (*SAMPLED, 33),
                 "The response repeats 1 token that was sampled once",
                 8,
                 "appended twice",
             ),
             (
-                (*WHOLE, 0),
+                (*SAMPLED, 0),
                 "The response holds 1 token that no engine call of this request returned",
                 8,
                 "masked out",
             ),
             (
-                (1, 2, *WHOLE),
+                (1, 2, *SAMPLED),
                 "The response holds 2 of 2 tokens of the prompt",
                 0,
                 "`ids[-n:]` is the entire list if n is 0",
             ),
             (
-                WHOLE[3:5] + WHOLE[:3] + WHOLE[5:],
+                SAMPLED[3:5] + SAMPLED[:3] + SAMPLED[5:],
                 "5 of 8 tokens stand in another order than they were sampled",
                 0,
                 "order of their calls",
             ),
             (
-                (11, 99, *WHOLE[2:]),
+                (11, 99, *SAMPLED[2:]),
                 "1 of 8 tokens of the response is not what the engines sampled",
                 1,
                 "never ids from decoded text",
             ),
             (
-                (11, 98, 99, *WHOLE[3:]),
+                (11, 98, 99, *SAMPLED[3:]),
                 "2 of 8 tokens of the response are not what the engines sampled",
                 1,
                 "begins in segment 0",
@@ -329,7 +329,7 @@ class TestTokens:
         assert "The response holds 2 of 2 tokens of the prompt" == finding.title
 
     @pytest.mark.parametrize(
-        "response", [WHOLE[3:], WHOLE[:-1], (*WHOLE, 33), (11, 99, *WHOLE[2:])]
+        "response", [SAMPLED[3:], SAMPLED[:-1], (*SAMPLED, 33), (11, 99, *SAMPLED[2:])]
     )
     def test_only_the_tokens_are_blamed(self, response: tuple[int, ...]) -> None:
         """Logprobs, masks and tags that fit what was sampled are not to blame for a wrong
@@ -349,7 +349,7 @@ class TestTokens:
         )
         finding = finds(
             self.ID,
-            script_rollout(*RESUMED, sample={"response": (41, 42, *WHOLE[2:])}, script=story),
+            script_rollout(*RESUMED, sample={"response": (41, 42, *SAMPLED[2:])}, script=story),
         )
         assert (
             "Request r1 sampled these tokens: the replies of two requests were mixed up."
@@ -367,7 +367,7 @@ class TestTokens:
         assert "They are in the reply to call 1 that was lost on its way" in finding.hint
 
     def test_tokens_from_before_a_restart_are_explained(self) -> None:
-        """They were sampled, delivered, and then given up; a plain loss behind a restart stays a
+        """They were sampled, delivered, and then given up; a plain loss after a restart stays a
         plain loss.
         """
         parts = (
@@ -397,7 +397,7 @@ class TestTokens:
         finds(self.ID, script_rollout(*parts, budget=5, sample=short))
 
     def test_the_last_words_of_the_environment_may_be_left_off(self) -> None:
-        """Nobody answered them."""
+        """The policy did not answer them."""
         story = script_rollout(
             ScriptedCall(tokens=(11, 12), reason="stop"),
             ScriptedCall(observed=(91, 92), lost=True),
@@ -411,7 +411,7 @@ class TestTokens:
         assert {"resumed samples": 1} == check(self.ID, CORRECT["resumed twice"]).exercised
 
     def test_without_calls_nothing_is_known(self) -> None:
-        """A trace that holds no calls of the request tells nothing about its tokens."""
+        """A trace without calls of the request shows nothing about its tokens."""
         story = TraceScript()
         story.submit().result((1, 2, 3))
         unknown(self.ID, story, "no engine call of the request was recorded")
@@ -475,11 +475,11 @@ class TestEnvironmentTokens:
         passes(self.ID, self._story(said), turns_of_the_environment=1)
 
     def test_undeclared_turns_are_not_judged(self) -> None:
-        """Where nobody says what the environment said, nothing can be compared."""
+        """If the environment's tokens are not declared, they cannot be compared."""
         unknown(self.ID, self._story((91,), turns=(), multi_turn=True), "not exercised")
 
     def test_a_stack_without_turns_is_not_judged(self) -> None:
-        """It declares none, and is not asked for any; one that appends some all the same is held to
+        """It declares none, and needs none; one that appends some nevertheless is judged by
         them.
         """
         inapplicable(
@@ -604,6 +604,6 @@ class TestObjects:
 
     @pytest.mark.parametrize("check_id", ["stitch.caller-objects", "stitch.handed-over"])
     def test_a_recording_watches_nothing(self, check_id: str) -> None:
-        """Where nobody looked, silence is no pass."""
+        """If objects were not compared, the absence of changes is no pass."""
         passes(check_id, script_rollout(*RESUMED))
         unknown(check_id, script_rollout(*RESUMED, driven=False), "a recording does not")

@@ -42,15 +42,15 @@ def story(
 
 def test_one_token_less_at_every_budget_is_found() -> None:
     """A comparison that is off by one; no single sample shows it."""
-    told = story((2, 1), (5, 4), (9, 8))
-    finding = finds(ID, told)
+    result = story((2, 1), (5, 4), (9, 8))
+    finding = finds(ID, result)
     assert "All 3 samples that end by length end one token before their budget" == finding.title
     assert ("2 and 9 tokens, the callers' budgets", "r2") == (
         finding.expected,
         finding.where["request"],
     )
     assert finding.observed.startswith("1 and 8 tokens")
-    assert {ID} == blamed(told)
+    assert {ID} == blamed(result)
 
 
 def test_caps_of_the_stacks_own_pass() -> None:

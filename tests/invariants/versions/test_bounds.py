@@ -60,7 +60,7 @@ def test_the_text_names_the_tokens_outside() -> None:
 
 
 def test_bounds_that_are_not_there_are_unknown_here_and_found_elsewhere() -> None:
-    """``versions.present`` asks for them."""
+    """``versions.present`` reports them."""
     story = script_rollout(
         OLD, NEW, versions="bounds", sample={"min_version": 1, "max_version": None}
     )
@@ -116,7 +116,7 @@ def test_either_name_of_equal_weights_will_do() -> None:
 
 
 def test_weights_of_which_the_stack_was_not_told_are_not_its_to_bound() -> None:
-    """The schedule updates one server beside the stack: no counter of its own can know."""
+    """The schedule updates one server without the stack, so that its counter cannot know."""
     case = {"actions": [{"do": "skew"}]}
     story = script_rollout(OLD, NEW, versions="bounds", sample={"min_version": 1, "max_version": 1})
     trace = story.trace()

@@ -109,9 +109,7 @@ class TestEngineTags:
 
     @pytest.mark.parametrize("check_id", [ID, "versions.unknown-stays-unknown"])
     def test_engines_that_declare_no_labels_are_exempt(self, check_id: str) -> None:
-        """By their own contract they show none; where one does all the same, nobody is held to
-        it.
-        """
+        """By their own contract they show none; if one does nevertheless, it is not judged."""
         mute = {"engine": contract(rows="none", versions="none")}
         story = script_rollout(
             ScriptedCall(tokens=(11,), shown=None, reason="stop"), versions="token", header=mute

@@ -76,7 +76,7 @@ class TestCorrect:
         assert set() == blamed(script_rollout(*parts, versions=kind))
 
     def test_versions_that_go_back(self, kind: str) -> None:
-        """Another replica lags behind."""
+        """Another replica is out of date."""
         parts = (
             ScriptedCall(tokens=(11,), version=2),
             ScriptedCall(tokens=(12,), version=1, server="s1"),
@@ -225,7 +225,7 @@ class TestPresent:
     def test_a_recording_without_updates_is_told_what_to_record(
         self, check_id: str, kind: str
     ) -> None:
-        """The reason names the call that tells which weights the engines had."""
+        """The reason names the call that records which weights the engines had."""
         story = TraceScript(versions=kind, driven=False)
         story.submit()
         story.reply(story.call((1, 2)), (11,), "stop", version=4, true_tokens=None)
@@ -249,7 +249,7 @@ class TestPublished:
         ],
     )
     def test_a_made_up_version_is_found(self, kind: str, sample: dict[str, Any]) -> None:
-        """A counter that runs ahead of the updates; nobody else is blamed for it."""
+        """A counter runs ahead of the updates; no other check is blamed for it."""
         story = script_rollout(OLD, NEW, versions=kind, sample=sample)
         finding = finds(self.ID, story)
         assert "The sample is tagged with version 9, never published" == finding.title
@@ -267,7 +267,7 @@ class TestPublished:
         )
 
     def test_without_updates_nothing_is_known(self) -> None:
-        """A trace that records no update tells no labels."""
+        """A trace without updates shows no labels."""
         story = TraceScript(versions="sample")
         story.submit()
         story.reply(story.call((1, 2)), (11,), "stop").result((11,), version=4)
@@ -429,8 +429,8 @@ class TestMinMax:
 
     @pytest.mark.parametrize(("low", "high"), [(0, 1), (0, 7), (1, 1), (7, 7)])
     def test_two_labels_of_equal_weights_leave_a_choice(self, low: int, high: int) -> None:
-        """Weights 0 were published as 0 and again as 7; weights 1 as 1: which name stands for the
-        old tokens is open.
+        """Weights 0 were published as 0 and again as 7; weights 1 as 1: either name is right for
+        the old tokens.
         """
         story = script_rollout(
             ScriptedCall(tokens=(11,)),

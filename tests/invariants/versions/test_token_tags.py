@@ -184,13 +184,13 @@ class TestTokenTags:
         assert ("version 0 at response index 3", 3) == (finding.observed, finding.where["index"])
 
     def test_a_label_that_the_server_still_showed_is_none_of_the_new_weights(self) -> None:
-        """An update of vLLM names no version: the old label stands beside the new weights until
-        theirs is published.
+        """An update of vLLM names no version: the server shows the old label for the new weights
+        until theirs is published.
         """
-        kept = labelled_after(
+        label = labelled_after(
             script_rollout(OLD, NEW, versions="token", sample={"token_versions": (0,) * 5}).trace()
         )
-        finding = finds(self.ID, kept)
+        finding = finds(self.ID, label)
         assert "version 0 for tokens 0-2, version 1 for tokens 3-4" == finding.expected
         assert "version 0 at response index 3-4" == finding.observed
         assert set() == blamed(labelled_after(script_rollout(OLD, NEW, versions="token").trace()))
@@ -198,8 +198,8 @@ class TestTokenTags:
     def test_tokens_sampled_before_their_weights_had_a_label_may_carry_what_the_engine_showed(
         self,
     ) -> None:
-        """Between the load and the label nobody knows better; once there is one, it is right as
-        well.
+        """Between the load and the label the stack cannot know better; once there is a label, it is
+        right as well.
         """
         early = ScriptedCall(tokens=(21, 22), version=1, shown=0, reason="stop")
         for tags in ((0,) * 5, (0, 0, 0, 1, 1)):
@@ -209,8 +209,8 @@ class TestTokenTags:
             assert set() == blamed(labelled_after(story, at_once=False))
 
     def test_a_call_made_before_its_weights_had_a_label_may_carry_the_label_of_then(self) -> None:
-        """Whoever read it when the call was sent could not know better, though the reply shows the
-        one that came meanwhile.
+        """A stack that read it when the call was sent could not know better, though the reply shows
+        the label that came meanwhile.
         """
         trace = labelled_after(
             script_rollout(OLD, NEW, versions="token", sample={"token_versions": (0,) * 5}).trace(),

@@ -117,7 +117,7 @@ class TestNoTokenWhilePaused:
 
     @pytest.mark.parametrize("mode", FREEZING)
     def test_a_frozen_call_goes_on_after_the_resume(self, mode: PauseMode) -> None:
-        """Standing still until the resume is all that is asked; a queued call has nothing to
+        """No token until the resume is all that is required; a queued call has nothing to
         freeze.
         """
         script = TraceScript()
@@ -140,7 +140,7 @@ class TestNoTokenWhilePaused:
         passes(self.ID, script)
 
     def test_no_progress_is_no_verdict(self) -> None:
-        """A real engine that does not tell its progress leaves the promise untested."""
+        """A real engine that does not report its progress leaves the promise untested."""
         script = TraceScript()
         script.weights(0).submit()
         script.call((1, 2))

@@ -132,13 +132,13 @@ class TestStaleness:
         unknown(self.ID, self._aged(2, servers=("s0", "s1"), mask=[0, 1, 1, 1]), "not exercised")
 
     def test_an_update_that_is_still_on_its_way_does_not_count(self) -> None:
-        """While a replica has not been reached (or is skewed), nobody can sample by the new weights
+        """While a replica has not been reached (or is skewed), the new weights cannot be sampled
         everywhere.
         """
         unknown(self.ID, self._aged(2, servers=("s0",)), "not exercised")
 
     def test_weights_without_a_label_are_not_published(self) -> None:
-        """Nobody is held to weights that were not announced."""
+        """Unannounced weights do not count for staleness."""
         unknown(self.ID, self._aged(2, servers=("s0", "s1"), label=None), "not exercised")
 
     def test_equal_weights_are_not_newer(self) -> None:
@@ -202,7 +202,7 @@ class TestOneVersion:
 
     @pytest.mark.parametrize("mode", FREEZING)
     def test_a_pause_that_freezes_is_a_choice(self, mode: PauseMode) -> None:
-        """Whoever freezes calls across an update wants mixed samples."""
+        """A stack that freezes calls across an update chooses mixed samples."""
         passes(self.ID, self._crossing(mode))
 
     def test_equal_weights_are_one_version(self) -> None:
@@ -278,7 +278,7 @@ class TestIdentityUpdate:
         assert "not exercised" in reason
 
     def test_a_request_that_also_saw_a_real_update_is_not_judged(self) -> None:
-        """Then nobody can say which values are right."""
+        """It is not known then which values are right."""
         script = self._story([-0.5, -0.5])
         trace = script.trace()
         events = [*trace.events[:2], Weights(server_id="s0", version=5, label=5), *trace.events[2:]]

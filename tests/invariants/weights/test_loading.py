@@ -45,7 +45,7 @@ def test_a_label_is_not_weights() -> None:
 
 
 def test_weights_that_were_loaded_pass() -> None:
-    """Before the update returns, or behind it, as lazy stacks do."""
+    """Before the update returns, or after it, as lazy stacks do."""
     eager = _fleet().add(_update(UpdatePhase.ASKED))
     eager.weights(1)
     eager.add(_update(UpdatePhase.ENDED))
@@ -89,7 +89,7 @@ def test_a_fault_in_between_is_an_excuse() -> None:
 
 
 def test_two_updates_at_once_share_their_loads() -> None:
-    """Whose load is whose cannot be told: any load excuses both."""
+    """A load cannot be attributed to one of them: any load excuses both."""
     script = _fleet().add(_update(UpdatePhase.ASKED, 1), _update(UpdatePhase.ASKED, 2, 2))
     script.weights(1)
     script.add(_update(UpdatePhase.ENDED, 1), _update(UpdatePhase.ENDED, 2, 2))

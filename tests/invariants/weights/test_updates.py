@@ -47,7 +47,7 @@ class TestEveryReplica:
         assert "s1 still holds 0" == finding.observed
 
     def test_a_replica_that_was_never_updated_is_found(self) -> None:
-        """Also where its starting weights were never told, and only its calls name it."""
+        """Also if its starting weights are unknown, and only its calls name it."""
         script = TraceScript()
         script.submit()
         script.call((1, 2), server="s1")
@@ -102,7 +102,7 @@ class TestEveryReplica:
         passes(self.ID, script.weights(2).weights(2, "s1"))
 
     def test_a_trace_that_ends_in_the_middle_is_not_judged(self) -> None:
-        """A server still paused, or a trace that nobody drove to its end."""
+        """A server that is still paused, or a trace that no case drove to its end."""
         unknown(
             self.ID,
             _fleet().weights(1).pause(server="s1"),
@@ -123,13 +123,13 @@ class TestEveryPause:
     ID = "weights.every-pause-resumes"
 
     def test_a_pause_without_a_resume_is_found(self) -> None:
-        """Nothing failed, and nobody resumed."""
+        """Nothing failed, and there was no resume."""
         finding = finds(self.ID, _fleet().pause().weights(1))
         assert "a resume of s0 after its pause (mode abort) at event 3" == finding.expected
         assert "none until the end of the trace" == finding.observed
 
     def test_requests_that_hang_on_it_are_named(self) -> None:
-        """Also in a trace that nobody drove: it hung, so it was not cut."""
+        """Also in a trace without a case: it hung, so it was not cut."""
         script = _fleet(driven=False).pause()
         script.send()
         script.result(event={"hung": True, "error": "deadline"})
@@ -166,7 +166,7 @@ class TestFailedUpdate:
         return script.fault("update-failure", detail="TransferFailed: broke")
 
     def test_replicas_left_paused_are_found(self) -> None:
-        """As in verl, whose update has no try/finally."""
+        """As in verl: its update has no try/finally."""
         finding = finds(self.ID, self._failed(), count=2)
         assert (
             "s0 is resumed before the update gives up at event 7 (TransferFailed: broke)"
