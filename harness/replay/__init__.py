@@ -1,9 +1,8 @@
-"""Replay: routing replay in a trainer, driven step by step and judged by what its routers really
-chose.
+"""Routing replay in a trainer: driven step by step, judged by what its routers really chose.
 
-``terms`` is what a trainer declares, ``events`` what a run of it records, ``spy`` what an adapter
-tells, ``plans`` what is asked of it, ``driving`` asks, ``judging`` judges. ``layouts`` holds the
-transformations between payload and router rows.
+Public: ``terms`` and ``contract`` (what a trainer declares), ``events`` (what a run records),
+``spy`` (what an adapter reports), ``layouts`` (payload and router rows). ``plans`` has the steps
+that a trainer runs, ``driver`` runs and records them. ``hf`` and ``megatron`` are trainers.
 """
 
 from __future__ import annotations

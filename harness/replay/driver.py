@@ -1,4 +1,4 @@
-"""Driving: asks a trainer for the steps of an episode and records what it, and its routers, did."""
+"""Run the steps of episodes on a trainer, and record what it and its routers did."""
 
 from __future__ import annotations
 
@@ -33,8 +33,8 @@ from rollproof.replay.plans import (
     random_episodes,
 )
 from rollproof.replay.replay_samples import (
-    as_given,
     as_payload,
+    for_trainer,
     make_samples,
     shortest,
     spoiled,
@@ -59,12 +59,11 @@ def record_replay(
     recipe: Mapping[str, Any] | None = None,
     progress: Callable[[Progress], None] | None = None,
 ) -> Trace:
-    """Ask fresh subjects, one per episode, for the episodes of a profile, or of those for the ones
-    named ``only``.
+    """Run the episodes of a profile, each on a fresh subject, and return the trace.
 
-    What a subject raises is recorded, and what it does not offer is skipped with the reason. Raises
-    ``UsageError`` for an episode that does not exist, and ``SubjectError`` for what is no
-    ``ReplaySubject``, or returns what no trace can hold.
+    ``only`` names those of them that are run. What a subject raises is recorded, and what it does
+    not offer is skipped with the reason. Raises ``UsageError`` for an unknown episode, and
+    ``SubjectError`` for a subject that is no ``ReplaySubject`` or returns an unusable value.
     """
     label = name or str(getattr(factory, "__qualname__", type(factory).__name__))
     subject = make_subject(factory, label)
@@ -84,27 +83,30 @@ def record_replay(
     recorder = Recorder(lambda: 0.0)
     for number, episode in enumerate(episodes):
 
-        def tell(step: str, *, done: int = number, episode: str = episode.name) -> None:
+        def report(step: str, *, done: int = number, episode: str = episode.name) -> None:
             if progress is not None:
                 progress(
                     Progress(done=done, total=len(episodes), what=f"{label}: {episode}, {step}")
                 )
 
-        tell("a fresh subject")
-        drive_episode(subject or make_subject(factory, label), episode, recorder, label, tell=tell)
+        report("a fresh subject")
+        drive_episode(
+            subject or make_subject(factory, label), episode, recorder, label, report=report
+        )
         subject = None
     return recorder.trace(header)
 
 
 def record_again(factory: SubjectFactory, header: Header) -> Trace:
-    """Ask a fresh subject for the episodes that a trace was made from. Raises ``UsageError`` where
-    the header names none.
+    """Run the episodes of a trace again, on fresh subjects.
+
+    Raises ``UsageError`` if its header names none.
     """
     episodes = (header.case or {}).get("episodes")
     if (
         not isinstance(episodes, list | tuple)
         or not episodes
-        or not all(isinstance(one, str) for one in episodes)
+        or not all(isinstance(name, str) for name in episodes)
     ):
         raise UsageError(
             "The case of this trace names no episodes: it was not written by rollproof, or was"
@@ -126,10 +128,11 @@ def drive_episode(
     recorder: Recorder,
     label: str = "the subject",
     *,
-    tell: Callable[[str], None] | None = None,
+    report: Callable[[str], None] | None = None,
 ) -> None:
-    """Ask a fresh subject for the steps of one episode, and let it end; ``tell`` is called with the
-    name of each step before it.
+    """Run the steps of one episode on a fresh subject, and stop it.
+
+    ``report`` is called with the name of each step before it runs.
     """
     drive = _Drive(
         subject=subject,
@@ -140,30 +143,30 @@ def drive_episode(
     )
     try:
         for planned in episode.steps:
-            if tell is not None:
-                tell(planned.name)
-            drive.ask(planned)
+            if report is not None:
+                report(planned.name)
+            drive.run(planned)
     finally:
         drive.stop()
 
 
 def _named(episodes: list[Episode], only: tuple[str, ...]) -> list[Episode]:
-    stray = sorted(set(only) - {episode.name for episode in episodes})
-    if stray:
+    unknown = sorted(set(only) - {episode.name for episode in episodes})
+    if unknown:
         raise UsageError(
-            f"This trainer has no episodes {stray}; those of its contract are"
+            f"This trainer has no episodes {unknown}; those of its contract are"
             f" {[episode.name for episode in episodes]}."
         )
     return [episode for episode in episodes if not only or episode.name in only]
 
 
 def make_subject(factory: SubjectFactory, label: str) -> Any:
-    """A fresh subject. Raises ``SubjectError`` where it cannot be made, or is no ``ReplaySubject``."""
+    """Make a subject. Raises ``SubjectError`` if that fails, or if it is no ``ReplaySubject``."""
     try:
         subject = _settled(factory())
     except RollproofError:
         raise
-    except BaseException as error:  # whatever a user's constructor raises, told in our words
+    except BaseException as error:  # whatever a user's constructor raises
         raise_unless_outcome(error, label)
         raise SubjectError(f"{label} could not be made: {describe_error(error)}.") from error
     contract = getattr(subject, "contract", None)
@@ -182,12 +185,12 @@ def make_subject(factory: SubjectFactory, label: str) -> Any:
 
 
 class _Refused(Exception):
-    """A variant was refused while it was made, or weights of NaN while they were set."""
+    """The subject refused to make a variant, or to take weights of NaN."""
 
 
 @dataclass
 class _Drive:
-    """One subject in one episode: its state as the harness set it, and the steps so far."""
+    """A subject in one episode: the state that the harness set, and the steps so far."""
 
     subject: Any
     contract: Contract
@@ -200,8 +203,8 @@ class _Drive:
     variants: dict[str, Any] = field(default_factory=dict)
     weights: dict[int, tuple[int, float, int | None]] = field(default_factory=dict)
 
-    def ask(self, planned: Planned) -> None:
-        """Ask for one step and record everything about it."""
+    def run(self, planned: Planned) -> None:
+        """Run one step, and record everything about it."""
         try:
             step = self._step(planned)
         except UnsupportedStep as error:
@@ -212,51 +215,57 @@ class _Drive:
         self.recorder.record(step)
         self.steps[step.name] = step
         floating = step.defective if step.defect is Defect.FLOAT else None
-        given = replace(
+        # the trainer gets copies: what it writes into them must not reach the trace
+        passed = replace(
             step,
             microbatches=tuple(
-                tuple(as_given(one, floating=one.request_id == floating) for one in microbatch)
+                tuple(
+                    for_trainer(sample, floating=sample.request_id == floating)
+                    for sample in microbatch
+                )
                 for microbatch in step.microbatches
             ),
         )
-        spy = Spy(given)
+        spy = Spy(passed)
         subject = self.subject
         try:
             subject = self._subject(planned)
-            self._weigh(subject, step)
-            outcome = self._run(subject, given, spy)
+            self._set_weights(subject, step)
+            outcome = self._run(subject, passed, spy)
         except UnsupportedStep as error:
             outcome = Outcome(step=step.name, skipped=str(error))
         except _Refused as error:
             outcome = Outcome(step=step.name, error=str(error))
-        strays = [
-            type(one).__name__ for one in spy.events if not isinstance(one, Routing | Install)
+        foreign = [
+            type(event).__name__ for event in spy.events if not isinstance(event, Routing | Install)
         ]
-        if strays:
+        if foreign:
             raise SubjectError(
-                f"{self.label} gave its spy a {strays[0]}: Spy.extend takes the `events` of another"
-                " Spy."
+                f"{self.label} gave its spy a {foreign[0]}: Spy.extend takes the `events` of"
+                " another Spy."
             )
         for event in spy.events:
             self.recorder.record(event)
         self.calls[step.name] = [
-            one
-            for one in spy.events
-            if isinstance(one, Routing) and one.phase is Phase.FORWARD and one.model == "policy"
+            event
+            for event in spy.events
+            if isinstance(event, Routing)
+            and event.phase is Phase.FORWARD
+            and event.model == "policy"
         ]
         self._end(
-            step, replace(outcome, changed=changed_fields(step.samples, given.samples)), subject
+            step, replace(outcome, changed=changed_fields(step.samples, passed.samples)), subject
         )
 
     def stop(self) -> None:
-        """Let the subject, and its variants, end."""
+        """Stop the subject and its variants."""
         for subject in (self.subject, *self.variants.values()):
             stop = getattr(subject, "stop", None)
             if callable(stop):
                 self._optional("stop", stop)
 
     def _optional(self, name: str, method: Callable[[], Any]) -> Any:
-        """What an optional method returned. Raises ``SubjectError`` for what it raises."""
+        """Call an optional method. Raises ``SubjectError`` for whatever it raises."""
         try:
             return _settled(method())
         except BaseException as error:
@@ -270,14 +279,14 @@ class _Drive:
         if callable(residue) and not outcome.skipped and step.variant == "":
             left = self._optional("residue", residue)
             if not isinstance(left, Mapping) or not all(
-                isinstance(one, str) and is_whole(left[one]) for one in left
+                isinstance(name, str) and is_whole(count) for name, count in left.items()
             ):
                 raise SubjectError(
                     f"{self.label}.residue must return a mapping from names to whole numbers, not"
                     f" {left!r:.200}."
                 )
             self.recorder.record(
-                Residue(after=step.name, left={one: int(left[one]) for one in left})
+                Residue(after=step.name, left={name: int(count) for name, count in left.items()})
             )
 
     def _run(self, subject: Any, step: Step, spy: Spy) -> Outcome:
@@ -290,7 +299,7 @@ class _Drive:
         return sound_outcome(outcome, step, self.label)
 
     def _subject(self, planned: Planned) -> Any:
-        """The subject, or its variant that the step is for."""
+        """Return the subject, or the variant of it that the step runs on."""
         if planned.variant == REFERENCE:
             if not callable(getattr(self.subject, "reference", None)):
                 raise UnsupportedStep("the subject has no reference path")
@@ -303,16 +312,13 @@ class _Drive:
                 raise UnsupportedStep(f"the subject has no variants, so none {planned.variant!r}")
             try:
                 made = _settled(make(planned.variant))
-            except (
-                KeyError,
-                NotImplementedError,
-            ) as error:  # the ways to say that it is not offered: a table without it, or in words
+            except (KeyError, NotImplementedError) as error:
+                # how a subject does not offer a variant: a table without it, or explicitly
                 raise UnsupportedStep(
                     f"the subject has no variant {planned.variant!r}: {describe_error(error)}"
                 ) from error
-            except (
-                BaseException
-            ) as error:  # an option that replay cannot go with may be refused while a model is made
+            except BaseException as error:
+                # a trainer may refuse an option that excludes replay while it makes the model
                 _pass_on(error, f"{self.label}.variant")
                 raise _Refused(describe_error(error)) from error
             if not callable(getattr(made, "run", None)):
@@ -323,45 +329,46 @@ class _Drive:
             self.variants[planned.variant] = made
         return self.variants[planned.variant]
 
-    def _weigh(self, subject: Any, step: Step) -> None:
-        """Set the weights that the step is for, where the subject holds others."""
-        wanted = (step.weights, step.nudge, step.nudge_layer)
-        if self.weights.get(id(subject), (0, 0.0, None)) == wanted:
+    def _set_weights(self, subject: Any, step: Step) -> None:
+        """Set the weights of the step, unless the subject has them."""
+        weights = (step.weights, step.nudge, step.nudge_layer)
+        if self.weights.get(id(subject), (0, 0.0, None)) == weights:
             return
         set_weights, nudge = getattr(subject, "set_weights", None), getattr(subject, "nudge", None)
         if not callable(set_weights):
             raise UnsupportedStep("the subject has no set_weights, so its weights never drift")
         if step.nudge and not callable(nudge):
-            raise UnsupportedStep("the subject has no nudge, so the slope of its loss is not known")
+            raise UnsupportedStep("the subject has no nudge, so the slope of its loss is unknown")
         self.weights.pop(id(subject), None)
         try:
             _settled(set_weights(step.weights))
             if step.nudge and nudge is not None:
                 _settled(nudge(step.nudge_layer, step.nudge))
-        except (
-            NotImplementedError
-        ) as error:  # the way to say that a subject does not offer it (UnsupportedStep is one)
+        except NotImplementedError as error:
+            # how a subject does not offer weights (UnsupportedStep is one)
             raise UnsupportedStep(
                 f"the subject has no weights number {step.weights}: {describe_error(error)}"
             ) from error
         except BaseException as error:
             _pass_on(error, f"{self.label}.set_weights")
-            if step.weights < 0:  # NaN may be refused where weights are set
+            if step.weights < 0:  # a trainer may refuse NaN when weights are set
                 raise _Refused(describe_error(error)) from error
             raise SubjectError(
-                f"{self.label} could not set weights number {step.weights}, nudged by {step.nudge}:"
-                f" {describe_error(error)}. Raise UnsupportedStep for what a subject does not offer."
+                f"{self.label} could not set weights number {step.weights}, nudged by"
+                f" {step.nudge}: {describe_error(error)}. Raise UnsupportedStep for weights that a"
+                " subject does not offer."
             ) from error
-        self.weights[id(subject)] = wanted
+        self.weights[id(subject)] = weights
 
     def _step(self, planned: Planned) -> Step:
-        """The step with its samples. Raises ``UnsupportedStep`` where the routes of an earlier step
-        are wanted and not known.
+        """Return the step with its samples.
+
+        Raises ``UnsupportedStep`` if it needs unknown routes of an earlier step.
         """
-        made = make_samples(self.contract, planned.batch)
-        samples = list(
-            self._routed(planned, tuple(map(shortest, made)) if planned.edge == SHORT else made)
-        )
+        plain = make_samples(self.contract, planned.batch)
+        if planned.edge == SHORT:
+            plain = tuple(map(shortest, plain))
+        samples = list(self._with_routes(planned, plain))
         defective = ""
         if planned.defect is not None:
             spot = len(samples) // 2
@@ -378,32 +385,32 @@ class _Drive:
         )
 
     def _fitted(self, sample: Rollout) -> Rollout:
-        """The sample with no more rows than its tokens have."""
+        """Return the sample with no more rows than tokens."""
         if sample.routes is None:
             return sample
-        wide = sample.routes[: sample.total][:, list(self.contract.moe_columns)].astype(np.int32)
-        return replace(sample, routes=as_payload(self.contract, wide))
+        rows = sample.routes[: sample.total][:, list(self.contract.moe_columns)].astype(np.int32)
+        return replace(sample, routes=as_payload(self.contract, rows))
 
-    def _routed(self, planned: Planned, samples: tuple[Rollout, ...]) -> tuple[Rollout, ...]:
+    def _with_routes(self, planned: Planned, samples: tuple[Rollout, ...]) -> tuple[Rollout, ...]:
         kind = planned.routes
         if kind is RoutesFrom.NOWHERE:
             return samples
         if kind in (RoutesFrom.DRAWN, RoutesFrom.LARGEST):
             random = np.random.default_rng([planned.seed, planned.batch])
             largest = kind is RoutesFrom.LARGEST
-            made = [
+            drawn = [
                 with_drawn_routes(self.contract, sample, random, largest=largest)
                 for sample in samples
             ]
-            return tuple(
-                made
-                if planned.cut is None
-                else [replace(one, routes=_cut(one.routes, planned.cut)) for one in made]
-            )
+            if planned.cut is not None:
+                drawn = [
+                    replace(sample, routes=_cut(sample.routes, planned.cut)) for sample in drawn
+                ]
+            return tuple(drawn)
         before = self.steps.get(planned.of)
         if before is None or not self.outcomes[planned.of].done:
             raise UnsupportedStep(
-                f"step {planned.of!r}, whose routes it takes, did not run to its end"
+                f"step {planned.of!r}, which has the routes for it, did not complete"
             )
         if kind is RoutesFrom.RECORDED:
             recorded = self.outcomes[planned.of].recorded
@@ -414,13 +421,13 @@ class _Drive:
         if chosen is None:
             raise UnsupportedStep(
                 f"the spy did not see every row of step {planned.of!r} routed, so its routes are"
-                " not known"
+                " unknown"
             )
         experts = self.contract.num_experts or 1
         if chosen.size and chosen.max() >= experts:
             raise UnsupportedStep(
-                f"a router of step {planned.of!r} chose expert {chosen.max()}, and the contract"
-                f" declares {experts} of them"
+                f"a router of step {planned.of!r} chose expert {chosen.max()}, but the contract"
+                f" declares {experts} experts"
             )
         starts = np.cumsum([0, *(sample.total for sample in samples)]).tolist()
         pieces = [chosen[start:end] for start, end in pairwise(starts)]
@@ -432,8 +439,8 @@ class _Drive:
                 )
             random = np.random.default_rng(planned.seed)
             return tuple(
-                with_drawn_routes(self.contract, one, random, avoid)
-                for one, avoid in zip(samples, pieces, strict=True)
+                with_drawn_routes(self.contract, sample, random, avoid)
+                for sample, avoid in zip(samples, pieces, strict=True)
             )
         return tuple(
             replace(sample, routes=as_payload(self.contract, piece, planned.cut))
@@ -442,12 +449,8 @@ class _Drive:
 
 
 def _pass_on(error: BaseException, where: str) -> None:
-    """Raise what is no outcome: Ctrl-C, an end of the process, and what says that the subject
-    itself cannot go on.
-
-    rollproof's other errors are outcomes like any: its own replay code refuses routers and routes
-    by them.
-    """
+    """Raise an error that is no outcome of a step: Ctrl-C, or an error about the subject itself."""
+    # rollproof's other errors are outcomes: its own replay code refuses routers and routes by them
     if isinstance(error, UnsupportedStep | SubjectError | UsageError):
         raise error
     if not isinstance(error, RollproofError):
@@ -455,7 +458,7 @@ def _pass_on(error: BaseException, where: str) -> None:
 
 
 def _bare(planned: Planned, episode: str) -> Step:
-    """The step without samples."""
+    """Return the step without samples."""
     names = (
         "name",
         "action",
@@ -483,7 +486,7 @@ def _cut(routes: IntArray | None, rows: int) -> IntArray | None:
 
 
 def _settled(value: Any) -> Any:
-    """What a sync or async method returned; an async one runs on the virtual clock."""
+    """Return the result of a sync or async method; an async one runs on the virtual clock."""
     if not isinstance(value, Awaitable):
         return value
 

@@ -1,4 +1,4 @@
-"""Public events of trainers: what a step is asked for and what it reports."""
+"""Public events of trainers: the steps that they run and what they report."""
 
 from __future__ import annotations
 

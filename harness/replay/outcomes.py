@@ -1,4 +1,4 @@
-"""Outcomes: what a trainer's step came to, as an event may hold it."""
+"""Check and convert the outcome of a trainer's step for the trace."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ _SKETCH = sketch(0.0).shape
 
 
 def sound_outcome(outcome: Any, step: Step, label: str) -> Outcome:
-    """The outcome with arrays of its own. Raises ``SubjectError`` for what is none."""
+    """Return the outcome with copied arrays. Raises ``SubjectError`` for an unusable one."""
     if not isinstance(outcome, Outcome):
         raise SubjectError(
-            f"{label}.run must return an Outcome (rollproof.core.events.replay), not"
+            f"{label}.run must return an Outcome (rollproof.replay.events), not"
             f" {type(outcome).__name__}."
         )
     try:
@@ -45,24 +45,24 @@ def sound_outcome(outcome: Any, step: Step, label: str) -> Outcome:
 
 
 def _logprobs(arrays: Mapping[Any, Any]) -> dict[str, FloatArray]:
-    found = _floats(arrays, str)
-    for name, array in found.items():
+    logprobs = _floats(arrays, str)
+    for name, array in logprobs.items():
         if array.ndim != 1:
             raise ValueError(
                 f"the logprobs of {name!r} have the shape {array.shape}, not (response tokens,)"
             )
-    return found
+    return logprobs
 
 
 def _sketches(arrays: Mapping[Any, Any], key: type[Any]) -> dict[Any, FloatArray]:
-    found = _floats(arrays, key)
-    for name, array in found.items():
+    sketches = _floats(arrays, key)
+    for name, array in sketches.items():
         if array.shape != _SKETCH:
             raise ValueError(
-                f"the gradient of {name!r} has the shape {array.shape}: tell"
-                " rollproof.core.router_spy.sketch(gradient)"
+                f"the gradient of {name!r} has the shape {array.shape}: report"
+                " rollproof.replay.spy.sketch(gradient)"
             )
-    return found
+    return sketches
 
 
 def _floats(arrays: Mapping[Any, Any], key: type[Any]) -> dict[Any, FloatArray]:
@@ -70,9 +70,8 @@ def _floats(arrays: Mapping[Any, Any], key: type[Any]) -> dict[Any, FloatArray]:
 
 
 def injected(error: BaseException | None) -> bool:
-    """Whether the harness raised it: also where a trainer, or another process, wrapped it in an
-    error of its own.
-    """
+    """Whether the harness raised the error, or a cause of it."""
+    # a trainer, or another process, may have wrapped it in an error of its own
     seen = 0
     while error is not None and seen < 16:
         if isinstance(error, InjectedFailure) or "rollproof raised this" in str(error):
@@ -81,15 +80,17 @@ def injected(error: BaseException | None) -> bool:
     return False
 
 
-def changed_fields(samples: tuple[Rollout, ...], given: tuple[Rollout, ...]) -> tuple[str, ...]:
-    """What a step changed in the samples that it was given, by field and request."""
+def changed_fields(samples: tuple[Rollout, ...], passed: tuple[Rollout, ...]) -> tuple[str, ...]:
+    """Return what a step changed in the samples that were passed to it, by field and request."""
     return tuple(
         f"{name} of {sample.request_id}"
-        for sample, now in zip(samples, given, strict=True)
+        for sample, now in zip(samples, passed, strict=True)
         for name in ("routes", "loss_mask")
         if not _equal(getattr(sample, name), getattr(now, name))
     )
 
 
-def _equal(one: Any, other: Any) -> bool:
-    return other is None if one is None else other is not None and np.array_equal(one, other)
+def _equal(before: Any, after: Any) -> bool:
+    if before is None or after is None:
+        return before is after
+    return np.array_equal(before, after)

@@ -1,8 +1,8 @@
-"""Plans: what is asked of a trainer, as episodes of steps on a fresh subject.
+"""The steps that a trainer runs, as episodes on a fresh subject.
 
-The law behind all of them: what a step gives is a function of its weights, samples, routes and
-action. It is neither one of what ran before (an aborted step, an evaluation, another mode), nor of
-whether activations were recomputed.
+They test one law: the result of a step is a function of its weights, samples, routes and action. It
+depends neither on what ran before (an aborted step, an evaluation, another mode), nor on whether
+activations were recomputed.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ NO_RESPONSE, SHORT, EMPTY = (
     "sequences of 2 tokens",
     "a microbatch without samples",
 )
-"""What is unusual about a step whose samples are made for it."""
+"""Edge cases of samples."""
 
 
 class RoutesFrom(StrEnum):
@@ -63,11 +63,11 @@ class RoutesFrom(StrEnum):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Planned:
-    """A step to be asked for. ``batch`` numbers the set of samples, ``routes`` and ``of`` say
-    whence their routes come.
+    """A step to run.
 
-    ``seed`` is that of routes that are drawn, ``cut`` leaves the first so many rows of every
-    sample. The other fields are those of ``Step``.
+    ``batch`` numbers the set of samples. ``routes`` and ``of`` say where their routes come from,
+    ``seed`` is that of drawn routes, and ``cut`` is the number of rows of a captured prefix. The
+    other fields are those of ``Step``.
     """
 
     name: str
@@ -94,9 +94,7 @@ class Planned:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Episode:
-    """Steps that one fresh subject is asked for, in order. The name is unique among a contract's
-    episodes.
-    """
+    """Steps that run in order on a fresh subject; the name is unique for a contract."""
 
     name: str
     steps: tuple[Planned, ...]
@@ -113,24 +111,24 @@ def random_episodes(profile: str) -> int:
 
 
 def native(name: str = "native", **fields: object) -> Planned:
-    """A step in which every router chooses for itself."""
+    """Return a step in which every router chooses by itself."""
     return Planned(name=name, action=Action.NATIVE, **fields)  # type: ignore[arg-type]
 
 
 def drawn(name: str, **fields: object) -> Planned:
-    """A step that replays routes drawn at random."""
+    """Return a step that replays random routes."""
     return replace(Planned(name=name, action=Action.REPLAY, routes=RoutesFrom.DRAWN), **fields)  # type: ignore[arg-type]
 
 
 def chosen(name: str, of: str = "native", **fields: object) -> Planned:
-    """A step that replays what the routers chose in step ``of``."""
+    """Return a step that replays what the routers chose in step ``of``."""
     return replace(
         Planned(name=name, action=Action.REPLAY, routes=RoutesFrom.CHOSEN, of=of), **fields
     )  # type: ignore[arg-type]
 
 
 def episodes_for(contract: Contract, extra: int = 0, seed: int = 0) -> Iterator[Episode]:
-    """The episodes that fit a trainer's contract, then ``extra`` random ones."""
+    """Yield the episodes that fit a trainer's contract, then ``extra`` random ones."""
     terms = terms_of(contract)
     yield _self_replay(terms)
     yield _drift(contract, terms)
@@ -151,9 +149,8 @@ def episodes_for(contract: Contract, extra: int = 0, seed: int = 0) -> Iterator[
 def _self_replay(terms: ReplayTerms) -> Episode:
     steps = [
         native(),
-        native(
-            "native repeated", same_as="native"
-        ),  # a trainer that does not repeat itself is told apart from one that replays wrongly
+        # tells a trainer that does not repeat itself from one that replays wrongly
+        native("native repeated", same_as="native"),
         chosen("self-replay", same_as="native"),
         native("native again", same_as="native"),
     ]
@@ -172,17 +169,18 @@ def _self_replay(terms: ReplayTerms) -> Episode:
 
 
 def _drift(contract: Contract, terms: ReplayTerms) -> Episode:
-    """Replay under other weights: it must change the results, its gradients must be the slope of
-    its loss, and a reference must agree.
+    """Replay under other weights.
+
+    It must change the results, its gradients must be the slope of its loss, and a reference must
+    agree.
     """
-    size = 10.0 ** (
-        -terms.float_digits / 4
-    )  # between the rounding of the loss, and the curvature of its slope
+    # between the rounding of the loss and the curvature of its slope
+    size = 10.0 ** (-terms.float_digits / 4)
     layers = list(contract.moe_layers or ())
     slopes = [
-        chosen(f"layer {layer} nudged {sign}", weights=1, nudge=way * size, nudge_layer=layer)
+        chosen(f"layer {layer} nudged {sign}", weights=1, nudge=factor * size, nudge_layer=layer)
         for layer in dict.fromkeys((layers[0], layers[-1]))
-        for sign, way in (("up", 1), ("down", -1))
+        for sign, factor in (("up", 1), ("down", -1))
     ]
     return Episode(
         name="drift",
@@ -210,7 +208,7 @@ def _drift(contract: Contract, terms: ReplayTerms) -> Episode:
 
 
 def _placement(contract: Contract) -> Episode:
-    """Routes that tell every row, layer and sample apart, of several batches one after the other."""
+    """Replay routes that differ in every row, layer and sample, for several batches in turn."""
     steps = [
         drawn("first batch", seed=1),
         drawn("second batch", batch=1, seed=2),
@@ -258,7 +256,7 @@ def _recompute(terms: ReplayTerms) -> Iterator[Episode]:
 
 
 def _old_logprob(terms: ReplayTerms) -> Episode:
-    """The sequence of an update: old logprobs under one set of weights, training under others."""
+    """Compute old logprobs under some weights, and train under others, as an update does."""
     if terms.records:
         steps = [Planned(name="old logprobs", action=Action.RECORD, purpose=Purpose.OLD_LOGPROB)]
         update = Planned(
@@ -284,12 +282,11 @@ def _old_logprob(terms: ReplayTerms) -> Episode:
 
 
 def _failures(contract: Contract, terms: ReplayTerms) -> Iterator[Episode]:
-    """A failure in the middle of a step, of a forward pass and of a recompute."""
-    whole = Recompute.FULL if Recompute.FULL in terms.recompute else Recompute.NONE
-    spots = [(Phase.FORWARD, Recompute.NONE)] + (
-        [(Phase.RECOMPUTE, whole)] if whole is Recompute.FULL else []
-    )
-    for phase, recompute in spots:
+    """Fail in the middle of a forward pass, and of a recompute."""
+    places = [(Phase.FORWARD, Recompute.NONE)]
+    if Recompute.FULL in terms.recompute:
+        places.append((Phase.RECOMPUTE, Recompute.FULL))
+    for phase, recompute in places:
         yield Episode(
             name=f"failure in {phase}",
             steps=(
@@ -421,21 +418,20 @@ def _edges() -> Episode:
 
 
 def random_episode(contract: Contract, seed: int, number: int) -> Episode:
-    """A random sequence of a few different steps, each held to the first one of the same weights,
-    samples, routes and action.
+    """Return a random sequence of steps that repeats a few different ones.
 
-    Between them steps fail, recompute, record, or run with replay switched off.
+    Each must agree with the first one of the same weights, samples, routes and action. In between,
+    steps fail, recompute, record, or run with replay switched off.
     """
     terms = terms_of(contract)
     random = np.random.default_rng([seed, number])
-    update = replace(
-        _random_ask(contract, random, share=1.0), purpose=Purpose.TRAIN
-    )  # no step has more ways to go wrong
-    pool = [update, *(_random_ask(contract, random, share=0.6) for _ in range(3))]
+    # an update has most ways to go wrong
+    update = replace(_random_step(contract, random, share=1.0), purpose=Purpose.TRAIN)
+    pool = [update, *(_random_step(contract, random, share=0.6) for _ in range(3))]
     first: dict[tuple[object, ...], str] = {}
     steps = []
     for i in range(int(random.integers(6, 12))):
-        step = _varied(replace(_one(pool, random), name=f"step {i}"), contract, terms, random)
+        step = _varied(replace(_pick(pool, random), name=f"step {i}"), contract, terms, random)
         if step.fail_at is None:
             action = Action.REPLAY if step.action is Action.REPLAY else Action.NATIVE
             key = (action, step.purpose, step.weights, step.batch, step.seed, step.cut)
@@ -445,14 +441,14 @@ def random_episode(contract: Contract, seed: int, number: int) -> Episode:
     return Episode(name=f"random {seed}.{number}", steps=tuple(steps))
 
 
-def _random_ask(contract: Contract, random: np.random.Generator, *, share: float) -> Planned:
-    """A step by what its results depend on; a ``share`` of them replays."""
+def _random_step(contract: Contract, random: np.random.Generator, *, share: float) -> Planned:
+    """Draw everything that the results of a step depend on; a ``share`` of steps replays."""
     replays = random.random() < share
     cut = 2 if replays and contract.rows is Rows.CAPTURED_PREFIX and random.random() < 0.3 else None
     return Planned(
         name="",
         action=Action.REPLAY if replays else Action.NATIVE,
-        purpose=_one([Purpose.TRAIN, Purpose.TRAIN, Purpose.OLD_LOGPROB, Purpose.EVAL], random),
+        purpose=_pick([Purpose.TRAIN, Purpose.TRAIN, Purpose.OLD_LOGPROB, Purpose.EVAL], random),
         batch=int(random.integers(2)),
         routes=RoutesFrom.DRAWN if replays else RoutesFrom.NOWHERE,
         seed=int(random.integers(3)) if replays else 0,
@@ -464,14 +460,14 @@ def _random_ask(contract: Contract, random: np.random.Generator, *, share: float
 def _varied(
     step: Planned, contract: Contract, terms: ReplayTerms, random: np.random.Generator
 ) -> Planned:
-    """The step in one of the ways that its results must not depend on, or failing."""
+    """Change a step in ways that must not change its results, or let it fail."""
     if step.action is Action.NATIVE and step.purpose is Purpose.OLD_LOGPROB and terms.records:
-        step = replace(step, action=_one([Action.NATIVE, Action.RECORD], random))
+        step = replace(step, action=_pick([Action.NATIVE, Action.RECORD], random))
     if step.action is Action.NATIVE and random.random() < 0.3:
-        routes = _one([RoutesFrom.NOWHERE, RoutesFrom.DRAWN], random)
+        routes = _pick([RoutesFrom.NOWHERE, RoutesFrom.DRAWN], random)
         step = replace(step, action=Action.OFF, routes=routes)
     if step.purpose is Purpose.TRAIN:
-        step = replace(step, recompute=_one(terms.recompute, random))
+        step = replace(step, recompute=_pick(terms.recompute, random))
     if step.action is Action.REPLAY and random.random() < 0.2:
         phase = (
             Phase.RECOMPUTE
@@ -484,5 +480,5 @@ def _varied(
     return step
 
 
-def _one(values: Sequence[_T], random: np.random.Generator) -> _T:
+def _pick(values: Sequence[_T], random: np.random.Generator) -> _T:
     return values[int(random.integers(len(values)))]

@@ -1,7 +1,7 @@
-"""Samples of a step, and the payloads of routes that come with them.
+"""Samples of a step, and the payloads of their routes.
 
-Token ids are unique over a step, and experts are drawn without pattern, so that a row that is
-executed in the wrong place is told from the right one. One seed, one set of samples.
+Token ids are unique over a step, and experts are drawn without a pattern, so that a row in the
+wrong place differs from the right one. One seed gives one set of samples.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from rollproof.core.trainer_contract import terms_of
 from rollproof.errors import SubjectError
 
 __all__ = [
-    "as_given",
     "as_payload",
     "dtype_of",
+    "for_trainer",
     "make_samples",
     "offered_defects",
     "shortest",
@@ -31,24 +31,23 @@ __all__ = [
 ]
 
 _LENGTHS = ((3, 4), (2, 6), (5, 2), (4, 4), (2, 3), (6, 4))
-"""Prompt and response tokens of the samples, in turn: no two neighbours are alike."""
+"""Prompt and response tokens of the samples, in turn: no two neighbours have the same."""
 _FIRST_TOKEN = 3
-"""The smallest ids are what models take for padding and ends."""
+"""Models use the smallest ids for padding and ends."""
 
 
 def make_samples(contract: Contract, batch: int) -> tuple[Rollout, ...]:
-    """The samples of a step, without routes; ``batch`` numbers sets of other lengths and tokens.
+    """Return the samples of a step without routes; each ``batch`` has other lengths and tokens.
 
-    Raises ``SubjectError`` where the model knows too few token ids to give each token its own.
+    Raises ``SubjectError`` if the vocabulary is too small for unique tokens.
     """
     terms = terms_of(contract)
     count = terms.microbatches * terms.microbatch_size
     room = (terms.vocab - _FIRST_TOKEN) // count
     if room < 3:
         raise SubjectError(
-            f"A step has {count} samples of at least 3 tokens, each token with an id of its own,"
-            f" and the model knows {terms.vocab} ids: declare fewer microbatches, or a larger"
-            " vocabulary."
+            f"A step has {count} samples of at least 3 tokens with unique ids, but the vocabulary"
+            f" has {terms.vocab} ids: declare fewer microbatches, or a larger vocabulary."
         )
     samples = []
     ids = (
@@ -74,7 +73,7 @@ def make_samples(contract: Contract, batch: int) -> tuple[Rollout, ...]:
 
 
 def without_response(sample: Rollout) -> Rollout:
-    """The sample with its prompt alone."""
+    """Return the sample with its prompt only."""
     return replace(
         sample,
         response_ids=(),
@@ -84,9 +83,7 @@ def without_response(sample: Rollout) -> Rollout:
 
 
 def shortest(sample: Rollout) -> Rollout:
-    """A sample of one prompt token and one response token: shorter than what most layouts divide it
-    by.
-    """
+    """Cut a sample to one prompt token and one response token, fewer than most layouts divide."""
     return replace(
         sample,
         prompt_ids=sample.prompt_ids[:1],
@@ -96,35 +93,31 @@ def shortest(sample: Rollout) -> Rollout:
 
 
 def dtype_of(contract: Contract) -> str:
-    """The first declared integer type that holds every expert id, and the filler. Raises
-    ``SubjectError`` where none does.
+    """Return the first declared integer type that fits every expert id and the filler.
+
+    Raises ``SubjectError`` if none does.
     """
-    least = -1 if Filler.MINUS_ONE in (contract.filler, contract.final_row) else 0
-    most = (contract.num_experts or 1) - 1
+    low = -1 if Filler.MINUS_ONE in (contract.filler, contract.final_row) else 0
+    high = (contract.num_experts or 1) - 1
     for name in contract.dtypes:
-        if np.iinfo(name).min <= least and most <= np.iinfo(name).max:
+        if np.iinfo(name).min <= low and high <= np.iinfo(name).max:
             return name
     raise SubjectError(
-        f"The contract's dtype {contract.dtype!r} holds no type for expert ids from {least} to"
-        f" {most}."
+        f"The contract's dtype {contract.dtype!r} has no type for expert ids from {low} to {high}."
     )
 
 
 def as_payload(contract: Contract, chosen: IntArray, cut: int | None = None) -> IntArray:
-    """What ``chosen`` ``(tokens, MoE layers, top_k)`` is as a payload ``(rows, layers, top_k)`` of
-    the contract's convention.
+    """Convert ``chosen`` ``(tokens, MoE layers, top_k)`` into a payload ``(rows, layers, top_k)``.
 
-    ``cut`` leaves the first so many rows alone (a captured prefix). A final row of -1, which no
-    router chose, is left out.
+    ``cut`` is the number of rows of a captured prefix. A final row of -1, which no router chose, is
+    dropped.
     """
     if len(chosen) and (chosen[-1] < 0).any():
         final = np.broadcast_to(np.arange(chosen.shape[2]), chosen[-1:].shape)
-        whole = as_payload(contract, np.concatenate([chosen[:-1], final]), cut)
-        return (
-            whole[:-1]
-            if contract.rows is Rows.CAPTURED_PREFIX and len(whole) == len(chosen)
-            else whole
-        )
+        filled = as_payload(contract, np.concatenate([chosen[:-1], final]), cut)
+        captured_final = contract.rows is Rows.CAPTURED_PREFIX and len(filled) == len(chosen)
+        return filled[:-1] if captured_final else filled
     tokens, _, top_k = chosen.shape
     shape = (tokens, contract.route_layers, top_k)
     payload = np.zeros(shape, dtype=dtype_of(contract))
@@ -150,10 +143,10 @@ def with_drawn_routes(
     *,
     largest: bool = False,
 ) -> Rollout:
-    """The sample with routes of top_k distinct experts per row and layer, drawn at random.
+    """Return the sample with random routes of top_k distinct experts per row and layer.
 
-    ``avoid`` ``(tokens, MoE layers, top_k)`` are experts that no row may hold, ``largest`` draws
-    from the upper end of the ids alone.
+    ``avoid`` ``(tokens, MoE layers, top_k)`` are experts that a row must not have; ``largest``
+    draws from the largest ids only.
     """
     experts, top_k = contract.num_experts or 1, contract.top_k or 1
     weights = random.random((sample.total, len(contract.moe_layers or ()), experts))
@@ -166,13 +159,12 @@ def with_drawn_routes(
 
 
 def spoiled(contract: Contract, sample: Rollout, defect: Defect) -> Rollout:
-    """The sample with routes that have ``defect``; floating-point ones are left to ``as_given``,
-    for a trace holds integers.
-    """
+    """Return the sample with routes that have ``defect``."""
+    # floating-point routes are made by for_trainer: a trace has integers
     routes = sample.routes
     assert routes is not None
     experts = contract.num_experts or 1
-    wide = routes.astype(np.int32)
+    changed = routes.astype(np.int32)
     if defect is Defect.SHORT:
         return replace(sample, routes=routes[: len(routes) // 2])
     if defect is Defect.LONG:
@@ -196,17 +188,16 @@ def spoiled(contract: Contract, sample: Rollout, defect: Defect) -> Rollout:
     rows = slice(1, 3)
     values = {Defect.NEGATIVE: -1, Defect.TOO_LARGE: experts, Defect.ZERO_ROWS: 0}
     if defect is Defect.ZERO_ROWS:
-        wide[rows] = 0
+        changed[rows] = 0
     else:
-        wide[rows, columns[0], 0] = values[defect]
-    fits = np.iinfo(routes.dtype).min <= wide.min() and wide.max() <= np.iinfo(routes.dtype).max
-    return replace(sample, routes=wide.astype(routes.dtype) if fits else wide)
+        changed[rows, columns[0], 0] = values[defect]
+    limits = np.iinfo(routes.dtype)
+    fits = limits.min <= changed.min() and changed.max() <= limits.max
+    return replace(sample, routes=changed.astype(routes.dtype) if fits else changed)
 
 
-def as_given(sample: Rollout, *, floating: bool) -> Rollout:
-    """A sample for the trainer, whose arrays may be written to without reaching the trace;
-    ``floating`` makes its routes float32.
-    """
+def for_trainer(sample: Rollout, *, floating: bool) -> Rollout:
+    """Return the sample with copied arrays; ``floating`` makes its routes float32."""
     routes: Any = None if sample.routes is None else sample.routes.copy()
     mask = None if sample.loss_mask is None else sample.loss_mask.copy()
     return replace(
@@ -217,17 +208,15 @@ def as_given(sample: Rollout, *, floating: bool) -> Rollout:
 
 
 def offered_defects(contract: Contract) -> Sequence[Defect]:
-    """The defects that the contract's convention rules out."""
+    """Return the defects that the contract's conventions rule out."""
     legal = set()
     if contract.rows is Rows.CAPTURED_PREFIX:
         legal.add(Defect.SHORT)
     if contract.filler is Filler.MINUS_ONE:
         legal.add(Defect.NEGATIVE)
     if contract.top_k == 1:
-        legal |= {
-            Defect.NARROW,
-            Defect.ZERO_ROWS,
-        }  # no column is left; a row of expert 0 is a choice
+        # without its column a row is empty, and a row of expert 0 is a valid choice
+        legal |= {Defect.NARROW, Defect.ZERO_ROWS}
     if contract.top_k == contract.num_experts:
         legal.add(Defect.WIDE)
     if contract.route_layers == 1:

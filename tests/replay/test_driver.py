@@ -113,7 +113,7 @@ def test_steps_that_build_on_a_failed_one_are_skipped() -> None:
     found = outcomes(record_replay(Failing, only=["self-replay"]))
     assert "MemoryError: out of memory" == found["native"].error
     assert (
-        "step 'native', whose routes it takes, did not run to its end"
+        "step 'native', which has the routes for it, did not complete"
         == found["self-replay"].skipped
     )
 
@@ -247,7 +247,7 @@ def test_a_router_may_be_refused_while_its_model_is_made() -> None:
             {"run": lambda self, step, spy: Outcome(step="", gates={0: np.ones((8, 6))})},
             (
                 r"unusable Outcome for step 'native': ValueError: the gradient of 0 has the shape"
-                r" \(8, 6\): tell .*sketch\(gradient\)"
+                r" \(8, 6\): report .*sketch\(gradient\)"
             ),
         ),
         (
@@ -272,7 +272,7 @@ def test_a_router_may_be_refused_while_its_model_is_made() -> None:
         ),
         (
             {"set_weights": _raising(ValueError("shape"))},
-            r"Made could not set weights number 1, nudged by 0.0: ValueError: shape\. What",
+            r"Made could not set weights number 1, nudged by 0.0: ValueError: shape\. Raise UnsupportedStep",
         ),
         (
             {"variant": lambda self, name: 3},
@@ -414,7 +414,7 @@ def test_choices_that_are_no_experts_are_not_replayed() -> None:
         for one in record_replay(_OtherNumbers, only=("drift",)).events
         if isinstance(one, Outcome)
     }
-    reason = "a router of step 'native' chose expert 1007, and the contract declares 8 of them"
+    reason = "a router of step 'native' chose expert 1007, but the contract declares 8 experts"
     assert (
         reason
         == outcomes["replay, drifted"].skipped

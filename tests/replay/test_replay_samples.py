@@ -12,8 +12,8 @@ from rollproof.errors import SubjectError
 from rollproof.fakes.trainers.reference_trainers import REFERENCES, ManyExperts
 from rollproof.judging.expected_rows import ExpectedRows, captured_rows
 from rollproof.replay.replay_samples import (
-    as_given,
     as_payload,
+    for_trainer,
     make_samples,
     offered_defects,
     spoiled,
@@ -102,7 +102,7 @@ def test_a_defect_leaves_no_row_without_its_mark(defect: Defect) -> None:
     """
     contract = declared()
     good = with_drawn_routes(contract, make_samples(contract, 0)[0], np.random.default_rng(1))
-    bad = as_given(spoiled(contract, good, defect), floating=defect is Defect.FLOAT)
+    bad = for_trainer(spoiled(contract, good, defect), floating=defect is Defect.FLOAT)
 
     assert good.routes is not None and bad.routes is not None
     assert (
@@ -134,7 +134,7 @@ def test_too_few_token_ids_are_told() -> None:
     with pytest.raises(
         SubjectError,
         match=(
-            r"4 samples of at least 3 tokens.* the model knows 12 ids: declare fewer microbatches"
+            r"4 samples of at least 3 tokens.* the vocabulary has 12 ids: declare fewer microbatches"
         ),
     ):
         make_samples(declared(vocab=12), 0)
@@ -153,6 +153,6 @@ def test_no_declared_type_for_the_ids_is_told() -> None:
     """A dtype that does not hold every expert id is a fault of the contract."""
     contract = declared(num_experts=300, dtype="uint8")
     with pytest.raises(
-        SubjectError, match="dtype 'uint8' holds no type for expert ids from 0 to 299"
+        SubjectError, match="dtype 'uint8' has no type for expert ids from 0 to 299"
     ):
         with_drawn_routes(contract, make_samples(contract, 0)[0], np.random.default_rng(0))

@@ -169,7 +169,7 @@ class SglangEngine:
         _succeeded("the weight update", result)
 
     async def clear_cache(self) -> None:
-        """Clear the radix cache. Raises ``EngineRefused`` while calls run or are paused in place."""
+        """Clear the radix cache. Raises ``EngineRefused`` while calls run or are in a pause."""
         # a call that has its reply may still be in the scheduler's last batch: try again for a
         # while if no call is open
         end = time.monotonic() + _SETTLING_S
