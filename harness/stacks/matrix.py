@@ -1,27 +1,30 @@
-"""Matrix: what each pinned release of a stack is known to do wrong, check by check; whatever else a
-run says is news.
+"""What each pinned release of a stack is known to do wrong, check by check.
 
 One file a stack, ``verdicts.toml`` in its folder. Format::
 
-    pinned = ["0.3.0", "0.4.0"]            # the releases that are judged again and again
+    pinned = ["0.3.0", "0.4.0"]  # the releases that are judged again and again
 
     [[entry]]
     name = "an abort comes out as a finished sample"
-    kind = "fault"                          # or choice (left to the caller, who must know), or open (undecided)
+    # or choice (left to the caller, who must know), or open (undecided)
+    kind = "fault"
     versions = ["0.3.0", "0.4.0"]
-    where = "skyrl/.../remote_inference_client.py:412"   # file and line upstream
+    where = "skyrl/.../remote_inference_client.py:412"  # file and line upstream
     script = "skyrl_faults.py empty_abort"  # in docs/track_record: the same by hand
-    upstream = "SkyRL#1835"                 # optional: issue or pull request
-    fails."lifecycle.flags" = ["client"]    # must fail in these parts
-    may_fail."stitch.tokens" = ["client"]   # an honest consequence that some schedules show and others do not
-    shows."lifecycle.flags" = ["a flag is ignored"]           # of each that fails: the kinds of its findings
+    upstream = "SkyRL#1835"  # optional: issue or pull request
+    fails."lifecycle.flags" = ["client"]  # must fail in these parts
+    # an honest consequence that some schedules show and others do not
+    may_fail."stitch.tokens" = ["client"]
+    # of each check that fails: the kinds of its findings
+    shows."lifecycle.flags" = ["a flag is ignored"]
     shows."stitch.tokens" = ["sampled tokens are missing"]
-    after = ["aborts mid-decode"]           # optional: situations, one of which arose in every case that shows it
-    unknown."gap.x" = ["client"]            # cannot be decided, for the reason that `name` gives
+    # optional: situations, one of which arose in every case that shows it
+    after = ["aborts mid-decode"]
+    unknown."gap.x" = ["client"]  # cannot be decided, for the reason that `name` gives
 
-A check that fails though no entry names it, one that finds something of another kind or in another
-situation than its entries say, one that passes though ``fails`` names it or shows nothing of that
-entry, and one that is unknown though no entry says so are deviations.
+Deviations are: a check that fails though no entry names it, one that finds something of another
+kind or in another situation than its entries say, one that passes though ``fails`` names it or that
+shows nothing of that entry, and one that is unknown though no entry says so.
 """
 
 from __future__ import annotations
@@ -45,18 +48,21 @@ __all__ = ["Entry", "Matrix"]
 _KINDS = ("fault", "choice", "open")
 _TEXTS = ("name", "kind", "where", "script", "upstream")
 _TABLES = ("fails", "may_fail", "unknown")
-_WAYS = ("shows", "after")
-_TEXTS_ONCE = "texts, each of them once"
+_CONDITIONS = ("shows", "after")
+_UNIQUE_TEXTS = "texts, each of them once"
 Parts = Mapping[str, tuple[str, ...]]
+"""Names of parts by check id."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Entry:
-    """One known deed of a stack; ``fails``, ``may_fail`` and ``unknown`` map check ids to the parts
-    that it concerns.
+    """A known behaviour of a stack.
 
-    ``shows`` maps the ids of checks that fail to the kinds of their findings. ``after`` are
-    situations: each case that shows the deed has one of them, where there are any.
+    Fields:
+        name, kind, versions, where, script, upstream: See the format above.
+        fails, may_fail, unknown: The parts that it concerns, by check id.
+        shows: Kinds of the findings of each check that fails.
+        after: Situations; each case that shows the behaviour has one of them, if any is named.
     """
 
     name: str
@@ -72,14 +78,23 @@ class Entry:
     after: tuple[str, ...] = ()
 
     @property
-    def told(self) -> str:
+    def reason(self) -> str:
         """``an abort comes out as a finished sample (fault, SkyRL#1835)``."""
         return f"{self.name} ({', '.join(filter(None, (self.kind, self.upstream or self.where)))})"
+
+    def checks(self, table: str, version: str, part: str) -> list[str]:
+        """The checks of ``fails``, ``may_fail`` or ``unknown`` that concern ``part`` of a
+        version.
+        """
+        if version not in self.versions:
+            return []
+        parts: Parts = getattr(self, table)
+        return [check for check, names in parts.items() if part in names]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Matrix:
-    """The entries of one stack, and its pinned releases."""
+    """The entries of a stack, and its pinned releases."""
 
     stack: str
     pinned: tuple[str, ...]
@@ -87,8 +102,11 @@ class Matrix:
 
     @classmethod
     def read(cls, stack: str) -> Self:
-        """The matrix that is shipped for ``stack``. Raises ``UsageError`` where there is none,
-        ``ExpectationError`` for a malformed one.
+        """The matrix that is shipped for ``stack``.
+
+        Raises:
+            UsageError: There is none.
+            ExpectationError: It is malformed.
         """
         file = verdicts_file(stack) if stack in STACKS else None
         if file is None or not file.is_file():
@@ -100,227 +118,218 @@ class Matrix:
 
     @classmethod
     def parse(cls, stack: str, text: str) -> Self:
-        """From TOML. Raises ``ExpectationError``, listing every problem."""
+        """The matrix in TOML ``text``. Raises ``ExpectationError``, which lists every problem."""
         try:
             data = read_toml(text)
         except ValueError as error:
             raise ExpectationError(f"The matrix of {stack} is not TOML: {error}.") from error
         problems = [f"unknown key {key!r}" for key in sorted(set(data) - {"pinned", "entry"})]
         pinned: Any = data.get("pinned")
-        if _names_nothing(pinned):
-            problems.append(f"pinned must list at least one release, as {_TEXTS_ONCE}")
+        if not _unique_texts(pinned):
+            problems.append(f"pinned must list at least one release, as {_UNIQUE_TEXTS}")
         tables = data.get("entry", [])
         if not isinstance(tables, list) or not all(isinstance(table, dict) for table in tables):
             problems.append("entry must be written as [[entry]] tables")
             tables = []
         for table in tables:
             problems += [
-                f"{table.get('name') or 'an entry without a name'}: {wrong}"
-                for wrong in _problems(table, pinned)
+                f"{table.get('name') or 'an entry without a name'}: {problem}"
+                for problem in _problems(table, pinned)
             ]
         entries = () if problems else tuple(_entry(table) for table in tables)
-        problems += _twice(entries)
+        problems += _same_reasons(entries)
         if problems:
             raise ExpectationError(
                 f"The matrix of {stack} cannot be used:\n  - " + "\n  - ".join(problems)
             )
         return cls(stack=stack, pinned=tuple(pinned), entries=entries)
 
-    def stray_parts(self, version: str, parts: Collection[str]) -> list[str]:
-        """One sentence for each part that entries of ``version`` name, and that is none of
-        ``parts``, all that the stack has.
+    def unknown_parts(self, version: str, parts: Collection[str]) -> list[str]:
+        """A sentence for each part that entries of ``version`` name, and that is not in ``parts``,
+        all that the stack has.
         """
-        stray: dict[str, str] = {}
+        unknown: dict[str, str] = {}
         for entry in self.entries:
             for table in _TABLES if version in entry.versions else ():
-                named = (part for listed in getattr(entry, table).values() for part in listed)
-                stray.update(
-                    {part: entry.told for part in named if part not in parts and part not in stray}
-                )
+                for part in itertools.chain.from_iterable(getattr(entry, table).values()):
+                    if part not in parts:
+                        unknown.setdefault(part, entry.reason)
         return [
-            f"{self.stack} {version} has no part {part}, which the matrix names ({told})."
-            for part, told in sorted(stray.items())
+            f"{self.stack} {version} has no part {part}, which the matrix names ({reason})."
+            for part, reason in sorted(unknown.items())
         ]
 
-    def known(self, version: str, part: str) -> dict[str, str]:
-        """Checks that fail or may fail in ``part`` of ``version``, and why: what a run takes as
-        expected failures.
+    def reasons(self, version: str, part: str) -> dict[str, str]:
+        """Why checks fail or may fail in ``part`` of ``version``, by check id: the expected
+        failures of a run.
         """
-        found: dict[str, str] = {}
+        reasons: dict[str, str] = {}
         for entry in self.entries:
-            for checks in (entry.fails, entry.may_fail):
-                found.update(
-                    {
-                        check: entry.told
-                        for check in _concerning(entry, checks, version, part)
-                        if check not in found
-                    }
-                )
-        return found
+            for table in ("fails", "may_fail"):
+                for check in entry.checks(table, version, part):
+                    reasons.setdefault(check, entry.reason)
+        return reasons
 
-    def ways(self, version: str, part: str) -> dict[str, tuple[KnownFailure, ...]]:
-        """How the checks of ``known`` are known to fail."""
+    def known_failures(self, version: str, part: str) -> dict[str, tuple[KnownFailure, ...]]:
+        """What the findings of the checks of ``reasons`` are expected to be."""
         return {
             check: tuple(
-                KnownFailure(reason=entry.told, kinds=entry.shows[check], after=entry.after)
+                KnownFailure(reason=entry.reason, kinds=entry.shows[check], after=entry.after)
                 for entry in self.entries
-                if any(
-                    check in _concerning(entry, table, version, part)
-                    for table in (entry.fails, entry.may_fail)
-                )
+                if any(check in entry.checks(table, version, part) for table in _TABLES[:2])
             )
-            for check in self.known(version, part)
+            for check in self.reasons(version, part)
         }
 
     def deviations(
         self, version: str, part: str, outcome: Outcome, judged: Collection[str] | None = None
     ) -> list[str]:
-        """One sentence for each verdict of a run held to ``ways`` that is not the expected one, of
-        the checks ``judged`` (all).
+        """A sentence for each verdict that is not the expected one.
+
+        Args:
+            version: The release that was judged.
+            part: The part of it that was judged.
+            outcome: Of a run whose findings were compared with ``known_failures``.
+            judged: The checks that were judged; default: all.
         """
-        fails, may, undecided = (
-            {
-                check: [
-                    entry
-                    for entry in self.entries
-                    if check in _concerning(entry, getattr(entry, table), version, part)
-                ]
-                for entry in self.entries
-                for check in _concerning(entry, getattr(entry, table), version, part)
-            }
-            for table in _TABLES
+        fails, may_fail, undecided = (
+            self._entries_by_check(table, version, part) for table in _TABLES
         )
-        said = []
+        reasons, deviations = self.reasons(version, part), []
         for check, verdict in outcome.verdicts.items():
-            where, failed = f"{self.stack} {version} {part}: {check}", outcome.fails(check)
-            listed = fails.get(check, [])
-            if failed and not listed and check not in may:
-                said.append(
-                    f"{where} fails, and no entry of the matrix says why: a new fault, or a false"
+            subject, failed = f"{self.stack} {version} {part}: {check}", outcome.fails(check)
+            entries = fails.get(check, [])
+            if failed and not entries and check not in may_fail:
+                deviations.append(
+                    f"{subject} fails, and no entry of the matrix says why: a new fault, or a false"
                     " alarm."
                 )
             elif failed and outcome.otherwise.get(check):
                 kinds = ", ".join(
                     f"{kind!r} ({count})" for kind, count in outcome.otherwise[check].items()
                 )
-                said.append(
-                    f"{where} fails otherwise than the matrix says, by findings of the kind"
+                deviations.append(
+                    f"{subject} fails otherwise than the matrix says, by findings of the kind"
                     f" {kinds}."
                 )
-            elif listed and not failed:
-                said.append(
-                    f"{where} is listed as failing ({self.known(version, part)[check]}), but its"
-                    f" verdict is {verdict}."
+            elif entries and not failed:
+                deviations.append(
+                    f"{subject} is listed as failing ({reasons[check]}), but its verdict is"
+                    f" {verdict}."
                 )
             elif verdict == "unknown" and check not in undecided:
-                said.append(f"{where} is unknown, and no entry of the matrix says why.")
+                deviations.append(f"{subject} is unknown, and no entry of the matrix says why.")
             if failed:
-                missed = [
-                    entry.told for entry in listed if entry.told not in outcome.known.get(check, ())
+                explained = outcome.known.get(check, ())
+                deviations += [
+                    f"{subject} fails, but shows nothing of what is listed: {entry.reason}."
+                    for entry in entries
+                    if entry.reason not in explained
                 ]
-                said += [
-                    f"{where} fails, but shows nothing of what is listed: {told}."
-                    for told in missed
-                ]
-        absent = sorted(
-            set(fails) - set(outcome.verdicts)
-            if judged is None
-            else set(fails).intersection(judged) - set(outcome.verdicts)
-        )
-        return said + [
+        absent = set(fails) - set(outcome.verdicts)
+        if judged is not None:
+            absent &= set(judged)
+        return deviations + [
             f"{self.stack} {version} {part}: {check} is listed as failing, but was not judged."
-            for check in absent
+            for check in sorted(absent)
         ]
 
+    def _entries_by_check(self, table: str, version: str, part: str) -> dict[str, list[Entry]]:
+        """The entries that name each check in ``table``."""
+        by_check: dict[str, list[Entry]] = {}
+        for entry in self.entries:
+            for check in entry.checks(table, version, part):
+                by_check.setdefault(check, []).append(entry)
+        return by_check
 
-def _concerning(entry: Entry, checks: Parts, version: str, part: str) -> list[str]:
-    return (
-        [check for check, parts in checks.items() if part in parts]
-        if version in entry.versions
-        else []
-    )
 
-
-def _names_nothing(listed: object) -> bool:
-    """Whether it is anything but a list of texts, each of which says something, and none twice."""
-    if not isinstance(listed, list) or not listed:
-        return True
-    return not all(isinstance(text, str) and text.strip() for text in listed) or len(
-        set(listed)
-    ) < len(listed)
+def _unique_texts(value: object) -> bool:
+    """Whether it is a list of texts, at least one, none of them empty or there twice."""
+    if not isinstance(value, list) or not value:
+        return False
+    texts = all(isinstance(text, str) and text.strip() for text in value)
+    return texts and len(set(value)) == len(value)
 
 
 def _problems(table: Mapping[str, Any], pinned: object) -> list[str]:
-    said = [
-        f"unknown key {key!r}"
-        for key in sorted(set(table) - {*_TEXTS, *_TABLES, *_WAYS, "versions"})
-    ]
-    said += [f"{key} is missing" for key in ("name", "kind", "versions") if not table.get(key)]
-    said += [f"{key} must be text" for key in _TEXTS if not isinstance(table.get(key, ""), str)]
-    said += [
-        f"{key} must be a list of {_TEXTS_ONCE}; leave it out where there is none"
+    """What is wrong with an ``[[entry]]`` table."""
+    known_keys = {*_TEXTS, *_TABLES, *_CONDITIONS, "versions"}
+    problems = [f"unknown key {key!r}" for key in sorted(set(table) - known_keys)]
+    problems += [f"{key} is missing" for key in ("name", "kind", "versions") if not table.get(key)]
+    problems += [f"{key} must be text" for key in _TEXTS if not isinstance(table.get(key, ""), str)]
+    problems += [
+        f"{key} must be a list of {_UNIQUE_TEXTS}; leave it out where there is none"
         for key in ("versions", "after")
-        if key in table and _names_nothing(table[key])
+        if key in table and not _unique_texts(table[key])
     ]
     for key in (*_TABLES, "shows"):
         if not isinstance(table.get(key, {}), dict):
-            said.append(f'{key} must be written as {key}."ID OF A CHECK" = [...]')
-        else:
-            lists = table.get(key, {}).items()
-            said += [
-                f"{key}.{check!r} must be a list of {_TEXTS_ONCE}"
-                for check, listed in lists
-                if _names_nothing(listed)
-            ]
-    return said or _contradictions(table, pinned if isinstance(pinned, list) else [])
+            problems.append(f'{key} must be written as {key}."ID OF A CHECK" = [...]')
+            continue
+        problems += [
+            f"{key}.{check!r} must be a list of {_UNIQUE_TEXTS}"
+            for check, names in table.get(key, {}).items()
+            if not _unique_texts(names)
+        ]
+    # Only a table of the right form can be looked at for contradictions.
+    return problems or _contradictions(table, pinned if isinstance(pinned, list) else [])
 
 
 def _contradictions(table: Mapping[str, Any], pinned: list[str]) -> list[str]:
-    """What a table says that is of the right form."""
-    said = [] if table["kind"] in _KINDS else [f"kind must be one of {', '.join(_KINDS)}"]
-    said += [
+    """What is wrong with the content of a table of the right form."""
+    problems = []
+    if table["kind"] not in _KINDS:
+        problems.append(f"kind must be one of {', '.join(_KINDS)}")
+    problems += [
         f"version {version} is not pinned" for version in table["versions"] if version not in pinned
     ]
-    named = {check for kind in _TABLES for check in table.get(kind, {})}
-    said += [f"no check is named {check}" for check in sorted(named - set(default_registry().ids))]
-    if not named:
-        said.append(f"no check is named under {', '.join(_TABLES)}")
-    for one, other in itertools.combinations(_TABLES, 2):
-        for check, parts in table.get(one, {}).items():
-            both = [part for part in parts if part in table.get(other, {}).get(check, ())]
-            said += [f"{check} stands under {one} and under {other} for {part}" for part in both]
-    failing = {check for kind in ("fails", "may_fail") for check in table.get(kind, {})}
+    checks = {check for key in _TABLES for check in table.get(key, {})}
+    problems += [
+        f"no check is named {check}" for check in sorted(checks - set(default_registry().ids))
+    ]
+    if not checks:
+        problems.append(f"no check is named under {', '.join(_TABLES)}")
+    for first, second in itertools.combinations(_TABLES, 2):
+        for check, parts in table.get(first, {}).items():
+            problems += [
+                f"{check} stands under {first} and under {second} for {part}"
+                for part in parts
+                if part in table.get(second, {}).get(check, ())
+            ]
+    failing = {check for key in ("fails", "may_fail") for check in table.get(key, {})}
     shows: Mapping[str, Any] = table.get("shows", {})
-    said += [
+    problems += [
         f"shows must say of which kinds the findings of {check} are"
         for check in sorted(failing - set(shows))
     ]
-    said += [f"shows names {check}, which does not fail" for check in sorted(set(shows) - failing)]
-    said += [
+    problems += [
+        f"shows names {check}, which does not fail" for check in sorted(set(shows) - failing)
+    ]
+    problems += [
         f"after names {name!r}, which no run counts"
         for name in sorted(set(table.get("after", ())) - SITUATIONS)
     ]
     if table["kind"] in ("fault", "choice") and not table.get("script"):
-        said.append("a fault or a choice is shown by a script of docs/track_record")
-    return said
+        problems.append("a fault or a choice is shown by a script of docs/track_record")
+    return problems
 
 
-def _twice(entries: Sequence[Entry]) -> list[str]:
-    """Entries of one release that are told alike: what one shows would count for the other."""
-    told = Counter((entry.told, version) for entry in entries for version in entry.versions)
+def _same_reasons(entries: Sequence[Entry]) -> list[str]:
+    """Entries of a release with the same reason: what one shows would count for the other."""
+    counts = Counter((entry.reason, version) for entry in entries for version in entry.versions)
     return [
-        f"two entries of {version} are told alike: {text}"
-        for (text, version), times in told.items()
-        if times > 1
+        f"two entries of {version} have the same reason: {reason}"
+        for (reason, version), count in counts.items()
+        if count > 1
     ]
 
 
 def _entry(table: Mapping[str, Any]) -> Entry:
     texts: dict[str, Any] = {key: table[key] for key in _TEXTS if key in table}
-    checks: dict[str, Any] = {
-        kind: {check: tuple(listed) for check, listed in table.get(kind, {}).items()}
-        for kind in (*_TABLES, "shows")
+    parts: dict[str, Any] = {
+        key: {check: tuple(names) for check, names in table.get(key, {}).items()}
+        for key in (*_TABLES, "shows")
     }
     return Entry(
-        **texts, versions=tuple(table["versions"]), after=tuple(table.get("after", ())), **checks
+        **texts, versions=tuple(table["versions"]), after=tuple(table.get("after", ())), **parts
     )

@@ -101,7 +101,7 @@ def test_a_quiet_run_is_clean(name: str, part: str) -> None:
     caller's objects always.
     """
     factory: Any = loaded(name).parts[part]
-    known = Matrix.read(name).known(loaded(name).version, part)
+    known = Matrix.read(name).reasons(loaded(name).version, part)
     requests = tuple(
         Request(request_id=f"r{i}", prompt_ids=(2 + i, 12, 13), max_tokens=3 + i) for i in range(3)
     )
@@ -136,7 +136,7 @@ def test_each_batch_conversion_is_judged_as_the_matrix_says(name: str, part: str
     stack = loaded(name)
     matrix = Matrix.read(name)
     report = apply_known_failures(
-        judge_batches(stack.batches[part], name=part), matrix.ways(stack.version, part)
+        judge_batches(stack.batches[part], name=part), matrix.known_failures(stack.version, part)
     )
     assert [] == matrix.deviations(stack.version, part, Outcome.of_report(report.to_dict()))
 

@@ -67,7 +67,7 @@ def test_each_part_fails_the_checks_that_the_matrix_names_and_no_others(
     fault, or a false alarm.
     """
     factory: Any = verl.parts[part]
-    known, ways = MATRIX.known(verl.version, part), MATRIX.ways(verl.version, part)
+    known, ways = MATRIX.reasons(verl.version, part), MATRIX.known_failures(verl.version, part)
     report = run_conformance(
         factory, name=part, cases=factory.cases("pr", 0), seed=0, expected=known, ways=ways
     )
@@ -86,7 +86,7 @@ def test_each_batch_conversion_fails_the_checks_that_the_matrix_names_and_no_oth
         pytest.skip(f"verl {verl.version} needs flash-attn for {name}")
     _compare(
         apply_known_failures(
-            judge_batches(verl.batches[name], name=name), MATRIX.ways(verl.version, name)
+            judge_batches(verl.batches[name], name=name), MATRIX.known_failures(verl.version, name)
         ),
         verl.version,
         name,

@@ -1,6 +1,4 @@
-"""Certificates: httpx reads those of the machine whenever a client is made, which takes 50 ms:
-longer than a small case.
-"""
+"""HTTP clients of httpx without certificates."""
 
 from __future__ import annotations
 
@@ -16,12 +14,12 @@ _MODULE, _NAME = "httpx._transports.default", "create_ssl_context"
 
 @contextmanager
 def without_certificates() -> Iterator[None]:
-    """HTTP clients that are made inside read no certificates. Everything is spoken in the clear
-    here, so none would be used.
-    """
+    """Make httpx read no certificates for new clients, until the context ends."""
+    # Reading those of the machine takes 50 ms a client, longer than a small case. Nothing is
+    # encrypted here, so none would be used.
     module: Any = importlib.import_module(_MODULE)
     real = getattr(module, _NAME, None)
-    if real is None:  # a private name of httpx: without it clients only take longer
+    if real is None:  # a private name of httpx; without the patch clients only take longer
         yield
         return
     setattr(module, _NAME, lambda *_, **__: None)

@@ -1,9 +1,8 @@
-"""Megatron rank: makes functions that ask Megatron who they are believe that they run on one rank
-of a mesh, in this process.
+"""Runs functions as one rank of a Megatron mesh, in this process.
 
 Layout functions of frameworks on Megatron read sizes and ranks from
 ``megatron.core.parallel_state`` and gather with ``torch.distributed``. Inside ``megatron_rank``
-both answer from a ``Mesh`` and from the pieces of the other ranks, which are handed in.
+both use a ``Mesh`` and the pieces of the other ranks, which are its arguments.
 """
 
 from __future__ import annotations
@@ -17,12 +16,12 @@ from unittest import mock
 from rollproof.layouts.layout import Layout
 from rollproof.layouts.mesh import Mesh, Rank
 
-__all__ = ["OneOf", "megatron_config", "megatron_rank"]
+__all__ = ["GroupMember", "megatron_config", "megatron_rank"]
 
 
 @dataclass(frozen=True, slots=True)
-class OneOf:
-    """A process group as far as slicing asks it: its size, and which member this is."""
+class GroupMember:
+    """A process group, as far as slicing reads it: its size, and which member this is."""
 
     members: int
     member: int
@@ -38,8 +37,8 @@ class OneOf:
 
 @contextmanager
 def megatron_rank(mesh: Mesh, rank: Rank, gathered: Sequence[Any] = ()) -> Iterator[None]:
-    """Within it, Megatron's parallel state is that of ``rank``, and gathering anything gives
-    ``gathered``, in rank order.
+    """Set Megatron's parallel state to that of ``rank``; gathering returns ``gathered``, in rank
+    order.
     """
     import torch
     from megatron.core import parallel_state
@@ -55,13 +54,13 @@ def megatron_rank(mesh: Mesh, rank: Rank, gathered: Sequence[Any] = ()) -> Itera
     values = {
         "get_tensor_model_parallel_world_size": mesh.tp,
         "get_tensor_model_parallel_rank": rank.tp,
-        "get_tensor_model_parallel_group": OneOf(mesh.tp, rank.tp),
+        "get_tensor_model_parallel_group": GroupMember(mesh.tp, rank.tp),
         "get_context_parallel_world_size": mesh.cp,
         "get_context_parallel_rank": rank.cp,
-        "get_context_parallel_group": OneOf(mesh.cp, rank.cp),
+        "get_context_parallel_group": GroupMember(mesh.cp, rank.cp),
         "get_pipeline_model_parallel_world_size": mesh.pp,
         "get_pipeline_model_parallel_rank": rank.pp,
-        "get_pipeline_model_parallel_group": OneOf(mesh.pp, rank.pp),
+        "get_pipeline_model_parallel_group": GroupMember(mesh.pp, rank.pp),
         "get_virtual_pipeline_model_parallel_world_size": mesh.vpp if mesh.vpp > 1 else None,
         "is_initialized": True,
     }
@@ -69,11 +68,11 @@ def megatron_rank(mesh: Mesh, rank: Rank, gathered: Sequence[Any] = ()) -> Itera
     with ExitStack() as stack:
         stack.enter_context(
             mock.patch.object(
-                mappings, "get_tensor_model_parallel_group_if_none", _answering(tensor_group)
+                mappings, "get_tensor_model_parallel_group_if_none", _returning(tensor_group)
             )
         )
         for name, value in values.items():
-            stack.enter_context(mock.patch.object(parallel_state, name, _answering(value)))
+            stack.enter_context(mock.patch.object(parallel_state, name, _returning(value)))
         stack.enter_context(mock.patch.object(torch.distributed, "all_gather", all_gather))
         stack.enter_context(
             mock.patch.object(torch.distributed, "all_gather_object", all_gather_object)
@@ -91,13 +90,13 @@ def megatron_rank(mesh: Mesh, rank: Rank, gathered: Sequence[Any] = ()) -> Itera
         yield
 
 
-def _answering(value: Any) -> Any:
+def _returning(value: Any) -> Any:
     return lambda *_, **__: value
 
 
 def megatron_config(layout: Layout) -> Any:
-    """What layout functions read of a ``TransformerConfig``: layers, pattern of MoE layers,
-    pipeline sizes and how stages are made.
+    """The fields of a ``TransformerConfig`` that layout functions read: layers, pattern of MoE
+    layers, pipeline sizes and how stages are made.
     """
     from types import SimpleNamespace
 

@@ -1,8 +1,7 @@
-"""A dialogue without a language: a tokenizer that spells token ids.
+"""A tokenizer without a language: text is token ids in decimal.
 
-Rollout code goes from text to ids and back at every turn. Here text is the ids in decimal, so that
-the sequence that a stack sends is exactly the one that the case asked for, and a template adds
-nothing of its own.
+Rollout code goes from text to ids and back at every turn. With such texts a stack sends exactly the
+sequence of the case, and a template adds nothing.
 """
 
 from __future__ import annotations
@@ -24,8 +23,8 @@ def spell(ids: Sequence[int]) -> str:
 
 
 class IdTokenizer:
-    """What stacks ask of a Hugging Face tokenizer, over texts made by ``spell``. ``turns`` are the
-    answers still to be given.
+    """The methods of a Hugging Face tokenizer that stacks call, over texts made by ``spell``.
+    ``turns`` are the turns that the environment will still give.
     """
 
     pad_token_id = PAD_ID
@@ -34,9 +33,8 @@ class IdTokenizer:
     def __init__(self, turns: Sequence[tuple[int, ...]] = (), eos_token_id: int = 0) -> None:
         self.turns: list[tuple[int, ...]] = [tuple(turn) for turn in turns]
         self.eos_token_id = eos_token_id
-        self.eos_token: str = (
-            "<eos>"  # a text that no ids spell: stacks cut it off the end of a turn
-        )
+        # a text that no ids spell: stacks cut it off the end of a turn
+        self.eos_token: str = "<eos>"
         self.padding_side = "right"
 
     def apply_chat_template(
@@ -79,8 +77,7 @@ class IdTokenizer:
 
         ids = list(encoded["input_ids"])
         fill = max_length - len(ids)
-        sides = {"left": (fill, 0), "right": (0, fill)}
-        before, after = sides[self.padding_side]
+        before, after = {"left": (fill, 0), "right": (0, fill)}[self.padding_side]
         padded = {
             "input_ids": torch.tensor(
                 [[PAD_ID] * before + ids + [PAD_ID] * after], dtype=torch.long

@@ -34,7 +34,7 @@ class VerlReplay:
         self._recorded: list[Any] = []
 
     def start(self) -> None:
-        """Patch megatron-core; empties verl's list of routers, as every engine does when it is
+        """Patch megatron-core and empty verl's list of routers, as every engine does when it is
         made.
         """
         from verl.utils.megatron.router_replay_patch import apply_router_replay_patch
@@ -42,10 +42,10 @@ class VerlReplay:
         apply_router_replay_patch()
 
     def check(self, config: Any) -> None:
-        """Verl looks at nothing here."""
+        """Check nothing, as verl does."""
 
     def before(self, run: Run, number: int, chunk: int) -> None:
-        """What ``forward_step`` does before the model is called."""
+        """Install targets, as ``forward_step`` does before it calls the model."""
         from verl.utils.megatron import router_replay_patch as patch
         from verl.utils.megatron import router_replay_utils as utils
 
@@ -69,7 +69,9 @@ class VerlReplay:
         utils.set_router_replay_data(routes, None, config, chunk, replay_mask=mask, model=model)
 
     def after(self, run: Run, number: int, chunk: int) -> None:
-        """What ``forward_step`` does behind the model."""
+        """Store recordings and switch to the backward pass, as ``forward_step`` does after the
+        model.
+        """
         from verl.utils.megatron import router_replay_patch as patch
         from verl.utils.megatron import router_replay_utils as utils
 
@@ -82,8 +84,9 @@ class VerlReplay:
             utils.set_model_router_replay_action(model, patch.RouterReplayAction.REPLAY_BACKWARD)
 
     def end(self, run: Run, *, done: bool) -> None:
-        """What ``forward_backward_batch`` does behind the schedule, also where it failed: there the
-        engine has no such line, and dies.
+        """Merge recordings and clear, as ``forward_backward_batch`` does after the schedule.
+
+        Also after a failure, where the engine has no such line and dies.
         """
         from verl.utils.megatron import router_replay_patch as patch
         from verl.utils.megatron import router_replay_utils as utils
@@ -97,12 +100,12 @@ class VerlReplay:
                     )
                 else:
                     merged = utils.merge_nested_router_maps(self._recorded)
-                whole = utils.pp_gather(merged, run.chunks.config)
+                routes = utils.pp_gather(merged, run.chunks.config)
                 order = [number for batch in run.batches for number in batch.numbers]
-                run.answer.handed.update(
+                run.answer.merged.update(
                     {
                         number: rows.numpy()
-                        for number, rows in zip(order, whole.unbind(), strict=True)
+                        for number, rows in zip(order, routes.unbind(), strict=True)
                         if number >= 0
                     }
                 )
@@ -112,7 +115,7 @@ class VerlReplay:
             patch.RouterReplay.clear_global_router_replay_action()
 
     def left(self) -> dict[str, int]:
-        """What is left in verl's own list of routers."""
+        """Count the targets that are left in verl's own list of routers."""
         from verl.utils.megatron.router_replay_patch import RouterReplay
 
         return count_left(RouterReplay.router_instances)
@@ -140,15 +143,20 @@ def _routes(run: Run, samples: Sequence[Rollout | None]) -> Any:
 
     shape = (1, run.batches[0].layout.columns, run.setup.top_k)
     padding: IntArray = np.broadcast_to(np.arange(run.setup.top_k, dtype=np.int16), shape)
-    given = [padding if one is None or one.routes is None else one.routes for one in samples]
+    routes = [
+        padding if sample is None or sample.routes is None else sample.routes for sample in samples
+    ]
     # verl carries routes as int16.
     return _nested(
-        [torch.from_numpy(one.astype(np.int16) if one.dtype.kind in "iu" else one) for one in given]
+        [
+            torch.from_numpy(rows.astype(np.int16) if rows.dtype.kind in "iu" else rows)
+            for rows in routes
+        ]
     )
 
 
 def _response_mask(samples: Sequence[Rollout | None]) -> Any:
     import torch
 
-    lengths = [0 if one is None else len(one.response_ids) for one in samples]
+    lengths = [0 if sample is None else len(sample.response_ids) for sample in samples]
     return torch.arange(max(1, *lengths))[None, :] < torch.tensor(lengths)[:, None]

@@ -25,7 +25,7 @@ from rollproof.layouts.layout import Layout
 from rollproof.layouts.mesh import Mesh, Rank
 from rollproof.layouts.padding import Alignment, Fill, Side
 from rollproof.layouts.row_slices import Context
-from rollproof.stacks._support.megatron import OneOf, megatron_config, megatron_rank
+from rollproof.stacks._support.megatron import GroupMember, megatron_config, megatron_rank
 
 __all__ = ["VerlPadded", "VerlR2", "VerlR3", "VerlR3Contiguous", "VerlSamples"]
 
@@ -49,7 +49,9 @@ class VerlR3:
     layout: ClassVar[Layout] = _FULL
 
     def supports(self, function: str, layout: Layout) -> str | None:
-        """Packed rows of all ranks at once exist in verl only without context parallelism."""
+        """Say why verl does not support a layout: with context parallelism it never has the packed
+        rows of all ranks.
+        """
         if function in ("pack", "unpack") and layout.mesh.cp > 1:
             return "verl packs and divides in one function"
         if layout.stages.custom is not None and layout.mesh.pp == 1:
@@ -136,7 +138,7 @@ class VerlR3:
         return list(range(info["start"], info["end"]))
 
     def routers(self, layout: Layout, rank: Rank, chunk: int) -> int:
-        """``get_moe_num_layers_to_build`` of another pipeline rank, as ``pp_gather`` asks it on
+        """``get_moe_num_layers_to_build`` for another pipeline rank, as ``pp_gather`` calls it on
         rank 0.
         """
         from verl.utils.megatron.router_replay_utils import get_moe_num_layers_to_build
@@ -173,7 +175,7 @@ class VerlPadded(VerlR3):
 
 
 class VerlR3Contiguous(VerlR3):
-    """As ``VerlR3``, with the contiguous division that DeepSeek-V4's attention asks for."""
+    """As ``VerlR3``, with the contiguous division of DeepSeek-V4's attention."""
 
     layout: ClassVar[Layout] = replace(
         _FULL, context=Context.CONTIGUOUS, alignment=Alignment(by=("tp", "cp"))
@@ -188,9 +190,7 @@ class VerlR3Contiguous(VerlR3):
     tensor_slice: ClassVar[Any] = None
 
     def context(self, layout: Layout, samples: Sequence[IntArray], rank: Rank) -> Any:
-        """``preprocess_thd_engine``; a megatron-core that cannot say ``cp_partition_mode`` is given
-        a field for it.
-        """
+        """``preprocess_thd_engine``, with a megatron-core that has ``cp_partition_mode``."""
         with _partition_mode():
             return super().context(layout, samples, rank)
 
@@ -218,9 +218,9 @@ class VerlR2(VerlR3):
     tensor_slice: ClassVar[Any] = None
 
     def supports(self, function: str, layout: Layout) -> str | None:
-        """Stages are gathered over a pipeline; a single rank gathers nothing."""
+        """Say why verl does not support a layout: a single rank gathers no stages."""
         if function == "gather_stages" and layout.mesh.pp == 1:
-            return "pp_gather returns what it was given where there is no pipeline"
+            return "pp_gather returns its argument without a pipeline"
         return super().supports(function, layout)
 
     def reorder(
@@ -264,8 +264,8 @@ class VerlSamples:
     layout: ClassVar[Layout] = _FULL
 
     def microbatches(self, layout: Layout, lengths: Sequence[int], most: int) -> Any:
-        """``rearrange_micro_batches``; which samples each microbatch holds is read off its tokens,
-        not off the indexes beside it.
+        """``rearrange_micro_batches``. Samples are recognised by their tokens, and compared with
+        the indexes that verl returns.
         """
         from verl.utils.seqlen_balancing import rearrange_micro_batches
         from verl.utils.tensordict_utils import get_tensordict
@@ -274,19 +274,19 @@ class VerlSamples:
         batches, indexes = rearrange_micro_batches(
             get_tensordict({"input_ids": _nested(numbered)}), max_token_len=most
         )
-        held = [[int(tokens[0]) for tokens in batch["input_ids"].unbind()] for batch in batches]
-        if held != [list(part) for part in indexes]:
+        samples = [[int(tokens[0]) for tokens in batch["input_ids"].unbind()] for batch in batches]
+        if samples != [list(part) for part in indexes]:
             raise ValueError(
-                f"the microbatches hold samples {held}, and their indexes say {indexes}"
+                f"the microbatches hold samples {samples}, and their indexes say {indexes}"
             )
-        return held
+        return samples
 
     def ulysses(self, layout: Layout, rows: IntArray, rank: Rank) -> Any:
-        """``slice_input_tensor``, which the VeOmni engine calls on targets as on input ids."""
+        """``slice_input_tensor``, which the VeOmni engine calls on targets and on input ids."""
         import torch
         from verl.utils import ulysses
 
-        group = OneOf(layout.mesh.ulysses, rank.ulysses)
+        group = GroupMember(layout.mesh.ulysses, rank.ulysses)
         with (
             megatron_rank(Mesh(), Rank()),
             mock.patch.object(ulysses, "_ULYSSES_SEQUENCE_PARALLEL_GROUP", group),
@@ -344,9 +344,8 @@ class VerlSamples:
 
 
 def _installed(layout: Layout, routes: Any, rank: Rank, chunk: int) -> dict[int, Any]:
-    """What ``set_router_replay_data`` installs in the routers of one chunk, by layer; Megatron
-    builds a rank's routers chunk by chunk.
-    """
+    """The targets that ``set_router_replay_data`` installs in the routers of a chunk, by layer."""
+    # Megatron builds a rank's routers chunk by chunk.
     from verl.utils.megatron import router_replay_utils as utils
 
     owned = [layer for v in range(layout.mesh.vpp) for layer in layout.routers(rank.pp, v)]
@@ -355,10 +354,9 @@ def _installed(layout: Layout, routes: Any, rank: Rank, chunk: int) -> dict[int,
     with registry, megatron_rank(layout.mesh, rank), mock.patch.object(utils, "device_name", "cpu"):
         if layout.routers(rank.pp, chunk):
             utils.set_router_replay_data(routes, None, megatron_config(layout), vp_rank=chunk)
-    found = zip(owned, routers, strict=True)
     return {
         layer: router.target_topk_idx
-        for layer, router in found
+        for layer, router in zip(owned, routers, strict=True)
         if router.target_topk_idx is not None
     }
 

@@ -1,10 +1,4 @@
-"""A dialogue without a language, for verl's agent loops: a tool that answers with ids, and a parser
-that calls it.
-
-verl's agent loops go from text to ids and back at every turn. Here text is the ids in decimal, so
-that the sequence that the loop sends is exactly the one that the case asked for, and a template
-adds nothing of its own.
-"""
+"""A tool for verl's agent loops that returns ids as text, and a parser that calls it."""
 
 from __future__ import annotations
 
@@ -20,7 +14,7 @@ TOOL_NAME = "environment"
 
 
 class IdTool:
-    """The environment as a tool of verl's: each call gives the next of the request's turns."""
+    """The environment as a tool of verl's: each call returns the next of the request's turns."""
 
     name = TOOL_NAME
 
@@ -38,17 +32,17 @@ class IdTool:
     async def execute(
         self, instance_id: str, arguments: Mapping[str, Any], **_context: Any
     ) -> tuple[Any, float, dict[str, Any]]:
-        """The next answer of the environment."""
+        """The next turn of the environment."""
         return self._response(text=spell(self._tokenizer.turns.pop(0))), 0.0, {}
 
     async def release(self, instance_id: str) -> None:
-        """Nothing to free."""
+        """Free nothing."""
 
 
 def parser_of(base: Any, function_call: Any, name: str) -> Any:
-    """Register and return a ``ToolParser`` of verl's that calls the tool while answers are left.
+    """Register and return a ``ToolParser`` of verl's that calls the tool while turns are left.
 
-    A turn that was cut off holds no whole tool call, so only one that ends by itself (on the
+    A turn that was cut off has no complete tool call, so only one that ends by itself (on the
     tokenizer's ``eos_token_id``) has one.
     """
 

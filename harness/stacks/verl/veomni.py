@@ -2,8 +2,8 @@
 PyTorch.
 
 VeOmni's own models call the controller in each router with its scores and its choice, and execute
-what it returns; so does this one. One process, a packed sequence of one sample to a microbatch,
-activations recomputed layer by layer where a step asks for it. The order of calls is that of
+the result; so does this one. It runs in one process, with one sample in a microbatch, and
+recomputes activations layer by layer if a step requests it. The order of calls is that of
 ``VeOmniEngineWithLMHead`` (verl 0.9.1, workers/engine/veomni/transformer_impl.py).
 """
 
@@ -56,8 +56,8 @@ class VeOmniTrainer:
         self._nudges: list[tuple[int, FloatArray]] = []
 
     def run(self, step: Step, spy: Spy) -> Outcome:
-        """One step: begin, arm for each microbatch, clear."""
-        model = _Hooked(SETUP, self._number, self._nudges, self._controller, spy, step)
+        """Run a step: begin, set the targets of each microbatch, clear."""
+        model = _HookedModel(SETUP, self._number, self._nudges, self._controller, spy, step)
         logprobs: dict[str, FloatArray] = {}
         if step.action is Action.REPLAY:
             self._controller.begin_replay()
@@ -69,13 +69,15 @@ class VeOmniTrainer:
         finally:
             self._controller.clear()
         gradients = {
-            name: one.grad.numpy() for name, one in model.weights.items() if one.grad is not None
+            name: weight.grad.numpy()
+            for name, weight in model.weights.items()
+            if weight.grad is not None
         }
         return Outcome(
             step=step.name,
-            loss=-sum(float(one.sum()) for one in logprobs.values()),
+            loss=-sum(float(values.sum()) for values in logprobs.values()),
             logprobs=logprobs,
-            gradients={name: sketch(one) for name, one in gradients.items()},
+            gradients={name: sketch(gradient) for name, gradient in gradients.items()},
             gates={
                 layer: sketch(gradients[name])
                 for layer in SETUP.moe_layers
@@ -84,15 +86,15 @@ class VeOmniTrainer:
         )
 
     def reference(self, step: Step) -> Outcome:
-        """The same model with the routes as its argument."""
+        """Run the same model with the routes as its argument."""
         if step.action is not Action.REPLAY or not step.backward or self._number < 0:
             raise UnsupportedStep("the reference trains on the routes that it is given")
         logprobs, gradients = reference_losses(SETUP, step.samples, self._number, self._nudges)
         return Outcome(
             step=step.name,
-            loss=-sum(float(one.sum()) for one in logprobs.values()),
+            loss=-sum(float(values.sum()) for values in logprobs.values()),
             logprobs=logprobs,
-            gradients={name: sketch(one) for name, one in gradients.items()},
+            gradients={name: sketch(gradient) for name, gradient in gradients.items()},
             gates={layer: sketch(gradients[gate_name(layer)]) for layer in SETUP.moe_layers},
         )
 
@@ -105,40 +107,37 @@ class VeOmniTrainer:
         self._nudges.append((layer, size * direction((SETUP.num_experts, 32))))
 
     def residue(self) -> Mapping[str, int]:
-        """Targets, and whether the controller still acts."""
+        """Count the targets that are left, and whether the controller still acts."""
         return {
             "targets": self._controller.num_targets,
             "actions": int(self._controller.action.value != "disabled"),
         }
 
-    def _microbatch(self, model: _Hooked, sample: Rollout, step: Step, spy: Spy) -> FloatArray:
+    def _microbatch(self, model: _HookedModel, sample: Rollout, step: Step, spy: Spy) -> FloatArray:
         import torch
 
         model.tokens = np.array(sample.prompt_ids + sample.response_ids)
         if step.action is Action.REPLAY:
             assert sample.routes is not None
-            # The final token has no row. What else is missing must not be filled up: the controller
+            # The final token has no row. Other missing rows must not be filled: the controller
             # compares shapes.
             final = int(len(sample.routes) == sample.total - 1)
-            whole: IntArray = np.pad(sample.routes, ((0, final), (0, 0), (0, 0)))
+            routes: IntArray = np.pad(sample.routes, ((0, final), (0, 0), (0, 0)))
+            by_layer = routes.astype(np.int64).swapaxes(0, 1)
             self._controller.begin_microbatch(
-                targets=[
-                    torch.from_numpy(whole[:, i].astype(np.int64)) for i in range(whole.shape[1])
-                ]
+                targets=[torch.from_numpy(rows.copy()) for rows in by_layer]
             )
         with torch.set_grad_enabled(step.backward):
-            found = model.logprobs(sample)
-        if step.backward and found.numel():
+            logprobs = model.logprobs(sample)
+        if step.backward and logprobs.numel():
             with spy.recomputing():
-                (-found.sum()).backward()
-        values: FloatArray = found.detach().numpy()
+                (-logprobs.sum()).backward()
+        values: FloatArray = logprobs.detach().numpy()
         return values
 
 
-class _Hooked(Whole):
-    """The plain model with routers of its own, which ask the controller, and layers that may be
-    recomputed.
-    """
+class _HookedModel(Whole):
+    """The plain model with routers that call the controller, and layers that may be recomputed."""
 
     def __init__(
         self,
@@ -159,12 +158,11 @@ class _Hooked(Whole):
         self.spy = spy
         self.full = step.recompute is Recompute.FULL
         self.tokens: IntArray = np.zeros(0, dtype=np.int64)
-        self.routers = {
-            layer: torch.nn.Identity() for layer in setup.moe_layers
-        }  # what the controller tells layers apart by
+        # the controller tells layers apart by these modules
+        self.routers = {layer: torch.nn.Identity() for layer in setup.moe_layers}
 
     def layer(self, hidden: Any, layer: int, sample: Rollout) -> Any:
-        """One layer, recomputed in the backward pass where the step asks for it."""
+        """Run a layer, recomputed in the backward pass if the step requests it."""
         import torch
 
         if not self.full or not torch.is_grad_enabled():
@@ -174,7 +172,7 @@ class _Hooked(Whole):
         )
 
     def routes(self, scores: Any, layer: int, sample: Rollout) -> Any:
-        """What is executed: the router's own choice, handed to the controller."""
+        """The executed routes: the controller's answer to the router's own choice."""
         chosen = scores.topk(self.setup.top_k, dim=-1).indices
         executed = self.controller.on_router_forward(self.routers[layer], scores, chosen)
         self.spy.routed(layer, executed.numpy(), tokens=self.tokens)
