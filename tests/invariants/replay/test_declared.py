@@ -28,10 +28,10 @@ class _Reported(ReplayTrainer):
         return outcome
 
     def run(self, step: Step, spy: Spy) -> Outcome:
-        return self.told(super().run(step, spy))
+        return self.reported(super().run(step, spy))
 
     def reference(self, step: Step) -> Outcome:
-        return self.told(super().reference(step))
+        return self.reported(super().reference(step))
 
 
 class FrozenGates(_Reported):
