@@ -1,8 +1,8 @@
-"""Recording: a user's existing test becomes the input of the checks.
+"""``record``: records what happens in a test that a user has already, and judges it.
 
-Works around sync and async code, on any event loop, in any number of threads: it stamps wall time
-and never owns a loop. What the test does not tell (true versions, admissions) stays absent, and the
-checks that need it stay unknown.
+It works around sync and async code, on any event loop and in any number of threads: events have
+wall time, and it never owns a loop. What the test does not report (true versions, admissions) stays
+absent, and the checks that need it stay unknown.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ from rollproof.judging.checks import Verdict
 from rollproof.judging.registry import Registry
 from rollproof.judging.report import Report
 from rollproof.judging.situations import SituationCounter
-from rollproof.recording.wrapping import Watched, check_wrapping, wrapped
+from rollproof.recording.wrapping import WatchedCall, check_wrapping, watch_calls
 from rollproof.reporting.text import check_lines, summary_text, text_of
 from rollproof.verification.argument_checks import as_expected, as_names, as_path
 from rollproof.verification.canary import SAMPLE_PLANTS, try_canary
@@ -63,12 +63,12 @@ __all__ = ["EngineCall", "Recording", "record"]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class EngineCall:
-    """What a call of the user's engine asks for.
+    """The request of one call to an engine of the user.
 
-    ``request_id`` may be left out: the rollout in whose context the call is made is meant, else the
-    open request that sends these ``prompt_ids`` next, or whose prompt is the longest prefix of
-    them. Where that leaves several (equal prompts, and calls from threads of an executor), none of
-    them is judged: give the id.
+    ``request_id`` may be omitted. The call then belongs to the rollout in which context it is made,
+    or else to the open request that sends these ``prompt_ids`` next, or else to the one with the
+    longest prompt that they begin with. If several requests remain (equal prompts, and calls from
+    threads of an executor), none of them is judged: set the id.
     """
 
     prompt_ids: tuple[int, ...]
@@ -92,22 +92,27 @@ def record(
     save: str | Path | None = None,
     on_report: Callable[[Mapping[str, Any]], None] | None = None,
 ) -> Recording:
-    """Record what happens in a ``with`` block, judge it at the end, and raise ``ConformanceError``
-    with what was found.
+    """Record what happens in a ``with`` block, and judge it at the end.
 
-    ``contract`` is what the stack promises, ``engine`` what the engines below it do (where known).
-    ``only`` selects checks, ``expected`` maps ids of checks known to fail to their reasons,
-    ``save`` keeps the trace as a file for ``rollproof check``, ``on_report`` is handed the JSON
-    report::
+    Raises ``ConformanceError`` with the findings::
 
         with rollproof.record(contract) as trace:
             server.generate = trace.engine(server.generate, to_call=..., to_output=...)
             run = trace.rollout(client.generate, to_request=..., to_record=...)
             await run(prompt_ids)
 
-    An exception of the block itself passes unchanged; what was recorded until then is saved, not
-    judged. Raises ``UsageError`` where ``save`` cannot be written to, before the block, and at its
-    end for requests that were submitted and never ended.
+    Args:
+        contract: what the stack promises.
+        name: the subject's name in the report.
+        engine: what the engines promise, if it is known.
+        only: ids or families of checks; default: all checks of rollouts.
+        expected: ids of checks that are known to fail, with the reason.
+        save: a file for the trace, which ``rollproof check`` reads.
+        on_report: is called with the JSON report.
+
+    An exception of the block itself passes unchanged; the trace is then saved, but not judged.
+    Raises ``UsageError`` before the block if ``save`` cannot be written, and at its end for
+    requests that were submitted and never ended.
     """
     return Recording(
         contract,
@@ -121,8 +126,9 @@ def record(
 
 
 class Recording:
-    """A run being recorded; ``recorded`` is the trace so far, ``report`` the outcome once the block
-    has ended.
+    """A run that is being recorded.
+
+    ``recorded`` is the trace so far, ``report`` the verdicts after the block has ended.
     """
 
     def __init__(
@@ -148,10 +154,10 @@ class Recording:
         if not isinstance(name, str):
             raise UsageError(f"record() takes text as `name`, not {type(name).__name__}.")
         registry = default_registry()
-        chosen = as_names(only, "only")
+        selected = as_names(only, "only")
         self._registry = (
-            registry.select(chosen)
-            if chosen
+            registry.select(selected)
+            if selected
             else Registry([check for check in registry if check.judges(ROLLOUTS)])
         )
         self._expected = as_expected(expected)
@@ -170,18 +176,18 @@ class Recording:
 
     @property
     def recorded(self) -> Trace:
-        """What was recorded so far."""
+        """The trace so far."""
         return self._recorder.trace(self._header)
 
     @property
     def report(self) -> Report:
         """The verdicts. Raises ``UsageError`` before the block has ended."""
         if self._report is None:
-            raise UsageError("The verdicts are there once the `with` block has ended.")
+            raise UsageError("There are no verdicts before the `with` block has ended.")
         return self._report
 
     def submit(self, request: Request) -> None:
-        """A caller hands ``request`` to the stack."""
+        """Record that a caller submits ``request`` to the stack."""
         request = validate_request(request, "The caller of submit()")
         with self._lock:
             if request.request_id in self._owners:
@@ -200,7 +206,7 @@ class Recording:
         request_id: str | None = None,
         error: str | None = None,
     ) -> None:
-        """A request has ended: with a sample, with an error, or dropped (neither given)."""
+        """Record the end of a request: a sample, an error, or neither if it was dropped."""
         if rollout is not None:
             rollout = validate_rollout(rollout, "The caller of result()")
         ended = rollout.request_id if rollout is not None else request_id
@@ -213,8 +219,8 @@ class Recording:
         with self._lock:
             if ended not in self._submitted:
                 raise UsageError(
-                    f"Request {ended!r} ends but was never submitted: call submit() first. Open are"
-                    f" {list(self._owners.ids)[:9] or 'none'}."
+                    f"Request {ended!r} ends but was never submitted: call submit() first. Open"
+                    f" requests: {list(self._owners.ids)[:9] or 'none'}."
                 )
             self._owners.end(ended)
             self._recorder.record(event)
@@ -226,19 +232,18 @@ class Recording:
         to_request: Callable[..., Request],
         to_record: Callable[[Any], Rollout],
     ) -> Callable[..., Any]:
-        """Wrap the stack's own rollout function, sync or async, so that each call is recorded as
-        one request.
+        """Wrap the stack's rollout function, sync or async; each call is recorded as one request.
 
-        ``to_request`` is called with the arguments of the call, ``to_record`` with what it returned
-        (not for ``None``, which says that the sample was dropped). An exception is recorded as the
-        request's end and goes on to the caller.
+        ``to_request`` gets the arguments of the call, ``to_record`` its result, unless that is
+        ``None`` (the sample was dropped). An exception is recorded as the end of the request, and
+        raised to the caller.
         """
 
-        def begin(*args: Any, **kwargs: Any) -> Watched:
+        def begin(*args: Any, **kwargs: Any) -> WatchedCall:
             request = validate_request(to_request(*args, **kwargs), "to_request")
             self.submit(request)
-            return Watched(
-                take=lambda native: self._ended(request, native, to_record),
+            return WatchedCall(
+                take=lambda native: self._record_end(request, native, to_record),
                 fail=lambda error: self.result(
                     request_id=request.request_id, error=describe_error_with_place(error)
                 ),
@@ -246,7 +251,7 @@ class Recording:
             )
 
         check_wrapping("rollout()", function, to_request=to_request, to_record=to_record)
-        return wrapped(function, begin)
+        return watch_calls(function, begin)
 
     def engine(
         self,
@@ -255,18 +260,17 @@ class Recording:
         to_call: Callable[..., EngineCall],
         to_output: Callable[[Any], EngineOutput],
     ) -> Callable[..., Any]:
-        """Wrap the function by which the stack calls an engine, sync or async, so that calls and
-        replies are recorded.
+        """Wrap the function with which the stack calls an engine; records calls and replies.
 
-        ``to_call`` is called with the arguments of the call, ``to_output`` with what the engine
-        returned. A call that raises or is cancelled stays without a reply: its outcome is unknown
-        to the caller, and it excuses the error that its request may end with.
+        ``to_call`` gets the arguments of the call, ``to_output`` what the engine returned. A call
+        that raises or is cancelled has no reply: its outcome is unknown to the caller, and excuses
+        an error of its request.
         """
 
-        def begin(*args: Any, **kwargs: Any) -> Watched:
-            call_id = self._called(to_call(*args, **kwargs))
+        def begin(*args: Any, **kwargs: Any) -> WatchedCall:
+            call_id = self._record_call(to_call(*args, **kwargs))
 
-            def answered(native: Any) -> None:
+            def succeeded(native: Any) -> None:
                 output = validate_output(to_output(native), "to_output")
                 with self._lock:
                     self._owners.answered(call_id, output.token_ids)
@@ -279,13 +283,13 @@ class Recording:
                         Fault(what="lost-reply", call_id=call_id, detail=describe_error(error))
                     )
 
-            return Watched(take=answered, fail=failed)
+            return WatchedCall(take=succeeded, fail=failed)
 
         check_wrapping("engine()", function, to_call=to_call, to_output=to_output)
-        return wrapped(function, begin)
+        return watch_calls(function, begin)
 
     def observation(self, request_id: str, token_ids: Iterable[int]) -> None:
-        """The environment appends tokens to a request's sequence."""
+        """Record tokens that the environment appends to a request's sequence."""
         ids = as_tokens(
             token_ids
             if isinstance(token_ids, list | tuple) or hasattr(token_ids, "tolist")
@@ -304,7 +308,7 @@ class Recording:
         identity: bool = False,
         flushed: bool = False,
     ) -> None:
-        """A server's weights became ``version`` and were published under that label."""
+        """Record that a server has the weights ``version``, and shows that label."""
         event = Weights(
             server_id=server,
             version=version,
@@ -322,20 +326,20 @@ class Recording:
         server: str = "s0",
         clear_cache: bool = False,
     ) -> None:
-        """A server acknowledged a pause."""
+        """Record that a server acknowledged a pause."""
         if mode not in list(PauseMode):
             raise UsageError(
-                f"pause() takes one of the modes {[str(each) for each in PauseMode]}, not"
+                f"pause() takes one of the modes {[str(known) for known in PauseMode]}, not"
                 f" {show(mode)}."
             )
         self._add(Pause(server_id=server, mode=PauseMode(mode), clear_cache=clear_cache), "pause()")
 
     def resume(self, *, server: str = "s0") -> None:
-        """A server was resumed."""
+        """Record that a server was resumed."""
         self._add(Resume(server_id=server), "resume()")
 
     def abort(self, wanted: str = "*", *, server: str = "s0") -> None:
-        """Somebody asked a server to abort ``wanted`` (a request id, or ``"*"`` for all)."""
+        """Record a request to abort ``wanted``: a request id, or ``"*"`` for all."""
         self._add(Abort(server_id=server, wanted=wanted), "abort()")
 
     def __enter__(self) -> Self:
@@ -347,25 +351,25 @@ class Recording:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        __tracebackhide__ = True  # pytest then shows the line of the test
-        trouble = self._saved()
+        __tracebackhide__ = True  # so that pytest shows the line of the test
+        # The trace is saved first: it must not be lost to a failing check, and a failing write must
+        # not hide what the block or the checks raise.
+        trouble = self._save_trace()
         if error is not None:
             if trouble is not None:
                 error.add_note(f"rollproof: {trouble}")
             return
         try:
             self._conclude()
-        except RollproofError as found:
+        except RollproofError as outcome:
             if trouble is not None:
-                found.add_note(str(trouble))
+                outcome.add_note(str(trouble))
             raise
         if trouble is not None:
             raise trouble
 
-    def _saved(self) -> TraceError | None:
-        """Write the trace where it was asked for; why that failed, which must not hide what the
-        block or the checks say.
-        """
+    def _save_trace(self) -> TraceError | None:
+        """Write the trace to its file; returns the error if that failed."""
         if self._save is None:
             return None
         from rollproof.store import dump_trace
@@ -375,24 +379,27 @@ class Recording:
             dump_trace(self.recorded, self._save)
         except (TraceError, OSError) as error:
             try:
-                kept = Path(tempfile.mkdtemp(prefix="rollproof-")) / self._save.name
-                dump_trace(self.recorded, kept)
+                # A run with real engines may have taken hours.
+                fallback = Path(tempfile.mkdtemp(prefix="rollproof-")) / self._save.name
+                dump_trace(self.recorded, fallback)
             except (TraceError, OSError):
                 return TraceError(
                     f"The recorded trace could not be saved: {describe_error(error)}."
                 )
             return TraceError(
-                f"The recorded trace could not be saved in its place: {describe_error(error)}. It"
-                f" was kept as {kept}."
+                f"The recorded trace could not be saved as {self._save}: {describe_error(error)}."
+                f" It was saved as {fallback}."
             )
         return None
 
-    def _add(self, event: Event, where: str) -> None:
-        _refuse_misfit(event, where)
+    def _add(self, event: Event, method: str) -> None:
+        _refuse_misfit(event, method)
         with self._lock:
             self._recorder.record(event)
 
-    def _ended(self, request: Request, native: Any, to_record: Callable[[Any], Rollout]) -> None:
+    def _record_end(
+        self, request: Request, native: Any, to_record: Callable[[Any], Rollout]
+    ) -> None:
         if native is None:
             self.result(request_id=request.request_id)
             return
@@ -404,7 +411,7 @@ class Recording:
             )
         self.result(rollout)
 
-    def _called(self, call: EngineCall) -> int:
+    def _record_call(self, call: EngineCall) -> int:
         if not isinstance(call, EngineCall):
             raise SubjectError(
                 "to_call must return an EngineCall (rollproof.recording.recorder), not"
@@ -444,12 +451,13 @@ class Recording:
                 " trace.submit(...)."
             )
         trace = self.recorded
-        scenarios = SituationCounter()
+        situations = SituationCounter()
         for event in trace.events:
-            scenarios.event(event)
+            situations.event(event)
         results = judge(trace, self._registry).results
         passed = Registry([result.check for result in results if result.verdict is Verdict.PASS])
-        fit = any(plant.check_id in passed.ids for plant in SAMPLE_PLANTS) or all(
+        # A canary in a trace that fails already shows nothing, unless its own check passes.
+        plantable = any(plant.check_id in passed.ids for plant in SAMPLE_PLANTS) or all(
             result.verdict is not Verdict.FAIL for result in results
         )
         self._report = Report(
@@ -457,8 +465,8 @@ class Recording:
             profile="recorded",
             seed=0,
             results=results,
-            exercised=scenarios.counts,
-            canary=try_canary([trace] if fit else [], passed, SAMPLE_PLANTS),
+            exercised=situations.counts,
+            canary=try_canary([trace] if plantable else [], passed, SAMPLE_PLANTS),
             expected=self._expected,
             cases=1,
         )
@@ -487,19 +495,19 @@ class Recording:
         if self._owners.ids:
             raise UsageError(
                 f"Requests {list(self._owners.ids)[:9]} were submitted and never ended within the"
-                " block, so nothing is known of them: wait for them in the block, or tell their"
+                " block, so they cannot be judged: wait for them in the block, or report their"
                 " end with trace.result(...)."
             )
 
 
 def _listed(value: Any) -> Any:
-    """What can be iterated as a list; anything else as it is, to be refused."""
+    """Return an iterable as a list, and anything else unchanged, to be refused later."""
     return (
         list(value) if isinstance(value, Iterable) and not isinstance(value, str | bytes) else value
     )
 
 
-def _refuse_misfit(event: Event, where: str) -> None:
+def _refuse_misfit(event: Event, method: str) -> None:
     misfit = misfit_of(event)
     if misfit is not None:
-        raise UsageError(f"{where} was called with a value that no trace can hold: {misfit}.")
+        raise UsageError(f"{method} was called with a value that no trace can hold: {misfit}.")

@@ -1,4 +1,4 @@
-"""Wrapping: functions of a user's, sync, async or returning an awaitable, whose calls are watched."""
+"""Wrappers around functions of a user that report each call, sync or async."""
 
 from __future__ import annotations
 
@@ -13,32 +13,32 @@ from rollproof.core.call_ownership import CURRENT, Running, here
 from rollproof.core.error_text import show
 from rollproof.errors import UsageError
 
-__all__ = ["Watched", "check_wrapping", "wrapped"]
+__all__ = ["WatchedCall", "check_wrapping", "watch_calls"]
 
 _STREAMING = (
-    "Wrap the function that gathers its items into one answer, or tell what happens with"
+    "Wrap the function that collects its items into one answer, or report what happens with"
     " trace.submit(...) and trace.result(...)."
 )
 
 
-def check_wrapping(where: str, function: Any, **callbacks: Any) -> None:
-    """Refuse what cannot be wrapped: a generator's tokens come after its call, where nobody watches
-    any more.
-    """
-    for name, given in {"function": function, **callbacks}.items():
-        if not callable(given):
-            raise UsageError(f"{where} takes a function as `{name}`, not {show(given)}.")
+def check_wrapping(method: str, function: Any, **callbacks: Any) -> None:
+    """Raise ``UsageError`` for a generator, and for what is not callable."""
+    # The tokens of a generator come after its call has returned, when the wrapper has ended.
+    for name, value in {"function": function, **callbacks}.items():
+        if not callable(value):
+            raise UsageError(f"{method} takes a function as `{name}`, not {show(value)}.")
     if inspect.isasyncgenfunction(function) or inspect.isgeneratorfunction(function):
         raise UsageError(
-            f"{where} cannot record {getattr(function, '__qualname__', function)!r}: it is a"
+            f"{method} cannot record {getattr(function, '__qualname__', function)!r}: it is a"
             f" generator. {_STREAMING}"
         )
 
 
 @dataclass(frozen=True, slots=True)
-class Watched:
-    """One call of a wrapped function: what to do with its outcome, and the request that it is about
-    (for rollouts).
+class WatchedCall:
+    """One call of a wrapped function.
+
+    ``take`` gets its result, ``fail`` its exception. ``request_id`` is the request of a rollout.
     """
 
     take: Callable[[Any], None]
@@ -47,13 +47,13 @@ class Watched:
 
     @contextmanager
     def running(self) -> Iterator[None]:
-        """Attribute engine calls made meanwhile, and tell a failure."""
+        """Attribute engine calls of the block to the request, and report its failure."""
         token = (
             CURRENT.set(Running(self.request_id, here())) if self.request_id is not None else None
         )
         try:
             yield
-        except BaseException as error:  # cancellation is an outcome too; it goes on to the caller
+        except BaseException as error:  # also a cancellation, which is an outcome too
             self.fail(error)
             raise
         finally:
@@ -61,33 +61,34 @@ class Watched:
                 CURRENT.reset(token)
 
 
-def wrapped(function: Callable[..., Any], begin: Callable[..., Watched]) -> Callable[..., Any]:
-    """``function`` with its calls watched; sync, async, or sync and returning an awaitable
-    (``handle.method.remote``).
-    """
+def watch_calls(
+    function: Callable[..., Any], begin: Callable[..., WatchedCall]
+) -> Callable[..., Any]:
+    """Return ``function`` with a wrapper that calls ``begin`` before each call."""
 
-    async def finished(watched: Watched, awaitable: Awaitable[Any]) -> Any:
+    async def finished(watched: WatchedCall, awaitable: Awaitable[Any]) -> Any:
         with watched.running():
             native = await awaitable
         watched.take(native)
         return native
 
     @functools.wraps(function)
-    async def later(*args: Any, **kwargs: Any) -> Any:
+    async def call_async(*args: Any, **kwargs: Any) -> Any:
         return await finished(begin(*args, **kwargs), function(*args, **kwargs))
 
     @functools.wraps(function)
-    def now(*args: Any, **kwargs: Any) -> Any:
+    def call(*args: Any, **kwargs: Any) -> Any:
         watched = begin(*args, **kwargs)
         with watched.running():
             native = function(*args, **kwargs)
         if inspect.isawaitable(native):
+            # a sync function that returns an awaitable, such as Ray's `handle.method.remote`
             return finished(watched, native)
         if inspect.isasyncgen(native) or inspect.isgenerator(native):
-            stray = UsageError(f"A call that is recorded returned a generator. {_STREAMING}")
-            watched.fail(stray)
-            raise stray
+            error = UsageError(f"A recorded call returned a generator. {_STREAMING}")
+            watched.fail(error)
+            raise error
         watched.take(native)
         return native
 
-    return later if inspect.iscoroutinefunction(function) else now
+    return call_async if inspect.iscoroutinefunction(function) else call

@@ -213,12 +213,12 @@ def _answered(trace: Recording, **fields: Any) -> None:
         (
             lambda trace: trace.result(request_id="r1"),
             UsageError,
-            "Request 'r1' ends but was never submitted: .* Open are none",
+            "Request 'r1' ends but was never submitted: .* Open requests: none",
         ),
         (
             lambda trace: trace.submit(to_request([1])) or trace.result(request_id="r2"),
             UsageError,
-            r"Open are \['r1'\]",
+            r"Open requests: \['r1'\]",
         ),
         (
             lambda trace: trace.submit(7),
@@ -315,7 +315,7 @@ def _answered(trace: Recording, **fields: Any) -> None:
             UsageError,
             (
                 r"rollout\(\) cannot record '_tokens': it is a generator\. Wrap the function that"
-                r" gathers its items"
+                r" collects its items"
             ),
         ),
         (
@@ -323,13 +323,13 @@ def _answered(trace: Recording, **fields: Any) -> None:
                 lambda prompt: _tokens(), to_request=to_request, to_record=len
             )([1]),
             UsageError,
-            "A call that is recorded returned a generator. Wrap the function",
+            "A recorded call returned a generator. Wrap the function",
         ),
         (lambda trace: trace.result(), UsageError, "result.. needs a rollout, or the request_id"),
         (
             lambda trace: trace.report,
             UsageError,
-            "The verdicts are there once the `with` block has ended",
+            "There are no verdicts before the `with` block has ended",
         ),
         (
             lambda trace: trace.engine(len, to_call=lambda x: x, to_output=len)([1]),

@@ -70,7 +70,7 @@ def outcome(
 
 
 @pytest.mark.parametrize(
-    ("verdicts", "said"),
+    ("verdicts", "expected"),
     [
         ({"routes.rows": "expected fail"}, []),
         ({"routes.rows": "fail", "routes.position": "expected fail"}, []),
@@ -103,16 +103,16 @@ def outcome(
     ],
 )
 def test_whatever_the_matrix_does_not_say_is_a_deviation(
-    verdicts: dict[str, str], said: list[str]
+    verdicts: dict[str, str], expected: list[str]
 ) -> None:
-    """Unexpected failures, passes and unknowns are told, one sentence each; what may fail may pass."""
+    """Unexpected failures, passes and unknowns are listed, a sentence each; what may fail may pass."""
     found = Matrix.parse("x", TEXT).deviations("1.0", "client", outcome(verdicts))
-    assert len(said) == len(found)
-    assert all(text in sentence for text, sentence in zip(said, found, strict=True))
+    assert len(expected) == len(found)
+    assert all(text in sentence for text, sentence in zip(expected, found, strict=True))
 
 
 def test_a_known_failure_that_finds_something_else_is_a_deviation() -> None:
-    """A finding of another kind is told with how many there are, and so is a failure that shows
+    """A finding of another kind is listed with the number of them, and so is a failure that shows
     nothing of what is listed.
     """
     matrix = Matrix.parse("x", TEXT)
@@ -128,7 +128,7 @@ def test_a_known_failure_that_finds_something_else_is_a_deviation() -> None:
     )
 
 
-def test_checks_that_were_not_asked_for_are_no_deviation() -> None:
+def test_checks_that_were_not_requested_are_no_deviation() -> None:
     """A run with --only is held to what it judged."""
     assert [] == Matrix.parse("x", TEXT).deviations(
         "1.0", "client", outcome({"stitch.tokens": "pass"}), ["stitch.tokens"]
@@ -306,12 +306,12 @@ def test_a_part_that_the_stack_does_not_have_is_a_deviation() -> None:
 
 
 @pytest.mark.parametrize("stack", list(STACKS))
-def test_what_holds_after_a_situation_is_said_of_rollouts(stack: str) -> None:
+def test_entries_with_situations_concern_rollouts(stack: str) -> None:
     """The cases of a conversion are not known to the ways: an entry that asks for a situation there
     would cover nothing.
     """
     batches = set(BATCHES.get(stack, ()))
-    stray = {
+    conversions = {
         (entry.name, part)
         for entry in Matrix.read(stack).entries
         if entry.after
@@ -321,7 +321,7 @@ def test_what_holds_after_a_situation_is_said_of_rollouts(stack: str) -> None:
         if part in batches
     }
 
-    assert set() == stray
+    assert set() == conversions
 
 
 def test_a_stack_without_a_matrix_is_refused() -> None:
@@ -355,7 +355,7 @@ def test_every_matrix_is_that_of_a_stack() -> None:
     assert all(tomllib.loads(path.read_text(encoding="utf-8")) for path in files)
 
 
-def test_a_run_without_the_matrix_says_what_is_known() -> None:
+def test_a_run_without_the_matrix_counts_the_known_failures() -> None:
     """How many of the failing checks of a pinned release are known to fail; nothing where none is,
     or the release is not pinned.
     """
@@ -376,8 +376,8 @@ def test_a_run_without_the_matrix_says_what_is_known() -> None:
         )
 
     note = (
-        "note: 1 of these checks is known to fail in this release (docs/stacks.md); --matrix says"
-        " which fail otherwise than that"
+        "note: 1 of these checks is known to fail in this release (docs/stacks.md); --matrix shows"
+        " what differs from that"
     )
     assert note == note_of("0.10.0", "batch.refuses", "batch.tokens")
     assert None is note_of("0.10.0", "batch.tokens")
