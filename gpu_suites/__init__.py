@@ -1,1 +1,1 @@
-"""GPU suites: real engines and trainers, gated by what the host has."""
+"""The GPU suites: real engines and trainers, as far as the host has them."""

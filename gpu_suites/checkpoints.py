@@ -1,4 +1,4 @@
-"""Models: generated checkpoints of the sizes on which the gap is measured, each in two versions."""
+"""Checkpoints that the gap is measured on: generated models or the user's, in two versions."""
 
 from __future__ import annotations
 
@@ -12,12 +12,11 @@ from rollproof.core.model_config import model_of
 from rollproof.errors import UsageError
 from rollproof.fakes.tiny_models import make_checkpoint, second_version
 
-__all__ = ["SIZES", "few_threads", "fits", "given_models", "make_models"]
+__all__ = ["SIZES", "few_threads", "fits", "make_models", "user_models"]
 
 SIZES: Mapping[str, Mapping[str, Any]] = MappingProxyType(
     {
-        # as shared between engines and trainers by many: deep and wide enough that half of all
-        # tokens are routed otherwise somewhere
+        # deep and wide enough that half of all tokens are routed differently in some layer
         "tiny": {
             "vocab_size": 4096,
             "hidden_size": 512,
@@ -52,11 +51,10 @@ SIZES: Mapping[str, Mapping[str, Any]] = MappingProxyType(
 
 @contextmanager
 def few_threads() -> Iterator[None]:
-    """Inside, torch computes on four threads at most: small models gain nothing from more, which
-    wait for each other on a busy machine.
-    """
+    """Let torch compute on four threads at most while the context is open."""
     import torch
 
+    # small models gain nothing from more, which wait for each other on a busy machine
     before = torch.get_num_threads()
     torch.set_num_threads(min(4, before))
     try:
@@ -68,10 +66,9 @@ def few_threads() -> Iterator[None]:
 def make_models(
     size: str, folder: Path, *, dtype: str = "bfloat16", seed: int = 0
 ) -> dict[str, Path]:
-    """Two versions, ``A`` and ``B``, of a random policy of that size in ``folder``; kept where they
-    are there already.
+    """Make two versions, ``A`` and ``B``, of a random policy in ``folder``, unless they exist.
 
-    Raises ``UsageError`` for a size that does not exist.
+    Raises ``UsageError`` for an unknown size.
     """
     if size not in SIZES:
         raise UsageError(f"No model size is named {size!r}; choose among {list(SIZES)}.")
@@ -83,8 +80,8 @@ def make_models(
     return {"A": first, "B": second}
 
 
-def given_models(path: Path, folder: Path) -> dict[str, Path]:
-    """A checkpoint of the user's own as version ``A``, and a second version of it in ``folder``.
+def user_models(path: Path, folder: Path) -> dict[str, Path]:
+    """Return the user's checkpoint as version ``A``, and make a second version in ``folder``.
 
     Raises ``UsageError`` for a dense model, which has nothing to replay, and ``EngineStartError``
     for a folder that holds no checkpoint.
@@ -98,12 +95,8 @@ def given_models(path: Path, folder: Path) -> dict[str, Path]:
 
 
 def fits(path: Path, free: int) -> str | None:
-    """Why a checkpoint does not fit on a card with so many ``free`` bytes, beside an engine that
-    serves it; ``None`` where it does.
-
-    An engine and a trainer hold it one after the other; half as much again is left for KV and
-    activations.
-    """
+    """Return why a checkpoint does not fit on a GPU with ``free`` bytes; ``None`` if it does."""
+    # engine and trainer have it one after the other; half as much again is for KV and activations
     size = sum(file.stat().st_size for file in path.glob("*.safetensors"))
     if 1.5 * size <= free:
         return None

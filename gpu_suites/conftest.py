@@ -1,5 +1,6 @@
-"""Gating of the GPU suites: what a test's markers ask for and this host lacks skips it, or fails it
-where a GPU is required.
+"""Gating of the GPU suites.
+
+A test that needs more than this host has is skipped, or fails if a GPU is required.
 """
 
 from __future__ import annotations
@@ -20,31 +21,31 @@ from rollproof.gpu_suites.gap.scorers import empty_cuda
 from rollproof.gpu_suites.gpu_lock import Claim
 from rollproof.gpu_suites.report.hardware import MemoryWatch, described
 from rollproof.gpu_suites.report.run_report import RunReport
-from rollproof.gpu_suites.requirements import MARKERS, needs_of, unmet
+from rollproof.gpu_suites.requirements import MARKERS, needs_of, unmet_need
 from rollproof.gpu_suites.timing import Part, Spending
-from rollproof.gpu_suites.user_options import check_given
+from rollproof.gpu_suites.user_options import check_options
 from rollproof.plugin import state_of
 
 _BEGAN = time.perf_counter()
 _RUN: set[str] = set()
 """Tests of this session that were not skipped."""
 _CLAIM = pytest.StashKey[Claim]()
-_TOLD = pytest.StashKey[bool]()
-"""Whether a report was begun; absent where the options were not yet found good."""
+_REPORT_BEGUN = pytest.StashKey[bool]()
+"""Whether a report was begun; absent until the options are checked."""
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Tell pytest of the markers, cuBLAS to sum in one order (without it two runs of a trainer
-    differ), and CUDA of free cards alone.
+    """Register the markers, and claim the free GPUs.
 
-    Raises ``UsageError`` for a session of several processes: each would find the cards taken by the
-    others.
+    Raises ``UsageError`` for a session of several processes.
     """
+    # each process of a session would find the GPUs taken by the others
     if config.getoption("numprocesses", None) and not hasattr(config, "workerinput"):
         raise pytest.UsageError(
-            "The GPU suites run in one process, whose cards are its own: leave -n out."
+            "The GPU suites run in one process, which claims its GPUs: leave -n out."
             " .github/workflows/gpu.yml has shards."
         )
+    # with this cuBLAS sums in one order; without it two runs of a trainer differ
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     for text in MARKERS.values():
         config.addinivalue_line("markers", text)
@@ -52,71 +53,66 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_report_header(config: pytest.Config) -> str:
-    """Which cards the session takes, and which it leaves alone and why."""
-    found, claim = find_gpus(), config.stash[_CLAIM]
-    if found.reason is not None:
-        return found.reason
+    """Say which GPUs the session takes, and which it skips and why."""
+    findings, claim = find_gpus(), config.stash[_CLAIM]
+    if findings.reason is not None:
+        return findings.reason
     taken = ", ".join(
         f"{gpu.index} ({gpu.name or 'unknown'})"
-        for gpu in found.gpus
+        for gpu in findings.gpus
         if gpu.taken is None and claim.refused is None
     )
-    return "; ".join(
-        (f"GPUs: {taken or 'none that is free'}", *(f"left alone: {why}" for why in claim.left))
-    )
+    skipped = [f"left alone: {reason}" for reason in claim.left]
+    return "; ".join((f"GPUs: {taken or 'none that is free'}", *skipped))
 
 
 def pytest_unconfigure(config: pytest.Config) -> None:
-    """Leave the environment as it was."""
+    """Restore the environment."""
     if _CLAIM in config.stash:
         config.stash[_CLAIM].release()
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Leave out what only a full run has, unless it is named on the command line. Raises
-    ``UsageError`` for options that name nothing.
+    """Deselect tests of full runs, unless they are named on the command line.
+
+    Raises ``UsageError`` for options that cannot be used.
     """
     try:
-        check_given(state_of(config).settings)
+        check_options(state_of(config).settings)
     except RollproofError as error:
         raise pytest.UsageError(str(error)) from error
-    config.stash[_TOLD] = False
+    config.stash[_REPORT_BEGUN] = False
     if state_of(config).settings.full or any("::" in argument for argument in config.args):
         return
-    out = [item for item in items if item.get_closest_marker("full")]
-    if out:
-        config.hook.pytest_deselected(items=out)
+    deselected = [item for item in items if item.get_closest_marker("full")]
+    if deselected:
+        config.hook.pytest_deselected(items=deselected)
         items[:] = [item for item in items if not item.get_closest_marker("full")]
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
     """Skip before any fixture: an engine that cannot run is not even started."""
-    settings, found, claim = (
-        state_of(item.config).settings,
-        find_gpus(),
-        item.config.stash[_CLAIM],
-    )
+    settings, findings = state_of(item.config).settings, find_gpus()
+    claim = item.config.stash[_CLAIM]
     try:
         need = needs_of(item.iter_markers())
-        reason = unmet(need, found)
+        reason = unmet_need(need, findings)
     except UsageError as error:
         pytest.fail(f"{item.nodeid}: {error}", pytrace=False)
-    there = settings.gpus or len(found.gpus) + claim.hidden
-    asked = (
-        settings.trainer is not None
-        and getattr(getattr(item, "callspec", None), "params", {}).get("trainer")
-        == settings.trainer
-    )
-    if found.gpus and need.gpus > there and not (asked and settings.require_gpu):
-        pytest.skip(f"needs {need.gpus} GPUs, and this run counts on {there}")
+    available = settings.gpus or len(findings.gpus) + claim.hidden
+    trainer = getattr(getattr(item, "callspec", None), "params", {}).get("trainer")
+    requested = settings.trainer is not None and trainer == settings.trainer
+    if findings.gpus and need.gpus > available and not (requested and settings.require_gpu):
+        pytest.skip(f"needs {need.gpus} GPUs, and this run counts on {available}")
     if reason is not None:
         reason = "; ".join((reason, *claim.left))
-    elif (
-        reason := claim.refused
-    ) is None:  # CUDA counts from the first card that it was shown, whoever came to it since
+    elif claim.refused is not None:
+        reason = claim.refused
+    else:
+        # CUDA numbers the GPUs that it was shown at first, even if another process took one since
         reason = "; ".join(
             f"{gpu.taken}, and was free when this session began"
-            for gpu in found.gpus[: need.gpus]
+            for gpu in findings.gpus[: need.gpus]
             if gpu.taken
         )
     if not reason:
@@ -127,23 +123,21 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 
 
 def pytest_runtest_logreport(report: pytest.TestReport) -> None:
-    """Note that something was run."""
+    """Record that a test was run."""
     if report.when == "call" and not report.skipped:
         _RUN.add(report.nodeid)
 
 
 def pytest_sessionfinish(session: pytest.Session) -> None:
-    """Where a GPU was required, a session that ran nothing is not green; a report that was asked
-    for is written in any case.
-    """
+    """Fail a session that ran nothing if a GPU is required, and write a requested report."""
     folder = state_of(session.config).settings.gpu_report
     if (
         folder is not None
         and not session.config.option.collectonly
-        and not session.config.stash.get(_TOLD, True)
+        and not session.config.stash.get(_REPORT_BEGUN, True)
     ):
-        nothing = RunReport(described(), Path(folder), Spending(_BEGAN))
-        nothing.note("Nothing was measured: no test that measures could be run.")
+        report = RunReport(described(), Path(folder), Spending(_BEGAN))
+        report.note("Nothing was measured: no test that measures could be run.")
     required = (
         state_of(session.config).settings.require_gpu and not session.config.option.collectonly
     )
@@ -167,25 +161,24 @@ def rollproof_gpus() -> GpuFindings:
 
 @pytest.fixture(scope="session")
 def rollproof_run(rollproof_gpus: GpuFindings, pytestconfig: pytest.Config) -> Iterator[RunReport]:
-    """What this session finds, written as it grows to the folder of ``--rollproof-gpu-report``."""
+    """The report of this session, written as it grows to ``--rollproof-gpu-report``."""
     spending = Spending(_BEGAN)
     with spending.on(Part.LIBRARIES), contextlib.suppress(ImportError):
         importlib.import_module("torch")
         _ = importlib.import_module("transformers").AutoModelForCausalLM
     folder = state_of(pytestconfig).settings.gpu_report
-    pytestconfig.stash[_TOLD] = True
+    pytestconfig.stash[_REPORT_BEGUN] = True
     run = RunReport(described(rollproof_gpus), Path(folder) if folder else None, spending)
-    for why in pytestconfig.stash[_CLAIM].left:
-        run.note(f"{why}: left alone")
+    for reason in pytestconfig.stash[_CLAIM].left:
+        run.note(f"{reason}: left alone")
     yield run
     run.close()
 
 
 @pytest.fixture(scope="module", autouse=True)
-def _memory_is_given_back() -> Iterator[None]:
-    """After each suite the cards are as empty as before it, but for our own context: what an engine
-    keeps, the next one lacks.
-    """
+def _require_memory_back() -> Iterator[None]:
+    """Fail a suite if memory is missing after it, except for this process's CUDA context."""
+    # memory that one engine retains is missing for the next one
     watch = None if shared() else MemoryWatch(slack_gib=2.0)
     yield
     gc.collect()

@@ -1,6 +1,4 @@
-"""Engines: released engines on a GPU, each in the settings that change how it computes or
-schedules, as targets of conformance.
-"""
+"""Released engines on a GPU, in settings that change how they compute or schedule, as targets."""
 
 from __future__ import annotations
 
@@ -30,12 +28,12 @@ __all__ = [
     "NO_FLOAT32",
     "PARALLEL",
     "VARIANTS",
-    "Known",
+    "KnownFailure",
     "Variant",
     "flavour_of",
     "gap_engine",
     "gpu_target",
-    "known_of",
+    "known_failures_of",
     "on_gpu",
     "surroundings",
 ]
@@ -44,14 +42,14 @@ _FLAVOURS: Mapping[str, tuple[tuple[str, str], ...]] = {
     "vllm": (("0.30", "vllm-0.26"),),
     "sglang": (("0.5.19", "sglang-0.5.17"),),
 }
-"""For each engine, (first release that is otherwise, flavour of those before it), ascending; later
-ones have the engine's own name.
+"""For each engine, (first release that differs, flavour of those before it), ascending.
+
+The flavour of later releases has the engine's name.
 """
 
 _SURROUNDINGS: Mapping[str, Mapping[str, str]] = {
-    # FlashInfer is one more package that not every host has, and whose samplers are not what is
-    # judged here of several GPUs, plain NCCL: symmetric memory with multicast is not everyone's to
-    # use
+    # FlashInfer is one more package that not every host has, and its samplers are not judged here.
+    # Several GPUs use plain NCCL: symmetric memory with multicast is not available to everyone.
     "vllm": {
         "VLLM_USE_FLASHINFER_SAMPLER": "0",
         "VLLM_NO_USAGE_STATS": "1",
@@ -60,9 +58,7 @@ _SURROUNDINGS: Mapping[str, Mapping[str, str]] = {
     "sglang": {"SGLANG_IS_FLASHINFER_AVAILABLE": "false"},
 }
 _IEEE = {"TRITON_F32_DEFAULT": "ieee", "NVIDIA_TF32_OVERRIDE": "0"}
-"""float32 as a CPU has it: Triton's dot products round their operands to 10 bits (TF32) unless told
-otherwise.
-"""
+"""float32 as on a CPU: by default Triton's dot products round their operands to 10 bits (TF32)."""
 
 NO_FLOAT32: Mapping[str, str] = MappingProxyType(
     {
@@ -75,15 +71,15 @@ NO_FLOAT32: Mapping[str, str] = MappingProxyType(
 """Engines that cannot compute in float32 on a GPU, and why."""
 
 _HEADS: Mapping[str, Any] = MappingProxyType({"head_dim": 64})
-"""The tiny model of the CPU runs, with heads that kernels for GPUs take (SGLang's fused rotary
-positions refuse 32).
+"""The tiny model of the CPU runs, with heads that GPU kernels accept (SGLang's fused rotary
+positions do not accept 32).
 """
 
 _ROOM: Mapping[str, Scalar] = MappingProxyType(
     {"gpu_memory_utilization": 0.12, "kv_cache_memory_bytes": 4 << 30}
 )
-"""A share of the card, and KV that is not measured: vLLM's profiling raises where another process
-gives memory back meanwhile.
+"""A share of the GPU, and a fixed size of KV: vLLM's profiling raises if another process releases
+memory meanwhile.
 """
 
 _BASE: Mapping[str, Mapping[str, Scalar]] = {
@@ -95,13 +91,12 @@ _BASE: Mapping[str, Mapping[str, Scalar]] = {
     },
     "sglang": {"device": "cuda", "mem_fraction_static": 0.5},
 }
-"""What an engine is started with on every GPU, beside what the CPU runs have: weights are really
-loaded anew, and KV_TOKENS are kept.
+"""Options of an engine on every GPU, in addition to those of the CPU runs.
+
+Weights are really loaded again, and KV has room for KV_TOKENS.
 """
 KV_TOKENS = 65536
-"""Tokens of KV where a setting does not name fewer: engines would take all memory that they are let
-have.
-"""
+"""Tokens of KV unless a setting names fewer: engines would take all memory that they can."""
 
 
 _NGRAM = (
@@ -112,11 +107,15 @@ _NGRAM = (
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Variant:
-    """How an engine is set. ``extra`` are options by engine: an engine that is not among its keys
-    has no such setting.
+    """A setting of an engine.
 
-    ``dtype`` is that of engines that have it on a GPU (``dtype_of``). ``full``: it is run with
-    ``--rollproof-full`` only.
+    Attributes:
+        name: its name.
+        about: what it is.
+        extra: options by engine; other engines do not have the setting.
+        dtype: the dtype of engines that have it on a GPU (``dtype_of``).
+        prefix_cache: whether calls share prefixes.
+        full: whether it is run with ``--rollproof-full`` only.
     """
 
     name: str
@@ -129,18 +128,18 @@ class Variant:
     full: bool = True
 
     def dtype_of(self, engine: str) -> str:
-        """The dtype in which the engine runs: where it has no float32 on a GPU, bfloat16."""
+        """Return the dtype in which the engine runs: bfloat16 if it has no float32 on a GPU."""
         return "bfloat16" if self.dtype == "float32" and engine in NO_FLOAT32 else self.dtype
 
     def exact(self, engine: str) -> bool:
-        """Whether the engine's values may be held against an independent forward in float32."""
+        """Whether the engine's values can be compared with an independent forward in float32."""
         return self.dtype_of(engine) == "float32"
 
 
 VARIANTS: Mapping[str, Variant] = MappingProxyType(
     {
-        one.name: one
-        for one in (
+        variant.name: variant
+        for variant in (
             Variant(name="eager", about="no graphs; what the CPU runs judge, unchanged"),
             Variant(
                 name="graphs",
@@ -177,7 +176,7 @@ VARIANTS: Mapping[str, Variant] = MappingProxyType(
             ),
             Variant(
                 name="ngram",
-                about="speculative decoding: tokens proposed from what was said before",
+                about="speculative decoding: tokens proposed from the context",
                 extra={"vllm": {"speculative_config": _NGRAM}},
             ),
         )
@@ -185,7 +184,7 @@ VARIANTS: Mapping[str, Variant] = MappingProxyType(
 )
 """Settings by name."""
 
-# an all-reduce of the engine's own sums in another order than NCCL's
+# the engine's own all-reduce sums in another order than NCCL's
 _NCCL: Mapping[str, Scalar] = {"disable_custom_all_reduce": True}
 PARALLEL: Mapping[str, Mapping[str, Callable[[int], Mapping[str, Scalar]]]] = MappingProxyType(
     {
@@ -207,10 +206,14 @@ PARALLEL: Mapping[str, Mapping[str, Callable[[int], Mapping[str, Scalar]]]] = Ma
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Known:
-    """What is known to fail in one experiment on a release: ``checks``, and why.
+class KnownFailure:
+    """What is known to fail in one experiment on a release.
 
-    ``ends`` says that the engine does not survive it, ``certain`` that it fails every time.
+    Attributes:
+        checks: the checks that fail.
+        reason: why.
+        ends: whether the engine does not survive the experiment.
+        certain: whether it fails every time.
     """
 
     checks: tuple[str, ...]
@@ -227,12 +230,12 @@ _WAITING = (
     "SGLang 0.5.17 raises for a call that is aborted while it waits for the end of a pause"
     " (docs/track-record.md)"
 )
-KNOWN: Mapping[str, Mapping[str, Known]] = MappingProxyType(
+KNOWN: Mapping[str, Mapping[str, KnownFailure]] = MappingProxyType(
     {
         "vllm-0.26": {
-            "offset": Known(checks=("engine.answers",), reason=_BEYOND, ends=True),
-            "refusals": Known(checks=("engine.answers",), reason=_BEYOND, ends=True),
-            "streams": Known(
+            "offset": KnownFailure(checks=("engine.answers",), reason=_BEYOND, ends=True),
+            "refusals": KnownFailure(checks=("engine.answers",), reason=_BEYOND, ends=True),
+            "streams": KnownFailure(
                 checks=("engine.parts", "engine.opt-in"),
                 reason=(
                     "vLLM 0.26 forgets the routes where it merges parts of a delta stream that came"
@@ -242,25 +245,25 @@ KNOWN: Mapping[str, Mapping[str, Known]] = MappingProxyType(
             ),
         },
         "sglang-0.5.17": {
-            "refusals": Known(
+            "refusals": KnownFailure(
                 checks=("stitch.logprobs-length",),
                 reason=(
-                    "SGLang returns a logprob beside no token to a call without a budget"
+                    "SGLang returns a logprob without a token to a call without a budget"
                     " (docs/track-record.md)"
                 ),
             ),
-            "update-retract-cleared": Known(
+            "update-retract-cleared": KnownFailure(
                 checks=("engine.answers",),
                 reason=(
                     "SGLang 0.5.17 empties no cache while retracted calls wait in its queue"
                     " (docs/track-record.md)"
                 ),
             ),
-            "parked": Known(
+            "parked": KnownFailure(
                 checks=("engine.refusals", "engine.paused-calls"),
                 reason=_WAITING,
             ),
-            "load": Known(
+            "load": KnownFailure(
                 checks=("engine.refusals",),
                 reason=_WAITING + ": a client that resumes during a pause loses its call",
                 certain=False,
@@ -268,16 +271,16 @@ KNOWN: Mapping[str, Mapping[str, Known]] = MappingProxyType(
         },
     }
 )
-"""What is known to fail: by flavour and experiment. Each is reproduced by hand."""
+"""Known failures by flavour and experiment. Each was reproduced by hand."""
 
 
-def known_of(engine: str) -> Mapping[str, Known]:
-    """What is known to fail in the release of an engine that is installed, by experiment."""
+def known_failures_of(engine: str) -> Mapping[str, KnownFailure]:
+    """Return the known failures of the installed release of an engine, by experiment."""
     return KNOWN.get(flavour_of(engine, installed(engine).version or "0"), {})
 
 
 def flavour_of(engine: str, version: str) -> str:
-    """The declared conventions of a release."""
+    """Return the flavour of a release: its declared conventions."""
     for first, flavour in _FLAVOURS.get(engine, ()):
         if Version(version) < Version(first):
             return flavour
@@ -285,16 +288,16 @@ def flavour_of(engine: str, version: str) -> str:
 
 
 def surroundings(engine: str, dtype: str) -> dict[str, str]:
-    """Environment variables for an engine's process, where the caller has not set them."""
-    wanted = {**_SURROUNDINGS.get(engine, {}), **(_IEEE if dtype == "float32" else {})}
-    return {name: value for name, value in wanted.items() if name not in os.environ}
+    """Return environment variables for an engine's process that the caller has not set."""
+    variables = {**_SURROUNDINGS.get(engine, {}), **(_IEEE if dtype == "float32" else {})}
+    return {name: value for name, value in variables.items() if name not in os.environ}
 
 
 @contextmanager
 def on_gpu(
     engine: str, dtype: str, more: Mapping[str, str] = MappingProxyType({})
 ) -> Iterator[None]:
-    """While inside, processes that are started have the ``surroundings``, and ``more`` of them."""
+    """Give processes that start within the context the ``surroundings``, and ``more``."""
     added = {**surroundings(engine, dtype), **more}
     os.environ.update(added)
     try:
@@ -305,9 +308,7 @@ def on_gpu(
 
 
 def gap_engine(engine: str, settings: EngineSettings) -> EngineSubject:
-    """The adapter of an engine for rollouts whose gap is measured: ``settings`` with what every run
-    on a GPU has.
-    """
+    """Return the adapter of an engine for the gap: ``settings`` with those of every GPU run."""
     module, _, attribute = REAL[engine].adapter.partition(":")
     extra: dict[str, Scalar] = {**_BASE[engine], **_own(engine), **settings.extra}
     own = replace(settings, kv_tokens=settings.kv_tokens or KV_TOKENS, extra=extra)
@@ -325,19 +326,18 @@ def _own(engine: str) -> dict[str, Scalar]:
 def gpu_target(
     engine: str, variant: str, folder: Path, *, model: str | Path | None = None, seed: int = 0
 ) -> EngineTarget:
-    """The engine in that setting, with the experiments, models and oracle of its CPU run.
-    ``folder`` takes the models.
+    """Return the engine in a setting, with the experiments, models and oracle of its CPU run.
 
-    Raises ``UsageError`` for a setting that the engine does not have, ``EngineStartError`` where it
-    is not installed.
+    The models are made in ``folder``. Raises ``UsageError`` for a setting that the engine does not
+    have, ``EngineStartError`` if it is not installed.
     """
     chosen = VARIANTS.get(variant)
     if chosen is None or engine not in chosen.extra:
-        known = [one.name for one in VARIANTS.values() if engine in one.extra]
-        raise UsageError(f"{engine} has no setting {variant!r} on a GPU; choose among {known}.")
+        names = [other.name for other in VARIANTS.values() if engine in other.extra]
+        raise UsageError(f"{engine} has no setting {variant!r} on a GPU; choose among {names}.")
     if model is None:
         model = make_checkpoint(folder / "A", "qwen3_moe", seed=seed, **_HEADS)
-    whole = engine_target(engine, model=model, folder=folder, seed=seed)
+    target = engine_target(engine, model=model, folder=folder, seed=seed)
     own: dict[str, Scalar] = {
         **_BASE[engine],
         **_own(engine),
@@ -345,17 +345,17 @@ def gpu_target(
     }
     settings: dict[Setting, EngineSettings] = {
         setting: replace(
-            one,
+            base,
             dtype=chosen.dtype_of(engine),
             prefix_cache=chosen.prefix_cache,
-            kv_tokens=one.kv_tokens or KV_TOKENS,
-            extra={**one.extra, **own},
+            kv_tokens=base.kv_tokens or KV_TOKENS,
+            extra={**base.extra, **own},
         )
-        for setting, one in whole.settings.items()
+        for setting, base in target.settings.items()
     }
-    oracle = whole.oracle if chosen.exact(engine) else (lambda _engine, _checkpoints: None)
+    oracle = target.oracle if chosen.exact(engine) else (lambda _engine, _checkpoints: None)
     return replace(
-        whole,
+        target,
         name=f"{engine}-{variant}",
         settings=settings,
         oracle=oracle,

@@ -1,7 +1,7 @@
-"""Invariance: whether a call is answered alike, to the last bit, alone and beside others.
+"""Batch invariance: whether a call gets the same answer, bit for bit, alone and in a batch.
 
-Engines have modes that promise it. The inverse is asked too: without the mode something must differ
-on the same calls, else nothing was shown.
+Engines have modes that promise it. Without the mode something must differ on the same calls;
+otherwise the comparison shows nothing.
 """
 
 from __future__ import annotations
@@ -19,16 +19,19 @@ from rollproof.core.records import EngineOutput, Scalar
 from rollproof.core.subjects import EngineSubject
 from rollproof.errors import EngineError
 
-__all__ = ["INVARIANT", "Alone", "Mode", "alone_and_beside"]
+__all__ = ["INVARIANT", "BatchComparison", "Mode", "compare_alone_and_batched"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Mode:
-    """How an engine is asked for invariance: ``extra`` options and ``environment`` variables of its
-    process.
+    """An engine's mode of batch invariance.
 
-    ``below``: where a step of the engine has so many tokens or more, a call may be answered
-    otherwise, for the reason ``known``; where no step has, it is not.
+    Attributes:
+        name: its name.
+        extra: options of the engine.
+        environment: environment variables of its process.
+        below: tokens of a step from which the mode is known to break its promise.
+        known: why it does.
     """
 
     name: str
@@ -38,7 +41,7 @@ class Mode:
     known: str = ""
 
     def of(self, settings: EngineSettings) -> EngineSettings:
-        """``settings`` in this mode."""
+        """Return ``settings`` in this mode."""
         return replace(settings, extra={**settings.extra, **self.extra})
 
 
@@ -62,44 +65,47 @@ INVARIANT: Mapping[str, Mode] = MappingProxyType(
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Alone:
-    """``probes`` calls were sent alone and beside others; ``differing`` tells of each that was
-    answered otherwise, and what differs.
+class BatchComparison:
+    """The answers to calls that were sent alone and in a batch.
+
+    Attributes:
+        probes: number of calls.
+        differing: the calls with different answers, and what differs.
     """
 
     probes: int
     differing: Mapping[int, str]
 
 
-async def alone_and_beside(
+async def compare_alone_and_batched(
     engine: EngineSubject,
     prompts: Sequence[tuple[int, ...]],
     *,
     probes: int = 8,
     tokens: int = 48,
     temperature: float = 0.0,
-) -> Alone:
-    """Send the first ``probes`` of ``prompts`` one by one, then all prompts at once, to an engine
-    that is started and shares no prefixes.
+) -> BatchComparison:
+    """Send the first ``probes`` of ``prompts`` one by one, then all prompts at once.
 
-    Raises ``EngineError`` where a call is not answered with one sample.
+    The engine is started and shares no prefixes. Raises ``EngineError`` if a call does not return
+    one sample.
     """
     alone = [
         await _answer(engine, f"alone{number:03d}-", prompt, tokens, temperature)
         for number, prompt in enumerate(prompts[:probes])
     ]
-    beside = await asyncio.gather(
+    batched = await asyncio.gather(
         *(
-            _answer(engine, f"beside{number:03d}-", prompt, tokens, temperature)
+            _answer(engine, f"batch{number:03d}-", prompt, tokens, temperature)
             for number, prompt in enumerate(prompts)
         )
     )
-    found = {
-        number: _difference(one, other)
-        for number, (one, other) in enumerate(zip(alone, beside, strict=False))
+    differences = {
+        number: _difference(single, other)
+        for number, (single, other) in enumerate(zip(alone, batched, strict=False))
     }
-    return Alone(
-        probes=len(alone), differing={number: what for number, what in found.items() if what}
+    return BatchComparison(
+        probes=len(alone), differing={number: text for number, text in differences.items() if text}
     )
 
 
@@ -117,34 +123,32 @@ async def _answer(
     outputs = await engine.generate(query, lambda _: None)
     if len(outputs) != 1:
         raise EngineError(
-            f"The engine answered the call {handle!r} with {len(outputs)} samples, and one was"
-            " asked for."
+            f"The engine answered the call {handle!r} with {len(outputs)} samples instead of one."
         )
     return outputs[0]
 
 
-def _difference(one: EngineOutput, other: EngineOutput) -> str:
-    """What differs between two answers, in words; empty where nothing does. Logprobs and routes are
-    compared bit by bit.
-    """
-    told = []
-    if one.token_ids != other.token_ids:
+def _difference(single: EngineOutput, other: EngineOutput) -> str:
+    """Describe what differs between two answers, compared bit by bit; empty if nothing does."""
+    differences = []
+    if single.token_ids != other.token_ids:
         first = next(
             (
                 place
-                for place, pair in enumerate(zip(one.token_ids, other.token_ids, strict=False))
+                for place, pair in enumerate(zip(single.token_ids, other.token_ids, strict=False))
                 if pair[0] != pair[1]
             ),
-            min(len(one.token_ids), len(other.token_ids)),
+            min(len(single.token_ids), len(other.token_ids)),
         )
-        told.append(f"tokens from {first} on")
+        differences.append(f"tokens from {first} on")
     for name in ("logprobs", "routes"):
-        left, right = getattr(one, name), getattr(other, name)
+        left, right = getattr(single, name), getattr(other, name)
         if (left is None) != (right is None):
-            told.append(f"{name} are there only once")
+            differences.append(f"{name} are in only one of them")
         elif left is not None and right is not None:
             same = left.shape == right.shape and np.array_equal(
                 left, right, equal_nan=name == "logprobs"
             )
-            told += [] if same else [name]
-    return ", ".join(told)
+            if not same:
+                differences.append(name)
+    return ", ".join(differences)

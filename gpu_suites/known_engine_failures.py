@@ -1,6 +1,4 @@
-"""Judging: a released engine's conformance run, with what is known to fail in it judged apart; what
-of a trainer's report fails.
-"""
+"""Judging a released engine with its known failures apart, and asserting on a trainer's report."""
 
 from __future__ import annotations
 
@@ -11,29 +9,32 @@ from dataclasses import dataclass
 from rollproof.core.trace import Trace
 from rollproof.engines.engine_targets import EngineTarget
 from rollproof.engines.experiments import Setting, experiments_for
-from rollproof.gpu_suites.engine_variants import Known
+from rollproof.gpu_suites.engine_variants import KnownFailure
 from rollproof.gpu_suites.timing import Part
 from rollproof.judging.checks import Verdict
 from rollproof.judging.report import Report
 from rollproof.verification.engines import EngineRun, judged, run_experiments
 
-__all__ = ["COARSE", "JudgedEngine", "judge_engine", "spent_on", "told"]
+__all__ = ["COARSE", "JudgedEngine", "judge_engine", "require_pass", "seconds_by_part"]
 
 COARSE: frozenset[str] = frozenset({"replay.reference", "replay.gate-slope"})
-"""What of a trainer in bfloat16 may stay unknown: it has too few digits for a finite difference,
-and the reference has others.
+"""Checks that may stay unknown for a trainer in bfloat16: it has too few digits for a finite
+difference, and its reference rounds differently.
 """
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class JudgedEngine:
-    """What a run came to.
+    """The result of a run.
 
-    ``report`` is on all experiments but those of which faults are known, ``failed_in`` says in
-    which of them a check failed. ``faults`` are the checks that failed in each experiment of which
-    one is known, ``left_out`` those that were not run because the engine does not survive them, and
-    another one shows the same. ``seconds`` are those of each experiment, ``spent`` those of each
-    part.
+    Attributes:
+        report: the report on all experiments without a known failure.
+        failed_in: the experiments in which each check failed.
+        faults: the checks that failed in each experiment with a known failure.
+        left_out: experiments that were not run, because the engine does not survive them and
+            another one shows the same.
+        seconds: seconds of each experiment.
+        spent: seconds of each part.
     """
 
     report: Report
@@ -43,36 +44,34 @@ class JudgedEngine:
     seconds: Mapping[str, float]
     spent: Mapping[Part, float]
 
-    def surprises(self, known: Mapping[str, Known]) -> list[str]:
-        """What is otherwise than known, one line each: checks that failed beside the known ones,
-        and known faults that are gone.
-        """
-        told = []
+    def surprises(self, known: Mapping[str, KnownFailure]) -> list[str]:
+        """Return a line for each new failure, and for each known failure that is gone."""
+        lines = []
         for name, failed in self.faults.items():
-            stray = sorted(set(failed) - set(known[name].checks))
-            if stray:
-                told.append(
-                    f"{name}: {', '.join(stray)} failed, beside what is known"
-                    f" ({', '.join(known[name].checks)})"
+            failure = known[name]
+            unexpected = sorted(set(failed) - set(failure.checks))
+            if unexpected:
+                lines.append(
+                    f"{name}: {', '.join(unexpected)} failed, in addition to the known failures"
+                    f" ({', '.join(failure.checks)})"
                 )
-            if known[name].certain and not failed:
-                told.append(
-                    f"{name}: nothing failed; remove it from what is known to fail"
-                    f" ({known[name].reason})"
+            if failure.certain and not failed:
+                lines.append(
+                    f"{name}: nothing failed; remove it from the known failures ({failure.reason})"
                 )
-        return told
+        return lines
 
 
-def judge_engine(target: EngineTarget, known: Mapping[str, Known]) -> JudgedEngine:
-    """Run the experiments on an engine, those that it does not survive last, and judge. Raises
-    ``EngineStartError``.
-    """
+def judge_engine(target: EngineTarget, known: Mapping[str, KnownFailure]) -> JudgedEngine:
+    """Run the experiments on an engine and judge. Raises ``EngineStartError``."""
     began = time.perf_counter()
-    deadly = [name for name, one in known.items() if one.ends]
+    # an engine dies once: the experiments that it does not survive come last, and the first of
+    # them stands for the others
+    deadly = [name for name, failure in known.items() if failure.ends]
     names = [
-        one.name
-        for one in experiments_for(target.make(target.settings[Setting.MAIN]).contract)
-        if one.name not in deadly[1:]
+        experiment.name
+        for experiment in experiments_for(target.make(target.settings[Setting.MAIN]).contract)
+        if experiment.name not in deadly[1:]
     ]
     run = run_experiments(target, only=names, last=deadly)
     ran = time.perf_counter()
@@ -94,22 +93,23 @@ def judge_engine(target: EngineTarget, known: Mapping[str, Known]) -> JudgedEngi
         faults=faults,
         left_out=deadly[1:],
         seconds={name: round(seconds, 2) for name, seconds in run.seconds.items()},
-        spent=spent_on(run, judging=time.perf_counter() - ran),
+        spent=seconds_by_part(run, judging=time.perf_counter() - ran),
     )
 
 
-def told(report: Report, unknown: frozenset[str] = frozenset()) -> None:
-    """Raise ``AssertionError`` with what failed or stayed unknown, but for ``unknown``, and where a
-    canary was missed.
+def require_pass(report: Report, unknown: frozenset[str] = frozenset()) -> None:
+    """Raise ``AssertionError`` with the checks that failed or stayed unknown.
+
+    Checks in ``unknown`` may stay so. A canary that was missed raises too.
     """
-    open_ = {
+    undecided = {
         result.id: result.reason
         for result in report.results
         if result.verdict is Verdict.UNKNOWN and result.id not in unknown
     }
-    assert not open_, open_
+    assert not undecided, undecided
     failed = {
-        result.id: [f"{one.title}: {one.observed}" for one in result.findings[:3]]
+        result.id: [f"{finding.title}: {finding.observed}" for finding in result.findings[:3]]
         for result in report.failed
     }
     assert not failed, failed
@@ -117,8 +117,8 @@ def told(report: Report, unknown: frozenset[str] = frozenset()) -> None:
     assert report.canary.red
 
 
-def spent_on(run: EngineRun, *, judging: float) -> dict[Part, float]:
-    """Seconds of each part of a run on an engine."""
+def seconds_by_part(run: EngineRun, *, judging: float) -> dict[Part, float]:
+    """Return the seconds of each part of a run on an engine."""
     return {
         Part.STARTING: run.spent["starting"] + run.spent["stopping"],
         Part.EXPERIMENTS: sum(run.seconds.values()),

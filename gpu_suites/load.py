@@ -1,4 +1,4 @@
-"""Load: many calls at once, aborted at random and resumed, while the weights change under them."""
+"""Load: many calls at once, aborted at random and resumed, while the weights change."""
 
 from __future__ import annotations
 
@@ -24,8 +24,14 @@ __all__ = ["Load", "judge_load", "run_load"]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Load:
-    """``requests`` at once; each call is aborted with chance ``aborted`` at a random token;
-    ``updates`` change the weights meanwhile.
+    """The size of the load.
+
+    Attributes:
+        requests: requests at once.
+        aborted: probability that a call is aborted, at a random token.
+        updates: weight updates meanwhile.
+        longest_prompt: bound of the prompts, in tokens.
+        longest_response: bound of the responses, in tokens.
     """
 
     requests: int = 256
@@ -43,15 +49,23 @@ def judge_load(
     seed: int = 0,
     run: EngineRun | None = None,
 ) -> Report:
-    """Run the load on an engine of its own, with room for all calls, and judge what was recorded.
+    """Run the load on a new engine with room for all calls, and judge the trace.
 
-    ``expected`` maps ids of checks that are known to fail to the reason; ``run`` is what is filled
-    on the way. Raises ``EngineStartError`` where the engine does not start; where it dies on the
-    way, that is judged.
+    If the engine dies meanwhile, that is judged too.
+
+    Args:
+        target: the engine.
+        load: the size of the load.
+        expected: ids of checks that are known to fail, with the reason.
+        seed: seed of prompts and aborts.
+        run: collects traces, notes and seconds.
+
+    Raises:
+        EngineStartError: the engine does not start.
     """
     began = time.perf_counter()
-    asked = load or Load()
-    settings = replace(target.settings[Setting.MAIN], max_batch=asked.requests, prefill_chunk=512)
+    size = load or Load()
+    settings = replace(target.settings[Setting.MAIN], max_batch=size.requests, prefill_chunk=512)
     run = run if run is not None else EngineRun()
 
     async def main() -> Trace:
@@ -75,7 +89,7 @@ def judge_load(
                 max_batch=settings.max_batch,
             )
             try:
-                await run_load(session, asked)
+                await run_load(session, size)
             except EngineError as error:
                 session.record_failure(f"load: {type(error).__name__}: {error}")
                 run.notes.append(f"load broke off: {str(error).splitlines()[0]}")
@@ -96,7 +110,7 @@ def judge_load(
     else:
         run.traces.append(asyncio.run(main()))
     return judged(
-        f"{target.name}, {asked.requests} calls at once",
+        f"{target.name}, {size.requests} calls at once",
         run,
         expected=expected,
         seed=seed,
@@ -105,10 +119,8 @@ def judge_load(
 
 
 async def run_load(session: Session, load: Load | None = None) -> None:
-    """The experiment: clients that send, abort and resume; a trainer that pauses, updates and
-    resumes the engine.
-    """
-    asked = load or Load()
+    """Run clients that send, abort and resume, and a trainer that pauses and updates the engine."""
+    size = load or Load()
     session.kv_policy = KvPolicy.RECOMPUTE
     session.provenance = Provenance.LATEST_PREFILL
     done = 0
@@ -116,11 +128,11 @@ async def run_load(session: Session, load: Load | None = None) -> None:
 
     async def client() -> None:
         nonlocal done
-        prompt = session.prompt(int(session.draw.integers(1, asked.longest_prompt)))
-        budget = int(session.draw.integers(1, asked.longest_response))
+        prompt = session.prompt(int(session.draw.integers(1, size.longest_prompt)))
+        budget = int(session.draw.integers(1, size.longest_response))
         call = session.send(prompt, budget)
         while True:
-            if session.draw.random() < asked.aborted:
+            if session.draw.random() < size.aborted:
                 await call.wait_for_tokens(int(session.draw.integers(0, budget + 1)))
                 if not call.done:
                     await session.abort(call)
@@ -134,19 +146,19 @@ async def run_load(session: Session, load: Load | None = None) -> None:
         moved.set()
 
     async def trainer() -> None:
-        for number in range(asked.updates):
-            while done < asked.requests * (number + 1) // (asked.updates + 2):
+        for number in range(size.updates):
+            while done < size.requests * (number + 1) // (size.updates + 2):
                 moved.clear()
                 await moved.wait()
             await session.pause(PauseMode.ABORT, clear_cache=True)
             await session.update(session.serving.other(), clear_cache=True)
             await session.resume()
 
-    await asyncio.gather(trainer(), *(client() for _ in range(asked.requests)))
+    await asyncio.gather(trainer(), *(client() for _ in range(size.requests)))
 
 
 def _left(call: SentCall) -> int:
-    """Tokens that are left of an aborted call's budget; 0 where it ended by itself."""
+    """Return the tokens that are left of an aborted call's budget; 0 if it ended by itself."""
     if (
         call.refused is not None
         or not call.outputs

@@ -1,4 +1,4 @@
-"""Breaking: what happens to the processes of an engine on a bad day."""
+"""Faults of an engine's processes: killing them, or stopping them as if they hung."""
 
 from __future__ import annotations
 
@@ -10,33 +10,29 @@ from pathlib import Path
 __all__ = ["break_children", "engine_host", "engine_runs"]
 
 _SIGNALS = {"killed": signal.SIGKILL, "stopped": signal.SIGSTOP}
-
-
 _COMPUTES = ("spawn_main", "VLLM::", "sglang::", "_host")
-"""What stands in the command lines of processes in which engines compute: spawned ones, forked
-ones, those that name themselves.
+"""Parts of the command lines of processes in which engines compute.
+
+They are those of spawned processes, of processes that name themselves, and of forked ones.
 """
+_MAX_DEPTH = 64
 
 
 def break_children(host: int, how: str) -> list[int]:
-    """Have every process below the host with that id ``killed``, or ``stopped``: as if it hung;
-    returns their ids.
-    """
-    found = _children(host)
-    for pid in found:
+    """Kill or stop (``how``: ``killed``, ``stopped``) all descendants of a process; return them."""
+    pids = _descendants(host)
+    for pid in pids:
         with contextlib.suppress(ProcessLookupError):
             os.kill(pid, _SIGNALS[how])
-    return found
+    return pids
 
 
 def engine_host(engine: str) -> int | None:
-    """The id of the process below this one that holds an engine, also one that is still starting;
-    ``None`` where there is none.
-    """
+    """Return the descendant process that hosts an engine, which may be starting, or ``None``."""
     return next(
         (
             pid
-            for pid in _children(os.getpid())
+            for pid in _descendants(os.getpid())
             if f"rollproof.engines.{engine}.{engine}_host" in _command(pid)
         ),
         None,
@@ -44,16 +40,16 @@ def engine_host(engine: str) -> int | None:
 
 
 def engine_runs(host: int) -> bool:
-    """Whether a process in which an engine computes runs below that host."""
-    return any(any(name in _command(pid) for name in _COMPUTES) for pid in _children(host))
+    """Whether a process in which an engine computes is a descendant of that host."""
+    return any(any(name in _command(pid) for name in _COMPUTES) for pid in _descendants(host))
 
 
-def _children(host: int) -> list[int]:
+def _descendants(host: int) -> list[int]:
     parents: dict[int, int] = {}
     for entry in Path("/proc").glob("[0-9]*/stat"):
         with contextlib.suppress(OSError, ValueError, IndexError):
             parents[int(entry.parent.name)] = int(entry.read_text().rpartition(")")[2].split()[1])
-    return sorted(pid for pid in parents if _below(pid, host, parents))
+    return sorted(pid for pid in parents if _descends_from(pid, host, parents))
 
 
 def _command(pid: int) -> str:
@@ -64,9 +60,9 @@ def _command(pid: int) -> str:
     return ""
 
 
-def _below(pid: int, host: int, parents: dict[int, int]) -> bool:
+def _descends_from(pid: int, host: int, parents: dict[int, int]) -> bool:
     seen = 0
-    while pid in parents and seen < 64:
+    while pid in parents and seen < _MAX_DEPTH:
         pid = parents[pid]
         if pid == host:
             return True

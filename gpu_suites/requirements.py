@@ -1,6 +1,6 @@
-"""Needs: what a suite asks of the host, and in one sentence why this host cannot run it.
+"""The requirements of a test, and why this host does not meet them.
 
-A test says what it needs by markers: ``gpus(n)``, ``memory(gib)`` (free, on each of them),
+A test declares its requirements by markers: ``gpus(n)``, ``memory(gib)`` (free, on each of them),
 ``capability(x)`` (at least) and ``engine(name, spec)``: an engine or trainer, as a version
 specifier understands it. Nothing here imports an engine.
 """
@@ -13,7 +13,7 @@ import os
 import re
 import subprocess
 import sys
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any, Protocol
@@ -31,7 +31,7 @@ __all__ = [
     "installed",
     "interpreter",
     "needs_of",
-    "unmet",
+    "unmet_need",
 ]
 
 _GIB = 2**30
@@ -40,12 +40,12 @@ ENGINES: Mapping[str, str] = MappingProxyType(
     {name: name for name in ("vllm", "sglang", "transformers", "deepspeed", "torch")}
     | {"megatron": "megatron-core"}
 )
-"""What a suite may need, and the distribution that it is."""
-_APART = ("vllm", "sglang")
-"""Engines that live in an interpreter of their own: ``ROLLPROOF_VLLM_PYTHON``,
-``ROLLPROOF_SGLANG_PYTHON`` (by itself: this one).
+"""Engines and trainers that a test may require, with their distributions."""
+_OWN_INTERPRETER = ("vllm", "sglang")
+"""Engines that may have their own interpreter: ``ROLLPROOF_VLLM_PYTHON``,
+``ROLLPROOF_SGLANG_PYTHON`` (default: this one).
 """
-_ASK = "import importlib.metadata as m, sys; print(m.version(sys.argv[1]))"
+_PRINT_VERSION = "import importlib.metadata as m, sys; print(m.version(sys.argv[1]))"
 
 MARKERS: Mapping[str, str] = MappingProxyType(
     {
@@ -58,14 +58,14 @@ MARKERS: Mapping[str, str] = MappingProxyType(
             "engine(name, spec=''): the test needs this engine or trainer, of a version within the"
             " specifier."
         ),
-        "full": "full: the test is run with --rollproof-full only, or where it is named.",
+        "full": "full: the test is run with --rollproof-full only, or if it is named.",
     }
 )
-"""Markers by name, with what pytest tells about them."""
+"""Markers by name, with their descriptions in pytest."""
 
 
 class Marker(Protocol):
-    """A mark as pytest has it."""
+    """A mark of pytest."""
 
     @property
     def name(self) -> str: ...
@@ -77,8 +77,13 @@ class Marker(Protocol):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Need:
-    """What a suite needs: ``gpus``, each with ``memory`` GiB free and ``capability`` at least;
-    ``engines`` are (name, specifier).
+    """The requirements of a test.
+
+    Attributes:
+        gpus: number of GPUs.
+        memory: free memory of each, in GiB.
+        capability: compute capability of each, at least.
+        engines: engines and trainers, as (name, version specifier).
     """
 
     gpus: int = 1
@@ -89,8 +94,12 @@ class Need:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Installed:
-    """A distribution in the interpreter that is to run it: its ``version``, or why there is none
-    (``reason``).
+    """A distribution in the interpreter that runs it.
+
+    Attributes:
+        version: its version; ``None`` if it is not installed.
+        python: the interpreter.
+        reason: why there is no version.
     """
 
     version: str | None
@@ -99,8 +108,9 @@ class Installed:
 
 
 def needs_of(marks: Iterable[Marker]) -> Need:
-    """What the markers of a test say, the nearest of each name first. Raises ``UsageError`` for one
-    that says nothing sensible.
+    """Return the requirements of a test's markers, the nearest of each name first.
+
+    Raises ``UsageError`` for a marker with wrong arguments.
     """
     gpus, memory, capability, engines = 1, 0.0, None, []
     seen: set[str] = set()
@@ -127,19 +137,22 @@ def needs_of(marks: Iterable[Marker]) -> Need:
     return Need(gpus=gpus, memory=memory, capability=capability, engines=tuple(engines))
 
 
-def unmet(need: Need, found: GpuFindings, ask: Any = None) -> str | None:
-    """Why this host cannot do it, in one line; ``None`` where it can. ``ask`` is ``installed``, or
-    what stands in for it.
+def unmet_need(
+    need: Need, findings: GpuFindings, find_version: Callable[[str], Installed] | None = None
+) -> str | None:
+    """Return why this host cannot run a test, in one line; ``None`` if it can.
+
+    ``find_version`` is ``installed``, or a replacement of it.
     """
-    if found.reason is not None:
-        return found.reason
-    free = free_gpus(found)
+    if findings.reason is not None:
+        return findings.reason
+    free = free_gpus(findings)
     if len(free) < need.gpus:
-        taken = [why for gpu in found.gpus if (why := gpu.taken)]
-        why = f": {'; '.join(taken)}" if taken else ""
+        taken = [gpu.taken for gpu in findings.gpus if gpu.taken]
+        reasons = f": {'; '.join(taken)}" if taken else ""
         return (
             f"needs {need.gpus} free GPU{'s' if need.gpus > 1 else ''}, and {len(free)} of"
-            f" {len(found.gpus)} are{why}"
+            f" {len(findings.gpus)} are{reasons}"
         )
     chosen = free[: need.gpus]
     if need.capability is not None:
@@ -156,30 +169,29 @@ def unmet(need: Need, found: GpuFindings, ask: Any = None) -> str | None:
             f" {(small[0].free or 0) / _GIB:.1f}"
         )
     for name, spec in need.engines:
-        reason = _lacking(name, spec, (ask or installed)(name))
+        reason = _unmet_version(name, spec, (find_version or installed)(name))
         if reason:
             return reason
     return None
 
 
-def free_gpus(found: GpuFindings) -> tuple[Gpu, ...]:
-    """The GPUs that a suite may take."""
-    return tuple(gpu for gpu in found.gpus if gpu.taken is None)
+def free_gpus(findings: GpuFindings) -> tuple[Gpu, ...]:
+    """Return the GPUs that a test may take."""
+    return tuple(gpu for gpu in findings.gpus if gpu.taken is None)
 
 
 def interpreter(name: str) -> str:
-    """The Python that runs an engine."""
-    return (
-        os.environ.get(f"ROLLPROOF_{name.upper()}_PYTHON", sys.executable)
-        if name in _APART
-        else sys.executable
-    )
+    """Return the Python that runs an engine."""
+    if name not in _OWN_INTERPRETER:
+        return sys.executable
+    return os.environ.get(f"ROLLPROOF_{name.upper()}_PYTHON", sys.executable)
 
 
 @functools.cache
 def installed(name: str) -> Installed:
-    """The version of an engine or trainer, asked of the interpreter that is to run it; the engine
-    is not imported.
+    """Return the version of an engine or trainer, from the interpreter that runs it.
+
+    The engine is not imported.
     """
     distribution, python = ENGINES[name], interpreter(name)
     if python == sys.executable:
@@ -192,8 +204,8 @@ def installed(name: str) -> Installed:
                 reason=f"{distribution} is not installed in {sys.prefix}",
             )
     try:
-        done = subprocess.run(  # noqa: S603 - the interpreter that the user names
-            [python, "-c", _ASK, distribution],
+        process = subprocess.run(  # noqa: S603 - the interpreter that the user names
+            [python, "-c", _PRINT_VERSION, distribution],
             capture_output=True,
             text=True,
             timeout=60,
@@ -205,61 +217,59 @@ def installed(name: str) -> Installed:
             python=python,
             reason=f"{python} (ROLLPROOF_{name.upper()}_PYTHON) does not run: {error}",
         )
-    if done.returncode:
+    if process.returncode:
         return Installed(
             version=None, python=python, reason=f"{distribution} is not installed in {python}"
         )
-    return Installed(version=done.stdout.strip(), python=python)
+    return Installed(version=process.stdout.strip(), python=python)
 
 
-def _lacking(name: str, spec: str, found: Installed) -> str:
+def _unmet_version(name: str, spec: str, distribution: Installed) -> str:
     from packaging.specifiers import SpecifierSet
 
-    if found.version is None:
-        where = (
-            f"; set ROLLPROOF_{name.upper()}_PYTHON to an interpreter that has it"
-            if name in _APART
-            else ""
-        )
-        return f"needs {ENGINES[name]}{spec}: {found.reason}{where}"
-    if spec and not SpecifierSet(spec, prereleases=True).contains(found.version):
-        return f"needs {ENGINES[name]}{spec}, and {found.python} has {found.version}"
+    if distribution.version is None:
+        hint = ""
+        if name in _OWN_INTERPRETER:
+            hint = f"; set ROLLPROOF_{name.upper()}_PYTHON to an interpreter that has it"
+        return f"needs {ENGINES[name]}{spec}: {distribution.reason}{hint}"
+    if spec and not SpecifierSet(spec, prereleases=True).contains(distribution.version):
+        return f"needs {ENGINES[name]}{spec}, and {distribution.python} has {distribution.version}"
     return ""
 
 
 def _engine(mark: Marker) -> tuple[str, str]:
     from packaging.specifiers import InvalidSpecifier, SpecifierSet
 
-    given: list[Any] = [*mark.args, *mark.kwargs.values()]
+    arguments: list[Any] = [*mark.args, *mark.kwargs.values()]
     if (
-        not given
-        or len(given) > 2
-        or not all(isinstance(one, str) for one in given)
-        or given[0] not in ENGINES
+        not arguments
+        or len(arguments) > 2
+        or not all(isinstance(argument, str) for argument in arguments)
+        or arguments[0] not in ENGINES
     ):
         raise UsageError(
             f"The marker engine(name, spec) takes one of {list(ENGINES)} and a version specifier,"
-            f" not {given}."
+            f" not {arguments}."
         )
-    spec = given[1] if len(given) > 1 else ""
+    spec = arguments[1] if len(arguments) > 1 else ""
     try:
         SpecifierSet(spec)
     except InvalidSpecifier as error:
         raise UsageError(
-            f"The marker engine({given[0]!r}, {spec!r}) has no version specifier such as"
+            f"The marker engine({arguments[0]!r}, {spec!r}) has no version specifier such as"
             f" '>=0.26,<0.30': {error}."
         ) from error
-    return given[0], spec
+    return arguments[0], spec
 
 
 def _number(mark: Marker) -> float:
-    given: list[Any] = [*mark.args, *mark.kwargs.values()]
-    text = str(given[0]) if len(given) == 1 and not isinstance(given[0], bool) else ""
-    whole = mark.name == "gpus"
-    if not re.fullmatch(r"[1-9]\d*" if whole else r"\d+(\.\d+)?", text):
+    arguments: list[Any] = [*mark.args, *mark.kwargs.values()]
+    text = str(arguments[0]) if len(arguments) == 1 and not isinstance(arguments[0], bool) else ""
+    count = mark.name == "gpus"
+    if not re.fullmatch(r"[1-9]\d*" if count else r"\d+(\.\d+)?", text):
         raise UsageError(
-            f"The marker {mark.name} takes one number{' of GPUs, at least 1' if whole else ''}, not"
-            f" {given}."
+            f"The marker {mark.name} takes one number{' of GPUs, at least 1' if count else ''}, not"
+            f" {arguments}."
         )
     return float(text)
 

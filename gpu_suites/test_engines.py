@@ -1,6 +1,4 @@
-"""Released engines on a GPU, judged by the conformance suite of their CPU runs, in every setting;
-and under load.
-"""
+"""Released engines on a GPU, judged by the conformance suite of their CPU runs, and under load."""
 
 from __future__ import annotations
 
@@ -22,12 +20,12 @@ from rollproof.gpu_suites.engine_variants import (
     VARIANTS,
     gap_engine,
     gpu_target,
-    known_of,
+    known_failures_of,
     on_gpu,
 )
 from rollproof.gpu_suites.gap.engine_rollouts import Sample, bounded, prompts_of, sample
-from rollproof.gpu_suites.invariance import INVARIANT, Alone, alone_and_beside
-from rollproof.gpu_suites.known_engine_failures import judge_engine, spent_on
+from rollproof.gpu_suites.invariance import INVARIANT, BatchComparison, compare_alone_and_batched
+from rollproof.gpu_suites.known_engine_failures import judge_engine, seconds_by_part
 from rollproof.gpu_suites.load import judge_load
 from rollproof.gpu_suites.process_faults import break_children, engine_host, engine_runs
 from rollproof.gpu_suites.report.hardware import MemoryWatch
@@ -50,12 +48,12 @@ pytestmark: list[pytest.MarkDecorator] = [
 
 
 def raise_for(report: Report) -> None:
-    """Fail with what failed."""
-    told = {
-        result.id: [f"{one.title}: {one.observed}" for one in result.findings[:3]]
+    """Fail with the findings of the checks that failed."""
+    failed = {
+        result.id: [f"{finding.title}: {finding.observed}" for finding in result.findings[:3]]
         for result in report.failed
     }
-    assert not told, told
+    assert not failed, failed
 
 
 @pytest.mark.parametrize(
@@ -63,44 +61,44 @@ def raise_for(report: Report) -> None:
     [
         pytest.param(
             *engine.values,
-            one.name,
-            marks=[*engine.marks, *([pytest.mark.full] if one.full else [])],
-            id=f"{engine.values[0]}-{one.name}",
+            variant.name,
+            marks=[*engine.marks, *([pytest.mark.full] if variant.full else [])],
+            id=f"{engine.values[0]}-{variant.name}",
         )
         for engine in ENGINES
-        for one in VARIANTS.values()
-        if engine.values[0] in one.extra
+        for variant in VARIANTS.values()
+        if engine.values[0] in variant.extra
     ],
 )
 def test_conformance(engine: str, variant: str, tmp_path: Path, rollproof_run: RunReport) -> None:
-    """Rows, logprobs, versions, aborts, pauses and updates are as declared, and values as an
-    independent forward has them.
+    """Rows, logprobs, versions, aborts, pauses and updates are as declared, and values are those
+    of an independent forward.
     """
-    known = known_of(engine)
+    known = known_failures_of(engine)
     with on_gpu(engine, VARIANTS[variant].dtype_of(engine)):
         with rollproof_run.spending.on(Part.MODELS), few_threads():
             target = gpu_target(engine, variant, tmp_path)
-        found = judge_engine(target, known)
+        judged = judge_engine(target, known)
     rollproof_run.suite(
         "engine",
-        found.report,
-        spent=found.spent,
+        judged.report,
+        spent=judged.spent,
         version=installed(engine).version,
         setting=VARIANTS[variant].about,
         dtype=VARIANTS[variant].dtype_of(engine),
-        by_experiment=found.seconds,
-        failed_in=found.failed_in,
+        by_experiment=judged.seconds,
+        failed_in=judged.failed_in,
         known={
             name: {"failed": failed, "reason": known[name].reason}
-            for name, failed in found.faults.items()
+            for name, failed in judged.faults.items()
         },
-        left_out={name: known[name].reason for name in found.left_out},
+        left_out={name: known[name].reason for name in judged.left_out},
     )
-    raise_for(found.report)
-    assert found.surprises(known) == []
+    raise_for(judged.report)
+    assert judged.surprises(known) == []
     if VARIANTS[variant].exact(engine):
-        assert found.report.canary is not None
-        assert found.report.canary.red
+        assert judged.report.canary is not None
+        assert judged.report.canary.red
 
 
 @pytest.mark.full
@@ -110,13 +108,13 @@ def test_load(engine: str, tmp_path: Path, rollproof_run: RunReport) -> None:
     row is accounted for.
     """
     with rollproof_run.spending.on(Part.MODELS), few_threads():
-        target, known = gpu_target(engine, "eager", tmp_path), known_of(engine).get("load")
+        target, known = gpu_target(engine, "eager", tmp_path), known_failures_of(engine).get("load")
     run = EngineRun()
     with on_gpu(engine, VARIANTS["eager"].dtype_of(engine)):
         report = judge_load(
             target, expected=dict.fromkeys(known.checks, known.reason) if known else {}, run=run
         )
-    spent = spent_on(
+    spent = seconds_by_part(
         run, judging=report.seconds - sum(run.seconds.values()) - sum(run.spent.values())
     )
     rollproof_run.suite(
@@ -128,19 +126,17 @@ def test_load(engine: str, tmp_path: Path, rollproof_run: RunReport) -> None:
     )
     raise_for(report)
     assert report.exercised["aborts mid-decode"] > 20
-    if known is None:  # else those that resume during a pause are lost
+    if known is None:  # else the calls that resume during a pause are lost
         assert report.exercised["resumes across a weight version"] > 20
 
 
 @pytest.mark.full
 @pytest.mark.parametrize("engine", ENGINES)
-def test_a_call_is_answered_alike_alone_and_beside_others(
+def test_a_call_has_the_same_answer_alone_and_in_a_batch(
     engine: str, tmp_path: Path, rollproof_run: RunReport
 ) -> None:
-    """In the engine's mode for it, to the last bit; and without the mode something differs on the
-    same calls, else nothing was shown.
-
-    Where the mode is known to keep its promise in small steps only, it is held to that.
+    """In the engine's mode for it, to the last bit; without the mode something differs on the same
+    calls. A mode that is known to keep its promise in small steps only must keep it there.
     """
     with rollproof_run.spending.on(Part.MODELS), few_threads():
         path = make_checkpoint(tmp_path / "A", "qwen3_moe", dtype="bfloat16", **SIZES["tiny"])
@@ -155,39 +151,42 @@ def test_a_call_is_answered_alike_alone_and_beside_others(
     )
     mode = INVARIANT[engine]
 
-    async def asked(settings: EngineSettings) -> Alone:
+    async def compared(settings: EngineSettings) -> BatchComparison:
         started = gap_engine(engine, settings)
         try:
             await started.start()
             return await bounded(
-                alone_and_beside(started, prompts), started, 200, "sampling alone and beside others"
+                compare_alone_and_batched(started, prompts),
+                started,
+                200,
+                "sampling alone and in a batch",
             )
         finally:
             await started.stop()
 
     with on_gpu(engine, "bfloat16", mode.environment):
-        kept = asyncio.run(asked(mode.of(plain)))
-        small = kept
-        if kept.differing and mode.below:  # calls and their next tokens are one step
+        invariant = asyncio.run(compared(mode.of(plain)))
+        small = invariant
+        if invariant.differing and mode.below:  # calls and their next tokens are one step
             small = asyncio.run(
-                asked(mode.of(replace(plain, prefill_chunk=mode.below - plain.max_batch)))
+                compared(mode.of(replace(plain, prefill_chunk=mode.below - plain.max_batch)))
             )
     with on_gpu(engine, "bfloat16"):
-        free = asyncio.run(asked(plain))
+        free = asyncio.run(compared(plain))
+    same = invariant.probes - len(invariant.differing)
     rollproof_run.note(
-        f"{engine} with {mode.name}: {kept.probes - len(kept.differing)} of {kept.probes} calls bit"
-        " for bit the same alone and beside 63 others; without it"
-        f" {free.probes - len(free.differing)}"
-        + "".join(f"; call {number}: {what}" for number, what in kept.differing.items())
+        f"{engine} with {mode.name}: {same} of {invariant.probes} calls bit for bit the same alone"
+        f" and in a batch of 64; without it {free.probes - len(free.differing)}"
+        + "".join(f"; call {number}: {text}" for number, text in invariant.differing.items())
     )
     assert {} == small.differing
     if not free.differing:
         pytest.skip(
-            "without the mode nothing differed either: this model cannot show what the mode is for"
+            "without the mode nothing differed either: this model does not show the mode's effect"
         )
-    if kept.differing and mode.known:
+    if invariant.differing and mode.known:
         pytest.xfail(mode.known)
-    assert {} == kept.differing
+    assert {} == invariant.differing
 
 
 @pytest.mark.full
@@ -196,8 +195,8 @@ def test_a_call_is_answered_alike_alone_and_beside_others(
 def test_an_engine_that_breaks_while_it_starts(
     engine: str, how: str, tmp_path: Path, rollproof_run: RunReport
 ) -> None:
-    """One whose processes are killed, or hang, before it is ready ends its start within a bound,
-    with its log; its memory comes back.
+    """If its processes are killed, or hang, before it is ready, its start ends within a bound with
+    its log, and its memory is released.
     """
     with rollproof_run.spending.on(Part.MODELS), few_threads():
         path = make_checkpoint(tmp_path / "A", "qwen3_moe", head_dim=64)
@@ -219,7 +218,7 @@ def test_an_engine_that_breaks_while_it_starts(
                 assert not start.done()
                 await asyncio.sleep(0.1)
             await asyncio.sleep(3.0)
-            while not start.done():  # what it starts in the place of those, too
+            while not start.done():  # also the processes that replace those
                 break_children(host, how)
                 await asyncio.wait([start], timeout=0.5)
             await start
@@ -228,24 +227,24 @@ def test_an_engine_that_breaks_while_it_starts(
 
     with (
         on_gpu(engine, "bfloat16"),
-        pytest.raises(EngineStartError, match="The end of its log") as told,
+        pytest.raises(EngineStartError, match="The end of its log") as error,
     ):
         asyncio.run(asyncio.wait_for(broken(), 120))
     rollproof_run.note(
-        f"{engine} whose processes are {how} while it starts:"
-        f" {str(told.value).partition('The end of its log')[0].strip()}"
+        f"{engine} with processes {how} while it starts:"
+        f" {str(error.value).partition('The end of its log')[0].strip()}"
     )
     assert watch is None or watch.missing() is None
 
 
 @pytest.mark.full
-@pytest.mark.parametrize(("how", "error"), [("killed", EngineDied), ("stopped", EngineHung)])
+@pytest.mark.parametrize(("how", "kind"), [("killed", EngineDied), ("stopped", EngineHung)])
 @pytest.mark.parametrize("engine", ENGINES)
 def test_an_engine_that_breaks_in_the_middle(
-    engine: str, how: str, error: type[Exception], tmp_path: Path, rollproof_run: RunReport
+    engine: str, how: str, kind: type[Exception], tmp_path: Path, rollproof_run: RunReport
 ) -> None:
-    """One whose processes are killed, or hang, ends the sampling within a bound, with the end of
-    its log; its memory comes back.
+    """If its processes are killed, or hang, the sampling ends within a bound with the end of its
+    log, and its memory is released.
     """
     with rollproof_run.spending.on(Part.MODELS), few_threads():
         path = make_checkpoint(tmp_path / "A", "qwen3_moe", head_dim=64)
@@ -270,11 +269,11 @@ def test_an_engine_that_breaks_in_the_middle(
         finally:
             await started.stop()
 
-    with on_gpu(engine, "bfloat16"), pytest.raises(error, match="The end of its log") as told:
+    with on_gpu(engine, "bfloat16"), pytest.raises(kind, match="The end of its log") as error:
         asyncio.run(asyncio.wait_for(broken(), 200))
     rollproof_run.note(
-        f"{engine} whose processes are {how} while it samples:"
-        f" {str(told.value).partition('The end of its log')[0].strip()}"
+        f"{engine} with processes {how} while it samples:"
+        f" {str(error.value).partition('The end of its log')[0].strip()}"
     )
     assert watch is None or watch.missing() is None
 
@@ -288,11 +287,8 @@ def test_an_engine_that_breaks_in_the_middle(
 def test_routes_of_a_divided_engine(
     engine: str, divided: str, size: int, tmp_path: Path, rollproof_run: RunReport
 ) -> None:
-    """Divided over GPUs, an engine returns as many rows as declared, and those that it returns on
-    one for the same tokens.
-
-    In float32 near-ties between experts, summed in another order, may flip a few; in bfloat16 they
-    flip more of them.
+    """Divided over GPUs, an engine returns as many rows as declared, and the same rows as on one
+    GPU. A few near-ties between experts flip in float32, summed in another order; more in bfloat16.
     """
     dtype = VARIANTS["eager"].dtype_of(engine)
     path = make_checkpoint(
@@ -308,25 +304,25 @@ def test_routes_of_a_divided_engine(
         model=path, dtype=dtype, max_length=256, max_batch=48, prefill_chunk=256
     )
     with on_gpu(engine, dtype):
-        one, many = (
+        single, divided_engine = (
             asyncio.run(_sampled(engine, replace(settings, extra=extra), prompts))
             for extra in ({}, PARALLEL[engine][divided](size))
         )
     rows = equal = 0
-    for alone, other in zip(one, many, strict=True):
-        for each in (alone, other):
-            assert len(each.segments[0].routes) == len(each.ids) - 1
+    for first, second in zip(single, divided_engine, strict=True):
+        for rollout in (first, second):
+            assert len(rollout.segments[0].routes) == len(rollout.ids) - 1
         same = next(
-            (i for i, (a, b) in enumerate(zip(alone.ids, other.ids, strict=True)) if a != b),
-            len(alone.ids) - 1,
+            (i for i, (a, b) in enumerate(zip(first.ids, second.ids, strict=True)) if a != b),
+            len(first.ids) - 1,
         )
         left, right = (
-            np.sort(each.segments[0].routes[:same].astype(int)) for each in (alone, other)
+            np.sort(rollout.segments[0].routes[:same].astype(int)) for rollout in (first, second)
         )
         rows += left.shape[0] * left.shape[1]
         equal += int((left == right).all(-1).sum())
-    told = f"{engine} on {size} GPUs ({divided} divided, {dtype})"
-    rollproof_run.note(f"{told}: {equal:,} of {rows:,} rows and layers equal those of one GPU")
+    setup = f"{engine} on {size} GPUs ({divided} divided, {dtype})"
+    rollproof_run.note(f"{setup}: {equal:,} of {rows:,} rows and layers equal those of one GPU")
     assert rows > 5_000
     assert equal >= rows * (0.9995 if dtype == "float32" else 0.95)
 

@@ -1,6 +1,4 @@
-"""The gap between real engines and real trainers, with and without replay: the matrix, and the
-claim that replay lowers it.
-"""
+"""The gap between real engines and real trainers: replay lowers it, and wrong replay raises it."""
 
 from __future__ import annotations
 
@@ -12,14 +10,14 @@ from typing import Any
 import pytest
 
 from rollproof.engines.gpus import GpuFindings
-from rollproof.gpu_suites.checkpoints import fits, given_models, make_models
+from rollproof.gpu_suites.checkpoints import fits, make_models, user_models
 from rollproof.gpu_suites.engine_variants import NO_FLOAT32, VARIANTS
 from rollproof.gpu_suites.gap.gap_matrix import Cell, Routed, measure_cell
 from rollproof.gpu_suites.gap.ranked_scorer import Division, RankedScorer, scorer_ranks
 from rollproof.gpu_suites.gap.sampled_units import Rollouts
-from rollproof.gpu_suites.gap.scorers import GivenScorer, HfScorer, Scorer
+from rollproof.gpu_suites.gap.scorers import HfScorer, Scorer, UserScorer
 from rollproof.gpu_suites.report.run_report import RunReport
-from rollproof.gpu_suites.requirements import free_gpus, needs_of, unmet
+from rollproof.gpu_suites.requirements import free_gpus, needs_of, unmet_need
 from rollproof.gpu_suites.timing import Part
 from rollproof.gpu_suites.trainer_setups import GAP_MEGATRON, GAP_RANKED, GAP_TRAINERS
 from rollproof.plugin import state_of
@@ -40,9 +38,8 @@ def _gpus(sizes: Mapping[str, Any]) -> int:
 
 
 def _cells() -> Iterator[tuple[str, str, str]]:
-    """Engine, dtype and trainer of each cell. Several GPUs are held against engines in bfloat16
-    only: in float32 one shows what all do.
-    """
+    """Yield engine, dtype and trainer of each cell."""
+    # trainers on several GPUs are measured in bfloat16 only: in float32 one GPU shows the same
     for engine in ENGINES:
         for trainer in GAP_TRAINERS:
             yield engine, "bfloat16", trainer
@@ -51,7 +48,7 @@ def _cells() -> Iterator[tuple[str, str, str]]:
             yield from ((engine, "float32", trainer) for trainer in ("hf", "megatron"))
 
 
-def _cell(engine: str, dtype: str, trainer: str, *, asked: bool = False) -> Any:
+def _cell(engine: str, dtype: str, trainer: str, *, requested: bool = False) -> Any:
     marks = [ENGINES[engine]]
     if trainer in GAP_MEGATRON:
         marks += [
@@ -60,7 +57,7 @@ def _cell(engine: str, dtype: str, trainer: str, *, asked: bool = False) -> Any:
         ]
     if trainer in GAP_RANKED:
         division, gpus = GAP_RANKED[trainer]
-        marks += [pytest.mark.gpus(gpus), *([] if asked else [pytest.mark.full])]
+        marks += [pytest.mark.gpus(gpus), *([] if requested else [pytest.mark.full])]
         marks += [pytest.mark.engine("deepspeed", ">=0.19")] if division is Division.ULYSSES else []
     if dtype != "bfloat16":
         marks.append(pytest.mark.full)
@@ -68,20 +65,18 @@ def _cell(engine: str, dtype: str, trainer: str, *, asked: bool = False) -> Any:
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    """The cells of the matrix; with ``--rollproof-trainer`` those of one trainer, which
-    ``check_given`` has yet to look at.
-    """
+    """Generate the cells of the matrix; with ``--rollproof-trainer`` those of one trainer."""
     if not {"engine", "dtype", "trainer"} <= set(metafunc.fixturenames):
         return
-    given = state_of(metafunc.config).settings.trainer
-    if given is None or given in GAP_TRAINERS:
+    name = state_of(metafunc.config).settings.trainer  # check_options has yet to check it
+    if name is None or name in GAP_TRAINERS:
         cells = [
-            _cell(*one, asked=given is not None)
-            for one in _cells()
-            if given is None or one[2] == given
+            _cell(*cell, requested=name is not None)
+            for cell in _cells()
+            if name is None or cell[2] == name
         ]
     else:
-        cells = [_cell(engine, "bfloat16", given) for engine in ENGINES]
+        cells = [_cell(engine, "bfloat16", name) for engine in ENGINES]
     metafunc.parametrize(("engine", "dtype", "trainer"), cells)
 
 
@@ -100,9 +95,7 @@ def rollouts(
     rollproof_gpus: GpuFindings,
     rollproof_run: RunReport,
 ) -> Rollouts:
-    """Models and samples of this module: of a generated model, or of the one that
-    ``--rollproof-model`` names.
-    """
+    """Samples of a generated model, or of the one that ``--rollproof-model`` names."""
     folder, own = tmp_path_factory.mktemp("models"), state_of(request.config).settings.model
     if own is None:
         with rollproof_run.spending.on(Part.MODELS):
@@ -110,7 +103,7 @@ def rollouts(
         return Rollouts(
             checkpoints=checkpoints,
             spending=rollproof_run.spending,
-            wanted=_wanted(request, rollproof_gpus),
+            planned=_planned(request, rollproof_gpus),
         )
     free = min((gpu.free for gpu in free_gpus(rollproof_gpus) if gpu.free is not None), default=0)
     reason = fits(Path(own), free)
@@ -118,34 +111,34 @@ def rollouts(
         pytest.fail(f"{reason}; a GPU was required (--rollproof-require-gpu)", pytrace=False)
     if reason is not None:
         pytest.skip(reason)
-    return Rollouts(checkpoints=given_models(Path(own), folder), spending=rollproof_run.spending)
+    return Rollouts(checkpoints=user_models(Path(own), folder), spending=rollproof_run.spending)
 
 
 @pytest.fixture(scope="module")
 def larger(tmp_path_factory: pytest.TempPathFactory, rollproof_run: RunReport) -> Rollouts:
-    """A generated model of 3.4 GB, and what engines sampled of it."""
+    """Samples of a generated model of 3.4 GB."""
     with rollproof_run.spending.on(Part.MODELS):
         checkpoints = make_models("mid", tmp_path_factory.mktemp("larger"))
     return Rollouts(checkpoints=checkpoints, spending=rollproof_run.spending, across=False)
 
 
-def _wanted(request: pytest.FixtureRequest, gpus: GpuFindings) -> frozenset[tuple[str, str]]:
-    """The engines, with their dtypes, of which this session has tests that can be run."""
-    wanted = set()
+def _planned(request: pytest.FixtureRequest, gpus: GpuFindings) -> frozenset[tuple[str, str]]:
+    """Return the engines and dtypes with tests that this session can run."""
+    planned = set()
     for item in request.session.items:
-        given = getattr(getattr(item, "callspec", None), "params", {})
+        params = getattr(getattr(item, "callspec", None), "params", {})
         if (
             item.path == request.path
-            and "engine" in given
-            and unmet(needs_of(item.iter_markers()), gpus) is None
+            and "engine" in params
+            and unmet_need(needs_of(item.iter_markers()), gpus) is None
         ):
-            wanted.add((given["engine"], given.get("dtype", "bfloat16")))
-    return frozenset(wanted)
+            planned.add((params["engine"], params.get("dtype", "bfloat16")))
+    return frozenset(planned)
 
 
 @pytest.fixture(scope="module")
 def scorer_of(rollouts: Rollouts) -> Iterator[Callable[..., Scorer]]:
-    """Trainers by name and dtype; their ranks are started once and ended with the module."""
+    """A function that makes trainers; their ranks are started once and closed with the module."""
     from contextlib import ExitStack
 
     with ExitStack() as stack:
@@ -165,7 +158,7 @@ def scorer_of(rollouts: Rollouts) -> Iterator[Callable[..., Scorer]]:
                     division, rollouts.checkpoints, dtype, started("hf", scorer_ranks), size
                 )
             if name not in GAP_MEGATRON:
-                return GivenScorer(name, rollouts.checkpoints, dtype)
+                return UserScorer(name, rollouts.checkpoints, dtype)
             from rollproof.gpu_suites.gap.megatron_scorer import MegatronScorer
             from rollproof.replay.megatron.megatron_trainer import megatron_ranks
 
@@ -190,14 +183,14 @@ def test_replay_lowers_the_gap_and_wrong_replay_raises_it(
     """Replay lowers k3 and mean |d|, wrong replay raises them, with intervals that exclude 1;
     self-replay is exact.
     """
-    samples = rollouts.of(engine, dtype)["whole"]
+    samples = rollouts.of(engine, dtype)["uninterrupted"]
     scorer = scorer_of(trainer, dtype)
     try:
         cell = measure_cell(engine, samples, scorer, limits=LIMITS[dtype])
     finally:
         scorer.close()
     rollproof_run.cell(cell)
-    held(cell)
+    check_cell(cell)
 
 
 @pytest.mark.full
@@ -205,8 +198,8 @@ def test_replay_lowers_the_gap_and_wrong_replay_raises_it(
     "engine", [pytest.param(name, marks=mark) for name, mark in ENGINES.items()]
 )
 def test_a_larger_model(engine: str, larger: Rollouts, rollproof_run: RunReport) -> None:
-    """So it is with 1.7 billion parameters in 16 layers."""
-    samples = larger.of(engine, "bfloat16")["whole"]
+    """The same holds with 1.7 billion parameters in 16 layers."""
+    samples = larger.of(engine, "bfloat16")["uninterrupted"]
     scorer = HfScorer(larger.checkpoints, "bfloat16")
     try:
         cell = measure_cell(
@@ -215,20 +208,20 @@ def test_a_larger_model(engine: str, larger: Rollouts, rollproof_run: RunReport)
     finally:
         scorer.close()
     rollproof_run.cell(cell)
-    held(cell)
+    check_cell(cell)
 
 
 @pytest.mark.full
 @ENGINES["vllm"]
 def test_another_attention(rollouts: Rollouts, rollproof_run: RunReport) -> None:
-    """So it is where the engine attends by FlashAttention."""
+    """The same holds with FlashAttention in the engine."""
     flash = Rollouts(
         checkpoints=rollouts.checkpoints,
         spending=rollproof_run.spending,
         across=False,
         extra=VARIANTS["flash"].extra["vllm"],
     )
-    samples = flash.of("vllm", "bfloat16")["whole"]
+    samples = flash.of("vllm", "bfloat16")["uninterrupted"]
     scorer = HfScorer(flash.checkpoints, "bfloat16")
     try:
         cell = measure_cell(
@@ -237,17 +230,16 @@ def test_another_attention(rollouts: Rollouts, rollproof_run: RunReport) -> None
     finally:
         scorer.close()
     rollproof_run.cell(cell)
-    held(cell)
+    check_cell(cell)
 
 
-def held(cell: Cell) -> None:
-    """What every cell must show."""
+def check_cell(cell: Cell) -> None:
+    """Assert what every cell must show."""
     assert cell.effect.tokens >= 35_000
     assert cell.effect.sequences >= 64
     assert cell.controls_harm
-    if (
-        cell.dtype == "bfloat16"
-    ):  # in float32 hardly any choice differs, and nothing is left to lower
+    if cell.dtype == "bfloat16":
+        # in float32 hardly any choice differs, and there is nothing to lower
         assert cell.helps
     assert cell.self_replay in (0.0, None)
 
@@ -263,8 +255,8 @@ def test_the_gap_across_a_weight_update(
     scorer_of: Callable[..., Scorer],
     rollproof_run: RunReport,
 ) -> None:
-    """Tokens of resumed samples, scored under the version that sampled them, are no worse than
-    others; over kept KV the seam shows.
+    """Tokens of resumed samples, scored under their own version, are no worse than others; over
+    retained KV they are.
     """
     samples = rollouts.of(engine, "bfloat16")[kind]
     scorer = scorer_of("hf", "bfloat16")
@@ -279,7 +271,7 @@ def test_the_gap_across_a_weight_update(
     finally:
         scorer.close()
     rollproof_run.cell(cell)
-    assert sum(len(one.segments) > 1 for one in samples) >= 32
+    assert sum(len(sample.segments) > 1 for sample in samples) >= 32
     seam = {bucket.label: bucket for bucket in cell.reports[Routed.R3].buckets["since_resume"]}
     assert seam["before any"].tokens > 1000
     after, before = seam["8+"], seam["before any"]

@@ -1,5 +1,6 @@
-"""Real trainers on GPUs: the replay checks, as the CPU runs have them, over NCCL; recordings of all
-ranks merge to that of one.
+"""Real trainers on GPUs: the replay checks of the CPU runs over NCCL.
+
+The recordings of all ranks merge to that of one.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from rollproof.core.replay_contract import Recompute
 from rollproof.core.router_spy import Spy
 from rollproof.engines.gpus import shared
 from rollproof.gpu_suites.gap.scorers import empty_cuda
-from rollproof.gpu_suites.known_engine_failures import COARSE, told
+from rollproof.gpu_suites.known_engine_failures import COARSE, require_pass
 from rollproof.gpu_suites.report.hardware import MemoryWatch
 from rollproof.gpu_suites.report.run_report import RunReport
 from rollproof.gpu_suites.timing import Part, Stopwatch
@@ -51,9 +52,7 @@ HF: dict[str, dict[str, Any]] = {
 }
 """Trainers on one GPU: families, layouts, dtypes, and kinds of gradient checkpointing."""
 DEFAULT: tuple[str, ...] = ("single", "tp2", "ep2-alltoall", "tp2-pp2-ep2")
-"""Setups of Megatron that are run without ``--rollproof-full``: one on one GPU, two on two, one on
-four.
-"""
+"""Setups of Megatron without ``--rollproof-full``: one on one GPU, two on two, one on four."""
 RANKED: dict[str, dict[str, Any]] = {
     "fsdp2": {"parallel": "fsdp2"},
     "fsdp2 in bf16": {"parallel": "fsdp2", "mixed": True},
@@ -62,7 +61,7 @@ RANKED: dict[str, dict[str, Any]] = {
 
 
 def timed(make: Callable[[], Any], name: str, run: RunReport, **more: Any) -> Report:
-    """The report on a trainer, told to ``run`` with the seconds that were the trainer's."""
+    """Judge a trainer, and add the report to ``run`` with the trainer's seconds."""
     seconds: list[float] = []
 
     def made() -> Any:
@@ -84,9 +83,8 @@ def timed(make: Callable[[], Any], name: str, run: RunReport, **more: Any) -> Re
 
 @pytest.fixture(scope="module")
 def repeatable() -> Iterator[None]:
-    """Sums in a fixed order: atomic ones flip near-ties, and what must repeat to the last bit could
-    not be judged.
-    """
+    """Let torch sum in a fixed order."""
+    # atomic sums flip near-ties, and nothing could be compared bit for bit
     import torch
 
     torch.use_deterministic_algorithms(True, warn_only=True)
@@ -117,7 +115,7 @@ def test_hf(name: str, rollproof_run: RunReport) -> None:
     if "layout" in options:
         options["layout"] = Layout(options["layout"])
     report = timed(lambda: HfTrainer(HfSetup(**options)), f"hf {name}", rollproof_run)
-    told(report, COARSE if options.get("dtype") == "bfloat16" else frozenset())
+    require_pass(report, COARSE if options.get("dtype") == "bfloat16" else frozenset())
 
 
 @transformers
@@ -127,7 +125,7 @@ def test_hf(name: str, rollproof_run: RunReport) -> None:
 )
 @pytest.mark.parametrize("name", RANKED)
 def test_hf_on_several(name: str, ranks: int, rollproof_run: RunReport) -> None:
-    """So it does under FSDP2 and DDP over NCCL."""
+    """The same holds under FSDP2 and DDP over NCCL."""
     from rollproof.replay.hf.hf_setups import Setup as HfSetup
     from rollproof.replay.hf.ranked_trainer import RankedHfTrainer, hf_ranks
 
@@ -138,24 +136,24 @@ def test_hf_on_several(name: str, ranks: int, rollproof_run: RunReport) -> None:
             f"hf {name} on {ranks}",
             rollproof_run,
         )
-    told(report, COARSE if options.get("mixed") else frozenset())
+    require_pass(report, COARSE if options.get("mixed") else frozenset())
 
 
 @pytest.mark.full
 @pytest.mark.gpus(2)
 @pytest.mark.parametrize("how", ["raises", "is killed", "never comes"])
 def test_a_rank_that_fails_ends_the_others(how: str) -> None:
-    """While the others wait for it in a collective of NCCL: within a bound, with its name, and its
-    memory comes back; new ranks run.
+    """It ends the others, which wait for it in a collective of NCCL, within a bound and with its
+    name. Its memory is released, and new ranks run.
     """
     watch = None if shared() else MemoryWatch(slack_gib=2.0)
     with Ranks(summing_on_gpus, limit_s=15, grace_s=1, cuda=True) as ranks:
         assert [3.0, 3.0] == ranks.run("add", world_size=2)
         began = time.monotonic()
-        with pytest.raises(RankError) as told:
+        with pytest.raises(RankError) as error:
             ranks.run(how, world_size=2)
         assert time.monotonic() - began < 60
-        assert told.value.rank == 1 or how == "never comes"
+        assert error.value.rank == 1 or how == "never comes"
         assert [3.0, 3.0] == ranks.run("add", world_size=2)
     assert watch is None or watch.missing() is None
 
@@ -163,14 +161,14 @@ def test_a_rank_that_fails_ends_the_others(how: str) -> None:
 def _by_gpus() -> list[Any]:
     return [
         pytest.param(
-            one,
+            setup,
             id=name,
             marks=[
-                pytest.mark.gpus(one.world_size),
+                pytest.mark.gpus(setup.world_size),
                 *([] if name in DEFAULT else [pytest.mark.full]),
             ],
         )
-        for name, one in MEGATRON_SETUPS.items()
+        for name, setup in MEGATRON_SETUPS.items()
     ]
 
 
@@ -186,15 +184,13 @@ def megatron_on_gpus() -> Iterator[Any]:
 @megatron
 @pytest.mark.parametrize("setup", _by_gpus())
 def test_megatron(setup: Setup, megatron_on_gpus: Any, rollproof_run: RunReport) -> None:
-    """megatron-core's ``RouterReplay`` keeps every promise of replay over NCCL, without recompute
-    and with both kinds of it.
-
-    What all ranks recorded, merged, is what one GPU records, id for id; replayed in place it
-    changes no logprob by a bit.
+    """megatron-core's ``RouterReplay`` keeps every promise of replay over NCCL, with and without
+    recompute. The merged recordings of all ranks are that of one GPU, id for id, and their replay
+    in place changes no bit of a logprob.
     """
     from rollproof.replay.megatron.megatron_trainer import MegatronTrainer
 
-    told(
+    require_pass(
         timed(
             lambda: MegatronTrainer(setup, megatron_on_gpus),
             f"megatron {setup.name}",
@@ -205,23 +201,23 @@ def test_megatron(setup: Setup, megatron_on_gpus: Any, rollproof_run: RunReport)
     with rollproof_run.spending.on(Part.TRAINING):
         divided, again = _recorded(MegatronTrainer(setup, megatron_on_gpus))
     assert [] == [
-        one
-        for one in divided.logprobs
-        if not np.array_equal(divided.logprobs[one], again.logprobs[one])
+        sample
+        for sample in divided.logprobs
+        if not np.array_equal(divided.logprobs[sample], again.logprobs[sample])
     ]
     if setup.world_size > 1:
         single, _ = _recorded(MegatronTrainer(single_process(setup), megatron_on_gpus))
         assert sorted(single.recorded) == sorted(divided.recorded)
         assert [] == [
-            one
-            for one, rows in single.recorded.items()
-            if not np.array_equal(rows, divided.recorded[one])
+            sample
+            for sample, rows in single.recorded.items()
+            if not np.array_equal(rows, divided.recorded[sample])
         ]
         assert pytest.approx(single.loss, rel=1e-5) == divided.loss
 
 
 def _recorded(trainer: Any) -> tuple[Outcome, Outcome]:
-    """A recording step, and its replay in place with full recompute."""
+    """Run a recording step, and its replay in place with full recompute."""
     samples = make_samples(trainer.contract, 0)
     size = trainer.setup.microbatch_size
     step = Step(

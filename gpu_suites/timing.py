@@ -1,7 +1,7 @@
-"""Spending: which part of a session's time went where, and how much of it was rollproof's own.
+"""How a session spends its time, and how much of it is rollproof's own work.
 
-What engines and trainers take is theirs. Everything else is ours: making models, independent
-forwards, judging, whatever nobody counted.
+Engines and trainers account for their own time. All other time is rollproof's: making models,
+independent forwards, judging, and everything that was not measured.
 """
 
 from __future__ import annotations
@@ -37,20 +37,20 @@ class Part(StrEnum):
 
 
 class Spending:
-    """The seconds of a session by part; ``began`` is the ``time.perf_counter()`` at which it did."""
+    """The seconds of a session by part; ``began`` is the ``time.perf_counter()`` at its start."""
 
     def __init__(self, began: float | None = None) -> None:
         self._began = time.perf_counter() if began is None else began
         self._seconds: defaultdict[Part, float] = defaultdict(float)
 
     def add(self, spent: Mapping[Part, float]) -> None:
-        """Count seconds that were measured elsewhere."""
+        """Add seconds that were measured elsewhere."""
         for part, seconds in spent.items():
             self._seconds[part] += seconds
 
     @contextmanager
     def on(self, part: Part) -> Iterator[None]:
-        """What is done inside counts as ``part``."""
+        """Count the time inside the context as ``part``."""
         began = time.perf_counter()
         try:
             yield
@@ -59,41 +59,39 @@ class Spending:
 
     @property
     def seconds(self) -> float:
-        """All of them so far."""
+        """All seconds so far."""
         return time.perf_counter() - self._began
 
     def to_dict(self) -> dict[str, float]:
-        """Seconds by part; what nobody counted is the rest."""
-        whole = self.seconds
+        """Return the seconds by part; time that was not measured is the rest."""
+        total = self.seconds
         counted = {part: self._seconds[part] for part in Part}
-        counted[Part.REST] += max(0.0, whole - sum(counted.values()))
+        counted[Part.REST] += max(0.0, total - sum(counted.values()))
         return {str(part): round(seconds, 1) for part, seconds in counted.items()}
 
     @property
     def ours(self) -> float:
-        """Seconds of rollproof's own."""
+        """Seconds of rollproof's own work."""
         parts = self.to_dict()
         return sum(parts[part] for part in Part if part.ours)
 
 
 class Stopwatch:
-    """Stands in front of a trainer, and of its variants, and adds up the seconds that their methods
-    take.
-    """
+    """A proxy of a trainer, and of its variants, that records the seconds of their methods."""
 
     def __init__(self, subject: Any, seconds: list[float]) -> None:
         self._subject, self._seconds = subject, seconds
 
     def __getattr__(self, name: str) -> Any:
-        found = getattr(self._subject, name)
-        if not callable(found) or name.startswith("_"):
-            return found
+        attribute = getattr(self._subject, name)
+        if not callable(attribute) or name.startswith("_"):
+            return attribute
 
-        @functools.wraps(found)
+        @functools.wraps(attribute)
         def timed(*args: Any, **kwargs: Any) -> Any:
             began = time.perf_counter()
             try:
-                out = found(*args, **kwargs)
+                out = attribute(*args, **kwargs)
             finally:
                 self._seconds.append(time.perf_counter() - began)
             return Stopwatch(out, self._seconds) if callable(getattr(out, "run", None)) else out

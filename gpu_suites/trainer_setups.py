@@ -1,4 +1,4 @@
-"""Trainers: the setups whose replay is judged on GPUs, by how many of them they take."""
+"""Setups of trainers that are judged on GPUs, by the number of GPUs that they need."""
 
 from __future__ import annotations
 
@@ -64,14 +64,15 @@ _MIXED = (
         layer_axis=LayerAxis.MOE,
     ),
 )
-"""What two GPUs cannot show: several kinds of parallelism at once. A packed microbatch of a rank is
-one sequence of its own width.
+"""Several kinds of parallelism at once, which needs more than two GPUs.
+
+A packed microbatch of a rank is one sequence with its own width.
 """
 
 MEGATRON_SETUPS: Mapping[str, Setup] = MappingProxyType(
     {
-        one.name: one
-        for one in (
+        setup.name: setup
+        for setup in (
             *(
                 MEGATRON[name]
                 for name in (
@@ -91,7 +92,7 @@ MEGATRON_SETUPS: Mapping[str, Setup] = MappingProxyType(
         )
     }
 )
-"""Setups of megatron-core by name, those of one GPU first."""
+"""Setups of megatron-core by name, those with one GPU first."""
 
 
 GAP_MEGATRON: Mapping[str, Mapping[str, Any]] = MappingProxyType(
@@ -119,7 +120,7 @@ GAP_RANKED: Mapping[str, tuple[Division, int]] = MappingProxyType(
         "ulysses-4": (Division.ULYSSES, 4),
     }
 )
-"""Trainers of HF transformers on several GPUs: what is divided over how many."""
+"""Trainers of HF transformers on several GPUs: what is divided, and over how many."""
 
 
 GAP_TRAINERS: tuple[str, ...] = ("hf", *GAP_RANKED, *GAP_MEGATRON)
@@ -127,15 +128,16 @@ GAP_TRAINERS: tuple[str, ...] = ("hf", *GAP_RANKED, *GAP_MEGATRON)
 
 
 def single_process(setup: Setup) -> Setup:
-    """The same model and batches on one GPU."""
+    """Return the setup with the same model and batches on one GPU."""
     return replace(
         setup, name=f"{setup.name} on one", dp=1, cp=1, tp=1, pp=1, vpp=1, ep=1, first=None
     )
 
 
 def summing_on_gpus(rank: int, _: int) -> Callable[[str], float]:
-    """A task of ``Ranks``: adds up 1 + ... + world_size over NCCL, unless the job is what happens
-    to rank 1 before.
+    """A task of ``Ranks`` that adds up 1 + ... + world_size over NCCL.
+
+    Other jobs name a fault of rank 1.
     """
 
     def do(job: str) -> float:

@@ -1,6 +1,4 @@
-"""Given: the user's own model, trainer and place of the report, looked at before any engine is
-started.
-"""
+"""The options for the user's own model, trainer and report, checked before any engine starts."""
 
 from __future__ import annotations
 
@@ -10,12 +8,14 @@ from typing import Protocol
 from rollproof.core.files import check_folder
 from rollproof.errors import UsageError
 
-__all__ = ["Given", "check_given"]
+__all__ = ["UserOptions", "check_options"]
 
 
-class Given(Protocol):
-    """Options of the GPU suites: a checkpoint's folder, a trainer's name or ``module:factory``, the
-    folder of the report.
+class UserOptions(Protocol):
+    """Options of the GPU suites.
+
+    They are the folder of a checkpoint, the name or ``module:factory`` of a trainer, and the folder
+    of the report.
     """
 
     @property
@@ -26,37 +26,39 @@ class Given(Protocol):
     def gpu_report(self) -> str | None: ...
 
 
-def check_given(given: Given) -> None:
-    """Raises ``UsageError`` for a model that is no folder or has no experts, for a trainer that is
-    none of ours and cannot be imported, and for a report's folder that cannot be written into.
+def check_options(options: UserOptions) -> None:
+    """Check that the options can be used.
 
-    ``EngineStartError`` for a folder that holds no checkpoint.
+    Raises:
+        UsageError: the model is no folder or has no experts, the trainer has no known name and
+            cannot be imported, or the folder of the report cannot be written to.
+        EngineStartError: the folder of the model holds no checkpoint.
     """
-    if given.model is not None:
+    if options.model is not None:
         from rollproof.core.model_config import model_of
 
-        if not Path(given.model).is_dir():
+        if not Path(options.model).is_dir():
             raise UsageError(
-                f"--rollproof-model {given.model} is no folder: name the one that holds the"
+                f"--rollproof-model {options.model} is no folder: name the one that holds the"
                 " checkpoint's config.json."
             )
-        if model_of(Path(given.model)) is None:
+        if model_of(Path(options.model)) is None:
             raise UsageError(
-                f"--rollproof-model {given.model} has no experts: there is no routing to replay."
+                f"--rollproof-model {options.model} has no experts: there is no routing to replay."
                 " Name a MoE checkpoint."
             )
-    if given.gpu_report is not None:
-        check_folder(Path(given.gpu_report))
-    if given.trainer is None:
+    if options.gpu_report is not None:
+        check_folder(Path(options.gpu_report))
+    if options.trainer is None:
         return
     from rollproof.gpu_suites.trainer_setups import GAP_TRAINERS
 
-    if ":" in given.trainer:
+    if ":" in options.trainer:
         from rollproof.cli.named_targets import named_factory
 
-        named_factory(given.trainer, "--rollproof-trainer")
-    elif given.trainer not in GAP_TRAINERS:
+        named_factory(options.trainer, "--rollproof-trainer")
+    elif options.trainer not in GAP_TRAINERS:
         raise UsageError(
-            f"--rollproof-trainer={given.trainer!r} is neither module:factory nor one of:"
+            f"--rollproof-trainer={options.trainer!r} is neither module:factory nor one of:"
             f" {', '.join(GAP_TRAINERS)}."
         )

@@ -1,3 +1,3 @@
-"""Gap: rollouts of real engines scored by real trainers, with and without replay."""
+"""The gap between real engines and real trainers: rollouts, scorers and the matrix of both."""
 
 from __future__ import annotations

@@ -1,6 +1,4 @@
-"""Rollouts: what a real engine samples for the gap, in one stretch or across a real weight update,
-with what each call returned.
-"""
+"""Rollouts that a real engine samples for the gap, without or across a real weight update."""
 
 from __future__ import annotations
 
@@ -36,10 +34,13 @@ _T = TypeVar("_T")
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Segment:
-    """Response tokens ``start`` to ``end`` (not included), sampled under ``version``.
+    """Response tokens that one version sampled.
 
-    ``routes`` ``(rows, MoE layers, top_k)`` from position 0 on are what the call that sampled them
-    returned.
+    Attributes:
+        start: the first token.
+        end: the token after the last.
+        version: the version.
+        routes: ``(rows, MoE layers, top_k)`` from position 0 on, as the call returned them.
     """
 
     start: int
@@ -50,8 +51,14 @@ class Segment:
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Sample:
-    """A finished sequence: ``logprobs`` ``(response,)`` as the engine reported them, and its
-    segments in order.
+    """A finished sequence.
+
+    Attributes:
+        number: its number.
+        prompt_ids: the prompt.
+        response_ids: the response.
+        logprobs: ``(response,)``, as the engine reported them.
+        segments: the segments, in order.
     """
 
     number: int
@@ -74,7 +81,7 @@ class Sample:
 
     @property
     def since_resume(self) -> IntArray:
-        """``(response,)``: tokens since the update that the sequence lived through, -1 before it."""
+        """``(response,)``: tokens since the weight update in the sequence, -1 before it."""
         out = np.full(len(self.response_ids), -1, dtype=np.int64)
         for segment in self.segments[1:]:
             out[segment.start : segment.end] = np.arange(segment.end - segment.start)
@@ -83,9 +90,15 @@ class Sample:
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Unit:
-    """What a trainer scores at once: positions ``start`` to ``end`` of ``ids``, under ``version``.
+    """Tokens that a trainer scores at once.
 
-    ``routes`` is ``(tokens - 1, MoE layers, top_k)``.
+    Attributes:
+        sample: number of the sample.
+        version: the version to score under.
+        ids: prompt and response up to ``end``.
+        start: first position that is scored.
+        end: position after the last.
+        routes: ``(tokens - 1, MoE layers, top_k)``.
     """
 
     sample: int
@@ -99,7 +112,7 @@ class Unit:
 def prompts_of(
     count: int, *, vocab: int, seed: int = 0, shortest: int = 8, longest: int = 64
 ) -> list[tuple[int, ...]]:
-    """Random prompts, ids from 3."""
+    """Draw random prompts, with ids from 3."""
     draw = np.random.default_rng([seed, count])
     return [
         tuple(
@@ -110,8 +123,9 @@ def prompts_of(
 
 
 def units_of(samples: Sequence[Sample]) -> Iterator[Unit]:
-    """The stretches of each version, each with all that stands before it: the trainer scores a
-    token under the weights that sampled it.
+    """Yield the segments of each version with their context.
+
+    So the trainer scores a token under the weights that sampled it.
     """
     for sample_ in samples:
         sent = len(sample_.prompt_ids)
@@ -131,11 +145,12 @@ def units_of(samples: Sequence[Sample]) -> Iterator[Unit]:
 async def sample(
     engine: EngineSubject, prompts: Sequence[tuple[int, ...]], *, tokens: int, version: str = "A"
 ) -> list[Sample]:
-    """Ask for all prompts at once, ``tokens`` each at temperature 1, of an engine that is started
-    and serves ``version``.
+    """Sample ``tokens`` tokens for each prompt, all at once, at temperature 1.
+
+    The engine is started and serves ``version``.
     """
     outputs = await asyncio.gather(
-        *(_asked(engine, f"gap{i:05d}-", prompt, tokens) for i, prompt in enumerate(prompts))
+        *(_generate(engine, f"gap{i:05d}-", prompt, tokens) for i, prompt in enumerate(prompts))
     )
     return [
         _joined(engine.contract, number, prompt, [(output, version)])
@@ -152,13 +167,12 @@ async def sample_across(
     mode: PauseMode,
     versions: tuple[str, str] = ("A", "B"),
 ) -> list[Sample]:
-    """As ``sample``, with the weights of checkpoint ``update`` taking the place of the first ones
-    in the middle of the calls.
+    """Sample as ``sample`` does, and update the weights to checkpoint ``update`` meanwhile.
 
-    With ``PauseMode.ABORT`` the calls end, the cache is emptied, and each is sent again with what
-    it had (KV recomputed). With another mode they stand still and go on over the KV that they had
-    (kept). Half of them begin later, so that boundaries are spread.
+    With ``PauseMode.ABORT`` the calls end, the cache is cleared, and each call is sent again with
+    its tokens (KV is recomputed). With another mode the calls pause and continue over their KV.
     """
+    # half of the calls begin later, so that the boundaries are spread
     old, new = versions
     seen = [0] * len(prompts)
     moved = asyncio.Event()
@@ -182,13 +196,13 @@ async def sample_across(
     order: list[int] = []
     for numbers, count in ((early, tokens // 4), (late, tokens // 4)):
         for number in numbers:
-            work = _asked(engine, f"cut{number:05d}-", prompts[number], tokens, watching(number))
+            work = _generate(engine, f"cut{number:05d}-", prompts[number], tokens, watching(number))
             tasks.append(asyncio.create_task(work))
             order.append(number)
         await until(numbers, count)
     await engine.pause(mode, clear_cache := mode is PauseMode.ABORT)
-    await asyncio.sleep(0.3)  # tokens that were on their way arrive
-    stood = list(seen)
+    await asyncio.sleep(0.3)  # until tokens in flight have arrived
+    paused_at = list(seen)
     await engine.update_weights(
         WeightUpdate(path=update, version=new, label="w1", clear_cache=clear_cache)
     )
@@ -196,19 +210,19 @@ async def sample_across(
     first = dict(zip(order, await asyncio.gather(*tasks), strict=True))
     if mode is not PauseMode.ABORT:
         return [
-            _kept(
+            _paused_sample(
                 engine.contract,
                 number,
                 prompts[number],
                 first[number],
-                min(stood[number], tokens),
+                min(paused_at[number], tokens),
                 versions,
             )
             for number in range(len(prompts))
         ]
     again = {
         number: asyncio.create_task(
-            _asked(
+            _generate(
                 engine,
                 f"back{number:05d}-",
                 prompts[number] + output.token_ids,
@@ -231,20 +245,21 @@ async def sample_across(
 
 
 async def bounded(
-    work: Coroutine[Any, Any, _T], engine: EngineSubject, deadline: float, what: str
+    work: Coroutine[Any, Any, _T], engine: EngineSubject, deadline: float, task: str
 ) -> _T:
-    """The result of ``work``. Raises ``EngineHung`` where it takes longer than ``deadline``
-    seconds, with the end of the engine's log.
+    """Return the result of ``work``, a coroutine of the ``task``.
+
+    Raises ``EngineHung`` with the end of the engine's log after ``deadline`` seconds.
     """
     try:
         return await asyncio.wait_for(work, deadline)
     except TimeoutError:
         tail = getattr(getattr(engine, "process", None), "log_tail", None)
-        told = f" The end of its log:\n{tail()}" if tail is not None else ""
-        raise EngineHung(f"{what} was not done after {deadline:g} s.{told}") from None
+        log = f" The end of its log:\n{tail()}" if tail is not None else ""
+        raise EngineHung(f"{task} was not done after {deadline:g} s.{log}") from None
 
 
-async def _asked(
+async def _generate(
     engine: EngineSubject,
     handle: str,
     prompt: tuple[int, ...],
@@ -256,8 +271,7 @@ async def _asked(
     outputs = await engine.generate(query, watch or (lambda _: None))
     if len(outputs) != 1:
         raise SubjectError(
-            f"The engine answered the call {handle!r} with {len(outputs)} samples, and one was"
-            " asked for."
+            f"The engine answered the call {handle!r} with {len(outputs)} samples instead of one."
         )
     return outputs[0]
 
@@ -268,8 +282,9 @@ def _joined(
     prompt: tuple[int, ...],
     calls: Sequence[tuple[EngineOutput, str]],
 ) -> Sample:
-    """The sample of one call, or of a call and its continuation. An aborted call without tokens has
-    no segment.
+    """Return the sample of one call, or of a call and its continuation.
+
+    An aborted call without tokens has no segment.
     """
     segments: list[Segment] = []
     tokens: tuple[int, ...] = ()
@@ -277,7 +292,7 @@ def _joined(
     for output, version in calls:
         if not output.token_ids:
             continue
-        routes, own = _whole(contract, output, number)
+        routes, own = _routes_and_logprobs(contract, output, number)
         segments.append(
             Segment(
                 start=len(tokens),
@@ -299,19 +314,23 @@ def _joined(
     )
 
 
-def _kept(
+def _paused_sample(
     contract: Contract,
     number: int,
     prompt: tuple[int, ...],
     output: EngineOutput,
-    stood: int,
+    paused_at: int,
     versions: tuple[str, str],
 ) -> Sample:
-    """The sample of one call that stood still after ``stood`` tokens while the weights changed."""
-    routes, logprobs = _whole(contract, output, number)
+    """Return the sample of a call that was paused after ``paused_at`` tokens for an update."""
+    routes, logprobs = _routes_and_logprobs(contract, output, number)
     count = len(output.token_ids)
-    cuts = [0, *([stood] if 0 < stood < count else []), count]
-    names = versions if 0 < stood < count else ((versions[1],) if stood == 0 else (versions[0],))
+    cuts = [0, *([paused_at] if 0 < paused_at < count else []), count]
+    names = (
+        versions
+        if 0 < paused_at < count
+        else ((versions[1],) if paused_at == 0 else (versions[0],))
+    )
     segments = tuple(
         Segment(start=start, end=end, version=name, routes=routes)
         for start, end, name in zip(cuts[:-1], cuts[1:], names, strict=True)
@@ -325,7 +344,9 @@ def _kept(
     )
 
 
-def _whole(contract: Contract, output: EngineOutput, number: int) -> tuple[IntArray, LogprobArray]:
+def _routes_and_logprobs(
+    contract: Contract, output: EngineOutput, number: int
+) -> tuple[IntArray, LogprobArray]:
     if (
         output.routes is None
         or output.logprobs is None

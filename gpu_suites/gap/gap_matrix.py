@@ -1,8 +1,8 @@
-"""Matrix: the gap between an engine and a trainer, for every way in which the trainer may route.
+"""The gap between an engine and a trainer, for each source of the trainer's routes.
 
-Native, R2 and R3, and three negative controls: the engine's routes shifted by a token, by a layer,
-and permuted over the sequence. A control keeps every id legal and distinct, so that only its place
-is wrong; it must come out worse than no replay at all.
+The sources are native routing, R2 and R3, and three negative controls: the engine's routes shifted
+by a token, by a layer, and permuted over the sequence. A control leaves every id legal and
+distinct, so that only its place is wrong; it must come out worse than no replay at all.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ __all__ = ["CONTROLS", "Cell", "Routed", "measure_cell", "routed"]
 
 
 class Routed(StrEnum):
-    """Whose routes the trainer executes."""
+    """The source of the routes that the trainer executes."""
 
     NATIVE = "native"
     R2 = "R2"
-    """Recorded in a pass of its own, replayed in another one over other microbatches."""
+    """Recorded in one pass of the trainer, replayed in another one over other microbatches."""
     R3 = "R3"
     """Recorded in the rollout engine."""
     SHIFTED_TOKEN = "R3 shifted by a token"
@@ -46,11 +46,18 @@ CONTROLS: tuple[Routed, ...] = (Routed.SHIFTED_TOKEN, Routed.SHIFTED_LAYER, Rout
 class Cell:
     """One engine and one trainer on the same samples.
 
-    ``effect`` compares R3, and the controls, with native routing, token by token. ``self_replay``
-    is the largest difference of a logprob between a recording pass and its replay over the same
-    rows (``Scorer.repeated``): what is not replayed exactly, or not deterministic, shows in it
-    (``None``: the trainer records nothing that could be replayed). Of the ``seconds`` that it took,
-    ``ours`` were not the trainer's.
+    Attributes:
+        engine: name of the engine.
+        trainer: name of the trainer.
+        dtype: the dtype of both.
+        reports: the gap for each source of routes.
+        effect: R3 and the controls compared with native routing, token by token.
+        self_replay: largest difference of a logprob between a recording pass and its replay over
+            the same rows (``Scorer.repeated``). Inexact replay and nondeterminism show in it.
+            ``None`` if the trainer records nothing that could be replayed.
+        about: what is special about the cell.
+        seconds: seconds that it took.
+        ours: the part of them that was not the trainer's.
     """
 
     engine: str
@@ -70,7 +77,7 @@ class Cell:
 
     @property
     def controls_harm(self) -> bool:
-        """Whether every control comes out worse than no replay, with an interval that excludes 1."""
+        """Whether every control is worse than no replay, with an interval that excludes 1."""
         return all(
             effect.verdict is GapVerdict.PASS
             for row in self.effect.controls.values()
@@ -78,7 +85,7 @@ class Cell:
         )
 
     def to_dict(self) -> dict[str, Any]:
-        """JSON-ready form."""
+        """Return the JSON form."""
         return {
             "engine": self.engine,
             "trainer": self.trainer,
@@ -95,17 +102,17 @@ class Cell:
 
 
 def routed(units: Sequence[Unit], mode: Routed, seed: int = 0) -> list[IntArray]:
-    """The engine's routes of each unit, ``(tokens - 1, layers, top_k)``, as ``mode`` puts them in
-    place.
+    """Return the engine's routes of each unit, ``(tokens - 1, layers, top_k)``, as ``mode`` moves
+    them.
     """
     draw = np.random.default_rng(seed)
-    turns: Mapping[Routed, Callable[[IntArray], IntArray]] = {
+    moves: Mapping[Routed, Callable[[IntArray], IntArray]] = {
         Routed.R3: lambda rows: rows,
         Routed.SHIFTED_TOKEN: lambda rows: np.roll(rows, 1, axis=0),
         Routed.SHIFTED_LAYER: lambda rows: np.roll(rows, 1, axis=1),
         Routed.PERMUTED: lambda rows: rows[draw.permutation(len(rows))],
     }
-    return [turns[mode](unit.routes).astype(np.int64) for unit in units]
+    return [moves[mode](unit.routes).astype(np.int64) for unit in units]
 
 
 def measure_cell(
@@ -121,7 +128,7 @@ def measure_cell(
     """Score ``samples`` in every mode and compare. Native and R3 are always among them.
 
     ``limits`` name a profile of limits for a mode. Raises what the scorer raises, and ``GapError``
-    where nothing can be compared.
+    if nothing can be compared.
     """
     began, spent = time.perf_counter(), 0.0
     units = list(units_of(samples))
@@ -141,14 +148,14 @@ def measure_cell(
     scored: dict[Routed, Scored] = {Routed.NATIVE: native}
     if Routed.R2 in modes and scorer.records:
         scored[Routed.R2] = score(native.routes, other=True)
-    for mode in (Routed.R3, *(one for one in CONTROLS if one in modes)):
+    for mode in (Routed.R3, *(control for control in CONTROLS if control in modes)):
         scored[mode] = score(routed(units, mode, seed))
     profiles = limits or {}
     reports = {
-        mode: _measured(
-            samples, units, one, profiles.get(mode), f"{engine} to {scorer.name}, {mode}"
+        mode: _measure_mode(
+            samples, units, scores, profiles.get(mode), f"{engine} to {scorer.name}, {mode}"
         )
-        for mode, one in scored.items()
+        for mode, scores in scored.items()
     }
     effect = compare(
         reports[Routed.R3].pairs,
@@ -156,38 +163,33 @@ def measure_cell(
         controls={str(mode): reports[mode].pairs for mode in CONTROLS if mode in reports},
         name="native",
     )
-    whole = time.perf_counter() - began
+    self_replay = None
+    if repeated is not None:
+        logprobs = zip(native.logprobs, repeated.logprobs, strict=True)
+        self_replay = max(float(np.abs(first - second).max()) for first, second in logprobs)
+    seconds = time.perf_counter() - began
     return Cell(
         engine=engine,
         trainer=scorer.name,
         dtype=scorer.dtype,
         reports=reports,
         effect=effect,
-        self_replay=(
-            None
-            if repeated is None
-            else max(
-                float(np.abs(a - b).max())
-                for a, b in zip(native.logprobs, repeated.logprobs, strict=True)
-            )
-        ),
+        self_replay=self_replay,
         about=about,
-        seconds=whole,
-        ours=whole - spent,
+        seconds=seconds,
+        ours=seconds - spent,
     )
 
 
-def _measured(
+def _measure_mode(
     samples: Sequence[Sample],
     units: Sequence[Unit],
     scored: Scored,
     limits: str | None,
     subject: str,
 ) -> GapReport:
-    """The report of one mode; agreement is that of what the trainer executed with what the engine
-    did.
-    """
-    by_number = {one.number: one for one in samples}
+    """Return the report of one mode, with the agreement of executed and engine's routes."""
+    by_number = {sample.number: sample for sample in samples}
     columns: dict[str, list[Any]] = {
         name: []
         for name in (
@@ -198,26 +200,27 @@ def _measured(
             "position",
             "version",
             "since",
-            "mine",
+            "executed",
             "engine",
         )
     }
     for unit, logprobs, chosen in zip(units, scored.logprobs, scored.routes, strict=True):
-        whole = by_number[unit.sample]
-        sent = len(whole.prompt_ids)
+        sample = by_number[unit.sample]
+        sent = len(sample.prompt_ids)
         place = slice(unit.start - sent, unit.end - sent)
         predicting = slice(unit.start - 1, unit.end - 1)  # row i predicts token i + 1
-        columns["rollout"].append(whole.logprobs[place])
+        columns["rollout"].append(sample.logprobs[place])
         columns["trainer"].append(logprobs)
         columns["sequence"].append(np.full(len(logprobs), unit.sample))
         columns["token"].append(np.array(unit.ids[unit.start : unit.end]))
         columns["position"].append(np.arange(unit.start, unit.end))
         columns["version"].append(np.full(len(logprobs), ord(unit.version[0])))
-        columns["since"].append(whole.since_resume[place])
-        columns["mine"].append(chosen[predicting])
+        columns["since"].append(sample.since_resume[place])
+        columns["executed"].append(chosen[predicting])
         columns["engine"].append(unit.routes[predicting].astype(np.int64))
     joined = {name: np.concatenate(parts) for name, parts in columns.items()}
-    told = bool((joined["mine"] >= 0).all())
+    # -1: the trainer does not return the routes of every token
+    complete = bool((joined["executed"] >= 0).all())
     resumed = bool((joined["since"] >= 0).any())
     extra: dict[str, Any] = (
         {"version": joined["version"], "since_resume": joined["since"]} if resumed else {}
@@ -229,28 +232,36 @@ def _measured(
         mask=np.ones(len(joined["rollout"])),
         token_id=joined["token"],
         position=joined["position"],
-        rollout_routes=joined["engine"] if told else None,
-        trainer_routes=joined["mine"] if told else None,
+        rollout_routes=joined["engine"] if complete else None,
+        trainer_routes=joined["executed"] if complete else None,
         limits=limits,
         subject=subject,
         **extra,
     )
 
 
-_KEPT = (
-    "kl_mu_pi_k3", "k3_winsorised", "abs_diff_mean", "abs_diff_p99", "abs_diff_max", "rho_mean_minus_1", "F2", "F5", "slot_mismatch",
+_SHORT = (
+    "kl_mu_pi_k3",
+    "k3_winsorised",
+    "abs_diff_mean",
+    "abs_diff_p99",
+    "abs_diff_max",
+    "rho_mean_minus_1",
+    "F2",
+    "F5",
+    "slot_mismatch",
     "layer_mismatch",
-)  # fmt: skip
-"""Metrics that a short report keeps, where they were measured; those with a limit stay in any case."""
+)
+"""Metrics of a short report; those with a limit are in it too."""
 
 
 def _shortened(report: GapReport) -> dict[str, Any]:
-    """A report without what only a page of its own shows."""
-    whole = report.to_dict()
+    """Return the part of a report that is stored with a run."""
+    full = report.to_dict()
     metrics = {
         name: value
-        for name, value in whole["metrics"].items()
-        if name in _KEPT or value["threshold"] is not None
+        for name, value in full["metrics"].items()
+        if name in _SHORT or value["threshold"] is not None
     }
     short = {
         name: {
@@ -260,18 +271,18 @@ def _shortened(report: GapReport) -> dict[str, Any]:
         }
         for name, value in metrics.items()
     }
-    kept = {
-        name: whole[name]
+    fields = {
+        name: full[name]
         for name in ("verdict", "limits", "n_tokens", "n_sequences", "diagnosis", "notes")
     }
     buckets = {
-        name: rows for name, rows in whole["buckets"].items() if name in ("since_resume", "version")
+        name: rows for name, rows in full["buckets"].items() if name in ("since_resume", "version")
     }
     return {
-        **kept,
+        **fields,
         "metrics": short,
         "buckets": buckets,
-        "per_layer": [_rounded(value) for value in whole["per_layer"]],
+        "per_layer": [_rounded(value) for value in full["per_layer"]],
     }
 
 

@@ -1,6 +1,4 @@
-"""Megatron: a megatron-core trainer of any parallel sizes as a scorer of the gap, on the ranks that
-judge its replay.
-"""
+"""A megatron-core trainer of any parallel sizes as a scorer of the gap."""
 
 from __future__ import annotations
 
@@ -51,15 +49,14 @@ class MegatronScorer:
         self.records: bool = True
 
     def score(self, units: Sequence[Unit], routes: Routes, *, other: bool = False) -> Scored:
-        """See ``Scorer``. Raises ``RankError`` where a rank fails, with the other ranks ended."""
+        """See ``Scorer``. Raises ``RankError`` if a rank fails; the other ranks are ended."""
         return self._scored(units, routes, other=other)
 
     def repeated(self, units: Sequence[Unit], native: Scored) -> Scored:
-        """See ``Scorer``. ``RouterReplay`` gives every row a target, padding too; another one there
-        sends experts another number of rows, and in float32 cuBLAS sums a row in an order that
-        depends on how many stand beside it. So each version is recorded once more, and replayed row
-        by row.
-        """
+        """See ``Scorer``."""
+        # RouterReplay gives every row a target, padding too. Another target there sends experts
+        # another number of rows, and in float32 cuBLAS sums a row in an order that depends on the
+        # number of rows. So each version is recorded once more, and replayed row by row.
         return self._scored(units, None, in_place=True)
 
     def _scored(
@@ -85,9 +82,8 @@ class MegatronScorer:
                 for begin in range(0, len(mine), size)
             ]
             pp = self._trainer.setup.pp
-            if (
-                self._trainer.setup.vpp > 1
-            ):  # an interleaved schedule takes whole groups of microbatches
+            if self._trainer.setup.vpp > 1:
+                # an interleaved schedule takes complete groups of microbatches
                 microbatches += [microbatches[-1][:0]] * (-len(microbatches) % pp)
             self._trainer.set_weights(self._versions.index(version))
             step = Step(
@@ -107,9 +103,9 @@ class MegatronScorer:
                 logprobs[number] = outcome.logprobs[str(number)]
                 executed[number] = recorded[str(number)] if routes is None else routes[number]
         return Scored(
-            logprobs=tuple(one for one in logprobs if one is not None),
-            routes=tuple(one for one in executed if one is not None),
+            logprobs=tuple(own for own in logprobs if own is not None),
+            routes=tuple(own for own in executed if own is not None),
         )
 
     def close(self) -> None:
-        """Nothing of its own: the ranks are their owner's to end."""
+        """Do nothing: the owner of the ranks closes them."""

@@ -1,5 +1,6 @@
-"""Ranked: a model of HF transformers on several processes as a scorer of the gap, sharded by FSDP2
-or its sequences sliced by Ulysses.
+"""A model of HF transformers on several processes as a scorer of the gap.
+
+Parameters are sharded by FSDP2, or sequences are sliced by Ulysses.
 """
 
 from __future__ import annotations
@@ -24,9 +25,9 @@ class Division(StrEnum):
     """What is divided over the processes."""
 
     FSDP2 = "FSDP2"
-    """Parameters; each process scores samples of its own."""
+    """Parameters; each process scores other samples."""
     ULYSSES = "Ulysses"
-    """Each sequence into one contiguous piece for each process, and attention by heads: DeepSpeed's
+    """Each sequence into contiguous pieces, and attention by heads: DeepSpeed's
     ``UlyssesSPAttentionHF``.
     """
 
@@ -49,7 +50,7 @@ class _Job:
 
 
 def scorer_ranks(limit_s: float = 120.0, *, cuda: bool = False) -> Ranks:
-    """Processes for ranked scorers, with ``cuda`` on a GPU each. Close them when done."""
+    """Start processes for ranked scorers, with ``cuda`` on a GPU each. Close them when done."""
     return Ranks(
         worker,
         preload=("rollproof.replay.hf.ranked_trainer", "transformers.models.auto.modeling_auto"),
@@ -59,8 +60,9 @@ def scorer_ranks(limit_s: float = 120.0, *, cuda: bool = False) -> Ranks:
 
 
 class RankedScorer:
-    """The scorer ``HfScorer`` on ``world_size`` processes of ``ranks``; ``batch`` samples make a
-    microbatch of a process.
+    """``HfScorer`` on ``world_size`` processes of ``ranks``.
+
+    ``batch`` samples make a microbatch of a process.
     """
 
     def __init__(
@@ -87,21 +89,19 @@ class RankedScorer:
         self._ranks, self._size = ranks, world_size
 
     def score(self, units: Sequence[Unit], routes: Routes, *, other: bool = False) -> Scored:
-        """See ``Scorer``. Raises ``RankError`` where a rank fails, with the other ranks ended."""
+        """See ``Scorer``. Raises ``RankError`` if a rank fails; the other ranks are ended."""
         logprobs: list[LogprobArray | None] = [None] * len(units)
         executed: list[IntArray | None] = [None] * len(units)
         job = _Job(trainer=self._trainer, units=tuple(units), routes=routes, other=other)
-        answers = self._ranks.run(
-            job, world_size=self._size, crew=self._trainer
-        )  # DeepSpeed is set up once in a process
-        for share, scored in zip(
-            _shares(self._trainer.division, units, self._size), answers, strict=True
-        ):
+        # a crew for each trainer, because DeepSpeed is set up once in a process
+        results = self._ranks.run(job, world_size=self._size, crew=self._trainer)
+        shares = _shares(self._trainer.division, units, self._size)
+        for share, scored in zip(shares, results, strict=True):
             for number, own, used in zip(share, scored.logprobs, scored.routes, strict=True):
                 logprobs[number], executed[number] = own, used
         return Scored(
-            logprobs=tuple(one for one in logprobs if one is not None),
-            routes=tuple(one for one in executed if one is not None),
+            logprobs=tuple(own for own in logprobs if own is not None),
+            routes=tuple(own for own in executed if own is not None),
         )
 
     def repeated(self, units: Sequence[Unit], native: Scored) -> Scored:
@@ -109,15 +109,13 @@ class RankedScorer:
         return self.score(units, native.routes)
 
     def close(self) -> None:
-        """Nothing of its own: the ranks are their owner's to end."""
+        """Do nothing: the owner of the ranks closes them."""
 
 
 def _shares(division: Division, units: Sequence[Unit], size: int) -> Iterator[list[int]]:
-    """The units of each process.
-
-    Of sharded parameters as many of each version for all, the last ones twice where they do not
-    divide: parameters are gathered in each forward, and each process must run as many.
-    """
+    """Yield the units of each process."""
+    # Sharded parameters are gathered in each forward, so each process must run as many forwards of
+    # each version. If the units cannot be divided evenly, the last one is scored several times.
     if division is Division.ULYSSES:
         yield from [list(range(len(units)))] * size
         return
@@ -157,9 +155,8 @@ class _Sliced(HfScorer):
                 f"{heads} attention heads are not divided by {size} processes: Ulysses gives each"
                 " some of them."
             )
-        if (
-            self._wraps is None
-        ):  # it replaces transformers' own attention, for all models of the process
+        if self._wraps is None:
+            # this replaces transformers' attention for all models of the process
             comm.init_distributed(dist_backend=distributed.get_backend(), dist_init_required=False)
             self._wraps = UlyssesSPAttentionHF.register_with_transformers(
                 model,
@@ -181,30 +178,31 @@ class _Sliced(HfScorer):
         wide = -(-width // size)
         mine = slice(rank * wide, (rank + 1) * wide)
 
-        def own(whole: Any, fill: int) -> Any:
-            """This process's piece of the positions, of a whole microbatch: that is how many
-            samples the attention was told of.
-            """
-            behind = [0, 0] * (whole.ndim - 2) + [0, wide * size - width, 0, self._batch - rows]
-            return pad(whole, behind, value=fill)[:, mine].contiguous().to(self._device)
+        def own(batch: Any, fill: int) -> Any:
+            """Return this process's piece of the positions, padded to a full microbatch."""
+            # the attention was set up for that number of samples
+            padding = [0, 0] * (batch.ndim - 2) + [0, wide * size - width, 0, self._batch - rows]
+            return pad(batch, padding, value=fill)[:, mine].contiguous().to(self._device)
 
         def together(piece: Any) -> Any:
             pieces = [torch.empty_like(piece) for _ in range(size)]
             distributed.all_gather(pieces, piece.contiguous())
             return torch.cat(pieces, 1)[:rows, :width]
 
-        entered: Any = (
+        routing: Any = (
             hf_record(model) if placed is None else hf_replay(model, own(placed, -1).flatten(0, 1))
         )
         positions = torch.arange(wide * size, device=self._device)[mine].repeat(self._batch, 1)
-        with torch.no_grad(), entered:
+        with torch.no_grad(), routing:
             logits = model(own(ids, 0), position_ids=positions, use_cache=False).logits
-        found = together(logprobs_of(logits, own(pad(ids[:, 1:], [0, 1]), 0)))[:, :-1].cpu().numpy()
+        logprobs = (
+            together(logprobs_of(logits, own(pad(ids[:, 1:], [0, 1]), 0)))[:, :-1].cpu().numpy()
+        )
         if placed is not None:
-            return found, None
+            return logprobs, None
         return (
-            found,
-            together(entered.routes.to(self._device).unflatten(0, (self._batch, wide)))
+            logprobs,
+            together(routing.routes.to(self._device).unflatten(0, (self._batch, wide)))
             .cpu()
             .numpy(),
         )
@@ -214,18 +212,20 @@ _SCORERS = {Division.FSDP2: _Sharded, Division.ULYSSES: _Sliced}
 
 
 def worker(rank: int, world_size: int) -> Callable[[_Job], Scored]:
-    """The task of ``rollproof.replay.process_group.Ranks``; processes score for one trainer."""
+    """Return the task of ``rollproof.replay.process_group.Ranks``."""
 
     @functools.cache
-    def scorer(wanted: _Trainer) -> HfScorer:
-        return _SCORERS[wanted.division](
-            dict(wanted.checkpoints), wanted.dtype, device=wanted.device, batch=wanted.batch
+    def scorer(trainer: _Trainer) -> HfScorer:
+        return _SCORERS[trainer.division](
+            dict(trainer.checkpoints), trainer.dtype, device=trainer.device, batch=trainer.batch
         )
 
     def work(job: _Job) -> Scored:
-        wanted = job.trainer
-        mine = list(_shares(wanted.division, job.units, world_size))[rank]
+        trainer = job.trainer
+        mine = list(_shares(trainer.division, job.units, world_size))[rank]
         routes = None if job.routes is None else [job.routes[number] for number in mine]
-        return scorer(wanted).score([job.units[number] for number in mine], routes, other=job.other)
+        return scorer(trainer).score(
+            [job.units[number] for number in mine], routes, other=job.other
+        )
 
     return work

@@ -1,4 +1,4 @@
-"""Sampling: what the gap's suite has of each engine, sampled when it is first asked for."""
+"""The samples of each engine for the gap's suite, sampled on first use."""
 
 from __future__ import annotations
 
@@ -29,42 +29,53 @@ __all__ = ["ACROSS", "PATIENCE", "SEQUENCES", "TOKENS", "Rollouts"]
 
 SEQUENCES: int = 128
 TOKENS: int = 288
-"""36,864 tokens: what a relative interval of a few percent takes (docs/gap.md)."""
+"""Tokens of each: 36,864 in all, for a relative interval of a few percent (docs/gap.md)."""
 PATIENCE: float = 240.0
-"""Seconds that an engine may take for them: one that hangs ends its suite, and the next one runs."""
+"""Seconds that an engine may take: one that hangs ends its suite, and the next one runs."""
 ACROSS: Mapping[str, Mapping[str, PauseMode]] = {
     "vllm": {"recompute": PauseMode.ABORT, "keep": PauseMode.KEEP},
     "sglang": {"recompute": PauseMode.ABORT, "keep": PauseMode.IN_PLACE},
 }
-"""The pause under which the weights change, by what becomes of the KV."""
+"""The pause under which the weights change, by what happens to the KV."""
 
 
 @dataclass
 class Rollouts:
-    """What engines sampled, each started once per dtype; one that failed is told once, and what
-    else needs it is skipped.
+    """The samples of engines, each of which is started once per dtype.
 
-    The engines that are ``wanted`` in one dtype sample at the same time: on models so small that a
-    card holds both. ``extra`` are further options of theirs.
+    The failure of an engine is raised once; later tests that need it are skipped.
+
+    Attributes:
+        checkpoints: folders by version.
+        spending: where time is recorded.
+        planned: engines and dtypes of this session. Those in one dtype sample at the same time,
+            since the models are so small that a GPU holds both.
+        across: whether to sample across weight updates too.
+        extra: further options of the engines.
+        results: the samples or the failure, by engine and dtype.
+        raised: the failures that were raised.
     """
 
     checkpoints: dict[str, Path]
     spending: Spending
-    wanted: frozenset[tuple[str, str]] = frozenset()
+    planned: frozenset[tuple[str, str]] = frozenset()
     across: bool = True
     extra: Mapping[str, Scalar] = field(default_factory=dict)
-    found: dict[tuple[str, str], dict[str, list[Sample]] | Exception] = field(default_factory=dict)
-    told: set[tuple[str, str]] = field(default_factory=set)
+    results: dict[tuple[str, str], dict[str, list[Sample]] | Exception] = field(
+        default_factory=dict
+    )
+    raised: set[tuple[str, str]] = field(default_factory=set)
 
     def of(self, engine: str, dtype: str) -> dict[str, list[Sample]]:
-        """Samples by kind: ``whole``, and across an update with KV computed anew (``recompute``) or
-        kept (``keep``).
+        """Return samples by kind.
+
+        ``uninterrupted``, and across an update with KV ``recompute`` (computed again) or ``keep``.
         """
         key = (engine, dtype)
-        if key not in self.found:
+        if key not in self.results:
             names = [
                 engine,
-                *(name for name, kind in sorted(self.wanted) if kind == dtype and name != engine),
+                *(name for name, kind in sorted(self.planned) if kind == dtype and name != engine),
             ]
             with contextlib.ExitStack() as stack:
                 for name in names:
@@ -72,14 +83,14 @@ class Rollouts:
                 for name, samples in zip(
                     names, asyncio.run(self._together(names, dtype)), strict=True
                 ):
-                    self.found[name, dtype] = samples
-        found = self.found[key]
-        if isinstance(found, Exception):
-            if key in self.told:
-                pytest.skip(f"{engine} in {dtype} sampled nothing: {str(found).splitlines()[0]}")
-            self.told.add(key)
-            raise found
-        return found
+                    self.results[name, dtype] = samples
+        result = self.results[key]
+        if isinstance(result, Exception):
+            if key in self.raised:
+                pytest.skip(f"{engine} in {dtype} sampled nothing: {str(result).splitlines()[0]}")
+            self.raised.add(key)
+            raise result
+        return result
 
     async def _together(
         self, names: list[str], dtype: str
@@ -95,14 +106,14 @@ class Rollouts:
                     self._kinds(name, engine) if start is None else _failed(start)
                     for (name, engine), start in zip(engines.items(), starts, strict=True)
                 ]
-                found = await asyncio.gather(*work, return_exceptions=True)
+                results = await asyncio.gather(*work, return_exceptions=True)
         finally:
             with self.spending.on(Part.STARTING):
                 await asyncio.gather(*(engine.stop() for engine in engines.values()))
-        for one in found:
-            if isinstance(one, BaseException) and not isinstance(one, Exception):
-                raise one
-        return found  # type: ignore[return-value]  # what is no Exception has just been raised
+        for result in results:
+            if isinstance(result, BaseException) and not isinstance(result, Exception):
+                raise result
+        return results  # type: ignore[return-value]  # any other BaseException has just been raised
 
     def _engine(self, name: str, dtype: str) -> EngineSubject:
         settings = EngineSettings(
@@ -120,7 +131,7 @@ class Rollouts:
         assert model is not None
         prompts = prompts_of(SEQUENCES, vocab=model.vocab)
         kinds = {
-            "whole": await bounded(
+            "uninterrupted": await bounded(
                 sample(engine, prompts, tokens=TOKENS), engine, PATIENCE, "sampling"
             )
         }

@@ -1,5 +1,6 @@
-"""Scorers: trainers that score finished samples, natively routed or with given routes; here models
-of HF transformers on one device.
+"""Scorers: trainers that score samples, with native routing or with given routes.
+
+Here are models of HF transformers on one device, and the user's own trainers.
 """
 
 from __future__ import annotations
@@ -16,11 +17,11 @@ from rollproof.errors import EngineError, GapError, UsageError
 from rollproof.gpu_suites.gap.engine_rollouts import Unit
 
 __all__ = [
-    "GivenScorer",
     "HfScorer",
     "Routes",
     "Scored",
     "Scorer",
+    "UserScorer",
     "empty_cuda",
     "logprobs_of",
     "rollout_of",
@@ -31,10 +32,11 @@ Routes: TypeAlias = "Sequence[IntArray] | None"
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Scored:
-    """What a trainer made of units, in their order.
+    """A trainer's scores of units, in their order.
 
-    ``logprobs`` are ``(end - start,)`` each, ``routes`` ``(tokens - 1, layers with a router,
-    top_k)``: what its routers executed.
+    Attributes:
+        logprobs: ``(end - start,)`` each.
+        routes: ``(tokens - 1, layers with a router, top_k)`` each: what its routers executed.
     """
 
     logprobs: tuple[LogprobArray, ...]
@@ -42,31 +44,44 @@ class Scored:
 
 
 class Scorer(Protocol):
-    """A trainer. ``routes`` hold ``(tokens - 1, layers, top_k)`` for each unit to be replayed;
-    ``None``: routers choose by themselves.
+    """A trainer.
 
-    ``other`` asks for another division into microbatches, as the update of a policy has another one
-    than its old-logprob pass. ``records`` says that ``Scored.routes`` are those of every token, so
-    that they can be replayed; ``repeated`` is then what the units score where every row, padding
-    too, executes what it did when they scored ``native``: the same to the last bit.
+    Attributes:
+        name: its name.
+        dtype: its dtype.
+        records: whether ``Scored.routes`` are those of every token, so that they can be replayed.
     """
 
     name: str
     dtype: str
     records: bool
 
-    def score(self, units: Sequence[Unit], routes: Routes, *, other: bool = False) -> Scored: ...
-    def repeated(self, units: Sequence[Unit], native: Scored) -> Scored: ...
-    def close(self) -> None: ...
+    def score(self, units: Sequence[Unit], routes: Routes, *, other: bool = False) -> Scored:
+        """Score units, replaying ``routes`` ``(tokens - 1, layers, top_k)`` of each if given.
+
+        ``other`` selects another division into microbatches, as the update of a policy has another
+        one than its old-logprob pass.
+        """
+        ...
+
+    def repeated(self, units: Sequence[Unit], native: Scored) -> Scored:
+        """Score units with every row, padding too, executing what it did in ``native``.
+
+        The result must be the same to the last bit.
+        """
+        ...
+
+    def close(self) -> None:
+        """Release what the trainer holds."""
+        ...
 
 
-class GivenScorer:
-    """A trainer of the user's own: what ``spec`` (``module:factory``) makes of ``checkpoints``
-    (folders by version).
+class UserScorer:
+    """The user's trainer, made by ``spec`` (``module:factory``) from ``checkpoints`` (by version).
 
-    It is a ``rollproof.gap.scored_rollouts.GapTrainer``, and tells at most the routes of response tokens:
-    nothing of it can be replayed, so R2 and self-replay are not measured. Raises ``UsageError`` for
-    a spec that names nothing, or something else.
+    It is a ``rollproof.gap.scored_rollouts.GapTrainer``, which returns at most the routes of
+    response tokens. They cannot be replayed, so R2 and self-replay are not measured. Raises
+    ``UsageError`` for a spec that does not name a factory of a trainer.
     """
 
     def __init__(self, spec: str, checkpoints: Mapping[str, Path], dtype: str) -> None:
@@ -85,10 +100,11 @@ class GivenScorer:
         self._trainer = trainer
 
     def score(self, units: Sequence[Unit], routes: Routes, *, other: bool = False) -> Scored:
-        """See ``Scorer``. Rows of which the trainer tells no routes are -1. Raises what the trainer
-        raises, and ``GapError``.
+        """See ``Scorer``. Rows without routes are -1.
+
+        Raises what the trainer raises, and ``GapError``.
         """
-        from rollproof.gap.scored_rollouts import Scored as Told
+        from rollproof.gap.scored_rollouts import Scored as TrainerScores
 
         logprobs: dict[int, LogprobArray] = {}
         executed: dict[int, IntArray] = {}
@@ -98,14 +114,16 @@ class GivenScorer:
                 rollout_of(number, units[number], None if routes is None else routes[number])
                 for number in mine
             ]
-            told = self._trainer.score(rollouts, version=version, replay=routes is not None)
-            if len(told) != len(mine):
+            results = self._trainer.score(rollouts, version=version, replay=routes is not None)
+            if len(results) != len(mine):
                 raise GapError(
-                    f"The trainer returned {len(told)} scores for {len(mine)} rollouts under"
+                    f"The trainer returned {len(results)} scores for {len(mine)} rollouts under"
                     f" version {version}."
                 )
-            for number, one in zip(mine, told, strict=True):
-                unit, scored = units[number], one if isinstance(one, Told) else Told(logprobs=one)
+            for number, result in zip(mine, results, strict=True):
+                unit, scored = units[number], result
+                if not isinstance(scored, TrainerScores):
+                    scored = TrainerScores(logprobs=scored)
                 logprobs[number] = np.asarray(scored.logprobs, dtype=np.float64)
                 if logprobs[number].shape != (unit.end - unit.start,):
                     raise GapError(
@@ -125,7 +143,7 @@ class GivenScorer:
         raise GapError(f"The trainer {self.name} records no routes that could be replayed.")
 
     def close(self) -> None:
-        """Let the trainer go, and the device's memory that it held."""
+        """Delete the trainer, and release its memory on the device."""
         import gc
 
         del self._trainer
@@ -134,7 +152,7 @@ class GivenScorer:
 
 
 def rollout_of(number: int, unit: Unit, routes: IntArray | None) -> Rollout:
-    """A unit as a rollout that a trainer scores: what stands before its stretch is the prompt."""
+    """Return a unit as a rollout that a trainer scores; its context is the prompt."""
     return Rollout(
         request_id=str(number),
         prompt_ids=unit.ids[: unit.start],
@@ -145,12 +163,12 @@ def rollout_of(number: int, unit: Unit, routes: IntArray | None) -> Rollout:
 
 
 def logprobs_of(logits: Any, ids: Any) -> Any:
-    """Logprobs ``(batch, width)`` float64 of ``ids`` by ``logits`` ``(batch, width, vocabulary)``."""
+    """``(batch, width)`` float64: logprobs of ``ids`` by ``(batch, width, vocabulary)`` logits."""
     return logits.float().log_softmax(-1).gather(2, ids[..., None])[..., 0].double()
 
 
 def empty_cuda() -> None:
-    """Give back what torch's allocator keeps, where torch has been used at all."""
+    """Release the memory of torch's allocator, if torch was used on a GPU."""
     import sys
 
     torch: Any = sys.modules.get("torch")
@@ -159,10 +177,10 @@ def empty_cuda() -> None:
 
 
 class HfScorer:
-    """A model of HF transformers for each of ``checkpoints`` (folders by version), on ``device``;
-    no gradient is taken.
+    """A model of HF transformers for each of ``checkpoints`` (folders by version), on ``device``.
 
-    ``batch`` samples of similar length make a microbatch, padded on the right.
+    ``batch`` samples of similar length make a microbatch, padded on the right. No gradient is
+    taken.
     """
 
     def __init__(
@@ -180,8 +198,10 @@ class HfScorer:
         self._models: dict[str, Any] = {}
 
     def score(self, units: Sequence[Unit], routes: Routes, *, other: bool = False) -> Scored:
-        """See ``Scorer``. Raises ``EngineError`` where transformers cannot load a checkpoint, and
-        what ``hf_replay`` raises.
+        """See ``Scorer``.
+
+        Raises ``EngineError`` if transformers cannot load a checkpoint, and what ``hf_replay``
+        raises.
         """
         logprobs: list[LogprobArray | None] = [None] * len(units)
         executed: list[IntArray | None] = [None] * len(units)
@@ -193,16 +213,16 @@ class HfScorer:
             )
             for begin in range(0, len(mine), size):
                 numbers = mine[begin : begin + size]
-                found = self._pass(
+                results = self._pass(
                     version,
                     [units[i] for i in numbers],
                     None if routes is None else [routes[i] for i in numbers],
                 )
                 for place, number in enumerate(numbers):
-                    logprobs[number], executed[number] = found[place]
+                    logprobs[number], executed[number] = results[place]
         return Scored(
-            logprobs=tuple(one for one in logprobs if one is not None),
-            routes=tuple(one for one in executed if one is not None),
+            logprobs=tuple(own for own in logprobs if own is not None),
+            routes=tuple(own for own in executed if own is not None),
         )
 
     def repeated(self, units: Sequence[Unit], native: Scored) -> Scored:
@@ -210,7 +230,7 @@ class HfScorer:
         return self.score(units, native.routes)
 
     def close(self) -> None:
-        """Give the device's memory back."""
+        """Release the memory on the device."""
         self._models.clear()
         empty_cuda()
 
@@ -236,22 +256,23 @@ class HfScorer:
         ]
 
     def _forward(self, model: Any, ids: Any, mask: Any, placed: Any) -> tuple[LogprobArray, Any]:
-        """Logprobs ``(batch, width - 1)`` of the next token, and recorded routes ``(batch, width,
-        layers, top_k)`` if none are given.
+        """Return logprobs ``(batch, width - 1)`` of the next token, and the recorded routes.
+
+        The routes are ``(batch, width, layers, top_k)``; ``None`` if ``placed`` was replayed.
         """
         import torch
 
         from rollproof.replay.hf import hf_record, hf_replay
 
-        entered: Any = (
+        routing: Any = (
             hf_record(model) if placed is None else hf_replay(model, placed.to(self._device))
         )
-        with torch.no_grad(), entered:
+        with torch.no_grad(), routing:
             logits = model(
                 ids.to(self._device), attention_mask=mask.to(self._device), use_cache=False
             ).logits
         own = logprobs_of(logits[:, :-1], ids[:, 1:].to(self._device)).cpu().numpy()
-        return own, None if placed is not None else entered.routes.unflatten(0, ids.shape).numpy()
+        return own, None if placed is not None else routing.routes.unflatten(0, ids.shape).numpy()
 
     def _model(self, version: str) -> Any:
         if version not in self._models:

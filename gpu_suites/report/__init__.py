@@ -1,3 +1,3 @@
-"""Report: what a session of the GPU suites found, as JSON and as a page."""
+"""The report of a session of the GPU suites, as JSON and as a page."""
 
 from __future__ import annotations

@@ -1,6 +1,4 @@
-"""Hardware: what a report must say of the machine on which a run was made, and that a card's memory
-came back after it.
-"""
+"""The machine of a run, for its report; and a watch on GPU memory that is not released."""
 
 from __future__ import annotations
 
@@ -22,13 +20,12 @@ ENVIRONMENT: re.Pattern[str] = re.compile(
     r"(CUDA|CUBLAS|NCCL|NVSHMEM|VLLM|SGLANG|TORCH|TORCHDYNAMO|TRITON|PYTORCH|OMP|ROLLPROOF|NVIDIA_TF32)_\w+",
     re.ASCII,
 )
-"""Environment variables that change what is computed, or on what: their values go into every
-report, and no others do.
+"""Environment variables that change what is computed, or on which hardware.
+
+Their values go into every report, and no others do.
 """
 PLACE = "(a path)"
-"""What a report says in place of a path: where one machine keeps its files says nothing of what was
-computed.
-"""
+"""Replaces a path in a report: the file system of a machine does not change what is computed."""
 _SECRET = re.compile(r"TOKEN|KEY|SECRET|PASSWORD|CREDENTIAL", re.IGNORECASE)
 _PACKAGES = (
     "torch",
@@ -42,9 +39,9 @@ _PACKAGES = (
 )
 
 
-def described(found: GpuFindings | None = None) -> dict[str, Any]:
-    """GPUs, driver, clocks, versions and the environment that matters, JSON-ready."""
-    found = found or find_gpus()
+def described(findings: GpuFindings | None = None) -> dict[str, Any]:
+    """Return GPUs, driver, clocks, versions and relevant environment, in JSON form."""
+    findings = findings or find_gpus()
     engines = {name: installed(name).version for name in ENGINES}
     return {
         "gpus": [
@@ -57,11 +54,11 @@ def described(found: GpuFindings | None = None) -> dict[str, Any]:
                 ),
                 "clocks_mhz": dict(gpu.clocks),
             }
-            for gpu in found.gpus
+            for gpu in findings.gpus
         ],
-        "no_gpu_because": found.reason,
-        "driver": found.driver,
-        "cuda_of_driver": found.cuda,
+        "no_gpu_because": findings.reason,
+        "driver": findings.driver,
+        "cuda_of_driver": findings.cuda,
         "cores": os.cpu_count(),
         "machine": platform.machine(),
         "system": f"{platform.system()} {platform.release()}",
@@ -79,10 +76,13 @@ def described(found: GpuFindings | None = None) -> dict[str, Any]:
 
 
 class MemoryWatch:
-    """Remembers how much memory is free on each card, and says later what has not come back.
+    """Records the free memory of each GPU, to report later what was not released.
 
-    ``slack_gib`` is what may be missing: a CUDA context of this process, fragments of the driver.
-    ``patience_s`` is how long the driver may take to give back what a process that has ended held.
+    Args:
+        find: finds the GPUs.
+        slack_gib: what may be missing: a CUDA context of this process, fragments of the driver.
+        patience_s: how long the driver may take to release the memory of a process that ended.
+        nap_s: time between two looks.
     """
 
     def __init__(
@@ -97,21 +97,21 @@ class MemoryWatch:
         self._before = self._free()
 
     def missing(self) -> str | None:
-        """What is not back within the patience, in one line; ``None`` where all is."""
+        """Return what was not released within the patience, in one line; ``None`` if all was."""
         end = time.monotonic() + self._patience
         while True:
             now = self._free()
             lost = {
                 index: free - now[index] for index, free in self._before.items() if index in now
             }
-            bad = {index: bytes_ for index, bytes_ in lost.items() if bytes_ > self._slack * _GIB}
-            if not bad:
+            missing = {index: size for index, size in lost.items() if size > self._slack * _GIB}
+            if not missing:
                 return None
             if time.monotonic() >= end:
-                told = ", ".join(
-                    f"{bytes_ / _GIB:.1f} GiB on GPU {index}" for index, bytes_ in bad.items()
+                sizes = ", ".join(
+                    f"{size / _GIB:.1f} GiB on GPU {index}" for index, size in missing.items()
                 )
-                return f"not given back within {self._patience:g} s: {told}"
+                return f"not given back within {self._patience:g} s: {sizes}"
             time.sleep(self._nap)
 
     def _free(self) -> Mapping[int, int]:
@@ -119,10 +119,10 @@ class MemoryWatch:
 
 
 def _versions() -> dict[str, str]:
-    found = {}
+    versions = {}
     for package in _PACKAGES:
         try:
-            found[package] = importlib.metadata.version(package)
+            versions[package] = importlib.metadata.version(package)
         except importlib.metadata.PackageNotFoundError:
             continue
-    return found
+    return versions

@@ -1,8 +1,8 @@
-"""Merging: one report of several sessions, as shards of a suite leave them: ``python -m
-rollproof.gpu_suites.report.merging OUT run.json ...``.
+"""Merging the reports of several sessions, such as the shards of a suite.
 
-Shards must have run on machines of one kind: what was measured on another is not comparable, and is
-refused.
+    python -m rollproof.gpu_suites.report.merging OUT run.json ...
+
+The sessions must have run on machines of one kind, because others are not comparable.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ __all__ = ["main", "merged", "read_run"]
 
 
 def read_run(path: Path) -> Mapping[str, Any]:
-    """A ``run.json``. Raises ``UsageError`` for a file that is none."""
+    """Read a ``run.json``. Raises ``UsageError`` for any other file."""
     try:
         data = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
@@ -39,15 +39,16 @@ def read_run(path: Path) -> Mapping[str, Any]:
 
 
 def merged(runs: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """One run of several; of two results on one subject the later one is kept. Raises
-    ``UsageError`` for machines of two kinds.
+    """Return one run of several. Of two results on one subject the later one stays.
+
+    Raises ``UsageError`` for machines of two kinds.
     """
     if not runs:
         raise UsageError("There is no run to merge.")
     kinds = {_kind(run) for run in runs}
     if len(kinds) > 1:
         raise UsageError(
-            "These runs were made on different machines, and are not one:"
+            "These runs were made on different machines, and cannot be merged:"
             f" {'; '.join(sorted(map(str, kinds)))}."
         )
     machine = dict(runs[0]["machine"])
@@ -81,9 +82,9 @@ def merged(runs: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Merge, and write ``OUT.json`` and ``OUT.html``; returns the exit code."""
+    """Merge, write ``OUT.json`` and ``OUT.html``, and return the exit code."""
     if len(arguments) < 2:
-        print(__doc__, file=sys.stderr)  # noqa: T201 - a program's word to its user
+        print(__doc__, file=sys.stderr)  # noqa: T201 - a program prints its usage
         return 254
     out = Path(arguments[0])
     try:

@@ -1,8 +1,7 @@
-"""Reporting: what a session of the GPU suites found, as one JSON file and one page, with the
-machine it was found on.
+"""The report of a session of the GPU suites and its machine, as one JSON file and one page.
 
-The JSON is small enough to be kept with a repository: conformance reports without their findings'
-witnesses, gap panels without pictures. ``docs/runs`` holds such files.
+The JSON is small enough for a repository: conformance reports without counterexamples, gap panels
+without plots. ``docs/runs`` holds such files.
 """
 
 from __future__ import annotations
@@ -25,15 +24,17 @@ __all__ = ["RUN_SCHEMA", "RunReport", "page_text", "short_report"]
 
 RUN_SCHEMA = 1
 _FINDINGS = 3
-"""Findings of a check that are kept."""
+"""Findings that are stored for each check."""
 
 
 class RunReport:
-    """Gathers the results of a session; ``write`` puts them into a folder. ``machine`` is
-    ``hardware.described()``.
+    """The results of a session.
 
-    With a ``folder`` they are written after each result: a session that is killed leaves what it
-    found. ``spending`` is what its time went into.
+    Args:
+        machine: ``hardware.described()``.
+        folder: where to write the report after each result, so that a session that is killed leaves
+            its results.
+        spending: how the session spends its time.
     """
 
     def __init__(
@@ -53,33 +54,31 @@ class RunReport:
     def suite(
         self, kind: str, report: Report, *, spent: Mapping[Part, float] | None = None, **more: Any
     ) -> None:
-        """A conformance report: of an ``engine`` or of a ``trainer``; ``more`` is told beside it
-        (settings, versions).
-        """
+        """Add a conformance report of an ``engine`` or a ``trainer``, and ``more`` about it."""
         self.spending.add(spent or {})
         if spent:
             more["spent"] = {str(part): round(seconds, 1) for part, seconds in spent.items()}
         self._suites.append({"kind": kind, **short_report(report), **more})
-        self._written()
+        self._save()
 
     def cell(self, cell: Cell, **more: Any) -> None:
-        """A cell of the gap matrix; ``more`` is told beside it."""
+        """Add a cell of the gap matrix, and ``more`` about it."""
         self.spending.add({Part.TRAINING: cell.seconds - cell.ours, Part.JUDGING: cell.ours})
         self._cells.append({**cell.to_dict(), **more})
-        self._written()
+        self._save()
 
     def note(self, text: str) -> None:
-        """What could not be run and why, or what a reader must know."""
+        """Add a note: what could not be run and why, or what a reader must know."""
         self._notes.append(text)
-        self._written()
+        self._save()
 
     @property
     def empty(self) -> bool:
-        """Whether nothing was gathered."""
+        """Whether there is no result."""
         return not (self._suites or self._cells)
 
     def to_dict(self) -> dict[str, Any]:
-        """JSON-ready form, schema 1: keys may be added."""
+        """Return the JSON form, schema 1: keys may be added."""
         return {
             "schema": RUN_SCHEMA,
             "began": time.strftime("%Y-%m-%d", time.gmtime(self._began)),
@@ -93,8 +92,9 @@ class RunReport:
         }
 
     def write(self, folder: Path, name: str = "run") -> list[Path]:
-        """Write ``NAME.json``, and ``NAME.html`` where jinja2 is installed; returns the paths.
-        Raises ``UsageError``.
+        """Write ``NAME.json``, and ``NAME.html`` if jinja2 is installed; return the paths.
+
+        Raises ``UsageError`` if the folder cannot be written to.
         """
         data = self.to_dict()
         text = folder / f"{name}.json"
@@ -107,36 +107,36 @@ class RunReport:
         return [text, text.with_suffix(".html")]
 
     def close(self) -> None:
-        """Write it a last time, with all the seconds that the session took."""
-        self._written()
+        """Write the report a last time, with all seconds of the session."""
+        self._save()
 
-    def _written(self) -> None:
+    def _save(self) -> None:
         if self._folder is not None:
             self.write(self._folder)
 
 
 def short_report(report: Report) -> dict[str, Any]:
-    """A conformance report as a run keeps it: every verdict, and of what fails the first findings."""
-    whole = report.to_dict()
+    """Return a conformance report with every verdict, and the first findings of each failure."""
+    full = report.to_dict()
     checks = {}
-    for check in whole["checks"]:
-        told: dict[str, Any] = {"verdict": check["verdict"]}
+    for check in full["checks"]:
+        result: dict[str, Any] = {"verdict": check["verdict"]}
         if check["verdict"] in ("fail", "unknown", "not applicable") and check["reason"]:
-            told["reason"] = check["reason"]
+            result["reason"] = check["reason"]
         if check["findings"]:
-            told["findings"] = [
+            result["findings"] = [
                 {key: finding[key] for key in ("title", "where", "expected", "observed")}
                 for finding in check["findings"][:_FINDINGS]
             ]
-            told["count"] = len(check["findings"])
-        checks[check["id"]] = told
-    canary = whole.get("canary") or {}
+            result["count"] = len(check["findings"])
+        checks[check["id"]] = result
+    canary = full.get("canary") or {}
     return {
-        "subject": whole["subject"],
-        "summary": whole["summary"],
+        "subject": full["subject"],
+        "summary": full["summary"],
         "seconds": round(report.seconds, 1),
         "expected": dict(report.expected),
-        "exercised": whole["exercised"],
+        "exercised": full["exercised"],
         "canary": canary.get("red"),
         "notes": list(report.notes),
         "checks": checks,
@@ -144,7 +144,7 @@ def short_report(report: Report) -> dict[str, Any]:
 
 
 def page_text(data: Mapping[str, Any]) -> str:
-    """The HTML page of ``RunReport.to_dict``. Raises ``ImportError`` where jinja2 is not installed."""
+    """Return the HTML page of ``RunReport.to_dict``. Raises ``ImportError`` without jinja2."""
     from jinja2 import Environment, StrictUndefined
 
     environment = Environment(

@@ -18,7 +18,7 @@ from rollproof.gpu_suites.requirements import (
     free_gpus,
     installed,
     needs_of,
-    unmet,
+    unmet_need,
 )
 from tests.support.fake_nvml import GIB, Card, fake_nvml
 
@@ -177,7 +177,7 @@ def test_why_a_host_cannot(
     """Too few cards, a busy one, MIG, too little memory, an old card: one line each, and none where
     the host can.
     """
-    assert reason == unmet(need, found(monkeypatch, *cards))
+    assert reason == unmet_need(need, found(monkeypatch, *cards))
 
 
 def test_processes_of_a_suite_make_no_card_busy_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -207,7 +207,7 @@ def test_an_engine_that_is_missing_or_another(
 ) -> None:
     """The engine's version is held against the specifier."""
     told = Installed(version=version, python="/venv/python", reason="it is not there")
-    assert reason == unmet(
+    assert reason == unmet_need(
         Need(engines=(("vllm", spec),)), found(monkeypatch, Card()), lambda name: told
     )
 

@@ -79,9 +79,9 @@ def engines(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
 
 
 def rollouts() -> suite.Rollouts:
-    wanted = frozenset((name, "bfloat16") for name in FLAVOURS)
+    planned = frozenset((name, "bfloat16") for name in FLAVOURS)
     return suite.Rollouts(
-        checkpoints={"A": Path(), "B": Path()}, spending=Spending(), wanted=wanted
+        checkpoints={"A": Path(), "B": Path()}, spending=Spending(), planned=planned
     )
 
 
@@ -90,8 +90,8 @@ def test_both_engines_sample_at_once_and_each_is_started_once(engines: dict[str,
     found = rollouts()
     for name in FLAVOURS:
         kinds = found.of(name, "bfloat16")
-        assert {"whole", "recompute", "keep"} == set(kinds)
-        assert [8] * 6 == [len(one.response_ids) for one in kinds["whole"]]
+        assert {"uninterrupted", "recompute", "keep"} == set(kinds)
+        assert [8] * 6 == [len(one.response_ids) for one in kinds["uninterrupted"]]
         assert ["start", "stop"] == engines[name].events
     spent = found.spending.to_dict()
     assert spent[Part.SAMPLING] >= 0.0
@@ -118,7 +118,9 @@ def test_an_engine_that_breaks_is_told_once_and_the_other_is_measured(
     """
     engines["vllm"] = kind
     found = rollouts()
-    assert [8] * 6 == [len(one.response_ids) for one in found.of("sglang", "bfloat16")["whole"]]
+    assert [8] * 6 == [
+        len(one.response_ids) for one in found.of("sglang", "bfloat16")["uninterrupted"]
+    ]
     with pytest.raises(error, match=words):
         found.of("vllm", "bfloat16")
     with pytest.raises(pytest.skip.Exception, match="vllm in bfloat16 sampled nothing: "):

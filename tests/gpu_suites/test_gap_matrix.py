@@ -144,7 +144,7 @@ def test_a_trainer_that_does_not_repeat_itself_is_seen() -> None:
     ],
 )
 def test_samples_across_an_update(mode: PauseMode, flavour: str) -> None:
-    """Each token is scored under the version that sampled it, with the rows of the call that did."""
+    """Each token is scored under its own version, with the rows of the call that sampled it."""
     samples = sampled(mode, flavour=flavour)
     assert [20] * 24 == [len(one.response_ids) for one in samples]
     assert sum(len(one.segments) == 2 for one in samples) > 12

@@ -20,7 +20,7 @@ from rollproof.core.records import EngineOutput
 from rollproof.errors import EngineError
 from rollproof.fakes.engine.engine_subject import FakeEngineSubject
 from rollproof.gpu_suites.gap.engine_rollouts import prompts_of
-from rollproof.gpu_suites.invariance import INVARIANT, Alone, alone_and_beside
+from rollproof.gpu_suites.invariance import INVARIANT, BatchComparison, compare_alone_and_batched
 from rollproof.gpu_suites.process_faults import break_children, engine_host, engine_runs
 from rollproof.simulation import virtual_loop
 
@@ -48,11 +48,11 @@ class Twofold(FakeEngineSubject):
         return [*(await super().generate(query, watch))] * 2
 
 
-def asked(kind: type[FakeEngineSubject]) -> Alone:
-    async def main() -> Alone:
+def asked(kind: type[FakeEngineSubject]) -> BatchComparison:
+    async def main() -> BatchComparison:
         engine = kind(EngineSettings(model=Path(), max_batch=16), "vllm-0.26", 0)
         await engine.start()
-        return await alone_and_beside(
+        return await compare_alone_and_batched(
             engine, prompts_of(12, vocab=60, longest=20), probes=4, tokens=6
         )
 
@@ -61,7 +61,7 @@ def asked(kind: type[FakeEngineSubject]) -> Alone:
 
 def test_an_invariant_engine_answers_alike() -> None:
     """Tokens, logprobs and routes of the coded policy depend on the call alone."""
-    assert Alone(probes=4, differing={}) == asked(FakeEngineSubject)
+    assert BatchComparison(probes=4, differing={}) == asked(FakeEngineSubject)
 
 
 def test_the_last_bit_of_a_logprob_is_seen() -> None:
@@ -71,7 +71,7 @@ def test_the_last_bit_of_a_logprob_is_seen() -> None:
 
 def test_an_engine_that_answers_twice_is_told() -> None:
     """There is nothing to compare then."""
-    with pytest.raises(EngineError, match="with 2 samples, and one was asked for"):
+    with pytest.raises(EngineError, match="with 2 samples instead of one"):
         asked(Twofold)
 
 

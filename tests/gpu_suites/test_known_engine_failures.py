@@ -9,7 +9,13 @@ from rollproof.core.records import EngineOutput
 from rollproof.engines.engine_targets import fake_target
 from rollproof.errors import EngineDied
 from rollproof.fakes.engine.engine_subject import FakeEngineSubject
-from rollproof.gpu_suites.engine_variants import KNOWN, VARIANTS, Known, flavour_of, surroundings
+from rollproof.gpu_suites.engine_variants import (
+    KNOWN,
+    VARIANTS,
+    KnownFailure,
+    flavour_of,
+    surroundings,
+)
 from rollproof.gpu_suites.known_engine_failures import judge_engine
 from rollproof.gpu_suites.load import Load, judge_load
 
@@ -70,7 +76,7 @@ def test_without_knowing_the_death_is_told_with_its_experiment() -> None:
 def test_a_known_fault_that_is_gone_is_told() -> None:
     """What is on record must go on failing, or be removed."""
     found = judge_engine(target(FakeEngineSubject), ENDS)
-    assert ["offset: nothing failed; remove it from what is known to fail"] == [
+    assert ["offset: nothing failed; remove it from the known failures"] == [
         line.partition(" (")[0] for line in found.surprises(ENDS)
     ]
     seldom = {"offset": replace(ENDS["offset"], certain=False)}
@@ -79,10 +85,10 @@ def test_a_known_fault_that_is_gone_is_told() -> None:
 
 def test_another_fault_where_one_is_known_is_told() -> None:
     """A check that fails beside the known ones is no known failure."""
-    known = {"streams": Known(checks=("engine.stream",), reason="a reason")}
+    known = {"streams": KnownFailure(checks=("engine.stream",), reason="a reason")}
     (line,) = judge_engine(target(NoRoutes), known).surprises(known)
     assert line.startswith("streams: engine.opt-in, engine.parts")
-    assert "failed, beside what is known (engine.stream)" in line
+    assert "failed, in addition to the known failures (engine.stream)" in line
 
 
 def test_load_is_judged_on_a_fake_and_sees_what_is_lost() -> None:

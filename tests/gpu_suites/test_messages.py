@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import pytest
 
-from rollproof.gpu_suites.known_engine_failures import COARSE, told
+from rollproof.gpu_suites.known_engine_failures import COARSE, require_pass
 from rollproof.invariants import default_registry
 from rollproof.judging.checks import CheckResult, Finding, Verdict
 from rollproof.judging.report import Canary, Report
@@ -39,7 +39,7 @@ def report(canary: Canary | None = RED, **verdicts: Verdict) -> Report:
 
 def test_what_passes_is_not_told() -> None:
     """So is what a trainer's contract rules out."""
-    told(report(reference=Verdict.NOT_APPLICABLE))
+    require_pass(report(reference=Verdict.NOT_APPLICABLE))
 
 
 @pytest.mark.parametrize("name", sorted(CHECKS))
@@ -49,18 +49,18 @@ def test_what_stays_unknown_fails_but_for_what_bfloat16_is_too_coarse_for(name: 
     """
     unknown = report(**{name.partition(".")[2].replace("-", "_"): Verdict.UNKNOWN})
     with pytest.raises(AssertionError, match=f"unknown of {name}"):
-        told(unknown)
+        require_pass(unknown)
     if name in COARSE:
-        told(unknown, COARSE)
+        require_pass(unknown, COARSE)
     else:
         with pytest.raises(AssertionError, match=f"unknown of {name}"):
-            told(unknown, COARSE)
+            require_pass(unknown, COARSE)
 
 
 def test_what_may_stay_unknown_may_not_fail() -> None:
     """A fault is one in every dtype."""
     with pytest.raises(AssertionError, match="a fault: 2"):
-        told(report(reference=Verdict.FAIL), COARSE)
+        require_pass(report(reference=Verdict.FAIL), COARSE)
 
 
 @pytest.mark.parametrize(
@@ -69,7 +69,7 @@ def test_what_may_stay_unknown_may_not_fail() -> None:
 def test_a_canary_that_was_not_seen_fails(canary: Canary | None) -> None:
     """Or that was not planted at all."""
     with pytest.raises(AssertionError):
-        told(report(canary))
+        require_pass(report(canary))
 
 
 def test_the_rule_names_checks_that_exist() -> None:

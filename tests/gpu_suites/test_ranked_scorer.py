@@ -17,7 +17,7 @@ pytest.importorskip("transformers", minversion="5", reason="a real trainer needs
 
 from rollproof.fakes.tiny_models import make_checkpoint, second_version  # noqa: E402
 from rollproof.gpu_suites.gap.engine_rollouts import Unit  # noqa: E402
-from rollproof.gpu_suites.gap.ranked_scorer import (
+from rollproof.gpu_suites.gap.ranked_scorer import (  # noqa: E402
     Division,
     RankedScorer,
     scorer_ranks,

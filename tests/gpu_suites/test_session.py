@@ -174,7 +174,9 @@ def test_a_card_that_another_session_claimed_is_not_used(
     assert f"GPUs: 1 (NVIDIA H100 80GB HBM3); left alone: {told_of}" in told
     outcomes, told = run((Card(),), "--rollproof-require-gpu")
     assert 1 == outcomes.get("failed", 0) + outcomes.get("errors", 0)
-    assert f"{told_of}: CUDA_VISIBLE_DEVICES gives each its own; a GPU was required" in told
+    assert (
+        f"{told_of}: give each session its own by CUDA_VISIBLE_DEVICES; a GPU was required" in told
+    )
     other.release()
     outcomes, _ = run((Card(), Card()), "--rollproof-require-gpu")
     assert {"passed": 2, "deselected": 2} == outcomes
@@ -198,7 +200,7 @@ class _Arriving(Sequence[int]):
 
 
 def test_a_session_of_several_processes_is_refused(pytester: pytest.Pytester) -> None:
-    """Each would find the cards taken by the others, and their reports would overwrite each other."""
+    """Each would find the GPUs taken by the others, and reports would overwrite each other."""
     pytest.importorskip("xdist", reason="-n is pytest-xdist's")
     pytester.makepyfile("def test_one():\n    raise AssertionError('was run')\n")
     told = pytester.runpytest_inprocess("-p", "rollproof.gpu_suites.conftest", "-n2")

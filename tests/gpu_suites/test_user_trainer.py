@@ -14,7 +14,7 @@ from rollproof.errors import GapError, UsageError
 from rollproof.gap.scored_rollouts import Scored
 from rollproof.gpu_suites.gap.engine_rollouts import units_of
 from rollproof.gpu_suites.gap.gap_matrix import CONTROLS, Routed, measure_cell
-from rollproof.gpu_suites.gap.scorers import GivenScorer
+from rollproof.gpu_suites.gap.scorers import UserScorer
 from tests.gpu_suites.test_gap_matrix import sampled
 
 SPEC = "tests.gpu_suites.test_user_trainer:Own"
@@ -84,7 +84,7 @@ def test_it_is_measured_as_the_others_are(
     tells; nothing of it is replayed.
     """
     monkeypatch.setattr(Own, "tells_routes", tells)
-    cell = measure_cell("fake", samples, GivenScorer(SPEC, CHECKPOINTS, "bfloat16"))
+    cell = measure_cell("fake", samples, UserScorer(SPEC, CHECKPOINTS, "bfloat16"))
     assert {Routed.NATIVE, Routed.R3, *CONTROLS} == set(cell.reports)
     assert (True, True, None, SPEC) == (
         cell.helps,
@@ -122,4 +122,4 @@ def test_it_is_measured_as_the_others_are(
 def test_what_is_no_trainer(samples: Any, spec: str, error: type[Exception], words: str) -> None:
     """Misuse is told when it shows."""
     with pytest.raises(error, match=words):
-        measure_cell("fake", samples, GivenScorer(spec, CHECKPOINTS, "bfloat16"))
+        measure_cell("fake", samples, UserScorer(spec, CHECKPOINTS, "bfloat16"))

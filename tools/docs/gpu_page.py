@@ -1,4 +1,4 @@
-"""Writes docs/gpu.md: how the GPU suites are run, and what the runs in ``runs/*.json`` found."""
+"""The page docs/gpu.md: how to run the GPU suites, and the results of ``docs/runs/*.json``."""
 
 from __future__ import annotations
 
@@ -15,11 +15,12 @@ __all__ = ["gpu_page"]
 
 RUNS = Path(__file__).parents[2] / "docs" / "runs"
 _INTRO = """
-Real engines and real trainers on NVIDIA GPUs: `nox -s gpu`, or `python -m pytest gpu_suites`. `nox -s gpu --no-venv` installs nothing
-and needs no network: it takes what the host's Python has. Without a GPU everything is skipped with the reason;
-`--rollproof-require-gpu`, which a GPU runner should set, makes whatever could not be run on the host's GPUs a failure, so that no green run
-is empty. What needs more GPUs than the host has is left out; `--rollproof-gpus N` says how many it is to have, more than are found being a
-failure too.
+Real engines and real trainers on NVIDIA GPUs: `nox -s gpu`, or `python -m pytest gpu_suites`. `nox
+-s gpu --no-venv` installs nothing and needs no network: it takes what the host's Python has.
+Without a GPU everything is skipped with the reason; `--rollproof-require-gpu`, which a GPU runner
+should set, makes whatever could not be run on the host's GPUs a failure, so that no green run is
+empty. What needs more GPUs than the host has is left out; `--rollproof-gpus N` says how many it is
+to have, more than are found being a failure too.
 
 | file | judges |
 |---|---|
@@ -27,62 +28,69 @@ failure too.
 | `test_trainers.py` | `hf_replay` on one GPU, under FSDP2 and DDP; megatron-core's `RouterReplay` over NCCL ([replay](replay.md)) |
 | `test_gap.py` | the [gap](gap.md) between engines and trainers: native, R2, R3, three wrong replays; across a weight update |
 
-By itself a run takes what one GPU does in less than ten minutes: both engines in their usual setting, transformers, megatron-core, and
-the gap of all four pairs; on several GPUs some of their trainers too. `--rollproof-full` runs everything, and what is named on the command
-line (`gpu_suites/test_engines.py::...`) is run in any case. Nothing needs more than four GPUs; of a larger host the first free ones are
-taken. On such a host, everything, with a report: `nox -s gpu -- --rollproof-full --rollproof-require-gpu --rollproof-gpu-report report`.
-Suites are not run side by side (`-n` of pytest-xdist is refused): they would take each other's cards.
+By itself a run takes what one GPU does in less than ten minutes: both engines in their usual
+setting, transformers, megatron-core, and the gap of all four pairs; on several GPUs some of their
+trainers too. `--rollproof-full` runs everything, and what is named on the command line
+(`gpu_suites/test_engines.py::...`) is run in any case. Nothing needs more than four GPUs; of a
+larger host the first free ones are taken. On such a host, everything, with a report: `nox -s gpu --
+--rollproof-full --rollproof-require-gpu --rollproof-gpu-report report`. Suites are not run side by
+side (`-n` of pytest-xdist is refused): they would take each other's cards.
 
-Engines live in interpreters of their own (their dependencies exclude each other): `ROLLPROOF_VLLM_PYTHON` and `ROLLPROOF_SGLANG_PYTHON`
-name them, and each must be able to import rollproof too (`$ROLLPROOF_VLLM_PYTHON -m pip install --no-deps .`).
-`--rollproof-gpu-report DIR` keeps `run.json` and `run.html`;
-`python -m rollproof.gpu_suites.report.merging OUT run.json ...` makes one report of several shards. [ci](ci/README.md) has workflows for GPU and for CPU
-runners.
+Engines live in interpreters of their own (their dependencies exclude each other):
+`ROLLPROOF_VLLM_PYTHON` and `ROLLPROOF_SGLANG_PYTHON` name them, and each must be able to import
+rollproof too (`$ROLLPROOF_VLLM_PYTHON -m pip install --no-deps .`). `--rollproof-gpu-report DIR`
+keeps `run.json` and `run.html`; `python -m rollproof.gpu_suites.report.merging OUT run.json ...`
+makes one report of several shards, and the page of a `run.json`. [ci](ci/README.md) has workflows
+for GPU and for CPU runners.
 
-A session says at its start which cards it takes. Cards that other processes use, and those that another session of these suites has
-claimed, are left alone, unless `ROLLPROOF_SHARE_GPUS=1`; what needs more than are left says so. The first session claims all that are
-free: of several at once give each its own by `CUDA_VISIBLE_DEVICES`.
+A session says at its start which cards it takes. Cards that other processes use, and those that
+another session of these suites has claimed, are left alone, unless `ROLLPROOF_SHARE_GPUS=1`; what
+needs more than are left says so. The first session claims all that are free: of several at once
+give each its own by `CUDA_VISIBLE_DEVICES`.
 
-`--rollproof-model DIR` measures the gap on a checkpoint of yours in place of the generated one, and `--rollproof-trainer SPEC` with one
-trainer: `hf`; `fsdp2-2`, `fsdp2-4`, and `ulysses-2`, `ulysses-4` (DeepSpeed's `UlyssesSPAttentionHF`, where DeepSpeed is installed);
-`megatron`, `megatron-tp2`, ... on as many GPUs as its sizes say; or your own as `module:factory`. The factory is called with the
-checkpoints' folders by version and returns what [gap.md](gap.md) calls a trainer; `rollproof.gap.hf_trainer:HfTrainer` is one.
+`--rollproof-model DIR` measures the gap on a checkpoint of yours in place of the generated one, and
+`--rollproof-trainer SPEC` with one trainer: `hf`; `fsdp2-2`, `fsdp2-4`, and `ulysses-2`,
+`ulysses-4` (DeepSpeed's `UlyssesSPAttentionHF`, where DeepSpeed is installed); `megatron`,
+`megatron-tp2`, ... on as many GPUs as its sizes say; or your own as `module:factory`. The factory
+is called with the checkpoints' folders by version and returns what [gap.md](gap.md) calls a
+trainer; `rollproof.gap.hf_trainer:HfTrainer` is one.
 
 ## More of engines
 
-256 calls at once that are aborted and resumed while the weights change; a call alone and beside others, in the engine's mode of batch
-invariance and without it; an engine whose processes are killed, or stopped, while it starts or samples; engines divided over GPUs, by
-tensors and by experts, whose rows are held against those of one.
+256 calls at once that are aborted and resumed while the weights change; a call alone and beside
+others, in the engine's mode of batch invariance and without it; an engine whose processes are
+killed, or stopped, while it starts or samples; engines divided over GPUs, by tensors and by
+experts, whose rows are held against those of one.
 """
 
 
 def gpu_page() -> Iterator[str]:
-    """docs/gpu.md."""
+    """Yield the lines of docs/gpu.md."""
     yield f"# GPU suites\n{_INTRO}"
     yield (
         "## Needs\n\nA test says what it needs by markers, and is skipped, or fails, with one line"
         " that says what is missing.\n"
     )
     for text in MARKERS.values():
-        signature, _, what = text.partition(": ")
-        yield f"- `{signature}`: {what}"
+        signature, _, meaning = text.partition(": ")
+        yield f"- `{signature}`: {meaning}"
     yield "\n## Settings of engines\n\n| setting | what | engines | run |\n|---|---|---|---|"
-    for one in VARIANTS.values():
-        engines = ", ".join(f"{engine} ({one.dtype_of(engine)})" for engine in one.extra)
+    for variant in VARIANTS.values():
+        engines = ", ".join(f"{engine} ({variant.dtype_of(engine)})" for engine in variant.extra)
         yield (
-            f"| {one.name} | {one.about} | {engines} |"
-            f" {'with `--rollproof-full`' if one.full else 'always'} |"
+            f"| {variant.name} | {variant.about} | {engines} |"
+            f" {'with `--rollproof-full`' if variant.full else 'always'} |"
         )
-    for engine, why in NO_FLOAT32.items():
-        yield f"\nOf {engine}, values are not held against the float32 forward: {why}."
+    for engine, reason in NO_FLOAT32.items():
+        yield f"\nValues of {engine} are not compared with the float32 forward: {reason}."
     yield (
-        "\nKnown to fail, told in [track-record.md](track-record.md) with scripts that show it"
-        " outside rollproof; such an experiment is"
+        "\nKnown failures, described in [track-record.md](track-record.md) with scripts that show"
+        " them outside rollproof. Such an"
     )
-    yield "judged apart, and must go on failing:\n"
-    for flavour, known in KNOWN.items():
-        for name, fault in known.items():
-            yield f"- {flavour}, `{name}`: {', '.join(fault.checks)}. {fault.reason}"
+    yield "experiment is judged apart, and must continue to fail:\n"
+    for flavour, failures in KNOWN.items():
+        for name, failure in failures.items():
+            yield f"- {flavour}, `{name}`: {', '.join(failure.checks)}. {failure.reason}"
     runs = {
         path.stem: json.loads(path.read_text(encoding="utf-8"))
         for path in sorted(RUNS.glob("*.json"))
@@ -193,17 +201,17 @@ def _suites(runs: Mapping[str, Mapping[str, Any]]) -> Iterator[str]:
     for run, data in runs.items():
         machine = data["machine"]
         cards = {
-            gpu["name"]: sum(one["name"] == gpu["name"] for one in machine["gpus"])
+            gpu["name"]: sum(other["name"] == gpu["name"] for other in machine["gpus"])
             for gpu in machine["gpus"]
         }
-        told = ", ".join(f"{count} x {name}" for name, count in cards.items())
+        hardware = ", ".join(f"{count} x {name}" for name, count in cards.items())
         versions = ", ".join(
             f"{name} {version}"
             for name, version in machine["versions"].items()
             if name != "rollproof"
         )
         yield (
-            f"- [{run}](runs/{run}.html) ({data['began']}): {told}, driver {machine['driver']},"
+            f"- [{run}](runs/{run}.json) ({data['began']}): {hardware}, driver {machine['driver']},"
             f" Python {machine['python']}; {versions}."
         )
         yield from (f"  - {note}" for note in data["notes"])
@@ -212,30 +220,37 @@ def _suites(runs: Mapping[str, Mapping[str, Any]]) -> Iterator[str]:
 _MODES = """
 ## Three things that are not bit for bit, and why
 
-A product in float32 on a GPU: cuBLAS chooses a kernel by the number of rows, so the bits of a row depend on how many rows stand beside it
-(runs below; in bfloat16 they did not). megatron-core's `RouterReplay` gives padding a target too. Replayed sample by sample, padding
-goes to other experts than it went to while routes were recorded, and experts get another number of rows: logprobs differ by up to
-5.3e-5 in float32, by 0 in bfloat16. So self-replay is taken with every row, padding too, where it was: it must be 0 in every dtype, and is.
-(The 4.9e-5 in the table was measured before, sample by sample.)
+A product in float32 on a GPU: cuBLAS chooses a kernel by the number of rows, so the bits of a row
+depend on how many rows stand beside it (runs below; in bfloat16 they did not). megatron-core's
+`RouterReplay` gives padding a target too. Replayed sample by sample, padding goes to other experts
+than it went to while routes were recorded, and experts get another number of rows: logprobs differ
+by up to 5.3e-5 in float32, by 0 in bfloat16. So self-replay is taken with every row, padding too,
+where it was: it must be 0 in every dtype, and is. (The 4.9e-5 in the table was measured before,
+sample by sample.)
 
-A call to vLLM in its mode of batch invariance, alone and beside others: in steps of up to 255 tokens it is answered alike to the last
-bit, in steps of 256 and more it was not (runs below): the norm named below, known upstream, shown by a program in
-[track-record.md](track-record.md). The suite asks such an engine again in smaller steps, where nothing may differ, and nothing did.
+A call to vLLM in its mode of batch invariance, alone and beside others: in steps of up to 255
+tokens it is answered alike to the last bit, in steps of 256 and more it was not (runs below): the
+norm named below, known upstream, shown by a program in [track-record.md](track-record.md). The
+suite asks such an engine again in smaller steps, where nothing may differ, and nothing did.
 
-A step of a trainer with compiled attention, before and after a step of another width. `torch.compile(dynamic=True)` takes sizes that are
-equal at first for one size (`torch.fx.experimental._config.use_duck_shape`). A first batch as wide as a head (8) is added to tensors of
-head size, and so 8 becomes the only width of that code; samples of two tokens make other code, for any width, which then serves the
-first batch too, and on a GPU sums it in another order: a loss differed by 4.8e-8 (runs below; without those samples, or with that setting
-off, by 0). The suite's own trainer has the setting off. A trainer of yours that compiles may have to declare a tolerance.
+A step of a trainer with compiled attention, before and after a step of another width.
+`torch.compile(dynamic=True)` takes sizes that are equal at first for one size
+(`torch.fx.experimental._config.use_duck_shape`). A first batch as wide as a head (8) is added to
+tensors of head size, and so 8 becomes the only width of that code; samples of two tokens make other
+code, for any width, which then serves the first batch too, and on a GPU sums it in another order: a
+loss differed by 4.8e-8 (runs below; without those samples, or with that setting off, by 0). The
+suite's own trainer has the setting off. A trainer of yours that compiles may have to declare a
+tolerance.
 
 """
 
 _NOT_RUN = """
 ## Not run
 
-- Grouped GEMM and the fused permute of megatron-core, with ids that a row has twice: in 0.19.2 both are Transformer Engine's alone
-  (`TEGroupedMLP`, `fused_permute`), which the host did not have.
-- FlashAttention as SGLang's backend: its library was not on the host (`vllm-flash` above is vLLM's).
-- Ulysses under the replay checks: it is held to the gap, and its recordings to those of one process. verl's own Ulysses patches
-  FlashAttention 2, which the host did not have.
+- Grouped GEMM and the fused permute of megatron-core, with ids that a row has twice: in 0.19.2 both
+  are Transformer Engine's alone (`TEGroupedMLP`, `fused_permute`), which the host did not have.
+- FlashAttention as SGLang's backend: its library was not on the host (`vllm-flash` above is
+  vLLM's).
+- Ulysses under the replay checks: it is held to the gap, and its recordings to those of one
+  process. verl's own Ulysses patches FlashAttention 2, which the host did not have.
 """
