@@ -127,7 +127,7 @@ def load_stack(spec: str, *, checkout: str | Path | None = None, force: bool = F
     version, folder = _look_up(name, release, requested, checkout)
     if requested is not None and requested != version:
         raise StackError(
-            f"{name}=={requested} was asked for, but {version} is"
+            f"{name}=={requested} was requested, but {version} is"
             f" {release.installed}{_changes(release, folder)}. Run:\n "
             f" {release.install(requested)}"
         )

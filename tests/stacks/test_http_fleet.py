@@ -1,5 +1,5 @@
-"""A fleet behind HTTP in memory: real clients and a real server's protocol, the case's own engines,
-no time and no sockets.
+"""A fleet on HTTP servers in memory: real clients and a real server's protocol, the case's own
+engines, virtual time and no sockets.
 """
 
 from __future__ import annotations
@@ -19,12 +19,14 @@ from rollproof.fakes.engine.fleet import Fleet
 from rollproof.simulation import virtual_loop
 from rollproof.stacks._support.http_fleet import HttpFleet
 
-Talk = Callable[[HttpFleet, Fleet, httpx.AsyncClient], Awaitable[Any]]
-ASK: dict[str, Any] = {"token_ids": [11, 12], "sampling_params": {"max_tokens": 3, "logprobs": 0}}
+Conversation = Callable[[HttpFleet, Fleet, httpx.AsyncClient], Awaitable[Any]]
+BODY: dict[str, Any] = {"token_ids": [11, 12], "sampling_params": {"max_tokens": 3, "logprobs": 0}}
 
 
-def talk(what: Talk, *actions: Action, flavour: str = "vllm", **options: Any) -> Any:
-    """Have a conversation with two servers, one request of which is ``r0``."""
+def talk(
+    conversation: Conversation, *actions: Action, flavour: str = "vllm", **options: Any
+) -> Any:
+    """Run a conversation with two servers, in a case with the request ``r0``."""
 
     async def main() -> Any:
         request = Request(request_id="r0", prompt_ids=(11, 12), max_tokens=3)
@@ -33,57 +35,57 @@ def talk(what: Talk, *actions: Action, flavour: str = "vllm", **options: Any) ->
             Recorder(lambda: 0.0),
         )
         async with httpx.AsyncClient(timeout=None, verify=False) as client:  # noqa: S113, S501 - loopback in memory
-            return await what(HttpFleet(fleet, **options), fleet, client)
+            return await conversation(HttpFleet(fleet, **options), fleet, client)
 
     return virtual_loop.run(main)
 
 
-def test_a_call_is_answered_by_the_fleet_s_engine_and_charged_to_its_request() -> None:
+def test_a_call_is_answered_by_the_fleet_s_engine_and_attributed_to_its_request() -> None:
     """Coded tokens come back, and the trace holds the call."""
 
-    async def what(http: HttpFleet, fleet: Fleet, client: httpx.AsyncClient) -> None:
-        reply = await client.post(f"{http.router}/inference/v1/generate", json=ASK)
+    async def conversation(http: HttpFleet, fleet: Fleet, client: httpx.AsyncClient) -> None:
+        reply = await client.post(f"{http.router}/inference/v1/generate", json=BODY)
         assert 200 == reply.status_code
         assert 3 == len(reply.json()["choices"][0]["token_ids"])
         (call,) = [event for event in fleet.recorder.events if isinstance(event, Call)]
         assert ("r0", (11, 12), 3) == (call.request_id, call.prompt_ids, call.max_tokens)
         assert {"balancer/s0": 0.0, "balancer/s1": 0.0} == fleet.balancer.gauges()
 
-    talk(what)
+    talk(conversation)
 
 
 def test_a_session_stays_with_its_server_and_leaves_a_dead_one() -> None:
     """Until it is finished, or the server dies."""
 
-    async def what(http: HttpFleet, fleet: Fleet, client: httpx.AsyncClient) -> None:
-        async def ask() -> str:
+    async def conversation(http: HttpFleet, fleet: Fleet, client: httpx.AsyncClient) -> None:
+        async def serving() -> str:
             await client.post(
-                f"{http.router}/inference/v1/generate", json=ASK, headers={"X-Session-ID": "a"}
+                f"{http.router}/inference/v1/generate", json=BODY, headers={"X-Session-ID": "a"}
             )
             return [event.server_id for event in fleet.recorder.events if isinstance(event, Call)][
                 -1
             ]
 
-        first = await ask()
+        first = await serving()
         fleet.balancer.acquire(
             ["s0" if first == "s1" else "s1"]
         )  # its server is the busier one now
-        assert first == await ask()
+        assert first == await serving()
         fleet.servers[first].kill()
-        assert first != await ask()
+        assert first != await serving()
 
-    talk(what)
+    talk(conversation)
 
 
 def test_a_server_that_dies_breaks_the_connection() -> None:
     """As a process that is gone: no status, no body."""
 
-    async def what(http: HttpFleet, _fleet: Fleet, client: httpx.AsyncClient) -> None:
+    async def conversation(http: HttpFleet, _fleet: Fleet, client: httpx.AsyncClient) -> None:
         with pytest.raises(httpx.TransportError):
-            await client.post(f"{http.urls['s0']}/inference/v1/generate", json=ASK)
+            await client.post(f"{http.urls['s0']}/inference/v1/generate", json=BODY)
 
     talk(
-        what,
+        conversation,
         Action(when=Trigger(request="r0", tokens=1), do=ActionKind.KILL, server="s0", steps=50),
     )
 
@@ -91,20 +93,20 @@ def test_a_server_that_dies_breaks_the_connection() -> None:
 def test_weights_that_a_stack_loads_are_those_of_the_update_that_runs() -> None:
     """Whatever the body calls them."""
 
-    async def what(http: HttpFleet, fleet: Fleet, client: httpx.AsyncClient) -> None:
+    async def conversation(http: HttpFleet, fleet: Fleet, client: httpx.AsyncClient) -> None:
         label = fleet.train()
         http.about(label)
         await client.post(f"{http.urls['s1']}/update_weights", json={"update_info": {"names": []}})
-        *_first, one = [event for event in fleet.recorder.events if isinstance(event, Weights)]
-        assert ("s1", fleet.weights_of(label), label) == (one.server_id, one.version, one.label)
+        *_, load = [event for event in fleet.recorder.events if isinstance(event, Weights)]
+        assert ("s1", fleet.weights_of(label), label) == (load.server_id, load.version, load.label)
 
-    talk(what)
+    talk(conversation)
 
 
-def test_the_router_tells_its_workers_and_finishes_sessions() -> None:
-    """What slime and SkyRL ask of theirs."""
+def test_the_router_lists_its_workers_and_finishes_sessions() -> None:
+    """Slime and SkyRL call both."""
 
-    async def what(http: HttpFleet, fleet: Fleet, client: httpx.AsyncClient) -> None:
+    async def conversation(http: HttpFleet, fleet: Fleet, client: httpx.AsyncClient) -> None:
         fleet.servers["s1"].kill()
         workers = (await client.get(f"{http.router}/workers")).json()["workers"]
         assert [(http.urls["s0"], True), (http.urls["s1"], False)] == [
@@ -117,17 +119,17 @@ def test_the_router_tells_its_workers_and_finishes_sessions() -> None:
             ).status_code
         )
 
-    talk(what, flavour="sglang")
+    talk(conversation, flavour="sglang")
 
 
 def test_a_flavour_without_a_fake_server_is_refused() -> None:
     """TensorRT-LLM has none."""
 
-    async def what(_http: HttpFleet, _fleet: Fleet, _client: httpx.AsyncClient) -> None:
+    async def conversation(_http: HttpFleet, _fleet: Fleet, _client: httpx.AsyncClient) -> None:
         raise AssertionError("unreachable")
 
     with pytest.raises(
         UsageError,
         match=r"Flavour 'trtllm' has no fake HTTP server: there are \['sglang', 'vllm'\]",
     ):
-        talk(what, flavour="trtllm")
+        talk(conversation, flavour="trtllm")

@@ -1,5 +1,5 @@
-"""What the adapters of NeMo-RL put in place of Ray, of vLLM's engine and of a run's configuration;
-none of it needs NeMo-RL.
+"""The fakes of Ray, of vLLM's engine and of a run's configuration in NeMo-RL's adapters; none of
+them needs NeMo-RL.
 """
 
 from __future__ import annotations
@@ -36,16 +36,16 @@ RAY = RayCalls(
 )
 
 
-def test_what_is_at_hand_is_had_without_ray() -> None:
+def test_calls_that_return_at_once_need_no_ray() -> None:
     """Values, references and coroutines that wait for nothing, alone or in a list; the rest is
     Ray's own.
     """
 
-    async def at_once() -> int:
+    async def immediate() -> int:
         return 3
 
     assert 1 == RAY.get(1)
-    assert [1, 2, 3] == RAY.get([1, Ref(2), at_once()])
+    assert [1, 2, 3] == RAY.get([1, Ref(2), immediate()])
     assert ["n"] == RAY.nodes()
 
 
@@ -73,7 +73,7 @@ def test_a_call_that_would_block_is_refused() -> None:
         virtual_loop.run(got)
 
 
-def test_a_run_s_configuration_holds_the_limits_of_its_one_request() -> None:
+def test_a_run_s_configuration_holds_the_limits_of_its_request() -> None:
     """``max_new_tokens`` is the budget, and the length of the model that of prompt and budget
     together.
     """
@@ -88,11 +88,11 @@ def test_a_run_s_configuration_holds_the_limits_of_its_one_request() -> None:
     )
 
 
-def test_the_engine_forgets_no_cache_while_a_call_runs() -> None:
-    """As vLLM's block pool: beside a running call it says False, and keeps what it has."""
-    forgotten: list[str] = []
+def test_the_engine_clears_no_cache_while_a_call_runs() -> None:
+    """As vLLM's block pool: during a call it returns False, and keeps its blocks."""
+    finished: list[str] = []
 
-    async def played() -> list[bool]:
+    async def main() -> list[bool]:
         fleet = Fleet(
             Case(flavour="vllm", requests=(REQUEST,), servers=1),
             Recorder(asyncio.get_running_loop().time),
@@ -105,10 +105,10 @@ def test_the_engine_forgets_no_cache_while_a_call_runs() -> None:
         )
         call = asyncio.ensure_future(anext(outputs))
         await asyncio.sleep(0)
-        said = [await llm.reset_prefix_cache()]
+        during = await llm.reset_prefix_cache()
         final = await call
-        forgotten.append(final.outputs[0].finish_reason)
-        return [*said, await llm.reset_prefix_cache()]
+        finished.append(final.outputs[0].finish_reason)
+        return [during, await llm.reset_prefix_cache()]
 
-    assert [False, True] == virtual_loop.run(played)
-    assert ["length"] == forgotten
+    assert [False, True] == virtual_loop.run(main)
+    assert ["length"] == finished

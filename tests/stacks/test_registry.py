@@ -46,7 +46,7 @@ def test_any_other_spec_is_refused(spec: str) -> None:
         parse_spec(spec)
 
 
-def test_an_unknown_stack_is_refused_with_the_ones_that_exist() -> None:
+def test_an_unknown_stack_is_refused_with_the_names_of_all() -> None:
     """A name that is no stack's is answered with the nearest one, all of them, and the way to judge
     code of one's own.
     """
@@ -60,15 +60,15 @@ def test_an_unknown_stack_is_refused_with_the_ones_that_exist() -> None:
         load_stack("verll")
 
 
-def test_a_forced_version_is_the_one_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Who forces a version that the adapters do not know, while another is installed, is told how
-    to install that very one.
+def test_a_forced_version_is_the_version_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    """If a version that the adapters do not know is forced while another is installed, the error
+    has the command that installs it.
     """
     monkeypatch.setattr(stacks, "installed_version", lambda name: "0.9.1")
     with pytest.raises(
         StackError,
         match=(
-            r"verl==0\.10\.0 was asked for, but 0\.9\.1 is installed.*\n.* --ignore-requires-python"
+            r"verl==0\.10\.0 was requested, but 0\.9\.1 is installed.*\n.* --ignore-requires-python"
             r" verl==0\.10\.0$"
         ),
     ):
@@ -78,7 +78,7 @@ def test_a_forced_version_is_the_one_to_install(monkeypatch: pytest.MonkeyPatch)
 def test_a_missing_stack_names_the_commands_that_install_it(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Not installed: the error has the pinned requirements and the version that was asked for."""
+    """Not installed: the error has the pinned requirements and the requested version."""
     monkeypatch.setattr(stacks, "installed_version", lambda name: None)
     with pytest.raises(
         StackError,
@@ -90,12 +90,12 @@ def test_a_missing_stack_names_the_commands_that_install_it(
         load_stack("verl==0.8.0")
 
 
-def test_another_version_than_asked_for_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_another_version_than_requested_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     """A version in the spec is a demand, not a wish."""
     monkeypatch.setattr(stacks, "installed_version", lambda name: "0.9.0")
     with pytest.raises(
         StackError,
-        match=r"verl==0\.9\.1 was asked for, but 0\.9\.0 is installed.*\n.*verl==0\.9\.1$",
+        match=r"verl==0\.9\.1 was requested, but 0\.9\.0 is installed.*\n.*verl==0\.9\.1$",
     ):
         load_stack("verl==0.9.1")
 
@@ -140,18 +140,18 @@ def test_a_name_that_is_not_there_is_no_missing_package() -> None:
     """
     words = "cannot import name 'Strategy' from 'ray.util'"
     moved = ImportError(words, name="ray.util")
-    told = str(missing_dependency(RELEASE, "0.9.1", moved))
-    assert f"verl 0.9.1 is installed, but importing it fails: {words}. Run:\n" in told
+    message = str(missing_dependency(RELEASE, "0.9.1", moved))
+    assert f"verl 0.9.1 is installed, but importing it fails: {words}. Run:\n" in message
     for error in (
         moved,
         ModuleNotFoundError("No module named 'verl.workers.rollout'", name="verl.workers.rollout"),
     ):
-        told = str(missing_dependency(RELEASE, "0.10.0", error))
+        message = str(missing_dependency(RELEASE, "0.10.0", error))
         assert (
             f"but importing it fails: {error}. The adapters know 0.8.0, 0.9.0, 0.9.1, and --force"
-            " drives it as the newest" in told
+            " drives it as the newest" in message
         )
-        assert told.endswith("verl==0.9.1")
+        assert message.endswith("verl==0.9.1")
 
 
 @pytest.mark.parametrize("name", list(STACKS))
@@ -167,18 +167,18 @@ def test_every_stack_pins_its_dependencies(name: str) -> None:
     assert name == release.stack
 
 
-def test_an_untested_version_is_driven_as_the_newest_one_where_that_is_forced(
+def test_an_untested_version_is_driven_as_the_newest_if_forced(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """``--force``: the reports say so, and a counterexample is replayed with it."""
     monkeypatch.setattr(stacks, "installed_version", lambda name: "0.10.0")
-    given: list[Found] = []
+    loaded: list[Found] = []
     monkeypatch.setattr(
         "rollproof.stacks.verl.load",
-        lambda found: given.append(found) or Stack(name="verl", version="0.10.0", parts={}),
+        lambda found: loaded.append(found) or Stack(name="verl", version="0.10.0", parts={}),
     )
     stack = load_stack("verl", force=True)
-    assert [Found(version="0.10.0", line="0.9.1")] == given
+    assert [Found(version="0.10.0", line="0.9.1")] == loaded
     assert "verl 0.10.0 (untested, driven as 0.9.1)" == stack.title
     assert {"stack": "verl", "version": "0.10.0", "part": "client", "force": "yes"} == stack.recipe(
         "client"
@@ -198,7 +198,7 @@ SOURCE = Release(
 )
 
 
-def test_a_checkout_is_one_of_the_stack(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_checkout_must_be_of_the_stack(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A folder that is missing, or that holds something else, is refused; an archive without git's
     data has no version.
     """
@@ -216,11 +216,11 @@ def test_a_checkout_is_one_of_the_stack(tmp_path: Path, monkeypatch: pytest.Monk
     assert "git clone https://x/slime slime && git -C slime checkout abc123" in SOURCE.install()
 
 
-def _git(folder: Path, *asked: str) -> str:
+def _git(folder: Path, *arguments: str) -> str:
     """What git says, as somebody, whatever repository surrounds it."""
     who = ["-c", "user.name=x", "-c", "user.email=x@x", "-c", "commit.gpgsign=false"]
     return subprocess.run(
-        ["git", *who, *asked], cwd=folder, check=True, capture_output=True, text=True
+        ["git", *who, *arguments], cwd=folder, check=True, capture_output=True, text=True
     ).stdout.strip()
 
 
@@ -244,7 +244,7 @@ def test_the_version_of_a_checkout_is_its_commit(
     repository: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As the table writes it, or its first nine digits; a repository that git's own variables name,
-    as within a hook, is not asked.
+    as within a hook, is not used.
     """
     commit = _git(repository, "rev-parse", "HEAD")
     monkeypatch.setenv("GIT_DIR", str(repository.parent / "nosuch"))
@@ -252,7 +252,7 @@ def test_the_version_of_a_checkout_is_its_commit(
     assert commit[:8] == checked_out(repository, replace(SOURCE, versions=(commit[:8],)))
 
 
-def test_a_checkout_with_other_code_than_its_commit_is_told(repository: Path) -> None:
+def test_changed_files_of_a_checkout_are_named(repository: Path) -> None:
     """A Python file that differs counts, whatever the index says; a text that differs, a file that
     is gone and a new one do not.
     """
@@ -269,7 +269,7 @@ def test_a_checkout_with_other_code_than_its_commit_is_told(repository: Path) ->
     assert 2 == len(changed_files(repository, SOURCE))
 
 
-def test_changed_code_is_judged_where_that_is_forced(
+def test_changed_code_is_judged_if_forced(
     repository: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It is not what the adapters know: the error names the file, and a forced run says so in its
@@ -294,7 +294,7 @@ def test_changed_code_is_judged_where_that_is_forced(
         load_stack("slime", checkout=repository)
     with pytest.raises(
         StackError,
-        match=r"was asked for, but \w+\+changed is checked out \(slime/__init__\.py is not as",
+        match=r"was requested, but \w+\+changed is checked out \(slime/__init__\.py is not as",
     ):
         load_stack(f"slime=={commit[:7]}", checkout=repository)
     assert (
@@ -303,7 +303,7 @@ def test_changed_code_is_judged_where_that_is_forced(
     )
 
 
-def test_a_counterexample_of_a_checkout_is_run_on_what_is_there_now(
+def test_a_counterexample_of_a_checkout_runs_on_its_present_code(
     repository: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Whoever mends a fault there replays it: another commit, or changed code, is no reason to
@@ -333,7 +333,7 @@ def test_a_counterexample_of_a_checkout_is_run_on_what_is_there_now(
     )
 
 
-def test_another_checkout_is_not_judged_in_the_place_of_one(
+def test_a_second_checkout_of_a_process_is_refused(
     repository: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What was imported stays imported: a second checkout of a stack in one process is refused."""
@@ -361,10 +361,10 @@ def test_another_checkout_is_not_judged_in_the_place_of_one(
 @pytest.mark.parametrize(
     "raised", [SyntaxError("invalid syntax"), RuntimeError("no GPU here"), SystemExit(3)]
 )
-def test_what_a_framework_raises_while_it_is_imported_is_no_fault_of_ours(
+def test_an_error_during_the_import_of_a_framework_is_reported_as_its_own(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, raised: BaseException
 ) -> None:
-    """It is told in one line, as a stack that cannot be judged."""
+    """It is reported in one line, as a stack that cannot be judged."""
 
     def load(found: Found) -> Stack:
         raise raised
@@ -385,7 +385,7 @@ def test_what_a_framework_raises_while_it_is_imported_is_no_fault_of_ours(
         load_stack("slime", checkout=tmp_path, force=True)
 
 
-def test_a_checkout_that_lacks_a_module_of_its_own_is_told_apart_from_a_missing_package() -> None:
+def test_a_checkout_that_lacks_a_module_of_its_own_is_no_missing_package() -> None:
     """No installation would mend it."""
     error = ModuleNotFoundError("No module named 'slime.rollout'", name="slime.rollout")
     assert "but incomplete: its module slime.rollout is missing" in str(
@@ -397,7 +397,7 @@ def test_a_checkout_that_lacks_a_module_of_its_own_is_told_apart_from_a_missing_
     )
 
 
-def test_a_checkout_may_have_several_roots_and_need_a_package_beside_it(
+def test_a_checkout_may_have_several_roots_and_need_a_further_package(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its modules are found in all of them, in their order; the commands install what goes in
@@ -431,7 +431,7 @@ def test_a_released_package_is_not_judged_from_a_checkout(tmp_path: Path) -> Non
 
 
 def test_the_table_of_versions_is_the_release() -> None:
-    """The commands offer the newest known version by default, and another where it is asked for."""
+    """The commands offer the newest known version by default, and another on request."""
     assert tuple(VERSIONS) == RELEASE.versions
     assert RELEASE.install().endswith("verl==0.9.1")
     assert RELEASE.install("7.7").endswith("verl==7.7")

@@ -25,9 +25,8 @@ from rollproof.verification.expected_failures import Outcome
 from rollproof.verification.rollouts import run_conformance
 from rollproof.verification.runner import run_case
 
-pytestmark = pytest.mark.filterwarnings(
-    "ignore"
-)  # a framework's own warnings, and those of what it imports, are not ours to fix
+# a framework's own warnings, and those of what it imports, are not ours to fix
+pytestmark = pytest.mark.filterwarnings("ignore")
 
 PARTS = {
     "skyrl": ("client", "generator"),
@@ -53,9 +52,14 @@ BATCHES = {
     "prime-rl": ("micro-batches",),
 }
 NUMBERED = (
-    ("trl", "rollout-loop"), ("trl", "tool-loop"), ("slime", "partial-rollout"), ("miles", "partial-rollout"), ("miles", "single-turn"),
-    ("nemo-rl", "single-controller"), ("nemo-rl", "async-grpo"),
-)  # fmt: skip
+    ("trl", "rollout-loop"),
+    ("trl", "tool-loop"),
+    ("slime", "partial-rollout"),
+    ("miles", "partial-rollout"),
+    ("miles", "single-turn"),
+    ("nemo-rl", "single-controller"),
+    ("nemo-rl", "async-grpo"),
+)
 """Parts of stacks that number every update themselves."""
 CHECKOUTS = {
     "slime": "ROLLPROOF_SLIME",

@@ -1,5 +1,5 @@
-"""Stand-ins among ``sys.modules``: what is imported beside them is imported once, and no adapter
-has a way of its own.
+"""Stubs in ``sys.modules``: what is imported meanwhile is imported once, and no adapter replaces
+modules in another way.
 """
 
 from __future__ import annotations
@@ -20,7 +20,8 @@ from pathlib import Path
 
 _runs = Path(__file__).with_name("runs")
 if _runs.exists():
-    raise ImportError("cannot load a compiled module twice in one process")  # those that do not refuse end the process
+    # compiled modules that do not refuse end the process
+    raise ImportError("cannot load a compiled module twice in one process")
 _runs.touch()
 import framework_engine
 """
@@ -35,17 +36,16 @@ PATCHES = re.compile(
 
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A folder on the import path; what is imported from it is forgotten behind the test."""
+    """A folder on the import path. Its modules are removed after the test."""
     monkeypatch.syspath_prepend(tmp_path)
     for name in ("compiled_package", "framework_engine", "framework_engine.part"):
-        monkeypatch.setitem(
-            sys.modules, name, ModuleType(name)
-        )  # so that it is put back behind the test
+        # so that the state before is restored after the test
+        monkeypatch.setitem(sys.modules, name, ModuleType(name))
         monkeypatch.delitem(sys.modules, name)
     return tmp_path
 
 
-def test_what_is_imported_beside_a_stand_in_stays_and_is_executed_once(folder: Path) -> None:
+def test_modules_imported_during_a_stub_stay_and_are_executed_once(folder: Path) -> None:
     """As torch, which a framework's module imports at its head: the same object afterwards, also
     where that import fails.
     """
@@ -61,8 +61,10 @@ def test_what_is_imported_beside_a_stand_in_stays_and_is_executed_once(folder: P
         assert within is importlib.import_module("compiled_package")
 
 
-def test_stand_ins_leave_what_they_replaced(folder: Path) -> None:
-    """A name that was imported before is that module again, and one that was not is to be imported."""
+def test_stubs_restore_the_modules_that_they_replaced(folder: Path) -> None:
+    """A name that was imported before is that module again, and one that was not is to be
+    imported.
+    """
     (folder / "framework_engine.py").write_text("real = True\n", encoding="utf-8")
     names = {name: ModuleType(name) for name in ("framework_engine", "framework_engine.part")}
     with stub_modules(names):
@@ -107,7 +109,7 @@ def test_no_file_changes_the_modules_in_another_way() -> None:
         "sys.modules.pop(name, None)",
     ],
 )
-def test_the_ways_that_are_looked_for(line: str) -> None:
+def test_each_kind_of_change_is_seen(line: str) -> None:
     """Each is seen; reading is not one."""
     assert PATCHES.search(line)
     assert not PATCHES.search("if sys.modules[name] == module or name in sys.modules:")

@@ -208,10 +208,11 @@ def test_a_server_runs_its_engine_and_tags_with_the_last_step_that_was_published
 
 
 def _served(*, unlabelled: bool) -> tuple[Fleet, list[Any]]:
-    made: dict[str, Any] = {}
+    fleets: list[Fleet] = []
 
     async def main() -> list[Any]:
-        fleet = made["fleet"] = Fleet(_case(), Recorder(clock_time))
+        fleet = Fleet(_case(), Recorder(clock_time))
+        fleets.append(fleet)
         server = servers_of(fleet, _verl("0.9.1"), lambda: Lengths(prompt=4, response=8, model=40))[
             "s0"
         ]
@@ -224,17 +225,17 @@ def _served(*, unlabelled: bool) -> tuple[Fleet, list[Any]]:
         return 0.0
 
     outputs = virtual_loop.run(main)
-    return made["fleet"], outputs
+    return fleets[0], outputs
 
 
 async def _generate(server: VerlServer) -> Any:
-    given = {"max_tokens": 2, "logprobs": True, "temperature": 1.0}
-    output = await server.generate(prompt_ids=[11, 12], sampling_params=given, request_id="random")
+    params = {"max_tokens": 2, "logprobs": True, "temperature": 1.0}
+    output = await server.generate(prompt_ids=[11, 12], sampling_params=params, request_id="random")
     assert {
         "max_tokens": 2,
         "logprobs": True,
         "temperature": 1.0,
-    } == given, "Ray hands an actor a copy"
+    } == params, "Ray hands an actor a copy"
     return output
 
 

@@ -22,7 +22,7 @@ from rollproof.core.router_spy import Spy, UnsupportedStep, direction, sketch
 from rollproof.core.trainer_contract import trainer_contract
 from rollproof.replay.megatron.megatron_setups import Setup
 from rollproof.replay.megatron.model_weights import gate_name
-from rollproof.replay.megatron.plain_model import Whole, reference_losses
+from rollproof.replay.megatron.plain_model import PlainModel, reference_losses
 
 __all__ = ["SETUP", "VeOmniTrainer"]
 
@@ -136,7 +136,7 @@ class VeOmniTrainer:
         return values
 
 
-class _HookedModel(Whole):
+class _HookedModel(PlainModel):
     """The plain model with routers that call the controller, and layers that may be recomputed."""
 
     def __init__(
