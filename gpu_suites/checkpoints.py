@@ -73,6 +73,7 @@ def make_models(
     if size not in SIZES:
         raise UsageError(f"No model size is named {size!r}; choose among {list(SIZES)}.")
     first, second = folder / size / "A", folder / size / "B"
+    # the second version is made from the first, and so written after it
     if not (second / "config.json").is_file():
         with few_threads():
             make_checkpoint(first, "qwen3_moe", seed=seed, dtype=dtype, **SIZES[size])

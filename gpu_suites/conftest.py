@@ -27,11 +27,11 @@ from rollproof.gpu_suites.user_options import check_options
 from rollproof.plugin import state_of
 
 _BEGAN = time.perf_counter()
+# Tests of this session that were not skipped
 _RUN: set[str] = set()
-"""Tests of this session that were not skipped."""
 _CLAIM = pytest.StashKey[Claim]()
+# Whether a report was begun; absent until the options are checked
 _REPORT_BEGUN = pytest.StashKey[bool]()
-"""Whether a report was begun; absent until the options are checked."""
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -117,6 +117,7 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
         )
     if not reason:
         return
+    # a green run in which everything was skipped would prove nothing
     if settings.require_gpu:
         pytest.fail(f"{reason}; a GPU was required (--rollproof-require-gpu)", pytrace=False)
     pytest.skip(reason)
@@ -165,6 +166,7 @@ def rollproof_run(rollproof_gpus: GpuFindings, pytestconfig: pytest.Config) -> I
     spending = Spending(_BEGAN)
     with spending.on(Part.LIBRARIES), contextlib.suppress(ImportError):
         importlib.import_module("torch")
+        # transformers imports its models on first use, which would count as a trainer's time
         _ = importlib.import_module("transformers").AutoModelForCausalLM
     folder = state_of(pytestconfig).settings.gpu_report
     pytestconfig.stash[_REPORT_BEGUN] = True
@@ -181,6 +183,7 @@ def _require_memory_back() -> Iterator[None]:
     # memory that one engine retains is missing for the next one
     watch = None if shared() else MemoryWatch(slack_gib=2.0)
     yield
+    # models in reference cycles hold GPU memory until then
     gc.collect()
     empty_cuda()
     missing = watch.missing() if watch is not None else None

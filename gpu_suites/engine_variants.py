@@ -38,14 +38,12 @@ __all__ = [
     "surroundings",
 ]
 
+# For each engine, (first release that differs, flavour of those before it), ascending.
+# The flavour of later releases has the engine's name.
 _FLAVOURS: Mapping[str, tuple[tuple[str, str], ...]] = {
     "vllm": (("0.30", "vllm-0.26"),),
     "sglang": (("0.5.19", "sglang-0.5.17"),),
 }
-"""For each engine, (first release that differs, flavour of those before it), ascending.
-
-The flavour of later releases has the engine's name.
-"""
 
 _SURROUNDINGS: Mapping[str, Mapping[str, str]] = {
     # FlashInfer is one more package that not every host has, and its samplers are not judged here.
@@ -57,8 +55,8 @@ _SURROUNDINGS: Mapping[str, Mapping[str, str]] = {
     },
     "sglang": {"SGLANG_IS_FLASHINFER_AVAILABLE": "false"},
 }
+# float32 as on a CPU: by default Triton's dot products round their operands to 10 bits (TF32)
 _IEEE = {"TRITON_F32_DEFAULT": "ieee", "NVIDIA_TF32_OVERRIDE": "0"}
-"""float32 as on a CPU: by default Triton's dot products round their operands to 10 bits (TF32)."""
 
 NO_FLOAT32: Mapping[str, str] = MappingProxyType(
     {
@@ -70,18 +68,18 @@ NO_FLOAT32: Mapping[str, str] = MappingProxyType(
 )
 """Engines that cannot compute in float32 on a GPU, and why."""
 
+# The tiny model of the CPU runs, with heads that GPU kernels accept (SGLang's fused rotary
+# positions do not accept 32).
 _HEADS: Mapping[str, Any] = MappingProxyType({"head_dim": 64})
-"""The tiny model of the CPU runs, with heads that GPU kernels accept (SGLang's fused rotary
-positions do not accept 32).
-"""
 
+# A share of the GPU, and a fixed size of KV: vLLM's profiling raises if another process releases
+# memory meanwhile.
 _ROOM: Mapping[str, Scalar] = MappingProxyType(
     {"gpu_memory_utilization": 0.12, "kv_cache_memory_bytes": 4 << 30}
 )
-"""A share of the GPU, and a fixed size of KV: vLLM's profiling raises if another process releases
-memory meanwhile.
-"""
 
+# Options of an engine on every GPU, in addition to those of the CPU runs.
+# Weights are really loaded again, and KV has room for KV_TOKENS.
 _BASE: Mapping[str, Mapping[str, Scalar]] = {
     "vllm": {
         "load": "reload",
@@ -91,10 +89,6 @@ _BASE: Mapping[str, Mapping[str, Scalar]] = {
     },
     "sglang": {"device": "cuda", "mem_fraction_static": 0.5},
 }
-"""Options of an engine on every GPU, in addition to those of the CPU runs.
-
-Weights are really loaded again, and KV has room for KV_TOKENS.
-"""
 KV_TOKENS = 65536
 """Tokens of KV unless a setting names fewer: engines would take all memory that they can."""
 
@@ -311,6 +305,7 @@ def gap_engine(engine: str, settings: EngineSettings) -> EngineSubject:
     """Return the adapter of an engine for the gap: ``settings`` with those of every GPU run."""
     module, _, attribute = REAL[engine].adapter.partition(":")
     extra: dict[str, Scalar] = {**_BASE[engine], **_own(engine), **settings.extra}
+    # the adapter is imported by name: it needs nothing of the engine in this interpreter
     own = replace(settings, kv_tokens=settings.kv_tokens or KV_TOKENS, extra=extra)
     made: EngineSubject = getattr(importlib.import_module(module), attribute)(own)
     return made
@@ -353,6 +348,7 @@ def gpu_target(
         )
         for setting, base in target.settings.items()
     }
+    # in half precision an independent forward differs by rounding, and no check compares with it
     oracle = target.oracle if chosen.exact(engine) else (lambda _engine, _checkpoints: None)
     return replace(
         target,

@@ -88,6 +88,8 @@ def _lock(gpu: Gpu) -> int | str | None:
 
     Or why there is none; or ``None`` if the system allows no such file.
     """
+    # The file is never deleted: another process could have it open and lock it, while a third one
+    # creates and locks a new file of that name.
     path = Path(tempfile.gettempdir()) / f"rollproof-{gpu.uuid or f'gpu-{gpu.index}'}.lock"
     try:
         lock = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
@@ -107,5 +109,6 @@ def _lock(gpu: Gpu) -> int | str | None:
         return f"GPU {gpu.index} is claimed by another session of these suites{process}"
     with contextlib.suppress(OSError):
         os.ftruncate(lock, 0)
+        # only for the message of the session that finds the lock taken
         os.write(lock, str(os.getpid()).encode())
     return lock

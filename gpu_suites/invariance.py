@@ -90,6 +90,7 @@ async def compare_alone_and_batched(
     The engine is started and shares no prefixes. Raises ``EngineError`` if a call does not return
     one sample.
     """
+    # one after the other, so that each is alone in its batch
     alone = [
         await _answer(engine, f"alone{number:03d}-", prompt, tokens, temperature)
         for number, prompt in enumerate(prompts[:probes])
@@ -146,6 +147,7 @@ def _difference(single: EngineOutput, other: EngineOutput) -> str:
         if (left is None) != (right is None):
             differences.append(f"{name} are in only one of them")
         elif left is not None and right is not None:
+            # NaN marks a logprob that the engine does not report; in both answers it is equal
             same = left.shape == right.shape and np.array_equal(
                 left, right, equal_nan=name == "logprobs"
             )

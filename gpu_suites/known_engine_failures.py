@@ -75,10 +75,12 @@ def judge_engine(target: EngineTarget, known: Mapping[str, KnownFailure]) -> Jud
     ]
     run = run_experiments(target, only=names, last=deadly)
     ran = time.perf_counter()
+    # a known failure must not hide a new one, so its experiment is judged apart
     clean = [trace for trace in run.traces if trace.header.profile not in known]
     notes = [note for note in run.notes if note.partition(" ")[0] not in known]
     report = judged(target.name, EngineRun(traces=clean, notes=notes), started=began)
     failed_in: dict[str, list[str]] = {}
+    # judged a second time by experiment, only to name the experiments of a failure
     for trace in clean if report.failed else ():
         for check in _failing(trace):
             failed_in.setdefault(check, []).append(str(trace.header.profile))

@@ -65,6 +65,7 @@ def judge_load(
     """
     began = time.perf_counter()
     size = load or Load()
+    # room for all calls: a scheduler that queues them would serialise the load
     settings = replace(target.settings[Setting.MAIN], max_batch=size.requests, prefill_chunk=512)
     run = run if run is not None else EngineRun()
 
@@ -121,6 +122,8 @@ def judge_load(
 async def run_load(session: Session, load: Load | None = None) -> None:
     """Run clients that send, abort and resume, and a trainer that pauses and updates the engine."""
     size = load or Load()
+    # Updates clear the cache, so a resumed call computes its KV again, and the engine returns the
+    # rows of that last prefill.
     session.kv_policy = KvPolicy.RECOMPUTE
     session.provenance = Provenance.LATEST_PREFILL
     done = 0
@@ -140,6 +143,7 @@ async def run_load(session: Session, load: Load | None = None) -> None:
             left = _left(call)
             if not left:
                 break
+            # the client sends prompt and tokens again, as a resuming rollout does
             call = session.continue_call(call, left, offset=False)
         await session.finish(call)
         done += 1
@@ -147,6 +151,7 @@ async def run_load(session: Session, load: Load | None = None) -> None:
 
     async def trainer() -> None:
         for number in range(size.updates):
+            # spread over the run, with load left after the last update
             while done < size.requests * (number + 1) // (size.updates + 2):
                 moved.clear()
                 await moved.wait()

@@ -10,11 +10,9 @@ from pathlib import Path
 __all__ = ["break_children", "engine_host", "engine_runs"]
 
 _SIGNALS = {"killed": signal.SIGKILL, "stopped": signal.SIGSTOP}
+# Parts of the command lines of processes in which engines compute.
+# They are those of spawned processes, of processes that name themselves, and of forked ones.
 _COMPUTES = ("spawn_main", "VLLM::", "sglang::", "_host")
-"""Parts of the command lines of processes in which engines compute.
-
-They are those of spawned processes, of processes that name themselves, and of forked ones.
-"""
 _MAX_DEPTH = 64
 
 
@@ -22,6 +20,7 @@ def break_children(host: int, how: str) -> list[int]:
     """Kill or stop (``how``: ``killed``, ``stopped``) all descendants of a process; return them."""
     pids = _descendants(host)
     for pid in pids:
+        # a process may end between the look and the signal
         with contextlib.suppress(ProcessLookupError):
             os.kill(pid, _SIGNALS[how])
     return pids
@@ -48,6 +47,8 @@ def _descendants(host: int) -> list[int]:
     parents: dict[int, int] = {}
     for entry in Path("/proc").glob("[0-9]*/stat"):
         with contextlib.suppress(OSError, ValueError, IndexError):
+            # the command in parentheses may contain spaces and parentheses, so fields are counted
+            # from the last one
             parents[int(entry.parent.name)] = int(entry.read_text().rpartition(")")[2].split()[1])
     return sorted(pid for pid in parents if _descends_from(pid, host, parents))
 
@@ -62,6 +63,7 @@ def _command(pid: int) -> str:
 
 def _descends_from(pid: int, host: int, parents: dict[int, int]) -> bool:
     seen = 0
+    # bounded: /proc is not read at one instant, so a recycled id could make a circle
     while pid in parents and seen < _MAX_DEPTH:
         pid = parents[pid]
         if pid == host:

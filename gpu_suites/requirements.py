@@ -41,10 +41,9 @@ ENGINES: Mapping[str, str] = MappingProxyType(
     | {"megatron": "megatron-core"}
 )
 """Engines and trainers that a test may require, with their distributions."""
+# Engines that may have their own interpreter: `ROLLPROOF_VLLM_PYTHON`, `ROLLPROOF_SGLANG_PYTHON`
+# (default: this one).
 _OWN_INTERPRETER = ("vllm", "sglang")
-"""Engines that may have their own interpreter: ``ROLLPROOF_VLLM_PYTHON``,
-``ROLLPROOF_SGLANG_PYTHON`` (default: this one).
-"""
 _PRINT_VERSION = "import importlib.metadata as m, sys; print(m.version(sys.argv[1]))"
 
 MARKERS: Mapping[str, str] = MappingProxyType(
@@ -162,6 +161,7 @@ def unmet_need(
         if low:
             has = f"GPU {low[0].index} ({low[0].name}) has {_dotted(low[0].capability)}"
             return f"needs compute capability {_dotted(need.capability)}, and {has}"
+    # free memory, not all: another process may use a GPU that is shared
     small = [gpu for gpu in chosen if gpu.free is not None and gpu.free < need.memory * _GIB]
     if small:
         return (
@@ -194,6 +194,7 @@ def installed(name: str) -> Installed:
     The engine is not imported.
     """
     distribution, python = ENGINES[name], interpreter(name)
+    # no process is needed for what this interpreter has
     if python == sys.executable:
         try:
             return Installed(version=importlib.metadata.version(distribution), python=python)
@@ -232,6 +233,7 @@ def _unmet_version(name: str, spec: str, distribution: Installed) -> str:
         if name in _OWN_INTERPRETER:
             hint = f"; set ROLLPROOF_{name.upper()}_PYTHON to an interpreter that has it"
         return f"needs {ENGINES[name]}{spec}: {distribution.reason}{hint}"
+    # nightly builds of engines are pre-releases
     if spec and not SpecifierSet(spec, prereleases=True).contains(distribution.version):
         return f"needs {ENGINES[name]}{spec}, and {distribution.python} has {distribution.version}"
     return ""

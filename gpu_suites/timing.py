@@ -87,6 +87,7 @@ class Stopwatch:
         if not callable(attribute) or name.startswith("_"):
             return attribute
 
+        # judging reads names and signatures of methods
         @functools.wraps(attribute)
         def timed(*args: Any, **kwargs: Any) -> Any:
             began = time.perf_counter()
@@ -94,6 +95,7 @@ class Stopwatch:
                 out = attribute(*args, **kwargs)
             finally:
                 self._seconds.append(time.perf_counter() - began)
+            # a variant of a trainer is a trainer whose time counts too
             return Stopwatch(out, self._seconds) if callable(getattr(out, "run", None)) else out
 
         return timed

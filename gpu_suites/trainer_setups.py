@@ -25,6 +25,8 @@ __all__ = [
 ]
 
 _A2A = Dispatcher.ALLTOALL
+# Several kinds of parallelism at once, which needs more than two GPUs.
+# A packed microbatch of a rank is one sequence with its own width.
 _MIXED = (
     Setup(name="tp2-pp2-ep2", tp=2, pp=2, ep=2, dispatcher=_A2A, microbatches=4),
     Setup(name="tp2-cp2", tp=2, cp=2, dispatcher=_A2A),
@@ -64,10 +66,6 @@ _MIXED = (
         layer_axis=LayerAxis.MOE,
     ),
 )
-"""Several kinds of parallelism at once, which needs more than two GPUs.
-
-A packed microbatch of a rank is one sequence with its own width.
-"""
 
 MEGATRON_SETUPS: Mapping[str, Setup] = MappingProxyType(
     {
@@ -147,6 +145,7 @@ def summing_on_gpus(rank: int, _: int) -> Callable[[str], float]:
             raise ArithmeticError("rank 1 cannot count")
         if rank == 1 and job == "is killed":
             os.kill(os.getpid(), signal.SIGKILL)
+        # the other ranks wait in the collective, which NCCL does not end by itself
         if rank == 1 and job == "never comes":
             time.sleep(600)
         total = torch.tensor([float(rank + 1)], device="cuda")

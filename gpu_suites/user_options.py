@@ -51,6 +51,7 @@ def check_options(options: UserOptions) -> None:
         check_folder(Path(options.gpu_report))
     if options.trainer is None:
         return
+    # imported late: it loads the setups of all trainers
     from rollproof.gpu_suites.trainer_setups import GAP_TRAINERS
 
     if ":" in options.trainer:

@@ -138,6 +138,7 @@ def units_of(samples: Sequence[Sample]) -> Iterator[Unit]:
                     ids=ids,
                     start=sent + segment.start,
                     end=sent + segment.end,
+                    # the last token was not forwarded when the next one was not sampled
                     routes=segment.routes[: len(ids) - 1],
                 )
 
@@ -191,6 +192,7 @@ async def sample_across(
             moved.clear()
             await asyncio.wait_for(moved.wait(), 120)
 
+    # two groups that start apart have their boundaries at different positions
     early, late = list(range(0, len(prompts), 2)), list(range(1, len(prompts), 2))
     tasks: list[asyncio.Task[EngineOutput]] = []
     order: list[int] = []
@@ -290,6 +292,7 @@ def _joined(
     tokens: tuple[int, ...] = ()
     logprobs: list[LogprobArray] = []
     for output, version in calls:
+        # the call was aborted before its first token
         if not output.token_ids:
             continue
         routes, own = _routes_and_logprobs(contract, output, number)

@@ -141,6 +141,7 @@ def measure_cell(
         finally:
             spent += time.perf_counter() - start
 
+    # first, because R2 replays what this pass recorded
     native = score(None)
     start = time.perf_counter()
     repeated = scorer.repeated(units, native) if scorer.records else None
@@ -214,6 +215,7 @@ def _measure_mode(
         columns["sequence"].append(np.full(len(logprobs), unit.sample))
         columns["token"].append(np.array(unit.ids[unit.start : unit.end]))
         columns["position"].append(np.arange(unit.start, unit.end))
+        # versions are single letters here; their codes are numbers with an order
         columns["version"].append(np.full(len(logprobs), ord(unit.version[0])))
         columns["since"].append(sample.since_resume[place])
         columns["executed"].append(chosen[predicting])
@@ -222,6 +224,7 @@ def _measure_mode(
     # -1: the trainer does not return the routes of every token
     complete = bool((joined["executed"] >= 0).all())
     resumed = bool((joined["since"] >= 0).any())
+    # without a resumed sample the column would hold nothing but -1
     extra: dict[str, Any] = (
         {"version": joined["version"], "since_resume": joined["since"]} if resumed else {}
     )
@@ -240,6 +243,7 @@ def _measure_mode(
     )
 
 
+# Metrics of a short report; those with a limit are in it too
 _SHORT = (
     "kl_mu_pi_k3",
     "k3_winsorised",
@@ -252,7 +256,6 @@ _SHORT = (
     "slot_mismatch",
     "layer_mismatch",
 )
-"""Metrics of a short report; those with a limit are in it too."""
 
 
 def _shortened(report: GapReport) -> dict[str, Any]:

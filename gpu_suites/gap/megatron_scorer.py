@@ -65,6 +65,7 @@ class MegatronScorer:
         logprobs: list[LogprobArray | None] = [None] * len(units)
         executed: list[IntArray | None] = [None] * len(units)
         dp = self._trainer.setup.dp
+        # a microbatch is divided evenly over the data-parallel ranks
         size = max(dp, self._batch // (4 if other else 1) // dp * dp)
         for version in dict.fromkeys(unit.version for unit in units):
             mine = sorted(

@@ -150,6 +150,7 @@ class _Sliced(HfScorer):
         from torch import distributed
 
         heads = model.config.num_attention_heads
+        # Ulysses exchanges sequence slices for head slices in attention
         if heads % (size := distributed.get_world_size()):
             raise UsageError(
                 f"{heads} attention heads are not divided by {size} processes: Ulysses gives each"

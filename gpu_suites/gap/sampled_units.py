@@ -135,8 +135,10 @@ class Rollouts:
                 sample(engine, prompts, tokens=TOKENS), engine, PATIENCE, "sampling"
             )
         }
+        # the engine goes from A to B, and with the next kind back again
         served = ["A", "B"]
         for kind, mode in ACROSS[name].items() if self.across else ():
+            # a cached prefix would be of the weights before the last update
             await engine.clear_cache()
             old, new = served
             work = sample_across(

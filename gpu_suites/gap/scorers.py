@@ -130,6 +130,7 @@ class UserScorer:
                         f"The trainer's logprobs have the shape {logprobs[number].shape} for"
                         f" {unit.end - unit.start} tokens."
                     )
+                # -1 marks rows that the trainer did not return
                 executed[number] = np.full(unit.routes.shape, -1, dtype=np.int64)
                 if scored.routes is not None:
                     executed[number][unit.start - 1 : unit.end - 1] = np.asarray(scored.routes)
@@ -205,6 +206,7 @@ class HfScorer:
         """
         logprobs: list[LogprobArray | None] = [None] * len(units)
         executed: list[IntArray | None] = [None] * len(units)
+        # a smaller microbatch changes shapes, and so the order in which kernels sum
         size = max(1, self._batch // 4) if other else self._batch
         for version in dict.fromkeys(unit.version for unit in units):
             mine = sorted(

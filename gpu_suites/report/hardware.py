@@ -68,6 +68,7 @@ def described(findings: GpuFindings | None = None) -> dict[str, Any]:
             **{name: version for name, version in engines.items() if version},
         },
         "environment": {
+            # a path differs between machines, and does not change what is computed
             name: PLACE if value.startswith(("/", "~")) else value
             for name, value in sorted(os.environ.items())
             if ENVIRONMENT.fullmatch(name) and not _SECRET.search(name)

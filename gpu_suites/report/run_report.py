@@ -23,8 +23,8 @@ if TYPE_CHECKING:
 __all__ = ["RUN_SCHEMA", "RunReport", "page_text", "short_report"]
 
 RUN_SCHEMA = 1
+# Findings that are stored for each check
 _FINDINGS = 3
-"""Findings that are stored for each check."""
 
 
 class RunReport:
@@ -63,6 +63,7 @@ class RunReport:
 
     def cell(self, cell: Cell, **more: Any) -> None:
         """Add a cell of the gap matrix, and ``more`` about it."""
+        # the time of a cell that is not the trainer's is comparing
         self.spending.add({Part.TRAINING: cell.seconds - cell.ours, Part.JUDGING: cell.ours})
         self._cells.append({**cell.to_dict(), **more})
         self._save()
@@ -121,6 +122,7 @@ def short_report(report: Report) -> dict[str, Any]:
     checks = {}
     for check in full["checks"]:
         result: dict[str, Any] = {"verdict": check["verdict"]}
+        # a check that passed needs no reason, and there are hundreds
         if check["verdict"] in ("fail", "unknown", "not applicable") and check["reason"]:
             result["reason"] = check["reason"]
         if check["findings"]:

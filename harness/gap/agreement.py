@@ -19,8 +19,8 @@ from rollproof.gap.token_pairs import TokenPairs
 __all__ = ["Agreement", "Selections", "agreement", "overlap", "selections"]
 
 _CHUNK = 1 << 16
+# 64-bit words of a set of experts; with more experts than fit, sets are compared by sorting
 _MAX_WORDS = 16
-"""64-bit words of a set of experts; with more experts than fit, sets are compared by sorting."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -164,10 +164,12 @@ def agreement(pairs: TokenPairs) -> Agreement | None:
     sums = np.zeros((pairs.n_sequences, 6))
     by_layer = np.zeros((layers, 3))
     free = 0
+    # in chunks, because the sets of all tokens of a deep model need gigabytes
     for begin in range(0, tokens, _CHUNK):
         common, complete = overlap(left[begin : begin + _CHUNK], right[begin : begin + _CHUNK])
         missed = np.where(complete, (top_k - common) / top_k, 0.0)
         differs = complete & (common < top_k)
+        # two sets of top_k with `common` in both have 2 * top_k - common in all
         jaccard = np.where(complete, common / (2 * top_k - common), 0.0)
         free += int((~complete).sum())
         layer_columns = [missed.sum(axis=0), differs.sum(axis=0), complete.sum(axis=0)]

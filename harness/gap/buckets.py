@@ -37,8 +37,8 @@ __all__ = [
     "staleness",
 ]
 
+# A column with more values (versions of a long run) is cut into ranges of equal token count
 _MAX_BUCKETS = 24
-"""A column with more values (versions of a long run) is cut into ranges of equal token count."""
 NEAR = 8
 """Tokens after a resume that count as near it."""
 _RESUME = (
@@ -50,8 +50,8 @@ _RESUME = (
 )
 _DECOMPOSED = ("abs_diff_mean", "k1", "kl_mu_pi_k3")
 
+# `(n,)` the bucket of each token, -1 for none; and the labels of the buckets
 _Labelling: TypeAlias = "tuple[IntArray, list[str]]"
-"""``(n,)`` the bucket of each token, -1 for none; and the labels of the buckets."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -97,6 +97,7 @@ def staleness(pairs: TokenPairs) -> FloatArray | None:
         return None
     if not is_present(version).any():
         return None
+    # without a current version the newest that sampled is the best guess
     newest = np.nanmax(version) if current is None else current
     return np.asarray(newest - version, dtype=np.float64)
 
@@ -118,6 +119,7 @@ def bucket_pairs(
             in_bucket = codes == code
             if in_bucket.any():
                 buckets.append(_bucket(label, pairs.select(in_bucket), resamples, seed))
+        # a single bucket repeats the panel; the boundary rule needs that of resumes all the same
         if len(buckets) > 1 or name == "since_resume":
             out[name] = tuple(buckets)
     return out
@@ -176,6 +178,7 @@ def _bucket(label: str, pairs: TokenPairs, resamples: int, seed: int) -> Bucket:
         metric_interval(METRICS[name], resampler)
         for name in ("kl_mu_pi_k3", "abs_diff_mean", "rho_mean_minus_1")
     )
+    # its interval would hold less often than it claims
     if pairs.n_tokens < FEW_TOKENS:
         k3 = Interval.unbounded(k3.value)
     return Bucket(

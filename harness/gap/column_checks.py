@@ -35,12 +35,12 @@ __all__ = [
 FloatArray: TypeAlias = "npt.NDArray[np.float64]"
 BoolArray: TypeAlias = "npt.NDArray[np.bool_]"
 
+# A logprob up to this much above 0 is rounding; above, it is no logprob
 _ROUNDING = 1e-3
-"""A logprob up to this much above 0 is rounding; above, it is no logprob."""
+# A logprob of this or less stands for minus infinity
 _MINUS_INFINITY = -9999.0
-"""A logprob of this or less stands for minus infinity."""
+# Whole numbers from here on are not exact in float64
 _MAX_EXACT = 1 << 53
-"""Whole numbers from here on are not exact in float64."""
 _NUMBERS: Mapping[str, str] = {
     "position": "a whole number of at least 0 (the place in prompt + response)",
     "since_resume": "a whole number (-1 where no resume came before)",
@@ -131,6 +131,7 @@ def to_mask(values: Any) -> BoolArray:
         raise GapError(
             f"mask must hold true and false, or 0 and 1: {one_line(str(error))}."
         ) from error
+    # loss weights are a common mistake for a mask
     if not np.isin(numbers, (0.0, 1.0)).all():
         raise GapError(
             "mask must hold true and false, or 0 and 1: other weights would change what the"
@@ -195,6 +196,7 @@ def to_labels(values: Any, name: str, *, missing: bool) -> npt.NDArray[Any]:
         raise GapError(f"{name} holds missing values: every token must have one.")
     if array.dtype.kind == "f":
         _require_whole(array[present], array, name)
+    # numpy pads bytes with zeros and compares them with no text: they are decoded once here
     if array.dtype.kind == "S":
         return np.asarray(np.char.decode(array, "utf-8", "backslashreplace"))
     if array.dtype.kind != "O":

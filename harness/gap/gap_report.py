@@ -33,6 +33,7 @@ _VERDICTS: Mapping[GapVerdict, tuple[str, Style]] = {
     GapVerdict.FAIL: ("FAIL", Style.BAD),
     GapVerdict.INCONCLUSIVE: ("INCONCLUSIVE", Style.DOUBT),
 }
+# Metrics that are shown even without a limit; `--json` has all of them
 _UNLIMITED = (
     "k1",
     "k3_winsorised",
@@ -41,10 +42,9 @@ _UNLIMITED = (
     "abs_diff_max",
     "variance_rate",
 )
-"""Metrics that are shown even without a limit; ``--json`` has all of them."""
 _SIGNS: Mapping[Side, str] = {Side.ABOVE: "<=", Side.BELOW: ">=", Side.BOTH: "+-"}
+# Verdict, metric, value, interval, healthy value, limit: 100 columns
 _ROW = "  {:<12} {:<28} {:>10}  {:<24} {:>9}  {:<10}"
-"""Verdict, metric, value, interval, healthy value, limit: 100 columns."""
 _COMPARISON_ROW = "  {:<12} {:<40} {:>10} {:>10} {:>8}  {:<22}"
 _PARTS_ROW = "  {:<20} {:>12} {:>20} {:>14} {:>14}  {:<20}"
 _INDENT = " " * 15
@@ -94,6 +94,7 @@ class GapReport:
             return GapVerdict.FAIL
         if not verdicts or GapVerdict.INCONCLUSIVE in verdicts:
             return GapVerdict.INCONCLUSIVE
+        # even exact limits, which judge a value without its interval, need some sequences
         if self.panel.n_sequences < FEW_SEQUENCES:
             return GapVerdict.INCONCLUSIVE
         return GapVerdict.PASS

@@ -173,6 +173,7 @@ class HfTrainer:
         A longer rollout is a batch by itself.
         """
         batch: list[int] = []
+        # sorted by length, so that little of a microbatch is padding
         for number in sorted(range(len(rollouts)), key=lambda i: rollouts[i].total):
             if batch and (len(batch) + 1) * rollouts[number].total > self.rows:
                 yield batch
@@ -258,6 +259,7 @@ def _hidden(model: Any, call: Mapping[str, Any]) -> tuple[Any, Any]:
     finally:
         handle.remove()
     if len(caught) == 1 and caught[0].ndim == 3 and caught[0].dtype == head.weight.dtype:
+        # one position shows whether the logits are the product, without the logits of all tokens
         product = caught[0][:, :1].float() @ head.weight.float().t()
         if product.shape == made.shape and torch.allclose(
             product, made.float(), rtol=0.0, atol=0.02 * float(made.abs().max()) + 1e-6

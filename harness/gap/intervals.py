@@ -44,12 +44,12 @@ FEW_TOKENS = 2_000
 """Tokens below which the interval of k3 holds less often than it claims: with 640 tokens in 90 %,
 with 1,920 in 95 % of data sets (docs/benchmarks.md).
 """
+# What a 95 % interval leaves out at either end
 _TAIL = 0.025
-"""What a 95 % interval leaves out at either end."""
+# More sequences than this are resampled in random groups: as exact, with smaller arrays
 _MAX_UNITS = 20_000
-"""More sequences than this are resampled in random groups: as exact, with smaller arrays."""
+# Groups that the acceleration of a BCa interval is estimated from
 _MAX_JACKKNIFE = 1_000
-"""Groups that the acceleration of a BCa interval is estimated from."""
 _BATCH = 100
 _MEANS = list(
     dict.fromkeys(

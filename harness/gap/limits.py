@@ -41,10 +41,9 @@ class Side(StrEnum):
     BOTH = "both"
 
 
+# How many times narrower an interval may have to become. Beyond that no number of tokens is given:
+# it grows with the square.
 _MAX_SHARPER = 1e5
-"""How many times narrower an interval may have to become. Beyond that no number of tokens is given:
-it grows with the square.
-"""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -77,6 +76,7 @@ class Limit:
             return GapVerdict.INCONCLUSIVE
         if self.fail == 0.0:
             return GapVerdict.PASS if interval.value == 0.0 else GapVerdict.FAIL
+        # a value without an interval may be anything
         if math.isnan(interval.low) or math.isnan(interval.high):
             return GapVerdict.INCONCLUSIVE
         low, high = self._badness(interval)
@@ -113,6 +113,7 @@ class Limit:
         room = bound - value
         reach = (high - value) if room > 0 else (value - low)
         sharper = reach / room if room else math.inf
+        # the width of an interval shrinks with the square root of the tokens
         return math.ceil(tokens * sharper**2) if sharper < _MAX_SHARPER else None
 
     def to_dict(self) -> dict[str, Any]:
@@ -211,6 +212,7 @@ def limits_named(
                 raise
             raise GapError(f"The limits in {override} cannot be read: {error}.") from error
     profiles = shipped | own
+    # a file with one profile needs no --limits
     name = name or (next(iter(own)) if len(own) == 1 else DEFAULT)
     if name not in profiles:
         raise UsageError(f"No limits are named {name!r}. Choose one of {', '.join(profiles)}.")

@@ -31,12 +31,11 @@ from rollproof.gap.token_pairs import TokenPairs
 __all__ = ["measure", "measure_pairs", "measure_rollouts"]
 
 _MIN_RESAMPLES, _MAX_RESAMPLES = 50, 1_000_000
+# Length from which a run of exact zeros at a sequence's end looks like padding: a sharp model ends
+# a sequence with shorter runs by itself.
 _MIN_PADDING = 16
-"""Length from which a run of exact zeros at a sequence's end looks like padding: a sharp model ends
-a sequence with shorter runs by itself.
-"""
+# |d|, in nats, from which one side alone counts as padded
 _PADDED_DIFF = 0.01
-"""|d|, in nats, from which one side alone counts as padded."""
 _LISTED_VERSIONS = 4
 
 

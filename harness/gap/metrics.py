@@ -36,13 +36,13 @@ FRACTIONS: Mapping[str, float] = {"F2": math.log(2), "F5": math.log(5), "F10": m
 """Bounds on |d| of the R3 paper's F(tau) = P(max(rho, 1/rho) > tau)."""
 WINSOR = 2.0
 """|d| at which the winsorised k3 is cut."""
+# |d| from which two logprobs count as different (TorchTitan's ratio_tokens_different)
 _DIFFERENT = 1e-6
-"""|d| from which two logprobs count as different (TorchTitan's ratio_tokens_different)."""
+# Larger exponents are cut: their exp leaves float64's useful range, and F10 counts such tokens
 _CAP = 80.0
-"""Larger exponents are cut: their exp leaves float64's useful range, and F10 counts such tokens."""
 _CHUNK = 1 << 19
+# Part of a sum of squares that rounding may leave of a variance of 0
 _ROUNDING = 1e-11
-"""Part of a sum of squares that rounding may leave of a variance of 0."""
 
 NAMES: tuple[str, ...] = (
     "sequences", "tokens", "finite",

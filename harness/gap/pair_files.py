@@ -24,6 +24,7 @@ __all__ = ["read_columns", "read_pairs"]
 _REQUIRED = ("sequence_id", "rollout_logprob", "trainer_logprob", "mask")
 _BY_VERSION = "trainer_logprob@"
 _ROUTES = ("rollout_routes", "trainer_routes")
+# Columns that need not have a value for every token; `TokenPairs` says what that means
 _INCOMPLETE = (
     "rollout_logprob",
     "trainer_logprob",
@@ -33,7 +34,6 @@ _INCOMPLETE = (
     "replica",
     "part",
 )
-"""Columns that need not have a value for every token; ``TokenPairs`` says what that means."""
 
 
 def read_pairs(path: Path, *, renamed: Mapping[str, str] | None = None) -> TokenPairs:
@@ -108,6 +108,7 @@ def _load(path: Path, renamed: dict[str, str], required: Sequence[str]) -> Any:
                 pq.read_table(path, columns=_columns_to_read(names, renamed, required, path)),
                 renamed,
             )
+        # an Arrow file is mapped instead of read: its columns may be larger than memory
         with pa.memory_map(str(path)) as source:
             opened = pa.ipc.open_file(source) if mark == _ARROW else pa.ipc.open_stream(source)
             table = opened.read_all()
@@ -139,6 +140,7 @@ def _mark(path: Path) -> bytes:
             " end, so write it to a file first."
         )
     try:
+        # pyarrow raises UnicodeEncodeError for such names, far from here
         str(path).encode()
         with path.open("rb") as file:
             mark = file.read(4)
@@ -167,6 +169,7 @@ def _columns_to_read(
         if theirs not in names:
             lacking.append(ours if ours == theirs else f"{ours} (given as {theirs!r})")
     if lacking:
+        # the name is probably one of another project, or misspelt
         near = {
             name: difflib.get_close_matches(name.split(" ")[0], names, n=1, cutoff=0.5)
             for name in lacking
@@ -275,6 +278,7 @@ def _flattened(columns: Mapping[str, Any], lists: set[str], path: Path) -> dict[
             )
     if "sequence_id" in columns and "sequence_id" not in lists and "position" not in lists:
         _require_distinct_ids(columns["sequence_id"], path)
+    # the row of each token, to repeat the columns that hold one value a sequence
     parents = pc.list_parent_indices(columns[first])
     return {
         name: pc.list_flatten(column) if name in lists else column.take(parents)

@@ -51,16 +51,14 @@ _AGREEMENT = ("slot_mismatch", "layer_mismatch", "any_layer_mismatch", "jaccard"
 GATED: tuple[str, ...] = (*METRICS, *QUANTILES, MEDIAN, "abs_diff_max", *_AGREEMENT)
 """Names that a limit can be set for: the complete panel."""
 _WORST = 5
+# Tokens beyond a quantile below which it has no interval
 _MIN_BEYOND = 5
-"""Tokens beyond a quantile below which it has no interval."""
 _GRID = 160
+# How many standard errors of the order (for independent tokens) the grid spans, together.
+# Sequences err together: this allows a design effect of 25, far beyond what was seen.
 _REACH = 40.0
-"""How many standard errors of the order (for independent tokens) the grid spans, together.
-
-Sequences err together: this allows a design effect of 25, far beyond what was seen.
-"""
+# verl cuts a logarithm here before its exponential
 _MAX_LOG = 20.0
-"""verl cuts a logarithm here before its exponential."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -98,6 +96,7 @@ def measure_panel(pairs: TokenPairs, *, resamples: int = 1000, seed: int = 0) ->
     metrics[MEDIAN] = batch_median(pairs, sums)
     abs_diff = pairs.abs_diff
     finite = int(resampler.total[PLACE["finite"]])
+    # a maximum grows with the number of tokens, so no interval of it means anything
     metrics["abs_diff_max"] = Interval.unbounded(float(np.nanmax(abs_diff)) if finite else math.nan)
     if routes is not None:
         metrics |= routes.metrics
@@ -179,9 +178,11 @@ def _grid(abs_diff: FloatArray, order: float) -> tuple[FloatArray, float]:
     """Return order statistics around a quantile, ascending, and the quantile."""
     n = len(abs_diff)
     middle = order * (n - 1)
+    # in standard errors of the rank of an order statistic, which is binomial
     reach = _REACH * np.sqrt(order * (1 - order) * n) / 2
     spots = np.append(np.linspace(middle - reach, middle + reach, _GRID), middle)
     ranks = np.unique(np.clip(spots, 0, n - 1).astype(np.int64))
+    # far cheaper than sorting ten million values
     parted = np.partition(abs_diff, ranks)
     return np.unique(parted[ranks]), float(parted[int(middle)])
 
@@ -218,12 +219,12 @@ def metric_aliases(panel: Panel, pairs: TokenPairs) -> dict[str, float]:
     return dict(sorted(values.items()))
 
 
+# TRL, TorchTitan and SkyRL: the largest |d|
 _LARGEST = (
     "sampling/sampling_logp_difference/max",
     "bit_wise/logprob_diff/max",
     "policy/rollout_train_logprobs_abs_diff_max",
 )
-"""TRL, TorchTitan and SkyRL: the largest |d|."""
 
 
 def _mean_gaps(sums: FloatArray) -> FloatArray:
@@ -245,6 +246,8 @@ def _chi2(sums: FloatArray) -> float:
     return _reduced(np.mean, np.exp(2 * logs)) - 1
 
 
+# prime-rl's largest k3 of a token, and metrics of complete sequences: verl's (its
+# rollout_corr_helper) and NeMo-RL's (its GRPO).
 _OF_SEQUENCES: Mapping[str, Callable[[FloatArray], float]] = {
     "mismatch_kl/all/max": lambda sums: _reduced(np.max, sums[:, PLACE["top_k3"]]),
     "rollout_corr/log_ppl_diff_max": lambda sums: _reduced(np.max, _mean_gaps(sums)),
@@ -257,6 +260,3 @@ _OF_SEQUENCES: Mapping[str, Callable[[FloatArray], float]] = {
     "mean_seq_mult_prob_error": lambda sums: _reduced(np.mean, _mean_products(sums)),
     "min_seq_mult_prob_error": lambda sums: _reduced(np.min, _mean_products(sums)),
 }
-"""prime-rl's largest k3 of a token, and metrics of complete sequences: verl's (its
-rollout_corr_helper) and NeMo-RL's (its GRPO).
-"""

@@ -33,8 +33,8 @@ __all__ = ["GapTrainer", "Sample", "Scored", "join_trace", "read_samples", "scor
 
 _SCORES = "score:"
 _PROVENANCES = tuple(str(provenance) for provenance in Provenance)
+# Logprobs `(response,)` by the rollout's name and the version that scored them
 _Logprobs: TypeAlias = "Mapping[str, Mapping[Version, FloatArray]]"
-"""Logprobs ``(response,)`` by the rollout's name and the version that scored them."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -108,6 +108,7 @@ class Sample:
         else:
             versions = [rollout.version] * self.n_tokens
         incomplete = len(versions) != self.n_tokens or any(version is None for version in versions)
+        # a token without a version could be of any weights, so no age of it is computed
         return None if incomplete else versions
 
     @property
@@ -239,6 +240,7 @@ def _read_episode(events: Iterable[Event], scorer: str | None) -> dict[str, Samp
             temperature = event.sampling.get("temperature")
             if isinstance(temperature, int | float):
                 temperatures.setdefault(event.request_id, set()).add(float(temperature))
+        # a reply that was lost or delivered twice is no further part of the response
         elif isinstance(event, Reply) and event.delivered and not event.duplicate:
             request_id = owner.get(event.call_id, "")
             replies.setdefault(request_id, []).append(tuple(event.output.token_ids))
@@ -351,6 +353,7 @@ def _rollout_columns(samples: Mapping[str, Sample]) -> dict[str, Any]:
         columns["version"] = _version_column(
             [version for labels in versions for version in labels or ()]
         )
+    # a rollout with calls at several temperatures has no temperature of each token
     if all(len(sample.temperatures) == 1 for sample in samples.values()):
         temperatures = [next(iter(sample.temperatures)) for sample in samples.values()]
         columns["temperature"] = np.repeat(temperatures, n_tokens)
@@ -492,6 +495,7 @@ def _file_columns(
         name: (len(rows_of.get(name, ())), sample.n_tokens) for name, sample in samples.items()
     }
     _require_lengths(lengths, f"{path}")
+    # rollouts without a response have no rows
     rows = np.concatenate([rows_of.get(name, order[:0]) for name in samples])
     columns = {"trainer_logprob": values["trainer_logprob"][rows]}
     if "token_id" in values:
@@ -506,6 +510,7 @@ def _run_trainer(
     own = {name: sample.distinct_versions for name, sample in samples.items()}
     versions = sorted(
         {version for labels in own.values() for version in labels},
+        # versions may be numbers, text and None, which have no common order
         key=lambda version: (str(type(version)), version),
     )
     scores: dict[str, dict[Version, Scored]] = {name: {} for name in samples}
@@ -600,6 +605,8 @@ def _predicting_rows(rollout: Rollout) -> IntArray | None:
     """
     if rollout.routes is None or not rollout.prompt_ids:
         return None
+    # row i is of the forward of token i, which predicts token i + 1; engines may omit the rows
+    # before routes_start
     first = len(rollout.prompt_ids) - 1 - rollout.routes_start
     rows = rollout.routes[max(first, 0) : first + len(rollout.response_ids)]
     return rows if first >= 0 and len(rows) == len(rollout.response_ids) else None

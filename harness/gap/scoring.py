@@ -20,8 +20,8 @@ if TYPE_CHECKING:
 
 __all__ = ["Scores", "head_kl", "score"]
 
+# Block on a GPU without the kernels: 64 MiB of float32 logits
 _TOKENS, _VOCAB = 4096, 4096
-"""Block on a GPU without the kernels: 64 MiB of float32 logits."""
 _CPU_TOKENS, _CPU_VOCAB = 256, 8192
 
 
@@ -198,6 +198,7 @@ def _fold(state: Any, logits: Any, own: Any) -> None:
     state[1].mul_(rescale).add_(chances.sum(dim=1))
     state[2].mul_(rescale).add_(torch.nan_to_num_(chances.mul_(logits), nan=0.0).sum(dim=1))
     state[0].copy_(top)
+    # a token outside of this block or shard has its logit elsewhere
     here = (own >= 0) & (own < logits.shape[1])
     picked = logits.gather(1, own.clamp(0, logits.shape[1] - 1)[:, None])[:, 0]
     state[3].copy_(torch.where(here, picked, state[3]))

@@ -25,11 +25,11 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 __all__ = ["fits", "head_kl", "states"]
 
 _ROWS, _COLUMNS, _DEPTH = 128, 256, 64
+# Columns of a tile when two products are in registers at once
 _NARROW = 128
-"""Columns of a tile when two products are in registers at once."""
 _PIECE = 1024
+# Rows, and tiles at a time, of the kernel that merges the tiles
 _FOLDED = 32
-"""Rows, and tiles at a time, of the kernel that merges the tiles."""
 
 
 @triton.jit

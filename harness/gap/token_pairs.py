@@ -136,6 +136,7 @@ class TokenPairs:
         """``(n,)``: |d|; NaN if a logprob is not finite."""
         with np.errstate(invalid="ignore"):
             size = np.abs(self.trainer - self.rollout)
+        # infinity minus infinity is NaN already, and a single infinity would be a largest |d|
         size[~np.isfinite(size)] = np.nan
         return size
 
@@ -208,7 +209,9 @@ class TokenPairs:
         scores |= {f"trainer_logprob@{version}": column for version, column in versions.items()}
         if "current_logprob" in optional:
             scores["current_logprob"] = optional["current_logprob"]
+        # before any column is indexed by rows of another one
         require_same_length(scores | {"sequence_id": codes, "mask": counts} | optional)
+        # masked tokens may hold anything: prompts often have a logprob of 0, padding has garbage
         for name, column in scores.items():
             require_not_positive(column, counts, name)
         require_same_tokens(optional, counts)
@@ -269,6 +272,7 @@ def _check_names(columns: Mapping[str, Any], by_version: Any) -> None:
 def _to_json(value: Any) -> Any:
     """A label as JSON has it; ``None`` if it is missing."""
     value = value.item() if isinstance(value, np.generic) else value
+    # NaN is the only label that differs from itself
     return None if value != value else value
 
 
@@ -277,6 +281,7 @@ def _row_order(codes: IntArray, position: npt.NDArray[Any] | None) -> IntArray |
     if position is not None:
         steps = np.diff(codes)
         if bool((steps > 0).any() or (steps < 0).any()) or bool((np.diff(position) < 0).any()):
+            # numpy sorts by the last key first: by sequence, then by position
             return np.lexsort((position, codes))
         return None
     return None if bool((np.diff(codes) >= 0).all()) else np.argsort(codes, kind="stable")

@@ -24,8 +24,8 @@ __all__ = ["COMPARED", "Comparison", "Effect", "compare"]
 
 COMPARED: Mapping[str, str] = {"kl_mu_pi_k3": "k3", "abs_diff_mean": "abs"}
 """Metrics that are compared, and their columns in the sums."""
+# Two recordings of one rollout may differ by a float32's rounding, and no more
 _TOLERANCE = 1e-6
-"""Two recordings of one rollout may differ by a float32's rounding, and no more."""
 _COMPARED_NAME = "the compared records"
 
 

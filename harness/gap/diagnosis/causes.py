@@ -16,8 +16,8 @@ __all__ = ["ROUNDING", "Cause", "CauseName", "Rule", "Scene", "confidence_beyond
 
 ROUNDING = 1e-5
 """What float32 does to a logprob, in nats: a mean |d| below it needs no explanation."""
+# Confidence from which a cause that is always wrong fails the report
 _SURE = 0.7
-"""Confidence from which a cause that is always wrong fails the report."""
 
 
 class CauseName(StrEnum):

@@ -73,6 +73,7 @@ def _numerics(signs: Evidence) -> Cause:
     )
 
 
+# In order: tokens or rows at the wrong place explain all that comes after
 _RULES: Sequence[Rule] = (
     *ALIGNMENT_RULES,
     versions,
@@ -81,7 +82,7 @@ _RULES: Sequence[Rule] = (
     replica,
     lag,
 )
-"""In order: tokens or rows at the wrong place explain all that comes after."""
+# Signs that any large difference may bear: a cause that explains it explains them
 _BLURRED = frozenset(
     {
         CauseName.TEMPERATURE,
@@ -92,7 +93,6 @@ _BLURRED = frozenset(
         CauseName.REPLICA,
     }
 )
-"""Signs that any large difference may bear: a cause that explains it explains them."""
 _HIDES: Mapping[CauseName, frozenset[CauseName]] = {
     CauseName.OFF_BY_ONE: _BLURRED,
     CauseName.TOKEN_SHIFT: _BLURRED | {CauseName.POLLUTED},

@@ -23,25 +23,23 @@ from rollproof.gap.token_pairs import TokenPairs
 
 __all__ = ["Evidence", "RouteEvidence", "gather_evidence"]
 
+# More tokens change no conclusion, and cost seconds
 _MAX_TOKENS = 400_000
-"""More tokens change no conclusion, and cost seconds."""
 _BINS = 20
 _PER_BIN = 25
 _MAX_DIFF = 3.0
+# With fewer slots, a token with one flip may look like one without any agreement
 _MIN_SLOTS = 8
-"""With fewer slots, a token with one flip may look like one without any agreement."""
+# Slots of a token with several experts a layer, of which no healthy token has as many wrong as
+# chance has.
 _MANY_SLOTS = 24
-"""Slots of a token with several experts a layer, of which no healthy token has as many wrong as
-chance has.
-"""
 _MIN_RARE = 5
 _MIN_ROWS = 20
+# If this share of a sequence's rows agrees no better than chance, it is another request's: healthy
+# ones never do that.
 _ALMOST_ALL = 0.9
-"""If this share of a sequence's rows agrees no better than chance, it is another request's: healthy
-ones never do that.
-"""
+# More slots change no conclusion, and cost seconds
 _MAX_ROUTE_SLOTS = 1 << 22
-"""More slots change no conclusion, and cost seconds."""
 _MIN_CAPTURED = 0.05
 
 
@@ -117,6 +115,7 @@ def gather_evidence(pairs: TokenPairs) -> Evidence:
     d = known.trainer - known.rollout
     if not len(d):
         return Evidence(tokens=0)
+    # expm1 keeps the digits that rho - 1 loses for small d
     excess = np.expm1(np.clip(d, -80, 20))
     mean = float(excess.mean())
     by_sequence = np.add.reduceat(excess, known.starts)
@@ -180,6 +179,7 @@ def _explained(rollout: FloatArray, d: FloatArray, group: IntArray) -> float:
 
 
 def _correlation(a: FloatArray, b: FloatArray) -> float:
+    # one token at -60 would decide the correlation alone
     a, b = np.maximum(a, -20.0), np.maximum(b, -20.0)
     if len(a) < 3 or a.std() == 0 or b.std() == 0:
         return float("nan")
@@ -217,6 +217,7 @@ def _route_evidence(pairs: TokenPairs) -> RouteEvidence | None:
     layers = complete.sum(axis=1)
     seen = layers > 0
     row = np.divide(missed.sum(axis=1), layers, out=np.zeros(len(left)), where=seen)
+    # mismatch of random selections: the largest id seen stands for the number of experts
     chance = 1 - left.top_k / (int(max(rollout.max(), trainer.max())) + 1)
     lost = seen & (row > 0.7 * chance)
     well = seen & ~lost

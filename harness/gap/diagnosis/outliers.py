@@ -22,15 +22,14 @@ from rollproof.gap.token_pairs import TokenPairs
 __all__ = ["Outlier", "find_mismatched", "find_mistagged", "find_tilted"]
 
 _CHANCE = 1e-6
+# Rollout logprobs of tokens that another temperature makes more likely, and the logprob below which
+# it makes them less likely (or the reverse).
 _LIKELY, _UNLIKELY = (-0.6, -0.02), -1.5
-"""Rollout logprobs of tokens that another temperature makes more likely, and the logprob below
-which it makes them less likely (or the reverse).
-"""
 _CHUNK = 1 << 20
+# Times the usual |d| that two versions must differ by, for a token to distinguish them
 _MIN_PARTED = 0.5
-"""Times the usual |d| that two versions must differ by, for a token to distinguish them."""
+# With more than this share of the sequences found, it is unclear which are the outliers
 _MAX_SHARE = 0.25
-"""With more than this share of the sequences found, it is unclear which are the outliers."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -27,8 +27,8 @@ __all__ = ["ALIGNMENT_RULES", "DISTRIBUTION_RULES", "EXPLAINED"]
 EXPLAINED = 0.12
 """Share of d that a function of the logprob may explain by numerics alone."""
 _POLLUTED = 0.01
+# Standard errors below 0 from which E[rho] - 1 is a sign of truncation
 _MIN_Z = 8
-"""Standard errors below 0 from which E[rho] - 1 is a sign of truncation."""
 _MAX_LISTED = 4
 _SHIFTS = {"token": CauseName.TOKEN_SHIFT, "layer": CauseName.LAYER_SHIFT}
 _ROUTE_ADVICE = (

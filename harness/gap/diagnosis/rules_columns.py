@@ -34,10 +34,9 @@ MIN_SEQUENCES = 5
 """Sequences of a replica below which it is not judged."""
 _PER_PART = 25
 _NEAR = ("0", "1", "2-7")
+# Correlation of age and size from which the size rises with age: one age of five or more that
+# differs from the others gives 0.71 at most.
 _RISING = 0.75
-"""Correlation of age and size from which the size rises with age: one age of five or more that
-differs from the others gives 0.71 at most.
-"""
 _MAX_LISTED = 4
 _MAX_CHANCE = 1e-3
 _BETTER_VERSION = 1.15
@@ -71,6 +70,7 @@ def _better_version(pairs: TokenPairs, tokens: BoolArray, tag: Any) -> Any:
         return None
     # most of the sequences must agree: a heavy token of one of them must not decide
     gain = np.bincount(pairs.owner[tokens][both], weights=(distance[tag] - distance[best])[both])
+    # sequences that both versions score equally say nothing
     gain = gain[gain != 0]
     if not len(gain):
         return None
@@ -157,6 +157,7 @@ def boundary(scene: Scene) -> Cause | None:
         return None
     away = (since < 0) | (since >= NEAR)
     diff, usual = diff_and_usual(pairs, away)
+    # sides that are equal away from resumes would make any difference infinite
     usual = np.maximum(usual, ROUNDING)
     elsewhere = _times_usual(pairs, away, diff, usual)
     typical = 0.0 if elsewhere.value == 0 else elsewhere.high
@@ -273,6 +274,7 @@ def replica(scene: Scene) -> Cause | None:
     if len(others) < MIN_SEQUENCES or float(diff.sum()) < ROUNDING * len(diff):
         return None
     # ranks, not means: one heavy token must not accuse a replica
+    # times the number of replicas, since each of them could have been the worst by chance
     chance = float(stats.mannwhitneyu(own, others, alternative="greater").pvalue) * len(names)
     ratio = typical[worst] / max(float(np.median(others)), 1e-300)
     if chance > _MAX_CHANCE or ratio < _STALE_RATIO:

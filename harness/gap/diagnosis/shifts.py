@@ -40,17 +40,16 @@ differ.
 BETTER = 3.0
 """How many times better another place must fit."""
 STEPS = (-2, -1, 1, 2)
+# Tokens from which a sequence is cut into thirds
 _LONG = 90
-"""Tokens from which a sequence is cut into thirds."""
+# Tokens below which a block is not judged
 _MIN_TOKENS = 20
-"""Tokens below which a block is not judged."""
+# Mean |d|, in nats, below which logprobs are where they belong, or so confident that places cannot
+# be distinguished.
 _MIN_DIFF = 0.05
-"""Mean |d|, in nats, below which logprobs are where they belong, or so confident that places cannot
-be distinguished.
-"""
 _MAX_DIFF = 3.0
+# Tokens on which every layer is compared with every other
 _SAMPLED_ROWS = 4096
-"""Tokens on which every layer is compared with every other."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -129,6 +128,7 @@ class _Blocks:
     def of_tokens(cls, pairs: TokenPairs) -> _Blocks:
         lengths = np.repeat(pairs.lengths, pairs.lengths)
         third = 3 * pairs.index_in_sequence // np.maximum(lengths, 1)
+        # a third of a short sequence would have too few tokens to judge
         third = np.where(lengths >= _LONG, third, 0)
         return cls(of=3 * pairs.owner + third, count=3 * pairs.n_sequences)
 
@@ -153,11 +153,13 @@ def logprob_shift(pairs: TokenPairs) -> Shift | None:
     blocks, owner, finite = _Blocks.of_tokens(pairs), pairs.owner, pairs.finite
     best: Shift | None = None
     most = ENOUGH - 1.0
+    # an off-by-one of the logits is by one token; routes may be off by two (STEPS)
     for step in (-1, 1):
         ours = _tokens_with_neighbour(owner, step)
         ours = ours[finite[ours] & finite[ours + step]]
         count = blocks.sums(ours)
         rollout = pairs.rollout[ours]
+        # cut, because a few heavy tokens would hide that all others fit
         here = blocks.sums(ours, np.minimum(np.abs(rollout - pairs.trainer[ours]), _MAX_DIFF))
         moved = np.abs(rollout - pairs.trainer[ours + step])
         left = blocks.sums(ours, np.minimum(moved, _MAX_DIFF))

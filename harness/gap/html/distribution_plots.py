@@ -53,13 +53,13 @@ __all__ = [
 ]
 
 _CELLS = 48
+# Logprobs below this share the lowest cells: one token at -60 must not squeeze all others
 _LOWEST = -16.0
-"""Logprobs below this share the lowest cells: one token at -60 must not squeeze all others."""
 _POINTS = 240
 _COLUMNS = 10
 _TIMELINES = 8
+# Worst tokens that a timeline marks; more would merge
 _MARKS = 40
-"""Worst tokens that a timeline marks; more would merge."""
 LARGE = 0.5
 """|d| from which a timeline marks a token: rho beyond 1.6."""
 
@@ -266,15 +266,15 @@ def _plain(value: Any) -> Any:
     return value.item() if isinstance(value, np.generic) else value
 
 
+# Rows of the heat map; a deeper model's layers share them
 _LAYERS = 96
-"""Rows of the heat map; a deeper model's layers share them."""
 
 
 _SHADES = 6
 
 
+# Bounds of the heat map's shades: equal for every report, so that a healthy one looks pale
 _MISMATCH = (0.0, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0)
-"""Bounds of the heat map's shades: equal for every report, so that a healthy one looks pale."""
 
 
 _TAUS = (2, 10)

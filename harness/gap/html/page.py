@@ -158,6 +158,7 @@ def page_text(
     )
     # the name of a file may contain bytes that are not text
     text = text.encode("utf-8", "backslashreplace").decode()
+    # plots hold bins, not tokens, so the size does not depend on the data
     if len(text.encode()) > _MOST_BYTES:
         raise AssertionError(
             f"the page has {len(text.encode()):,} bytes, beyond the {_MOST_BYTES:,} that it"
@@ -265,6 +266,7 @@ def _svg(plot: Plot, colours: Mapping[str, str]) -> str:
     # its style element would apply to the entire page
     text = re.sub(r"<style type=\"text/css\">.*?</style>", "", text, flags=re.DOTALL)
     text = re.sub(r"<metadata>.*?</metadata>", "", text, flags=re.DOTALL)
+    # several figures share one page, and ids must be unique in it
     text = re.sub(r'\bid="([^"]+)"', rf'id="{plot.name}-\1"', text)
     text = re.sub(r'(url\(|href=")#', rf"\1#{plot.name}-", text)
     for name, value in colours.items():

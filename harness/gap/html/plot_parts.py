@@ -107,8 +107,8 @@ def new_figure(height: float) -> tuple[Any, Axes]:
     return figure, figure.subplots()
 
 
+# Letters of a tick's label that an axis has room for at each of its ticks
 _LETTERS = 4
-"""Letters of a tick's label that an axis has room for at each of its ticks."""
 
 
 def log_scale(axes: Axes, which: str, *, max_ticks: int = 6) -> None:

@@ -42,8 +42,9 @@ if TYPE_CHECKING:
 
 __all__ = ["COLOURS", "Plot", "draw_localisation", "draw_plots", "style"]
 
+# A mean |d| or k3 below this is rounding, and would stretch a log scale over empty decades
 _NEGLIGIBLE = 1e-12
-"""A mean |d| or k3 below this is rounding, and would stretch a log scale over empty decades."""
+# What the buckets of each name are by
 _NAMES: Mapping[str, str] = {
     "staleness": "age of the weights, in versions",
     "since_resume": "tokens since a resume",
@@ -54,7 +55,6 @@ _NAMES: Mapping[str, str] = {
     "rollout_logprob_decile": "rollout logprob, in nats",
     "temperature": "sampling temperature",
 }
-"""What the buckets of each name are by."""
 
 
 def draw_plots(
@@ -248,8 +248,8 @@ _PLOTS: Sequence[Callable[[GapReport], Plot | None]] = (
 )
 
 
+# Where a log scale shows exact agreement
 _FLOOR = 1e-9
-"""Where a log scale shows exact agreement."""
 _TICKS = 12
 
 

@@ -166,6 +166,8 @@ class _Hooks:
             values = self._flat(total)
             if values is not None and tap.before not in self._done:
                 self._done.add(tap.before)
+                # a pre-hook cannot replace the sum that a fused norm computes: its output is
+                # replaced instead
                 instead = self.visit(tap.before, values)
                 self._residual[tap.site] = instead if instead is not None else values
 
@@ -174,6 +176,7 @@ class _Hooks:
     def after(self, tap: Tap) -> Callable[..., Any]:
         def hook(module: Any, args: Any, kwargs: Any, output: Any) -> Any:
             del module, args, kwargs
+            # an engine may run further steps: only the first run of a module is compared
             if tap.site in self._done:
                 return None
             self._done.add(tap.site)

@@ -35,8 +35,8 @@ BEYOND = 2.0
 Sides that differ by rounding alone show a quarter to a half of that sum (six families of models,
 three precisions, other kernels and batches), so this is four to eight times what they show.
 """
+# Share of an expert's tokens, by weight, that must be apart for it to be suspected
 _GUILTY_SHARE = 0.8
-"""Share of an expert's tokens, by weight, that must be apart for it to be suspected."""
 
 
 def localise(
@@ -96,6 +96,7 @@ def localise(
             if replay and other.replay is not None and base.routes is not None
             else {}
         )
+    # half of a unit in the last place, of the coarser precision
     unit = max(torch.finfo(kind).eps / 2 for kind in (trusted.dtype, other.dtype))
     sites = [
         _site_gap(base, site, alone[site], rounding, unit, led, carried, replayed)
@@ -156,6 +157,7 @@ class _Base:
         self.routes = self._routes()
 
     def _store(self, site: Site, values: Any) -> None:
+        # a later module may overwrite its input in place
         self.values[site] = values.clone()
 
     def _routes(self) -> Any:
@@ -358,6 +360,7 @@ def _experts(base: _Base, layer: int, apart: FloatArray, noise: FloatArray) -> t
     if not len(suspects):
         return ()
     own, _ = optimize.nnls(weights[:, suspects], np.square(apart))
+    # the same equation for rounding gives what each expert may differ by
     allowed, _ = optimize.nnls(weights, np.square(noise))
     guilty = suspects[(own > BEYOND**2 * allowed[suspects]) & (own > 0.01 * own.max())]
     used = int((weights.sum(axis=0) > 0).sum())
