@@ -1,11 +1,10 @@
-"""The gap between a real engine and a Hugging Face model: `python benchmarks/engine_gap.py ENGINE
-[SEQUENCES [TOKENS]] [--json FILE]`.
+"""Measure the gap between a real engine and a Hugging Face model.
 
-Needs the engine, torch and transformers (`nox -s "engines(vllm)"` makes such an environment); says
-so and ends where they are absent. Prints one row per dtype and routing: n, mean, 99th percentile
-and largest difference of logprobs in nats, k3, and how often the routers disagree, per layer and
-per token; with 95 % intervals over sequences. With ``--json`` the rows go into a file of results
-(docs/engine_results), of which docs/engines.md is made.
+``python benchmarks/engine_gap.py ENGINE [SEQUENCES [TOKENS]] [--json FILE]`` needs the engine,
+torch and transformers (`nox -s "engines(vllm)"` makes such an environment). It prints one row per
+dtype and routing: n, mean, 99th percentile and largest difference of logprobs in nats, k3, and how
+often the routers disagree, per layer and per token; with 95 % intervals over sequences. With
+``--json`` the rows go into a file in docs/engine_results, from which docs/engines.md is made.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ MODEL = "qwen3_moe"
 
 
 def shown(interval: list[float | None] | None) -> str:
-    """A value with its interval."""
+    """Format a value with its interval."""
     if interval is None or interval[0] is None:
         return "-"
     value, low, high = interval
@@ -32,7 +31,7 @@ def shown(interval: list[float | None] | None) -> str:
 
 
 def line(row: dict[str, Any]) -> str:
-    """One row of the table."""
+    """Format one row of the table."""
     cells = [shown(row["metrics"].get(name)) for name in GAP_METRICS]
     return (
         f"| {row['engine']} | {row['dtype']} | {row['routing']} | {row['n_tokens']} | "

@@ -1,7 +1,7 @@
-"""What the layout suite costs: the reference functions put to the cases of a profile, and judged.
+"""Measure the cost of the layout checks on the reference functions.
 
 ``python benchmarks/layouts.py [PROFILE]`` prints processor seconds for recording and judging, and
-what each function takes.
+milliseconds per call of each function.
 """
 
 from __future__ import annotations

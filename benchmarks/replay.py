@@ -1,7 +1,6 @@
-"""What the replay suite costs: the reference trainers, their episodes and random plans, run and
-judged on one core.
+"""Measure the cost of the replay checks: reference trainers, their episodes and random plans.
 
-``python benchmarks/replay.py [PLANS]`` prints processor seconds per reference, and for so many
+``python benchmarks/replay.py [PLANS]`` prints processor seconds per reference, and for ``PLANS``
 random plans of each (default 20).
 """
 
@@ -23,7 +22,7 @@ CHECKS = default_registry().select(["replay"])
 
 def main(plans: int = 20) -> None:
     """Print the figures."""
-    whole = time.process_time()
+    began = time.process_time()
     for name, made in REFERENCES.items():
         start = time.process_time()
         trace = record_replay(made, name=name)
@@ -31,7 +30,7 @@ def main(plans: int = 20) -> None:
         judge(trace, CHECKS)
         judged = time.process_time() - start - ran
         print(f"{name:24} {len(trace.events):6} events: run {ran:.2f} s, judge {judged:.2f} s")
-    print(f"all references: {time.process_time() - whole:.1f} s of processor time")
+    print(f"all references: {time.process_time() - began:.1f} s of processor time")
     start, tally = time.process_time(), Tally(CHECKS)
     for name, made in REFERENCES.items():
         for number in range(plans):

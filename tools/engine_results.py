@@ -1,8 +1,7 @@
-"""Results: what runs on a real engine found, kept in a JSON file from which docs/engines.md is
-made.
+"""The JSON files of verdicts on real engines, from which docs/engines.md is made.
 
-A file is of one engine: ``{"versions": {package: version}, "runs": {name: row}, "gap": [row]}``. It
-is sorted, so that only what was found or a version changes it.
+A file has the rows of one engine: ``{"versions": {package: version}, "runs": {name: row}, "gap":
+[row]}``. It is sorted, so that only a result or a version changes it.
 """
 
 from __future__ import annotations
@@ -29,12 +28,13 @@ GAP_METRICS = (
     "layer_mismatch",
     "any_layer_mismatch",
 )
-"""Metrics of a gap that are kept, as ``rollproof.gap`` names them."""
+"""The metrics of a gap in the files, as ``rollproof.gap`` names them."""
 
 
 def row_of(report: Report, run: EngineRun, about: str) -> dict[str, Any]:
-    """What one run found, JSON-ready: the verdict of each check, the first finding of what fails,
-    what was exercised, and its seconds.
+    """Return the row of a run, JSON-ready.
+
+    It has the verdict of each check, the first finding of each failure, and what was exercised.
     """
     findings = {result.id: result.findings[0] for result in report.results if result.findings}
     reasons = {
@@ -46,7 +46,9 @@ def row_of(report: Report, run: EngineRun, about: str) -> dict[str, Any]:
         "about": about,
         "experiments": sorted(run.seconds),
         "verdicts": {result.id: str(result.verdict) for result in report.results},
-        "findings": {check: f"{one.title}: {one.observed}" for check, one in findings.items()},
+        "findings": {
+            check: f"{finding.title}: {finding.observed}" for check, finding in findings.items()
+        },
         "reasons": reasons,
         "exercised": {
             result.id: dict(result.exercised) for result in report.results if result.exercised
@@ -56,7 +58,7 @@ def row_of(report: Report, run: EngineRun, about: str) -> dict[str, Any]:
 
 
 def gap_rows(gap: RolloutGap, model: str) -> list[dict[str, Any]]:
-    """A gap as two rows, JSON-ready: natively routed and with the engine's routes replayed."""
+    """Return a gap as two rows, JSON-ready: natively routed, and with the engine's routes."""
     return [
         {
             "engine": gap.engine,
@@ -70,9 +72,9 @@ def gap_rows(gap: RolloutGap, model: str) -> list[dict[str, Any]]:
 
 
 def load_results(file: Path) -> dict[str, Any]:
-    """What a file holds; empty sections where there is none."""
-    held: dict[str, Any] = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
-    return {"versions": {}, "runs": {}, "gap": [], **held}
+    """Read a file; without it the sections are empty."""
+    stored: dict[str, Any] = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
+    return {"versions": {}, "runs": {}, "gap": [], **stored}
 
 
 def save_results(
@@ -82,18 +84,16 @@ def save_results(
     runs: Mapping[str, Any] | None = None,
     gap: list[Any] | None = None,
 ) -> None:
-    """Put rows into a file: runs beside those of other names, a gap in place of the one that it
-    holds.
-    """
-    held = load_results(file)
-    held["versions"] = {
+    """Write rows into a file: runs replace those of the same name, a gap replaces the gap."""
+    results = load_results(file)
+    results["versions"] = {
         package: metadata.version(package).partition("+")[0] for package in sorted(packages)
     }
-    held["runs"].update(runs or {})
+    results["runs"].update(runs or {})
     if gap is not None:
-        held["gap"] = gap
+        results["gap"] = gap
     file.parent.mkdir(parents=True, exist_ok=True)
-    file.write_text(json.dumps(held, indent=1, sort_keys=True) + "\n", encoding="utf-8")
+    file.write_text(json.dumps(results, indent=1, sort_keys=True) + "\n", encoding="utf-8")
 
 
 def _measured(report: GapReport) -> dict[str, Any]:
@@ -104,12 +104,12 @@ def _measured(report: GapReport) -> dict[str, Any]:
         "n_tokens": report.panel.n_tokens,
         "n_sequences": report.panel.n_sequences,
         "metrics": {
-            name: [_short(one.value), _short(one.low), _short(one.high)]
-            for name, one in metrics.items()
+            name: [_short(metric.value), _short(metric.low), _short(metric.high)]
+            for name, metric in metrics.items()
         },
     }
 
 
 def _short(value: float) -> float | None:
-    """Three digits, as the table shows them; ``None`` where there is no number."""
+    """Round to three digits, as in the table; ``None`` for NaN."""
     return float(f"{value:.3g}") if value == value else None
