@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import importlib
 import signal
 import socket
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping, Sequence
@@ -169,7 +170,8 @@ def serve_forever(
         waiting = () if attribution is None else attribution.waiting
         return list(plan_summary(plan, (backend.faults for backend in backends), waiting))
 
-    return asyncio.run(run())
+    with asyncio.Runner(loop_factory=_loop_factory()) as runner:
+        return runner.run(run())
 
 
 def serve_in_memory(network: Network, apps: Mapping[int, ASGIApp]) -> None:
@@ -308,6 +310,16 @@ def _sharing_a_trace(
         for number in range(1, count)
     )
     return [first, *others]
+
+
+def _loop_factory() -> Callable[[], asyncio.AbstractEventLoop] | None:
+    """Return the event loop of uvloop if it is installed: uvicorn's own choice, too."""
+    try:
+        uvloop = importlib.import_module("uvloop")
+    except ImportError:
+        return None
+    factory: Callable[[], asyncio.AbstractEventLoop] = uvloop.new_event_loop
+    return factory
 
 
 def _url(bound: socket.socket) -> str:

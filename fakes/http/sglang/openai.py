@@ -5,7 +5,6 @@ Routes are where SGLang has them: in ``sglext`` of the reply, or in ``meta_info`
 
 from __future__ import annotations
 
-import asyncio
 import time
 from collections.abc import AsyncGenerator, Awaitable, Iterable, Mapping, Sequence
 from contextlib import aclosing
@@ -151,15 +150,17 @@ class OpenAI:
     async def _answer(self, request: Request, call: SglangRequest, form: _Completion) -> Response:
         if call.stream:
             return EventStream(self._stream(request, call, form))
-        timed = await asyncio.gather(*(self._timed(request, spec) for spec in call.specs()))
+        started, specs = time.perf_counter(), call.specs()
+        outputs = await self._backend.generate_all(request, specs, unique=True)
+        seconds = time.perf_counter() - started
         choices = [
             form.choice(index, spec, output, seconds, self._backend)
-            for index, (spec, output, seconds) in enumerate(timed)
+            for index, (spec, output) in enumerate(zip(specs, outputs, strict=True))
         ]
-        first, output, _ = timed[0]
-        sampled = sum(len(output.token_ids) for _, output, _ in timed)
+        output = outputs[0]
+        sampled = sum(len(output.token_ids) for output in outputs)
         reply = {
-            **form.envelope(first.rid),
+            **form.envelope(specs[0].rid),
             "choices": choices,
             "usage": _usage(sum(map(len, call.prompts)), sampled),
             "metadata": _metadata(output, self._backend),
@@ -170,13 +171,6 @@ class OpenAI:
                 extension["spec_tokens_details"] = []
             reply["sglext"] = extension
         return OrjsonResponse(reply)
-
-    async def _timed(
-        self, request: Request, spec: CallSpec
-    ) -> tuple[CallSpec, EngineOutput, float]:
-        started = time.perf_counter()
-        output = await self._backend.generate(request, spec, unique=True)
-        return spec, output, time.perf_counter() - started
 
     async def _stream(
         self, request: Request, call: SglangRequest, form: _Completion

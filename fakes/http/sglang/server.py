@@ -134,10 +134,14 @@ class _Native:
         specs = call.specs()
         if call.stream:
             return EventStream(self._stream(request, specs, listed=call.listed))
-        if not call.listed:
-            return OrjsonResponse(await self._reply(request, specs[0]))
-        replies = await asyncio.gather(*(self._reply(request, spec) for spec in specs))
-        return OrjsonResponse(replies)
+        started = time.perf_counter()
+        outputs = await self._backend.generate_all(request, specs, unique=True)
+        seconds = time.perf_counter() - started
+        replies = [
+            native_reply(spec, output, seconds, self._backend)
+            for spec, output in zip(specs, outputs, strict=True)
+        ]
+        return OrjsonResponse(replies if call.listed else replies[0])
 
     async def abort(self, request: Request) -> Response:
         body = await json_body(request)
@@ -325,11 +329,6 @@ class _Native:
             "parent": None,
         }
         return {**card, "max_model_len": self._backend.max_length}
-
-    async def _reply(self, request: Request, spec: CallSpec) -> dict[str, Any]:
-        started = time.perf_counter()
-        output = await self._backend.generate(request, spec, unique=True)
-        return native_reply(spec, output, time.perf_counter() - started, self._backend)
 
     async def _stream(
         self, request: Request, specs: Sequence[CallSpec], *, listed: bool

@@ -7,7 +7,6 @@ AReaL add is in ``extensions.py``.
 
 from __future__ import annotations
 
-import asyncio
 import time
 from collections.abc import AsyncGenerator, Mapping
 from contextlib import aclosing
@@ -147,7 +146,7 @@ class _Sampling:
             raise
         if call.stream:
             return EventStream(self._stream(request, call, TokensPart(self._backend, call)))
-        outputs = await self._outputs(request, call)
+        outputs = await self._backend.generate_all(request, call.specs())
         blank = dict.fromkeys(
             (
                 "prompt_logprobs",
@@ -185,7 +184,7 @@ class _Sampling:
         )
         if call.stream:
             return EventStream(self._stream(request, call, CompletionPart(self._backend, call)))
-        outputs = await self._outputs(request, call)
+        outputs = await self._backend.generate_all(request, call.specs())
         choices = [
             replies.completion_choice(call, i, spec.prompt, output, self._backend)
             for i, (spec, output) in enumerate(zip(call.specs(), outputs, strict=True))
@@ -217,7 +216,7 @@ class _Sampling:
         )
         if call.stream:
             return EventStream(self._stream(request, call, ChatPart(self._backend, call)))
-        outputs = await self._outputs(request, call)
+        outputs = await self._backend.generate_all(request, call.specs())
         choices = [
             replies.chat_choice(call, i, output, self._backend) for i, output in enumerate(outputs)
         ]
@@ -306,10 +305,6 @@ class _Sampling:
             for content in contents
         ]
         return " ".join(texts)
-
-    async def _outputs(self, request: Request, call: VllmRequest) -> list[EngineOutput]:
-        calls = (self._backend.generate(request, spec) for spec in call.specs())
-        return list(await asyncio.gather(*calls))
 
     async def _stream(
         self, request: Request, call: VllmRequest, part: Part
