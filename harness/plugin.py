@@ -47,6 +47,7 @@ class Option(NamedTuple):
         return f"rollproof_{self.name.replace('-', '_')}"
 
 
+# Here and not in pytest_plugin, because every session needs the names for its command line.
 OPTIONS = (
     Option("profile", "how much is run: pr, nightly, soak", "NAME", default="pr"),
     Option(
@@ -140,6 +141,7 @@ def pytest_configure(config: pytest.Config) -> None:
         " of the same name.",
     )
     # The controller draws one seed for profiles without a seed, so that all xdist workers use it.
+    # (pytest-xdist sets workerinput in its workers, and nowhere else.)
     worker = getattr(config, "workerinput", {})
     config.stash[_FRESH_SEED] = worker.get("rollproof_seed", int.from_bytes(os.urandom(3)))
     if any(_is_set(config, option) for option in OPTIONS):
@@ -351,7 +353,8 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
     terminalreporter.section("rollproof")
     verbose = terminalreporter.config.get_verbosity() > 0
     for report in state.reports.values():
-        # An item has shown its findings; those of recordings were in the error of the test.
+        # An item has shown its findings with its failure, and a recording in the error of its test:
+        # the summary only counts them.
         for style, text in report_lines(
             report, verbose=verbose, findings=0, gather=report["profile"] == "recorded"
         ):

@@ -13,6 +13,8 @@ def main() -> None:
     Exit codes: 0 all pass, 1 some fail, 2 unknown only, 254 bad arguments, 255 internal error, 130
     interrupted.
     """
+    # Imported here, because the commands import numpy, pyarrow and typer: streams must be safe, and
+    # Ctrl-C one line, before that.
     from rollproof.cli.safe_stdio import open_streams
 
     open_streams()
@@ -20,7 +22,7 @@ def main() -> None:
         from rollproof.cli.app import run
 
         code = run(sys.argv[1:])
-    except KeyboardInterrupt:  # while the commands were being imported
+    except KeyboardInterrupt:  # during the imports; `run` handles it later
         sys.stderr.write("rollproof: interrupted\n")
         code = 130
     sys.exit(code)

@@ -99,7 +99,7 @@ def run(arguments: Sequence[str]) -> int:
                 f"rollproof: standard output could not be written ({failure}); the exit code is"
                 " still the verdict\n"
             )
-    except (KeyboardInterrupt, typer.Abort):
+    except (KeyboardInterrupt, typer.Abort):  # click raises Abort at a prompt
         code = INTERRUPTED
     except BrokenPipeError:
         return _reader_left()
@@ -111,6 +111,8 @@ def run(arguments: Sequence[str]) -> int:
             ExitCode.INTERNAL,
             debug=debug,
         )
+    # Of the errors below, a broken promise is a verdict, a wrong argument is the user's to correct,
+    # and everything else is a fault of ours: three exit codes that CI can tell apart.
     except ConformanceError as error:
         return _fail(str(error), ExitCode.FAIL, debug=debug)
     except RollproofError as error:
@@ -126,7 +128,8 @@ def run(arguments: Sequence[str]) -> int:
             ExitCode.INTERNAL,
             debug=debug,
         )
-    if code == INTERRUPTED:  # newer typers return it, older ones raise
+    # Newer versions of typer return this code, older ones raise KeyboardInterrupt.
+    if code == INTERRUPTED:
         return _fail("interrupted", INTERRUPTED, debug=debug)
     return code if isinstance(code, int) else ExitCode.PASS
 

@@ -58,6 +58,7 @@ def check(
     traces_judged = _TraceResults(
         Tally(default_registry().select(only) if only else default_registry())
     )
+    # One tally for all files, so that a check that one file exercises is not unknown for another.
     with Meter() as meter:
         for number, path in enumerate(traces):
             meter(Progress(done=number, total=len(traces), what=str(path)))
@@ -103,6 +104,8 @@ class _TraceResults:
                     judge.feed(event)
                     scenarios.event(event)
                 self.exercised.update(scenarios.counts)
+                # The writer of an unfinished file was killed, or still runs: what it did not
+                # write must not count as a hang.
                 if reader.ending is None or reader.ending.closed:
                     judge.finish()
                 else:

@@ -41,6 +41,7 @@ def checks(
     return output.ended(ExitCode.PASS)
 
 
+# Imported when needed: the known bugs import every fake, which the other commands do not need.
 def _bugs() -> tuple[KnownBug, ...]:
     from rollproof.fakes.known_bugs import KNOWN_BUGS
 

@@ -32,6 +32,7 @@ _REQUIRED = (
     "typer",
     "rich",
 )
+# Distributions, not modules: importing torch or ray to read a version would take seconds.
 _OPTIONAL = (
     "jinja2",
     "matplotlib",
@@ -75,6 +76,7 @@ def doctor(json_target: JsonTarget = None) -> int:
             else (Style.PLAIN, f"one case       runs, in {seconds * 1000:.1f} ms")
         ]
     )
+    # Optional packages and GPUs do not count: most users have neither.
     good = None not in required.values() and plugin and failure is None
     output.json(
         {
@@ -138,6 +140,7 @@ def _extras() -> dict[str, dict[str, str | None]]:
 
 
 def _plugin() -> tuple[bool, str]:
+    # The two ways in which `pip install` succeeds and pytest still does not know the plugin.
     if os.environ.get("PYTEST_DISABLE_PLUGIN_AUTOLOAD"):
         return False, "PYTEST_DISABLE_PLUGIN_AUTOLOAD is set: run pytest with `-p rollproof.plugin`"
     if any(entry.value == "rollproof.plugin" for entry in metadata.entry_points(group="pytest11")):

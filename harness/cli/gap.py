@@ -167,6 +167,7 @@ def gap(
     The file has the columns sequence_id, rollout_logprob, trainer_logprob and mask, and if
     available version, position, rollout_routes and others (docs/gap.md).
     """
+    # Imported here: pyarrow and scipy take a second, which `rollproof --help` need not wait for.
     from rollproof.gap.gap_report import comparison_lines, gap_lines, overall
     from rollproof.gap.html.page import check_report_target, write_plots, write_report
     from rollproof.gap.limits import GapVerdict, limits_named
@@ -204,6 +205,7 @@ def gap(
     )
     if localise is not None:
         inputs.require_model("--localise")
+    # Before the measurement, because scoring with a model may take an hour.
     check_report_target(page, plots)
     output = Output(json_target)
     with Meter() as meter:
@@ -376,6 +378,7 @@ def _scorer(spec: str, dtype: str, temperature: float | None) -> Any:
         from rollproof.gap.hf_trainer import HfTrainer
 
         return HfTrainer.of(spec.removeprefix(_HF), dtype=dtype, temperature=temperature)
+    # A file wins over module:factory, because a path may have a colon.
     if spec.startswith("score:") or Path(spec).exists() or ":" not in spec:
         return None
     trainer = _make(spec, "--trainer")
@@ -418,6 +421,8 @@ def _localise(inputs: GapInputs, spec: str) -> Localisation:
     samples = list(read_samples(inputs.rollout).values())
     version = (samples[0].versions or [None])[0]
     same = [sample.rollout for sample in samples if (sample.versions or [None])[0] == version]
+    # Few tokens are enough, and one batch of one version: every module's output is held in memory
+    # for both forwards.
     batch = [
         rollout
         for i, rollout in enumerate(same[:_SAMPLES])

@@ -30,6 +30,8 @@ def known_bugs(
     with Meter() as meter:
         results = run_kill_matrix(only or (), meter)
     output.table(_table(results))
+    # Both directions count: a check that fails for a bug that is not its own would blame the wrong
+    # code of a user.
     killed = sum(result.killed for result in results)
     blamed = sum(bool(result.blamed_wrongly) for result in results)
     good = killed == len(results) and not blamed

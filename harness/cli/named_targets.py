@@ -166,6 +166,7 @@ def named_factory(spec: str, option: str) -> Any:
             f"{option} {spec!r} must be written module:factory, such as"
             " my_stack.subjects:MySubject."
         )
+    # As `python -m` does: the console script has its own folder there instead.
     if os.getcwd() not in sys.path:  # noqa: PTH109 - sys.path holds text
         sys.path.insert(0, os.getcwd())  # noqa: PTH109 - as above
     module = _module(module_name, option)
@@ -243,6 +244,7 @@ def _module(name: str, option: str) -> Any:
     except KeyboardInterrupt:
         raise
     except ModuleNotFoundError as error:
+        # The module itself is missing, or one that it imports: two different next steps.
         if error.name is not None and (name == error.name or name.startswith(f"{error.name}.")):
             raise UsageError(
                 f"There is no module {error.name!r}: {option} searches the current folder and the"

@@ -73,6 +73,7 @@ class Output:
         if json_target not in (None, "-"):
             check_target(Path(json_target))
         stream = sys.stderr if json_target == "-" else sys.stdout
+        # rich would wrap at 80 columns in a log, in the middle of tables and paths.
         width = None if stream.isatty() else _WIDTH
         self._console = Console(
             file=stream, width=width, highlight=False, markup=False, emoji=False, soft_wrap=True
@@ -162,6 +163,7 @@ class Meter:
         now = time.monotonic()
         if now - self._started < _QUIET:
             return
+        # A bar redraws its line, which fills a log with control characters.
         if self._console.is_terminal:
             self._draw(progress)
         elif now - self._last_line >= _BETWEEN_LINES:

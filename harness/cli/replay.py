@@ -74,6 +74,7 @@ def replay(
                 f"{file} has no case, so it cannot be run again; `rollproof check {file}` judges"
                 " it as recorded."
             )
+        # On the code that is there now: the question is whether the fault is fixed.
         again = run_again(target.factory, replace(trace.header, recipe=target.recipe))
         outcome = _Outcome(recorded, judge(again), rerun=True)
     output.lines(outcome.lines())
@@ -109,6 +110,7 @@ class _Outcome:
     @property
     def verdict(self) -> str:
         """How the new run compares with the recorded one."""
+        # One check of the recorded ones is enough: others may have failed as its consequence.
         if set(self.now.failed) & set(self.recorded.failed):
             return "reproduced"
         if self.now.failed:

@@ -154,6 +154,7 @@ def verify(
     mode. Without any of these options the references that rollproof ships are judged (clients, a
     conversion, layouts, trainers): all must pass.
     """
+    # Everything that can be refused is refused before the run, which may take hours.
     output = Output(json_target)
     check_folder(witness_dir)
     seed = profile_named(profile).seed_for(seed)
@@ -191,6 +192,7 @@ def verify(
                 targets, settings, meter, jobs=processors() if jobs is None else jobs
             )
     except Interrupted as interrupt:
+        # Ctrl-C: show the verdicts so far, then end as interrupted.
         if interrupt.reports:
             _show(output, title, list(interrupt.reports), targets, verbose=verbose)
         raise
@@ -199,6 +201,8 @@ def verify(
         note = PinnedVerdicts.note(targets, reports)
     merged = _show(output, title, reports, targets, note, verbose=verbose)
     stale = _compare_expected(output, expected_failures, reports, accept=accept)
+    # With --matrix the pinned verdicts decide: a known failure is no failure, and a check that
+    # passes unexpectedly is one.
     if pinned is not None:
         deviations = pinned.deviations(reports, ids)
         output.lines((Style.BAD, f"  {text}") for text in deviations)
@@ -281,7 +285,7 @@ def _read_expected(expected: Path | None, *, accept: bool) -> ExpectedFailures |
                 " FILE."
             )
         return None
-    if accept:
+    if accept:  # the file need not exist yet
         check_target(expected)
     return ExpectedFailures.read(expected, missing_ok=accept)
 
@@ -414,12 +418,17 @@ class PinnedVerdicts:
 
     def known_failures(self) -> dict[str, KnownFailures]:
         """Return the kinds of findings that those checks are known to show, by target."""
-        return {name: self.matrix.known_failures(self.version, part) for name, part in self.parts.items()}
+        return {
+            name: self.matrix.known_failures(self.version, part)
+            for name, part in self.parts.items()
+        }
 
     def deviations(self, reports: Iterable[Report], judged: Collection[str]) -> list[str]:
         """Return how the reports differ from the pinned verdicts on the ``judged`` checks."""
         texts = (
-            self.matrix.unknown_parts(self.version, set(self.parts.values())) if self.complete else []
+            self.matrix.unknown_parts(self.version, set(self.parts.values()))
+            if self.complete
+            else []
         )
         for report in reports:
             outcome, part = Outcome.of_report(report.to_dict()), self.parts[report.subject]

@@ -1,3 +1,3 @@
-"""Pytest plugin: the items, decorators and hooks behind the entry point ``rollproof.plugin``."""
+"""Decorators, items and session state of the pytest plugin; ``rollproof.plugin`` has the hooks."""
 
 from __future__ import annotations

@@ -92,6 +92,7 @@ def conformance(
         )
 
     def mark(function: _F) -> _F:
+        # pytest-asyncio would run the body on its own loop, and the subject with it, in real time.
         if inspect.iscoroutinefunction(function):
             raise UsageError(
                 f"{function.__name__} must be a plain function: the subject, which may be async,"
@@ -145,6 +146,7 @@ class Conformance:
         _checked(as_names(cls.only, "only"))
         as_names(cls.flavours or (), "flavours")
         as_expected(cls.expected, default_registry())
+        # Only classes that set a subject: a base class of a user may have any name.
         if "subject" in cls.__dict__ and not cls.__name__.startswith("Test"):
             warnings.warn(
                 f"pytest does not collect {cls.__name__} unless `python_classes` matches it: name"
@@ -216,5 +218,6 @@ class EngineConformance(Conformance):
         if cls.engine is not None and "subject" not in cls.__dict__:
             from rollproof.verification.engines import EngineChoice
 
+            # not `cls.subject = ...`, because the type checkers hold it to be a ClassVar of Any
             type.__setattr__(cls, "subject", EngineChoice(engine=cls.engine, model=cls.model))
         super().__init_subclass__(**kwargs)

@@ -73,6 +73,7 @@ def run_item(item: pytest.Function, state: State) -> None:
     report = _report(state, suite, item.config)
     check_id = item.funcargs["check"]
     result = next(result for result in report.results if result.id == check_id)
+    # For JUnit files, and for the plugin, which lists an unknown verdict as UNKNOWN.
     item.user_properties.append(("rollproof_verdict", str(result.verdict)))
     _raise_outcome(result, report, state)
     item.funcargs["check"] = result
@@ -85,6 +86,7 @@ def _raise_outcome(result: CheckResult, report: Report, state: State) -> None:
         if reason is not None and not result.otherwise:
             pytest.xfail(reason)
         pytest.fail(_failure_text(result, report), pytrace=False)
+    # Strict like xfail_strict; an unknown check has shown nothing, so its entry stays.
     if reason is not None and result.verdict is not Verdict.UNKNOWN and not state.settings.accept:
         pytest.fail(
             f"{result.id} is listed as an expected failure ({reason}), but its verdict is"
@@ -132,6 +134,7 @@ def _report(state: State, suite: Suite, config: pytest.Config) -> Report:
             f"{suite.title} could not be run; the first item of this subject says why.",
             pytrace=False,
         )
+    # A fault of ours is raised with its traceback, an error of the user is one line.
     state.raised.add(key)
     if not isinstance(outcome, RollproofError):
         raise outcome
@@ -151,6 +154,7 @@ def _run(
         if state.settings.expected
         else None
     )
+    # One folder per xdist worker: two of them may run the same subject at the same time.
     root = config.rootpath / ".rollproof"
     folder, notes = _counterexample_folder(root / worker / suite.folder)
     only = suite.only or state.settings.only

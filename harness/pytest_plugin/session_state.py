@@ -20,6 +20,7 @@ __all__ = ["Settings", "State", "read_settings"]
 _UNKNOWN = ("fail", "skip")
 
 
+# No dataclass: the header prints them by _asdict, and gpu_suites read them by name.
 class Settings(NamedTuple):
     """The values in force: command line before ini file before default. Paths are absolute."""
 
@@ -71,6 +72,7 @@ class State:
         if not self.settings.only:
             return ()
         selected = default_registry().select(self.settings.only)
+        # Skipped, not passed: a test in which no check runs has shown nothing.
         ids = tuple(check.id for check in selected if check.judges(about))
         if not ids:
             pytest.skip(
@@ -113,6 +115,7 @@ class State:
         What was written goes into the closing summary. Returns whether all of it could be.
         """
         settings = self.settings
+        # Only the controller of an xdist session calls this; it has the reports of all workers.
         reports = list(self.reports.values())
         complete = True
         if settings.report is not None and not reports:
@@ -187,6 +190,7 @@ def _merged(reports: list[dict[str, Any]]) -> dict[str, Any]:
     """
     if len(reports) == 1:
         return reports[0]
+    # Unknown outranks a pass: whoever reads one line must see that something is undecided.
     order = ("fail", "unknown", "expected fail", "pass", "not applicable")
     checks: dict[str, dict[str, Any]] = {}
     for report in reports:

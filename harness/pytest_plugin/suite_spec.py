@@ -60,6 +60,7 @@ class Suite:
 
         Two suites of one title, or one subject that is run with different options, have one each.
         """
+        # A checksum rather than a counter: the next session must find the same folder again.
         base = folder_name(f"{self.module}.{self.title}")
         options = f"{self.declared_by} {self.profile} {self.seed} {self.only} {self.flavours}"
         return base if self.plain else f"{base}-{zlib.crc32(options.encode()):08x}"

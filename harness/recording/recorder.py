@@ -166,6 +166,7 @@ class Recording:
         if self._save is not None:
             check_target(self._save)
         self._on_report = on_report
+        # Calls come from any thread; the order of events is the order in which they take the lock.
         self._lock = threading.Lock()
         self._owners = Owners()
         self._submitted: set[str] = set()
@@ -214,6 +215,7 @@ class Recording:
             raise UsageError(
                 "result() needs a rollout, or the request_id of the request that ended without one."
             )
+        # Checked before the lock is taken, so that a wrong value leaves the recording as it was.
         event = Result(request_id=ended, rollout=rollout, error=error)
         _refuse_misfit(event, "result()")
         with self._lock:
@@ -290,6 +292,7 @@ class Recording:
 
     def observation(self, request_id: str, token_ids: Iterable[int]) -> None:
         """Record tokens that the environment appends to a request's sequence."""
+        # A generator is read once, outside the lock.
         ids = as_tokens(
             token_ids
             if isinstance(token_ids, list | tuple) or hasattr(token_ids, "tolist")
@@ -404,6 +407,7 @@ class Recording:
             self.result(request_id=request.request_id)
             return
         rollout = validate_rollout(to_record(native), "to_record")
+        # The field's frameworks build samples from batches, where rows are easily swapped.
         if rollout.request_id != request.request_id:
             raise SubjectError(
                 f"to_record returned the rollout of request {rollout.request_id!r} for request"
@@ -439,6 +443,7 @@ class Recording:
             if misfit is not None:
                 raise SubjectError(f"to_call returned an unusable EngineCall: {misfit}.")
             self._calls += 1
+            # A copy of the sampling parameters: the caller may change its own dictionary.
             self._owners.asks(event.call_id, event.request_id)
             self._recorder.record(replace(event, sampling=dict(event.sampling)))
         return event.call_id
@@ -473,6 +478,7 @@ class Recording:
         data = self._report.to_dict()
         if self._on_report is not None:
             self._on_report(data)
+        # Strict like a file of expected failures.
         stale = [
             result.id
             for result in results
@@ -492,6 +498,7 @@ class Recording:
             raise ExpectationError(
                 f"Expected to fail, but passing: {', '.join(stale)}. Remove them from `expected`."
             )
+        # Last, because findings are more urgent than a test that ended too early.
         if self._owners.ids:
             raise UsageError(
                 f"Requests {list(self._owners.ids)[:9]} were submitted and never ended within the"

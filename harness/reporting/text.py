@@ -28,6 +28,7 @@ __all__ = [
 NOT_EXERCISED = "not exercised"
 """The start of a check's reason if its situation did not occur."""
 _WIDTH = 118
+# Seven ids and more would wrap, and hide the reason at the end of the line.
 _NAMED = 6
 """A line that gathers more checks than this counts them, and names none."""
 _PLACE_KEYS = {
@@ -59,6 +60,7 @@ class Style(Enum):
         return _MARKUP[self]
 
 
+# pytest's writer has other names for styles than rich.
 _MARKUP: Mapping[Style, Mapping[str, bool]] = {
     Style.PLAIN: {},
     Style.TITLE: {"bold": True},
@@ -173,6 +175,7 @@ def check_lines(check: Mapping[str, Any], *, findings: int = 3) -> Iterator[Line
     yield style, wrapped(f"  {word}  {check['id']}{exercised}{detail}", "      ")
     for number, finding in enumerate(check["findings"][:findings], 1):
         yield from finding_lines(finding, number, check["id"] if number == 1 else "")
+    # The judge counts all findings, and keeps only the first ones.
     more = check.get("found", len(check["findings"])) - min(findings, len(check["findings"]))
     if more > 0 and findings:
         yield (
@@ -218,6 +221,7 @@ def _head(report: Mapping[str, Any]) -> str:
     return f"{report['subject']}  [{', '.join(fact for fact in facts if fact)}]"
 
 
+# Yellow also if nothing passed: a run in which every check is not applicable shows nothing.
 def _style_of(report: Mapping[str, Any]) -> Style:
     summary = report["summary"]
     if summary["fail"]:
