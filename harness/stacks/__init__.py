@@ -224,6 +224,7 @@ def parse_spec(spec: str) -> tuple[str, str | None]:
     Raises:
         UsageError: No stack has this name, or the operator is not ``==``.
     """
+    # the only operator is ==: a range would leave open what was judged
     name, operator, version = (part.strip() for part in spec.partition("=="))
     if (
         not name.replace("-", "_").isidentifier()
@@ -235,6 +236,7 @@ def parse_spec(spec: str) -> tuple[str, str | None]:
             f" {sorted(STACKS)}."
         )
     if name not in STACKS:
+        # names have hyphens, packages underscores: both are typed
         near = difflib.get_close_matches(name.lower().replace("_", "-"), STACKS, n=1, cutoff=0.5)
         guess = f" Did you mean {near[0]!r}?" if near else ""
         raise UsageError(

@@ -169,6 +169,7 @@ def checked_out(folder: Path, release: Release) -> str:
             f"--checkout {folder} is no checkout of {release.stack}: it has no"
             f" {release.module_file}. Name the folder that git made from {release.repository}."
         )
+    # first on the path: an installed release of the same name must not be judged instead
     roots = [str((folder / root).resolve()) for root in release.roots]
     if sys.path[: len(roots)] != roots:
         sys.path[:0] = roots
@@ -207,6 +208,7 @@ def changed_files(folder: Path, release: Release) -> tuple[str, ...]:
 
 def imported_from(folder: Path, release: Release) -> str | None:
     """The file that ``release.module`` was imported from, if it is not the one in ``folder``."""
+    # imported modules stay imported, whatever the path says now
     file = getattr(sys.modules.get(release.module), "__file__", None)
     if file is None or Path(file).resolve() == (folder / release.module_file).resolve():
         return None

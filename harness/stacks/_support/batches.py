@@ -48,6 +48,7 @@ def batch_contract(*, rows: Rows, resume: ResumeBy, versions: Versions, **differ
             "layer_axis": LayerAxis.ALL,
             "num_layers": LAYERS,
             "moe_layers": (1, 2, 3),
+            # beyond a byte
             "num_experts": 300,
             "top_k": TOP_K,
             "filler": Filler.ZEROS,

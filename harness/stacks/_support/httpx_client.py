@@ -19,7 +19,8 @@ def without_certificates() -> Iterator[None]:
     # encrypted here, so none would be used.
     module: Any = importlib.import_module(_MODULE)
     real = getattr(module, _NAME, None)
-    if real is None:  # a private name of httpx; without the patch clients only take longer
+    # a private name of httpx; without the patch clients only take longer
+    if real is None:
         yield
         return
     setattr(module, _NAME, lambda *_, **__: None)

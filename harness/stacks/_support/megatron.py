@@ -65,6 +65,7 @@ def megatron_rank(mesh: Mesh, rank: Rank, gathered: Sequence[Any] = ()) -> Itera
         "is_initialized": True,
     }
     tensor_group = values["get_tensor_model_parallel_group"]
+    # By name in the modules that define them: callers look them up there at every call.
     with ExitStack() as stack:
         stack.enter_context(
             mock.patch.object(
@@ -122,5 +123,6 @@ def _custom_layout(layout: Layout) -> Any:
 
     counts, mesh = layout.stages.custom or (), layout.mesh
     chunks = [["decoder"] * counts[pp][chunk] for chunk in range(mesh.vpp) for pp in range(mesh.pp)]
+    # embedding and loss are layers of a custom layout
     chunks[0], chunks[-1] = ["embedding", *chunks[0]], [*chunks[-1], "loss"]
     return PipelineParallelLayerLayout(chunks, mesh.pp)

@@ -50,7 +50,9 @@ class Part:
         yield from cases_for(self, profile=profile, seed=used, flavours=self.flavours, thin=thin)
         if not self.turns:
             return
+        # as many multi-turn cases as the profile has random ones, over all flavours
         share = max(1, settings.random_cases // len(self.flavours))
+        # what a flavour is asked for depends on the contract of the part on it
         for flavour, contract, model in probe(self, self.flavours):
             drawn = random_cases(
                 used,

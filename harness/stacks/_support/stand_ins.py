@@ -91,7 +91,8 @@ class _StubModule(ModuleType):
 
     def __init__(self, name: str, values: Mapping[str, Any]) -> None:
         super().__init__(name)
-        self.__path__ = []  # a package: modules are imported from it
+        # a package: modules are imported from it
+        self.__path__ = []
         self.__dict__.update(values)
 
     def __getattr__(self, name: str) -> Any:

@@ -78,6 +78,7 @@ def client_contract(
     }
     if rows is not Rows.NONE:
         model = fleet.case.model
+        # A contract without rows must not describe them.
         fields |= {
             **model.sizes,
             "layer_axis": LayerAxis.ALL,

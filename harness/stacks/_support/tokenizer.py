@@ -73,6 +73,7 @@ class IdTokenizer:
         """Tensors ``(1, max_length)``, padded on ``padding_side``; longer sequences stay longer, as
         in transformers.
         """
+        # imported here: most stacks never pad
         import torch
 
         ids = list(encoded["input_ids"])

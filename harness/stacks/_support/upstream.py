@@ -52,10 +52,12 @@ def missing_dependency(release: Release, version: str, error: ImportError) -> St
     module = error.name or ""
     package = module.partition(".")[0]
     installed = f"{release.stack} {version} is {release.installed}"
+    # of a checkout no installation mends a module that is missing
     if release.repository is not None and package == release.module.partition(".")[0]:
         return StackError(
             f"{installed}, but incomplete: its module {module} is missing or lacks a name: {error}."
         )
+    # a missing module of the framework itself is no missing package
     own = package in (release.stack.replace("-", "_"), release.distribution)
     if isinstance(error, ModuleNotFoundError) and module and not own:
         return StackError(

@@ -41,6 +41,7 @@ class BridgeSubject(StackSubject):
 
     def start(self, fleet: Fleet) -> None:
         """Put a bridge in front of each server."""
+        # as in EngineSubject
         fleet.pause_mode = PauseMode.ABORT
         fleet.clear_cache = True
         self.contract = contract_of(fleet)
@@ -76,6 +77,7 @@ class BridgeSubject(StackSubject):
             await self._everywhere([bridge.pause() for bridge in self._bridges])
             await self._load(version)
             await self._everywhere([bridge.resume() for bridge in self._bridges])
+            # an update without a label leaves the bridges' counters as they are
             if version is not None:
                 for bridge in self._bridges:
                     bridge.set_version(version)

@@ -55,6 +55,7 @@ class EngineSubject(StackSubject):
         """Make the servers, and an engine that knows their addresses, without its health polls and
         its executor.
         """
+        # AReaL's pause ends what runs; its client resumes it
         fleet.pause_mode = PauseMode.ABORT
         fleet.clear_cache = True
         self.contract = contract_of(fleet)
@@ -67,6 +68,7 @@ class EngineSubject(StackSubject):
         self._executor = _Executor()
         self._update_lock = asyncio.Lock()
         self._engine = self._areal.engine(config, backend)
+        # `initialize` would poll their health and start the executor
         self._engine.addresses = [url.removeprefix("http://") for url in self._http.urls.values()]
         self._engine._workflow_executor = self._executor
         self._engine._initialized = True

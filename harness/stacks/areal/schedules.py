@@ -22,6 +22,7 @@ class ArealPart(Part):
     """
 
     def cases(self, profile: str, seed: int | None = None) -> Iterator[Case]:
+        # The profile's schedules abort a request a few times at most.
         yield from super().cases(profile, seed)
         for flavour in self.flavours:
             yield _aborted_often(flavour)

@@ -76,6 +76,7 @@ class ShardedBatch:
         )
         committed = []
         for sample in samples:
+            # the group's id is the sample's name: the shards are read back by it
             group = buffer.reserve(weight_version=1, group_id=sample.request_id)
             committed.append(
                 asyncio.run(
@@ -146,6 +147,7 @@ class AsyncBatch:
         train, _ = message_rows(
             nemo, batch, routes=any(sample.routes is not None for sample in samples)
         )
+        # carried through packing and sharding: samples are recognised by it
         train["place"] = batch["place"]
         longest = int(train["input_ids"].shape[1])
         shards, _ = train.shard_by_batch_size(
@@ -218,7 +220,8 @@ def message_log(sample: Rollout) -> list[dict[str, Any]]:
             "content": spell(ids[start:end]),
             "token_ids": torch.tensor(ids[start:end], dtype=torch.long),
         }
-        last = end == len(ids)  # surplus values belong to the last message
+        # surplus values belong to the last message
+        last = end == len(ids)
         if sampled[start] and sample.logprobs is not None:
             values = sample.logprobs[start - prompt : None if last else end - prompt]
             message["generation_logprobs"] = torch.tensor(values, dtype=torch.float32)
@@ -238,7 +241,8 @@ def _ranks(count: int) -> int:
 def _row(columns: dict[str, Any], name: str) -> BatchRow:
     ids, length = columns["input_ids"].numpy(), int(columns["input_lengths"])
     attention = np.zeros(len(ids), dtype=np.int64)
-    attention[:length] = 1  # the trainer's attention is causal, up to the row's length
+    # the trainer's attention is causal, up to the row's length
+    attention[:length] = 1
     mask = columns["token_mask"].numpy().astype(np.int64)
     routes = columns.get("routed_experts")
     return BatchRow(

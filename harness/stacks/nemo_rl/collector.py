@@ -119,6 +119,7 @@ class CollectorSubject(StackSubject):
             i for i, group in enumerate(groups) if group["batch"]["request"] == [request.request_id]
         )
         version, batch = self._buffer.trajectory_versions[index], groups[index]["batch"]
+        # taken out as the trainer takes it: a group is trained on once
         self._buffer._remove_indices([index])
         return CollectedGroup(request=request, output=batch, version=version)
 
@@ -132,8 +133,10 @@ class CollectorSubject(StackSubject):
             self._call_all("prepare_for_refit")
             await asyncio.sleep(step)
             self._transfer.label = label
+            # The trainer's side of the transfer has no worker to wait for.
             policy = SimpleNamespace(broadcast_weights_for_collective=lambda **_: [])
-            with redirect_stderr(StringIO()):  # a worker prints the traceback of a failed transfer
+            # a worker prints the traceback of a failed transfer
+            with redirect_stderr(StringIO()):
                 self._nemo.grpo.refit_policy_generation(policy, self._generation, False)
             self._version += 1
             self._labels[self._version] = label
@@ -170,6 +173,7 @@ class CollectorSubject(StackSubject):
 
     def _collector(self, request: Request) -> Any:
         nemo = self._nemo
+        # Made without its constructor: these are the fields that its methods read.
         collector = object.__new__(undecorated_class(nemo.collector.AsyncTrajectoryCollector))
         options = nemo.grpo.AsyncGRPOConfig(
             enabled=True,

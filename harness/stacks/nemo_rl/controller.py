@@ -66,7 +66,8 @@ class Threads:
     async def to_thread(self, work: Callable[..., Any], *arguments: Any, **named: Any) -> Any:
         """Do ``work`` at once, in the middle of the time that it takes."""
         await asyncio.sleep(self._step)
-        with redirect_stderr(StringIO()):  # a worker prints the traceback of a failed transfer
+        # a worker prints the traceback of a failed transfer
+        with redirect_stderr(StringIO()):
             result = work(*arguments, **named)
         await asyncio.sleep(self._step)
         return result
@@ -110,6 +111,7 @@ class ControllerSubject(StackSubject):
         self._fleet = fleet
         self._transfer = Transfer(fleet)
         self._plane = nemo.plane.NoOpDataPlaneClient()
+        # `_UNLIMITED` rows: the partition never makes a producer wait
         self._plane.register_partition(_PARTITION, [], _UNLIMITED, ["train"])
         self._buffer = nemo.buffers.TQReplayBuffer(
             self._plane, _PARTITION, pad_value_dict={"token_ids": PAD_ID}
@@ -119,6 +121,7 @@ class ControllerSubject(StackSubject):
         settings = SimpleNamespace(recompute_kv_cache_after_weight_updates=False)
         generation = updatable(nemo, fleet, self._transfer.load)
         policy = SimpleNamespace(broadcast_weights_for_collective=lambda **_: [])
+        # Made without its constructor: these are the fields that its methods read.
         self._controller = object.__new__(undecorated_class(nemo.controller.SingleControllerActor))
         self._controller.__dict__.update(
             _rollout_permitted=asyncio.Event(),
@@ -134,6 +137,7 @@ class ControllerSubject(StackSubject):
             _rollout_manager=SimpleNamespace(set_weight_version=self._publish),
         )
         self._controller._rollout_permitted.set()
+        # no thread may run beside virtual time
         nemo.controller.asyncio = Threads(fleet.case.engine.step)
         self._labels: dict[int, int] = {0: fleet.case.first_version}
         self._version = 0

@@ -62,6 +62,7 @@ def environment(nemo: NemoRl, fleet: Fleet, request: Request) -> Mapping[str, An
         return spell(turns[0]), {"turns": turns[1:]}, False
 
     def step(logs: list[list[Mapping[str, str]]], infos: list[dict[str, Any]]) -> Any:
+        # a step takes a batch of conversations
         texts, left, ended = zip(*map(reply, logs, infos), strict=True)
         returned = nemo.environments.EnvironmentReturn(
             observations=[{"role": "environment", "content": text} for text in texts],

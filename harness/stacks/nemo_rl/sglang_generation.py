@@ -42,6 +42,7 @@ class SglangSubject(StackSubject):
 
     def start(self, fleet: Fleet) -> None:
         """Make SGLang's servers with their router, and NeMo-RL's HTTP client."""
+        # colocated: the engines finish what runs, then sleep while the trainer works
         fleet.pause_mode = PauseMode.WAIT
         fleet.clear_cache = True
         self._fleet = fleet
@@ -117,7 +118,8 @@ class SglangSubject(StackSubject):
                 "top_p": request.sampling.get("top_p", 1.0),
                 "_pad_token_id": PAD_ID,
                 "sglang_cfg": {
-                    "context_length": total + 1,  # SGLang keeps one token free
+                    # SGLang keeps one token free
+                    "context_length": total + 1,
                     "sglang_server_config": {"sglang_server_concurrency": _CONCURRENCY},
                 },
             },
@@ -125,5 +127,6 @@ class SglangSubject(StackSubject):
             router_port=int(port),
             _http_client=self._client,
         )
-        generation.shutdown = lambda: True  # called by __del__
+        # called by __del__
+        generation.shutdown = lambda: True
         return generation

@@ -98,7 +98,8 @@ def import_nemo_rl(version: str) -> NemoRl:
     for name in ("nemo_rl", "httpx", "httpcore"):
         logging.getLogger(name).setLevel(logging.CRITICAL)
     for module in modules.values():
-        module.print = _silent  # it prints much on every rollout
+        # it prints much on every rollout
+        module.print = _silent
     for name in _WITH_RAY:
         modules[name].ray = RayCalls(modules[name].ray)
     # it collects garbage at every update, which takes longer than a case
@@ -113,7 +114,8 @@ class Ref:
     value: Any
 
     def __await__(self) -> Generator[None, None, Any]:
-        yield from ()  # makes it a generator, and waits for nothing
+        # makes it a generator, and waits for nothing
+        yield from ()
         return self.value
 
 

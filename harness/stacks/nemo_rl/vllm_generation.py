@@ -121,6 +121,7 @@ class WorkerGroup:
             async for result in results:
                 yield _ready(result)
         except EngineFailure as error:
+            # the caller of an actor sees its error as Ray wraps it
             raise self._nemo.vllm.ray.wrapped(name, error) from error
 
 
@@ -173,6 +174,7 @@ def updatable(nemo: NemoRl, fleet: Fleet, load: Any) -> Any:
 
 
 def _generation(nemo: NemoRl, cfg: dict[str, Any], workers: list[Any]) -> Any:
+    # The constructor makes a worker group of Ray actors.
     generation = object.__new__(nemo.vllm.VllmGeneration)
     generation.__dict__.update(
         cfg=cfg,
@@ -181,11 +183,13 @@ def _generation(nemo: NemoRl, cfg: dict[str, Any], workers: list[Any]) -> Any:
         fleet_selector=None,
         fleet_monitor=None,
     )
-    generation.shutdown = lambda: True  # called by __del__
+    # called by __del__
+    generation.shutdown = lambda: True
     return generation
 
 
 def _worker(nemo: NemoRl, cfg: dict[str, Any], llm: AsyncLLM, fleet: Fleet) -> Any:
+    # The constructor starts vLLM.
     worker = object.__new__(nemo.vllm_worker.VllmAsyncGenerationWorkerImpl)
     dtype = nemo.interfaces.resolve_routed_experts_dtype(fleet.case.model.num_experts)
     worker.__dict__.update(

@@ -96,6 +96,7 @@ class ExecutorSubject(StackSubject):
     def start(self, fleet: Fleet) -> None:
         """Put an engine actor in front of the fleet."""
         self._fleet = fleet
+        # as PPOTrainerAsync pauses vLLM
         fleet.pause_mode = PauseMode.KEEP
         fleet.clear_cache = True
         self._engine = EngineActor(fleet)

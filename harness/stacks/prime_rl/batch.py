@@ -61,6 +61,7 @@ class MicroBatches:
             bin_cost=batch.build_bin_cost(None),
             pad_to_multiple_of=_MULTIPLE,
         )
+        # made without its constructor: only its conversion to tensors is called
         loader = object.__new__(self._prime.data.DataLoader)
         decode = msgspec.msgpack.Decoder(transport.MicroBatch).decode
         tensors = [

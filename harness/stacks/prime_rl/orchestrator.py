@@ -60,6 +60,7 @@ class OrchestratorSubject(StackSubject):
     def start(self, fleet: Fleet) -> None:
         """Make the servers, the dispatcher and the watcher."""
         prime = self._prime
+        # prime-rl's servers keep what runs; a salt keeps the caches of policies apart.
         fleet.pause_mode = PauseMode.KEEP
         fleet.clear_cache = False
         self._fleet = fleet
@@ -69,8 +70,10 @@ class OrchestratorSubject(StackSubject):
         config = prime.shared.ClientConfig(
             base_url=self._http.router + "/v1", admin_base_url=urls, api_key_var="ROLLPROOF_NO_KEY"
         )
+        # the pool makes a client for each address
         with without_certificates():
             pool = prime.client.InferencePool(config, MODEL, train_client_type="renderer")
+        # dispatcher and watcher share it: the watcher raises its version
         policy = prime.types.Policy(version=fleet.case.first_version, model_name=MODEL)
         self._tasks = _TaskSource(prime)
         self._server = _EnvironmentServer(
@@ -136,6 +139,7 @@ class OrchestratorSubject(StackSubject):
         """
         label = self._fleet.weights_of(None) if version is None else version
         step = self._folder / "broadcasts" / f"step_{label}"
+        # the transfer itself is a request to each server: the directory is empty
         step.mkdir(parents=True)
         (step / "STABLE").touch()
         self._http.about(label)
@@ -227,6 +231,7 @@ class _Environments:
     """``TrainEnvs`` with one environment: prime-rl's ``TrainEnv``, with a client of ours."""
 
     def __init__(self, prime: PrimeRl, pool: Any, client: Any) -> None:
+        # made without its constructor: the environment is ours
         env = object.__new__(prime.envs.TrainEnv)
         env.config = SimpleNamespace(group_size=1, resolved_name=_ENV)
         env.generation_source = SimpleNamespace(uses_live_policy=True, pool=pool)

@@ -63,6 +63,7 @@ def _stubs(rollout: Any) -> dict[str, ModuleType]:
     modules: dict[str, ModuleType] = {}
     for name, members in _NAMES.items():
         modules[name] = module = ModuleType(name)
+        # RLinf's own files are found in the package that its __init__ is kept from running
         module.__path__ = (
             [str(Path(folder) / "sglang") for folder in rollout.__path__]
             if name == _PACKAGE

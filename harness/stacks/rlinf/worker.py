@@ -89,6 +89,7 @@ class WorkerSubject(StackSubject):
             finally:
                 self._fleet.balancer.release(server)
             if not group.all_completed:
+                # the scheduler needs a moment to migrate a group
                 await asyncio.sleep(self._fleet.case.engine.step)
         result = self._rlinf.result.from_sglang_seq_group(group, request.want_logprobs)
         return StackOutput(request=request, output=result)
@@ -113,6 +114,7 @@ class WorkerSubject(StackSubject):
         )
 
     def _worker(self, server: str, request: Request) -> Any:
+        # The constructor starts an engine.
         worker = object.__new__(self._rlinf.worker)
         worker._engine = _Engine(self._fleet.servers[server])
         worker._sampling_params = {**request.sampling, "max_new_tokens": budget_of(request)}

@@ -63,6 +63,7 @@ class OutputBatch:
     def _output(self, sample: Rollout, index: int) -> Any:
         import torch
 
+        # prompts are padded on the left, as ROLL's data loader does
         pad = _PROMPT - len(sample.prompt_ids)
         mask = torch.tensor([[0] * pad + [1] * len(sample.prompt_ids)])
         request = self._roll.protocol.DataProto.from_single_dict(

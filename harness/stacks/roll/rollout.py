@@ -66,6 +66,7 @@ class LoopSubject(StackSubject):
         """
         roll = self._roll
         self._fleet = fleet
+        # Made without its constructor: these are the fields that its methods read.
         manager = object.__new__(roll.router.RouterManager)
         workers = [_worker(roll, fleet, engine) for engine in fleet.servers.values()]
         router = roll.router.PromptAffinityRouter(
@@ -109,6 +110,7 @@ class LoopSubject(StackSubject):
         roll = self._roll
         budget = budget_of(request)
         length = len(request.prompt_ids) + _PADDED
+        # as above
         context = object.__new__(roll.scheduler.RolloutContext)
         context.__dict__.update(
             _scheduler=self._scheduler,
@@ -141,7 +143,8 @@ class LoopSubject(StackSubject):
             await self._scheduler.pause_sampling()
             try:
                 await self._model_update(label)
-            finally:  # if it fails ROLL's driver ends, and there is no next step
+            finally:
+                # if it fails ROLL's driver ends, and there is no next step
                 self._manager.resume()
 
     async def _model_update(self, label: int) -> None:
@@ -152,6 +155,7 @@ class LoopSubject(StackSubject):
         alive = [engine for engine in self._fleet.servers.values() if engine.alive]
         loads = [engine.load(true, label, identity=true == engine.version) for engine in alive]
         for outcome in await asyncio.gather(*loads, return_exceptions=True):
+            # a dead server takes part in no update, and is no reason to fail
             if isinstance(outcome, BaseException) and not isinstance(outcome, ServerDied):
                 raise outcome
         for engine in alive:
@@ -269,6 +273,7 @@ def _meta(output: EngineOutput) -> dict[str, Any]:
 
 def _worker(roll: Roll, fleet: Fleet, engine: FakeEngine) -> Any:
     """The Ray handle of a worker with ROLL's strategy for SGLang."""
+    # made without its constructor: its engine is one of the fleet
     strategy = object.__new__(roll.strategy.SgLangStrategy)
     strategy.model = SimpleNamespace(
         engine=SimpleNamespace(tokenizer_manager=TokenizerManager(engine))

@@ -77,6 +77,7 @@ def _quiet() -> Iterator[None]:
     """
     root = logging.getLogger()
     handlers, level = list(root.handlers), root.level
+    # a folder of its own, so that none is made where somebody works
     os.environ.setdefault("ROLL_LOG_DIR", tempfile.mkdtemp(prefix="rollproof-roll-"))
     try:
         with redirect_stdout(StringIO()):

@@ -130,6 +130,7 @@ class BatchTensors:
             return None
         if not hasattr(routes, "segment"):
             return array_of(routes[i])  # type: ignore[no-any-return]  # a numpy array
+        # `arange` is what SkyRL fills where nothing was captured
         rows = array_of(routes.segment(i))
         return np.concatenate(
             [
@@ -159,6 +160,7 @@ class TrainingInput(BatchTensors):
         batch = self._trainer.convert_to_training_input(
             _trainer(len(samples)), generator_output(samples, self._skyrl), names
         )
+        # Ray's store would copy the chunk into another process.
         module = self._dispatch.__module__
         with mock.patch(f"{module}.ray", SimpleNamespace(put=lambda chunk: pickle.dumps(chunk))):
             staged = self._dispatch.stage_chunks(_RANKS, batch, [(0, len(samples))])

@@ -31,6 +31,7 @@ class _TurnEnvironment(BaseTextEnv):  # type: ignore[misc]  # the base is SkyRL'
 
     def step(self, action: str) -> BaseTextEnvStepOutput:
         """Answer a turn of the model."""
+        # only a turn that ended by itself is answered
         if not self._turns or action.split()[-1:] != [self._eos]:
             return BaseTextEnvStepOutput(observations=[], reward=0.0, done=True, metadata={})
         turn = self._turns.pop(0)

@@ -47,6 +47,7 @@ class GeneratorSubject(StackSubject):
         from rollproof.stacks.skyrl import environment
 
         self._environment = environment.NAME
+        # the registry is one of the process, and refuses a name that it has
         if environment.NAME not in skyrl.gym.envs.registration.registry:
             skyrl.gym.register(environment.NAME, entry_point=environment.ENTRY)
 
@@ -109,6 +110,7 @@ class GeneratorSubject(StackSubject):
                 enable_return_routed_experts=wants_routes(self._fleet)
             ),
         )
+        # no worker threads: environments are stepped in the loop
         gym = config.SkyRLGymConfig(max_env_workers=0)
         return self._skyrl.generator(generator, gym, self._host.client, self._host.tokenizer)
 

@@ -38,6 +38,8 @@ class SkyRLHost:
 
     def __init__(self, fleet: Fleet, skyrl: SkyRL) -> None:
         self.fleet = fleet
+        # SkyRL's update freezes what runs, and clears no prefix cache: calls go on with the KV that
+        # they have.
         fleet.pause_mode = PauseMode.KEEP
         fleet.clear_cache = False
         self.http: HttpFleet = HttpFleet(fleet, nested_routes=skyrl.facts.routes is RouteForm.LISTS)
@@ -157,6 +159,7 @@ def _dispatch(base: Any, host: SkyRLHost) -> Any:
 
     class Dispatch(base):  # type: ignore[misc]  # the base is SkyRL's, known at run time only
         def __init__(self) -> None:
+            # The branch of save_weights_for_sampler that is neither LoRA, colocated, nor sleeping.
             lora = SimpleNamespace(rank=0)
             policy = SimpleNamespace(model=SimpleNamespace(lora=lora), megatron_config=None)
             engine = SimpleNamespace(offload_kv_for_weight_sync=False, weight_sync_backend="nccl")

@@ -40,6 +40,7 @@ class SkyRLReplay:
         """Install targets, as ``forward_step`` does before it calls the model."""
         if run.step.action is not Action.REPLAY:
             return
+        # SkyRL records nothing itself: routes come with the batch
         routes, mask = _padded(run, number)
         replay_utils().setup_per_microbatch_replay_forward(
             routes,

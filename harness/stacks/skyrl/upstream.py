@@ -53,7 +53,8 @@ def import_skyrl(found: Found) -> SkyRL:
             "gym": "skyrl_gym",
         },
     )
-    _quiet()  # some of its modules configure logging when they are imported
+    # some of its modules configure logging when they are imported
+    _quiet()
     return SkyRL(version=found.version, facts=VERSIONS[found.line], **names)
 
 

@@ -55,6 +55,7 @@ class RankData:
     def collate(self, samples: list[Rollout]) -> Any:
         """What each rank holds after a journey by pickle, and the names of the samples."""
         ranks = min(_RANKS, len(samples))
+        # Made without its constructor: these are the fields that its methods read.
         manager = object.__new__(self._manager)
         manager.args = self.arguments(len(samples))
         manager.custom_convert_samples_to_train_data_func = None

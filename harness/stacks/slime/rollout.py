@@ -93,10 +93,12 @@ class PartialRollout(StackSubject):
         import httpx
 
         self._fleet = fleet
+        # slime aborts what runs between two rollouts, and its servers flush their caches.
         fleet.pause_mode = PauseMode.ABORT
         fleet.clear_cache = True
         self._http = HttpFleet(fleet)
         self._args = self._arguments(fleet, self._http.router)
+        # The state of the case before has its semaphore and its loop.
         self._slime.misc.SingletonMeta._instances.pop(self._slime.rollout.GenerateState, None)
         # As init_http_client makes it, but without certificates: loading them takes longer than a
         # case.
@@ -131,6 +133,7 @@ class PartialRollout(StackSubject):
         sample = types.Sample(prompt=spell(request.prompt_ids), index=0, reward=0.0)
         while True:
             async with self._between_rollouts:
+                # `abort` waits for the tasks in `pendings`
                 task = asyncio.ensure_future(self._generate(sample, request))
                 self._state.pendings.add(task)
             (sample,) = await task

@@ -89,6 +89,7 @@ class PackedRows:
             logprobs = [0.0] * len(sample.response_ids)
         mask = None if sample.loss_mask is None else [int(flag) for flag in sample.loss_mask]
         turn = worker.TurnRecord(list(sample.prompt_ids), list(sample.response_ids), logprobs, mask)
+        # 1024: longer than any sample, so that a conversation is one sequence
         (sequence,), _ = worker._chain_to_sequences([turn], sample.request_id, 1024)
         return worker.RolloutSample(
             prompt=[],
@@ -168,6 +169,7 @@ def _samples(row: dict[str, Any], names: list[str]) -> dict[int, BatchRow]:
         if not 0 <= index < len(names):
             continue
         terms = positions[in_segment].tolist()
+        # a row is a tree: a segment's tokens are on the path to its end
         path = next(path for path in paths if set(terms) < set(path))
         place_in_path = {position: i for i, position in enumerate(path)}
         mask, values = np.zeros(len(path), dtype=np.int64), np.full(len(path), np.nan)

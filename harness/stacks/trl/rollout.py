@@ -53,6 +53,7 @@ class LoopSubject(StackSubject):
     def start(self, fleet: Fleet) -> None:
         """Make the servers, which TRL knows by one address, and what its trainer's update uses."""
         self._fleet = fleet
+        # TRL's trainer pauses in mode keep, which clears vLLM's cache.
         fleet.pause_mode = PauseMode.KEEP
         fleet.clear_cache = True
         self._http = HttpFleet(fleet)
@@ -160,7 +161,8 @@ class LoopSubject(StackSubject):
             request_timeout=10**6,
             **sampling,
         )
-        loop._loop.close()  # it has made an event loop for its process
+        # it has made an event loop for its process
+        loop._loop.close()
         loop.tools, loop._standalone_tools = [environment], [environment]
         loop._groups_to_score = _OneGroupQueue(stop)
         return loop
@@ -172,6 +174,7 @@ class _Trainer:
     def __init__(self, subject: LoopSubject) -> None:
         import torch
 
+        # no parameters: the transfer is that of the fleet
         self.model: Any = torch.nn.Identity()
         self.model_version = 0
         self.accelerator: Any = SimpleNamespace(

@@ -33,7 +33,8 @@ def import_trl(version: str) -> Trl:
             "partial_state": "accelerate:PartialState",
         },
     )
-    modules.pop("partial_state")()  # accelerate's loggers raise until there is one
+    # accelerate's loggers raise until there is one
+    modules.pop("partial_state")()
     logging.getLogger("trl").setLevel(logging.CRITICAL)
     for module in modules.values():
         module.logger.logger.setLevel(logging.CRITICAL)

@@ -67,6 +67,7 @@ class TrainRollout:
     def __init__(self, verifiers: Verifiers, fleet: Fleet, config: Any) -> None:
         self._verifiers, self._fleet = verifiers, fleet
         renderers = verifiers.pool(MODEL, None, multiplex=config.multiplex).renderers
+        # the pool is one of the process: the first case fills it
         if not renderers:
             renderers.append(verifiers.slot(IdRenderer(verifiers)))
         with without_certificates():
@@ -92,6 +93,8 @@ class TrainRollout:
             turn.commit(response)
             budget -= len(response.tokens.completion_ids)
             shown = response.raw["choices"][0]["finish_reason"]
+            # the environment answers only a turn that ended by itself, and only if room is left for
+            # a reply
             if shown != "stop" or not turns or budget - len(turns[0]) < 1:
                 finish: str | None = response.finish_reason
                 return finish
@@ -117,6 +120,7 @@ class RolloutSubject(StackSubject):
 
     def start(self, fleet: Fleet) -> None:
         """Make servers that answer as prime-rl's do, and a client of their router."""
+        # prime-rl's servers keep what runs during an update
         fleet.pause_mode = PauseMode.KEEP
         fleet.clear_cache = False
         self._fleet = fleet

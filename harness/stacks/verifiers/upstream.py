@@ -52,5 +52,6 @@ def import_verifiers(version: str) -> Verifiers:
             "parsed": "renderers.base:ParsedResponse",
         },
     )
-    logging.getLogger("httpx").setLevel(logging.WARNING)  # it logs a line a request
+    # it logs a line a request
+    logging.getLogger("httpx").setLevel(logging.WARNING)
     return Verifiers(**classes)

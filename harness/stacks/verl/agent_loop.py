@@ -41,6 +41,7 @@ class AgentLoopSubject(StackSubject):
 
     def start(self, fleet: Fleet) -> None:
         """Put verl's servers in front of the fleet's engines, and register the tool parser."""
+        # as the client does
         fleet.pause_mode = PauseMode.ABORT
         fleet.clear_cache = True
         self._fleet = fleet
@@ -130,6 +131,7 @@ class _ObservingClient:
 
     async def generate(self, request_id: str, *, prompt_ids: list[int], **call: Any) -> Any:
         """Call ``generate`` of verl's client."""
+        # A loop that changed earlier tokens has added nothing: that is for the checks to find.
         before = self._sequence
         if before is not None and prompt_ids[: len(before)] == before != prompt_ids:
             record_turn(self._fleet, self._request, tuple(prompt_ids[len(before) :]))

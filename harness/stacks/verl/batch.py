@@ -121,6 +121,7 @@ class PaddedBatch:
 
     async def collate(self, samples: list[Rollout]) -> Any:
         """The ``DataProto`` of verl."""
+        # Made without its constructor: these are the fields that its methods read.
         worker = object.__new__(self._verl.agent_loop.AgentLoopWorker)
         lengths = SimpleNamespace(
             prompt_length=max((len(sample.prompt_ids) for sample in samples), default=0) + _SLACK,

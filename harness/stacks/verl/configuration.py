@@ -32,6 +32,7 @@ def lengths_of(case: Case, response: int | None) -> Lengths:
         len(ids) for request in case.requests for ids in (request.prompt_ids, *request.turns)
     )
     length = ROOM if response is None else response
+    # What the tools of any request add in all: the model has room for it.
     environment = max(sum(map(len, request.turns)) for request in case.requests)
     return Lengths(
         prompt=prompt,
@@ -46,6 +47,7 @@ def config_of(case: Case, verl: Verl, lengths: Lengths) -> Any:
     Trainers since 0.9.0 have no ``async_training``: it is there only where the release needs it, or
     to switch partial rollout off.
     """
+    # Its absence means on since 0.9.0.
     partial = case.partial if verl.facts.reads_async_training or not case.partial else None
     return _config(CONVENTIONS[case.flavour].name, lengths, partial)
 

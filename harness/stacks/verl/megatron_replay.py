@@ -50,6 +50,8 @@ class VerlReplay:
         from verl.utils.megatron import router_replay_utils as utils
 
         if number == 0 and chunk == 0 and run.step.action in (Action.REPLAY, Action.RECORD):
+            # verl sets the action once a step, for all routers; later microbatches switch to and
+            # fro
             action = (
                 patch.RouterReplayAction.RECORD
                 if run.step.action is Action.RECORD
@@ -101,6 +103,8 @@ class VerlReplay:
                 else:
                     merged = utils.merge_nested_router_maps(self._recorded)
                 routes = utils.pp_gather(merged, run.chunks.config)
+                # gathered by microbatch; the negative numbers are samples that only fill a
+                # microbatch
                 order = [number for batch in run.batches for number in batch.numbers]
                 run.answer.merged.update(
                     {

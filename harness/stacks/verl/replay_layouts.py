@@ -232,6 +232,7 @@ class VerlR2(VerlR3):
             reorder_and_merge_vpp_layers,
         )
 
+        # verl records routes as int16
         tensors = [_nested([rows.astype(np.int16)]) for rows in recorded]
         if layout.mesh.vpp == 1:
             return list(merge_nested_router_maps(tensors).unbind())
@@ -351,6 +352,7 @@ def _installed(layout: Layout, routes: Any, rank: Rank, chunk: int) -> dict[int,
     owned = [layer for v in range(layout.mesh.vpp) for layer in layout.routers(rank.pp, v)]
     routers = [_router(utils) for _ in owned]
     registry = mock.patch.object(utils.RouterReplay, "router_instances", routers)
+    # `device_name` is read when verl is imported: it would name a GPU of this machine
     with registry, megatron_rank(layout.mesh, rank), mock.patch.object(utils, "device_name", "cpu"):
         if layout.routers(rank.pp, chunk):
             utils.set_router_replay_data(routes, None, megatron_config(layout), vp_rank=chunk)
@@ -400,6 +402,7 @@ def _partition_mode() -> Any:
     """megatron-core 0.16.1 has no ``PackedSeqParams.cp_partition_mode``; a newer one does."""
     from verl.models.mcore import util
 
+    # A newer megatron-core needs no help.
     if util._PACKED_SEQ_PARAMS_HAS_CP_PARTITION_MODE:
         return mock.patch.object(util, "_PACKED_SEQ_PARAMS_HAS_CP_PARTITION_MODE", True)
     original = util.PackedSeqParams

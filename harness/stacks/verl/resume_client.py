@@ -44,6 +44,7 @@ class VerlHost:
         self.balancer: Any = verl.balancer(
             {name: RayHandle(server) for name, server in self.servers.items()}
         )
+        # verl's client awaits `handle.method.remote(...)`, and never looks at the actor itself.
         self._handle = RayHandle(self.balancer)
         self._clients: dict[int | None, Any] = {}
         self._configs: dict[int | None, Any] = {}
@@ -103,6 +104,7 @@ class ClientSubject(StackSubject):
 
     def start(self, fleet: Fleet) -> None:
         """Put verl's servers in front of the fleet's engines."""
+        # verl aborts what runs before it loads weights, and its servers clear their caches.
         fleet.pause_mode = PauseMode.ABORT
         fleet.clear_cache = True
         self._host = VerlHost(fleet, self._verl, lambda request: request.limit)

@@ -134,6 +134,7 @@ def token_output_fields(
     reason = convention.stop_reason.get(output.finish_reason, str(output.finish_reason))
     extra: dict[str, Any] = {"global_steps": tag}
     if not output.token_ids:
+        # vLLM's server of 0.8.0 returns early, before it adds the tag
         if not (facts.tags_empty_abort or convention.keeps_routes):
             extra = {}
         nothing: list[float] | None = [] if convention.empty_logprobs and want_logprobs else None
@@ -168,6 +169,7 @@ def _routes(output: EngineOutput, convention: ServerConvention, facts: VerlVersi
         or facts.sglang_routes is RouteArray.NUMPY
     ):
         return output.routes
+    # SGLang's tokenizer manager returns a CPU tensor
     import torch
 
     return torch.from_numpy(output.routes.copy())
@@ -222,12 +224,15 @@ class VerlServer:
     ) -> Any:
         """Return verl's ``TokenOutput`` of a call."""
         # the engine does not get request_id, which is random: one case has one trace
-        sampling = dict(sampling_params)  # Ray passes a copy to the actor
+        # Ray passes a copy to the actor
+        sampling = dict(sampling_params)
+        # verl takes the first that is there: vLLM's name, then SGLang's
         limits = [sampling.pop(key) for key in ("max_tokens", "max_new_tokens") if key in sampling]
         want_logprobs = bool(sampling.pop("logprobs", False))
         budget = self._lengths().budget(
             limits[0] if limits else None, len(prompt_ids), self._convention.least
         )
+        # only SGLang's server grants so little (`least` is 0)
         if budget < 1:
             return self._nothing(want_logprobs=want_logprobs)
         output = await self.engine.generate(

@@ -50,6 +50,7 @@ def parser_of(base: Any, function_call: Any, name: str) -> Any:
         async def extract_tool_calls(
             self, responses_ids: list[int], tools: Any = None
         ) -> tuple[str, list[Any]]:
+            # a turn that was cut off has no complete call
             ended = responses_ids[-1:] == [self.tokenizer.eos_token_id]
             calls = (
                 [function_call(name=TOOL_NAME, arguments="{}")]

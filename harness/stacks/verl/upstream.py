@@ -53,5 +53,6 @@ def import_verl(found: Found) -> Verl:
             "checkpoint": "verl.checkpoint_engine.base",
         },
     )
-    names["balancer"] = undecorated_class(names["balancer"])  # an actor in 0.8.0
+    # an actor in 0.8.0
+    names["balancer"] = undecorated_class(names["balancer"])
     return Verl(version=found.version, facts=facts, **names)

@@ -42,6 +42,7 @@ class CheckpointSubject(ClientSubject):
         replicas = [
             _replica(base.RolloutReplica, server, fleet) for server in self._host.servers.values()
         ]
+        # The backend is the one that `_without_ray` registers: verl looks it up by name.
         config = SimpleNamespace(backend=_BACKEND, custom_backend_module=None)
         self._manager = base.CheckpointEngineManager(config, _WorkerGroup(), replicas)
 
@@ -59,6 +60,7 @@ class _Worker:
         self._engine = server.engine
         self._fleet = fleet
 
+    # A worker of verl does this in a process of its own, on every GPU of the replica.
     def load(self, step: int | None) -> None:
         """Load the trainer's weights, and publish their step if there is one."""
         version = self._fleet.weights_of(step)
@@ -116,6 +118,8 @@ def _without_ray(base: Any) -> None:
     def group(*, worker_handles: Sequence[_Worker], **_options: Any) -> _WorkerGroup:
         return _WorkerGroup(worker_handles)
 
+    # Stand-ins for what would start processes: verl only calls `ray.get` on results, and makes
+    # worker groups from handles.
     base.ray = SimpleNamespace(get=lambda results: results)
     base.RayWorkerGroup = group
     base.RayClassWithInitArgs = lambda **_options: None
