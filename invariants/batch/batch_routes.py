@@ -142,7 +142,7 @@ def _report_rows(
                 f" {count(abs(elsewhere[0] - place), 'place')} away"
             )
     out.finding(
-        "route rows do not stand at their tokens",
+        "route rows are not at their tokens",
         expected=f"the row of token {first} at place {place}, where the token is",
         observed=(
             f"{observed}; so for {len(wrong)} of {count(len(expected), 'captured row')} (token"

@@ -328,7 +328,7 @@ def batch_logprobs(batch: Conversion, out: Collector) -> None:
                 out,
                 placed,
                 wrong,
-                "logprobs do not stand at their tokens",
+                "logprobs are not at their tokens",
                 value,
                 float(actual[wrong[0]]),
             )

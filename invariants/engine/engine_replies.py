@@ -193,7 +193,9 @@ class EngineOptIn(_Served):
     def judge_served(self, call: Call, reply: Reply, out: Collector) -> None:
         if not reply.output.token_ids:
             return
-        out.exercised("calls that ask" if call.want_routes else "calls that do not ask")
+        out.exercised(
+            "calls that request routes" if call.want_routes else "calls that do not request routes"
+        )
         expected = call.want_routes or self.terms.routes_switch is RoutesSwitch.ENGINE
         if (reply.output.routes is not None) != expected:
             out.finding(
@@ -460,7 +462,7 @@ engine_opt_in = trace_check(
     "engine.opt-in",
     promise=("Routes are in the replies to the calls that requested them, as the engine declares."),
     needs=_REPLIES,
-    exercised_by=("calls that ask", "calls that do not ask"),
+    exercised_by=("calls that request routes", "calls that do not request routes"),
     applies=has_routes,
     about="engines",
 )(EngineOptIn)

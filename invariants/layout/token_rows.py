@@ -239,7 +239,7 @@ def layout_padding(record: LayoutCall, out: Collector) -> None:
         "rows compared",
         batch,
         _padded_source(call.lengths, starts, batch.shape[1]),
-        title="padded rows do not stand where their tokens do",
+        title="padded rows are not at their tokens' places",
         hint=(
             "Use one padding side for tokens, masks and routes (slime#1052); a mask must be"
             " applied to routes too (SkyRL#1908)."
@@ -313,7 +313,7 @@ def layout_unpadding(record: LayoutCall, out: Collector) -> None:
 )
 def layout_packing(record: LayoutCall, out: Collector) -> None:
     """Compare packed and unpacked rows with the cumulative lengths."""
-    call, title = record.call, "packed rows do not stand where their sequence begins"
+    call, title = record.call, "packed rows are not at the start of their sequence"
     hint = "Row p of sequence i is at cumulative[i] + p (verl preprocess_thd_engine)."
     if record.event.function == "unpack":
         samples = [Source.whole(i, length) for i, length in enumerate(call.lengths)]

@@ -119,7 +119,7 @@ class LifecycleEndSparesOthers(EventCheck):
                 aborted = self._unrelated(ended, self._aborted) - self._ended.keys()
                 if ended in self._aborted or not (others or aborted):
                     continue
-                out.exercised("requests that ended beside others")
+                out.exercised("requests that ended while others ran")
                 if aborted:
                     self._ends_with_abort += 1
                     self._example = self._example or (
@@ -149,5 +149,5 @@ lifecycle_end_spares_others = trace_check(
     needs=(
         "a driven run with requests that end while others run, and Abort, Result and Update events"
     ),
-    exercised_by="requests that ended beside others",
+    exercised_by="requests that ended while others ran",
 )(LifecycleEndSparesOthers)

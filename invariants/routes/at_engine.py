@@ -184,7 +184,7 @@ def routes_immutable(view: RequestView, out: Collector) -> None:
             if token.version == row.version:
                 continue
             out.finding(
-                "rows of sampled tokens were computed anew",
+                "rows of sampled tokens were recomputed",
                 expected=(
                     f"rows {low}-{high - 1} of version {token.version}, which sampled the tokens"
                     f" {low + 1}-{high}"
@@ -306,7 +306,7 @@ def routes_handed_over(view: RequestView, out: Collector) -> None:
     out.exercised("samples looked at again")
     if any("route" in name for name in view.result.later_changed):
         out.finding(
-            "routes changed after they had been handed over",
+            "routes changed after delivery",
             expected="an array that only the sample holds",
             observed=(
                 "other values at the end of the run: the array is a view of memory that was"

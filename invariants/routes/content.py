@@ -34,8 +34,8 @@ __all__ = [
 _NEEDS = "a delivered sample with routes of the right shape and count, and the replies with routes"
 _COMPARED = "rows compared"
 _RESUMED = "rows of resumed samples"
-_UNRESUMED = "rows of samples that the contract lets nobody resume"
-_WITH_OTHERS = "rows compared beside other requests"
+_UNRESUMED = "rows of samples that no client may resume"
+_WITH_OTHERS = "rows compared with other requests in the trace"
 
 
 def _compared(view: RequestView, out: Collector, counter: str = _COMPARED) -> bool:
@@ -67,7 +67,7 @@ def routes_position(view: RequestView, out: Collector) -> None:
             f" {amount(view, group)}"
         )
     out.finding(
-        "route rows stand at the wrong positions",
+        "route rows are at the wrong positions",
         expected="row i is the row of token i of prompt + response",
         observed=observed,
         where=view.place(position=first, segment=view.segment_of(first)),
@@ -105,7 +105,7 @@ def routes_layer(view: RequestView, out: Collector) -> None:
     # position shifts every later layer.
     dense = (contract.num_layers or 0) - len(moe)
     out.finding(
-        "the layers stand in the wrong columns",
+        "the layers are in the wrong columns",
         expected=(
             f"column l holds {'MoE layer number' if dense else 'layer'} l"
             f" (layer_axis='{contract.layer_axis}')"
@@ -247,7 +247,7 @@ def routes_captured(view: RequestView, out: Collector) -> None:
             " #23885)."
         )
     out.finding(
-        "filler stands where a row was captured",
+        "filler replaced a captured row",
         expected=f"the captured row at position {first}{captured_by}",
         observed=f"{group.clue.source} in {amount(view, group)}",
         where=view.place(position=first, segment=view.segment_of(first)),

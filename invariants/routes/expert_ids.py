@@ -229,7 +229,7 @@ def routes_live(view: RequestView, out: Collector) -> None:
         zero_layers = []
     if zero_layers:
         out.finding(
-            "MoE layers whose experts are zero throughout",
+            "MoE layers with only expert 0",
             expected=f"choices of {view.contract.top_k} experts in each of {len(moe)} MoE layers",
             observed=(
                 f"expert 0 in all {captured} rows of {len(zero_layers)} of {len(moe)} MoE"

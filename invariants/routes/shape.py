@@ -80,7 +80,7 @@ def _routes_of(view: RequestView, out: Collector) -> comparison.RouteEvidence | 
         "A sample whose caller requested routes carries them, or ends with an explicit error."
     ),
     needs="a request with want_routes and a delivered sample with response tokens",
-    exercised_by="samples that asked for routes",
+    exercised_by="samples with requested routes",
     applies=has_routes,
 )
 def routes_presence(view: RequestView, out: Collector) -> None:
@@ -111,7 +111,7 @@ def routes_presence(view: RequestView, out: Collector) -> None:
             " delivered as aborted"
         )
         return
-    out.exercised("samples that asked for routes")
+    out.exercised("samples with requested routes")
     # An empty array is routes too, if the contract allows zero rows for this sample.
     if evidence.routes is not None and (evidence.rows or 0 not in evidence.row_counts):
         return

@@ -171,7 +171,7 @@ def _scanned(view: RequestView, out: Collector) -> tuple[Delivery, _Scan] | None
     "stitch.logprobs-present",
     promise="Logprobs that were requested and that the engines returned are in the sample.",
     needs="a request that wants logprobs, its calls and replies, a delivered sample",
-    exercised_by=("sampled tokens with a logprob", "calls that ask for logprobs"),
+    exercised_by=("sampled tokens with a logprob", "calls that request logprobs"),
     applies=_logprobs_declared,
 )
 def stitch_logprobs_present(view: RequestView, out: Collector) -> None:
@@ -180,13 +180,13 @@ def stitch_logprobs_present(view: RequestView, out: Collector) -> None:
         out.absent("no request wanted logprobs")
         return
     without = [attempt for attempt in view.attempts if not attempt.call.want_logprobs]
-    out.exercised("calls that ask for logprobs", len(view.attempts) - len(without))
+    out.exercised("calls that request logprobs", len(view.attempts) - len(without))
     if without:
         out.finding(
             f"{share(len(without), len(view.attempts), 'call')}"
-            f" {'does' if len(without) == 1 else 'do'} not ask for logprobs, although the"
+            f" {'does' if len(without) == 1 else 'do'} not request logprobs, although the"
             " request wants them",
-            kind="calls do not ask for logprobs",
+            kind="calls do not request logprobs",
             expected="every attempt requests logprobs from the engine",
             observed=f"call {listing(attempt.number for attempt in without[:6])} does not",
             where=view.place(call=without[0].number, server=without[0].call.server_id),

@@ -70,7 +70,7 @@ def stitch_prompt(view: RequestView, out: Collector) -> None:
     "stitch.request-id",
     promise="A sample carries the id of its own request, never that of another request of the run.",
     needs="a delivered sample, and other requests of the run",
-    exercised_by="samples beside other requests",
+    exercised_by="samples with other requests in the run",
 )
 def stitch_request_id(view: RequestView, out: Collector) -> None:
     """Compare the sample's id with those of the run's requests.
@@ -85,7 +85,7 @@ def stitch_request_id(view: RequestView, out: Collector) -> None:
     others = [
         other.request for other in view.neighbours if other.request.request_id != request.request_id
     ]
-    out.exercised("samples beside other requests", int(bool(others)))
+    out.exercised("samples with other requests in the run", int(bool(others)))
     owner = next((other for other in others if other.request_id == rollout.request_id), None)
     # GRPO groups submit one request several times under one id.
     if owner is None or (request.group is not None and owner.group == request.group):
@@ -287,7 +287,7 @@ def stitch_handed_over(view: RequestView, out: Collector) -> None:
     if not changed:
         return
     out.finding(
-        f"{listing(changed)} of the sample changed after it was handed over",
+        f"{listing(changed)} of the sample changed after delivery",
         kind=f"changed later: {listing(sorted(changed))}",
         expected="lists that only the sample holds",
         observed=f"other values at the end of the run in {listing(changed)}",

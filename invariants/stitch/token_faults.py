@@ -70,9 +70,9 @@ def describe_token_fault(view: RequestView, response: Sequence[int]) -> TokenFau
     elif not missing:
         title, kind, hint = _added(view, sampled, start, extra, segment)
     elif sorted(missing) == sorted(extra):
-        kind = "tokens stand in another order"
+        kind = "tokens are in another order"
         title = (
-            f"{share(len(missing), len(sampled), 'token')} stand in another order than they"
+            f"{share(len(missing), len(sampled), 'token')} are in another order than they"
             " were sampled"
         )
         hint = "Append replies in the order of their calls, even if one arrives late or twice."

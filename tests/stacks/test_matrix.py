@@ -34,7 +34,7 @@ upstream = "x#1"
 fails."routes.rows" = ["client"]
 may_fail."routes.position" = ["client"]
 shows."routes.rows" = ["too many route rows"]
-shows."routes.position" = ["route rows stand at the wrong positions"]
+shows."routes.position" = ["route rows are at the wrong positions"]
 after = ["resumes"]
 
 [[entry]]

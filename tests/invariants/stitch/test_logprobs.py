@@ -103,7 +103,7 @@ class TestPresent:
         )
         story = script_rollout(*parts)
         assert (
-            "1 of 2 calls does not ask for logprobs, although the request wants them"
+            "1 of 2 calls does not request logprobs, although the request wants them"
             == finds(self.ID, story).title
         )
         assert {self.ID} == blamed(story)

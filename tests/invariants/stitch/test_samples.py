@@ -216,7 +216,7 @@ class TestRequestId:
     @pytest.mark.parametrize("label", ["r0", "7c1e", ""])
     def test_ids_of_the_stacks_own_making_pass(self, label: str) -> None:
         """Its own, and one that no request has."""
-        passes(self.ID, self._with_neighbour(label), samples_beside_other_requests=1)
+        passes(self.ID, self._with_neighbour(label), samples_with_other_requests_in_the_run=1)
 
     def test_members_of_a_group_may_share_an_id(self) -> None:
         """Stacks give the samples of one prompt the same label."""
@@ -228,7 +228,7 @@ class TestRequestId:
         unknown(
             self.ID,
             script_rollout(ScriptedCall(tokens=(11,), reason="stop")),
-            "not exercised: no samples beside other requests occurred",
+            "not exercised: no samples with other requests in the run occurred",
         )
 
 
@@ -290,7 +290,7 @@ class TestTokens:
             ),
             (
                 SAMPLED[3:5] + SAMPLED[:3] + SAMPLED[5:],
-                "5 of 8 tokens stand in another order than they were sampled",
+                "5 of 8 tokens are in another order than they were sampled",
                 0,
                 "order of their calls",
             ),
@@ -600,7 +600,7 @@ class TestObjects:
             "stitch.handed-over",
             script_rollout(*RESUMED, event={"later_changed": ("logprobs", "routes")}),
         )
-        assert "logprobs of the sample changed after it was handed over" == finding.title
+        assert "logprobs of the sample changed after delivery" == finding.title
 
     @pytest.mark.parametrize("check_id", ["stitch.caller-objects", "stitch.handed-over"])
     def test_a_recording_watches_nothing(self, check_id: str) -> None:
