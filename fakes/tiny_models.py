@@ -363,6 +363,7 @@ def _sharpen_head(model: Any) -> None:
     import torch
 
     head = model.lm_head.weight
+    categorical: Any = torch.distributions.Categorical  # some releases of torch annotate it partly
     with torch.no_grad():
         # the second round samples its sequences with the head of the first
         for _ in range(2):
@@ -370,7 +371,7 @@ def _sharpen_head(model: Any) -> None:
             scale, low, high = 1.0, 1e-3, 1e3
             for _ in range(40):
                 scale = (low * high) ** 0.5
-                spread = torch.distributions.Categorical(logits=scale * logits).entropy().mean()
+                spread = categorical(logits=scale * logits).entropy().mean()
                 low, high = (scale, high) if spread > _ENTROPY else (low, scale)
             head.mul_(scale)
 

@@ -175,7 +175,8 @@ class Scheduler:
         except Exception as error:
             raise SubjectError(
                 f"The policy {type(self._policy).__name__} raised"
-                f" {describe_error_with_place(error)} when the reply to call {call.call_id} was made."
+                f" {describe_error_with_place(error)} when the reply to call {call.call_id} was"
+                " made."
             ) from error
 
     def drop(self, call: InflightCall) -> None:

@@ -4,6 +4,8 @@ client.
 
 from __future__ import annotations
 
+from typing import Any
+
 from rollproof.core.case import Action, ActionKind, Case, Model, Trigger
 from rollproof.core.records import Request
 from rollproof.core.subjects import SubjectFactory
@@ -35,10 +37,10 @@ def request(
     name: str = "r0",
     prompt: tuple[int, ...] = (11, 12, 13),
     max_tokens: int | None = 6,
-    **fields: object,
+    **fields: Any,
 ) -> Request:
     """Return a small request; ``fields`` are other fields of ``Request``."""
-    return Request(request_id=name, prompt_ids=prompt, max_tokens=max_tokens, **fields)  # type: ignore[arg-type]
+    return Request(request_id=name, prompt_ids=prompt, max_tokens=max_tokens, **fields)
 
 
 def act(
@@ -48,24 +50,23 @@ def act(
     *,
     race: bool = False,
     queued: bool = False,
-    **fields: object,
+    **fields: Any,
 ) -> Action:
     """Return ``kind`` once ``request`` has sampled ``tokens`` tokens; ``fields`` are others of
     ``Action``.
     """
-    return Action(
-        when=Trigger(request=request, tokens=tokens, race=race, queued=queued), do=kind, **fields
-    )  # type: ignore[arg-type]
+    when = Trigger(request=request, tokens=tokens, race=race, queued=queued)
+    return Action(when=when, do=kind, **fields)
 
 
 def case(
     *actions: Action,
     requests: tuple[Request, ...] = (request(),),
     flavour: str = "vllm",
-    **fields: object,
+    **fields: Any,
 ) -> Case:
     """Return a case of ``requests`` under ``actions``; ``fields`` are other fields of ``Case``."""
-    return Case(flavour=flavour, requests=requests, actions=actions, **fields)  # type: ignore[arg-type]
+    return Case(flavour=flavour, requests=requests, actions=actions, **fields)
 
 
 CLEAN = case()

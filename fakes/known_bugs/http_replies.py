@@ -281,10 +281,11 @@ class _WireVersionsAsText(SglangManager):
 class _WireTokensFromText(SglangManager):
     """Tokenises the text again, which lacks the end of the sequence."""
 
-    def tokens(self, reply: Mapping[str, Any]) -> tuple[int, ...]:
+    def tokens(self, decoded: Mapping[str, Any]) -> tuple[int, ...]:
         end = f"w{self.fleet.policy.eos_id}"
         return words_of(
-            " ".join(word for word in reply["text"].split() if word != end), self.fleet.policy.vocab
+            " ".join(word for word in decoded["text"].split() if word != end),
+            self.fleet.policy.vocab,
         )
 
     def logprobs(self, meta: Mapping[str, Any]) -> Any:
@@ -297,16 +298,16 @@ class _WireTokensFromText(SglangManager):
 class _WireReasonObjectAsText(SglangManager):
     """Compares SGLang's finish reason, an object, with the word ``abort``."""
 
-    def reason(self, native: Any) -> FinishReason:
-        return FinishReason.ABORT if native == "abort" else FinishReason.STOP
+    def reason(self, reason: Any) -> FinishReason:
+        return FinishReason.ABORT if reason == "abort" else FinishReason.STOP
 
 
 class _WireQueuedAbortKey(SglangManager):
     """Reads a key that the reply to a call aborted in the queue does not have."""
 
-    def output(self, sample: PartialSample, reply: Any) -> EngineOutput:
-        assert reply["meta_info"]["prompt_tokens"] > 0
-        return super().output(sample, reply)
+    def output(self, sample: PartialSample, decoded: Any) -> EngineOutput:
+        assert decoded["meta_info"]["prompt_tokens"] > 0
+        return super().output(sample, decoded)
 
 
 class _WireFirstRowCut(VllmManager):

@@ -6,8 +6,9 @@ from dataclasses import replace
 
 import numpy as np
 
-from rollproof.core.events.replay import Action, Phase, Step
+from rollproof.core.events.replay import Action, Outcome, Phase, Step
 from rollproof.core.records import FloatArray, IntArray, Rollout
+from rollproof.core.router_spy import Spy
 from rollproof.fakes.known_bugs.known_bug import KnownBug
 from rollproof.fakes.trainers.reference_trainers import (
     CapturedPrefix,
@@ -19,6 +20,7 @@ from rollproof.fakes.trainers.reference_trainers import (
 from rollproof.fakes.trainers.replay_trainer import ReplayTrainer
 from rollproof.fakes.trainers.trainer_parts import Microbatch, ReplayRouter, TrainerPass
 from rollproof.layouts import Rank, Source
+from rollproof.layouts.pipeline import Operation
 
 __all__ = ["BUGS"]
 
@@ -37,14 +39,11 @@ class _ReplayCritic(ReplayTrainer):
             for router in self.models[self.role][1].values():
                 router.action = Action.REPLAY
 
-    def operate(self, run: TrainerPass, rank: int, operation: object) -> None:
-        if (
-            run.step.model == self.role
-            and run.step.action is Action.REPLAY
-            and not operation.backward
-        ):  # type: ignore[attr-defined]
-            self.arm(run, run.microbatches[operation.microbatch], rank, operation.chunk)  # type: ignore[attr-defined]
-        super().operate(run, rank, operation)  # type: ignore[arg-type]
+    def operate(self, run: TrainerPass, rank: int, operation: Operation) -> None:
+        replays = run.step.model == self.role and run.step.action is Action.REPLAY
+        if replays and not operation.backward:
+            self.arm(run, run.microbatches[operation.microbatch], rank, operation.chunk)
+        super().operate(run, rank, operation)
 
     def end(self, step: Step) -> None:
         super().end(step)
@@ -124,8 +123,8 @@ class _ReplayOffByPresence(ReplayTrainer):
         )
         super().begin(replace(step, action=Action.REPLAY) if self._replays else step)
 
-    def work(self, step: Step, spy: object) -> object:  # type: ignore[override]
-        return super().work(replace(step, action=Action.REPLAY) if self._replays else step, spy)  # type: ignore[arg-type]
+    def work(self, step: Step, spy: Spy) -> Outcome:
+        return super().work(replace(step, action=Action.REPLAY) if self._replays else step, spy)
 
 
 class _ReplayFusedRouter(ReplayTrainer):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import ClassVar
 
+from rollproof.core.contract import LayerAxis, Rows
 from rollproof.core.replay_contract import FreeRows, ReplayMode
 from rollproof.fakes.trainers.replay_trainer import ReplayTrainer
 from rollproof.layouts import Alignment, Context, Fill, Layout, Mesh, Order, Side, Stages
@@ -56,8 +57,8 @@ class RecordingTrainer(ReplayTrainer):
         num_experts=8,
         top_k=2,
         moe_layers=(2, 4),
-        layer_axis="moe",  # type: ignore[arg-type]  # plain strings are accepted
-        held="captured-prefix",  # type: ignore[arg-type]
+        layer_axis=LayerAxis.MOE,
+        held=Rows.CAPTURED_PREFIX,
         mesh=Mesh(pp=3),
         stages=Stages(custom=((2,), (1,), (2,))),
     )
@@ -116,7 +117,7 @@ class Pipelined(ReplayTrainer):
         num_experts=8,
         top_k=2,
         moe_layers=(1, 2, 3, 5, 7),
-        held="captured-prefix",  # type: ignore[arg-type]
+        held=Rows.CAPTURED_PREFIX,
         mesh=Mesh(pp=2, vpp=2, cp=2, tp=3, sequence_parallel=True),
         alignment=_BOTH,
     )
@@ -139,8 +140,8 @@ class CapturedPrefix(ReplayTrainer):
     """Payloads may end early; the router chooses for rows that were not captured."""
 
     layout: ClassVar[Layout] = Layout(
-        num_layers=3, num_experts=8, top_k=2, held="captured-prefix", packed=False
-    )  # type: ignore[arg-type]
+        num_layers=3, num_experts=8, top_k=2, held=Rows.CAPTURED_PREFIX, packed=False
+    )
     others: ClassVar[tuple[str, ...]] = ("teacher",)
 
 

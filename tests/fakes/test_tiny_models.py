@@ -154,7 +154,7 @@ def test_dense_layers_and_models_are_told_from_the_config(
     for name, family in FAMILIES.items():
         model = model_of(pairs[name][0])
         assert family.moe_layers == (model.moe_layers if model else ())
-    with pytest.raises(EngineStartError, match="no folder of a checkpoint"):
+    with pytest.raises(EngineStartError, match="is not the folder of a checkpoint"):
         model_of(tmp_path)
     (tmp_path / "config.json").write_text('{"num_experts": 8}')
     with pytest.raises(EngineStartError, match="lacks the number of layers"):
