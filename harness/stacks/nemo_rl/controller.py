@@ -262,21 +262,22 @@ class _Slot:
 def rollout_contract(fleet: Fleet, **differs: Any) -> Contract:
     """What a committed row holds: a row of routes for each token, that of the last one arange, and
     two versions that enclose its samplers.
-
-    Updates are done in flight, and calls keep their KV (the default). Turns before the last get
-    their routes from the last call. The environment's last turn has arange, and so do the tokens
-    before it that no call forwarded. (Rows that an engine did not return are -1, for which the
-    trainer uses its own router: the fake engines return all.)
     """
+    # Rows that an engine did not return are -1, for which the trainer uses its own router: the fake
+    # engines return all.
     fields: dict[str, Any] = {
         "final_row": Filler.ARANGE,
         "versions": Versions.BOUNDS,
+        # updates are done in flight, and calls keep their KV, by default
         "kv_policy": KvPolicy.KEEP,
         "missing_logprobs": MissingLogprobs.MASKED,
         "loss_mask": True,
         "multi_turn": True,
+        # The environment's last turn has arange, and so do the tokens before it that no call
+        # forwarded.
         "filler": Filler.ARANGE,
         "dtype": "int8|int16|int32",
+        # turns before the last get their routes from the last call
         "provenance": Provenance.LATEST_PREFILL,
     }
     return client_contract(fleet, rows=Rows.ALL, resume=ResumeBy.ENGINE, **{**fields, **differs})

@@ -178,11 +178,9 @@ class ExecutorSubject(StackSubject):
 def executor_contract(fleet: Fleet, *, multi_turn: bool) -> Contract:
     """What an executor promises: tokens, logprobs of 0.0 where the mask is 0, and whether the limit
     ended the response.
-
-    It never resumes (an update freezes requests in the engine), and has no word for an abort.
-    Neither routes nor versions are in its result. The single-turn executor writes 0.0 for a logprob
-    that is missing, under a mask of 1; engines are expected to give all.
     """
+    # The single-turn executor writes 0.0 for a missing logprob, under a mask of 1: engines are
+    # expected to give all.
     differs = (
         {"multi_turn": True, "missing_logprobs": MissingLogprobs.MASKED, "finish_reason": False}
         if multi_turn
@@ -191,6 +189,7 @@ def executor_contract(fleet: Fleet, *, multi_turn: bool) -> Contract:
     return client_contract(
         fleet,
         rows=Rows.NONE,
+        # It never resumes (an update freezes requests in the engine), and has no word for an abort.
         resume=ResumeBy.ENGINE,
         versions=Versions.NONE,
         sampling=Sampling.FORWARDED,

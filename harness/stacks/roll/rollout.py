@@ -303,18 +303,18 @@ def _no_rewards(roll: Roll) -> Any:
 def loop_contract(fleet: Fleet) -> Contract:
     """What ROLL promises: a sample that is continued keeps its tokens and logprobs, and has a row
     of routes for each token, the last one zero.
-
-    Versions are counted per prompt, by the step in which it began, and are not in a sample; nor is
-    the reason of its end. Without partial rollout an aborted prompt is dropped.
     """
     return client_contract(
         fleet,
         rows=Rows.ALL,
         final_row=Filler.ZEROS,
         resume=ResumeBy.CLIENT,
+        # Versions are counted per prompt, by the step in which it began, and are not in a sample;
+        # nor is the reason of its end.
         versions=Versions.NONE,
         finish_reason=False,
         loss_mask=True,
+        # without partial rollout an aborted prompt is dropped
         partial_off=PartialOff.DROPPED,
         filler=Filler.ZEROS,
         dtype="uint8|int16",

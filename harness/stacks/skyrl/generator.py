@@ -118,16 +118,15 @@ class GeneratorSubject(StackSubject):
 def generator_contract(fleet: Fleet, skyrl: SkyRL) -> Contract:
     """What the generator promises beyond its client: a loss mask, and logprobs of 0.0 on the
     environment's tokens.
-
-    Routes are those "for a prefix of its prompt and response tokens"
-    (skyrl/train/generators/base.py). Until 0.3.0 those of the last turn replace all, since they
-    come from a prefill of everything.
     """
     return replace(
         skyrl_contract(fleet, skyrl),
+        # SkyRL says: "for a prefix of its prompt and response tokens"
+        # (skyrl/train/generators/base.py).
         rows=Rows.CAPTURED_PREFIX,
         loss_mask=True,
         multi_turn=True,
         missing_logprobs=MissingLogprobs.MASKED,
+        # Until 0.3.0 the last turn's rows replace all: they come from a prefill of everything.
         provenance=Provenance.AS_SAMPLED if skyrl.facts.keeps_rows else Provenance.LATEST_PREFILL,
     )

@@ -134,15 +134,12 @@ class ClientSubject(StackSubject):
 
 
 def skyrl_contract(fleet: Fleet, skyrl: SkyRL) -> Contract:
-    """What SkyRL's client promises.
-
-    It never resumes: a weight update freezes requests in the engine (mode keep, no cache cleared),
-    and a request that is aborted otherwise comes out with the word ``abort``. Samples carry no
-    version. Routes are the engine's, and optional by configuration.
-    """
+    """What SkyRL's client promises: the engine's reply, without a version."""
     return client_contract(
         fleet,
         rows=Rows.FORWARDED,
+        # It never resumes: a weight update freezes requests in the engine (mode keep, no cache
+        # cleared), and a request that is aborted otherwise comes out with the word ``abort``.
         resume=ResumeBy.ENGINE,
         versions=Versions.NONE,
         abort_surfaces=True,

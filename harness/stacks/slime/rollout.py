@@ -77,10 +77,6 @@ class PartialRollout(StackSubject):
 
     A weight update lies between two rollouts: slime's ``abort`` ends the one, the weights are
     loaded, and the other begins.
-
-    A sample keeps its tokens and logprobs when it is continued, and gets the routes of its last
-    call. It has one weight version per HTTP call, without the calls' lengths. Without partial
-    rollout an aborted sample is dropped.
     """
 
     def __init__(
@@ -118,10 +114,13 @@ class PartialRollout(StackSubject):
             fleet,
             rows=Rows.FORWARDED,
             resume=ResumeBy.CLIENT,
+            # one per HTTP call, without the calls' lengths
             versions=Versions.CALL,
             loss_mask=True,
             partial_off=PartialOff.DROPPED,
             dtype="int32",
+            # A continued sample keeps its tokens and logprobs, and gets the routes of its last
+            # call.
             provenance=Provenance.LATEST_PREFILL,
         )
 

@@ -248,17 +248,16 @@ def _without_waiting(work: Coroutine[Any, Any, None]) -> None:
 def loop_contract(fleet: Fleet, *, multi_turn: bool) -> Contract:
     """What TRL's loop promises: tokens, logprobs, a mask, and the trainer's count of updates when
     the group began.
-
-    It never resumes: an update freezes requests in the engine (mode keep), and drops their KV. It
-    does not read why a call ended, so a sample does not say. Sampling parameters are the loop's
-    configuration. There are no routes.
     """
     return client_contract(
         fleet,
         rows=Rows.NONE,
+        # It never resumes: an update freezes requests in the engine (mode keep), and drops their
+        # KV.
         resume=ResumeBy.ENGINE,
         versions=Versions.SAMPLE,
         tag_read=TagRead.ADMISSION,
+        # the loop does not read why a call ended
         finish_reason=False,
         loss_mask=True,
         missing_logprobs=MissingLogprobs.MASKED,

@@ -172,11 +172,10 @@ def reason_of(finish: str | None) -> FinishReason | None:
 def branch_contract(fleet: Fleet, **differs: Any) -> Contract:
     """What verifiers promises: one route row a token. The last row repeats the one before it, until
     a further turn computes it.
-
-    A trace has no tag of versions: prime-rl keeps the span of its policies separately.
     """
     fields: dict[str, Any] = {
         "final_row": Filler.PREVIOUS,
+        # a trace has no tag: prime-rl keeps the span of its policies separately
         "versions": Versions.NONE,
         "logprobs": Logprobs.RAW,
         "abort_surfaces": True,

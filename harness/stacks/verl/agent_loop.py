@@ -100,13 +100,11 @@ def loop_contract(fleet: Fleet, *, multi_turn: bool) -> Contract:
     """What an agent loop promises: what its client does, and a loss mask that is 0 for the
     environment's tokens.
 
-    A multi-turn loop records no rows after the last turn of the model, by design
-    (``AgentLoopOutput.as_dict`` says so). With partial rollout off, verl's client says that
-    "aborted samples will be dropped" (llm_server.py). The loop's output has no field that could say
-    that one was cut, so dropping is all that it can do.
     """
     return verl_contract(
         fleet,
+        # A multi-turn loop records no rows after the last turn of the model, by design:
+        # ``AgentLoopOutput.as_dict`` says so.
         rows=Rows.CAPTURED_PREFIX if multi_turn else Rows.FORWARDED,
         abort_surfaces=False,
         finish_reason=False,
@@ -114,6 +112,8 @@ def loop_contract(fleet: Fleet, *, multi_turn: bool) -> Contract:
         multi_turn=multi_turn,
         multimodal=False,
         missing_logprobs=MissingLogprobs.MASKED,
+        # With partial rollout off "aborted samples will be dropped" (llm_server.py). The loop's
+        # output has no field that could say that one was cut, so dropping is all that it can do.
         partial_off=PartialOff.DROPPED,
     )
 

@@ -90,17 +90,15 @@ def _config(name: str, lengths: Lengths, partial: bool | None) -> Any:
 
 
 def verl_contract(fleet: Fleet, **differs: Any) -> Contract:
-    """What verl's client promises on the fleet's flavour.
-
-    A resumed sample keeps each segment's own routes (verl#6046). Tags are ``min_global_steps`` and
-    ``max_global_steps``. With partial rollout off an aborted sample comes out with its
-    ``stop_reason``. Logprobs are the engine's.
-    """
+    """What verl's client promises on the fleet's flavour."""
+    # As sampled: a resumed sample keeps each segment's own routes (verl#6046). Tags are
+    # ``min_global_steps`` and ``max_global_steps``.
     fields: dict[str, Any] = {
         "rows": Rows.FORWARDED,
         "abort_surfaces": not fleet.case.partial,
         "multimodal": True,
         "sampling": Sampling.FORWARDED,
+        # an aborted sample comes out with its ``stop_reason``
         "partial_off": PartialOff.SURFACED,
     }
     return client_contract(

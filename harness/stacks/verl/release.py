@@ -61,15 +61,19 @@ VERSIONS: Mapping[str, VerlVersion] = {
             "verl.experimental.fully_async_policy.fully_async_rollouter:FullyAsyncLLMServerClient"
         ),
         reads_async_training=True,
+        # a resume is granted the budget again (verl#7207)
         pins_budget=False,
         tags_empty_abort=False,
+        # the server hands on what SGLang returned (verl#7158)
         sglang_routes=RouteArray.TENSOR,
         dict_routes="int64",
         padded_routes="uint8|uint16|int16|int32|int64",
     ),
+    # the client has moved out of the experimental package
     "0.9.0": VerlVersion(client=_LLM_SERVER),
     "0.9.1": VerlVersion(
         client=_LLM_SERVER,
+        # it draws among equally loaded servers
         balancer="verl.workers.rollout.router:GlobalRequestLoadBalancer",
         reports_cached_tokens=True,
         unpads_on_cpu=True,

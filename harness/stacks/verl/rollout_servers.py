@@ -118,6 +118,7 @@ class Lengths:
             sent: Tokens of the prompt.
             least: The smallest budget that the server grants.
         """
+        # the default of verl's servers (verl#7207)
         limit = min(self.response, self.prompt + self.response - sent) if stated is None else stated
         return max(least, min(limit, self.model - sent))
 
