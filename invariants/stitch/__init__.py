@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from rollproof.invariants.stitch import attempts, budgets, logprobs, masks, samples, shortfall
+from rollproof.invariants.stitch import attempts, budgets, logprobs, masks, samples
 from rollproof.judging.checks import Check
 
 __all__ = ["CHECKS"]
@@ -32,6 +32,6 @@ CHECKS: tuple[Check, ...] = (
     budgets.stitch_finish_reason,
     budgets.stitch_finish_length,
     budgets.stitch_zero_token_segments,
-    shortfall.stitch_budget_used,
+    budgets.stitch_budget_used,
 )
 """The checks of the family, in the order of a report."""
