@@ -150,6 +150,8 @@ class Case:
     deadline: float = 10_000.0
 
     def __post_init__(self) -> None:
+        # a case may come from anybody's file: bounds keep a typo, or an attack, from running for
+        # hours or exhausting memory
         names = [request.request_id for request in self.requests]
         if not names or len(set(names)) != len(names):
             raise CaseError(f"A case needs requests with distinct ids, not {names}.")
@@ -164,6 +166,7 @@ class Case:
             raise CaseError(
                 f"{len(names)} requests need {len(names)} arrivals, not {len(self.arrivals)}."
             )
+        # NaN compares as neither late nor early
         late = [time for time in (self.deadline, *self.arrivals) if not _is_time(time)]
         if late or not self.deadline > 0:
             raise CaseError(

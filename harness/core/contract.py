@@ -226,6 +226,7 @@ class Contract:
 
     def __post_init__(self) -> None:
         problems = [*self._coerce(), *self._missing()]
+        # fields that are missing or of a wrong type cannot be compared with each other
         if not problems:
             problems = self._contradictions()
         if problems:
@@ -374,6 +375,7 @@ class Contract:
                 f"top_k={self.top_k} exceeds num_experts={self.num_experts}: a token cannot have"
                 " that many distinct experts."
             )
+        # columns of routes are found by their order
         moe = tuple(self.moe_layers)
         if (
             not moe
@@ -419,6 +421,7 @@ def _complete(init: Callable[..., None]) -> Callable[..., None]:
     valid = [field.name for field in fields(Contract)]
     required = [field.name for field in fields(Contract) if field.default is MISSING]
 
+    # Python's own error names one argument at a time, and a first contract lacks many
     @wraps(init)
     def checked(self: Contract, **values: Any) -> None:
         missing = [name for name in required if name not in values]

@@ -145,6 +145,7 @@ class EngineTerms:
             raise ContractError(
                 f"max_length={self.max_length!r} must be a whole number of tokens, at least 2."
             )
+        # contracts come from JSON and TOML, too: plain strings become members
         for name, kind in _TUPLES.items():
             object.__setattr__(
                 self, name, tuple(_member(kind, name, value) for value in getattr(self, name))

@@ -22,6 +22,7 @@ def describe_error(error: BaseException) -> str:
         text = one_line(str(error))
     except Exception:  # noqa: BLE001 - a ``__str__`` of the user's may raise whatever it likes
         text = ""
+    # the text of a group counts its exceptions, and names none
     if isinstance(error, BaseExceptionGroup) and error.exceptions:
         text = f"{text}: {describe_error(error.exceptions[0])}"
     name = type(error).__name__
@@ -33,6 +34,7 @@ def describe_error_with_place(error: BaseException) -> str:
     (client.py:31, in generate)``.
     """
     for frame, line in reversed(list(traceback.walk_tb(error.__traceback__))):
+        # frames of the standard library (asyncio, json) say nothing of the code under test
         package = str(frame.f_globals.get("__name__", "")).partition(".")[0]
         if package != "rollproof" and package not in sys.stdlib_module_names:
             return (
@@ -67,9 +69,11 @@ def one_line(text: str) -> str:
 
 def show(value: object) -> str:
     """Return a value for an error's text: short, ASCII, whatever it is."""
+    # Python refuses to print an int of more than 4300 digits
     if isinstance(value, int) and value.bit_length() > 256:
         return f"a whole number of {value.bit_length()} bits"
     if isinstance(value, Mapping | list | tuple | set):
         return f"a {type(value).__name__} of {len(value)}"
+    # ascii: a hostile text could hold terminal escapes
     text = ascii(value)
     return text if len(text) <= 80 else f"{text[:77]}..."

@@ -12,6 +12,8 @@ from rollproof.errors import EngineStartError
 
 __all__ = ["kv_groups_of", "model_of"]
 
+# Each family of models names these fields in its own way: Mixtral and gpt-oss have
+# num_local_experts, DeepSeek n_routed_experts, Qwen num_experts.
 _LAYERS = ("num_hidden_layers", "n_layer", "num_layers")
 _EXPERTS = ("num_experts", "n_routed_experts", "num_local_experts")
 _TOP_K = ("num_experts_per_tok", "top_k_experts", "moe_topk")
@@ -71,6 +73,7 @@ def _config(folder: Path) -> Mapping[str, Any]:
         ) from error
     if not isinstance(config, dict):
         raise EngineStartError(f"{path} must hold a JSON object, not {type(config).__name__}.")
+    # multimodal models hold the sizes of their language model in a section of its own
     nested = config.get("text_config")
     return nested if isinstance(nested, dict) else config
 

@@ -101,10 +101,11 @@ def _copied(name: str, value: Any, problems: list[str]) -> Any:
         )
         return value
     if name == "logprobs":
+        # a longdouble would lose digits, narrower floats are exact
         if value.dtype.itemsize > 8:
             problems.append(f"{name} must fit float64, not be {value.dtype.name}")
             return value
-        return value.astype(np.float64)  # exact for narrower ones
+        return value.astype(np.float64)
     return value.copy()
 
 

@@ -211,6 +211,7 @@ def as_tokens(value: Any, *, what: str = "token_ids") -> tuple[int, ...]:
     """
     if hasattr(value, "tolist"):
         value = value.tolist()
+    # nearly always: without a look at each token in Python
     if isinstance(value, (list, tuple)) and _INTEGERS.issuperset(map(type, value)):
         return tuple(value)
     if not isinstance(value, list | tuple) or any(
@@ -236,6 +237,7 @@ def as_logprobs(value: Any, *, what: str = "logprobs") -> LogprobArray | None:
     if not isinstance(value, list | tuple):
         raise SubjectError(f"{what} must be a sequence of numbers, not {_describe(value)}.")
     try:
+        # engines have no logprob for a prompt's first token, and for tokens that a tool appended
         return np.array(
             [np.nan if number is None else float(number) for number in value], dtype=np.float64
         )
@@ -253,6 +255,7 @@ def as_routes(value: Any, *, what: str = "routes") -> IntArray | None:
     if value is None:
         return None
     if hasattr(value, "detach"):
+        # numpy refuses tensors of a GPU, and those that need a gradient
         value = value.detach().cpu().numpy()
     try:
         array = np.array(value)

@@ -153,6 +153,7 @@ class ReplayTerms:
     def _coerce(self) -> list[str]:
         """Accept plain strings in place of enum members."""
         problems = []
+        # contracts come from JSON and TOML, too, which have no enums
         for name, kind in _ENUMS.items():
             value: Any = getattr(self, name)
             if value is None and name == "installs":
@@ -179,6 +180,7 @@ class ReplayTerms:
                 ("float_digits", 1),
             )
             if not isinstance(getattr(self, name), int)
+            # True is an int
             or isinstance(getattr(self, name), bool)
             or getattr(self, name) < minimum
         ]
@@ -203,6 +205,7 @@ class ReplayTerms:
             problems.append(
                 f"tolerance={self.tolerance!r} must be a number from 0 (bit for bit) to 1."
             )
+        # R2 replays what the trainer's own old-logprob pass recorded
         if self.mode == ReplayMode.R2 and not self.records:
             problems.append(
                 "mode='R2' replays what the trainer records: records=True must be declared."

@@ -97,6 +97,7 @@ class Spy:
             SubjectError: The arrays do not fit each other.
             InjectedFailure: The step plans a failure of this call.
         """
+        # a copy: trainers reuse the buffers of their routers
         chosen = np.array(experts)
         count = self.microbatch if microbatch is None else microbatch
         if not is_whole(layer) or not is_whole(count) or not isinstance(model, str):
@@ -131,6 +132,7 @@ class Spy:
                 model=model,
             )
         )
+        # after the event: a router that fails has been called
         self._fail()
 
     def installed(self, layer: int, *, microbatch: int | None = None) -> None:
@@ -197,6 +199,7 @@ def ids_of_map(routing_map: npt.ArrayLike, top_k: int) -> IntArray:
     chosen = np.asarray(routing_map) != 0
     counts = chosen.sum(axis=1)
     width = max(top_k, int(counts.max(initial=0)))
+    # the column of an expert is its number among the experts of its row
     ids = np.full((len(chosen), width), -1, dtype=np.int32)
     rows, experts = np.nonzero(chosen)
     ids[rows, np.arange(len(rows)) - np.repeat(np.cumsum(counts) - counts, counts)] = experts
@@ -206,6 +209,7 @@ def ids_of_map(routing_map: npt.ArrayLike, top_k: int) -> IntArray:
 @lru_cache(maxsize=64)
 def _signs(size: int) -> FloatArray:
     """Return ``(8, size)`` of +1 and -1."""
+    # seeded by the size: every rank must draw the same signs, without exchanging them
     return np.random.default_rng(size).integers(0, 2, (_PROBES, size)).astype(np.float64) * 2 - 1
 
 
@@ -226,5 +230,6 @@ def sketch(gradient: Any) -> FloatArray:
     """
     if hasattr(gradient, "detach"):
         gradient = gradient.detach().cpu().double().numpy()
+    # in float32, the sum over a large weight would depend on the order of its terms
     flat: FloatArray = np.asarray(gradient, dtype=np.float64).ravel()
     return np.concatenate([[np.sqrt(flat @ flat)], _signs(flat.size) @ flat])

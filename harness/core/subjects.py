@@ -15,6 +15,7 @@ from rollproof.core.engine_contract import PauseMode
 from rollproof.core.records import BatchRow, EngineOutput, Request, Rollout
 
 if TYPE_CHECKING:
+    # only annotations name these: the fleet is in a higher layer, and importing it takes a while
     from rollproof.core.engine_protocol import Query, Watch, WeightUpdate
     from rollproof.core.events.replay import Outcome, Step
     from rollproof.core.router_spy import Spy

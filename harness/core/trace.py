@@ -155,6 +155,7 @@ class Recorder:
         self._count += 1
         if self._keep:
             self._events.append(stamped)
+        # sinks see an event after its stamp, in the order of the trace
         for sink in self._sinks:
             sink.append(stamped)
         return stamped

@@ -139,6 +139,7 @@ class TraceWriter:
         for _ in stream.batches():
             pass
         self._end = stream.offset
+        # a killed writer may have left an unfinished batch
         self._file.truncate(self._end)
         return stream.state
 
@@ -155,6 +156,7 @@ class TraceWriter:
 
     def _put(self, *chunks: bytes | memoryview) -> None:
         try:
+            # a write that failed may have moved the position
             self._file.seek(self._end)
             for chunk in chunks:
                 self._file.write(chunk)

@@ -89,6 +89,7 @@ class Rows:
         fields = encode_event(event)
         kind = fields.pop("kind")
         index, time = fields.pop("index", -1), fields.pop("time", 0.0)
+        # index and time have columns, which no mark like {"$float": "nan"} fits into
         if isinstance(time, dict):
             raise TraceError(f"The {kind} event cannot be stored: its time is {time['$float']}.")
         if index not in _INDEXES:
@@ -118,6 +119,7 @@ class Rows:
             self.size += len(data)
             return {"$array": len(arrays) - 1}
 
+        # not orjson: it refuses objects nested more than 254 deep, which a header's case may be
         body = msgspec.json.encode(fields, enc_hook=put).decode()
         self._rows.append(_row(episode, kind, index, time, body, arrays))
         self.size += len(body) + 64
@@ -146,6 +148,7 @@ def read_rows(batch: pa.RecordBatch) -> Iterator[Header | Event]:
     validate(batch)
     kinds, indexes, times, bodies, integers = (batch.column(i).to_pylist() for i in range(1, 6))
     arrays: Any = batch.column(6)
+    # `values` are the arrays of all rows, one after the other
     ends = arrays.offsets.to_pylist()
     for row, body in enumerate(bodies):
         fields = parse_json(body)
@@ -214,6 +217,7 @@ def validate(batch: pa.RecordBatch) -> None:
     """
     import pyarrow as pa
 
+    # the file may be hostile, and views of its buffers are read without further checks
     try:
         batch.validate(full=True)
     except pa.ArrowException as error:

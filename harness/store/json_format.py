@@ -46,6 +46,7 @@ def dump_trace(trace: Trace, path: str | os.PathLike[str]) -> None:
     """Write ``trace`` to ``path``, completely or not at all. Raises ``TraceError`` above 64 MB, and
     for values that no trace can hold.
     """
+    # one event a line, so that a person can find, compare and delete events
     marks = json.dumps({"format": FORMAT, "schema": SCHEMA, "made_by": made_by()})
     header = ",\n ".join(
         f"{json.dumps(key)}: {json.dumps(value, allow_nan=False)}"
@@ -124,6 +125,7 @@ def _stored(array: AnyArray) -> dict[str, Any]:
     name = array.dtype.name
     stored: dict[str, Any] = {"dtype": name, "shape": list(array.shape)}
     if array.size > _LISTED:
+        # nobody reads so many numbers, and base64 is a third of their text
         data = array.astype(DTYPES[name], order="C").tobytes()
         return {**stored, "base64": base64.b64encode(data).decode("ascii")}
     if array.dtype.kind != "f" or np.isfinite(array).all():
@@ -158,6 +160,7 @@ def _from_base64(text: Any, dtype: np.dtype[Any], shape: Any) -> AnyArray:
 
 
 def _from_lists(data: Any, dtype: np.dtype[Any], shape: Any, *, marked: bool) -> AnyArray:
+    # numpy would make an array of objects out of lists of unequal lengths
     level = [data]
     for length in shape if isinstance(shape, list) else ():
         if any(type(item) is not list or len(item) != length for item in level):
@@ -256,6 +259,7 @@ def _write_completely(path: Path, data: bytes) -> None:
         with temporary.open("wb") as file:
             file.write(data)
             file.flush()
+            # a crash of the machine must not leave an empty file in the place of the old one
             os.fsync(file.fileno())
         temporary.replace(target)
     except OSError as error:

@@ -204,12 +204,11 @@ class Stream:
                 if message is None:
                     return None
                 checksum = self._source.checksum
-                seal = self._message(required=True)
+                seal = self._message()
             except _CutError:
-                if self._source.bytes_at(max(0, self._source.end - len(END)), len(END)) == END:
-                    raise TraceError(
-                        "a batch claims more bytes than there are up to the end mark"
-                    ) from None
+                seal = None
+            if seal is None:
+                self._check_cut()
                 return None
             body = read_seal(_batch(seal))
             if body is None:
@@ -223,18 +222,24 @@ class Stream:
             self.state = state
             return _batch(message)
 
-    def _message(self, *, required: bool = False) -> pa.Message | None:
-        """Return the next message, or ``None`` at the end of the file, unless one is required."""
+    def _check_cut(self) -> None:
+        """Accept a file that ends inside a batch, unless it was closed."""
+        # a closed file is complete, so that a message that is cut there was changed
+        if self._source.bytes_at(max(0, self._source.end - len(END)), len(END)) == END:
+            raise TraceError("a batch claims more bytes than there are up to the end mark")
+
+    def _message(self) -> pa.Message | None:
+        """Return the next message, or ``None`` at the end of the file."""
         import pyarrow as pa
 
         start = self._source.tell()
         self._source.begin_message()
+        # not pa.ipc.open_stream: it gives batches without their bytes, whose checksum is sealed
         try:
-            return pa.ipc.read_message(pa.PythonFile(self._source, mode="r"))
+            file = pa.PythonFile(self._source, mode="r")  # type: ignore[arg-type]  # it only reads
+            return pa.ipc.read_message(file)
         except EOFError:
             self._check_end(start)
-            if required:
-                raise _CutError from None
             return None
         except (pa.ArrowException, OSError, ValueError, MemoryError) as error:
             if self._source.cut:
@@ -377,6 +382,7 @@ def open_file(path: Path, mode: Literal["r", "x", "w", "a"]) -> BinaryIO:
             f"{path} is being written by another process: a trace has one writer at a time. Write"
             " to a file of your own."
         )
+    # not before the lock: another writer's trace would be lost
     if mode == "w":
         file.truncate(0)
     return file
