@@ -228,7 +228,7 @@ def test_a_second_forward_is_refused(model: Any) -> None:
 
     with pytest.raises(
         ReplayError,
-        match="called a second time in one context, whose routes are those of one forward",
+        match="called a second time in one context, which has the routes of one forward",
     ):
         twice()
     assert_untouched(model)
@@ -237,7 +237,7 @@ def test_a_second_forward_is_refused(model: Any) -> None:
 def test_a_replay_in_a_recording_records_nothing_and_says_so(model: Any) -> None:
     """The inner context counts, so that the outer one has nothing: either way round it is told."""
     with (
-        pytest.raises(ReplayError, match="Nothing was recorded, for no router was called"),
+        pytest.raises(ReplayError, match="Nothing was recorded, because no router was called"),
         hf_record(model),
         hf_replay(model, GOOD),
     ):

@@ -30,13 +30,13 @@ pytestmark = [
 @pytest.mark.parametrize(
     ("routes", "message"),
     [
-        (GOOD[:, :, :1], "Routes have 1 columns, and the model runs top_k=2"),
+        (GOOD[:, :, :1], "Routes have 1 columns, but the model runs top_k=2"),
         (GOOD.repeat(2, axis=2), "Routes have 4 columns"),
         (
             GOOD[:, :2],
-            r"Routes hold 2 layers; the model has 3, 3 of them with a router, \[0, 1, 2\]",
+            r"Routes have 2 layers; the model has 3, 3 of them with a router, \[0, 1, 2\]",
         ),
-        (GOOD.astype(float), "Routes are of torch.float64, and expert ids are integers"),
+        (GOOD.astype(float), "Routes are of torch.float64, but expert ids are integers"),
         (GOOD > 0, "Routes are of torch.bool"),
         (GOOD - 1, r"66 of 66 rows name experts outside of 0 to 7 \(row 0 of layer 0: \[-1, 0\]"),
         (GOOD + 7, "66 of 66 rows name experts outside of 0 to 7"),
@@ -53,7 +53,7 @@ pytestmark = [
         ([[["a"]]], "Routes must be an array or a tensor of integers, not list"),
         (
             np.ma.masked_array(GOOD, mask=GOOD == 1),
-            "Routes are a masked array, and what is masked would be replayed",
+            "Routes are a masked array, and its masked values would be replayed",
         ),
         (torch.from_numpy(GOOD).to_sparse(), "Routes are a torch.sparse_coo tensor"),
         (torch.from_numpy(GOOD).to("meta"), "Routes are a meta tensor"),
@@ -101,7 +101,7 @@ def test_a_mask_of_another_batch_is_refused(model: Any) -> None:
 
     hf_replay(model, batch, torch.ones(IDS.numel(), dtype=torch.bool))
     with pytest.raises(
-        RoutesError, match=r"The mask is \(11, 2\), the routes have the places \(2, 11\)"
+        RoutesError, match=r"The shape of the mask is \(11, 2\), that of the routes \(2, 11\)"
     ):
         hf_replay(model, batch, torch.ones(IDS.T.shape, dtype=torch.bool))
 

@@ -139,7 +139,7 @@ def test_an_additive_mask_is_refused() -> None:
     """
     assert coded(0, 2).tolist() == batch_routes([coded(0, 2)], [[0.0, 1.0, 1.0]])[0, 1:].tolist()
     with pytest.raises(
-        RoutesError, match="The attention mask is float64 and holds more than 0 and 1"
+        RoutesError, match="The attention mask is float64 and has other values than 0 and 1"
     ):
         batch_routes([coded(0, 2)], [[0.0, -1e9, -1e9]])
 

@@ -147,7 +147,7 @@ def test_what_else_a_router_is_called_with_stays() -> None:
 
     assert tried_with(lambda hidden, bias: router(hidden + 0 * bias.sum()), (rows, bias))
     assert tried_with(lambda hidden, bias: router(hidden + 0 * bias.sum()), (rows,), bias=bias)
-    with pytest.raises(RouterError, match=r"The router cannot be tried on 2 rows, .* RuntimeError"):
+    with pytest.raises(RouterError, match=r"The router cannot be tested on 2 rows, .* RuntimeError"):
         tried_with(lambda hidden, other: router(hidden + other), (rows, rows))
     for args in ((), (IDS,), (None, rows)):
         with pytest.raises(RouterError, match="is not called with hidden states first"):
@@ -193,7 +193,7 @@ def test_nan_weights_prove_nothing() -> None:
     [
         (lambda scores, weights, ids: (weights, weights), "no expert ids of shape"),
         (lambda scores, weights, ids: (ids, ids), "no weights of shape"),
-        (lambda scores, weights, ids: (weights, (ids + 1) % EXPERTS), "and executes"),
+        (lambda scores, weights, ids: (weights, (ids + 1) % EXPERTS), "but executes"),
     ],
     ids=["no ids", "no weights", "other ids"],
 )

@@ -352,7 +352,7 @@ def test_the_trainer_keeps_every_promise_of_replay(reports: dict[str, Report], n
 def test_an_unknown_setup_is_told_with_those_that_exist(ranks: Ranks) -> None:
     """A setup that does not exist is refused, with the list."""
     with pytest.raises(
-        UsageError, match="No Megatron setup is named 'tp3'; there are single, dense-first"
+        UsageError, match="No Megatron setup is named 'tp3'; choose one of single, dense-first"
     ):
         MegatronTrainer("tp3", ranks)
     with pytest.raises(UsageError, match="There is no variant 'other'"):

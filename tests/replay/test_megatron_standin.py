@@ -55,7 +55,7 @@ def test_other_releases_are_refused_before_anything_is_replaced(
     with (
         pytest.raises(
             MegatronVersionError,
-            match=r"megatron-core 0\.17\.0 is installed; .* tried with 0\.16\.1 \(Python 3\.11",
+            match=r"megatron-core 0\.17\.0 is installed; .* tested with 0\.16\.1 \(Python 3\.11",
         ),
         cpu_megatron(),
     ):
@@ -66,7 +66,7 @@ def test_other_releases_are_refused_before_anything_is_replaced(
 def test_every_item_says_why() -> None:
     """The table holds each target once, with a reason."""
     assert len(STAND_INS) == len({item.target for item in STAND_INS})
-    assert [] == [item.target for item in STAND_INS if len(item.why) < 20]
+    assert [] == [item.target for item in STAND_INS if len(item.reason) < 20]
     assert [] == [
         release for item in STAND_INS for release in item.releases if release not in RELEASES
     ]
@@ -84,7 +84,7 @@ def _item(**fields: Any) -> StandIn:
         **{
             "owner": "a_module_of_megatron",
             "name": "name",
-            "why": "because",
+            "reason": "because",
             "make": lambda original: [original],
             **fields,
         }
@@ -139,11 +139,11 @@ def test_inherited_and_static_methods_come_back_as_they_were(
     [
         (
             {"name": "other"},
-            r"a_module_of_megatron\.other is absent, against what the stand-in knows",
+            r"a_module_of_megatron\.other is missing, unlike in the release that was",
         ),
         (
             {"missing": True},
-            r"a_module_of_megatron\.name is there, against what the stand-in knows",
+            r"a_module_of_megatron\.name exists, unlike in the release that was",
         ),
         (
             {"owner": "a_module_of_megatron:Missing"},

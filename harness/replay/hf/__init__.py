@@ -1,13 +1,13 @@
-"""Routing replay for models of HF transformers, for a training loop of one's own.
+"""Routing replay for models of HF transformers, for your own training loop.
 
 ``hf_replay`` replays a microbatch, ``hf_record`` records one, ``batch_routes`` and
 ``packed_routes`` bring the routes of finished samples into the order of the model's rows,
-``find_routers`` saves the search where a loop replays often, and ``watched`` tells rollproof's spy
-what really ran. Needs torch.
+``find_routers`` saves the search in a loop, and ``watched`` reports to rollproof's spy what really
+ran. Needs torch.
 
-Within: ``topk`` is the oracle, which puts ids in the place of a router's own top-k, whatever its
-family computes around it; ``passes`` holds the contexts, ``targets`` checks what they are given;
-``trainer`` and ``ranked`` are replay subjects around tiny models.
+Private modules: ``topk`` replaces a router's own top-k, whatever its family computes around it;
+``passes`` has the contexts, ``target_routes`` checks their routes; ``hf_replay_trainer`` and
+``ranked_trainer`` are replay subjects around tiny models.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Trainer: a tiny model of HF transformers, ``hf_replay`` and plain PyTorch, as a replay subject."""
+"""A replay subject of a tiny model of HF transformers, ``hf_replay`` and plain PyTorch."""
 
 from __future__ import annotations
 
@@ -32,8 +32,8 @@ from rollproof.replay.hf.varlen_attention import use_varlen
 __all__ = ["HfTrainer", "Replay", "contract_of", "loss_of"]
 
 Replay = Callable[[Any, Any], AbstractContextManager[Any]]
-"""From a model and the routes ``(batch, width, layers, top_k)`` or ``(rows, layers, top_k)`` to a
-context that replays them.
+"""Returns a context that replays routes ``(batch, width, layers, top_k)`` or ``(rows, layers,
+top_k)`` on a model.
 """
 
 _NOISE = 0.08
@@ -44,7 +44,7 @@ _ROUTER = re.compile(r"layers\.(\d+)\.(?:mlp\.gate|mlp\.router)$")
 class HfTrainer:
     """A replay subject (``rollproof.core.subjects.ReplaySubject``) around ``tiny_model``.
 
-    ``replay`` is what replays: ``hf_replay``, or other code that is to be judged.
+    ``replay`` is the replay code under test, by default ``hf_replay``.
     """
 
     def __init__(self, setup: Setup | None = None, *, replay: Replay = hf_replay) -> None:
@@ -52,11 +52,9 @@ class HfTrainer:
         self.contract: Contract = contract_of(self.setup)
         self.model: Any = self._model()
         self.called: Any = self.model
-        """What the training loop calls: the model, or a wrapper around it."""
+        """The callable of the training loop: the model, or a wrapper around it."""
         self.scale: int = 1
-        """What the loss is multiplied with before its gradient is taken: where gradients are
-        averaged over processes, their number.
-        """
+        """Factor of the loss: the number of processes over which gradients are averaged."""
         self.inputs: Inputs
         self._replay = replay
         self._others: dict[str, Any] = {}
@@ -65,7 +63,7 @@ class HfTrainer:
         }
 
     def run(self, step: Step, spy: Spy) -> Outcome:
-        """One step: all microbatches, forward and, where it trains, backward."""
+        """Run all microbatches of a step, forward and, if it trains, backward."""
         self._prepare(step)
         parts = []
         for number, samples in enumerate(step.microbatches):
@@ -75,22 +73,21 @@ class HfTrainer:
         return self._outcome(step, parts)
 
     def share(self, samples: tuple[Rollout, ...]) -> tuple[Rollout, ...]:
-        """The samples of a microbatch that this process runs."""
+        """Return the samples of a microbatch that this process runs."""
         return samples
 
     def reference(self, step: Step, world_size: int = 1) -> Outcome:
-        """The step by the written-out formula of the family, its selection fixed; only rows without
-        a target ask the router.
+        """Run the step by the written-out formula of the family, with a fixed selection.
 
-        Gradients are summed as ``world_size`` data-parallel processes sum them, so that they may be
-        compared bit for bit.
+        The router chooses only in rows without a target. Gradients are summed as ``world_size``
+        data-parallel processes sum them, so that they can be compared bit by bit.
         """
         own = HfTrainer(self.setup)
         with torch.no_grad():
-            for mine, parameter in zip(
+            for source, parameter in zip(
                 self.model.parameters(), own.model.parameters(), strict=True
             ):
-                parameter.copy_(mine)
+                parameter.copy_(source)
         own._replay = partial(_by_formula, own)
         own._prepare(step)
         parts = []
@@ -110,7 +107,7 @@ class HfTrainer:
         return own._outcome(step, parts)
 
     def set_weights(self, number: int) -> None:
-        """Weights ``number``: see ``ReplaySubject``."""
+        """See ``ReplaySubject``."""
         noise = torch.Generator().manual_seed(abs(number))
         with torch.no_grad():
             for name, parameter in self.model.named_parameters():
@@ -132,14 +129,13 @@ class HfTrainer:
         with torch.no_grad():
             self.assign(
                 weight,
-                self.whole(weight)
+                self.full_value(weight)
                 + size * torch.from_numpy(direction(tuple(weight.shape))).to(weight.device),
             )
 
     def residue(self) -> Mapping[str, int]:
-        """What replay left on the model, and in the process; on a GPU, once autograd's threads have
-        let go of a pass that failed.
-        """
+        """Count what replay left on the model, and in the process."""
+        # on a GPU autograd's threads may still have a pass that failed
         end = time.monotonic() + (1.0 if self.device != "cpu" else 0.0)
         while any((left := self._left()).values()) and time.monotonic() < end:
             time.sleep(0.01)
@@ -153,18 +149,18 @@ class HfTrainer:
         }
 
     def variant(self, name: str) -> HfTrainer:
-        """The same trainer on a model whose routers must be refused."""
+        """Return the trainer on a model with routers that must be refused."""
         family = DENSE if name == "no-moe-layers" else name
         if family not in {DENSE, *REFUSED}:
             raise UnsupportedStep(f"there is no variant {name!r}")
         return HfTrainer(replace(self.setup, family=family), replay=self._replay)
 
     def assign(self, parameter: torch.Tensor, value: torch.Tensor) -> None:
-        """Give a parameter its whole value."""
+        """Set a parameter to its full value."""
         parameter.copy_(value)
 
-    def whole(self, value: torch.Tensor) -> torch.Tensor:
-        """A parameter or gradient with the parts of all processes."""
+    def full_value(self, value: torch.Tensor) -> torch.Tensor:
+        """Return a parameter or gradient with the parts of all processes."""
         return value
 
     def _prepare(self, step: Step) -> None:
@@ -180,20 +176,20 @@ class HfTrainer:
     def _microbatch(
         self, step: Step, inputs: Inputs, spy: Spy
     ) -> tuple[dict[str, FloatArray], dict[str, IntArray]]:
-        """Logprobs and recorded routes by request."""
+        """Return logprobs and recorded routes by request."""
         inputs = self.inputs = inputs.on(self.device)
         with ExitStack() as spies:
-            spies.enter_context(_one_graph() if self.setup.compiled else nullcontext())
+            spies.enter_context(_single_graph() if self.setup.compiled else nullcontext())
             spies.enter_context(_spied(self.model, spy, inputs))
             other = self._other(step.model)
             if other is not None:
                 spies.enter_context(_spied(other, spy, inputs, step.model))
             with self._context(step, inputs) as entered, torch.set_grad_enabled(step.backward):
                 if step.action is Action.REPLAY:
-                    self._tell_installed(spy)
+                    self._report_installed(spy)
                 if other is not None:
                     logprobs = inputs.logprobs(other(**inputs.call).logits)
-                    if step.action is Action.REPLAY:  # what the context is for
+                    if step.action is Action.REPLAY:  # the context must see a forward
                         self.called(**inputs.call)
                 else:
                     logprobs = inputs.logprobs(self.called(**inputs.call).logits)
@@ -202,16 +198,16 @@ class HfTrainer:
                     self._backward(loss, spy)
             if step.backward and self.setup.late:
                 self._backward(loss, spy)
-        told = {
-            sample.request_id: found.detach().cpu().numpy()
-            for sample, found in zip(inputs.samples, logprobs, strict=True)
+        by_request = {
+            sample.request_id: values.detach().cpu().numpy()
+            for sample, values in zip(inputs.samples, logprobs, strict=True)
         }
-        return told, _recorded(entered, inputs) if step.action is Action.RECORD else {}
+        return by_request, _recorded(entered, inputs) if step.action is Action.RECORD else {}
 
     def _outcome(
         self, step: Step, parts: list[tuple[dict[str, FloatArray], dict[str, IntArray]]]
     ) -> Outcome:
-        logprobs = {name: values for told, _ in parts for name, values in told.items()}
+        logprobs = {name: values for part, _ in parts for name, values in part.items()}
         return Outcome(
             step=step.name,
             loss=loss_of(step, logprobs),
@@ -226,7 +222,7 @@ class HfTrainer:
             return self._replay(self.model, inputs.routes())
         return hf_record(self.model) if step.action is Action.RECORD else nullcontext()
 
-    def _tell_installed(self, spy: Spy) -> None:
+    def _report_installed(self, spy: Spy) -> None:
         for layer, gate in self._gates().items():
             if "forward" in vars(gate):
                 spy.installed(layer)
@@ -248,14 +244,13 @@ class HfTrainer:
         )
         if self.setup.compiled:
             for layer in model.model.layers:
-                layer.self_attn.compile(
-                    dynamic=True
-                )  # else a step of another shape makes other code, and other sums
+                # or a step of another shape makes other code, and other sums
+                layer.self_attn.compile(dynamic=True)
         return use_varlen(model) if self.setup.varlen else model
 
     @property
     def device(self) -> str:
-        """Where the model is; of several GPUs the current one."""
+        """The device of the model."""
         return self.setup.device
 
     def _gates(self) -> dict[int, Any]:
@@ -263,7 +258,7 @@ class HfTrainer:
 
     def _gradients(self) -> dict[str, FloatArray]:
         return {
-            name: sketch(self.whole(parameter.grad))
+            name: sketch(self.full_value(parameter.grad))
             for name, parameter in self.model.named_parameters()
             if parameter.grad is not None
         }
@@ -271,17 +266,22 @@ class HfTrainer:
     def _gate_gradients(self) -> dict[int, FloatArray]:
         weights = {layer: gate.weight for layer, gate in self._gates().items()}
         return {
-            layer: sketch(self.whole(torch.zeros_like(one) if one.grad is None else one.grad))
-            for layer, one in weights.items()
+            layer: sketch(
+                self.full_value(torch.zeros_like(weight) if weight.grad is None else weight.grad)
+            )
+            for layer, weight in weights.items()
         }
 
 
 def loss_of(step: Step, logprobs: Mapping[str, FloatArray]) -> float:
-    """The mean over all response tokens of the step of minus their logprob, summed sample by
-    sample; of those that are there.
+    """Return the mean of minus the logprob over the step's response tokens.
+
+    Samples without logprobs are skipped in the sum.
     """
     return -sum(
-        float(logprobs[one.request_id].sum()) for one in step.samples if one.request_id in logprobs
+        float(logprobs[sample.request_id].sum())
+        for sample in step.samples
+        if sample.request_id in logprobs
     ) / _trained(step)
 
 
@@ -289,11 +289,11 @@ def _trained(step: Step) -> int:
     return sum(len(sample.response_ids) for sample in step.samples) or 1
 
 
-def _one_graph() -> AbstractContextManager[Any]:
-    """Inside, code that is compiled for any size is compiled once: by itself torch takes equal
-    sizes for one, and a first batch as wide as a head for the only width. The next width is other
-    code, which later serves the first one too, and may sum it to other bits.
-    """
+def _single_graph() -> AbstractContextManager[Any]:
+    """Let torch compile code for any size once."""
+    # by default torch treats equal sizes as one, and a first batch as wide as a head as the only
+    # width. The next width is other code, which later serves the first one, too, and may sum it to
+    # other bits
     patch: Callable[..., AbstractContextManager[Any]] = importlib.import_module(
         "torch.fx.experimental._config"
     ).patch
@@ -302,17 +302,18 @@ def _one_graph() -> AbstractContextManager[Any]:
 
 @contextmanager
 def _by_formula(trainer: HfTrainer, model: Any, routes: Any) -> Iterator[None]:
-    """Run the microbatch's forward by formula; what rows without a target execute is looked up in a
-    replay first.
-    """
+    """Run the microbatch's forward by formula; a replay finds out what free rows execute."""
     targets = torch.as_tensor(routes).reshape(-1, *routes.shape[-2:]).to(trainer.device)
     executed: dict[int, torch.Tensor] = {}
     routers = find_routers(model)
 
-    def look(layer: int, _module: nn.Module, _given: Any, output: Any) -> None:
+    def remember(layer: int, _module: nn.Module, _inputs: Any, output: Any) -> None:
         executed[layer] = output[2].clone()
 
-    hooks = [one.module.register_forward_hook(partial(look, one.layer)) for one in routers.all]
+    hooks = [
+        router.module.register_forward_hook(partial(remember, router.layer))
+        for router in routers.all
+    ]
     inputs = trainer.inputs
     with hf_replay(routers, routes), torch.no_grad():
         model(**inputs.call)
@@ -325,24 +326,23 @@ def _by_formula(trainer: HfTrainer, model: Any, routes: Any) -> Iterator[None]:
 
 
 def _gates(model: nn.Module) -> Iterator[tuple[int, Any]]:
-    """The routers by layer, found by the names that they have in the families here: not the way in
-    which ``hf_replay`` finds them.
-    """
+    """Yield the routers by layer, found by their names in these families."""
+    # not by find_routers: what hf_replay uses must not check itself
     for path, module in model.named_modules():
-        if (found := _ROUTER.search(path)) and isinstance(
+        if (match := _ROUTER.search(path)) and isinstance(
             getattr(module, "weight", None), torch.Tensor
         ):
-            yield int(found[1]), module
+            yield int(match[1]), module
 
 
 @contextmanager
 def _spied(model: nn.Module, spy: Spy, inputs: Inputs, name: str = "policy") -> Iterator[None]:
     tokens = inputs.tokens
 
-    def tell(layer: int, _module: nn.Module, _given: Any, output: Any) -> None:
+    def report(layer: int, _module: nn.Module, _inputs: Any, output: Any) -> None:
         spy.routed(layer, output[2].detach().cpu().numpy(), tokens=tokens, model=name)
 
-    hooks = [gate.register_forward_hook(partial(tell, layer)) for layer, gate in _gates(model)]
+    hooks = [gate.register_forward_hook(partial(report, layer)) for layer, gate in _gates(model)]
     try:
         yield
     finally:
@@ -351,22 +351,19 @@ def _spied(model: nn.Module, spy: Spy, inputs: Inputs, name: str = "policy") -> 
 
 
 def _recorded(entered: Any, inputs: Inputs) -> dict[str, IntArray]:
-    """The recorded routes by request, in the convention of the contract: all layers, without the
-    row of the last token.
-    """
+    """Return the recorded routes by request: all layers, without the row of the last token."""
     rows = entered.routes.numpy()
-    whole = np.zeros((len(rows), entered.routers.num_layers, rows.shape[2]), dtype=np.int16)
-    whole[:, list(entered.layers)] = rows
+    payload = np.zeros((len(rows), entered.routers.num_layers, rows.shape[2]), dtype=np.int16)
+    payload[:, list(entered.layers)] = rows
     return {
-        sample.request_id: whole[inputs.source.sample == number][:-1]
+        sample.request_id: payload[inputs.source.sample == number][:-1]
         for number, sample in enumerate(inputs.samples)
     }
 
 
 def _hooks(model: nn.Module) -> int:
-    """Forward hooks of rollproof on the model; transformers adds some of its own where it
-    checkpoints.
-    """
+    """Count the forward hooks of rollproof on the model."""
+    # transformers adds hooks of its own for checkpointing
     hooks = [
         hook
         for module in model.modules()
@@ -376,7 +373,7 @@ def _hooks(model: nn.Module) -> int:
 
 
 def contract_of(setup: Setup) -> Contract:
-    """What a trainer of this setup declares."""
+    """Return the contract of a trainer of this setup."""
     family = {**FAMILIES, **REFUSED}.get(setup.family)
     return trainer_contract(
         num_layers=3,

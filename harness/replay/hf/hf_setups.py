@@ -1,4 +1,4 @@
-"""Setups: what the trainers here are made of, and which ones are judged."""
+"""The judged configurations of HF trainers."""
 
 from __future__ import annotations
 
@@ -14,15 +14,20 @@ __all__ = ["SETUPS", "Setup", "setup_named"]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Setup:
-    """What a trainer is made of.
+    """The configuration of a trainer.
 
-    ``reentrant`` is the kind of gradient checkpointing, ``late`` runs the backward pass after the
-    replay context has closed, ``dtype`` names a type of torch, ``parallel`` how the model is
-    wrapped (``ranked.WRAPS``), and ``mixed`` lets FSDP2 compute in bfloat16. ``compiled`` compiles
-    the attention modules (``torch.compile``): those parts of a model that hold no router.
-    ``varlen`` has packed samples attend by a kernel that is told where they begin (``varlen``), on
-    a GPU, in bfloat16 or float16. ``device`` is ``"cpu"`` or ``"cuda"``: of several processes each
-    takes the GPU of its rank. ``samples`` make a microbatch.
+    Attributes:
+        family: model family (``model_families``).
+        layout: how samples become one input.
+        reentrant: kind of gradient checkpointing.
+        late: run the backward pass after the replay context has closed.
+        dtype: name of a torch dtype.
+        parallel: wrapper of the model (``ranked_trainer.WRAPS``).
+        mixed: let FSDP2 compute in bfloat16.
+        device: ``"cpu"`` or ``"cuda"``; each process takes the GPU of its rank.
+        samples: samples in a microbatch.
+        compiled: compile the attention modules, which have no router (``torch.compile``).
+        varlen: use an attention kernel for packed samples, on a GPU in bfloat16 or float16.
     """
 
     family: str = "qwen3_moe"
@@ -39,7 +44,7 @@ class Setup:
 
     @property
     def name(self) -> str:
-        """All of it in a few words."""
+        """The configuration as text."""
         kinds = {
             "reentrant": self.reentrant,
             "late": self.late,
@@ -77,13 +82,13 @@ SETUPS: Mapping[str, Setup] = MappingProxyType(
         )
     }
 )
-"""By name. Every family, layout, kind of checkpointing, place of the backward pass and wrapper is
-in one of them.
+"""By name. They cover every family, layout, kind of checkpointing and wrapper, and early and late
+backward passes.
 """
 
 
 def setup_named(name: str) -> Setup:
-    """The setup of that name. Raises ``UsageError`` listing the names where there is none."""
+    """Return the setup called ``name``. Raises ``UsageError`` for an unknown one."""
     try:
         return SETUPS[name]
     except KeyError:

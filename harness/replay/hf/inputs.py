@@ -1,6 +1,4 @@
-"""Inputs: the samples of a microbatch as what a model of HF transformers is called with, and where
-each of their tokens went.
-"""
+"""Turn the samples of a microbatch into the inputs of a model of HF transformers."""
 
 from __future__ import annotations
 
@@ -26,14 +24,12 @@ class Layout(StrEnum):
     LEFT = "left-padded"
     RIGHT = "right-padded"
     PACKED = "packed"
-    """One behind the other in one row, told apart by position ids that begin anew."""
+    """All in one row; position ids start again at each sample."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Inputs:
-    """``call`` are the model's keyword arguments, ``source`` the sample and position of each row in
-    the order of the routers' rows.
-    """
+    """The model's keyword arguments (``call``), and the source of each router row."""
 
     call: dict[str, Any]
     source: Source
@@ -42,13 +38,13 @@ class Inputs:
 
     @property
     def tokens(self) -> np.ndarray[Any, np.dtype[np.int64]]:
-        """``(rows,)``: the input token of each row, -1 in padding."""
+        """The input token of each row, ``(rows,)``; -1 in padding."""
         return self.source.take([_tokens(sample) for sample in self.samples], fill=-1).astype(
             np.int64
         )
 
     def on(self, device: str) -> Inputs:
-        """The same inputs on a device."""
+        """Move the inputs to a device."""
         call = {
             name: value.to(device) if isinstance(value, torch.Tensor) else value
             for name, value in self.call.items()
@@ -56,7 +52,7 @@ class Inputs:
         return replace(self, call=call)
 
     def routes(self) -> Any:
-        """The samples' routes at the rows of the input."""
+        """Return the samples' routes in the order of the rows."""
         own = [sample.routes for sample in self.samples]
         return (
             batch_routes(own, self.call["attention_mask"])
@@ -65,19 +61,19 @@ class Inputs:
         )
 
     def logprobs(self, logits: torch.Tensor) -> list[torch.Tensor]:
-        """``(response,)`` float64 for each sample: the row of token p - 1 predicts token p."""
+        """Return the logprobs of response tokens, one ``(response,)`` float64 per sample."""
         flat = logits.flatten(0, -2).double().log_softmax(-1)
-        found = []
+        logprobs = []
         for number, sample in enumerate(self.samples):
             rows = np.flatnonzero(self.source.sample == number)  # in the order of positions
-            first = len(sample.prompt_ids) - 1
+            first = len(sample.prompt_ids) - 1  # the row of token p - 1 predicts token p
             before = torch.from_numpy(rows[first : first + len(sample.response_ids)])
-            found.append(flat[before, torch.tensor(sample.response_ids, dtype=torch.long)])
-        return found
+            logprobs.append(flat[before, torch.tensor(sample.response_ids, dtype=torch.long)])
+        return logprobs
 
 
 def lay_out(samples: Sequence[Rollout], layout: Layout) -> Inputs:
-    """The inputs of a microbatch of at least one sample."""
+    """Return the inputs of a microbatch of at least one sample."""
     lengths = [sample.total for sample in samples]
     cumulative = None
     if layout is Layout.PACKED:
@@ -86,8 +82,8 @@ def lay_out(samples: Sequence[Rollout], layout: Layout) -> Inputs:
     else:
         side = Side.LEFT if layout is Layout.LEFT else Side.RIGHT
         source = padded(
-            [len(one.prompt_ids) for one in samples],
-            [len(one.response_ids) for one in samples],
+            [len(sample.prompt_ids) for sample in samples],
+            [len(sample.response_ids) for sample in samples],
             side,
         )
     ids = source.take([_tokens(sample) for sample in samples], fill=0)

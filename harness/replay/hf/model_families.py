@@ -1,9 +1,8 @@
-"""Families: MoE models of HF transformers at a tiny size, in memory, with weights under which
-routing is no accident.
+"""Tiny MoE models of HF transformers, in memory.
 
-A weight as a library initialises it sends every token to almost the same experts; here all matrices
-are drawn wide enough that routing depends on the token, and that a small change of the weights
-changes it.
+With the initial weights of a library every token goes to almost the same experts. Here all matrices
+are drawn so wide that routing depends on the token, and that a small change of the weights changes
+it.
 """
 
 from __future__ import annotations
@@ -41,9 +40,7 @@ _SPREAD = 0.25
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Family:
-    """An architecture, and the fields of its configuration beside the common sizes. Every one has 8
-    experts, 2 of them per token.
-    """
+    """An architecture, and the fields of its configuration in addition to the common sizes."""
 
     name: str
     config: Mapping[str, Any]
@@ -84,8 +81,7 @@ _GPT_OSS = {
     "head_dim": 8,
     "sliding_window": 16,
     "layer_types": ["full_attention", "sliding_attention", "full_attention"],
-    # Without the family's default, which scales positions to a context that a tiny model does not
-    # have.
+    # not the family's default, which scales positions to a context that a tiny model does not have
     "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
 }
 
@@ -108,7 +104,7 @@ FAMILIES: Mapping[str, Family] = _table(
     Family(name="qwen3_5_moe_text", config={**_QWEN, "shared_expert_intermediate_size": 24}),
     Family(name="qwen3_next", config={**_QWEN, "shared_expert_intermediate_size": 24}),
 )
-"""Families whose routers select by one top-k, by ``model_type``. The last two have linear
+"""Families with routers that select by one top-k, by ``model_type``. The last two have linear
 attention, which is slow on a CPU.
 """
 
@@ -129,7 +125,7 @@ REFUSED: Mapping[str, Family] = _table(
         },
     ),
 )
-"""Families whose routers cannot be replayed: one samples by argmax, one takes weights from masked
+"""Families with routers that cannot be replayed: one samples by argmax, one uses weights of masked
 scores, one scatters its weights.
 """
 
@@ -139,20 +135,19 @@ _OTHERS = _table(Family(name=DENSE, config={"head_dim": 8}, moe_layers=()))
 def tiny_model(
     name: str, *, seed: int = 5, dtype: torch.dtype = torch.float32, **config: Any
 ) -> Any:
-    """A random model of the family ``name``, with ``config`` in place of fields of its
-    configuration; one seed, one model.
+    """Return a random model of the family ``name``; ``config`` overrides its configuration.
 
-    Needs transformers. Raises ``UsageError`` for a family that is not known.
+    One seed gives one model. Needs transformers. Raises ``UsageError`` for an unknown family.
     """
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    known = {**FAMILIES, **REFUSED, **_OTHERS}
-    if name not in known:
-        raise UsageError(f"No family is named {name!r}; choose among {list(known)}.")
-    made = AutoConfig.for_model(name, **{**_SIZES, **known[name].config, **config})
-    # Grouped products of float64 do not exist; one product per expert does.
+    families = {**FAMILIES, **REFUSED, **_OTHERS}
+    if name not in families:
+        raise UsageError(f"No family is named {name!r}; choose among {list(families)}.")
+    complete = AutoConfig.for_model(name, **{**_SIZES, **families[name].config, **config})
+    # there are no grouped products of float64, but one product per expert
     experts = {"experts_implementation": "eager"} if dtype is torch.float64 else {}
-    model = AutoModelForCausalLM.from_config(made, attn_implementation="eager", **experts)
+    model = AutoModelForCausalLM.from_config(complete, attn_implementation="eager", **experts)
     noise = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for _, parameter in sorted(model.named_parameters()):

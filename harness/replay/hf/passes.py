@@ -1,10 +1,9 @@
-"""Passes: context managers that replay, or record, what the routers of a model do in one
-microbatch.
+"""Context managers that replay or record what the routers of a model do in one microbatch.
 
-Routes belong to the *graph* of the forward that was run with them. While a context is open, its
-routes are used by every call of a router, be it forward or recompute. When a context has closed and
-a backward pass reaches the outputs of its forward, its routes are used again until that backward
-pass ends: so a recompute (activation checkpointing) selects as its own forward did, whatever was
+Routes belong to the *graph* of the forward that ran with them. While a context is open, every call
+of a router uses its routes, in the forward pass and in recompute. When the context has closed and a
+backward pass reaches the outputs of its forward, its routes are used again until that backward pass
+ends. So a recompute (activation checkpointing) selects as its own forward did, whatever was
 installed in between. A recompute that falls back to the router's own choice raises nothing and
 gives wrong gradients (verl, Megatron and hooks alike; field reports: SkyRL#1908).
 """
@@ -29,37 +28,38 @@ __all__ = ["Pass", "Recorded", "hf_record", "hf_replay"]
 
 
 def hf_replay(model: Any, routes: Any, mask: Any = None) -> Pass:
-    """A context in which every router of ``model`` executes ``routes`` in place of its own choice.
+    """Return a context in which every router of ``model`` executes ``routes``.
 
-    ``model`` is a model of HF transformers (wrapped or not), or what ``find_routers`` returned for
-    it. ``routes`` is an array or a tensor of any integer type, ``(batch, width, layers, top_k)`` or
-    ``(rows, layers, top_k)``: one row for each row of the flattened input, which is ``b * width +
-    s`` for a batch, and the place in the packed sequence for a packed one; ``batch_routes`` and
-    ``packed_routes`` make it of finished samples. The layer axis holds all layers or those with a
-    router. ``mask`` is true where a row is replayed (an attention mask will do); a row that is
-    masked out or all -1 is routed natively: padding, and the last sampled token, for which no
-    engine returns a row.
+    Args:
+        model: a model of HF transformers (wrapped or not), or the result of ``find_routers``.
+        routes: an array or a tensor of any integer type, ``(batch, width, layers, top_k)`` or
+            ``(rows, layers, top_k)``, with one row for each row of the flattened input: ``b * width
+            + s`` for a batch, and the place in the sequence for a packed one. ``batch_routes`` and
+            ``packed_routes`` make it from finished samples. The layer axis has all layers or those
+            with a router.
+        mask: true for rows that are replayed, such as an attention mask. A row that is masked out
+            or all -1 is routed natively: padding, and the last sampled token, for which no engine
+            returns a row.
 
         with hf_replay(model, routes, mask=attention_mask):
             loss = loss_of(model(input_ids, attention_mask=attention_mask))
             loss.backward()
 
     Run the forward of one microbatch in it, and its backward in it or later. Gradient checkpointing
-    (both kinds), DDP and FSDP2 compose with it. The weights of the experts are computed from live
+    (both kinds), DDP and FSDP2 are supported. The weights of the experts are computed from live
     scores, so the routers have gradients. Raises ``RoutesError`` and ``RouterError`` before
     anything runs, ``RouterError`` in the first forward for a router that cannot be replayed, and
-    ``ReplayError`` when a router is given other rows, is not reached, is reached by a second
-    forward, or executes other experts. Nothing is left on the model, whatever happens.
+    ``ReplayError`` if a router gets other rows, is not called, is called by a second forward, or
+    executes other experts. Nothing is left on the model in any case.
     """
     routers = model if isinstance(model, Routers) else find_routers(model)
     return Pass(routers, checked_targets(routes, mask, routers))
 
 
 def hf_record(model: Any) -> Recorded:
-    """A context in which what every router of ``model`` chooses is taken down: R2, or the reference
-    for another replay.
+    """Return a context that records the choices of every router of ``model`` (R2).
 
-    Run one forward in it; ``routes`` then holds what ``hf_replay`` takes. A recompute in a backward
+    Run one forward in it; ``routes`` then has what ``hf_replay`` takes. A recompute in a backward
     pass repeats what was recorded.
     """
     return Recorded(model if isinstance(model, Routers) else find_routers(model))
@@ -81,7 +81,7 @@ class Pass:
         self._executed: dict[int, torch.Tensor] = {}
         self._calls: dict[int, int] = dict.fromkeys(routers.layers, 0)
         self._wrong: list[torch.Tensor] = []
-        self._held: dict[int | None, list[_Seat]] = {}
+        self._seats: dict[int | None, list[_Seat]] = {}
         self._entered = False
         self._hook: Any = None
         self.thread: int = threading.get_ident()
@@ -124,7 +124,7 @@ class Pass:
         args: tuple[Any, ...],
         kwargs: Mapping[str, Any],
     ) -> Any:
-        """One call of a router."""
+        """Run one call of a router."""
         backward = _task() is not None
         if not backward and self._calls[router.layer]:
             raise ReplayError(self._twice(router))
@@ -140,8 +140,8 @@ class Pass:
             choose=lambda scores: self._choose(router, scores, backward),
             **shape,
         )
-        # Afterwards: the trial has no graph, and a weight that is computed (LoRA) is kept from its
-        # first use to the next.
+        # afterwards: the test has no graph, and a computed weight (LoRA) is cached from its first
+        # use to the next
         if router.layer not in self.routers.proven and probe(forward, args, kwargs, **shape):
             self.routers.proven.add(router.layer)
         executed = executed_ids(output, tuple(ids.shape), str(router))
@@ -152,9 +152,9 @@ class Pass:
 
     def _twice(self, router: Router) -> str:
         return (
-            f"{router} is called a second time in one context, whose routes are those of one"
-            " forward of one microbatch: the second forward would execute the first one's, without"
-            " an error where both have as many rows. Give every forward a context of its own."
+            f"{router} is called a second time in one context, which has the routes of one forward"
+            " of one microbatch: the second forward would execute the first one's, without an error"
+            " if both have equally many rows. Give every forward a context of its own."
         )
 
     def _choose(self, router: Router, scores: torch.Tensor, backward: bool) -> torch.Tensor:
@@ -163,7 +163,7 @@ class Pass:
             raise ReplayError(
                 f"{router} is given {len(scores)} rows, and the routes have {len(ids)}: routes need"
                 " one row per row of the model's input, batch-major, padding included. Pad, pack"
-                " and slice them as the token ids (a last token without a row is filled by -1)."
+                " and slice them as the token ids (fill a last token without a row with -1)."
             )
         if ids.device != scores.device:
             ids = self._ids[router.layer] = ids.to(scores.device)
@@ -171,8 +171,8 @@ class Pass:
         if free is None:
             return ids
         if backward and self._calls[router.layer] == 1:
-            # Free rows, too, repeat their forward: a near-tie that flips in a recompute would
-            # change what was computed (Automodel#3156).
+            # free rows repeat their forward, too: a near-tie that flips in a recompute would change
+            # what was computed (Automodel#3156)
             return self._executed[router.layer]
         chosen = self._executed[router.layer] = torch.where(
             free.to(scores.device), native_choice(scores, self.routers.top_k), ids
@@ -180,7 +180,7 @@ class Pass:
         return chosen
 
     def _settle(self) -> None:
-        """Every router was called, and executed its target."""
+        """Check that every router was called and executed its target."""
         if not any(self._calls.values()):
             raise ReplayError(self._unused)
         if not all(self._calls.values()):
@@ -193,10 +193,10 @@ class Pass:
 
     def _verify(self) -> None:
         wrong, self._wrong = self._wrong, []
-        if wrong and bool(torch.stack([one.to(wrong[0].device) for one in wrong]).any()):
+        if wrong and bool(torch.stack([flag.to(wrong[0].device) for flag in wrong]).any()):
             raise ReplayError(
-                "A router handed on other experts than those that its top-k was given: what it"
-                " executed is not what was replayed."
+                "A router returned other experts than its top-k did: what it executed is not what"
+                " was replayed."
             )
 
     def _bind(self, module: Any, args: Any, output: Any) -> None:
@@ -206,53 +206,52 @@ class Pass:
                 tensor.register_hook(self._reached)
 
     def _reached(self, gradient: torch.Tensor) -> None:
-        """A backward pass enters the graph of this pass: from here its recomputes use these routes."""
+        """Use these routes in recomputes, as a backward pass enters the graph of this pass."""
         task = _task()
         seats = [_Seat.of(router) for router in self.routers.all]
         if any(seat.holds(self, task) for seat in seats):
             if not all(seat.active is self for seat in seats):
                 raise ReplayError(
-                    "The backward passes of two microbatches interleave, so that a recompute cannot"
-                    " be told whose routes it needs: call backward for each microbatch on its own."
+                    "The backward passes of two microbatches interleave, so it is uncertain which"
+                    " routes a recompute needs: call backward for each microbatch separately."
                 )
             return
         if all(seat.active is self for seat in seats):
             return
         self._take(seats, task)
         end = _End(self)
-        # The engine calls it when the backward pass ends, and lets it go when the pass raises.
+        # autograd calls it when the backward pass ends, and releases it when the pass raises
         weakref.finalize(end, self._leave, task)
         torch.autograd.Variable._execution_engine.queue_callback(end)
 
     def _take(self, seats: list[_Seat], task: int | None) -> None:
-        self._held[task] = seats
+        self._seats[task] = seats
         for seat in seats:
             seat.push(self, task=task)
 
     def _leave(self, task: int | None) -> None:
-        for seat in self._held.pop(
-            task, ()
-        ):  # these, also where someone else has put a forward of theirs around one meanwhile
+        # the same seats, even if other code has replaced a forward meanwhile
+        for seat in self._seats.pop(task, ()):
             seat.drop(self, task=task)
 
 
 class _End:
-    """The end of a backward pass that a pass was brought back for."""
+    """The end of a backward pass that uses a pass again."""
 
-    def __init__(self, one: Pass) -> None:
-        self._one = one
+    def __init__(self, used: Pass) -> None:
+        self._used = used
 
     def __call__(self) -> None:
-        self._one._verify()
+        self._used._verify()
 
 
 class Recorded(Pass):
     """Records one microbatch: see ``hf_record``."""
 
     _unused = (
-        "Nothing was recorded, for no router was called: the forward of this model did not run in"
-        " the context, or ran in a context within it (what a replay executes is what it was given:"
-        " there is nothing to record)."
+        "Nothing was recorded, because no router was called: the forward of this model did not run"
+        " in the context, or ran in a context within it (a replay executes its routes, so there is"
+        " nothing to record)."
     )
 
     def __init__(self, routers: Routers) -> None:
@@ -265,8 +264,9 @@ class Recorded(Pass):
 
     @property
     def routes(self) -> torch.Tensor:
-        """``(rows, layers with a router, top_k)`` int64. Raises ``ReplayError`` before a forward
-        has run.
+        """The recorded routes, ``(rows, layers with a router, top_k)`` int64.
+
+        Raises ``ReplayError`` before a forward has run.
         """
         if len(self._ids) < len(self.layers):
             raise ReplayError(
@@ -295,10 +295,9 @@ _UNCOMPILED = (
 
 
 class _Seat:
-    """Stands in the place of a router's ``forward`` while a pass holds it; the pass that came last
-    is active.
+    """Replaces a router's ``forward`` while passes use it; the last pass is active.
 
-    A pass that a backward pass brought back carries the number of that backward pass (``task``).
+    A pass that a backward pass uses again has the number of that backward pass (``task``).
     """
 
     def __init__(self, router: Router) -> None:
@@ -306,15 +305,14 @@ class _Seat:
         self.passes: list[tuple[Pass, int | None]] = []
         self._instance = vars(router.module).get("forward")
         self._plain = router.module.forward
-        # A graph break where a compiled part of a model calls its router: the choice is made in
-        # plain Python.
+        # a graph break if a compiled part of a model calls its router: the choice is plain Python
         self._call = torch.compiler.disable(self._run, reason=_UNCOMPILED)
 
     @classmethod
     def of(cls, router: Router) -> _Seat:
-        """The seat of a router: the one in place, or a new one that is not in place yet."""
-        there = vars(router.module).get("forward")
-        return there if isinstance(there, _Seat) else cls(router)
+        """Return the seat of a router: the installed one, or a new one."""
+        installed = vars(router.module).get("forward")
+        return installed if isinstance(installed, _Seat) else cls(router)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return self._call(*args, **kwargs)
@@ -333,27 +331,24 @@ class _Seat:
         return self.passes[-1][0] if self.passes else None
 
     def forget_failed(self) -> None:
-        """Drop what backward passes of this thread brought back, when it is out of all of them:
-        they are over.
-
-        One that raised is let go by autograd; on a GPU by a thread of autograd's own, which may be
-        later than ``backward`` raises.
-        """
+        """Drop what backward passes of this thread used again, once it is out of all of them."""
+        # autograd releases one that raised; on a GPU its own thread does so, perhaps later than
+        # backward raises
         if _task() is None:
-            for one, task in list(self.passes):
-                if task is not None and one.thread == threading.get_ident():
-                    self.drop(one, task=task)
+            for used, task in list(self.passes):
+                if task is not None and used.thread == threading.get_ident():
+                    self.drop(used, task=task)
 
-    def holds(self, one: Pass, task: int | None) -> bool:
-        return (one, task) in self.passes
+    def holds(self, used: Pass, task: int | None) -> bool:
+        return (used, task) in self.passes
 
-    def push(self, one: Pass, task: int | None) -> None:
-        self.passes.append((one, task))
+    def push(self, used: Pass, task: int | None) -> None:
+        self.passes.append((used, task))
         self.router.module.forward = self
 
-    def drop(self, one: Pass, task: int | None) -> None:
-        with suppress(ValueError):  # not there, or dropped by autograd's thread meanwhile
-            self.passes.remove((one, task))
+    def drop(self, used: Pass, task: int | None) -> None:
+        with suppress(ValueError):  # not there, or autograd's thread dropped it meanwhile
+            self.passes.remove((used, task))
         if self.passes or vars(self.router.module).get("forward") is not self:
             return
         if self._instance is None:
@@ -374,22 +369,19 @@ class _Seat:
 
 
 def _task() -> int | None:
-    """The number of the backward pass that this thread is in; ``None`` outside of any
-    (torch.utils.checkpoint asks the same way).
-    """
+    """Return the number of the backward pass that this thread is in; ``None`` outside of any."""
+    # as torch.utils.checkpoint finds it
     task = torch._C._current_graph_task_id()
     return None if task == -1 else int(task)
 
 
 def _refuse_other_thread(routers: Routers) -> None:
-    """Refuse a model that replays for another thread: for one that entered a pass, whichever thread
-    runs its backward pass.
-    """
+    """Refuse a model that replays for another thread, the one that entered a pass."""
     for router in routers.all:
         seat = vars(router.module).get("forward")
         if isinstance(seat, _Seat):
             seat.forget_failed()
-            if any(one.thread != threading.get_ident() for one, _ in seat.passes):
+            if any(used.thread != threading.get_ident() for used, _ in seat.passes):
                 raise ReplayError(
                     f"{router} replays in another thread: one model replays one microbatch at a"
                     " time."
@@ -397,7 +389,7 @@ def _refuse_other_thread(routers: Routers) -> None:
 
 
 def _tensors(value: Any) -> Iterator[torch.Tensor]:
-    """The tensors in what a forward returned."""
+    """Yield the tensors in the output of a forward."""
     if isinstance(value, torch.Tensor):
         yield value
     elif isinstance(value, Mapping):

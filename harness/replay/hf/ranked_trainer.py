@@ -1,4 +1,4 @@
-"""Ranked: the trainer on several processes, its model wrapped by DDP or sharded by FSDP2."""
+"""The HF trainer on several processes, with a model wrapped by DDP or sharded by FSDP2."""
 
 from __future__ import annotations
 
@@ -32,8 +32,8 @@ _KEYS = count()
 
 
 def _ddp(model: Any, setup: Setup) -> Any:
-    # else gradients are put into other buckets after the first backward, where an all-reduce of
-    # more than two sums in another order; reentrant checkpointing does not go with it
+    # or gradients go into other buckets after the first backward, where an all-reduce of more than
+    # two sums in another order; reentrant checkpointing does not support it
     return DistributedDataParallel(model, find_unused_parameters=not setup.reentrant)
 
 
@@ -56,9 +56,7 @@ calls.
 
 
 def hf_ranks(limit_s: float = 120.0, *, cuda: bool = False) -> Ranks:
-    """Processes for ranked trainers, with ``cuda`` on a GPU each: import transformers once, and
-    fork. Close them when done.
-    """
+    """Return processes for ranked trainers, with ``cuda`` on a GPU each. Close them when done."""
     return Ranks(
         worker,
         preload=("rollproof.replay.hf.ranked_trainer", "transformers.models.auto.modeling_auto"),
@@ -69,7 +67,7 @@ def hf_ranks(limit_s: float = 120.0, *, cuda: bool = False) -> Ranks:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Job:
-    """A step of the trainer ``key``, which holds weights ``number`` and ``nudges``."""
+    """A step of the trainer ``key`` with the weights ``number`` and ``nudges``."""
 
     setup: Setup
     key: int
@@ -80,9 +78,7 @@ class _Job:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Answer:
-    """What a rank came to. It tells of an error in words of its own, so that what the spy saw
-    before is not lost.
-    """
+    """The result of a rank. An error is a field, so that what the spy saw before is not lost."""
 
     events: list[Event] = field(default_factory=list)
     outcome: Outcome | None = None
@@ -91,11 +87,11 @@ class _Answer:
 
 
 class RankedHfTrainer:
-    """A ``ReplaySubject`` on ``world_size`` processes. ``ranks`` may be shared by many trainers,
-    one running at a time.
+    """A ``ReplaySubject`` on ``world_size`` processes.
 
-    A microbatch is divided over the processes sample by sample; gradients are averaged, and the
-    loss is scaled so that the average is the gradient of the whole.
+    Trainers may share ``ranks`` if one runs at a time. A microbatch is divided over the processes
+    sample by sample; gradients are averaged, and the loss is scaled so that the average is the
+    gradient of all samples.
     """
 
     def __init__(self, setup: Setup, ranks: Ranks, world_size: int = 2) -> None:
@@ -111,41 +107,45 @@ class RankedHfTrainer:
         self._left: Mapping[str, int] = {}
 
     def run(self, step: Step, spy: Spy) -> Outcome:
-        """One step on all processes. Raises what a rank raised."""
+        """Run one step on all processes. Raises the exception of a rank."""
         if any(len(samples) % self.world_size for samples in step.microbatches):
             raise UnsupportedStep(
                 f"a microbatch does not divide over {self.world_size} processes, and an idle one"
                 " would block the others"
             )
-        answers: list[_Answer] = self._asked(step)
+        answers: list[_Answer] = self._call_ranks(step)
         self._left = answers[0].left
         for answer in answers:
             spy.extend(answer.events)
         for answer in answers:
             if answer.error is not None:
                 raise answer.error
-        found = [answer.outcome for answer in answers if answer.outcome is not None]
-        logprobs = {name: values for one in found for name, values in one.logprobs.items()}
+        outcomes = [answer.outcome for answer in answers if answer.outcome is not None]
+        logprobs = {
+            name: values for outcome in outcomes for name, values in outcome.logprobs.items()
+        }
         return Outcome(
             step=step.name,
             loss=loss_of(step, logprobs),
             logprobs=logprobs,
-            recorded={name: routes for one in found for name, routes in one.recorded.items()},
-            gradients=found[0].gradients,
-            gates=found[0].gates,
+            recorded={
+                name: routes for outcome in outcomes for name, routes in outcome.recorded.items()
+            },
+            gradients=outcomes[0].gradients,
+            gates=outcomes[0].gates,
         )
 
     def reference(self, step: Step) -> Outcome:
-        """The step in this process alone, by formula."""
+        """Run the step in this process alone, by formula."""
         if self.setup.mixed:
             raise UnsupportedStep(
-                "the reference computes in float32, and these processes in bfloat16"
+                "the reference computes in float32, but these processes in bfloat16"
             )
-        whole = HfTrainer(self.setup)
-        whole.set_weights(self._number)
+        trainer = HfTrainer(self.setup)
+        trainer.set_weights(self._number)
         for layer, size in self._nudges:
-            whole.nudge(layer, size)
-        return whole.reference(step, self.world_size)
+            trainer.nudge(layer, size)
+        return trainer.reference(step, self.world_size)
 
     def set_weights(self, number: int) -> None:
         """See ``ReplaySubject``."""
@@ -156,14 +156,14 @@ class RankedHfTrainer:
         self._nudges = (*self._nudges, (layer, size))
 
     def residue(self) -> Mapping[str, int]:
-        """What the last step left on the first rank."""
+        """Return what the last step left on the first rank."""
         return self._left
 
     def variant(self, name: str) -> Any:
-        """See ``ReplaySubject``: models that are refused are refused before any wrapper matters."""
+        """See ``ReplaySubject``. Models are refused before any wrapper matters."""
         return HfTrainer(self.setup).variant(name)
 
-    def _asked(self, step: Step) -> list[Any]:
+    def _call_ranks(self, step: Step) -> list[Any]:
         job = _Job(
             setup=self.setup, key=self._key, step=step, number=self._number, nudges=self._nudges
         )
@@ -176,23 +176,23 @@ class RankedHfTrainer:
 
 
 def worker(rank: int, world_size: int) -> Callable[[Any], _Answer]:
-    """The task of ``rollproof.replay.process_group.Ranks``."""
-    held: dict[tuple[Any, ...], _Share] = {}
+    """Return the function that does the jobs of one rank (a ``process_group.Task``)."""
+    trainers: dict[tuple[Any, ...], _Share] = {}  # the last one only
 
     def work(job: _Job) -> _Answer:
-        wanted = (job.setup, job.key)
-        if wanted not in held:
-            held.clear()
-            held[wanted] = _Share(job.setup, rank, world_size)
-        trainer = held[wanted]
+        key = (job.setup, job.key)
+        if key not in trainers:
+            trainers.clear()
+            trainers[key] = _Share(job.setup, rank, world_size)
+        trainer = trainers[key]
         spy = Spy(job.step, rank)
         trainer.load(job.number, job.nudges)
         try:
             outcome = trainer.run(job.step, spy)
-        except Exception as error:  # noqa: BLE001 - whatever a step raises is told
-            # A wrapper that was left in the middle of a pass cannot go on; a trainer restarts from
-            # a checkpoint.
-            held.clear()
+        except Exception as error:  # noqa: BLE001 - whatever a step raises is its result
+            # a wrapper that failed in the middle of a pass cannot go on: a trainer would restart
+            # from a checkpoint
+            trainers.clear()
             return _Answer(events=spy.events, error=error, left=trainer.residue())
         return _Answer(events=spy.events, outcome=outcome, left=trainer.residue())
 
@@ -210,7 +210,7 @@ class _Share(HfTrainer):
         self._loaded: tuple[Any, ...] = (0, ())
 
     def load(self, number: int, nudges: tuple[tuple[int, float], ...]) -> None:
-        """Hold these weights."""
+        """Set the weights, unless they are set."""
         if self._loaded == (number, nudges):
             return
         self.set_weights(number)
@@ -219,9 +219,8 @@ class _Share(HfTrainer):
         self._loaded = (number, nudges)
 
     def run(self, step: Step, spy: Spy) -> Outcome:
-        """The step, once all processes have found their routes good: one that refused its own alone
-        would leave the others waiting.
-        """
+        """Run the step after all processes have accepted their routes."""
+        # a process that refused its routes on its own would leave the others waiting
         refused: list[Exception | None] = [None] * self.scale
         distributed.all_gather_object(refused, self._refusal(step))
         for error in refused:
@@ -249,5 +248,5 @@ class _Share(HfTrainer):
             value = distribute_tensor(value, parameter.device_mesh, parameter.placements)
         parameter.copy_(value)
 
-    def whole(self, value: torch.Tensor) -> torch.Tensor:
+    def full_value(self, value: torch.Tensor) -> torch.Tensor:
         return value.full_tensor() if isinstance(value, DTensor) else value

@@ -1,9 +1,7 @@
-"""Placing: the routes of finished samples at the rows that a model of HF transformers sees, for
-padded and for packed microbatches.
+"""Place the routes of finished samples at the rows of a padded or packed microbatch.
 
-The rows follow the token ids: a sample of n tokens brings n rows, or n - 1 as engines return (the
-last sampled token was never forwarded). Everything else is -1, which ``hf_replay`` leaves to the
-router.
+The rows follow the token ids: a sample of n tokens has n rows, or n - 1 as engines return (the last
+sampled token was never forwarded). All other rows are -1: the router chooses there.
 """
 
 from __future__ import annotations
@@ -24,12 +22,15 @@ Rows = npt.NDArray[np.int64]
 
 
 def batch_routes(routes: Sequence[Any], attention_mask: Any, *, prefix: bool = False) -> Rows:
-    """``(batch, width, layers, top_k)`` from one ``(rows, layers, top_k)`` per sample, for tokens
-    where ``attention_mask`` is not 0.
+    """Place the routes of samples in a padded batch.
 
-    ``attention_mask`` is ``(batch, width)``, with padding on any side. Set ``prefix`` where an
-    engine may have captured fewer rows than it forwarded tokens: the rows are then the first ones,
-    and all behind them is left to the router. Raises ``RoutesError``.
+    Args:
+        routes: one ``(rows, layers, top_k)`` per sample.
+        attention_mask: ``(batch, width)``, 0 in padding, which may be on any side.
+        prefix: an engine may have captured fewer rows than it forwarded tokens. They are the first
+            ones; the router chooses in all others.
+
+    Returns ``(batch, width, layers, top_k)``. Raises ``RoutesError``.
     """
     mask, routes = _array(attention_mask), _listed(routes)
     if mask.ndim != 2 or len(mask) != len(routes):
@@ -37,16 +38,16 @@ def batch_routes(routes: Sequence[Any], attention_mask: Any, *, prefix: bool = F
             f"The attention mask is {mask.shape}, not (batch, width) with one line for each of"
             f" {len(routes)} samples."
         )
-    there = mask != 0
+    tokens = mask != 0
     if mask.dtype.kind not in "biu" and not np.isin(mask, (0, 1)).all():
         raise RoutesError(
-            f"The attention mask is {mask.dtype} and holds more than 0 and 1: give the mask of"
-            " tokens, not one that is added."
+            f"The attention mask is {mask.dtype} and has other values than 0 and 1: pass the mask"
+            " of tokens, not an additive one."
         )
-    sample = np.where(there, np.arange(len(mask))[:, None], -1)
-    position = np.where(there, np.cumsum(there, axis=1) - 1, -1)
+    sample = np.where(tokens, np.arange(len(mask))[:, None], -1)
+    position = np.where(tokens, np.cumsum(tokens, axis=1) - 1, -1)
     return _placed(
-        routes, there.sum(axis=1).tolist(), Source(sample=sample, position=position), prefix
+        routes, tokens.sum(axis=1).tolist(), Source(sample=sample, position=position), prefix
     )
 
 
@@ -57,12 +58,16 @@ def packed_routes(
     *,
     prefix: bool = False,
 ) -> Rows:
-    """``(packed rows, layers, top_k)`` from one ``(rows, layers, top_k)`` per sample, for samples
-    packed one behind the other.
+    """Place the routes of packed samples.
 
-    ``cu_seqlens`` are the cumulative lengths ``(samples + 1,)``; ``lengths`` are the samples' own
-    where they were padded before they were packed. ``prefix`` as for ``batch_routes``. Raises
-    ``RoutesError``, and ``LayoutError`` for lengths that do not fit.
+    Args:
+        routes: one ``(rows, layers, top_k)`` per sample.
+        cu_seqlens: cumulative lengths ``(samples + 1,)``.
+        lengths: the samples' own lengths, if they were padded before they were packed.
+        prefix: as for ``batch_routes``.
+
+    Returns ``(packed rows, layers, top_k)``. Raises ``RoutesError``, and ``LayoutError`` for
+    lengths that do not fit.
     """
     cumulative, routes = _array(cu_seqlens), _listed(routes)
     if cumulative.shape != (len(routes) + 1,):
@@ -97,14 +102,14 @@ def _listed(routes: Any) -> Sequence[Any]:
 
 def _placed(routes: Sequence[Any], lengths: Sequence[int], source: Source, prefix: bool) -> Rows:
     payloads = [
-        _payload(one, number, length, prefix)
-        for number, (one, length) in enumerate(zip(routes, lengths, strict=True))
+        _payload(array, number, length, prefix)
+        for number, (array, length) in enumerate(zip(routes, lengths, strict=True))
     ]
     shapes = [payload.shape[1:] for payload in payloads]
     if len(set(shapes)) != 1:
         raise RoutesError(
             f"Samples have routes of (layers, top_k) {shapes}: those of one microbatch must be of"
-            " one model, and there must be some."
+            " one model, and there must be at least one sample."
         )
     return source.take(payloads, fill=-1).astype(np.int64)
 
@@ -120,8 +125,13 @@ def _payload(routes: Any, number: int, length: int, prefix: bool) -> Rows:
     if len(array) not in allowed:
         raise RoutesError(
             f"Sample {number} has {length} tokens and {len(array)} rows of routes; it must have"
-            f" {max(0, length - 1)}, as engines return, "
-            f"or {length}{', or fewer.' if prefix else ': both were cut or stitched apart. Rows of a captured prefix need prefix=True.'}"
+            f" {max(0, length - 1)}, as engines return, or {length}"
+            + (
+                ", or fewer."
+                if prefix
+                else ": the sample and its routes were cut or joined separately. Rows of a captured"
+                " prefix need prefix=True."
+            )
         )
     return array.astype(np.int64)
 

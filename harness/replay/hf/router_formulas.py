@@ -1,8 +1,7 @@
-"""Formulas: what a router of each family computes when its experts are given, written out without
-any top-k.
+"""What a router of each family computes for given experts, written out without a top-k.
 
-The reference for gradients under replay: it shares nothing with the interception, and nothing with
-the families' own code.
+It is the reference for gradients under replay: it shares no code with the interception, or with the
+families.
 """
 
 from __future__ import annotations
@@ -34,8 +33,8 @@ def _softmax(
     normalise: bool | None = None,
     cast: bool = True,
 ) -> Any:
-    """Softmax over all experts, then the probabilities of the given ones; normalised as the router
-    says, or always.
+    """Softmax over all experts, then the probabilities of the given ones, normalised if the router
+    does so, or as ``normalise`` says.
     """
     logits = functional.linear(hidden, router.weight)
     weights = logits.float().softmax(-1).gather(-1, ids)
@@ -45,7 +44,7 @@ def _softmax(
 
 
 def _sigmoid(router: Any, hidden: torch.Tensor, ids: torch.Tensor) -> Any:
-    """Sigmoid of each logit; bias and groups decide the selection alone (DeepSeek-V3,
+    """Sigmoid of each logit; bias and groups only affect the selection (DeepSeek-V3,
     arXiv:2412.19437, equations 12 to 16).
     """
     logits = functional.linear(hidden.float(), router.weight.float())
@@ -79,8 +78,9 @@ FORMULAS: Mapping[str, Weigh] = MappingProxyType(
 
 @contextmanager
 def fixed_selection(routers: Routers, family: str, routes: torch.Tensor) -> Iterator[None]:
-    """Every router computes its family's formula for ``routes`` ``(rows, layers with a router,
-    top_k)``; -1 is not known here.
+    """Let every router compute its family's formula for ``routes``.
+
+    They are ``(rows, layers with a router, top_k)``, without any -1.
     """
     weigh = FORMULAS[family]
 

@@ -1,4 +1,4 @@
-"""Watching: tells a spy what the routers of a model of HF transformers execute."""
+"""Report to a spy what the routers of a model of HF transformers execute."""
 
 from __future__ import annotations
 
@@ -16,19 +16,19 @@ __all__ = ["watched"]
 
 @contextmanager
 def watched(routers: Routers, spy: Spy, tokens: Any, *, model: str = "policy") -> Iterator[None]:
-    """While it is open, ``spy`` is told of every call of a router, from the router's output: in the
-    forward pass and in recompute.
+    """Report every call of a router to ``spy``, in the forward pass and in recompute.
 
-    ``tokens`` are the input tokens of the rows that the routers see, flattened or not, -1 in
-    padding (or any id that no sample has). ``model`` is who runs, as in ``Step``.
+    What is reported is the router's output. ``tokens`` are the input tokens of the rows that the
+    routers see, flattened or not, -1 in padding (or any id that no sample has). ``model`` is the
+    name of the model that runs, as in ``Step``.
     """
     rows = tokens.detach().cpu().numpy().ravel()
 
-    def tell(router: Any, _module: Any, _given: Any, output: Any) -> None:
+    def report(router: Any, _module: Any, _inputs: Any, output: Any) -> None:
         ids = executed_ids(output, (len(rows), routers.top_k), str(router))
         spy.routed(router.layer, ids.detach().cpu().numpy(), tokens=rows, model=model)
 
-    hooks = [router.module.register_forward_hook(partial(tell, router)) for router in routers.all]
+    hooks = [router.module.register_forward_hook(partial(report, router)) for router in routers.all]
     try:
         yield
     finally:

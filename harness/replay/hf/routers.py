@@ -1,12 +1,10 @@
-"""Routers: those of a model of HF transformers, found by structure and not by the names of a
-family.
+"""Find the routers of a model of HF transformers by structure, not by the names of a family.
 
-An MoE block is a module with a child that holds the experts (parameters ``(num_experts, ...)`` of
-three dimensions, or a list of ``num_experts`` modules); its router is the other child with a weight
+An MoE block is a module with a child that has the experts (parameters ``(num_experts, ...)`` of
+three dimensions, or a list of ``num_experts`` modules). Its router is the other child with a weight
 ``(num_experts, hidden)``, of its own or deeper: ``mlp.gate`` in most families, ``mlp.router`` in
 GPT-OSS, ``block_sparse_moe.gate`` in older ones. ``num_experts`` and ``top_k`` come from the
-model's configuration. Where PEFT adapts parameters of experts or of a router, it stands around
-them, and what it adapts is looked at.
+model's configuration. If PEFT wraps the experts or a router, the wrapped module is examined.
 """
 
 from __future__ import annotations
@@ -28,7 +26,7 @@ _TOP_K = ("num_experts_per_tok", "top_k_experts", "moe_k", "moe_topk")
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Router:
-    """One router: the module, its path in the model, and the index of its layer among all layers."""
+    """A router: its module, its path in the model, and the index of its layer among all layers."""
 
     module: nn.Module
     path: str
@@ -42,8 +40,8 @@ class Router:
 class Routers:
     """The routers of one model, in the order of their layers.
 
-    ``owner`` is the module that holds the layers and runs them. ``proven`` are the layers whose
-    router has been tried (``topk.probe``).
+    ``owner`` is the module that contains and runs the layers. ``proven`` are the layers with a
+    router that passed ``topk.probe``.
     """
 
     all: tuple[Router, ...]
@@ -60,17 +58,15 @@ class Routers:
 
 
 def find_routers(model: Any) -> Routers:
-    """The routers of ``model``: a model of HF transformers, or a wrapper around one (DDP, PEFT,
-    FSDP2).
+    """Find the routers of a model of HF transformers, or of a wrapper around one.
 
-    Keep the result where a loop replays often: it saves the walk over all modules. Raises
-    ``RouterError`` for a compiled model, a model without MoE layers, and one whose routers are not
-    found beyond doubt.
+    Wrappers are DDP, PEFT and FSDP2. Reuse the result in a loop: it saves the walk over all
+    modules. Raises ``RouterError`` for a compiled model, a model without MoE layers, and for
+    routers that cannot be identified for certain.
     """
     if not isinstance(model, nn.Module):
         raise RouterError(
-            "Routers are looked for in a model (a torch.nn.Module), and this is a"
-            f" {type(model).__name__}."
+            f"Pass a model (a torch.nn.Module) to replay, not a {type(model).__name__}."
         )
     config = next(
         (found for module in model.modules() if (found := _text_config(module)) is not None), None
@@ -78,13 +74,13 @@ def find_routers(model: Any) -> Routers:
     if config is None:
         raise RouterError(
             f"{type(model).__name__} has no configuration of HF transformers (a `config`), so its"
-            " top-k is not known."
+            " top-k is unknown."
         )
     num_experts, top_k = _size(config, _EXPERTS), _size(config, _TOP_K)
     if num_experts < 2:
         raise RouterError(
             f"{type(model).__name__} has no MoE layers (its configuration {type(config).__name__}"
-            " names no number of experts): there is nothing to replay. Leave hf_replay out for"
+            " names no number of experts): there is nothing to replay. Do not use hf_replay for"
             " dense models."
         )
     if not 1 <= top_k <= num_experts:
@@ -107,13 +103,13 @@ def find_routers(model: Any) -> Routers:
     if len(owners) == 1 and twice is not None:
         raise RouterError(
             f"Layer {twice[0].layer} of {type(model).__name__} has two routers, {twice[0].path} and"
-            f" {twice[1].path}: which one runs is not known beyond doubt. A mixture of attention"
+            f" {twice[1].path}: it is uncertain which one runs. A mixture of attention"
             " heads, and a copy of a whole MoE block (PEFT's modules_to_save), are not supported."
         )
     if len(owners) > 1:
         raise RouterError(
             f"{type(model).__name__} has several stacks of layers with routers ({sorted(owners)}):"
-            " give hf_replay the one that replays, such as `model.thinker`. Two copies of one"
+            " pass to hf_replay the one that replays, such as `model.thinker`. Two copies of one"
             " decoder are a defect (verl#7340)."
         )
     owner = model.get_submodule(stack.rpartition(".")[0]) if (stack := owners.pop()) else model

@@ -1,9 +1,9 @@
-"""Targets: the routes that a pass replays, checked before the first router runs.
+"""The routes that a pass replays, checked before the first router runs.
 
-Routes come as ``(rows, layers, top_k)`` or ``(batch, width, layers, top_k)``: one row per row that
-the routers see, batch-major, which is how a model of HF transformers flattens ``(batch, width)``;
-padding and packing are done by the functions that do it to the token ids (``rollproof.layouts``). A
-row that is masked out, or all -1, is *free*: the router chooses by itself there.
+Routes are ``(rows, layers, top_k)`` or ``(batch, width, layers, top_k)``: one row per row that the
+routers see, batch-major, as a model of HF transformers flattens ``(batch, width)``. They must be
+padded and packed as the token ids are. A row that is masked out, or all -1, is *free*: the router
+chooses by itself there.
 """
 
 from __future__ import annotations
@@ -24,8 +24,10 @@ _SHOWN = 4
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Targets:
-    """``ids`` ``(rows, layers with a router, top_k)`` int64, valid wherever ``free`` ``(rows,
-    layers with a router)`` is false.
+    """Checked routes.
+
+    ``ids`` is ``(rows, layers with a router, top_k)`` int64, ``free`` ``(rows, layers with a
+    router)``. Ids are valid in rows that are not free.
     """
 
     ids: torch.Tensor
@@ -34,16 +36,16 @@ class Targets:
 
     @property
     def rows(self) -> int:
-        """How many rows each router is to see."""
+        """The number of rows that each router must see."""
         return int(self.ids.shape[0])
 
 
 def checked_targets(routes: Any, mask: Any, routers: Routers) -> Targets:
-    """Check ``routes`` (an array or a tensor) and ``mask`` (true where a row is replayed; ``None``:
-    everywhere) for ``routers``.
+    """Check ``routes`` (an array or a tensor) for ``routers``.
 
-    The layer axis holds all layers or those with a router; its length says which. Raises
-    ``RoutesError`` for what no router can execute.
+    ``mask`` is true for rows that are replayed (``None``: all rows). The layer axis has all layers
+    or those with a router; its length decides. Raises ``RoutesError`` for routes that no router can
+    execute.
     """
     ids = _integers(routes)
     if ids.dim() not in (3, 4):
@@ -56,14 +58,14 @@ def checked_targets(routes: Any, mask: Any, routers: Routers) -> Targets:
     ids = _own_layers(ids, routers)
     if ids.shape[-1] != routers.top_k:
         raise RoutesError(
-            f"Routes have {ids.shape[-1]} columns, and the model runs top_k={routers.top_k} experts"
-            " per token: these are routes of another model, or cut. A narrower target would run"
-            " fewer experts than the model has been trained with."
+            f"Routes have {ids.shape[-1]} columns, but the model runs top_k={routers.top_k} experts"
+            " per token: these routes are of another model, or cut. A narrower target would run"
+            " fewer experts than the model was trained with."
         )
     if not len(ids):
         raise RoutesError(
-            "Routes have no rows: leave an empty microbatch out, or replay the rows that the model"
-            " will see."
+            "Routes have no rows: skip an empty microbatch, or pass the rows that the model will"
+            " see."
         )
     replayed = _replayed(mask, places, ids.device)
     sentinel = (ids == -1).all(-1)
@@ -75,8 +77,8 @@ def checked_targets(routes: Any, mask: Any, routers: Routers) -> Targets:
 def _integers(routes: Any) -> torch.Tensor:
     if isinstance(routes, np.ma.MaskedArray):
         raise RoutesError(
-            "Routes are a masked array, and what is masked would be replayed: give its data, and"
-            " the mask on its own."
+            "Routes are a masked array, and its masked values would be replayed: pass its data and"
+            " the mask separately."
         )
     if isinstance(routes, np.ndarray) and routes.dtype.kind in "iu":
         routes = routes.astype(np.int64)  # of any byte order, and of any strides
@@ -88,28 +90,24 @@ def _integers(routes: Any) -> torch.Tensor:
             f" {error}."
         ) from error
     if ids.is_floating_point() or ids.is_complex() or ids.dtype is torch.bool:
-        raise RoutesError(
-            f"Routes are of {ids.dtype}, and expert ids are integers: a float cannot say which"
-            " experts ran."
-        )
+        raise RoutesError(f"Routes are of {ids.dtype}, but expert ids are integers.")
     if ids.is_meta or ids.is_nested or ids.layout is not torch.strided:
         kind = "meta" if ids.is_meta else "nested" if ids.is_nested else ids.layout
-        raise RoutesError(f"Routes are a {kind} tensor, and must be a plain one.")
-    return ids.to(
-        torch.int64, copy=True
-    )  # a caller's buffer may hold the next microbatch before this one's recompute
+        raise RoutesError(f"Routes are a {kind} tensor, but must be a plain one.")
+    # copied: a caller may reuse its buffer for the next microbatch before this one's recompute
+    return ids.to(torch.int64, copy=True)
 
 
 def _own_layers(ids: torch.Tensor, routers: Routers) -> torch.Tensor:
-    """Only the layers with a router."""
-    held = ids.shape[-2]
-    if held == len(routers.layers):
+    """Return only the layers with a router."""
+    layers = ids.shape[-2]
+    if layers == len(routers.layers):
         return ids
-    if held == routers.num_layers:
+    if layers == routers.num_layers:
         return ids[:, list(routers.layers)]
     raise RoutesError(
-        f"Routes hold {held} layers; the model has {routers.num_layers}, {len(routers.layers)} of"
-        f" them with a router, {list(routers.layers)}. The layer axis must hold all layers or those"
+        f"Routes have {layers} layers; the model has {routers.num_layers}, {len(routers.layers)} of"
+        f" them with a router, {list(routers.layers)}. The layer axis must have all layers or those"
         " with a router; MTP layers are not part of it."
     )
 
@@ -118,38 +116,37 @@ def _replayed(mask: Any, places: tuple[int, ...], device: torch.device) -> torch
     if mask is None:
         return None
     try:
-        given = torch.as_tensor(mask, device=device)
+        flags = torch.as_tensor(mask, device=device)
     except (TypeError, ValueError, RuntimeError) as error:
         raise RoutesError(
             "The mask must be an array or a tensor, one value for each row, not"
             f" {type(mask).__name__}: {error}."
         ) from error
-    turned = given.dim() == len(places) > 1 and tuple(given.shape) != places
-    if turned or given.numel() != torch.Size(places).numel():
+    turned = flags.dim() == len(places) > 1 and tuple(flags.shape) != places
+    if turned or flags.numel() != torch.Size(places).numel():
         raise RoutesError(
-            f"The mask is {tuple(given.shape)}, the routes have the places {places}: pad and pack"
-            " both by one function."
+            f"The shape of the mask is {tuple(flags.shape)}, that of the routes {places}: pad and"
+            " pack both by one function."
         )
-    if given.is_floating_point():
+    if flags.is_floating_point():
         raise RoutesError(
-            f"The mask is of {given.dtype}; it must be true (or 1) where a row is replayed, as an"
-            " attention mask is."
+            f"The mask is of {flags.dtype}; it must be true (or 1) for rows that are replayed, like"
+            " an attention mask."
         )
-    return given.reshape(-1) != 0
+    return flags.reshape(-1) != 0
 
 
 def _refuse_invalid(ids: torch.Tensor, free: torch.Tensor, routers: Routers) -> None:
-    """Each row that is replayed must name top_k distinct experts that exist."""
+    """Raise ``RoutesError`` for replayed rows that do not name top_k distinct existing experts."""
     if bool(free.all()):
         raise RoutesError(
-            "Every row is free (masked out, or all -1): the pass would route natively and nobody"
-            " would notice."
+            "Every row is free (masked out, or all -1): the pass would silently route natively."
         )
     if bool((empty := free.all(0)).any()):
         layers = [routers.layers[int(number)] for number in empty.nonzero()]
         raise RoutesError(
-            f"All rows of layers {layers} are -1, and other layers have routes: these layers would"
-            " route natively."
+            f"All rows of layers {layers} are -1, but other layers have routes: these layers would"
+            " silently route natively."
         )
     wrong = (ids < 0) | (ids >= routers.num_experts)
     ordered = ids.sort(-1).values
@@ -158,7 +155,7 @@ def _refuse_invalid(ids: torch.Tensor, free: torch.Tensor, routers: Routers) -> 
         (
             double & (ids == 0).all(-1),
             "are all zero (expert 0, top_k times)",
-            "They are padding: leave them out of the mask, or fill them by -1.",
+            "They are padding: mask them out, or fill them with -1.",
         ),
         (
             wrong.any(-1),
@@ -171,12 +168,12 @@ def _refuse_invalid(ids: torch.Tensor, free: torch.Tensor, routers: Routers) -> 
             "A router never does; columns were mixed up, or the ids wrapped in a narrow dtype.",
         ),
     )
-    for where, what, hint in faults:
-        bad = where & ~free
+    for condition, text, hint in faults:
+        bad = condition & ~free
         if bool(bad.any()):
             rows, layers = bad.nonzero(as_tuple=True)
             shown = ", ".join(
                 f"row {int(r)} of layer {routers.layers[int(n)]}: {ids[r, n].tolist()}"
                 for r, n in zip(rows[:_SHOWN], layers[:_SHOWN], strict=True)
             )
-            raise RoutesError(f"{int(bad.sum())} of {bad.numel()} rows {what} ({shown}). {hint}")
+            raise RoutesError(f"{int(bad.sum())} of {bad.numel()} rows {text} ({shown}). {hint}")

@@ -1,10 +1,10 @@
-"""Top-k: puts expert ids in the place of a router's own choice, without any formula of its family.
+"""Replace a router's own choice of experts, without any formula of its family.
 
 A router scores, selects with ``torch.topk`` and turns the scores of the selected experts into
-weights; families differ in all but the selection. So the router's own forward is run, and the one
-``topk`` whose input is ``(rows, num_experts)`` and whose k is the model's answers with other ids
-and the live scores at those ids. Softmax before or after, sigmoid, bias, groups, normalisation and
-scaling stay the model's code, and the gate has gradients.
+weights; families differ in all but the selection. So the router's own forward runs, and its
+``topk`` of ``(rows, num_experts)`` scores with the model's k returns other ids and the live scores
+at those ids. Softmax before or after, sigmoid, bias, groups, normalisation and scaling stay the
+model's code, and the gate has gradients.
 """
 
 from __future__ import annotations
@@ -25,13 +25,11 @@ same device.
 """
 
 _PROBE_ROWS = 2
-_PROBE_SIZE = 1e-2  # so small that no softmax over the scores reaches 0 by itself
+_PROBE_SIZE = 1e-2  # so small that no softmax over the scores underflows
 
 
 class _TopK(TorchFunctionMode):  # type: ignore[misc]  # torch is not installed where types are checked
-    """Answers the top-k of ``(rows, num_experts)`` scores by ``choose``; all other calls go
-    through.
-    """
+    """Replaces the top-k of ``(rows, num_experts)`` scores by ``choose``; other calls pass."""
 
     def __init__(self, num_experts: int, top_k: int, choose: Choose) -> None:
         super().__init__()
@@ -47,14 +45,14 @@ class _TopK(TorchFunctionMode):  # type: ignore[misc]  # torch is not installed 
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
         named = kwargs or {}
-        if func in (torch.topk, torch.Tensor.topk) and self._ours(*args, **named):
+        if func in (torch.topk, torch.Tensor.topk) and self._is_selection(*args, **named):
             scores = args[0] if args else named["input"]
             ids = self._choose(scores)
             self.chosen.append(ids)
             return torch.return_types.topk((scores.gather(-1, ids), ids))
         return func(*args, **named)
 
-    def _ours(
+    def _is_selection(
         self,
         input: Any,
         k: int,
@@ -74,7 +72,7 @@ class _TopK(TorchFunctionMode):  # type: ignore[misc]  # torch is not installed 
 
 
 def native_choice(scores: torch.Tensor, top_k: int) -> torch.Tensor:
-    """The ids ``(rows, top_k)`` that a router chooses by itself."""
+    """Return the ids ``(rows, top_k)`` that a router chooses by itself."""
     return scores.detach().topk(top_k, dim=-1).indices
 
 
@@ -88,11 +86,11 @@ def intercepted(
     choose: Choose,
     who: str,
 ) -> tuple[Any, torch.Tensor]:
-    """What ``forward`` returns when its top-k answers by ``choose``, and the ids that it was given.
+    """Run ``forward`` with ``choose`` in place of its top-k; return its output and the ids.
 
-    ``who`` names the router in errors. Raises ``RouterError`` unless there is exactly one such
-    top-k in the call: a router that sorts, takes an argmax or runs a fused kernel is refused, and
-    so is one with two selections that cannot be told apart.
+    ``who`` names the router in errors. Raises ``RouterError`` unless the call has exactly one such
+    top-k: a router that sorts, takes an argmax or runs a fused kernel is refused, and so is one
+    with two similar selections.
     """
     with _TopK(num_experts, top_k, choose) as mode:
         output = forward(*args, **kwargs)
@@ -102,11 +100,11 @@ def intercepted(
             f" k={top_k} in its forward; replay needs exactly one. "
             + (
                 "It selects in another way (a sort, an argmax, a fused kernel, or outside of its"
-                " forward), and would have routed natively."
+                " forward), and would route natively."
                 if not mode.chosen
                 else (
-                    "Which of them selects the experts cannot be told, for example where there are"
-                    " as many groups as experts."
+                    "It is uncertain which of them selects the experts, for example with as many"
+                    " groups as experts."
                 )
             )
             + " Use a release of transformers whose router selects by one torch.topk (for the"
@@ -124,22 +122,21 @@ def probe(
     top_k: int,
     who: str,
 ) -> bool:
-    """Try a router on two small rows with the experts that it scores lowest, and look at the
-    weights that come out.
+    """Test whether a router can be replayed, on two small rows with its lowest-scored experts.
 
-    The rows take the place of the hidden states that it was called with; what else it was called
-    with (a bias, as MiniMax-M2's) stays. Returns whether that proved anything: with NaN in its
-    weights, a router says nothing of itself. Nothing is left of it: no gradient, no random number
-    drawn. Raises ``RouterError`` for a router that cannot be replayed: its top-k cannot be
-    intercepted, its output does not show what is executed, or experts that it would not choose get
-    no weight (it masks scores before its top-k and takes the weights from the masked ones, as
-    DeepSeek-V2 with groups does: a replayed expert in another group is silently switched off, and
-    its gate gradient is 0; ISEEKYAN/Megatron-LM#79 fixed one such).
+    The rows replace the hidden states of the call; its other arguments (a bias, as MiniMax-M2's)
+    stay. Returns whether the test was conclusive: with NaN in its weights it is not. It leaves no
+    gradient, and draws no random number. Raises ``RouterError`` if the top-k cannot be intercepted,
+    if the output does not show what is executed, or if experts that the router would not choose get
+    no weight.
     """
+    # the last case: it masks scores before its top-k and takes the weights from the masked ones, as
+    # DeepSeek-V2 with groups does. A replayed expert in another group is silently switched off, and
+    # its gate gradient is 0; ISEEKYAN/Megatron-LM#79 fixed one such router
     if not args or not isinstance(args[0], torch.Tensor) or not args[0].is_floating_point():
         raise RouterError(
-            f"{who} is not called with hidden states first; rollproof cannot try it, so it does not"
-            " replay it."
+            f"{who} is not called with hidden states first; rollproof cannot test it, so it does"
+            " not replay it."
         )
     hidden: torch.Tensor = args[0]
     shape = (*(1,) * (hidden.dim() - 2), _PROBE_ROWS, hidden.shape[-1])
@@ -159,9 +156,9 @@ def probe(
             )
     except RouterError:
         raise
-    except Exception as error:  # of the router's own code, on fewer rows than it was called with
+    except Exception as error:  # from the router's own code, for fewer rows than in the call
         raise RouterError(
-            f"{who} cannot be tried on {_PROBE_ROWS} rows, so rollproof does not replay it:"
+            f"{who} cannot be tested on {_PROBE_ROWS} rows, so rollproof does not replay it:"
             f" {type(error).__name__}: {error}."
         ) from error
     weights, executed = (
@@ -170,7 +167,7 @@ def probe(
     )
     if not bool(torch.equal(executed.sort(-1).values, ids.sort(-1).values)):
         raise RouterError(
-            f"{who} was given experts {ids.tolist()} and executes {executed.tolist()}."
+            f"{who} should execute experts {ids.tolist()} but executes {executed.tolist()}."
         )
     if bool(torch.isnan(scored[0]).any()):
         return False
@@ -186,32 +183,39 @@ def probe(
 
 
 def executed_ids(output: Any, shape: tuple[int, ...], who: str) -> torch.Tensor:
-    """The ids of ``shape`` ``(rows, top_k)`` that a router hands on: the integer tensor in its
-    output. Raises ``RouterError``.
+    """Return the ids ``(rows, top_k)`` in a router's output, its integer tensor.
+
+    Raises ``RouterError`` if there is none of ``shape``.
     """
-    return _one(output, shape, who, "expert ids", lambda tensor: not tensor.is_floating_point())
+    return _output_tensor(
+        output, shape, who, "expert ids", lambda tensor: not tensor.is_floating_point()
+    )
 
 
 def _weights(output: Any, shape: tuple[int, ...], who: str) -> torch.Tensor:
-    return _one(output, shape, who, "weights", lambda tensor: tensor.is_floating_point())
+    return _output_tensor(output, shape, who, "weights", lambda tensor: tensor.is_floating_point())
 
 
-def _one(
-    output: Any, shape: tuple[int, ...], who: str, what: str, right: Callable[[torch.Tensor], bool]
+def _output_tensor(
+    output: Any,
+    shape: tuple[int, ...],
+    who: str,
+    content: str,
+    matches: Callable[[torch.Tensor], bool],
 ) -> torch.Tensor:
     parts = output if isinstance(output, tuple | list) else (output,)
-    found = [
+    tensors = [
         part
         for part in parts
-        if isinstance(part, torch.Tensor) and part.shape == shape and right(part)
+        if isinstance(part, torch.Tensor) and part.shape == shape and matches(part)
     ]
-    if not found:
+    if not tensors:
         shapes = [
             tuple(part.shape) if isinstance(part, torch.Tensor) else type(part).__name__
             for part in parts
         ]
         raise RouterError(
-            f"{who} returns {shapes}: no {what} of shape {shape}, so what it executes cannot be"
+            f"{who} returns {shapes}: no {content} of shape {shape}, so what it executes cannot be"
             " seen."
         )
-    return found[-1]
+    return tensors[-1]

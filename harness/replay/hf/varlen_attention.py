@@ -1,8 +1,7 @@
-"""Varlen: packed sequences by a kernel that knows their lengths (torch's own FlashAttention), as an
-attention of HF transformers.
+"""An attention of HF transformers for packed sequences: torch's own FlashAttention.
 
-transformers' ``flash_attention_2`` computes the same, and needs a package of its own; without
-either, packed sequences are kept apart by a mask.
+transformers' ``flash_attention_2`` computes the same, but needs another package; without either, a
+mask separates packed sequences.
 """
 
 from __future__ import annotations
@@ -17,8 +16,9 @@ VARLEN = "rollproof_varlen"
 
 
 def use_varlen(model: Any) -> Any:
-    """Have ``model`` attend so from now on; returns it. It must be on a GPU, in bfloat16 or
-    float16, and get one row of packed samples.
+    """Set the attention of ``model``, and return it.
+
+    The model must be on a GPU, in bfloat16 or float16, and its input one row of packed samples.
     """
     from transformers import AttentionInterface
     from transformers.masking_utils import AttentionMaskInterface
@@ -40,25 +40,24 @@ def _attend(
     position_ids: Any = None,
     **_: Any,
 ) -> tuple[Any, None]:
-    """``(1, tokens, heads, size)`` of ``(1, heads, tokens, size)``; a sample begins wherever
-    positions begin anew.
-    """
+    """Compute ``(1, tokens, heads, size)`` from ``(1, heads, tokens, size)``."""
     import torch
     from torch.nn.attention.varlen import varlen_attn
 
     assert attention_mask is None and position_ids is not None and len(query) == 1
+    # a sample begins at each position 0
     starts = torch.nonzero(position_ids.flatten() == 0).flatten()
     bounds = torch.cat([starts, starts.new_tensor([position_ids.numel()])]).to(torch.int32)
     longest = int(bounds.diff().max())
     groups = query.shape[1] // key.shape[1]
     rows = [
-        one[0].transpose(0, 1).contiguous()
-        for one in (query, key.repeat_interleave(groups, 1), value.repeat_interleave(groups, 1))
+        tensor[0].transpose(0, 1).contiguous()
+        for tensor in (query, key.repeat_interleave(groups, 1), value.repeat_interleave(groups, 1))
     ]
-    known = inspect.signature(varlen_attn).parameters
+    parameters = inspect.signature(varlen_attn).parameters
     causal: dict[str, Any] = (
-        {"window_size": (-1, 0)} if "window_size" in known else {"is_causal": True}
+        {"window_size": (-1, 0)} if "window_size" in parameters else {"is_causal": True}
     )
-    if "scale" in known:
+    if "scale" in parameters:
         causal["scale"] = scaling
     return varlen_attn(*rows, bounds, bounds, longest, longest, **causal)[None], None

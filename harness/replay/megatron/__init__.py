@@ -1,10 +1,10 @@
-"""megatron-core's routing replay on the CPU: its real routers, dispatchers and schedules, driven as
-a trainer drives them.
+"""megatron-core's routing replay: its real routers, dispatchers and schedules, on a CPU or GPUs.
 
-``standin`` replaces megatron-core's CUDA calls, ``setups`` are the judged configurations, ``model``
-and ``weights`` build one rank's part of a tiny GPT, ``worker`` is one rank of the trainer and
-``subject`` the trainer as rollproof judges it; ``plain`` is the same model without megatron-core.
-Importing any of them imports neither torch nor megatron-core.
+``cuda_stand_in`` replaces megatron-core's CUDA calls, ``megatron_setups`` has the judged
+configurations, ``megatron_model`` and ``model_weights`` build one rank's part of a tiny GPT,
+``rank_worker`` is one rank of the trainer, and ``megatron_trainer`` the trainer under test.
+``plain_model`` is the same model without megatron-core. Importing any of them imports neither torch
+nor megatron-core.
 """
 
 from __future__ import annotations

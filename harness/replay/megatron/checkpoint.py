@@ -1,8 +1,8 @@
-"""Checkpoint: a Qwen3-MoE checkpoint of transformers as the weights of a megatron-core GPT, so that
-both can be held against one engine.
+"""Load a Qwen3-MoE checkpoint of transformers into a megatron-core GPT.
 
-Shapes become fields of ``TransformerConfig``; each parameter of the undivided GPT is put together
-from the checkpoint's tensors, and divided over ranks as all weights are (``weights.fill``).
+So both can be compared with one engine. Shapes become fields of ``TransformerConfig``; each
+parameter of the undivided GPT is made from the checkpoint's tensors, and divided over ranks as all
+weights are (``model_weights.fill``).
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from rollproof.core.model_config import model_of
 from rollproof.errors import UsageError
 from rollproof.replay.megatron.megatron_setups import Dispatcher, Setup
 
-__all__ = ["checkpoint_config", "checkpoint_setup", "rotary_base", "whole_weights"]
+__all__ = ["checkpoint_config", "checkpoint_setup", "rotary_base", "undivided_weights"]
 
 _TYPE = "qwen3_moe"
 
@@ -26,11 +26,10 @@ _TYPE = "qwen3_moe"
 def checkpoint_setup(
     checkpoints: tuple[Path, ...], *, dtype: str = "bfloat16", **sizes: Any
 ) -> Setup:
-    """A setup whose weights number n are those of ``checkpoints[n]``, all of one shape; ``sizes``
-    are its parallel sizes.
+    """Return a setup with the weights of ``checkpoints``, all of one shape, by their index.
 
-    Raises ``UsageError`` for a checkpoint that is not of Qwen3-MoE with a router in every layer, or
-    that sizes do not divide.
+    ``sizes`` are its parallel sizes. Raises ``UsageError`` for a checkpoint that is not of
+    Qwen3-MoE with a router in every layer, or that the sizes do not divide.
     """
     config, model = _read(checkpoints[0]), model_of(checkpoints[0])
     if (
@@ -39,8 +38,8 @@ def checkpoint_setup(
         or len(model.moe_layers) < model.num_layers
     ):
         raise UsageError(
-            f"{checkpoints[0]} is no checkpoint of {_TYPE} with a router in every layer: its"
-            " weights cannot be put into megatron-core."
+            f"{checkpoints[0]} is not a checkpoint of {_TYPE} with a router in every layer: its"
+            " weights cannot be loaded into megatron-core."
         )
     setup = Setup(
         **{
@@ -57,8 +56,8 @@ def checkpoint_setup(
     )
     groups = config["num_key_value_heads"]
     wrong = [
-        f"{what} {number} is not divided by {parts}"
-        for what, number, parts in (
+        f"{name} {number} is not divisible by {parts}"
+        for name, number, parts in (
             ("num_key_value_heads", groups, setup.tp),
             ("num_experts", setup.num_experts, setup.ep),
             ("layers", setup.num_layers, setup.pp * setup.vpp),
@@ -75,7 +74,7 @@ def checkpoint_setup(
 
 
 def checkpoint_config(folder: str, dtype: str) -> dict[str, Any]:
-    """Fields of ``TransformerConfig`` for a checkpoint, beside those of a ``Setup``."""
+    """Return the fields of ``TransformerConfig`` that a checkpoint adds to those of a ``Setup``."""
     import torch
 
     config = _read(Path(folder))
@@ -91,7 +90,7 @@ def checkpoint_config(folder: str, dtype: str) -> dict[str, Any]:
         "gated_linear_unit": True,
         "activation_func": torch.nn.functional.silu,
         "layernorm_epsilon": config["rms_norm_eps"],
-        "moe_router_dtype": "fp32",  # transformers weighs experts in float32, too
+        "moe_router_dtype": "fp32",  # as in transformers
         "params_dtype": kind,
         "pipeline_dtype": kind,
         "bf16": kind is torch.bfloat16,
@@ -100,17 +99,15 @@ def checkpoint_config(folder: str, dtype: str) -> dict[str, Any]:
 
 
 def rotary_base(folder: str) -> int:
-    """The base of the rotary positions."""
+    """Return the base of the rotary positions."""
     config = _read(Path(folder))
-    found = (config.get("rope_parameters") or {}).get("rope_theta", config.get("rope_theta", 10000))
-    return int(found)
+    base = (config.get("rope_parameters") or {}).get("rope_theta", config.get("rope_theta", 10000))
+    return int(base)
 
 
 @lru_cache(maxsize=2)
-def whole_weights(folder: str) -> Mapping[str, Any]:
-    """The parameters of the undivided GPT by name (``weights.named_parts``), in the checkpoint's
-    own precision.
-    """
+def undivided_weights(folder: str) -> Mapping[str, Any]:
+    """Return the parameters of the undivided GPT by name, in the checkpoint's own precision."""
     import torch
     from transformers import AutoModelForCausalLM
 
@@ -139,7 +136,7 @@ def _layer(source: Mapping[str, Any], config: Mapping[str, Any], layer: int) -> 
         for name in "qkv"
     )
     out = {
-        # a group's queries, then its key and its value: so that tensor ranks divide groups
+        # the queries of a group, then its key and its value: tensor ranks divide groups
         f"{there}self_attention.linear_qkv.weight": (
             torch.cat([query, key, value], 1).reshape(-1, hidden)
         ),
@@ -162,9 +159,9 @@ def _layer(source: Mapping[str, Any], config: Mapping[str, Any], layer: int) -> 
 
 def _read(folder: Path) -> Mapping[str, Any]:
     try:
-        found: Mapping[str, Any] = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+        config: Mapping[str, Any] = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise UsageError(
-            f"{folder} is no folder of a checkpoint: config.json cannot be read ({error})."
+            f"{folder} is not the folder of a checkpoint: config.json cannot be read ({error})."
         ) from error
-    return found
+    return config

@@ -1,13 +1,12 @@
-"""A stand-in for the CUDA calls of megatron-core, so that its real routers, dispatchers and
-schedules run on a CPU.
+"""Run megatron-core's real routers, dispatchers and schedules on a CPU, without its CUDA calls.
 
-``with cpu_megatron():`` replaces what ``STAND_INS`` lists, item by item with the reason, and puts
-everything back. Only the device changes: routing, token dispatch, recompute and pipeline schedules
+``with cpu_megatron():`` replaces the names in ``STAND_INS``, each for a stated reason, and restores
+them. Only the device changes: routing, token dispatch, recompute and pipeline schedules
 stay megatron-core's own code. Collectives go through whatever backend ``torch.distributed`` was
 started with (gloo on a CPU).
 
-What it cannot stand in for: Transformer Engine (fused router, packed attention, FP8), grouped GEMM,
-DeepEP, CUDA graphs. Dropout must be 0: random states are not kept apart by parallel rank.
+What it cannot replace: Transformer Engine (fused router, packed attention, FP8), grouped GEMM,
+DeepEP, CUDA graphs. Dropout must be 0: parallel ranks share one random state.
 """
 
 from __future__ import annotations
@@ -34,95 +33,94 @@ __all__ = [
 
 
 class MegatronVersionError(StackError):
-    """megatron-core is absent, of a release that the stand-in was not tried with, or lacks a name
-    that it replaces.
-    """
+    """megatron-core is missing, of an untested release, or without a name that is replaced."""
 
 
 RELEASES: dict[str, tuple[int, int]] = {"0.16.1": (3, 11), "0.19.2": (3, 12)}
-"""The releases of megatron-core that the stand-in was tried with, and the oldest Python that each
-installs on.
-"""
+"""The tested releases of megatron-core, and the oldest Python that each installs on."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StandIn:
-    """One replaced name: ``owner`` (a module, or ``module:Class``), ``name`` in it, ``why``, and
-    what takes its place.
+    """One replaced name.
 
-    ``make`` gets the original (``None`` where there is none) and returns the replacement.
-    ``releases`` are those that need it (empty: all). ``missing`` says that the name is absent in
-    those releases, which is why it is put there.
+    Attributes:
+        owner: a module, or ``module:Class``.
+        name: the name in it.
+        reason: why it is replaced.
+        make: gets the original (``None`` if there is none) and returns the replacement.
+        releases: the releases that need it (empty: all).
+        missing: the name does not exist in those releases, and is added.
     """
 
     owner: str
     name: str
-    why: str
+    reason: str
     make: Callable[[Any], Any]
     releases: tuple[str, ...] = ()
     missing: bool = False
 
     @property
     def target(self) -> str:
-        """The replaced name in full."""
+        """The full replaced name."""
         return f"{self.owner.replace(':', '.')}.{self.name}"
 
     @contextmanager
     def applied(self, release: str) -> Iterator[None]:
-        """Replace the name, and put the original back. Raises ``MegatronVersionError`` where it is
-        not as expected.
+        """Replace the name inside the block.
+
+        Raises ``MegatronVersionError`` if the name is unexpectedly missing or present.
         """
         owner = _resolve(self.owner, release)
         original = getattr(owner, self.name, None)
-        own = vars(owner).get(
-            self.name, self
-        )  # not getattr's: a static method must be put back as one
+        # not getattr: a static method must be restored as one
+        own = vars(owner).get(self.name, self)
         if hasattr(owner, self.name) is self.missing:
-            found = "is there" if self.missing else "is absent"
+            state = "exists" if self.missing else "is missing"
             raise MegatronVersionError(
-                f"megatron-core {release}: {self.target} {found}, against what the stand-in knows"
-                " of this release. Replacing other names than the ones that were tried would make"
-                " a run on the CPU differ from one on GPUs in silence. Install a release as"
-                f" published: {_known()}."
+                f"megatron-core {release}: {self.target} {state}, unlike in the release that was"
+                " tested. Replacing other names could silently make a run on the CPU differ from"
+                f" one on GPUs. Install a release as published: {_supported()}."
             )
         setattr(owner, self.name, self.make(original))
         try:
             yield
         finally:
             if own is self:
-                delattr(owner, self.name)  # inherited, or never there
+                delattr(owner, self.name)  # inherited, or it did not exist
             else:
                 setattr(owner, self.name, own)
 
 
 def megatron_version() -> str:
-    """The installed release of megatron-core. Raises ``MegatronVersionError`` where the stand-in
-    does not know it.
+    """Return the installed release of megatron-core.
+
+    Raises ``MegatronVersionError`` for an untested one.
     """
     try:
         release = importlib.metadata.version("megatron-core")
     except importlib.metadata.PackageNotFoundError:
         raise MegatronVersionError(
             "megatron-core is not installed. Its trainers are judged on the CPU with PyTorch and"
-            f" one of {_known()}: `pip install torch` and `pip install --no-deps"
-            f" megatron-core=={_advised()}`."
+            f" one of {_supported()}: `pip install torch` and `pip install --no-deps"
+            f" megatron-core=={_newest_fitting()}`."
         ) from None
     if release not in RELEASES:
         raise MegatronVersionError(
-            f"megatron-core {release} is installed; the stand-in for its CUDA calls was tried with"
-            f" {_known()}. On another release it could leave a call out and change what is"
-            f" computed. Install one of them: `pip install --no-deps megatron-core=={_advised()}`."
+            f"megatron-core {release} is installed; the stand-ins for its CUDA calls were tested"
+            f" with {_supported()}. On another release they could miss a call and change what is"
+            " computed. Install one of them: `pip install --no-deps"
+            f" megatron-core=={_newest_fitting()}`."
         )
     return release
 
 
 @contextmanager
 def cpu_megatron() -> Iterator[str]:
-    """Run megatron-core on the CPU inside the block; yields its release. Everything replaced is put
-    back at the end.
+    """Run megatron-core on the CPU inside the block; yield its release.
 
-    May be nested. Raises ``MegatronVersionError`` before anything is replaced when the release is
-    not one of ``RELEASES``.
+    Blocks may be nested. Raises ``MegatronVersionError``, before anything is replaced, for a
+    release that is not in ``RELEASES``.
     """
     release = megatron_version()
     import torch
@@ -142,10 +140,10 @@ def cpu_megatron() -> Iterator[str]:
 
 @contextmanager
 def gpu_megatron() -> Iterator[str]:
-    """Run megatron-core on GPUs without Transformer Engine inside the block; yields its release.
+    """Run megatron-core on GPUs without Transformer Engine inside the block; yield its release.
 
-    Of ``STAND_INS`` only those apply that let the plain layers take sequence and context
-    parallelism; all that computes is CUDA's.
+    Only those of ``STAND_INS`` apply that let the plain layers accept sequence and context
+    parallelism; CUDA computes everything.
     """
     release = megatron_version()
     with ExitStack() as stack:
@@ -155,33 +153,33 @@ def gpu_megatron() -> Iterator[str]:
         yield release
 
 
-def _known() -> str:
+def _supported() -> str:
     return ", ".join(
         f"{release} (Python {major}.{minor} or newer)"
         for release, (major, minor) in RELEASES.items()
     )
 
 
-def _advised() -> str:
-    """The newest known release that installs on this Python."""
+def _newest_fitting() -> str:
+    """Return the newest tested release that installs on this Python."""
     return [release for release, oldest in RELEASES.items() if sys.version_info >= oldest][-1]
 
 
 def _resolve(owner: str, release: str) -> Any:
     module, _, attribute = owner.partition(":")
     try:
-        found = importlib.import_module(module)
-        return getattr(found, attribute) if attribute else found
+        imported = importlib.import_module(module)
+        return getattr(imported, attribute) if attribute else imported
     except (ImportError, AttributeError) as error:
         raise MegatronVersionError(
             f"megatron-core {release}: {owner.replace(':', '.')} cannot be imported ({error}). The"
-            " stand-in replaces names in it. Install a release as published, with the packages"
-            f" that it imports: {_known()}."
+            " stand-ins replace names in it. Install a release as published, with the packages"
+            f" that it imports: {_supported()}."
         ) from error
 
 
 class _Stream:
-    """A CUDA stream of a machine where everything has already happened; also its own event."""
+    """A CUDA stream on which everything is already done; also its own event."""
 
     def __init__(self, *_: Any, **__: Any) -> None: ...
     def wait_stream(self, *_: Any) -> None: ...
@@ -193,7 +191,7 @@ class _Stream:
 
 
 class _SharedRandomState:
-    """A tracker of CUDA random states that keeps none apart: there is one generator, the CPU's."""
+    """A tracker of CUDA random states with only one state: that of the CPU's generator."""
 
     def __init__(self, *_: Any, **__: Any) -> None: ...
     def reset(self) -> None: ...
@@ -211,7 +209,7 @@ class _SharedRandomState:
 
 
 def _on_cpu(original: Any) -> Any:
-    """A factory of tensors that makes on the CPU what is asked for on a GPU, and pins no memory."""
+    """Return a factory of tensors that ignores a CUDA device, and pins no memory."""
 
     def create(*args: Any, **kwargs: Any) -> Any:
         kwargs.pop("pin_memory", None)
@@ -228,7 +226,10 @@ def _to_cpu(original: Any) -> Any:
             kwargs["device"] = "cpu"
         return original(
             tensor,
-            *("cpu" if isinstance(one, str) and one.startswith("cuda") else one for one in args),
+            *(
+                "cpu" if isinstance(value, str) and value.startswith("cuda") else value
+                for value in args
+            ),
             **kwargs,
         )
 
@@ -242,7 +243,7 @@ def _cpu_device(_: Any) -> Any:
     return lambda: cpu
 
 
-def _one_stream(_: Any) -> Any:
+def _shared_stream(_: Any) -> Any:
     stream = _Stream()
     return lambda *_, **__: stream
 
@@ -275,17 +276,17 @@ def _as_host_tensor(original: Any) -> Any:
 
 
 def _without_flag(flag: str, off: Any) -> Callable[[Any], Any]:
-    """Call the original while ``config.flag`` reads ``off``."""
+    """Call the original while ``config.flag`` is ``off``."""
 
     def make(original: Any) -> Any:
         def call(first: Any, *args: Any, **kwargs: Any) -> Any:
             config = kwargs["config"] if "config" in kwargs else args[0]
-            kept = getattr(config, flag)
+            value = getattr(config, flag)
             setattr(config, flag, off)
             try:
                 return original(first, *args, **kwargs)
             finally:
-                setattr(config, flag, kept)
+                setattr(config, flag, value)
 
         return call
 
@@ -293,9 +294,7 @@ def _without_flag(flag: str, off: Any) -> Callable[[Any], Any]:
 
 
 def _over_all_context_ranks(original: Any) -> Any:
-    """The original attention over whole sequences, of which each context-parallel rank keeps its
-    own rows.
-    """
+    """Run the original attention over complete sequences; each context rank takes its own rows."""
 
     def forward(self: Any, query: Any, key: Any, value: Any, *args: Any, **kwargs: Any) -> Any:
         from megatron.core import parallel_state
@@ -303,16 +302,15 @@ def _over_all_context_ranks(original: Any) -> Any:
         if self.config.context_parallel_size == 1:
             return original(self, query, key, value, *args, **kwargs)
         group = parallel_state.get_context_parallel_group()
-        whole = [_join_chunks(tensor, group) for tensor in (query, key, value)]
-        return _own_chunks(original(self, *whole, *args, **kwargs), group)
+        complete = [_join_chunks(tensor, group) for tensor in (query, key, value)]
+        return _own_chunks(original(self, *complete, *args, **kwargs), group)
 
     return forward
 
 
 def _join_chunks(tensor: Any, group: Any) -> Any:
-    """The whole sequence, in order, of which each rank of ``group`` holds chunks r and 2 * size - 1
-    - r of dimension 0.
-    """
+    """Gather the complete sequence, in order, along dimension 0."""
+    # rank r of the group has chunks r and 2 * size - 1 - r (zigzag)
     import torch
     from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel_region
 
@@ -323,7 +321,7 @@ def _join_chunks(tensor: Any, group: Any) -> Any:
 
 
 def _own_chunks(tensor: Any, group: Any) -> Any:
-    """This rank's two chunks of a whole sequence: the inverse of ``_join_chunks``."""
+    """Return this rank's two chunks of a sequence: the inverse of ``_join_chunks``."""
     import torch
 
     chunks = tensor.chunk(2 * group.size())
@@ -340,7 +338,7 @@ STAND_INS: tuple[StandIn, ...] = (
         StandIn(
             owner="torch",
             name=name,
-            why='masks, counters and pinned buffers are asked for with device="cuda"',
+            reason='masks, counters and pinned buffers are made with device="cuda"',
             make=_on_cpu,
         )
         for name in ("arange", "empty", "full", "ones", "tensor", "zeros")
@@ -348,13 +346,13 @@ STAND_INS: tuple[StandIn, ...] = (
     StandIn(
         owner="torch:Tensor",
         name="cuda",
-        why="rotary positions and shared weights move themselves",
+        reason="rotary positions and shared weights move themselves",
         make=lambda _: lambda tensor, *_, **__: tensor,
     ),
     StandIn(
         owner="torch.cuda",
         name="current_device",
-        why=(
+        reason=(
             "buffers of collectives, router weights, rotary frequencies and pipeline messages are"
             " put on the current device"
         ),
@@ -363,37 +361,37 @@ STAND_INS: tuple[StandIn, ...] = (
     StandIn(
         owner="torch:Tensor",
         name="to",
-        why='replay code above megatron-core moves routes with .to("cuda")',
+        reason='replay code above megatron-core moves routes with .to("cuda")',
         make=_to_cpu,
     ),
     StandIn(
         owner="torch.cuda",
         name="Stream",
-        why="the all-to-all dispatcher and shared experts own a side stream",
+        reason="the all-to-all dispatcher and shared experts own a side stream",
         make=_always(_Stream),
     ),
     StandIn(
         owner="torch.cuda",
         name="current_stream",
-        why="as above: the stream to wait for",
-        make=_one_stream,
+        reason="as above: the stream to wait for",
+        make=_shared_stream,
     ),
     StandIn(
         owner="torch.cuda",
         name="stream",
-        why="as above: a block on the side stream",
+        reason="as above: a block on the side stream",
         make=lambda _: lambda *_: nullcontext(),
     ),
     StandIn(
         owner="torch.cuda",
         name="synchronize",
-        why="pipeline messages wait for the device; on a CPU nothing is pending",
+        reason="pipeline messages wait for the device; on a CPU nothing is pending",
         make=_nothing,
     ),
     StandIn(
         owner=_MOE_UTILS,
         name="te_general_gemm",
-        why=(
+        reason=(
             "0.16.1 reads the name without Transformer Engine too, where it was never bound:"
             " NameError in the router's gate"
         ),
@@ -404,7 +402,7 @@ STAND_INS: tuple[StandIn, ...] = (
     StandIn(
         owner="megatron.core.transformer.moe.token_dispatcher",
         name="maybe_move_tensor_to_cpu",
-        why=(
+        reason=(
             "makes numpy split sizes of CUDA tensors only; all_to_all_single refuses tensors as"
             " sizes"
         ),
@@ -413,34 +411,37 @@ STAND_INS: tuple[StandIn, ...] = (
     StandIn(
         owner=_RANDOM,
         name="_get_cuda_rng_state",
-        why="recompute saves the CUDA generator; the CPU's is saved beside it",
+        reason="recompute saves the CUDA generator in addition to the CPU's",
         make=_cpu_state,
     ),
     StandIn(
-        owner=_RANDOM, name="_set_cuda_rng_state", why="as above: nothing to restore", make=_nothing
+        owner=_RANDOM,
+        name="_set_cuda_rng_state",
+        reason="as above: nothing to restore",
+        make=_nothing,
     ),
     StandIn(
         owner=_RANDOM,
         name="CudaRNGStatesTracker",
-        why="keeps CUDA generators per parallel rank",
+        reason="keeps CUDA generators per parallel rank",
         make=_always(_SharedRandomState),
     ),
     StandIn(
         owner=_RANDOM,
         name="_CUDA_RNG_STATE_TRACKER",
-        why="as above: the one in use",
+        reason="as above: the one in use",
         make=lambda _: _SharedRandomState(),
     ),
     StandIn(
         owner=_RANDOM,
         name="_CUDA_RNG_STATE_TRACKER_INITIALIZED",
-        why="as above: it is ready",
+        reason="as above: it is ready",
         make=_always(True),
     ),
     StandIn(
         owner=_NORM,
         name="__new__",
-        why=(
+        reason=(
             "refuses sequence parallelism, whose norms need only the reduction of their gradients,"
             " outside this class"
         ),
@@ -449,7 +450,7 @@ STAND_INS: tuple[StandIn, ...] = (
     StandIn(
         owner=_ATTENTION,
         name="__init__",
-        why=(
+        reason=(
             "refuses context parallelism: without Transformer Engine there is no attention for it"
             " (see forward)"
         ),
@@ -458,13 +459,11 @@ STAND_INS: tuple[StandIn, ...] = (
     StandIn(
         owner=_ATTENTION,
         name="forward",
-        why=(
-            "gathers queries, keys and values of all context ranks in order, attends as without,"
-            " and keeps the rank's own rows"
+        reason=(
+            "gathers queries, keys and values of all context ranks in order, attends as usual, and"
+            " takes the rank's own rows"
         ),
         make=_over_all_context_ranks,
     ),
 )
-"""Everything that ``cpu_megatron`` replaces. Beside it, functions under ``torch.compile`` run
-eagerly.
-"""
+"""Everything that ``cpu_megatron`` replaces. Functions under ``torch.compile`` run eagerly, too."""

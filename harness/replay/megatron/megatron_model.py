@@ -1,6 +1,4 @@
-"""One rank's chunks of a tiny megatron-core GPT: its own routers, dispatchers and schedules, from
-the local layer specs.
-"""
+"""One rank's chunks of a tiny megatron-core GPT, from the local layer specs."""
 
 from __future__ import annotations
 
@@ -12,7 +10,7 @@ from typing import Any
 from rollproof.core.replay_contract import Recompute
 from rollproof.core.router_spy import direction
 from rollproof.layouts.mesh import Rank
-from rollproof.replay.megatron.checkpoint import checkpoint_config, rotary_base, whole_weights
+from rollproof.replay.megatron.checkpoint import checkpoint_config, rotary_base, undivided_weights
 from rollproof.replay.megatron.megatron_setups import UNSUPPORTED, RouterKind, Setup
 from rollproof.replay.megatron.model_weights import Part, fill, named_parts
 
@@ -41,9 +39,7 @@ _ROUTER: dict[RouterKind, dict[str, Any]] = {
 
 
 def on_gpu() -> bool:
-    """Whether this process computes on a GPU: it has one, and belongs to ranks that were given
-    some.
-    """
+    """Whether this process computes on a GPU: it has one, and its group uses NCCL."""
     import torch
 
     return (
@@ -55,8 +51,9 @@ def on_gpu() -> bool:
 
 @contextmanager
 def parallel(setup: Setup) -> Iterator[Rank]:
-    """Megatron's process groups for a setup; yields this process's place. Raises what megatron-core
-    raises for sizes that do not fit.
+    """Make Megatron's process groups for a setup; yield this process's rank.
+
+    megatron-core raises for sizes that do not fit.
     """
     from megatron.core import parallel_state
 
@@ -72,9 +69,8 @@ def parallel(setup: Setup) -> Iterator[Rank]:
     if on_gpu():
         from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 
-        model_parallel_cuda_manual_seed(
-            1
-        )  # recompute forks these generators; nothing here draws from them
+        # recompute forks these generators; nothing here draws from them
+        model_parallel_cuda_manual_seed(1)
     try:
         yield Rank(
             dp=parallel_state.get_data_parallel_rank(),
@@ -88,8 +84,7 @@ def parallel(setup: Setup) -> Iterator[Rank]:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Chunks:
-    """The model chunks of one rank, in the order of their virtual stages, and their one
-    configuration.
+    """The model chunks of one rank, in the order of their virtual stages.
 
     ``routers[v]`` are the routers of chunk v by global layer, in the order in which they were
     built.
@@ -102,20 +97,19 @@ class Chunks:
 
     @property
     def device(self) -> Any:
-        """Where the parameters are."""
+        """The device of the parameters."""
         return self.parts[0].tensor.device
 
     def load(self, setup: Setup, rank: Rank, number: int) -> None:
-        """Give every parameter the weights ``number`` (``weights.fill``); -1 puts NaN into the gate
-        of the first MoE layer.
+        """Load the weights ``number``; -1 puts NaN into the gate of the first MoE layer.
 
-        Of checkpoints the number says which one.
+        For a setup with checkpoints it is the index of one.
         """
         import torch
 
-        whole = whole_weights(setup.checkpoints[number]) if setup.checkpoints else None
+        undivided = undivided_weights(setup.checkpoints[number]) if setup.checkpoints else None
         for part in self.parts:
-            fill(part, rank.tp, setup.tp, number, whole)
+            fill(part, rank.tp, setup.tp, number, undivided)
         if number == -1:
             for routers in self.routers:
                 if setup.moe_layers[0] in routers:
@@ -123,9 +117,7 @@ class Chunks:
                         routers[setup.moe_layers[0]].weight[0, 0] = float("nan")
 
     def nudge(self, layer: int, size: float) -> None:
-        """Add ``size`` times ``spy.direction`` to the gate weight of a layer, where this rank has
-        it.
-        """
+        """Add ``size`` times ``spy.direction`` to the gate weight of a layer of this rank."""
         import torch
 
         for routers in self.routers:
@@ -136,11 +128,7 @@ class Chunks:
 
 
 def build(setup: Setup, config: Any) -> Chunks:
-    """Build this rank's chunks of a ``configuration``.
-
-    Routers register themselves in a list of the process: that list is emptied first, or the routers
-    of an earlier model would take the targets (verl#7340).
-    """
+    """Build this rank's chunks of a ``configuration``."""
     import torch
     from megatron.core import parallel_state
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
@@ -148,12 +136,14 @@ def build(setup: Setup, config: Any) -> Chunks:
     from megatron.core.transformer.moe.router import TopKRouter
     from megatron.core.transformer.moe.router_replay import RouterReplay
 
+    # routers register themselves in a list of the process: the routers of an earlier model would
+    # take the targets (verl#7340)
     RouterReplay.clear_global_router_replay_instances()
     device = f"cuda:{torch.cuda.current_device()}" if on_gpu() else "cpu"
     models = []
     for stage in range(setup.vpp):
         virtual = stage if setup.vpp > 1 else None
-        where = {"ignore_virtual": virtual is None, "vp_stage": virtual}
+        stage_options = {"ignore_virtual": virtual is None, "vp_stage": virtual}
         models.append(
             GPTModel(
                 config,
@@ -162,8 +152,8 @@ def build(setup: Setup, config: Any) -> Chunks:
                 ),
                 vocab_size=setup.vocab,
                 max_sequence_length=128,
-                pre_process=parallel_state.is_pipeline_first_stage(**where),
-                post_process=parallel_state.is_pipeline_last_stage(**where),
+                pre_process=parallel_state.is_pipeline_first_stage(**stage_options),
+                post_process=parallel_state.is_pipeline_last_stage(**stage_options),
                 position_embedding_type="rope",
                 rotary_base=rotary_base(setup.checkpoints[0]) if setup.checkpoints else 10000,
                 share_embeddings_and_output_weights=False,
@@ -175,7 +165,11 @@ def build(setup: Setup, config: Any) -> Chunks:
         config=config,
         models=tuple(models),
         routers=tuple(
-            {one.layer_number - 1: one for one in model.modules() if isinstance(one, TopKRouter)}
+            {
+                module.layer_number - 1: module
+                for module in model.modules()
+                if isinstance(module, TopKRouter)
+            }
             for model in models
         ),
         parts=tuple(part for model in models for part in named_parts(model, offset, setup.tp)),
@@ -183,9 +177,7 @@ def build(setup: Setup, config: Any) -> Chunks:
 
 
 def configuration(setup: Setup, recompute: Recompute, settings: Mapping[str, Any]) -> Any:
-    """The ``TransformerConfig`` of a setup, with further ``settings`` (those that switch a replay
-    code on).
-    """
+    """Return the ``TransformerConfig`` of a setup; ``settings`` switch a replay code on."""
     import torch
     from megatron.core.transformer.transformer_config import TransformerConfig
 
@@ -217,9 +209,8 @@ def configuration(setup: Setup, recompute: Recompute, settings: Mapping[str, Any
         "pipeline_dtype": torch.float32,
         "params_dtype": torch.float32,
         "use_cpu_initialization": True,
-        "calculate_per_token_loss": (
-            True
-        ),  # the loss is a sum over tokens: it adds up over microbatches and ranks
+        # the loss is a sum over tokens, which adds up over microbatches and ranks
+        "calculate_per_token_loss": True,
         "normalization": "RMSNorm",
         "add_bias_linear": False,
         "hidden_dropout": 0.0,

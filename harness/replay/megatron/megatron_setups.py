@@ -1,6 +1,4 @@
-"""Setups: the model and the parallel sizes of each Megatron configuration that is judged on the
-CPU.
-"""
+"""The judged Megatron configurations: model, parallel sizes and replay code."""
 
 from __future__ import annotations
 
@@ -51,7 +49,7 @@ class RouterKind(StrEnum):
 
 
 class ReplayCodeName(StrEnum):
-    """Whose replay code drives the routers."""
+    """The replay code that drives the routers."""
 
     CORE = "megatron-core"
     VERL = "verl"
@@ -62,13 +60,16 @@ class ReplayCodeName(StrEnum):
 class Setup:
     """A tiny GPT with routers in ``moe_layers``, divided over ``dp * cp * tp * pp`` processes.
 
-    ``vpp`` is the number of model chunks on a pipeline rank, ``first`` the layers of the first
-    pipeline rank where stages are uneven; ``ep`` may span data, context and tensor ranks. Tensor
-    parallelism implies sequence parallelism, which Megatron requires for MoE. ``own_widths`` pads
-    each microbatch to a width of its own. ``dense`` leaves out all routers, ``unsupported`` names
-    one of ``UNSUPPORTED``. ``mode`` says where routes come from, ``code`` who replays them. With
-    ``checkpoints`` the model is theirs (``checkpoint.checkpoint_setup``), and the weights number n
-    are those of the n-th, in ``dtype``.
+    Tensor parallelism implies sequence parallelism, which Megatron requires for MoE; ``ep`` may
+    span data, context and tensor ranks.
+
+    - ``vpp`` is the number of model chunks on a pipeline rank.
+    - ``first`` is the number of layers of the first pipeline rank, for uneven stages.
+    - ``own_widths`` pads each microbatch to a width of its own.
+    - ``dense`` makes a model without routers; ``unsupported`` names one of ``UNSUPPORTED``.
+    - ``mode`` says where routes come from, ``code`` which code replays them.
+    - With ``checkpoints`` the model is theirs (``checkpoint.checkpoint_setup``); the weights number
+      n are those of the n-th, in ``dtype``.
     """
 
     name: str
@@ -100,12 +101,12 @@ class Setup:
 
     @property
     def world_size(self) -> int:
-        """Processes that it needs."""
+        """The number of processes."""
         return self.dp * self.cp * self.tp * self.pp
 
     @property
     def mesh(self) -> Mesh:
-        """Its sizes, as layouts know them."""
+        """The parallel sizes."""
         return Mesh(
             dp=self.dp,
             cp=self.cp,
@@ -116,8 +117,8 @@ class Setup:
         )
 
     def layout(self, width: int = 1) -> Layout:
-        """Where rows and layers go: batches padded on the right to a multiple of ``width``,
-        sequence-major, zigzag over context ranks.
+        """Return the layout: batches padded on the right to a multiple of ``width``, in
+        sequence-major order, zigzag over context ranks.
         """
         return Layout(
             num_layers=self.num_layers,
@@ -133,15 +134,13 @@ class Setup:
         )
 
     def width(self, lengths: Iterable[int]) -> int:
-        """What samples of these lengths are padded to: a multiple of what context and tensor ranks
-        divide.
-        """
+        """Return what samples of these lengths are padded to, so that all ranks divide it."""
         multiple = self.layout().alignment.multiple(self.mesh)
         return -(-max(lengths, default=1) // multiple) * multiple
 
     @property
     def words(self) -> str:
-        """Its sizes in words."""
+        """The parallel sizes as text."""
         sizes = [
             f"{name.upper()}={getattr(self, name)}"
             for name in ("dp", "cp", "tp", "ep", "pp", "vpp")
@@ -195,18 +194,20 @@ _TERMS: Mapping[tuple[ReplayCodeName, ReplayMode], Mapping[str, Any]] = {
     },
     (ReplayCodeName.SKYRL, ReplayMode.R3): {"free_rows": "dummy", "tolerance": 1e-4},
 }
-"""What the replay codes promise beside the sizes of a setup.
+"""What the replay codes promise.
 
-Where padding and final tokens execute a filler, experts multiply other numbers of rows than
-natively, and the last bits differ.
+If padding and final tokens execute a filler, experts multiply other numbers of rows than natively,
+and the last bits differ: hence the tolerances.
 """
 
 UNSUPPORTED: Mapping[str, Mapping[str, Any]] = {
     "sinkhorn": {"moe_router_load_balancing_type": "sinkhorn", "moe_aux_loss_coeff": 0.0},
     "capacity": {"moe_expert_capacity_factor": 1.0},
 }
-"""Routers, by the configuration that makes them, whose choice ``RouterReplay`` does not decide, or
-not alone: Megatron takes targets for them in silence, and executes others."""
+"""Configurations of routers that do not choose, or not only, by ``RouterReplay``.
+
+Megatron accepts targets for them silently, and executes others.
+"""
 
 _DENSE_FIRST = (1, 2, 3)
 
@@ -311,22 +312,22 @@ _OTHERS = (
     replace(_SKYRL, name="skyrl-pp2", pp=2, first=1),
     replace(_SKYRL, name="skyrl-padded", microbatch_size=2, microbatches=2),
 )
-"""Other people's replay code. A microbatch of a rank is one packed sequence, except where it is
-said to be padded.
+"""Setups with the replay code of verl and SkyRL; a microbatch of a rank is one packed sequence,
+unless the name says that it is padded.
 """
 
 SETUPS: Mapping[str, Setup] = {setup.name: setup for setup in _ALL}
 """The judged configurations of megatron-core by name."""
 
 OTHERS: Mapping[str, Setup] = {setup.name: setup for setup in _OTHERS}
-"""The judged configurations of other people's replay code by name."""
+"""The judged configurations with other replay code by name."""
 
 
 def setup_named(name: str) -> Setup:
-    """The setup of that name. Raises ``UsageError``, listing the names."""
+    """Return the setup called ``name``. Raises ``UsageError`` for an unknown one."""
     try:
         return {**SETUPS, **OTHERS}[name]
     except KeyError:
         raise UsageError(
-            f"No Megatron setup is named {name!r}; there are {', '.join([*SETUPS, *OTHERS])}."
+            f"No Megatron setup is named {name!r}; choose one of {', '.join([*SETUPS, *OTHERS])}."
         ) from None

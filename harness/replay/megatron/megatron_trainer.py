@@ -1,6 +1,4 @@
-"""Subject: a Megatron trainer with routing replay as rollproof judges it, on as many CPU processes
-as its setup needs.
-"""
+"""A Megatron trainer with routing replay as a subject under test, on several processes."""
 
 from __future__ import annotations
 
@@ -22,8 +20,8 @@ from rollproof.replay.megatron.megatron_setups import (
     Setup,
     setup_named,
 )
-from rollproof.replay.megatron.microbatches import dealt, lengths_of
-from rollproof.replay.megatron.model_weights import gate_name, whole_gradients
+from rollproof.replay.megatron.microbatches import lengths_of, samples_by_microbatch
+from rollproof.replay.megatron.model_weights import gate_name, undivided_gradients
 from rollproof.replay.megatron.plain_model import reference_losses
 from rollproof.replay.megatron.rank_worker import Answer, Job, worker
 from rollproof.replay.plans import DENSE
@@ -37,16 +35,15 @@ _EPISODES = count()
 _IMPORTED: Mapping[ReplayCodeName, tuple[str, ...]] = {
     ReplayCodeName.VERL: ("verl.utils.megatron.router_replay_utils",)
 }
-"""What other people's code takes seconds to import; importing it patches nothing of megatron-core."""
+"""Modules of other replay code that take seconds to import. They patch nothing of megatron-core."""
 
 
 def megatron_ranks(
     limit_s: float = 120.0, *, cuda: bool = False, code: ReplayCodeName = ReplayCodeName.CORE
 ) -> Ranks:
-    """Processes for Megatron trainers, with ``cuda`` on a GPU each: import megatron-core once, and
-    fork. Close them when done.
+    """Return processes for Megatron trainers, with ``cuda`` on a GPU each. Close them when done.
 
-    Those for another ``code`` import that, too; any setup runs on any of them.
+    Any setup runs on any of them; they import the replay ``code`` in advance.
     """
     return Ranks(
         worker,
@@ -63,8 +60,9 @@ def megatron_ranks(
 
 
 class MegatronTrainer:
-    """A ``ReplaySubject`` on megatron-core. ``ranks`` may be shared by many trainers, one running
-    at a time.
+    """A ``ReplaySubject`` on megatron-core.
+
+    Trainers may share ``ranks`` if one runs at a time.
     """
 
     def __init__(self, setup: Setup | str, ranks: Ranks) -> None:
@@ -76,18 +74,14 @@ class MegatronTrainer:
         self._nudges: tuple[tuple[int, float], ...] = ()
 
     def run(self, step: Step, spy: Spy) -> Outcome:
-        """One step on all ranks. Raises what a rank raised, where that can be told from its end;
-        else ``RankError``.
-        """
+        """Run one step on all ranks. Raises the exception of a rank, or ``RankError``."""
         if step.action is Action.REPLAY and self.setup.code is ReplayCodeName.CORE:
             for sample in step.samples:
-                self._checked(sample)
-        return self._ran(step, spy)
+                self._check_routes(sample)
+        return self._run_step(step, spy)
 
     def set_weights(self, number: int) -> None:
-        """See ``ReplaySubject``; weights are a function of ``number`` and a parameter's name,
-        whatever the setup.
-        """
+        """See ``ReplaySubject``. Weights depend on ``number`` and a parameter's name only."""
         self._number, self._nudges = number, ()
 
     def nudge(self, layer: int, size: float) -> None:
@@ -95,28 +89,24 @@ class MegatronTrainer:
         self._nudges = (*self._nudges, (layer, size))
 
     def replay_in_place(self, step: Step, spy: Spy) -> Outcome:
-        """Replay what each rank recorded in its last recording step, row by row as it stands,
-        padding too.
+        """Replay what each rank recorded in its last recording step, padding too.
 
         The samples must be those of that step; their routes are not used. Every row executes what
-        it recorded, so that nothing may differ from that step, not even in the last bit.
+        it recorded, so the results must be equal to that step's to the last bit.
         """
-        return self._ran(replace(step, action=Action.REPLAY), spy, in_place=True)
+        return self._run_step(replace(step, action=Action.REPLAY), spy, in_place=True)
 
     def score(self, step: Step, *, in_place: bool = False) -> Outcome:
-        """A step of samples as an engine sampled them, whose token ids repeat: routers are not
-        watched.
-
-        ``in_place`` as in ``replay_in_place``.
-        """
+        """Run a step of an engine's samples; ``in_place`` as in ``replay_in_place``."""
+        # their token ids repeat, so the spy could not identify rows
         if step.action is Action.REPLAY and not in_place and self.setup.code is ReplayCodeName.CORE:
             for sample in step.samples:
-                self._checked(sample)
-        return self._outcome(step, self._asked(step, in_place=in_place, watch=False))
+                self._check_routes(sample)
+        return self._outcome(step, self._call_ranks(step, in_place=in_place, watch=False))
 
     def variant(self, name: str) -> MegatronTrainer:
         """See ``ReplaySubject``: a model without MoE layers, or with routers that replay must
-        refuse (``setups.UNSUPPORTED``).
+        refuse (``megatron_setups.UNSUPPORTED``).
         """
         if name == DENSE:
             return MegatronTrainer(replace(self.setup, dense=True), self._ranks)
@@ -125,40 +115,38 @@ class MegatronTrainer:
         raise UsageError(f"There is no variant {name!r}; there are {[DENSE, *UNSUPPORTED]}.")
 
     def reference(self, step: Step) -> Outcome:
-        """The step by ``plain``: the undivided model in float64, in this process."""
+        """Run the step with ``plain_model``: the undivided model in float64, in this process."""
         if step.action is not Action.REPLAY or not step.backward or self._number < 0:
-            raise UnsupportedStep("the reference trains on the routes that it is given")
+            raise UnsupportedStep("the reference only trains, on given routes")
         for sample in step.samples:
-            self._checked(sample)
+            self._check_routes(sample)
         nudges = [
             (layer, size * direction((self.setup.num_experts, 32))) for layer, size in self._nudges
         ]
         logprobs, gradients = reference_losses(self.setup, step.samples, self._number, nudges)
         return Outcome(
             step=step.name,
-            loss=-sum(float(one.sum()) for one in logprobs.values()),
+            loss=-sum(float(values.sum()) for values in logprobs.values()),
             logprobs=logprobs,
             gradients={name: sketch(gradient) for name, gradient in gradients.items()},
             gates={layer: sketch(gradients[gate_name(layer)]) for layer in self.setup.moe_layers},
         )
 
     def residue(self) -> Mapping[str, int]:
-        """What is left in ``RouterReplay`` of all ranks; after a failure that ended the ranks,
-        nothing is.
-        """
+        """Count what is left in ``RouterReplay`` of all ranks."""
         left: dict[str, int] = {}
-        for answer in self._asked(None):
+        for answer in self._call_ranks(None):
             for name, number in answer.left.items():
                 left[name] = left.get(name, 0) + number
         return left
 
-    def _ran(self, step: Step, spy: Spy, *, in_place: bool = False) -> Outcome:
-        answers = self._asked(step, in_place=in_place)
+    def _run_step(self, step: Step, spy: Spy, *, in_place: bool = False) -> Outcome:
+        answers = self._call_ranks(step, in_place=in_place)
         for answer in answers:
             spy.extend(answer.events)
         return self._outcome(step, answers)
 
-    def _asked(
+    def _call_ranks(
         self, step: Step | None, *, in_place: bool = False, watch: bool = True
     ) -> list[Answer]:
         job = Job(
@@ -178,22 +166,20 @@ class MegatronTrainer:
             raise
 
     def _crew(self, step: Step | None) -> Hashable:
-        """Megatron makes its groups once, so that processes serve one division, of any model.
-
-        Other people's code patches megatron-core for good: a step without it gets processes that
-        never saw it.
-        """
+        """Return the name of the processes that can run a step."""
+        # Megatron makes its groups once, so that processes serve one division, of any model. Other
+        # replay code patches megatron-core for good: a step without it gets processes without it
         if self.setup.code is ReplayCodeName.CORE:
             return self.setup.mesh, self.setup.ep
         return self.setup, step is None or step.action is not Action.OFF
 
-    def _checked(self, sample: Rollout) -> None:
-        """Refuse routes that Megatron would take in silence. Raises ``RoutesError``, or
-        ``RouterError`` where no router could replay any.
+    def _check_routes(self, sample: Rollout) -> None:
+        """Refuse routes that Megatron would accept silently.
 
-        ``RouterReplay`` looks at nothing: of too few rows or columns, or an expert named twice, it
-        makes a routing map with fewer than top_k experts in a row.
+        Raises ``RoutesError``, or ``RouterError`` for a model without routers.
         """
+        # RouterReplay checks nothing: for too few rows or columns, or a repeated expert, it makes a
+        # routing map with fewer than top_k experts in a row
         setup, routes = self.setup, sample.routes
         if setup.dense:
             raise RouterError(
@@ -204,13 +190,13 @@ class MegatronTrainer:
         if routes is not None and setup.rows is Rows.CAPTURED_PREFIX:
             shape = (min(len(routes), sample.total), *shape[1:])
         if routes is None or routes.shape != shape or routes.dtype.kind not in "iu":
-            found = (
+            actual = (
                 "there are none" if routes is None else f"they are {routes.dtype} {routes.shape}"
             )
             raise RoutesError(
                 f"Routes of sample {sample.request_id} must be whole numbers {shape}, (rows,"
-                f" layers, top_k); {found}. Cut a sample and its routes together, and hand over"
-                " what the engine captured."
+                f" layers, top_k); {actual}. Cut a sample and its routes together, and pass what"
+                " the engine captured."
             )
         chosen = routes[:, list(self.contract.moe_columns)].astype(np.int64)
         ordered = np.sort(chosen, axis=2)
@@ -230,15 +216,15 @@ class MegatronTrainer:
         for answer in answers:
             values |= {(sample, position): value for sample, position, value in answer.logprobs}
         logprobs = {
-            one.request_id: np.array(
+            sample.request_id: np.array(
                 [
                     values[number, position]
-                    for position in range(max(1, len(one.prompt_ids)), one.total)
+                    for position in range(max(1, len(sample.prompt_ids)), sample.total)
                 ]
             )
-            for number, one in enumerate(step.samples)
+            for number, sample in enumerate(step.samples)
         }
-        gradients = whole_gradients((answer.rank.tp, answer.gradients) for answer in answers)
+        gradients = undivided_gradients((answer.rank.tp, answer.gradients) for answer in answers)
         return Outcome(
             step=step.name,
             loss=-sum(values[place] for place in sorted(values)),
@@ -253,17 +239,15 @@ class MegatronTrainer:
         )
 
     def _recorded(self, step: Step, answers: Sequence[Answer]) -> dict[str, IntArray]:
-        """What all ranks recorded, merged to one payload ``(rows, layers, top_k)`` per sample, of
-        as many rows as the setup declares.
-        """
+        """Merge what all ranks recorded to one payload ``(rows, layers, top_k)`` per sample."""
         out: dict[str, IntArray] = {}
         for answer in answers:
-            out |= {step.samples[number].request_id: rows for number, rows in answer.handed.items()}
+            out |= {step.samples[number].request_id: rows for number, rows in answer.merged.items()}
         if out:
             return out
         setup = self.setup
         for dp in range(setup.dp):
-            for number, mine in enumerate(dealt(setup, step, dp)):
+            for number, numbered in enumerate(samples_by_microbatch(setup, step, dp)):
                 pieces: dict[tuple[Rank, int], dict[int, IntArray]] = {
                     (replace(answer.rank, dp=0), chunk): layers
                     for answer in answers
@@ -271,12 +255,14 @@ class MegatronTrainer:
                     for (microbatch, chunk), layers in answer.recorded.items()
                     if microbatch == number
                 }
-                samples = [sample for _, sample in mine]
+                samples = [sample for _, sample in numbered]
                 lengths = (
-                    lengths_of(samples) if setup.own_widths else [one.total for one in step.samples]
+                    lengths_of(samples)
+                    if setup.own_widths
+                    else [sample.total for sample in step.samples]
                 )
-                whole = setup.layout(setup.width(lengths)).merge(pieces, lengths_of(samples))
-                for one, rows in zip(samples, whole, strict=True):
-                    if one is not None:
-                        out[one.request_id] = rows if self.setup.rows is Rows.ALL else rows[:-1]
+                payloads = setup.layout(setup.width(lengths)).merge(pieces, lengths_of(samples))
+                for sample, rows in zip(samples, payloads, strict=True):
+                    if sample is not None:
+                        out[sample.request_id] = rows if setup.rows is Rows.ALL else rows[:-1]
         return out

@@ -1,8 +1,8 @@
-"""Batches: the microbatches of a step as each rank has them.
+"""The microbatches of a step on each rank.
 
 All microbatches of a step are padded to one width (pipeline ranks exchange buffers of a fixed
-shape), and to one number of samples (expert ranks exchange equally many rows): where a
-data-parallel rank has fewer, it computes a sample of padding.
+shape), and to one number of samples (expert ranks exchange equally many rows): a data-parallel rank
+with fewer samples computes a sample of padding.
 """
 
 from __future__ import annotations
@@ -18,17 +18,22 @@ from rollproof.layouts.layout import Layout
 from rollproof.layouts.mesh import Rank
 from rollproof.replay.megatron.megatron_setups import Setup
 
-__all__ = ["Batch", "batches", "dealt", "lengths_of"]
+__all__ = ["Batch", "batches", "lengths_of", "samples_by_microbatch"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Batch:
-    """One microbatch as one rank has it: arrays ``(samples, width / cp)``.
+    """One microbatch on one rank; arrays are ``(samples, width / cp)``.
 
-    ``samples`` are those of this data-parallel rank, ``None`` where one is padding; ``numbers`` are
-    their indexes in the step. ``predicted`` is the position of the response token that a place
-    predicts, -1 where none; ``rows`` ``(rows,)`` are the input tokens of the rows that this rank's
-    routers see, in their order, -1 in padding.
+    Attributes:
+        samples: those of this data-parallel rank; ``None`` is padding.
+        numbers: their indexes in the step.
+        layout: where rows and layers go.
+        ids: token ids, 0 in padding.
+        positions: positions of the tokens.
+        labels: the next token of each place.
+        predicted: position of the response token that a place predicts, -1 for none.
+        rows: input tokens of the rows that this rank's routers see, ``(rows,)``; -1 in padding.
     """
 
     samples: tuple[Rollout | None, ...]
@@ -47,43 +52,46 @@ class Batch:
 
 
 def lengths_of(samples: Sequence[Rollout | None]) -> list[int]:
-    """Tokens of each sample; one for padding, so that no microbatch is without rows."""
-    return [1 if one is None else one.total for one in samples]
+    """Return the tokens of each sample; 1 for padding, so that every microbatch has rows."""
+    return [1 if sample is None else sample.total for sample in samples]
 
 
-def dealt(setup: Setup, step: Step, dp: int) -> list[list[tuple[int, Rollout | None]]]:
-    """The samples of each microbatch that data-parallel rank ``dp`` has, with their indexes in the
-    step; ``(-1, None)`` for padding.
+def samples_by_microbatch(
+    setup: Setup, step: Step, dp: int
+) -> list[list[tuple[int, Rollout | None]]]:
+    """Return the samples of each microbatch on data-parallel rank ``dp``, with their indexes.
+
+    Padding is ``(-1, None)``.
     """
     first = 0
     out: list[list[tuple[int, Rollout | None]]] = []
-    most = max(1, *(-(-len(samples) // setup.dp) for samples in step.microbatches))
+    count = max(1, *(-(-len(samples) // setup.dp) for samples in step.microbatches))
     for samples in step.microbatches:
-        mine = list(enumerate(samples, first))[dp :: setup.dp]
-        out.append([*mine, *[(-1, None)] * (most - len(mine))])
+        own = list(enumerate(samples, first))[dp :: setup.dp]
+        out.append([*own, *[(-1, None)] * (count - len(own))])
         first += len(samples)
     return out
 
 
 def batches(setup: Setup, step: Step, rank: Rank) -> list[Batch]:
-    """The microbatches of a step as ``rank`` has them."""
+    """Return the microbatches of a step on ``rank``."""
     out = []
-    for mine in dealt(setup, step, rank.dp):
+    for numbered in samples_by_microbatch(setup, step, rank.dp):
         width = setup.width(
-            lengths_of([sample for _, sample in mine])
+            lengths_of([sample for _, sample in numbered])
             if setup.own_widths
-            else [one.total for one in step.samples]
+            else [sample.total for sample in step.samples]
         )
-        out.append(_batch(setup, rank, width, setup.layout(width), mine))
+        out.append(_batch(setup, rank, width, setup.layout(width), numbered))
     return out
 
 
 def _batch(
-    setup: Setup, rank: Rank, width: int, layout: Layout, mine: list[tuple[int, Rollout | None]]
+    setup: Setup, rank: Rank, width: int, layout: Layout, numbered: list[tuple[int, Rollout | None]]
 ) -> Batch:
-    ids = np.full((len(mine), width), -1, dtype=np.int64)
-    predicted = np.full((len(mine), width), -1, dtype=np.int64)
-    for i, (_, sample) in enumerate(mine):
+    ids = np.full((len(numbered), width), -1, dtype=np.int64)
+    predicted = np.full((len(numbered), width), -1, dtype=np.int64)
+    for i, (_, sample) in enumerate(numbered):
         if sample is not None:
             tokens = sample.prompt_ids + sample.response_ids
             ids[i, : len(tokens)] = tokens
@@ -93,19 +101,18 @@ def _batch(
     labels = np.roll(np.maximum(ids, 0), -1, axis=1)
     positions = np.broadcast_to(np.arange(width, dtype=np.int64), ids.shape)
     if setup.cp > 1:
-        # Each rank holds one chunk from the front and its mirror image from the back, so that
-        # causal attention costs all the same.
+        # an early chunk and its mirror image: causal attention costs all ranks the same
         chunks = np.split(np.arange(width), 2 * setup.cp)
-        kept = np.concatenate([chunks[rank.cp], chunks[-1 - rank.cp]])
+        local = np.concatenate([chunks[rank.cp], chunks[-1 - rank.cp]])
         ids, predicted, labels, positions = (
-            array[:, kept] for array in (ids, predicted, labels, positions)
+            array[:, local] for array in (ids, predicted, labels, positions)
         )
     # Hidden states are (sequence, batch, hidden): rows are sequence-major, and sequence parallelism
     # divides them in order.
     rows = np.split(ids.T.reshape(-1), setup.tp)[rank.tp]
     return Batch(
-        samples=tuple(sample for _, sample in mine),
-        numbers=tuple(number for number, _ in mine),
+        samples=tuple(sample for _, sample in numbered),
+        numbers=tuple(number for number, _ in numbered),
         layout=layout,
         ids=np.ascontiguousarray(np.maximum(ids, 0)),
         positions=np.ascontiguousarray(positions),

@@ -1,8 +1,7 @@
-"""Weights of a divided model: a pure function of a parameter's name in the undivided model, and its
-gradient put together again.
+"""Weights and gradients of a divided model, by the names of the undivided one.
 
-So every division of a model has the same weights, whatever the order in which its parts are made,
-and gradients of different divisions can be compared by name.
+A weight is a pure function of its parameter's name. So every division of a model has the same
+weights, in whatever order its parts are made, and gradients of different divisions can be compared.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-__all__ = ["Part", "fill", "gate_name", "named_parts", "values_of", "whole_gradients"]
+__all__ = ["Part", "fill", "gate_name", "named_parts", "undivided_gradients", "values_of"]
 
 _LAYER = re.compile(r"^decoder\.layers\.(\d+)\.")
 _EXPERT = re.compile(r"\.experts\.local_experts\.(\d+)\.")
@@ -25,8 +24,9 @@ _EXPERT = re.compile(r"\.experts\.local_experts\.(\d+)\.")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Part:
-    """One rank's part of a parameter: its name in the undivided model, the axis along which tensor
-    ranks divide it (or ``None``).
+    """One rank's part of a parameter.
+
+    ``name`` is that in the undivided model, ``axis`` the one that tensor ranks divide.
     """
 
     name: str
@@ -35,7 +35,7 @@ class Part:
 
 
 def named_parts(chunk: Any, expert_offset: int, tensor_size: int) -> Iterator[Part]:
-    """The parameters and expert biases of one model chunk.
+    """Yield the parameters and expert biases of one model chunk.
 
     Layers are named by their global index from 0, experts by theirs; experts are never divided
     (expert tensor parallel size 1).
@@ -45,33 +45,35 @@ def named_parts(chunk: Any, expert_offset: int, tensor_size: int) -> Iterator[Pa
         (name, buffer) for name, buffer in chunk.named_buffers() if name.endswith("expert_bias")
     ]
     for name, tensor in [*chunk.named_parameters(), *biases]:
-        whole = _LAYER.sub(lambda found: f"layers.{layers[int(found[1])]}.", name)
-        whole = _EXPERT.sub(lambda found: f".experts.{int(found[1]) + expert_offset}.", whole)
+        undivided = _LAYER.sub(lambda match: f"layers.{layers[int(match[1])]}.", name)
+        undivided = _EXPERT.sub(
+            lambda match: f".experts.{int(match[1]) + expert_offset}.", undivided
+        )
         divided = (
             tensor_size > 1
             and getattr(tensor, "tensor_model_parallel", False)
-            and ".experts." not in whole
+            and ".experts." not in undivided
         )
-        yield Part(name=whole, axis=tensor.partition_dim if divided else None, tensor=tensor)
+        yield Part(name=undivided, axis=tensor.partition_dim if divided else None, tensor=tensor)
 
 
 def gate_name(layer: int) -> str:
-    """The name of the gate weight of a layer."""
+    """Return the name of the gate weight of a layer."""
     return f"layers.{layer}.mlp.router.weight"
 
 
 def fill(
-    part: Part, rank: int, size: int, number: int, whole: Mapping[str, Any] | None = None
+    part: Part, rank: int, size: int, number: int, undivided: Mapping[str, Any] | None = None
 ) -> None:
-    """Give a part of tensor ``rank`` of ``size`` the weights ``number``: 0 the first ones, n > 0
-    those plus noise seeded by n.
+    """Load the weights ``number`` into a part of tensor ``rank`` of ``size``.
 
-    ``whole`` are the undivided weights by name, where they come from a checkpoint.
+    0 are the initial weights, n > 0 those plus noise seeded by n. ``undivided`` are the weights of
+    a checkpoint by name.
     """
     import torch
 
-    if whole is not None:
-        values = whole[part.name]
+    if undivided is not None:
+        values = undivided[part.name]
     else:
         shape = list(part.tensor.shape)
         if part.axis is not None:
@@ -84,7 +86,7 @@ def fill(
 
 
 def values_of(name: str, number: int, shape: Sequence[int]) -> npt.NDArray[np.float32]:
-    """The whole weight of that name: ``number`` as for ``fill``."""
+    """Return the undivided weight of that name; ``number`` as for ``fill``."""
     values: npt.NDArray[np.float32] = np.array(_noise(name, 0, tuple(shape)))
     if number > 0:
         values = values + _noise(name, number, tuple(shape))
@@ -97,15 +99,11 @@ def _noise(name: str, number: int, shape: tuple[int, ...]) -> npt.NDArray[np.flo
     return (0.3 * draws).astype(np.float32)
 
 
-def whole_gradients(
+def undivided_gradients(
     ranks: Iterable[tuple[int, Mapping[str, tuple[int | None, npt.NDArray[Any]]]]],
 ) -> dict[str, npt.NDArray[np.float32]]:
-    """The gradients of the undivided model, from each rank's ``(tensor rank, {name: (axis,
-    gradient)})``.
-
-    Ranks that hold the same part saw different rows, or different samples: their gradients are
-    added. Parts of tensor ranks are joined.
-    """
+    """Join each rank's ``(tensor rank, {name: (axis, gradient)})`` to the undivided gradients."""
+    # ranks with the same part saw other rows or other samples: their gradients add up
     sums: dict[str, dict[int, npt.NDArray[Any]]] = {}
     axes: dict[str, int | None] = {}
     for rank, gradients in ranks:

@@ -1,5 +1,6 @@
-"""The same model in plain PyTorch, whole, in float64, with routes as an argument: what loss and
-gradients under replay ought to be.
+"""The same model in plain PyTorch, undivided, in float64, with routes as an argument.
+
+It gives the expected loss and gradients under replay.
 
 It shares nothing with megatron-core but the names of the weights: no ``RouterReplay``, no
 dispatcher, no padding, no ranks. The formulas are those of megatron-core's local layer specs:
@@ -20,7 +21,7 @@ from rollproof.core.records import FloatArray, Rollout
 from rollproof.replay.megatron.megatron_setups import RouterKind, Setup
 from rollproof.replay.megatron.model_weights import values_of
 
-__all__ = ["Whole", "reference_losses"]
+__all__ = ["PlainModel", "reference_losses"]
 
 _HEADS = 4
 _EPSILON = 1e-5  # TransformerConfig.layernorm_epsilon
@@ -29,38 +30,35 @@ _EPSILON = 1e-5  # TransformerConfig.layernorm_epsilon
 def reference_losses(
     setup: Setup, samples: Sequence[Rollout], number: int, nudges: Sequence[tuple[int, FloatArray]]
 ) -> tuple[dict[str, FloatArray], dict[str, FloatArray]]:
-    """Logprobs of response tokens by request, and the gradient of their negated sum by name of the
-    weight.
+    """Return logprobs of response tokens by request, and gradients of their negated sum by weight.
 
     ``samples`` have routes ``(rows, layers, top_k)``, a row for each token but the last. ``number``
-    are the weights (``weights.values_of``), ``nudges`` what is added to gates, by layer.
+    is that of the weights (``model_weights.values_of``), ``nudges`` are added to gates, by layer.
     """
     import torch
 
-    whole = Whole(setup, number, nudges)
+    model = PlainModel(setup, number, nudges)
     threads = torch.get_num_threads()
-    torch.set_num_threads(
-        1
-    )  # of matrices this small others get nothing, and spin where ranks could run
+    # matrices this small gain nothing from more threads, which spin while ranks could run
+    torch.set_num_threads(1)
     try:
-        logprobs = {sample.request_id: whole.logprobs(sample) for sample in samples}
+        logprobs = {sample.request_id: model.logprobs(sample) for sample in samples}
         total = -torch.cat(list(logprobs.values())).sum()
         total.backward()
     finally:
         torch.set_num_threads(threads)
     gradients = {
         name: weight.grad.numpy()
-        for name, weight in whole.weights.items()
+        for name, weight in model.weights.items()
         if weight.grad is not None
     }
-    return {name: one.detach().numpy() for name, one in logprobs.items()}, gradients
+    return {name: values.detach().numpy() for name, values in logprobs.items()}, gradients
 
 
-class Whole:
-    """The undivided model, with the weights ``number`` and ``nudges`` on its gates; ``final``
-    computes the last token, too.
+class PlainModel:
+    """The undivided model, with the weights ``number`` and ``nudges`` on its gates.
 
-    A model with routers of its own overrides ``routes``.
+    ``final`` computes the last token, too. A model with routers of its own overrides ``routes``.
     """
 
     def __init__(
@@ -87,8 +85,9 @@ class Whole:
             )
 
     def logprobs(self, sample: Rollout) -> Any:
-        """``(response,)``: of each response token, given those before it. A response without prompt
-        begins behind its first token.
+        """Return the logprobs ``(response,)`` of response tokens.
+
+        A response without a prompt begins after its first token.
         """
         import torch
 
@@ -108,7 +107,7 @@ class Whole:
         ]
 
     def layer(self, hidden: Any, layer: int, sample: Rollout) -> Any:
-        """Hidden states ``(rows, hidden)`` behind one layer."""
+        """Return the hidden states ``(rows, hidden)`` after one layer."""
         attended = self._attention(
             self._norm(hidden, f"layers.{layer}.input_layernorm.weight"),
             f"layers.{layer}.self_attention",
@@ -119,7 +118,7 @@ class Whole:
         )
 
     def routes(self, scores: Any, layer: int, sample: Rollout) -> Any:
-        """``(rows, top_k)``: the experts that a layer executes, for scores ``(rows, experts)``."""
+        """Return the experts ``(rows, top_k)`` that a layer executes."""
         import torch
 
         assert sample.routes is not None
@@ -167,8 +166,8 @@ class Whole:
         routes = self.routes(scores, layer, sample)
         if setup.router is RouterKind.SIGMOID:
             chosen = scores.sigmoid().gather(1, routes)
-            # Scores of several experts are made to sum to 1, that of a single one stands
-            # (DeepSeek-V3's gate, and Megatron's).
+            # scores of several experts are normalised to 1, that of a single one is not (in
+            # DeepSeek-V3's gate and in Megatron's)
             gates = 2.5 * (
                 chosen / (chosen.sum(-1, keepdim=True) + 1e-20) if setup.top_k > 1 else chosen
             )
@@ -209,7 +208,7 @@ def _rotated(heads: Any, angles: Any) -> Any:
 
 
 def _shapes(setup: Setup) -> Mapping[str, tuple[int, ...]]:
-    """The weights of the undivided model and their shapes."""
+    """Return the shapes of the undivided model's weights by name."""
     hidden, dense, expert = 32, 64, 32
     shapes: dict[str, tuple[int, ...]] = {
         "embedding.word_embeddings.weight": (setup.vocab, hidden),

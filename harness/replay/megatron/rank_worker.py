@@ -1,6 +1,4 @@
-"""Worker: one rank of a Megatron trainer: megatron-core's own model and schedules, and the replay
-code that its setup names.
-"""
+"""One rank of a Megatron trainer: megatron-core's model and schedules, and a replay code."""
 
 from __future__ import annotations
 
@@ -31,13 +29,16 @@ Recorded: TypeAlias = dict[tuple[int, int], dict[int, IntArray]]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Job:
-    """What every rank of a setup is asked for: a step, or (``step`` is ``None``) what is left of
-    replay.
+    """A job of every rank.
 
-    ``episode`` names the model: another name, and it is made anew. It holds the weights ``number``,
-    with ``nudges`` on the gates of layers. ``in_place`` replays what this rank recorded last,
-    instead of the samples' routes. Without ``watch`` no router is told of: token ids need not be
-    unique then.
+    Attributes:
+        setup: the model and its division.
+        episode: name of the model; another name gets a new model.
+        step: the step to run; ``None`` counts what is left of replay.
+        number: number of the weights.
+        nudges: changes of gates by layer.
+        in_place: replay what this rank recorded last, in place of the samples' routes.
+        watch: report routers to the spy, which needs unique token ids.
     """
 
     setup: Setup
@@ -51,12 +52,16 @@ class Job:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Answer:
-    """What one rank came to.
+    """The result of one rank.
 
-    ``logprobs`` are ``(sample, position, value)`` of response tokens. ``gradients`` are ``{name:
-    (axis, part)}``, ``recorded`` ``{(microbatch, chunk): {layer: (rows, top_k)}}``; ``handed`` are
-    whole recordings by index of the sample, where the code merges them itself; ``left`` counts what
-    is left of replay.
+    Attributes:
+        rank: its place in the mesh.
+        events: what the spy recorded.
+        logprobs: ``(sample, position, value)`` of response tokens.
+        gradients: ``{name: (axis, part)}``.
+        recorded: ``{(microbatch, chunk): {layer: (rows, top_k)}}``.
+        merged: recordings by index of the sample, if the replay code merges them itself.
+        left: counts of what is left of replay.
     """
 
     rank: Rank
@@ -64,19 +69,17 @@ class Answer:
     logprobs: list[tuple[int, int, float]] = field(default_factory=list)
     gradients: dict[str, tuple[int | None, npt.NDArray[Any]]] = field(default_factory=dict)
     recorded: Recorded = field(default_factory=dict)
-    handed: dict[int, IntArray] = field(default_factory=dict)
+    merged: dict[int, IntArray] = field(default_factory=dict)
     left: dict[str, int] = field(default_factory=dict)
 
 
 def worker(number: int, world_size: int) -> Any:  # noqa: ARG001 - a task is called so
-    """The task of ``rollproof.replay.process_group.Ranks``: returns the function that does the jobs
-    of one rank.
-    """
+    """Return the function that does the jobs of one rank (a ``process_group.Task``)."""
     return _Worker(number)
 
 
 class _Worker:
-    """One rank. Its process belongs to one division of a model: Megatron's groups are made once."""
+    """One rank. Its process serves one division of a model: Megatron makes its groups once."""
 
     def __init__(self, number: int) -> None:
         self._number = number
@@ -94,8 +97,7 @@ class _Worker:
             if on_gpu():
                 import torch
 
-                # atomic sums flip near-ties from run to run: what must repeat to the last bit could
-                # not be judged
+                # atomic sums flip near-ties from run to run; results must repeat to the last bit
                 torch.use_deterministic_algorithms(True, warn_only=True)
             self._rank = self._life.enter_context(parallel(job.setup))
             self._code = replay_code(job.setup)
@@ -118,18 +120,18 @@ class _Worker:
 
     def _model(self, job: Job, step: Step) -> Chunks:
         assert self._rank is not None and self._code is not None
-        wanted = (job.episode, step.recompute, step.action is Action.OFF)
-        if self._chunks is None or self._built != wanted:
+        key = (job.episode, step.recompute, step.action is Action.OFF)
+        if self._chunks is None or self._built != key:
             off = step.action is Action.OFF
-            if self._built[:1] != wanted[:1]:
-                self._recorded = {}  # of another trainer
+            if self._built[:1] != key[:1]:
+                self._recorded = {}  # those of another trainer
             if not off:
                 self._code.start()
             config = configuration(job.setup, step.recompute, {} if off else self._code.settings)
             if not off:
                 self._code.check(config)
             self._chunks = build(job.setup, config)
-            self._built, self._weights = wanted, ()
+            self._built, self._weights = key, ()
         if self._weights != (job.number, job.nudges):
             self._chunks.load(job.setup, self._rank, job.number)
             for layer, size in job.nudges:
@@ -139,9 +141,7 @@ class _Worker:
 
 
 class Run:
-    """One step on one rank; ``in_place`` holds what is to be replayed in the place of the samples'
-    routes.
-    """
+    """One step on one rank; ``in_place`` is replayed in place of the samples' routes."""
 
     def __init__(
         self,
@@ -162,13 +162,10 @@ class Run:
         self.in_place = in_place
         self.answer: Answer = Answer(rank=rank, events=spy.events)
         self.batches: list[Batch] = batches(setup, step, rank)
-        self._running: tuple[int, bool] = (
-            0,
-            True,
-        )  # microbatch, and whether it is in its forward pass
+        self._running: tuple[int, bool] = (0, True)  # microbatch, and whether it is going forward
 
     def run(self, *, watch: bool = True) -> Answer:
-        """The step, with the spy on every router's output unless nobody is to ``watch``."""
+        """Run the step; ``watch`` reports every router's output to the spy."""
         done = False
         routers = (
             [item for routers in self.chunks.routers for item in routers.items()] if watch else []
@@ -192,7 +189,7 @@ class Run:
         return self.answer
 
     def _schedule(self) -> None:
-        """Megatron's own schedule: without pipeline, 1F1B, or interleaved."""
+        """Run Megatron's own schedule: without pipeline, 1F1B, or interleaved."""
         from megatron.core.pipeline_parallel import get_forward_backward_func
 
         for model in self.chunks.models:
@@ -211,7 +208,7 @@ class Run:
         )
 
     def _forward_step(self, numbers: Iterator[int], model: Any) -> tuple[Any, Any]:
-        """What the schedule calls for each microbatch and chunk."""
+        """Run one microbatch through one chunk; the schedule calls it."""
         import torch
 
         number, chunk = next(numbers), self.chunks.models.index(model)
@@ -230,15 +227,12 @@ class Run:
         if armed:
             self.code.after(self, number, chunk)
         if output.requires_grad:
-            # The first thing that the backward pass of this microbatch and chunk does, whatever the
-            # schedule: say who runs.
+            # under any schedule the backward pass of this microbatch and chunk begins here
             output.register_hook(lambda _: setattr(self, "_running", (number, False)))
         return output, lambda losses: self._loss(losses, batch)
 
     def _loss(self, losses: Any, batch: Batch) -> tuple[Any, Any, Any]:
-        """The sum over response tokens, their number (which nothing divides by), and what the
-        schedule is to return.
-        """
+        """Return the sum over response tokens, their number, and what the schedule returns."""
         import torch
 
         mask = torch.from_numpy(batch.predicted >= 0).to(losses.device)
@@ -256,11 +250,9 @@ class Run:
         return total, mask.sum().int(), total.detach()
 
     def _watch(self, layer: int) -> Any:
-        """A forward hook of a router: its output is what is executed, in the forward pass and in
-        recompute.
-        """
+        """Return a forward hook of a router: its output is executed, forward and in recompute."""
 
-        def told(_module: Any, _inputs: Any, output: Any) -> None:
+        def report(_module: Any, _inputs: Any, output: Any) -> None:
             number, forward = self._running
             chosen = ids_of_map(output[1].cpu().numpy(), self.setup.top_k)
             with ExitStack() as stack:
@@ -268,4 +260,4 @@ class Run:
                     stack.enter_context(self.spy.recomputing())
                 self.spy.routed(layer, chosen, tokens=self.batches[number].rows, microbatch=number)
 
-        return told
+        return report

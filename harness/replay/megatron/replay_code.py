@@ -1,7 +1,7 @@
-"""Codes: the replay code that a trainer uses, as one rank drives it around Megatron's schedule;
-here megatron-core's own.
+"""The replay code of a trainer, as one rank drives it around Megatron's schedule.
 
-Other people's are in modules of their own (``verl``, ``skyrl``), imported where a setup names them.
+Here is megatron-core's own. That of verl and SkyRL is in ``rollproof.stacks``, and imported if a
+setup names it.
 """
 
 from __future__ import annotations
@@ -25,12 +25,13 @@ __all__ = ["CoreReplay", "ReplayCode", "replay_code"]
 
 
 class ReplayCode(Protocol):
-    """What drives routing replay in one process.
+    """Drives routing replay in one process.
 
-    ``settings`` switch it on in a ``TransformerConfig``: ``start`` is called before one is made
-    with them, ``check`` with it before its model is built. In a step, ``before`` and ``after`` are
-    called around the forward pass of each microbatch and chunk, ``end`` when the step is over, with
-    ``done=False`` where it failed. ``left`` counts what is left of replay in this process.
+    ``settings`` switch it on in a ``TransformerConfig``. ``start`` is called before a config is
+    made with them, and ``check`` with the config before its model is built. In a step, ``before``
+    and ``after`` are called around the forward pass of each microbatch and chunk, and ``end`` when
+    the step is over, with ``done=False`` if it failed. ``left`` counts what is left of replay in
+    this process.
     """
 
     @property
@@ -44,7 +45,7 @@ class ReplayCode(Protocol):
 
 
 def replay_code(setup: Setup) -> ReplayCode:
-    """The code that a setup names."""
+    """Return the replay code of a setup."""
     module, name = {
         ReplayCodeName.CORE: ("rollproof.replay.megatron.replay_code", "CoreReplay"),
         ReplayCodeName.VERL: ("rollproof.stacks.verl.megatron_replay", "VerlReplay"),
@@ -58,8 +59,8 @@ class CoreReplay:
     """megatron-core's ``RouterReplay``, driven as docs/replay-megatron.md says.
 
     Before a microbatch's forward pass every router of the chunk gets its target and the action
-    REPLAY_FORWARD; behind it, where activations are recomputed, REPLAY_BACKWARD. When the step
-    ends, however it ends, targets, queues and actions are cleared.
+    REPLAY_FORWARD; after it, if activations are recomputed, REPLAY_BACKWARD. When the step ends,
+    also by a failure, targets, queues and actions are cleared.
     """
 
     settings: Mapping[str, Any] = {"moe_enable_routing_replay": True}
@@ -68,22 +69,20 @@ class CoreReplay:
         """Nothing to do: the code is megatron-core's."""
 
     def check(self, config: Any) -> None:
-        """Refuse routers whose choice is not, or not only, made where ``RouterReplay`` acts. Raises
-        ``RouterError``.
-        """
+        """Raise ``RouterError`` for routers that do not choose in ``RouterReplay`` alone."""
         reasons = {
-            "moe_router_load_balancing_type='sinkhorn' selects by itself and never asks RouterReplay": (
+            "moe_router_load_balancing_type='sinkhorn' selects without RouterReplay": (
                 config.moe_router_load_balancing_type == "sinkhorn"
             ),
-            "moe_expert_capacity_factor drops tokens behind the selection": (
+            "moe_expert_capacity_factor drops tokens after the selection": (
                 config.moe_expert_capacity_factor is not None
             ),
-            "moe_router_fusion selects in a fused kernel that never asks RouterReplay": (
+            "moe_router_fusion selects in a fused kernel without RouterReplay": (
                 config.moe_router_fusion
             ),
         }
-        for reason, given in reasons.items():
-            if given:
+        for reason, applies in reasons.items():
+            if applies:
                 raise RouterError(
                     f"Routes cannot be replayed by this router: {reason}. Change that setting, or"
                     " switch replay off."
@@ -103,7 +102,7 @@ class CoreReplay:
             _act(run, "RECORD", chunk)
 
     def after(self, run: Run, number: int, chunk: int) -> None:
-        """Keep what was recorded; switch to the queue of the backward pass."""
+        """Store what was recorded; switch to the queue of the backward pass."""
         if run.step.action is Action.RECORD:
             run.answer.recorded[number, chunk] = {
                 layer: router.router_replay.get_recorded_indices().cpu().numpy().copy()
@@ -117,34 +116,34 @@ class CoreReplay:
             _act(run, "REPLAY_BACKWARD", chunk)
 
     def end(self, run: Run, *, done: bool) -> None:
-        """Clear everything. The schedule without recompute never empties the queues."""
+        """Clear everything."""
+        # without recompute the schedule never empties the queues
         from megatron.core.transformer.moe.router_replay import RouterReplay
 
         RouterReplay.clear_global_indices()
         RouterReplay.clear_global_router_replay_action()
 
     def left(self) -> dict[str, int]:
-        """Targets, recordings, queued targets and actions of all routers of the process."""
+        """Count targets, recordings, queued targets and actions of all routers of the process."""
         from megatron.core.transformer.moe.router_replay import RouterReplay
 
         return count_left(RouterReplay.global_router_replay_instances)
 
     def _targets(self, run: Run, number: int, chunk: int) -> Mapping[int, IntArray]:
-        """``{layer: (rows, top_k)}`` for the routers of a chunk: every row gets a target, padding
-        and final tokens a filler.
-        """
+        """Return ``{layer: (rows, top_k)}`` for the routers of a chunk; padding gets a filler."""
         if run.in_place is not None:
             return run.in_place[number, chunk]
         batch = run.batches[number]
         empty = np.zeros((0, batch.layout.columns, run.setup.top_k), dtype=np.int64)
         payloads = [
-            empty if one is None or one.routes is None else one.routes for one in batch.samples
+            empty if sample is None or sample.routes is None else sample.routes
+            for sample in batch.samples
         ]
         return batch.layout.targets(payloads, run.rank, chunk, lengths=batch.lengths)
 
 
 def count_left(places: Any) -> dict[str, int]:
-    """What is left in instances of a ``RouterReplay`` class, of megatron-core or of a copy of it."""
+    """Count what is left in instances of a ``RouterReplay`` class, or of a copy of it."""
     return {
         "targets": sum(place.target_topk_idx is not None for place in places),
         "recordings": sum(place.recorded_topk_idx is not None for place in places),
