@@ -1,5 +1,4 @@
-"""Writes docs/stacks.md: which releases of which stacks were judged, and what each check said of
-each.
+"""Writes docs/stacks.md: the releases of stacks that were judged, and the verdict of each check.
 
 Verdicts are read from ``stack_results/NAME.json``, those of the newest pinned release. ``python
 tools/docs/stacks_page.py REPORT.json`` condenses what ``rollproof verify --stack NAME --json
@@ -32,20 +31,18 @@ UNDRIVEN = """
 ## What is not driven
 
 - TRL's `VLLMClient` makes one blocking call a batch and resumes nothing, so there is no schedule to
-run it through. It is run unmodified
-  over real HTTP against vLLM's face, and its samples are judged
-  (tests/fakes/http/test_released_clients.py); its weight transfer asks for CUDA.
+  run it through. It is run unmodified over real HTTP against the fake vLLM server, and its samples
+  are judged (tests/fakes/http/test_released_clients.py); its weight transfer needs CUDA.
 - AReno's rollouts run on an engine of its own, whose workers are made for accelerators: only its
-merging of chunks and ranks is judged. - Of prime-rl, its sink (which drops what is too stale),
-curriculum, and concurrency controller are not run, nor its vLLM server. - NeMo-RL's rollouts with
-NeMo-Gym speak to its servers, which are another repository; its TRT-LLM, Dynamo and Megatron
-generations start
-  engines of their own. Read at 7ea279abf and not run: what they hand over goes through the same
-  buffers and batches, which are judged.
+  merging of chunks and ranks is judged.
+- Of prime-rl, its sink (which drops what is too stale), curriculum, and concurrency controller are
+  not run, nor its vLLM server.
+- NeMo-RL's rollouts with NeMo-Gym use its servers, which are another repository; its TRT-LLM,
+  Dynamo and Megatron generations start engines of their own. Read at 7ea279abf and not run: their
+  results go through the same buffers and batches, which are judged.
 - Of ROLL, its agentic pipelines, its replay buffer of prompts and its vLLM strategy were read at
-8eb27cc2 and not run: the first keep a
-  loop of their own for each environment, the second counts prompts and not tokens, the third
-  imports vLLM's classes to call them."""
+  8eb27cc2 and not run: the first keep a loop of their own for each environment, the second counts
+  prompts and not tokens, the third imports vLLM's classes to call them."""
 
 
 def stacks_page() -> Iterator[str]:
@@ -101,13 +98,14 @@ def _parts(results: list[dict[str, Any]]) -> Iterator[str]:
     )
     yield "|---|---|---|---|---|---|---|---|"
     for result in results:
-        for part, one in result["parts"].items():
-            count = Counter(_SIGNS[verdict] for verdict in one["verdicts"].values())
+        for part, outcome in result["parts"].items():
+            count = Counter(_SIGNS[verdict] for verdict in outcome["verdicts"].values())
             counts = " | ".join(str(count[sign]) for sign in "✓✗?·")
             yield (
-                f"| {_title(result)} | {part} | {one['cases']} | {counts} | {one['seconds']:.0f} |"
+                f"| {_title(result)} | {part} | {outcome['cases']} | {counts} |"
+                f" {outcome['seconds']:.0f} |"
             )
-    yield "\nSeconds on two cores, imports left out; for most of them other work ran beside.\n"
+    yield "\nSeconds on two cores, without imports, while other work ran on the machine.\n"
 
 
 def _table(results: list[dict[str, Any]]) -> Iterator[str]:
@@ -128,14 +126,14 @@ def _table(results: list[dict[str, Any]]) -> Iterator[str]:
 
 
 def _worst(result: Mapping[str, Any], check: str) -> str:
-    said = {
+    signs = {
         _SIGNS[part["verdicts"][check]]
         for part in result["parts"].values()
         if check in part["verdicts"]
     }
     # as in a report over several subjects: what passed somewhere and failed nowhere passes
-    order = "✗✓?·" if "✗" not in said and "✓" in said else "✗?✓·"
-    return next((sign for sign in order if sign in said), " ")
+    order = "✗✓?·" if "✗" not in signs and "✓" in signs else "✗?✓·"
+    return next((sign for sign in order if sign in signs), " ")
 
 
 def _failing(results: list[dict[str, Any]]) -> Iterator[str]:
@@ -170,12 +168,12 @@ def _left_out(results: list[dict[str, Any]]) -> Iterator[str]:
         reasons: dict[str, list[str]] = {}
         for check in default_registry().ids:
             if _worst(result, check) == "·":
-                said = {
+                texts = {
                     part["reasons"][check]
                     for part in result["parts"].values()
                     if check in part["reasons"]
                 }
-                reasons.setdefault("; ".join(sorted(said)), []).append(check)
+                reasons.setdefault("; ".join(sorted(texts)), []).append(check)
         yield f"\n**{_title(result)}**\n"
         for reason, checks in reasons.items():
             yield f"- {', '.join(f'`{check}`' for check in checks)}: {reason}"
@@ -186,16 +184,16 @@ def _title(result: Mapping[str, Any]) -> str:
 
 
 def condense(report: Mapping[str, Any]) -> dict[str, Any]:
-    """What is kept of a JSON report: verdicts by part and check, and the reasons of those that are
-    not applicable or unknown.
+    """What is stored of a JSON report: verdicts by part and check, and the reasons of those that
+    are not applicable or unknown.
     """
     parts = {}
-    for one in report.get("reports", [report]):
-        recipe = one["recipe"]
-        checks = one["checks"]
+    for part in report.get("reports", [report]):
+        recipe = part["recipe"]
+        checks = part["checks"]
         parts[recipe["part"]] = {
-            "cases": one["cases"],
-            "seconds": round(one["seconds"], 1),
+            "cases": part["cases"],
+            "seconds": round(part["seconds"], 1),
             "verdicts": {check["id"]: check["verdict"] for check in checks},
             "reasons": {
                 check["id"]: check["reason"]
