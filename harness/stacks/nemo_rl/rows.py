@@ -35,7 +35,7 @@ def rollout_of(
     length: int,
     *,
     truncated: bool,
-    **versions: int | None,
+    **versions: Any,
 ) -> Rollout:
     """The first row of ``columns``, without padding, as the rollout of ``request``."""
     prompt = len(request.prompt_ids)
