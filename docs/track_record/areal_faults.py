@@ -1,6 +1,6 @@
 """Faults of AReaL: `python docs/track_record/areal_faults.py [NAME ...]`.
 
-Replaced are the HTTP requests, whose replies are scripted, and what surrounds the two clients.
+The HTTP requests have scripted replies; what surrounds the two clients is replaced.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ VERSION = f"areal {__version__}:"
 
 
 class Server:
-    """Replies with ``(tokens, finish reason)`` in turn, as SGLang does: one layer, top 1, the row of
-    position p holds 100 * call + p.
+    """Replies with ``(tokens, finish reason)`` in turn, as SGLang does: one layer, top 1, the row
+    of position p holds 100 * call + p.
 
     ``meta`` is added to each ``meta_info``; ``hook(client)`` runs while the reply is in transit.
     """
@@ -96,7 +96,9 @@ def bridge(server: Server) -> Any:
 
 
 async def abort_cap() -> None:
-    """After 20 aborts the bridge returns a sample as ``length`` though its budget is not used up."""
+    """After 20 aborts the bridge returns a sample as ``length`` though its budget is not used
+    up.
+    """
     server = Server(*[(1, "abort")] * 20, (12, "stop"))
     out = await bridge(server).agenerate(request(budget=32))
     result = f"{out.output_len} tokens, stop reason {out.stop_reason!r}"

@@ -60,7 +60,7 @@ def stub_packages(*packages: str, version: str = "1.0", even_if_installed: bool 
 
 
 def commit_of(package: ModuleType, parents: int = 0) -> str:
-    """The commit of a package's checkout, whose root is so many folders above the package's."""
+    """The commit of a package's checkout; its root is so many folders above the package's."""
     git = Path(next(iter(package.__path__))).parents[parents] / ".git"
     head = (git / "HEAD").read_text(encoding="utf-8").strip()
     return (git / head[5:]).read_text(encoding="utf-8") if "ref: " in head else head

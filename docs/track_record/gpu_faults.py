@@ -67,8 +67,8 @@ def sglang_engine(**options: Any) -> tuple[Any, str]:
 
 
 def sglang_paused() -> None:
-    """During a pause the cache is not cleared while retracted calls wait, and a call that is aborted
-    while it waits gets an exception.
+    """During a pause the cache is not cleared while retracted calls wait, and a call that is
+    aborted while it waits gets an exception.
     """
     engine, version = sglang_engine(max_running_requests=8, max_total_tokens=4096)
     from sglang.srt.managers.io_struct import ContinueGenerationReqInput, PauseGenerationReqInput
@@ -175,7 +175,7 @@ def vllm_merged_deltas() -> None:
 
 
 async def vllm_prompt_start() -> None:
-    """One call that asks for rows from the end of its prompt on ends vLLM's engine core, and with it
+    """One call for rows from the end of its prompt on ends vLLM's engine core, and with it
     every call in flight.
     """
     import vllm

@@ -121,7 +121,7 @@ def other_choosers() -> None:
     """Routers that choose by sinkhorn take targets and execute others: replay is neither done nor
     refused.
 
-    ``TopKRouter.routing`` asks ``RouterReplay`` on only one of its two paths.
+    ``TopKRouter.routing`` calls ``RouterReplay`` on only one of its two paths.
     """
     from megatron.core.transformer.moe.router import TopKRouter
 
@@ -151,8 +151,8 @@ def other_choosers() -> None:
 
 
 def short_targets() -> None:
-    """Targets of too few rows or columns, or of zeros, are executed by ``RouterReplay`` as they are:
-    rows with fewer than top-k experts, without a warning.
+    """Targets of too few rows or columns, or of zeros, are executed by ``RouterReplay`` as they
+    are: rows with fewer than top-k experts, without a warning.
 
     ``set_replay_data`` counts routers and checks nothing else; ``gather`` and ``scatter`` take an
     index that is smaller than their input.
@@ -174,8 +174,8 @@ def short_targets() -> None:
 
 
 def stale_queue() -> None:
-    """A forward-only pass that replays leaves its targets queued: the next step's recompute executes
-    them, unless its caller cleared them.
+    """A forward-only pass that replays leaves its targets queued: the next step's recompute
+    executes them, unless its caller cleared them.
 
     ``set_target_indices`` queues every target for a backward pass, even if there will be none.
     """
@@ -232,9 +232,9 @@ def verl_custom_stages() -> None:
     """R2 under a custom pipeline layout with virtual stages: routes come back under other layers,
     and nothing reports it.
 
-    ``pp_gather`` asks ``get_moe_num_layers_to_build`` how many layers each pipeline rank's chunks
-    hold; with a ``pipeline_model_parallel_layout`` the answer is always that of the asking rank
-    (neither verl nor Megatron's offset passes the rank on).
+    ``pp_gather`` calls ``get_moe_num_layers_to_build`` for how many layers each pipeline rank's
+    chunks hold; with a ``pipeline_model_parallel_layout`` the answer is always that of the asking
+    rank (neither verl nor Megatron's offset passes the rank on).
     """
     from megatron.core.transformer.pipeline_parallel_layer_layout import PipelineParallelLayerLayout
 
@@ -269,7 +269,7 @@ def verl_layer_count() -> None:
     """R3 routes of one layer too few are read as if dense layers had been left out: MoE layers get
     the columns of others.
 
-    ``set_router_replay_data`` tells the two conventions apart by length alone: num_layers columns
+    ``set_router_replay_data`` distinguishes the two conventions by length alone: num_layers columns
     are all layers, any other number is MoE layers. Here the engine's layer 0 is dense (zeros), the
     last column is missing.
     """
@@ -359,8 +359,8 @@ def verl_r2_padding() -> None:
 
 
 def verl_wide_ids() -> None:
-    """R2 recordings of expert ids above 255: verl 0.8.0 keeps them in eight bits, so that expert 256
-    is replayed as expert 0.
+    """R2 recordings of expert ids above 255: verl 0.8.0 keeps them in eight bits, so that expert
+    256 is replayed as expert 0.
     """
     sizes()
     utils, name = of_verl()
@@ -373,8 +373,8 @@ def verl_wide_ids() -> None:
 
 
 def verl_zero_rows() -> None:
-    """R3 with fewer routes than tokens: ``as_dict`` fills up with zeros, and the replay mask replays
-    them: expert 0 for every such token.
+    """R3 with fewer routes than tokens: ``as_dict`` fills up with zeros, and the replay mask
+    replays them: expert 0 for every such token.
 
     ``align_r3_router_replay_data`` refuses more than one missing row, but never sees one:
     ``as_dict`` made the rows equal to the tokens. The mask leaves the last row native, not the

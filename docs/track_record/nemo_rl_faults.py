@@ -305,7 +305,7 @@ def stale_cache() -> None:
 
 
 async def swallowed_error() -> None:
-    """Asynchronous GRPO returns a rollout whose generation failed: without a response and with
+    """Asynchronous GRPO returns a rollout with a failed generation: without a response and with
     reward 0, or with the turns before it.
     """
     _call_remote()

@@ -1,6 +1,6 @@
 """Faults of OpenRLHF: `python docs/track_record/openrlhf_faults.py [NAME ...]`.
 
-Replaced is the engine, whose reply is scripted.
+The engine is replaced by one with a scripted reply.
 """
 
 import importlib.metadata

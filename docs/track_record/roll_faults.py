@@ -97,8 +97,8 @@ def resume() -> None:
 
 
 def short_rows() -> None:
-    """Missing rows are reported in the log only: tokens without one have expert 0, as often as there
-    are experts a token.
+    """Missing rows are reported in the log only: tokens without one have expert 0, as often as
+    there are experts a token.
     """
     finished = request()
     data = reply(finished, [7, 8, 9], routed_experts=[torch.full((1, 1, 2), 4)])

@@ -229,8 +229,8 @@ async def _flush_in_place() -> None:
 
 
 def flush_in_place() -> None:
-    """A weight update with default arguments, while calls are paused in place, ends the whole engine
-    and every call in flight.
+    """A weight update with default arguments, while calls are paused in place, ends the whole
+    engine and every call in flight.
     """
     code, _, errors = run_in_child("_flush_in_place", "AssertionError")
     print(VERSION, f"the process that holds the engine ended with {code} after", *errors)
@@ -269,8 +269,8 @@ async def incremental_abort() -> None:
 
 @on_engine
 async def no_budget() -> None:
-    """A call that may sample nothing (max_new_tokens=0), computed together with another, returns the
-    logprob of a token that was thrown away.
+    """A call that may sample nothing (max_new_tokens=0), computed together with another, returns
+    the logprob of a token that was thrown away.
     """
     await call("warm", 3)
     for name, others in (("alone", 0), ("beside others", 2)):
@@ -282,8 +282,8 @@ async def no_budget() -> None:
 
 @on_engine
 async def parked_abort() -> None:
-    """An abort of a call that waits for the end of a pause is forgotten, and so is every later abort
-    of that call: it runs to its end.
+    """An abort of a call that waits for the end of a pause is forgotten, and so is every later
+    abort of that call: it runs to its end.
     """
     await pause("abort")
     parked = call("parked", 200)
@@ -300,8 +300,8 @@ async def parked_abort() -> None:
 
 @on_engine
 async def prefix_abort() -> None:
-    """An abort of a request id ends every call whose id begins with it: aborting "1" aborts "10",
-    too.
+    """An abort of a request id ends every call with an id that begins with it: aborting "1" aborts
+    "10", too.
     """
     calls = {"1": call("1", 400), "10": call("10", 400)}
     await asyncio.sleep(1)

@@ -1,6 +1,6 @@
 """Faults of SkyRL: `python docs/track_record/skyrl_faults.py [NAME ...]`.
 
-Replaced are vLLM's servers, whose replies are scripted, and the tokenizer.
+vLLM's servers are replaced by one with scripted replies, and the tokenizer is ours.
 """
 
 import asyncio
@@ -100,7 +100,7 @@ def lost_routes() -> None:
 
 async def pause_failure() -> None:
     """An update that cannot pause one server leaves the others paused: the pause is before the try
-    whose end resumes.
+    that resumes at its end.
     """
     paths: list[str] = []
     url = serve({}, on_call=paths.append)

@@ -1,6 +1,6 @@
 """Faults of TRL: `python docs/track_record/trl_faults.py [NAME ...]`.
 
-Replaced are vLLM's server, whose replies are scripted, and what surrounds the rollout loop.
+vLLM's server has scripted replies; what surrounds the rollout loop is replaced.
 """
 
 import asyncio
@@ -35,8 +35,8 @@ class Tokenizer:
 
 
 def loop(url: str, version: Any, **options: Any) -> Any:
-    """TRL's loop over one prompt, on the server at ``url``; ``version`` holds the trainer's count of
-    updates.
+    """TRL's loop over one prompt, on the server at ``url``; ``version`` holds the trainer's count
+    of updates.
     """
     queues = ("rollout_buffer", "exception_info_queue", "metrics_queue")
     rollouts = _AsyncRolloutLoop(

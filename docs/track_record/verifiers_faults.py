@@ -1,6 +1,6 @@
 """Faults of verifiers: `python docs/track_record/verifiers_faults.py [NAME ...]`.
 
-Replaced are the server, whose reply is scripted, and the renderer, which knows one prompt.
+The server has a scripted reply, and the renderer knows one prompt.
 """
 
 from __future__ import annotations
@@ -96,8 +96,8 @@ def turn(
 
 
 async def abort() -> None:
-    """A generation that the engine aborted is a turn like any other, and the agent is told that it
-    ended by itself.
+    """A generation that the engine aborted is a turn like any other, and the agent gets the reason
+    of a turn that ended by itself.
     """
     for reason in ("stop", "length", "abort"):
         out = await response([7, 8], reason)
