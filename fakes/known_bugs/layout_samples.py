@@ -11,7 +11,7 @@ from rollproof.core.records import IntArray, Version
 from rollproof.fakes.known_bugs.known_bug import KnownBug
 from rollproof.fakes.trainers.reference_layouts import MegatronLike, Pair
 from rollproof.layouts.layout import Layout
-from rollproof.layouts.merging import Segment
+from rollproof.layouts.merged_rows import Segment
 
 __all__ = ["BUGS"]
 
@@ -21,6 +21,7 @@ _PLAIN = MegatronLike.layout
 class _LayoutRemainderDropped(MegatronLike):
     def microbatches(self, layout: Layout, lengths: Sequence[int], most: int) -> list[list[int]]:
         microbatches = super().microbatches(layout, lengths, most)
+        # as drop_last in a data loader does
         return microbatches[:-1] if len(microbatches) > 1 else microbatches
 
 
@@ -36,6 +37,7 @@ class _LayoutPermutationAppliedTwice(MegatronLike):
 class _LayoutBalancedWithoutRoutes(MegatronLike):
     def divide(self, layout: Layout, samples: Sequence[Pair], parts: int) -> list[list[Pair]]:
         order = sorted(range(len(samples)), key=lambda i: -len(samples[i][0]))
+        # tokens of sample i meet the routes at its new place
         mixed = [(samples[i][0], samples[place][1]) for place, i in enumerate(order)]
         return [mixed[part::parts] for part in range(parts)]
 
@@ -61,6 +63,7 @@ class _LayoutFilteredWithoutRoutes(MegatronLike):
 
 class _LayoutIdsInEightBits(MegatronLike):
     def compact(self, layout: Layout, ids: IntArray) -> IntArray:
+        # astype wraps silently
         return ids.astype(np.uint8)
 
 
@@ -72,6 +75,7 @@ class _LayoutBytesTakenForIds(MegatronLike):
 
 class _LayoutSegmentsConcatenated(MegatronLike):
     def join(self, layout: Layout, segments: Sequence[Segment]) -> tuple[IntArray, list[Version]]:
+        # rows before a segment begin again with every segment
         return np.concatenate([segment.routes for segment in segments]), [
             s.version for s in segments for _ in s.routes
         ]
@@ -79,6 +83,7 @@ class _LayoutSegmentsConcatenated(MegatronLike):
 
 class _LayoutSegmentsReplaced(MegatronLike):
     def join(self, layout: Layout, segments: Sequence[Segment]) -> tuple[IntArray, list[Version]]:
+        # the last call prefilled the earlier tokens under its own weights
         return segments[-1].routes, [segments[-1].version] * len(segments[-1].routes)
 
 
@@ -208,4 +213,3 @@ BUGS: tuple[KnownBug, ...] = (
         detected_by=("layout.returns",),
     ),
 )
-"""Known bugs of samples."""

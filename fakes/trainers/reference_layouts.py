@@ -14,7 +14,7 @@ import numpy as np
 from rollproof.core.contract import LayerAxis, Provenance, Rows
 from rollproof.core.records import IntArray, Version
 from rollproof.layouts.layout import Layout
-from rollproof.layouts.merging import Segment
+from rollproof.layouts.merged_rows import Segment
 from rollproof.layouts.mesh import Mesh, Rank
 from rollproof.layouts.padding import Alignment, Fill, Side
 from rollproof.layouts.pipeline import Operation
@@ -142,6 +142,7 @@ class MegatronLike:
             return (start + place) // (total // size)
         if layout.context is Context.EACH_CONTIGUOUS or size == 1:
             return place // (room // size) if room else 0
+        # zigzag: rank r has chunks r and 2 * cp - 1 - r, so that causal attention is balanced
         chunk = place // (room // (2 * size))
         return min(chunk, 2 * size - 1 - chunk)
 
@@ -183,6 +184,7 @@ class MegatronLike:
     def flatten(self, layout: Layout, batch: IntArray) -> IntArray:
         """Return router rows in the model's order."""
         samples, width = batch.shape[:2]
+        # Megatron puts the sequence before the batch in its activations
         if layout.order is Order.BATCH_MAJOR:
             return np.array([batch[b, s] for b in range(samples) for s in range(width)])
         return np.array([batch[b, s] for s in range(width) for b in range(samples)])
@@ -284,6 +286,7 @@ class MegatronLike:
         out: list[IntArray] = []
         for layer in layout.moe:
             pp, chunk = self.stage(layout, layer)
+            # without sequence parallelism all tensor ranks have the same rows
             tensor = range(mesh.tp) if mesh.sequence_parallel else range(1)
             pieces = [
                 np.concatenate([recorded[Rank(pp=pp, cp=cp, tp=tp), chunk][layer] for tp in tensor])

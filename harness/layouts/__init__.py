@@ -6,7 +6,7 @@ Plain numpy, free of any framework. ``layout`` declares a whole layout from thes
 ``padding``     final rows, padded batches, packed sequences, contents of padding
 ``row_slices``  context and sequence parallelism, Ulysses, order of flattened rows
 ``pipeline``    layers of stages and chunks, columns of layers, order of microbatches
-``merging``     recordings of ranks and of resumed calls, joined again
+``merged_rows`` recordings of ranks and of resumed calls, joined again
 ``sources``     where the rows of an array come from
 ``payloads``    rows that carry their own identity
 ==============  ====================================================================

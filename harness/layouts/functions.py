@@ -17,7 +17,7 @@ from rollproof.core.records import IntArray
 from rollproof.errors import SubjectError, UsageError
 from rollproof.layouts.layout import Layout
 from rollproof.layouts.layout_calls import Call
-from rollproof.layouts.merging import Segment
+from rollproof.layouts.merged_rows import Segment
 from rollproof.layouts.mesh import Rank
 from rollproof.layouts.padding import packed
 from rollproof.layouts.pipeline import operations, schedule_table
@@ -381,8 +381,8 @@ _TABLE = (
     Function(
         name="join",
         does=(
-            "the calls of a resumed sample (merging.Segment) -> the sample's rows; or those with"
-            " the version of each row"
+            "the calls of a resumed sample (merged_rows.Segment) -> the sample's rows; or those"
+            " with the version of each row"
         ),
         arguments=_segments,
         returned=as_rows,

@@ -32,7 +32,7 @@ import numpy.typing as npt
 from rollproof.core.contract import LayerAxis, Provenance, Rows
 from rollproof.core.records import IntArray
 from rollproof.errors import LayoutError
-from rollproof.layouts.merging import scattered
+from rollproof.layouts.merged_rows import scattered
 from rollproof.layouts.mesh import Mesh, Rank
 from rollproof.layouts.padding import (
     Alignment,

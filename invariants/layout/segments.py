@@ -8,7 +8,7 @@ from rollproof.core.contract import Provenance
 from rollproof.invariants._shared.phrases import share
 from rollproof.invariants.layout.call_check import LayoutCall, layout_check
 from rollproof.judging.checks import Collector
-from rollproof.layouts.merging import joined_segments
+from rollproof.layouts.merged_rows import joined_segments
 
 __all__ = [
     "layout_segments",

@@ -21,7 +21,7 @@ from rollproof.layouts import (
     Stages,
     moe_layers,
 )
-from rollproof.layouts.merging import Segment, joined_segments, scattered
+from rollproof.layouts.merged_rows import Segment, joined_segments, scattered
 from rollproof.layouts.padding import (
     completed,
     cumulative_lengths,

@@ -22,7 +22,7 @@ from rollproof.layouts import (
     moe_layers,
 )
 from rollproof.layouts.layout_cases import layout_calls
-from rollproof.layouts.merging import Segment, joined_segments
+from rollproof.layouts.merged_rows import Segment, joined_segments
 from rollproof.layouts.padding import completed, cumulative_lengths, packed, padded, unpadded
 from rollproof.layouts.pipeline import (
     columns_of,
