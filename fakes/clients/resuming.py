@@ -225,6 +225,7 @@ class AsSampled:
             try:
                 return await self.call(server_id, sample, sent, budget)
             except (ConnectionError, EnginePaused):
+                # out of patience: the error of the server is more useful than our own
                 if not left:
                     raise
                 avoid = [server_id]
@@ -291,8 +292,10 @@ class AsSampled:
 
     def absorb(self, sample: PartialSample, sent: int, output: EngineOutput) -> None:
         """Add a reply to a call of ``sent`` prompt tokens; one without tokens adds nothing."""
+        # an abort before the first token has no row for the boundary, and must not change tags
         if not output.token_ids:
             return
+        # each merge is a method of its own, because each one has been wrong in some stack
         self.merge_routes(sample, sent, output)
         self.merge_tokens(sample, output)
         self.merge_logprobs(sample, output)

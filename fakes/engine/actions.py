@@ -99,6 +99,7 @@ class Schedule(EngineHooks):
         due = self._due.get(call.request_id, [])
         count = self._count.get(call.request_id, 0)
         for action in due:
+            # at most one action fires at a moment, so that two aborts hit two calls
             if fits(action) and action.when.tokens <= count:
                 due.remove(action)
                 self._fire(action, call)
@@ -155,11 +156,13 @@ async def _sync_identity(fired: FiredAction) -> None:
 async def _sync_fails(fired: FiredAction) -> None:
     fleet = fired.fleet
     alive = [server for server in fleet.servers.values() if server.alive]
+    # the last server fails: the others have the new weights already
     for server in alive[-1:]:
         server.fail_next_load = True
     await fleet.update(fleet.train())
     for server in alive[-1:]:
         server.fail_next_load = False
+    # a stack needs time to notice the failure before the update that succeeds
     await fired.pass_steps(RETRY_STEPS)
     await fleet.update(fleet.train())
 

@@ -97,6 +97,7 @@ class FakeEngineSubject:
         if empty is not None:
             watch(Piece(token_ids=(), sampled=0, finished=True))
             return [empty]
+        # some engines have no option per call: they return routes to every call
         always = self.flavour.routes_switch is RoutesSwitch.ENGINE
         try:
             outputs = await asyncio.gather(
@@ -122,6 +123,7 @@ class FakeEngineSubject:
 
     def shown(self, output: EngineOutput, query: Query) -> EngineOutput:
         """Return what the engine shows of a finished call; known bugs change it."""
+        # SGLang returns logprobs after the temperature, vLLM raw ones by default
         if self.flavour.logprobs is Logprobs.TEMPERATURE_SCALED and output.logprobs is not None:
             return replace(output, logprobs=scaled(output.logprobs, query.temperature))
         return output

@@ -183,6 +183,7 @@ class FakeEngine:
         is not recorded.
         """
         self._refuse_dead()
+        # a resume may come while this call waits, so it compares the count afterwards
         mode = PauseMode(mode)
         self._pause, resumes = mode, self._resumes
         if mode is PauseMode.ABORT:
@@ -233,6 +234,7 @@ class FakeEngine:
                 f" version {self.version}."
             )
         self._scheduler.reweigh(version)
+        # a label of the old weights must never be shown for the new ones, so both change here
         self._publish(label, loaded=True, identity=identity)
 
     def relabel(self, label: Version) -> None:
@@ -259,6 +261,7 @@ class FakeEngine:
         self.alive = False
         self._pause = None
         self._recorder.record(Fault(what="death", server_id=self.server_id))
+        # the client of a stream has received its first tokens when the connection breaks
         for call in self._scheduler.clear():
             if call.wire is not None and call.wire.stream is not None and call.sampled:
                 self._recorder.record(
@@ -385,6 +388,8 @@ class FakeEngine:
             if late:
                 await asyncio.sleep(late)
         except asyncio.CancelledError:
+            # The caller has left, so the trace cannot know what it got. A reply that exists is
+            # recorded as not delivered: the engine did sample its tokens.
             self._scheduler.drop(call)
             self._report_drained()
             if (
@@ -427,6 +432,7 @@ class FakeEngine:
         for call in calls:
             self._scheduler.end(call, FinishReason.ABORT)
         self._report_drained()
+        # a stack that aborts and then updates expects the replies before the update
         await asyncio.sleep(0)
 
     async def _drain(self) -> None:
@@ -446,6 +452,7 @@ class FakeEngine:
         """Start the task that steps if there is work."""
         self._report_drained()
         if self._task is None and self._has_work():
+            # a copy per task: tasks of one engine must not see variables of another
             loop, context = asyncio.get_running_loop(), self._hooks.context.copy()
             self._task = loop.create_task(
                 self._run(), name=f"engine {self.server_id}", context=context

@@ -242,15 +242,19 @@ def _sglang(name: str, source: str, tag: VersionTag) -> Flavour:
         name=name,
         source=source,
         dtypes=((_ANY, "int32"),),
+        # routes are decoded from base64 into a buffer that numpy does not own (np.frombuffer),
+        # hence read-only; rows are stored by KV slot (SGLang #39633, #24001)
         writable=False,
         recompute=ReprefillRows.OVERWRITTEN,
         version_tag=tag,
         native=_PLAIN,
+        # _make_abort_req builds this reply, without routes and cached tokens (0.5.21)
         queued_message="Abort in waiting queue",
         abort_message="Aborted",
         empty_logprobs=True,
         queued_abort_keeps_keys=False,
         routes_start=True,
+        # abort_request compares handles with startswith
         abort_by_prefix=True,
         logprobs=Logprobs.TEMPERATURE_SCALED,
         pause_modes=_SGLANG_MODES,
@@ -271,6 +275,7 @@ def _vllm(
         version_tag=tag,
         native=_PLAIN,
         empty_logprobs=True,
+        # a call aborted in the queue reports 0 cached tokens (0.32, run)
         queued_counts=True,
         routes_start=True,
         paused_calls=paused,

@@ -89,6 +89,7 @@ class Fleet:
         self._updating = 0
         self._true: dict[int, int] = {}
         self._synced: tuple[int, Version] = (case.first_version, case.first_version)
+        # one update at a time; the known bug updates-interleave does without this lock
         self._lock = asyncio.Lock()
         self._updater: Updater = self.sync
         self._tasks: dict[int, asyncio.Task[None]] = {}
@@ -189,6 +190,7 @@ class Fleet:
             reraise_foreign(error)
             if self._giving_up and isinstance(error, asyncio.CancelledError):
                 raise
+            # the run continues: whether the stack recovers is what the checks judge
             self.updates_failed += 1
             # without server_id: the procedure failed. A broken transfer is recorded by its server.
             self.recorder.record(Fault(what="update-failure", detail=describe_error(error)))
@@ -210,6 +212,7 @@ class Fleet:
         servers are resumed after a failure, too. Raises the error of the transfer; a server that
         dies meanwhile is left out.
         """
+        # claimed before the lock: an update loads the weights of the moment when it was called
         true = self._claim(version)
         async with self._lock:
             targets = [
@@ -319,6 +322,7 @@ class Fleet:
     def _spawn(self, work: Coroutine[Any, Any, None], name: str) -> None:
         self._spawned += 1
         number = self._spawned
+        # actions belong to no request, so they must not run in the context of one
         context = self.schedule.context.copy()
         task = asyncio.get_running_loop().create_task(
             work, name=f"action {number}: {name}", context=context
@@ -328,6 +332,8 @@ class Fleet:
 
     def _owner(self, prompt_ids: tuple[int, ...], rid: str | None) -> str:
         """Return the request of a call: the task's, or the one with the longest matching prompt."""
+        # A client may use the id of its request as the handle of its calls; then there is no doubt.
+        # Else the task decides, and the prompt where the task cannot.
         current = CURRENT_REQUEST.get()
         if any(rid == request.request_id for request in self.case.requests):
             return rid or ""

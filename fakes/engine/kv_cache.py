@@ -94,6 +94,7 @@ class Kv:
     def forward(self, version: int, stop: int) -> Version:
         """Compute positions up to ``stop`` under ``version``; return the key of those forwards."""
         key = key_of(version, self.weights)
+        # extend the last span: most calls have one span all their life
         if self.spans and self.spans[-1].key == key:
             last = self.spans[-1]
             self.spans[-1] = KeySpan(last.start, stop, key, last.weights)
@@ -157,6 +158,7 @@ class PrefixCache:
 
     def store(self, ids: Sequence[int], spans: Sequence[KeySpan], root: Hashable = None) -> None:
         """Store the KV of a call over ``ids``; positions already cached stay as they are."""
+        # a node is identified by its predecessor and its token, as in the block hashes of vLLM
         node = root
         for span in spans:
             for position in range(span.start, span.stop):

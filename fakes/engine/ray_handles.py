@@ -49,6 +49,7 @@ class _RemoteMethod:
             failed.exception()
             return failed
         if inspect.isawaitable(result):
+            # scheduled now: an actor starts a method without waiting for an await of its result
             task = asyncio.ensure_future(result)
             task.add_done_callback(_retrieve_error)
             return task

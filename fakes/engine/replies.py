@@ -26,6 +26,7 @@ def reply_to(call: InflightCall, policy: CodedPolicy, flavour: Flavour) -> Reply
     reason, label = call.ended
     start, stop = call.prompt_len, len(call.ids)
     keys, rows = _token_keys(call), call.rows()
+    # adjacent tokens may have equal labels after an update to equal weights: one span
     labels = tuple(
         Span(start=low, end=high, version=version)
         for low, high, version in _joined(_stretches(call.labels, stop - start))

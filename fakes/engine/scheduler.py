@@ -119,6 +119,7 @@ class Scheduler:
             self.running[call.call_id] = call
             self._recorder.record(Admit(call_id=call.call_id, server_id=self._server_id))
             if self._options.prefix_cache:
+                # the last token is always forwarded: its output is the next token
                 call.kv.adopt(self.cache.find(call.ids, len(call.ids) - 1, call.root))
             if call.cached is None:
                 call.cached = call.kv.computed
@@ -129,6 +130,7 @@ class Scheduler:
         """Run one forward of the batch: chunks of prefill, and a token for each decoding call."""
         policy, eos, chunk = self._policy, self._eos, self._options.prefill_chunk
         for call in tuple(self.running.values()):
+            # an action raced with the end of this call; an engine sees the end in its next step
             if call.deferred and self._finished(call):
                 continue
             was_decoding = call.decoding
@@ -153,6 +155,7 @@ class Scheduler:
 
     def end(self, call: InflightCall, reason: FinishReason) -> None:
         """End a call: it leaves the batch, and its caller can take the reply."""
+        # the reply and the prefix cache need the KV up to the last token
         call.settle(self.version)
         if self.running.pop(call.call_id, None) is None:
             if call in self.queue:
@@ -196,6 +199,7 @@ class Scheduler:
             for call in self.running.values()
             if call.call_id in call_ids and not self._is_complete(call)
         ]
+        # from the youngest on, so that the oldest ends up at the head of the queue
         for call in reversed(calls):
             call.settle(self.version)
             call.drop_kv(self._flavour)
@@ -206,6 +210,7 @@ class Scheduler:
 
     def reweigh(self, version: int) -> None:
         """Compute under weights ``version`` from the next step on."""
+        # KV up to here is of the old weights; later forwards read it and are coded as mixed
         for call in self.running.values():
             call.settle(self.version)
             call.rekey(version)
@@ -222,6 +227,7 @@ class Scheduler:
         """Clear the prefix cache; running calls keep their KV and share it no more."""
         self.cache.clear()
         for call in self.running.values():
+            # KV of before the flush must not come back into the cache when the call ends
             call.shares = False
 
     def clear(self) -> list[InflightCall]:

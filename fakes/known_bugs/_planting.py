@@ -29,8 +29,8 @@ __all__ = [
     "request",
 ]
 
+# A model that ends its turns itself, after three tokens on average.
 ENDING = Model(eos_every=3)
-"""A model that ends its turns itself, after three tokens on average."""
 
 
 def request(
@@ -69,18 +69,18 @@ def case(
     return Case(flavour=flavour, requests=requests, actions=actions, **fields)
 
 
+# One request without any action.
 CLEAN = case()
-"""One request that nothing befalls."""
+# An abort in the middle, under one weight version.
 ABORTED = case(act(ActionKind.ABORT, 3))
-"""An abort in the middle, under one weight version."""
+# An abort before the first token.
 EMPTY = case(act(ActionKind.ABORT, 0))
-"""An abort before the first token."""
+# An abort that wins over the natural end on the last token.
 LAST = case(act(ActionKind.ABORT, 6, race=True))
-"""An abort that wins over the natural end on the last token."""
+# A weight update in the middle, which aborts the call.
 SYNCED = case(act(ActionKind.SYNC, 3))
-"""A weight update in the middle, which aborts the call."""
+# Three turns of the model with the environment's tokens between them.
 TURNS = case(model=ENDING, requests=(request(max_tokens=24, turns=((21, 22), (23, 24))),), seed=1)
-"""Three turns of the model with the environment's tokens between them."""
 
 
 def on_engine(engine: type[FakeEngine], client: type[AsSampled] = AsSampled) -> SubjectFactory:

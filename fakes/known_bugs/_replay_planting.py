@@ -15,8 +15,8 @@ from rollproof.fakes.trainers.trainer_parts import ReplayRouter
 __all__ = ["RECOMPUTED", "WRONG_ROWS", "FallsBack", "routers"]
 
 RECOMPUTED = ("full recompute", "failure in recompute")
+# Checks of a self-replay that wrong rows also break.
 WRONG_ROWS = ("replay.self-gradients",)
-"""What a self-replay shows beside, where rows are wrong."""
 
 
 def routers(

@@ -60,6 +60,7 @@ class _BatchWrongPrefix(Collator):
     """Places the tokens as if every prompt were one token longer."""
 
     def tokens(self, sample: Rollout) -> IntArray:
+        # attention and mask stay in their places
         return np.roll(super().tokens(sample), -1)
 
 
@@ -97,6 +98,7 @@ class _BatchLogprobsInBfloat16(Collator):
 
 class _BatchLogprobsDropped(Collator):
     def rows(self, batch: CollatedBatch) -> list[BatchRow]:
+        # the trainer cannot correct for its gap to the engine
         return [replace(row, logprobs=None) for row in super().rows(batch)]
 
 
@@ -104,11 +106,13 @@ class _BatchRoutesNotShifted(Collator):
     """Pads the tokens on the left and their routes on the right."""
 
     def routes(self, sample: Rollout) -> IntArray:
+        # the rows stay at the left end, where the padding of the tokens is
         return np.roll(super().routes(sample), -self.start(sample), axis=0)
 
 
 class _BatchIdsInEightBits(Collator):
     def routes(self, sample: Rollout) -> IntArray:
+        # the contract has 300 experts; astype wraps silently
         return super().routes(sample).astype(np.uint8)
 
 

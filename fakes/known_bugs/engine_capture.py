@@ -343,4 +343,3 @@ BUGS: tuple[KnownBug, ...] = (
         detected_by=("routes.prefix-cache", "weights.no-stale-cache"),
     ),
 )
-"""Known bugs of capture and encoding."""

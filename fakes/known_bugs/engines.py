@@ -29,6 +29,7 @@ class _CachedRowsMoved(FakeEngineSubject):
 
 class _ExpertsSortedById(FakeEngineSubject):
     def shown(self, output: EngineOutput, query: Query) -> EngineOutput:
+        # the weights of experts are in the order of their scores
         return (
             output
             if output.routes is None
@@ -40,6 +41,7 @@ class _LogprobsOfTheNextToken(FakeEngineSubject):
     """Pairs each token with the logprob of the next one."""
 
     def shown(self, output: EngineOutput, query: Query) -> EngineOutput:
+        # np.roll: the first logprob ends up at the last token
         return (
             output
             if output.logprobs is None
@@ -69,6 +71,7 @@ class _RowOfAStepThrownAway(FakeEngineSubject):
         ):
             return output
         ids = (*query.prompt_ids, *output.token_ids)
+        # the row of the last token exists only if that token was forwarded
         last = self.policy.routes(self.engine.version, ids)[-1:].astype(output.routes.dtype)
         return replace(output, routes=np.concatenate([output.routes, last]))
 
@@ -342,4 +345,3 @@ BUGS: tuple[KnownBug, ...] = (
         detected_by=("engine.paused-calls",),
     ),
 )
-"""Faults of the family ``engine``."""

@@ -23,6 +23,7 @@ class _LayoutColumnCountsRouters(MegatronLike):
     """The n-th router reads column n of a payload that has a column for every layer."""
 
     def column(self, layout: Layout, layer: Layer) -> int:
+        # the payload is on the axis of all layers
         return super().column(replace(layout, layer_axis=LayerAxis.MOE), layer)
 
 
@@ -34,6 +35,7 @@ class _LayoutColumnCountsLayers(MegatronLike):
     layout: ClassVar[Layout] = replace(MegatronLike.layout, layer_axis=LayerAxis.MOE)
 
     def column(self, layout: Layout, layer: Layer) -> int:
+        # an index beyond the columns wraps around, so no error is raised
         return layer % layout.columns
 
 
@@ -45,6 +47,7 @@ class _LayoutOffsetCountsDense(MegatronLike):
     def select(
         self, layout: Layout, rows: IntArray, rank: Rank, chunk: int
     ) -> dict[Layer, IntArray]:
+        # the first layer of the stage, not the number of routers before it
         first = min(self.built(layout, rank, chunk), default=0)
         routers = self.routed(layout, rank, chunk)
         return {layer: rows[:, (first + i) % layout.columns] for i, layer in enumerate(routers)}
@@ -80,12 +83,14 @@ class _LayoutMtpAliasesALayer(MegatronLike):
     ) -> dict[Layer, IntArray]:
         chosen = super().select(layout, rows, rank, chunk)
         if (rank.pp, chunk) == (layout.mesh.pp - 1, layout.mesh.vpp - 1):
+            # layer 0 of the head is taken for layer 0 of the model
             chosen[0] = rows[:, 0]
         return chosen
 
 
 class _LayoutRoutersOfDenseLayers(MegatronLike):
     def routers(self, layout: Layout, rank: Rank, chunk: int) -> list[Layer]:
+        # dense layers are among the built ones
         return self.built(layout, rank, chunk)
 
 
@@ -96,6 +101,7 @@ class _LayoutStagesTakenForEven(MegatronLike):
         built = super().stage_layers(layout, rank, chunk)
         if layout.mesh.vpp > 1 or layout.stages == Stages():
             return built
+        # wrong as soon as stages have different numbers of layers
         first = rank.pp * (layout.num_layers // layout.mesh.pp)
         return list(range(first, first + len(built)))
 
@@ -132,6 +138,8 @@ class _LayoutQueueSharedByChunks(MegatronLike):
                 queue.append((operation.microbatch, operation.chunk))
                 used.append(queue[-1])
             elif recompute:
+                # backward passes run the chunks in reverse, so the oldest target is of another
+                # chunk
                 used.append(queue.pop(0))
         return used, len(queue) if recompute else 0
 
@@ -146,6 +154,7 @@ class _LayoutRecomputeUsesNewestTarget(MegatronLike):
         used = []
         for operation in operations:
             if not operation.backward:
+                # under 1F1B the next forward comes before the backward of this microbatch
                 slot[operation.chunk] = (operation.microbatch, operation.chunk)
             if recompute or not operation.backward:
                 used.append(slot[operation.chunk])
@@ -346,4 +355,3 @@ BUGS: tuple[KnownBug, ...] = (
         detected_by=("layout.stage-gather",),
     ),
 )
-"""Known bugs of layers."""

@@ -235,4 +235,3 @@ BUGS: tuple[KnownBug, ...] = (
         detected_by=("layout.accepts",),
     ),
 )
-"""Known bugs of ranks."""

@@ -237,4 +237,3 @@ BUGS: tuple[KnownBug, ...] = (
         detected_by=("layout.alignment",),
     ),
 )
-"""Known bugs of rows."""

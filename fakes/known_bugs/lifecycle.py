@@ -41,6 +41,7 @@ class _SlotLeaksOnAbort(AsSampled):
         slots: asyncio.Semaphore = self.__dict__.setdefault("_slots", asyncio.Semaphore(1))
         await slots.acquire()
         rollout = await super().rollout(request)
+        # a resumed rollout has more attempts, and keeps its slot
         if rollout is not None and rollout.extra["attempts"] == 1:
             slots.release()
         return rollout
@@ -57,6 +58,7 @@ class _CounterLeaksOnAbort(AsSampled):
         return output
 
     def release(self, server_id: str) -> None:
+        # the release is on the path of a normal end only
         if not self._aborted:
             super().release(server_id)
 
@@ -70,6 +72,7 @@ class _ProgressLostOnDeath(AsSampled):
         try:
             return await self.call("s0", sample, sent, budget)
         except ConnectionError:
+            # everything goes, although only the call of the dead server is lost
             for values in (
                 sample.response,
                 sample.logprobs,
@@ -95,6 +98,7 @@ class _VanishesOnDeath(AsSampled):
         try:
             return await super().rollout(request)
         except ConnectionError:
+            # the caller cannot tell this from a dropped sample
             return None
 
 
@@ -110,6 +114,7 @@ class _ClientWithoutResume(_SyncDropsRequests):
 
     async def run(self, sample: PartialSample) -> bool:
         await super().run(sample)
+        # delivered, whatever the finish reason is
         return True
 
 
@@ -160,6 +165,7 @@ class _ResumesWithNothingLeft(AsSampled):
         return output.finish_reason
 
 
+# A server turns calls away while it drains.
 _DRAINED = case(
     act(ActionKind.SYNC, 3),
     requests=(request(max_tokens=12), request("r1", (14, 15))),
@@ -167,7 +173,6 @@ _DRAINED = case(
     pause_mode=PauseMode.WAIT,
     flavour="vllm-gated",
 )
-"""A server that turns calls away for as long as it drains."""
 
 
 class _BusyLoopWhilePaused(AsSampled):
@@ -454,4 +459,3 @@ BUGS: tuple[KnownBug, ...] = (
         detected_by=("lifecycle.ends-once",),
     ),
 )
-"""Known bugs of the lifecycle."""

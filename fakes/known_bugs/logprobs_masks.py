@@ -279,4 +279,3 @@ BUGS: tuple[KnownBug, ...] = (
         detected_by=("stitch.mask-environment",),
     ),
 )
-"""Known bugs of logprobs and masks."""

@@ -66,13 +66,13 @@ class _LogprobsOfAnswerForgotten(AsSampled):
             sample.logprobs.extend([float("nan")] * len(answer))
 
 
+# One of two servers is dead when an update begins.
 _DEAD = case(
     act(ActionKind.KILL, 1, server="s1", steps=40),
     act(ActionKind.SYNC, 3),
     requests=(request(max_tokens=12),),
     servers=2,
 )
-"""One of two servers is dead when an update begins."""
 _ANSWERED = case(
     model=ENDING, requests=(request(max_tokens=24, turns=((21, 22), (23, 24))),), seed=1
 )
@@ -124,4 +124,3 @@ BUGS: tuple[KnownBug, ...] = (
         detected_by=("stitch.logprobs-length",),
     ),
 )
-"""Known bugs of released stacks."""

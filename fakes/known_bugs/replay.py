@@ -29,6 +29,7 @@ __all__ = ["BUGS"]
 
 class _ReplayShifted(ReplayTrainer):
     def payload(self, sample: Rollout) -> IntArray:
+        # labels are shifted by one, and routes are shifted with them
         return np.roll(super().payload(sample), 1, axis=0)
 
 
@@ -129,6 +130,7 @@ class _ReplayDispatchNative(ReplayTrainer):
 
 class _ReplayIdsInEightBits(ManyExperts):
     def payload(self, sample: Rollout) -> IntArray:
+        # the model has 300 experts; astype wraps silently
         return super().payload(sample).astype(np.uint8)
 
 
@@ -351,6 +353,3 @@ BUGS: tuple[KnownBug, ...] = (
     *replay_gates.BUGS,
     *replay_models.BUGS,
 )
-"""Known bugs of replay: rows here, the others from ``replay_passes``, ``replay_gates`` and
-``replay_models``.
-"""

@@ -171,4 +171,3 @@ BUGS: tuple[KnownBug, ...] = (
         detected_by=("replay.gate-slope",),
     ),
 )
-"""Known bugs of gates."""

@@ -353,4 +353,3 @@ BUGS: tuple[KnownBug, ...] = (
         may_fail=("replay.self-loss", "replay.self-gradients"),
     ),
 )
-"""Known bugs of other models, recordings, modes and refusals."""

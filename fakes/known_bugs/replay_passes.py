@@ -301,4 +301,3 @@ BUGS: tuple[KnownBug, ...] = (
         detected_by=("replay.failures",),
     ),
 )
-"""Known bugs of replay: what is kept too long, or not long enough."""

@@ -356,4 +356,3 @@ BUGS: tuple[KnownBug, ...] = (
         detected_by=("routes.handed-over",),
     ),
 )
-"""Known bugs of the rows of a sample."""

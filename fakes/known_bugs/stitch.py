@@ -470,4 +470,3 @@ BUGS: tuple[KnownBug, ...] = (
         detected_by=("stitch.zero-token-segments",),
     ),
 )
-"""Known bugs of tokens, calls, budgets and ends."""

@@ -122,11 +122,13 @@ class _BoundsRaisedBeforeThePause(AsSampled):
 
 class _LastVersionOnly(AsSampled):
     def version_tags(self, sample: PartialSample) -> dict[str, Any]:
+        # the minimum must be over all tokens
         return {"min_version": sample.labels[-1], "max_version": sample.labels[-1]}
 
 
 class _FirstVersionOnly(AsSampled):
     def version_tags(self, sample: PartialSample) -> dict[str, Any]:
+        # the maximum must be over all tokens
         return {"min_version": sample.labels[0], "max_version": sample.labels[0]}
 
 
@@ -413,4 +415,3 @@ BUGS: tuple[KnownBug, ...] = (
         detected_by=("versions.unknown-stays-unknown",),
     ),
 )
-"""Known bugs of version tags."""

@@ -35,6 +35,7 @@ class _NoResumeAfterFailure(AsSampled):
                 for server in self.replicas()
             )
         )
+        # an error here leaves all servers paused
         await asyncio.gather(*(self.load(server, version) for server in self.replicas()))
         for server in self.resumed():
             await server.resume()
@@ -48,14 +49,15 @@ class _NoResumeAfterFailure(AsSampled):
         return self.replicas()
 
 
+# An update, and a request that comes after it.
 _FOLLOWED = case(
     act(ActionKind.SYNC, 3), requests=(request(), request("r1", (14, 15))), arrivals=(0.0, 20.0)
 )
-"""An update, and a request that comes after it."""
 
 
 class _LabelWithoutWeights(_NoResumeAfterFailure):
     async def load(self, server: FakeEngine, version: int | None) -> None:
+        # the label changes, the weights do not
         server.relabel(version)
 
 
@@ -73,6 +75,7 @@ class _SyncSkipped(AsSampled):
 
 class _OneReplicaUpdated(_NoResumeAfterFailure):
     def replicas(self) -> list[FakeEngine]:
+        # the other replicas keep the old weights
         return super().replicas()[:1]
 
 
@@ -85,6 +88,7 @@ class _UpdatesInterleave(_NoResumeAfterFailure):
     """The older of two transfers takes longer, and overwrites the newer one."""
 
     async def load(self, server: FakeEngine, version: int | None) -> None:
+        # version 1 arrives after version 2
         await asyncio.sleep(3.0 if version == 1 else 0.0)
         await super().load(server, version)
 
@@ -122,6 +126,7 @@ class _AdmitsWhilePaused(FakeEngine):
 
     async def pause(self, mode: PauseMode = PauseMode.ABORT, clear_cache: bool = True) -> None:
         await super().pause(mode, clear_cache)
+        # calls of before the pause were dealt with; the gate itself stays open
         self._pause = None
 
 
@@ -132,6 +137,7 @@ class _SamplesWhilePaused(FakeEngine):
         return self.alive and bool(self.in_flight)
 
     async def load(self, version: int, label: Version = None, *, identity: bool = False) -> None:
+        # long enough for the worker to sample under the old weights
         await asyncio.sleep(2 * self.options.step)
         await super().load(version, label, identity=identity)
 
@@ -363,4 +369,3 @@ BUGS: tuple[KnownBug, ...] = (
         detected_by=("weights.updates-end",),
     ),
 )
-"""Known bugs of weight updates."""

@@ -133,6 +133,7 @@ class MoeModel:
         d_logits *= scale
         out["head"] += used.T @ d_logits
         dx = np.zeros_like(x)
+        # np.add.at adds repeated indexes; `dx[...] +=` would keep only the last of them
         np.add.at(dx, rows.predicted, d_logits @ self.weights["head"].T)
         return dx
 
@@ -213,4 +214,5 @@ class MoeModel:
 
 def chosen(scores: FloatArray, top_k: int) -> npt.NDArray[np.int64]:
     """Return a router's own choice, ``(rows, top_k)``: best first, lower id first in a tie."""
+    # stable, so that ties go to the lower id on every platform
     return np.argsort(-scores, axis=1, kind="stable")[:, :top_k].astype(np.int64)

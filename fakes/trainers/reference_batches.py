@@ -111,6 +111,7 @@ class Collator:
         expected = {"logprobs": {response}, "loss_mask": {response}, "routes": {sample.total - 1}}
         for name, lengths in expected.items():
             value = getattr(sample, name)
+            # an aborted sample without tokens may have empty or missing fields
             if value is not None and len(value) not in lengths and response:
                 raise ValueError(
                     f"{sample.request_id}: {len(value)} {name} for {sample.total} tokens,"

@@ -75,6 +75,7 @@ class ReplayTrainer:
         self.ranks: list[Rank] = list(layout.mesh.row_ranks())
         layers = (*layout.moe, *range(layout.num_layers, layout.num_layers + extra))
         self.routers: dict[tuple[int, int], ReplayRouter] = self.make_routers(layers)
+        # Megatron registers RouterReplay instances in a list, too; bugs put other routers there
         self.registry: list[ReplayRouter] = self.replayed()
         self.models: dict[str, tuple[MoeModel, dict[tuple[int, int], ReplayRouter]]] = {
             name: (self.make_model(number + 1, 0), self.make_routers(layout.moe))
@@ -88,6 +89,7 @@ class ReplayTrainer:
         """Run one step: install targets microbatch by microbatch, and clear everything at the end,
         also after a failure.
         """
+        # after a failed step, too: targets that stay would be replayed by the next step
         self.begin(step)
         try:
             return self.work(step, spy)
@@ -223,6 +225,7 @@ class ReplayTrainer:
         for number, samples in enumerate(step.microbatches):
             run.microbatches.append(self.microbatch(number, samples, first))
             first += len(samples)
+        # recordings are read before `end` clears the routers
         self.pipeline(run)
         recorded = self.recorded(run) if step.action is Action.RECORD else {}
         return replace(
@@ -261,6 +264,7 @@ class ReplayTrainer:
         mesh = self.layout.mesh
         if step.backward:
             return operations(count, pp=mesh.pp, rank=rank, vpp=mesh.vpp, group=self.layout.group)
+        # forward-only steps have no 1F1B: chunks take groups of microbatches in turn
         table = schedule_table(
             count, mesh.vpp, self.layout.group or (mesh.pp if mesh.vpp > 1 else None)
         )
@@ -278,6 +282,7 @@ class ReplayTrainer:
                 microbatch.dx = run.model.loss_backward(
                     microbatch.rows, microbatch.x, run.scale, run.gradients
                 )
+            # the spy must know which pass a choice belongs to: recomputed rows are judged apart
             with run.spy.recomputing():
                 for layer in reversed(layers):
                     self.layer_backward(run, microbatch, layer)
@@ -295,6 +300,7 @@ class ReplayTrainer:
 
     def arm(self, run: TrainerPass, microbatch: Microbatch, rank: int, chunk: int) -> None:
         """Install the targets of a microbatch in the routers of one chunk."""
+        # a forward-only pass has no recompute, so its targets must not enter the queue
         keep = run.step.backward and run.step.recompute is not Recompute.NONE
         for number, (place, source) in enumerate(microbatch.sources):
             for layer, target in self.targets(
@@ -327,6 +333,7 @@ class ReplayTrainer:
         }
         if self.free_rows is FreeRows.DUMMY:
             return targets
+        # rows that the rollout did not capture are left to the router
         captured = self.captured(microbatch, source)
         return {layer: np.where(captured[:, None], target, -1) for layer, target in targets.items()}
 
@@ -361,6 +368,7 @@ class ReplayTrainer:
         if layer not in run.model.moe:
             microbatch.dx = run.model.dense_backward(layer, rows, x, microbatch.dx, run.gradients)
             return
+        # without recompute the backward pass uses the experts of the forward pass
         ids = microbatch.executed[layer]
         if run.step.recompute is not Recompute.NONE:
             ids = self.route(run, microbatch, layer, x, Phase.RECOMPUTE)

@@ -71,9 +71,11 @@ class ReplayRouter:
                 raise RuntimeError(
                     f"The router of layer {self.layer} has no target left for its recompute."
                 )
+            # 1F1B runs backward passes in the order of the forward passes
             return self.queue.popleft()
         if self.target is None:
             raise RuntimeError(f"The router of layer {self.layer} has no target.")
+        # a target serves one forward pass; a second use is a bug that must raise
         target, self.target = self.target, None
         return target
 
@@ -210,6 +212,7 @@ def problem_of(contract: Contract, sample: Rollout) -> str | None:
     longest = sample.total if contract.rows is Rows.CAPTURED_PREFIX else sample.total - 1
     if not shortest <= len(routes) <= longest:
         return f"it has {len(routes)} rows for {sample.total} tokens"
+    # columns of dense layers may contain anything
     moe = np.sort(routes[:, list(contract.moe_columns)].astype(np.int64), axis=2)
     if moe.size and (moe.min() < 0 or moe.max() >= (contract.num_experts or 1)):
         return "its routes contain ids of no expert"
