@@ -60,7 +60,7 @@ class WeightsUpdatesEnd(EndAwareCheck):
 weights_updates_end = trace_check(
     "weights.updates-end",
     promise="Every weight update ends.",
-    needs="Weights events, and Fault update-hung where one did not end",
+    needs="Weights events, and Fault update-hung if one did not end",
     exercised_by="updates",
 )(WeightsUpdatesEnd)
 
