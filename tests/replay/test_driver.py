@@ -134,7 +134,7 @@ def test_a_wrapped_failure_is_known_again() -> None:
     assert found.injected and "ValueError: step failed" == found.error
 
 
-def test_residue_is_told_after_every_step() -> None:
+def test_residue_is_reported_after_every_step() -> None:
     """What is left is recorded under the step's name, with its counts."""
     left = [
         event
@@ -283,7 +283,7 @@ def test_a_router_may_be_refused_while_its_model_is_made() -> None:
         ({"__init__": _raising(OSError("no model"))}, "Made could not be made: OSError: no model"),
     ],
 )
-def test_what_is_no_subject_is_told(changes: dict[str, Any], message: str) -> None:
+def test_what_is_no_subject_is_reported(changes: dict[str, Any], message: str) -> None:
     """A subject that breaks the protocol is told by method, never judged."""
     made = type("Made", (ReplayTrainer,), {})
     for name, value in changes.items():
@@ -351,7 +351,7 @@ def test_a_trace_is_run_again_from_its_header() -> None:
     assert repr(first.events) == repr(record_again(ReplayTrainer, first.header).events)
 
 
-def test_episodes_that_do_not_exist_are_told() -> None:
+def test_episodes_that_do_not_exist_are_reported() -> None:
     """A misspelt episode, or a header without any, is refused; the text lists those that exist."""
     with pytest.raises(
         UsageError,

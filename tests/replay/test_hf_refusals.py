@@ -81,7 +81,7 @@ def test_a_bad_row_that_is_masked_out_is_nobodys_business(model: Any) -> None:
 @pytest.mark.parametrize(
     ("mask", "message"),
     [
-        (np.ones(3, dtype=bool), r"The mask is \(3,\), the routes have the places \(22,\)"),
+        (np.ones(3, dtype=bool), r"The shape of the mask is \(3,\), that of the routes \(22,\)"),
         (np.ones(ROWS), "The mask is of torch.float64"),
         ("all", "The mask must be an array or a tensor, one value for each row, not str"),
         ([[1], [1, 1]], "The mask must be an array or a tensor, one value for each row, not list"),
@@ -107,7 +107,7 @@ def test_a_mask_of_another_batch_is_refused(model: Any) -> None:
 
 
 @pytest.mark.parametrize("rows", [5, ROWS + 1])
-def test_rows_that_are_not_the_models_are_told(model: Any, rows: int) -> None:
+def test_rows_that_are_not_the_models_are_reported(model: Any, rows: int) -> None:
     """Too few and too many rows stop in the first router, with both numbers; nothing is left."""
     with (
         pytest.raises(ReplayError, match=rf"is given 22 rows, and the routes have {rows}"),
@@ -117,7 +117,7 @@ def test_rows_that_are_not_the_models_are_told(model: Any, rows: int) -> None:
     assert_untouched(model)
 
 
-def test_routes_that_no_router_used_are_told(model: Any) -> None:
+def test_routes_that_no_router_used_are_reported(model: Any) -> None:
     """A context without a forward, and one in which a layer did not run, end with an error: nothing
     falls back in silence.
     """
@@ -152,7 +152,7 @@ def with_two_configurations() -> Any:
             "looks like an MoE block with 8 experts",
         ),
         (lambda: torch.nn.Linear(2, 2), "Linear has no configuration of HF transformers"),
-        (lambda: None, "and this is a NoneType"),
+        (lambda: None, "to replay, not a NoneType"),
         (
             lambda: torch.nn.ModuleList([tiny_model("qwen3_moe"), tiny_model("qwen3_moe")]),
             "several stacks of layers with routers",
@@ -223,7 +223,7 @@ def test_sizes_that_differ_from_layer_to_layer_are_refused(model: Any) -> None:
         find_routers(model)
 
 
-def test_a_block_that_does_not_call_its_router_is_told(model: Any) -> None:
+def test_a_block_that_does_not_call_its_router_is_reported(model: Any) -> None:
     """A fused block that never asks its router ends in an error, not in native routing."""
     block = model.model.layers[2].mlp
     block.forward = lambda hidden: hidden
@@ -235,7 +235,7 @@ def test_a_block_that_does_not_call_its_router_is_told(model: Any) -> None:
     del block.forward
 
 
-def test_a_model_compiled_as_one_graph_is_told_what_to_do(model: Any) -> None:
+def test_a_model_compiled_as_one_graph_is_reported_what_to_do(model: Any) -> None:
     """Routers that were found before `torch.compile(fullgraph=True)`: the compiler's error says
     that rollproof replays there.
     """

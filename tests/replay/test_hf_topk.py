@@ -147,7 +147,9 @@ def test_what_else_a_router_is_called_with_stays() -> None:
 
     assert tried_with(lambda hidden, bias: router(hidden + 0 * bias.sum()), (rows, bias))
     assert tried_with(lambda hidden, bias: router(hidden + 0 * bias.sum()), (rows,), bias=bias)
-    with pytest.raises(RouterError, match=r"The router cannot be tested on 2 rows, .* RuntimeError"):
+    with pytest.raises(
+        RouterError, match=r"The router cannot be tested on 2 rows, .* RuntimeError"
+    ):
         tried_with(lambda hidden, other: router(hidden + other), (rows, rows))
     for args in ((), (IDS,), (None, rows)):
         with pytest.raises(RouterError, match="is not called with hidden states first"):

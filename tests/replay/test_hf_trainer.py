@@ -138,7 +138,7 @@ def test_every_family_layout_and_wrapper_is_in_a_setup() -> None:
     assert set(WRAPS) == {setup.parallel for setup in SETUPS.values()} - {""}
 
 
-def test_an_unknown_setup_is_told() -> None:
+def test_an_unknown_setup_is_reported() -> None:
     """The names are listed."""
     with pytest.raises(UsageError, match="No setup of HF trainers is named 'gpt'; choose among"):
         setup_named("gpt")

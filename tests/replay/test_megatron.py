@@ -349,7 +349,7 @@ def test_the_trainer_keeps_every_promise_of_replay(reports: dict[str, Report], n
     assert report.canary is not None and report.canary.red
 
 
-def test_an_unknown_setup_is_told_with_those_that_exist(ranks: Ranks) -> None:
+def test_an_unknown_setup_is_reported_with_those_that_exist(ranks: Ranks) -> None:
     """A setup that does not exist is refused, with the list."""
     with pytest.raises(
         UsageError, match="No Megatron setup is named 'tp3'; choose one of single, dense-first"

@@ -31,7 +31,7 @@ def _installed(monkeypatch: pytest.MonkeyPatch, release: str | None) -> None:
     monkeypatch.setattr(importlib.metadata, "version", version)
 
 
-def test_absence_is_told_with_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_absence_is_reported_with_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     """Without megatron-core the error names a release that installs on this Python, and is what a
     missing framework always is.
     """
@@ -155,7 +155,7 @@ def test_inherited_and_static_methods_come_back_as_they_were(
         ),
     ],
 )
-def test_a_release_that_differs_from_the_table_is_told(
+def test_a_release_that_differs_from_the_table_is_reported(
     monkeypatch: pytest.MonkeyPatch, fields: dict[str, Any], message: str
 ) -> None:
     """A patched or half-installed megatron-core is not run under other names than the ones that

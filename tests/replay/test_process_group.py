@@ -91,7 +91,7 @@ def test_a_rank_that_raises_is_named_with_what_it_raised(ranks: Ranks) -> None:
         ),
     ],
 )
-def test_what_cannot_come_back_is_told(ranks: Ranks, job: str, message: str) -> None:
+def test_what_cannot_come_back_is_reported(ranks: Ranks, job: str, message: str) -> None:
     """A job that ends its process, or returns what cannot be pickled, is told as that."""
     with pytest.raises(RankError, match=message) as caught:
         ranks.run(job, world_size=2)

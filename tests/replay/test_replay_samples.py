@@ -127,7 +127,7 @@ def test_what_a_convention_allows_is_no_defect(contract: Contract, missing: set[
     assert missing == set(Defect) - set(offered_defects(contract))
 
 
-def test_too_few_token_ids_are_told() -> None:
+def test_too_few_token_ids_are_reported() -> None:
     """A model that cannot give each token its own id cannot be judged, and the text says what to
     declare.
     """
@@ -149,7 +149,7 @@ def test_a_small_vocabulary_makes_short_samples() -> None:
     )
 
 
-def test_no_declared_type_for_the_ids_is_told() -> None:
+def test_no_declared_type_for_the_ids_is_reported() -> None:
     """A dtype that does not hold every expert id is a fault of the contract."""
     contract = declared(num_experts=300, dtype="uint8")
     with pytest.raises(

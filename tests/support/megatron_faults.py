@@ -66,10 +66,10 @@ class Contiguous(CoreReplay):
         batch = run.batches[number]
         layout, payloads = (
             replace(batch.layout, mesh=Mesh()),
-            [one.routes for one in batch.samples if one is not None],
+            [sample.routes for sample in batch.samples if sample is not None],
         )
-        whole = layout.targets(payloads, replace(run.rank, cp=0), 0, lengths=batch.lengths)
-        return {layer: np.split(rows, run.setup.cp)[run.rank.cp] for layer, rows in whole.items()}
+        targets = layout.targets(payloads, replace(run.rank, cp=0), 0, lengths=batch.lengths)
+        return {layer: np.split(rows, run.setup.cp)[run.rank.cp] for layer, rows in targets.items()}
 
 
 class LocalLayers(CoreReplay):
@@ -77,7 +77,7 @@ class LocalLayers(CoreReplay):
 
     def _targets(self, run: Run, number: int, chunk: int) -> Mapping[int, IntArray]:
         batch = run.batches[number]
-        payloads = [one.routes for one in batch.samples if one is not None]
+        payloads = [sample.routes for sample in batch.samples if sample is not None]
         first = batch.layout.targets(
             payloads, replace(run.rank, pp=0), chunk, lengths=batch.lengths
         )
@@ -91,8 +91,8 @@ class ZeroPadded(CoreReplay):
         batch = run.batches[number]
         ends = {
             tokens[-1]
-            for one in batch.samples
-            if one is not None and (tokens := one.prompt_ids + one.response_ids)
+            for sample in batch.samples
+            if sample is not None and (tokens := sample.prompt_ids + sample.response_ids)
         }
         free = np.array([token < 0 or token in ends for token in batch.rows])
         return {
@@ -120,7 +120,7 @@ class NeverActs(CoreReplay):
 
 
 class NoBackward(CoreReplay):
-    """Recompute takes the target of the last forward pass: under a pipeline, another microbatch's."""
+    """Recompute takes the target of the last forward: in a pipeline, another microbatch's."""
 
     def after(self, run: Run, number: int, chunk: int) -> None:
         if run.step.action is not Action.REPLAY:
@@ -169,7 +169,7 @@ class Raising(CoreReplay):
 class Unchecked(MegatronTrainer):
     """Hands any routes to ``RouterReplay``, which looks at none."""
 
-    def _checked(self, sample: Rollout) -> None:
+    def _check_routes(self, sample: Rollout) -> None:
         pass
 
 
